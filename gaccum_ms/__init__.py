@@ -1,0 +1,11 @@
+"""Gradient accumulation for MindSpore that is correct everywhere and costs nothing but its arithmetic."""
+
+from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.model import install_model_hook
+from gaccum_ms.train_step import TrainOneStepWithGradAccumulationCell
+
+__version__ = "0.1.0"
+
+__all__ = ["GradAccumulationCell", "TrainOneStepWithGradAccumulationCell"]
+
+install_model_hook()

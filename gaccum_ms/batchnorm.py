@@ -1,0 +1,40 @@
+"""BatchNorm couples the samples of a micro-batch: what that means for accumulation, and the warning about it."""
+
+from __future__ import annotations
+
+import warnings
+
+from mindspore import mint, nn
+
+_BATCH_NORMS = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.SyncBatchNorm,
+    mint.nn.BatchNorm1d,
+    mint.nn.BatchNorm2d,
+    mint.nn.BatchNorm3d,
+)
+
+
+def batch_norm_names(network: nn.Cell) -> list[str]:
+    """Names of the layers that will normalise by the statistics of a micro-batch (nn.BatchNorm3d holds a 2d one)."""
+    return [
+        name
+        for name, cell in network.cells_and_names()
+        if isinstance(cell, _BATCH_NORMS) and getattr(cell, "use_batch_statistics", None) is not False
+    ]
+
+
+def warn_about_batch_norm(network: nn.Cell) -> None:
+    """One warning, however many layers, that says what will differ from training on the whole batch."""
+    names = batch_norm_names(network)
+    if names:
+        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        warnings.warn(
+            f"For 'GradAccumulationCell', the network has {len(names)} BatchNorm layer(s) ({shown}). In training each "
+            f"normalises by the mean and variance of one micro-batch, not of the whole batch, and its moving "
+            f"statistics are updated once per micro-batch: gradients and results differ from the whole batch's. For "
+            f"equal results use nn.GroupNorm or nn.LayerNorm, or use_batch_statistics=False.",
+            UserWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,33 @@
+"""Clipping by global norm, once, on the finished gradient: reduced over ranks, before the optimizer sees it.
+
+Clipping each micro-batch would bound the wrong thing: the norm of a mean is not the mean of the norms.
+"""
+
+from __future__ import annotations
+
+import mindspore as ms
+from mindspore import ops
+
+_square_sum = ops.MultitypeFuncGraph("gaccum_ms_square_sum")
+_scale = ops.MultitypeFuncGraph("gaccum_ms_scale")
+
+
+@_square_sum.register("Tensor")
+def _square_sum_of_one(gradient: ms.Tensor) -> ms.Tensor:
+    return ops.reduce_sum(ops.square(ops.cast(gradient, ms.float32)))
+
+
+@_scale.register("Tensor", "Tensor")
+def _scale_one(factor: ms.Tensor, gradient: ms.Tensor) -> ms.Tensor:
+    return gradient * ops.cast(factor, gradient.dtype)
+
+
+def global_norm(gradients: tuple[ms.Tensor, ...]) -> ms.Tensor:
+    """The Euclidean norm of all gradients together, float32, shape ``()``."""
+    return ops.sqrt(ops.addn(ops.HyperMap()(_square_sum, gradients)))
+
+
+def clip_by_norm(gradients: tuple[ms.Tensor, ...], norm: ms.Tensor, max_norm: float) -> tuple[ms.Tensor, ...]:
+    """The gradients, scaled down to global norm `max_norm` where `norm`, their own, is larger."""
+    factor = max_norm / ops.maximum(norm, ms.Tensor(max_norm, ms.float32))
+    return ops.HyperMap()(ops.partial(_scale, factor), gradients)

@@ -1,0 +1,66 @@
+"""The hook into MindSpore: how `ms.Model` and `mindspore.amp.build_train_network` come to build our step.
+
+Both call the function `build_train_network` of `mindspore.train.amp`. It knows cells named ``GradAccumulationCell``
+by their class name and would give them a private step that trains in semi-auto parallel mode alone. The function here
+takes its place: a network with our cell gets our step or a clear error, any other network goes to the original,
+untouched. Nothing else in the project reaches into the framework.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import mindspore.amp
+import mindspore.train
+from mindspore import nn
+from mindspore.train import amp
+
+from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.train_step import TrainOneStepWithGradAccumulationCell
+
+_OURS = (GradAccumulationCell, TrainOneStepWithGradAccumulationCell)
+_original = amp.build_train_network
+
+
+@functools.wraps(_original)
+def build_train_network(
+    network: nn.Cell,
+    optimizer: nn.Optimizer,
+    loss_fn: nn.Cell | None = None,
+    level: str = "O0",
+    boost_level: str = "O0",
+    **kwargs: Any,
+) -> nn.Cell:
+    if not _holds_our_cell(network):
+        return _original(network, optimizer, loss_fn, level, boost_level, **kwargs)
+    if not isinstance(network, GradAccumulationCell):
+        raise ValueError(
+            f"For 'GradAccumulationCell', the cell must be the outermost one when a model is built with an optimizer, "
+            f"but got '{type(network).__name__}' around it. Put what it adds inside: "
+            f"GradAccumulationCell({type(network).__name__}(...), ...)."
+        )
+    if loss_fn is not None:
+        raise ValueError(
+            f"For 'GradAccumulationCell', 'loss_fn' must be None, because the cell wraps a network that returns its "
+            f"loss, but got '{type(loss_fn).__name__}'. Use GradAccumulationCell(nn.WithLossCell(net, loss_fn), ...)."
+        )
+    for name, value, default in (("amp_level", level, "O0"), ("boost_level", boost_level, "O0")):
+        if value != default:
+            raise ValueError(f"For 'GradAccumulationCell', '{name}' must be '{default}', but got '{value}'.")
+    if kwargs.get("loss_scale_manager") is not None:
+        raise ValueError(
+            f"For 'GradAccumulationCell', 'loss_scale_manager' must be None, but got "
+            f"'{type(kwargs['loss_scale_manager']).__name__}'."
+        )
+    return TrainOneStepWithGradAccumulationCell(network, optimizer).set_train()
+
+
+def _holds_our_cell(network: Any) -> bool:
+    return isinstance(network, nn.Cell) and any(isinstance(cell, _OURS) for _, cell in network.cells_and_names())
+
+
+def install_model_hook() -> None:
+    """Put our function where MindSpore's own modules look it up. Importing the package does it, once."""
+    for module in (amp, mindspore.amp, mindspore.train):
+        module.build_train_network = build_train_network  # type: ignore[attr-defined]

@@ -1,0 +1,96 @@
+"""A batch and its micro-batches: where the boundaries are, and how a compiled loop takes one slice.
+
+All inputs of a batch are cut along axis 0 at the same boundaries. Micro-batches are as equal as one shape allows,
+``ceil(N / micro_size)`` samples each, so that one compiled loop body serves them all; what is left over is one smaller
+micro-batch at the end. Ten samples in four micro-batches are 3 + 3 + 3 + 1, nine in four are 3 + 3 + 3: never more
+micro-batches, and never a larger one, than was asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import mindspore as ms
+from mindspore import ops
+
+
+class SplitPlan(NamedTuple):
+    """How one batch is cut: ``full`` micro-batches of ``size`` samples, then one of ``rest`` samples if not 0."""
+
+    samples: int
+    size: int
+    full: int
+    rest: int
+
+
+def batch_shapes(inputs: tuple[Any, ...]) -> list[tuple[int, ...]]:
+    """The shapes of a batch's inputs; a TypeError for what cannot be split."""
+    for position, value in enumerate(inputs):
+        if not isinstance(value, ms.Tensor):
+            raise TypeError(
+                f"For 'GradAccumulationCell', every input must be a Tensor whose axis 0 counts samples, but input "
+                f"{position} got {value!r} of type '{type(value).__name__}'. Make it an attribute of the network, or "
+                f"a Tensor with one entry for each sample."
+            )
+    return [value.shape for value in inputs]
+
+
+def plan_split(shapes: Any, micro_size: int | None, micro_batch_size: int | None) -> SplitPlan:
+    """Where a batch with inputs of these shapes is cut.
+
+    Args:
+        shapes (sequence of tuples): The shape of each input.
+        micro_size (int or None): Largest number of micro-batches.
+        micro_batch_size (int or None): Largest number of samples in a micro-batch; used where `micro_size` is None.
+
+    Raises:
+        ValueError: If there is no input, an input has no axis 0, the first axes differ, or the batch is empty.
+    """
+    if not shapes:
+        raise ValueError("For 'GradAccumulationCell', a batch must have at least one input, but got none.")
+    for position, shape in enumerate(shapes):
+        if not shape:
+            raise ValueError(
+                f"For 'GradAccumulationCell', every input must have an axis 0 that counts samples, but input "
+                f"{position} got shape (). Make a scalar an attribute of the network, or repeat it for each sample."
+            )
+    samples = shapes[0][0]
+    if any(shape[0] != samples for shape in shapes):
+        raise ValueError(
+            f"For 'GradAccumulationCell', axis 0 of all inputs must have the same length, because all are split at "
+            f"the same boundaries, but got shapes {[tuple(shape) for shape in shapes]}."
+        )
+    if samples < 1:
+        raise ValueError(f"For 'GradAccumulationCell', a batch must not be empty, but got shapes {list(shapes)}.")
+    size = -(-samples // micro_size) if micro_size is not None else min(micro_batch_size or samples, samples)
+    full = samples // size
+    return SplitPlan(samples, size, full, samples - full * size)
+
+
+# The same arithmetic while a graph is compiled, where shapes are constants.
+compiled_plan = ops.constexpr(plan_split)
+
+
+def stack_full(inputs: tuple[ms.Tensor, ...], size: int, full: int, rest: int) -> tuple[ms.Tensor, ...]:
+    """Each input's full micro-batches as ``(full, size, ...)``: a Tensor index can then take one inside a loop."""
+    stacked = ()
+    for value in inputs:
+        head = value if rest == 0 else value[: full * size]
+        stacked = (*stacked, head.reshape((full, size) + value.shape[1:]))
+    return stacked
+
+
+def take(stacked: tuple[ms.Tensor, ...], index: ms.Tensor) -> tuple[ms.Tensor, ...]:
+    """Micro-batch number `index` of what `stack_full` returned."""
+    micro_batch = ()
+    for value in stacked:
+        micro_batch = (*micro_batch, value[index])
+    return micro_batch
+
+
+def take_rest(inputs: tuple[ms.Tensor, ...], start: int) -> tuple[ms.Tensor, ...]:
+    """The samples from `start` on: the smaller last micro-batch of a ragged batch."""
+    micro_batch = ()
+    for value in inputs:
+        micro_batch = (*micro_batch, value[start:])
+    return micro_batch

@@ -1,0 +1,26 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+import mindspore as ms
+import pytest
+
+MODES = {"graph": ms.GRAPH_MODE, "pynative": ms.PYNATIVE_MODE}
+
+
+@pytest.fixture(autouse=True)
+def _graph_mode():
+    """Each test starts in graph mode, whatever the one before it did."""
+    ms.set_context(mode=ms.GRAPH_MODE)
+
+
+@pytest.fixture(params=list(MODES))
+def mode(request) -> str:
+    """Run the test in graph mode and in PyNative mode."""
+    ms.set_context(mode=MODES[request.param])
+    return request.param
+
+
+@pytest.fixture
+def pynative() -> None:
+    ms.set_context(mode=ms.PYNATIVE_MODE)

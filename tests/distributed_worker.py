@@ -1,0 +1,137 @@
+"""One rank of the distributed tests: trains in data parallel mode every way asked for and writes what it got.
+
+Run by ``python -m gaccum_ms.launch -n 2 distributed_worker.py OUT``: one start of the ranks serves all cases.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn, ops
+from mindspore.communication import get_group_size, get_rank, init
+from reference import OPTIMIZERS, Line, accumulated, as_numpy, batches, make_network, train
+
+from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, accumulator
+
+PER_RANK, UPDATES = 7, 4  # 7 samples are ragged in 2 and 3 micro-batches
+
+
+class ReducesEachMicroBatch(TrainOneStepWithGradAccumulationCell):
+    """Negative control for the number of collectives: right result, one reduction per micro-batch."""
+
+    def _micro_step(self, share, micro_batch):
+        loss, gradients = self._micro_batch(share, *micro_batch)
+        return ops.depend(loss, self._map(accumulator.add, self.accu_grads, self.grad_reducer(gradients)))
+
+    def _update(self, gradients):
+        return self.optimizer(gradients)
+
+
+class CountedReducer(nn.Cell):
+    """Counts the reductions that an eagerly run step makes."""
+
+    def __init__(self, reducer):
+        super().__init__(auto_prefix=False)
+        self.reducer = reducer
+        self.calls = []
+
+    def construct(self, gradients):
+        self.calls.append(1)
+        return self.reducer(gradients)
+
+
+def run(make_step, rank: int, size: int, start: int = 0):
+    """Train on this rank's contiguous share of each joint batch; `start` shifts the first weights by rank."""
+    network = make_network("dense")
+    for parameter in network.get_parameters():
+        parameter.set_data(parameter + start * rank)
+    shares = [(x[rank::size], y[rank::size]) for x, y in batches(PER_RANK * size, UPDATES)]
+    return train(make_step, network, OPTIMIZERS["momentum"](network.trainable_params()), shares)
+
+
+def reductions(step_class, micro_size: int, rank: int, size: int) -> int:
+    steps = []
+
+    def make_step(loss_cell, optimizer):
+        step = step_class(GradAccumulationCell(loss_cell, micro_size), optimizer)
+        step.grad_reducer = CountedReducer(step.grad_reducer)
+        steps.append(step)
+        return step
+
+    run(make_step, rank, size)
+    return len(steps[0].grad_reducer.calls)
+
+
+class BroadcastStep(TrainOneStepWithGradAccumulationCell):
+    """What ms.Model does to the step when ``parameter_broadcast`` is on."""
+
+    def __init__(self, network, optimizer):
+        super().__init__(network, optimizer)
+        self.set_broadcast_flag()
+
+
+def main(out: Path) -> None:
+    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_device("CPU")
+    init()
+    rank, size = get_rank(), get_group_size()
+    results: dict[str, np.ndarray] = {}
+
+    def keep(case: str, result) -> None:
+        results[f"{case}/losses"] = result.losses
+        for name, value in result.state.items():
+            results[f"{case}/{name}"] = value
+
+    for mean in (True, False):
+        ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=mean)
+        for mode in ("graph", "pynative"):
+            ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
+            keep(f"{mode}-mean{mean:d}-whole", run(nn.TrainOneStepCell, rank, size))
+            for micro_size in (1, 3):
+                keep(f"{mode}-mean{mean:d}-{micro_size}", run(accumulated(micro_size=micro_size), rank, size))
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    keep("jit-mean0-3", run(accumulated(micro_size=3, jit=True), rank, size))
+    keep("clip-mean0-whole", run(accumulated(micro_size=1, max_grad_norm=0.5), rank, size))
+    keep("clip-mean0-3", run(accumulated(micro_size=3, max_grad_norm=0.5), rank, size))
+    for step_class in (TrainOneStepWithGradAccumulationCell, ReducesEachMicroBatch):
+        results[f"reductions/{step_class.__name__}"] = np.array(
+            [reductions(step_class, micro_size, rank, size) for micro_size in (2, 7)]
+        )
+    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_auto_parallel_context(parameter_broadcast=True)
+    keep("broadcast", run(accumulated(micro_size=3, step_class=BroadcastStep), rank, size, start=1))
+    ms.set_auto_parallel_context(parameter_broadcast=False)
+    keep("unbroadcast", run(accumulated(micro_size=3), rank, size, start=1))
+
+    results["hand"] = np.array([hand_worked(rank, mean) for mean in (True, False)])
+    results["model"] = train_by_model(make_network("dense"), rank, size)
+    np.savez(out / f"rank{rank}.npz", **results)
+    ops.AllReduce()(ms.Tensor([1.0])).asnumpy()  # a meeting: a rank that leaves first breaks the others' last collective
+
+
+def hand_worked(rank: int, mean: bool) -> float:
+    """y ~ w x at w = 1, loss (w x - y)^2 / 2. Rank 0: x = 1, 2, y = 0, 1, gradients 1, 2, mean 1.5. Rank 1: x = 4, 2,
+    y = 1, -4, gradients 12, 12, mean 12. Averaged 6.75, summed 13.5; the rate is 0.1."""
+    ms.set_auto_parallel_context(gradients_mean=mean)
+    x, y = (([1.0, 2.0], [0.0, 1.0]), ([4.0, 2.0], [1.0, -4.0]))[rank]
+    cell = GradAccumulationCell(Line(1.0), 2)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+    step(ms.Tensor(x), ms.Tensor(y))
+    return float(cell.network.weight.asnumpy())
+
+
+def train_by_model(network, rank: int, size: int) -> np.ndarray:
+    """Two epochs of ms.Model on this rank's shard, the way of a user's script."""
+    x, y = batches(24, 1)[0]
+    data_set = ms.dataset.NumpySlicesDataset((x, y), shuffle=False, num_shards=size, shard_id=rank).batch(8)
+    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), 4)
+    ms.set_auto_parallel_context(gradients_mean=True)
+    ms.Model(cell, optimizer=nn.SGD(network.trainable_params(), 0.1)).train(2, data_set)
+    return as_numpy(network.out.weight)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

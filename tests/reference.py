@@ -1,0 +1,220 @@
+"""What the tests compare with: small networks, distinct random batches, and the whole batch's own training step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+
+from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+
+CLASSES = 5
+FEATURES = 12
+
+
+class Classifier(nn.Cell):
+    """Base of the test networks: inputs are cast to the weights' dtype, logits to float32."""
+
+    dtype = ms.float32
+
+    def logits(self, x):
+        raise NotImplementedError
+
+    def construct(self, x):
+        return self.logits(x).astype(ms.float32)
+
+
+class DenseNet(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.hidden = nn.Dense(FEATURES, 16)
+        self.out = nn.Dense(16, CLASSES)
+
+    def logits(self, x):
+        return self.out(ops.tanh(self.hidden(x.astype(self.dtype))))
+
+
+class ConvNet(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 6, 3)
+        self.out = nn.Dense(6 * FEATURES, CLASSES)
+
+    def logits(self, x):
+        image = x.astype(self.dtype).reshape((-1, 1, 3, 4))
+        return self.out(ops.relu(self.conv(image)).reshape((-1, 6 * FEATURES)))
+
+
+class BatchNormInEvalNet(ConvNet):
+    """BatchNorm that normalises by its moving statistics couples no samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(6, use_batch_statistics=False)
+
+    def logits(self, x):
+        image = x.astype(self.dtype).reshape((-1, 1, 3, 4))
+        return self.out(ops.relu(self.norm(self.conv(image))).reshape((-1, 6 * FEATURES)))
+
+
+class EmbeddingNet(Classifier):
+    """Reads each feature's sign and first digit as a token: most rows are used by some micro-batches only."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(40, 8)
+        self.out = nn.Dense(8, CLASSES)
+
+    def logits(self, x):
+        tokens = ops.clamp(x * 5 + 20, 0, 39).astype(ms.int32)
+        return self.out(self.embedding(tokens).mean(axis=1))
+
+
+class UnusedParameterNet(DenseNet):
+    def __init__(self):
+        super().__init__()
+        self.unused = ms.Parameter(Tensor(np.ones((3, 2)), ms.float32), name="unused")
+
+
+class CastWeightsNet(Classifier):
+    """Low-precision weights, float32 arithmetic: MindSpore's CPU back end multiplies no bfloat16 matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = ms.Parameter(Tensor(np.zeros((FEATURES, 16)), ms.float32), name="hidden")
+        self.out = ms.Parameter(Tensor(np.zeros((16, CLASSES)), ms.float32), name="out")
+
+    def logits(self, x):
+        return ops.tanh(x @ self.hidden.astype(ms.float32)) @ self.out.astype(ms.float32)
+
+
+NETWORKS: dict[str, type[Classifier]] = {
+    "dense": DenseNet,
+    "conv": ConvNet,
+    "batchnorm_eval": BatchNormInEvalNet,
+    "embedding": EmbeddingNet,
+    "unused": UnusedParameterNet,
+    "cast_weights": CastWeightsNet,
+}
+
+
+def make_network(kind: str, dtype: ms.Type = ms.float32) -> Classifier:
+    """A network with weights that depend on nothing but its kind."""
+    network = NETWORKS[kind]()
+    random = np.random.default_rng(7)
+    for parameter in network.get_parameters():
+        value = random.normal(size=parameter.shape) * 0.4
+        if parameter.name.endswith("moving_variance"):
+            value = value**2 + 0.5
+        parameter.set_dtype(dtype)
+        parameter.set_data(Tensor(value, dtype))
+    network.dtype = dtype
+    return network
+
+
+def batches(samples: int, number: int = 10, seed: int = 3) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Distinct random batches. The label depends on the sample, so gradients of micro-batches differ much."""
+    random = np.random.default_rng(seed)
+    result = []
+    for _ in range(number):
+        x = random.normal(size=(samples, FEATURES)).astype(np.float32)
+        y = (np.abs(x).sum(axis=1) * 3).astype(np.int32) % CLASSES
+        result.append((x, y))
+    return result
+
+
+def _decayed(parameters):
+    return [
+        {"params": [p for p in parameters if p.name.endswith("weight")], "weight_decay": 0.05, "lr": 0.03},
+        {"params": [p for p in parameters if not p.name.endswith("weight")]},
+        {"order_params": list(parameters)},
+    ]
+
+
+class Line(nn.Cell):
+    """Loss of y ~ w x: mean over the samples of (w x - y)^2 / 2."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = ms.Parameter(Tensor(weight, ms.float32), name="weight")
+
+    def construct(self, x, y):
+        return ops.square(self.weight * x - y).mean() / 2
+
+
+class PlainSGD(nn.Optimizer):
+    """SGD for weights of any dtype: MindSpore has no bfloat16 optimizer, nor Assign, on CPU."""
+
+    def construct(self, gradients):
+        updated = ()
+        for index in range(len(self.parameters)):
+            parameter = self.parameters[index]
+            value = parameter.astype(ms.float32) - self.get_lr() * gradients[index].astype(ms.float32)
+            updated = (*updated, parameter.copy_(value.astype(parameter.dtype)))
+        return updated
+
+
+OPTIMIZERS: dict[str, Callable] = {
+    "sgd": lambda parameters: nn.SGD(parameters, 0.05),
+    "plain_sgd": lambda parameters: PlainSGD(0.05, parameters),
+    "momentum": lambda parameters: nn.Momentum(parameters, 0.05, 0.9, weight_decay=0.01),
+    "adam": lambda parameters: nn.Adam(parameters, 0.01, weight_decay=0.01),
+    "adam_weight_decay": lambda parameters: nn.AdamWeightDecay(parameters, 0.01, weight_decay=0.05),
+    "dynamic_lr": lambda parameters: nn.SGD(parameters, nn.CosineDecayLR(0.001, 0.1, 8)),
+    "grouped": lambda parameters: nn.Momentum(_decayed(parameters), 0.02, 0.9),
+}
+
+
+class Run(NamedTuple):
+    """What a training run leaves: losses, parameters and the optimizer's state, by name."""
+
+    losses: np.ndarray
+    state: dict[str, np.ndarray]
+
+
+def as_numpy(parameter: ms.Parameter) -> np.ndarray:
+    """A float32 copy: asnumpy() alone may be a view that training goes on to change."""
+    return np.array(parameter.astype(ms.float32).asnumpy())
+
+
+def train(make_step: Callable, network: nn.Cell, optimizer: nn.Optimizer, data: Sequence) -> Run:
+    """Train on `data` with the step that ``make_step(loss_cell, optimizer)`` returns."""
+    step = make_step(nn.WithLossCell(network, nn.CrossEntropyLoss()), optimizer).set_train()
+    losses = [float(step(*map(Tensor, batch)).asnumpy()) for batch in data]
+    named = {p.name: p for p in [*network.get_parameters(), *optimizer.get_parameters()]}
+    return Run(np.array(losses), {name: as_numpy(parameter) for name, parameter in named.items()})
+
+
+def accumulated(**options) -> Callable:
+    """A ``make_step`` for `train`: our step with these options of the cell."""
+    step_class = options.pop("step_class", TrainOneStepWithGradAccumulationCell)
+
+    def make_step(loss_cell, optimizer):
+        return step_class(GradAccumulationCell(loss_cell, **options), optimizer)
+
+    return make_step
+
+
+@functools.lru_cache(maxsize=None)
+def whole_batch(kind: str, optimizer: str, samples: int, mode: int, dtype: ms.Type = ms.float32) -> Run:
+    """The reference: MindSpore's own step on the whole batch. `mode` is part of the key, because it is the context's."""
+    assert ms.get_context("mode") == mode
+    network = make_network(kind, dtype)
+    return train(nn.TrainOneStepCell, network, OPTIMIZERS[optimizer](network.trainable_params()), batches(samples))
+
+
+def relative_error(value: np.ndarray, reference: np.ndarray) -> float:
+    """Largest difference, relative to the largest entry of the reference."""
+    return float(np.abs(value - reference).max() / max(np.abs(reference).max(), 1e-30))
+
+
+def assert_equivalent(run: Run, reference: Run, tolerance: float) -> None:
+    """The equivalence contract: same losses, parameters and optimizer state to rounding."""
+    assert relative_error(run.losses, reference.losses) < tolerance, (run.losses, reference.losses)
+    assert run.state.keys() == reference.state.keys()
+    errors = {name: relative_error(run.state[name], reference.state[name]) for name in reference.state}
+    assert max(errors.values()) < tolerance, errors

@@ -1,0 +1,114 @@
+"""Data parallel: two real processes against MindSpore's own step on the same ranks, and against one process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+import pytest
+from distributed_worker import PER_RANK, UPDATES
+from mindspore import nn
+from reference import OPTIMIZERS, as_numpy, batches, make_network, relative_error, train
+
+pytestmark = pytest.mark.distributed
+HERE = Path(__file__).resolve().parent
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[dict[str, np.ndarray]]:
+    """What each of two ranks got, by case."""
+    out = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "gaccum_ms.launch", "-n", "2", "--log-dir", str(out / "log"), "--timeout", "300"]
+    path = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
+    finished = subprocess.run(
+        [*command, str(HERE / "distributed_worker.py"), str(out)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=330,
+    )
+    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
+    return [dict(np.load(out / f"rank{rank}.npz")) for rank in range(2)]
+
+
+def case(results: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
+    found = {key.removeprefix(name + "/"): value for key, value in results.items() if key.startswith(name + "/")}
+    assert found, name
+    return found
+
+
+def assert_same(one: dict, other: dict) -> None:
+    assert one.keys() == other.keys()
+    errors = {name: relative_error(one[name], other[name]) for name in one}
+    assert max(errors.values()) < TOLERANCE, errors
+
+
+@pytest.mark.parametrize("mean", [0, 1])
+@pytest.mark.parametrize("mode", ["graph", "pynative"])
+@pytest.mark.parametrize("micro_size", [1, 3])
+def test_equals_mindspores_step_on_the_same_ranks(ranks, mode, mean, micro_size):
+    for results in ranks:
+        assert_same(case(results, f"{mode}-mean{mean}-{micro_size}"), case(results, f"{mode}-mean{mean}-whole"))
+
+
+def test_jit_and_clipping_equal_the_whole_batch(ranks):
+    for results in ranks:
+        assert_same(case(results, "jit-mean0-3"), case(results, "graph-mean0-whole"))
+        assert_same(case(results, "clip-mean0-3"), case(results, "clip-mean0-whole"))
+        with pytest.raises(AssertionError):
+            assert_same(case(results, "clip-mean0-3"), case(results, "graph-mean0-whole"))
+
+
+def test_two_ranks_equal_one_process_on_the_joined_batch(ranks):
+    """With gradients_mean, and the mean over ranks of the losses; without it, ranks sum: not the joined batch's."""
+    network = make_network("dense")
+    joined = train(
+        nn.TrainOneStepCell, network, OPTIMIZERS["momentum"](network.trainable_params()), batches(2 * PER_RANK, UPDATES)
+    )
+    averaged = [case(results, "graph-mean1-3") for results in ranks]
+    summed = case(ranks[0], "graph-mean0-3")
+    for name in (parameter.name for parameter in network.trainable_params()):
+        assert relative_error(averaged[0][name], joined.state[name]) < 2 * TOLERANCE
+        np.testing.assert_array_equal(averaged[0][name], averaged[1][name])
+        assert relative_error(summed[name], joined.state[name]) > 100 * TOLERANCE
+    losses = (averaged[0]["losses"] + averaged[1]["losses"]) / 2
+    assert relative_error(losses, joined.losses) < 2 * TOLERANCE
+
+
+def test_one_reduction_per_update(ranks):
+    """As many reductions as updates, in 2 and in 7 micro-batches. The control reduces each micro-batch."""
+    for results in ranks:
+        assert results["reductions/TrainOneStepWithGradAccumulationCell"].tolist() == [UPDATES, UPDATES]
+        assert results["reductions/ReducesEachMicroBatch"].tolist() == [2 * UPDATES, 7 * UPDATES]
+
+
+def test_parameter_broadcast_starts_all_ranks_alike(ranks):
+    names = [parameter.name for parameter in make_network("dense").trainable_params()]
+    for results, other in (ranks, ranks[::-1]):
+        broadcast, unbroadcast = case(results, "broadcast"), case(results, "unbroadcast")
+        for name in names:
+            np.testing.assert_array_equal(broadcast[name], case(other, "broadcast")[name])
+            assert relative_error(unbroadcast[name], case(other, "unbroadcast")[name]) > 0.1
+    assert_same(case(ranks[0], "broadcast"), case(ranks[0], "graph-mean0-whole"))
+
+
+def test_model_train_on_two_ranks_equals_one_process(ranks):
+    """Rank r reads samples r, r + 2, ...: 8 + 4 samples an epoch on each rank are 16 + 8 in one process."""
+    network = make_network("dense")
+    x, y = batches(24, 1)[0]
+    data_set = ms.dataset.NumpySlicesDataset((x, y), shuffle=False).batch(16)
+    loss_cell = nn.WithLossCell(network, nn.CrossEntropyLoss())
+    ms.Model(loss_cell, optimizer=nn.SGD(network.trainable_params(), 0.1)).train(2, data_set)
+    for results in ranks:
+        assert relative_error(results["model"], as_numpy(network.out.weight)) < 2 * TOLERANCE
+
+
+def test_hand_worked_gradient_on_two_ranks(ranks):
+    """Two ranks with the losses' means 1.5 and 12 of tests/test_train_step.py: see `hand` in the worker."""
+    for results in ranks:
+        np.testing.assert_allclose(results["hand"], [1 - 0.1 * 6.75, 1 - 0.1 * 13.5], rtol=1e-6)

@@ -1,0 +1,142 @@
+"""The equivalence contract: k micro-batches leave what one whole batch leaves. One matrix, and what breaks it."""
+
+from __future__ import annotations
+
+import mindspore as ms
+import pytest
+from mindspore import nn, ops
+from reference import (
+    OPTIMIZERS,
+    accumulated,
+    assert_equivalent,
+    batches,
+    make_network,
+    train,
+    whole_batch,
+)
+
+from gaccum_ms import TrainOneStepWithGradAccumulationCell, accumulator
+
+DIVISIBLE, RAGGED = 24, 13
+MODES = {"graph": ms.GRAPH_MODE, "pynative": ms.PYNATIVE_MODE}
+DTYPES = {"float32": ms.float32, "float16": ms.float16, "bfloat16": ms.bfloat16}
+# Float32 sums in another order differ by rounding; float16 and bfloat16 round each micro-batch's gradient, 11 and 8
+# bits. Adam divides by the root of its second moment, which magnifies the rounding of gradients near zero.
+TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
+ADAM_TOLERANCE = 1e-4
+
+
+def _matrix():
+    """Networks x micro_size x ragged in full; then every optimizer, mode and dtype on lines through it."""
+    for kind in ("dense", "conv", "batchnorm_eval", "embedding", "unused"):
+        for micro_size in (1, 2, 3, 8):
+            for samples in (DIVISIBLE, RAGGED):
+                yield kind, micro_size, samples, "sgd", "graph", "float32"
+    for optimizer in OPTIMIZERS:
+        for mode in MODES:
+            if (optimizer, mode) != ("sgd", "graph") and optimizer != "plain_sgd":
+                yield "dense", 3, RAGGED, optimizer, mode, "float32"
+    for kind in ("conv", "batchnorm_eval", "embedding", "unused"):
+        yield kind, 3, RAGGED, "sgd", "pynative", "float32"
+    for mode in MODES:
+        for micro_size in (2, 8):
+            yield "dense", micro_size, RAGGED, "momentum", mode, "float16"
+            yield "cast_weights", micro_size, RAGGED, "plain_sgd", mode, "bfloat16"
+
+
+@pytest.mark.parametrize(("kind", "micro_size", "samples", "optimizer", "mode", "dtype"), _matrix())
+def test_equals_the_whole_batch(kind, micro_size, samples, optimizer, mode, dtype):
+    ms.set_context(mode=MODES[mode])
+    reference = whole_batch(kind, optimizer, samples, MODES[mode], DTYPES[dtype])
+    network = make_network(kind, DTYPES[dtype])
+    run = train(
+        accumulated(micro_size=micro_size),
+        network,
+        OPTIMIZERS[optimizer](network.trainable_params()),
+        batches(samples),
+    )
+    assert_equivalent(run, reference, ADAM_TOLERANCE if optimizer.startswith("adam") else TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 5, 13, 50])
+def test_micro_batch_size_equals_the_whole_batch(micro_batch_size):
+    network = make_network("dense")
+    run = train(
+        accumulated(micro_batch_size=micro_batch_size),
+        network,
+        OPTIMIZERS["sgd"](network.trainable_params()),
+        batches(RAGGED),
+    )
+    assert_equivalent(run, whole_batch("dense", "sgd", RAGGED, ms.GRAPH_MODE), TOLERANCE["float32"])
+
+
+def test_short_last_batches(mode):
+    """Epochs of 16 + 16 + 5 + 2 samples, the last smaller than micro_size."""
+    data = [batches(samples, 1, seed)[0] for seed, samples in enumerate((16, 16, 5, 2, 16, 16, 5, 2))]
+    runs = []
+    for make_step in (nn.TrainOneStepCell, accumulated(micro_size=4)):
+        network = make_network("dense")
+        runs.append(train(make_step, network, OPTIMIZERS["momentum"](network.trainable_params()), data))
+    assert_equivalent(runs[1], runs[0], TOLERANCE["float32"])
+
+
+def test_frozen_parameters_stay(mode):
+    runs = []
+    for make_step in (nn.TrainOneStepCell, accumulated(micro_size=3)):
+        network = make_network("dense")
+        network.hidden.weight.requires_grad = False
+        runs.append(train(make_step, network, OPTIMIZERS["momentum"](network.trainable_params()), batches(RAGGED)))
+    assert_equivalent(runs[1], runs[0], TOLERANCE["float32"])
+    assert (runs[1].state["hidden.weight"] == make_network("dense").hidden.weight.asnumpy()).all()
+
+
+def test_jit_in_pynative_mode_equals_the_whole_batch(pynative):
+    network = make_network("conv")
+    run = train(
+        accumulated(micro_size=3, jit=True),
+        network,
+        OPTIMIZERS["sgd"](network.trainable_params()),
+        batches(RAGGED),
+    )
+    assert_equivalent(run, whole_batch("conv", "sgd", RAGGED, ms.PYNATIVE_MODE), TOLERANCE["float32"])
+
+
+class FactorK(TrainOneStepWithGradAccumulationCell):
+    """The sum over micro-batches in place of the mean."""
+
+    def _share_of_loss(self, share, *micro_batch):
+        return self._loss(*micro_batch)
+
+
+class LastMicroBatchOnly(TrainOneStepWithGradAccumulationCell):
+    def _micro_step(self, share, micro_batch):
+        loss, gradients = self._micro_batch(share, *micro_batch)
+        cleared = self._map(accumulator.clear, ops.depend(self.accu_grads, loss))
+        return ops.depend(loss, self._map(accumulator.add, ops.depend(self.accu_grads, cleared), gradients))
+
+
+class NeverCleared(TrainOneStepWithGradAccumulationCell):
+    def _step(self, *inputs):
+        samples, size, full, rest = 13, 5, 2, 3
+        loss = self._accumulate(inputs, samples, size, full, rest)
+        return ops.depend(loss, self._update(ops.depend(self.accu_grads, loss)))
+
+
+class MeanOfMeans(TrainOneStepWithGradAccumulationCell):
+    """Each micro-batch weighs the same, however many samples it has."""
+
+    def _share_of_loss(self, share, *micro_batch):
+        return self._loss(*micro_batch) / 3
+
+
+@pytest.mark.parametrize("step_class", [FactorK, LastMicroBatchOnly, NeverCleared, MeanOfMeans])
+def test_negative_control_a_broken_step_is_caught(step_class, mode):
+    network = make_network("dense")
+    run = train(
+        accumulated(micro_size=3, step_class=step_class),
+        network,
+        OPTIMIZERS["sgd"](network.trainable_params()),
+        batches(RAGGED),
+    )
+    with pytest.raises(AssertionError):
+        assert_equivalent(run, whole_batch("dense", "sgd", RAGGED, MODES[mode]), TOLERANCE["float32"])

@@ -1,0 +1,275 @@
+"""The step itself: bad input, hand-worked gradients, accumulators, compilation, eager execution, clipping."""
+
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from reference import FEATURES, OPTIMIZERS, Line, as_numpy, batches, make_network, relative_error
+
+from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, accumulator
+
+
+def make_step(kind="dense", loss=None, optimizer="momentum", **options):
+    options = options or {"micro_size": 3}
+    cell = GradAccumulationCell(nn.WithLossCell(make_network(kind), loss or nn.CrossEntropyLoss()), **options)
+    return TrainOneStepWithGradAccumulationCell(cell, OPTIMIZERS[optimizer](cell.trainable_params())).set_train()
+
+
+def everything(step) -> dict[str, np.ndarray]:
+    return {parameter.name: as_numpy(parameter) for parameter in step.get_parameters()}
+
+
+def batch(samples):
+    return [Tensor(value) for value in batches(samples, 1)[0]]
+
+
+# -- bad input: one clear error, and nothing has changed ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        (lambda: batch(2), ValueError, "got micro_size=3 and a batch of 2 sample"),
+        (lambda: [Tensor(1.0), Tensor([1])], ValueError, r"input 0 got shape \(\)"),
+        (lambda: [batch(6)[0], 3], TypeError, "input 1 got 3 of type 'int'"),
+        (lambda: [batch(6)[0], batch(9)[1]], ValueError, r"got shapes \[\(6, 12\), \(9,\)\]"),
+        (lambda: [], ValueError, "at least one input"),
+    ],
+    ids=["micro_size larger than the batch", "0-d", "scalar", "first axes differ", "none"],
+)
+def test_bad_batches_are_refused_before_anything_changes(inputs, error, message, mode):
+    step = make_step()
+    before = everything(step)
+    with pytest.raises(error, match=f"For 'GradAccumulationCell', .*{message}"):
+        step(*inputs())
+    after = everything(step)
+    assert before.keys() == after.keys()
+    assert all((before[name] == after[name]).all() for name in before)
+
+
+def test_a_loss_that_is_no_scalar_is_refused_before_anything_changes(mode):
+    for micro_size in (1, 3):
+        step = make_step(loss=nn.CrossEntropyLoss(reduction="none"), micro_size=micro_size)
+        before = everything(step)
+        with pytest.raises(ValueError, match=r"scalar loss of shape \(\), but got shape \(\d,\)"):
+            step(*batch(6))
+        after = everything(step)
+        assert all((before[name] == after[name]).all() for name in before)
+
+
+def test_refuses_a_network_that_is_not_our_cell():
+    network = nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss())
+    with pytest.raises(TypeError, match="must be a gaccum_ms.GradAccumulationCell, but got 'WithLossCell'"):
+        TrainOneStepWithGradAccumulationCell(network, nn.SGD(network.trainable_params(), 0.1))
+
+
+def test_refuses_bad_optimizers():
+    cell = GradAccumulationCell(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), 2)
+    with pytest.raises(TypeError, match="must be an nn.Optimizer, but got 'float'"):
+        TrainOneStepWithGradAccumulationCell(cell, 0.1)
+    with pytest.raises(ValueError, match=r"optimizer with 4 parameter\(s\), none of them the network's"):
+        TrainOneStepWithGradAccumulationCell(cell, nn.SGD(make_network("dense").trainable_params(), 0.1))
+    empty = nn.SGD(cell.trainable_params(), 0.1)
+    empty.parameters = ms.ParameterTuple(())
+    with pytest.raises(ValueError, match=r"optimizer with 0 parameter\(s\)"):
+        TrainOneStepWithGradAccumulationCell(cell, empty)
+
+
+def test_refuses_semi_auto_parallel_and_pipelines():
+    cell = GradAccumulationCell(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), 2)
+    optimizer = nn.SGD(cell.trainable_params(), 0.1)
+    try:
+        for mode in ("semi_auto_parallel", "auto_parallel"):
+            ms.set_auto_parallel_context(parallel_mode=mode)
+            with pytest.raises(RuntimeError, match=f"got '{mode}'.*mindspore.parallel.nn.GradAccumulation"):
+                TrainOneStepWithGradAccumulationCell(cell, optimizer)
+        ms.reset_auto_parallel_context()
+        ms.set_auto_parallel_context(pipeline_stages=2)
+        with pytest.raises(RuntimeError, match="'pipeline_stages' must be 1, but got 2.*parallel.nn.Pipeline"):
+            TrainOneStepWithGradAccumulationCell(cell, optimizer)
+    finally:
+        ms.reset_auto_parallel_context()
+
+
+# -- hand-worked gradients ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro_size", [1, 2, 3])
+def test_hand_worked_gradient(micro_size, mode):
+    """x = 1, 2, 4 and y = 0, 1, 1 at w = 1: gradients x (w x - y) = 1, 2, 12, mean 5; losses 0.5, 0.5, 4.5, mean 11/6.
+
+    Two micro-batches are {1, 2} and {4}: means 1.5 and 12, whose mean would be 6.75. Rate 0.1: w = 0.5.
+    """
+    line = Line(1.0)
+    cell = GradAccumulationCell(line, micro_size)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+    loss = step(Tensor([1.0, 2.0, 4.0]), Tensor([0.0, 1.0, 1.0]))
+    np.testing.assert_allclose(loss.asnumpy(), 11 / 6, rtol=1e-6)
+    np.testing.assert_allclose(line.weight.asnumpy(), 0.5, rtol=1e-6)
+    assert loss.dtype == ms.float32
+    assert loss.shape == ()
+
+
+class ThreeInputs(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.weight = ms.Parameter(Tensor(1.0, ms.float32), name="weight")
+
+    def construct(self, a, b, c):
+        return (self.weight * a.mean(axis=1) * b * c.astype(ms.float32)).mean()
+
+
+def test_any_number_of_inputs(mode):
+    a, b, c = np.arange(10).reshape(5, 2), np.arange(5) + 1.0, np.array([1, 0, 2, 0, 3])
+    expected = (a.mean(axis=1) * b * c).mean()
+    cell = GradAccumulationCell(ThreeInputs(), 2)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+    loss = step(Tensor(a, ms.float32), Tensor(b, ms.float32), Tensor(c, ms.int32))
+    np.testing.assert_allclose(loss.asnumpy(), expected, rtol=1e-6)
+    np.testing.assert_allclose(cell.network.weight.asnumpy(), 1 - 0.1 * expected, rtol=1e-5)
+
+
+# -- accumulators ------------------------------------------------------------------------------------------------------
+
+
+def test_accumulators_are_named_parameters():
+    step = make_step("unused")
+    assert [a.name for a in step.accu_grads] == [accumulator.PREFIX + w.name for w in step.weights]
+    assert accumulator.PREFIX == "accu_grads."
+    assert not any(a.requires_grad for a in step.accu_grads)
+    assert {a.dtype for a in step.accu_grads} == {ms.float32}
+    assert [a.shape for a in step.accu_grads] == [w.shape for w in step.weights]
+    assert {a.name for a in step.accu_grads} <= {p.name for p in step.get_parameters()}
+    assert not {a.name for a in step.accu_grads} & {p.name for p in step.trainable_params()}
+
+
+def test_accumulators_are_float32_for_low_precision_weights():
+    cell = GradAccumulationCell(nn.WithLossCell(make_network("dense", ms.float16), nn.CrossEntropyLoss()), 2)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1))
+    assert {w.dtype for w in step.weights} == {ms.float16}
+    assert {a.dtype for a in step.accu_grads} == {ms.float32}
+
+
+def test_accumulators_only_for_the_weights_of_the_optimizer():
+    network = make_network("dense")
+    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), 2)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD([network.out.weight], 0.1))
+    assert [a.name for a in step.accu_grads] == ["accu_grads.out.weight"]
+
+
+def test_no_accumulators_when_there_is_nothing_to_accumulate_over():
+    assert not [p.name for p in make_step(micro_size=1).get_parameters() if p.name.startswith(accumulator.PREFIX)]
+
+
+def test_accumulators_are_zero_after_every_update_and_used_within(mode):
+    class Peek(TrainOneStepWithGradAccumulationCell):
+        def _update(self, gradients):
+            return ops.depend(super()._update(gradients), ops.assign(self.peek, self.accu_grads[0]))
+
+    cell = GradAccumulationCell(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), 3)
+    step = Peek(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+    step.peek = ms.Parameter(ops.zeros_like(step.accu_grads[0]), name="peek", requires_grad=False)
+    for samples in (9, 9, 4):
+        step(*batch(samples))
+        assert as_numpy(step.peek).any()
+        assert not any(as_numpy(a).any() for a in step.accu_grads)
+
+
+# -- compilation and eager execution -----------------------------------------------------------------------------------
+
+
+def test_one_compilation_per_shape():
+    step = make_step()
+    for samples in (9, 9, 9, 4, 9, 4):
+        step(*batch(samples))
+    assert len(step.compile_cache) == 2
+
+
+TRACES: list[int] = []
+
+
+@ops.constexpr(reuse_result=False)
+def trace(shape):
+    """Ordinary Python: runs on every call of eager code, and in compiled code only while it is compiled."""
+    TRACES.append(1)
+    return shape
+
+
+class Counted(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.weight = ms.Parameter(ops.ones(FEATURES), name="weight")
+
+    def construct(self, x, y):
+        trace(x.shape)
+        return (x * self.weight).mean() + y.mean()
+
+
+def traces_of(jit: bool | None, steps: int) -> int:
+    cell = GradAccumulationCell(Counted(), 3, jit=jit)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+    TRACES.clear()
+    for _ in range(steps):
+        step(batch(9)[0], ops.ones(9))
+    return len(TRACES)
+
+
+def test_pynative_runs_every_micro_step_eagerly(pynative):
+    """So a breakpoint in the network stops at each micro-batch."""
+    assert traces_of(jit=None, steps=4) == 4 * 3
+
+
+def test_jit_compiles_the_step_in_pynative_mode(pynative):
+    assert 0 < traces_of(jit=True, steps=1)
+    assert traces_of(jit=True, steps=4) == traces_of(jit=True, steps=1)
+
+
+@pytest.mark.parametrize("micro_size", [2, 9])
+def test_the_graph_does_not_grow_with_the_number_of_micro_batches(micro_size):
+    """The network is traced as often for 9 micro-batches as for 3."""
+    cell = GradAccumulationCell(Counted(), micro_size)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+    TRACES.clear()
+    step(batch(18)[0], ops.ones(18))
+    traces = len(TRACES)
+    assert 0 < traces <= traces_of(jit=None, steps=1)
+
+
+# -- clipping ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1e3])
+def test_clips_the_whole_batchs_gradient_once(max_norm, mode):
+    """Equal to ops.clip_by_global_norm on the whole batch's gradient, applied by SGD."""
+    network = make_network("dense")
+    loss_cell = nn.WithLossCell(network, nn.CrossEntropyLoss())
+    current = ms.get_context("mode")
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    gradients = ms.grad(loss_cell, None, tuple(network.trainable_params()))(*batch(13))
+    ms.set_context(mode=current)
+    norm = np.sqrt(sum((g.asnumpy() ** 2).sum() for g in gradients))
+    clipped = ops.clip_by_global_norm(gradients, max_norm)
+    expected = [as_numpy(w) - 0.05 * g.asnumpy() for w, g in zip(network.trainable_params(), clipped, strict=True)]
+    step = make_step(optimizer="sgd", micro_size=3, max_grad_norm=max_norm)
+    step(*batch(13))
+    assert (norm > max_norm) == (max_norm == 0.1)
+    for weight, value in zip(step.weights, expected, strict=True):
+        assert relative_error(as_numpy(weight), value) < 1e-5
+
+
+def test_negative_control_clipping_each_micro_batch_is_caught(mode):
+    class ClipEach(TrainOneStepWithGradAccumulationCell):
+        def _micro_step(self, share, micro_batch):
+            loss, gradients = self._micro_batch(share, *micro_batch)
+            gradients = ops.clip_by_global_norm(gradients, 0.1)
+            return ops.depend(loss, self._map(accumulator.add, self.accu_grads, gradients))
+
+    results = []
+    for step_class, options in ((TrainOneStepWithGradAccumulationCell, {"max_grad_norm": 0.1}), (ClipEach, {})):
+        cell = GradAccumulationCell(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), 3, **options)
+        step = step_class(cell, OPTIMIZERS["sgd"](cell.trainable_params())).set_train()
+        step(*batch(13))
+        results.append(as_numpy(step.weights[0]))
+    assert relative_error(results[1], results[0]) > 1e-4
