@@ -1,0 +1,113 @@
+"""Gradient accumulation in data parallel: MindSpore's tutorial program on any number of processes.
+
+    python train.py                    one process
+    bash run.sh                        eight processes
+
+DATA_PATH names a folder with MNIST's files; without it scikit-learn's digits are used.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+import mindspore as ms
+import mindspore.dataset as ds
+from mindspore import nn, ops
+from mindspore.communication import get_group_size, get_rank, init
+from prepare_data import prepare
+
+from gaccum_ms import GradAccumulationCell
+
+
+class Network(nn.Cell):
+    """The tutorial's network."""
+
+    def __init__(self):
+        super().__init__()
+        self.flatten = nn.Flatten()
+        self.layer1 = nn.Dense(28 * 28, 512, weight_init="normal", bias_init="zeros")
+        self.relu1 = nn.ReLU()
+        self.layer2 = nn.Dense(512, 512, weight_init="normal", bias_init="zeros")
+        self.relu2 = nn.ReLU()
+        self.layer3 = nn.Dense(512, 10, weight_init="normal", bias_init="zeros")
+
+    def construct(self, x):
+        x = self.flatten(x)
+        x = self.relu1(self.layer1(x))
+        x = self.relu2(self.layer2(x))
+        return self.layer3(x)
+
+
+def create_dataset(folder, usage, batch_size, **shard):
+    """Return batches of normalized images and int32 labels; `shard` picks this rank's part of them."""
+    dataset = ds.MnistDataset(str(folder), usage=usage, **shard)
+    image_transforms = [
+        ds.vision.Rescale(1.0 / 255.0, 0),
+        ds.vision.Normalize(mean=(0.1307,), std=(0.3081,)),
+        ds.vision.HWC2CHW(),
+    ]
+    dataset = dataset.map(image_transforms, "image")
+    dataset = dataset.map(ds.transforms.TypeCast(ms.int32), "label")
+    return dataset.batch(batch_size)
+
+
+def parse_arguments():
+    """Read the arguments. MNIST takes the tutorial's values; the digits are 40 times fewer and take their own."""
+    mnist = "DATA_PATH" in os.environ
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--epochs", type=int, default=10 if mnist else 15, help="passes over the data")
+    parser.add_argument("--batch-size", type=int, default=32 if mnist else 16, help="samples per batch on each rank")
+    parser.add_argument("--micro-size", type=int, default=4, help="number of micro-batches per batch")
+    parser.add_argument("--learning-rate", type=float, default=1e-2 if mnist else 0.1, help="of SGD")
+    parser.add_argument("--print-every", type=int, default=100 if mnist else 12, help="steps between two losses")
+    return parser.parse_args()
+
+
+def meet():
+    """Wait for all ranks: one that leaves early breaks the last AllReduce of the others.
+
+    An AllReduce ends nowhere before every rank has come to it; MindSpore's own barrier does nothing on CPU.
+    """
+    ops.AllReduce()(ms.Tensor([1.0])).asnumpy()
+
+
+def main():
+    args = parse_arguments()
+    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_device("CPU")
+    ms.set_seed(1)  # every rank starts from the same weights
+    if "OMP_NUM_THREADS" in os.environ:  # set by the launcher; MindSpore's own threads know no such variable
+        threads = int(os.environ["OMP_NUM_THREADS"])
+        ms.runtime.dispatch_threads_num(threads)
+        ms.device_context.cpu.op_tuning.threads_num(threads)
+        ds.config.set_num_parallel_workers(threads)
+    distributed = "MS_ROLE" in os.environ  # set by msrun
+    shard = {}
+    if distributed:
+        init()
+        ms.set_auto_parallel_context(parallel_mode=ms.ParallelMode.DATA_PARALLEL, gradients_mean=True)
+        shard = {"num_shards": get_group_size(), "shard_id": get_rank()}
+    folder = Path(os.environ["DATA_PATH"]) if "DATA_PATH" in os.environ else prepare()
+    print(f"data: {folder}", vars(args), shard, flush=True)
+
+    net = Network()
+    loss_fn = nn.CrossEntropyLoss()
+    optimizer = nn.SGD(net.trainable_params(), args.learning_rate)
+    data_set = create_dataset(folder, "train", args.batch_size, **shard)
+
+    accumulated = GradAccumulationCell(nn.WithLossCell(net, loss_fn), args.micro_size)
+    model = ms.Model(accumulated, optimizer=optimizer)
+    model.train(args.epochs, data_set, callbacks=[ms.LossMonitor(args.print_every)], dataset_sink_mode=False)
+
+    if shard.get("shard_id", 0) == 0:
+        held_out = create_dataset(folder, "test", batch_size=1000)
+        result = ms.Model(net, loss_fn, metrics={"accuracy"}).eval(held_out, dataset_sink_mode=False)
+        print(f"accuracy on held-out images: {result['accuracy']:.2%}", flush=True)
+    if distributed:
+        meet()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Packaging of gaccum_ms."""
+
+from pathlib import Path
+
+from setuptools import setup
+
+readme = Path(__file__).with_name("README.md")
+
+setup(
+    name="gaccum_ms",
+    version="0.1.0",
+    description="Gradient accumulation for MindSpore: one import line, the full batch's update",
+    long_description=readme.read_text(encoding="utf-8") if readme.exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    packages=["gaccum_ms"],
+    package_data={"gaccum_ms": ["py.typed"]},
+    python_requires=">=3.10,<3.13",
+    install_requires=[
+        "mindspore>=2.7,<2.11",  # tested with 2.10.0
+        "numpy<2",  # MindSpore's datasets fail with NumPy 2
+        "psutil",
+    ],
+    extras_require={
+        "sample": ["scikit-learn"],
+        "test": ["pytest", "scikit-learn"],
+        "benchmark": ["torch==2.13.*", "matplotlib"],
+        "dev": ["ruff", "mypy"],
+    },
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Typing :: Typed",
+    ],
+    zip_safe=False,
+)
