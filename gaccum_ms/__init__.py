@@ -2,10 +2,11 @@
 
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.model import install_model_hook
+from gaccum_ms.normalize import CountMask, CountNotIgnored
 from gaccum_ms.train_step import TrainOneStepWithGradAccumulationCell
 
 __version__ = "0.1.0"
 
-__all__ = ["GradAccumulationCell", "TrainOneStepWithGradAccumulationCell"]
+__all__ = ["CountMask", "CountNotIgnored", "GradAccumulationCell", "TrainOneStepWithGradAccumulationCell"]
 
 install_model_hook()

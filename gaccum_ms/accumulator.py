@@ -1,4 +1,9 @@
-"""The accumulators: one Parameter for each weight, in which the gradients of a window add up."""
+"""The accumulators: one Parameter for each weight, in which the gradients of a window add up.
+
+A float16 or bfloat16 accumulator loses every gradient that is smaller than half a unit in its last place. Compensated
+summation (Kahan, "Further remarks on reducing truncation errors", CACM 1965) keeps what rounding took away in a second
+Parameter and adds it again. The compensation is float32: in the accumulator's own dtype it would round in turn.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +14,17 @@ from mindspore import ops
 from mindspore.common.initializer import initializer
 
 PREFIX = "accu_grads."
+COMPENSATION_PREFIX = "accu_compensation."
 
 
-def allocate(weights: Sequence[ms.Parameter], dtype: ms.Type) -> ms.ParameterTuple:
-    """Zero accumulators named after their weights (``accu_grads.<weight>``), not trainable."""
+def allocate(weights: Sequence[ms.Parameter], dtype: ms.Type | None, prefix: str = PREFIX) -> ms.ParameterTuple:
+    """Zero accumulators named after their weights (``accu_grads.<weight>``), not trainable; None: each its weight's
+    dtype."""
     return ms.ParameterTuple(
         [
             ms.Parameter(
-                initializer("zeros", weight.shape, dtype),
-                name=PREFIX + weight.name,
+                initializer("zeros", weight.shape, dtype or weight.dtype),
+                name=prefix + weight.name,
                 requires_grad=False,
                 layerwise_parallel=weight.layerwise_parallel,
             )
@@ -26,18 +33,45 @@ def allocate(weights: Sequence[ms.Parameter], dtype: ms.Type) -> ms.ParameterTup
     )
 
 
+# -- compiled ----------------------------------------------------------------------------------------------------------
 # Side effects in a compiled graph are ordered by the framework for reads and writes of one Parameter, and by
 # ops.depend where the order must hold between several: callers use the returned values for that.
 
 add = ops.MultitypeFuncGraph("gaccum_ms_add")
+add_compensated = ops.MultitypeFuncGraph("gaccum_ms_add_compensated")
+read_compensated = ops.MultitypeFuncGraph("gaccum_ms_read_compensated")
 clear = ops.MultitypeFuncGraph("gaccum_ms_clear")
+
+
+def _write(parameter: ms.Parameter, value: ms.Tensor) -> ms.Tensor:
+    if parameter.dtype == ms.bfloat16:
+        return parameter.copy_(value)  # MindSpore has no bfloat16 Assign on CPU
+    return ops.assign(parameter, value)
 
 
 @add.register("Tensor", "Tensor")
 def _add(accumulator: ms.Parameter, gradient: ms.Tensor) -> ms.Tensor:
+    if accumulator.dtype == ms.bfloat16:
+        return _write(accumulator, accumulator + ops.cast(gradient, accumulator.dtype))
     return ops.assign_add(accumulator, ops.cast(gradient, accumulator.dtype))
+
+
+@add_compensated.register("Tensor", "Tensor", "Tensor")
+def _add_compensated(accumulator: ms.Parameter, compensation: ms.Parameter, gradient: ms.Tensor) -> ms.Tensor:
+    """Kahan's step: what the rounding of the sum took away is ``(old - new) + what was to be added``."""
+    addend = compensation + ops.cast(gradient, ms.float32)
+    old = ops.cast(accumulator, ms.float32)
+    rounded = ops.cast(old + addend, accumulator.dtype)
+    lost = (old - ops.cast(rounded, ms.float32)) + addend
+    kept = ops.assign(compensation, lost)
+    return _write(accumulator, ops.depend(rounded, kept))
+
+
+@read_compensated.register("Tensor", "Tensor")
+def _read_compensated(accumulator: ms.Parameter, compensation: ms.Parameter) -> ms.Tensor:
+    return ops.cast(accumulator, ms.float32) + compensation
 
 
 @clear.register("Tensor")
 def _clear(accumulator: ms.Parameter) -> ms.Tensor:
-    return ops.assign(accumulator, ops.zeros_like(accumulator))
+    return _write(accumulator, ops.zeros_like(accumulator))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import mindspore as ms
 from mindspore import nn
 
 
@@ -30,6 +32,47 @@ def _check_positive_finite(name: str, value: Any) -> None:
         )
 
 
+def _check_one_of(name: str, value: Any, allowed: tuple) -> None:
+    if not any(value is one or (isinstance(value, str) and value == one) for one in allowed):
+        raise ValueError(
+            f"For 'GradAccumulationCell', the argument '{name}' must be one of {list(allowed)}, but got {value!r}."
+        )
+
+
+def _losses(count: Any, loss_weights: Any) -> tuple[tuple[Callable | None, ...], tuple[float, ...]]:
+    """One count (None: samples) and one weight for each loss of the network."""
+    several = isinstance(count, (tuple, list))
+    counts = tuple(count) if several else (count,)
+    for one in counts:
+        if one is not None and not callable(one):
+            raise TypeError(
+                f"For 'GradAccumulationCell', the argument 'count' must be a function or Cell that maps the network's "
+                f"inputs to a number of items, or one for each loss, but got {one!r}."
+            )
+    if loss_weights is None:
+        loss_weights = (1.0,) * len(counts)
+    if not isinstance(loss_weights, (tuple, list)) or any(
+        isinstance(weight, bool) or not isinstance(weight, (int, float)) for weight in loss_weights
+    ):
+        raise TypeError(
+            f"For 'GradAccumulationCell', the argument 'loss_weights' must be a sequence of floats, but got "
+            f"{loss_weights!r}."
+        )
+    if not loss_weights or not all(math.isfinite(weight) for weight in loss_weights):
+        raise ValueError(
+            f"For 'GradAccumulationCell', the argument 'loss_weights' must be finite, one for each loss, but got "
+            f"{loss_weights!r}."
+        )
+    if count is None:
+        counts = (None,) * len(loss_weights)
+    if len(counts) != len(loss_weights):
+        raise ValueError(
+            f"For 'GradAccumulationCell', 'count' and 'loss_weights' must have one entry for each loss, but got "
+            f"{len(counts)} count(s) and {len(loss_weights)} weight(s)."
+        )
+    return counts, tuple(float(weight) for weight in loss_weights)
+
+
 class GradAccumulationCell(nn.Cell):
     r"""
     Split each batch into micro-batches and update once, as if the whole batch had gone through at once.
@@ -42,15 +85,34 @@ class GradAccumulationCell(nn.Cell):
 
     Args:
         network (Cell): The network with its loss, such as `nn.WithLossCell`. Its output is a scalar, shape
-            :math:`()`: the mean over the samples of its inputs.
+            :math:`()`: the mean over the samples of its inputs, or what `reduction` and `count` say; or a tuple of
+            such losses, with one `count` or `loss_weights` entry for each.
         micro_size (int, optional): **Number** of micro-batches per batch. Each has
             :math:`\lceil N / \text{micro_size} \rceil` samples; the last may be smaller. Default: ``None`` .
 
     Keyword Args:
         micro_batch_size (int, optional): Number of samples in a micro-batch, in place of `micro_size` ; the last may
             be smaller. Default: ``None`` .
+        reduction (str, optional): What the network's loss is over its inputs, ``"mean"`` or ``"sum"`` . A sum without
+            `count` stays a sum, of the whole batch; with `count` it is divided by the total count.
+            Default: ``"mean"`` .
+        count (Union[Callable, Sequence], optional): A function or Cell that maps the network's inputs to the number
+            of items that its mean was taken over, a scalar: valid tokens, unpadded pixels, the sum of weights
+            (:class:`CountNotIgnored` and :class:`CountMask` are ready made). Gradient and loss of a window are then
+            :math:`\sum_i L_i c_i / \sum_i c_i` over all micro-batches **and ranks**, whatever ``gradients_mean`` says;
+            what counts 0 contributes nothing, and a window that counts 0 does not update. For a network that returns a
+            tuple of losses, one for each; ``None`` counts samples. Default: ``None`` , samples.
+        loss_weights (Sequence[float], optional): For a network that returns a tuple of losses, the weight of each in
+            their sum. Default: ``None`` , 1 for each.
         max_grad_norm (float, optional): Scale the finished, reduced gradient down to this global norm where it is
             larger, as `mindspore.ops.clip_by_global_norm` does. Default: ``None`` , no clipping.
+        accumulator_dtype (mindspore.dtype, optional): Dtype of the accumulators, float32, float16 or bfloat16; ``None``
+            gives each the dtype of its weight. Default: ``mindspore.float32`` .
+        compensated (bool, optional): Sum with Kahan's compensation, which keeps in a float32 Parameter for each
+            accumulator what its rounding loses. Default: ``False`` .
+        overflow (str, optional): What a gradient that is not finite does. ``"drop_window"`` : with a loss scale, the
+            window does not update. ``"drop_micro_batch"`` : the micro-batch is left out, on its rank alone, and the
+            rest divided by what is left. Default: ``"drop_window"`` .
         jit (bool, optional): In PyNative mode, compile the training step all the same. Default: ``None`` , run it
             eagerly, so that breakpoints work. Graph mode always compiles.
 
@@ -62,10 +124,12 @@ class GradAccumulationCell(nn.Cell):
         training, is the network.
 
     Raises:
-        TypeError: If `network` is not a Cell; if a size is not an int, `max_grad_norm` not a number, or `jit` not a
-            bool.
+        TypeError: If `network` is not a Cell, a size not an int, `max_grad_norm` not a number, `count` not callable,
+            `loss_weights` not numbers, `accumulator_dtype` not a dtype, `compensated` or `jit` not a bool.
         ValueError: If both or neither of `micro_size` and `micro_batch_size` are given; if one is less than 1; if
-            `max_grad_norm` is not positive and finite.
+            `max_grad_norm` is not positive and finite, a loss weight not finite, `reduction` , `overflow` or
+            `accumulator_dtype` not one of those above; if `count` and `loss_weights` differ in length; if
+            ``overflow="drop_micro_batch"`` is given with several losses, or with a sum that has no count.
         RuntimeError: If the cell itself is trained, by a training cell that does not know how to accumulate.
 
     Supported Platforms:
@@ -93,7 +157,13 @@ class GradAccumulationCell(nn.Cell):
         micro_size: int | None = None,
         *,
         micro_batch_size: int | None = None,
+        reduction: str = "mean",
+        count: Callable | Sequence[Callable | None] | None = None,
+        loss_weights: Sequence[float] | None = None,
         max_grad_norm: float | None = None,
+        accumulator_dtype: ms.Type | None = ms.float32,
+        compensated: bool = False,
+        overflow: str = "drop_window",
         jit: bool | None = None,
     ) -> None:
         super().__init__(auto_prefix=False)
@@ -115,6 +185,24 @@ class GradAccumulationCell(nn.Cell):
             _check_positive_finite("max_grad_norm", max_grad_norm)
         if jit is not None and not isinstance(jit, bool):
             raise TypeError(f"For 'GradAccumulationCell', the argument 'jit' must be a bool or None, but got {jit!r}.")
+        if not isinstance(compensated, bool):
+            raise TypeError(
+                f"For 'GradAccumulationCell', the argument 'compensated' must be a bool, but got {compensated!r}."
+            )
+        _check_one_of("reduction", reduction, ("mean", "sum"))
+        _check_one_of("overflow", overflow, ("drop_window", "drop_micro_batch"))
+        _check_one_of("accumulator_dtype", accumulator_dtype, (ms.float32, ms.float16, ms.bfloat16, None))
+        self.counts, self.loss_weights = _losses(count, loss_weights)
+        if overflow == "drop_micro_batch" and (len(self.loss_weights) > 1 or (reduction == "sum" and count is None)):
+            raise ValueError(
+                f"For 'GradAccumulationCell', overflow='drop_micro_batch' divides what is left by its count, which "
+                f"must be one loss's mean, or a sum with 'count', but got {len(self.loss_weights)} loss(es), "
+                f"reduction='{reduction}' and count={count}. Use overflow='drop_window'."
+            )
+        self.reduction = reduction
+        self.overflow = overflow
+        self.accumulator_dtype = accumulator_dtype
+        self.compensated = compensated
         self.network = network
         self.micro_size = micro_size
         self.micro_batch_size = micro_batch_size
@@ -123,9 +211,14 @@ class GradAccumulationCell(nn.Cell):
         self._get_attr_from_cell(network)
 
     @property
+    def counted(self) -> bool:
+        """Whether micro-batches weigh by what only the data tell, and not by their samples."""
+        return any(count is not None for count in self.counts) or self.overflow == "drop_micro_batch"
+
+    @property
     def accumulates(self) -> bool:
-        """Whether a batch may be split at all: with one micro-batch there is nothing to accumulate over."""
-        return self.micro_size != 1
+        """Whether there is anything to accumulate over: not with one micro-batch that always takes part."""
+        return self.micro_size != 1 or self.counted or len(self.loss_weights) > 1
 
     def set_grad(self, requires_grad: bool = True) -> GradAccumulationCell:
         """Refuse to be trained as an ordinary network (`nn.TrainOneStepCell` announces that with this call)."""

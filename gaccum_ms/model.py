@@ -45,15 +45,21 @@ def build_train_network(
             f"For 'GradAccumulationCell', 'loss_fn' must be None, because the cell wraps a network that returns its "
             f"loss, but got '{type(loss_fn).__name__}'. Use GradAccumulationCell(nn.WithLossCell(net, loss_fn), ...)."
         )
-    for name, value, default in (("amp_level", level, "O0"), ("boost_level", boost_level, "O0")):
-        if value != default:
-            raise ValueError(f"For 'GradAccumulationCell', '{name}' must be '{default}', but got '{value}'.")
-    if kwargs.get("loss_scale_manager") is not None:
-        raise ValueError(
-            f"For 'GradAccumulationCell', 'loss_scale_manager' must be None, but got "
-            f"'{type(kwargs['loss_scale_manager']).__name__}'."
-        )
-    return TrainOneStepWithGradAccumulationCell(network, optimizer).set_train()
+    if boost_level != "O0":
+        raise ValueError(f"For 'GradAccumulationCell', 'boost_level' must be 'O0', but got '{boost_level}'.")
+    amp._check_level(level, boost_level)
+    amp._check_kwargs(kwargs)
+    # Level by level what the original does, on the network in our cell: MindSpore's passes know nothing of the cell.
+    config = {**amp._config_level[level], **kwargs}
+    network.network = amp._auto_mixed_precision_process(network.network, config, level)
+    manager = config["loss_scale_manager"]
+    if manager is None:
+        return TrainOneStepWithGradAccumulationCell(network, optimizer).set_train()
+    update_cell = manager.get_update_cell()
+    step = TrainOneStepWithGradAccumulationCell(network, optimizer, scale_sense=update_cell)
+    if update_cell is None:
+        step.sens = float(manager.get_loss_scale())  # drop_overflow_update=False: the optimizer's loss_scale removes it
+    return step.set_train()
 
 
 def _holds_our_cell(network: Any) -> bool:
@@ -63,4 +69,4 @@ def _holds_our_cell(network: Any) -> bool:
 def install_model_hook() -> None:
     """Put our function where MindSpore's own modules look it up. Importing the package does it, once."""
     for module in (amp, mindspore.amp, mindspore.train):
-        module.build_train_network = build_train_network  # type: ignore[attr-defined]
+        module.build_train_network = build_train_network

@@ -1,12 +1,61 @@
 """What differs by parallel mode. Stand-alone and data parallel share one step; its reducer is MindSpore's own.
 
 In data parallel mode `nn.TrainOneStepCell` builds the `nn.DistributedGradReducer` that obeys ``gradients_mean``; the
-step calls it once per update, after the loop.
+step calls it once per update, after the loop. Where counts decide, ranks add up sums, not means, whatever
+``gradients_mean`` says, and the sums of losses and counts go with them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mindspore as ms
+from mindspore import nn, ops
+from mindspore.communication import get_group_size
+
+
+def is_data_parallel() -> bool:
+    return ms.get_auto_parallel_context("parallel_mode") in (
+        ms.ParallelMode.DATA_PARALLEL,
+        ms.ParallelMode.HYBRID_PARALLEL,
+    )
+
+
+class SumOverRanks(nn.Cell):
+    """Sum gradients, and with them a window's sums, over all ranks; on one rank, hand them through.
+
+    Args:
+        weights (Sequence[Parameter]): The weights whose gradients are summed.
+        shape (tuple[int, ...]): Shape of the window's sums.
+    """
+
+    def __init__(self, weights: Sequence[ms.Parameter], shape: tuple[int, ...]) -> None:
+        super().__init__(auto_prefix=False)
+        self.reduces = is_data_parallel()
+        if self.reduces:
+            # The reducer asks of each Parameter how it is to be reduced; of the sums' only this one knows.
+            sums = ms.Parameter(ops.zeros(shape, ms.float32), name="sums", requires_grad=False)
+            degree = get_group_size()
+            self.reducer = nn.DistributedGradReducer([*weights, sums], mean=False, degree=degree)
+            self.small_reducer = nn.DistributedGradReducer([sums], mean=False, degree=degree)
+
+    def summed_ranks(self) -> float:
+        """How many times its own mean the ranks make of a gradient together: 1 by ``gradients_mean``, else one each."""
+        if self.reduces and not ms.get_auto_parallel_context("gradients_mean"):
+            return float(get_group_size())
+        return 1.0
+
+    def construct(self, gradients, sums):
+        if not self.reduces:
+            return gradients, sums
+        reduced = self.reducer((*gradients, sums))
+        return reduced[:-1], reduced[-1]
+
+    def alone(self, sums):
+        """Sum over ranks what goes without gradients."""
+        if not self.reduces:
+            return sums
+        return self.small_reducer((sums,))[0]
 
 
 def check_parallel_mode() -> None:

@@ -8,6 +8,7 @@ micro-batches, and never a larger one, than was asked for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mindspore as ms
@@ -71,26 +72,17 @@ def plan_split(shapes: Any, micro_size: int | None, micro_batch_size: int | None
 compiled_plan = ops.constexpr(plan_split)
 
 
-def stack_full(inputs: tuple[ms.Tensor, ...], size: int, full: int, rest: int) -> tuple[ms.Tensor, ...]:
+def stack_full(inputs: Sequence[ms.Tensor], size: int, full: int, rest: int) -> list[ms.Tensor]:
     """Each input's full micro-batches as ``(full, size, ...)``: a Tensor index can then take one inside a loop."""
-    stacked = ()
-    for value in inputs:
-        head = value if rest == 0 else value[: full * size]
-        stacked = (*stacked, head.reshape((full, size) + value.shape[1:]))
-    return stacked
+    heads = inputs if rest == 0 else [value[: full * size] for value in inputs]
+    return [head.reshape((full, size, *head.shape[1:])) for head in heads]
 
 
-def take(stacked: tuple[ms.Tensor, ...], index: ms.Tensor) -> tuple[ms.Tensor, ...]:
+def take(stacked: Sequence[ms.Tensor], index: ms.Tensor) -> list[ms.Tensor]:
     """Micro-batch number `index` of what `stack_full` returned."""
-    micro_batch = ()
-    for value in stacked:
-        micro_batch = (*micro_batch, value[index])
-    return micro_batch
+    return [value[index] for value in stacked]
 
 
-def take_rest(inputs: tuple[ms.Tensor, ...], start: int) -> tuple[ms.Tensor, ...]:
+def take_rest(inputs: Sequence[ms.Tensor], start: int) -> list[ms.Tensor]:
     """The samples from `start` on: the smaller last micro-batch of a ragged batch."""
-    micro_batch = ()
-    for value in inputs:
-        micro_batch = (*micro_batch, value[start:])
-    return micro_batch
+    return [value[start:] for value in inputs]

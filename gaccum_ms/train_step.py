@@ -1,45 +1,51 @@
-"""The training step: the order of one update, and the one compiled loop that runs it.
+"""The training step: the order of one update.
 
     split the batch
-    for each micro-batch:
-        forward, backward                     seeded with its share of the samples, so that the sum is the mean
-        add to the accumulators
+    for each micro-batch:                       (window.py)
+        forward, backward                       seeded with its share or count, times the loss scale
+        add to the accumulators                 unless it counts nothing, or overflowed and is to be dropped
     reduce across ranks, once
-    clip
-    update
+    divide by total count and loss scale
+    clip by global norm
+    finite, and something counted?              all ranks agree
+        update, or skip
+    adjust the loss scale
     clear the accumulators
 
-The loop is a ``while`` inside the graph: its body is compiled once, so compile time and memory do not grow with the
-number of micro-batches. Everything from `construct` down is parsed by graph mode. Three rules keep it right there:
-values are carried as ``a = a + b``, because ``a += b`` on a constant Tensor writes into the constant, which lives on
-in the compiled graph; side effects are ordered by `ops.depend`; what depends on shapes alone is a constant.
+Everything from `construct` down, here and in window.py, is parsed by graph mode into one graph with the loop in it. The
+loop's body is compiled once, so compile time and memory do not grow with the number of micro-batches. Four rules keep
+it right: values are carried as ``a = a + b``, because ``a += b`` on a constant Tensor writes into the constant, which
+lives on in the compiled graph; side effects are ordered by `ops.depend`; what depends on shapes and options is decided
+while compiling, by Python values; what depends on data is an ``if`` on a Tensor, and what it skips costs nothing.
 """
 
 from __future__ import annotations
 
-import mindspore as ms
-from mindspore import nn, ops
+from typing import Any
 
-from gaccum_ms import accumulator, clip, split
+import mindspore as ms
+from mindspore import amp, nn, ops
+
+from gaccum_ms import clip, split
 from gaccum_ms.batchnorm import warn_about_batch_norm
 from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.loss_scale import scale_parameter
 from gaccum_ms.parallel import check_parallel_mode
+from gaccum_ms.sparse import refuse_sparse_gradients
+from gaccum_ms.window import CountedWindow, MultiLossWindow, SampleWindow, record
 
+_divide = ops.MultitypeFuncGraph("gaccum_ms_divide")
 _cast_like = ops.MultitypeFuncGraph("gaccum_ms_cast_like")
+
+
+@_divide.register("Tensor", "Tensor")
+def _divide_one(divisor, gradient):
+    return ops.cast(gradient, ms.float32) / divisor
 
 
 @_cast_like.register("Tensor", "Tensor")
 def _cast_like_one(gradient, weight):
     return ops.cast(gradient, weight.dtype)
-
-
-@ops.constexpr
-def _check_loss(shape):
-    if shape != ():
-        raise ValueError(
-            f"For 'GradAccumulationCell', the network must return a scalar loss of shape (), but got shape {shape}. "
-            f"Use a loss with reduction='mean', or take the mean in the network."
-        )
 
 
 class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
@@ -54,18 +60,33 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
     Args:
         network (GradAccumulationCell): The network with its loss and the options of accumulation.
         optimizer (Optimizer): Any `nn.Optimizer` over the network's parameters.
+        scale_sense (Union[Cell, Tensor], optional): Loss scale, as `nn.TrainOneStepWithLossScaleCell
+            <https://www.mindspore.cn/docs/en/master/api_python/nn/mindspore.nn.TrainOneStepWithLossScaleCell.html>`_
+            takes it: a Cell that adjusts it, such as `nn.DynamicLossScaleUpdateCell` , or a Tensor of shape
+            :math:`()` or :math:`(1,)`. The scale multiplies each micro-batch's backward and is divided out once.
+            A window whose gradient is not finite does not update, on any rank. Default: ``None`` , no scaling and no
+            check.
 
     Inputs:
         - **\*inputs** (Tensor) - The batch. Each input has shape :math:`(N, ...)` with the same :math:`N`; all are
           split along axis 0 at the same boundaries.
 
     Outputs:
-        Tensor of shape :math:`()`, float32: the loss of the whole batch, its mean over the samples.
+        Tensor of shape :math:`()`, float32: the loss of the whole batch. With `scale_sense` , as MindSpore's step, a
+        tuple of that loss; whether the window overflowed and did not update, a bool Tensor of shape :math:`()`; and
+        the scale that it ran with, float32 of shape :math:`()`.
+
+        Callbacks find the rest in Parameters of the step, all float32: ``grad_norm`` (with `max_grad_norm` ), the
+        global norm before clipping; ``window_count`` (with `count` or ``overflow="drop_micro_batch"`` ), the total
+        count of all ranks; ``dropped_micro_batches`` (likewise), how many were left out on all ranks; ``loss_terms``
+        (with several losses), the window mean of each.
 
     Raises:
-        TypeError: If `network` is not a GradAccumulationCell, `optimizer` not an Optimizer, or an input not a Tensor.
+        TypeError: If `network` is not a GradAccumulationCell, `optimizer` not an Optimizer, `scale_sense` neither
+            Cell nor Tensor, or an input not a Tensor.
         ValueError: If the optimizer has no parameter of the network; if an input has no axis 0 or its length differs
-            from the others'; if the first batch has fewer samples than `micro_size`; if the loss is not a scalar.
+            from the others'; if the first batch has fewer samples than `micro_size`; if the loss is not a scalar; if
+            a count is negative or not finite; if an embedding makes sparse gradients.
         RuntimeError: In semi-auto and auto parallel mode, or with pipeline stages.
 
     Supported Platforms:
@@ -86,7 +107,9 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         [[0.4 0.4 0.4]]
     """
 
-    def __init__(self, network: GradAccumulationCell, optimizer: nn.Optimizer) -> None:
+    def __init__(
+        self, network: GradAccumulationCell, optimizer: nn.Optimizer, scale_sense: nn.Cell | ms.Tensor | None = None
+    ) -> None:
         if not isinstance(network, GradAccumulationCell):
             raise TypeError(
                 f"For 'TrainOneStepWithGradAccumulationCell', the argument 'network' must be a "
@@ -94,18 +117,62 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
             )
         _check_optimizer(network, optimizer)
         check_parallel_mode()
+        refuse_sparse_gradients(network)
         super().__init__(network.network, optimizer)
         self._micro_size = network.micro_size
         self._micro_batch_size = network.micro_batch_size
         self._max_grad_norm = network.max_grad_norm
+        self._counts = tuple(count for count in network.counts if count is not None)
         self._jit = bool(network.jit)
         self._seen_full_batch = False
         self._map = ops.HyperMap()
-        self._whole_batch = ops.value_and_grad(self._loss, None, self.weights)
-        self._micro_batch = ops.value_and_grad(self._share_of_loss, None, self.weights)
+        self.window = self._make_window(network)
+        self._scaled = scale_sense is not None
+        self._drops = network.overflow == "drop_micro_batch"
+        self.loss_scaling_manager: Any = None
+        if self._scaled:
+            self.scale_sense, self.loss_scaling_manager = scale_parameter(scale_sense)
+        if self._max_grad_norm is not None:
+            self.grad_norm = record("grad_norm")
         if network.accumulates:
-            self.accu_grads = accumulator.allocate(self.weights, ms.float32)
             warn_about_batch_norm(network)
+
+    def _make_window(self, cell: GradAccumulationCell) -> SampleWindow:
+        if len(cell.loss_weights) > 1:
+            return MultiLossWindow(cell, self.weights, self.grad_reducer)
+        if cell.counted:
+            return CountedWindow(cell, self.weights, self.grad_reducer)
+        return SampleWindow(cell, self.weights, self.grad_reducer)
+
+    @property
+    def accu_grads(self) -> ms.ParameterTuple:
+        """The accumulators; empty where there is nothing to accumulate over."""
+        return getattr(self.window, "accu_grads", ms.ParameterTuple(()))
+
+    @property
+    def window_count(self) -> ms.Parameter:
+        return self.window.window_count
+
+    @property
+    def dropped_micro_batches(self) -> ms.Parameter:
+        return self.window.dropped_micro_batches
+
+    @property
+    def loss_terms(self) -> ms.Parameter:
+        return self.window.loss_terms
+
+    def set_sense_scale(self, sens: ms.Tensor) -> None:
+        """Set the loss scale, as the method of this name of `nn.TrainOneStepWithLossScaleCell` does.
+
+        Args:
+            sens (Tensor): The new scale, of the shape of the old one.
+        """
+        if not self._scaled or not isinstance(sens, ms.Tensor) or sens.shape != self.scale_sense.shape:
+            raise TypeError(
+                f"For 'TrainOneStepWithGradAccumulationCell', 'set_sense_scale' needs a step that was made with "
+                f"'scale_sense', and a Tensor of its shape, but got {sens!r}."
+            )
+        ops.assign(self.scale_sense, sens.astype(ms.float32))  # a compiled graph would not see set_data
 
     def __call__(self, *inputs):
         self._check_batch(inputs)
@@ -113,10 +180,14 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
             # PyNative's tape, left open by any eager gradient before, would record the compiled step to differentiate
             # it once more.
             with ms.common._no_grad():
-                return super().__call__(*inputs)
-        return super().__call__(*inputs)
+                outputs = super().__call__(*inputs)
+        else:
+            outputs = super().__call__(*inputs)
+        if self._counts:
+            self._check_count(inputs)
+        return outputs
 
-    def _check_batch(self, inputs) -> None:
+    def _check_batch(self, inputs: tuple[Any, ...]) -> None:
         """One clear error before anything runs. A first batch smaller than micro_size is a mistake, a later one a
         short last batch."""
         plan = split.plan_split(split.batch_shapes(inputs), self._micro_size, self._micro_batch_size)
@@ -130,6 +201,27 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
                 f"'micro_batch_size'."
             )
 
+    def _check_count(self, inputs: tuple[ms.Tensor, ...]) -> None:
+        """The graph did not update with a bad count, on any rank; here the user learns of it."""
+        total = self.window_count.asnumpy()
+        if (total == total).all():
+            return
+        plan = split.plan_split(split.batch_shapes(inputs), self._micro_size, self._micro_batch_size)
+        counted = [
+            [
+                float(count(*(value[start : start + plan.size] for value in inputs)))
+                for start in range(0, plan.samples, plan.size)
+            ]
+            for count in self._counts
+        ]
+        raise ValueError(
+            f"For 'GradAccumulationCell', 'count' must return a finite number of items that is not negative, but got "
+            f"{counted} for the micro-batches of this rank (where these are fine, another rank's are not). Nothing was "
+            f"changed: correct 'count' and go on."
+        )
+
+    # -- compiled ------------------------------------------------------------------------------------------------------
+
     def construct(self, *inputs):
         if self._jit:
             return self._compiled_step(*inputs)
@@ -141,52 +233,48 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
 
     def _step(self, *inputs):
         """The order of one update."""
-        shapes = [value.shape for value in inputs]
-        samples, size, full, rest = split.compiled_plan(shapes, self._micro_size, self._micro_batch_size)
-        if full == 1 and rest == 0:
-            loss, gradients = self._whole_batch(*inputs)
-            return ops.depend(loss, self._update(gradients))
-        loss = self._accumulate(inputs, samples, size, full, rest)
-        gradients = self._map(_cast_like, ops.depend(self.accu_grads, loss), self.weights)
-        updated = self._update(gradients)
-        cleared = self._map(accumulator.clear, ops.depend(self.accu_grads, updated))
-        return ops.depend(loss, cleared)
-
-    def _accumulate(self, inputs, samples, size, full, rest):
-        """Forward, backward and add for each micro-batch; returns the whole batch's loss."""
-        share = ms.Tensor(size / samples, ms.float32)
-        stacked = split.stack_full(inputs, size, full, rest)
-        loss = ms.Tensor(0.0, ms.float32)
-        index = ms.Tensor(0, ms.int32)
-        while index < full:
-            loss = loss + self._micro_step(share, split.take(stacked, index))
-            index = index + 1
-        if rest > 0:
-            loss = loss + self._micro_step(
-                ms.Tensor(rest / samples, ms.float32), split.take_rest(inputs, full * size)
-            )
+        scale = self._scale()
+        gradients, divisor, loss, counted = self.window.run(inputs, scale)
+        if self._scaled or self.window.divides:
+            gradients = self._map(ops.partial(_divide, divisor), gradients)
+        if self._max_grad_norm is not None:
+            gradients, loss = self._clip(gradients, loss)
+        gradients = self._map(_cast_like, gradients, self.weights)
+        overflow = self._overflow(gradients)
+        if self.window.gated or self._scaled:
+            if ops.logical_and(counted, ops.logical_not(overflow)):
+                loss = ops.depend(loss, self.optimizer(gradients))
+        else:
+            loss = ops.depend(loss, self.optimizer(gradients))
+        if self.loss_scaling_manager is not None:
+            loss = ops.depend(loss, self._adjust_scale(overflow, loss))
+        loss = self.window.clear(loss)
+        if self._scaled:
+            return loss, overflow, scale
         return loss
 
-    def _micro_step(self, share, micro_batch):
-        loss, gradients = self._micro_batch(share, *micro_batch)
-        return ops.depend(loss, self._map(accumulator.add, self.accu_grads, gradients))
+    def _scale(self):
+        """What seeds are multiplied with, shape (). `scale_sense` is divided out again; `sens` is left in the gradient
+        for an optimizer with ``loss_scale``, which divides by it."""
+        if self._scaled:
+            return self.scale_sense.reshape(()) + 0.0  # its value now: the manager writes into the Parameter
+        return ms.Tensor(self.sens, ms.float32)
 
-    def _update(self, gradients):
-        """Reduce across ranks, clip, hand to the optimizer."""
-        gradients = self.grad_reducer(gradients)
-        if self._max_grad_norm is not None:
-            gradients = clip.clip_by_norm(gradients, clip.global_norm(gradients), self._max_grad_norm)
-        return self.optimizer(gradients)
+    def _clip(self, gradients, loss):
+        norm = clip.global_norm(gradients)
+        loss = ops.depend(loss, ops.assign(self.grad_norm, norm / self.sens))
+        return clip.clip_by_norm(gradients, norm, self._max_grad_norm * self.sens), loss
 
-    def _loss(self, *inputs):
-        loss = self.network(*inputs)
-        _check_loss(loss.shape)
-        return ops.cast(loss, ms.float32)
+    def _overflow(self, gradients):
+        """Whether the finished gradient, the same on all ranks, is not finite. Without loss scaling nobody asks."""
+        if self._scaled or self._drops:
+            return ops.logical_not(amp.all_finite(gradients))
+        return ms.Tensor(False, ms.bool_)
 
-    def _share_of_loss(self, share, *micro_batch):
-        """A micro-batch's part of the whole batch's mean. Scaled here, in the backward's seed, and not in a pass over
-        the gradients: each sample then has the gradient that it has in the whole batch, in low precision too."""
-        return self._loss(*micro_batch) * share
+    def _adjust_scale(self, overflow, loss):
+        if self._drops:
+            overflow = ops.logical_or(overflow, ops.depend(self.window.dropped_micro_batches, loss) > 0)
+        return self.loss_scaling_manager(self.scale_sense, ops.depend(overflow, loss))
 
 
 def _check_optimizer(network: nn.Cell, optimizer: nn.Optimizer) -> None:

@@ -12,22 +12,22 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
 from mindspore.communication import get_group_size, get_rank, init
-from reference import OPTIMIZERS, Line, accumulated, as_numpy, batches, make_network, train
+from reference import OPTIMIZERS, Line, accumulated, as_numpy, batches, make_network, step_with, train
 
-from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, accumulator
+from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms.window import SampleWindow
 
 PER_RANK, UPDATES = 7, 4  # 7 samples are ragged in 2 and 3 micro-batches
 
 
-class ReducesEachMicroBatch(TrainOneStepWithGradAccumulationCell):
+class ReducesEachMicroBatch(SampleWindow):
     """Negative control for the number of collectives: right result, one reduction per micro-batch."""
 
-    def _micro_step(self, share, micro_batch):
-        loss, gradients = self._micro_batch(share, *micro_batch)
-        return ops.depend(loss, self._map(accumulator.add, self.accu_grads, self.grad_reducer(gradients)))
+    def add(self, gradients):
+        return super().add(self.grad_reducer(gradients))
 
-    def _update(self, gradients):
-        return self.optimizer(gradients)
+    def reduce(self, gradients, sums, scale):
+        return gradients, scale, sums / scale, True
 
 
 class CountedReducer(nn.Cell):
@@ -52,17 +52,17 @@ def run(make_step, rank: int, size: int, start: int = 0):
     return train(make_step, network, OPTIMIZERS["momentum"](network.trainable_params()), shares)
 
 
-def reductions(step_class, micro_size: int, rank: int, size: int) -> int:
+def reductions(window_class, micro_size: int, rank: int, size: int) -> int:
     steps = []
 
     def make_step(loss_cell, optimizer):
-        step = step_class(GradAccumulationCell(loss_cell, micro_size), optimizer)
-        step.grad_reducer = CountedReducer(step.grad_reducer)
+        step = step_with(window_class)(GradAccumulationCell(loss_cell, micro_size), optimizer)
+        step.window.grad_reducer = CountedReducer(step.window.grad_reducer)
         steps.append(step)
         return step
 
     run(make_step, rank, size)
-    return len(steps[0].grad_reducer.calls)
+    return len(steps[0].window.grad_reducer.calls)
 
 
 class BroadcastStep(TrainOneStepWithGradAccumulationCell):
@@ -96,9 +96,9 @@ def main(out: Path) -> None:
     keep("jit-mean0-3", run(accumulated(micro_size=3, jit=True), rank, size))
     keep("clip-mean0-whole", run(accumulated(micro_size=1, max_grad_norm=0.5), rank, size))
     keep("clip-mean0-3", run(accumulated(micro_size=3, max_grad_norm=0.5), rank, size))
-    for step_class in (TrainOneStepWithGradAccumulationCell, ReducesEachMicroBatch):
-        results[f"reductions/{step_class.__name__}"] = np.array(
-            [reductions(step_class, micro_size, rank, size) for micro_size in (2, 7)]
+    for window_class in (SampleWindow, ReducesEachMicroBatch):
+        results[f"reductions/{window_class.__name__}"] = np.array(
+            [reductions(window_class, micro_size, rank, size) for micro_size in (2, 7)]
         )
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_auto_parallel_context(parameter_broadcast=True)
@@ -109,7 +109,9 @@ def main(out: Path) -> None:
     results["hand"] = np.array([hand_worked(rank, mean) for mean in (True, False)])
     results["model"] = train_by_model(make_network("dense"), rank, size)
     np.savez(out / f"rank{rank}.npz", **results)
-    ops.AllReduce()(ms.Tensor([1.0])).asnumpy()  # a meeting: a rank that leaves first breaks the others' last collective
+    ops.AllReduce()(
+        ms.Tensor([1.0])
+    ).asnumpy()  # a meeting: a rank that leaves first breaks the others' last collective
 
 
 def hand_worked(rank: int, mean: bool) -> float:

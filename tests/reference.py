@@ -11,6 +11,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms.window import SampleWindow
 
 CLASSES = 5
 FEATURES = 12
@@ -189,9 +190,22 @@ def train(make_step: Callable, network: nn.Cell, optimizer: nn.Optimizer, data: 
     return Run(np.array(losses), {name: as_numpy(parameter) for name, parameter in named.items()})
 
 
-def accumulated(**options) -> Callable:
+def step_with(window_class: type[SampleWindow]) -> type[TrainOneStepWithGradAccumulationCell]:
+    """Our step with another kind of window: how the negative controls break it."""
+
+    class Step(TrainOneStepWithGradAccumulationCell):
+        def _make_window(self, cell):
+            return window_class(cell, self.weights, self.grad_reducer)
+
+    return Step
+
+
+def accumulated(
+    step_class: type = TrainOneStepWithGradAccumulationCell, window_class: type | None = None, **options
+) -> Callable:
     """A ``make_step`` for `train`: our step with these options of the cell."""
-    step_class = options.pop("step_class", TrainOneStepWithGradAccumulationCell)
+    if window_class is not None:
+        step_class = step_with(window_class)
 
     def make_step(loss_cell, optimizer):
         return step_class(GradAccumulationCell(loss_cell, **options), optimizer)
@@ -199,9 +213,9 @@ def accumulated(**options) -> Callable:
     return make_step
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def whole_batch(kind: str, optimizer: str, samples: int, mode: int, dtype: ms.Type = ms.float32) -> Run:
-    """The reference: MindSpore's own step on the whole batch. `mode` is part of the key, because it is the context's."""
+    """The reference: MindSpore's own step on the whole batch. `mode`, the context's, is part of the cache's key."""
     assert ms.get_context("mode") == mode
     network = make_network(kind, dtype)
     return train(nn.TrainOneStepCell, network, OPTIMIZERS[optimizer](network.trainable_params()), batches(samples))

@@ -83,7 +83,7 @@ def test_two_ranks_equal_one_process_on_the_joined_batch(ranks):
 def test_one_reduction_per_update(ranks):
     """As many reductions as updates, in 2 and in 7 micro-batches. The control reduces each micro-batch."""
     for results in ranks:
-        assert results["reductions/TrainOneStepWithGradAccumulationCell"].tolist() == [UPDATES, UPDATES]
+        assert results["reductions/SampleWindow"].tolist() == [UPDATES, UPDATES]
         assert results["reductions/ReducesEachMicroBatch"].tolist() == [2 * UPDATES, 7 * UPDATES]
 
 

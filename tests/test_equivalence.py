@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mindspore as ms
 import pytest
-from mindspore import nn, ops
+from mindspore import nn
 from reference import (
     OPTIMIZERS,
     accumulated,
@@ -15,7 +15,7 @@ from reference import (
     whole_batch,
 )
 
-from gaccum_ms import TrainOneStepWithGradAccumulationCell, accumulator
+from gaccum_ms.window import SampleWindow
 
 DIVISIBLE, RAGGED = 24, 13
 MODES = {"graph": ms.GRAPH_MODE, "pynative": ms.PYNATIVE_MODE}
@@ -44,7 +44,7 @@ def _matrix():
             yield "cast_weights", micro_size, RAGGED, "plain_sgd", mode, "bfloat16"
 
 
-@pytest.mark.parametrize(("kind", "micro_size", "samples", "optimizer", "mode", "dtype"), _matrix())
+@pytest.mark.parametrize(("kind", "micro_size", "samples", "optimizer", "mode", "dtype"), list(_matrix()))
 def test_equals_the_whole_batch(kind, micro_size, samples, optimizer, mode, dtype):
     ms.set_context(mode=MODES[mode])
     reference = whole_batch(kind, optimizer, samples, MODES[mode], DTYPES[dtype])
@@ -101,39 +101,35 @@ def test_jit_in_pynative_mode_equals_the_whole_batch(pynative):
     assert_equivalent(run, whole_batch("conv", "sgd", RAGGED, ms.PYNATIVE_MODE), TOLERANCE["float32"])
 
 
-class FactorK(TrainOneStepWithGradAccumulationCell):
+class FactorK(SampleWindow):
     """The sum over micro-batches in place of the mean."""
 
-    def _share_of_loss(self, share, *micro_batch):
-        return self._loss(*micro_batch)
+    def items(self, count):
+        return 13
 
 
-class LastMicroBatchOnly(TrainOneStepWithGradAccumulationCell):
-    def _micro_step(self, share, micro_batch):
-        loss, gradients = self._micro_batch(share, *micro_batch)
-        cleared = self._map(accumulator.clear, ops.depend(self.accu_grads, loss))
-        return ops.depend(loss, self._map(accumulator.add, ops.depend(self.accu_grads, cleared), gradients))
+class LastMicroBatchOnly(SampleWindow):
+    def micro_step(self, unit, size, micro_batch):
+        return super().micro_step(self.clear(unit), size, micro_batch)
 
 
-class NeverCleared(TrainOneStepWithGradAccumulationCell):
-    def _step(self, *inputs):
-        samples, size, full, rest = 13, 5, 2, 3
-        loss = self._accumulate(inputs, samples, size, full, rest)
-        return ops.depend(loss, self._update(ops.depend(self.accu_grads, loss)))
+class NeverCleared(SampleWindow):
+    def clear(self, after):
+        return after
 
 
-class MeanOfMeans(TrainOneStepWithGradAccumulationCell):
+class MeanOfMeans(SampleWindow):
     """Each micro-batch weighs the same, however many samples it has."""
 
-    def _share_of_loss(self, share, *micro_batch):
-        return self._loss(*micro_batch) / 3
+    def items(self, count):
+        return 13 / 3
 
 
-@pytest.mark.parametrize("step_class", [FactorK, LastMicroBatchOnly, NeverCleared, MeanOfMeans])
-def test_negative_control_a_broken_step_is_caught(step_class, mode):
+@pytest.mark.parametrize("window_class", [FactorK, LastMicroBatchOnly, NeverCleared, MeanOfMeans])
+def test_negative_control_a_broken_step_is_caught(window_class, mode):
     network = make_network("dense")
     run = train(
-        accumulated(micro_size=3, step_class=step_class),
+        accumulated(micro_size=3, window_class=window_class),
         network,
         OPTIMIZERS["sgd"](network.trainable_params()),
         batches(RAGGED),

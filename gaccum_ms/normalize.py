@@ -1,0 +1,133 @@
+r"""What a window's sums are divided by, and the ready-made counts.
+
+A network's loss is a mean over some number of items of its micro-batch: samples, or what ``count=`` says (valid tokens,
+unpadded pixels). With :math:`L_i` the mean over :math:`c_i` items, the window's loss is
+:math:`\sum_i L_i c_i / \sum_i c_i` over all micro-batches and ranks, and its gradient likewise. The mean of the
+:math:`L_i` is something else as soon as the :math:`c_i` differ.
+
+Samples are known from shapes: each micro-batch's share is a constant. Counts are known at run time only: sums are
+accumulated and divided once, at the end, when the total of all ranks is known. With several losses that have totals of
+their own one accumulator can not hold all sums, so there the totals are found before the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mindspore as ms
+from mindspore import nn, ops
+
+
+class CountNotIgnored(nn.Cell):
+    r"""
+    Count for a loss that skips a label, as `nn.CrossEntropyLoss` skips `ignore_index` : how many labels it keeps.
+
+    The rule is that of `mindspore.nn.CrossEntropyLoss <https://www.mindspore.cn/docs/en/master/api_python/nn/
+    mindspore.nn.CrossEntropyLoss.html>`_: with reduction 'mean' the sum is divided by the number of labels that differ
+    from `ignore_index` .
+
+    Args:
+        ignore_index (int): The label that is skipped. Default: ``-100`` , as in `nn.CrossEntropyLoss` .
+        position (int): Which of the network's inputs holds the labels. Default: ``-1`` , the last.
+
+    Inputs:
+        - **\*inputs** (Tensor) - The network's inputs.
+
+    Outputs:
+        Tensor of shape :math:`()`, float32: number of labels that are not `ignore_index` .
+
+    Raises:
+        IndexError: If there is no input number `position` .
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from mindspore import Tensor
+        >>> from gaccum_ms import CountNotIgnored
+        >>> print(CountNotIgnored()(Tensor([[1.0], [2.0], [3.0]]), Tensor([4, -100, 7])))
+        2.0
+    """
+
+    def __init__(self, ignore_index: int = -100, position: int = -1) -> None:
+        super().__init__()
+        self.ignore_index = ignore_index
+        self.position = position
+
+    def construct(self, *inputs):
+        return ops.reduce_sum(ops.cast(inputs[self.position] != self.ignore_index, ms.float32))
+
+
+class CountMask(nn.Cell):
+    r"""
+    Count for a loss that is a mean weighted by a mask or by weights: their sum.
+
+    Args:
+        position (int): Which of the network's inputs holds the mask. Default: ``-1`` , the last.
+
+    Inputs:
+        - **\*inputs** (Tensor) - The network's inputs.
+
+    Outputs:
+        Tensor of shape :math:`()`, float32: sum of the mask.
+
+    Raises:
+        IndexError: If there is no input number `position` .
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from mindspore import Tensor
+        >>> from gaccum_ms import CountMask
+        >>> print(CountMask()(Tensor([[1.0], [2.0], [3.0]]), Tensor([True, False, True])))
+        2.0
+    """
+
+    def __init__(self, position: int = -1) -> None:
+        super().__init__()
+        self.position = position
+
+    def construct(self, *inputs):
+        return ops.reduce_sum(ops.cast(inputs[self.position], ms.float32))
+
+
+class CountSamples(nn.Cell):
+    """Count for a loss that is a mean over samples."""
+
+    def construct(self, *inputs):
+        return ms.Tensor(inputs[0].shape[0], ms.float32)
+
+
+class CountBy(nn.Cell):
+    """Count by a function. Graph mode takes a function that is an attribute for a method, one in a tuple for itself."""
+
+    def __init__(self, function: Callable) -> None:
+        super().__init__()
+        self.functions = (function,)
+
+    def construct(self, *inputs):
+        return self.functions[0](*inputs)
+
+
+def count_cell(count: Callable | None) -> nn.Cell:
+    """What the user gave as count of one loss, as a Cell: graph mode wants a tuple's entries to be of one kind."""
+    if count is None:
+        return CountSamples()
+    return count if isinstance(count, nn.Cell) else CountBy(count)
+
+
+# -- compiled ----------------------------------------------------------------------------------------------------------
+
+
+def valid_or_nan(count: ms.Tensor) -> ms.Tensor:
+    """A count as float32, NaN where it is negative or infinite: NaN survives sums and collectives, so that all ranks
+    refuse the window together."""
+    count = ops.cast(count, ms.float32)
+    valid = ops.logical_and(count >= 0, count < float("inf"))
+    return ops.select(valid, count, ops.full_like(count, float("nan")))
+
+
+def mean_or_zero(total: ms.Tensor, count: ms.Tensor) -> ms.Tensor:
+    """``total / count``, and zero where there was nothing to count."""
+    return ops.select(count > 0, total / ops.maximum(count, 1e-30), ops.zeros_like(total))

@@ -1,0 +1,311 @@
+"""Loss scaling and overflow on one process. Ranks: test_counted_ranks.py."""
+
+from __future__ import annotations
+
+import mindspore as ms
+import mindspore.amp
+import numpy as np
+import pytest
+from mindspore import Tensor, nn
+from mindspore.amp import DynamicLossScaleManager, FixedLossScaleManager
+from reference import (
+    OPTIMIZERS,
+    accumulated,
+    as_numpy,
+    assert_equivalent,
+    batches,
+    make_network,
+    relative_error,
+    step_with,
+    train,
+    whole_batch,
+)
+
+from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms.window import CountedWindow
+
+SAMPLES, MICRO_SIZE = 13, 3  # 5 + 5 + 3
+POISONED = {"first": 0, "middle": 7, "last": 12}
+
+
+def make_step(
+    scale_sense=None, optimizer="momentum", kind="dense", step_class=TrainOneStepWithGradAccumulationCell, **o
+):
+    network = make_network(kind)
+    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), MICRO_SIZE, **o)
+    return step_class(cell, OPTIMIZERS[optimizer](network.trainable_params()), scale_sense).set_train()
+
+
+def manager(value=2.0**10, window=1000):
+    return nn.DynamicLossScaleUpdateCell(loss_scale_value=value, scale_factor=2, scale_window=window)
+
+
+def everything(step):
+    return {p.name: as_numpy(p) for p in step.get_parameters()}
+
+
+def good():
+    return [Tensor(value) for value in batches(SAMPLES, 1)[0]]
+
+
+def poisoned(sample, value):
+    x, y = batches(SAMPLES, 1)[0]
+    x[sample, 0] = value
+    return [Tensor(x), Tensor(y)]
+
+
+# -- without overflow the scale changes nothing ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", ["cell", "()", "(1,)"])
+def test_scaled_equals_the_whole_batch(shape, mode):
+    scale = {"cell": manager(), "()": Tensor(1024.0, ms.float32), "(1,)": Tensor([1024.0], ms.float32)}[shape]
+    reference = whole_batch("dense", "momentum", SAMPLES, ms.get_context("mode"))
+    step = make_step(scale)
+    losses = []
+    for batch in batches(SAMPLES):
+        loss, overflow, used = step(*map(Tensor, batch))
+        assert not overflow.asnumpy()
+        assert float(used.asnumpy()) == 1024.0
+        losses.append(float(loss.asnumpy()))
+    assert relative_error(np.array(losses), reference.losses) < 1e-5
+    after = everything(step)
+    assert max(relative_error(after[name], value) for name, value in reference.state.items()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "loss_scale_manager",
+    [
+        FixedLossScaleManager(512.0),
+        FixedLossScaleManager(512.0, drop_overflow_update=False),
+        DynamicLossScaleManager(512, 2, 1000),
+    ],
+    ids=["fixed", "fixed, optimizer removes it", "dynamic"],
+)
+@pytest.mark.parametrize("way", ["Model", "build_train_network"])
+def test_loss_scale_managers_equal_the_whole_batch(loss_scale_manager, way, mode):
+    network = make_network("dense")
+    removes = 512.0 if loss_scale_manager.get_update_cell() is None else 1.0
+    optimizer = nn.Momentum(network.trainable_params(), 0.05, 0.9, weight_decay=0.01, loss_scale=removes)
+    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), MICRO_SIZE, max_grad_norm=1e6)
+    if way == "Model":
+        step = ms.Model(cell, optimizer=optimizer, loss_scale_manager=loss_scale_manager).train_network
+    else:
+        step = mindspore.amp.build_train_network(cell, optimizer, loss_scale_manager=loss_scale_manager)
+    for batch in batches(SAMPLES):
+        step(*map(Tensor, batch))
+    reference = whole_batch("dense", "momentum", SAMPLES, ms.get_context("mode"))
+    weights = {p.name: as_numpy(p) for p in network.trainable_params()}
+    assert max(relative_error(value, reference.state[name]) for name, value in weights.items()) < 1e-5
+    assert 0 < as_numpy(step.grad_norm) < 10
+
+
+def test_clipping_under_a_scale_that_the_optimizer_removes():
+    weights = []
+    for scale in (1.0, 512.0):
+        network = make_network("dense")
+        optimizer = nn.Momentum(network.trainable_params(), 0.05, 0.9, loss_scale=scale)
+        cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), MICRO_SIZE, max_grad_norm=0.1)
+        fixed = FixedLossScaleManager(scale, drop_overflow_update=False)
+        step = mindspore.amp.build_train_network(cell, optimizer, loss_scale_manager=fixed)
+        step(*good())
+        weights.append(np.append(as_numpy(network.out.weight), as_numpy(step.grad_norm)))
+    assert relative_error(*weights) < 1e-5
+
+
+def layers():
+    """Layers alone: at O1 MindSpore rewrites the network's source, and then knows no names of its module."""
+    network = nn.SequentialCell(nn.Dense(12, 16), nn.Tanh(), nn.Dense(16, 5))
+    for parameter in network.get_parameters():
+        parameter.set_data(Tensor(np.random.default_rng(7).normal(size=parameter.shape) * 0.4, ms.float32))
+    return network
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "auto"])
+def test_amp_levels_train_like_the_whole_batch(level):
+    """Against MindSpore's own step at the same level, in float16's precision; O2 brings a dynamic loss scale, which
+    MindSpore refuses on CPU, so there the reference has none."""
+    finals = []
+    for accumulate in (False, True):
+        network = layers()
+        loss_cell = nn.WithLossCell(network, nn.CrossEntropyLoss())
+        optimizer = OPTIMIZERS["sgd"](network.trainable_params())
+        if accumulate:
+            step = mindspore.amp.build_train_network(
+                GradAccumulationCell(loss_cell, MICRO_SIZE), optimizer, level=level
+            )
+        else:
+            step = mindspore.amp.build_train_network(loss_cell, optimizer, level=level, loss_scale_manager=None)
+        skipped = 0
+        for batch in batches(SAMPLES, 6):
+            outputs = step(*map(Tensor, batch))
+            while isinstance(outputs, tuple) and outputs[1].asnumpy():  # 2 ** 24 is too much for float16: it comes down
+                skipped += 1
+                outputs = step(*map(Tensor, batch))
+        assert (skipped > 0) == (accumulate and level == "O2")
+        finals.append(as_numpy(network[0].weight))
+    assert relative_error(finals[1], finals[0]) < (1e-5 if level == "O0" else 5e-3)
+    assert relative_error(finals[0], as_numpy(layers()[0].weight)) > 1e-2
+
+
+# -- overflow: drop the window -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("position", list(POISONED))
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+def test_an_overflow_drops_the_window_exactly(optimizer, position, value):
+    """Weights, optimizer state and its step counter bit-identical, accumulators cleared, the scale halved once."""
+    step = make_step(manager(), optimizer)
+    step(*good())
+    before = everything(step)
+    _, overflow, scale = step(*poisoned(POISONED[position], value))
+    after = everything(step)
+    assert overflow.asnumpy()
+    assert float(scale.asnumpy()) == 1024.0
+    assert after.pop("scale_sense") == before.pop("scale_sense") / 2 == 512.0
+    for name in before:
+        if not name.endswith(("current_iterator_step", "last_overflow_iterator_step")):
+            np.testing.assert_array_equal(after[name], before[name], name)
+    _, overflow, scale = step(*good())
+    assert not overflow.asnumpy()
+    assert float(scale.asnumpy()) == 512.0
+    assert (everything(step)["out.weight"] != after["out.weight"]).any()
+
+
+def test_an_overflow_drops_the_window_in_pynative_mode(pynative):
+    step = make_step(manager())
+    before = everything(step)
+    assert step(*poisoned(7, float("nan")))[1].asnumpy()
+    after = everything(step)
+    assert after["scale_sense"] == before["scale_sense"] / 2
+    np.testing.assert_array_equal(after["out.weight"], before["out.weight"])
+    assert not any(as_numpy(a).any() for a in step.accu_grads)
+
+
+def test_the_learning_rate_does_not_advance_on_a_skipped_update():
+    skipped, never = make_step(manager(), "dynamic_lr"), make_step(manager(), "dynamic_lr")
+    for _ in range(2):
+        skipped(*good())
+        skipped(*poisoned(0, float("inf")))
+        never(*good())
+    assert as_numpy(skipped.optimizer.global_step) == as_numpy(never.optimizer.global_step) == 2
+    np.testing.assert_array_equal(as_numpy(skipped.weights[0]), as_numpy(never.weights[0]))
+
+
+def test_the_scale_grows_after_a_window_of_good_updates():
+    step = make_step(manager(window=3))
+    used = [float(step(*good())[2].asnumpy()) for _ in range(8)]
+    assert used[0] == 1024.0
+    assert 2048.0 in used
+    assert used == sorted(used)
+
+
+def test_set_sense_scale_reaches_the_compiled_graph(mode):
+    step = make_step(Tensor(8.0, ms.float32))
+    assert float(step(*good())[2].asnumpy()) == 8.0
+    step.set_sense_scale(Tensor(16.0, ms.float32))
+    assert float(step(*good())[2].asnumpy()) == 16.0
+
+
+def test_without_a_scale_nobody_asks(mode):
+    """As nn.TrainOneStepCell: a NaN reaches the weights."""
+    step = make_step()
+    step(*poisoned(7, float("nan")))
+    assert np.isnan(as_numpy(step.weights[0])).any()
+
+
+# -- overflow: drop the micro-batch ------------------------------------------------------------------------------------
+
+KEPT = {"first": slice(5, 13), "middle": [0, 1, 2, 3, 4, 10, 11, 12], "last": slice(0, 10)}
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("position", list(POISONED))
+def test_a_poisoned_micro_batch_is_left_out(position, scaled, mode):
+    """What is left trains as a batch of its own."""
+    step = make_step(manager() if scaled else None, overflow="drop_micro_batch")
+    outputs = step(*poisoned(POISONED[position], float("nan")))
+    x, y = batches(SAMPLES, 1)[0]
+    network = make_network("dense")
+    reference = train(
+        nn.TrainOneStepCell,
+        network,
+        OPTIMIZERS["momentum"](network.trainable_params()),
+        [(x[KEPT[position]], y[KEPT[position]])],
+    )
+    after = everything(step)
+    assert max(relative_error(after[name], value) for name, value in reference.state.items()) < 1e-5
+    loss = outputs[0] if scaled else outputs
+    assert relative_error(loss.asnumpy(), reference.losses) < 1e-5
+    assert float(step.dropped_micro_batches.asnumpy()) == 1
+    assert float(step.window_count.asnumpy()) == len(y[KEPT[position]])
+    if scaled:
+        assert not outputs[1].asnumpy()
+        assert after["scale_sense"] == 512.0
+    step(*good())
+    assert float(step.dropped_micro_batches.asnumpy()) == 0
+
+
+def test_nothing_is_left_when_all_are_poisoned(mode):
+    step = make_step(overflow="drop_micro_batch")
+    before = everything(step)
+    x, y = good()
+    loss = step(x * float("nan"), y)
+    assert float(loss.asnumpy()) == 0
+    assert float(step.dropped_micro_batches.asnumpy()) == 3
+    after = everything(step)
+    for name in before:
+        if name not in ("dropped_micro_batches", "window_count"):
+            np.testing.assert_array_equal(after[name], before[name], name)
+
+
+def test_dropping_nothing_equals_the_whole_batch(mode):
+    network = make_network("dense")
+    run = train(
+        accumulated(micro_size=3, overflow="drop_micro_batch"),
+        network,
+        OPTIMIZERS["momentum"](network.trainable_params()),
+        batches(SAMPLES),
+    )
+    assert_equivalent(run, whole_batch("dense", "momentum", SAMPLES, ms.get_context("mode")), 1e-5)
+
+
+class NotRenormalised(CountedWindow):
+    """Leaves the poisoned micro-batch out, and divides by all samples all the same."""
+
+    def reduce(self, gradients, sums, scale):
+        gradients, _, loss, counted = super().reduce(gradients, sums, scale)
+        return gradients, ms.Tensor(float(SAMPLES), ms.float32) * scale, loss, counted
+
+
+def test_negative_control_dropping_without_renormalising_is_caught(mode):
+    weights = []
+    for step_class in (TrainOneStepWithGradAccumulationCell, step_with(NotRenormalised)):
+        step = make_step(step_class=step_class, overflow="drop_micro_batch")
+        step(*poisoned(0, float("nan")))
+        weights.append(as_numpy(step.weights[0]))
+    assert relative_error(*weights) > 1e-3
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scale_sense", "error", "message"),
+    [
+        (1024.0, TypeError, "'scale_sense' must be a Cell or a Tensor, but got 1024.0 of type 'float'"),
+        (Tensor([1.0, 2.0], ms.float32), ValueError, r"shape of 'scale_sense' must be \(\) or \(1,\), but got \(2,\)"),
+        (Tensor(0.0, ms.float32), ValueError, "'scale_sense' must be positive and finite, but got 0.0"),
+        (Tensor(float("inf"), ms.float32), ValueError, "'scale_sense' must be positive and finite, but got inf"),
+    ],
+)
+def test_refuses_bad_scales(scale_sense, error, message):
+    with pytest.raises(error, match=message):
+        make_step(scale_sense)
+
+
+def test_set_sense_scale_refuses_what_does_not_fit():
+    for step, scale in ((make_step(), Tensor(1.0)), (make_step(manager()), 2.0), (make_step(manager()), Tensor([1.0]))):
+        with pytest.raises(TypeError, match="'set_sense_scale' needs a step that was made with 'scale_sense'"):
+            step.set_sense_scale(scale)

@@ -1,0 +1,216 @@
+"""Counts, sums and several losses on one process, against NumPy. Ranks: test_counted_ranks.py."""
+
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from reference import as_numpy, step_with
+
+from gaccum_ms import CountMask, CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms.window import CountedWindow
+
+START = np.linspace(-1, 1, 4)
+RATE = 0.5
+
+
+class Masked(nn.Cell):
+    """Squared error of w x ~ 1: its mean over the samples that the mask keeps, or their sum."""
+
+    def __init__(self, reduction="mean"):
+        super().__init__()
+        self.weight = ms.Parameter(Tensor(START, ms.float32), name="weight")
+        self.reduction = reduction
+
+    def errors(self, x):
+        return (x * self.weight).sum(-1) - 1
+
+    def construct(self, x, mask):
+        total = (ops.square(self.errors(x)) * mask).sum()
+        return total / mask.sum() if self.reduction == "mean" else total
+
+
+class MaskedAndMean(Masked):
+    """The masked mean, and the mean prediction of all samples."""
+
+    def construct(self, x, mask):
+        errors = self.errors(x)
+        return (ops.square(errors) * mask).sum() / mask.sum(), errors.mean()
+
+
+def data(mask, seed=0):
+    x = np.random.default_rng(seed).normal(size=(len(mask), 4)).astype(np.float32)
+    return x, np.array(mask, np.float32)
+
+
+def oracle(x, mask, divisor=None):
+    """Loss and gradient of the whole batch at START."""
+    error = x @ START - 1
+    divisor = divisor or mask.sum()
+    return (error**2 * mask).sum() / divisor, (2 * error * mask) @ x / divisor
+
+
+def mean_oracle(x):
+    return (x @ START - 1).mean(), x.mean(axis=0)
+
+
+def make_step(network, window_class=None, **options):
+    cell = GradAccumulationCell(network, **options)
+    step_class = step_with(window_class) if window_class else TrainOneStepWithGradAccumulationCell
+    return step_class(cell, nn.Momentum(cell.trainable_params(), RATE, 0.9)).set_train()
+
+
+def gradient(step):
+    """Momentum's first update is the gradient times the rate."""
+    return (START - as_numpy(step.weights[0])) / RATE
+
+
+UNEVEN = [1, 1, 0, 0.5, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("micro_size", [1, 2, 3, 4, 8])
+def test_unequal_counts_equal_the_whole_batch(micro_size, mode):
+    """Micro-batches of UNEVEN have counts down to 0, where the network's mean is NaN."""
+    x, mask = data(UNEVEN)
+    step = make_step(Masked(), micro_size=micro_size, count=CountMask())
+    loss = step(Tensor(x), Tensor(mask))
+    expected, expected_gradient = oracle(x, mask)
+    np.testing.assert_allclose(loss.asnumpy(), expected, rtol=1e-5)
+    np.testing.assert_allclose(gradient(step), expected_gradient, rtol=1e-4, atol=1e-5)
+    assert float(step.window_count.asnumpy()) == 3.5
+    assert not any(as_numpy(a).any() for a in step.accu_grads)
+
+
+def test_a_function_counts_like_the_ready_made_cell(mode):
+    def kept(x, mask):
+        return mask.sum()
+
+    also_kept = lambda x, mask: mask.sum()  # noqa: E731
+    x, mask = data(UNEVEN)
+    weights = []
+    for count in (kept, also_kept, CountMask(position=1)):
+        step = make_step(Masked(), micro_size=3, count=count)
+        step(Tensor(x), Tensor(mask))
+        weights.append(as_numpy(step.weights[0]))
+    np.testing.assert_array_equal(weights[0], weights[1])
+    np.testing.assert_array_equal(weights[0], weights[2])
+
+
+class MeanOfMeans(CountedWindow):
+    def items(self, count):
+        return 3.5 / 2
+
+
+def test_negative_control_a_mean_of_means_is_caught(mode):
+    x, mask = data([1, 1, 0.5, 1, 0, 0])
+    step = make_step(Masked(), MeanOfMeans, micro_size=2, count=CountMask())
+    step(Tensor(x), Tensor(mask))
+    error = np.abs(gradient(step) - oracle(x, mask)[1]).max()
+    assert error > 1e-2
+
+
+def test_a_window_that_counts_nothing_does_not_update(mode):
+    x, mask = data(UNEVEN)
+    step = make_step(Masked(), micro_size=3, count=CountMask())
+    step(Tensor(x), Tensor(mask))
+    before = {p.name: as_numpy(p) for p in step.get_parameters()}
+    loss = step(Tensor(x), ops.zeros(8))
+    assert float(loss.asnumpy()) == 0.0
+    after = {p.name: as_numpy(p) for p in step.get_parameters()}
+    assert after.pop("window_count") == 0 != before.pop("window_count")
+    for name, value in before.items():
+        np.testing.assert_array_equal(after[name], value, name)
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_a_bad_count_is_an_error_and_changes_nothing(bad, mode):
+    x, mask = data(UNEVEN)
+    step = make_step(Masked(), micro_size=4, count=CountMask())
+    step(Tensor(x), Tensor(mask))
+    before = {p.name: as_numpy(p) for p in step.get_parameters() if p.name != "window_count"}
+    with pytest.raises(ValueError, match=r"'count' must return a finite number .* but got \[\[2.0, .*Nothing was"):
+        step(Tensor(x), Tensor(np.array([1, 1, bad, 0, 1, 1, 1, 1], np.float32)))
+    for name, value in {p.name: as_numpy(p) for p in step.get_parameters() if p.name in before}.items():
+        np.testing.assert_array_equal(before[name], value, name)
+    step(Tensor(x), Tensor(mask))
+    assert (as_numpy(step.weights[0]) != before["weight"]).all()
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_losses_that_are_sums(counted, mode):
+    """A sum stays the whole batch's sum; with a count it is divided by the total."""
+    x, mask = data(UNEVEN)
+    step = make_step(Masked("sum"), micro_size=3, reduction="sum", count=CountMask() if counted else None)
+    loss = step(Tensor(x), Tensor(mask))
+    expected, expected_gradient = oracle(x, mask, divisor=None if counted else 1.0)
+    np.testing.assert_allclose(loss.asnumpy(), expected, rtol=1e-5)
+    np.testing.assert_allclose(gradient(step), expected_gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("micro_size", [1, 3, 8])
+def test_each_of_several_losses_has_its_own_total(micro_size, mode):
+    """With UNEVEN in eight micro-batches the masked loss is NaN in four, where the other one must go back alone."""
+    x, mask = data(UNEVEN)
+    step = make_step(MaskedAndMean(), micro_size=micro_size, count=(CountMask(), None), loss_weights=(1.0, 0.25))
+    loss = step(Tensor(x), Tensor(mask))
+    (masked, masked_gradient), (mean, mean_gradient) = oracle(x, mask), mean_oracle(x)
+    np.testing.assert_allclose(loss.asnumpy(), masked + 0.25 * mean, rtol=1e-5)
+    np.testing.assert_allclose(gradient(step), masked_gradient + 0.25 * mean_gradient, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(step.loss_terms.asnumpy(), [masked, mean], rtol=1e-5)
+    assert step.window_count.asnumpy().tolist() == [3.5, 8.0]
+
+
+def test_several_losses_with_default_counts_and_weights(mode):
+    class Two(Masked):
+        def construct(self, x, mask):
+            errors = self.errors(x)
+            return errors.mean(), ops.square(errors).mean()
+
+    x, mask = data(np.ones(7))
+    step = make_step(Two(), micro_size=3, loss_weights=(2.0, 1.0))
+    step(Tensor(x), Tensor(mask))
+    np.testing.assert_allclose(gradient(step), 2 * mean_oracle(x)[1] + oracle(x, mask)[1], rtol=1e-4, atol=1e-5)
+
+
+def test_the_number_of_losses_must_be_what_the_options_say(mode):
+    x, mask = data(UNEVEN)
+    for network, options in ((MaskedAndMean(), {}), (Masked(), {"loss_weights": (1.0, 2.0)})):
+        step = make_step(network, micro_size=2, **options)
+        with pytest.raises(ValueError, match=r"must return \d loss\(es\), by 'count' and 'loss_weights', but got"):
+            step(Tensor(x), Tensor(mask))
+        np.testing.assert_array_equal(as_numpy(step.weights[0]), START.astype(np.float32))
+
+
+@pytest.mark.parametrize("ignore_index", [-100, 2])
+def test_count_not_ignored_is_cross_entropys_own_divisor(ignore_index, pynative):
+    labels = np.array([0, 2, -100 if ignore_index == -100 else 2, 1], np.int32)
+    logits = Tensor(np.random.default_rng(1).normal(size=(4, 3)), ms.float32)
+    mean, total = (
+        nn.CrossEntropyLoss(reduction=reduction, ignore_index=ignore_index)(logits, Tensor(labels)).asnumpy()
+        for reduction in ("mean", "sum")
+    )
+    count = CountNotIgnored(ignore_index)(logits, Tensor(labels)).asnumpy()
+    np.testing.assert_allclose(total / count, mean, rtol=1e-6)
+    assert count == {-100: 3, 2: 2}[ignore_index]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"count": 3}, TypeError, "'count' must be a function or Cell .* but got 3"),
+        ({"count": (CountMask(), "x")}, TypeError, "'count' must be a function or Cell .* but got 'x'"),
+        ({"loss_weights": 1.0}, TypeError, "'loss_weights' must be a sequence of floats, but got 1.0"),
+        ({"loss_weights": (1.0, True)}, TypeError, "'loss_weights' must be a sequence of floats"),
+        ({"loss_weights": (1.0, float("nan"))}, ValueError, "'loss_weights' must be finite"),
+        ({"loss_weights": ()}, ValueError, r"'loss_weights' must be finite, one for each loss, but got \(\)"),
+        ({"count": (None, None), "loss_weights": (1.0,)}, ValueError, r"2 count\(s\) and 1 weight\(s\)"),
+        ({"reduction": "max"}, ValueError, r"'reduction' must be one of \['mean', 'sum'\], but got 'max'"),
+        ({"overflow": None}, ValueError, "'overflow' must be one of .* but got None"),
+        ({"overflow": "drop_micro_batch", "loss_weights": (1.0, 1.0)}, ValueError, r"2 loss\(es\)"),
+        ({"overflow": "drop_micro_batch", "reduction": "sum"}, ValueError, "reduction='sum' and count=None"),
+    ],
+)
+def test_refuses_bad_options(options, error, message):
+    with pytest.raises(error, match=f"For 'GradAccumulationCell', .*{message}"):
+        GradAccumulationCell(Masked(), 2, **options)
