@@ -5,6 +5,7 @@ Run by ``python -m gaccum_ms.launch -n 2 distributed_worker.py OUT``: one start 
 
 from __future__ import annotations
 
+import csv
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
 from mindspore.communication import get_group_size, get_rank, init
+from mindspore.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 from reference import OPTIMIZERS, Line, accumulated, as_numpy, batches, make_network, step_with, train
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
@@ -65,6 +67,25 @@ def reductions(window_class, micro_size: int, rank: int, size: int) -> int:
     return len(steps[0].window.grad_reducer.calls)
 
 
+def executed_all_reduces(window_class, micro_size: int, rank: int, size: int, out: Path) -> int:
+    """AllReduce kernels that MindSpore's profiler saw run in UPDATES updates of the compiled step."""
+    steps = []
+
+    def make_step(loss_cell, optimizer):
+        steps.append(step_with(window_class)(GradAccumulationCell(loss_cell, micro_size), optimizer))
+        return steps[0]
+
+    run(make_step, rank, size)  # compiles
+    folder = out / f"profile-{window_class.__name__}-{micro_size}-{rank}"
+    shares = [ms.Tensor(value[rank::size]) for value in batches(PER_RANK * size, 1)[0]]
+    with profile(activities=[ProfilerActivity.CPU], on_trace_ready=tensorboard_trace_handler(str(folder))):
+        for _ in range(UPDATES):
+            steps[0](*shares).asnumpy()
+    (table,) = folder.glob("**/cpu_op_type_info_*.csv")
+    with table.open() as file:
+        return sum(int(row["type_occurrences"]) for row in csv.DictReader(file) if row["op_type"] == "AllReduce")
+
+
 class BroadcastStep(TrainOneStepWithGradAccumulationCell):
     """What ms.Model does to the step when ``parameter_broadcast`` is on."""
 
@@ -101,6 +122,12 @@ def main(out: Path) -> None:
             [reductions(window_class, micro_size, rank, size) for micro_size in (2, 7)]
         )
     ms.set_context(mode=ms.GRAPH_MODE)
+    results["executed/SampleWindow"] = np.array(
+        [executed_all_reduces(SampleWindow, micro_size, rank, size, out) for micro_size in (2, 7)]
+    )
+    results["executed/ReducesEachMicroBatch"] = np.array(
+        [executed_all_reduces(ReducesEachMicroBatch, 7, rank, size, out)]
+    )
     ms.set_auto_parallel_context(parameter_broadcast=True)
     keep("broadcast", run(accumulated(micro_size=3, step_class=BroadcastStep), rank, size, start=1))
     ms.set_auto_parallel_context(parameter_broadcast=False)

@@ -52,26 +52,33 @@ def test_everything_exported_exists_and_nothing_else_is_public():
         assert getattr(gaccum_ms, name).__module__.startswith("gaccum_ms.")
 
 
-def test_readme_program_prints_what_the_readme_shows(tmp_path):
-    (program,), (output,) = code_blocks("python"), code_blocks("text")
+def numbers_apart(text: str) -> tuple[str, list[float]]:
+    """The text with its numbers taken out, and the numbers: the last digits depend on the machine."""
+    number = r"\d+\.\d+"
+    return re.sub(number, "#", text.strip()), [float(found) for found in re.findall(number, text)]
+
+
+PROGRAMS = list(zip(code_blocks("python"), code_blocks("text"), strict=True))
+
+
+@pytest.mark.parametrize("program", range(len(PROGRAMS)))
+def test_readme_programs_print_what_the_readme_shows(program, tmp_path):
+    source, shown = PROGRAMS[program]
     script = tmp_path / "readme.py"
-    script.write_text(program)
+    script.write_text(source)
     result = subprocess.run(
         [sys.executable, str(script)],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=180,
     )
     assert result.returncode == 0, result.stderr[-2000:]
-    shown, printed = (
-        re.findall(r"epoch: (\d+) step: (\d+), loss is ([\d.]+)", text) for text in (output, result.stdout)
-    )
-    assert len(shown) >= 3
-    assert [line[:2] for line in printed] == [line[:2] for line in shown]
-    for one, other in zip(printed, shown, strict=True):
-        assert float(one[2]) == pytest.approx(float(other[2]), rel=1e-3)
+    (shown_text, shown_numbers), (text, numbers) = numbers_apart(shown), numbers_apart(result.stdout)
+    assert text == shown_text
+    assert numbers == pytest.approx(shown_numbers, rel=2e-3)
+    assert len(numbers) >= 3
 
 
 def test_readme_names_the_two_commands():

@@ -204,3 +204,45 @@ def test_fit_with_an_eval_network_and_early_stopping(capsys):
         stopped[make_model] += (round(results["accuracy"], 6), round(results["loss"], 4))
     assert stopped[by_model] == stopped[plain]
     assert len(stopped[plain][1]) < 20
+
+
+class Read(train.Callback):
+    """What a callback finds in the step after each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_step_end(self, run_context):
+        step = run_context.original_args().train_network
+        self.seen.append((float(step.grad_norm.asnumpy()), float(step.dropped_micro_batches.asnumpy())))
+
+
+def test_callbacks_find_norm_and_dropped_micro_batches():
+    read = Read()
+
+    def make_model(loss_cell, optimizer):
+        cell = GradAccumulationCell(loss_cell, 4, max_grad_norm=0.5, overflow="drop_micro_batch")
+        return ms.Model(cell, optimizer=optimizer)
+
+    fit(make_model, epochs=1, callbacks=[read])
+    assert len(read.seen) == 3
+    assert all(norm > 0 and dropped == 0 for norm, dropped in read.seen)
+
+
+def test_loss_monitor_and_dynamic_loss_scale(capsys):
+    """The step's outputs are MindSpore's (loss, overflow, scale), of which LossMonitor prints the first."""
+    lines = {}
+    for make_model in (
+        plain,
+        lambda loss_cell, optimizer: ms.Model(
+            GradAccumulationCell(loss_cell, 4),
+            optimizer=optimizer,
+            loss_scale_manager=ms.amp.DynamicLossScaleManager(2.0**10, 2, 1000),
+        ),
+    ):
+        fit(make_model, callbacks=[train.LossMonitor(1)])
+        found = re.findall(r"loss is ([\d.]+)", capsys.readouterr().out)
+        lines[len(lines)] = np.array([float(loss) for loss in found])
+    assert len(lines[0]) == 9
+    assert relative_error(lines[1], lines[0]) < 1e-5
