@@ -236,7 +236,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         scale = self._scale()
         gradients, divisor, loss, counted = self.window.run(inputs, scale)
         if self._scaled or self.window.divides:
-            gradients = self._map(ops.partial(_divide, divisor), gradients)
+            gradients = self._map(ops.partial(_divide, divisor / self.sens), gradients)
         if self._max_grad_norm is not None:
             gradients, loss = self._clip(gradients, loss)
         gradients = self._map(_cast_like, gradients, self.weights)

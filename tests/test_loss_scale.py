@@ -100,12 +100,21 @@ def test_loss_scale_managers_equal_the_whole_batch(loss_scale_manager, way, mode
     assert 0 < as_numpy(step.grad_norm) < 10
 
 
-def test_clipping_under_a_scale_that_the_optimizer_removes():
+class CountSamplesTwice(nn.Cell):
+    """Any multiple of the samples gives the same mean."""
+
+    def construct(self, x, y):
+        return Tensor(2.0 * x.shape[0], ms.float32)
+
+
+@pytest.mark.parametrize("options", [{}, {"count": CountSamplesTwice()}], ids=["samples", "counted"])
+def test_clipping_under_a_scale_that_the_optimizer_removes(options):
     weights = []
     for scale in (1.0, 512.0):
         network = make_network("dense")
         optimizer = nn.Momentum(network.trainable_params(), 0.05, 0.9, loss_scale=scale)
-        cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), MICRO_SIZE, max_grad_norm=0.1)
+        loss_cell = nn.WithLossCell(network, nn.CrossEntropyLoss())
+        cell = GradAccumulationCell(loss_cell, MICRO_SIZE, max_grad_norm=0.1, **options)
         fixed = FixedLossScaleManager(scale, drop_overflow_update=False)
         step = mindspore.amp.build_train_network(cell, optimizer, loss_scale_manager=fixed)
         step(*good())
