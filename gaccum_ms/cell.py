@@ -129,7 +129,8 @@ class GradAccumulationCell(nn.Cell):
         ValueError: If both or neither of `micro_size` and `micro_batch_size` are given; if one is less than 1; if
             `max_grad_norm` is not positive and finite, a loss weight not finite, `reduction` , `overflow` or
             `accumulator_dtype` not one of those above; if `count` and `loss_weights` differ in length; if
-            ``overflow="drop_micro_batch"`` is given with several losses, or with a sum that has no count.
+            ``overflow="drop_micro_batch"`` is given with several losses, or with a sum that has no count; if several
+            sums are given without a count for each.
         RuntimeError: If the cell itself is trained, by a training cell that does not know how to accumulate.
 
     Supported Platforms:
@@ -193,7 +194,12 @@ class GradAccumulationCell(nn.Cell):
         _check_one_of("overflow", overflow, ("drop_window", "drop_micro_batch"))
         _check_one_of("accumulator_dtype", accumulator_dtype, (ms.float32, ms.float16, ms.bfloat16, None))
         self.counts, self.loss_weights = _losses(count, loss_weights)
-        if overflow == "drop_micro_batch" and (len(self.loss_weights) > 1 or (reduction == "sum" and count is None)):
+        if reduction == "sum" and len(self.counts) > 1 and None in self.counts:
+            raise ValueError(
+                f"For 'GradAccumulationCell', reduction='sum' with several losses needs a 'count' for each, but got "
+                f"count={count}. Give a count for each, or means."
+            )
+        if overflow == "drop_micro_batch" and (self.loss_weights != (1.0,) or (reduction == "sum" and count is None)):
             raise ValueError(
                 f"For 'GradAccumulationCell', overflow='drop_micro_batch' divides what is left by its count, which "
                 f"must be one loss's mean, or a sum with 'count', but got {len(self.loss_weights)} loss(es), "
@@ -216,9 +222,14 @@ class GradAccumulationCell(nn.Cell):
         return any(count is not None for count in self.counts) or self.overflow == "drop_micro_batch"
 
     @property
+    def several_losses(self) -> bool:
+        """Whether losses must be weighed: one with weight 1 is what every network has."""
+        return self.loss_weights != (1.0,)
+
+    @property
     def accumulates(self) -> bool:
         """Whether there is anything to accumulate over: not with one micro-batch that always takes part."""
-        return self.micro_size != 1 or self.counted or len(self.loss_weights) > 1
+        return self.micro_size != 1 or self.counted or self.several_losses
 
     def set_grad(self, requires_grad: bool = True) -> GradAccumulationCell:
         """Refuse to be trained as an ordinary network (`nn.TrainOneStepCell` announces that with this call)."""

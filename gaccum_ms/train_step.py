@@ -29,10 +29,12 @@ from mindspore import amp, nn, ops
 from gaccum_ms import clip, split
 from gaccum_ms.batchnorm import warn_about_batch_norm
 from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.counted_window import CountedWindow
 from gaccum_ms.loss_scale import scale_parameter
+from gaccum_ms.multi_loss_window import MultiLossWindow
 from gaccum_ms.parallel import check_parallel_mode
 from gaccum_ms.sparse import refuse_sparse_gradients
-from gaccum_ms.window import CountedWindow, MultiLossWindow, SampleWindow, record
+from gaccum_ms.window import SampleWindow, record
 
 _divide = ops.MultitypeFuncGraph("gaccum_ms_divide")
 _cast_like = ops.MultitypeFuncGraph("gaccum_ms_cast_like")
@@ -138,7 +140,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
             warn_about_batch_norm(network)
 
     def _make_window(self, cell: GradAccumulationCell) -> SampleWindow:
-        if len(cell.loss_weights) > 1:
+        if cell.several_losses:
             return MultiLossWindow(cell, self.weights, self.grad_reducer)
         if cell.counted:
             return CountedWindow(cell, self.weights, self.grad_reducer)

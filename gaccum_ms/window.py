@@ -2,30 +2,22 @@
 
 Three kinds, by what is known before the loop:
 
-* `SampleWindow`: micro-batches weigh by their samples, constants. Seeds are shares, sums are means.
-* `CountedWindow`: weights are counts that the data decide, or micro-batches may be dropped. Seeds are counts; sums are
-  divided by the total, which is known after the reduction.
-* `MultiLossWindow`: several losses, each with a total of its own. One accumulator cannot be divided by several totals,
-  so they are counted, and summed over ranks, before the loop.
+* `SampleWindow`, here: micro-batches weigh by their samples, constants. Seeds are shares, sums are means.
+* `CountedWindow` (counted_window.py): weights are counts that the data decide, or micro-batches may be dropped. Seeds
+  are counts; sums are divided by the total, which is known after the reduction.
+* `MultiLossWindow` (multi_loss_window.py): several losses, each with a total of its own, counted before the loop.
 
-Each is compiled: the methods below are parsed by graph mode. What the loop carries is one float32 Tensor, `sums`.
+All three are compiled: from `run` down, methods are parsed by graph mode. What the loop carries is one float32 Tensor,
+`sums`.
 """
 
 from __future__ import annotations
 
 import mindspore as ms
-from mindspore import amp, nn, ops
+from mindspore import nn, ops
 
-from gaccum_ms import accumulator, normalize, split
+from gaccum_ms import accumulator, split
 from gaccum_ms.cell import GradAccumulationCell
-from gaccum_ms.parallel import SumOverRanks
-
-_to_float32 = ops.MultitypeFuncGraph("gaccum_ms_to_float32")
-
-
-@_to_float32.register("Tensor")
-def _to_float32_one(gradient):
-    return ops.cast(gradient, ms.float32)
 
 
 @ops.constexpr
@@ -41,6 +33,14 @@ def _check_losses(shapes, number):
                 f"For 'GradAccumulationCell', the network must return a scalar loss of shape (), but got shape "
                 f"{shape}. Use a loss with reduction='mean', or take the mean in the network."
             )
+
+
+def float32_losses(losses, number):
+    """The losses that a network returned, a Tensor or a tuple, checked to be `number` scalars."""
+    if isinstance(losses, ms.Tensor):
+        losses = (losses,)
+    _check_losses([loss.shape for loss in losses], number)
+    return [ops.cast(loss, ms.float32) for loss in losses]
 
 
 def record(name: str, shape: tuple[int, ...] = ()) -> ms.Parameter:
@@ -100,12 +100,7 @@ class SampleWindow(nn.Cell):
     def seeded_loss(self, seed, *micro_batch):
         """The loss times its seed. Scaling here, in the backward's seed, costs no pass over the gradients, and gives
         each sample the gradient that it has in the whole batch, in low precision too."""
-        loss = self.network(*micro_batch)
-        if isinstance(loss, tuple):
-            _check_losses([one.shape for one in loss], 1)
-            loss = loss[0]
-        _check_losses([loss.shape], 1)
-        return ops.cast(loss, ms.float32) * seed
+        return float32_losses(self.network(*micro_batch), 1)[0] * seed
 
     # -- compiled: what differs between kinds of windows ---------------------------------------------------------------
 
@@ -150,147 +145,3 @@ class SampleWindow(nn.Cell):
         if self.compensated:
             cleared = self.map(accumulator.clear, ops.depend(self.accu_compensation, cleared))
         return ops.depend(after, cleared)
-
-
-class CountedWindow(SampleWindow):
-    """Micro-batches weigh by counts, and may be left out. `sums`: the loss, the count, how many were dropped."""
-
-    gated = True
-    divides = True
-
-    def __init__(self, cell: GradAccumulationCell, weights: ms.ParameterTuple, grad_reducer: nn.Cell) -> None:
-        super().__init__(cell, weights, grad_reducer)
-        self.counts = nn.CellList([normalize.count_cell(count) for count in cell.counts], auto_prefix=False)
-        self.counts_samples = all(count is None for count in cell.counts)
-        self.drops = cell.overflow == "drop_micro_batch"
-        self.sum_over_ranks = SumOverRanks(weights, self.nothing().shape)
-        # Without counts of the user's own, ranks mean together what MindSpore's 'gradients_mean' says.
-        self.factor = self.sum_over_ranks.summed_ranks() if self.counts_samples else 1.0
-        self.window_count = record("window_count", self.count_shape(cell))
-        self.dropped_micro_batches = record("dropped_micro_batches")
-
-    @staticmethod
-    def count_shape(cell: GradAccumulationCell) -> tuple[int, ...]:
-        return ()
-
-    def unit(self, inputs, samples, scale):
-        return scale
-
-    def nothing(self):
-        return ms.Tensor([0.0, 0.0, 0.0], ms.float32)
-
-    def count(self, term, micro_batch):
-        return normalize.valid_or_nan(self.counts[term](*micro_batch))
-
-    def micro_step(self, unit, size, micro_batch):
-        count = self.count(0, micro_batch)
-        # A mean over nothing is NaN, and so is its gradient: such a micro-batch is not run at all. Not so a NaN count,
-        # which must reach the total.
-        sums = ops.stack((ops.zeros_like(count), count, ops.zeros_like(count)))
-        if count > 0:
-            sums = self.counted_step(unit * self.items(count), count, micro_batch)
-        return sums
-
-    def counted_step(self, seed, count, micro_batch):
-        seeded_loss, gradients = self.backward(seed, *micro_batch)
-        sums = ops.stack((seeded_loss, count, ops.zeros_like(count)))
-        if self.drops:
-            if ops.logical_and(amp.all_finite(gradients), ops.isfinite(seeded_loss)):
-                sums = ops.depend(sums, self.add(gradients))
-            else:
-                sums = ms.Tensor([0.0, 0.0, 1.0], ms.float32)
-        else:
-            sums = ops.depend(sums, self.add(gradients))
-        return sums
-
-    def reduce(self, gradients, sums, scale):
-        gradients, over_ranks = self.sum_over_ranks(self.map(_to_float32, gradients), sums)
-        total = over_ranks[1]
-        # The loss of samples is the rank's own, as without accumulation; that of counted items is all ranks'.
-        own = sums if self.counts_samples else over_ranks
-        loss = normalize.mean_or_zero(own[0] / scale, own[1])
-        loss = ops.depend(loss, ops.assign(self.window_count, total))
-        loss = ops.depend(loss, ops.assign(self.dropped_micro_batches, over_ranks[2]))
-        return gradients, ops.maximum(total, 1e-30) * scale / self.factor, loss, total > 0
-
-
-def _float32_losses(losses, number):
-    if isinstance(losses, ms.Tensor):
-        losses = (losses,)
-    _check_losses([loss.shape for loss in losses], number)
-    return [ops.cast(loss, ms.float32) for loss in losses]
-
-
-class _LossAlone(nn.Cell):
-    """One of several losses: a graph of its own, which the others' NaN cannot enter."""
-
-    def __init__(self, network: nn.Cell, term: int, loss_weights: tuple[float, ...]) -> None:
-        super().__init__(auto_prefix=False)
-        self.network = network
-        self.term = term
-        self.weight = loss_weights[term]
-        self.number = len(loss_weights)
-        self.place = ms.Tensor([float(other == term) for other in range(self.number)], ms.float32)
-
-    def construct(self, seeds, *micro_batch):
-        part = _float32_losses(self.network(*micro_batch), self.number)[self.term] * seeds[self.term]
-        return part * self.weight, part * self.place
-
-
-class MultiLossWindow(CountedWindow):
-    """Several losses, each divided by its own total. `sums` holds each loss's part of its mean."""
-
-    divides = False
-
-    def __init__(self, cell: GradAccumulationCell, weights: ms.ParameterTuple, grad_reducer: nn.Cell) -> None:
-        self.number = len(cell.loss_weights)
-        super().__init__(cell, weights, grad_reducer)
-        self.loss_weights = ms.Tensor(cell.loss_weights, ms.float32)
-        self.backward = ops.value_and_grad(self.seeded_losses, None, weights, has_aux=True)
-        alone = [_LossAlone(cell.network, term, cell.loss_weights) for term in range(self.number)]
-        self.backward_of = tuple(ops.value_and_grad(one, None, weights, has_aux=True) for one in alone)
-        self.loss_terms = record("loss_terms", (self.number,))
-
-    @staticmethod
-    def count_shape(cell: GradAccumulationCell) -> tuple[int, ...]:
-        return (len(cell.loss_weights),)
-
-    def unit(self, inputs, samples, scale):
-        """One over the total, for each loss: the counts of this batch over all ranks, found before the loop."""
-        totals = self.sum_over_ranks.alone(self.count_all(inputs))
-        totals = ops.depend(totals, ops.assign(self.window_count, totals))
-        return normalize.mean_or_zero(scale * self.factor * ops.ones_like(totals), totals)
-
-    def nothing(self):
-        return ops.zeros((self.number,), ms.float32)
-
-    def count_all(self, micro_batch):
-        return ops.stack([self.count(term, micro_batch) for term in range(self.number)])
-
-    def micro_step(self, unit, size, micro_batch):
-        counts = self.count_all(micro_batch)
-        seeds = unit * self.items(counts)
-        sums = self.nothing()
-        if (counts > 0).all():
-            (_, sums), gradients = self.backward(seeds, *micro_batch)
-            sums = ops.depend(sums, self.add(gradients))
-        else:
-            # A mean over nothing is NaN, and a zero seed times NaN is NaN: each loss that has items goes back alone.
-            for term in range(self.number):
-                if counts[term] > 0:
-                    (_, part), gradients = self.backward_of[term](seeds, *micro_batch)
-                    sums = sums + ops.depend(part, self.add(gradients))
-        return sums
-
-    def seeded_losses(self, seeds, *micro_batch):
-        """The sum that goes backward, and each loss's part of its window mean."""
-        parts = ops.stack(_float32_losses(self.network(*micro_batch), self.number)) * seeds
-        return ops.reduce_sum(parts * self.loss_weights), parts
-
-    def reduce(self, gradients, sums, scale):
-        gradients, over_ranks = self.sum_over_ranks(self.map(_to_float32, gradients), sums)
-        terms = over_ranks / (scale * self.factor)
-        loss = ops.reduce_sum(terms * self.loss_weights)
-        loss = ops.depend(loss, ops.assign(self.loss_terms, terms))
-        total = ops.depend(self.window_count, loss)
-        return gradients, scale, loss, ops.logical_and((total >= 0).all(), (total > 0).any())

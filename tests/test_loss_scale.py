@@ -22,7 +22,7 @@ from reference import (
 )
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
-from gaccum_ms.window import CountedWindow
+from gaccum_ms.counted_window import CountedWindow
 
 SAMPLES, MICRO_SIZE = 13, 3  # 5 + 5 + 3
 POISONED = {"first": 0, "middle": 7, "last": 12}

@@ -9,7 +9,7 @@ from mindspore import Tensor, nn, ops
 from reference import as_numpy, step_with
 
 from gaccum_ms import CountMask, CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
-from gaccum_ms.window import CountedWindow
+from gaccum_ms.counted_window import CountedWindow
 
 START = np.linspace(-1, 1, 4)
 RATE = 0.5
@@ -173,6 +173,15 @@ def test_several_losses_with_default_counts_and_weights(mode):
     np.testing.assert_allclose(gradient(step), 2 * mean_oracle(x)[1] + oracle(x, mask)[1], rtol=1e-4, atol=1e-5)
 
 
+def test_one_loss_may_have_a_weight(mode):
+    x, mask = data(UNEVEN)
+    step = make_step(Masked(), micro_size=3, count=CountMask(), loss_weights=(0.5,))
+    loss = step(Tensor(x), Tensor(mask))
+    expected, expected_gradient = oracle(x, mask)
+    np.testing.assert_allclose(loss.asnumpy(), expected / 2, rtol=1e-5)
+    np.testing.assert_allclose(gradient(step), expected_gradient / 2, rtol=1e-4, atol=1e-5)
+
+
 def test_the_number_of_losses_must_be_what_the_options_say(mode):
     x, mask = data(UNEVEN)
     for network, options in ((MaskedAndMean(), {}), (Masked(), {"loss_weights": (1.0, 2.0)})):
@@ -207,6 +216,7 @@ def test_count_not_ignored_is_cross_entropys_own_divisor(ignore_index, pynative)
         ({"count": (None, None), "loss_weights": (1.0,)}, ValueError, r"2 count\(s\) and 1 weight\(s\)"),
         ({"reduction": "max"}, ValueError, r"'reduction' must be one of \['mean', 'sum'\], but got 'max'"),
         ({"overflow": None}, ValueError, "'overflow' must be one of .* but got None"),
+        ({"reduction": "sum", "loss_weights": (1.0, 1.0)}, ValueError, "needs a 'count' for each, but got count=None"),
         ({"overflow": "drop_micro_batch", "loss_weights": (1.0, 1.0)}, ValueError, r"2 loss\(es\)"),
         ({"overflow": "drop_micro_batch", "reduction": "sum"}, ValueError, "reduction='sum' and count=None"),
     ],
