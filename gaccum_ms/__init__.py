@@ -1,5 +1,6 @@
 """Gradient accumulation for MindSpore that is correct everywhere and costs nothing but its arithmetic."""
 
+from gaccum_ms.audit import audit
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.model import install_model_hook
 from gaccum_ms.normalize import CountMask, CountNotIgnored
@@ -7,6 +8,12 @@ from gaccum_ms.train_step import TrainOneStepWithGradAccumulationCell
 
 __version__ = "0.1.0"
 
-__all__ = ["CountMask", "CountNotIgnored", "GradAccumulationCell", "TrainOneStepWithGradAccumulationCell"]
+__all__ = [
+    "CountMask",
+    "CountNotIgnored",
+    "GradAccumulationCell",
+    "TrainOneStepWithGradAccumulationCell",
+    "audit",
+]
 
 install_model_hook()

@@ -112,7 +112,8 @@ class GradAccumulationCell(nn.Cell):
             accumulator what its rounding loses. Default: ``False`` .
         overflow (str, optional): What a gradient that is not finite does. ``"drop_window"`` : with a loss scale, the
             window does not update. ``"drop_micro_batch"`` : the micro-batch is left out, on its rank alone, and the
-            rest divided by what is left. Default: ``"drop_window"`` .
+            rest divided by what all ranks have left; ranks then weigh by their samples or counts.
+            Default: ``"drop_window"`` .
         jit (bool, optional): In PyNative mode, compile the training step all the same. Default: ``None`` , run it
             eagerly, so that breakpoints work. Graph mode always compiles.
 

@@ -48,19 +48,19 @@ class CountedWindow(SampleWindow):
     def nothing(self):
         return ms.Tensor([0.0, 0.0, 0.0], ms.float32)
 
-    def count(self, term, micro_batch):
+    def count(self, term, *micro_batch):
         return normalize.valid_or_nan(self.counts[term](*micro_batch))
 
-    def micro_step(self, unit, size, micro_batch):
-        count = self.count(0, micro_batch)
+    def micro_step(self, unit, size, *micro_batch):
+        count = self.count(0, *micro_batch)
         # A mean over nothing is NaN, and so is its gradient: such a micro-batch is not run at all. Not so a NaN count,
         # which must reach the total.
         sums = ops.stack((ops.zeros_like(count), count, ops.zeros_like(count)))
         if count > 0:
-            sums = self.counted_step(unit * self.items(count), count, micro_batch)
+            sums = self.counted_step(unit * self.items(count), count, *micro_batch)
         return sums
 
-    def counted_step(self, seed, count, micro_batch):
+    def counted_step(self, seed, count, *micro_batch):
         seeded_loss, gradients = self.backward(seed, *micro_batch)
         sums = ops.stack((seeded_loss, count, ops.zeros_like(count)))
         if self.drops:
@@ -80,4 +80,5 @@ class CountedWindow(SampleWindow):
         loss = normalize.mean_or_zero(own[0] / scale, own[1])
         loss = ops.depend(loss, ops.assign(self.window_count, total))
         loss = ops.depend(loss, ops.assign(self.dropped_micro_batches, over_ranks[2]))
-        return gradients, ops.maximum(total, 1e-30) * scale / self.factor, loss, total > 0
+        divisor = ops.select(total > 0, total, ops.ones_like(total)) * scale / self.factor
+        return gradients, divisor, loss, total > 0

@@ -1,8 +1,9 @@
 """A window of several losses, each divided by its own total.
 
 One accumulator cannot be divided by several totals, and one for each loss would cost a backward for each. So the totals
-come first: the whole batch is counted, and the counts summed over ranks, before the loop; each loss is then seeded with
-its share.
+come first: the micro-batches are counted, and the counts summed over ranks, before the loop; each loss is then seeded
+with its share. Where all counts are samples there is nothing to ask other ranks, and MindSpore's reducer does what
+`gradients_mean` says.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms import normalize
+from gaccum_ms import normalize, split
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.counted_window import CountedWindow, to_float32
 from gaccum_ms.window import float32_losses, record
@@ -51,19 +52,30 @@ class MultiLossWindow(CountedWindow):
         return (len(cell.loss_weights),)
 
     def unit(self, inputs, samples, scale):
-        """One over the total, for each loss: the counts of this batch over all ranks, found before the loop."""
-        totals = self.sum_over_ranks.alone(self.count_all(inputs))
+        """One over the total, for each loss. Each micro-batch is counted: a bad count must not hide in the others'."""
+        shapes = [value.shape for value in inputs]
+        _, size, full, rest = split.compiled_plan(shapes, self.micro_size, self.micro_batch_size)
+        stacked = split.stack_full(inputs, size, full, rest)
+        totals = self.nothing()
+        index = ms.Tensor(0, ms.int32)
+        while index < full:
+            totals = totals + self.count_all(*split.take(stacked, index))
+            index = index + 1
+        if rest > 0:
+            totals = totals + self.count_all(*split.take_rest(inputs, full * size))
+        if not self.counts_samples:
+            totals = self.sum_over_ranks.alone(totals)
         totals = ops.depend(totals, ops.assign(self.window_count, totals))
-        return normalize.mean_or_zero(scale * self.factor * ops.ones_like(totals), totals)
+        return normalize.mean_or_zero(scale * ops.ones_like(totals), totals)
 
     def nothing(self):
         return ops.zeros((self.number,), ms.float32)
 
-    def count_all(self, micro_batch):
-        return ops.stack([self.count(term, micro_batch) for term in range(self.number)])
+    def count_all(self, *micro_batch):
+        return ops.stack([self.count(term, *micro_batch) for term in range(self.number)])
 
-    def micro_step(self, unit, size, micro_batch):
-        counts = self.count_all(micro_batch)
+    def micro_step(self, unit, size, *micro_batch):
+        counts = self.count_all(*micro_batch)
         seeds = unit * self.items(counts)
         sums = self.nothing()
         if (counts > 0).all():
@@ -83,8 +95,11 @@ class MultiLossWindow(CountedWindow):
         return ops.reduce_sum(parts * self.loss_weights), parts
 
     def reduce(self, gradients, sums, scale):
-        gradients, over_ranks = self.sum_over_ranks(self.map(to_float32, gradients), sums)
-        terms = over_ranks / (scale * self.factor)
+        if self.counts_samples:
+            gradients = self.grad_reducer(gradients)
+        else:
+            gradients, sums = self.sum_over_ranks(self.map(to_float32, gradients), sums)
+        terms = sums / scale
         loss = ops.reduce_sum(terms * self.loss_weights)
         loss = ops.depend(loss, ops.assign(self.loss_terms, terms))
         total = ops.depend(self.window_count, loss)

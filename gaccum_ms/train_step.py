@@ -242,7 +242,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         if self._max_grad_norm is not None:
             gradients, loss = self._clip(gradients, loss)
         gradients = self._map(_cast_like, gradients, self.weights)
-        overflow = self._overflow(gradients)
+        overflow = self._overflow(gradients, loss, counted)
         if self.window.gated or self._scaled:
             if ops.logical_and(counted, ops.logical_not(overflow)):
                 loss = ops.depend(loss, self.optimizer(gradients))
@@ -267,16 +267,29 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         loss = ops.depend(loss, ops.assign(self.grad_norm, norm / self.sens))
         return clip.clip_by_norm(gradients, norm, self._max_grad_norm * self.sens), loss
 
-    def _overflow(self, gradients):
-        """Whether the finished gradient, the same on all ranks, is not finite. Without loss scaling nobody asks."""
-        if self._scaled or self._drops:
-            return ops.logical_not(amp.all_finite(gradients))
-        return ms.Tensor(False, ms.bool_)
+    def _overflow(self, gradients, loss, counted):
+        """Whether the window must not update for what is not finite: the finished gradient, the same on all ranks, or
+        every micro-batch's. Without loss scaling nobody asks."""
+        if not self._scaled and not self._drops:
+            return ms.Tensor(False, ms.bool_)
+        overflow = ops.logical_not(amp.all_finite(gradients))
+        if self._drops:
+            overflow = ops.logical_or(overflow, ops.logical_and(self._dropped(loss), ops.logical_not(counted)))
+        return overflow
+
+    def _dropped(self, after):
+        return ops.depend(self.window.dropped_micro_batches, after) > 0
 
     def _adjust_scale(self, overflow, loss):
+        """Let the manager see the window, unless its count was bad: then nothing is to change."""
         if self._drops:
-            overflow = ops.logical_or(overflow, ops.depend(self.window.dropped_micro_batches, loss) > 0)
-        return self.loss_scaling_manager(self.scale_sense, ops.depend(overflow, loss))
+            overflow = ops.logical_or(overflow, self._dropped(loss))
+        overflow = ops.depend(overflow, loss)
+        if not self.window.gated:
+            return self.loss_scaling_manager(self.scale_sense, overflow)
+        if (ops.depend(self.window.window_count, loss) >= 0).all():
+            overflow = ops.depend(overflow, self.loss_scaling_manager(self.scale_sense, overflow))
+        return overflow
 
 
 def _check_optimizer(network: nn.Cell, optimizer: nn.Optimizer) -> None:

@@ -87,13 +87,14 @@ class SampleWindow(nn.Cell):
         stacked = split.stack_full(inputs, size, full, rest)
         index = ms.Tensor(0, ms.int32)
         while index < full:
-            sums = sums + self.micro_step(unit, size, split.take(stacked, index))
+            sums = sums + self.micro_step(unit, size, *split.take(stacked, index))
             index = index + 1
         if rest > 0:
-            sums = sums + self.micro_step(unit, rest, split.take_rest(inputs, full * size))
+            sums = sums + self.micro_step(unit, rest, *split.take_rest(inputs, full * size))
         return self.reduce(self.accumulated(sums), sums, scale)
 
-    def micro_step(self, unit, size, micro_batch):
+    def micro_step(self, unit, size, *micro_batch):
+        # `*`: of one tuple of equal shapes, passed to where an `if` on a Tensor is, graph mode forgets the length.
         seeded_loss, gradients = self.backward(unit * self.items(size), *micro_batch)
         return ops.depend(seeded_loss, self.add(gradients))
 

@@ -1,0 +1,503 @@
+"""audit finds what accumulation cannot reproduce, passes what it can, and leaves no trace."""
+
+from __future__ import annotations
+
+import importlib
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from reference import (
+    CLASSES,
+    FEATURES,
+    OPTIMIZERS,
+    ConvNet,
+    DenseNet,
+    as_numpy,
+    batches,
+    make_network,
+    relative_error,
+    step_with,
+)
+
+from gaccum_ms import CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms.audit import audit
+from gaccum_ms.window import SampleWindow
+
+audit_module = importlib.import_module("gaccum_ms.audit")  # the package's attribute of this name is the function
+
+
+def fill(network):
+    """Weights that depend on nothing but their order and shape."""
+    random = np.random.default_rng(5)
+    for weight in network.trainable_params():
+        weight.set_data(Tensor(random.normal(size=weight.shape) * 0.4, weight.dtype))
+    return network
+
+
+def batch(samples=10):
+    return [Tensor(value) for value in batches(samples, 1)[0]]
+
+
+SUM = nn.CrossEntropyLoss(reduction="sum")
+
+
+def in_loss(network, loss=None):
+    return nn.WithLossCell(network, loss or nn.CrossEntropyLoss())
+
+
+def run(network, *inputs, optimizer="sgd", loss=None, **options):
+    """Audit a network with cross entropy, or with its own loss where the inputs are given."""
+    inside = network if inputs else in_loss(network, loss)
+    cell = GradAccumulationCell(inside, **(options or {"micro_size": 4}))
+    return audit(cell, OPTIMIZERS[optimizer](cell.trainable_params()), *(inputs or batch()))
+
+
+# -- what is fine passes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "grouped"])
+def test_a_clean_network_passes(optimizer, mode):
+    report = run(make_network("conv"), optimizer=optimizer)
+    assert report.ok
+    assert report.problems == ()
+    assert report.loss_behaves_as == "mean"
+    assert not report.couples_samples
+    assert report.batch_norm_layers == report.dropout_layers == ()
+    assert set(report.gradients) == set(report.parameters) == {"conv.weight", "out.weight", "out.bias"}
+    assert max(report.gradients.values()) < 1e-5
+
+
+def test_the_whole_batchs_loss_is_mindspores_own(mode):
+    network = make_network("dense")
+    x, y = batches(10, 1)[0]
+    hidden = np.tanh(x @ as_numpy(network.hidden.weight).T + as_numpy(network.hidden.bias))
+    logits = hidden @ as_numpy(network.out.weight).T + as_numpy(network.out.bias)
+    expected = np.mean(np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(10), y])
+    report = run(network)
+    assert report.loss_whole == pytest.approx(expected, rel=1e-5)
+    assert report.loss_accumulated == pytest.approx(expected, rel=1e-5)
+
+
+class TwoLosses(DenseNet):
+    def construct(self, x, y):
+        logits = self.logits(x)
+        return ops.cross_entropy(logits, y), ops.square(logits).mean()
+
+
+def with_ignored(samples=10):
+    x, y = batch(samples)
+    return x, Tensor(np.where(np.arange(samples) < 4, -100, y.asnumpy()).astype(np.int32))
+
+
+@pytest.mark.parametrize(
+    ("network", "inputs", "options"),
+    [
+        (make_network("dense"), (), {"micro_batch_size": 3, "max_grad_norm": 0.1}),
+        (make_network("batchnorm_eval"), (), {"micro_size": 2}),
+        (make_network("dense", ms.float16), (), {"micro_size": 4}),
+        (make_network("cast_weights", ms.bfloat16), (), {"micro_size": 4, "optimizer": "plain_sgd"}),
+        (make_network("dense"), (), {"micro_size": 3, "accumulator_dtype": ms.bfloat16}),
+        (make_network("dense"), (), {"micro_size": 3, "reduction": "sum", "loss": SUM}),
+        (fill(TwoLosses()), batch(), {"micro_size": 4, "loss_weights": (1.0, 0.3)}),
+        (in_loss(make_network("dense")), with_ignored(), {"micro_size": 4, "count": CountNotIgnored()}),
+        (make_network("dense"), (), {"micro_size": 3, "loss_weights": (2.0,)}),
+        (make_network("unused"), (), {"micro_size": 4, "overflow": "drop_micro_batch"}),
+        (fill(DenseNet()).to_float(ms.float16), (), {"micro_size": 4}),
+        (make_network("dense"), (), {"micro_size": 4, "jit": True}),
+    ],
+    ids=["clip", "eval", "float16", "bfloat16", "narrow", "sum", "two", "count", "weight", "drop", "to_float", "jit"],
+)
+def test_the_cells_options_pass(network, inputs, options, pynative):
+    report = run(network, *inputs, **options)
+    assert report.ok, str(report)
+
+
+# -- what is not fine is caught, and named for what it is --------------------------------------------------------------
+
+
+def test_catches_a_sum_that_is_declared_a_mean(mode):
+    report = run(make_network("dense"), loss=SUM, optimizer="adam")
+    assert not report.ok
+    assert report.loss_behaves_as == "sum"
+    assert len(report.problems) == 1
+    assert "behaves as a sum over samples, but the cell has reduction='mean'" in report.problems[0]
+    assert min(report.gradients.values()) > 0.1
+    assert not report.couples_samples
+
+
+def test_catches_a_mean_that_is_declared_a_sum(mode):
+    report = run(make_network("dense"), micro_size=4, reduction="sum")
+    assert len(report.problems) == 1
+    assert "behaves as a mean over samples, but the cell has reduction='sum'" in report.problems[0]
+
+
+class BatchNormNet(ConvNet):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(6)
+
+    def logits(self, x):
+        return self.out(ops.relu(self.norm(self.conv(x.reshape((-1, 1, 3, 4))))).reshape((-1, 6 * FEATURES)))
+
+
+def test_catches_batch_norm_and_names_the_layer(mode):
+    """Without a warning, too: in these tests it would be an error."""
+    report = run(fill(BatchNormNet()))
+    assert report.batch_norm_layers == ("_backbone.norm",)
+    assert report.couples_samples
+    assert report.loss_behaves_as == "mean"
+    assert len(report.problems) == 1
+    assert report.problems[0].startswith("1 BatchNorm layer(s) couple the samples of a micro-batch: _backbone.norm.")
+    assert max(report.gradients.values()) > 1e-2
+
+
+class InBatchNegatives(nn.Cell):
+    """The InfoNCE loss: each sample's counterpart against all others'."""
+
+    def __init__(self):
+        super().__init__()
+        self.left = nn.Dense(FEATURES, 4)
+        self.right = nn.Dense(FEATURES, 4)
+
+    def construct(self, x, z):
+        return ops.cross_entropy(self.left(x) @ self.right(z).T, ops.arange(0, x.shape[0]).astype(ms.int32))
+
+
+class VarianceOverTheBatch(nn.Cell):
+    """Twice the same batch has the same variance, so the loss looks like a mean; only the gradient tells."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Dense(FEATURES, 3)
+
+    def construct(self, x, z):
+        output = self.dense(x) + z.mean()
+        return ops.square(output - output.mean(axis=0)).mean()
+
+
+@pytest.mark.parametrize(("network", "behaves_as"), [(InBatchNegatives, "neither"), (VarianceOverTheBatch, "mean")])
+def test_catches_coupled_samples_without_a_known_layer(network, behaves_as, mode):
+    report = run(fill(network()), batch()[0], Tensor(batches(10, 1, seed=8)[0][0]))
+    assert report.couples_samples
+    assert report.loss_behaves_as == behaves_as
+    assert report.batch_norm_layers == ()
+    assert len(report.problems) == 1
+    assert "compares samples of one batch" in report.problems[0]
+    assert max(report.gradients.values()) > 1e-2
+
+
+def test_catches_a_mean_over_tokens_without_a_count(pynative):
+    network = in_loss(make_network("dense"))
+    report = run(network, *with_ignored(), micro_size=2)
+    assert len(report.problems) == 1
+    assert "a mean over something other than samples, such as valid tokens: give it as count=" in report.problems[0]
+
+
+class SumAndPenalty(DenseNet):
+    def construct(self, x, y):
+        return ops.cross_entropy(self.logits(x), y, reduction="sum") + ops.square(self.out.weight).sum()
+
+
+def test_catches_a_penalty_added_to_a_sum(pynative):
+    report = run(fill(SumAndPenalty()), *batch(), micro_size=4, reduction="sum")
+    assert report.loss_behaves_as == "neither"
+    assert "adds a term of its own to a sum" in report.problems[0]
+
+
+class Constant(DenseNet):
+    def construct(self, x, y):
+        return self.logits(x).mean() * 0.0 + y.astype(ms.float32).mean()
+
+
+def not_finite():
+    network = make_network("dense")
+    network.out.weight.set_data(Tensor(np.full((CLASSES, 16), np.nan), ms.float32))
+    return in_loss(network)
+
+
+class MeanOverNothing(DenseNet):
+    """The first micro-batch has no item: 0 / 0, where the whole batch is fine."""
+
+    def construct(self, x, y):
+        mask = (ops.abs(x[:, 0]) < 1e3).astype(ms.float32)
+        return (self.logits(x).mean(axis=1) * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize(("network", "said"), [(not_finite, "not finite"), (Constant, "All gradients are zero")])
+def test_passes_nothing_that_it_could_not_compare(network, said, pynative):
+    report = run(network(), *batch(), micro_size=2)
+    assert len(report.problems) == 1
+    assert said in report.problems[0]
+
+
+def test_says_why_only_the_accumulated_loss_is_not_finite(pynative):
+    x, y = batches(10, 1)[0]
+    x[:5, 0] = 1e4
+    report = run(fill(MeanOverNothing()), Tensor(x), Tensor(y), micro_size=2)
+    assert np.isfinite(report.loss_whole)
+    assert not np.isfinite(report.loss_accumulated)
+    assert len(report.problems) == 1
+    assert "a micro-batch takes a mean over nothing" in report.problems[0]
+
+
+class NormalisedNet(DenseNet):
+    """LayerNorm's input may be shifted by any number: the gradient of `shift` is zero but for rounding."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = ms.Parameter(Tensor(0.3, ms.float32), name="shift")
+        self.norm = nn.LayerNorm((16,))
+
+    def logits(self, x):
+        return self.out(self.norm(self.hidden(x) + self.shift))
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_passes(monkeypatch, pynative):
+    assert run(fill(NormalisedNet())).ok
+    monkeypatch.setattr(audit_module, "_SMALLEST_SCALE", 0.0)
+    report = run(fill(NormalisedNet()))
+    assert not report.ok
+    assert "in shift" in report.problems[0]
+
+
+def test_negative_control_a_broken_step_is_caught_behind_adam(monkeypatch, mode):
+    """Gradients four times too large, the loss right: Adam's update hardly shows it, the gradients do."""
+
+    class Larger(SampleWindow):
+        def reduce(self, gradients, sums, scale):
+            return super().reduce(self.map(ops.partial(ops.mul, Tensor(4.0)), gradients), sums, scale)
+
+    monkeypatch.setitem(OPTIMIZERS, "plain_adam", lambda parameters: nn.AdamWeightDecay(parameters, 0.01))
+    assert run(make_network("dense"), optimizer="plain_adam").ok
+    monkeypatch.setattr(audit_module, "TrainOneStepWithGradAccumulationCell", step_with(Larger))
+    report = run(make_network("dense"), optimizer="plain_adam")
+    assert not report.ok
+    assert min(report.gradients.values()) == pytest.approx(3.0, rel=1e-3)
+    assert max(report.parameters.values()) < 1e-2
+
+
+def test_clipping_hides_nothing(pynative):
+    """Clipped to a small norm, gradients of a wrong size make the right update."""
+    report = run(make_network("dense"), loss=SUM, micro_size=2, max_grad_norm=1e-3)
+    assert min(report.gradients.values()) > 0.1
+    assert max(report.parameters.values()) < 1e-6
+
+
+# -- dropout -----------------------------------------------------------------------------------------------------------
+
+
+class DropoutNet(DenseNet):
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(p=0.5)
+
+    def logits(self, x):
+        return self.out(self.dropout(ops.tanh(self.hidden(x))))
+
+
+class RandomNet(DenseNet):
+    def logits(self, x):
+        return self.out(ops.dropout(ops.tanh(self.hidden(x)), 0.5))
+
+
+def test_dropout_is_left_out(mode):
+    report = run(fill(DropoutNet()))
+    assert report.ok, str(report)
+    assert report.dropout_layers == ("_backbone.dropout",)
+
+
+def test_negative_control_dropout_left_in_is_seen(monkeypatch, mode):
+    monkeypatch.setattr(audit_module, "_DROPOUTS", ())
+    assert not run(fill(DropoutNet())).ok
+
+
+class Seeds(DenseNet):
+    def logits(self, x):
+        SEEDS.append(ms.initial_seed())
+        return super().logits(x)
+
+
+SEEDS: list[int] = []
+
+
+def test_the_default_generator_has_one_seed_in_the_audit_and_its_own_again_afterwards(pynative):
+    ms.manual_seed(11)
+    SEEDS.clear()
+    assert run(fill(Seeds())).ok
+    assert len(SEEDS) > 4
+    assert set(SEEDS) == {1}
+    assert ms.initial_seed() == 11
+
+
+def test_what_is_random_without_a_layer_is_said_to_be(mode):
+    report = run(fill(RandomNet()))
+    assert len(report.problems) == 1
+    assert "differs from one call to the next" in report.problems[0]
+    assert not report.couples_samples
+
+
+# -- nothing is left behind --------------------------------------------------------------------------------------------
+
+
+class Stateful(BatchNormNet):
+    """Moving statistics, a counter, a dropout layer, and a layer that the user keeps out of training mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = ms.Parameter(Tensor(0, ms.int32), name="calls", requires_grad=False)
+        self.dropout = nn.Dropout(p=0.5)
+        self.second = nn.BatchNorm1d(CLASSES)
+
+    def logits(self, x):
+        logits = self.second(super().logits(self.dropout(x)))
+        return ops.depend(logits, ops.assign_add(self.calls, Tensor(1, ms.int32)))
+
+
+def everything(*roots) -> dict[str, bytes]:
+    return {one.name: one.asnumpy().tobytes() for root in roots for one in root.get_parameters()}
+
+
+def flags(*roots) -> list:
+    return [(name, one.training, one.requires_grad) for root in roots for name, one in root.cells_and_names()]
+
+
+@pytest.mark.filterwarnings("ignore:For 'GradAccumulationCell', the network has 2 BatchNorm")
+def test_leaves_everything_bit_identical(mode):
+    network = fill(Stateful())
+    cell = GradAccumulationCell(in_loss(network), 2)
+    optimizer = OPTIMIZERS["adam"](cell.trainable_params())
+    step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
+    step(*batch())
+    network.second.set_train(False)
+    ms.manual_seed(11)
+    before, before_flags = everything(step, cell), flags(step, cell, optimizer)
+    generator = ms.get_rng_state().asnumpy().tobytes()
+    assert any("moment1" in name for name in before)
+    report = audit(cell, optimizer, *batch())
+    assert report.batch_norm_layers and report.dropout_layers
+    assert everything(step, cell) == before
+    assert flags(step, cell, optimizer) == before_flags
+    assert ms.get_rng_state().asnumpy().tobytes() == generator
+
+
+def test_negative_control_the_audit_does_train(monkeypatch, mode):
+    """Without the restoring, the comparison above would see the update."""
+    network = fill(Stateful())
+    cell = GradAccumulationCell(in_loss(network), 2)
+    optimizer = OPTIMIZERS["adam"](cell.trainable_params())
+    before, before_flags = everything(cell, optimizer), flags(cell, optimizer)
+    monkeypatch.setattr(audit_module._Snapshot, "restore", lambda self: None)
+    monkeypatch.setattr(audit_module._Snapshot, "restore_parameters", lambda self: None)
+    audit(cell, optimizer, *batch())
+    after = everything(cell, optimizer)
+    changed = {name for name in before if before[name] != after[name]}
+    assert {"conv.weight", "moment1.conv.weight", "norm.moving_mean", "calls"} <= changed
+    assert flags(cell, optimizer) != before_flags
+
+
+@pytest.mark.parametrize("kind", ["ours", "MindSpore's"])
+def test_a_compiled_step_goes_on_from_the_right_values(kind, mode):
+    runs = []
+    for audited in (True, False):
+        network = make_network("conv")
+        cell = GradAccumulationCell(in_loss(network), 3)
+        optimizer = OPTIMIZERS["momentum"](cell.trainable_params())
+        if kind == "ours":
+            step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
+        else:
+            step = nn.TrainOneStepCell(cell.network, optimizer).set_train()
+        losses = [float(step(*batch()))]
+        compiled = len(step.compile_cache)
+        if audited:
+            assert audit(cell, optimizer, *batch(7)).ok
+        losses += [float(step(*batch())), float(step(*batch()))]
+        assert len(step.compile_cache) == compiled
+        runs.append((losses, as_numpy(network.conv.weight)))
+    assert runs[0][0] == pytest.approx(runs[1][0], rel=1e-6)
+    assert runs[0][0][2] < runs[0][0][1] < runs[0][0][0]
+    assert relative_error(runs[0][1], runs[1][1]) < 1e-6
+
+
+def test_restores_bfloat16(pynative):
+    network = make_network("cast_weights", ms.bfloat16)
+    before = as_numpy(network.hidden).tobytes()
+    assert run(network, optimizer="plain_sgd").ok
+    assert as_numpy(network.hidden).tobytes() == before
+
+
+def test_restores_when_a_step_fails(monkeypatch, mode):
+    network = make_network("dense")
+    cell = GradAccumulationCell(in_loss(network), 2)
+    optimizer = OPTIMIZERS["momentum"](cell.trainable_params())
+    before, before_flags = everything(network, optimizer), flags(cell, optimizer)
+
+    def fail(self, values):
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(audit_module._Losses, "on", fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        audit(cell, optimizer, *batch())
+    assert everything(network, optimizer) == before
+    assert flags(cell, optimizer) == before_flags
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_prints_as_a_table(pynative):
+    report = run(fill(BatchNormNet()))
+    lines = str(report).splitlines()
+    rows = {line.split("  ")[0].strip(): line for line in lines}
+    column = len("dropout, switched off") + 2
+    for name in report.gradients:
+        assert rows[name][column:].split() == [f"{report.gradients[name]:.1e}", f"{report.parameters[name]:.1e}"]
+    table = [line for line in lines if not line.startswith("* ")]
+    assert all(line[column - 2 : column] == "  " for line in table)
+    assert len({len(rows[name]) for name in (*report.gradients, "worst relative error")}) == 1
+    assert f"{report.loss_whole:.6g} on the whole batch, {report.loss_accumulated:.6g} accumulated" in rows["loss"]
+    assert rows["loss behaves as"].endswith("mean, the cell has reduction='mean'")
+    assert rows["couples samples"].endswith("yes")
+    assert rows["BatchNorm layers"].endswith("_backbone.norm")
+    assert rows["dropout, switched off"].endswith("none")
+    assert rows["verdict"].endswith("1 problem(s)")
+    assert lines[-1] == f"* {report.problems[0]}"
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+def test_refuses_what_it_cannot_audit(pynative):
+    network = in_loss(make_network("dense"))
+    cell = GradAccumulationCell(network, 2)
+    optimizer = OPTIMIZERS["sgd"](cell.trainable_params())
+    before, before_flags = everything(cell), flags(cell)
+    with pytest.raises(TypeError, match=r"For 'audit', the argument 'cell' must be .*, but got 'WithLossCell'"):
+        audit(network, optimizer, *batch())
+    with pytest.raises(TypeError, match=r"the argument 'optimizer' must be an nn\.Optimizer, but got 'float'"):
+        audit(cell, 0.1, *batch())
+    with pytest.raises(TypeError, match="input 1 got 3 of type 'int'"):
+        audit(cell, optimizer, batch()[0], 3)
+    for options, samples in (({"micro_size": 1}, 10), ({"micro_batch_size": 16}, 10), ({"micro_size": 2}, 1)):
+        with pytest.raises(ValueError, match=f"at least two micro-batches, but got a batch of {samples} sample"):
+            audit(GradAccumulationCell(network, **options), optimizer, *batch(samples))
+    with pytest.raises(ValueError, match="'micro_size' is the number of micro-batches"):
+        audit(GradAccumulationCell(network, 20), optimizer, *batch())
+    with pytest.raises(ValueError, match="none of them the network's"):
+        audit(cell, OPTIMIZERS["sgd"](make_network("conv").trainable_params()), *batch())
+    with pytest.raises(ValueError, match="scalar loss of shape"):
+        vector = in_loss(network.backbone_network, nn.CrossEntropyLoss(reduction="none"))
+        audit(GradAccumulationCell(vector, 2), optimizer, *batch())
+    for tolerance in (0.0, -1.0):
+        with pytest.raises(ValueError, match=f"'tolerance' must be positive, but got {tolerance}"):
+            audit(cell, optimizer, *batch(), tolerance=tolerance)
+    assert everything(cell) == before
+    assert flags(cell) == before_flags
+
+
+def test_the_tolerance_is_the_callers(pynative):
+    cell = GradAccumulationCell(in_loss(make_network("dense")), 3)
+    optimizer = OPTIMIZERS["sgd"](cell.trainable_params())
+    assert audit(cell, optimizer, *batch()).ok
+    assert not audit(cell, optimizer, *batch(), tolerance=1e-12).ok
