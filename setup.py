@@ -18,14 +18,14 @@ setup(
     package_data={"gaccum_ms": ["py.typed"]},
     python_requires=">=3.10,<3.13",
     install_requires=[
-        "mindspore>=2.7,<2.11",  # tested with 2.10.0
+        "mindspore>=2.10,<2.11",  # the range that the tests ran on
         "numpy<2",  # MindSpore's datasets fail with NumPy 2
         "psutil",
     ],
     extras_require={
         "sample": ["scikit-learn"],
         "test": ["pytest", "scikit-learn"],
-        "benchmark": ["torch==2.13.*", "matplotlib"],
+        "benchmark": ["torch==2.13.*"],
         "dev": ["ruff", "mypy"],
     },
     classifiers=[
