@@ -1,8 +1,8 @@
 """Gradient accumulation for MindSpore that is correct everywhere and costs nothing but its arithmetic."""
 
+from gaccum_ms import model as _model
 from gaccum_ms.audit import audit
 from gaccum_ms.cell import GradAccumulationCell
-from gaccum_ms.model import install_model_hook
 from gaccum_ms.normalize import CountMask, CountNotIgnored
 from gaccum_ms.train_step import TrainOneStepWithGradAccumulationCell
 
@@ -16,4 +16,4 @@ __all__ = [
     "audit",
 ]
 
-install_model_hook()
+_model.install_model_hook()

@@ -43,7 +43,8 @@ read_compensated = ops.MultitypeFuncGraph("gaccum_ms_read_compensated")
 clear = ops.MultitypeFuncGraph("gaccum_ms_clear")
 
 
-def _write(parameter: ms.Parameter, value: ms.Tensor) -> ms.Tensor:
+def write(parameter: ms.Parameter, value: ms.Tensor) -> ms.Tensor:
+    """Assign, in a graph and outside of one."""
     if parameter.dtype == ms.bfloat16:
         return parameter.copy_(value)  # MindSpore has no bfloat16 Assign on CPU
     return ops.assign(parameter, value)
@@ -52,7 +53,7 @@ def _write(parameter: ms.Parameter, value: ms.Tensor) -> ms.Tensor:
 @add.register("Tensor", "Tensor")
 def _add(accumulator: ms.Parameter, gradient: ms.Tensor) -> ms.Tensor:
     if accumulator.dtype == ms.bfloat16:
-        return _write(accumulator, accumulator + ops.cast(gradient, accumulator.dtype))
+        return write(accumulator, accumulator + ops.cast(gradient, accumulator.dtype))
     return ops.assign_add(accumulator, ops.cast(gradient, accumulator.dtype))
 
 
@@ -64,7 +65,7 @@ def _add_compensated(accumulator: ms.Parameter, compensation: ms.Parameter, grad
     rounded = ops.cast(old + addend, accumulator.dtype)
     lost = (old - ops.cast(rounded, ms.float32)) + addend
     kept = ops.assign(compensation, lost)
-    return _write(accumulator, ops.depend(rounded, kept))
+    return write(accumulator, ops.depend(rounded, kept))
 
 
 @read_compensated.register("Tensor", "Tensor")
@@ -74,4 +75,4 @@ def _read_compensated(accumulator: ms.Parameter, compensation: ms.Parameter) -> 
 
 @clear.register("Tensor")
 def _clear(accumulator: ms.Parameter) -> ms.Tensor:
-    return _write(accumulator, ops.zeros_like(accumulator))
+    return write(accumulator, ops.zeros_like(accumulator))

@@ -314,11 +314,7 @@ class _Snapshot:
 
     def restore_parameters(self) -> None:
         for parameter, value in self.parameters.values():
-            value = ms.Tensor(value, parameter.dtype)
-            if parameter.dtype == ms.bfloat16:
-                parameter.copy_(value)  # MindSpore has no bfloat16 Assign on CPU
-            else:
-                ops.assign(parameter, value)  # compiled graphs need not see set_data
+            accumulator.write(parameter, ms.Tensor(value, parameter.dtype))  # compiled graphs need not see set_data
 
     def restore(self) -> None:
         self.restore_parameters()
@@ -350,7 +346,7 @@ def _unclipped(cell: GradAccumulationCell, **size: int | None) -> GradAccumulati
 
 def _whole_batch_step(cell: GradAccumulationCell, recorder: _Recorder) -> nn.Cell:
     """MindSpore's own step where it knows the rule, so that our step is not measured by itself."""
-    if cell.counted or cell.loss_weights != (1.0,):
+    if any(count is not None for count in cell.counts) or cell.several_losses:
         return TrainOneStepWithGradAccumulationCell(_unclipped(cell, micro_size=1), recorder)
     return nn.TrainOneStepCell(cell.network, recorder)
 

@@ -13,6 +13,7 @@ _BATCH_NORMS = (
     mint.nn.BatchNorm1d,
     mint.nn.BatchNorm2d,
     mint.nn.BatchNorm3d,
+    mint.nn.SyncBatchNorm,
 )
 
 

@@ -100,7 +100,9 @@ class GradAccumulationCell(nn.Cell):
             of items that its mean was taken over, a scalar: valid tokens, unpadded pixels, the sum of weights
             (:class:`CountNotIgnored` and :class:`CountMask` are ready made). Gradient and loss of a window are then
             :math:`\sum_i L_i c_i / \sum_i c_i` over all micro-batches **and ranks**, whatever ``gradients_mean`` says;
-            what counts 0 contributes nothing, and a window that counts 0 does not update. For a network that returns a
+            what counts 0 contributes nothing, and a window that counts 0 does not update. It must be finite and not
+            negative; with data sinking, where no Python runs between steps, a bad count is not reported but never
+            updates. For a network that returns a
             tuple of losses, one for each; ``None`` counts samples. Default: ``None`` , samples.
         loss_weights (Sequence[float], optional): For a network that returns a tuple of losses, the weight of each in
             their sum. Default: ``None`` , 1 for each.
@@ -112,7 +114,8 @@ class GradAccumulationCell(nn.Cell):
             accumulator what its rounding loses. Default: ``False`` .
         overflow (str, optional): What a gradient that is not finite does. ``"drop_window"`` : with a loss scale, the
             window does not update. ``"drop_micro_batch"`` : the micro-batch is left out, on its rank alone, and the
-            rest divided by what all ranks have left; ranks then weigh by their samples or counts.
+            rest divided by what all ranks have left; ranks then weigh by their samples or counts. A dynamic loss scale
+            comes down then too.
             Default: ``"drop_window"`` .
         jit (bool, optional): In PyNative mode, compile the training step all the same. Default: ``None`` , run it
             eagerly, so that breakpoints work. Graph mode always compiles.
@@ -130,8 +133,8 @@ class GradAccumulationCell(nn.Cell):
         ValueError: If both or neither of `micro_size` and `micro_batch_size` are given; if one is less than 1; if
             `max_grad_norm` is not positive and finite, a loss weight not finite, `reduction` , `overflow` or
             `accumulator_dtype` not one of those above; if `count` and `loss_weights` differ in length; if
-            ``overflow="drop_micro_batch"`` is given with several losses, or with a sum that has no count; if several
-            sums are given without a count for each.
+            ``overflow="drop_micro_batch"`` is given with several losses, or with a sum that has no count; if sums are
+            given `loss_weights` without a count for each.
         RuntimeError: If the cell itself is trained, by a training cell that does not know how to accumulate.
 
     Supported Platforms:
@@ -195,12 +198,12 @@ class GradAccumulationCell(nn.Cell):
         _check_one_of("overflow", overflow, ("drop_window", "drop_micro_batch"))
         _check_one_of("accumulator_dtype", accumulator_dtype, (ms.float32, ms.float16, ms.bfloat16, None))
         self.counts, self.loss_weights = _losses(count, loss_weights)
-        if reduction == "sum" and len(self.counts) > 1 and None in self.counts:
+        if reduction == "sum" and self.several_losses and None in self.counts:
             raise ValueError(
-                f"For 'GradAccumulationCell', reduction='sum' with several losses needs a 'count' for each, but got "
-                f"count={count}. Give a count for each, or means."
+                f"For 'GradAccumulationCell', reduction='sum' with 'loss_weights' needs a 'count' for each loss, but "
+                f"got count={count}. Give a count for each, or means."
             )
-        if overflow == "drop_micro_batch" and (self.loss_weights != (1.0,) or (reduction == "sum" and count is None)):
+        if overflow == "drop_micro_batch" and (self.several_losses or (reduction == "sum" and count is None)):
             raise ValueError(
                 f"For 'GradAccumulationCell', overflow='drop_micro_batch' divides what is left by its count, which "
                 f"must be one loss's mean, or a sum with 'count', but got {len(self.loss_weights)} loss(es), "

@@ -19,7 +19,7 @@ def _square_sum_of_one(gradient: ms.Tensor) -> ms.Tensor:
 
 @_scale.register("Tensor", "Tensor")
 def _scale_one(factor: ms.Tensor, gradient: ms.Tensor) -> ms.Tensor:
-    return gradient * ops.cast(factor, gradient.dtype)
+    return ops.cast(gradient, ms.float32) * factor
 
 
 def global_norm(gradients: tuple[ms.Tensor, ...]) -> ms.Tensor:
@@ -28,6 +28,6 @@ def global_norm(gradients: tuple[ms.Tensor, ...]) -> ms.Tensor:
 
 
 def clip_by_norm(gradients: tuple[ms.Tensor, ...], norm: ms.Tensor, max_norm: float) -> tuple[ms.Tensor, ...]:
-    """The gradients, scaled down to global norm `max_norm` where `norm`, their own, is larger."""
+    """The gradients, scaled down to global norm `max_norm` where `norm`, their own, is larger; float32."""
     factor = max_norm / ops.maximum(norm, ms.Tensor(max_norm, ms.float32))
     return ops.HyperMap()(ops.partial(_scale, factor), gradients)

@@ -8,17 +8,26 @@ from __future__ import annotations
 import mindspore as ms
 from mindspore import amp, nn, ops
 
-from gaccum_ms import normalize
+from gaccum_ms import normalize, split
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.parallel import SumOverRanks
 from gaccum_ms.window import SampleWindow, record
 
-to_float32 = ops.MultitypeFuncGraph("gaccum_ms_to_float32")
+_times = ops.MultitypeFuncGraph("gaccum_ms_times")
 
 
-@to_float32.register("Tensor")
-def _to_float32_one(gradient):
-    return ops.cast(gradient, ms.float32)
+@_times.register("Tensor", "Tensor")
+def _times_one(factor, gradient):
+    return ops.cast(gradient, ms.float32) * factor
+
+
+@ops.constexpr
+def _check_count(shape):
+    if shape != ():
+        raise ValueError(
+            f"For 'GradAccumulationCell', 'count' must return a scalar of shape (), but got shape {shape}. Sum it over "
+            f"all axes."
+        )
 
 
 class CountedWindow(SampleWindow):
@@ -35,24 +44,45 @@ class CountedWindow(SampleWindow):
         self.sum_over_ranks = SumOverRanks(weights, self.nothing().shape)
         # Without counts of the user's own, ranks mean together what MindSpore's 'gradients_mean' says.
         self.factor = self.sum_over_ranks.summed_ranks() if self.counts_samples else 1.0
-        self.window_count = record("window_count", self.count_shape(cell))
+        self.count_shape = (len(cell.loss_weights),) if cell.several_losses else ()
+        self.window_count = record("window_count", self.count_shape)
         self.dropped_micro_batches = record("dropped_micro_batches")
 
-    @staticmethod
-    def count_shape(cell: GradAccumulationCell) -> tuple[int, ...]:
-        return ()
-
     def unit(self, inputs, samples, scale):
-        return scale
+        """One over this rank's own total: what goes backward, and into the accumulators, is then as small as the whole
+        batch's, and overflows in low precision no sooner. `reduce` multiplies by it again."""
+        total = self.own_total(inputs)
+        return scale / ops.select(total > 0, total, ops.ones_like(total))
+
+    def own_total(self, inputs):
+        """The counts of this rank's batch. Each micro-batch is counted: a bad count must not hide in the others'."""
+        shapes = [value.shape for value in inputs]
+        samples, size, full, rest = split.compiled_plan(shapes, self.micro_size, self.micro_batch_size)
+        total = ops.zeros(self.count_shape, ms.float32)
+        if self.counts_samples:
+            return total + samples
+        stacked = split.stack_full(inputs, size, full, rest)
+        index = ms.Tensor(0, ms.int32)
+        while index < full:
+            total = total + self.count_all(*split.take(stacked, index))
+            index = index + 1
+        if rest > 0:
+            total = total + self.count_all(*split.take_rest(inputs, full * size))
+        return total
 
     def nothing(self):
         return ms.Tensor([0.0, 0.0, 0.0], ms.float32)
 
+    def count_all(self, *micro_batch):
+        return self.count(0, *micro_batch)
+
     def count(self, term, *micro_batch):
-        return normalize.valid_or_nan(self.counts[term](*micro_batch))
+        count = self.counts[term](*micro_batch)
+        _check_count(count.shape)
+        return normalize.valid_or_nan(count)
 
     def micro_step(self, unit, size, *micro_batch):
-        count = self.count(0, *micro_batch)
+        count = self.count_all(*micro_batch)
         # A mean over nothing is NaN, and so is its gradient: such a micro-batch is not run at all. Not so a NaN count,
         # which must reach the total.
         sums = ops.stack((ops.zeros_like(count), count, ops.zeros_like(count)))
@@ -72,8 +102,11 @@ class CountedWindow(SampleWindow):
             sums = ops.depend(sums, self.add(gradients))
         return sums
 
-    def reduce(self, gradients, sums, scale):
-        gradients, over_ranks = self.sum_over_ranks(self.map(to_float32, gradients), sums)
+    def reduce(self, gradients, sums, scale, unit):
+        own_total = scale / unit
+        sums = sums * ops.stack((own_total, ops.ones_like(own_total), ops.ones_like(own_total)))
+        gradients = self.map(ops.partial(_times, own_total), gradients)
+        gradients, over_ranks = self.sum_over_ranks(gradients, sums)
         total = over_ranks[1]
         # The loss of samples is the rank's own, as without accumulation; that of counted items is all ranks'.
         own = sums if self.counts_samples else over_ranks

@@ -11,6 +11,15 @@ import mindspore as ms
 from mindspore import nn
 
 
+def check_scale(value: ms.Tensor) -> None:
+    """Raise a ValueError for a scale, of shape () or (1,), that is not positive and finite."""
+    if not 0 < float(value.asnumpy().reshape(())) < float("inf"):
+        raise ValueError(
+            f"For 'TrainOneStepWithGradAccumulationCell', the argument 'scale_sense' must be positive and finite, but "
+            f"got {value}."
+        )
+
+
 def scale_parameter(scale_sense: nn.Cell | ms.Tensor) -> tuple[ms.Parameter, nn.Cell | None]:
     """The scale as a Parameter, and the manager Cell that adjusts it, as `nn.TrainOneStepWithLossScaleCell` takes them.
 
@@ -33,9 +42,5 @@ def scale_parameter(scale_sense: nn.Cell | ms.Tensor) -> tuple[ms.Parameter, nn.
             f"For 'TrainOneStepWithGradAccumulationCell', the shape of 'scale_sense' must be () or (1,), but got "
             f"{value.shape}."
         )
-    if not 0 < float(value.asnumpy().reshape(())) < float("inf"):
-        raise ValueError(
-            f"For 'TrainOneStepWithGradAccumulationCell', the argument 'scale_sense' must be positive and finite, but "
-            f"got {value}."
-        )
+    check_scale(value)
     return ms.Parameter(value, name="scale_sense", requires_grad=False), manager

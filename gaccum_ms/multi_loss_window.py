@@ -11,9 +11,9 @@ from __future__ import annotations
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms import normalize, split
+from gaccum_ms import normalize
 from gaccum_ms.cell import GradAccumulationCell
-from gaccum_ms.counted_window import CountedWindow, to_float32
+from gaccum_ms.counted_window import CountedWindow
 from gaccum_ms.window import float32_losses, record
 
 
@@ -47,22 +47,9 @@ class MultiLossWindow(CountedWindow):
         self.backward_of = tuple(ops.value_and_grad(one, None, weights, has_aux=True) for one in alone)
         self.loss_terms = record("loss_terms", (self.number,))
 
-    @staticmethod
-    def count_shape(cell: GradAccumulationCell) -> tuple[int, ...]:
-        return (len(cell.loss_weights),)
-
     def unit(self, inputs, samples, scale):
-        """One over the total, for each loss. Each micro-batch is counted: a bad count must not hide in the others'."""
-        shapes = [value.shape for value in inputs]
-        _, size, full, rest = split.compiled_plan(shapes, self.micro_size, self.micro_batch_size)
-        stacked = split.stack_full(inputs, size, full, rest)
-        totals = self.nothing()
-        index = ms.Tensor(0, ms.int32)
-        while index < full:
-            totals = totals + self.count_all(*split.take(stacked, index))
-            index = index + 1
-        if rest > 0:
-            totals = totals + self.count_all(*split.take_rest(inputs, full * size))
+        """One over the total, for each loss."""
+        totals = self.own_total(inputs)
         if not self.counts_samples:
             totals = self.sum_over_ranks.alone(totals)
         totals = ops.depend(totals, ops.assign(self.window_count, totals))
@@ -94,11 +81,11 @@ class MultiLossWindow(CountedWindow):
         parts = ops.stack(float32_losses(self.network(*micro_batch), self.number)) * seeds
         return ops.reduce_sum(parts * self.loss_weights), parts
 
-    def reduce(self, gradients, sums, scale):
+    def reduce(self, gradients, sums, scale, unit):
         if self.counts_samples:
             gradients = self.grad_reducer(gradients)
         else:
-            gradients, sums = self.sum_over_ranks(self.map(to_float32, gradients), sums)
+            gradients, sums = self.sum_over_ranks(gradients, sums)
         terms = sums / scale
         loss = ops.reduce_sum(terms * self.loss_weights)
         loss = ops.depend(loss, ops.assign(self.loss_terms, terms))

@@ -13,12 +13,18 @@ import mindspore as ms
 from mindspore import nn, ops
 from mindspore.communication import get_group_size
 
+from gaccum_ms import accumulator
 
-def is_data_parallel() -> bool:
-    return ms.get_auto_parallel_context("parallel_mode") in (
-        ms.ParallelMode.DATA_PARALLEL,
-        ms.ParallelMode.HYBRID_PARALLEL,
-    )
+
+def broadcast_parameters(step: nn.Cell) -> None:
+    """Give all ranks rank 0's values, where ``parameter_broadcast`` asks for it. MindSpore does so when it compiles a
+    graph, and in PyNative mode not at all."""
+    if ms.get_auto_parallel_context("parameter_broadcast"):
+        from_rank_0 = ops.Broadcast(0)
+        for parameter in step.get_parameters():
+            if not parameter.layerwise_parallel:
+                (value,) = from_rank_0((parameter.astype(ms.float32),))
+                accumulator.write(parameter, value.astype(parameter.dtype))
 
 
 class SumOverRanks(nn.Cell):
@@ -31,7 +37,7 @@ class SumOverRanks(nn.Cell):
 
     def __init__(self, weights: Sequence[ms.Parameter], shape: tuple[int, ...]) -> None:
         super().__init__(auto_prefix=False)
-        self.reduces = is_data_parallel()
+        self.reduces = ms.get_auto_parallel_context("parallel_mode") == ms.ParallelMode.DATA_PARALLEL
         if self.reduces:
             # The reducer asks of each Parameter how it is to be reduced; of the sums' only this one knows.
             sums = ms.Parameter(ops.zeros(shape, ms.float32), name="sums", requires_grad=False)
@@ -62,10 +68,10 @@ def check_parallel_mode() -> None:
     """Refuse, before anything is built, the modes in which MindSpore's compiler would have to cut our loop in parts.
 
     Raises:
-        RuntimeError: In semi-auto and auto parallel mode, and with pipeline stages.
+        RuntimeError: In semi-auto, auto and hybrid parallel mode, and with pipeline stages.
     """
     mode = ms.get_auto_parallel_context("parallel_mode")
-    if mode in (ms.ParallelMode.SEMI_AUTO_PARALLEL, ms.ParallelMode.AUTO_PARALLEL):
+    if mode not in (ms.ParallelMode.STAND_ALONE, ms.ParallelMode.DATA_PARALLEL):
         raise RuntimeError(
             f"For 'GradAccumulationCell', the parallel mode must be 'stand_alone' or 'data_parallel', but got "
             f"'{mode}'. In this mode use MindSpore's own 'mindspore.parallel.nn.GradAccumulation' (Ascend or GPU), "

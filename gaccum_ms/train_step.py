@@ -4,7 +4,7 @@
     for each micro-batch:                       (window.py)
         forward, backward                       seeded with its share or count, times the loss scale
         add to the accumulators                 unless it counts nothing, or overflowed and is to be dropped
-    reduce across ranks, once
+    reduce across ranks, once                   several counted losses: their counts too, before the loop
     divide by total count and loss scale
     clip by global norm
     finite, and something counted?              all ranks agree
@@ -30,9 +30,9 @@ from gaccum_ms import clip, split
 from gaccum_ms.batchnorm import warn_about_batch_norm
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.counted_window import CountedWindow
-from gaccum_ms.loss_scale import scale_parameter
+from gaccum_ms.loss_scale import check_scale, scale_parameter
 from gaccum_ms.multi_loss_window import MultiLossWindow
-from gaccum_ms.parallel import check_parallel_mode
+from gaccum_ms.parallel import broadcast_parameters, check_parallel_mode
 from gaccum_ms.sparse import refuse_sparse_gradients
 from gaccum_ms.window import SampleWindow, record
 
@@ -57,7 +57,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
     Parameters, optimizer state and loss end where `nn.TrainOneStepCell <https://www.mindspore.cn/docs/en/master/
     api_python/nn/mindspore.nn.TrainOneStepCell.html>`_ would leave them on the whole batch, to float32 rounding; see
     the README for where that cannot hold. In data parallel mode gradients are reduced once per update, by MindSpore's
-    own reducer, which obeys ``gradients_mean``.
+    own reducer, which obeys ``gradients_mean``; with `count` , which is exact over ranks, they are always summed.
 
     Args:
         network (GradAccumulationCell): The network with its loss and the options of accumulation.
@@ -89,7 +89,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         ValueError: If the optimizer has no parameter of the network; if an input has no axis 0 or its length differs
             from the others'; if the first batch has fewer samples than `micro_size`; if the loss is not a scalar; if
             a count is negative or not finite; if an embedding makes sparse gradients.
-        RuntimeError: In semi-auto and auto parallel mode, or with pipeline stages.
+        RuntimeError: In semi-auto, auto and hybrid parallel mode, or with pipeline stages.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -127,6 +127,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         self._counts = tuple(count for count in network.counts if count is not None)
         self._jit = bool(network.jit)
         self._seen_full_batch = False
+        self._ranks_agree = not self.reducer_flag
         self._map = ops.HyperMap()
         self.window = self._make_window(network)
         self._scaled = scale_sense is not None
@@ -174,20 +175,30 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
                 f"For 'TrainOneStepWithGradAccumulationCell', 'set_sense_scale' needs a step that was made with "
                 f"'scale_sense', and a Tensor of its shape, but got {sens!r}."
             )
+        check_scale(sens)
         ops.assign(self.scale_sense, sens.astype(ms.float32))  # a compiled graph would not see set_data
 
     def __call__(self, *inputs):
         self._check_batch(inputs)
+        try:
+            outputs = self._run(*inputs)
+        except BaseException:
+            self.window.forget()  # what the window's first micro-batches left would be added to the next batch's
+            raise
+        if self._counts:
+            self._check_count(inputs)
+        return outputs
+
+    def _run(self, *inputs: ms.Tensor) -> Any:
+        if not self._ranks_agree and ms.get_context("mode") == ms.PYNATIVE_MODE:
+            broadcast_parameters(self)
+        self._ranks_agree = True
         if self._jit and ms.get_context("mode") == ms.PYNATIVE_MODE:
             # PyNative's tape, left open by any eager gradient before, would record the compiled step to differentiate
             # it once more.
             with ms.common._no_grad():
-                outputs = super().__call__(*inputs)
-        else:
-            outputs = super().__call__(*inputs)
-        if self._counts:
-            self._check_count(inputs)
-        return outputs
+                return super().__call__(*inputs)
+        return super().__call__(*inputs)
 
     def _check_batch(self, inputs: tuple[Any, ...]) -> None:
         """One clear error before anything runs. A first batch smaller than micro_size is a mistake, a later one a
@@ -239,10 +250,11 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         gradients, divisor, loss, counted = self.window.run(inputs, scale)
         if self._scaled or self.window.divides:
             gradients = self._map(ops.partial(_divide, divisor / self.sens), gradients)
+        norm_is_finite = True
         if self._max_grad_norm is not None:
-            gradients, loss = self._clip(gradients, loss)
+            gradients, loss, norm_is_finite = self._clip(gradients, loss)
         gradients = self._map(_cast_like, gradients, self.weights)
-        overflow = self._overflow(gradients, loss, counted)
+        overflow = self._overflow(gradients, loss, counted, norm_is_finite)
         if self.window.gated or self._scaled:
             if ops.logical_and(counted, ops.logical_not(overflow)):
                 loss = ops.depend(loss, self.optimizer(gradients))
@@ -265,14 +277,14 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
     def _clip(self, gradients, loss):
         norm = clip.global_norm(gradients)
         loss = ops.depend(loss, ops.assign(self.grad_norm, norm / self.sens))
-        return clip.clip_by_norm(gradients, norm, self._max_grad_norm * self.sens), loss
+        return clip.clip_by_norm(gradients, norm, self._max_grad_norm * self.sens), loss, ops.isfinite(norm)
 
-    def _overflow(self, gradients, loss, counted):
+    def _overflow(self, gradients, loss, counted, norm_is_finite):
         """Whether the window must not update for what is not finite: the finished gradient, the same on all ranks, or
-        every micro-batch's. Without loss scaling nobody asks."""
+        its norm, or every micro-batch's. Without loss scaling nobody asks."""
         if not self._scaled and not self._drops:
             return ms.Tensor(False, ms.bool_)
-        overflow = ops.logical_not(amp.all_finite(gradients))
+        overflow = ops.logical_not(ops.logical_and(amp.all_finite(gradients), norm_is_finite))
         if self._drops:
             overflow = ops.logical_or(overflow, ops.logical_and(self._dropped(loss), ops.logical_not(counted)))
         return overflow

@@ -82,7 +82,7 @@ class SampleWindow(nn.Cell):
         if full == 1 and rest == 0 and not self.gated:
             # Nothing to accumulate over: the gradients need no detour through accumulators.
             sums, gradients = self.backward(unit * self.items(size), *inputs)
-            return self.reduce(gradients, sums, scale)
+            return self.reduce(gradients, sums, scale, unit)
         sums = self.nothing()
         stacked = split.stack_full(inputs, size, full, rest)
         index = ms.Tensor(0, ms.int32)
@@ -91,7 +91,7 @@ class SampleWindow(nn.Cell):
             index = index + 1
         if rest > 0:
             sums = sums + self.micro_step(unit, rest, *split.take_rest(inputs, full * size))
-        return self.reduce(self.accumulated(sums), sums, scale)
+        return self.reduce(self.accumulated(sums), sums, scale, unit)
 
     def micro_step(self, unit, size, *micro_batch):
         # `*`: of one tuple of equal shapes, passed to where an `if` on a Tensor is, graph mode forgets the length.
@@ -117,7 +117,7 @@ class SampleWindow(nn.Cell):
         """What the loop's sums begin with."""
         return ms.Tensor(0.0, ms.float32)
 
-    def reduce(self, gradients, sums, scale):
+    def reduce(self, gradients, sums, scale, unit):
         """See `run`."""
         return self.grad_reducer(gradients), scale, sums / scale, True
 
@@ -146,3 +146,11 @@ class SampleWindow(nn.Cell):
         if self.compensated:
             cleared = self.map(accumulator.clear, ops.depend(self.accu_compensation, cleared))
         return ops.depend(after, cleared)
+
+    # -- not compiled --------------------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Zero the accumulators after a window that did not end."""
+        if self.accumulates:
+            for held in (*self.accu_grads, *(self.accu_compensation if self.compensated else ())):
+                accumulator.write(held, ops.zeros_like(held))

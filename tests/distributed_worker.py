@@ -28,7 +28,7 @@ class ReducesEachMicroBatch(SampleWindow):
     def add(self, gradients):
         return super().add(self.grad_reducer(gradients))
 
-    def reduce(self, gradients, sums, scale):
+    def reduce(self, gradients, sums, scale, unit):
         return gradients, scale, sums / scale, True
 
 
@@ -45,11 +45,9 @@ class CountedReducer(nn.Cell):
         return self.reducer(gradients)
 
 
-def run(make_step, rank: int, size: int, start: int = 0):
-    """Train on this rank's contiguous share of each joint batch; `start` shifts the first weights by rank."""
+def run(make_step, rank: int, size: int):
+    """Train on this rank's share of each joint batch."""
     network = make_network("dense")
-    for parameter in network.get_parameters():
-        parameter.set_data(parameter + start * rank)
     shares = [(x[rank::size], y[rank::size]) for x, y in batches(PER_RANK * size, UPDATES)]
     return train(make_step, network, OPTIMIZERS["momentum"](network.trainable_params()), shares)
 
@@ -86,12 +84,21 @@ def executed_all_reduces(window_class, micro_size: int, rank: int, size: int, ou
         return sum(int(row["type_occurrences"]) for row in csv.DictReader(file) if row["op_type"] == "AllReduce")
 
 
-class BroadcastStep(TrainOneStepWithGradAccumulationCell):
-    """What ms.Model does to the step when ``parameter_broadcast`` is on."""
+class ClippedReducer(nn.Cell):
+    """MindSpore's reducer, then its clipping: the reference for clipping after the reduction."""
 
-    def __init__(self, network, optimizer):
-        super().__init__(network, optimizer)
-        self.set_broadcast_flag()
+    def __init__(self, reducer):
+        super().__init__(auto_prefix=False)
+        self.reducer = reducer
+
+    def construct(self, gradients):
+        return ops.clip_by_global_norm(self.reducer(gradients), 0.5)
+
+
+def clipped_whole(loss_cell, optimizer):
+    step = nn.TrainOneStepCell(loss_cell, optimizer)
+    step.grad_reducer = ClippedReducer(step.grad_reducer)
+    return step
 
 
 def main(out: Path) -> None:
@@ -115,7 +122,7 @@ def main(out: Path) -> None:
                 keep(f"{mode}-mean{mean:d}-{micro_size}", run(accumulated(micro_size=micro_size), rank, size))
     ms.set_context(mode=ms.PYNATIVE_MODE)
     keep("jit-mean0-3", run(accumulated(micro_size=3, jit=True), rank, size))
-    keep("clip-mean0-whole", run(accumulated(micro_size=1, max_grad_norm=0.5), rank, size))
+    keep("clip-mean0-whole", run(clipped_whole, rank, size))
     keep("clip-mean0-3", run(accumulated(micro_size=3, max_grad_norm=0.5), rank, size))
     for window_class in (SampleWindow, ReducesEachMicroBatch):
         results[f"reductions/{window_class.__name__}"] = np.array(
@@ -128,13 +135,13 @@ def main(out: Path) -> None:
     results["executed/ReducesEachMicroBatch"] = np.array(
         [executed_all_reduces(ReducesEachMicroBatch, 7, rank, size, out)]
     )
-    ms.set_auto_parallel_context(parameter_broadcast=True)
-    keep("broadcast", run(accumulated(micro_size=3, step_class=BroadcastStep), rank, size, start=1))
-    ms.set_auto_parallel_context(parameter_broadcast=False)
-    keep("unbroadcast", run(accumulated(micro_size=3), rank, size, start=1))
-
     results["hand"] = np.array([hand_worked(rank, mean) for mean in (True, False)])
-    results["model"] = train_by_model(make_network("dense"), rank, size)
+    results["model"] = train_by_model(rank, size)
+    results["model apart"] = train_by_model(rank, size, start=1)
+    for mode in ("graph", "pynative"):
+        ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
+        ms.set_auto_parallel_context(parameter_broadcast=True)
+        results[f"model broadcast {mode}"] = train_by_model(rank, size, start=1)
     np.savez(out / f"rank{rank}.npz", **results)
     ops.AllReduce()(
         ms.Tensor([1.0])
@@ -152,8 +159,11 @@ def hand_worked(rank: int, mean: bool) -> float:
     return float(cell.network.weight.asnumpy())
 
 
-def train_by_model(network, rank: int, size: int) -> np.ndarray:
-    """Two epochs of ms.Model on this rank's shard, the way of a user's script."""
+def train_by_model(rank: int, size: int, start: int = 0) -> np.ndarray:
+    """Two epochs of ms.Model on this rank's shard, as in a user's script; `start` sets the ranks' weights apart."""
+    network = make_network("dense")
+    for parameter in network.get_parameters():
+        parameter.set_data(parameter + start * rank)
     x, y = batches(24, 1)[0]
     data_set = ms.dataset.NumpySlicesDataset((x, y), shuffle=False, num_shards=size, shard_id=rank).batch(8)
     cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), 4)

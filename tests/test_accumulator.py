@@ -6,7 +6,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from reference import as_numpy, make_network
+from reference import as_numpy, make_network, relative_error
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, accumulator
 
@@ -15,7 +15,7 @@ DTYPES = {"float16": ms.float16, "bfloat16": ms.bfloat16, "float32": ms.float32}
 ULP = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23}
 
 
-def make_step(weights=ms.float32, optimizer=None, **options):
+def make_step(weights=ms.float32, **options):
     cell = GradAccumulationCell(nn.WithLossCell(make_network("dense", weights), nn.CrossEntropyLoss()), 3, **options)
     return TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
 
@@ -48,6 +48,19 @@ def test_float32_by_default_the_weights_own_dtype_on_request(weights):
     assert {a.dtype for a in make_step(weights).accu_grads} == {ms.float32}
     assert {a.dtype for a in make_step(weights, accumulator_dtype=None).accu_grads} == {weights}
     assert {a.dtype for a in make_step(weights, accumulator_dtype=ms.bfloat16).accu_grads} == {ms.bfloat16}
+
+
+def test_training_with_the_weights_own_dtype(mode):
+    """float16 accumulators round each sum to 11 bits, and train like float32 ones to that."""
+    weights = []
+    for dtype in (ms.float32, None):
+        step = make_step(ms.float16, accumulator_dtype=dtype)
+        x = np.random.default_rng(0).normal(size=(9, 12)).astype(np.float32)
+        for _ in range(3):
+            step(Tensor(x), Tensor(np.arange(9, dtype=np.int32) % 5))
+        weights.append(as_numpy(step.weights[0]))
+    start = as_numpy(make_network("dense", ms.float16).hidden.weight)
+    assert relative_error(weights[1], weights[0]) < 4e-3 < relative_error(weights[0], start)
 
 
 def test_a_compensation_for_each_accumulator_and_none_unasked():

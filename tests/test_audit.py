@@ -266,7 +266,7 @@ def test_negative_control_a_broken_step_is_caught_behind_adam(monkeypatch, mode)
     """Gradients four times too large, the loss right: Adam's update hardly shows it, the gradients do."""
 
     class Larger(SampleWindow):
-        def reduce(self, gradients, sums, scale):
+        def reduce(self, gradients, sums, scale, unit):
             return super().reduce(self.map(ops.partial(ops.mul, Tensor(4.0)), gradients), sums, scale)
 
     monkeypatch.setitem(OPTIMIZERS, "plain_adam", lambda parameters: nn.AdamWeightDecay(parameters, 0.01))

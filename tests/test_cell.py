@@ -44,9 +44,11 @@ def test_refuses_a_network_that_is_no_cell():
         GradAccumulationCell(lambda x: x, 2)
 
 
-def test_options_that_do_not_exist_are_not_accepted():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'accumulate'"):
-        GradAccumulationCell(loss_cell(), 2, accumulate=True)
+def test_options_that_do_not_exist_yet_are_not_accepted():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'accumulation_steps'"):
+        GradAccumulationCell(loss_cell(), 2, accumulation_steps=2)
+    with pytest.raises(TypeError, match="'micro_batch_size' must be an int, but got 'auto'"):
+        GradAccumulationCell(loss_cell(), micro_batch_size="auto")
 
 
 def test_called_by_itself_it_is_the_network(mode):

@@ -140,9 +140,8 @@ def test_amp_levels_train_like_the_whole_batch(level):
         loss_cell = nn.WithLossCell(network, nn.CrossEntropyLoss())
         optimizer = OPTIMIZERS["sgd"](network.trainable_params())
         if accumulate:
-            step = mindspore.amp.build_train_network(
-                GradAccumulationCell(loss_cell, MICRO_SIZE), optimizer, level=level
-            )
+            cell = GradAccumulationCell(loss_cell, MICRO_SIZE)
+            step = ms.Model(cell, optimizer=optimizer, amp_level=level).train_network
         else:
             step = mindspore.amp.build_train_network(loss_cell, optimizer, level=level, loss_scale_manager=None)
         skipped = 0
@@ -182,10 +181,12 @@ def test_an_overflow_drops_the_window_exactly(optimizer, position, value):
     assert (everything(step)["out.weight"] != after["out.weight"]).any()
 
 
-def test_an_overflow_drops_the_window_in_pynative_mode(pynative):
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("position", list(POISONED))
+def test_an_overflow_drops_the_window_in_pynative_mode(position, value, pynative):
     step = make_step(manager())
     before = everything(step)
-    assert step(*poisoned(7, float("nan")))[1].asnumpy()
+    assert step(*poisoned(POISONED[position], value))[1].asnumpy()
     after = everything(step)
     assert after["scale_sense"] == before["scale_sense"] / 2
     np.testing.assert_array_equal(after["out.weight"], before["out.weight"])
@@ -283,8 +284,8 @@ def test_dropping_nothing_equals_the_whole_batch(mode):
 class NotRenormalised(CountedWindow):
     """Leaves the poisoned micro-batch out, and divides by all samples all the same."""
 
-    def reduce(self, gradients, sums, scale):
-        gradients, _, loss, counted = super().reduce(gradients, sums, scale)
+    def reduce(self, gradients, sums, scale, unit):
+        gradients, _, loss, counted = super().reduce(gradients, sums, scale, unit)
         return gradients, ms.Tensor(float(SAMPLES), ms.float32) * scale, loss, counted
 
 
@@ -315,6 +316,8 @@ def test_refuses_bad_scales(scale_sense, error, message):
 
 
 def test_set_sense_scale_refuses_what_does_not_fit():
+    with pytest.raises(ValueError, match=r"'scale_sense' must be positive and finite, but got 0.0"):
+        make_step(Tensor(1.0, ms.float32)).set_sense_scale(Tensor(0.0, ms.float32))
     for step, scale in ((make_step(), Tensor(1.0)), (make_step(manager()), 2.0), (make_step(manager()), Tensor([1.0]))):
         with pytest.raises(TypeError, match="'set_sense_scale' needs a step that was made with 'scale_sense'"):
             step.set_sense_scale(scale)
