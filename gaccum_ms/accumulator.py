@@ -33,6 +33,12 @@ def allocate(weights: Sequence[ms.Parameter], dtype: ms.Type | None, prefix: str
     )
 
 
+def overwrite(parameter: ms.Parameter, value: ms.Tensor) -> None:
+    """Assign outside of a graph. PyNative's tape, left open by a gradient that raised, would forbid it."""
+    with ms.common._no_grad():
+        _write(parameter, value)
+
+
 # -- compiled ----------------------------------------------------------------------------------------------------------
 # Side effects in a compiled graph are ordered by the framework for reads and writes of one Parameter, and by
 # ops.depend where the order must hold between several: callers use the returned values for that.
@@ -43,8 +49,7 @@ read_compensated = ops.MultitypeFuncGraph("gaccum_ms_read_compensated")
 clear = ops.MultitypeFuncGraph("gaccum_ms_clear")
 
 
-def write(parameter: ms.Parameter, value: ms.Tensor) -> ms.Tensor:
-    """Assign, in a graph and outside of one."""
+def _write(parameter: ms.Parameter, value: ms.Tensor) -> ms.Tensor:
     if parameter.dtype == ms.bfloat16:
         return parameter.copy_(value)  # MindSpore has no bfloat16 Assign on CPU
     return ops.assign(parameter, value)
@@ -53,7 +58,7 @@ def write(parameter: ms.Parameter, value: ms.Tensor) -> ms.Tensor:
 @add.register("Tensor", "Tensor")
 def _add(accumulator: ms.Parameter, gradient: ms.Tensor) -> ms.Tensor:
     if accumulator.dtype == ms.bfloat16:
-        return write(accumulator, accumulator + ops.cast(gradient, accumulator.dtype))
+        return _write(accumulator, accumulator + ops.cast(gradient, accumulator.dtype))
     return ops.assign_add(accumulator, ops.cast(gradient, accumulator.dtype))
 
 
@@ -65,7 +70,7 @@ def _add_compensated(accumulator: ms.Parameter, compensation: ms.Parameter, grad
     rounded = ops.cast(old + addend, accumulator.dtype)
     lost = (old - ops.cast(rounded, ms.float32)) + addend
     kept = ops.assign(compensation, lost)
-    return write(accumulator, ops.depend(rounded, kept))
+    return _write(accumulator, ops.depend(rounded, kept))
 
 
 @read_compensated.register("Tensor", "Tensor")
@@ -75,4 +80,4 @@ def _read_compensated(accumulator: ms.Parameter, compensation: ms.Parameter) -> 
 
 @clear.register("Tensor")
 def _clear(accumulator: ms.Parameter) -> ms.Tensor:
-    return write(accumulator, ops.zeros_like(accumulator))
+    return _write(accumulator, ops.zeros_like(accumulator))

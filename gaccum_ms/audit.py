@@ -314,7 +314,7 @@ class _Snapshot:
 
     def restore_parameters(self) -> None:
         for parameter, value in self.parameters.values():
-            accumulator.write(parameter, ms.Tensor(value, parameter.dtype))  # compiled graphs need not see set_data
+            accumulator.overwrite(parameter, ms.Tensor(value, parameter.dtype))  # compiled graphs need not see set_data
 
     def restore(self) -> None:
         self.restore_parameters()

@@ -1,6 +1,8 @@
-"""A window whose micro-batches weigh by counts: sums go through the loop, and are divided when the total is known.
+"""A window whose micro-batches weigh by counts, which only the data tell.
 
-The counts are summed over ranks together with the gradients, in the window's one reduction.
+The rank's own micro-batches are counted first, and seeded with their shares. Gradients leave for the other ranks as
+sums, times the rank's own total, together with loss, total and number of dropped micro-batches: one reduction. What
+comes back is divided by the total of all.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ unpadded pixels). With :math:`L_i` the mean over :math:`c_i` items, the window's
 :math:`\sum_i L_i c_i / \sum_i c_i` over all micro-batches and ranks, and its gradient likewise. The mean of the
 :math:`L_i` is something else as soon as the :math:`c_i` differ.
 
-Samples are known from shapes: each micro-batch's share is a constant. Counts are known at run time only: sums are
-accumulated and divided once, at the end, when the total of all ranks is known. With several losses that have totals of
-their own one accumulator can not hold all sums, so there the totals are found before the loop.
+Samples are known from shapes: each micro-batch's share is a constant. Counts are known at run time only, and the total
+of all ranks only after the reduction, so the last division comes then. Several losses have totals of their own, by
+which one accumulator cannot be divided: there all totals are found before the loop.
 """
 
 from __future__ import annotations

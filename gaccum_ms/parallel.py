@@ -24,7 +24,7 @@ def broadcast_parameters(step: nn.Cell) -> None:
         for parameter in step.get_parameters():
             if not parameter.layerwise_parallel:
                 (value,) = from_rank_0((parameter.astype(ms.float32),))
-                accumulator.write(parameter, value.astype(parameter.dtype))
+                accumulator.overwrite(parameter, value.astype(parameter.dtype))
 
 
 class SumOverRanks(nn.Cell):

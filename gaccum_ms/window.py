@@ -4,7 +4,7 @@ Three kinds, by what is known before the loop:
 
 * `SampleWindow`, here: micro-batches weigh by their samples, constants. Seeds are shares, sums are means.
 * `CountedWindow` (counted_window.py): weights are counts that the data decide, or micro-batches may be dropped. Seeds
-  are counts; sums are divided by the total, which is known after the reduction.
+  are shares of the rank's own count; the total of all ranks is known after the reduction.
 * `MultiLossWindow` (multi_loss_window.py): several losses, each with a total of its own, counted before the loop.
 
 All three are compiled: from `run` down, methods are parsed by graph mode. What the loop carries is one float32 Tensor,
@@ -153,4 +153,4 @@ class SampleWindow(nn.Cell):
         """Zero the accumulators after a window that did not end."""
         if self.accumulates:
             for held in (*self.accu_grads, *(self.accu_compensation if self.compensated else ())):
-                accumulator.write(held, ops.zeros_like(held))
+                accumulator.overwrite(held, ops.zeros_like(held))

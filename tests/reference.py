@@ -150,6 +150,7 @@ class Line(nn.Cell):
 class PlainSGD(nn.Optimizer):
     """SGD for weights of any dtype: MindSpore has no bfloat16 optimizer, nor Assign, on CPU."""
 
+    @ms.jit  # as MindSpore's: run eagerly, PyNative's tape may forbid writing into a weight
     def construct(self, gradients):
         updated = ()
         for index in range(len(self.parameters)):

@@ -72,6 +72,19 @@ def test_a_compensation_for_each_accumulator_and_none_unasked():
     assert not any(p.name.startswith("accu_compensation.") for p in make_step().get_parameters())
 
 
+def test_overwriting_where_a_gradient_that_raised_left_the_tape_open(pynative):
+    """There PyNative forbids to write into a weight, as bfloat16, for want of Assign, must."""
+
+    def raises(x):
+        raise KeyboardInterrupt
+
+    weight = ms.Parameter(Tensor([1.0, 2.0], ms.bfloat16), name="weight")
+    with pytest.raises(KeyboardInterrupt):
+        ms.value_and_grad(raises, None, (weight,))(Tensor(1.0))
+    accumulator.overwrite(weight, ops.zeros_like(weight))
+    assert not as_numpy(weight).any()
+
+
 class Given(nn.Cell):
     """A network whose gradient is its input's mean: what goes into the accumulators can be chosen."""
 

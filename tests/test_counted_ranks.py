@@ -5,10 +5,6 @@ The oracle below knows neither micro-batches nor ranks, except to leave dropped 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import language_model
@@ -30,36 +26,17 @@ from counted_worker import (
     plain,
 )
 from reference import relative_error
+from two_ranks import Results, case, run_on_two_ranks
 
 pytestmark = pytest.mark.distributed
-HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-5
 CONTROLS = [name for name in SCENARIOS if name.startswith("control")]
-Results = dict[str, np.ndarray]
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[Results]:
     """What each of two ranks got, by scenario."""
-    out = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "gaccum_ms.launch", "-n", "2", "--log-dir", str(out / "log"), "--timeout", "300"]
-    path = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
-    finished = subprocess.run(
-        [*command, str(HERE / "counted_worker.py"), str(out)],
-        env={**os.environ, "PYTHONPATH": path},
-        cwd=out,
-        capture_output=True,
-        text=True,
-        timeout=330,
-    )
-    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
-    return [dict(np.load(out / f"rank{rank}.npz")) for rank in range(2)]
-
-
-def case(results: Results, name: str) -> Results:
-    found = {key.removeprefix(name + "/"): value for key, value in results.items() if key.startswith(name + "/")}
-    assert found, name
-    return found
+    return run_on_two_ranks("counted_worker.py", tmp_path_factory.mktemp("ranks"))
 
 
 # -- the oracle --------------------------------------------------------------------------------------------------------

@@ -2,44 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import mindspore as ms
 import numpy as np
 import pytest
 from distributed_worker import PER_RANK, UPDATES
 from mindspore import nn
 from reference import OPTIMIZERS, as_numpy, batches, make_network, relative_error, train
+from two_ranks import Results, case, run_on_two_ranks
 
 pytestmark = pytest.mark.distributed
-HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> list[dict[str, np.ndarray]]:
+def ranks(tmp_path_factory) -> list[Results]:
     """What each of two ranks got, by case."""
-    out = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "gaccum_ms.launch", "-n", "2", "--log-dir", str(out / "log"), "--timeout", "300"]
-    path = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
-    finished = subprocess.run(
-        [*command, str(HERE / "distributed_worker.py"), str(out)],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=330,
-    )
-    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
-    return [dict(np.load(out / f"rank{rank}.npz")) for rank in range(2)]
-
-
-def case(results: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
-    found = {key.removeprefix(name + "/"): value for key, value in results.items() if key.startswith(name + "/")}
-    assert found, name
-    return found
+    return run_on_two_ranks("distributed_worker.py", tmp_path_factory.mktemp("ranks"))
 
 
 def assert_same(one: dict, other: dict) -> None:
