@@ -109,11 +109,11 @@ class CountedWindow(SampleWindow):
         sums = sums * ops.stack((own_total, ops.ones_like(own_total), ops.ones_like(own_total)))
         gradients = self.map(ops.partial(_times, own_total), gradients)
         gradients, over_ranks = self.sum_over_ranks(gradients, sums)
-        total = over_ranks[1]
+        _, total, dropped = ops.unstack(over_ranks)
         # The loss of samples is the rank's own, as without accumulation; that of counted items is all ranks'.
-        own = sums if self.counts_samples else over_ranks
-        loss = normalize.mean_or_zero(own[0] / scale, own[1])
+        own_loss, own_count, _ = ops.unstack(sums if self.counts_samples else over_ranks)
+        loss = normalize.mean_or_zero(own_loss / scale, own_count)
         loss = ops.depend(loss, ops.assign(self.window_count, total))
-        loss = ops.depend(loss, ops.assign(self.dropped_micro_batches, over_ranks[2]))
+        loss = ops.depend(loss, ops.assign(self.dropped_micro_batches, dropped))
         divisor = ops.select(total > 0, total, ops.ones_like(total)) * scale / self.factor
         return gradients, divisor, loss, total > 0

@@ -29,7 +29,7 @@ class _LossAlone(nn.Cell):
         self.place = ms.Tensor([float(other == term) for other in range(self.number)], ms.float32)
 
     def construct(self, seeds, *micro_batch):
-        part = float32_losses(self.network(*micro_batch), self.number)[self.term] * seeds[self.term]
+        part = float32_losses(self.network(*micro_batch), self.number)[self.term] * ops.unstack(seeds)[self.term]
         return part * self.weight, part * self.place
 
 
@@ -70,8 +70,9 @@ class MultiLossWindow(CountedWindow):
             sums = ops.depend(sums, self.add(gradients))
         else:
             # A mean over nothing is NaN, and a zero seed times NaN is NaN: each loss that has items goes back alone.
+            count_of = ops.unstack(counts)
             for term in range(self.number):
-                if counts[term] > 0:
+                if count_of[term] > 0:
                     (_, part), gradients = self.backward_of[term](seeds, *micro_batch)
                     sums = sums + ops.depend(part, self.add(gradients))
         return sums

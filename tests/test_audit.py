@@ -267,7 +267,7 @@ def test_negative_control_a_broken_step_is_caught_behind_adam(monkeypatch, mode)
 
     class Larger(SampleWindow):
         def reduce(self, gradients, sums, scale, unit):
-            return super().reduce(self.map(ops.partial(ops.mul, Tensor(4.0)), gradients), sums, scale)
+            return super().reduce(self.map(ops.partial(ops.mul, Tensor(4.0)), gradients), sums, scale, unit)
 
     monkeypatch.setitem(OPTIMIZERS, "plain_adam", lambda parameters: nn.AdamWeightDecay(parameters, 0.01))
     assert run(make_network("dense"), optimizer="plain_adam").ok
