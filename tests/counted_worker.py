@@ -20,7 +20,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.communication import get_group_size, get_rank, init
 from reference import as_numpy
 
-from gaccum_ms import CountMask, CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms import CountMask, CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, audit
 
 SAMPLES = (7, 5)  # of each rank; in three micro-batches 3 + 3 + 1 and 2 + 2 + 1
 MICRO_SIZE, LENGTH, FEATURES = 3, 4, 3
@@ -209,6 +209,10 @@ SCENARIOS: dict[str, Scenario] = {
     "count, eager": Scenario(counted_windows(), MASK, mode="pynative"),
     "count, jit": Scenario(SOUND, {**MASK, "jit": True}, mode="pynative"),
     "count, clipped": Scenario(SOUND, {**MASK, "max_grad_norm": 0.1}, scaled=True, mode="pynative"),
+    "count, compensated float16": Scenario(SOUND, {**MASK, "accumulator_dtype": ms.float16, "compensated": True}),
+    "count, compensated bfloat16": Scenario(
+        SOUND, {**MASK, "accumulator_dtype": ms.bfloat16, "compensated": True}, mode="pynative"
+    ),
     "count of labels": Scenario(label_windows(), {"count": CountNotIgnored(IGNORED, 0)}, ()),
     "sum": Scenario(SOUND, {"reduction": "sum"}, mode="pynative"),
     "sum, mean over ranks": Scenario(SOUND, {"reduction": "sum"}, gradients_mean=True, mode="pynative"),
@@ -308,6 +312,14 @@ def reductions(scenario: Scenario, rank: int) -> tuple[np.ndarray, np.ndarray]:
     return np.array(sums.reducer.calls), np.array(sums.small_reducer.calls)
 
 
+def audited(count: nn.Cell | None, rank: int) -> bool:
+    """Whether audit passes the masked mean, counted so, on this rank's share of the first window."""
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    network = Tokens(("tokens",), "mean")
+    cell = GradAccumulationCell(network, MICRO_SIZE, count=count)
+    return audit(cell, nn.SGD(network.trainable_params(), RATE), *map(Tensor, SOUND[0].ranks[rank])).ok
+
+
 def main(out: Path) -> None:
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_device("CPU")
@@ -323,6 +335,7 @@ def main(out: Path) -> None:
     for name, scenario in (("one loss", Scenario(SOUND, MASK)), ("two losses", Scenario(SOUND, BOTH, TWO))):
         for kind, calls in zip(("gradients", "before"), reductions(scenario, rank), strict=True):
             results[f"reductions/{name}/{kind}"] = calls
+    results["audit"] = np.array([audited(count, rank) for count in (CountMask(), None)])
     ms.set_context(mode=ms.GRAPH_MODE)
     share = slice(rank * language_model.SEQUENCES // size, (rank + 1) * language_model.SEQUENCES // size)
     losses, weights = language_model.train(language_model.accumulated(2), share=share)

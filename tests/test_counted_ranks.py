@@ -190,3 +190,9 @@ def test_language_model_on_two_ranks_trains_as_one_batch_in_one_process(ranks):
 
 def test_micro_batches_are_as_many_as_the_scenarios_think():
     assert [len(cut(batch)) for batch in plain(0)] == [MICRO_SIZE, MICRO_SIZE]
+
+
+def test_audit_on_two_ranks(ranks):
+    """It passes the counted mean, and not the same network without its count."""
+    for results in ranks:
+        assert results["audit"].tolist() == [True, False]
