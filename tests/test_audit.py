@@ -255,11 +255,14 @@ class NormalisedNet(DenseNet):
 
 
 def test_a_gradient_that_is_zero_but_for_rounding_passes(monkeypatch, pynative):
-    assert run(fill(NormalisedNet())).ok
+    def reports():
+        networks = [in_loss(fill(NormalisedNet()), None) for _ in range(5)]
+        return [run(network, *map(Tensor, batches(10, 1, seed)[0])) for seed, network in enumerate(networks)]
+
+    assert all(report.ok for report in reports())
+    # Measured by its own size it would not; on any one batch the rounding may happen to be the same both ways.
     monkeypatch.setattr(audit_module, "_SMALLEST_SCALE", 0.0)
-    report = run(fill(NormalisedNet()))
-    assert not report.ok
-    assert "in shift" in report.problems[0]
+    assert any("in shift" in problem for report in reports() for problem in report.problems)
 
 
 def test_negative_control_a_broken_step_is_caught_behind_adam(monkeypatch, mode):
