@@ -3,6 +3,7 @@
 from gaccum_ms import model as _model
 from gaccum_ms.audit import audit
 from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.grad_accumulator import GradAccumulator
 from gaccum_ms.normalize import CountMask, CountNotIgnored
 from gaccum_ms.train_step import TrainOneStepWithGradAccumulationCell
 
@@ -12,6 +13,7 @@ __all__ = [
     "CountMask",
     "CountNotIgnored",
     "GradAccumulationCell",
+    "GradAccumulator",
     "TrainOneStepWithGradAccumulationCell",
     "audit",
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import mindspore as ms
-from mindspore import ops
+from mindspore import nn, ops
 from mindspore.common.initializer import initializer
 
 PREFIX = "accu_grads."
@@ -41,12 +41,13 @@ def overwrite(parameter: ms.Parameter, value: ms.Tensor) -> None:
 
 # -- compiled ----------------------------------------------------------------------------------------------------------
 # Side effects in a compiled graph are ordered by the framework for reads and writes of one Parameter, and by
-# ops.depend where the order must hold between several: callers use the returned values for that.
+# ops.depend where the order must hold between several: callers use the returned values for that. No function may have
+# the name of a method below, which graph mode would take it for.
 
-add = ops.MultitypeFuncGraph("gaccum_ms_add")
-add_compensated = ops.MultitypeFuncGraph("gaccum_ms_add_compensated")
+add_to = ops.MultitypeFuncGraph("gaccum_ms_add_to")
+add_compensated_to = ops.MultitypeFuncGraph("gaccum_ms_add_compensated")
 read_compensated = ops.MultitypeFuncGraph("gaccum_ms_read_compensated")
-clear = ops.MultitypeFuncGraph("gaccum_ms_clear")
+zero = ops.MultitypeFuncGraph("gaccum_ms_zero")
 
 
 def _write(parameter: ms.Parameter, value: ms.Tensor) -> ms.Tensor:
@@ -55,15 +56,15 @@ def _write(parameter: ms.Parameter, value: ms.Tensor) -> ms.Tensor:
     return ops.assign(parameter, value)
 
 
-@add.register("Tensor", "Tensor")
-def _add(accumulator: ms.Parameter, gradient: ms.Tensor) -> ms.Tensor:
+@add_to.register("Tensor", "Tensor")
+def _add_to(accumulator: ms.Parameter, gradient: ms.Tensor) -> ms.Tensor:
     if accumulator.dtype == ms.bfloat16:
         return _write(accumulator, accumulator + ops.cast(gradient, accumulator.dtype))
     return ops.assign_add(accumulator, ops.cast(gradient, accumulator.dtype))
 
 
-@add_compensated.register("Tensor", "Tensor", "Tensor")
-def _add_compensated(accumulator: ms.Parameter, compensation: ms.Parameter, gradient: ms.Tensor) -> ms.Tensor:
+@add_compensated_to.register("Tensor", "Tensor", "Tensor")
+def _add_compensated_to(accumulator: ms.Parameter, compensation: ms.Parameter, gradient: ms.Tensor) -> ms.Tensor:
     """Kahan's step: what the rounding of the sum took away is ``(old - new) + what was to be added``."""
     addend = compensation + ops.cast(gradient, ms.float32)
     old = ops.cast(accumulator, ms.float32)
@@ -78,6 +79,43 @@ def _read_compensated(accumulator: ms.Parameter, compensation: ms.Parameter) -> 
     return ops.cast(accumulator, ms.float32) + compensation
 
 
-@clear.register("Tensor")
-def _clear(accumulator: ms.Parameter) -> ms.Tensor:
+@zero.register("Tensor")
+def _zero(accumulator: ms.Parameter) -> ms.Tensor:
     return _write(accumulator, ops.zeros_like(accumulator))
+
+
+class Accumulators(nn.Cell):
+    """The accumulators of a window, with or without compensation: add, read, clear."""
+
+    def __init__(self, weights: Sequence[ms.Parameter], dtype: ms.Type | None, compensated: bool) -> None:
+        super().__init__(auto_prefix=False)
+        self.sums = allocate(weights, dtype)
+        self.compensated = compensated
+        if compensated:
+            self.compensations = allocate(weights, ms.float32, COMPENSATION_PREFIX)
+        self.map = ops.HyperMap()
+
+    def add(self, gradients):
+        if self.compensated:
+            return self.map(add_compensated_to, self.sums, self.compensations, gradients)
+        return self.map(add_to, self.sums, gradients)
+
+    def read(self, after):
+        """The sums, once `after` is there."""
+        if self.compensated:
+            return self.map(read_compensated, ops.depend(self.sums, after), ops.depend(self.compensations, after))
+        return ops.depend(self.sums, after)
+
+    def clear(self, after):
+        """Zero everything, once `after` is there."""
+        cleared = self.map(zero, ops.depend(self.sums, after))
+        if self.compensated:
+            cleared = self.map(zero, ops.depend(self.compensations, cleared))
+        return ops.depend(after, cleared)
+
+    # -- not compiled --------------------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Zero everything, outside of a graph."""
+        for held in (*self.sums, *(self.compensations if self.compensated else ())):
+            overwrite(held, ops.zeros_like(held))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mindspore as ms
 import numpy as np
@@ -262,7 +263,7 @@ class _Recorder(nn.Cell):
         self.map = ops.HyperMap()
 
     def construct(self, gradients):
-        gradients = ops.depend(gradients, self.map(accumulator.add, self.gradients, gradients))
+        gradients = ops.depend(gradients, self.map(accumulator.add_to, self.gradients, gradients))
         if self.max_grad_norm is not None:
             gradients = clip.clip_by_norm(gradients, clip.global_norm(gradients), self.max_grad_norm)
         return self.optimizer(gradients)
@@ -329,7 +330,7 @@ def _as_numpy(tensor: ms.Tensor) -> np.ndarray:
     return np.array((tensor.astype(ms.float32) if tensor.dtype == ms.bfloat16 else tensor).asnumpy())
 
 
-def _unclipped(cell: GradAccumulationCell, **size: int | None) -> GradAccumulationCell:
+def _unclipped(cell: GradAccumulationCell, **size: Any) -> GradAccumulationCell:
     """A cell with these options on the same network, that leaves clipping to the recorder."""
     return GradAccumulationCell(
         cell.network,

@@ -9,34 +9,9 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn
 
+from gaccum_ms.options import check_accumulation_options, check_one_of, check_positive_int
 
-def _check_positive_int(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(
-            f"For 'GradAccumulationCell', the argument '{name}' must be an int, but got {value!r} of type "
-            f"'{type(value).__name__}'."
-        )
-    if value < 1:
-        raise ValueError(f"For 'GradAccumulationCell', the argument '{name}' must be at least 1, but got {value}.")
-
-
-def _check_positive_finite(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(
-            f"For 'GradAccumulationCell', the argument '{name}' must be a float, but got {value!r} of type "
-            f"'{type(value).__name__}'."
-        )
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(
-            f"For 'GradAccumulationCell', the argument '{name}' must be positive and finite, but got {value}."
-        )
-
-
-def _check_one_of(name: str, value: Any, allowed: tuple) -> None:
-    if not any(value is one or (isinstance(value, str) and value == one) for one in allowed):
-        raise ValueError(
-            f"For 'GradAccumulationCell', the argument '{name}' must be one of {list(allowed)}, but got {value!r}."
-        )
+_NAME = "GradAccumulationCell"
 
 
 def _losses(count: Any, loss_weights: Any) -> tuple[tuple[Callable | None, ...], tuple[float, ...]]:
@@ -93,6 +68,10 @@ class GradAccumulationCell(nn.Cell):
     Keyword Args:
         micro_batch_size (int, optional): Number of samples in a micro-batch, in place of `micro_size` ; the last may
             be smaller. Default: ``None`` .
+        accumulation_steps (int, optional): Successive batches that share an update; the window has `micro_size` times
+            as many micro-batches. Ranks then weigh by their samples or counts, and the loss of each call is the
+            batch's own mean, on this rank. Only the window's last batch reduces, updates, and counts as an update:
+            see :class:`FlushAccumulation` for the batches that are left at the end. Default: ``1`` .
         reduction (str, optional): What the network's loss is over its inputs, ``"mean"`` or ``"sum"`` . A sum without
             `count` stays a sum, of the whole batch; with `count` it is divided by the total count.
             Default: ``"mean"`` .
@@ -134,7 +113,7 @@ class GradAccumulationCell(nn.Cell):
             `max_grad_norm` is not positive and finite, a loss weight not finite, `reduction` , `overflow` or
             `accumulator_dtype` not one of those above; if `count` and `loss_weights` differ in length; if
             ``overflow="drop_micro_batch"`` is given with several losses, or with a sum that has no count; if sums are
-            given `loss_weights` without a count for each.
+            given `loss_weights` without a count for each; if several losses are given `accumulation_steps` .
         RuntimeError: If the cell itself is trained, by a training cell that does not know how to accumulate.
 
     Supported Platforms:
@@ -162,6 +141,7 @@ class GradAccumulationCell(nn.Cell):
         micro_size: int | None = None,
         *,
         micro_batch_size: int | None = None,
+        accumulation_steps: int = 1,
         reduction: str = "mean",
         count: Callable | Sequence[Callable | None] | None = None,
         loss_weights: Sequence[float] | None = None,
@@ -177,26 +157,21 @@ class GradAccumulationCell(nn.Cell):
                 f"For 'GradAccumulationCell', the argument 'network' must be a Cell, but got "
                 f"'{type(network).__name__}'. Wrap the network and its loss in 'nn.WithLossCell'."
             )
+        check_positive_int(_NAME, "accumulation_steps", accumulation_steps)
+        if micro_size is None and micro_batch_size is None and accumulation_steps > 1:
+            micro_size = 1
         if (micro_size is None) == (micro_batch_size is None):
             raise ValueError(
                 f"For 'GradAccumulationCell', exactly one of 'micro_size' (number of micro-batches) and "
-                f"'micro_batch_size' (samples in one) must be given, but got micro_size={micro_size} and "
-                f"micro_batch_size={micro_batch_size}."
+                f"'micro_batch_size' (samples in one) must be given, or neither with 'accumulation_steps' (batches "
+                f"that share an update), but got micro_size={micro_size}, micro_batch_size={micro_batch_size} and "
+                f"accumulation_steps={accumulation_steps}."
             )
         for name, value in (("micro_size", micro_size), ("micro_batch_size", micro_batch_size)):
             if value is not None:
-                _check_positive_int(name, value)
-        if max_grad_norm is not None:
-            _check_positive_finite("max_grad_norm", max_grad_norm)
-        if jit is not None and not isinstance(jit, bool):
-            raise TypeError(f"For 'GradAccumulationCell', the argument 'jit' must be a bool or None, but got {jit!r}.")
-        if not isinstance(compensated, bool):
-            raise TypeError(
-                f"For 'GradAccumulationCell', the argument 'compensated' must be a bool, but got {compensated!r}."
-            )
-        _check_one_of("reduction", reduction, ("mean", "sum"))
-        _check_one_of("overflow", overflow, ("drop_window", "drop_micro_batch"))
-        _check_one_of("accumulator_dtype", accumulator_dtype, (ms.float32, ms.float16, ms.bfloat16, None))
+                check_positive_int(_NAME, name, value)
+        check_accumulation_options(_NAME, max_grad_norm, accumulator_dtype, compensated, overflow, jit)
+        check_one_of(_NAME, "reduction", reduction, ("mean", "sum"))
         self.counts, self.loss_weights = _losses(count, loss_weights)
         if reduction == "sum" and self.several_losses and None in self.counts:
             raise ValueError(
@@ -209,6 +184,14 @@ class GradAccumulationCell(nn.Cell):
                 f"must be one loss's mean, or a sum with 'count', but got {len(self.loss_weights)} loss(es), "
                 f"reduction='{reduction}' and count={count}. Use overflow='drop_window'."
             )
+        if accumulation_steps > 1 and self.several_losses:
+            raise ValueError(
+                f"For 'GradAccumulationCell', 'accumulation_steps' must be 1 for a network of several losses, because "
+                f"each is divided by a total of its own, which one accumulator cannot be once the first batches are in "
+                f"it, but got accumulation_steps={accumulation_steps} and {len(self.loss_weights)} losses. Use larger "
+                f"batches and 'micro_size'; or add the losses up in the network, where one total serves all."
+            )
+        self.accumulation_steps = accumulation_steps
         self.reduction = reduction
         self.overflow = overflow
         self.accumulator_dtype = accumulator_dtype
@@ -233,7 +216,7 @@ class GradAccumulationCell(nn.Cell):
     @property
     def accumulates(self) -> bool:
         """Whether there is anything to accumulate over: not with one micro-batch that always takes part."""
-        return self.micro_size != 1 or self.counted or self.several_losses
+        return self.micro_size != 1 or self.accumulation_steps > 1 or self.counted or self.several_losses
 
     def set_grad(self, requires_grad: bool = True) -> GradAccumulationCell:
         """Refuse to be trained as an ordinary network (`nn.TrainOneStepCell` announces that with this call)."""

@@ -1,8 +1,7 @@
 """A window whose micro-batches weigh by counts, which only the data tell.
 
-The rank's own micro-batches are counted first, and seeded with their shares. Gradients leave for the other ranks as
-sums, times the rank's own total, together with loss, total and number of dropped micro-batches: one reduction. What
-comes back is divided by the total of all.
+The rank's own micro-batches are counted first, and seeded with their shares. counted_reduction.py then makes the mean
+over all ranks.
 """
 
 from __future__ import annotations
@@ -12,15 +11,8 @@ from mindspore import amp, nn, ops
 
 from gaccum_ms import normalize, split
 from gaccum_ms.cell import GradAccumulationCell
-from gaccum_ms.parallel import SumOverRanks
-from gaccum_ms.window import SampleWindow, record
-
-_times = ops.MultitypeFuncGraph("gaccum_ms_times")
-
-
-@_times.register("Tensor", "Tensor")
-def _times_one(factor, gradient):
-    return ops.cast(gradient, ms.float32) * factor
+from gaccum_ms.counted_reduction import CountedReduction
+from gaccum_ms.window import SampleWindow
 
 
 @ops.constexpr
@@ -43,12 +35,13 @@ class CountedWindow(SampleWindow):
         self.counts = nn.CellList([normalize.count_cell(count) for count in cell.counts], auto_prefix=False)
         self.counts_samples = all(count is None for count in cell.counts)
         self.drops = cell.overflow == "drop_micro_batch"
-        self.sum_over_ranks = SumOverRanks(weights, self.nothing().shape)
-        # Without counts of the user's own, ranks mean together what MindSpore's 'gradients_mean' says.
-        self.factor = self.sum_over_ranks.summed_ranks() if self.counts_samples else 1.0
         self.count_shape = (len(cell.loss_weights),) if cell.several_losses else ()
-        self.window_count = record("window_count", self.count_shape)
-        self.dropped_micro_batches = record("dropped_micro_batches")
+        if not cell.several_losses:
+            # A sum without a count, allowed in windows that span batches, is not divided by anything.
+            self.is_mean = self.loss_is_mean or not self.counts_samples
+            self.reduction = CountedReduction(weights, self.counts_samples, self.is_mean)
+            self.window_count = self.reduction.window_count
+            self.dropped_micro_batches = self.reduction.dropped_micro_batches
 
     def unit(self, inputs, samples, scale):
         """One over this rank's own total: what goes backward, and into the accumulators, is then as small as the whole
@@ -105,15 +98,4 @@ class CountedWindow(SampleWindow):
         return sums
 
     def reduce(self, gradients, sums, scale, unit):
-        own_total = scale / unit
-        sums = sums * ops.stack((own_total, ops.ones_like(own_total), ops.ones_like(own_total)))
-        gradients = self.map(ops.partial(_times, own_total), gradients)
-        gradients, over_ranks = self.sum_over_ranks(gradients, sums)
-        _, total, dropped = ops.unstack(over_ranks)
-        # The loss of samples is the rank's own, as without accumulation; that of counted items is all ranks'.
-        own_loss, own_count, _ = ops.unstack(sums if self.counts_samples else over_ranks)
-        loss = normalize.mean_or_zero(own_loss / scale, own_count)
-        loss = ops.depend(loss, ops.assign(self.window_count, total))
-        loss = ops.depend(loss, ops.assign(self.dropped_micro_batches, dropped))
-        divisor = ops.select(total > 0, total, ops.ones_like(total)) * scale / self.factor
-        return gradients, divisor, loss, total > 0
+        return self.reduction(gradients, sums, unit, scale)

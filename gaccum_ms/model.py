@@ -58,7 +58,9 @@ def build_train_network(
     update_cell = manager.get_update_cell()
     step = TrainOneStepWithGradAccumulationCell(network, optimizer, scale_sense=update_cell)
     if update_cell is None:
-        step.sens = float(manager.get_loss_scale())  # drop_overflow_update=False: the optimizer's loss_scale removes it
+        step.update.sens = float(
+            manager.get_loss_scale()
+        )  # drop_overflow_update=False: the optimizer's loss_scale removes it
     return step.set_train()
 
 

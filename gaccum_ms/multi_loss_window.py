@@ -14,7 +14,9 @@ from mindspore import nn, ops
 from gaccum_ms import normalize
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.counted_window import CountedWindow
-from gaccum_ms.window import float32_losses, record
+from gaccum_ms.parallel import SumOverRanks
+from gaccum_ms.records import record
+from gaccum_ms.window import float32_losses
 
 
 class _LossAlone(nn.Cell):
@@ -45,6 +47,8 @@ class MultiLossWindow(CountedWindow):
         self.backward = ops.value_and_grad(self.seeded_losses, None, weights, has_aux=True)
         alone = [_LossAlone(cell.network, term, cell.loss_weights) for term in range(self.number)]
         self.backward_of = tuple(ops.value_and_grad(one, None, weights, has_aux=True) for one in alone)
+        self.sum_over_ranks = SumOverRanks(weights, (self.number,))
+        self.window_count = record("window_count", (self.number,))
         self.loss_terms = record("loss_terms", (self.number,))
 
     def unit(self, inputs, samples, scale):
@@ -53,7 +57,7 @@ class MultiLossWindow(CountedWindow):
         if not self.counts_samples:
             totals = self.sum_over_ranks.alone(totals)
         totals = ops.depend(totals, ops.assign(self.window_count, totals))
-        return normalize.mean_or_zero(scale * ops.ones_like(totals), totals)
+        return normalize.ratio_or_zero(scale * ops.ones_like(totals), totals)
 
     def nothing(self):
         return ops.zeros((self.number,), ms.float32)

@@ -128,6 +128,6 @@ def valid_or_nan(count: ms.Tensor) -> ms.Tensor:
     return ops.select(valid, count, ops.full_like(count, float("nan")))
 
 
-def mean_or_zero(total: ms.Tensor, count: ms.Tensor) -> ms.Tensor:
-    """``total / count``, and zero where there was nothing to count."""
-    return ops.select(count > 0, total / ops.maximum(count, 1e-30), ops.zeros_like(total))
+def ratio_or_zero(value: ms.Tensor, count: ms.Tensor) -> ms.Tensor:
+    """``value / count``, and zero where there was nothing to count."""
+    return ops.select(count > 0, value / ops.maximum(count, 1e-30), ops.zeros_like(value))

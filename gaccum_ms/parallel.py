@@ -38,17 +38,17 @@ class SumOverRanks(nn.Cell):
     def __init__(self, weights: Sequence[ms.Parameter], shape: tuple[int, ...]) -> None:
         super().__init__(auto_prefix=False)
         self.reduces = ms.get_auto_parallel_context("parallel_mode") == ms.ParallelMode.DATA_PARALLEL
+        self.ranks = get_group_size() if self.reduces else 1
         if self.reduces:
             # The reducer asks of each Parameter how it is to be reduced; of the sums' only this one knows.
             sums = ms.Parameter(ops.zeros(shape, ms.float32), name="sums", requires_grad=False)
-            degree = get_group_size()
-            self.reducer = nn.DistributedGradReducer([*weights, sums], mean=False, degree=degree)
-            self.small_reducer = nn.DistributedGradReducer([sums], mean=False, degree=degree)
+            self.reducer = nn.DistributedGradReducer([*weights, sums], mean=False, degree=self.ranks)
+            self.small_reducer = nn.DistributedGradReducer([sums], mean=False, degree=self.ranks)
 
     def summed_ranks(self) -> float:
         """How many times its own mean the ranks make of a gradient together: 1 by ``gradients_mean``, else one each."""
         if self.reduces and not ms.get_auto_parallel_context("gradients_mean"):
-            return float(get_group_size())
+            return float(self.ranks)
         return 1.0
 
     def construct(self, gradients, sums):

@@ -4,19 +4,22 @@
     for each micro-batch:                       (window.py)
         forward, backward                       seeded with its share or count, times the loss scale
         add to the accumulators                 unless it counts nothing, or overflowed and is to be dropped
-    reduce across ranks, once                   several counted losses: their counts too, before the loop
-    divide by total count and loss scale
-    clip by global norm
-    finite, and something counted?              all ranks agree
-        update, or skip
-    adjust the loss scale
-    clear the accumulators
+    the window's last batch?                    (spanning_window.py; without accumulation_steps each is)
+        reduce across ranks, once               several counted losses: their counts too, before the loop
+        divide by total count and loss scale    (from here on: update.py)
+        clip by global norm
+        finite, and something counted?          all ranks agree
+            update, or skip
+        adjust the loss scale
+        clear the accumulators
 
-Everything from `construct` down, here and in window.py, is parsed by graph mode into one graph with the loop in it. The
-loop's body is compiled once, so compile time and memory do not grow with the number of micro-batches. Four rules keep
-it right: values are carried as ``a = a + b``, because ``a += b`` on a constant Tensor writes into the constant, which
-lives on in the compiled graph; side effects are ordered by `ops.depend`; what depends on shapes and options is decided
-while compiling, by Python values; what depends on data is an ``if`` on a Tensor, and what it skips costs nothing.
+Everything from `construct` down, here and in the files named above, is parsed by graph mode into one graph with the
+loop in it. The loop's body is compiled once, so compile time and memory do not grow with the number of micro-batches.
+Five rules keep it right: values are carried as ``a = a + b``, because ``a += b`` on a constant Tensor writes into the
+constant, which lives on in the compiled graph; side effects are ordered by `ops.depend`; what depends on shapes and
+options is decided while compiling, by Python values; what depends on data is an ``if`` on a Tensor, and what it skips
+costs nothing; and no global that a method uses has the name of a method of its class, which graph mode would take it
+for.
 """
 
 from __future__ import annotations
@@ -24,30 +27,34 @@ from __future__ import annotations
 from typing import Any
 
 import mindspore as ms
-from mindspore import amp, nn, ops
+from mindspore import nn, ops
 
-from gaccum_ms import clip, split
+from gaccum_ms import split
 from gaccum_ms.batchnorm import warn_about_batch_norm
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.counted_window import CountedWindow
-from gaccum_ms.loss_scale import check_scale, scale_parameter
+from gaccum_ms.loss_scale import check_scale
 from gaccum_ms.multi_loss_window import MultiLossWindow
+from gaccum_ms.options import check_positive_int
 from gaccum_ms.parallel import broadcast_parameters, check_parallel_mode
+from gaccum_ms.records import counter
+from gaccum_ms.spanning_window import SpanningWindow
 from gaccum_ms.sparse import refuse_sparse_gradients
-from gaccum_ms.window import SampleWindow, record
+from gaccum_ms.update import Update, WindowEnd
+from gaccum_ms.window import SampleWindow
 
-_divide = ops.MultitypeFuncGraph("gaccum_ms_divide")
-_cast_like = ops.MultitypeFuncGraph("gaccum_ms_cast_like")
-
-
-@_divide.register("Tensor", "Tensor")
-def _divide_one(divisor, gradient):
-    return ops.cast(gradient, ms.float32) / divisor
-
-
-@_cast_like.register("Tensor", "Tensor")
-def _cast_like_one(gradient, weight):
-    return ops.cast(gradient, weight.dtype)
+# Parameters of a step's parts that are its own, too.
+_RECORDS = (
+    "accumulation_steps",
+    "batch_items",
+    "dropped_micro_batches",
+    "grad_norm",
+    "loss_terms",
+    "scale_sense",
+    "update_count",
+    "window_count",
+    "window_loss",
+)
 
 
 class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
@@ -123,46 +130,44 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         super().__init__(network.network, optimizer)
         self._micro_size = network.micro_size
         self._micro_batch_size = network.micro_batch_size
-        self._max_grad_norm = network.max_grad_norm
         self._counts = tuple(count for count in network.counts if count is not None)
         self._jit = bool(network.jit)
         self._seen_full_batch = False
         self._ranks_agree = not self.reducer_flag
-        self._map = ops.HyperMap()
+        self.window_position = counter("window_position")
+        self.batch_count = counter("batch_count")
+        self.spans_batches = network.accumulation_steps > 1
         self.window = self._make_window(network)
-        self._scaled = scale_sense is not None
-        self._drops = network.overflow == "drop_micro_batch"
-        self.loss_scaling_manager: Any = None
-        if self._scaled:
-            self.scale_sense, self.loss_scaling_manager = scale_parameter(scale_sense)
-        if self._max_grad_norm is not None:
-            self.grad_norm = record("grad_norm")
+        drops = network.overflow == "drop_micro_batch"
+        ends_window = self.window.open if self.spans_batches else self.window
+        self.update = Update(optimizer, self.weights, ends_window, network.max_grad_norm, drops, scale_sense)
+        if self.spans_batches:
+            self.end_window = WindowEnd(self.window.open, self.update, self._jit)
+        self._expose_records()
         if network.accumulates:
             warn_about_batch_norm(network)
 
     def _make_window(self, cell: GradAccumulationCell) -> SampleWindow:
+        if self.spans_batches:
+            return SpanningWindow(cell, self.weights, self.grad_reducer, self.window_position)
         if cell.several_losses:
             return MultiLossWindow(cell, self.weights, self.grad_reducer)
         if cell.counted:
             return CountedWindow(cell, self.weights, self.grad_reducer)
         return SampleWindow(cell, self.weights, self.grad_reducer)
 
-    @property
-    def accu_grads(self) -> ms.ParameterTuple:
-        """The accumulators; empty where there is nothing to accumulate over."""
-        return getattr(self.window, "accu_grads", ms.ParameterTuple(()))
+    def _expose_records(self) -> None:
+        """Let callbacks find what the parts record under the step's own name."""
+        self.accu_grads = self.window.accumulators.sums if self.window.accumulates else ms.ParameterTuple(())
+        for part in (self.window, getattr(self.window, "open", None), self.update):
+            for name in _RECORDS:
+                if hasattr(part, name):
+                    setattr(self, name, getattr(part, name))
 
     @property
-    def window_count(self) -> ms.Parameter:
-        return self.window.window_count
-
-    @property
-    def dropped_micro_batches(self) -> ms.Parameter:
-        return self.window.dropped_micro_batches
-
-    @property
-    def loss_terms(self) -> ms.Parameter:
-        return self.window.loss_terms
+    def loss_scaling_manager(self) -> nn.Cell | None:
+        """The Cell that adjusts the loss scale, as in `nn.TrainOneStepWithLossScaleCell`."""
+        return self.update.manager
 
     def set_sense_scale(self, sens: ms.Tensor) -> None:
         """Set the loss scale, as the method of this name of `nn.TrainOneStepWithLossScaleCell` does.
@@ -170,13 +175,45 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         Args:
             sens (Tensor): The new scale, of the shape of the old one.
         """
-        if not self._scaled or not isinstance(sens, ms.Tensor) or sens.shape != self.scale_sense.shape:
+        if not self.update.scaled or not isinstance(sens, ms.Tensor) or sens.shape != self.scale_sense.shape:
             raise TypeError(
                 f"For 'TrainOneStepWithGradAccumulationCell', 'set_sense_scale' needs a step that was made with "
                 f"'scale_sense', and a Tensor of its shape, but got {sens!r}."
             )
         check_scale(sens)
         ops.assign(self.scale_sense, sens.astype(ms.float32))  # a compiled graph would not see set_data
+
+    def set_accumulation_steps(self, accumulation_steps: int) -> None:
+        """Let windows to come, not one that is open, have another number of batches. Nothing is compiled anew.
+
+        Args:
+            accumulation_steps (int): Batches that share an update.
+
+        Raises:
+            TypeError: If it is not an int.
+            ValueError: If it is less than 1.
+            RuntimeError: If it is more than 1, and the cell was made without `accumulation_steps` .
+        """
+        check_positive_int("TrainOneStepWithGradAccumulationCell", "accumulation_steps", accumulation_steps)
+        if self.spans_batches:
+            self.window.open.set_steps(accumulation_steps)
+        elif accumulation_steps > 1:
+            raise RuntimeError(
+                f"For 'TrainOneStepWithGradAccumulationCell', windows of several batches need what this step was made "
+                f"without, but got accumulation_steps={accumulation_steps} for a cell with accumulation_steps=1. Make "
+                f"it GradAccumulationCell(..., accumulation_steps={accumulation_steps})."
+            )
+
+    def flush(self) -> bool:
+        """Update with the batches that the open window has, divided by what they count; without any, do nothing.
+
+        In data parallel mode a collective: all ranks must call it equally often, and one with an open window is enough
+        for an update; a rank without contributes a count of zero.
+
+        Returns:
+            bool, whether an update was made.
+        """
+        return self.spans_batches and self.end_window.flush()
 
     def __call__(self, *inputs):
         self._check_batch(inputs)
@@ -216,7 +253,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
 
     def _check_count(self, inputs: tuple[ms.Tensor, ...]) -> None:
         """The graph did not update with a bad count, on any rank; here the user learns of it."""
-        total = self.window_count.asnumpy()
+        total = (self.batch_items if self.spans_batches else self.window_count).asnumpy()
         if (total == total).all():
             return
         plan = split.plan_split(split.batch_shapes(inputs), self._micro_size, self._micro_batch_size)
@@ -230,7 +267,8 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         raise ValueError(
             f"For 'GradAccumulationCell', 'count' must return a finite number of items that is not negative, but got "
             f"{counted} for the micro-batches of this rank (where these are fine, another rank's are not). Nothing was "
-            f"changed: correct 'count' and go on."
+            f"changed{', the batch is left out of its window' if self.spans_batches else ''}: correct 'count' and go "
+            f"on."
         )
 
     # -- compiled ------------------------------------------------------------------------------------------------------
@@ -246,62 +284,19 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
 
     def _step(self, *inputs):
         """The order of one update."""
-        scale = self._scale()
-        gradients, divisor, loss, counted = self.window.run(inputs, scale)
-        if self._scaled or self.window.divides:
-            gradients = self._map(ops.partial(_divide, divisor / self.sens), gradients)
-        norm_is_finite = True
-        if self._max_grad_norm is not None:
-            gradients, loss, norm_is_finite = self._clip(gradients, loss)
-        gradients = self._map(_cast_like, gradients, self.weights)
-        overflow = self._overflow(gradients, loss, counted, norm_is_finite)
-        if self.window.gated or self._scaled:
-            if ops.logical_and(counted, ops.logical_not(overflow)):
-                loss = ops.depend(loss, self.optimizer(gradients))
+        scale = self.update.scale()
+        if self.spans_batches:
+            loss = self.window.add_batch(inputs, scale)
+            overflow = ms.Tensor(False, ms.bool_)
+            if self.window.open.is_complete(loss):
+                overflow = self.end_window(loss)
+                loss = ops.depend(loss, overflow)
         else:
-            loss = ops.depend(loss, self.optimizer(gradients))
-        if self.loss_scaling_manager is not None:
-            loss = ops.depend(loss, self._adjust_scale(overflow, loss))
-        loss = self.window.clear(loss)
-        if self._scaled:
+            loss, overflow = self.update(*self.window.run(inputs, scale))
+        loss = ops.depend(loss, ops.assign_add(self.batch_count, ms.Tensor(1, ms.int32)))
+        if self.update.scaled:
             return loss, overflow, scale
         return loss
-
-    def _scale(self):
-        """What seeds are multiplied with, shape (). `scale_sense` is divided out again; `sens` is left in the gradient
-        for an optimizer with ``loss_scale``, which divides by it."""
-        if self._scaled:
-            return self.scale_sense.reshape(()) + 0.0  # its value now: the manager writes into the Parameter
-        return ms.Tensor(self.sens, ms.float32)
-
-    def _clip(self, gradients, loss):
-        norm = clip.global_norm(gradients)
-        loss = ops.depend(loss, ops.assign(self.grad_norm, norm / self.sens))
-        return clip.clip_by_norm(gradients, norm, self._max_grad_norm * self.sens), loss, ops.isfinite(norm)
-
-    def _overflow(self, gradients, loss, counted, norm_is_finite):
-        """Whether the window must not update for what is not finite: the finished gradient, the same on all ranks, or
-        its norm, or every micro-batch's. Without loss scaling nobody asks."""
-        if not self._scaled and not self._drops:
-            return ms.Tensor(False, ms.bool_)
-        overflow = ops.logical_not(ops.logical_and(amp.all_finite(gradients), norm_is_finite))
-        if self._drops:
-            overflow = ops.logical_or(overflow, ops.logical_and(self._dropped(loss), ops.logical_not(counted)))
-        return overflow
-
-    def _dropped(self, after):
-        return ops.depend(self.window.dropped_micro_batches, after) > 0
-
-    def _adjust_scale(self, overflow, loss):
-        """Let the manager see the window, unless its count was bad: then nothing is to change."""
-        if self._drops:
-            overflow = ops.logical_or(overflow, self._dropped(loss))
-        overflow = ops.depend(overflow, loss)
-        if not self.window.gated:
-            return self.loss_scaling_manager(self.scale_sense, overflow)
-        if (ops.depend(self.window.window_count, loss) >= 0).all():
-            overflow = ops.depend(overflow, self.loss_scaling_manager(self.scale_sense, overflow))
-        return overflow
 
 
 def _check_optimizer(network: nn.Cell, optimizer: nn.Optimizer) -> None:

@@ -16,7 +16,8 @@ from __future__ import annotations
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms import accumulator, split
+from gaccum_ms import split
+from gaccum_ms.accumulator import Accumulators
 from gaccum_ms.cell import GradAccumulationCell
 
 
@@ -43,11 +44,6 @@ def float32_losses(losses, number):
     return [ops.cast(loss, ms.float32) for loss in losses]
 
 
-def record(name: str, shape: tuple[int, ...] = ()) -> ms.Parameter:
-    """A Parameter in which the compiled step leaves something for callbacks to read."""
-    return ms.Parameter(ops.zeros(shape, ms.float32), name=name, requires_grad=False)
-
-
 class SampleWindow(nn.Cell):
     """Micro-batches weigh by their samples."""
 
@@ -65,11 +61,8 @@ class SampleWindow(nn.Cell):
         self.map = ops.HyperMap()
         self.backward = ops.value_and_grad(self.seeded_loss, None, weights)
         self.accumulates = cell.accumulates
-        self.compensated = cell.compensated and cell.accumulates
         if self.accumulates:
-            self.accu_grads = accumulator.allocate(weights, cell.accumulator_dtype)
-        if self.compensated:
-            self.accu_compensation = accumulator.allocate(weights, ms.float32, accumulator.COMPENSATION_PREFIX)
+            self.accumulators = Accumulators(weights, cell.accumulator_dtype, cell.compensated)
 
     # -- compiled: the loop --------------------------------------------------------------------------------------------
 
@@ -83,6 +76,13 @@ class SampleWindow(nn.Cell):
             # Nothing to accumulate over: the gradients need no detour through accumulators.
             sums, gradients = self.backward(unit * self.items(size), *inputs)
             return self.reduce(gradients, sums, scale, unit)
+        sums = self.add_up(inputs, unit)
+        return self.reduce(self.accumulators.read(sums), sums, scale, unit)
+
+    def add_up(self, inputs, unit):
+        """Forward, backward and add for each micro-batch of a batch; returns the batch's sums."""
+        shapes = [value.shape for value in inputs]
+        _, size, full, rest = split.compiled_plan(shapes, self.micro_size, self.micro_batch_size)
         sums = self.nothing()
         stacked = split.stack_full(inputs, size, full, rest)
         index = ms.Tensor(0, ms.int32)
@@ -91,7 +91,7 @@ class SampleWindow(nn.Cell):
             index = index + 1
         if rest > 0:
             sums = sums + self.micro_step(unit, rest, *split.take_rest(inputs, full * size))
-        return self.reduce(self.accumulated(sums), sums, scale, unit)
+        return sums
 
     def micro_step(self, unit, size, *micro_batch):
         # `*`: of one tuple of equal shapes, passed to where an `if` on a Tensor is, graph mode forgets the length.
@@ -124,33 +124,15 @@ class SampleWindow(nn.Cell):
     # -- compiled: the accumulators ------------------------------------------------------------------------------------
 
     def add(self, gradients):
-        if self.compensated:
-            return self.map(accumulator.add_compensated, self.accu_grads, self.accu_compensation, gradients)
-        return self.map(accumulator.add, self.accu_grads, gradients)
-
-    def accumulated(self, after):
-        """The sum of the window's gradients, once `after` is there."""
-        if self.compensated:
-            return self.map(
-                accumulator.read_compensated,
-                ops.depend(self.accu_grads, after),
-                ops.depend(self.accu_compensation, after),
-            )
-        return ops.depend(self.accu_grads, after)
+        return self.accumulators.add(gradients)
 
     def clear(self, after):
         """Zero the accumulators, once `after` is there."""
-        if not self.accumulates:
-            return after
-        cleared = self.map(accumulator.clear, ops.depend(self.accu_grads, after))
-        if self.compensated:
-            cleared = self.map(accumulator.clear, ops.depend(self.accu_compensation, cleared))
-        return ops.depend(after, cleared)
+        return self.accumulators.clear(after) if self.accumulates else after
 
     # -- not compiled --------------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
         """Zero the accumulators after a window that did not end."""
         if self.accumulates:
-            for held in (*self.accu_grads, *(self.accu_compensation if self.compensated else ())):
-                accumulator.overwrite(held, ops.zeros_like(held))
+            self.accumulators.forget()

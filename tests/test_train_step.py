@@ -138,7 +138,7 @@ def test_any_number_of_inputs(mode):
 def test_accumulators_are_zero_after_every_update_and_used_within(mode):
     class Peek(SampleWindow):
         def reduce(self, gradients, sums, scale, unit):
-            sums = ops.depend(sums, ops.assign(self.peek, ops.depend(self.accu_grads[0], sums)))
+            sums = ops.depend(sums, ops.assign(self.peek, ops.depend(self.accumulators.sums[0], sums)))
             return super().reduce(gradients, sums, scale, unit)
 
     cell = GradAccumulationCell(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), 3)

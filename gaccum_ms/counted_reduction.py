@@ -1,0 +1,64 @@
+"""The mean over all counted items of all ranks, in one reduction.
+
+Each rank has sums: of gradients, of the loss, and the count that they are over. They leave for the other ranks
+together; what comes back is divided by the total of all. The mean of the ranks' means would be something else as soon
+as their counts differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mindspore as ms
+from mindspore import nn, ops
+
+from gaccum_ms import normalize
+from gaccum_ms.parallel import SumOverRanks
+from gaccum_ms.records import record
+
+times = ops.MultitypeFuncGraph("gaccum_ms_times")
+
+
+@times.register("Tensor", "Tensor")
+def _times_one(factor, gradient):
+    return ops.cast(gradient, ms.float32) * factor
+
+
+class CountedReduction(nn.Cell):
+    """Reduce gradients, together with the sums ``(loss, count, dropped micro-batches)``, over all ranks.
+
+    Args:
+        weights (Sequence[Parameter]): The weights whose gradients are reduced.
+        by_samples (bool): Whether the counts are not the user's own. Ranks then mean together what MindSpore's
+            ``gradients_mean`` says, and a rank reports its own loss, as without accumulation.
+        is_mean (bool): Whether to divide by the count at all: not a loss that is a sum, and has none.
+    """
+
+    def __init__(self, weights: Sequence[ms.Parameter], by_samples: bool, is_mean: bool = True) -> None:
+        super().__init__(auto_prefix=False)
+        self.by_samples = by_samples
+        self.is_mean = is_mean
+        self.map = ops.HyperMap()
+        self.sum_over_ranks = SumOverRanks(weights, (3,))
+        self.factor = self.sum_over_ranks.summed_ranks() if by_samples else 1.0
+        self.ranks = self.sum_over_ranks.ranks
+        self.window_count = record("window_count")
+        self.dropped_micro_batches = record("dropped_micro_batches")
+
+    def construct(self, gradients, sums, unit, scale):
+        """Gradients and loss come as multiples of `unit`, this rank's own. Returns the gradients' sums, times the loss
+        scale, what they are to be divided by, the loss, and whether anything was counted."""
+        # Zero where this rank has counted nothing: it has no unit then.
+        per_unit = normalize.ratio_or_zero(scale, unit)
+        sums = sums * ops.stack((per_unit, ops.ones_like(per_unit), ops.ones_like(per_unit)))
+        gradients, over_ranks = self.sum_over_ranks(self.map(ops.partial(times, per_unit), gradients), sums)
+        _, total, dropped = ops.unstack(over_ranks)
+        loss, count, _ = ops.unstack(sums if self.by_samples else over_ranks)
+        divisor = ops.select(total > 0, total, ops.ones_like(total)) * scale / self.factor
+        if not self.is_mean:
+            count = ops.ones_like(count)
+            divisor = scale * self.ranks / self.factor
+        loss = normalize.ratio_or_zero(loss / scale, count)
+        loss = ops.depend(loss, ops.assign(self.window_count, total))
+        loss = ops.depend(loss, ops.assign(self.dropped_micro_batches, dropped))
+        return gradients, divisor, loss, total > 0

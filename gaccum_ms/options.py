@@ -1,0 +1,45 @@
+"""Checks of options that several classes have: one clear error each, which names the class."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import mindspore as ms
+
+
+def check_positive_int(owner: str, name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(
+            f"For '{owner}', the argument '{name}' must be an int, but got {value!r} of type '{type(value).__name__}'."
+        )
+    if value < 1:
+        raise ValueError(f"For '{owner}', the argument '{name}' must be at least 1, but got {value}.")
+
+
+def check_accumulation_options(
+    owner: str, max_grad_norm: Any, accumulator_dtype: Any, compensated: Any, overflow: Any, jit: Any
+) -> None:
+    """The options that decide how gradients are added up and what becomes of the sum."""
+    if max_grad_norm is not None:
+        _check_positive_finite(owner, "max_grad_norm", max_grad_norm)
+    if jit is not None and not isinstance(jit, bool):
+        raise TypeError(f"For '{owner}', the argument 'jit' must be a bool or None, but got {jit!r}.")
+    if not isinstance(compensated, bool):
+        raise TypeError(f"For '{owner}', the argument 'compensated' must be a bool, but got {compensated!r}.")
+    check_one_of(owner, "overflow", overflow, ("drop_window", "drop_micro_batch"))
+    check_one_of(owner, "accumulator_dtype", accumulator_dtype, (ms.float32, ms.float16, ms.bfloat16, None))
+
+
+def check_one_of(owner: str, name: str, value: Any, allowed: tuple) -> None:
+    if not any(value is one or (isinstance(value, str) and value == one) for one in allowed):
+        raise ValueError(f"For '{owner}', the argument '{name}' must be one of {list(allowed)}, but got {value!r}.")
+
+
+def _check_positive_finite(owner: str, name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(
+            f"For '{owner}', the argument '{name}' must be a float, but got {value!r} of type '{type(value).__name__}'."
+        )
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"For '{owner}', the argument '{name}' must be positive and finite, but got {value}.")

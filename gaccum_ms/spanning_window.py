@@ -1,0 +1,55 @@
+"""A window that spans several batches: how one batch is added. What stays between batches is in open_window.py."""
+
+from __future__ import annotations
+
+import warnings
+
+import mindspore as ms
+from mindspore import nn, ops
+
+from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.counted_window import CountedWindow
+from gaccum_ms.normalize import ratio_or_zero
+from gaccum_ms.open_window import OpenWindow
+
+
+class SpanningWindow(CountedWindow):
+    """Micro-batches weigh by samples or counts, over all batches of the window and all ranks."""
+
+    def __init__(
+        self,
+        cell: GradAccumulationCell,
+        weights: ms.ParameterTuple,
+        grad_reducer: nn.Cell,
+        position: ms.Parameter,
+    ) -> None:
+        super().__init__(cell, weights, grad_reducer)
+        self.open = OpenWindow(self.accumulators, self.reduction, position, cell.accumulation_steps)
+
+    # -- compiled ------------------------------------------------------------------------------------------------------
+
+    def add_batch(self, inputs, scale):
+        """Forward, backward and add for one batch; returns its own mean loss, on this rank."""
+        count = self.own_total(inputs)
+        unit = self.open.begin_batch(scale, count)
+        sums = self.nothing()
+        if self.counts_samples or count >= 0:  # a bad count is NaN here: such a batch is left out as a whole
+            sums = self.add_up(inputs, unit)
+        loss, kept, _ = ops.unstack(sums)
+        mean = ratio_or_zero(loss, unit * kept if self.is_mean else unit)
+        return ops.depend(mean, self.open.end_batch(sums, count))
+
+    # -- not compiled --------------------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Drop the window, if a batch of it failed half-way: what that has added cannot be told from the rest."""
+        if self.open.is_torn():
+            dropped = self.open.batches - 1
+            self.open.forget()
+            if dropped:
+                warnings.warn(
+                    f"For 'GradAccumulationCell', a batch failed half-way, and with it the {dropped} batch(es) before "
+                    f"it in its window were dropped. The next batch begins a new window.",
+                    UserWarning,
+                    stacklevel=4,
+                )

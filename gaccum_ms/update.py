@@ -1,0 +1,170 @@
+"""The end of a window: what is done once per update, after the sums of all ranks are there.
+
+    divide by total count and loss scale
+    clip by global norm
+    finite, and something counted?              all ranks agree
+        update, or skip
+    adjust the loss scale
+    clear the accumulators
+
+All of it is compiled: see the rules at the head of train_step.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mindspore as ms
+from mindspore import amp, nn, ops
+
+from gaccum_ms import clip
+from gaccum_ms.loss_scale import scale_parameter
+from gaccum_ms.open_window import OpenWindow
+from gaccum_ms.records import counter, record
+
+_divide = ops.MultitypeFuncGraph("gaccum_ms_divide")
+_cast_like = ops.MultitypeFuncGraph("gaccum_ms_cast_like")
+
+
+@_divide.register("Tensor", "Tensor")
+def _divide_one(divisor, gradient):
+    return ops.cast(gradient, ms.float32) / divisor
+
+
+@_cast_like.register("Tensor", "Tensor")
+def _cast_like_one(gradient, weight):
+    return ops.cast(gradient, weight.dtype)
+
+
+class Update(nn.Cell):
+    """Bring a window's gradients to the optimizer.
+
+    Args:
+        optimizer (Optimizer): Updates the weights.
+        weights (Sequence[Parameter]): The weights, in the gradients' order.
+        window (Cell): Is asked what its counts say, and cleared.
+        max_grad_norm (float or None): Clip by global norm.
+        drops (bool): Whether micro-batches that overflow are left out.
+        scale_sense (Cell, Tensor or None): Loss scale, as the step takes it.
+    """
+
+    def __init__(
+        self,
+        optimizer: nn.Optimizer,
+        weights: ms.ParameterTuple,
+        window: nn.Cell,
+        max_grad_norm: float | None,
+        drops: bool,
+        scale_sense: nn.Cell | ms.Tensor | None,
+    ) -> None:
+        super().__init__(auto_prefix=False)
+        self.optimizer = optimizer
+        self.weights = weights
+        self.window = window
+        self.max_grad_norm = max_grad_norm
+        self.drops = drops
+        self.sens = 1.0  # a scale that stays in the gradient, for an optimizer with ``loss_scale``, which divides by it
+        self.scaled = scale_sense is not None
+        self.manager: Any = None
+        if scale_sense is not None:
+            self.scale_sense, self.manager = scale_parameter(scale_sense)
+        if max_grad_norm is not None:
+            self.grad_norm = record("grad_norm")
+        self.update_count = counter("update_count")
+        self.map = ops.HyperMap()
+
+    def scale(self):
+        """What seeds are multiplied with, shape ()."""
+        if self.scaled:
+            return self.scale_sense.reshape(()) + 0.0  # its value now: the manager writes into the Parameter
+        return ms.Tensor(self.sens, ms.float32)
+
+    def construct(self, gradients, divisor, loss, counted):
+        """Takes what a window's `run` or `result` returns. Returns the loss, and whether the window overflowed."""
+        if self.scaled or self.window.divides:
+            gradients = self.map(ops.partial(_divide, divisor / self.sens), gradients)
+        norm_is_finite = True
+        if self.max_grad_norm is not None:
+            gradients, loss, norm_is_finite = self._clip(gradients, loss, self.max_grad_norm)
+        gradients = self.map(_cast_like, gradients, self.weights)
+        overflow = self._overflow(gradients, loss, counted, norm_is_finite)
+        if self.window.gated or self.scaled:
+            if ops.logical_and(counted, ops.logical_not(overflow)):
+                loss = self._update(gradients, loss)
+        else:
+            loss = self._update(gradients, loss)
+        if self.manager is not None:
+            loss = ops.depend(loss, self._adjust_scale(overflow, loss))
+        return self.window.clear(loss), overflow
+
+    def _update(self, gradients, loss):
+        updated = self.optimizer(gradients)
+        return ops.depend(loss, (updated, ops.assign_add(self.update_count, ms.Tensor(1, ms.int32))))
+
+    def _clip(self, gradients, loss, max_norm):
+        norm = clip.global_norm(gradients)
+        loss = ops.depend(loss, ops.assign(self.grad_norm, norm / self.sens))
+        return clip.clip_by_norm(gradients, norm, max_norm * self.sens), loss, ops.isfinite(norm)
+
+    def _overflow(self, gradients, loss, counted, norm_is_finite):
+        """Whether the window must not update for what is not finite: the finished gradient, the same on all ranks, or
+        its norm, or every micro-batch's. Without loss scaling nobody asks."""
+        if not self.scaled and not self.drops:
+            return ms.Tensor(False, ms.bool_)
+        overflow = ops.logical_not(ops.logical_and(amp.all_finite(gradients), norm_is_finite))
+        if self.drops:
+            overflow = ops.logical_or(overflow, ops.logical_and(self._dropped(loss), ops.logical_not(counted)))
+        return overflow
+
+    def _dropped(self, after):
+        return ops.depend(self.window.dropped_micro_batches, after) > 0
+
+    def _adjust_scale(self, overflow, loss):
+        """Let the manager see the window, unless its count was bad: then nothing is to change."""
+        if self.drops:
+            overflow = ops.logical_or(overflow, self._dropped(loss))
+        overflow = ops.depend(overflow, loss)
+        if not self.window.gated:
+            return self.manager(self.scale_sense, overflow)
+        if (ops.depend(self.window.window_count, loss) >= 0).all():
+            overflow = ops.depend(overflow, self.manager(self.scale_sense, overflow))
+        return overflow
+
+
+class WindowEnd(nn.Cell):
+    """Reduce what an open window has gathered, and update: at its last batch, or earlier, as a flush.
+
+    Args:
+        window (OpenWindow): The window.
+        update (Update): What is done with its sums.
+        jit (bool): Whether to compile a flush in PyNative mode too.
+    """
+
+    def __init__(self, window: OpenWindow, update: Update, jit: bool) -> None:
+        super().__init__(auto_prefix=False)
+        self.window = window
+        self.update = update
+        self._jit = jit
+
+    def construct(self, after):
+        """Returns whether the window overflowed. `after`: a Tensor that stands for all that must come first."""
+        mean, overflow = self.update(*self.window.result(self.update.scale(), after))
+        return ops.depend(overflow, ops.assign(self.window.window_loss, mean))
+
+    @ms.jit
+    def _compiled_end(self, after):
+        return self.construct(after)
+
+    def flush(self) -> bool:
+        """End the window now. All ranks must; one that has nothing to add takes part with a count of zero.
+
+        Returns:
+            bool, whether there was an update.
+        """
+        if not self.window.batches and not self.window.reduction.sum_over_ranks.reduces:
+            return False
+        before = int(self.update.update_count.asnumpy())
+        compiled = self._jit and ms.get_context("mode") == ms.PYNATIVE_MODE
+        with ms.common._no_grad():  # PyNative's tape, left open by an eager gradient, would record this
+            (self._compiled_end if compiled else self)(ms.Tensor(0.0, ms.float32))
+        return int(self.update.update_count.asnumpy()) > before
