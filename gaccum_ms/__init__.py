@@ -3,19 +3,31 @@
 from gaccum_ms import model as _model
 from gaccum_ms.audit import audit
 from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.checkpoint import UpdateCheckpoint
+from gaccum_ms.flush import FlushAccumulation
 from gaccum_ms.grad_accumulator import GradAccumulator
+from gaccum_ms.lr import scale_learning_rate
+from gaccum_ms.monitor import WindowMonitor
 from gaccum_ms.normalize import CountMask, CountNotIgnored
+from gaccum_ms.resume import resume
+from gaccum_ms.schedule import AccumulationScheduler
 from gaccum_ms.train_step import TrainOneStepWithGradAccumulationCell
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AccumulationScheduler",
     "CountMask",
     "CountNotIgnored",
+    "FlushAccumulation",
     "GradAccumulationCell",
     "GradAccumulator",
     "TrainOneStepWithGradAccumulationCell",
+    "UpdateCheckpoint",
+    "WindowMonitor",
     "audit",
+    "resume",
+    "scale_learning_rate",
 ]
 
 _model.install_model_hook()

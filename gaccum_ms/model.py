@@ -3,7 +3,8 @@
 Both call the function `build_train_network` of `mindspore.train.amp`. It knows cells named ``GradAccumulationCell``
 by their class name and would give them a private step that trains in semi-auto parallel mode alone. The function here
 takes its place: a network with our cell gets our step or a clear error, any other network goes to the original,
-untouched. Nothing else in the project reaches into the framework.
+untouched. `ms.Model` also gets, for each training with our step, the callback that watches over open windows. Nothing
+else in the project reaches into the framework.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ from mindspore import nn
 from mindspore.train import amp
 
 from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.flush import FlushAccumulation, WindowWatch
+from gaccum_ms.monitor import WindowMonitor
+from gaccum_ms.schedule import AccumulationScheduler
 from gaccum_ms.train_step import TrainOneStepWithGradAccumulationCell
 
 _OURS = (GradAccumulationCell, TrainOneStepWithGradAccumulationCell)
+_CALLBACKS = (FlushAccumulation, AccumulationScheduler, WindowMonitor)  # in the order in which they must run
 _original = amp.build_train_network
 
 
@@ -64,6 +69,19 @@ def build_train_network(
     return step.set_train()
 
 
+_original_train = mindspore.train.Model._train  # of Model.train and Model.fit
+
+
+@functools.wraps(_original_train)
+def _train(self: mindspore.train.Model, epoch: int, train_dataset: Any, callbacks: Any = None, **kwargs: Any) -> None:
+    if _holds_our_cell(self.train_network):
+        given = self._transform_callbacks(callbacks)
+        # Ours come first: monitors and checkpoints of the same batch must see what they did.
+        ours = [one for kind in _CALLBACKS for one in given if type(one) is kind]
+        callbacks = [WindowWatch(), *ours, *(one for one in given if one not in ours)]
+    _original_train(self, epoch, train_dataset, callbacks=callbacks, **kwargs)
+
+
 def _holds_our_cell(network: Any) -> bool:
     return isinstance(network, nn.Cell) and any(isinstance(cell, _OURS) for _, cell in network.cells_and_names())
 
@@ -72,3 +90,4 @@ def install_model_hook() -> None:
     """Put our function where MindSpore's own modules look it up. Importing the package does it, once."""
     for module in (amp, mindspore.amp, mindspore.train):
         module.build_train_network = build_train_network
+    mindspore.train.Model._train = _train

@@ -16,6 +16,8 @@ from gaccum_ms.open_window import OpenWindow
 class SpanningWindow(CountedWindow):
     """Micro-batches weigh by samples or counts, over all batches of the window and all ranks."""
 
+    spans_batches = True
+
     def __init__(
         self,
         cell: GradAccumulationCell,
@@ -35,7 +37,7 @@ class SpanningWindow(CountedWindow):
         sums = self.nothing()
         if self.counts_samples or count >= 0:  # a bad count is NaN here: such a batch is left out as a whole
             sums = self.add_up(inputs, unit)
-        loss, kept, _ = ops.unstack(sums)
+        loss, kept = ops.unstack(sums[:2])
         mean = ratio_or_zero(loss, unit * kept if self.is_mean else unit)
         return ops.depend(mean, self.open.end_batch(sums, count))
 

@@ -24,12 +24,16 @@ for.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import mindspore as ms
+import numpy as np
 from mindspore import nn, ops
 
 from gaccum_ms import split
+from gaccum_ms.accumulator import overwrite
 from gaccum_ms.batchnorm import warn_about_batch_norm
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.counted_window import CountedWindow
@@ -37,6 +41,7 @@ from gaccum_ms.loss_scale import check_scale
 from gaccum_ms.multi_loss_window import MultiLossWindow
 from gaccum_ms.options import check_positive_int
 from gaccum_ms.parallel import broadcast_parameters, check_parallel_mode
+from gaccum_ms.provenance import Provenance
 from gaccum_ms.records import counter
 from gaccum_ms.spanning_window import SpanningWindow
 from gaccum_ms.sparse import refuse_sparse_gradients
@@ -54,6 +59,7 @@ _RECORDS = (
     "update_count",
     "window_count",
     "window_loss",
+    "window_steps",
 )
 
 
@@ -136,11 +142,17 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         self._ranks_agree = not self.reducer_flag
         self.window_position = counter("window_position")
         self.batch_count = counter("batch_count")
+        self._has_run = False
+        rule = "counts" if self._counts else "samples" if network.reduction == "mean" else "sums"
+        self.provenance = Provenance(rule, network.accumulation_steps, self.reducer_flag)
         self.spans_batches = network.accumulation_steps > 1
         self.window = self._make_window(network)
+        self._make_spanning_window = functools.partial(
+            SpanningWindow, network, self.weights, self.grad_reducer, self.window_position
+        )
+        ended = self.window.open if self.spans_batches else self.window
         drops = network.overflow == "drop_micro_batch"
-        ends_window = self.window.open if self.spans_batches else self.window
-        self.update = Update(optimizer, self.weights, ends_window, network.max_grad_norm, drops, scale_sense)
+        self.update = Update(optimizer, self.weights, ended, network.max_grad_norm, drops, scale_sense)
         if self.spans_batches:
             self.end_window = WindowEnd(self.window.open, self.update, self._jit)
         self._expose_records()
@@ -148,13 +160,39 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
             warn_about_batch_norm(network)
 
     def _make_window(self, cell: GradAccumulationCell) -> SampleWindow:
-        if self.spans_batches:
+        if cell.accumulation_steps > 1:
             return SpanningWindow(cell, self.weights, self.grad_reducer, self.window_position)
         if cell.several_losses:
             return MultiLossWindow(cell, self.weights, self.grad_reducer)
         if cell.counted:
             return CountedWindow(cell, self.weights, self.grad_reducer)
         return SampleWindow(cell, self.weights, self.grad_reducer)
+
+    def let_windows_span_batches(self) -> None:
+        """Make the step ready for :meth:`set_accumulation_steps` , for a cell without `accumulation_steps` .
+
+        Raises:
+            ValueError: If the network has several losses.
+            RuntimeError: If the step has run: its graph is for windows of one batch.
+        """
+        if self.spans_batches:
+            return
+        if isinstance(self.window, MultiLossWindow):
+            raise ValueError(
+                "For 'TrainOneStepWithGradAccumulationCell', windows of several batches need a network of one loss, "
+                "because one accumulator cannot be divided by several totals, but got one of several losses."
+            )
+        if self._has_run:
+            raise RuntimeError(
+                "For 'TrainOneStepWithGradAccumulationCell', windows of several batches must be asked for before the "
+                "first step, but got a step that has run, of a cell with accumulation_steps=1. Give the cell "
+                "accumulation_steps > 1."
+            )
+        self.spans_batches = True
+        self.window = self._make_spanning_window()
+        self.update.window = self.window.open
+        self.end_window = WindowEnd(self.window.open, self.update, self._jit)
+        self._expose_records()
 
     def _expose_records(self) -> None:
         """Let callbacks find what the parts record under the step's own name."""
@@ -192,17 +230,14 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         Raises:
             TypeError: If it is not an int.
             ValueError: If it is less than 1.
-            RuntimeError: If it is more than 1, and the cell was made without `accumulation_steps` .
+            RuntimeError: If it is more than 1, and the step has run with windows of one batch.
         """
         check_positive_int("TrainOneStepWithGradAccumulationCell", "accumulation_steps", accumulation_steps)
         if self.spans_batches:
             self.window.open.set_steps(accumulation_steps)
         elif accumulation_steps > 1:
-            raise RuntimeError(
-                f"For 'TrainOneStepWithGradAccumulationCell', windows of several batches need what this step was made "
-                f"without, but got accumulation_steps={accumulation_steps} for a cell with accumulation_steps=1. Make "
-                f"it GradAccumulationCell(..., accumulation_steps={accumulation_steps})."
-            )
+            self.let_windows_span_batches()
+            self.window.open.set_steps(accumulation_steps)
 
     def flush(self) -> bool:
         """Update with the batches that the open window has, divided by what they count; without any, do nothing.
@@ -215,7 +250,31 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         """
         return self.spans_batches and self.end_window.flush()
 
+    def init_parameters_data(self, *args, **kwargs):
+        """MindSpore calls it before it saves a checkpoint: the time to note what is not in Parameters anyway."""
+        self.provenance.keep_random_state()
+        return super().init_parameters_data(*args, **kwargs)
+
+    def load(self, values: Mapping[str, np.ndarray]) -> None:
+        """Take over what a checkpoint holds, by name, whether the step has run or not; `gaccum_ms.resume` checks it."""
+        for parameter in self.get_parameters():
+            if parameter.name in values:
+                overwrite(parameter, ms.Tensor(values[parameter.name], parameter.dtype))
+        if "random_state" in values:
+            ms.set_rng_state(ms.Tensor(values["random_state"], ms.uint8))
+        self._settle()
+
+    def _settle(self) -> None:
+        """After a checkpoint: the cell's own number of batches, if the cell that saved had another."""
+        if self.provenance.settle() and self.spans_batches:
+            self.window.open.set_steps(self.provenance.own_steps)
+
     def __call__(self, *inputs):
+        if not self._has_run:
+            # MindSpore may have loaded a checkpoint; what cannot be gone on with is refused before anything changes.
+            self.provenance.check_loaded(self.spans_batches, int(self.window_position.asnumpy()))
+            self._settle()
+            self._has_run = True
         self._check_batch(inputs)
         try:
             outputs = self._run(*inputs)

@@ -49,6 +49,7 @@ class SampleWindow(nn.Cell):
 
     gated = False  # whether there are windows that must not update
     divides = False  # whether gradients are sums, to be divided by more than the loss scale
+    spans_batches = False  # whether accumulators hold something between two calls
 
     def __init__(self, cell: GradAccumulationCell, weights: ms.ParameterTuple, grad_reducer: nn.Cell) -> None:
         super().__init__(auto_prefix=False)
@@ -60,7 +61,7 @@ class SampleWindow(nn.Cell):
         self.loss_is_mean = cell.reduction == "mean"
         self.map = ops.HyperMap()
         self.backward = ops.value_and_grad(self.seeded_loss, None, weights)
-        self.accumulates = cell.accumulates
+        self.accumulates = cell.accumulates or self.spans_batches
         if self.accumulates:
             self.accumulators = Accumulators(weights, cell.accumulator_dtype, cell.compensated)
 

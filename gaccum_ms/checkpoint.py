@@ -1,0 +1,73 @@
+"""Checkpoints by update: MindSpore's `ModelCheckpoint` counts batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspore.train import ModelCheckpoint, RunContext
+
+from gaccum_ms.flush import training_step
+from gaccum_ms.options import check_positive_int
+
+
+class UpdateCheckpoint(ModelCheckpoint):
+    r"""
+    Save a checkpoint after every so many updates, when the window has just ended.
+
+    A `mindspore.train.ModelCheckpoint <https://www.mindspore.cn/docs/en/master/api_python/train/
+    mindspore.train.ModelCheckpoint.html>`_ in all else: it is that, asked only then. That one saves after every so many
+    batches, in mid-window too; :func:`resume` goes on from both.
+
+    Args:
+        updates (int): Updates between two checkpoints.
+        **kwargs: `prefix` , `directory` and `config` of `ModelCheckpoint` ; of `config` , which counts batches and
+            seconds, `save_checkpoint_steps` must stay 1.
+
+    Raises:
+        TypeError: If `updates` is not an int.
+        ValueError: If `updates` is less than 1, or `config` has another `save_checkpoint_steps` than 1.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import numpy as np
+        >>> import mindspore as ms
+        >>> from mindspore import nn
+        >>> from gaccum_ms import GradAccumulationCell, UpdateCheckpoint
+        >>> net = nn.Dense(3, 1)
+        >>> optimizer = nn.SGD(net.trainable_params(), learning_rate=0.1)
+        >>> cell = GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), accumulation_steps=3)
+        >>> x, y = np.ones((18, 3), np.float32), np.zeros((18, 1), np.float32)
+        >>> data_set = ms.dataset.NumpySlicesDataset((x, y), shuffle=False).batch(2)
+        >>> folder = tempfile.mkdtemp()
+        >>> ms.Model(cell, optimizer=optimizer).train(
+        ...     1, data_set, callbacks=[UpdateCheckpoint(1, prefix="net", directory=folder)]
+        ... )
+        >>> print(sorted(file.name for file in Path(folder).glob("*.ckpt")))
+        ['net-1_3.ckpt', 'net-1_6.ckpt', 'net-1_9.ckpt']
+    """
+
+    def __init__(self, updates: int = 1, **kwargs: Any) -> None:
+        check_positive_int("UpdateCheckpoint", "updates", updates)
+        super().__init__(**kwargs)
+        if self._config.save_checkpoint_steps != 1:
+            raise ValueError(
+                f"For 'UpdateCheckpoint', 'save_checkpoint_steps' of 'config' must be 1, because updates are counted, "
+                f"but got {self._config.save_checkpoint_steps}. Give the number of updates as 'updates'."
+            )
+        self._updates = updates
+        self._saved_update = 0
+
+    def begin(self, run_context: RunContext) -> None:
+        step = training_step(run_context)
+        self._saved_update = 0 if step is None else int(step.update_count.asnumpy())
+
+    def step_end(self, run_context: RunContext) -> None:
+        step = training_step(run_context)
+        update = run_context.original_args().cur_step_num if step is None else int(step.update_count.asnumpy())
+        if update >= self._saved_update + self._updates:
+            self._saved_update = update
+            super().step_end(run_context)

@@ -1,0 +1,215 @@
+"""WindowMonitor: a record of each window, for callbacks, as JSON lines, for TensorBoard and MindSpore's summaries."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+from mindspore.train import Callback, RunContext
+
+from gaccum_ms.flush import training_step
+from gaccum_ms.lr import current_learning_rate
+from gaccum_ms.train_step import TrainOneStepWithGradAccumulationCell
+
+
+@dataclass(frozen=True)
+class WindowRecord:
+    """What happened in one window: the fields are explained at `WindowMonitor` ."""
+
+    update: int
+    updated: bool
+    epoch: int
+    batches: int
+    losses: tuple[float, ...]
+    loss: float
+    counts: tuple[float, ...]
+    count: float
+    dropped_micro_batches: int
+    grad_norm: float | None
+    loss_scale: float | None
+    learning_rate: float
+    seconds: float
+
+
+class WindowMonitor(Callback):
+    r"""
+    Record each window: losses, counts, gradient norm, what was dropped, loss scale, learning rate and time.
+
+    The fields of a record, in ``records`` of this callback:
+
+    * ``update`` : updates made so far; ``updated`` : whether this window made one, or was dropped for an overflow, or
+      counted nothing.
+    * ``epoch`` in which it ended, from 1; ``batches`` : how many.
+    * ``losses`` : each batch's mean, on this rank; ``loss`` : the window's, over all ranks with `count` .
+    * ``counts`` : each batch's samples, or what `count` counts, on this rank; ``count`` : the window's, over all ranks
+      where ranks weigh by counts.
+    * ``dropped_micro_batches`` : on all ranks.
+    * ``grad_norm`` before clipping, and ``loss_scale`` ; ``None`` without `max_grad_norm` and loss scaling.
+    * ``learning_rate`` of the update, of the first parameter group.
+    * ``seconds`` from the first batch's beginning to the update's end.
+
+    Callbacks that come later find the record of a window that has just ended in
+    ``run_context.original_args().window_record`` , ``None`` after other batches. Reading it waits for the device, after
+    each batch, as `LossMonitor` does. Files are written on rank 0 alone.
+
+    Args:
+        json_lines (Union[str, Path], optional): A file to which each record is appended as a line of JSON; what is not
+            finite is ``null`` . Default: ``None`` .
+        summary (Union[SummaryRecord, SummaryWriter], optional): Where each number goes, as ``window/<name>`` over the
+            number of updates: a `mindspore.SummaryRecord` , or TensorBoard's `SummaryWriter` from tensorboardX or
+            PyTorch. Who made it closes it. Default: ``None`` .
+
+    Raises:
+        TypeError: If `json_lines` is neither str nor Path, or `summary` neither of those above.
+        ValueError: If training begins with data sinking, which hides batches from callbacks, or without our step.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import numpy as np
+        >>> import mindspore as ms
+        >>> from mindspore import nn
+        >>> from gaccum_ms import GradAccumulationCell, WindowMonitor
+        >>> net = nn.Dense(3, 1, weight_init="ones", bias_init="zeros")
+        >>> optimizer = nn.SGD(net.trainable_params(), learning_rate=0.1)
+        >>> cell = GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), accumulation_steps=2)
+        >>> x, y = np.ones((8, 3), np.float32), np.zeros((8, 1), np.float32)
+        >>> data_set = ms.dataset.NumpySlicesDataset((x, y), shuffle=False).batch(2)
+        >>> monitor = WindowMonitor()
+        >>> ms.Model(cell, optimizer=optimizer).train(1, data_set, callbacks=[monitor])
+        >>> for record in monitor.records:
+        ...     print(record.update, record.batches, round(record.loss, 2), record.counts, record.count)
+        1 2 9.0 (2.0, 2.0) 4.0
+        2 2 0.36 (2.0, 2.0) 4.0
+    """
+
+    def __init__(self, json_lines: str | Path | None = None, summary: Any = None) -> None:
+        super().__init__()
+        if json_lines is not None and not isinstance(json_lines, (str, Path)):
+            raise TypeError(
+                f"For 'WindowMonitor', the argument 'json_lines' must be a path, but got {json_lines!r} of type "
+                f"'{type(json_lines).__name__}'."
+            )
+        if summary is not None and not isinstance(summary, ms.SummaryRecord) and not hasattr(summary, "add_scalar"):
+            raise TypeError(
+                f"For 'WindowMonitor', the argument 'summary' must be a mindspore.SummaryRecord or TensorBoard's "
+                f"SummaryWriter, but got '{type(summary).__name__}'."
+            )
+        self.records: list[WindowRecord] = []
+        self._json_lines = None if json_lines is None else Path(json_lines)
+        self._summary = summary
+        self._losses: list[float] = []
+        self._counts: list[float] = []
+        self._began = 0.0
+        self._before: dict[str, Any] = {}
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        parameters = run_context.original_args()
+        step = training_step(run_context)
+        if step is None or parameters.dataset_sink_mode:
+            raise ValueError(
+                f"For 'WindowMonitor', the trained network must be a GradAccumulationCell and 'dataset_sink_mode' "
+                f"False, but got '{type(parameters.train_network).__name__}' and "
+                f"dataset_sink_mode={parameters.dataset_sink_mode}."
+            )
+        self._losses, self._counts = [], []
+        if self._json_lines is not None and step.provenance.own[0] == 0:
+            self._json_lines.parent.mkdir(parents=True, exist_ok=True)
+            self._json_lines.touch()  # an unwritable file is an error now, not after the first window
+
+    def on_train_step_begin(self, run_context: RunContext) -> None:
+        step = training_step(run_context)
+        if step is None or self._losses:
+            return
+        self._began = time.perf_counter()
+        self._before = {
+            "update": int(step.update_count.asnumpy()),
+            # The rate of the next update; after that it is another's.
+            "learning_rate": current_learning_rate(step.optimizer),
+            "loss_scale": _number(step, "scale_sense"),
+        }
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        parameters, step = run_context.original_args(), training_step(run_context)
+        parameters.window_record = None
+        if step is None:
+            return
+        loss = parameters.net_outputs[0] if isinstance(parameters.net_outputs, tuple) else parameters.net_outputs
+        self._losses.append(_float(loss))
+        items = _number(step, "batch_items") if step.spans_batches else _number(step, "window_count")
+        self._counts.append(float(parameters.train_dataset_element[0].shape[0]) if items is None else items)
+        if not int(step.window_position.asnumpy()):
+            parameters.window_record = self._record(step, parameters.cur_epoch_num)
+
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        step = training_step(run_context)
+        if step is not None and self._losses and not int(step.window_position.asnumpy()):  # flushed after the last step
+            parameters = run_context.original_args()
+            parameters.window_record = self._record(step, parameters.cur_epoch_num)
+
+    def _record(self, step: TrainOneStepWithGradAccumulationCell, epoch: int) -> WindowRecord:
+        update = int(step.update_count.asnumpy())
+        count = _number(step, "window_count")
+        loss = _number(step, "window_loss") if step.spans_batches else self._losses[-1]
+        record = WindowRecord(
+            update=update,
+            updated=update > self._before["update"],
+            epoch=epoch,
+            batches=len(self._losses),
+            losses=tuple(self._losses),
+            loss=self._losses[-1] if loss is None else loss,
+            counts=tuple(self._counts),
+            count=self._counts[-1] if count is None else count,
+            dropped_micro_batches=int(_number(step, "dropped_micro_batches") or 0),
+            grad_norm=_number(step, "grad_norm"),
+            loss_scale=self._before["loss_scale"],
+            learning_rate=self._before["learning_rate"],
+            seconds=time.perf_counter() - self._began,
+        )
+        self.records.append(record)
+        self._losses, self._counts = [], []
+        if step.provenance.own[0] == 0:
+            self._write(record)
+        return record
+
+    def _write(self, record: WindowRecord) -> None:
+        numbers = asdict(record)
+        if self._json_lines is not None:
+            with self._json_lines.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({name: _finite(value) for name, value in numbers.items()}) + "\n")
+        if self._summary is not None:
+            scalars = {
+                f"window/{name}": float(value)
+                for name, value in numbers.items()
+                if isinstance(value, (bool, int, float)) and name != "update"
+            }
+            for name, value in scalars.items():
+                if isinstance(self._summary, ms.SummaryRecord):
+                    self._summary.add_value("scalar", name, ms.Tensor(value, ms.float32))
+                else:
+                    self._summary.add_scalar(name, value, record.update)
+            if isinstance(self._summary, ms.SummaryRecord):
+                self._summary.record(record.update)
+
+
+def _float(tensor: ms.Tensor) -> float:
+    """The shortest number that is this float32: 0.36, where float() makes 0.36000001430511475."""
+    return float(str(tensor.asnumpy().reshape(-1)[0]))
+
+
+def _number(step: TrainOneStepWithGradAccumulationCell, name: str) -> float | None:
+    parameter = getattr(step, name, None)
+    return None if parameter is None or parameter.size != 1 else _float(parameter)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    if isinstance(value, tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

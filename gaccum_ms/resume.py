@@ -1,0 +1,215 @@
+"""resume: go on from a checkpoint, in mid-window too, on as many ranks as there are now.
+
+MindSpore's `load_param_into_net` is right for a step that has not run. One that has, in graph mode, would go on with
+what it had, because the graph of a loop keeps its own storage, and show the loaded values all the same. Here each value
+is assigned, which every graph sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn
+
+from gaccum_ms import accumulator
+from gaccum_ms.train_step import TrainOneStepWithGradAccumulationCell
+
+Values = dict[str, np.ndarray]
+
+
+def resume(
+    model: ms.Model | TrainOneStepWithGradAccumulationCell,
+    checkpoint: str | Path | Sequence[str | Path],
+    data_set: Any = None,
+) -> int:
+    r"""
+    Go on with a training from a checkpoint, also from the middle of a window.
+
+    Loads weights, optimizer state, loss scale, the open window with its counts, the counts of batches and updates, and
+    the state of MindSpore's default generator, into a step that has run or not. The window is finished on its true
+    counts, whatever `micro_size` and `accumulation_steps` are now; with another number of ranks, give the checkpoints
+    of all old ones.
+
+    Not in a checkpoint, because MindSpore keeps them where nobody can read them: the masks that `nn.Dropout` is going
+    to draw on CPU, and random numbers of Python and NumPy in datasets.
+
+    Args:
+        model (Union[Model, TrainOneStepWithGradAccumulationCell]): What trains.
+        checkpoint (Union[str, Path, Sequence]): A file of `mindspore.save_checkpoint` of the step, or of
+            `mindspore.train.ModelCheckpoint` , in either format; safetensors by its suffix. Or the files of all ranks
+            that saved, in any order.
+        data_set (Dataset, optional): Is set to the batch after the last that was trained on; its seed must be the same,
+            and `dataset_sink_mode` False. With another number of ranks the batches must be those of all ranks, divided
+            anew. Default: ``None`` .
+
+    Returns:
+        int, the number of finished epochs, 0 without `data_set` : ``model.train(epochs, data_set,
+        initial_epoch=resume(model, file, data_set))`` .
+
+    Raises:
+        TypeError: If `model` does not train with our step.
+        ValueError: If a file lacks a weight, or has one of another shape; if the window cannot be finished here: other
+            ranks' files are missing, or micro-batches weigh by another rule; if the data set has another number of
+            batches, or the batches that were seen do not divide by the number of ranks. Nothing has changed then.
+        RuntimeError: If the checkpoint is in a window, and the step was compiled for windows of one batch.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import numpy as np
+        >>> import mindspore as ms
+        >>> from mindspore import nn
+        >>> from gaccum_ms import GradAccumulationCell, resume
+        >>> def make_model():
+        ...     net = nn.Dense(3, 1)
+        ...     optimizer = nn.SGD(net.trainable_params(), learning_rate=0.1)
+        ...     cell = GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), accumulation_steps=4)
+        ...     return ms.Model(cell, optimizer=optimizer)
+        >>> x, y = np.ones((12, 3), np.float32), np.zeros((12, 1), np.float32)
+        >>> data_set = ms.dataset.NumpySlicesDataset((x, y), shuffle=False).batch(2)
+        >>> model = make_model()
+        >>> step = model.train_network.set_train()
+        >>> for batch in data_set.create_tuple_iterator():
+        ...     loss = step(*batch)
+        >>> file = Path(tempfile.mkdtemp(), "in_mid_window.ckpt")
+        >>> ms.save_checkpoint(step, str(file))
+        >>> model = make_model()
+        >>> resume(model, file, data_set)
+        1
+        >>> print(model.train_network.window_position.asnumpy())
+        2
+        >>> model.train(2, data_set, initial_epoch=1)
+        >>> print(model.train_network.update_count.asnumpy())
+        3
+    """
+    step = _step_of(model)
+    paths = [Path(checkpoint)] if isinstance(checkpoint, (str, Path)) else [Path(path) for path in checkpoint]
+    if not paths:
+        raise ValueError("For 'resume', the argument 'checkpoint' must be at least one file, but got none.")
+    files = [(path, _read(path)) for path in paths]
+    for path, values in files:
+        _check_weights(step, path, values)
+    provenance = step.provenance
+    rank, ranks, _ = provenance.own
+    values = _of_rank(files, rank, ranks)
+    position = _position(files, values, data_set, ranks) if data_set is not None else None
+    batches = int(values.get("window_position", 0))
+    if batches:
+        provenance.check(True, batches, values["window_origin"].tolist(), int(values["configured_steps"]))
+        step.let_windows_span_batches()
+    step.load(values)
+    if position is None:
+        return 0
+    data_set.set_init_step(position)
+    return position // data_set.get_dataset_size()
+
+
+def _step_of(model: Any) -> TrainOneStepWithGradAccumulationCell:
+    step = model.train_network if isinstance(model, ms.Model) else model
+    if not isinstance(step, TrainOneStepWithGradAccumulationCell):
+        raise TypeError(
+            f"For 'resume', the argument 'model' must be a Model of a GradAccumulationCell or its training step, but "
+            f"got '{type(step).__name__}'."
+        )
+    return step
+
+
+def _read(path: Path) -> Values:
+    kind = "safetensors" if path.suffix == ".safetensors" else "ckpt"
+    loaded = ms.load_checkpoint(str(path), format=kind)
+    return {
+        name: np.array((one.astype(ms.float32) if one.dtype == ms.bfloat16 else one).asnumpy())
+        for name, one in loaded.items()
+    }
+
+
+def _check_weights(step: nn.Cell, path: Path, values: Values) -> None:
+    missing = [weight.name for weight in step.weights if weight.name not in values]
+    if missing:
+        raise ValueError(
+            f"For 'resume', the checkpoint must have all weights of the network, but got '{path}' without "
+            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}."
+        )
+    for parameter in step.get_parameters():
+        if parameter.name in values and values[parameter.name].shape != parameter.shape:
+            raise ValueError(
+                f"For 'resume', a parameter must have the shape that it has in the checkpoint, but got "
+                f"{parameter.name} of shape {parameter.shape}, and {values[parameter.name].shape} in '{path}'."
+            )
+
+
+def _origin(values: Values) -> tuple[int, int]:
+    """Rank and number of ranks of who saved; a run without accumulation does not say."""
+    rank, ranks, _ = values.get("window_origin", np.array([0, 1, 0]))
+    return int(rank), int(ranks)
+
+
+def _of_rank(files: list[tuple[Path, Values]], rank: int, ranks: int) -> Values:
+    """What this rank goes on with."""
+    by_rank = {_origin(values)[0]: values for _, values in files}
+    _, first = files[0]
+    saved_ranks = _origin(first)[1]
+    is_open = any(int(values.get("window_position", 0)) for _, values in files)
+    shown = ", ".join(f"'{path}' of rank {_origin(values)[0]} of {_origin(values)[1]}" for path, values in files)
+    if any(_origin(values)[1] != saved_ranks for _, values in files) or len(by_rank) != len(files):
+        raise ValueError(f"For 'resume', the files must be those of different ranks of one run, but got {shown}.")
+    if len({int(values.get("update_count", 0)) for _, values in files}) > 1:
+        counts = [int(values.get("update_count", 0)) for _, values in files]
+        raise ValueError(f"For 'resume', all files must be of the same update, but got updates {counts}: {shown}.")
+    if saved_ranks == ranks and rank in by_rank:
+        return by_rank[rank]
+    if not is_open:
+        return {name: value for name, value in first.items() if name != "random_state"}  # another rank's
+    if len(by_rank) != saved_ranks:
+        raise ValueError(
+            f"For 'resume', a checkpoint that was saved in a window has the sums of one rank, and all {saved_ranks} "
+            f"rank(s)' are needed to finish it on rank {rank} of {ranks}, but got {shown}."
+        )
+    joined = _joined([by_rank[one] for one in range(saved_ranks)], rank == 0)
+    joined["window_origin"] = np.array([rank, ranks, first["window_origin"][2]])
+    return joined
+
+
+def _joined(files: list[Values], first_rank: bool) -> Values:
+    """All ranks' sums on the first rank, and none on the others: the update's mean is over all of them anyway."""
+    units = [float(values["window_unit"]) for values in files]
+    unit = next((one for one in units if one > 0), 0.0) if first_rank else 0.0
+    factors = [unit / one if one > 0 else 0.0 for one in units]
+    position = max(int(values["window_position"]) for values in files)
+    joined = {name: value for name, value in files[0].items() if name != "random_state"}
+    for name in joined:
+        if name.startswith((accumulator.PREFIX, accumulator.COMPENSATION_PREFIX)):
+            joined[name] = sum(factor * values[name] for factor, values in zip(factors, files, strict=True))
+    sums = np.stack([values["window_sums"] for values in files])
+    joined["window_sums"] = sums.sum(axis=0) if first_rank else np.zeros_like(sums[0])
+    joined["window_sums"][0] = np.dot(factors, sums[:, 0])
+    joined["window_sums"][3] = position
+    joined["window_position"] = np.array(position)
+    joined["window_unit"] = np.array(unit)
+    return joined
+
+
+def _position(files: list[tuple[Path, Values]], values: Values, data_set: Any, ranks: int) -> int:
+    """Batches that a rank has seen, were they shared out as they are now."""
+    saved_ranks, batches = _origin(values)[1], int(values.get("batch_count", 0))
+    size, saved_size = data_set.get_dataset_size(), int(values.get("epoch_batches", 0))
+    if saved_size and saved_size * saved_ranks != size * ranks:
+        raise ValueError(
+            f"For 'resume', the data set must have the batches that it had, but got {size} an epoch on each of "
+            f"{ranks} rank(s), where the checkpoint has {saved_size} on each of {saved_ranks}."
+        )
+    seen = {int(other.get("batch_count", 0)) for _, other in files}
+    if saved_ranks != ranks and (len(seen) > 1 or batches * saved_ranks % ranks):
+        raise ValueError(
+            f"For 'resume', the batches that were seen must divide by the number of ranks, but got {sorted(seen)} on "
+            f"each of {saved_ranks} rank(s), and now {ranks}. Resume on a number that divides them, or without "
+            f"'data_set', which then begins anew."
+        )
+    return batches * saved_ranks // ranks if saved_ranks != ranks else batches

@@ -1,0 +1,129 @@
+"""How many batches share an update, as training goes on: by epoch, or by the number of updates made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mindspore.train import Callback, RunContext
+
+from gaccum_ms.flush import training_step
+from gaccum_ms.lr import RULES, multiply_learning_rate, scaling_factor
+from gaccum_ms.options import check_one_of, check_positive_int
+from gaccum_ms.train_step import TrainOneStepWithGradAccumulationCell
+
+
+class AccumulationScheduler(Callback):
+    r"""
+    Change `accumulation_steps` while training goes on: small batches first, large ones when the gradient is noisy.
+
+    Growing the batch in place of shrinking the learning rate is described by Smith et al., "Don't Decay the Learning
+    Rate, Increase the Batch Size" (2018, `arXiv:1711.00489 <https://arxiv.org/abs/1711.00489>`_). The number changes
+    between windows only, and nothing is compiled anew.
+
+    Args:
+        schedule (Union[dict[int, int], Callable]): Number of batches that share an update, from each epoch on, counted
+            from 0: ``{0: 1, 5: 4}`` ; before the first entry it is the cell's own. Or a function that maps the number
+            of updates made, an int, to that of the next window.
+        learning_rate (str, optional): Let the optimizer's learning rate follow, ``"linear"`` or ``"sqrt"`` , as
+            :func:`scale_learning_rate` does: the rate given to the optimizer is that for the cell's own
+            `accumulation_steps` . Default: ``None`` , it stays.
+
+    Raises:
+        TypeError: If `schedule` is neither dict nor function, or a number in it, or returned by it, not an int.
+        ValueError: If it is an empty dict, or a number of batches is less than 1, or an epoch negative; if
+            `learning_rate` is not one of those above, or the optimizer has a rate that cannot follow; if ranks have
+            different numbers of batches and `schedule` is a function.
+        RuntimeError: If training begins with a step that was compiled for windows of one batch.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import numpy as np
+        >>> import mindspore as ms
+        >>> from mindspore import nn
+        >>> from gaccum_ms import AccumulationScheduler, GradAccumulationCell
+        >>> net = nn.Dense(3, 1)
+        >>> optimizer = nn.SGD(net.trainable_params(), learning_rate=0.1)
+        >>> model = ms.Model(GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), 2), optimizer=optimizer)
+        >>> x, y = np.ones((16, 3), np.float32), np.zeros((16, 1), np.float32)
+        >>> data_set = ms.dataset.NumpySlicesDataset((x, y), shuffle=False).batch(2)
+        >>> model.train(2, data_set, callbacks=[AccumulationScheduler({0: 1, 1: 4})])
+        >>> print(model.train_network.update_count.asnumpy())  # 8, and 2 in the second epoch
+        10
+    """
+
+    def __init__(self, schedule: Mapping[int, int] | Callable[[int], int], learning_rate: str | None = None) -> None:
+        super().__init__()
+        if isinstance(schedule, Mapping):
+            schedule = dict(schedule)
+            if not schedule:
+                raise ValueError("For 'AccumulationScheduler', the argument 'schedule' must not be empty.")
+            for epoch, steps in schedule.items():
+                check_positive_int("AccumulationScheduler", f"schedule[{epoch!r}]", steps)
+                if isinstance(epoch, bool) or not isinstance(epoch, int):
+                    raise TypeError(
+                        f"For 'AccumulationScheduler', the epochs of 'schedule' must be ints, but got {epoch!r}."
+                    )
+                if epoch < 0:
+                    raise ValueError(
+                        f"For 'AccumulationScheduler', the epochs of 'schedule' must not be negative, but got {epoch}."
+                    )
+        elif not callable(schedule):
+            raise TypeError(
+                f"For 'AccumulationScheduler', the argument 'schedule' must be a dict from epochs to numbers of "
+                f"batches, or a function of the number of updates, but got {schedule!r}."
+            )
+        if learning_rate is not None:
+            check_one_of("AccumulationScheduler", "learning_rate", learning_rate, tuple(RULES))
+        self.schedule = schedule
+        self.learning_rate = learning_rate
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        step = _step(run_context)
+        step.let_windows_span_batches()
+        if self.learning_rate is not None:
+            multiply_learning_rate(step.optimizer, 1.0)  # a rate that cannot follow is an error now, not epochs later
+        shards = run_context.original_args().get("shards") or []
+        if callable(self.schedule) and len({(shard.batches, shard.skipped) for shard in shards}) > 1:
+            raise ValueError(
+                f"For 'AccumulationScheduler', the argument 'schedule' must be a dict of epochs where ranks have "
+                f"different numbers of batches, because they cannot agree on the windows of an epoch otherwise, but "
+                f"got a function, and {[shard.batches - shard.skipped for shard in shards]} batches."
+            )
+
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        self._follow(run_context)
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        self._follow(run_context)
+
+    def _follow(self, run_context: RunContext) -> None:
+        step = _step(run_context)
+        if int(step.window_position.asnumpy()):
+            return
+        old = int(step.accumulation_steps.asnumpy())
+        new = self._wanted(step, run_context.original_args().cur_epoch_num - 1, old)
+        if new == old:
+            return
+        check_positive_int("AccumulationScheduler", "schedule", new)
+        if self.learning_rate is not None:
+            multiply_learning_rate(step.optimizer, scaling_factor(new / old, self.learning_rate))
+        step.set_accumulation_steps(new)
+
+    def _wanted(self, step: TrainOneStepWithGradAccumulationCell, epoch: int, old: int) -> Any:
+        if callable(self.schedule):
+            return self.schedule(int(step.update_count.asnumpy()))
+        begun = [first for first in self.schedule if first <= epoch]
+        return self.schedule[max(begun)] if begun else old
+
+
+def _step(run_context: RunContext) -> TrainOneStepWithGradAccumulationCell:
+    step = training_step(run_context)
+    if step is None:
+        raise ValueError(
+            f"For 'AccumulationScheduler', the trained network must be a GradAccumulationCell, but got "
+            f"'{type(run_context.original_args().train_network).__name__}'."
+        )
+    return step
