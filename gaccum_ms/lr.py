@@ -96,7 +96,7 @@ def scale_learning_rate(
         >>> scale_learning_rate([0.5, 0.5, 0.5, 0.25], 4, rule="sqrt", warmup_updates=2)
         [0.5, 0.75, 1.0, 0.5]
         >>> schedule = scale_learning_rate(nn.CosineDecayLR(0.0, 0.5, 8), 4, warmup_updates=4)
-        >>> print([float(schedule(Tensor(update)).asnumpy().round(3)) for update in (0, 2, 4, 8)])
+        >>> print([round(float(schedule(Tensor(update)).asnumpy()), 3) for update in (0, 2, 4, 8)])
         [0.5, 1.067, 1.0, 0.0]
         >>> optimizer = nn.Momentum(nn.Dense(3, 2).trainable_params(), schedule, momentum=0.9)
     """

@@ -44,8 +44,9 @@ class WindowMonitor(Callback):
 
     * ``update`` : updates made so far; ``updated`` : whether this window made one, or was dropped for an overflow, or
       counted nothing.
-    * ``epoch`` in which it ended, from 1; ``batches`` : how many.
-    * ``losses`` : each batch's mean, on this rank; ``loss`` : the window's, over all ranks with `count` .
+    * ``epoch`` in which it ended, from 1; ``batches`` : how many, on this rank.
+    * ``losses`` : each batch's mean, on this rank, of the batches that this training has seen; ``loss`` : the
+      window's, over all ranks with `count` .
     * ``counts`` : each batch's samples, or what `count` counts, on this rank; ``count`` : the window's, over all ranks
       where ranks weigh by counts.
     * ``dropped_micro_batches`` : on all ranks.
@@ -161,7 +162,7 @@ class WindowMonitor(Callback):
             update=update,
             updated=update > self._before["update"],
             epoch=epoch,
-            batches=len(self._losses),
+            batches=int(_number(step, "window_batches") or 1),
             losses=tuple(self._losses),
             loss=self._losses[-1] if loss is None else loss,
             counts=tuple(self._counts),

@@ -37,6 +37,7 @@ class OpenWindow(nn.Cell):
         self.window_count = reduction.window_count
         self.dropped_micro_batches = reduction.dropped_micro_batches
         self.window_loss = record("window_loss")
+        self.window_batches = record("window_batches")  # of the last window, on this rank
         self.window_position = position
         # A new number is for windows to come: the open one keeps, in window_steps, the one that it began with.
         self.accumulation_steps = counter("accumulation_steps", accumulation_steps)
@@ -75,8 +76,9 @@ class OpenWindow(nn.Cell):
 
     def result(self, scale, after):
         """The window's gradients and loss, as `run` of other windows returns them, once `after` is there."""
-        sums = ops.depend(self.window_sums, after)[:3] + 0.0
-        return self.reduction(self.accumulators.read(sums), sums, self.window_unit + 0.0, scale)
+        sums = ops.depend(self.window_sums, after) + 0.0
+        sums = ops.depend(sums, ops.assign(self.window_batches, sums[3]))
+        return self.reduction(self.accumulators.read(sums), sums[:3], self.window_unit + 0.0, scale)
 
     def clear(self, after):
         """An empty window, once `after` is there."""

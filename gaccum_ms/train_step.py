@@ -57,6 +57,7 @@ _RECORDS = (
     "loss_terms",
     "scale_sense",
     "update_count",
+    "window_batches",
     "window_count",
     "window_loss",
     "window_steps",
