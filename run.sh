@@ -76,7 +76,7 @@ case ${1-} in
     exit
     ;;
 test)
-    use test pytest sklearn
+    use test pytest sklearn tensorboardX
     cd "$here"
     exec "$python" -m pytest "${@:2}"
     ;;

@@ -24,7 +24,9 @@ setup(
     ],
     extras_require={
         "sample": ["scikit-learn"],
-        "test": ["pytest", "scikit-learn"],
+        "tensorboard": ["tensorboardX"],
+        "test": ["pytest", "scikit-learn", "tensorboardX"],
+        "torch": ["torch==2.13.*"],  # the tests that compare with PyTorch's loop
         "benchmark": ["torch==2.13.*"],
         "dev": ["ruff", "mypy"],
     },

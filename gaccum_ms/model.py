@@ -77,7 +77,7 @@ def _train(self: mindspore.train.Model, epoch: int, train_dataset: Any, callback
     if _holds_our_cell(self.train_network):
         given = self._transform_callbacks(callbacks)
         # Ours come first: monitors and checkpoints of the same batch must see what they did.
-        ours = [one for kind in _CALLBACKS for one in given if type(one) is kind]
+        ours = [one for kind in _CALLBACKS for one in given if isinstance(one, kind)]
         callbacks = [WindowWatch(), *ours, *(one for one in given if one not in ours)]
     _original_train(self, epoch, train_dataset, callbacks=callbacks, **kwargs)
 

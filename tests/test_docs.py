@@ -16,11 +16,12 @@ from mindspore import nn
 import gaccum_ms
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text()
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def code_blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def code_blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
 
 
 @pytest.mark.parametrize("name", gaccum_ms.__all__)
@@ -60,31 +61,49 @@ def numbers_apart(text: str) -> tuple[str, list[float]]:
     return re.sub(number, "#", text.strip()), [float(found) for found in re.findall(number, text)]
 
 
-PROGRAMS = list(zip(code_blocks("python"), code_blocks("text"), strict=True))
+PROGRAMS = [
+    pytest.param(source, shown, id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, (source, shown) in enumerate(
+        zip(code_blocks(page, "python"), code_blocks(page, "text"), strict=True), start=1
+    )
+]
 
 
-@pytest.mark.parametrize("program", range(len(PROGRAMS)))
-def test_readme_programs_print_what_the_readme_shows(program, tmp_path):
-    source, shown = PROGRAMS[program]
-    script = tmp_path / "readme.py"
+def run_program(source: str, folder: Path) -> str:
+    script = folder / "program.py"
     script.write_text(source)
     result = subprocess.run(
         [sys.executable, str(script)],
-        cwd=tmp_path,
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
         capture_output=True,
         text=True,
         timeout=180,
     )
     assert result.returncode == 0, result.stderr[-2000:]
-    (shown_text, shown_numbers), (text, numbers) = numbers_apart(shown), numbers_apart(result.stdout)
+    return result.stdout
+
+
+@pytest.mark.parametrize(("source", "shown"), PROGRAMS)
+def test_programs_print_what_the_docs_show(source, shown, tmp_path):
+    (shown_text, shown_numbers), (text, numbers) = numbers_apart(shown), numbers_apart(run_program(source, tmp_path))
     assert text == shown_text
     assert numbers == pytest.approx(shown_numbers, rel=2e-3)
     assert len(numbers) >= 3
 
 
+def test_readmes_pytorch_loop_prints_what_its_mindspore_loop_prints(tmp_path):
+    pytest.importorskip("torch", reason="PyTorch is in the extra 'torch'", exc_type=ImportError)
+    (loop,) = code_blocks(README, "py")
+    (shown,) = (text for text in code_blocks(README, "text") if text.startswith("[["))
+    _, shown_numbers = numbers_apart(shown)
+    _, numbers = numbers_apart(run_program(loop, tmp_path))
+    assert numbers == pytest.approx(shown_numbers, abs=1e-4)
+
+
 def test_readme_names_the_two_commands():
-    commands = "".join(code_blocks("bash")).split("\n")
+    commands = "".join(code_blocks(README, "bash")).split("\n")
     assert "bash run.sh" in commands
     assert "bash run.sh test" in commands
 
