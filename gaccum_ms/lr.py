@@ -21,6 +21,7 @@ from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
 from gaccum_ms.accumulator import overwrite
 from gaccum_ms.options import check_one_of
+from gaccum_ms.records import record
 
 RULES = ("linear", "sqrt")
 
@@ -28,6 +29,7 @@ _OWNER = "scale_learning_rate"
 
 # `ms.jit` refuses two Parameters of one name, and a step renames the whole optimizer's state for them; grouped weights
 # may well have a schedule each.
+MULTIPLIER_PREFIX = "learning_rate_multiplier."
 _schedules = itertools.count(1)
 
 
@@ -61,6 +63,10 @@ def scale_learning_rate(
         The optimizer counts updates, in its `global_step` . With `accumulation_steps` of 4, a schedule that was made
         for 1,000 batches has 250 updates: give `nn.CosineDecayLR` and the like their `decay_steps` , a list its length,
         and `warmup_updates` in updates.
+
+        Where one group of parameters has a list or schedule, MindSpore adds 1 to the plain numbers of the others and
+        takes it off again, which makes 1e-5 1.00136e-5 and 1e-8 nothing. Small rates should then be schedules too:
+        ``scale_learning_rate(1e-5, 1, warmup_updates=1)`` is exactly 1e-5.
 
     Args:
         learning_rate (Union[float, list[float], tuple[float], Tensor, LearningRateSchedule]): The rate before scaling,
@@ -131,8 +137,7 @@ class ScaledLearningRate(LearningRateSchedule):
         self.base_is_schedule = isinstance(base, LearningRateSchedule)
         self.scale = scale
         self.warmup_updates = warmup_updates
-        name = f"learning_rate_multiplier.{next(_schedules)}"
-        self.multiplier = ms.Parameter(ms.Tensor(1.0, ms.float32), name=name, requires_grad=False)
+        self.multiplier = record(f"{MULTIPLIER_PREFIX}{next(_schedules)}", value=1.0)
 
     def construct(self, global_step):
         rate = self.base(global_step) if self.base_is_schedule else self.base
@@ -160,25 +165,25 @@ def current_learning_rate(optimizer: nn.Optimizer) -> float:
 
 def multiply_learning_rate(optimizer: nn.Optimizer, factor: float) -> None:
     """Multiply the rate of all further updates, of all groups, or raise before anything changes. A step that is
-    compiled already sees it. No other state of the optimizer changes."""
+    compiled already sees it. No other state of the optimizer changes. nn.Rprop keeps what it made of its first rate;
+    nn.ASGD is one update late, as with any change of its rate."""
     optimizer = _with_rate(optimizer)
     # Groups without a rate of their own share one Parameter.
     multipliers = {id(held): held for held in optimizer.get_lr_parameter(list(optimizer.parameters))}
     for parameter in [_multiplier(held) for held in multipliers.values()]:
-        overwrite(parameter, ms.Tensor(parameter.asnumpy().item() * factor, parameter.dtype))
+        overwrite(parameter, ms.Tensor(parameter.asnumpy() * factor, parameter.dtype))
 
 
 def _multiplier(held: ms.Parameter | LearningRateSchedule) -> ms.Parameter:
-    """The Parameter that a rate is proportional to. Of what MindSpore has, only a number has one."""
+    """The Parameter that a rate is proportional to. MindSpore's schedules have none, its numbers and lists do."""
     if isinstance(held, ScaledLearningRate):
         return held.multiplier
-    if isinstance(held, ms.Parameter) and not _is_list(held):
+    if isinstance(held, ms.Parameter):
         return held
-    kind = "a list" if _is_list(held) else f"the schedule '{type(held).__name__}'"
     raise ValueError(
-        f"For 'multiply_learning_rate', the optimizer's learning rate must be a number or a schedule made by "
-        f"'scale_learning_rate', but got {kind}, which cannot be changed while training goes on. Give the optimizer "
-        f"scale_learning_rate(schedule, 1) instead, or a number."
+        f"For 'multiply_learning_rate', the optimizer's learning rate must be a number, a list, or a schedule made by "
+        f"'scale_learning_rate', but got the schedule '{type(held).__name__}', which cannot be changed while training "
+        f"goes on. Give the optimizer scale_learning_rate(schedule, 1) instead."
     )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import mindspore as ms
-from mindspore import ops
+import numpy as np
 
 
-def record(name: str, shape: tuple[int, ...] = ()) -> ms.Parameter:
+def record(name: str, shape: tuple[int, ...] = (), value: float = 0.0) -> ms.Parameter:
     """A float32 number, or several."""
-    return ms.Parameter(ops.zeros(shape, ms.float32), name=name, requires_grad=False)
+    return ms.Parameter(ms.Tensor(np.full(shape, value, np.float32)), name=name, requires_grad=False)
 
 
 def counter(name: str, value: int = 0) -> ms.Parameter:

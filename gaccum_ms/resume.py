@@ -7,7 +7,7 @@ is assigned, which every graph sees.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 from mindspore import nn
 
 from gaccum_ms import accumulator
+from gaccum_ms.lr import MULTIPLIER_PREFIX
 from gaccum_ms.train_step import TrainOneStepWithGradAccumulationCell
 
 Values = dict[str, np.ndarray]
@@ -93,7 +94,7 @@ def resume(
     paths = [Path(checkpoint)] if isinstance(checkpoint, (str, Path)) else [Path(path) for path in checkpoint]
     if not paths:
         raise ValueError("For 'resume', the argument 'checkpoint' must be at least one file, but got none.")
-    files = [(path, _read(path)) for path in paths]
+    files = [(path, _under_own_names(step, _read(path))) for path in paths]
     for path, values in files:
         _check_weights(step, path, values)
     provenance = step.provenance
@@ -128,6 +129,21 @@ def _read(path: Path) -> Values:
         name: np.array((one.astype(ms.float32) if one.dtype == ms.bfloat16 else one).asnumpy())
         for name, one in loaded.items()
     }
+
+
+def _under_own_names(step: nn.Cell, values: Values) -> Values:
+    """The values, with the names that this process gave to its learning-rate schedules, which it numbers as it makes
+    them: the first of the step's is the first of the checkpoint's."""
+
+    def number(name: str) -> int:
+        return int(name.rpartition(".")[2])
+
+    def schedules(names: Iterable[str]) -> list[str]:
+        return sorted((name for name in names if MULTIPLIER_PREFIX in name), key=number)
+
+    own = schedules(parameter.name for parameter in step.get_parameters())
+    names = dict(zip(schedules(values), own, strict=False))
+    return {names.get(name, name): value for name, value in values.items()}
 
 
 def _check_weights(step: nn.Cell, path: Path, values: Values) -> None:

@@ -66,12 +66,14 @@ _RECORDS = (
 
 class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
     r"""
-    The training step of a :class:`GradAccumulationCell`: one call, one batch, one update.
+    The training step of a :class:`GradAccumulationCell`: one call, one batch, and one update for `accumulation_steps`
+    of them.
 
     Parameters, optimizer state and loss end where `nn.TrainOneStepCell <https://www.mindspore.cn/docs/en/master/
     api_python/nn/mindspore.nn.TrainOneStepCell.html>`_ would leave them on the whole batch, to float32 rounding; see
     the README for where that cannot hold. In data parallel mode gradients are reduced once per update, by MindSpore's
-    own reducer, which obeys ``gradients_mean``; with `count` , which is exact over ranks, they are always summed.
+    own reducer, which obeys ``gradients_mean``; with `count` , which is exact over ranks, they are always summed. A
+    batch that does not end its window changes neither weights nor optimizer, and reduces nothing.
 
     Args:
         network (GradAccumulationCell): The network with its loss and the options of accumulation.
@@ -88,14 +90,16 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
           split along axis 0 at the same boundaries.
 
     Outputs:
-        Tensor of shape :math:`()`, float32: the loss of the whole batch. With `scale_sense` , as MindSpore's step, a
-        tuple of that loss; whether the window overflowed and did not update, a bool Tensor of shape :math:`()`; and
-        the scale that it ran with, float32 of shape :math:`()`.
+        Tensor of shape :math:`()`, float32: the loss of the whole batch; with `accumulation_steps` , on this rank. With
+        `scale_sense` , as MindSpore's step, a tuple of that loss; whether the window overflowed and did not update, a
+        bool Tensor of shape :math:`()`; and the scale that it ran with, float32 of shape :math:`()`.
 
-        Callbacks find the rest in Parameters of the step, all float32: ``grad_norm`` (with `max_grad_norm` ), the
-        global norm before clipping; ``window_count`` (with `count` or ``overflow="drop_micro_batch"`` ), the total
-        count of all ranks; ``dropped_micro_batches`` (likewise), how many were left out on all ranks; ``loss_terms``
-        (with several losses), the window mean of each.
+        Callbacks find the rest in Parameters of the step. Int32, of shape :math:`()`: ``update_count`` and
+        ``batch_count`` , updates made and batches seen so far; ``window_position`` , batches in the open window. Of the
+        last window, float32: ``grad_norm`` (with `max_grad_norm` ), the global norm before clipping; ``window_count``
+        (with `count` , ``overflow="drop_micro_batch"`` or `accumulation_steps` ), the total count of all ranks;
+        ``dropped_micro_batches`` (likewise), how many were left out on all ranks; ``loss_terms`` (with several losses),
+        the mean of each; ``window_loss`` (with `accumulation_steps` ), the mean loss.
 
     Raises:
         TypeError: If `network` is not a GradAccumulationCell, `optimizer` not an Optimizer, `scale_sense` neither

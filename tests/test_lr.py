@@ -1,0 +1,324 @@
+"""Learning rates by hand, and in the weights that an optimizer leaves: gradients are 1, so weights add up the rates."""
+
+from __future__ import annotations
+
+import math
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from mindspore.nn.learning_rate_schedule import LearningRateSchedule
+from reference import as_numpy
+
+from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms.lr import current_learning_rate, multiply_learning_rate, scale_learning_rate, scaling_factor
+
+ONE = Tensor([1.0], ms.float32)
+RATES = [0.5, 0.5, 1.0, 1.0, 0.25, 0.25]
+BASES = {
+    "number": lambda: 0.5,
+    "list": lambda: RATES,
+    "schedule": lambda: nn.CosineDecayLR(0.0, 1.0, 4),  # 1, (2 + sqrt 2) / 4, 1 / 2, (2 - sqrt 2) / 4, 0, 0
+}
+
+# The rates of six updates with factor 4. A warm-up of 4 updates multiplies by 1, 1.75, 2.5, 3.25, 4, 4 under the linear
+# rule, by 1, 1.25, 1.5, 1.75, 2, 2 under the other.
+BY_HAND = {
+    ("number", "linear", 0): [2.0, 2.0, 2.0, 2.0, 2.0, 2.0],
+    ("number", "linear", 4): [0.5, 0.875, 1.25, 1.625, 2.0, 2.0],
+    ("number", "sqrt", 0): [1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
+    ("number", "sqrt", 4): [0.5, 0.625, 0.75, 0.875, 1.0, 1.0],
+    ("list", "linear", 0): [2.0, 2.0, 4.0, 4.0, 1.0, 1.0],
+    ("list", "linear", 4): [0.5, 0.875, 2.5, 3.25, 1.0, 1.0],
+    ("list", "sqrt", 0): [1.0, 1.0, 2.0, 2.0, 0.5, 0.5],
+    ("list", "sqrt", 4): [0.5, 0.625, 1.5, 1.75, 0.5, 0.5],
+    ("schedule", "linear", 0): [4.0, 3.414214, 2.0, 0.585786, 0.0, 0.0],
+    ("schedule", "linear", 4): [1.0, 1.493718, 1.25, 0.475951, 0.0, 0.0],
+    ("schedule", "sqrt", 0): [2.0, 1.707107, 1.0, 0.292893, 0.0, 0.0],
+    ("schedule", "sqrt", 4): [1.0, 1.066942, 0.75, 0.256282, 0.0, 0.0],
+}
+
+
+class Sum(nn.Cell):
+    """The sum of three weights, from 0: each one's gradient is 1."""
+
+    def __init__(self):
+        super().__init__()
+        for name in "abc":
+            setattr(self, name, ms.Parameter(ops.zeros(1, ms.float32), name=name))
+
+    def construct(self, x):
+        return ((self.a + self.b + self.c) * x).mean()
+
+
+def make_step(make_optimizer, network=None):
+    network = network or Sum()
+    return nn.TrainOneStepCell(network, make_optimizer(network)).set_train()
+
+
+def sgd(rate):
+    return lambda network: nn.SGD(network.trainable_params(), rate)
+
+
+def grouped(*rates, default=0.5, optimizer=nn.SGD):
+    """One group for each weight, with the rates given."""
+
+    def make(network):
+        groups = [{"params": [weight]} for weight in (network.a, network.b, network.c)]
+        for group, rate in zip(groups, rates, strict=False):
+            group["lr"] = rate
+        return optimizer(groups, default)
+
+    return make
+
+
+def scaled():
+    return scale_learning_rate(0.5, 4, warmup_updates=4)
+
+
+def weights(step):
+    return np.concatenate([as_numpy(weight) for weight in step.weights])
+
+
+def updates(step, number=1):
+    """What each of the next updates takes off the three weights."""
+    taken = []
+    for _ in range(number):
+        before = weights(step)
+        step(ONE)
+        taken.append(before - weights(step))
+    return np.array(taken)
+
+
+def state(step):
+    return {parameter.name: as_numpy(parameter) for parameter in step.get_parameters()}
+
+
+@pytest.mark.parametrize(("kind", "rule", "warmup_updates"), BY_HAND)
+def test_rates_by_hand(kind, rule, warmup_updates, pynative):
+    rate = scale_learning_rate(BASES[kind](), 4, rule, warmup_updates)
+    expected = BY_HAND[kind, rule, warmup_updates]
+    if kind == "list":
+        assert rate == expected
+        assert type(rate) is list
+    elif kind == "number" and not warmup_updates:
+        assert rate == expected[0]
+        assert type(rate) is float
+    else:
+        assert isinstance(rate, LearningRateSchedule)
+        found = [rate(Tensor(update, ms.int32)) for update in range(6)]
+        assert {one.shape for one in found} == {()}
+        np.testing.assert_allclose([one.asnumpy() for one in found], expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "rule", "warmup_updates"), BY_HAND)
+def test_an_optimizer_updates_with_these_rates(kind, rule, warmup_updates, mode):
+    step = make_step(sgd(scale_learning_rate(BASES[kind](), 4, rule, warmup_updates)))
+    expected = np.repeat([BY_HAND[kind, rule, warmup_updates]], 3, axis=0).T
+    np.testing.assert_allclose(updates(step, 6), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_rates_scaled_down_and_by_numpys_numbers():
+    assert scale_learning_rate(1, np.float32(0.25)) == 0.25
+    assert scale_learning_rate(np.float64(1.0), 0.25, "sqrt") == 0.5
+    assert scale_learning_rate(0, 3) == 0.0
+    assert type(scale_learning_rate([np.float32(0.5)], 2)[0]) is float
+    assert (scaling_factor(9.0, "linear"), scaling_factor(9.0, "sqrt")) == (9.0, 3.0)
+
+
+@pytest.mark.parametrize("kind", [tuple, np.array, Tensor], ids=["tuple", "array", "Tensor"])
+def test_rates_of_updates_in_other_containers(kind):
+    rate = scale_learning_rate(kind(RATES), 4, warmup_updates=4)
+    assert rate == BY_HAND["list", "linear", 4]
+    assert type(rate) is list
+    assert all(type(one) is float for one in rate)
+
+
+def test_a_warm_up_starts_and_ends_exactly():
+    """1 + (s - 1) is not s in float32."""
+    scale = 1e-3
+    rate = scale_learning_rate(1.0, scale, warmup_updates=3)
+    assert rate(Tensor(0)).asnumpy() == 1.0
+    assert rate(Tensor(3)).asnumpy() == np.float32(scale)
+    assert scale_learning_rate([1.0] * 4, scale, warmup_updates=3)[3] == scale
+
+
+@pytest.mark.parametrize("optimizer", [nn.SGD, nn.Adam])
+def test_groups_have_schedules_of_their_own(optimizer, mode):
+    """Adam's update is the rate where the gradient is always 1. Two groups share what was scaled for both."""
+    cosine = nn.CosineDecayLR(0.0, 1.0, 4)
+    rates = [scale_learning_rate(cosine, 4, warmup_updates=4), scale_learning_rate(cosine, 4, "sqrt")]
+    step = make_step(grouped(*rates, optimizer=optimizer))
+    names = {parameter.name for parameter in step.get_parameters()}
+    taken = updates(step, 4)
+    expected = [BY_HAND["schedule", "linear", 4][:4], BY_HAND["schedule", "sqrt", 0][:4], [0.5] * 4]
+    np.testing.assert_allclose(taken.T, expected, rtol=2e-5, atol=1e-6)
+    assert {parameter.name for parameter in step.get_parameters()} == names >= {"global_step"}
+
+
+def test_a_small_rate_beside_a_schedule(mode):
+    """As a plain number MindSpore adds 1 to it and takes it off again."""
+    small = scale_learning_rate(1e-5, 1, warmup_updates=1)
+    taken = updates(make_step(grouped(small, scaled(), 1e-5)))[0]
+    assert taken[0] == np.float32(1e-5)
+    assert taken[2] == pytest.approx(1.00136e-5, rel=1e-5)
+
+
+def test_groups_in_a_function_under_jit(pynative):
+    """`ms.jit` refuses two Parameters of one name."""
+    network = Sum()
+    optimizer = grouped(*(scale_learning_rate(0.5, factor, warmup_updates=1) for factor in (2, 4, 8)))(network)
+
+    @ms.jit
+    def update(gradients):
+        optimizer(gradients)
+        return gradients
+
+    for _ in range(2):
+        update((ONE, ONE, ONE))
+    assert [as_numpy(weight)[0] for weight in network.trainable_params()] == [-1.5, -2.5, -4.5]
+
+
+def test_updates_are_counted_and_not_batches(mode):
+    cell = GradAccumulationCell(Sum(), accumulation_steps=3)
+    rate = scale_learning_rate(0.5, 4, warmup_updates=4)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), rate)).set_train()
+    taken = updates(step, 9)[:, 0]
+    assert taken.tolist() == [0.0, 0.0, 0.5, 0.0, 0.0, 0.875, 0.0, 0.0, 1.25]
+
+
+# What the optimizer is made with, and the rates of the three weights at its first three updates.
+OPTIMIZERS = {
+    "number": (lambda: sgd(0.5), [[0.5] * 3] * 3),
+    "numbers": (lambda: grouped(0.25, 0.125), [[0.25, 0.125, 0.5]] * 3),
+    "one_for_all_groups": (lambda: grouped(), [[0.5] * 3] * 3),
+    "schedule": (lambda: sgd(scaled()), [[0.5] * 3, [0.875] * 3, [1.25] * 3]),
+    "schedule_of_schedule": (lambda: sgd(scale_learning_rate(scaled(), 2)), [[1.0] * 3, [1.75] * 3, [2.5] * 3]),
+    "schedules": (lambda: grouped(scaled(), default=scaled()), [[0.5] * 3, [0.875] * 3, [1.25] * 3]),
+    "mixed": (lambda: grouped(0.25, scaled()), [[0.25, 0.5, 0.5], [0.25, 0.875, 0.5], [0.25, 1.25, 0.5]]),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_compiled_step_sees_a_multiplied_rate(kind, mode):
+    make_optimizer, (first, second, third) = OPTIMIZERS[kind]
+    step = make_step(make_optimizer())
+    np.testing.assert_array_equal(updates(step), [first])
+    before, compiled = state(step), len(step.compile_cache)
+    assert compiled == (mode == "graph")
+    multiply_learning_rate(step.optimizer, 4.0)
+    after = state(step)
+    changed = {name for name in before if (before[name] != after[name]).any()}
+    assert changed
+    assert all("learning_rate" in name for name in changed)
+    np.testing.assert_array_equal(updates(step), [np.array(second) * 4])
+    multiply_learning_rate(step.optimizer, 0.5)
+    np.testing.assert_array_equal(updates(step), [np.array(third) * 2])
+    assert len(step.compile_cache) == compiled
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_current_rate_is_that_of_the_next_update(kind, mode):
+    make_optimizer, expected = OPTIMIZERS[kind]
+    step = make_step(make_optimizer())
+    for rates in expected:
+        before = state(step)
+        rate = current_learning_rate(step.optimizer)
+        assert type(rate) is float
+        for name, value in state(step).items():
+            np.testing.assert_array_equal(before.pop(name), value, name)
+        assert not before
+        assert rate == updates(step)[0, 0] == rates[0]
+    assert len(step.compile_cache) == (mode == "graph")
+
+
+def test_the_current_rate_follows_the_order_of_parameters(mode):
+    def make_optimizer(network):
+        groups = [{"params": [network.a], "lr": 0.25}, {"params": [network.c, network.b]}]
+        return nn.SGD([*groups, {"order_params": [network.c, network.a, network.b]}], 0.5)
+
+    step = make_step(make_optimizer)
+    assert current_learning_rate(step.optimizer) == 0.5
+    multiply_learning_rate(step.optimizer, 2.0)
+    assert current_learning_rate(step.optimizer) == 1.0
+    assert updates(step).tolist() == [[1.0, 0.5, 1.0]]
+
+
+def test_the_current_rate_of_a_list_that_ends(mode):
+    step = make_step(sgd([0.5, 0.25]))
+    for rate in (0.5, 0.25):
+        assert current_learning_rate(step.optimizer) == updates(step)[0, 0] == rate
+    assert math.isnan(current_learning_rate(step.optimizer))
+
+
+def test_an_optimizer_inside_another_has_the_rate(mode):
+    """LARS, which has no CPU kernel, shows a rate of 0 of its own."""
+    inner = nn.Momentum(Sum().trainable_params(), 0.5, 0.9)
+    outer = nn.LARS(inner)
+    assert current_learning_rate(outer) == 0.5
+    multiply_learning_rate(outer, 4.0)
+    assert as_numpy(inner.learning_rate) == current_learning_rate(outer) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "found"),
+    [
+        (lambda: sgd(nn.CosineDecayLR(0.0, 1.0, 4)), "the schedule 'CosineDecayLR'"),
+        (lambda: grouped(0.25, scaled(), nn.CosineDecayLR(0.0, 1.0, 4)), "the schedule 'CosineDecayLR'"),
+    ],
+)
+def test_a_rate_that_cannot_be_multiplied_is_refused_and_nothing_changes(make_optimizer, found, pynative):
+    step = make_step(make_optimizer())
+    before = state(step)
+    with pytest.raises(ValueError, match=rf"but got {found}, .* Give the optimizer scale_learning_rate\(schedule, 1\)"):
+        multiply_learning_rate(step.optimizer, 2.0)
+    for name, value in state(step).items():
+        np.testing.assert_array_equal(before[name], value, name)
+
+
+def test_a_list_of_rates_is_multiplied_and_the_compiled_step_sees_it(mode):
+    step = make_step(sgd([0.5, 0.25, 1.0]))
+    first = updates(step)
+    multiply_learning_rate(step.optimizer, 4.0)
+    assert np.concatenate([first, updates(step, 2)])[:, 0].tolist() == [0.5, 1.0, 4.0]
+    assert len(step.compile_cache) == (mode == "graph")
+
+
+def test_the_remedy_makes_a_schedule_that_can_be_multiplied(mode):
+    step = make_step(sgd(scale_learning_rate(nn.CosineDecayLR(0.0, 1.0, 4), 1)))
+    first = updates(step)
+    multiply_learning_rate(step.optimizer, 4.0)
+    taken = np.concatenate([first, updates(step, 2)])[:, 0]
+    np.testing.assert_allclose(taken, [1.0, 3.414214, 2.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("0.1", 2), TypeError, "'learning_rate' must be a float, a list, .* but got '0.1' of type 'str'"),
+        ((None, 2), TypeError, "'learning_rate' must be a float, a list"),
+        ((True, 2), TypeError, "'learning_rate' must be a float, a list, .* but got True"),
+        ((nn.ReLU, 2), TypeError, "'learning_rate' must be .* or a LearningRateSchedule, but got"),
+        ((-0.1, 2), ValueError, "'learning_rate' must be finite and at least 0, but got -0.1"),
+        ((float("nan"), 2), ValueError, "'learning_rate' must be finite and at least 0, but got nan"),
+        (([], 2), ValueError, "'learning_rate' must have a rate for each update, but got none"),
+        (([0.1, "x"], 2), TypeError, r"'learning_rate\[1\]' must be a float, but got 'x' of type 'str'"),
+        (([0.1, False], 2), TypeError, r"'learning_rate\[1\]' must be a float, but got False"),
+        ((np.array([0.1, np.inf]), 2), ValueError, r"'learning_rate\[1\]' must be finite and at least 0, but got inf"),
+        ((np.ones((2, 3)), 2), ValueError, r"'learning_rate' must have at most one dimension, .* shape \(2, 3\)"),
+        ((0.1, "2"), TypeError, "'factor' must be a float, but got '2' of type 'str'"),
+        ((0.1, True), TypeError, "'factor' must be a float, but got True of type 'bool'"),
+        ((0.1, 0), ValueError, "'factor' must be finite and positive, but got 0"),
+        ((0.1, -2.0), ValueError, "'factor' must be finite and positive, but got -2.0"),
+        ((0.1, float("inf")), ValueError, "'factor' must be finite and positive, but got inf"),
+        ((0.1, 2, "cubic"), ValueError, r"'rule' must be one of \['linear', 'sqrt'\], but got 'cubic'"),
+        ((0.1, 2, None), ValueError, "'rule' must be one of .* but got None"),
+        ((0.1, 2, "linear", 2.0), TypeError, "'warmup_updates' must be an int, but got 2.0 of type 'float'"),
+        ((0.1, 2, "linear", True), TypeError, "'warmup_updates' must be an int, but got True"),
+        ((0.1, 2, "linear", -1), ValueError, "'warmup_updates' must be at least 0, but got -1"),
+    ],
+)
+def test_refuses_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=f"^For 'scale_learning_rate', the argument {message}"):
+        scale_learning_rate(*arguments)
