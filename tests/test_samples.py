@@ -82,12 +82,12 @@ def test_eight_processes_train_on_the_digits(run, tmp_path):
 def test_mnist_takes_the_tutorials_values_and_arguments_override_them(run, tmp_path):
     data = tmp_path / "my data"
     assert run(sys.executable, SAMPLE / "prepare_data.py", data, limit=60).returncode == 0
-    arguments = ["--processes", "2", "--timeout", "200", "--epochs", "5"]
+    arguments = ["--processes", "2", "--timeout", "200", "--epochs", "5", "--accumulation-steps", "5"]
     done = run("bash", ROOT / "run.sh", *arguments, limit=240, DATA_PATH=str(data))
     assert done.returncode == 0
     assert f"data: {data} " in done.stdout
     tutorial = {"batch_size": 32, "micro_size": 4, "learning_rate": 0.01, "print_every": 100}
-    assert settings(done.stdout) == {"epochs": 5, **tutorial}
+    assert settings(done.stdout) == {"epochs": 5, "accumulation_steps": 5, **tutorial}
     # 1,536 images on 2 ranks are 24 batches an epoch: the 100th step is the fourth of the fifth epoch.
     assert len(LOSS.findall(done.stdout)) == 1
     assert "epoch: 5 step: 4, loss is" in done.stdout

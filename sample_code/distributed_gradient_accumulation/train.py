@@ -16,7 +16,7 @@ from mindspore import nn, ops
 from mindspore.communication import get_group_size, get_rank, init
 from prepare_data import prepare
 
-from gaccum_ms import GradAccumulationCell
+from gaccum_ms import FlushAccumulation, GradAccumulationCell
 
 
 class Network(nn.Cell):
@@ -60,6 +60,7 @@ def parse_arguments():
     parser.add_argument("--epochs", type=int, default=10 if mnist else 15, help="passes over the data")
     parser.add_argument("--batch-size", type=int, default=32 if mnist else 16, help="samples per batch on each rank")
     parser.add_argument("--micro-size", type=int, default=4, help="number of micro-batches per batch")
+    parser.add_argument("--accumulation-steps", type=int, default=1, help="batches that share an update")
     parser.add_argument("--learning-rate", type=float, default=1e-2 if mnist else 0.1, help="of SGD")
     parser.add_argument("--print-every", type=int, default=100 if mnist else 12, help="steps between two losses")
     return parser.parse_args()
@@ -97,9 +98,12 @@ def main():
     optimizer = nn.SGD(net.trainable_params(), args.learning_rate)
     data_set = create_dataset(folder, "train", args.batch_size, **shard)
 
-    accumulated = GradAccumulationCell(nn.WithLossCell(net, loss_fn), args.micro_size)
+    accumulated = GradAccumulationCell(
+        nn.WithLossCell(net, loss_fn), args.micro_size, accumulation_steps=args.accumulation_steps
+    )
     model = ms.Model(accumulated, optimizer=optimizer)
-    model.train(args.epochs, data_set, callbacks=[ms.LossMonitor(args.print_every)], dataset_sink_mode=False)
+    callbacks = [ms.LossMonitor(args.print_every), FlushAccumulation()]
+    model.train(args.epochs, data_set, callbacks=callbacks, dataset_sink_mode=False)
 
     if shard.get("shard_id", 0) == 0:
         held_out = create_dataset(folder, "test", batch_size=1000)
