@@ -13,6 +13,8 @@ import mindspore as ms
 from mindspore import nn, ops
 from mindspore.common.initializer import initializer
 
+from gaccum_ms.records import of_this_rank
+
 PREFIX = "accu_grads."
 COMPENSATION_PREFIX = "accu_compensation."
 
@@ -22,12 +24,7 @@ def allocate(weights: Sequence[ms.Parameter], dtype: ms.Type | None, prefix: str
     dtype."""
     return ms.ParameterTuple(
         [
-            ms.Parameter(
-                initializer("zeros", weight.shape, dtype or weight.dtype),
-                name=prefix + weight.name,
-                requires_grad=False,
-                layerwise_parallel=weight.layerwise_parallel,
-            )
+            of_this_rank(prefix + weight.name, initializer("zeros", weight.shape, dtype or weight.dtype))
             for weight in weights
         ]
     )

@@ -13,7 +13,7 @@ from mindspore import nn
 from mindspore.communication import get_group_size, get_rank
 
 from gaccum_ms.accumulator import overwrite
-from gaccum_ms.records import counter
+from gaccum_ms.records import counter, of_this_rank
 
 RULES = ("samples", "counts", "sums")  # what micro-batches weigh by
 
@@ -31,10 +31,10 @@ class Provenance(nn.Cell):
         super().__init__(auto_prefix=False)
         self.own = (get_rank(), get_group_size(), RULES.index(rule)) if distributed else (0, 1, RULES.index(rule))
         self.own_steps = accumulation_steps
-        self.window_origin = ms.Parameter(ms.Tensor(self.own, ms.int32), name="window_origin", requires_grad=False)
+        self.window_origin = of_this_rank("window_origin", ms.Tensor(self.own, ms.int32))
         self.configured_steps = counter("configured_steps", accumulation_steps)
         self.epoch_batches = counter("epoch_batches")  # of the last ms.Model.train
-        self.random_state = ms.Parameter(ms.get_rng_state(), name="random_state", requires_grad=False)
+        self.random_state = of_this_rank("random_state", ms.get_rng_state())
 
     def keep_random_state(self) -> None:
         """The default generator's state, for the next checkpoint."""

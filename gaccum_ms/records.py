@@ -5,12 +5,20 @@ from __future__ import annotations
 import mindspore as ms
 import numpy as np
 
+# Each rank has its own: `layerwise_parallel` is MindSpore's word for Parameters that ``parameter_broadcast`` must not
+# overwrite with those of rank 0.
+
 
 def record(name: str, shape: tuple[int, ...] = (), value: float = 0.0) -> ms.Parameter:
     """A float32 number, or several."""
-    return ms.Parameter(ms.Tensor(np.full(shape, value, np.float32)), name=name, requires_grad=False)
+    return of_this_rank(name, ms.Tensor(np.full(shape, value, np.float32)))
 
 
 def counter(name: str, value: int = 0) -> ms.Parameter:
     """An int32 number, shape ``()``."""
-    return ms.Parameter(ms.Tensor(value, ms.int32), name=name, requires_grad=False)
+    return of_this_rank(name, ms.Tensor(value, ms.int32))
+
+
+def of_this_rank(name: str, value: ms.Tensor) -> ms.Parameter:
+    """A Parameter that is not trained, and not broadcast."""
+    return ms.Parameter(value, name=name, requires_grad=False, layerwise_parallel=True)

@@ -253,6 +253,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         Returns:
             bool, whether an update was made.
         """
+        self._check_checkpoint()
         return self.spans_batches and self.end_window.flush()
 
     def init_parameters_data(self, *args, **kwargs):
@@ -269,17 +270,20 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
             ms.set_rng_state(ms.Tensor(values["random_state"], ms.uint8))
         self._settle()
 
+    def _check_checkpoint(self) -> None:
+        """MindSpore may have loaded one before the first step. What cannot be gone on with is refused."""
+        if not self._has_run:
+            self.provenance.check_loaded(self.spans_batches, int(self.window_position.asnumpy()))
+            self._settle()
+            self._has_run = True
+
     def _settle(self) -> None:
         """After a checkpoint: the cell's own number of batches, if the cell that saved had another."""
         if self.provenance.settle() and self.spans_batches:
             self.window.open.set_steps(self.provenance.own_steps)
 
     def __call__(self, *inputs):
-        if not self._has_run:
-            # MindSpore may have loaded a checkpoint; what cannot be gone on with is refused before anything changes.
-            self.provenance.check_loaded(self.spans_batches, int(self.window_position.asnumpy()))
-            self._settle()
-            self._has_run = True
+        self._check_checkpoint()
         self._check_batch(inputs)
         try:
             outputs = self._run(*inputs)
