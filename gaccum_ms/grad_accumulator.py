@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+import numbers
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import mindspore as ms
+import numpy as np
 from mindspore import amp, nn, ops
 
 from gaccum_ms import normalize
@@ -21,8 +23,11 @@ from gaccum_ms.loss_scale import check_scale
 from gaccum_ms.open_window import OpenWindow
 from gaccum_ms.options import check_accumulation_options, check_positive_int
 from gaccum_ms.parallel import check_parallel_mode
+from gaccum_ms.provenance import Provenance
 from gaccum_ms.records import counter
 from gaccum_ms.update import Update, WindowEnd
+
+_NAME = "GradAccumulator"
 
 
 class GradAccumulator(nn.Cell):
@@ -116,9 +121,9 @@ class GradAccumulator(nn.Cell):
                 f"For 'GradAccumulator', the argument 'optimizer' must be an nn.Optimizer, but got "
                 f"'{type(optimizer).__name__}'."
             )
-        check_positive_int("GradAccumulator", "accumulation_steps", accumulation_steps)
-        check_accumulation_options("GradAccumulator", max_grad_norm, accumulator_dtype, compensated, overflow, jit)
-        check_parallel_mode()
+        check_positive_int(_NAME, "accumulation_steps", accumulation_steps)
+        check_accumulation_options(_NAME, max_grad_norm, accumulator_dtype, compensated, overflow, jit)
+        check_parallel_mode(_NAME)
         weights = ms.ParameterTuple(optimizer.parameters)
         self.optimizer = optimizer
         self.weights = weights
@@ -132,7 +137,7 @@ class GradAccumulator(nn.Cell):
             self.window_position,
             accumulation_steps,
         )
-        self.update = Update(optimizer, weights, self.window, max_grad_norm, self.drops, scale_sense)
+        self.update = Update(_NAME, optimizer, weights, self.window, max_grad_norm, self.drops, scale_sense)
         self.end_window = WindowEnd(self.window, self.update, self._jit)
         self.summed_ranks = self.window.reduction.sum_over_ranks.summed_ranks()
         self.accumulation_steps = self.window.accumulation_steps
@@ -144,7 +149,9 @@ class GradAccumulator(nn.Cell):
             self.grad_norm = self.update.grad_norm
         if scale_sense is not None:
             self.scale_sense = self.update.scale_sense
-        self._counted: bool | None = None
+        self.batch_count = counter("batch_count")
+        distributed = self.window.reduction.sum_over_ranks.reduces
+        self.provenance = Provenance(_NAME, None, accumulation_steps, distributed)
 
     def scale(self, loss: ms.Tensor) -> ms.Tensor:
         """The loss times the loss scale: what to differentiate where there is a `scale_sense` ."""
@@ -157,24 +164,28 @@ class GradAccumulator(nn.Cell):
         Returns:
             bool, whether there was an update.
         """
+        self._begin()
         return self.end_window.flush()
 
     def clear(self) -> None:
         """Throw the open window away, as if its batches had not been."""
+        self._begin()
         self.window.forget()
 
     @contextlib.contextmanager
     def no_update(self) -> Iterator[None]:
         """Within it, calls only add: a window goes on past its last batch, and ends with the first call after it."""
-        overwrite(self.window.updates_held, ms.Tensor(1, ms.int32))
+        self._begin()
+        overwrite(self.window.updates_held, self.window.updates_held + 1)
         try:
             yield
         finally:
-            overwrite(self.window.updates_held, ms.Tensor(0, ms.int32))
+            overwrite(self.window.updates_held, self.window.updates_held - 1)
 
     def set_accumulation_steps(self, accumulation_steps: int) -> None:
         """Let windows to come, not one that is open, have another number of batches. Nothing is compiled anew."""
-        check_positive_int("GradAccumulator", "accumulation_steps", accumulation_steps)
+        check_positive_int(_NAME, "accumulation_steps", accumulation_steps)
+        self._begin()
         self.window.set_steps(accumulation_steps)
 
     def set_sense_scale(self, sens: ms.Tensor) -> None:
@@ -185,25 +196,42 @@ class GradAccumulator(nn.Cell):
                 f"For 'GradAccumulator', 'set_sense_scale' needs an accumulator that was made with 'scale_sense', and "
                 f"a Tensor of its shape, but got {sens!r}."
             )
-        check_scale(sens)
+        check_scale(_NAME, sens)
         overwrite(self.scale_sense, sens.astype(ms.float32))
 
     def __call__(self, gradients: Sequence[ms.Tensor], count: Any = None) -> bool:
         self._check_gradients(gradients)
         if count is not None:
             count = self._checked_count(count)
-        if self._counted not in (None, count is not None) and self.window.batches:
-            raise ValueError(
-                f"For 'GradAccumulator', 'count' must be given with every batch of a window or with none, but got "
-                f"count={count} after {self.window.batches} batch(es) {'with' if self._counted else 'without'} one. "
-                f"Nothing was added."
-            )
-        self._counted = count is not None
-        inputs = (tuple(gradients),) if count is None else (tuple(gradients), count)
+        self._begin()
+        rule = "samples" if count is None else "counts"
+        if rule != self.provenance.rule:
+            if self.window.batches:
+                raise ValueError(
+                    f"For 'GradAccumulator', 'count' must be given with every batch of a window or with none, but got "
+                    f"count={count} after {self.window.batches} batch(es) that weigh by {self.provenance.rule}. "
+                    f"Nothing was added."
+                )
+            self.provenance.set_rule(rule)
+        gradients = ms.mutable(tuple(gradients))  # else a constant of the graph, which each call would compile anew
+        inputs = (gradients,) if count is None else (gradients, count)
         compiled = self._jit and ms.get_context("mode") == ms.PYNATIVE_MODE
         with ms.common._no_grad():  # PyNative's tape, left open by the gradients' making, would record this
             updated = self._compiled_add(*inputs) if compiled else super().__call__(*inputs)
         return bool(updated.asnumpy())
+
+    def init_parameters_data(self, *args, **kwargs):
+        """MindSpore calls it before it saves a checkpoint: the time to note what is not in Parameters anyway."""
+        self.provenance.keep_random_state()
+        return super().init_parameters_data(*args, **kwargs)
+
+    def load(self, values: Mapping[str, np.ndarray]) -> None:
+        """Take over what a checkpoint holds, by name, in the middle of training too; `gaccum_ms.resume` checks it."""
+        self.provenance.load(self, values, self.window)
+
+    def _begin(self) -> None:
+        if not self.provenance.begun:
+            self.provenance.begin(self.window, self.window.batches)
 
     def _check_gradients(self, gradients: Sequence[ms.Tensor]) -> None:
         if not isinstance(gradients, (tuple, list)) or not all(isinstance(one, ms.Tensor) for one in gradients):
@@ -221,16 +249,17 @@ class GradAccumulator(nn.Cell):
     @staticmethod
     def _checked_count(count: Any) -> ms.Tensor:
         """The count as a Tensor: a graph would be compiled anew for each Python number."""
-        value = float(count.asnumpy()) if isinstance(count, ms.Tensor) and count.shape == () else count
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        value: Any = count.asnumpy()[()] if isinstance(count, ms.Tensor) and count.shape == () else count
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):  # NumPy's numbers too, but not its bool
             raise TypeError(
                 f"For 'GradAccumulator', 'count' must be a number or a Tensor of shape (), but got {count!r}."
             )
-        if not (math.isfinite(value) and value >= 0):
+        number = float(value)
+        if not (math.isfinite(number) and number >= 0):
             raise ValueError(
                 f"For 'GradAccumulator', 'count' must be finite and not negative, but got {value}. Nothing was added."
             )
-        return ms.Tensor(value, ms.float32)
+        return ms.Tensor(number, ms.float32)
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 
@@ -245,7 +274,8 @@ class GradAccumulator(nn.Cell):
         if items > 0:
             weight = unit * items * factor / scale  # the gradients come with the scale
             kept, dropped = self._add(gradients, weight, items)
-        ended = self.window.end_batch(ops.stack((ops.zeros_like(items), kept, dropped)), items)
+        seen = ops.assign_add(self.batch_count, ms.Tensor(1, ms.int32))
+        ended = self.window.end_batch(ops.stack((ops.zeros_like(items), kept, dropped)), ops.depend(items, seen))
         updates = self.update_count + 0
         updated = ops.depend(updates, ended) > updates
         if self.window.is_complete(ended):

@@ -11,16 +11,13 @@ import mindspore as ms
 from mindspore import nn
 
 
-def check_scale(value: ms.Tensor) -> None:
+def check_scale(owner: str, value: ms.Tensor) -> None:
     """Raise a ValueError for a scale, of shape () or (1,), that is not positive and finite."""
     if not 0 < float(value.asnumpy().reshape(())) < float("inf"):
-        raise ValueError(
-            f"For 'TrainOneStepWithGradAccumulationCell', the argument 'scale_sense' must be positive and finite, but "
-            f"got {value}."
-        )
+        raise ValueError(f"For '{owner}', the argument 'scale_sense' must be positive and finite, but got {value}.")
 
 
-def scale_parameter(scale_sense: nn.Cell | ms.Tensor) -> tuple[ms.Parameter, nn.Cell | None]:
+def scale_parameter(owner: str, scale_sense: nn.Cell | ms.Tensor) -> tuple[ms.Parameter, nn.Cell | None]:
     """The scale as a Parameter, and the manager Cell that adjusts it, as `nn.TrainOneStepWithLossScaleCell` takes them.
 
     Raises:
@@ -34,13 +31,10 @@ def scale_parameter(scale_sense: nn.Cell | ms.Tensor) -> tuple[ms.Parameter, nn.
         value = scale_sense.astype(ms.float32)
     else:
         raise TypeError(
-            f"For 'TrainOneStepWithGradAccumulationCell', the argument 'scale_sense' must be a Cell or a Tensor, but "
-            f"got {scale_sense!r} of type '{type(scale_sense).__name__}'."
+            f"For '{owner}', the argument 'scale_sense' must be a Cell or a Tensor, but got {scale_sense!r} of type "
+            f"'{type(scale_sense).__name__}'."
         )
     if value.shape not in ((), (1,)):
-        raise ValueError(
-            f"For 'TrainOneStepWithGradAccumulationCell', the shape of 'scale_sense' must be () or (1,), but got "
-            f"{value.shape}."
-        )
-    check_scale(value)
+        raise ValueError(f"For '{owner}', the shape of 'scale_sense' must be () or (1,), but got {value.shape}.")
+    check_scale(owner, value)
     return ms.Parameter(value, name="scale_sense", requires_grad=False), manager

@@ -120,7 +120,7 @@ class WindowMonitor(Callback):
                 f"dataset_sink_mode={parameters.dataset_sink_mode}."
             )
         self._losses, self._counts = [], []
-        if self._json_lines is not None and step.provenance.own[0] == 0:
+        if self._json_lines is not None and step.provenance.rank == 0:
             self._json_lines.parent.mkdir(parents=True, exist_ok=True)
             self._json_lines.touch()  # an unwritable file is an error now, not after the first window
 
@@ -175,7 +175,7 @@ class WindowMonitor(Callback):
         )
         self.records.append(record)
         self._losses, self._counts = [], []
-        if step.provenance.own[0] == 0:
+        if step.provenance.rank == 0:
             self._write(record)
         return record
 

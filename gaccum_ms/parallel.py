@@ -64,7 +64,7 @@ class SumOverRanks(nn.Cell):
         return self.small_reducer((sums,))[0]
 
 
-def check_parallel_mode() -> None:
+def check_parallel_mode(owner: str) -> None:
     """Refuse, before anything is built, the modes in which MindSpore's compiler would have to cut our loop in parts.
 
     Raises:
@@ -73,13 +73,13 @@ def check_parallel_mode() -> None:
     mode = ms.get_auto_parallel_context("parallel_mode")
     if mode not in (ms.ParallelMode.STAND_ALONE, ms.ParallelMode.DATA_PARALLEL):
         raise RuntimeError(
-            f"For 'GradAccumulationCell', the parallel mode must be 'stand_alone' or 'data_parallel', but got "
+            f"For '{owner}', the parallel mode must be 'stand_alone' or 'data_parallel', but got "
             f"'{mode}'. In this mode use MindSpore's own 'mindspore.parallel.nn.GradAccumulation' (Ascend or GPU), "
             f"whose loss is the sum over micro-batches; or set parallel_mode='data_parallel'."
         )
     stages = ms.get_auto_parallel_context("pipeline_stages")
     if stages > 1:
         raise RuntimeError(
-            f"For 'GradAccumulationCell', 'pipeline_stages' must be 1, but got {stages}. A pipeline splits its batches "
+            f"For '{owner}', 'pipeline_stages' must be 1, but got {stages}. A pipeline splits its batches "
             f"itself: use 'mindspore.parallel.nn.Pipeline'."
         )

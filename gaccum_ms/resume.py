@@ -16,6 +16,7 @@ import numpy as np
 from mindspore import nn
 
 from gaccum_ms import accumulator
+from gaccum_ms.grad_accumulator import GradAccumulator
 from gaccum_ms.lr import MULTIPLIER_PREFIX
 from gaccum_ms.train_step import TrainOneStepWithGradAccumulationCell
 
@@ -23,7 +24,7 @@ Values = dict[str, np.ndarray]
 
 
 def resume(
-    model: ms.Model | TrainOneStepWithGradAccumulationCell,
+    model: ms.Model | TrainOneStepWithGradAccumulationCell | GradAccumulator,
     checkpoint: str | Path | Sequence[str | Path],
     data_set: Any = None,
 ) -> int:
@@ -39,7 +40,7 @@ def resume(
     to draw on CPU, and random numbers of Python and NumPy in datasets.
 
     Args:
-        model (Union[Model, TrainOneStepWithGradAccumulationCell]): What trains.
+        model (Union[Model, TrainOneStepWithGradAccumulationCell, GradAccumulator]): What trains.
         checkpoint (Union[str, Path, Sequence]): A file of `mindspore.save_checkpoint` of the step, or of
             `mindspore.train.ModelCheckpoint` , in either format; safetensors by its suffix. Or the files of all ranks
             that saved, in any order.
@@ -52,7 +53,7 @@ def resume(
         initial_epoch=resume(model, file, data_set))`` .
 
     Raises:
-        TypeError: If `model` does not train with our step.
+        TypeError: If `model` is none of those.
         ValueError: If a file lacks a weight, or has one of another shape; if the window cannot be finished here: other
             ranks' files are missing, or micro-batches weigh by another rule; if the data set has another number of
             batches, or the batches that were seen do not divide by the number of ranks. Nothing has changed then.
@@ -98,13 +99,13 @@ def resume(
     for path, values in files:
         _check_weights(step, path, values)
     provenance = step.provenance
-    rank, ranks, _ = provenance.own
-    values = _of_rank(files, rank, ranks)
-    position = _position(files, values, data_set, ranks) if data_set is not None else None
+    values = _of_rank(files, provenance.rank, provenance.ranks)
+    position = _position(files, values, data_set, provenance.ranks) if data_set is not None else None
     batches = int(values.get("window_position", 0))
     if batches:
         provenance.check(True, batches, values["window_origin"].tolist(), int(values["configured_steps"]))
-        step.let_windows_span_batches()
+        if isinstance(step, TrainOneStepWithGradAccumulationCell):
+            step.let_windows_span_batches()
     step.load(values)
     if position is None:
         return 0
@@ -112,12 +113,12 @@ def resume(
     return position // data_set.get_dataset_size()
 
 
-def _step_of(model: Any) -> TrainOneStepWithGradAccumulationCell:
+def _step_of(model: Any) -> TrainOneStepWithGradAccumulationCell | GradAccumulator:
     step = model.train_network if isinstance(model, ms.Model) else model
-    if not isinstance(step, TrainOneStepWithGradAccumulationCell):
+    if not isinstance(step, (TrainOneStepWithGradAccumulationCell, GradAccumulator)):
         raise TypeError(
-            f"For 'resume', the argument 'model' must be a Model of a GradAccumulationCell or its training step, but "
-            f"got '{type(step).__name__}'."
+            f"For 'resume', the argument 'model' must be a Model of a GradAccumulationCell, its training step, or a "
+            f"GradAccumulator, but got '{type(step).__name__}'."
         )
     return step
 

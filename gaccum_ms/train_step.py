@@ -33,12 +33,12 @@ import numpy as np
 from mindspore import nn, ops
 
 from gaccum_ms import split
-from gaccum_ms.accumulator import overwrite
 from gaccum_ms.batchnorm import warn_about_batch_norm
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.counted_window import CountedWindow
 from gaccum_ms.loss_scale import check_scale
 from gaccum_ms.multi_loss_window import MultiLossWindow
+from gaccum_ms.open_window import OpenWindow
 from gaccum_ms.options import check_positive_int
 from gaccum_ms.parallel import broadcast_parameters, check_parallel_mode
 from gaccum_ms.provenance import Provenance
@@ -47,6 +47,8 @@ from gaccum_ms.spanning_window import SpanningWindow
 from gaccum_ms.sparse import refuse_sparse_gradients
 from gaccum_ms.update import Update, WindowEnd
 from gaccum_ms.window import SampleWindow
+
+_NAME = "TrainOneStepWithGradAccumulationCell"
 
 # Parameters of a step's parts that are its own, too.
 _RECORDS = (
@@ -136,7 +138,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
                 f"gaccum_ms.GradAccumulationCell, but got '{type(network).__name__}'."
             )
         _check_optimizer(network, optimizer)
-        check_parallel_mode()
+        check_parallel_mode("GradAccumulationCell")
         refuse_sparse_gradients(network)
         super().__init__(network.network, optimizer)
         self._micro_size = network.micro_size
@@ -147,17 +149,23 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         self._ranks_agree = not self.reducer_flag
         self.window_position = counter("window_position")
         self.batch_count = counter("batch_count")
-        self._has_run = False
         rule = "counts" if self._counts else "samples" if network.reduction == "mean" else "sums"
-        self.provenance = Provenance(rule, network.accumulation_steps, self.reducer_flag)
+        self.provenance = Provenance(_NAME, rule, network.accumulation_steps, self.reducer_flag)
         self.spans_batches = network.accumulation_steps > 1
         self.window = self._make_window(network)
         self._make_spanning_window = functools.partial(
             SpanningWindow, network, self.weights, self.grad_reducer, self.window_position
         )
-        ended = self.window.open if self.spans_batches else self.window
         drops = network.overflow == "drop_micro_batch"
-        self.update = Update(optimizer, self.weights, ended, network.max_grad_norm, drops, scale_sense)
+        self.update = Update(
+            _NAME,
+            optimizer,
+            self.weights,
+            self._open_window() or self.window,
+            network.max_grad_norm,
+            drops,
+            scale_sense,
+        )
         if self.spans_batches:
             self.end_window = WindowEnd(self.window.open, self.update, self._jit)
         self._expose_records()
@@ -187,7 +195,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
                 "For 'TrainOneStepWithGradAccumulationCell', windows of several batches need a network of one loss, "
                 "because one accumulator cannot be divided by several totals, but got one of several losses."
             )
-        if self._has_run:
+        if self.provenance.begun:
             raise RuntimeError(
                 "For 'TrainOneStepWithGradAccumulationCell', windows of several batches must be asked for before the "
                 "first step, but got a step that has run, of a cell with accumulation_steps=1. Give the cell "
@@ -223,7 +231,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
                 f"For 'TrainOneStepWithGradAccumulationCell', 'set_sense_scale' needs a step that was made with "
                 f"'scale_sense', and a Tensor of its shape, but got {sens!r}."
             )
-        check_scale(sens)
+        check_scale(_NAME, sens)
         ops.assign(self.scale_sense, sens.astype(ms.float32))  # a compiled graph would not see set_data
 
     def set_accumulation_steps(self, accumulation_steps: int) -> None:
@@ -237,11 +245,11 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
             ValueError: If it is less than 1.
             RuntimeError: If it is more than 1, and the step has run with windows of one batch.
         """
-        check_positive_int("TrainOneStepWithGradAccumulationCell", "accumulation_steps", accumulation_steps)
-        if self.spans_batches:
-            self.window.open.set_steps(accumulation_steps)
-        elif accumulation_steps > 1:
+        check_positive_int(_NAME, "accumulation_steps", accumulation_steps)
+        if accumulation_steps > 1:
             self.let_windows_span_batches()
+        if self.spans_batches:
+            self._begin()
             self.window.open.set_steps(accumulation_steps)
 
     def flush(self) -> bool:
@@ -253,7 +261,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         Returns:
             bool, whether an update was made.
         """
-        self._check_checkpoint()
+        self._begin()
         return self.spans_batches and self.end_window.flush()
 
     def init_parameters_data(self, *args, **kwargs):
@@ -263,27 +271,17 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
 
     def load(self, values: Mapping[str, np.ndarray]) -> None:
         """Take over what a checkpoint holds, by name, whether the step has run or not; `gaccum_ms.resume` checks it."""
-        for parameter in self.get_parameters():
-            if parameter.name in values:
-                overwrite(parameter, ms.Tensor(values[parameter.name], parameter.dtype))
-        if "random_state" in values:
-            ms.set_rng_state(ms.Tensor(values["random_state"], ms.uint8))
-        self._settle()
+        self.provenance.load(self, values, self._open_window())
 
-    def _check_checkpoint(self) -> None:
-        """MindSpore may have loaded one before the first step. What cannot be gone on with is refused."""
-        if not self._has_run:
-            self.provenance.check_loaded(self.spans_batches, int(self.window_position.asnumpy()))
-            self._settle()
-            self._has_run = True
+    def _open_window(self) -> OpenWindow | None:
+        return self.window.open if self.spans_batches else None
 
-    def _settle(self) -> None:
-        """After a checkpoint: the cell's own number of batches, if the cell that saved had another."""
-        if self.provenance.settle() and self.spans_batches:
-            self.window.open.set_steps(self.provenance.own_steps)
+    def _begin(self) -> None:
+        if not self.provenance.begun:
+            self.provenance.begin(self._open_window(), int(self.window_position.asnumpy()))
 
     def __call__(self, *inputs):
-        self._check_checkpoint()
+        self._begin()
         self._check_batch(inputs)
         try:
             outputs = self._run(*inputs)

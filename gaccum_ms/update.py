@@ -40,6 +40,7 @@ class Update(nn.Cell):
     """Bring a window's gradients to the optimizer.
 
     Args:
+        owner (str): The class that errors name.
         optimizer (Optimizer): Updates the weights.
         weights (Sequence[Parameter]): The weights, in the gradients' order.
         window (Cell): Is asked what its counts say, and cleared.
@@ -50,6 +51,7 @@ class Update(nn.Cell):
 
     def __init__(
         self,
+        owner: str,
         optimizer: nn.Optimizer,
         weights: ms.ParameterTuple,
         window: nn.Cell,
@@ -67,7 +69,7 @@ class Update(nn.Cell):
         self.scaled = scale_sense is not None
         self.manager: Any = None
         if scale_sense is not None:
-            self.scale_sense, self.manager = scale_parameter(scale_sense)
+            self.scale_sense, self.manager = scale_parameter(owner, scale_sense)
         if max_grad_norm is not None:
             self.grad_norm = record("grad_norm")
         self.update_count = counter("update_count")
