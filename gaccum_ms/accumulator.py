@@ -7,9 +7,10 @@ Parameter and adds it again. The compensation is float32: in the accumulator's o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import mindspore as ms
+import numpy as np
 from mindspore import nn, ops
 from mindspore.common.initializer import initializer
 
@@ -116,3 +117,15 @@ class Accumulators(nn.Cell):
         """Zero everything, outside of a graph."""
         for held in (*self.sums, *(self.compensations if self.compensated else ())):
             overwrite(held, ops.zeros_like(held))
+
+    def adapt(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """A checkpoint's sums as they are kept here, if it has compensations and these have none, or the reverse."""
+        adapted = dict(values)
+        for held in self.sums:
+            lost = COMPENSATION_PREFIX + held.name.removeprefix(PREFIX)
+            if held.name in values and self.compensated != (lost in values):
+                total = values[held.name].astype(np.float32) + values.get(lost, np.float32(0.0))
+                adapted[held.name] = total
+                if self.compensated:
+                    adapted[lost] = total - ms.Tensor(total, held.dtype).astype(ms.float32).asnumpy()
+        return adapted

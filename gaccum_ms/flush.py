@@ -75,6 +75,7 @@ class FlushAccumulation(Callback):
             )
         self.each_epoch = each_epoch
         self._epochs = 0
+        self._before = 0  # batches of the epochs before this one
         self._flushed = True
 
     def on_train_begin(self, run_context: RunContext) -> None:
@@ -82,6 +83,7 @@ class FlushAccumulation(Callback):
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         self._epochs += 1
+        self._before = run_context.original_args().cur_step_num
         self._flushed = False
 
     # At the last batch, not after the epoch: what comes then, evaluation in Model.fit and checkpoints, must see the
@@ -94,6 +96,9 @@ class FlushAccumulation(Callback):
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
         self._end_epoch(run_context)
+
+    def on_train_end(self, run_context: RunContext) -> None:
+        self._end_epoch(run_context)  # EarlyStopping and others ask for the stop after our on_train_epoch_end
 
     def _end_epoch(self, run_context: RunContext) -> None:
         step = training_step(run_context)
@@ -111,7 +116,11 @@ class FlushAccumulation(Callback):
             return int(step.window_position.asnumpy() > 0)
         first_epoch, steps = self._epochs == 1, int(step.accumulation_steps.asnumpy())
         windows = [shard.windows(steps, first_epoch) for shard in shards]
-        return max(ended + (left > 0) for ended, left in windows) - windows[get_rank()][0]
+        # What this rank has really seen may be less than planned: something may have stopped the epoch.
+        own = shards[get_rank()]
+        batches = parameters.cur_step_num - self._before + (own.skipped if first_epoch else 0)
+        seen = own._replace(batches=batches)
+        return max(ended + (left > 0) for ended, left in windows) - seen.windows(steps, first_epoch)[0]
 
 
 class Shard(NamedTuple):
@@ -151,17 +160,21 @@ class WindowWatch(Callback):
         own = Shard(parameters.batch_num, _skipped(parameters), int(step.window_position.asnumpy()), window_steps)
         gathered = ops.AllGather()(ms.Tensor([own], ms.int32)).asnumpy()
         parameters.shards = shards = [Shard(*map(int, row)) for row in gathered]
-        if len({(shard.batches, shard.skipped) for shard in shards}) == 1:
+        if all(shard == own for shard in shards):
             return
         flushes = [one for one in parameters.list_callback if isinstance(one, FlushAccumulation) and one.each_epoch]
         if step.spans_batches and flushes:
             return
+        shown = [
+            f"{one.batches - one.skipped} on rank {rank}"
+            + (f" (and {one.position} in its window)" * bool(one.position))
+            for rank, one in enumerate(shards)
+        ]
         raise ValueError(
             f"For 'GradAccumulationCell', all ranks must have the same number of batches in an epoch, because each "
-            f"update reduces over all of them, but got "
-            f"{', '.join(f'{one.batches - one.skipped} on rank {rank}' for rank, one in enumerate(shards))}. Nothing "
-            f"was trained. Give all ranks equally many, as 'num_shards' of a dataset does; or, with "
-            f"'accumulation_steps' larger than 1, give model.train the callback FlushAccumulation()."
+            f"update reduces over all of them, but got {', '.join(shown)}. Nothing was trained. Give all ranks equally "
+            f"many, as 'num_shards' of a dataset does; or, with 'accumulation_steps' larger than 1, give model.train "
+            f"the callback FlushAccumulation()."
         )
 
     def on_train_step_end(self, run_context: RunContext) -> None:
@@ -174,6 +187,8 @@ class WindowWatch(Callback):
         step = training_step(run_context)
         if step is None or not step.spans_batches or not int(step.window_position.asnumpy()):
             return
+        if any(isinstance(one, FlushAccumulation) for one in run_context.original_args().list_callback):
+            return  # its own on_train_end comes after this one
         batches, steps = int(step.window_position.asnumpy()), int(step.window_steps.asnumpy())
         warnings.warn(
             f"For 'GradAccumulationCell', training ended in the middle of a window: {batches} batch(es) of {steps} "

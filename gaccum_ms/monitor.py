@@ -154,6 +154,9 @@ class WindowMonitor(Callback):
             parameters = run_context.original_args()
             parameters.window_record = self._record(step, parameters.cur_epoch_num)
 
+    def on_train_end(self, run_context: RunContext) -> None:
+        self.on_train_epoch_end(run_context)  # a stop asked for at an epoch's end flushes after it
+
     def _record(self, step: TrainOneStepWithGradAccumulationCell, epoch: int) -> WindowRecord:
         update = int(step.update_count.asnumpy())
         count = _number(step, "window_count")

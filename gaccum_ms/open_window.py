@@ -77,7 +77,8 @@ class OpenWindow(nn.Cell):
     def result(self, scale, after):
         """The window's gradients and loss, as `run` of other windows returns them, once `after` is there."""
         sums = ops.depend(self.window_sums, after) + 0.0
-        sums = ops.depend(sums, ops.assign(self.window_batches, sums[3]))
+        # Not sums[3]: once two eager gradients have been interrupted, MindSpore knows no int as index any more.
+        sums = ops.depend(sums, ops.assign(self.window_batches, ops.unstack(sums)[3]))
         return self.reduction(self.accumulators.read(sums), sums[:3], self.window_unit + 0.0, scale)
 
     def clear(self, after):

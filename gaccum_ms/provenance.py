@@ -72,7 +72,12 @@ class Provenance(nn.Cell):
         self.begun = True
 
     def load(self, cell: nn.Cell, values: Mapping[str, np.ndarray], window: OpenWindow | None) -> None:
-        """Give `cell` what a checkpoint holds, by name; `resume` has checked it."""
+        """Give `cell` what a checkpoint holds, by name; `resume` has checked it. What a checkpoint of another kind of
+        training lacks must not stay from before: windows and counts begin anew."""
+        values = {"batch_count": np.array(0), "update_count": np.array(0), **values}
+        if window is not None:
+            window.forget()
+            values = window.accumulators.adapt(values)
         for parameter in cell.get_parameters():
             if parameter.name in values:
                 overwrite(parameter, ms.Tensor(values[parameter.name], parameter.dtype))

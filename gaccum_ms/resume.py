@@ -36,8 +36,8 @@ def resume(
     counts, whatever `micro_size` and `accumulation_steps` are now; with another number of ranks, give the checkpoints
     of all old ones.
 
-    Not in a checkpoint, because MindSpore keeps them where nobody can read them: the masks that `nn.Dropout` is going
-    to draw on CPU, and random numbers of Python and NumPy in datasets.
+    Not in a checkpoint, because MindSpore keeps them where nobody can read them: what random operators are going to
+    draw on CPU, the masks of `nn.Dropout` among them; and random numbers of Python and NumPy in datasets.
 
     Args:
         model (Union[Model, TrainOneStepWithGradAccumulationCell, GradAccumulator]): What trains.
@@ -215,7 +215,7 @@ def _joined(files: list[Values], first_rank: bool) -> Values:
 
 def _position(files: list[tuple[Path, Values]], values: Values, data_set: Any, ranks: int) -> int:
     """Batches that a rank has seen, were they shared out as they are now."""
-    saved_ranks, batches = _origin(values)[1], int(values.get("batch_count", 0))
+    saved_ranks, batches = _origin(files[0][1])[1], int(values.get("batch_count", 0))
     size, saved_size = data_set.get_dataset_size(), int(values.get("epoch_batches", 0))
     if saved_size and saved_size * saved_ranks != size * ranks:
         raise ValueError(

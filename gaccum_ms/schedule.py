@@ -86,7 +86,7 @@ class AccumulationScheduler(Callback):
         if self.learning_rate is not None:
             multiply_learning_rate(step.optimizer, 1.0)  # a rate that cannot follow is an error now, not epochs later
         shards = run_context.original_args().get("shards") or []
-        if callable(self.schedule) and len({(shard.batches, shard.skipped) for shard in shards}) > 1:
+        if callable(self.schedule) and len(set(shards)) > 1:
             raise ValueError(
                 f"For 'AccumulationScheduler', the argument 'schedule' must be a dict of epochs where ranks have "
                 f"different numbers of batches, because they cannot agree on the windows of an epoch otherwise, but "
@@ -105,9 +105,9 @@ class AccumulationScheduler(Callback):
             return
         old = int(step.accumulation_steps.asnumpy())
         new = self._wanted(step, run_context.original_args().cur_epoch_num - 1, old)
+        check_positive_int("AccumulationScheduler", "schedule", new)
         if new == old:
             return
-        check_positive_int("AccumulationScheduler", "schedule", new)
         if self.learning_rate is not None:
             multiply_learning_rate(step.optimizer, scaling_factor(new / old, self.learning_rate))
         step.set_accumulation_steps(new)

@@ -332,9 +332,9 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         ]
         raise ValueError(
             f"For 'GradAccumulationCell', 'count' must return a finite number of items that is not negative, but got "
-            f"{counted} for the micro-batches of this rank (where these are fine, another rank's are not). Nothing was "
-            f"changed{', the batch is left out of its window' if self.spans_batches else ''}: correct 'count' and go "
-            f"on."
+            f"{counted} for the micro-batches of this rank (where these are fine, another rank's are not). "
+            f"{'The batch is left out of its window' if self.spans_batches else 'Nothing was changed'}: correct "
+            f"'count' and go on."
         )
 
     # -- compiled ------------------------------------------------------------------------------------------------------

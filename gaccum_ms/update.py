@@ -89,7 +89,9 @@ class Update(nn.Cell):
         if self.max_grad_norm is not None:
             gradients, loss, norm_is_finite = self._clip(gradients, loss, self.max_grad_norm)
         gradients = self.map(_cast_like, gradients, self.weights)
-        overflow = self._overflow(gradients, loss, counted, norm_is_finite)
+        # An infinite divisor, total count times scale, would make finite gradients zero.
+        finite = ops.logical_and(ops.isfinite(divisor), norm_is_finite)
+        overflow = self._overflow(gradients, loss, counted, finite)
         if self.window.gated or self.scaled:
             if ops.logical_and(counted, ops.logical_not(overflow)):
                 loss = self._update(gradients, loss)
@@ -108,12 +110,12 @@ class Update(nn.Cell):
         loss = ops.depend(loss, ops.assign(self.grad_norm, norm / self.sens))
         return clip.clip_by_norm(gradients, norm, max_norm * self.sens), loss, ops.isfinite(norm)
 
-    def _overflow(self, gradients, loss, counted, norm_is_finite):
+    def _overflow(self, gradients, loss, counted, finite):
         """Whether the window must not update for what is not finite: the finished gradient, the same on all ranks, or
-        its norm, or every micro-batch's. Without loss scaling nobody asks."""
+        what was `finite` on the way, or every micro-batch's. Without loss scaling nobody asks."""
         if not self.scaled and not self.drops:
             return ms.Tensor(False, ms.bool_)
-        overflow = ops.logical_not(ops.logical_and(amp.all_finite(gradients), norm_is_finite))
+        overflow = ops.logical_not(ops.logical_and(amp.all_finite(gradients), finite))
         if self.drops:
             overflow = ops.logical_or(overflow, ops.logical_and(self._dropped(loss), ops.logical_not(counted)))
         return overflow

@@ -230,15 +230,34 @@ def test_jit_compiles_the_step_in_pynative_mode(pynative):
     assert traces_of(jit=True, steps=4) == traces_of(jit=True, steps=1)
 
 
-@pytest.mark.parametrize("micro_size", [2, 9])
-def test_the_graph_does_not_grow_with_the_number_of_micro_batches(micro_size):
-    """However many there are, the network is traced at most twice: once forward, once to differentiate."""
-    cell = GradAccumulationCell(Counted(), micro_size)
-    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
-    TRACES.clear()
-    step(batch(18)[0], ops.ones(18))
-    traces = len(TRACES)
-    assert 1 <= traces <= 2
+class Unrolled(SampleWindow):
+    """Negative control: the loop in Python, as graph mode unrolls it."""
+
+    def add_up(self, inputs, unit):
+        sums = self.nothing()
+        for start in range(0, 18, 18 // self.micro_size):
+            part = [value[start : start + 18 // self.micro_size] for value in inputs]
+            sums = sums + self.micro_step(unit, 18 // self.micro_size, *part)
+        return sums
+
+
+def multiplications(window_class: type, micro_size: int, folder, monkeypatch) -> int:
+    """How many matrix multiplications are in the finished graph."""
+    cell = GradAccumulationCell(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), micro_size)
+    step = step_with(window_class)(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+    with monkeypatch.context() as patched:
+        patched.setenv("MS_DEV_SAVE_GRAPHS", "2")
+        patched.setenv("MS_DEV_SAVE_GRAPHS_PATH", str(folder / f"{window_class.__name__}{micro_size}"))
+        step(*batch(18))
+    (finished,) = folder.glob(f"{window_class.__name__}{micro_size}/**/*validate*.ir")
+    return finished.read_text().count("MatMul(")
+
+
+def test_the_graph_does_not_grow_with_the_number_of_micro_batches(tmp_path, monkeypatch):
+    few, many = (multiplications(SampleWindow, micro_size, tmp_path, monkeypatch) for micro_size in (2, 9))
+    assert few == many > 0
+    unrolled = multiplications(Unrolled, 9, tmp_path, monkeypatch)
+    assert unrolled == 9 * many
 
 
 # -- clipping ----------------------------------------------------------------------------------------------------------

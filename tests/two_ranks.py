@@ -8,25 +8,45 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 HERE = Path(__file__).resolve().parent
 Results = dict[str, np.ndarray]
 
 
-def run_on_two_ranks(worker: str, out: Path) -> list[Results]:
-    """The arrays that each rank of ``worker OUT`` left in ``OUT/rank<N>.npz``."""
-    command = [sys.executable, "-m", "gaccum_ms.launch", "-n", "2", "--log-dir", str(out / "log"), "--timeout", "300"]
+def run_on_two_ranks(worker: str, out: Path, *arguments: str, time_limit: int = 300) -> list[Results]:
+    """The arrays that each rank of ``worker OUT ARGUMENTS`` left in ``OUT/rank<N>.npz``; no process is left.
+
+    After `time_limit` seconds, when ranks wait for each other for ever, it fails.
+    """
+    command = [sys.executable, "-m", "gaccum_ms.launch", "-n", "2", "--log-dir", str(out / "log")]
     path = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
     finished = subprocess.run(
-        [*command, str(HERE / worker), str(out)],
+        [*command, "--timeout", str(time_limit), str(HERE / worker), str(out), *arguments],
         env={**os.environ, "PYTHONPATH": path},
         cwd=out,
         capture_output=True,
         text=True,
-        timeout=330,
+        timeout=time_limit + 30,
     )
+    left = [process.info for process in psutil.process_iter(["pid", "cmdline"]) if str(out) in _words(process)]
+    assert not left, left
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
     return [dict(np.load(out / f"rank{rank}.npz")) for rank in range(2)]
+
+
+def _words(process: psutil.Process) -> list[str]:
+    return process.info["cmdline"] or []
+
+
+def leave(out: Path, rank: int, results: Results) -> None:
+    """What a worker ends with: it hands over its results, and meets the others, because a rank that leaves first breaks
+    the others' last collective."""
+    import mindspore as ms
+    from mindspore import ops
+
+    np.savez(out / f"rank{rank}.npz", **results)
+    ops.AllReduce()(ms.Tensor([1.0])).asnumpy()
 
 
 def case(results: Results, name: str) -> Results:

@@ -1,0 +1,488 @@
+"""One rank of tests/test_window_ranks.py, and what it trains on: windows of several batches on two ranks.
+
+Run by ``python -m gaccum_ms.launch -n 2 window_worker.py OUT train`` and, once there are checkpoints in OUT, ``... OUT
+resume``: two starts of the ranks serve all cases.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mindspore as ms
+import numpy as np
+from distributed_worker import CountedReducer
+from mindspore import Tensor, nn, ops
+from mindspore.communication import get_rank, init
+from mindspore.profiler import ProfilerActivity, profile, tensorboard_trace_handler
+from mindspore.train import Callback, CheckpointConfig, ModelCheckpoint
+from reference import as_numpy, batches, make_network
+from two_ranks import leave
+
+from gaccum_ms import (
+    AccumulationScheduler,
+    CountMask,
+    FlushAccumulation,
+    GradAccumulationCell,
+    GradAccumulator,
+    TrainOneStepWithGradAccumulationCell,
+    resume,
+)
+from gaccum_ms.spanning_window import SpanningWindow
+
+RATE, MOMENTUM = 0.05, 0.9
+WEIGHTS = 4  # of the network "dense"
+SCALE = 2.0**20
+MODES = {"graph": ms.GRAPH_MODE, "pynative": ms.PYNATIVE_MODE}
+
+Batch = tuple[np.ndarray, ...]
+
+
+class Weighted(nn.Cell):
+    """Cross entropy, the mean weighted by a mask."""
+
+    def __init__(self, network: nn.Cell) -> None:
+        super().__init__(auto_prefix=False)
+        self.network = network
+        self.loss = nn.CrossEntropyLoss(reduction="none")
+
+    def construct(self, x, y, mask):
+        return (self.loss(self.network(x), y) * mask).sum() / mask.sum()
+
+
+def make_loss(masked: bool) -> nn.Cell:
+    network = make_network("dense")
+    return Weighted(network) if masked else nn.WithLossCell(network, nn.CrossEntropyLoss())
+
+
+def momentum(loss_cell: nn.Cell, rate: float = RATE) -> nn.Momentum:
+    return nn.Momentum(loss_cell.trainable_params(), rate, MOMENTUM)
+
+
+def state(optimizer: nn.Momentum) -> Batch:
+    """Weights, moments and the number of updates, each in one vector."""
+    weights, moments = (
+        np.concatenate([as_numpy(one).ravel() for one in many]) for many in (optimizer.parameters, optimizer.moments)
+    )
+    return weights, moments, as_numpy(optimizer.global_step)
+
+
+# -- calls of the step -------------------------------------------------------------------------------------------------
+
+
+class Calls(NamedTuple):
+    """Steps that are called batch by batch."""
+
+    sizes: tuple[Sequence[int], Sequence[int]]  # samples of each rank's batches
+    mode: str = "pynative"
+    gradients_mean: bool = True
+    masked: bool = False
+    steps: int = 3
+    poisoned: int | None = None  # the batch of rank 1 that overflows; with a loss scale then
+
+    def data(self, rank: int) -> list[Batch]:
+        """A rank's batches. Masked ones of rank 0 are light and those of rank 1 heavy, and some weigh nothing."""
+        result = []
+        random = np.random.default_rng(50 + rank)
+        for number, size in enumerate(self.sizes[rank]):
+            x, y = batches(size, 1, seed=100 * rank + number)[0]
+            if number == self.poisoned and rank == 1:
+                x[0, 0] = np.inf
+            mask = random.uniform(0.01, 0.1, size) if rank == 0 else random.uniform(1, 9, size)
+            if number % 4 == rank:
+                mask[:] = 0
+            result.append((x, y, mask.astype(np.float32)) if self.masked else (x, y))
+        return result
+
+
+SAME = ([5] * 12, [5] * 12)
+RAGGED = ([5, 3, 7, 2, 4, 6], [2, 6, 4, 3, 8, 5])
+
+CALLS = {
+    "graph": Calls(SAME, "graph"),
+    "graph, sum over ranks": Calls(SAME, "graph", gradients_mean=False),
+    "eager": Calls(RAGGED),
+    "eager, sum over ranks": Calls(RAGGED, gradients_mean=False),
+    "count": Calls(SAME, "graph", masked=True),
+    "count, sum over ranks": Calls(RAGGED, gradients_mean=False, masked=True),
+    "overflow": Calls(SAME, "graph", poisoned=4),
+    "overflow, eager": Calls(RAGGED, poisoned=4),
+}
+
+ACCUMULATOR_CALLS = {
+    "accumulator": Calls(SAME),
+    "accumulator, sum over ranks": Calls(SAME, gradients_mean=False),
+    "accumulator, count": Calls(RAGGED, masked=True),
+    "accumulator, count, sum over ranks": Calls(RAGGED, gradients_mean=False, masked=True),
+    # rank 1's last call is one of flush() with nothing to add; rank 0's window has two batches
+    "accumulator, flush": Calls(([5] * 5, [5] * 3), masked=True),
+}
+
+
+def make_step(calls: Calls, micro_size: int = 2, window_class: type = SpanningWindow) -> Any:
+    class Step(TrainOneStepWithGradAccumulationCell):
+        def _make_window(self, cell):
+            return window_class(cell, self.weights, self.grad_reducer, self.window_position)
+
+    loss_cell = make_loss(calls.masked)
+    scale = None if calls.poisoned is None else nn.DynamicLossScaleUpdateCell(SCALE, 2, 1000)
+    count = CountMask() if calls.masked else None
+    cell = GradAccumulationCell(loss_cell, micro_size, accumulation_steps=calls.steps, count=count)
+    return Step(cell, momentum(loss_cell), scale).set_train()
+
+
+def set_up(calls: Calls) -> None:
+    ms.set_context(mode=MODES[calls.mode])
+    ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=calls.gradients_mean)
+
+
+class Log:
+    """What there is to see before the first call and after each."""
+
+    def __init__(self, seen: Callable[[], dict[str, Any]]) -> None:
+        self.seen = seen
+        self.rows = [seen()]
+
+    def look(self) -> None:
+        self.rows.append(self.seen())
+
+    def arrays(self, name: str) -> dict[str, np.ndarray]:
+        return {f"{name}/{key}": np.stack([row[key] for row in self.rows]) for key in self.rows[0]}
+
+
+def look(optimizer: nn.Momentum, step: Any) -> dict[str, Any]:
+    seen = dict(zip(("weights", "moments", "global_step"), state(optimizer), strict=True))
+    seen["updates"] = as_numpy(step.update_count)
+    if hasattr(step, "scale_sense"):
+        seen["scale"] = as_numpy(step.scale_sense).ravel()[0]
+    return seen
+
+
+def play(calls: Calls, rank: int, window_class: type = SpanningWindow) -> Log:
+    set_up(calls)
+    step = make_step(calls, window_class=window_class)
+    sums, counters = step.window.open.reduction.sum_over_ranks, []
+    if calls.mode == "pynative":
+        sums.reducer, sums.small_reducer = CountedReducer(sums.reducer), CountedReducer(sums.small_reducer)
+        step.window.grad_reducer = CountedReducer(step.window.grad_reducer)
+        counters = [sums.reducer, sums.small_reducer, step.window.grad_reducer]
+    log = Log(lambda: look(step.optimizer, step) | {"reductions": sum(len(one.calls) for one in counters)})
+    for batch in calls.data(rank):
+        step(*map(Tensor, batch))
+        log.look()
+    return log
+
+
+def play_accumulator(calls: Calls, rank: int) -> Log:
+    """The same in a hand-written loop."""
+    set_up(calls)
+    loss_cell = make_loss(calls.masked)
+    optimizer = momentum(loss_cell)
+    accumulator = GradAccumulator(optimizer, calls.steps)
+    sums = accumulator.window.reduction.sum_over_ranks
+    sums.reducer, sums.small_reducer = CountedReducer(sums.reducer), CountedReducer(sums.small_reducer)
+    grad_fn = ms.value_and_grad(loss_cell, None, optimizer.parameters)
+    updated = False
+    log = Log(
+        lambda: (
+            look(optimizer, accumulator)
+            | {"reductions": len(sums.reducer.calls) + len(sums.small_reducer.calls), "returned": updated}
+        )
+    )
+    for batch in calls.data(rank):
+        count = (float(batch[2].sum()),) if calls.masked else ()
+        if calls.masked and not count[0]:
+            batch = (*batch[:2], np.ones_like(batch[2]))  # its gradient would be NaN; counted 0, it must not matter
+        _, gradients = grad_fn(*map(Tensor, batch))
+        updated = accumulator(gradients, *count)
+        log.look()
+    if len(set(map(len, calls.sizes))) > 1:
+        updated = accumulator.flush()
+        log.look()
+    return log
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+
+class ReducesEachBatch(SpanningWindow):
+    """Negative control for the number of collectives: adds up right, and reduces too early."""
+
+    def add_up(self, inputs, unit):
+        sums = super().add_up(inputs, unit)
+        reduced = self.reduction.sum_over_ranks(self.accumulators.read(sums), sums)
+        return ops.depend(sums, reduced)
+
+
+def executed_all_reduces(step: nn.Cell, data: Sequence[Batch], folder: Path) -> int:
+    """AllReduce kernels that MindSpore's profiler saw run in the compiled step's calls on these batches."""
+    with profile(activities=[ProfilerActivity.CPU], on_trace_ready=tensorboard_trace_handler(str(folder))):
+        for batch in data:
+            step(*map(Tensor, batch)).asnumpy()
+    (table,) = folder.glob("**/cpu_op_type_info_*.csv")
+    with table.open() as file:
+        kernels = {row["op_type"]: int(row["type_occurrences"]) for row in csv.DictReader(file)}
+    assert kernels["MatMul"] >= len(data), kernels  # it did see the calls
+    return kernels.get("AllReduce", 0)
+
+
+def collectives(rank: int, out: Path) -> dict[str, np.ndarray]:
+    """By accumulation_steps and micro_size: AllReduces of a window's batches but the last, and of two windows."""
+    calls = CALLS["graph"]
+    set_up(calls)
+    batch = calls.data(rank)[0]
+    results = {}
+    for micro_size, window_class in ((2, SpanningWindow), (1, SpanningWindow), (2, ReducesEachBatch)):
+        step = make_step(calls, micro_size, window_class)
+        for _ in range(calls.steps):
+            step(*map(Tensor, batch))  # compiles
+        for steps in (3, 5) if window_class is SpanningWindow else (3,):
+            step.set_accumulation_steps(steps)
+            folder = out / f"profile-{rank}-{window_class.__name__}-{steps}-{micro_size}"
+            before = executed_all_reduces(step, [batch] * (steps - 1), folder / "open")
+            step(*map(Tensor, batch))
+            whole = executed_all_reduces(step, [batch] * (2 * steps), folder / "whole")
+            results[f"collectives/{window_class.__name__} {steps} {micro_size}"] = np.array([before, whole])
+    return results
+
+
+# -- ms.Model, with different numbers of batches on the ranks ----------------------------------------------------------
+
+SAMPLES = 4
+STEPS = 4  # of all models below
+
+
+class Training(NamedTuple):
+    """One model.train; each goes on from the one before."""
+
+    batches: tuple[int, int]
+    epochs: int = 1
+    schedule: dict[int, int] | None = None
+    stop: int | None = None  # after so many batches of the first epoch, on each rank that has so many
+
+    def data(self, rank: int) -> list[Batch]:
+        return batches(SAMPLES, self.batches[rank], seed=1000 * sum(self.batches) + rank)
+
+    def steps(self, epoch: int) -> int:
+        return self.schedule[epoch] if self.schedule else STEPS
+
+
+TRAININGS = {
+    "9 and 7": Training((9, 7), 2),
+    "8 and 2": Training((8, 2), 2),
+    "5 and 1: 1 and 0 in the last window": Training((5, 1)),
+    "5 and 4: 1 and 0 in the last window, and rank 1 has none open": Training((5, 4)),
+    "2 and 3: rank 0 is shorter, no window is full": Training((2, 3), 2),
+    "6 and 6": Training((6, 6), 2),
+    "9 and 7, scheduled": Training((9, 7), 3, {0: 4, 1: 2, 2: 3}),
+    # A stop before the epoch's end leaves ranks with fewer batches than they had said.
+    "9 and 7, stopped after 5": Training((9, 7), 2, stop=5),
+    "9 and 7, stopped after 8": Training((9, 7), stop=8),
+}
+
+REFUSED: dict[str, tuple[bool, list[Callback]]] = {  # whether with accumulation_steps, and callbacks
+    "no flush": (True, []),
+    "flush of the last epoch alone": (True, [FlushAccumulation(each_epoch=False)]),
+    "no accumulation_steps": (False, [FlushAccumulation()]),
+    "schedule by updates": (True, [FlushAccumulation(), AccumulationScheduler(lambda updates: 2 + updates // 4)]),
+}
+
+
+class Watch(Callback):
+    """Notes the weights at each epoch's end and the first feature of each sample seen; stops when told to."""
+
+    def __init__(self, stop: int | None = None) -> None:
+        super().__init__()
+        self.stop = stop
+        self.weights: list[np.ndarray] = []
+        self.seen: list[np.ndarray] = []
+
+    def on_train_step_begin(self, run_context):
+        self.seen.append(np.array(run_context.original_args().train_dataset_element[0].asnumpy()[:, 0]))
+
+    def on_train_step_end(self, run_context):
+        if len(self.seen) == self.stop:
+            run_context.request_stop()
+
+    def on_train_epoch_end(self, run_context):
+        self.weights.append(state(run_context.original_args().optimizer)[0])
+
+
+def make_model(masked: bool = False, **options: Any) -> ms.Model:
+    loss_cell = make_loss(masked)
+    cell = GradAccumulationCell(loss_cell, 2, count=CountMask() if masked else None, **options)
+    return ms.Model(cell, optimizer=momentum(loss_cell))
+
+
+def as_data_set(data: Sequence[Batch]) -> Any:
+    columns = tuple(np.concatenate(column) for column in zip(*data, strict=True))
+    return ms.dataset.NumpySlicesDataset(columns, shuffle=False).batch(SAMPLES)
+
+
+def refusal(action: Callable[[], Any]) -> str:
+    """What the ValueError says; nothing if there was none."""
+    try:
+        action()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def train_models(rank: int) -> dict[str, np.ndarray]:
+    set_up(CALLS["graph"])
+    model = make_model(accumulation_steps=STEPS)
+    step, results = model.train_network, {}
+    for name, training in TRAININGS.items():
+        watch = Watch(training.stop)
+        callbacks = [watch, FlushAccumulation()]
+        if training.schedule:
+            callbacks.append(AccumulationScheduler(training.schedule))
+        before = int(step.update_count.asnumpy())
+        model.train(training.epochs, as_data_set(training.data(rank)), callbacks=callbacks)
+        step.set_accumulation_steps(STEPS)
+        results[f"{name}/weights"] = np.stack(watch.weights)
+        results[f"{name}/updates"] = int(step.update_count.asnumpy()) - before
+        results[f"{name}/batches"] = np.array(len(watch.seen))
+    for name, (spans, callbacks) in REFUSED.items():
+        model = make_model(**({"accumulation_steps": STEPS} if spans else {}))
+        before = state(model.train_network.optimizer)
+        data_set = as_data_set(Training((3, 2)).data(rank))
+        results[f"{name}/message"] = np.array(refusal(lambda: model.train(1, data_set, callbacks=callbacks)))  # noqa: B023
+        after = state(model.train_network.optimizer)
+        results[f"{name}/changed"] = np.array(not all(map(np.array_equal, before, after)))
+        results[f"{name}/batch_count"] = as_numpy(model.train_network.batch_count)
+    return results
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+KINDS = {"counts": ("graph", True), "samples": ("pynative", False)}  # what micro-batches weigh by: mode, masked
+BATCH, EPOCH, EPOCHS = 3, 20, 2  # samples of a batch, batches of an epoch of all ranks together
+SAVED = 6  # a checkpoint after so many batches of each rank: in mid-window, between windows, in mid-window of epoch 2
+SAVED_ALONE = (5, 6)  # by one process, likewise
+
+
+def samples(masked: bool) -> Batch:
+    """The data of all ranks. The masks of odd samples, which rank 1 of two gets, are heavy."""
+    x, y = batches(BATCH * EPOCH, 1, seed=9)[0]
+    random = np.random.default_rng(10)
+    mask = random.uniform(0.01, 0.1, len(x)) * np.where(np.arange(len(x)) % 2, 90, 1)
+    return (x, y, mask.astype(np.float32)) if masked else (x, y)
+
+
+def share(masked: bool, rank: int = 0, ranks: int = 1) -> Any:
+    return ms.dataset.NumpySlicesDataset(samples(masked), shuffle=False, num_shards=ranks, shard_id=rank).batch(BATCH)
+
+
+def file_of(out: Path, kind: str, saved: int, who: int | str) -> str:
+    """The checkpoint of a rank, or of the process "alone", after `saved` of its batches."""
+    size = EPOCH if who == "alone" else EPOCH // 2
+    return str(out / f"{kind}-{who}" / f"run-{(saved - 1) // size + 1}_{(saved - 1) % size + 1}.ckpt")
+
+
+def train_and_save(out: Path, rank: int) -> dict[str, np.ndarray]:
+    """The runs that are not interrupted."""
+    results = {}
+    for kind, (mode, masked) in KINDS.items():
+        set_up(Calls(SAME, mode))
+        model, watch = make_model(masked, accumulation_steps=STEPS), Watch()
+        saver = ModelCheckpoint("run", str(out / f"{kind}-{rank}"), CheckpointConfig(save_checkpoint_steps=SAVED))
+        model.train(EPOCHS, share(masked, rank, 2), callbacks=[watch, saver])
+        results |= finished(f"uninterrupted {kind}", model, watch)
+    return results
+
+
+def save_alone(out: Path) -> None:
+    """What one process saves in mid-window."""
+    for kind, (mode, masked) in KINDS.items():
+        ms.set_context(mode=MODES[mode])
+        step = make_model(masked, accumulation_steps=STEPS).train_network
+        (out / f"{kind}-alone").mkdir()
+        for number, batch in zip(range(1, SAVED_ALONE[-1] + 1), share(masked).create_tuple_iterator(), strict=False):
+            step(*batch)
+            if number in SAVED_ALONE:
+                ms.save_checkpoint(step, file_of(out, kind, number, "alone"))
+
+
+def finished(name: str, model: ms.Model, watch: Watch) -> dict[str, np.ndarray]:
+    weights, moments, _ = state(model.train_network.optimizer)
+    updates = as_numpy(model.train_network.update_count)
+    values = {"weights": weights, "moments": moments, "updates": updates, "seen": np.stack(watch.seen)}
+    return {f"{name}/{key}": value for key, value in values.items()}
+
+
+def go_on(name: str, model: ms.Model, files: Any, data_set: Any) -> dict[str, np.ndarray]:
+    """Resume and train to the end of the last epoch; what is left of a window then updates too."""
+    watch = Watch()
+    epoch = resume(model, files, data_set)
+    model.train(EPOCHS, data_set, callbacks=[watch, FlushAccumulation(each_epoch=False)], initial_epoch=epoch)
+    return finished(name, model, watch)
+
+
+def resume_on_ranks(out: Path, rank: int) -> dict[str, np.ndarray]:
+    results = {}
+    for kind, (mode, masked) in KINDS.items():
+        set_up(Calls(SAME, mode))
+        model = make_model(masked, accumulation_steps=STEPS)  # the first resume is of a step that has not run
+        for saved in (SAVED, 2 * SAVED, 3 * SAVED):
+            own = file_of(out, kind, saved, rank)
+            results |= go_on(f"{kind} after {saved}", model, own, share(masked, rank, 2))
+        both = [file_of(out, kind, SAVED, one) for one in (1, 0)]
+        results |= go_on(f"{kind}, all files", model, both, share(masked, rank, 2))
+        first = file_of(out, kind, 2 * SAVED, 0)
+        results |= go_on(f"{kind}, between windows, rank 0's file", model, first, share(masked, rank, 2))
+        alone = [file_of(out, kind, saved, "alone") for saved in SAVED_ALONE]
+        results |= go_on(f"{kind}, from one process", model, alone[1], share(masked, rank, 2))
+        for name, file, data_set in (
+            ("rank 0's file", file_of(out, kind, SAVED, 0), None),
+            ("5 batches", alone[0], share(masked, rank, 2)),
+        ):
+            before = state(model.train_network.optimizer)
+            results[f"{kind}, {name}/message"] = np.array(refusal(lambda: resume(model, file, data_set)))  # noqa: B023
+            if name == "rank 0's file" and rank == 0:
+                continue  # to rank 0 it is its own
+            results[f"{kind}, {name}/changed"] = np.array(
+                not all(map(np.array_equal, before, state(model.train_network.optimizer)))
+            )
+    results |= load_plainly(out, rank)
+    return results
+
+
+def load_plainly(out: Path, rank: int) -> dict[str, np.ndarray]:
+    """Rank 0's files on both ranks by MindSpore's own functions, in mid-window and between windows."""
+    results = {}
+    batch = tuple(column[:BATCH] for column in samples(False))
+    for saved in (SAVED, 2 * SAVED):
+        step = make_model(False, accumulation_steps=STEPS).train_network
+        ms.load_param_into_net(step, ms.load_checkpoint(file_of(out, "samples", saved, 0)))
+        message = refusal(lambda: step(*map(Tensor, batch)))  # noqa: B023
+        results[f"plain {saved}/message"] = np.array(message)
+        results[f"plain {saved}/position"] = as_numpy(step.window_position)
+    return results
+
+
+def main(out: Path, part: str) -> None:
+    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_device("CPU")
+    init()
+    rank = get_rank()
+    results: dict[str, np.ndarray] = {}
+    if part == "train":
+        for name, calls in CALLS.items():
+            results |= play(calls, rank).arrays(name)
+        results |= play(CALLS["eager"], rank, ReducesEachBatch).arrays("control: reduces each batch")
+        for name, calls in ACCUMULATOR_CALLS.items():
+            results |= play_accumulator(calls, rank).arrays(name)
+        results |= collectives(rank, out)
+        results |= train_and_save(out, rank)
+        results |= train_models(rank)
+    else:
+        results |= resume_on_ranks(out, rank)
+    leave(out, rank, results)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
