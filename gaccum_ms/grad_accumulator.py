@@ -24,7 +24,7 @@ from gaccum_ms.open_window import OpenWindow
 from gaccum_ms.options import check_accumulation_options, check_positive_int
 from gaccum_ms.parallel import check_parallel_mode
 from gaccum_ms.provenance import Provenance
-from gaccum_ms.records import counter
+from gaccum_ms.records import counter, show_records
 from gaccum_ms.update import Update, WindowEnd
 
 _NAME = "GradAccumulator"
@@ -140,15 +140,8 @@ class GradAccumulator(nn.Cell):
         self.update = Update(_NAME, optimizer, weights, self.window, max_grad_norm, self.drops, scale_sense)
         self.end_window = WindowEnd(self.window, self.update, self._jit)
         self.summed_ranks = self.window.reduction.sum_over_ranks.summed_ranks()
-        self.accumulation_steps = self.window.accumulation_steps
         self.accu_grads = self.window.accumulators.sums
-        self.window_count = self.window.window_count
-        self.dropped_micro_batches = self.window.dropped_micro_batches
-        self.update_count = self.update.update_count
-        if max_grad_norm is not None:
-            self.grad_norm = self.update.grad_norm
-        if scale_sense is not None:
-            self.scale_sense = self.update.scale_sense
+        show_records(self, self.window, self.update)
         self.batch_count = counter("batch_count")
         distributed = self.window.reduction.sum_over_ranks.reduces
         self.provenance = Provenance(_NAME, None, accumulation_steps, distributed)
@@ -216,8 +209,12 @@ class GradAccumulator(nn.Cell):
         gradients = ms.mutable(tuple(gradients))  # else a constant of the graph, which each call would compile anew
         inputs = (gradients,) if count is None else (gradients, count)
         compiled = self._jit and ms.get_context("mode") == ms.PYNATIVE_MODE
-        with ms.common._no_grad():  # PyNative's tape, left open by the gradients' making, would record this
-            updated = self._compiled_add(*inputs) if compiled else super().__call__(*inputs)
+        try:
+            with ms.common._no_grad():  # PyNative's tape, left open by the gradients' making, would record this
+                updated = self._compiled_add(*inputs) if compiled else super().__call__(*inputs)
+        except BaseException:
+            self.window.drop_if_torn()
+            raise
         return bool(updated.asnumpy())
 
     def init_parameters_data(self, *args, **kwargs):

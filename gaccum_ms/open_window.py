@@ -7,6 +7,8 @@ the number of batches of a window changes. Until the window ends nothing is redu
 
 from __future__ import annotations
 
+import warnings
+
 import mindspore as ms
 from mindspore import nn, ops
 
@@ -52,7 +54,7 @@ class OpenWindow(nn.Cell):
     # -- compiled ------------------------------------------------------------------------------------------------------
 
     def begin_batch(self, scale, count):
-        """Count the batch before any of it is added: one that fails half-way can then be told (`is_torn`). Returns the
+        """Count the batch before any of it is added: `drop_if_torn` can then tell one that failed half-way. Returns the
         window's unit: one over its expected total, so that the accumulators hold numbers of a mean's size."""
         first = self.window_position == 0
         steps = ops.select(first, self.accumulation_steps + 0, self.window_steps + 0)
@@ -96,9 +98,20 @@ class OpenWindow(nn.Cell):
         """Batches in the window."""
         return int(self.window_position.asnumpy())
 
-    def is_torn(self) -> bool:
-        """Whether a batch was begun and not ended: parts of it may be in the accumulators."""
-        return self.batches != int(self.window_sums.asnumpy()[3])
+    def drop_if_torn(self) -> None:
+        """After a batch that was begun and not ended, drop the window: what is in the accumulators of that batch cannot
+        be told from the rest."""
+        if self.batches == int(self.window_sums.asnumpy()[3]):
+            return
+        dropped = self.batches - 1
+        self.forget()
+        if dropped:
+            warnings.warn(
+                f"For 'GradAccumulationCell', a batch failed half-way, and with it the {dropped} batch(es) before it "
+                f"in its window were dropped. The next batch begins a new window.",
+                UserWarning,
+                stacklevel=4,
+            )
 
     def forget(self) -> None:
         """An empty window."""

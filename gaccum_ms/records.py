@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mindspore as ms
 import numpy as np
+from mindspore import nn
 
 # Each rank has its own: `layerwise_parallel` is MindSpore's word for Parameters that ``parameter_broadcast`` must not
 # overwrite with those of rank 0.
@@ -22,3 +23,27 @@ def counter(name: str, value: int = 0) -> ms.Parameter:
 def of_this_rank(name: str, value: ms.Tensor) -> ms.Parameter:
     """A Parameter that is not trained, and not broadcast."""
     return ms.Parameter(value, name=name, requires_grad=False, layerwise_parallel=True)
+
+
+# What callbacks read, and what a step or accumulator has under its own name, whichever of its parts keeps it.
+_SHOWN = (
+    "accumulation_steps",
+    "batch_items",
+    "dropped_micro_batches",
+    "grad_norm",
+    "loss_terms",
+    "scale_sense",
+    "update_count",
+    "window_batches",
+    "window_count",
+    "window_loss",
+    "window_steps",
+)
+
+
+def show_records(cell: nn.Cell, *parts: nn.Cell | None) -> None:
+    """Give `cell` the Parameters of its parts that are meant to be read, as attributes of its own."""
+    for part in parts:
+        for name in _SHOWN:
+            if hasattr(part, name):
+                setattr(cell, name, getattr(part, name))

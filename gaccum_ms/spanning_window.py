@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import mindspore as ms
 from mindspore import nn, ops
 
@@ -44,14 +42,5 @@ class SpanningWindow(CountedWindow):
     # -- not compiled --------------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Drop the window, if a batch of it failed half-way: what that has added cannot be told from the rest."""
-        if self.open.is_torn():
-            dropped = self.open.batches - 1
-            self.open.forget()
-            if dropped:
-                warnings.warn(
-                    f"For 'GradAccumulationCell', a batch failed half-way, and with it the {dropped} batch(es) before "
-                    f"it in its window were dropped. The next batch begins a new window.",
-                    UserWarning,
-                    stacklevel=4,
-                )
+        """After a batch that failed; one that was refused before it ran has left the window as it was."""
+        self.open.drop_if_torn()

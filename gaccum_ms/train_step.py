@@ -42,28 +42,13 @@ from gaccum_ms.open_window import OpenWindow
 from gaccum_ms.options import check_positive_int
 from gaccum_ms.parallel import broadcast_parameters, check_parallel_mode
 from gaccum_ms.provenance import Provenance
-from gaccum_ms.records import counter
+from gaccum_ms.records import counter, show_records
 from gaccum_ms.spanning_window import SpanningWindow
 from gaccum_ms.sparse import refuse_sparse_gradients
 from gaccum_ms.update import Update, WindowEnd
 from gaccum_ms.window import SampleWindow
 
 _NAME = "TrainOneStepWithGradAccumulationCell"
-
-# Parameters of a step's parts that are its own, too.
-_RECORDS = (
-    "accumulation_steps",
-    "batch_items",
-    "dropped_micro_batches",
-    "grad_norm",
-    "loss_terms",
-    "scale_sense",
-    "update_count",
-    "window_batches",
-    "window_count",
-    "window_loss",
-    "window_steps",
-)
 
 
 class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
@@ -168,7 +153,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         )
         if self.spans_batches:
             self.end_window = WindowEnd(self.window.open, self.update, self._jit)
-        self._expose_records()
+        self._show_records()
         if network.accumulates:
             warn_about_batch_norm(network)
 
@@ -180,6 +165,10 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         if cell.counted:
             return CountedWindow(cell, self.weights, self.grad_reducer)
         return SampleWindow(cell, self.weights, self.grad_reducer)
+
+    def _show_records(self) -> None:
+        self.accu_grads = self.window.accumulators.sums if self.window.accumulates else ms.ParameterTuple(())
+        show_records(self, self.window, self._open_window(), self.update)
 
     def let_windows_span_batches(self) -> None:
         """Make the step ready for :meth:`set_accumulation_steps` , for a cell without `accumulation_steps` .
@@ -205,15 +194,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         self.window = self._make_spanning_window()
         self.update.window = self.window.open
         self.end_window = WindowEnd(self.window.open, self.update, self._jit)
-        self._expose_records()
-
-    def _expose_records(self) -> None:
-        """Let callbacks find what the parts record under the step's own name."""
-        self.accu_grads = self.window.accumulators.sums if self.window.accumulates else ms.ParameterTuple(())
-        for part in (self.window, getattr(self.window, "open", None), self.update):
-            for name in _RECORDS:
-                if hasattr(part, name):
-                    setattr(self, name, getattr(part, name))
+        self._show_records()
 
     @property
     def loss_scaling_manager(self) -> nn.Cell | None:

@@ -284,6 +284,25 @@ def test_a_cleared_window_might_never_have_been(way):
     assert_identical(*values)
 
 
+def test_a_batch_that_fails_half_way_drops_its_window_and_the_next_is_right(pynative, monkeypatch):
+    accumulator = make_accumulator(3, way="pynative")
+    accumulator(gradient(7.0))
+    added = []
+
+    def fail(gradients):
+        added.append(gradients)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(accumulator.window.accumulators, "add", fail)
+        with pytest.warns(UserWarning, match=r"the 1 batch\(es\) before it"), pytest.raises(KeyboardInterrupt):
+            accumulator(gradient(9.0))
+    assert added
+    assert place(accumulator) == (0, 0)
+    assert [accumulator(gradient(x)) for x in (1.0, 2.0, 3.0)] == [False, False, True]
+    assert moved(accumulator) == [2.0, 0.0]
+
+
 def test_no_update_lets_a_window_go_on_until_the_first_call_after_it(mode):
     accumulator = make_accumulator(2, way=mode)
     before = trained(accumulator.optimizer)
