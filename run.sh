@@ -76,8 +76,10 @@ case ${1-} in
     exit
     ;;
 test)
-    use test pytest sklearn tensorboardX
+    use test pytest xdist sklearn tensorboardX
     cd "$here"
+    # All of them: two files at a time, because compiling a graph keeps one core busy.
+    [ $# -gt 1 ] || set -- test --numprocesses 2 --dist loadfile
     exec "$python" -m pytest "${@:2}"
     ;;
 lint)

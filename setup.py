@@ -25,7 +25,7 @@ setup(
     extras_require={
         "sample": ["scikit-learn"],
         "tensorboard": ["tensorboardX"],
-        "test": ["pytest", "scikit-learn", "tensorboardX"],
+        "test": ["pytest", "pytest-xdist", "scikit-learn", "tensorboardX"],
         "torch": ["torch==2.13.*"],  # the tests that compare with PyTorch's loop
         "benchmark": ["torch==2.13.*"],
         "dev": ["ruff", "mypy"],

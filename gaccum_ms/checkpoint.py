@@ -20,8 +20,8 @@ class UpdateCheckpoint(ModelCheckpoint):
 
     Args:
         updates (int): Updates between two checkpoints.
-        **kwargs: `prefix` , `directory` and `config` of `ModelCheckpoint` ; of `config` , which counts batches and
-            seconds, `save_checkpoint_steps` must stay 1.
+        **kwargs (Any): `prefix` , `directory` and `config` of `ModelCheckpoint` ; of `config` , which counts batches
+            and seconds, `save_checkpoint_steps` must stay 1.
 
     Raises:
         TypeError: If `updates` is not an int.

@@ -306,7 +306,7 @@ def reductions(scenario: Scenario, rank: int) -> tuple[np.ndarray, np.ndarray]:
     """Sizes of the Tensors of each reduction: with the gradients, and before the loop."""
     ms.set_context(mode=ms.PYNATIVE_MODE)
     step = make_step(scenario)
-    sums = step.window.sum_over_ranks
+    sums = getattr(step.window, "reduction", step.window).sum_over_ranks
     sums.reducer, sums.small_reducer = Recorder(sums.reducer), Recorder(sums.small_reducer)
     for window in scenario.windows:
         step(*map(Tensor, window.ranks[rank]))
