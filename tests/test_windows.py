@@ -1,7 +1,7 @@
 """Windows of several batches: in the compiled step, and as `ms.Model` and its callbacks see them.
 
 The oracle is MindSpore's own step on the batches of each window joined to one; for one weight it is NumPy. Ranks:
-test_counted_ranks.py. Records and schedules: test_monitor.py, test_schedule.py.
+test_window_ranks.py. Records and schedules: test_monitor.py, test_schedule.py.
 """
 
 from __future__ import annotations
