@@ -6,13 +6,13 @@ from typing import Any
 
 from mindspore.train import ModelCheckpoint, RunContext
 
-from gaccum_ms.flush import training_step
 from gaccum_ms.options import check_positive_int
+from gaccum_ms.window_watch import training_step
 
 
 class UpdateCheckpoint(ModelCheckpoint):
     r"""
-    Save a checkpoint after every so many updates, when the window has just ended.
+    Save a checkpoint after every so many updates, when the window has just ended; and when training ends.
 
     A `mindspore.train.ModelCheckpoint <https://www.mindspore.cn/docs/en/master/api_python/train/
     mindspore.train.ModelCheckpoint.html>`_ in all else: it is that, asked only then. That one saves after every so many

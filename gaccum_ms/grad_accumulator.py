@@ -23,11 +23,12 @@ from gaccum_ms.loss_scale import check_scale
 from gaccum_ms.open_window import OpenWindow
 from gaccum_ms.options import check_accumulation_options, check_positive_int
 from gaccum_ms.parallel import check_parallel_mode
-from gaccum_ms.provenance import Provenance
+from gaccum_ms.provenance import RULES, Provenance
 from gaccum_ms.records import counter, show_records
 from gaccum_ms.update import Update, WindowEnd
 
 _NAME = "GradAccumulator"
+BATCHES, COUNTS = RULES.index("batches"), RULES.index("counts")
 
 
 class GradAccumulator(nn.Cell):
@@ -63,8 +64,9 @@ class GradAccumulator(nn.Cell):
         - **gradients** (tuple[Tensor]) - The gradients of the batch's mean loss, not reduced over ranks, one of the
           shape of each of the optimizer's parameters.
         - **count** (Union[Tensor, float], optional) - How many items the mean was taken over, shape :math:`()`. Give
-          it with every batch or with none. The mean is then exact over all ranks; without it each batch weighs the
-          same, and ranks are averaged or summed as MindSpore's ``gradients_mean`` says. Default: ``None`` .
+          it with every batch of a window or with none; inside `mindspore.jit` nobody checks that, and a batch whose
+          count is bad is left out without a word. The mean is then exact over all ranks; without it each batch weighs
+          the same, and ranks are averaged or summed as MindSpore's ``gradients_mean`` says. Default: ``None`` .
 
     Outputs:
         bool, whether there was an update: at a window's last batch, unless it was dropped. Inside `mindspore.jit`, a
@@ -132,6 +134,7 @@ class GradAccumulator(nn.Cell):
         self.map = ops.HyperMap()
         self.window_position = counter("window_position")
         self.window = OpenWindow(
+            _NAME,
             Accumulators(weights, accumulator_dtype, compensated),
             CountedReduction(weights, by_samples=False),
             self.window_position,
@@ -144,7 +147,7 @@ class GradAccumulator(nn.Cell):
         show_records(self, self.window, self.update)
         self.batch_count = counter("batch_count")
         distributed = self.window.reduction.sum_over_ranks.reduces
-        self.provenance = Provenance(_NAME, None, accumulation_steps, distributed)
+        self.provenance = Provenance(_NAME, ("batches", "counts"), accumulation_steps, distributed)
 
     def scale(self, loss: ms.Tensor) -> ms.Tensor:
         """The loss times the loss scale: what to differentiate where there is a `scale_sense` ."""
@@ -161,13 +164,14 @@ class GradAccumulator(nn.Cell):
         return self.end_window.flush()
 
     def clear(self) -> None:
-        """Throw the open window away, as if its batches had not been."""
+        """Throw the open window away, as if its batches had not been. With several ranks all must."""
         self._begin()
         self.window.forget()
 
     @contextlib.contextmanager
     def no_update(self) -> Iterator[None]:
-        """Within it, calls only add: a window goes on past its last batch, and ends with the first call after it."""
+        """Within it, calls only add: a window goes on past its last batch, and ends with the first call after it. With
+        several ranks all must do so."""
         self._begin()
         overwrite(self.window.updates_held, self.window.updates_held + 1)
         try:
@@ -176,7 +180,15 @@ class GradAccumulator(nn.Cell):
             overwrite(self.window.updates_held, self.window.updates_held - 1)
 
     def set_accumulation_steps(self, accumulation_steps: int) -> None:
-        """Let windows to come, not one that is open, have another number of batches. Nothing is compiled anew."""
+        """Let windows to come, not one that is open, have another number of batches. Nothing is compiled anew.
+
+        Args:
+            accumulation_steps (int): Batches that share an update.
+
+        Raises:
+            TypeError: If it is not an int.
+            ValueError: If it is less than 1.
+        """
         check_positive_int(_NAME, "accumulation_steps", accumulation_steps)
         self._begin()
         self.window.set_steps(accumulation_steps)
@@ -197,15 +209,12 @@ class GradAccumulator(nn.Cell):
         if count is not None:
             count = self._checked_count(count)
         self._begin()
-        rule = "samples" if count is None else "counts"
-        if rule != self.provenance.rule:
-            if self.window.batches:
-                raise ValueError(
-                    f"For 'GradAccumulator', 'count' must be given with every batch of a window or with none, but got "
-                    f"count={count} after {self.window.batches} batch(es) that weigh by {self.provenance.rule}. "
-                    f"Nothing was added."
-                )
-            self.provenance.set_rule(rule)
+        rule = RULES[int(self.provenance.window_rule.asnumpy())]
+        if (rule == "counts") != (count is not None) and self.window.batches:
+            raise ValueError(
+                f"For 'GradAccumulator', 'count' must be given with every batch of a window or with none, but got "
+                f"count={count} after {self.window.batches} batch(es) that weigh by {rule}. Nothing was added."
+            )
         gradients = ms.mutable(tuple(gradients))  # else a constant of the graph, which each call would compile anew
         inputs = (gradients,) if count is None else (gradients, count)
         compiled = self._jit and ms.get_context("mode") == ms.PYNATIVE_MODE
@@ -272,6 +281,8 @@ class GradAccumulator(nn.Cell):
             weight = unit * items * factor / scale  # the gradients come with the scale
             kept, dropped = self._add(gradients, weight, items)
         seen = ops.assign_add(self.batch_count, ms.Tensor(1, ms.int32))
+        rule = BATCHES if count is None else COUNTS
+        seen = ops.depend(seen, ops.assign(self.provenance.window_rule, ms.Tensor(rule, ms.int32)))
         ended = self.window.end_batch(ops.stack((ops.zeros_like(items), kept, dropped)), ops.depend(items, seen))
         updates = self.update_count + 0
         updated = ops.depend(updates, ended) > updates

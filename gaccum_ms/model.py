@@ -4,7 +4,7 @@ Both call the function `build_train_network` of `mindspore.train.amp`. It knows 
 by their class name and would give them a private step that trains in semi-auto parallel mode alone. The function here
 takes its place: a network with our cell gets our step or a clear error, any other network goes to the original,
 untouched. `ms.Model` also gets, for each training with our step, the callback that watches over open windows. Nothing
-else in the project reaches into the framework.
+else in the project replaces anything of the framework's.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from mindspore import nn
 from mindspore.train import amp
 
 from gaccum_ms.cell import GradAccumulationCell
-from gaccum_ms.flush import FlushAccumulation, WindowWatch
+from gaccum_ms.flush import FlushAccumulation
 from gaccum_ms.monitor import WindowMonitor
 from gaccum_ms.schedule import AccumulationScheduler
 from gaccum_ms.train_step import TrainOneStepWithGradAccumulationCell
+from gaccum_ms.window_watch import WindowWatch
 
 _OURS = (GradAccumulationCell, TrainOneStepWithGradAccumulationCell)
-_CALLBACKS = (FlushAccumulation, AccumulationScheduler, WindowMonitor)  # in the order in which they must run
+# In the order in which they must run: the scheduler lets windows span batches, which the watch asks for; the monitor
+# sees a batch before a flush ends its window; all others see what these did.
+_CALLBACKS = (AccumulationScheduler, WindowWatch, WindowMonitor, FlushAccumulation)
 _original = amp.build_train_network
 
 
@@ -63,9 +66,8 @@ def build_train_network(
     update_cell = manager.get_update_cell()
     step = TrainOneStepWithGradAccumulationCell(network, optimizer, scale_sense=update_cell)
     if update_cell is None:
-        step.update.sens = float(
-            manager.get_loss_scale()
-        )  # drop_overflow_update=False: the optimizer's loss_scale removes it
+        # drop_overflow_update=False: the optimizer's loss_scale removes it.
+        step.update.sens = float(manager.get_loss_scale())
     return step.set_train()
 
 
@@ -75,10 +77,9 @@ _original_train = mindspore.train.Model._train  # of Model.train and Model.fit
 @functools.wraps(_original_train)
 def _train(self: mindspore.train.Model, epoch: int, train_dataset: Any, callbacks: Any = None, **kwargs: Any) -> None:
     if _holds_our_cell(self.train_network):
-        given = self._transform_callbacks(callbacks)
-        # Ours come first: monitors and checkpoints of the same batch must see what they did.
+        given = [WindowWatch(), *self._transform_callbacks(callbacks)]
         ours = [one for kind in _CALLBACKS for one in given if isinstance(one, kind)]
-        callbacks = [WindowWatch(), *ours, *(one for one in given if one not in ours)]
+        callbacks = [*ours, *(one for one in given if one not in ours)]
     _original_train(self, epoch, train_dataset, callbacks=callbacks, **kwargs)
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import mindspore as ms
 from mindspore.train import Callback, RunContext
 
-from gaccum_ms.flush import training_step
 from gaccum_ms.lr import current_learning_rate
 from gaccum_ms.train_step import TrainOneStepWithGradAccumulationCell
+from gaccum_ms.window_watch import training_step
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class WindowMonitor(Callback):
     * ``losses`` : each batch's mean, on this rank, of the batches that this training has seen; ``loss`` : the
       window's, over all ranks with `count` .
     * ``counts`` : each batch's samples, or what `count` counts, on this rank; ``count`` : the window's, over all ranks
-      where ranks weigh by counts.
+      where ranks weigh by counts. With `count` and without `accumulation_steps` both are the window's.
     * ``dropped_micro_batches`` : on all ranks.
     * ``grad_norm`` before clipping, and ``loss_scale`` ; ``None`` without `max_grad_norm` and loss scaling.
     * ``learning_rate`` of the update, of the first parameter group.
@@ -126,12 +126,13 @@ class WindowMonitor(Callback):
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
         step = training_step(run_context)
-        if step is None or self._losses:
+        if step is None:
             return
-        self._began = time.perf_counter()
+        if not self._losses:
+            self._began = time.perf_counter()
+        # Before each batch, because it may be the one that updates, and after it both may be others.
         self._before = {
             "update": int(step.update_count.asnumpy()),
-            # The rate of the next update; after that it is another's.
             "learning_rate": current_learning_rate(step.optimizer),
             "loss_scale": _number(step, "scale_sense"),
         }
@@ -148,26 +149,26 @@ class WindowMonitor(Callback):
         if not int(step.window_position.asnumpy()):
             parameters.window_record = self._record(step, parameters.cur_epoch_num)
 
-    def on_train_epoch_end(self, run_context: RunContext) -> None:
-        step = training_step(run_context)
-        if step is not None and self._losses and not int(step.window_position.asnumpy()):  # flushed after the last step
-            parameters = run_context.original_args()
+    def on_window_flushed(self, run_context: RunContext) -> None:
+        """Called by `FlushAccumulation` , on a rank with fewer batches than others several times."""
+        parameters, step = run_context.original_args(), training_step(run_context)
+        if step is not None:
             parameters.window_record = self._record(step, parameters.cur_epoch_num)
-
-    def on_train_end(self, run_context: RunContext) -> None:
-        self.on_train_epoch_end(run_context)  # a stop asked for at an epoch's end flushes after it
+            self._before["update"] = int(step.update_count.asnumpy())
+            self._before["learning_rate"] = current_learning_rate(step.optimizer)
+            self._began = time.perf_counter()
 
     def _record(self, step: TrainOneStepWithGradAccumulationCell, epoch: int) -> WindowRecord:
         update = int(step.update_count.asnumpy())
-        count = _number(step, "window_count")
-        loss = _number(step, "window_loss") if step.spans_batches else self._losses[-1]
+        batches, count = _number(step, "window_batches"), _number(step, "window_count")
+        loss = _float(step.window_loss) if step.spans_batches else self._losses[-1]
         record = WindowRecord(
             update=update,
             updated=update > self._before["update"],
             epoch=epoch,
-            batches=int(_number(step, "window_batches") or 1),
+            batches=len(self._losses) if batches is None else int(batches),
             losses=tuple(self._losses),
-            loss=self._losses[-1] if loss is None else loss,
+            loss=loss,
             counts=tuple(self._counts),
             count=self._counts[-1] if count is None else count,
             dropped_micro_batches=int(_number(step, "dropped_micro_batches") or 0),

@@ -21,6 +21,7 @@ class OpenWindow(nn.Cell):
     """A window to which batches are added, until it is complete or flushed.
 
     Args:
+        owner (str): The class that warnings name.
         accumulators (Accumulators): Where the gradients of its batches add up.
         reduction (CountedReduction): Makes their mean over all batches and ranks.
         position (Parameter): Batches of the open window so far, int32 of shape ().
@@ -31,9 +32,15 @@ class OpenWindow(nn.Cell):
     divides = True
 
     def __init__(
-        self, accumulators: Accumulators, reduction: CountedReduction, position: ms.Parameter, accumulation_steps: int
+        self,
+        owner: str,
+        accumulators: Accumulators,
+        reduction: CountedReduction,
+        position: ms.Parameter,
+        accumulation_steps: int,
     ) -> None:
         super().__init__(auto_prefix=False)
+        self.owner = owner
         self.accumulators = accumulators
         self.reduction = reduction
         self.window_count = reduction.window_count
@@ -105,9 +112,9 @@ class OpenWindow(nn.Cell):
             return
         dropped = self.batches - 1
         self.forget()
-        if dropped:
+        if dropped > 0:
             warnings.warn(
-                f"For 'GradAccumulationCell', a batch failed half-way, and with it the {dropped} batch(es) before it "
+                f"For '{self.owner}', a batch failed half-way, and with it the {dropped} batch(es) before it "
                 f"in its window were dropped. The next batch begins a new window.",
                 UserWarning,
                 stacklevel=4,

@@ -54,7 +54,8 @@ def resume(
 
     Raises:
         TypeError: If `model` is none of those.
-        ValueError: If a file lacks a weight, or has one of another shape; if the window cannot be finished here: other
+        ValueError: If a file lacks a parameter of the network, or, unless it is of a training without accumulation, of
+            the optimizer; if one has another shape; if the window cannot be finished here: other
             ranks' files are missing, or micro-batches weigh by another rule; if the data set has another number of
             batches, or the batches that were seen do not divide by the number of ranks. Nothing has changed then.
         RuntimeError: If the checkpoint is in a window, and the step was compiled for windows of one batch.
@@ -103,7 +104,8 @@ def resume(
     position = _position(files, values, data_set, provenance.ranks) if data_set is not None else None
     batches = int(values.get("window_position", 0))
     if batches:
-        provenance.check(True, batches, values["window_origin"].tolist(), int(values["configured_steps"]))
+        rank, ranks = _origin(values)
+        provenance.check(True, batches, rank, ranks, int(values["window_rule"]), int(values["configured_steps"]))
         if isinstance(step, TrainOneStepWithGradAccumulationCell):
             step.let_windows_span_batches()
     step.load(values)
@@ -148,11 +150,15 @@ def _under_own_names(step: nn.Cell, values: Values) -> Values:
 
 
 def _check_weights(step: nn.Cell, path: Path, values: Values) -> None:
-    missing = [weight.name for weight in step.weights if weight.name not in values]
+    network = step.network.get_parameters() if isinstance(step, TrainOneStepWithGradAccumulationCell) else ()
+    needed = [*step.weights, *network]
+    if "batch_count" in values:  # not from another kind of training, which may have had another optimizer or none
+        needed += step.optimizer.get_parameters()
+    missing = sorted({parameter.name for parameter in needed} - values.keys())
     if missing:
         raise ValueError(
-            f"For 'resume', the checkpoint must have all weights of the network, but got '{path}' without "
-            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}."
+            f"For 'resume', the checkpoint must have all parameters of the network and the optimizer's state, but got "
+            f"'{path}' without {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}."
         )
     for parameter in step.get_parameters():
         if parameter.name in values and values[parameter.name].shape != parameter.shape:
@@ -164,7 +170,7 @@ def _check_weights(step: nn.Cell, path: Path, values: Values) -> None:
 
 def _origin(values: Values) -> tuple[int, int]:
     """Rank and number of ranks of who saved; a run without accumulation does not say."""
-    rank, ranks, _ = values.get("window_origin", np.array([0, 1, 0]))
+    rank, ranks = values.get("window_origin", np.array([0, 1]))
     return int(rank), int(ranks)
 
 
@@ -190,7 +196,7 @@ def _of_rank(files: list[tuple[Path, Values]], rank: int, ranks: int) -> Values:
             f"rank(s)' are needed to finish it on rank {rank} of {ranks}, but got {shown}."
         )
     joined = _joined([by_rank[one] for one in range(saved_ranks)], rank == 0)
-    joined["window_origin"] = np.array([rank, ranks, first["window_origin"][2]])
+    joined["window_origin"] = np.array([rank, ranks])
     return joined
 
 

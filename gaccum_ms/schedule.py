@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import mindspore as ms
 from mindspore.train import Callback, RunContext
 
-from gaccum_ms.flush import training_step
+from gaccum_ms.accumulator import overwrite
 from gaccum_ms.lr import RULES, multiply_learning_rate, scaling_factor
 from gaccum_ms.options import check_one_of, check_positive_int
 from gaccum_ms.train_step import TrainOneStepWithGradAccumulationCell
+from gaccum_ms.window_watch import training_step
 
 
 class AccumulationScheduler(Callback):
@@ -85,6 +87,8 @@ class AccumulationScheduler(Callback):
         step.let_windows_span_batches()
         if self.learning_rate is not None:
             multiply_learning_rate(step.optimizer, 1.0)  # a rate that cannot follow is an error now, not epochs later
+
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
         shards = run_context.original_args().get("shards") or []
         if callable(self.schedule) and len(set(shards)) > 1:
             raise ValueError(
@@ -92,8 +96,6 @@ class AccumulationScheduler(Callback):
                 f"different numbers of batches, because they cannot agree on the windows of an epoch otherwise, but "
                 f"got a function, and {[shard.batches - shard.skipped for shard in shards]} batches."
             )
-
-    def on_train_epoch_begin(self, run_context: RunContext) -> None:
         self._follow(run_context)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
@@ -103,14 +105,16 @@ class AccumulationScheduler(Callback):
         step = _step(run_context)
         if int(step.window_position.asnumpy()):
             return
-        old = int(step.accumulation_steps.asnumpy())
-        new = self._wanted(step, run_context.original_args().cur_epoch_num - 1, old)
-        check_positive_int("AccumulationScheduler", "schedule", new)
-        if new == old:
-            return
-        if self.learning_rate is not None:
-            multiply_learning_rate(step.optimizer, scaling_factor(new / old, self.learning_rate))
-        step.set_accumulation_steps(new)
+        steps = int(step.accumulation_steps.asnumpy())
+        wanted = self._wanted(step, run_context.original_args().cur_epoch_num - 1, steps)
+        check_positive_int("AccumulationScheduler", "schedule", wanted)
+        if wanted != steps:
+            step.set_accumulation_steps(wanted)
+        # Not by the change of steps: a checkpoint may have brought a rate for other steps than the cell's.
+        rate_steps = int(step.rate_steps.asnumpy())
+        if self.learning_rate is not None and wanted != rate_steps:
+            multiply_learning_rate(step.optimizer, scaling_factor(wanted / rate_steps, self.learning_rate))
+            overwrite(step.rate_steps, ms.Tensor(wanted, ms.int32))
 
     def _wanted(self, step: TrainOneStepWithGradAccumulationCell, epoch: int, old: int) -> Any:
         if callable(self.schedule):

@@ -24,7 +24,9 @@ class SpanningWindow(CountedWindow):
         position: ms.Parameter,
     ) -> None:
         super().__init__(cell, weights, grad_reducer)
-        self.open = OpenWindow(self.accumulators, self.reduction, position, cell.accumulation_steps)
+        self.open = OpenWindow(
+            "GradAccumulationCell", self.accumulators, self.reduction, position, cell.accumulation_steps
+        )
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 

@@ -130,12 +130,12 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         self._micro_batch_size = network.micro_batch_size
         self._counts = tuple(count for count in network.counts if count is not None)
         self._jit = bool(network.jit)
-        self._seen_full_batch = False
         self._ranks_agree = not self.reducer_flag
         self.window_position = counter("window_position")
         self.batch_count = counter("batch_count")
+        self.rate_steps = counter("rate_steps", network.accumulation_steps)  # what the learning rate is for
         rule = "counts" if self._counts else "samples" if network.reduction == "mean" else "sums"
-        self.provenance = Provenance(_NAME, rule, network.accumulation_steps, self.reducer_flag)
+        self.provenance = Provenance(_NAME, (rule,), network.accumulation_steps, self.reducer_flag)
         self.spans_batches = network.accumulation_steps > 1
         self.window = self._make_window(network)
         self._make_spanning_window = functools.partial(
@@ -190,6 +190,8 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
                 "first step, but got a step that has run, of a cell with accumulation_steps=1. Give the cell "
                 "accumulation_steps > 1."
             )
+        if not self.window.accumulates:
+            warn_about_batch_norm(self.network)  # has not been, for nothing was split
         self.spans_batches = True
         self.window = self._make_spanning_window()
         self.update.window = self.window.open
@@ -288,9 +290,8 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         """One clear error before anything runs. A first batch smaller than micro_size is a mistake, a later one a
         short last batch."""
         plan = split.plan_split(split.batch_shapes(inputs), self._micro_size, self._micro_batch_size)
-        if self._micro_size is None or self._micro_size <= plan.samples:
-            self._seen_full_batch = True
-        elif not self._seen_full_batch:
+        too_short = self._micro_size is not None and self._micro_size > plan.samples
+        if too_short and not int(self.batch_count.asnumpy()):
             raise ValueError(
                 f"For 'GradAccumulationCell', the argument 'micro_size' is the number of micro-batches and must not "
                 f"be larger than the batch, but got micro_size={self._micro_size} and a batch of {plan.samples} "
@@ -311,11 +312,12 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
             ]
             for count in self._counts
         ]
+        kept = "The batch is left out of its window"
+        if not self.spans_batches:
+            kept = "Where these are fine, another rank's are not. Nothing was changed"
         raise ValueError(
             f"For 'GradAccumulationCell', 'count' must return a finite number of items that is not negative, but got "
-            f"{counted} for the micro-batches of this rank (where these are fine, another rank's are not). "
-            f"{'The batch is left out of its window' if self.spans_batches else 'Nothing was changed'}: correct "
-            f"'count' and go on."
+            f"{counted} for the micro-batches of this rank. {kept}: correct 'count' and go on."
         )
 
     # -- compiled ------------------------------------------------------------------------------------------------------

@@ -124,13 +124,15 @@ class Update(nn.Cell):
         return ops.depend(self.window.dropped_micro_batches, after) > 0
 
     def _adjust_scale(self, overflow, loss):
-        """Let the manager see the window, unless its count was bad: then nothing is to change."""
+        """Let the manager see the window, unless its count was bad or it had nothing to overflow: then nothing is to
+        change."""
         if self.drops:
             overflow = ops.logical_or(overflow, self._dropped(loss))
         overflow = ops.depend(overflow, loss)
         if not self.window.gated:
             return self.manager(self.scale_sense, overflow)
-        if (ops.depend(self.window.window_count, loss) >= 0).all():
+        total = ops.depend(self.window.window_count, loss) + 0.0
+        if ops.logical_and((total >= 0).all(), ops.logical_or((total > 0).any(), overflow)):
             overflow = ops.depend(overflow, self.manager(self.scale_sense, overflow))
         return overflow
 

@@ -40,6 +40,12 @@ def test_batch_norm_draws_one_warning_that_says_what_differs():
     assert caught[0].filename == __file__
 
 
+def test_the_warning_comes_when_a_schedule_makes_windows_of_several_batches():
+    step = make_step(BatchNormNet(), micro_size=1)
+    with pytest.warns(UserWarning, match=r"the network has 2 BatchNorm layer\(s\)"):
+        step.set_accumulation_steps(2)
+
+
 @pytest.mark.parametrize(("network", "micro_size"), [(BatchNormInEvalNet, 2), (ConvNet, 2), (BatchNormNet, 1)])
 def test_no_warning_where_nothing_differs(network, micro_size):
     with warnings.catch_warnings():

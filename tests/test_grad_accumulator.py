@@ -499,6 +499,20 @@ def test_compiles_once_whatever_changes(way):
         assert len(accumulator.compile_cache) == 1
 
 
+def test_counts_inside_and_outside_of_jit_may_share_a_window(pynative):
+    accumulator = make_accumulator(3, way="pynative")
+
+    @ms.jit
+    def inside(value, count):
+        return accumulator((value * ops.ones(2, ms.float32),), count)
+
+    inside(Tensor(1.0), Tensor(1.0))
+    with pytest.raises(ValueError, match=r"but got count=None after 1 batch\(es\) that weigh by counts"):
+        accumulator(gradient(1.0))
+    assert [accumulator((Tensor([4.0, 4.0]),), count) for count in (3, 4)] == [False, True]
+    assert moved(accumulator) == [(1 + 12 + 16) / 8] * 2
+
+
 def test_another_number_of_steps_is_for_windows_to_come(mode):
     accumulator = make_accumulator(3, way=mode)
     ends = []
@@ -628,7 +642,7 @@ def test_a_count_after_a_batch_without_one_is_refused_until_the_window_ends():
     accumulator = make_accumulator(2)
     accumulator(gradient(2.0))
     with pytest.raises(
-        ValueError, match=r"but got count=3.*after 1 batch\(es\) that weigh by samples. Nothing was added"
+        ValueError, match=r"but got count=3.*after 1 batch\(es\) that weigh by batches. Nothing was added"
     ):
         accumulator(gradient(2.0), 3)
     assert accumulator(gradient(4.0)) is True

@@ -194,6 +194,25 @@ def test_an_overflow_drops_the_window_in_pynative_mode(position, value, pynative
     assert not any(as_numpy(a).any() for a in step.accu_grads)
 
 
+def test_a_window_that_counts_nothing_says_nothing_about_the_scale(mode):
+    """Nor does a flush of an empty one: no gradient was there to overflow. Each good window doubles it here."""
+
+    def nothing(x, y):
+        return (x[:, 0] > 1e9).sum()
+
+    step = make_step(manager(window=1), count=nothing, accumulation_steps=2)
+    for _ in range(4):
+        step(*good())
+    assert int(step.update_count.asnumpy()) == 0
+    assert float(step.scale_sense.asnumpy()) == 1024.0
+    step = make_step(manager(window=1), accumulation_steps=2)
+    step.end_window(Tensor(0.0, ms.float32))
+    assert float(step.scale_sense.asnumpy()) == 1024.0
+    for _ in range(4):
+        step(*good())
+    assert float(step.scale_sense.asnumpy()) == 4096.0
+
+
 def test_the_learning_rate_does_not_advance_on_a_skipped_update():
     skipped, never = make_step(manager(), "dynamic_lr"), make_step(manager(), "dynamic_lr")
     for _ in range(2):

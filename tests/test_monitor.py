@@ -146,6 +146,20 @@ def test_the_learning_rate_is_that_of_the_windows_own_update(mode):
     np.testing.assert_allclose([record.learning_rate for record in monitor.records], [0.1, 0.2, 0.3], rtol=1e-6)
 
 
+def test_the_learning_rate_is_that_of_the_update_also_when_a_callback_changes_it_in_mid_window(pynative):
+    """MindSpore's LearningRateScheduler sets it after each batch; the weights tell what the updates used."""
+    cell = GradAccumulationCell(Line(1.0), accumulation_steps=2)
+    model = ms.Model(cell, optimizer=nn.SGD(cell.trainable_params(), 0.1))
+    monitor = WindowMonitor()
+    rates = train.LearningRateScheduler(lambda rate, batch: 0.1 / batch)
+    model.train(2, NumpySlicesDataset((X, Y), shuffle=False).batch(2), callbacks=[rates, monitor])
+    weight = 1.0
+    for number, record in enumerate(monitor.records, start=1):
+        weight -= record.learning_rate * np.mean(X * (weight * X - Y))
+        assert record.learning_rate == pytest.approx(0.1 / (2 * number - 1))
+    assert weight == pytest.approx(float(cell.network.weight.asnumpy()), rel=1e-5)
+
+
 class Records(train.Callback):
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A training that is killed and resumed leaves what it would have left anyway. Two ranks: test_resume_ranks.py."""
+"""A training that is killed and resumed leaves what it would have left anyway. Two ranks: test_window_ranks.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
 from reference import CLASSES, FEATURES, OPTIMIZERS, accumulated, as_numpy, batches, make_network, relative_error
 from resume_worker import BATCH, BATCHES, EPOCHS, KINDS, Seen, everything, make_data_set, make_model
 
-from gaccum_ms import CountMask, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, resume
+from gaccum_ms import CountMask, GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell, resume
 
 HERE = Path(__file__).resolve().parent
 LAST = EPOCHS * BATCHES
@@ -488,7 +488,7 @@ def test_resume_takes_effect_after_mindspores_load_into_a_step_that_had_run(tmp_
 
 # -- what cannot be gone on with is refused, and nothing changes -------------------------------------------------------
 
-WRONG_RANK = np.array([1, 2, 0], np.int32)
+WRONG_RANK = np.array([1, 2], np.int32)
 
 
 def cut_weight(values):
@@ -523,7 +523,7 @@ def assert_refused(step, action, error, message) -> None:
             None,
             {"micro_size": 2, "accumulation_steps": 4, "reduction": "sum"},
             None,
-            "checkpoint whose micro-batches weigh by samples, and a cell whose weigh by sums",
+            "checkpoint whose micro-batches weigh by samples, where here they weigh by sums",
         ),
         (
             claim_another_rank,
@@ -531,7 +531,7 @@ def assert_refused(step, action, error, message) -> None:
             None,
             r"all 2 rank\(s\)' are needed to finish it on rank 0 of 1, but got '.*edited.ckpt' of rank 1 of 2",
         ),
-        (losing("out.weight"), {}, None, r"must have all weights .* but got '.*edited.ckpt' without out.weight\."),
+        (losing("out.weight"), {}, None, r"must have all parameters .* but got '.*edited.ckpt' without out.weight\."),
         (cut_weight, {}, None, r"out.weight of shape \(5, 16\), and \(5, 15\) in '.*edited.ckpt'"),
         (
             claim_seven_batches,
@@ -565,7 +565,7 @@ def test_resume_refuses_and_changes_nothing(in_mid_window, tmp_path, edit, optio
         (
             None,
             {"micro_size": 2, "accumulation_steps": 4, "count": lambda x, y: x.shape[0] * 1.0},
-            "a checkpoint whose micro-batches weigh by samples, and a cell whose weigh by counts",
+            "a checkpoint whose micro-batches weigh by samples, where here they weigh by counts",
         ),
         (claim_another_rank, {}, "got the sums of rank 1 of 2 on rank 0 of 1"),
     ],
@@ -619,6 +619,37 @@ def test_a_step_that_has_run_single_batches_takes_what_is_between_two_windows_al
     assert resume(step, edited(file, tmp_path / "between.ckpt", end_window)) == 0
     run(step, [3])
     assert_updates(step, [[3]], 1e-4)
+
+
+def test_a_resumed_step_takes_a_batch_shorter_than_micro_size_as_the_one_that_was_saved_would(tmp_path):
+    """It is an epoch's last, where it would be a mistake as the first batch of all."""
+    x, y, _ = batch_of(3)
+    steps = [make_step(micro_size=4) for _ in range(2)]
+    run(steps[0], [3])
+    ms.save_checkpoint(steps[0], str(tmp_path / "before.ckpt"))
+    with pytest.raises(ValueError, match=r"micro_size=4 and a batch of 2 sample"):
+        steps[1](Tensor(x[:2]), Tensor(y[:2]))
+    resume(steps[1], tmp_path / "before.ckpt")
+    losses = [float(step(Tensor(x[:2]), Tensor(y[:2])).asnumpy()) for step in steps]
+    assert losses[0] == losses[1]
+    assert_same(everything(steps[0]), everything(steps[1]))
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
+    """Its state would stay what it was."""
+    saved, other = make_step("sgd"), make_step("adam")
+    for step in (saved, other):
+        run(step, [3])
+    ms.save_checkpoint(saved, str(tmp_path / "sgd.ckpt"))
+    message = "must have all parameters of the network and the optimizer's state, but got .* without .*beta1_power"
+    assert_refused(other, lambda: resume(other, tmp_path / "sgd.ckpt"), ValueError, message)
+
+
+def test_an_accumulator_does_not_finish_a_cells_window(in_mid_window):
+    """Its batches weigh the same, or by counts, never by samples."""
+    accumulator = GradAccumulator(OPTIMIZERS["sgd"](make_network("dense").trainable_params()), 4)
+    message = "whose micro-batches weigh by samples, where here they weigh by batches or counts"
+    assert_refused(accumulator, lambda: resume(accumulator, in_mid_window("samples")), ValueError, message)
 
 
 # -- to and from trainings without accumulation ------------------------------------------------------------------------

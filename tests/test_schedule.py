@@ -16,6 +16,7 @@ from gaccum_ms import (
     GradAccumulationCell,
     TrainOneStepWithGradAccumulationCell,
     WindowMonitor,
+    resume,
     scale_learning_rate,
 )
 from gaccum_ms.open_window import OpenWindow
@@ -123,6 +124,20 @@ def test_the_learning_rate_follows(rule, mode):
     assert_windows(step, records, WINDOWS, rate=lambda update: rates[update])
     if mode == "graph":
         assert len(step.compile_cache) == 1
+
+
+def test_the_learning_rate_follows_what_it_was_for_not_the_cells_own_number(tmp_path, pynative):
+    """Saved at a rate for four batches, and resumed by a cell of two: the rate is for four already."""
+    schedule = AccumulationScheduler({0: 1, 1: 4}, learning_rate="linear")
+    step, _ = fit(schedule, epochs=2)
+    ms.save_checkpoint(step, str(tmp_path / "four.ckpt"))
+    other = line_step(2)
+    resume(other, tmp_path / "four.ckpt")
+    monitor = WindowMonitor()
+    callbacks = [monitor, schedule, FlushAccumulation()]
+    ms.Model(other).train(3, line_data(), callbacks=callbacks, initial_epoch=2)
+    assert {round(record.learning_rate / RATE, 5) for record in monitor.records} == {4.0}
+    assert [record.batches for record in monitor.records] == [4, 3]
 
 
 def test_without_a_rule_the_learning_rate_stays(pynative):

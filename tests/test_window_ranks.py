@@ -24,6 +24,7 @@ from window_worker import (
     MODES,
     RATE,
     REFUSED,
+    SAMPLES,
     SAVED,
     SAVED_ALONE,
     SCALE,
@@ -224,6 +225,23 @@ def test_ranks_with_different_numbers_of_batches_make_equally_many_updates_on_th
         for epoch, one in enumerate(weights):
             assert relative_error(got["weights"][epoch], one) < TOLERANCE, epoch
         np.testing.assert_array_equal(got["weights"], case(trained[0], name)["weights"])
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_each_window_has_one_record_on_every_rank_also_where_a_rank_had_nothing_left_for_it(trained, name):
+    records = (case(results, name)["records"].T for results in trained)
+    update, batches, losses, count = zip(*records, strict=True)
+    for rank in range(2):
+        assert update[rank].tolist() == (np.arange(len(update[rank])) + update[rank][0]).tolist()
+        np.testing.assert_array_equal(batches[rank], losses[rank])
+        assert batches[rank].sum() == case(trained[rank], name)["batches"]
+    np.testing.assert_array_equal(count[0], count[1])
+    np.testing.assert_array_equal(count[0], (batches[0] + batches[1]) * SAMPLES)
+
+
+def test_a_schedule_may_be_what_lets_windows_span_batches(trained):
+    """6 and 3 batches in windows of 4: two updates, the second with 2 and 0 batches."""
+    assert [int(case(results, "spanned by a schedule")["updates"]) for results in trained] == [2, 2]
 
 
 @pytest.mark.parametrize("name", REFUSED)

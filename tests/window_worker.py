@@ -29,6 +29,7 @@ from gaccum_ms import (
     GradAccumulationCell,
     GradAccumulator,
     TrainOneStepWithGradAccumulationCell,
+    WindowMonitor,
     resume,
 )
 from gaccum_ms.spanning_window import SpanningWindow
@@ -336,8 +337,9 @@ def train_models(rank: int) -> dict[str, np.ndarray]:
     model = make_model(accumulation_steps=STEPS)
     step, results = model.train_network, {}
     for name, training in TRAININGS.items():
-        watch = Watch(training.stop)
-        callbacks = [watch, FlushAccumulation()]
+        watch, monitor = Watch(training.stop), WindowMonitor()
+        # Two of them must not flush twice as often.
+        callbacks = [watch, monitor, *(FlushAccumulation() for _ in range(1 + (name == "8 and 2")))]
         if training.schedule:
             callbacks.append(AccumulationScheduler(training.schedule))
         before = int(step.update_count.asnumpy())
@@ -346,6 +348,12 @@ def train_models(rank: int) -> dict[str, np.ndarray]:
         results[f"{name}/weights"] = np.stack(watch.weights)
         results[f"{name}/updates"] = int(step.update_count.asnumpy()) - before
         results[f"{name}/batches"] = np.array(len(watch.seen))
+        rows = [(record.update, record.batches, len(record.losses), record.count) for record in monitor.records]
+        results[f"{name}/records"] = np.array(rows)
+    model = make_model()  # the schedule, not the cell, lets its windows span batches
+    schedule = AccumulationScheduler({0: STEPS})
+    model.train(1, as_data_set(Training((6, 3)).data(rank)), callbacks=[FlushAccumulation(), schedule])
+    results["spanned by a schedule/updates"] = as_numpy(model.train_network.update_count)
     for name, (spans, callbacks) in REFUSED.items():
         model = make_model(**({"accumulation_steps": STEPS} if spans else {}))
         before = state(model.train_network.optimizer)
