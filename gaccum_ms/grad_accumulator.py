@@ -9,21 +9,19 @@ from __future__ import annotations
 import contextlib
 import math
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mindspore as ms
-import numpy as np
 from mindspore import amp, nn, ops
 
 from gaccum_ms import normalize
 from gaccum_ms.accumulator import Accumulators, overwrite
 from gaccum_ms.counted_reduction import CountedReduction, times
-from gaccum_ms.loss_scale import check_scale
 from gaccum_ms.open_window import OpenWindow
 from gaccum_ms.options import check_accumulation_options, check_positive_int
 from gaccum_ms.parallel import check_parallel_mode
-from gaccum_ms.provenance import RULES, Provenance
+from gaccum_ms.provenance import RULES, Provenance, Resumable
 from gaccum_ms.records import counter, show_records
 from gaccum_ms.update import Update, WindowEnd
 
@@ -31,7 +29,7 @@ _NAME = "GradAccumulator"
 BATCHES, COUNTS = RULES.index("batches"), RULES.index("counts")
 
 
-class GradAccumulator(nn.Cell):
+class GradAccumulator(Resumable, nn.Cell):
     r"""
     Add up gradients over successive batches, and update once for `accumulation_steps` of them.
 
@@ -196,13 +194,7 @@ class GradAccumulator(nn.Cell):
     def set_sense_scale(self, sens: ms.Tensor) -> None:
         """Set the loss scale, as the method of this name of `nn.TrainOneStepWithLossScaleCell` does. Losses that were
         scaled before it must have been added."""
-        if not self.update.scaled or not isinstance(sens, ms.Tensor) or sens.shape != self.scale_sense.shape:
-            raise TypeError(
-                f"For 'GradAccumulator', 'set_sense_scale' needs an accumulator that was made with 'scale_sense', and "
-                f"a Tensor of its shape, but got {sens!r}."
-            )
-        check_scale(_NAME, sens)
-        overwrite(self.scale_sense, sens.astype(ms.float32))
+        self.update.set_scale(sens)
 
     def __call__(self, gradients: Sequence[ms.Tensor], count: Any = None) -> bool:
         self._check_gradients(gradients)
@@ -226,18 +218,8 @@ class GradAccumulator(nn.Cell):
             raise
         return bool(updated.asnumpy())
 
-    def init_parameters_data(self, *args, **kwargs):
-        """MindSpore calls it before it saves a checkpoint: the time to note what is not in Parameters anyway."""
-        self.provenance.keep_random_state()
-        return super().init_parameters_data(*args, **kwargs)
-
-    def load(self, values: Mapping[str, np.ndarray]) -> None:
-        """Take over what a checkpoint holds, by name, in the middle of training too; `gaccum_ms.resume` checks it."""
-        self.provenance.load(self, values, self.window)
-
-    def _begin(self) -> None:
-        if not self.provenance.begun:
-            self.provenance.begin(self.window, self.window.batches)
+    def _open_window(self) -> OpenWindow:
+        return self.window
 
     def _check_gradients(self, gradients: Sequence[ms.Tensor]) -> None:
         if not isinstance(gradients, (tuple, list)) or not all(isinstance(one, ms.Tensor) for one in gradients):

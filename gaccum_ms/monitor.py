@@ -152,7 +152,7 @@ class WindowMonitor(Callback):
     def on_window_flushed(self, run_context: RunContext) -> None:
         """Called by `FlushAccumulation` , on a rank with fewer batches than others several times."""
         parameters, step = run_context.original_args(), training_step(run_context)
-        if step is not None:
+        if step is not None and (self._losses or _number(step, "window_count")):  # else no rank had anything left
             parameters.window_record = self._record(step, parameters.cur_epoch_num)
             self._before["update"] = int(step.update_count.asnumpy())
             self._before["learning_rate"] = current_learning_rate(step.optimizer)

@@ -123,3 +123,27 @@ class Provenance(nn.Cell):
         if len(self.rules) == 1:
             overwrite(self.window_rule, ms.Tensor(RULES.index(self.rules[0]), ms.int32))
         overwrite(self.configured_steps, ms.Tensor(self.own_steps, ms.int32))
+
+
+class Resumable:
+    """What step and accumulator have in common: they are saved and gone on with. Mixed into their Cells."""
+
+    provenance: Provenance
+    window_position: ms.Parameter
+
+    def _open_window(self) -> OpenWindow | None:
+        """The window that batches are added to, if there is one that lasts."""
+        raise NotImplementedError
+
+    def init_parameters_data(self, *args, **kwargs):
+        """MindSpore calls it before it saves a checkpoint: the time to note what is not in Parameters anyway."""
+        self.provenance.keep_random_state()
+        return super().init_parameters_data(*args, **kwargs)  # type: ignore[misc]
+
+    def load(self, values: Mapping[str, np.ndarray]) -> None:
+        """Take over what a checkpoint holds, by name, also in the middle of training; `gaccum_ms.resume` checks it."""
+        self.provenance.load(self, values, self._open_window())
+
+    def _begin(self) -> None:
+        if not self.provenance.begun:
+            self.provenance.begin(self._open_window(), int(self.window_position.asnumpy()))

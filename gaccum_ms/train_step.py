@@ -25,23 +25,20 @@ for.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import mindspore as ms
-import numpy as np
 from mindspore import nn, ops
 
 from gaccum_ms import split
 from gaccum_ms.batchnorm import warn_about_batch_norm
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.counted_window import CountedWindow
-from gaccum_ms.loss_scale import check_scale
 from gaccum_ms.multi_loss_window import MultiLossWindow
 from gaccum_ms.open_window import OpenWindow
 from gaccum_ms.options import check_positive_int
 from gaccum_ms.parallel import broadcast_parameters, check_parallel_mode
-from gaccum_ms.provenance import Provenance
+from gaccum_ms.provenance import Provenance, Resumable
 from gaccum_ms.records import counter, show_records
 from gaccum_ms.spanning_window import SpanningWindow
 from gaccum_ms.sparse import refuse_sparse_gradients
@@ -51,7 +48,7 @@ from gaccum_ms.window import SampleWindow
 _NAME = "TrainOneStepWithGradAccumulationCell"
 
 
-class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
+class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
     r"""
     The training step of a :class:`GradAccumulationCell`: one call, one batch, and one update for `accumulation_steps`
     of them.
@@ -100,8 +97,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         ``Ascend`` ``GPU`` ``CPU``
 
     Examples:
-        >>> import numpy as np
-        >>> from mindspore import Tensor, nn
+        >>>         >>> from mindspore import Tensor, nn
         >>> from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
         >>> net = nn.Dense(3, 1, weight_init="ones", bias_init="zeros")
         >>> optimizer = nn.SGD(net.trainable_params(), learning_rate=0.1)
@@ -209,13 +205,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         Args:
             sens (Tensor): The new scale, of the shape of the old one.
         """
-        if not self.update.scaled or not isinstance(sens, ms.Tensor) or sens.shape != self.scale_sense.shape:
-            raise TypeError(
-                f"For 'TrainOneStepWithGradAccumulationCell', 'set_sense_scale' needs a step that was made with "
-                f"'scale_sense', and a Tensor of its shape, but got {sens!r}."
-            )
-        check_scale(_NAME, sens)
-        ops.assign(self.scale_sense, sens.astype(ms.float32))  # a compiled graph would not see set_data
+        self.update.set_scale(sens)
 
     def set_accumulation_steps(self, accumulation_steps: int) -> None:
         """Let windows to come, not one that is open, have another number of batches. Nothing is compiled anew.
@@ -247,21 +237,8 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         self._begin()
         return self.spans_batches and self.end_window.flush()
 
-    def init_parameters_data(self, *args, **kwargs):
-        """MindSpore calls it before it saves a checkpoint: the time to note what is not in Parameters anyway."""
-        self.provenance.keep_random_state()
-        return super().init_parameters_data(*args, **kwargs)
-
-    def load(self, values: Mapping[str, np.ndarray]) -> None:
-        """Take over what a checkpoint holds, by name, whether the step has run or not; `gaccum_ms.resume` checks it."""
-        self.provenance.load(self, values, self._open_window())
-
     def _open_window(self) -> OpenWindow | None:
         return self.window.open if self.spans_batches else None
-
-    def _begin(self) -> None:
-        if not self.provenance.begun:
-            self.provenance.begin(self._open_window(), int(self.window_position.asnumpy()))
 
     def __call__(self, *inputs):
         self._begin()

@@ -18,7 +18,8 @@ import mindspore as ms
 from mindspore import amp, nn, ops
 
 from gaccum_ms import clip
-from gaccum_ms.loss_scale import scale_parameter
+from gaccum_ms.accumulator import overwrite
+from gaccum_ms.loss_scale import check_scale, scale_parameter
 from gaccum_ms.open_window import OpenWindow
 from gaccum_ms.records import counter, record
 
@@ -60,6 +61,7 @@ class Update(nn.Cell):
         scale_sense: nn.Cell | ms.Tensor | None,
     ) -> None:
         super().__init__(auto_prefix=False)
+        self.owner = owner
         self.optimizer = optimizer
         self.weights = weights
         self.window = window
@@ -80,6 +82,16 @@ class Update(nn.Cell):
         if self.scaled:
             return self.scale_sense.reshape(()) + 0.0  # its value now: the manager writes into the Parameter
         return ms.Tensor(self.sens, ms.float32)
+
+    def set_scale(self, scale: ms.Tensor) -> None:
+        """Set the loss scale, outside of a graph."""
+        if not self.scaled or not isinstance(scale, ms.Tensor) or scale.shape != self.scale_sense.shape:
+            raise TypeError(
+                f"For '{self.owner}', 'set_sense_scale' needs that 'scale_sense' was given, and a Tensor of its shape, "
+                f"but got {scale!r}."
+            )
+        check_scale(self.owner, scale)
+        overwrite(self.scale_sense, scale.astype(ms.float32))
 
     def construct(self, gradients, divisor, loss, counted):
         """Takes what a window's `run` or `result` returns. Returns the loss, and whether the window overflowed."""

@@ -661,7 +661,7 @@ def test_refuses_bad_numbers_of_steps(steps, error):
 def test_set_sense_scale_refuses_what_does_not_fit():
     plain, scaled = make_accumulator(), make_accumulator(scale_sense=Tensor(8.0, ms.float32))
     for accumulator, scale in ((plain, Tensor(1.0)), (scaled, 2.0), (scaled, Tensor([1.0]))):
-        with pytest.raises(TypeError, match=r"'GradAccumulator', 'set_sense_scale' needs .* made with 'scale_sense'"):
+        with pytest.raises(TypeError, match=r"'GradAccumulator', 'set_sense_scale' needs that 'scale_sense' was given"):
             accumulator.set_sense_scale(scale)
     with pytest.raises(ValueError, match=r"For 'GradAccumulator', .*'scale_sense' must be positive and finite"):
         scaled.set_sense_scale(Tensor(0.0, ms.float32))

@@ -11,7 +11,7 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 from reference import relative_error
 from two_ranks import Results, case, run_on_two_ranks
 from window_worker import (
@@ -71,15 +71,28 @@ def resumed(out, trained) -> list[Results]:
     return run_on_two_ranks("window_worker.py", out, "resume", time_limit=240)
 
 
+class Clipped(nn.Cell):
+    """In the place of a reducer, where there is nothing to reduce."""
+
+    def __init__(self, max_norm: float) -> None:
+        super().__init__(auto_prefix=False)
+        self.max_norm = max_norm
+
+    def construct(self, gradients):
+        return ops.clip_by_global_norm(gradients, self.max_norm)
+
+
 class Oracle:
     """MindSpore's own step on one process, where a window is one batch."""
 
-    def __init__(self, masked: bool, rate: float = RATE) -> None:
+    def __init__(self, masked: bool, rate: float = RATE, max_norm: float | None = None) -> None:
         self.mode = ms.PYNATIVE_MODE  # windows differ in length, and each would be compiled
         ms.set_context(mode=self.mode)
         loss_cell = make_loss(masked)
         self.optimizer = momentum(loss_cell, rate)
         self.step = nn.TrainOneStepCell(loss_cell, self.optimizer).set_train()
+        if max_norm is not None:
+            self.step.grad_reducer = Clipped(max_norm)
 
     def train(self, windows: list[Window]) -> list[Batch]:
         """State before the first window and after each."""
@@ -122,7 +135,10 @@ def test_a_window_on_two_ranks_equals_all_its_batches_on_one_process(trained, na
     """
     calls = ALL_CALLS[name]
     summed = 1 if calls.gradients_mean or calls.masked else 2
-    expected = Oracle(calls.masked, summed * RATE).train(windows_of_calls(calls))
+    expected = Oracle(calls.masked, summed * RATE, calls.max_norm).train(windows_of_calls(calls))
+    if calls.max_norm is not None:
+        unclipped = Oracle(calls.masked, summed * RATE).train(windows_of_calls(calls))
+        assert relative_error(expected[-1][0], unclipped[-1][0]) > 100 * TOLERANCE
     assert relative_error(expected[-1][0], expected[0][0]) > 100 * TOLERANCE
     for rank, results in enumerate(trained):
         got = case(results, name)
@@ -176,9 +192,9 @@ def test_no_collective_runs_in_the_compiled_step_before_the_windows_end(trained)
         assert got["ReducesEachBatch 3 2"].tolist() == [2 * (WEIGHTS + 1), (6 + 2) * (WEIGHTS + 1)]
 
 
-@pytest.mark.parametrize("name", ["overflow", "overflow, eager"])
+@pytest.mark.parametrize("name", ["overflow", "overflow, eager", "accumulator, overflow"])
 def test_overflow_in_one_batch_of_one_rank_drops_the_window_and_halves_the_scale_on_both(trained, name):
-    calls = CALLS[name]
+    calls = ALL_CALLS[name]
     end = (calls.poisoned // calls.steps + 1) * calls.steps
     for results in trained:
         got = case(results, name)

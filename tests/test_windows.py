@@ -257,13 +257,18 @@ def test_the_window_is_the_product_of_both_numbers(pynative):
 TAIL = (7,) * 7  # four batches, then a tail of three
 
 
-def check_tail(mode, step):
-    run = run_windows(step, data_of("mean", TAIL))
-    assert_same(run, reference(DENSE, TAIL, (4, 3), mode))
+def check_tail(mode, step, problem=DENSE):
+    run = run_windows(step, data_of(problem.loss, TAIL))
+    assert_same(run, reference(problem, TAIL, (4, 3), mode))
 
 
 def test_a_flushed_tail_equals_its_batches_joined(mode):
     check_tail(MODES[mode], DENSE.step(micro_size=2, accumulation_steps=4))
+
+
+def test_a_flushed_tail_is_divided_by_its_counts(mode):
+    masked = Problem(loss="masked")
+    check_tail(MODES[mode], masked.step(micro_size=2, accumulation_steps=4, count=CountMask()), masked)
 
 
 class UpdatesEachBatch(OpenWindow):

@@ -83,6 +83,10 @@ class Calls(NamedTuple):
     masked: bool = False
     steps: int = 3
     poisoned: int | None = None  # the batch of rank 1 that overflows; with a loss scale then
+    max_norm: float | None = None
+
+    def scale(self) -> nn.Cell | None:
+        return None if self.poisoned is None else nn.DynamicLossScaleUpdateCell(SCALE, 2, 1000)
 
     def data(self, rank: int) -> list[Batch]:
         """A rank's batches. Masked ones of rank 0 are light and those of rank 1 heavy, and some weigh nothing."""
@@ -111,6 +115,7 @@ CALLS = {
     "count, sum over ranks": Calls(RAGGED, gradients_mean=False, masked=True),
     "overflow": Calls(SAME, "graph", poisoned=4),
     "overflow, eager": Calls(RAGGED, poisoned=4),
+    "clipped": Calls(SAME, "graph", max_norm=0.2),
 }
 
 ACCUMULATOR_CALLS = {
@@ -118,6 +123,8 @@ ACCUMULATOR_CALLS = {
     "accumulator, sum over ranks": Calls(SAME, gradients_mean=False),
     "accumulator, count": Calls(RAGGED, masked=True),
     "accumulator, count, sum over ranks": Calls(RAGGED, gradients_mean=False, masked=True),
+    "accumulator, compiled and clipped": Calls(SAME, "graph", max_norm=0.2),
+    "accumulator, overflow": Calls(SAME, "graph", poisoned=4),
     # rank 1's last call is one of flush() with nothing to add; rank 0's window has two batches
     "accumulator, flush": Calls(([5] * 5, [5] * 3), masked=True),
 }
@@ -129,10 +136,9 @@ def make_step(calls: Calls, micro_size: int = 2, window_class: type = SpanningWi
             return window_class(cell, self.weights, self.grad_reducer, self.window_position)
 
     loss_cell = make_loss(calls.masked)
-    scale = None if calls.poisoned is None else nn.DynamicLossScaleUpdateCell(SCALE, 2, 1000)
-    count = CountMask() if calls.masked else None
-    cell = GradAccumulationCell(loss_cell, micro_size, accumulation_steps=calls.steps, count=count)
-    return Step(cell, momentum(loss_cell), scale).set_train()
+    options = {"count": CountMask() if calls.masked else None, "max_grad_norm": calls.max_norm}
+    cell = GradAccumulationCell(loss_cell, micro_size, accumulation_steps=calls.steps, **options)
+    return Step(cell, momentum(loss_cell), calls.scale()).set_train()
 
 
 def set_up(calls: Calls) -> None:
@@ -182,15 +188,20 @@ def play_accumulator(calls: Calls, rank: int) -> Log:
     set_up(calls)
     loss_cell = make_loss(calls.masked)
     optimizer = momentum(loss_cell)
-    accumulator = GradAccumulator(optimizer, calls.steps)
-    sums = accumulator.window.reduction.sum_over_ranks
-    sums.reducer, sums.small_reducer = CountedReducer(sums.reducer), CountedReducer(sums.small_reducer)
-    grad_fn = ms.value_and_grad(loss_cell, None, optimizer.parameters)
+    accumulator = GradAccumulator(optimizer, calls.steps, max_grad_norm=calls.max_norm, scale_sense=calls.scale())
+    sums, counters = accumulator.window.reduction.sum_over_ranks, []
+    if calls.mode == "pynative":
+        sums.reducer, sums.small_reducer = CountedReducer(sums.reducer), CountedReducer(sums.small_reducer)
+        counters = [sums.reducer, sums.small_reducer]
+
+    def forward(*batch):
+        return accumulator.scale(loss_cell(*batch))
+
+    grad_fn = ms.value_and_grad(forward, None, optimizer.parameters)
     updated = False
     log = Log(
         lambda: (
-            look(optimizer, accumulator)
-            | {"reductions": len(sums.reducer.calls) + len(sums.small_reducer.calls), "returned": updated}
+            look(optimizer, accumulator) | {"reductions": sum(len(one.calls) for one in counters), "returned": updated}
         )
     )
     for batch in calls.data(rank):
