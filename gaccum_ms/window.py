@@ -7,7 +7,9 @@ Three kinds, by what is known before the loop:
   are shares of the rank's own count; the total of all ranks is known after the reduction.
 * `MultiLossWindow` (multi_loss_window.py): several losses, each with a total of its own, counted before the loop.
 
-All three are compiled: from `run` down, methods are parsed by graph mode. What the loop carries is one float32 Tensor,
+A fourth, `SpanningWindow` (spanning_window.py), is a `CountedWindow` that stays open for several batches.
+
+All are compiled: from `run` down, methods are parsed by graph mode. What the loop carries is one float32 Tensor,
 `sums`.
 """
 
