@@ -97,7 +97,8 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         ``Ascend`` ``GPU`` ``CPU``
 
     Examples:
-        >>>         >>> from mindspore import Tensor, nn
+        >>> import numpy as np
+        >>> from mindspore import Tensor, nn
         >>> from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
         >>> net = nn.Dense(3, 1, weight_init="ones", bias_init="zeros")
         >>> optimizer = nn.SGD(net.trainable_params(), learning_rate=0.1)
