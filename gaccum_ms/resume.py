@@ -98,7 +98,7 @@ def resume(
         raise ValueError("For 'resume', the argument 'checkpoint' must be at least one file, but got none.")
     files = [(path, _under_own_names(step, _read(path))) for path in paths]
     for path, values in files:
-        _check_weights(step, path, values)
+        _check_parameters(step, path, values)
     provenance = step.provenance
     values = _of_rank(files, provenance.rank, provenance.ranks)
     position = _position(files, values, data_set, provenance.ranks) if data_set is not None else None
@@ -149,7 +149,7 @@ def _under_own_names(step: nn.Cell, values: Values) -> Values:
     return {names.get(name, name): value for name, value in values.items()}
 
 
-def _check_weights(step: nn.Cell, path: Path, values: Values) -> None:
+def _check_parameters(step: nn.Cell, path: Path, values: Values) -> None:
     network = step.network.get_parameters() if isinstance(step, TrainOneStepWithGradAccumulationCell) else ()
     needed = [*step.weights, *network]
     if "batch_count" in values:  # not from another kind of training, which may have had another optimizer or none

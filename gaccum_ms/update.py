@@ -101,9 +101,7 @@ class Update(nn.Cell):
         if self.max_grad_norm is not None:
             gradients, loss, norm_is_finite = self._clip(gradients, loss, self.max_grad_norm)
         gradients = self.map(_cast_like, gradients, self.weights)
-        # An infinite divisor, total count times scale, would make finite gradients zero.
-        finite = ops.logical_and(ops.isfinite(divisor), norm_is_finite)
-        overflow = self._overflow(gradients, loss, counted, finite)
+        overflow = self._overflow(gradients, loss, counted, divisor, norm_is_finite)
         if self.window.gated or self.scaled:
             if ops.logical_and(counted, ops.logical_not(overflow)):
                 loss = self._update(gradients, loss)
@@ -122,11 +120,13 @@ class Update(nn.Cell):
         loss = ops.depend(loss, ops.assign(self.grad_norm, norm / self.sens))
         return clip.clip_by_norm(gradients, norm, max_norm * self.sens), loss, ops.isfinite(norm)
 
-    def _overflow(self, gradients, loss, counted, finite):
+    def _overflow(self, gradients, loss, counted, divisor, norm_is_finite):
         """Whether the window must not update for what is not finite: the finished gradient, the same on all ranks, or
-        what was `finite` on the way, or every micro-batch's. Without loss scaling nobody asks."""
+        its norm, or what it was divided by, or every micro-batch's. Without loss scaling nobody asks."""
         if not self.scaled and not self.drops:
             return ms.Tensor(False, ms.bool_)
+        # An infinite divisor, total count times scale, would make finite gradients zero.
+        finite = ops.logical_and(ops.isfinite(divisor), norm_is_finite)
         overflow = ops.logical_not(ops.logical_and(amp.all_finite(gradients), finite))
         if self.drops:
             overflow = ops.logical_or(overflow, ops.logical_and(self._dropped(loss), ops.logical_not(counted)))

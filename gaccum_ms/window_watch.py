@@ -81,8 +81,10 @@ class WindowWatch(Callback):
         )
 
     def on_train_step_end(self, run_context: RunContext) -> None:
+        if not run_context.original_args().dataset_sink_mode:
+            return
         step = training_step(run_context)
-        if step is not None and run_context.original_args().dataset_sink_mode:
+        if step is not None:
             step.provenance.keep_random_state()  # no hook of the step's own runs when its wrapper is saved
 
     def on_train_end(self, run_context: RunContext) -> None:
