@@ -9,6 +9,7 @@ from gaccum_ms.grad_accumulator import GradAccumulator
 from gaccum_ms.lr import scale_learning_rate
 from gaccum_ms.monitor import WindowMonitor
 from gaccum_ms.normalize import CountMask, CountNotIgnored
+from gaccum_ms.per_sample_loss import PerSampleLoss
 from gaccum_ms.resume import resume
 from gaccum_ms.schedule import AccumulationScheduler
 from gaccum_ms.train_step import TrainOneStepWithGradAccumulationCell
@@ -22,6 +23,7 @@ __all__ = [
     "FlushAccumulation",
     "GradAccumulationCell",
     "GradAccumulator",
+    "PerSampleLoss",
     "TrainOneStepWithGradAccumulationCell",
     "UpdateCheckpoint",
     "WindowMonitor",

@@ -7,7 +7,7 @@ Parameter and adds it again. The compensation is float32: in the accumulator's o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import mindspore as ms
 import numpy as np
@@ -85,7 +85,13 @@ def _zero(accumulator: ms.Parameter) -> ms.Tensor:
 class Accumulators(nn.Cell):
     """The accumulators of a window, with or without compensation: add, read, clear."""
 
-    def __init__(self, weights: Sequence[ms.Parameter], dtype: ms.Type | None, compensated: bool) -> None:
+    def __init__(
+        self,
+        weights: Sequence[ms.Parameter],
+        dtype: ms.Type | None,
+        compensated: bool,
+        allocate: Callable[..., ms.ParameterTuple] = allocate,
+    ) -> None:
         super().__init__(auto_prefix=False)
         self.sums = allocate(weights, dtype)
         self.compensated = compensated

@@ -8,13 +8,17 @@ from __future__ import annotations
 import mindspore as ms
 from mindspore import ops
 
+# In semi-auto parallel mode a gradient is one device's part. The compiler sums the squares over devices where it finds
+# this tag, as `mindspore.ops.clip_by_global_norm` sets it; elsewhere it means nothing.
+_tagged = ops.ExpandDims().add_prim_attr("grad_scale", True)
+
 _square_sum = ops.MultitypeFuncGraph("gaccum_ms_square_sum")
 _scale = ops.MultitypeFuncGraph("gaccum_ms_scale")
 
 
 @_square_sum.register("Tensor")
 def _square_sum_of_one(gradient: ms.Tensor) -> ms.Tensor:
-    return ops.reduce_sum(ops.square(ops.cast(gradient, ms.float32)))
+    return _tagged(ops.reduce_sum(ops.square(ops.cast(gradient, ms.float32))), 0)
 
 
 @_scale.register("Tensor", "Tensor")
@@ -24,7 +28,7 @@ def _scale_one(factor: ms.Tensor, gradient: ms.Tensor) -> ms.Tensor:
 
 def global_norm(gradients: tuple[ms.Tensor, ...]) -> ms.Tensor:
     """The Euclidean norm of all gradients together, float32, shape ``()``."""
-    return ops.sqrt(ops.addn(ops.HyperMap()(_square_sum, gradients)))
+    return ops.reshape(ops.sqrt(ops.addn(ops.HyperMap()(_square_sum, gradients))), ())
 
 
 def clip_by_norm(gradients: tuple[ms.Tensor, ...], norm: ms.Tensor, max_norm: float) -> tuple[ms.Tensor, ...]:

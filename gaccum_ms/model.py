@@ -17,6 +17,7 @@ import mindspore.train
 from mindspore import nn
 from mindspore.train import amp
 
+from gaccum_ms.auto_parallel import held_cell
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.flush import FlushAccumulation
 from gaccum_ms.monitor import WindowMonitor
@@ -42,7 +43,8 @@ def build_train_network(
 ) -> nn.Cell:
     if not _holds_our_cell(network):
         return _original(network, optimizer, loss_fn, level, boost_level, **kwargs)
-    if not isinstance(network, GradAccumulationCell):
+    cell = held_cell(network)  # AutoParallel may be around it
+    if not isinstance(cell, GradAccumulationCell):
         raise ValueError(
             f"For 'GradAccumulationCell', the cell must be the outermost one when a model is built with an optimizer, "
             f"but got '{type(network).__name__}' around it. Put what it adds inside: "
@@ -59,7 +61,7 @@ def build_train_network(
     amp._check_kwargs(kwargs)
     # Level by level what the original does, on the network in our cell: MindSpore's passes know nothing of the cell.
     config = {**amp._config_level[level], **kwargs}
-    network.network = amp._auto_mixed_precision_process(network.network, config, level)
+    cell.network = amp._auto_mixed_precision_process(cell.network, config, level)
     manager = config["loss_scale_manager"]
     if manager is None:
         return TrainOneStepWithGradAccumulationCell(network, optimizer).set_train()

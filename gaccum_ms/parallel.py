@@ -64,22 +64,32 @@ class SumOverRanks(nn.Cell):
         return self.small_reducer((sums,))[0]
 
 
-def check_parallel_mode(owner: str) -> None:
-    """Refuse, before anything is built, the modes in which MindSpore's compiler would have to cut our loop in parts.
+def check_parallel_mode(owner: str, compiler_distributes: bool = False) -> None:
+    """Refuse, before anything is built, the modes in which gradients would not be what they are taken for.
+
+    Args:
+        owner (str): The class that errors name.
+        compiler_distributes (bool): Whether it knows semi-auto and auto parallel mode.
 
     Raises:
-        RuntimeError: In semi-auto, auto and hybrid parallel mode, and with pipeline stages.
+        RuntimeError: In hybrid parallel mode, in the modes that `owner` does not know, and with pipeline stages.
     """
     mode = ms.get_auto_parallel_context("parallel_mode")
-    if mode not in (ms.ParallelMode.STAND_ALONE, ms.ParallelMode.DATA_PARALLEL):
+    known = [ms.ParallelMode.STAND_ALONE, ms.ParallelMode.DATA_PARALLEL]
+    if compiler_distributes:
+        known += [ms.ParallelMode.SEMI_AUTO_PARALLEL, ms.ParallelMode.AUTO_PARALLEL]
+    if mode not in known:
         raise RuntimeError(
-            f"For '{owner}', the parallel mode must be 'stand_alone' or 'data_parallel', but got "
-            f"'{mode}'. In this mode use MindSpore's own 'mindspore.parallel.nn.GradAccumulation' (Ascend or GPU), "
-            f"whose loss is the sum over micro-batches; or set parallel_mode='data_parallel'."
+            f"For '{owner}', the parallel mode must be {' or '.join(map(repr, known))}, but got '{mode}'. "
+            + (
+                "Use parallel_mode='semi_auto_parallel', which also knows weights that lie on several devices."
+                if compiler_distributes
+                else "In this mode use gaccum_ms.GradAccumulationCell; or set parallel_mode='data_parallel'."
+            )
         )
     stages = ms.get_auto_parallel_context("pipeline_stages")
     if stages > 1:
         raise RuntimeError(
-            f"For '{owner}', 'pipeline_stages' must be 1, but got {stages}. A pipeline splits its batches "
-            f"itself: use 'mindspore.parallel.nn.Pipeline'."
+            f"For '{owner}', 'pipeline_stages' must be 1, but got {stages}. A pipeline splits its batches and "
+            f"accumulates itself: use 'mindspore.nn.PipelineCell' ('mindspore.parallel.nn.Pipeline')."
         )

@@ -30,7 +30,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms import split
+from gaccum_ms import auto_parallel, split
 from gaccum_ms.batchnorm import warn_about_batch_norm
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.counted_window import CountedWindow
@@ -42,6 +42,7 @@ from gaccum_ms.provenance import Provenance, Resumable
 from gaccum_ms.records import counter, show_records
 from gaccum_ms.spanning_window import SpanningWindow
 from gaccum_ms.sparse import refuse_sparse_gradients
+from gaccum_ms.unrolled_window import UnrolledWindow
 from gaccum_ms.update import Update, WindowEnd
 from gaccum_ms.window import SampleWindow
 
@@ -114,15 +115,25 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
     def __init__(
         self, network: GradAccumulationCell, optimizer: nn.Optimizer, scale_sense: nn.Cell | ms.Tensor | None = None
     ) -> None:
+        with auto_parallel.settings_of(network):
+            self._build(auto_parallel.held_cell(network), optimizer, scale_sense)
+        if auto_parallel.held_cell(network) is not network:
+            self.auto_parallel = network  # where MindSpore looks for the settings to compile with
+
+    def _build(self, network: nn.Cell, optimizer: nn.Optimizer, scale_sense: nn.Cell | ms.Tensor | None) -> None:
         if not isinstance(network, GradAccumulationCell):
             raise TypeError(
                 f"For 'TrainOneStepWithGradAccumulationCell', the argument 'network' must be a "
-                f"gaccum_ms.GradAccumulationCell, but got '{type(network).__name__}'."
+                f"gaccum_ms.GradAccumulationCell, or AutoParallel around one, but got '{type(network).__name__}'."
             )
         _check_optimizer(network, optimizer)
-        check_parallel_mode("GradAccumulationCell")
+        check_parallel_mode("GradAccumulationCell", compiler_distributes=True)
+        unrolled = auto_parallel.compiler_distributes()
+        if unrolled:
+            auto_parallel.check_options(network)
         refuse_sparse_gradients(network)
         super().__init__(network.network, optimizer)
+        self._unrolled = unrolled
         self._micro_size = network.micro_size
         self._micro_batch_size = network.micro_batch_size
         self._counts = tuple(count for count in network.counts if count is not None)
@@ -153,8 +164,12 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         self._show_records()
         if network.accumulates:
             warn_about_batch_norm(network)
+        if unrolled:
+            self.set_train()  # the compiler's passes ask for it
 
-    def _make_window(self, cell: GradAccumulationCell) -> SampleWindow:
+    def _make_window(self, cell: GradAccumulationCell) -> SampleWindow | UnrolledWindow:
+        if self._unrolled:
+            return UnrolledWindow(cell, self.weights)
         if cell.accumulation_steps > 1:
             return SpanningWindow(cell, self.weights, self.grad_reducer, self.window_position)
         if cell.several_losses:
@@ -176,6 +191,13 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         """
         if self.spans_batches:
             return
+        if self._unrolled:
+            raise RuntimeError(
+                "For 'TrainOneStepWithGradAccumulationCell', windows of several batches need accumulators that "
+                "outlive a batch, but in semi-auto and auto parallel mode the compiler reduces over devices at the "
+                "end of each batch's backward. Use data parallel mode; or larger batches and a larger 'micro_size', "
+                "which need no more memory."
+            )
         if isinstance(self.window, MultiLossWindow):
             raise ValueError(
                 "For 'TrainOneStepWithGradAccumulationCell', windows of several batches need a network of one loss, "
@@ -267,7 +289,11 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
     def _check_batch(self, inputs: tuple[Any, ...]) -> None:
         """One clear error before anything runs. A first batch smaller than micro_size is a mistake, a later one a
         short last batch."""
-        plan = split.plan_split(split.batch_shapes(inputs), self._micro_size, self._micro_batch_size)
+        shapes = split.batch_shapes(inputs)
+        if self._unrolled:
+            auto_parallel.check_batch(shapes, self._micro_size)
+            return
+        plan = split.plan_split(shapes, self._micro_size, self._micro_batch_size)
         too_short = self._micro_size is not None and self._micro_size > plan.samples
         if too_short and not int(self.batch_count.asnumpy()):
             raise ValueError(
@@ -311,6 +337,7 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
 
     def _step(self, *inputs):
         """The order of one update."""
+        auto_parallel.check_built_for(self._unrolled)
         scale = self.update.scale()
         if self.spans_batches:
             loss = self.window.add_batch(inputs, scale)

@@ -22,6 +22,7 @@ from gaccum_ms.accumulator import overwrite
 from gaccum_ms.loss_scale import check_scale, scale_parameter
 from gaccum_ms.open_window import OpenWindow
 from gaccum_ms.records import counter, record
+from gaccum_ms.unrolled_window import UnrolledWindow
 
 _divide = ops.MultitypeFuncGraph("gaccum_ms_divide")
 _cast_like = ops.MultitypeFuncGraph("gaccum_ms_cast_like")
@@ -67,6 +68,9 @@ class Update(nn.Cell):
         self.window = window
         self.max_grad_norm = max_grad_norm
         self.drops = drops
+        self.has_parts = isinstance(
+            window, UnrolledWindow
+        )  # of gradients, this device's; all ranks must ask each other
         self.sens = 1.0  # a scale that stays in the gradient, for an optimizer with ``loss_scale``, which divides by it
         self.scaled = scale_sense is not None
         self.manager: Any = None
@@ -128,6 +132,8 @@ class Update(nn.Cell):
         # An infinite divisor, total count times scale, would make finite gradients zero.
         finite = ops.logical_and(ops.isfinite(divisor), norm_is_finite)
         overflow = ops.logical_not(ops.logical_and(amp.all_finite(gradients), finite))
+        if self.has_parts:
+            overflow = self.window.on_any_rank(overflow)
         if self.drops:
             overflow = ops.logical_or(overflow, ops.logical_and(self._dropped(loss), ops.logical_not(counted)))
         return overflow

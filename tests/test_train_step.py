@@ -67,7 +67,7 @@ def test_a_loss_that_is_no_scalar_is_refused_before_anything_changes(mode):
 
 def test_refuses_a_network_that_is_not_our_cell():
     network = nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss())
-    with pytest.raises(TypeError, match=r"must be a gaccum_ms.GradAccumulationCell, but got 'WithLossCell'"):
+    with pytest.raises(TypeError, match=r"gaccum_ms.GradAccumulationCell, .*but got 'WithLossCell'"):
         TrainOneStepWithGradAccumulationCell(network, nn.SGD(network.trainable_params(), 0.1))
 
 
@@ -83,18 +83,18 @@ def test_refuses_bad_optimizers():
         TrainOneStepWithGradAccumulationCell(cell, empty)
 
 
-def test_refuses_semi_auto_parallel_and_pipelines():
+def test_refuses_hybrid_parallel_mode_and_pipelines():
     cell = GradAccumulationCell(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), 2)
     optimizer = nn.SGD(cell.trainable_params(), 0.1)
     try:
-        for mode in ("semi_auto_parallel", "auto_parallel", "hybrid_parallel"):
-            ms.set_auto_parallel_context(parallel_mode=mode)
-            with pytest.raises(RuntimeError, match=f"got '{mode}'.*mindspore.parallel.nn.GradAccumulation"):
-                TrainOneStepWithGradAccumulationCell(cell, optimizer)
-        ms.reset_auto_parallel_context()
-        ms.set_auto_parallel_context(pipeline_stages=2)
-        with pytest.raises(RuntimeError, match=r"'pipeline_stages' must be 1, but got 2.*parallel.nn.Pipeline"):
+        ms.set_auto_parallel_context(parallel_mode="hybrid_parallel")
+        with pytest.raises(RuntimeError, match=r"must be .*, but got 'hybrid_parallel'.*semi_auto_parallel"):
             TrainOneStepWithGradAccumulationCell(cell, optimizer)
+        for mode in ("stand_alone", "semi_auto_parallel", "auto_parallel"):
+            ms.reset_auto_parallel_context()
+            ms.set_auto_parallel_context(parallel_mode=mode, pipeline_stages=2)
+            with pytest.raises(RuntimeError, match=r"'pipeline_stages' must be 1, but got 2.*PipelineCell"):
+                TrainOneStepWithGradAccumulationCell(cell, optimizer)
     finally:
         ms.reset_auto_parallel_context()
 
