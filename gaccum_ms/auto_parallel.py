@@ -11,8 +11,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import mindspore as ms
-from mindspore import ops
-from mindspore.parallel._utils import _clear_auto_parallel_context, _init_auto_parallel_context
+from mindspore import nn, ops
+from mindspore.parallel._utils import (
+    _clear_auto_parallel_context,
+    _get_grad_accumulation_shard,
+    _init_auto_parallel_context,
+)
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from gaccum_ms import split
@@ -34,8 +38,8 @@ def held_cell(network: Any) -> Any:
 
 @contextlib.contextmanager
 def settings_of(network: Any) -> Iterator[None]:
-    """The parallel settings that an `AutoParallel` around the network keeps; MindSpore sets them when it compiles, but
-    what is built before depends on them too. `ms.Model` has set them already."""
+    """The parallel settings that an `AutoParallel` around the network keeps. MindSpore sets them when it compiles one;
+    what is built from the cell in it needs them too. `ms.Model` has set them already."""
     if not isinstance(network, AutoParallel) or compiler_distributes():
         yield
         return
@@ -102,6 +106,34 @@ def check_options(cell: GradAccumulationCell) -> None:
                 f"For '{_NAME}', in semi-auto and auto parallel mode the argument '{name}' must be {allowed!r}, but "
                 f"got {given!r}: {why}. Data parallel mode has no such limit."
             )
+    shards_gradients = _get_grad_accumulation_shard() and ms.get_auto_parallel_context("enable_parallel_optimizer")
+    if shards_gradients and ms.get_auto_parallel_context("gradients_mean"):
+        raise ValueError(
+            f"For '{_NAME}', 'gradients_mean' must be False where 'gradient_accumulation_shard' is True, because the "
+            f"compiler's pass then takes the mean over ranks of some weights' gradients and the sum of others', but "
+            f"got gradients_mean=True. In semi-auto parallel mode a loss that is a mean is one over all devices: "
+            f"gradients_mean=False is right for it."
+        )
+    if not getattr(cell.network, "cell_init_args", None):  # what lazy_inline leaves
+        _refuse_casts(cell.network)
+
+
+def _refuse_casts(network: nn.Cell) -> None:
+    """A weight's cast serves all micro-batches, and the compiler's pass asks of which one it is."""
+    casting = [name or type(cell).__name__ for name, cell in network.cells_and_names() if _casts(cell)]
+    if casting:
+        raise ValueError(
+            f"For '{_NAME}', in semi-auto and auto parallel mode the compiler cannot accumulate through the casts of "
+            f"weights that to_float() and amp_level make, unless it compiles the network once for all micro-batches, "
+            f"but got casts in {', '.join(casting[:3])}{', ...' * (len(casting) > 3)} and a network without "
+            f"mindspore.lazy_inline. Decorate the __init__ of the Cell that GradAccumulationCell gets (Ascend); or "
+            f"keep the weights in the dtype in which they are used."
+        )
+
+
+def _casts(cell: nn.Cell) -> bool:
+    flags = cell.get_flags()
+    return bool(flags.get("fp16") or flags.get("bf16")) and any(True for _ in cell.parameters_and_names(expand=False))
 
 
 def check_batch(shapes: list[tuple[int, ...]], micro_size: int | None) -> None:
@@ -130,18 +162,18 @@ def check_batch(shapes: list[tuple[int, ...]], micro_size: int | None) -> None:
 compiled_check_batch = ops.constexpr(check_batch)
 
 
-def input_strategies() -> tuple[tuple[int, ...], ...]:
-    """In how many parts each input's axes lie on the devices, as ``dataset_strategy`` says.
+def parts_of_inputs() -> tuple[int, ...]:
+    """In how many parts the samples of each input lie on the devices, as ``dataset_strategy`` says.
 
     Returns:
-        tuple of tuples, one for each input; one of length 1, parts along axis 0, if it holds for all. ``((1,),)``
-        where it cannot be told (a Layout): correct for any, only that the compiler gathers what it then cuts.
+        tuple of ints, one for each input, or a single one for all. ``(1,)`` where it cannot be told (a Layout): correct
+        for any, only that the compiler gathers what it then cuts.
     """
     strategy = ms.get_auto_parallel_context("dataset_strategy")
     if ms.get_auto_parallel_context("full_batch") or strategy == "full_batch":
-        return ((1,),)
-    if strategy in ("", (), [], None, "data_parallel"):
-        return ((ms.get_auto_parallel_context("device_num"),),)
-    if all(isinstance(one, (tuple, list)) and all(isinstance(parts, int) for parts in one) for one in strategy):
-        return tuple(tuple(one) for one in strategy)
-    return ((1,),)
+        return (1,)
+    if not strategy or strategy == "data_parallel":
+        return (ms.get_auto_parallel_context("device_num"),)
+    if all(isinstance(axes, (tuple, list)) and isinstance(axes[0], int) for axes in strategy):
+        return tuple(axes[0] for axes in strategy)
+    return (1,)

@@ -10,6 +10,8 @@ samples, is split into (devices, samples of each), and the second of these goes 
 
 from __future__ import annotations
 
+import math
+
 from mindspore import nn, ops
 
 from gaccum_ms import auto_parallel
@@ -21,8 +23,7 @@ class ShardSlice(nn.Cell):
     Args:
         index (int): Which micro-batch.
         micro_size (int): The number of micro-batches.
-        strategy (tuple[int, ...]): In how many parts the input's axes lie on the devices. If only axis 0 does, the
-            others may be left out, and inputs of any number of axes are cut.
+        parts (int): In how many parts the samples lie on the devices.
 
     Inputs:
         - **value** (Tensor) - Shape :math:`(N, ...)`.
@@ -31,46 +32,28 @@ class ShardSlice(nn.Cell):
         Tensor of shape :math:`(N / \\text{micro_size}, ...)`.
     """
 
-    def __init__(self, index: int, micro_size: int, strategy: tuple[int, ...]) -> None:
+    def __init__(self, index: int, micro_size: int, parts: int) -> None:
         super().__init__(auto_prefix=False)
         self.index = index
         self.micro_size = micro_size
-        self.parts = strategy[0]
-        self.keeps_axes = any(parts > 1 for parts in strategy[1:])
-        rest = strategy[1:] if self.keeps_axes else (1,)  # what is whole anyway goes as one axis
-        by_part, by_sample = (self.parts, 1, *rest), (1, self.parts, *rest)
-        self.axes = (1, 0, *range(2, len(rest) + 2))
-        self.samples_first = ops.Transpose().shard((by_part,))
-        self.slice = ops.StridedSlice().shard((by_sample,))
-        self.slice.add_prim_attr("grad_accu_num", micro_size)
-        self.parts_first = ops.Transpose().shard((by_sample,))
+        self.parts = parts
+        # All other axes go as one, for inputs of any number of axes.
+        self.samples_first = ops.Transpose().shard(((parts, 1, 1),))
+        self.slice = ops.StridedSlice().shard(((1, parts, 1),)).add_prim_attr("grad_accu_num", micro_size)
+        self.parts_first = ops.Transpose().shard(((1, parts, 1),))
 
     def construct(self, value):
         shape = value.shape
-        rest = shape[1:] if self.keeps_axes else (_product(shape[1:]),)
-        own = shape[0] // self.parts
+        own, features = _per_part(shape, self.parts)
         auto_parallel.compiled_check_batch([(own,)], self.micro_size)
         size = own // self.micro_size
-        parted = self.samples_first(ops.reshape(value, (self.parts, own, *rest)), self.axes)
-        begin = (self.index * size, 0, *_zeros(rest))
-        end = ((self.index + 1) * size, self.parts, *rest)
-        cut = self.slice(parted, begin, end, (1, 1, *_ones(rest)))
-        return ops.reshape(self.parts_first(cut, self.axes), (self.parts * size, *shape[1:]))
+        parted = self.samples_first(ops.reshape(value, (self.parts, own, features)), (1, 0, 2))
+        begin, end = (self.index * size, 0, 0), ((self.index + 1) * size, self.parts, features)
+        cut = self.slice(parted, begin, end, (1, 1, 1))
+        return ops.reshape(self.parts_first(cut, (1, 0, 2)), (self.parts * size, *shape[1:]))
 
 
 @ops.constexpr
-def _product(lengths):
-    product = 1
-    for length in lengths:
-        product *= length
-    return product
-
-
-@ops.constexpr
-def _zeros(lengths):
-    return (0,) * len(lengths)
-
-
-@ops.constexpr
-def _ones(lengths):
-    return (1,) * len(lengths)
+def _per_part(shape, parts):
+    """Samples in each part, and numbers in each sample."""
+    return shape[0] // parts, math.prod(shape[1:])

@@ -117,8 +117,7 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
     ) -> None:
         with auto_parallel.settings_of(network):
             self._build(auto_parallel.held_cell(network), optimizer, scale_sense)
-        if auto_parallel.held_cell(network) is not network:
-            self.auto_parallel = network  # where MindSpore looks for the settings to compile with
+        self._settings_holder = (network,)  # in a tuple: it is no part of the step
 
     def _build(self, network: nn.Cell, optimizer: nn.Optimizer, scale_sense: nn.Cell | ms.Tensor | None) -> None:
         if not isinstance(network, GradAccumulationCell):
@@ -279,6 +278,9 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         if not self._ranks_agree and ms.get_context("mode") == ms.PYNATIVE_MODE:
             broadcast_parameters(self)
         self._ranks_agree = True
+        if self._unrolled:
+            with auto_parallel.settings_of(self._settings_holder[0]):
+                return super().__call__(*inputs)
         if self._jit and ms.get_context("mode") == ms.PYNATIVE_MODE:
             # PyNative's tape, left open by any eager gradient before, would record the compiled step to differentiate
             # it once more.

@@ -39,9 +39,9 @@ class _Slices(nn.Cell):
 
     def __init__(self, index: int, micro_size: int) -> None:
         super().__init__(auto_prefix=False)
-        strategies = auto_parallel.input_strategies()
-        self.slices = nn.CellList([ShardSlice(index, micro_size, one) for one in strategies], auto_prefix=False)
-        self.one_for_all = len(strategies) == 1 and len(strategies[0]) == 1
+        parts = auto_parallel.parts_of_inputs()
+        self.slices = nn.CellList([ShardSlice(index, micro_size, one) for one in parts], auto_prefix=False)
+        self.one_for_all = len(parts) == 1
 
     def construct(self, *inputs):
         cut = []
@@ -65,6 +65,7 @@ class BatchLoss(nn.Cell):
         self.loss_is_mean = cell.reduction == "mean"
         self.counted = cell.counted
         self.count = normalize.count_cell(cell.counts[0])
+        self.window_count = record("window_count")
         self.slices = nn.CellList([_Slices(i, self.micro_size) for i in range(self.micro_size)], auto_prefix=False)
         self.adds = [ops.Add().add_prim_attr("forward_end", i) for i in range(self.micro_size)]
 
@@ -92,9 +93,11 @@ class BatchLoss(nn.Cell):
 
     def total(self, *inputs):
         """The count of the batch. Not the sum of its micro-batches', each of which waits for the backward before it."""
-        if self.counted:
-            return normalize.valid_or_nan(self.count(*inputs))
-        return ops.ones((), ms.float32)
+        if not self.counted:
+            return ops.ones((), ms.float32)
+        total = normalize.valid_or_nan(self.count(*inputs))
+        # Kept here, where a Tensor is the whole: outside of what has a backward it is only this device's part.
+        return ops.depend(total, ops.assign(self.window_count, total))
 
 
 class UnrolledWindow(nn.Cell):
@@ -121,7 +124,7 @@ class UnrolledWindow(nn.Cell):
         self.optimizer_is_sharded = bool(ms.get_auto_parallel_context("enable_parallel_optimizer"))
         self.sum_over_devices = ops.AllReduce()
         if self.gated:
-            self.window_count = record("window_count")
+            self.window_count = self.batch_loss.window_count
 
     def run(self, inputs, scale):
         """As `SampleWindow.run` ."""
@@ -131,8 +134,7 @@ class UnrolledWindow(nn.Cell):
             gradients = self.accumulators.read(gradients)
         if not self.gated:
             return gradients, scale, loss, True
-        total = self.batch_loss.total(*inputs)
-        loss = ops.depend(loss, ops.assign(self.window_count, total))
+        total = ops.depend(self.window_count, loss) + 0.0
         # The mean of a micro-batch that counts nothing is NaN, and with it the loss.
         return gradients, scale, loss, ops.logical_and(total > 0, ops.isfinite(loss))
 

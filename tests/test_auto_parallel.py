@@ -80,13 +80,13 @@ def test_batch_norm_is_warned_about():
 
 def test_how_inputs_lie_on_the_devices():
     ms.set_auto_parallel_context(device_num=8)
-    assert auto_parallel.input_strategies() == ((8,),)
+    assert auto_parallel.parts_of_inputs() == (8,)
     ms.set_auto_parallel_context(dataset_strategy=((4, 2), (8,)))
-    assert auto_parallel.input_strategies() == ((4, 2), (8,))
+    assert auto_parallel.parts_of_inputs() == (4, 8)
     ms.set_auto_parallel_context(dataset_strategy="full_batch")
-    assert auto_parallel.input_strategies() == ((1,),)
+    assert auto_parallel.parts_of_inputs() == (1,)
     ms.set_auto_parallel_context(dataset_strategy="data_parallel")
-    assert auto_parallel.input_strategies() == ((8,),)
+    assert auto_parallel.parts_of_inputs() == (8,)
     layout = ms.Layout((4, 2), ("samples", "features"))
     ms.set_auto_parallel_context(dataset_strategy=(layout("samples", "features"), layout("samples", "None")))
-    assert auto_parallel.input_strategies() == ((1,),)
+    assert auto_parallel.parts_of_inputs() == (1,)

@@ -1,0 +1,229 @@
+"""Rank 0 of eight compiles the training steps of `CASES` for eight GPUs and leaves each finished graph; the other ranks
+only are there. There is no GPU: the compiler runs all its passes and then asks for the device in vain."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+from mindspore.common.api import _cell_graph_executor
+from mindspore.communication import create_group, get_group_size, get_rank, init
+from mindspore.parallel.auto_parallel import AutoParallel
+
+from gaccum_ms import GradAccumulationCell, PerSampleLoss, TrainOneStepWithGradAccumulationCell
+from gaccum_ms.auto_parallel import settings_of
+
+SAMPLES = 16  # of each device: few, because the files say "..." for what longer constants hold
+X, Y = (SAMPLES, 12), (SAMPLES, 1)
+# What the device's absence makes MindSpore say, once the graph is finished.
+NO_DEVICE = ("cudaGetLastError", "CUDA driver", "no CUDA-capable device")
+
+
+def weight(seed, *shape):
+    return ms.Parameter(Tensor(np.random.default_rng(seed).normal(size=shape).astype(np.float32) * 0.5))
+
+
+class Net(nn.Cell):
+    """Two layers and squared errors. `split` lays them on (data, model) parallel devices."""
+
+    def __init__(self, reduction="mean", split=None):
+        super().__init__()
+        self.first, self.bias, self.second = weight(1, 12, 32), weight(2, 32), weight(3, 32, 1)
+        self.first.name, self.bias.name, self.second.name = "first", "bias", "second"
+        self.reduction = reduction
+        self.matmul_1, self.add, self.relu, self.matmul_2 = ops.MatMul(), ops.Add(), ops.ReLU(), ops.MatMul()
+        self.sub, self.square, self.mean = ops.Sub(), ops.Square(), ops.ReduceMean()
+        if split:
+            data, model = split
+            self.matmul_1.shard(((data, 1), (1, model)))
+            self.add.shard(((data, model), (model,)))
+            self.relu.shard(((data, model),))
+            self.matmul_2.shard(((data, model), (model, 1)))
+            self.sub.shard(((data, 1), (data, 1)))
+            self.square.shard(((data, 1),))
+            self.mean.shard(((data, 1),))
+
+    def construct(self, x, y):
+        hidden = self.relu(self.add(self.matmul_1(x, self.first), self.bias))
+        squares = self.square(self.sub(self.matmul_2(hidden, self.second), y))
+        if self.reduction == "none":
+            return ops.reduce_sum(squares, 1)
+        return ops.reduce_sum(squares) if self.reduction == "sum" else self.mean(squares)
+
+
+class LazyNet(Net):
+    """MindSpore's way to compile a network once, however often it is called."""
+
+    @ms.lazy_inline
+    def __init__(self, **options):
+        super().__init__(**options)
+
+
+class Dense(nn.Cell):
+    """A network of layers."""
+
+    def __init__(self, layers=1):
+        super().__init__()
+        self.layers = nn.SequentialCell([nn.SequentialCell(nn.Dense(12, 12), nn.ReLU()) for _ in range(layers)])
+        self.last = nn.Dense(12, 1)
+
+    def construct(self, x, y):
+        return ops.reduce_mean(ops.square(self.last(self.layers(x)) - y))
+
+
+class LazyDense(Dense):
+    @ms.lazy_inline
+    def __init__(self, layers=1):
+        super().__init__(layers)
+
+
+def positive(x, y):
+    """A count that the data decide: labels above zero."""
+    return ops.reduce_sum(ops.cast(y > 0, ms.float32))
+
+
+def sgd(network):
+    return nn.SGD(network.trainable_params(), 0.1)
+
+
+def plain(network, **_):
+    return nn.TrainOneStepCell(network, sgd(network)).set_train()
+
+
+def frameworks(network, micro_size):
+    from mindspore.nn.wrap.cell_wrapper import GradAccumulationCell as FrameworksCell
+    from mindspore.nn.wrap.cell_wrapper import _TrainGradAccuStepCell
+
+    return _TrainGradAccuStepCell(FrameworksCell(network, micro_size), sgd(network)).set_train()
+
+
+def ours(network, micro_size, scale=None, auto=False, model=False, **options):
+    cell = GradAccumulationCell(network, micro_size, **options)
+    if auto:
+        cell = AutoParallel(cell)
+        cell.enable_gradients_mean()
+    if model:
+        return ms.Model(cell, optimizer=sgd(network)).train_network
+    return TrainOneStepWithGradAccumulationCell(cell, sgd(network), scale)
+
+
+def manager():
+    return nn.DynamicLossScaleUpdateCell(1024, 2, 10)
+
+
+SUM = {"gradients_mean": False}
+OPTIMIZER_PARALLEL = {
+    "enable_parallel_optimizer": True,
+    "parallel_optimizer_config": {"parallel_optimizer_threshold": 0},
+}
+SHARDED_GRADIENTS = {
+    "enable_parallel_optimizer": True,
+    "parallel_optimizer_config": {"parallel_optimizer_threshold": 0, "gradient_accumulation_shard": True},
+}
+SPLIT = (4, 2)
+SPLIT_DATA = {"dataset_strategy": ((4, 1), (4, 1)), **SUM}
+
+# name: (how the step is made, MindSpore's parallel settings)
+CASES = {
+    "plain": (lambda: plain(Net()), {}),
+    "plain, sum of ranks": (lambda: plain(Net()), SUM),
+    "plain, sum": (lambda: plain(Net("sum")), {}),
+    "plain, full batch": (lambda: plain(Net()), {"full_batch": True}),
+    "plain, optimizer parallel": (lambda: plain(Net()), OPTIMIZER_PARALLEL),
+    "plain, optimizer parallel, sum of ranks": (lambda: plain(Net()), SUM | OPTIMIZER_PARALLEL),
+    **{f"framework, {k}": (lambda k=k: frameworks(Net(), k), {}) for k in (4, 16)},
+    **{f"ours, {k}": (lambda k=k: ours(Net(), k), {}) for k in (1, 4, 16)},
+    **{f"per sample, {k}": (lambda k=k: ours(PerSampleLoss(Net("none")), k), {}) for k in (1, 4, 16)},
+    "sum of ranks": (lambda: ours(Net(), 4), SUM),
+    "sum": (lambda: ours(Net("sum"), 4, reduction="sum"), {}),
+    "auto": (lambda: ours(Net(), 4), {"parallel_mode": "auto_parallel", "search_mode": "sharding_propagation"}),
+    "split": (lambda: ours(Net(split=SPLIT), 4), SPLIT_DATA),
+    "split, clip": (lambda: ours(Net(split=SPLIT), 4, max_grad_norm=0.1), SPLIT_DATA),
+    "full batch": (lambda: ours(Net(), 4), {"full_batch": True}),
+    "count": (lambda: ours(Net("sum"), 4, reduction="sum", count=positive), {}),
+    "count of means": (lambda: ours(Net(), 4, count=positive), {}),
+    "scale": (lambda: ours(Net(), 4, manager(), max_grad_norm=0.1), {}),
+    "split, scale": (lambda: ours(Net(split=SPLIT), 4, manager(), max_grad_norm=0.1), SPLIT_DATA),
+    "optimizer parallel": (lambda: ours(Net(), 4), OPTIMIZER_PARALLEL),
+    "optimizer parallel, clip": (lambda: ours(Net(), 4, max_grad_norm=0.1), OPTIMIZER_PARALLEL),
+    "sharded gradients": (lambda: ours(LazyNet(), 4), SUM | SHARDED_GRADIENTS),
+    "sharded gradients, mean": (lambda: ours(LazyNet(), 4), SHARDED_GRADIENTS),
+    "sharded gradients, mean, framework": (lambda: frameworks(LazyNet(), 4), SHARDED_GRADIENTS),
+    "lazy, 4": (lambda: ours(LazyNet(), 4), {}),
+    "lazy, 16": (lambda: ours(LazyNet(), 16), {}),
+    "half": (lambda: ours(Dense().to_float(ms.float16), 4), {}),
+    "half, lazy": (lambda: ours(LazyDense().to_float(ms.float16), 4), {}),
+    "half, framework": (lambda: frameworks(Dense().to_float(ms.float16), 4), {}),
+    **{f"deep, {k}": (lambda k=k: ours(Dense(6), k), {}) for k in (2, 16)},
+    **{f"lazy deep, {k}": (lambda k=k: ours(LazyDense(6), k), {}) for k in (2, 16)},
+    "AutoParallel": (lambda: ours(Net(), 4, auto=True), {"AutoParallel": True}),
+    "AutoParallel, model": (lambda: ours(Net(), 4, auto=True, model=True), {"AutoParallel": True}),
+    "AutoParallel around the step": (lambda: AutoParallel(ours(Net(), 4)), {"AutoParallel": True}),
+}
+
+
+def compile_case(name, make, settings, graphs, out):
+    """Compile; keep the finished graph, the Parameters' values, and what MindSpore said."""
+    ms.reset_auto_parallel_context()
+    if "AutoParallel" not in settings:
+        mode = {"parallel_mode": "semi_auto_parallel", "gradients_mean": True, **settings}
+        ms.set_auto_parallel_context(device_num=get_group_size(), global_rank=0, **mode)
+    shutil.rmtree(graphs, ignore_errors=True)
+    folder = out / name
+    folder.mkdir(parents=True)
+    try:
+        step = make()
+    except ValueError as error:
+        (folder / "message").write_text(str(error))
+        return
+    values = {parameter.name: parameter.asnumpy() for parameter in step.get_parameters()}
+    np.savez(folder / "parameters.npz", **values)
+    inputs = [Tensor(np.zeros(shape, np.float32)) for shape in local_shapes(settings)]
+    begin, message = time.perf_counter(), "the device was there"
+    try:
+        with settings_of(getattr(step, "_settings_holder", [step])[0]):
+            _cell_graph_executor.compile(step, *inputs, phase="train")
+    except Exception as error:
+        message = str(error)
+    seconds = time.perf_counter() - begin
+    finished = sorted((graphs / "rank_0").glob("*_validate_*.ir")) if graphs.exists() else []
+    if finished and any(part in message for part in NO_DEVICE):
+        shutil.copy(finished[-1], folder / "finished.ir")
+    (folder / "message").write_text(message)
+    (folder / "seconds").write_text(str(seconds))
+
+
+def local_shapes(settings):
+    """What one device has of x and y."""
+    if settings.get("full_batch"):
+        return (8 * SAMPLES, 12), (8 * SAMPLES, 1)
+    if "dataset_strategy" in settings:
+        return (2 * SAMPLES, 12), (2 * SAMPLES, 1)
+    return X, Y
+
+
+def main(out, graphs):
+    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_device("CPU")
+    init()
+    create_group("nccl_world_group", list(range(get_group_size())))
+    ms.set_context(device_target="GPU")
+    if get_rank() == 0:
+        for name, (make, settings) in CASES.items():
+            compile_case(name, make, settings, graphs, out)
+            print(name, flush=True)
+        (out / "done").touch()
+    while not (out / "done").exists():
+        time.sleep(0.2)
+    sys.stdout.flush()
+    os._exit(0)  # without the device MindSpore cannot end in order
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(os.environ["MS_DEV_SAVE_GRAPHS_PATH"]))

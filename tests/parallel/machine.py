@@ -1,0 +1,319 @@
+"""A machine of several devices, in NumPy, that runs a finished graph: what its devices would compute, to the number.
+
+All ranks go through the graph of rank 0 in step, each with its own inputs and its own part of each Parameter; where a
+collective is, they meet. The groups of the other ranks are rank 0's, shifted as the device matrix has them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from finished_graph import COLLECTIVES, Graph, Node, Program, split_top
+
+
+class Ref(NamedTuple):
+    """A Parameter, not its value: what is done to it is seen by whoever reads it later."""
+
+    name: str
+
+
+class Closure(NamedTuple):
+    """A graph with its first arguments."""
+
+    graph: str
+    arguments: tuple
+
+
+class Elided(NamedTuple):
+    """A constant too long for the file to hold."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+class Executed(NamedTuple):
+    """A node that ran, in the order in which they ran."""
+
+    node: Node
+    bytes: int  # of the first operand, on one rank
+
+
+def groups_like(group: Sequence[int], ranks: int) -> list[list[int]]:
+    """Every rank's group: rank 0's has a stride, by which all others follow."""
+    stride = group[1] - group[0] if len(group) > 1 else 1
+    assert list(group) == [index * stride for index in range(len(group))], f"rank 0's group {group} is irregular"
+    return [
+        [rank - (rank // stride % len(group)) * stride + index * stride for index in range(len(group))]
+        for rank in range(ranks)
+    ]
+
+
+_SCALAR = re.compile(r"^(I64|I32|F32|F64|F16|Bool)\((.+)\)$")
+_TENSOR = re.compile(r"^Tensor\(shape=\[([\d, ]*)\], dtype=(\w+), value=(.*)\)$")
+_DTYPES = {30: np.bool_, 34: np.int32, 35: np.int64, 42: np.float16, 43: np.float32}  # MindSpore's TypeId
+
+
+def constant(text: str) -> Any:
+    """A constant as the file writes it."""
+    if found := _SCALAR.match(text):
+        kind, value = found.groups()
+        return bool(int(value)) if kind == "Bool" else int(value) if kind.startswith("I") else np.float32(value)
+    if found := _TENSOR.match(text):
+        shape = tuple(int(axis) for axis in found.group(1).split(",") if axis.strip())
+        dtype = np.dtype(found.group(2).lower())
+        numbers = found.group(3).lower().replace("true", "1").replace("false", "0").replace("...", "")
+        values = [float(one) for one in re.findall(r"[-+.\w]+", numbers)]
+        if "..." not in found.group(3):
+            return np.array(values, dtype).reshape(shape)
+        # Of a long one the file has the first and the last; where these are alike it is a `fill` .
+        return np.full(shape, values[0], dtype) if len(set(values)) == 1 else Elided(shape, dtype)
+    if text.startswith("("):
+        return tuple(constant(one) for one in split_top(text[1:-1]))
+    if text.startswith("@"):
+        return Closure(text[1:].lstrip("@"), ())
+    return None  # monads, None, strings
+
+
+class Machine:
+    """Devices with their parts of the Parameters.
+
+    Args:
+        program (Program): The graph.
+        ranks (int): The number of devices.
+        parameters (Mapping): The whole value of each Parameter.
+        parts (Mapping): For a Parameter that lies on several devices, what rank `r` has of it: `parts[name](whole, r)`.
+            By default, where the graph's own shape is smaller, equal parts along axis 0.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        ranks: int,
+        parameters: Mapping[str, np.ndarray],
+        parts: Mapping[str, Callable[[np.ndarray, int], np.ndarray]] | None = None,
+    ) -> None:
+        self.program = program
+        self.ranks = ranks
+        self.state: dict[str, list[np.ndarray]] = {}
+        self.executed: list[Executed] = []
+        self.inputs: list[str] = []
+        for token, shape in program.shapes.items():
+            name = token.split("_", 1)[1]
+            if re.fullmatch(r"inputs\d+", name):
+                self.inputs.append(token)
+                continue
+            whole = parameters[name]
+            part = (parts or {}).get(name.removeprefix("accu_grads.")) or rows(shape)
+            self.state[name] = [np.array(part(whole, rank)) for rank in range(ranks)]
+            assert self.state[name][0].shape == shape, f"{name}: {self.state[name][0].shape}, not {shape}"
+
+    def step(self, *batch: Sequence[np.ndarray]) -> list[Any]:
+        """Run the graph once. `batch`: each input, as what each rank has of it. Returns each rank's result."""
+        self.executed = []
+        environment: dict[str, list[Any]] = {
+            token: [Ref(token.split("_", 1)[1])] * self.ranks for token in self.program.shapes
+        }
+        environment |= {token: list(value) for token, value in zip(self.inputs, batch, strict=True)}
+        self._outer = environment
+        return [self._value(one, rank) for rank, one in enumerate(self._run(self.program.entry, environment))]
+
+    def whole(self, name: str) -> np.ndarray:
+        """A Parameter from its parts along axis 0, or, where all ranks have all of it, rank 0's."""
+        return self.state[name][0]
+
+    # -- graphs ----------------------------------------------------------------------------------------------------
+
+    def _run(self, graph: Graph, environment: dict[str, list[Any]]) -> list[Any]:
+        for node in graph.nodes:
+            arguments = [self._resolve(text, environment) for text in node.arguments]
+            environment[node.name] = self._node(node, arguments, environment)
+        return self._resolve(graph.result, environment)
+
+    def _resolve(self, text: str, environment: dict[str, list[Any]]) -> list[Any]:
+        if text.startswith("%"):
+            return environment[text] if text in environment else self._outer[text]
+        return [constant(text)] * self.ranks
+
+    def _call(self, closures: Sequence[Closure], arguments: list[list[Any]]) -> list[Any]:
+        names = {closure.graph for closure in closures}
+        assert len(names) == 1, f"ranks disagree which way to go: {names}"
+        graph = self.program.graphs[names.pop()]
+        bound = [[closure.arguments[index] for closure in closures] for index in range(len(closures[0].arguments))]
+        return self._run(graph, dict(zip(graph.parameters, [*bound, *arguments], strict=True)))
+
+    def _node(self, node: Node, arguments: list[list[Any]], environment: dict[str, list[Any]]) -> list[Any]:
+        if node.op == "call":
+            return self._call([Closure(str(node.callee), ())] * self.ranks, arguments)
+        if node.op == "call value":
+            return self._call(self._resolve(str(node.callee), environment), arguments)
+        if node.op in ("UpdateState", "Partial", "Depend", "MakeTuple", "TupleGetItem", "Switch", "Load"):
+            return [
+                _PLUMBING[node.op](*one) if node.op != "Load" else self._value(one[0], rank)
+                for rank, one in enumerate(zip(*arguments, strict=True))
+            ]
+        if node.op in ("Assign", "AssignAdd", "SGD", "Momentum"):
+            self.executed.append(Executed(node, 0))
+            return [self._write(node, one, rank) for rank, one in enumerate(zip(*arguments, strict=True))]
+        values = [[self._value(one, rank) for rank, one in enumerate(argument)] for argument in arguments]
+        first = values[0][0]
+        self.executed.append(Executed(node, first.nbytes if isinstance(first, np.ndarray) else 0))
+        if node.op == "StridedSlice" and "redistribution_op" in node.attributes:
+            return [self._own_part(one, rank) for rank, one in enumerate(zip(*values, strict=True))]
+        if node.op in COLLECTIVES:
+            return self._collective(node, values[0])
+        with np.errstate(all="ignore"):  # devices do not warn
+            return [np.asarray(_ARITHMETIC[node.op](*one)) for one in zip(*values, strict=True)]
+
+    def _own_part(self, arguments: tuple, rank: int) -> np.ndarray:
+        """What a rank takes of a value that it has whole: of rank 0's graph, where the first part is cut."""
+        value, begin, end, *_ = arguments
+        (axis,) = (index for index, last in enumerate(end) if last < value.shape[index])
+        assert not any(begin) and end[axis] * self.ranks == value.shape[axis], "not one part for each rank"
+        return np.split(value, self.ranks, axis)[rank]
+
+    # -- values ----------------------------------------------------------------------------------------------------
+
+    def _value(self, one: Any, rank: int) -> Any:
+        if isinstance(one, Ref):
+            return self.state[one.name][rank].copy()
+        if type(one) is tuple:
+            return tuple(self._value(part, rank) for part in one)
+        return one
+
+    def _write(self, node: Node, arguments: tuple, rank: int) -> Any:
+        ref, *values = arguments
+        if not isinstance(ref, Ref):
+            return ref  # MindSpore's own step also clears what it has made of its accumulators
+        state = {key: self.state[key] for key in (one.name for one in arguments if isinstance(one, Ref))}
+        old, value = state[ref.name][rank], self._value(values[0], rank)
+        if isinstance(value, Elided):
+            assert "accu_grads." in ref.name, f"{node} writes what the file does not hold"
+            value = np.zeros(value.shape, value.dtype)  # by which a step clears
+        assert np.shape(value) == old.shape, f"{node.op} of {np.shape(value)} to {ref.name} of {old.shape}"
+        if node.op == "Assign":
+            new = value
+        elif node.op == "AssignAdd":
+            new = old + value
+        else:  # SGD(weight, gradient, rate, accumulation, momentum, stat), without momentum
+            rate, momentum = (float(self._value(values[index], rank)) for index in (1, 3))
+            assert node.op == "SGD" and momentum == 0.0, "only SGD without momentum is known here"
+            new = old - np.float32(rate) * value
+        self.state[ref.name][rank] = np.asarray(new, old.dtype)
+        return ref
+
+    def _collective(self, node: Node, values: list[np.ndarray]) -> list[np.ndarray]:
+        results = []
+        for rank, group in enumerate(groups_like(node.group, self.ranks)):
+            members = [values[one] for one in group]
+            if node.op == "AllReduce":
+                assert 'op: "sum"' in node.attributes, node.attributes
+                results.append(np.sum(members, axis=0, dtype=members[0].dtype))
+            elif node.op == "AllGather":
+                results.append(np.concatenate(members))
+            elif node.op == "ReduceScatter":
+                part = len(members[0]) // len(group)
+                begin = group.index(rank) * part
+                results.append(np.sum(members, axis=0, dtype=members[0].dtype)[begin : begin + part])
+            else:
+                raise NotImplementedError(node.op)
+        return results
+
+
+def rows(shape: tuple[int, ...]) -> Callable[[np.ndarray, int], np.ndarray]:
+    """What a rank has of a value if its part has this shape: the whole, or equal parts along axis 0."""
+
+    def part(whole: np.ndarray, rank: int) -> np.ndarray:
+        if whole.shape == shape:
+            return whole
+        return whole[rank * shape[0] : (rank + 1) * shape[0]]
+
+    return part
+
+
+def _partial(closure: Closure, *arguments: Any) -> Closure:
+    return Closure(closure.graph, (*closure.arguments, *arguments))
+
+
+_PLUMBING: dict[str, Callable] = {
+    "UpdateState": lambda *_: None,
+    "Depend": lambda value, *_: value,
+    "MakeTuple": lambda *values: values,
+    "TupleGetItem": lambda values, index: values[index],
+    "Switch": lambda condition, yes, no: yes if condition else no,
+    "Partial": _partial,
+}
+
+
+def _strided_slice(value: np.ndarray, begin: tuple, end: tuple, strides: tuple, *_masks: Any) -> np.ndarray:
+    return value[tuple(slice(*bounds) for bounds in zip(begin, end, strides, strict=True))]
+
+
+def _strided_slice_grad(gradient: np.ndarray, shape: tuple, *slices: Any) -> np.ndarray:
+    whole = np.zeros(shape, gradient.dtype)
+    _strided_slice(whole, *slices)[...] = gradient
+    return whole
+
+
+def _reduce(function: Callable) -> Callable:
+    def reduced(value: np.ndarray, axes: Any, keep: Any, *_: Any) -> np.ndarray:
+        axes = axes if isinstance(axes, tuple) else (int(axes),)
+        return function(value, axis=axes or None, keepdims=bool(keep)).astype(value.dtype)
+
+    return reduced
+
+
+_ARITHMETIC: dict[str, Callable] = {
+    "Reshape": lambda value, shape: np.reshape(value, shape),
+    "Transpose": lambda value, axes: np.transpose(value, axes),
+    "StridedSlice": _strided_slice,
+    "StridedSliceGrad": _strided_slice_grad,
+    "TensorMove": lambda value, *_: np.array(value),
+    "Tile": lambda value, times: np.tile(value, times),
+    "MatMulExt": lambda x, y: x @ y,
+    "MatMul": lambda x, y, left, right: (x.T if left else x) @ (y.T if right else y),
+    "ReLU": lambda x: np.maximum(x, 0),
+    "ReluGrad": lambda gradient, y: gradient * (y > 0),
+    "Square": lambda x: x * x,
+    "Sqrt": np.sqrt,
+    "Reciprocal": lambda x: 1 / x,
+    "PowTensorScalar": lambda x, power: x**power,
+    "Add": lambda x, y: x + y,
+    "Adds": lambda x, y: x + y,
+    "AddN": lambda values: sum(values[1:], values[0]),
+    "Sub": lambda x, y: x - y,
+    "Mul": lambda x, y: x * y,
+    "Muls": lambda x, y: x * np.asarray(y, x.dtype),
+    "Div": lambda x, y: x / y,
+    "RealDiv": lambda x, y: x / y,
+    "Divs": lambda x, y: x / np.asarray(y, x.dtype),
+    "Maximum": np.maximum,
+    "Minimum": np.minimum,
+    "Neg": np.negative,
+    "ReduceMean": _reduce(np.mean),
+    "ReduceSum": _reduce(np.sum),
+    "SumExt": _reduce(np.sum),
+    "ExpandDims": lambda x, axis: np.expand_dims(x, axis),
+    "FloatStatus": lambda x: np.array([0.0 if np.isfinite(x).all() else 1.0], np.float32),
+    "IsFinite": np.isfinite,
+    "LogicalAnd": np.logical_and,
+    "LogicalOr": np.logical_or,
+    "LogicalNot": np.logical_not,
+    "Equal": np.equal,
+    "NotEqual": np.not_equal,
+    "Less": np.less,
+    "LessEqual": np.less_equal,
+    "LessScalar": lambda x, y: x < y,
+    "Greater": np.greater,
+    "GreaterEqual": np.greater_equal,
+    "GreaterScalar": lambda x, y: x > y,
+    "GreaterEqualScalar": lambda x, y: x >= y,
+    "Select": lambda condition, yes, no: np.where(condition, yes, no),
+    "Cast": lambda x, dtype, *_: x.astype(_DTYPES[dtype]),
+    "OnesLike": lambda x, *_: np.ones_like(x),
+    "ZerosLike": lambda x, *_: np.zeros_like(x),
+    "FullLike": lambda x, value, *_: np.full_like(x, value),
+    "Identity": lambda x: x,
+}
