@@ -23,7 +23,6 @@ from benchmarks.networks import CLASSES, NETWORKS
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, fused_reduction
 
 BATCH = 16
-MICRO_SIZES, ACCUMULATION_STEPS = (1, 4, 16), (1, 4)
 LIMITS = {"one by one": 0, "1 MB": 2**20, "4 MB": 4 * 2**20, "16 MB": 16 * 2**20, "64 MB": 64 * 2**20}
 _SMALL_WIDTH = 32
 _BYTES = {"Float32": 4, "Float16": 2, "BFloat16": 2}
@@ -72,10 +71,10 @@ def _small_network() -> nn.Cell:
     return nn.SequentialCell(layers[:-1])
 
 
-# Name: features of a sample, and how the network is made.
-_COUNTED: dict[str, tuple[int, Callable[[], nn.Cell]]] = {
-    f"mlp {NETWORKS['mlp'].title}": (NETWORKS["mlp"].sample_shape[0], NETWORKS["mlp"].mindspore),
-    "30 layers of 32 x 32": (_SMALL_WIDTH, _small_network),
+# Title, features of a sample, and how the network is made.
+_COUNTED: dict[str, tuple[str, int, Callable[[], nn.Cell]]] = {
+    "mlp": (NETWORKS["mlp"].title, NETWORKS["mlp"].sample_shape[0], NETWORKS["mlp"].mindspore),
+    "small": ("30 layers of 32 x 32", _SMALL_WIDTH, _small_network),
 }
 
 
@@ -101,17 +100,20 @@ def sent_per_update(step: nn.Cell, batch: Sequence[Any], steps: int, graphs: Gra
     return {"executed": executed_all_reduces(update, folder), "in_graph": len(in_graph), "bytes": sum(in_graph)}
 
 
-def count(out: Path) -> list[dict[str, Any]]:
+def count(
+    out: Path, networks: Sequence[str], micro_sizes: Sequence[int], accumulation_steps: Sequence[int]
+) -> list[dict[str, Any]]:
     graphs, rows = Graphs(), []
-    for name, (features, make_network) in _COUNTED.items():
+    for name in networks:
+        title, features, make_network = _COUNTED[name]
         random = np.random.default_rng(get_rank())
         inputs = ms.Tensor(random.normal(size=(BATCH, features)), ms.float32)
         labels = ms.Tensor(random.integers(0, CLASSES, BATCH), ms.int32)
-        for micro_size, steps in [(None, 1), *((one, k) for k in ACCUMULATION_STEPS for one in MICRO_SIZES)]:
+        for micro_size, steps in [(None, 1), *((one, k) for k in accumulation_steps for one in micro_sizes)]:
             network = make_network()
             folder = out / f"profile-{get_rank()}-{len(rows)}"
             sent = sent_per_update(make_step(network, micro_size, steps), (inputs, labels), steps, graphs, folder)
-            row = {"network": name, "parameters": len(network.trainable_params()), "ours": micro_size is not None}
+            row = {"network": title, "parameters": len(network.trainable_params()), "ours": micro_size is not None}
             rows.append({**row, "micro_size": micro_size or 1, "accumulation_steps": steps, **sent})
     return rows
 
@@ -174,15 +176,16 @@ def time_reductions(rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def main(out: Path, rounds: int) -> None:
+def main(out: Path, networks: list[str], micro_sizes: list[int], accumulation_steps: list[int], rounds: int) -> None:
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_device("CPU")
     init()
     ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
-    result = [count(out), time_reductions(rounds) if rounds else []]
+    counts = count(out, networks, micro_sizes, accumulation_steps)
+    result = [counts, time_reductions(rounds) if rounds else []]
     (out / f"rank{get_rank()}.json").write_text(json.dumps(result))
     ops.AllReduce()(ms.Tensor([1.0])).asnumpy()  # a rank that leaves first breaks the others' last collective
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), *json.loads(sys.argv[2]))
