@@ -87,7 +87,7 @@ def targets(rows: list[Result]) -> list[str]:
         passed = passed and all(row["bytes"] == sums[row["accumulation_steps"] > 1] for row in ours)
         passed = passed and numbers.pop() <= min(row["executed"] for row in own)
         lines.append(
-            f"{'PASS' if passed else 'FAIL':<6}number of collectives and bytes per update do not depend on micro_size or "
+            f"{'PASS' if passed else 'FAIL':<6}collectives and bytes per update do not depend on micro_size or "
             f"accumulation_steps: {network}"
         )
     note = "With accumulation_steps, the window's three sums go along: 12 bytes." if rows else ""

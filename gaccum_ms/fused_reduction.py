@@ -19,8 +19,8 @@ import mindspore as ms
 from mindspore import nn, ops
 from mindspore.communication import GlobalComm
 
-# Between two processes on two cores, gradients of 4 KB and of 256 KB go faster together, up to here; gradients of 4 MB
-# go faster alone than in buffers of 64 MB. See `python -m benchmarks.collectives`.
+# Between two processes on two cores, gradients of 4 KB and of 256 KB go fastest in buffers of this size, and gradients
+# of 4 MB alone: `python -m benchmarks.collectives`. What is copied into buffers costs memory, too, until it is back.
 BUFFER_BYTES = 4 * 2**20
 _WIRE_BYTES = 4  # of a float32
 _MEGABYTE = 2**20
@@ -126,7 +126,7 @@ class FusedReducer(nn.Cell):
         self.concat = ops.Concat()
         self.map = ops.HyperMap()
 
-    # -- compiled: by HyperMap, since graph mode takes ten times as long for Python's own loops -------------------------
+    # -- compiled: by HyperMap, since graph mode takes ten times as long for Python's own loops ------------------------
 
     def construct(self, gradients):
         result = self.take(gradients, self.own) + self.map(self.reduce_alone, self.take(gradients, self.alone))

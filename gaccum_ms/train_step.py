@@ -112,6 +112,8 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         [[0.4 0.4 0.4]]
     """
 
+    grad_reducer: nn.Cell
+
     def __init__(
         self, network: GradAccumulationCell, optimizer: nn.Optimizer, scale_sense: nn.Cell | ms.Tensor | None = None
     ) -> None:

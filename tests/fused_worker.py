@@ -39,9 +39,7 @@ class Gradients(NamedTuple):
     def weights(self) -> list[ms.Parameter]:
         dtypes = self.dtypes or [ms.float32] * len(self.shapes)
         return [
-            ms.Parameter(
-                Tensor(np.zeros(shape), dtype), name=f"weight{number}", layerwise_parallel=number in self.own
-            )
+            ms.Parameter(Tensor(np.zeros(shape), dtype), name=f"weight{number}", layerwise_parallel=number in self.own)
             for number, (shape, dtype) in enumerate(zip(self.shapes, dtypes, strict=True))
         ]
 

@@ -102,7 +102,7 @@ def both(results: Results, name: str) -> tuple[list[np.ndarray], list[np.ndarray
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_bit_by_bit_what_mindspores_reducer_returns(ranks, kind, mode):
-    """With two ranks there is but one order to add them up. The mean in graph mode and jit, the sum in PyNative mode."""
+    """With two ranks there is but one order to add up in. The mean in graph mode and jit, the sum in PyNative mode."""
     for rank, results in enumerate(ranks):
         ours, theirs = both(results, f"{kind}, {mode}")
         given = [one.astype(ms.float64).asnumpy() for one in KINDS[kind].of_rank(rank)]

@@ -194,9 +194,7 @@ def play_accumulator(calls: Calls, rank: int) -> Log:
     grad_fn = ms.value_and_grad(forward, None, optimizer.parameters)
     updated = False
     log = Log(
-        lambda: (
-            look(optimizer, accumulator) | {"reductions": sum(len(one.sizes) for one in noted), "returned": updated}
-        )
+        lambda: look(optimizer, accumulator) | {"reductions": sum(len(one.sizes) for one in noted), "returned": updated}
     )
     for batch in calls.data(rank):
         count = (float(batch[2].sum()),) if calls.masked else ()
