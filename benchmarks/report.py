@@ -93,7 +93,7 @@ def targets(rows: list[Row], first_calls: dict[str, dict[int, list[float]]]) -> 
     return found
 
 
-def header(*, batch: int, rounds: int, turn: float) -> str:
+def machine(title: str, packages: Iterable[str]) -> str:
     """The machine and the software, without which the numbers mean nothing."""
     cores = os.cpu_count()
     if hasattr(os, "sched_getaffinity"):
@@ -101,13 +101,21 @@ def header(*, batch: int, rounds: int, turn: float) -> str:
     threads = ", ".join(f"{name}={os.environ[name]}" for name in _THREAD_VARIABLES if name in os.environ)
     return "\n".join(
         [
-            "Gradient accumulation: time, first call and memory",
+            title,
             "",
             f"date      {datetime.datetime.now():%Y-%m-%d %H:%M}",
             f"versions  python {platform.python_version()}, "
-            + ", ".join(f"{name} {_version(name)}" for name in ("mindspore", "torch", "numpy")),
+            + ", ".join(f"{name} {_version(name)}" for name in packages),
             f"machine   {_cpu_model()}, {cores} cores, load average {os.getloadavg()[0]:.1f} when the run began",
             f"threads   {threads or 'as the frameworks choose'}",
+        ]
+    )
+
+
+def header(*, batch: int, rounds: int, turn: float) -> str:
+    return "\n".join(
+        [
+            machine("Gradient accumulation: time, first call and memory", ("mindspore", "torch", "numpy")),
             f"settings  batch {batch}, Momentum, float32, graph mode; {rounds} rounds, in each every program in turn "
             f"for {turn:g} s, at least one update",
         ]

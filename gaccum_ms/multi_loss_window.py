@@ -2,8 +2,8 @@
 
 One accumulator cannot be divided by several totals, and one for each loss would cost a backward for each. So the totals
 come first: the micro-batches are counted, and the counts summed over ranks, before the loop; each loss is then seeded
-with its share. Where all counts are samples there is nothing to ask other ranks, and MindSpore's reducer does what
-`gradients_mean` says.
+with its share. Where all counts are samples there is nothing to ask other ranks, and `gradients_mean` says what ranks
+mean together.
 """
 
 from __future__ import annotations

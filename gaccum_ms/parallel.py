@@ -1,8 +1,8 @@
-"""What differs by parallel mode. Stand-alone and data parallel share one step; its reducer is MindSpore's own.
+"""What differs by parallel mode. Stand-alone and data parallel share one step, which reduces once per update.
 
-In data parallel mode `nn.TrainOneStepCell` builds the `nn.DistributedGradReducer` that obeys ``gradients_mean``; the
-step calls it once per update, after the loop. Where counts decide, ranks add up sums, not means, whatever
-``gradients_mean`` says, and the sums of losses and counts go with them.
+Where samples decide, after the loop and by ``gradients_mean``. Where counts decide, ranks add up sums, not means,
+whatever ``gradients_mean`` says, and the sums of losses and counts go with them. How gradients travel is in
+fused_reduction.py.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from mindspore import nn, ops
 from mindspore.communication import get_group_size
 
 from gaccum_ms import accumulator
+from gaccum_ms.fused_reduction import FusedReducer
 
 
 def broadcast_parameters(step: nn.Cell) -> None:
@@ -42,8 +43,7 @@ class SumOverRanks(nn.Cell):
         if self.reduces:
             # The reducer asks of each Parameter how it is to be reduced; of the sums' only this one knows.
             sums = ms.Parameter(ops.zeros(shape, ms.float32), name="sums", requires_grad=False)
-            self.reducer = nn.DistributedGradReducer([*weights, sums], mean=False, degree=self.ranks)
-            self.small_reducer = nn.DistributedGradReducer([sums], mean=False, degree=self.ranks)
+            self.reducer = FusedReducer([*weights, sums], mean=False, degree=self.ranks)
 
     def summed_ranks(self) -> float:
         """How many times its own mean the ranks make of a gradient together: 1 by ``gradients_mean``, else one each."""
@@ -61,7 +61,7 @@ class SumOverRanks(nn.Cell):
         """Sum over ranks what goes without gradients."""
         if not self.reduces:
             return sums
-        return self.small_reducer((sums,))[0]
+        return self.reducer.over_ranks(sums)
 
 
 def check_parallel_mode(owner: str, compiler_distributes: bool = False) -> None:

@@ -34,6 +34,7 @@ from gaccum_ms import auto_parallel, split
 from gaccum_ms.batchnorm import warn_about_batch_norm
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.counted_window import CountedWindow
+from gaccum_ms.fused_reduction import FusedReducer
 from gaccum_ms.multi_loss_window import MultiLossWindow
 from gaccum_ms.open_window import OpenWindow
 from gaccum_ms.options import check_positive_int
@@ -56,9 +57,9 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
 
     Parameters, optimizer state and loss end where `nn.TrainOneStepCell <https://www.mindspore.cn/docs/en/master/
     api_python/nn/mindspore.nn.TrainOneStepCell.html>`_ would leave them on the whole batch, to float32 rounding; see
-    the README for where that cannot hold. In data parallel mode gradients are reduced once per update, by MindSpore's
-    own reducer, which obeys ``gradients_mean``; with `count` , which is exact over ranks, they are always summed. A
-    batch that does not end its window changes neither weights nor optimizer, and reduces nothing.
+    the README for where that cannot hold. In data parallel mode gradients are reduced once per update, in few large
+    buffers, as ``gradients_mean`` says; with `count` , which is exact over ranks, they are always summed. A batch that
+    does not end its window changes neither weights nor optimizer, and reduces nothing.
 
     Args:
         network (GradAccumulationCell): The network with its loss and the options of accumulation.
@@ -112,6 +113,8 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         [[0.4 0.4 0.4]]
     """
 
+    grad_reducer: nn.Cell
+
     def __init__(
         self, network: GradAccumulationCell, optimizer: nn.Optimizer, scale_sense: nn.Cell | ms.Tensor | None = None
     ) -> None:
@@ -133,6 +136,10 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         refuse_sparse_gradients(network)
         super().__init__(network.network, optimizer)
         self._unrolled = unrolled
+        if self.reducer_flag:
+            # In place of MindSpore's, and in its group: AdaSum's optimizers have groups of eight ranks.
+            group = self.grad_reducer.allgather.group
+            self.grad_reducer = FusedReducer(self.weights, self.mean, self.degree, group)
         self._micro_size = network.micro_size
         self._micro_batch_size = network.micro_batch_size
         self._counts = tuple(count for count in network.counts if count is not None)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import language_model
 import mindspore as ms
 import numpy as np
+from distributed_worker import NotedAllReduce
 from mindspore import Tensor, nn, ops
 from mindspore.communication import get_group_size, get_rank, init
 from reference import as_numpy
@@ -289,28 +290,18 @@ def look(step: TrainOneStepWithGradAccumulationCell, scenario: Scenario) -> dict
     return seen
 
 
-class Recorder(nn.Cell):
-    """Notes the sizes of the Tensors that each reduction of an eagerly run step takes along."""
-
-    def __init__(self, reducer: nn.Cell) -> None:
-        super().__init__(auto_prefix=False)
-        self.reducer = reducer
-        self.calls: list[tuple[int, ...]] = []
-
-    def construct(self, tensors):
-        self.calls.append(tuple(tensor.size for tensor in tensors))
-        return self.reducer(tensors)
-
-
-def reductions(scenario: Scenario, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sizes of the Tensors of each reduction: with the gradients, and before the loop."""
+def reductions(scenario: Scenario, rank: int) -> np.ndarray:
+    """The size of each buffer that leaves for the other rank."""
     ms.set_context(mode=ms.PYNATIVE_MODE)
     step = make_step(scenario)
-    sums = getattr(step.window, "reduction", step.window).sum_over_ranks
-    sums.reducer, sums.small_reducer = Recorder(sums.reducer), Recorder(sums.small_reducer)
+    noted = [
+        NotedAllReduce(getattr(step.window, "reduction", step.window).sum_over_ranks.reducer),
+        NotedAllReduce(step.grad_reducer),
+    ]
     for window in scenario.windows:
         step(*map(Tensor, window.ranks[rank]))
-    return np.array(sums.reducer.calls), np.array(sums.small_reducer.calls)
+    assert not noted[1].sizes
+    return np.array(noted[0].sizes)
 
 
 def audited(count: nn.Cell | None, rank: int) -> bool:
@@ -334,8 +325,7 @@ def main(out: Path) -> None:
             missing = np.full_like(first, np.nan, dtype=np.float64)  # a window that raised has no outputs
             results[f"{name}/{key}"] = np.stack([np.asarray(row.get(key, missing), np.float64) for row in rows])
     for name, scenario in (("one loss", Scenario(SOUND, MASK)), ("two losses", Scenario(SOUND, BOTH, TWO))):
-        for kind, calls in zip(("gradients", "before"), reductions(scenario, rank), strict=True):
-            results[f"reductions/{name}/{kind}"] = calls
+        results[f"reductions/{name}"] = reductions(scenario, rank)
     results["audit"] = np.array([audited(count, rank) for count in (CountMask(), None)])
     ms.set_context(mode=ms.GRAPH_MODE)
     share = slice(rank * language_model.SEQUENCES // size, (rank + 1) * language_model.SEQUENCES // size)

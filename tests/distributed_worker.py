@@ -18,6 +18,7 @@ from reference import OPTIMIZERS, Line, accumulated, as_numpy, batches, make_net
 from two_ranks import leave
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms.fused_reduction import FusedReducer
 from gaccum_ms.window import SampleWindow
 
 PER_RANK, UPDATES = 7, 4  # 7 samples are ragged in 2 and 3 micro-batches
@@ -33,17 +34,18 @@ class ReducesEachMicroBatch(SampleWindow):
         return gradients, scale, sums / scale, True
 
 
-class CountedReducer(nn.Cell):
-    """Counts the reductions that an eagerly run step makes."""
+class NotedAllReduce:
+    """In the place of a reducer's AllReduce in an eagerly run step: notes the size of each buffer that leaves."""
 
-    def __init__(self, reducer):
-        super().__init__(auto_prefix=False)
-        self.reducer = reducer
-        self.calls = []
+    def __init__(self, reducer: FusedReducer) -> None:
+        self.all_reduce = reducer.all_reduce
+        self.sizes: list[int] = []
+        del reducer.all_reduce
+        reducer.all_reduce = self
 
-    def construct(self, gradients):
-        self.calls.append(1)
-        return self.reducer(gradients)
+    def __call__(self, buffer):
+        self.sizes.append(buffer.size)
+        return self.all_reduce(buffer)
 
 
 def run(make_step, rank: int, size: int):
@@ -54,16 +56,15 @@ def run(make_step, rank: int, size: int):
 
 
 def reductions(window_class, micro_size: int, rank: int, size: int) -> int:
-    steps = []
+    noted = []
 
     def make_step(loss_cell, optimizer):
         step = step_with(window_class)(GradAccumulationCell(loss_cell, micro_size), optimizer)
-        step.window.grad_reducer = CountedReducer(step.window.grad_reducer)
-        steps.append(step)
+        noted.append(NotedAllReduce(step.window.grad_reducer))
         return step
 
     run(make_step, rank, size)
-    return len(steps[0].window.grad_reducer.calls)
+    return len(noted[0].sizes)
 
 
 def executed_all_reduces(window_class, micro_size: int, rank: int, size: int, out: Path) -> int:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks import report
+from benchmarks import collectives, report
 from benchmarks.controller import Worker, WorkerError
 from benchmarks.report import Row, Target
 
@@ -106,3 +107,61 @@ def test_the_command_measures_every_program(tmp_path):
         assert float(first_call) > 0
     assert "not measured  time per update" in finished.stdout
     assert "mindspore 2." in finished.stdout
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+
+def counted(ours: bool, steps: int, executed: float, in_graph: int, sent: int, micro_size: int = 1) -> dict[str, Any]:
+    row = {"network": "mlp", "parameters": 6, "ours": ours, "micro_size": micro_size, "accumulation_steps": steps}
+    return {**row, "executed": executed, "in_graph": in_graph, "bytes": sent}
+
+
+GOOD = [counted(False, 1, 6, 6, 100), *(counted(True, steps, 1, 1, 100 + 12 * (steps > 1)) for steps in (1, 1, 4, 4))]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        counted(True, 1, 4, 1, 100, 4),  # one for each micro-batch
+        counted(True, 1, 4, 4, 100, 4),
+        counted(True, 1, 1, 1, 400, 4),
+        counted(True, 4, 1, 1, 124, 4),
+    ],
+)
+def test_a_number_that_depends_on_micro_size_fails(bad):
+    assert collectives.targets(GOOD)[0].startswith("PASS")
+    assert collectives.targets([*GOOD, bad])[0].startswith("FAIL")
+
+
+def test_more_collectives_than_mindspores_fail():
+    assert collectives.targets([counted(False, 1, 6, 6, 100), counted(True, 1, 7, 7, 100)])[0].startswith("FAIL")
+
+
+def test_ratios_of_reductions_pair_the_rounds():
+    rows = [
+        {"gradients": "some", "reducer": "first", "collectives": 6, "seconds": [0.001, 0.004, 0.001]},
+        {"gradients": "some", "reducer": "second", "collectives": 1, "seconds": [0.002, 0.002, 0.0005]},
+    ]
+    first, second = (line.split()[-3:] for line in collectives.times_table(rows).splitlines()[-2:])
+    assert first == ["6", "1.00", "1.00"]
+    assert second == ["1", "2.00", "0.50"]
+
+
+def test_the_command_counts_what_two_processes_send(tmp_path):
+    """The MLP's weights and biases, and with accumulation_steps three sums, are float32."""
+    output = tmp_path / "result.txt"
+    options = "--networks mlp --micro-sizes 2 --accumulation-steps 1 2 --rounds 0"
+    command = [sys.executable, "-m", "benchmarks.collectives", *options.split(), "--output", str(output)]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stderr
+    assert output.read_text() == finished.stdout
+    size = 4 * (785 * 512 + 513 * 512 + 513 * 10)
+    lines = [line.split() for line in finished.stdout.splitlines()]
+    rows = [line[-5:] for line in lines if line and line[-1] in (f"{size}", f"{size + 12}")]
+    assert rows == [
+        ["1", "1", "6", "6", f"{size}"],
+        ["2", "1", "1", "1", f"{size}"],
+        ["2", "2", "1", "1", f"{size + 12}"],
+    ]
+    assert "PASS" in finished.stdout

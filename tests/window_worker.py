@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
-from distributed_worker import CountedReducer
+from distributed_worker import NotedAllReduce
 from mindspore import Tensor, nn, ops
 from mindspore.communication import get_rank, init
 from mindspore.profiler import ProfilerActivity, profile, tensorboard_trace_handler
@@ -35,7 +35,6 @@ from gaccum_ms import (
 from gaccum_ms.spanning_window import SpanningWindow
 
 RATE, MOMENTUM = 0.05, 0.9
-WEIGHTS = 4  # of the network "dense"
 SCALE = 2.0**20
 MODES = {"graph": ms.GRAPH_MODE, "pynative": ms.PYNATIVE_MODE}
 
@@ -171,12 +170,9 @@ def look(optimizer: nn.Momentum, step: Any) -> dict[str, Any]:
 def play(calls: Calls, rank: int, window_class: type = SpanningWindow) -> Log:
     set_up(calls)
     step = make_step(calls, window_class=window_class)
-    sums, counters = step.window.open.reduction.sum_over_ranks, []
-    if calls.mode == "pynative":
-        sums.reducer, sums.small_reducer = CountedReducer(sums.reducer), CountedReducer(sums.small_reducer)
-        step.window.grad_reducer = CountedReducer(step.window.grad_reducer)
-        counters = [sums.reducer, sums.small_reducer, step.window.grad_reducer]
-    log = Log(lambda: look(step.optimizer, step) | {"reductions": sum(len(one.calls) for one in counters)})
+    reducers = (step.window.open.reduction.sum_over_ranks.reducer, step.window.grad_reducer)
+    noted = [NotedAllReduce(one) for one in reducers if calls.mode == "pynative"]
+    log = Log(lambda: look(step.optimizer, step) | {"reductions": sum(len(one.sizes) for one in noted)})
     for batch in calls.data(rank):
         step(*map(Tensor, batch))
         log.look()
@@ -189,10 +185,8 @@ def play_accumulator(calls: Calls, rank: int) -> Log:
     loss_cell = make_loss(calls.masked)
     optimizer = momentum(loss_cell)
     accumulator = GradAccumulator(optimizer, calls.steps, max_grad_norm=calls.max_norm, scale_sense=calls.scale())
-    sums, counters = accumulator.window.reduction.sum_over_ranks, []
-    if calls.mode == "pynative":
-        sums.reducer, sums.small_reducer = CountedReducer(sums.reducer), CountedReducer(sums.small_reducer)
-        counters = [sums.reducer, sums.small_reducer]
+    reducers = (accumulator.window.reduction.sum_over_ranks.reducer,)
+    noted = [NotedAllReduce(one) for one in reducers if calls.mode == "pynative"]
 
     def forward(*batch):
         return accumulator.scale(loss_cell(*batch))
@@ -200,9 +194,7 @@ def play_accumulator(calls: Calls, rank: int) -> Log:
     grad_fn = ms.value_and_grad(forward, None, optimizer.parameters)
     updated = False
     log = Log(
-        lambda: (
-            look(optimizer, accumulator) | {"reductions": sum(len(one.calls) for one in counters), "returned": updated}
-        )
+        lambda: look(optimizer, accumulator) | {"reductions": sum(len(one.sizes) for one in noted), "returned": updated}
     )
     for batch in calls.data(rank):
         count = (float(batch[2].sum()),) if calls.masked else ()

@@ -371,9 +371,7 @@ def test_activations_of_one_micro_batch_live_at_a_time(cases, name):
                 of_samples = before[earlier] & slices and nodes[earlier].attribute("micro") == micro - 1
                 if of_samples and np.prod(nodes[earlier].shape) > 1:
                     done_with = {"AssignAdd", "Add", "MakeTuple", "Depend", "UpdateState"}
-                    assert set(left) <= {"AssignAdd", "Add", "MakeTuple", "Depend", "UpdateState"}, (
-                        f"{nodes[earlier]} is still to go to {left}"
-                    )
+                    assert set(left) <= done_with, f"{nodes[earlier]} is still to go to {left}"
         done.add(one)
         last = micro if micro is not None else last
     assert begun == set(range(last + 1))

@@ -1,0 +1,171 @@
+"""One rank of tests/test_fused_reduction.py: reduces, and trains, with buffers so small that every kind of them occurs.
+
+Run by ``python -m gaccum_ms.launch -n 2 fused_worker.py OUT``, with MindSpore saving its finished graphs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mindspore as ms
+import numpy as np
+from distributed_worker import ReducesEachMicroBatch
+from mindspore import Tensor, nn
+from mindspore.communication import get_group_size, get_rank, init
+from reference import as_numpy, batches, make_network, step_with
+from two_ranks import leave
+
+from benchmarks.collectives_worker import Graphs, make_step, sent_per_update
+from gaccum_ms import GradAccumulationCell, fused_reduction
+from gaccum_ms.window import SampleWindow
+
+LIMIT = 100  # bytes: of the network "dense", 768 and 320 go alone, and 64 + 20 together
+COLLECTIVES, BYTES = 3, 768 + 320 + 64 + 20
+SAMPLES = 16
+MODES = {"graph": ms.GRAPH_MODE, "pynative": ms.PYNATIVE_MODE, "jit": ms.PYNATIVE_MODE}
+
+
+class Gradients(NamedTuple):
+    """Shapes and dtypes, which of them are the rank's own, and the buffers that should come of a limit of 100 bytes."""
+
+    shapes: Sequence[tuple[int, ...]]
+    buffers: tuple[tuple[int, ...], ...]
+    dtypes: Sequence[Any] = ()
+    own: Sequence[int] = ()
+
+    def weights(self) -> list[ms.Parameter]:
+        dtypes = self.dtypes or [ms.float32] * len(self.shapes)
+        return [
+            ms.Parameter(Tensor(np.zeros(shape), dtype), name=f"weight{number}", layerwise_parallel=number in self.own)
+            for number, (shape, dtype) in enumerate(zip(self.shapes, dtypes, strict=True))
+        ]
+
+    def of_rank(self, rank: int) -> list[Tensor]:
+        random = np.random.default_rng(rank)
+        return [Tensor(random.normal(size=one.shape), one.dtype) for one in self.weights()]
+
+
+MIXED = (ms.float16, ms.float32, ms.bfloat16, ms.float64, ms.float16, ms.bfloat16)
+KINDS = {
+    "one": Gradients([(2, 3)], ((0,),)),
+    "scalar": Gradients([()], ((0,),)),
+    "all large": Gradients([(5, 5), (26,)], ((0,), (1,))),
+    "all small": Gradients([(2, 3), (), (4,), (1, 1, 2)], ((0, 1, 2, 3),)),
+    "large between small": Gradients([(2, 3), (5, 6), (4,), (30,), ()], ((1,), (3,), (0, 2, 4))),
+    "several buffers": Gradients([(10,), (14,), (2,), (20,), (4,)], ((0, 1), (2, 3), (4,))),
+    "dtypes": Gradients([(4, 3), (2,), (5,), (3,), (50,), (60,)], ((4,), (5,), (0, 1, 2, 3)), MIXED),
+    "own": Gradients([(3,), (40,), (4,), (50,), (5,)], ((1,), (2, 4)), own=(0, 3)),
+    "nothing but own": Gradients([(3,), (40,)], (), own=(0, 1)),
+}
+
+
+class Eager(nn.Cell):
+    """Calls a reducer, in the mode that is set."""
+
+    def __init__(self, reducer: nn.Cell) -> None:
+        super().__init__(auto_prefix=False)
+        self.reducer = reducer
+
+    def construct(self, *gradients):
+        return self.reducer(gradients)
+
+
+class Compiled(Eager):
+    @ms.jit
+    def construct(self, *gradients):
+        return self.reducer(gradients)
+
+
+def reduce(kind: str, mode: str, mean: bool, rank: int) -> dict[str, np.ndarray]:
+    """What ours and MindSpore's make of the same gradients."""
+    ms.set_context(mode=MODES[mode])
+    gradients, results = KINDS[kind], {}
+    weights = gradients.weights()
+    reducers = {
+        "ours": fused_reduction.FusedReducer(weights, mean, get_group_size()),
+        "MindSpore's": nn.DistributedGradReducer(weights, mean, get_group_size()),
+    }
+    cell = Compiled if mode == "jit" else Eager
+    for name, reducer in reducers.items():
+        reduced = cell(reducer)(*gradients.of_rank(rank))
+        assert [(one.shape, one.dtype) for one in reduced] == [(one.shape, one.dtype) for one in weights]
+        results |= {f"{name}/{number}": as_numpy(one.astype(ms.float64)) for number, one in enumerate(reduced)}
+    return results
+
+
+def reduce_poisoned(rank: int) -> dict[str, np.ndarray]:
+    """Of four gradients in one buffer, the second has a NaN and the third an infinity on rank 1."""
+    ms.set_context(mode=ms.GRAPH_MODE)
+    gradients = KINDS["all small"]
+    values = [as_numpy(one) for one in gradients.of_rank(rank)]
+    if rank == 1:
+        values[1], values[2][1] = np.full((), np.nan), np.inf
+    reducer = fused_reduction.FusedReducer(gradients.weights(), True, get_group_size())
+    reduced = Eager(reducer)(*(Tensor(value, ms.float32) for value in values))
+    return {f"poisoned/{number}": as_numpy(one) for number, one in enumerate(reduced)}
+
+
+def data_of(rank: int) -> tuple[Tensor, ...]:
+    return tuple(map(Tensor, batches(SAMPLES, 1, seed=rank)[0]))
+
+
+def steps_by_window(window_class: type, micro_size: int) -> nn.Cell:
+    network = make_network("dense")
+    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), micro_size)
+    return step_with(window_class)(cell, nn.Momentum(network.trainable_params(), 0.01, 0.9)).set_train()
+
+
+def collectives(rank: int, out: Path) -> dict[str, np.ndarray]:
+    """Of each program: collectives that ran in an update, those in its graph, and their bytes."""
+    ms.set_context(mode=ms.GRAPH_MODE)
+    graphs = Graphs()
+    programs = {"MindSpore's": (make_step(make_network("dense"), None, 1), 1)}
+    for steps in (1, 4):
+        for micro_size in (1, 4, 16):
+            programs[f"{micro_size} {steps}"] = make_step(make_network("dense"), micro_size, steps), steps
+    programs["control: reduces each micro-batch"] = steps_by_window(ReducesEachMicroBatch, 4), 1
+    control = steps_by_window(SampleWindow, 4)
+    control.window.grad_reducer = nn.DistributedGradReducer(control.weights, True, get_group_size())
+    programs["control: MindSpore's reducer"] = control, 1
+    results = {}
+    for name, (step, steps) in programs.items():
+        sent = sent_per_update(step, data_of(rank), steps, graphs, out / f"profile-{rank}-{len(results)}")
+        results[name] = np.array([sent["executed"], sent["in_graph"], sent["bytes"]])
+    return {f"collectives/{name}": value for name, value in results.items()}
+
+
+def train(name: str, micro_size: int | None, rank: int) -> dict[str, np.ndarray]:
+    """Weights after three updates, with one that is the rank's own."""
+    network = make_network("dense")
+    network.hidden.bias.layerwise_parallel = True
+    step = make_step(network, micro_size, 1)
+    for _ in range(3):
+        step(*data_of(rank))
+    return {f"train {name}/{one.name}": as_numpy(one) for one in network.trainable_params()}
+
+
+def main(out: Path) -> None:
+    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_device("CPU")
+    init()
+    rank = get_rank()
+    ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
+    fused_reduction.BUFFER_BYTES = LIMIT
+    results: dict[str, np.ndarray] = collectives(rank, out)
+    for kind in KINDS:
+        for mode in MODES:
+            reduced = reduce(kind, mode, mode != "pynative", rank)
+            results |= {f"{kind}, {mode}/{key}": value for key, value in reduced.items()}
+    results |= {f"sum, graph/{key}": value for key, value in reduce("dtypes", "graph", False, rank).items()}
+    results |= reduce_poisoned(rank)
+    for mode in ("graph", "pynative"):
+        ms.set_context(mode=MODES[mode])
+        results |= train(f"{mode} MindSpore's", None, rank) | train(f"{mode} ours", 4, rank)
+    leave(out, rank, results)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

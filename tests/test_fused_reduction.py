@@ -1,0 +1,168 @@
+"""Buffers: who shares one, what comes back on two ranks, and how many leave per update."""
+
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+import pytest
+from fused_worker import BYTES, COLLECTIVES, KINDS, LIMIT, MODES
+from reference import relative_error
+from two_ranks import Results, case, run_on_two_ranks
+
+from gaccum_ms import fused_reduction
+from gaccum_ms.fused_reduction import FusedReducer, plan_buffers
+
+# -- the plan ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limit", "buffers"),
+    [
+        ([], 10, ()),
+        ([3], 10, ((0,),)),
+        ([3, 3, 3], 10, ((0, 1, 2),)),
+        ([3, 3, 4], 10, ((0, 1, 2),)),
+        ([3, 3, 5], 10, ((0, 1), (2,))),
+        ([10], 10, ((0,),)),
+        ([99, 10], 10, ((0,), (1,))),
+        ([2, 99, 3, 10, 4], 10, ((1,), (3,), (0, 2, 4))),
+        ([9, 9, 1, 9], 10, ((0,), (1, 2), (3,))),
+        ([1, 1], 0, ((0,), (1,))),
+        ([0, 0, 5], 10, ((0, 1, 2),)),
+    ],
+)
+def test_plan(sizes, limit, buffers):
+    assert plan_buffers(sizes, limit) == buffers
+
+
+def test_plans_of_random_sizes():
+    """Each is in one buffer; a shared one keeps the limit; and two successive shared ones would not fit in one."""
+    random = np.random.default_rng(0)
+    for _ in range(300):
+        limit = int(random.integers(1, 100))
+        sizes = random.integers(0, 120, random.integers(0, 40)).tolist()
+        buffers = plan_buffers(sizes, limit)
+        assert sorted(place for buffer in buffers for place in buffer) == list(range(len(sizes)))
+        alone = [buffer for buffer in buffers if sizes[buffer[0]] >= limit]
+        assert all(len(buffer) == 1 for buffer in alone)
+        shared = [buffer for buffer in buffers if buffer not in alone]
+        held = [sum(sizes[place] for place in buffer) for buffer in shared]
+        assert all(one <= limit for one in held)
+        assert all(one + sizes[later[0]] > limit for one, later in zip(held, shared[1:], strict=False))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_buffers_of_a_reducer(monkeypatch, kind):
+    """Float32 goes over the wire: a float16 counts four bytes. What is the rank's own is in no buffer."""
+    monkeypatch.setattr(fused_reduction, "BUFFER_BYTES", LIMIT)
+    monkeypatch.setattr(fused_reduction.ops, "AllReduce", lambda group: None)  # of which there are none in one process
+    reducer = FusedReducer(KINDS[kind].weights(), True, 2)
+    assert tuple(sorted((*((one,) for one in reducer.alone), *reducer.shared))) == tuple(sorted(KINDS[kind].buffers))
+    assert reducer.own == tuple(KINDS[kind].own)
+
+
+@pytest.mark.parametrize(
+    ("fusion", "limit"),
+    [
+        ({"allreduce": {"mode": "size", "config": 3}}, 3 * 2**20),
+        ({"allreduce": {"mode": "auto", "config": None}}, fused_reduction.BUFFER_BYTES),
+        ({"openstate": False}, 0),
+    ],
+)
+def test_comm_fusion_of_mindspore_sets_the_limit(fusion, limit):
+    try:
+        ms.set_auto_parallel_context(comm_fusion=fusion)
+        assert fused_reduction.buffer_bytes() == limit
+    finally:
+        ms.set_auto_parallel_context(comm_fusion={"openstate": True, "allreduce": {"mode": "auto", "config": None}})
+    assert fused_reduction.buffer_bytes() == fused_reduction.BUFFER_BYTES
+
+
+# -- two ranks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[Results]:
+    """What each of two ranks got, by case."""
+    out = tmp_path_factory.mktemp("ranks")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MS_DEV_SAVE_GRAPHS", "2")
+        patch.setenv("MS_DEV_DUMP_IR_PASSES", "validate")
+        patch.setenv("MS_DEV_SAVE_GRAPHS_PATH", str(out / "graphs"))
+        return run_on_two_ranks("fused_worker.py", out)
+
+
+def both(results: Results, name: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """What ours and MindSpore's reducer returned."""
+    ours, theirs = case(results, f"{name}/ours"), case(results, f"{name}/MindSpore's")
+    return [ours[key] for key in sorted(ours)], [theirs[key] for key in sorted(theirs)]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_bit_by_bit_what_mindspores_reducer_returns(ranks, kind, mode):
+    """With two ranks there is but one order to add up in. The mean in graph mode and jit, the sum in PyNative mode."""
+    for rank, results in enumerate(ranks):
+        ours, theirs = both(results, f"{kind}, {mode}")
+        given = [one.astype(ms.float64).asnumpy() for one in KINDS[kind].of_rank(rank)]
+        assert len(ours) == len(theirs) == len(given)
+        for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            np.testing.assert_array_equal(one, other)
+            assert np.array_equal(one, given[number]) == (number in KINDS[kind].own)
+    pairs = zip(both(ranks[0], f"{kind}, {mode}")[0], both(ranks[1], f"{kind}, {mode}")[0], strict=True)
+    for number, (one, other) in enumerate(pairs):
+        assert np.array_equal(one, other) == (number not in KINDS[kind].own)
+
+
+@pytest.mark.distributed
+def test_the_mean_is_the_sum_over_the_number_of_ranks(ranks):
+    for results in ranks:
+        (mean, _), (ours, theirs) = both(results, "dtypes, graph"), both(results, "sum, graph")
+        for one, other, half in zip(ours, theirs, mean, strict=True):
+            np.testing.assert_array_equal(one, other)
+            assert relative_error(half, one / 2) < 0.01  # one of them is bfloat16
+            assert relative_error(half, one) > 0.3
+
+
+@pytest.mark.distributed
+def test_what_is_not_finite_spreads_to_its_own_gradient_on_all_ranks_and_to_no_other(ranks):
+    sums = both(ranks[0], "all small, pynative")[0]
+    for results in ranks:
+        got = case(results, "poisoned")
+        assert np.isnan(got["1"])
+        assert got["2"][1] == np.inf
+        assert np.isfinite(np.delete(got["2"], 1)).all()
+        for number in ("0", "3"):
+            assert relative_error(got[number], sums[int(number)] / 2) < 1e-6
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("micro_size", [1, 4, 16])
+def test_collectives_and_bytes_per_update_are_those_of_the_buffers(ranks, micro_size, steps):
+    """Ran, in the graph, bytes: the same for all. Windows of several batches have three sums, 12 bytes, along."""
+    for results in ranks:
+        got = results[f"collectives/{micro_size} {steps}"].tolist()
+        assert got == [COLLECTIVES, COLLECTIVES, BYTES + 12 * (steps > 1)]
+
+
+@pytest.mark.distributed
+def test_the_counts_tell_steps_that_send_more(ranks):
+    """MindSpore's step and reducer: one for each weight. One that reduces in the loop has no more in its graph."""
+    for results in ranks:
+        assert results["collectives/MindSpore's"].tolist() == [4, 4, BYTES]
+        assert results["collectives/control: MindSpore's reducer"].tolist() == [4, 4, BYTES]
+        control = results["collectives/control: reduces each micro-batch"].tolist()
+        assert control == [4 * COLLECTIVES, COLLECTIVES, BYTES]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("mode", ["graph", "pynative"])
+def test_trains_as_mindspores_step_with_a_weight_that_is_the_ranks_own(ranks, mode):
+    for results in ranks:
+        ours, theirs = case(results, f"train {mode} ours"), case(results, f"train {mode} MindSpore's")
+        assert ours.keys() == theirs.keys()
+        assert max(relative_error(ours[name], theirs[name]) for name in ours) < 1e-5
+    one, other = (case(results, f"train {mode} ours") for results in ranks)
+    assert [name for name in one if not np.array_equal(one[name], other[name])] == ["hidden.bias"]
