@@ -51,7 +51,7 @@ class _Slices(nn.Cell):
 
 
 class BatchLoss(nn.Cell):
-    """The loss of a whole batch as the sum over its micro-batches, each weighed by its share.
+    """The loss of a whole batch as the sum over its micro-batches, each weighed by its share; with counts, and the total.
 
     Of a `PerSampleLoss` the samples' losses are added up, and reduced once.
     """
@@ -65,19 +65,18 @@ class BatchLoss(nn.Cell):
         self.loss_is_mean = cell.reduction == "mean"
         self.counted = cell.counted
         self.count = normalize.count_cell(cell.counts[0])
-        self.window_count = record("window_count")
         self.slices = nn.CellList([_Slices(i, self.micro_size) for i in range(self.micro_size)], auto_prefix=False)
         self.adds = [ops.Add().add_prim_attr("forward_end", i) for i in range(self.micro_size)]
 
     def construct(self, *inputs):
         total = self.total(*inputs)
         if self.micro_size == 1:
-            return self.reduced(self.share(inputs, total))
+            return self.result(self.share(inputs, total), total)
         batch_loss = None
         for index in range(self.micro_size):
             share = self.share(self.slices[index](*inputs), total)
             batch_loss = share if batch_loss is None else self.adds[index](batch_loss, share)
-        return self.reduced(batch_loss)
+        return self.result(batch_loss, total)
 
     def share(self, micro_batch, total):
         """What a micro-batch adds to the batch's loss."""
@@ -88,16 +87,16 @@ class BatchLoss(nn.Cell):
         count = normalize.valid_or_nan(self.count(*micro_batch)) if self.loss_is_mean else 1.0
         return loss * (count / ops.maximum(total, 1e-30))
 
-    def reduced(self, losses):
-        return self.reducer.reduce(losses) if self.per_sample else losses
+    def result(self, losses, total):
+        loss = self.reducer.reduce(losses) if self.per_sample else losses
+        # Together, because a Tensor is the whole only in what has a backward: elsewhere it is this device's part.
+        return ops.stack((loss, total)) if self.counted else loss
 
     def total(self, *inputs):
         """The count of the batch. Not the sum of its micro-batches', each of which waits for the backward before it."""
         if not self.counted:
             return ops.ones((), ms.float32)
-        total = normalize.valid_or_nan(self.count(*inputs))
-        # Kept here, where a Tensor is the whole: outside of what has a backward it is only this device's part.
-        return ops.depend(total, ops.assign(self.window_count, total))
+        return normalize.valid_or_nan(self.count(*inputs))
 
 
 class UnrolledWindow(nn.Cell):
@@ -124,17 +123,19 @@ class UnrolledWindow(nn.Cell):
         self.optimizer_is_sharded = bool(ms.get_auto_parallel_context("enable_parallel_optimizer"))
         self.sum_over_devices = ops.AllReduce()
         if self.gated:
-            self.window_count = self.batch_loss.window_count
+            self.window_count = record("window_count")
 
     def run(self, inputs, scale):
         """As `SampleWindow.run` ."""
-        loss = self.batch_loss(*inputs)
-        gradients = self.backward(self.batch_loss, self.weights)(*inputs, scale)
+        result = self.batch_loss(*inputs)
+        seed = ops.stack((scale, ops.zeros_like(scale))) if self.gated else scale
+        gradients = self.backward(self.batch_loss, self.weights)(*inputs, seed)
         if self.accumulates and not self.optimizer_is_sharded:
             gradients = self.accumulators.read(gradients)
         if not self.gated:
-            return gradients, scale, loss, True
-        total = ops.depend(self.window_count, loss) + 0.0
+            return gradients, scale, result, True
+        loss, total = ops.unstack(result)
+        loss = ops.depend(loss, ops.assign(self.window_count, total))
         # The mean of a micro-batch that counts nothing is NaN, and with it the loss.
         return gradients, scale, loss, ops.logical_and(total > 0, ops.isfinite(loss))
 
