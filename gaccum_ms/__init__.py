@@ -11,6 +11,7 @@ from gaccum_ms.monitor import WindowMonitor
 from gaccum_ms.normalize import CountMask, CountNotIgnored
 from gaccum_ms.resume import resume
 from gaccum_ms.schedule import AccumulationScheduler
+from gaccum_ms.sharded_optimizer import ShardedOptimizer
 from gaccum_ms.train_step import TrainOneStepWithGradAccumulationCell
 
 __version__ = "0.1.0"
@@ -22,6 +23,7 @@ __all__ = [
     "FlushAccumulation",
     "GradAccumulationCell",
     "GradAccumulator",
+    "ShardedOptimizer",
     "TrainOneStepWithGradAccumulationCell",
     "UpdateCheckpoint",
     "WindowMonitor",

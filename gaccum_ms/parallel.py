@@ -27,6 +27,31 @@ def broadcast_parameters(step: nn.Cell) -> None:
                 accumulator.overwrite(parameter, value.astype(parameter.dtype))
 
 
+class InOrder(nn.Cell):
+    """MindSpore's reducer, one gradient after the other. All ranks must run their collectives in the same order, and
+    those of a graph MindSpore orders by the graph, which a ShardedOptimizer makes another one on each rank.
+
+    Args:
+        weights (Sequence[Parameter]): The weights whose gradients are reduced.
+        mean (bool): Whether to divide by the number of ranks.
+        degree (int): That number.
+    """
+
+    def __init__(self, weights: Sequence[ms.Parameter], mean: bool, degree: int) -> None:
+        super().__init__(auto_prefix=False)
+        reducers = [nn.DistributedGradReducer([weight], mean=mean, degree=degree) for weight in weights]
+        self.reducers = nn.CellList(reducers, auto_prefix=False)
+
+    def construct(self, gradients):
+        reduced: tuple = ()
+        for index in range(len(self.reducers)):
+            gradient = gradients[index]
+            if index > 0:
+                gradient = ops.depend(gradient, reduced[index - 1])
+            reduced = (*reduced, self.reducers[index]((gradient,))[0])
+        return reduced
+
+
 class SumOverRanks(nn.Cell):
     """Sum gradients, and with them a window's sums, over all ranks; on one rank, hand them through.
 
@@ -42,7 +67,7 @@ class SumOverRanks(nn.Cell):
         if self.reduces:
             # The reducer asks of each Parameter how it is to be reduced; of the sums' only this one knows.
             sums = ms.Parameter(ops.zeros(shape, ms.float32), name="sums", requires_grad=False)
-            self.reducer = nn.DistributedGradReducer([*weights, sums], mean=False, degree=self.ranks)
+            self.reducer = InOrder([*weights, sums], mean=False, degree=self.ranks)
             self.small_reducer = nn.DistributedGradReducer([sums], mean=False, degree=self.ranks)
 
     def summed_ranks(self) -> float:

@@ -37,9 +37,10 @@ from gaccum_ms.counted_window import CountedWindow
 from gaccum_ms.multi_loss_window import MultiLossWindow
 from gaccum_ms.open_window import OpenWindow
 from gaccum_ms.options import check_positive_int
-from gaccum_ms.parallel import broadcast_parameters, check_parallel_mode
-from gaccum_ms.provenance import Provenance, Resumable
+from gaccum_ms.parallel import InOrder, broadcast_parameters, check_parallel_mode
+from gaccum_ms.provenance import SHARDED, Provenance, Resumable
 from gaccum_ms.records import counter, show_records
+from gaccum_ms.sharded_accumulators import check_micro_batches
 from gaccum_ms.spanning_window import SpanningWindow
 from gaccum_ms.sparse import refuse_sparse_gradients
 from gaccum_ms.update import Update, WindowEnd
@@ -123,6 +124,8 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         check_parallel_mode("GradAccumulationCell")
         refuse_sparse_gradients(network)
         super().__init__(network.network, optimizer)
+        if self.reducer_flag:
+            self.grad_reducer = InOrder(self.weights, self.mean, self.degree)
         self._micro_size = network.micro_size
         self._micro_batch_size = network.micro_batch_size
         self._counts = tuple(count for count in network.counts if count is not None)
@@ -132,9 +135,11 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         self.batch_count = counter("batch_count")
         self.rate_steps = counter("rate_steps", network.accumulation_steps)  # what the learning rate is for
         rule = "counts" if self._counts else "samples" if network.reduction == "mean" else "sums"
-        self.provenance = Provenance(_NAME, (rule,), network.accumulation_steps, self.reducer_flag)
         self.spans_batches = network.accumulation_steps > 1
         self.window = self._make_window(network)
+        if network.shard_accumulators and self.reducer_flag:
+            rule += SHARDED
+        self.provenance = Provenance(_NAME, (rule,), network.accumulation_steps, self.reducer_flag)
         self._make_spanning_window = functools.partial(
             SpanningWindow, network, self.weights, self.grad_reducer, self.window_position
         )
@@ -268,6 +273,8 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         """One clear error before anything runs. A first batch smaller than micro_size is a mistake, a later one a
         short last batch."""
         plan = split.plan_split(split.batch_shapes(inputs), self._micro_size, self._micro_batch_size)
+        if self.window.shards:  # first, because all ranks must
+            check_micro_batches(-(-plan.samples // plan.size))
         too_short = self._micro_size is not None and self._micro_size > plan.samples
         if too_short and not int(self.batch_count.asnumpy()):
             raise ValueError(
