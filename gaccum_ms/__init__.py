@@ -12,6 +12,7 @@ from gaccum_ms.normalize import CountMask, CountNotIgnored
 from gaccum_ms.per_sample_loss import PerSampleLoss
 from gaccum_ms.resume import resume
 from gaccum_ms.schedule import AccumulationScheduler
+from gaccum_ms.sharded_optimizer import ShardedOptimizer
 from gaccum_ms.train_step import TrainOneStepWithGradAccumulationCell
 
 __version__ = "0.1.0"
@@ -24,6 +25,7 @@ __all__ = [
     "GradAccumulationCell",
     "GradAccumulator",
     "PerSampleLoss",
+    "ShardedOptimizer",
     "TrainOneStepWithGradAccumulationCell",
     "UpdateCheckpoint",
     "WindowMonitor",

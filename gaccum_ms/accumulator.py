@@ -34,7 +34,7 @@ def allocate(weights: Sequence[ms.Parameter], dtype: ms.Type | None, prefix: str
 def overwrite(parameter: ms.Parameter, value: ms.Tensor) -> None:
     """Assign outside of a graph. PyNative's tape, left open by a gradient that raised, would forbid it."""
     with ms.common._no_grad():
-        _write(parameter, value)
+        write(parameter, value)
 
 
 # -- compiled ----------------------------------------------------------------------------------------------------------
@@ -48,7 +48,8 @@ read_compensated = ops.MultitypeFuncGraph("gaccum_ms_read_compensated")
 zero = ops.MultitypeFuncGraph("gaccum_ms_zero")
 
 
-def _write(parameter: ms.Parameter, value: ms.Tensor) -> ms.Tensor:
+def write(parameter: ms.Parameter, value: ms.Tensor) -> ms.Tensor:
+    """Assign in a graph; returns what stands for its being done."""
     if parameter.dtype == ms.bfloat16:
         return parameter.copy_(value)  # MindSpore has no bfloat16 Assign on CPU
     return ops.assign(parameter, value)
@@ -57,7 +58,7 @@ def _write(parameter: ms.Parameter, value: ms.Tensor) -> ms.Tensor:
 @add_to.register("Tensor", "Tensor")
 def _add_to(accumulator: ms.Parameter, gradient: ms.Tensor) -> ms.Tensor:
     if accumulator.dtype == ms.bfloat16:
-        return _write(accumulator, accumulator + ops.cast(gradient, accumulator.dtype))
+        return write(accumulator, accumulator + ops.cast(gradient, accumulator.dtype))
     return ops.assign_add(accumulator, ops.cast(gradient, accumulator.dtype))
 
 
@@ -69,7 +70,7 @@ def _add_compensated_to(accumulator: ms.Parameter, compensation: ms.Parameter, g
     rounded = ops.cast(old + addend, accumulator.dtype)
     lost = (old - ops.cast(rounded, ms.float32)) + addend
     kept = ops.assign(compensation, lost)
-    return _write(accumulator, ops.depend(rounded, kept))
+    return write(accumulator, ops.depend(rounded, kept))
 
 
 @read_compensated.register("Tensor", "Tensor")
@@ -79,7 +80,7 @@ def _read_compensated(accumulator: ms.Parameter, compensation: ms.Parameter) -> 
 
 @zero.register("Tensor")
 def _zero(accumulator: ms.Parameter) -> ms.Tensor:
-    return _write(accumulator, ops.zeros_like(accumulator))
+    return write(accumulator, ops.zeros_like(accumulator))
 
 
 class Accumulators(nn.Cell):
@@ -90,13 +91,15 @@ class Accumulators(nn.Cell):
         weights: Sequence[ms.Parameter],
         dtype: ms.Type | None,
         compensated: bool,
+        prefix: str = PREFIX,
+        compensation_prefix: str = COMPENSATION_PREFIX,
         allocate: Callable[..., ms.ParameterTuple] = allocate,
     ) -> None:
         super().__init__(auto_prefix=False)
-        self.sums = allocate(weights, dtype)
+        self.sums = allocate(weights, dtype, prefix)
         self.compensated = compensated
         if compensated:
-            self.compensations = allocate(weights, ms.float32, COMPENSATION_PREFIX)
+            self.compensations = allocate(weights, ms.float32, compensation_prefix)
         self.map = ops.HyperMap()
 
     def add(self, gradients):

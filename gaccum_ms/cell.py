@@ -97,6 +97,9 @@ class GradAccumulationCell(nn.Cell):
             rest divided by what all ranks have left; ranks then weigh by their samples or counts. A dynamic loss scale
             comes down then too.
             Default: ``"drop_window"`` .
+        shard_accumulators (bool, optional): In data parallel mode, let each rank keep its part of the accumulators
+            alone. Each micro-batch's gradient is then reduced over ranks at once: communication grows with the number
+            of micro-batches, which must be the same on all ranks. Default: ``False`` .
         jit (bool, optional): In PyNative mode, compile the training step all the same. Default: ``None`` , run it
             eagerly, so that breakpoints work. Graph mode always compiles.
 
@@ -109,12 +112,14 @@ class GradAccumulationCell(nn.Cell):
 
     Raises:
         TypeError: If `network` is not a Cell, a size not an int, `max_grad_norm` not a number, `count` not callable,
-            `loss_weights` not numbers, `accumulator_dtype` not a dtype, `compensated` or `jit` not a bool.
+            `loss_weights` not numbers, `accumulator_dtype` not a dtype, or `compensated` , `shard_accumulators` or
+            `jit` not a bool.
         ValueError: If both or neither of `micro_size` and `micro_batch_size` are given; if one is less than 1; if
             `max_grad_norm` is not positive and finite, a loss weight not finite, `reduction` , `overflow` or
             `accumulator_dtype` not one of those above; if `count` and `loss_weights` differ in length; if
             ``overflow="drop_micro_batch"`` is given with several losses, or with a sum that has no count; if sums are
-            given `loss_weights` without a count for each; if several losses are given `accumulation_steps` .
+            given `loss_weights` without a count for each; if several losses are given `accumulation_steps` ; if
+            `shard_accumulators` is given with several losses or ``overflow="drop_micro_batch"`` .
         RuntimeError: If the cell itself is trained, by a training cell that does not know how to accumulate.
 
     Supported Platforms:
@@ -150,6 +155,7 @@ class GradAccumulationCell(nn.Cell):
         accumulator_dtype: ms.Type | None = ms.float32,
         compensated: bool = False,
         overflow: str = "drop_window",
+        shard_accumulators: bool = False,
         jit: bool | None = None,
     ) -> None:
         super().__init__(auto_prefix=False)
@@ -192,6 +198,19 @@ class GradAccumulationCell(nn.Cell):
                 f"it, but got accumulation_steps={accumulation_steps} and {len(self.loss_weights)} losses. Use larger "
                 f"batches and 'micro_size'; or add the losses up in the network, where one total serves all."
             )
+        if not isinstance(shard_accumulators, bool):
+            raise TypeError(
+                f"For 'GradAccumulationCell', the argument 'shard_accumulators' must be a bool, but got "
+                f"{shard_accumulators!r}."
+            )
+        if shard_accumulators and (self.several_losses or overflow == "drop_micro_batch"):
+            raise ValueError(
+                f"For 'GradAccumulationCell', 'shard_accumulators' reduces each micro-batch over all ranks, which "
+                f"needs one loss, and that no rank leaves a micro-batch out by itself, but got "
+                f"{len(self.loss_weights)} loss(es) and overflow='{overflow}'. Use overflow='drop_window', and add "
+                f"losses up in the network."
+            )
+        self.shard_accumulators = shard_accumulators
         self.accumulation_steps = accumulation_steps
         self.reduction = reduction
         self.overflow = overflow

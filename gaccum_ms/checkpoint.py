@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from mindspore.train import ModelCheckpoint, RunContext
+from mindspore import nn
+from mindspore.train import Callback, ModelCheckpoint, RunContext
 
 from gaccum_ms.options import check_positive_int
+from gaccum_ms.sharded_optimizer import ShardedOptimizer
+from gaccum_ms.shards import gather_json
 from gaccum_ms.window_watch import training_step
 
 
@@ -71,3 +75,57 @@ class UpdateCheckpoint(ModelCheckpoint):
         if update >= self._saved_update + self._updates:
             self._saved_update = update
             super().step_end(run_context)
+
+
+class _Saves(Callback):
+    """Before a checkpoint's turn, and after it: lets it put the whole state together, which all ranks must do at once.
+
+    Args:
+        optimizer (ShardedOptimizer): Whose state it is.
+        begins (bool): Whether it comes before the checkpoint.
+    """
+
+    def __init__(self, optimizer: ShardedOptimizer, begins: bool) -> None:
+        super().__init__()
+        self.turn = optimizer.begin_saves if begins else optimizer.end_saves
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        shards = run_context.original_args().get("shards") or []
+        if any(shard != shards[0] for shard in shards):
+            raise ValueError(
+                f"For 'ShardedOptimizer', all ranks must have the same number of batches where checkpoints are saved, "
+                f"because all put the state together at the same batch, but got "
+                f"{[shard.batches for shard in shards]}. Give all ranks equally many, or save after training, within "
+                f"'with optimizer.whole_state():'."
+            )
+
+    def step_end(self, run_context: RunContext) -> None:
+        self.turn()
+
+    def end(self, run_context: RunContext) -> None:
+        self.turn()
+
+
+def let_checkpoints_save(callbacks: Sequence[Callback], optimizer: nn.Optimizer | None) -> list[Callback]:
+    """The callbacks; around each checkpoint, where the optimizer is sharded, those that let it save. A collective.
+
+    Raises:
+        ValueError: If ranks would not save at the same time, and wait for each other for ever.
+    """
+    if not isinstance(optimizer, ShardedOptimizer) or optimizer.ranks == 1:
+        return list(callbacks)
+    optimizer.end_saves()  # a training that failed may have begun some
+    saving = [one for one in callbacks if isinstance(one, ModelCheckpoint)]
+    when = [[type(one).__name__, one._config.save_checkpoint_steps, getattr(one, "_updates", None)] for one in saving]
+    all_ranks = gather_json(when)
+    if any(those != when for those in all_ranks) or any(not steps for those in all_ranks for _, steps, _ in those):
+        raise ValueError(
+            f"For 'ShardedOptimizer', all ranks must have the same checkpoints, by steps or updates and not by "
+            f"seconds, because all put the state together at the same time, but got {all_ranks} (class, "
+            f"'save_checkpoint_steps', updates) of the ranks. Give each rank ModelCheckpoint or UpdateCheckpoint, with "
+            f"a directory of its own; or save within 'with optimizer.whole_state():'."
+        )
+    bracketed = [
+        [_Saves(optimizer, True), one, _Saves(optimizer, False)] if one in saving else [one] for one in callbacks
+    ]
+    return [one for bracket in bracketed for one in bracket]

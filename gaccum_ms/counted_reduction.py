@@ -32,12 +32,16 @@ class CountedReduction(nn.Cell):
         by_samples (bool): Whether the counts are not the user's own. Ranks then mean together what MindSpore's
             ``gradients_mean`` says, and a rank reports its own loss, as without accumulation.
         is_mean (bool): Whether to divide by the count at all: not a loss that is a sum, and has none.
+        reduced (bool): Whether gradients are sums over all ranks already, which then have a unit in common.
     """
 
-    def __init__(self, weights: Sequence[ms.Parameter], by_samples: bool, is_mean: bool = True) -> None:
+    def __init__(
+        self, weights: Sequence[ms.Parameter], by_samples: bool, is_mean: bool = True, reduced: bool = False
+    ) -> None:
         super().__init__(auto_prefix=False)
         self.by_samples = by_samples
         self.is_mean = is_mean
+        self.reduced = reduced
         self.map = ops.HyperMap()
         self.sum_over_ranks = SumOverRanks(weights, (3,))
         self.factor = self.sum_over_ranks.summed_ranks() if by_samples else 1.0
@@ -51,7 +55,12 @@ class CountedReduction(nn.Cell):
         # Zero where this rank has counted nothing: it has no unit then.
         per_unit = normalize.ratio_or_zero(scale, unit)
         sums = sums * ops.stack((per_unit, ops.ones_like(per_unit), ops.ones_like(per_unit)))
-        gradients, over_ranks = self.sum_over_ranks(self.map(ops.partial(times, per_unit), gradients), sums)
+        gradients = self.map(ops.partial(times, per_unit), gradients)
+        if self.reduced:
+            # After the gradients' gathering, for the same order on all ranks.
+            over_ranks = self.sum_over_ranks.alone(ops.depend(sums, gradients))
+        else:
+            gradients, over_ranks = self.sum_over_ranks(gradients, sums)
         _, total, dropped = ops.unstack(over_ranks)
         loss, count, _ = ops.unstack(sums if self.by_samples else over_ranks)
         divisor = ops.select(total > 0, total, ops.ones_like(total)) * scale / self.factor
@@ -62,3 +71,8 @@ class CountedReduction(nn.Cell):
         loss = ops.depend(loss, ops.assign(self.window_count, total))
         loss = ops.depend(loss, ops.assign(self.dropped_micro_batches, dropped))
         return gradients, divisor, loss, total > 0
+
+    def mean_over_ranks(self, count):
+        """Of each rank's count: what a unit that ranks have in common is made of."""
+        zero = ops.zeros_like(count)
+        return ops.unstack(self.sum_over_ranks.alone(ops.stack((count, zero, zero))))[0] / self.ranks

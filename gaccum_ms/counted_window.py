@@ -39,7 +39,7 @@ class CountedWindow(SampleWindow):
         if not cell.several_losses:
             # A sum without a count, allowed in windows that span batches, is not divided by anything.
             self.is_mean = self.loss_is_mean or not self.counts_samples
-            self.reduction = CountedReduction(weights, self.counts_samples, self.is_mean)
+            self.reduction = CountedReduction(weights, self.counts_samples, self.is_mean, self.shards)
             self.window_count = self.reduction.window_count
             self.dropped_micro_batches = self.reduction.dropped_micro_batches
 
@@ -47,6 +47,8 @@ class CountedWindow(SampleWindow):
         """One over this rank's own total: what goes backward, and into the accumulators, is then as small as the whole
         batch's, and overflows in low precision no sooner. `reduce` multiplies by it again."""
         total = self.own_total(inputs)
+        if self.shards:
+            total = self.reduction.mean_over_ranks(total)
         return scale / ops.select(total > 0, total, ops.ones_like(total))
 
     def own_total(self, inputs):
@@ -81,9 +83,19 @@ class CountedWindow(SampleWindow):
         # A mean over nothing is NaN, and so is its gradient: such a micro-batch is not run at all. Not so a NaN count,
         # which must reach the total.
         sums = ops.stack((ops.zeros_like(count), count, ops.zeros_like(count)))
-        if count > 0:
+        if self.shards:
+            sums = self.reduced_step(unit * self.items(count), count, *micro_batch)
+        elif count > 0:
             sums = self.counted_step(unit * self.items(count), count, *micro_batch)
         return sums
+
+    def reduced_step(self, seed, count, *micro_batch):
+        """Adds in any case: the other ranks, which may count something, wait for it."""
+        seeded_loss = ops.zeros_like(count)
+        gradients = self.map(ops.zeros_like, self.weights)
+        if count > 0:
+            seeded_loss, gradients = self.backward(seed, *micro_batch)
+        return ops.depend(ops.stack((seeded_loss, count, ops.zeros_like(count))), self.add(gradients))
 
     def counted_step(self, seed, count, *micro_batch):
         seeded_loss, gradients = self.backward(seed, *micro_batch)

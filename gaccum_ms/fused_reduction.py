@@ -127,13 +127,19 @@ class FusedReducer(nn.Cell):
         self.map = ops.HyperMap()
 
     # -- compiled: by HyperMap, since graph mode takes ten times as long for Python's own loops ------------------------
+    # Each collective waits for the one before: all ranks must have the same order, and where their graphs differ, as a
+    # ShardedOptimizer's do, MindSpore would take another one on each.
 
     def construct(self, gradients):
-        result = self.take(gradients, self.own) + self.map(self.reduce_alone, self.take(gradients, self.alone))
+        result = self.take(gradients, self.own)
+        before = gradients
+        for place in self.alone:
+            before = self.reduce_alone(ops.depend(gradients[place], before))
+            result = (*result, before)
         for number in range(len(self.shared)):
             members = self.take(gradients, self.shared[number])
-            buffer = self.over_ranks(self.concat(self.map(_flat, members)))
-            parts = self.map(ops.partial(_part, buffer), self.starts[number], self.sizes[number], members)
+            before = self.over_ranks(ops.depend(self.concat(self.map(_flat, members)), before))
+            parts = self.map(ops.partial(_part, before), self.starts[number], self.sizes[number], members)
             result = result + parts
         return self.take(result, self.places)
 

@@ -19,6 +19,7 @@ from mindspore.train import amp
 
 from gaccum_ms.auto_parallel import held_cell
 from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.checkpoint import let_checkpoints_save
 from gaccum_ms.flush import FlushAccumulation
 from gaccum_ms.monitor import WindowMonitor
 from gaccum_ms.schedule import AccumulationScheduler
@@ -82,6 +83,7 @@ def _train(self: mindspore.train.Model, epoch: int, train_dataset: Any, callback
         given = [WindowWatch(), *self._transform_callbacks(callbacks)]
         ours = [one for kind in _CALLBACKS for one in given if isinstance(one, kind)]
         callbacks = [*ours, *(one for one in given if one not in ours)]
+        callbacks = let_checkpoints_save(callbacks, getattr(self.train_network, "optimizer", None))
     _original_train(self, epoch, train_dataset, callbacks=callbacks, **kwargs)
 
 

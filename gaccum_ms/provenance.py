@@ -16,8 +16,11 @@ from mindspore.communication import get_group_size, get_rank
 from gaccum_ms.accumulator import overwrite
 from gaccum_ms.open_window import OpenWindow
 from gaccum_ms.records import counter, of_this_rank
+from gaccum_ms.sharded_optimizer import ShardedOptimizer, whole_state
 
-RULES = ("samples", "counts", "sums", "batches")  # what micro-batches weigh by; batches: each the same
+SHARDED = ", in sharded accumulators"
+_WEIGHTS = ("samples", "counts", "sums", "batches")  # what micro-batches weigh by; batches: each the same
+RULES = (*_WEIGHTS, *(rule + SHARDED for rule in _WEIGHTS))
 
 
 class Provenance(nn.Cell):
@@ -128,6 +131,7 @@ class Provenance(nn.Cell):
 class Resumable:
     """What step and accumulator have in common: they are saved and gone on with. Mixed into their Cells."""
 
+    optimizer: nn.Optimizer
     provenance: Provenance
     window_position: ms.Parameter
 
@@ -138,11 +142,14 @@ class Resumable:
     def init_parameters_data(self, *args, **kwargs):
         """MindSpore calls it before it saves a checkpoint: the time to note what is not in Parameters anyway."""
         self.provenance.keep_random_state()
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.prepare_save()
         return super().init_parameters_data(*args, **kwargs)  # type: ignore[misc]
 
     def load(self, values: Mapping[str, np.ndarray]) -> None:
         """Take over what a checkpoint holds, by name, also in the middle of training; `gaccum_ms.resume` checks it."""
-        self.provenance.load(self, values, self._open_window())
+        with whole_state(self.optimizer):
+            self.provenance.load(self, values, self._open_window())
 
     def _begin(self) -> None:
         if not self.provenance.begun:

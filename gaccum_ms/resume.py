@@ -18,6 +18,8 @@ from mindspore import nn
 from gaccum_ms import accumulator
 from gaccum_ms.grad_accumulator import GradAccumulator
 from gaccum_ms.lr import MULTIPLIER_PREFIX
+from gaccum_ms.sharded_accumulators import ALL_PARTS
+from gaccum_ms.sharded_optimizer import whole_state
 from gaccum_ms.train_step import TrainOneStepWithGradAccumulationCell
 
 Values = dict[str, np.ndarray]
@@ -56,8 +58,9 @@ def resume(
         TypeError: If `model` is none of those.
         ValueError: If a file lacks a parameter of the network, or, unless it is of a training without accumulation, of
             the optimizer; if one has another shape; if the window cannot be finished here: other
-            ranks' files are missing, or micro-batches weigh by another rule; if the data set has another number of
-            batches, or the batches that were seen do not divide by the number of ranks. Nothing has changed then.
+            ranks' files are missing, or micro-batches weigh by another rule, or accumulators are sharded otherwise; if
+            the data set has another number of batches, or the batches that were seen do not divide by the number of
+            ranks. Nothing has changed then.
         RuntimeError: If the checkpoint is in a window, and the step was compiled for windows of one batch.
 
     Supported Platforms:
@@ -96,7 +99,13 @@ def resume(
     paths = [Path(checkpoint)] if isinstance(checkpoint, (str, Path)) else [Path(path) for path in checkpoint]
     if not paths:
         raise ValueError("For 'resume', the argument 'checkpoint' must be at least one file, but got none.")
-    files = [(path, _under_own_names(step, _read(path))) for path in paths]
+    with whole_state(step.optimizer):
+        return _go_on(step, paths, data_set)
+
+
+def _go_on(step: Any, paths: Sequence[Path], data_set: Any) -> int:
+    files = [(path, _without_parts(_under_own_names(step, _read(path)))) for path in paths]
+    _check_parts(files, step.provenance.ranks)
     for path, values in files:
         _check_parameters(step, path, values)
     provenance = step.provenance
@@ -147,6 +156,25 @@ def _under_own_names(step: nn.Cell, values: Values) -> Values:
     own = schedules(parameter.name for parameter in step.get_parameters())
     names = dict(zip(schedules(values), own, strict=False))
     return {names.get(name, name): value for name, value in values.items()}
+
+
+def _without_parts(values: Values) -> Values:
+    """Without the slices of sharded accumulators where no window is open: they are zero, in shapes that depend on the
+    number of ranks."""
+    if int(values.get("window_position", 0)):
+        return values
+    return {name: value for name, value in values.items() if not name.startswith(ALL_PARTS)}
+
+
+def _check_parts(files: list[tuple[Path, Values]], ranks: int) -> None:
+    for path, values in files:
+        saved_ranks = _origin(values)[1]
+        if saved_ranks != ranks and any(name.startswith(ALL_PARTS) for name in values):
+            raise ValueError(
+                f"For 'resume', a window with 'shard_accumulators' must be finished on as many ranks as it was saved "
+                f"on, but got '{path}' of {saved_ranks} rank(s), and now {ranks}. Save between two windows, as "
+                f"UpdateCheckpoint does."
+            )
 
 
 def _check_parameters(step: nn.Cell, path: Path, values: Values) -> None:

@@ -33,9 +33,10 @@ class SpanningWindow(CountedWindow):
     def add_batch(self, inputs, scale):
         """Forward, backward and add for one batch; returns its own mean loss, on this rank."""
         count = self.own_total(inputs)
-        unit = self.open.begin_batch(scale, count)
+        expected = self.reduction.mean_over_ranks(count) if self.shards else count
+        unit = self.open.begin_batch(scale, expected)
         sums = self.nothing()
-        if self.counts_samples or count >= 0:  # a bad count is NaN here: such a batch is left out as a whole
+        if self.counts_samples or expected >= 0:  # a bad count is NaN here: such a batch is left out as a whole
             sums = self.add_up(inputs, unit)
         loss, kept = ops.unstack(sums[:2])
         mean = ratio_or_zero(loss, unit * kept if self.is_mean else unit)

@@ -39,8 +39,9 @@ from gaccum_ms.multi_loss_window import MultiLossWindow
 from gaccum_ms.open_window import OpenWindow
 from gaccum_ms.options import check_positive_int
 from gaccum_ms.parallel import broadcast_parameters, check_parallel_mode
-from gaccum_ms.provenance import Provenance, Resumable
+from gaccum_ms.provenance import SHARDED, Provenance, Resumable
 from gaccum_ms.records import counter, show_records
+from gaccum_ms.sharded_accumulators import check_micro_batches
 from gaccum_ms.spanning_window import SpanningWindow
 from gaccum_ms.sparse import refuse_sparse_gradients
 from gaccum_ms.unrolled_window import UnrolledWindow
@@ -149,9 +150,11 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         self.batch_count = counter("batch_count")
         self.rate_steps = counter("rate_steps", network.accumulation_steps)  # what the learning rate is for
         rule = "counts" if self._counts else "samples" if network.reduction == "mean" else "sums"
-        self.provenance = Provenance(_NAME, (rule,), network.accumulation_steps, self.reducer_flag)
         self.spans_batches = network.accumulation_steps > 1
         self.window = self._make_window(network)
+        if network.shard_accumulators and self.reducer_flag:
+            rule += SHARDED
+        self.provenance = Provenance(_NAME, (rule,), network.accumulation_steps, self.reducer_flag)
         self._make_spanning_window = functools.partial(
             SpanningWindow, network, self.weights, self.grad_reducer, self.window_position
         )
@@ -303,6 +306,8 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
             auto_parallel.check_batch(shapes, self._micro_size)
             return
         plan = split.plan_split(shapes, self._micro_size, self._micro_batch_size)
+        if self.window.shards:  # first, because all ranks must
+            check_micro_batches(-(-plan.samples // plan.size))
         too_short = self._micro_size is not None and self._micro_size > plan.samples
         if too_short and not int(self.batch_count.asnumpy()):
             raise ValueError(

@@ -25,9 +25,9 @@ from gaccum_ms.shard_slice import ShardSlice
 from gaccum_ms.window import float32_losses
 
 
-def cloned(weights: Sequence[ms.Parameter], dtype: ms.Type | None) -> ms.ParameterTuple:
+def cloned(weights: Sequence[ms.Parameter], dtype: ms.Type | None, prefix: str) -> ms.ParameterTuple:
     """Zero accumulators that the compiler gives the layout of their weights: it knows clones."""
-    clones = ms.ParameterTuple(weights).clone(prefix="accu_grads", init="zeros")
+    clones = ms.ParameterTuple(weights).clone(prefix=prefix.removesuffix("."), init="zeros")
     for clone, weight in zip(clones, weights, strict=True):
         clone.requires_grad = False
         clone.set_dtype(dtype or weight.dtype)
@@ -51,7 +51,7 @@ class _Slices(nn.Cell):
 
 
 class BatchLoss(nn.Cell):
-    """The loss of a whole batch as the sum over its micro-batches, each weighed by its share; with counts, and the total.
+    """The loss of a whole batch, the sum over its micro-batches by their shares; with counts, and the total of these.
 
     Of a `PerSampleLoss` the samples' losses are added up, and reduced once.
     """

@@ -21,6 +21,8 @@ from mindspore import nn, ops
 from gaccum_ms import split
 from gaccum_ms.accumulator import Accumulators
 from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.sharded_accumulators import ShardedAccumulators
+from gaccum_ms.shards import rank_and_ranks
 
 
 @ops.constexpr
@@ -52,6 +54,7 @@ class SampleWindow(nn.Cell):
     gated = False  # whether there are windows that must not update
     divides = False  # whether gradients are sums, to be divided by more than the loss scale
     spans_batches = False  # whether accumulators hold something between two calls
+    shards = False  # whether each micro-batch is reduced over ranks, and a rank accumulates its part
 
     def __init__(self, cell: GradAccumulationCell, weights: ms.ParameterTuple, grad_reducer: nn.Cell) -> None:
         super().__init__(auto_prefix=False)
@@ -65,7 +68,14 @@ class SampleWindow(nn.Cell):
         self.backward = ops.value_and_grad(self.seeded_loss, None, weights)
         self.accumulates = cell.accumulates or self.spans_batches
         if self.accumulates:
-            self.accumulators = Accumulators(weights, cell.accumulator_dtype, cell.compensated)
+            kept_by = cell.accumulator_dtype, cell.compensated
+            self.shards = cell.shard_accumulators and rank_and_ranks()[1] > 1
+            if self.shards:
+                means = not self.divides and ms.get_auto_parallel_context("gradients_mean")
+                self.accumulators = ShardedAccumulators(weights, *kept_by, means)
+                self.grad_reducer = nn.Identity()  # what comes from these accumulators is reduced
+            else:
+                self.accumulators = Accumulators(weights, *kept_by)
 
     # -- compiled: the loop --------------------------------------------------------------------------------------------
 
@@ -75,7 +85,7 @@ class SampleWindow(nn.Cell):
         shapes = [value.shape for value in inputs]
         samples, size, full, rest = split.compiled_plan(shapes, self.micro_size, self.micro_batch_size)
         unit = self.unit(inputs, samples, scale)
-        if full == 1 and rest == 0 and not self.gated:
+        if full == 1 and rest == 0 and not self.gated and not self.shards:
             # Nothing to accumulate over: the gradients need no detour through accumulators.
             sums, gradients = self.backward(unit * self.items(size), *inputs)
             return self.reduce(gradients, sums, scale, unit)

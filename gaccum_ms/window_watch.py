@@ -66,18 +66,21 @@ class WindowWatch(Callback):
         parameters.shards = shards = [Shard(*map(int, row)) for row in gathered]
         if all(shard == own for shard in shards):
             return
-        if step.spans_batches and any(getattr(one, "evens_out_ranks", False) for one in parameters.list_callback):
+        evens_out = step.spans_batches and not step.window.shards  # else all ranks must have each micro-batch
+        if evens_out and any(getattr(one, "evens_out_ranks", False) for one in parameters.list_callback):
             return
         shown = [
             f"{one.batches - one.skipped} on rank {rank}"
             + (f" (and {one.position} in its window)" * bool(one.position))
             for rank, one in enumerate(shards)
         ]
+        remedy = "; or, with 'accumulation_steps' larger than 1, give model.train the callback FlushAccumulation()"
+        if step.window.shards:
+            remedy = "; or leave 'shard_accumulators' out, and use FlushAccumulation()"
         raise ValueError(
             f"For 'GradAccumulationCell', all ranks must have the same number of batches in an epoch, because each "
             f"update reduces over all of them, but got {', '.join(shown)}. Nothing was trained. Give all ranks equally "
-            f"many, as 'num_shards' of a dataset does; or, with 'accumulation_steps' larger than 1, give model.train "
-            f"the callback FlushAccumulation()."
+            f"many, as 'num_shards' of a dataset does{remedy}."
         )
 
     def on_train_step_end(self, run_context: RunContext) -> None:

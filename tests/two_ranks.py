@@ -1,4 +1,4 @@
-"""Starts a worker script on two ranks with the project's own launcher, and reads back what each rank wrote."""
+"""Starts a worker script on ranks with the project's own launcher, two or more, and reads back what each wrote."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ Results = dict[str, np.ndarray]
 
 
 def run_on_two_ranks(worker: str, out: Path, *arguments: str, time_limit: int = 300) -> list[Results]:
+    return run_on_ranks(2, worker, out, *arguments, time_limit=time_limit)
+
+
+def run_on_ranks(ranks: int, worker: str, out: Path, *arguments: str, time_limit: int = 300) -> list[Results]:
     """The arrays that each rank of ``worker OUT ARGUMENTS`` left in ``OUT/rank<N>.npz``; no process is left.
 
     After `time_limit` seconds, when ranks wait for each other for ever, it fails.
     """
-    command = [sys.executable, "-m", "gaccum_ms.launch", "-n", "2", "--log-dir", str(out / "log")]
+    command = [sys.executable, "-m", "gaccum_ms.launch", "-n", str(ranks), "--log-dir", str(out / "log")]
     path = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
     finished = subprocess.run(
         [*command, "--timeout", str(time_limit), str(HERE / worker), str(out), *arguments],
@@ -32,7 +36,7 @@ def run_on_two_ranks(worker: str, out: Path, *arguments: str, time_limit: int = 
     left = [process.info for process in psutil.process_iter(["pid", "cmdline"]) if str(out) in _words(process)]
     assert not left, left
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
-    return [dict(np.load(out / f"rank{rank}.npz")) for rank in range(2)]
+    return [dict(np.load(out / f"rank{rank}.npz")) for rank in range(ranks)]
 
 
 def _words(process: psutil.Process) -> list[str]:
