@@ -9,6 +9,7 @@ its remedy, and makes the exit code 1; what is merely not there (a GPU, mpirun) 
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import os
 import re
 import shutil
@@ -70,8 +71,8 @@ def check_device(device: str, env: Mapping[str, str]) -> Finding:
         if missing := gpu.missing_packages():
             return Finding(device, f"no: {', '.join(missing)} missing", gpu.REMEDY)
         return Finding(device, f"no: {_first_reason(said)}", "see nvidia-smi, and whether CUDA_HOME is set to CUDA 11")
-    missing = re.search(r"libmindspore_ascend\S* failed\. (.*)", said)
-    reason = missing[1] if missing else _first_reason(said)
+    load_error = re.search(r"libmindspore_ascend\S* failed\. (.*)", said)
+    reason = load_error[1] if load_error else _first_reason(said)
     there = any(Path("/dev").glob("davinci[0-9]*"))
     return Finding(device, f"no: {reason}", "install CANN and source its set_env.sh" if there else "")
 
@@ -103,7 +104,7 @@ def _run(arguments: list[str], env: Mapping[str, str], seconds: float) -> subpro
 def _first_reason(said: str) -> str:
     """The first line that says what went wrong: MindSpore heads its parts with dashes and titles."""
     lines = [line.strip() for line in said.splitlines()]
-    after_title = [b for a, b in zip(lines, lines[1:], strict=False) if a.startswith("-----") and not b.startswith("-")]
+    after_title = [b for a, b in itertools.pairwise(lines) if a.startswith("-----") and not b.startswith("-")]
     plain = [line for line in lines if line and not line.startswith(("-", "[WARNING]", "Traceback", "File "))]
     return (after_title[:1] or plain[-1:] or ["it said nothing"])[0]
 
@@ -159,5 +160,8 @@ def main() -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--device"]:
-        sys.exit(compute_on(sys.argv[2]))
-    sys.exit(all_reduce() if sys.argv[1:2] == ["--all-reduce"] else main())
+        compute_on(sys.argv[2])
+    elif sys.argv[1:2] == ["--all-reduce"]:
+        all_reduce()
+    else:
+        sys.exit(main())

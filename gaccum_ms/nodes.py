@@ -140,14 +140,10 @@ class Host0(Link):
         for message in wire.receive():
             self._unknown.remove(wire)
             node = message.get("node")
-            theirs, ours = (
-                [message.get("nodes"), message.get("processes")],
-                [self.cluster.nodes, self.cluster.processes],
-            )
+            theirs = f"--nodes {message.get('nodes')} --processes {message.get('processes')}"
+            ours = f"--nodes {self.cluster.nodes} --processes {self.cluster.processes}"
             if theirs != ours:
-                why = (
-                    f"host {node} says --nodes and --processes {theirs}, but host 0 says {ours}; they must be the same."
-                )
+                why = f"host {node} was started with {theirs}, but host 0 with {ours}; all hosts need the same."
             elif node in self._wires:
                 why = f"two hosts say --node-rank {node}; each must say its own."
             else:
