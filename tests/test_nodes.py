@@ -120,15 +120,16 @@ def test_a_host_that_is_cut_off_ends_both(hosts, tmp_path):
 
 
 def test_ranks_of_both_hosts_leave_together(hosts, tmp_path):
+    # Each says how long after the last one it left: not before it, nor much later, when it would have lost patience.
     script = write(
         tmp_path / "script.py",
-        'import atexit\natexit.register(lambda: print(os.path.exists("last"), flush=True))\n'
+        'import atexit\natexit.register(lambda: print(time.time() - os.path.getmtime("last"), flush=True))\n'
         'if rank == 3: time.sleep(4); open("last", "x")',
     )
     both = [start(hosts, script, tmp_path, number) for number in range(2)]
     assert [launched.finish().returncode for launched in both] == [0, 0]
     for rank in range(4):
-        assert (tmp_path / f"host {rank // 2}" / "1" / f"rank.{rank}" / "stdout").read_text() == "True\n"
+        assert 0 <= float((tmp_path / f"host {rank // 2}" / "1" / f"rank.{rank}" / "stdout").read_text()) < 5
 
 
 @pytest.mark.parametrize("present", [0, 1])
