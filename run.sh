@@ -85,10 +85,10 @@ use() {
     export PATH PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" # this folder's sources, whatever else is installed
 }
 
-# test_parallel ARGUMENTS...: the tests in tests/parallel. They need the extra gpu's libraries, though no GPU, and say
-# themselves why they skip where these cannot be had.
-test_parallel() {
-    local said code=0
+# use_gpu: add the extra gpu's libraries, which some tests need, though no GPU. They say themselves why they skip where
+# these cannot be had.
+use_gpu() {
+    local said
     if ! "$python" -c 'import sys; sys.path.insert(0, sys.argv[1]); import gpu; sys.exit(bool(gpu.missing_packages()))' \
         "$here/gaccum_ms"; then
         echo "installing gaccum_ms[gpu] with $python"
@@ -96,6 +96,11 @@ test_parallel() {
             --editable "$here[gpu]" 2>&1) ||
             echo "the extra 'gpu' was not installed: $(grep -i error <<<"$said" | tail -n 1)"
     fi
+}
+
+# test_parallel ARGUMENTS...: the tests in tests/parallel.
+test_parallel() {
+    local code=0
     "$python" -m pytest tests/parallel "$@" || code=$?
     [ "$code" = 5 ] || return "$code" # 5: all of them skip
 }
@@ -118,6 +123,7 @@ test)
     use test pytest xdist sklearn tensorboardX
     cd "$here"
     if [ "${2-}" = parallel ]; then
+        use_gpu
         test_parallel "${@:3}"
         exit
     elif [ $# -gt 1 ]; then
@@ -125,6 +131,7 @@ test)
     fi
     # All of them: two files at a time, because compiling a graph keeps one core busy; then those that keep all busy.
     failed=0
+    use_gpu
     "$python" -m pytest --numprocesses 2 --dist loadfile --ignore tests/parallel || failed=$?
     test_parallel || failed=$?
     exit "$failed"

@@ -60,8 +60,8 @@ def test_all_tests_are_the_others_first_and_then_the_parallel_ones(recorder):
     done = recorder.run("test")
     assert done.returncode == 0, done.stderr
     assert recorder.calls() == [
-        "-m pytest --numprocesses 2 --dist loadfile --ignore tests/parallel",
         "gpu",
+        "-m pytest --numprocesses 2 --dist loadfile --ignore tests/parallel",
         "-m pytest tests/parallel",
     ]
 
@@ -76,7 +76,7 @@ def test_all_tests_fail_if_either_part_does(recorder, answers, code):
     assert "-m pytest tests/parallel" in recorder.calls()
 
 
-def test_the_gpus_libraries_are_installed_once_for_the_parallel_tests(recorder):
+def test_the_gpus_libraries_are_installed_once(recorder):
     assert recorder.run("test", "parallel", "-x", answers={"gpu": 0}).returncode == 0
     assert recorder.calls() == ["gpu", "-m pytest tests/parallel -x"]
     assert recorder.run("test", "parallel", answers={"pip": 0, "pytest": 0, "gpu": 1}).returncode == 0
