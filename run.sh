@@ -94,7 +94,7 @@ use_gpu() {
         echo "installing gaccum_ms[gpu] with $python"
         said=$("$python" -m pip install --quiet --disable-pip-version-check --retries 1 --timeout 30 \
             --editable "$here[gpu]" 2>&1) ||
-            echo "the extra 'gpu' was not installed: $(grep -i error <<<"$said" | tail -n 1)"
+            echo "the extra 'gpu' was not installed: $(grep -m 1 -o 'ERROR.*' <<<"$said")"
     fi
 }
 

@@ -80,7 +80,7 @@ class Link:
         pass
 
     def absent(self) -> list[int]:
-        """The hosts that have not joined yet."""
+        """The hosts that this one waits for: those that have not joined host 0 yet, or host 0."""
         return []
 
     def send(self, message: Message) -> None:
@@ -125,9 +125,9 @@ class Host0(Link):
         with contextlib.suppress(BlockingIOError):
             while True:
                 self._unknown.append(Wire(self._listener.accept()[0]))
-        for wire in list(self._unknown):
-            self._join(wire)
         messages = []
+        for wire in list(self._unknown):
+            messages += self._join(wire)
         for node, wire in self._wires.items():
             messages += wire.receive()
             if wire.closed and not any("error" in message for message in messages):
@@ -135,25 +135,27 @@ class Host0(Link):
                 raise LaunchError(f"{who} is lost: its launcher was killed or cannot be reached.")
         return messages
 
-    def _join(self, wire: Wire) -> None:
-        """Take in a launcher that has said who it is."""
-        for message in wire.receive():
+    def _join(self, wire: Wire) -> list[Message]:
+        """Take in a launcher that has said who it is; return what else it has said."""
+        messages = wire.receive()
+        if messages or wire.closed:
             self._unknown.remove(wire)
-            node = message.get("node")
-            theirs = f"--nodes {message.get('nodes')} --processes {message.get('processes')}"
-            ours = f"--nodes {self.cluster.nodes} --processes {self.cluster.processes}"
-            if theirs != ours:
-                why = f"host {node} was started with {theirs}, but host 0 with {ours}; all hosts need the same."
-            elif node in self._wires:
-                why = f"two hosts say --node-rank {node}; each must say its own."
-            else:
-                self._wires[int(str(node))] = wire
-                return
-            wire.send({"end": True, "error": why, "code": 2})
-            wire.close()
-            raise LaunchError(why, code=2)
-        if wire.closed:
-            self._unknown.remove(wire)
+        if not messages:
+            return []
+        who, *others = messages
+        node = who.get("node")
+        theirs = f"--nodes {who.get('nodes')} --processes {who.get('processes')}"
+        ours = f"--nodes {self.cluster.nodes} --processes {self.cluster.processes}"
+        if theirs == ours and node not in self._wires:
+            self._wires[int(str(node))] = wire
+            return others
+        if theirs != ours:
+            why = f"host {node} was started with {theirs}, but host 0 with {ours}; all hosts need the same."
+        else:
+            why = f"two hosts say --node-rank {node}; each must say its own."
+        wire.send({"end": True, "error": why, "code": 2})
+        wire.close()
+        raise LaunchError(why, code=2)
 
 
 class OtherHost(Link):
@@ -174,6 +176,9 @@ class OtherHost(Link):
     def __exit__(self, *error: object) -> None:
         if self._wire is not None:
             self._wire.close()
+
+    def absent(self) -> list[int]:
+        return [0] if self._wire is None else []
 
     def send(self, message: Message) -> None:
         if self._wire is None:

@@ -17,6 +17,7 @@ from gaccum_ms.rank import SCHEDULER
 TAIL_LINES = 20
 TAIL_LINE_BYTES = 2000
 SCHEDULER_GRACE_SECONDS = 5.0  # a mistake that ends a rank may end the scheduler sooner; the rank says more
+HOST_0_GRACE_SECONDS = 10.0  # a rank may fail before host 0, which should hear of it, is there
 
 
 class Reports:
@@ -65,6 +66,7 @@ class Ranks:
         self._at_end: set[int] = set()
         self._codes: dict[int, int] = {}
         self._error: LaunchError | None = None
+        self._failed = 0.0
         self._begin = time.monotonic()
         self._first_in_init = 0.0
         self._scheduler_failed = 0.0
@@ -98,6 +100,7 @@ class Ranks:
 
     def _fail(self, why: str, code: int = 1) -> None:
         """Keep the first error: the others mostly follow from it."""
+        self._failed = self._failed or time.monotonic()
         self._error = self._error or LaunchError(why, code)
 
     def _host(self, rank: int) -> str:
@@ -130,10 +133,11 @@ class Ranks:
         """Raise the error that ends the launch, if there is one. Host 0 decides for all.
 
         Args:
-            absent (list[int]): The hosts whose launchers have not joined.
+            absent (list[int]): The hosts that this one still waits for.
         """
         now, limit = time.monotonic(), self._cluster.start_timeout
-        if self._error and (self.ended or self._cluster.node_rank == 0):
+        alone = absent == [0] and now - self._failed > HOST_0_GRACE_SECONDS
+        if self._error and (self.ended or self._cluster.node_rank == 0 or alone):
             raise self._error
         if self._cluster.node_rank != 0:
             return

@@ -87,6 +87,19 @@ def test_a_failing_rank_ends_both_hosts_which_name_it_with_its_log(hosts, tmp_pa
     assert time.monotonic() - begin < 30
 
 
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_rank_that_fails_before_host_0_comes_is_named(hosts, tmp_path, comes):
+    script = write(tmp_path / "script.py", 'open(f"up.{rank}", "x")\nif rank == 2: sys.exit(7)\ntime.sleep(1000)')
+    other = start(hosts, script, tmp_path, 1)
+    other.wait_for(tmp_path / "up.2")
+    time.sleep(2)
+    both = [start(hosts, script, tmp_path, 0), other] if comes else [other]
+    for launched in both:
+        done = launched.finish()
+        assert done.returncode == 1
+        assert done.stderr.startswith("error: rank 2 on host 1 failed with exit code 7; all ranks were ended.")
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_host_whose_launcher_is_killed_ends_the_other(hosts, tmp_path, lost):
     script = write(tmp_path / "script.py", 'open(f"up.{rank}", "x")\ntime.sleep(1000)')
