@@ -8,15 +8,23 @@ sample=$here/sample_code/distributed_gradient_accumulation
 usage() {
     cat <<'END'
 bash run.sh [options] [arguments of the script]    train the sample on 8 processes
+bash run.sh check                                  say whether this machine can train, and if not, why
 bash run.sh test [arguments of pytest]             run all tests
+bash run.sh test parallel [arguments of pytest]    those of the graphs for 8 devices, which no device need run
 bash run.sh lint                                   ruff and mypy
 
 options (or the variable in brackets):
-  --processes N       number of processes (PROCESSES, default 8)
-  --launcher NAME     msrun or mpirun (LAUNCHER, default msrun)
-  --script FILE       the program to run (SCRIPT, default the sample's train.py)
-  --log-dir FOLDER    gets 1/rank.N/stdout and stderr (LOG_DIR, default ./log_output)
-  --timeout SECONDS   end all processes after so long (TIMEOUT, default never)
+  --processes N            number of processes on this host (PROCESSES, default 8)
+  --launcher NAME          msrun or mpirun (LAUNCHER, default msrun)
+  --script FILE            the program to run (SCRIPT, default the sample's train.py)
+  --log-dir FOLDER         gets 1/rank.N/stdout and stderr (LOG_DIR, default ./log_output)
+  --timeout SECONDS        end all processes after so long (TIMEOUT, default never)
+  --start-timeout SECONDS  wait so long for processes and hosts that do not come (default 600)
+
+with several hosts, the same on each but for R:
+  --nodes N --node-rank R --master-addr ADDRESS [--master-port P]
+                           R is this host's number from 0, ADDRESS is one of host 0's; P and P + 1
+                           (default 8118) must be free and open there
 
 DATA_PATH names a folder with MNIST's four files; without it scikit-learn's digits are used.
 A Python with MindSpore that is on PATH is used as it is; otherwise everything goes into .venv, here.
@@ -42,12 +50,19 @@ has() { # has PYTHON MODULE...: are they all installed?
 sys.exit(not all(u.find_spec(name) for name in sys.argv[1:]))' "${@:2}" 2>/dev/null
 }
 
-# use EXTRA MODULE...: set $python to one that has MindSpore and these modules, installing what is missing.
-use() {
-    local extra=$1 stamp='' wanted='' base
+# choose: set $python to the one that is active, if it has MindSpore, otherwise to .venv's, which may not be there yet.
+choose() {
     python=$(type -p python || type -p python3 || true)
     if [ -z "$python" ] || ! has "$python" mindspore; then
         python=$here/.venv/bin/python
+    fi
+}
+
+# use EXTRA MODULE...: set $python to one that has MindSpore and these modules, installing what is missing.
+use() {
+    local extra=$1 stamp='' wanted='' base
+    choose
+    if [ "$python" = "$here/.venv/bin/python" ]; then
         if ! has "$python" pip; then
             base=$(find_python)
             if [ -z "$base" ]; then
@@ -70,17 +85,56 @@ use() {
     export PATH PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" # this folder's sources, whatever else is installed
 }
 
+# use_gpu: add the extra gpu's libraries, which some tests need, though no GPU. They say themselves why they skip where
+# these cannot be had.
+use_gpu() {
+    local said
+    if ! "$python" -c 'import sys; sys.path.insert(0, sys.argv[1]); import gpu; sys.exit(bool(gpu.missing_packages()))' \
+        "$here/gaccum_ms"; then
+        echo "installing gaccum_ms[gpu] with $python"
+        said=$("$python" -m pip install --quiet --disable-pip-version-check --retries 1 --timeout 30 \
+            --editable "$here[gpu]" 2>&1) ||
+            echo "the extra 'gpu' was not installed: $(grep -m 1 -o 'ERROR.*' <<<"$said")"
+    fi
+}
+
+# test_parallel ARGUMENTS...: the tests in tests/parallel.
+test_parallel() {
+    local code=0
+    "$python" -m pytest tests/parallel "$@" || code=$?
+    [ "$code" = 5 ] || return "$code" # 5: all of them skip
+}
+
 case ${1-} in
 -h | --help)
     usage
     exit
     ;;
+check)
+    choose
+    [ -x "$python" ] || python=$(find_python)
+    if [ -z "$python" ]; then
+        echo "error: no Python 3.10, 3.11 or 3.12 with 'venv' was found (on Debian: python3-venv)." >&2
+        exit 2
+    fi
+    exec "$python" "$here/gaccum_ms/check.py"
+    ;;
 test)
     use test pytest xdist sklearn tensorboardX
     cd "$here"
-    # All of them: two files at a time, because compiling a graph keeps one core busy.
-    [ $# -gt 1 ] || set -- test --numprocesses 2 --dist loadfile
-    exec "$python" -m pytest "${@:2}"
+    if [ "${2-}" = parallel ]; then
+        use_gpu
+        test_parallel "${@:3}"
+        exit
+    elif [ $# -gt 1 ]; then
+        exec "$python" -m pytest "${@:2}"
+    fi
+    # All of them: two files at a time, because compiling a graph keeps one core busy; then those that keep all busy.
+    failed=0
+    use_gpu
+    "$python" -m pytest --numprocesses 2 --dist loadfile --ignore tests/parallel || failed=$?
+    test_parallel || failed=$?
+    exit "$failed"
     ;;
 lint)
     use dev ruff mypy
@@ -91,17 +145,18 @@ lint)
     ;;
 esac
 
-processes=${PROCESSES:-8} launcher=${LAUNCHER:-msrun} script=${SCRIPT:-$sample/train.py}
-log_dir=${LOG_DIR:-log_output} timeout=${TIMEOUT:-0}
+script=${SCRIPT:-$sample/train.py}
+options=(--processes "${PROCESSES:-8}" --launcher "${LAUNCHER:-msrun}")
+options+=(--log-dir "${LOG_DIR:-log_output}" --timeout "${TIMEOUT:-0}")
 while [ $# -gt 0 ]; do
     case $1 in
-    --processes | --launcher | --script | --log-dir | --timeout)
+    --script | --processes | --launcher | --log-dir | --timeout | --start-timeout | \
+        --nodes | --node-rank | --master-addr | --master-port)
         if [ $# -lt 2 ]; then
             echo "error: $1 needs a value; see bash run.sh --help" >&2
             exit 2
         fi
-        name=${1#--}
-        printf -v "${name//-/_}" '%s' "$2"
+        if [ "$1" = --script ]; then script=$2; else options+=("$1" "$2"); fi
         shift 2
         ;;
     *) break ;;
@@ -113,5 +168,4 @@ if [ "$script" = "$sample/train.py" ] && [ -z "${DATA_PATH-}" ]; then
     "$python" "$sample/prepare_data.py"
 fi
 # As a file, not as -m gaccum_ms.launch: that would import MindSpore into the launcher, which has no need of it.
-exec "$python" "$here/gaccum_ms/launch.py" --processes "$processes" --launcher "$launcher" --log-dir "$log_dir" \
-    --timeout "$timeout" "$script" "$@"
+exec "$python" "$here/gaccum_ms/launch.py" "${options[@]}" "$script" "$@"

@@ -20,7 +20,7 @@ setup(
     install_requires=[
         "mindspore>=2.10,<2.11",  # the range that the tests ran on
         "numpy<2",  # MindSpore's datasets fail with NumPy 2
-        "psutil",
+        "psutil>=6",
     ],
     extras_require={
         "sample": ["scikit-learn"],
@@ -28,6 +28,17 @@ setup(
         "test": ["pytest", "pytest-xdist", "scikit-learn", "tensorboardX"],
         "torch": ["torch==2.13.*"],  # the tests that compare with PyTorch's loop
         "benchmark": ["torch==2.13.*"],
+        # What MindSpore's GPU back end, made for CUDA 11.6 and cuDNN 8, is linked with; see gaccum_ms/gpu.py.
+        "gpu": [
+            "nvidia-cublas-cu11",
+            "nvidia-cuda-nvrtc-cu11",
+            "nvidia-cuda-runtime-cu11",
+            "nvidia-cudnn-cu11==8.9.6.50",
+            "nvidia-cufft-cu11",
+            "nvidia-curand-cu11",
+            "nvidia-cusolver-cu11",
+            "nvidia-cusparse-cu11",
+        ],
         "dev": ["ruff", "mypy"],
     },
     classifiers=[

@@ -1,112 +1,153 @@
-"""Start a script on several processes of this machine, and end them together.
+"""Start a script on several processes, of one host or of several, and end them together.
 
     python -m gaccum_ms.launch --processes 8 train.py --epochs 3
 
 starts one tree of processes::
 
-    this program ── msrun or mpirun ── one guard per rank (`_guard`, below) ── the script
+    this program ── msrun or mpirun ── one guard per rank (`rank.py`) ── the rank, which runs the script
 
-A guard keeps its rank's output in ``log_output/1/rank.N/stdout`` and ``stderr``, and its exit code in ``exit_code``
-beside them, so this program learns which rank failed first in the same way from either launcher. Every process that it
-starts carries one variable of its environment, by which all of them are found and ended: ending msrun alone leaves its
-workers running.
+Each rank's output is in ``log_output/1/rank.N/stdout`` and ``stderr``. The guards tell this program how their ranks
+fare, so it learns which rank failed first in the same way from either launcher. Every process that it starts carries
+one variable of its environment, by which all of them are found and ended: ending msrun alone leaves its workers
+running.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import fcntl
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
+import types
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
-JOB = "GACCUM_MS_JOB"  # "<pid of the launcher>-<random>": marks all processes of one launch
+if __package__ in (None, ""):  # run as a file: our package, without the __init__ that would import MindSpore
+    sys.modules["gaccum_ms"] = types.ModuleType("gaccum_ms")
+    sys.modules["gaccum_ms"].__path__ = [str(Path(__file__).parent)]
+
+from gaccum_ms import gpu, rank
+from gaccum_ms.cluster import JOB, MASTER_PORT, Cluster, LaunchError, held_port
+from gaccum_ms.nodes import Link, Message, link
+from gaccum_ms.ranks import Ranks, Reports, last_lines, rank_folder, rank_logs
+
 POLL_SECONDS = 0.2
-TAIL_LINES = 20
-
-# What a batch system, an outer msrun or an outer mpirun leaves behind. MindSpore believes these before anything else.
-CLUSTER_PREFIXES = ("RANK_", "MS_SCHED_", "OMPI_", "PMIX_", "PMI_", "PRTE_")
-CLUSTER_NAMES = {"MS_ROLE", "MS_WORKER_NUM", "MS_NODE_ID", "MS_NODE_RANK", "MS_TOPO_TIMEOUT", "MS_SIMULATION_LEVEL"}
-CLUSTER_NAMES |= {"DEVICE_ID", "DEVICE_NUM", "MSRUN_CPU_LIST", "MSRUN_BIND_FILE", JOB}
-THREAD_NAMES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+LOOK_SECONDS = 1.0
+PROBE_BYTES = 65536
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class LaunchError(Exception):
-    """A launch that cannot start or did not succeed, with the exit code of this program."""
-
-    def __init__(self, message: str, code: int = 1) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-def free_port() -> int:
-    """Return a TCP port that nothing on this machine listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
-def child_environment(parent: Mapping[str, str], processes: int, cores: int) -> dict[str, str]:
-    """Return the environment of the processes to start.
+def launch(cluster: Cluster, command: list[str], log_dir: Path, timeout: float = 0) -> None:
+    """Run `command` on every rank until all have ended, showing the output of this host's first rank meanwhile.
 
     Args:
-        parent (Mapping[str, str]): The environment of this program.
-        processes (int): The number of processes that share the machine.
-        cores (int): The number of cores they share.
-
-    Returns:
-        dict[str, str], `parent` without another cluster's variables, with as many threads for each process as it has
-        cores (at least 1; numbers that `parent` sets are kept), and with this Python's folder first in ``PATH``.
-    """
-    env = {k: v for k, v in parent.items() if k not in CLUSTER_NAMES and not k.startswith(CLUSTER_PREFIXES)}
-    for name in THREAD_NAMES:
-        env.setdefault(name, str(max(1, cores // processes)))
-    env.setdefault("PYTHONUNBUFFERED", "1")
-    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
-    return env
-
-
-def launcher_command(launcher: str, processes: int, port: int, log_dir: Path, env: Mapping[str, str]) -> list[str]:
-    """Return the command, without the program to start, that starts it `processes` times.
+        cluster (Cluster): The ranks and hosts.
+        command (list[str]): The script that each rank runs, and its arguments.
+        log_dir (Path): Where the logs go. One launch at a time can use it.
+        timeout (float): Seconds after which all ranks are ended. 0: never.
 
     Raises:
-        LaunchError: If `launcher` is not installed.
+        LaunchError: If the launch cannot start, a rank fails, or time runs out; no process is left then.
     """
-    path = shutil.which(launcher, path=env["PATH"])
-    if path is None:
-        remedy = "on Debian: apt-get install openmpi-bin" if launcher == "mpirun" else "pip install mindspore"
-        raise LaunchError(f"'{launcher}' is not installed ({remedy}).", code=2)
-    if launcher == "msrun":
-        own_logs = log_dir / "msrun"
-        own_logs.mkdir(exist_ok=True)
-        count = [f"--worker_num={processes}", f"--local_worker_num={processes}"]
-        address = ["--master_addr=127.0.0.1", f"--master_port={port}"]
-        return [path, *count, *address, f"--log_dir={own_logs}", "--join=True", "--tail_worker_log=0", "python3"]
-    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    return [path, "-n", str(processes), "--oversubscribe", "--bind-to", "none", *as_root, sys.executable]
+    with _locked(log_dir):
+        _prepare(cluster, log_dir)
+        try:
+            with contextlib.ExitStack() as stack:
+                if cluster.node_rank == 0:
+                    port = stack.enter_context(held_port(cluster.master_addr, cluster.master_port))
+                    cluster = dataclasses.replace(cluster, master_port=port)
+                hosts = stack.enter_context(link(cluster))
+                job = f"{os.getpid()}-{uuid.uuid4().hex}"
+                reports = stack.enter_context(Reports(job))
+                _Launch(cluster, log_dir, hosts, reports, job).run(command, timeout)
+        except LaunchError as error:
+            full = _why_full(log_dir)
+            raise LaunchError(f"{error}\n{full}", error.code) if full else error from None
 
 
-def start(launcher: str, processes: int, command: list[str], log_dir: Path, env: dict[str, str]) -> subprocess.Popen:
-    """Start `command` on all ranks (and MindSpore's scheduler, where the launcher does not) and return the launcher."""
-    port = free_port()
-    prefix = launcher_command(launcher, processes, port, log_dir, env)
-    guard = ["-I", __file__, "--guard", str(log_dir), *command]  # -I: modules of the script's folder are not for it
-    if launcher == "mpirun":  # it knows nothing of MindSpore's cluster, whose variables and scheduler come from here
-        env |= {"MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(port)}
-        env |= {"MS_WORKER_NUM": str(processes), "RANK_SIZE": str(processes)}
-        _spawn([sys.executable, *guard], log_dir / "scheduler.log", env | {"MS_ROLE": "MS_SCHED"})
-    return _spawn([*prefix, *guard], log_dir / f"{launcher}.log", env)
+class _Launch:
+    """One launch under way."""
+
+    def __init__(self, cluster: Cluster, log_dir: Path, hosts: Link, reports: Reports, job: str) -> None:
+        self._cluster, self._log_dir, self._hosts, self._reports, self._job = cluster, log_dir, hosts, reports, job
+        self._ranks = Ranks(cluster, log_dir)
+        self._begin = self._looked = time.monotonic()
+
+    def run(self, command: list[str], timeout: float) -> None:
+        tail = Tail(rank_folder(self._log_dir, self._cluster.local_ranks[0]) / "stdout")
+        end: Message = {"end": True, "error": f"host {self._cluster.node_rank} was told to end.", "code": 1}
+        try:
+            process = self._start(command)
+            while not self._ranks.ended:
+                self._pass_on(self._news(process, timeout))
+                tail.copy()
+                self._ranks.check(self._hosts.absent())
+            end = {"end": True}
+        except LaunchError as error:
+            end |= {"error": str(error), "code": error.code}
+            raise
+        finally:
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_IGN)  # a second Ctrl+C must not leave processes behind
+            self._hosts.send(end)
+            end_all(self._job)
+            tail.copy()
+
+    def _start(self, command: list[str]) -> subprocess.Popen:
+        """Start `command` on this host's ranks, and MindSpore's scheduler where the launcher does not."""
+        env = self._cluster.environment(os.environ, len(os.sched_getaffinity(0))) | {JOB: self._job}
+        env |= gpu.environment(self._log_dir / ".cuda", env)
+        prefix = self._cluster.command(self._log_dir, env)
+        # -I: modules of the user's folders are not for the guard
+        guard = ["-I", rank.__file__, "--guard", str(self._log_dir), *command]
+        if self._cluster.launcher == "mpirun":
+            scheduler = [sys.executable, *guard]
+            _spawn(scheduler, self._log_dir / "scheduler.log", env | {"MS_ROLE": "MS_SCHED"})
+        return _spawn([*prefix, *guard], self._log_dir / f"{self._cluster.launcher}.log", env)
+
+    def _news(self, process: subprocess.Popen, timeout: float) -> list[Message]:
+        """What has happened on this host, after waiting a moment for something to happen."""
+        ended = process.poll() is not None  # asked first: what its guards said before is then there to be read
+        news = self._reports.read(POLL_SECONDS)
+        now = time.monotonic()
+        if now - self._looked > LOOK_SECONDS:
+            news += self._ranks.look()
+            self._looked = now
+        for message in news:
+            if message.get("code"):
+                number = int(str(message["rank"]))
+                message["log"] = rank_logs(self._log_dir, number)
+        if ended and (silent := self._ranks.silent(news)):
+            what = f"{self._cluster.launcher} ended with exit code {process.returncode}; ranks {silent} never finished"
+            log = last_lines(self._log_dir / f"{self._cluster.launcher}.log")
+            news.append({"error": f"{what}{log}", "code": 1})
+        if timeout and now - self._begin > timeout:
+            what = f"time ran out: ranks {self._ranks.running()} had not ended after {timeout:g} s; all were ended."
+            news.append({"error": what, "code": 124})
+        return news
+
+    def _pass_on(self, news: list[Message]) -> None:
+        """Take in what has happened here and on other hosts, and tell who needs to know."""
+        if self._cluster.node_rank != 0:
+            for message in news:
+                self._hosts.send(message)
+        had_leave = self._ranks.may_leave
+        for message in [*news, *self._hosts.receive()]:
+            self._ranks.note(message)
+        if self._ranks.may_leave and not had_leave:
+            if self._cluster.node_rank == 0:
+                self._hosts.send({"go": True})
+            for number in self._cluster.local_ranks:
+                self._reports.let_go(number)
 
 
 def _spawn(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen:
@@ -114,21 +155,6 @@ def _spawn(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Pop
         return subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
-
-
-def first_failure(log_dir: Path) -> tuple[int, int] | None:
-    """Return rank and exit code of the rank that failed first, or None. The others mostly fail because of it."""
-    failures = []
-    for path in rank_folder(log_dir, "*").parent.glob("rank.*/exit_code"):
-        code = int(path.read_text())
-        if code != 0:
-            failures.append((path.stat().st_mtime_ns, int(path.parent.name.removeprefix("rank.")), code))
-    return min(failures)[1:] if failures else None
-
-
-def rank_folder(log_dir: Path, rank: int | str) -> Path:
-    """Return the folder with one rank's ``stdout``, ``stderr`` and ``exit_code``."""
-    return log_dir / "1" / f"rank.{rank}"
 
 
 def end_all(job: str, grace_seconds: float = 3.0) -> None:
@@ -165,66 +191,6 @@ class Tail:
             sys.stdout.flush()
 
 
-def last_lines(path: Path, count: int = TAIL_LINES) -> str:
-    """Return the end of a log, indented, under its path; nothing where it is empty."""
-    lines = path.read_text(errors="replace").splitlines()[-count:] if path.exists() else []
-    return "\n".join(["", f"the end of {path}:", *(f"    {line}" for line in lines)]) if lines else ""
-
-
-def launch(launcher: str, processes: int, command: list[str], log_dir: Path, timeout: float = 0) -> None:
-    """Run `command` on every rank until all have ended, showing rank 0's output meanwhile.
-
-    Args:
-        launcher (str): ``"msrun"`` or ``"mpirun"``.
-        processes (int): The number of ranks.
-        command (list[str]): The program of each rank and its arguments.
-        log_dir (Path): Where the logs go. One launch at a time can use it.
-        timeout (float): Seconds after which all ranks are ended. 0: never.
-
-    Raises:
-        LaunchError: If the launch cannot start, a rank fails, or time runs out; no process is left then.
-    """
-    with _locked(log_dir):
-        for name in ("1", "msrun"):
-            shutil.rmtree(log_dir / name, ignore_errors=True)  # an older launch's ranks would be taken for ours
-        job = f"{os.getpid()}-{uuid.uuid4().hex}"
-        env = child_environment(os.environ, processes, len(os.sched_getaffinity(0))) | {JOB: job}
-        begin = time.monotonic()
-        tail = Tail(rank_folder(log_dir, 0) / "stdout")
-        failure, late = None, False
-        try:
-            process = start(launcher, processes, command, log_dir, env)
-            while process.poll() is None and not failure and not late:
-                time.sleep(POLL_SECONDS)
-                tail.copy()
-                failure = first_failure(log_dir)
-                late = bool(timeout) and time.monotonic() - begin > timeout
-        finally:
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                signal.signal(number, signal.SIG_IGN)  # a second Ctrl+C must not leave processes behind
-            end_all(job)
-            tail.copy()
-        _report(launcher, processes, log_dir, failure or first_failure(log_dir), late and timeout, process.returncode)
-
-
-def _report(
-    launcher: str, processes: int, log_dir: Path, failure: tuple[int, int] | None, late: float, code: int
-) -> None:
-    """Raise the error that says what went wrong, if anything did."""
-    if failure:
-        rank, rank_code = failure
-        folder = rank_folder(log_dir, rank)
-        logs = last_lines(folder / "stdout") + last_lines(folder / "stderr")
-        raise LaunchError(f"rank {rank} failed with exit code {rank_code}; all ranks were ended.{logs}")
-    if late:
-        running = [rank for rank in range(processes) if not (rank_folder(log_dir, rank) / "exit_code").exists()]
-        raise LaunchError(f"time ran out: ranks {running} had not ended after {late:g} s; all were ended.", code=124)
-    missing = [rank for rank in range(processes) if not (rank_folder(log_dir, rank) / "exit_code").exists()]
-    if code or missing:
-        what = f"{launcher} ended with exit code {code}" + (f"; ranks {missing} never finished" if missing else "")
-        raise LaunchError(what + last_lines(log_dir / f"{launcher}.log"))
-
-
 @contextlib.contextmanager
 def _locked(log_dir: Path) -> Iterator[None]:
     """Make the log folder and keep other launches out of it."""
@@ -232,7 +198,7 @@ def _locked(log_dir: Path) -> Iterator[None]:
         log_dir.mkdir(parents=True, exist_ok=True)
         lock = (log_dir / ".lock").open("w")
     except OSError as error:
-        raise LaunchError(f"cannot write logs to '{log_dir}': {error.strerror}. Name another --log-dir.", 2) from error
+        raise _unwritable(log_dir, error) from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -241,59 +207,61 @@ def _locked(log_dir: Path) -> Iterator[None]:
         yield
 
 
-def _guard(log_dir: Path, command: list[str]) -> int:
-    """Run one rank (or the scheduler): keep its output and exit code, and end it when the launcher is gone."""
-    env = dict(os.environ)
-    if env.get("MS_ROLE") == "MS_SCHED":
-        return _wait(subprocess.Popen(command, env=env))
-    rank = env.get("OMPI_COMM_WORLD_RANK") or env["RANK_ID"]
-    if "OMPI_COMM_WORLD_RANK" in env:  # from here on MindSpore's variables say it all; Open MPI's would mislead it
-        env = {k: v for k, v in env.items() if not k.startswith(("OMPI_", "PMIX_"))}
-        env |= {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": rank, "RANK_ID": rank, "DEVICE_ID": rank}
-    folder = rank_folder(log_dir, rank)
-    folder.mkdir(parents=True)
-    with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
-        code = _wait(subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr))
-    unfinished = folder / ".exit_code"
-    unfinished.write_text(str(code))
-    unfinished.rename(folder / "exit_code")  # whole or not there
-    return code
-
-
-def _wait(process: subprocess.Popen) -> int:
-    """Wait for a process; return its exit code, 128 + signal where a signal ended it, as shells do."""
-    launcher = Path(f"/proc/{os.environ[JOB].split('-')[0]}/stat")
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = process.wait(timeout=1)
-            return code if code >= 0 else 128 - code
-        if not _alive(launcher):  # killed, with no chance to end us
-            process.kill()
-
-
-def _alive(stat: Path) -> bool:
-    """Tell whether the process of this ``/proc`` entry runs: it is there, and no zombie that nobody has collected."""
+def _prepare(cluster: Cluster, log_dir: Path) -> None:
+    """Remove an older launch's logs, which would be taken for ours, and make the folders of this host's ranks."""
     try:
-        return stat.read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
+        for name in ("1", "msrun", ".cuda"):
+            if (log_dir / name).exists():
+                shutil.rmtree(log_dir / name)
+        for number in cluster.local_ranks:
+            rank_folder(log_dir, number).mkdir(parents=True)
+        if cluster.launcher == "msrun":
+            (log_dir / "msrun").mkdir()
+    except OSError as error:
+        raise _unwritable(log_dir, error) from error
+    if full := _why_full(log_dir):
+        raise LaunchError(full, 2)
+
+
+def _why_full(log_dir: Path) -> str:
+    """Why the log folder takes no more data, or nothing. Ranks that cannot write fail, and cannot write why."""
+    probe = log_dir / ".probe"
+    try:
+        with contextlib.closing(probe.open("wb", buffering=0)) as file:
+            left = PROBE_BYTES
+            while left:
+                left -= file.write(bytes(left))
+        probe.unlink()
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+        return f"'{log_dir}' takes no more logs: {error.strerror}. Make room there, or name another --log-dir."
+    return ""
+
+
+def _unwritable(log_dir: Path, error: OSError) -> LaunchError:
+    return LaunchError(f"cannot write logs to '{log_dir}': {error.strerror}. Name another --log-dir.", code=2)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Read the command line, launch, and return the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["--guard"]:
-        return _guard(Path(argv[1]), argv[2:])
-
+def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m gaccum_ms.launch", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("-n", "--processes", type=int, default=8, help="number of ranks (default: 8)")
+    parser.add_argument("-n", "--processes", type=int, default=8, help="number of ranks on this host (default: 8)")
     parser.add_argument("--launcher", choices=("msrun", "mpirun"), default="msrun", help="default: msrun")
     parser.add_argument("--log-dir", type=Path, default=Path("log_output"), help="default: log_output")
     parser.add_argument("--timeout", type=float, default=0, help="seconds after which all is ended (default: never)")
+    parser.add_argument(
+        "--start-timeout", type=float, default=600, help="seconds to wait for ranks and hosts to come (default: 600)"
+    )
+    parser.add_argument("--nodes", type=int, default=1, help="number of hosts (default: 1)")
+    parser.add_argument("--node-rank", type=int, default=0, help="which of them this one is, from 0")
+    parser.add_argument("--master-addr", default="127.0.0.1", help="an address of host 0; needed with several hosts")
+    parser.add_argument(
+        "--master-port", type=int, default=0, help=f"a port there, and the next (default: {MASTER_PORT}; one host: any)"
+    )
     parser.add_argument("script", help="the Python program that each rank runs")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
     options = parser.parse_args(argv)
@@ -301,18 +269,36 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--processes must be at least 1, but got {options.processes}")
     if not Path(options.script).is_file():
         parser.error(f"no such script: {options.script}")
+    if options.start_timeout <= 0:
+        parser.error(f"--start-timeout must be greater than 0, but got {options.start_timeout:g}")
+    if not 0 <= options.node_rank < options.nodes:
+        parser.error(f"--node-rank must be from 0 to --nodes - 1 = {options.nodes - 1}, but got {options.node_rank}")
+    if not 0 <= options.master_port < 65535:
+        parser.error(f"--master-port must be from 1 to 65534, but got {options.master_port}")
+    if options.nodes > 1:
+        if options.launcher == "mpirun":
+            parser.error("--nodes needs --launcher msrun")
+        if options.master_addr == "127.0.0.1":
+            parser.error("--nodes needs --master-addr, an address of host 0 that the other hosts can reach")
+        options.master_port = options.master_port or MASTER_PORT
+    return options
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+
+def main(argv: list[str] | None = None) -> int:
+    """Read the command line, launch, and return the exit code."""
+    options = _parse(sys.argv[1:] if argv is None else argv)
+    for number in SIGNALS:
         signal.signal(number, _stop)
     log_dir = options.log_dir.resolve()
+    names = [field.name for field in dataclasses.fields(Cluster)]
+    cluster = Cluster(**{name: getattr(options, name) for name in names})
     begin = time.monotonic()
     try:
-        command = [sys.executable, options.script, *options.args]
-        launch(options.launcher, options.processes, command, log_dir, options.timeout)
+        launch(cluster, [options.script, *options.args], log_dir, options.timeout)
     except LaunchError as error:
         print(f"error: {error}\nlogs: {log_dir}", file=sys.stderr)
         return error.code
-    print(f"{options.processes} ranks finished in {time.monotonic() - begin:.0f} s; logs: {rank_folder(log_dir, 'N')}")
+    print(f"{cluster.size} ranks finished in {time.monotonic() - begin:.0f} s; logs: {rank_folder(log_dir, 'N')}")
     return 0
 
 

@@ -9,88 +9,56 @@ import socket
 import subprocess
 import sys
 import time
-import uuid
 from pathlib import Path
 
-import psutil
 import pytest
+from launched import LIMIT, Launched, in_mounts_of_its_own, write
 
 from gaccum_ms import launch
+from gaccum_ms.cluster import Cluster, LaunchError, held_port
+from gaccum_ms.rank import MEET_SECONDS
 
-# The launcher ends its own processes after TIMEOUT; should it fail to, the test ends after LIMIT and fails.
-TIMEOUT, LIMIT = 60, 90
 pytestmark = pytest.mark.distributed
 
 
-def write(path: Path, text: str) -> Path:
-    """Write a script that knows its rank; msrun starts it once more as the scheduler, which has none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    prologue = 'import os, sys, time\nif os.environ["MS_ROLE"] == "MS_SCHED": sys.exit()\n'
-    path.write_text(prologue + 'rank = int(os.environ["RANK_ID"])\n' + text)
-    return path
-
-
-class Launched:
-    """A running launcher whose processes can be found, even those that left its tree."""
-
-    def __init__(self, script: Path, *options: str, args=(), env=None) -> None:
-        self.mark = uuid.uuid4().hex
-        command = [sys.executable, launch.__file__, "--timeout", str(TIMEOUT), *options, str(script), *args]
-        env = {**os.environ, **(env or {}), "TEST_MARK": self.mark}
-        self.process = subprocess.Popen(
-            command, env=env, cwd=script.parent, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-
-    def finish(self) -> subprocess.CompletedProcess:
-        try:
-            out, err = self.process.communicate(timeout=LIMIT)
-        finally:
-            self.process.kill()
-            left = self.running()
-            for process in left:
-                process.kill()
-        assert not left, f"left running: {left}"
-        return subprocess.CompletedProcess(self.process.args, self.process.returncode, out, err)
-
-    def running(self) -> list[psutil.Process]:
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("TEST_MARK") == self.mark and process.pid != self.process.pid:
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
-
-    def wait_for(self, path: Path) -> None:
-        until = time.monotonic() + LIMIT
-        while not path.exists() and time.monotonic() < until:
-            time.sleep(0.1)
-        assert path.exists(), f"{path} never came"
-
-
-def test_free_port_can_be_listened_on_and_is_no_taken_one():
+def test_a_held_port_is_a_free_one_and_stays_free_for_the_scheduler_alone():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = launch.free_port()
-        assert port != taken.getsockname()[1]
-        with socket.socket() as mine:
-            mine.bind(("127.0.0.1", port))
+        with held_port("127.0.0.1") as port:
+            assert port != taken.getsockname()[1]
+            with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+                other.bind(("127.0.0.1", port))
+            with socket.socket() as scheduler:  # sets what MindSpore's sets
+                scheduler.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                scheduler.bind(("127.0.0.1", port))
+                scheduler.listen()
+
+
+def test_a_taken_port_and_a_strange_address_are_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"port {port} of 127.0.0.1 is taken"), held_port("127.0.0.1", port):
+            pass
+    with pytest.raises(LaunchError, match=r"this host has no address '192\.0\.2\.1'"), held_port("192.0.2.1"):
+        pass
 
 
 def test_another_clusters_variables_are_dropped_and_other_variables_kept():
     stale = {"MS_ROLE", "MS_SCHED_HOST", "MS_SCHED_PORT", "MS_WORKER_NUM", "MS_NODE_ID", "RANK_ID", "RANK_SIZE"}
-    stale |= {"RANK_TABLE_FILE", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "DEVICE_ID", "MS_SIMULATION_LEVEL"}
+    stale |= {"MS_WORKER_IP", "MS_SERVER_NUM", "MS_ENABLE_RECOVERY", "MS_TOPO_TIMEOUT", "RANK_TABLE_FILE", "PMIX_RANK"}
+    stale |= {"OMPI_COMM_WORLD_RANK", "DEVICE_ID", "MS_SIMULATION_LEVEL"}
     kept = {"HOME": "/root", "GLOG_v": "3", "MS_DEV_SAVE_GRAPHS": "1", "DATA_PATH": "/data"}
-    env = launch.child_environment(dict.fromkeys(stale, "7") | kept, processes=8, cores=2)
+    env = Cluster().environment(dict.fromkeys(stale, "7") | kept, cores=2)
     assert not stale & env.keys()
     assert kept.items() <= env.items()
 
 
 @pytest.mark.parametrize(("processes", "cores", "threads"), [(8, 2, "1"), (2, 8, "4"), (1, 6, "6")])
 def test_processes_share_the_cores(processes, cores, threads):
-    env = launch.child_environment({"MKL_NUM_THREADS": "3"}, processes, cores)
+    env = Cluster(processes=processes).environment({"MKL_NUM_THREADS": "3"}, cores)
     assert (env["OMP_NUM_THREADS"], env["OPENBLAS_NUM_THREADS"]) == (threads, threads)
     assert env["MKL_NUM_THREADS"] == "3", "the user's number is kept"
 
@@ -111,6 +79,81 @@ def test_each_rank_has_its_own_logs_and_rank_0_is_shown(tmp_path):
     assert "out 0" in done.stdout
     assert "out 1" not in done.stdout
     assert str(logs) in done.stdout.splitlines()[-1]
+
+
+def test_the_script_runs_as_python_runs_it(tmp_path):
+    """In the rank's process: its own `__main__`, folder, arguments and exit code, and what pickling it needs."""
+    script = write(
+        tmp_path / "script.py",
+        """
+import helper, inspect, pickle
+class Thing: pass
+if __name__ == "__main__":
+    assert inspect.getsource(Thing) == "class Thing: pass\\n"
+    assert isinstance(pickle.loads(pickle.dumps(Thing())), Thing)
+    assert sys.modules["__main__"].Thing is Thing and __file__ == os.path.abspath("script.py")
+    assert sys.argv == ["script.py", "--epochs", "3"] and sys.path[0] == os.path.dirname(__file__)
+    sys.exit(3 * rank)
+""",
+    )
+    (tmp_path / "helper.py").touch()
+    done = Launched(Path("script.py"), "-n", "2", args=["--epochs", "3"], cwd=tmp_path).finish()
+    assert "rank 1 failed with exit code 3;" in done.stderr
+    assert not (tmp_path / "log_output" / "1" / "rank.0" / "stderr").read_text()
+    assert script.exists()
+
+
+def test_no_rank_leaves_before_all_have_come_to_their_end(tmp_path):
+    # What a rank does when its process ends shows when that was. One that fails waits for nobody.
+    script = write(
+        tmp_path / "script.py",
+        "import atexit\n"
+        'atexit.register(lambda: print(os.path.exists("last"), flush=True))\n'
+        'if rank == 2: time.sleep(4); open("last", "x")\nsys.exit(0)',
+    )
+    done = Launched(script, "-n", "3").finish()
+    assert done.returncode == 0, done.stderr
+    logs = tmp_path / "log_output" / "1"
+    assert [(logs / f"rank.{number}" / "stdout").read_text() for number in range(3)] == ["True\n"] * 3
+
+
+def test_a_rank_does_not_wait_for_ever_for_one_that_goes_on(tmp_path):
+    # It may be waited for in turn, in a collective to which it never comes: that must fail, not hang.
+    script = write(
+        tmp_path / "script.py",
+        "import atexit\nbegin = time.monotonic()\n"
+        "atexit.register(lambda: print(time.monotonic() - begin, flush=True))\n"
+        f"time.sleep({MEET_SECONDS + 3} * rank)",
+    )
+    assert Launched(script, "-n", "2").finish().returncode == 0
+    waited = float((tmp_path / "log_output" / "1" / "rank.0" / "stdout").read_text())
+    assert MEET_SECONDS - 1 < waited < MEET_SECONDS + 3
+
+
+def test_two_launches_at_once_do_not_meet(tmp_path):
+    script = write(
+        tmp_path / "script.py",
+        'print(os.environ["MS_SCHED_PORT"])\n'
+        'open(f"{sys.argv[1]}.{rank}", "x")\n'
+        'while not os.path.exists(f"one.{rank}") or not os.path.exists(f"two.{rank}"): time.sleep(0.1)',
+    )
+    both = [Launched(script, "-n", "2", "--log-dir", name, args=[name]) for name in ("one", "two")]
+    done = [launched.finish() for launched in both]
+    assert [one.returncode for one in done] == [0, 0], done
+    ports = {(tmp_path / name / "1" / "rank.0" / "stdout").read_text() for name in ("one", "two")}
+    assert len(ports) == 2
+
+
+def test_a_scheduler_that_fails_ends_the_ranks(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        'import os, sys, time\nif os.environ["MS_ROLE"] == "MS_SCHED": sys.exit("no scheduling today")\n'
+        "time.sleep(1000)"
+    )
+    done = Launched(script, "-n", "2").finish()
+    assert done.returncode == 1
+    assert "MindSpore's scheduler failed with exit code 1" in done.stderr
+    assert "no scheduling today" in done.stderr
 
 
 def test_rank_0_is_shown_while_it_runs(tmp_path):
@@ -147,7 +190,7 @@ def test_a_killed_rank_ends_the_others(tmp_path):
     begin = time.monotonic()
     os.kill(int((tmp_path / "pid.2").read_text()), signal.SIGKILL)
     done = launched.finish()
-    assert "rank 2 failed with exit code 137" in done.stderr
+    assert "rank 2 failed with exit code 137 (SIGKILL)" in done.stderr
     assert done.returncode == 1
     assert time.monotonic() - begin < 30
 
@@ -182,9 +225,9 @@ def test_ranks_end_when_the_launcher_is_killed(tmp_path):
 
 def test_time_runs_out(tmp_path):
     script = write(tmp_path / "script.py", "time.sleep(1000 * rank)")
-    done = Launched(script, "-n", "2", "--timeout", "20").finish()
+    done = Launched(script, "-n", "2", "--timeout", "8").finish()
     assert done.returncode == 124
-    assert "ranks [1] had not ended after 20 s" in done.stderr
+    assert "ranks [1] had not ended after 8 s" in done.stderr
 
 
 def test_a_log_folder_serves_one_launch_at_a_time(tmp_path):
@@ -206,18 +249,41 @@ def test_a_log_folder_that_cannot_be_made_is_named(tmp_path):
     assert str(tmp_path / "file" / "logs") in done.stderr
 
 
+def test_a_log_folder_on_a_file_system_that_is_read_only_is_named(tmp_path):
+    # A file system's own refusal: permissions do not stop root, who often runs the tests.
+    script = write(tmp_path / "script.py", "")
+    (tmp_path / "mount").mkdir()
+    prefix = in_mounts_of_its_own(f"mount -t tmpfs -o ro none '{tmp_path}/mount'")
+    done = Launched(script, "--log-dir", "mount/logs", prefix=prefix).finish()
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: cannot write logs to '{tmp_path}/mount/logs': Read-only file system")
+    assert done.stderr.count("\n") == 2
+
+
+@pytest.mark.parametrize(("size", "code"), [("8k", 2), ("512k", 1)], ids=["before the start", "while they run"])
+def test_a_full_disk_is_named(tmp_path, size, code):
+    script = write(tmp_path / "script.py", 'if rank == 1: time.sleep(1000)\nwhile True: print("x" * 1000)')
+    (tmp_path / "mount").mkdir()
+    prefix = in_mounts_of_its_own(f"mount -t tmpfs -o size={size} none '{tmp_path}/mount'")
+    done = Launched(script, "-n", "2", "--log-dir", "mount/logs", prefix=prefix).finish()
+    assert done.returncode == code
+    assert f"'{tmp_path}/mount/logs' takes no more logs: No space left on device" in done.stderr
+    assert done.stderr.count("error: ") == 1
+    assert ("rank 0 failed with exit code" in done.stderr) == (code == 1)
+
+
 def test_logs_of_an_older_launch_with_more_ranks_are_removed(tmp_path):
     script = write(tmp_path / "script.py", "")
     old = tmp_path / "log_output" / "1" / "rank.5"
     old.mkdir(parents=True)
-    (old / "exit_code").write_text("1")
+    (old / "stdout").write_text("an older launch's")
     assert Launched(script, "-n", "1").finish().returncode == 0
     assert not old.exists()
 
 
 def test_a_launcher_that_is_not_installed_is_named(tmp_path):
-    with pytest.raises(launch.LaunchError, match="'mpirun' is not installed"):
-        launch.launcher_command("mpirun", 2, 8118, tmp_path, {"PATH": str(tmp_path)})
+    with pytest.raises(LaunchError, match="'mpirun' is not installed"):
+        Cluster(launcher="mpirun").command(tmp_path, {"PATH": str(tmp_path)})
 
 
 def test_it_is_a_module_to_run():
@@ -229,7 +295,15 @@ def test_it_is_a_module_to_run():
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--processes", "0", __file__], "must be at least 1, but got 0"), (["missing.py"], "no such script: missing.py")],
+    [
+        (["--processes", "0", __file__], "must be at least 1, but got 0"),
+        (["missing.py"], "no such script: missing.py"),
+        (["--start-timeout", "0", __file__], "--start-timeout must be greater than 0, but got 0"),
+        (["--nodes", "2", "--node-rank", "2", __file__], "--node-rank must be from 0 to --nodes - 1 = 1, but got 2"),
+        (["--nodes", "2", __file__], "--nodes needs --master-addr"),
+        (["--nodes", "2", "--launcher", "mpirun", __file__], "--nodes needs --launcher msrun"),
+        (["--master-port", "65535", __file__], "--master-port must be from 1 to 65534, but got 65535"),
+    ],
 )
 def test_wrong_arguments_are_named(arguments, message, capsys):
     with pytest.raises(SystemExit) as error:

@@ -1,0 +1,167 @@
+"""Say whether this machine can train: what is installed, which devices MindSpore can use, whether ranks can talk.
+
+    bash run.sh check
+
+Each part is tried in a process of its own, with the environment that the launcher sets. What is broken is named with
+its remedy, and makes the exit code 1; what is merely not there (a GPU, mpirun) does not.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+if __package__ in (None, ""):  # run as a file: our package, without the __init__ that would import MindSpore
+    sys.modules["gaccum_ms"] = types.ModuleType("gaccum_ms")
+    sys.modules["gaccum_ms"].__path__ = [str(Path(__file__).parent)]
+
+from gaccum_ms import gpu, launch
+from gaccum_ms.cluster import Cluster
+
+DEVICE_SECONDS = 120
+RANKS_SECONDS = 180
+INSTALL = "bash run.sh lets pip install it; by hand: pip install -e ."
+
+
+class Finding(NamedTuple):
+    """One line of the report, and what to do about it if it is broken."""
+
+    name: str
+    text: str
+    remedy: str = ""
+
+
+def check_python() -> Finding:
+    """Python's version."""
+    text = f"{sys.version.split()[0]}  {sys.executable}"
+    right = (3, 10) <= sys.version_info[:2] <= (3, 12)
+    return Finding("Python", text, "" if right else "MindSpore 2.10 needs Python 3.10, 3.11 or 3.12")
+
+
+def check_package(name: str, right: Callable[[list[str]], bool], needed: str) -> Finding:
+    """An installed package's version."""
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, "not installed", INSTALL)
+    return Finding(name, version, "" if right(version.split(".")) else f"pip install '{needed}'")
+
+
+def check_device(device: str, env: Mapping[str, str]) -> Finding:
+    """Whether MindSpore computes on a device, and if not, why."""
+    done = _run([__file__, "--device", device], env, DEVICE_SECONDS)
+    if done.returncode == 0:
+        return Finding(device, "works")
+    said = done.stdout + done.stderr
+    if device == "CPU":
+        return Finding(device, f"fails: {_first_reason(said)}", "reinstall MindSpore: " + INSTALL)
+    if device == "GPU":
+        if not gpu.has_driver():
+            return Finding(device, f"no: there is no NVIDIA driver ({gpu.DRIVER})")
+        if missing := gpu.missing_packages():
+            return Finding(device, f"no: {', '.join(missing)} missing", gpu.REMEDY)
+        return Finding(device, f"no: {_first_reason(said)}", "see nvidia-smi, and whether CUDA_HOME is set to CUDA 11")
+    load_error = re.search(r"libmindspore_ascend\S* failed\. (.*)", said)
+    reason = load_error[1] if load_error else _first_reason(said)
+    there = any(Path("/dev").glob("davinci[0-9]*"))
+    return Finding(device, f"no: {reason}", "install CANN and source its set_env.sh" if there else "")
+
+
+def check_program(name: str, remedy: str, otherwise: str) -> Finding:
+    """Whether a launcher is installed."""
+    path = shutil.which(name, path=Cluster().environment(os.environ, 1)["PATH"])
+    return Finding(name, path or f"not installed{otherwise}", "" if path else remedy)
+
+
+def check_ranks() -> Finding:
+    """Whether two processes, started as any others, can add a number up."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [launch.__file__, "-n", "2", "--timeout", str(RANKS_SECONDS - 30), "--start-timeout", "60"]
+        done = _run([*command, "--log-dir", folder, __file__, "--all-reduce"], os.environ, RANKS_SECONDS)
+    if done.returncode == 0:
+        return Finding("AllReduce", "works on 2 processes")
+    return Finding("AllReduce", f"fails on 2 processes:\n{done.stderr}", "see the error above")
+
+
+def _run(arguments: list[str], env: Mapping[str, str], seconds: float) -> subprocess.CompletedProcess:
+    command = [sys.executable, *arguments]
+    try:
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds, errors="replace")
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 124, "", f"Error: nothing came in {seconds:g} s")
+
+
+def _first_reason(said: str) -> str:
+    """The first line that says what went wrong: MindSpore heads its parts with dashes and titles."""
+    lines = [line.strip() for line in said.splitlines()]
+    after_title = [b for a, b in itertools.pairwise(lines) if a.startswith("-----") and not b.startswith("-")]
+    plain = [line for line in lines if line and not line.startswith(("-", "[WARNING]", "Traceback", "File "))]
+    return (after_title[:1] or plain[-1:] or ["it said nothing"])[0]
+
+
+def compute_on(device: str) -> None:
+    """Compute on a device, in a process that does nothing else."""
+    import mindspore as ms
+
+    ms.set_device(device)
+    if float((ms.Tensor([1.0]) + 1.0).asnumpy()[0]) != 2.0:
+        sys.exit("1 + 1 is not 2")
+
+
+def all_reduce() -> None:
+    """Add up 1 from each rank."""
+    import mindspore as ms
+    from mindspore import ops
+    from mindspore.communication import get_group_size, init
+
+    ms.set_device("CPU")
+    init()
+    if float(ops.AllReduce()(ms.Tensor([1.0])).asnumpy()[0]) != get_group_size():
+        sys.exit("the sum of a 1 from each rank is not the number of ranks")
+
+
+def main() -> int:
+    """Check all, print it, and return the exit code."""
+    failed = []
+
+    def report(finding: Finding) -> Finding:
+        print(f"{finding.name:10} {finding.text}", flush=True)
+        if finding.remedy:
+            failed.append(finding)
+        return finding
+
+    report(check_python())
+    report(check_package("numpy", lambda version: version[0] == "1", "numpy<2"))
+    report(check_package("psutil", lambda version: True, "psutil"))
+    mindspore = report(check_package("mindspore", lambda version: version[:2] == ["2", "10"], "mindspore==2.10.*"))
+    report(check_program("msrun", "" if mindspore.remedy else "reinstall MindSpore: " + INSTALL, ""))
+    report(check_program("mpirun", "", ", which only --launcher mpirun needs (on Debian: openmpi-bin)"))
+    if not failed:
+        with tempfile.TemporaryDirectory() as folder:
+            env = Cluster().environment(os.environ, 1)
+            env |= gpu.environment(Path(folder), env)
+            for device in ("CPU", "GPU", "Ascend"):
+                report(check_device(device, env))
+        report(check_ranks())
+    for finding in failed:
+        print(f"broken: {finding.name}. {finding.remedy}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--device"]:
+        compute_on(sys.argv[2])
+    elif sys.argv[1:2] == ["--all-reduce"]:
+        all_reduce()
+    else:
+        sys.exit(main())

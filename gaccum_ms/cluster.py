@@ -1,0 +1,163 @@
+"""What a launch is made of: how many ranks, on which hosts, and the command and environment that start them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from gaccum_ms.rank import JOB
+
+MASTER_PORT = 8118  # msrun's own default
+
+# What a batch system, an outer msrun or an outer mpirun leaves behind. MindSpore believes these before anything else.
+CLUSTER_PREFIXES = ("RANK_", "MS_SCHED_", "OMPI_", "PMIX_", "PMI_", "PRTE_")
+CLUSTER_NAMES = {"MS_ROLE", "MS_WORKER_NUM", "MS_SERVER_NUM", "MS_NODE_ID", "MS_NODE_RANK", "MS_WORKER_IP"}
+CLUSTER_NAMES |= {"MS_TOPO_TIMEOUT", "MS_SIMULATION_LEVEL", "MS_ENABLE_RECOVERY", "MS_RECOVERY_PATH"}
+CLUSTER_NAMES |= {"DEVICE_ID", "DEVICE_NUM", "MSRUN_CPU_LIST", "MSRUN_BIND_FILE", JOB}
+THREAD_NAMES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+# MindSpore gives up waiting this much later than the launcher, which can name who is missing.
+MINDSPORE_WAITS_LONGER_SECONDS = 60
+
+
+class LaunchError(Exception):
+    """A launch that cannot start or did not succeed, with the exit code of this program."""
+
+    def __init__(self, message: str, code: int = 1) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """The ranks of a launch.
+
+    Args:
+        launcher (str): ``"msrun"`` or ``"mpirun"``.
+        processes (int): The number of ranks on each host.
+        nodes (int): The number of hosts.
+        node_rank (int): Which of them this one is, from 0.
+        master_addr (str): The address of host 0, where MindSpore's scheduler runs.
+        master_port (int): The scheduler's port there. The launchers of several hosts talk through the next one.
+        start_timeout (float): Seconds that a rank may come to MindSpore's ``init()`` later than the first.
+    """
+
+    launcher: str = "msrun"
+    processes: int = 8
+    nodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    start_timeout: float = 600
+
+    @property
+    def size(self) -> int:
+        """The number of ranks on all hosts."""
+        return self.nodes * self.processes
+
+    @property
+    def local_ranks(self) -> range:
+        """The ranks on this host, numbered as msrun numbers them."""
+        return self.ranks_of(self.node_rank)
+
+    def ranks_of(self, node: int) -> range:
+        """The ranks on one host."""
+        return range(node * self.processes, (node + 1) * self.processes)
+
+    def names_of(self, node: int) -> str:
+        """The ranks on one host, for people."""
+        first, last = self.ranks_of(node)[0], self.ranks_of(node)[-1]
+        return str(first) if first == last else f"{first} to {last}"
+
+    def environment(self, parent: Mapping[str, str], cores: int) -> dict[str, str]:
+        """Return the environment of the processes to start.
+
+        Args:
+            parent (Mapping[str, str]): The environment of this program.
+            cores (int): The number of cores that this host's ranks share.
+
+        Returns:
+            dict[str, str], `parent` without another cluster's variables, with as many threads for each process as it
+            has cores (at least 1; numbers that `parent` sets are kept), and with this Python's folder first in
+            ``PATH``.
+        """
+        env = {k: v for k, v in parent.items() if k not in CLUSTER_NAMES and not k.startswith(CLUSTER_PREFIXES)}
+        for name in THREAD_NAMES:
+            env.setdefault(name, str(max(1, cores // self.processes)))
+        env.setdefault("PYTHONUNBUFFERED", "1")
+        env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
+        if self.launcher == "mpirun":  # it knows nothing of MindSpore's cluster, whose variables come from here
+            env |= {"MS_SCHED_HOST": self.master_addr, "MS_SCHED_PORT": str(self.master_port)}
+            env |= {"MS_WORKER_NUM": str(self.size), "RANK_SIZE": str(self.size)}
+            env |= {"MS_TOPO_TIMEOUT": str(self._mindspores_timeout())}
+        return env
+
+    def command(self, log_dir: Path, env: Mapping[str, str]) -> list[str]:
+        """Return the command that starts a Python program on each of this host's ranks, without that program.
+
+        Raises:
+            LaunchError: If the launcher is not installed.
+        """
+        path = shutil.which(self.launcher, path=env["PATH"])
+        if path is None:
+            remedy = "on Debian: apt-get install openmpi-bin" if self.launcher == "mpirun" else "pip install mindspore"
+            raise LaunchError(f"'{self.launcher}' is not installed ({remedy}).", code=2)
+        if self.launcher == "mpirun":
+            as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+            return [path, "-n", str(self.processes), "--oversubscribe", "--bind-to", "none", *as_root, sys.executable]
+        count = [f"--worker_num={self.size}", f"--local_worker_num={self.processes}", f"--node_rank={self.node_rank}"]
+        address = [f"--master_addr={self.master_addr}", f"--master_port={self.master_port}"]
+        waits = [f"--cluster_time_out={self._mindspores_timeout()}", "--join=True"]
+        return [path, *count, *address, *waits, f"--log_dir={log_dir / 'msrun'}", "--tail_worker_log=0", "python3"]
+
+    def _mindspores_timeout(self) -> int:
+        return int(self.start_timeout) + MINDSPORE_WAITS_LONGER_SECONDS
+
+
+@contextlib.contextmanager
+def held_port(address: str, port: int = 0) -> Iterator[int]:
+    """Find a free TCP port, or take the given one, and keep it from other programs until MindSpore's scheduler, which
+    starts seconds later, listens there.
+
+    A socket that is bound and does not listen does that: the system gives its port to nobody who asks for any, but to
+    the scheduler, which asks for this one and sets SO_REUSEADDR, as we do.
+
+    Raises:
+        LaunchError: If the port is taken, or the address is not this host's.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bind(holder, address, port)
+        yield holder.getsockname()[1]
+
+
+def bind(to_bind: socket.socket, address: str, port: int) -> None:
+    """Bind a socket.
+
+    Raises:
+        LaunchError: If the port is taken, or the address is not this host's.
+    """
+    try:
+        to_bind.bind((address, port))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            why = f"port {port} of {address} is taken. Name another --master-port, the same on all hosts."
+        else:
+            why = f"this host has no address '{address}' ({error.strerror}). --master-addr is one of host 0's."
+        raise LaunchError(why, code=2) from None
+
+
+def is_local(address: str) -> bool:
+    """Tell whether an address is this host's."""
+    try:
+        with held_port(address):
+            return True
+    except LaunchError:
+        return False

@@ -1,0 +1,94 @@
+"""What MindSpore's GPU back end looks for, made from the CUDA 11 libraries of the extra ``gpu``.
+
+The back end is chosen by what ``$CUDA_HOME/bin/nvcc`` answers, and is loaded if all its libraries are found. A machine
+with nothing but NVIDIA's driver has neither: the libraries come from PyPI, in a folder each, and no compiler with them.
+So a folder is made that looks as CUDA's own would: links to the libraries, and an ``nvcc`` that gives its version.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+# MindSpore 2.10 knows CUDA 10.1, 11.1 and 11.6 by name; libraries of later versions 11 serve programs made for 11.6.
+CUDA_VERSION = "11.6.124"
+DRIVER = "libcuda.so.1"
+LIBRARIES = {
+    "libcublas.so.11": "nvidia-cublas-cu11",
+    "libcudart.so.11.0": "nvidia-cuda-runtime-cu11",
+    "libcudnn.so.8": "nvidia-cudnn-cu11",
+    "libcufft.so.10": "nvidia-cufft-cu11",
+    "libcurand.so.10": "nvidia-curand-cu11",
+    "libcusolver.so.11": "nvidia-cusolver-cu11",
+    "libcusparse.so.11": "nvidia-cusparse-cu11",
+    "libnvrtc.so.11.2": "nvidia-cuda-nvrtc-cu11",
+}
+REMEDY = "in the project's folder: pip install '.[gpu]' (1.6 GB)"
+
+
+def has_driver() -> bool:
+    """Tell whether NVIDIA's driver is installed."""
+    try:
+        ctypes.CDLL(DRIVER)
+    except OSError:
+        return False
+    return True
+
+
+def missing_packages() -> list[str]:
+    """Return the packages of the extra ``gpu`` whose libraries are not installed."""
+    found = {path.name for path in _libraries()}
+    return [package for library, package in LIBRARIES.items() if library not in found]
+
+
+def environment(folder: Path, env: Mapping[str, str]) -> dict[str, str]:
+    """Make the folder, and return the variables that lead MindSpore to it.
+
+    Args:
+        folder (Path): The folder to make.
+        env (Mapping[str, str]): The environment to change. One that names a ``CUDA_HOME`` is left as it is.
+
+    Returns:
+        dict[str, str], the variables to change; none where there is no driver or a library is missing.
+    """
+    if "CUDA_HOME" in env or not has_driver() or missing_packages():
+        return {}
+    return lay_out(folder, env)
+
+
+def lay_out(folder: Path, env: Mapping[str, str]) -> dict[str, str]:
+    """As `environment`, whether there is a driver or not."""
+    nvcc, libraries = folder / "bin" / "nvcc", folder / "lib64"
+    nvcc.parent.mkdir(parents=True, exist_ok=True)
+    major, minor, _ = CUDA_VERSION.split(".")
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {major}.{minor}, V{CUDA_VERSION}'\n")
+    nvcc.chmod(0o755)
+    libraries.mkdir(exist_ok=True)
+    for library in _libraries():
+        (libraries / library.name).unlink(missing_ok=True)
+        (libraries / library.name).symlink_to(library)
+        if library.name == "libcudart.so.11.0":  # MindSpore's check reads the version off a file's name
+            (libraries / f"libcudart.so.{CUDA_VERSION}").unlink(missing_ok=True)
+            (libraries / f"libcudart.so.{CUDA_VERSION}").symlink_to(library)
+    plugins = _package("mindspore") / "lib" / "plugin"
+    search = [libraries, plugins / f"gpu{major}.{minor}", plugins / "gpu", *filter(None, [env.get("LD_LIBRARY_PATH")])]
+    return {"CUDA_HOME": str(folder), "LD_LIBRARY_PATH": os.pathsep.join(map(str, search))}
+
+
+def _libraries() -> list[Path]:
+    """The shared libraries in NVIDIA's packages."""
+    try:
+        return sorted(_package("nvidia").glob("*/lib/*.so*"))
+    except FileNotFoundError:
+        return []
+
+
+def _package(name: str) -> Path:
+    """Where a package is installed; it is not imported."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise FileNotFoundError(name)
+    return Path(next(iter(spec.submodule_search_locations)))

@@ -1,0 +1,185 @@
+"""What the guards of a launch report (see `rank.py`), and what follows: go on, all is well, or why it failed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import signal
+import socket
+import time
+from pathlib import Path
+
+from gaccum_ms.cluster import Cluster, LaunchError
+from gaccum_ms.nodes import Message
+from gaccum_ms.rank import SCHEDULER
+
+TAIL_LINES = 20
+TAIL_LINE_BYTES = 2000
+SCHEDULER_GRACE_SECONDS = 5.0  # a mistake that ends a rank may end the scheduler sooner; the rank says more
+HOST_0_GRACE_SECONDS = 10.0  # a rank may fail before host 0, which should hear of it, is there
+
+
+class Reports:
+    """Where guards and ranks of one launch send their messages."""
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(f"\0{job}")  # no file, so neither a full disk nor a long path can stop a message
+        self._socket.setblocking(False)
+
+    def __enter__(self) -> Reports:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._socket.close()
+
+    def read(self, seconds: float) -> list[Message]:
+        """Return the messages that have come, after waiting at most `seconds` for one."""
+        messages = []
+        if select.select([self._socket], [], [], seconds)[0]:
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    messages.append(json.loads(self._socket.recv(4096)))
+        return messages
+
+    def let_go(self, rank: int) -> None:
+        """Tell a rank that waits at its end that it may leave."""
+        with contextlib.suppress(OSError):
+            self._socket.sendto(b"!", f"\0{self._job}-{rank}")
+
+
+class Ranks:
+    """The state of a launch.
+
+    Args:
+        cluster (Cluster): Its ranks.
+        log_dir (Path): Where the logs of this host's ranks are.
+    """
+
+    def __init__(self, cluster: Cluster, log_dir: Path) -> None:
+        self._cluster = cluster
+        self._log_dir = log_dir
+        self._pids: dict[int, int] = {}
+        self._in_init: set[int] = set()  # have come to init()
+        self._at_end: set[int] = set()
+        self._codes: dict[int, int] = {}
+        self._error: LaunchError | None = None
+        self._failed = 0.0
+        self._begin = time.monotonic()
+        self._first_in_init = 0.0
+        self._scheduler_failed = 0.0
+        self.ended = False
+        self.may_leave = False
+
+    def note(self, message: Message) -> None:
+        """Take in a message of a guard, of a rank, or of another host's launcher."""
+        rank, code = int(str(message.get("rank", SCHEDULER))), int(str(message.get("code", 0)))
+        if "pid" in message:
+            self._pids[rank] = int(str(message["pid"]))
+        if "in_init" in message:
+            self._first_in_init = self._first_in_init or time.monotonic()
+            self._in_init.add(rank)
+        if "at_end" in message:
+            self._at_end.add(rank)
+        if "rank" in message and "code" in message:
+            self._codes[rank] = code
+            if code and rank == SCHEDULER:
+                self._scheduler_failed = time.monotonic()
+            elif code:
+                why = f"rank {rank}{self._host(rank)} failed with {_exit_code(code)}; all ranks were ended."
+                self._fail(why + str(message.get("log", "")))
+        if "end" in message:  # from host 0, which knows what was first on all hosts
+            self._error = None
+        if message.get("error"):
+            self._fail(str(message["error"]), code)
+        every = range(self._cluster.size)
+        self.may_leave = self.may_leave or "go" in message or self._at_end | self._codes.keys() >= set(every)
+        self.ended = self.ended or "end" in message or all(self._codes.get(rank) == 0 for rank in every)
+
+    def _fail(self, why: str, code: int = 1) -> None:
+        """Keep the first error: the others mostly follow from it."""
+        self._failed = self._failed or time.monotonic()
+        self._error = self._error or LaunchError(why, code)
+
+    def _host(self, rank: int) -> str:
+        return f" on host {rank // self._cluster.processes}" if self._cluster.nodes > 1 else ""
+
+    def running(self) -> list[int]:
+        """The ranks of which this host knows that they have not come to their end."""
+        known = range(self._cluster.size) if self._cluster.node_rank == 0 else self._cluster.local_ranks
+        return [rank for rank in known if rank not in self._codes and rank not in self._at_end]
+
+    def silent(self, news: list[Message]) -> list[int]:
+        """This host's ranks of which no exit code has come, not in `news` either."""
+        told = self._codes.keys() | {message.get("rank") for message in news if "code" in message}
+        return [rank for rank in self._cluster.local_ranks if rank not in told]
+
+    def look(self) -> list[Message]:
+        """Look which of this host's ranks have come to ``init()``: that connects them to MindSpore's scheduler."""
+        import psutil
+
+        found: list[Message] = []
+        for rank, pid in self._pids.items():
+            if rank not in self._in_init and rank not in self._codes:
+                with contextlib.suppress(psutil.Error):
+                    ports = [c.raddr.port for c in psutil.Process(pid).net_connections("tcp") if c.raddr]
+                    if self._cluster.master_port in ports:
+                        found.append({"rank": rank, "in_init": True})
+        return found
+
+    def check(self, absent: list[int]) -> None:
+        """Raise the error that ends the launch, if there is one. Host 0 decides for all.
+
+        Args:
+            absent (list[int]): The hosts that this one still waits for.
+        """
+        now, limit = time.monotonic(), self._cluster.start_timeout
+        alone = absent == [0] and now - self._failed > HOST_0_GRACE_SECONDS
+        if self._error and (self.ended or self._cluster.node_rank == 0 or alone):
+            raise self._error
+        if self._cluster.node_rank != 0:
+            return
+        if self._scheduler_failed and now - self._scheduler_failed > SCHEDULER_GRACE_SECONDS:
+            log = next(path for path in _scheduler_logs(self._log_dir) if path.exists())
+            why = f"MindSpore's scheduler failed with {_exit_code(self._codes[SCHEDULER])}; all ranks were ended."
+            raise LaunchError(why + last_lines(log))
+        if absent and now - self._begin > limit:
+            hosts = ", ".join(f"{node} (ranks {self._cluster.names_of(node)})" for node in absent)
+            raise LaunchError(f"hosts that did not join within {limit:g} s: {hosts}; all ranks were ended.", code=124)
+        missing = sorted(set(range(self._cluster.size)) - self._in_init - self._at_end - self._codes.keys())
+        if self._in_init and missing and now - self._first_in_init > limit:
+            names = ", ".join(f"rank {rank}{self._host(rank)}" for rank in missing)
+            why = f"did not come to init() within {limit:g} s of the first: {names}; all ranks were ended."
+            raise LaunchError(why + "".join(rank_logs(self._log_dir, rank) for rank in missing), code=124)
+
+
+def rank_folder(log_dir: Path, rank: int | str) -> Path:
+    """Return the folder with one rank's ``stdout`` and ``stderr``."""
+    return log_dir / "1" / f"rank.{rank}"
+
+
+def rank_logs(log_dir: Path, rank: int) -> str:
+    """Return the ends of one rank's logs."""
+    return "".join(last_lines(rank_folder(log_dir, rank) / name) for name in ("stdout", "stderr"))
+
+
+def last_lines(path: Path, count: int = TAIL_LINES) -> str:
+    """Return the end of a log, indented, under its path; nothing where it is empty."""
+    end = b""
+    if path.exists():
+        with path.open("rb") as log:
+            log.seek(max(0, path.stat().st_size - count * TAIL_LINE_BYTES))
+            end = log.read()
+    lines = end.decode(errors="replace").splitlines()[-count:]
+    return "\n".join(["", f"the end of {path}:", *(f"    {line}" for line in lines)]) if lines else ""
+
+
+def _scheduler_logs(log_dir: Path) -> list[Path]:
+    return [log_dir / "msrun" / "scheduler.log", log_dir / "scheduler.log"]
+
+
+def _exit_code(code: int) -> str:
+    names = {128 + number: number.name for number in signal.Signals}
+    return f"exit code {code}" + (f" ({names[code]})" if code in names else "")

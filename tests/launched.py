@@ -1,0 +1,80 @@
+"""Starts the launcher in tests, finds every process that it started, and asserts that it leaves none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+
+from gaccum_ms import launch
+
+# The launcher ends its own processes after TIMEOUT; should it fail to, the test ends after LIMIT and fails.
+TIMEOUT, LIMIT = 90, 120
+
+
+def write(path: Path, text: str) -> Path:
+    """Write a script that knows its rank; it is run once more as the scheduler, which has none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    prologue = 'import os, sys, time\nif os.environ["MS_ROLE"] == "MS_SCHED": sys.exit()\n'
+    path.write_text(prologue + 'rank = int(os.environ["RANK_ID"])\n' + text)
+    return path
+
+
+class Launched:
+    """A running launcher whose processes can be found, even those that left its tree.
+
+    It is started in `cwd`, by default the script's folder, by ``python launch.py``, or by `program` (``bash run.sh``,
+    say), after `prefix`, which runs the words after it somewhere else.
+    """
+
+    def __init__(self, script: Path, *options: str, args=(), env=None, cwd=None, prefix=(), program=None) -> None:
+        self.mark = uuid.uuid4().hex
+        program = program or [sys.executable, launch.__file__, "--timeout", str(TIMEOUT)]
+        command = [*prefix, *program, *options, *([str(script)] if script else []), *args]
+        env = {**os.environ, **(env or {}), "TEST_MARK": self.mark}
+        self.process = subprocess.Popen(
+            command, env=env, cwd=cwd or script.parent, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+
+    def finish(self) -> subprocess.CompletedProcess:
+        try:
+            out, err = self.process.communicate(timeout=LIMIT)
+        finally:
+            self.process.kill()
+            left = self.running()
+            for process in left:
+                process.kill()
+        assert not left, f"left running: {left}"
+        return subprocess.CompletedProcess(self.process.args, self.process.returncode, out, err)
+
+    def running(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("TEST_MARK") == self.mark and process.pid != self.process.pid:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def wait_for(self, path: Path) -> None:
+        until = time.monotonic() + LIMIT
+        while not path.exists() and self.process.poll() is None and time.monotonic() < until:
+            time.sleep(0.1)
+        assert path.exists(), f"{path} never came: {self.process.poll()}"
+
+
+def in_mounts_of_its_own(mount: str) -> list[str]:
+    """A prefix that runs a command after `mount`, a line of shell, which nobody else gets to see."""
+    prefix = ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh"]
+    tried = shutil.which("unshare") and subprocess.run([*prefix, "true"], capture_output=True, text=True, timeout=10)
+    if not tried or tried.returncode != 0:
+        pytest.skip(f"this machine allows no mounts: {tried and tried.stderr.strip()}")
+    return prefix

@@ -1,0 +1,114 @@
+"""What MindSpore's GPU back end needs. There is no GPU here: its libraries are real, the driver answers 'no device'."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gaccum_ms import gpu
+
+NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
+ASKED = ["cuInit", "cuDriverGetVersion", "cuDeviceGetCount", "cuGetProcAddress", "cuGetProcAddress_v2"]
+ASKED += ["cuDeviceGetAttribute", "cuGetErrorName", "cuLaunchKernel", "cuModuleGetFunction", "cuModuleLoadDataEx"]
+ASKED += ["cuModuleUnload", "cuStreamSynchronize"]
+
+
+@pytest.fixture(scope="module")
+def libraries() -> None:
+    if missing := gpu.missing_packages():
+        pytest.skip(f"the extra 'gpu' is not installed: {', '.join(missing)}")
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory) -> Path:
+    """A folder with a driver for a machine that has no GPU."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("there is no C compiler to build a driver without a GPU with")
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "driver.c").write_text("".join(f"int {name}(void) {{ return {NO_DEVICE}; }}\n" for name in ASKED))
+    command = [compiler, "-shared", "-fPIC", "-o", str(folder / gpu.DRIVER), str(folder / "driver.c")]
+    subprocess.run(command, check=True, timeout=60)
+    return folder
+
+
+def with_driver(driver: Path, *command: str, **env: str) -> subprocess.CompletedProcess:
+    env = {**{k: v for k, v in os.environ.items() if k != "CUDA_HOME"}, "LD_LIBRARY_PATH": str(driver), **env}
+    return subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_without_a_driver_nothing_is_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "DRIVER", "libcuda_that_is_not_there.so.1")
+    assert gpu.environment(tmp_path / "cuda", {}) == {}
+    assert not (tmp_path / "cuda").exists()
+
+
+def test_a_cuda_of_the_users_own_is_kept(driver, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "DRIVER", str(driver / gpu.DRIVER))
+    assert gpu.environment(tmp_path / "cuda", {"CUDA_HOME": "/usr/local/cuda"}) == {}
+
+
+def test_missing_packages_are_named_as_pip_knows_them(monkeypatch, tmp_path):
+    for folder, library in (("cublas", "libcublas.so.11"), ("cudnn", "libcudnn.so.9")):
+        (tmp_path / "nvidia" / folder / "lib").mkdir(parents=True)
+        (tmp_path / "nvidia" / folder / "lib" / library).touch()
+    monkeypatch.setattr(gpu, "_package", lambda name: tmp_path / name)
+    missing = gpu.missing_packages()
+    assert "nvidia-cublas-cu11" not in missing
+    assert "nvidia-cudnn-cu11" in missing, "version 9 is not version 8"
+    assert len(missing) == len(gpu.LIBRARIES) - 1
+    setup = (Path(gpu.__file__).parents[1] / "setup.py").read_text()
+    assert all(f'"{package}' in setup for package in gpu.LIBRARIES.values())
+
+
+def test_every_library_of_the_back_end_is_found(libraries, driver, tmp_path):
+    """By the loader itself, which lists what it finds for MindSpore's plug-ins."""
+    variables = gpu.lay_out(tmp_path / "cu da", {"LD_LIBRARY_PATH": str(driver)})
+    plugins = gpu._package("mindspore") / "lib" / "plugin"
+    for name in ("libmindspore_gpu.so.11.6", "gpu11.6/libnvidia_collective.so", "gpu/libcuda_ops.so.11"):
+        command = ["ldd", str(plugins / name)]
+        listed = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=60)
+        assert listed.returncode == 0, listed.stderr
+        assert "not found" not in listed.stdout
+        assert name != "libmindspore_gpu.so.11.6" or f"=> {tmp_path}/cu da/lib64/libcublas.so.11 " in listed.stdout
+
+
+def test_mindspore_loads_its_gpu_back_end_and_misses_nothing_but_the_device(libraries, driver, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import mindspore as ms\nms.set_device('GPU')\nprint(ms.Tensor([1.0]) + 1)")
+    bare = with_driver(driver, str(script))
+    assert "Unsupported device target GPU" in bare.stderr, "without the environment there is no such back end"
+    variables = gpu.lay_out(tmp_path / "cu da", {"LD_LIBRARY_PATH": str(driver)})
+    done = with_driver(driver, str(script), **variables)
+    assert done.returncode != 0
+    assert "Unsupported device target" not in done.stderr
+    assert "CUDA driver version is insufficient" in done.stderr
+    assert "[WARNING]" not in done.stderr, "MindSpore's check of CUDA's version is content"
+
+
+def test_the_launcher_hands_the_environment_to_the_ranks(libraries, driver, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text('import os\nprint(os.environ["CUDA_HOME"])\nprint(os.environ["LD_LIBRARY_PATH"])')
+    launcher = str(Path(gpu.__file__).with_name("launch.py"))
+    done = with_driver(driver, launcher, "-n", "1", "--timeout", "60", "--log-dir", str(tmp_path / "log"), str(script))
+    assert done.returncode == 0, done.stderr
+    home, search, *_ = done.stdout.splitlines()
+    assert home == f"{tmp_path}/log/.cuda"
+    assert f"{home}/lib64" in search.split(os.pathsep)
+
+
+def test_check_names_a_gpu_that_cannot_be_used(libraries, driver):
+    """Two of the self-check's lines; all of it is run in test_check.py."""
+    program = (
+        "import os, tempfile\nfrom pathlib import Path\nfrom gaccum_ms import check, gpu\n"
+        "env = dict(os.environ)\nenv |= gpu.environment(Path(tempfile.mkdtemp()), env)\n"
+        "print(check.check_device('GPU', env))"
+    )
+    done = with_driver(driver, "-c", program, PYTHONPATH=str(Path(gpu.__file__).parents[1]))
+    assert "CUDA driver version is insufficient" in done.stdout
+    assert "nvidia-smi" in done.stdout

@@ -1,0 +1,144 @@
+"""The launcher, on ranks that train with MindSpore: their cluster is real, and so are the AllReduces that hang."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launched import Launched
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+WORKER = HERE / "training_worker.py"
+PYTHONPATH = {"PYTHONPATH": str(ROOT)}
+FOR_EVER = "1000000"
+pytestmark = pytest.mark.distributed
+
+# What an outer launch of each kind would leave, each value wrong for this one.
+STALE = {
+    **{"MS_ROLE": "MS_SCHED", "MS_SCHED_HOST": "192.0.2.1", "MS_SCHED_PORT": "1", "MS_WORKER_NUM": "9"},
+    **{"MS_NODE_ID": "5", "MS_WORKER_IP": "192.0.2.1", "MS_TOPO_TIMEOUT": "1", "MS_SERVER_NUM": "3"},
+    **{"MS_ENABLE_RECOVERY": "1", "MS_SIMULATION_LEVEL": "1", "DEVICE_ID": "7"},
+    **{"RANK_ID": "7", "RANK_SIZE": "9", "RANK_TABLE_FILE": "/nowhere/table.json"},
+    **{"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "9", "OMPI_COMM_WORLD_LOCAL_RANK": "5", "PMIX_RANK": "5"},
+}
+
+
+def assert_trained(out: Path, ranks: int) -> None:
+    """All ranks are there, and have the same weights, which only what they sent each other can have made."""
+    sizes, totals = zip(*((out / f"rank{rank}").read_text().split() for rank in range(ranks)), strict=True)
+    assert set(sizes) == {str(ranks)}
+    assert len(set(totals)) == 1
+
+
+def wait_for_step(launched: Launched, out: Path, rank: int, step: int) -> int:
+    """The process id of a rank that has done this step."""
+    while True:
+        launched.wait_for(out / str(rank))
+        pid, done = (out / str(rank)).read_text().split()
+        if int(done) >= step:
+            return int(pid)
+        time.sleep(0.05)
+
+
+def test_two_launches_at_once_with_spaces_in_every_path_and_variables_of_another_cluster(tmp_path):
+    """From a copy of the project, by its run.sh, called from another folder; both train."""
+    project, elsewhere = tmp_path / "a project", tmp_path / "some where"
+    shutil.copytree(ROOT / "gaccum_ms", project / "gaccum_ms", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "run.sh", project)
+    (project / "sample_code").mkdir()
+    script = shutil.copy(WORKER, project / "sample_code" / "a script.py")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**STALE, "PATH": path, "PYTHONPATH": ""}
+    program = ["bash", "../a project/run.sh", "--timeout", "90", "--processes", "2", "--script", str(script)]
+    both = []
+    for name in ("out one", "out two"):
+        (elsewhere / name).mkdir(parents=True)
+        options = ["--log-dir", f"logs {name}", name, "5"]
+        both.append(Launched(None, *options, program=program, env=env, cwd=elsewhere))
+    for launched, name in zip(both, ("out one", "out two"), strict=True):
+        done = launched.finish()
+        assert done.returncode == 0, done.stderr
+        assert_trained(elsewhere / name, 2)
+        assert (elsewhere / f"logs {name}" / "1" / "rank.1" / "stderr").exists()
+
+
+@pytest.mark.parametrize("end", ["killed", "raises"])
+def test_a_rank_that_ends_in_training_ends_the_others_in_their_allreduce(tmp_path, end):
+    arguments = [str(tmp_path), FOR_EVER, *(["1"] if end == "raises" else [])]
+    launched = Launched(WORKER, "-n", "2", args=arguments, env=PYTHONPATH, cwd=tmp_path)
+    rank_1 = wait_for_step(launched, tmp_path, rank=1, step=4)
+    begin = time.monotonic()
+    if end == "killed":
+        os.kill(rank_1, signal.SIGKILL)
+    done = launched.finish()
+    assert time.monotonic() - begin < 30
+    assert done.returncode == 1
+    code = "137 (SIGKILL)" if end == "killed" else "1"
+    assert done.stderr.startswith(f"error: rank 1 failed with exit code {code}; all ranks were ended.")
+    assert f"the end of {tmp_path}/log_output/1/rank.1/stderr" in done.stderr
+    assert ("ValueError: no step 5 on rank 1" in done.stderr) == (end == "raises")
+
+
+def test_a_rank_that_never_comes_is_named_after_the_start_timeout(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, time\nfrom mindspore.communication import init\n"
+        'if os.environ["MS_ROLE"] == "MS_WORKER" and os.environ["RANK_ID"] == "1":\n'
+        '    print("waiting for a disk that never comes", flush=True)\n    time.sleep(1000)\n'
+        'import mindspore\nmindspore.set_device("CPU")\ninit()'
+    )
+    begin = time.monotonic()
+    done = Launched(script, "-n", "2", "--start-timeout", "6").finish()
+    assert done.returncode == 124
+    assert done.stderr.startswith("error: did not come to init() within 6 s of the first: rank 1; all ranks were")
+    assert "    waiting for a disk that never comes" in done.stderr
+    assert time.monotonic() - begin < 45
+
+
+@pytest.fixture(scope="module")
+def mpirun() -> None:
+    """Open MPI, installed if it is not there and can be."""
+    if shutil.which("mpirun") is None:
+        reason = "mpirun is not installed, and there is no apt-get to install openmpi-bin with"
+        if shutil.which("apt-get"):
+            install = "apt-get update && apt-get install --yes --no-install-recommends openmpi-bin"
+            done = subprocess.run(["sh", "-c", install], capture_output=True, text=True, timeout=300)
+            reason = f"mpirun is not installed, and apt-get could not install it: {done.stderr[-200:]}"
+        if shutil.which("mpirun") is None:
+            pytest.skip(reason)
+
+
+def test_mpirun_trains_and_keeps_logs_as_msrun_does(tmp_path, mpirun):
+    script = tmp_path / "a script.py"
+    shutil.copy(WORKER, script)
+    options = ["-n", "2", "--launcher", "mpirun", "--log-dir", "log output"]
+    done = Launched(script, *options, args=[str(tmp_path), "5"], env={**STALE, **PYTHONPATH}).finish()
+    assert done.returncode == 0, done.stderr
+    assert_trained(tmp_path, 2)
+    logs = tmp_path / "log output" / "1"
+    assert sorted(str(path.relative_to(logs)) for path in logs.rglob("std*")) == [
+        f"rank.{rank}/{name}" for rank in range(2) for name in ("stderr", "stdout")
+    ]
+
+
+def test_more_ranks_than_samples_train(tmp_path):
+    """MindSpore gives each rank a sample, here both the same. The cell refuses to split it in the sample's default of
+    4 micro-batches, as it would any batch of one; with 1 the sample trains."""
+    for name in ("train", "t10k"):
+        (tmp_path / f"{name}-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 2051, 1, 28, 28) + bytes(28 * 28))
+        (tmp_path / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, 1) + bytes(1))
+    sample = ROOT / "sample_code" / "distributed_gradient_accumulation" / "train.py"
+    arguments = ["--epochs", "2", "--print-every", "1", "--micro-size", "1"]
+    env = {**PYTHONPATH, "DATA_PATH": str(tmp_path)}
+    done = Launched(sample, "-n", "2", args=arguments, env=env, cwd=tmp_path).finish()
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        assert "epoch: 2 step: 1, loss is" in (tmp_path / f"log_output/1/rank.{rank}/stdout").read_text()

@@ -1,0 +1,192 @@
+"""Several hosts: two network namespaces joined by a cable are two hosts, as far as any program can tell."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launched import Launched, write
+
+HERE = Path(__file__).resolve().parent
+WORKER = HERE / "training_worker.py"
+ADDRESS = "10.231.77.1"
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[list[str]]]:
+    """The prefix of commands that run on host 0, and that of host 1."""
+    if shutil.which("ip") is None:
+        pytest.skip("there is no 'ip' to make network namespaces with")
+    mark = uuid.uuid4().hex[:8]
+    names = [f"gaccum-{mark}-{number}" for number in range(2)]
+    ends = [f"g{mark}{number}" for number in range(2)]
+    try:
+        for line in (
+            *(f"netns add {name}" for name in names),
+            f"link add {ends[0]} netns {names[0]} type veth peer name {ends[1]} netns {names[1]}",
+            *(f"-n {names[i]} addr add 10.231.77.{i + 1}/24 dev {ends[i]}" for i in range(2)),
+            *(f"-n {names[i]} link set {device} up" for i in range(2) for device in ("lo", ends[i])),
+        ):
+            done = subprocess.run(["ip", *line.split()], capture_output=True, text=True, timeout=10)
+            if done.returncode != 0:
+                pytest.skip(f"this machine allows no network namespaces: ip {line}: {done.stderr.strip()}")
+        yield [["ip", "netns", "exec", name] for name in names]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=10)
+
+
+def start(hosts: list[list[str]], script: Path, cwd: Path, number: int, *options: str, args=(), env=None) -> Launched:
+    """Start the launcher on one host, with logs in a folder of its own."""
+    where = ["--nodes", "2", "--node-rank", str(number), "--master-addr", ADDRESS, "--log-dir", f"host {number}"]
+    return Launched(script, "-n", "2", *where, *options, args=args, env=env, cwd=cwd, prefix=hosts[number])
+
+
+def test_two_hosts_train_as_one(hosts, tmp_path):
+    env = {"PYTHONPATH": str(HERE.parent)}
+    both = [start(hosts, WORKER, tmp_path, number, args=[str(tmp_path), "5"], env=env) for number in range(2)]
+    for number, launched in enumerate(both):
+        done = launched.finish()
+        assert done.returncode == 0, done.stderr
+        assert "4 ranks finished" in done.stdout
+        logs = tmp_path / f"host {number}" / "1"
+        assert sorted(path.name for path in logs.iterdir()) == [f"rank.{2 * number}", f"rank.{2 * number + 1}"]
+    results = {(tmp_path / f"rank{rank}").read_text() for rank in range(4)}
+    assert len(results) == 1, "all have the same weights"
+    assert results.pop().startswith("4 ")
+
+
+@pytest.mark.parametrize("failing", [0, 3])
+def test_a_failing_rank_ends_both_hosts_which_name_it_with_its_log(hosts, tmp_path, failing):
+    # The others are in no collective, so nothing but the launchers can tell them.
+    script = write(
+        tmp_path / "script.py",
+        'assert os.environ["RANK_SIZE"] == "4"\nopen(f"up.{rank}", "x")\n'
+        'while not os.path.exists("go"): time.sleep(0.1)\n'
+        f'if rank == {failing}: raise ValueError(f"no such thing on rank {{rank}}")\ntime.sleep(1000)',
+    )
+    both = [start(hosts, script, tmp_path, number) for number in range(2)]
+    for rank in range(4):
+        both[rank // 2].wait_for(tmp_path / f"up.{rank}")
+    (tmp_path / "go").touch()
+    begin = time.monotonic()
+    for launched in both:
+        done = launched.finish()
+        assert done.returncode == 1
+        assert f"rank {failing} on host {failing // 2} failed with exit code 1" in done.stderr
+        assert f"the end of {tmp_path}/host {failing // 2}/1/rank.{failing}/stderr" in done.stderr
+        assert f"ValueError: no such thing on rank {failing}" in done.stderr
+    assert time.monotonic() - begin < 30
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_rank_that_fails_before_host_0_comes_is_named(hosts, tmp_path, comes):
+    script = write(tmp_path / "script.py", 'open(f"up.{rank}", "x")\nif rank == 2: sys.exit(7)\ntime.sleep(1000)')
+    other = start(hosts, script, tmp_path, 1)
+    other.wait_for(tmp_path / "up.2")
+    time.sleep(2)
+    both = [start(hosts, script, tmp_path, 0), other] if comes else [other]
+    for launched in both:
+        done = launched.finish()
+        assert done.returncode == 1
+        assert done.stderr.startswith("error: rank 2 on host 1 failed with exit code 7; all ranks were ended.")
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_host_whose_launcher_is_killed_ends_the_other(hosts, tmp_path, lost):
+    script = write(tmp_path / "script.py", 'open(f"up.{rank}", "x")\ntime.sleep(1000)')
+    both = [start(hosts, script, tmp_path, number) for number in range(2)]
+    for rank in range(4):
+        both[rank // 2].wait_for(tmp_path / f"up.{rank}")
+    begin = time.monotonic()
+    both[lost].process.send_signal(signal.SIGKILL)
+    done = both[1 - lost].finish()
+    assert done.returncode == 1
+    assert f"host {lost}{' (ranks 2 to 3)' if lost else ''} is lost" in done.stderr
+    while both[lost].running() and time.monotonic() - begin < 30:
+        time.sleep(0.2)
+    both[lost].finish()
+    assert time.monotonic() - begin < 30
+
+
+def test_a_host_that_is_cut_off_ends_both(hosts, tmp_path):
+    script = write(tmp_path / "script.py", 'open(f"up.{rank}", "x")\ntime.sleep(1000)')
+    both = [start(hosts, script, tmp_path, number) for number in range(2)]
+    for rank in range(4):
+        both[rank // 2].wait_for(tmp_path / f"up.{rank}")
+    begin = time.monotonic()
+    subprocess.run([*hosts[1], "ip", "route", "flush", "table", "main"], check=True, timeout=10)
+    for number, launched in enumerate(both):
+        done = launched.finish()
+        assert done.returncode == 1
+        assert f"host {1 - number}" in done.stderr
+        assert "is lost" in done.stderr
+    assert time.monotonic() - begin < 40
+
+
+def test_ranks_of_both_hosts_leave_together(hosts, tmp_path):
+    # Each says how long after the last one it left: not before it, nor much later, when it would have lost patience.
+    script = write(
+        tmp_path / "script.py",
+        'import atexit\natexit.register(lambda: print(time.time() - os.path.getmtime("last"), flush=True))\n'
+        'if rank == 3: time.sleep(4); open("last", "x")',
+    )
+    both = [start(hosts, script, tmp_path, number) for number in range(2)]
+    assert [launched.finish().returncode for launched in both] == [0, 0]
+    for rank in range(4):
+        assert 0 <= float((tmp_path / f"host {rank // 2}" / "1" / f"rank.{rank}" / "stdout").read_text()) < 5
+
+
+@pytest.mark.parametrize("present", [0, 1])
+def test_a_host_that_never_comes_is_named(hosts, tmp_path, present):
+    script = write(tmp_path / "script.py", "time.sleep(1000)")
+    done = start(hosts, script, tmp_path, present, "--start-timeout", "4").finish()
+    assert done.returncode == 124
+    if present == 0:
+        assert "hosts that did not join within 4 s: 1 (ranks 2 to 3); all ranks were ended." in done.stderr
+    else:
+        assert f"no launcher of host 0 answers at {ADDRESS}, port 8119" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["-n", "3"], "host 1 was started with --nodes 2 --processes 3, but host 0 with --nodes 2 --processes 2"),
+        (["--master-addr", "10.231.77.2"], "is an address of this host, which --node-rank says is host 1"),
+    ],
+)
+def test_a_host_with_other_numbers_is_refused(hosts, tmp_path, options, message):
+    script = write(tmp_path / "script.py", "time.sleep(1000)")
+    other = start(hosts, script, tmp_path, 1, *options)
+    first = start(hosts, script, tmp_path, 0) if "-n" in options else None
+    done = other.finish()
+    assert done.returncode == 2
+    assert message in done.stderr
+    if first:
+        done = first.finish()
+        assert done.returncode == 2
+        assert message in done.stderr
+
+
+def test_a_taken_port_is_named(hosts, tmp_path):
+    script = write(tmp_path / "script.py", "time.sleep(1000)")
+    for port in (8118, 8119):  # MindSpore's, and the launchers'
+        listens = f"import socket; held = socket.create_server(('{ADDRESS}', {port})); print('up', flush=True); input()"
+        taker = subprocess.Popen(
+            [*hosts[0], sys.executable, "-c", listens], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        try:
+            assert taker.stdout.readline() == "up\n"
+            done = start(hosts, script, tmp_path, 0).finish()
+        finally:
+            taker.communicate("\n", timeout=10)
+        assert done.returncode == 2
+        assert f"port {port} of {ADDRESS} is taken. Name another --master-port" in done.stderr

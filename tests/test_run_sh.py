@@ -1,0 +1,118 @@
+"""What run.sh asks of Python, pip and the launcher: recorded by a `python` that does nothing else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Recorder:
+    """A project whose `python` has every module and records its calls; `answers` says what some of them exit with."""
+
+    def __init__(self, folder: Path) -> None:
+        self.project = folder / "the project"
+        self.project.mkdir()
+        shutil.copy(ROOT / "run.sh", self.project)
+        self._calls = folder / "calls"
+        self._answers = folder / "answers"
+        self._answers.touch()
+        self._tools = folder / "bin"
+        self._tools.mkdir()
+        python = self._tools / "python"
+        python.write_text(
+            f"""#!/bin/bash
+[[ $2 == *gpu.missing_packages* ]] && set -- gpu
+[ "$1" = -c ] && exit 0
+echo "$*" >>'{self._calls}'
+while read -r code words; do
+    if [[ "$*" == *"$words"* ]]; then [ "$code" = 0 ] || echo "ERROR: as asked"; exit "$code"; fi
+done <'{self._answers}'
+"""
+        )
+        python.chmod(0o755)
+
+    def run(self, *arguments: str, answers: dict[str, int] | None = None) -> subprocess.CompletedProcess:
+        """Run run.sh from another folder."""
+        self._calls.write_text("")
+        self._answers.write_text("".join(f"{code} {words}\n" for words, code in (answers or {}).items()))
+        env = {**os.environ, "PATH": f"{self._tools}{os.pathsep}{os.environ['PATH']}"}
+        for name in ("PROCESSES", "LAUNCHER", "SCRIPT", "LOG_DIR", "TIMEOUT", "DATA_PATH"):
+            env.pop(name, None)
+        command = ["bash", str(self.project / "run.sh"), *arguments]
+        return subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, timeout=60)
+
+    def calls(self) -> list[str]:
+        return self._calls.read_text().splitlines()
+
+
+@pytest.fixture
+def recorder(tmp_path) -> Recorder:
+    return Recorder(tmp_path)
+
+
+def test_all_tests_are_the_others_first_and_then_the_parallel_ones(recorder):
+    done = recorder.run("test")
+    assert done.returncode == 0, done.stderr
+    assert recorder.calls() == [
+        "gpu",
+        "-m pytest --numprocesses 2 --dist loadfile --ignore tests/parallel",
+        "-m pytest tests/parallel",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answers", "code"),
+    [({"--numprocesses": 1}, 1), ({"pytest tests/parallel": 1}, 1), ({"pytest tests/parallel": 5}, 0)],
+    ids=["others fail", "parallel fail", "parallel all skip"],
+)
+def test_all_tests_fail_if_either_part_does(recorder, answers, code):
+    assert recorder.run("test", answers=answers).returncode == code
+    assert "-m pytest tests/parallel" in recorder.calls()
+
+
+def test_the_gpus_libraries_are_installed_once(recorder):
+    assert recorder.run("test", "parallel", "-x", answers={"gpu": 0}).returncode == 0
+    assert recorder.calls() == ["gpu", "-m pytest tests/parallel -x"]
+    assert recorder.run("test", "parallel", answers={"pip": 0, "pytest": 0, "gpu": 1}).returncode == 0
+    install = next(call for call in recorder.calls() if "pip install" in call)
+    assert install.endswith(f"--editable {recorder.project}[gpu]")
+
+
+def test_libraries_that_cannot_be_had_take_one_line_and_the_tests_go_on(recorder):
+    done = recorder.run("test", answers={"pip install": 1, "pytest": 0, "gpu": 1})
+    assert done.returncode == 0
+    assert "the extra 'gpu' was not installed: ERROR: as asked\n" in done.stdout
+    assert recorder.calls()[-1] == "-m pytest tests/parallel"
+
+
+def test_options_reach_the_launcher_and_the_rest_the_script(recorder):
+    script = recorder.project / "a script.py"
+    options = ["--nodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1", "--master-port", "9000"]
+    options += ["--start-timeout", "5"]
+    done = recorder.run(*options, "--script", str(script), "--epochs", "3")
+    assert done.returncode == 0, done.stderr
+    given = "--processes 8 --launcher msrun --log-dir log_output --timeout 0 " + " ".join(options)
+    assert recorder.calls()[-1] == f"{recorder.project}/gaccum_ms/launch.py {given} {script} --epochs 3"
+
+
+def test_an_option_without_its_value_is_named(recorder):
+    done = recorder.run("--node-rank")
+    assert done.returncode == 2
+    assert "--node-rank needs a value" in done.stderr
+
+
+def test_check_installs_nothing(recorder):
+    assert recorder.run("check").returncode == 0
+    assert recorder.calls() == [f"{recorder.project}/gaccum_ms/check.py"]
+
+
+def test_ci_runs_the_linters_and_all_tests():
+    commands = (ROOT / ".ci" / "run").read_text()
+    assert "bash run.sh lint\n" in commands
+    assert "bash run.sh test\n" in commands
