@@ -26,10 +26,10 @@ from gaccum_ms.window import float32_losses
 
 
 def cloned(weights: Sequence[ms.Parameter], dtype: ms.Type | None, prefix: str) -> ms.ParameterTuple:
-    """Zero accumulators that the compiler gives the layout of their weights: it knows clones."""
+    """Zero accumulators that the compiler gives the layout of their weights: it knows clones. They stay trainable, or
+    its pass for norms would take each device's part of a gradient for the whole."""
     clones = ms.ParameterTuple(weights).clone(prefix=prefix.removesuffix("."), init="zeros")
     for clone, weight in zip(clones, weights, strict=True):
-        clone.requires_grad = False
         clone.set_dtype(dtype or weight.dtype)
     return clones
 

@@ -19,6 +19,7 @@ from mindspore import amp, nn, ops
 
 from gaccum_ms import clip
 from gaccum_ms.accumulator import overwrite
+from gaccum_ms.counted_reduction import times
 from gaccum_ms.loss_scale import check_scale, scale_parameter
 from gaccum_ms.open_window import OpenWindow
 from gaccum_ms.records import counter, record
@@ -99,7 +100,9 @@ class Update(nn.Cell):
 
     def construct(self, gradients, divisor, loss, counted):
         """Takes what a window's `run` or `result` returns. Returns the loss, and whether the window overflowed."""
-        if self.scaled or self.window.divides:
+        if self.has_parts and self.scaled:  # a product: the compiler's pass for norms does not look through quotients
+            gradients = self.map(ops.partial(times, self.sens / divisor), gradients)
+        elif self.scaled or self.window.divides:
             gradients = self.map(ops.partial(_divide, divisor / self.sens), gradients)
         norm_is_finite = True
         if self.max_grad_norm is not None:

@@ -207,7 +207,15 @@ def test_a_batch_that_counts_nothing_does_not_update(cases):
 
 @pytest.mark.parametrize(
     ("name", "parts", "layout", "factor"),
-    [("split, clip", 4, SPLIT, 1.0), ("optimizer parallel, clip", RANKS, None, 1 / RANKS)],
+    [
+        ("split, clip", 4, SPLIT, 1.0),
+        ("split, scale", 4, SPLIT, 1.0),
+        ("scale", RANKS, None, 1 / RANKS),
+        ("lazy, split, scale", 4, SPLIT, 1.0),
+        ("optimizer parallel, clip", RANKS, None, 1 / RANKS),
+        ("optimizer parallel, scale", RANKS, None, 1 / RANKS),
+        ("sharded gradients, clip", RANKS, None, 1.0),
+    ],
 )
 def test_clips_by_the_norm_of_the_whole_gradient(cases, name, parts, layout, factor):
     """Each rank has a part of the gradient; all must scale it by the norm of all parts together."""
@@ -223,7 +231,15 @@ def test_clips_by_the_norm_of_the_whole_gradient(cases, name, parts, layout, fac
             np.testing.assert_allclose(after, part, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "parts", "layout"), [("scale", RANKS, None), ("split, scale", 4, SPLIT)])
+@pytest.mark.parametrize(
+    ("name", "parts", "layout"),
+    [
+        ("scale", RANKS, None),
+        ("split, scale", 4, SPLIT),
+        ("lazy, split, scale", 4, SPLIT),
+        ("optimizer parallel, scale", RANKS, None),
+    ],
+)
 def test_an_overflow_on_one_rank_is_one_on_all(cases, name, parts, layout):
     """The machine stops where ranks take different ways; here they take the same, and none updates."""
     x = X.copy()
@@ -232,9 +248,10 @@ def test_an_overflow_on_one_rank_is_one_on_all(cases, name, parts, layout):
     assert all(result[1] for result in ran.results)
     case = cases(name)
     for weight in WEIGHTS:
-        part = (layout or {}).get(weight, lambda whole, rank: whole)
-        for rank in range(RANKS):
-            assert np.array_equal(ran.parameter(weight)[rank], part(case.parameters[weight], rank))
+        for rank, after in enumerate(ran.parameter(weight)):
+            whole = case.parameters[weight]
+            part = part_of(layout, weight, whole, rank) if layout else rows(after.shape)(whole, rank)
+            assert np.array_equal(after, part)
     assert [float(one.reshape(())) for one in ran.parameter("scale_sense")] == [512.0] * RANKS
     fine = Ran(cases(name), parts, layout=layout)
     assert not any(result[1] for result in fine.results)
@@ -361,7 +378,7 @@ def test_activations_of_one_micro_batch_live_at_a_time(cases, name):
     nodes = {node.name: node for node in program.entry.nodes}
     before = needs(program)
     slices = {one.name for one in program.entry.nodes if one.op == "StridedSlice"}
-    done, begun, last = set(), set(), 0
+    done, begun = set(), set()
     for one in order:
         micro = nodes[one].attribute("micro")
         if nodes[one].op == "StridedSlice" and micro not in begun:
@@ -373,8 +390,7 @@ def test_activations_of_one_micro_batch_live_at_a_time(cases, name):
                     done_with = {"AssignAdd", "Add", "MakeTuple", "Depend", "UpdateState"}
                     assert set(left) <= done_with, f"{nodes[earlier]} is still to go to {left}"
         done.add(one)
-        last = micro if micro is not None else last
-    assert begun == set(range(last + 1))
+    assert begun == set(range(int(name.split(", ")[1])))
 
 
 def test_lazy_inline_bounds_the_time_to_compile(cases):
