@@ -62,8 +62,13 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
     buffers, as ``gradients_mean`` says; with `count` , which is exact over ranks, they are always summed. A batch that
     does not end its window changes neither weights nor optimizer, and reduces nothing.
 
+    In semi-auto and auto parallel mode MindSpore's compiler distributes the graph and accumulates; it refuses what needs
+    a loop (ragged batches, windows of several batches), before compiling.
+
     Args:
-        network (GradAccumulationCell): The network with its loss and the options of accumulation.
+        network (GradAccumulationCell): The network with its loss and the options of accumulation; or `AutoParallel
+            <https://www.mindspore.cn/docs/en/master/api_python/parallel/
+            mindspore.parallel.auto_parallel.AutoParallel.html>`_ around it.
         optimizer (Optimizer): Any `nn.Optimizer` over the network's parameters.
         scale_sense (Union[Cell, Tensor], optional): Loss scale, as `nn.TrainOneStepWithLossScaleCell
             <https://www.mindspore.cn/docs/en/master/api_python/nn/mindspore.nn.TrainOneStepWithLossScaleCell.html>`_
@@ -94,7 +99,8 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         ValueError: If the optimizer has no parameter of the network; if an input has no axis 0 or its length differs
             from the others'; if the first batch has fewer samples than `micro_size`; if the loss is not a scalar; if
             a count is negative or not finite; if an embedding makes sparse gradients.
-        RuntimeError: In semi-auto, auto and hybrid parallel mode, or with pipeline stages.
+        RuntimeError: In hybrid parallel mode, or with pipeline stages; if the parallel mode is another one when the
+            step runs than when it was built.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``

@@ -75,6 +75,7 @@ def test_eight_processes_train_on_the_digits(run, tmp_path):
     rank_0 = (logs / "1" / "rank.0" / "stdout").read_text()
     assert float(ACCURACY.search(rank_0)[1]) > 90
     assert rank_0 in done.stdout
+    assert done.stdout.count("notice: MindSpore has no semi-auto parallel mode on CPU; training in data parallel") == 1
     assert f"logs: {logs}/1/rank.N" in done.stdout.splitlines()[-1]
     assert (logs / "msrun" / "scheduler.log").exists(), "msrun started them"
 

@@ -1,8 +1,9 @@
-"""Gradient accumulation in data parallel: MindSpore's tutorial program on any number of processes.
+"""Gradient accumulation on any number of processes: MindSpore's tutorial program.
 
     python train.py                    one process
     bash run.sh                        eight processes
 
+Several processes train in semi-auto parallel mode where MindSpore has it, on GPU and Ascend, else in data parallel.
 DATA_PATH names a folder with MNIST's files; without it scikit-learn's digits are used.
 """
 
@@ -38,7 +39,7 @@ class Network(nn.Cell):
         return self.layer3(x)
 
 
-def create_dataset(folder, usage, batch_size, **shard):
+def create_dataset(folder, usage, batch_size, drop_remainder=False, **shard):
     """Return batches of normalized images and int32 labels; `shard` picks this rank's part of them."""
     dataset = ds.MnistDataset(str(folder), usage=usage, **shard)
     image_transforms = [
@@ -48,7 +49,7 @@ def create_dataset(folder, usage, batch_size, **shard):
     ]
     dataset = dataset.map(image_transforms, "image")
     dataset = dataset.map(ds.transforms.TypeCast(ms.int32), "label")
-    return dataset.batch(batch_size)
+    return dataset.batch(batch_size, drop_remainder=drop_remainder)
 
 
 def parse_arguments():
@@ -62,8 +63,21 @@ def parse_arguments():
     parser.add_argument("--micro-size", type=int, default=4, help="number of micro-batches per batch")
     parser.add_argument("--accumulation-steps", type=int, default=1, help="batches that share an update")
     parser.add_argument("--learning-rate", type=float, default=1e-2 if mnist else 0.1, help="of SGD")
+    parser.add_argument("--device", default=ms.get_context("device_target"), help="CPU, GPU or Ascend")
+    parser.add_argument("--parallel-mode", default="semi_auto_parallel", help="of several processes, or data_parallel")
     parser.add_argument("--print-every", type=int, default=100 if mnist else 12, help="steps between two losses")
     return parser.parse_args()
+
+
+def set_parallel_mode(wanted, device):
+    """Set the mode, and return it: data parallel where MindSpore does not know the one that is wanted."""
+    mode = wanted
+    if wanted == "semi_auto_parallel" and device == "CPU":
+        mode = "data_parallel"
+        print("notice: MindSpore has no semi-auto parallel mode on CPU; training in data parallel mode", flush=True)
+    # In semi-auto parallel mode the loss is the mean over all devices, and so is its gradient, without being told.
+    ms.set_auto_parallel_context(parallel_mode=mode, gradients_mean=mode == "data_parallel")
+    return mode
 
 
 def meet():
@@ -77,7 +91,7 @@ def meet():
 def main():
     args = parse_arguments()
     ms.set_context(mode=ms.GRAPH_MODE)
-    ms.set_device("CPU")
+    ms.set_device(args.device)
     ms.set_seed(1)  # every rank starts from the same weights
     if "OMP_NUM_THREADS" in os.environ:  # set by the launcher; MindSpore's own threads know no such variable
         threads = int(os.environ["OMP_NUM_THREADS"])
@@ -85,10 +99,11 @@ def main():
         ms.device_context.cpu.op_tuning.threads_num(threads)
         ds.config.set_num_parallel_workers(threads)
     distributed = "MS_ROLE" in os.environ  # set by msrun
-    shard = {}
+    shard, ragged = {}, True
     if distributed:
         init()
-        ms.set_auto_parallel_context(parallel_mode=ms.ParallelMode.DATA_PARALLEL, gradients_mean=True)
+        # The compiler of semi-auto parallel mode cuts batches into equal parts; data parallel mode takes any.
+        ragged = set_parallel_mode(args.parallel_mode, args.device) == "data_parallel"
         shard = {"num_shards": get_group_size(), "shard_id": get_rank()}
     folder = Path(os.environ["DATA_PATH"]) if "DATA_PATH" in os.environ else prepare()
     print(f"data: {folder}", vars(args), shard, flush=True)
@@ -96,7 +111,7 @@ def main():
     net = Network()
     loss_fn = nn.CrossEntropyLoss()
     optimizer = nn.SGD(net.trainable_params(), args.learning_rate)
-    data_set = create_dataset(folder, "train", args.batch_size, **shard)
+    data_set = create_dataset(folder, "train", args.batch_size, drop_remainder=not ragged, **shard)
 
     accumulated = GradAccumulationCell(
         nn.WithLossCell(net, loss_fn), args.micro_size, accumulation_steps=args.accumulation_steps
@@ -105,6 +120,8 @@ def main():
     callbacks = [ms.LossMonitor(args.print_every), FlushAccumulation()]
     model.train(args.epochs, data_set, callbacks=callbacks, dataset_sink_mode=False)
 
+    if distributed and not ragged:
+        ms.reset_auto_parallel_context()  # every device has all weights: what follows is for one alone
     if shard.get("shard_id", 0) == 0:
         held_out = create_dataset(folder, "test", batch_size=1000)
         result = ms.Model(net, loss_fn, metrics={"accuracy"}).eval(held_out, dataset_sink_mode=False)
