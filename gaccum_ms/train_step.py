@@ -13,6 +13,9 @@
         adjust the loss scale
         clear the accumulators
 
+In semi-auto and auto parallel mode MindSpore's compiler does the part before the division (unrolled_window.py); the
+rest is the same.
+
 Everything from `construct` down, here and in the files named above, is parsed by graph mode into one graph with the
 loop in it. The loop's body is compiled once, so compile time and memory do not grow with the number of micro-batches.
 Five rules keep it right: values are carried as ``a = a + b``, because ``a += b`` on a constant Tensor writes into the
@@ -62,8 +65,8 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
     buffers, as ``gradients_mean`` says; with `count` , which is exact over ranks, they are always summed. A batch that
     does not end its window changes neither weights nor optimizer, and reduces nothing.
 
-    In semi-auto and auto parallel mode MindSpore's compiler distributes the graph and accumulates; it refuses what needs
-    a loop (ragged batches, windows of several batches), before compiling.
+    In semi-auto and auto parallel mode MindSpore's compiler distributes the graph and accumulates; what needs a loop
+    (ragged batches, windows of several batches) is refused before compiling.
 
     Args:
         network (GradAccumulationCell): The network with its loss and the options of accumulation; or `AutoParallel
