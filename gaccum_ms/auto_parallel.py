@@ -12,8 +12,10 @@ from typing import Any
 
 import mindspore as ms
 from mindspore import nn, ops
+from mindspore.parallel._auto_parallel_context import auto_parallel_context
 from mindspore.parallel._utils import (
     _clear_auto_parallel_context,
+    _get_device_num,
     _get_grad_accumulation_shard,
     _init_auto_parallel_context,
 )
@@ -36,11 +38,24 @@ def held_cell(network: Any) -> Any:
     return network.network if isinstance(network, AutoParallel) else network
 
 
+def check_device() -> None:
+    """Before a graph is compiled.
+
+    Raises:
+        RuntimeError: On CPU, where MindSpore has no such mode.
+    """
+    if compiler_distributes() and ms.get_context("device_target") == "CPU":
+        raise RuntimeError(
+            f"For '{_NAME}', semi-auto and auto parallel mode need GPUs or Ascend, but got the device target 'CPU'. "
+            f"Use parallel_mode='data_parallel' there: nothing else need be changed."
+        )
+
+
 @contextlib.contextmanager
 def settings_of(network: Any) -> Iterator[None]:
     """The parallel settings that an `AutoParallel` around the network keeps. MindSpore sets them when it compiles one;
     what is built from the cell in it needs them too. `ms.Model` has set them already."""
-    if not isinstance(network, AutoParallel) or compiler_distributes():
+    if not isinstance(network, AutoParallel) or auto_parallel_context().get_auto_parallel_new_interface():
         yield
         return
     _init_auto_parallel_context(network)
@@ -98,6 +113,12 @@ def check_options(cell: GradAccumulationCell) -> None:
             False,
             "the compiler's own pass adds the gradients; give accumulator_dtype=mindspore.float32",
         ),
+        (
+            "shard_accumulators",
+            cell.shard_accumulators,
+            False,
+            "the compiler shards accumulators itself, with 'gradient_accumulation_shard' in parallel_optimizer_config",
+        ),
         ("overflow", cell.overflow, "drop_window", "the compiler's own pass adds the gradients, and leaves none out"),
         ("loss_weights", cell.loss_weights, (1.0,), "the compiler knows one loss; add them up in the network"),
     ):
@@ -114,26 +135,44 @@ def check_options(cell: GradAccumulationCell) -> None:
             f"got gradients_mean=True. In semi-auto parallel mode a loss that is a mean is one over all devices: "
             f"gradients_mean=False is right for it."
         )
-    if not getattr(cell.network, "cell_init_args", None):  # what lazy_inline leaves
-        _refuse_casts(cell.network)
+    refuse_casts(cell.network)
 
 
-def _refuse_casts(network: nn.Cell) -> None:
-    """A weight's cast serves all micro-batches, and the compiler's pass asks of which one it is."""
-    casting = [name or type(cell).__name__ for name, cell in network.cells_and_names() if _casts(cell)]
+def refuse_casts(network: nn.Cell, by_level: str | None = None) -> None:
+    """A weight's cast serves all micro-batches, and the compiler's pass asks of which one it is. In a Cell with
+    lazy_inline it does not ask.
+
+    Args:
+        network (Cell): The network with its loss.
+        by_level (str or None): The mixed-precision level, of those that put casts into a network without saying so.
+
+    Raises:
+        ValueError: If there are such casts.
+    """
+    casting = [type(cell).__name__ for cell in _inlined(network) if by_level or _casts(cell)]
     if casting:
         raise ValueError(
             f"For '{_NAME}', in semi-auto and auto parallel mode the compiler cannot accumulate through the casts of "
             f"weights that to_float() and amp_level make, unless it compiles the network once for all micro-batches, "
             f"but got casts in {', '.join(casting[:3])}{', ...' * (len(casting) > 3)} and a network without "
-            f"mindspore.lazy_inline. Decorate the __init__ of the Cell that GradAccumulationCell gets (Ascend); or "
-            f"keep the weights in the dtype in which they are used."
+            f"mindspore.lazy_inline. Decorate the __init__ of the network's outermost Cell (Ascend); or keep the "
+            f"weights in the dtype in which they are used."
         )
+
+
+def _inlined(cell: nn.Cell) -> Iterator[nn.Cell]:
+    """The Cells with weights that are compiled anew for each micro-batch: not those within one with lazy_inline."""
+    if str(getattr(cell, "cell_init_args", "")).startswith("lazy_inline_"):  # MindSpore's layers have other marks
+        return
+    if any(True for _ in cell.parameters_and_names(expand=False)):
+        yield cell
+    for child in cell.cells():
+        yield from _inlined(child)
 
 
 def _casts(cell: nn.Cell) -> bool:
     flags = cell.get_flags()
-    return bool(flags.get("fp16") or flags.get("bf16")) and any(True for _ in cell.parameters_and_names(expand=False))
+    return bool(flags.get("fp16") or flags.get("bf16"))
 
 
 def check_batch(shapes: list[tuple[int, ...]], micro_size: int | None) -> None:
@@ -173,7 +212,7 @@ def parts_of_inputs() -> tuple[int, ...]:
     if ms.get_auto_parallel_context("full_batch") or strategy == "full_batch":
         return (1,)
     if not strategy or strategy == "data_parallel":
-        return (ms.get_auto_parallel_context("device_num"),)
+        return (_get_device_num(),)  # of all ranks, where the user has not set "device_num"
     if all(isinstance(axes, (tuple, list)) and isinstance(axes[0], int) for axes in strategy):
         return tuple(axes[0] for axes in strategy)
     return (1,)

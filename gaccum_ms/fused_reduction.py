@@ -56,7 +56,8 @@ def plan_buffers(sizes: Sequence[int], limit: int) -> tuple[tuple[int, ...], ...
 
 
 def buffer_bytes() -> int:
-    """How large a shared buffer may be: what MindSpore's ``comm_fusion`` says, if the user has set it."""
+    """How large a shared buffer may be: what MindSpore's ``comm_fusion`` says, if the user has set a size. Its mode by
+    indices of parameters says nothing here."""
     fusion = ms.get_auto_parallel_context("comm_fusion")
     if not fusion["openstate"]:
         return 0

@@ -269,6 +269,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         parser.error(f"--processes must be at least 1, but got {options.processes}")
     if not Path(options.script).is_file():
         parser.error(f"no such script: {options.script}")
+    if options.timeout < 0:
+        parser.error(f"--timeout must be 0, for never, or more, but got {options.timeout:g}")
     if options.start_timeout <= 0:
         parser.error(f"--start-timeout must be greater than 0, but got {options.start_timeout:g}")
     if not 0 <= options.node_rank < options.nodes:

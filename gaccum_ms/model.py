@@ -17,7 +17,7 @@ import mindspore.train
 from mindspore import nn
 from mindspore.train import amp
 
-from gaccum_ms.auto_parallel import held_cell
+from gaccum_ms.auto_parallel import compiler_distributes, held_cell, refuse_casts
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.checkpoint import let_checkpoints_save
 from gaccum_ms.flush import FlushAccumulation
@@ -62,6 +62,8 @@ def build_train_network(
     amp._check_kwargs(kwargs)
     # Level by level what the original does, on the network in our cell: MindSpore's passes know nothing of the cell.
     config = {**amp._config_level[level], **kwargs}
+    if compiler_distributes() and level in ("O1", "auto"):
+        refuse_casts(cell.network, by_level=level)
     cell.network = amp._auto_mixed_precision_process(cell.network, config, level)
     manager = config["loss_scale_manager"]
     if manager is None:

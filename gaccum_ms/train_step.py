@@ -13,8 +13,9 @@
         adjust the loss scale
         clear the accumulators
 
-In semi-auto and auto parallel mode MindSpore's compiler does the part before the division (unrolled_window.py); the
-rest is the same.
+With `shard_accumulators` each micro-batch is reduced (sharded_accumulators.py). In semi-auto and auto parallel mode
+there is no loop: MindSpore's compiler accumulates and reduces (unrolled_window.py). From the division on all is the
+same.
 
 Everything from `construct` down, here and in the files named above, is parsed by graph mode into one graph with the
 loop in it. The loop's body is compiled once, so compile time and memory do not grow with the number of micro-batches.
@@ -101,9 +102,10 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
             Cell nor Tensor, or an input not a Tensor.
         ValueError: If the optimizer has no parameter of the network; if an input has no axis 0 or its length differs
             from the others'; if the first batch has fewer samples than `micro_size`; if the loss is not a scalar; if
-            a count is negative or not finite; if an embedding makes sparse gradients.
-        RuntimeError: In hybrid parallel mode, or with pipeline stages; if the parallel mode is another one when the
-            step runs than when it was built.
+            a count is negative or not finite; if an embedding makes sparse gradients; in semi-auto and auto parallel
+            mode, for options and batches that the compiler cannot accumulate with.
+        RuntimeError: In hybrid parallel mode, or with pipeline stages; in semi-auto and auto parallel mode, in PyNative
+            mode or on CPU; if the parallel mode is another one when the step runs than when it was built.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -130,7 +132,7 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
     ) -> None:
         with auto_parallel.settings_of(network):
             self._build(auto_parallel.held_cell(network), optimizer, scale_sense)
-        self._settings_holder = (network,)  # in a tuple: it is no part of the step
+        self._given = (network,)  # an AutoParallel's settings are for each call; in a tuple, as no part of the step
 
     def _build(self, network: nn.Cell, optimizer: nn.Optimizer, scale_sense: nn.Cell | ms.Tensor | None) -> None:
         if not isinstance(network, GradAccumulationCell):
@@ -298,7 +300,8 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
             broadcast_parameters(self)
         self._ranks_agree = True
         if self._unrolled:
-            with auto_parallel.settings_of(self._settings_holder[0]):
+            with auto_parallel.settings_of(self._given[0]):
+                auto_parallel.check_device()
                 return super().__call__(*inputs)
         if self._jit and ms.get_context("mode") == ms.PYNATIVE_MODE:
             # PyNative's tape, left open by any eager gradient before, would record the compiled step to differentiate

@@ -66,7 +66,7 @@ class BatchLoss(nn.Cell):
         self.counted = cell.counted
         self.count = normalize.count_cell(cell.counts[0])
         self.slices = nn.CellList([_Slices(i, self.micro_size) for i in range(self.micro_size)], auto_prefix=False)
-        self.adds = [ops.Add().add_prim_attr("forward_end", i) for i in range(self.micro_size)]
+        self.adds = [ops.Add().add_prim_attr("forward_end", i) for i in range(1, self.micro_size)]
 
     def construct(self, *inputs):
         total = self.total(*inputs)
@@ -75,7 +75,7 @@ class BatchLoss(nn.Cell):
         batch_loss = None
         for index in range(self.micro_size):
             share = self.share(self.slices[index](*inputs), total)
-            batch_loss = share if batch_loss is None else self.adds[index](batch_loss, share)
+            batch_loss = share if batch_loss is None else self.adds[index - 1](batch_loss, share)
         return self.result(batch_loss, total)
 
     def share(self, micro_batch, total):
@@ -109,6 +109,7 @@ class UnrolledWindow(nn.Cell):
 
     divides = False
     spans_batches = False
+    shards = False
 
     def __init__(self, cell: GradAccumulationCell, weights: ms.ParameterTuple) -> None:
         super().__init__(auto_prefix=False)

@@ -69,9 +69,8 @@ class Update(nn.Cell):
         self.window = window
         self.max_grad_norm = max_grad_norm
         self.drops = drops
-        self.has_parts = isinstance(
-            window, UnrolledWindow
-        )  # of gradients, this device's; all ranks must ask each other
+        # Whether gradients are this device's parts, of which others know nothing.
+        self.has_parts = isinstance(window, UnrolledWindow)
         self.sens = 1.0  # a scale that stays in the gradient, for an optimizer with ``loss_scale``, which divides by it
         self.scaled = scale_sense is not None
         self.manager: Any = None

@@ -7,7 +7,8 @@ Three kinds, by what is known before the loop:
   are shares of the rank's own count; the total of all ranks is known after the reduction.
 * `MultiLossWindow` (multi_loss_window.py): several losses, each with a total of its own, counted before the loop.
 
-A fourth, `SpanningWindow` (spanning_window.py), is a `CountedWindow` that stays open for several batches.
+A fourth, `SpanningWindow` (spanning_window.py), is a `CountedWindow` that stays open for several batches. A fifth,
+`UnrolledWindow` (unrolled_window.py), has no loop: it is for the modes in which MindSpore's compiler accumulates.
 
 All are compiled: from `run` down, methods are parsed by graph mode. What the loop carries is one float32 Tensor,
 `sums`.

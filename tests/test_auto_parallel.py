@@ -30,6 +30,10 @@ def make_step(**options):
     [
         ({"micro_batch_size": 4}, r"'micro_batch_size' must be None, but got 4: .*give 'micro_size'"),
         ({"micro_size": 2, "accumulation_steps": 3}, r"'accumulation_steps' must be 1, but got 3: .*end of each batch"),
+        (
+            {"micro_size": 2, "shard_accumulators": True},
+            r"'shard_accumulators' must be False, .*gradient_accum",
+        ),
         ({"micro_size": 2, "compensated": True}, r"'compensated' must be False, but got True: .*accumulator_dtype"),
         ({"micro_size": 2, "overflow": "drop_micro_batch"}, r"'overflow' must be 'drop_window', but got 'drop_micro"),
         ({"micro_size": 2, "loss_weights": (1.0, 0.5)}, r"'loss_weights' must be \(1.0,\), but got \(1.0, 0.5\)"),
@@ -76,6 +80,35 @@ def test_batch_norm_is_warned_about():
     cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), 2)
     with pytest.warns(UserWarning, match="BatchNorm"):
         TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1))
+
+
+def test_cpu_is_refused_with_the_remedy():
+    step = make_step(micro_size=2)
+    with pytest.raises(RuntimeError, match=r"need GPUs or Ascend, but got the device target 'CPU'.*data_parallel"):
+        step(Tensor(np.zeros((8, 12), np.float32)), Tensor(np.zeros(8, np.int32)))
+
+
+def test_casts_of_weights_are_found_where_lazy_inline_is_not_around_them():
+    class Lazy(nn.Cell):
+        @ms.lazy_inline
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Dense(12, 5).to_float(ms.float16)
+
+        def construct(self, x):
+            return self.layer(x)
+
+    def build(network, **options):
+        cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), 2)
+        return ms.amp.build_train_network(cell, nn.SGD(cell.trainable_params(), 0.1), **options)
+
+    build(Lazy())
+    build(make_network("dense"), level="O0")
+    with pytest.raises(ValueError, match=r"got casts in Dense and a network without mindspore.lazy_inline"):
+        build(nn.Dense(12, 5).to_float(ms.float16))
+    for level in ("O1", "O2", "O3", "auto"):
+        with pytest.raises(ValueError, match="the casts of weights"):
+            build(make_network("dense"), level=level)
 
 
 def test_how_inputs_lie_on_the_devices():

@@ -68,19 +68,21 @@ class LazyNet(Net):
 class Dense(nn.Cell):
     """A network of layers."""
 
-    def __init__(self, layers=1):
+    def __init__(self, layers=1, reduction="mean"):
         super().__init__()
+        self.reduction = reduction
         self.layers = nn.SequentialCell([nn.SequentialCell(nn.Dense(12, 12), nn.ReLU()) for _ in range(layers)])
         self.last = nn.Dense(12, 1)
 
     def construct(self, x, y):
-        return ops.reduce_mean(ops.square(self.last(self.layers(x)) - y))
+        squares = ops.square(self.last(self.layers(x)) - y)
+        return squares if self.reduction == "none" else ops.reduce_mean(squares)
 
 
 class LazyDense(Dense):
     @ms.lazy_inline
-    def __init__(self, layers=1):
-        super().__init__(layers)
+    def __init__(self, layers=1, reduction="mean"):
+        super().__init__(layers, reduction)
 
 
 def positive(x, y):
@@ -150,7 +152,13 @@ CASES = {
     "count of means": (lambda: ours(Net(), 4, count=positive), {}),
     "scale": (lambda: ours(Net(), 4, manager(), max_grad_norm=0.1), {}),
     "split, scale": (lambda: ours(Net(split=SPLIT), 4, manager(), max_grad_norm=0.1), SPLIT_DATA),
-    "optimizer parallel": (lambda: ours(Net(), 4), OPTIMIZER_PARALLEL),
+    **{f"optimizer parallel, {k}": (lambda k=k: ours(Net(), k), OPTIMIZER_PARALLEL) for k in (1, 4, 16)},
+    "optimizer parallel, count": (
+        lambda: ours(Net("sum"), 4, reduction="sum", count=positive),
+        SUM | OPTIMIZER_PARALLEL,
+    ),
+    "context by init": (lambda: ours(Net(), 4), {"device_num": None}),
+    "communication fused": (lambda: ours(Net(), 4), {"comm_fusion": {"allreduce": {"mode": "auto", "config": None}}}),
     "optimizer parallel, clip": (lambda: ours(Net(), 4, max_grad_norm=0.1), OPTIMIZER_PARALLEL),
     "optimizer parallel, scale": (lambda: ours(Net(), 4, manager(), max_grad_norm=0.1), OPTIMIZER_PARALLEL),
     "lazy, split, scale": (lambda: ours(LazyNet(split=SPLIT), 4, manager(), max_grad_norm=0.1), SPLIT_DATA),
@@ -162,6 +170,7 @@ CASES = {
     "lazy, 16": (lambda: ours(LazyNet(), 16), {}),
     "half": (lambda: ours(Dense().to_float(ms.float16), 4), {}),
     "half, lazy": (lambda: ours(LazyDense().to_float(ms.float16), 4), {}),
+    "half, lazy inside": (lambda: ours(PerSampleLoss(LazyDense(reduction="none").to_float(ms.float16)), 4), {}),
     "half, framework": (lambda: frameworks(Dense().to_float(ms.float16), 4), {}),
     **{f"deep, {k}": (lambda k=k: ours(Dense(6), k), {}) for k in (2, 16)},
     **{f"lazy deep, {k}": (lambda k=k: ours(LazyDense(6), k), {}) for k in (2, 16)},
@@ -176,7 +185,9 @@ def compile_case(name, make, settings, graphs, out):
     ms.reset_auto_parallel_context()
     if "AutoParallel" not in settings:
         mode = {"parallel_mode": "semi_auto_parallel", "gradients_mean": True, **settings}
-        ms.set_auto_parallel_context(device_num=get_group_size(), global_rank=0, **mode)
+        if settings.get("device_num", True):
+            mode |= {"device_num": get_group_size(), "global_rank": 0}
+        ms.set_auto_parallel_context(**{key: value for key, value in mode.items() if value is not None})
     shutil.rmtree(graphs, ignore_errors=True)
     folder = out / name
     folder.mkdir(parents=True)
@@ -190,7 +201,7 @@ def compile_case(name, make, settings, graphs, out):
     inputs = [Tensor(np.zeros(shape, np.float32)) for shape in local_shapes(settings)]
     begin, message = time.perf_counter(), "the device was there"
     try:
-        with settings_of(getattr(step, "_settings_holder", [step])[0]):
+        with settings_of(getattr(step, "_given", [step])[0]):
             _cell_graph_executor.compile(step, *inputs, phase="train")
     except Exception as error:
         message = str(error)
