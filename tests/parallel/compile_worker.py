@@ -115,6 +115,14 @@ def ours(network, micro_size, scale=None, auto=False, model=False, **options):
     return TrainOneStepWithGradAccumulationCell(cell, sgd(network), scale)
 
 
+def in_two_stages(network):
+    """An AutoParallel with a pipeline, which what is set beside it says nothing of."""
+    ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel")
+    cell = AutoParallel(GradAccumulationCell(network, 4))
+    cell.pipeline(stages=2)
+    return TrainOneStepWithGradAccumulationCell(cell, sgd(network))
+
+
 def manager():
     return nn.DynamicLossScaleUpdateCell(1024, 2, 10)
 
@@ -176,6 +184,7 @@ CASES = {
     **{f"lazy deep, {k}": (lambda k=k: ours(LazyDense(6), k), {}) for k in (2, 16)},
     "AutoParallel": (lambda: ours(Net(), 4, auto=True), {"AutoParallel": True}),
     "AutoParallel, model": (lambda: ours(Net(), 4, auto=True, model=True), {"AutoParallel": True}),
+    "AutoParallel, pipeline": (lambda: in_two_stages(Net()), {"AutoParallel": True}),
     "AutoParallel around the step": (lambda: AutoParallel(ours(Net(), 4)), {"AutoParallel": True}),
 }
 
@@ -193,7 +202,7 @@ def compile_case(name, make, settings, graphs, out):
     folder.mkdir(parents=True)
     try:
         step = make()
-    except ValueError as error:
+    except (RuntimeError, ValueError) as error:
         (folder / "message").write_text(str(error))
         return
     values = {parameter.name: parameter.asnumpy() for parameter in step.get_parameters()}

@@ -456,3 +456,7 @@ def test_casts_of_weights_need_lazy_inline(cases):
 
 def test_auto_parallel_goes_around_the_cell(cases):
     assert "put it around the cell and not around the step" in cases("AutoParallel around the step").message
+
+
+def test_an_autoparallels_own_settings_are_looked_at(cases):
+    assert "'pipeline_stages' must be 1, but got 2" in cases("AutoParallel, pipeline").message
