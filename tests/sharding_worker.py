@@ -24,6 +24,7 @@ from gaccum_ms import (
     ShardedOptimizer,
     TrainOneStepWithGradAccumulationCell,
     UpdateCheckpoint,
+    fused_reduction,
     resume,
     shards,
 )
@@ -84,7 +85,7 @@ OPTIMIZERS: dict[str, tuple] = {
         {"learning_rate": 0.05, "momentum": 0.9, "weight_decay": 0.1},
         list,
     ),
-    "adam": (nn.Adam, {"learning_rate": [0.02, 0.01, 0.02, 0.03, 0.01], "weight_decay": 0.1}, list),
+    "adam": (nn.Adam, {"learning_rate": [0.02, 0.01, 0.02, 0.03] * 2, "weight_decay": 0.1}, list),
     "adam_weight_decay": (nn.AdamWeightDecay, {"learning_rate": 0.01, "weight_decay": 0.1}, _decayed),
     "asgd": (nn.ASGD, {"learning_rate": 0.05}, list),
     "adafactor": (nn.AdaFactor, {"learning_rate": None}, list),
@@ -134,7 +135,6 @@ class Trainer:
         flush: bool = False,
         broken: Break | None = None,
         optimizer_options: dict | None = None,
-        poison: int | None = None,
         apart: bool = False,
         **options,
     ):
@@ -149,6 +149,10 @@ class Trainer:
         step = TrainOneStepWithGradAccumulationCell(cell, optimizer, scale_sense=sense).set_train()
         if broken is not None:
             broken(optimizer, step)
+        self.go_on(name, step, flush=flush)
+        return step
+
+    def go_on(self, name: str, step, poison: int | None = None, flush: bool = False) -> None:
         losses = []
         for number, batch in enumerate(self.data()):
             if number == poison and self.rank == 1:  # an overflow on one rank
@@ -157,15 +161,14 @@ class Trainer:
             losses.append(float((output[0] if isinstance(output, tuple) else output).asnumpy()))
         if flush:
             step.flush()
-        state = state_of(network, optimizer)
+        state = state_of(step.network, step.optimizer)
         state["updates"] = as_numpy(step.update_count)
         print(name, flush=True)
         self.keep(name, state, losses)
-        return step
 
-    def both(self, name: str, kind: str, sharded_options: dict | None = None, **options) -> None:
-        self.train(f"{name}/whole", kind, False, **options)
-        self.train(f"{name}/sharded", kind, True, **options, **(sharded_options or {}))
+    def both(self, name: str, kind: str, sharded_options: dict | None = None, **options) -> tuple:
+        whole = self.train(f"{name}/whole", kind, False, **options)
+        return whole, self.train(f"{name}/sharded", kind, True, **options, **(sharded_options or {}))
 
 
 class CountedLoss(nn.Cell):
@@ -219,10 +222,9 @@ def equality(out: Path) -> None:
     for kind in ("sgd", "momentum", "adam", "adam_weight_decay", "asgd", "adafactor"):
         trainer.both(kind, kind)
     trainer.both("trust_ratio", "trust_ratio", max_grad_norm=0.5)
-    trainer.train("by parameters/sharded", "adam_weight_decay", True, optimizer_options={"partition": "parameters"})
-    trainer.both("overflow", "adam", scale=1024.0, poison=1)
     counted = {"loss_cell": CountedLoss, "count": count, "max_grad_norm": 0.5}
-    trainer.both("counted", "adam", **counted)
+    for name, step in zip(("whole", "sharded"), trainer.both("counted", "adam", scale=1024.0, **counted), strict=True):
+        trainer.go_on(f"overflow/{name}", step, poison=1)
     trainer.both("flush", "adam", accumulation_steps=3, flush=True, **counted)
     trainer.train("shards/sharded", "adam", True, shard_accumulators=True)
     trainer.train("shards counted/sharded", "adam", True, shard_accumulators=True, **counted)
@@ -235,10 +237,13 @@ def equality(out: Path) -> None:
     trainer.train(
         "broken/unit", "adam", True, broken=weigh_by_own_unit, shard_accumulators=True, micro_size=2, **counted
     )
-    shards.BUFFER_BYTES = 64  # many buffers, which must come in the same order on all ranks
+    # Many buffers, both ways, which must come in the same order on all ranks, whose graphs differ by parameters.
+    large = shards.BUFFER_BYTES, fused_reduction.BUFFER_BYTES
+    shards.BUFFER_BYTES = fused_reduction.BUFFER_BYTES = 64
     trainer.train("small buffers/sharded", "adam_weight_decay", True)
-    trainer.train("small buffers by parameters/sharded", "trust_ratio", True, max_grad_norm=0.5)
-    shards.BUFFER_BYTES = 2**26
+    by_parameters = {"optimizer_options": {"partition": "parameters"}}
+    trainer.train("small buffers by parameters/sharded", "adam_weight_decay", True, **by_parameters)
+    shards.BUFFER_BYTES, fused_reduction.BUFFER_BYTES = large
     ms.set_context(mode=ms.PYNATIVE_MODE)
     trainer.train("pynative/sharded", "adam", True)
     trainer.train("pynative by parameters/sharded", "trust_ratio", True, max_grad_norm=0.5)
@@ -329,13 +334,15 @@ def checkpoints(out: Path) -> None:
     ms.set_context(mode=ms.GRAPH_MODE)
     mine = out / f"rank{rank}"
 
-    for kind in ("adam", "adafactor"):
-        step = make_step(kind=kind)
-        run(step, 0, 2)
-        with step.optimizer.whole_state():
+    for kind, from_one in (("adafactor", "one-rank-adafactor.ckpt"), ("adam", "one-rank.ckpt")):
+        trained = make_step(kind=kind)
+        run(trained, 0, 2)
+        with trained.optimizer.whole_state():
             if rank == 0:
-                ms.save_checkpoint(step, str(out / f"{kind}-by-hand.ckpt"))
-        trainer.keep(f"{kind} went on", run(step, 2, 4))
+                ms.save_checkpoint(trained, str(out / f"{kind}-by-hand.ckpt"))
+        trainer.keep(f"{kind} went on", run(trained, 2, 4))
+        resume(trained, out.parent / from_one)  # into a step that is compiled, and in another state
+        trainer.keep(f"from one/{kind}", run(trained, 2, 4))
 
     step = make_step(shard_accumulators=True)
     trainer.results["errors/alone"] = said(lambda: ms.save_checkpoint(step, str(mine / "alone.ckpt")))
@@ -349,16 +356,9 @@ def checkpoints(out: Path) -> None:
     )
     trainer.results["errors/alone again"] = said(lambda: ms.save_checkpoint(step, str(mine / "alone.ckpt")))
 
-    for name, kind, file in (
-        ("resumed", "adam", mine / "updates-1_2.ckpt"),
-        ("from one/adam", "adam", out.parent / "one-rank.ckpt"),
-        ("from one/adafactor", "adafactor", out.parent / "one-rank-adafactor.ckpt"),
-    ):
-        step = make_step(kind=kind)
-        if kind == "adafactor":
-            run(step, 0, 1)  # it is compiled, and in another state
-        resume(step, file)
-        trainer.keep(name, run(step, 2, 4))
+    step = make_step()
+    resume(step, mine / "updates-1_2.ckpt")
+    trainer.keep("resumed", run(step, 2, 4))
     step = make_step()
     with step.optimizer.whole_state():
         ms.load_checkpoint(str(mine / "batches-1_2.ckpt"), step)
@@ -368,13 +368,13 @@ def checkpoints(out: Path) -> None:
     trainer.keep("to plain", run(step, 2, 4))
 
     in_window(trainer, mine)
-    refusals(trainer, mine)
+    refusals(trainer, mine, trained)
     leave(out, rank, trainer.results)
 
 
 def in_window(trainer: Trainer, mine: Path) -> None:
     """Saved in mid-window, with the accumulators whole on each rank, and in slices."""
-    for sharded_accumulators in (False, True):
+    for sharded_accumulators in (True, False):
         options = {"accumulation_steps": 2, "shard_accumulators": sharded_accumulators}
         step = make_step(**options)
         run(step, 0, 3)
@@ -382,14 +382,14 @@ def in_window(trainer: Trainer, mine: Path) -> None:
         with step.optimizer.whole_state():
             ms.save_checkpoint(step, file)
         trainer.keep(f"window/{sharded_accumulators:d}/whole", run(step, 3, 4))
-        step = make_step(**options)
-        resume(step, file)
+        if sharded_accumulators:
+            file_of_parts, step = file, make_step(**options)
+        resume(step, file)  # once into a new step, once into one that is compiled, and in another state
         trainer.keep(f"window/{sharded_accumulators:d}/resumed", run(step, 3, 4))
-    step = make_step(accumulation_steps=2)
-    trainer.results["errors/other accumulators"] = said(lambda: resume(step, file))
+    trainer.results["errors/other accumulators"] = said(lambda: resume(step, file_of_parts))
 
 
-def refusals(trainer: Trainer, mine: Path) -> None:
+def refusals(trainer: Trainer, mine: Path, trained) -> None:
     """Each on both ranks, and none waits for the other."""
     rank, errors = trainer.rank, {}
     checkpoint = functools.partial(train.ModelCheckpoint, "x", str(mine))
@@ -406,15 +406,12 @@ def refusals(trainer: Trainer, mine: Path) -> None:
     errors["micro-batches"] = said(lambda: make_step(shard_accumulators=True)(*batch))
     plain = nn.TrainOneStepCell(nn.WithLossCell(make_network(), nn.CrossEntropyLoss()), make_step().optimizer)
     errors["plain step"] = said(lambda: ms.save_checkpoint(plain, str(mine / "plain.ckpt")))
-    step = make_step()
-    run(step, 0, 1)
 
     def update_within():
-        with step.optimizer.whole_state():
-            run_batches(step)
+        with trained.optimizer.whole_state():
+            run_batches(trained)
 
     errors["update within"] = said(update_within)
-    trainer.results["update within"] = np.array(int(step.update_count.asnumpy()))
     for name, text in errors.items():
         trainer.results[f"errors/{name}"] = text
 
