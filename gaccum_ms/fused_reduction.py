@@ -68,7 +68,6 @@ def buffer_bytes() -> int:
 _pick = ops.MultitypeFuncGraph("gaccum_ms_pick")
 _flat = ops.MultitypeFuncGraph("gaccum_ms_flat")
 _part = ops.MultitypeFuncGraph("gaccum_ms_part")
-_alone = ops.MultitypeFuncGraph("gaccum_ms_alone")
 
 
 @_pick.register("Tuple", "Number")

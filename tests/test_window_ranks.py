@@ -60,14 +60,14 @@ def out(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def trained(out) -> list[Results]:
     """What each of two ranks got. A rank that waits for the other for ever is ended, and all tests here fail."""
-    return run_on_two_ranks("window_worker.py", out, "train", time_limit=240)
+    return run_on_two_ranks("window_worker.py", out, "train", time_limit=600)
 
 
 @pytest.fixture(scope="module")
 def resumed(out, trained) -> list[Results]:
     """The same of two new ranks, which go on from the checkpoints of the first two and of one process."""
     save_alone(out)
-    return run_on_two_ranks("window_worker.py", out, "resume", time_limit=240)
+    return run_on_two_ranks("window_worker.py", out, "resume", time_limit=600)
 
 
 class Clipped(nn.Cell):
