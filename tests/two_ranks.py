@@ -14,11 +14,11 @@ HERE = Path(__file__).resolve().parent
 Results = dict[str, np.ndarray]
 
 
-def run_on_two_ranks(worker: str, out: Path, *arguments: str, time_limit: int = 300) -> list[Results]:
+def run_on_two_ranks(worker: str, out: Path, *arguments: str, time_limit: int = 600) -> list[Results]:
     return run_on_ranks(2, worker, out, *arguments, time_limit=time_limit)
 
 
-def run_on_ranks(ranks: int, worker: str, out: Path, *arguments: str, time_limit: int = 300) -> list[Results]:
+def run_on_ranks(ranks: int, worker: str, out: Path, *arguments: str, time_limit: int = 600) -> list[Results]:
     """The arrays that each rank of ``worker OUT ARGUMENTS`` left in ``OUT/rank<N>.npz``; no process is left.
 
     After `time_limit` seconds, when ranks wait for each other for ever, it fails.
