@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 _HERE = Path(__file__).resolve().parent
-sys.path.append(str(_HERE.parent / "tests" / "parallel"))
+sys.path += [str(_HERE.parent / "tests" / "parallel"), str(_HERE.parent / "tests")]
 
 import no_device  # noqa: E402
 from compile_worker import SAMPLES  # noqa: E402

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import no_device
 import pytest
 
 from gaccum_ms import gpu
-
-NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
-ASKED = ["cuInit", "cuDriverGetVersion", "cuDeviceGetCount", "cuGetProcAddress", "cuGetProcAddress_v2"]
-ASKED += ["cuDeviceGetAttribute", "cuGetErrorName", "cuLaunchKernel", "cuModuleGetFunction", "cuModuleLoadDataEx"]
-ASKED += ["cuModuleUnload", "cuStreamSynchronize"]
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +22,10 @@ def libraries() -> None:
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory) -> Path:
     """A folder with a driver for a machine that has no GPU."""
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
+    if no_device.compiler() is None:
         pytest.skip("there is no C compiler to build a driver without a GPU with")
     folder = tmp_path_factory.mktemp("driver")
-    (folder / "driver.c").write_text("".join(f"int {name}(void) {{ return {NO_DEVICE}; }}\n" for name in ASKED))
-    command = [compiler, "-shared", "-fPIC", "-o", str(folder / gpu.DRIVER), str(folder / "driver.c")]
-    subprocess.run(command, check=True, timeout=60)
+    no_device.make_driver(folder)
     return folder
 
 

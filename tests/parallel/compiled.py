@@ -11,6 +11,7 @@ import finished_graph
 import no_device
 import numpy as np
 
+import gaccum_ms
 from gaccum_ms import launch
 
 RANKS = 8
@@ -44,7 +45,13 @@ class Case(NamedTuple):
 
 def compile_cases(folder: Path, *names: str) -> Path:
     """Compile the cases of these names, or all that the tests need, on eight ranks: a folder of each in the result."""
-    environment = no_device.environment(folder)
+    environment = {
+        **no_device.environment(folder),
+        "PYTHONPATH": str(Path(gaccum_ms.__file__).parents[1]),
+        "MS_DEV_SAVE_GRAPHS": "2",
+        "MS_DEV_SAVE_GRAPHS_PATH": str(folder / "graphs"),
+        "GLOG_v": "3",
+    }
     out, worker = folder / "out", Path(__file__).with_name("compile_worker.py")
     command = [sys.executable, launch.__file__, "--processes", str(RANKS), "--log-dir", str(folder / "log")]
     command += ["--timeout", str(TIME_LIMIT), str(worker), str(out), *names]

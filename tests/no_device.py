@@ -1,0 +1,46 @@
+"""A machine that has NVIDIA's CUDA libraries, a driver, and no GPU: enough for MindSpore to compile for GPUs.
+
+The libraries are NVIDIA's packages for CUDA 11, the extra 'gpu'. The driver is a library whose every function says that
+there is no device, made here by the C compiler.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from gaccum_ms import gpu
+
+NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE, https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TYPES.html
+FUNCTIONS = (
+    "cuInit", "cuDriverGetVersion", "cuDeviceGetCount", "cuGetProcAddress", "cuGetProcAddress_v2",
+    "cuDeviceGetAttribute", "cuGetErrorName", "cuLaunchKernel", "cuModuleGetFunction", "cuModuleLoadDataEx",
+    "cuModuleUnload", "cuStreamSynchronize",
+)  # fmt: skip
+
+
+def compiler() -> str | None:
+    """A C compiler, if there is one."""
+    return shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+
+
+def why_not() -> str | None:
+    """What is missing to compile for GPUs, if anything is."""
+    if missing := gpu.missing_packages():
+        return f"{', '.join(missing)} not installed: {gpu.REMEDY}"
+    return None if compiler() else "there is no C compiler to make a driver without devices with"
+
+
+def make_driver(folder: Path) -> None:
+    """Put the driver into a folder."""
+    source = folder / "driver.c"
+    source.write_text("".join(f"int {name}(void) {{ return {NO_DEVICE}; }}\n" for name in FUNCTIONS))
+    subprocess.run([str(compiler()), "-shared", "-fPIC", "-o", folder / gpu.DRIVER, source], check=True, timeout=60)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """The environment in which MindSpore compiles for GPUs; `folder` gets what it looks for."""
+    make_driver(folder)
+    return {**os.environ, **gpu.lay_out(folder / "cuda", {"LD_LIBRARY_PATH": str(folder)})}
