@@ -53,8 +53,10 @@ sys.exit(not all(u.find_spec(name) for name in sys.argv[1:]))' "${@:2}" 2>/dev/n
 # choose: set $python to the one that is active, if it has MindSpore, otherwise to .venv's, which may not be there yet.
 choose() {
     python=$(type -p python || type -p python3 || true)
+    ours=
     if [ -z "$python" ] || ! has "$python" mindspore; then
         python=$here/.venv/bin/python
+        ours=yes
     fi
 }
 
@@ -62,7 +64,7 @@ choose() {
 use() {
     local extra=$1 stamp='' wanted='' base
     choose
-    if [ "$python" = "$here/.venv/bin/python" ]; then
+    if [ -n "$ours" ]; then
         if ! has "$python" pip; then
             base=$(find_python)
             if [ -z "$base" ]; then

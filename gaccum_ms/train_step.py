@@ -131,7 +131,10 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         self, network: GradAccumulationCell, optimizer: nn.Optimizer, scale_sense: nn.Cell | ms.Tensor | None = None
     ) -> None:
         with auto_parallel.settings_of(network):
-            self._build(auto_parallel.held_cell(network), optimizer, scale_sense)
+            cell = auto_parallel.held_cell(network)
+            self._build(cell, optimizer, scale_sense)
+        if cell.accumulates:
+            warn_about_batch_norm(cell)
         self._given = (network,)  # an AutoParallel's settings are for each call; in a tuple, as no part of the step
 
     def _build(self, network: nn.Cell, optimizer: nn.Optimizer, scale_sense: nn.Cell | ms.Tensor | None) -> None:
@@ -182,8 +185,6 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         if self.spans_batches:
             self.end_window = WindowEnd(self.window.open, self.update, self._jit)
         self._show_records()
-        if network.accumulates:
-            warn_about_batch_norm(network)
         if unrolled:
             self.set_train()  # the compiler's passes ask for it
 

@@ -88,7 +88,8 @@ def test_mnist_takes_the_tutorials_values_and_arguments_override_them(run, tmp_p
     assert done.returncode == 0
     assert f"data: {data} " in done.stdout
     tutorial = {"batch_size": 32, "micro_size": 4, "learning_rate": 0.01, "print_every": 100}
-    assert settings(done.stdout) == {"epochs": 5, "accumulation_steps": 5, **tutorial}
+    several = {"device": "CPU", "parallel_mode": "semi_auto_parallel"}
+    assert settings(done.stdout) == {"epochs": 5, "accumulation_steps": 5, **tutorial, **several}
     # 1,536 images on 2 ranks are 24 batches an epoch: the 100th step is the fourth of the fifth epoch.
     assert len(LOSS.findall(done.stdout)) == 1
     assert "epoch: 5 step: 4, loss is" in done.stdout
