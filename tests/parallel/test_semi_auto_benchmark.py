@@ -55,7 +55,7 @@ def test_collectives_are_told_apart_and_counted(cases, name, k, expected):
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_weights_that_are_gathered_are_no_inputs(cases):
-    row = semi_auto.measure(cases("optimizer parallel"), "optimizer parallel", False, 4)
+    row = semi_auto.measure(cases("optimizer parallel, 4"), "optimizer parallel", False, 4)
     assert any(kind == "AllGather" for kind, _ in row.collectives)
     assert row.of("inputs gathered") == (0, 0)
 
