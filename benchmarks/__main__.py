@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import signal
 import sys
@@ -12,8 +11,6 @@ from pathlib import Path
 from benchmarks import controller, report
 from benchmarks.networks import NETWORKS
 from benchmarks.ways import WAYS
-
-_RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def _options() -> argparse.Namespace:
@@ -58,9 +55,7 @@ def main() -> None:
     lines = "\n".join(target.line() for target in report.targets(rows, first_calls))
     text = f"{head}\n{report.table(rows)}\n\n{report.explanations()}\n\ntargets\n{lines}\n"
     print(text, end="")
-    output = options.output or _RESULTS / f"cpu_{os.cpu_count()}_cores_{datetime.date.today()}.txt"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(text)
+    output = report.keep(text, f"cpu_{os.cpu_count()}_cores", options.output)
     _log(f"kept in {output}")
 
 

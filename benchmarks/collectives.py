@@ -9,7 +9,6 @@ itself, for buffers of several sizes: what `gaccum_ms.fused_reduction.BUFFER_BYT
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import signal
@@ -110,10 +109,7 @@ def main() -> None:
         counts, times = run(_HERE / "collectives_worker.py", settings, out=Path(folder), limit=options.limit)[0]
     text = "\n".join([head, counts_table(counts), times_table(times), "", *targets(counts), ""])
     print(text, end="")
-    name = f"collectives_{PROCESSES}_processes_{datetime.date.today()}.txt"
-    output = options.output or _HERE / "results" / name
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(text)
+    report.keep(text, f"collectives_{PROCESSES}_processes", options.output)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,14 @@ import os
 import platform
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 
 from benchmarks.networks import NETWORKS
 from benchmarks.ways import WAYS
 
 FIRST_CALL_SIZES = (2, 64)
+_RESULTS = Path(__file__).resolve().parent / "results"
 _MEGABYTE = 1e6
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS")
 
@@ -190,3 +192,11 @@ def _cpu_model() -> str:
     except OSError:
         names = []
     return names[0] if names else platform.machine()
+
+
+def keep(text: str, name: str, output: Path | None) -> Path:
+    """Write a result to `output` , or, under its name and today's date, among those that are kept; returns where."""
+    output = output or _RESULTS / f"{name}_{datetime.date.today()}.txt"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(text)
+    return output

@@ -10,7 +10,6 @@ eight devices in NumPy (tests/parallel/machine.py), which notes what it executes
 from __future__ import annotations
 
 import argparse
-import datetime
 import signal
 import sys
 import tempfile
@@ -214,10 +213,7 @@ def main() -> None:
     parts = [head, collectives_table(rows), compile_table(rows + deep_rows), _EXPLANATIONS, "\n".join(targets(rows))]
     text = "\n\n".join(parts) + "\n"
     print(text, end="")
-    name = f"semi_auto_{RANKS}_devices_{datetime.date.today()}.txt"
-    output = options.output or _HERE / "results" / name
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(text)
+    report.keep(text, f"semi_auto_{RANKS}_devices", options.output)
 
 
 if __name__ == "__main__":
