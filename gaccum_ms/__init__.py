@@ -13,6 +13,7 @@ from gaccum_ms.per_sample_loss import PerSampleLoss
 from gaccum_ms.resume import resume
 from gaccum_ms.schedule import AccumulationScheduler
 from gaccum_ms.sharded_optimizer import ShardedOptimizer
+from gaccum_ms.threads import tune_cpu_threads
 from gaccum_ms.train_step import TrainOneStepWithGradAccumulationCell
 
 __version__ = "0.1.0"
@@ -32,6 +33,7 @@ __all__ = [
     "audit",
     "resume",
     "scale_learning_rate",
+    "tune_cpu_threads",
 ]
 
 _model.install_model_hook()

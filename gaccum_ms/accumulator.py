@@ -14,6 +14,7 @@ import numpy as np
 from mindspore import nn, ops
 from mindspore.common.initializer import initializer
 
+from gaccum_ms.cpu_kernels import add_in_place, zero_in_place
 from gaccum_ms.records import of_this_rank
 
 PREFIX = "accu_grads."
@@ -59,7 +60,7 @@ def write(parameter: ms.Parameter, value: ms.Tensor) -> ms.Tensor:
 def _add_to(accumulator: ms.Parameter, gradient: ms.Tensor) -> ms.Tensor:
     if accumulator.dtype == ms.bfloat16:
         return write(accumulator, accumulator + ops.cast(gradient, accumulator.dtype))
-    return ops.assign_add(accumulator, ops.cast(gradient, accumulator.dtype))
+    return add_in_place(accumulator, ops.cast(gradient, accumulator.dtype))
 
 
 @add_compensated_to.register("Tensor", "Tensor", "Tensor")
@@ -80,7 +81,7 @@ def _read_compensated(accumulator: ms.Parameter, compensation: ms.Parameter) -> 
 
 @zero.register("Tensor")
 def _zero(accumulator: ms.Parameter) -> ms.Tensor:
-    return write(accumulator, ops.zeros_like(accumulator))
+    return zero_in_place(accumulator)
 
 
 class Accumulators(nn.Cell):
@@ -100,7 +101,7 @@ class Accumulators(nn.Cell):
         self.compensated = compensated
         if compensated:
             self.compensations = allocate(weights, ms.float32, compensation_prefix)
-        self.map = ops.HyperMap()
+        self.map = ops.HyperMap(reverse=True)
 
     def add(self, gradients):
         if self.compensated:

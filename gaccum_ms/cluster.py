@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from gaccum_ms.rank import JOB
+from gaccum_ms.rank import JOB, TUNE
 
 MASTER_PORT = 8118  # msrun's own default
 
@@ -47,6 +47,7 @@ class Cluster:
         master_addr (str): The address of host 0, where MindSpore's scheduler runs.
         master_port (int): The scheduler's port there. The launchers of several hosts talk through the next one.
         start_timeout (float): Seconds that a rank may come to MindSpore's ``init()`` later than the first.
+        tune_cpu_threads (bool): Whether each rank calls `gaccum_ms.tune_cpu_threads` before its script.
     """
 
     launcher: str = "msrun"
@@ -56,6 +57,7 @@ class Cluster:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     start_timeout: float = 600
+    tune_cpu_threads: bool = False
 
     @property
     def size(self) -> int:
@@ -92,6 +94,7 @@ class Cluster:
         for name in THREAD_NAMES:
             env.setdefault(name, str(max(1, cores // self.processes)))
         env.setdefault("PYTHONUNBUFFERED", "1")
+        env |= {TUNE: "1"} if self.tune_cpu_threads else {}
         env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
         if self.launcher == "mpirun":  # it knows nothing of MindSpore's cluster, whose variables come from here
             env |= {"MS_SCHED_HOST": self.master_addr, "MS_SCHED_PORT": str(self.master_port)}

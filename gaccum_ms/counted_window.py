@@ -58,11 +58,10 @@ class CountedWindow(SampleWindow):
         total = ops.zeros(self.count_shape, ms.float32)
         if self.counts_samples:
             return total + samples
-        stacked = split.stack_full(inputs, size, full, rest)
-        index = ms.Tensor(0, ms.int32)
-        while index < full:
-            total = total + self.count_all(*split.take(stacked, index))
-            index = index + 1
+        start = ms.Tensor(0, ms.int32)
+        while start < full * size:
+            total = total + self.count_all(*split.take(inputs, start, size))
+            start = start + size
         if rest > 0:
             total = total + self.count_all(*split.take_rest(inputs, full * size))
         return total

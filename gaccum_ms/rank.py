@@ -19,6 +19,7 @@ import sys
 import types
 from pathlib import Path
 
+TUNE = "GACCUM_MS_TUNE_CPU_THREADS"  # set: call tune_cpu_threads() before the script
 JOB = "GACCUM_MS_JOB"  # "<pid of the launcher>-<random>": marks all processes of one launch
 SCHEDULER = -1  # MindSpore's scheduler is no rank, but is guarded as one
 
@@ -85,6 +86,10 @@ def run(script: str, arguments: list[str]) -> None:
     if not getattr(sys.flags, "safe_path", False):  # with it, Python puts no script's folder there
         sys.path[0] = str(path.resolve().parent)
     code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    if TUNE in os.environ and role != "MS_SCHED":
+        from gaccum_ms import tune_cpu_threads
+
+        print(tune_cpu_threads(), flush=True)
     try:
         exec(code, vars(main))
     except SystemExit as end:

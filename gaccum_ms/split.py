@@ -72,17 +72,17 @@ def plan_split(shapes: Any, micro_size: int | None, micro_batch_size: int | None
 compiled_plan = ops.constexpr(plan_split)
 
 
-def stack_full(inputs: Sequence[ms.Tensor], size: int, full: int, rest: int) -> list[ms.Tensor]:
-    """Each input's full micro-batches as ``(full, size, ...)``: a Tensor index can then take one inside a loop."""
-    heads = inputs if rest == 0 else [value[: full * size] for value in inputs]
-    return [head.reshape((full, size, *head.shape[1:])) for head in heads]
-
-
-def take(stacked: Sequence[ms.Tensor], index: ms.Tensor) -> list[ms.Tensor]:
-    """Micro-batch number `index` of what `stack_full` returned."""
-    return [value[index] for value in stacked]
+def take(inputs: Sequence[ms.Tensor], start: ms.Tensor, size: int) -> list[ms.Tensor]:
+    """The `size` samples from number `start` on, a Tensor of shape () and dtype int32."""
+    rows = start + ms.Tensor(_first_rows(size), ms.int32)
+    return [ops.gather(value, rows, 0) for value in inputs]
 
 
 def take_rest(inputs: Sequence[ms.Tensor], start: int) -> list[ms.Tensor]:
     """The samples from `start` on: the smaller last micro-batch of a ragged batch."""
     return [value[start:] for value in inputs]
+
+
+@ops.constexpr
+def _first_rows(size):
+    return list(range(size))

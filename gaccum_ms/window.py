@@ -98,11 +98,10 @@ class SampleWindow(nn.Cell):
         shapes = [value.shape for value in inputs]
         _, size, full, rest = split.compiled_plan(shapes, self.micro_size, self.micro_batch_size)
         sums = self.nothing()
-        stacked = split.stack_full(inputs, size, full, rest)
-        index = ms.Tensor(0, ms.int32)
-        while index < full:
-            sums = sums + self.micro_step(unit, size, *split.take(stacked, index))
-            index = index + 1
+        start = ms.Tensor(0, ms.int32)
+        while start < full * size:
+            sums = sums + self.micro_step(unit, size, *split.take(inputs, start, size))
+            start = start + size
         if rest > 0:
             sums = sums + self.micro_step(unit, rest, *split.take_rest(inputs, full * size))
         return sums

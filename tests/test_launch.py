@@ -310,3 +310,17 @@ def test_wrong_arguments_are_named(arguments, message, capsys):
         launch.main(arguments)
     assert error.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("options", "shown"), [((), ""), (("--tune-cpu-threads",), "CpuThreads(dispatch=1, kernels=")])
+def test_threads_are_tuned_when_asked_and_only_then(tmp_path, options, shown):
+    """MindSpore says whether its threads have been set."""
+    script = write(
+        tmp_path / "script.py",
+        "from mindspore._c_expression import RuntimeConf\n"
+        'print("set", RuntimeConf.get_instance().is_dispatch_threads_num_configured())',
+    )
+    done = Launched(script, "-n", "2", *options, env=PYTHONPATH).finish()
+    assert done.returncode == 0, done.stderr
+    assert shown in done.stdout
+    assert f"set {bool(options)}" in done.stdout

@@ -17,7 +17,7 @@ from mindspore import nn, ops
 from mindspore.communication import get_group_size, get_rank, init
 from prepare_data import prepare
 
-from gaccum_ms import FlushAccumulation, GradAccumulationCell
+from gaccum_ms import FlushAccumulation, GradAccumulationCell, tune_cpu_threads
 
 
 class Network(nn.Cell):
@@ -93,11 +93,7 @@ def main():
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_device(args.device)
     ms.set_seed(1)  # every rank starts from the same weights
-    if "OMP_NUM_THREADS" in os.environ:  # set by the launcher; MindSpore's own threads know no such variable
-        threads = int(os.environ["OMP_NUM_THREADS"])
-        ms.runtime.dispatch_threads_num(threads)
-        ms.device_context.cpu.op_tuning.threads_num(threads)
-        ds.config.set_num_parallel_workers(threads)
+    tune_cpu_threads()
     distributed = "MS_ROLE" in os.environ  # set by msrun
     shard, ragged = {}, True
     if distributed:

@@ -1,0 +1,57 @@
+"""What MindSpore's CPU back end does faster by another kernel than by the one meant for it.
+
+The results are the same to the last bit, infinities and NaN included; docs/performance.md has the measurements.
+"""
+
+from __future__ import annotations
+
+import mindspore as ms
+from mindspore import ops
+from mindspore.ops import signature as sig
+
+
+@ops.constexpr
+def on_cpu():
+    return ms.get_context("device_target") == "CPU"
+
+
+class _ProximalGradientDescent(ops.Primitive):
+    """The kernel of `ops.ApplyProximalGradientDescent` , whose constructor only warns that its name will go."""
+
+    __mindspore_signature__ = (
+        sig.make_sig("var", sig.sig_rw.RW_WRITE, dtype=sig.sig_dtype.T),
+        sig.make_sig("alpha", dtype=sig.sig_dtype.T1),
+        sig.make_sig("l1", dtype=sig.sig_dtype.T2),
+        sig.make_sig("l2", dtype=sig.sig_dtype.T3),
+        sig.make_sig("delta", dtype=sig.sig_dtype.T),
+    )
+
+    def __init__(self) -> None:
+        super().__init__("ApplyProximalGradientDescent")
+        self.add_prim_attr("side_effect_mem", True)
+
+
+_proximal_gradient_descent = _ProximalGradientDescent()
+
+# -- compiled ----------------------------------------------------------------------------------------------------------
+
+
+def add_in_place(parameter: ms.Parameter, value: ms.Tensor) -> ms.Tensor:
+    """``parameter += value`` , both of one dtype; returns what stands for its being done.
+
+    AssignAdd adds one number at a time and stores each twice. A step of proximal gradient descent with a rate of -1 and
+    no penalty is the same sum, vectorised. It knows neither scalars nor other dtypes.
+    """
+    if on_cpu() and parameter.dtype == ms.float32 and parameter.ndim > 0:
+        return _proximal_gradient_descent(parameter, -1.0, 0.0, 0.0, value)
+    return ops.assign_add(parameter, value)
+
+
+def zero_in_place(parameter: ms.Parameter) -> ms.Tensor:
+    """``parameter = 0`` ; returns what stands for its being done.
+
+    Assign wants zeros of the Parameter's shape, which the compiler folds into a constant that is there for ever.
+    """
+    if on_cpu():
+        return parameter.copy_(ms.Tensor(0.0, parameter.dtype))
+    return ops.assign(parameter, ops.zeros_like(parameter))
