@@ -27,7 +27,7 @@ setup(
         "tensorboard": ["tensorboardX"],
         "test": ["pytest", "pytest-xdist", "scikit-learn", "tensorboardX"],
         "torch": ["torch==2.13.*"],  # the tests that compare with PyTorch's loop
-        "benchmark": ["torch==2.13.*"],
+        "benchmark": ["matplotlib", "mindcv==0.3.*", "torch==2.13.*"],
         # What MindSpore's GPU back end, made for CUDA 11.6 and cuDNN 8, is linked with; see gaccum_ms/gpu.py.
         "gpu": [
             "nvidia-cublas-cu11",

@@ -1,30 +1,42 @@
 """Runs the workers of one network and collects what they measure.
 
-All programs are built first, each alone on the machine; then they take turns, one after the other in every round, so
-that a slow minute of the machine falls on all of them alike. An idle worker sleeps in a read and uses no processor.
+Programs are measured in groups, because not all fit into memory at once: the whole batch, and a few others at one
+micro_size. All programs of a group are built first, each alone on the machine; then they take turns, one after the
+other in every round, so that a slow minute of the machine falls on all of them alike. An idle worker sleeps in a read
+and uses no processor.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import select
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+import uuid
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.networks import NETWORKS
-from benchmarks.report import FIRST_CALL_SIZES, Row
-from benchmarks.ways import WAYS, Way
+from benchmarks.rows import WHOLE, Row
+from benchmarks.targets import FIRST_CALL_SIZES
+from benchmarks.ways import WAYS, Setting, Way
 
 _ROOT = Path(__file__).resolve().parents[1]
-_BASELINE_UPDATES_SECONDS = 0.1
+_WORKER = Path(__file__).with_name("worker.py")
+_ALIVE = 5  # programs at one time, besides the whole batch
+_BASELINE_UPDATES = 3
+_POLL_SECONDS = 0.1
+_RANKS_LIMIT_SECONDS = 3600  # for the launcher, should this program be killed while ranks wait for each other
+_GRACE_SECONDS = 30
 Log = Callable[[str], None]
 
 
@@ -33,44 +45,59 @@ class WorkerError(Exception):
 
 
 class Worker:
-    """A measured program in a process of its own. The constructor returns when its first call is done."""
+    """A measured program in processes of its own, one for each rank. The constructor returns when its first call is
+    done."""
 
-    def __init__(self, way: str, network: str, micro_size: int, batch: int, limit: float) -> None:
+    def __init__(self, setting: Setting, limit: float) -> None:
+        self.setting = setting
         self._limit = limit
         # Its own folder: MindSpore leaves files where it runs.
         self._folder = tempfile.TemporaryDirectory(prefix="gaccum_ms_benchmark_")
-        settings = {"GLOG_v": "3"}
-        if way in WAYS and WAYS[way].framework == "mindspore":  # PyTorch reads some of the same variables
-            settings |= NETWORKS[network].mindspore_environment
-        path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
         self._messages = Path(self._folder.name, "messages.txt")
-        with self._messages.open("wb") as messages:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.worker", way, network, str(micro_size), str(batch)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=messages,
-                bufsize=0,  # select() knows nothing of what Python has read ahead
-                cwd=self._folder.name,
-                env={**settings, **os.environ, "PYTHONPATH": path},
-            )
+        self._ranks: list[socket.socket] = []
+        address = f"gaccum_ms_benchmark-{uuid.uuid4().hex}"
         try:
-            self.first_call, self.trains = self._answer().values()
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(f"\0{address}")
+                listener.listen(setting.processes)
+                self._process = self._start(address)
+                deadline = time.monotonic() + limit
+                while len(self._ranks) < setting.processes:
+                    self._ranks.append(self._accept(listener, deadline))
+            # As slow, and as large, as the slowest and largest rank.
+            answers = self._answers()
+            self.first_call = max(answer["first_call"] for answer in answers)
+            self.trains = all(answer["trains"] for answer in answers)
+            self.about = {key: answers[0][key] for key in ("weight_bytes", "batch_bytes", "threads")}
+            self._seconds = self.updates(1)[0]
         except BaseException:
             self.close()
             raise
 
-    def times(self, seconds: float) -> list[float]:
-        return self._ask(f"time {seconds}")
+    def turn(self, seconds: float) -> list[float]:
+        """The seconds of each of as many updates as take about `seconds` , at least one."""
+        times = self.updates(max(1, round(seconds / self._seconds)))
+        self._seconds = sum(times) / len(times)
+        return times
+
+    def updates(self, number: int) -> list[float]:
+        """The seconds of each update, on its slowest rank."""
+        return [max(times) for times in zip(*self._ask(f"updates {number}"), strict=True)]
 
     def peak(self) -> int:
-        return self._ask("peak")
+        return max(self._ask("peak"))
 
     def close(self) -> None:
+        for rank in self._ranks:
+            rank.close()
+        if self.setting.processes == 1:
+            self._process.kill()
+        else:
+            self._process.terminate()  # the launcher ends its ranks
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_GRACE_SECONDS)
         self._process.kill()
         self._process.wait()
-        self._process.stdin.close()
-        self._process.stdout.close()
         self._folder.cleanup()
 
     def __enter__(self) -> Worker:
@@ -79,95 +106,156 @@ class Worker:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, command: str) -> Any:
-        try:
-            self._process.stdin.write(command.encode() + b"\n")
-        except BrokenPipeError:
-            raise WorkerError(f"failed: {self._last_words()}") from None
-        return self._answer()
+    def _start(self, address: str) -> subprocess.Popen:
+        settings = {"GLOG_v": "3"}
+        # PyTorch reads some of the same variables.
+        if self.setting.way in WAYS and WAYS[self.setting.way].framework == "mindspore":
+            settings |= NETWORKS[self.setting.network].mindspore_environment
+        path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+        command = [sys.executable]
+        if self.setting.processes > 1:
+            command += ["-m", "gaccum_ms.launch", "-n", str(self.setting.processes)]
+            command += ["--log-dir", str(Path(self._folder.name, "log")), "--timeout", str(_RANKS_LIMIT_SECONDS)]
+        with self._messages.open("wb") as messages:
+            return subprocess.Popen(
+                [*command, str(_WORKER), json.dumps(asdict(self.setting)), address],
+                stdin=subprocess.DEVNULL,
+                stdout=messages,
+                stderr=messages,
+                cwd=self._folder.name,
+                env={**settings, **os.environ, "PYTHONPATH": path},
+            )
 
-    def _answer(self) -> Any:
+    def _accept(self, listener: socket.socket, deadline: float) -> socket.socket:
+        while not select.select([listener], [], [], _POLL_SECONDS)[0]:
+            if self._process.poll() is not None:
+                raise WorkerError(f"failed: {self._last_words()}")
+            if time.monotonic() > deadline:
+                raise WorkerError(f"> {self._limit:.0f} s")
+        return listener.accept()[0]
+
+    def _ask(self, command: str) -> list[Any]:
+        """Every rank's answer."""
+        for rank in self._ranks:
+            try:
+                rank.sendall(command.encode() + b"\n")
+            except OSError:
+                raise WorkerError(f"failed: {self._last_words()}") from None
+        return self._answers()
+
+    def _answers(self) -> list[Any]:
         deadline = time.monotonic() + self._limit
+        return [self._answer(rank, deadline) for rank in self._ranks]
+
+    def _answer(self, rank: socket.socket, deadline: float) -> Any:
         line = b""
         while not line.endswith(b"\n"):
-            if not select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            if not select.select([rank], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 raise WorkerError(f"> {self._limit:.0f} s")
-            received = self._process.stdout.read(65536)
+            received = rank.recv(65536)
             if not received:
                 raise WorkerError(f"failed: {self._last_words()}")
             line += received
         return json.loads(line)
 
     def _last_words(self) -> str:
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_GRACE_SECONDS)
         lines = [line.strip() for line in self._messages.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [line for line in lines if not line.startswith("logs: ")]  # the launcher's last line says where
         return lines[-1][:100] if lines else f"exit status {self._process.returncode}"
 
 
-def measure(
-    network: str,
-    ways: Iterable[str],
-    micro_sizes: Iterable[int],
-    *,
-    batch: int,
-    rounds: int,
-    turn: float,
-    limit: float,
-    log: Log,
-) -> list[Row]:
-    """One row for each program of the network: `rounds` turns of `turn` seconds each, then its peak memory."""
-    rows = [Row(network, way, micro_size) for way in ways for micro_size in (micro_sizes if WAYS[way].splits else [1])]
+def groups(
+    network: str, ways: Sequence[str], micro_sizes: Sequence[int], processes: Sequence[int], batch: int, threads: str
+) -> list[list[Setting]]:
+    """The programs to measure, in groups; the whole batch is in each. Those of several ranks are groups by themselves,
+    with all numbers of ranks together."""
+
+    def setting(way: str, micro_size: int, ranks: int = 1) -> Setting:
+        return Setting(network, way, micro_size, batch, threads, ranks)
+
+    base = [WHOLE] if WHOLE in ways else []
+    found: list[list[Setting]] = []
+    for micro_size in [size for size in micro_sizes if size <= batch] if 1 in processes else []:
+        sizes = {way: WAYS[way].micro_sizes or (micro_size,) for way in ways if way != WHOLE}
+        others = [setting(way, micro_size) for way in sizes if micro_size in sizes[way]]
+        for start in range(0, max(1, len(others)), _ALIVE):
+            found.append([*(setting(way, 1) for way in base), *others[start : start + _ALIVE]])
+    ranks = [number for number in processes if 1 < number <= batch]
+    parallel = [way for way in ways if way != WHOLE and WAYS[way].parallel]
+    for micro_size in micro_sizes if ranks else []:
+        group = [setting(way, 1, number) for way in base for number in ranks]
+        group += [setting(way, min(micro_size, batch // number), number) for way in parallel for number in ranks]
+        if group not in found:
+            found.append(group)
+    return found
+
+
+def measure(settings: Sequence[Setting], group: str, *, rounds: int, turn: float, limit: float, log: Log) -> list[Row]:
+    """One row for each program of the group: `rounds` turns of about `turn` seconds each, then its peak memory."""
+    rows = [Row(one.network, one.way, one.micro_size, one.processes, group, one.batch) for one in settings]
     with ExitStack() as stack:
         workers: dict[int, Worker] = {}
-        for index, row in enumerate(rows):
+        for index, (row, setting) in enumerate(zip(rows, settings, strict=True)):
             if not is_installed(WAYS[row.way]):
                 row.note = "not installed"
                 continue
-            log(f"{network}: first call of {row.way}, micro_size {row.micro_size}")
+            log(f"{group}: first call of {row.way}, micro_size {row.micro_size}, {row.processes} process(es)")
             try:
-                worker = stack.enter_context(Worker(row.way, network, row.micro_size, batch, limit))
+                worker = stack.enter_context(Worker(setting, limit))
             except WorkerError as error:
                 row.note = str(error)
                 continue
             workers[index] = worker
-            row.first_call, row.trains = worker.first_call, worker.trains
+            row.first_call = worker.first_call
+            row.trains = worker.trains if WAYS[row.way].updates else None
+            vars(row).update(worker.about)
         for number in range(rounds):
-            log(f"{network}: round {number + 1} of {rounds}")
+            log(f"{group}: round {number + 1} of {rounds}")
             for index, worker in list(workers.items()):
                 try:
-                    rows[index].turns.append(worker.times(turn))
+                    rows[index].turns.append(worker.turn(turn))
                 except WorkerError as error:
                     rows[index].note = str(error)
                     rows[index].turns.clear()  # turns are paired by round: half of them would pair wrongly
                     workers.pop(index).close()
         for index, worker in workers.items():
             rows[index].peak = worker.peak()
-    for row in rows:
-        if row.peak is not None:
-            log(f"{network}: memory at micro-batches of one sample, {row.way}, micro_size {row.micro_size}")
-            try:
-                row.base_peak = _peak_of_one_sample(row, limit)
-            except WorkerError as error:
-                row.note = f"memory {error}"
     return rows
 
 
-def _peak_of_one_sample(row: Row, limit: float) -> int:
-    """Peak memory of the same program at micro-batches of one sample: the framework, compiling, and the weights."""
-    with Worker(row.way, row.network, row.micro_size, row.micro_size, limit) as worker:
-        worker.times(_BASELINE_UPDATES_SECONDS)
-        return worker.peak()
+def measure_base_peaks(rows: Iterable[Row], *, threads: str, limit: float, log: Log) -> None:
+    """Peak memory of the same ways at a batch of one sample: the framework, compiling a plain step, and the weights.
+    Programs of several ranks are left out."""
+    peaks: dict[tuple[str, str], int | None] = {}
+    for row in rows:
+        if row.peak is None or row.processes > 1:
+            continue
+        if (row.network, row.way) not in peaks:
+            log(f"{row.network}: memory of {row.way} at a batch of one sample")
+            peaks[row.network, row.way] = None
+            try:
+                with Worker(Setting(row.network, row.way, 1, 1, threads), limit) as worker:
+                    worker.updates(_BASELINE_UPDATES)
+                    peaks[row.network, row.way] = worker.peak()
+            except WorkerError as error:
+                row.note = f"memory {error}"
+        row.base_peak = peaks[row.network, row.way]
 
 
-def measure_first_calls(network: str, *, batch: int, repeats: int, limit: float, log: Log) -> dict[int, list[float]]:
+def measure_first_calls(
+    network: str, *, batch: int, threads: str, repeats: int, limit: float, log: Log
+) -> dict[int, list[float]]:
     """Seconds of our first call in fresh processes, few and many micro-batches in turns."""
     seconds: dict[int, list[float]] = {size: [] for size in FIRST_CALL_SIZES}
+    setting = Setting(network, "ours", 1, batch, threads)
     for number in range(repeats):
         # Now one is first, now the other: whoever comes second finds a warmer machine.
         for size in FIRST_CALL_SIZES if number % 2 == 0 else reversed(FIRST_CALL_SIZES):
             log(f"{network}: first call of ours in a fresh process, micro_size {size} ({number + 1} of {repeats})")
             try:
-                with Worker("ours", network, size, batch, limit) as worker:
+                with Worker(replace(setting, micro_size=size), limit) as worker:
                     seconds[size].append(worker.first_call)
             except WorkerError as error:
                 log(f"{network}: micro_size {size}: {error}")
@@ -175,4 +263,4 @@ def measure_first_calls(network: str, *, batch: int, repeats: int, limit: float,
 
 
 def is_installed(way: Way) -> bool:
-    return importlib.util.find_spec(way.framework) is not None
+    return all(importlib.util.find_spec(package) is not None for package in way.packages)

@@ -1,83 +1,58 @@
-"""The networks compared on: each written once for MindSpore and once for PyTorch, layer by layer the same.
+"""The networks compared on: what one sample is, and how many make a batch.
 
-Frameworks are imported inside the builders, so that a worker loads one of them only, and the controller none.
+Each is written once for MindSpore (mindspore_networks.py) and once for PyTorch (torch_networks.py), layer by layer the
+same. Those files are imported when a network is built, so that a worker loads one framework only, and the controller
+none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 CLASSES = 10
+VOCABULARY = 1000
+TOKENS = 64  # in a sequence
 
 
 @dataclass(frozen=True)
 class Network:
-    """What a worker needs to know of a network: the shape of one sample, how each framework builds it, and variables
-    that all of MindSpore's workers run under, unless the user has set them."""
+    """What a worker needs to know of a network; `build` is the name of its function in both files.
 
+    A sample has inputs of `sample_shape` , or is a sequence of that many tokens with a label for each.
+    `mindspore_environment` are variables that all of MindSpore's workers run under, unless the user has set them.
+    """
+
+    build: str
     title: str
+    batch: int
     sample_shape: tuple[int, ...]
-    mindspore: Callable[[], Any]
-    torch: Callable[[], Any]
+    tokens: bool = False
     mindspore_environment: dict[str, str] = field(default_factory=dict)
 
+    def mindspore(self) -> Any:
+        return getattr(importlib.import_module("benchmarks.mindspore_networks"), self.build)()
 
-_MLP_WIDTHS = (784, 512, 512, CLASSES)
+    def mindspore_loss(self) -> Any:
+        return importlib.import_module("benchmarks.mindspore_networks").loss(self.tokens)
 
+    def torch(self) -> Any:
+        return getattr(importlib.import_module("benchmarks.torch_networks"), self.build)()
 
-def _mlp_mindspore() -> Any:
-    from mindspore import nn
+    def torch_loss(self) -> Any:
+        return importlib.import_module("benchmarks.torch_networks").loss(self.tokens)
 
-    layers: list[nn.Cell] = []
-    for inputs, outputs in pairwise(_MLP_WIDTHS):
-        layers += [nn.Dense(inputs, outputs), nn.ReLU()]
-    return nn.SequentialCell(layers[:-1])
-
-
-def _mlp_torch() -> Any:
-    from torch import nn
-
-    layers: list[nn.Module] = []
-    for inputs, outputs in pairwise(_MLP_WIDTHS):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
-
-
-# Four stages of two convolutions; each stage ends in a max-pool, so 32x32 becomes 2x2. GroupNorm and not BatchNorm:
-# only so do the whole batch and its micro-batches compute the same thing.
-_CNN_STAGES = (32, 64, 128, 256)
-_CNN_GROUPS = 8
-
-
-def _cnn_mindspore() -> Any:
-    from mindspore import nn
-
-    layers: list[nn.Cell] = []
-    channels = 3
-    for width in _CNN_STAGES:
-        for _ in range(2):
-            layers.append(nn.Conv2d(channels, width, 3, pad_mode="pad", padding=1, has_bias=False))
-            layers += [nn.GroupNorm(_CNN_GROUPS, width), nn.ReLU()]
-            channels = width
-        layers.append(nn.MaxPool2d(2, 2))
-    return nn.SequentialCell([*layers, nn.Flatten(), nn.Dense(channels * 2 * 2, CLASSES)])
-
-
-def _cnn_torch() -> Any:
-    from torch import nn
-
-    layers: list[nn.Module] = []
-    channels = 3
-    for width in _CNN_STAGES:
-        for _ in range(2):
-            layers.append(nn.Conv2d(channels, width, 3, padding=1, bias=False))
-            layers += [nn.GroupNorm(_CNN_GROUPS, width), nn.ReLU()]
-            channels = width
-        layers.append(nn.MaxPool2d(2, 2))
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * 2 * 2, CLASSES))
+    def data(self, batch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and labels of one batch, always the same."""
+        rng = np.random.default_rng(0)
+        if self.tokens:
+            tokens = rng.integers(0, VOCABULARY, (batch, TOKENS + 1), dtype=np.int32)
+            return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
+        inputs = rng.standard_normal((batch, *self.sample_shape), dtype=np.float32)
+        return inputs, rng.integers(0, CLASSES, batch, dtype=np.int32)
 
 
 # The oneDNN in MindSpore 2.10 computes convolutions of its default layout by the reference kernel where the processor
@@ -86,8 +61,26 @@ def _cnn_torch() -> Any:
 _NO_REFERENCE_CONVOLUTION = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 NETWORKS: dict[str, Network] = {
-    "mlp": Network("784-512-512-10", (784,), _mlp_mindspore, _mlp_torch),
+    "mlp": Network("mlp", "784-512-512-10", 256, (784,)),
     "cnn": Network(
-        "8 convolutions with GroupNorm, 32x32x3", (3, 32, 32), _cnn_mindspore, _cnn_torch, _NO_REFERENCE_CONVOLUTION
+        "cnn",
+        "8 convolutions with GroupNorm, 32x32x3",
+        256,
+        (3, 32, 32),
+        mindspore_environment=_NO_REFERENCE_CONVOLUTION,
+    ),
+    "resnet18": Network(
+        "resnet18",
+        "ResNet-18 with BatchNorm, 128x128x3",
+        64,
+        (3, 128, 128),
+        mindspore_environment=_NO_REFERENCE_CONVOLUTION,
+    ),
+    "transformer": Network(
+        "transformer",
+        f"4 layers, width 256, 8 heads, sequences of {TOKENS} tokens, vocabulary {VOCABULARY}",
+        64,
+        (TOKENS,),
+        tokens=True,
     ),
 }

@@ -1,120 +1,257 @@
 """The ways of training compared: each builds one program, a step that makes one update of the whole batch.
 
-All use the same network, data, loss (cross entropy) and optimizer (Momentum). Frameworks are imported inside the
-builders: what a way does not use must not be in its process.
+All use the same network, data, loss (cross entropy) and optimizer (Momentum); two make no update, and show what the
+bare forward and backward cost. Frameworks are imported inside the builders: what a way does not use must not be in its
+process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from benchmarks.networks import CLASSES, Network
+from benchmarks.networks import NETWORKS
 
 LEARNING_RATE = 0.01
 MOMENTUM = 0.9
+THREADS = ("tuned", "default")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one program is made for, by names, so that it can be sent to its process. `batch` is that of all ranks."""
+
+    network: str
+    way: str
+    micro_size: int
+    batch: int
+    threads: str = "tuned"
+    processes: int = 1
+
+    @property
+    def share(self) -> int:
+        """Samples of the batch that each rank takes."""
+        return self.batch // self.processes
+
+    def data(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """A rank's inputs and labels."""
+        inputs, labels = NETWORKS[self.network].data(self.batch)
+        own = slice(rank * self.share, (rank + 1) * self.share)
+        return inputs[own], labels[own]
 
 
 @dataclass(frozen=True)
 class Program:
-    """A built training program. `step` returns only when the update is done; `weight` reads the first weight."""
+    """A built training program. `step` returns only when the update is done; `weight` reads the first weight,
+    `weight_bytes` is the size of all weights, `batch_bytes` that of the rank's share of the batch, `threads` says how
+    many threads it runs on."""
 
     step: Callable[[], float]
     weight: Callable[[], np.ndarray]
+    weight_bytes: int
+    batch_bytes: int
+    threads: str
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way of training. `splits` is False where there are no micro-batches, so micro_size 1 is all there is."""
+    """A way of training, and the packages that it needs; the first is its framework.
+
+    It is measured at `micro_sizes` alone if they are given: without micro-batches, 1 is all there is. `updates` is
+    False where no update is made, `parallel` True where it runs in data parallel mode too.
+    """
 
     title: str
-    framework: str
-    build: Callable[[Network, int, int], Program]
-    splits: bool = True
+    packages: tuple[str, ...]
+    build: Callable[[Setting, int], Program]
+    micro_sizes: tuple[int, ...] | None = None
+    updates: bool = True
+    parallel: bool = False
+
+    @property
+    def framework(self) -> str:
+        return self.packages[0]
 
 
-def _data(network: Network, batch: int) -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(0)
-    inputs = rng.standard_normal((batch, *network.sample_shape), dtype=np.float32)
-    return inputs, rng.integers(0, CLASSES, batch).astype(np.int32)
+# -- MindSpore ---------------------------------------------------------------------------------------------------------
 
 
-def _mindspore_program(network: Network, batch: int, build_step: Callable[[Any, Any], Any]) -> Program:
+def _mindspore_threads(threads: str) -> str:
+    """The same for all of MindSpore's ways, with ours or without. Importing `gaccum_ms` changes no step but ours."""
+    if threads == "default":
+        return "MindSpore's defaults"
+    from gaccum_ms import tune_cpu_threads
+
+    chosen = tune_cpu_threads()
+    return "gaccum_ms.tune_cpu_threads()" + (f": {chosen}" if chosen is not None else "")
+
+
+def _mindspore_program(
+    setting: Setting, rank: int, build_step: Callable[[Any, Any], Any], *, successive: bool = False, graph: bool = True
+) -> Program:
     """The part that all ways of MindSpore share; `build_step` makes the training step of network-with-loss and
-    optimizer."""
+    optimizer. The step gets the whole batch, or, in `successive` calls, one micro-batch after the other."""
     import mindspore as ms
     from mindspore import nn
 
-    ms.set_context(mode=ms.GRAPH_MODE)
+    threads = _mindspore_threads(setting.threads)
+    ms.set_context(mode=ms.GRAPH_MODE if graph else ms.PYNATIVE_MODE)
     ms.set_device("CPU")  # peak memory is that of the process, which says nothing about an accelerator's
+    if setting.processes > 1:
+        ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
     ms.set_seed(0)
-    inputs, labels = (ms.Tensor(array) for array in _data(network, batch))
+    network = NETWORKS[setting.network]
+    batches = [tuple(map(ms.Tensor, batch)) for batch in _batches(setting, rank, successive)]
     net = network.mindspore()
-    optimizer = nn.Momentum(net.trainable_params(), LEARNING_RATE, MOMENTUM)
-    step = build_step(nn.WithLossCell(net, nn.CrossEntropyLoss()), optimizer)
+    weights = net.trainable_params()
+    optimizer = nn.Momentum(weights, LEARNING_RATE, MOMENTUM)
+    step = build_step(nn.WithLossCell(net, network.mindspore_loss()), optimizer)
+
+    def update() -> float:
+        losses = [step(*batch) for batch in batches]
+        return sum(float(loss.asnumpy()) for loss in losses) / len(losses)  # reading a loss waits for its graph
+
     return Program(
-        step=lambda: float(step(inputs, labels).asnumpy()),  # reading the loss waits for the graph
-        weight=lambda: net.trainable_params()[0].asnumpy().copy(),
+        step=update,
+        weight=lambda: weights[0].asnumpy().copy(),
+        weight_bytes=sum(one.nbytes for one in weights),
+        batch_bytes=sum(one.nbytes for batch in batches for one in batch),
+        threads=threads,
     )
 
 
-def _whole(network: Network, batch: int, _: int) -> Program:
+def _batches(setting: Setting, rank: int, successive: bool) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The rank's share of the batch, or its micro-batches, which are sliced once, outside the step."""
+    inputs, labels = setting.data(rank)
+    if not successive:
+        return [(inputs, labels)]
+    return list(zip(*(np.array_split(array, setting.micro_size) for array in (inputs, labels)), strict=True))
+
+
+def _whole(setting: Setting, rank: int) -> Program:
     from mindspore import nn
 
-    return _mindspore_program(network, batch, lambda net, optimizer: nn.TrainOneStepCell(net, optimizer).set_train())
+    return _mindspore_program(setting, rank, lambda net, optimizer: nn.TrainOneStepCell(net, optimizer).set_train())
 
 
-def _ours(network: Network, batch: int, micro_size: int) -> Program:
+def _ours(setting: Setting, rank: int, graph: bool = True) -> Program:
     from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 
     def build_step(net: Any, optimizer: Any) -> Any:
-        return TrainOneStepWithGradAccumulationCell(GradAccumulationCell(net, micro_size), optimizer).set_train()
+        cell = GradAccumulationCell(net, setting.micro_size, jit=None if graph else True)
+        return TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
 
-    return _mindspore_program(network, batch, build_step)
+    return _mindspore_program(setting, rank, build_step, graph=graph)
 
 
-def _framework(network: Network, batch: int, micro_size: int) -> Program:
-    """`gaccum_ms` is not imported here: MindSpore as it is installed."""
+def _jit(setting: Setting, rank: int) -> Program:
+    return _ours(setting, rank, graph=False)
+
+
+def _framework(setting: Setting, rank: int) -> Program:
     from mindspore import amp, nn
 
     def build_step(net: Any, optimizer: Any) -> Any:
-        return amp.build_train_network(nn.GradAccumulationCell(net, micro_size), optimizer).set_train()
+        return amp.build_train_network(nn.GradAccumulationCell(net, setting.micro_size), optimizer).set_train()
 
-    return _mindspore_program(network, batch, build_step)
+    return _mindspore_program(setting, rank, build_step)
 
 
-def _torch(network: Network, batch: int, micro_size: int) -> Program:
+def _boost(setting: Setting, rank: int) -> Program:
+    from benchmarks.steps import BoostStep
+
+    def build_step(net: Any, optimizer: Any) -> Any:
+        return BoostStep(net, optimizer, setting.micro_size).set_train()
+
+    return _mindspore_program(setting, rank, build_step, successive=True)
+
+
+def _mindcv(setting: Setting, rank: int) -> Program:
+    import mindspore as ms
+    from mindcv.utils import TrainStep
+
+    def build_step(net: Any, optimizer: Any) -> Any:
+        # What mindcv's create_trainer makes of loss_scale_type="fixed", loss_scale=1.0.
+        scale = ms.Tensor(1.0, ms.float32)
+        return TrainStep(net, optimizer, scale, gradient_accumulation_steps=setting.micro_size).set_train()
+
+    return _mindspore_program(setting, rank, build_step, successive=True)
+
+
+def _forward_backward(setting: Setting, rank: int) -> Program:
+    from benchmarks.steps import ForwardBackward
+
+    def build_step(net: Any, _: Any) -> Any:
+        compute = ForwardBackward(net).set_train()
+        return lambda *batch: compute(*batch)[0]  # the gradients are let go at once
+
+    return _mindspore_program(setting, rank, build_step, successive=True)
+
+
+# -- PyTorch -----------------------------------------------------------------------------------------------------------
+
+
+def _torch_program(setting: Setting, update: bool) -> Program:
     import torch
 
     torch.manual_seed(0)
-    inputs, labels = (torch.from_numpy(array) for array in _data(network, batch))
-    labels = labels.long()
-    net = network.torch()
-    loss_fn = torch.nn.CrossEntropyLoss()
+    network = NETWORKS[setting.network]
+    micro_batches = [
+        (torch.from_numpy(inputs), torch.from_numpy(labels).long())
+        for inputs, labels in _batches(setting, rank=0, successive=True)
+    ]
+    net, loss_fn = network.torch(), network.torch_loss()
     optimizer = torch.optim.SGD(net.parameters(), LEARNING_RATE, MOMENTUM)
-    # Sliced once, outside the step: slices are views, and cost nothing worth measuring.
-    micro_batches = list(zip(inputs.chunk(micro_size), labels.chunk(micro_size), strict=True))
 
     def step() -> float:
         optimizer.zero_grad()
         total = 0.0
-        for micro_inputs, micro_labels in micro_batches:
-            loss = loss_fn(net(micro_inputs), micro_labels) / micro_size
+        for inputs, labels in micro_batches:
+            if not update:
+                optimizer.zero_grad()
+            loss = loss_fn(net(inputs), labels) / setting.micro_size
             loss.backward()
             total += loss.item()
-        optimizer.step()
+        if update:
+            optimizer.step()
         return total
 
-    return Program(step, lambda: next(net.parameters()).detach().numpy().copy())
+    weights: Sequence[Any] = list(net.parameters())
+    return Program(
+        step=step,
+        weight=lambda: weights[0].detach().numpy().copy(),
+        weight_bytes=sum(one.nbytes for one in weights),
+        batch_bytes=sum(one.nbytes for batch in micro_batches for one in batch),
+        threads=f"torch.get_num_threads() = {torch.get_num_threads()}",
+    )
 
+
+def _torch(setting: Setting, _: int) -> Program:
+    return _torch_program(setting, update=True)
+
+
+def _torch_forward_backward(setting: Setting, _: int) -> Program:
+    return _torch_program(setting, update=False)
+
+
+_FEW_SIZES = (1, 16)  # enough for what they show
 
 # The first is what the others are compared with.
 WAYS: dict[str, Way] = {
-    "whole": Way("whole batch, nn.TrainOneStepCell", "mindspore", _whole, splits=False),
-    "ours": Way("gaccum_ms", "mindspore", _ours),
-    "mindspore": Way("MindSpore's nn.GradAccumulationCell", "mindspore", _framework),
-    "torch": Way("PyTorch, eager loop", "torch", _torch),
+    "whole": Way("whole batch, nn.TrainOneStepCell", ("mindspore",), _whole, micro_sizes=(1,), parallel=True),
+    "ours": Way("gaccum_ms", ("mindspore",), _ours, parallel=True),
+    "jit": Way("gaccum_ms, PyNative, jit=True", ("mindspore",), _jit, _FEW_SIZES),
+    "torch": Way("PyTorch, eager loop", ("torch",), _torch),
+    "forward_backward": Way(
+        "MindSpore, bare forward and backward", ("mindspore",), _forward_backward, _FEW_SIZES, updates=False
+    ),
+    "torch_forward_backward": Way(
+        "PyTorch, bare forward and backward", ("torch",), _torch_forward_backward, _FEW_SIZES, updates=False
+    ),
+    "mindspore": Way("MindSpore's nn.GradAccumulationCell", ("mindspore",), _framework),
+    "boost": Way("boost.GradientAccumulation", ("mindspore",), _boost),
+    "mindcv": Way("mindcv.utils.TrainStep", ("mindspore", "mindcv"), _mindcv),
 }

@@ -1,25 +1,26 @@
-"""One measured program in one process: ``python -m benchmarks.worker <way> <network> <micro_size> <batch>``.
+"""One measured program in one process, or one rank of it: ``worker.py <setting as JSON> <address of the controller>``.
 
-It makes the first call and reports it, then obeys one command per line of stdin, and answers each with a line of JSON:
+It makes the first call and reports it, then obeys one command per line from the controller's socket, and answers each
+with a line of JSON:
 
-    time <seconds>    make updates for that long, at least one; answers the seconds that each took
-    peak              answers the largest resident size of the process so far, in bytes
+    updates <number>    make that many updates; answers the seconds that each took
+    peak                answers the largest resident size of the process so far, in bytes
 
-It ends when stdin does, so it cannot outlive its controller by more than one step.
+The number of updates comes from outside, because ranks must agree on it. The worker ends when its socket does, so it
+cannot outlive its controller by more than one command.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import socket
 import sys
 import time
 from typing import Any
 
 import numpy as np
 
-from benchmarks.networks import NETWORKS
-from benchmarks.ways import WAYS
+from benchmarks.ways import WAYS, Setting
 
 
 def _peak_memory() -> int:
@@ -35,30 +36,40 @@ def _timed(step: Any) -> float:
     return time.perf_counter() - start
 
 
-def _times(step: Any, seconds: float) -> list[float]:
-    deadline = time.perf_counter() + seconds
-    times = [_timed(step)]
-    while time.perf_counter() < deadline:
-        times.append(_timed(step))
-    return times
+def _join(processes: int) -> int:
+    """This process's rank, once all ranks are there. MindSpore's scheduler, which runs this too, stays in `init` ."""
+    if processes == 1:
+        return 0
+    import mindspore as ms
+    from mindspore.communication import get_rank, init
+
+    ms.set_device("CPU")
+    init()
+    return get_rank()
 
 
-def main(way: str, network: str, micro_size: int, batch: int) -> None:
-    # Frameworks print to stdout as they please, so the answers get a channel of their own.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+def main(setting: Setting, address: str) -> None:
+    rank = _join(setting.processes)
+    with socket.socket(socket.AF_UNIX) as controller:
+        controller.connect(f"\0{address}")
+        lines = controller.makefile("r")
 
-    def answer(value: Any) -> None:
-        print(json.dumps(value), file=answers, flush=True)
+        def answer(value: Any) -> None:
+            controller.sendall(json.dumps(value).encode() + b"\n")
 
-    program = WAYS[way].build(NETWORKS[network], batch, micro_size)
-    before = program.weight()
-    first_call = _timed(program.step)
-    answer({"first_call": first_call, "trains": not np.array_equal(before, program.weight())})
-    for line in sys.stdin:
-        command, *arguments = line.split()
-        answer(_times(program.step, float(arguments[0])) if command == "time" else _peak_memory())
+        program = WAYS[setting.way].build(setting, rank)
+        before = program.weight()
+        first_call = _timed(program.step)
+        trains = not np.array_equal(before, program.weight())
+        about = {"weight_bytes": program.weight_bytes, "batch_bytes": program.batch_bytes, "threads": program.threads}
+        answer({"first_call": first_call, "trains": trains, **about})
+        for line in lines:
+            command, *arguments = line.split()
+            if command == "updates":
+                answer([_timed(program.step) for _ in range(int(arguments[0]))])
+            else:
+                answer(_peak_memory())
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    main(Setting(**json.loads(sys.argv[1])), sys.argv[2])

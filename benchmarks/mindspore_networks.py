@@ -1,0 +1,152 @@
+"""The networks for MindSpore; torch_networks.py has the same, in the same order, for PyTorch."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn, ops
+
+from benchmarks.networks import CLASSES, TOKENS, VOCABULARY
+
+
+class TokenLoss(nn.Cell):
+    """Cross entropy over all tokens of all sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = nn.CrossEntropyLoss()
+
+    def construct(self, logits, labels):
+        return self.loss(logits.reshape((-1, VOCABULARY)), labels.reshape((-1,)))
+
+
+def loss(tokens: bool) -> nn.Cell:
+    return TokenLoss() if tokens else nn.CrossEntropyLoss()
+
+
+def mlp() -> nn.Cell:
+    layers: list[nn.Cell] = []
+    for inputs, outputs in pairwise((784, 512, 512, CLASSES)):
+        layers += [nn.Dense(inputs, outputs), nn.ReLU()]
+    return nn.SequentialCell(layers[:-1])
+
+
+# -- convolutions ------------------------------------------------------------------------------------------------------
+
+
+def _convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Cell:
+    return nn.Conv2d(inputs, outputs, size, stride, pad_mode="pad", padding=size // 2, has_bias=False)
+
+
+def cnn() -> nn.Cell:
+    """Four stages of two convolutions; each stage ends in a max-pool, so 32x32 becomes 2x2. GroupNorm and not
+    BatchNorm: only so do the whole batch and its micro-batches compute the same thing."""
+    layers: list[nn.Cell] = []
+    channels = 3
+    for width in (32, 64, 128, 256):
+        for _ in range(2):
+            layers += [_convolution(channels, width, 3), nn.GroupNorm(8, width), nn.ReLU()]
+            channels = width
+        layers.append(nn.MaxPool2d(2, 2))
+    return nn.SequentialCell([*layers, nn.Flatten(), nn.Dense(channels * 2 * 2, CLASSES)])
+
+
+class BasicBlock(nn.Cell):
+    """Two convolutions, and past them the input, through a convolution of its own where the shape changes."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.layers = nn.SequentialCell(
+            _convolution(inputs, outputs, 3, stride),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(),
+            _convolution(outputs, outputs, 3),
+            nn.BatchNorm2d(outputs),
+        )
+        shortcut = [_convolution(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs)] if inputs != outputs else []
+        self.shortcut = nn.SequentialCell(shortcut) if shortcut else nn.Identity()
+        self.relu = nn.ReLU()
+
+    def construct(self, x):
+        return self.relu(self.layers(x) + self.shortcut(x))
+
+
+class PaddedMaxPool(nn.Cell):
+    """PyTorch's ``MaxPool2d(3, 2, padding=1)`` after ReLU, where padding with 0 is padding with the least value.
+    `nn.MaxPool2d` that pads by itself is a three-dimensional pooling with indices, many times slower."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pad = ops.Pad(((0, 0), (0, 0), (1, 1), (1, 1)))
+        self.pool = nn.MaxPool2d(3, 2)
+
+    def construct(self, x):
+        return self.pool(self.pad(x))
+
+
+class GlobalMean(nn.Cell):
+    def construct(self, x):
+        return x.mean((2, 3))
+
+
+def resnet18() -> nn.Cell:
+    """The published ResNet-18, with 10 classes."""
+    layers: list[nn.Cell] = [_convolution(3, 64, 7, 2), nn.BatchNorm2d(64), nn.ReLU(), PaddedMaxPool()]
+    channels = 64
+    for width in (64, 128, 256, 512):
+        layers += [BasicBlock(channels, width, 1 if width == channels else 2), BasicBlock(width, width, 1)]
+        channels = width
+    return nn.SequentialCell([*layers, GlobalMean(), nn.Dense(channels, CLASSES)])
+
+
+# -- transformer -------------------------------------------------------------------------------------------------------
+
+LAYERS, WIDTH, HEADS, WIDE = 4, 256, 8, 1024
+EPSILON = 1e-5
+
+
+class Block(nn.Cell):
+    """Causal self-attention and a feed-forward network, each normalised before and added to what goes past it. With
+    ReLU, as published: MindSpore's kernel of GELU computes one number at a time, and would take a third of the
+    update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm((WIDTH,), epsilon=EPSILON)
+        self.qkv = nn.Dense(WIDTH, 3 * WIDTH)
+        self.out = nn.Dense(WIDTH, WIDTH)
+        self.norm_forward = nn.LayerNorm((WIDTH,), epsilon=EPSILON)
+        self.wide = nn.Dense(WIDTH, WIDE)
+        self.relu = nn.ReLU()
+        self.narrow = nn.Dense(WIDE, WIDTH)
+        self.future = ms.Tensor(np.triu(np.full((TOKENS, TOKENS), -1e9, np.float32), 1))
+
+    def heads(self, x):
+        return x.reshape((-1, TOKENS, HEADS, WIDTH // HEADS)).transpose((0, 2, 1, 3))
+
+    def construct(self, x):
+        query, key, value = ops.split(self.qkv(self.norm(x)), WIDTH, -1)
+        scores = ops.matmul(self.heads(query), self.heads(key).swapaxes(2, 3)) * (WIDTH // HEADS) ** -0.5
+        mixed = ops.matmul(ops.softmax(scores + self.future, -1), self.heads(value))
+        x = x + self.out(mixed.transpose((0, 2, 1, 3)).reshape((-1, TOKENS, WIDTH)))
+        return x + self.narrow(self.relu(self.wide(self.norm_forward(x))))
+
+
+class Transformer(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.position = nn.Embedding(TOKENS, WIDTH)
+        self.blocks = nn.SequentialCell([Block() for _ in range(LAYERS)])
+        self.norm = nn.LayerNorm((WIDTH,), epsilon=EPSILON)
+        self.out = nn.Dense(WIDTH, VOCABULARY)
+        self.places = ms.Tensor(np.arange(TOKENS, dtype=np.int32))
+
+    def construct(self, tokens):
+        return self.out(self.norm(self.blocks(self.embedding(tokens) + self.position(self.places))))
+
+
+def transformer() -> nn.Cell:
+    return Transformer()

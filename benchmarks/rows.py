@@ -1,0 +1,106 @@
+"""What was measured of each program, the ratios between them, and how they are kept in a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+
+WHOLE = "whole"  # the way that the others are compared with
+
+# Seconds of our first call in fresh processes, by network and micro_size.
+FirstCalls = dict[str, dict[int, list[float]]]
+
+
+@dataclass
+class Row:
+    """What was measured of one program; None and empty where it was not, and `note` says why.
+
+    Programs of one `group` were alive at the same time and took turns, so their rounds can be paired.
+    """
+
+    network: str
+    way: str
+    micro_size: int
+    processes: int = 1
+    group: str = ""
+    batch: int = 0  # samples, of all processes together
+    turns: list[list[float]] = field(default_factory=list)  # for each round, the seconds of each update
+    first_call: float | None = None
+    trains: bool | None = None
+    peak: int | None = None
+    base_peak: int | None = None  # the same way's at a batch of one sample
+    weight_bytes: int = 0
+    batch_bytes: int = 0
+    threads: str = ""
+    note: str = ""
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds per update: the median over rounds of each round's median."""
+        return median(map(median, self.turns)) if self.turns else None
+
+    @property
+    def growth(self) -> int | None:
+        """Bytes by which peak memory grows from a batch of one sample to the batch measured."""
+        return None if self.peak is None or self.base_peak is None else self.peak - self.base_peak
+
+
+def find(rows: Iterable[Row], network: str, way: str, micro_size: int = 1, processes: int = 1) -> Row | None:
+    wanted = (network, way, micro_size, processes)
+    return next((row for row in rows if (row.network, row.way, row.micro_size, row.processes) == wanted), None)
+
+
+def _paired(row: Row, base: Row) -> float | None:
+    """The median of the rounds' ratios: two turns of one round see the same machine, and two medians over all rounds
+    need not."""
+    if not row.turns or len(row.turns) != len(base.turns):
+        return None
+    return median(median(own) / median(other) for own, other in zip(row.turns, base.turns, strict=True))
+
+
+def time_ratio(rows: Sequence[Row], row: Row | None, base: Row | None) -> float | None:
+    """How many times the time of `base` a row takes. Of two groups, each is compared with the whole batch in its own,
+    and the ratio is that of the two ratios."""
+    if row is None or base is None:
+        return None
+    if row.group == base.group:
+        return _paired(row, base)
+    for own in rows:
+        for other in rows:
+            if (own.group, other.group) == (row.group, base.group) and own.way == other.way == WHOLE:
+                if own.processes != other.processes or own.network != other.network:
+                    continue
+                above, below = _paired(row, own), _paired(base, other)
+                return above / below if above and below else None
+    return None
+
+
+def growth_ratio(row: Row | None, base: Row | None) -> float | None:
+    if row is None or base is None or row.growth is None or base.growth is None or base.growth <= 0:
+        return None
+    return row.growth / base.growth
+
+
+def whole_of(rows: Iterable[Row], row: Row) -> Row | None:
+    """The whole batch that took turns with a row."""
+    mates = [one for one in rows if (one.group, one.network, one.processes) == (row.group, row.network, row.processes)]
+    return find(mates, row.network, WHOLE, 1, row.processes)
+
+
+def save(path: Path, head: str, rows: Sequence[Row], first_calls: FirstCalls) -> None:
+    path.write_text(json.dumps({"head": head, "rows": [asdict(row) for row in rows], "first_calls": first_calls}))
+
+
+def load(paths: Sequence[Path]) -> tuple[str, list[Row], FirstCalls]:
+    """What several runs measured, together. No two of their groups are one."""
+    heads, rows, first_calls = [], [], {}
+    for number, path in enumerate(paths):
+        kept = json.loads(path.read_text())
+        heads.append(kept["head"])
+        rows += [Row(**{**row, "group": f"{number}: {row['group']}"}) for row in kept["rows"]]
+        for network, sizes in kept["first_calls"].items():
+            first_calls[network] = {int(size): seconds for size, seconds in sizes.items()}
+    return "\n\n".join(heads), rows, first_calls
