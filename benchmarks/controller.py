@@ -12,6 +12,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import select
 import socket
 import subprocess
@@ -162,8 +163,8 @@ class Worker:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_GRACE_SECONDS)
         lines = [line.strip() for line in self._messages.read_text(errors="replace").splitlines() if line.strip()]
-        lines = [line for line in lines if not line.startswith("logs: ")]  # the launcher's last line says where
-        return lines[-1][:100] if lines else f"exit status {self._process.returncode}"
+        errors = [line for line in lines if re.match(r"\w*(Error|Exception)\b", line)]  # MindSpore says more after them
+        return [f"exit status {self._process.returncode}", *lines, *errors][-1][:100]
 
 
 def groups(

@@ -68,12 +68,12 @@ def table(rows: Sequence[Row]) -> str:
 def explanations() -> str:
     return "\n".join(
         [
-            "ms/update    median over rounds; 'x whole' is the median of the ratios within each round to the whole batch,",
-            "             which took turns with the rows below it; 'x torch' is to PyTorch's loop at the same micro_size",
-            "first call   compiling and one update, importing not counted; one process each. Of ways that are called once",
-            "             for each micro-batch, the first update: all of its calls",
-            "memory       growth of the process's peak resident size above the same way's at a batch of one sample, which",
-            "             has the framework, a compiled plain step, the weights and the optimizer's state",
+            "ms/update    median over rounds; 'x whole' is the median of the ratios within each round to the whole batch",
+            "             that took turns with the rows below it; 'x torch' is to PyTorch's loop at the same micro_size",
+            "first call   compiling and one update, importing not counted. Of ways that are called once for each",
+            "             micro-batch, all calls of the first update",
+            "memory       growth of the process's peak resident size above the same way's at a batch of one sample:",
+            "             the framework, a compiled plain step, the weights and the optimizer's state are in both",
             "trains       whether the first update changed the weights. MindSpore's nn.GradAccumulationCell trains in",
             "             semi-auto and auto parallel mode alone: here it never does, so it is not charged for adding",
             "             gradients up. The bare forward and backward has no optimizer and no accumulators: it is what",

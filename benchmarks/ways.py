@@ -66,7 +66,7 @@ class Way:
 
     title: str
     packages: tuple[str, ...]
-    build: Callable[[Setting, int], Program]
+    build: Callable[[Setting], Program]
     micro_sizes: tuple[int, ...] | None = None
     updates: bool = True
     parallel: bool = False
@@ -89,8 +89,18 @@ def _mindspore_threads(threads: str) -> str:
     return "gaccum_ms.tune_cpu_threads()" + (f": {chosen}" if chosen is not None else "")
 
 
+def _join_ranks() -> int:
+    """This process's rank, once all are there. MindSpore's scheduler, which runs this program too, goes no further."""
+    import mindspore as ms
+    from mindspore.communication import get_rank, init
+
+    init()
+    ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
+    return get_rank()
+
+
 def _mindspore_program(
-    setting: Setting, rank: int, build_step: Callable[[Any, Any], Any], *, successive: bool = False, graph: bool = True
+    setting: Setting, build_step: Callable[[Any, Any], Any], *, successive: bool = False, graph: bool = True
 ) -> Program:
     """The part that all ways of MindSpore share; `build_step` makes the training step of network-with-loss and
     optimizer. The step gets the whole batch, or, in `successive` calls, one micro-batch after the other."""
@@ -100,8 +110,7 @@ def _mindspore_program(
     threads = _mindspore_threads(setting.threads)
     ms.set_context(mode=ms.GRAPH_MODE if graph else ms.PYNATIVE_MODE)
     ms.set_device("CPU")  # peak memory is that of the process, which says nothing about an accelerator's
-    if setting.processes > 1:
-        ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
+    rank = _join_ranks() if setting.processes > 1 else 0
     ms.set_seed(0)
     network = NETWORKS[setting.network]
     batches = [tuple(map(ms.Tensor, batch)) for batch in _batches(setting, rank, successive)]
@@ -131,45 +140,45 @@ def _batches(setting: Setting, rank: int, successive: bool) -> list[tuple[np.nda
     return list(zip(*(np.array_split(array, setting.micro_size) for array in (inputs, labels)), strict=True))
 
 
-def _whole(setting: Setting, rank: int) -> Program:
+def _whole(setting: Setting) -> Program:
     from mindspore import nn
 
-    return _mindspore_program(setting, rank, lambda net, optimizer: nn.TrainOneStepCell(net, optimizer).set_train())
+    return _mindspore_program(setting, lambda net, optimizer: nn.TrainOneStepCell(net, optimizer).set_train())
 
 
-def _ours(setting: Setting, rank: int, graph: bool = True) -> Program:
+def _ours(setting: Setting, graph: bool = True) -> Program:
     from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 
     def build_step(net: Any, optimizer: Any) -> Any:
         cell = GradAccumulationCell(net, setting.micro_size, jit=None if graph else True)
         return TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
 
-    return _mindspore_program(setting, rank, build_step, graph=graph)
+    return _mindspore_program(setting, build_step, graph=graph)
 
 
-def _jit(setting: Setting, rank: int) -> Program:
-    return _ours(setting, rank, graph=False)
+def _jit(setting: Setting) -> Program:
+    return _ours(setting, graph=False)
 
 
-def _framework(setting: Setting, rank: int) -> Program:
+def _framework(setting: Setting) -> Program:
     from mindspore import amp, nn
 
     def build_step(net: Any, optimizer: Any) -> Any:
         return amp.build_train_network(nn.GradAccumulationCell(net, setting.micro_size), optimizer).set_train()
 
-    return _mindspore_program(setting, rank, build_step)
+    return _mindspore_program(setting, build_step)
 
 
-def _boost(setting: Setting, rank: int) -> Program:
+def _boost(setting: Setting) -> Program:
     from benchmarks.steps import BoostStep
 
     def build_step(net: Any, optimizer: Any) -> Any:
         return BoostStep(net, optimizer, setting.micro_size).set_train()
 
-    return _mindspore_program(setting, rank, build_step, successive=True)
+    return _mindspore_program(setting, build_step, successive=True)
 
 
-def _mindcv(setting: Setting, rank: int) -> Program:
+def _mindcv(setting: Setting) -> Program:
     import mindspore as ms
     from mindcv.utils import TrainStep
 
@@ -178,17 +187,17 @@ def _mindcv(setting: Setting, rank: int) -> Program:
         scale = ms.Tensor(1.0, ms.float32)
         return TrainStep(net, optimizer, scale, gradient_accumulation_steps=setting.micro_size).set_train()
 
-    return _mindspore_program(setting, rank, build_step, successive=True)
+    return _mindspore_program(setting, build_step, successive=True)
 
 
-def _forward_backward(setting: Setting, rank: int) -> Program:
+def _forward_backward(setting: Setting) -> Program:
     from benchmarks.steps import ForwardBackward
 
     def build_step(net: Any, _: Any) -> Any:
         compute = ForwardBackward(net).set_train()
         return lambda *batch: compute(*batch)[0]  # the gradients are let go at once
 
-    return _mindspore_program(setting, rank, build_step, successive=True)
+    return _mindspore_program(setting, build_step, successive=True)
 
 
 # -- PyTorch -----------------------------------------------------------------------------------------------------------
@@ -229,11 +238,11 @@ def _torch_program(setting: Setting, update: bool) -> Program:
     )
 
 
-def _torch(setting: Setting, _: int) -> Program:
+def _torch(setting: Setting) -> Program:
     return _torch_program(setting, update=True)
 
 
-def _torch_forward_backward(setting: Setting, _: int) -> Program:
+def _torch_forward_backward(setting: Setting) -> Program:
     return _torch_program(setting, update=False)
 
 

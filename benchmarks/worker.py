@@ -36,20 +36,8 @@ def _timed(step: Any) -> float:
     return time.perf_counter() - start
 
 
-def _join(processes: int) -> int:
-    """This process's rank, once all ranks are there. MindSpore's scheduler, which runs this too, stays in `init` ."""
-    if processes == 1:
-        return 0
-    import mindspore as ms
-    from mindspore.communication import get_rank, init
-
-    ms.set_device("CPU")
-    init()
-    return get_rank()
-
-
 def main(setting: Setting, address: str) -> None:
-    rank = _join(setting.processes)
+    program = WAYS[setting.way].build(setting)  # first: MindSpore's scheduler, which is no rank, goes no further
     with socket.socket(socket.AF_UNIX) as controller:
         controller.connect(f"\0{address}")
         lines = controller.makefile("r")
@@ -57,7 +45,6 @@ def main(setting: Setting, address: str) -> None:
         def answer(value: Any) -> None:
             controller.sendall(json.dumps(value).encode() + b"\n")
 
-        program = WAYS[setting.way].build(setting, rank)
         before = program.weight()
         first_call = _timed(program.step)
         trains = not np.array_equal(before, program.weight())
