@@ -227,22 +227,26 @@ def measure(settings: Sequence[Setting], group: str, *, rounds: int, turn: float
 
 
 def measure_base_peaks(rows: Iterable[Row], *, threads: str, limit: float, log: Log) -> None:
-    """Peak memory of the same ways at a batch of one sample: the framework, compiling a plain step, and the weights.
-    Programs of several ranks are left out."""
-    peaks: dict[tuple[str, str], int | None] = {}
+    """Peak memory of the same ways at a batch of one sample: the framework, compiling, weights and the optimizer's
+    state. Programs of several ranks are left out."""
+    peaks: dict[Setting, int | str] = {}
     for row in rows:
         if row.peak is None or row.processes > 1:
             continue
-        if (row.network, row.way) not in peaks:
+        setting = Setting(row.network, row.way, micro_size=1, batch=1, threads=threads)
+        if setting not in peaks:
             log(f"{row.network}: memory of {row.way} at a batch of one sample")
-            peaks[row.network, row.way] = None
             try:
-                with Worker(Setting(row.network, row.way, 1, 1, threads), limit) as worker:
+                with Worker(setting, limit) as worker:
                     worker.updates(_BASELINE_UPDATES)
-                    peaks[row.network, row.way] = worker.peak()
+                    peaks[setting] = worker.peak()
             except WorkerError as error:
-                row.note = f"memory {error}"
-        row.base_peak = peaks[row.network, row.way]
+                peaks[setting] = f"memory {error}"
+        found = peaks[setting]
+        if isinstance(found, str):
+            row.note = found
+        else:
+            row.base_peak = found
 
 
 def measure_first_calls(

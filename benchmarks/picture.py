@@ -10,7 +10,7 @@ from benchmarks.rows import WHOLE, Row
 from benchmarks.ways import WAYS
 
 # Okabe and Ito's colours, which most people can tell apart, and markers for those who cannot.
-_STYLES = {
+STYLES = {
     WHOLE: ("#000000", "s"),
     "ours": ("#D55E00", "o"),
     "jit": ("#E69F00", "v"),
@@ -53,7 +53,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         own = [row for row in rows if row.network == network]
         sizes = sorted({row.micro_size for row in own})
         for panel, (label, value) in zip(line, _PANELS.items(), strict=True):
-            for way, (color, marker) in _STYLES.items():
+            for way, (color, marker) in STYLES.items():
                 if not (found := points(own, way, value)):
                     continue
                 bare = not WAYS[way].updates

@@ -58,9 +58,9 @@ def table(rows: Sequence[Row]) -> str:
         used = [f"{key}={os.environ.get(key, value)}" for key, value in NETWORKS[network].mindspore_environment.items()]
         lines += [f"MindSpore under {', '.join(used)}; PyTorch without, unless set outside"] if used else []
         lines += [f"threads: {used}" for used in dict.fromkeys(row.threads for row in own if row.threads)]
-        lines.append(_TITLES)
+        lines.append(_titles("x fewest" if parallel else "x torch"))
         for group in dict.fromkeys(row.group for row in own):
-            lines.append("-" * len(_TITLES))
+            lines.append("-" * len(_titles("")))
             lines += [_line(row, rows) for row in own if row.group == group]
     return "\n".join(lines)
 
@@ -69,7 +69,8 @@ def explanations() -> str:
     return "\n".join(
         [
             "ms/update    median over rounds; 'x whole' is the median of the ratios within each round to the whole batch",
-            "             that took turns with the rows below it; 'x torch' is to PyTorch's loop at the same micro_size",
+            "             that took turns with the rows below it, 'x torch' to PyTorch's loop at the same micro_size, 'x",
+            "             fewest' to the same way on the fewest processes",
             "first call   compiling and one update, importing not counted. Of ways that are called once for each",
             "             micro-batch, all calls of the first update",
             "memory       growth of the process's peak resident size above the same way's at a batch of one sample:",
@@ -82,20 +83,23 @@ def explanations() -> str:
     )
 
 
-_TITLES = (
-    f"{'way':<40}{'processes':>10}{'micro_size':>11}{'ms/update':>11}{'x whole':>9}{'x torch':>9}{'first call':>12}"
-    f"{'memory MB':>11}{'x whole':>9}{'trains':>8}"
-)
+def _titles(other: str) -> str:
+    return (
+        f"{'way':<40}{'processes':>10}{'micro_size':>11}{'ms/update':>11}{'x whole':>9}{other:>9}{'first call':>12}"
+        f"{'memory MB':>11}{'x whole':>9}{'trains':>8}"
+    )
 
 
 def _line(row: Row, rows: Sequence[Row]) -> str:
     whole = whole_of(rows, row)
-    torch = find(rows, row.network, "torch", row.micro_size) if row.processes == 1 else None
+    other = find(rows, row.network, "torch", row.micro_size)
+    if row.processes > 1:
+        other = next(one for one in rows if (one.group, one.way) == (row.group, row.way))
     cells = [
         f"{WAYS[row.way].title:<40}{row.processes:>10}{row.micro_size:>11}",
         _number(row.seconds, 11, 1, 1e3),
         _number(time_ratio(rows, row, whole), 9, 2),
-        _number(time_ratio(rows, row, torch), 9, 2),
+        _number(time_ratio(rows, row, other), 9, 2),
         _number(row.first_call, 10, 2) + (" s" if row.first_call is not None else "  "),
         _number(row.growth, 11, 1, 1 / _MEGABYTE),
         _number(growth_ratio(row, find(rows, row.network, WHOLE)), 9, 3),
