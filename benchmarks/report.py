@@ -68,9 +68,9 @@ def table(rows: Sequence[Row]) -> str:
 def explanations() -> str:
     return "\n".join(
         [
-            "ms/update    median over rounds; 'x whole' is the median of the ratios within each round to the whole batch",
-            "             that took turns with the rows below it, 'x torch' to PyTorch's loop at the same micro_size, 'x",
-            "             fewest' to the same way on the fewest processes",
+            "ms/update    median over rounds; 'x whole' is the median of the ratios within each round to the whole",
+            "             batch, which took turns with the rows below it; 'x torch' is to PyTorch's loop at the same",
+            "             micro_size, 'x fewest' to the same way on the fewest processes",
             "first call   compiling and one update, importing not counted. Of ways that are called once for each",
             "             micro-batch, all calls of the first update",
             "memory       growth of the process's peak resident size above the same way's at a batch of one sample:",
