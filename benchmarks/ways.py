@@ -109,7 +109,8 @@ def _mindspore_program(
 
     threads = _mindspore_threads(setting.threads)
     ms.set_context(mode=ms.GRAPH_MODE if graph else ms.PYNATIVE_MODE)
-    ms.set_device("CPU")  # peak memory is that of the process, which says nothing about an accelerator's
+    if ms.get_context("device_target") != "CPU":  # which cannot be set again once a program was built
+        ms.set_device("CPU")  # peak memory is that of the process, which says nothing about an accelerator's
     rank = _join_ranks() if setting.processes > 1 else 0
     ms.set_seed(0)
     network = NETWORKS[setting.network]
