@@ -28,10 +28,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--threads", choices=THREADS, default="tuned", help="MindSpore's, by tune_cpu_threads() or not (default: tuned)"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each program (default: 5)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each program (default: 3)")
     parser.add_argument("--turn", type=float, default=0.3, help="seconds in a turn, at least one update (default: 0.3)")
-    parser.add_argument("--first-calls", type=int, default=3, help="fresh processes for each first call (default: 3)")
-    parser.add_argument("--limit", type=float, default=200, help="seconds a program may take to answer (default: 200)")
+    parser.add_argument("--first-calls", type=int, default=2, help="fresh processes for each first call (default: 2)")
+    parser.add_argument("--limit", type=float, default=120, help="seconds a program may take to answer (default: 120)")
     parser.add_argument("--output", type=Path, help="file for the result (default: in benchmarks/results)")
     parser.add_argument(
         "--from", dest="kept", nargs="+", type=Path, metavar="JSON", help="measure nothing: join what runs have kept"

@@ -1,6 +1,6 @@
 """Runs the workers of one network and collects what they measure.
 
-Programs are measured in groups, because not all fit into memory at once: the whole batch, and a few others at one
+Programs are measured in groups, because not all fit into memory at once: the whole batch, and the others at one
 micro_size. All programs of a group are built first, each alone on the machine; then they take turns, one after the
 other in every round, so that a slow minute of the machine falls on all of them alike. An idle worker sleeps in a read
 and uses no processor.
@@ -33,7 +33,7 @@ from benchmarks.ways import WAYS, Setting, Way
 
 _ROOT = Path(__file__).resolve().parents[1]
 _WORKER = Path(__file__).with_name("worker.py")
-_ALIVE = 5  # programs at one time, besides the whole batch
+_ALIVE_RANKS = 10  # at one time, about, besides those of the whole batch
 _BASELINE_UPDATES = 3
 _POLL_SECONDS = 0.1
 _RANKS_LIMIT_SECONDS = 3600  # for the launcher, should this program be killed while ranks wait for each other
@@ -84,6 +84,10 @@ class Worker:
     def updates(self, number: int) -> list[float]:
         """The seconds of each update, on its slowest rank."""
         return [max(times) for times in zip(*self._ask(f"updates {number}"), strict=True)]
+
+    def loss(self) -> float:
+        """The loss of one more update, over all ranks."""
+        return sum(self._ask("loss")) / self.setting.processes
 
     def peak(self) -> int:
         return max(self._ask("peak"))
@@ -171,23 +175,25 @@ def groups(
     network: str, ways: Sequence[str], micro_sizes: Sequence[int], processes: Sequence[int], batch: int, threads: str
 ) -> list[list[Setting]]:
     """The programs to measure, in groups; the whole batch is in each. Those of several ranks are groups by themselves,
-    with all numbers of ranks together."""
+    with all numbers of ranks together, and several micro_sizes where that makes few processes."""
 
     def setting(way: str, micro_size: int, ranks: int = 1) -> Setting:
         return Setting(network, way, micro_size, batch, threads, ranks)
 
     base = [WHOLE] if WHOLE in ways else []
+    others = [way for way in ways if way != WHOLE]
     found: list[list[Setting]] = []
-    for micro_size in [size for size in micro_sizes if size <= batch] if 1 in processes else []:
-        sizes = {way: WAYS[way].micro_sizes or (micro_size,) for way in ways if way != WHOLE}
-        others = [setting(way, micro_size) for way in sizes if micro_size in sizes[way]]
-        for start in range(0, max(1, len(others)), _ALIVE):
-            found.append([*(setting(way, 1) for way in base), *others[start : start + _ALIVE]])
+    for size in [size for size in micro_sizes if size <= batch] if 1 in processes else []:
+        fitting = [way for way in others if size in (WAYS[way].micro_sizes or (size,))]
+        found.append([setting(way, 1) for way in base] + [setting(way, size) for way in fitting])
     ranks = [number for number in processes if 1 < number <= batch]
-    parallel = [way for way in ways if way != WHOLE and WAYS[way].parallel]
-    for micro_size in micro_sizes if ranks else []:
+    at_once = max(1, _ALIVE_RANKS // max(1, sum(ranks)))
+    for start in range(0, len(micro_sizes) if ranks else 0, at_once):
         group = [setting(way, 1, number) for way in base for number in ranks]
-        group += [setting(way, min(micro_size, batch // number), number) for way in parallel for number in ranks]
+        for size in micro_sizes[start : start + at_once]:
+            parallel = [way for way in others if WAYS[way].parallel]
+            group += [setting(way, min(size, batch // number), number) for way in parallel for number in ranks]
+        group = list(dict.fromkeys(group))
         if group not in found:
             found.append(group)
     return found

@@ -4,6 +4,7 @@ It makes the first call and reports it, then obeys one command per line from the
 with a line of JSON:
 
     updates <number>    make that many updates; answers the seconds that each took
+    loss                make one update; answers its loss, on this rank
     peak                answers the largest resident size of the process so far, in bytes
 
 The number of updates comes from outside, because ranks must agree on it. The worker ends when its socket does, so it
@@ -54,6 +55,8 @@ def main(setting: Setting, address: str) -> None:
             command, *arguments = line.split()
             if command == "updates":
                 answer([_timed(program.step) for _ in range(int(arguments[0]))])
+            elif command == "loss":
+                answer(program.step())
             else:
                 answer(_peak_memory())
 
