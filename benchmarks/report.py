@@ -18,12 +18,12 @@ _MEGABYTE = 1e6
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS")
 
 
-def machine(title: str, packages: Iterable[str]) -> str:
+def machine(title: str, packages: Iterable[str], threads: str = "as the frameworks choose") -> str:
     """The machine and the software, without which the numbers mean nothing."""
     cores = os.cpu_count()
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
-    threads = ", ".join(f"{name}={os.environ[name]}" for name in _THREAD_VARIABLES if name in os.environ)
+    set_threads = ", ".join(f"{name}={os.environ[name]}" for name in _THREAD_VARIABLES if name in os.environ)
     return "\n".join(
         [
             title,
@@ -32,7 +32,7 @@ def machine(title: str, packages: Iterable[str]) -> str:
             f"versions  python {platform.python_version()}, "
             + ", ".join(f"{name} {_version(name)}" for name in packages),
             f"machine   {_cpu_model()}, {cores} cores, load average {os.getloadavg()[0]:.1f} when the run began",
-            f"threads   {threads or 'as the frameworks choose'}",
+            f"threads   {set_threads or threads}",
         ]
     )
 
@@ -40,7 +40,11 @@ def machine(title: str, packages: Iterable[str]) -> str:
 def header(*, rounds: int, turn: float) -> str:
     return "\n".join(
         [
-            machine("Gradient accumulation: time, first call and memory", ("mindspore", "torch", "mindcv", "numpy")),
+            machine(
+                "Gradient accumulation: time, first call and memory",
+                ("mindspore", "torch", "mindcv", "numpy"),
+                "no variable set; what was used is above each table",
+            ),
             f"settings  Momentum, float32, graph mode but where the way says PyNative; {rounds} rounds, in each every "
             f"program of a group in turn for {turn:g} s, at least one update",
         ]
@@ -78,7 +82,8 @@ def explanations() -> str:
             "trains       whether the first update changed the weights. MindSpore's nn.GradAccumulationCell trains in",
             "             semi-auto and auto parallel mode alone: here it never does, so it is not charged for adding",
             "             gradients up. The bare forward and backward has no optimizer and no accumulators: it is what",
-            "             the framework's own kernels cost, at micro_size 16 on each of the 16 micro-batches in turn",
+            "             the framework's own kernels cost, and at micro_size 16, where it runs on one micro-batch after",
+            "             the other, 16 calls from Python",
         ]
     )
 
