@@ -34,8 +34,7 @@ class Target:
 
 def targets(rows: Sequence[Row], first_calls: FirstCalls) -> list[Target]:
     """The project's targets, computed from this run alone."""
-    every = [*_times(rows), *_first_calls(rows, first_calls), *_memory(rows), *_processes(rows)]
-    return every
+    return [*_times(rows), *_first_calls(rows, first_calls), *_memory(rows), *_processes(rows)]
 
 
 def _divided(above: float | None, below: float | None) -> float | None:
