@@ -82,8 +82,8 @@ def explanations() -> str:
             "trains       whether the first update changed the weights. MindSpore's nn.GradAccumulationCell trains in",
             "             semi-auto and auto parallel mode alone: here it never does, so it is not charged for adding",
             "             gradients up. The bare forward and backward has no optimizer and no accumulators: it is what",
-            "             the framework's own kernels cost; at micro_size 16, where it runs on one micro-batch after the",
-            "             other, with 16 calls from Python",
+            "             the framework's own kernels cost; at 16, where it runs on one micro-batch after",
+            "             the other, with 16 calls from Python",
         ]
     )
 
