@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import controller, picture, report, rows, targets
-from benchmarks.networks import NETWORKS
+from benchmarks.networks import COMPARED, NETWORKS
 from benchmarks.ways import THREADS, WAYS
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=COMPARED)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--micro-sizes", nargs="+", type=int, default=[1, 4, 16, 64], metavar="N")
     parser.add_argument("--batch", type=int, help="samples in a batch (default: each network's own)")

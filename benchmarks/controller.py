@@ -233,15 +233,15 @@ def measure(settings: Sequence[Setting], group: str, *, rounds: int, turn: float
 
 
 def measure_base_peaks(rows: Iterable[Row], *, threads: str, limit: float, log: Log) -> None:
-    """Peak memory of the same ways at a batch of one sample: the framework, compiling, weights and the optimizer's
-    state. Programs of several ranks are left out."""
+    """Peak memory of the same programs at micro-batches of one sample: the framework, compiling, weights, the
+    optimizer's state and accumulators. Programs of several ranks are left out."""
     peaks: dict[Setting, int | str] = {}
     for row in rows:
         if row.peak is None or row.processes > 1:
             continue
-        setting = Setting(row.network, row.way, micro_size=1, batch=1, threads=threads)
+        setting = Setting(row.network, row.way, row.micro_size, row.micro_size, threads)
         if setting not in peaks:
-            log(f"{row.network}: memory of {row.way} at a batch of one sample")
+            log(f"{row.network}: memory of {row.way} at {row.micro_size} micro-batches of one sample")
             try:
                 with Worker(setting, limit) as worker:
                     worker.updates(_BASELINE_UPDATES)

@@ -26,11 +26,23 @@ def loss(tokens: bool) -> nn.Cell:
     return TokenLoss() if tokens else nn.CrossEntropyLoss()
 
 
-def mlp() -> nn.Cell:
+def _dense(*widths: int) -> nn.Cell:
     layers: list[nn.Cell] = []
-    for inputs, outputs in pairwise((784, 512, 512, CLASSES)):
+    for inputs, outputs in pairwise(widths):
         layers += [nn.Dense(inputs, outputs), nn.ReLU()]
     return nn.SequentialCell(layers[:-1])
+
+
+def mlp() -> nn.Cell:
+    return _dense(784, 512, 512, CLASSES)
+
+
+def wide() -> nn.Cell:
+    return _dense(*[4096] * 5, CLASSES)
+
+
+def narrow() -> nn.Cell:
+    return _dense(*[32] * 5, CLASSES)
 
 
 # -- convolutions ------------------------------------------------------------------------------------------------------

@@ -60,6 +60,7 @@ class Network:
 # multiplication, which it chooses below AVX-512. There one update takes minutes, and any overhead disappears in it.
 _NO_REFERENCE_CONVOLUTION = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
 
+COMPARED = ("mlp", "cnn", "resnet18", "transformer")
 NETWORKS: dict[str, Network] = {
     "mlp": Network("mlp", "784-512-512-10", 256, (784,)),
     "cnn": Network(
@@ -83,4 +84,7 @@ NETWORKS: dict[str, Network] = {
         (TOKENS,),
         tokens=True,
     ),
+    # For what memory an accumulation adds: weights that dwarf everything else, and the same graph with none to speak of.
+    "wide": Network("wide", "4096-4096-4096-4096-4096-10", 64, (4096,)),
+    "narrow": Network("narrow", "32-32-32-32-32-10", 64, (32,)),
 }

@@ -31,7 +31,7 @@ class Row:
     first_call: float | None = None
     trains: bool | None = None
     peak: int | None = None
-    base_peak: int | None = None  # the same way's at a batch of one sample
+    base_peak: int | None = None  # the same program's at micro-batches of one sample
     weight_bytes: int = 0
     batch_bytes: int = 0
     threads: str = ""
@@ -44,7 +44,7 @@ class Row:
 
     @property
     def growth(self) -> int | None:
-        """Bytes by which peak memory grows from a batch of one sample to the batch measured."""
+        """Bytes by which peak memory grows from micro-batches of one sample to the batch measured."""
         return None if self.peak is None or self.base_peak is None else self.peak - self.base_peak
 
 

@@ -25,11 +25,23 @@ def loss(tokens: bool) -> nn.Module:
     return TokenLoss() if tokens else nn.CrossEntropyLoss()
 
 
-def mlp() -> nn.Module:
+def _dense(*widths: int) -> nn.Module:
     layers: list[nn.Module] = []
-    for inputs, outputs in pairwise((784, 512, 512, CLASSES)):
+    for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
+
+
+def mlp() -> nn.Module:
+    return _dense(784, 512, 512, CLASSES)
+
+
+def wide() -> nn.Module:
+    return _dense(*[4096] * 5, CLASSES)
+
+
+def narrow() -> nn.Module:
+    return _dense(*[32] * 5, CLASSES)
 
 
 # -- convolutions ------------------------------------------------------------------------------------------------------
