@@ -40,8 +40,9 @@ def tune_cpu_threads(cores: int | None = None) -> CpuThreads:
     mindspore.device_context.cpu.op_tuning.threads_num.html>`_ is kept. Nothing in this package calls it by itself.
 
     Args:
-        cores (int, optional): Cores that are this process's own; the host's, where it has fewer. Default: ``None`` , ``OMP_NUM_THREADS`` , which the
-            launcher sets to each rank's share of the host; where it is not set, all cores that the process may run on.
+        cores (int, optional): Cores that are this process's own; more than the host has count as these. Default:
+            ``None`` , ``OMP_NUM_THREADS`` , which the launcher sets to each rank's share of the host; where it is not
+            set, all cores that the process may run on.
 
     Returns:
         CpuThreads, a named tuple of the numbers asked for: ``dispatch``, ``kernels``, ``data``.
@@ -61,7 +62,9 @@ def tune_cpu_threads(cores: int | None = None) -> CpuThreads:
     if cores is None:
         cores = _cores_of_this_process()
     check_positive_int("tune_cpu_threads", "cores", cores)
-    cores = min(cores, os.cpu_count() or 1)  # MindSpore refuses more data threads, and has no use for more of the others
+    cores = min(
+        cores, os.cpu_count() or 1
+    )  # MindSpore refuses more data threads, and has no use for more of the others
     threads = CpuThreads(1, cores, cores)
     # MindSpore raises a RuntimeError for what has been set before: the program's own choice.
     with contextlib.suppress(RuntimeError):
