@@ -6,6 +6,7 @@ from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.checkpoint import UpdateCheckpoint
 from gaccum_ms.flush import FlushAccumulation
 from gaccum_ms.grad_accumulator import GradAccumulator
+from gaccum_ms.group_norm import convert_batchnorm_to_groupnorm
 from gaccum_ms.lr import scale_learning_rate
 from gaccum_ms.monitor import WindowMonitor
 from gaccum_ms.normalize import CountMask, CountNotIgnored
@@ -31,6 +32,7 @@ __all__ = [
     "UpdateCheckpoint",
     "WindowMonitor",
     "audit",
+    "convert_batchnorm_to_groupnorm",
     "resume",
     "scale_learning_rate",
     "tune_cpu_threads",
