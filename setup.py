@@ -21,6 +21,7 @@ setup(
         "mindspore>=2.10,<2.11",  # the range that the tests ran on
         "numpy<2",  # MindSpore's datasets fail with NumPy 2
         "psutil>=6",
+        "tqdm>=4.66",
     ],
     extras_require={
         "sample": ["scikit-learn"],

@@ -11,6 +11,7 @@ from gaccum_ms.lr import scale_learning_rate
 from gaccum_ms.monitor import WindowMonitor
 from gaccum_ms.normalize import CountMask, CountNotIgnored
 from gaccum_ms.per_sample_loss import PerSampleLoss
+from gaccum_ms.progress import ProgressBar
 from gaccum_ms.resume import resume
 from gaccum_ms.schedule import AccumulationScheduler
 from gaccum_ms.sharded_optimizer import ShardedOptimizer
@@ -27,6 +28,7 @@ __all__ = [
     "GradAccumulationCell",
     "GradAccumulator",
     "PerSampleLoss",
+    "ProgressBar",
     "ShardedOptimizer",
     "TrainOneStepWithGradAccumulationCell",
     "UpdateCheckpoint",
