@@ -24,8 +24,9 @@ class ProgressBar(Callback):
     One bar for the whole training: epoch, batches, updates, loss, learning rate, norm, samples per second, time left.
 
     It is shown where standard error is a terminal, on rank 0. In logs, and on other ranks, nothing is written and
-    nothing is read from the device: there `WindowMonitor` and MindSpore's `LossMonitor` keep records. A launched rank's output goes into a log; rank 0 draws there with ``ProgressBar(sys.stdout,
-    show=True)`` , because the launcher passes on what it writes to standard output.
+    nothing is read from the device: there `WindowMonitor` and MindSpore's `LossMonitor` keep records. A launched rank's
+    output goes into a log; rank 0 draws there with ``ProgressBar(sys.stdout, show=True)`` , because the launcher passes
+    on what it writes to standard output.
 
     The bar counts batches. Beside it stand, as of the last batch: updates made; the loss of the last window, or of the
     last batch before a window of several has ended; the learning rate of the next update, of the first parameter group;
