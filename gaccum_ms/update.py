@@ -78,6 +78,10 @@ class Update(nn.Cell):
             self.scale_sense, self.manager = scale_parameter(owner, scale_sense)
         if max_grad_norm is not None:
             self.grad_norm = record("grad_norm")
+        # A finite norm is one of finite gradients, and they stay so in float32: no second pass over them.
+        self.norm_tells = (
+            max_grad_norm is not None and not self.has_parts and all(weight.dtype == ms.float32 for weight in weights)
+        )
         self.update_count = counter("update_count")
         self.map = ops.HyperMap()
 
@@ -122,7 +126,7 @@ class Update(nn.Cell):
         return ops.depend(loss, (updated, ops.assign_add(self.update_count, ms.Tensor(1, ms.int32))))
 
     def _clip(self, gradients, loss, max_norm):
-        norm = clip.global_norm(gradients)
+        norm = clip.global_norm_of_parts(gradients) if self.has_parts else clip.global_norm(gradients)
         loss = ops.depend(loss, ops.assign(self.grad_norm, norm / self.sens))
         return clip.clip_by_norm(gradients, norm, max_norm * self.sens), loss, ops.isfinite(norm)
 
@@ -133,7 +137,9 @@ class Update(nn.Cell):
             return ms.Tensor(False, ms.bool_)
         # An infinite divisor, total count times scale, would make finite gradients zero.
         finite = ops.logical_and(ops.isfinite(divisor), norm_is_finite)
-        overflow = ops.logical_not(ops.logical_and(amp.all_finite(gradients), finite))
+        if not self.norm_tells:
+            finite = ops.logical_and(amp.all_finite(gradients), finite)
+        overflow = ops.logical_not(finite)
         if self.has_parts:
             overflow = self.window.on_any_rank(overflow)
         if self.drops:
