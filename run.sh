@@ -116,7 +116,7 @@ check)
     exec "$python" "$here/gaccum_ms/check.py"
     ;;
 test)
-    use test pytest xdist sklearn tensorboardX
+    use test pytest xdist sklearn tensorboardX matplotlib mindcv
     cd "$here"
     if [ "${2-}" = parallel ]; then
         use_gpu

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
+from benchmarks.networks import COMPARED
 from benchmarks.rows import WHOLE, Row
 from benchmarks.ways import WAYS
 
@@ -39,12 +40,12 @@ def points(rows: Sequence[Row], way: str, value: Callable[[Row], float | None]) 
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Programs of one process alone."""
+    """The compared networks, programs of one process alone."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = [row for row in rows if row.processes == 1]
-    networks = list(dict.fromkeys(row.network for row in rows))
+    rows = [row for row in rows if row.processes == 1 and row.network in COMPARED]
+    networks = [network for network in COMPARED if any(row.network == network for row in rows)]
     figure = Figure(figsize=(15, 1.5 + 3.5 * max(1, len(networks))), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(max(1, len(networks)), len(_PANELS), squeeze=False)

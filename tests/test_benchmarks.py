@@ -16,7 +16,7 @@ import psutil
 import pytest
 from mindspore import Tensor
 
-from benchmarks import collectives, controller, picture, report, rows, targets
+from benchmarks import collectives, controller, kernels, picture, report, rows, targets
 from benchmarks.controller import Worker, WorkerError
 from benchmarks.networks import COMPARED, NETWORKS
 from benchmarks.rows import Row
@@ -353,6 +353,34 @@ def test_accumulation_costs_little():
     assert rows.time_ratio(ours, found[16], whole) <= 6
     assert found[64].first_call <= 2 * found[2].first_call
     assert found[64].peak - found[2].peak <= 16 * whole.weight_bytes  # 62 more micro-batches
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+def test_shares_of_kernels_pass_up_to_their_limits():
+    good = {"mlp": {"share": 0.15, "dispatch": 0.25}, "cnn": {"share": 0.01, "dispatch": 0.9}}
+    assert [target.passed for target in kernels.targets(good)] == [True, True, True]
+    bad = {"mlp": {"share": 0.151, "dispatch": 0.251}, "cnn": {"share": 0.011, "dispatch": 0.0}}
+    assert [target.passed for target in kernels.targets(bad)] == [False, False, False]
+    assert not any(target.passed for target in kernels.targets({}))
+
+
+def test_the_command_tells_accumulations_kernels_from_the_networks(tmp_path):
+    """Adding up is accumulation's, products are the network's."""
+    output = tmp_path / "kernels.txt"
+    options = "--networks mlp --micro-size 4 --batch 16 --rounds 1 --updates 2"
+    command = [sys.executable, "-m", "benchmarks.kernels", *options.split(), "--output", str(output)]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stderr
+    assert output.read_text() == finished.stdout
+    (row,) = (line.split() for line in finished.stdout.splitlines() if line.startswith("mlp  "))
+    update, in_kernels, in_none, share = (float(number.rstrip("%")) for number in row[1:5])
+    assert 0 < in_kernels < update * 1.5
+    assert in_none < 100
+    assert 0 < share < 100
+    assert "ApplyProximalGradientDescent" in row
+    assert "MatMul" not in row, "is the network's"
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------
