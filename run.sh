@@ -78,7 +78,7 @@ use() {
         stamp=$here/.venv/.installed-$extra
         wanted=$(cksum "$here/setup.py")
     fi
-    if ! has "$python" mindspore psutil "${@:2}" ||
+    if ! has "$python" mindspore psutil tqdm "${@:2}" ||
         { [ -n "$stamp" ] && [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; }; then
         echo "installing gaccum_ms[$extra] with $python"
         "$python" -m pip install --quiet --disable-pip-version-check --editable "$here[$extra]"

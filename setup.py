@@ -26,7 +26,7 @@ setup(
     extras_require={
         "sample": ["scikit-learn"],
         "tensorboard": ["tensorboardX"],
-        "test": ["matplotlib", "mindcv", "pytest", "pytest-xdist", "scikit-learn", "tensorboardX"],
+        "test": ["matplotlib", "mindcv==0.3.*", "pytest", "pytest-xdist", "scikit-learn", "tensorboardX"],
         "torch": ["torch==2.13.*"],  # the tests that compare with PyTorch's loop
         "benchmark": ["matplotlib", "mindcv==0.3.*", "torch==2.13.*"],
         # What MindSpore's GPU back end, made for CUDA 11.6 and cuDNN 8, is linked with; see gaccum_ms/gpu.py.

@@ -2,9 +2,9 @@
 
 MindSpore's profiler says how long each kernel ran; what is left of the update is dispatch: Python, the start of the
 graph, and what the runtime does between two kernels. Kernels are told apart by the cell that they belong to: those of
-the network are the update's own work, those of the window and of its end are accumulation's (slicing, adding up,
-scaling, reducing, clipping, clearing). Updates with and without the profiler take turns, because the profiler costs
-time itself.
+the network are the update's own work, those of the window and of its end are accumulation's: slicing, adding up,
+clearing, and what scales and clips, with `--max-grad-norm` . One process has nothing to reduce. Updates with and
+without the profiler take turns, because the profiler costs time itself.
 """
 
 from __future__ import annotations
@@ -123,6 +123,7 @@ def main() -> None:
     parser.add_argument("--micro-size", type=int, default=16, help="number of micro-batches (default: 16)")
     parser.add_argument("--batch", type=int, help="samples in a batch (default: each network's own)")
     parser.add_argument("--threads", choices=("tuned", "default"), default="tuned")
+    parser.add_argument("--max-grad-norm", type=float, help="clip (default: not)")
     parser.add_argument("--rounds", type=int, default=5, help="turns with and without the profiler (default: 5)")
     parser.add_argument("--updates", type=int, default=10, help="updates in a turn (default: 10)")
     parser.add_argument("--output", type=Path, help="file for the result (default: in benchmarks/results)")
@@ -132,14 +133,23 @@ def main() -> None:
         result = _measure(Setting(**json.loads(options.one)), options.rounds, options.updates)
         options.output.write_text(json.dumps(result))
         return
-    head = report.machine("Where the time of an update goes, by MindSpore's profiler", ("mindspore", "numpy"))
+    threads = "gaccum_ms.tune_cpu_threads()" if options.threads == "tuned" else "MindSpore's defaults"
+    title = "Where the time of an update goes, by MindSpore's profiler"
+    head = report.machine(title, ("mindspore", "numpy"), threads)
     rows = {}
     for network in options.networks:
         batch = options.batch or NETWORKS[network].batch
-        setting = Setting(network, "ours", options.micro_size, batch, options.threads)
+        setting = Setting(
+            network, "ours", options.micro_size, batch, options.threads, max_grad_norm=options.max_grad_norm
+        )
         rows[network] = _in_a_process(setting, options.rounds, options.updates)
     lines = "\n".join(target.line() for target in targets(rows))
-    text = f"{head}\nsettings  gaccum_ms at micro_size {options.micro_size}\n\n{table(rows)}\n\ntargets\n{lines}\n"
+    clipping = "" if options.max_grad_norm is None else f", max_grad_norm {options.max_grad_norm:g}"
+    head += (
+        f"\nsettings  gaccum_ms at micro_size {options.micro_size}{clipping}, graph mode, Momentum; {options.rounds} "
+        f"rounds of {options.updates} updates with and as many without the profiler"
+    )
+    text = f"{head}\n\n{table(rows)}\n\ntargets\n{lines}\n"
     print(text, end="")
     report.keep(text, "kernels", options.output)
 

@@ -15,7 +15,7 @@ from benchmarks.ways import WAYS
 
 _RESULTS = Path(__file__).resolve().parent / "results"
 _MEGABYTE = 1e6
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS")
+_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")
 
 
 def machine(title: str, packages: Iterable[str], threads: str = "as the frameworks choose") -> str:
@@ -23,7 +23,7 @@ def machine(title: str, packages: Iterable[str], threads: str = "as the framewor
     cores = os.cpu_count()
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
-    set_threads = ", ".join(f"{name}={os.environ[name]}" for name in _THREAD_VARIABLES if name in os.environ)
+    variables = ", ".join(f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ)
     return "\n".join(
         [
             title,
@@ -32,7 +32,8 @@ def machine(title: str, packages: Iterable[str], threads: str = "as the framewor
             f"versions  python {platform.python_version()}, "
             + ", ".join(f"{name} {_version(name)}" for name in packages),
             f"machine   {_cpu_model()}, {cores} cores, load average {os.getloadavg()[0]:.1f} when the run began",
-            f"threads   {set_threads or threads}",
+            f"threads   {threads}",
+            f"variables {variables or 'none set'}",
         ]
     )
 
@@ -43,7 +44,7 @@ def header(*, rounds: int, turn: float) -> str:
             machine(
                 "Gradient accumulation: time, first call and memory",
                 ("mindspore", "torch", "mindcv", "numpy"),
-                "no variable set; what was used is above each table",
+                "above each table",
             ),
             f"settings  Momentum, float32, graph mode but where the way says PyNative; {rounds} rounds, in each every "
             f"program of a group in turn for {turn:g} s, at least one update",

@@ -30,6 +30,7 @@ class Setting:
     batch: int
     threads: str = "tuned"
     processes: int = 1
+    max_grad_norm: float | None = None  # of ours alone
 
     @property
     def share(self) -> int:
@@ -85,8 +86,7 @@ def _mindspore_threads(threads: str) -> str:
         return "MindSpore's defaults"
     from gaccum_ms import tune_cpu_threads
 
-    chosen = tune_cpu_threads()
-    return "gaccum_ms.tune_cpu_threads()" + (f": {chosen}" if chosen is not None else "")
+    return f"gaccum_ms.tune_cpu_threads(): {tune_cpu_threads()}"
 
 
 def _join_ranks() -> int:
@@ -151,7 +151,9 @@ def _ours(setting: Setting, graph: bool = True) -> Program:
     from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 
     def build_step(net: Any, optimizer: Any) -> Any:
-        cell = GradAccumulationCell(net, setting.micro_size, jit=None if graph else True)
+        cell = GradAccumulationCell(
+            net, setting.micro_size, max_grad_norm=setting.max_grad_norm, jit=None if graph else True
+        )
         return TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
 
     return _mindspore_program(setting, build_step, graph=graph)

@@ -86,7 +86,7 @@ def run(script: str, arguments: list[str]) -> None:
     if not getattr(sys.flags, "safe_path", False):  # with it, Python puts no script's folder there
         sys.path[0] = str(path.resolve().parent)
     code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
-    if TUNE in os.environ and role != "MS_SCHED":
+    if os.environ.pop(TUNE, None) and role != "MS_SCHED":  # not for what the script starts in its turn
         from gaccum_ms import tune_cpu_threads
 
         print(tune_cpu_threads(), flush=True)

@@ -31,13 +31,14 @@ def tune_cpu_threads(cores: int | None = None) -> CpuThreads:
     Let MindSpore use the cores of this process, and no more threads than these: one thread that starts kernels, as
     many for each kernel, and as many for each data set operation, as there are cores.
 
-    MindSpore's own numbers (5, 25 and 8) are for hosts of many cores. On few, threads that wait for each other spin,
-    and the cores that they spin on are missing to those that work; docs/performance.md has measurements. Call it before
-    the first graph runs: MindSpore makes its threads then, and once. What the program has set by MindSpore's own
+    MindSpore's own numbers (5, 25 and 8) are for a process that has a host of many cores to itself: it takes no more
+    than the host has cores, whatever share of them is this process's. Call it before the first graph runs: MindSpore
+    makes its threads then, and once. What the program has set by MindSpore's own
     `mindspore.runtime.dispatch_threads_num <https://www.mindspore.cn/docs/en/master/api_python/runtime/
     mindspore.runtime.dispatch_threads_num.html>`_ and `mindspore.device_context.cpu.op_tuning.threads_num
     <https://www.mindspore.cn/docs/en/master/api_python/device_context/
-    mindspore.device_context.cpu.op_tuning.threads_num.html>`_ is kept. Nothing in this package calls it by itself.
+    mindspore.device_context.cpu.op_tuning.threads_num.html>`_ is kept; the number of data set threads is set in any
+    case. Nothing in this package calls it by itself.
 
     Args:
         cores (int, optional): Cores that are this process's own; more than the host has count as these. Default:
@@ -80,7 +81,7 @@ def _cores_of_this_process() -> int:
     if given is None:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        return int(given)
+        return int(given.split(",")[0])  # OpenMP has a number for each level of nesting
     except ValueError:
         raise ValueError(
             f"For 'tune_cpu_threads', the environment variable OMP_NUM_THREADS must be a positive number, but got "

@@ -184,6 +184,22 @@ def test_an_overflow_drops_the_window_exactly(optimizer, position, value):
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("position", list(POISONED))
+def test_an_overflow_is_seen_in_the_norm_that_clips(position, value):
+    """There is no other search for it where weights are float32."""
+    step = make_step(manager(), max_grad_norm=1.0)
+    before = everything(step)
+    _, overflow, _ = step(*poisoned(POISONED[position], value))
+    after = everything(step)
+    assert overflow.asnumpy()
+    assert after["scale_sense"] == before["scale_sense"] / 2
+    np.testing.assert_array_equal(after["out.weight"], before["out.weight"])
+    assert not any(as_numpy(a).any() for a in step.accu_grads)
+    assert not step(*good())[1].asnumpy()
+    assert (everything(step)["out.weight"] != after["out.weight"]).any()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("position", list(POISONED))
 def test_an_overflow_drops_the_window_in_pynative_mode(position, value, pynative):
     step = make_step(manager())
     before = everything(step)

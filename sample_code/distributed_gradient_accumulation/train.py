@@ -93,7 +93,8 @@ def main():
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_device(args.device)
     ms.set_seed(1)  # every rank starts from the same weights
-    tune_cpu_threads()
+    if args.device == "CPU":
+        tune_cpu_threads()
     distributed = "MS_ROLE" in os.environ  # set by msrun
     shard, ragged = {}, True
     if distributed:
