@@ -13,8 +13,8 @@ from gaccum_ms.cpu_kernels import add_in_place, zero_in_place
 class Adding(nn.Cell):
     def __init__(self, shape, dtype):
         super().__init__()
-        self.ours = Parameter(ops.zeros(shape, dtype), name="ours")
-        self.plain = Parameter(ops.zeros(shape, dtype), name="plain")
+        self.ours = Parameter(ops.zeros(shape, dtype), name="ours", requires_grad=False)
+        self.plain = Parameter(ops.zeros(shape, dtype), name="plain", requires_grad=False)
 
     def construct(self, value):
         added = add_in_place(self.ours, value)
@@ -24,7 +24,7 @@ class Adding(nn.Cell):
 class Clearing(nn.Cell):
     def __init__(self, value):
         super().__init__()
-        self.held = Parameter(value, name="held")
+        self.held = Parameter(value, name="held", requires_grad=False)  # as accumulators are
 
     def construct(self):
         return zero_in_place(self.held)
