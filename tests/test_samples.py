@@ -164,7 +164,7 @@ if [ "$1" = -c ]; then
     exit 0
 fi
 echo "$*" >>'{folder}/calls'
-if [ "$2" = pip ]; then echo psutil sklearn >'{folder}/installed'; fi
+if [ "$2" = pip ]; then echo psutil tqdm sklearn >'{folder}/installed'; fi
 """
     )
     python.chmod(0o755)
