@@ -101,6 +101,8 @@ class Accumulators(nn.Cell):
         self.compensated = compensated
         if compensated:
             self.compensations = allocate(weights, ms.float32, compensation_prefix)
+        # The last layer first, in the order in which backward makes gradients: adds keep program order, and would
+        # otherwise hold every gradient until the first layer's is there.
         self.map = ops.HyperMap(reverse=True)
 
     def add(self, gradients):
