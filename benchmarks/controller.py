@@ -45,6 +45,15 @@ class WorkerError(Exception):
     """A worker that died or did not answer in time; the message fits in a table."""
 
 
+def environment(setting: Setting) -> dict[str, str]:
+    """The variables that a program of ours runs under: the user's before the network's."""
+    own = {"GLOG_v": "3"}
+    if setting.way in WAYS and WAYS[setting.way].framework == "mindspore":  # PyTorch reads some of the same variables
+        own |= NETWORKS[setting.network].mindspore_environment
+    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+    return {**own, **os.environ, "PYTHONPATH": path}
+
+
 class Worker:
     """A measured program in processes of its own, one for each rank. The constructor returns when its first call is
     done."""
@@ -112,11 +121,6 @@ class Worker:
         self.close()
 
     def _start(self, address: str) -> subprocess.Popen:
-        settings = {"GLOG_v": "3"}
-        # PyTorch reads some of the same variables.
-        if self.setting.way in WAYS and WAYS[self.setting.way].framework == "mindspore":
-            settings |= NETWORKS[self.setting.network].mindspore_environment
-        path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
         command = [sys.executable]
         if self.setting.processes > 1:
             command += ["-m", "gaccum_ms.launch", "-n", str(self.setting.processes)]
@@ -128,7 +132,7 @@ class Worker:
                 stdout=messages,
                 stderr=messages,
                 cwd=self._folder.name,
-                env={**settings, **os.environ, "PYTHONPATH": path},
+                env=environment(self.setting),
             )
 
     def _accept(self, listener: socket.socket, deadline: float) -> socket.socket:

@@ -12,22 +12,20 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import report
+from benchmarks import controller, report
 from benchmarks.networks import NETWORKS
 from benchmarks.targets import Target
 from benchmarks.ways import WAYS, Program, Setting
+from benchmarks.worker import timed
 
-_ROOT = Path(__file__).resolve().parents[1]
 _OURS = ("Default/window-", "Default/update-")
 _SHARES = {"mlp": 0.15, "cnn": 0.01}
 _DISPATCH = {"mlp": 0.25}
@@ -55,11 +53,7 @@ def _measure(setting: Setting, rounds: int, updates: int) -> dict[str, Any]:
     found: list[dict[str, float]] = []
     types: dict[str, list[float]] = {}
     for _ in range(rounds):
-        times = []
-        for _ in range(updates):
-            start = time.perf_counter()
-            program.step()
-            times.append(time.perf_counter() - start)
+        times = [timed(program.step) for _ in range(updates)]
         with tempfile.TemporaryDirectory(prefix="gaccum_ms_kernels_") as folder:
             kernels = _kernel_seconds(program, updates, Path(folder))
         own = [(kind, seconds) for kind, name, seconds in kernels if name.startswith(_OURS)]
@@ -82,13 +76,13 @@ def _measure(setting: Setting, rounds: int, updates: int) -> dict[str, Any]:
 
 
 def _in_a_process(setting: Setting, rounds: int, updates: int) -> dict[str, Any]:
-    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
-    env = {"GLOG_v": "3", **NETWORKS[setting.network].mindspore_environment, **os.environ, "PYTHONPATH": path}
     with tempfile.TemporaryDirectory(prefix="gaccum_ms_kernels_") as folder:
         out = Path(folder, "result.json")
         command = [sys.executable, "-m", "benchmarks.kernels", "--one", json.dumps(asdict(setting))]
         command += ["--rounds", str(rounds), "--updates", str(updates), "--output", str(out)]
-        subprocess.run(command, cwd=folder, env=env, check=True, stdout=subprocess.DEVNULL, timeout=900)
+        subprocess.run(
+            command, cwd=folder, env=controller.environment(setting), check=True, stdout=subprocess.DEVNULL, timeout=900
+        )
         return json.loads(out.read_text())
 
 

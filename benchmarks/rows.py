@@ -68,14 +68,11 @@ def time_ratio(rows: Sequence[Row], row: Row | None, base: Row | None) -> float 
         return None
     if row.group == base.group:
         return _paired(row, base)
-    for own in rows:
-        for other in rows:
-            if (own.group, other.group) == (row.group, base.group) and own.way == other.way == WHOLE:
-                if own.processes != other.processes or own.network != other.network:
-                    continue
-                above, below = _paired(row, own), _paired(base, other)
-                return above / below if above and below else None
-    return None
+    own, other = whole_of(rows, row), whole_of(rows, base)
+    if own is None or other is None or (own.network, own.processes) != (other.network, other.processes):
+        return None
+    above, below = _paired(row, own), _paired(base, other)
+    return above / below if above and below else None
 
 
 def growth_ratio(row: Row | None, base: Row | None) -> float | None:

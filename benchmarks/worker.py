@@ -31,7 +31,7 @@ def _peak_memory() -> int:
     return int(line.split()[1]) * 1024
 
 
-def _timed(step: Any) -> float:
+def timed(step: Any) -> float:
     start = time.perf_counter()
     step()
     return time.perf_counter() - start
@@ -47,14 +47,14 @@ def main(setting: Setting, address: str) -> None:
             controller.sendall(json.dumps(value).encode() + b"\n")
 
         before = program.weight()
-        first_call = _timed(program.step)
+        first_call = timed(program.step)
         trains = not np.array_equal(before, program.weight())
         about = {"weight_bytes": program.weight_bytes, "batch_bytes": program.batch_bytes, "threads": program.threads}
         answer({"first_call": first_call, "trains": trains, **about})
         for line in lines:
             command, *arguments = line.split()
             if command == "updates":
-                answer([_timed(program.step) for _ in range(int(arguments[0]))])
+                answer([timed(program.step) for _ in range(int(arguments[0]))])
             elif command == "loss":
                 answer(program.step())
             else:

@@ -63,9 +63,8 @@ def tune_cpu_threads(cores: int | None = None) -> CpuThreads:
     if cores is None:
         cores = _cores_of_this_process()
     check_positive_int("tune_cpu_threads", "cores", cores)
-    cores = min(
-        cores, os.cpu_count() or 1
-    )  # MindSpore refuses more data threads, and has no use for more of the others
+    # MindSpore refuses more data threads than the host has cores, and has no use for more of the others.
+    cores = min(cores, os.cpu_count() or 1)
     threads = CpuThreads(1, cores, cores)
     # MindSpore raises a RuntimeError for what has been set before: the program's own choice.
     with contextlib.suppress(RuntimeError):

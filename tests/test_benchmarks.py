@@ -283,12 +283,18 @@ def test_a_worker_that_fails_or_hangs_becomes_a_note():
         Worker(Setting("mlp", "whole", 1, 8), limit=0.01)
 
 
-def run_command(output: Path, options: str) -> list[str]:
-    """The lines of the result, which is kept as it is printed, with the picture beside it."""
-    command = [sys.executable, "-m", "benchmarks", *options.split(), "--output", str(output)]
+def run_module(module: str, output: Path, options: str) -> subprocess.CompletedProcess[str]:
+    """A command whose result is kept as it is printed."""
+    command = [sys.executable, "-m", module, *options.split(), "--output", str(output)]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert finished.returncode == 0, finished.stderr
     assert output.read_text() == finished.stdout
+    return finished
+
+
+def run_command(output: Path, options: str) -> list[str]:
+    """The lines of the result, with the picture beside it."""
+    finished = run_module("benchmarks", output, options)
     if "no picture" in finished.stderr:
         pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
@@ -368,12 +374,8 @@ def test_shares_of_kernels_pass_up_to_their_limits():
 
 def test_the_command_tells_accumulations_kernels_from_the_networks(tmp_path):
     """Adding up is accumulation's, products are the network's."""
-    output = tmp_path / "kernels.txt"
     options = "--networks mlp --micro-size 4 --batch 16 --rounds 1 --updates 2"
-    command = [sys.executable, "-m", "benchmarks.kernels", *options.split(), "--output", str(output)]
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert finished.returncode == 0, finished.stderr
-    assert output.read_text() == finished.stdout
+    finished = run_module("benchmarks.kernels", tmp_path / "kernels.txt", options)
     (row,) = (line.split() for line in finished.stdout.splitlines() if line.startswith("mlp  "))
     update, in_kernels, in_none, share = (float(number.rstrip("%")) for number in row[1:5])
     assert 0 < in_kernels < update * 1.5
@@ -427,12 +429,8 @@ def test_ratios_of_reductions_pair_the_rounds():
 
 def test_the_command_counts_what_two_processes_send(tmp_path):
     """The MLP's weights and biases, and with accumulation_steps three sums, are float32."""
-    output = tmp_path / "result.txt"
     options = "--networks mlp --micro-sizes 2 --accumulation-steps 1 2 --rounds 0"
-    command = [sys.executable, "-m", "benchmarks.collectives", *options.split(), "--output", str(output)]
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert finished.returncode == 0, finished.stderr
-    assert output.read_text() == finished.stdout
+    finished = run_module("benchmarks.collectives", tmp_path / "result.txt", options)
     size = 4 * (785 * 512 + 513 * 512 + 513 * 10)
     lines = [line.split() for line in finished.stdout.splitlines()]
     rows = [line[-5:] for line in lines if line and line[-1] in (f"{size}", f"{size + 12}")]
