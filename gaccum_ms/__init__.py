@@ -17,6 +17,7 @@ from gaccum_ms.schedule import AccumulationScheduler
 from gaccum_ms.sharded_optimizer import ShardedOptimizer
 from gaccum_ms.threads import tune_cpu_threads
 from gaccum_ms.train_step import TrainOneStepWithGradAccumulationCell
+from gaccum_ms.window_batchnorm import WindowBatchNorm
 
 __version__ = "0.1.0"
 
@@ -32,6 +33,7 @@ __all__ = [
     "ShardedOptimizer",
     "TrainOneStepWithGradAccumulationCell",
     "UpdateCheckpoint",
+    "WindowBatchNorm",
     "WindowMonitor",
     "audit",
     "convert_batchnorm_to_groupnorm",

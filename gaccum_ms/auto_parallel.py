@@ -23,6 +23,7 @@ from mindspore.parallel.auto_parallel import AutoParallel
 
 from gaccum_ms import split
 from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.window_batchnorm import WindowBatchNorm
 
 _NAME = "GradAccumulationCell"
 
@@ -134,6 +135,12 @@ def check_options(cell: GradAccumulationCell) -> None:
             f"compiler's pass then takes the mean over ranks of some weights' gradients and the sum of others', but "
             f"got gradients_mean=True. In semi-auto parallel mode a loss that is a mean is one over all devices: "
             f"gradients_mean=False is right for it."
+        )
+    if any(isinstance(layer, WindowBatchNorm) for _, layer in cell.network.cells_and_names()):
+        raise ValueError(
+            f"For '{_NAME}', in semi-auto and auto parallel mode the network must have no WindowBatchNorm, because the "
+            f"compiler distributes the layer's inputs over devices, and its sums would be of one. Use nn.GroupNorm, or "
+            f"data parallel mode."
         )
     refuse_casts(cell.network)
 

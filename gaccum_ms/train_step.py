@@ -51,6 +51,7 @@ from gaccum_ms.sparse import refuse_sparse_gradients
 from gaccum_ms.unrolled_window import UnrolledWindow
 from gaccum_ms.update import Update, WindowEnd
 from gaccum_ms.window import SampleWindow
+from gaccum_ms.window_batchnorm import window_statistics
 
 _NAME = "TrainOneStepWithGradAccumulationCell"
 
@@ -181,6 +182,7 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
             network.max_grad_norm,
             drops,
             scale_sense,
+            statistics=window_statistics(network.network),
         )
         if self.spans_batches:
             self.end_window = WindowEnd(self.window.open, self.update, self._jit)
@@ -291,6 +293,8 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
             outputs = self._run(*inputs)
         except BaseException:
             self.window.forget()  # what the window's first micro-batches left would be added to the next batch's
+            if self.update.has_statistics and not int(self.window_position.asnumpy()):
+                self.update.statistics.forget()
             raise
         if self._counts:
             self._check_count(inputs)

@@ -50,6 +50,7 @@ class Update(nn.Cell):
         max_grad_norm (float or None): Clip by global norm.
         drops (bool): Whether micro-batches that overflow are left out.
         scale_sense (Cell, Tensor or None): Loss scale, as the step takes it.
+        statistics (WindowStatistics or None): Of layers that move theirs once per update.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Update(nn.Cell):
         max_grad_norm: float | None,
         drops: bool,
         scale_sense: nn.Cell | ms.Tensor | None,
+        statistics: nn.Cell | None = None,
     ) -> None:
         super().__init__(auto_prefix=False)
         self.owner = owner
@@ -76,6 +78,9 @@ class Update(nn.Cell):
         self.manager: Any = None
         if scale_sense is not None:
             self.scale_sense, self.manager = scale_parameter(owner, scale_sense)
+        self.has_statistics = statistics is not None
+        if statistics is not None:
+            self.statistics = statistics
         if max_grad_norm is not None:
             self.grad_norm = record("grad_norm")
         # A finite norm is one of finite gradients, and they stay so in float32: no second pass over them.
@@ -119,11 +124,14 @@ class Update(nn.Cell):
             loss = self._update(gradients, loss)
         if self.manager is not None:
             loss = ops.depend(loss, self._adjust_scale(overflow, loss))
+        if self.has_statistics:
+            loss = self.statistics.clear(loss)
         return self.window.clear(loss), overflow
 
     def _update(self, gradients, loss):
         updated = self.optimizer(gradients)
-        return ops.depend(loss, (updated, ops.assign_add(self.update_count, ms.Tensor(1, ms.int32))))
+        loss = ops.depend(loss, (updated, ops.assign_add(self.update_count, ms.Tensor(1, ms.int32))))
+        return self.statistics.move(loss) if self.has_statistics else loss
 
     def _clip(self, gradients, loss, max_norm):
         norm = clip.global_norm_of_parts(gradients) if self.has_parts else clip.global_norm(gradients)

@@ -9,7 +9,13 @@ import pytest
 from mindspore import Tensor, nn
 from reference import make_network
 
-from gaccum_ms import AccumulationScheduler, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, auto_parallel
+from gaccum_ms import (
+    AccumulationScheduler,
+    GradAccumulationCell,
+    TrainOneStepWithGradAccumulationCell,
+    WindowBatchNorm,
+    auto_parallel,
+)
 
 
 @pytest.fixture(autouse=True, params=["semi_auto_parallel", "auto_parallel"])
@@ -36,12 +42,20 @@ def make_step(**options):
         ),
         ({"micro_size": 2, "compensated": True}, r"'compensated' must be False, but got True: .*accumulator_dtype"),
         ({"micro_size": 2, "overflow": "drop_micro_batch"}, r"'overflow' must be 'drop_window', but got 'drop_micro"),
+        ({"micro_size": 2, "record_noise": True}, r"'record_noise' must be False, but got True: .*none is seen"),
         ({"micro_size": 2, "loss_weights": (1.0, 0.5)}, r"'loss_weights' must be \(1.0,\), but got \(1.0, 0.5\)"),
     ],
 )
 def test_refuses_what_needs_a_loop(options, message):
     with pytest.raises(ValueError, match="in semi-auto and auto parallel mode the argument " + message):
         make_step(**options)
+
+
+def test_refuses_window_batch_norm():
+    network = nn.SequentialCell(WindowBatchNorm(4), nn.Dense(4, 2))
+    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), 2)
+    with pytest.raises(ValueError, match=r"must have no WindowBatchNorm, .*Use nn\.GroupNorm"):
+        TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.1))
 
 
 def test_refuses_pynative_mode():
