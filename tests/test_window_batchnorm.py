@@ -20,8 +20,13 @@ class Net(nn.Cell):
         super().__init__()
         self.norm = norm
         self.out = nn.Dense(12, CLASSES)
+        self.fail_at = 0
 
     def construct(self, x):
+        if self.fail_at > 0:  # in PyNative mode, micro-batches to go
+            self.fail_at -= 1
+            if self.fail_at == 0:
+                raise ZeroDivisionError
         return self.out(self.norm(x.reshape((-1, 2, 3, 2))).reshape((-1, 12)))
 
 
@@ -95,6 +100,21 @@ def test_a_window_that_overflows_moves_nothing_and_leaves_nothing(mode):
     before = run(step, given[:1])
     np.testing.assert_array_equal(run(step, [bad]), before)
     assert relative_error(run(step, given[1:]), whole_batch(given)) < 1e-6
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+@pytest.mark.filterwarnings("ignore:For 'GradAccumulationCell', a batch failed half-way")
+def test_a_batch_that_fails_half_way_leaves_nothing(accumulation_steps, pynative):
+    """In a window of two it takes the first batch with it."""
+    given = data(12)
+    step = make_step(WindowBatchNorm(2), micro_size=4, accumulation_steps=accumulation_steps)
+    run(step, given[: accumulation_steps - 1])
+    bad = given[3][0].copy(), given[3][1].copy()
+    step.network._backbone.fail_at = 3
+    with pytest.raises(ZeroDivisionError):
+        run(step, [bad])
+    assert not as_numpy(step.network._backbone.norm.window_statistics).any()
+    np.testing.assert_array_equal(statistics(step), [[0, 0], [1, 1]])
 
 
 def test_a_dropped_micro_batch_is_left_out(mode):
