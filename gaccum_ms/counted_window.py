@@ -7,11 +7,12 @@ over all ranks.
 from __future__ import annotations
 
 import mindspore as ms
-from mindspore import amp, nn, ops
+from mindspore import nn, ops
 
 from gaccum_ms import normalize, split
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.counted_reduction import CountedReduction
+from gaccum_ms.cpu_kernels import all_finite
 from gaccum_ms.window import SampleWindow
 
 
@@ -100,7 +101,7 @@ class CountedWindow(SampleWindow):
         seeded_loss, gradients = self.backward(seed, *micro_batch)
         sums = ops.stack((seeded_loss, count, ops.zeros_like(count)))
         if self.drops:
-            if ops.logical_and(amp.all_finite(gradients), ops.isfinite(seeded_loss)):
+            if ops.logical_and(all_finite(gradients), ops.isfinite(seeded_loss)):
                 sums = ops.depend(sums, self.add(gradients))
             else:
                 sums = ms.Tensor([0.0, 0.0, 1.0], ms.float32)

@@ -6,7 +6,7 @@ The results are the same to the last bit, infinities and NaN included; docs/perf
 from __future__ import annotations
 
 import mindspore as ms
-from mindspore import ops
+from mindspore import amp, ops
 from mindspore.ops import signature as sig
 
 
@@ -32,6 +32,7 @@ class _ProximalGradientDescent(ops.Primitive):
 
 
 _proximal_gradient_descent = _ProximalGradientDescent()
+_times_zero = ops.MultitypeFuncGraph("gaccum_ms_times_zero")
 
 # -- compiled ----------------------------------------------------------------------------------------------------------
 
@@ -55,3 +56,22 @@ def zero_in_place(parameter: ms.Parameter) -> ms.Tensor:
     if on_cpu():
         return parameter.copy_(ms.Tensor(0.0, parameter.dtype))
     return ops.assign(parameter, ops.zeros_like(parameter))
+
+
+def all_finite(gradients: tuple[ms.Tensor, ...]) -> ms.Tensor:
+    """Whether no number in them is infinite or NaN, a bool of shape ``()``.
+
+    `amp.all_finite` asks of each number whether it is finite and then joins all the answers, one at a time. Zero times
+    what is not finite is NaN, and stays so in a sum, which is vectorised by rows.
+    """
+    if on_cpu():
+        return ops.addn(ops.HyperMap()(_times_zero, gradients)) == 0
+    return amp.all_finite(gradients)
+
+
+@_times_zero.register("Tensor")
+def _times_zero_of_one(gradient: ms.Tensor) -> ms.Tensor:
+    zeros = ops.cast(gradient, ms.float32) * 0.0
+    if gradient.ndim > 1:
+        zeros = ops.reduce_sum(zeros.reshape((gradient.shape[0], -1)), 1)
+    return ops.reduce_sum(zeros)

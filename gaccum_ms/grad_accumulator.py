@@ -13,11 +13,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mindspore as ms
-from mindspore import amp, nn, ops
+from mindspore import nn, ops
 
 from gaccum_ms import normalize
 from gaccum_ms.accumulator import Accumulators, overwrite
 from gaccum_ms.counted_reduction import CountedReduction, times
+from gaccum_ms.cpu_kernels import all_finite
 from gaccum_ms.open_window import OpenWindow
 from gaccum_ms.options import check_accumulation_options, check_positive_int
 from gaccum_ms.parallel import check_parallel_mode
@@ -276,7 +277,7 @@ class GradAccumulator(Resumable, nn.Cell):
     def _add(self, gradients, weight, items):
         """Returns the count of what was kept, and how many batches were dropped, one or none."""
         kept = items
-        if not self.drops or amp.all_finite(gradients):
+        if not self.drops or all_finite(gradients):
             weighed = self.map(ops.partial(times, weight), gradients)
             kept = ops.depend(items, self.window.accumulators.add(weighed))
         else:

@@ -15,11 +15,12 @@ from __future__ import annotations
 from typing import Any
 
 import mindspore as ms
-from mindspore import amp, nn, ops
+from mindspore import nn, ops
 
 from gaccum_ms import clip
 from gaccum_ms.accumulator import overwrite
 from gaccum_ms.counted_reduction import times
+from gaccum_ms.cpu_kernels import all_finite
 from gaccum_ms.loss_scale import check_scale, scale_parameter
 from gaccum_ms.open_window import OpenWindow
 from gaccum_ms.records import counter, record
@@ -146,7 +147,7 @@ class Update(nn.Cell):
         # An infinite divisor, total count times scale, would make finite gradients zero.
         finite = ops.logical_and(ops.isfinite(divisor), norm_is_finite)
         if not self.norm_tells:
-            finite = ops.logical_and(amp.all_finite(gradients), finite)
+            finite = ops.logical_and(all_finite(gradients), finite)
         overflow = ops.logical_not(finite)
         if self.has_parts:
             overflow = self.window.on_any_rank(overflow)

@@ -42,7 +42,6 @@ def make_step(**options):
         ),
         ({"micro_size": 2, "compensated": True}, r"'compensated' must be False, but got True: .*accumulator_dtype"),
         ({"micro_size": 2, "overflow": "drop_micro_batch"}, r"'overflow' must be 'drop_window', but got 'drop_micro"),
-        ({"micro_size": 2, "record_noise": True}, r"'record_noise' must be False, but got True: .*none is seen"),
         ({"micro_size": 2, "loss_weights": (1.0, 0.5)}, r"'loss_weights' must be \(1.0,\), but got \(1.0, 0.5\)"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The kernels that the CPU back end is given instead of AssignAdd and Assign do the same, to the last bit."""
+"""What the CPU back end is given instead of AssignAdd, Assign and AllFinite does the same, to the last bit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
-from gaccum_ms.cpu_kernels import add_in_place, zero_in_place
+from gaccum_ms.cpu_kernels import add_in_place, all_finite, zero_in_place
 
 
 class Adding(nn.Cell):
@@ -28,6 +28,11 @@ class Clearing(nn.Cell):
 
     def construct(self):
         return zero_in_place(self.held)
+
+
+class Checking(nn.Cell):
+    def construct(self, *gradients):
+        return all_finite(gradients)
 
 
 @pytest.mark.parametrize("dtype", [ms.float32, ms.float16])
@@ -56,3 +61,25 @@ def test_zero_clears_what_is_not_finite(mode, shape, dtype):
     cell = Clearing(Tensor(held).astype(dtype))
     cell()
     assert not cell.held.astype(ms.float32).asnumpy().any()
+
+
+@pytest.mark.parametrize("dtype", [ms.float32, ms.float16, ms.bfloat16])
+def test_one_number_that_is_not_finite_is_found(mode, dtype):
+    """Wherever it is; the largest finite numbers, whose sum is infinite, are finite."""
+    largest = {ms.float32: np.finfo(np.float32).max, ms.float16: 65504.0, ms.bfloat16: 3.3895314e38}[dtype]
+    shapes = (), (7,), (33, 785), (2, 3, 4, 5)
+    check = Checking()
+
+    def found(bad=None, which=0, place=0):
+        gradients = [np.full(shape, largest, np.float32) for shape in shapes]
+        if bad is not None:
+            gradients[which].flat[place] = bad
+        finite = check(*[Tensor(gradient).astype(dtype) for gradient in gradients])
+        assert finite.shape == () and finite.dtype == ms.bool_
+        return not finite
+
+    assert not found()
+    for which in range(len(shapes)):
+        for bad in (np.inf, -np.inf, np.nan):
+            assert found(bad, which)
+            assert found(bad, which, -1)
