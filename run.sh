@@ -127,7 +127,7 @@ test)
     # All of them: two files at a time, because compiling a graph keeps one core busy; then those that keep all busy.
     failed=0
     use_gpu
-    "$python" -m pytest --numprocesses 2 --dist loadfile --ignore tests/parallel || failed=$?
+    "$python" -m pytest --numprocesses 2 --dist loadfile --durations 25 --ignore tests/parallel || failed=$?
     "$python" -m pytest tests/parallel || failed=$?
     exit "$failed"
     ;;
