@@ -61,7 +61,7 @@ def test_all_tests_are_the_others_first_and_then_the_parallel_ones(recorder):
     assert done.returncode == 0, done.stderr
     assert recorder.calls() == [
         "gpu",
-        "-m pytest --numprocesses 2 --dist loadfile --ignore tests/parallel",
+        "-m pytest --numprocesses 2 --dist loadfile --durations 25 --ignore tests/parallel",
         "-m pytest tests/parallel",
     ]
 
