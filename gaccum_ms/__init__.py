@@ -2,6 +2,7 @@
 
 from gaccum_ms import model as _model
 from gaccum_ms.audit import audit
+from gaccum_ms.batch_loss import WithBatchLossCell
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.checkpoint import UpdateCheckpoint
 from gaccum_ms.flush import FlushAccumulation
@@ -35,6 +36,7 @@ __all__ = [
     "UpdateCheckpoint",
     "WindowBatchNorm",
     "WindowMonitor",
+    "WithBatchLossCell",
     "audit",
     "convert_batchnorm_to_groupnorm",
     "resume",

@@ -13,14 +13,15 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import mint, nn, ops
+from mindspore import nn, ops
 
 from gaccum_ms import accumulator, clip, split
+from gaccum_ms.batch_loss import WithBatchLossCell
 from gaccum_ms.batchnorm import batch_norm_names
 from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.dropout import dropouts
 from gaccum_ms.train_step import TrainOneStepWithGradAccumulationCell
 
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, mint.nn.Dropout, mint.nn.Dropout2d)
 _NARROW = (ms.float16, ms.bfloat16)
 _SEED = 1
 
@@ -41,7 +42,7 @@ class AuditReport:
     parameters: dict[str, float]  # parameter name -> error of its value after one update with the optimizer
     loss_whole: float
     loss_accumulated: float
-    loss_behaves_as: str  # "mean", "sum" or "neither"
+    loss_behaves_as: str  # "mean", "sum" or "neither"; "batch" where the network says that it needs the whole batch
     reduction: str  # what the cell says it is
     batch_norm_layers: tuple[str, ...]
     couples_samples: bool  # whether, beside a wrong reduction=, results depend on which samples share a micro-batch
@@ -53,12 +54,17 @@ class AuditReport:
         """Whether accumulation gives this network what the whole batch would."""
         return not self.problems
 
+    def _behaviour(self) -> str:
+        if self.loss_behaves_as == "batch":
+            return "one of the whole batch, as WithBatchLossCell says"
+        return f"{self.loss_behaves_as}, the cell has reduction='{self.reduction}'"
+
     def __str__(self) -> str:
         error = _relative_error(self.loss_accumulated, self.loss_whole)
         losses = f"{self.loss_whole:.6g} on the whole batch, {self.loss_accumulated:.6g} accumulated ({error:.1e})"
         facts = {
             "loss": losses,
-            "loss behaves as": f"{self.loss_behaves_as}, the cell has reduction='{self.reduction}'",
+            "loss behaves as": self._behaviour(),
             "couples samples": "yes" if self.couples_samples else "no",
             "BatchNorm layers": ", ".join(self.batch_norm_layers) or "none",
             "dropout, switched off": ", ".join(self.dropout_layers) or "none",
@@ -169,7 +175,8 @@ def audit(
     }
     errors = {**gradients, "the loss": _relative_error(accumulated.loss, whole.loss)}
     worst = max(errors, key=lambda name: errors[name])
-    behaves_as = _behaves_as(once, twice, tolerance, cell.reduction)
+    of_batch = isinstance(cell.network, WithBatchLossCell)
+    behaves_as = "batch" if of_batch else _behaves_as(once, twice, tolerance, cell.reduction)
     batch_norm_layers = tuple(batch_norm_names(cell.network))
 
     problems = []
@@ -195,6 +202,14 @@ def audit(
             f"The loss differs from one call to the next, {_shown(once)} and {_shown(again)}: something other than a "
             f"dropout layer is random or keeps a state, and errors may come from it. Switch it off for the audit."
         )
+    elif of_batch:
+        if errors[worst] > tolerance and not batch_norm_layers:
+            couples_samples = True
+            problems.append(
+                f"Micro-batching changes the result, by {errors[worst]:.1e} in {worst}, although the loss sees the "
+                f"whole batch: the backbone gives a sample another representation among other samples, or another one "
+                f"the second time. Leave to 'loss_fn' what compares samples."
+            )
     elif behaves_as not in (cell.reduction, "neither"):
         problems.append(
             f"The loss behaves as a {behaves_as} over samples, but the cell has reduction='{cell.reduction}': loss and "
@@ -204,14 +219,14 @@ def audit(
         couples_samples = True
         problems.append(
             f"The loss is neither a mean nor a sum over samples: {_shown(once)} on the batch, {_shown(twice)} on the "
-            f"batch twice over. Either it compares samples of one batch, as in-batch negatives do, and needs them in "
-            f"one micro-batch; or it adds a term of its own to a sum: make it a mean."
+            f"batch twice over. Either it compares samples of one batch, as in-batch negatives do, and needs a "
+            f"WithBatchLossCell, or them in one micro-batch; or it adds a term of its own to a sum: make it a mean."
         )
     elif errors[worst] > tolerance and not batch_norm_layers:
         couples_samples = True
         problems.append(
             f"Micro-batching changes the result, by {errors[worst]:.1e} in {worst}, although no known layer couples "
-            f"samples. Either the network compares samples of one batch, and needs them in one micro-batch; or its "
+            f"samples. Either the network compares samples of one batch: give it as WithBatchLossCell; or its "
             f"loss is a mean over something other than {'what count= counts' if cell.counted else 'samples'}, such as "
             f"valid tokens: give it as count=."
         )
@@ -347,18 +362,17 @@ def _unclipped(cell: GradAccumulationCell, **size: Any) -> GradAccumulationCell:
 
 def _whole_batch_step(cell: GradAccumulationCell, recorder: _Recorder) -> nn.Cell:
     """MindSpore's own step where it knows the rule, so that our step is not measured by itself."""
-    if any(count is not None for count in cell.counts) or cell.several_losses:
+    gathers = isinstance(cell.network, WithBatchLossCell) and cell.network.ranks > 1
+    if any(count is not None for count in cell.counts) or cell.several_losses or gathers:
         return TrainOneStepWithGradAccumulationCell(_unclipped(cell, micro_size=1), recorder)
     return nn.TrainOneStepCell(cell.network, recorder)
 
 
 def _switch_dropout_off(network: nn.Cell) -> tuple[str, ...]:
-    names = []
-    for name, layer in network.cells_and_names():
-        if isinstance(layer, _DROPOUTS) or (isinstance(layer, nn.MultiheadAttention) and layer.dropout > 0):
-            layer.add_flags(training=False)
-            names.append(name)
-    return tuple(names)
+    layers = dropouts(network)
+    for layer in layers.values():
+        layer.add_flags(training=False)
+    return tuple(layers)
 
 
 def _rounding(cell: GradAccumulationCell, weights: Sequence[ms.Parameter]) -> float:

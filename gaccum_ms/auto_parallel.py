@@ -22,6 +22,7 @@ from mindspore.parallel._utils import (
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from gaccum_ms import split
+from gaccum_ms.batch_loss import WithBatchLossCell
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.window_batchnorm import WindowBatchNorm
 
@@ -87,12 +88,18 @@ def check_options(cell: GradAccumulationCell) -> None:
 
     Raises:
         RuntimeError: In PyNative mode.
-        ValueError: For options that need a loop, or accumulators that outlive a batch.
+        ValueError: For options that need a loop, or accumulators that outlive a batch; for a loss of the whole batch.
     """
     if ms.get_context("mode") != ms.GRAPH_MODE:
         raise RuntimeError(
             f"For '{_NAME}', semi-auto and auto parallel mode need graph mode, because the compiler distributes "
             f"graphs, but got PyNative mode. Use ms.set_context(mode=ms.GRAPH_MODE)."
+        )
+    if isinstance(cell.network, WithBatchLossCell):
+        raise ValueError(
+            f"For '{_NAME}', in semi-auto and auto parallel mode the compiler's own passes accumulate, which take each "
+            f"micro-batch once, but got a network of class 'WithBatchLossCell', whose micro-batches go forward twice. "
+            f"Use data parallel mode, with gather_ranks=True where the loss is to see the samples of all devices."
         )
     for name, given, allowed, why in (
         (

@@ -40,15 +40,20 @@ def batch_norm_names(network: nn.Cell) -> list[str]:
     return list(batch_norms(network))
 
 
-def warn_about_batch_norm(network: nn.Cell) -> None:
-    """One warning, however many layers, that says what will differ from training on the whole batch."""
+def warn_about_batch_norm(network: nn.Cell, times: str = "once") -> None:
+    """One warning, however many layers, that says what will differ from training on the whole batch.
+
+    Args:
+        network (Cell): Where the layers are.
+        times (str): How often a micro-batch goes forward.
+    """
     names = batch_norm_names(network)
     if names:
         shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         warnings.warn(
             f"For 'GradAccumulationCell', the network has {len(names)} BatchNorm layer(s) ({shown}). In training each "
             f"normalises by the mean and variance of one micro-batch, not of the whole batch, and its moving "
-            f"statistics are updated once per micro-batch: gradients and results differ from the whole batch's. For "
+            f"statistics are updated {times} per micro-batch: gradients and results differ from the whole batch's. For "
             f"equal results use convert_batchnorm_to_groupnorm(network, num_groups), nn.GroupNorm or nn.LayerNorm, or "
             f"use_batch_statistics=False.",
             UserWarning,

@@ -9,6 +9,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn
 
+from gaccum_ms.batch_loss import check_options as check_batch_loss_options
 from gaccum_ms.options import check_accumulation_options, check_one_of, check_positive_int
 
 _NAME = "GradAccumulationCell"
@@ -61,7 +62,8 @@ class GradAccumulationCell(nn.Cell):
     Args:
         network (Cell): The network with its loss, such as `nn.WithLossCell`. Its output is a scalar, shape
             :math:`()`: the mean over the samples of its inputs, or what `reduction` and `count` say; or a tuple of
-            such losses, with one `count` or `loss_weights` entry for each.
+            such losses, with one `count` or `loss_weights` entry for each. A :class:`WithBatchLossCell` where the loss
+            compares the samples of a batch.
         micro_size (int, optional): **Number** of micro-batches per batch. Each has
             :math:`\lceil N / \text{micro_size} \rceil` samples; the last may be smaller. Default: ``None`` .
 
@@ -119,7 +121,8 @@ class GradAccumulationCell(nn.Cell):
             `accumulator_dtype` not one of those above; if `count` and `loss_weights` differ in length; if
             ``overflow="drop_micro_batch"`` is given with several losses, or with a sum that has no count; if sums are
             given `loss_weights` without a count for each; if several losses are given `accumulation_steps` ; if
-            `shard_accumulators` is given with several losses or ``overflow="drop_micro_batch"`` .
+            `shard_accumulators` is given with several losses or ``overflow="drop_micro_batch"`` ; if `network` is a
+            WithBatchLossCell, for `accumulation_steps` , `count` , `loss_weights` and ``overflow="drop_micro_batch"`` .
         RuntimeError: If the cell itself is trained, by a training cell that does not know how to accumulate.
 
     Supported Platforms:
@@ -221,6 +224,7 @@ class GradAccumulationCell(nn.Cell):
         self.micro_batch_size = micro_batch_size
         self.max_grad_norm = max_grad_norm
         self.jit = jit
+        check_batch_loss_options(self)
         self._get_attr_from_cell(network)
 
     @property

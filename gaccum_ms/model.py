@@ -18,6 +18,7 @@ from mindspore import nn
 from mindspore.train import amp
 
 from gaccum_ms.auto_parallel import compiler_distributes, held_cell, refuse_casts
+from gaccum_ms.batch_loss import WithBatchLossCell
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.checkpoint import let_checkpoints_save
 from gaccum_ms.flush import FlushAccumulation
@@ -64,7 +65,9 @@ def build_train_network(
     config = {**amp._config_level[level], **kwargs}
     if compiler_distributes() and level in ("O1", "auto"):
         refuse_casts(cell.network, by_level=level)
-    cell.network = amp._auto_mixed_precision_process(cell.network, config, level)
+    process = functools.partial(amp._auto_mixed_precision_process, config=config, level=level)
+    of_batch = isinstance(cell.network, WithBatchLossCell)
+    cell.network = cell.network.map_parts(process) if of_batch else process(cell.network)
     manager = config["loss_scale_manager"]
     if manager is None:
         return TrainOneStepWithGradAccumulationCell(network, optimizer).set_train()

@@ -13,9 +13,9 @@
         adjust the loss scale
         clear the accumulators
 
-With `shard_accumulators` each micro-batch is reduced (sharded_accumulators.py). In semi-auto and auto parallel mode
-there is no loop: MindSpore's compiler accumulates and reduces (unrolled_window.py). From the division on all is the
-same.
+A loss of the whole batch has two loops, the first forward only (batch_loss_window.py). With `shard_accumulators` each
+micro-batch is reduced (sharded_accumulators.py). In semi-auto and auto parallel mode there is no loop: MindSpore's
+compiler accumulates and reduces (unrolled_window.py). From the division on all is the same.
 
 Everything from `construct` down, here and in the files named above, is parsed by graph mode into one graph with the
 loop in it. The loop's body is compiled once, so compile time and memory do not grow with the number of micro-batches.
@@ -35,6 +35,8 @@ import mindspore as ms
 from mindspore import nn, ops
 
 from gaccum_ms import auto_parallel, split
+from gaccum_ms.batch_loss import WithBatchLossCell, passes, warn_about_two_passes
+from gaccum_ms.batch_loss_window import BatchLossWindow
 from gaccum_ms.batchnorm import warn_about_batch_norm
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.counted_window import CountedWindow
@@ -45,7 +47,6 @@ from gaccum_ms.options import check_positive_int
 from gaccum_ms.parallel import broadcast_parameters, check_parallel_mode
 from gaccum_ms.provenance import SHARDED, Provenance, Resumable
 from gaccum_ms.records import counter, show_records
-from gaccum_ms.sharded_accumulators import check_micro_batches
 from gaccum_ms.spanning_window import SpanningWindow
 from gaccum_ms.sparse import refuse_sparse_gradients
 from gaccum_ms.unrolled_window import UnrolledWindow
@@ -135,7 +136,8 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
             cell = auto_parallel.held_cell(network)
             self._build(cell, optimizer, scale_sense)
         if cell.accumulates:
-            warn_about_batch_norm(cell)
+            warn_about_batch_norm(cell, passes(cell))
+            warn_about_two_passes(cell)
         self._given = (network,)  # an AutoParallel's settings are for each call; in a tuple, as no part of the step
 
     def _build(self, network: nn.Cell, optimizer: nn.Optimizer, scale_sense: nn.Cell | ms.Tensor | None) -> None:
@@ -195,6 +197,8 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
             return UnrolledWindow(cell, self.weights)
         if cell.accumulation_steps > 1:
             return SpanningWindow(cell, self.weights, self.grad_reducer, self.window_position)
+        if isinstance(cell.network, WithBatchLossCell):
+            return BatchLossWindow(cell, self.weights, self.grad_reducer)
         if cell.several_losses:
             return MultiLossWindow(cell, self.weights, self.grad_reducer)
         if cell.counted:
@@ -209,7 +213,7 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         """Make the step ready for :meth:`set_accumulation_steps` , for a cell without `accumulation_steps` .
 
         Raises:
-            ValueError: If the network has several losses.
+            ValueError: If the network has several losses, or one that needs the whole window at once.
             RuntimeError: If the step has run: its graph is for windows of one batch.
         """
         if self.spans_batches:
@@ -225,6 +229,13 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
             raise ValueError(
                 "For 'TrainOneStepWithGradAccumulationCell', windows of several batches need a network of one loss, "
                 "because one accumulator cannot be divided by several totals, but got one of several losses."
+            )
+        if isinstance(self.window, BatchLossWindow):
+            raise ValueError(
+                "For 'TrainOneStepWithGradAccumulationCell', windows of several batches need a loss that is a mean or "
+                "sum over micro-batches, but got a 'WithBatchLossCell', whose loss needs all samples of the window at "
+                "once: the first batches are gone when the last one comes. Use larger batches and a larger "
+                "'micro_size', which need no more memory."
             )
         if self.provenance.begun:
             raise RuntimeError(
@@ -323,8 +334,7 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
             auto_parallel.check_batch(shapes, self._micro_size)
             return
         plan = split.plan_split(shapes, self._micro_size, self._micro_batch_size)
-        if self.window.shards:  # first, because all ranks must
-            check_micro_batches(-(-plan.samples // plan.size))
+        self.window.check_plan(plan)  # first, because all ranks must
         too_short = self._micro_size is not None and self._micro_size > plan.samples
         if too_short and not int(self.batch_count.asnumpy()):
             raise ValueError(

@@ -8,7 +8,8 @@ Three kinds, by what is known before the loop:
 * `MultiLossWindow` (multi_loss_window.py): several losses, each with a total of its own, counted before the loop.
 
 A fourth, `SpanningWindow` (spanning_window.py), is a `CountedWindow` that stays open for several batches. A fifth,
-`UnrolledWindow` (unrolled_window.py), has no loop: it is for the modes in which MindSpore's compiler accumulates.
+`UnrolledWindow` (unrolled_window.py), has no loop: it is for the modes in which MindSpore's compiler accumulates. A
+sixth, `BatchLossWindow` (batch_loss_window.py), has two: for a loss that needs all samples of the batch at once.
 
 All are compiled: from `run` down, methods are parsed by graph mode. What the loop carries is one float32 Tensor,
 `sums`.
@@ -22,7 +23,7 @@ from mindspore import nn, ops
 from gaccum_ms import split
 from gaccum_ms.accumulator import Accumulators
 from gaccum_ms.cell import GradAccumulationCell
-from gaccum_ms.sharded_accumulators import ShardedAccumulators
+from gaccum_ms.sharded_accumulators import ShardedAccumulators, check_micro_batches
 from gaccum_ms.shards import rank_and_ranks
 
 
@@ -144,6 +145,11 @@ class SampleWindow(nn.Cell):
         return self.accumulators.clear(after) if self.accumulates else after
 
     # -- not compiled --------------------------------------------------------------------------------------------------
+
+    def check_plan(self, plan: split.SplitPlan) -> None:
+        """Before a batch: what all ranks must have alike. A collective where there is such a thing."""
+        if self.shards:
+            check_micro_batches(-(-plan.samples // plan.size))
 
     def forget(self) -> None:
         """Zero the accumulators after a window that did not end."""

@@ -312,7 +312,7 @@ def test_dropout_is_left_out(mode):
 
 
 def test_negative_control_dropout_left_in_is_seen(monkeypatch, mode):
-    monkeypatch.setattr(audit_module, "_DROPOUTS", ())
+    monkeypatch.setattr("gaccum_ms.dropout._DROPOUTS", ())
     assert not run(fill(DropoutNet())).ok
 
 

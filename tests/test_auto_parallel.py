@@ -14,6 +14,7 @@ from gaccum_ms import (
     GradAccumulationCell,
     TrainOneStepWithGradAccumulationCell,
     WindowBatchNorm,
+    WithBatchLossCell,
     auto_parallel,
 )
 
@@ -48,6 +49,13 @@ def make_step(**options):
 def test_refuses_what_needs_a_loop(options, message):
     with pytest.raises(ValueError, match="in semi-auto and auto parallel mode the argument " + message):
         make_step(**options)
+
+
+def test_refuses_a_loss_of_the_whole_batch():
+    network = WithBatchLossCell(nn.Dense(4, 2), nn.Flatten())
+    step = GradAccumulationCell(network, 2)
+    with pytest.raises(ValueError, match=r"'WithBatchLossCell', whose micro-batches go forward twice. Use data par"):
+        TrainOneStepWithGradAccumulationCell(step, nn.SGD(network.trainable_params(), 0.1))
 
 
 def test_refuses_window_batch_norm():
