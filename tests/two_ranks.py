@@ -1,4 +1,4 @@
-"""Starts a worker script on ranks with the project's own launcher, two or more, and reads back what each wrote."""
+"""Starts a worker script on ranks with the project's own launcher, or by itself, and reads back what each wrote."""
 
 from __future__ import annotations
 
@@ -21,12 +21,16 @@ def run_on_two_ranks(worker: str, out: Path, *arguments: str, time_limit: int = 
 def run_on_ranks(ranks: int, worker: str, out: Path, *arguments: str, time_limit: int = 600) -> list[Results]:
     """The arrays that each rank of ``worker OUT ARGUMENTS`` left in ``OUT/rank<N>.npz``; no process is left.
 
-    After `time_limit` seconds, when ranks wait for each other for ever, it fails.
+    After `time_limit` seconds, when ranks wait for each other for ever, it fails. One rank is a process without a
+    launcher.
     """
-    command = [sys.executable, "-m", "gaccum_ms.launch", "-n", str(ranks), "--log-dir", str(out / "log")]
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "gaccum_ms.launch", "-n", str(ranks), "--log-dir", str(out / "log")]
+        command += ["--timeout", str(time_limit)]
     path = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
     finished = subprocess.run(
-        [*command, "--timeout", str(time_limit), str(HERE / worker), str(out), *arguments],
+        [*command, str(HERE / worker), str(out), *arguments],
         env={**os.environ, "PYTHONPATH": path},
         cwd=out,
         capture_output=True,
@@ -50,7 +54,8 @@ def leave(out: Path, rank: int, results: Results) -> None:
     from mindspore import ops
 
     np.savez(out / f"rank{rank}.npz", **results)
-    ops.AllReduce()(ms.Tensor([1.0])).asnumpy()
+    if "MS_ROLE" in os.environ:  # started by the launcher
+        ops.AllReduce()(ms.Tensor([1.0])).asnumpy()
 
 
 def case(results: Results, name: str) -> Results:
