@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the distributed sample, the tests or the linters, installing first what they need. See `bash run.sh --help`.
+# Runs the distributed sample, the tests, the linters or the docs, installing first what they need. See `bash run.sh --help`.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -12,6 +12,7 @@ bash run.sh check                                  say whether this machine can 
 bash run.sh test [arguments of pytest]             run all tests
 bash run.sh test parallel [arguments of pytest]    those of the graphs for 8 devices, which no device need run
 bash run.sh lint                                   ruff and mypy
+bash run.sh docs [folder]                          build the site, by default in build/site
 
 options (or the variable in brackets):
   --processes N            number of processes on this host (PROCESSES, default 8)
@@ -116,7 +117,7 @@ check)
     exec "$python" "$here/gaccum_ms/check.py"
     ;;
 test)
-    use test pytest xdist sklearn tensorboardX matplotlib mindcv
+    use test pytest xdist sklearn tensorboardX matplotlib mindcv sphinx myst_parser
     cd "$here"
     if [ "${2-}" = parallel ]; then
         use_gpu
@@ -137,6 +138,10 @@ lint)
     "$python" -m ruff check .
     "$python" -m ruff format --check .
     exec "$python" -m mypy
+    ;;
+docs)
+    use docs sphinx myst_parser matplotlib
+    exec "$python" -m sphinx -W --keep-going -q -b html "$here/docs" "${2:-$here/build/site}"
     ;;
 esac
 

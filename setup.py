@@ -26,7 +26,16 @@ setup(
     extras_require={
         "sample": ["scikit-learn"],
         "tensorboard": ["tensorboardX"],
-        "test": ["matplotlib", "mindcv==0.3.*", "pytest", "pytest-xdist", "scikit-learn", "tensorboardX"],
+        "test": [
+            "matplotlib",
+            "mindcv==0.3.*",
+            "myst-parser>=4",
+            "pytest",
+            "pytest-xdist",
+            "scikit-learn",
+            "sphinx>=8.1",
+            "tensorboardX",
+        ],
         "torch": ["torch==2.13.*"],  # the tests that compare with PyTorch's loop
         "benchmark": ["matplotlib", "mindcv==0.3.*", "torch==2.13.*"],
         # What MindSpore's GPU back end, made for CUDA 11.6 and cuDNN 8, is linked with; see gaccum_ms/gpu.py.
@@ -41,6 +50,7 @@ setup(
             "nvidia-cusparse-cu11",
         ],
         "dev": ["ruff", "mypy"],
+        "docs": ["matplotlib", "myst-parser>=4", "sphinx>=8.1"],
     },
     classifiers=[
         "Development Status :: 3 - Alpha",
