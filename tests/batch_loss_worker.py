@@ -36,7 +36,6 @@ GATHERED = {
     "graph-3": {"micro_size": 3},
     "graph-1": {"micro_size": 1},
     "pynative-3": {"micro_size": 3},
-    "pynative-1": {"micro_size": 1},
     "jit-3": {"micro_size": 3, "jit": True},
     "graph-scaled": {"micro_size": 3, "scale_sense": Tensor(256.0, ms.float32)},
     "graph-clipped": {"micro_size": 3, "max_grad_norm": 0.05},

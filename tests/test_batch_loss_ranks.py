@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import contrastive
 import mindspore as ms
 import numpy as np
@@ -28,6 +30,7 @@ def error(one: dict, other: dict) -> float:
     return max(relative_error(one[name], other[name]) for name in one)
 
 
+@functools.cache
 def joined(kind: str, make_step=whole, optimizer=None) -> dict[str, np.ndarray]:
     """One process that has the batches of both ranks whole, and MindSpore's own step."""
     run = contrastive.train(make_step, kind, batches(kind, 2 * PER_RANK, UPDATES), optimizer)
