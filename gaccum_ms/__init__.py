@@ -5,10 +5,12 @@ from gaccum_ms.audit import audit
 from gaccum_ms.batch_loss import WithBatchLossCell
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.checkpoint import UpdateCheckpoint
+from gaccum_ms.find_size import find_micro_batch_size
 from gaccum_ms.flush import FlushAccumulation
 from gaccum_ms.grad_accumulator import GradAccumulator
 from gaccum_ms.group_norm import convert_batchnorm_to_groupnorm
 from gaccum_ms.lr import scale_learning_rate
+from gaccum_ms.memory import memory_report
 from gaccum_ms.monitor import WindowMonitor
 from gaccum_ms.normalize import CountMask, CountNotIgnored
 from gaccum_ms.per_sample_loss import PerSampleLoss
@@ -39,6 +41,8 @@ __all__ = [
     "WithBatchLossCell",
     "audit",
     "convert_batchnorm_to_groupnorm",
+    "find_micro_batch_size",
+    "memory_report",
     "resume",
     "scale_learning_rate",
     "tune_cpu_threads",

@@ -20,6 +20,7 @@ from gaccum_ms.batch_loss import WithBatchLossCell
 from gaccum_ms.batchnorm import batch_norm_names
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.dropout import dropouts
+from gaccum_ms.snapshot import Snapshot, as_numpy
 from gaccum_ms.train_step import TrainOneStepWithGradAccumulationCell
 
 _NARROW = (ms.float16, ms.bfloat16)
@@ -145,7 +146,7 @@ def audit(
     """
     _check(cell, optimizer, batch, tolerance)
     recorder = _Recorder(optimizer, cell.max_grad_norm)
-    before = _Snapshot(cell, recorder)
+    before = Snapshot(cell, recorder)
     try:
         with warnings.catch_warnings():  # the report says it
             warnings.filterwarnings("ignore", message="For 'GradAccumulationCell', the network has .* BatchNorm")
@@ -296,7 +297,7 @@ class _Losses(nn.Cell):
 
     def on(self, batch: Sequence[ms.Tensor]) -> np.ndarray:
         losses = self(*batch)
-        return np.array([_as_numpy(loss) for loss in (losses if isinstance(losses, tuple) else (losses,))])
+        return np.array([as_numpy(loss) for loss in (losses if isinstance(losses, tuple) else (losses,))])
 
 
 @dataclass(frozen=True)
@@ -312,37 +313,10 @@ def _run(step: nn.Cell, recorder: _Recorder, batch: tuple[ms.Tensor, ...]) -> _U
     ms.manual_seed(_SEED)
     loss = step(*batch)
     return _Update(
-        float(_as_numpy(loss[0] if isinstance(loss, tuple) else loss)),
-        [_as_numpy(gradient) for gradient in recorder.gradients],
-        [_as_numpy(parameter) for parameter in recorder.parameters],
+        float(as_numpy(loss[0] if isinstance(loss, tuple) else loss)),
+        [as_numpy(gradient) for gradient in recorder.gradients],
+        [as_numpy(parameter) for parameter in recorder.parameters],
     )
-
-
-class _Snapshot:
-    """Everything that training changes: parameters, optimizer state, the cells' flags, the default generator."""
-
-    def __init__(self, *roots: nn.Cell) -> None:
-        self.parameters = {id(one): (one, _as_numpy(one)) for root in roots for one in root.get_parameters()}
-        self.flags = {
-            id(one): (one, one.training, one.requires_grad) for root in roots for _, one in root.cells_and_names()
-        }
-        self.generator = ms.get_rng_state()
-
-    def restore_parameters(self) -> None:
-        for parameter, value in self.parameters.values():
-            accumulator.overwrite(parameter, ms.Tensor(value, parameter.dtype))  # compiled graphs need not see set_data
-
-    def restore(self) -> None:
-        self.restore_parameters()
-        for cell, training, requires_grad in self.flags.values():
-            cell.add_flags(training=training)  # set_train would set its children too
-            nn.Cell.set_grad(cell, requires_grad)  # our cell's own refuses
-        ms.set_rng_state(self.generator)
-
-
-def _as_numpy(tensor: ms.Tensor) -> np.ndarray:
-    """A copy: asnumpy() alone may be a view that training goes on to change. bfloat16, which NumPy lacks: float32."""
-    return np.array((tensor.astype(ms.float32) if tensor.dtype == ms.bfloat16 else tensor).asnumpy())
 
 
 def _unclipped(cell: GradAccumulationCell, **size: Any) -> GradAccumulationCell:

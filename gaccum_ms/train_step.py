@@ -146,7 +146,7 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
                 f"For 'TrainOneStepWithGradAccumulationCell', the argument 'network' must be a "
                 f"gaccum_ms.GradAccumulationCell, or AutoParallel around one, but got '{type(network).__name__}'."
             )
-        _check_optimizer(network, optimizer)
+        check_optimizer(_NAME, network, optimizer)
         check_parallel_mode("GradAccumulationCell", compiler_distributes=True)
         unrolled = auto_parallel.compiler_distributes()
         if unrolled:
@@ -394,17 +394,17 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         return loss
 
 
-def _check_optimizer(network: nn.Cell, optimizer: nn.Optimizer) -> None:
+def check_optimizer(owner: str, network: nn.Cell, optimizer: nn.Optimizer) -> None:
+    """Refuse what is no optimizer, or another network's."""
     parameters = getattr(optimizer, "parameters", None)
     if parameters is None:
         raise TypeError(
-            f"For 'TrainOneStepWithGradAccumulationCell', the argument 'optimizer' must be an nn.Optimizer, but got "
-            f"'{type(optimizer).__name__}'."
+            f"For '{owner}', the argument 'optimizer' must be an nn.Optimizer, but got '{type(optimizer).__name__}'."
         )
     own = {id(parameter) for parameter in network.get_parameters()}
     if not any(id(parameter) in own for parameter in parameters):
         raise ValueError(
-            f"For 'TrainOneStepWithGradAccumulationCell', the optimizer must have at least one parameter of the "
+            f"For '{owner}', the optimizer must have at least one parameter of the "
             f"network, but got an optimizer with {len(parameters)} parameter(s), none of them the network's: nothing "
             f"would be trained. Make the optimizer from this network's 'trainable_params()'."
         )

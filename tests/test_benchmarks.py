@@ -440,3 +440,15 @@ def test_the_command_counts_what_two_processes_send(tmp_path):
         ["2", "2", "1", "1", f"{size + 12}"],
     ]
     assert "PASS" in finished.stdout
+
+
+@pytest.mark.slow
+def test_the_command_compares_predicted_memory_with_the_training_processes(tmp_path):
+    """The transformer at 16 sequences, which need hundreds of MB more than one: in a small run, the right size."""
+    options = "--networks transformer --batch 16 --micro-sizes 1"
+    lines = run_module("benchmarks.memory", tmp_path / "memory.txt", options).stdout.splitlines()
+    (found,) = (line.split() for line in lines if line.split()[:2] == ["1", "16"])
+    predicted, growth, ratio = map(float, found[2:])
+    assert growth > 150
+    assert predicted / growth == pytest.approx(ratio, rel=1e-2)
+    assert ratio == pytest.approx(1, abs=0.3)

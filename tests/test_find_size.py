@@ -1,0 +1,240 @@
+"""find_micro_batch_size: the largest that fits, by limit and by running out of memory; what is put back; ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn
+from reference import OPTIMIZERS, as_numpy, batches, make_network
+from two_ranks import case, run_on_two_ranks
+
+from gaccum_ms import GradAccumulationCell, find_micro_batch_size, memory_report
+from gaccum_ms.find_size import even_sizes
+from gaccum_ms.memory_meter import ProcessMeter
+
+HERE = Path(__file__).resolve().parent
+PLENTY = 1 << 40
+
+
+class Limited(nn.Cell):
+    """A network with its loss that is out of memory, in MindSpore's words, above so many samples."""
+
+    def __init__(self, network, largest, words="std::bad_alloc"):
+        super().__init__()
+        self.network = network
+        self.loss = nn.CrossEntropyLoss()
+        self.largest = largest
+        self.words = words
+
+    def construct(self, x, y):
+        if x.shape[0] > self.largest:
+            raise RuntimeError(self.words)
+        return self.loss(self.network(x), y)
+
+
+def batch(samples):
+    return [Tensor(value) for value in batches(samples, 1)[0]]
+
+
+def search(network, samples=32, **arguments):
+    optimizer = OPTIMIZERS["momentum"](network.trainable_params())
+    arguments = {"memory_limit": PLENTY, **arguments}
+    return find_micro_batch_size(GradAccumulationCell(network, 1), optimizer, batch(samples), **arguments)
+
+
+@pytest.fixture
+def tried(monkeypatch) -> list[int]:
+    """Sizes of the micro-steps that were compiled, in order."""
+    from gaccum_ms.micro_step import MicroSteps
+
+    sizes: list[int] = []
+    measure = MicroSteps.measure
+    monkeypatch.setattr(MicroSteps, "measure", lambda self, size: sizes.append(size) or measure(self, size))
+    return sizes
+
+
+OF_100 = [*range(1, 11), 12, 13, 15, 17, 20, 25, 34, 50, 100]
+
+
+@pytest.mark.parametrize(("samples", "expected"), [(1, [1]), (2, [1, 2]), (10, [1, 2, 3, 4, 5, 10]), (100, OF_100)])
+def test_even_sizes(samples, expected):
+    """100 in eleven micro-batches are at most 10 each, as in ten; in nine 12, in eight 13, in seven 15, in six 17."""
+    assert even_sizes(samples) == expected
+
+
+@pytest.mark.parametrize("largest", [1, 2, 3, 7, 8, 10, 11, 15, 16, 31, 32])
+def test_finds_the_largest_that_is_not_out_of_memory(largest, tried):
+    assert search(Limited(make_network("dense"), largest)) == max(one for one in even_sizes(32) if one <= largest)
+    assert len(tried) <= 3 + 4  # what predictions are made from, and a bisection of eleven sizes
+    assert len(set(tried)) == len(tried)
+
+
+def test_in_pynative_mode(pynative):
+    assert search(Limited(make_network("dense"), 9), samples=16) == 8
+
+
+def test_finds_the_largest_within_a_limit(tried):
+    """By prediction: nothing above the limit is run."""
+    from test_memory import Wide
+
+    network = nn.WithLossCell(Wide(), nn.CrossEntropyLoss())
+    cell = GradAccumulationCell(network, 1)
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    report = memory_report(cell, optimizer, *batch(4096), measure=False, micro_sizes=[1])
+    tried.clear()
+    size = find_micro_batch_size(cell, optimizer, batch(4096), memory_limit=report.rows[0].peak - 300_000_000)
+    assert 1024 < size < 4096
+    assert max(tried) == size
+    assert len(tried) <= 8
+
+
+def test_one_that_is_predicted_too_small_is_corrected(monkeypatch, tried):
+    """Predictions that say everything fits: what is measured decides, and the limit is kept."""
+    from test_memory import Wide
+
+    network = nn.WithLossCell(Wide(), nn.CrossEntropyLoss())
+    cell = GradAccumulationCell(network, 1)
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    report = memory_report(cell, optimizer, *batch(2048), measure=False, micro_sizes=[1, 8])
+    limit = report.rows[0].peak - 200_000_000
+    tried.clear()
+    monkeypatch.setattr("gaccum_ms.memory_model.predict", lambda known, size: known[min(known)])
+    size = find_micro_batch_size(cell, optimizer, batch(2048), memory_limit=limit)
+    assert 2048 in tried  # and was too large
+    assert 128 <= size < 2048
+
+
+def test_not_even_one_sample():
+    with pytest.raises(RuntimeError, match=r"one sample must fit, but got memory_limit=1000000, .*on rank\(s\) \[0\]"):
+        search(make_with_loss(), memory_limit=1_000_000)
+    with pytest.raises(RuntimeError, match=r"one sample must fit, .* on rank\(s\) \[0\]"):
+        search(Limited(make_network("dense"), 0))
+
+
+def make_with_loss():
+    return nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss())
+
+
+# -- what counts as out of memory --------------------------------------------------------------------------------------
+
+
+def test_other_errors_are_raised():
+    with pytest.raises(RuntimeError, match="a bug in the network"):
+        search(Limited(make_network("dense"), 8, "a bug in the network"))
+
+
+def test_the_test_is_injectable():
+    network = Limited(make_network("dense"), 8, "the device says: enough")
+    assert search(network, is_out_of_memory=lambda error: "enough" in str(error)) == 8
+    with pytest.raises(TypeError, match=r"'is_out_of_memory' must be a function of an error, but got 3"):
+        search(network, is_out_of_memory=3)
+
+
+def test_a_real_limit_of_the_address_space():
+    """In a process of its own: MindSpore fails to allocate, the search goes on, and so does training."""
+    path = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(HERE / "find_size_worker.py")],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["size"] == 32, found
+    assert found["errors"], found
+    assert all("bad_alloc" in error or "Memory not enough" in error for error in found["errors"]), found
+    assert found["unchanged"], found
+    assert np.isfinite(found["loss"]), found
+
+
+# -- what is put back --------------------------------------------------------------------------------------------------
+
+
+class Forgetful(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.SequentialCell(nn.Dense(12, 8), nn.BatchNorm1d(8), nn.Dropout(p=0.5), nn.Dense(8, 5))
+
+    def construct(self, x):
+        return self.layers(x)
+
+
+def search_and_compare():
+    network = Limited(Forgetful(), 9)
+    optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
+    cell = GradAccumulationCell(network, 1)
+    held = {one.name: one for one in (*network.get_parameters(), *optimizer.get_parameters())}
+    before = {name: as_numpy(one) for name, one in held.items()}
+    generator = ms.get_rng_state().asnumpy()
+    flags = [(one.training, one.requires_grad) for _, one in cell.cells_and_names()]
+    assert find_micro_batch_size(cell, optimizer, batch(16), PLENTY) == 8
+    for name, one in held.items():
+        np.testing.assert_array_equal(as_numpy(one), before[name], err_msg=name)
+    np.testing.assert_array_equal(ms.get_rng_state().asnumpy(), generator)
+    assert [(one.training, one.requires_grad) for _, one in cell.cells_and_names()] == flags
+
+
+def test_nothing_changes(mode):
+    search_and_compare()
+
+
+def test_statistics_change_where_they_are_not_put_back(monkeypatch):
+    """The control."""
+    monkeypatch.setattr("gaccum_ms.micro_step.Snapshot.restore_parameters", lambda self: None)
+    with pytest.raises(AssertionError, match="moving_"):
+        search_and_compare()
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+
+
+def test_is_found_once(tried):
+    network = Limited(make_network("dense"), 8)
+    assert search(network) == 8
+    number = len(tried)
+    assert search(network) == 8
+    assert len(tried) == number
+    search(network, samples=16)  # other shapes
+    assert len(tried) > number
+    number = len(tried)
+    search(network, memory_limit=PLENTY + 1)
+    assert len(tried) > number
+
+
+def test_another_network_is_searched_anew():
+    assert search(Limited(make_network("dense"), 8)) == 8
+    assert search(Limited(make_network("dense"), 4)) == 4
+
+
+def test_failures_are_not_kept(monkeypatch):
+    network = make_with_loss()
+    with pytest.raises(RuntimeError, match="one sample must fit"):
+        monkeypatch.setattr(ProcessMeter, "held", lambda self: PLENTY + 1)
+        search(network)
+    monkeypatch.undo()
+    assert search(network) == 32
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.distributed
+def test_ranks_agree_on_the_smallest(tmp_path):
+    """Rank 1 is out of memory above 6 samples: of 16, in three micro-batches, both take 6. Where it has nothing at all,
+    both say so. Training goes on as with the number written down, on weights that the search has left alone."""
+    ranks = run_on_two_ranks("find_size_ranks_worker.py", tmp_path, time_limit=150)
+    for results in ranks:
+        assert results["less on rank 1"] == 6
+        assert "not enough on rank(s) [1]" in str(results["nothing on rank 1"])
+        searched, given = case(results, "searched"), case(results, "given")
+        for name in ("hidden.weight", "hidden.bias", "out.weight", "out.bias"):
+            np.testing.assert_array_equal(searched[f"network.{name}"], given[name])

@@ -1,0 +1,100 @@
+"""What a run uses, against what it is known to use; and the limits of containers, from files as the kernel writes
+them."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import pytest
+
+from gaccum_ms.memory_meter import ProcessMeter, container_limits
+
+MB = 1_000_000
+
+
+def touch(size: int) -> None:
+    np.ones(size, np.uint8).sum()
+
+
+def test_measures_what_a_run_uses_whatever_was_resident_before():
+    meter = ProcessMeter()
+    small = meter.used_by(lambda: touch(mmap.PAGESIZE))
+    touch(300 * MB)
+    kept = np.ones(100 * MB, np.uint8)  # resident, and not used by the run
+    assert meter.used_by(lambda: touch(mmap.PAGESIZE)) == pytest.approx(small, abs=3 * MB)
+    assert kept[0] == 1
+
+
+@pytest.mark.parametrize("size", [64 * 1024, 25 * MB])
+def test_measures_memory_that_is_used_again(size):
+    """Freed and touched again, so that resident size does not grow. Small blocks stay with the process or not, as the
+    allocator likes; large ones go back to the system."""
+    meter = ProcessMeter()
+    number = 100 * MB // size
+
+    def run() -> None:
+        held = [np.ones(size, np.uint8) for _ in range(number)]
+        assert len(held) == number
+
+    nothing = meter.used_by(lambda: None)
+    run()
+    before = meter.held()
+    assert meter.used_by(run) - nothing == pytest.approx(number * size, rel=0.2)
+    assert meter.held() - before < 10 * MB
+
+
+def test_a_limit_is_at_least_what_the_process_holds():
+    meter = ProcessMeter()
+    assert meter.held() < meter.limit()
+
+
+def test_says_what_is_missing_where_the_system_does_not_tell(monkeypatch):
+    def refuse() -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(ProcessMeter, "_forget", staticmethod(refuse))
+    with pytest.raises(RuntimeError, match=r"needs /proc/self/clear_refs.*but got .*Permission denied"):
+        ProcessMeter()
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A file system with these files, by path."""
+
+    def write(files: dict[str, str]):
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return tmp_path
+
+    return write
+
+
+def test_limits_of_version_2(root):
+    files = {
+        "proc/self/cgroup": "0::/a/b\n",
+        "sys/fs/cgroup/a/memory.max": "3000\n",
+        "sys/fs/cgroup/a/b/memory.max": "max\n",
+    }
+    assert container_limits(root(files)) == [3000]
+
+
+def test_limits_of_version_2_inside_a_container(root):
+    """The container sees its group as the root, whose file has the limit."""
+    assert container_limits(root({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "500\n"})) == [500]
+
+
+def test_limits_of_version_1(root):
+    files = {
+        "proc/self/cgroup": "9:name=systemd:/\n4:cpu,memory:/x\n0::/\n",
+        "sys/fs/cgroup/memory/x/memory.limit_in_bytes": "700\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+    }
+    assert container_limits(root(files)) == [700]
+
+
+def test_no_limits(root):
+    assert container_limits(root({"proc/self/cgroup": "0::/\n"})) == []
+    assert container_limits(root({}) / "nothing") == []
