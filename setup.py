@@ -24,6 +24,7 @@ setup(
         "tqdm>=4.66",
     ],
     extras_require={
+        "plot": ["matplotlib"],  # GradNoiseScale.draw
         "sample": ["scikit-learn"],
         "tensorboard": ["tensorboardX"],
         "test": [

@@ -15,6 +15,7 @@ STYLES = {
     WHOLE: ("#000000", "s"),
     "ours": ("#D55E00", "o"),
     "jit": ("#E69F00", "v"),
+    "noise": ("#8B4513", "<"),
     "torch": ("#0072B2", "^"),
     "forward_backward": ("#999999", "x"),
     "torch_forward_backward": ("#56B4E9", "+"),

@@ -61,6 +61,9 @@ def _times(rows: Sequence[Row]) -> Iterator[Target]:
     for network in COMPARED:
         text = f"{network}: PyNative mode with jit=True at {_SIZE}, of graph mode's"
         yield Target(text, ratio(network, ("jit", _SIZE), ("ours", _SIZE)), 1.1)
+    for network in ("mlp", "cnn"):
+        text = f"{network}: recording noise at {_SIZE}, of the update without"
+        yield Target(text, ratio(network, ("noise", _SIZE), ("ours", _SIZE)), 1.05)
 
 
 def _first_calls(rows: Sequence[Row], first_calls: FirstCalls) -> Iterator[Target]:

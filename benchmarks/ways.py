@@ -147,12 +147,16 @@ def _whole(setting: Setting) -> Program:
     return _mindspore_program(setting, lambda net, optimizer: nn.TrainOneStepCell(net, optimizer).set_train())
 
 
-def _ours(setting: Setting, graph: bool = True) -> Program:
+def _ours(setting: Setting, graph: bool = True, record_noise: bool = False) -> Program:
     from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 
     def build_step(net: Any, optimizer: Any) -> Any:
         cell = GradAccumulationCell(
-            net, setting.micro_size, max_grad_norm=setting.max_grad_norm, jit=None if graph else True
+            net,
+            setting.micro_size,
+            max_grad_norm=setting.max_grad_norm,
+            record_noise=record_noise,
+            jit=None if graph else True,
         )
         return TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
 
@@ -161,6 +165,10 @@ def _ours(setting: Setting, graph: bool = True) -> Program:
 
 def _jit(setting: Setting) -> Program:
     return _ours(setting, graph=False)
+
+
+def _recording_noise(setting: Setting) -> Program:
+    return _ours(setting, record_noise=True)
 
 
 def _framework(setting: Setting) -> Program:
@@ -256,6 +264,7 @@ WAYS: dict[str, Way] = {
     "whole": Way("whole batch, nn.TrainOneStepCell", ("mindspore",), _whole, micro_sizes=(1,), parallel=True),
     "ours": Way("gaccum_ms", ("mindspore",), _ours, parallel=True),
     "jit": Way("gaccum_ms, PyNative, jit=True", ("mindspore",), _jit, _FEW_SIZES),
+    "noise": Way("gaccum_ms, recording noise", ("mindspore",), _recording_noise, (16,), parallel=True),
     "torch": Way("PyTorch, eager loop", ("torch",), _torch),
     "forward_backward": Way(
         "MindSpore, bare forward and backward", ("mindspore",), _forward_backward, _FEW_SIZES, updates=False

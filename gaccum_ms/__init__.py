@@ -1,6 +1,8 @@
 """Gradient accumulation for MindSpore that is correct everywhere and costs nothing but its arithmetic."""
 
 from gaccum_ms import model as _model
+from gaccum_ms.adaptive import AdaptiveAccumulation
+from gaccum_ms.adascale import AdaScale
 from gaccum_ms.audit import audit
 from gaccum_ms.batch_loss import WithBatchLossCell
 from gaccum_ms.cell import GradAccumulationCell
@@ -8,6 +10,7 @@ from gaccum_ms.checkpoint import UpdateCheckpoint
 from gaccum_ms.find_size import find_micro_batch_size
 from gaccum_ms.flush import FlushAccumulation
 from gaccum_ms.grad_accumulator import GradAccumulator
+from gaccum_ms.gradient_noise import GradNoiseScale
 from gaccum_ms.group_norm import convert_batchnorm_to_groupnorm
 from gaccum_ms.lr import scale_learning_rate
 from gaccum_ms.memory import memory_report
@@ -26,11 +29,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AccumulationScheduler",
+    "AdaScale",
+    "AdaptiveAccumulation",
     "CountMask",
     "CountNotIgnored",
     "FlushAccumulation",
     "GradAccumulationCell",
     "GradAccumulator",
+    "GradNoiseScale",
     "PerSampleLoss",
     "ProgressBar",
     "ShardedOptimizer",

@@ -128,6 +128,7 @@ def check_options(cell: GradAccumulationCell) -> None:
             "the compiler shards accumulators itself, with 'gradient_accumulation_shard' in parallel_optimizer_config",
         ),
         ("overflow", cell.overflow, "drop_window", "the compiler's own pass adds the gradients, and leaves none out"),
+        ("record_noise", cell.record_noise, False, "the compiler's own pass adds the gradients, and none is seen"),
         ("loss_weights", cell.loss_weights, (1.0,), "the compiler knows one loss; add them up in the network"),
     ):
         if given != allowed:

@@ -199,6 +199,12 @@ def check_options(cell: Any) -> None:
         ),
         ("loss_weights", cell.loss_weights, (1.0,), "add the losses up in 'loss_fn'"),
         (
+            "record_noise",
+            cell.record_noise,
+            False,
+            "a micro-batch's part of the gradient is not an estimate of the whole: it depends on all other samples",
+        ),
+        (
             "overflow",
             cell.overflow,
             "drop_window",

@@ -82,7 +82,7 @@ class BatchLossWindow(SampleWindow):
         shapes = [value.shape for value in inputs]
         samples, size, full, rest = split.compiled_plan(shapes, self.micro_size, self.micro_batch_size)
         if full == 1 and rest == 0:
-            return self.micro_step(unit, size, *inputs)
+            return self.micro_step(False, unit, size, *inputs)
         last = rest if rest > 0 else size
         sums, slopes, loss_slopes = self.slopes(unit, self.representations(inputs, samples - last, size))
         if self.statistics is not None:

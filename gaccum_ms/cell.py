@@ -102,6 +102,9 @@ class GradAccumulationCell(nn.Cell):
         shard_accumulators (bool, optional): In data parallel mode, let each rank keep its part of the accumulators
             alone. Each micro-batch's gradient is then reduced over ranks at once: communication grows with the number
             of micro-batches, which must be the same on all ranks. Default: ``False`` .
+        record_noise (bool, optional): Record what :class:`GradNoiseScale` , :class:`AdaptiveAccumulation` and
+            :class:`AdaScale` read: the squared norms of the gradients of the window's first micro-batch and of the
+            window, in ``noise_sums`` and ``grad_norm`` of the step. Default: ``False`` .
         jit (bool, optional): In PyNative mode, compile the training step all the same. Default: ``None`` , run it
             eagerly, so that breakpoints work. Graph mode always compiles.
 
@@ -114,15 +117,17 @@ class GradAccumulationCell(nn.Cell):
 
     Raises:
         TypeError: If `network` is not a Cell, a size not an int, `max_grad_norm` not a number, `count` not callable,
-            `loss_weights` not numbers, `accumulator_dtype` not a dtype, or `compensated` , `shard_accumulators` or
-            `jit` not a bool.
+            `loss_weights` not numbers, `accumulator_dtype` not a dtype, or `compensated` , `shard_accumulators` ,
+            `record_noise` or `jit` not a bool.
         ValueError: If both or neither of `micro_size` and `micro_batch_size` are given; if one is less than 1; if
             `max_grad_norm` is not positive and finite, a loss weight not finite, `reduction` , `overflow` or
             `accumulator_dtype` not one of those above; if `count` and `loss_weights` differ in length; if
             ``overflow="drop_micro_batch"`` is given with several losses, or with a sum that has no count; if sums are
             given `loss_weights` without a count for each; if several losses are given `accumulation_steps` ; if
-            `shard_accumulators` is given with several losses or ``overflow="drop_micro_batch"`` ; if `network` is a
-            WithBatchLossCell, for `accumulation_steps` , `count` , `loss_weights` and ``overflow="drop_micro_batch"`` .
+            `shard_accumulators` is given with several losses or ``overflow="drop_micro_batch"`` ; if `record_noise` is
+            given with several losses, with a sum that has no count, or with `shard_accumulators` ; if `network` is a
+            WithBatchLossCell, for `accumulation_steps` , `count` , `loss_weights` , `record_noise` and
+            ``overflow="drop_micro_batch"`` .
         RuntimeError: If the cell itself is trained, by a training cell that does not know how to accumulate.
 
     Supported Platforms:
@@ -159,6 +164,7 @@ class GradAccumulationCell(nn.Cell):
         compensated: bool = False,
         overflow: str = "drop_window",
         shard_accumulators: bool = False,
+        record_noise: bool = False,
         jit: bool | None = None,
     ) -> None:
         super().__init__(auto_prefix=False)
@@ -213,6 +219,19 @@ class GradAccumulationCell(nn.Cell):
                 f"{len(self.loss_weights)} loss(es) and overflow='{overflow}'. Use overflow='drop_window', and add "
                 f"losses up in the network."
             )
+        if not isinstance(record_noise, bool):
+            raise TypeError(
+                f"For 'GradAccumulationCell', the argument 'record_noise' must be a bool, but got {record_noise!r}."
+            )
+        if record_noise and (self.several_losses or shard_accumulators or (reduction == "sum" and count is None)):
+            raise ValueError(
+                f"For 'GradAccumulationCell', 'record_noise' compares the mean gradient of one micro-batch with the "
+                f"window's, which needs one loss that is a mean, or a sum with 'count', and whole accumulators, but "
+                f"got {len(self.loss_weights)} loss(es), reduction='{reduction}', count={count} and "
+                f"shard_accumulators={shard_accumulators}. Use reduction='mean', add losses up in the network, and "
+                f"leave 'shard_accumulators' out."
+            )
+        self.record_noise = record_noise
         self.shard_accumulators = shard_accumulators
         self.accumulation_steps = accumulation_steps
         self.reduction = reduction

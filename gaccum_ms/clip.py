@@ -12,17 +12,18 @@ from mindspore import ops
 # this tag, as `mindspore.ops.clip_by_global_norm` sets it; elsewhere it means nothing.
 _tagged = ops.ExpandDims().add_prim_attr("grad_scale", True)
 
-_square_sum = ops.MultitypeFuncGraph("gaccum_ms_square_sum")
+_square_sums = ops.MultitypeFuncGraph("gaccum_ms_square_sums")
 _square_sum_of_part = ops.MultitypeFuncGraph("gaccum_ms_square_sum_of_part")
 _scale = ops.MultitypeFuncGraph("gaccum_ms_scale")
 
 
-@_square_sum.register("Tensor")
-def _square_sum_of_one(gradient: ms.Tensor) -> ms.Tensor:
-    squares = ops.square(ops.cast(gradient, ms.float32))
+@_square_sums.register("Tensor")
+def _square_sums_of_one(gradient: ms.Tensor) -> ms.Tensor:
+    gradient = ops.cast(gradient, ms.float32)
+    squares = gradient * gradient  # MindSpore's Square takes twice as long on CPU
     if gradient.ndim > 1:  # row by row: MindSpore's CPU kernel is eight times slower for all axes at once
-        squares = ops.reduce_sum(squares.reshape((gradient.shape[0], -1)), 1)
-    return ops.reduce_sum(squares)
+        return ops.reduce_sum(squares.reshape((gradient.shape[0], -1)), 1)
+    return squares.reshape((-1,))
 
 
 @_square_sum_of_part.register("Tensor")
@@ -37,11 +38,16 @@ def _scale_one(factor: ms.Tensor, gradient: ms.Tensor) -> ms.Tensor:
 
 def global_norm(gradients: tuple[ms.Tensor, ...]) -> ms.Tensor:
     """The Euclidean norm of all gradients together, float32, shape ``()``."""
-    return ops.sqrt(ops.addn(ops.HyperMap()(_square_sum, gradients)))
+    return ops.sqrt(square_norm(gradients))
+
+
+def square_norm(gradients: tuple[ms.Tensor, ...]) -> ms.Tensor:
+    """Its square."""
+    return ops.reduce_sum(ops.concat(ops.HyperMap()(_square_sums, gradients)))
 
 
 def global_norm_of_parts(gradients: tuple[ms.Tensor, ...]) -> ms.Tensor:
-    """The same, where gradients may be devices' parts, which the compiler would gather to reshape them."""
+    """The norm, where gradients may be devices' parts, which the compiler would gather to reshape them."""
     return ops.reshape(ops.sqrt(ops.addn(ops.HyperMap()(_square_sum_of_part, gradients))), ())
 
 

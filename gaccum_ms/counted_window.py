@@ -40,7 +40,11 @@ class CountedWindow(SampleWindow):
         if not cell.several_losses:
             # A sum without a count, allowed in windows that span batches, is not divided by anything.
             self.is_mean = self.loss_is_mean or not self.counts_samples
-            self.reduction = CountedReduction(weights, self.counts_samples, self.is_mean, self.shards)
+            self.reduction = CountedReduction(
+                weights, self.counts_samples, self.is_mean, self.shards, self.records_noise
+            )
+            if self.records_noise:
+                self.noise = self.reduction.noise
             self.window_count = self.reduction.window_count
             self.dropped_micro_batches = self.reduction.dropped_micro_batches
 
@@ -78,7 +82,7 @@ class CountedWindow(SampleWindow):
         _check_count(count.shape)
         return normalize.valid_or_nan(count)
 
-    def micro_step(self, unit, size, *micro_batch):
+    def micro_step(self, noted, unit, size, *micro_batch):
         count = self.count_all(*micro_batch)
         # A mean over nothing is NaN, and so is its gradient: such a micro-batch is not run at all. Not so a NaN count,
         # which must reach the total.
@@ -86,7 +90,7 @@ class CountedWindow(SampleWindow):
         if self.shards:
             sums = self.reduced_step(unit * self.items(count), count, *micro_batch)
         elif count > 0:
-            sums = self.counted_step(unit * self.items(count), count, *micro_batch)
+            sums = self.counted_step(noted, unit, count, *micro_batch)
         return sums
 
     def reduced_step(self, seed, count, *micro_batch):
@@ -97,17 +101,22 @@ class CountedWindow(SampleWindow):
             seeded_loss, gradients = self.backward(seed, *micro_batch)
         return ops.depend(ops.stack((seeded_loss, count, ops.zeros_like(count))), self.add(gradients))
 
-    def counted_step(self, seed, count, *micro_batch):
-        seeded_loss, gradients = self.backward(seed, *micro_batch)
+    def counted_step(self, noted, unit, count, *micro_batch):
+        seeded_loss, gradients = self.backward(unit * self.items(count), *micro_batch)
         sums = ops.stack((seeded_loss, count, ops.zeros_like(count)))
         if self.drops:
             if ops.logical_and(all_finite(gradients), ops.isfinite(seeded_loss)):
-                sums = ops.depend(sums, self.add(gradients))
+                sums = self.added(sums, noted, unit, count, gradients)
             else:
                 sums = ms.Tensor([0.0, 0.0, 1.0], ms.float32)
         else:
-            sums = ops.depend(sums, self.add(gradients))
+            sums = self.added(sums, noted, unit, count, gradients)
         return sums
+
+    def added(self, sums, noted, unit, count, gradients):
+        if noted:
+            sums = ops.depend(sums, self.note(gradients, unit, count))
+        return ops.depend(sums, self.add(gradients))
 
     def reduce(self, gradients, sums, scale, unit):
         return self.reduction(gradients, sums, unit, scale)

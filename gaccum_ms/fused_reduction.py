@@ -121,6 +121,7 @@ class FusedReducer(nn.Cell):
         order = [*self.own, *self.alone, *(place for buffer in self.shared for place in buffer)]
         self.places = tuple(order.index(place) for place in range(len(parameters)))
         self.mean = mean
+        self.degree = degree
         self.share = 1.0 / degree
         self.all_reduce = ops.AllReduce(group=group)
         self.concat = ops.Concat()

@@ -92,11 +92,7 @@ class WindowMonitor(Callback):
 
     def __init__(self, json_lines: str | Path | None = None, summary: Any = None) -> None:
         super().__init__()
-        if json_lines is not None and not isinstance(json_lines, (str, Path)):
-            raise TypeError(
-                f"For 'WindowMonitor', the argument 'json_lines' must be a path, but got {json_lines!r} of type "
-                f"'{type(json_lines).__name__}'."
-            )
+        check_json_lines("WindowMonitor", json_lines)
         if summary is not None and not isinstance(summary, ms.SummaryRecord) and not hasattr(summary, "add_scalar"):
             raise TypeError(
                 f"For 'WindowMonitor', the argument 'summary' must be a mindspore.SummaryRecord or TensorBoard's "
@@ -121,8 +117,7 @@ class WindowMonitor(Callback):
             )
         self._losses, self._counts = [], []
         if self._json_lines is not None and step.provenance.rank == 0:
-            self._json_lines.parent.mkdir(parents=True, exist_ok=True)
-            self._json_lines.touch()  # an unwritable file is an error now, not after the first window
+            begin_json_lines(self._json_lines)
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
         step = training_step(run_context)
@@ -186,8 +181,7 @@ class WindowMonitor(Callback):
     def _write(self, record: WindowRecord) -> None:
         numbers = asdict(record)
         if self._json_lines is not None:
-            with self._json_lines.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({name: _finite(value) for name, value in numbers.items()}) + "\n")
+            append_json_line(self._json_lines, numbers)
         if self._summary is not None:
             scalars = {
                 f"window/{name}": float(value)
@@ -201,6 +195,25 @@ class WindowMonitor(Callback):
                     self._summary.add_scalar(name, value, record.update)
             if isinstance(self._summary, ms.SummaryRecord):
                 self._summary.record(record.update)
+
+
+def check_json_lines(owner: str, json_lines: Any) -> None:
+    if json_lines is not None and not isinstance(json_lines, (str, Path)):
+        raise TypeError(
+            f"For '{owner}', the argument 'json_lines' must be a path, but got {json_lines!r} of type "
+            f"'{type(json_lines).__name__}'."
+        )
+
+
+def begin_json_lines(path: Path) -> None:
+    """An unwritable file is an error now, not after the first window."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+
+
+def append_json_line(path: Path, record: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
 
 
 def _float(tensor: ms.Tensor) -> float:

@@ -65,7 +65,7 @@ class MultiLossWindow(CountedWindow):
     def count_all(self, *micro_batch):
         return ops.stack([self.count(term, *micro_batch) for term in range(self.number)])
 
-    def micro_step(self, unit, size, *micro_batch):
+    def micro_step(self, noted, unit, size, *micro_batch):
         counts = self.count_all(*micro_batch)
         seeds = unit * self.items(counts)
         sums = self.nothing()

@@ -45,6 +45,9 @@ class OpenWindow(nn.Cell):
         self.reduction = reduction
         self.window_count = reduction.window_count
         self.dropped_micro_batches = reduction.dropped_micro_batches
+        self.records_noise = reduction.records_noise
+        if reduction.records_noise:
+            self.noise = reduction.noise
         self.window_loss = record("window_loss")
         self.window_batches = record("window_batches")  # of the last window, on this rank
         self.window_position = position
@@ -96,6 +99,8 @@ class OpenWindow(nn.Cell):
         cleared = ops.assign(self.window_position, ops.depend(ms.Tensor(0, ms.int32), cleared))
         cleared = ops.assign(self.window_unit, ops.depend(ms.Tensor(0.0, ms.float32), cleared))
         cleared = ops.assign(self.window_sums, ops.depend(ops.zeros((4,), ms.float32), cleared))
+        if self.records_noise:
+            cleared = self.noise.clear(cleared)
         return ops.depend(after, cleared)
 
     # -- not compiled --------------------------------------------------------------------------------------------------
@@ -125,6 +130,8 @@ class OpenWindow(nn.Cell):
         self.accumulators.forget()
         for held in (self.window_position, self.window_unit, self.window_sums):
             overwrite(held, ops.zeros_like(held))
+        if self.records_noise:
+            self.noise.forget()
 
     def set_steps(self, accumulation_steps: int) -> None:
         """Let windows to come have so many batches."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import mindspore as ms
 from mindspore import nn, ops
-from mindspore.communication import get_group_size
+from mindspore.communication import get_group_size, get_rank
 
 from gaccum_ms import accumulator
 from gaccum_ms.fused_reduction import FusedReducer
@@ -26,6 +26,14 @@ def broadcast_parameters(step: nn.Cell) -> None:
             if not parameter.layerwise_parallel:
                 (value,) = from_rank_0((parameter.astype(ms.float32),))
                 accumulator.overwrite(parameter, value.astype(parameter.dtype))
+
+
+def rank_or_0() -> int:
+    """This rank; 0 where `init` was not called."""
+    try:
+        return get_rank()
+    except RuntimeError:
+        return 0
 
 
 class SumOverRanks(nn.Cell):

@@ -7,11 +7,11 @@ import sys
 import time
 from typing import Any, TextIO
 
-from mindspore.communication import get_rank
 from mindspore.train import Callback, RunContext
 from tqdm import tqdm
 
 from gaccum_ms.lr import current_learning_rate
+from gaccum_ms.parallel import rank_or_0
 from gaccum_ms.train_step import TrainOneStepWithGradAccumulationCell
 from gaccum_ms.window_watch import skipped_batches, training_step
 
@@ -105,7 +105,7 @@ class ProgressBar(Callback):
             )
         file = sys.stderr if self._file is None else self._file
         shown = _is_terminal(file) if self._show is None else self._show
-        if not shown or _rank() != 0:
+        if not shown or rank_or_0() != 0:
             return
         total = parameters.batch_num * parameters.epoch_num - skipped_batches(parameters)
         self._begun, self._batches, self._samples = parameters.cur_step_num, 0, 0
@@ -179,10 +179,3 @@ def _last(tensor: Any) -> float:
 
 def _is_terminal(file: TextIO) -> bool:
     return hasattr(file, "isatty") and file.isatty()
-
-
-def _rank() -> int:
-    try:
-        return get_rank()
-    except RuntimeError:  # stand-alone: init() was not called
-        return 0

@@ -32,6 +32,7 @@ _SHOWN = (
     "dropped_micro_batches",
     "grad_norm",
     "loss_terms",
+    "noise_sums",
     "scale_sense",
     "update_count",
     "window_batches",

@@ -242,6 +242,9 @@ def _joined(files: list[Values], first_rank: bool) -> Values:
     joined["window_sums"] = sums.sum(axis=0) if first_rank else np.zeros_like(sums[0])
     joined["window_sums"][0] = np.dot(factors, sums[:, 0])
     joined["window_sums"][3] = position
+    if all("window_first" in values for values in files):
+        first = np.stack([values["window_first"] for values in files])
+        joined["window_first"] = first.sum(axis=0) if first_rank else np.zeros_like(first[0])
     joined["window_position"] = np.array(position)
     joined["window_unit"] = np.array(unit)
     return joined

@@ -83,18 +83,15 @@ class AccumulationScheduler(Callback):
         self.learning_rate = learning_rate
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        step = _step(run_context)
-        step.let_windows_span_batches()
-        if self.learning_rate is not None:
-            multiply_learning_rate(step.optimizer, 1.0)  # a rate that cannot follow is an error now, not epochs later
+        prepare_steps(_step(run_context), self.learning_rate)
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
-        shards = run_context.original_args().get("shards") or []
-        if callable(self.schedule) and len(set(shards)) > 1:
-            raise ValueError(
-                f"For 'AccumulationScheduler', the argument 'schedule' must be a dict of epochs where ranks have "
-                f"different numbers of batches, because they cannot agree on the windows of an epoch otherwise, but "
-                f"got a function, and {[shard.batches - shard.skipped for shard in shards]} batches."
+        if callable(self.schedule):
+            check_ranks_batches(
+                run_context,
+                "For 'AccumulationScheduler', the argument 'schedule' must be a dict of epochs where ranks have "
+                "different numbers of batches",
+                "a function, and ",
             )
         self._follow(run_context)
 
@@ -108,19 +105,42 @@ class AccumulationScheduler(Callback):
         steps = int(step.accumulation_steps.asnumpy())
         wanted = self._wanted(step, run_context.original_args().cur_epoch_num - 1, steps)
         check_positive_int("AccumulationScheduler", "schedule", wanted)
-        if wanted != steps:
-            step.set_accumulation_steps(wanted)
-        # Not by the change of steps: a checkpoint may have brought a rate for other steps than the cell's.
-        rate_steps = int(step.rate_steps.asnumpy())
-        if self.learning_rate is not None and wanted != rate_steps:
-            multiply_learning_rate(step.optimizer, scaling_factor(wanted / rate_steps, self.learning_rate))
-            overwrite(step.rate_steps, ms.Tensor(wanted, ms.int32))
+        set_steps(step, wanted, self.learning_rate)
 
     def _wanted(self, step: TrainOneStepWithGradAccumulationCell, epoch: int, old: int) -> Any:
         if callable(self.schedule):
             return self.schedule(int(step.update_count.asnumpy()))
         begun = [first for first in self.schedule if first <= epoch]
         return self.schedule[max(begun)] if begun else old
+
+
+def prepare_steps(step: TrainOneStepWithGradAccumulationCell, learning_rate: str | None) -> None:
+    """Before training that is to change `accumulation_steps` : what cannot is an error now, not epochs later."""
+    step.let_windows_span_batches()
+    if learning_rate is not None:
+        multiply_learning_rate(step.optimizer, 1.0)
+
+
+def check_ranks_batches(run_context: RunContext, demand: str, given: str = "") -> None:
+    """Refuse ranks with different numbers of batches, where these plan an epoch's windows by its `accumulation_steps` ,
+    and only the updates to come will tell them."""
+    shards = run_context.original_args().get("shards") or []
+    if len(set(shards)) > 1:
+        raise ValueError(
+            f"{demand}, because they cannot agree on the windows of an epoch otherwise, but got {given}"
+            f"{[shard.batches - shard.skipped for shard in shards]} batches."
+        )
+
+
+def set_steps(step: TrainOneStepWithGradAccumulationCell, wanted: int, learning_rate: str | None) -> None:
+    """Between two windows: let those to come have so many batches, and the learning rate follow by its rule."""
+    if wanted != int(step.accumulation_steps.asnumpy()):
+        step.set_accumulation_steps(wanted)
+    # Not by the change of steps: a checkpoint may have brought a rate for other steps than the cell's.
+    rate_steps = int(step.rate_steps.asnumpy())
+    if learning_rate is not None and wanted != rate_steps:
+        multiply_learning_rate(step.optimizer, scaling_factor(wanted / rate_steps, learning_rate))
+        overwrite(step.rate_steps, ms.Tensor(wanted, ms.int32))
 
 
 def _step(run_context: RunContext) -> TrainOneStepWithGradAccumulationCell:

@@ -42,6 +42,12 @@ class SpanningWindow(CountedWindow):
         mean = ratio_or_zero(loss, unit * kept if self.is_mean else unit)
         return ops.depend(mean, self.open.end_batch(sums, count))
 
+    def note(self, gradients, unit, items):
+        noted = items
+        if ops.depend(self.open.window_position, unit) + 0 == 1:
+            noted = ops.depend(items, super().note(gradients, unit, items))
+        return noted
+
     # -- not compiled --------------------------------------------------------------------------------------------------
 
     def forget(self) -> None:

@@ -42,11 +42,12 @@ from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.counted_window import CountedWindow
 from gaccum_ms.fused_reduction import FusedReducer
 from gaccum_ms.multi_loss_window import MultiLossWindow
+from gaccum_ms.noise_record import ALL_SUMS
 from gaccum_ms.open_window import OpenWindow
 from gaccum_ms.options import check_positive_int
 from gaccum_ms.parallel import broadcast_parameters, check_parallel_mode
 from gaccum_ms.provenance import SHARDED, Provenance, Resumable
-from gaccum_ms.records import counter, show_records
+from gaccum_ms.records import counter, record, show_records
 from gaccum_ms.spanning_window import SpanningWindow
 from gaccum_ms.sparse import refuse_sparse_gradients
 from gaccum_ms.unrolled_window import UnrolledWindow
@@ -94,10 +95,11 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
 
         Callbacks find the rest in Parameters of the step. Int32, of shape :math:`()`: ``update_count`` and
         ``batch_count`` , updates made and batches seen so far; ``window_position`` , batches in the open window. Of the
-        last window, float32: ``grad_norm`` (with `max_grad_norm` ), the global norm before clipping; ``window_count``
-        (with `count` , ``overflow="drop_micro_batch"`` or `accumulation_steps` ), the total count of all ranks;
-        ``dropped_micro_batches`` (likewise), how many were left out on all ranks; ``loss_terms`` (with several losses),
-        the mean of each; ``window_loss`` (with `accumulation_steps` ), the mean loss.
+        last window, float32: ``grad_norm`` (with `max_grad_norm` or `record_noise` ), the global norm before clipping;
+        ``window_count`` (with `count` , ``overflow="drop_micro_batch"`` or `accumulation_steps` ), the total count of
+        all ranks; ``dropped_micro_batches`` (likewise), how many were left out on all ranks; ``loss_terms`` (with
+        several losses), the mean of each; ``window_loss`` (with `accumulation_steps` ), the mean loss; ``noise_sums``
+        (with `record_noise` ), of which :class:`GradNoiseScale` makes its estimates.
 
     Raises:
         TypeError: If `network` is not a GradAccumulationCell, `optimizer` not an Optimizer, `scale_sense` neither
@@ -157,7 +159,8 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         if self.reducer_flag:
             # In place of MindSpore's, and in its group: AdaSum's optimizers have groups of eight ranks.
             group = self.grad_reducer.allgather.group
-            self.grad_reducer = FusedReducer(self.weights, self.mean, self.degree, group)
+            noise = [ms.Parameter(ops.zeros((ALL_SUMS,), ms.float32), requires_grad=False)] * network.record_noise
+            self.grad_reducer = FusedReducer([*self.weights, *noise], self.mean, self.degree, group)
         self._micro_size = network.micro_size
         self._micro_batch_size = network.micro_batch_size
         self._counts = tuple(count for count in network.counts if count is not None)
@@ -166,6 +169,9 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         self.window_position = counter("window_position")
         self.batch_count = counter("batch_count")
         self.rate_steps = counter("rate_steps", network.accumulation_steps)  # what the learning rate is for
+        if network.record_noise:  # what AdaScale has made of the rate, and how far that has brought the training
+            self.rate_factor = record("rate_factor", value=1.0)
+            self.rate_progress = record("rate_progress")
         rule = "counts" if self._counts else "samples" if network.reduction == "mean" else "sums"
         self.spans_batches = network.accumulation_steps > 1
         self.window = self._make_window(network)
@@ -185,6 +191,7 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
             drops,
             scale_sense,
             statistics=window_statistics(network.network),
+            keeps_norm=network.record_noise,
         )
         if self.spans_batches:
             self.end_window = WindowEnd(self.window.open, self.update, self._jit)
@@ -207,7 +214,7 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
 
     def _show_records(self) -> None:
         self.accu_grads = self.window.accumulators.sums if self.window.accumulates else ms.ParameterTuple(())
-        show_records(self, self.window, self._open_window(), self.update)
+        show_records(self, self.window, self._open_window(), self.update, getattr(self.window, "noise", None))
 
     def let_windows_span_batches(self) -> None:
         """Make the step ready for :meth:`set_accumulation_steps` , for a cell without `accumulation_steps` .

@@ -52,6 +52,7 @@ class Update(nn.Cell):
         drops (bool): Whether micro-batches that overflow are left out.
         scale_sense (Cell, Tensor or None): Loss scale, as the step takes it.
         statistics (WindowStatistics or None): Of layers that move theirs once per update.
+        keeps_norm (bool): Whether to keep the gradient's norm where nothing is clipped too.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Update(nn.Cell):
         drops: bool,
         scale_sense: nn.Cell | ms.Tensor | None,
         statistics: nn.Cell | None = None,
+        keeps_norm: bool = False,
     ) -> None:
         super().__init__(auto_prefix=False)
         self.owner = owner
@@ -82,7 +84,8 @@ class Update(nn.Cell):
         self.has_statistics = statistics is not None
         if statistics is not None:
             self.statistics = statistics
-        if max_grad_norm is not None:
+        self.keeps_norm = keeps_norm
+        if max_grad_norm is not None or keeps_norm:
             self.grad_norm = record("grad_norm")
         # A finite norm is one of finite gradients, and they stay so in float32: no second pass over them.
         self.norm_tells = (
@@ -116,6 +119,8 @@ class Update(nn.Cell):
         norm_is_finite = True
         if self.max_grad_norm is not None:
             gradients, loss, norm_is_finite = self._clip(gradients, loss, self.max_grad_norm)
+        elif self.keeps_norm:
+            loss = ops.depend(loss, ops.assign(self.grad_norm, clip.global_norm(gradients) / self.sens))
         gradients = self.map(_cast_like, gradients, self.weights)
         overflow = self._overflow(gradients, loss, counted, divisor, norm_is_finite)
         if self.window.gated or self.scaled:

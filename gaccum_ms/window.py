@@ -23,6 +23,7 @@ from mindspore import nn, ops
 from gaccum_ms import split
 from gaccum_ms.accumulator import Accumulators
 from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.noise_record import NoiseRecord
 from gaccum_ms.sharded_accumulators import ShardedAccumulators, check_micro_batches
 from gaccum_ms.shards import rank_and_ranks
 
@@ -67,6 +68,9 @@ class SampleWindow(nn.Cell):
         self.micro_batch_size = cell.micro_batch_size
         self.loss_is_mean = cell.reduction == "mean"
         self.map = ops.HyperMap()
+        self.records_noise = cell.record_noise
+        if cell.record_noise and not self.divides:
+            self.noise = NoiseRecord(grad_reducer)
         self.backward = ops.value_and_grad(self.seeded_loss, None, weights)
         self.accumulates = cell.accumulates or self.spans_batches
         if self.accumulates:
@@ -90,6 +94,8 @@ class SampleWindow(nn.Cell):
         if full == 1 and rest == 0 and not self.gated and not self.shards:
             # Nothing to accumulate over: the gradients need no detour through accumulators.
             sums, gradients = self.backward(unit * self.items(size), *inputs)
+            if self.records_noise:
+                sums = ops.depend(sums, self.note(gradients, unit, ms.Tensor(size, ms.float32)))
             return self.reduce(gradients, sums, scale, unit)
         sums = self.add_up(inputs, unit)
         return self.reduce(self.accumulators.read(sums), sums, scale, unit)
@@ -100,16 +106,23 @@ class SampleWindow(nn.Cell):
         _, size, full, rest = split.compiled_plan(shapes, self.micro_size, self.micro_batch_size)
         sums = self.nothing()
         start = ms.Tensor(0, ms.int32)
-        while start < full * size:
-            sums = sums + self.micro_step(unit, size, *split.take(inputs, start, size))
+        if self.records_noise:
+            # Before the loop, and so in the graph twice: a branch in the loop would cost in each of its turns.
+            sums = sums + self.micro_step(True, unit, size, *split.take(inputs, start, size))
             start = start + size
+        if full > 1 or not self.records_noise:
+            while start < full * size:
+                sums = sums + self.micro_step(False, unit, size, *split.take(inputs, start, size))
+                start = start + size
         if rest > 0:
-            sums = sums + self.micro_step(unit, rest, *split.take_rest(inputs, full * size))
+            sums = sums + self.micro_step(False, unit, rest, *split.take_rest(inputs, full * size))
         return sums
 
-    def micro_step(self, unit, size, *micro_batch):
+    def micro_step(self, noted, unit, size, *micro_batch):
         # `*`: of one tuple of equal shapes, passed to where an `if` on a Tensor is, graph mode forgets the length.
         seeded_loss, gradients = self.backward(unit * self.items(size), *micro_batch)
+        if noted:
+            seeded_loss = ops.depend(seeded_loss, self.note(gradients, unit, ms.Tensor(size, ms.float32)))
         return ops.depend(seeded_loss, self.add(gradients))
 
     def seeded_loss(self, seed, *micro_batch):
@@ -131,9 +144,17 @@ class SampleWindow(nn.Cell):
         """What the loop's sums begin with."""
         return ms.Tensor(0.0, ms.float32)
 
+    def note(self, gradients, unit, items):
+        """Note the gradient of a batch's first micro-batch, if the batch is its window's first."""
+        return self.noise.note(gradients, unit, items)
+
     def reduce(self, gradients, sums, scale, unit):
         """See `run`."""
-        return self.grad_reducer(gradients), scale, sums / scale, True
+        loss = sums / scale
+        if self.records_noise:
+            gradients, kept = self.noise.reduce(self.grad_reducer, gradients, unit / scale, loss)
+            return gradients, scale, ops.depend(loss, kept), True
+        return self.grad_reducer(gradients), scale, loss, True
 
     # -- compiled: the accumulators ------------------------------------------------------------------------------------
 
@@ -142,6 +163,8 @@ class SampleWindow(nn.Cell):
 
     def clear(self, after):
         """Zero the accumulators, once `after` is there."""
+        if self.records_noise:
+            after = ops.depend(after, self.noise.clear(after))
         return self.accumulators.clear(after) if self.accumulates else after
 
     # -- not compiled --------------------------------------------------------------------------------------------------
@@ -155,3 +178,5 @@ class SampleWindow(nn.Cell):
         """Zero the accumulators after a window that did not end."""
         if self.accumulates:
             self.accumulators.forget()
+        if self.records_noise:
+            self.noise.forget()

@@ -550,6 +550,7 @@ def test_the_activations_of_one_micro_batch_are_in_memory(way, samples, dropout)
         ({"accumulation_steps": 2}, r"'accumulation_steps' must be 1, but got 2: .* use larger batches"),
         ({"micro_size": 2, "count": len}, r"'count' must be None, but got <built-in function len>"),
         ({"micro_size": 2, "loss_weights": (1.0, 2.0)}, r"'loss_weights' must be \(1.0,\), but got \(1.0, 2.0\)"),
+        ({"micro_size": 2, "record_noise": True}, r"'record_noise' must be False, but got True: .*not an estimate"),
         ({"micro_size": 2, "overflow": "drop_micro_batch"}, r"'overflow' must be 'drop_window', but got 'drop_micro"),
     ],
 )

@@ -109,8 +109,8 @@ class FactorK(SampleWindow):
 
 
 class LastMicroBatchOnly(SampleWindow):
-    def micro_step(self, unit, size, *micro_batch):
-        return super().micro_step(self.clear(unit), size, *micro_batch)
+    def micro_step(self, noted, unit, size, *micro_batch):
+        return super().micro_step(noted, self.clear(unit), size, *micro_batch)
 
 
 class NeverCleared(SampleWindow):

@@ -242,7 +242,7 @@ class Unrolled(SampleWindow):
         sums = self.nothing()
         for start in range(0, 18, 18 // self.micro_size):
             part = [value[start : start + 18 // self.micro_size] for value in inputs]
-            sums = sums + self.micro_step(unit, 18 // self.micro_size, *part)
+            sums = sums + self.micro_step(False, unit, 18 // self.micro_size, *part)
         return sums
 
 

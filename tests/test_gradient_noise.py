@@ -1,0 +1,187 @@
+"""Estimates of the gradient noise against noise that is known, and what is said and drawn of them."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import nn
+from mindspore.dataset import NumpySlicesDataset
+from test_noise_record import make_step, targets
+
+from gaccum_ms import FlushAccumulation, GradNoiseScale
+from gaccum_ms.gradient_noise import Average, ScaleRecord
+from gaccum_ms.noise_record import WindowNoise
+
+
+def known_noise(samples, seed=2):
+    """Targets of 20 features around the origin, weights at distance 1 of it: |G|^2 = 1, and tr Sigma = 40."""
+    random = np.random.default_rng(seed)
+    deviations = np.sqrt(np.arange(1, 21) * 40 / 210)
+    return (random.normal(size=(samples, 20)) * deviations).astype(np.float32), np.full(20, 20**-0.5, np.float32)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"micro_size": 4}, {"micro_batch_size": 5}, {"micro_batch_size": 5, "accumulation_steps": 2}],
+    ids=["even", "ragged", "spanning"],
+)
+def test_on_a_quadratic_problem_the_estimate_is_within_ten_percent(options, capsys):
+    y, weight = known_noise(32000)
+    step = make_step(weight=weight, **options)
+    noise = GradNoiseScale(smoothing=0.9995)
+    ms.Model(step).train(1, NumpySlicesDataset((y,), shuffle=False).batch(16), callbacks=[noise])
+    assert noise.noise_scale == pytest.approx(40, rel=0.1)
+    assert noise.variance.value == pytest.approx(40, rel=0.1)
+    assert noise.true_square_norm.value == pytest.approx(1, rel=0.1)
+    batch = 16 * options.get("accumulation_steps", 1)
+    assert len(noise.records) == 32000 // batch
+    assert noise.records[-1] == (32000 // batch, batch, noise.noise_scale)
+    assert capsys.readouterr().out == noise.advice + "\n"
+    # a negative control: the window's own norm, taken for the true gradient's, is far off
+    assert step.grad_norm.asnumpy() ** 2 / noise.true_square_norm.value > 1.1
+
+
+def test_estimates_are_unbiased_for_unequal_counts():
+    """The two formulas on their expectations: with |G|^2 = 2 and tr Sigma = 12, two ranks' first micro-batches of 1 and
+    5 items, weighed by these, and 24 items in all."""
+    first, items = (1 * (2 + 12 / 1) + 5 * (2 + 12 / 5)) / 6, (1 + 5) / 2
+    noise = WindowNoise(first, items, 2 + 12 / 24, 24)
+    assert noise.variance == pytest.approx(12)
+    assert noise.true_square_norm == pytest.approx(2)
+
+
+def test_averages_have_no_bias_towards_zero():
+    average = Average()
+    assert math.isnan(average.value)
+    for value in (4.0, 4.0):
+        average.add(value, 0.9)
+        assert average.value == pytest.approx(4)
+    average.add(10.0, 0.5)  # 0.19 of 4 becomes half of it, and 10 gets half
+    assert average.value == pytest.approx((0.095 * 4 + 0.5 * 10) / 0.595)
+
+
+def advice(scale, batch):
+    noise = GradNoiseScale()
+    noise.keep(WindowNoise(1 + scale, 1, 1 + scale / 2, 2), 0.5)  # |G|^2 = 1, and tr Sigma is the scale
+    noise.records.append(ScaleRecord(1, batch, scale))
+    assert noise.noise_scale == pytest.approx(scale)
+    return noise.advice
+
+
+def test_the_advice_is_one_line():
+    assert advice(1600, 256) == "batch 256 is 6 × below the critical size 1,600: accumulate over 6"
+    assert advice(1583, 1000) == "batch 1,000 is 1.6 × below the critical size 1,600: accumulate over 2"
+    assert advice(80, 256) == (
+        "batch 256 is 3 × above the critical size 80: a smaller one learns nearly as much from each update"
+    )
+    assert advice(200, 256) == "batch 256 is near the critical size 200: keep it"
+    assert advice(0, 256) == "batch 256 has no noise that can be told: a smaller one learns as much from each update"
+    assert GradNoiseScale().advice.startswith("the gradient noise is not known")
+
+
+def test_one_micro_batch_tells_nothing(pynative, capsys):
+    noise = GradNoiseScale()
+    step = make_step(micro_size=1)
+    ms.Model(step).train(1, NumpySlicesDataset((targets(8),), shuffle=False).batch(4), callbacks=[noise])
+    assert math.isnan(noise.noise_scale)
+    assert "no window of at least two micro-batches" in capsys.readouterr().out
+
+
+def test_each_window_counts_once_and_a_dropped_one_not_at_all(pynative):
+    y = targets(10)
+    y[5] = np.inf
+    manager = nn.DynamicLossScaleUpdateCell(2.0**4, 2, 1000)
+    step = make_step(micro_size=1, accumulation_steps=2, scale_sense=manager)
+    noise = GradNoiseScale()
+    # windows: 0-3; 4-7, dropped; 8-9, flushed, of one micro-batch
+    data = NumpySlicesDataset((y,), shuffle=False).batch(2)
+    ms.Model(step).train(1, data, callbacks=[noise, FlushAccumulation()])
+    assert [record.update for record in noise.records] == [1, 2]
+    assert [record.batch_size for record in noise.records] == [4, 2]
+    assert noise.records[0].noise_scale == noise.records[1].noise_scale
+    assert math.isfinite(noise.variance.value)
+
+
+# -- the curve ---------------------------------------------------------------------------------------------------------
+
+
+def drawn(folder, scales, batch=64):
+    """The picture's pixels, and where each panel's half of them has a colour."""
+    pytest.importorskip("matplotlib", reason="matplotlib is in the extra 'plot'")
+    from matplotlib.colors import to_rgb
+    from matplotlib.image import imread
+
+    noise = GradNoiseScale()
+    noise.records += [ScaleRecord(update, batch, scale) for update, scale in enumerate(scales, start=1)]
+    path = folder / "curves" / "noise.png"
+    noise.draw(path)
+    pixels = imread(path)[:, :, :3]
+    middle = pixels.shape[1] // 2
+
+    def places(half, color):
+        part = pixels[:, :middle] if half == "updates" else pixels[:, middle:]
+        return np.argwhere(np.abs(part - np.array(to_rgb(color))).max(axis=2) < 0.02)
+
+    return places
+
+
+def test_the_picture_has_the_curves(tmp_path):
+    def slope(places):
+        """Rows that a curve rises from left to right, its legend left out."""
+        rows, columns = places[:, 0], places[:, 1]
+        left, right = np.quantile(columns, [0.2, 0.8])
+        return np.median(rows[columns < left]) - np.median(rows[columns > right])
+
+    rising, falling = np.geomspace(10, 1000, 50), np.geomspace(1000, 10, 50)
+    for scales, sign in ((rising, 1), (falling, -1)):
+        places = drawn(tmp_path, scales)
+        noise, batch = places("updates", "#D55E00"), places("updates", "#000000")
+        assert len(noise) > 300 and len(batch) > 300
+        assert sign * slope(noise) > 80
+        updates, examples = places("sizes", "#0072B2"), places("sizes", "#009E73")
+        assert slope(updates) < -80  # fewer with larger batches
+        assert slope(examples) > 80
+    # a noise scale that does not change is a level line
+    assert abs(slope(drawn(tmp_path, [100.0] * 50)("updates", "#D55E00"))) < 40
+
+
+def test_what_is_not_known_is_not_drawn(tmp_path):
+    for scales in ([], [math.nan, math.inf]):
+        with pytest.raises(ValueError, match=rf"got {len(scales)} update\(s\) without"):
+            drawn(tmp_path, scales)
+    assert not (tmp_path / "curves").exists()
+
+
+def test_without_matplotlib_there_is_one_clear_error(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    with pytest.raises(ImportError, match=re.escape("pip install 'gaccum_ms[plot]'")):
+        GradNoiseScale().draw(tmp_path / "noise.png")
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("smoothing", "error", "text"),
+    [
+        ("0.5", TypeError, "'smoothing' must be a float, but got '0.5'"),
+        (True, TypeError, "'smoothing' must be a float, but got True"),
+        (1.0, ValueError, "'smoothing' must be at least 0 and below 1, but got 1.0"),
+        (-0.1, ValueError, "'smoothing' must be at least 0 and below 1, but got -0.1"),
+    ],
+)
+def test_bad_smoothing_is_refused(smoothing, error, text):
+    with pytest.raises(error, match=re.escape(text)):
+        GradNoiseScale(smoothing)
+
+
+def test_a_step_without_records_is_refused():
+    step = make_step(micro_size=2, record_noise=False)
+    with pytest.raises(ValueError, match="record_noise=True"):
+        ms.Model(step).train(1, NumpySlicesDataset((targets(8),)).batch(4), callbacks=[GradNoiseScale()])
