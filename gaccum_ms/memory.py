@@ -160,7 +160,8 @@ def memory_report(
 
     Parameters, optimizer state, accumulators and the batch have known sizes. Intermediate values and workspace are
     predicted: micro-steps (forward, backward and add, no update) of 1, 4 and 16 samples are measured, each compiled
-    once, and continued as a straight line, for they grow by the same for each sample. Sizes that are predicted to fit
+    once, and continued as a straight line, for they grow by the same for each sample; where that is little, of more
+    samples too, up to a quarter of the batch. Sizes that are predicted to fit
     are then measured too, in ascending order, one compilation each.
 
     On CPU what is measured is the memory that the process uses in a micro-step, by Linux's own record; on accelerators
