@@ -3,6 +3,7 @@
     split the batch
     for each micro-batch:                       (window.py)
         forward, backward                       seeded with its share or count, times the loss scale
+        note the first one's norm               with record_noise (noise_record.py)
         add to the accumulators                 unless it counts nothing, or overflowed and is to be dropped
     the window's last batch?                    (spanning_window.py; without accumulation_steps each is)
         reduce across ranks, once               several counted losses: their counts too, before the loop
