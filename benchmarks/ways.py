@@ -264,7 +264,7 @@ WAYS: dict[str, Way] = {
     "whole": Way("whole batch, nn.TrainOneStepCell", ("mindspore",), _whole, micro_sizes=(1,), parallel=True),
     "ours": Way("gaccum_ms", ("mindspore",), _ours, parallel=True),
     "jit": Way("gaccum_ms, PyNative, jit=True", ("mindspore",), _jit, _FEW_SIZES),
-    "noise": Way("gaccum_ms, recording noise", ("mindspore",), _recording_noise, (16,), parallel=True),
+    "noise": Way("gaccum_ms, recording noise", ("mindspore",), _recording_noise, (16,)),
     "torch": Way("PyTorch, eager loop", ("torch",), _torch),
     "forward_backward": Way(
         "MindSpore, bare forward and backward", ("mindspore",), _forward_backward, _FEW_SIZES, updates=False

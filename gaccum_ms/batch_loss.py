@@ -9,7 +9,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms.dropout import dropouts, is_seeded
+from gaccum_ms.dropout import dropouts
 from gaccum_ms.shards import rank_and_ranks
 
 _NAME = "WithBatchLossCell"
@@ -241,23 +241,18 @@ def passes(cell: Any) -> str:
 def warn_about_two_passes(cell: Any) -> None:
     """One warning of the layers that do not give the same twice.
 
-    MindSpore's CPU kernel of `nn.Dropout` does, if it is compiled: see batch_loss_window.py.
-
     Args:
-        cell (GradAccumulationCell): The network, and whether PyNative mode compiles.
+        cell (GradAccumulationCell): The network.
     """
     if not isinstance(cell.network, WithBatchLossCell):
         return
-    compiled = cell.jit or ms.get_context("mode") == ms.GRAPH_MODE
-    repeats = compiled and ms.get_context("device_target") == "CPU"
-    names = [name for name, one in dropouts(cell.network.backbone).items() if not (repeats and is_seeded(one))]
+    names = list(dropouts(cell.network.backbone))
     if names:
         shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         warnings.warn(
             f"For '{_NAME}', the backbone has {len(names)} Dropout layer(s) ({shown}) that draw other masks when a "
             f"micro-batch goes forward for the second time: the gradient is then not that of the loss. Set p=0 or "
-            f"remove them. On CPU, nn.Dropout draws the same masks twice where the step is compiled (graph mode, or "
-            f"jit=True) and mindspore.set_seed was called before the layers were made.",
+            f"remove them.",
             UserWarning,
             stacklevel=3,
         )

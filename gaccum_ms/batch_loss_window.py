@@ -20,7 +20,6 @@ from mindspore import nn, ops
 from gaccum_ms import split
 from gaccum_ms.batch_loss import FLOATS, MOST_REPRESENTATIONS, WithBatchLossCell, check_ranks
 from gaccum_ms.cell import GradAccumulationCell
-from gaccum_ms.dropout import dropouts
 from gaccum_ms.shards import gather_json
 from gaccum_ms.window import SampleWindow, float32_losses
 from gaccum_ms.window_batchnorm import window_statistics
@@ -61,9 +60,6 @@ class BatchLossWindow(SampleWindow):
             for number in range(1, MOST_REPRESENTATIONS + 1)
         )
         self.pull_back = ops.value_and_grad(self.along_slopes, None, weights)
-        # MindSpore's CPU kernel for Dropout draws from a generator of its own, seeded by the layer. Where both passes
-        # have the same kernels, in the loop and outside of it, and call each equally often, they draw the same masks.
-        self.last_apart = bool(dropouts(self.network.backbone))
         self.statistics = window_statistics(self.network.backbone)
         # Ranks that have one loss together have one gradient, the sum of their parts, each of which the loss makes
         # larger by the number of ranks: see batch_loss.py. Where `gradients_mean` does not divide by it, this does.
@@ -88,15 +84,14 @@ class BatchLossWindow(SampleWindow):
         if self.statistics is not None:
             sums = self.statistics.clear(sums)  # the second pass will add them again
         number = len(inputs)
-        in_loop = samples - last if rest > 0 or self.last_apart else samples
         start = ms.Tensor(0, ms.int32)
-        while start < in_loop:
+        while start < full * size:
             part = split.take((*inputs, *slopes), start, size)
             sums = ops.depend(sums, self.second_pass(size / samples, loss_slopes, number, *part))
             start = start + size
-        if in_loop < samples:
-            part = split.take_rest((*inputs, *slopes), in_loop)
-            sums = ops.depend(sums, self.second_pass(last / samples, loss_slopes, number, *part))
+        if rest > 0:
+            part = split.take_rest((*inputs, *slopes), full * size)
+            sums = ops.depend(sums, self.second_pass(rest / samples, loss_slopes, number, *part))
         return sums
 
     def representations(self, inputs, before, size):

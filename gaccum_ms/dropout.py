@@ -17,8 +17,3 @@ def _drops(layer: nn.Cell) -> bool:
         return layer.dropout > 0
     # nn.Dropout(keep_prob=...) has no rate, nn.Dropout1d another name for it.
     return isinstance(layer, _DROPOUTS) and 0 not in (getattr(layer, "p", None), getattr(layer, "prob", None))
-
-
-def is_seeded(layer: nn.Cell) -> bool:
-    """Whether it is a nn.Dropout whose masks are the same in each run, by `mindspore.set_seed` ."""
-    return isinstance(layer, nn.Dropout) and bool(layer.dropout.Seed0 or layer.dropout.Seed1)

@@ -19,8 +19,8 @@ Over several ranks :math:`|g|^2` is the mean over the ranks' first micro-batches
 the mean of these. Ranks that weigh the same in the update, though their batches differ, have a mean as noisy as that
 over :math:`N = R^2 / \sum_r 1 / N_r` items.
 
-To look at all micro-batches, not at the first alone, would halve the variance of the estimate of :math:`|G|^2` , as
-twice the updates do, for a pass over each micro-batch's gradient.
+To look at all micro-batches, not at the first alone, would need fewer updates, half as many for :math:`|G|^2` , and far
+fewer for a gradient of few weights and little noise; but a pass over each micro-batch's gradient.
 """
 
 from __future__ import annotations
@@ -178,15 +178,15 @@ class GradNoiseScale(NoiseWatch):
         >>> from mindspore import nn
         >>> from gaccum_ms import GradAccumulationCell, GradNoiseScale
         >>> random = np.random.default_rng(0)
-        >>> x = np.ones((8192, 1), np.float32)
-        >>> y = random.normal(size=(8192, 1)).astype(np.float32)  # gradient 2 (w - y): G = 2 w, variance 4
-        >>> net = nn.Dense(1, 1, weight_init="ones", has_bias=False)
-        >>> optimizer = nn.SGD(net.trainable_params(), learning_rate=0.0)  # w stays 1: noise scale 4 / 2^2 = 1
+        >>> x = np.ones((2048, 1), np.float32)
+        >>> y = random.normal(size=(2048, 100)).astype(np.float32)  # gradient (w - y) / 50
+        >>> net = nn.Dense(1, 100, weight_init="ones", has_bias=False)
+        >>> optimizer = nn.SGD(net.trainable_params(), learning_rate=0.0)  # w stays 1: noise scale 1^2 / 1^2
         >>> cell = GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), 4, record_noise=True)
         >>> data_set = ms.dataset.NumpySlicesDataset((x, y), shuffle=False).batch(16)
         >>> noise = GradNoiseScale(smoothing=0.999)
         >>> ms.Model(cell, optimizer=optimizer).train(1, data_set, callbacks=[noise])
-        batch 16 is 16 × above the critical size 1: a smaller one learns nearly as much from each update
+        batch 16 is 15 × above the critical size 1: a smaller one learns nearly as much from each update
         >>> print(0.9 < noise.noise_scale < 1.1)
         True
     """

@@ -21,25 +21,24 @@ WIDTH = 2**16  # of the activations: 64 MB each for 256 samples
 class WideTower(nn.Cell):
     """Large activations, few weights."""
 
-    def __init__(self, dropout: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         scales = np.random.default_rng(0).normal(size=(4, WIDTH))
         self.scales = ms.ParameterTuple(
             [ms.Parameter(Tensor(scale, ms.float32), name=f"scale{i}") for i, scale in enumerate(scales)]
         )
-        self.dropout = nn.Dropout(p=0.1) if dropout else nn.Identity()
 
     def construct(self, x):
         values = ops.tile(x, (1, WIDTH // x.shape[1]))
         for scale in self.scales:
             values = ops.tanh(values * scale)
-        return unit_length(self.dropout(values).reshape((x.shape[0], 64, -1)).mean(axis=-1))
+        return unit_length(values.reshape((x.shape[0], 64, -1)).mean(axis=-1))
 
 
 class WideTowers(nn.Cell):
-    def __init__(self, dropout: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.one = WideTower(dropout)
+        self.one = WideTower()
         self.other = nn.Dense(64, 64)
 
     def construct(self, x, y):
@@ -71,8 +70,8 @@ def make_step(backbone: nn.Cell, micro_size: int) -> nn.Cell:
 def main(what: str, *arguments: str) -> None:
     ms.set_context(mode=ms.PYNATIVE_MODE if arguments[0] == "pynative" else ms.GRAPH_MODE)
     ms.set_seed(1)
-    micro_size, samples, *dropout = map(int, arguments[what == "memory" :])
-    step = make_step(WideTowers(bool(*dropout)) if what == "memory" else SmallTowers(), micro_size)
+    micro_size, samples = map(int, arguments[what == "memory" :])
+    step = make_step(WideTowers() if what == "memory" else SmallTowers(), micro_size)
     random = np.random.default_rng(1)
     batch = [Tensor(random.normal(size=(samples, 64)).astype(np.float32)) for _ in range(2)]
     before = peak()
