@@ -1,7 +1,7 @@
 """One process that trains a WithBatchLossCell, for what only a process of its own can show.
 
 batch_loss_program.py graph MICRO_SIZE SAMPLES                  makes one update; the environment has it save graphs
-batch_loss_program.py memory WAY MICRO_SIZE SAMPLES DROPOUT     prints by how many MB two updates raised the peak
+batch_loss_program.py memory WAY MICRO_SIZE SAMPLES             prints by how many MB two updates raised the peak
 """
 
 from __future__ import annotations
