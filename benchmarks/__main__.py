@@ -8,7 +8,7 @@ import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks import controller, picture, report, rows, targets
@@ -43,7 +43,8 @@ def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _measure(options: argparse.Namespace) -> tuple[str, list[rows.Row], rows.FirstCalls]:
+def _measure(options: argparse.Namespace) -> Iterator[tuple[str, list[rows.Row], rows.FirstCalls]]:
+    """What was measured so far, after each network: all of them take an hour or more, which something may end."""
     head = report.header(rounds=options.rounds, turn=options.turn)
     found: list[rows.Row] = []
     first_calls: rows.FirstCalls = {}
@@ -65,7 +66,7 @@ def _measure(options: argparse.Namespace) -> tuple[str, list[rows.Row], rows.Fir
             )
         controller.measure_base_peaks(own, **every)
         found += own
-    return head, found, first_calls
+        yield head, found, first_calls
 
 
 def _text(head: str, found: Sequence[rows.Row], first_calls: rows.FirstCalls) -> str:
@@ -76,15 +77,15 @@ def _text(head: str, found: Sequence[rows.Row], first_calls: rows.FirstCalls) ->
 def main() -> None:
     options = _options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit runs the clean-up, a signal does not
-    results = rows.load(options.kept) if options.kept else _measure(options)
-    text = _text(*results)
+    for results in [rows.load(options.kept)] if options.kept else _measure(options):
+        text = _text(*results)
+        output = report.keep(text, f"cpu_{os.cpu_count()}_cores", options.output)
+        rows.save(output.with_suffix(".json"), *results)
+        if importlib.util.find_spec("matplotlib") is not None:
+            picture.draw(results[1], output.with_suffix(".png"))
     print(text, end="")
-    output = report.keep(text, f"cpu_{os.cpu_count()}_cores", options.output)
-    rows.save(output.with_suffix(".json"), *results)
     if importlib.util.find_spec("matplotlib") is None:
         _log("matplotlib is not installed: no picture")
-    else:
-        picture.draw(results[1], output.with_suffix(".png"))
     _log(f"kept in {output}, with .json and .png beside it")
 
 

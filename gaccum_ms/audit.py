@@ -257,6 +257,12 @@ def _check(cell: GradAccumulationCell, optimizer: nn.Optimizer, batch: tuple, to
         )
     if tolerance is not None and not tolerance > 0:
         raise ValueError(f"For 'audit', the argument 'tolerance' must be positive, but got {tolerance!r}.")
+    if cell.finds_size:
+        raise ValueError(
+            "For 'audit', the number of micro-batches must be given, because with it the batch is compared, but got "
+            "micro_batch_size='auto'. Give 'micro_size', or a 'micro_batch_size' such as 'find_micro_batch_size' "
+            "returns."
+        )
     plan = split.plan_split(split.batch_shapes(batch), cell.micro_size, cell.micro_batch_size)
     if plan.samples == plan.size:
         raise ValueError(

@@ -9,8 +9,10 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn
 
+from gaccum_ms.batch_loss import WithBatchLossCell
 from gaccum_ms.batch_loss import check_options as check_batch_loss_options
 from gaccum_ms.options import check_accumulation_options, check_one_of, check_positive_int
+from gaccum_ms.out_of_memory import check_test as check_out_of_memory_test
 
 _NAME = "GradAccumulationCell"
 
@@ -68,8 +70,10 @@ class GradAccumulationCell(nn.Cell):
             :math:`\lceil N / \text{micro_size} \rceil` samples; the last may be smaller. Default: ``None`` .
 
     Keyword Args:
-        micro_batch_size (int, optional): Number of samples in a micro-batch, in place of `micro_size` ; the last may
-            be smaller. Default: ``None`` .
+        micro_batch_size (Union[int, str], optional): Number of samples in a micro-batch, in place of `micro_size` ;
+            the last may be smaller. ``"auto"`` : the largest that fits, which the first batch's training finds, as
+            :func:`find_micro_batch_size` does; where memory runs out later, the batch is trained with half of it, and
+            all ranks go on with that. Default: ``None`` .
         accumulation_steps (int, optional): Successive batches that share an update; the window has `micro_size` times
             as many micro-batches. Ranks then weigh by their samples or counts, and the loss of each call is the
             batch's own mean, on this rank. Only the window's last batch reduces, updates, and counts as an update:
@@ -105,6 +109,10 @@ class GradAccumulationCell(nn.Cell):
         record_noise (bool, optional): Record what :class:`GradNoiseScale` , :class:`AdaptiveAccumulation` and
             :class:`AdaScale` read: the squared norms of the gradients of the window's first micro-batch and of the
             window, in ``noise_sums`` and ``grad_norm`` of the step. Default: ``False`` .
+        memory_limit (int, optional): With ``"auto"`` , bytes that this rank may have, as in
+            :func:`find_micro_batch_size` . Default: ``None`` , what there is.
+        is_out_of_memory (Callable, optional): With ``"auto"`` , says of an error whether it means that memory is not
+            enough. Default: ``None`` , MemoryError, and RuntimeError in the words of MindSpore's allocators.
         jit (bool, optional): In PyNative mode, compile the training step all the same. Default: ``None`` , run it
             eagerly, so that breakpoints work. Graph mode always compiles.
 
@@ -116,18 +124,19 @@ class GradAccumulationCell(nn.Cell):
         training, is the network.
 
     Raises:
-        TypeError: If `network` is not a Cell, a size not an int, `max_grad_norm` not a number, `count` not callable,
-            `loss_weights` not numbers, `accumulator_dtype` not a dtype, or `compensated` , `shard_accumulators` ,
-            `record_noise` or `jit` not a bool.
+        TypeError: If `network` is not a Cell, a size or `memory_limit` not an int, `max_grad_norm` not a number,
+            `count` or `is_out_of_memory` not callable, `loss_weights` not numbers, `accumulator_dtype` not a dtype, or
+            `compensated` , `shard_accumulators` , `record_noise` or `jit` not a bool.
         ValueError: If both or neither of `micro_size` and `micro_batch_size` are given; if one is less than 1; if
             `max_grad_norm` is not positive and finite, a loss weight not finite, `reduction` , `overflow` or
             `accumulator_dtype` not one of those above; if `count` and `loss_weights` differ in length; if
             ``overflow="drop_micro_batch"`` is given with several losses, or with a sum that has no count; if sums are
             given `loss_weights` without a count for each; if several losses are given `accumulation_steps` ; if
             `shard_accumulators` is given with several losses or ``overflow="drop_micro_batch"`` ; if `record_noise` is
-            given with several losses, with a sum that has no count, or with `shard_accumulators` ; if `network` is a
-            WithBatchLossCell, for `accumulation_steps` , `count` , `loss_weights` , `record_noise` and
-            ``overflow="drop_micro_batch"`` .
+            given with several losses, with a sum that has no count, or with `shard_accumulators` ; if
+            ``micro_batch_size="auto"`` is given with several losses, `shard_accumulators` or a WithBatchLossCell, or
+            `memory_limit` or `is_out_of_memory` without it; if `network` is a WithBatchLossCell, for
+            `accumulation_steps` , `count` , `loss_weights` , `record_noise` and ``overflow="drop_micro_batch"`` .
         RuntimeError: If the cell itself is trained, by a training cell that does not know how to accumulate.
 
     Supported Platforms:
@@ -154,7 +163,7 @@ class GradAccumulationCell(nn.Cell):
         network: nn.Cell,
         micro_size: int | None = None,
         *,
-        micro_batch_size: int | None = None,
+        micro_batch_size: int | str | None = None,
         accumulation_steps: int = 1,
         reduction: str = "mean",
         count: Callable | Sequence[Callable | None] | None = None,
@@ -165,6 +174,8 @@ class GradAccumulationCell(nn.Cell):
         overflow: str = "drop_window",
         shard_accumulators: bool = False,
         record_noise: bool = False,
+        memory_limit: int | None = None,
+        is_out_of_memory: Callable[[BaseException], bool] | None = None,
         jit: bool | None = None,
     ) -> None:
         super().__init__(auto_prefix=False)
@@ -184,7 +195,7 @@ class GradAccumulationCell(nn.Cell):
                 f"accumulation_steps={accumulation_steps}."
             )
         for name, value in (("micro_size", micro_size), ("micro_batch_size", micro_batch_size)):
-            if value is not None:
+            if value is not None and (name, value) != ("micro_batch_size", "auto"):
                 check_positive_int(_NAME, name, value)
         check_accumulation_options(_NAME, max_grad_norm, accumulator_dtype, compensated, overflow, jit)
         check_one_of(_NAME, "reduction", reduction, ("mean", "sum"))
@@ -231,6 +242,8 @@ class GradAccumulationCell(nn.Cell):
                 f"shard_accumulators={shard_accumulators}. Use reduction='mean', add losses up in the network, and "
                 f"leave 'shard_accumulators' out."
             )
+        self.memory_limit = memory_limit
+        self.is_out_of_memory = is_out_of_memory
         self.record_noise = record_noise
         self.shard_accumulators = shard_accumulators
         self.accumulation_steps = accumulation_steps
@@ -240,11 +253,17 @@ class GradAccumulationCell(nn.Cell):
         self.compensated = compensated
         self.network = network
         self.micro_size = micro_size
-        self.micro_batch_size = micro_batch_size
+        self.micro_batch_size: Any = micro_batch_size
         self.max_grad_norm = max_grad_norm
         self.jit = jit
         check_batch_loss_options(self)
+        check_auto_options(self)
         self._get_attr_from_cell(network)
+
+    @property
+    def finds_size(self) -> bool:
+        """Whether the training step is to find the size of micro-batches."""
+        return self.micro_batch_size == "auto"
 
     @property
     def counted(self) -> bool:
@@ -271,6 +290,31 @@ class GradAccumulationCell(nn.Cell):
         if self.training:
             raise RuntimeError(_TRAINED_WITHOUT_STEP)
         return self.network(*inputs)
+
+
+def check_auto_options(cell: GradAccumulationCell) -> None:
+    """Refuse, with ``micro_batch_size="auto"`` , what needs all ranks in the middle of a batch, where each must be able
+    to try again alone; without it, what is for it alone."""
+    if not cell.finds_size:
+        for name, value in (("memory_limit", cell.memory_limit), ("is_out_of_memory", cell.is_out_of_memory)):
+            if value is not None:
+                raise ValueError(
+                    f"For 'GradAccumulationCell', the argument '{name}' is for micro_batch_size='auto', but got "
+                    f"{name}={value!r} and micro_batch_size={cell.micro_batch_size!r}. Leave it out, or give 'auto'."
+                )
+        return
+    if cell.memory_limit is not None:
+        check_positive_int(_NAME, "memory_limit", cell.memory_limit)
+    check_out_of_memory_test(_NAME, cell.is_out_of_memory)
+    batch_loss = isinstance(cell.network, WithBatchLossCell)
+    if cell.several_losses or cell.shard_accumulators or batch_loss:
+        raise ValueError(
+            f"For 'GradAccumulationCell', micro_batch_size='auto' needs one loss that is a mean or sum over samples, "
+            f"and whole accumulators, so that each rank can try a batch again by itself, but got "
+            f"{len(cell.loss_weights)} loss(es), shard_accumulators={cell.shard_accumulators} and a network of class "
+            f"'{type(cell.network).__name__}'. Give the number of samples; 'find_micro_batch_size' finds it for what "
+            f"is not a 'WithBatchLossCell'."
+        )
 
 
 # The step calls the inner network, never the cell, so whoever gets here would train without accumulating, or not at

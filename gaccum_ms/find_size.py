@@ -12,6 +12,7 @@ from mindspore import nn, ops
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.memory import check_trial
 from gaccum_ms.memory_forecast import Forecast
+from gaccum_ms.out_of_memory import check_test
 from gaccum_ms.out_of_memory import is_out_of_memory as says_out_of_memory
 from gaccum_ms.shards import rank_and_ranks
 
@@ -81,32 +82,29 @@ def find_micro_batch_size(
         >>> cell = GradAccumulationCell(network, micro_batch_size=size)
     """
     check_trial(_NAME, cell, optimizer, batch, memory_limit)
-    if is_out_of_memory is not None and not callable(is_out_of_memory):
-        raise TypeError(
-            f"For '{_NAME}', the argument 'is_out_of_memory' must be a function of an error, but got "
-            f"{is_out_of_memory!r}."
-        )
+    check_test(_NAME, is_out_of_memory)
     found = _found.setdefault(cell.network, {})
     key = _key(cell, optimizer, batch, memory_limit)
     if key not in found:
         found[key] = _largest(cell, optimizer, batch, memory_limit, is_out_of_memory or says_out_of_memory)
-    sizes = _of_all_ranks(found[key])
-    if not min(sizes):
+    try:
+        return agreed_size(_NAME, found[key], memory_limit)
+    except RuntimeError:
         del found[key]
-        ranks = [rank for rank, size in enumerate(sizes) if not size]
-        limit = "the memory that there is" if memory_limit is None else f"memory_limit={memory_limit}"
-        raise RuntimeError(
-            f"For '{_NAME}', a micro-batch of one sample must fit, but got {limit}, which is not enough on rank(s) "
-            f"{ranks}. Use a smaller network or lower precision, accumulator_dtype=None, or "
-            f"gaccum_ms.ShardedOptimizer; 'memory_report' says what needs how much."
-        )
-    return min(sizes)
+        raise
 
 
 def _key(
     cell: GradAccumulationCell, optimizer: nn.Optimizer, batch: Sequence[ms.Tensor], memory_limit: int | None
 ) -> tuple:
-    options = cell.accumulation_steps > 1, cell.counted, cell.loss_weights, cell.shard_accumulators, cell.compensated
+    options = (
+        cell.accumulation_steps > 1,
+        cell.finds_size,
+        cell.counted,
+        cell.loss_weights,
+        cell.shard_accumulators,
+        cell.compensated,
+    )
     where = ms.get_context("device_target"), ms.get_context("device_id"), ms.get_context("mode"), bool(cell.jit)
     shapes = tuple((tuple(value.shape), str(value.dtype)) for value in batch)
     weights = tuple((one.name, tuple(one.shape), str(one.dtype)) for one in optimizer.get_parameters())
@@ -148,10 +146,28 @@ def _largest(
     return sizes[fits]
 
 
-def _of_all_ranks(size: int) -> list[int]:
-    """What each rank has found."""
-    if rank_and_ranks()[1] == 1:
-        return [size]
-    with ms.common._no_grad():
-        gathered: Any = ops.AllGather()(ms.Tensor([size], ms.int32))
-    return gathered.asnumpy().tolist()
+def agreed_size(owner: str, size: int, memory_limit: int | None) -> int:
+    """The smallest of all ranks' sizes. A collective, where there are several.
+
+    Args:
+        owner (str): What the error names.
+        size (int): This rank's; 0: not even one sample fits.
+        memory_limit (int or None): For the error.
+
+    Raises:
+        RuntimeError: On all ranks, if not even one sample fits on one of them.
+    """
+    sizes = [size]
+    if rank_and_ranks()[1] > 1:
+        with ms.common._no_grad():
+            gathered: Any = ops.AllGather()(ms.Tensor([size], ms.int32))
+        sizes = gathered.asnumpy().tolist()
+    if not min(sizes):
+        ranks = [rank for rank, size in enumerate(sizes) if not size]
+        limit = "the memory that there is" if memory_limit is None else f"memory_limit={memory_limit}"
+        raise RuntimeError(
+            f"For '{owner}', a micro-batch of one sample must fit, but got {limit}, which is not enough on rank(s) "
+            f"{ranks}. Use a smaller network or lower precision, accumulator_dtype=None, or "
+            f"gaccum_ms.ShardedOptimizer; 'memory_report' says what needs how much."
+        )
+    return min(sizes)

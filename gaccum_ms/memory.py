@@ -15,10 +15,9 @@ from gaccum_ms.auto_parallel import compiler_distributes
 from gaccum_ms.batch_loss import WithBatchLossCell
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.memory_forecast import Forecast
-from gaccum_ms.options import check_positive_int
+from gaccum_ms.options import check_optimizer, check_positive_int
 from gaccum_ms.parallel import check_parallel_mode
 from gaccum_ms.shards import rank_and_ranks
-from gaccum_ms.train_step import check_optimizer
 
 _NAME = "memory_report"
 

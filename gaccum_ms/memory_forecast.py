@@ -48,7 +48,8 @@ class Forecast:
         self.parameters = _bytes(network)
         self.optimizer_state = _bytes(one for one in optimizer.get_parameters() if id(one) not in known)
         self.accumulators = self._steps.accumulator_bytes // (rank_and_ranks()[1] if cell.shard_accumulators else 1)
-        self._always_accumulates = cell.accumulation_steps > 1 or cell.counted or cell.several_losses
+        kinds = cell.accumulation_steps > 1, cell.counted, cell.several_losses, cell.finds_size
+        self._always_accumulates = any(kinds)
         self.batch = sum(value.nbytes for value in batch)
         self.measured: dict[int, int | None] = {}  # samples: bytes of intermediate values; None: not enough memory
         self.framework = 0

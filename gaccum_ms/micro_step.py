@@ -15,31 +15,22 @@ from mindspore import nn, ops
 from gaccum_ms.accumulator import Accumulators
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.memory_meter import AllocatorMeter, ProcessMeter
+from gaccum_ms.own_graph import OwnGraph, compiling_alone
 from gaccum_ms.snapshot import Snapshot
 from gaccum_ms.window import float32_losses
 
 
-class MicroStep(nn.Cell):
+class MicroStep(OwnGraph):
     """Forward, backward and add, of all its inputs at once."""
 
     def __init__(self, cell: GradAccumulationCell, weights: ms.ParameterTuple, accumulators: Accumulators) -> None:
-        super().__init__(auto_prefix=False)
+        super().__init__(bool(cell.jit))
         self.network = cell.network
         self.losses = len(cell.loss_weights)
         self.accumulators = accumulators
         self.backward = ops.value_and_grad(self.loss, None, weights)
-        self.jit = bool(cell.jit)
 
     def construct(self, *inputs):
-        if self.jit:
-            return self._compiled(*inputs)
-        return self._run(*inputs)
-
-    @ms.jit
-    def _compiled(self, *inputs):
-        return self._run(*inputs)
-
-    def _run(self, *inputs):
         loss, gradients = self.backward(*inputs)
         return ops.depend(loss, self.accumulators.add(gradients))
 
@@ -87,16 +78,8 @@ class MicroSteps:
             try:
                 # Compiled once, and gone with its memory at the end of this method.
                 step = MicroStep(self.cell, self.weights, self.accumulators).set_train()
-                self.used[size] = self.meter.used_by(lambda: _call(step, micro_batch))
+                with compiling_alone():
+                    self.used[size] = self.meter.used_by(lambda: step.run_alone(*micro_batch).asnumpy())  # waits
             finally:
                 before.restore()
         return self.used[size]
-
-
-def _call(step: MicroStep, inputs: Sequence[ms.Tensor]) -> None:
-    """Run, and wait for it."""
-    if step.jit and ms.get_context("mode") == ms.PYNATIVE_MODE:
-        with ms.common._no_grad():  # PyNative's tape, left open by an eager gradient, would record this
-            step(*inputs).asnumpy()
-    else:
-        step(*inputs).asnumpy()

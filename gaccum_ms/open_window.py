@@ -110,6 +110,12 @@ class OpenWindow(nn.Cell):
         """Batches in the window."""
         return int(self.window_position.asnumpy())
 
+    @property
+    def is_full(self) -> bool:
+        """What `is_complete` says."""
+        full = self.batches >= int(self.window_steps.asnumpy())
+        return full and not int(self.updates_held.asnumpy())
+
     def drop_if_torn(self) -> None:
         """After a batch that was begun and not ended, drop the window: what is in the accumulators of that batch cannot
         be told from the rest."""

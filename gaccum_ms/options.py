@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import mindspore as ms
+from mindspore import nn
 
 
 def check_positive_int(owner: str, name: str, value: Any) -> None:
@@ -43,3 +44,19 @@ def _check_positive_finite(owner: str, name: str, value: Any) -> None:
         )
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"For '{owner}', the argument '{name}' must be positive and finite, but got {value}.")
+
+
+def check_optimizer(owner: str, network: nn.Cell, optimizer: nn.Optimizer) -> None:
+    """Refuse what is no optimizer, or another network's."""
+    parameters = getattr(optimizer, "parameters", None)
+    if parameters is None:
+        raise TypeError(
+            f"For '{owner}', the argument 'optimizer' must be an nn.Optimizer, but got '{type(optimizer).__name__}'."
+        )
+    own = {id(parameter) for parameter in network.get_parameters()}
+    if not any(id(parameter) in own for parameter in parameters):
+        raise ValueError(
+            f"For '{owner}', the optimizer must have at least one parameter of the "
+            f"network, but got an optimizer with {len(parameters)} parameter(s), none of them the network's: nothing "
+            f"would be trained. Make the optimizer from this network's 'trainable_params()'."
+        )

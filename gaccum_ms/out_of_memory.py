@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 # In errors of MindSpore 2.10: of an allocation on CPU, of its pools on GPU and Ascend, of CUDA's libraries.
 _PHRASES = (
     "bad_alloc",
@@ -27,3 +29,11 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(phrase in text for phrase in _PHRASES)
+
+
+def check_test(owner: str, test: Any) -> None:
+    """Refuse what is given in place of `is_out_of_memory` and cannot be called."""
+    if test is not None and not callable(test):
+        raise TypeError(
+            f"For '{owner}', the argument 'is_out_of_memory' must be a function of an error, but got {test!r}."
+        )

@@ -14,6 +14,7 @@
         adjust the loss scale
         clear the accumulators
 
+With ``micro_batch_size="auto"`` the loop is a graph of its own, and runs again where memory ran out (auto_size.py).
 A loss of the whole batch has two loops, the first forward only (batch_loss_window.py). With `shard_accumulators` each
 micro-batch is reduced (sharded_accumulators.py). In semi-auto and auto parallel mode there is no loop: MindSpore's
 compiler accumulates and reduces (unrolled_window.py). From the division on all is the same.
@@ -36,6 +37,7 @@ import mindspore as ms
 from mindspore import nn, ops
 
 from gaccum_ms import auto_parallel, split
+from gaccum_ms.auto_size import AutoSize
 from gaccum_ms.batch_loss import WithBatchLossCell, passes, warn_about_two_passes
 from gaccum_ms.batch_loss_window import BatchLossWindow
 from gaccum_ms.batchnorm import warn_about_batch_norm
@@ -45,7 +47,7 @@ from gaccum_ms.fused_reduction import FusedReducer
 from gaccum_ms.multi_loss_window import MultiLossWindow
 from gaccum_ms.noise_record import ALL_SUMS
 from gaccum_ms.open_window import OpenWindow
-from gaccum_ms.options import check_positive_int
+from gaccum_ms.options import check_optimizer, check_positive_int
 from gaccum_ms.parallel import broadcast_parameters, check_parallel_mode
 from gaccum_ms.provenance import SHARDED, Provenance, Resumable
 from gaccum_ms.records import counter, record, show_records
@@ -57,6 +59,12 @@ from gaccum_ms.window import SampleWindow
 from gaccum_ms.window_batchnorm import window_statistics
 
 _NAME = "TrainOneStepWithGradAccumulationCell"
+# A constant, because graph mode must be able to raise it.
+_NOT_ONE_GRAPH = (
+    "For 'GradAccumulationCell', micro_batch_size='auto' needs Python between the batches, to try again what ran out "
+    "of memory, but the training step is part of another graph, as with data sinking. Use "
+    "model.train(..., dataset_sink_mode=False), or the number that gaccum_ms.find_micro_batch_size returns."
+)
 
 
 class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
@@ -163,7 +171,8 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
             noise = [ms.Parameter(ops.zeros((ALL_SUMS,), ms.float32), requires_grad=False)] * network.record_noise
             self.grad_reducer = FusedReducer([*self.weights, *noise], self.mean, self.degree, group)
         self._micro_size = network.micro_size
-        self._micro_batch_size = network.micro_batch_size
+        self._in_two_graphs = network.finds_size
+        self._auto = AutoSize(self, network) if network.finds_size else None
         self._counts = tuple(count for count in network.counts if count is not None)
         self._jit = bool(network.jit)
         self._ranks_agree = not self.reducer_flag
@@ -260,6 +269,12 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         self._show_records()
 
     @property
+    def micro_batch_size(self) -> int | None:
+        """Samples in a micro-batch, where the cell's `micro_batch_size` was given; with ``"auto"`` , what was found, or
+        halved since; ``None`` before the first batch."""
+        return self.window.micro_batch_size
+
+    @property
     def loss_scaling_manager(self) -> nn.Cell | None:
         """The Cell that adjusts the loss scale, as in `nn.TrainOneStepWithLossScaleCell`."""
         return self.update.manager
@@ -300,7 +315,11 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
             bool, whether an update was made.
         """
         self._begin()
-        return self.spans_batches and self.end_window.flush()
+        if not self.spans_batches:
+            return False
+        if self._auto is not None:
+            self._auto.agree()
+        return self.end_window.flush()
 
     def _open_window(self) -> OpenWindow | None:
         return self.window.open if self.spans_batches else None
@@ -320,9 +339,11 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         return outputs
 
     def _run(self, *inputs: ms.Tensor) -> Any:
-        if not self._ranks_agree and ms.get_context("mode") == ms.PYNATIVE_MODE:
+        if not self._ranks_agree and (self._auto is not None or ms.get_context("mode") == ms.PYNATIVE_MODE):
             broadcast_parameters(self)
         self._ranks_agree = True
+        if self._auto is not None:
+            return self._auto(inputs)
         if self._unrolled:
             with auto_parallel.settings_of(self._given[0]):
                 auto_parallel.check_device()
@@ -341,7 +362,7 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         if self._unrolled:
             auto_parallel.check_batch(shapes, self._micro_size)
             return
-        plan = split.plan_split(shapes, self._micro_size, self._micro_batch_size)
+        plan = split.plan_split(shapes, self._micro_size, self.window.micro_batch_size)
         self.window.check_plan(plan)  # first, because all ranks must
         too_short = self._micro_size is not None and self._micro_size > plan.samples
         if too_short and not int(self.batch_count.asnumpy()):
@@ -357,7 +378,7 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         total = (self.batch_items if self.spans_batches else self.window_count).asnumpy()
         if (total == total).all():
             return
-        plan = split.plan_split(split.batch_shapes(inputs), self._micro_size, self._micro_batch_size)
+        plan = split.plan_split(split.batch_shapes(inputs), self._micro_size, self.window.micro_batch_size)
         counted = [
             [
                 float(count(*(value[start : start + plan.size] for value in inputs)))
@@ -376,6 +397,8 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
     # -- compiled ------------------------------------------------------------------------------------------------------
 
     def construct(self, *inputs):
+        if self._in_two_graphs:
+            raise RuntimeError(_NOT_ONE_GRAPH)
         if self._jit:
             return self._compiled_step(*inputs)
         return self._step(*inputs)
@@ -400,19 +423,3 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         if self.update.scaled:
             return loss, overflow, scale
         return loss
-
-
-def check_optimizer(owner: str, network: nn.Cell, optimizer: nn.Optimizer) -> None:
-    """Refuse what is no optimizer, or another network's."""
-    parameters = getattr(optimizer, "parameters", None)
-    if parameters is None:
-        raise TypeError(
-            f"For '{owner}', the argument 'optimizer' must be an nn.Optimizer, but got '{type(optimizer).__name__}'."
-        )
-    own = {id(parameter) for parameter in network.get_parameters()}
-    if not any(id(parameter) in own for parameter in parameters):
-        raise ValueError(
-            f"For '{owner}', the optimizer must have at least one parameter of the "
-            f"network, but got an optimizer with {len(parameters)} parameter(s), none of them the network's: nothing "
-            f"would be trained. Make the optimizer from this network's 'trainable_params()'."
-        )

@@ -110,6 +110,7 @@ class UnrolledWindow(nn.Cell):
     divides = False
     spans_batches = False
     shards = False
+    micro_batch_size = None  # its number of micro-batches is fixed
 
     def __init__(self, cell: GradAccumulationCell, weights: ms.ParameterTuple) -> None:
         super().__init__(auto_prefix=False)

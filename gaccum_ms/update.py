@@ -23,6 +23,7 @@ from gaccum_ms.counted_reduction import times
 from gaccum_ms.cpu_kernels import all_finite
 from gaccum_ms.loss_scale import check_scale, scale_parameter
 from gaccum_ms.open_window import OpenWindow
+from gaccum_ms.own_graph import OwnGraph
 from gaccum_ms.records import counter, record
 from gaccum_ms.unrolled_window import UnrolledWindow
 
@@ -177,7 +178,7 @@ class Update(nn.Cell):
         return overflow
 
 
-class WindowEnd(nn.Cell):
+class WindowEnd(OwnGraph):
     """Reduce what an open window has gathered, and update: at its last batch, or earlier, as a flush.
 
     Args:
@@ -187,19 +188,14 @@ class WindowEnd(nn.Cell):
     """
 
     def __init__(self, window: OpenWindow, update: Update, jit: bool) -> None:
-        super().__init__(auto_prefix=False)
+        super().__init__(jit)
         self.window = window
         self.update = update
-        self._jit = jit
 
     def construct(self, after):
         """Returns whether the window overflowed. `after`: a Tensor that stands for all that must come first."""
         mean, overflow = self.update(*self.window.result(self.update.scale(), after))
         return ops.depend(overflow, ops.assign(self.window.window_loss, mean))
-
-    @ms.jit
-    def _compiled_end(self, after):
-        return self.construct(after)
 
     def flush(self) -> bool:
         """End the window now. All ranks must; one that has nothing to add takes part with a count of zero.
@@ -210,7 +206,6 @@ class WindowEnd(nn.Cell):
         if not self.window.batches and not self.window.reduction.sum_over_ranks.reduces:
             return False
         before = int(self.update.update_count.asnumpy())
-        compiled = self._jit and ms.get_context("mode") == ms.PYNATIVE_MODE
         with ms.common._no_grad():  # PyNative's tape, left open by an eager gradient, would record this
-            (self._compiled_end if compiled else self)(ms.Tensor(0.0, ms.float32))
+            self.run_alone(ms.Tensor(0.0, ms.float32))
         return int(self.update.update_count.asnumpy()) > before

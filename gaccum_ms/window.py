@@ -65,7 +65,7 @@ class SampleWindow(nn.Cell):
         self.weights = weights
         self.grad_reducer = grad_reducer
         self.micro_size = cell.micro_size
-        self.micro_batch_size = cell.micro_batch_size
+        self.micro_batch_size: int | None = None if cell.finds_size else cell.micro_batch_size  # see auto_size.py
         self.loss_is_mean = cell.reduction == "mean"
         self.map = ops.HyperMap()
         self.records_noise = cell.record_noise
@@ -90,14 +90,22 @@ class SampleWindow(nn.Cell):
         be divided by, the loss, and whether there is anything to update with."""
         shapes = [value.shape for value in inputs]
         samples, size, full, rest = split.compiled_plan(shapes, self.micro_size, self.micro_batch_size)
-        unit = self.unit(inputs, samples, scale)
         if full == 1 and rest == 0 and not self.gated and not self.shards:
             # Nothing to accumulate over: the gradients need no detour through accumulators.
+            unit = self.unit(inputs, samples, scale)
             sums, gradients = self.backward(unit * self.items(size), *inputs)
             if self.records_noise:
                 sums = ops.depend(sums, self.note(gradients, unit, ms.Tensor(size, ms.float32)))
             return self.reduce(gradients, sums, scale, unit)
-        sums = self.add_up(inputs, unit)
+        return self.finish(*self.gather(inputs, scale))
+
+    def gather(self, inputs, scale):
+        """The part of `run` that this rank does alone; returns what `finish` takes."""
+        unit = self.unit(inputs, inputs[0].shape[0], scale)
+        return self.add_up(inputs, unit), unit, scale
+
+    def finish(self, sums, unit, scale):
+        """The rest of `run` ."""
         return self.reduce(self.accumulators.read(sums), sums, scale, unit)
 
     def add_up(self, inputs, unit):

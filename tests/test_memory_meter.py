@@ -28,9 +28,9 @@ def test_measures_what_a_run_uses_whatever_was_resident_before():
 
 @pytest.mark.parametrize("size", [MB, 25 * MB])
 def test_measures_memory_that_is_used_again(size):
-    """Freed and touched again, so that resident size does not grow. The small blocks stay with the process or not, as the
-    allocator likes; the large ones go back to the system. Smaller ones would fill the holes of an old process's heap,
-    each with pages of its own at both ends."""
+    """Freed and touched again, so that resident size does not grow. The small blocks stay with the process or not, as
+    the allocator likes; the large ones go back to the system. Smaller ones would fill the holes of an old process's
+    heap, each with pages of its own at both ends."""
     meter = ProcessMeter()
     number = 100 * MB // size
 

@@ -1,0 +1,70 @@
+"""One rank of tests/test_auto_size.py: rank 1 runs out of memory in the third batch, rank 0 does not."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+from mindspore.communication import get_rank, init
+from reference import as_numpy, batches, make_network
+from test_auto_size import halving_step, make_step, marked, run
+from two_ranks import leave
+
+
+def weights(step):
+    return np.concatenate([as_numpy(one).ravel() for one in step.weights])
+
+
+def main(out: Path) -> None:
+    ms.set_context(mode=ms.GRAPH_MODE)
+    init()
+    # A rank that compiles alone, for half the size, must not wait for the others to send it their weights.
+    ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True, parameter_broadcast=True)
+    rank = get_rank()
+    data = [marked(one) for one in batches(16, 4, seed=rank)]
+    results = {}
+
+    def compare(kind, flush=False, **options):
+        # In a flush, rank 0 has no batch at all.
+        own = data[:0] if flush and rank == 0 else data
+        loss, step = halving_step(**options)
+        sizes = []
+        for number, batch in enumerate(own):
+            if number == 2 and rank == 1:
+                loss.set_largest(8)
+            run(step, [batch])
+            sizes.append(step.micro_batch_size)
+        whole = make_step(make_network("dense"), micro_size=1, **options)
+        run(whole, own)
+        if flush:
+            assert step.flush() and whole.flush()
+        results[f"{kind}/sizes"] = np.array(sizes)
+        for name, one in (("auto", step), ("whole", whole)):
+            results[f"{kind}/{name}"] = weights(one)
+            results[f"{kind}/{name}_updates"] = one.update_count.asnumpy()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "For 'GradAccumulationCell', memory ran out")
+        compare("one batch")
+        compare("window", accumulation_steps=2)
+        ms.set_auto_parallel_context(parameter_broadcast=False)  # which a rank without batches does not take part in
+        compare("flush", accumulation_steps=8, flush=True)
+
+        loss, step = halving_step()
+        run(step, data[:1])
+        results["before"] = weights(step)
+        if rank == 1:
+            loss.set_largest(0)
+        try:
+            run(step, data[1:2])
+        except RuntimeError as error:
+            results["error"] = np.array(str(error))
+        results["after"] = weights(step)
+    leave(out, rank, results)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
