@@ -32,6 +32,14 @@ def allocate(weights: Sequence[ms.Parameter], dtype: ms.Type | None, prefix: str
     )
 
 
+def hold_weights(cell: nn.Cell, weights: ms.ParameterTuple) -> None:
+    """Give a cell of ours its ``weights`` , as an attribute only. MindSpore would make them Parameters of the cell, under
+    their own names: a weight that the user has named `scale` would be refused where the cell has such an attribute."""
+    for weight in weights:
+        cell._params.pop(weight.name, None)
+    object.__setattr__(cell, "weights", weights)
+
+
 def overwrite(parameter: ms.Parameter, value: ms.Tensor) -> None:
     """Assign outside of a graph. PyNative's tape, left open by a gradient that raised, would forbid it."""
     with ms.common._no_grad():

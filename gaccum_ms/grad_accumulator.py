@@ -16,7 +16,7 @@ import mindspore as ms
 from mindspore import nn, ops
 
 from gaccum_ms import normalize
-from gaccum_ms.accumulator import Accumulators, overwrite
+from gaccum_ms.accumulator import Accumulators, hold_weights, overwrite
 from gaccum_ms.counted_reduction import CountedReduction, times
 from gaccum_ms.cpu_kernels import all_finite
 from gaccum_ms.open_window import OpenWindow
@@ -127,7 +127,7 @@ class GradAccumulator(Resumable, nn.Cell):
         check_parallel_mode(_NAME)
         weights = ms.ParameterTuple(optimizer.parameters)
         self.optimizer = optimizer
-        self.weights = weights
+        hold_weights(self, weights)
         self._jit = bool(jit)
         self.drops = overflow == "drop_micro_batch"
         self.map = ops.HyperMap()

@@ -37,6 +37,7 @@ import mindspore as ms
 from mindspore import nn, ops
 
 from gaccum_ms import auto_parallel, split
+from gaccum_ms.accumulator import hold_weights
 from gaccum_ms.auto_size import AutoSize
 from gaccum_ms.batch_loss import WithBatchLossCell, passes, warn_about_two_passes
 from gaccum_ms.batch_loss_window import BatchLossWindow
@@ -118,7 +119,8 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
             a count is negative or not finite; if an embedding makes sparse gradients; in semi-auto and auto parallel
             mode, for options and batches that the compiler cannot accumulate with.
         RuntimeError: In hybrid parallel mode, or with pipeline stages; in semi-auto and auto parallel mode, in PyNative
-            mode or on CPU; if the parallel mode is another one when the step runs than when it was built.
+            mode or on CPU; if the parallel mode is another one when the step runs than when it was built; with
+            ``micro_batch_size="auto"`` , if not even one sample fits into memory, or as part of another graph.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -164,6 +166,7 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
             auto_parallel.check_options(network)
         refuse_sparse_gradients(network)
         super().__init__(network.network, optimizer)
+        hold_weights(self, self.weights)
         self._unrolled = unrolled
         if self.reducer_flag:
             # In place of MindSpore's, and in its group: AdaSum's optimizers have groups of eight ranks.

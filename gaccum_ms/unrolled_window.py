@@ -17,7 +17,7 @@ import mindspore as ms
 from mindspore import nn, ops
 
 from gaccum_ms import auto_parallel, normalize
-from gaccum_ms.accumulator import Accumulators
+from gaccum_ms.accumulator import Accumulators, hold_weights
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.per_sample_loss import PerSampleLoss
 from gaccum_ms.records import record
@@ -115,7 +115,7 @@ class UnrolledWindow(nn.Cell):
     def __init__(self, cell: GradAccumulationCell, weights: ms.ParameterTuple) -> None:
         super().__init__(auto_prefix=False)
         self.batch_loss = BatchLoss(cell)
-        self.weights = weights
+        hold_weights(self, weights)
         self.backward = ops.GradOperation(get_by_list=True, sens_param=True)
         self.gated = cell.counted
         self.accumulates = self.batch_loss.micro_size > 1

@@ -18,7 +18,7 @@ import mindspore as ms
 from mindspore import nn, ops
 
 from gaccum_ms import clip
-from gaccum_ms.accumulator import overwrite
+from gaccum_ms.accumulator import hold_weights, overwrite
 from gaccum_ms.counted_reduction import times
 from gaccum_ms.cpu_kernels import all_finite
 from gaccum_ms.loss_scale import check_scale, scale_parameter
@@ -71,7 +71,7 @@ class Update(nn.Cell):
         super().__init__(auto_prefix=False)
         self.owner = owner
         self.optimizer = optimizer
-        self.weights = weights
+        hold_weights(self, weights)
         self.window = window
         self.max_grad_norm = max_grad_norm
         self.drops = drops

@@ -21,7 +21,7 @@ import mindspore as ms
 from mindspore import nn, ops
 
 from gaccum_ms import split
-from gaccum_ms.accumulator import Accumulators
+from gaccum_ms.accumulator import Accumulators, hold_weights
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.noise_record import NoiseRecord
 from gaccum_ms.sharded_accumulators import ShardedAccumulators, check_micro_batches
@@ -62,7 +62,7 @@ class SampleWindow(nn.Cell):
     def __init__(self, cell: GradAccumulationCell, weights: ms.ParameterTuple, grad_reducer: nn.Cell) -> None:
         super().__init__(auto_prefix=False)
         self.network = cell.network
-        self.weights = weights
+        hold_weights(self, weights)
         self.grad_reducer = grad_reducer
         self.micro_size = cell.micro_size
         self.micro_batch_size: int | None = None if cell.finds_size else cell.micro_batch_size  # see auto_size.py

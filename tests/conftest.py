@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+
 import mindspore as ms
 import pytest
+
+
+def pytest_collection_finish():
+    """MindSpore collects garbage with each compilation, of which there are thousands: what is there by now is none."""
+    gc.collect()
+    gc.freeze()
+
 
 MODES = {"graph": ms.GRAPH_MODE, "pynative": ms.PYNATIVE_MODE}
 

@@ -30,6 +30,7 @@ from gaccum_ms import (
     TrainOneStepWithGradAccumulationCell,
     WindowBatchNorm,
     audit,
+    resume,
 )
 from gaccum_ms.accumulator import overwrite
 from gaccum_ms.auto_size import AutoSize
@@ -168,6 +169,32 @@ def test_the_size_is_found_once(monkeypatch):
     tried.clear()
     run(step, batches(16, 2))
     assert not tried
+
+
+def test_windows_that_span_batches_from_the_first_batch_on(pynative):
+    """As callbacks ask for it: the window is another when the size is found than when the step was built."""
+    data = batches(16, 4)
+    auto, number = (
+        make_step(Limited(make_network("dense"), 6), micro_batch_size="auto"),
+        make_step(make_network("dense"), micro_batch_size=6),
+    )
+    for step in (auto, number):
+        step.set_accumulation_steps(2)
+    assert run(auto, data) == run(number, data)
+    assert int(auto.update_count.asnumpy()) == int(number.update_count.asnumpy()) == 2
+
+
+def test_resumes_in_a_window_with_another_number(tmp_path, pynative):
+    data = batches(16, 4)
+    auto = make_step(Limited(make_network("dense"), 6), micro_batch_size="auto", accumulation_steps=2)
+    run(auto, data[:3])
+    ms.save_checkpoint(auto, str(tmp_path / "window.ckpt"))
+    other = make_step(Limited(make_network("dense"), 6), micro_size=8, accumulation_steps=2)
+    resume(other, tmp_path / "window.ckpt")
+    losses = run(other, data[3:])
+    np.testing.assert_allclose(losses, run(auto, data[3:]), rtol=1e-5)
+    for one, another in zip(auto.weights, other.weights, strict=True):
+        assert relative_error(as_numpy(another), as_numpy(one)) < 1e-5
 
 
 # -- when memory runs out in training ----------------------------------------------------------------------------------

@@ -140,6 +140,32 @@ def test_any_number_of_inputs(mode):
 # -- accumulators ------------------------------------------------------------------------------------------------------
 
 
+class Named(nn.Cell):
+    """Parameters of a network are often named after what they are, and so are our cells' attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = ("scale", "window", "update", "noise", "map", "weights", "reduction", "open", "add", "clear")
+        self.held = ms.ParameterTuple([ms.Parameter(Tensor(np.ones(3), ms.float32), name=one) for one in self.names])
+
+    def construct(self, x):
+        total = ms.Tensor(0.0, ms.float32)
+        for one in self.held:
+            total = total + (one * x).mean()
+        return total
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_weights_may_have_the_names_of_our_attributes(accumulation_steps, mode):
+    network = Named()
+    cell = GradAccumulationCell(network, 2, accumulation_steps=accumulation_steps, max_grad_norm=10.0)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.1)).set_train()
+    for _ in range(accumulation_steps):
+        step(Tensor(np.ones((4, 3), np.float32)))
+    for one in network.held:
+        np.testing.assert_allclose(as_numpy(one), 1 - 0.1 / 3, rtol=1e-6)
+
+
 def test_accumulators_are_zero_after_every_update_and_used_within(mode):
     class Peek(SampleWindow):
         def reduce(self, gradients, sums, scale, unit):
