@@ -33,7 +33,7 @@ def allocate(weights: Sequence[ms.Parameter], dtype: ms.Type | None, prefix: str
 
 
 def hold_weights(cell: nn.Cell, weights: ms.ParameterTuple) -> None:
-    """Give a cell of ours its ``weights`` , as an attribute only. MindSpore would make them Parameters of the cell, under
+    """Give a cell of ours its ``weights`` , as an attribute only. MindSpore would make them Parameters of the cell, by
     their own names: a weight that the user has named `scale` would be refused where the cell has such an attribute."""
     for weight in weights:
         cell._params.pop(weight.name, None)

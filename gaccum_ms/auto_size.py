@@ -20,14 +20,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
+import numpy as np
 from mindspore import nn
 
 from gaccum_ms.accumulator import overwrite
 from gaccum_ms.cell import GradAccumulationCell
-from gaccum_ms.find_size import agreed_size, find_micro_batch_size
+from gaccum_ms.find_size import agreed_size, find_micro_batch_size, found_less, search_key
 from gaccum_ms.out_of_memory import is_out_of_memory
-from gaccum_ms.own_graph import OwnGraph, compiling_alone
-from gaccum_ms.snapshot import Snapshot
+from gaccum_ms.own_graph import OwnGraph
+from gaccum_ms.snapshot import Snapshot, as_numpy
 from gaccum_ms.update import Update
 
 if TYPE_CHECKING:
@@ -77,87 +78,113 @@ class AutoSize:
         self._step = step
         self._cell = cell
         self._fails = cell.is_out_of_memory or is_out_of_memory
-        self.size: int | None = None  # samples in a micro-batch; None: there was no batch yet
+        self._limit = cell.memory_limit
+        self._search_key: tuple | None = None
+        self._constants: list[ms.Parameter] | None = None
+        self.size: int | None = None  # samples in a micro-batch; None: not found yet
 
     def __call__(self, inputs: Sequence[ms.Tensor]) -> Any:
         """Train with a batch; returns what the step does."""
         step = self._step
-        with compiling_alone():
-            if self.size is None:
-                found = self._cell, step.optimizer, inputs, self._cell.memory_limit, self._fails
-                self._begin(find_micro_batch_size(*found))
-            *kept, scale = self._add(inputs)
-            loss, overflow = kept[0], ms.Tensor(False, ms.bool_)
-            if not step.spans_batches:
+        if self.size is None:
+            self._find(inputs)
+        *kept, scale = self._add(inputs)
+        loss, overflow = kept[0], ms.Tensor(False, ms.bool_)
+        if not step.spans_batches or step.window.open.is_full:
+            try:
                 self.agree()
-                loss, overflow = self._end.run_alone(*kept, scale)
-            elif step.window.open.is_full:
-                self.agree()
+            except RuntimeError:
+                self._put_back()  # on the rank on which it does not fit, the batch is not in the window either
+                raise
+            if step.spans_batches:
                 overflow = step.end_window.run_alone(loss)
+            else:
+                loss, overflow = self._end.run_alone(*kept, scale)
         overwrite(step.batch_count, step.batch_count + 1)
         return (loss, overflow, scale) if step.update.scaled else loss
 
     def agree(self) -> None:
         """Before a window's end: go on with the smallest size of all ranks. A collective, where there are several."""
-        if self.size is None:  # a flush, on a rank without a batch, while others find their first size
-            self._begin(agreed_size(_NAME, _NO_BATCH, self._cell.memory_limit))
-        assert self.size is not None
-        smallest = agreed_size(_NAME, self.size, self._cell.memory_limit)
-        if smallest < self.size:
+        if self.size is None:  # a flush, on a rank without a batch: others may find their first size meanwhile
+            size = agreed_size(_NAME, _NO_BATCH, self._limit)
+            if size < _NO_BATCH:
+                self._begin(size)
+        size = self.size or _NO_BATCH
+        smallest = agreed_size(_NAME, size, self._limit)
+        if smallest < size:
             self._shrink(smallest, "on another rank")
 
-    def _begin(self, size: int) -> None:
+    # -- the size ------------------------------------------------------------------------------------------------------
+
+    def _find(self, inputs: Sequence[ms.Tensor]) -> None:
         step = self._step
-        self._end = EndBatch(step.window, step.update, bool(self._cell.jit))
+        self._search_key = search_key(self._cell, step.optimizer, inputs, self._limit, self._fails)
+        self._begin(find_micro_batch_size(self._cell, step.optimizer, inputs, self._limit, self._fails))
+
+    def _begin(self, size: int) -> None:
+        self._end = EndBatch(self._step.window, self._step.update, bool(self._cell.jit))
         self._set(size)
 
     def _set(self, size: int) -> None:
-        step = self._step
-        self.size = step.window.micro_batch_size = size
-        # Of each size a Cell of its own: the old one takes its graphs, and their memory, along.
-        self._graph = AddBatch(step.window, step.update, bool(self._cell.jit))
+        window = self._step.window
+        self.size = window.micro_batch_size = size
+        # Of each size a Cell of its own: in graph mode the old one takes its graphs, and their memory, along.
+        self._graph = AddBatch(window, self._step.update, bool(self._cell.jit))
         gc.collect()
 
+    def _shrink(self, size: int, where: str) -> None:
+        before = self.size
+        self._set(size)
+        if self._search_key is not None:
+            found_less(self._cell.network, self._search_key, size)
+        warnings.warn(
+            f"For '{_NAME}', memory ran out {where} with micro_batch_size={before}, found by 'auto': "
+            f"training goes on with {size}, on all ranks. No batch is lost.",
+            UserWarning,
+            stacklevel=6,
+        )
+
+    # -- one batch, on this rank alone ---------------------------------------------------------------------------------
+
     def _add(self, inputs: Sequence[ms.Tensor]) -> tuple[ms.Tensor, ...]:
-        """A batch, on this rank alone: as often as memory runs out, with smaller micro-batches."""
+        """As often as memory runs out, with smaller micro-batches."""
         while True:
-            before = self._snapshot()
+            self._note()
             try:
                 kept = self._graph.run_alone(*inputs)
-                kept[0].asnumpy()  # waits: it may fail later than it is called
-                return kept
+                some = kept[0].asnumpy().any()  # waits: it may fail later than it is called
             except Exception as error:
                 if not self._fails(error):
                     raise
-                before()
-                self._halve(inputs[0].shape[0], error)
+                failed = type(error).__name__
+            else:
+                if self._constants is None and some:
+                    self._find_constants()
+                return kept
+            gc.collect()  # what the failed try held, its frames and the error included
+            self._put_back()
+            size = min(self.size or _NO_BATCH, inputs[0].shape[0])
+            if size == 1:
+                agreed_size(_NAME, 0, self._limit)  # raises, on all ranks
+            self._shrink(-(-size // 2), f"({failed}) for {inputs[0].shape[0]} samples")
 
-    def _snapshot(self) -> Any:
-        """What puts back all that a batch on this rank alone changes."""
+    def _note(self) -> None:
+        """Keep all that a batch on this rank alone may change."""
         window = self._step.window
-        left_out = list(self._step.weights)
-        accumulators = window.accumulators
+        left_out = [*self._step.weights, *(self._constants or ())]
         if not int(self._step.window_position.asnumpy()):  # they are zero
-            left_out += accumulators.get_parameters()
-        before = Snapshot(window, leave_out=left_out)
+            left_out += window.accumulators.get_parameters()
+        self._before = Snapshot(window, leave_out=left_out)
 
-        def restore() -> None:
-            accumulators.forget()
-            before.restore()
+    def _put_back(self) -> None:
+        self._step.window.accumulators.forget()
+        self._before.restore()
 
-        return restore
-
-    def _halve(self, samples: int, error: Exception) -> None:
-        size = min(self.size or samples, samples)
-        if size == 1:
-            agreed_size(_NAME, 0, self._cell.memory_limit)  # raises, on all ranks
-        self._shrink(-(-size // 2), f"with {type(error).__name__}")
-
-    def _shrink(self, size: int, where: str) -> None:
-        warnings.warn(
-            f"For '{_NAME}', memory ran out {where} with micro_batch_size={self.size}, found by 'auto': "
-            f"training goes on with {size}, on all ranks. No batch is lost.",
-            UserWarning,
-            stacklevel=7,
-        )
-        self._set(size)
+    def _find_constants(self) -> None:
+        """Parameters that are not trained, and that a batch has not changed: frozen ones, which may be many."""
+        kept = {id(one) for one in self._step.network.get_parameters()}
+        self._constants = [
+            one
+            for one, value in self._before.parameters.values()
+            if id(one) in kept and np.array_equal(as_numpy(one), value, equal_nan=True)
+        ]

@@ -6,14 +6,16 @@ import warnings
 
 from mindspore import mint, nn
 
+from gaccum_ms.shards import rank_and_ranks
+
+_SYNC_BATCH_NORMS = (nn.SyncBatchNorm, mint.nn.SyncBatchNorm)
 _BATCH_NORMS = (
     nn.BatchNorm1d,
     nn.BatchNorm2d,
-    nn.SyncBatchNorm,
     mint.nn.BatchNorm1d,
     mint.nn.BatchNorm2d,
     mint.nn.BatchNorm3d,
-    mint.nn.SyncBatchNorm,
+    *_SYNC_BATCH_NORMS,
 )
 
 
@@ -38,6 +40,17 @@ def batch_norms(network: nn.Cell) -> dict[str, nn.Cell]:
 def batch_norm_names(network: nn.Cell) -> list[str]:
     """Their names."""
     return list(batch_norms(network))
+
+
+def refuse_sync_batch_norm(owner: str, network: nn.Cell) -> None:
+    """Where each rank tries micro-batches by itself, on several ranks, layers that wait for the others are refused."""
+    names = [name for name, cell in network.cells_and_names() if isinstance(cell, _SYNC_BATCH_NORMS)]
+    if names and rank_and_ranks()[1] > 1:
+        raise ValueError(
+            f"For '{owner}', each rank must be able to try micro-batches by itself, but got a network with "
+            f"SyncBatchNorm layers ({', '.join(names[:3])}), which wait for all ranks. Give the number of samples as "
+            f"'micro_batch_size', or use gaccum_ms.WindowBatchNorm."
+        )
 
 
 def warn_about_batch_norm(network: nn.Cell, times: str = "once") -> None:

@@ -114,7 +114,7 @@ class GradAccumulationCell(nn.Cell):
         is_out_of_memory (Callable, optional): With ``"auto"`` , says of an error whether it means that memory is not
             enough. Default: ``None`` , MemoryError, and RuntimeError in the words of MindSpore's allocators.
         jit (bool, optional): In PyNative mode, compile the training step all the same. Default: ``None`` , run it
-            eagerly, so that breakpoints work. Graph mode always compiles.
+            eagerly, so that breakpoints work. Graph mode always compiles, and so does ``"auto"`` .
 
     Inputs:
         - **\*inputs** (Tensor) - The network's inputs, each of shape :math:`(N, ...)`.
@@ -135,7 +135,7 @@ class GradAccumulationCell(nn.Cell):
             `shard_accumulators` is given with several losses or ``overflow="drop_micro_batch"`` ; if `record_noise` is
             given with several losses, with a sum that has no count, or with `shard_accumulators` ; if
             ``micro_batch_size="auto"`` is given with several losses, `shard_accumulators` or a WithBatchLossCell, or
-            `memory_limit` or `is_out_of_memory` without it; if `network` is a WithBatchLossCell, for
+            ``jit=False`` , or `memory_limit` or `is_out_of_memory` without it; if `network` is a WithBatchLossCell, for
             `accumulation_steps` , `count` , `loss_weights` , `record_noise` and ``overflow="drop_micro_batch"`` .
         RuntimeError: If the cell itself is trained, by a training cell that does not know how to accumulate.
 
@@ -255,9 +255,9 @@ class GradAccumulationCell(nn.Cell):
         self.micro_size = micro_size
         self.micro_batch_size: Any = micro_batch_size
         self.max_grad_norm = max_grad_norm
-        self.jit = jit
+        self.jit = True if micro_batch_size == "auto" else jit
         check_batch_loss_options(self)
-        check_auto_options(self)
+        check_auto_options(self, jit)
         self._get_attr_from_cell(network)
 
     @property
@@ -292,7 +292,7 @@ class GradAccumulationCell(nn.Cell):
         return self.network(*inputs)
 
 
-def check_auto_options(cell: GradAccumulationCell) -> None:
+def check_auto_options(cell: GradAccumulationCell, jit: bool | None) -> None:
     """Refuse, with ``micro_batch_size="auto"`` , what needs all ranks in the middle of a batch, where each must be able
     to try again alone; without it, what is for it alone."""
     if not cell.finds_size:
@@ -306,6 +306,11 @@ def check_auto_options(cell: GradAccumulationCell) -> None:
     if cell.memory_limit is not None:
         check_positive_int(_NAME, "memory_limit", cell.memory_limit)
     check_out_of_memory_test(_NAME, cell.is_out_of_memory)
+    if jit is False:
+        raise ValueError(
+            f"For '{_NAME}', micro_batch_size='auto' compiles in PyNative mode too, because MindSpore's eager gradient "
+            f"does not survive running out of memory, but got jit=False. Leave 'jit' out, or give a number of samples."
+        )
     batch_loss = isinstance(cell.network, WithBatchLossCell)
     if cell.several_losses or cell.shard_accumulators or batch_loss:
         raise ValueError(

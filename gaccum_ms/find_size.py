@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import mindspore as ms
 from mindspore import nn, ops
 
+from gaccum_ms.batchnorm import refuse_sync_batch_norm
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.memory import check_trial
 from gaccum_ms.memory_forecast import Forecast
@@ -61,7 +62,7 @@ def find_micro_batch_size(
         TypeError: If `cell` is not a GradAccumulationCell, `optimizer` not an Optimizer, an input not a Tensor,
             `memory_limit` not an int, or `is_out_of_memory` not callable.
         ValueError: If the batch is empty, its inputs differ in length, or `memory_limit` is less than 1; if the network
-            is a WithBatchLossCell.
+            is a WithBatchLossCell; if it has SyncBatchNorm layers, on several ranks.
         RuntimeError: If not even one sample fits, on any rank; in semi-auto and auto parallel mode, where the compiler
             lays out memory over devices; on a CPU whose system does not say which memory is used.
 
@@ -83,10 +84,12 @@ def find_micro_batch_size(
     """
     check_trial(_NAME, cell, optimizer, batch, memory_limit)
     check_test(_NAME, is_out_of_memory)
+    refuse_sync_batch_norm(_NAME, cell.network)
     found = _found.setdefault(cell.network, {})
-    key = _key(cell, optimizer, batch, memory_limit)
+    fails = is_out_of_memory or says_out_of_memory
+    key = search_key(cell, optimizer, batch, memory_limit, fails)
     if key not in found:
-        found[key] = _largest(cell, optimizer, batch, memory_limit, is_out_of_memory or says_out_of_memory)
+        found[key] = _largest(cell, optimizer, batch, memory_limit, fails)
     try:
         return agreed_size(_NAME, found[key], memory_limit)
     except RuntimeError:
@@ -94,9 +97,14 @@ def find_micro_batch_size(
         raise
 
 
-def _key(
-    cell: GradAccumulationCell, optimizer: nn.Optimizer, batch: Sequence[ms.Tensor], memory_limit: int | None
+def search_key(
+    cell: GradAccumulationCell,
+    optimizer: nn.Optimizer,
+    batch: Sequence[ms.Tensor],
+    memory_limit: int | None,
+    fails: Callable[[BaseException], bool],
 ) -> tuple:
+    """All that decides what is found for a network."""
     options = (
         cell.accumulation_steps > 1,
         cell.finds_size,
@@ -108,7 +116,14 @@ def _key(
     where = ms.get_context("device_target"), ms.get_context("device_id"), ms.get_context("mode"), bool(cell.jit)
     shapes = tuple((tuple(value.shape), str(value.dtype)) for value in batch)
     weights = tuple((one.name, tuple(one.shape), str(one.dtype)) for one in optimizer.get_parameters())
-    return shapes, weights, str(cell.accumulator_dtype), options, where, memory_limit
+    flags = (one.get_flags() for _, one in cell.network.cells_and_names())
+    casts = tuple(tuple(flag.get(dtype) for dtype in ("fp16", "fp32", "bf16")) for flag in flags)
+    return shapes, weights, casts, str(cell.accumulator_dtype), options, where, memory_limit, fails
+
+
+def found_less(network: nn.Cell, key: tuple, size: int) -> None:
+    """Training has shown that only `size` fits."""
+    _found[network][key] = size
 
 
 def even_sizes(samples: int) -> list[int]:

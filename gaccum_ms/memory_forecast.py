@@ -50,6 +50,9 @@ class Forecast:
         self.accumulators = self._steps.accumulator_bytes // (rank_and_ranks()[1] if cell.shard_accumulators else 1)
         kinds = cell.accumulation_steps > 1, cell.counted, cell.several_losses, cell.finds_size
         self._always_accumulates = any(kinds)
+        # In windows of several batches, what is there before each is kept, to be put back; by the host.
+        keeps_copy = cell.finds_size and cell.accumulation_steps > 1 and ms.get_context("device_target") == "CPU"
+        self._copies = 2 if keeps_copy else 1
         self.batch = sum(value.nbytes for value in batch)
         self.measured: dict[int, int | None] = {}  # samples: bytes of intermediate values; None: not enough memory
         self.framework = 0
@@ -92,7 +95,7 @@ class Forecast:
 
     def rest(self, size: int) -> int:
         """Bytes of all but intermediate values, with micro-batches of `size` samples."""
-        own = self.accumulators if size < self.samples or self._always_accumulates else 0
+        own = self._copies * self.accumulators if size < self.samples or self._always_accumulates else 0
         return self.framework + self.parameters + self.optimizer_state + own + self.batch
 
     def peak(self, size: int) -> int:

@@ -18,8 +18,8 @@ from gaccum_ms.fused_reduction import FusedReducer
 
 
 def broadcast_parameters(step: nn.Cell) -> None:
-    """Give all ranks rank 0's values, where ``parameter_broadcast`` asks for it. MindSpore does so when it compiles a
-    graph, and in PyNative mode not at all."""
+    """Give all ranks rank 0's values, where ``parameter_broadcast`` asks for it. MindSpore does so with each graph that
+    it compiles, at which all ranks must then be, and in PyNative mode not at all."""
     if ms.get_auto_parallel_context("parameter_broadcast"):
         from_rank_0 = ops.Broadcast(0)
         for parameter in step.get_parameters():

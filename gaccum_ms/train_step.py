@@ -41,7 +41,7 @@ from gaccum_ms.accumulator import hold_weights
 from gaccum_ms.auto_size import AutoSize
 from gaccum_ms.batch_loss import WithBatchLossCell, passes, warn_about_two_passes
 from gaccum_ms.batch_loss_window import BatchLossWindow
-from gaccum_ms.batchnorm import warn_about_batch_norm
+from gaccum_ms.batchnorm import refuse_sync_batch_norm, warn_about_batch_norm
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.counted_window import CountedWindow
 from gaccum_ms.fused_reduction import FusedReducer
@@ -49,6 +49,7 @@ from gaccum_ms.multi_loss_window import MultiLossWindow
 from gaccum_ms.noise_record import ALL_SUMS
 from gaccum_ms.open_window import OpenWindow
 from gaccum_ms.options import check_optimizer, check_positive_int
+from gaccum_ms.own_graph import compiling_alone
 from gaccum_ms.parallel import broadcast_parameters, check_parallel_mode
 from gaccum_ms.provenance import SHARDED, Provenance, Resumable
 from gaccum_ms.records import counter, record, show_records
@@ -165,6 +166,8 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         if unrolled:
             auto_parallel.check_options(network)
         refuse_sparse_gradients(network)
+        if network.finds_size:
+            refuse_sync_batch_norm("GradAccumulationCell", network)
         super().__init__(network.network, optimizer)
         hold_weights(self, self.weights)
         self._unrolled = unrolled
@@ -320,9 +323,11 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         self._begin()
         if not self.spans_batches:
             return False
-        if self._auto is not None:
-            self._auto.agree()
-        return self.end_window.flush()
+        self._let_ranks_agree()
+        with compiling_alone():
+            if self._auto is not None:
+                self._auto.agree()
+            return self.end_window.flush()
 
     def _open_window(self) -> OpenWindow | None:
         return self.window.open if self.spans_batches else None
@@ -342,15 +347,23 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         return outputs
 
     def _run(self, *inputs: ms.Tensor) -> Any:
-        if not self._ranks_agree and (self._auto is not None or ms.get_context("mode") == ms.PYNATIVE_MODE):
-            broadcast_parameters(self)
-        self._ranks_agree = True
-        if self._auto is not None:
-            return self._auto(inputs)
         if self._unrolled:
             with auto_parallel.settings_of(self._given[0]):
                 auto_parallel.check_device()
                 return super().__call__(*inputs)
+        self._let_ranks_agree()
+        with compiling_alone():
+            return self._train(*inputs)
+
+    def _let_ranks_agree(self) -> None:
+        """Broadcast the weights, where that is asked for, once: ranks need not compile at the same time."""
+        if not self._ranks_agree:
+            broadcast_parameters(self)
+        self._ranks_agree = True
+
+    def _train(self, *inputs: ms.Tensor) -> Any:
+        if self._auto is not None:
+            return self._auto(inputs)
         if self._jit and ms.get_context("mode") == ms.PYNATIVE_MODE:
             # PyNative's tape, left open by any eager gradient before, would record the compiled step to differentiate
             # it once more.

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import mindspore as ms
 import numpy as np
+from mindspore import mint, nn
 from mindspore.communication import get_rank, init
 from reference import as_numpy, batches, make_network
-from test_auto_size import halving_step, make_step, marked, run
+from test_auto_size import WithStatistics, halving_step, make_step, marked, run, state
 from two_ranks import leave
 
 
@@ -37,10 +38,13 @@ def main(out: Path) -> None:
                 loss.set_largest(8)
             run(step, [batch])
             sizes.append(step.micro_batch_size)
+        if flush:
+            assert step.flush()
+            sizes.append(step.micro_batch_size)
         whole = make_step(make_network("dense"), micro_size=1, **options)
         run(whole, own)
         if flush:
-            assert step.flush() and whole.flush()
+            assert whole.flush()
         results[f"{kind}/sizes"] = np.array(sizes)
         for name, one in (("auto", step), ("whole", whole)):
             results[f"{kind}/{name}"] = weights(one)
@@ -50,19 +54,26 @@ def main(out: Path) -> None:
         warnings.filterwarnings("ignore", "For 'GradAccumulationCell', memory ran out")
         compare("one batch")
         compare("window", accumulation_steps=2)
-        ms.set_auto_parallel_context(parameter_broadcast=False)  # which a rank without batches does not take part in
         compare("flush", accumulation_steps=8, flush=True)
 
-        loss, step = halving_step()
+        # Not even one sample, in the second batch of a window that ends with it.
+        warnings.filterwarnings("ignore", ".*BatchNorm")
+        loss, step = halving_step(WithStatistics(), accumulation_steps=2)
         run(step, data[:1])
-        results["before"] = weights(step)
         if rank == 1:
             loss.set_largest(0)
+        before = state(step)
         try:
             run(step, data[1:2])
         except RuntimeError as error:
             results["error"] = np.array(str(error))
-        results["after"] = weights(step)
+        for name, values in (("before", before), ("after", state(step))):
+            results |= {f"{name}/{key}": value for key, value in values.items()}
+
+        try:
+            make_step(nn.SequentialCell(nn.Dense(12, 8), mint.nn.SyncBatchNorm(8)), micro_batch_size="auto")
+        except ValueError as error:
+            results["refused"] = np.array(str(error))
     leave(out, rank, results)
 
 
