@@ -1,0 +1,78 @@
+"""What a snapshot puts back, and what it leaves alone."""
+
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn
+
+from gaccum_ms.accumulator import overwrite
+from gaccum_ms.snapshot import Snapshot, as_numpy
+
+
+class Net(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Dense(3, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.odd = ms.Parameter(Tensor([np.nan, np.inf, -0.0], ms.float32), name="odd", requires_grad=False)
+        self.half = ms.Parameter(Tensor([1.0, 2.0], ms.bfloat16), name="half", requires_grad=False)
+
+    def construct(self, x):
+        return self.norm(self.dense(x))
+
+
+def change(net):
+    for one in net.get_parameters():
+        overwrite(one, Tensor(np.full(one.shape, 7.0), one.dtype))
+
+
+def values(net):
+    return {one.name: as_numpy(one).tobytes() for one in net.get_parameters()}
+
+
+def test_puts_back_values_bit_for_bit(mode):
+    net = Net()
+    before = values(net)
+    kept = Snapshot(net)
+    change(net)
+    assert all(value != before[name] for name, value in values(net).items())
+    kept.restore()
+    assert values(net) == before
+
+
+def test_leaves_out_what_it_is_told_to():
+    net = Net()
+    kept = Snapshot(net, leave_out=[net.dense.weight])
+    assert len(kept.parameters) == len(list(net.get_parameters())) - 1
+    change(net)
+    kept.restore()
+    np.testing.assert_array_equal(net.dense.weight.asnumpy(), 7.0)
+    np.testing.assert_array_equal(net.norm.moving_mean.asnumpy(), 0.0)
+
+
+def test_keeps_copies_not_views():
+    """What training writes into a Parameter later must not reach what was kept."""
+    parameter = ms.Parameter(Tensor(np.zeros(3), ms.float32))
+    kept = as_numpy(parameter)
+    overwrite(parameter, Tensor(np.ones(3), ms.float32))
+    np.testing.assert_array_equal(kept, 0.0)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_puts_back_each_cells_flags_and_the_generator(training):
+    """Each cell's own: a BatchNorm that is kept out of training must stay so."""
+    net = Net()
+    net.set_train(training)
+    net.norm.set_train(not training)
+    state = ms.get_rng_state().asnumpy().copy()
+    kept = Snapshot(net)
+    net.set_train(not training)
+    net.norm.set_train(training)
+    net.set_grad()
+    ms.manual_seed(12345)
+    kept.restore()
+    assert (net.training, net.dense.training, net.norm.training) == (training, training, not training)
+    assert not net.requires_grad
+    np.testing.assert_array_equal(ms.get_rng_state().asnumpy(), state)
