@@ -33,19 +33,6 @@ def test_in_pynative_mode_it_is_compiled_where_that_is_asked_for(jit, runs, pyna
     assert len(seen) == runs
 
 
-def test_a_compiled_one_is_not_recorded_by_a_tape_that_is_open(pynative):
-    """PyNative's, of a gradient that is being taken: it would differentiate what is none of its own."""
-    weight = ms.Parameter(Tensor([3.0]), name="weight")
-    cell = AddOne(jit=True)
-
-    def loss(x):
-        cell.run_alone(weight)
-        return (weight * x).sum()
-
-    gradient = ms.grad(loss, None, [weight])(Tensor([2.0]))
-    np.testing.assert_array_equal(gradient[0].asnumpy(), [2.0])
-
-
 @pytest.mark.parametrize("asked_for", [True, False])
 def test_compiles_without_a_broadcast_and_says_nothing_of_it_after(asked_for):
     ms.set_auto_parallel_context(parameter_broadcast=asked_for)
