@@ -16,6 +16,7 @@ from gaccum_ms.accumulator import Accumulators
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.memory_meter import AllocatorMeter, ProcessMeter
 from gaccum_ms.own_graph import OwnGraph, compiling_alone
+from gaccum_ms.pynative_tape import forget_interrupted_gradient
 from gaccum_ms.snapshot import Snapshot
 from gaccum_ms.window import float32_losses
 
@@ -80,6 +81,9 @@ class MicroSteps:
                 step = MicroStep(self.cell, self.weights, self.accumulators).set_train()
                 with compiling_alone():
                     self.used[size] = self.meter.used_by(lambda: step.run_alone(*micro_batch).asnumpy())  # waits
+            except BaseException as error:
+                forget_interrupted_gradient(error)
+                raise
             finally:
                 before.restore()
         return self.used[size]

@@ -52,6 +52,7 @@ from gaccum_ms.options import check_optimizer, check_positive_int
 from gaccum_ms.own_graph import compiling_alone
 from gaccum_ms.parallel import broadcast_parameters, check_parallel_mode
 from gaccum_ms.provenance import SHARDED, Provenance, Resumable
+from gaccum_ms.pynative_tape import forget_interrupted_gradient
 from gaccum_ms.records import counter, record, show_records
 from gaccum_ms.spanning_window import SpanningWindow
 from gaccum_ms.sparse import refuse_sparse_gradients
@@ -337,7 +338,8 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         self._check_batch(inputs)
         try:
             outputs = self._run(*inputs)
-        except BaseException:
+        except BaseException as error:
+            forget_interrupted_gradient(error)
             self.window.forget()  # what the window's first micro-batches left would be added to the next batch's
             if self.update.has_statistics and not int(self.window_position.asnumpy()):
                 self.update.statistics.forget()

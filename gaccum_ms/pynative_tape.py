@@ -1,0 +1,17 @@
+"""What PyNative mode records to differentiate, and does not forget when an error ends it.
+
+MindSpore 2.10 then takes what comes next for a part of it: after the second such gradient in a process, indexing a
+Tensor by an int fails, and so do some gradients.
+"""
+
+from __future__ import annotations
+
+import mindspore as ms
+from mindspore.common.api import _pynative_executor
+
+
+def forget_interrupted_gradient(error: BaseException) -> None:
+    """Close the tape, after an error that Python has raised within an eager gradient. After one of MindSpore's own
+    kernels, a RuntimeError, MindSpore does not survive its being closed."""
+    if ms.get_context("mode") == ms.PYNATIVE_MODE and not isinstance(error, RuntimeError):
+        _pynative_executor.clear_res()
