@@ -7,12 +7,7 @@ were added. A process with a real limit does it for MindSpore's allocator. What 
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import mindspore as ms
 import numpy as np
@@ -21,7 +16,7 @@ from mindspore import Tensor, nn, ops, train
 from mindspore.dataset import GeneratorDataset
 from reference import OPTIMIZERS, as_numpy, batches, make_network, relative_error
 from test_find_size import Limited
-from two_ranks import case, run_on_two_ranks
+from two_ranks import case, run_on_ranks, run_on_two_ranks
 
 from gaccum_ms import (
     CountNotIgnored,
@@ -36,7 +31,6 @@ from gaccum_ms.accumulator import overwrite
 from gaccum_ms.auto_size import AutoSize
 from gaccum_ms.snapshot import Snapshot
 
-HERE = Path(__file__).resolve().parent
 PLENTY = 1 << 40
 MARK = 0.125  # in a sample's first feature: its micro-batch needs much memory
 
@@ -396,22 +390,13 @@ def test_model_train_with_callbacks():
         assert relative_error(as_numpy(one), as_numpy(other)) < 1e-5
 
 
-def test_a_real_limit_of_the_address_space():
+def test_a_real_limit_of_the_address_space(tmp_path):
     """In a process of its own: a batch of longer samples comes, MindSpore fails to allocate, and training goes on."""
-    path = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(HERE / "auto_size_worker.py")],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["sizes"][:2] == [32, 32], found
-    assert found["sizes"][2] in (8, 16), found
-    assert found["errors"], found
-    assert all("bad_alloc" in error or "Memory not enough" in error for error in found["errors"]), found
+    (found,) = run_on_ranks(1, "auto_size_worker.py", tmp_path, time_limit=150)
+    assert found["sizes"][:2].tolist() == [32, 32]
+    assert found["sizes"][2] in (8, 16)
+    assert found["errors"].size
+    assert all("bad_alloc" in error or "Memory not enough" in error for error in found["errors"]), found["errors"]
     # A mean over 268 million float32 is not exact; a batch twice, or half of one, would be off by five in a hundred.
     np.testing.assert_allclose(found["weights"], found["expected"], rtol=5e-3)
 
