@@ -118,7 +118,9 @@ def search_key(
     weights = tuple((one.name, tuple(one.shape), str(one.dtype)) for one in optimizer.get_parameters())
     flags = (one.get_flags() for _, one in cell.network.cells_and_names())
     casts = tuple(tuple(flag.get(dtype) for dtype in ("fp16", "fp32", "bf16")) for flag in flags)
-    return shapes, weights, casts, str(cell.accumulator_dtype), options, where, memory_limit, fails
+    # Not the function itself: what it refers to, perhaps the network, would live as long as what was found.
+    test = fails.__qualname__ if hasattr(fails, "__qualname__") else type(fails).__qualname__, id(fails)
+    return shapes, weights, casts, str(cell.accumulator_dtype), options, where, memory_limit, test
 
 
 def found_less(network: nn.Cell, key: tuple, size: int) -> None:

@@ -7,7 +7,7 @@ Tensor by an int fails, and so do some gradients.
 from __future__ import annotations
 
 import mindspore as ms
-from mindspore.common.api import _pynative_executor
+from mindspore.graph.api import _pynative_executor
 
 
 def forget_interrupted_gradient(error: BaseException) -> None:

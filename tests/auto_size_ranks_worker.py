@@ -31,7 +31,7 @@ def main(out: Path) -> None:
     def compare(kind, flush=False, **options):
         # In a flush, rank 0 has no batch at all.
         own = data[:0] if flush and rank == 0 else data
-        loss, step = halving_step(**options)
+        loss, step = halving_step(search=flush, **options)
         sizes = []
         for number, batch in enumerate(own):
             if number == 2 and rank == 1:

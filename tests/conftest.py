@@ -17,6 +17,13 @@ def pytest_collection_finish():
 MODES = {"graph": ms.GRAPH_MODE, "pynative": ms.PYNATIVE_MODE}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _recycled_memory():
+    """MindSpore keeps each graph, some 11 MB, for as long as the process lives, unless it is told not to."""
+    yield
+    ms.ms_memory_recycle()
+
+
 @pytest.fixture(autouse=True)
 def _graph_mode():
     """Each test starts in graph mode, whatever the one before it did."""

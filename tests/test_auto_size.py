@@ -101,10 +101,8 @@ def state(step):
 # -- as with the number written down -----------------------------------------------------------------------------------
 
 OPTIONS = {
-    "mean": {},
     "sum": {"reduction": "sum", "max_grad_norm": 0.5},
-    "count": {"count": CountNotIgnored(), "compensated": True},
-    "window": {"accumulation_steps": 2},
+    "window": {"count": CountNotIgnored(), "compensated": True, "accumulation_steps": 2},
     "noise": {"record_noise": True, "overflow": "drop_micro_batch"},
 }
 
@@ -163,8 +161,9 @@ def test_a_flush_before_the_first_batch_finds_nothing(pynative):
 
 def test_what_training_has_halved_is_remembered(pynative):
     data = [marked(one) for one in batches(16, 3)]
-    loss, step = halving_step()
+    loss, step = halving_step(search=True)
     run(step, data[:2])
+    assert step.micro_batch_size == 16
     loss.set_largest(5)
     with pytest.warns(UserWarning, match="goes on with"):
         run(step, data[2:])
@@ -223,10 +222,12 @@ def marked(batch):
     return x, y
 
 
-def halving_step(network=None, **options):
-    """A step whose third batch, marked, does not fit with the size that the first one found."""
+def halving_step(network=None, search=False, **options):
+    """A step of micro-batches of 16 samples, found by a search or as if it had been, and what lets them not fit."""
     loss = RunsOut(network or make_network("dense"))
     step = make_step(loss, micro_batch_size="auto", is_out_of_memory=says_assert_failed, **options)
+    if not search:
+        step._auto._begin(16)
     return loss, step
 
 
@@ -326,7 +327,7 @@ def test_accumulators_change_where_they_are_not_put_back(restored, monkeypatch, 
 
 def test_not_even_one_sample(pynative):
     """Nothing is lost: the window keeps its batches, and the batch can be given again."""
-    data = [marked(one) for one in batches(4, 4)]
+    data = [marked(one) for one in batches(3, 4)]
     loss, step = halving_step(accumulation_steps=4)
     run(step, data[:2])
     loss.set_largest(0)

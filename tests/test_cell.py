@@ -51,11 +51,6 @@ def test_refuses_a_network_that_is_no_cell():
         GradAccumulationCell(lambda x: x, 2)
 
 
-def test_an_option_that_does_not_exist_yet_is_not_accepted():
-    with pytest.raises(TypeError, match="'micro_batch_size' must be an int, but got 'auto'"):
-        GradAccumulationCell(loss_cell(), micro_batch_size="auto")
-
-
 def test_called_by_itself_it_is_the_network(mode):
     batch = [Tensor(value) for value in batches(6)[0]]
     np.testing.assert_array_equal(GradAccumulationCell(loss_cell(), 4)(*batch).asnumpy(), loss_cell()(*batch).asnumpy())

@@ -69,7 +69,7 @@ def test_even_sizes(samples, expected):
     assert even_sizes(samples) == expected
 
 
-@pytest.mark.parametrize("largest", [1, 2, 3, 7, 8, 10, 11, 15, 16, 31, 32])
+@pytest.mark.parametrize("largest", [1, 3, 10, 16, 31])
 def test_finds_the_largest_that_is_not_out_of_memory(largest, tried):
     assert search(Limited(make_network("dense"), largest)) == max(one for one in even_sizes(32) if one <= largest)
     assert len(tried) <= 3 + 4  # what predictions are made from, and a bisection of eleven sizes

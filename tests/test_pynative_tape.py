@@ -7,7 +7,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
-from mindspore.common.api import _pynative_executor
+from mindspore.graph.api import _pynative_executor
 from reference import batches, make_network
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, find_micro_batch_size
