@@ -351,15 +351,20 @@ def test_the_command_measures_two_processes(tmp_path):
 @pytest.mark.slow
 def test_accumulation_costs_little():
     """Ratios far above what is measured on a quiet machine, so that only a mistake exceeds them: micro-steps that run
-    eagerly, a graph that grows with the number of micro-batches, a copy of the gradients for each of them."""
+    eagerly, a graph that grows with the number of micro-batches, a copy of the gradients for each of them. Of the fastest
+    updates, because other tests run meanwhile."""
     sizes = (1, 2, 16, 64)
     settings = [Setting("mlp", "whole", 1, 256), *(Setting("mlp", "ours", size, 256) for size in sizes)]
     whole, *ours = controller.measure(settings, "mlp", rounds=5, turn=0.1, limit=60, log=lambda text: None)
     assert not any(row.note for row in (whole, *ours))
     found = dict(zip(sizes, ours, strict=True))
-    assert rows.time_ratio(ours, found[1], whole) <= 2
-    assert rows.time_ratio(ours, found[16], whole) <= 6
-    assert found[64].first_call <= 2 * found[2].first_call
+
+    def fastest(row: rows.Row) -> float:
+        return min(min(turn) for turn in row.turns)
+
+    assert fastest(found[1]) <= 3 * fastest(whole)
+    assert fastest(found[16]) <= 8 * fastest(whole)
+    assert found[64].first_call <= 3 * found[2].first_call
     assert found[64].peak - found[2].peak <= 16 * whole.weight_bytes  # 62 more micro-batches
 
 
