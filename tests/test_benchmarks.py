@@ -351,8 +351,8 @@ def test_the_command_measures_two_processes(tmp_path):
 @pytest.mark.slow
 def test_accumulation_costs_little():
     """Ratios far above what is measured on a quiet machine, so that only a mistake exceeds them: micro-steps that run
-    eagerly, a graph that grows with the number of micro-batches, a copy of the gradients for each of them. Of the fastest
-    updates, because other tests run meanwhile."""
+    eagerly, a graph that grows with the number of micro-batches, a copy of the gradients for each of them. Of the
+    fastest updates, because other tests run meanwhile."""
     sizes = (1, 2, 16, 64)
     settings = [Setting("mlp", "whole", 1, 256), *(Setting("mlp", "ours", size, 256) for size in sizes)]
     whole, *ours = controller.measure(settings, "mlp", rounds=5, turn=0.1, limit=60, log=lambda text: None)
