@@ -9,33 +9,52 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import controller, picture, report, rows, targets
+from benchmarks import controller, kernels, picture, report, targets
 from benchmarks.networks import COMPARED, NETWORKS
-from benchmarks.ways import THREADS, WAYS
+from benchmarks.rows import WHOLE, Results
+from benchmarks.ways import THREADS, WAYS, Setting
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Programs that are measured: all of these networks, ways, micro_sizes and numbers of processes."""
+
+    networks: Sequence[str] = COMPARED
+    ways: Sequence[str] = tuple(WAYS)
+    micro_sizes: Sequence[int] = (1, 4, 16, 64)
+    processes: Sequence[int] = (1, 2)
+
+
+_ALL = (
+    _Part(),
+    _Part(networks=("mlp", "cnn"), ways=(WHOLE, "ours", "torch"), micro_sizes=(16,), processes=(2, 8)),
+    _Part(networks=("wide",), ways=(WHOLE, "ours"), micro_sizes=(64,), processes=(1,)),
+)
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=COMPARED)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--micro-sizes", nargs="+", type=int, default=[1, 4, 16, 64], metavar="N")
-    parser.add_argument("--batch", type=int, help="samples in a batch (default: each network's own)")
-    parser.add_argument(
-        "--processes", nargs="+", type=int, default=[1, 2], metavar="N", help="ranks that share a batch (default: 1 2)"
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=f"{__doc__} All that there are targets for, or what the first four options choose.",
     )
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS)
+    parser.add_argument("--ways", nargs="+", choices=WAYS)
+    parser.add_argument("--micro-sizes", nargs="+", type=int, metavar="N")
+    parser.add_argument("--processes", nargs="+", type=int, metavar="N", help="ranks that share a batch")
+    parser.add_argument("--batch", type=int, help="samples in a batch (default: each network's own)")
     parser.add_argument(
         "--threads", choices=THREADS, default="tuned", help="MindSpore's, by tune_cpu_threads() or not (default: tuned)"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each program (default: 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each program, at least (default: 3)")
+    parser.add_argument("--seconds", type=float, default=60, help="and as many more as fit in these (default: 60)")
     parser.add_argument("--turn", type=float, default=0.3, help="seconds in a turn, at least one update (default: 0.3)")
-    parser.add_argument("--first-calls", type=int, default=2, help="fresh processes for each first call (default: 2)")
+    parser.add_argument("--first-calls", type=int, default=3, help="fresh processes for each first call (default: 3)")
     parser.add_argument("--limit", type=float, default=120, help="seconds a program may take to answer (default: 120)")
     parser.add_argument("--output", type=Path, help="file for the result (default: in benchmarks/results)")
-    parser.add_argument(
-        "--from", dest="kept", nargs="+", type=Path, metavar="JSON", help="measure nothing: join what runs have kept"
-    )
+    parser.add_argument("--from", dest="kept", type=Path, metavar="JSON", help="measure nothing: what a run has kept")
     return parser.parse_args()
 
 
@@ -43,50 +62,60 @@ def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _measure(options: argparse.Namespace) -> Iterator[tuple[str, list[rows.Row], rows.FirstCalls]]:
+def _measure(options: argparse.Namespace) -> Iterator[Results]:
     """What was measured so far, after each network: all of them take an hour or more, which something may end."""
-    head = report.header(rounds=options.rounds, turn=options.turn)
-    found: list[rows.Row] = []
-    first_calls: rows.FirstCalls = {}
-    for network in options.networks:
-        batch = options.batch or NETWORKS[network].batch
-        every = {"threads": options.threads, "limit": options.limit, "log": _log}
-        if "ours" in options.ways and options.first_calls:
-            first_calls[network] = controller.measure_first_calls(
-                network, batch=batch, repeats=options.first_calls, **every
-            )
-        groups = controller.groups(
-            network, options.ways, options.micro_sizes, options.processes, batch, options.threads
-        )
-        own: list[rows.Row] = []
-        for number, group in enumerate(groups):
-            name = f"{network}, group {number + 1} of {len(groups)}"
-            own += controller.measure(
-                group, name, rounds=options.rounds, turn=options.turn, limit=options.limit, log=_log
-            )
-        controller.measure_base_peaks(own, **every)
-        found += own
-        yield head, found, first_calls
+    chosen = {name: getattr(options, name) for name in ("networks", "ways", "micro_sizes", "processes")}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    every = {"threads": options.threads, "limit": options.limit, "log": _log}
+    times = {"rounds": options.rounds, "seconds": options.seconds, "turn": options.turn}
+    results = Results(report.header(**times))
+    for number, part in enumerate([_Part(**chosen)] if chosen else _ALL):
+        for network in part.networks:
+            batch = options.batch or NETWORKS[network].batch
+            if number == 0 and "ours" in part.ways and options.first_calls:
+                results.first_calls |= controller.measure_first_calls(
+                    network, batch=batch, repeats=options.first_calls, **every
+                )
+            groups = controller.groups(network, part.ways, part.micro_sizes, part.processes, batch, options.threads)
+            own = []
+            for place, group in enumerate(groups, 1):
+                name = f"{network}, part {number + 1}, group {place} of {len(groups)}"
+                own += controller.measure(group, name, **times, limit=options.limit, log=_log)
+            controller.measure_base_peaks(own, **every)
+            results.rows += own
+            yield results
+    if not chosen:
+        for network in kernels.PROFILED:
+            _log(f"{network}: kernels")
+            setting = Setting(network, "ours", kernels.MICRO_SIZE, NETWORKS[network].batch, options.threads)
+            results.kernels |= kernels.measure(setting, kernels.ROUNDS)
+        yield results
 
 
-def _text(head: str, found: Sequence[rows.Row], first_calls: rows.FirstCalls) -> str:
-    lines = "\n".join(target.line() for target in targets.targets(found, first_calls))
-    return f"{head}\n{report.table(found)}\n\n{report.explanations()}\n\ntargets, on two cores\n{lines}\n"
+def _text(results: Results) -> str:
+    parts = [results.head, report.table(results.rows), "", report.explanations()]
+    if results.kernels:
+        parts += ["", f"where an update of gaccum_ms at {kernels.MICRO_SIZE} goes, by MindSpore's profiler"]
+        parts += [kernels.table(results.kernels)]
+    parts += ["", "targets, which are for two cores", *(target.line() for target in targets.targets(results)), ""]
+    return "\n".join(parts)
 
 
 def main() -> None:
     options = _options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit runs the clean-up, a signal does not
-    for results in [rows.load(options.kept)] if options.kept else _measure(options):
-        text = _text(*results)
-        output = report.keep(text, f"cpu_{os.cpu_count()}_cores", options.output)
-        rows.save(output.with_suffix(".json"), *results)
-        if importlib.util.find_spec("matplotlib") is not None:
-            picture.draw(results[1], output.with_suffix(".png"))
+    output = options.output or report.place(f"cpu_{os.cpu_count()}_cores")
+    draws = importlib.util.find_spec("matplotlib") is not None
+    for results in [Results.load(options.kept)] if options.kept else _measure(options):
+        text = _text(results)
+        report.keep(text, output)
+        results.save(output.with_suffix(".json"))
+        if draws:
+            picture.draw(results.rows, output.with_suffix(".png"))
     print(text, end="")
-    if importlib.util.find_spec("matplotlib") is None:
+    _log(f"kept in {output}, with .json{' and .png' if draws else ''} beside it")
+    if not draws:
         _log("matplotlib is not installed: no picture")
-    _log(f"kept in {output}, with .json and .png beside it")
 
 
 if __name__ == "__main__":

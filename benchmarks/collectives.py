@@ -109,7 +109,7 @@ def main() -> None:
         counts, times = run(_HERE / "collectives_worker.py", settings, out=Path(folder), limit=options.limit)[0]
     text = "\n".join([head, counts_table(counts), times_table(times), "", *targets(counts), ""])
     print(text, end="")
-    report.keep(text, f"collectives_{PROCESSES}_processes", options.output)
+    report.keep(text, options.output or report.place(f"collectives_{PROCESSES}_processes"))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 Programs are measured in groups, because not all fit into memory at once: the whole batch, and the others at one
 micro_size. All programs of a group are built first, each alone on the machine; then they take turns, one after the
-other in every round, so that a slow minute of the machine falls on all of them alike. An idle worker sleeps in a read
-and uses no processor.
+other in every round, so that a slow minute of the machine falls on all of them alike. Each round begins with another
+program, and the first counts for nothing: caches and threads of who has waited long are cold. An idle worker sleeps in
+a read and uses no processor.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.networks import NETWORKS
-from benchmarks.rows import WHOLE, Row
-from benchmarks.targets import FIRST_CALL_SIZES
+from benchmarks.rows import WHOLE, FirstCalls, Row
+from benchmarks.targets import FIRST_CALLS
 from benchmarks.ways import WAYS, Setting, Way
 
 _ROOT = Path(__file__).resolve().parents[1]
 _WORKER = Path(__file__).with_name("worker.py")
 _ALIVE_RANKS = 10  # at one time, about, besides those of the whole batch
+_MOST_ROUNDS = 15
 _BASELINE_UPDATES = 3
 _POLL_SECONDS = 0.1
 _RANKS_LIMIT_SECONDS = 3600  # for the launcher, should this program be killed while ranks wait for each other
@@ -48,7 +50,7 @@ class WorkerError(Exception):
 def environment(setting: Setting) -> dict[str, str]:
     """The variables that a program of ours runs under: the user's before the network's."""
     own = {"GLOG_v": "3"}
-    if setting.way in WAYS and WAYS[setting.way].framework == "mindspore":  # PyTorch reads some of the same variables
+    if is_of(setting, "mindspore"):  # PyTorch reads some of the same variables
         own |= NETWORKS[setting.network].mindspore_environment
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
     return {**own, **os.environ, "PYTHONPATH": path}
@@ -122,7 +124,9 @@ class Worker:
 
     def _start(self, address: str) -> subprocess.Popen:
         command = [sys.executable]
-        if self.setting.processes > 1:
+        if self.setting.processes > 1 and is_of(self.setting, "torch"):
+            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.setting.processes}"]
+        elif self.setting.processes > 1:
             command += ["-m", "gaccum_ms.launch", "-n", str(self.setting.processes)]
             command += ["--log-dir", str(Path(self._folder.name, "log")), "--timeout", str(_RANKS_LIMIT_SECONDS)]
         with self._messages.open("wb") as messages:
@@ -191,11 +195,11 @@ def groups(
         fitting = [way for way in others if size in (WAYS[way].micro_sizes or (size,))]
         found.append([setting(way, 1) for way in base] + [setting(way, size) for way in fitting])
     ranks = [number for number in processes if 1 < number <= batch]
-    at_once = max(1, _ALIVE_RANKS // max(1, sum(ranks)))
+    parallel = [way for way in others if WAYS[way].parallel]
+    at_once = max(1, _ALIVE_RANKS // max(1, sum(ranks) * len(parallel)))
     for start in range(0, len(micro_sizes) if ranks else 0, at_once):
         group = [setting(way, 1, number) for way in base for number in ranks]
         for size in micro_sizes[start : start + at_once]:
-            parallel = [way for way in others if WAYS[way].parallel]
             group += [setting(way, min(size, batch // number), number) for way in parallel for number in ranks]
         group = list(dict.fromkeys(group))
         if group not in found:
@@ -203,8 +207,18 @@ def groups(
     return found
 
 
-def measure(settings: Sequence[Setting], group: str, *, rounds: int, turn: float, limit: float, log: Log) -> list[Row]:
-    """One row for each program of the group: `rounds` turns of about `turn` seconds each, then its peak memory."""
+def measure(
+    settings: Sequence[Setting],
+    group: str,
+    *,
+    rounds: int,
+    turn: float,
+    limit: float,
+    seconds: float = 0,
+    log: Log,
+) -> list[Row]:
+    """One row for each program of the group: turns of about `turn` seconds each, in at least `rounds` rounds and as
+    many more as `seconds` are enough for, then its peak memory."""
     rows = [Row(one.network, one.way, one.micro_size, one.processes, group, one.batch) for one in settings]
     with ExitStack() as stack:
         workers: dict[int, Worker] = {}
@@ -222,15 +236,20 @@ def measure(settings: Sequence[Setting], group: str, *, rounds: int, turn: float
             row.first_call = worker.first_call
             row.trains = worker.trains if WAYS[row.way].updates else None
             vars(row).update(worker.about)
-        for number in range(rounds):
-            log(f"{group}: round {number + 1} of {rounds}")
-            for index, worker in list(workers.items()):
+        number, begin = 0, time.monotonic()
+        while number <= rounds or (number <= _MOST_ROUNDS and time.monotonic() - begin < seconds):
+            log(f"{group}: round {number}")
+            order = list(workers)
+            for index in order[number % len(order) :] + order[: number % len(order)] if order else ():
                 try:
-                    rows[index].turns.append(worker.turn(turn))
+                    times = workers[index].turn(turn)
                 except WorkerError as error:
                     rows[index].note = str(error)
                     rows[index].turns.clear()  # turns are paired by round: half of them would pair wrongly
                     workers.pop(index).close()
+                else:
+                    rows[index].turns += [times] if number else []
+            number += 1
         for index, worker in workers.items():
             rows[index].peak = worker.peak()
     return rows
@@ -241,8 +260,8 @@ def measure_base_peaks(rows: Iterable[Row], *, threads: str, limit: float, log: 
     optimizer's state and accumulators. Programs of several ranks are left out."""
     peaks: dict[Setting, int | str] = {}
     for row in rows:
-        if row.peak is None or row.processes > 1:
-            continue
+        if row.peak is None or row.processes > 1 or row.micro_size >= row.batch:
+            continue  # of ranks, or with micro-batches of one sample itself
         setting = Setting(row.network, row.way, row.micro_size, row.micro_size, threads)
         if setting not in peaks:
             log(f"{row.network}: memory of {row.way} at {row.micro_size} micro-batches of one sample")
@@ -259,22 +278,23 @@ def measure_base_peaks(rows: Iterable[Row], *, threads: str, limit: float, log: 
             row.base_peak = found
 
 
-def measure_first_calls(
-    network: str, *, batch: int, threads: str, repeats: int, limit: float, log: Log
-) -> dict[int, list[float]]:
-    """Seconds of our first call in fresh processes, few and many micro-batches in turns."""
-    seconds: dict[int, list[float]] = {size: [] for size in FIRST_CALL_SIZES}
-    setting = Setting(network, "ours", 1, batch, threads)
+def measure_first_calls(network: str, *, batch: int, threads: str, repeats: int, limit: float, log: Log) -> FirstCalls:
+    """Seconds of first calls in fresh processes, in turns."""
+    seconds: FirstCalls = {(network, way, size): [] for way, size in FIRST_CALLS}
     for number in range(repeats):
         # Now one is first, now the other: whoever comes second finds a warmer machine.
-        for size in FIRST_CALL_SIZES if number % 2 == 0 else reversed(FIRST_CALL_SIZES):
-            log(f"{network}: first call of ours in a fresh process, micro_size {size} ({number + 1} of {repeats})")
+        for way, size in FIRST_CALLS if number % 2 == 0 else reversed(FIRST_CALLS):
+            log(f"{network}: first call of {way} in a fresh process, micro_size {size} ({number + 1} of {repeats})")
             try:
-                with Worker(replace(setting, micro_size=size), limit) as worker:
-                    seconds[size].append(worker.first_call)
+                with Worker(Setting(network, way, size, batch, threads), limit) as worker:
+                    seconds[network, way, size].append(worker.first_call)
             except WorkerError as error:
-                log(f"{network}: micro_size {size}: {error}")
+                log(f"{network}, {way}, micro_size {size}: {error}")
     return seconds
+
+
+def is_of(setting: Setting, framework: str) -> bool:
+    return setting.way in WAYS and WAYS[setting.way].framework == framework
 
 
 def is_installed(way: Way) -> bool:

@@ -110,7 +110,8 @@ def main() -> None:
         for line in _lines(network, options.batch or NETWORKS[network].batch, options.micro_sizes, options.limit):
             print(line, flush=True)
             lines.append(line)
-    output = report.keep("".join(f"{line}\n" for line in lines), "memory", options.output)
+    output = options.output or report.place("memory")
+    report.keep("".join(f"{line}\n" for line in lines), output)
     print(f"kept in {output}", file=sys.stderr)
 
 

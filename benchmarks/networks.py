@@ -84,7 +84,6 @@ NETWORKS: dict[str, Network] = {
         (TOKENS,),
         tokens=True,
     ),
-    # For what memory accumulation adds: weights that dwarf all else, and the same graph with none to speak of.
+    # For what memory accumulation adds: weights that dwarf all else.
     "wide": Network("wide", "4096-4096-4096-4096-4096-10", 64, (4096,)),
-    "narrow": Network("narrow", "32-32-32-32-32-10", 64, (32,)),
 }

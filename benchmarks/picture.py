@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.networks import COMPARED
-from benchmarks.rows import WHOLE, Row
+from benchmarks.rows import WHOLE, Row, find, growth_ratio, time_ratio, whole_of
 from benchmarks.ways import WAYS
 
 # Okabe and Ito's colours, which most people can tell apart, and markers for those who cannot.
@@ -23,40 +23,52 @@ STYLES = {
     "boost": ("#009E73", "P"),
     "mindcv": ("#F0E442", "*"),
 }
-_PANELS: dict[str, Callable[[Row], float | None]] = {
-    "time per update, ms": lambda row: None if row.seconds is None else row.seconds * 1e3,
-    "growth of peak memory, MB": lambda row: None if row.growth is None else row.growth / 1e6,
-    "first call, s": lambda row: row.first_call,
-}
+Value = Callable[[Sequence[Row], Row], float | None]
 
 
-def points(rows: Sequence[Row], way: str, value: Callable[[Row], float | None]) -> list[tuple[int, float]]:
+def _time(rows: Sequence[Row], row: Row) -> float | None:
+    return time_ratio(rows, row, whole_of(rows, row))
+
+
+def _memory(rows: Sequence[Row], row: Row) -> float | None:
+    return growth_ratio(row, find(rows, row.network, WHOLE))
+
+
+# A panel's label, the number of processes, and what it shows. Times as ratios: groups ran at different times.
+PANELS: list[tuple[str, int, Value]] = [
+    ("time per update, of the whole batch's", 1, _time),
+    ("the same on two processes", 2, _time),
+    ("growth of peak memory, of the whole batch's", 1, _memory),
+    ("first call, s", 1, lambda rows, row: row.first_call),
+]
+
+
+def points(rows: Sequence[Row], way: str, processes: int, value: Value) -> list[tuple[int, float]]:
     """A way's line: the median at each micro_size, of the groups that it was measured in."""
     found: dict[int, list[float]] = {}
     for row in rows:
-        measured = value(row) if row.way == way else None
+        measured = value(rows, row) if (row.way, row.processes) == (way, processes) else None
         if measured is not None:
             found.setdefault(row.micro_size, []).append(measured)
     return [(size, median(values)) for size, values in sorted(found.items())]
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """The compared networks, programs of one process alone."""
+    """A line of panels for each of the compared networks."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = [row for row in rows if row.processes == 1 and row.network in COMPARED]
     networks = [network for network in COMPARED if any(row.network == network for row in rows)]
-    figure = Figure(figsize=(15, 1.5 + 3.5 * max(1, len(networks))), layout="constrained")
+    figure = Figure(figsize=(20, 1.5 + 3.5 * max(1, len(networks))), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(max(1, len(networks)), len(_PANELS), squeeze=False)
+    panels = figure.subplots(max(1, len(networks)), len(PANELS), squeeze=False)
     drawn = {}
     for network, line in zip(networks, panels, strict=False):
         own = [row for row in rows if row.network == network]
         sizes = sorted({row.micro_size for row in own})
-        for panel, (label, value) in zip(line, _PANELS.items(), strict=True):
+        for panel, (label, processes, value) in zip(line, PANELS, strict=True):
             for way, (color, marker) in STYLES.items():
-                if not (found := points(own, way, value)):
+                if not (found := points(own, way, processes, value)):
                     continue
                 bare = not WAYS[way].updates
                 style = {"color": color, "marker": marker, "linestyle": ":" if bare else "-"}

@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def machine(title: str, packages: Iterable[str], threads: str = "as the framewor
             title,
             "",
             f"date      {datetime.datetime.now():%Y-%m-%d %H:%M}",
-            f"versions  python {platform.python_version()}, "
+            f"versions  {_revision()}, python {platform.python_version()}, "
             + ", ".join(f"{name} {_version(name)}" for name in packages),
             f"machine   {_cpu_model()}, {cores} cores, load average {os.getloadavg()[0]:.1f} when the run began",
             f"threads   {threads}",
@@ -38,7 +39,7 @@ def machine(title: str, packages: Iterable[str], threads: str = "as the framewor
     )
 
 
-def header(*, rounds: int, turn: float) -> str:
+def header(*, rounds: int, seconds: float, turn: float) -> str:
     return "\n".join(
         [
             machine(
@@ -46,8 +47,9 @@ def header(*, rounds: int, turn: float) -> str:
                 ("mindspore", "torch", "mindcv", "numpy"),
                 "above each table",
             ),
-            f"settings  Momentum, float32, graph mode but where the way says PyNative; {rounds} rounds, in each every "
-            f"program of a group in turn for {turn:g} s, at least one update",
+            f"settings  Momentum, float32, graph mode but where the way says PyNative; at least {rounds} rounds, and "
+            f"as many more as fit in {seconds:g} s, in each every program of a group in turn for {turn:g} s, at least "
+            f"one update; a round before them counts for nothing",
         ]
     )
 
@@ -63,9 +65,9 @@ def table(rows: Sequence[Row]) -> str:
         used = [f"{key}={os.environ.get(key, value)}" for key, value in NETWORKS[network].mindspore_environment.items()]
         lines += [f"MindSpore under {', '.join(used)}; PyTorch without, unless set outside"] if used else []
         lines += [f"threads: {used}" for used in dict.fromkeys(row.threads for row in own if row.threads)]
-        lines.append(_titles("x fewest" if parallel else "x torch"))
+        lines.append(_titles())
         for group in dict.fromkeys(row.group for row in own):
-            lines.append("-" * len(_titles("")))
+            lines.append("-" * len(_titles()))
             lines += [_line(row, rows) for row in own if row.group == group]
     return "\n".join(lines)
 
@@ -75,32 +77,32 @@ def explanations() -> str:
         [
             "ms/update    median over rounds; 'x whole' is the median of the ratios within each round to the whole",
             "             batch, which took turns with the rows below it; 'x torch' is to PyTorch's loop at the same",
-            "             micro_size, 'x fewest' to the same way on the fewest processes",
+            "             micro_size, on as many processes, and of the bare forward and backward to PyTorch's own",
             "first call   compiling and one update, importing not counted. Of ways that are called once for each",
             "             micro-batch, all calls of the first update",
             "memory       growth of the process's peak resident size above the same program's at micro-batches of one",
-            "             sample: the framework, compiling, weights, optimizer state and accumulators are in both",
+            "             sample: the framework, compiling, weights, optimizer state and accumulators are in both;",
+            "             where micro-batches are of one sample, there is nothing to compare",
             "trains       whether the first update changed the weights. MindSpore's nn.GradAccumulationCell trains in",
             "             semi-auto and auto parallel mode alone: here it never does, so it is not charged for adding",
-            "             gradients up. The bare forward and backward has no optimizer and no accumulators: it is what",
-            "             the framework's own kernels cost; at 16, where it runs on one micro-batch after",
-            "             the other, with 16 calls from Python",
+            "             gradients up. The bare forward and backward has no optimizer and no accumulators: the",
+            "             framework's kernels, and as many calls from Python as there are micro-batches, each of which",
+            "             returns all gradients",
         ]
     )
 
 
-def _titles(other: str) -> str:
+def _titles() -> str:
     return (
-        f"{'way':<40}{'processes':>10}{'micro_size':>11}{'ms/update':>11}{'x whole':>9}{other:>9}{'first call':>12}"
+        f"{'way':<40}{'processes':>10}{'micro_size':>11}{'ms/update':>11}{'x whole':>9}{'x torch':>9}{'first call':>12}"
         f"{'memory MB':>11}{'x whole':>9}{'trains':>8}"
     )
 
 
 def _line(row: Row, rows: Sequence[Row]) -> str:
     whole = whole_of(rows, row)
-    other = find(rows, row.network, "torch", row.micro_size)
-    if row.processes > 1:
-        other = next(one for one in rows if (one.group, one.way) == (row.group, row.way))
+    theirs = "torch" if WAYS[row.way].updates else "torch_forward_backward"
+    other = find(rows, row.network, theirs, row.micro_size, row.processes)
     cells = [
         f"{WAYS[row.way].title:<40}{row.processes:>10}{row.micro_size:>11}",
         _number(row.seconds, 11, 1, 1e3),
@@ -119,6 +121,17 @@ def _number(value: float | None, width: int, digits: int, scale: float = 1.0) ->
     return f"{'-':>{width}}" if value is None else f"{value * scale:>{width}.{digits}f}"
 
 
+def _revision() -> str:
+    """Of the code that was measured."""
+    git = ["git", "-C", str(Path(__file__).resolve().parents[1])]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
+        changes = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "gaccum_ms, not from a git checkout"
+    return f"gaccum_ms {head.strip()}{' with changes' if changes else ''}"
+
+
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
@@ -135,9 +148,11 @@ def _cpu_model() -> str:
     return names[0] if names else platform.machine()
 
 
-def keep(text: str, name: str, output: Path | None) -> Path:
-    """Write a result to `output` , or, under its name and today's date, among those that are kept; returns where."""
-    output = output or _RESULTS / f"{name}_{datetime.date.today()}.txt"
+def place(name: str) -> Path:
+    """Of a result, under its name and today's date, among those that are kept."""
+    return _RESULTS / f"{name}_{datetime.date.today()}.txt"
+
+
+def keep(text: str, output: Path) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(text)
-    return output

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 WHOLE = "whole"  # the way that the others are compared with
 
-# Seconds of our first call in fresh processes, by network and micro_size.
-FirstCalls = dict[str, dict[int, list[float]]]
+# Seconds of first calls in fresh processes, by network, way and micro_size.
+FirstCalls = dict[tuple[str, str, int], list[float]]
 
 
 @dataclass
@@ -48,17 +49,37 @@ class Row:
         return None if self.peak is None or self.base_peak is None else self.peak - self.base_peak
 
 
+@dataclass
+class Results:
+    """All that one run has measured. `kernels` is what kernels.py finds, by network."""
+
+    head: str
+    rows: list[Row] = field(default_factory=list)
+    first_calls: FirstCalls = field(default_factory=dict)
+    kernels: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def save(self, path: Path) -> None:
+        calls = [[*key, seconds] for key, seconds in self.first_calls.items()]
+        path.write_text(json.dumps({**asdict(self), "first_calls": calls}))
+
+    @classmethod
+    def load(cls, path: Path) -> Results:
+        kept = json.loads(path.read_text())
+        first_calls = {(network, way, size): seconds for network, way, size, seconds in kept["first_calls"]}
+        return cls(kept["head"], [Row(**row) for row in kept["rows"]], first_calls, kept["kernels"])
+
+
 def find(rows: Iterable[Row], network: str, way: str, micro_size: int = 1, processes: int = 1) -> Row | None:
     wanted = (network, way, micro_size, processes)
     return next((row for row in rows if (row.network, row.way, row.micro_size, row.processes) == wanted), None)
 
 
-def _paired(row: Row, base: Row) -> float | None:
-    """The median of the rounds' ratios: two turns of one round see the same machine, and two medians over all rounds
-    need not."""
-    if not row.turns or len(row.turns) != len(base.turns):
-        return None
-    return median(median(own) / median(other) for own, other in zip(row.turns, base.turns, strict=True))
+def round_ratios(row: Row | None, base: Row | None) -> list[float]:
+    """How many times the time of `base` a row takes, in each round: two turns of one round see the same machine, and
+    two medians over all rounds need not. Nothing for rows of two groups."""
+    if row is None or base is None or row.group != base.group or len(row.turns) != len(base.turns):
+        return []
+    return [median(own) / median(other) for own, other in zip(row.turns, base.turns, strict=True)]
 
 
 def time_ratio(rows: Sequence[Row], row: Row | None, base: Row | None) -> float | None:
@@ -67,12 +88,16 @@ def time_ratio(rows: Sequence[Row], row: Row | None, base: Row | None) -> float 
     if row is None or base is None:
         return None
     if row.group == base.group:
-        return _paired(row, base)
+        return _median(round_ratios(row, base))
     own, other = whole_of(rows, row), whole_of(rows, base)
     if own is None or other is None or (own.network, own.processes) != (other.network, other.processes):
         return None
-    above, below = _paired(row, own), _paired(base, other)
+    above, below = _median(round_ratios(row, own)), _median(round_ratios(base, other))
     return above / below if above and below else None
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return median(values) if values else None
 
 
 def growth_ratio(row: Row | None, base: Row | None) -> float | None:
@@ -85,19 +110,3 @@ def whole_of(rows: Iterable[Row], row: Row) -> Row | None:
     """The whole batch that took turns with a row."""
     mates = [one for one in rows if (one.group, one.network, one.processes) == (row.group, row.network, row.processes)]
     return find(mates, row.network, WHOLE, 1, row.processes)
-
-
-def save(path: Path, head: str, rows: Sequence[Row], first_calls: FirstCalls) -> None:
-    path.write_text(json.dumps({"head": head, "rows": [asdict(row) for row in rows], "first_calls": first_calls}))
-
-
-def load(paths: Sequence[Path]) -> tuple[str, list[Row], FirstCalls]:
-    """What several runs measured, together. No two of their groups are one."""
-    heads, rows, first_calls = [], [], {}
-    for number, path in enumerate(paths):
-        kept = json.loads(path.read_text())
-        heads.append(kept["head"])
-        rows += [Row(**{**row, "group": f"{number}: {row['group']}"}) for row in kept["rows"]]
-        for network, sizes in kept["first_calls"].items():
-            first_calls[network] = {int(size): seconds for size, seconds in sizes.items()}
-    return "\n\n".join(heads), rows, first_calls

@@ -213,7 +213,7 @@ def main() -> None:
     parts = [head, collectives_table(rows), compile_table(rows + deep_rows), _EXPLANATIONS, "\n".join(targets(rows))]
     text = "\n\n".join(parts) + "\n"
     print(text, end="")
-    report.keep(text, f"semi_auto_{RANKS}_devices", options.output)
+    report.keep(text, options.output or report.place(f"semi_auto_{RANKS}_devices"))
 
 
 if __name__ == "__main__":

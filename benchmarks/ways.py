@@ -7,6 +7,7 @@ process.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -219,21 +220,28 @@ def _torch_program(setting: Setting, update: bool) -> Program:
 
     torch.manual_seed(0)
     network = NETWORKS[setting.network]
+    net, loss_fn = network.torch(), network.torch_loss()
+    rank = 0
+    if setting.processes > 1:
+        torch.distributed.init_process_group("gloo")  # with what torchrun has set
+        rank = torch.distributed.get_rank()
+        net = torch.nn.parallel.DistributedDataParallel(net)
     micro_batches = [
         (torch.from_numpy(inputs), torch.from_numpy(labels).long())
-        for inputs, labels in _batches(setting, rank=0, successive=True)
+        for inputs, labels in _batches(setting, rank, successive=True)
     ]
-    net, loss_fn = network.torch(), network.torch_loss()
     optimizer = torch.optim.SGD(net.parameters(), LEARNING_RATE, MOMENTUM)
 
     def step() -> float:
         optimizer.zero_grad()
         total = 0.0
-        for inputs, labels in micro_batches:
+        for number, (inputs, labels) in enumerate(micro_batches, 1):
             if not update:
                 optimizer.zero_grad()
-            loss = loss_fn(net(inputs), labels) / setting.micro_size
-            loss.backward()
+            shared = setting.processes == 1 or number == len(micro_batches)  # gradients are reduced once
+            with contextlib.nullcontext() if shared else net.no_sync():
+                loss = loss_fn(net(inputs), labels) / setting.micro_size
+                loss.backward()
             total += loss.item()
         if update:
             optimizer.step()
@@ -265,14 +273,14 @@ WAYS: dict[str, Way] = {
     "ours": Way("gaccum_ms", ("mindspore",), _ours, parallel=True),
     "jit": Way("gaccum_ms, PyNative, jit=True", ("mindspore",), _jit, _FEW_SIZES),
     "noise": Way("gaccum_ms, recording noise", ("mindspore",), _recording_noise, (16,)),
-    "torch": Way("PyTorch, eager loop", ("torch",), _torch),
+    "torch": Way("PyTorch, eager loop", ("torch",), _torch, parallel=True),
     "forward_backward": Way(
         "MindSpore, bare forward and backward", ("mindspore",), _forward_backward, _FEW_SIZES, updates=False
     ),
     "torch_forward_backward": Way(
         "PyTorch, bare forward and backward", ("torch",), _torch_forward_backward, _FEW_SIZES, updates=False
     ),
-    "mindspore": Way("MindSpore's nn.GradAccumulationCell", ("mindspore",), _framework),
-    "boost": Way("boost.GradientAccumulation", ("mindspore",), _boost),
-    "mindcv": Way("mindcv.utils.TrainStep", ("mindspore", "mindcv"), _mindcv),
+    "mindspore": Way("MindSpore's nn.GradAccumulationCell", ("mindspore",), _framework, parallel=True),
+    "boost": Way("boost.GradientAccumulation", ("mindspore",), _boost, parallel=True),
+    "mindcv": Way("mindcv.utils.TrainStep", ("mindspore", "mindcv"), _mindcv, parallel=True),
 }

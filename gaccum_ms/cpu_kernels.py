@@ -71,7 +71,9 @@ def all_finite(gradients: tuple[ms.Tensor, ...]) -> ms.Tensor:
 
 @_times_zero.register("Tensor")
 def _times_zero_of_one(gradient: ms.Tensor) -> ms.Tensor:
-    zeros = ops.cast(gradient, ms.float32) * 0.0
+    if gradient.dtype != ms.float64:
+        gradient = ops.cast(gradient, ms.float32)
+    zeros = gradient * 0.0
     if gradient.ndim > 1:
         zeros = ops.reduce_sum(zeros.reshape((gradient.shape[0], -1)), 1)
-    return ops.reduce_sum(zeros)
+    return ops.cast(ops.reduce_sum(zeros), ms.float32)

@@ -79,10 +79,10 @@ def _cores_of_this_process() -> int:
     given = os.environ.get("OMP_NUM_THREADS")
     if given is None:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        return int(given.split(",")[0])  # OpenMP has a number for each level of nesting
-    except ValueError:
+    first = given.split(",")[0].strip()  # OpenMP has a number for each level of nesting
+    if not first.isdecimal() or not int(first):
         raise ValueError(
             f"For 'tune_cpu_threads', the environment variable OMP_NUM_THREADS must be a positive number, but got "
             f"'{given}'. Correct or unset it, or give 'cores'."
-        ) from None
+        )
+    return int(first)

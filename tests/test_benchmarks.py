@@ -16,10 +16,10 @@ import psutil
 import pytest
 from mindspore import Tensor
 
-from benchmarks import collectives, controller, kernels, picture, report, rows, targets
+from benchmarks import collectives, controller, picture, report, rows, targets
 from benchmarks.controller import Worker, WorkerError
 from benchmarks.networks import COMPARED, NETWORKS
-from benchmarks.rows import Row
+from benchmarks.rows import Results, Row
 from benchmarks.targets import Target
 from benchmarks.ways import WAYS, Setting
 
@@ -40,15 +40,17 @@ GOOD: dict[str, float] = {
     **{"mlp noise 16": 1.98, "cnn noise 16": 0.93},
     **{f"{network} first call 64": 1.09 for network in COMPARED},
     **{f"{network} first call 16": 0.39 for network in COMPARED},
-    **{"cnn growth": 90, "cnn torch growth": 95, "wide beyond": 59, "narrow beyond": 10},
+    **{"cnn growth": 90, "cnn torch growth": 95, "wide beyond": 44},
     **{"mlp ours 8 processes": 1.4, "cnn ours 8 processes": 1.4},
+    **{"mlp share": 0.15, "mlp, clipping share": 0.15, "cnn share": 0.01, "cnn, clipping share": 0.01},
+    **{"mlp dispatch": 0.25},
 }
 
 
-def made_up(numbers: dict[str, float]) -> tuple[list[Row], rows.FirstCalls]:
+def made_up(numbers: dict[str, float]) -> Results:
     found: list[Row] = []
     for network in NETWORKS:
-        group = {"batch": 256, "trains": True, "weight_bytes": 45 * MB, "batch_bytes": 5 * MB, "base_peak": 500 * MB}
+        group = {"batch": 256, "trains": True, "weight_bytes": 45 * MB, "base_peak": 500 * MB}
         # Each group of 16 ran on a machine half as fast as that of 1: only ratios within a group mean anything.
         whole = Row(network, "whole", 1, group="1", turns=[[1.0]] * 3, peak=1500 * MB, **group)
         found += [whole, replace(whole, group="16", turns=[[2.0]] * 3)]
@@ -63,28 +65,35 @@ def made_up(numbers: dict[str, float]) -> tuple[list[Row], rows.FirstCalls]:
                 row.peak = int((500 + numbers.get(f"{network} {key}", 0)) * MB)
             if row.network == network and (row.way, row.micro_size) == ("torch", 1):
                 row.peak = 1500 * MB
-            if row.network == network and (row.way, row.micro_size) == ("ours", 16):
-                row.first_call = numbers.get(f"{network} first call 16")
-        found.append(Row(network, "mindspore", 16, group="own", first_call=1.0))
         if f"{network} beyond" in numbers:
             single = Row(network, "ours", 64, group="64", **group)
             single.peak = int((500 + numbers[f"{network} beyond"]) * MB)
             found.append(single)
         if f"{network} ours 8 processes" in numbers:
+            found.append(Row(network, "ours", 16, 2, group="two ranks", turns=[[9.0]] * 3))
             found.append(Row(network, "ours", 16, 2, group="ranks", turns=[[1.0]] * 3))
             found.append(
                 Row(network, "ours", 16, 8, group="ranks", turns=[[numbers[f"{network} ours 8 processes"]]] * 3)
             )
-    return found, {network: {2: [1.0, 1.0, 9.0], 64: [numbers[f"{network} first call 64"]] * 3} for network in COMPARED}
+    first_calls = {}
+    for network in COMPARED:
+        first_calls |= {(network, "ours", 2): [1.0, 1.0, 9.0], (network, "mindspore", 16): [9.0, 1.0, 1.0]}
+        for size in (16, 64):
+            first_calls[network, "ours", size] = [numbers[f"{network} first call {size}"]] * 3
+    profiled = {
+        network: {what: numbers.get(f"{network} {what}", 0.0) for what in ("share", "dispatch")}
+        for network in ("mlp", "mlp, clipping", "cnn", "cnn, clipping")
+    }
+    return Results("head", found, first_calls, profiled)
 
 
 def failed(numbers: dict[str, float]) -> list[str]:
-    return [target.text for target in targets.targets(*made_up(numbers)) if not target.passed]
+    return [target.text for target in targets.targets(made_up(numbers)) if not target.passed]
 
 
 def test_targets_pass_on_good_numbers():
     assert failed(GOOD) == []
-    assert all(target.line().startswith("PASS") for target in targets.targets(*made_up(GOOD)))
+    assert all(target.line().startswith("PASS") for target in targets.targets(made_up(GOOD)))
 
 
 @pytest.mark.parametrize(
@@ -106,8 +115,11 @@ def test_targets_pass_on_good_numbers():
         *[({f"{one} first call 16": 0.41}, f"{one}: first call at 16, of MindSpore's own") for one in COMPARED],
         ({"cnn growth": 101, "cnn torch growth": 101}, "cnn: memory growth at 16, of the whole batch's"),
         ({"cnn torch growth": 89}, "cnn: the same, at most PyTorch's own"),
-        ({"wide beyond": 61}, "wide: memory at 64 micro-batches of one sample, beyond"),
+        ({"wide beyond": 46}, "wide: memory at 64 micro-batches of one sample, beyond"),
         *[({f"{one} ours 8 processes": 1.6}, f"{one}: 8 processes, of 2 processes") for one in ("mlp", "cnn")],
+        *[({f"{one} share": 0.151}, f"{one}: time in accumulation's") for one in ("mlp", "mlp, clipping")],
+        *[({f"{one} share": 0.011}, f"{one}: time in accumulation's") for one in ("cnn", "cnn, clipping")],
+        ({"mlp dispatch": 0.251}, "mlp: time of an update at 16 that is in no kernel"),
     ],
 )
 def test_each_bad_number_fails_its_own_target_alone(bad, target):
@@ -115,8 +127,8 @@ def test_each_bad_number_fails_its_own_target_alone(bad, target):
 
 
 def test_what_was_not_measured_does_not_pass():
-    found = targets.targets([], {"cnn": {2: [1.0], 64: []}})
-    assert len(found) == len(targets.targets(*made_up(GOOD)))
+    found = targets.targets(Results("head", first_calls={("cnn", "ours", 2): [1.0], ("cnn", "ours", 64): []}))
+    assert len(found) == len(targets.targets(made_up(GOOD)))
     assert not any(target.passed for target in found)
     assert all(target.line().startswith("not measured") for target in found)
 
@@ -125,6 +137,19 @@ def test_a_target_is_met_at_its_limit():
     assert Target("", 1.05, 1.05).passed
     assert not Target("", 1.0501, 1.05).passed
     assert not Target("", 1.0, None).passed
+
+
+def test_a_target_says_how_far_its_rounds_are_apart():
+    whole = Row("cnn", "whole", 1, group="16", turns=[[1.0], [1.0], [2.0]])
+    ours = Row("cnn", "ours", 16, group="16", turns=[[0.8], [0.9], [2.4]])
+    earlier = Row("cnn", "whole", 1, group="1", turns=[[9.0]] * 3)
+    (line,) = (
+        target.line()
+        for target in targets.targets(Results("", [earlier, whole, ours]))
+        if target.text == "cnn: update at 16, of the whole batch's"
+    )
+    assert line.startswith("PASS")
+    assert line.endswith(": 0.900 (at most 0.900), 3 rounds: 0.80 to 1.20")
 
 
 def test_ratio_pairs_the_rounds():
@@ -145,16 +170,33 @@ def test_ratio_of_two_groups_is_by_the_whole_batch_in_each():
     assert rows.time_ratio([*first, Row("cnn", "whole", 1, group="2", turns=[[4.0]])], ours, torch) is None
 
 
-def test_runs_are_kept_and_joined(tmp_path):
-    """Two runs call their groups the same, and must not be paired."""
-    for name, network, seconds in (("one", "mlp", 1.0), ("two", "cnn", 2.0)):
-        row = Row(network, "whole", 1, group="group 1", turns=[[seconds]], first_call=1.0, trains=True)
-        rows.save(tmp_path / f"{name}.json", f"head {name}", [row], {network: {2: [1.0], 64: [seconds]}})
-    head, found, first_calls = rows.load([tmp_path / "one.json", tmp_path / "two.json"])
-    assert head == "head one\n\nhead two"
-    assert [(row.network, row.seconds, row.first_call) for row in found] == [("mlp", 1.0, 1.0), ("cnn", 2.0, 1.0)]
-    assert found[0].group != found[1].group
-    assert first_calls == {"mlp": {2: [1.0], 64: [1.0]}, "cnn": {2: [1.0], 64: [2.0]}}
+def test_what_is_kept_is_read_again(tmp_path):
+    results = made_up(GOOD)
+    results.save(tmp_path / "kept.json")
+    assert Results.load(tmp_path / "kept.json") == results
+
+
+def test_table_compares_with_pytorch_at_the_same_micro_size_and_processes():
+    found = [
+        Row("mlp", "torch", 4, 1, "one", turns=[[0.5]]),
+        Row("mlp", "torch", 1, 2, "two", turns=[[9.0]]),
+        Row("mlp", "torch", 4, 2, "two", turns=[[2.0]]),
+        Row("mlp", "ours", 4, 2, "two", turns=[[3.0]]),
+        Row("cnn", "torch", 4, 1, "bare", turns=[[7.0]]),
+        Row("cnn", "torch_forward_backward", 4, 1, "bare", turns=[[2.0]]),
+        Row("cnn", "forward_backward", 4, 1, "bare", turns=[[5.0]]),
+    ]
+    shown = [line[40:].split()[:5] for line in report.table(found).splitlines() if line.startswith(("gacc", "MindSp"))]
+    shown = [numbers for numbers in shown if numbers and numbers[-1] != "outside"]
+    assert [numbers[-1] for numbers in shown] == ["1.50", "2.50"]
+
+
+def test_memory_at_micro_batches_of_one_sample_is_not_compared_with_itself():
+    log: list[str] = []
+    row = Row("mlp", "ours", 8, batch=8, peak=1)
+    controller.measure_base_peaks([row], threads="tuned", limit=60, log=log.append)
+    assert log == []
+    assert row.growth is None
 
 
 def test_table_says_why_a_number_is_missing_and_what_does_not_train():
@@ -180,11 +222,13 @@ def test_a_group_is_the_whole_batch_and_all_ways_at_one_micro_size():
 
 def test_ranks_share_a_batch_and_take_turns():
     """32 samples on 8 ranks are 4 for each: no rank can have 16 micro-batches."""
+    others = ["ours", "torch", "mindspore", "boost", "mindcv"]
     found = controller.groups("mlp", list(WAYS), [1, 16, 64], [2, 8], 32, "tuned")
     assert [[(one.way, one.micro_size, one.processes) for one in group] for group in found] == [
-        [("whole", 1, 2), ("whole", 1, 8), ("ours", size, 2), ("ours", min(size, 4), 8)] for size in (1, 16)
+        [("whole", 1, 2), ("whole", 1, 8)] + [one for way in others for one in [(way, size, 2), (way, min(size, 4), 8)]]
+        for size in (1, 16)
     ]
-    (two,) = controller.groups("mlp", list(WAYS), [1, 16, 64], [2], 32, "tuned")
+    (two,) = controller.groups("mlp", ["whole", "ours"], [1, 16, 64], [2], 32, "tuned")
     assert [(one.way, one.micro_size) for one in two] == [("whole", 1), ("ours", 1), ("ours", 16)]
     joint, _ = Setting("mlp", "ours", 1, 32).data(0)
     shares = [Setting("mlp", "ours", 1, 32, processes=8).data(rank)[0] for rank in range(8)]
@@ -192,14 +236,19 @@ def test_ranks_share_a_batch_and_take_turns():
 
 
 def test_picture_has_a_line_for_each_way():
+    """The median of a program's groups, each compared with its own whole batch."""
     found = [
-        Row("mlp", "ours", 4, turns=[[1.0]]),
-        Row("mlp", "ours", 1, turns=[[3.0]]),
-        Row("mlp", "ours", 1, turns=[[5.0]]),
-        Row("mlp", "ours", 16, note="failed"),
+        Row("mlp", "whole", 1, group="a", turns=[[1.0]]),
+        Row("mlp", "whole", 1, group="b", turns=[[2.0]]),
+        Row("mlp", "ours", 4, group="b", turns=[[2.0]]),
+        Row("mlp", "ours", 1, group="a", turns=[[3.0]]),
+        Row("mlp", "ours", 1, group="b", turns=[[10.0]]),
+        Row("mlp", "ours", 16, group="a", note="failed"),
+        Row("mlp", "ours", 16, 2, group="c", turns=[[1.0]]),
     ]
-    assert picture.points(found, "ours", lambda row: row.seconds) == [(1, 4.0), (4, 1.0)]
-    assert picture.points(found, "torch", lambda row: row.seconds) == []
+    (_, processes, time), *_ = picture.PANELS
+    assert picture.points(found, "ours", processes, time) == [(1, 4.0), (4, 1.0)]
+    assert picture.points(found, "torch", processes, time) == []
     assert set(picture.STYLES) == set(WAYS)
     assert len({color for color, _ in picture.STYLES.values()}) == len(WAYS)
 
@@ -321,15 +370,55 @@ def test_the_command_measures_every_program(tmp_path):
     kept = json.loads((tmp_path / "result.json").read_text())["rows"]
     assert [row["micro_size"] for row in kept] == [1, 1, 1, 2]
 
-    joined = run_command(tmp_path / "again.txt", f"--from {tmp_path / 'result.json'}")  # measures nothing
-    assert joined == lines
+    again = run_command(tmp_path / "again.txt", f"--from {tmp_path / 'result.json'}")  # measures nothing
+    assert again == lines
+
+
+def test_first_calls_are_measured_in_turns():
+    """Of ours, and of MindSpore's own cell."""
+    log: list[str] = []
+    found = controller.measure_first_calls("mlp", batch=64, threads="tuned", repeats=1, limit=100, log=log.append)
+    assert list(found) == [("mlp", *program) for program in targets.FIRST_CALLS]
+    assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in found.values()), log
+    assert controller.measure_first_calls("mlp", batch=64, threads="tuned", repeats=1, limit=0.01, log=log.append) == {
+        program: [] for program in found
+    }
+
+
+def test_rounds_go_on_for_their_seconds_and_a_program_that_fails_has_no_rounds(monkeypatch):
+    """The second program fails in its third round; the first has at least as many rounds as asked for."""
+    turn, turns = Worker.turn, []
+
+    def fails(worker: Worker, seconds: float) -> list[float]:
+        turns.append(worker.setting.micro_size)
+        if turns.count(2) == 3 and worker.setting.micro_size == 2:
+            raise WorkerError("> 1 s")
+        return turn(worker, seconds)
+
+    monkeypatch.setattr(Worker, "turn", fails)
+    settings = [Setting("mlp", "ours", size, 8) for size in (1, 2)]
+    log: list[str] = []
+    times = {"rounds": 3, "seconds": 0, "turn": 0.01, "limit": 60}
+    good, bad = controller.measure(settings, "mlp", **times, log=log.append)
+    assert (len(good.turns), good.note) == (3, "")
+    assert (bad.turns, bad.note, bad.peak) == ([], "> 1 s", None)
+    assert turns[:4] == [1, 2, 2, 1]  # each round begins with another, and the first counts for nothing
+    assert log[-4:] == [f"mlp: round {number}" for number in range(4)]
+    (longer,) = controller.measure(settings[:1], "mlp", **{**times, "seconds": 100}, log=log.append)
+    assert len(longer.turns) == 15
 
 
 @pytest.mark.distributed
-def test_two_processes_make_the_whole_batchs_updates():
-    """Each has half of the batch, so the mean of their losses is the batch's, also after two joint updates."""
+@pytest.mark.parametrize(
+    "way", [name for name, way in WAYS.items() if way.parallel and name not in ("whole", "mindspore")]
+)
+def test_two_processes_make_the_whole_batchs_updates(way):
+    """Each has half of the batch, so the mean of their losses is the batch's, also after two joint updates. MindSpore's
+    own cell never trains here."""
+    if not controller.is_installed(WAYS[way]):
+        pytest.skip(f"not installed: {', '.join(WAYS[way].packages)}")
     losses = []
-    for setting in (Setting("mlp", "whole", 1, 8), Setting("mlp", "ours", 2, 8, processes=2)):
+    for setting in (Setting("mlp", way, 1, 8), Setting("mlp", way, 2, 8, processes=2)):
         with Worker(setting, limit=100) as worker:
             losses.append(worker.loss())
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
@@ -339,7 +428,8 @@ def test_two_processes_make_the_whole_batchs_updates():
 def test_the_command_measures_two_processes(tmp_path):
     options = "--networks mlp --batch 8 --micro-sizes 2 --processes 2 --rounds 1 --turn 0.05 --first-calls 0"
     lines = run_command(tmp_path / "result.txt", f"{options} --ways whole ours torch")
-    assert [row[:2] for row in measured(lines)] == [["2", "1"], ["2", "2"]]
+    installed = controller.is_installed(WAYS["torch"])
+    assert [row[:2] for row in measured(lines)] == [["2", "1"], ["2", "2"], *[["2", "2"]] * installed]
     mark = "gaccum_ms_benchmark"
     left = [process.info for process in psutil.process_iter(["cmdline"]) if mark in str(process.info["cmdline"])]
     assert not left, left
@@ -355,8 +445,9 @@ def test_accumulation_costs_little():
     fastest updates, because other tests run meanwhile."""
     sizes = (1, 2, 16, 64)
     settings = [Setting("mlp", "whole", 1, 256), *(Setting("mlp", "ours", size, 256) for size in sizes)]
-    whole, *ours = controller.measure(settings, "mlp", rounds=5, turn=0.1, limit=60, log=lambda text: None)
-    assert not any(row.note for row in (whole, *ours))
+    settings += [Setting("mlp", "boost", 16, 256)]
+    whole, *ours, boost = controller.measure(settings, "mlp", rounds=5, turn=0.1, limit=60, log=lambda text: None)
+    assert not any(row.note for row in (whole, *ours, boost))
     found = dict(zip(sizes, ours, strict=True))
 
     def fastest(row: rows.Row) -> float:
@@ -364,6 +455,7 @@ def test_accumulation_costs_little():
 
     assert fastest(found[1]) <= 2 * fastest(whole)
     assert fastest(found[16]) <= 6 * fastest(whole)
+    assert fastest(found[16]) <= 0.9 * fastest(boost)  # a call from Python for each micro-batch
     assert found[64].first_call <= 2 * found[2].first_call
     assert found[64].peak - found[2].peak <= 16 * whole.weight_bytes  # 62 more micro-batches
 
@@ -371,25 +463,23 @@ def test_accumulation_costs_little():
 # -- kernels -----------------------------------------------------------------------------------------------------------
 
 
-def test_shares_of_kernels_pass_up_to_their_limits():
-    good = {"mlp": {"share": 0.15, "dispatch": 0.25}, "cnn": {"share": 0.01, "dispatch": 0.9}}
-    assert [target.passed for target in kernels.targets(good)] == [True, True, True]
-    bad = {"mlp": {"share": 0.151, "dispatch": 0.251}, "cnn": {"share": 0.011, "dispatch": 0.0}}
-    assert [target.passed for target in kernels.targets(bad)] == [False, False, False]
-    assert not any(target.passed for target in kernels.targets({}))
-
-
 def test_the_command_tells_accumulations_kernels_from_the_networks(tmp_path):
-    """Adding up is accumulation's, products are the network's."""
-    options = "--networks mlp --micro-size 4 --batch 16 --rounds 1 --updates 2"
+    """Adding up and clipping are accumulation's, products are the network's."""
+    options = "--networks mlp --micro-size 4 --batch 16 --rounds 1"
     finished = run_module("benchmarks.kernels", tmp_path / "kernels.txt", options)
-    (row,) = (line.split() for line in finished.stdout.splitlines() if line.startswith("mlp  "))
-    update, in_kernels, in_none, share = (float(number.rstrip("%")) for number in row[1:5])
-    assert 0 < in_kernels < update * 1.5
-    assert in_none < 100
-    assert 0 < share < 100
-    assert "ApplyProximalGradientDescent" in row
-    assert "MatMul" not in row, "is the network's"
+    lines = [line[23:] for line in finished.stdout.splitlines() if line.startswith("mlp")]
+    plain, clipping = (line.split() for line in lines)
+    for row in (plain, clipping):
+        update, in_kernels, in_none, share = (float(number.rstrip("%")) for number in row[:4])
+        assert 0 < in_kernels < update * 1.5
+        assert in_none < 100
+        assert 0 < share < 100
+        assert in_none == pytest.approx(100 * (1 - in_kernels / update), abs=1)
+        assert "ApplyProximalGradientDescent" in row
+        assert "MatMul" not in row, "is the network's"
+    assert "ReduceSum" in clipping
+    assert "ReduceSum" not in plain
+    assert "targets" not in finished.stdout, "are for another number of micro-batches"
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------

@@ -60,9 +60,18 @@ def test_cores_are_an_argument_or_the_launchers(tmp_path, argument, environment,
 
 
 def test_the_programs_own_numbers_are_kept_and_a_second_call_is_allowed(tmp_path):
-    before = "ms.device_context.cpu.op_tuning.threads_num(1); gaccum_ms.tune_cpu_threads(1)"
-    *_, actors, helpers = printed(tmp_path, "1", before)
-    assert (actors, helpers) == (1, 1)
+    """Kept by MindSpore, which takes no second number, and says so with the error that this call expects."""
+    before = (
+        "ms.runtime.dispatch_threads_num(2); ms.device_context.cpu.op_tuning.threads_num(1)\n"
+        "for again in ms.runtime.dispatch_threads_num, ms.device_context.cpu.op_tuning.threads_num:\n"
+        "    try:\n"
+        "        again(3)\n"
+        "    except RuntimeError:\n"
+        "        continue\n"
+        "    raise AssertionError(again)\n"
+        "gaccum_ms.tune_cpu_threads(1)"
+    )
+    assert printed(tmp_path, "1", before)[:4] == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(("cores", "error"), [(0, ValueError), (2.0, TypeError), (True, TypeError)])
@@ -71,7 +80,34 @@ def test_refuses_what_is_no_number_of_cores(cores, error):
         tune_cpu_threads(cores)
 
 
-def test_refuses_a_variable_that_is_no_number(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "two")
-    with pytest.raises(ValueError, match="OMP_NUM_THREADS must be a positive number, but got 'two'"):
+@pytest.mark.parametrize("given", ["two", "-1", "0", ""])
+def test_refuses_a_variable_that_is_no_number(monkeypatch, given):
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    with pytest.raises(ValueError, match=f"OMP_NUM_THREADS must be a positive number, but got '{given}'"):
         tune_cpu_threads()
+
+
+def test_training_sets_no_threads(tmp_path):
+    """Only the call does: a program that trains may still set them, which MindSpore allows once."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import mindspore as ms\n"
+        "import mindspore.dataset as ds\n"
+        "from mindspore import nn\n"
+        "from mindspore._c_expression import RuntimeConf\n"
+        "from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell\n"
+        "workers = ds.config.get_num_parallel_workers()\n"
+        "net = nn.Dense(2, 1)\n"
+        "cell = GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), 2)\n"
+        "step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(net.trainable_params()))\n"
+        "step(ms.ops.ones((4, 2)), ms.ops.ones((4, 1))).asnumpy()\n"
+        "conf = RuntimeConf.get_instance()\n"
+        "print(conf.is_dispatch_threads_num_configured(), conf.is_op_threads_num_configured(),\n"
+        "      ds.config.get_num_parallel_workers() == workers)\n"
+        "import gaccum_ms\n"
+        "gaccum_ms.tune_cpu_threads(1)\n"
+        "print(conf.is_dispatch_threads_num_configured(), conf.is_op_threads_num_configured())\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    finished = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=120)
+    assert finished.stdout.split() == ["False", "False", "True", "True", "True"], finished.stderr
