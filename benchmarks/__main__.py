@@ -7,10 +7,12 @@ import argparse
 import importlib.util
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from benchmarks import controller, kernels, picture, report, targets
 from benchmarks.networks import COMPARED, NETWORKS
@@ -19,7 +21,7 @@ from benchmarks.ways import THREADS, WAYS, Setting
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """Programs that are measured: all of these networks, ways, micro_sizes and numbers of processes."""
 
     networks: Sequence[str] = COMPARED
@@ -28,30 +30,36 @@ class _Part:
     processes: Sequence[int] = (1, 2)
 
 
-_ALL = (
-    _Part(),
-    _Part(networks=("mlp", "cnn"), ways=(WHOLE, "ours", "torch"), micro_sizes=(16,), processes=(2, 8)),
-    _Part(networks=("wide",), ways=(WHOLE, "ours"), micro_sizes=(64,), processes=(1,)),
+ALL = (
+    Part(),
+    Part(networks=("mlp", "cnn"), ways=(WHOLE, "ours", "torch"), micro_sizes=(16,), processes=(2, 8)),
+    Part(networks=("wide",), ways=(WHOLE, "ours"), micro_sizes=(64,), processes=(1,)),
 )
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description=f"{__doc__} All that there are targets for, or what the first four options choose.",
+        description=f"{__doc__} All that there are targets for; or, with one of the first four options, what these "
+        "choose, of the four compared networks, all ways, 1 4 16 64 and 1 2, and no kernels.",
     )
     parser.add_argument("--networks", nargs="+", choices=NETWORKS)
     parser.add_argument("--ways", nargs="+", choices=WAYS)
-    parser.add_argument("--micro-sizes", nargs="+", type=int, metavar="N")
+    parser.add_argument("--micro-sizes", nargs="+", type=int, metavar="N", help="numbers of micro-batches")
     parser.add_argument("--processes", nargs="+", type=int, metavar="N", help="ranks that share a batch")
     parser.add_argument("--batch", type=int, help="samples in a batch (default: each network's own)")
     parser.add_argument(
         "--threads", choices=THREADS, default="tuned", help="MindSpore's, by tune_cpu_threads() or not (default: tuned)"
     )
     parser.add_argument("--rounds", type=int, default=3, help="turns of each program, at least (default: 3)")
-    parser.add_argument("--seconds", type=float, default=60, help="and as many more as fit in these (default: 60)")
+    parser.add_argument("--seconds", type=float, default=60, help="and more until these have passed (default: 60)")
     parser.add_argument("--turn", type=float, default=0.3, help="seconds in a turn, at least one update (default: 0.3)")
-    parser.add_argument("--first-calls", type=int, default=3, help="fresh processes for each first call (default: 3)")
+    parser.add_argument(
+        "--first-calls",
+        type=int,
+        default=3,
+        help="fresh processes for each first call, ours and MindSpore's own cell's (default: 3)",
+    )
     parser.add_argument("--limit", type=float, default=120, help="seconds a program may take to answer (default: 120)")
     parser.add_argument("--output", type=Path, help="file for the result (default: in benchmarks/results)")
     parser.add_argument("--from", dest="kept", type=Path, metavar="JSON", help="measure nothing: what a run has kept")
@@ -62,17 +70,22 @@ def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _chosen(options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a part that the command line names: none of them for a complete run."""
+    named = {one.name: getattr(options, one.name) for one in fields(Part)}
+    return {name: value for name, value in named.items() if value is not None}
+
+
 def _measure(options: argparse.Namespace) -> Iterator[Results]:
     """What was measured so far, after each network: all of them take an hour or more, which something may end."""
-    chosen = {name: getattr(options, name) for name in ("networks", "ways", "micro_sizes", "processes")}
-    chosen = {name: value for name, value in chosen.items() if value is not None}
+    chosen = _chosen(options)
     every = {"threads": options.threads, "limit": options.limit, "log": _log}
     times = {"rounds": options.rounds, "seconds": options.seconds, "turn": options.turn}
     results = Results(report.header(**times))
-    for number, part in enumerate([_Part(**chosen)] if chosen else _ALL):
+    for number, part in enumerate([Part(**chosen)] if chosen else ALL):
         for network in part.networks:
             batch = options.batch or NETWORKS[network].batch
-            if number == 0 and "ours" in part.ways and options.first_calls:
+            if number == 0 and network in COMPARED and "ours" in part.ways and options.first_calls:
                 results.first_calls |= controller.measure_first_calls(
                     network, batch=batch, repeats=options.first_calls, **every
                 )
@@ -87,9 +100,13 @@ def _measure(options: argparse.Namespace) -> Iterator[Results]:
     if not chosen:
         for network in kernels.PROFILED:
             _log(f"{network}: kernels")
-            setting = Setting(network, "ours", kernels.MICRO_SIZE, NETWORKS[network].batch, options.threads)
-            results.kernels |= kernels.measure(setting, kernels.ROUNDS)
-        yield results
+            batch = options.batch or NETWORKS[network].batch
+            try:
+                setting = Setting(network, "ours", kernels.MICRO_SIZE, batch, options.threads)
+                results.kernels |= kernels.measure(setting, kernels.ROUNDS)
+            except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+                _log(f"{network}: no kernels: {error}")
+            yield results
 
 
 def _text(results: Results) -> str:
@@ -104,7 +121,8 @@ def _text(results: Results) -> str:
 def main() -> None:
     options = _options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit runs the clean-up, a signal does not
-    output = options.output or report.place(f"cpu_{os.cpu_count()}_cores")
+    name = "chosen" if _chosen(options) else f"cpu_{os.cpu_count()}_cores"
+    output = options.output or (options.kept.with_suffix(".txt") if options.kept else report.place(name))
     draws = importlib.util.find_spec("matplotlib") is not None
     for results in [Results.load(options.kept)] if options.kept else _measure(options):
         text = _text(results)

@@ -35,7 +35,7 @@ from benchmarks.ways import WAYS, Setting, Way
 _ROOT = Path(__file__).resolve().parents[1]
 _WORKER = Path(__file__).with_name("worker.py")
 _ALIVE_RANKS = 10  # at one time, about, besides those of the whole batch
-_MOST_ROUNDS = 15
+MOST_ROUNDS = 15
 _BASELINE_UPDATES = 3
 _POLL_SECONDS = 0.1
 _RANKS_LIMIT_SECONDS = 3600  # for the launcher, should this program be killed while ranks wait for each other
@@ -50,8 +50,10 @@ class WorkerError(Exception):
 def environment(setting: Setting) -> dict[str, str]:
     """The variables that a program of ours runs under: the user's before the network's."""
     own = {"GLOG_v": "3"}
-    if is_of(setting, "mindspore"):  # PyTorch reads some of the same variables
+    if _is_of(setting, "mindspore"):  # PyTorch reads some of the same variables
         own |= NETWORKS[setting.network].mindspore_environment
+    elif setting.processes > 1:  # where torchrun says 1; our launcher gives each rank its share
+        own["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // setting.processes))
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
     return {**own, **os.environ, "PYTHONPATH": path}
 
@@ -80,7 +82,7 @@ class Worker:
             answers = self._answers()
             self.first_call = max(answer["first_call"] for answer in answers)
             self.trains = all(answer["trains"] for answer in answers)
-            self.about = {key: answers[0][key] for key in ("weight_bytes", "batch_bytes", "threads")}
+            self.about = {key: answers[0][key] for key in ("weight_bytes", "threads")}
             self._seconds = self.updates(1)[0]
         except BaseException:
             self.close()
@@ -124,7 +126,7 @@ class Worker:
 
     def _start(self, address: str) -> subprocess.Popen:
         command = [sys.executable]
-        if self.setting.processes > 1 and is_of(self.setting, "torch"):
+        if self.setting.processes > 1 and _is_of(self.setting, "torch"):
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.setting.processes}"]
         elif self.setting.processes > 1:
             command += ["-m", "gaccum_ms.launch", "-n", str(self.setting.processes)]
@@ -174,9 +176,15 @@ class Worker:
     def _last_words(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_GRACE_SECONDS)
-        lines = [line.strip() for line in self._messages.read_text(errors="replace").splitlines() if line.strip()]
-        errors = [line for line in lines if re.match(r"\w*(Error|Exception)\b", line)]  # MindSpore says more after them
-        return [f"exit status {self._process.returncode}", *lines, *errors][-1][:100]
+        messages = self._messages.read_text(errors="replace")
+        return last_words(messages) or f"exit status {self._process.returncode}"
+
+
+def last_words(messages: str) -> str:
+    """What a program that failed has said of it: frameworks go on talking, and PyTorch puts the rank before it."""
+    lines = [re.sub(r"^\[rank\d+\]:", "", line).strip() for line in messages.splitlines()]
+    errors = [line for line in lines if re.match(r"\w*(Error|Exception)\b", line)]
+    return ["", *filter(None, lines), *errors][-1][:100]
 
 
 def groups(
@@ -217,8 +225,8 @@ def measure(
     seconds: float = 0,
     log: Log,
 ) -> list[Row]:
-    """One row for each program of the group: turns of about `turn` seconds each, in at least `rounds` rounds and as
-    many more as `seconds` are enough for, then its peak memory."""
+    """One row for each program of the group: turns of about `turn` seconds each, in at least `rounds` rounds, and up to
+    `MOST_ROUNDS` as long as `seconds` have not passed; then its peak memory."""
     rows = [Row(one.network, one.way, one.micro_size, one.processes, group, one.batch) for one in settings]
     with ExitStack() as stack:
         workers: dict[int, Worker] = {}
@@ -237,10 +245,10 @@ def measure(
             row.trains = worker.trains if WAYS[row.way].updates else None
             vars(row).update(worker.about)
         number, begin = 0, time.monotonic()
-        while number <= rounds or (number <= _MOST_ROUNDS and time.monotonic() - begin < seconds):
+        while workers and (number <= rounds or (number <= MOST_ROUNDS and time.monotonic() - begin < seconds)):
             log(f"{group}: round {number}")
             order = list(workers)
-            for index in order[number % len(order) :] + order[: number % len(order)] if order else ():
+            for index in order[number % len(order) :] + order[: number % len(order)]:
                 try:
                     times = workers[index].turn(turn)
                 except WorkerError as error:
@@ -251,7 +259,10 @@ def measure(
                     rows[index].turns += [times] if number else []
             number += 1
         for index, worker in workers.items():
-            rows[index].peak = worker.peak()
+            try:
+                rows[index].peak = worker.peak()
+            except WorkerError as error:
+                rows[index].note = f"memory {error}"
     return rows
 
 
@@ -293,7 +304,7 @@ def measure_first_calls(network: str, *, batch: int, threads: str, repeats: int,
     return seconds
 
 
-def is_of(setting: Setting, framework: str) -> bool:
+def _is_of(setting: Setting, framework: str) -> bool:
     return setting.way in WAYS and WAYS[setting.way].framework == framework
 
 

@@ -41,10 +41,6 @@ def wide() -> nn.Cell:
     return _dense(*[4096] * 5, CLASSES)
 
 
-def narrow() -> nn.Cell:
-    return _dense(*[32] * 5, CLASSES)
-
-
 # -- convolutions ------------------------------------------------------------------------------------------------------
 
 

@@ -10,8 +10,9 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from benchmarks import controller
 from benchmarks.networks import NETWORKS
-from benchmarks.rows import WHOLE, Row, find, growth_ratio, time_ratio, whole_of
+from benchmarks.rows import WHOLE, Row, beside, find, growth_ratio, time_ratio, whole_of
 from benchmarks.ways import WAYS
 
 _RESULTS = Path(__file__).resolve().parent / "results"
@@ -48,8 +49,8 @@ def header(*, rounds: int, seconds: float, turn: float) -> str:
                 "above each table",
             ),
             f"settings  Momentum, float32, graph mode but where the way says PyNative; at least {rounds} rounds, and "
-            f"as many more as fit in {seconds:g} s, in each every program of a group in turn for {turn:g} s, at least "
-            f"one update; a round before them counts for nothing",
+            f"up to {controller.MOST_ROUNDS} as long as {seconds:g} s have not passed, in each every program of a "
+            f"group in turn for {turn:g} s, at least one update; a round before them counts for nothing",
         ]
     )
 
@@ -102,7 +103,8 @@ def _titles() -> str:
 def _line(row: Row, rows: Sequence[Row]) -> str:
     whole = whole_of(rows, row)
     theirs = "torch" if WAYS[row.way].updates else "torch_forward_backward"
-    other = find(rows, row.network, theirs, row.micro_size, row.processes)
+    program = theirs, row.micro_size, row.processes
+    other = beside(rows, row, *program) or find(rows, row.network, *program)
     cells = [
         f"{WAYS[row.way].title:<40}{row.processes:>10}{row.micro_size:>11}",
         _number(row.seconds, 11, 1, 1e3),

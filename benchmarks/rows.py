@@ -34,7 +34,6 @@ class Row:
     peak: int | None = None
     base_peak: int | None = None  # the same program's at micro-batches of one sample
     weight_bytes: int = 0
-    batch_bytes: int = 0
     threads: str = ""
     note: str = ""
 
@@ -106,7 +105,11 @@ def growth_ratio(row: Row | None, base: Row | None) -> float | None:
     return row.growth / base.growth
 
 
+def beside(rows: Iterable[Row], row: Row, way: str, micro_size: int, processes: int) -> Row | None:
+    """The program that took turns with a row."""
+    return find([one for one in rows if one.group == row.group], row.network, way, micro_size, processes)
+
+
 def whole_of(rows: Iterable[Row], row: Row) -> Row | None:
     """The whole batch that took turns with a row."""
-    mates = [one for one in rows if (one.group, one.network, one.processes) == (row.group, row.network, row.processes)]
-    return find(mates, row.network, WHOLE, 1, row.processes)
+    return beside(rows, row, WHOLE, 1, row.processes)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from benchmarks.networks import COMPARED
-from benchmarks.rows import WHOLE, Results, Row, find, growth_ratio, round_ratios, time_ratio
+from benchmarks.rows import WHOLE, Results, Row, beside, find, growth_ratio, round_ratios, time_ratio, whole_of
 
 _SIZE = 16  # the number of micro-batches that most targets are about
 _FEW, _MANY = 2, 64  # whose first calls must be alike
@@ -56,8 +56,8 @@ def _divided(above: float | None, below: float | None) -> float | None:
 def _times(rows: Sequence[Row]) -> Iterator[Target]:
     def target(network: str, text: str, one: tuple[str, int], other: tuple[str, int], limit: float) -> Target:
         row, base = find(rows, network, *one), find(rows, network, *other)
-        if other == (WHOLE, 1) and row is not None:
-            base = find([mate for mate in rows if mate.group == row.group], network, WHOLE)
+        if other == (WHOLE, 1) and row is not None:  # which is in each group
+            base = whole_of(rows, row)
         return Target(f"{network}: {text}", time_ratio(rows, row, base), limit, round_ratios(row, base))
 
     for network, limit in {"mlp": 2, "cnn": 0.9, "resnet18": 1.02, "transformer": 1.02}.items():
@@ -82,7 +82,7 @@ def _times(rows: Sequence[Row]) -> Iterator[Target]:
 def _processes(rows: Sequence[Row]) -> Iterator[Target]:
     for network in ("mlp", "cnn"):
         eight = find(rows, network, "ours", _SIZE, 8)
-        two = eight and find([row for row in rows if row.group == eight.group], network, "ours", _SIZE, 2)
+        two = eight and beside(rows, eight, "ours", _SIZE, 2)
         text = f"{network}: 8 processes, of 2 processes, the same batch, at {_SIZE}"
         yield Target(text, time_ratio(rows, eight, two), 1.5, round_ratios(eight, two))
 

@@ -40,10 +40,6 @@ def wide() -> nn.Module:
     return _dense(*[4096] * 5, CLASSES)
 
 
-def narrow() -> nn.Module:
-    return _dense(*[32] * 5, CLASSES)
-
-
 # -- convolutions ------------------------------------------------------------------------------------------------------
 
 

@@ -48,13 +48,11 @@ class Setting:
 @dataclass(frozen=True)
 class Program:
     """A built training program. `step` returns only when the update is done; `weight` reads the first weight,
-    `weight_bytes` is the size of all weights, `batch_bytes` that of the rank's share of the batch, `threads` says how
-    many threads it runs on."""
+    `weight_bytes` is the size of all weights, `threads` says how many threads it runs on."""
 
     step: Callable[[], float]
     weight: Callable[[], np.ndarray]
     weight_bytes: int
-    batch_bytes: int
     threads: str
 
 
@@ -129,7 +127,6 @@ def _mindspore_program(
         step=update,
         weight=lambda: weights[0].asnumpy().copy(),
         weight_bytes=sum(one.nbytes for one in weights),
-        batch_bytes=sum(one.nbytes for batch in batches for one in batch),
         threads=threads,
     )
 
@@ -252,7 +249,6 @@ def _torch_program(setting: Setting, update: bool) -> Program:
         step=step,
         weight=lambda: weights[0].detach().numpy().copy(),
         weight_bytes=sum(one.nbytes for one in weights),
-        batch_bytes=sum(one.nbytes for batch in micro_batches for one in batch),
         threads=f"torch.get_num_threads() = {torch.get_num_threads()}",
     )
 

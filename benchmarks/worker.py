@@ -49,7 +49,7 @@ def main(setting: Setting, address: str) -> None:
         before = program.weight()
         first_call = timed(program.step)
         trains = not np.array_equal(before, program.weight())
-        about = {"weight_bytes": program.weight_bytes, "batch_bytes": program.batch_bytes, "threads": program.threads}
+        about = {"weight_bytes": program.weight_bytes, "threads": program.threads}
         answer({"first_call": first_call, "trains": trains, **about})
         for line in lines:
             command, *arguments = line.split()

@@ -71,7 +71,7 @@ def all_finite(gradients: tuple[ms.Tensor, ...]) -> ms.Tensor:
 
 @_times_zero.register("Tensor")
 def _times_zero_of_one(gradient: ms.Tensor) -> ms.Tensor:
-    if gradient.dtype != ms.float64:
+    if gradient.dtype != ms.float64:  # whose large numbers would become infinite
         gradient = ops.cast(gradient, ms.float32)
     zeros = gradient * 0.0
     if gradient.ndim > 1:

@@ -16,7 +16,8 @@ import psutil
 import pytest
 from mindspore import Tensor
 
-from benchmarks import collectives, controller, picture, report, rows, targets
+from benchmarks import collectives, controller, kernels, picture, report, rows, targets
+from benchmarks.__main__ import ALL
 from benchmarks.controller import Worker, WorkerError
 from benchmarks.networks import COMPARED, NETWORKS
 from benchmarks.rows import Results, Row
@@ -25,6 +26,7 @@ from benchmarks.ways import WAYS, Setting
 
 ROOT = Path(__file__).resolve().parents[1]
 MB = 1_000_000
+SHORT = "--rounds 1 --seconds 0 --turn 0.05 --first-calls 0"
 
 
 # -- arithmetic and verdicts, on made-up numbers -----------------------------------------------------------------------
@@ -133,6 +135,32 @@ def test_what_was_not_measured_does_not_pass():
     assert all(target.line().startswith("not measured") for target in found)
 
 
+def test_a_complete_run_measures_all_that_there_are_targets_for():
+    found = Results("", first_calls={(network, *one): [1.0] for network in COMPARED for one in targets.FIRST_CALLS})
+    for part in ALL:
+        for network in part.networks:
+            batch = NETWORKS[network].batch
+            for group in controller.groups(network, part.ways, part.micro_sizes, part.processes, batch, "tuned"):
+                name = str(len(found.rows))
+                found.rows += [Row(one.network, one.way, one.micro_size, one.processes, name) for one in group]
+    for row in found.rows:
+        row.turns, row.peak, row.base_peak, row.weight_bytes = [[1.0]], 2, 1, 1
+    profiled = [network + clipped for network in kernels.PROFILED for clipped in kernels.CLIPPED]
+    found.kernels = {name: {"share": 0.0, "dispatch": 0.0} for name in profiled}
+    lines = [target.line() for target in targets.targets(found)]
+    assert [line for line in lines if line.startswith("not measured")] == []
+    found.rows = [row for row in found.rows if row.network != "wide"]
+    assert [target.text[:5] for target in targets.targets(found) if target.value is None] == ["wide:"]
+
+
+def test_a_program_that_failed_is_noted_with_what_it_said():
+    assert controller.last_words("") == ""
+    assert controller.last_words("one\n\n  two\n") == "two"
+    assert controller.last_words("ValueError: what\n---\nC++ Call Stack\n") == "ValueError: what"
+    torch = "[rank0]: Traceback\n[rank0]: RuntimeError: why\n====\nx.errors.ChildFailedError:\n====\n"
+    assert controller.last_words(torch) == "RuntimeError: why"
+
+
 def test_a_target_is_met_at_its_limit():
     assert Target("", 1.05, 1.05).passed
     assert not Target("", 1.0501, 1.05).passed
@@ -180,15 +208,16 @@ def test_table_compares_with_pytorch_at_the_same_micro_size_and_processes():
     found = [
         Row("mlp", "torch", 4, 1, "one", turns=[[0.5]]),
         Row("mlp", "torch", 1, 2, "two", turns=[[9.0]]),
+        Row("mlp", "torch", 4, 2, "another two", turns=[[7.0]]),
         Row("mlp", "torch", 4, 2, "two", turns=[[2.0]]),
         Row("mlp", "ours", 4, 2, "two", turns=[[3.0]]),
         Row("cnn", "torch", 4, 1, "bare", turns=[[7.0]]),
         Row("cnn", "torch_forward_backward", 4, 1, "bare", turns=[[2.0]]),
         Row("cnn", "forward_backward", 4, 1, "bare", turns=[[5.0]]),
     ]
-    shown = [line[40:].split()[:5] for line in report.table(found).splitlines() if line.startswith(("gacc", "MindSp"))]
-    shown = [numbers for numbers in shown if numbers and numbers[-1] != "outside"]
-    assert [numbers[-1] for numbers in shown] == ["1.50", "2.50"]
+    titles = tuple(WAYS[way].title for way in ("ours", "forward_backward"))
+    shown = [line[40:].split()[4] for line in report.table(found).splitlines() if line.startswith(titles)]
+    assert shown == ["1.50", "2.50"]
 
 
 def test_memory_at_micro_batches_of_one_sample_is_not_compared_with_itself():
@@ -360,7 +389,9 @@ def measured(lines: list[str]) -> list[list[str]]:
 
 
 def test_the_command_measures_every_program(tmp_path):
-    options = "--networks mlp --batch 8 --micro-sizes 1 2 --processes 1 --rounds 1 --turn 0.05 --first-calls 0"
+    options = (
+        "--networks mlp --batch 8 --micro-sizes 1 2 --processes 1 --rounds 1 --seconds 0 --turn 0.05 --first-calls 0"
+    )
     lines = run_command(tmp_path / "result.txt", f"{options} --ways whole ours")
     assert [row[:2] for row in measured(lines)] == [["1", "1"], ["1", "1"], ["1", "1"], ["1", "2"]]
     text = "\n".join(lines)
@@ -380,9 +411,12 @@ def test_first_calls_are_measured_in_turns():
     found = controller.measure_first_calls("mlp", batch=64, threads="tuned", repeats=1, limit=100, log=log.append)
     assert list(found) == [("mlp", *program) for program in targets.FIRST_CALLS]
     assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in found.values()), log
-    assert controller.measure_first_calls("mlp", batch=64, threads="tuned", repeats=1, limit=0.01, log=log.append) == {
+    log.clear()
+    assert controller.measure_first_calls("mlp", batch=64, threads="tuned", repeats=2, limit=0.01, log=log.append) == {
         program: [] for program in found
     }
+    begun = [line.partition(" in a fresh process, ")[2].partition(" (")[0] for line in log if "fresh process" in line]
+    assert begun[:4] == begun[:3:-1] == [f"micro_size {size}" for _, size in targets.FIRST_CALLS]
 
 
 def test_rounds_go_on_for_their_seconds_and_a_program_that_fails_has_no_rounds(monkeypatch):
@@ -426,13 +460,19 @@ def test_two_processes_make_the_whole_batchs_updates(way):
 
 @pytest.mark.distributed
 def test_the_command_measures_two_processes(tmp_path):
-    options = "--networks mlp --batch 8 --micro-sizes 2 --processes 2 --rounds 1 --turn 0.05 --first-calls 0"
+    mark = "gaccum_ms_benchmark"
+
+    def running() -> set[int]:
+        return {process.pid for process in psutil.process_iter(["cmdline"]) if mark in str(process.info["cmdline"])}
+
+    before = running()
+    options = (
+        "--networks mlp --batch 8 --micro-sizes 2 --processes 2 --rounds 1 --seconds 0 --turn 0.05 --first-calls 0"
+    )
     lines = run_command(tmp_path / "result.txt", f"{options} --ways whole ours torch")
     installed = controller.is_installed(WAYS["torch"])
     assert [row[:2] for row in measured(lines)] == [["2", "1"], ["2", "2"], *[["2", "2"]] * installed]
-    mark = "gaccum_ms_benchmark"
-    left = [process.info for process in psutil.process_iter(["cmdline"]) if mark in str(process.info["cmdline"])]
-    assert not left, left
+    assert running() <= before
 
 
 # -- regression --------------------------------------------------------------------------------------------------------
