@@ -37,7 +37,7 @@ _FEWEST_UPDATES = 3
 _OURS = ("Default/window-", "Default/update-", "Expand/_LessScalar/", "Expand/_Divs/")
 
 
-def _kernel_seconds(program: Program, updates: int, folder: Path) -> list[tuple[str, str, float]]:
+def kernel_seconds(program: Program, updates: int, folder: Path) -> list[tuple[str, str, float]]:
     """Type, full name, and seconds in an update, of each kernel."""
     from mindspore.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 
@@ -62,7 +62,7 @@ def _measure(setting: Setting, rounds: int) -> dict[str, Any]:
     for _ in range(rounds):
         times = [timed(program.step) for _ in range(updates)]
         with tempfile.TemporaryDirectory(prefix="gaccum_ms_kernels_") as folder:
-            kernels = _kernel_seconds(program, updates, Path(folder))
+            kernels = kernel_seconds(program, updates, Path(folder))
         own = [(kind, seconds) for kind, name, seconds in kernels if name.startswith(_OURS)]
         found.append(
             {
