@@ -484,7 +484,7 @@ def test_the_command_measures_two_processes(tmp_path):
 def test_accumulation_costs_little():
     """Ratios far above what is measured on a quiet machine, so that only a mistake exceeds them: micro-steps that run
     eagerly, a graph that grows with the number of micro-batches, a copy of the gradients for each of them. Of the
-    fastest updates, because other tests run meanwhile."""
+    fastest updates and first calls, because other tests run meanwhile."""
     sizes = (1, 2, 16, 64)
     settings = [Setting("mlp", "whole", 1, 256), *(Setting("mlp", "ours", size, 256) for size in sizes)]
     settings += [Setting("mlp", "boost", 16, 256)]
@@ -498,7 +498,11 @@ def test_accumulation_costs_little():
     assert fastest(found[1]) <= 2 * fastest(whole)
     assert fastest(found[16]) <= 6 * fastest(whole)
     assert fastest(found[16]) <= 0.9 * fastest(boost)  # a call from Python for each micro-batch
-    assert found[64].first_call <= 2 * found[2].first_call
+    first_calls = {size: [found[size].first_call] for size in (2, 64)}
+    for size, seconds in [*first_calls.items()] * 2:
+        with Worker(Setting("mlp", "ours", size, 256), limit=60) as worker:
+            seconds.append(worker.first_call)
+    assert min(first_calls[64]) <= 2 * min(first_calls[2])
     assert found[64].peak - found[2].peak <= 16 * whole.weight_bytes  # 62 more micro-batches
 
 
