@@ -3,9 +3,6 @@ them."""
 
 from __future__ import annotations
 
-import mmap
-
-import numpy as np
 import pytest
 from two_ranks import run_on_ranks
 
@@ -14,25 +11,15 @@ from gaccum_ms.memory_meter import ProcessMeter, container_limits
 MB = 1_000_000
 
 
-def touch(size: int) -> None:
-    np.ones(size, np.uint8).sum()
-
-
-def test_measures_what_a_run_uses_whatever_was_resident_before():
-    meter = ProcessMeter()
-    small = meter.used_by(lambda: touch(mmap.PAGESIZE))
-    touch(300 * MB)
-    kept = np.ones(100 * MB, np.uint8)  # resident, and not used by the run
-    assert meter.used_by(lambda: touch(mmap.PAGESIZE)) == pytest.approx(small, abs=3 * MB)
-    assert kept[0] == 1
-
-
 @pytest.mark.parametrize("size", [64 * 1024, 25 * MB])
-def test_measures_memory_that_is_used_again(size, tmp_path):
-    """Freed and touched again, so that resident size does not grow. Small blocks stay with the process or not, as the
-    allocator likes; large ones go back to the system. In a process of its own: in the heap of an old one, blocks lie in
-    holes, and share pages with what the run does not use."""
+def test_measures_what_a_run_uses_and_nothing_else(size, tmp_path):
+    """Whatever was resident before. And memory that is freed and touched again, so that resident size does not grow:
+    small blocks stay with the process or not, as the allocator likes; large ones go back to the system.
+
+    In a process of its own: in the heap of an old one, blocks lie in holes and share pages with what the run does not
+    use, and its other threads use memory meanwhile."""
     (results,) = run_on_ranks(1, "memory_meter_worker.py", tmp_path, str(size), time_limit=60)
+    assert results["after"] == pytest.approx(results["before"], abs=3 * MB)
     assert results["used"] == pytest.approx(results["expected"], rel=0.2)
     assert results["grown"] < 10 * MB
 
