@@ -102,7 +102,7 @@ def _measure(options: argparse.Namespace) -> Iterator[Results]:
             _log(f"{network}: kernels")
             batch = options.batch or NETWORKS[network].batch
             try:
-                setting = Setting(network, "ours", kernels.MICRO_SIZE, batch, options.threads)
+                setting = Setting(network, "ours", targets.SIZE, batch, options.threads)
                 results.kernels |= kernels.measure(setting, kernels.ROUNDS)
             except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
                 _log(f"{network}: no kernels: {error}")
@@ -112,7 +112,7 @@ def _measure(options: argparse.Namespace) -> Iterator[Results]:
 def _text(results: Results) -> str:
     parts = [results.head, report.table(results.rows), "", report.explanations()]
     if results.kernels:
-        parts += ["", f"where an update of gaccum_ms at {kernels.MICRO_SIZE} goes, by MindSpore's profiler"]
+        parts += ["", f"where an update of gaccum_ms at {targets.SIZE} goes, by MindSpore's profiler"]
         parts += [kernels.table(results.kernels)]
     parts += ["", "targets, which are for two cores", *(target.line() for target in targets.targets(results)), ""]
     return "\n".join(parts)

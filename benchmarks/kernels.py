@@ -23,14 +23,12 @@ from typing import Any
 from benchmarks import controller, report
 from benchmarks.networks import NETWORKS
 from benchmarks.rows import Results
-from benchmarks.targets import targets
+from benchmarks.targets import CLIPPED, SIZE, targets
 from benchmarks.ways import THREADS, WAYS, Program, Setting
 from benchmarks.worker import timed
 
 PROFILED = ("mlp", "cnn")
-MICRO_SIZE = 16  # which the targets are about
 ROUNDS = 5
-CLIPPED = {"": None, ", clipping": 1.0}  # what follows the network's name, and the max_grad_norm
 _TURN = 1.0  # seconds
 _FEWEST_UPDATES = 3
 # The last two are the loop's condition and a share that is divided out: MindSpore names no cell for them.
@@ -118,7 +116,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=PROFILED)
-    parser.add_argument("--micro-size", type=int, default=MICRO_SIZE, help="number of micro-batches (default: 16)")
+    parser.add_argument("--micro-size", type=int, default=SIZE, help="number of micro-batches (default: 16)")
     parser.add_argument("--batch", type=int, help="samples in a batch (default: each network's own)")
     parser.add_argument("--threads", choices=THREADS, default="tuned")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="turns with and without the profiler (default: 5)")
@@ -138,7 +136,7 @@ def main() -> None:
         batch = options.batch or NETWORKS[network].batch
         rows |= measure(Setting(network, "ours", options.micro_size, batch, options.threads), options.rounds)
     text = f"{head}\n\n{table(rows)}\n"
-    if options.micro_size == MICRO_SIZE:
+    if options.micro_size == SIZE:
         lines = [target.line() for target in targets(Results(head, kernels=rows)) if target.value is not None]
         text += "\n".join(["", "targets", *lines, ""])
     print(text, end="")

@@ -9,10 +9,11 @@ from statistics import median
 from benchmarks.networks import COMPARED
 from benchmarks.rows import WHOLE, Results, Row, beside, find, growth_ratio, round_ratios, time_ratio, whole_of
 
-_SIZE = 16  # the number of micro-batches that most targets are about
+SIZE = 16  # the number of micro-batches that most targets are about
 _FEW, _MANY = 2, 64  # whose first calls must be alike
+CLIPPED = {"": None, ", clipping": 1.0}  # what follows a network's name in `Results.kernels` , and its max_grad_norm
 # What first calls are measured of, by way and micro_size, beside those of each program before its updates.
-FIRST_CALLS = (("ours", _FEW), ("ours", _MANY), ("ours", _SIZE), ("mindspore", _SIZE))
+FIRST_CALLS = (("ours", _FEW), ("ours", _MANY), ("ours", SIZE), ("mindspore", SIZE))
 
 
 @dataclass(frozen=True)
@@ -61,29 +62,29 @@ def _times(rows: Sequence[Row]) -> Iterator[Target]:
         return Target(f"{network}: {text}", time_ratio(rows, row, base), limit, round_ratios(row, base))
 
     for network, limit in {"mlp": 2, "cnn": 0.9, "resnet18": 1.02, "transformer": 1.02}.items():
-        yield target(network, f"update at {_SIZE}, of the whole batch's", ("ours", _SIZE), (WHOLE, 1), limit)
+        yield target(network, f"update at {SIZE}, of the whole batch's", ("ours", SIZE), (WHOLE, 1), limit)
     for network, limit in {"mlp": 1.1, "transformer": 1.0}.items():
-        yield target(network, f"update at {_SIZE}, of PyTorch's at {_SIZE}", ("ours", _SIZE), ("torch", _SIZE), limit)
+        yield target(network, f"update at {SIZE}, of PyTorch's at {SIZE}", ("ours", SIZE), ("torch", SIZE), limit)
     for network in ("cnn", "resnet18"):  # where convolutions set the floor
-        text = f"{network}: update at {_SIZE}, of PyTorch's at {_SIZE}; as a part of the same ratio of whole batches"
-        at_16 = time_ratio(rows, find(rows, network, "ours", _SIZE), find(rows, network, "torch", _SIZE))
+        text = f"{network}: update at {SIZE}, of PyTorch's at {SIZE}; as a part of the same ratio of whole batches"
+        at_16 = time_ratio(rows, find(rows, network, "ours", SIZE), find(rows, network, "torch", SIZE))
         floor = time_ratio(rows, find(rows, network, WHOLE), find(rows, network, "torch"))
         yield Target(text, _divided(at_16, floor), 1.05)
     for network in COMPARED:
         yield target(network, "update at 1, of nn.TrainOneStepCell's", ("ours", 1), (WHOLE, 1), 1.02)
     for network in COMPARED:
-        text = f"PyNative mode with jit=True at {_SIZE}, of graph mode's"
-        yield target(network, text, ("jit", _SIZE), ("ours", _SIZE), 1.1)
+        text = f"PyNative mode with jit=True at {SIZE}, of graph mode's"
+        yield target(network, text, ("jit", SIZE), ("ours", SIZE), 1.1)
     for network in ("mlp", "cnn"):
-        text = f"recording noise at {_SIZE}, of the update without"
-        yield target(network, text, ("noise", _SIZE), ("ours", _SIZE), 1.05)
+        text = f"recording noise at {SIZE}, of the update without"
+        yield target(network, text, ("noise", SIZE), ("ours", SIZE), 1.05)
 
 
 def _processes(rows: Sequence[Row]) -> Iterator[Target]:
     for network in ("mlp", "cnn"):
-        eight = find(rows, network, "ours", _SIZE, 8)
-        two = eight and beside(rows, eight, "ours", _SIZE, 2)
-        text = f"{network}: 8 processes, of 2 processes, the same batch, at {_SIZE}"
+        eight = find(rows, network, "ours", SIZE, 8)
+        two = eight and beside(rows, eight, "ours", SIZE, 2)
+        text = f"{network}: 8 processes, of 2 processes, the same batch, at {SIZE}"
         yield Target(text, time_ratio(rows, eight, two), 1.5, round_ratios(eight, two))
 
 
@@ -94,16 +95,16 @@ def _first_calls(results: Results) -> Iterator[Target]:
         ratio = _divided(medians.get((network, "ours", _MANY)), medians.get((network, "ours", _FEW)))
         yield Target(text, ratio, 1.1)
     for network in COMPARED:
-        text = f"{network}: first call at {_SIZE}, of MindSpore's own cell's"
-        ratio = _divided(medians.get((network, "ours", _SIZE)), medians.get((network, "mindspore", _SIZE)))
+        text = f"{network}: first call at {SIZE}, of MindSpore's own cell's"
+        ratio = _divided(medians.get((network, "ours", SIZE)), medians.get((network, "mindspore", SIZE)))
         yield Target(text, ratio, 0.4)
 
 
 def _memory(rows: Sequence[Row]) -> Iterator[Target]:
-    growth = growth_ratio(find(rows, "cnn", "ours", _SIZE), find(rows, "cnn", WHOLE))
-    torch = growth_ratio(find(rows, "cnn", "torch", _SIZE), find(rows, "cnn", "torch"))
-    yield Target(f"cnn: memory growth at {_SIZE}, of the whole batch's", growth, 0.1)
-    yield Target(f"cnn: the same, at most PyTorch's own (growth at {_SIZE}, of that at 1)", growth, torch)
+    growth = growth_ratio(find(rows, "cnn", "ours", SIZE), find(rows, "cnn", WHOLE))
+    torch = growth_ratio(find(rows, "cnn", "torch", SIZE), find(rows, "cnn", "torch"))
+    yield Target(f"cnn: memory growth at {SIZE}, of the whole batch's", growth, 0.1)
+    yield Target(f"cnn: the same, at most PyTorch's own (growth at {SIZE}, of that at 1)", growth, torch)
 
     ours, plain = find(rows, "wide", "ours", _MANY), find(rows, "wide", WHOLE)
     value = None
@@ -118,8 +119,8 @@ def _kernels(results: Results) -> Iterator[Target]:
         return results.kernels.get(network, {}).get(what)
 
     for network, limit in {"mlp": 0.15, "cnn": 0.01}.items():
-        for clipped in ("", ", clipping"):
-            text = f"{network}{clipped}: time in accumulation's kernels at {_SIZE}, of that in all kernels"
+        for clipped in CLIPPED:
+            text = f"{network}{clipped}: time in accumulation's kernels at {SIZE}, of that in all kernels"
             yield Target(text, measured(network + clipped, "share"), limit)
-    text = f"mlp: time of an update at {_SIZE} that is in no kernel"
+    text = f"mlp: time of an update at {SIZE} that is in no kernel"
     yield Target(text, measured("mlp", "dispatch"), 0.25)
