@@ -73,8 +73,9 @@ def _times(rows: Sequence[Row]) -> Iterator[Target]:
     for network in COMPARED:
         yield target(network, "update at 1, of nn.TrainOneStepCell's", ("ours", 1), (WHOLE, 1), 1.02)
     for network in COMPARED:
-        text = f"PyNative mode with jit=True at {SIZE}, of graph mode's"
-        yield target(network, text, ("jit", SIZE), ("ours", SIZE), 1.1)
+        for size in (1, SIZE):  # a graph without a loop, and one with
+            text = f"PyNative mode with jit=True at {size}, of graph mode's"
+            yield target(network, text, ("jit", size), ("ours", size), 1.1)
     for network in ("mlp", "cnn"):
         text = f"recording noise at {SIZE}, of the update without"
         yield target(network, text, ("noise", SIZE), ("ours", SIZE), 1.05)

@@ -15,7 +15,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms import normalize
+from gaccum_ms import normalize, own_graph
 from gaccum_ms.accumulator import Accumulators, hold_weights, overwrite
 from gaccum_ms.counted_reduction import CountedReduction, times
 from gaccum_ms.cpu_kernels import all_finite
@@ -210,10 +210,9 @@ class GradAccumulator(Resumable, nn.Cell):
             )
         gradients = ms.mutable(tuple(gradients))  # else a constant of the graph, which each call would compile anew
         inputs = (gradients,) if count is None else (gradients, count)
-        compiled = self._jit and ms.get_context("mode") == ms.PYNATIVE_MODE
         try:
             with ms.common._no_grad():  # PyNative's tape, left open by the gradients' making, would record this
-                updated = self._compiled_add(*inputs) if compiled else super().__call__(*inputs)
+                updated = own_graph.run(self, self._jit, *inputs)
         except BaseException:
             self.window.drop_if_torn()
             raise
@@ -283,7 +282,3 @@ class GradAccumulator(Resumable, nn.Cell):
         else:
             kept = ops.zeros_like(items)
         return kept, ops.cast(kept < items, ms.float32)
-
-    @ms.jit
-    def _compiled_add(self, *inputs):
-        return self.construct(*inputs)

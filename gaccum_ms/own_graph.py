@@ -1,4 +1,4 @@
-"""A part of training that runs by itself, beside the training step's graph: in graph mode as a graph of its own."""
+"""How a graph is run from Python: the training step's, or that of a part of training that runs by itself."""
 
 from __future__ import annotations
 
@@ -23,15 +23,19 @@ class OwnGraph(nn.Cell):
 
     def run_alone(self, *inputs: Any) -> Any:
         """Call it from Python."""
-        if self._jit and ms.get_context("mode") == ms.PYNATIVE_MODE:
-            # PyNative's tape, left open by any eager gradient before, would record this to differentiate it.
-            with ms.common._no_grad():
-                return self._compiled_construct(*inputs)
-        return self(*inputs)
+        return run(self, self._jit, *inputs)
 
-    @ms.jit
-    def _compiled_construct(self, *inputs):
-        return self.construct(*inputs)
+
+def run(cell: nn.Cell, jit: bool, *inputs: Any) -> Any:
+    """Call a Cell, with `jit` compiled in PyNative mode too: as graph mode does it, and not by `mindspore.jit` , which
+    hands a graph without a loop to a queue, whereupon Python's thread keeps a core busy until the queue is empty."""
+    if not jit or ms.get_context("mode") != ms.PYNATIVE_MODE:
+        return nn.Cell.__call__(cell, *inputs)
+    if not cell.compile_cache:
+        cell.check_names_and_refresh_name()  # as each Cell's first call does
+    # PyNative's tape, left open by any eager gradient before, would record this to differentiate it.
+    with ms.common._no_grad():
+        return cell.compile_and_run(*inputs)
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms import auto_parallel, split
+from gaccum_ms import auto_parallel, own_graph, split
 from gaccum_ms.accumulator import hold_weights
 from gaccum_ms.auto_size import AutoSize
 from gaccum_ms.batch_loss import WithBatchLossCell, passes, warn_about_two_passes
@@ -49,7 +49,6 @@ from gaccum_ms.multi_loss_window import MultiLossWindow
 from gaccum_ms.noise_record import ALL_SUMS
 from gaccum_ms.open_window import OpenWindow
 from gaccum_ms.options import check_optimizer, check_positive_int
-from gaccum_ms.own_graph import compiling_alone
 from gaccum_ms.parallel import broadcast_parameters, check_parallel_mode
 from gaccum_ms.provenance import SHARDED, Provenance, Resumable
 from gaccum_ms.pynative_tape import forget_interrupted_gradient
@@ -325,7 +324,7 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         if not self.spans_batches:
             return False
         self._let_ranks_agree()
-        with compiling_alone():
+        with own_graph.compiling_alone():
             if self._auto is not None:
                 self._auto.agree()
             return self.end_window.flush()
@@ -354,7 +353,7 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
                 auto_parallel.check_device()
                 return super().__call__(*inputs)
         self._let_ranks_agree()
-        with compiling_alone():
+        with own_graph.compiling_alone():
             return self._train(*inputs)
 
     def _let_ranks_agree(self) -> None:
@@ -366,12 +365,7 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
     def _train(self, *inputs: ms.Tensor) -> Any:
         if self._auto is not None:
             return self._auto(inputs)
-        if self._jit and ms.get_context("mode") == ms.PYNATIVE_MODE:
-            # PyNative's tape, left open by any eager gradient before, would record the compiled step to differentiate
-            # it once more.
-            with ms.common._no_grad():
-                return super().__call__(*inputs)
-        return super().__call__(*inputs)
+        return own_graph.run(self, self._jit, *inputs)
 
     def _check_batch(self, inputs: tuple[Any, ...]) -> None:
         """One clear error before anything runs. A first batch smaller than micro_size is a mistake, a later one a
@@ -417,16 +411,6 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
     def construct(self, *inputs):
         if self._in_two_graphs:
             raise RuntimeError(_NOT_ONE_GRAPH)
-        if self._jit:
-            return self._compiled_step(*inputs)
-        return self._step(*inputs)
-
-    @ms.jit
-    def _compiled_step(self, *inputs):
-        return self._step(*inputs)
-
-    def _step(self, *inputs):
-        """The order of one update."""
         auto_parallel.check_built_for(self._unrolled)
         scale = self.update.scale()
         if self.spans_batches:
