@@ -23,6 +23,11 @@ CLUSTER_NAMES |= {"MS_TOPO_TIMEOUT", "MS_SIMULATION_LEVEL", "MS_ENABLE_RECOVERY"
 CLUSTER_NAMES |= {"DEVICE_ID", "DEVICE_NUM", "MSRUN_CPU_LIST", "MSRUN_BIND_FILE", JOB}
 THREAD_NAMES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
+# How long ranks wait for one another in a collective on CPU, where MindSpore's own 30 s are less than a rank may need
+# to compile, to evaluate, or to write a checkpoint while the others go on.
+COLLECTIVE_TIMEOUT = "MS_NODE_TIMEOUT"
+COLLECTIVE_TIMEOUT_SECONDS = 300
+
 # MindSpore gives up waiting this much later than the launcher, which can name who is missing.
 MINDSPORE_WAITS_LONGER_SECONDS = 60
 
@@ -87,13 +92,14 @@ class Cluster:
 
         Returns:
             dict[str, str], `parent` without another cluster's variables, with as many threads for each process as it
-            has cores (at least 1; numbers that `parent` sets are kept), and with this Python's folder first in
-            ``PATH``.
+            has cores (at least 1), with the time that ranks wait for one another (numbers that `parent` sets are
+            kept), and with this Python's folder first in ``PATH``.
         """
         env = {k: v for k, v in parent.items() if k not in CLUSTER_NAMES and not k.startswith(CLUSTER_PREFIXES)}
         for name in THREAD_NAMES:
             env.setdefault(name, str(max(1, cores // self.processes)))
         env.setdefault("PYTHONUNBUFFERED", "1")
+        env.setdefault(COLLECTIVE_TIMEOUT, str(COLLECTIVE_TIMEOUT_SECONDS))
         env |= {TUNE: "1"} if self.tune_cpu_threads else {}
         env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
         if self.launcher == "mpirun":  # it knows nothing of MindSpore's cluster, whose variables come from here

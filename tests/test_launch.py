@@ -63,6 +63,11 @@ def test_processes_share_the_cores(processes, cores, threads):
     assert env["MKL_NUM_THREADS"] == "3", "the user's number is kept"
 
 
+def test_ranks_wait_for_one_another_longer_than_mindspore_would_or_as_long_as_the_user_says():
+    assert int(Cluster().environment({}, cores=2)["MS_NODE_TIMEOUT"]) == 300
+    assert Cluster().environment({"MS_NODE_TIMEOUT": "20"}, cores=2)["MS_NODE_TIMEOUT"] == "20"
+
+
 def test_each_rank_has_its_own_logs_and_rank_0_is_shown(tmp_path):
     script = write(
         tmp_path / "a folder" / "my script.py",

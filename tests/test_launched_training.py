@@ -87,6 +87,23 @@ def test_a_rank_that_ends_in_training_ends_the_others_in_their_allreduce(tmp_pat
     assert ("ValueError: no step 5 on rank 1" in done.stderr) == (end == "raises")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("waits", "returncode"), [({}, 0), ({"MS_NODE_TIMEOUT": "10"}, 1)], ids=["default", "10 s"])
+def test_a_rank_may_be_late_for_a_collective(tmp_path, waits, returncode):
+    """By more than the 30 s that MindSpore's own default would allow; the control waits less."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, time\nimport mindspore as ms\nfrom mindspore import ops\n"
+        'from mindspore.communication import get_rank, init\nms.set_device("CPU")\ninit()\n'
+        "time.sleep(float(sys.argv[1]) * get_rank())\n"
+        "print(ops.AllReduce()(ms.Tensor([1.0])).asnumpy())"
+    )
+    late = "15" if waits else "33"
+    done = Launched(script, "-n", "2", args=[late], env={**PYTHONPATH, **waits}).finish()
+    assert done.returncode == returncode, done.stderr
+    assert ("[2.]" in done.stdout) == (returncode == 0)
+
+
 def test_a_rank_that_never_comes_is_named_after_the_start_timeout(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
