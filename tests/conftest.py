@@ -15,8 +15,8 @@ def pytest_collection_finish():
 
 
 def pytest_unconfigure():
-    """Of Cells that live to the interpreter's end, MindSpore's destructor fails, with a message each: its module is gone
-    by then. Hundreds of them would bury what the tests say."""
+    """MindSpore's destructor fails for each Cell that lives to the interpreter's end, when its module is gone already.
+    Hundreds of messages would bury what the tests say."""
     del ms.nn.Cell.__del__
 
 
