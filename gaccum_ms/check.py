@@ -26,7 +26,7 @@ if __package__ in (None, ""):  # run as a file: our package, without the __init_
     sys.modules["gaccum_ms"].__path__ = [str(Path(__file__).parent)]
 
 from gaccum_ms import gpu, launch
-from gaccum_ms.cluster import Cluster
+from gaccum_ms.cluster import COLLECTIVE_TIMEOUT, Cluster
 
 DEVICE_SECONDS = 120
 RANKS_SECONDS = 180
@@ -87,7 +87,8 @@ def check_ranks() -> Finding:
     """Whether two processes, started as any others, can add a number up."""
     with tempfile.TemporaryDirectory() as folder:
         command = [launch.__file__, "-n", "2", "--timeout", str(RANKS_SECONDS - 30), "--start-timeout", "60"]
-        done = _run([*command, "--log-dir", folder, __file__, "--all-reduce"], os.environ, RANKS_SECONDS)
+        env = {**os.environ, COLLECTIVE_TIMEOUT: "30"}  # its own error, before the launcher's time is up
+        done = _run([*command, "--log-dir", folder, __file__, "--all-reduce"], env, RANKS_SECONDS)
     if done.returncode == 0:
         return Finding("AllReduce", "works on 2 processes")
     return Finding("AllReduce", f"fails on 2 processes:\n{done.stderr}", "see the error above")

@@ -25,8 +25,9 @@ THREAD_NAMES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 # How long ranks wait for one another in a collective on CPU, where MindSpore's own 30 s are less than a rank may need
 # to compile, to evaluate, or to write a checkpoint while the others go on.
-COLLECTIVE_TIMEOUT = "MS_NODE_TIMEOUT"
+COLLECTIVE_TIMEOUT = "MS_CPU_COMM_OP_TIMEOUT"
 COLLECTIVE_TIMEOUT_SECONDS = 300
+NODE_TIMEOUT = "MS_NODE_TIMEOUT"  # what MindSpore takes where the other is not set
 
 # MindSpore gives up waiting this much later than the launcher, which can name who is missing.
 MINDSPORE_WAITS_LONGER_SECONDS = 60
@@ -99,7 +100,8 @@ class Cluster:
         for name in THREAD_NAMES:
             env.setdefault(name, str(max(1, cores // self.processes)))
         env.setdefault("PYTHONUNBUFFERED", "1")
-        env.setdefault(COLLECTIVE_TIMEOUT, str(COLLECTIVE_TIMEOUT_SECONDS))
+        if NODE_TIMEOUT not in env:
+            env.setdefault(COLLECTIVE_TIMEOUT, str(COLLECTIVE_TIMEOUT_SECONDS))
         env |= {TUNE: "1"} if self.tune_cpu_threads else {}
         env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
         if self.launcher == "mpirun":  # it knows nothing of MindSpore's cluster, whose variables come from here

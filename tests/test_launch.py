@@ -64,8 +64,12 @@ def test_processes_share_the_cores(processes, cores, threads):
 
 
 def test_ranks_wait_for_one_another_longer_than_mindspore_would_or_as_long_as_the_user_says():
-    assert int(Cluster().environment({}, cores=2)["MS_NODE_TIMEOUT"]) == 300
-    assert Cluster().environment({"MS_NODE_TIMEOUT": "20"}, cores=2)["MS_NODE_TIMEOUT"] == "20"
+    def timeouts(parent):
+        return {k: v for k, v in Cluster().environment(parent, cores=2).items() if k.endswith("_TIMEOUT")}
+
+    assert timeouts({}) == {"MS_CPU_COMM_OP_TIMEOUT": "300"}
+    for own in ({"MS_CPU_COMM_OP_TIMEOUT": "20"}, {"MS_NODE_TIMEOUT": "20"}):
+        assert timeouts(own) == own
 
 
 def test_each_rank_has_its_own_logs_and_rank_0_is_shown(tmp_path):
