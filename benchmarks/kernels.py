@@ -116,7 +116,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=PROFILED)
-    parser.add_argument("--micro-size", type=int, default=SIZE, help="number of micro-batches (default: 16)")
+    parser.add_argument("--micro-size", type=int, default=SIZE, help="number of micro-batches (default: %(default)s)")
     parser.add_argument("--batch", type=int, help="samples in a batch (default: each network's own)")
     parser.add_argument("--threads", choices=THREADS, default="tuned")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="turns with and without the profiler (default: 5)")

@@ -128,7 +128,7 @@ class AutoSize:
     def _set(self, size: int) -> None:
         window = self._step.window
         self.size = window.micro_batch_size = size
-        # Of each size a Cell of its own: in graph mode the old one takes its graphs, and their memory, along.
+        # Of each size a Cell of its own: the old one takes its graphs, and their memory, along.
         self._graph = AddBatch(window, self._step.update, bool(self._cell.jit))
         gc.collect()
 

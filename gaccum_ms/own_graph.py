@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,14 +28,16 @@ class OwnGraph(nn.Cell):
 
 
 def run(cell: nn.Cell, jit: bool, *inputs: Any) -> Any:
-    """Call a Cell, with `jit` compiled in PyNative mode too: as graph mode does it, and not by `mindspore.jit` , which
-    hands a graph without a loop to a queue, whereupon Python's thread keeps a core busy until the queue is empty."""
-    if not jit or ms.get_context("mode") != ms.PYNATIVE_MODE:
+    """Call a Cell, with `jit` compiled in PyNative mode too, unless MindSpore's ``MS_JIT=0`` forbids it: as graph mode
+    does it, and not by `mindspore.jit` , which hands a graph without a loop to another thread, beside which Python's
+    spins until it is through."""
+    if not jit or ms.get_context("mode") != ms.PYNATIVE_MODE or os.getenv("MS_JIT") == "0":
         return nn.Cell.__call__(cell, *inputs)
-    if not cell.compile_cache:
-        cell.check_names_and_refresh_name()  # as each Cell's first call does
+    if not cell.compile_cache:  # the first call: what graph mode's does before it compiles
+        cell.check_names_and_refresh_name()
+        cell.__compile_cell_hook__ = True
     # PyNative's tape, left open by any eager gradient before, would record this to differentiate it.
-    with ms.common._no_grad():
+    with ms.common._no_grad(), compiling_alone():
         return cell.compile_and_run(*inputs)
 
 

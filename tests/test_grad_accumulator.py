@@ -495,7 +495,7 @@ def test_compiles_once_whatever_changes(way):
         if i == 0:
             compiled = len(TRACES)
     assert 1 <= compiled == len(TRACES)
-    if way == "graph":
+    if way != "jit":  # whose graph is the function's
         assert len(accumulator.compile_cache) == 1
 
 

@@ -1,4 +1,4 @@
-"""Parts of training that run by themselves: compiled or not, and without other ranks."""
+"""How graphs are run from Python: compiled or not, to their end, and without other ranks."""
 
 from __future__ import annotations
 

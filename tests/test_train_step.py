@@ -261,6 +261,24 @@ def test_jit_compiles_the_step_in_pynative_mode(pynative):
     assert traces_of(jit=True, steps=4) == traces_of(jit=True, steps=1)
 
 
+def test_mindspores_variable_against_compiling_holds_for_jit_too(pynative, monkeypatch):
+    monkeypatch.setenv("MS_JIT", "0")
+    assert traces_of(jit=True, steps=4) == 4 * 3
+
+
+def add_100(cell, inputs, loss):
+    return loss + 100.0
+
+
+def test_jit_runs_the_step_by_graph_modes_path(pynative):
+    """And not by `mindspore.jit` , which would keep the graph elsewhere: see test_own_graph.py."""
+    cell = GradAccumulationCell(Counted(), 3, jit=True)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+    step.register_forward_hook(add_100)
+    assert step(batch(9)[0], ops.ones(9)) > 90
+    assert len(step.compile_cache) == 1
+
+
 class Unrolled(SampleWindow):
     """Negative control: the loop in Python, as graph mode unrolls it."""
 
