@@ -279,6 +279,22 @@ def test_jit_runs_the_step_by_graph_modes_path(pynative):
     assert len(step.compile_cache) == 1
 
 
+@pytest.mark.parametrize("jit", [None, True], ids=["graph", "jit"])
+def test_weights_that_are_loaded_into_a_step_that_has_run_are_trained_on(jit):
+    """In PyNative mode with `jit` too, where a function under `mindspore.jit` goes on with the weights it had."""
+    ms.set_context(mode=ms.PYNATIVE_MODE if jit else ms.GRAPH_MODE)
+    network = nn.Dense(12, 1)
+    cell = GradAccumulationCell(nn.WithLossCell(network, nn.MSELoss()), 3, jit=jit)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.1)).set_train()
+    x = batch(9)[0]
+    first = {name: ms.Parameter(value.asnumpy()) for name, value in network.parameters_dict().items()}
+    losses = [step(x, ops.ones((9, 1))) for _ in range(3)]
+    ms.load_param_into_net(network, first)
+    again = [step(x, ops.ones((9, 1))) for _ in range(3)]
+    assert [float(loss) for loss in again] == [float(loss) for loss in losses]
+    assert losses[0] > losses[1] > losses[2]
+
+
 class Unrolled(SampleWindow):
     """Negative control: the loop in Python, as graph mode unrolls it."""
 
