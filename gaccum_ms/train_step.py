@@ -55,6 +55,7 @@ from gaccum_ms.pynative_tape import forget_interrupted_gradient
 from gaccum_ms.records import counter, record, show_records
 from gaccum_ms.spanning_window import SpanningWindow
 from gaccum_ms.sparse import refuse_sparse_gradients
+from gaccum_ms.storage import keep_in_place, parameters_of
 from gaccum_ms.unrolled_window import UnrolledWindow
 from gaccum_ms.update import Update, WindowEnd
 from gaccum_ms.window import SampleWindow
@@ -214,6 +215,8 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         self._show_records()
         if unrolled:
             self.set_train()  # the compiler's passes ask for it
+        else:
+            keep_in_place(parameters_of(self))  # here too, because the step may become a part of another graph
 
     def _make_window(self, cell: GradAccumulationCell) -> SampleWindow | UnrolledWindow:
         if self._unrolled:
@@ -351,7 +354,7 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         if self._unrolled:
             with auto_parallel.settings_of(self._given[0]):
                 auto_parallel.check_device()
-                return super().__call__(*inputs)
+                return own_graph.run(self, False, *inputs)
         self._let_ranks_agree()
         with own_graph.compiling_alone():
             return self._train(*inputs)
