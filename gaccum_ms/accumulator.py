@@ -138,6 +138,10 @@ class Accumulators(nn.Cell):
         for held in (*self.sums, *(self.compensations if self.compensated else ())):
             overwrite(held, ops.zeros_like(held))
 
+    def hold_something(self) -> bool:
+        """Whether any of them is not zero."""
+        return any(one.asnumpy().any() for one in (held.astype(ms.float32) for held in self.get_parameters()))
+
     def adapt(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """A checkpoint's sums as they are kept here, if it has compensations and these have none, or the reverse."""
         adapted = dict(values)

@@ -24,7 +24,6 @@ from gaccum_ms.options import check_accumulation_options, check_positive_int
 from gaccum_ms.parallel import check_parallel_mode
 from gaccum_ms.provenance import RULES, Provenance, Resumable
 from gaccum_ms.records import counter, show_records
-from gaccum_ms.storage import keep_in_place, parameters_of
 from gaccum_ms.update import Update, WindowEnd
 
 _NAME = "GradAccumulator"
@@ -148,7 +147,7 @@ class GradAccumulator(Resumable, nn.Cell):
         self.batch_count = counter("batch_count")
         distributed = self.window.reduction.sum_over_ranks.reduces
         self.provenance = Provenance(_NAME, ("batches", "counts"), accumulation_steps, distributed)
-        keep_in_place(parameters_of(self))  # here too, because the call may become a part of another graph
+        self._keep_in_place()
 
     def scale(self, loss: ms.Tensor) -> ms.Tensor:
         """The loss times the loss scale: what to differentiate where there is a `scale_sense` ."""

@@ -55,7 +55,6 @@ from gaccum_ms.pynative_tape import forget_interrupted_gradient
 from gaccum_ms.records import counter, record, show_records
 from gaccum_ms.spanning_window import SpanningWindow
 from gaccum_ms.sparse import refuse_sparse_gradients
-from gaccum_ms.storage import keep_in_place, parameters_of
 from gaccum_ms.unrolled_window import UnrolledWindow
 from gaccum_ms.update import Update, WindowEnd
 from gaccum_ms.window import SampleWindow
@@ -216,7 +215,7 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         if unrolled:
             self.set_train()  # the compiler's passes ask for it
         else:
-            keep_in_place(parameters_of(self))  # here too, because the step may become a part of another graph
+            self._keep_in_place()
 
     def _make_window(self, cell: GradAccumulationCell) -> SampleWindow | UnrolledWindow:
         if self._unrolled:
@@ -276,6 +275,7 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         self.update.window = self.window.open
         self.end_window = WindowEnd(self.window.open, self.update, self._jit)
         self._show_records()
+        self._keep_in_place()
 
     @property
     def micro_batch_size(self) -> int | None:

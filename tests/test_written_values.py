@@ -129,7 +129,7 @@ class Clipped(nn.TrainOneStepCell):
 
 
 def write_target_by_load_param_into_net(run, folder):
-    online = {name: one for name, one in run.both.online.parameters_dict().items()}
+    online = dict(run.both.online.parameters_dict().items())
     target = run.both.target.parameters_dict()
     ms.load_param_into_net(
         run.both.target,
