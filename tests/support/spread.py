@@ -1,4 +1,8 @@
-"""How processes share the tests: by groups, the longest first.
+"""Which tests are thorough, and how processes share the tests: by groups, the longest first.
+
+``@pytest.mark.thorough`` is on what only ``bash run.sh test all`` runs. Of a test with parameters,
+``@pytest.mark.core(mode="graph", size=[1, 4])`` names those that run always; ``core("graph-1", "graph-4")`` names them
+by their ids. The others are thorough.
 
 Tests that share a fixture of their module, which may start ranks or train, are one group, so that one process makes it
 once. All other tests of a file are another. ``@pytest.mark.xdist_group(name)`` makes groups that are smaller or larger.
@@ -39,6 +43,19 @@ def _shares_a_fixture(item: pytest.Item) -> bool:
     )
 
 
+def is_core(item: pytest.Item) -> bool:
+    """Whether a test's parameters are those that its mark `core` names, if it has one."""
+    mark, call = item.get_closest_marker("core"), getattr(item, "callspec", None)
+    if mark is None:
+        return True
+    if mark.args:
+        return call.id in mark.args
+    return all(
+        (getattr(call.params[name], "__name__", None) or call.params[name]) in (one if isinstance(one, list) else [one])
+        for name, one in mark.kwargs.items()
+    )
+
+
 def known_seconds(file: Path = TESTS / "groups.tsv") -> dict[str, float]:
     """How long each group takes when all its tests run."""
     rows = (line.split("\t") for line in file.read_text().splitlines()[1:])
@@ -54,6 +71,9 @@ class Spread:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        for item in items:
+            if not is_core(item):
+                item.add_marker(THOROUGH)
         if not config.getoption("loadgroup", False):
             return
         known = known_seconds()
