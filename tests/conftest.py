@@ -6,6 +6,12 @@ import gc
 
 import mindspore as ms
 import pytest
+from support.modes import MODES
+from support.spread import Spread
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(Spread())
 
 
 def pytest_collection_finish():
@@ -18,9 +24,6 @@ def pytest_unconfigure():
     """MindSpore's destructor fails for each Cell that lives to the interpreter's end, when its module is gone already.
     Hundreds of messages would bury what the tests say."""
     del ms.nn.Cell.__del__
-
-
-MODES = {"graph": ms.GRAPH_MODE, "pynative": ms.PYNATIVE_MODE}
 
 
 @pytest.fixture(scope="module", autouse=True)

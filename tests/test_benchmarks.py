@@ -474,7 +474,6 @@ def test_the_command_measures_two_processes(tmp_path):
 # -- regression --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_accumulation_costs_little():
     """Ratios far above what is measured on a quiet machine, so that only a mistake exceeds them: micro-steps that run
     eagerly, a graph that grows with the number of micro-batches, a copy of the gradients for each of them. Of the
@@ -620,7 +619,6 @@ def test_the_command_counts_what_two_processes_send(tmp_path):
     assert "PASS" in finished.stdout
 
 
-@pytest.mark.slow
 def test_the_command_compares_predicted_memory_with_the_training_processes(tmp_path):
     """The transformer at 16 sequences, which need hundreds of MB more than one: in a small run, the right size."""
     options = "--networks transformer --batch 16 --micro-sizes 1"

@@ -192,7 +192,6 @@ def resnet18_on(images, labels, micro_size):
     return {parameter.name: as_numpy(parameter) for parameter in network.trainable_params()}
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # mindcv's imports
 def test_mindcvs_resnet18_trains_as_on_the_whole_batch():
     random = np.random.default_rng(4)

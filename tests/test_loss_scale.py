@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import mindspore as ms
 import mindspore.amp
 import numpy as np
@@ -20,6 +22,7 @@ from reference import (
     train,
     whole_batch,
 )
+from support.reuse import Reused
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.counted_window import CountedWindow
@@ -38,6 +41,11 @@ def make_step(
 
 def manager(value=2.0**10, window=1000):
     return nn.DynamicLossScaleUpdateCell(loss_scale_value=value, scale_factor=2, scale_window=window)
+
+
+@Reused
+def reused_step(scaled=True, optimizer="momentum", **options):
+    return make_step(manager() if scaled else None, optimizer, **options)
 
 
 def everything(step):
@@ -164,7 +172,7 @@ def test_amp_levels_train_like_the_whole_batch(level):
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 def test_an_overflow_drops_the_window_exactly(optimizer, position, value):
     """Weights, optimizer state and its step counter bit-identical, accumulators cleared, the scale halved once."""
-    step = make_step(manager(), optimizer)
+    step = reused_step(optimizer=optimizer)
     step(*good())
     before = everything(step)
     _, overflow, scale = step(*poisoned(POISONED[position], value))
@@ -186,7 +194,7 @@ def test_an_overflow_drops_the_window_exactly(optimizer, position, value):
 @pytest.mark.parametrize("position", list(POISONED))
 def test_an_overflow_is_seen_in_the_norm_that_clips(position, value):
     """There is no other search for it where weights are float32."""
-    step = make_step(manager(), max_grad_norm=1.0)
+    step = reused_step(max_grad_norm=1.0)
     before = everything(step)
     _, overflow, _ = step(*poisoned(POISONED[position], value))
     after = everything(step)
@@ -201,7 +209,7 @@ def test_an_overflow_is_seen_in_the_norm_that_clips(position, value):
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("position", list(POISONED))
 def test_an_overflow_drops_the_window_in_pynative_mode(position, value, pynative):
-    step = make_step(manager())
+    step = reused_step()
     before = everything(step)
     assert step(*poisoned(POISONED[position], value))[1].asnumpy()
     after = everything(step)
@@ -256,7 +264,7 @@ def test_set_sense_scale_reaches_the_compiled_graph(mode):
 
 def test_without_a_scale_nobody_asks(mode):
     """As nn.TrainOneStepCell: a NaN reaches the weights."""
-    step = make_step()
+    step = reused_step(scaled=False)
     step(*poisoned(7, float("nan")))
     assert np.isnan(as_numpy(step.weights[0])).any()
 
@@ -266,26 +274,29 @@ def test_without_a_scale_nobody_asks(mode):
 KEPT = {"first": slice(5, 13), "middle": [0, 1, 2, 3, 4, 10, 11, 12], "last": slice(0, 10)}
 
 
+@functools.cache
+def what_is_left(position, mode):
+    """The reference: a batch of the kept samples alone."""
+    assert ms.get_context("mode") == mode
+    x, y = batches(SAMPLES, 1)[0]
+    network = make_network("dense")
+    optimizer = OPTIMIZERS["momentum"](network.trainable_params())
+    return train(nn.TrainOneStepCell, network, optimizer, [(x[KEPT[position]], y[KEPT[position]])])
+
+
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("position", list(POISONED))
 def test_a_poisoned_micro_batch_is_left_out(position, scaled, mode):
     """What is left trains as a batch of its own."""
-    step = make_step(manager() if scaled else None, overflow="drop_micro_batch")
+    step = reused_step(scaled, overflow="drop_micro_batch")
     outputs = step(*poisoned(POISONED[position], float("nan")))
-    x, y = batches(SAMPLES, 1)[0]
-    network = make_network("dense")
-    reference = train(
-        nn.TrainOneStepCell,
-        network,
-        OPTIMIZERS["momentum"](network.trainable_params()),
-        [(x[KEPT[position]], y[KEPT[position]])],
-    )
+    reference = what_is_left(position, ms.get_context("mode"))
     after = everything(step)
     assert max(relative_error(after[name], value) for name, value in reference.state.items()) < 1e-5
     loss = outputs[0] if scaled else outputs
     assert relative_error(loss.asnumpy(), reference.losses) < 1e-5
     assert float(step.dropped_micro_batches.asnumpy()) == 1
-    assert float(step.window_count.asnumpy()) == len(y[KEPT[position]])
+    assert float(step.window_count.asnumpy()) == len(np.arange(SAMPLES)[KEPT[position]])
     if scaled:
         assert not outputs[1].asnumpy()
         assert after["scale_sense"] == 512.0
@@ -294,7 +305,7 @@ def test_a_poisoned_micro_batch_is_left_out(position, scaled, mode):
 
 
 def test_nothing_is_left_when_all_are_poisoned(mode):
-    step = make_step(overflow="drop_micro_batch")
+    step = reused_step(scaled=False, overflow="drop_micro_batch")
     before = everything(step)
     x, y = good()
     loss = step(x * float("nan"), y)

@@ -16,7 +16,7 @@ from two_ranks import Results, case, run_on_ranks
 
 mindcv = pytest.importorskip("mindcv", reason="mindcv is in the extra 'test'", exc_type=ImportError)
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed]
 
 UPDATES = 8  # of images: 4 epochs of 2 batches
 TEXT_UPDATES = 18  # 6 epochs of 12 batches, in windows of 5, 5 and, flushed, 2

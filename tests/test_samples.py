@@ -21,7 +21,7 @@ SAMPLE = ROOT / "sample_code" / "distributed_gradient_accumulation"
 LOSS = re.compile(r"^epoch: \d+ step: \d+, loss is \d+\.\d+(e-\d+)?$", re.MULTILINE)
 ACCURACY = re.compile(r"^accuracy on held-out images: (\d+\.\d+)%$", re.MULTILINE)
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed]
 
 
 @pytest.fixture

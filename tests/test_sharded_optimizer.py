@@ -176,7 +176,6 @@ def trained(tmp_path_factory) -> list[Results]:
 OPTIMIZERS = ["sgd", "momentum", "adam", "adam_weight_decay", "asgd", "adafactor", "trust_ratio"]
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "counted", "flush", "by hand"])
 def test_equals_the_optimizer_that_is_not_sharded(trained, name):
@@ -185,7 +184,6 @@ def test_equals_the_optimizer_that_is_not_sharded(trained, name):
         assert_same(case(results, f"{name}/sharded"), case(results, f"{name}/whole"))
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "reference"),
@@ -206,7 +204,6 @@ def test_equals_it_in_all_modes_and_partitions(trained, name, reference):
         assert_same(case(results, f"{name}/sharded"), case(results, f"{reference}/whole"))
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_an_overflow_on_one_rank_skips_the_update_on_both(trained):
     for results in trained:
@@ -216,7 +213,6 @@ def test_an_overflow_on_one_rank_skips_the_update_on_both(trained):
         assert_same(sharded, whole)
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "reference"),
@@ -234,7 +230,6 @@ def test_sharded_accumulators_equal_whole_ones(trained, name, reference):
         assert_same(case(results, f"{name}/sharded"), case(results, f"{reference}/whole"))
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(("broken", "reference"), [("forgets", "adam"), ("neighbour", "adam"), ("unit", "counted")])
 def test_the_comparison_finds_what_is_broken(trained, broken, reference):
@@ -244,7 +239,6 @@ def test_the_comparison_finds_what_is_broken(trained, broken, reference):
             assert_same(case(results, f"broken/{broken}"), case(results, f"{reference}/whole"))
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_learning_rates_are_those_of_all_groups_on_all_ranks(trained):
     for results in trained:
@@ -282,7 +276,6 @@ def went_on(results: Results, name: str) -> Results:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["resumed", "mindspore's load", "to plain"])
 def test_goes_on_from_what_modelcheckpoint_and_updatecheckpoint_saved(saved, name):
@@ -291,7 +284,6 @@ def test_goes_on_from_what_modelcheckpoint_and_updatecheckpoint_saved(saved, nam
         assert_same(went_on(results, name), went_on(results, "adam went on"))
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["adam", "adafactor"])
 def test_two_ranks_go_on_from_one(saved, one_rank, kind):
@@ -300,7 +292,6 @@ def test_two_ranks_go_on_from_one(saved, one_rank, kind):
         assert_same(went_on(results, f"from one/{kind}"), one_rank[1][kind], RANKS_TOLERANCE)
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["adam", "adafactor"])
 @pytest.mark.parametrize("sharded", [False, True])
@@ -310,7 +301,6 @@ def test_one_rank_goes_on_from_two(saved, one_rank, kind, sharded):
     assert_same(run(step, 2, 4), one_rank[1][kind], RANKS_TOLERANCE)
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_checkpoint_is_that_of_the_optimizer_that_is_not_sharded(saved, one_rank):
     """Names and shapes are those that one process saves with a plain optimizer, whoever has saved."""
@@ -321,7 +311,6 @@ def test_a_checkpoint_is_that_of_the_optimizer_that_is_not_sharded(saved, one_ra
         assert found == wanted
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("sharded", [0, 1])
 def test_goes_on_in_mid_window(saved, sharded):
@@ -343,7 +332,6 @@ ERRORS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ERRORS)
 def test_what_would_wait_for_ever_or_save_a_part_is_refused_on_both_ranks(saved, name):
@@ -361,7 +349,6 @@ def eight(saved, one_rank) -> list[Results]:
     return run_on_ranks(8, "sharding_worker.py", folder, "memory", time_limit=600)
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("partition", ["slices", "parameters"])
 def test_each_of_eight_ranks_has_an_eighth_of_the_state(eight, partition):
@@ -376,14 +363,12 @@ def test_each_of_eight_ranks_has_an_eighth_of_the_state(eight, partition):
         assert sum(int(results["bytes/parameters/state"]) for results in eight) <= whole * 1.05
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_each_of_eight_ranks_has_an_eighth_of_the_accumulators(eight):
     for results in eight:
         assert int(results["bytes/accumulators/1"]) <= int(results["bytes/accumulators/0"]) * (1 / 8) * 1.05
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_eight_ranks_go_on_from_two(eight, one_rank):
     """With weights that have fewer elements than there are ranks; both with sharded accumulators."""

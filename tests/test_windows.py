@@ -14,10 +14,10 @@ from typing import NamedTuple
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import MODES
 from mindspore import Tensor, nn, ops, train
 from mindspore.dataset import NumpySlicesDataset
 from reference import FEATURES, OPTIMIZERS, Line, as_numpy, batches, make_network, relative_error
+from support.modes import MODES
 
 import gaccum_ms.spanning_window
 from gaccum_ms import (

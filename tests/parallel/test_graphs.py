@@ -12,7 +12,7 @@ import pytest
 from compile_worker import SAMPLES
 from machine import Machine, rows
 
-pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+pytestmark = [pytest.mark.distributed]
 RANKS = 8
 WEIGHTS = ("first", "bias", "second")
 SPLIT = {  # where (4, 2) devices have the columns of one layer and the rows of the next
