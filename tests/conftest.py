@@ -7,6 +7,7 @@ import gc
 import mindspore as ms
 import pytest
 from support.modes import MODES
+from support.ranks import Ranks
 from support.spread import Spread
 
 
@@ -49,3 +50,10 @@ def mode(request) -> str:
 @pytest.fixture
 def pynative() -> None:
     ms.set_context(mode=ms.PYNATIVE_MODE)
+
+
+@pytest.fixture(scope="session")
+def rank_pair(tmp_path_factory):
+    """Two ranks for all tests of this process."""
+    with Ranks(tmp_path_factory.mktemp("ranks")) as ranks:
+        yield ranks

@@ -50,6 +50,7 @@ def test_float32_by_default_the_weights_own_dtype_on_request(weights):
     assert {a.dtype for a in make_step(weights, accumulator_dtype=ms.bfloat16).accu_grads} == {ms.bfloat16}
 
 
+@pytest.mark.core(mode="graph")
 def test_training_with_the_weights_own_dtype(mode):
     """float16 accumulators round each sum to 11 bits, and train like float32 ones to that."""
     weights = []
@@ -123,6 +124,7 @@ def test_negative_control_the_plain_sum_loses_every_tiny_gradient(dtype):
     assert accumulate(dtype, compensated=False) == 1.0
 
 
+@pytest.mark.core(mode="graph")
 def test_low_precision_and_compensated_accumulators_are_zero_after_every_update(mode):
     for options in ({"accumulator_dtype": ms.bfloat16}, {"accumulator_dtype": ms.float16, "compensated": True}):
         step = make_step(**options)

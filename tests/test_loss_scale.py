@@ -65,6 +65,7 @@ def poisoned(sample, value):
 # -- without overflow the scale changes nothing ------------------------------------------------------------------------
 
 
+@pytest.mark.core("graph-cell", "pynative-()")
 @pytest.mark.parametrize("shape", ["cell", "()", "(1,)"])
 def test_scaled_equals_the_whole_batch(shape, mode):
     scale = {"cell": manager(), "()": Tensor(1024.0, ms.float32), "(1,)": Tensor([1024.0], ms.float32)}[shape]
@@ -81,6 +82,12 @@ def test_scaled_equals_the_whole_batch(shape, mode):
     assert max(relative_error(after[name], value) for name, value in reference.state.items()) < 1e-5
 
 
+@pytest.mark.core(
+    "graph-Model-dynamic",
+    "graph-build_train_network-fixed",
+    "graph-Model-fixed, optimizer removes it",
+    "pynative-Model-dynamic",
+)
 @pytest.mark.parametrize(
     "loss_scale_manager",
     [
@@ -138,6 +145,7 @@ def layers():
     return network
 
 
+@pytest.mark.core(level=["O0", "O2"])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "auto"])
 def test_amp_levels_train_like_the_whole_batch(level):
     """Against MindSpore's own step at the same level, in float16's precision; O2 brings a dynamic loss scale, which
@@ -167,6 +175,7 @@ def test_amp_levels_train_like_the_whole_batch(level):
 # -- overflow: drop the window -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.core(optimizer="momentum")
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("position", list(POISONED))
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
@@ -317,6 +326,7 @@ def test_nothing_is_left_when_all_are_poisoned(mode):
             np.testing.assert_array_equal(after[name], before[name], name)
 
 
+@pytest.mark.core(mode="graph")
 def test_dropping_nothing_equals_the_whole_batch(mode):
     network = make_network("dense")
     run = train(
@@ -336,6 +346,7 @@ class NotRenormalised(CountedWindow):
         return gradients, ms.Tensor(float(SAMPLES), ms.float32) * scale, loss, counted
 
 
+@pytest.mark.core(mode="graph")
 def test_negative_control_dropping_without_renormalising_is_caught(mode):
     weights = []
     for step_class in (TrainOneStepWithGradAccumulationCell, step_with(NotRenormalised)):

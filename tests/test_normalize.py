@@ -70,6 +70,7 @@ def gradient(step):
 UNEVEN = [1, 1, 0, 0.5, 1, 0, 0, 0]
 
 
+@pytest.mark.core("graph-1", "graph-3", "graph-8", "pynative-3")
 @pytest.mark.parametrize("micro_size", [1, 2, 3, 4, 8])
 def test_unequal_counts_equal_the_whole_batch(micro_size, mode):
     """Micro-batches of UNEVEN have counts down to 0, where the network's mean is NaN."""
@@ -83,6 +84,7 @@ def test_unequal_counts_equal_the_whole_batch(micro_size, mode):
     assert not any(as_numpy(a).any() for a in step.accu_grads)
 
 
+@pytest.mark.core(mode="graph")
 def test_a_function_counts_like_the_ready_made_cell(mode):
     def kept(x, mask):
         return mask.sum()
@@ -103,6 +105,7 @@ class MeanOfMeans(CountedWindow):
         return 3.5 / 2
 
 
+@pytest.mark.core(mode="graph")
 def test_negative_control_a_mean_of_means_is_caught(mode):
     x, mask = data([1, 1, 0.5, 1, 0, 0])
     step = make_step(Masked(), MeanOfMeans, micro_size=2, count=CountMask())
@@ -164,6 +167,7 @@ class Half(nn.Cell):
         return total / mask.sum()
 
 
+@pytest.mark.core("graph-accumulator_dtype0", "pynative-accumulator_dtype1")
 @pytest.mark.parametrize("accumulator_dtype", [ms.float32, ms.float16])
 def test_counted_gradients_are_as_small_as_the_whole_batchs_in_low_precision(accumulator_dtype, mode):
     """Seeded with counts as they are, gradients of 4 x 2,000 tokens at scale 1,024 would be 8 million, not float16."""
@@ -176,6 +180,7 @@ def test_counted_gradients_are_as_small_as_the_whole_batchs_in_low_precision(acc
     np.testing.assert_allclose((START - as_numpy(step.weights[0])) / 0.25, x.mean(axis=(0, 1)), rtol=1e-2)
 
 
+@pytest.mark.core("graph-False", "graph-True")
 @pytest.mark.parametrize("counted", [False, True])
 def test_losses_that_are_sums(counted, mode):
     """A sum stays the whole batch's sum; with a count it is divided by the total."""
@@ -187,6 +192,7 @@ def test_losses_that_are_sums(counted, mode):
     np.testing.assert_allclose(gradient(step), expected_gradient, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.core("graph-3", "graph-8", "pynative-3")
 @pytest.mark.parametrize("micro_size", [1, 3, 8])
 def test_each_of_several_losses_has_its_own_total(micro_size, mode):
     """With UNEVEN in eight micro-batches the masked loss is NaN in four, where the other one must go back alone."""
@@ -208,6 +214,7 @@ class OneTotalForAll(MultiLossWindow):
         return total * 0 + ops.unstack(total)[0]
 
 
+@pytest.mark.core(mode="graph")
 def test_negative_control_one_total_for_all_losses_is_caught(mode):
     x, mask = data(UNEVEN)
     step = make_step(MaskedAndMean(), OneTotalForAll, micro_size=3, count=(CountMask(), None), loss_weights=(1.0, 0.25))
@@ -217,6 +224,7 @@ def test_negative_control_one_total_for_all_losses_is_caught(mode):
         np.testing.assert_allclose(gradient(step), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.core(mode="graph")
 def test_several_losses_with_default_counts_and_weights(mode):
     class Two(Masked):
         def construct(self, x, mask):
@@ -229,6 +237,7 @@ def test_several_losses_with_default_counts_and_weights(mode):
     np.testing.assert_allclose(gradient(step), 2 * mean_oracle(x)[1] + oracle(x, mask)[1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.core(mode="graph")
 def test_one_loss_may_have_a_weight(mode):
     x, mask = data(UNEVEN)
     step = make_step(Masked(), micro_size=3, count=CountMask(), loss_weights=(0.5,))

@@ -142,6 +142,7 @@ def test_resumed_after_any_batch_is_bit_identical_in_a_step_that_has_run(referen
     assert len(reference.model.train_network.compile_cache) == compiled
 
 
+@pytest.mark.core("open-4", "open-7", "flushed-7")
 @pytest.mark.parametrize(
     ("kind", "batch"),
     [
@@ -172,6 +173,7 @@ def run_worker(folder: Path, *arguments) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.core("open-kills0")
 @pytest.mark.parametrize(("kind", "kills"), [("open", (6, 9)), ("flushed", (5, 14))])
 def test_killed_twice_by_kill_9_is_bit_identical(references, tmp_path, kind, kills):
     """Three processes: killed in mid-window, resumed and killed again (flushed: by the last batch of an epoch, else in
@@ -189,6 +191,7 @@ def test_killed_twice_by_kill_9_is_bit_identical(references, tmp_path, kind, kil
     assert_same(dict(np.load(folder / "end.npz")), reference.end)
 
 
+@pytest.mark.core("2-flushed")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kept", [1, 2])
 def test_each_file_that_keep_checkpoint_max_leaves_is_enough(references, tmp_path, kind, kept):

@@ -52,6 +52,7 @@ def test_with_our_import_it_trains(digits, tmp_path):
     assert accuracy_after > accuracy_before + 0.2
 
 
+@pytest.mark.thorough
 def test_with_mindspores_import_no_weight_moves(digits, tmp_path):
     losses, looks = run(MINDSPORES, digits, tmp_path)
     assert losses, "it did run"

@@ -209,6 +209,18 @@ LINES = [
 ]
 
 
+@pytest.mark.core(
+    "graph-dense-sgd-mean-float32-ragged-micro_size",
+    "graph-conv-momentum-mean-float32-ragged-micro_size",
+    "graph-dense-grouped-mean-float32-equal-compensated",
+    "graph-dense-momentum-masked-float32-ragged-micro_size-count",
+    "graph-dense-sgd-sum-float32-equal-micro_size-reduction",
+    "graph-dense-momentum-mean-float32-ragged-max_grad_norm",
+    "graph-cast_weights-plain_sgd-mean-bfloat16-equal-micro_size",
+    "pynative-dense-momentum-mean-float32-ragged-micro_size",
+    "pynative-dense-momentum-masked-float32-ragged-count-max_grad_norm",
+    "jit-dense-sgd-mean-float32-ragged-micro_size",
+)
 @pytest.mark.parametrize(
     ("mode", "problem", "sizes", "options"),
     LINES,
@@ -299,6 +311,7 @@ class KeepsItsSums(OpenWindow):
         return ops.depend(after, ops.assign(self.window_position, ops.depend(ms.Tensor(0, ms.int32), cleared)))
 
 
+@pytest.mark.core(mode="graph")
 @pytest.mark.parametrize("broken", [UpdatesEachBatch, DividesByWholeWindows, NeverCleared, KeepsItsSums])
 def test_negative_control_a_broken_window_is_caught(broken, monkeypatch, mode):
     monkeypatch.setattr(gaccum_ms.spanning_window, "OpenWindow", broken)
@@ -344,6 +357,7 @@ def check_nothing_trained_between_updates(step):
     return after
 
 
+@pytest.mark.core("graph-noisy", "graph-adam", "pynative-dynamic_lr")
 @pytest.mark.parametrize("optimizer", ["noisy", "adam", "dynamic_lr"])
 def test_nothing_that_is_trained_changes_before_the_windows_end(optimizer, mode):
     """Weights, optimizer state, its step counter, a user's moving average; and noise that a user's optimizer draws
@@ -373,6 +387,7 @@ def test_noise_was_drawn():
     assert relative_error(noisy[1]["out.weight"], plain[1]["out.weight"]) > 1e-3
 
 
+@pytest.mark.core("graph-mean", "pynative-masked", "graph-sum")
 @pytest.mark.parametrize("loss", ["mean", "masked", "sum"])
 def test_each_call_returns_the_batchs_own_loss_at_the_current_weights(loss, mode):
     options = {"masked": {"count": CountMask()}, "sum": {"reduction": "sum"}}.get(loss, {})
