@@ -16,6 +16,7 @@ import numpy as np
 from mindspore import nn
 
 from gaccum_ms import accumulator
+from gaccum_ms.data_position import begin_at
 from gaccum_ms.grad_accumulator import GradAccumulator
 from gaccum_ms.lr import MULTIPLIER_PREFIX
 from gaccum_ms.records import PREFIX, own
@@ -47,13 +48,16 @@ def resume(
         checkpoint (Union[str, Path, Sequence]): A file of `mindspore.save_checkpoint` of the step, or of
             `mindspore.train.ModelCheckpoint` , in either format; safetensors by its suffix. Or the files of all ranks
             that saved, in any order.
-        data_set (Dataset, optional): Is set to the batch after the last that was trained on; its seed must be the same,
-            and `dataset_sink_mode` False. With another number of ranks the batches must be those of all ranks, divided
-            anew. Default: ``None`` .
+        data_set (Dataset, optional): Is set to the batch after the last that was trained on, until a batch is trained
+            on; then its iterators begin at the beginning again. Its seed must be the same, and `dataset_sink_mode`
+            False. With another number of ranks the batches must be those of all ranks, divided anew.
+            Default: ``None`` .
 
     Returns:
         int, the number of finished epochs, 0 without `data_set` : ``model.train(epochs, data_set,
-        initial_epoch=resume(model, file, data_set))`` .
+        initial_epoch=resume(model, file, data_set))`` . In a loop of one's own the epochs are ``range(finished,
+        epochs)`` , each with an iterator of its own; one iterator for all of them needs ``num_epochs=epochs`` , the
+        finished ones among them, for the order that a shuffled data set would have had.
 
     Raises:
         TypeError: If `model` is none of those.
@@ -123,7 +127,7 @@ def _go_on(step: Any, paths: Sequence[Path], data_set: Any) -> int:
     step.load(values)
     if position is None:
         return 0
-    data_set.set_init_step(position)
+    begin_at(data_set, position, lambda: int(step.batch_count.asnumpy()))
     return position // data_set.get_dataset_size()
 
 
