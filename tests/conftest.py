@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import mindspore as ms
 import pytest
+
+# Where one test has computed it is too late for the next one's convolutions, on a CPU with AVX-512, and it would be
+# warned. test_cpu_instructions.py has processes in which nothing is set.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
 
 def pytest_collection_finish():
