@@ -25,7 +25,7 @@ from benchmarks.ways import Setting
 CONVOLVE = ("cnn", "resnet18", "mobilenet_v2")
 OTHERS = ("mlp", "transformer")
 NOTHING = ""  # the environment says nothing
-VALUES = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "ALL")
+VALUES = ("AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "ALL")
 _SHARE = 4  # of each network's own batch, so that more than one value answers in time
 _MOST = 1.1
 
