@@ -14,7 +14,7 @@ import numpy as np
 from mindspore import nn, ops
 from mindspore.common.initializer import initializer
 
-from gaccum_ms.cpu_kernels import add_in_place, zero_in_place
+from gaccum_ms.cpu_kernels import add_in_place, on_cpu, zero_in_place
 from gaccum_ms.records import of_this_rank
 
 PREFIX = "accu_grads."
@@ -59,8 +59,8 @@ zero = ops.MultitypeFuncGraph("gaccum_ms_zero")
 
 def write(parameter: ms.Parameter, value: ms.Tensor) -> ms.Tensor:
     """Assign in a graph; returns what stands for its being done."""
-    if parameter.dtype == ms.bfloat16:
-        return parameter.copy_(value)  # MindSpore has no bfloat16 Assign on CPU
+    if on_cpu() and parameter.dtype == ms.bfloat16:
+        return parameter.copy_(value)  # MindSpore has no bfloat16 Assign there, and on GPU no such copy
     return ops.assign(parameter, value)
 
 

@@ -43,6 +43,7 @@ from gaccum_ms.batch_loss import WithBatchLossCell, passes, warn_about_two_passe
 from gaccum_ms.batch_loss_window import BatchLossWindow
 from gaccum_ms.batchnorm import refuse_sync_batch_norm, warn_about_batch_norm
 from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.convolutions import limit_instructions_for
 from gaccum_ms.counted_window import CountedWindow
 from gaccum_ms.fused_reduction import FusedReducer
 from gaccum_ms.multi_loss_window import MultiLossWindow
@@ -168,6 +169,7 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         refuse_sparse_gradients(network)
         if network.finds_size:
             refuse_sync_batch_norm("GradAccumulationCell", network)
+        limit_instructions_for(network.network)
         super().__init__(network.network, optimizer)
         hold_weights(self, self.weights)
         self._unrolled = unrolled
