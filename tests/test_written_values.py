@@ -12,6 +12,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.common.initializer import initializer
 from mindspore.train import EarlyStopping
 from reference import relative_error
+from two_ranks import case
 
 from gaccum_ms import (
     GradAccumulationCell,
@@ -329,3 +330,20 @@ def test_early_stopping_restores_the_best_weights():
         one.train(x, y)
         one.train(x, y)
     assert_same(run, reference)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("way", ["samples", "counts", "jit"])
+def test_on_two_ranks(rank_pair, tmp_path, way):
+    """The rank's own loss where samples decide; with counts that of all ranks."""
+    results = rank_pair.worker("written_worker", tmp_path)
+    for rank in results:
+        rank[f"{way}/losses"], rank["whole/losses"]  # has the cases run
+    together = np.mean([rank["whole/losses"] for rank in results], axis=0)
+    for rank in results:
+        losses = together if way == "counts" else rank["whole/losses"]
+        np.testing.assert_allclose(rank[f"{way}/losses"], losses, rtol=2 * TOLERANCE)
+        weights = case(rank, "whole")
+        del weights["losses"]
+        for name, value in weights.items():
+            assert relative_error(rank[f"{way}/{name}"], value) < 2 * TOLERANCE, name
