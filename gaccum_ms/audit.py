@@ -15,13 +15,13 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
 
-from gaccum_ms import accumulator, clip, split
-from gaccum_ms.batch_loss import WithBatchLossCell
-from gaccum_ms.batchnorm import batch_norm_names
+from gaccum_ms.accumulation import accumulators, clip, micro_batches
+from gaccum_ms.backend.snapshot import Snapshot, as_numpy
 from gaccum_ms.cell import GradAccumulationCell
-from gaccum_ms.dropout import dropouts
-from gaccum_ms.snapshot import Snapshot, as_numpy
-from gaccum_ms.train_step import TrainOneStepWithGradAccumulationCell
+from gaccum_ms.layers.batchnorm import batch_norm_names
+from gaccum_ms.layers.dropout import dropouts
+from gaccum_ms.losses.batch_loss import WithBatchLossCell
+from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
 _NARROW = (ms.float16, ms.bfloat16)
 _SEED = 1
@@ -263,7 +263,7 @@ def _check(cell: GradAccumulationCell, optimizer: nn.Optimizer, batch: tuple, to
             "micro_batch_size='auto'. Give 'micro_size', or a 'micro_batch_size' such as 'find_micro_batch_size' "
             "returns."
         )
-    plan = split.plan_split(split.batch_shapes(batch), cell.micro_size, cell.micro_batch_size)
+    plan = micro_batches.plan_split(micro_batches.batch_shapes(batch), cell.micro_size, cell.micro_batch_size)
     if plan.samples == plan.size:
         raise ValueError(
             f"For 'audit', the argument 'batch' must be split into at least two micro-batches, but got a batch of "
@@ -281,11 +281,11 @@ class _Recorder(nn.Cell):
         self.optimizer = optimizer
         self.parameters = optimizer.parameters
         self.max_grad_norm = max_grad_norm
-        self.gradients = accumulator.allocate(self.parameters, ms.float32, "audit_gradients.")
+        self.gradients = accumulators.allocate(self.parameters, ms.float32, "audit_gradients.")
         self.map = ops.HyperMap()
 
     def construct(self, gradients):
-        gradients = ops.depend(gradients, self.map(accumulator.add_to, self.gradients, gradients))
+        gradients = ops.depend(gradients, self.map(accumulators.add_to, self.gradients, gradients))
         if self.max_grad_norm is not None:
             gradients = clip.clip_by_norm(gradients, clip.global_norm(gradients), self.max_grad_norm)
         return self.optimizer(gradients)

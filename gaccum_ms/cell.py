@@ -1,4 +1,4 @@
-"""GradAccumulationCell: checks and holds the options of accumulation. The arithmetic is in train_step.py."""
+"""GradAccumulationCell: checks and holds the options of accumulation. The arithmetic is in step.py."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn
 
-from gaccum_ms.batch_loss import WithBatchLossCell
-from gaccum_ms.batch_loss import check_options as check_batch_loss_options
-from gaccum_ms.options import check_accumulation_options, check_one_of, check_positive_int
-from gaccum_ms.out_of_memory import check_test as check_out_of_memory_test
+from gaccum_ms.backend.checks import check_accumulation_options, check_one_of, check_positive_int
+from gaccum_ms.backend.out_of_memory import check_test as check_out_of_memory_test
+from gaccum_ms.losses.batch_loss import WithBatchLossCell
+from gaccum_ms.losses.batch_loss import check_options as check_batch_loss_options
 
 _NAME = "GradAccumulationCell"
 

@@ -25,7 +25,8 @@ if __package__ in (None, ""):  # run as a file: our package, without the __init_
     sys.modules["gaccum_ms"] = types.ModuleType("gaccum_ms")
     sys.modules["gaccum_ms"].__path__ = [str(Path(__file__).parent)]
 
-from gaccum_ms import cpu_instructions, gpu, launch
+from gaccum_ms import gpu, launch
+from gaccum_ms.backend import cpu_instructions
 from gaccum_ms.cluster import COLLECTIVE_TIMEOUT, Cluster
 
 DEVICE_SECONDS = 120

@@ -15,7 +15,7 @@ from reference import as_numpy
 from two_ranks import leave
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
-from gaccum_ms.out_of_memory import is_out_of_memory
+from gaccum_ms.backend.out_of_memory import is_out_of_memory
 
 HEADROOM = 900_000_000
 

@@ -18,7 +18,7 @@ from reference import OPTIMIZERS, as_numpy, step_with
 from two_ranks import leave
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WithBatchLossCell, audit
-from gaccum_ms.batch_loss_window import BatchLossWindow
+from gaccum_ms.accumulation.grad_cache import BatchLossWindow
 
 PER_RANK, UPDATES = 7, 4  # 7 samples are ragged in 3 micro-batches
 

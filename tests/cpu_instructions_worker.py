@@ -20,7 +20,7 @@ from mindspore import Tensor, nn, ops
 
 import gaccum_ms
 from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell
-from gaccum_ms.cpu_instructions import VARIABLE
+from gaccum_ms.backend.cpu_instructions import VARIABLE
 
 BATCH = Tensor(np.ones((4, 3, 8, 8), np.float32)), Tensor(np.ones((4, 8 * 8 * 8), np.float32))
 

@@ -18,8 +18,8 @@ from reference import OPTIMIZERS, Line, accumulated, as_numpy, batches, make_net
 from two_ranks import leave
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
-from gaccum_ms.fused_reduction import FusedReducer
-from gaccum_ms.window import SampleWindow
+from gaccum_ms.accumulation.window import SampleWindow
+from gaccum_ms.distributed.all_reduce import FusedReducer
 
 PER_RANK, UPDATES = 7, 4  # 7 samples are ragged in 2 and 3 micro-batches
 

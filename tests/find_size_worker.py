@@ -43,7 +43,7 @@ def main() -> None:
     errors = []
 
     def is_out_of_memory(error: BaseException) -> bool:
-        from gaccum_ms.out_of_memory import is_out_of_memory as says_so
+        from gaccum_ms.backend.out_of_memory import is_out_of_memory as says_so
 
         errors.append(repr(error))
         return says_so(error)

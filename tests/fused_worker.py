@@ -19,8 +19,9 @@ from reference import as_numpy, batches, make_network, step_with
 from two_ranks import leave
 
 from benchmarks.collectives_worker import Graphs, make_step, sent_per_update
-from gaccum_ms import GradAccumulationCell, fused_reduction
-from gaccum_ms.window import SampleWindow
+from gaccum_ms import GradAccumulationCell
+from gaccum_ms.accumulation.window import SampleWindow
+from gaccum_ms.distributed import all_reduce as fused_reduction
 
 LIMIT = 100  # bytes: of the network "dense", 768 and 320 go alone, and 64 + 20 together
 COLLECTIVES, BYTES = 3, 768 + 320 + 64 + 20

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from two_ranks import Results, leave
 
-from gaccum_ms.memory_meter import ProcessMeter
+from gaccum_ms.memory.meter import ProcessMeter
 
 MB = 1_000_000
 

@@ -11,7 +11,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
-from gaccum_ms.window import SampleWindow
+from gaccum_ms.accumulation.window import SampleWindow
 
 CLASSES = 5
 FEATURES = 12

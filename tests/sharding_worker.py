@@ -20,12 +20,12 @@ from gaccum_ms import (
     ShardedOptimizer,
     TrainOneStepWithGradAccumulationCell,
     UpdateCheckpoint,
-    fused_reduction,
     resume,
-    shards,
 )
-from gaccum_ms.lr import current_learning_rate, multiply_learning_rate
-from gaccum_ms.sharded_optimizer import PART
+from gaccum_ms.distributed import all_reduce as fused_reduction
+from gaccum_ms.distributed import layout as shards
+from gaccum_ms.distributed.sharded_optimizer import PART
+from gaccum_ms.learning_rate import current_learning_rate, multiply_learning_rate
 
 PER_RANK = 6
 JOINED = 24  # samples of a batch on all ranks together, where numbers of ranks are compared

@@ -8,7 +8,9 @@ import pytest
 from mindspore import Tensor, nn, ops
 from reference import as_numpy, make_network, relative_error
 
-from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, accumulator
+from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms.accumulation import accumulators
+from gaccum_ms.backend import parameters
 
 DTYPES = {"float16": ms.float16, "bfloat16": ms.bfloat16, "float32": ms.float32}
 # One unit in the last place at 1: 10, 7 and 23 bits after the point.
@@ -40,7 +42,7 @@ def test_no_accumulators_when_there_is_nothing_to_accumulate_over():
     cell = GradAccumulationCell(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), 1)
     step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1))
     assert len(step.accu_grads) == 0
-    assert not [p.name for p in step.get_parameters() if p.name.startswith(accumulator.PREFIX)]
+    assert not [p.name for p in step.get_parameters() if p.name.startswith(accumulators.PREFIX)]
 
 
 @pytest.mark.parametrize("weights", [ms.float32, ms.float16])
@@ -82,7 +84,7 @@ def test_overwriting_where_a_gradient_that_raised_left_the_tape_open(pynative):
     weight = ms.Parameter(Tensor([1.0, 2.0], ms.bfloat16), name="weight")
     with pytest.raises(KeyboardInterrupt):
         ms.value_and_grad(raises, None, (weight,))(Tensor(1.0))
-    accumulator.overwrite(weight, ops.zeros_like(weight))
+    accumulators.overwrite(weight, ops.zeros_like(weight))
     assert not as_numpy(weight).any()
 
 
@@ -195,7 +197,7 @@ class Writing(nn.Cell):
         self.held = ms.Parameter(Tensor([1.0], ms.bfloat16), name="held", requires_grad=False)
 
     def construct(self, value):
-        return accumulator.write(self.held, value)
+        return accumulators.write(self.held, value)
 
 
 @ops.constexpr
@@ -208,6 +210,6 @@ def test_bfloat16_is_copied_on_cpu_and_assigned_elsewhere(mode, monkeypatch):
     cell, value = Writing(), Tensor([2.5], ms.bfloat16)
     cell(value)
     assert as_numpy(cell.held) == [2.5]
-    monkeypatch.setattr(accumulator, "on_cpu", on_another_device)
+    monkeypatch.setattr(parameters, "on_cpu", on_another_device)
     with pytest.raises(TypeError, match=r"Select CPU operator\[Assign\] fail"):
         Writing()(value)

@@ -22,7 +22,7 @@ from gaccum_ms import (
     WindowMonitor,
     resume,
 )
-from gaccum_ms.lr import current_learning_rate
+from gaccum_ms.learning_rate import current_learning_rate
 
 RATE = 1e-6  # the weights stay where the noise scale is 40
 

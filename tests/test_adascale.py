@@ -20,7 +20,7 @@ from gaccum_ms import (
     resume,
     scale_learning_rate,
 )
-from gaccum_ms.lr import current_learning_rate
+from gaccum_ms.learning_rate import current_learning_rate
 
 START = np.array([1.0, -0.5, 2.0], np.float32)
 RATE = 0.05

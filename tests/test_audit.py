@@ -22,8 +22,8 @@ from reference import (
 )
 
 from gaccum_ms import CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms.accumulation.window import SampleWindow
 from gaccum_ms.audit import audit
-from gaccum_ms.window import SampleWindow
 
 audit_module = importlib.import_module("gaccum_ms.audit")  # the package's attribute of this name is the function
 
@@ -322,7 +322,7 @@ def test_dropout_is_left_out(mode):
 
 @pytest.mark.core(mode="graph")
 def test_negative_control_dropout_left_in_is_seen(monkeypatch, mode):
-    monkeypatch.setattr("gaccum_ms.dropout._DROPOUTS", ())
+    monkeypatch.setattr("gaccum_ms.layers.dropout._DROPOUTS", ())
     assert not run(fill(DropoutNet())).ok
 
 

@@ -15,8 +15,8 @@ from gaccum_ms import (
     TrainOneStepWithGradAccumulationCell,
     WindowBatchNorm,
     WithBatchLossCell,
-    auto_parallel,
 )
+from gaccum_ms.semi_auto import modes as auto_parallel
 
 
 @pytest.fixture(autouse=True, params=["semi_auto_parallel", "auto_parallel"])

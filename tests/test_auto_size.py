@@ -27,9 +27,9 @@ from gaccum_ms import (
     audit,
     resume,
 )
-from gaccum_ms.accumulator import overwrite
-from gaccum_ms.auto_size import AutoSize
-from gaccum_ms.snapshot import Snapshot
+from gaccum_ms.backend.parameters import overwrite
+from gaccum_ms.backend.snapshot import Snapshot
+from gaccum_ms.training.auto_size import AutoSize
 
 PLENTY = 1 << 40
 MARK = 0.125  # in a sample's first feature: its micro-batch needs much memory
@@ -174,7 +174,7 @@ def test_what_training_has_halved_is_remembered(pynative):
 
 
 def test_the_size_is_found_once(monkeypatch):
-    from gaccum_ms.micro_step import MicroSteps
+    from gaccum_ms.memory.trial import MicroSteps
 
     tried = []
     measure = MicroSteps.measure
@@ -315,7 +315,7 @@ def test_something_changes_where_it_is_not_put_back(options, restored, monkeypat
 @WARNS_OF_BATCHNORM
 def test_the_generator_has_gone_on_where_it_is_not_put_back(restored, monkeypatch, pynative):
     """Another."""
-    monkeypatch.setattr("gaccum_ms.snapshot.ms.set_rng_state", lambda state: None)
+    monkeypatch.setattr("gaccum_ms.backend.snapshot.ms.set_rng_state", lambda state: None)
     with pytest.raises(AssertionError, match="Mismatched elements"):
         fail_and_compare(restored, {})
 
@@ -323,7 +323,7 @@ def test_the_generator_has_gone_on_where_it_is_not_put_back(restored, monkeypatc
 @WARNS_OF_BATCHNORM
 def test_accumulators_change_where_they_are_not_put_back(restored, monkeypatch, pynative):
     """Another: in a window's first batch they are zeroed, not copied."""
-    monkeypatch.setattr("gaccum_ms.accumulator.Accumulators.forget", lambda self: None)
+    monkeypatch.setattr("gaccum_ms.accumulation.accumulators.Accumulators.forget", lambda self: None)
     with pytest.raises(AssertionError, match="accu_grads"):
         fail_and_compare(restored, {})
 

@@ -43,8 +43,8 @@ from gaccum_ms import (
     audit,
     resume,
 )
-from gaccum_ms.batch_loss_window import BatchLossWindow
-from gaccum_ms.window import SampleWindow
+from gaccum_ms.accumulation.grad_cache import BatchLossWindow
+from gaccum_ms.accumulation.window import SampleWindow
 
 HERE = Path(__file__).resolve().parent
 DIVISIBLE, RAGGED = 24, 13

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gaccum_ms import check, cpu_instructions, gpu
+from gaccum_ms import check, gpu
+from gaccum_ms.backend import cpu_instructions
 
 ROOT = Path(check.__file__).resolve().parents[1]
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from gaccum_ms import cpu_instructions
-from gaccum_ms.cpu_instructions import VARIABLE, description, has_avx512
+from gaccum_ms.backend import cpu_instructions
+from gaccum_ms.backend.cpu_instructions import VARIABLE, description, has_avx512
 
 ROOT = Path(__file__).resolve().parents[1]
 OLD_VARIABLE = "DNNL_MAX_CPU_ISA"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
-from gaccum_ms.cpu_kernels import add_in_place, all_finite, zero_in_place
+from gaccum_ms.backend.cpu_kernels import add_in_place, all_finite, zero_in_place
 
 
 class Adding(nn.Cell):

@@ -15,7 +15,7 @@ from reference import (
     whole_batch,
 )
 
-from gaccum_ms.window import SampleWindow
+from gaccum_ms.accumulation.window import SampleWindow
 
 DIVISIBLE, RAGGED = 24, 13
 MODES = {"graph": ms.GRAPH_MODE, "pynative": ms.PYNATIVE_MODE}

@@ -16,8 +16,8 @@ from reference import OPTIMIZERS, as_numpy, batches, make_network
 from two_ranks import case, run_on_two_ranks
 
 from gaccum_ms import GradAccumulationCell, find_micro_batch_size, memory_report
-from gaccum_ms.find_size import even_sizes
-from gaccum_ms.memory_meter import ProcessMeter
+from gaccum_ms.memory.meter import ProcessMeter
+from gaccum_ms.memory.search import even_sizes
 
 HERE = Path(__file__).resolve().parent
 PLENTY = 1 << 40
@@ -52,7 +52,7 @@ def search(network, samples=32, **arguments):
 @pytest.fixture
 def tried(monkeypatch) -> list[int]:
     """Sizes of the micro-steps that were compiled, in order."""
-    from gaccum_ms.micro_step import MicroSteps
+    from gaccum_ms.memory.trial import MicroSteps
 
     sizes: list[int] = []
     measure = MicroSteps.measure
@@ -106,7 +106,7 @@ def test_one_that_is_predicted_too_small_is_corrected(monkeypatch, tried):
     report = memory_report(cell, optimizer, *batch(2048), measure=False, micro_sizes=[1, 8])
     limit = report.rows[0].peak - 200_000_000
     tried.clear()
-    monkeypatch.setattr("gaccum_ms.memory_model.predict", lambda known, size: known[min(known)])
+    monkeypatch.setattr("gaccum_ms.memory.model.predict", lambda known, size: known[min(known)])
     size = find_micro_batch_size(cell, optimizer, batch(2048), memory_limit=limit)
     assert 2048 in tried  # and was too large
     assert 128 <= size < 2048
@@ -190,7 +190,7 @@ def test_nothing_changes(mode):
 
 def test_statistics_change_where_they_are_not_put_back(monkeypatch):
     """The control."""
-    monkeypatch.setattr("gaccum_ms.micro_step.Snapshot.restore_parameters", lambda self: None)
+    monkeypatch.setattr("gaccum_ms.memory.trial.Snapshot.restore_parameters", lambda self: None)
     with pytest.raises(AssertionError, match="moving_"):
         search_and_compare()
 

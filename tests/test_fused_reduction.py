@@ -9,8 +9,8 @@ from fused_worker import BYTES, COLLECTIVES, KINDS, LIMIT, MODES
 from reference import relative_error
 from two_ranks import Results, case, run_on_two_ranks
 
-from gaccum_ms import fused_reduction
-from gaccum_ms.fused_reduction import FusedReducer, plan_buffers
+from gaccum_ms.distributed import all_reduce as fused_reduction
+from gaccum_ms.distributed.all_reduce import FusedReducer, plan_buffers
 
 # -- the plan ----------------------------------------------------------------------------------------------------------
 

@@ -20,10 +20,10 @@ from reference import (
     whole_batch,
 )
 
-import gaccum_ms.grad_accumulator
+import gaccum_ms.training.grad_accumulator
 from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell, resume
-from gaccum_ms.counted_reduction import CountedReduction
-from gaccum_ms.open_window import OpenWindow
+from gaccum_ms.accumulation.open_window import OpenWindow
+from gaccum_ms.accumulation.reduction import CountedReduction
 
 # How a loop may run: "compiled" is PyNative mode with jit=True; "jit" a user's compiled function around all of it.
 WAYS = {"graph": ms.GRAPH_MODE, "pynative": ms.PYNATIVE_MODE, "compiled": ms.PYNATIVE_MODE, "jit": ms.PYNATIVE_MODE}
@@ -192,7 +192,7 @@ def test_negative_control_a_broken_accumulator_is_caught(broken, way, monkeypatc
     if broken is ForgetsCounts:
         monkeypatch.setitem(globals(), "GradAccumulator", broken)
     else:
-        monkeypatch.setattr(gaccum_ms.grad_accumulator, broken.__base__.__name__, broken)
+        monkeypatch.setattr(gaccum_ms.training.grad_accumulator, broken.__base__.__name__, broken)
     run = Loop(way).run(batches(sum(UNEQUAL)), UNEQUAL, counted=True)
     with pytest.raises(AssertionError):
         assert_equivalent(run, whole_batch("dense", "momentum", sum(UNEQUAL), WAYS[way]), TOLERANCE)

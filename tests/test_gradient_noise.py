@@ -14,8 +14,8 @@ from mindspore.dataset import NumpySlicesDataset
 from test_noise_record import make_step, targets
 
 from gaccum_ms import FlushAccumulation, GradNoiseScale
-from gaccum_ms.gradient_noise import Average, ScaleRecord
-from gaccum_ms.noise_record import WindowNoise
+from gaccum_ms.accumulation.noise import WindowNoise
+from gaccum_ms.callbacks.noise_scale import Average, ScaleRecord
 
 
 def known_noise(samples, seed=2):

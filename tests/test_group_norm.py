@@ -11,7 +11,7 @@ from mindspore import Tensor, mint, nn, ops
 from reference import CLASSES, Classifier, accumulated, as_numpy, assert_equivalent, batches, relative_error, train
 
 from gaccum_ms import GradAccumulationCell, convert_batchnorm_to_groupnorm
-from gaccum_ms.batchnorm import batch_norm_names
+from gaccum_ms.layers.batchnorm import batch_norm_names
 
 
 class NormsNet(Classifier):

@@ -25,7 +25,7 @@ from reference import (
 from support.reuse import Reused
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
-from gaccum_ms.counted_window import CountedWindow
+from gaccum_ms.accumulation.counted_window import CountedWindow
 
 SAMPLES, MICRO_SIZE = 13, 3  # 5 + 5 + 3
 POISONED = {"first": 0, "middle": 7, "last": 12}

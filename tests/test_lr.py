@@ -12,7 +12,7 @@ from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 from reference import as_numpy
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
-from gaccum_ms.lr import current_learning_rate, multiply_learning_rate, scale_learning_rate, scaling_factor
+from gaccum_ms.learning_rate import current_learning_rate, multiply_learning_rate, scale_learning_rate, scaling_factor
 
 ONE = Tensor([1.0], ms.float32)
 RATES = [0.5, 0.5, 1.0, 1.0, 0.25, 0.25]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from two_ranks import run_on_ranks
 
-from gaccum_ms.memory_meter import ProcessMeter, container_limits
+from gaccum_ms.memory.meter import ProcessMeter, container_limits
 
 MB = 1_000_000
 

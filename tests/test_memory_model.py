@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gaccum_ms.memory_model import next_probe, predict
+from gaccum_ms.memory.model import next_probe, predict
 
 
 def probed(samples: int, per_sample: int) -> list[int]:

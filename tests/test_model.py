@@ -15,7 +15,7 @@ from mindspore.train import amp
 from reference import OPTIMIZERS, as_numpy, batches, make_network, relative_error
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
-from gaccum_ms.model import _original, build_train_network
+from gaccum_ms.model_hook import _original, build_train_network
 
 SAMPLES, BATCH = 22, 8  # 8 + 8 + 6: each epoch ends with a short, ragged batch
 
@@ -74,7 +74,9 @@ def test_the_hook_is_where_mindspore_looks():
 
 def test_other_networks_are_built_by_the_original(monkeypatch):
     seen = []
-    monkeypatch.setattr("gaccum_ms.model._original", lambda *args, **kwargs: seen.append((args, kwargs)) or "built")
+    monkeypatch.setattr(
+        "gaccum_ms.model_hook._original", lambda *args, **kwargs: seen.append((args, kwargs)) or "built"
+    )
     network = nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss())
     optimizer = nn.SGD(network.trainable_params(), 0.1)
     assert mindspore.amp.build_train_network(network, optimizer, level="O2", keep_batchnorm_fp32=False) == "built"

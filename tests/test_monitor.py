@@ -513,7 +513,7 @@ def group_lives(group):
 def test_mindspores_summary_holds_each_number(tmp_path):
     from mindspore.train import summary_pb2
 
-    from gaccum_ms.monitor import WindowRecord
+    from gaccum_ms.callbacks.monitor import WindowRecord
 
     here = Path(__file__).parent
     script = tmp_path / "script.py"

@@ -12,7 +12,7 @@ from reference import accumulated, assert_equivalent, batches, make_network, ste
 from two_ranks import case, run_on_two_ranks
 
 from gaccum_ms import CountMask, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, resume
-from gaccum_ms.window import SampleWindow
+from gaccum_ms.accumulation.window import SampleWindow
 
 
 class Quadratic(nn.Cell):

@@ -9,8 +9,8 @@ from mindspore import Tensor, nn, ops
 from reference import as_numpy, step_with
 
 from gaccum_ms import CountMask, CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
-from gaccum_ms.counted_window import CountedWindow
-from gaccum_ms.multi_loss_window import MultiLossWindow
+from gaccum_ms.accumulation.counted_window import CountedWindow
+from gaccum_ms.accumulation.multi_loss_window import MultiLossWindow
 
 START = np.linspace(-1, 1, 4)
 RATE = 0.5

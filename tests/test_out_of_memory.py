@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gaccum_ms.out_of_memory import is_out_of_memory
+from gaccum_ms.backend.out_of_memory import is_out_of_memory
 
 
 @pytest.mark.parametrize(

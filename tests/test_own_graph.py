@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from gaccum_ms.own_graph import OwnGraph, compiling_alone
+from gaccum_ms.backend.graphs import OwnGraph, compiling_alone
 
 seen: list[str] = []
 

@@ -113,7 +113,7 @@ def never(*_):
 
 
 def test_nothing_is_written_or_read_where_there_is_no_terminal(capfd, monkeypatch, tmp_path):
-    monkeypatch.setattr("gaccum_ms.progress._numbers", never)
+    monkeypatch.setattr("gaccum_ms.callbacks.progress._numbers", never)
     fit(ProgressBar(), micro_size=2)  # pytest's standard error is a file
     with (tmp_path / "log").open("w") as log:
         fit(ProgressBar(log), micro_size=2)
@@ -126,7 +126,7 @@ def test_nothing_is_written_or_read_where_there_is_no_terminal(capfd, monkeypatc
 def test_the_device_is_read_only_when_the_bar_is_drawn(monkeypatch):
     reads = []
     original = ProgressBar.on_train_step_end.__globals__["_numbers"]
-    monkeypatch.setattr("gaccum_ms.progress._numbers", lambda *given: reads.append(1) or original(*given))
+    monkeypatch.setattr("gaccum_ms.callbacks.progress._numbers", lambda *given: reads.append(1) or original(*given))
     file = io.StringIO()
     fit(ProgressBar(file, show=True, refresh_seconds=1000), micro_size=2, epochs=3)
     assert len(reads) == 2  # the first batch, and the end

@@ -460,7 +460,7 @@ def test_a_step_saved_by_hand_goes_on_bit_identically_in_a_new_step(tmp_path, fi
     "load", [lambda step, file: resume(step, file), lambda step, file: ms.load_checkpoint(file, step)]
 )
 def test_a_step_that_has_run_goes_on_from_what_is_loaded(load, tmp_path):
-    """By `resume` , and by MindSpore's own load: see gaccum_ms/storage.py."""
+    """By `resume` , and by MindSpore's own load: see gaccum_ms/backend/storage.py."""
     step = make_step("momentum")
     run(step, [3, 4, 5])
     file = str(tmp_path / "by_hand.ckpt")

@@ -16,8 +16,8 @@ from support.ranks import Ranks
 from two_ranks import Results, case
 
 from gaccum_ms import GradAccumulationCell, ShardedOptimizer, resume
-from gaccum_ms.sharded_optimizer import _ELEMENTWISE
-from gaccum_ms.shards import Layout, balanced_owners
+from gaccum_ms.distributed.layout import Layout, balanced_owners
+from gaccum_ms.distributed.sharded_optimizer import _ELEMENTWISE
 
 TOLERANCE = 1e-6
 RANKS_TOLERANCE = 1e-5  # between numbers of ranks, which add up in another order
@@ -78,7 +78,7 @@ class SpecialAdam(nn.Adam):
 @pytest.fixture
 def two_ranks(monkeypatch):
     """As rank 1 of 2 sees it, where nothing is sent."""
-    monkeypatch.setattr("gaccum_ms.sharded_optimizer.rank_and_ranks", lambda: (1, 2))
+    monkeypatch.setattr("gaccum_ms.distributed.sharded_optimizer.rank_and_ranks", lambda: (1, 2))
 
 
 CENTRALIZED = [{"params": make_dense("conv").trainable_params(), "grad_centralization": True}]

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn
 
-from gaccum_ms.accumulator import overwrite
-from gaccum_ms.snapshot import Snapshot, as_numpy
+from gaccum_ms.backend.parameters import overwrite
+from gaccum_ms.backend.snapshot import Snapshot, as_numpy
 
 
 class Net(nn.Cell):

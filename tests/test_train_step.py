@@ -14,7 +14,7 @@ from mindspore import Tensor, nn, ops
 from reference import FEATURES, OPTIMIZERS, Line, as_numpy, batches, make_network, relative_error, step_with
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
-from gaccum_ms.window import SampleWindow
+from gaccum_ms.accumulation.window import SampleWindow
 
 
 def make_step(kind="dense", loss=None, optimizer="momentum", **options):

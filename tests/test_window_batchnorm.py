@@ -10,7 +10,7 @@ from reference import CLASSES, as_numpy, batches, relative_error
 from two_ranks import run_on_two_ranks
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WindowBatchNorm
-from gaccum_ms.window_batchnorm import WindowStatistics
+from gaccum_ms.layers.window_batchnorm import WindowStatistics
 
 
 class Net(nn.Cell):

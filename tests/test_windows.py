@@ -19,7 +19,7 @@ from mindspore.dataset import NumpySlicesDataset
 from reference import FEATURES, OPTIMIZERS, Line, as_numpy, batches, make_network, relative_error
 from support.modes import MODES
 
-import gaccum_ms.spanning_window
+import gaccum_ms.accumulation.spanning_window
 from gaccum_ms import (
     CountMask,
     CountNotIgnored,
@@ -29,8 +29,8 @@ from gaccum_ms import (
     UpdateCheckpoint,
     scale_learning_rate,
 )
-from gaccum_ms.open_window import OpenWindow
-from gaccum_ms.spanning_window import SpanningWindow
+from gaccum_ms.accumulation.open_window import OpenWindow
+from gaccum_ms.accumulation.spanning_window import SpanningWindow
 
 EQUAL, RAGGED = (8, 8, 8) * 4, (7, 4) * 6  # windows of three: 24 samples each; 18, 15, 18, 15
 STEPS = 3
@@ -314,7 +314,7 @@ class KeepsItsSums(OpenWindow):
 @pytest.mark.core(mode="graph")
 @pytest.mark.parametrize("broken", [UpdatesEachBatch, DividesByWholeWindows, NeverCleared, KeepsItsSums])
 def test_negative_control_a_broken_window_is_caught(broken, monkeypatch, mode):
-    monkeypatch.setattr(gaccum_ms.spanning_window, "OpenWindow", broken)
+    monkeypatch.setattr(gaccum_ms.accumulation.spanning_window, "OpenWindow", broken)
     with pytest.raises(AssertionError):
         check_tail(MODES[mode], DENSE.step(micro_size=2, accumulation_steps=4))
 
@@ -374,7 +374,7 @@ def test_nothing_that_is_trained_changes_before_the_windows_end(optimizer, mode)
 
 
 def test_negative_control_an_update_before_the_windows_end_is_caught(monkeypatch, mode):
-    monkeypatch.setattr(gaccum_ms.spanning_window, "OpenWindow", UpdatesEachBatch)
+    monkeypatch.setattr(gaccum_ms.accumulation.spanning_window, "OpenWindow", UpdatesEachBatch)
     with pytest.raises(AssertionError):
         check_nothing_trained_between_updates(DENSE.step())
 

@@ -14,14 +14,8 @@ from mindspore.train import EarlyStopping
 from reference import relative_error
 from two_ranks import case
 
-from gaccum_ms import (
-    GradAccumulationCell,
-    GradAccumulator,
-    TrainOneStepWithGradAccumulationCell,
-    WithBatchLossCell,
-    own_graph,
-    storage,
-)
+from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell, WithBatchLossCell
+from gaccum_ms.backend import graphs, storage
 
 FEATURES, OUTPUTS, SAMPLES = 3, 2, 6
 TOLERANCE = 1e-5
@@ -226,8 +220,8 @@ def test_in_pynative_mode(window, whole_batch, tmp_path, pynative):
 def test_the_comparison_finds_values_that_a_graph_does_not_see(window, whole_batch, tmp_path, monkeypatch):
     """Negative control: MindSpore's graphs with control flow, left to themselves."""
     monkeypatch.setattr(storage, "keep_in_place", lambda parameters: None)
-    monkeypatch.setattr("gaccum_ms.train_step.keep_in_place", lambda parameters: None)
-    monkeypatch.setattr(own_graph, "_note_storage", lambda cell: None)
+    monkeypatch.setattr("gaccum_ms.training.step.keep_in_place", lambda parameters: None)
+    monkeypatch.setattr(graphs, "_note_storage", lambda cell: None)
     run = trained(Training(window, **WINDOWS[window]), tmp_path)
     with pytest.raises(AssertionError):
         assert_same(run, whole_batch[None])

@@ -33,7 +33,7 @@ from gaccum_ms import (
     WindowMonitor,
     resume,
 )
-from gaccum_ms.spanning_window import SpanningWindow
+from gaccum_ms.accumulation.spanning_window import SpanningWindow
 
 RATE, MOMENTUM = 0.05, 0.9
 SCALE = 2.0**20

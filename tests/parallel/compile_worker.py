@@ -19,7 +19,7 @@ from mindspore.communication import create_group, get_group_size, get_rank, init
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from gaccum_ms import GradAccumulationCell, PerSampleLoss, TrainOneStepWithGradAccumulationCell
-from gaccum_ms.auto_parallel import settings_of
+from gaccum_ms.semi_auto.modes import settings_of
 
 SAMPLES = 16  # of each device: few, because the files say "..." for what longer constants hold
 X, Y = (SAMPLES, 12), (SAMPLES, 1)

@@ -1,0 +1,134 @@
+"""The accumulators: one Parameter for each weight, in which the gradients of a window add up.
+
+A float16 or bfloat16 accumulator loses every gradient that is smaller than half a unit in its last place. Compensated
+summation (Kahan, "Further remarks on reducing truncation errors", CACM 1965) keeps what rounding took away in a second
+Parameter and adds it again. The compensation is float32: in the accumulator's own dtype it would round in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn, ops
+from mindspore.common.initializer import initializer
+
+from gaccum_ms.backend.cpu_kernels import add_in_place, zero_in_place
+from gaccum_ms.backend.parameters import of_this_rank, overwrite, write
+
+PREFIX = "accu_grads."
+COMPENSATION_PREFIX = "accu_compensation."
+
+
+def allocate(weights: Sequence[ms.Parameter], dtype: ms.Type | None, prefix: str = PREFIX) -> ms.ParameterTuple:
+    """Zero accumulators named after their weights (``accu_grads.<weight>``), not trainable; None: each its weight's
+    dtype."""
+    return ms.ParameterTuple(
+        [
+            of_this_rank(prefix + weight.name, initializer("zeros", weight.shape, dtype or weight.dtype))
+            for weight in weights
+        ]
+    )
+
+
+# -- compiled ----------------------------------------------------------------------------------------------------------
+# Side effects in a compiled graph are ordered by the framework for reads and writes of one Parameter, and by
+# ops.depend where the order must hold between several: callers use the returned values for that. No function may have
+# the name of a method below, which graph mode would take it for.
+
+add_to = ops.MultitypeFuncGraph("gaccum_ms_add_to")
+add_compensated_to = ops.MultitypeFuncGraph("gaccum_ms_add_compensated")
+read_compensated = ops.MultitypeFuncGraph("gaccum_ms_read_compensated")
+zero = ops.MultitypeFuncGraph("gaccum_ms_zero")
+
+
+@add_to.register("Tensor", "Tensor")
+def _add_to(accumulator: ms.Parameter, gradient: ms.Tensor) -> ms.Tensor:
+    if accumulator.dtype == ms.bfloat16:
+        return write(accumulator, accumulator + ops.cast(gradient, accumulator.dtype))
+    return add_in_place(accumulator, ops.cast(gradient, accumulator.dtype))
+
+
+@add_compensated_to.register("Tensor", "Tensor", "Tensor")
+def _add_compensated_to(accumulator: ms.Parameter, compensation: ms.Parameter, gradient: ms.Tensor) -> ms.Tensor:
+    """Kahan's step: what the rounding of the sum took away is ``(old - new) + what was to be added``."""
+    addend = compensation + ops.cast(gradient, ms.float32)
+    old = ops.cast(accumulator, ms.float32)
+    rounded = ops.cast(old + addend, accumulator.dtype)
+    lost = (old - ops.cast(rounded, ms.float32)) + addend
+    kept = ops.assign(compensation, lost)
+    return write(accumulator, ops.depend(rounded, kept))
+
+
+@read_compensated.register("Tensor", "Tensor")
+def _read_compensated(accumulator: ms.Parameter, compensation: ms.Parameter) -> ms.Tensor:
+    return ops.cast(accumulator, ms.float32) + compensation
+
+
+@zero.register("Tensor")
+def _zero(accumulator: ms.Parameter) -> ms.Tensor:
+    return zero_in_place(accumulator)
+
+
+class Accumulators(nn.Cell):
+    """The accumulators of a window, with or without compensation: add, read, clear."""
+
+    def __init__(
+        self,
+        weights: Sequence[ms.Parameter],
+        dtype: ms.Type | None,
+        compensated: bool,
+        prefix: str = PREFIX,
+        compensation_prefix: str = COMPENSATION_PREFIX,
+        allocate: Callable[..., ms.ParameterTuple] = allocate,
+    ) -> None:
+        super().__init__(auto_prefix=False)
+        self.sums = allocate(weights, dtype, prefix)
+        self.compensated = compensated
+        if compensated:
+            self.compensations = allocate(weights, ms.float32, compensation_prefix)
+        # The last layer first, in the order in which backward makes gradients: adds keep program order, and would
+        # otherwise hold every gradient until the first layer's is there.
+        self.map = ops.HyperMap(reverse=True)
+
+    def add(self, gradients):
+        if self.compensated:
+            return self.map(add_compensated_to, self.sums, self.compensations, gradients)
+        return self.map(add_to, self.sums, gradients)
+
+    def read(self, after):
+        """The sums, once `after` is there."""
+        if self.compensated:
+            return self.map(read_compensated, ops.depend(self.sums, after), ops.depend(self.compensations, after))
+        return ops.depend(self.sums, after)
+
+    def clear(self, after):
+        """Zero everything, once `after` is there."""
+        cleared = self.map(zero, ops.depend(self.sums, after))
+        if self.compensated:
+            cleared = self.map(zero, ops.depend(self.compensations, cleared))
+        return ops.depend(after, cleared)
+
+    # -- not compiled --------------------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Zero everything, outside of a graph."""
+        for held in (*self.sums, *(self.compensations if self.compensated else ())):
+            overwrite(held, ops.zeros_like(held))
+
+    def hold_something(self) -> bool:
+        """Whether any of them is not zero."""
+        return any(one.asnumpy().any() for one in (held.astype(ms.float32) for held in self.get_parameters()))
+
+    def adapt(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """A checkpoint's sums as they are kept here, if it has compensations and these have none, or the reverse."""
+        adapted = dict(values)
+        for held in self.sums:
+            lost = COMPENSATION_PREFIX + held.name.removeprefix(PREFIX)
+            if held.name in values and self.compensated != (lost in values):
+                total = values[held.name].astype(np.float32) + values.get(lost, np.float32(0.0))
+                adapted[held.name] = total
+                if self.compensated:
+                    adapted[lost] = total - ms.Tensor(total, held.dtype).astype(ms.float32).asnumpy()
+        return adapted

@@ -1,0 +1,166 @@
+"""A window whose loss needs all samples of the batch at once: GradCache (Gao et al., 2021, arXiv:2101.06983).
+
+    for each micro-batch: forward                   keep its representations, and no activations
+    loss of all representations, and its gradient   with respect to them, the slopes; small, for the whole batch
+    for each micro-batch: forward, backward         seeded with its slopes
+        add to the accumulators
+
+By the chain rule the sum is the whole batch's gradient: the loss depends on the weights through the representations
+alone, and through the Parameters of `loss_fn` , whose gradient the second loop adds by shares.
+
+Representations are gathered without an index: each micro-batch's are put behind those of the others, and as many rows
+leave in front. The last micro-batch goes first, outside the loop: it says what shapes and dtypes there are.
+"""
+
+from __future__ import annotations
+
+import mindspore as ms
+from mindspore import nn, ops
+
+from gaccum_ms.accumulation import micro_batches
+from gaccum_ms.accumulation.window import SampleWindow, float32_losses
+from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.distributed.layout import gather_json
+from gaccum_ms.layers.window_batchnorm import window_statistics
+from gaccum_ms.losses.batch_loss import FLOATS, MOST_REPRESENTATIONS, WithBatchLossCell, check_ranks
+
+
+class _Forward(nn.Cell):
+    """The backbone without a backward: PyNative's tape, left open by a gradient that raised, would keep activations."""
+
+    def __init__(self, network: WithBatchLossCell) -> None:
+        super().__init__(auto_prefix=False)
+        self.network = network
+
+    def __call__(self, *inputs):
+        with ms.common._no_grad():
+            return super().__call__(*inputs)
+
+    def construct(self, *inputs):
+        return self.network.represent(*inputs)
+
+
+class BatchLossWindow(SampleWindow):
+    """All samples of the batch share one loss. `sums`: that loss, times its seed."""
+
+    def __init__(self, cell: GradAccumulationCell, weights: ms.ParameterTuple, grad_reducer: nn.Cell) -> None:
+        super().__init__(cell, weights, grad_reducer)
+        check_ranks(self.network)
+        self.forward = _Forward(self.network)
+        of_loss = {id(parameter) for parameter in self.network.loss_fn.get_parameters()}
+        self.loss_weights = ms.ParameterTuple([weight for weight in weights if id(weight) in of_loss])
+        self.loss_has_weights = len(self.loss_weights) > 0
+        # One for each number of representations: which inputs to differentiate by must be known before any is seen.
+        self.slopes_of = tuple(
+            ops.value_and_grad(
+                self.seeded_batch_loss,
+                tuple(range(1, number + 1)),
+                self.loss_weights if self.loss_has_weights else None,
+            )
+            for number in range(1, MOST_REPRESENTATIONS + 1)
+        )
+        self.pull_back = ops.value_and_grad(self.along_slopes, None, weights)
+        self.statistics = window_statistics(self.network.backbone)
+        # Ranks that have one loss together have one gradient, the sum of their parts, each of which the loss makes
+        # larger by the number of ranks: see batch_loss.py. Where `gradients_mean` does not divide by it, this does.
+        mean = ms.get_auto_parallel_context("gradients_mean")
+        self.share_of_ranks = 1.0 if mean else 1.0 / self.network.ranks
+
+    # -- compiled ------------------------------------------------------------------------------------------------------
+
+    def unit(self, inputs, samples, scale):
+        return scale * self.share_of_ranks
+
+    def items(self, count):
+        return 1
+
+    def add_up(self, inputs, unit):
+        shapes = [value.shape for value in inputs]
+        samples, size, full, rest = micro_batches.compiled_plan(shapes, self.micro_size, self.micro_batch_size)
+        if full == 1 and rest == 0:
+            return self.micro_step(False, unit, size, *inputs)
+        last = rest if rest > 0 else size
+        sums, slopes, loss_slopes = self.slopes(unit, self.representations(inputs, samples - last, size))
+        if self.statistics is not None:
+            sums = self.statistics.clear(sums)  # the second pass will add them again
+        number = len(inputs)
+        start = ms.Tensor(0, ms.int32)
+        while start < full * size:
+            part = micro_batches.take((*inputs, *slopes), start, size)
+            sums = ops.depend(sums, self.second_pass(size / samples, loss_slopes, number, *part))
+            start = start + size
+        if rest > 0:
+            part = micro_batches.take_rest((*inputs, *slopes), full * size)
+            sums = ops.depend(sums, self.second_pass(rest / samples, loss_slopes, number, *part))
+        return sums
+
+    def representations(self, inputs, before, size):
+        """The first pass. Returns the representations of the batch, of which the last micro-batch has `before` samples
+        before it."""
+        last = self.forward(*micro_batches.take_rest(inputs, before))
+        # One tuple, with a scalar in it: of a tuple of equal shapes that a loop carries graph mode forgets the length.
+        state: tuple = (ms.Tensor(0, ms.int32),)
+        for one in last:
+            state = (*state, ops.zeros((before, *one.shape[1:]), one.dtype))
+        while state[0] < before:
+            state = self.appended(state, self.forward(*micro_batches.take(inputs, state[0], size)), size)
+        return self.appended(state, last, 0)[1:]
+
+    def appended(self, state, new, rows):
+        """The start of the next micro-batch, and Tensors without their first `rows` rows, with `new` behind them."""
+        following: tuple = (state[0] + rows,)
+        for index in range(len(new)):
+            following = (*following, ops.concat((state[index + 1][rows:], new[index])))
+        return following
+
+    def slopes(self, unit, representations):
+        """The loss of the batch, times its seed; its gradient with respect to each representation of a float dtype, and
+        to the Parameters of `loss_fn` ."""
+        loss_slopes: tuple = ()
+        if self.loss_has_weights:
+            loss, (gradients, loss_slopes) = self.slopes_of[len(representations) - 1](unit, *representations)
+        else:
+            loss, gradients = self.slopes_of[len(representations) - 1](unit, *representations)
+        if isinstance(gradients, ms.Tensor):  # of one representation
+            gradients = (gradients,)
+        slopes: tuple = ()
+        for index in range(len(representations)):
+            if representations[index].dtype in FLOATS:
+                slopes = (*slopes, gradients[index])
+        return loss, slopes, loss_slopes
+
+    def seeded_batch_loss(self, unit, *representations):
+        return float32_losses(self.network.loss(*representations), 1)[0] * unit
+
+    def second_pass(self, share, loss_slopes, number, *part):
+        _, gradients = self.pull_back(share, loss_slopes, number, *part)
+        return self.add(gradients)
+
+    def along_slopes(self, share, loss_slopes, number, *part):
+        """What has, with respect to the weights, the gradient that this micro-batch adds."""
+        total = ms.Tensor(0.0, ms.float32)
+        slope = number
+        for one in self.network.represent(*part[:number]):
+            if one.dtype in FLOATS:
+                total = total + ops.reduce_sum(ops.cast(one, ms.float32) * ops.cast(part[slope], ms.float32))
+                slope = slope + 1
+        for index in range(len(self.loss_weights)):
+            weight = ops.cast(self.loss_weights[index], ms.float32)
+            total = total + ops.reduce_sum(weight * ops.cast(loss_slopes[index], ms.float32)) * share
+        return total
+
+    def reduce(self, gradients, sums, scale, unit):
+        return self.grad_reducer(gradients), scale, sums / unit, True
+
+    # -- not compiled --------------------------------------------------------------------------------------------------
+
+    def check_plan(self, plan: micro_batches.SplitPlan) -> None:
+        super().check_plan(plan)
+        if self.network.ranks > 1:
+            samples = gather_json(plan.samples)
+            if any(other != plan.samples for other in samples):
+                raise ValueError(
+                    f"For 'WithBatchLossCell', with 'gather_ranks' all ranks must have batches of the same size, "
+                    f"because representations are gathered, but got {samples} samples on the ranks. Nothing was "
+                    f"changed. Drop last batches that differ (dataset.batch(..., drop_remainder=True))."
+                )

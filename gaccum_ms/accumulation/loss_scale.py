@@ -1,0 +1,42 @@
+"""Loss scaling: the scale as a Parameter, and whether a window may update.
+
+The scale multiplies the seed of each micro-batch's backward and is divided out once, after the reduction. Whether a
+gradient is finite is decided on the reduced one: a NaN or an infinity on one rank is one on all, so all ranks agree
+without asking each other.
+"""
+
+from __future__ import annotations
+
+import mindspore as ms
+from mindspore import nn
+
+from gaccum_ms.backend.parameters import own
+
+
+def check_scale(owner: str, value: ms.Tensor) -> None:
+    """Raise a ValueError for a scale, of shape () or (1,), that is not positive and finite."""
+    if not 0 < float(value.asnumpy().reshape(())) < float("inf"):
+        raise ValueError(f"For '{owner}', the argument 'scale_sense' must be positive and finite, but got {value}.")
+
+
+def scale_parameter(owner: str, scale_sense: nn.Cell | ms.Tensor) -> tuple[ms.Parameter, nn.Cell | None]:
+    """The scale as a Parameter, and the manager Cell that adjusts it, as `nn.TrainOneStepWithLossScaleCell` takes them.
+
+    Raises:
+        TypeError: If `scale_sense` is neither Cell nor Tensor.
+        ValueError: If it is a Tensor of another shape than () or (1,), or not a positive finite number.
+    """
+    manager = scale_sense if isinstance(scale_sense, nn.Cell) else None
+    if manager is not None:
+        value = ms.Tensor(manager.get_loss_scale(), ms.float32)
+    elif isinstance(scale_sense, ms.Tensor):
+        value = scale_sense.astype(ms.float32)
+    else:
+        raise TypeError(
+            f"For '{owner}', the argument 'scale_sense' must be a Cell or a Tensor, but got {scale_sense!r} of type "
+            f"'{type(scale_sense).__name__}'."
+        )
+    if value.shape not in ((), (1,)):
+        raise ValueError(f"For '{owner}', the shape of 'scale_sense' must be () or (1,), but got {value.shape}.")
+    check_scale(owner, value)
+    return ms.Parameter(value, name=own("scale_sense"), requires_grad=False), manager

@@ -1,0 +1,105 @@
+"""What the gradient noise is estimated from: the squared norm of the first micro-batch's gradient, beside the window's.
+
+Two gradients of different sizes are enough (see noise_scale.py), so that one pass over one micro-batch's gradient
+does, where it is alone in the accumulators; a pass over that of each would take a tenth of a small network's update.
+Ranks add theirs up together with the window's gradients. Kernels on single numbers cost as much to start as others, so
+that the compiled step keeps sums, and what they mean is found when somebody reads them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import mindspore as ms
+from mindspore import nn, ops
+
+from gaccum_ms.accumulation import clip
+from gaccum_ms.backend.parameters import overwrite, record
+from gaccum_ms.distributed.all_reduce import FusedReducer
+
+SUMS = 3  # squared norms times items, first micro-batches, and their items
+ALL_SUMS = SUMS + 1  # and the window's items; where ranks weigh the same, one over each rank's
+
+
+class WindowNoise(NamedTuple):
+    """Two gradients of one window, of all ranks: the first micro-batch's, and the whole window's."""
+
+    first_square_norm: float
+    first_items: float
+    square_norm: float
+    items: float
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the two tell anything: not where the first micro-batch was all, counted nothing, or overflowed."""
+        return 0 < self.first_items < self.items * (1 - 1e-6) and all(map(math.isfinite, self))
+
+    @property
+    def variance(self) -> float:
+        """Of one item's gradient, the trace of its covariance."""
+        return (self.first_square_norm - self.square_norm) / (1 / self.first_items - 1 / self.items)
+
+    @property
+    def true_square_norm(self) -> float:
+        """Of the gradient without noise."""
+        return (self.items * self.square_norm - self.first_items * self.first_square_norm) / (
+            self.items - self.first_items
+        )
+
+
+class NoiseRecord(nn.Cell):
+    """Sums of one window, from its first micro-batch on until the next window ends.
+
+    Args:
+        grad_reducer (Cell or None): What reduces gradients where ranks weigh the same; None: they weigh by items.
+        factor (float): How many times their mean the ranks make of gradients together.
+    """
+
+    def __init__(self, grad_reducer: nn.Cell | None, factor: float = 1.0) -> None:
+        super().__init__(auto_prefix=False)
+        self.ranks_weigh_the_same = grad_reducer is not None
+        self.ranks, self.means = 1, False
+        if isinstance(grad_reducer, FusedReducer):
+            self.ranks, self.means = grad_reducer.degree, grad_reducer.mean
+            factor = 1.0 if self.means else float(self.ranks)
+        self.factor = factor
+        self.window_first = record("window_first", (SUMS,))  # this rank's, without loss scale
+        self.noise_sums = record("noise_sums", (ALL_SUMS,))  # the last window's, of all ranks
+
+    # -- compiled ------------------------------------------------------------------------------------------------------
+
+    def note(self, gradients, unit, items):
+        """Of the window's first micro-batch. `gradients` are its mean's, times its items and `unit` ."""
+        times_items = clip.square_norm(gradients) / (unit * unit * items)
+        return ops.assign(self.window_first, ops.stack((times_items, ops.ones_like(items), items)))
+
+    def reduce(self, grad_reducer, gradients, share, after):
+        """Gradients reduced over ranks that weigh the same; `share` is one over this rank's items. Returns them, and
+        what stands for the record."""
+        sums = ops.concat((ops.depend(self.window_first, after) + 0.0, share.reshape((1,))))
+        reduced = grad_reducer((*gradients, sums))
+        return reduced[:-1], ops.assign(self.noise_sums, reduced[-1])
+
+    def keep(self, summed, total):
+        """What ranks that weigh by their items have summed, and the items of all."""
+        return ops.assign(self.noise_sums, ops.concat((summed, total.reshape((1,)))))
+
+    def clear(self, after):
+        """For the next window, once `after` is there."""
+        return ops.assign(self.window_first, ops.depend(ops.zeros((SUMS,), ms.float32), after))
+
+    # -- not compiled --------------------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Clear, outside of a graph."""
+        overwrite(self.window_first, ops.zeros_like(self.window_first))
+
+    def read(self, grad_norm: float) -> WindowNoise:
+        """What the last window tells, with the norm of its gradient."""
+        squares, number, first_items, items = map(float, self.noise_sums.asnumpy())
+        if self.ranks_weigh_the_same:
+            items = self.ranks**2 / (items * self.ranks if self.means else items)
+        first = squares / first_items * self.factor**2 if first_items > 0 else math.nan
+        # Shares are float32: 256 items, and not 255.99999.
+        return WindowNoise(first, first_items / max(number, 1e-30), grad_norm**2, float(f"{items:.6g}"))

@@ -1,0 +1,72 @@
+"""Accumulators of which each rank keeps its slice: gradients are reduced over ranks micro-batch by micro-batch.
+
+The gradients' part of ZeRO stage 2 (Rajbhandari et al., 2020, arXiv:1910.02054). All ranks must add equally often, and
+multiples of the same unit, because what one rank adds is in the other ranks' accumulators from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import mindspore as ms
+from mindspore import ops
+
+from gaccum_ms.accumulation.accumulators import Accumulators
+from gaccum_ms.distributed.layout import Layout, rank_and_ranks
+
+# And the weight's name. Other prefixes than the whole accumulators': neither may be loaded as the other.
+PARTS = "accu_grads_part."
+COMPENSATION_PARTS = "accu_compensation_part."
+ALL_PARTS = (PARTS, COMPENSATION_PARTS)
+
+
+class ShardedAccumulators(Accumulators):
+    """As `Accumulators` , to those who add and read, and reduced over ranks.
+
+    Args:
+        weights (Sequence[Parameter]): The weights whose gradients are added up.
+        dtype (mindspore.dtype or None): Of the accumulators; None: each its weight's.
+        compensated (bool): Whether to keep what rounding takes away.
+        mean (bool): Whether ranks are averaged, not summed.
+    """
+
+    def __init__(self, weights: Sequence[ms.Parameter], dtype: ms.Type | None, compensated: bool, mean: bool) -> None:
+        rank, ranks = rank_and_ranks()
+        like = [SimpleNamespace(shape=weight.shape, dtype=ms.float32) for weight in weights]
+        layout = Layout(like, (None,) * len(like), rank, ranks)
+        rows = [
+            SimpleNamespace(name=weight.name, shape=(1, columns), dtype=weight.dtype)
+            for weight, columns in zip(weights, layout.columns, strict=True)
+        ]
+        super().__init__(rows, dtype, compensated, PARTS, COMPENSATION_PARTS)
+        self.layout = layout
+        self.factor = 1 / ranks if mean else 1.0
+
+    # -- compiled ------------------------------------------------------------------------------------------------------
+
+    def add(self, gradients):
+        parts: tuple = ()
+        for part in self.layout.own_of_sum(gradients):
+            parts = (*parts, part * self.factor)
+        return super().add(parts)
+
+    def read(self, after):
+        """All ranks' sums, whole, once `after` is there. A collective."""
+        return self.layout.whole(super().read(after))
+
+
+def check_micro_batches(number: int) -> None:
+    """Before a batch. A collective.
+
+    Raises:
+        ValueError: On all ranks, if they do not all have so many micro-batches.
+    """
+    with ms.common._no_grad():
+        numbers = ops.AllGather()(ms.Tensor([number], ms.int32)).asnumpy().tolist()
+    if any(other != number for other in numbers):
+        raise ValueError(
+            f"For 'GradAccumulationCell', with 'shard_accumulators' all ranks must have the same number of "
+            f"micro-batches in a batch, because each is reduced over all of them, but got {numbers} of the ranks. "
+            f"Nothing was added. Give all ranks batches of the same size, or leave 'shard_accumulators' out."
+        )

@@ -1,0 +1,211 @@
+"""The end of a window: what is done once per update, after the sums of all ranks are there.
+
+    divide by total count and loss scale
+    clip by global norm
+    finite, and something counted?              all ranks agree
+        update, or skip
+    adjust the loss scale
+    clear the accumulators
+
+All of it is compiled: see the rules at the head of step.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mindspore as ms
+from mindspore import nn, ops
+
+from gaccum_ms.accumulation import clip
+from gaccum_ms.accumulation.loss_scale import check_scale, scale_parameter
+from gaccum_ms.accumulation.open_window import OpenWindow
+from gaccum_ms.accumulation.reduction import times
+from gaccum_ms.backend.cpu_kernels import all_finite
+from gaccum_ms.backend.graphs import OwnGraph
+from gaccum_ms.backend.parameters import counter, hold_weights, overwrite, record
+
+_divide = ops.MultitypeFuncGraph("gaccum_ms_divide")
+_cast_like = ops.MultitypeFuncGraph("gaccum_ms_cast_like")
+
+
+@_divide.register("Tensor", "Tensor")
+def _divide_one(divisor, gradient):
+    return ops.cast(gradient, ms.float32) / divisor
+
+
+@_cast_like.register("Tensor", "Tensor")
+def _cast_like_one(gradient, weight):
+    return ops.cast(gradient, weight.dtype)
+
+
+class Update(nn.Cell):
+    """Bring a window's gradients to the optimizer.
+
+    Args:
+        owner (str): The class that errors name.
+        optimizer (Optimizer): Updates the weights.
+        weights (Sequence[Parameter]): The weights, in the gradients' order.
+        window (Cell): Is asked what its counts say, and cleared.
+        max_grad_norm (float or None): Clip by global norm.
+        drops (bool): Whether micro-batches that overflow are left out.
+        scale_sense (Cell, Tensor or None): Loss scale, as the step takes it.
+        statistics (WindowStatistics or None): Of layers that move theirs once per update.
+        keeps_norm (bool): Whether to keep the gradient's norm where nothing is clipped too.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        optimizer: nn.Optimizer,
+        weights: ms.ParameterTuple,
+        window: nn.Cell,
+        max_grad_norm: float | None,
+        drops: bool,
+        scale_sense: nn.Cell | ms.Tensor | None,
+        statistics: nn.Cell | None = None,
+        keeps_norm: bool = False,
+    ) -> None:
+        super().__init__(auto_prefix=False)
+        self.owner = owner
+        self.optimizer = optimizer
+        hold_weights(self, weights)
+        self.window = window
+        self.max_grad_norm = max_grad_norm
+        self.drops = drops
+        self.sens = 1.0  # a scale that stays in the gradient, for an optimizer with ``loss_scale``, which divides by it
+        self.scaled = scale_sense is not None
+        self.manager: Any = None
+        if scale_sense is not None:
+            self.scale_sense, self.manager = scale_parameter(owner, scale_sense)
+        self.has_statistics = statistics is not None
+        if statistics is not None:
+            self.statistics = statistics
+        self.keeps_norm = keeps_norm
+        if max_grad_norm is not None or keeps_norm:
+            self.grad_norm = record("grad_norm")
+        # A finite norm is one of finite gradients, and they stay so in float32: no second pass over them.
+        self.norm_tells = (
+            max_grad_norm is not None
+            and not window.is_sharded
+            and all(weight.dtype == ms.float32 for weight in weights)
+        )
+        self.update_count = counter("update_count")
+        self.map = ops.HyperMap()
+
+    def scale(self):
+        """What seeds are multiplied with, shape ()."""
+        if self.scaled:
+            return self.scale_sense.reshape(()) + 0.0  # its value now: the manager writes into the Parameter
+        return ms.Tensor(self.sens, ms.float32)
+
+    def set_scale(self, scale: ms.Tensor) -> None:
+        """Set the loss scale, outside of a graph."""
+        if not self.scaled or not isinstance(scale, ms.Tensor) or scale.shape != self.scale_sense.shape:
+            raise TypeError(
+                f"For '{self.owner}', 'set_sense_scale' needs that 'scale_sense' was given, and a Tensor of its shape, "
+                f"but got {scale!r}."
+            )
+        check_scale(self.owner, scale)
+        overwrite(self.scale_sense, scale.astype(ms.float32))
+
+    def construct(self, gradients, divisor, loss, counted):
+        """Takes what a window's `run` or `result` returns. Returns the loss, and whether the window overflowed."""
+        if (
+            self.window.is_sharded and self.scaled
+        ):  # a product: the compiler's pass for norms does not look through quotients
+            gradients = self.map(ops.partial(times, self.sens / divisor), gradients)
+        elif self.scaled or self.window.divides:
+            gradients = self.map(ops.partial(_divide, divisor / self.sens), gradients)
+        norm_is_finite = True
+        if self.max_grad_norm is not None:
+            gradients, loss, norm_is_finite = self._clip(gradients, loss, self.max_grad_norm)
+        elif self.keeps_norm:
+            loss = ops.depend(loss, ops.assign(self.grad_norm, clip.global_norm(gradients) / self.sens))
+        gradients = self.map(_cast_like, gradients, self.weights)
+        overflow = self._overflow(gradients, loss, counted, divisor, norm_is_finite)
+        if self.window.gated or self.scaled:
+            if ops.logical_and(counted, ops.logical_not(overflow)):
+                loss = self._update(gradients, loss)
+        else:
+            loss = self._update(gradients, loss)
+        if self.manager is not None:
+            loss = ops.depend(loss, self._adjust_scale(overflow, loss))
+        if self.has_statistics:
+            loss = self.statistics.clear(loss)
+        return self.window.clear(loss), overflow
+
+    def _update(self, gradients, loss):
+        updated = self.optimizer(gradients)
+        loss = ops.depend(loss, (updated, ops.assign_add(self.update_count, ms.Tensor(1, ms.int32))))
+        return self.statistics.move(loss) if self.has_statistics else loss
+
+    def _clip(self, gradients, loss, max_norm):
+        norm = clip.global_norm_of_parts(gradients) if self.window.is_sharded else clip.global_norm(gradients)
+        loss = ops.depend(loss, ops.assign(self.grad_norm, norm / self.sens))
+        return clip.clip_by_norm(gradients, norm, max_norm * self.sens), loss, ops.isfinite(norm)
+
+    def _overflow(self, gradients, loss, counted, divisor, norm_is_finite):
+        """Whether the window must not update for what is not finite: the finished gradient, the same on all ranks, or
+        its norm, or what it was divided by, or every micro-batch's. Without loss scaling nobody asks."""
+        if not self.scaled and not self.drops:
+            return ms.Tensor(False, ms.bool_)
+        # An infinite divisor, total count times scale, would make finite gradients zero.
+        finite = ops.logical_and(ops.isfinite(divisor), norm_is_finite)
+        if not self.norm_tells:
+            finite = ops.logical_and(all_finite(gradients), finite)
+        overflow = ops.logical_not(finite)
+        if self.window.is_sharded:
+            overflow = self.window.on_any_rank(overflow)
+        if self.drops:
+            overflow = ops.logical_or(overflow, ops.logical_and(self._dropped(loss), ops.logical_not(counted)))
+        return overflow
+
+    def _dropped(self, after):
+        return ops.depend(self.window.dropped_micro_batches, after) > 0
+
+    def _adjust_scale(self, overflow, loss):
+        """Let the manager see the window, unless its count was bad or it had nothing to overflow: then nothing is to
+        change."""
+        if self.drops:
+            overflow = ops.logical_or(overflow, self._dropped(loss))
+        overflow = ops.depend(overflow, loss)
+        if not self.window.gated:
+            return self.manager(self.scale_sense, overflow)
+        total = ops.depend(self.window.window_count, loss) + 0.0
+        if ops.logical_and((total >= 0).all(), ops.logical_or((total > 0).any(), overflow)):
+            overflow = ops.depend(overflow, self.manager(self.scale_sense, overflow))
+        return overflow
+
+
+class WindowEnd(OwnGraph):
+    """Reduce what an open window has gathered, and update: at its last batch, or earlier, as a flush.
+
+    Args:
+        window (OpenWindow): The window.
+        update (Update): What is done with its sums.
+        jit (bool): Whether to compile a flush in PyNative mode too.
+    """
+
+    def __init__(self, window: OpenWindow, update: Update, jit: bool) -> None:
+        super().__init__(jit)
+        self.window = window
+        self.update = update
+
+    def construct(self, after):
+        """Returns whether the window overflowed. `after`: a Tensor that stands for all that must come first."""
+        mean, overflow = self.update(*self.window.result(self.update.scale(), after))
+        return ops.depend(overflow, ops.assign(self.window.window_loss, mean))
+
+    def flush(self) -> bool:
+        """End the window now. All ranks must; one that has nothing to add takes part with a count of zero.
+
+        Returns:
+            bool, whether there was an update.
+        """
+        if not self.window.batches and not self.window.reduction.sum_over_ranks.reduces:
+            return False
+        before = int(self.update.update_count.asnumpy())
+        with ms.common._no_grad():  # PyNative's tape, left open by an eager gradient, would record this
+            self.run_alone(ms.Tensor(0.0, ms.float32))
+        return int(self.update.update_count.asnumpy()) > before

@@ -1,0 +1,1 @@
+"""What touches MindSpore's private or undocumented side, and checks of arguments."""

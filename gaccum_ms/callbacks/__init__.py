@@ -1,0 +1,1 @@
+"""Callbacks of `ms.Model.train`."""

@@ -1,0 +1,196 @@
+"""AdaptiveAccumulation: how many batches share an update, by how noisy their gradients are.
+
+The estimates are those of noise_scale.py; how the number and the learning rate change is in schedule.py.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mindspore as ms
+from mindspore import ops
+from mindspore.train import RunContext
+
+from gaccum_ms.accumulation.noise import WindowNoise
+from gaccum_ms.backend.checks import check_one_of, check_positive_int
+from gaccum_ms.callbacks.monitor import append_json_line, begin_json_lines, check_json_lines
+from gaccum_ms.callbacks.noise_scale import NoiseWatch, check_smoothing, noise_step
+from gaccum_ms.callbacks.schedule import check_ranks_batches, prepare_steps, set_steps
+from gaccum_ms.learning_rate import RULES, current_learning_rate
+from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
+
+_NAME = "AdaptiveAccumulation"
+_LARGEST_CHANGE = 2.0
+
+
+class StepsRecord(NamedTuple):
+    """A change: the fields are explained at `AdaptiveAccumulation` ."""
+
+    update: int
+    accumulation_steps: int
+    learning_rate: float
+    noise_scale: float
+    batch_size: float
+
+
+class AdaptiveAccumulation(NoiseWatch):
+    r"""
+    Let `accumulation_steps` follow the gradient noise scale, and the learning rate follow them by rule.
+
+    The noise scale, about the critical batch size (McCandlish et al., `An Empirical Model of Large-Batch Training
+    <https://arxiv.org/abs/1812.06162>`_ , 2018), grows while the loss falls; so does the batch that makes good use of
+    its samples. It is estimated as by :class:`GradNoiseScale` , for which the cell needs ``record_noise=True`` . After
+    every `interval` -th update the batch of an update is compared with `target` times the noise scale. Where it is
+    more than `tolerance` times too small or too large, windows to come get another number of batches, at most twice or
+    half as many and between `min_steps` and `max_steps` ; else nothing changes, so that an estimate that wavers changes
+    nothing either. All ranks do what rank 0 finds. Nothing is compiled anew.
+
+    One micro-batch alone tells nothing of the noise: where a batch is no more than that, on all ranks, windows have at
+    least two batches.
+
+    Each change is kept in ``records`` , a named tuple of ``update`` , the number of updates made;
+    ``accumulation_steps`` and ``learning_rate`` , of the first parameter group, from the next window on;
+    ``noise_scale`` and ``batch_size`` , in items, that it was made for. Checkpoints of the step hold the rate, and
+    with it the number that a resumed step goes on with; averages begin anew.
+
+    Args:
+        target (float): The batch of an update that is wanted, as a part of the noise scale, positive. At 1 training
+            takes about twice the least number of updates and twice the least number of examples. Default: ``1.0`` .
+        min_steps (int): Fewest batches of a window. Default: ``1`` .
+        max_steps (int): Most batches of a window. Default: ``16`` .
+        learning_rate (str, optional): Let the optimizer's learning rate follow, ``"linear"`` or ``"sqrt"`` , as
+            :func:`scale_learning_rate` does: the rate given to the optimizer is that for the cell's own
+            `accumulation_steps` . ``None`` : it stays. Default: ``"linear"`` .
+        tolerance (float): How many times too small or too large a batch must be to be changed, larger than 1.
+            Default: ``1.5`` .
+        interval (int): Number of updates between two comparisons. Default: ``20`` .
+        smoothing (float): Of the two moving averages: how much of the old stays at each update, at least 0, below 1.
+            Default: ``0.99`` .
+        json_lines (Union[str, Path], optional): A file to which rank 0 appends each change as a line of JSON; what is
+            not finite is ``null`` . Default: ``None`` .
+
+    Raises:
+        TypeError: If a number is none, `min_steps` , `max_steps` or `interval` not an int, or `json_lines` neither str
+            nor Path.
+        ValueError: If `target` is not positive and finite, `tolerance` not finite and larger than 1, `smoothing` not at
+            least 0 and below 1, an int less than 1, `max_steps` less than `min_steps` , or `learning_rate` not one of
+            those above; if training begins without ``record_noise`` , with data sinking, with an optimizer whose rate
+            cannot follow, or with ranks that have different numbers of batches.
+        RuntimeError: If training begins with a step that was compiled for windows of one batch.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import numpy as np
+        >>> import mindspore as ms
+        >>> from mindspore import nn
+        >>> from gaccum_ms import AdaptiveAccumulation, GradAccumulationCell
+        >>> random = np.random.default_rng(0)
+        >>> x = np.ones((2048, 1), np.float32)
+        >>> y = 8 * random.normal(size=(2048, 100)).astype(np.float32)  # gradient (w - y) / 50
+        >>> net = nn.Dense(1, 100, weight_init="ones", has_bias=False)
+        >>> optimizer = nn.SGD(net.trainable_params(), learning_rate=1e-6)  # w stays 1: noise scale 8^2 / 1^2 = 64
+        >>> cell = GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), 4, record_noise=True)
+        >>> data_set = ms.dataset.NumpySlicesDataset((x, y), shuffle=False).batch(16)
+        >>> adaptive = AdaptiveAccumulation(max_steps=2, smoothing=0.999)
+        >>> ms.Model(cell, optimizer=optimizer).train(2, data_set, callbacks=[adaptive])
+        >>> print([record.accumulation_steps for record in adaptive.records])
+        [2]
+    """
+
+    def __init__(
+        self,
+        target: float = 1.0,
+        min_steps: int = 1,
+        max_steps: int = 16,
+        learning_rate: str | None = "linear",
+        tolerance: float = 1.5,
+        interval: int = 20,
+        smoothing: float = 0.99,
+        json_lines: str | Path | None = None,
+    ) -> None:
+        super().__init__()
+        _check_above("target", target, 0)
+        for name, value in (("min_steps", min_steps), ("max_steps", max_steps), ("interval", interval)):
+            check_positive_int(_NAME, name, value)
+        if max_steps < min_steps:
+            raise ValueError(
+                f"For '{_NAME}', the argument 'max_steps' must not be less than 'min_steps', but got {max_steps} and "
+                f"{min_steps}."
+            )
+        if learning_rate is not None:
+            check_one_of(_NAME, "learning_rate", learning_rate, RULES)
+        _check_above("tolerance", tolerance, 1)
+        check_smoothing(_NAME, smoothing)
+        check_json_lines(_NAME, json_lines)
+        self.target = target
+        self.min_steps, self.max_steps = min_steps, max_steps
+        self.learning_rate = learning_rate
+        self.tolerance = tolerance
+        self.interval = interval
+        self.smoothing = smoothing
+        self.records: list[StepsRecord] = []
+        self._json_lines = None if json_lines is None else Path(json_lines)
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        super().on_train_begin(run_context)
+        step = noise_step(_NAME, run_context)
+        prepare_steps(step, self.learning_rate)
+        if self.learning_rate is not None:  # of a resumed step both may be others than the cell's
+            set_steps(step, int(step.rate_steps.asnumpy()), self.learning_rate)
+        if self._json_lines is not None and step.provenance.rank == 0:
+            begin_json_lines(self._json_lines)
+
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        check_ranks_batches(run_context, f"For '{_NAME}', all ranks must have the same number of batches")
+
+    def on_noise(self, noise: WindowNoise, step: TrainOneStepWithGradAccumulationCell, run_context: RunContext) -> None:
+        self.keep(noise, self.smoothing)
+        if self._updates % self.interval:
+            return
+        steps = int(step.accumulation_steps.asnumpy())
+        wanted = _of_rank_0(self._wanted(noise, steps, int(step.window_batches.asnumpy())), step)
+        if wanted == steps:
+            return
+        set_steps(step, wanted, self.learning_rate)
+        rate = current_learning_rate(step.optimizer)
+        record = StepsRecord(self._updates, wanted, rate, self.noise_scale, noise.items)
+        self.records.append(record)
+        if self._json_lines is not None and step.provenance.rank == 0:
+            append_json_line(self._json_lines, record._asdict())
+
+    def _wanted(self, noise: WindowNoise, steps: int, batches: int) -> int:
+        """For windows to come, after one of so many batches."""
+        batch_items = noise.items / max(batches, 1)  # a tail has fewer batches than `steps`
+        least = self.min_steps
+        if noise.first_items > batch_items * (1 - 1e-6):
+            least = max(least, 2)
+        ratio = self.target * self.noise_scale / (steps * batch_items)
+        wanted = steps
+        if ratio > self.tolerance:
+            wanted = max(round(steps * min(ratio, _LARGEST_CHANGE)), steps + 1)
+        elif ratio < 1 / self.tolerance:
+            wanted = min(round(steps * max(ratio, 1 / _LARGEST_CHANGE)), steps - 1)
+        return min(max(wanted, least), self.max_steps)
+
+
+def _of_rank_0(wanted: int, step: TrainOneStepWithGradAccumulationCell) -> int:
+    """The last digit of a norm may differ between ranks, and a number of batches must not."""
+    if not step.reducer_flag:
+        return wanted
+    with ms.common._no_grad():
+        (agreed,) = ops.Broadcast(0)((ms.Tensor([wanted], ms.int32),))
+    return int(agreed.asnumpy()[0])
+
+
+def _check_above(name: str, value: Any, bound: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(
+            f"For '{_NAME}', the argument '{name}' must be a number, but got {value!r} of type "
+            f"'{type(value).__name__}'."
+        )
+    if not (math.isfinite(value) and value > bound):
+        raise ValueError(f"For '{_NAME}', the argument '{name}' must be finite and above {bound}, but got {value}.")

@@ -1,0 +1,131 @@
+"""Checkpoints by update: MindSpore's `ModelCheckpoint` counts batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mindspore import nn
+from mindspore.train import Callback, ModelCheckpoint, RunContext
+
+from gaccum_ms.backend.checks import check_positive_int
+from gaccum_ms.callbacks.window_watch import training_step
+from gaccum_ms.distributed.layout import gather_json
+from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer
+
+
+class UpdateCheckpoint(ModelCheckpoint):
+    r"""
+    Save a checkpoint after every so many updates, when the window has just ended; and when training ends.
+
+    A `mindspore.train.ModelCheckpoint <https://www.mindspore.cn/docs/en/master/api_python/train/
+    mindspore.train.ModelCheckpoint.html>`_ in all else: it is that, asked only then. That one saves after every so many
+    batches, in mid-window too; :func:`resume` goes on from both.
+
+    Args:
+        updates (int): Updates between two checkpoints.
+        **kwargs (Any): `prefix` , `directory` and `config` of `ModelCheckpoint` ; of `config` , which counts batches
+            and seconds, `save_checkpoint_steps` must stay 1.
+
+    Raises:
+        TypeError: If `updates` is not an int.
+        ValueError: If `updates` is less than 1, or `config` has another `save_checkpoint_steps` than 1.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import numpy as np
+        >>> import mindspore as ms
+        >>> from mindspore import nn
+        >>> from gaccum_ms import GradAccumulationCell, UpdateCheckpoint
+        >>> net = nn.Dense(3, 1)
+        >>> optimizer = nn.SGD(net.trainable_params(), learning_rate=0.1)
+        >>> cell = GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), accumulation_steps=3)
+        >>> x, y = np.ones((18, 3), np.float32), np.zeros((18, 1), np.float32)
+        >>> data_set = ms.dataset.NumpySlicesDataset((x, y), shuffle=False).batch(2)
+        >>> folder = tempfile.mkdtemp()
+        >>> ms.Model(cell, optimizer=optimizer).train(
+        ...     1, data_set, callbacks=[UpdateCheckpoint(1, prefix="net", directory=folder)]
+        ... )
+        >>> print(sorted(file.name for file in Path(folder).glob("*.ckpt")))
+        ['net-1_3.ckpt', 'net-1_6.ckpt', 'net-1_9.ckpt']
+    """
+
+    def __init__(self, updates: int = 1, **kwargs: Any) -> None:
+        check_positive_int("UpdateCheckpoint", "updates", updates)
+        super().__init__(**kwargs)
+        if self._config.save_checkpoint_steps != 1:
+            raise ValueError(
+                f"For 'UpdateCheckpoint', 'save_checkpoint_steps' of 'config' must be 1, because updates are counted, "
+                f"but got {self._config.save_checkpoint_steps}. Give the number of updates as 'updates'."
+            )
+        self._updates = updates
+        self._saved_update = 0
+
+    def begin(self, run_context: RunContext) -> None:
+        step = training_step(run_context)
+        self._saved_update = 0 if step is None else int(step.update_count.asnumpy())
+
+    def step_end(self, run_context: RunContext) -> None:
+        step = training_step(run_context)
+        update = run_context.original_args().cur_step_num if step is None else int(step.update_count.asnumpy())
+        if update >= self._saved_update + self._updates:
+            self._saved_update = update
+            super().step_end(run_context)
+
+
+class _Saves(Callback):
+    """Before a checkpoint's turn, and after it: lets it put the whole state together, which all ranks must do at once.
+
+    Args:
+        optimizer (ShardedOptimizer): Whose state it is.
+        begins (bool): Whether it comes before the checkpoint.
+    """
+
+    def __init__(self, optimizer: ShardedOptimizer, begins: bool) -> None:
+        super().__init__()
+        self.turn = optimizer.begin_saves if begins else optimizer.end_saves
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        shards = run_context.original_args().get("shards") or []
+        if any(shard != shards[0] for shard in shards):
+            raise ValueError(
+                f"For 'ShardedOptimizer', all ranks must have the same number of batches where checkpoints are saved, "
+                f"because all put the state together at the same batch, but got "
+                f"{[shard.batches for shard in shards]}. Give all ranks equally many, or save after training, within "
+                f"'with optimizer.whole_state():'."
+            )
+
+    def step_end(self, run_context: RunContext) -> None:
+        self.turn()
+
+    def end(self, run_context: RunContext) -> None:
+        self.turn()
+
+
+def let_checkpoints_save(callbacks: Sequence[Callback], optimizer: nn.Optimizer | None) -> list[Callback]:
+    """The callbacks; around each checkpoint, where the optimizer is sharded, those that let it save. A collective.
+
+    Raises:
+        ValueError: If ranks would not save at the same time, and wait for each other for ever.
+    """
+    if not isinstance(optimizer, ShardedOptimizer) or optimizer.ranks == 1:
+        return list(callbacks)
+    optimizer.end_saves()  # a training that failed may have begun some
+    saving = [one for one in callbacks if isinstance(one, ModelCheckpoint)]
+    when = [[type(one).__name__, one._config.save_checkpoint_steps, getattr(one, "_updates", None)] for one in saving]
+    all_ranks = gather_json(when)
+    if any(those != when for those in all_ranks) or any(not steps for those in all_ranks for _, steps, _ in those):
+        raise ValueError(
+            f"For 'ShardedOptimizer', all ranks must have the same checkpoints, by steps or updates and not by "
+            f"seconds, because all put the state together at the same time, but got {all_ranks} (class, "
+            f"'save_checkpoint_steps', updates) of the ranks. Give each rank ModelCheckpoint or UpdateCheckpoint, with "
+            f"a directory of its own; or save within 'with optimizer.whole_state():'."
+        )
+    bracketed = [
+        [_Saves(optimizer, True), one, _Saves(optimizer, False)] if one in saving else [one] for one in callbacks
+    ]
+    return [one for bracket in bracketed for one in bracket]

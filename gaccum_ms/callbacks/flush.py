@@ -1,0 +1,115 @@
+"""What becomes of a window that is open when an epoch or the training ends.
+
+By default it goes on into the next epoch, so that every update has the same number of batches. `FlushAccumulation` ends
+it with the epoch: the tail updates with what it has. Ranks with fewer batches than others, as window_watch.py has found
+out before training, make up for it there, with what they have left and then with counts of zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspore.communication import get_rank
+from mindspore.train import Callback, RunContext
+
+from gaccum_ms.callbacks.window_watch import skipped_batches, training_step
+from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
+
+
+class FlushAccumulation(Callback):
+    r"""
+    Update with the batches that are left over when an epoch ends, in place of keeping the window open.
+
+    A window of `accumulation_steps` batches that the end of an epoch cuts short updates with what it has, divided by
+    the samples or counts that are really in it. Without this callback windows span epochs: seven batches in windows of
+    four over two epochs are, with it, the updates 4 + 3 + 4 + 3; without it 4 + 4 + 4 and two batches left.
+
+    In data parallel mode ranks may then have different numbers of batches: a rank that has none left takes part in the
+    others' updates with a count of zero. Without this callback that is refused before training, because the ranks
+    would wait for each other for ever.
+
+    Args:
+        each_epoch (bool, optional): Whether to flush at the end of each epoch, or only when training ends.
+            Default: ``True`` .
+
+    Raises:
+        TypeError: If `each_epoch` is not a bool.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import numpy as np
+        >>> import mindspore as ms
+        >>> from mindspore import nn
+        >>> from gaccum_ms import FlushAccumulation, GradAccumulationCell
+        >>> net = nn.Dense(3, 1)
+        >>> optimizer = nn.SGD(net.trainable_params(), learning_rate=0.1)
+        >>> cell = GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), accumulation_steps=4)
+        >>> model = ms.Model(cell, optimizer=optimizer)
+        >>> x, y = np.ones((14, 3), np.float32), np.zeros((14, 1), np.float32)
+        >>> data_set = ms.dataset.NumpySlicesDataset((x, y), shuffle=False).batch(2)
+        >>> model.train(2, data_set, callbacks=[FlushAccumulation()])
+        >>> print(model.train_network.update_count.asnumpy())
+        4
+    """
+
+    def __init__(self, each_epoch: bool = True) -> None:
+        super().__init__()
+        if not isinstance(each_epoch, bool):
+            raise TypeError(
+                f"For 'FlushAccumulation', the argument 'each_epoch' must be a bool, but got {each_epoch!r}."
+            )
+        self.each_epoch = each_epoch
+        self.evens_out_ranks = each_epoch
+        self._epochs = 0
+        self._before = 0  # batches of the epochs before this one
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        self._epochs = 0
+
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        self._epochs += 1
+        self._before = run_context.original_args().cur_step_num
+
+    # At the last batch, not after the epoch: what comes then, evaluation in Model.fit and checkpoints, must see the
+    # update. The epoch's end is for epochs that something stopped before.
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        parameters = run_context.original_args()
+        batches = skipped_batches(parameters) + parameters.cur_step_num
+        if parameters.batch_num > 0 and batches % parameters.batch_num == 0:
+            self._end_epoch(run_context)
+
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        self._end_epoch(run_context)
+
+    def on_train_end(self, run_context: RunContext) -> None:
+        self._end_epoch(run_context)  # EarlyStopping and others ask for the stop after our on_train_epoch_end
+
+    def _end_epoch(self, run_context: RunContext) -> None:
+        parameters, step = run_context.original_args(), training_step(run_context)
+        last = self._epochs == parameters.epoch_num or run_context.get_stop_requested()
+        if step is None or not step.spans_batches or not (self.each_epoch or last):
+            return
+        if parameters.get("flushed_epoch") == parameters.cur_epoch_num:
+            return  # at its last batch, or by another of our kind
+        parameters.flushed_epoch = parameters.cur_epoch_num
+        for _ in range(self._flushes(step, parameters)):
+            step.flush()
+            for callback in parameters.list_callback:
+                if hasattr(callback, "on_window_flushed"):
+                    callback.on_window_flushed(run_context)
+
+    def _flushes(self, step: TrainOneStepWithGradAccumulationCell, parameters: Any) -> int:
+        """How many updates this rank still has to take part in."""
+        shards = parameters.get("shards") or []
+        if all(shard == shards[0] for shard in shards):
+            return int(step.window_position.asnumpy() > 0)
+        first_epoch, steps = self._epochs == 1, int(step.accumulation_steps.asnumpy())
+        windows = [shard.windows(steps, first_epoch) for shard in shards]
+        # What this rank has really seen may be less than planned: something may have stopped the epoch.
+        own = shards[get_rank()]
+        batches = parameters.cur_step_num - self._before + (own.skipped if first_epoch else 0)
+        seen = own._replace(batches=batches)
+        return max(ended + (left > 0) for ended, left in windows) - seen.windows(steps, first_epoch)[0]

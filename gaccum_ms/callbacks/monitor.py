@@ -1,0 +1,280 @@
+"""WindowMonitor: a record of each window, for callbacks, as JSON lines, for TensorBoard and MindSpore's summaries."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore.train import Callback, RunContext
+
+from gaccum_ms.callbacks.window_watch import training_step
+from gaccum_ms.learning_rate import current_learning_rate
+from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
+
+
+@dataclass(frozen=True)
+class WindowRecord:
+    """What happened in one window: the fields are explained at `WindowMonitor` ."""
+
+    update: int
+    updated: bool
+    epoch: int
+    batches: int
+    losses: tuple[float, ...]
+    loss: float
+    counts: tuple[float, ...]
+    count: float | None
+    loss_terms: tuple[float, ...] | None
+    dropped_micro_batches: int
+    grad_norm: float | None
+    loss_scale: float | None
+    learning_rate: float
+    seconds: float
+
+
+class WindowMonitor(Callback):
+    r"""
+    Record each window: losses, counts, gradient norm, what was dropped, loss scale, learning rate and time.
+
+    The fields of a record, in ``records`` of this callback:
+
+    * ``update`` : updates made so far; ``updated`` : whether this window made one, or was dropped for an overflow, or
+      counted nothing.
+    * ``epoch`` in which it ended, from 1; ``batches`` : how many, on this rank.
+    * ``losses`` : each batch's mean, on this rank, of the batches that this training has seen; ``loss`` : the
+      window's, over all ranks with `count` .
+    * ``counts`` : each batch's samples, or what `count` counts, on this rank; ``count`` : what the window's mean is
+      over, over all ranks where ranks weigh by counts.
+    * ``loss_terms`` , with several losses: the mean of each, before `loss_weights` . ``counts`` has one entry for each
+      of them then, and ``count`` is ``None`` , because they have no total in common. ``None`` with one loss.
+    * ``dropped_micro_batches`` : on all ranks.
+    * ``grad_norm`` before clipping, and ``loss_scale`` ; ``None`` without `max_grad_norm` and loss scaling.
+    * ``learning_rate`` of the update, of the first parameter group.
+    * ``seconds`` from the first batch's beginning to the update's end.
+
+    With `count` and without `accumulation_steps` a batch is its window: its loss and counts are the window's, of all
+    ranks.
+
+    Callbacks that come later find the record of a window that has just ended in
+    ``run_context.original_args().window_record`` , ``None`` after other batches. Reading it waits for the device, after
+    each batch, as `LossMonitor` does. Files are written on rank 0 alone.
+
+    Args:
+        json_lines (Union[str, Path], optional): A file to which each record is appended as a line of JSON; what is not
+            finite is ``null`` . Default: ``None`` .
+        summary (Union[SummaryRecord, SummaryWriter], optional): Where each number goes, as ``window/<name>`` over the
+            number of updates, of losses with terms ``window/loss_terms/<n>`` too: a `mindspore.SummaryRecord` , or
+            TensorBoard's `SummaryWriter` from tensorboardX or PyTorch. Who made it closes it. Default: ``None`` .
+
+    Raises:
+        TypeError: If `json_lines` is neither str nor Path, or `summary` neither of those above.
+        ValueError: If training begins with data sinking, which hides batches from callbacks, or without our step.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import numpy as np
+        >>> import mindspore as ms
+        >>> from mindspore import nn
+        >>> from gaccum_ms import GradAccumulationCell, WindowMonitor
+        >>> net = nn.Dense(3, 1, weight_init="ones", bias_init="zeros")
+        >>> optimizer = nn.SGD(net.trainable_params(), learning_rate=0.1)
+        >>> cell = GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), accumulation_steps=2)
+        >>> x, y = np.ones((8, 3), np.float32), np.zeros((8, 1), np.float32)
+        >>> data_set = ms.dataset.NumpySlicesDataset((x, y), shuffle=False).batch(2)
+        >>> monitor = WindowMonitor()
+        >>> ms.Model(cell, optimizer=optimizer).train(1, data_set, callbacks=[monitor])
+        >>> for record in monitor.records:
+        ...     print(record.update, record.batches, round(record.loss, 2), record.counts, record.count)
+        1 2 9.0 (2.0, 2.0) 4.0
+        2 2 0.36 (2.0, 2.0) 4.0
+    """
+
+    def __init__(self, json_lines: str | Path | None = None, summary: Any = None) -> None:
+        super().__init__()
+        check_json_lines("WindowMonitor", json_lines)
+        if summary is not None and not isinstance(summary, ms.SummaryRecord) and not hasattr(summary, "add_scalar"):
+            raise TypeError(
+                f"For 'WindowMonitor', the argument 'summary' must be a mindspore.SummaryRecord or TensorBoard's "
+                f"SummaryWriter, but got '{type(summary).__name__}'."
+            )
+        self.records: list[WindowRecord] = []
+        self._json_lines = None if json_lines is None else Path(json_lines)
+        self._summary = summary
+        self._losses: list[float] = []
+        self._counts: list[float] = []
+        self._began = 0.0
+        self._updates = 0  # before what may be an update
+        self._scale: float | None = None
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        parameters = run_context.original_args()
+        step = training_step(run_context)
+        if step is None or parameters.dataset_sink_mode:
+            raise ValueError(
+                f"For 'WindowMonitor', the trained network must be a GradAccumulationCell and 'dataset_sink_mode' "
+                f"False, but got '{type(parameters.train_network).__name__}' and "
+                f"dataset_sink_mode={parameters.dataset_sink_mode}."
+            )
+        self._losses, self._counts = [], []
+        if self._json_lines is not None and step.provenance.rank == 0:
+            begin_json_lines(self._json_lines)
+
+    def on_train_step_begin(self, run_context: RunContext) -> None:
+        step = training_step(run_context)
+        if step is None:
+            return
+        if not self._losses:
+            self._began = time.perf_counter()
+        self._look(step)
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        parameters, step = run_context.original_args(), training_step(run_context)
+        parameters.window_record = None
+        if step is None:
+            return
+        outputs = parameters.net_outputs
+        if isinstance(outputs, tuple):
+            loss, _, scale = outputs
+            self._scale = _float(scale)  # callbacks may have set it since the step's beginning
+        else:
+            loss = outputs
+        self._losses.append(_float(loss))
+        self._counts += _counts(step, parameters.train_dataset_element[0].shape[0])
+        if not int(step.window_position.asnumpy()):
+            parameters.window_record = self._record(step, parameters.cur_epoch_num)
+        self._look(step)
+
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        """A flush may come, and callbacks may have changed the scale since the last batch."""
+        step = training_step(run_context)
+        if step is not None:
+            self._look(step)
+
+    on_train_end = on_train_epoch_end
+
+    def on_window_flushed(self, run_context: RunContext) -> None:
+        """Called by `FlushAccumulation` , on a rank with fewer batches than others several times."""
+        parameters, step = run_context.original_args(), training_step(run_context)
+        if step is not None and (self._losses or _number(step, "window_count")):  # else no rank had anything left
+            parameters.window_record = self._record(step, parameters.cur_epoch_num)
+            self._look(step)
+            self._began = time.perf_counter()
+
+    def _look(self, step: TrainOneStepWithGradAccumulationCell) -> None:
+        """What an update changes, before the next one."""
+        self._updates = int(step.update_count.asnumpy())
+        self._scale = _number(step, "scale_sense")
+        if step.update.sens != 1.0:  # not checked for overflow, and the optimizer takes it out
+            self._scale = step.update.sens
+
+    def _record(self, step: TrainOneStepWithGradAccumulationCell, epoch: int) -> WindowRecord:
+        update = int(step.update_count.asnumpy())
+        updated = update > self._updates
+        batches, terms = _number(step, "window_batches"), _numbers(step, "loss_terms")
+        count = _number(step, "window_count")
+        if count is None and terms is None:
+            count = self._counts[-1]
+        record = WindowRecord(
+            update=update,
+            updated=updated,
+            epoch=epoch,
+            batches=len(self._losses) if batches is None else int(batches),
+            losses=tuple(self._losses),
+            loss=_float(step.window_loss) if step.spans_batches else self._losses[-1],
+            counts=tuple(self._counts),
+            count=count,
+            loss_terms=None if terms is None else tuple(terms),
+            dropped_micro_batches=int(_number(step, "dropped_micro_batches") or 0),
+            grad_norm=_number(step, "grad_norm"),
+            loss_scale=self._scale,
+            # Read now, because callbacks may have set it since the batch's beginning.
+            learning_rate=current_learning_rate(step.optimizer, updates_ago=int(updated)),
+            seconds=time.perf_counter() - self._began,
+        )
+        self.records.append(record)
+        self._losses, self._counts = [], []
+        if step.provenance.rank == 0:
+            self._write(record)
+        return record
+
+    def _write(self, record: WindowRecord) -> None:
+        numbers = asdict(record)
+        if self._json_lines is not None:
+            append_json_line(self._json_lines, numbers)
+        if self._summary is not None:
+            scalars = {
+                f"window/{name}": float(value)
+                for name, value in numbers.items()
+                if isinstance(value, (bool, int, float)) and name != "update"
+            }
+            scalars |= {f"window/loss_terms/{term}": loss for term, loss in enumerate(record.loss_terms or ())}
+            for name, value in scalars.items():
+                if isinstance(self._summary, ms.SummaryRecord):
+                    self._summary.add_value("scalar", name, ms.Tensor(value, ms.float32))
+                else:
+                    self._summary.add_scalar(name, value, record.update)
+            if isinstance(self._summary, ms.SummaryRecord):
+                self._summary.record(record.update)
+
+
+def check_json_lines(owner: str, json_lines: Any) -> None:
+    if json_lines is not None and not isinstance(json_lines, (str, Path)):
+        raise TypeError(
+            f"For '{owner}', the argument 'json_lines' must be a path, but got {json_lines!r} of type "
+            f"'{type(json_lines).__name__}'."
+        )
+
+
+def begin_json_lines(path: Path) -> None:
+    """An unwritable file is an error now, not after the first window."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+
+
+def append_json_line(path: Path, record: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
+
+
+def _counts(step: TrainOneStepWithGradAccumulationCell, samples: int) -> list[float]:
+    """What the last batch, of so many samples, counted; with several losses for each."""
+    if step.spans_batches:
+        return [_float(step.batch_items)]
+    counts = _numbers(step, "window_count")
+    # The window's lacks the samples of micro-batches that were dropped, and has other ranks'.
+    by_samples = getattr(step.window, "counts_samples", False) and not hasattr(step, "loss_terms")
+    return [float(samples)] if counts is None or by_samples else counts
+
+
+def _float(tensor: ms.Tensor) -> float:
+    return _shortest(tensor.asnumpy().reshape(-1)[0])
+
+
+def _shortest(number: np.float32) -> float:
+    """The shortest number that is this float32: 0.36, where float() makes 0.36000001430511475."""
+    return float(str(number))
+
+
+def _number(step: TrainOneStepWithGradAccumulationCell, name: str) -> float | None:
+    numbers = _numbers(step, name)
+    return numbers[0] if numbers is not None and len(numbers) == 1 else None
+
+
+def _numbers(step: TrainOneStepWithGradAccumulationCell, name: str) -> list[float] | None:
+    parameter = getattr(step, name, None)
+    return None if parameter is None else [_shortest(one) for one in parameter.asnumpy().reshape(-1)]
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    if isinstance(value, tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,282 @@
+r"""How noisy the gradient is, and GradNoiseScale, which says what batch size that asks for.
+
+Of a window the step records two gradients: :math:`g`, the mean over the :math:`n` items of its first micro-batch, and
+:math:`\bar g`, the mean over all its :math:`N` items. With :math:`G` the true gradient and :math:`\Sigma` the
+covariance of one item's,
+
+.. math::
+    \mathrm{E} |g|^2 = |G|^2 + \mathrm{tr} \Sigma / n, \quad
+    \mathrm{E} |\bar g|^2 = |G|^2 + \mathrm{tr} \Sigma / N
+
+and so, without bias, whatever the sizes,
+
+.. math::
+    \mathrm{tr} \Sigma \approx \frac{|g|^2 - |\bar g|^2}{1 / n - 1 / N}, \quad
+    |G|^2 \approx \frac{N |\bar g|^2 - n |g|^2}{N - n}
+
+the estimates of McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, arXiv:1812.06162, appendix A.1.
+Over several ranks :math:`|g|^2` is the mean over the ranks' first micro-batches, weighed by their items, and :math:`n`
+the mean of these. Ranks that weigh the same in the update, though their batches differ, have a mean as noisy as that
+over :math:`N = R^2 / \sum_r 1 / N_r` items.
+
+To look at all micro-batches, not at the first alone, would need fewer updates, half as many for :math:`|G|^2` , and far
+fewer for a gradient of few weights and little noise; but a pass over each micro-batch's gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mindspore.train import Callback, RunContext
+
+from gaccum_ms.accumulation.noise import WindowNoise
+from gaccum_ms.callbacks.window_watch import training_step
+from gaccum_ms.distributed.ranks import rank_or_0
+from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
+
+_NAME = "GradNoiseScale"
+_NEAR = 1.5  # times the critical size, or a part of it
+
+
+class Average:
+    """An exponential moving average without the bias towards its beginning at 0."""
+
+    def __init__(self) -> None:
+        self._sum = 0.0
+        self._weight = 0.0
+
+    def add(self, value: float, smoothing: float) -> None:
+        self._sum = smoothing * self._sum + (1 - smoothing) * value
+        self._weight = smoothing * self._weight + (1 - smoothing)
+
+    @property
+    def value(self) -> float:
+        return self._sum / self._weight if self._weight else math.nan
+
+
+class NoiseWatch(Callback):
+    """What callbacks that follow the gradient noise have in common: `on_noise` gets each window that updated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.variance, self.true_square_norm = Average(), Average()
+        self._updates = 0
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        self._updates = int(noise_step(type(self).__name__, run_context).update_count.asnumpy())
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        self._look(run_context)
+
+    def on_window_flushed(self, run_context: RunContext) -> None:
+        """Called by `FlushAccumulation` ."""
+        self._look(run_context)
+
+    def _look(self, run_context: RunContext) -> None:
+        step = training_step(run_context)
+        if step is None:
+            return
+        updates = int(step.update_count.asnumpy())
+        if updates == self._updates:  # the window is open, or was dropped
+            return
+        self._updates = updates
+        self.on_noise(step.window.noise.read(float(step.grad_norm.asnumpy())), step, run_context)
+
+    @property
+    def noise_scale(self) -> float:
+        """In items; NaN before anything is known, infinite where the gradient cannot be told from zero."""
+        variance, square = self.variance.value, self.true_square_norm.value
+        if math.isnan(variance):
+            return math.nan
+        return max(variance, 0.0) / square if square > 0 else math.inf
+
+    def keep(self, noise: WindowNoise, smoothing: float) -> None:
+        if noise.is_known:
+            self.variance.add(noise.variance, smoothing)
+            self.true_square_norm.add(noise.true_square_norm, smoothing)
+
+    def on_noise(self, noise: WindowNoise, step: TrainOneStepWithGradAccumulationCell, run_context: RunContext) -> None:
+        raise NotImplementedError
+
+
+def noise_step(owner: str, run_context: RunContext) -> TrainOneStepWithGradAccumulationCell:
+    """Our step, with the records."""
+    parameters, step = run_context.original_args(), training_step(run_context)
+    if step is None or not hasattr(step, "noise_sums") or parameters.dataset_sink_mode:
+        given = "without" if step is None or not hasattr(step, "noise_sums") else "with"
+        raise ValueError(
+            f"For '{owner}', the trained network must be a GradAccumulationCell with record_noise=True, and "
+            f"'dataset_sink_mode' False, but got '{type(parameters.train_network).__name__}' {given} records of the "
+            f"noise and dataset_sink_mode={parameters.dataset_sink_mode}."
+        )
+    return step
+
+
+def check_smoothing(owner: str, smoothing: Any) -> None:
+    if isinstance(smoothing, bool) or not isinstance(smoothing, (int, float)):
+        raise TypeError(
+            f"For '{owner}', the argument 'smoothing' must be a float, but got {smoothing!r} of type "
+            f"'{type(smoothing).__name__}'."
+        )
+    if not 0 <= smoothing < 1:
+        raise ValueError(
+            f"For '{owner}', the argument 'smoothing' must be at least 0 and below 1, but got {smoothing}."
+        )
+
+
+class ScaleRecord(NamedTuple):
+    """The estimate after an update: the fields are explained at `GradNoiseScale` ."""
+
+    update: int
+    batch_size: float
+    noise_scale: float
+
+
+class GradNoiseScale(NoiseWatch):
+    r"""
+    Estimate the gradient noise scale while training, and say which batch size it asks for.
+
+    The noise scale :math:`\mathrm{tr} \Sigma / |G|^2` , with :math:`G` the true gradient and :math:`\Sigma` the
+    covariance of one item's gradient, is about the critical batch size (McCandlish et al., `An Empirical Model of
+    Large-Batch Training <https://arxiv.org/abs/1812.06162>`_ , 2018): much smaller batches than that are mostly noise,
+    and twice the batch does nearly the work of two updates; much larger ones gain little. Both are estimated, without
+    bias, from the squared norms of two gradients of each window, its first micro-batch's and its own, of all ranks, and
+    averaged over updates. `batch` means all items of an update, samples or what `count` counts; of ranks that weigh the
+    same but differ in size, as many as would be as noisy.
+
+    The cell needs ``record_noise=True`` , and windows of at least two micro-batches, over all ranks. After training,
+    rank 0 prints `advice` . Reading the records waits for the device, after each batch.
+
+    After a training, and while it goes on, the callback has
+
+    * ``noise_scale`` : the estimate, in items; NaN before the first window, infinite where the gradient cannot be told
+      from zero;
+    * ``advice`` : what to do, in one line; "accumulate over 6" means ``accumulation_steps=6`` ;
+    * ``records`` : for each update a named tuple of ``update`` , ``batch_size`` and ``noise_scale`` ;
+    * ``draw(path)`` : draws the curve into a file, by matplotlib (``pip install 'gaccum_ms[plot]'`` ): noise scale and
+      batch over updates, and the updates and examples that each batch size needs, :math:`1 + B_{noise} / B` and
+      :math:`1 + B / B_{noise}` times the least, after the paper.
+
+    Args:
+        smoothing (float): Of the two moving averages: how much of the old stays at each update, at least 0, below 1.
+            The estimate forgets after about 1 / (1 - `smoothing` ) updates. Default: ``0.99`` .
+
+    Raises:
+        TypeError: If `smoothing` is not a number.
+        ValueError: If `smoothing` is not at least 0 and below 1; if training begins without ``record_noise`` , or with
+            data sinking, which hides batches from callbacks; if there is nothing to draw.
+        ImportError: If `draw` is called without matplotlib.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import numpy as np
+        >>> import mindspore as ms
+        >>> from mindspore import nn
+        >>> from gaccum_ms import GradAccumulationCell, GradNoiseScale
+        >>> random = np.random.default_rng(0)
+        >>> x = np.ones((2048, 1), np.float32)
+        >>> y = random.normal(size=(2048, 100)).astype(np.float32)  # gradient (w - y) / 50
+        >>> net = nn.Dense(1, 100, weight_init="ones", has_bias=False)
+        >>> optimizer = nn.SGD(net.trainable_params(), learning_rate=0.0)  # w stays 1: noise scale 1^2 / 1^2
+        >>> cell = GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), 4, record_noise=True)
+        >>> data_set = ms.dataset.NumpySlicesDataset((x, y), shuffle=False).batch(16)
+        >>> noise = GradNoiseScale(smoothing=0.999)
+        >>> ms.Model(cell, optimizer=optimizer).train(1, data_set, callbacks=[noise])
+        batch 16 is 15 × above the critical size 1: a smaller one learns nearly as much from each update
+        >>> print(0.9 < noise.noise_scale < 1.1)
+        True
+    """
+
+    def __init__(self, smoothing: float = 0.99) -> None:
+        super().__init__()
+        check_smoothing(_NAME, smoothing)
+        self.smoothing = smoothing
+        self.records: list[ScaleRecord] = []
+        self._steps = 1  # batches of a window
+
+    @property
+    def advice(self) -> str:
+        scale = self.noise_scale
+        if math.isnan(scale):
+            return "the gradient noise is not known: no window of at least two micro-batches has updated"
+        batch = self.records[-1].batch_size
+        if math.isinf(scale):
+            return f"batch {_shown(batch)} is mostly noise: the gradient cannot be told from zero, larger batches can"
+        if scale == 0:
+            return f"batch {_shown(batch)} has no noise that can be told: a smaller one learns as much from each update"
+        ratio, critical = scale / batch, f"the critical size {_shown(scale, 2)}"
+        if ratio > _NEAR:
+            steps = max(round(ratio * self._steps), self._steps + 1)
+            return f"batch {_shown(batch)} is {_times(ratio)} below {critical}: accumulate over {steps:,}"
+        if ratio < 1 / _NEAR:
+            return (
+                f"batch {_shown(batch)} is {_times(1 / ratio)} above {critical}: a smaller one learns nearly as much "
+                f"from each update"
+            )
+        return f"batch {_shown(batch)} is near {critical}: keep it"
+
+    def draw(self, path: str | Path) -> None:
+        """Noise scale and batch over updates; and what each batch size gives, if the noise scale is known."""
+        try:
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError(
+                f"For '{_NAME}', 'draw' needs matplotlib, which cannot be imported ({error}). Install it with: "
+                f"pip install 'gaccum_ms[plot]'"
+            ) from error
+        known = [record for record in self.records if 0 < record.noise_scale < math.inf]
+        if not known:
+            raise ValueError(
+                f"For '{_NAME}', 'draw' needs a training whose noise scale is known and not 0 after some update, but "
+                f"got {len(self.records)} update(s) without. Train with at least two micro-batches in each window."
+            )
+        figure = Figure(figsize=(11, 4), layout="constrained")
+        FigureCanvasAgg(figure)
+        over_updates, over_sizes = figure.subplots(1, 2)
+        updates = [record.update for record in known]
+        over_updates.plot(updates, [record.noise_scale for record in known], color=_COLORS[0], label="noise scale")
+        sizes = [record.batch_size for record in known]
+        over_updates.plot(updates, sizes, color=_COLORS[1], drawstyle="steps-post", label="batch")
+        over_updates.set(xlabel="update", ylabel="items", yscale="log", title="noise scale, the critical batch size")
+        scale, batch = known[-1].noise_scale, known[-1].batch_size
+        least, most = min(scale, batch) / 16, max(scale, batch) * 16
+        sizes = [least * (most / least) ** (place / 100) for place in range(101)]
+        over_sizes.plot(sizes, [1 + scale / size for size in sizes], color=_COLORS[2], label="updates")
+        over_sizes.plot(sizes, [1 + size / scale for size in sizes], color=_COLORS[3], label="examples")
+        over_sizes.axvline(scale, color=_COLORS[0], linestyle=":", label="critical size")
+        over_sizes.axvline(batch, color=_COLORS[1], linestyle="--", label="batch")
+        over_sizes.set(xlabel="items of a batch", ylabel="times the least", xscale="log", yscale="log")
+        over_sizes.set_title("to the same loss")
+        for panel in (over_updates, over_sizes):
+            panel.grid(alpha=0.3)
+            panel.legend()
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=100)
+
+    def on_noise(self, noise: WindowNoise, step: TrainOneStepWithGradAccumulationCell, run_context: RunContext) -> None:
+        self.keep(noise, self.smoothing)
+        self.records.append(ScaleRecord(self._updates, noise.items, self.noise_scale))
+        self._steps = int(step.window_steps.asnumpy()) if step.spans_batches else 1
+
+    def on_train_end(self, run_context: RunContext) -> None:
+        if rank_or_0() == 0:
+            print(self.advice)
+
+
+# Okabe and Ito's, which most people can tell apart: of the noise scale, the batch, updates and examples.
+_COLORS = ("#D55E00", "#000000", "#0072B2", "#009E73")
+
+
+def _shown(items: float, digits: int = 6) -> str:
+    """1,600; and 0.4."""
+    rounded = float(f"{items:.{digits}g}")
+    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:,.0f} ×" if ratio >= 3 else f"{ratio:.1f} ×"

@@ -1,0 +1,181 @@
+"""ProgressBar: where a training is, on a terminal."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from typing import Any, TextIO
+
+from mindspore.train import Callback, RunContext
+from tqdm import tqdm
+
+from gaccum_ms.callbacks.window_watch import skipped_batches, training_step
+from gaccum_ms.distributed.ranks import rank_or_0
+from gaccum_ms.learning_rate import current_learning_rate
+from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
+
+_NAME = "ProgressBar"
+_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} batches [{elapsed}<{remaining}{postfix}]"
+
+
+class ProgressBar(Callback):
+    r"""
+    One bar for the whole training: epoch, batches, updates, loss, learning rate, norm, samples per second, time left.
+
+    It is shown where standard error is a terminal, on rank 0. In logs, and on other ranks, nothing is written and
+    nothing is read from the device: there `WindowMonitor` and MindSpore's `LossMonitor` keep records. A launched rank's
+    output goes into a log; rank 0 draws there with ``ProgressBar(sys.stdout, show=True)`` , because the launcher passes
+    on what it writes to standard output.
+
+    The bar counts batches. Beside it stand, as of the last batch: updates made; the loss of the last window, or of the
+    last batch before a window of several has ended; the learning rate of the next update, of the first parameter group;
+    with `max_grad_norm` , the norm before clipping; and samples per second, of this rank, since the bar was last drawn.
+    Times are as `tqdm <https://tqdm.github.io>`_ , which draws the bar, shows them: elapsed < left.
+
+    Reading loss and updates waits for the device, so they are read only when the bar is drawn, at most once in
+    `refresh_seconds` . With data sinking MindSpore calls callbacks once for each sink, and the bar moves so.
+
+    Args:
+        file (TextIO, optional): Where to write. Default: ``None`` , standard error.
+        show (bool, optional): Whether to draw the bar on rank 0. Default: ``None`` , if `file` is a terminal.
+        refresh_seconds (float): Least time between two drawings, in seconds, at least 0. Default: ``0.5`` .
+
+    Raises:
+        TypeError: If `file` cannot be written to, `show` is not a bool, or `refresh_seconds` not a number.
+        ValueError: If `refresh_seconds` is negative or not finite; if training begins without our step.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import io
+        >>> import numpy as np
+        >>> import mindspore as ms
+        >>> from mindspore import nn
+        >>> from gaccum_ms import GradAccumulationCell, ProgressBar
+        >>> net = nn.Dense(3, 1)
+        >>> optimizer = nn.SGD(net.trainable_params(), learning_rate=0.1)
+        >>> cell = GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), accumulation_steps=2)
+        >>> x, y = np.ones((8, 3), np.float32), np.zeros((8, 1), np.float32)
+        >>> data_set = ms.dataset.NumpySlicesDataset((x, y), shuffle=False).batch(2)
+        >>> file = io.StringIO()
+        >>> ms.Model(cell, optimizer=optimizer).train(3, data_set, callbacks=[ProgressBar(file, show=True)])
+        >>> last = file.getvalue().split("\r")[-1]
+        >>> print(last[:19], "12/12 batches" in last, "update 6" in last)
+        Epoch 3/3: 100%|### True True
+    """
+
+    def __init__(self, file: TextIO | None = None, show: bool | None = None, refresh_seconds: float = 0.5) -> None:
+        super().__init__()
+        if file is not None and not hasattr(file, "write"):
+            raise TypeError(
+                f"For '{_NAME}', the argument 'file' must be an open text file, but got {file!r} of type "
+                f"'{type(file).__name__}'."
+            )
+        if show is not None and not isinstance(show, bool):
+            raise TypeError(f"For '{_NAME}', the argument 'show' must be a bool or None, but got {show!r}.")
+        if isinstance(refresh_seconds, bool) or not isinstance(refresh_seconds, (int, float)):
+            raise TypeError(
+                f"For '{_NAME}', the argument 'refresh_seconds' must be a float, but got {refresh_seconds!r} of type "
+                f"'{type(refresh_seconds).__name__}'."
+            )
+        if not (math.isfinite(refresh_seconds) and refresh_seconds >= 0):
+            raise ValueError(
+                f"For '{_NAME}', the argument 'refresh_seconds' must be finite and at least 0, but got "
+                f"{refresh_seconds}."
+            )
+        self._file = file
+        self._show = show
+        self._refresh_seconds = refresh_seconds
+        self._bar: tqdm | None = None
+        self._begun = 0  # batches before this training, in MindSpore's count
+        self._batches = 0  # of this training, when MindSpore last called
+        self._samples = 0  # since the bar was drawn
+        self._drawn = math.nan
+        self._speed: list[str] = []
+        self._epochs = 0
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        parameters = run_context.original_args()
+        if training_step(run_context) is None:
+            raise ValueError(
+                f"For '{_NAME}', the trained network must be a GradAccumulationCell, but got "
+                f"'{type(parameters.train_network).__name__}'."
+            )
+        file = sys.stderr if self._file is None else self._file
+        shown = _is_terminal(file) if self._show is None else self._show
+        if not shown or rank_or_0() != 0:
+            return
+        total = parameters.batch_num * parameters.epoch_num - skipped_batches(parameters)
+        self._begun, self._batches, self._samples = parameters.cur_step_num, 0, 0
+        self._drawn, self._speed, self._epochs = math.nan, [], 0
+        # When it is drawn is decided here, not by tqdm: miniters and mininterval.
+        self._bar = tqdm(
+            total=total, file=file, bar_format=_FORMAT, dynamic_ncols=True, miniters=0, mininterval=0, desc="Epoch"
+        )
+
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        parameters = run_context.original_args()
+        if not self._epochs:
+            self._epochs = parameters.cur_epoch_num - 1 + parameters.epoch_num
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        if self._bar is None:
+            return
+        parameters = run_context.original_args()
+        batches = parameters.cur_step_num - self._begun
+        if parameters.dataset_sink_mode:
+            self._samples += (batches - self._batches) * parameters.train_dataset.get_batch_size()
+        else:
+            self._samples += parameters.train_dataset_element[0].shape[0]
+        self._batches = batches
+        if not time.perf_counter() - self._drawn < self._refresh_seconds:  # the first is NaN
+            self._draw(self._bar, run_context)
+
+    def on_train_end(self, run_context: RunContext) -> None:
+        if self._bar is not None:
+            self._draw(self._bar, run_context)
+        self._close()
+
+    def __exit__(self, *error: Any) -> None:
+        self._close()  # also where training failed
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _draw(self, bar: tqdm, run_context: RunContext) -> None:
+        parameters, step = run_context.original_args(), training_step(run_context)
+        numbers = [] if step is None else _numbers(step, parameters.get("net_outputs"))
+        now = time.perf_counter()  # after reading: the device has done by now what is counted
+        if self._samples and now > self._drawn:  # not the first time: that batch waited for the compiler
+            self._speed = [f"{self._samples / (now - self._drawn):.0f} samples/s"]
+        bar.set_description_str(f"Epoch {parameters.get('cur_epoch_num')}/{self._epochs}", refresh=False)
+        bar.set_postfix_str(", ".join(numbers + self._speed), refresh=False)
+        if not bar.update(self._batches - bar.n):
+            bar.refresh()
+        self._drawn, self._samples = time.perf_counter(), 0
+
+
+def _numbers(step: TrainOneStepWithGradAccumulationCell, outputs: Any) -> list[str]:
+    updates = int(step.update_count.asnumpy())
+    loss = outputs[0] if isinstance(outputs, tuple) else outputs
+    if step.spans_batches and updates:
+        loss = step.window_loss
+    numbers = [f"update {updates}"]
+    if loss is not None:
+        numbers.append(f"loss {_last(loss):.4g}")
+    numbers.append(f"lr {current_learning_rate(step.optimizer):.4g}")
+    if updates and hasattr(step, "grad_norm"):
+        numbers.append(f"norm {_last(step.grad_norm):.4g}")
+    return numbers
+
+
+def _last(tensor: Any) -> float:
+    return float(tensor.asnumpy().reshape(-1)[-1])
+
+
+def _is_terminal(file: TextIO) -> bool:
+    return hasattr(file, "isatty") and file.isatty()

@@ -1,0 +1,153 @@
+"""How many batches share an update, as training goes on: by epoch, or by the number of updates made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import mindspore as ms
+from mindspore.train import Callback, RunContext
+
+from gaccum_ms.backend.checks import check_one_of, check_positive_int
+from gaccum_ms.backend.parameters import overwrite
+from gaccum_ms.callbacks.window_watch import training_step
+from gaccum_ms.learning_rate import RULES, multiply_learning_rate, scaling_factor
+from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
+
+
+class AccumulationScheduler(Callback):
+    r"""
+    Change `accumulation_steps` while training goes on: small batches first, large ones when the gradient is noisy.
+
+    Growing the batch in place of shrinking the learning rate is described by Smith et al., "Don't Decay the Learning
+    Rate, Increase the Batch Size" (2018, `arXiv:1711.00489 <https://arxiv.org/abs/1711.00489>`_). The number changes
+    between windows only, and nothing is compiled anew.
+
+    Args:
+        schedule (Union[dict[int, int], Callable]): Number of batches that share an update, from each epoch on, counted
+            from 0: ``{0: 1, 5: 4}`` ; before the first entry it is the cell's own. Or a function that maps the number
+            of updates made, an int, to that of the next window.
+        learning_rate (str, optional): Let the optimizer's learning rate follow, ``"linear"`` or ``"sqrt"`` , as
+            :func:`scale_learning_rate` does: the rate given to the optimizer is that for the cell's own
+            `accumulation_steps` . Default: ``None`` , it stays.
+
+    Raises:
+        TypeError: If `schedule` is neither dict nor function, or a number in it, or returned by it, not an int.
+        ValueError: If it is an empty dict, or a number of batches is less than 1, or an epoch negative; if
+            `learning_rate` is not one of those above, or the optimizer has a rate that cannot follow; if ranks have
+            different numbers of batches and `schedule` is a function.
+        RuntimeError: If training begins with a step that was compiled for windows of one batch.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import numpy as np
+        >>> import mindspore as ms
+        >>> from mindspore import nn
+        >>> from gaccum_ms import AccumulationScheduler, GradAccumulationCell
+        >>> net = nn.Dense(3, 1)
+        >>> optimizer = nn.SGD(net.trainable_params(), learning_rate=0.1)
+        >>> model = ms.Model(GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), 2), optimizer=optimizer)
+        >>> x, y = np.ones((16, 3), np.float32), np.zeros((16, 1), np.float32)
+        >>> data_set = ms.dataset.NumpySlicesDataset((x, y), shuffle=False).batch(2)
+        >>> model.train(2, data_set, callbacks=[AccumulationScheduler({0: 1, 1: 4})])
+        >>> print(model.train_network.update_count.asnumpy())  # 8, and 2 in the second epoch
+        10
+    """
+
+    def __init__(self, schedule: Mapping[int, int] | Callable[[int], int], learning_rate: str | None = None) -> None:
+        super().__init__()
+        if isinstance(schedule, Mapping):
+            schedule = dict(schedule)
+            if not schedule:
+                raise ValueError("For 'AccumulationScheduler', the argument 'schedule' must not be empty.")
+            for epoch, steps in schedule.items():
+                check_positive_int("AccumulationScheduler", f"schedule[{epoch!r}]", steps)
+                if isinstance(epoch, bool) or not isinstance(epoch, int):
+                    raise TypeError(
+                        f"For 'AccumulationScheduler', the epochs of 'schedule' must be ints, but got {epoch!r}."
+                    )
+                if epoch < 0:
+                    raise ValueError(
+                        f"For 'AccumulationScheduler', the epochs of 'schedule' must not be negative, but got {epoch}."
+                    )
+        elif not callable(schedule):
+            raise TypeError(
+                f"For 'AccumulationScheduler', the argument 'schedule' must be a dict from epochs to numbers of "
+                f"batches, or a function of the number of updates, but got {schedule!r}."
+            )
+        if learning_rate is not None:
+            check_one_of("AccumulationScheduler", "learning_rate", learning_rate, tuple(RULES))
+        self.schedule = schedule
+        self.learning_rate = learning_rate
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        prepare_steps(_step(run_context), self.learning_rate)
+
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        if callable(self.schedule):
+            check_ranks_batches(
+                run_context,
+                "For 'AccumulationScheduler', the argument 'schedule' must be a dict of epochs where ranks have "
+                "different numbers of batches",
+                "a function, and ",
+            )
+        self._follow(run_context)
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        self._follow(run_context)
+
+    def _follow(self, run_context: RunContext) -> None:
+        step = _step(run_context)
+        if int(step.window_position.asnumpy()):
+            return
+        steps = int(step.accumulation_steps.asnumpy())
+        wanted = self._wanted(step, run_context.original_args().cur_epoch_num - 1, steps)
+        check_positive_int("AccumulationScheduler", "schedule", wanted)
+        set_steps(step, wanted, self.learning_rate)
+
+    def _wanted(self, step: TrainOneStepWithGradAccumulationCell, epoch: int, old: int) -> Any:
+        if callable(self.schedule):
+            return self.schedule(int(step.update_count.asnumpy()))
+        begun = [first for first in self.schedule if first <= epoch]
+        return self.schedule[max(begun)] if begun else old
+
+
+def prepare_steps(step: TrainOneStepWithGradAccumulationCell, learning_rate: str | None) -> None:
+    """Before training that is to change `accumulation_steps` : what cannot is an error now, not epochs later."""
+    step.let_windows_span_batches()
+    if learning_rate is not None:
+        multiply_learning_rate(step.optimizer, 1.0)
+
+
+def check_ranks_batches(run_context: RunContext, demand: str, given: str = "") -> None:
+    """Refuse ranks with different numbers of batches, where these plan an epoch's windows by its `accumulation_steps` ,
+    and only the updates to come will tell them."""
+    shards = run_context.original_args().get("shards") or []
+    if len(set(shards)) > 1:
+        raise ValueError(
+            f"{demand}, because they cannot agree on the windows of an epoch otherwise, but got {given}"
+            f"{[shard.batches - shard.skipped for shard in shards]} batches."
+        )
+
+
+def set_steps(step: TrainOneStepWithGradAccumulationCell, wanted: int, learning_rate: str | None) -> None:
+    """Between two windows: let those to come have so many batches, and the learning rate follow by its rule."""
+    if wanted != int(step.accumulation_steps.asnumpy()):
+        step.set_accumulation_steps(wanted)
+    # Not by the change of steps: a checkpoint may have brought a rate for other steps than the cell's.
+    rate_steps = int(step.rate_steps.asnumpy())
+    if learning_rate is not None and wanted != rate_steps:
+        multiply_learning_rate(step.optimizer, scaling_factor(wanted / rate_steps, learning_rate))
+        overwrite(step.rate_steps, ms.Tensor(wanted, ms.int32))
+
+
+def _step(run_context: RunContext) -> TrainOneStepWithGradAccumulationCell:
+    step = training_step(run_context)
+    if step is None:
+        raise ValueError(
+            f"For 'AccumulationScheduler', the trained network must be a GradAccumulationCell, but got "
+            f"'{type(run_context.original_args().train_network).__name__}'."
+        )
+    return step

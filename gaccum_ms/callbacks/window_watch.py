@@ -1,0 +1,116 @@
+"""What watches over every training with our step: `ms.Model.train` gets it without being asked (model_hook.py).
+
+Each update reduces over ranks, so all must make equally many. Before training the ranks tell each other how many
+batches they have: if something is going to even them out they go on, else they all stop, where they would wait for each
+other for ever. And who ends training in the middle of a window is told.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import mindspore as ms
+from mindspore import ops
+from mindspore.train import Callback, RunContext
+
+from gaccum_ms.backend.parameters import overwrite
+from gaccum_ms.training.data_position import begin_anew
+from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
+
+
+def training_step(run_context: RunContext) -> TrainOneStepWithGradAccumulationCell | None:
+    """Our step in what `ms.Model` trains; data sinking wraps it."""
+    network = run_context.original_args().train_network
+    steps = (cell for _, cell in network.cells_and_names() if isinstance(cell, TrainOneStepWithGradAccumulationCell))
+    return next(steps, None)
+
+
+class Shard(NamedTuple):
+    """What a rank has to train on."""
+
+    batches: int  # in an epoch
+    skipped: int  # of the first epoch, when training resumes in it
+    position: int  # batches in the window that is open when training begins
+    window_steps: int  # batches that this window is to have
+
+    def windows(self, steps: int, first_epoch: bool) -> tuple[int, int]:
+        """Windows of `steps` batches that end within the epoch, and batches left after the last of them."""
+        if not first_epoch:
+            return divmod(self.batches, steps)
+        batches = self.batches - self.skipped
+        if not self.position:
+            return divmod(batches, steps)
+        missing = max(self.window_steps - self.position, 1)  # it ends with the next batch, if not before
+        if batches < missing:
+            return 0, self.position + batches
+        ended, left = divmod(batches - missing, steps)
+        return 1 + ended, left
+
+
+class WindowWatch(Callback):
+    """What every training with our step needs, whether or not the user gives it callbacks: model_hook.py adds it."""
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Refuse ranks with different numbers of batches, unless something is going to even them out."""
+        parameters, step = run_context.original_args(), training_step(run_context)
+        # Now: evaluation on the same data set, in Model.fit, begins it anew.
+        parameters.skipped_batches = parameters.train_dataset.get_init_step() % max(parameters.batch_num, 1)
+        if step is None:
+            return
+        overwrite(step.provenance.epoch_batches, ms.Tensor(parameters.batch_num, ms.int32))
+        if not step.reducer_flag:
+            return
+        window_steps = int(step.window_steps.asnumpy()) if step.spans_batches else 1
+        own = Shard(
+            parameters.batch_num, skipped_batches(parameters), int(step.window_position.asnumpy()), window_steps
+        )
+        gathered = ops.AllGather()(ms.Tensor([own], ms.int32)).asnumpy()
+        parameters.shards = shards = [Shard(*map(int, row)) for row in gathered]
+        if all(shard == own for shard in shards):
+            return
+        evens_out = step.spans_batches and not step.window.shards  # else all ranks must have each micro-batch
+        if evens_out and any(getattr(one, "evens_out_ranks", False) for one in parameters.list_callback):
+            return
+        shown = [
+            f"{one.batches - one.skipped} on rank {rank}"
+            + (f" (and {one.position} in its window)" * bool(one.position))
+            for rank, one in enumerate(shards)
+        ]
+        remedy = "; or, with 'accumulation_steps' larger than 1, give model.train the callback FlushAccumulation()"
+        if step.window.shards:
+            remedy = "; or leave 'shard_accumulators' out, and use FlushAccumulation()"
+        raise ValueError(
+            f"For 'GradAccumulationCell', all ranks must have the same number of batches in an epoch, because each "
+            f"update reduces over all of them, but got {', '.join(shown)}. Nothing was trained. Give all ranks equally "
+            f"many, as 'num_shards' of a dataset does{remedy}."
+        )
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        if not run_context.original_args().dataset_sink_mode:
+            return
+        step = training_step(run_context)
+        if step is not None:
+            step.provenance.keep_random_state()  # no hook of the step's own runs when its wrapper is saved
+
+    def on_train_end(self, run_context: RunContext) -> None:
+        begin_anew(run_context.original_args().train_dataset)  # if resume has set a position
+        step = training_step(run_context)
+        if step is None or not step.spans_batches or not int(step.window_position.asnumpy()):
+            return
+        if any(hasattr(one, "evens_out_ranks") for one in run_context.original_args().list_callback):
+            return  # a FlushAccumulation, whose on_train_end comes after this one
+        batches, steps = int(step.window_position.asnumpy()), int(step.window_steps.asnumpy())
+        warnings.warn(
+            f"For 'GradAccumulationCell', training ended in the middle of a window: {batches} batch(es) of {steps} "
+            f"are added up, and no update has used them. To use them give model.train the callback "
+            f"FlushAccumulation(), or call flush() of the training step; batches of another model.train go on with "
+            f"the window.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def skipped_batches(parameters: Any) -> int:
+    """Batches of the first epoch that a resumed training does not see again."""
+    return parameters.get("skipped_batches", 0)

@@ -1,0 +1,1 @@
+"""Ranks: what they send each other, and what each keeps a part of."""

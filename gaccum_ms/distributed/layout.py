@@ -1,0 +1,192 @@
+"""Which rank has which part of a list of tensors: to take one's own parts, and to put all parts together.
+
+A tensor is either whole, on one rank, or in slices on all: laid flat, each rank has a row of it of shape (1, columns).
+Where the size does not divide, the last rows begin earlier and overlap those before them, and several ranks do the same
+for the same elements: shapes, and so the graphs, are then alike on all ranks.
+
+Parts travel in few large buffers: one collective for each `BUFFER_BYTES` of one dtype, not one for each tensor. The CPU
+back end has no ReduceScatter, so a sum over ranks of which each needs its part is an AllReduce, of which each keeps its
+part.
+
+Ranks must run their collectives in the same order. MindSpore orders those of a graph by the graph, so where graphs are
+not alike, because ranks have different tensors, each collective must depend on the one before: as `whole` does.
+
+What is compiled here obeys the rules at the head of step.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn, ops
+from mindspore.communication import get_group_size, get_rank
+
+BUFFER_BYTES = 2**26  # of one gathered buffer, which is memory that is needed for a moment
+
+
+def rank_and_ranks() -> tuple[int, int]:
+    """This rank and how many there are; stand-alone, (0, 1)."""
+    if ms.get_auto_parallel_context("parallel_mode") != ms.ParallelMode.DATA_PARALLEL:
+        return 0, 1
+    return get_rank(), get_group_size()
+
+
+def balanced_owners(sizes: Sequence[int], ranks: int) -> tuple[int, ...]:
+    """A rank for each tensor: the largest first, each to the rank that has least."""
+    loads = [0] * ranks
+    owners = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda one: -sizes[one]):
+        owners[index] = loads.index(min(loads))
+        loads[owners[index]] += sizes[index]
+    return tuple(owners)
+
+
+def gather_json(value: Any) -> list[Any]:
+    """What each rank has said. A collective, outside of graphs."""
+    codes = np.frombuffer(json.dumps(value).encode(), np.uint8).astype(np.float32)  # bytes travel on no CPU
+    with ms.common._no_grad():
+        lengths = ops.AllGather()(ms.Tensor([float(codes.size)])).asnumpy().astype(int)
+        row = np.pad(codes, (0, max(lengths) - codes.size))
+        rows = ops.AllGather()(ms.Tensor(row[None])).asnumpy().astype(np.uint8)
+    return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
+
+
+class Layout(nn.Cell):
+    """Where the parts of a list of tensors are.
+
+    Args:
+        like (Sequence[Parameter]): Tensors of the shapes and dtypes in question.
+        owners (Sequence[int or None]): The rank that has each, whole; None: all have slices.
+        rank (int): This rank ...
+        ranks (int): ... of how many.
+    """
+
+    def __init__(self, like: Sequence[ms.Parameter], owners: Sequence[int | None], rank: int, ranks: int) -> None:
+        super().__init__(auto_prefix=False)
+        self.rank = rank
+        self.ranks = ranks
+        self.owners = tuple(owners)
+        self.shapes = tuple(tuple(one.shape) for one in like)
+        self.dtypes = tuple(one.dtype for one in like)
+        self.sizes = tuple(int(np.prod(shape, dtype=np.int64)) for shape in self.shapes)
+        self.columns = tuple(
+            -(-size // ranks) if owner is None else size for size, owner in zip(self.sizes, self.owners, strict=True)
+        )
+        self.starts = tuple(
+            min(rank * columns, size - columns) for columns, size in zip(self.columns, self.sizes, strict=True)
+        )
+        self.held = tuple(index for index, owner in enumerate(self.owners) if owner in (None, rank))
+        self._fill_buffers()
+        self.all_gather = ops.AllGather()
+        self.all_reduce = ops.AllReduce()
+
+    def _fill_buffers(self) -> None:
+        """Of each buffer: its dtype, its width, and which tensors give this rank's row. Of each tensor: its buffer, and
+        its columns there."""
+        numbers: dict[tuple[Any, bool, int], int] = {}
+        loads: dict[tuple[Any, bool], list[int]] = {}
+        ends: list[list[int]] = []  # of each buffer, on each rank
+        members: list[list[int]] = []
+        wires = []
+        places = []
+        for index, (dtype, owner) in enumerate(zip(self.dtypes, self.owners, strict=True)):
+            wire = ms.float32 if dtype == ms.bfloat16 else dtype  # the CPU back end sends no bfloat16
+            rows = range(self.ranks) if owner is None else (owner,)
+            load = loads.setdefault((dtype, owner is None), [0] * self.ranks)
+            limit = max(BUFFER_BYTES // self.ranks // ms.Tensor(0, wire).itemsize, 1)
+            number = numbers.setdefault((dtype, owner is None, load[rows[0]] // limit), len(numbers))
+            if number == len(ends):
+                ends.append([0] * self.ranks)
+                members.append([])
+                wires.append(wire)
+            start = ends[number][rows[0]]
+            for row in rows:
+                load[row] += self.columns[index]
+                ends[number][row] = start + self.columns[index]
+            places.append((number, start, start + self.columns[index]))
+            if self.rank in rows:
+                members[number].append(index)
+        self.places = tuple(places)
+        offsets = [0] * len(places)  # of whole tensors, were they laid in the same buffers
+        for held in members:
+            for before, index in itertools.pairwise(held):
+                offsets[index] = offsets[before] + self.sizes[before]
+        self.offsets = tuple(offsets)
+        self.members = tuple(map(tuple, members))
+        self.widths = tuple(map(max, ends))
+        self.wires = tuple(wires)
+
+    # -- compiled ------------------------------------------------------------------------------------------------------
+
+    def own(self, values):
+        """This rank's parts of the tensors; `held` says of which."""
+        parts: tuple = ()
+        for index in self.held:
+            part = values[index]
+            if self.owners[index] is None:
+                start = self.starts[index]
+                part = part.reshape((-1,))[start : start + self.columns[index]].reshape((1, -1))
+            parts = (*parts, part)
+        return parts
+
+    def whole(self, parts):
+        """All tensors, put together from all ranks' `own` parts. A collective."""
+        gathered: tuple = ()
+        for number in range(len(self.members)):
+            row = self.own_row(parts, number)
+            if number > 0:
+                row = ops.depend(row, gathered[number - 1])
+            gathered = (*gathered, self.all_gather(row))
+        wholes: tuple = ()
+        for index in range(len(self.sizes)):
+            number, start, end = self.places[index]
+            owner = self.owners[index]
+            if owner is None:
+                flat = self.joined(gathered[number][:, start:end], index)
+            else:
+                flat = gathered[number][owner, start:end]
+            wholes = (*wholes, ops.cast(flat.reshape(self.shapes[index]), self.dtypes[index]))
+        return wholes
+
+    def joined(self, rows, index):
+        """A sliced tensor's elements, from the rows of all ranks."""
+        full = self.sizes[index] // self.columns[index]
+        rest = self.sizes[index] % self.columns[index]
+        flat = rows[:full].reshape((-1,))
+        if rest > 0:
+            flat = ops.concat((flat, rows[full, self.columns[index] - rest :]))
+        return flat
+
+    def own_row(self, parts, number):
+        """What this rank puts into a buffer, shape (1, width)."""
+        row: tuple = ()
+        filled = 0
+        for index in self.members[number]:
+            row = (*row, ops.cast(parts[self.held.index(index)], self.wires[number]).reshape((1, -1)))
+            filled = filled + self.columns[index]
+        if filled < self.widths[number]:
+            row = (*row, ops.zeros((1, self.widths[number] - filled), self.wires[number]))
+        return ops.concat(row, 1)
+
+    def own_of_sum(self, values):
+        """This rank's slices of the tensors' sums over ranks. A collective; all tensors must be in slices."""
+        sums: tuple = ()
+        for number in range(len(self.members)):
+            flats: tuple = ()
+            for index in self.members[number]:
+                flats = (*flats, ops.cast(values[index], self.wires[number]).reshape((-1,)))
+            flat = ops.concat(flats)
+            if number > 0:
+                flat = ops.depend(flat, sums[number - 1])
+            sums = (*sums, self.all_reduce(flat))
+        parts: tuple = ()
+        for index in range(len(self.sizes)):
+            start = self.offsets[index] + self.starts[index]
+            part = sums[self.places[index][0]][start : start + self.columns[index]].reshape((1, -1))
+            parts = (*parts, ops.cast(part, self.dtypes[index]))
+        return parts

@@ -1,0 +1,465 @@
+"""ShardedOptimizer: each rank keeps its part of the optimizer's state, updates that part of the weights, and gathers
+the others'.
+
+ZeRO stage 1 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
+arXiv:1910.02054), for data parallel mode. The optimizer inside is an ordinary one that was never told: its parameters
+are this rank's parts, and so its state is theirs. Gradients come whole, reduced over ranks.
+
+Where an element's update depends on nothing but that element, all ranks have a slice of each weight, and a copy of the
+slice for the inner optimizer to write into. Where a weight must be seen whole, for its norm or its rows, each belongs
+to one rank, which updates it in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn, ops
+
+from gaccum_ms.backend.checks import check_one_of
+from gaccum_ms.backend.parameters import overwrite, write
+from gaccum_ms.distributed.layout import Layout, balanced_owners, gather_json, rank_and_ranks
+
+_NAME = "ShardedOptimizer"
+
+# Optimizers of MindSpore that treat each element by itself, by exact class: a subclass may do anything.
+_ELEMENTWISE = {
+    getattr(nn, name)
+    for name in (
+        "ASGD",
+        "AdaMax",
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamOffload",
+        "AdamWeightDecay",
+        "FTRL",
+        "LazyAdam",
+        "Momentum",
+        "ProximalAdagrad",
+        "RMSProp",
+        "Rprop",
+        "SGD",
+    )
+    if hasattr(nn, name)
+}
+
+PART = "part_of."  # and the weight's name: a rank's copy of its slice
+_PLACEHOLDER = "placeholder."  # stands in a group none of whose parameters is this rank's
+
+
+class ShardedOptimizer(nn.Optimizer):
+    r"""
+    Any optimizer, whose state is divided among the ranks of data parallel mode.
+
+    Each rank keeps and updates its part, and all put the weights together again: ZeRO stage 1 of Rajbhandari et al.,
+    `ZeRO: Memory Optimizations Toward Training Trillion Parameter Models <https://arxiv.org/abs/1910.02054>`_ (2020),
+    on every device. Of Adam's two moments, twice the weights' size, each of N ranks keeps :math:`1/N` . Weights, state
+    and losses are those of the optimizer unsharded, to float32 rounding. Stand-alone it is that optimizer.
+
+    Adam, AdamWeightDecay, SGD, Momentum and MindSpore's others that treat each element by itself get a slice of each
+    parameter; beside the state, a rank then has a copy of its slices of the weights. All others, and groups with
+    ``grad_centralization`` , get whole parameters, the largest first, each on one rank.
+
+    A checkpoint holds the whole state, under the names and in the shapes of the optimizer unsharded, so that
+    :func:`resume` loads it on any number of ranks, and into the plain optimizer. `mindspore.train.ModelCheckpoint` and
+    :class:`UpdateCheckpoint` do that where all ranks have them, each with a directory of its own; elsewhere save and
+    load within ``with optimizer.whole_state():`` , which all ranks must enter, whichever of them save. Each then has
+    all of the state for a moment.
+
+    Args:
+        optimizer (Union[type, Callable]): A class of optimizers, such as `nn.Adam` , or a function that makes one of
+            parameters: ``lambda params: nn.LARS(nn.Momentum(params, 0.1, 0.9))`` .
+        params (Union[list[Parameter], list[dict]]): The parameters or groups of them, as the optimizer takes them.
+        *args (Any): Further arguments of the optimizer.
+
+    Keyword Args:
+        partition (str, optional): ``"slices"`` gives the optimizer slices, and is right where it treats each element by
+            itself; ``"parameters"`` gives it whole parameters. Default: ``None`` , slices for MindSpore's own
+            optimizers of that kind, whole parameters for all that is not known.
+        **kwargs (Any): Further arguments of the optimizer, by name.
+
+    Inputs:
+        - **gradients** (tuple[Tensor]) - Whole, and reduced over ranks, in the order of `parameters` and of their
+          shapes.
+
+    Outputs:
+        What the optimizer returns, stand-alone; else a tuple of Tensors that stands for the weights' being written.
+
+    Raises:
+        TypeError: If `optimizer` makes no optimizer, or `params` has no Parameters.
+        ValueError: If `partition` is none of those above, or ``"slices"`` for what looks at whole parameters.
+        RuntimeError: In semi-auto, auto and hybrid parallel mode, which have `enable_parallel_optimizer` . If a Cell
+            with it is saved by one rank alone; if there is an update within `whole_state` .
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import numpy as np
+        >>> import mindspore as ms
+        >>> from mindspore import nn
+        >>> from gaccum_ms import GradAccumulationCell, ShardedOptimizer
+        >>> net = nn.Dense(3, 1, weight_init="ones", bias_init="zeros")
+        >>> optimizer = ShardedOptimizer(nn.Adam, net.trainable_params(), learning_rate=0.1)
+        >>> model = ms.Model(GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), 4), optimizer=optimizer)
+        >>> x, y = np.ones((8, 3), np.float32), np.zeros((8, 1), np.float32)
+        >>> model.train(1, ms.dataset.NumpySlicesDataset((x, y), shuffle=False).batch(8))
+        >>> print(net.weight.asnumpy().round(4))
+        [[0.9 0.9 0.9]]
+    """
+
+    def __init__(
+        self,
+        optimizer: Callable[..., nn.Optimizer],
+        params: Sequence[Any],
+        *args: Any,
+        partition: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        nn.Cell.__init__(self, auto_prefix=False)  # not nn.Optimizer's: rates and counts are the inner one's
+        if not callable(optimizer) or isinstance(optimizer, nn.Cell):
+            raise TypeError(
+                f"For '{_NAME}', the argument 'optimizer' must be a class of optimizers, or a function that makes one "
+                f"of parameters, but got one of type '{type(optimizer).__name__}'. Give nn.Adam, not nn.Adam(...)."
+            )
+        check_one_of(_NAME, "partition", partition, (None, "slices", "parameters"))
+        params = list(params)
+        weights = _in_order(params)
+        _check_mode()
+        self.rank, self.ranks = rank_and_ranks()
+        self.sliced = _takes_slices(optimizer, params, partition) and self.ranks > 1
+        owners: Sequence[int | None] = (None,) * len(weights)
+        if not self.sliced:
+            owners = balanced_owners([weight.size for weight in weights], self.ranks)
+        self.parameters = self._parameters = ms.ParameterTuple(weights)
+        self._user_parameters += [weight.name for weight in weights]
+        self.layout = Layout(weights, owners, self.rank, self.ranks)
+        own = self._own_parameters()
+        groups = _own_groups(params, weights, own, self.rank) if self.ranks > 1 else params
+        inner = optimizer(groups, *args, **kwargs)
+        if not isinstance(inner, nn.Cell) or getattr(inner, "parameters", None) is None:
+            raise TypeError(
+                f"For '{_NAME}', the argument 'optimizer' must make an nn.Optimizer, but got "
+                f"'{type(inner).__name__}' from it."
+            )
+        places = {id(part): place for place, part in enumerate(own.values())}
+        self.slots = tuple(places.get(id(one), -1) for one in inner.parameters)  # -1: a placeholder
+        self.inner_places = tuple(self.slots.index(place) for place in range(len(own)))
+        self._rate_places = _rate_places(params, weights, groups, inner)
+        if self.ranks > 1:
+            for index, part in own.items():
+                if self.sliced:
+                    part.name = PART + weights[index].name  # its state has the weight's name already
+            for held in self._state_of(inner):
+                held.layerwise_parallel = True  # ranks' parts differ: MindSpore must not broadcast them
+            for held in (*self._state_of(inner), *(own.values() if self.sliced else ())):
+                held.init_data = functools.partial(_not_saved_alone, held.init_data)
+        self.inner = inner
+        self._hidden = (inner,)  # `inner` may be shown as the whole state
+        self._weight_of = self._weights_of_rows(inner)
+        self._depth = 0
+        self._shown: Any = None
+        self._saves_together = False
+        self._shown_for_save = False
+
+    def _own_parameters(self) -> dict[int, ms.Parameter]:
+        """What the inner optimizer is to update, by the weights' places: own weights, or copies of own slices."""
+        if not self.sliced:
+            return {index: self.parameters[index] for index in self.layout.held}
+        with ms.common._no_grad():
+            rows = self.layout.own(self.parameters)
+        return {
+            index: ms.Parameter(row, name=weight.name, requires_grad=weight.requires_grad, layerwise_parallel=True)
+            for index, (row, weight) in enumerate(zip(rows, self.parameters, strict=True))
+        }
+
+    def _state_of(self, inner: nn.Cell) -> list[ms.Parameter]:
+        """The inner optimizer's own Parameters: not what it updates, nor what stands in for that."""
+        updated = {id(one) for one in inner.parameters}
+        return [one for one in inner.get_parameters() if id(one) not in updated and _PLACEHOLDER not in one.name]
+
+    def _weights_of_rows(self, inner: nn.Cell) -> dict[int, int]:
+        """Of each Parameter of the state that is a row, by its id, the place of the weight. It is known by its name,
+        which ends with the weight's, as long as the weight has the name that the optimizer has seen."""
+        found = {}
+        for one in self._state_of(inner) if self.sliced else ():
+            of = [
+                index
+                for index, weight in enumerate(self.parameters)
+                if one.name.endswith(weight.name) and one.shape == (1, self.layout.columns[index])
+            ]
+            if of:
+                found[id(one)] = max(of, key=lambda index: len(self.parameters[index].name))
+        return found
+
+    # -- what is asked of an optimizer ---------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        """What is not its own is the inner optimizer's: `global_step` , `loss_scale` , `is_group_lr` ..."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            hidden = self.__dict__.get("_hidden")
+            if name.startswith("_") or hidden is None:
+                raise
+            return getattr(hidden[0], name)
+
+    @property
+    def learning_rate(self) -> Any:
+        """As in any `nn.Optimizer` ; where groups have their own, one for each of `parameters` ."""
+        rate = self._hidden[0].learning_rate
+        return tuple(rate[place] for place in self._rate_places) if self._hidden[0].is_group_lr else rate
+
+    def get_lr_parameter(self, param: ms.Parameter | list[ms.Parameter]) -> Any:
+        """As in `nn.Optimizer` , for the parameters that were given, on whatever rank they are."""
+        ids = [id(weight) for weight in self.parameters]
+        wanted = param if isinstance(param, list) else [param]
+        if any(id(one) not in ids for one in wanted):
+            raise ValueError(f"For 'get_lr_parameter', 'param' must be of the optimizer's parameters, but got {param}.")
+        inner = self._hidden[0]
+        rates = inner.get_lr_parameter([inner.parameters[self._rate_places[ids.index(id(one))]] for one in wanted])
+        return rates if isinstance(param, list) else rates[0]
+
+    # -- compiled ------------------------------------------------------------------------------------------------------
+
+    @ms.jit  # as MindSpore's optimizers: run eagerly, PyNative's tape may forbid writing into a weight
+    def construct(self, gradients):
+        if self.ranks == 1:
+            return self.inner(gradients)
+        # `depend`: a gradient that only another rank uses would not be reduced here, and that rank wait for ever.
+        parts = ops.depend(self.layout.own(gradients), gradients)
+        if self.sliced:
+            rows = self.layout.own(self.parameters)
+            for place in range(len(rows)):
+                copied = write(self.inner.parameters[self.inner_places[place]], rows[place])
+                parts = ops.depend(parts, copied)
+        given: tuple = ()
+        for place in self.slots:
+            given = (*given, parts[place] if place >= 0 else ops.zeros((1,), ms.float32))
+        updated = self.inner(given)
+        own: tuple = ()
+        for place in self.inner_places:
+            own = (*own, self.inner.parameters[place])
+        wholes = self.layout.whole(ops.depend(own, updated))
+        written: tuple = ()
+        for index in range(len(wholes)):
+            # Own weights too, which have it: a gathering of which this rank uses nothing would be left out.
+            written = (*written, write(self.parameters[index], wholes[index]))
+        return written
+
+    # -- the whole state -----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def whole_state(self) -> Iterator[None]:
+        """Within it this optimizer, and any Cell that holds it, has the whole state in its Parameters, under the names
+        and in the shapes of the optimizer that is not sharded: to be saved, loaded or looked at. At its end each rank
+        takes its part of it back. A collective: all ranks must enter it.
+
+        Raises:
+            RuntimeError: If there was an update within it.
+        """
+        self._enter()
+        try:
+            yield
+        except BaseException:
+            self._leave(keep=False)
+            raise
+        self._leave(keep=True)
+
+    def begin_saves(self) -> None:
+        """Until `end_saves` , let a checkpoint show the whole state: all ranks are known to save the same ones."""
+        self._saves_together = True
+
+    def prepare_save(self) -> None:
+        """Before MindSpore saves a Cell that holds this optimizer."""
+        if self._saves_together and not self._depth:
+            self._shown_for_save = True
+            self._enter()
+
+    def end_saves(self) -> None:
+        self._saves_together = False
+        if self._shown_for_save:
+            self._shown_for_save = False
+            self._leave(keep=False)
+
+    def _enter(self) -> None:
+        self._depth += 1
+        if self.ranks > 1 and self._depth == 1:
+            self._shown = _Shown(self._state_of(self._hidden[0]), self)
+            self._cells["inner"] = self._shown
+
+    def _leave(self, keep: bool) -> None:
+        self._depth -= 1
+        if self.ranks > 1 and self._depth == 0:
+            shown, self._shown = self._shown, None
+            self._cells["inner"] = self._hidden[0]
+            if keep:
+                shown.take_back()
+
+
+class _Shown(nn.Cell):
+    """The whole state, in the place of the inner optimizer."""
+
+    def __init__(self, state: Sequence[ms.Parameter], sharded: ShardedOptimizer) -> None:
+        super().__init__(auto_prefix=False)
+        common, divided, layout, names = _divided(state, sharded)
+        with ms.common._no_grad():
+            wholes = layout.whole(divided)
+        # In tuples of pairs, which Cells do not look into.
+        self._common = tuple((one, _copy(one.name, one), one.asnumpy().copy()) for one in common)
+        self._divided = tuple(divided)
+        self._layout = (layout,)
+        self.values = ms.ParameterTuple(
+            [copy for _, copy, _ in self._common]
+            + [_copy(name, whole) for name, whole in zip(names, wholes, strict=True)]
+        )
+
+    def take_back(self) -> None:
+        for one, _, before in self._common:
+            if not np.array_equal(one.asnumpy(), before, equal_nan=True):
+                raise RuntimeError(
+                    f"For '{_NAME}', there must be no update within 'whole_state()', but got another '{one.name}' at "
+                    f"its end. Nothing was taken from the whole state."
+                )
+        for one, copy, _ in self._common:
+            overwrite(one, copy)
+        parts = self._layout[0].own(self.values[len(self._common) :])
+        for one, part in zip(self._divided, parts, strict=True):
+            overwrite(one, part)
+
+    def construct(self, *gradients):
+        raise RuntimeError("For 'ShardedOptimizer', there must be no update within 'whole_state()'.")
+
+
+def _not_saved_alone(init_data: Callable, *args: Any, **kwargs: Any) -> Any:
+    """In the place of a Parameter's `init_data` , which MindSpore calls before it compiles a Cell, and before it saves
+    one: a file with the state of one rank would say nothing of being just a part."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is ms.save_checkpoint.__code__:
+            raise RuntimeError(
+                f"For '{_NAME}', a checkpoint must hold the whole state, which all ranks put together, but one is "
+                f"being saved by this rank alone. Save within 'with optimizer.whole_state():', which all ranks must "
+                f"enter, whichever of them save; or give Model.train ModelCheckpoint or UpdateCheckpoint on all ranks, "
+                f"and a GradAccumulationCell."
+            )
+        frame = frame.f_back
+    return init_data(*args, **kwargs)
+
+
+def whole_state(optimizer: nn.Cell) -> contextlib.AbstractContextManager:
+    """Of any optimizer: within it, its Parameters are the whole state."""
+    return optimizer.whole_state() if isinstance(optimizer, ShardedOptimizer) else contextlib.nullcontext()
+
+
+def _copy(name: str, value: ms.Tensor) -> ms.Parameter:
+    return ms.Parameter(value.copy(), name=name, requires_grad=False, layerwise_parallel=True)
+
+
+def _divided(state: Sequence[ms.Parameter], sharded: ShardedOptimizer) -> Any:
+    """What of a rank's state all ranks have alike; its other Parameters; how the whole of these is divided among ranks;
+    and its names. A collective."""
+    if sharded.sliced:
+        common = [one for one in state if id(one) not in sharded._weight_of]
+        divided = [one for one in state if id(one) in sharded._weight_of]
+        shapes = [sharded.parameters[sharded._weight_of[id(one)]].shape for one in divided]
+        like = [SimpleNamespace(shape=shape, dtype=one.dtype) for shape, one in zip(shapes, divided, strict=True)]
+        owners: list[int | None] = [None] * len(like)
+        names = [one.name for one in divided]
+    else:
+        said = gather_json([(one.name, list(one.shape), str(one.dtype)) for one in state])
+        everywhere = set.intersection(*({name for name, _, _ in those} for those in said))
+        apart = [(rank, *what) for rank, those in enumerate(said) for what in those if what[0] not in everywhere]
+        common = [one for one in state if one.name in everywhere]
+        divided = [one for one in state if one.name not in everywhere]
+        dtypes = {str(dtype): dtype for dtype in ms.common.dtype.number_type}
+        like = [SimpleNamespace(shape=tuple(shape), dtype=dtypes[dtype]) for _, _, shape, dtype in apart]
+        owners = [rank for rank, *_ in apart]
+        names = [name for _, name, _, _ in apart]
+    return common, divided, Layout(like, owners, sharded.rank, sharded.ranks), names
+
+
+def _check_mode() -> None:
+    mode = ms.get_auto_parallel_context("parallel_mode")
+    if mode not in (ms.ParallelMode.STAND_ALONE, ms.ParallelMode.DATA_PARALLEL):
+        raise RuntimeError(
+            f"For '{_NAME}', the parallel mode must be 'data_parallel' or 'stand_alone', but got '{mode}'. There "
+            f"MindSpore shards the optimizer itself: set enable_parallel_optimizer=True, and give the plain optimizer."
+        )
+
+
+def _is_grouped(params: list) -> bool:
+    return any(isinstance(one, dict) for one in params)
+
+
+def _in_order(params: list) -> list[ms.Parameter]:
+    """The weights in the order of the optimizer's `parameters` ."""
+    groups = [one for one in params if isinstance(one, dict)] if _is_grouped(params) else [{"params": params}]
+    weights = [weight for group in groups for weight in group.get("params", ())]
+    if not weights or not all(isinstance(weight, ms.Parameter) for weight in weights):
+        raise TypeError(
+            f"For '{_NAME}', the argument 'params' must be a list of Parameters, or of dicts with such a list as "
+            f"'params', but got {params!r:.200}."
+        )
+    order = next((list(group["order_params"]) for group in groups if group.get("order_params")), weights)
+    return order if len(order) == len(weights) else weights  # else MindSpore says what is wrong
+
+
+def _takes_slices(optimizer: Any, params: list, partition: str | None) -> bool:
+    """Whether the optimizer may be given slices. What is not known to allow it is given whole parameters."""
+    kind = optimizer.func if isinstance(optimizer, functools.partial) else optimizer
+    centralizes = any(isinstance(one, dict) and one.get("grad_centralization") for one in params)
+    if partition != "slices":
+        return partition is None and kind in _ELEMENTWISE and not centralizes
+    mindspores = getattr(kind, "__module__", "").startswith("mindspore.")
+    if centralizes or (mindspores and kind not in _ELEMENTWISE):
+        reason = "'grad_centralization'" if centralizes else f"'{kind.__name__}'"
+        raise ValueError(
+            f"For '{_NAME}', partition='slices' needs an optimizer that treats each element by itself, but got "
+            f"{reason}, which looks at whole parameters. Use partition='parameters'."
+        )
+    return True
+
+
+def _own_groups(params: list, weights: list, own: dict[int, ms.Parameter], rank: int) -> list:
+    """The optimizer's `params` with this rank's part of each group. A group without any gets a placeholder, so that
+    all ranks have all groups' rates, under the same names."""
+    places = {id(weight): index for index, weight in enumerate(weights)}
+    placeholders = []
+
+    def parts(group: Sequence[ms.Parameter], number: int) -> list[ms.Parameter]:
+        held = [own[places[id(weight)]] for weight in group if places[id(weight)] in own]
+        if not held:
+            name = f"{_PLACEHOLDER}{rank}.{number}"
+            held = [ms.Parameter(ms.Tensor([0.0]), name=name, layerwise_parallel=True)]
+            placeholders.extend(held)
+        return held
+
+    if not _is_grouped(params):
+        return parts(params, 0)
+    groups = [
+        {**group, "params": parts(group["params"], number)} if "params" in group else group
+        for number, group in enumerate(params)
+    ]
+    in_order = [*own.values(), *placeholders]
+    return [{"order_params": in_order} if "order_params" in group else group for group in groups]
+
+
+def _rate_places(params: list, weights: list, groups: list, inner: Any) -> tuple[int, ...]:
+    """For each weight, the place of an inner parameter that has its learning rate: one of its group."""
+    inner_ids = [id(one) for one in inner.parameters]
+    if not _is_grouped(params):
+        return (0,) * len(weights)
+    places = {}
+    for group, own_group in zip(params, groups, strict=True):
+        for weight in group.get("params", ()):
+            places[id(weight)] = inner_ids.index(id(own_group["params"][0]))
+    return tuple(places[id(weight)] for weight in weights)

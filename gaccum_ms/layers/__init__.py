@@ -1,0 +1,1 @@
+"""Layers that need care when a batch is split."""

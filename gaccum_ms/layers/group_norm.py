@@ -1,0 +1,164 @@
+"""BatchNorm replaced by GroupNorm, which normalises each sample by itself: the layer under which accumulation is exact.
+
+Wu and He, "Group Normalization", ECCV 2018, arXiv:1803.08494.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import mindspore as ms
+from mindspore import nn, ops
+
+from gaccum_ms.backend.checks import check_positive_int
+from gaccum_ms.layers.batchnorm import batch_norms, layer_of_parameters
+
+_NAME = "convert_batchnorm_to_groupnorm"
+
+# What nn and mint.nn call the same things.
+_GAMMA_AND_BETA = (("gamma", "beta"), ("weight", "bias"))
+_STATISTICS = ("moving_mean", "moving_variance", "running_mean", "running_var", "num_batches_tracked")
+
+
+class ConvertedLayer(NamedTuple):
+    """One replacement: the fields are explained at `convert_batchnorm_to_groupnorm` ."""
+
+    name: str
+    replaced: str
+    channels: int
+    groups: int
+    kept: tuple[str, ...]
+    dropped: tuple[str, ...]
+
+
+@ops.constexpr
+def _check_shape(shape, num_groups):
+    if len(shape) > 1 and math.prod(shape[1:]) == num_groups:
+        raise ValueError(
+            f"For '{_NAME}', a group must have more than one value of a sample, because a value normalised by itself "
+            f"is 0, but got an input of shape {tuple(shape)} and {num_groups} groups. Use fewer groups."
+        )
+
+
+class GroupNorm(nn.GroupNorm):
+    """GroupNorm for inputs with and without space, which refuses groups of one value."""
+
+    def construct(self, x):
+        _check_shape(x.shape, self.num_groups)
+        return self._cal_output(x)
+
+
+def convert_batchnorm_to_groupnorm(network: nn.Cell, num_groups: int) -> list[ConvertedLayer]:
+    r"""
+    Replace each BatchNorm layer of a network by GroupNorm over the same channels, in place.
+
+    BatchNorm normalises by the statistics of a micro-batch, so that results depend on how the batch is split; GroupNorm
+    (Wu and He, `Group Normalization <https://arxiv.org/abs/1803.08494>`_ , 2018) normalises each sample by itself, and
+    one update on micro-batches is one update on the whole batch. Layers of `nn` and `mint.nn` are replaced, for inputs
+    of any number of axes, also in containers and where one layer serves in several places.
+
+    The parameters :math:`\gamma` and :math:`\beta` stay the same Parameters: with their values, dtype, `requires_grad`
+    and name, so that a checkpoint of the network before finds them, and an optimizer made before trains them. The
+    moving statistics are dropped: GroupNorm has none. Layers with ``use_batch_statistics=False`` are left as they are,
+    because they normalise by constants.
+
+    Note:
+        The network computes something else from then on: one that was trained with BatchNorm must be trained further.
+        Convert before the training step, or `mindspore.Model` , is made.
+
+    Args:
+        network (Cell): The network, or a cell that holds it.
+        num_groups (int): Groups that the channels of each layer are divided into. 1 normalises as LayerNorm does.
+
+    Returns:
+        list[ConvertedLayer], a named tuple for each layer, in the network's order; empty if there was none. ``name`` :
+        the layer's in the network; ``replaced`` : its class; ``channels`` ; ``groups`` ; ``kept`` and ``dropped`` :
+        names of Parameters.
+
+    Raises:
+        TypeError: If `network` is not a Cell, or `num_groups` not an int.
+        ValueError: If `num_groups` is less than 1 or does not divide the channels of each layer, if `network` is itself
+            a BatchNorm layer, or if a layer has its channels last; nothing is changed then. When the network runs: if a
+            group has only one value of a sample.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from mindspore import nn
+        >>> from gaccum_ms import convert_batchnorm_to_groupnorm
+        >>> net = nn.SequentialCell(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        >>> for layer in convert_batchnorm_to_groupnorm(net, 4):
+        ...     print(layer.name, layer.replaced, layer.channels, layer.groups, layer.kept, layer.dropped)
+        1 BatchNorm2d 8 4 ('1.gamma', '1.beta') ('1.moving_mean', '1.moving_variance')
+        >>> print(net[1])
+        GroupNorm(num_groups=4, num_channels=8)
+    """
+    if not isinstance(network, nn.Cell):
+        raise TypeError(f"For '{_NAME}', the argument 'network' must be a Cell, but got '{type(network).__name__}'.")
+    check_positive_int(_NAME, "num_groups", num_groups)
+    layers = batch_norms(network)
+    _check_layers(network, layers, num_groups)
+    converted = [_describe(name, layer, num_groups) for name, layer in layers.items()]
+    replaced = {id(layer): _group_norm(name, layer, num_groups) for name, layer in layers.items()}
+    for _, cell in list(network.cells_and_names()) if replaced else ():
+        _replace_in(cell, replaced)
+    return converted
+
+
+def _check_layers(network: nn.Cell, layers: dict[str, nn.Cell], num_groups: int) -> None:
+    if any(layer is network for layer in layers.values()):
+        raise ValueError(
+            f"For '{_NAME}', the argument 'network' must hold the layers that are replaced, but got the layer "
+            f"'{type(network).__name__}' itself. Use nn.GroupNorm in its place."
+        )
+    channels_last = [name for name, layer in layers.items() if getattr(layer, "format", "NCHW") != "NCHW"]
+    if channels_last:
+        raise ValueError(
+            f"For '{_NAME}', all layers must have their channels on axis 1, but got data_format='NHWC' of "
+            f"{', '.join(channels_last)}. Nothing was replaced. Build the network with data_format='NCHW'."
+        )
+    channels = {name: layer_of_parameters(layer).num_features for name, layer in layers.items()}
+    misfits = [f"{name} ({number})" for name, number in channels.items() if number % num_groups]
+    if misfits:
+        common = math.gcd(*channels.values())
+        raise ValueError(
+            f"For '{_NAME}', the argument 'num_groups' must divide the channels of each layer, but got {num_groups} "
+            f"and {', '.join(misfits)}. Nothing was replaced. All layers' channels are divided by {common} and its "
+            f"divisors."
+        )
+
+
+def _describe(name: str, layer: nn.Cell, num_groups: int) -> ConvertedLayer:
+    held = layer_of_parameters(layer)
+    dropped = tuple(parameter.name for key in _STATISTICS if (parameter := getattr(held, key, None)) is not None)
+    kept = tuple(parameter.name for parameter in _gamma_and_beta(held) if parameter is not None)
+    return ConvertedLayer(name, type(layer).__name__, held.num_features, num_groups, kept, dropped)
+
+
+def _gamma_and_beta(layer: nn.Cell) -> tuple[ms.Parameter | None, ms.Parameter | None]:
+    gamma, beta = next(keys for keys in _GAMMA_AND_BETA if hasattr(layer, keys[0]))
+    return getattr(layer, gamma), getattr(layer, beta)
+
+
+def _group_norm(name: str, layer: nn.Cell, num_groups: int) -> nn.GroupNorm:
+    held = layer_of_parameters(layer)
+    group_norm = GroupNorm(num_groups, held.num_features, float(held.eps), affine=False)
+    for key, parameter in zip(("gamma", "beta"), _gamma_and_beta(held), strict=True):
+        if parameter is None:  # mint.nn's without affine
+            getattr(group_norm, key).name = f"{name}.{key}"
+        else:
+            group_norm.insert_param_to_cell(key, parameter)  # no new prefix for its name, unlike an assignment
+    group_norm.add_flags(**layer.get_flags())  # Cell.to_float
+    return group_norm.set_train(layer.training)
+
+
+def _replace_in(cell: nn.Cell, replaced: dict[int, nn.GroupNorm]) -> None:
+    """In the cell's children, and in lists of them: nn.SequentialCell runs one that it made of its children."""
+    for name, child in cell._cells.items():
+        cell._cells[name] = replaced.get(id(child), child)
+    for name, value in vars(cell).items():
+        if type(value) in (list, tuple) and any(id(one) in replaced for one in value):
+            vars(cell)[name] = type(value)(replaced.get(id(one), one) for one in value)
+    cell.compile_cache.clear()  # graphs with the old layers

@@ -1,0 +1,185 @@
+r"""BatchNorm whose moving statistics are those of the window: pooled over its micro-batches and all ranks, moved once.
+
+A micro-batch of :math:`n` values of a channel has the mean :math:`m` and the variance :math:`v` . By the law of total
+variance those of all :math:`N` values are
+
+.. math::
+    M = c + \frac 1 N \sum n (m - c), \quad V = \frac 1 N \sum n \left(v + (m - c)^2\right) - (M - c)^2
+
+for any :math:`c` ; with the moving mean, which is near, nothing is lost to rounding. Each layer adds its sums up in a
+Parameter, and the window's end reduces those of all layers together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn, ops
+
+from gaccum_ms.backend.checks import check_positive_int
+from gaccum_ms.backend.parameters import of_this_rank, overwrite
+
+_NAME = "WindowBatchNorm"
+
+
+class WindowBatchNorm(nn.Cell):
+    r"""
+    BatchNorm that moves its moving statistics once per update, by those of the whole window.
+
+    In place of `nn.BatchNorm1d <https://www.mindspore.cn/docs/en/master/api_python/nn/mindspore.nn.BatchNorm1d.html>`_
+    , `2d` and `3d` , with Parameters of the same names, in a network that a :class:`GradAccumulationCell` trains. In
+    training a micro-batch is normalised by its own mean and variance, as by theirs; no layer that sees one micro-batch
+    at a time can do otherwise. But the moving mean and variance, by which evaluation normalises, move once per update,
+    by the mean and the unbiased variance of all values of the window, over all micro-batches, batches and ranks. Where
+    the layer's inputs do not depend on other layers' statistics, these are the whole batch's. A window that does not
+    update moves nothing, and a micro-batch whose values are not finite is left out. Only the training step of a
+    :class:`GradAccumulationCell` moves them, not in semi-auto and auto parallel mode.
+
+    Args:
+        num_features (int): Channels, the length of axis 1 of the input.
+        eps (float): Added to the variance. Default: ``1e-5`` .
+        momentum (float): How much of the moving statistics an update keeps, between 0 and 1, as in MindSpore's layers.
+            Default: ``0.9`` .
+        affine (bool): Whether scale and shift are trained. Default: ``True`` .
+        batch_size (int, optional): The number of samples that `momentum` is for. An update on :math:`N` samples, of all
+            ranks, then keeps :math:`\text{momentum}^{N / \text{batch_size}}` , and as many samples are forgotten
+            whatever the size of the window. Default: ``None`` , `momentum` for each update.
+
+    Inputs:
+        - **x** (Tensor) - Of shape :math:`(N, C, *)` , float32 or float16.
+
+    Outputs:
+        Tensor, of the shape and dtype of `x` .
+
+    Raises:
+        TypeError: If `num_features` or `batch_size` is not an int.
+        ValueError: If `num_features` or `batch_size` is less than 1, or `momentum` is not between 0 and 1.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import numpy as np
+        >>> from mindspore import Tensor, nn
+        >>> from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WindowBatchNorm
+        >>> net = nn.SequentialCell(WindowBatchNorm(2, momentum=0.5), nn.Dense(2, 1))
+        >>> cell = GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), 2)
+        >>> step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(net.trainable_params(), 0.1)).set_train()
+        >>> x = Tensor(np.array([[0, 0], [2, 0], [4, 2], [6, 2]], np.float32))
+        >>> loss = step(x, Tensor(np.zeros((4, 1), np.float32)))
+        >>> print(net[0].moving_mean.asnumpy())  # of means 3 and 1
+        [1.5 0.5]
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float = 0.9,
+        affine: bool = True,
+        batch_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        check_positive_int(_NAME, "num_features", num_features)
+        if batch_size is not None:
+            check_positive_int(_NAME, "batch_size", batch_size)
+        if not 0 <= momentum <= 1:
+            raise ValueError(f"For '{_NAME}', the argument 'momentum' must be between 0 and 1, but got {momentum}.")
+        self.num_features = num_features
+        self.eps = eps
+        self.momentum = momentum
+        self.batch_size = batch_size
+        zeros, ones = (ms.Tensor(value(num_features, np.float32)) for value in (np.zeros, np.ones))
+        self.gamma = ms.Parameter(ones.copy(), name="gamma", requires_grad=affine)
+        self.beta = ms.Parameter(zeros.copy(), name="beta", requires_grad=affine)
+        self.moving_mean = ms.Parameter(zeros.copy(), name="moving_mean", requires_grad=False)
+        self.moving_variance = ms.Parameter(ones.copy(), name="moving_variance", requires_grad=False)
+        # Samples, values of a channel, and for each channel the two sums of the file's head.
+        self.window_statistics = of_this_rank(
+            "window_statistics", ms.Tensor(np.zeros(2 + 2 * num_features, np.float32))
+        )
+
+    # -- compiled ------------------------------------------------------------------------------------------------------
+
+    def construct(self, x):
+        values = ops.cast(x, ms.float32)
+        axes = (0, *range(2, x.ndim))
+        shape = (1, self.num_features) + (1,) * (x.ndim - 2)
+        if self.training:
+            mean = ops.reduce_mean(values, axes)
+            variance = ops.reduce_mean(ops.square(values - mean.reshape(shape)), axes)
+            mean = ops.depend(mean, self._add(x, ops.stop_gradient(mean), ops.stop_gradient(variance)))
+        else:
+            mean, variance = self.moving_mean + 0.0, self.moving_variance + 0.0
+        factor = ops.rsqrt(variance + self.eps) * self.gamma
+        result = (values - mean.reshape(shape)) * factor.reshape(shape) + self.beta.reshape(shape)
+        return ops.cast(result, x.dtype)
+
+    def _add(self, x, mean, variance):
+        count = x.size // self.num_features
+        off = mean - self.moving_mean
+        counts = ms.Tensor([x.shape[0], count], ms.float32)
+        sums = ops.concat((counts, count * off, count * (variance + off * off)))
+        sums = ops.select(ops.isfinite(sums).all(), sums, ops.zeros_like(sums))
+        return ops.assign_add(self.window_statistics, sums)
+
+    def move(self, sums):
+        """Move the moving statistics by a window's sums, of all ranks."""
+        samples, count = ops.unstack(sums[:2])
+        some = count > 0
+        values = ops.maximum(count, ms.Tensor(1.0, ms.float32))
+        off = sums[2 : 2 + self.num_features] / values
+        variance = sums[2 + self.num_features :] / values - off * off
+        variance = variance * (values / ops.maximum(values - 1, ms.Tensor(1.0, ms.float32)))  # MindSpore's is unbiased
+        kept = ops.ones_like(samples) * self.momentum
+        if self.batch_size is not None:
+            kept = ops.pow(kept, samples / self.batch_size)
+        moved = ops.select(some, 1 - kept, ops.zeros_like(kept))
+        old_variance = self.moving_variance + 0.0
+        done = ops.assign_add(self.moving_mean, moved * off)
+        return ops.depend(done, ops.assign(self.moving_variance, old_variance + moved * (variance - old_variance)))
+
+
+class WindowStatistics(nn.Cell):
+    """What a window's end does with the statistics of all layers."""
+
+    def __init__(self, layers: Sequence[WindowBatchNorm]) -> None:
+        super().__init__(auto_prefix=False)
+        self.layers = nn.CellList(layers, auto_prefix=False)
+        self.sizes = tuple(layer.window_statistics.size for layer in layers)
+        self.reduces = ms.get_auto_parallel_context("parallel_mode") == ms.ParallelMode.DATA_PARALLEL
+        self.over_ranks: Any = ops.AllReduce() if self.reduces else None
+
+    def move(self, after):
+        """Move them, once `after` is there; one collective for all layers."""
+        sums = ops.concat([ops.depend(layer.window_statistics, after) + 0.0 for layer in self.layers])
+        if self.reduces:
+            sums = self.over_ranks(sums)
+        start = 0
+        for index, layer in enumerate(self.layers):
+            after = ops.depend(after, layer.move(sums[start : start + self.sizes[index]]))
+            start = start + self.sizes[index]
+        return after
+
+    def clear(self, after):
+        """Forget the window, once `after` is there."""
+        for layer in self.layers:
+            zeros = ops.depend(ops.zeros_like(layer.window_statistics), after)
+            after = ops.depend(after, ops.assign(layer.window_statistics, zeros))
+        return after
+
+    # -- not compiled --------------------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Forget the window."""
+        for layer in self.layers:
+            overwrite(layer.window_statistics, ops.zeros_like(layer.window_statistics))
+
+
+def window_statistics(network: nn.Cell) -> Any:
+    """Those of the network's layers; None without any."""
+    layers = [cell for _, cell in network.cells_and_names() if isinstance(cell, WindowBatchNorm)]
+    return WindowStatistics(layers) if layers else None

@@ -1,0 +1,235 @@
+r"""The learning rate of a window: scaled with its size, warmed up, read and multiplied while training goes on.
+
+A window of k batches is a batch k times as large. The linear rule multiplies the rate by k (Goyal et al., "Accurate,
+Large Minibatch SGD", 2017, arXiv:1706.02677), the square-root rule by :math:`\sqrt k` (Krizhevsky, "One weird trick for
+parallelizing convolutional neural networks", 2014, arXiv:1404.5997). Rates belong to updates, which the optimizer
+counts in its ``global_step`` , and not to batches.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn, ops
+from mindspore.nn.learning_rate_schedule import LearningRateSchedule
+
+from gaccum_ms.backend.checks import check_one_of
+from gaccum_ms.backend.parameters import overwrite, record
+
+RULES = ("linear", "sqrt")
+
+_OWNER = "scale_learning_rate"
+
+# `ms.jit` refuses two Parameters of one name, and a step renames the whole optimizer's state for them; grouped weights
+# may well have a schedule each.
+MULTIPLIER_PREFIX = "learning_rate_multiplier."
+_schedules = itertools.count(1)
+
+
+def scaling_factor(ratio: float, rule: str) -> float:
+    """What the rate is multiplied by when the batch becomes `ratio` times as large."""
+    return ratio if rule == "linear" else math.sqrt(ratio)
+
+
+def scale_learning_rate(
+    learning_rate: float | Sequence[float] | ms.Tensor | LearningRateSchedule,
+    factor: float,
+    rule: str = "linear",
+    warmup_updates: int = 0,
+) -> float | list[float] | LearningRateSchedule:
+    r"""
+    The learning rate for a batch `factor` times as large as the one that a rate was tuned for.
+
+    Accumulation makes the batch of an update larger: `factor` is `accumulation_steps` , or the new batch's samples over
+    the old one's. With :math:`u` the number of updates done, :math:`\eta(u)` the rate given and :math:`w` the
+    `warmup_updates` , the rate becomes
+
+    .. math::
+        \eta(u) \, \left(1 + (s - 1) \min(u / w, 1)\right), \quad s = \text{factor} \text{ or } \sqrt{\text{factor}}
+
+    and :math:`\eta(u) s` without warm-up. The linear rule and the gradual warm-up are those of Goyal et al., `Accurate,
+    Large Minibatch SGD <https://arxiv.org/abs/1706.02677>`_ (2017), tried there with SGD and momentum and a warm-up of
+    five epochs; the square root is from Krizhevsky, `One weird trick for parallelizing convolutional neural networks
+    <https://arxiv.org/abs/1404.5997>`_ (2014).
+
+    Note:
+        The optimizer counts updates, in its `global_step` . With `accumulation_steps` of 4, a schedule that was made
+        for 1,000 batches has 250 updates: give `nn.CosineDecayLR` and the like their `decay_steps` , a list its length,
+        and `warmup_updates` in updates.
+
+        Where one group of parameters has a list or schedule, MindSpore adds 1 to the plain numbers of the others and
+        takes it off again, which makes 1e-5 1.00136e-5 and 1e-8 nothing. Small rates should then be schedules too:
+        ``scale_learning_rate(1e-5, 1, warmup_updates=1)`` is exactly 1e-5.
+
+    Args:
+        learning_rate (Union[float, list[float], tuple[float], Tensor, LearningRateSchedule]): The rate before scaling,
+            at least 0: one number; one for each update, as a list, tuple, 1-D Tensor or array; or a schedule such as
+            `nn.CosineDecayLR` .
+        factor (float): How many times as large the batch is, positive, without unit.
+        rule (str): ``"linear"`` multiplies by `factor` , ``"sqrt"`` by its square root. Default: ``"linear"`` .
+        warmup_updates (int): Number of updates in which the rate grows from the unscaled to the scaled one.
+            Default: ``0`` , scaled from the first update on.
+
+    Returns:
+        What a `nn.Optimizer` takes as `learning_rate` and as ``"lr"`` of grouped parameters. A float for a number
+        without warm-up. A list for rates per update. A LearningRateSchedule for a schedule, and for a number with
+        warm-up; the optimizer must take schedules at all, as all but `nn.FTRL` do. It holds one Parameter,
+        ``learning_rate_multiplier.<n>`` , 1 until something multiplies the rate while training goes on; `n` counts the
+        process' schedules, so that a checkpoint finds it where a script makes them in the same order again.
+
+    Raises:
+        TypeError: If `learning_rate` is none of these kinds or contains something else than numbers; if `factor` is not
+            a number; if `warmup_updates` is not an int. A bool is not a number.
+        ValueError: If a learning rate is negative or not finite; if `learning_rate` has no entries or more than one
+            dimension; if `factor` is not positive and finite; if `rule` is neither ``"linear"`` nor ``"sqrt"`` ; if
+            `warmup_updates` is negative.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from mindspore import Tensor, nn
+        >>> from gaccum_ms import scale_learning_rate
+        >>> scale_learning_rate(0.125, 4)
+        0.5
+        >>> scale_learning_rate([0.5, 0.5, 0.5, 0.25], 4, rule="sqrt", warmup_updates=2)
+        [0.5, 0.75, 1.0, 0.5]
+        >>> schedule = scale_learning_rate(nn.CosineDecayLR(0.0, 0.5, 8), 4, warmup_updates=4)
+        >>> print([round(float(schedule(Tensor(update)).asnumpy()), 3) for update in (0, 2, 4, 8)])
+        [0.5, 1.067, 1.0, 0.0]
+        >>> optimizer = nn.Momentum(nn.Dense(3, 2).trainable_params(), schedule, momentum=0.9)
+    """
+    rate = _checked_rate(learning_rate)
+    _check_number("factor", factor, positive=True)
+    check_one_of(_OWNER, "rule", rule, RULES)
+    if isinstance(warmup_updates, bool) or not isinstance(warmup_updates, int):
+        raise TypeError(
+            f"For '{_OWNER}', the argument 'warmup_updates' must be an int, but got {warmup_updates!r} of type "
+            f"'{type(warmup_updates).__name__}'."
+        )
+    if warmup_updates < 0:
+        raise ValueError(f"For '{_OWNER}', the argument 'warmup_updates' must be at least 0, but got {warmup_updates}.")
+    scale = scaling_factor(float(factor), rule)
+    if isinstance(rate, list):
+        warmed = [min(update / warmup_updates, 1.0) if warmup_updates else 1.0 for update in range(len(rate))]
+        return [one * (1 - grown + scale * grown) for one, grown in zip(rate, warmed, strict=True)]
+    if isinstance(rate, float) and not warmup_updates:
+        return rate * scale
+    return ScaledLearningRate(rate, scale, warmup_updates)
+
+
+class ScaledLearningRate(LearningRateSchedule):
+    """A rate or schedule times a factor that grows from 1 to `scale` , times what `multiply_learning_rate` asked for.
+
+    That is a Parameter: a compiled step sees another value, where it would have compiled a number in.
+    """
+
+    def __init__(self, base: float | LearningRateSchedule, scale: float, warmup_updates: int) -> None:
+        super().__init__()
+        self.base: Any = base
+        self.base_is_schedule = isinstance(base, LearningRateSchedule)
+        self.scale = scale
+        self.warmup_updates = warmup_updates
+        self.multiplier = record(f"{MULTIPLIER_PREFIX}{next(_schedules)}", value=1.0)
+
+    def construct(self, global_step):
+        rate = self.base(global_step) if self.base_is_schedule else self.base
+        scale = self.scale
+        if self.warmup_updates > 0:
+            grown = ops.minimum(ops.cast(global_step, ms.float32) / self.warmup_updates, 1.0)
+            scale = 1 - grown + scale * grown  # not 1 + (scale - 1) * grown, which rounds where grown is 1
+        return rate * scale * self.multiplier
+
+
+def current_learning_rate(optimizer: nn.Optimizer, updates_ago: int = 0) -> float:
+    """The rate that the optimizer's next update will use, or the one of so many updates ago, if nobody has changed it
+    since; nothing changes. NaN where a list of rates has come to its end, and the next update will fail. Where groups
+    have their own rates, it is that of the first parameter's group: the first group, unless "order_params" says
+    otherwise."""
+    optimizer = _with_rate(optimizer)
+    step = optimizer.global_step.asnumpy() - updates_ago
+    held = optimizer.get_lr_parameter(optimizer.parameters[0])
+    if _is_list(held) and step[0] >= held.size:
+        return math.nan
+    rate = optimizer.learning_rate[0] if optimizer.is_group_lr else optimizer.learning_rate
+    if isinstance(rate, nn.Cell):
+        rate = rate(ms.Tensor(step))  # a copy: graph mode takes no Parameter as an input
+    return rate.asnumpy().item()
+
+
+def multiply_learning_rate(optimizer: nn.Optimizer, factor: float) -> None:
+    """Multiply the rate of all further updates, of all groups, or raise before anything changes. A step that is
+    compiled already sees it. No other state of the optimizer changes. nn.Rprop keeps what it made of its first rate;
+    nn.ASGD is one update late, as with any change of its rate."""
+    optimizer = _with_rate(optimizer)
+    # Groups without a rate of their own share one Parameter.
+    multipliers = {id(held): held for held in optimizer.get_lr_parameter(list(optimizer.parameters))}
+    for parameter in [_multiplier(held) for held in multipliers.values()]:
+        overwrite(parameter, ms.Tensor(parameter.asnumpy() * factor, parameter.dtype))
+
+
+def _multiplier(held: ms.Parameter | LearningRateSchedule) -> ms.Parameter:
+    """The Parameter that a rate is proportional to. MindSpore's schedules have none, its numbers and lists do."""
+    if isinstance(held, ScaledLearningRate):
+        return held.multiplier
+    if isinstance(held, ms.Parameter):
+        return held
+    raise ValueError(
+        f"For 'multiply_learning_rate', the optimizer's learning rate must be a number, a list, or a schedule made by "
+        f"'scale_learning_rate', but got the schedule '{type(held).__name__}', which cannot be changed while training "
+        f"goes on. Give the optimizer scale_learning_rate(schedule, 1) instead."
+    )
+
+
+def _is_list(held: ms.Parameter | LearningRateSchedule) -> bool:
+    return isinstance(held, ms.Parameter) and held.ndim == 1
+
+
+def _with_rate(optimizer: Any) -> nn.Optimizer:
+    """The optimizer that has the rate: nn.LARS and others hold another one, and a `learning_rate` that says nothing."""
+    while isinstance(inner := getattr(optimizer, "opt", None), nn.Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+def _checked_rate(learning_rate: Any) -> float | list[float] | LearningRateSchedule:
+    """The rate as one of the three kinds that are scaled."""
+    if isinstance(learning_rate, LearningRateSchedule):
+        return learning_rate
+    if isinstance(learning_rate, (ms.Tensor, np.ndarray)):
+        if learning_rate.ndim > 1:
+            raise ValueError(
+                f"For '{_OWNER}', the argument 'learning_rate' must have at most one dimension, one rate for each "
+                f"update, but got shape {learning_rate.shape}."
+            )
+        learning_rate = learning_rate.tolist()
+    if not isinstance(learning_rate, (list, tuple)):
+        kinds = "a float, a list, tuple or 1-D Tensor of floats, or a LearningRateSchedule"
+        _check_number("learning_rate", learning_rate, kinds)
+        return float(learning_rate)
+    if not learning_rate:
+        raise ValueError(
+            f"For '{_OWNER}', the argument 'learning_rate' must have a rate for each update, but got none."
+        )
+    for index, one in enumerate(learning_rate):
+        _check_number(f"learning_rate[{index}]", one)
+    return [float(one) for one in learning_rate]
+
+
+def _check_number(name: str, value: Any, kinds: str = "a float", positive: bool = False) -> None:
+    """A finite number, not negative; NumPy's are numbers too."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(
+            f"For '{_OWNER}', the argument '{name}' must be {kinds}, but got {value!r} of type "
+            f"'{type(value).__name__}'."
+        )
+    number = float(value)
+    if not (math.isfinite(number) and number >= 0) or (positive and number == 0):
+        bound = "positive" if positive else "at least 0"
+        raise ValueError(f"For '{_OWNER}', the argument '{name}' must be finite and {bound}, but got {value}.")

@@ -1,0 +1,1 @@
+"""What losses are means over, and losses of whole batches."""

@@ -1,0 +1,258 @@
+"""WithBatchLossCell: a network whose loss compares the samples of a whole batch. How it is trained in micro-batches is
+in grad_cache.py."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import mindspore as ms
+from mindspore import nn, ops
+
+from gaccum_ms.distributed.layout import rank_and_ranks
+from gaccum_ms.layers.dropout import dropouts
+
+_NAME = "WithBatchLossCell"
+MOST_REPRESENTATIONS = 16
+FLOATS = (ms.float32, ms.float16, ms.bfloat16, ms.float64)
+
+
+class WithBatchLossCell(nn.Cell):
+    r"""
+    Put a network and a loss that needs all samples of a batch at once together, such as a contrastive loss, whose
+    negatives are the batch's other samples.
+
+    In a :class:`GradAccumulationCell` the loss is exact under micro-batches, by GradCache (`Gao et al., 2021
+    <https://arxiv.org/abs/2101.06983>`_): micro-batches go forward alone, all their representations together through
+    the loss, and micro-batches once more forward and backward, each with its part of the loss's gradient. It costs one
+    more forward; the activations of one micro-batch are in memory at a time, and the representations of all. The
+    backbone must give the same both times: it does not with Dropout, which is warned of.
+
+    Made after `mindspore.set_auto_parallel_context` , for `gather_ranks` .
+
+    Args:
+        backbone (Cell): Maps the inputs to representations, a Tensor or a tuple of at most 16, each with one entry for
+            each sample along axis 0: embeddings, and what else the loss needs, such as labels, handed through. What is
+            not of a float dtype gets no gradient.
+        loss_fn (Cell): Maps the representations of a whole batch to its loss, a scalar of shape :math:`()`. It may
+            have Parameters, such as a temperature.
+
+    Keyword Args:
+        gather_ranks (bool, optional): In data parallel mode, let the loss see the samples of all ranks, in the order of
+            ranks; all must have batches of the same size. Loss and update are then those of one process that has the
+            whole global batch, whatever ``gradients_mean`` says. Default: ``False`` , each rank's loss is over its own
+            batch, and what ranks mean together is what it is without accumulation.
+
+    Inputs:
+        - **\*inputs** (Tensor) - The backbone's inputs, each of shape :math:`(N, ...)`.
+
+    Outputs:
+        Tensor of shape :math:`()`, the loss of the whole batch, not split.
+
+    Raises:
+        TypeError: If `backbone` or `loss_fn` is not a Cell, or `gather_ranks` not a bool.
+        ValueError: If a representation has no axis 0, or not one entry for each sample; if none is of a float dtype, or
+            there are more than 16; if, with `gather_ranks` , the ranks' batches differ in size.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import mindspore as ms
+        >>> import numpy as np
+        >>> from mindspore import Tensor, nn, ops
+        >>> from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WithBatchLossCell
+        >>> ms.set_context(mode=ms.PYNATIVE_MODE)  # graph mode compiles Cells that are in files
+        >>> class InfoNCE(nn.Cell):
+        ...     def construct(self, one, other):
+        ...         return ops.cross_entropy(one @ other.T, ops.arange(one.shape[0]))
+        >>> class Towers(nn.Cell):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.one = nn.Dense(3, 2, weight_init="ones", bias_init="zeros")
+        ...         self.other = nn.Dense(3, 2, weight_init="ones", bias_init="zeros")
+        ...     def construct(self, x, y):
+        ...         return self.one(x), self.other(y)
+        >>> net = WithBatchLossCell(Towers(), InfoNCE())
+        >>> step = TrainOneStepWithGradAccumulationCell(
+        ...     GradAccumulationCell(net, 4), nn.SGD(net.trainable_params(), 0.01)
+        ... )
+        >>> x, y = Tensor(np.eye(8, 3, dtype=np.float32)), Tensor(np.eye(8, 3, dtype=np.float32))
+        >>> whole, accumulated = net(x, y), step(x, y)
+        >>> print(abs(float(whole - accumulated)) < 1e-6)
+        True
+    """
+
+    def __init__(self, backbone: nn.Cell, loss_fn: nn.Cell, *, gather_ranks: bool = False) -> None:
+        super().__init__(auto_prefix=False)
+        for name, value in (("backbone", backbone), ("loss_fn", loss_fn)):
+            if not isinstance(value, nn.Cell):
+                raise TypeError(
+                    f"For '{_NAME}', the argument '{name}' must be a Cell, but got {value!r} of type "
+                    f"'{type(value).__name__}'. Write the function as the 'construct' of a Cell."
+                )
+        if not isinstance(gather_ranks, bool):
+            raise TypeError(f"For '{_NAME}', the argument 'gather_ranks' must be a bool, but got {gather_ranks!r}.")
+        self.backbone = backbone
+        self.loss_fn = loss_fn
+        self.gather_ranks = gather_ranks
+        rank, self.ranks = rank_and_ranks() if gather_ranks else (0, 1)
+        self.of_all_ranks = _Gather(rank, self.ranks) if self.ranks > 1 else nn.Identity()
+
+    def construct(self, *inputs):
+        return self.loss(*self.represent(*inputs))
+
+    def represent(self, *inputs):
+        """The representations, as a tuple."""
+        found = self.backbone(*inputs)
+        if isinstance(found, ms.Tensor):
+            found = (found,)
+        _check_representations([one.shape for one in found], [one.dtype for one in found], inputs[0].shape[0])
+        return found
+
+    def loss(self, *representations):
+        """The loss of all samples; with `gather_ranks` , also those of the other ranks."""
+        gathered: tuple = ()
+        for one in representations:
+            gathered = (*gathered, self.of_all_ranks(one))
+        return self.loss_fn(*gathered)
+
+    def map_parts(self, function: Any) -> WithBatchLossCell:
+        """Put what `function` makes of backbone and loss in their places: it would miss them, were it given the whole,
+        of which `construct` is not what is trained."""
+        self.backbone = function(self.backbone)
+        self.loss_fn = function(self.loss_fn)
+        return self
+
+
+class _Gather(nn.Cell):
+    """All ranks' rows of a Tensor, one rank after the other.
+
+    The backward of an AllGather is a ReduceScatter, the sum over ranks of what each has for this rank's rows. Here all
+    ranks have the same loss of the same rows, so nobody need be asked.
+    """
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        super().__init__(auto_prefix=False)
+        self.rank = rank
+        self.ranks = ranks
+        self.all_gather = ops.AllGather()
+
+    def construct(self, rows):
+        wire = rows
+        if rows.dtype == ms.bool_:
+            wire = ops.cast(rows, ms.int32)  # the CPU back end sends neither this ...
+        elif rows.dtype == ms.bfloat16:
+            wire = ops.cast(rows, ms.float32)  # ... nor this
+        return ops.cast(self.all_gather(wire), rows.dtype)
+
+    def bprop(self, rows, out, dout):
+        own = rows.shape[0]
+        return (dout[self.rank * own : (self.rank + 1) * own] * self.ranks,)
+
+
+@ops.constexpr
+def _check_representations(shapes, dtypes, samples):
+    if any(not shape or shape[0] != samples for shape in shapes):
+        raise ValueError(
+            f"For '{_NAME}', each representation that 'backbone' returns must have one entry for each sample along "
+            f"axis 0, but got shapes {[tuple(shape) for shape in shapes]} for {samples} sample(s). What is one for the "
+            f"whole batch belongs to 'loss_fn'."
+        )
+    if not any(dtype in FLOATS for dtype in dtypes):
+        raise ValueError(
+            f"For '{_NAME}', 'backbone' must return at least one representation of a float dtype, from which it can "
+            f"learn, but got {[str(dtype) for dtype in dtypes]}."
+        )
+    if len(shapes) > MOST_REPRESENTATIONS:
+        raise ValueError(
+            f"For '{_NAME}', 'backbone' must return at most {MOST_REPRESENTATIONS} representations, but got "
+            f"{len(shapes)}. Join some along their last axis."
+        )
+
+
+def check_options(cell: Any) -> None:
+    """Refuse what cannot be exact, or has no meaning, for a loss of the whole batch.
+
+    Args:
+        cell (GradAccumulationCell): The options.
+
+    Raises:
+        ValueError: If one is refused.
+    """
+    if not isinstance(cell.network, WithBatchLossCell):
+        return
+    for name, given, allowed, why in (
+        (
+            "accumulation_steps",
+            cell.accumulation_steps,
+            1,
+            "the loss needs all samples of the window at once, and the first batches of a window are gone when the "
+            "last one comes; use larger batches and a larger 'micro_size', which need no more memory",
+        ),
+        (
+            "count",
+            next((count for count in cell.counts if count is not None), None),
+            None,
+            "the loss is not a mean over micro-batches, which could weigh by their counts; 'loss_fn' itself divides by "
+            "what it likes",
+        ),
+        ("loss_weights", cell.loss_weights, (1.0,), "add the losses up in 'loss_fn'"),
+        (
+            "record_noise",
+            cell.record_noise,
+            False,
+            "a micro-batch's part of the gradient is not an estimate of the whole: it depends on all other samples",
+        ),
+        (
+            "overflow",
+            cell.overflow,
+            "drop_window",
+            "a micro-batch cannot be left out, because all others are compared with it",
+        ),
+    ):
+        if given != allowed:
+            raise ValueError(
+                f"For 'GradAccumulationCell', with a network of class '{_NAME}' the argument '{name}' must be "
+                f"{allowed!r}, but got {given!r}: {why}."
+            )
+
+
+def check_ranks(network: WithBatchLossCell) -> None:
+    """Before a step is built.
+
+    Raises:
+        RuntimeError: If there are other ranks than when the network was made.
+    """
+    ranks = rank_and_ranks()[1]
+    if network.gather_ranks and network.ranks != ranks:
+        raise RuntimeError(
+            f"For '{_NAME}', with 'gather_ranks' the parallel mode must be set before the network is made, but got "
+            f"{network.ranks} rank(s) then and {ranks} now. Call init() and set_auto_parallel_context(parallel_mode="
+            f"'data_parallel') first."
+        )
+
+
+def passes(cell: Any) -> str:
+    """How often a micro-batch of this GradAccumulationCell goes forward."""
+    return "twice" if isinstance(cell.network, WithBatchLossCell) else "once"
+
+
+def warn_about_two_passes(cell: Any) -> None:
+    """One warning of the layers that do not give the same twice.
+
+    Args:
+        cell (GradAccumulationCell): The network.
+    """
+    if not isinstance(cell.network, WithBatchLossCell):
+        return
+    names = list(dropouts(cell.network.backbone))
+    if names:
+        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        warnings.warn(
+            f"For '{_NAME}', the backbone has {len(names)} Dropout layer(s) ({shown}) that draw other masks when a "
+            f"micro-batch goes forward for the second time: the gradient is then not that of the loss. Set p=0 or "
+            f"remove them.",
+            UserWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,1 @@
+"""How much memory a micro-batch needs, and the largest one that fits."""

@@ -1,0 +1,287 @@
+"""memory_report: which number of micro-batches fits, before a training runs out of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+from mindspore import nn
+
+from gaccum_ms.accumulation import micro_batches
+from gaccum_ms.backend.checks import check_optimizer, check_positive_int
+from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.distributed.layout import rank_and_ranks
+from gaccum_ms.distributed.ranks import check_parallel_mode
+from gaccum_ms.losses.batch_loss import WithBatchLossCell
+from gaccum_ms.memory.forecast import Forecast
+from gaccum_ms.semi_auto.modes import compiler_distributes
+
+_NAME = "memory_report"
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """One number of micro-batches. All but the first two in bytes, on this rank; ``measured`` ones are None where it
+    was not run, because it was predicted not to fit, or was not to be run."""
+
+    micro_size: int  # micro-batches of the batch
+    micro_batch_size: int  # samples in each
+    intermediate: int  # intermediate values and workspace of one micro-step, predicted
+    intermediate_measured: int | None
+    peak: int  # all of it, with the parameters, the optimizer's state, the batch and the framework, predicted
+    peak_measured: int | None
+    fits: bool  # whether the peak, measured if it was, is within the limit
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """What :func:`memory_report` found; ``print(report)`` shows it as a table, ``report.draw(path)`` as a picture.
+
+    All sizes are in bytes, and this rank's.
+    """
+
+    rank: int
+    what: str  # what is measured
+    parameters: int
+    optimizer_state: int
+    accumulators: int  # where there is anything to accumulate over
+    batch: int
+    framework: int  # what is left of the peak: the framework, its compiled graphs, the process
+    memory_limit: int
+    probed: tuple[int, ...]  # samples of the micro-steps that predictions are made from
+    rows: tuple[MemoryRow, ...]
+
+    @property
+    def fits_from(self) -> int | None:
+        """The smallest micro_size of the table from which on all fit; None if the last does not."""
+        found = None
+        for row in reversed(self.rows):
+            if not row.fits:
+                break
+            found = row.micro_size
+        return found
+
+    def __str__(self) -> str:
+        exact = {
+            "parameters": self.parameters,
+            "optimizer state": self.optimizer_state,
+            "accumulators": self.accumulators,
+            "batch": self.batch,
+            "framework": self.framework,
+        }
+        lines = [f"rank {self.rank}, {self.what}, MB"]
+        lines += [f"{name:15}  {_mb(size):>9}" for name, size in exact.items()]
+        lines.append("                     intermediate values                   peak")
+        lines.append("micro_size  samples  predicted  measured  predicted  measured  fits")
+        for row in self.rows:
+            cells = (row.intermediate, row.intermediate_measured, row.peak, row.peak_measured)
+            first, second, third, fourth = (_mb(cell) for cell in cells)
+            lines.append(
+                f"{row.micro_size:10}  {row.micro_batch_size:7}  {first:>9}  {second:>8}  {third:>9}  {fourth:>8}  "
+                f"{'yes' if row.fits else 'no'}"
+            )
+        fits = "nothing fits" if self.fits_from is None else f"fits from micro_size={self.fits_from} on"
+        return "\n".join([*lines, f"limit {_mb(self.memory_limit)} MB: {fits}"])
+
+    def draw(self, path: str | Path) -> None:
+        """Draw the report: a bar for each micro_size, made up of its parts, the measured peak and the limit.
+
+        Args:
+            path (Union[str, Path]): The file, of a kind that matplotlib knows, such as ``.png`` .
+
+        Raises:
+            ImportError: If matplotlib is not installed.
+        """
+        try:
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError(
+                "For 'MemoryReport', 'draw' needs matplotlib, which is not installed. Run 'pip install matplotlib', or "
+                "print the report."
+            ) from error
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots()
+        places = range(len(self.rows))
+        parts = {
+            "framework": [self.framework] * len(self.rows),
+            "batch": [self.batch] * len(self.rows),
+            "parameters": [self.parameters] * len(self.rows),
+            "optimizer state": [self.optimizer_state] * len(self.rows),
+            "accumulators": [
+                row.peak - row.intermediate - self.framework - self.parameters - self.optimizer_state - self.batch
+                for row in self.rows
+            ],
+            "intermediate values, predicted": [row.intermediate for row in self.rows],
+        }
+        # Okabe and Ito's colours, which most people can tell apart.
+        colours = ("#999999", "#F0E442", "#0072B2", "#56B4E9", "#009E73", "#D55E00")
+        bottoms = [0.0] * len(self.rows)
+        for (name, sizes), colour in zip(parts.items(), colours, strict=True):
+            heights = [size / 1e6 for size in sizes]
+            axes.bar(places, heights, bottom=bottoms, label=name, color=colour)
+            bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+        measured = [
+            (place, row.peak_measured / 1e6)
+            for place, row in zip(places, self.rows, strict=True)
+            if row.peak_measured is not None
+        ]
+        if measured:
+            axes.plot(*zip(*measured, strict=True), "kx", label="measured")
+        highest = max(bottoms)
+        if self.memory_limit / 1e6 < 2 * highest:  # one that is far above would leave the bars no room
+            axes.axhline(self.memory_limit / 1e6, color="#000000", linestyle="--", label="limit")
+        axes.set_xticks(places, [f"{row.micro_size}\n({row.micro_batch_size})" for row in self.rows])
+        axes.set_xlabel("micro_size (samples in a micro-batch)")
+        axes.set_ylabel(f"{self.what}, MB")
+        axes.legend(loc="upper right", fontsize="small")
+        figure.savefig(Path(path), dpi=100)
+
+
+def _mb(size: int | None) -> str:
+    return "-" if size is None else f"{size / 1e6:.1f}"
+
+
+def memory_report(
+    cell: GradAccumulationCell,
+    optimizer: nn.Optimizer,
+    *batch: ms.Tensor,
+    memory_limit: int | None = None,
+    micro_sizes: Sequence[int] | None = None,
+    measure: bool = True,
+) -> MemoryReport:
+    r"""
+    Say what a training step needs in memory for each number of micro-batches, and from which on it fits.
+
+    Parameters, optimizer state, accumulators and the batch have known sizes. Intermediate values and workspace are
+    predicted: micro-steps (forward, backward and add, no update) of 1, 4 and 16 samples are measured, each compiled
+    once, and continued as a straight line, for they grow by the same for each sample; where that is little, of more
+    samples too, up to a quarter of the batch. Sizes that are predicted to fit
+    are then measured too, in ascending order, one compilation each.
+
+    On CPU what is measured is the memory that the process uses in a micro-step, by Linux's own record; on accelerators
+    the peak of MindSpore's allocator. Nothing is trained: weights, optimizer state, BatchNorm's moving statistics, the
+    cells' flags and the default generator are afterwards what they were, bit for bit. Ask before the training starts:
+    what it has freed counts as taken, on CPU. The memory of the update itself is not in the report: it is that of
+    gradients and of the optimizer's own intermediate values, does not depend on micro-batches, and is the peak only
+    where weights need more memory than intermediate values.
+
+    Args:
+        cell (GradAccumulationCell): The network with its loss and the options; its number of micro-batches is ignored.
+        optimizer (Optimizer): The optimizer that is to train it.
+        *batch (Tensor): The inputs of one batch of this rank, each of shape :math:`(N, ...)`.
+
+    Keyword Args:
+        memory_limit (int, optional): Bytes that this rank may have: of the process on CPU, of MindSpore on
+            accelerators. Default: ``None`` , what the device has free, on CPU the rank's share of the container's
+            limit, or of what the host has free.
+        micro_sizes (Sequence[int], optional): Numbers of micro-batches. Default: ``None`` , 1, 2, 4, ... up to the
+            samples of the batch.
+        measure (bool, optional): Whether to measure what is predicted to fit. Default: ``True`` .
+
+    Returns:
+        MemoryReport, a dataclass that prints as a table: ``parameters`` , ``optimizer_state`` , ``accumulators`` ,
+        ``batch`` and ``framework`` (all the rest of the process) in bytes; ``rows`` , one for each number of
+        micro-batches; ``memory_limit`` ; ``fits_from`` , the smallest number from which on all fit, or None.
+        ``draw(path)`` draws it, if matplotlib is installed.
+
+    Raises:
+        TypeError: If `cell` is not a GradAccumulationCell, `optimizer` not an Optimizer, an input not a Tensor, or a
+            number not an int.
+        ValueError: If the batch is empty, its inputs differ in length, or a number is less than 1 or, of micro-batches,
+            more than the samples; if the network is a WithBatchLossCell.
+        RuntimeError: In semi-auto and auto parallel mode, where the compiler lays out memory over devices; on a CPU
+            whose system does not say which memory is used.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import numpy as np
+        >>> from mindspore import Tensor, nn
+        >>> from gaccum_ms import GradAccumulationCell, memory_report
+        >>> net = nn.Dense(1000, 10)
+        >>> optimizer = nn.Momentum(net.trainable_params(), 0.1, 0.9)
+        >>> cell = GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), 4)
+        >>> x, y = Tensor(np.ones((8, 1000), np.float32)), Tensor(np.ones((8, 10), np.float32))
+        >>> report = memory_report(cell, optimizer, x, y, measure=False)
+        >>> print(report.parameters, report.accumulators, [row.micro_batch_size for row in report.rows])
+        40040 40040 [8, 4, 2, 1]
+    """
+    check_trial(_NAME, cell, optimizer, batch, memory_limit)
+    sizes = _micro_sizes(micro_sizes, batch[0].shape[0])
+    forecast = Forecast(cell, optimizer, batch, memory_limit)
+    probed = tuple(sorted(forecast.measured))
+    return MemoryReport(
+        rank=rank_and_ranks()[0],
+        what=forecast.meter.what,
+        parameters=forecast.parameters,
+        optimizer_state=forecast.optimizer_state,
+        accumulators=forecast.accumulators,
+        batch=forecast.batch,
+        framework=forecast.framework,
+        memory_limit=forecast.limit,
+        probed=probed,
+        # Micro-batches in ascending order: none is run that those before it say is too large.
+        rows=tuple(_row(forecast, micro_size, probed[-1], measure) for micro_size in sizes[::-1])[::-1],
+    )
+
+
+def _row(forecast: Forecast, micro_size: int, by: int, measure: bool) -> MemoryRow:
+    size = -(-forecast.samples // micro_size)
+    rest, intermediate = forecast.rest(size), forecast.predict(size, by)
+    if measure and forecast.may_fit(size):
+        forecast.measure(size)
+    found = forecast.measured.get(size)
+    return MemoryRow(
+        micro_size=micro_size,
+        micro_batch_size=size,
+        intermediate=intermediate,
+        intermediate_measured=found,
+        peak=rest + intermediate,
+        peak_measured=None if found is None else rest + found,
+        fits=forecast.may_fit(size),
+    )
+
+
+def _micro_sizes(given: Sequence[int] | None, samples: int) -> list[int]:
+    if given is None:
+        return [1 << power for power in range(samples.bit_length())]
+    for micro_size in given:
+        check_positive_int(_NAME, "micro_sizes", micro_size)
+    if not given or max(given) > samples:
+        raise ValueError(
+            f"For '{_NAME}', the argument 'micro_sizes' must be numbers of micro-batches, at least one and none larger "
+            f"than the batch, but got {list(given)} and a batch of {samples} sample(s)."
+        )
+    return sorted(set(given))
+
+
+def check_trial(owner: str, cell: Any, optimizer: Any, batch: Sequence[Any], memory_limit: Any) -> None:
+    """One clear error before anything is tried."""
+    if not isinstance(cell, GradAccumulationCell):
+        raise TypeError(
+            f"For '{owner}', the argument 'cell' must be a gaccum_ms.GradAccumulationCell, but got "
+            f"'{type(cell).__name__}'."
+        )
+    check_optimizer(owner, cell, optimizer)
+    if isinstance(cell.network, WithBatchLossCell):
+        raise ValueError(
+            f"For '{owner}', the network of 'cell' must have a loss that one micro-batch can be tried with, but got a "
+            f"'WithBatchLossCell', whose loss needs all samples, and with 'gather_ranks' all ranks. Ask about its "
+            f"backbone, with any loss: intermediate values of the backbone are what grows with micro-batches."
+        )
+    if compiler_distributes():
+        raise RuntimeError(
+            f"For '{owner}', the parallel mode must be 'stand_alone' or 'data_parallel', but got "
+            f"'{ms.get_auto_parallel_context('parallel_mode')}': there the compiler lays a graph out over all devices, "
+            f"and no rank can try its part alone. Look at 'mindspore.runtime.max_memory_allocated()' after a step."
+        )
+    check_parallel_mode(owner)
+    micro_batches.plan_split(micro_batches.batch_shapes(tuple(batch)), 1, None)
+    if memory_limit is not None:
+        check_positive_int(owner, "memory_limit", memory_limit)

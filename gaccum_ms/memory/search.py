@@ -1,0 +1,190 @@
+"""find_micro_batch_size: the largest micro-batch that fits, by prediction and few trials, the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import mindspore as ms
+from mindspore import nn, ops
+
+from gaccum_ms.backend.out_of_memory import check_test
+from gaccum_ms.backend.out_of_memory import is_out_of_memory as says_out_of_memory
+from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.distributed.layout import rank_and_ranks
+from gaccum_ms.layers.batchnorm import refuse_sync_batch_norm
+from gaccum_ms.memory.forecast import Forecast
+from gaccum_ms.memory.report import check_trial
+
+_NAME = "find_micro_batch_size"
+# What was found, on this rank: by network, and then by all else that decides.
+_found: WeakKeyDictionary[nn.Cell, dict[tuple, int]] = WeakKeyDictionary()
+
+
+def find_micro_batch_size(
+    cell: GradAccumulationCell,
+    optimizer: nn.Optimizer,
+    batch: Sequence[ms.Tensor],
+    memory_limit: int | None = None,
+    is_out_of_memory: Callable[[BaseException], bool] | None = None,
+) -> int:
+    r"""
+    Find the largest micro-batch that fits into memory: for `micro_batch_size` of :class:`GradAccumulationCell` .
+
+    A static graph is compiled for each shape, so few are tried: the small micro-steps from which :func:`memory_report`
+    predicts, and then the largest that is predicted to fit. Where that one is out of memory, or more than the limit,
+    the sizes below it are bisected. Only sizes that divide the batch as evenly as their number of micro-batches allows
+    are considered: 100 samples in two are 50 and 50, which need less than 60 and 40.
+
+    In data parallel mode a collective: each rank tries by itself, micro-steps without any communication, and all return
+    the smallest of what the ranks have found. What is found is kept, for the same network, optimizer, options, shapes,
+    dtypes, device and limit, as long as the network lives.
+
+    Trials update nothing. Afterwards, and after one that failed, weights, optimizer state, accumulators, BatchNorm's
+    moving statistics, the cells' flags and the default generator are what they were, bit for bit; on CPU random layers
+    have generators of their own, which a trial's graph has anew.
+
+    Args:
+        cell (GradAccumulationCell): The network with its loss and the options; its number of micro-batches is ignored.
+        optimizer (Optimizer): The optimizer that is to train it.
+        batch (Sequence[Tensor]): The inputs of one batch of this rank, each of shape :math:`(N, ...)`.
+        memory_limit (int, optional): Bytes that this rank may have: of the process on CPU, of MindSpore on
+            accelerators. Default: ``None`` , what the device has free, on CPU the rank's share of the container's
+            limit, or of what the host has free.
+        is_out_of_memory (Callable, optional): Says of an error whether it means that memory is not enough; all others
+            are raised. Default: ``None`` , MemoryError, and RuntimeError in the words of MindSpore's allocators.
+
+    Returns:
+        int, number of samples, from 1 to :math:`N`, the same on all ranks.
+
+    Raises:
+        TypeError: If `cell` is not a GradAccumulationCell, `optimizer` not an Optimizer, an input not a Tensor,
+            `memory_limit` not an int, or `is_out_of_memory` not callable.
+        ValueError: If the batch is empty, its inputs differ in length, or `memory_limit` is less than 1; if the network
+            is a WithBatchLossCell; if it has SyncBatchNorm layers, on several ranks.
+        RuntimeError: If not even one sample fits, on any rank; in semi-auto and auto parallel mode, where the compiler
+            lays out memory over devices; on a CPU whose system does not say which memory is used.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import numpy as np
+        >>> from mindspore import Tensor, nn
+        >>> from gaccum_ms import GradAccumulationCell, find_micro_batch_size
+        >>> net = nn.Dense(1000, 10)
+        >>> optimizer = nn.Momentum(net.trainable_params(), 0.1, 0.9)
+        >>> network = nn.WithLossCell(net, nn.MSELoss())
+        >>> batch = Tensor(np.ones((8, 1000), np.float32)), Tensor(np.ones((8, 10), np.float32))
+        >>> size = find_micro_batch_size(GradAccumulationCell(network, 1), optimizer, batch)
+        >>> print(size)  # of a few KB for each sample, all fit
+        8
+        >>> cell = GradAccumulationCell(network, micro_batch_size=size)
+    """
+    check_trial(_NAME, cell, optimizer, batch, memory_limit)
+    check_test(_NAME, is_out_of_memory)
+    refuse_sync_batch_norm(_NAME, cell.network)
+    found = _found.setdefault(cell.network, {})
+    fails = is_out_of_memory or says_out_of_memory
+    key = search_key(cell, optimizer, batch, memory_limit, fails)
+    if key not in found:
+        found[key] = _largest(cell, optimizer, batch, memory_limit, fails)
+    try:
+        return agreed_size(_NAME, found[key], memory_limit)
+    except RuntimeError:
+        del found[key]
+        raise
+
+
+def search_key(
+    cell: GradAccumulationCell,
+    optimizer: nn.Optimizer,
+    batch: Sequence[ms.Tensor],
+    memory_limit: int | None,
+    fails: Callable[[BaseException], bool],
+) -> tuple:
+    """All that decides what is found for a network."""
+    options = (
+        cell.accumulation_steps > 1,
+        cell.finds_size,
+        cell.counted,
+        cell.loss_weights,
+        cell.shard_accumulators,
+        cell.compensated,
+    )
+    where = ms.get_context("device_target"), ms.get_context("device_id"), ms.get_context("mode"), bool(cell.jit)
+    shapes = tuple((tuple(value.shape), str(value.dtype)) for value in batch)
+    weights = tuple((one.name, tuple(one.shape), str(one.dtype)) for one in optimizer.get_parameters())
+    flags = (one.get_flags() for _, one in cell.network.cells_and_names())
+    casts = tuple(tuple(flag.get(dtype) for dtype in ("fp16", "fp32", "bf16")) for flag in flags)
+    # Not the function itself: what it refers to, perhaps the network, would live as long as what was found.
+    test = fails.__qualname__ if hasattr(fails, "__qualname__") else type(fails).__qualname__, id(fails)
+    return shapes, weights, casts, str(cell.accumulator_dtype), options, where, memory_limit, test
+
+
+def found_less(network: nn.Cell, key: tuple, size: int) -> None:
+    """Training has shown that only `size` fits."""
+    _found[network][key] = size
+
+
+def even_sizes(samples: int) -> list[int]:
+    """The sizes of micro-batches that divide a batch evenly, ascending: the smallest for each number of them."""
+    return sorted({-(-samples // number) for number in range(1, samples + 1)})
+
+
+def _largest(
+    cell: GradAccumulationCell,
+    optimizer: nn.Optimizer,
+    batch: Sequence[ms.Tensor],
+    memory_limit: int | None,
+    fails: Callable[[BaseException], bool],
+) -> int:
+    """What this rank finds; 0 if nothing fits."""
+    try:
+        forecast = Forecast(cell, optimizer, batch, memory_limit, fails)
+    except Exception as error:
+        if not fails(error):
+            raise
+        return 0
+    if forecast.peak(1) > forecast.limit:
+        return 0
+    sizes = even_sizes(forecast.samples)
+    # sizes[fits] is known to, sizes[too_large] and all above are known or predicted not to.
+    fits = 0
+    too_large = next((place for place, size in enumerate(sizes) if not forecast.may_fit(size)), len(sizes))
+    guess = too_large - 1
+    while too_large - fits > 1:
+        if forecast.measure(sizes[guess]) is not None and forecast.may_fit(sizes[guess]):
+            fits = guess
+        else:
+            too_large = guess
+        guess = (fits + too_large) // 2
+    return sizes[fits]
+
+
+def agreed_size(owner: str, size: int, memory_limit: int | None) -> int:
+    """The smallest of all ranks' sizes. A collective, where there are several.
+
+    Args:
+        owner (str): What the error names.
+        size (int): This rank's; 0: not even one sample fits.
+        memory_limit (int or None): For the error.
+
+    Raises:
+        RuntimeError: On all ranks, if not even one sample fits on one of them.
+    """
+    sizes = [size]
+    if rank_and_ranks()[1] > 1:
+        with ms.common._no_grad():
+            gathered: Any = ops.AllGather()(ms.Tensor([size], ms.int32))
+        sizes = gathered.asnumpy().tolist()
+    if not min(sizes):
+        ranks = [rank for rank, size in enumerate(sizes) if not size]
+        limit = "the memory that there is" if memory_limit is None else f"memory_limit={memory_limit}"
+        raise RuntimeError(
+            f"For '{owner}', a micro-batch of one sample must fit, but got {limit}, which is not enough on rank(s) "
+            f"{ranks}. Use a smaller network or lower precision, accumulator_dtype=None, or "
+            f"gaccum_ms.ShardedOptimizer; 'memory_report' says what needs how much."
+        )
+    return min(sizes)

@@ -1,0 +1,104 @@
+"""The hook into MindSpore: how `ms.Model` and `mindspore.amp.build_train_network` come to build our step.
+
+Both call the function `build_train_network` of `mindspore.train.amp`. It knows cells named ``GradAccumulationCell``
+by their class name and would give them a private step that trains in semi-auto parallel mode alone. The function here
+takes its place: a network with our cell gets our step or a clear error, any other network goes to the original,
+untouched. `ms.Model` also gets, for each training with our step, the callback that watches over open windows. Nothing
+else in the project replaces anything of the framework's.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import mindspore.amp
+import mindspore.train
+from mindspore import nn
+from mindspore.train import amp
+
+from gaccum_ms.callbacks.checkpoint import let_checkpoints_save
+from gaccum_ms.callbacks.flush import FlushAccumulation
+from gaccum_ms.callbacks.monitor import WindowMonitor
+from gaccum_ms.callbacks.schedule import AccumulationScheduler
+from gaccum_ms.callbacks.window_watch import WindowWatch
+from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.losses.batch_loss import WithBatchLossCell
+from gaccum_ms.semi_auto.modes import compiler_distributes, held_cell, refuse_casts
+from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
+
+_OURS = (GradAccumulationCell, TrainOneStepWithGradAccumulationCell)
+# In the order in which they must run: the monitor sees an update before the scheduler changes the rate, and a batch
+# before a flush ends its window; the scheduler lets windows span batches, which the watch asks for; all others see what
+# these did.
+_CALLBACKS = (WindowMonitor, AccumulationScheduler, WindowWatch, FlushAccumulation)
+_original = amp.build_train_network
+
+
+@functools.wraps(_original)
+def build_train_network(
+    network: nn.Cell,
+    optimizer: nn.Optimizer,
+    loss_fn: nn.Cell | None = None,
+    level: str = "O0",
+    boost_level: str = "O0",
+    **kwargs: Any,
+) -> nn.Cell:
+    if not _holds_our_cell(network):
+        return _original(network, optimizer, loss_fn, level, boost_level, **kwargs)
+    cell = held_cell(network)  # AutoParallel may be around it
+    if not isinstance(cell, GradAccumulationCell):
+        raise ValueError(
+            f"For 'GradAccumulationCell', the cell must be the outermost one when a model is built with an optimizer, "
+            f"but got '{type(network).__name__}' around it. Put what it adds inside: "
+            f"GradAccumulationCell({type(network).__name__}(...), ...)."
+        )
+    if loss_fn is not None:
+        raise ValueError(
+            f"For 'GradAccumulationCell', 'loss_fn' must be None, because the cell wraps a network that returns its "
+            f"loss, but got '{type(loss_fn).__name__}'. Use GradAccumulationCell(nn.WithLossCell(net, loss_fn), ...)."
+        )
+    if boost_level != "O0":
+        raise ValueError(f"For 'GradAccumulationCell', 'boost_level' must be 'O0', but got '{boost_level}'.")
+    amp._check_level(level, boost_level)
+    amp._check_kwargs(kwargs)
+    # Level by level what the original does, on the network in our cell: MindSpore's passes know nothing of the cell.
+    config = {**amp._config_level[level], **kwargs}
+    if compiler_distributes() and level in ("O1", "auto"):
+        refuse_casts(cell.network, by_level=level)
+    process = functools.partial(amp._auto_mixed_precision_process, config=config, level=level)
+    of_batch = isinstance(cell.network, WithBatchLossCell)
+    cell.network = cell.network.map_parts(process) if of_batch else process(cell.network)
+    manager = config["loss_scale_manager"]
+    if manager is None:
+        return TrainOneStepWithGradAccumulationCell(network, optimizer).set_train()
+    update_cell = manager.get_update_cell()
+    step = TrainOneStepWithGradAccumulationCell(network, optimizer, scale_sense=update_cell)
+    if update_cell is None:
+        # drop_overflow_update=False: the optimizer's loss_scale removes it.
+        step.update.sens = float(manager.get_loss_scale())
+    return step.set_train()
+
+
+_original_train = mindspore.train.Model._train  # of Model.train and Model.fit
+
+
+@functools.wraps(_original_train)
+def _train(self: mindspore.train.Model, epoch: int, train_dataset: Any, callbacks: Any = None, **kwargs: Any) -> None:
+    if _holds_our_cell(self.train_network):
+        given = [WindowWatch(), *self._transform_callbacks(callbacks)]
+        ours = [one for kind in _CALLBACKS for one in given if isinstance(one, kind)]
+        callbacks = [*ours, *(one for one in given if one not in ours)]
+        callbacks = let_checkpoints_save(callbacks, getattr(self.train_network, "optimizer", None))
+    _original_train(self, epoch, train_dataset, callbacks=callbacks, **kwargs)
+
+
+def _holds_our_cell(network: Any) -> bool:
+    return isinstance(network, nn.Cell) and any(isinstance(cell, _OURS) for _, cell in network.cells_and_names())
+
+
+def install_model_hook() -> None:
+    """Put our function where MindSpore's own modules look it up. Importing the package does it, once."""
+    for module in (amp, mindspore.amp, mindspore.train):
+        module.build_train_network = build_train_network
+    mindspore.train.Model._train = _train

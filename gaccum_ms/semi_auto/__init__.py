@@ -1,0 +1,1 @@
+"""The modes in which MindSpore's compiler distributes the graph and accumulates."""

@@ -1,0 +1,156 @@
+"""A window in semi-auto and auto parallel mode, where MindSpore's compiler distributes the graph and accumulates.
+
+Its passes know one form: the whole batch's loss, in which each micro-batch begins with a slice tagged
+``grad_accu_num`` and is added to the others by an Add tagged ``forward_end`` ; one backward of it all; and accumulators
+named ``accu_grads.<weight>``. They make each micro-batch's forward wait for the backward before it, add to the
+accumulators, and reduce over devices once per weight. A loop in the graph they do not know, so the graph is as long as
+there are micro-batches: `mindspore.lazy_inline` on the network bounds the time to compile it.
+
+What a Tensor is here is the whole, on all devices together: a mean is the mean over all of them, and so is a count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mindspore as ms
+from mindspore import nn, ops
+
+from gaccum_ms.accumulation.accumulators import Accumulators
+from gaccum_ms.accumulation.window import float32_losses
+from gaccum_ms.backend.parameters import hold_weights, record
+from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.losses import counts
+from gaccum_ms.losses.per_sample_loss import PerSampleLoss
+from gaccum_ms.semi_auto import modes as auto_parallel
+from gaccum_ms.semi_auto.shard_slice import ShardSlice
+
+
+def cloned(weights: Sequence[ms.Parameter], dtype: ms.Type | None, prefix: str) -> ms.ParameterTuple:
+    """Zero accumulators that the compiler gives the layout of their weights: it knows clones. They stay trainable, or
+    its pass for norms would take each device's part of a gradient for the whole."""
+    clones = ms.ParameterTuple(weights).clone(prefix=prefix.removesuffix("."), init="zeros")
+    for clone, weight in zip(clones, weights, strict=True):
+        clone.set_dtype(dtype or weight.dtype)
+    return clones
+
+
+class _Slices(nn.Cell):
+    """Cut one micro-batch out of all inputs."""
+
+    def __init__(self, index: int, micro_size: int) -> None:
+        super().__init__(auto_prefix=False)
+        parts = auto_parallel.parts_of_inputs()
+        self.slices = nn.CellList([ShardSlice(index, micro_size, one) for one in parts], auto_prefix=False)
+        self.one_for_all = len(parts) == 1
+
+    def construct(self, *inputs):
+        cut = []
+        for position in range(len(inputs)):
+            cut.append(self.slices[0 if self.one_for_all else position](inputs[position]))
+        return cut
+
+
+class BatchLoss(nn.Cell):
+    """The loss of a whole batch, the sum over its micro-batches by their shares; with counts, and the total of these.
+
+    Of a `PerSampleLoss` the samples' losses are added up, and reduced once.
+    """
+
+    def __init__(self, cell: GradAccumulationCell) -> None:
+        super().__init__(auto_prefix=False)
+        self.per_sample = isinstance(cell.network, PerSampleLoss)
+        self.network = cell.network.network if self.per_sample else cell.network
+        self.reducer = cell.network if self.per_sample else nn.Identity()
+        self.micro_size = cell.micro_size or 1
+        self.loss_is_mean = cell.reduction == "mean"
+        self.counted = cell.counted
+        self.count = counts.count_cell(cell.counts[0])
+        self.slices = nn.CellList([_Slices(i, self.micro_size) for i in range(self.micro_size)], auto_prefix=False)
+        self.adds = [ops.Add().add_prim_attr("forward_end", i) for i in range(1, self.micro_size)]
+
+    def construct(self, *inputs):
+        total = self.total(*inputs)
+        if self.micro_size == 1:
+            return self.result(self.share(inputs, total), total)
+        batch_loss = None
+        for index in range(self.micro_size):
+            share = self.share(self.slices[index](*inputs), total)
+            batch_loss = share if batch_loss is None else self.adds[index - 1](batch_loss, share)
+        return self.result(batch_loss, total)
+
+    def share(self, micro_batch, total):
+        """What a micro-batch adds to the batch's loss."""
+        loss = self.network(*micro_batch)
+        loss = ops.cast(loss, ms.float32) if self.per_sample else float32_losses(loss, 1)[0]
+        if not self.counted:
+            return loss * (1.0 / self.micro_size) if self.loss_is_mean else loss
+        count = counts.valid_or_nan(self.count(*micro_batch)) if self.loss_is_mean else 1.0
+        return loss * (count / ops.maximum(total, 1e-30))
+
+    def result(self, losses, total):
+        loss = self.reducer.reduce(losses) if self.per_sample else losses
+        # Together, because a Tensor is the whole only in what has a backward: elsewhere it is this device's part.
+        return ops.stack((loss, total)) if self.counted else loss
+
+    def total(self, *inputs):
+        """The count of the batch. Not the sum of its micro-batches', each of which waits for the backward before it."""
+        if not self.counted:
+            return ops.ones((), ms.float32)
+        return counts.valid_or_nan(self.count(*inputs))
+
+
+class UnrolledWindow(nn.Cell):
+    """The interface of `SampleWindow` , for the compiler's own accumulation.
+
+    Args:
+        cell (GradAccumulationCell): The options.
+        weights (ParameterTuple): The weights.
+    """
+
+    divides = False
+    is_sharded = True
+    spans_batches = False
+    shards = False
+    micro_batch_size = None  # its number of micro-batches is fixed
+
+    def __init__(self, cell: GradAccumulationCell, weights: ms.ParameterTuple) -> None:
+        super().__init__(auto_prefix=False)
+        self.batch_loss = BatchLoss(cell)
+        hold_weights(self, weights)
+        self.backward = ops.GradOperation(get_by_list=True, sens_param=True)
+        self.gated = cell.counted
+        self.accumulates = self.batch_loss.micro_size > 1
+        if self.accumulates:
+            self.accumulators = Accumulators(weights, cell.accumulator_dtype, False, allocate=cloned)
+        # With optimizer parallel the backward's result is this device's part, reduced; else the accumulators are.
+        self.optimizer_is_sharded = bool(ms.get_auto_parallel_context("enable_parallel_optimizer"))
+        self.sum_over_devices = ops.AllReduce()
+        if self.gated:
+            self.window_count = record("window_count")
+
+    def run(self, inputs, scale):
+        """As `SampleWindow.run` ."""
+        result = self.batch_loss(*inputs)
+        seed = ops.stack((scale, ops.zeros_like(scale))) if self.gated else scale
+        gradients = self.backward(self.batch_loss, self.weights)(*inputs, seed)
+        if self.accumulates and not self.optimizer_is_sharded:
+            gradients = self.accumulators.read(gradients)
+        if not self.gated:
+            return gradients, scale, result, True
+        loss, total = ops.unstack(result)
+        loss = ops.depend(loss, ops.assign(self.window_count, total))
+        # The mean of a micro-batch that counts nothing is NaN, and with it the loss.
+        return gradients, scale, loss, ops.logical_and(total > 0, ops.isfinite(loss))
+
+    def on_any_rank(self, condition):
+        """Gradients are this device's parts: what one device finds in its own is told to all."""
+        found = ops.reshape(ops.cast(condition, ms.float32), (1,))
+        return ops.reshape(self.sum_over_devices(found), ()) > 0
+
+    def clear(self, after):
+        """Zero the accumulators, once `after` is there."""
+        return self.accumulators.clear(after) if self.accumulates else after
+
+    def forget(self) -> None:
+        """Nothing: a graph of the compiler's runs whole, and clears at its end."""

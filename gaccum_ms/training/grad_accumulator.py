@@ -1,0 +1,288 @@
+"""GradAccumulator: accumulation for hand-written training loops, which make their gradients themselves.
+
+The loop's batches are the micro-batches. Reduction, clipping, loss scaling and counts are those of the training step:
+open_window.py, reduction.py and update.py serve both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import numbers
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mindspore as ms
+from mindspore import nn, ops
+
+from gaccum_ms.accumulation.accumulators import Accumulators
+from gaccum_ms.accumulation.open_window import OpenWindow
+from gaccum_ms.accumulation.reduction import CountedReduction, times
+from gaccum_ms.accumulation.update import Update, WindowEnd
+from gaccum_ms.backend import graphs
+from gaccum_ms.backend.checks import check_accumulation_options, check_positive_int
+from gaccum_ms.backend.convolutions import limit_instructions_for_weights
+from gaccum_ms.backend.cpu_kernels import all_finite
+from gaccum_ms.backend.parameters import counter, hold_weights, overwrite, show_records
+from gaccum_ms.distributed.ranks import check_parallel_mode
+from gaccum_ms.losses import counts
+from gaccum_ms.training.provenance import RULES, Provenance, Resumable
+
+_NAME = "GradAccumulator"
+BATCHES, COUNTS = RULES.index("batches"), RULES.index("counts")
+
+
+class GradAccumulator(Resumable, nn.Cell):
+    r"""
+    Add up gradients over successive batches, and update once for `accumulation_steps` of them.
+
+    For functional loops, in PyNative mode or inside a function under `mindspore.jit`, as MindSpore's tutorial
+    `Model Training <https://www.mindspore.cn/tutorials/en/master/beginner/train.html>`_ writes them: a call of the
+    accumulator takes the place of the optimizer's. With :math:`g_i` the gradient of batch :math:`i`'s mean loss and
+    :math:`c_i` its count, the update's gradient is :math:`\sum_i g_i c_i / \sum_i c_i` over the window and all ranks,
+    reduced once per update.
+
+    Args:
+        optimizer (Optimizer): Any `nn.Optimizer` ; gradients come in the order of its `parameters` .
+        accumulation_steps (int): Batches that share an update.
+
+    Keyword Args:
+        max_grad_norm (float, optional): Scale the finished, reduced gradient down to this global norm where it is
+            larger. Default: ``None`` , no clipping.
+        accumulator_dtype (mindspore.dtype, optional): As in :class:`GradAccumulationCell` .
+            Default: ``mindspore.float32`` .
+        compensated (bool, optional): As in :class:`GradAccumulationCell` . Default: ``False`` .
+        overflow (str, optional): What a gradient that is not finite does. ``"drop_window"`` : with a loss scale, the
+            window does not update. ``"drop_micro_batch"`` : the batch is left out, on its rank alone.
+            Default: ``"drop_window"`` .
+        scale_sense (Union[Cell, Tensor], optional): Loss scale, as in
+            :class:`TrainOneStepWithGradAccumulationCell` ; the loss must then go through :meth:`scale` before it is
+            differentiated. Default: ``None`` .
+        jit (bool, optional): In PyNative mode, compile the accumulator all the same. Default: ``None`` , run it
+            eagerly.
+
+    Inputs:
+        - **gradients** (tuple[Tensor]) - The gradients of the batch's mean loss, not reduced over ranks, one of the
+          shape of each of the optimizer's parameters.
+        - **count** (Union[Tensor, float], optional) - How many items the mean was taken over, shape :math:`()`. Give
+          it with every batch of a window or with none; inside `mindspore.jit` nobody checks that, and a batch whose
+          count is bad is left out without a word. The mean is then exact over all ranks; without it each batch weighs
+          the same, and ranks are averaged or summed as MindSpore's ``gradients_mean`` says. Default: ``None`` .
+
+    Outputs:
+        bool, whether there was an update: at a window's last batch, unless it was dropped. Inside `mindspore.jit`, a
+        Tensor of shape :math:`()`.
+
+        Its Parameters say the rest: ``update_count`` , ``window_position`` and ``accumulation_steps`` , int32;
+        ``window_count`` , ``dropped_micro_batches`` and, with `max_grad_norm` , ``grad_norm`` , float32, of the last
+        window. `mindspore.save_checkpoint` of the accumulator keeps them with the weights, the optimizer's state and
+        the open window.
+
+    Raises:
+        TypeError: If `optimizer` is not an Optimizer, `accumulation_steps` not an int, or an option or gradient of the
+            wrong type.
+        ValueError: If `accumulation_steps` is less than 1; if an option has a wrong value; if gradients do not match
+            the optimizer's parameters in number and shapes; if a count is negative or not finite.
+        RuntimeError: In semi-auto, auto and hybrid parallel mode, or with pipeline stages.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import mindspore as ms
+        >>> from mindspore import Tensor, nn
+        >>> from gaccum_ms import GradAccumulator
+        >>> net = nn.Dense(1, 1, weight_init="ones", bias_init="zeros")
+        >>> optimizer = nn.SGD(net.trainable_params(), learning_rate=0.1)
+        >>> accumulator = GradAccumulator(optimizer, 2)
+        >>> grad_fn = ms.value_and_grad(nn.WithLossCell(net, nn.MSELoss()), None, optimizer.parameters)
+        >>> for x, y in [(1.0, 0.0), (2.0, 0.0), (3.0, 0.0)]:
+        ...     loss, gradients = grad_fn(Tensor([[x]]), Tensor([[y]]))
+        ...     print(accumulator(gradients))
+        False
+        True
+        False
+        >>> print(accumulator.flush())
+        True
+    """
+
+    def __init__(
+        self,
+        optimizer: nn.Optimizer,
+        accumulation_steps: int,
+        *,
+        max_grad_norm: float | None = None,
+        accumulator_dtype: ms.Type | None = ms.float32,
+        compensated: bool = False,
+        overflow: str = "drop_window",
+        scale_sense: nn.Cell | ms.Tensor | None = None,
+        jit: bool | None = None,
+    ) -> None:
+        super().__init__(auto_prefix=False)
+        if not isinstance(optimizer, nn.Cell) or getattr(optimizer, "parameters", None) is None:
+            raise TypeError(
+                f"For 'GradAccumulator', the argument 'optimizer' must be an nn.Optimizer, but got "
+                f"'{type(optimizer).__name__}'."
+            )
+        check_positive_int(_NAME, "accumulation_steps", accumulation_steps)
+        check_accumulation_options(_NAME, max_grad_norm, accumulator_dtype, compensated, overflow, jit)
+        check_parallel_mode(_NAME)
+        weights = ms.ParameterTuple(optimizer.parameters)
+        limit_instructions_for_weights(weights)
+        self.optimizer = optimizer
+        hold_weights(self, weights)
+        self._jit = bool(jit)
+        self.drops = overflow == "drop_micro_batch"
+        self.map = ops.HyperMap()
+        self.window_position = counter("window_position")
+        self.window = OpenWindow(
+            _NAME,
+            Accumulators(weights, accumulator_dtype, compensated),
+            CountedReduction(weights, by_samples=False),
+            self.window_position,
+            accumulation_steps,
+        )
+        self.update = Update(_NAME, optimizer, weights, self.window, max_grad_norm, self.drops, scale_sense)
+        self.end_window = WindowEnd(self.window, self.update, self._jit)
+        self.summed_ranks = self.window.reduction.sum_over_ranks.summed_ranks()
+        self.accu_grads = self.window.accumulators.sums
+        show_records(self, self.window, self.update)
+        self.batch_count = counter("batch_count")
+        distributed = self.window.reduction.sum_over_ranks.reduces
+        self.provenance = Provenance(_NAME, ("batches", "counts"), accumulation_steps, distributed)
+        self._keep_in_place()
+
+    def scale(self, loss: ms.Tensor) -> ms.Tensor:
+        """The loss times the loss scale: what to differentiate where there is a `scale_sense` ."""
+        return loss * self.update.scale()
+
+    def flush(self) -> bool:
+        """Update with the batches that the open window has; without any, do nothing. All ranks must call it equally
+        often; a rank with nothing to add contributes a count of zero.
+
+        Returns:
+            bool, whether there was an update.
+        """
+        self._begin()
+        return self.end_window.flush()
+
+    def clear(self) -> None:
+        """Throw the open window away, as if its batches had not been. With several ranks all must."""
+        self._begin()
+        self.window.forget()
+
+    @contextlib.contextmanager
+    def no_update(self) -> Iterator[None]:
+        """Within it, calls only add: a window goes on past its last batch, and ends with the first call after it. With
+        several ranks all must do so."""
+        self._begin()
+        overwrite(self.window.updates_held, self.window.updates_held + 1)
+        try:
+            yield
+        finally:
+            overwrite(self.window.updates_held, self.window.updates_held - 1)
+
+    def set_accumulation_steps(self, accumulation_steps: int) -> None:
+        """Let windows to come, not one that is open, have another number of batches. Nothing is compiled anew.
+
+        Args:
+            accumulation_steps (int): Batches that share an update.
+
+        Raises:
+            TypeError: If it is not an int.
+            ValueError: If it is less than 1.
+        """
+        check_positive_int(_NAME, "accumulation_steps", accumulation_steps)
+        self._begin()
+        self.window.set_steps(accumulation_steps)
+
+    def set_sense_scale(self, sens: ms.Tensor) -> None:
+        """Set the loss scale, as the method of this name of `nn.TrainOneStepWithLossScaleCell` does. Losses that were
+        scaled before it must have been added."""
+        self.update.set_scale(sens)
+
+    def __call__(self, gradients: Sequence[ms.Tensor], count: Any = None) -> bool:
+        self._check_gradients(gradients)
+        if count is not None:
+            count = self._checked_count(count)
+        self._begin()
+        rule = RULES[int(self.provenance.window_rule.asnumpy())]
+        if (rule == "counts") != (count is not None) and self.window.batches:
+            raise ValueError(
+                f"For 'GradAccumulator', 'count' must be given with every batch of a window or with none, but got "
+                f"count={count} after {self.window.batches} batch(es) that weigh by {rule}. Nothing was added."
+            )
+        gradients = ms.mutable(tuple(gradients))  # else a constant of the graph, which each call would compile anew
+        inputs = (gradients,) if count is None else (gradients, count)
+        try:
+            with ms.common._no_grad():  # PyNative's tape, left open by the gradients' making, would record this
+                updated = graphs.run(self, self._jit, *inputs)
+        except BaseException:
+            self.window.drop_if_torn()
+            raise
+        return bool(updated.asnumpy())
+
+    def _open_window(self) -> OpenWindow:
+        return self.window
+
+    def _check_gradients(self, gradients: Sequence[ms.Tensor]) -> None:
+        if not isinstance(gradients, (tuple, list)) or not all(isinstance(one, ms.Tensor) for one in gradients):
+            raise TypeError(
+                f"For 'GradAccumulator', 'gradients' must be a tuple of Tensors, but got {type(gradients).__name__}: "
+                f"{gradients!r:.200}."
+            )
+        shapes, wanted = [one.shape for one in gradients], [weight.shape for weight in self.weights]
+        if shapes != wanted:
+            raise ValueError(
+                f"For 'GradAccumulator', 'gradients' must have the number and shapes of the optimizer's parameters, "
+                f"{wanted}, but got {shapes}. Differentiate with respect to 'optimizer.parameters'."
+            )
+
+    @staticmethod
+    def _checked_count(count: Any) -> ms.Tensor:
+        """The count as a Tensor: a graph would be compiled anew for each Python number."""
+        value: Any = count.asnumpy()[()] if isinstance(count, ms.Tensor) and count.shape == () else count
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):  # NumPy's numbers too, but not its bool
+            raise TypeError(
+                f"For 'GradAccumulator', 'count' must be a number or a Tensor of shape (), but got {count!r}."
+            )
+        number = float(value)
+        if not (math.isfinite(number) and number >= 0):
+            raise ValueError(
+                f"For 'GradAccumulator', 'count' must be finite and not negative, but got {value}. Nothing was added."
+            )
+        return ms.Tensor(number, ms.float32)
+
+    # -- compiled ------------------------------------------------------------------------------------------------------
+
+    def construct(self, gradients, count=None):
+        scale = self.update.scale()
+        # What is not the user's own count may be multiplied by what gradients_mean makes of several ranks.
+        factor = self.summed_ranks if count is None else 1.0
+        items = ops.ones((), ms.float32) if count is None else counts.valid_or_nan(count)
+        unit = self.window.begin_batch(scale, items)
+        kept = ops.zeros_like(items)
+        dropped = ops.zeros_like(items)
+        if items > 0:
+            weight = unit * items * factor / scale  # the gradients come with the scale
+            kept, dropped = self._add(gradients, weight, items)
+        seen = ops.assign_add(self.batch_count, ms.Tensor(1, ms.int32))
+        rule = BATCHES if count is None else COUNTS
+        seen = ops.depend(seen, ops.assign(self.provenance.window_rule, ms.Tensor(rule, ms.int32)))
+        ended = self.window.end_batch(ops.stack((ops.zeros_like(items), kept, dropped)), ops.depend(items, seen))
+        updates = self.update_count + 0
+        updated = ops.depend(updates, ended) > updates
+        if self.window.is_complete(ended):
+            overflow = self.end_window(ended)
+            updated = ops.depend(self.update_count, overflow) > updates
+        return updated
+
+    def _add(self, gradients, weight, items):
+        """Returns the count of what was kept, and how many batches were dropped, one or none."""
+        kept = items
+        if not self.drops or all_finite(gradients):
+            weighed = self.map(ops.partial(times, weight), gradients)
+            kept = ops.depend(items, self.window.accumulators.add(weighed))
+        else:
+            kept = ops.zeros_like(items)
+        return kept, ops.cast(kept < items, ms.float32)

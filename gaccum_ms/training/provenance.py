@@ -1,0 +1,176 @@
+"""What a checkpoint says about the run that saved it, beside weights and state: enough to go on with it, or to refuse.
+
+A window that is open holds sums of one rank, in units of one rule. Loaded on another rank, or under another rule, they
+would be counted twice or wrongly, and nobody would see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn
+from mindspore.communication import get_group_size, get_rank
+
+from gaccum_ms.accumulation.open_window import OpenWindow
+from gaccum_ms.backend.parameters import counter, of_this_rank, overwrite, own
+from gaccum_ms.backend.storage import keep_in_place, parameters_of
+from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer, whole_state
+
+SHARDED = ", in sharded accumulators"
+_WEIGHTS = ("samples", "counts", "sums", "batches")  # what micro-batches weigh by; batches: each the same
+RULES = (*_WEIGHTS, *(rule + SHARDED for rule in _WEIGHTS))
+
+
+class Provenance(nn.Cell):
+    """Who saved a checkpoint: Parameters that no graph uses, so that they are in every checkpoint of the step.
+
+    Args:
+        owner (str): The class that errors name.
+        rules (Sequence[str]): What a window's micro-batches may weigh by, of `RULES` ; if several, each window's first
+            batch decides, in `window_rule` .
+        accumulation_steps (int): The cell's own.
+        distributed (bool): Whether there are other ranks.
+    """
+
+    def __init__(self, owner: str, rules: Sequence[str], accumulation_steps: int, distributed: bool) -> None:
+        super().__init__(auto_prefix=False)
+        self.owner = owner
+        self.rules = tuple(rules)
+        self.rank: int = get_rank() if distributed else 0
+        self.ranks: int = get_group_size() if distributed else 1
+        self.own_steps = accumulation_steps
+        self.begun = False  # whether the step has run
+        self.loaded = False  # whether a checkpoint may have been loaded since its last run
+        self.window_origin = of_this_rank(own("window_origin"), ms.Tensor([self.rank, self.ranks], ms.int32))
+        self.window_rule = counter("window_rule", RULES.index(self.rules[0]))
+        self.configured_steps = counter("configured_steps", accumulation_steps)
+        self.epoch_batches = counter("epoch_batches")  # of the last ms.Model.train
+        self.random_state = of_this_rank(own("random_state"), ms.get_rng_state())
+
+    def keep_random_state(self) -> None:
+        """The default generator's state, for the next checkpoint."""
+        self.random_state.set_data(ms.get_rng_state())
+
+    def note_load(self) -> None:
+        """Somebody has written into the Parameters of an open window."""
+        self.loaded = True
+
+    def begin(self, window: OpenWindow | None, batches: int) -> None:
+        """Before the first step, and the first after MindSpore has loaded a checkpoint: refuse what cannot be gone on
+        with.
+
+        Args:
+            window (OpenWindow or None): The step's window, if it spans batches.
+            batches (int): How many it holds by now.
+        """
+        steps = int(self.configured_steps.asnumpy())
+        rank, ranks = self.window_origin.asnumpy().tolist()
+        self.check(window is not None, batches, rank, ranks, int(self.window_rule.asnumpy()), steps)
+        if self.loaded and window is not None and not batches and window.accumulators.hold_something():
+            raise ValueError(
+                f"For '{self.owner}', a checkpoint that was saved in a window must have the window's counts beside its "
+                f"accumulators, but got accumulators alone, as from a version before 0.2, whose names were others. "
+                f"Load it by gaccum_ms.resume, which knows them."
+            )
+        self._settle(window)
+        self.begun = True
+        self.loaded = False
+
+    def load(self, cell: nn.Cell, values: Mapping[str, np.ndarray], window: OpenWindow | None) -> None:
+        """Give `cell` what a checkpoint holds, by name; `resume` has checked it. What a checkpoint of another kind of
+        training lacks must not stay from before: windows and counts begin anew."""
+        values = {own("batch_count"): np.array(0), own("update_count"): np.array(0), **values}
+        if window is not None:
+            window.forget()
+            values = window.accumulators.adapt(values)
+        for parameter in cell.get_parameters():
+            if parameter.name in values:
+                overwrite(parameter, ms.Tensor(values[parameter.name], parameter.dtype))
+        if own("random_state") in values:
+            ms.set_rng_state(ms.Tensor(values[own("random_state")], ms.uint8))
+        self._settle(window)
+
+    def check(self, spans_batches: bool, batches: int, rank: int, ranks: int, rule: int, steps: int) -> None:
+        """Refuse a window that cannot be finished here.
+
+        Args:
+            spans_batches (bool): Whether the step has windows of several batches.
+            batches (int): Batches in the saved window.
+            rank (int): Who saved it ...
+            ranks (int): ... of how many.
+            rule (int): What its micro-batches weigh by, a place in `RULES` .
+            steps (int): The `accumulation_steps` of the cell that saved it.
+
+        Raises:
+            ValueError: If it cannot.
+        """
+        if not batches:
+            return
+        if not spans_batches:
+            raise ValueError(
+                f"For '{self.owner}', the checkpoint was saved in a window, {batches} batch(es) after its beginning, "
+                f"which a step of single batches cannot finish, but got a checkpoint with accumulation_steps={steps} "
+                f"and a cell with accumulation_steps={self.own_steps}. Load it by gaccum_ms.resume, or give the cell "
+                f"accumulation_steps > 1."
+            )
+        if (rank, ranks) != (self.rank, self.ranks):
+            raise ValueError(
+                f"For '{self.owner}', the checkpoint was saved in a window, whose sums are "
+                f"those of one rank, but got the sums of rank {rank} of {ranks} on rank {self.rank} of "
+                f"{self.ranks}: they would be lost or counted twice. Give gaccum_ms.resume the checkpoints of all "
+                f"{ranks} rank(s)."
+            )
+        if RULES[rule] not in self.rules:
+            raise ValueError(
+                f"For '{self.owner}', a window must be finished by the rule that it began with, but got a checkpoint "
+                f"whose micro-batches weigh by {RULES[rule]}, where here they weigh by {' or '.join(self.rules)}. Give "
+                f"'count' and 'reduction' as they were, or load a checkpoint between two windows."
+            )
+
+    def _settle(self, window: OpenWindow | None) -> None:
+        """Say from now on what this run is. Its own number of batches comes next, if the saving cell had another."""
+        if window is not None:
+            overwrite(window.updates_held, ms.Tensor(0, ms.int32))
+            if int(self.configured_steps.asnumpy()) != self.own_steps:
+                window.set_steps(self.own_steps)
+        overwrite(self.window_origin, ms.Tensor([self.rank, self.ranks], ms.int32))
+        if len(self.rules) == 1:
+            overwrite(self.window_rule, ms.Tensor(RULES.index(self.rules[0]), ms.int32))
+        overwrite(self.configured_steps, ms.Tensor(self.own_steps, ms.int32))
+
+
+class Resumable:
+    """What step and accumulator have in common: they are saved and gone on with. Mixed into their Cells."""
+
+    optimizer: nn.Optimizer
+    provenance: Provenance
+    window_position: ms.Parameter
+
+    def _open_window(self) -> OpenWindow | None:
+        """The window that batches are added to, if there is one that lasts."""
+        raise NotImplementedError
+
+    def init_parameters_data(self, *args, **kwargs):
+        """MindSpore calls it before it saves a checkpoint: the time to note what is not in Parameters anyway."""
+        self.provenance.keep_random_state()
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.prepare_save()
+        return super().init_parameters_data(*args, **kwargs)  # type: ignore[misc]
+
+    def load(self, values: Mapping[str, np.ndarray]) -> None:
+        """Take over what a checkpoint holds, by name, also in the middle of training; `gaccum_ms.resume` checks it."""
+        with whole_state(self.optimizer):
+            self.provenance.load(self, values, self._open_window())
+
+    def _keep_in_place(self) -> None:
+        """Let writes into Parameters be seen by compiled graphs, of which the step may become a part."""
+        window = self._open_window()
+        accumulators = window.accumulators.get_parameters() if window is not None else ()
+        keep_in_place([self.provenance.window_origin, *accumulators], self.provenance.note_load)
+        keep_in_place(parameters_of(self))
+
+    def _begin(self) -> None:
+        if not self.provenance.begun or self.provenance.loaded:
+            self.provenance.begin(self._open_window(), int(self.window_position.asnumpy()))

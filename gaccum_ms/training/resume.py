@@ -1,0 +1,297 @@
+"""resume: go on from a checkpoint, in mid-window too, on as many ranks as there are now.
+
+MindSpore's `load_checkpoint` loads a step too, on the ranks and with the options that saved it. Here a checkpoint is
+checked before anything changes, and taken over by other ranks, with other options, and from other versions.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn
+
+from gaccum_ms.accumulation import accumulators
+from gaccum_ms.accumulation.sharded_accumulators import ALL_PARTS
+from gaccum_ms.backend.parameters import PREFIX, own
+from gaccum_ms.distributed.sharded_optimizer import whole_state
+from gaccum_ms.learning_rate import MULTIPLIER_PREFIX
+from gaccum_ms.training.data_position import begin_at
+from gaccum_ms.training.grad_accumulator import GradAccumulator
+from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
+
+Values = dict[str, np.ndarray]
+
+
+def resume(
+    model: ms.Model | TrainOneStepWithGradAccumulationCell | GradAccumulator,
+    checkpoint: str | Path | Sequence[str | Path],
+    data_set: Any = None,
+) -> int:
+    r"""
+    Go on with a training from a checkpoint, also from the middle of a window.
+
+    Loads weights, optimizer state, loss scale, the open window with its counts, the counts of batches and updates, and
+    the state of MindSpore's default generator, into a step that has run or not. The window is finished on its true
+    counts, whatever `micro_size` and `accumulation_steps` are now; with another number of ranks, give the checkpoints
+    of all old ones.
+
+    Not in a checkpoint, because MindSpore keeps them where nobody can read them: what random operators are going to
+    draw on CPU, the masks of `nn.Dropout` among them; and random numbers of Python and NumPy in datasets.
+
+    Args:
+        model (Union[Model, TrainOneStepWithGradAccumulationCell, GradAccumulator]): What trains.
+        checkpoint (Union[str, Path, Sequence]): A file of `mindspore.save_checkpoint` of the step, or of
+            `mindspore.train.ModelCheckpoint` , in either format; safetensors by its suffix. Or the files of all ranks
+            that saved, in any order.
+        data_set (Dataset, optional): Is set to the batch after the last that was trained on, until a batch is trained
+            on; then its iterators begin at the beginning again. Its seed must be the same, and `dataset_sink_mode`
+            False. With another number of ranks the batches must be those of all ranks, divided anew.
+            Default: ``None`` .
+
+    Returns:
+        int, the number of finished epochs, 0 without `data_set` : ``model.train(epochs, data_set,
+        initial_epoch=resume(model, file, data_set))`` . In a loop of one's own the epochs are ``range(finished,
+        epochs)`` , each with an iterator of its own; one iterator for all of them needs ``num_epochs=epochs`` , the
+        finished ones among them, for the order that a shuffled data set would have had.
+
+    Raises:
+        TypeError: If `model` is none of those.
+        ValueError: If a file lacks a parameter of the network, or, unless it is of a training without accumulation, of
+            the optimizer; if one has another shape; if the window cannot be finished here: other
+            ranks' files are missing, or micro-batches weigh by another rule, or accumulators are sharded otherwise; if
+            the data set has another number of batches, or the batches that were seen do not divide by the number of
+            ranks. Nothing has changed then.
+        RuntimeError: If the checkpoint is in a window, and the step was compiled for windows of one batch.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import numpy as np
+        >>> import mindspore as ms
+        >>> from mindspore import nn
+        >>> from gaccum_ms import GradAccumulationCell, resume
+        >>> def make_model():
+        ...     net = nn.Dense(3, 1)
+        ...     optimizer = nn.SGD(net.trainable_params(), learning_rate=0.1)
+        ...     cell = GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), accumulation_steps=4)
+        ...     return ms.Model(cell, optimizer=optimizer)
+        >>> x, y = np.ones((12, 3), np.float32), np.zeros((12, 1), np.float32)
+        >>> data_set = ms.dataset.NumpySlicesDataset((x, y), shuffle=False).batch(2)
+        >>> model = make_model()
+        >>> step = model.train_network.set_train()
+        >>> for batch in data_set.create_tuple_iterator():
+        ...     loss = step(*batch)
+        >>> file = Path(tempfile.mkdtemp(), "in_mid_window.ckpt")
+        >>> ms.save_checkpoint(step, str(file))
+        >>> model = make_model()
+        >>> resume(model, file, data_set)
+        1
+        >>> print(model.train_network.window_position.asnumpy())
+        2
+        >>> model.train(2, data_set, initial_epoch=1)
+        >>> print(model.train_network.update_count.asnumpy())
+        3
+    """
+    step = _step_of(model)
+    paths = [Path(checkpoint)] if isinstance(checkpoint, (str, Path)) else [Path(path) for path in checkpoint]
+    if not paths:
+        raise ValueError("For 'resume', the argument 'checkpoint' must be at least one file, but got none.")
+    with whole_state(step.optimizer):
+        return _go_on(step, paths, data_set)
+
+
+def _go_on(step: Any, paths: Sequence[Path], data_set: Any) -> int:
+    files = [(path, _without_parts(_under_own_names(step, _with_prefix(step, path, _read(path))))) for path in paths]
+    _check_parts(files, step.provenance.ranks)
+    for path, values in files:
+        _check_parameters(step, path, values)
+    provenance = step.provenance
+    values = _of_rank(files, provenance.rank, provenance.ranks)
+    position = _position(files, values, data_set, provenance.ranks) if data_set is not None else None
+    batches = int(values.get(own("window_position"), 0))
+    if batches:
+        rank, ranks = _origin(values)
+        provenance.check(
+            True, batches, rank, ranks, int(values[own("window_rule")]), int(values[own("configured_steps")])
+        )
+        if isinstance(step, TrainOneStepWithGradAccumulationCell):
+            step.let_windows_span_batches()
+    step.load(values)
+    if position is None:
+        return 0
+    begin_at(data_set, position, lambda: int(step.batch_count.asnumpy()))
+    return position // data_set.get_dataset_size()
+
+
+def _step_of(model: Any) -> TrainOneStepWithGradAccumulationCell | GradAccumulator:
+    step = model.train_network if isinstance(model, ms.Model) else model
+    if not isinstance(step, (TrainOneStepWithGradAccumulationCell, GradAccumulator)):
+        raise TypeError(
+            f"For 'resume', the argument 'model' must be a Model of a GradAccumulationCell, its training step, or a "
+            f"GradAccumulator, but got '{type(step).__name__}'."
+        )
+    return step
+
+
+def _read(path: Path) -> Values:
+    kind = "safetensors" if path.suffix == ".safetensors" else "ckpt"
+    loaded = ms.load_checkpoint(str(path), format=kind)
+    return {
+        name: np.array((one.astype(ms.float32) if one.dtype == ms.bfloat16 else one).asnumpy())
+        for name, one in loaded.items()
+    }
+
+
+def _with_prefix(step: nn.Cell, path: Path, values: Values) -> Values:
+    """The values, with the prefix that the names of records have had since version 0.2."""
+    without = own("window_origin").removeprefix(PREFIX)
+    if without not in values or own(without) in values:
+        return values
+    names = {one.name.removeprefix(PREFIX): one.name for one in step.get_parameters() if one.name.startswith(PREFIX)}
+    of_the_users = sorted(one.name for one in step.get_parameters() if one.name in names)
+    if of_the_users:
+        raise ValueError(
+            f"For 'resume', a checkpoint of a version before 0.2 must be of a network without parameters of these "
+            f"names, which records of the training step had too, but got '{path}' and {', '.join(of_the_users)}: "
+            f"it holds one value for both. Load the network's other weights by 'mindspore.load_checkpoint'."
+        )
+    warnings.warn(
+        f"For 'resume', '{path}' was saved by a version before 0.2: records are read by the names that they had.",
+        UserWarning,
+        stacklevel=4,
+    )
+    return {names.get(name, name): value for name, value in values.items()}
+
+
+def _under_own_names(step: nn.Cell, values: Values) -> Values:
+    """The values, with the names that this process gave to its learning-rate schedules, which it numbers as it makes
+    them: the first of the step's is the first of the checkpoint's."""
+
+    def number(name: str) -> int:
+        return int(name.rpartition(".")[2])
+
+    def schedules(names: Iterable[str]) -> list[str]:
+        return sorted((name for name in names if MULTIPLIER_PREFIX in name), key=number)
+
+    own = schedules(parameter.name for parameter in step.get_parameters())
+    names = dict(zip(schedules(values), own, strict=False))
+    return {names.get(name, name): value for name, value in values.items()}
+
+
+def _without_parts(values: Values) -> Values:
+    """Without the slices of sharded accumulators where no window is open: they are zero, in shapes that depend on the
+    number of ranks."""
+    if int(values.get(own("window_position"), 0)):
+        return values
+    return {name: value for name, value in values.items() if not name.startswith(ALL_PARTS)}
+
+
+def _check_parts(files: list[tuple[Path, Values]], ranks: int) -> None:
+    for path, values in files:
+        saved_ranks = _origin(values)[1]
+        if saved_ranks != ranks and any(name.startswith(ALL_PARTS) for name in values):
+            raise ValueError(
+                f"For 'resume', a window with 'shard_accumulators' must be finished on as many ranks as it was saved "
+                f"on, but got '{path}' of {saved_ranks} rank(s), and now {ranks}. Save between two windows, as "
+                f"UpdateCheckpoint does."
+            )
+
+
+def _check_parameters(step: nn.Cell, path: Path, values: Values) -> None:
+    network = step.network.get_parameters() if isinstance(step, TrainOneStepWithGradAccumulationCell) else ()
+    needed = [*step.weights, *network]
+    if own("batch_count") in values:  # not from another kind of training, which may have had another optimizer or none
+        needed += step.optimizer.get_parameters()
+    missing = sorted({parameter.name for parameter in needed} - values.keys())
+    if missing:
+        raise ValueError(
+            f"For 'resume', the checkpoint must have all parameters of the network and the optimizer's state, but got "
+            f"'{path}' without {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}."
+        )
+    for parameter in step.get_parameters():
+        if parameter.name in values and values[parameter.name].shape != parameter.shape:
+            raise ValueError(
+                f"For 'resume', a parameter must have the shape that it has in the checkpoint, but got "
+                f"{parameter.name} of shape {parameter.shape}, and {values[parameter.name].shape} in '{path}'."
+            )
+
+
+def _origin(values: Values) -> tuple[int, int]:
+    """Rank and number of ranks of who saved; a run without accumulation does not say."""
+    rank, ranks = values.get(own("window_origin"), np.array([0, 1]))
+    return int(rank), int(ranks)
+
+
+def _of_rank(files: list[tuple[Path, Values]], rank: int, ranks: int) -> Values:
+    """What this rank goes on with."""
+    by_rank = {_origin(values)[0]: values for _, values in files}
+    _, first = files[0]
+    saved_ranks = _origin(first)[1]
+    is_open = any(int(values.get(own("window_position"), 0)) for _, values in files)
+    shown = ", ".join(f"'{path}' of rank {_origin(values)[0]} of {_origin(values)[1]}" for path, values in files)
+    if any(_origin(values)[1] != saved_ranks for _, values in files) or len(by_rank) != len(files):
+        raise ValueError(f"For 'resume', the files must be those of different ranks of one run, but got {shown}.")
+    if len({int(values.get(own("update_count"), 0)) for _, values in files}) > 1:
+        counts = [int(values.get(own("update_count"), 0)) for _, values in files]
+        raise ValueError(f"For 'resume', all files must be of the same update, but got updates {counts}: {shown}.")
+    if saved_ranks == ranks and rank in by_rank:
+        return by_rank[rank]
+    if not is_open:
+        return {name: value for name, value in first.items() if name != own("random_state")}  # another rank's
+    if len(by_rank) != saved_ranks:
+        raise ValueError(
+            f"For 'resume', a checkpoint that was saved in a window has the sums of one rank, and all {saved_ranks} "
+            f"rank(s)' are needed to finish it on rank {rank} of {ranks}, but got {shown}."
+        )
+    joined = _joined([by_rank[one] for one in range(saved_ranks)], rank == 0)
+    joined[own("window_origin")] = np.array([rank, ranks])
+    return joined
+
+
+def _joined(files: list[Values], first_rank: bool) -> Values:
+    """All ranks' sums on the first rank, and none on the others: the update's mean is over all of them anyway."""
+    units = [float(values[own("window_unit")]) for values in files]
+    unit = next((one for one in units if one > 0), 0.0) if first_rank else 0.0
+    factors = [unit / one if one > 0 else 0.0 for one in units]
+    position = max(int(values[own("window_position")]) for values in files)
+    joined = {name: value for name, value in files[0].items() if name != own("random_state")}
+    for name in joined:
+        if name.startswith((accumulators.PREFIX, accumulators.COMPENSATION_PREFIX)):
+            joined[name] = sum(factor * values[name] for factor, values in zip(factors, files, strict=True))
+    sums = np.stack([values[own("window_sums")] for values in files])
+    joined[own("window_sums")] = sums.sum(axis=0) if first_rank else np.zeros_like(sums[0])
+    joined[own("window_sums")][0] = np.dot(factors, sums[:, 0])
+    joined[own("window_sums")][3] = position
+    if all(own("window_first") in values for values in files):
+        first = np.stack([values[own("window_first")] for values in files])
+        joined[own("window_first")] = first.sum(axis=0) if first_rank else np.zeros_like(first[0])
+    joined[own("window_position")] = np.array(position)
+    joined[own("window_unit")] = np.array(unit)
+    return joined
+
+
+def _position(files: list[tuple[Path, Values]], values: Values, data_set: Any, ranks: int) -> int:
+    """Batches that a rank has seen, were they shared out as they are now."""
+    saved_ranks, batches = _origin(files[0][1])[1], int(values.get(own("batch_count"), 0))
+    size, saved_size = data_set.get_dataset_size(), int(values.get(own("epoch_batches"), 0))
+    if saved_size and saved_size * saved_ranks != size * ranks:
+        raise ValueError(
+            f"For 'resume', the data set must have the batches that it had, but got {size} an epoch on each of "
+            f"{ranks} rank(s), where the checkpoint has {saved_size} on each of {saved_ranks}."
+        )
+    seen = {int(other.get(own("batch_count"), 0)) for _, other in files}
+    if saved_ranks != ranks and (len(seen) > 1 or batches * saved_ranks % ranks):
+        raise ValueError(
+            f"For 'resume', the batches that were seen must divide by the number of ranks, but got {sorted(seen)} on "
+            f"each of {saved_ranks} rank(s), and now {ranks}. Resume on a number that divides them, or without "
+            f"'data_set', which then begins anew."
+        )
+    return batches * saved_ranks // ranks if saved_ranks != ranks else batches
