@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 readme = Path(__file__).with_name("README.md")
 
@@ -14,7 +14,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    packages=["gaccum_ms"],
+    packages=find_packages(include=["gaccum_ms", "gaccum_ms.*"]),
     package_data={"gaccum_ms": ["py.typed"]},
     python_requires=">=3.10,<3.13",
     install_requires=[

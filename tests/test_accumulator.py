@@ -84,7 +84,7 @@ def test_overwriting_where_a_gradient_that_raised_left_the_tape_open(pynative):
     weight = ms.Parameter(Tensor([1.0, 2.0], ms.bfloat16), name="weight")
     with pytest.raises(KeyboardInterrupt):
         ms.value_and_grad(raises, None, (weight,))(Tensor(1.0))
-    accumulators.overwrite(weight, ops.zeros_like(weight))
+    parameters.overwrite(weight, ops.zeros_like(weight))
     assert not as_numpy(weight).any()
 
 
@@ -197,7 +197,7 @@ class Writing(nn.Cell):
         self.held = ms.Parameter(Tensor([1.0], ms.bfloat16), name="held", requires_grad=False)
 
     def construct(self, value):
-        return accumulators.write(self.held, value)
+        return parameters.write(self.held, value)
 
 
 @ops.constexpr

@@ -73,6 +73,7 @@ class Update(nn.Cell):
         self.window = window
         self.max_grad_norm = max_grad_norm
         self.drops = drops
+        self.is_sharded = window.is_sharded
         self.sens = 1.0  # a scale that stays in the gradient, for an optimizer with ``loss_scale``, which divides by it
         self.scaled = scale_sense is not None
         self.manager: Any = None
@@ -111,9 +112,7 @@ class Update(nn.Cell):
 
     def construct(self, gradients, divisor, loss, counted):
         """Takes what a window's `run` or `result` returns. Returns the loss, and whether the window overflowed."""
-        if (
-            self.window.is_sharded and self.scaled
-        ):  # a product: the compiler's pass for norms does not look through quotients
+        if self.is_sharded and self.scaled:  # a product: the compiler's pass for norms does not look through quotients
             gradients = self.map(ops.partial(times, self.sens / divisor), gradients)
         elif self.scaled or self.window.divides:
             gradients = self.map(ops.partial(_divide, divisor / self.sens), gradients)
@@ -141,7 +140,7 @@ class Update(nn.Cell):
         return self.statistics.move(loss) if self.has_statistics else loss
 
     def _clip(self, gradients, loss, max_norm):
-        norm = clip.global_norm_of_parts(gradients) if self.window.is_sharded else clip.global_norm(gradients)
+        norm = clip.global_norm_of_parts(gradients) if self.is_sharded else clip.global_norm(gradients)
         loss = ops.depend(loss, ops.assign(self.grad_norm, norm / self.sens))
         return clip.clip_by_norm(gradients, norm, max_norm * self.sens), loss, ops.isfinite(norm)
 
@@ -155,7 +154,7 @@ class Update(nn.Cell):
         if not self.norm_tells:
             finite = ops.logical_and(all_finite(gradients), finite)
         overflow = ops.logical_not(finite)
-        if self.window.is_sharded:
+        if self.is_sharded:
             overflow = self.window.on_any_rank(overflow)
         if self.drops:
             overflow = ops.logical_or(overflow, ops.logical_and(self._dropped(loss), ops.logical_not(counted)))
