@@ -318,12 +318,12 @@ def data_set():
     return ms.dataset.NumpySlicesDataset((x, text), ["x", "text"], shuffle=False).batch(16)  # 16 + 16 + 6
 
 
-def fit(wrap, callbacks=(), epochs=3, sink=False):
+def fit(wrap, callbacks=(), epochs=3):
     backbone, loss_fn = make_parts("towers")
     network = wrap(backbone, loss_fn)
     optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
     model = ms.Model(network, optimizer=optimizer)
-    model.train(epochs, data_set(), callbacks=list(callbacks), dataset_sink_mode=sink)
+    model.train(epochs, data_set(), callbacks=list(callbacks))
     return model, {one.name: as_numpy(one) for one in [*network.get_parameters(), *optimizer.get_parameters()]}
 
 
@@ -331,18 +331,15 @@ def in_cell(backbone, loss_fn):
     return GradAccumulationCell(WithBatchLossCell(backbone, loss_fn), 4)
 
 
-@pytest.mark.core("graph-False")
-@pytest.mark.parametrize("sink", [False, True])
-def test_model_train_with_callbacks_equals_the_whole_batch(mode, sink, tmp_path, capsys):
+@pytest.mark.core("graph")
+def test_model_train_with_callbacks_equals_the_whole_batch(mode, tmp_path, capsys):
     _, reference = fit(Whole)
     file = tmp_path / "windows.jsonl"
-    callbacks = [train.LossMonitor(3), FlushAccumulation()] + ([] if sink else [WindowMonitor(str(file))])
-    _, after = fit(in_cell, callbacks, sink=sink)
+    _, after = fit(in_cell, [train.LossMonitor(3), FlushAccumulation(), WindowMonitor(str(file))])
     assert max(relative_error(after[name], reference[name]) for name in reference) < TOLERANCE
     assert "loss is" in capsys.readouterr().out
-    if not sink:
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
-        assert [row["update"] for row in rows] == list(range(1, 10))
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["update"] for row in rows] == list(range(1, 10))
 
 
 @pytest.mark.thorough

@@ -8,7 +8,7 @@ import mindspore as ms
 import mindspore.amp
 import numpy as np
 import pytest
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 from mindspore.amp import DynamicLossScaleManager, FixedLossScaleManager
 from reference import (
     OPTIMIZERS,
@@ -379,3 +379,46 @@ def test_set_sense_scale_refuses_what_does_not_fit():
     for step, scale in ((make_step(), Tensor(1.0)), (make_step(manager()), 2.0), (make_step(manager()), Tensor([1.0]))):
         with pytest.raises(TypeError, match="'set_sense_scale' needs that 'scale_sense' was given"):
             step.set_sense_scale(scale)
+
+
+# -- what overflows last -----------------------------------------------------------------------------------------------
+
+
+class Slope(nn.Cell):
+    """A loss whose gradient is the mean of x, or their sum."""
+
+    def __init__(self, reduction, dtype=ms.float32):
+        super().__init__()
+        self.weight = ms.Parameter(Tensor(1.0, dtype), name="weight")
+        self.reduction = reduction
+
+    def construct(self, x):
+        losses = self.weight * x
+        return losses.sum() if self.reduction == "sum" else losses.mean()
+
+
+def five_billion(x):
+    return ops.full((), 5e9, dtype=ms.float32)
+
+
+def assert_no_update(cell, scale, x, grad_norm):
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 1.0), scale).set_train()
+    _, overflow, _ = step(x)
+    assert overflow.asnumpy()
+    assert int(step.update_count.asnumpy()) == 0
+    assert as_numpy(step.weights[0]) == 1.0
+    assert as_numpy(step.grad_norm) == pytest.approx(grad_norm)
+
+
+def test_a_gradient_that_only_the_weights_float16_cannot_hold_is_an_overflow_where_its_norm_is_finite(mode):
+    """Two micro-batches of gradient 40,000 are 80,000 in their float32 accumulator, a finite norm that is not clipped;
+    the largest number of float16 is 65,504."""
+    cell = GradAccumulationCell(Slope("sum", ms.float16), 2, reduction="sum", max_grad_norm=1e6)
+    assert_no_update(cell, Tensor(1.0, ms.float32), Tensor([4e4, 4e4], ms.float16), 8e4)
+
+
+def test_an_infinite_divisor_is_an_overflow_though_the_gradient_that_it_divides_is_finite(mode):
+    """Counts of 1e10 in all, times a scale of 1e30, are more than float32 holds. The gradient of 1e-6, times both, is
+    not; divided by infinity it would be a zero, and an update."""
+    cell = GradAccumulationCell(Slope("mean"), 2, count=five_billion, max_grad_norm=1.0)
+    assert_no_update(cell, Tensor(1e30, ms.float32), Tensor([1e-6, 1e-6], ms.float32), 0.0)

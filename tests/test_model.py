@@ -40,11 +40,11 @@ def by_step(loss_cell, optimizer):
     return ms.Model(TrainOneStepWithGradAccumulationCell(GradAccumulationCell(loss_cell, 4), optimizer))
 
 
-def fit(make_model, epochs=3, callbacks=(), optimizer="momentum", sink=False, **model_options):
+def fit(make_model, epochs=3, callbacks=(), optimizer="momentum", **model_options):
     network = make_network("dense")
     optimizer = OPTIMIZERS[optimizer](network.trainable_params())
     model = make_model(nn.WithLossCell(network, nn.CrossEntropyLoss()), optimizer)
-    model.train(epochs, data_set(), callbacks=list(callbacks), dataset_sink_mode=sink)
+    model.train(epochs, data_set(), callbacks=list(callbacks))
     return {p.name: as_numpy(p) for p in [*network.get_parameters(), *optimizer.get_parameters()]}
 
 
@@ -57,10 +57,6 @@ def assert_same(one, other):
 @pytest.mark.parametrize("make_model", [by_model, by_build_train_network, by_step])
 def test_every_way_in_equals_the_whole_batch(make_model, mode):
     assert_same(fit(make_model), fit(plain))
-
-
-def test_data_sinking_equals_the_whole_batch():
-    assert_same(fit(by_model, sink=True), fit(plain))
 
 
 # -- the hook ----------------------------------------------------------------------------------------------------------

@@ -11,14 +11,12 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
 import mindspore as ms
 import numpy as np
 import pytest
 import window_oracle as oracle
 from mindspore import nn, ops, train
-from mindspore.amp import FixedLossScaleManager
 from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
 from mindspore.train import RunContext
 from mindspore.train.callback import _InternalCallbackParam
@@ -31,7 +29,6 @@ from gaccum_ms import (
     GradAccumulationCell,
     TrainOneStepWithGradAccumulationCell,
     WindowMonitor,
-    WithBatchLossCell,
 )
 
 X = np.array([1, 2, 4], np.float32)
@@ -264,82 +261,30 @@ def test_a_window_that_another_training_began_is_recorded_as_a_whole(pynative):
 
 # -- every field, against NumPy ----------------------------------------------------------------------------------------
 
-RATES = [0.1, 0.05, 0.2, 0.1, 0.15, 0.05, 0.1, 0.2, 0.1, 0.05]
-COUNT_BOTH = (CountMask(), None)
-
-
-def of_samples(sizes, poisoned=(), seed=0):
-    """Batches of x, y and a mask that leaves some samples out, and all of the first batch's last two; `poisoned` :
-    (batch, sample) of infinite ones."""
-    random = np.random.default_rng(seed)
-    result = []
-    for number, size in enumerate(sizes):
-        x, y = random.uniform(0.5, 1.5, (2, size)).astype(np.float32)
-        mask = random.choice([0.0, 0.5, 1.0, 2.0], size).astype(np.float32)
-        mask[-2:] = number > 0
-        for batch, sample in poisoned:
-            if batch == number:
-                x[sample] = np.inf
-        result.append((x, y, mask))
-    return result
-
-
-class Case(NamedTuple):
-    """A step, and the oracle's words for it."""
-
-    plan: oracle.Plan
-    options: dict
-    network: type = oracle.Mean
-    mode: str = "pynative"
-    poisoned: tuple = ()
-    fixed_scale: bool = False  # one that the optimizer's `loss_scale` takes out of the gradient again
-
-
-def case(network=oracle.Mean, mode="pynative", poisoned=(), fixed_scale=False, scale=None, **both):
-    """Options that cell and oracle both have a word for, and some that one of them has."""
-    terms = {
-        oracle.Masked: (oracle.masked,),
-        oracle.MaskedAndMean: (oracle.masked, oracle.mean),
-        oracle.MeanAndMean: (oracle.squares, oracle.mean),
-        oracle.Spread: (oracle.spread,),
-    }.get(network, (oracle.squares,))
-    count = both.get("count")
-    plan = oracle.Plan(
-        terms,
-        both.get("loss_weights") or (1.0,) * len(terms),
-        1 if network is oracle.Spread else both["micro_size"],
-        both.get("accumulation_steps", 1),
-        network is oracle.Sum,
-        both.get("overflow") == "drop_micro_batch",
-        scale is not None and not fixed_scale,
-        scale,
-        both.get("max_grad_norm"),
-        both.pop("flushes", False),
-        count is not None,
-    )
-    if network is oracle.Sum:
-        both["reduction"] = "sum"
-    return Case(plan, both, network, mode, poisoned, fixed_scale)
-
-
 EACH_KIND = {
-    "samples": case(mode="graph", micro_size=3, max_grad_norm=0.2),
-    "samples, one micro-batch, scaled": case(micro_size=1, scale=1024.0, poisoned=[(1, 0)]),
-    "samples, a scale that the optimizer removes": case(
+    "samples": oracle.case(mode="graph", micro_size=3, max_grad_norm=0.2),
+    "samples, one micro-batch, scaled": oracle.case(micro_size=1, scale=1024.0, poisoned=[(1, 0)]),
+    "samples, a scale that the optimizer removes": oracle.case(
         micro_size=2, scale=1024.0, fixed_scale=True, max_grad_norm=0.2
     ),
-    "sum": case(oracle.Sum, micro_size=2),
-    "counts": case(oracle.Masked, "graph", [(1, 3)], micro_size=3, count=CountMask(), scale=1024.0, max_grad_norm=0.2),
-    "dropped": case(poisoned=[(0, 0), (1, 0), (1, 2), (1, 4)], micro_size=3, overflow="drop_micro_batch", scale=1024.0),
-    "dropped, counts": case(
+    "sum": oracle.case(oracle.Sum, micro_size=2),
+    "counts": oracle.case(
+        oracle.Masked, "graph", [(1, 3)], micro_size=3, count=CountMask(), scale=1024.0, max_grad_norm=0.2
+    ),
+    "dropped": oracle.case(
+        poisoned=[(0, 0), (1, 0), (1, 2), (1, 4)], micro_size=3, overflow="drop_micro_batch", scale=1024.0
+    ),
+    "dropped, counts": oracle.case(
         oracle.Masked, "jit", [(2, 1)], micro_size=2, count=CountMask(), overflow="drop_micro_batch", max_grad_norm=0.2
     ),
-    "spanning": case(mode="graph", poisoned=[(1, 1)], micro_size=2, accumulation_steps=2, scale=1024.0, flushes=True),
-    "spanning sum": case(oracle.Sum, micro_size=2, accumulation_steps=2, max_grad_norm=0.2),
-    "spanning counts": case(
+    "spanning": oracle.case(
+        mode="graph", poisoned=[(1, 1)], micro_size=2, accumulation_steps=2, scale=1024.0, flushes=True
+    ),
+    "spanning sum": oracle.case(oracle.Sum, micro_size=2, accumulation_steps=2, max_grad_norm=0.2),
+    "spanning counts": oracle.case(
         oracle.Masked, micro_size=2, accumulation_steps=2, count=CountMask(), max_grad_norm=0.2, flushes=True
     ),
-    "spanning, dropped": case(
+    "spanning, dropped": oracle.case(
         oracle.Masked,
         poisoned=[(1, 0), (2, 0), (2, 2)],
         micro_size=2,
@@ -348,12 +293,14 @@ EACH_KIND = {
         overflow="drop_micro_batch",
         flushes=True,
     ),
-    "two losses": case(
-        oracle.MaskedAndMean, "graph", micro_size=3, count=COUNT_BOTH, loss_weights=(1.0, 0.5), max_grad_norm=0.2
+    "two losses": oracle.case(
+        oracle.MaskedAndMean, "graph", micro_size=3, count=oracle.COUNT_BOTH, loss_weights=(1.0, 0.5), max_grad_norm=0.2
     ),
-    "two losses, scaled": case(oracle.MaskedAndMean, "jit", [(1, 2)], micro_size=2, count=COUNT_BOTH, scale=1024.0),
-    "two losses, samples": case(oracle.MeanAndMean, micro_size=3, loss_weights=(0.5, 2.0)),
-    "loss of the batch": case(oracle.Spread, micro_size=2, max_grad_norm=0.2, scale=1024.0),
+    "two losses, scaled": oracle.case(
+        oracle.MaskedAndMean, "jit", [(1, 2)], micro_size=2, count=oracle.COUNT_BOTH, scale=1024.0
+    ),
+    "two losses, samples": oracle.case(oracle.MeanAndMean, micro_size=3, loss_weights=(0.5, 2.0)),
+    "loss of the batch": oracle.case(oracle.Spread, micro_size=2, max_grad_norm=0.2, scale=1024.0),
 }
 
 
@@ -361,30 +308,16 @@ EACH_KIND = {
 def test_every_field_is_the_oracles(kind):
     case = EACH_KIND[kind]
     ms.set_context(mode=ms.GRAPH_MODE if case.mode == "graph" else ms.PYNATIVE_MODE)
-    network = case.network()
-    if case.network is oracle.Spread:
-        network = WithBatchLossCell(oracle.Scale(), network)
-    cell = GradAccumulationCell(network, jit=case.mode == "jit" or None, **case.options)
-    scale = case.plan.scale
-    removed = scale if case.fixed_scale else 1.0
-    optimizer = nn.Momentum(cell.trainable_params(), RATES, 0.0, loss_scale=removed)
-    if case.fixed_scale:
-        manager = FixedLossScaleManager(scale, drop_overflow_update=False)
-        model = ms.Model(cell, optimizer=optimizer, loss_scale_manager=manager)
-    else:
-        sense = None if scale is None else nn.DynamicLossScaleUpdateCell(scale, 2, 1000)
-        model = ms.Model(TrainOneStepWithGradAccumulationCell(cell, optimizer, sense))
     sizes = (5, 6, 4) if case.mode == "pynative" else (5, 5, 5)  # a graph is compiled for each size
-    epochs = [of_samples(sizes, case.poisoned)] * 2
-    columns = 1 if case.network is oracle.Spread else 3
-    data = GeneratorDataset([batch[:columns] for batch in epochs[0]], ["x", "y", "mask"][:columns], shuffle=False)
-    monitor = WindowMonitor()
+    batches = case.batches(sizes)
+    monitor, model = WindowMonitor(), case.make_model()
+    data = GeneratorDataset(batches, ["x", "y", "mask"][: len(batches[0])], shuffle=False)
     model.train(2, data, callbacks=[monitor, *([FlushAccumulation()] if case.plan.flushes else [])])
-    expected, weight = oracle.expected_records(case.plan, epochs, RATES)
+    expected, weight = oracle.expected_records(case.plan, [batches, batches])
     assert len(monitor.records) == len(expected)
     for record, fields in zip(monitor.records, expected, strict=True):
         assert_record(record, 1e-5, **fields)
-    np.testing.assert_allclose(as_numpy(optimizer.parameters[0]), weight, rtol=1e-5)
+    np.testing.assert_allclose(as_numpy(model.train_network.weights[0]), weight, rtol=1e-5)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

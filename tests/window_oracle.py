@@ -1,6 +1,6 @@
 """What `WindowMonitor` must record, worked out in NumPy: one weight, trained in windows of any kind.
 
-Nothing here is the project's: gradients are written out, windows are lists of batches, all of it in float64.
+The arithmetic has nothing of the project's: gradients are written out, windows are lists of batches, all in float64.
 """
 
 from __future__ import annotations
@@ -12,9 +12,19 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
+from mindspore.amp import FixedLossScaleManager
+
+from gaccum_ms import (
+    CountMask,
+    GradAccumulationCell,
+    TrainOneStepWithGradAccumulationCell,
+    WithBatchLossCell,
+)
 
 Batch = tuple[np.ndarray, ...]
 
+RATES = [0.1, 0.05, 0.2, 0.1, 0.15, 0.05, 0.1, 0.2, 0.1, 0.05]  # of the updates
+COUNT_BOTH = (CountMask(), None)
 # Of a record: those that ranks may share or not, and that no other test on ranks has.
 FIELDS = ("updated", "losses", "loss", "counts", "count", "loss_terms", "dropped_micro_batches", "grad_norm")
 
@@ -69,7 +79,7 @@ class Spread(nn.Cell):
 # -- the same in NumPy: mean loss, its gradient, and its items, of some samples ----------------------------------------
 
 
-def squares(w, x, y, mask):
+def squares(w, x, y, *mask):
     return np.mean((w * x - y) ** 2) / 2, np.mean((w * x - y) * x), len(x)
 
 
@@ -146,7 +156,7 @@ def sums_of(plan: Plan, term: Any, w: float, batches: Sequence[Batch]) -> Sums:
     return result
 
 
-def expected_records(plan: Plan, epochs: Sequence[Sequence[Batch]], rates: Sequence[float]) -> tuple[list, float]:
+def expected_records(plan: Plan, epochs: Sequence[Sequence[Batch]]) -> tuple[list, float]:
     """The fields of each record but ``seconds`` , and the weight in the end."""
     w, updates, scale, window, records = 1.0, 0, plan.scale, [], []
     with np.errstate(all="ignore"):
@@ -177,15 +187,83 @@ def expected_records(plan: Plan, epochs: Sequence[Sequence[Batch]], rates: Seque
                         "dropped_micro_batches": dropped,
                         "grad_norm": abs(gradient) if plan.max_norm else None,
                         "loss_scale": scale,
-                        "learning_rate": rates[updates],
+                        "learning_rate": RATES[updates],
                     }
                 )
                 if updated:
                     if plan.max_norm and abs(gradient) > plan.max_norm:
                         gradient = np.sign(gradient) * plan.max_norm
-                    w -= rates[updates] * gradient
+                    w -= RATES[updates] * gradient
                     updates += 1
                 if plan.checks and scale and (bad or dropped):
                     scale /= 2
                 window = []
     return records, w
+
+
+# -- a step, and the oracle's words for it -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    plan: Plan
+    options: dict[str, Any]  # of the cell
+    network: type
+    mode: str  # "graph", "pynative" or "jit"
+    poisoned: Sequence[tuple[int, int]]  # batches and their samples that are infinite
+    fixed_scale: bool  # one that the optimizer's `loss_scale` takes out of the gradient again
+
+    def batches(self, sizes: Sequence[int]) -> list[Batch]:
+        """x, y and a mask that leaves samples out, the last two of the first batch among them."""
+        random, result = np.random.default_rng(0), []
+        for number, size in enumerate(sizes):
+            x, y = random.uniform(0.5, 1.5, (2, size)).astype(np.float32)
+            mask = random.choice([0.0, 0.5, 1.0, 2.0], size).astype(np.float32)
+            mask[-2:] = number > 0
+            x[[sample for batch, sample in self.poisoned if batch == number]] = np.inf
+            result.append((x,) if self.network is Spread else (x, y, mask))
+        return result
+
+    def make_model(self, step_class: type = TrainOneStepWithGradAccumulationCell) -> ms.Model:
+        network, scale = self.network(), self.plan.scale
+        if self.network is Spread:
+            network = WithBatchLossCell(Scale(), network)
+        cell = GradAccumulationCell(network, jit=self.mode == "jit" or None, **self.options)
+        removed = scale if self.fixed_scale else 1.0
+        optimizer = nn.Momentum(cell.trainable_params(), RATES, 0.0, loss_scale=removed)
+        if self.fixed_scale:
+            manager = FixedLossScaleManager(scale, drop_overflow_update=False)
+            return ms.Model(cell, optimizer=optimizer, loss_scale_manager=manager)
+        sense = None if scale is None else nn.DynamicLossScaleUpdateCell(scale, 2, 1000)
+        return ms.Model(step_class(cell, optimizer, sense).set_train())
+
+
+def case(
+    network: type = Mean,
+    mode: str = "pynative",
+    poisoned: Sequence[tuple[int, int]] = (),
+    *,
+    scale: float | None = None,
+    fixed_scale: bool = False,
+    flushes: bool = False,
+    **options: Any,
+) -> Case:
+    """Of options of the cell, and of what surrounds it."""
+    terms = {Masked: (masked,), MaskedAndMean: (masked, mean), MeanAndMean: (squares, mean), Spread: (spread,)}
+    terms_of = terms.get(network, (squares,))
+    if network is Sum:
+        options["reduction"] = "sum"
+    plan = Plan(
+        terms=terms_of,
+        weights=options.get("loss_weights") or (1.0,) * len(terms_of),
+        micro_size=1 if network is Spread else options["micro_size"],
+        steps=options.get("accumulation_steps", 1),
+        is_sum=network is Sum,
+        drops=options.get("overflow") == "drop_micro_batch",
+        checks=scale is not None and not fixed_scale,
+        scale=scale,
+        max_norm=options.get("max_grad_norm"),
+        flushes=flushes,
+        counts=options.get("count") is not None,
+    )
+    return Case(plan, options, network, mode, poisoned, fixed_scale)
