@@ -3,7 +3,8 @@
 How many collectives and how many bytes, by micro_size and accumulation_steps, ours against MindSpore's own step, which
 reduces each parameter alone. Nothing is worked out by formula: collectives are those that MindSpore's profiler saw run,
 bytes those of the AllReduces in the finished graph, whose number must be the same. Then the time of a reduction by
-itself, for buffers of several sizes: what `gaccum_ms.distributed.all_reduce.BUFFER_BYTES` was chosen by.
+itself, for buffers of several sizes: what `gaccum_ms.fused_reduction.BUFFER_BYTES` was chosen by. Last, without running
+anything, how many collectives and copied bytes a large model's gradients make in buffers of several sizes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from benchmarks import report
 
 PROCESSES = 2
 NETWORKS = ("mlp", "small")  # in collectives_worker.py, which needs MindSpore
+_MEGABYTE = 2**20
 _HERE = Path(__file__).resolve().parent
 _OURS, _MINDSPORES = "gaccum_ms", "nn.TrainOneStepCell, MindSpore's reducer"
 Result = dict[str, Any]
@@ -45,6 +47,41 @@ def run(worker: Path, *arguments: str, out: Path, limit: float) -> list[Any]:
     if finished.returncode:
         raise RuntimeError(f"{worker.name} failed:\n{finished.stdout[-3000:]}{finished.stderr[-3000:]}")
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(PROCESSES)]
+
+
+def gpt(layers: int, width: int, vocabulary: int, context: int) -> list[int]:
+    """The numbers in each weight of a GPT: embeddings, then of each layer two normalisations, queries, keys, values,
+    what comes out of attention, and the two layers of the feed-forward network."""
+    norm, square, wide = [width, width], [width * width, width], [4 * width * width, 4 * width]
+    narrow = [4 * width * width, width]
+    return [vocabulary * width, context * width, *(norm + square * 4 + norm + wide + narrow) * layers, *norm]
+
+
+LARGE = {
+    "GPT-2 medium": gpt(24, 1024, 50257, 1024),
+    "GPT-3 6.7B": gpt(32, 4096, 50257, 2048),
+}
+
+
+def torch_buckets(sizes: list[int], limit: int) -> int:
+    """How many PyTorch's DistributedDataParallel makes: the last weight first, one of 1 MiB to begin with, each closed
+    by the weight that fills it."""
+    buckets, held, capacity = 0, 0, _MEGABYTE
+    for size in reversed(sizes):
+        held += size
+        if held >= capacity:
+            buckets, held, capacity = buckets + 1, 0, limit
+    return buckets + bool(held)
+
+
+def plans_table(rows: list[Result]) -> str:
+    """What is planned for a large model's gradients."""
+    title = f"{'large models, planned and not run':<44}{'buffers of':>12}{'collectives':>13}{'copied MiB':>12}"
+    lines = ["", title, "-" * len(title)]
+    for row in rows:
+        line = f"{row['model']:<44}{row['limit'] // _MEGABYTE:>8} MiB{row['collectives']:>13}"
+        lines.append(line + f"{row['copied'] / _MEGABYTE:>12.0f}  {row['note']}".rstrip())
+    return "\n".join(lines)
 
 
 def counts_table(rows: list[Result]) -> str:
@@ -106,8 +143,8 @@ def main() -> None:
     head = report.machine("Collectives per update, two processes in data parallel mode", ("mindspore", "numpy"))
     with tempfile.TemporaryDirectory(prefix="gaccum_ms_collectives_") as folder:
         settings = json.dumps([options.networks, options.micro_sizes, options.accumulation_steps, options.rounds])
-        counts, times = run(_HERE / "collectives_worker.py", settings, out=Path(folder), limit=options.limit)[0]
-    text = "\n".join([head, counts_table(counts), times_table(times), "", *targets(counts), ""])
+        counts, times, plans = run(_HERE / "collectives_worker.py", settings, out=Path(folder), limit=options.limit)[0]
+    text = "\n".join([head, counts_table(counts), times_table(times), plans_table(plans), "", *targets(counts), ""])
     print(text, end="")
     report.keep(text, options.output or report.place(f"collectives_{PROCESSES}_processes"))
 

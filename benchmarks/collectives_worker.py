@@ -19,6 +19,7 @@ from mindspore import nn, ops
 from mindspore.communication import get_group_size, get_rank, init
 from mindspore.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 
+from benchmarks.collectives import LARGE, torch_buckets
 from benchmarks.networks import CLASSES, NETWORKS
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.distributed import all_reduce as fused_reduction
@@ -177,13 +178,32 @@ def time_reductions(rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
+# -- planning ----------------------------------------------------------------------------------------------------------
+
+
+def plan() -> list[dict[str, Any]]:
+    """Of a large model's gradients: collectives, and the bytes that are copied to share them."""
+    notes = {fused_reduction.BUFFER_BYTES: "CPU", fused_reduction.DEVICE_BUFFER_BYTES: "GPU and Ascend"}
+    rows = []
+    for model, numbers in LARGE.items():
+        sizes = [4 * number for number in numbers]
+        for limit in sorted({*LIMITS.values(), *notes}):
+            buffers = fused_reduction.plan_buffers(sizes, limit)
+            copied = sum(sizes[place] for buffer in buffers if len(buffer) > 1 for place in buffer)
+            row = {"model": model, "limit": limit, "collectives": len(buffers), "copied": copied}
+            rows.append({**row, "note": notes.get(limit, "")})
+        theirs = {"model": f"{model}, PyTorch", "limit": fused_reduction.DEVICE_BUFFER_BYTES, "copied": sum(sizes)}
+        rows.append({**theirs, "collectives": torch_buckets(sizes, theirs["limit"]), "note": "its default"})
+    return rows
+
+
 def main(out: Path, networks: list[str], micro_sizes: list[int], accumulation_steps: list[int], rounds: int) -> None:
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_device("CPU")
     init()
     ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
     counts = count(out, networks, micro_sizes, accumulation_steps)
-    result = [counts, time_reductions(rounds) if rounds else []]
+    result = [counts, time_reductions(rounds) if rounds else [], plan()]
     (out / f"rank{get_rank()}.json").write_text(json.dumps(result))
     ops.AllReduce()(ms.Tensor([1.0])).asnumpy()  # a rank that leaves first breaks the others' last collective
 

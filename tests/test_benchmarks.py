@@ -617,6 +617,9 @@ def test_the_command_counts_what_two_processes_send(tmp_path):
         ["2", "2", "1", "1", f"{size + 12}"],
     ]
     assert "PASS" in finished.stdout
+    planned = [line[2:5] for line in lines if line[:2] == ["GPT-2", "medium"]]
+    assert ["4", "MiB", "147"] in planned
+    assert ["25", "MiB", "50"] in planned
 
 
 def test_the_command_compares_predicted_memory_with_the_training_processes(tmp_path):

@@ -9,8 +9,9 @@ from fused_worker import BYTES, COLLECTIVES, KINDS, LIMIT, MODES
 from reference import relative_error
 from two_ranks import Results, case, run_on_two_ranks
 
-from gaccum_ms.distributed import all_reduce as fused_reduction
-from gaccum_ms.distributed.all_reduce import FusedReducer, plan_buffers
+from benchmarks.collectives import LARGE, torch_buckets
+from gaccum_ms import fused_reduction
+from gaccum_ms.fused_reduction import FusedReducer, plan_buffers
 
 # -- the plan ----------------------------------------------------------------------------------------------------------
 
@@ -76,6 +77,25 @@ def test_comm_fusion_of_mindspore_sets_the_limit(fusion, limit):
     finally:
         ms.set_auto_parallel_context(comm_fusion={"openstate": True, "allreduce": {"mode": "auto", "config": None}})
     assert fused_reduction.buffer_bytes() == fused_reduction.BUFFER_BYTES
+
+
+ON_CPU = {"GPT-2 medium": 147, "GPT-3 6.7B": 196}
+ELSEWHERE = {"GPT-2 medium": 50, "GPT-3 6.7B": 195}
+
+
+@pytest.mark.parametrize(("device", "collectives"), [("CPU", ON_CPU), ("GPU", ELSEWHERE), ("Ascend", ELSEWHERE)])
+def test_large_models_leave_in_buffers_of_25_mib_but_on_cpu(monkeypatch, device, collectives):
+    """Of the 6.7B model most weights have 64 MiB and more, which go alone in PyTorch too."""
+    monkeypatch.setattr(fused_reduction.ms, "get_context", {"device_target": device}.get)
+    limit = fused_reduction.buffer_bytes()
+    found = {name: len(plan_buffers([4 * number for number in numbers], limit)) for name, numbers in LARGE.items()}
+    assert found == collectives
+
+
+def test_pytorchs_plan_beside_ours():
+    """Its buckets pass their limit by what fills them, ours do not: a third fewer, of up to twice the size."""
+    theirs = {name: torch_buckets([4 * number for number in numbers], 25 * 2**20) for name, numbers in LARGE.items()}
+    assert theirs == {"GPT-2 medium": 37, "GPT-3 6.7B": 194}
 
 
 # -- two ranks ---------------------------------------------------------------------------------------------------------

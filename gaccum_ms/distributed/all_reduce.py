@@ -2,7 +2,7 @@
 
 A collective costs a message to every rank, however little it carries: small gradients share a buffer, and with it the
 message. A large one goes alone, because to copy it into a buffer and back costs more than a message. How many
-collectives there are depends on the weights alone.
+collectives there are depends on the weights alone, and on the device, by what copies and messages cost there.
 
 For each gradient the result is that of MindSpore's `nn.DistributedGradReducer`, whose place it takes: float32 goes over
 the wire, whatever the gradient's dtype; ``gradients_mean`` divides by `degree`; a Parameter with
@@ -19,9 +19,13 @@ import mindspore as ms
 from mindspore import nn, ops
 from mindspore.communication import GlobalComm
 
-# Between two processes on two cores, gradients of 4 KB and of 256 KB go fastest in buffers of this size, and gradients
-# of 4 MB alone: `python -m benchmarks.collectives`. What is copied into buffers costs memory, too, until it is back.
+# On CPU. Between two processes on two cores, gradients of 4 KB and of 256 KB go fastest in buffers of this size, and
+# gradients of 4 MB alone: `python -m benchmarks.collectives`.
 BUFFER_BYTES = 4 * 2**20
+# Elsewhere, as PyTorch's DistributedDataParallel (bucket_cap_mb). A byte that shares is read and written twice, at
+# some 1.5 TB/s; a message of NCCL or HCCL takes some 30 microseconds within a host, and more between hosts. So sharing
+# is the cheaper one up to about 10 MB within a host, and 40 MB between hosts.
+DEVICE_BUFFER_BYTES = 25 * 2**20
 _WIRE_BYTES = 4  # of a float32
 _MEGABYTE = 2**20
 
@@ -62,7 +66,9 @@ def buffer_bytes() -> int:
     if not fusion["openstate"]:
         return 0
     of_gradients = fusion["allreduce"]
-    return of_gradients["config"] * _MEGABYTE if of_gradients["mode"] == "size" else BUFFER_BYTES
+    if of_gradients["mode"] == "size":
+        return of_gradients["config"] * _MEGABYTE
+    return BUFFER_BYTES if ms.get_context("device_target") == "CPU" else DEVICE_BUFFER_BYTES
 
 
 _pick = ops.MultitypeFuncGraph("gaccum_ms_pick")
@@ -138,8 +144,9 @@ class FusedReducer(nn.Cell):
             before = self.reduce_alone(ops.depend(gradients[place], before))
             result = (*result, before)
         for number in range(len(self.shared)):
-            members = self.take(gradients, self.shared[number])
-            before = self.over_ranks(ops.depend(self.concat(self.map(_flat, members)), before))
+            # Copied no sooner, so that one buffer's memory is the next one's.
+            members = ops.depend(self.take(gradients, self.shared[number]), before)
+            before = self.over_ranks(self.concat(self.map(_flat, members)))
             parts = self.map(ops.partial(_part, before), self.starts[number], self.sizes[number], members)
             result = result + parts
         return self.take(result, self.places)
