@@ -18,9 +18,14 @@ MASTER_PORT = 8118  # msrun's own default
 
 # What a batch system, an outer msrun or an outer mpirun leaves behind. MindSpore believes these before anything else.
 CLUSTER_PREFIXES = ("RANK_", "MS_SCHED_", "OMPI_", "PMIX_", "PMI_", "PRTE_")
-CLUSTER_NAMES = {"MS_ROLE", "MS_WORKER_NUM", "MS_SERVER_NUM", "MS_NODE_ID", "MS_NODE_RANK", "MS_WORKER_IP"}
+CLUSTER_NAMES = {"MS_ROLE", "MS_WORKER_NUM", "MS_SERVER_NUM", "MS_NODE_ID", "MS_NODE_RANK"}
 CLUSTER_NAMES |= {"MS_TOPO_TIMEOUT", "MS_SIMULATION_LEVEL", "MS_ENABLE_RECOVERY", "MS_RECOVERY_PATH"}
 CLUSTER_NAMES |= {"DEVICE_ID", "DEVICE_NUM", "MSRUN_CPU_LIST", "MSRUN_BIND_FILE", JOB}
+SECRET = "GACCUM_MS_SECRET"  # of the launchers alone: the ranks do not get it
+CLUSTER_NAMES |= {SECRET}
+# What a user may set for this cluster: which network card a host's ranks use, and Ascend's table of devices. They are
+# kept where they can be meant for this host.
+WORKER_IP, RANK_TABLE = "MS_WORKER_IP", "RANK_TABLE_FILE"
 THREAD_NAMES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 # How long ranks wait for one another in a collective on CPU, where MindSpore's own 30 s are less than a rank may need
@@ -31,6 +36,7 @@ NODE_TIMEOUT = "MS_NODE_TIMEOUT"  # what MindSpore takes where the other is not 
 
 # MindSpore gives up waiting this much later than the launcher, which can name who is missing.
 MINDSPORE_WAITS_LONGER_SECONDS = 60
+MINDSPORE_WAITS_SECONDS = 1_000_000  # at most: it counts in milliseconds, of 32 bits
 
 
 class LaunchError(Exception):
@@ -52,8 +58,12 @@ class Cluster:
         node_rank (int): Which of them this one is, from 0.
         master_addr (str): The address of host 0, where MindSpore's scheduler runs.
         master_port (int): The scheduler's port there. The launchers of several hosts talk through the next one.
-        start_timeout (float): Seconds that a rank may come to MindSpore's ``init()`` later than the first.
+        start_timeout (float): Seconds from the start in which all hosts must join, and all ranks come to ``init()`` .
+        end_timeout (float): Seconds for which the ranks that go on may stand still once one has ended. 0: for ever.
         tune_cpu_threads (bool): Whether each rank calls `gaccum_ms.tune_cpu` before its script.
+        rank_table_file (str): For msrun's option of this name.
+        bind_core (str): For msrun's option of this name.
+        secret (bytes): What the launchers of several hosts know each other by.
     """
 
     launcher: str = "msrun"
@@ -63,7 +73,11 @@ class Cluster:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     start_timeout: float = 600
+    end_timeout: float = 15
     tune_cpu_threads: bool = False
+    rank_table_file: str = ""
+    bind_core: str = ""
+    secret: bytes = dataclasses.field(default=b"", repr=False)
 
     @property
     def size(self) -> int:
@@ -97,6 +111,8 @@ class Cluster:
             kept), and with this Python's folder first in ``PATH``.
         """
         env = {k: v for k, v in parent.items() if k not in CLUSTER_NAMES and not k.startswith(CLUSTER_PREFIXES)}
+        env.pop(WORKER_IP, None)
+        env |= {name: parent[name] for name in (WORKER_IP, RANK_TABLE) if name in parent and not _strange(name, parent)}
         for name in THREAD_NAMES:
             env.setdefault(name, str(max(1, cores // self.processes)))
         env.setdefault("PYTHONUNBUFFERED", "1")
@@ -126,10 +142,29 @@ class Cluster:
         count = [f"--worker_num={self.size}", f"--local_worker_num={self.processes}", f"--node_rank={self.node_rank}"]
         address = [f"--master_addr={self.master_addr}", f"--master_port={self.master_port}"]
         waits = [f"--cluster_time_out={self._mindspores_timeout()}", "--join=True"]
-        return [path, *count, *address, *waits, f"--log_dir={log_dir / 'msrun'}", "--tail_worker_log=0", "python3"]
+        given = [f"--{name}={getattr(self, name)}" for name in ("rank_table_file", "bind_core") if getattr(self, name)]
+        logs = [f"--log_dir={log_dir / 'msrun'}", "--tail_worker_log=0"]
+        return [path, *count, *address, *waits, *given, *logs, "python3"]
 
     def _mindspores_timeout(self) -> int:
-        return int(self.start_timeout) + MINDSPORE_WAITS_LONGER_SECONDS
+        return int(min(self.start_timeout + MINDSPORE_WAITS_LONGER_SECONDS, MINDSPORE_WAITS_SECONDS))
+
+
+def left_out(parent: Mapping[str, str]) -> list[str]:
+    """Return, for people, which variables that a user may set for this cluster do not reach the ranks, and why."""
+    return [
+        f"{name}={parent[name]} is not passed on: {why}"
+        for name in (WORKER_IP, RANK_TABLE)
+        if (why := _strange(name, parent))
+    ]
+
+
+def _strange(name: str, parent: Mapping[str, str]) -> str:
+    """Why one of these variables cannot be meant for this host, or nothing."""
+    value = parent.get(name, "")
+    if name == WORKER_IP:
+        return "" if not value or is_local(value) else "it is no address of this host"
+    return "" if not value or Path(value).is_file() else "there is no such file"
 
 
 @contextlib.contextmanager

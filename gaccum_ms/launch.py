@@ -17,12 +17,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import errno
 import fcntl
+import importlib.util
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import types
 import uuid
@@ -36,14 +40,17 @@ if __package__ in (None, ""):  # run as a file: our package, without the __init_
     sys.modules["gaccum_ms"].__path__ = [str(Path(__file__).parent)]
 
 from gaccum_ms import gpu, rank
-from gaccum_ms.cluster import JOB, MASTER_PORT, Cluster, LaunchError, held_port
-from gaccum_ms.nodes import Link, Message, link
+from gaccum_ms.cluster import JOB, MASTER_PORT, SECRET, Cluster, LaunchError, held_port, left_out
+from gaccum_ms.command_line import Parser, seconds
+from gaccum_ms.nodes import SECRET_BYTES, Link, Message, link
 from gaccum_ms.ranks import Ranks, Reports, last_lines, rank_folder, rank_logs
 
 POLL_SECONDS = 0.2
 LOOK_SECONDS = 1.0
 PROBE_BYTES = 65536
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FOLDERS = ("1", "msrun", "mpirun", ".cuda")  # in the log folder; each launch makes its own anew
+MARK = ".made-by-gaccum_ms"  # a file in what a launch has made: a folder without it is somebody's, and stays
 
 
 def launch(cluster: Cluster, command: list[str], log_dir: Path, timeout: float = 0) -> None:
@@ -90,6 +97,9 @@ class _Launch:
             while not self._ranks.ended:
                 self._pass_on(self._news(process, timeout))
                 tail.copy()
+                if tail.unread:  # `| head` has seen enough
+                    end["error"] = f"nobody reads the output of host {self._cluster.node_rank}."
+                    raise SystemExit(128 + signal.SIGPIPE)
                 self._ranks.check(self._hosts.absent())
             end = {"end": True}
         except LaunchError as error:
@@ -105,14 +115,18 @@ class _Launch:
     def _start(self, command: list[str]) -> subprocess.Popen:
         """Start `command` on this host's ranks, and MindSpore's scheduler where the launcher does not."""
         env = self._cluster.environment(os.environ, len(os.sched_getaffinity(0))) | {JOB: self._job}
-        env |= gpu.environment(self._log_dir / ".cuda", env)
+        cuda = gpu.environment(self._log_dir / ".cuda", env)
+        if cuda:
+            _mark(self._log_dir / ".cuda")
+        env |= cuda
         prefix = self._cluster.command(self._log_dir, env)
         # -I: modules of the user's folders are not for the guard
         guard = ["-I", rank.__file__, "--guard", str(self._log_dir), *command]
+        logs = self._log_dir / self._cluster.launcher
         if self._cluster.launcher == "mpirun":
             scheduler = [sys.executable, *guard]
-            _spawn(scheduler, self._log_dir / "scheduler.log", env | {"MS_ROLE": "MS_SCHED"})
-        return _spawn([*prefix, *guard], self._log_dir / f"{self._cluster.launcher}.log", env)
+            _spawn(scheduler, logs / "scheduler.log", env | {"MS_ROLE": "MS_SCHED"})
+        return _spawn([*prefix, *guard], logs / f"{self._cluster.launcher}.log", env)
 
     def _news(self, process: subprocess.Popen, timeout: float) -> list[Message]:
         """What has happened on this host, after waiting a moment for something to happen."""
@@ -122,13 +136,16 @@ class _Launch:
         if now - self._looked > LOOK_SECONDS:
             news += self._ranks.look()
             self._looked = now
+            if self._ranks.one_is_over:
+                for number in set(self._ranks.running()) & set(self._cluster.local_ranks):
+                    self._reports.ask(number)
         for message in news:
-            if message.get("code"):
+            if message.get("code") or "fails" in message:
                 number = int(str(message["rank"]))
                 message["log"] = rank_logs(self._log_dir, number)
         if ended and (silent := self._ranks.silent(news)):
             what = f"{self._cluster.launcher} ended with exit code {process.returncode}; ranks {silent} never finished"
-            log = last_lines(self._log_dir / f"{self._cluster.launcher}.log")
+            log = last_lines(self._log_dir / self._cluster.launcher / f"{self._cluster.launcher}.log")
             news.append({"error": f"{what}{log}", "code": 1})
         if timeout and now - self._begin > timeout:
             what = f"time ran out: ranks {self._ranks.running()} had not ended after {timeout:g} s; all were ended."
@@ -140,9 +157,11 @@ class _Launch:
         if self._cluster.node_rank != 0:
             for message in news:
                 self._hosts.send(message)
-        had_leave = self._ranks.may_leave
+        had_leave, had_over = self._ranks.may_leave, self._ranks.one_is_over
         for message in [*news, *self._hosts.receive()]:
             self._ranks.note(message)
+        if self._cluster.node_rank == 0 and self._ranks.one_is_over and not had_over:
+            self._hosts.send({"over": True})
         if self._ranks.may_leave and not had_leave:
             if self._cluster.node_rank == 0:
                 self._hosts.send({"go": True})
@@ -176,19 +195,31 @@ def end_all(job: str, grace_seconds: float = 3.0) -> None:
 
 
 class Tail:
-    """Copies what is added to a file to this program's standard output."""
+    """Copies what is added to a file to this program's standard output, until nobody reads that."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: IO[bytes] | None = None
+        self.unread = False
 
     def copy(self) -> None:
         """Copy what was added since the last call."""
         if self._file is None and self._path.exists():
             self._file = self._path.open("rb")
-        if self._file is not None:
-            sys.stdout.buffer.write(self._file.read())
-            sys.stdout.flush()
+        if self._file is not None and not self.unread:
+            self.unread = not show(self._file.read())
+
+
+def show(data: bytes) -> bool:
+    """Write to standard output; tell whether somebody reads it."""
+    try:
+        sys.stdout.buffer.write(data)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        with Path(os.devnull).open("wb") as nowhere:  # for what is left in the buffer when this program ends
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -196,7 +227,7 @@ def _locked(log_dir: Path) -> Iterator[None]:
     """Make the log folder and keep other launches out of it."""
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
-        lock = (log_dir / ".lock").open("w")
+        lock = (log_dir / ".lock").open("a")
     except OSError as error:
         raise _unwritable(log_dir, error) from error
     with lock:
@@ -209,32 +240,43 @@ def _locked(log_dir: Path) -> Iterator[None]:
 
 def _prepare(cluster: Cluster, log_dir: Path) -> None:
     """Remove an older launch's logs, which would be taken for ours, and make the folders of this host's ranks."""
+    old = [log_dir / name for name in FOLDERS if os.path.lexists(log_dir / name)]
+    for folder in old:
+        if not _made_by_a_launch(folder):
+            why = f"'{folder}' was not made by a launch, and would have to be replaced"
+            raise LaunchError(f"{why}. Name another --log-dir, or move it away.", code=2)
     try:
-        for name in ("1", "msrun", ".cuda"):
-            if (log_dir / name).exists():
-                shutil.rmtree(log_dir / name)
-        for number in cluster.local_ranks:
-            rank_folder(log_dir, number).mkdir(parents=True)
-        if cluster.launcher == "msrun":
-            (log_dir / "msrun").mkdir()
+        for folder in old:
+            shutil.rmtree(folder)
+        for folder in (log_dir / cluster.launcher, *(rank_folder(log_dir, number) for number in cluster.local_ranks)):
+            folder.mkdir(parents=True)
+            _mark(folder)
     except OSError as error:
-        raise _unwritable(log_dir, error) from error
+        if error.errno != errno.ENOSPC:
+            raise _unwritable(log_dir, error) from error
     if full := _why_full(log_dir):
         raise LaunchError(full, 2)
 
 
+def _made_by_a_launch(path: Path) -> bool:
+    """Tell whether a folder is marked, or has nothing in it but such folders."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    return (path / MARK).is_file() or all(_made_by_a_launch(entry) for entry in path.iterdir())
+
+
+def _mark(folder: Path) -> None:
+    (folder / MARK).write_text("The next launch with the same --log-dir replaces this folder.\n")
+
+
 def _why_full(log_dir: Path) -> str:
     """Why the log folder takes no more data, or nothing. Ranks that cannot write fail, and cannot write why."""
-    probe = log_dir / ".probe"
     try:
-        with contextlib.closing(probe.open("wb", buffering=0)) as file:
+        with tempfile.TemporaryFile(dir=log_dir, buffering=0) as probe:
             left = PROBE_BYTES
             while left:
-                left -= file.write(bytes(left))
-        probe.unlink()
+                left -= probe.write(bytes(left))
     except OSError as error:
-        with contextlib.suppress(OSError):
-            probe.unlink()
         return f"'{log_dir}' takes no more logs: {error.strerror}. Make room there, or name another --log-dir."
     return ""
 
@@ -248,13 +290,24 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m gaccum_ms.launch", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(
+        prog="python -m gaccum_ms.launch",
+        usage="%(prog)s [options] script [its arguments]",
+        description=(__doc__ or "").splitlines()[0],
+    )
     parser.add_argument("-n", "--processes", type=int, default=8, help="number of ranks on this host (default: 8)")
+    parser.add_argument("--script", help="the program that each rank runs, where it does not come after the options")
     parser.add_argument("--launcher", choices=("msrun", "mpirun"), default="msrun", help="default: msrun")
     parser.add_argument("--log-dir", type=Path, default=Path("log_output"), help="default: log_output")
-    parser.add_argument("--timeout", type=float, default=0, help="seconds after which all is ended (default: never)")
+    parser.add_argument("--timeout", type=seconds, default=0, help="seconds after which all is ended (default: never)")
     parser.add_argument(
-        "--start-timeout", type=float, default=600, help="seconds to wait for ranks and hosts to come (default: 600)"
+        "--start-timeout", type=seconds, default=600, help="seconds in which ranks and hosts must come (default: 600)"
+    )
+    parser.add_argument(
+        "--end-timeout",
+        type=seconds,
+        default=15,
+        help="seconds for which ranks may stand still once another has ended (default: 15; 0: for ever)",
     )
     parser.add_argument("--nodes", type=int, default=1, help="number of hosts (default: 1)")
     parser.add_argument("--node-rank", type=int, default=0, help="which of them this one is, from 0")
@@ -262,19 +315,32 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--master-port", type=int, default=0, help=f"a port there, and the next (default: {MASTER_PORT}; one host: any)"
     )
+    parser.add_argument(
+        "--secret-file", type=Path, help=f"what hosts know each other by, in a file (default: the variable {SECRET})"
+    )
     names = ("--tune-cpu", "--tune-cpu-threads")  # the second is its name of before
     parser.add_argument(*names, dest="tune_cpu_threads", action="store_true", help="call gaccum_ms.tune_cpu() first")
-    parser.add_argument("script", help="the Python program that each rank runs")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
-    options = parser.parse_args(argv)
+    parser.add_argument("--rank-table-file", "--rank_table_file", default="", help="msrun's option")
+    parser.add_argument("--bind-core", "--bind_core", default="", help="msrun's option: True, or cores as JSON")
+    # What run.sh needs: the script where none is given, and which one it is.
+    parser.add_argument("--default-script", help=argparse.SUPPRESS)
+    parser.add_argument("--print-script", action="store_true", help=argparse.SUPPRESS)
+    own, rest = parser.split(argv)
+    options = parser.parse_args(own)
+    if options.script is None:
+        if rest and not rest[0].startswith("-"):
+            options.script = rest.pop(0)
+        elif options.default_script is not None:
+            options.script = options.default_script
+        else:
+            parser.error(f"there is no option {rest[0]}" if rest else "the script is missing")
+    options.args = rest
     if options.processes < 1:
         parser.error(f"--processes must be at least 1, but got {options.processes}")
     if not Path(options.script).is_file():
         parser.error(f"no such script: {options.script}")
-    if options.timeout < 0:
-        parser.error(f"--timeout must be 0, for never, or more, but got {options.timeout:g}")
-    if options.start_timeout <= 0:
-        parser.error(f"--start-timeout must be greater than 0, but got {options.start_timeout:g}")
+    if options.start_timeout == 0:
+        parser.error("--start-timeout must be greater than 0, but got 0")
     if not 0 <= options.node_rank < options.nodes:
         parser.error(f"--node-rank must be from 0 to --nodes - 1 = {options.nodes - 1}, but got {options.node_rank}")
     if not 0 <= options.master_port < 65535:
@@ -285,24 +351,73 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         if options.master_addr == "127.0.0.1":
             parser.error("--nodes needs --master-addr, an address of host 0 that the other hosts can reach")
         options.master_port = options.master_port or MASTER_PORT
+    for name, value in (("--rank-table-file", options.rank_table_file), ("--bind-core", options.bind_core)):
+        if value and options.launcher == "mpirun":
+            parser.error(f"{name} needs --launcher msrun")
+    if options.rank_table_file:
+        if not Path(options.rank_table_file).is_file():
+            parser.error(f"--rank-table-file: no such file: {options.rank_table_file}")
+        options.rank_table_file = str(Path(options.rank_table_file).resolve())
+    if options.bind_core and options.bind_core.lower() not in ("true", "false") and not _is_object(options.bind_core):
+        parser.error(f"--bind-core must be True, False or a JSON object, but got {options.bind_core}")
+    try:
+        options.secret = _secret(options.secret_file)
+    except ValueError as error:
+        parser.error(str(error))
     return options
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
+def _secret(file: Path | None) -> bytes:
+    """What the hosts know each other by; nothing where there is none."""
+    if file is None:
+        name, secret = SECRET, os.environ.get(SECRET, "").strip().encode()
+        if not secret:
+            return b""
+    else:
+        name = "--secret-file"
+        try:
+            secret = file.read_bytes().strip()
+        except OSError as error:
+            raise ValueError(f"--secret-file: cannot read '{file}': {error.strerror}") from None
+    if len(secret) < SECRET_BYTES:
+        raise ValueError(f"{name} must hold at least {SECRET_BYTES} characters, but got {len(secret)}")
+    return secret
 
 
 def main(argv: list[str] | None = None) -> int:
     """Read the command line, launch, and return the exit code."""
     options = _parse(sys.argv[1:] if argv is None else argv)
+    if options.print_script:
+        show(f"{options.script}\n".encode())
+        return 0
+    if importlib.util.find_spec("psutil") is None:
+        print("error: 'psutil' is not installed (pip install psutil).", file=sys.stderr)
+        return 2
     for number in SIGNALS:
         signal.signal(number, _stop)
     log_dir = options.log_dir.resolve()
     names = [field.name for field in dataclasses.fields(Cluster)]
     cluster = Cluster(**{name: getattr(options, name) for name in names})
+    for variable in left_out(os.environ):
+        print(f"note: {variable}", file=sys.stderr)
+    if cluster.nodes > 1 and cluster.node_rank == 0 and not cluster.secret:
+        who = f"whoever can reach {cluster.master_addr}, port {cluster.master_port + 1}, can end this launch"
+        print(f"note: without {SECRET} or --secret-file {who}", file=sys.stderr)
     begin = time.monotonic()
     try:
         launch(cluster, [options.script, *options.args], log_dir, options.timeout)
     except LaunchError as error:
         print(f"error: {error}\nlogs: {log_dir}", file=sys.stderr)
         return error.code
-    print(f"{cluster.size} ranks finished in {time.monotonic() - begin:.0f} s; logs: {rank_folder(log_dir, 'N')}")
+    seconds_taken = time.monotonic() - begin
+    show(f"{cluster.size} ranks finished in {seconds_taken:.0f} s; logs: {rank_folder(log_dir, 'N')}\n".encode())
     return 0
 
 

@@ -2,31 +2,48 @@
 
 The others send what happens to their ranks and host 0 decides, so that all hosts end together, with the same error. A
 host that is lost (its launcher killed, its power cut, the network gone) is noticed by its connection.
+
+Who connects must show first that it knows the hosts' secret, and host 0 shows it in turn, without either sending it:
+
+    host 0 to other:  random 0
+    other to host 0:  random 1, HMAC(secret, "other" + random 0 + random 1)
+    host 0 to other:  HMAC(secret, "host 0" + random 0 + random 1)
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
+import secrets
 import select
 import socket
+import sys
 import time
 
-from gaccum_ms.cluster import Cluster, LaunchError, bind, is_local
+from gaccum_ms.cluster import SECRET, Cluster, LaunchError, bind, is_local
 
 Message = dict[str, object]
 
 CONNECT_SECONDS = 1.0
 SEND_SECONDS = 10.0
 LOST_AFTER_SECONDS = 20  # a host that answers nothing for so long is lost
+SECRET_BYTES = 16  # at least
+STRANGERS = 32  # connections at a time that have not shown that they know the secret
+STRANGER_SECONDS = 10.0  # in which to show it
+STRANGER_BYTES = 256  # in which to show it
+MESSAGE_BYTES = 4 << 20  # the ends of a few logs, in JSON
+REFUSED = b"refused"
 
 
 class Wire:
-    """One connection: messages as lines of JSON."""
+    """One connection: lines, of which those after the first are messages in JSON."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._buffer = b""
+        self._limit = STRANGER_BYTES
+        self.trusted = False
         self.closed = False
         connection.settimeout(SEND_SECONDS)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -38,28 +55,57 @@ class Wire:
         ):
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
+    def trust(self) -> None:
+        """From here on, take messages."""
+        self.trusted, self._limit = True, MESSAGE_BYTES
+
     def send(self, message: Message) -> None:
         """Send a message; a connection that does not take it is closed."""
+        self.send_line(json.dumps(message).encode())
+
+    def send_line(self, line: bytes) -> None:
+        """Send a line; a connection that does not take it is closed."""
         try:
-            self._socket.sendall(json.dumps(message).encode() + b"\n")
+            self._socket.sendall(line + b"\n")
         except OSError:
             self.closed = True
 
+    def line(self, seconds: float = 0.0) -> bytes:
+        """Return the next line, after waiting at most `seconds` for it; nothing if none has come."""
+        give_up = time.monotonic() + seconds
+        while True:
+            self._read(max(0.0, give_up - time.monotonic()))
+            line, newline, rest = self._buffer.partition(b"\n")
+            if newline:
+                self._buffer = rest
+                return line
+            if self.closed or time.monotonic() >= give_up:
+                return b""
+
     def receive(self) -> list[Message]:
         """Return the messages that have come; does not wait for more. Who talks something else is cut off."""
-        try:
-            while not self.closed and select.select([self._socket], [], [], 0)[0]:
-                data = self._socket.recv(65536)
-                self._buffer += data
-                self.closed = not data
-        except OSError:
-            self.closed = True
+        self._read()
         *lines, self._buffer = self._buffer.split(b"\n")
         try:
             return [dict(json.loads(line)) for line in lines]
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             self.closed = True
             return []
+
+    def _read(self, seconds: float = 0.0) -> None:
+        """Read what has come, or the first of it within `seconds`; who sends a line without an end is cut off."""
+        try:
+            while not self.closed and select.select([self._socket], [], [], seconds)[0]:
+                seconds = 0.0
+                data = self._socket.recv(min(65536, self._limit + 1 - len(self._buffer)))
+                self._buffer += data
+                self.closed = not data
+                if len(self._buffer) > self._limit:
+                    if b"\n" not in self._buffer:
+                        self.closed, self._buffer = True, b""
+                    return
+        except OSError:
+            self.closed = True
 
     def close(self) -> None:
         """Close the connection."""
@@ -100,7 +146,8 @@ class Host0(Link):
 
     def __enter__(self) -> Link:
         self._wires: dict[int, Wire] = {}
-        self._unknown: list[Wire] = []
+        self._unknown: dict[Wire, tuple[bytes, float]] = {}  # and what was sent it, and when
+        self._refused = False
         address = self.cluster.master_addr
         self._listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -123,11 +170,17 @@ class Host0(Link):
 
     def receive(self) -> list[Message]:
         with contextlib.suppress(BlockingIOError):
-            while True:
-                self._unknown.append(Wire(self._listener.accept()[0]))
+            while len(self._unknown) < STRANGERS:
+                wire, random = Wire(self._listener.accept()[0]), secrets.token_hex(16).encode()
+                wire.send_line(random)
+                self._unknown[wire] = random, time.monotonic()
         messages = []
-        for wire in list(self._unknown):
-            messages += self._join(wire)
+        for wire, (random, since) in list(self._unknown.items()):
+            if wire.trusted or self._knows_secret(wire, random):
+                messages += self._join(wire)
+            elif wire.closed or time.monotonic() - since > STRANGER_SECONDS:
+                del self._unknown[wire]
+                wire.close()
         for node, wire in self._wires.items():
             messages += wire.receive()
             if wire.closed and not any("error" in message for message in messages):
@@ -135,18 +188,35 @@ class Host0(Link):
                 raise LaunchError(f"{who} is lost: its launcher was killed or cannot be reached.")
         return messages
 
+    def _knows_secret(self, wire: Wire, random: bytes) -> bool:
+        """Tell whether a connection has shown that it knows the secret; close one that does not."""
+        line = wire.line()
+        if not line:
+            return False
+        theirs, _, proof = line.partition(b" ")
+        if not hmac.compare_digest(proof, _proof(self.cluster.secret, b"other", random, theirs)):
+            wire.send_line(REFUSED)
+            wire.closed = True
+            if not self._refused:
+                print("note: a connection was refused that does not know the secret of this launch.", file=sys.stderr)
+                self._refused = True
+            return False
+        wire.send_line(_proof(self.cluster.secret, b"host 0", random, theirs))
+        wire.trust()
+        return True
+
     def _join(self, wire: Wire) -> list[Message]:
         """Take in a launcher that has said who it is; return what else it has said."""
         messages = wire.receive()
         if messages or wire.closed:
-            self._unknown.remove(wire)
+            del self._unknown[wire]
         if not messages:
             return []
         who, *others = messages
         node = who.get("node")
         theirs = f"--nodes {who.get('nodes')} --processes {who.get('processes')}"
         ours = f"--nodes {self.cluster.nodes} --processes {self.cluster.processes}"
-        if theirs == ours and node not in self._wires:
+        if theirs == ours and node in self.absent():
             self._wires[int(str(node))] = wire
             return others
         if theirs != ours:
@@ -199,17 +269,45 @@ class OtherHost(Link):
     def _connect(self) -> None:
         address = self.cluster.master_addr, self.cluster.master_port + 1
         try:
-            self._wire = Wire(socket.create_connection(address, timeout=CONNECT_SECONDS))
+            wire = Wire(socket.create_connection(address, timeout=CONNECT_SECONDS))
+            self._show_secret(wire)
         except OSError as error:
             if time.monotonic() > self._give_up:
                 why = f"no launcher of host 0 answers at {address[0]}, port {address[1]} ({error})"
                 waited = f"after {self.cluster.start_timeout:g} s. Start it there with --node-rank 0."
                 raise LaunchError(f"{why}, {waited}", code=124) from None
             return
+        self._wire = wire
         who: Message = {"node": self.cluster.node_rank}
         who |= {"nodes": self.cluster.nodes, "processes": self.cluster.processes}
         for message in [who, *self._waiting]:
             self._wire.send(message)
+
+    def _show_secret(self, wire: Wire) -> None:
+        """Show host 0 that this one knows the secret, and have it show the same.
+
+        Raises:
+            OSError: If it does not answer.
+            LaunchError: If its secret is another.
+        """
+        theirs, ours = wire.line(STRANGER_SECONDS), secrets.token_hex(16).encode()
+        if theirs:
+            wire.send_line(ours + b" " + _proof(self.cluster.secret, b"other", theirs, ours))
+        answer = theirs and wire.line(STRANGER_SECONDS)
+        if not answer:
+            wire.close()
+            raise OSError("it does not talk as a launcher does")
+        if not hmac.compare_digest(answer, _proof(self.cluster.secret, b"host 0", theirs, ours)):
+            wire.close()
+            here = "this host's" if self.cluster.secret else "none, as here"
+            why = f"the secret of host 0 at {self.cluster.master_addr} is not {here}"
+            raise LaunchError(f"{why}; {SECRET} or --secret-file must be the same on all hosts.", code=2)
+        wire.trust()
+
+
+def _proof(secret: bytes, who: bytes, random_0: bytes, random_1: bytes) -> bytes:
+    """What only one who knows the secret can say, in answer to two random words."""
+    return hmac.new(secret, b" ".join((who, random_0, random_1)), "sha256").hexdigest().encode()
 
 
 def link(cluster: Cluster) -> Link:

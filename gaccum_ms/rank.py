@@ -3,8 +3,10 @@
 The launcher starts ``rank.py --guard LOG_DIR SCRIPT ...`` for each rank. The guard keeps the rank's output in
 ``LOG_DIR/1/rank.N/stdout`` and ``stderr``, tells the launcher its process id and its exit code, whichever of msrun and
 mpirun stands between them, and ends it when the launcher is gone. It starts ``rank.py SCRIPT ...``, which runs the
-script as Python would, and at its end waits for the other ranks: one that leaves first can break the collective that
-the others are still in, because what it sent them goes with it.
+script as Python would. It tells the launcher that the script has failed, or has come to its end, before the process
+ends, which may take long: Python waits for threads. At its end it waits for the other ranks: one that leaves first can
+break the collective that the others are still in, because what it sent them goes with it. While the script runs, a
+thread answers the launcher, which wants to know whether a rank stands still once another has ended.
 """
 
 from __future__ import annotations
@@ -16,8 +18,11 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 import types
 from pathlib import Path
+from types import FrameType
 
 TUNE = "GACCUM_MS_TUNE_CPU_THREADS"  # set: call tune_cpu() before the script
 JOB = "GACCUM_MS_JOB"  # "<pid of the launcher>-<random>": marks all processes of one launch
@@ -26,6 +31,9 @@ SCHEDULER = -1  # MindSpore's scheduler is no rank, but is guarded as one
 # How long a rank at its end waits for the others at most. Those that are still in the last collective with it need a
 # moment; one that has started another would wait for ever for a rank that never comes to it, and must fail.
 MEET_SECONDS = 10.0
+
+LET_GO, ASK = b"!", b"?"  # what the launcher sends a rank: it may leave; it is to say whether it stands still
+IDLE_SHARE = 0.02  # of one core: a process that uses less does not compute
 
 
 def tell(job: str, **message: object) -> None:
@@ -78,6 +86,7 @@ def _alive(stat: Path) -> bool:
 def run(script: str, arguments: list[str]) -> None:
     """Run a script as ``python script`` does; if it ends well, wait for the other ranks."""
     job, role, rank = (os.environ.get(name, "") for name in (JOB, "MS_ROLE", "RANK_ID"))
+    launcher = None if role == "MS_SCHED" else _Launcher(job, int(rank))
     path = Path(script).absolute()
     main = types.ModuleType("__main__")
     vars(main).update(__file__=str(path), __builtins__=builtins)
@@ -85,26 +94,105 @@ def run(script: str, arguments: list[str]) -> None:
     sys.argv = [script, *arguments]
     if not getattr(sys.flags, "safe_path", False):  # with it, Python puts no script's folder there
         sys.path[0] = str(path.resolve().parent)
-    code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     if os.environ.pop(TUNE, None) and role != "MS_SCHED":  # not for what the script starts in its turn
         from gaccum_ms import tune_cpu
 
         print(tune_cpu(), flush=True)
     try:
-        exec(code, vars(main))
-    except SystemExit as end:
-        if end.code not in (None, 0):
-            raise
-    if role != "MS_SCHED":
-        _wait_for_others(job, rank)
+        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(main))
+        code = 0
+    except KeyboardInterrupt:
+        if launcher is not None:
+            launcher.failed(130)
+        raise  # Python ends such a process by a signal
+    except BaseException as error:
+        code = _show(error)
+    if launcher is not None:
+        launcher.failed(code) if code else launcher.wait_for_others()
+    if code:
+        sys.exit(code)
 
 
-def _wait_for_others(job: str, rank: str) -> None:
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as to_launcher:
-        to_launcher.settimeout(MEET_SECONDS)
-        to_launcher.bind(f"\0{job}-{rank}")
-        to_launcher.sendto(json.dumps({"rank": int(rank), "at_end": True}).encode(), f"\0{job}")
-        to_launcher.recv(1)
+def _show(error: BaseException) -> int:
+    """Print what Python prints of an exception that ends a script, and return the exit code."""
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            return (error.code or 0) & 0xFF
+        print(error.code, file=sys.stderr, flush=True)
+        return 1
+    traceback = error.__traceback__ and error.__traceback__.tb_next  # without our own line, the first
+    sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+    return 1
+
+
+class _Launcher:
+    """A rank's talk with the launcher."""
+
+    def __init__(self, job: str, rank: int) -> None:
+        self._job, self._rank = job, rank
+        self._let_go = threading.Event()
+        self._frame: FrameType | None = None
+        self._place = 0
+        self._since = self._asked = self._busy = 0.0
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        with contextlib.suppress(OSError):
+            self._socket.bind(f"\0{job}-{rank}")
+            threading.Thread(target=self._answer, name="gaccum_ms", daemon=True).start()
+
+    def failed(self, code: int) -> None:
+        """Say that the script has failed; threads and exit handlers may keep the process for a while."""
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # the script may have closed it
+                stream.flush()
+        tell(self._job, rank=self._rank, fails=code)
+
+    def wait_for_others(self) -> None:
+        """Say that the script has come to its end, and wait until the others have."""
+        tell(self._job, rank=self._rank, at_end=True)
+        self._let_go.wait(MEET_SECONDS)
+
+    def _answer(self) -> None:
+        with contextlib.suppress(OSError):
+            while word := self._socket.recv(1):
+                if word == LET_GO:
+                    self._let_go.set()
+                elif word == ASK:
+                    seconds, place = self._stands_still()
+                    tell(self._job, rank=self._rank, still=seconds, place=place)
+
+    def _stands_still(self) -> tuple[float, str]:
+        """For how long the main thread has stood still while the launcher asked, and where in the script.
+
+        It does in one and the same call of MindSpore, but of its compiler, whether it computes or not: CPU ranks wait
+        for each other busily. Elsewhere it does where neither this process computes nor a child of it runs.
+        """
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        now, busy = time.monotonic(), time.process_time()
+        moved = frame is None or frame is not self._frame or frame.f_lasti != self._place
+        if frame is not None and not (_in_mindspore(frame) and "compile" not in frame.f_code.co_name):
+            moved = moved or busy - self._busy > IDLE_SHARE * (now - self._asked) or _has_children()
+        if moved:
+            self._since = now
+        # The frame itself is kept, not its address: that may be another call's a second later.
+        self._frame, self._place, self._asked, self._busy = frame, frame.f_lasti if frame else 0, now, busy
+        while frame is not None and frame.f_back is not None and _in_mindspore(frame):
+            frame = frame.f_back
+        return now - self._since, f"{frame.f_code.co_filename}, line {frame.f_lineno}" if frame else ""
+
+
+def _in_mindspore(frame: FrameType) -> bool:
+    """Tell whether code of MindSpore runs, and not its datasets, which wait for files and for children."""
+    home = os.path.dirname(getattr(sys.modules.get("mindspore"), "__file__", None) or "")
+    file = frame.f_code.co_filename
+    return bool(home) and file.startswith(home + os.sep) and not file.startswith(os.path.join(home, "dataset", ""))
+
+
+def _has_children() -> bool:
+    for path in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # that thread has ended
+            if path.read_text().strip():
+                return True
+    return False
 
 
 if __name__ == "__main__":

@@ -12,12 +12,16 @@ from pathlib import Path
 
 from gaccum_ms.cluster import Cluster, LaunchError
 from gaccum_ms.nodes import Message
-from gaccum_ms.rank import SCHEDULER
+from gaccum_ms.rank import ASK, LET_GO, SCHEDULER
 
 TAIL_LINES = 20
 TAIL_LINE_BYTES = 2000
 SCHEDULER_GRACE_SECONDS = 5.0  # a mistake that ends a rank may end the scheduler sooner; the rank says more
 HOST_0_GRACE_SECONDS = 10.0  # a rank may fail before host 0, which should hear of it, is there
+EXIT_SECONDS = 5.0  # for the exit handlers of a script that has failed; then its process is ended
+STOPPED_SECONDS = 15.0  # a rank may be stopped for so long (SIGSTOP), and go on
+LONG_OVER_SECONDS = 2.0  # a rank that has ended so long before another failed may be why
+NAMES = 4  # of ranks in an error, at most
 
 
 class Reports:
@@ -46,8 +50,15 @@ class Reports:
 
     def let_go(self, rank: int) -> None:
         """Tell a rank that waits at its end that it may leave."""
+        self._send(rank, LET_GO)
+
+    def ask(self, rank: int) -> None:
+        """Have a rank say whether it stands still."""
+        self._send(rank, ASK)
+
+    def _send(self, rank: int, word: bytes) -> None:
         with contextlib.suppress(OSError):
-            self._socket.sendto(b"!", f"\0{self._job}-{rank}")
+            self._socket.sendto(word, f"\0{self._job}-{rank}")
 
 
 class Ranks:
@@ -63,15 +74,18 @@ class Ranks:
         self._log_dir = log_dir
         self._pids: dict[int, int] = {}
         self._in_init: set[int] = set()  # have come to init()
-        self._at_end: set[int] = set()
+        self._over: dict[int, float] = {}  # have come to their end, or ended with exit code 0, and when
+        self._fails: dict[int, tuple[int, float, str]] = {}  # exit code to come, when it was told, and the log
         self._codes: dict[int, int] = {}
+        self._stopped: dict[int, float] = {}  # and since when
+        self._still: dict[int, tuple[float, str]] = {}  # for how many seconds they have stood still, and where
         self._error: LaunchError | None = None
         self._failed = 0.0
         self._begin = time.monotonic()
-        self._first_in_init = 0.0
         self._scheduler_failed = 0.0
         self.ended = False
         self.may_leave = False
+        self.one_is_over = False
 
     def note(self, message: Message) -> None:
         """Take in a message of a guard, of a rank, or of another host's launcher."""
@@ -79,23 +93,31 @@ class Ranks:
         if "pid" in message:
             self._pids[rank] = int(str(message["pid"]))
         if "in_init" in message:
-            self._first_in_init = self._first_in_init or time.monotonic()
             self._in_init.add(rank)
-        if "at_end" in message:
-            self._at_end.add(rank)
+        if "stopped" in message:
+            self._stopped.pop(rank, None)
+            if message["stopped"]:
+                self._stopped[rank] = time.monotonic()
+        if "still" in message:
+            self._still[rank] = float(str(message["still"])), str(message["place"])
+        if "at_end" in message or ("code" in message and code == 0 and rank != SCHEDULER):
+            self._over.setdefault(rank, time.monotonic())
+        if "fails" in message:
+            self._fails.setdefault(rank, (int(str(message["fails"])), time.monotonic(), str(message.get("log", ""))))
         if "rank" in message and "code" in message:
             self._codes[rank] = code
+            self._stopped.pop(rank, None)
             if code and rank == SCHEDULER:
                 self._scheduler_failed = time.monotonic()
             elif code:
-                why = f"rank {rank}{self._host(rank)} failed with {_exit_code(code)}; all ranks were ended."
-                self._fail(why + str(message.get("log", "")))
+                self._fail(self._why_failed(rank, code, str(message.get("log", ""))))
         if "end" in message:  # from host 0, which knows what was first on all hosts
             self._error = None
         if message.get("error"):
             self._fail(str(message["error"]), code)
         every = range(self._cluster.size)
-        self.may_leave = self.may_leave or "go" in message or self._at_end | self._codes.keys() >= set(every)
+        self.one_is_over = self.one_is_over or "over" in message or bool(self._over)
+        self.may_leave = self.may_leave or "go" in message or self._over.keys() | self._codes.keys() >= set(every)
         self.ended = self.ended or "end" in message or all(self._codes.get(rank) == 0 for rank in every)
 
     def _fail(self, why: str, code: int = 1) -> None:
@@ -103,13 +125,33 @@ class Ranks:
         self._failed = self._failed or time.monotonic()
         self._error = self._error or LaunchError(why, code)
 
+    def _why_failed(self, rank: int, code: int, log: str) -> str:
+        """Why the launch fails when this rank's process has: others may have failed, stopped or ended before."""
+        earlier = min(self._fails, key=lambda other: self._fails[other][1], default=rank)
+        if earlier != rank:
+            rank, (code, _, log) = earlier, self._fails[earlier]
+        why = f"{self._names([rank])} failed with {_exit_code(code)}"
+        stopped, now = sorted(self._stopped.keys() - {rank}), time.monotonic()
+        over = [other for other, since in sorted(self._over.items()) if now - since > LONG_OVER_SECONDS]
+        if stopped:
+            why = f"{self._names(stopped)} {_is(stopped)} stopped (SIGSTOP), and {why}"
+        elif over:
+            seconds = now - min(self._over.values())
+            why += f", {seconds:.0f} s after {self._names(over)} had ended with exit code 0"
+        return f"{why}; all ranks were ended.{log}"
+
     def _host(self, rank: int) -> str:
         return f" on host {rank // self._cluster.processes}" if self._cluster.nodes > 1 else ""
+
+    def _names(self, ranks: list[int]) -> str:
+        """Ranks, for people."""
+        more = [f"{len(ranks) - NAMES} more"] if len(ranks) > NAMES else []
+        return ", ".join([f"rank {rank}{self._host(rank)}" for rank in ranks[:NAMES]] + more)
 
     def running(self) -> list[int]:
         """The ranks of which this host knows that they have not come to their end."""
         known = range(self._cluster.size) if self._cluster.node_rank == 0 else self._cluster.local_ranks
-        return [rank for rank in known if rank not in self._codes and rank not in self._at_end]
+        return [rank for rank in known if rank not in self._codes and rank not in self._over]
 
     def silent(self, news: list[Message]) -> list[int]:
         """This host's ranks of which no exit code has come, not in `news` either."""
@@ -117,16 +159,25 @@ class Ranks:
         return [rank for rank in self._cluster.local_ranks if rank not in told]
 
     def look(self) -> list[Message]:
-        """Look which of this host's ranks have come to ``init()``: that connects them to MindSpore's scheduler."""
+        """Look what this host's ranks do: which have come to ``init()``, are stopped, or fail and do not end."""
         import psutil
 
         found: list[Message] = []
         for rank, pid in self._pids.items():
-            if rank not in self._in_init and rank not in self._codes:
-                with contextlib.suppress(psutil.Error):
-                    ports = [c.raddr.port for c in psutil.Process(pid).net_connections("tcp") if c.raddr]
+            if rank in self._codes:
+                continue
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                stopped = process.status() == psutil.STATUS_STOPPED
+                if stopped != (rank in self._stopped):
+                    found.append({"rank": rank, "stopped": stopped})
+                if rank not in self._in_init:  # which connects it to MindSpore's scheduler
+                    ports = [c.raddr.port for c in process.net_connections("tcp") if c.raddr]
                     if self._cluster.master_port in ports:
                         found.append({"rank": rank, "in_init": True})
+            code, since, _ = self._fails.get(rank, (0, 0.0, ""))
+            if code and time.monotonic() - since > EXIT_SECONDS:
+                found.append({"rank": rank, "code": code})
         return found
 
     def check(self, absent: list[int]) -> None:
@@ -148,11 +199,25 @@ class Ranks:
         if absent and now - self._begin > limit:
             hosts = ", ".join(f"{node} (ranks {self._cluster.names_of(node)})" for node in absent)
             raise LaunchError(f"hosts that did not join within {limit:g} s: {hosts}; all ranks were ended.", code=124)
-        missing = sorted(set(range(self._cluster.size)) - self._in_init - self._at_end - self._codes.keys())
-        if self._in_init and missing and now - self._first_in_init > limit:
-            names = ", ".join(f"rank {rank}{self._host(rank)}" for rank in missing)
-            why = f"did not come to init() within {limit:g} s of the first: {names}; all ranks were ended."
-            raise LaunchError(why + "".join(rank_logs(self._log_dir, rank) for rank in missing), code=124)
+        missing = [rank for rank in self.running() if rank not in self._in_init]
+        if missing and now - self._begin > limit:
+            why = f"did not come to init() within {limit:g} s: {self._names(missing)}; all ranks were ended."
+            if len(missing) == self._cluster.size:
+                why += " A script that never calls init() needs a longer --start-timeout."
+            raise LaunchError(why + "".join(rank_logs(self._log_dir, rank) for rank in missing[:NAMES]), code=124)
+        self._check_others_wait(now)
+
+    def _check_others_wait(self, now: float) -> None:
+        """Raise an error if ranks wait for one that will not come: it is stopped, or it has ended."""
+        stopped = [rank for rank, since in sorted(self._stopped.items()) if now - since > STOPPED_SECONDS]
+        if stopped and len(self._stopped) < self._cluster.size:  # a launch that is stopped as a whole may wait
+            why = f"{self._names(stopped)} {_is(stopped)} stopped (SIGSTOP) for {STOPPED_SECONDS:g} s"
+            raise LaunchError(f"{why}, and others go on; all ranks were ended.")
+        limit, going = self._cluster.end_timeout, self.running()
+        if limit and self._over and going and all(self._still.get(rank, (0, ""))[0] >= limit for rank in going):
+            why = f"{self._names(sorted(self._over))} ended with exit code 0, and {self._names(going)} {_has(going)}"
+            where = f"stood still for {limit:g} s since (in {self._still[going[0]][1]}); all ranks were ended."
+            raise LaunchError(f"{why} {where} If that is meant, give --end-timeout 0.")
 
 
 def rank_folder(log_dir: Path, rank: int | str) -> Path:
@@ -177,7 +242,15 @@ def last_lines(path: Path, count: int = TAIL_LINES) -> str:
 
 
 def _scheduler_logs(log_dir: Path) -> list[Path]:
-    return [log_dir / "msrun" / "scheduler.log", log_dir / "scheduler.log"]
+    return [log_dir / launcher / "scheduler.log" for launcher in ("msrun", "mpirun")]
+
+
+def _is(ranks: list[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"
+
+
+def _has(ranks: list[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
 
 
 def _exit_code(code: int) -> str:

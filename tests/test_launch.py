@@ -283,11 +283,40 @@ def test_a_full_disk_is_named(tmp_path, size, code):
 
 def test_logs_of_an_older_launch_with_more_ranks_are_removed(tmp_path):
     script = write(tmp_path / "script.py", "")
-    old = tmp_path / "log_output" / "1" / "rank.5"
-    old.mkdir(parents=True)
-    (old / "stdout").write_text("an older launch's")
-    assert Launched(script, "-n", "1").finish().returncode == 0
-    assert not old.exists()
+    for ranks in ("2", "1"):
+        assert Launched(script, "-n", ranks).finish().returncode == 0
+        assert (tmp_path / "log_output" / "1" / "rank.1").exists() == (ranks == "2")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["1/results.txt", "1/rank.0/results.txt", "msrun/notes.txt", "mpirun/a/b", ".cuda/lib", "1"],
+    ids=lambda path: path.replace("/", "-"),
+)
+def test_a_folder_that_no_launch_made_is_not_replaced(tmp_path, path):
+    """Nor the files that lie beside it; and the launch says so before it starts or removes anything."""
+    script, runs = write(tmp_path / "script.py", ""), tmp_path / "runs"
+    (runs / "1" / "rank.7").mkdir(parents=True) if path != "1" else runs.mkdir()
+    files = [runs / path, *(runs / name for name in (".lock", ".probe", "msrun.log", "scheduler.log"))]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("mine")
+    done = Launched(script, "-n", "1", "--log-dir", "runs").finish()
+    assert done.returncode == 2
+    assert f"'{runs / path.split('/')[0]}' was not made by a launch, and would have to be replaced" in done.stderr
+    assert [file.read_text() for file in files] == ["mine"] * len(files)
+    assert path == "1" or (runs / "1" / "rank.7").exists()
+
+
+def test_a_link_to_a_folder_of_a_launch_is_not_followed(tmp_path):
+    script = write(tmp_path / "script.py", "")
+    assert Launched(script, "-n", "1", "--log-dir", "kept").finish().returncode == 0
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "1").symlink_to(tmp_path / "kept" / "1")
+    done = Launched(script, "-n", "1", "--log-dir", "runs").finish()
+    assert done.returncode == 2
+    assert "was not made by a launch" in done.stderr
+    assert (tmp_path / "kept" / "1" / "rank.0" / "stdout").exists()
 
 
 def test_a_launcher_that_is_not_installed_is_named(tmp_path):
