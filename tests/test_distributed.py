@@ -8,16 +8,16 @@ import pytest
 from distributed_worker import PER_RANK, UPDATES
 from mindspore import nn
 from reference import OPTIMIZERS, as_numpy, batches, make_network, relative_error, train
-from two_ranks import Results, case, run_on_two_ranks
+from two_ranks import Results, case
 
 pytestmark = pytest.mark.distributed
 TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> list[Results]:
-    """What each of two ranks got, by case."""
-    return run_on_two_ranks("distributed_worker.py", tmp_path_factory.mktemp("ranks"))
+def ranks(rank_pair, tmp_path_factory) -> list[Results]:
+    """What each of two ranks gets, by case."""
+    return rank_pair.worker("distributed_worker", tmp_path_factory.mktemp("distributed"))
 
 
 def assert_same(one: dict, other: dict) -> None:
@@ -26,6 +26,7 @@ def assert_same(one: dict, other: dict) -> None:
     assert max(errors.values()) < TOLERANCE, errors
 
 
+@pytest.mark.core("3-graph-0", "3-graph-1", "3-pynative-0", "1-graph-0")
 @pytest.mark.parametrize("mean", [0, 1])
 @pytest.mark.parametrize("mode", ["graph", "pynative"])
 @pytest.mark.parametrize("micro_size", [1, 3])
@@ -72,6 +73,7 @@ def test_one_reduction_per_update_in_the_compiled_graph(ranks):
         assert results["executed/ReducesEachMicroBatch"].tolist() == [7 * UPDATES]
 
 
+@pytest.mark.core("graph")
 @pytest.mark.parametrize("mode", ["graph", "pynative"])
 def test_parameter_broadcast_starts_all_ranks_alike(ranks, mode):
     """Through ms.Model, which broadcasts rank 0's weights: as if all had begun with these."""

@@ -132,6 +132,7 @@ def test_successive_batches_equal_the_joined_batch(optimizer, way):
     assert_equals_the_joined_batch(way, optimizer)
 
 
+@pytest.mark.core("pynative", "compiled")
 @pytest.mark.parametrize("way", list(WAYS))
 def test_counted_batches_of_unequal_sizes_equal_the_joined_batch(way):
     assert_equals_the_joined_batch(way, sizes=UNEQUAL, counted=True)

@@ -344,7 +344,7 @@ def test_mindspores_summary_holds_each_number(tmp_path):
         start_new_session=True,
     )
     try:
-        output, errors = done.communicate(timeout=180)
+        output, errors = done.communicate(timeout=600)
         deadline = time.monotonic() + 20
         while group_lives(done.pid) and time.monotonic() < deadline:
             time.sleep(0.05)

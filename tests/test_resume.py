@@ -168,7 +168,7 @@ def run_worker(folder: Path, *arguments) -> subprocess.CompletedProcess:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 
@@ -387,6 +387,12 @@ def assert_updates(step, windows: list[list[int]], tolerance: float, masked: boo
         assert error < tolerance, (name, error)
 
 
+@pytest.mark.core(
+    "samples-micro_size=3-accumulation_steps=4-0.0001",
+    "samples-micro_size=2-0.0001",
+    "counts-micro_batch_size=2-count=CountMask()-0.0001",
+    "compensated-micro_size=1-accumulation_steps=4-0.0001",
+)
 @pytest.mark.parametrize(
     ("saved", "options", "tolerance"),
     [
@@ -425,6 +431,7 @@ def test_a_window_is_finished_on_its_true_counts_whatever_the_options_are_now(in
     assert_updates(step, windows, tolerance, masked)
 
 
+@pytest.mark.core("window_sums")
 @pytest.mark.parametrize("lost", ["window_unit", "window_sums", "accu_grads."])
 def test_negative_control_a_window_of_unequal_batches_without_its_unit_or_sums_is_finished_wrongly(
     in_mid_window, tmp_path, lost

@@ -28,7 +28,8 @@ CASE_LIMIT = 600  # seconds for a case; the longest takes one free core half a m
 
 
 class Ranks:
-    """So many ranks, started by the project's own launcher when they are first needed. It is a context that ends them.
+    """So many ranks, started by the project's own launcher when they are first needed; one is a process without a
+    launcher. It is a context that ends them.
 
     A rank that raises ends its launch, and the test that asked fails with what the launcher says; the next case starts
     the ranks anew.
@@ -68,19 +69,14 @@ class Ranks:
         self.launches += 1
         self.requests = 0
         path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
-        command = [
-            sys.executable,
-            "-m",
-            "gaccum_ms.launch",
-            "-n",
-            str(self.number),
-            "--log-dir",
-            str(self.place / "log"),
-        ]
-        command += ["--timeout", str(TIME_LIMIT), str(TESTS / "support" / "rank_that_stays.py"), str(self.place)]
+        command = [sys.executable]
+        if self.number > 1:
+            command += ["-m", "gaccum_ms.launch", "-n", str(self.number), "--log-dir", str(self.place / "log")]
+            command += ["--timeout", str(TIME_LIMIT)]
+        command += [str(TESTS / "support" / "rank_that_stays.py"), str(self.place), str(os.getpid())]
         with (self.place / "said").open("w") as said:
             self.launcher = subprocess.Popen(
-                [*command, str(os.getpid())],
+                command,
                 env={**os.environ, "PYTHONPATH": path, **self.environment},
                 cwd=self.place,
                 stdout=said,
