@@ -26,6 +26,7 @@ def code_blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
 
 
+@pytest.mark.core(name=["GradAccumulationCell", "GradAccumulator", "FlushAccumulation", "audit", "resume"])
 @pytest.mark.parametrize("name", gaccum_ms.__all__)
 def test_docstring_examples(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -19,6 +19,7 @@ from reference import (
     relative_error,
     whole_batch,
 )
+from support.state import assert_identical, everything, manager
 
 import gaccum_ms.grad_accumulator
 from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell, resume
@@ -82,16 +83,6 @@ class Loop:
 def trained(optimizer) -> dict[str, np.ndarray]:
     """All that an update changes: the weights, and the optimizer's state with its place in the schedule."""
     return {p.name: as_numpy(p) for p in [*optimizer.parameters, *optimizer.get_parameters()]}
-
-
-def everything(accumulator) -> dict[str, np.ndarray]:
-    return {p.name: as_numpy(p) for p in accumulator.get_parameters()}
-
-
-def assert_identical(values, reference, but=()):
-    assert values.keys() == reference.keys()
-    for name in reference.keys() - set(but):
-        np.testing.assert_array_equal(values[name], reference[name], name)
 
 
 def make_accumulator(steps=2, optimizer=None, way="pynative", **options) -> GradAccumulator:
@@ -352,10 +343,6 @@ def test_negative_control_clipping_each_batch_differs():
 
 
 # -- loss scaling and overflow -----------------------------------------------------------------------------------------
-
-
-def manager():
-    return nn.DynamicLossScaleUpdateCell(loss_scale_value=1024, scale_factor=2, scale_window=1000)
 
 
 @pytest.mark.core("graph-cell", "pynative-()")

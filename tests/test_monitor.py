@@ -20,6 +20,7 @@ from mindspore.dataset import NumpySlicesDataset
 from mindspore.train import RunContext
 from mindspore.train.callback import _InternalCallbackParam
 from reference import Line, as_numpy, make_network
+from support.state import manager
 
 from gaccum_ms import (
     CountMask,
@@ -46,10 +47,6 @@ def fit(columns=(X, Y), batch=2, epochs=2, line=Line, scale_sense=None, callback
     data = NumpySlicesDataset(tuple(columns), shuffle=False).batch(batch)
     ms.Model(step).train(epochs, data, callbacks=[*callbacks, monitor])
     return monitor.records, step
-
-
-def manager():
-    return nn.DynamicLossScaleUpdateCell(loss_scale_value=2.0**10, scale_factor=2, scale_window=1000)
 
 
 def assert_record(record, **expected):

@@ -19,6 +19,7 @@ from mindspore import Tensor, nn, train
 from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
 from reference import CLASSES, FEATURES, OPTIMIZERS, accumulated, as_numpy, batches, make_network, relative_error
 from resume_worker import BATCH, BATCHES, EPOCHS, KINDS, Seen, everything, make_data_set, make_model
+from support.state import assert_identical
 
 from gaccum_ms import CountMask, GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell, resume
 
@@ -27,12 +28,6 @@ LAST = EPOCHS * BATCHES
 FORMATS = {"open": "ckpt", "flushed": "safetensors"}
 OPEN_WINDOW = "ignore:For 'GradAccumulationCell', training ended in the middle of a window:UserWarning"
 pytestmark = pytest.mark.filterwarnings(OPEN_WINDOW)
-
-
-def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
-    assert one.keys() == other.keys()
-    for name in one:
-        np.testing.assert_array_equal(one[name], other[name], name)
 
 
 def edited(source: Path, target: Path, edit) -> Path:
@@ -137,7 +132,7 @@ def test_resumed_after_any_batch_is_bit_identical_in_a_step_that_has_run(referen
         rows, end, inputs = resumed(reference, kind, reference.checkpoint(batch), fresh=False)
         assert rows == reference.rows[batch:], batch
         assert inputs == reference.inputs[batch:], batch
-        assert_same(end, reference.end)
+        assert_identical(end, reference.end)
     assert len(reference.model.train_network.compile_cache) == compiled
 
 
@@ -156,7 +151,7 @@ def test_resumed_in_a_new_model_is_bit_identical(references, kind, batch):
     rows, end, inputs = resumed(reference, kind, reference.checkpoint(batch), fresh=True)
     assert rows == reference.rows[batch:]
     assert inputs == reference.inputs[batch:]
-    assert_same(end, reference.end)
+    assert_identical(end, reference.end)
 
 
 def run_worker(folder: Path, *arguments) -> subprocess.CompletedProcess:
@@ -187,7 +182,7 @@ def test_killed_twice_by_kill_9_is_bit_identical(references, tmp_path, kind, kil
         checkpoint = [max((folder / "saved").glob(f"*.{FORMATS[kind]}"), key=lambda path: path.stat().st_mtime_ns)]
         rows += [json.loads(line) for line in (folder / "seen.jsonl").read_text().splitlines()]
         assert rows == reference.rows[: kill_after or LAST]
-    assert_same(dict(np.load(folder / "end.npz")), reference.end)
+    assert_identical(dict(np.load(folder / "end.npz")), reference.end)
 
 
 @pytest.mark.core("2-flushed")
@@ -216,7 +211,7 @@ def test_each_file_that_keep_checkpoint_max_leaves_is_enough(references, tmp_pat
     for file, batch in zip(files, range(BATCHES + 4 - kept, BATCHES + 4), strict=True):
         rows, end, _ = resumed(reference, kind, file, fresh=False)
         assert rows == reference.rows[batch:]
-        assert_same(end, reference.end)
+        assert_identical(end, reference.end)
 
 
 @pytest.mark.parametrize(
@@ -459,7 +454,7 @@ def test_a_step_saved_by_hand_goes_on_bit_identically_in_a_new_step(tmp_path, fi
     else:
         assert ms.load_checkpoint(str(file), other, format=file_format)
     assert run(other, range(6, 12)) == losses
-    assert_same(everything(other), end)
+    assert_identical(everything(other), end)
 
 
 def test_resume_into_a_step_that_has_run_takes_effect_where_mindspores_load_does_not(tmp_path):
@@ -471,7 +466,7 @@ def test_resume_into_a_step_that_has_run_takes_effect_where_mindspores_load_does
     run(step, range(12, 15))
     resume(step, file)
     assert run(step, range(6, 12)) == losses
-    assert_same(everything(step), end)
+    assert_identical(everything(step), end)
     assert len(step.compile_cache) == 1
     # The reason why resume assigns. Should this fail one day, MindSpore's load has become as good.
     run(step, range(12, 15))
@@ -521,7 +516,7 @@ def assert_refused(step, action, error, message) -> None:
     before, generator = everything(step), ms.get_rng_state().asnumpy()
     with pytest.raises(error, match=message):
         action()
-    assert_same(everything(step), before)
+    assert_identical(everything(step), before)
     np.testing.assert_array_equal(ms.get_rng_state().asnumpy(), generator)
 
 
@@ -642,7 +637,7 @@ def test_a_resumed_step_takes_a_batch_shorter_than_micro_size_as_the_one_that_wa
     resume(steps[1], tmp_path / "before.ckpt")
     losses = [float(step(Tensor(x[:2]), Tensor(y[:2])).asnumpy()) for step in steps]
     assert losses[0] == losses[1]
-    assert_same(everything(steps[0]), everything(steps[1]))
+    assert_identical(everything(steps[0]), everything(steps[1]))
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 from reference import FEATURES, OPTIMIZERS, Line, as_numpy, batches, make_network, relative_error, step_with
+from support.state import everything
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.window import SampleWindow
@@ -21,10 +22,6 @@ def make_step(kind="dense", loss=None, optimizer="momentum", **options):
     options = options or {"micro_size": 3}
     cell = GradAccumulationCell(nn.WithLossCell(make_network(kind), loss or nn.CrossEntropyLoss()), **options)
     return TrainOneStepWithGradAccumulationCell(cell, OPTIMIZERS[optimizer](cell.trainable_params())).set_train()
-
-
-def everything(step) -> dict[str, np.ndarray]:
-    return {parameter.name: as_numpy(parameter) for parameter in step.get_parameters()}
 
 
 def batch(samples):

@@ -18,6 +18,7 @@ from mindspore import Tensor, nn, ops, train
 from mindspore.dataset import NumpySlicesDataset
 from reference import FEATURES, OPTIMIZERS, Line, as_numpy, batches, make_network, relative_error
 from support.modes import MODES
+from support.state import assert_identical, everything, manager
 
 import gaccum_ms.spanning_window
 from gaccum_ms import (
@@ -130,10 +131,6 @@ def trained(step):
     return {parameter.name: as_numpy(parameter) for parameter in parameters}
 
 
-def everything(step):
-    return {parameter.name: as_numpy(parameter) for parameter in step.get_parameters()}
-
-
 class Clipped(nn.TrainOneStepCell):
     """MindSpore's step, with its clipping."""
 
@@ -174,13 +171,6 @@ def assert_same(run, expected, tolerance=1e-5):
     assert run[1].keys() == expected[1].keys()
     errors = {name: relative_error(run[1][name], value) for name, value in expected[1].items()}
     assert max(errors.values()) < tolerance, errors
-
-
-def assert_identical(one, other, but=()):
-    assert one.keys() == other.keys()
-    for name in one:
-        if name not in but:
-            np.testing.assert_array_equal(one[name], other[name], name)
 
 
 # -- equivalence -------------------------------------------------------------------------------------------------------
@@ -465,10 +455,6 @@ def poisoned(batch, value, sample=0):
 def assert_one_good_window(step):
     losses = np.array([float(step.window_loss.asnumpy())])
     assert_same((losses, trained(step)), reference(DENSE, EQUAL[:STEPS], (STEPS,), ms.get_context("mode")))
-
-
-def manager():
-    return nn.DynamicLossScaleUpdateCell(loss_scale_value=2.0**10, scale_factor=2, scale_window=1000)
 
 
 def test_an_overflow_in_any_batch_drops_its_whole_window_exactly(mode):

@@ -118,12 +118,19 @@ class Case:
     def __init__(self, ranks: Ranks, module: str, out: Path, answers: list[Asked]) -> None:
         self.ranks, self.module, self.out, self.answers = ranks, module, out, answers
         self.functions: Mapping[str, Any] = importlib.import_module(module).CASES
+        self.failed: dict[Any, str] = {}  # not tried again: it takes new ranks
 
     def __call__(self, result: str) -> None:
         name = result.partition("/")[0]
         function = self.functions[name]
+        if function in self.failed:
+            raise AssertionError(self.failed[function])
         if function not in self.answers[0].asked:
-            found = self.ranks.run(self.module, name, self.out)
+            try:
+                found = self.ranks.run(self.module, name, self.out)
+            except AssertionError as error:
+                self.failed[function] = str(error)
+                raise
             for answer, results in zip(self.answers, found, strict=True):
                 answer.asked.append(function)
                 answer.update(results)
