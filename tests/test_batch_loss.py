@@ -169,6 +169,7 @@ def test_clips_the_finished_gradient(mode):
         assert_equivalent(run(way=mode, micro_size=3), reference, TOLERANCE)
 
 
+@pytest.mark.core(mode="graph")
 def test_weights_that_backbone_and_loss_share_and_frozen_ones(mode):
     class Shared(nn.Cell):
         def __init__(self, dense):
@@ -198,6 +199,7 @@ def test_short_last_batches():
     assert_equivalent(contrastive.train(accumulated(micro_size=4), "towers", data), reference, TOLERANCE)
 
 
+@pytest.mark.core(mode="graph")
 def test_called_by_itself_it_is_the_whole_batchs_network(mode):
     backbone, loss_fn = make_parts("labels")
     batch = [Tensor(value) for value in batches("labels", RAGGED, 1)[0]]
@@ -591,6 +593,7 @@ class Returns(Single):
         return (values,) * 17
 
 
+@pytest.mark.core(mode="graph")
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
