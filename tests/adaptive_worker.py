@@ -1,15 +1,13 @@
-"""One rank of tests/test_adaptive.py: windows that follow the noise over two ranks."""
+"""What a rank of tests/test_adaptive.py runs (support/ranks.py): windows that follow the noise over two ranks."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-import mindspore as ms
-from mindspore.communication import get_rank, init
+from mindspore.communication import get_rank
 from reference import as_numpy
 from test_adaptive import fit, steps_of
-from two_ranks import leave
+from two_ranks import Results
 
 from gaccum_ms import AdaptiveAccumulation, FlushAccumulation
 
@@ -23,11 +21,7 @@ class Astray(AdaptiveAccumulation):
         super().keep(noise, smoothing)
 
 
-def main(out: Path) -> None:
-    ms.set_device("CPU")
-    ms.set_context(mode=ms.GRAPH_MODE)
-    init()
-    ms.set_auto_parallel_context(parallel_mode=ms.ParallelMode.DATA_PARALLEL, gradients_mean=True)
+def follow(out: Path) -> Results:
     results = {}
     for name, kind in (("follow", AdaptiveAccumulation), ("astray", Astray)):
         callback = kind(max_steps=3, smoothing=0.999)
@@ -43,7 +37,7 @@ def main(out: Path) -> None:
         fit(AdaptiveAccumulation(), samples=8 * (3 - get_rank()), accumulation_steps=2, callbacks=callbacks)
     except ValueError as error:
         results["uneven/message"] = str(error)
-    leave(out, get_rank(), results)
+    return results
 
 
-main(Path(sys.argv[1]))
+CASES = dict.fromkeys(("follow", "astray", "uneven"), follow)

@@ -1,11 +1,8 @@
-"""One rank of the tests of batch losses: trains every way asked for and writes what it got.
-
-Run by ``python -m gaccum_ms.launch -n 2 batch_loss_worker.py OUT``: one start of the ranks serves all cases.
-"""
+"""What a rank of the tests of batch losses runs (support/ranks.py)."""
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import contrastive
@@ -13,9 +10,9 @@ import mindspore as ms
 import numpy as np
 from contrastive import accumulated, batches, make_parts, whole
 from mindspore import Tensor, nn
-from mindspore.communication import get_group_size, get_rank, init
+from mindspore.communication import get_group_size, get_rank
 from reference import OPTIMIZERS, as_numpy, step_with
-from two_ranks import leave
+from two_ranks import Results
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WithBatchLossCell, audit
 from gaccum_ms.accumulation.grad_cache import BatchLossWindow
@@ -59,7 +56,8 @@ def make_gathering(kind: str = "towers", micro_size: int = 3):
     return network, GradAccumulationCell(network, micro_size), nn.SGD(network.trainable_params(), 0.2)
 
 
-def unequal_batches(rank: int) -> dict[str, np.ndarray]:
+def unequal_batches() -> dict[str, np.ndarray]:
+    rank = get_rank()
     network, cell, optimizer = make_gathering()
     step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
     x, text = batches("towers", 2 * PER_RANK, 1)[0]
@@ -74,7 +72,8 @@ def unequal_batches(rank: int) -> dict[str, np.ndarray]:
     return {"message": np.array(message), "same": np.array(same), "loss": np.array(loss)}
 
 
-def overflow_of_one(rank: int) -> dict[str, np.ndarray]:
+def overflow_of_one() -> dict[str, np.ndarray]:
+    rank = get_rank()
     network, cell, optimizer = make_gathering()
     step = TrainOneStepWithGradAccumulationCell(cell, optimizer, Tensor(256.0, ms.float32)).set_train()
     x, text = share(batches("towers", 2 * PER_RANK, 1)[0], rank)
@@ -97,57 +96,64 @@ def made_too_early() -> str:
     return ""
 
 
-def main(out: Path) -> None:
-    ms.set_device("CPU")
-    init()
-    rank, size = get_rank(), get_group_size()
-    results: dict[str, np.ndarray] = {}
-
-    def keep(case: str, values) -> None:
-        for name, value in values.items():
-            results[f"{case}/{name}"] = value
-
-    def keep_run(case: str, run) -> None:
-        keep(case, {"losses": run.losses, **run.state})
-
-    for mean in (True, False):
-        for kind in ("towers", "labels"):
-            shares = [share(batch, rank) for batch in batches(kind, PER_RANK * size, UPDATES)]
-            for case, options in GATHERED.items():
-                if kind == "towers" or case in ("graph-3", "pynative-3"):
-                    set_way(case, mean)
-                    make_step = accumulated(gather_ranks=True, **options)
-                    keep_run(f"gathered-{kind}-{case}-mean{mean:d}", contrastive.train(make_step, kind, shares))
-        for mode in ("graph", "pynative"):
-            set_way(mode, mean)
-            shares = [share(batch, rank) for batch in batches("towers", PER_RANK * size, UPDATES)]
-            for case, make_step in {
-                "whole": whole,
-                "3": accumulated(micro_size=3),
-                "1": accumulated(micro_size=1),
-                "sharded": accumulated(micro_size=3, shard_accumulators=True),
-            }.items():
-                run = contrastive.train(make_step, "towers", shares, OPTIMIZERS["momentum"])
-                keep_run(f"own-{case}-{mode}-mean{mean:d}", run)
-        set_way("graph", mean)
-        _, cell, optimizer = make_gathering("labels")
-        report = audit(cell, optimizer, *map(Tensor, share(batches("labels", PER_RANK * size, 1)[0], rank)))
-        keep(f"audit-mean{mean:d}", {"ok": np.array(report.ok), "text": np.array(str(report))})
-
-    for mode in ("graph", "pynative"):
-        set_way(mode, True)
-        keep(f"unequal-{mode}", unequal_batches(rank))
-        keep(f"overflow-{mode}", overflow_of_one(rank))
-    results["early"] = np.array(made_too_early())
-
-    set_way("graph", False)
+def by_model() -> dict[str, np.ndarray]:
     network, cell, optimizer = make_gathering()
-    x, text = share(batches("towers", PER_RANK * size, 1)[0], rank)
+    x, text = share(batches("towers", PER_RANK * get_group_size(), 1)[0], get_rank())
     data_set = ms.dataset.NumpySlicesDataset((x, text), shuffle=False).batch(PER_RANK)
     ms.Model(cell, optimizer=optimizer).train(3, data_set, dataset_sink_mode=False)
-    keep("model", {one.name: as_numpy(one) for one in network.get_parameters()})
-    leave(out, rank, results)
+    return {one.name: as_numpy(one) for one in network.get_parameters()}
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+# -- all cases ---------------------------------------------------------------------------------------------------------
+
+
+def audited() -> dict[str, np.ndarray]:
+    _, cell, optimizer = make_gathering("labels")
+    batch = batches("labels", PER_RANK * get_group_size(), 1)[0]
+    report = audit(cell, optimizer, *map(Tensor, share(batch, get_rank())))
+    return {"ok": np.array(report.ok), "text": np.array(str(report))}
+
+
+def trained(kind: str, make_step: Callable, optimizer: Callable | None = None) -> dict[str, np.ndarray]:
+    shares = [share(batch, get_rank()) for batch in batches(kind, PER_RANK * get_group_size(), UPDATES)]
+    run = contrastive.train(make_step, kind, shares, optimizer)
+    return {"losses": run.losses, **run.state}
+
+
+def as_case(name: str, way: str, mean: bool, task: Callable, *arguments) -> Callable[[Path], Results]:
+    """`task` in a way and with or without `gradients_mean` ; what it returns begins with the name."""
+
+    def case(out: Path) -> Results:
+        set_way(way, mean)
+        return {f"{name}/{key}": value for key, value in task(*arguments).items()}
+
+    return case
+
+
+OWN: dict[str, Callable] = {
+    "whole": whole,
+    "3": accumulated(micro_size=3),
+    "1": accumulated(micro_size=1),
+    "sharded": accumulated(micro_size=3, shard_accumulators=True),
+}
+TASKS: dict[str, tuple] = {  # way, gradients_mean, task and its arguments
+    "model": ("graph", False, by_model),
+}
+for mean in (True, False):
+    for kind in ("towers", "labels"):
+        for way, options in GATHERED.items():
+            if kind == "towers" or way in ("graph-3", "pynative-3"):
+                make_step = accumulated(gather_ranks=True, **options)
+                TASKS[f"gathered-{kind}-{way}-mean{mean:d}"] = way, mean, trained, kind, make_step
+    for way in ("graph", "pynative"):
+        for own, make_step in OWN.items():
+            optimizer = OPTIMIZERS["momentum"]
+            TASKS[f"own-{own}-{way}-mean{mean:d}"] = way, mean, trained, "towers", make_step, optimizer
+    TASKS[f"audit-mean{mean:d}"] = "graph", mean, audited
+for way in ("graph", "pynative"):
+    TASKS[f"unequal-{way}"] = way, True, unequal_batches
+    TASKS[f"overflow-{way}"] = way, True, overflow_of_one
+CASES: dict[str, Callable[[Path], Results]] = {
+    **{name: as_case(name, *task) for name, task in TASKS.items()},
+    "early": lambda out: {"early": np.array(made_too_early())},
+}

@@ -1,14 +1,13 @@
-"""One rank of tests/test_counted_ranks.py, and the scenarios: data that this file trains on and the test works out.
+"""What a rank of tests/test_counted_ranks.py runs (support/ranks.py), and the scenarios: data that this file trains on
+and the test works out.
 
-Run by ``python -m gaccum_ms.launch -n 2 counted_worker.py OUT``: one start of the ranks serves all scenarios. Each
-scenario is one step called on a series of windows, so that what a window leaves behind (momentum, the learning rate's
-step, accumulators, the loss scale) shows in the next.
+Each scenario is one step called on a series of windows, so that what a window leaves behind (momentum, the learning
+rate's step, accumulators, the loss scale) shows in the next.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +17,9 @@ import mindspore as ms
 import numpy as np
 from distributed_worker import NotedAllReduce
 from mindspore import Tensor, nn, ops
-from mindspore.communication import get_group_size, get_rank, init
+from mindspore.communication import get_group_size, get_rank
 from reference import as_numpy
-from two_ranks import leave
+from two_ranks import Results
 
 from gaccum_ms import CountMask, CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, audit
 
@@ -312,27 +311,38 @@ def audited(count: nn.Cell | None, rank: int) -> bool:
     return audit(cell, nn.SGD(network.trainable_params(), RATE), *map(Tensor, SOUND[0].ranks[rank])).ok
 
 
-def main(out: Path) -> None:
-    ms.set_context(mode=ms.GRAPH_MODE)
-    ms.set_device("CPU")
-    init()
-    rank, size = get_rank(), get_group_size()
-    results: dict[str, np.ndarray] = {}
-    for name, scenario in SCENARIOS.items():
-        rows = list(play(scenario, rank))
+# -- all cases ---------------------------------------------------------------------------------------------------------
+
+
+def played(name: str) -> Callable[[Path], Results]:
+    def case(out: Path) -> Results:
+        rows, results = list(play(SCENARIOS[name], get_rank())), {}
         for key in {key for row in rows for key in row}:
             first = next(row[key] for row in rows if key in row)
             missing = np.full_like(first, np.nan, dtype=np.float64)  # a window that raised has no outputs
             results[f"{name}/{key}"] = np.stack([np.asarray(row.get(key, missing), np.float64) for row in rows])
-    for name, scenario in (("one loss", Scenario(SOUND, MASK)), ("two losses", Scenario(SOUND, BOTH, TWO))):
-        results[f"reductions/{name}"] = reductions(scenario, rank)
-    results["audit"] = np.array([audited(count, rank) for count in (CountMask(), None)])
-    ms.set_context(mode=ms.GRAPH_MODE)
+        return results
+
+    return case
+
+
+def all_reductions(out: Path) -> Results:
+    ms.set_auto_parallel_context(gradients_mean=False)
+    scenarios = {"one loss": Scenario(SOUND, MASK), "two losses": Scenario(SOUND, BOTH, TWO)}
+    return {f"reductions/{name}": reductions(scenario, get_rank()) for name, scenario in scenarios.items()}
+
+
+def trained_language_model(out: Path) -> Results:
+    ms.set_auto_parallel_context(gradients_mean=False)
+    rank, size = get_rank(), get_group_size()
     share = slice(rank * language_model.SEQUENCES // size, (rank + 1) * language_model.SEQUENCES // size)
     losses, weights = language_model.train(language_model.accumulated(2), share=share)
-    results |= {"language_model/losses": losses, "language_model/weights": weights}
-    leave(out, rank, results)
+    return {"language_model/losses": losses, "language_model/weights": weights}
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+CASES: dict[str, Callable[[Path], Results]] = {
+    **{name: played(name) for name in SCENARIOS},
+    "reductions": all_reductions,
+    "audit": lambda out: {"audit": np.array([audited(count, get_rank()) for count in (CountMask(), None)])},
+    "language_model": trained_language_model,
+}

@@ -1,21 +1,19 @@
-"""One rank of the distributed tests: trains in data parallel mode every way asked for and writes what it got.
-
-Run by ``python -m gaccum_ms.launch -n 2 distributed_worker.py OUT``: one start of the ranks serves all cases.
-"""
+"""What a rank of the distributed tests runs (support/ranks.py): it trains in data parallel mode."""
 
 from __future__ import annotations
 
 import csv
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
-from mindspore.communication import get_group_size, get_rank, init
+from mindspore.communication import get_group_size, get_rank
 from mindspore.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 from reference import OPTIMIZERS, Line, accumulated, as_numpy, batches, make_network, step_with, train
-from two_ranks import leave
+from support.modes import MODES
+from two_ranks import Results
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.accumulation.window import SampleWindow
@@ -48,14 +46,14 @@ class NotedAllReduce:
         return self.all_reduce(buffer)
 
 
-def run(make_step, rank: int, size: int):
+def run(make_step):
     """Train on this rank's share of each joint batch."""
-    network = make_network("dense")
+    network, (rank, size) = make_network("dense"), (get_rank(), get_group_size())
     shares = [(x[rank::size], y[rank::size]) for x, y in batches(PER_RANK * size, UPDATES)]
     return train(make_step, network, OPTIMIZERS["momentum"](network.trainable_params()), shares)
 
 
-def reductions(window_class, micro_size: int, rank: int, size: int) -> int:
+def reductions(window_class, micro_size: int) -> int:
     noted = []
 
     def make_step(loss_cell, optimizer):
@@ -63,11 +61,11 @@ def reductions(window_class, micro_size: int, rank: int, size: int) -> int:
         noted.append(NotedAllReduce(step.window.grad_reducer))
         return step
 
-    run(make_step, rank, size)
+    run(make_step)
     return len(noted[0].sizes)
 
 
-def executed_all_reduces(window_class, micro_size: int, rank: int, size: int, out: Path) -> int:
+def executed_all_reduces(window_class, micro_size: int, out: Path) -> int:
     """AllReduce kernels that MindSpore's profiler saw run in UPDATES updates of the compiled step."""
     steps = []
 
@@ -75,7 +73,8 @@ def executed_all_reduces(window_class, micro_size: int, rank: int, size: int, ou
         steps.append(step_with(window_class)(GradAccumulationCell(loss_cell, micro_size), optimizer))
         return steps[0]
 
-    run(make_step, rank, size)  # compiles
+    run(make_step)  # compiles
+    rank, size = get_rank(), get_group_size()
     folder = out / f"profile-{window_class.__name__}-{micro_size}-{rank}"
     shares = [ms.Tensor(value[rank::size]) for value in batches(PER_RANK * size, 1)[0]]
     with profile(activities=[ProfilerActivity.CPU], on_trace_ready=tensorboard_trace_handler(str(folder))):
@@ -103,64 +102,20 @@ def clipped_whole(loss_cell, optimizer):
     return step
 
 
-def main(out: Path) -> None:
-    ms.set_context(mode=ms.GRAPH_MODE)
-    ms.set_device("CPU")
-    init()
-    rank, size = get_rank(), get_group_size()
-    results: dict[str, np.ndarray] = {}
-
-    def keep(case: str, result) -> None:
-        results[f"{case}/losses"] = result.losses
-        for name, value in result.state.items():
-            results[f"{case}/{name}"] = value
-
-    for mean in (True, False):
-        ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=mean)
-        for mode in ("graph", "pynative"):
-            ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
-            keep(f"{mode}-mean{mean:d}-whole", run(nn.TrainOneStepCell, rank, size))
-            for micro_size in (1, 3):
-                keep(f"{mode}-mean{mean:d}-{micro_size}", run(accumulated(micro_size=micro_size), rank, size))
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    keep("jit-mean0-3", run(accumulated(micro_size=3, jit=True), rank, size))
-    keep("clip-mean0-whole", run(clipped_whole, rank, size))
-    keep("clip-mean0-3", run(accumulated(micro_size=3, max_grad_norm=0.5), rank, size))
-    for window_class in (SampleWindow, ReducesEachMicroBatch):
-        results[f"reductions/{window_class.__name__}"] = np.array(
-            [reductions(window_class, micro_size, rank, size) for micro_size in (2, 7)]
-        )
-    ms.set_context(mode=ms.GRAPH_MODE)
-    results["executed/SampleWindow"] = np.array(
-        [executed_all_reduces(SampleWindow, micro_size, rank, size, out) for micro_size in (2, 7)]
-    )
-    results["executed/ReducesEachMicroBatch"] = np.array(
-        [executed_all_reduces(ReducesEachMicroBatch, 7, rank, size, out)]
-    )
-    results["hand"] = np.array([hand_worked(rank, mean) for mean in (True, False)])
-    results["model"] = train_by_model(rank, size)
-    results["model apart"] = train_by_model(rank, size, start=1)
-    for mode in ("graph", "pynative"):
-        ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
-        ms.set_auto_parallel_context(parameter_broadcast=True)
-        results[f"model broadcast {mode}"] = train_by_model(rank, size, start=1)
-    leave(out, rank, results)
-
-
-def hand_worked(rank: int, mean: bool) -> float:
+def hand_worked(mean: bool) -> float:
     """y ~ w x at w = 1, loss (w x - y)^2 / 2. Rank 0: x = 1, 2, y = 0, 1, gradients 1, 2, mean 1.5. Rank 1: x = 4, 2,
     y = 1, -4, gradients 12, 12, mean 12. Averaged 6.75, summed 13.5; the rate is 0.1."""
     ms.set_auto_parallel_context(gradients_mean=mean)
-    x, y = (([1.0, 2.0], [0.0, 1.0]), ([4.0, 2.0], [1.0, -4.0]))[rank]
+    x, y = (([1.0, 2.0], [0.0, 1.0]), ([4.0, 2.0], [1.0, -4.0]))[get_rank()]
     cell = GradAccumulationCell(Line(1.0), 2)
     step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
     step(ms.Tensor(x), ms.Tensor(y))
     return float(cell.network.weight.asnumpy())
 
 
-def train_by_model(rank: int, size: int, start: int = 0) -> np.ndarray:
+def train_by_model(start: int = 0) -> np.ndarray:
     """Two epochs of ms.Model on this rank's shard, as in a user's script; `start` sets the ranks' weights apart."""
-    network = make_network("dense")
+    network, (rank, size) = make_network("dense"), (get_rank(), get_group_size())
     for parameter in network.get_parameters():
         parameter.set_data(parameter + start * rank)
     x, y = batches(24, 1)[0]
@@ -171,5 +126,65 @@ def train_by_model(rank: int, size: int, start: int = 0) -> np.ndarray:
     return as_numpy(network.out.weight)
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+# -- all cases ---------------------------------------------------------------------------------------------------------
+
+
+def trained(name: str, mode: str, mean: bool, make_step: Callable) -> Callable[[Path], Results]:
+    def case(out: Path) -> Results:
+        ms.set_context(mode=MODES[mode])
+        ms.set_auto_parallel_context(gradients_mean=mean)
+        result = run(make_step)
+        return {f"{name}/losses": result.losses} | {f"{name}/{key}": value for key, value in result.state.items()}
+
+    return case
+
+
+def eager_reductions(out: Path) -> Results:
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    return {
+        f"reductions/{window_class.__name__}": np.array([reductions(window_class, size) for size in (2, 7)])
+        for window_class in (SampleWindow, ReducesEachMicroBatch)
+    }
+
+
+def executed(out: Path) -> Results:
+    return {
+        f"executed/{window_class.__name__}": np.array([executed_all_reduces(window_class, size, out) for size in sizes])
+        for window_class, sizes in ((SampleWindow, (2, 7)), (ReducesEachMicroBatch, (7,)))
+    }
+
+
+def by_broadcast(mode: str) -> Callable[[Path], Results]:
+    def case(out: Path) -> Results:
+        ms.set_context(mode=MODES[mode])
+        ms.set_auto_parallel_context(parameter_broadcast=True)
+        return {f"model broadcast {mode}": train_by_model(start=1)}
+
+    return case
+
+
+STEPS: dict[str, Callable] = {
+    "whole": nn.TrainOneStepCell,
+    "1": accumulated(micro_size=1),
+    "3": accumulated(micro_size=3),
+}
+TRAINED: dict[str, tuple[str, bool, Callable]] = {
+    **{
+        f"{mode}-mean{mean:d}-{way}": (mode, mean, make_step)
+        for mode in MODES
+        for mean in (True, False)
+        for way, make_step in STEPS.items()
+    },
+    "jit-mean0-3": ("pynative", False, accumulated(micro_size=3, jit=True)),
+    "clip-mean0-whole": ("pynative", False, clipped_whole),
+    "clip-mean0-3": ("pynative", False, accumulated(micro_size=3, max_grad_norm=0.5)),
+}
+CASES: dict[str, Callable[[Path], Results]] = {
+    **{name: trained(name, *case) for name, case in TRAINED.items()},
+    "reductions": eager_reductions,
+    "executed": executed,
+    "hand": lambda out: {"hand": np.array([hand_worked(mean) for mean in (True, False)])},
+    "model": lambda out: {"model": train_by_model()},
+    "model apart": lambda out: {"model apart": train_by_model(start=1)},
+    **{f"model broadcast {mode}": by_broadcast(mode) for mode in MODES},
+}

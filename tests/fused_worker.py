@@ -1,12 +1,10 @@
-"""One rank of tests/test_fused_reduction.py: reduces, and trains, with buffers so small that every kind of them occurs.
-
-Run by ``python -m gaccum_ms.launch -n 2 fused_worker.py OUT``, with MindSpore saving its finished graphs.
+"""What a rank of tests/test_fused_reduction.py runs (support/ranks.py), with MindSpore saving its finished graphs: it
+reduces, and trains, with buffers so small that every kind of them occurs.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,9 +12,9 @@ import mindspore as ms
 import numpy as np
 from distributed_worker import ReducesEachMicroBatch
 from mindspore import Tensor, nn
-from mindspore.communication import get_group_size, get_rank, init
+from mindspore.communication import get_group_size, get_rank
 from reference import as_numpy, batches, make_network, step_with
-from two_ranks import leave
+from two_ranks import Results
 
 from benchmarks.collectives_worker import Graphs, make_step, sent_per_update
 from gaccum_ms import GradAccumulationCell
@@ -119,23 +117,30 @@ def steps_by_window(window_class: type, micro_size: int) -> nn.Cell:
     return step_with(window_class)(cell, nn.Momentum(network.trainable_params(), 0.01, 0.9)).set_train()
 
 
-def collectives(rank: int, out: Path) -> dict[str, np.ndarray]:
-    """Of each program: collectives that ran in an update, those in its graph, and their bytes."""
-    ms.set_context(mode=ms.GRAPH_MODE)
-    graphs = Graphs()
-    programs = {"MindSpore's": (make_step(make_network("dense"), None, 1), 1)}
-    for steps in (1, 4):
-        for micro_size in (1, 4, 16):
-            programs[f"{micro_size} {steps}"] = make_step(make_network("dense"), micro_size, steps), steps
-    programs["control: reduces each micro-batch"] = steps_by_window(ReducesEachMicroBatch, 4), 1
-    control = steps_by_window(SampleWindow, 4)
-    control.window.grad_reducer = nn.DistributedGradReducer(control.weights, True, get_group_size())
-    programs["control: MindSpore's reducer"] = control, 1
-    results = {}
-    for name, (step, steps) in programs.items():
-        sent = sent_per_update(step, data_of(rank), steps, graphs, out / f"profile-{rank}-{len(results)}")
-        results[name] = np.array([sent["executed"], sent["in_graph"], sent["bytes"]])
-    return {f"collectives/{name}": value for name, value in results.items()}
+def mindspores_reducer() -> nn.Cell:
+    step = steps_by_window(SampleWindow, 4)
+    step.window.grad_reducer = nn.DistributedGradReducer(step.weights, True, get_group_size())
+    return step
+
+
+PROGRAMS: dict[str, tuple[Callable[[], nn.Cell], int]] = {  # how the step is made, and the batches of an update
+    "MindSpore's": (lambda: make_step(make_network("dense"), None, 1), 1),
+    **{
+        f"{micro_size} {steps}": (lambda m=micro_size, s=steps: make_step(make_network("dense"), m, s), steps)
+        for steps in (1, 4)
+        for micro_size in (1, 4, 16)
+    },
+    "control: reduces each micro-batch": (lambda: steps_by_window(ReducesEachMicroBatch, 4), 1),
+    "control: MindSpore's reducer": (mindspores_reducer, 1),
+}
+
+
+def collectives(name: str, rank: int, out: Path) -> dict[str, np.ndarray]:
+    """Collectives that ran in an update, those in its graph, and their bytes."""
+    make, steps = PROGRAMS[name]
+    folder = out / f"profile-{rank}-{list(PROGRAMS).index(name)}"
+    sent = sent_per_update(make(), data_of(rank), steps, Graphs(), folder)
+    return {f"collectives {name}": np.array([sent["executed"], sent["in_graph"], sent["bytes"]])}
 
 
 def train(name: str, micro_size: int | None, rank: int) -> dict[str, np.ndarray]:
@@ -148,25 +153,32 @@ def train(name: str, micro_size: int | None, rank: int) -> dict[str, np.ndarray]
     return {f"train {name}/{one.name}": as_numpy(one) for one in network.trainable_params()}
 
 
-def main(out: Path) -> None:
-    ms.set_context(mode=ms.GRAPH_MODE)
-    ms.set_device("CPU")
-    init()
-    rank = get_rank()
-    ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
-    fused_reduction.BUFFER_BYTES = LIMIT
-    results: dict[str, np.ndarray] = collectives(rank, out)
-    for kind in KINDS:
-        for mode in MODES:
-            reduced = reduce(kind, mode, mode != "pynative", rank)
-            results |= {f"{kind}, {mode}/{key}": value for key, value in reduced.items()}
-    results |= {f"sum, graph/{key}": value for key, value in reduce("dtypes", "graph", False, rank).items()}
-    results |= reduce_poisoned(rank)
-    for mode in ("graph", "pynative"):
+# -- all cases ---------------------------------------------------------------------------------------------------------
+
+
+def as_case(task: Callable[..., Results], *arguments: Any, mode: str = "graph", files: bool = False) -> Callable:
+    def case(out: Path) -> Results:
         ms.set_context(mode=MODES[mode])
-        results |= train(f"{mode} MindSpore's", None, rank) | train(f"{mode} ours", 4, rank)
-    leave(out, rank, results)
+        fused_reduction.BUFFER_BYTES = LIMIT
+        return task(*arguments, get_rank(), *([out] if files else []))
+
+    return case
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+def reduced(kind: str, mode: str, mean: bool, name: str, rank: int) -> Results:
+    return {f"{name}/{key}": value for key, value in reduce(kind, mode, mean, rank).items()}
+
+
+CASES: dict[str, Callable[[Path], Results]] = {
+    **{f"collectives {name}": as_case(collectives, name, files=True) for name in PROGRAMS},
+    **{
+        f"{kind}, {mode}": as_case(reduced, kind, mode, mode != "pynative", f"{kind}, {mode}")
+        for kind in KINDS
+        for mode in MODES
+    },
+    "sum, graph": as_case(reduced, "dtypes", "graph", False, "sum, graph"),
+    "poisoned": as_case(reduce_poisoned),
+}
+for mode in ("graph", "pynative"):
+    CASES[f"train {mode} MindSpore's"] = as_case(train, f"{mode} MindSpore's", None, mode=mode)
+    CASES[f"train {mode} ours"] = as_case(train, f"{mode} ours", 4, mode=mode)

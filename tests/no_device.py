@@ -37,7 +37,7 @@ def make_driver(folder: Path) -> None:
     """Put the driver into a folder."""
     source = folder / "driver.c"
     source.write_text("".join(f"int {name}(void) {{ return {NO_DEVICE}; }}\n" for name in FUNCTIONS))
-    subprocess.run([str(compiler()), "-shared", "-fPIC", "-o", folder / gpu.DRIVER, source], check=True, timeout=60)
+    subprocess.run([str(compiler()), "-shared", "-fPIC", "-o", folder / gpu.DRIVER, source], check=True, timeout=600)
 
 
 def environment(folder: Path) -> dict[str, str]:

@@ -1,19 +1,16 @@
-"""Real networks trained through Model.train, as scripts do it: by one process, or by each of several ranks.
+"""Real networks trained through Model.train, as scripts do it: by one process, or by each of several ranks, with its
+share of the same samples (support/ranks.py).
 
-    python real_use_worker.py OUT                              by itself
-    python -m gaccum_ms.launch -n 2 real_use_worker.py OUT     as a rank, with its share of the same samples
-
-Results are by network: mindcv's with their BatchNorm, which micro-batches change; one with GroupNorm and without
-dropout, and a text classifier, which equal training on whole batches ("whole/...", on one process).
+Cases are by network: mindcv's with their BatchNorm, which micro-batches change; one with GroupNorm and without dropout,
+and a text classifier, which equal training on whole batches (on one process).
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import os
-import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +19,9 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops, train
-from mindspore.communication import get_group_size, get_rank, init
+from mindspore.communication import GlobalComm, get_group_size, get_rank
 from reference import as_numpy
-from two_ranks import Results, leave
+from two_ranks import Results
 
 from gaccum_ms import (
     FlushAccumulation,
@@ -147,7 +144,7 @@ def mobilenet(out: Path, rank: int, ranks: int) -> Results:
     }
 
 
-def exact_mobilenet(rank: int, ranks: int) -> Results:
+def exact_mobilenet(out: Path, rank: int, ranks: int) -> Results:
     """With nothing in it that depends on how a batch is split; in graph mode. Two updates: at the kinks of ReLU6
     rounding decides, and each further update makes twenty times as much of it."""
     ms.set_context(mode=ms.GRAPH_MODE)
@@ -161,7 +158,7 @@ def exact_mobilenet(rank: int, ranks: int) -> Results:
     return {"change": weights(network) - before, "losses": np.array([record.loss for record in monitor.records])}
 
 
-def text_classifier(rank: int, ranks: int) -> Results:
+def text_classifier(out: Path, rank: int, ranks: int) -> Results:
     """In windows of five batches, an epoch's last of two: with our FlushAccumulation and ProgressBar. Graph mode on one
     process, compiled in PyNative mode on several."""
     ms.set_context(mode=ms.GRAPH_MODE if ranks == 1 else ms.PYNATIVE_MODE)
@@ -191,7 +188,7 @@ def held_out_accuracy(network: nn.Cell) -> float:
 # -- whole batches -----------------------------------------------------------------------------------------------------
 
 
-def whole_mobilenet() -> Results:
+def whole_mobilenet(*_: object) -> Results:
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_seed(1)
     network = mobilenet_with_group_norm()
@@ -207,7 +204,7 @@ def _loss(run_context: Any) -> float:
     return float(run_context.original_args().net_outputs.asnumpy())
 
 
-def whole_text_classifier() -> Results:
+def whole_text_classifier(*_: object) -> Results:
     """A batch for each window."""
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_seed(1)
@@ -221,30 +218,33 @@ def whole_text_classifier() -> Results:
     return {"weights": weights(network)}
 
 
-def main(out: Path) -> None:
-    ms.set_device("CPU")
-    tune_cpu_threads()
-    rank, ranks = 0, 1
-    if "MS_ROLE" in os.environ:  # started by the launcher
-        init()
-        rank, ranks = get_rank(), get_group_size()
-        ms.set_auto_parallel_context(parallel_mode=ms.ParallelMode.DATA_PARALLEL, gradients_mean=True)
-    found = {
-        "resnet18": resnet18(out, rank, ranks),
-        "mobilenet": mobilenet(out, rank, ranks),
-        "exact mobilenet": exact_mobilenet(rank, ranks),
-        "text": text_classifier(rank, ranks),
-    }
-    if ranks == 1:
-        found |= {"whole/mobilenet": whole_mobilenet(), "whole/text": whole_text_classifier()}
-    else:  # the control: ranks that do not know of each other
-        ms.reset_auto_parallel_context()
-        found |= {"text, each by itself": text_classifier(rank, ranks)}
-    results = {f"{name}/{key}": value for name, values in found.items() for key, value in values.items()}
-    leave(out, rank, results)
+# -- all cases ---------------------------------------------------------------------------------------------------------
 
 
-if __name__ == "__main__":
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        main(Path(sys.argv[1]))
+def text_classifier_of_strangers(out: Path, rank: int, ranks: int) -> Results:
+    """The control: ranks that do not know of each other."""
+    ms.reset_auto_parallel_context()
+    return text_classifier(out, rank, ranks)
+
+
+def as_case(name: str, task: Callable[[Path, int, int], Results]) -> Callable[[Path], Results]:
+    def case(out: Path) -> Results:
+        tune_cpu_threads()
+        place = (get_rank(), get_group_size()) if GlobalComm.INITED else (0, 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return {f"{name}/{key}": value for key, value in task(out, *place).items()}
+
+    return case
+
+
+TASKS = {
+    "resnet18": resnet18,
+    "mobilenet": mobilenet,
+    "exact mobilenet": exact_mobilenet,
+    "text": text_classifier,
+    "text, each by itself": text_classifier_of_strangers,
+    "whole mobilenet": whole_mobilenet,
+    "whole text": whole_text_classifier,
+}
+CASES: dict[str, Callable[[Path], Results]] = {name: as_case(name, task) for name, task in TASKS.items()}

@@ -398,6 +398,7 @@ def refusals(trainer: Trainer, out: Path) -> None:
     """Each on both ranks, and none waits for the other."""
     rank, errors = trainer.rank, {}
     mine, trained = out / f"refused{rank}", make_step()
+    run_batches(trained)
     checkpoint = functools.partial(train.ModelCheckpoint, "x", str(mine))
     on_rank_0 = [checkpoint()] if rank == 0 else []
     errors["one rank"] = said(lambda: model_of(make_step()).train(1, data_set(), callbacks=on_rank_0))

@@ -12,7 +12,7 @@ from mindspore import nn
 from mindspore.dataset import NumpySlicesDataset
 from test_gradient_noise import known_noise
 from test_noise_record import Quadratic
-from two_ranks import case, run_on_two_ranks
+from two_ranks import case
 
 from gaccum_ms import (
     AdaptiveAccumulation,
@@ -122,9 +122,9 @@ def test_a_resumed_step_goes_on_with_its_number_and_rate(tmp_path):
 
 
 @pytest.mark.distributed
-def test_two_ranks_do_the_same(tmp_path):
+def test_two_ranks_do_the_same(rank_pair, tmp_path):
     """Rank 1's own estimate is another; without agreement the ranks would wait for each other for ever."""
-    results = run_on_two_ranks("adaptive_worker.py", tmp_path)
+    results = rank_pair.worker("adaptive_worker", tmp_path)
     for name in ("follow", "astray"):
         first, second = (case(rank, name) for rank in results)
         assert first["steps"].tolist() == second["steps"].tolist() == [2]  # 2 * 16 of 40

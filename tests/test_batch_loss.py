@@ -105,7 +105,7 @@ def test_the_reference_learns_and_so_does_the_temperature():
         assert min(relative_error(reference.state[name], value) for name, value in before.items()) > 1e-3
 
 
-@pytest.mark.core("samples-graph", "sum-graph", "compensated-graph", "weights' dtype-graph", "scaled-graph")
+@pytest.mark.core("sum-graph", "compensated-graph", "scaled-graph")
 @pytest.mark.parametrize("way", ["graph", "pynative"])
 @pytest.mark.parametrize(
     "options",
@@ -169,6 +169,7 @@ def test_clips_the_finished_gradient(mode):
         assert_equivalent(run(way=mode, micro_size=3), reference, TOLERANCE)
 
 
+@pytest.mark.core(mode="graph")
 def test_weights_that_backbone_and_loss_share_and_frozen_ones(mode):
     class Shared(nn.Cell):
         def __init__(self, dense):
@@ -193,11 +194,12 @@ def test_weights_that_backbone_and_loss_share_and_frozen_ones(mode):
 
 
 def test_short_last_batches():
-    data = [batches("towers", samples, 1)[0] for samples in (16, 16, 5, 2, 16, 16, 5, 2)]
+    data = [batches("towers", samples, 1)[0] for samples in (16, 5, 2, 16)]
     reference = contrastive.train(whole, "towers", data)
     assert_equivalent(contrastive.train(accumulated(micro_size=4), "towers", data), reference, TOLERANCE)
 
 
+@pytest.mark.core(mode="graph")
 def test_called_by_itself_it_is_the_whole_batchs_network(mode):
     backbone, loss_fn = make_parts("labels")
     batch = [Tensor(value) for value in batches("labels", RAGGED, 1)[0]]
@@ -247,7 +249,7 @@ class LossesOwnWeightsInEachMicroBatch(BatchLossWindow):
         return super().second_pass(1.0, loss_slopes, number, *part)
 
 
-@pytest.mark.core("graph-LossOfEachMicroBatch", "graph-SlopesOfOthers", "graph-LossesOwnWeightsInEachMicroBatch")
+@pytest.mark.core("graph-LossOfEachMicroBatch", "graph-LossesOwnWeightsInEachMicroBatch")
 @pytest.mark.parametrize(
     "window_class",
     [
@@ -501,7 +503,7 @@ def program(*arguments, folder=None, **variables):
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]), **variables},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
@@ -525,7 +527,7 @@ def test_one_compilation_for_each_shape_of_batch():
         assert len(step.compile_cache) == compiled
 
 
-@pytest.mark.core("graph-256")
+@pytest.mark.thorough
 @pytest.mark.parametrize(("way", "samples"), [("graph", 256), ("graph", 250), ("pynative", 256)])
 def test_the_activations_of_one_micro_batch_are_in_memory(way, samples):
     """Growth of the process's peak from before the first update, of which activations are nearly all. Graph mode gives
@@ -588,6 +590,7 @@ class Returns(Single):
         return (values,) * 17
 
 
+@pytest.mark.core(mode="graph")
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -628,8 +631,8 @@ def test_a_batch_that_fails_leaves_nothing_behind(mode):
     parameters = [*backbone.trainable_params(), *loss_fn.trainable_params()]
     step = accumulated(micro_size=3)(backbone, loss_fn, nn.SGD(parameters, 0.2)).set_train()
     losses = []
-    for x, text in batches("towers", RAGGED):
+    for x, text in batches("towers", RAGGED)[:2]:
         with pytest.raises((ValueError, RuntimeError)):
             step(Tensor(x), Tensor(np.concatenate((text, text), axis=1)))
         losses.append(float(step(Tensor(x), Tensor(text))))
-    assert relative_error(np.array(losses), reference.losses) < TOLERANCE
+    assert relative_error(np.array(losses), reference.losses[:2]) < TOLERANCE

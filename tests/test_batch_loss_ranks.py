@@ -13,16 +13,16 @@ from contrastive import batches, whole
 from mindspore import nn
 from reference import relative_error
 from test_batch_loss import clipped_whole
-from two_ranks import Results, case, run_on_two_ranks
+from two_ranks import Results, case
 
 pytestmark = pytest.mark.distributed
 TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> list[Results]:
-    """What each of two ranks got, by case."""
-    return run_on_two_ranks("batch_loss_worker.py", tmp_path_factory.mktemp("ranks"))
+def ranks(rank_pair, tmp_path_factory) -> list[Results]:
+    """What each of two ranks gets, by case."""
+    return rank_pair.worker("batch_loss_worker", tmp_path_factory.mktemp("batch_loss"))
 
 
 def error(one: dict, other: dict) -> float:
@@ -37,6 +37,7 @@ def joined(kind: str, make_step=whole, optimizer=None) -> dict[str, np.ndarray]:
     return {"losses": run.losses, **run.state}
 
 
+@pytest.mark.core("graph-3-0", "graph-3-1", "graph-sharded-1", "pynative-3-0")
 @pytest.mark.parametrize("mean", [0, 1])
 @pytest.mark.parametrize("way", [way for way in GATHERED if way != "graph-broken"])
 def test_gathered_equals_one_process_on_the_joined_batch(ranks, way, mean):
@@ -46,6 +47,7 @@ def test_gathered_equals_one_process_on_the_joined_batch(ranks, way, mean):
         assert error(case(results, f"gathered-towers-{way}-mean{mean}"), reference) < 2 * TOLERANCE
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mean", [0, 1])
 @pytest.mark.parametrize("mode", ["graph", "pynative"])
 def test_labels_are_gathered_too(ranks, mode, mean):
@@ -54,6 +56,7 @@ def test_labels_are_gathered_too(ranks, mode, mean):
         assert error(case(results, f"gathered-labels-{mode}-3-mean{mean}"), reference) < 2 * TOLERANCE
 
 
+@pytest.mark.thorough
 def test_negative_control_ranks_that_each_count_the_joined_loss(ranks):
     """Without gradients_mean it is twice the gradient; and each rank's own loss is another one."""
     reference = joined("towers")
@@ -64,6 +67,7 @@ def test_negative_control_ranks_that_each_count_the_joined_loss(ranks):
         assert relative_error(own["losses"], reference["losses"]) > 100 * TOLERANCE
 
 
+@pytest.mark.core("3-graph-0")
 @pytest.mark.parametrize("mean", [0, 1])
 @pytest.mark.parametrize("mode", ["graph", "pynative"])
 @pytest.mark.parametrize("way", ["3", "1", "sharded"])
@@ -73,6 +77,7 @@ def test_without_gathering_equals_mindspores_step_on_the_same_ranks(ranks, way, 
         assert error(case(results, f"own-{way}-{mode}-mean{mean}"), reference) < TOLERANCE
 
 
+@pytest.mark.core("graph")
 @pytest.mark.parametrize("mode", ["graph", "pynative"])
 def test_batches_of_unequal_size_are_refused_on_both_ranks_and_training_goes_on(ranks, mode):
     losses = []
@@ -85,6 +90,7 @@ def test_batches_of_unequal_size_are_refused_on_both_ranks_and_training_goes_on(
     assert losses == pytest.approx([joined("towers")["losses"][0]] * 2, rel=TOLERANCE)
 
 
+@pytest.mark.core("graph")
 @pytest.mark.parametrize("mode", ["graph", "pynative"])
 def test_an_overflow_on_one_rank_skips_on_both(ranks, mode):
     for results in ranks:
@@ -98,6 +104,7 @@ def test_a_network_made_before_the_parallel_mode_was_set_is_refused(ranks):
         assert "got 1 rank(s) then and 2 now" in str(results["early"])
 
 
+@pytest.mark.core("1")
 @pytest.mark.parametrize("mean", [0, 1])
 def test_audit_passes_on_ranks(ranks, mean):
     for results in ranks:
@@ -105,6 +112,7 @@ def test_audit_passes_on_ranks(ranks, mean):
         assert found["ok"], str(found["text"])
 
 
+@pytest.mark.thorough
 def test_model_train_on_two_ranks_equals_one_process(ranks):
     backbone, loss_fn = contrastive.make_parts("towers")
     network = contrastive.Whole(backbone, loss_fn)

@@ -26,7 +26,7 @@ from counted_worker import (
     plain,
 )
 from reference import relative_error
-from two_ranks import Results, case, run_on_two_ranks
+from two_ranks import Results, case
 
 pytestmark = pytest.mark.distributed
 TOLERANCE = 1e-5
@@ -34,9 +34,9 @@ CONTROLS = [name for name in SCENARIOS if name.startswith("control")]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> list[Results]:
-    """What each of two ranks got, by scenario."""
-    return run_on_two_ranks("counted_worker.py", tmp_path_factory.mktemp("ranks"))
+def ranks(rank_pair, tmp_path_factory) -> list[Results]:
+    """What each of two ranks gets, by scenario."""
+    return rank_pair.worker("counted_worker", tmp_path_factory.mktemp("counted"))
 
 
 # -- the oracle --------------------------------------------------------------------------------------------------------
@@ -138,6 +138,7 @@ def check(seen: Results, scenario: Scenario, rank: int) -> None:
 # -- the tests ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.core(name=["count", "count of labels", "sum", "two losses", "drop window", "drop micro-batch"])
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in CONTROLS])
 def test_equals_all_tokens_in_one_batch(ranks, name):
     for rank in range(2):
@@ -146,6 +147,7 @@ def test_equals_all_tokens_in_one_batch(ranks, name):
         np.testing.assert_array_equal(case(ranks[0], name)[key], case(ranks[1], name)[key])
 
 
+@pytest.mark.thorough
 def test_gradients_mean_changes_no_counted_result(ranks):
     for results in ranks:
         summed, averaged = case(results, "count"), case(results, "count, mean over ranks")
@@ -178,6 +180,7 @@ def test_one_reduction_per_update(ranks):
         assert results["reductions/two losses"].tolist() == [2, FEATURES + 2] * 2
 
 
+@pytest.mark.thorough
 def test_language_model_on_two_ranks_trains_as_one_batch_in_one_process(ranks):
     losses, weights = language_model.whole_batch()
     for results in ranks:

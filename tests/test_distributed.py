@@ -8,38 +8,34 @@ import pytest
 from distributed_worker import PER_RANK, UPDATES
 from mindspore import nn
 from reference import OPTIMIZERS, as_numpy, batches, make_network, relative_error, train
-from two_ranks import Results, case, run_on_two_ranks
+from support.state import assert_close
+from two_ranks import Results, case
 
 pytestmark = pytest.mark.distributed
 TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> list[Results]:
-    """What each of two ranks got, by case."""
-    return run_on_two_ranks("distributed_worker.py", tmp_path_factory.mktemp("ranks"))
+def ranks(rank_pair, tmp_path_factory) -> list[Results]:
+    """What each of two ranks gets, by case."""
+    return rank_pair.worker("distributed_worker", tmp_path_factory.mktemp("distributed"))
 
 
-def assert_same(one: dict, other: dict) -> None:
-    assert one.keys() == other.keys()
-    errors = {name: relative_error(one[name], other[name]) for name in one}
-    assert max(errors.values()) < TOLERANCE, errors
-
-
+@pytest.mark.core("3-graph-0", "3-graph-1", "3-pynative-0", "1-graph-0")
 @pytest.mark.parametrize("mean", [0, 1])
 @pytest.mark.parametrize("mode", ["graph", "pynative"])
 @pytest.mark.parametrize("micro_size", [1, 3])
 def test_equals_mindspores_step_on_the_same_ranks(ranks, mode, mean, micro_size):
     for results in ranks:
-        assert_same(case(results, f"{mode}-mean{mean}-{micro_size}"), case(results, f"{mode}-mean{mean}-whole"))
+        assert_close(case(results, f"{mode}-mean{mean}-{micro_size}"), case(results, f"{mode}-mean{mean}-whole"))
 
 
 def test_jit_and_clipping_equal_the_whole_batch(ranks):
     for results in ranks:
-        assert_same(case(results, "jit-mean0-3"), case(results, "graph-mean0-whole"))
-        assert_same(case(results, "clip-mean0-3"), case(results, "clip-mean0-whole"))
+        assert_close(case(results, "jit-mean0-3"), case(results, "graph-mean0-whole"))
+        assert_close(case(results, "clip-mean0-3"), case(results, "clip-mean0-whole"))
         with pytest.raises(AssertionError):
-            assert_same(case(results, "clip-mean0-3"), case(results, "graph-mean0-whole"))
+            assert_close(case(results, "clip-mean0-3"), case(results, "graph-mean0-whole"))
 
 
 def test_two_ranks_equal_one_process_on_the_joined_batch(ranks):
@@ -72,6 +68,7 @@ def test_one_reduction_per_update_in_the_compiled_graph(ranks):
         assert results["executed/ReducesEachMicroBatch"].tolist() == [7 * UPDATES]
 
 
+@pytest.mark.core("graph")
 @pytest.mark.parametrize("mode", ["graph", "pynative"])
 def test_parameter_broadcast_starts_all_ranks_alike(ranks, mode):
     """Through ms.Model, which broadcasts rank 0's weights: as if all had begun with these."""

@@ -26,6 +26,7 @@ def code_blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
 
 
+@pytest.mark.core(name=["GradAccumulationCell", "GradAccumulator", "FlushAccumulation", "audit", "resume"])
 @pytest.mark.parametrize("name", gaccum_ms.__all__)
 def test_docstring_examples(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -81,12 +82,13 @@ def run_program(source: str, folder: Path) -> str:
         env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
     )
     assert result.returncode == 0, result.stderr[-2000:]
     return result.stdout
 
 
+@pytest.mark.core("README.md-1", "README.md-2", "tokens.md-1", "windows.md-1", "batch_size.md-1")
 @pytest.mark.parametrize(("source", "shown"), PROGRAMS)
 def test_programs_print_what_the_docs_show(source, shown, tmp_path):
     (shown_text, shown_numbers), (text, numbers) = numbers_apart(shown), numbers_apart(run_program(source, tmp_path))
@@ -140,7 +142,7 @@ def test_pytorchs_loop_prints_it_on_two_processes_too(rows_of_pytorchs_page, tmp
         for rank in range(2)
     ]
     try:
-        printed = [process.communicate(timeout=120)[0] for process in ranks]
+        printed = [process.communicate(timeout=600)[0] for process in ranks]
     finally:
         for process in ranks:
             process.kill()
@@ -151,14 +153,15 @@ def test_pytorchs_loop_prints_it_on_two_processes_too(rows_of_pytorchs_page, tmp
     assert printed[1] == ""
 
 
+@pytest.mark.core("pytorch")
 @pytest.mark.distributed
 @pytest.mark.parametrize("page", ["pytorch", "devices"])
 def test_programs_print_it_on_two_ranks_too(page, tmp_path):
     script = tmp_path / "program.py"
     script.write_text(code_blocks(HOWTO / f"{page}.md", "python")[0])
-    launch = [sys.executable, "-m", "gaccum_ms.launch", "-n", "2", "--timeout", "150", str(script)]
+    launch = [sys.executable, "-m", "gaccum_ms.launch", "-n", "2", "--timeout", "500", str(script)]
     env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run(launch, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(launch, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     shown_text, shown_numbers = numbers_apart(code_blocks(HOWTO / f"{page}.md", "text")[0])
     text, numbers = numbers_apart((tmp_path / "log_output" / "1" / "rank.0" / "stdout").read_text())

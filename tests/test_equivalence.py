@@ -14,11 +14,11 @@ from reference import (
     train,
     whole_batch,
 )
+from support.modes import MODES
 
 from gaccum_ms.accumulation.window import SampleWindow
 
 DIVISIBLE, RAGGED = 24, 13
-MODES = {"graph": ms.GRAPH_MODE, "pynative": ms.PYNATIVE_MODE}
 DTYPES = {"float32": ms.float32, "float16": ms.float16, "bfloat16": ms.bfloat16}
 # Float32 sums in another order differ by rounding; float16 and bfloat16 round each micro-batch's gradient, 11 and 8
 # bits. Adam divides by the root of its second moment, which magnifies the rounding of gradients near zero.

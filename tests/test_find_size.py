@@ -146,7 +146,7 @@ def test_a_real_limit_of_the_address_space():
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
@@ -232,7 +232,7 @@ def test_failures_are_not_kept(monkeypatch):
 def test_ranks_agree_on_the_smallest(tmp_path):
     """Rank 1 is out of memory above 6 samples: of 16, in three micro-batches, both take 6. Where it has nothing at all,
     both say so. Training goes on as with the number written down, on weights that the search has left alone."""
-    ranks = run_on_two_ranks("find_size_ranks_worker.py", tmp_path, time_limit=150)
+    ranks = run_on_two_ranks("find_size_ranks_worker.py", tmp_path, time_limit=600)
     for results in ranks:
         assert results["less on rank 1"] == 6
         assert "not enough on rank(s) [1]" in str(results["nothing on rank 1"])

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from fused_worker import BYTES, COLLECTIVES, KINDS, LIMIT, MODES
 from reference import relative_error
-from two_ranks import Results, case, run_on_two_ranks
+from support.ranks import Ranks
+from two_ranks import Results, case
 
 from benchmarks.collectives import LARGE, torch_buckets
 from gaccum_ms import fused_reduction
@@ -102,14 +103,12 @@ def test_pytorchs_plan_beside_ours():
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> list[Results]:
-    """What each of two ranks got, by case."""
-    out = tmp_path_factory.mktemp("ranks")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MS_DEV_SAVE_GRAPHS", "2")
-        patch.setenv("MS_DEV_DUMP_IR_PASSES", "validate")
-        patch.setenv("MS_DEV_SAVE_GRAPHS_PATH", str(out / "graphs"))
-        return run_on_two_ranks("fused_worker.py", out)
+def ranks(tmp_path_factory):
+    """What each of two ranks gets, by case."""
+    out = tmp_path_factory.mktemp("fused")
+    saving = {"MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_DUMP_IR_PASSES": "validate"}
+    with Ranks(out, environment={**saving, "MS_DEV_SAVE_GRAPHS_PATH": str(out / "graphs")}) as two:
+        yield two.worker("fused_worker", out)
 
 
 def both(results: Results, name: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -118,6 +117,7 @@ def both(results: Results, name: str) -> tuple[list[np.ndarray], list[np.ndarray
     return [ours[key] for key in sorted(ours)], [theirs[key] for key in sorted(theirs)]
 
 
+@pytest.mark.core("large between small-graph", "dtypes-graph", "own-graph", "several buffers-pynative", "dtypes-jit")
 @pytest.mark.distributed
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -157,13 +157,14 @@ def test_what_is_not_finite_spreads_to_its_own_gradient_on_all_ranks_and_to_no_o
             assert relative_error(got[number], sums[int(number)] / 2) < 1e-6
 
 
+@pytest.mark.core("4-1", "16-4")
 @pytest.mark.distributed
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("micro_size", [1, 4, 16])
 def test_collectives_and_bytes_per_update_are_those_of_the_buffers(ranks, micro_size, steps):
     """Ran, in the graph, bytes: the same for all. Windows of several batches have three sums, 12 bytes, along."""
     for results in ranks:
-        got = results[f"collectives/{micro_size} {steps}"].tolist()
+        got = results[f"collectives {micro_size} {steps}"].tolist()
         assert got == [COLLECTIVES, COLLECTIVES, BYTES + 12 * (steps > 1)]
 
 
@@ -171,12 +172,13 @@ def test_collectives_and_bytes_per_update_are_those_of_the_buffers(ranks, micro_
 def test_the_counts_tell_steps_that_send_more(ranks):
     """MindSpore's step and reducer: one for each weight. One that reduces in the loop has no more in its graph."""
     for results in ranks:
-        assert results["collectives/MindSpore's"].tolist() == [4, 4, BYTES]
-        assert results["collectives/control: MindSpore's reducer"].tolist() == [4, 4, BYTES]
-        control = results["collectives/control: reduces each micro-batch"].tolist()
+        assert results["collectives MindSpore's"].tolist() == [4, 4, BYTES]
+        assert results["collectives control: MindSpore's reducer"].tolist() == [4, 4, BYTES]
+        control = results["collectives control: reduces each micro-batch"].tolist()
         assert control == [4 * COLLECTIVES, COLLECTIVES, BYTES]
 
 
+@pytest.mark.core("graph")
 @pytest.mark.distributed
 @pytest.mark.parametrize("mode", ["graph", "pynative"])
 def test_trains_as_mindspores_step_with_a_weight_that_is_the_ranks_own(ranks, mode):

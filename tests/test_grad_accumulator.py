@@ -19,6 +19,7 @@ from reference import (
     relative_error,
     whole_batch,
 )
+from support.state import assert_identical, everything, manager
 
 import gaccum_ms.training.grad_accumulator
 from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell, resume
@@ -84,16 +85,6 @@ def trained(optimizer) -> dict[str, np.ndarray]:
     return {p.name: as_numpy(p) for p in [*optimizer.parameters, *optimizer.get_parameters()]}
 
 
-def everything(accumulator) -> dict[str, np.ndarray]:
-    return {p.name: as_numpy(p) for p in accumulator.get_parameters()}
-
-
-def assert_identical(values, reference, but=()):
-    assert values.keys() == reference.keys()
-    for name in reference.keys() - set(but):
-        np.testing.assert_array_equal(values[name], reference[name], name)
-
-
 def make_accumulator(steps=2, optimizer=None, way="pynative", **options) -> GradAccumulator:
     """Of a weight (10, 20) and SGD with rate 1: what the weight loses is the update's gradient."""
     ms.set_context(mode=WAYS[way])
@@ -132,6 +123,7 @@ def test_successive_batches_equal_the_joined_batch(optimizer, way):
     assert_equals_the_joined_batch(way, optimizer)
 
 
+@pytest.mark.core("pynative", "compiled")
 @pytest.mark.parametrize("way", list(WAYS))
 def test_counted_batches_of_unequal_sizes_equal_the_joined_batch(way):
     assert_equals_the_joined_batch(way, sizes=UNEQUAL, counted=True)
@@ -351,10 +343,6 @@ def test_negative_control_clipping_each_batch_differs():
 
 
 # -- loss scaling and overflow -----------------------------------------------------------------------------------------
-
-
-def manager():
-    return nn.DynamicLossScaleUpdateCell(loss_scale_value=1024, scale_factor=2, scale_window=1000)
 
 
 @pytest.mark.core("graph-cell", "pynative-()")

@@ -23,6 +23,7 @@ from reference import (
     whole_batch,
 )
 from support.reuse import Reused
+from support.state import everything, manager
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.accumulation.counted_window import CountedWindow
@@ -39,17 +40,9 @@ def make_step(
     return step_class(cell, OPTIMIZERS[optimizer](network.trainable_params()), scale_sense).set_train()
 
 
-def manager(value=2.0**10, window=1000):
-    return nn.DynamicLossScaleUpdateCell(loss_scale_value=value, scale_factor=2, scale_window=window)
-
-
 @Reused
 def reused_step(scaled=True, optimizer="momentum", **options):
     return make_step(manager() if scaled else None, optimizer, **options)
-
-
-def everything(step):
-    return {p.name: as_numpy(p) for p in step.get_parameters()}
 
 
 def good():

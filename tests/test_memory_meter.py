@@ -18,7 +18,7 @@ def test_measures_what_a_run_uses_and_nothing_else(size, tmp_path):
 
     In a process of its own: in the heap of an old one, blocks lie in holes and share pages with what the run does not
     use, and its other threads use memory meanwhile."""
-    (results,) = run_on_ranks(1, "memory_meter_worker.py", tmp_path, str(size), time_limit=60)
+    (results,) = run_on_ranks(1, "memory_meter_worker.py", tmp_path, str(size), time_limit=600)
     assert results["after"] == pytest.approx(results["before"], abs=3 * MB)
     assert results["used"] == pytest.approx(results["expected"], rel=0.2)
     assert results["grown"] < 10 * MB

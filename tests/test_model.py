@@ -13,6 +13,7 @@ from mindspore import nn, train
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.train import amp
 from reference import OPTIMIZERS, as_numpy, batches, make_network, relative_error
+from support.state import assert_close
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.model_hook import _original, build_train_network
@@ -48,15 +49,10 @@ def fit(make_model, epochs=3, callbacks=(), optimizer="momentum", **model_option
     return {p.name: as_numpy(p) for p in [*network.get_parameters(), *optimizer.get_parameters()]}
 
 
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    assert max(relative_error(one[name], other[name]) for name in one) < 1e-5
-
-
 @pytest.mark.core("graph-by_model", "graph-by_build_train_network", "graph-by_step", "pynative-by_model")
 @pytest.mark.parametrize("make_model", [by_model, by_build_train_network, by_step])
 def test_every_way_in_equals_the_whole_batch(make_model, mode):
-    assert_same(fit(make_model), fit(plain))
+    assert_close(fit(make_model), fit(plain))
 
 
 # -- the hook ----------------------------------------------------------------------------------------------------------
@@ -165,7 +161,7 @@ def test_model_checkpoint_loads_into_a_network_without_accumulation(tmp_path):
         weights[make_model] = {p.name: as_numpy(p) for p in network.get_parameters()}
         for name, value in weights[make_model].items():
             np.testing.assert_array_equal(value, trained[name])
-    assert_same(weights[by_model], weights[plain])
+    assert_close(weights[by_model], weights[plain])
 
 
 def test_learning_rate_scheduler_changes_the_rate():
@@ -173,7 +169,7 @@ def test_learning_rate_scheduler_changes_the_rate():
         fit(make_model, callbacks=[train.LearningRateScheduler(lambda rate, step: rate * 0.5)], optimizer="sgd")
         for make_model in (plain, by_model)
     ]
-    assert_same(*results)
+    assert_close(*results)
     name = "learning_rate"
     np.testing.assert_allclose(results[1][name], 0.05 * 0.5**9, rtol=1e-3)
 

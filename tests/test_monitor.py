@@ -21,6 +21,7 @@ from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
 from mindspore.train import RunContext
 from mindspore.train.callback import _InternalCallbackParam
 from reference import Line, as_numpy, make_network
+from support.state import manager
 
 from gaccum_ms import (
     AccumulationScheduler,
@@ -48,10 +49,6 @@ def fit(columns=(X, Y), batch=2, epochs=2, line=Line, scale_sense=None, callback
     data = NumpySlicesDataset(tuple(columns), shuffle=False).batch(batch)
     ms.Model(step).train(epochs, data, callbacks=[*callbacks, monitor])
     return monitor.records, step
-
-
-def manager():
-    return nn.DynamicLossScaleUpdateCell(loss_scale_value=2.0**10, scale_factor=2, scale_window=1000)
 
 
 def assert_record(record, rtol=1e-6, **expected):
@@ -464,7 +461,7 @@ def test_mindspores_summary_holds_each_number(tmp_path):
         start_new_session=True,
     )
     try:
-        output, errors = done.communicate(timeout=180)
+        output, errors = done.communicate(timeout=600)
         deadline = time.monotonic() + 20
         while group_lives(done.pid) and time.monotonic() < deadline:
             time.sleep(0.05)

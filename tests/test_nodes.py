@@ -35,13 +35,13 @@ def hosts() -> Iterator[list[list[str]]]:
             *(f"-n {names[i]} addr add 10.231.77.{i + 1}/24 dev {ends[i]}" for i in range(2)),
             *(f"-n {names[i]} link set {device} up" for i in range(2) for device in ("lo", ends[i])),
         ):
-            done = subprocess.run(["ip", *line.split()], capture_output=True, text=True, timeout=10)
+            done = subprocess.run(["ip", *line.split()], capture_output=True, text=True, timeout=60)
             if done.returncode != 0:
                 pytest.skip(f"this machine allows no network namespaces: ip {line}: {done.stderr.strip()}")
         yield [["ip", "netns", "exec", name] for name in names]
     finally:
         for name in names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=10)
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=60)
 
 
 def start(hosts: list[list[str]], script: Path, cwd: Path, number: int, *options: str, args=(), env=None) -> Launched:
@@ -125,7 +125,7 @@ def test_a_host_that_is_cut_off_ends_both(hosts, tmp_path):
     for rank in range(4):
         both[rank // 2].wait_for(tmp_path / f"up.{rank}")
     begin = time.monotonic()
-    subprocess.run([*hosts[1], "ip", "route", "flush", "table", "main"], check=True, timeout=10)
+    subprocess.run([*hosts[1], "ip", "route", "flush", "table", "main"], check=True, timeout=60)
     for number, launched in enumerate(both):
         done = launched.finish()
         assert done.returncode == 1
@@ -189,6 +189,6 @@ def test_a_taken_port_is_named(hosts, tmp_path):
             assert taker.stdout.readline() == "up\n"
             done = start(hosts, script, tmp_path, 0).finish()
         finally:
-            taker.communicate("\n", timeout=10)
+            taker.communicate("\n", timeout=60)
         assert done.returncode == 2
         assert f"port {port} of {ADDRESS} is taken. Name another --master-port" in done.stderr

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 from reference import accumulated, assert_equivalent, batches, make_network, step_with, train
-from two_ranks import case, run_on_two_ranks
+from two_ranks import case
 
 from gaccum_ms import CountMask, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, resume
 from gaccum_ms.accumulation.window import SampleWindow
@@ -223,11 +223,12 @@ def test_recording_changes_no_update(options, mode):
     assert_equivalent(run(record_noise=True), run(), 1e-6)
 
 
+@pytest.mark.core("mean")
 @pytest.mark.distributed
 @pytest.mark.parametrize("gradients_mean", [True, False], ids=["mean", "sum"])
-def test_records_of_two_ranks(gradients_mean, tmp_path):
+def test_records_of_two_ranks(gradients_mean, rank_pair, tmp_path):
     """By samples, ranks that sum have twice the mean."""
-    results = run_on_two_ranks("noise_worker.py", tmp_path, str(int(gradients_mean)))
+    results = [case(one, f"mean{gradients_mean:d}") for one in rank_pair.worker("noise_worker", tmp_path)]
     y, mask = targets(16), np.array([1, 0.5, 0, 0, 1, 1, 0, 2] * 2, np.float32)
     uneven = noise_by_hand([[y[:2]], [y[6:9]]], [y])
     # Of the two ranks' means, which is as noisy as a mean over 2^2 / (1 / 6 + 1 / 10) = 15 samples.
@@ -243,7 +244,7 @@ def test_records_of_two_ranks(gradients_mean, tmp_path):
         if not gradients_mean and name != "counted":
             expected = expected * [4, 1, 4, 1]
         for rank in results:
-            np.testing.assert_allclose(case(rank, name)["noise"], expected, rtol=1e-5, err_msg=name)
+            np.testing.assert_allclose(rank[name], expected, rtol=1e-5, err_msg=name)
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from mindspore.dataset import NumpySlicesDataset
 from mindspore.train import Callback, RunContext
 from mindspore.train.callback import _InternalCallbackParam
 from reference import Line
-from two_ranks import run_on_two_ranks
 
 from gaccum_ms import FlushAccumulation, GradAccumulationCell, ProgressBar, TrainOneStepWithGradAccumulationCell
 
@@ -206,8 +205,8 @@ def test_data_sinking_moves_the_bar_by_sinks(pynative):
 
 
 @pytest.mark.distributed
-def test_rank_0_alone_draws(tmp_path):
-    first, second = (str(results["drawn"]) for results in run_on_two_ranks("progress_worker.py", tmp_path))
+def test_rank_0_alone_draws(rank_pair, tmp_path):
+    first, second = (str(results["drawn"]) for results in rank_pair.worker("progress_worker", tmp_path))
     assert "8/8 batches" in first
     assert "update 4," in first
     assert second == ""

@@ -3,6 +3,7 @@ and on two; real_use_worker.py says how each is trained."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -12,7 +13,8 @@ import mindspore as ms
 import numpy as np
 import pytest
 from reference import as_numpy, relative_error
-from two_ranks import Results, case, run_on_ranks
+from support.ranks import Ranks
+from two_ranks import Results, case
 
 mindcv = pytest.importorskip("mindcv", reason="mindcv is in the extra 'test'", exc_type=ImportError)
 
@@ -24,7 +26,7 @@ ON = [1, 2]
 
 
 class Trained(NamedTuple):
-    """What a launch left: its files, and each rank's results."""
+    """A launch: where it leaves files, and each rank's results."""
 
     out: Path
     ranks: list[Results]
@@ -34,14 +36,16 @@ class Trained(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> dict[int, Trained]:
-    found = {}
-    with pytest.MonkeyPatch.context() as patch:
+def trained(tmp_path_factory):
+    """By the number of processes."""
+    with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)  # which users need not set
+        found = {}
         for processes in ON:
             out = tmp_path_factory.mktemp(f"on{processes}")
-            found[processes] = Trained(out, run_on_ranks(processes, "real_use_worker.py", out))
-    return found
+            ranks = stack.enter_context(Ranks(out, processes))
+            found[processes] = Trained(out, ranks.worker("real_use_worker", out))
+        yield found
 
 
 def assert_ranks_agree(ranks: list[Results]) -> None:
@@ -59,6 +63,7 @@ def printed_losses(results: Results) -> np.ndarray:
     return np.array([float(loss) for loss in re.findall(r"loss is (\S+)", str(results["printed"]))])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("processes", ON)
 def test_resnet18_with_lossmonitor_and_checkpoints(trained, processes):
     ranks = trained[processes].of("resnet18")
@@ -68,6 +73,7 @@ def test_resnet18_with_lossmonitor_and_checkpoints(trained, processes):
     assert_learns(np.mean([printed_losses(results) for results in ranks], axis=0))  # each prints its own samples'
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("processes", ON)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # mindcv's imports
 def test_resnet18s_checkpoints_load_into_the_bare_network(trained, processes):
@@ -86,6 +92,7 @@ def test_resnet18s_checkpoints_load_into_the_bare_network(trained, processes):
         assert relative_error(loaded[0], loaded[1]) > 1e-3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("processes", ON)
 def test_mobilenet_with_timemonitor_and_windowmonitor(trained, processes):
     ranks = trained[processes].of("mobilenet")
@@ -103,6 +110,7 @@ def test_mobilenet_with_timemonitor_and_windowmonitor(trained, processes):
     np.testing.assert_allclose([record["loss"] for record in records], ranks[0]["losses"])
 
 
+@pytest.mark.core("2")
 @pytest.mark.parametrize("processes", ON)
 def test_text_classifier_with_flush_and_progress_bar(trained, processes):
     ranks = trained[processes].of("text")
@@ -115,9 +123,10 @@ def test_text_classifier_with_flush_and_progress_bar(trained, processes):
     assert set(last[1:]) <= {""}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("processes", ON)
 def test_mobilenet_with_group_norm_equals_whole_batches(trained, processes):
-    whole = case(trained[1].ranks[0], "whole/mobilenet")
+    whole = case(trained[1].ranks[0], "whole mobilenet")
     ranks = trained[processes].of("exact mobilenet")
     assert relative_error(np.mean([results["losses"] for results in ranks], axis=0), whole["losses"]) < 1e-5
     for results in ranks:
@@ -126,19 +135,21 @@ def test_mobilenet_with_group_norm_equals_whole_batches(trained, processes):
         )  # of the weights: they hardly move in two updates
 
 
+@pytest.mark.core("2")
 @pytest.mark.parametrize("processes", ON)
 def test_the_text_classifier_equals_one_batch_for_each_window(trained, processes):
-    whole = case(trained[1].ranks[0], "whole/text")
+    whole = case(trained[1].ranks[0], "whole text")
     for results in trained[processes].of("text"):
         # Adam divides by the gradient's own size, which makes more of rounding than SGD does.
         assert relative_error(results["weights"], whole["weights"]) < 1e-3
 
 
+@pytest.mark.thorough
 def test_ranks_that_do_not_know_of_each_other_are_caught(trained):
     """The control: each learns the task, alone, from its half."""
     ranks = trained[2].of("text, each by itself")
     assert [int(results["updates"]) for results in ranks] == [TEXT_UPDATES] * 2
     with pytest.raises(AssertionError):
         assert_ranks_agree(ranks)
-    whole = case(trained[1].ranks[0], "whole/text")
+    whole = case(trained[1].ranks[0], "whole text")
     assert relative_error(ranks[0]["weights"], whole["weights"]) > 1e-2

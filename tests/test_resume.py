@@ -19,6 +19,7 @@ from mindspore import Tensor, nn, train
 from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
 from reference import CLASSES, FEATURES, OPTIMIZERS, accumulated, as_numpy, batches, make_network, relative_error
 from resume_worker import BATCH, BATCHES, EPOCHS, KINDS, Seen, everything, make_data_set, make_model
+from support.state import assert_identical
 
 from gaccum_ms import CountMask, GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell, resume
 
@@ -27,12 +28,6 @@ LAST = EPOCHS * BATCHES
 FORMATS = {"open": "ckpt", "flushed": "safetensors"}
 OPEN_WINDOW = "ignore:For 'GradAccumulationCell', training ended in the middle of a window:UserWarning"
 pytestmark = pytest.mark.filterwarnings(OPEN_WINDOW)
-
-
-def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
-    assert one.keys() == other.keys()
-    for name in one:
-        np.testing.assert_array_equal(one[name], other[name], name)
 
 
 def edited(source: Path, target: Path, edit) -> Path:
@@ -138,7 +133,7 @@ def test_resumed_after_any_batch_is_bit_identical_in_a_step_that_has_run(referen
         rows, end, inputs = resumed(reference, kind, reference.checkpoint(batch), fresh=False)
         assert rows == reference.rows[batch:], batch
         assert inputs == reference.inputs[batch:], batch
-        assert_same(end, reference.end)
+        assert_identical(end, reference.end)
     assert len(reference.model.train_network.compile_cache) == compiled
 
 
@@ -157,7 +152,7 @@ def test_resumed_in_a_new_model_is_bit_identical(references, kind, batch):
     rows, end, inputs = resumed(reference, kind, reference.checkpoint(batch), fresh=True)
     assert rows == reference.rows[batch:]
     assert inputs == reference.inputs[batch:]
-    assert_same(end, reference.end)
+    assert_identical(end, reference.end)
 
 
 def run_worker(folder: Path, *arguments) -> subprocess.CompletedProcess:
@@ -169,7 +164,7 @@ def run_worker(folder: Path, *arguments) -> subprocess.CompletedProcess:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 
@@ -188,7 +183,7 @@ def test_killed_twice_by_kill_9_is_bit_identical(references, tmp_path, kind, kil
         checkpoint = [max((folder / "saved").glob(f"*.{FORMATS[kind]}"), key=lambda path: path.stat().st_mtime_ns)]
         rows += [json.loads(line) for line in (folder / "seen.jsonl").read_text().splitlines()]
         assert rows == reference.rows[: kill_after or LAST]
-    assert_same(dict(np.load(folder / "end.npz")), reference.end)
+    assert_identical(dict(np.load(folder / "end.npz")), reference.end)
 
 
 @pytest.mark.core("2-flushed")
@@ -217,7 +212,7 @@ def test_each_file_that_keep_checkpoint_max_leaves_is_enough(references, tmp_pat
     for file, batch in zip(files, range(BATCHES + 4 - kept, BATCHES + 4), strict=True):
         rows, end, _ = resumed(reference, kind, file, fresh=False)
         assert rows == reference.rows[batch:]
-        assert_same(end, reference.end)
+        assert_identical(end, reference.end)
 
 
 @pytest.mark.parametrize(
@@ -388,6 +383,12 @@ def assert_updates(step, windows: list[list[int]], tolerance: float, masked: boo
         assert error < tolerance, (name, error)
 
 
+@pytest.mark.core(
+    "samples-micro_size=3-accumulation_steps=4-0.0001",
+    "samples-micro_size=2-0.0001",
+    "counts-micro_batch_size=2-count=CountMask()-0.0001",
+    "compensated-micro_size=1-accumulation_steps=4-0.0001",
+)
 @pytest.mark.parametrize(
     ("saved", "options", "tolerance"),
     [
@@ -426,6 +427,7 @@ def test_a_window_is_finished_on_its_true_counts_whatever_the_options_are_now(in
     assert_updates(step, windows, tolerance, masked)
 
 
+@pytest.mark.core("gaccum_ms.window_sums")
 @pytest.mark.parametrize("lost", ["gaccum_ms.window_unit", "gaccum_ms.window_sums", "accu_grads."])
 def test_negative_control_a_window_of_unequal_batches_without_its_unit_or_sums_is_finished_wrongly(
     in_mid_window, tmp_path, lost
@@ -453,7 +455,7 @@ def test_a_step_saved_by_hand_goes_on_bit_identically_in_a_new_step(tmp_path, fi
     else:
         assert ms.load_checkpoint(str(file), other, format=file_format)
     assert run(other, range(6, 12)) == losses
-    assert_same(everything(other), end)
+    assert_identical(everything(other), end)
 
 
 @pytest.mark.parametrize(
@@ -469,7 +471,7 @@ def test_a_step_that_has_run_goes_on_from_what_is_loaded(load, tmp_path):
     run(step, range(12, 15))
     load(step, file)
     assert run(step, range(6, 12)) == losses
-    assert_same(everything(step), end)
+    assert_identical(everything(step), end)
     assert len(step.compile_cache) == 1
 
 
@@ -498,7 +500,7 @@ def assert_refused(step, action, error, message) -> None:
     before, generator = everything(step), ms.get_rng_state().asnumpy()
     with pytest.raises(error, match=message):
         action()
-    assert_same(everything(step), before)
+    assert_identical(everything(step), before)
     np.testing.assert_array_equal(ms.get_rng_state().asnumpy(), generator)
 
 
@@ -619,7 +621,7 @@ def test_a_resumed_step_takes_a_batch_shorter_than_micro_size_as_the_one_that_wa
     resume(steps[1], tmp_path / "before.ckpt")
     losses = [float(step(Tensor(x[:2]), Tensor(y[:2])).asnumpy()) for step in steps]
     assert losses[0] == losses[1]
-    assert_same(everything(steps[0]), everything(steps[1]))
+    assert_identical(everything(steps[0]), everything(steps[1]))
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):

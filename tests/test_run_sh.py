@@ -46,7 +46,7 @@ done <'{self._answers}'
         for name in ("PROCESSES", "LAUNCHER", "SCRIPT", "LOG_DIR", "TIMEOUT", "DATA_PATH"):
             env.pop(name, None)
         command = ["bash", str(self.project / "run.sh"), *arguments]
-        return subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, timeout=600)
 
     def calls(self) -> list[str]:
         return self._calls.read_text().splitlines()
@@ -125,6 +125,6 @@ def test_ci_runs_the_linters_and_each_test_once(tmp_path, failing):
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
     (tmp_path / "run.sh").write_text(f'echo "$*"\n[ "$*" != "{failing}" ]\n')
-    done = subprocess.run(["bash", str(tmp_path / ".ci" / "run")], cwd="/", capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", str(tmp_path / ".ci" / "run")], cwd="/", capture_output=True, text=True, timeout=600)
     assert done.stdout.splitlines() == ["lint", "test", "test rest"]
     assert done.returncode == (failing is not None)

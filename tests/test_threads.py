@@ -37,7 +37,7 @@ def printed(tmp_path, argument="", before="", **environment) -> list[int]:
     env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]), **environment}
     command = [sys.executable, str(tmp_path / "script.py")]
-    finished = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    finished = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
     assert finished.returncode == 0, finished.stderr
     return [int(number) for number in finished.stdout.split()]
 
@@ -120,5 +120,5 @@ def test_training_sets_no_threads(tmp_path):
         "print(conf.is_dispatch_threads_num_configured(), conf.is_op_threads_num_configured())\n"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    finished = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=120)
+    finished = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=600)
     assert finished.stdout.split() == ["False", "False", "True", "True", "True"], finished.stderr

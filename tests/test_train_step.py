@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 from reference import FEATURES, OPTIMIZERS, Line, as_numpy, batches, make_network, relative_error, step_with
+from support.state import everything
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.accumulation.window import SampleWindow
@@ -21,10 +22,6 @@ def make_step(kind="dense", loss=None, optimizer="momentum", **options):
     options = options or {"micro_size": 3}
     cell = GradAccumulationCell(nn.WithLossCell(make_network(kind), loss or nn.CrossEntropyLoss()), **options)
     return TrainOneStepWithGradAccumulationCell(cell, OPTIMIZERS[optimizer](cell.trainable_params())).set_train()
-
-
-def everything(step) -> dict[str, np.ndarray]:
-    return {parameter.name: as_numpy(parameter) for parameter in step.get_parameters()}
 
 
 def batch(samples):
@@ -320,7 +317,7 @@ def test_the_graph_does_not_grow_with_the_number_of_micro_batches(tmp_path):
     folders = [str(Path(__file__).parent), str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
     saving = {"MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_SAVE_GRAPHS_PATH": str(tmp_path), "PYTHONPATH": ":".join(folders)}
     command = [sys.executable, "-c", "import test_train_step; test_train_step.compile_graphs()"]
-    subprocess.run(command, env={**os.environ, **saving}, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, env={**os.environ, **saving}, check=True, capture_output=True, timeout=600)
     finished = sorted(tmp_path.glob("**/*_validate_*.ir"), key=lambda path: int(path.stem.rpartition("_")[2]))
     few, many, unrolled = (path.read_text().count("MatMul(") for path in finished)
     assert few == many > 0

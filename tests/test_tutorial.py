@@ -23,7 +23,7 @@ def digits(tmp_path_factory) -> Path:
     """The digits in MNIST's files."""
     folder = tmp_path_factory.mktemp("digits") / "data"
     prepare = ROOT / "sample_code" / "distributed_gradient_accumulation" / "prepare_data.py"
-    subprocess.run([sys.executable, str(prepare), str(folder)], check=True, timeout=120, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, str(prepare), str(folder)], check=True, timeout=600, stdout=subprocess.DEVNULL)
     return folder
 
 
@@ -35,7 +35,7 @@ def run(import_line: str, digits: Path, folder: Path) -> tuple[list[float], dict
     script.write_text(text.replace(MINDSPORES, import_line))
     env = {**os.environ, "DATA_PATH": str(digits), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, str(script)], env=env, cwd=folder, capture_output=True, text=True, timeout=180
+        [sys.executable, str(script)], env=env, cwd=folder, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr[-3000:]
     looks = {when: (digest, float(accuracy)) for when, digest, accuracy in LOOK.findall(done.stdout)}

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn
 from reference import CLASSES, as_numpy, batches, relative_error
-from two_ranks import run_on_two_ranks
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WindowBatchNorm
 from gaccum_ms.layers.window_batchnorm import WindowStatistics
@@ -182,10 +181,10 @@ def gradients_of(norm, x, weights):
 
 
 @pytest.mark.distributed
-def test_two_ranks_pool_their_statistics(tmp_path):
+def test_two_ranks_pool_their_statistics(rank_pair, tmp_path):
     given = data(12)
     expected = whole_batch(given)
-    for results in run_on_two_ranks("batchnorm_worker.py", tmp_path):
+    for results in rank_pair.worker("batchnorm_worker", tmp_path):
         for name in ("single", "spanning"):
             assert relative_error(results[name], expected) < 1e-6, name
 

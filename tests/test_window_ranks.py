@@ -14,7 +14,8 @@ import pytest
 import window_oracle as oracle
 from mindspore import Tensor, nn, ops
 from reference import relative_error
-from two_ranks import Results, case, run_on_two_ranks
+from support.ranks import Ranks
+from two_ranks import Results, case
 from window_worker import (
     ACCUMULATOR_CALLS,
     BATCH,
@@ -53,6 +54,7 @@ TOLERANCE = 1e-5
 Window = list[Batch]  # of all ranks together
 
 ALL_CALLS = CALLS | ACCUMULATOR_CALLS
+CORE_CALLS = ["graph", "eager", "count, sum over ranks", "overflow", "clipped", "accumulator", "accumulator, flush"]
 
 
 @pytest.fixture(scope="module")
@@ -61,16 +63,19 @@ def out(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(out) -> list[Results]:
-    """What each of two ranks got. A rank that waits for the other for ever is ended, and all tests here fail."""
-    return run_on_two_ranks("window_worker.py", out, "train", time_limit=600)
+def trained(rank_pair, out) -> list[Results]:
+    """What each of two ranks gets."""
+    return rank_pair.worker("window_worker", out)
 
 
 @pytest.fixture(scope="module")
-def resumed(out, trained) -> list[Results]:
+def resumed(out, trained, tmp_path_factory):
     """The same of two new ranks, which go on from the checkpoints of the first two and of one process."""
+    for kind in KINDS:
+        case(trained[0], f"uninterrupted {kind}")
     save_alone(out)
-    return run_on_two_ranks("window_worker.py", out, "resume", time_limit=600)
+    with Ranks(tmp_path_factory.mktemp("new")) as ranks:
+        yield ranks.worker("window_worker", out)
 
 
 class Clipped(nn.Cell):
@@ -129,6 +134,9 @@ def ends(calls: Calls, rank: int) -> list[int]:
 # -- calls of the step and of GradAccumulator --------------------------------------------------------------------------
 
 
+@pytest.mark.core(
+    name=["graph", "eager", "count, sum over ranks", "overflow", "clipped", "accumulator", "accumulator, flush"]
+)
 @pytest.mark.parametrize("name", ALL_CALLS)
 def test_a_window_on_two_ranks_equals_all_its_batches_on_one_process(trained, name):
     """With gradients_mean, and with count in any case. Without either ranks add up, as with twice the learning rate.
@@ -156,6 +164,9 @@ def overflows(calls: Calls, end: int) -> bool:
     return calls.poisoned is not None and end - calls.steps <= calls.poisoned < end
 
 
+@pytest.mark.core(
+    name=["graph", "eager", "count, sum over ranks", "overflow", "clipped", "accumulator", "accumulator, flush"]
+)
 @pytest.mark.parametrize("name", ALL_CALLS)
 def test_batches_that_do_not_end_a_window_change_no_bit_of_weights_and_optimizer(trained, name):
     for rank, results in enumerate(trained):
@@ -167,6 +178,7 @@ def test_batches_that_do_not_end_a_window_change_no_bit_of_weights_and_optimizer
                 assert same == (call not in changes), (kind, call)
 
 
+@pytest.mark.core(name=["eager", "accumulator"])
 @pytest.mark.parametrize("name", [name for name, calls in ALL_CALLS.items() if calls.mode == "pynative"])
 def test_one_reduction_at_the_end_of_each_window_and_none_before(trained, name):
     """Collectives that leave, in PyNative mode."""
@@ -184,6 +196,7 @@ def test_a_step_that_reduces_each_batch_is_caught(trained):
     )
 
 
+@pytest.mark.thorough
 def test_no_collective_runs_in_the_compiled_step_before_the_windows_end(trained):
     """By MindSpore's profiler: none, then one for all weights and the sums, however many batches there are."""
     for results in trained:
@@ -194,6 +207,7 @@ def test_no_collective_runs_in_the_compiled_step_before_the_windows_end(trained)
         assert got["ReducesEachBatch 3 2"].tolist() == [2, 6 + 2]
 
 
+@pytest.mark.core("overflow")
 @pytest.mark.parametrize("name", ["overflow", "overflow, eager", "accumulator, overflow"])
 def test_overflow_in_one_batch_of_one_rank_drops_the_window_and_halves_the_scale_on_both(trained, name):
     calls = ALL_CALLS[name]
@@ -382,6 +396,7 @@ def test_the_run_that_is_not_interrupted_equals_the_joined_windows(trained, kind
         assert_went_on(case(results, f"uninterrupted {kind}"), kind, 0, 2, 2, rank)
 
 
+@pytest.mark.core(kind="counts")
 @pytest.mark.parametrize("saved", [SAVED, 2 * SAVED, 3 * SAVED])
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_that_resume_each_from_its_own_file_go_on_as_if_not_interrupted(trained, resumed, kind, saved):
@@ -398,12 +413,14 @@ def assert_not_interrupted(got: Results, uninterrupted: Results, saved: int) -> 
     np.testing.assert_array_equal(got["seen"], uninterrupted["seen"][saved:])
 
 
+@pytest.mark.core(kind="counts")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_files_of_all_ranks_may_be_given_to_each_in_any_order(trained, resumed, kind):
     for rank, results in enumerate(resumed):
         assert_not_interrupted(case(results, f"{kind}, all files"), case(trained[rank], f"uninterrupted {kind}"), SAVED)
 
 
+@pytest.mark.core(kind="counts")
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_process_finishes_the_window_of_two_ranks(out, trained, kind):
     """In mid-window, between windows, and in mid-window of the second epoch; then all on the same model."""
@@ -416,6 +433,7 @@ def test_one_process_finishes_the_window_of_two_ranks(out, trained, kind):
         assert_went_on(got, kind, saved, 2, 1)
 
 
+@pytest.mark.core(kind="counts")
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_finish_the_window_of_one_process(resumed, kind):
     for rank, results in enumerate(resumed):
@@ -423,6 +441,7 @@ def test_two_ranks_finish_the_window_of_one_process(resumed, kind):
         assert_went_on(got, kind, SAVED_ALONE[-1], 1, 2, rank)
 
 
+@pytest.mark.core(kind="counts")
 @pytest.mark.parametrize("kind", KINDS)
 def test_rank_0s_file_in_mid_window_is_refused_on_rank_1_and_on_one_process(out, resumed, kind):
     """Rank 0 cannot know what rank 1 was given: to it the file is its own."""
@@ -446,6 +465,7 @@ def test_rank_0s_file_in_mid_window_loaded_plainly_on_rank_1_is_refused_at_the_f
     assert resumed[0][f"plain {SAVED}/position"] == SAVED % STEPS + 1
 
 
+@pytest.mark.core(kind="counts")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_between_windows_resumes_anywhere(out, trained, resumed, kind):
     """Rank 0's on both ranks; rank 1's alone on one process."""
@@ -470,6 +490,7 @@ def test_a_checkpoint_between_windows_loads_plainly_anywhere(out, resumed):
     assert int(step.window_position.asnumpy()) == 1
 
 
+@pytest.mark.core(kind="counts")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_position_that_does_not_divide_by_the_ranks_is_refused_with_both_numbers(resumed, kind):
     for results in resumed:

@@ -18,6 +18,7 @@ from mindspore import Tensor, nn, ops, train
 from mindspore.dataset import NumpySlicesDataset
 from reference import FEATURES, OPTIMIZERS, Line, as_numpy, batches, make_network, relative_error
 from support.modes import MODES
+from support.state import assert_identical, everything, manager
 
 import gaccum_ms.accumulation.spanning_window
 from gaccum_ms import (
@@ -130,10 +131,6 @@ def trained(step):
     return {parameter.name: as_numpy(parameter) for parameter in parameters}
 
 
-def everything(step):
-    return {parameter.name: as_numpy(parameter) for parameter in step.get_parameters()}
-
-
 class Clipped(nn.TrainOneStepCell):
     """MindSpore's step, with its clipping."""
 
@@ -174,13 +171,6 @@ def assert_same(run, expected, tolerance=1e-5):
     assert run[1].keys() == expected[1].keys()
     errors = {name: relative_error(run[1][name], value) for name, value in expected[1].items()}
     assert max(errors.values()) < tolerance, errors
-
-
-def assert_identical(one, other, but=()):
-    assert one.keys() == other.keys()
-    for name in one:
-        if name not in but:
-            np.testing.assert_array_equal(one[name], other[name], name)
 
 
 # -- equivalence -------------------------------------------------------------------------------------------------------
@@ -274,10 +264,12 @@ def check_tail(mode, step, problem=DENSE):
     assert_same(run, reference(problem, TAIL, (4, 3), mode))
 
 
+@pytest.mark.core(mode="graph")
 def test_a_flushed_tail_equals_its_batches_joined(mode):
     check_tail(MODES[mode], DENSE.step(micro_size=2, accumulation_steps=4))
 
 
+@pytest.mark.core(mode="pynative")
 def test_a_flushed_tail_is_divided_by_its_counts(mode):
     masked = Problem(loss="masked")
     check_tail(MODES[mode], masked.step(micro_size=2, accumulation_steps=4, count=CountMask()), masked)
@@ -373,6 +365,7 @@ def test_nothing_that_is_trained_changes_before_the_windows_end(optimizer, mode)
         assert len(step.compile_cache) == 1
 
 
+@pytest.mark.core(mode="graph")
 def test_negative_control_an_update_before_the_windows_end_is_caught(monkeypatch, mode):
     monkeypatch.setattr(gaccum_ms.accumulation.spanning_window, "OpenWindow", UpdatesEachBatch)
     with pytest.raises(AssertionError):
@@ -467,10 +460,7 @@ def assert_one_good_window(step):
     assert_same((losses, trained(step)), reference(DENSE, EQUAL[:STEPS], (STEPS,), ms.get_context("mode")))
 
 
-def manager():
-    return nn.DynamicLossScaleUpdateCell(loss_scale_value=2.0**10, scale_factor=2, scale_window=1000)
-
-
+@pytest.mark.core(mode="graph")
 def test_an_overflow_in_any_batch_drops_its_whole_window_exactly(mode):
     """And the scale is halved once, at the window's end. The good windows train as if the others had never been."""
     step = DENSE.step(manager(), micro_size=2)
@@ -503,6 +493,7 @@ def test_an_overflow_in_any_batch_drops_its_whole_window_exactly(mode):
     assert_same((losses, trained(step)), (losses, state))
 
 
+@pytest.mark.core(mode="graph")
 def test_drop_micro_batch_leaves_one_micro_batch_of_the_window_out(mode):
     step = DENSE.step(manager(), micro_size=2, overflow="drop_micro_batch")
     for batch in (GOOD[0], poisoned(GOOD[1], np.nan, 5), GOOD[2]):
@@ -516,6 +507,7 @@ def test_drop_micro_batch_leaves_one_micro_batch_of_the_window_out(mode):
     assert_same((np.array([float(step.window_loss.asnumpy())]), trained(step)), (losses, state))
 
 
+@pytest.mark.core(mode="graph")
 def test_a_scale_set_in_mid_window_changes_no_update(mode):
     step = DENSE.step(Tensor(8.0, ms.float32), micro_size=2)
     for scale, batch in zip((8.0, 2.0**12, 0.25), GOOD, strict=True):
@@ -527,6 +519,7 @@ def test_a_scale_set_in_mid_window_changes_no_update(mode):
 # -- batches that fail -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.core(mode="graph")
 def test_a_bad_count_leaves_its_batch_out_and_the_window_goes_on(mode):
     """First, in the middle and last in the window: the update is that of the other two batches."""
     problem = Problem(loss="masked")
@@ -603,6 +596,7 @@ def test_a_batch_that_fails_half_way_drops_its_window_and_the_next_is_right(at, 
     assert_one_good_window(step)
 
 
+@pytest.mark.core(mode="pynative")
 def test_a_refused_batch_leaves_the_window_as_it_was(mode):
     """Of wrong shapes; and in graph mode, where nothing runs before all is compiled, of wrong features."""
     step = DENSE.step(micro_size=2)
@@ -733,11 +727,13 @@ def test_seven_batches_in_windows_of_four_flushed_at_each_epochs_end():
     assert place(model.train_network) == (0, 4)
 
 
+@pytest.mark.core(mode="graph")
 @pytest.mark.parametrize(("each_epoch", "windows"), [(True, (4, 3, 4, 3)), (False, (4, 4, 4, 2))])
 def test_flushes_each_epoch_or_when_training_ends(each_epoch, windows, mode):
     assert_line(fit([FlushAccumulation(each_epoch)], micro_size=2), windows)
 
 
+@pytest.mark.core(mode="graph")
 def test_without_flush_windows_span_epochs_and_the_user_is_told_what_is_left(mode):
     with pytest.warns(UserWarning, match=LEFT_OVER.format(2, 4)):
         step = fit([])
@@ -761,6 +757,7 @@ def test_a_window_goes_on_in_the_next_training(pynative):
     assert_line(step, (4, 4, 4))
 
 
+@pytest.mark.core(mode="graph")
 def test_a_short_last_batch_weighs_by_its_samples(mode):
     """28 samples in batches of five: the sixth has three."""
     assert_line(fit([FlushAccumulation()], data=line_data(5), epochs=1), (4, 2), batch=5)
@@ -839,6 +836,7 @@ def test_flush_accumulation_refuses_what_is_no_bool():
         FlushAccumulation(each_epoch=1)
 
 
+@pytest.mark.core(mode="pynative")
 def test_callbacks_see_each_batchs_own_loss(capsys, mode):
     """LossMonitor and History count batches, and see batch means at the weights of the batch's window."""
     watch, history = Watch(), train.History()
@@ -852,6 +850,7 @@ def test_callbacks_see_each_batchs_own_loss(capsys, mode):
     assert watch.updates == [0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 4]
 
 
+@pytest.mark.core(mode="pynative")
 def test_a_learning_rate_schedule_counts_updates(mode):
     schedule = scale_learning_rate(nn.CosineDecayLR(0.01, 0.5, 4), 1)
     step = fit([FlushAccumulation()], rate=schedule)

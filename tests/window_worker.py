@@ -1,13 +1,9 @@
-"""One rank of tests/test_window_ranks.py, and what it trains on: windows of several batches on two ranks.
-
-Run by ``python -m gaccum_ms.launch -n 2 window_worker.py OUT train`` and, once there are checkpoints in OUT, ``... OUT
-resume``: two starts of the ranks serve all cases.
-"""
+"""What a rank of tests/test_window_ranks.py runs (support/ranks.py), and what it trains on: windows of several batches
+on two ranks."""
 
 from __future__ import annotations
 
 import csv
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,11 +13,12 @@ import numpy as np
 import window_oracle
 from distributed_worker import NotedAllReduce
 from mindspore import Tensor, nn, ops
-from mindspore.communication import get_rank, init
+from mindspore.communication import get_rank
 from mindspore.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 from mindspore.train import Callback, CheckpointConfig, ModelCheckpoint
 from reference import as_numpy, batches, make_network
-from two_ranks import leave
+from support.modes import MODES
+from two_ranks import Results
 
 from gaccum_ms import (
     AccumulationScheduler,
@@ -37,7 +34,6 @@ from gaccum_ms.accumulation.spanning_window import SpanningWindow
 
 RATE, MOMENTUM = 0.05, 0.9
 SCALE = 2.0**20
-MODES = {"graph": ms.GRAPH_MODE, "pynative": ms.PYNATIVE_MODE}
 
 Batch = tuple[np.ndarray, ...]
 
@@ -354,10 +350,21 @@ def train_models(rank: int) -> dict[str, np.ndarray]:
         results[f"{name}/batches"] = np.array(len(watch.seen))
         rows = [(record.update, record.batches, len(record.losses), record.count) for record in monitor.records]
         results[f"{name}/records"] = np.array(rows)
-    model = make_model()  # the schedule, not the cell, lets its windows span batches
+    return results
+
+
+def train_by_schedule(rank: int) -> dict[str, np.ndarray]:
+    """The schedule, not the cell, lets its windows span batches."""
+    set_up(CALLS["graph"])
+    model = make_model()
     schedule = AccumulationScheduler({0: STEPS})
     model.train(1, as_data_set(Training((6, 3)).data(rank)), callbacks=[FlushAccumulation(), schedule])
-    results["spanned by a schedule/updates"] = as_numpy(model.train_network.update_count)
+    return {"spanned by a schedule/updates": as_numpy(model.train_network.update_count)}
+
+
+def refuse_to_train(rank: int) -> dict[str, np.ndarray]:
+    set_up(CALLS["graph"])
+    results = {}
     for name, (spans, callbacks) in REFUSED.items():
         model = make_model(**({"accumulation_steps": STEPS} if spans else {}))
         before = state(model.train_network.optimizer)
@@ -429,16 +436,14 @@ def file_of(out: Path, kind: str, saved: int, who: int | str) -> str:
     return str(out / f"{kind}-{who}" / f"run-{(saved - 1) // size + 1}_{(saved - 1) % size + 1}.ckpt")
 
 
-def train_and_save(out: Path, rank: int) -> dict[str, np.ndarray]:
-    """The runs that are not interrupted."""
-    results = {}
-    for kind, (mode, masked) in KINDS.items():
-        set_up(Calls(SAME, mode))
-        model, watch = make_model(masked, accumulation_steps=STEPS), Watch()
-        saver = ModelCheckpoint("run", str(out / f"{kind}-{rank}"), CheckpointConfig(save_checkpoint_steps=SAVED))
-        model.train(EPOCHS, share(masked, rank, 2), callbacks=[watch, saver])
-        results |= finished(f"uninterrupted {kind}", model, watch)
-    return results
+def train_and_save(kind: str, out: Path, rank: int) -> dict[str, np.ndarray]:
+    """The run that is not interrupted."""
+    mode, masked = KINDS[kind]
+    set_up(Calls(SAME, mode))
+    model, watch = make_model(masked, accumulation_steps=STEPS), Watch()
+    saver = ModelCheckpoint("run", str(out / f"{kind}-{rank}"), CheckpointConfig(save_checkpoint_steps=SAVED))
+    model.train(EPOCHS, share(masked, rank, 2), callbacks=[watch, saver])
+    return finished(f"uninterrupted {kind}", model, watch)
 
 
 def save_alone(out: Path) -> None:
@@ -468,37 +473,36 @@ def go_on(name: str, model: ms.Model, files: Any, data_set: Any) -> dict[str, np
     return finished(name, model, watch)
 
 
-def resume_on_ranks(out: Path, rank: int) -> dict[str, np.ndarray]:
-    results = {}
-    for kind, (mode, masked) in KINDS.items():
-        set_up(Calls(SAME, mode))
-        model = make_model(masked, accumulation_steps=STEPS)  # the first resume is of a step that has not run
-        for saved in (SAVED, 2 * SAVED, 3 * SAVED):
-            own = file_of(out, kind, saved, rank)
-            results |= go_on(f"{kind} after {saved}", model, own, share(masked, rank, 2))
-        both = [file_of(out, kind, SAVED, one) for one in (1, 0)]
-        results |= go_on(f"{kind}, all files", model, both, share(masked, rank, 2))
-        first = file_of(out, kind, 2 * SAVED, 0)
-        results |= go_on(f"{kind}, between windows, rank 0's file", model, first, share(masked, rank, 2))
-        alone = [file_of(out, kind, saved, "alone") for saved in SAVED_ALONE]
-        results |= go_on(f"{kind}, from one process", model, alone[1], share(masked, rank, 2))
-        for name, file, data_set in (
-            ("rank 0's file", file_of(out, kind, SAVED, 0), None),
-            ("5 batches", alone[0], share(masked, rank, 2)),
-        ):
-            before = state(model.train_network.optimizer)
-            results[f"{kind}, {name}/message"] = np.array(refusal(lambda: resume(model, file, data_set)))  # noqa: B023
-            if name == "rank 0's file" and rank == 0:
-                continue  # to rank 0 it is its own
-            results[f"{kind}, {name}/changed"] = np.array(
-                not all(map(np.array_equal, before, state(model.train_network.optimizer)))
-            )
-    results |= load_plainly(out, rank)
+def resume_on_ranks(kind: str, out: Path, rank: int) -> dict[str, np.ndarray]:
+    results, (mode, masked) = {}, KINDS[kind]
+    set_up(Calls(SAME, mode))
+    model = make_model(masked, accumulation_steps=STEPS)  # the first resume is of a step that has not run
+    for saved in (SAVED, 2 * SAVED, 3 * SAVED):
+        own = file_of(out, kind, saved, rank)
+        results |= go_on(f"{kind} after {saved}", model, own, share(masked, rank, 2))
+    both = [file_of(out, kind, SAVED, one) for one in (1, 0)]
+    results |= go_on(f"{kind}, all files", model, both, share(masked, rank, 2))
+    first = file_of(out, kind, 2 * SAVED, 0)
+    results |= go_on(f"{kind}, between windows, rank 0's file", model, first, share(masked, rank, 2))
+    alone = [file_of(out, kind, saved, "alone") for saved in SAVED_ALONE]
+    results |= go_on(f"{kind}, from one process", model, alone[1], share(masked, rank, 2))
+    for name, file, data_set in (
+        ("rank 0's file", file_of(out, kind, SAVED, 0), None),
+        ("5 batches", alone[0], share(masked, rank, 2)),
+    ):
+        before = state(model.train_network.optimizer)
+        results[f"{kind}, {name}/message"] = np.array(refusal(lambda: resume(model, file, data_set)))  # noqa: B023
+        if name == "rank 0's file" and rank == 0:
+            continue  # to rank 0 it is its own
+        results[f"{kind}, {name}/changed"] = np.array(
+            not all(map(np.array_equal, before, state(model.train_network.optimizer)))
+        )
     return results
 
 
 def load_plainly(out: Path, rank: int) -> dict[str, np.ndarray]:
     """Rank 0's files on both ranks by MindSpore's own functions, in mid-window and between windows."""
+    set_up(Calls(SAME))
     results = {}
     batch = tuple(column[:BATCH] for column in samples(False))
     for saved in (SAVED, 2 * SAVED):
@@ -510,26 +514,36 @@ def load_plainly(out: Path, rank: int) -> dict[str, np.ndarray]:
     return results
 
 
-def main(out: Path, part: str) -> None:
-    ms.set_context(mode=ms.GRAPH_MODE)
-    ms.set_device("CPU")
-    init()
-    rank = get_rank()
-    results: dict[str, np.ndarray] = {}
-    if part == "train":
-        for name, calls in CALLS.items():
-            results |= play(calls, rank).arrays(name)
-        results |= play(CALLS["eager"], rank, ReducesEachBatch).arrays("control: reduces each batch")
-        for name, calls in ACCUMULATOR_CALLS.items():
-            results |= play_accumulator(calls, rank).arrays(name)
-        results |= collectives(rank, out)
-        results |= train_and_save(out, rank)
-        results |= train_models(rank)
-        results |= record_fields(rank)
-    else:
-        results |= resume_on_ranks(out, rank)
-    leave(out, rank, results)
+# -- all cases ---------------------------------------------------------------------------------------------------------
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+def as_case(task: Callable[[int], Results]) -> Callable[[Path], Results]:
+    return lambda out: task(get_rank())
+
+
+def as_case_with_files(task: Callable[[Path, int], Results]) -> Callable[[Path], Results]:
+    return lambda out: task(out, get_rank())
+
+
+CASES: dict[str, Callable[[Path], Results]] = {
+    **{name: as_case(lambda rank, n=name: play(CALLS[n], rank).arrays(n)) for name in CALLS},
+    **{
+        name: as_case(lambda rank, n=name: play_accumulator(ACCUMULATOR_CALLS[n], rank).arrays(n))
+        for name in ACCUMULATOR_CALLS
+    },
+    "control: reduces each batch": as_case(
+        lambda rank: play(CALLS["eager"], rank, ReducesEachBatch).arrays("control: reduces each batch")
+    ),
+    "collectives": as_case_with_files(lambda out, rank: collectives(rank, out)),
+    **dict.fromkeys(TRAININGS, as_case(train_models)),
+    "spanned by a schedule": as_case(train_by_schedule),
+    **dict.fromkeys((f"records of {name}" for name in RECORDED), as_case(record_fields)),
+    **dict.fromkeys(REFUSED, as_case(refuse_to_train)),
+    **dict.fromkeys((f"plain {saved}" for saved in (SAVED, 2 * SAVED)), as_case_with_files(load_plainly)),
+}
+for kind in KINDS:
+    CASES[f"uninterrupted {kind}"] = as_case_with_files(lambda out, rank, k=kind: train_and_save(k, out, rank))
+    resumed = [f"{kind} after {saved}" for saved in (SAVED, 2 * SAVED, 3 * SAVED)]
+    resumed += [f"{kind}, {how}" for how in ("all files", "between windows, rank 0's file", "from one process")]
+    resumed += [f"{kind}, rank 0's file", f"{kind}, 5 batches"]
+    CASES |= dict.fromkeys(resumed, as_case_with_files(lambda out, rank, k=kind: resume_on_ranks(k, out, rank)))

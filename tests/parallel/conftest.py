@@ -5,6 +5,7 @@ from __future__ import annotations
 import no_device
 import pytest
 from compiled import Compiler
+from ran import Ran
 
 
 @pytest.fixture(scope="session")
@@ -14,3 +15,9 @@ def cases(tmp_path_factory):
         pytest.skip(reason)
     with Compiler(tmp_path_factory.mktemp("parallel")) as compiler:
         yield compiler
+
+
+@pytest.fixture(scope="session")
+def plain(cases):
+    """MindSpore's own step for the whole batch, run once."""
+    return Ran(cases("plain"))

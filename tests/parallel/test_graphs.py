@@ -1,97 +1,21 @@
-"""What MindSpore's compiler makes of our step for eight devices, read and run without one.
-
-Two kinds of evidence: what is in the finished graph, and what eight devices would compute by it (machine.py).
-"""
+"""What MindSpore's compiler makes of our step for eight devices, read and run without one: the same update as the whole
+batch's, as eight devices would compute it (machine.py). What is in the graph: test_collectives.py."""
 
 from __future__ import annotations
-
-from collections import Counter
 
 import numpy as np
 import pytest
 from compile_worker import SAMPLES
-from machine import Machine, rows
+from machine import rows
+from ran import RANKS, SPLIT, WEIGHTS, Ran, X, Y, by_hand, part_of, same_update
 
-pytestmark = [pytest.mark.distributed]
-RANKS = 8
-WEIGHTS = ("first", "bias", "second")
-SPLIT = {  # where (4, 2) devices have the columns of one layer and the rows of the next
-    "first": lambda whole, rank: np.split(whole, 2, axis=1)[rank % 2],
-    "bias": lambda whole, rank: np.split(whole, 2)[rank % 2],
-    "second": lambda whole, rank: np.split(whole, 2)[rank % 2],
-}
-SPLIT |= {f"{state}.{name}": part for state in ("accum", "stat") for name, part in list(SPLIT.items())}
-rng = np.random.default_rng(0)
-X, Y = (rng.normal(size=(RANKS * SAMPLES, width)).astype(np.float32) for width in (12, 1))
-
-
-def shards(parts: int, *arrays):
-    """Each input as what each rank has of it, where samples lie in `parts` parts on the ranks."""
-    return [[np.split(array, parts)[rank * parts // RANKS] for rank in range(RANKS)] for array in arrays]
-
-
-class Ran:
-    """A case's graph, run once, or several times, on the machine."""
-
-    def __init__(self, case, parts=RANKS, batch=(X, Y), layout=None, changed=None, steps=1):
-        self.machine = Machine(case.program, RANKS, {**case.parameters, **(changed or {})}, layout)
-        for _ in range(steps):
-            self.results = self.machine.step(*shards(parts, *batch))
-        self.counts = Counter(executed.node.op for executed in self.machine.executed)
-
-    def parameter(self, name):
-        return self.machine.state[name]
-
-    @property
-    def losses(self):
-        return [result[0] if isinstance(result, tuple) else result for result in self.results]
-
-    def adds(self):
-        """How often something is added to each accumulator."""
-        return Counter(
-            executed.node.arguments[0].split("_", 1)[1]
-            for executed in self.machine.executed
-            if executed.node.op == "AssignAdd" and "accu_grads." in executed.node.arguments[0]
-        )
-
-    def gradient_collectives(self):
-        """Reductions of gradients: those that the compiler puts where weights are used, "mirrors" of them."""
-        return [
-            executed
-            for executed in self.machine.executed
-            if executed.node.op in ("AllReduce", "ReduceScatter")
-            and ("mirror" in executed.node.attributes.lower() or "parallel_optimizer" in executed.node.attributes)
-        ]
-
-
-def same_update(ours: Ran, theirs: Ran, tolerance=1e-5) -> bool:
-    """Whether both leave every weight, on every rank, where the other does, and report the same loss."""
-    left, right = ([*(one for name in WEIGHTS for one in ran.parameter(name)), *ran.losses] for ran in (ours, theirs))
-    return all(np.allclose(one, other, rtol=tolerance, atol=tolerance) for one, other in zip(left, right, strict=True))
-
-
-@pytest.fixture(scope="module")
-def plain(cases):
-    return Ran(cases("plain"))
-
-
-def by_hand(values):
-    """Loss and gradient of the mean over all samples of all ranks, in NumPy."""
-    hidden = np.maximum(X @ values["first"] + values["bias"], 0)
-    error = hidden @ values["second"] - Y
-    backward = 2 * error / error.size
-    at_hidden = backward @ values["second"].T * (hidden > 0)
-    gradients = {"first": X.T @ at_hidden, "bias": at_hidden.sum(0), "second": hidden.T @ backward}
-    return np.mean(error**2), gradients
-
-
-def part_of(layout, name, whole, rank):
-    return layout[name](whole, rank) if layout else whole
+pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("parallel, updates")]
 
 
 # -- the machine itself ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.core(name="plain")
 @pytest.mark.parametrize(("name", "factor"), [("plain", 1 / RANKS), ("plain, sum of ranks", 1.0)])
 def test_the_machine_computes_what_numpy_does(cases, name, factor):
     """MindSpore's own step for the whole batch: one SGD update at rate 0.1 of the mean over all ranks. A loss that is a
@@ -107,6 +31,7 @@ def test_the_machine_computes_what_numpy_does(cases, name, factor):
 # -- the same update as the whole batch --------------------------------------------------------------------------------
 
 
+@pytest.mark.core(name=["ours, 4", "per sample, 4", "AutoParallel"])
 @pytest.mark.parametrize(
     ("name", "whole"),
     [
@@ -127,6 +52,7 @@ def test_equals_the_whole_batch(cases, name, whole):
     assert not same_update(ours, Ran(cases(whole), batch=(X, -Y)))  # another update is seen
 
 
+@pytest.mark.core(name="optimizer parallel, 4")
 @pytest.mark.parametrize(
     ("name", "whole", "parts", "layout"),
     [
@@ -156,6 +82,7 @@ def test_a_step_that_does_not_clear_is_seen(cases, plain):
     assert not same_update(Ran(cases("ours, 4"), changed=left_over), plain)
 
 
+@pytest.mark.core(name="ours, 4")
 @pytest.mark.parametrize(
     ("name", "whole"),
     [
@@ -171,6 +98,7 @@ def test_two_updates_clear_between_them(cases, name, whole):
         assert not np.any(ran.parameter("accu_grads." + weight))
 
 
+@pytest.mark.core("count")
 @pytest.mark.parametrize("name", ["count", "optimizer parallel, count"])
 def test_counts_are_of_all_devices(cases, name):
     """The sum over all labels above zero on all ranks, whose numbers differ from rank to rank."""
@@ -190,6 +118,7 @@ def test_counts_are_of_all_devices(cases, name):
             np.testing.assert_allclose(after, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_mean_weighs_by_its_micro_batchs_count(cases):
     """Micro-batch i is the i-th quarter of each rank's samples; its mean weighs as much as it has labels above zero."""
     y = Y - np.tile(np.repeat([-1.0, 0.0, 0.5, 1.0], SAMPLES // 4), RANKS).astype(np.float32)[:, None]
@@ -210,6 +139,7 @@ def test_a_batch_that_counts_nothing_does_not_update(cases):
     assert not any(np.any(ran.parameter("accu_grads." + name)) for name in WEIGHTS)
 
 
+@pytest.mark.core(name=["scale", "split, scale"])
 @pytest.mark.parametrize(
     ("name", "parts", "layout", "factor"),
     [
@@ -236,6 +166,7 @@ def test_clips_by_the_norm_of_the_whole_gradient(cases, name, parts, layout, fac
             np.testing.assert_allclose(after, part, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.core(name="scale")
 @pytest.mark.parametrize(
     ("name", "parts", "layout"),
     [
@@ -263,178 +194,16 @@ def test_an_overflow_on_one_rank_is_one_on_all(cases, name, parts, layout):
     assert not np.array_equal(fine.parameter("second")[0], ran.parameter("second")[0])
 
 
-# -- collectives -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(f"ours, {k}" for k in (1, 4, 16)),
-        *(f"optimizer parallel, {k}" for k in (1, 4, 16)),
-        *("lazy, 4", "lazy, 16", "per sample, 16"),
-    ],
-)
-def test_gradients_are_reduced_once_per_weight_and_update(cases, name):
-    assert len(Ran(cases(name)).gradient_collectives()) == len(WEIGHTS)
-
-
-@pytest.mark.parametrize("k", [4, 16])
-def test_no_input_is_gathered(cases, k):
-    assert Ran(cases(f"ours, {k}")).counts["AllGather"] == 0
-    assert Ran(cases(f"framework, {k}")).counts["AllGather"] == 2  # MindSpore's own cell: each input
-
-
-def test_no_input_is_gathered_where_nobody_says_how_many_devices_there_are(cases):
-    assert Ran(cases("context by init")).counts["AllGather"] == 0
-
-
-def test_no_fusion_joins_the_losses_reductions(cases, plain):
-    """The experiment with MindSpore's own means: its fusion of AllReduces takes those that have one ``fusion`` number,
-    as gradients have; a loss's has 0, "alone", also where fusion is on."""
-    ran = Ran(cases("communication fused"))
-    losses = [one.node for one in ran.machine.executed if one.node.op == "AllReduce" and not one.node.shape]
-    assert len(losses) == 4 + 1  # of four micro-batches, and the loss's backward
-    assert all(node.attribute("fusion") == 0 for node in losses)
-    assert all(one.node.attribute("fusion") for one in ran.gradient_collectives())
-
-
-@pytest.mark.parametrize("k", [1, 4, 16])
-def test_losses_per_sample_are_reduced_once(cases, plain, k):
-    """As many collectives as the whole batch has: one for each weight, one for the loss, and the loss's backward."""
-    assert Ran(cases(f"per sample, {k}")).counts["AllReduce"] == plain.counts["AllReduce"]
-
-
-@pytest.mark.parametrize("k", [4, 16])
-def test_a_scalar_loss_is_reduced_by_each_micro_batch(cases, plain, k):
-    """What the compiler's passes do to a mean that the network takes itself, in MindSpore's own cell as well: the
-    sum over devices is part of the mean's own operator, and no pass moves it behind the Add that follows."""
-    for name in (f"ours, {k}", f"framework, {k}", f"lazy, {k}"):
-        assert Ran(cases(name)).counts["AllReduce"] >= plain.counts["AllReduce"] + k - 1
-
-
-def test_optimizer_parallel_scatters_gradients_and_keeps_a_part_of_the_weights(cases):
-    for name in ("optimizer parallel, 4", "sharded gradients"):
-        ran, case = Ran(cases(name)), cases(name)
-        assert ran.counts["ReduceScatter"] > 0
-        for state in ("second", "accum.second"):
-            assert ran.parameter(state)[0].size == case.parameters[state].size // RANKS
-
-
-def test_sharded_gradients_need_a_part_of_the_accumulators(cases):
-    whole = cases("sharded gradients").parameters["accu_grads.second"].size
-    assert Ran(cases("sharded gradients")).parameter("accu_grads.second")[0].size == whole // RANKS
-    assert Ran(cases("optimizer parallel, 4")).parameter("accu_grads.second")[0].size == whole
-
-
-# -- accumulators and order --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("name", "k"), [("ours, 4", 4), ("ours, 16", 16), ("lazy, 16", 16), ("per sample, 4", 4)])
-def test_accumulators_are_added_to_micro_size_times_and_cleared_once(cases, name, k):
-    ran = Ran(cases(name))
-    if "lazy" not in name:  # where a Parameter has another name in the network's graph
-        assert ran.adds() == {f"accu_grads.{weight}": k for weight in WEIGHTS}
-    assert sum(executed.node.op == "AssignAdd" for executed in ran.machine.executed) == k * len(WEIGHTS) + 3
-    cleared = [
-        one for one in ran.machine.executed if one.node.op == "Assign" and "value=[...]" in one.node.arguments[1]
-    ]
-    assert len(cleared) == len(WEIGHTS)
-
-
-def test_one_micro_batch_has_no_accumulators(cases):
-    assert not any(name.startswith("accu_grads.") for name in cases("ours, 1").parameters)
-
-
-def needs(program):
-    """For each node of the entry, all nodes that must have run before."""
-    before = {}
-    for node in program.entry.nodes:
-        direct = {one for one in node.arguments if one in before}
-        before[node.name] = direct.union(*(before[one] for one in direct))
-    return before
-
-
-@pytest.mark.parametrize("name", ["ours, 4", "ours, 16", "per sample, 4"])
-def test_a_micro_batchs_forward_waits_for_the_backward_before_it(cases, name):
-    program = cases(name).program
-    before = needs(program)
-    nodes = {node.name: node for node in program.entry.nodes}
-    begins = {}
-    for node in program.entry.nodes:
-        if node.op == "StridedSlice" and (micro := node.attribute("micro")) is not None:
-            begins.setdefault(micro, []).append(node.name)
-    assert sorted(begins) == list(range(len(begins)))
-    for micro in range(1, len(begins)):
-        for begin in begins[micro]:
-            waited_for = [nodes[one] for one in before[begin] if nodes[one].attribute("micro") == micro - 1]
-            assert any(
-                node.attribute("grad_accu_backward_end") == micro - 1 and "grad" in node.scope.lower()
-                for node in waited_for
-            ), f"micro-batch {micro} does not wait"
-
-
-def ready_first(program):
-    """The nodes in the order in which a back end runs them that takes whatever is ready, first come, first served."""
-    waiting = {
-        node.name: {one for one in node.arguments if one.startswith("%") and not one.startswith("%para")}
-        for node in program.entry.nodes
-    }
-    users = {}
-    for name, needed in waiting.items():
-        for one in needed:
-            users.setdefault(one, []).append(name)
-    queue = [name for name, needed in waiting.items() if not needed]
-    order = []
-    while queue:
-        name = queue.pop(0)
-        order.append(name)
-        for user in users.get(name, ()):
-            waiting[user].discard(name)
-            if not waiting[user]:
-                queue.append(user)
-    return order, users
-
-
-@pytest.mark.parametrize("name", ["ours, 4", "ours, 16", "per sample, 4"])
-def test_activations_of_one_micro_batch_live_at_a_time(cases, name):
-    """Run ready first: when the next micro-batch begins, all that is left of one is a gradient on its way into its
-    accumulator, and its losses on their way into the batch's."""
-    program = cases(name).program
-    order, users = ready_first(program)
-    nodes = {node.name: node for node in program.entry.nodes}
-    before = needs(program)
-    slices = {one.name for one in program.entry.nodes if one.op == "StridedSlice"}
-    done, begun = set(), set()
-    for one in order:
-        micro = nodes[one].attribute("micro")
-        if nodes[one].op == "StridedSlice" and micro not in begun:
-            begun.add(micro)
-            for earlier in done:
-                left = [nodes[user].op for user in users.get(earlier, ()) if user not in done]
-                of_samples = before[earlier] & slices and nodes[earlier].attribute("micro") == micro - 1
-                if of_samples and np.prod(nodes[earlier].shape) > 1:
-                    done_with = {"AssignAdd", "Add", "MakeTuple", "Depend", "UpdateState"}
-                    assert set(left) <= done_with, f"{nodes[earlier]} is still to go to {left}"
-        done.add(one)
-    assert begun == set(range(int(name.split(", ")[1])))
-
-
-def test_lazy_inline_bounds_what_is_compiled(cases):
-    """The time that it takes is in the benchmark, `python -m benchmarks.semi_auto` ."""
-
-    def nodes(name):
-        return sum(len(graph.nodes) for graph in cases(name).program.graphs.values())
-
-    programs = [cases(f"lazy deep, {k}").program for k in (2, 16)]
-    forward = [max(len(graph.nodes) for graph in one.graphs.values() if graph is not one.entry) for one in programs]
-    assert abs(forward[0] - forward[1]) < 5  # the network is there once, however often it is called
-    added, added_lazily = nodes("deep, 16") - nodes("deep, 2"), nodes("lazy deep, 16") - nodes("lazy deep, 2")
-    assert added_lazily < added / 2  # what is left are slices and sums
+# -- what is refused, before the compiler refuses it -------------------------------------------------------------------
 
 
 def test_the_mean_of_sharded_gradients_is_refused(cases):
-    """MindSpore's own cell takes the mean over ranks of weights that lie whole on each, and the sum of the others."""
     assert "gradients_mean" in cases("sharded gradients, mean").message
+
+
+@pytest.mark.thorough
+def test_mindspores_own_cell_takes_the_mean_of_some_sharded_gradients(cases):
+    """Of weights that lie whole on each rank, and the sum of the others: why ours refuses."""
     theirs, whole = Ran(cases("sharded gradients, mean, framework")), Ran(cases("plain, optimizer parallel"))
     before = cases("plain").parameters
     moved = {
@@ -448,11 +217,12 @@ def test_the_mean_of_sharded_gradients_is_refused(cases):
     assert moved["second"][0] == pytest.approx(RANKS * moved["second"][1], rel=1e-3)
 
 
-# -- what is refused, before the compiler refuses it -------------------------------------------------------------------
-
-
 def test_casts_of_weights_need_lazy_inline(cases):
     assert "the casts of weights" in cases("half").message
+
+
+@pytest.mark.thorough
+def test_casts_of_weights_with_lazy_inline(cases):
     assert "Cannot find micro info" in cases("half, framework").message  # what MindSpore says of its own cell
     assert cases("half, lazy").program.entry.nodes
     assert cases("half, lazy inside").program.entry.nodes

@@ -15,6 +15,7 @@ from finished_graph import COLLECTIVES
 
 from benchmarks import semi_auto
 
+pytestmark = pytest.mark.xdist_group("parallel, collectives")
 ROOT = Path(__file__).resolve().parents[2]
 WEIGHTS = 4 * (12 * 32 + 32 + 32)  # bytes
 INPUTS = 4 * SAMPLES * (12 + 1)  # of one device
@@ -26,6 +27,7 @@ def numbers(row):
     return {what: (row.collectives[what], row.bytes[what]) for what in row.collectives}
 
 
+@pytest.mark.core(name=["plain", "ours, 4"])
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "k", "expected"),
@@ -95,6 +97,7 @@ def test_what_did_not_compile_passes_nothing():
     assert semi_auto.collectives_table([*GOOD, bad]).endswith("not compiled: it did not")
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_the_command_prints_what_it_counted(tmp_path):
     if reason := no_device.why_not():

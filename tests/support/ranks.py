@@ -28,7 +28,8 @@ CASE_LIMIT = 600  # seconds for a case; the longest takes one free core half a m
 
 
 class Ranks:
-    """So many ranks, started by the project's own launcher when they are first needed. It is a context that ends them.
+    """So many ranks, started by the project's own launcher when they are first needed; one is a process without a
+    launcher. It is a context that ends them.
 
     A rank that raises ends its launch, and the test that asked fails with what the launcher says; the next case starts
     the ranks anew.
@@ -68,19 +69,14 @@ class Ranks:
         self.launches += 1
         self.requests = 0
         path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
-        command = [
-            sys.executable,
-            "-m",
-            "gaccum_ms.launch",
-            "-n",
-            str(self.number),
-            "--log-dir",
-            str(self.place / "log"),
-        ]
-        command += ["--timeout", str(TIME_LIMIT), str(TESTS / "support" / "rank_that_stays.py"), str(self.place)]
+        command = [sys.executable]
+        if self.number > 1:
+            command += ["-m", "gaccum_ms.launch", "-n", str(self.number), "--log-dir", str(self.place / "log")]
+            command += ["--timeout", str(TIME_LIMIT)]
+        command += [str(TESTS / "support" / "rank_that_stays.py"), str(self.place), str(os.getpid())]
         with (self.place / "said").open("w") as said:
             self.launcher = subprocess.Popen(
-                [*command, str(os.getpid())],
+                command,
                 env={**os.environ, "PYTHONPATH": path, **self.environment},
                 cwd=self.place,
                 stdout=said,
@@ -122,12 +118,19 @@ class Case:
     def __init__(self, ranks: Ranks, module: str, out: Path, answers: list[Asked]) -> None:
         self.ranks, self.module, self.out, self.answers = ranks, module, out, answers
         self.functions: Mapping[str, Any] = importlib.import_module(module).CASES
+        self.failed: dict[Any, str] = {}  # not tried again: it takes new ranks
 
     def __call__(self, result: str) -> None:
         name = result.partition("/")[0]
         function = self.functions[name]
+        if function in self.failed:
+            raise AssertionError(self.failed[function])
         if function not in self.answers[0].asked:
-            found = self.ranks.run(self.module, name, self.out)
+            try:
+                found = self.ranks.run(self.module, name, self.out)
+            except AssertionError as error:
+                self.failed[function] = str(error)
+                raise
             for answer, results in zip(self.answers, found, strict=True):
                 answer.asked.append(function)
                 answer.update(results)

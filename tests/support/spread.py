@@ -21,7 +21,6 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
-BUILD = TESTS.parent / "build"
 THOROUGH = "thorough"  # the marker of tests that only `bash run.sh test all` runs
 
 
@@ -56,17 +55,20 @@ def is_core(item: pytest.Item) -> bool:
     )
 
 
-def known_seconds(file: Path = TESTS / "groups.tsv") -> dict[str, float]:
-    """How long each group takes when all its tests run."""
+def known_seconds(file: Path, quick: bool) -> dict[str, float]:
+    """How long each group takes: its quick tests, or all."""
     rows = (line.split("\t") for line in file.read_text().splitlines()[1:])
-    return {group: float(whole) for whole, _, group in rows}
+    return {group: float(of_quick if quick else whole) for whole, of_quick, group in rows}
 
 
 class Spread:
     """A plugin of pytest: it orders the tests, notes how long each takes, and writes the tables."""
 
-    def __init__(self) -> None:
+    def __init__(self, tests: Path = TESTS) -> None:
+        self.known = tests / "groups.tsv"
+        self.build = tests.parent / "build"
         self.seconds: dict[str, float] = defaultdict(float)
+        self.groups: dict[str, str] = {}
         self.thorough: set[str] = set()
 
     @pytest.hookimpl(tryfirst=True)
@@ -76,14 +78,16 @@ class Spread:
                 item.add_marker(THOROUGH)
         if not config.getoption("loadgroup", False):
             return
-        known = known_seconds()
+        known = known_seconds(self.known, quick=config.getoption("markexpr") == f"not {THOROUGH}")
         groups = {item: group_of(item) for item in items}
         items.sort(key=lambda item: (-known.get(groups[item], math.inf), groups[item]))
         for item in items:
+            item.user_properties.append(("group", groups[item]))
             if item.get_closest_marker("xdist_group") is None:
                 item.add_marker(pytest.mark.xdist_group(groups[item]))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.groups[report.nodeid] = dict(report.user_properties).get("group", "")
         self.seconds[report.nodeid] += report.duration
         if THOROUGH in report.keywords:
             self.thorough.add(report.nodeid)
@@ -91,15 +95,15 @@ class Spread:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if session.config.getoption("dist", "no") != "loadgroup" or not self.seconds:
             return  # one of several processes, or one that had no need to share
-        BUILD.mkdir(exist_ok=True)
+        self.build.mkdir(exist_ok=True)
         groups: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         lines = []
         for test, seconds in sorted(self.seconds.items(), key=lambda pair: -pair[1]):
-            name, _, group = test.rpartition("@")
+            group = self.groups[test]
             groups[group][0] += seconds
             groups[group][1] += seconds * (test not in self.thorough)
-            lines.append(f"{seconds:.2f}\t{THOROUGH * (test in self.thorough)}\t{name}\n")
-        (BUILD / "each_test.tsv").write_text("seconds\ttier\ttest\n" + "".join(lines))
+            lines.append(f"{seconds:.2f}\t{THOROUGH * (test in self.thorough)}\t{test.removesuffix('@' + group)}\n")
+        (self.build / "each_test.tsv").write_text("seconds\ttier\ttest\n" + "".join(lines))
         rows = sorted(groups.items(), key=lambda pair: -pair[1][0])
         table = "".join(f"{whole:.0f}\t{quick:.0f}\t{group}\n" for group, (whole, quick) in rows)
-        (BUILD / "groups.tsv").write_text("all\tquick\tgroup\n" + table)
+        (self.build / "groups.tsv").write_text("all\tquick\tgroup\n" + table)

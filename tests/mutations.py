@@ -1,0 +1,459 @@
+"""Faults that are put into the project on purpose, one at a time, and the quick tests that must find each:
+``python tests/mutations.py [words]``.
+
+Each fault is one piece of text in a copy of the project, of which only the named tests run. A fault that they do not
+find is a survivor: a test is missing. So is one whose text is no longer there: the fault is to be written anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT = 1200  # seconds for the tests of one fault
+
+
+class Fault(NamedTuple):
+    """What is wrong, where, and what finds it: arguments of pytest, without ``tests/`` ."""
+
+    what: str
+    file: str
+    right: str
+    wrong: str
+    tests: str
+
+
+FAULTS = [
+    # -- micro-batches and windows
+    Fault(
+        "micro-batches are rounded down",
+        "split.py",
+        "size = -(-samples // micro_size)",
+        "size = max(samples // micro_size, 1)",
+        "test_split.py",
+    ),
+    Fault(
+        "what is left over is forgotten",
+        "split.py",
+        "return SplitPlan(samples, size, full, samples - full * size)",
+        "return SplitPlan(samples, size, full, 0)",
+        "test_split.py",
+    ),
+    Fault(
+        "the smaller last micro-batch is not run",
+        "window.py",
+        "        if rest > 0:\n",
+        "        if rest > 99:\n",
+        "test_equivalence.py -k dense-3-13-sgd-graph",
+    ),
+    Fault(
+        "the sum over samples for their mean",
+        "window.py",
+        "return scale / samples if self.loss_is_mean else scale",
+        "return scale",
+        "test_equivalence.py -k dense-3-13-sgd-graph",
+    ),
+    Fault(
+        "micro-batches weigh alike",
+        "window.py",
+        "return count if self.loss_is_mean else 1",
+        "return 1",
+        "test_equivalence.py -k dense-3-13-sgd-graph",
+    ),
+    Fault(
+        "accumulators are not cleared",
+        "window.py",
+        "return self.accumulators.clear(after) if self.accumulates else after",
+        "return after",
+        "test_equivalence.py -k dense-3-13-sgd-graph",
+    ),
+    Fault(
+        "the loss is reported with its scale",
+        "window.py",
+        "        loss = sums / scale\n",
+        "        loss = sums\n",
+        "test_loss_scale.py -k scaled_equals",
+    ),
+    # -- accumulators and kernels
+    Fault(
+        "what rounding takes is not kept",
+        "accumulator.py",
+        "lost = (old - ops.cast(rounded, ms.float32)) + addend",
+        "lost = addend * 0",
+        "test_accumulator.py -k compensation",
+    ),
+    Fault(
+        "the compensation is not read",
+        "accumulator.py",
+        "return ops.cast(accumulator, ms.float32) + compensation",
+        "return ops.cast(accumulator, ms.float32)",
+        "test_accumulator.py -k compensation",
+    ),
+    Fault(
+        "the compensation is not cleared",
+        "accumulator.py",
+        "cleared = self.map(zero, ops.depend(self.compensations, cleared))",
+        "cleared = ops.depend(self.sums, cleared)",
+        "test_accumulator.py",
+    ),
+    Fault(
+        "half of a gradient is added",
+        "cpu_kernels.py",
+        "(parameter, -1.0, 0.0, 0.0, value)",
+        "(parameter, -0.5, 0.0, 0.0, value)",
+        "test_cpu_kernels.py",
+    ),
+    Fault(
+        "all numbers are finite",
+        "cpu_kernels.py",
+        "gradients)) == 0",
+        "gradients)) != 1",
+        "test_cpu_kernels.py",
+    ),
+    # -- the update
+    Fault(
+        "the norm is squared",
+        "clip.py",
+        "return ops.sqrt(square_norm(gradients))",
+        "return square_norm(gradients)",
+        "test_train_step.py -k clips",
+    ),
+    Fault(
+        "a small gradient is made larger",
+        "clip.py",
+        "factor = max_norm / ops.maximum(norm, ms.Tensor(max_norm, ms.float32))",
+        "factor = max_norm / norm",
+        "test_train_step.py -k clips",
+    ),
+    Fault(
+        "the loss scale is not divided out",
+        "update.py",
+        "ops.partial(_divide, divisor / self.sens)",
+        "ops.partial(_divide, divisor / divisor)",
+        "test_loss_scale.py -k scaled_equals",
+    ),
+    Fault(
+        "an overflow updates all the same",
+        "update.py",
+        "        overflow = ops.logical_not(finite)\n",
+        "        overflow = ops.isnan(divisor)\n",
+        "test_loss_scale.py -k drops_the_window",
+    ),
+    Fault(
+        "an infinite divisor is none",
+        "update.py",
+        "finite = ops.logical_and(ops.isfinite(divisor), norm_is_finite)",
+        "finite = ops.logical_and(ops.logical_not(ops.isnan(divisor)), norm_is_finite)",
+        "test_loss_scale.py test_normalize.py test_train_step.py",
+    ),
+    Fault(
+        "the loss scale stays",
+        "update.py",
+        "loss = ops.depend(loss, self._adjust_scale(overflow, loss))",
+        "loss = ops.depend(loss, overflow)",
+        "test_loss_scale.py -k drops_the_window",
+    ),
+    Fault(
+        "each update counts twice",
+        "update.py",
+        "ops.assign_add(self.update_count, ms.Tensor(1, ms.int32))",
+        "ops.assign_add(self.update_count, ms.Tensor(2, ms.int32))",
+        "test_windows.py -k counters",
+    ),
+    Fault(
+        "moving statistics do not move",
+        "update.py",
+        "return self.statistics.move(loss) if self.has_statistics else loss",
+        "return loss",
+        "test_window_batchnorm.py -k moving_statistics",
+    ),
+    # -- windows of several batches
+    Fault(
+        "each batch has its own unit",
+        "open_window.py",
+        "unit = ops.select(ops.logical_and(held == 0, count > 0), fresh, held)",
+        "unit = fresh",
+        "test_windows.py -k batches_that_share",
+    ),
+    Fault(
+        "a window ends one batch late",
+        "open_window.py",
+        "ops.logical_and(position >= self.window_steps,",
+        "ops.logical_and(position > self.window_steps,",
+        "test_windows.py -k counters",
+    ),
+    Fault(
+        "an open window follows a new number at once",
+        "open_window.py",
+        "steps = ops.select(first, self.accumulation_steps + 0, self.window_steps + 0)",
+        "steps = self.accumulation_steps + 0",
+        "test_schedule.py -k open_window",
+    ),
+    Fault(
+        "the sums of a window go on in the next",
+        "open_window.py",
+        "ops.assign(self.window_sums, ops.depend(ops.zeros((4,), ms.float32), cleared))",
+        "ops.depend(self.window_sums, cleared)",
+        "test_windows.py -k batches_that_share",
+    ),
+    Fault(
+        "a batch that failed half-way stays in its window",
+        "open_window.py",
+        "if self.batches == int(self.window_sums.asnumpy()[3]):",
+        "if True:",
+        "test_windows.py -k half_way",
+    ),
+    # -- counts and several losses
+    Fault(
+        "a mask counts its entries",
+        "normalize.py",
+        "return ops.reduce_sum(ops.cast(inputs[self.position], ms.float32))",
+        "return ops.reduce_sum(ops.ones_like(ops.cast(inputs[self.position], ms.float32)))",
+        "test_normalize.py -k unequal_counts",
+    ),
+    Fault(
+        "ignored labels count",
+        "normalize.py",
+        "ops.cast(inputs[self.position] != self.ignore_index, ms.float32)",
+        "ops.cast(inputs[self.position] == self.ignore_index, ms.float32)",
+        "test_normalize.py -k not_ignored",
+    ),
+    Fault(
+        "a negative count is taken",
+        "normalize.py",
+        'valid = ops.logical_and(count >= 0, count < float("inf"))',
+        'valid = count < float("inf")',
+        "test_normalize.py -k bad_count",
+    ),
+    Fault(
+        "a micro-batch that was left out is not told",
+        "counted_window.py",
+        "sums = ms.Tensor([0.0, 0.0, 1.0], ms.float32)",
+        "sums = ms.Tensor([0.0, 0.0, 0.0], ms.float32)",
+        "test_loss_scale.py -k left_out",
+    ),
+    Fault(
+        "a micro-batch whose gradient overflows is kept",
+        "counted_window.py",
+        "if ops.logical_and(all_finite(gradients), ops.isfinite(seeded_loss)):",
+        "if ops.isfinite(seeded_loss):",
+        "test_loss_scale.py test_counted_ranks.py -k 'left_out or micro-batch'",
+    ),
+    Fault(
+        "a counted gradient keeps the loss scale",
+        "counted_reduction.py",
+        "ops.ones_like(total)) * scale / self.factor",
+        "ops.ones_like(total)) / self.factor",
+        "test_loss_scale.py -k removes",
+    ),
+    Fault(
+        "ranks that sum are averaged",
+        "counted_reduction.py",
+        "self.sum_over_ranks.summed_ranks() if by_samples else 1.0",
+        "1.0",
+        "test_window_ranks.py -k 'equals_all_its_batches and accumulator'",
+    ),
+    Fault(
+        "losses have no weights",
+        "multi_loss_window.py",
+        "return ops.reduce_sum(parts * self.loss_weights), parts",
+        "return ops.reduce_sum(parts), parts",
+        "test_normalize.py -k own_total",
+    ),
+    Fault(
+        "a loss without items spoils the others",
+        "multi_loss_window.py",
+        "if (counts > 0).all():",
+        "if (counts > 0).any():",
+        "test_normalize.py -k own_total",
+    ),
+    Fault(
+        "a batch without counts weighs alike",
+        "grad_accumulator.py",
+        "weight = unit * items * factor / scale",
+        "weight = unit * factor / scale",
+        "test_grad_accumulator.py -k counted",
+    ),
+    # -- losses of the whole batch
+    Fault(
+        "each micro-batch adds the loss's own gradient whole",
+        "batch_loss_window.py",
+        "ops.cast(loss_slopes[index], ms.float32)) * share",
+        "ops.cast(loss_slopes[index], ms.float32))",
+        "test_batch_loss.py -k test_equals_the_whole_batch",
+    ),
+    Fault(
+        "representations come in another order",
+        "batch_loss_window.py",
+        "ops.concat((state[index + 1][rows:], new[index]))",
+        "ops.concat((new[index], state[index + 1][rows:]))",
+        "test_batch_loss.py -k test_equals_the_whole_batch",
+    ),
+    Fault(
+        "every rank counts the joined loss",
+        "batch_loss_window.py",
+        "self.share_of_ranks = 1.0 if mean else 1.0 / self.network.ranks",
+        "self.share_of_ranks = 1.0",
+        "test_batch_loss_ranks.py -k test_gathered",
+    ),
+    # -- ranks
+    Fault(
+        "the mean over ranks is their sum",
+        "fused_reduction.py",
+        "return summed * self.share if self.mean else summed",
+        "return summed",
+        "test_distributed.py -k 'same_ranks and graph'",
+    ),
+    Fault(
+        "reduced gradients come in the buffers' order",
+        "fused_reduction.py",
+        "return self.take(result, self.places)",
+        "return result",
+        "test_fused_reduction.py -k bit_by_bit",
+    ),
+    Fault(
+        "a buffer is never full",
+        "fused_reduction.py",
+        "        room -= size\n",
+        "        room -= 0\n",
+        "test_fused_reduction.py -k plan",
+    ),
+    Fault(
+        "slices that are cut short overlap wrongly",
+        "shards.py",
+        "rows[full, self.columns[index] - rest :]",
+        "rows[full, :rest]",
+        "test_sharded_optimizer.py -k slices_are_put_together",
+    ),
+    Fault(
+        "a rank's record is broadcast",
+        "records.py",
+        "requires_grad=False, layerwise_parallel=True)",
+        "requires_grad=False)",
+        "test_sharded_optimizer.py test_distributed.py -k broadcast",
+    ),
+    # -- going on, callbacks, rates
+    Fault(
+        "the data set begins anew",
+        "resume.py",
+        "data_set.set_init_step(position)",
+        "data_set.set_init_step(0)",
+        "test_resume.py -k resumed_in_a_new_model",
+    ),
+    Fault(
+        "files of different updates are joined",
+        "resume.py",
+        'if len({int(values.get("update_count", 0)) for _, values in files}) > 1:',
+        "if not files:",
+        "test_resume.py test_window_ranks.py -k 'refuse or file'",
+    ),
+    Fault(
+        "other ranks' losses are lost when a window is joined",
+        "resume.py",
+        'joined["window_sums"][0] = np.dot(factors, sums[:, 0])',
+        'joined["window_sums"][0] = sums[0, 0]',
+        "test_resume.py test_window_ranks.py -k 'one_process or joined'",
+    ),
+    Fault(
+        "an epoch's tail is not flushed",
+        "flush.py",
+        "return int(step.window_position.asnumpy() > 0)",
+        "return 0",
+        "test_windows.py -k flushes",
+    ),
+    Fault(
+        "each record is one of an update",
+        "monitor.py",
+        'updated=update > self._before["update"],',
+        "updated=True,",
+        "test_monitor.py -k overflow",
+    ),
+    Fault(
+        "a multiplied rate stays",
+        "lr.py",
+        "return rate * scale * self.multiplier",
+        "return rate * scale",
+        "test_lr.py -k multiplied",
+    ),
+    Fault(
+        "rates per update do not warm up",
+        "lr.py",
+        "return [one * (1 - grown + scale * grown)",
+        "return [one * scale",
+        "test_lr.py -k 'warm or by_hand'",
+    ),
+    Fault(
+        "the noise is that of one item",
+        "noise_record.py",
+        "clip.square_norm(gradients) / (unit * unit * items)",
+        "clip.square_norm(gradients) / (unit * unit)",
+        "test_noise_record.py -k records_of_a_batch",
+    ),
+    # -- tools and processes
+    Fault(
+        "the search ends one size early",
+        "find_size.py",
+        "guess = (fits + too_large) // 2",
+        "guess = fits",
+        "test_find_size.py -k largest_that_is_not",
+    ),
+    Fault(
+        "ranks share no cores",
+        "cluster.py",
+        "str(max(1, cores // self.processes))",
+        "str(cores)",
+        "test_launch.py -k share_the_cores",
+    ),
+]
+
+
+def run(fault: Fault, folder: Path) -> str:
+    """Whether the tests find the fault: "found", or why not."""
+    file = folder / "gaccum_ms" / fault.file
+    text = file.read_text()
+    if text.count(fault.right) != 1:
+        return f"STALE: {fault.file} has its text {text.count(fault.right)} times"
+    words, _, chosen = fault.tests.partition(" -k ")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not thorough", "-p", "no:cacheprovider"]
+    command += [f"tests/{word}" for word in words.split()] + (["-k", chosen.strip("'")] if chosen else [])
+    file.write_text(text.replace(fault.right, fault.wrong))
+    try:
+        environment = {**os.environ, "PYTHONPATH": str(folder)}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        return f"found, by its time: {LIMIT} s"
+    finally:
+        file.write_text(text)
+    if done.returncode == 1:
+        return "found"
+    return "SURVIVES" if done.returncode == 0 else f"NOT RUN: {done.stdout[-300:]}{done.stderr[-300:]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python tests/mutations.py", description=__doc__)
+    parser.add_argument("words", nargs="*", help="run the faults that have one of these words; by default all")
+    words = parser.parse_args().words
+    chosen = [fault for fault in FAULTS if not words or any(word in fault.what for word in words)]
+    found = 0
+    with tempfile.TemporaryDirectory(prefix="gaccum_ms_mutations_") as name:
+        folder = Path(name) / "project"
+        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", "data"))
+        for fault in chosen:
+            begin = time.monotonic()
+            said = run(fault, folder)
+            found += said.startswith("found")
+            print(f"{fault.what}: {said} ({time.monotonic() - begin:.0f} s)", flush=True)
+    print(f"{found} of {len(chosen)} found")
+    return int(found != len(chosen))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

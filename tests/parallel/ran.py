@@ -1,0 +1,79 @@
+"""A finished graph, run on the machine (machine.py), and what NumPy makes of the same update."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+from compile_worker import SAMPLES
+from machine import Machine
+
+RANKS = 8
+WEIGHTS = ("first", "bias", "second")
+SPLIT = {  # where (4, 2) devices have the columns of one layer and the rows of the next
+    "first": lambda whole, rank: np.split(whole, 2, axis=1)[rank % 2],
+    "bias": lambda whole, rank: np.split(whole, 2)[rank % 2],
+    "second": lambda whole, rank: np.split(whole, 2)[rank % 2],
+}
+SPLIT |= {f"{state}.{name}": part for state in ("accum", "stat") for name, part in list(SPLIT.items())}
+rng = np.random.default_rng(0)
+X, Y = (rng.normal(size=(RANKS * SAMPLES, width)).astype(np.float32) for width in (12, 1))
+
+
+def shards(parts: int, *arrays):
+    """Each input as what each rank has of it, where samples lie in `parts` parts on the ranks."""
+    return [[np.split(array, parts)[rank * parts // RANKS] for rank in range(RANKS)] for array in arrays]
+
+
+class Ran:
+    """A case's graph, run once, or several times, on the machine."""
+
+    def __init__(self, case, parts=RANKS, batch=(X, Y), layout=None, changed=None, steps=1):
+        self.machine = Machine(case.program, RANKS, {**case.parameters, **(changed or {})}, layout)
+        for _ in range(steps):
+            self.results = self.machine.step(*shards(parts, *batch))
+        self.counts = Counter(executed.node.op for executed in self.machine.executed)
+
+    def parameter(self, name):
+        return self.machine.state[name]
+
+    @property
+    def losses(self):
+        return [result[0] if isinstance(result, tuple) else result for result in self.results]
+
+    def adds(self):
+        """How often something is added to each accumulator."""
+        return Counter(
+            executed.node.arguments[0].split("_", 1)[1]
+            for executed in self.machine.executed
+            if executed.node.op == "AssignAdd" and "accu_grads." in executed.node.arguments[0]
+        )
+
+    def gradient_collectives(self):
+        """Reductions of gradients: those that the compiler puts where weights are used, "mirrors" of them."""
+        return [
+            executed
+            for executed in self.machine.executed
+            if executed.node.op in ("AllReduce", "ReduceScatter")
+            and ("mirror" in executed.node.attributes.lower() or "parallel_optimizer" in executed.node.attributes)
+        ]
+
+
+def same_update(ours: Ran, theirs: Ran, tolerance=1e-5) -> bool:
+    """Whether both leave every weight, on every rank, where the other does, and report the same loss."""
+    left, right = ([*(one for name in WEIGHTS for one in ran.parameter(name)), *ran.losses] for ran in (ours, theirs))
+    return all(np.allclose(one, other, rtol=tolerance, atol=tolerance) for one, other in zip(left, right, strict=True))
+
+
+def by_hand(values):
+    """Loss and gradient of the mean over all samples of all ranks, in NumPy."""
+    hidden = np.maximum(X @ values["first"] + values["bias"], 0)
+    error = hidden @ values["second"] - Y
+    backward = 2 * error / error.size
+    at_hidden = backward @ values["second"].T * (hidden > 0)
+    gradients = {"first": X.T @ at_hidden, "bias": at_hidden.sum(0), "second": hidden.T @ backward}
+    return np.mean(error**2), gradients
+
+
+def part_of(layout, name, whole, rank):
+    return layout[name](whole, rank) if layout else whole
