@@ -35,14 +35,14 @@ FAULTS = [
     # -- micro-batches and windows
     Fault(
         "micro-batches are rounded down",
-        "split.py",
+        "micro_batches.py",
         "size = -(-samples // micro_size)",
         "size = max(samples // micro_size, 1)",
         "test_split.py",
     ),
     Fault(
         "what is left over is forgotten",
-        "split.py",
+        "micro_batches.py",
         "return SplitPlan(samples, size, full, samples - full * size)",
         "return SplitPlan(samples, size, full, 0)",
         "test_split.py",
@@ -85,21 +85,21 @@ FAULTS = [
     # -- accumulators and kernels
     Fault(
         "what rounding takes is not kept",
-        "accumulator.py",
+        "accumulators.py",
         "lost = (old - ops.cast(rounded, ms.float32)) + addend",
         "lost = addend * 0",
         "test_accumulator.py -k compensation",
     ),
     Fault(
         "the compensation is not read",
-        "accumulator.py",
+        "accumulators.py",
         "return ops.cast(accumulator, ms.float32) + compensation",
         "return ops.cast(accumulator, ms.float32)",
         "test_accumulator.py -k compensation",
     ),
     Fault(
         "the compensation is not cleared",
-        "accumulator.py",
+        "accumulators.py",
         "cleared = self.map(zero, ops.depend(self.compensations, cleared))",
         "cleared = ops.depend(self.sums, cleared)",
         "test_accumulator.py",
@@ -214,21 +214,21 @@ FAULTS = [
     # -- counts and several losses
     Fault(
         "a mask counts its entries",
-        "normalize.py",
+        "counts.py",
         "return ops.reduce_sum(ops.cast(inputs[self.position], ms.float32))",
         "return ops.reduce_sum(ops.ones_like(ops.cast(inputs[self.position], ms.float32)))",
         "test_normalize.py -k unequal_counts",
     ),
     Fault(
         "ignored labels count",
-        "normalize.py",
+        "counts.py",
         "ops.cast(inputs[self.position] != self.ignore_index, ms.float32)",
         "ops.cast(inputs[self.position] == self.ignore_index, ms.float32)",
         "test_normalize.py -k not_ignored",
     ),
     Fault(
         "a negative count is taken",
-        "normalize.py",
+        "counts.py",
         'valid = ops.logical_and(count >= 0, count < float("inf"))',
         'valid = count < float("inf")',
         "test_normalize.py -k bad_count",
@@ -249,14 +249,14 @@ FAULTS = [
     ),
     Fault(
         "a counted gradient keeps the loss scale",
-        "counted_reduction.py",
+        "reduction.py",
         "ops.ones_like(total)) * scale / self.factor",
         "ops.ones_like(total)) / self.factor",
         "test_loss_scale.py -k removes",
     ),
     Fault(
         "ranks that sum are averaged",
-        "counted_reduction.py",
+        "reduction.py",
         "self.sum_over_ranks.summed_ranks() if by_samples else 1.0",
         "1.0",
         "test_window_ranks.py -k 'equals_all_its_batches and accumulator'",
@@ -285,21 +285,21 @@ FAULTS = [
     # -- losses of the whole batch
     Fault(
         "each micro-batch adds the loss's own gradient whole",
-        "batch_loss_window.py",
+        "grad_cache.py",
         "ops.cast(loss_slopes[index], ms.float32)) * share",
         "ops.cast(loss_slopes[index], ms.float32))",
         "test_batch_loss.py -k test_equals_the_whole_batch",
     ),
     Fault(
         "representations come in another order",
-        "batch_loss_window.py",
+        "grad_cache.py",
         "ops.concat((state[index + 1][rows:], new[index]))",
         "ops.concat((new[index], state[index + 1][rows:]))",
         "test_batch_loss.py -k test_equals_the_whole_batch",
     ),
     Fault(
         "every rank counts the joined loss",
-        "batch_loss_window.py",
+        "grad_cache.py",
         "self.share_of_ranks = 1.0 if mean else 1.0 / self.network.ranks",
         "self.share_of_ranks = 1.0",
         "test_batch_loss_ranks.py -k test_gathered",
@@ -307,35 +307,35 @@ FAULTS = [
     # -- ranks
     Fault(
         "the mean over ranks is their sum",
-        "fused_reduction.py",
+        "all_reduce.py",
         "return summed * self.share if self.mean else summed",
         "return summed",
         "test_distributed.py -k 'same_ranks and graph'",
     ),
     Fault(
         "reduced gradients come in the buffers' order",
-        "fused_reduction.py",
+        "all_reduce.py",
         "return self.take(result, self.places)",
         "return result",
         "test_fused_reduction.py -k bit_by_bit",
     ),
     Fault(
         "a buffer is never full",
-        "fused_reduction.py",
+        "all_reduce.py",
         "        room -= size\n",
         "        room -= 0\n",
         "test_fused_reduction.py -k plan",
     ),
     Fault(
         "slices that are cut short overlap wrongly",
-        "shards.py",
+        "layout.py",
         "rows[full, self.columns[index] - rest :]",
         "rows[full, :rest]",
         "test_sharded_optimizer.py -k slices_are_put_together",
     ),
     Fault(
         "a rank's record is broadcast",
-        "records.py",
+        "parameters.py",
         "requires_grad=False, layerwise_parallel=True)",
         "requires_grad=False)",
         "test_sharded_optimizer.py test_distributed.py -k broadcast",
@@ -378,21 +378,21 @@ FAULTS = [
     ),
     Fault(
         "a multiplied rate stays",
-        "lr.py",
+        "learning_rate.py",
         "return rate * scale * self.multiplier",
         "return rate * scale",
         "test_lr.py -k multiplied",
     ),
     Fault(
         "rates per update do not warm up",
-        "lr.py",
+        "learning_rate.py",
         "return [one * (1 - grown + scale * grown)",
         "return [one * scale",
         "test_lr.py -k 'warm or by_hand'",
     ),
     Fault(
         "the noise is that of one item",
-        "noise_record.py",
+        "noise.py",
         "clip.square_norm(gradients) / (unit * unit * items)",
         "clip.square_norm(gradients) / (unit * unit)",
         "test_noise_record.py -k records_of_a_batch",
@@ -400,7 +400,7 @@ FAULTS = [
     # -- tools and processes
     Fault(
         "the search ends one size early",
-        "find_size.py",
+        "search.py",
         "guess = (fits + too_large) // 2",
         "guess = fits",
         "test_find_size.py -k largest_that_is_not",

@@ -17,7 +17,7 @@ from mindspore.train.dataset_helper import _DataWrapper
 from reference import as_numpy, step_with
 
 from gaccum_ms import CountMask, TrainOneStepWithGradAccumulationCell
-from gaccum_ms.window import SampleWindow
+from gaccum_ms.accumulation.window import SampleWindow
 
 
 class Queue(nn.Cell):

@@ -11,8 +11,8 @@ from support.ranks import Ranks
 from two_ranks import Results, case
 
 from benchmarks.collectives import LARGE, torch_buckets
-from gaccum_ms import fused_reduction
-from gaccum_ms.fused_reduction import FusedReducer, plan_buffers
+from gaccum_ms.distributed import all_reduce as fused_reduction
+from gaccum_ms.distributed.all_reduce import FusedReducer, plan_buffers
 
 # -- the plan ----------------------------------------------------------------------------------------------------------
 
