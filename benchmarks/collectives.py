@@ -3,8 +3,8 @@
 How many collectives and how many bytes, by micro_size and accumulation_steps, ours against MindSpore's own step, which
 reduces each parameter alone. Nothing is worked out by formula: collectives are those that MindSpore's profiler saw run,
 bytes those of the AllReduces in the finished graph, whose number must be the same. Then the time of a reduction by
-itself, for buffers of several sizes: what `gaccum_ms.distributed.all_reduce.BUFFER_BYTES` was chosen by. Last, without running
-anything, how many collectives and copied bytes a large model's gradients make in buffers of several sizes.
+itself, for buffers of several sizes: what `gaccum_ms.distributed.all_reduce.BUFFER_BYTES` was chosen by. Last, without
+running anything, how many collectives and copied bytes a large model's gradients make in buffers of several sizes.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def test_one_that_is_predicted_too_small_is_corrected(monkeypatch, tried):
     report = memory_report(cell, optimizer, *batch(2048), measure=False, micro_sizes=[1, 8])
     limit = report.rows[0].peak - 200_000_000
     tried.clear()
-    monkeypatch.setattr("gaccum_ms.memory.report.model.predict", lambda known, size: known[min(known)])
+    monkeypatch.setattr("gaccum_ms.memory.model.predict", lambda known, size: known[min(known)])
     size = find_micro_batch_size(cell, optimizer, batch(2048), memory_limit=limit)
     assert 2048 in tried  # and was too large
     assert 128 <= size < 2048
@@ -190,7 +190,7 @@ def test_nothing_changes(mode):
 
 def test_statistics_change_where_they_are_not_put_back(monkeypatch):
     """The control."""
-    monkeypatch.setattr("gaccum_ms.memory.report.trial.Snapshot.restore_parameters", lambda self: None)
+    monkeypatch.setattr("gaccum_ms.memory.trial.Snapshot.restore_parameters", lambda self: None)
     with pytest.raises(AssertionError, match="moving_"):
         search_and_compare()
 

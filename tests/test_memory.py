@@ -124,9 +124,7 @@ def test_predicts_what_is_measured(wide):
 
 def test_a_wrong_model_does_not_predict(monkeypatch):
     """The control: in proportion to the samples, constant part and all."""
-    monkeypatch.setattr(
-        "gaccum_ms.memory.report.model.predict", lambda known, size: known[max(known)] * size // max(known)
-    )
+    monkeypatch.setattr("gaccum_ms.memory.model.predict", lambda known, size: known[max(known)] * size // max(known))
     with pytest.raises(AssertionError):
         assert_predicts(report_of(Wide(), samples=1024, micro_sizes=[1, 2, 1024]).rows, 0.25)
 
@@ -216,7 +214,7 @@ def test_nothing_changes_and_training_goes_on_as_without(mode):
 
 def test_statistics_change_where_they_are_not_put_back(monkeypatch):
     """The control."""
-    monkeypatch.setattr("gaccum_ms.memory.report.trial.Snapshot.restore_parameters", lambda self: None)
+    monkeypatch.setattr("gaccum_ms.memory.trial.Snapshot.restore_parameters", lambda self: None)
     with pytest.raises(AssertionError, match="moving_"):
         trained(asks=True)
 

@@ -15,8 +15,8 @@ from mindspore import nn
 from gaccum_ms.backend.out_of_memory import is_out_of_memory
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.distributed.layout import rank_and_ranks
-from gaccum_ms.memory.report import meter as memory_meter
-from gaccum_ms.memory.report import model as memory_model
+from gaccum_ms.memory import meter as memory_meter
+from gaccum_ms.memory import model as memory_model
 from gaccum_ms.memory.trial import MicroSteps
 
 
