@@ -13,7 +13,7 @@ bash run.sh test                                   run the tests: every option, 
 bash run.sh test all                               those, and the thorough ones; `rest`: the thorough ones alone
 bash run.sh test [arguments of pytest]             some of all tests
 bash run.sh test parallel [arguments of pytest]    those of the graphs for 8 devices, which no device need run
-bash run.sh lint                                   ruff and mypy
+bash run.sh lint                                   ruff, mypy and import-linter
 bash run.sh docs [folder]                          build the site, by default in build/site
 
 options (or the variable in brackets):
@@ -144,11 +144,12 @@ test)
         ${tier[@]+"${tier[@]}"} "${@:3}"
     ;;
 lint)
-    use dev ruff mypy
+    use dev ruff mypy importlinter
     cd "$here"
     "$python" -m ruff check .
     "$python" -m ruff format --check .
-    exec "$python" -m mypy
+    "$python" -m mypy
+    exec lint-imports
     ;;
 docs)
     use docs sphinx myst_parser matplotlib

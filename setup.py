@@ -50,7 +50,7 @@ setup(
             "nvidia-cusolver-cu11",
             "nvidia-cusparse-cu11",
         ],
-        "dev": ["ruff", "mypy"],
+        "dev": ["import-linter>=2", "ruff", "mypy"],
         "docs": ["matplotlib", "myst-parser>=4", "sphinx>=8.1"],
     },
     classifiers=[
