@@ -344,22 +344,22 @@ FAULTS = [
     Fault(
         "the data set begins anew",
         "training/resume.py",
-        "data_set.set_init_step(position)",
-        "data_set.set_init_step(0)",
+        "begin_at(data_set, position, ",
+        "begin_at(data_set, 0, ",
         "test_resume.py -k resumed_in_a_new_model",
     ),
     Fault(
         "files of different updates are joined",
         "training/resume.py",
-        'if len({int(values.get("update_count", 0)) for _, values in files}) > 1:',
+        'if len({int(values.get(own("update_count"), 0)) for _, values in files}) > 1:',
         "if not files:",
         "test_resume.py test_window_ranks.py -k 'refuse or file'",
     ),
     Fault(
         "other ranks' losses are lost when a window is joined",
         "training/resume.py",
-        'joined["window_sums"][0] = np.dot(factors, sums[:, 0])',
-        'joined["window_sums"][0] = sums[0, 0]',
+        'joined[own("window_sums")][0] = np.dot(factors, sums[:, 0])',
+        'joined[own("window_sums")][0] = sums[0, 0]',
         "test_resume.py test_window_ranks.py -k 'one_process or joined'",
     ),
     Fault(
@@ -372,7 +372,7 @@ FAULTS = [
     Fault(
         "each record is one of an update",
         "callbacks/monitor.py",
-        'updated=update > self._before["update"],',
+        "updated=updated,",
         "updated=True,",
         "test_monitor.py -k overflow",
     ),
