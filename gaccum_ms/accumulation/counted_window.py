@@ -17,15 +17,6 @@ from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.losses import counts
 
 
-@ops.constexpr
-def _check_count(shape):
-    if shape != ():
-        raise ValueError(
-            f"For 'GradAccumulationCell', 'count' must return a scalar of shape (), but got shape {shape}. Sum it over "
-            f"all axes."
-        )
-
-
 class CountedWindow(SampleWindow):
     """Micro-batches weigh by counts, and may be left out. `sums`: the loss, the count, how many were dropped."""
 
@@ -59,17 +50,17 @@ class CountedWindow(SampleWindow):
 
     def own_total(self, inputs):
         """The counts of this rank's batch. Each micro-batch is counted: a bad count must not hide in the others'."""
-        shapes = [value.shape for value in inputs]
-        samples, size, full, rest = micro_batches.compiled_plan(shapes, self.micro_size, self.micro_batch_size)
+        samples, size, looped, rest, _ = micro_batches.graph_plan(inputs, self.micro_size, self.micro_batch_size)
         total = ops.zeros(self.count_shape, ms.float32)
         if self.counts_samples:
             return total + samples
         start = ms.Tensor(0, ms.int32)
-        while start < full * size:
-            total = total + self.count_all(*micro_batches.take(inputs, start, size))
-            start = start + size
+        while start < looped:
+            rows = micro_batches.rows_from(start, size, looped)
+            total = total + self.count_all(*micro_batches.take(inputs, start, rows))
+            start = start + rows
         if rest > 0:
-            total = total + self.count_all(*micro_batches.take_rest(inputs, full * size))
+            total = total + self.count_all(*micro_batches.take_rest(inputs, looped))
         return total
 
     def nothing(self):
@@ -79,9 +70,7 @@ class CountedWindow(SampleWindow):
         return self.count(0, *micro_batch)
 
     def count(self, term, *micro_batch):
-        count = self.counts[term](*micro_batch)
-        _check_count(count.shape)
-        return counts.valid_or_nan(count)
+        return counts.valid_or_nan(self.counts[term](*micro_batch))
 
     def micro_step(self, noted, unit, size, *micro_batch):
         count = self.count_all(*micro_batch)

@@ -75,22 +75,22 @@ class BatchLossWindow(SampleWindow):
         return 1
 
     def add_up(self, inputs, unit):
-        shapes = [value.shape for value in inputs]
-        samples, size, full, rest = micro_batches.compiled_plan(shapes, self.micro_size, self.micro_batch_size)
-        if full == 1 and rest == 0:
+        samples, size, looped, rest, whole = micro_batches.graph_plan(inputs, self.micro_size, self.micro_batch_size)
+        if whole:
             return self.micro_step(False, unit, size, *inputs)
-        last = rest if rest > 0 else size
+        last = samples - (samples - 1) // size * size
         sums, slopes, loss_slopes = self.slopes(unit, self.representations(inputs, samples - last, size))
         if self.statistics is not None:
             sums = self.statistics.clear(sums)  # the second pass will add them again
         number = len(inputs)
         start = ms.Tensor(0, ms.int32)
-        while start < full * size:
-            part = micro_batches.take((*inputs, *slopes), start, size)
-            sums = ops.depend(sums, self.second_pass(size / samples, loss_slopes, number, *part))
-            start = start + size
+        while start < looped:
+            rows = micro_batches.rows_from(start, size, looped)
+            part = micro_batches.take((*inputs, *slopes), start, rows)
+            sums = ops.depend(sums, self.second_pass(rows / samples, loss_slopes, number, *part))
+            start = start + rows
         if rest > 0:
-            part = micro_batches.take_rest((*inputs, *slopes), full * size)
+            part = micro_batches.take_rest((*inputs, *slopes), looped)
             sums = ops.depend(sums, self.second_pass(rest / samples, loss_slopes, number, *part))
         return sums
 

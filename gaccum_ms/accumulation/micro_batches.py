@@ -4,6 +4,9 @@ All inputs of a batch are cut along axis 0 at the same boundaries. Micro-batches
 ``ceil(N / micro_size)`` samples each, so that one compiled loop body serves them all; what is left over is one smaller
 micro-batch at the end. Ten samples in four micro-batches are 3 + 3 + 3 + 1, nine in four are 3 + 3 + 3: never more
 micro-batches, and never a larger one, than was asked for.
+
+Where `set_inputs` leaves the length of axis 0 open, the boundaries are Tensors that the graph computes, and the smaller
+micro-batch is the loop's last turn: the same boundaries, and one graph for batches of all lengths.
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ from typing import Any, NamedTuple
 
 import mindspore as ms
 from mindspore import ops
+
+from gaccum_ms.backend.checks import described
+from gaccum_ms.losses.counts import samples_of
 
 
 class SplitPlan(NamedTuple):
@@ -30,8 +36,13 @@ def batch_shapes(inputs: tuple[Any, ...]) -> list[tuple[int, ...]]:
         if not isinstance(value, ms.Tensor):
             raise TypeError(
                 f"For 'GradAccumulationCell', every input must be a Tensor whose axis 0 counts samples, but input "
-                f"{position} got {value!r} of type '{type(value).__name__}'. Make it an attribute of the network, or "
-                f"a Tensor with one entry for each sample."
+                f"{position} got {described(value)}. Give the Tensors of a tuple or dict as inputs of their own; make "
+                f"anything else an attribute of the network, or a Tensor with one entry for each sample."
+            )
+        if value.dtype == ms.string:
+            raise TypeError(
+                f"For 'GradAccumulationCell', every input must be a Tensor of numbers, but input {position} got "
+                f"{described(value)}. Encode strings as numbers in the data set, or leave their column out."
             )
     return [value.shape for value in inputs]
 
@@ -68,13 +79,52 @@ def plan_split(shapes: Any, micro_size: int | None, micro_batch_size: int | None
     return SplitPlan(samples, size, full, samples - full * size)
 
 
-# The same arithmetic while a graph is compiled, where shapes are constants.
-compiled_plan = ops.constexpr(plan_split)
+# -- compiled ----------------------------------------------------------------------------------------------------------
 
 
-def take(inputs: Sequence[ms.Tensor], start: ms.Tensor, size: int) -> list[ms.Tensor]:
+class GraphPlan(NamedTuple):
+    """A SplitPlan for a graph. Numbers are ints where the batch's length is known while compiling, else Tensors."""
+
+    samples: Any
+    size: Any
+    looped: Any  # samples that the loop takes, `size` at a time
+    rest: int  # samples after the loop
+    whole: bool  # whether the batch is one micro-batch
+
+
+@ops.constexpr
+def _known_plan(shapes, micro_size, micro_batch_size):
+    """None where `set_inputs` has left the length of an input open."""
+    if any(shape is None or (shape and shape[0] is None) for shape in shapes):
+        return None
+    samples, size, full, rest = plan_split(shapes, micro_size, micro_batch_size)
+    return GraphPlan(samples, size, full * size, rest, full == 1 and rest == 0)
+
+
+def graph_plan(inputs, micro_size, micro_batch_size):
+    """Where a graph cuts its batch."""
+    plan = _known_plan([value.shape for value in inputs], micro_size, micro_batch_size)
+    if plan is not None:
+        return plan
+    samples = samples_of(inputs)
+    if micro_size is not None:
+        size = (samples + (micro_size - 1)) // micro_size
+    else:
+        size = ops.minimum(samples, ms.Tensor(micro_batch_size, ms.int32))
+    return samples, size, samples, 0, micro_size == 1
+
+
+def rows_from(start, size, looped):
+    """Samples in the loop's micro-batch that begins with number `start` ."""
+    return ops.minimum(size, looped - start) if isinstance(size, ms.Tensor) else size
+
+
+def take(inputs: Sequence[ms.Tensor], start: ms.Tensor, size: int | ms.Tensor) -> list[ms.Tensor]:
     """The `size` samples from number `start` on, a Tensor of shape () and dtype int32."""
-    rows = start + ms.Tensor(_first_rows(size), ms.int32)
+    if isinstance(size, ms.Tensor):
+        rows = ops.range(start, start + size, ms.Tensor(1, ms.int32))
+    else:
+        rows = start + ms.Tensor(_first_rows(size), ms.int32)
     return [ops.gather(value, rows, 0) for value in inputs]
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import mindspore as ms
 from mindspore import nn, ops
+from mindspore.ops.functional import typeof
 
 from gaccum_ms.accumulation import micro_batches
 from gaccum_ms.accumulation.accumulators import Accumulators
@@ -27,28 +28,50 @@ from gaccum_ms.accumulation.sharded_accumulators import ShardedAccumulators, che
 from gaccum_ms.backend.parameters import hold_weights
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.distributed.layout import rank_and_ranks
+from gaccum_ms.losses import counts
+
+# What a graph calls the kinds of values that a network may return by mistake.
+_KINDS = {"Dict": "a dict", "TypeNone": "None", "Float": "a number", "Int": "a number", "Bool": "a bool"}
+_KINDS |= {"String": "a str", "Tuple": "a tuple", "List": "a list"}
 
 
 @ops.constexpr
-def _check_losses(shapes, number):
+def _check_losses(kinds, shapes, number):
+    for kind, shape in zip(kinds, shapes, strict=True):
+        if shape is None:
+            name = type(kind).__name__
+            raise TypeError(
+                f"For 'GradAccumulationCell', the network must return its loss, a Tensor of shape (), or a tuple of "
+                f"such losses, but got {_KINDS.get(name, name)}. Return what the loss function returns, and nothing "
+                f"else: of a dict the entry that is the loss, of a Python number the Tensor it was computed from."
+            )
     if len(shapes) != number:
         raise ValueError(
             f"For 'GradAccumulationCell', the network must return {number} loss(es), by 'count' and 'loss_weights', "
             f"but got {len(shapes)} output(s). Give one entry of 'loss_weights' for each loss, and return losses alone."
         )
-    for shape in shapes:
+    for kind, shape in zip(kinds, shapes, strict=True):
         if shape != ():
             raise ValueError(
                 f"For 'GradAccumulationCell', the network must return a scalar loss of shape (), but got shape "
                 f"{shape}. Use a loss with reduction='mean', or take the mean in the network."
             )
+        if kind.element_type() not in ms.common.dtype.float_type:
+            raise TypeError(
+                f"For 'GradAccumulationCell', the network must return a loss of a float dtype, but got "
+                f"{kind.element_type()}, through which no gradient comes. Cast nothing in the loss to integers."
+            )
+
+
+def _shape_or_none(value):
+    return value.shape if isinstance(value, ms.Tensor) else None
 
 
 def float32_losses(losses, number):
     """The losses that a network returned, a Tensor or a tuple, checked to be `number` scalars."""
-    if isinstance(losses, ms.Tensor):
+    if not isinstance(losses, (tuple, list)):
         losses = (losses,)
-    _check_losses([loss.shape for loss in losses], number)
+    _check_losses([typeof(loss) for loss in losses], [_shape_or_none(loss) for loss in losses], number)
     return [ops.cast(loss, ms.float32) for loss in losses]
 
 
@@ -90,20 +113,19 @@ class SampleWindow(nn.Cell):
     def run(self, inputs, scale):
         """Forward, backward and add for the whole window; returns the gradients, reduced over ranks, what they are to
         be divided by, the loss, and whether there is anything to update with."""
-        shapes = [value.shape for value in inputs]
-        samples, size, full, rest = micro_batches.compiled_plan(shapes, self.micro_size, self.micro_batch_size)
-        if full == 1 and rest == 0 and not self.gated and not self.shards:
+        samples, size, _, _, whole = micro_batches.graph_plan(inputs, self.micro_size, self.micro_batch_size)
+        if whole and not self.gated and not self.shards:
             # Nothing to accumulate over: the gradients need no detour through accumulators.
             unit = self.unit(inputs, samples, scale)
             sums, gradients = self.backward(unit * self.items(size), *inputs)
             if self.records_noise:
-                sums = ops.depend(sums, self.note(gradients, unit, ms.Tensor(size, ms.float32)))
+                sums = ops.depend(sums, self.note(gradients, unit, counts.float32(size)))
             return self.reduce(gradients, sums, scale, unit)
         return self.finish(*self.gather(inputs, scale))
 
     def gather(self, inputs, scale):
         """The part of `run` that this rank does alone; returns what `finish` takes."""
-        unit = self.unit(inputs, inputs[0].shape[0], scale)
+        unit = self.unit(inputs, counts.samples_of(inputs), scale)
         return self.add_up(inputs, unit), unit, scale
 
     def finish(self, sums, unit, scale):
@@ -112,27 +134,27 @@ class SampleWindow(nn.Cell):
 
     def add_up(self, inputs, unit):
         """Forward, backward and add for each micro-batch of a batch; returns the batch's sums."""
-        shapes = [value.shape for value in inputs]
-        _, size, full, rest = micro_batches.compiled_plan(shapes, self.micro_size, self.micro_batch_size)
+        _, size, looped, rest, _ = micro_batches.graph_plan(inputs, self.micro_size, self.micro_batch_size)
         sums = self.nothing()
         start = ms.Tensor(0, ms.int32)
         if self.records_noise:
             # Before the loop, and so in the graph twice: a branch in the loop would cost in each of its turns.
             sums = sums + self.micro_step(True, unit, size, *micro_batches.take(inputs, start, size))
             start = start + size
-        if full > 1 or not self.records_noise:
-            while start < full * size:
-                sums = sums + self.micro_step(False, unit, size, *micro_batches.take(inputs, start, size))
-                start = start + size
+        if not self.records_noise or looped > size:
+            while start < looped:
+                rows = micro_batches.rows_from(start, size, looped)
+                sums = sums + self.micro_step(False, unit, rows, *micro_batches.take(inputs, start, rows))
+                start = start + rows
         if rest > 0:
-            sums = sums + self.micro_step(False, unit, rest, *micro_batches.take_rest(inputs, full * size))
+            sums = sums + self.micro_step(False, unit, rest, *micro_batches.take_rest(inputs, looped))
         return sums
 
     def micro_step(self, noted, unit, size, *micro_batch):
         # `*`: of one tuple of equal shapes, passed to where an `if` on a Tensor is, graph mode forgets the length.
         seeded_loss, gradients = self.backward(unit * self.items(size), *micro_batch)
         if noted:
-            seeded_loss = ops.depend(seeded_loss, self.note(gradients, unit, ms.Tensor(size, ms.float32)))
+            seeded_loss = ops.depend(seeded_loss, self.note(gradients, unit, counts.float32(size)))
         return ops.depend(seeded_loss, self.add(gradients))
 
     def seeded_loss(self, seed, *micro_batch):

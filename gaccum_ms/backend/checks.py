@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import mindspore as ms
+import numpy as np
 from mindspore import nn
+
+_MOST_SHOWN = 4  # entries of a dict, tuple or list
 
 
 def check_positive_int(owner: str, name: str, value: Any) -> None:
@@ -60,3 +64,16 @@ def check_optimizer(owner: str, network: nn.Cell, optimizer: nn.Optimizer) -> No
             f"network, but got an optimizer with {len(parameters)} parameter(s), none of them the network's: nothing "
             f"would be trained. Make the optimizer from this network's 'trainable_params()'."
         )
+
+
+def described(value: Any) -> str:
+    """A value in an error: what it is, and not what is in it, which may be megabytes."""
+    if isinstance(value, (ms.Tensor, np.ndarray)):
+        return f"{type(value).__name__} of shape {tuple(value.shape)} and dtype {value.dtype}"
+    if isinstance(value, (dict, tuple, list)):
+        named = value.items() if isinstance(value, dict) else enumerate(value)
+        shown = ", ".join(f"{name!r}: {described(one)}" for name, one in itertools.islice(named, _MOST_SHOWN))
+        more = ", ..." if len(value) > _MOST_SHOWN else ""
+        return f"a {type(value).__name__} of {len(value)} ({shown}{more})"
+    shown = repr(value)
+    return f"{shown if len(shown) < 80 else shown[:77] + '...'} of type '{type(value).__name__}'"

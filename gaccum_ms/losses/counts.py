@@ -16,6 +16,9 @@ from collections.abc import Callable
 
 import mindspore as ms
 from mindspore import nn, ops
+from mindspore.ops.functional import typeof
+
+_shape_of = ops.TensorShape()
 
 
 class CountNotIgnored(nn.Cell):
@@ -96,7 +99,7 @@ class CountSamples(nn.Cell):
     """Count for a loss that is a mean over samples."""
 
     def construct(self, *inputs):
-        return ms.Tensor(inputs[0].shape[0], ms.float32)
+        return float32(samples_of(inputs))
 
 
 class CountBy(nn.Cell):
@@ -120,9 +123,38 @@ def count_cell(count: Callable | None) -> nn.Cell:
 # -- compiled ----------------------------------------------------------------------------------------------------------
 
 
-def valid_or_nan(count: ms.Tensor) -> ms.Tensor:
+def samples_of(inputs):
+    """Samples in a batch: an int, or an int32 Tensor of shape () where `set_inputs` leaves it open."""
+    samples = inputs[0].shape[0]
+    if not ops.isconstant(samples):
+        samples = ops.cast(_shape_of(inputs[0])[0], ms.int32)
+    return samples
+
+
+def float32(number):
+    """An int or Tensor as a float32 Tensor of shape ()."""
+    return ops.cast(number, ms.float32) if isinstance(number, ms.Tensor) else ms.Tensor(number, ms.float32)
+
+
+@ops.constexpr
+def _check_count(kind, shape):
+    if shape is None:
+        raise TypeError(
+            f"For 'GradAccumulationCell', 'count' must return a number or a Tensor of shape (), but got {kind}."
+        )
+    if shape != ():
+        raise ValueError(
+            f"For 'GradAccumulationCell', 'count' must return a scalar of shape (), but got shape {shape}. Sum it over "
+            f"all axes."
+        )
+
+
+def valid_or_nan(count: ms.Tensor | float) -> ms.Tensor:
     """A count as float32, NaN where it is negative or infinite: NaN survives sums and collectives, so that all ranks
     refuse the window together."""
+    if isinstance(count, (int, float)):  # as of a shape
+        count = ops.scalar_to_tensor(count, ms.float32)
+    _check_count(typeof(count), count.shape if isinstance(count, ms.Tensor) else None)
     count = ops.cast(count, ms.float32)
     valid = ops.logical_and(count >= 0, count < float("inf"))
     return ops.select(valid, count, ops.full_like(count, float("nan")))
