@@ -58,6 +58,17 @@ def test_before_the_first_entry_the_number_is_the_cells_own(pynative):
     assert_windows(step, records, [3, 3, 1, 4, 3])
 
 
+def test_a_second_training_begins_with_the_cells_own_number_again(pynative):
+    """And not with the one that the first has ended with."""
+    step, monitor = line_step(3), WindowMonitor()
+    for _ in range(2):
+        callbacks = [monitor, AccumulationScheduler({1: 4}, "linear"), FlushAccumulation()]
+        ms.Model(step).train(2, line_data(), callbacks=callbacks)
+    assert [record.batches for record in monitor.records] == [3, 3, 1, 4, 3] * 2
+    rates = np.array([1, 1, 1, 4 / 3, 4 / 3] * 2) * RATE
+    np.testing.assert_allclose([record.learning_rate for record in monitor.records], rates, rtol=1e-5)
+
+
 def test_epochs_of_the_dict_in_any_order(pynative):
     step, records = fit(AccumulationScheduler({2: 7, 0: 3, 1: 4}), own=2, epochs=3)
     assert_windows(step, records, [3, 3, 1, 4, 3, 7])

@@ -102,16 +102,16 @@ class AccumulationScheduler(Callback):
         step = _step(run_context)
         if int(step.window_position.asnumpy()):
             return
-        steps = int(step.accumulation_steps.asnumpy())
-        wanted = self._wanted(step, run_context.original_args().cur_epoch_num - 1, steps)
+        wanted = self._wanted(step, run_context.original_args().cur_epoch_num - 1)
         check_positive_int("AccumulationScheduler", "schedule", wanted)
         set_steps(step, wanted, self.learning_rate)
 
-    def _wanted(self, step: TrainOneStepWithGradAccumulationCell, epoch: int, old: int) -> Any:
+    def _wanted(self, step: TrainOneStepWithGradAccumulationCell, epoch: int) -> Any:
         if callable(self.schedule):
             return self.schedule(int(step.update_count.asnumpy()))
         begun = [first for first in self.schedule if first <= epoch]
-        return self.schedule[max(begun)] if begun else old
+        # Not what the step has now: a training before this one may have left another number.
+        return self.schedule[max(begun)] if begun else step.provenance.own_steps
 
 
 def prepare_steps(step: TrainOneStepWithGradAccumulationCell, learning_rate: str | None) -> None:
