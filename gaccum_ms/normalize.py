@@ -20,6 +20,7 @@ from mindspore.ops.functional import typeof
 
 from gaccum_ms import split
 
+
 class CountNotIgnored(nn.Cell):
     r"""
     Count for a loss that skips a label, as `nn.CrossEntropyLoss` skips `ignore_index` : how many labels it keeps.

@@ -54,7 +54,7 @@ from gaccum_ms.provenance import SHARDED, Provenance, Resumable
 from gaccum_ms.pynative_tape import forget_interrupted_gradient
 from gaccum_ms.records import counter, record, show_records
 from gaccum_ms.spanning_window import SpanningWindow
-from gaccum_ms.sparse import refuse_sparse_gradients
+from gaccum_ms.sparse import explain_sparse_gradients, refuse_sparse_gradients
 from gaccum_ms.unrolled_window import UnrolledWindow
 from gaccum_ms.update import Update, WindowEnd
 from gaccum_ms.window import SampleWindow
@@ -149,6 +149,7 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         with auto_parallel.settings_of(network):
             cell = auto_parallel.held_cell(network)
             self._build(cell, optimizer, scale_sense)
+        cell.keep_options()
         if cell.accumulates:
             warn_about_batch_norm(cell, passes(cell))
             warn_about_two_passes(cell)
@@ -342,6 +343,7 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
             self.window.forget()  # what the window's first micro-batches left would be added to the next batch's
             if self.update.has_statistics and not int(self.window_position.asnumpy()):
                 self.update.statistics.forget()
+            explain_sparse_gradients(error)
             raise
         if self._counts:
             self._check_count(inputs)

@@ -28,7 +28,6 @@ from gaccum_ms.noise_record import NoiseRecord
 from gaccum_ms.sharded_accumulators import ShardedAccumulators, check_micro_batches
 from gaccum_ms.shards import rank_and_ranks
 
-
 # What a graph calls the kinds of values that a network may return by mistake.
 _KINDS = {"Dict": "a dict", "TypeNone": "None", "Float": "a number", "Int": "a number", "Bool": "a bool"}
 _KINDS |= {"String": "a str", "Tuple": "a tuple", "List": "a list"}
