@@ -9,12 +9,38 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn
 
-from gaccum_ms.backend.checks import check_accumulation_options, check_one_of, check_positive_int
+from gaccum_ms.backend.checks import check_accumulation_options, check_one_of, check_positive_int, described
+from gaccum_ms.backend.held_cells import held_cells
 from gaccum_ms.backend.out_of_memory import check_test as check_out_of_memory_test
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
 from gaccum_ms.losses.batch_loss import check_options as check_batch_loss_options
 
 _NAME = "GradAccumulationCell"
+
+# The training step has them compiled in.
+_OPTIONS = frozenset(
+    (
+        "accumulation_steps",
+        "accumulator_dtype",
+        "compensated",
+        "count",
+        "counts",
+        "is_out_of_memory",
+        "jit",
+        "loss_weights",
+        "max_grad_norm",
+        "memory_limit",
+        "micro_batch_size",
+        "micro_size",
+        "network",
+        "overflow",
+        "record_noise",
+        "reduction",
+        "shard_accumulators",
+    )
+)
+# Cells that accumulate by themselves: MindSpore's, of nn, of parallel.nn and of boost, and ours.
+_ACCUMULATE = ("GradAccumulation", "GradAccumulationCell", "GradientAccumulation")
 
 
 def _losses(count: Any, loss_weights: Any) -> tuple[tuple[Callable | None, ...], tuple[float, ...]]:
@@ -49,6 +75,16 @@ def _losses(count: Any, loss_weights: Any) -> tuple[tuple[Callable | None, ...],
             f"{len(counts)} count(s) and {len(loss_weights)} weight(s)."
         )
     return counts, tuple(float(weight) for weight in loss_weights)
+
+
+class _Undifferentiated(nn.Cell):
+    """Hands on what it gets, and refuses to be differentiated."""
+
+    def construct(self, outputs):
+        return outputs
+
+    def bprop(self, outputs, out, dout):
+        raise RuntimeError(_DIFFERENTIATED)
 
 
 class GradAccumulationCell(nn.Cell):
@@ -127,7 +163,8 @@ class GradAccumulationCell(nn.Cell):
         TypeError: If `network` is not a Cell, a size or `memory_limit` not an int, `max_grad_norm` not a number,
             `count` or `is_out_of_memory` not callable, `loss_weights` not numbers, `accumulator_dtype` not a dtype, or
             `compensated` , `shard_accumulators` , `record_noise` or `jit` not a bool.
-        ValueError: If both or neither of `micro_size` and `micro_batch_size` are given; if one is less than 1; if
+        ValueError: If `network` holds a cell that accumulates or trains by itself, such as MindSpore's; if both or
+            neither of `micro_size` and `micro_batch_size` are given; if one is less than 1; if
             `max_grad_norm` is not positive and finite, a loss weight not finite, `reduction` , `overflow` or
             `accumulator_dtype` not one of those above; if `count` and `loss_weights` differ in length; if
             ``overflow="drop_micro_batch"`` is given with several losses, or with a sum that has no count; if sums are
@@ -137,7 +174,9 @@ class GradAccumulationCell(nn.Cell):
             ``micro_batch_size="auto"`` is given with several losses, `shard_accumulators` or a WithBatchLossCell, or
             ``jit=False`` , or `memory_limit` or `is_out_of_memory` without it; if `network` is a WithBatchLossCell, for
             `accumulation_steps` , `count` , `loss_weights` , `record_noise` and ``overflow="drop_micro_batch"`` .
-        RuntimeError: If the cell itself is trained, by a training cell that does not know how to accumulate.
+        RuntimeError: If the cell itself is trained, by a training cell that does not know how to accumulate, or
+            differentiated, as by `mindspore.value_and_grad` .
+        AttributeError: If an option is assigned to after the training step was built from the cell.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -184,6 +223,7 @@ class GradAccumulationCell(nn.Cell):
                 f"For 'GradAccumulationCell', the argument 'network' must be a Cell, but got "
                 f"'{type(network).__name__}'. Wrap the network and its loss in 'nn.WithLossCell'."
             )
+        refuse_accumulation_inside(network)
         check_positive_int(_NAME, "accumulation_steps", accumulation_steps)
         if micro_size is None and micro_batch_size is None and accumulation_steps > 1:
             micro_size = 1
@@ -259,6 +299,20 @@ class GradAccumulationCell(nn.Cell):
         check_batch_loss_options(self)
         check_auto_options(self, jit)
         self._get_attr_from_cell(network)
+        self._undifferentiated = _Undifferentiated()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OPTIONS and self.__dict__.get("_has_step", False):
+            raise AttributeError(
+                f"For 'GradAccumulationCell', the option '{name}' must be set before the training step is built from "
+                f"the cell, which has it compiled in, but got {described(value)} afterwards. Build another cell and "
+                f"step; the step's own 'set_accumulation_steps' and 'set_sense_scale' work at any time."
+            )
+        super().__setattr__(name, value)
+
+    def keep_options(self) -> None:
+        """From here on, a training step has been built with them."""
+        self._has_step = True
 
     @property
     def finds_size(self) -> bool:
@@ -289,7 +343,19 @@ class GradAccumulationCell(nn.Cell):
     def construct(self, *inputs):
         if self.training:
             raise RuntimeError(_TRAINED_WITHOUT_STEP)
-        return self.network(*inputs)
+        return self._undifferentiated(self.network(*inputs))
+
+
+def refuse_accumulation_inside(network: nn.Cell) -> None:
+    """What accumulates, or trains, must not be a part of what is accumulated over."""
+    for name, cell in held_cells(network):
+        if isinstance(cell, nn.TrainOneStepCell) or any(kind.__name__ in _ACCUMULATE for kind in type(cell).__mro__):
+            where = f"'{name}' in it" if name else "the network"
+            raise ValueError(
+                f"For 'GradAccumulationCell', the argument 'network' must return a loss and neither accumulate nor "
+                f"train by itself, but {where} is a '{type(cell).__module__}.{type(cell).__name__}'. Give the network "
+                f"that it wraps."
+            )
 
 
 def check_auto_options(cell: GradAccumulationCell, jit: bool | None) -> None:
@@ -321,6 +387,14 @@ def check_auto_options(cell: GradAccumulationCell, jit: bool | None) -> None:
             f"is not a 'WithBatchLossCell'."
         )
 
+
+# No functional gradient either has accumulated anything by the time it is there.
+_DIFFERENTIATED = (
+    "For 'GradAccumulationCell', the cell must not be differentiated, but a functional gradient of it is being taken, "
+    "as by mindspore.value_and_grad(cell, ...). Nothing would be accumulated, counted or clipped. In a loop of your "
+    "own, differentiate the network that you gave the cell, and hand the gradients to gaccum_ms.GradAccumulator; or "
+    "call gaccum_ms.TrainOneStepWithGradAccumulationCell(cell, optimizer)."
+)
 
 # The step calls the inner network, never the cell, so whoever gets here would train without accumulating, or not at
 # all (`ms.Model` without an optimizer). A constant, because graph mode must be able to raise it.

@@ -17,12 +17,14 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
+from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer  # the base of mindspore.mint.optim's too
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
 from gaccum_ms.backend.checks import check_one_of
 from gaccum_ms.backend.parameters import overwrite, record
 
 RULES = ("linear", "sqrt")
+_FIXED_RATE = "lr_float"  # a number that mint.optim.SGD uses in place of its Parameter
 
 _OWNER = "scale_learning_rate"
 
@@ -153,6 +155,9 @@ def current_learning_rate(optimizer: nn.Optimizer, updates_ago: int = 0) -> floa
     have their own rates, it is that of the first parameter's group: the first group, unless "order_params" says
     otherwise."""
     optimizer = _with_rate(optimizer)
+    if isinstance(optimizer, ExperimentalOptimizer):
+        group = optimizer.param_groups[0]
+        return float(group.get(_FIXED_RATE, group["lr"]))
     step = optimizer.global_step.asnumpy() - updates_ago
     held = optimizer.get_lr_parameter(optimizer.parameters[0])
     if _is_list(held) and step[0] >= held.size:
@@ -168,10 +173,25 @@ def multiply_learning_rate(optimizer: nn.Optimizer, factor: float) -> None:
     compiled already sees it. No other state of the optimizer changes. nn.Rprop keeps what it made of its first rate;
     nn.ASGD is one update late, as with any change of its rate."""
     optimizer = _with_rate(optimizer)
+    if isinstance(optimizer, ExperimentalOptimizer):
+        rates = [_changeable(group) for group in optimizer.param_groups]
+    else:
+        rates = optimizer.get_lr_parameter(list(optimizer.parameters))
     # Groups without a rate of their own share one Parameter.
-    multipliers = {id(held): held for held in optimizer.get_lr_parameter(list(optimizer.parameters))}
+    multipliers = {id(held): held for held in rates}
     for parameter in [_multiplier(held) for held in multipliers.values()]:
         overwrite(parameter, ms.Tensor(parameter.asnumpy() * factor, parameter.dtype))
+
+
+def _changeable(group: dict[str, Any]) -> ms.Parameter:
+    """The rate of a group of one of MindSpore's experimental optimizers."""
+    if _FIXED_RATE in group:
+        raise ValueError(
+            "For 'multiply_learning_rate', the optimizer must read its learning rate at each update, but got a "
+            "mindspore.mint.optim.SGD, which uses the number that it was made with. Use nn.SGD, or leave the rate as "
+            "it is."
+        )
+    return group["lr"]
 
 
 def _multiplier(held: ms.Parameter | LearningRateSchedule) -> ms.Parameter:

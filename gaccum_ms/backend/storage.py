@@ -17,25 +17,15 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn
 
+from gaccum_ms.backend.held_cells import held_cells, held_values
 from gaccum_ms.backend.parameters import overwrite
 
 
 def parameters_of(cell: nn.Cell) -> Iterator[ms.Parameter]:
     """The Parameters of a Cell, and those that it holds in containers, where MindSpore lists none."""
     yield from cell.get_parameters()
-    for _, part in cell.cells_and_names():
-        for value in vars(part).values():
-            yield from _parameters_in(value)
-
-
-def _parameters_in(value: Any) -> Iterator[ms.Parameter]:
-    if isinstance(value, ms.Parameter):
-        yield value
-    elif isinstance(value, dict):
-        yield from _parameters_in(tuple(value.values()))
-    elif isinstance(value, (tuple, list)):
-        for one in value:
-            yield from _parameters_in(one)
+    for _, part in held_cells(cell):
+        yield from (value for _, value in held_values(part) if isinstance(value, ms.Parameter))
 
 
 def keep_in_place(parameters: Iterable[ms.Parameter], written: Callable[[], Any] | None = None) -> None:

@@ -20,7 +20,7 @@ from gaccum_ms.accumulation.open_window import OpenWindow
 from gaccum_ms.accumulation.reduction import CountedReduction, times
 from gaccum_ms.accumulation.update import Update, WindowEnd
 from gaccum_ms.backend import graphs
-from gaccum_ms.backend.checks import check_accumulation_options, check_positive_int
+from gaccum_ms.backend.checks import check_accumulation_options, check_positive_int, described
 from gaccum_ms.backend.convolutions import limit_instructions_for_weights
 from gaccum_ms.backend.cpu_kernels import all_finite
 from gaccum_ms.backend.parameters import counter, hold_weights, overwrite, show_records
@@ -57,7 +57,7 @@ class GradAccumulator(Resumable, nn.Cell):
             Default: ``"drop_window"`` .
         scale_sense (Union[Cell, Tensor], optional): Loss scale, as in
             :class:`TrainOneStepWithGradAccumulationCell` ; the loss must then go through :meth:`scale` before it is
-            differentiated. Default: ``None`` .
+            differentiated, or be multiplied by this cell's ``scale_sense`` . Default: ``None`` .
         jit (bool, optional): In PyNative mode, compile the accumulator all the same. Default: ``None`` , run it
             eagerly.
 
@@ -83,7 +83,8 @@ class GradAccumulator(Resumable, nn.Cell):
             wrong type.
         ValueError: If `accumulation_steps` is less than 1; if an option has a wrong value; if gradients do not match
             the optimizer's parameters in number and shapes; if a count is negative or not finite.
-        RuntimeError: In semi-auto, auto and hybrid parallel mode, or with pipeline stages.
+        RuntimeError: In semi-auto, auto and hybrid parallel mode, or with pipeline stages; at the first gradients, if
+            there is a `scale_sense` and no loss was scaled.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -151,9 +152,32 @@ class GradAccumulator(Resumable, nn.Cell):
         distributed = self.window.reduction.sum_over_ranks.reduces
         self.provenance = Provenance(_NAME, ("batches", "counts"), accumulation_steps, distributed)
         self._keep_in_place()
+        # Python runs them in PyNative mode, and in a graph while it is compiled.
+        self._note_scaling = ops.constexpr(self._may_scale)
+        self._check_scaling = ops.constexpr(self._must_scale)
+        self._losses_are_scaled = scale_sense is None
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if name == "scale_sense":  # a loop may multiply by it without `scale`
+            self._may_scale()
+        return value
+
+    def _may_scale(self) -> None:
+        object.__setattr__(self, "_losses_are_scaled", True)
+
+    def _must_scale(self) -> None:
+        if not self._losses_are_scaled:
+            raise RuntimeError(
+                "For 'GradAccumulator', losses must be multiplied by the loss scale before they are differentiated, "
+                "because 'scale_sense' was given and gradients are divided by it, but neither 'scale' was called nor "
+                "'scale_sense' read. Nothing was added. Differentiate accumulator.scale(loss), or leave 'scale_sense' "
+                "out."
+            )
 
     def scale(self, loss: ms.Tensor) -> ms.Tensor:
         """The loss times the loss scale: what to differentiate where there is a `scale_sense` ."""
+        self._note_scaling()
         return loss * self.update.scale()
 
     def flush(self) -> bool:
@@ -203,6 +227,7 @@ class GradAccumulator(Resumable, nn.Cell):
 
     def __call__(self, gradients: Sequence[ms.Tensor], count: Any = None) -> bool:
         self._check_gradients(gradients)
+        self._must_scale()
         if count is not None:
             count = self._checked_count(count)
         self._begin()
@@ -228,8 +253,7 @@ class GradAccumulator(Resumable, nn.Cell):
     def _check_gradients(self, gradients: Sequence[ms.Tensor]) -> None:
         if not isinstance(gradients, (tuple, list)) or not all(isinstance(one, ms.Tensor) for one in gradients):
             raise TypeError(
-                f"For 'GradAccumulator', 'gradients' must be a tuple of Tensors, but got {type(gradients).__name__}: "
-                f"{gradients!r:.200}."
+                f"For 'GradAccumulator', 'gradients' must be a tuple of Tensors, but got {described(gradients)}."
             )
         shapes, wanted = [one.shape for one in gradients], [weight.shape for weight in self.weights]
         if shapes != wanted:
@@ -244,7 +268,7 @@ class GradAccumulator(Resumable, nn.Cell):
         value: Any = count.asnumpy()[()] if isinstance(count, ms.Tensor) and count.shape == () else count
         if isinstance(value, bool) or not isinstance(value, numbers.Real):  # NumPy's numbers too, but not its bool
             raise TypeError(
-                f"For 'GradAccumulator', 'count' must be a number or a Tensor of shape (), but got {count!r}."
+                f"For 'GradAccumulator', 'count' must be a number or a Tensor of shape (), but got {described(count)}."
             )
         number = float(value)
         if not (math.isfinite(number) and number >= 0):
@@ -256,6 +280,7 @@ class GradAccumulator(Resumable, nn.Cell):
     # -- compiled ------------------------------------------------------------------------------------------------------
 
     def construct(self, gradients, count=None):
+        self._check_scaling()
         scale = self.update.scale()
         # What is not the user's own count may be multiplied by what gradients_mean makes of several ranks.
         factor = self.summed_ranks if count is None else 1.0

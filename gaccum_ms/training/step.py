@@ -54,7 +54,7 @@ from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.distributed.all_reduce import FusedReducer
 from gaccum_ms.distributed.ranks import broadcast_parameters, check_parallel_mode
 from gaccum_ms.layers.batchnorm import refuse_sync_batch_norm, warn_about_batch_norm
-from gaccum_ms.layers.sparse import refuse_sparse_gradients
+from gaccum_ms.layers.sparse import explain_sparse_gradients, refuse_sparse_gradients
 from gaccum_ms.layers.window_batchnorm import window_statistics
 from gaccum_ms.losses.batch_loss import WithBatchLossCell, passes, warn_about_two_passes
 from gaccum_ms.semi_auto import modes as auto_parallel
@@ -151,6 +151,7 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         with auto_parallel.settings_of(network):
             cell = auto_parallel.held_cell(network)
             self._build(cell, optimizer, scale_sense)
+        cell.keep_options()
         if cell.accumulates:
             warn_about_batch_norm(cell, passes(cell))
             warn_about_two_passes(cell)
@@ -348,6 +349,7 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
             self.window.forget()  # what the window's first micro-batches left would be added to the next batch's
             if self.update.has_statistics and not int(self.window_position.asnumpy()):
                 self.update.statistics.forget()
+            explain_sparse_gradients(error)
             raise
         if self._counts:
             self._check_count(inputs)

@@ -1,0 +1,33 @@
+"""The cells that a network holds, those in its tuples, lists and dicts too, of which MindSpore does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mindspore import nn
+
+
+def held_cells(network: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:
+    """Each cell once, by name; the network itself is the first."""
+    seen = {id(network)}
+    todo = [("", network)]
+    for prefix, cell in todo:
+        yield prefix, cell
+        for name, value in held_values(cell):
+            if isinstance(value, nn.Cell) and id(value) not in seen:
+                seen.add(id(value))
+                todo.append((f"{prefix}.{name}" if prefix else name, value))
+
+
+def held_values(cell: nn.Cell) -> Iterator[tuple[str, Any]]:
+    """The attributes of a cell, and what the tuples, lists and dicts among them hold, by name."""
+    attributes = {name: value for name, value in vars(cell).items() if name != "_cells"}
+    todo: list[tuple[str, Any]] = [*attributes.items(), *cell._cells.items()]
+    seen = set()
+    for name, value in todo:
+        yield name, value
+        if isinstance(value, (tuple, list, dict)) and id(value) not in seen:
+            seen.add(id(value))
+            entries = value.items() if isinstance(value, dict) else enumerate(value)
+            todo.extend((f"{name}.{key}", entry) for key, entry in entries)
