@@ -28,6 +28,7 @@ from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.find_size import agreed_size, find_micro_batch_size, found_less, search_key
 from gaccum_ms.out_of_memory import is_out_of_memory
 from gaccum_ms.own_graph import OwnGraph
+from gaccum_ms.saturation import clear_flag
 from gaccum_ms.snapshot import Snapshot, as_numpy
 from gaccum_ms.update import Update
 
@@ -49,6 +50,7 @@ class AddBatch(OwnGraph):
 
     def construct(self, *inputs):
         scale = self.update.scale()
+        inputs = clear_flag(inputs)
         if self.spans_batches:
             return self.window.add_batch(inputs, scale), scale
         return self.window.gather(inputs, scale)

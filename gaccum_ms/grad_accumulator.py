@@ -25,6 +25,7 @@ from gaccum_ms.options import check_accumulation_options, check_positive_int
 from gaccum_ms.parallel import check_parallel_mode
 from gaccum_ms.provenance import RULES, Provenance, Resumable
 from gaccum_ms.records import counter, show_records
+from gaccum_ms.saturation import clear_flag
 from gaccum_ms.update import Update, WindowEnd
 
 _NAME = "GradAccumulator"
@@ -273,7 +274,7 @@ class GradAccumulator(Resumable, nn.Cell):
         if self.window.is_complete(ended):
             overflow = self.end_window(ended)
             updated = ops.depend(self.update_count, overflow) > updates
-        return updated
+        return clear_flag(updated)  # for the next batch's backward, which is the user's
 
     def _add(self, gradients, weight, items):
         """Returns the count of what was kept, and how many batches were dropped, one or none."""

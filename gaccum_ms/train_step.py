@@ -54,6 +54,7 @@ from gaccum_ms.parallel import broadcast_parameters, check_parallel_mode
 from gaccum_ms.provenance import SHARDED, Provenance, Resumable
 from gaccum_ms.pynative_tape import forget_interrupted_gradient
 from gaccum_ms.records import counter, record, show_records
+from gaccum_ms.saturation import clear_flag
 from gaccum_ms.spanning_window import SpanningWindow
 from gaccum_ms.sparse import refuse_sparse_gradients
 from gaccum_ms.unrolled_window import UnrolledWindow
@@ -415,6 +416,7 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
             raise RuntimeError(_NOT_ONE_GRAPH)
         auto_parallel.check_built_for(self._unrolled)
         scale = self.update.scale()
+        inputs = clear_flag(inputs)
         if self.spans_batches:
             loss = self.window.add_batch(inputs, scale)
             overflow = ms.Tensor(False, ms.bool_)
