@@ -33,7 +33,7 @@ from gaccum_ms import (
     UpdateCheckpoint,
     WindowMonitor,
     convert_batchnorm_to_groupnorm,
-    tune_cpu_threads,
+    tune_cpu,
 )
 
 CLASSES, SIZE, IMAGES, IMAGE_BATCH, IMAGE_EPOCHS = 3, 32, 48, 24, 4  # batches are those of all ranks together
@@ -223,7 +223,7 @@ def whole_text_classifier() -> Results:
 
 def main(out: Path) -> None:
     ms.set_device("CPU")
-    tune_cpu_threads()
+    tune_cpu()
     rank, ranks = 0, 1
     if "MS_ROLE" in os.environ:  # started by the launcher
         init()
