@@ -30,7 +30,7 @@ from gaccum_ms import (
     UpdateCheckpoint,
     WindowMonitor,
     convert_batchnorm_to_groupnorm,
-    tune_cpu_threads,
+    tune_cpu,
 )
 
 CLASSES, SIZE, IMAGES, IMAGE_BATCH, IMAGE_EPOCHS = 3, 32, 48, 24, 4  # batches are those of all ranks together
@@ -229,7 +229,7 @@ def text_classifier_of_strangers(out: Path, rank: int, ranks: int) -> Results:
 
 def as_case(name: str, task: Callable[[Path, int, int], Results]) -> Callable[[Path], Results]:
     def case(out: Path) -> Results:
-        tune_cpu_threads()
+        tune_cpu()
         place = (get_rank(), get_group_size()) if GlobalComm.INITED else (0, 1)
         with warnings.catch_warnings():
             warnings.simplefilter("error")

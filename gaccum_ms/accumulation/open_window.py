@@ -14,6 +14,7 @@ from mindspore import nn, ops
 
 from gaccum_ms.accumulation.accumulators import Accumulators
 from gaccum_ms.accumulation.reduction import CountedReduction
+from gaccum_ms.accumulation.saturation import read_flag, saturates
 from gaccum_ms.backend.parameters import counter, overwrite, record
 
 
@@ -31,6 +32,7 @@ class OpenWindow(nn.Cell):
     gated = True  # a window that counts nothing must not update
     divides = True
     is_sharded = False
+    spans_batches = True
 
     def __init__(
         self,
@@ -61,6 +63,8 @@ class OpenWindow(nn.Cell):
         self.window_unit = record("window_unit")
         self.window_sums = record("window_sums", (4,))  # loss, count, dropped micro-batches, batches that were added
         self.batch_items = record("batch_items")  # what the last batch counted, NaN where its count was bad
+        if saturates():  # the device's flag would not do: between two batches other code may clear it, or set it
+            self.saturated_batches = record("saturated_batches", (1,))
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 
@@ -80,6 +84,8 @@ class OpenWindow(nn.Cell):
     def end_batch(self, sums, count):
         """Keep a batch's sums (loss, count, dropped micro-batches), once all of its gradients are added."""
         kept = ops.assign(self.window_sums, self.window_sums + ops.concat((sums, ops.ones((1,), ms.float32))))
+        if saturates():
+            kept = ops.depend(kept, ops.assign_add(self.saturated_batches, read_flag(sums)))
         return ops.assign(self.batch_items, ops.depend(count, kept))
 
     def is_complete(self, after):
@@ -100,6 +106,8 @@ class OpenWindow(nn.Cell):
         cleared = ops.assign(self.window_position, ops.depend(ms.Tensor(0, ms.int32), cleared))
         cleared = ops.assign(self.window_unit, ops.depend(ms.Tensor(0.0, ms.float32), cleared))
         cleared = ops.assign(self.window_sums, ops.depend(ops.zeros((4,), ms.float32), cleared))
+        if saturates():
+            cleared = ops.assign(self.saturated_batches, ops.depend(ops.zeros((1,), ms.float32), cleared))
         if self.records_noise:
             cleared = self.noise.clear(cleared)
         return ops.depend(after, cleared)
@@ -135,7 +143,8 @@ class OpenWindow(nn.Cell):
     def forget(self) -> None:
         """An empty window."""
         self.accumulators.forget()
-        for held in (self.window_position, self.window_unit, self.window_sums):
+        saturated = (self.saturated_batches,) if saturates() else ()
+        for held in (self.window_position, self.window_unit, self.window_sums, *saturated):
             overwrite(held, ops.zeros_like(held))
         if self.records_noise:
             self.noise.forget()

@@ -21,6 +21,7 @@ from gaccum_ms.accumulation import clip
 from gaccum_ms.accumulation.loss_scale import check_scale, scale_parameter
 from gaccum_ms.accumulation.open_window import OpenWindow
 from gaccum_ms.accumulation.reduction import times
+from gaccum_ms.accumulation.saturation import read_flag, saturates
 from gaccum_ms.backend.cpu_kernels import all_finite
 from gaccum_ms.backend.graphs import OwnGraph
 from gaccum_ms.backend.parameters import counter, hold_weights, overwrite, record
@@ -93,6 +94,9 @@ class Update(nn.Cell):
         )
         self.update_count = counter("update_count")
         self.map = ops.HyperMap()
+        self.adds_flags = saturates() and ms.get_auto_parallel_context("parallel_mode") == ms.ParallelMode.DATA_PARALLEL
+        if self.adds_flags:
+            self.sum_of_flags = ops.AllReduce()
 
     def scale(self):
         """What seeds are multiplied with, shape ()."""
@@ -151,7 +155,9 @@ class Update(nn.Cell):
             return ms.Tensor(False, ms.bool_)
         # An infinite divisor, total count times scale, would make finite gradients zero.
         finite = ops.logical_and(ops.isfinite(divisor), norm_is_finite)
-        if not self.norm_tells:
+        if saturates():
+            finite = ops.logical_and(self._nothing_saturated(gradients), finite)
+        elif not self.norm_tells:
             finite = ops.logical_and(all_finite(gradients), finite)
         overflow = ops.logical_not(finite)
         if self.is_sharded:
@@ -159,6 +165,15 @@ class Update(nn.Cell):
         if self.drops:
             overflow = ops.logical_or(overflow, ops.logical_and(self._dropped(loss), ops.logical_not(counted)))
         return overflow
+
+    def _nothing_saturated(self, after):
+        """In the window's batches, and until `after` is there, on any rank."""
+        flag = read_flag(after)
+        if self.window.spans_batches:
+            flag = flag + self.window.saturated_batches
+        if self.adds_flags:
+            flag = self.sum_of_flags(flag)
+        return flag.reshape(()) == 0
 
     def _dropped(self, after):
         return ops.depend(self.window.dropped_micro_batches, after) > 0

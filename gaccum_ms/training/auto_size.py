@@ -23,6 +23,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 
+from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.accumulation.update import Update
 from gaccum_ms.backend.graphs import OwnGraph
 from gaccum_ms.backend.out_of_memory import is_out_of_memory
@@ -49,6 +50,7 @@ class AddBatch(OwnGraph):
 
     def construct(self, *inputs):
         scale = self.update.scale()
+        inputs = clear_flag(inputs)
         if self.spans_batches:
             return self.window.add_batch(inputs, scale), scale
         return self.window.gather(inputs, scale)

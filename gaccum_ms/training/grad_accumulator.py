@@ -18,6 +18,7 @@ from mindspore import nn, ops
 from gaccum_ms.accumulation.accumulators import Accumulators
 from gaccum_ms.accumulation.open_window import OpenWindow
 from gaccum_ms.accumulation.reduction import CountedReduction, times
+from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.accumulation.update import Update, WindowEnd
 from gaccum_ms.backend import graphs
 from gaccum_ms.backend.checks import check_accumulation_options, check_positive_int, described
@@ -300,7 +301,7 @@ class GradAccumulator(Resumable, nn.Cell):
         if self.window.is_complete(ended):
             overflow = self.end_window(ended)
             updated = ops.depend(self.update_count, overflow) > updates
-        return updated
+        return clear_flag(updated)  # for the next batch's backward, which is the user's
 
     def _add(self, gradients, weight, items):
         """Returns the count of what was kept, and how many batches were dropped, one or none."""

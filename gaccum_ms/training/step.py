@@ -42,6 +42,7 @@ from gaccum_ms.accumulation.grad_cache import BatchLossWindow
 from gaccum_ms.accumulation.multi_loss_window import MultiLossWindow
 from gaccum_ms.accumulation.noise import ALL_SUMS
 from gaccum_ms.accumulation.open_window import OpenWindow
+from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.accumulation.spanning_window import SpanningWindow
 from gaccum_ms.accumulation.update import Update, WindowEnd
 from gaccum_ms.accumulation.window import SampleWindow
@@ -423,6 +424,7 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
             raise RuntimeError(_NOT_ONE_GRAPH)
         auto_parallel.check_built_for(self._unrolled)
         scale = self.update.scale()
+        inputs = clear_flag(inputs)
         if self.spans_batches:
             loss = self.window.add_batch(inputs, scale)
             overflow = ms.Tensor(False, ms.bool_)

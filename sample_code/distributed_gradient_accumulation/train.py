@@ -17,7 +17,7 @@ from mindspore import nn, ops
 from mindspore.communication import get_group_size, get_rank, init
 from prepare_data import prepare
 
-from gaccum_ms import FlushAccumulation, GradAccumulationCell, tune_cpu_threads
+from gaccum_ms import FlushAccumulation, GradAccumulationCell, tune_cpu
 
 
 class Network(nn.Cell):
@@ -93,8 +93,9 @@ def main():
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_device(args.device)
     ms.set_seed(1)  # every rank starts from the same weights
+    net = Network()
     if args.device == "CPU":
-        tune_cpu_threads()
+        tune_cpu(network=net)
     distributed = "MS_ROLE" in os.environ  # set by msrun
     shard, ragged = {}, True
     if distributed:
@@ -105,7 +106,6 @@ def main():
     folder = Path(os.environ["DATA_PATH"]) if "DATA_PATH" in os.environ else prepare()
     print(f"data: {folder}", vars(args), shard, flush=True)
 
-    net = Network()
     loss_fn = nn.CrossEntropyLoss()
     optimizer = nn.SGD(net.trainable_params(), args.learning_rate)
     data_set = create_dataset(folder, "train", args.batch_size, drop_remainder=not ragged, **shard)
