@@ -9,7 +9,9 @@ usage() {
     cat <<'END'
 bash run.sh [options] [arguments of the script]    train the sample on 8 processes
 bash run.sh check                                  say whether this machine can train, and if not, why
-bash run.sh test [arguments of pytest]             run all tests
+bash run.sh test                                   run the tests: every option, error and promise, on all cores
+bash run.sh test all                               those, and the thorough ones; `rest`: the thorough ones alone
+bash run.sh test [arguments of pytest]             some of all tests
 bash run.sh test parallel [arguments of pytest]    those of the graphs for 8 devices, which no device need run
 bash run.sh lint                                   ruff and mypy
 bash run.sh docs [folder]                          build the site, by default in build/site
@@ -21,7 +23,7 @@ options (or the variable in brackets):
   --log-dir FOLDER         gets 1/rank.N/stdout and stderr (LOG_DIR, default ./log_output)
   --timeout SECONDS        end all processes after so long (TIMEOUT, default never)
   --start-timeout SECONDS  wait so long for processes and hosts that do not come (default 600)
-  --tune-cpu-threads       call gaccum_ms.tune_cpu_threads() on each process before the program
+  --tune-cpu               call gaccum_ms.tune_cpu() on each process before the program
 
 with several hosts, the same on each but for R:
   --nodes N --node-rank R --master-addr ADDRESS [--master-port P]
@@ -102,6 +104,14 @@ use_gpu() {
     fi
 }
 
+# processes: how many share the tests: one for each core, if there are 3 GB of memory for each.
+processes() {
+    local cores memory
+    cores=$(nproc)
+    memory=$(awk '/MemAvailable/ {print int($2 / 3000000)}' /proc/meminfo)
+    echo $((memory < 1 ? 1 : memory < cores ? memory : cores))
+}
+
 case ${1-} in
 -h | --help)
     usage
@@ -119,18 +129,19 @@ check)
 test)
     use test pytest xdist sklearn tensorboardX matplotlib mindcv sphinx myst_parser
     cd "$here"
-    if [ "${2-}" = parallel ]; then
+    case ${2-} in
+    '') tier=(-m "not thorough") ;;
+    all) tier=() ;;
+    rest) tier=(-m thorough) ;;
+    parallel)
         use_gpu
         exec "$python" -m pytest tests/parallel "${@:3}"
-    elif [ $# -gt 1 ]; then
-        exec "$python" -m pytest "${@:2}"
-    fi
-    # All of them: two files at a time, because compiling a graph keeps one core busy; then those that keep all busy.
-    failed=0
+        ;;
+    *) exec "$python" -m pytest "${@:2}" ;;
+    esac
     use_gpu
-    "$python" -m pytest --numprocesses 2 --dist loadfile --durations 25 --ignore tests/parallel || failed=$?
-    "$python" -m pytest tests/parallel || failed=$?
-    exit "$failed"
+    exec "$python" -m pytest --numprocesses "$(processes)" --dist loadgroup --no-loadscope-reorder --durations 25 \
+        ${tier[@]+"${tier[@]}"} "${@:3}"
     ;;
 lint)
     use dev ruff mypy
@@ -159,7 +170,7 @@ while [ $# -gt 0 ]; do
         if [ "$1" = --script ]; then script=$2; else options+=("$1" "$2"); fi
         shift 2
         ;;
-    --tune-cpu-threads)
+    --tune-cpu | --tune-cpu-threads)
         options+=("$1")
         shift
         ;;

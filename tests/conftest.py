@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import mindspore as ms
 import pytest
+from support.modes import MODES
+from support.ranks import Ranks
+from support.spread import Spread
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(Spread())
+
+
+# Where one test has computed it is too late for the next one's convolutions, on a CPU with AVX-512, and it would be
+# warned. test_cpu_instructions.py has processes in which nothing is set.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
 
 def pytest_collection_finish():
@@ -18,9 +31,6 @@ def pytest_unconfigure():
     """MindSpore's destructor fails for each Cell that lives to the interpreter's end, when its module is gone already.
     Hundreds of messages would bury what the tests say."""
     del ms.nn.Cell.__del__
-
-
-MODES = {"graph": ms.GRAPH_MODE, "pynative": ms.PYNATIVE_MODE}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,3 +56,10 @@ def mode(request) -> str:
 @pytest.fixture
 def pynative() -> None:
     ms.set_context(mode=ms.PYNATIVE_MODE)
+
+
+@pytest.fixture(scope="session")
+def rank_pair(tmp_path_factory):
+    """Two ranks for all tests of this process."""
+    with Ranks(tmp_path_factory.mktemp("ranks")) as ranks:
+        yield ranks

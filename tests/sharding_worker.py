@@ -1,21 +1,17 @@
-"""One rank of the sharding tests: trains with ShardedOptimizer and without, and writes what it got.
-
-Run by ``python -m gaccum_ms.launch -n N sharding_worker.py OUT TASK``: one start of the ranks serves a task's cases.
-"""
+"""What a rank of the sharding tests runs (support/ranks.py): it trains with ShardedOptimizer and without."""
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import mindspore as ms
 import numpy as np
 from mindspore import nn, ops, train
-from mindspore.communication import get_group_size, get_rank, init
+from mindspore.communication import get_group_size, get_rank
 from reference import CLASSES, FEATURES, Classifier, _decayed, as_numpy, batches
-from two_ranks import leave
+from two_ranks import Results
 
 from gaccum_ms import (
     FlushAccumulation,
@@ -216,48 +212,43 @@ def weigh_by_own_unit(optimizer: ShardedOptimizer, step) -> None:
     step.window.reduction.mean_over_ranks = lambda own: own
 
 
-def equality(out: Path) -> None:
-    trainer = Trainer()
-    ms.set_context(mode=ms.GRAPH_MODE)
-    for kind in ("sgd", "momentum", "adam", "adam_weight_decay", "asgd", "adafactor"):
-        trainer.both(kind, kind)
-    trainer.both("trust_ratio", "trust_ratio", max_grad_norm=0.5)
-    counted = {"loss_cell": CountedLoss, "count": count, "max_grad_norm": 0.5}
-    for name, step in zip(("whole", "sharded"), trainer.both("counted", "adam", scale=1024.0, **counted), strict=True):
+COUNTED = {"loss_cell": CountedLoss, "count": count, "max_grad_norm": 0.5}
+SHARDED_ACCUMULATORS = {"shard_accumulators": True}
+
+
+def counted_and_overflow(trainer: Trainer) -> None:
+    for name, step in zip(("whole", "sharded"), trainer.both("counted", "adam", scale=1024.0, **COUNTED), strict=True):
         trainer.go_on(f"overflow/{name}", step, poison=1)
-    trainer.both("flush", "adam", accumulation_steps=3, flush=True, **counted)
-    trainer.train("shards/sharded", "adam", True, shard_accumulators=True)
-    trainer.train("shards counted/sharded", "adam", True, shard_accumulators=True, **counted)
-    trainer.both("shards by parameters", "trust_ratio", {"shard_accumulators": True}, **counted)
-    trainer.train(
-        "shards flush/sharded", "adam", True, shard_accumulators=True, accumulation_steps=3, flush=True, **counted
-    )
-    trainer.train("broken/forgets", "adam", True, broken=forget_to_gather)
-    trainer.train("broken/neighbour", "adam", True, broken=take_the_neighbours_slice)
-    trainer.train(
-        "broken/unit", "adam", True, broken=weigh_by_own_unit, shard_accumulators=True, micro_size=2, **counted
-    )
-    # Many buffers, both ways, which must come in the same order on all ranks, whose graphs differ by parameters.
+
+
+def small_buffers(trainer: Trainer) -> None:
+    """Many buffers, both ways, which must come in the same order on all ranks, whose graphs differ by parameters."""
     large = shards.BUFFER_BYTES, fused_reduction.BUFFER_BYTES
     shards.BUFFER_BYTES = fused_reduction.BUFFER_BYTES = 64
-    trainer.train("small buffers/sharded", "adam_weight_decay", True)
-    by_parameters = {"optimizer_options": {"partition": "parameters"}}
-    trainer.train("small buffers by parameters/sharded", "adam_weight_decay", True, **by_parameters)
-    shards.BUFFER_BYTES, fused_reduction.BUFFER_BYTES = large
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    trainer.train("pynative/sharded", "adam", True)
-    trainer.train("pynative by parameters/sharded", "trust_ratio", True, max_grad_norm=0.5)
-    trainer.train("pynative shards/sharded", "adam", True, shard_accumulators=True, **counted)
-    trainer.train("jit/sharded", "adam", True, jit=True)
-    ms.set_auto_parallel_context(parameter_broadcast=True)
-    trainer.train("pynative broadcast/sharded", "adam", True, apart=True)
-    ms.set_context(mode=ms.GRAPH_MODE)
-    trainer.train("broadcast/sharded", "adam", True, apart=True)
-    trainer.train("broadcast by parameters/sharded", "trust_ratio", True, apart=True, max_grad_norm=0.5)
-    ms.set_auto_parallel_context(parameter_broadcast=False)
-    loop_of_ones_own(trainer)
-    rates(trainer)
-    leave(out, trainer.rank, trainer.results)
+    try:
+        trainer.train("small buffers/sharded", "adam_weight_decay", True)
+        by_parameters = {"optimizer_options": {"partition": "parameters"}}
+        trainer.train("small buffers by parameters/sharded", "adam_weight_decay", True, **by_parameters)
+    finally:
+        shards.BUFFER_BYTES, fused_reduction.BUFFER_BYTES = large
+
+
+def in_pynative_mode(task: Callable[[Trainer], object]) -> Callable[[Trainer], object]:
+    def run(trainer: Trainer) -> None:
+        ms.set_context(mode=ms.PYNATIVE_MODE)
+        task(trainer)
+
+    return run
+
+
+def apart(name: str, kind: str, **options) -> Callable[[Trainer], object]:
+    """Ranks that begin with different weights, which are broadcast."""
+
+    def run(trainer: Trainer) -> None:
+        ms.set_auto_parallel_context(parameter_broadcast=True)
+        trainer.train(f"{name}/sharded", kind, True, apart=True, **options)
+
+    return run
 
 
 def loop_of_ones_own(trainer: Trainer) -> None:
@@ -328,24 +319,26 @@ def said(task: Callable[[], object]) -> np.ndarray:
     return np.array("no error")
 
 
-def checkpoints(out: Path) -> None:
-    trainer = Trainer()
-    rank = trainer.rank
-    ms.set_context(mode=ms.GRAPH_MODE)
-    mine = out / f"rank{rank}"
+def by_hand(kind: str, from_one: str) -> Callable[[Trainer, Path], object]:
+    """Saved by rank 0, and gone on from what one process has saved."""
 
-    for kind, from_one in (("adafactor", "one-rank-adafactor.ckpt"), ("adam", "one-rank.ckpt")):
+    def task(trainer: Trainer, out: Path) -> None:
         trained = make_step(kind=kind)
         run(trained, 0, 2)
         with trained.optimizer.whole_state():
-            if rank == 0:
+            if trainer.rank == 0:
                 ms.save_checkpoint(trained, str(out / f"{kind}-by-hand.ckpt"))
         trainer.keep(f"{kind} went on", run(trained, 2, 4))
-        resume(trained, out.parent / from_one)  # into a step that is compiled, and in another state
-        trainer.keep(f"from one/{kind}", run(trained, 2, 4))
+        resume(trained, out / from_one)  # into a step that is compiled, and in another state
+        trainer.keep(f"{kind} from one", run(trained, 2, 4))
 
+    return task
+
+
+def by_callbacks(trainer: Trainer, out: Path) -> None:
+    mine = out / f"rank{trainer.rank}"
     step = make_step(shard_accumulators=True)
-    trainer.results["errors/alone"] = said(lambda: ms.save_checkpoint(step, str(mine / "alone.ckpt")))
+    trainer.results["alone/error"] = said(lambda: ms.save_checkpoint(step, str(mine / "alone.ckpt")))
     model_of(step).train(
         1,
         data_set(2),
@@ -354,11 +347,16 @@ def checkpoints(out: Path) -> None:
             train.ModelCheckpoint("batches", str(mine), train.CheckpointConfig(2)),
         ],
     )
-    trainer.results["errors/alone again"] = said(lambda: ms.save_checkpoint(step, str(mine / "alone.ckpt")))
+    trainer.results["alone again/error"] = said(lambda: ms.save_checkpoint(step, str(mine / "alone.ckpt")))
 
     step = make_step()
     resume(step, mine / "updates-1_2.ckpt")
     trainer.keep("resumed", run(step, 2, 4))
+
+
+def loaded_otherwise(trainer: Trainer, out: Path) -> None:
+    """What `by_callbacks` has saved."""
+    mine = out / f"rank{trainer.rank}"
     step = make_step()
     with step.optimizer.whole_state():
         ms.load_checkpoint(str(mine / "batches-1_2.ckpt"), step)
@@ -367,31 +365,39 @@ def checkpoints(out: Path) -> None:
     resume(step, mine / "updates-1_2.ckpt")
     trainer.keep("to plain", run(step, 2, 4))
 
-    in_window(trainer, mine)
-    refusals(trainer, mine, trained)
-    leave(out, rank, trainer.results)
+
+def save_in_window(step, file: str) -> dict[str, np.ndarray]:
+    """Save in mid-window; what is there at its end."""
+    run(step, 0, 3)
+    with step.optimizer.whole_state():
+        ms.save_checkpoint(step, file)
+    return run(step, 3, 4)
 
 
-def in_window(trainer: Trainer, mine: Path) -> None:
-    """Saved in mid-window, with the accumulators whole on each rank, and in slices."""
-    for sharded_accumulators in (True, False):
-        options = {"accumulation_steps": 2, "shard_accumulators": sharded_accumulators}
-        step = make_step(**options)
-        run(step, 0, 3)
-        file = str(mine / f"window{sharded_accumulators:d}.ckpt")
-        with step.optimizer.whole_state():
-            ms.save_checkpoint(step, file)
-        trainer.keep(f"window/{sharded_accumulators:d}/whole", run(step, 3, 4))
-        if sharded_accumulators:
-            file_of_parts, step = file, make_step(**options)
-        resume(step, file)  # once into a new step, once into one that is compiled, and in another state
-        trainer.keep(f"window/{sharded_accumulators:d}/resumed", run(step, 3, 4))
-    trainer.results["errors/other accumulators"] = said(lambda: resume(step, file_of_parts))
+def in_window(trainer: Trainer, out: Path) -> None:
+    """With the accumulators in slices, and gone on in a new step."""
+    file, name = str(out / f"window{trainer.rank}.ckpt"), "window with sharded accumulators"
+    options = {"accumulation_steps": 2, "shard_accumulators": True}
+    trainer.keep(f"{name}/whole", save_in_window(make_step(**options), file))
+    step = make_step(**options)
+    resume(step, file)
+    trainer.keep(f"{name}/resumed", run(step, 3, 4))
+    whole = make_step(accumulation_steps=2)
+    trainer.results["other accumulators/error"] = said(lambda: resume(whole, file))
 
 
-def refusals(trainer: Trainer, mine: Path, trained) -> None:
+def in_window_with_whole_accumulators(trainer: Trainer, out: Path) -> None:
+    """Gone on in the same step, which is compiled, and in another state."""
+    file, step = str(out / f"window-whole{trainer.rank}.ckpt"), make_step(accumulation_steps=2)
+    trainer.keep("window/whole", save_in_window(step, file))
+    resume(step, file)
+    trainer.keep("window/resumed", run(step, 3, 4))
+
+
+def refusals(trainer: Trainer, out: Path) -> None:
     """Each on both ranks, and none waits for the other."""
     rank, errors = trainer.rank, {}
+    mine, trained = out / f"refused{rank}", make_step()
     checkpoint = functools.partial(train.ModelCheckpoint, "x", str(mine))
     on_rank_0 = [checkpoint()] if rank == 0 else []
     errors["one rank"] = said(lambda: model_of(make_step()).train(1, data_set(), callbacks=on_rank_0))
@@ -413,7 +419,7 @@ def refusals(trainer: Trainer, mine: Path, trained) -> None:
 
     errors["update within"] = said(update_within)
     for name, text in errors.items():
-        trainer.results[f"errors/{name}"] = text
+        trainer.results[f"{name}/error"] = text
 
 
 def run_batches(step) -> None:
@@ -441,9 +447,7 @@ def large_network() -> nn.Cell:
     return nn.SequentialCell(nn.Dense(783, 513), nn.ReLU(), nn.Dense(513, 511), nn.ReLU(), nn.Dense(511, 9))
 
 
-def memory(out: Path) -> None:
-    trainer = Trainer()
-    ms.set_context(mode=ms.GRAPH_MODE)
+def memory(trainer: Trainer, out: Path) -> None:
     for name, kind, sharded, partition in (
         ("whole", nn.Adam, False, None),
         ("slices", nn.Adam, True, None),
@@ -458,14 +462,83 @@ def memory(out: Path) -> None:
         cell = GradAccumulationCell(loss_cell, 2, shard_accumulators=sharded)
         step = TrainOneStepWithGradAccumulationCell(cell, nn.Adam(cell.trainable_params()))
         trainer.results[f"bytes/accumulators/{sharded:d}"] = np.array(sum(one.nbytes for one in step.accu_grads))
+
+
+def from_two(trainer: Trainer, out: Path) -> None:
     step = make_step(shard_accumulators=True)
-    resume(step, out.parent / "two" / "rank0" / "updates-1_2.ckpt")
+    resume(step, out / "rank0" / "updates-1_2.ckpt")
     trainer.keep("from two", run(step, 2, 4))
-    leave(out, trainer.rank, trainer.results)
 
 
-if __name__ == "__main__":
-    ms.set_device("CPU")
-    init()
-    ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
-    {"equality": equality, "checkpoints": checkpoints, "memory": memory}[sys.argv[2]](Path(sys.argv[1]))
+# -- all cases ---------------------------------------------------------------------------------------------------------
+
+Task = Callable[[Trainer], object]
+TASKS: dict[tuple[str, ...], Task] = {
+    **{
+        (kind,): lambda trainer, kind=kind: trainer.both(kind, kind)
+        for kind in ("sgd", "momentum", "adam", "adam_weight_decay", "asgd", "adafactor")
+    },
+    ("trust_ratio",): lambda trainer: trainer.both("trust_ratio", "trust_ratio", max_grad_norm=0.5),
+    ("counted", "overflow"): counted_and_overflow,
+    ("flush",): lambda trainer: trainer.both("flush", "adam", accumulation_steps=3, flush=True, **COUNTED),
+    ("shards",): lambda trainer: trainer.train("shards/sharded", "adam", True, **SHARDED_ACCUMULATORS),
+    ("shards counted",): lambda trainer: trainer.train(
+        "shards counted/sharded", "adam", True, **SHARDED_ACCUMULATORS, **COUNTED
+    ),
+    ("shards by parameters",): lambda trainer: trainer.both(
+        "shards by parameters", "trust_ratio", SHARDED_ACCUMULATORS, **COUNTED
+    ),
+    ("shards flush",): lambda trainer: trainer.train(
+        "shards flush/sharded", "adam", True, accumulation_steps=3, flush=True, **SHARDED_ACCUMULATORS, **COUNTED
+    ),
+    ("broken: forgets",): lambda trainer: trainer.train("broken: forgets", "adam", True, broken=forget_to_gather),
+    ("broken: neighbour",): lambda trainer: trainer.train(
+        "broken: neighbour", "adam", True, broken=take_the_neighbours_slice
+    ),
+    ("broken: unit",): lambda trainer: trainer.train(
+        "broken: unit", "adam", True, broken=weigh_by_own_unit, micro_size=2, **SHARDED_ACCUMULATORS, **COUNTED
+    ),
+    ("small buffers", "small buffers by parameters"): small_buffers,
+    ("pynative",): in_pynative_mode(lambda trainer: trainer.train("pynative/sharded", "adam", True)),
+    ("pynative by parameters",): in_pynative_mode(
+        lambda trainer: trainer.train("pynative by parameters/sharded", "trust_ratio", True, max_grad_norm=0.5)
+    ),
+    ("pynative shards",): in_pynative_mode(
+        lambda trainer: trainer.train("pynative shards/sharded", "adam", True, **SHARDED_ACCUMULATORS, **COUNTED)
+    ),
+    ("jit",): in_pynative_mode(lambda trainer: trainer.train("jit/sharded", "adam", True, jit=True)),
+    ("broadcast",): apart("broadcast", "adam"),
+    ("broadcast by parameters",): apart("broadcast by parameters", "trust_ratio", max_grad_norm=0.5),
+    ("pynative broadcast",): in_pynative_mode(apart("pynative broadcast", "adam")),
+    ("by hand",): loop_of_ones_own,
+    ("rates",): rates,
+}
+WITH_FILES: dict[tuple[str, ...], Callable[[Trainer, Path], object]] = {
+    ("adam went on", "adam from one"): by_hand("adam", "one-rank.ckpt"),
+    ("adafactor went on", "adafactor from one"): by_hand("adafactor", "one-rank-adafactor.ckpt"),
+    ("alone", "alone again", "resumed"): by_callbacks,
+    ("mindspore's load", "to plain"): loaded_otherwise,
+    ("window with sharded accumulators", "other accumulators"): in_window,
+    ("window",): in_window_with_whole_accumulators,
+    ("one rank", "by time", "uneven", "uneven shards", "micro-batches", "plain step", "update within"): refusals,
+    ("bytes",): memory,
+    ("from two",): from_two,
+}
+
+
+def as_case(task: Callable[..., object], *, files: bool) -> Callable[[Path], Results]:
+    def run_case(out: Path) -> Results:
+        trainer = Trainer()
+        task(trainer, *([out] if files else []))
+        return trainer.results
+
+    return run_case
+
+
+CASES = {
+    name: case
+    for tasks, files in ((TASKS, False), (WITH_FILES, True))
+    for names, task in tasks.items()
+    for case in [as_case(task, files=files)]
+    for name in names
+}

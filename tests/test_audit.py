@@ -57,6 +57,7 @@ def run(network, *inputs, optimizer="sgd", loss=None, **options):
 # -- what is fine passes -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.core("graph-adam", "pynative-grouped")
 @pytest.mark.parametrize("optimizer", ["adam", "grouped"])
 def test_a_clean_network_passes(optimizer, mode):
     report = run(make_network("conv"), optimizer=optimizer)
@@ -69,6 +70,7 @@ def test_a_clean_network_passes(optimizer, mode):
     assert max(report.gradients.values()) < 1e-5
 
 
+@pytest.mark.core(mode="graph")
 def test_the_whole_batchs_loss_is_mindspores_own(mode):
     network = make_network("dense")
     x, y = batches(10, 1)[0]
@@ -91,6 +93,7 @@ def with_ignored(samples=10):
     return x, Tensor(np.where(np.arange(samples) < 4, -100, y.asnumpy()).astype(np.int32))
 
 
+@pytest.mark.core("clip", "sum", "two", "count", "drop", "jit")
 @pytest.mark.parametrize(
     ("network", "inputs", "options"),
     [
@@ -117,6 +120,7 @@ def test_the_cells_options_pass(network, inputs, options, pynative):
 # -- what is not fine is caught, and named for what it is --------------------------------------------------------------
 
 
+@pytest.mark.core(mode="graph")
 def test_catches_a_sum_that_is_declared_a_mean(mode):
     report = run(make_network("dense"), loss=SUM, optimizer="adam")
     assert not report.ok
@@ -127,6 +131,7 @@ def test_catches_a_sum_that_is_declared_a_mean(mode):
     assert not report.couples_samples
 
 
+@pytest.mark.core(mode="graph")
 def test_catches_a_mean_that_is_declared_a_sum(mode):
     report = run(make_network("dense"), micro_size=4, reduction="sum")
     assert len(report.problems) == 1
@@ -142,6 +147,7 @@ class BatchNormNet(ConvNet):
         return self.out(ops.relu(self.norm(self.conv(x.reshape((-1, 1, 3, 4))))).reshape((-1, 6 * FEATURES)))
 
 
+@pytest.mark.core(mode="graph")
 def test_catches_batch_norm_and_names_the_layer(mode):
     """Without a warning, too: in these tests it would be an error."""
     report = run(fill(BatchNormNet()))
@@ -177,6 +183,7 @@ class VarianceOverTheBatch(nn.Cell):
         return ops.square(output - output.mean(axis=0)).mean()
 
 
+@pytest.mark.core("graph-InBatchNegatives-neither", "graph-VarianceOverTheBatch-mean")
 @pytest.mark.parametrize(("network", "behaves_as"), [(InBatchNegatives, "neither"), (VarianceOverTheBatch, "mean")])
 def test_catches_coupled_samples_without_a_known_layer(network, behaves_as, mode):
     report = run(fill(network()), batch()[0], Tensor(batches(10, 1, seed=8)[0][0]))
@@ -265,6 +272,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_passes(monkeypatch, pynative):
     assert any("in shift" in problem for report in reports() for problem in report.problems)
 
 
+@pytest.mark.core(mode="graph")
 def test_negative_control_a_broken_step_is_caught_behind_adam(monkeypatch, mode):
     """Gradients four times too large, the loss right: Adam's update hardly shows it, the gradients do."""
 
@@ -305,12 +313,14 @@ class RandomNet(DenseNet):
         return self.out(ops.dropout(ops.tanh(self.hidden(x)), 0.5))
 
 
+@pytest.mark.core(mode="graph")
 def test_dropout_is_left_out(mode):
     report = run(fill(DropoutNet()))
     assert report.ok, str(report)
     assert report.dropout_layers == ("_backbone.dropout",)
 
 
+@pytest.mark.core(mode="graph")
 def test_negative_control_dropout_left_in_is_seen(monkeypatch, mode):
     monkeypatch.setattr("gaccum_ms.dropout._DROPOUTS", ())
     assert not run(fill(DropoutNet())).ok
@@ -334,6 +344,7 @@ def test_the_default_generator_has_one_seed_in_the_audit_and_its_own_again_after
     assert ms.initial_seed() == 11
 
 
+@pytest.mark.core(mode="graph")
 def test_what_is_random_without_a_layer_is_said_to_be(mode):
     report = run(fill(RandomNet()))
     assert len(report.problems) == 1
@@ -366,6 +377,7 @@ def flags(*roots) -> list:
     return [(name, one.training, one.requires_grad) for root in roots for name, one in root.cells_and_names()]
 
 
+@pytest.mark.core(mode="graph")
 @pytest.mark.filterwarnings("ignore:For 'GradAccumulationCell', the network has 2 BatchNorm")
 def test_leaves_everything_bit_identical(mode):
     network = fill(Stateful())
@@ -385,6 +397,7 @@ def test_leaves_everything_bit_identical(mode):
     assert ms.get_rng_state().asnumpy().tobytes() == generator
 
 
+@pytest.mark.core(mode="graph")
 def test_negative_control_the_audit_does_train(monkeypatch, mode):
     """Without the restoring, the comparison above would see the update."""
     network = fill(Stateful())
@@ -400,6 +413,7 @@ def test_negative_control_the_audit_does_train(monkeypatch, mode):
     assert flags(cell, optimizer) != before_flags
 
 
+@pytest.mark.core("graph-ours", "pynative-MindSpore's")
 @pytest.mark.parametrize("kind", ["ours", "MindSpore's"])
 def test_a_compiled_step_goes_on_from_the_right_values(kind, mode):
     runs = []
@@ -430,6 +444,7 @@ def test_restores_bfloat16(pynative):
     assert as_numpy(network.hidden).tobytes() == before
 
 
+@pytest.mark.core(mode="graph")
 def test_restores_when_a_step_fails(monkeypatch, mode):
     network = make_network("dense")
     cell = GradAccumulationCell(in_loss(network), 2)

@@ -126,6 +126,7 @@ def assert_auto_is_the_number(options, scale=lambda: None, samples=16, **auto):
         np.testing.assert_array_equal(value, runs[1][1][name], err_msg=name)
 
 
+@pytest.mark.core("sum", "window")
 @pytest.mark.parametrize("options", OPTIONS)
 def test_trains_as_with_the_number(options):
     assert_auto_is_the_number(OPTIONS[options])
@@ -231,6 +232,7 @@ def halving_step(network=None, search=False, **options):
     return loss, step
 
 
+@pytest.mark.core("graph-window", "pynative-one batch")
 @pytest.mark.parametrize("options", [{}, {"accumulation_steps": 2}], ids=["one batch", "window"])
 def test_halves_and_goes_on(options, mode):
     """The batch is not lost, and none counts twice: weights are where the whole batches take them. In a window of two
@@ -292,6 +294,7 @@ def fail_and_compare(restored, options):
 WARNS_OF_BATCHNORM = pytest.mark.filterwarnings("ignore:.*BatchNorm:UserWarning")
 
 
+@pytest.mark.core("graph-window", "pynative-one batch")
 @WARNS_OF_BATCHNORM
 @pytest.mark.parametrize("options", [{}, {"accumulation_steps": 4, "compensated": True}], ids=["one batch", "window"])
 def test_all_is_put_back_bit_for_bit(options, restored, mode):

@@ -68,17 +68,26 @@ def run(kind="towers", samples=RAGGED, way="graph", optimizer=None, **options):
 
 
 def _matrix():
-    """Networks x micro_size x ragged in graph mode; eagerly, and compiled in PyNative mode, on lines through it."""
-    for kind in ("towers", "labels", "single"):
-        for micro_size in (1, 3) if kind == "single" else (1, 2, 3, 8):
-            for samples in (DIVISIBLE, RAGGED):
-                yield kind, micro_size, samples, "graph"
+    """One network x micro_size x ragged in graph mode in full, the others in pairs; eagerly, and compiled in PyNative
+    mode, on lines through it."""
+    for micro_size in (1, 2, 3, 8):
         for samples in (DIVISIBLE, RAGGED):
-            yield kind, 3, samples, "pynative"
+            yield "towers", micro_size, samples, "graph"
+    for kind in ("labels", "single"):
+        for micro_size, samples in ((1, RAGGED), (2, DIVISIBLE), (3, RAGGED)):
+            yield kind, micro_size, samples, "graph"
+    yield "labels", 8, DIVISIBLE, "graph"
+    for kind in ("towers", "labels", "single"):
+        yield kind, 3, RAGGED, "pynative"
         yield kind, 3, RAGGED, "jit"
     yield "towers", 1, RAGGED, "pynative"
+    yield "labels", 3, DIVISIBLE, "pynative"
 
 
+@pytest.mark.core(
+    *("towers-1-13-graph", "towers-3-13-graph", "towers-8-24-graph", "towers-3-13-pynative", "towers-3-13-jit"),
+    *("labels-3-13-graph", "single-3-13-graph"),
+)
 @pytest.mark.parametrize(("kind", "micro_size", "samples", "way"), list(_matrix()))
 def test_equals_the_whole_batch(kind, micro_size, samples, way):
     reference = whole_batch(kind, samples)
@@ -96,6 +105,7 @@ def test_the_reference_learns_and_so_does_the_temperature():
         assert min(relative_error(reference.state[name], value) for name, value in before.items()) > 1e-3
 
 
+@pytest.mark.core("samples-graph", "sum-graph", "compensated-graph", "weights' dtype-graph", "scaled-graph")
 @pytest.mark.parametrize("way", ["graph", "pynative"])
 @pytest.mark.parametrize(
     "options",
@@ -123,6 +133,7 @@ def test_low_precision_accumulators():
     assert_equivalent(run("labels", micro_size=4, accumulator_dtype=ms.float16, compensated=True), reference, TOLERANCE)
 
 
+@pytest.mark.core(optimizer="momentum")
 @pytest.mark.parametrize("optimizer", ["momentum", "grouped"])
 def test_other_optimizers(optimizer):
     reference = contrastive.train(whole, "labels", batches("labels", RAGGED), OPTIMIZERS[optimizer])
@@ -150,6 +161,7 @@ def clipped_whole(backbone, loss_fn, optimizer):
     return step
 
 
+@pytest.mark.core(mode="graph")
 def test_clips_the_finished_gradient(mode):
     reference = contrastive.train(clipped_whole, "towers", batches("towers", RAGGED))
     assert_equivalent(run(way=mode, micro_size=3, max_grad_norm=0.05), reference, TOLERANCE)
@@ -235,6 +247,7 @@ class LossesOwnWeightsInEachMicroBatch(BatchLossWindow):
         return super().second_pass(1.0, loss_slopes, number, *part)
 
 
+@pytest.mark.core("graph-LossOfEachMicroBatch", "graph-SlopesOfOthers", "graph-LossesOwnWeightsInEachMicroBatch")
 @pytest.mark.parametrize(
     "window_class",
     [
@@ -256,6 +269,7 @@ def test_negative_control_a_broken_window_is_caught(window_class, mode):
 # -- loss scale, overflow ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.core(mode="graph")
 def test_an_overflow_changes_nothing_and_lowers_the_scale(mode):
     backbone, loss_fn = make_parts("towers")
     network = WithBatchLossCell(backbone, loss_fn)
@@ -275,6 +289,7 @@ def test_an_overflow_changes_nothing_and_lowers_the_scale(mode):
     assert np.isfinite(float(loss)) and not overflow and float(scale) == 512
 
 
+@pytest.mark.core(level="O2")
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "auto"])
 def test_amp_levels_train_like_the_whole_batch(level):
     """Against MindSpore's own step at the same level, in float16's precision. That the level takes effect shows in a
@@ -316,6 +331,7 @@ def in_cell(backbone, loss_fn):
     return GradAccumulationCell(WithBatchLossCell(backbone, loss_fn), 4)
 
 
+@pytest.mark.core("graph")
 def test_model_train_with_callbacks_equals_the_whole_batch(mode, tmp_path, capsys):
     _, reference = fit(Whole)
     file = tmp_path / "windows.jsonl"
@@ -326,6 +342,7 @@ def test_model_train_with_callbacks_equals_the_whole_batch(mode, tmp_path, capsy
     assert [row["update"] for row in rows] == list(range(1, 10))
 
 
+@pytest.mark.thorough
 def test_resume_goes_on_with_another_micro_size(tmp_path):
     _, reference = fit(in_cell, epochs=3)
     model, _ = fit(in_cell, [UpdateCheckpoint(3, directory=str(tmp_path))], epochs=1)
@@ -352,6 +369,7 @@ def test_a_schedule_of_windows_is_refused_before_training():
     assert not step.flush()
 
 
+@pytest.mark.core("graph-towers")
 @pytest.mark.parametrize("kind", ["towers", "labels"])
 def test_audit_passes_and_leaves_no_trace(kind, mode):
     backbone, loss_fn = make_parts(kind)
@@ -409,6 +427,7 @@ def test_batch_norm_draws_the_warning_that_says_twice():
         step_of(WithLayer(nn.BatchNorm1d(12)), Spread(), micro_size=3)
 
 
+@pytest.mark.core(mode="graph")
 def test_window_batch_norm_counts_once(mode):
     """Its moving statistics are the whole batch's, by MindSpore's own layer, unbiased variance and all."""
     x = Tensor(batches("single", RAGGED, 1)[0][0] * 2 + 1)
@@ -488,17 +507,14 @@ def program(*arguments, folder=None, **variables):
     return result.stdout
 
 
-def test_the_graph_does_not_grow_with_micro_size(tmp_path):
+@pytest.mark.core("16-31-4")
+@pytest.mark.parametrize(("micro_size", "samples", "count"), [(2, 32, 3), (16, 32, 3), (16, 31, 4)])
+def test_the_graph_does_not_grow_with_micro_size(micro_size, samples, count, tmp_path):
     """Erf, which the backbone alone has, in the finished graph: once in each loop and once for the last micro-batch, in
     the first pass; in the second, where the last micro-batch is smaller."""
-    counts = {}
-    for micro_size, samples in ((2, 32), (16, 32), (16, 31)):
-        folder = tmp_path / f"{micro_size}-{samples}"
-        folder.mkdir()
-        program("graph", micro_size, samples, folder=folder, MS_DEV_SAVE_GRAPHS="2", MS_DEV_SAVE_GRAPHS_PATH="ir")
-        (graph,) = sorted(folder.glob("ir/**/*_validate_*.ir"))[-1:]
-        counts[micro_size, samples] = len(re.findall(r"= (?:PrimFunc_)?Erf\(", graph.read_text()))
-    assert counts == {(2, 32): 3, (16, 32): 3, (16, 31): 4}
+    program("graph", micro_size, samples, folder=tmp_path, MS_DEV_SAVE_GRAPHS="2", MS_DEV_SAVE_GRAPHS_PATH="ir")
+    (graph,) = sorted(tmp_path.glob("ir/**/*_validate_*.ir"))[-1:]
+    assert len(re.findall(r"= (?:PrimFunc_)?Erf\(", graph.read_text())) == count
 
 
 def test_one_compilation_for_each_shape_of_batch():
@@ -509,6 +525,7 @@ def test_one_compilation_for_each_shape_of_batch():
         assert len(step.compile_cache) == compiled
 
 
+@pytest.mark.core("graph-256")
 @pytest.mark.parametrize(("way", "samples"), [("graph", 256), ("graph", 250), ("pynative", 256)])
 def test_the_activations_of_one_micro_batch_are_in_memory(way, samples):
     """Growth of the process's peak from before the first update, of which activations are nearly all. Graph mode gives
@@ -598,10 +615,12 @@ def test_refuses_a_loss_that_is_no_scalar():  # in PyNative mode MindSpore train
         step_of(Single(), PerSample(), micro_size=3)(*map(Tensor, batches("single", RAGGED, 1)[0]))
 
 
+@pytest.mark.core(mode="graph")
 def test_gather_ranks_changes_nothing_stand_alone(mode):
     assert_equivalent(run(way=mode, micro_size=3, gather_ranks=True), whole_batch("towers", RAGGED), TOLERANCE)
 
 
+@pytest.mark.core(mode="graph")
 def test_a_batch_that_fails_leaves_nothing_behind(mode):
     """A batch whose second input is too wide fails; what comes next is as if it had not been."""
     reference = whole_batch("towers", RAGGED)

@@ -288,7 +288,7 @@ def test_picture_has_a_line_for_each_way():
 # -- networks and ways, run --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [name for name, network in NETWORKS.items() if not network.package])
 def test_both_frameworks_have_the_same_network(name):
     """The same weights in the same order, and with the same numbers in them the same outputs, loss and gradients."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -398,7 +398,7 @@ def test_the_command_measures_every_program(tmp_path):
     text = "\n".join(lines)
     assert "not measured  mlp: update at 16" in text
     assert "mindspore 2." in text
-    assert "threads: gaccum_ms.tune_cpu_threads()" in text
+    assert "threads: gaccum_ms.tune_cpu()" in text
     kept = json.loads((tmp_path / "result.json").read_text())["rows"]
     assert [row["micro_size"] for row in kept] == [1, 1, 1, 2]
 
@@ -474,7 +474,6 @@ def test_the_command_measures_two_processes(tmp_path):
 # -- regression --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_accumulation_costs_little():
     """Ratios far above what is measured on a quiet machine, so that only a mistake exceeds them: micro-steps that run
     eagerly, a graph that grows with the number of micro-batches, a copy of the gradients for each of them. Of the
@@ -620,7 +619,6 @@ def test_the_command_counts_what_two_processes_send(tmp_path):
     assert "PASS" in finished.stdout
 
 
-@pytest.mark.slow
 def test_the_command_compares_predicted_memory_with_the_training_processes(tmp_path):
     """The transformer at 16 sequences, which need hundreds of MB more than one: in a small run, the right size."""
     options = "--networks transformer --batch 16 --micro-sizes 1"

@@ -27,11 +27,14 @@ ADAM_TOLERANCE = 1e-4
 
 
 def _matrix():
-    """Networks x micro_size x ragged in full; then every optimizer, mode and dtype on lines through it."""
-    for kind in ("dense", "conv", "batchnorm_eval", "embedding", "unused"):
-        for micro_size in (1, 2, 3, 8):
-            for samples in (DIVISIBLE, RAGGED):
-                yield kind, micro_size, samples, "sgd", "graph", "float32"
+    """One network x micro_size x ragged in full, the others in pairs; then every optimizer, mode and dtype on lines
+    through it."""
+    for micro_size in (1, 2, 3, 8):
+        for samples in (DIVISIBLE, RAGGED):
+            yield "dense", micro_size, samples, "sgd", "graph", "float32"
+    for kind in ("conv", "batchnorm_eval", "embedding", "unused"):
+        for micro_size, samples in ((1, RAGGED), (2, DIVISIBLE), (3, RAGGED), (8, DIVISIBLE)):
+            yield kind, micro_size, samples, "sgd", "graph", "float32"
     for optimizer in OPTIMIZERS:
         for mode in MODES:
             if (optimizer, mode) != ("sgd", "graph") and optimizer != "plain_sgd":
@@ -44,6 +47,17 @@ def _matrix():
             yield "cast_weights", micro_size, RAGGED, "plain_sgd", mode, "bfloat16"
 
 
+@pytest.mark.core(
+    *(f"dense-{micro_size}-13-sgd-graph-float32" for micro_size in (1, 2, 3, 8)),
+    *(f"{kind}-3-13-sgd-graph-float32" for kind in ("conv", "batchnorm_eval", "embedding", "unused")),
+    "dense-3-24-sgd-graph-float32",
+    "conv-8-24-sgd-graph-float32",
+    *(f"dense-3-13-{optimizer}-graph-float32" for optimizer in ("momentum", "adam", "dynamic_lr", "grouped")),
+    *(f"dense-3-13-{optimizer}-pynative-float32" for optimizer in ("sgd", "adam_weight_decay")),
+    "conv-3-13-sgd-pynative-float32",
+    "dense-8-13-momentum-graph-float16",
+    "cast_weights-8-13-plain_sgd-pynative-bfloat16",
+)
 @pytest.mark.parametrize(("kind", "micro_size", "samples", "optimizer", "mode", "dtype"), list(_matrix()))
 def test_equals_the_whole_batch(kind, micro_size, samples, optimizer, mode, dtype):
     ms.set_context(mode=MODES[mode])
@@ -58,6 +72,7 @@ def test_equals_the_whole_batch(kind, micro_size, samples, optimizer, mode, dtyp
     assert_equivalent(run, reference, ADAM_TOLERANCE if optimizer.startswith("adam") else TOLERANCE[dtype])
 
 
+@pytest.mark.core(micro_batch_size=[5, 50])
 @pytest.mark.parametrize("micro_batch_size", [1, 5, 13, 50])
 def test_micro_batch_size_equals_the_whole_batch(micro_batch_size):
     network = make_network("dense")
@@ -80,6 +95,7 @@ def test_short_last_batches(mode):
     assert_equivalent(runs[1], runs[0], TOLERANCE["float32"])
 
 
+@pytest.mark.core(mode="graph")
 def test_frozen_parameters_stay(mode):
     runs = []
     for make_step in (nn.TrainOneStepCell, accumulated(micro_size=3)):
@@ -125,6 +141,7 @@ class MeanOfMeans(SampleWindow):
         return 13 / 3
 
 
+@pytest.mark.core(mode="graph")
 @pytest.mark.parametrize("window_class", [FactorK, LastMicroBatchOnly, NeverCleared, MeanOfMeans])
 def test_negative_control_a_broken_step_is_caught(window_class, mode):
     network = make_network("dense")

@@ -69,6 +69,7 @@ def test_even_sizes(samples, expected):
     assert even_sizes(samples) == expected
 
 
+@pytest.mark.core("3", "31")
 @pytest.mark.parametrize("largest", [1, 3, 10, 16, 31])
 def test_finds_the_largest_that_is_not_out_of_memory(largest, tried):
     assert search(Limited(make_network("dense"), largest)) == max(one for one in even_sizes(32) if one <= largest)

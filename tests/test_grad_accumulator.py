@@ -123,6 +123,7 @@ def assert_equals_the_joined_batch(way, optimizer="momentum", sizes=EQUAL, count
     assert_equivalent(run, reference, ADAM_TOLERANCE if optimizer == "adam" else TOLERANCE)
 
 
+@pytest.mark.core("sgd-graph", "sgd-pynative", "sgd-jit", "momentum-pynative", "adam-graph")
 @pytest.mark.parametrize(
     ("optimizer", "way"),
     [*(("sgd", way) for way in WAYS), *((o, way) for o in ("momentum", "adam") for way in ("graph", "pynative"))],
@@ -184,6 +185,7 @@ class SumOfBatches(CountedReduction):
         return gradients, divisor / 3, loss, counted
 
 
+@pytest.mark.core("ForgetsCounts-pynative", "NeverCleared-pynative", "SumOfBatches-compiled")
 @pytest.mark.parametrize("way", ["pynative", "compiled"])
 @pytest.mark.parametrize("broken", [ForgetsCounts, NeverCleared, SumOfBatches])
 def test_negative_control_a_broken_accumulator_is_caught(broken, way, monkeypatch):
@@ -280,7 +282,7 @@ def test_a_cleared_window_might_never_have_been(way):
             assert accumulator.flush() is False
         assert [accumulator(gradient(x, -x), x) for x in (1.1, 2.2, 3.3)] == [False, False, True]
         values.append(everything(accumulator))
-    assert values[0].pop("batch_count") == values[1].pop("batch_count") + 2 == 5
+    assert values[0].pop("gaccum_ms.batch_count") == values[1].pop("gaccum_ms.batch_count") + 2 == 5
     assert_identical(*values)
 
 
@@ -355,6 +357,7 @@ def manager():
     return nn.DynamicLossScaleUpdateCell(loss_scale_value=1024, scale_factor=2, scale_window=1000)
 
 
+@pytest.mark.core("graph-cell", "pynative-()")
 @pytest.mark.parametrize(
     ("way", "scale"),
     [
@@ -544,6 +547,7 @@ def saved_and_fresh(tmp_path, way, file_format, calls_before_loading=0):
     return saved, fresh, data[2:]
 
 
+@pytest.mark.core("graph-ckpt", "pynative-safetensors")
 @pytest.mark.parametrize("file_format", ["ckpt", "safetensors"])
 @pytest.mark.parametrize("way", ["graph", "pynative"])
 def test_goes_on_bit_identically_from_a_checkpoint_in_mid_window(way, file_format, tmp_path):
@@ -561,7 +565,6 @@ def test_goes_on_bit_identically_from_a_checkpoint_in_mid_window(way, file_forma
 
 @pytest.mark.parametrize("way", ["graph", "pynative"])
 def test_resume_takes_effect_in_the_middle_of_training(way, tmp_path):
-    """MindSpore's load_param_into_net would not: compiled code that has run keeps its own storage."""
     data = batches(9, 8)
     saved, other = (Loop(way, 3, "adam", max_grad_norm=0.5) for _ in range(2))
     for batch in data[:2]:

@@ -106,6 +106,7 @@ def test_a_checkpoint_from_before_finds_them(tmp_path):
     assert relative_error(as_numpy(after.head[1].gamma), as_numpy(network.head[1].gamma)) == 0
 
 
+@pytest.mark.core(mode="graph")
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [
@@ -164,6 +165,7 @@ def run(make_step, convert=True):
     return train(make_step, network, optimizer, batches(12, 3))
 
 
+@pytest.mark.core("graph-ragged", "pynative-even")
 @pytest.mark.parametrize("options", [{"micro_size": 4}, {"micro_batch_size": 5}], ids=["even", "ragged"])
 def test_accumulation_is_exact_and_warns_of_nothing(options, mode):
     with warnings.catch_warnings():
@@ -192,7 +194,7 @@ def resnet18_on(images, labels, micro_size):
     return {parameter.name: as_numpy(parameter) for parameter in network.trainable_params()}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # mindcv's imports
 def test_mindcvs_resnet18_trains_as_on_the_whole_batch():
     random = np.random.default_rng(4)

@@ -70,6 +70,7 @@ def test_two_launches_at_once_with_spaces_in_every_path_and_variables_of_another
         assert (elsewhere / f"logs {name}" / "1" / "rank.1" / "stderr").exists()
 
 
+@pytest.mark.core("killed")
 @pytest.mark.parametrize("end", ["killed", "raises"])
 def test_a_rank_that_ends_in_training_ends_the_others_in_their_allreduce(tmp_path, end):
     arguments = [str(tmp_path), FOR_EVER, *(["1"] if end == "raises" else [])]
@@ -87,7 +88,7 @@ def test_a_rank_that_ends_in_training_ends_the_others_in_their_allreduce(tmp_pat
     assert ("ValueError: no step 5 on rank 1" in done.stderr) == (end == "raises")
 
 
-@pytest.mark.slow
+@pytest.mark.core("None")
 @pytest.mark.parametrize("waits", [None, "5"])
 def test_a_rank_may_be_late_for_a_collective(tmp_path, waits, monkeypatch):
     """By more than the 30 s that MindSpore's own default would allow; the control waits less."""
@@ -139,6 +140,7 @@ def mpirun() -> None:
             pytest.skip(reason)
 
 
+@pytest.mark.thorough
 def test_mpirun_trains_and_keeps_logs_as_msrun_does(tmp_path, mpirun):
     script = tmp_path / "a script.py"
     shutil.copy(WORKER, script)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import mindspore as ms
 import mindspore.amp
 import numpy as np
@@ -20,6 +22,7 @@ from reference import (
     train,
     whole_batch,
 )
+from support.reuse import Reused
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.counted_window import CountedWindow
@@ -40,6 +43,11 @@ def manager(value=2.0**10, window=1000):
     return nn.DynamicLossScaleUpdateCell(loss_scale_value=value, scale_factor=2, scale_window=window)
 
 
+@Reused
+def reused_step(scaled=True, optimizer="momentum", **options):
+    return make_step(manager() if scaled else None, optimizer, **options)
+
+
 def everything(step):
     return {p.name: as_numpy(p) for p in step.get_parameters()}
 
@@ -57,6 +65,7 @@ def poisoned(sample, value):
 # -- without overflow the scale changes nothing ------------------------------------------------------------------------
 
 
+@pytest.mark.core("graph-cell", "pynative-()")
 @pytest.mark.parametrize("shape", ["cell", "()", "(1,)"])
 def test_scaled_equals_the_whole_batch(shape, mode):
     scale = {"cell": manager(), "()": Tensor(1024.0, ms.float32), "(1,)": Tensor([1024.0], ms.float32)}[shape]
@@ -73,6 +82,12 @@ def test_scaled_equals_the_whole_batch(shape, mode):
     assert max(relative_error(after[name], value) for name, value in reference.state.items()) < 1e-5
 
 
+@pytest.mark.core(
+    "graph-Model-dynamic",
+    "graph-build_train_network-fixed",
+    "graph-Model-fixed, optimizer removes it",
+    "pynative-Model-dynamic",
+)
 @pytest.mark.parametrize(
     "loss_scale_manager",
     [
@@ -130,6 +145,7 @@ def layers():
     return network
 
 
+@pytest.mark.core(level=["O0", "O2"])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "auto"])
 def test_amp_levels_train_like_the_whole_batch(level):
     """Against MindSpore's own step at the same level, in float16's precision; O2 brings a dynamic loss scale, which
@@ -159,20 +175,21 @@ def test_amp_levels_train_like_the_whole_batch(level):
 # -- overflow: drop the window -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.core(optimizer="momentum")
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("position", list(POISONED))
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 def test_an_overflow_drops_the_window_exactly(optimizer, position, value):
     """Weights, optimizer state and its step counter bit-identical, accumulators cleared, the scale halved once."""
-    step = make_step(manager(), optimizer)
+    step = reused_step(optimizer=optimizer)
     step(*good())
     before = everything(step)
     _, overflow, scale = step(*poisoned(POISONED[position], value))
     after = everything(step)
     assert overflow.asnumpy()
     assert float(scale.asnumpy()) == 1024.0
-    assert after.pop("scale_sense") == before.pop("scale_sense") / 2 == 512.0
-    assert after.pop("batch_count") == before.pop("batch_count") + 1
+    assert after.pop("gaccum_ms.scale_sense") == before.pop("gaccum_ms.scale_sense") / 2 == 512.0
+    assert after.pop("gaccum_ms.batch_count") == before.pop("gaccum_ms.batch_count") + 1
     for name in before:
         if not name.endswith(("current_iterator_step", "last_overflow_iterator_step")):
             np.testing.assert_array_equal(after[name], before[name], name)
@@ -186,12 +203,12 @@ def test_an_overflow_drops_the_window_exactly(optimizer, position, value):
 @pytest.mark.parametrize("position", list(POISONED))
 def test_an_overflow_is_seen_in_the_norm_that_clips(position, value):
     """There is no other search for it where weights are float32."""
-    step = make_step(manager(), max_grad_norm=1.0)
+    step = reused_step(max_grad_norm=1.0)
     before = everything(step)
     _, overflow, _ = step(*poisoned(POISONED[position], value))
     after = everything(step)
     assert overflow.asnumpy()
-    assert after["scale_sense"] == before["scale_sense"] / 2
+    assert after["gaccum_ms.scale_sense"] == before["gaccum_ms.scale_sense"] / 2
     np.testing.assert_array_equal(after["out.weight"], before["out.weight"])
     assert not any(as_numpy(a).any() for a in step.accu_grads)
     assert not step(*good())[1].asnumpy()
@@ -201,11 +218,11 @@ def test_an_overflow_is_seen_in_the_norm_that_clips(position, value):
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("position", list(POISONED))
 def test_an_overflow_drops_the_window_in_pynative_mode(position, value, pynative):
-    step = make_step(manager())
+    step = reused_step()
     before = everything(step)
     assert step(*poisoned(POISONED[position], value))[1].asnumpy()
     after = everything(step)
-    assert after["scale_sense"] == before["scale_sense"] / 2
+    assert after["gaccum_ms.scale_sense"] == before["gaccum_ms.scale_sense"] / 2
     np.testing.assert_array_equal(after["out.weight"], before["out.weight"])
     assert not any(as_numpy(a).any() for a in step.accu_grads)
 
@@ -256,7 +273,7 @@ def test_set_sense_scale_reaches_the_compiled_graph(mode):
 
 def test_without_a_scale_nobody_asks(mode):
     """As nn.TrainOneStepCell: a NaN reaches the weights."""
-    step = make_step()
+    step = reused_step(scaled=False)
     step(*poisoned(7, float("nan")))
     assert np.isnan(as_numpy(step.weights[0])).any()
 
@@ -266,35 +283,38 @@ def test_without_a_scale_nobody_asks(mode):
 KEPT = {"first": slice(5, 13), "middle": [0, 1, 2, 3, 4, 10, 11, 12], "last": slice(0, 10)}
 
 
+@functools.cache
+def what_is_left(position, mode):
+    """The reference: a batch of the kept samples alone."""
+    assert ms.get_context("mode") == mode
+    x, y = batches(SAMPLES, 1)[0]
+    network = make_network("dense")
+    optimizer = OPTIMIZERS["momentum"](network.trainable_params())
+    return train(nn.TrainOneStepCell, network, optimizer, [(x[KEPT[position]], y[KEPT[position]])])
+
+
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("position", list(POISONED))
 def test_a_poisoned_micro_batch_is_left_out(position, scaled, mode):
     """What is left trains as a batch of its own."""
-    step = make_step(manager() if scaled else None, overflow="drop_micro_batch")
+    step = reused_step(scaled, overflow="drop_micro_batch")
     outputs = step(*poisoned(POISONED[position], float("nan")))
-    x, y = batches(SAMPLES, 1)[0]
-    network = make_network("dense")
-    reference = train(
-        nn.TrainOneStepCell,
-        network,
-        OPTIMIZERS["momentum"](network.trainable_params()),
-        [(x[KEPT[position]], y[KEPT[position]])],
-    )
+    reference = what_is_left(position, ms.get_context("mode"))
     after = everything(step)
     assert max(relative_error(after[name], value) for name, value in reference.state.items()) < 1e-5
     loss = outputs[0] if scaled else outputs
     assert relative_error(loss.asnumpy(), reference.losses) < 1e-5
     assert float(step.dropped_micro_batches.asnumpy()) == 1
-    assert float(step.window_count.asnumpy()) == len(y[KEPT[position]])
+    assert float(step.window_count.asnumpy()) == len(np.arange(SAMPLES)[KEPT[position]])
     if scaled:
         assert not outputs[1].asnumpy()
-        assert after["scale_sense"] == 512.0
+        assert after["gaccum_ms.scale_sense"] == 512.0
     step(*good())
     assert float(step.dropped_micro_batches.asnumpy()) == 0
 
 
 def test_nothing_is_left_when_all_are_poisoned(mode):
-    step = make_step(overflow="drop_micro_batch")
+    step = reused_step(scaled=False, overflow="drop_micro_batch")
     before = everything(step)
     x, y = good()
     loss = step(x * float("nan"), y)
@@ -302,10 +322,11 @@ def test_nothing_is_left_when_all_are_poisoned(mode):
     assert float(step.dropped_micro_batches.asnumpy()) == 3
     after = everything(step)
     for name in before:
-        if name not in ("batch_count", "dropped_micro_batches", "window_count"):
+        if name not in ("gaccum_ms.batch_count", "gaccum_ms.dropped_micro_batches", "gaccum_ms.window_count"):
             np.testing.assert_array_equal(after[name], before[name], name)
 
 
+@pytest.mark.core(mode="graph")
 def test_dropping_nothing_equals_the_whole_batch(mode):
     network = make_network("dense")
     run = train(
@@ -325,6 +346,7 @@ class NotRenormalised(CountedWindow):
         return gradients, ms.Tensor(float(SAMPLES), ms.float32) * scale, loss, counted
 
 
+@pytest.mark.core(mode="graph")
 def test_negative_control_dropping_without_renormalising_is_caught(mode):
     weights = []
     for step_class in (TrainOneStepWithGradAccumulationCell, step_with(NotRenormalised)):

@@ -53,6 +53,7 @@ def assert_same(one, other):
     assert max(relative_error(one[name], other[name]) for name in one) < 1e-5
 
 
+@pytest.mark.core("graph-by_model", "graph-by_build_train_network", "graph-by_step", "pynative-by_model")
 @pytest.mark.parametrize("make_model", [by_model, by_build_train_network, by_step])
 def test_every_way_in_equals_the_whole_batch(make_model, mode):
     assert_same(fit(make_model), fit(plain))

@@ -73,6 +73,7 @@ def assert_record(record, rtol=1e-6, **expected):
 # -- the records -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.core(mode="graph")
 def test_hand_worked_windows(mode):
     """x = 1, 2 | 4 and y = 0, 1 | 1, at w = 1: losses 0.5, 0.5 | 4.5, gradients x (w x - y) = 1, 2 | 12, mean 5. Then
     w = 0.5: losses 0.125, 0 | 0.5, gradients 0.5, 0 | 4, mean 1.5. Clipped to 2, the first update is 0.2, not 0.5."""
@@ -91,6 +92,7 @@ def test_the_norm_is_that_before_clipping(pynative):
     np.testing.assert_allclose(as_numpy(step.weights[0]), 0.8, rtol=1e-6)
 
 
+@pytest.mark.core(mode="graph")
 def test_without_accumulation_steps_each_batch_is_a_window(mode):
     records, _ = fit(micro_size=2, epochs=1)
     common = {"updated": True, "epoch": 1, "batches": 1, "dropped_micro_batches": 0, "grad_norm": None}
@@ -113,6 +115,7 @@ def test_counts_are_the_users(options, pynative):
         np.testing.assert_allclose(records[0].loss, (0.5 * 0.5 + 2 * 4.5) / 2.5, rtol=1e-6)
 
 
+@pytest.mark.core(mode="graph")
 def test_an_overflow_is_a_record_that_did_not_update(mode):
     """Windows of one good batch and one that overflows, then of good ones: the fourth of six samples is infinite."""
     x = np.array([1, 2, 4, np.inf, 1, 2], np.float32)

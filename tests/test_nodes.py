@@ -64,6 +64,7 @@ def test_two_hosts_train_as_one(hosts, tmp_path):
     assert results.pop().startswith("4 ")
 
 
+@pytest.mark.core("3")
 @pytest.mark.parametrize("failing", [0, 3])
 def test_a_failing_rank_ends_both_hosts_which_name_it_with_its_log(hosts, tmp_path, failing):
     # The others are in no collective, so nothing but the launchers can tell them.
@@ -100,6 +101,7 @@ def test_a_rank_that_fails_before_host_0_comes_is_named(hosts, tmp_path, comes):
         assert done.stderr.startswith("error: rank 2 on host 1 failed with exit code 7; all ranks were ended.")
 
 
+@pytest.mark.core("1")
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_host_whose_launcher_is_killed_ends_the_other(hosts, tmp_path, lost):
     script = write(tmp_path / "script.py", 'open(f"up.{rank}", "x")\ntime.sleep(1000)')

@@ -65,6 +65,7 @@ def make_step(rate=0.0, mean=True, scale_sense=None, weight=WEIGHT, **options):
     return TrainOneStepWithGradAccumulationCell(cell, optimizer, scale_sense).set_train()
 
 
+@pytest.mark.core("graph-ragged", "graph-one", "graph-clipped", "graph-scaled", "graph-compensated", "pynative-ragged")
 @pytest.mark.parametrize(
     ("options", "first"),
     [
@@ -88,6 +89,7 @@ def test_records_of_a_batch(options, first, mode):
     assert step.window.noise.read(1.0).is_known == (first < 12)
 
 
+@pytest.mark.core("graph-dtype0", "pynative-dtype1")
 @pytest.mark.parametrize("dtype", [ms.float16, ms.bfloat16])
 def test_records_with_low_precision_accumulators(dtype, mode, request):
     if dtype == ms.bfloat16 and mode == "graph":
@@ -114,6 +116,7 @@ class NotesTheWholeBatch(SampleWindow):
         return super().reduce(gradients, ops.depend(sums, noted), scale, unit)
 
 
+@pytest.mark.core(mode="graph")
 @pytest.mark.parametrize("window", [ForgetsTheSize, NotesTheWholeBatch])
 def test_negative_controls_are_caught(window, mode):
     y = targets(12)
@@ -123,6 +126,7 @@ def test_negative_controls_are_caught(window, mode):
     assert not np.allclose(noise_of(step), noise_by_hand([[y[:3]]], [y]), rtol=1e-2)
 
 
+@pytest.mark.core("graph-micro-batches-65536.0", "graph-batches-None")
 @pytest.mark.parametrize("scale", [None, 2.0**16])
 @pytest.mark.parametrize("size", [3, 7], ids=["micro-batches", "batches"])
 def test_records_of_windows_of_several_batches(scale, size, mode):
@@ -138,6 +142,7 @@ def test_records_of_windows_of_several_batches(scale, size, mode):
     np.testing.assert_allclose(noise_of(step), expected, rtol=1e-5)
 
 
+@pytest.mark.core("graph-1-mean", "graph-2-sum")
 @pytest.mark.parametrize("mean", [True, False], ids=["mean", "sum"])
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
 def test_records_of_counts(mean, accumulation_steps, mode):
@@ -156,6 +161,7 @@ def test_records_of_counts(mean, accumulation_steps, mode):
     assert not step.window.noise.read(1.0).is_known
 
 
+@pytest.mark.core(mode="graph")
 def test_a_dropped_micro_batch_is_none(mode):
     y = targets(8)
     y[5] = np.inf
@@ -206,6 +212,7 @@ def test_a_window_that_is_resumed_keeps_its_records(pynative, tmp_path):
     np.testing.assert_allclose(noise_of(later), noise_by_hand([[y[:4]], [y[8:11]]], [y]), rtol=1e-5)
 
 
+@pytest.mark.core("graph-ragged")
 @pytest.mark.parametrize("options", [{"micro_size": 4}, {"micro_batch_size": 5}], ids=["even", "ragged"])
 def test_recording_changes_no_update(options, mode):
     def run(**more):

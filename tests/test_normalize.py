@@ -70,6 +70,7 @@ def gradient(step):
 UNEVEN = [1, 1, 0, 0.5, 1, 0, 0, 0]
 
 
+@pytest.mark.core("graph-1", "graph-3", "graph-8", "pynative-3")
 @pytest.mark.parametrize("micro_size", [1, 2, 3, 4, 8])
 def test_unequal_counts_equal_the_whole_batch(micro_size, mode):
     """Micro-batches of UNEVEN have counts down to 0, where the network's mean is NaN."""
@@ -83,6 +84,7 @@ def test_unequal_counts_equal_the_whole_batch(micro_size, mode):
     assert not any(as_numpy(a).any() for a in step.accu_grads)
 
 
+@pytest.mark.core(mode="graph")
 def test_a_function_counts_like_the_ready_made_cell(mode):
     def kept(x, mask):
         return mask.sum()
@@ -103,6 +105,7 @@ class MeanOfMeans(CountedWindow):
         return 3.5 / 2
 
 
+@pytest.mark.core(mode="graph")
 def test_negative_control_a_mean_of_means_is_caught(mode):
     x, mask = data([1, 1, 0.5, 1, 0, 0])
     step = make_step(Masked(), MeanOfMeans, micro_size=2, count=CountMask())
@@ -119,8 +122,8 @@ def test_a_window_that_counts_nothing_does_not_update(mode):
     loss = step(Tensor(x), ops.zeros(8))
     assert float(loss.asnumpy()) == 0.0
     after = {p.name: as_numpy(p) for p in step.get_parameters()}
-    assert after.pop("window_count") == 0 != before.pop("window_count")
-    assert after.pop("batch_count") == before.pop("batch_count") + 1
+    assert after.pop("gaccum_ms.window_count") == 0 != before.pop("gaccum_ms.window_count")
+    assert after.pop("gaccum_ms.batch_count") == before.pop("gaccum_ms.batch_count") + 1
     for name, value in before.items():
         np.testing.assert_array_equal(after[name], value, name)
 
@@ -130,7 +133,11 @@ def test_a_bad_count_is_an_error_and_changes_nothing(bad, mode):
     x, mask = data(UNEVEN)
     step = make_step(Masked(), micro_size=4, count=CountMask())
     step(Tensor(x), Tensor(mask))
-    before = {p.name: as_numpy(p) for p in step.get_parameters() if p.name not in ("window_count", "batch_count")}
+    before = {
+        p.name: as_numpy(p)
+        for p in step.get_parameters()
+        if p.name not in ("gaccum_ms.window_count", "gaccum_ms.batch_count")
+    }
     with pytest.raises(ValueError, match=r"'count' must return a finite number .* but got \[\[2.0, .*Nothing was"):
         step(Tensor(x), Tensor(np.array([1, 1, bad, 0, 1, 1, 1, 1], np.float32)))
     for name, value in {p.name: as_numpy(p) for p in step.get_parameters() if p.name in before}.items():
@@ -160,6 +167,7 @@ class Half(nn.Cell):
         return total / mask.sum()
 
 
+@pytest.mark.core("graph-accumulator_dtype0", "pynative-accumulator_dtype1")
 @pytest.mark.parametrize("accumulator_dtype", [ms.float32, ms.float16])
 def test_counted_gradients_are_as_small_as_the_whole_batchs_in_low_precision(accumulator_dtype, mode):
     """Seeded with counts as they are, gradients of 4 x 2,000 tokens at scale 1,024 would be 8 million, not float16."""
@@ -172,6 +180,7 @@ def test_counted_gradients_are_as_small_as_the_whole_batchs_in_low_precision(acc
     np.testing.assert_allclose((START - as_numpy(step.weights[0])) / 0.25, x.mean(axis=(0, 1)), rtol=1e-2)
 
 
+@pytest.mark.core("graph-False", "graph-True")
 @pytest.mark.parametrize("counted", [False, True])
 def test_losses_that_are_sums(counted, mode):
     """A sum stays the whole batch's sum; with a count it is divided by the total."""
@@ -183,6 +192,7 @@ def test_losses_that_are_sums(counted, mode):
     np.testing.assert_allclose(gradient(step), expected_gradient, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.core("graph-3", "graph-8", "pynative-3")
 @pytest.mark.parametrize("micro_size", [1, 3, 8])
 def test_each_of_several_losses_has_its_own_total(micro_size, mode):
     """With UNEVEN in eight micro-batches the masked loss is NaN in four, where the other one must go back alone."""
@@ -204,6 +214,7 @@ class OneTotalForAll(MultiLossWindow):
         return total * 0 + ops.unstack(total)[0]
 
 
+@pytest.mark.core(mode="graph")
 def test_negative_control_one_total_for_all_losses_is_caught(mode):
     x, mask = data(UNEVEN)
     step = make_step(MaskedAndMean(), OneTotalForAll, micro_size=3, count=(CountMask(), None), loss_weights=(1.0, 0.25))
@@ -213,6 +224,7 @@ def test_negative_control_one_total_for_all_losses_is_caught(mode):
         np.testing.assert_allclose(gradient(step), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.core(mode="graph")
 def test_several_losses_with_default_counts_and_weights(mode):
     class Two(Masked):
         def construct(self, x, mask):
@@ -225,6 +237,7 @@ def test_several_losses_with_default_counts_and_weights(mode):
     np.testing.assert_allclose(gradient(step), 2 * mean_oracle(x)[1] + oracle(x, mask)[1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.core(mode="graph")
 def test_one_loss_may_have_a_weight(mode):
     x, mask = data(UNEVEN)
     step = make_step(Masked(), micro_size=3, count=CountMask(), loss_weights=(0.5,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -56,24 +57,31 @@ def recorder(tmp_path) -> Recorder:
     return Recorder(tmp_path)
 
 
-def test_all_tests_are_the_others_first_and_then_the_parallel_ones(recorder):
-    done = recorder.run("test")
-    assert done.returncode == 0, done.stderr
-    assert recorder.calls() == [
-        "gpu",
-        "-m pytest --numprocesses 2 --dist loadfile --durations 25 --ignore tests/parallel",
-        "-m pytest tests/parallel",
-    ]
+SHARED = r"-m pytest --numprocesses [1-9]\d* --dist loadgroup --no-loadscope-reorder --durations 25"
 
 
 @pytest.mark.parametrize(
-    ("answers", "code"),
-    [({"--numprocesses": 1}, 1), ({"pytest tests/parallel": 1}, 1)],
-    ids=["others fail", "parallel fail"],
+    ("words", "tier"),
+    [
+        (["test"], " -m not thorough"),
+        (["test", "all"], ""),
+        (["test", "rest"], " -m thorough"),
+        (["test", "all", "-x"], " -x"),
+    ],
+    ids=" ".join,
 )
-def test_all_tests_fail_if_either_part_does(recorder, answers, code):
-    assert recorder.run("test", answers=answers).returncode == code
-    assert "-m pytest tests/parallel" in recorder.calls()
+def test_all_cores_share_the_tests_of_a_tier(recorder, words, tier):
+    done = recorder.run(*words)
+    assert done.returncode == 0, done.stderr
+    gpu, pytest_ = recorder.calls()
+    assert gpu == "gpu"
+    assert re.fullmatch(SHARED + re.escape(tier), pytest_)
+    assert recorder.run(*words, answers={"gpu": 0, "--numprocesses": 1}).returncode == 1
+
+
+def test_arguments_of_pytest_run_some_tests_of_any_tier_in_one_process(recorder):
+    assert recorder.run("test", "-k", "launch").returncode == 0
+    assert recorder.calls() == ["-m pytest -k launch"]
 
 
 def test_the_gpus_libraries_are_installed_once(recorder):
@@ -88,7 +96,7 @@ def test_libraries_that_cannot_be_had_take_one_line_and_the_tests_go_on(recorder
     done = recorder.run("test", answers={"pip install": 1, "pytest": 0, "gpu": 1})
     assert done.returncode == 0
     assert "the extra 'gpu' was not installed: ERROR: as asked\n" in done.stdout
-    assert recorder.calls()[-1] == "-m pytest tests/parallel"
+    assert re.match(SHARED, recorder.calls()[-1])
 
 
 def test_options_reach_the_launcher_and_the_rest_the_script(recorder):
@@ -112,7 +120,11 @@ def test_check_installs_nothing(recorder):
     assert recorder.calls() == [f"{recorder.project}/gaccum_ms/check.py"]
 
 
-def test_ci_runs_the_linters_and_all_tests():
-    commands = (ROOT / ".ci" / "run").read_text()
-    assert "bash run.sh lint\n" in commands
-    assert "bash run.sh test\n" in commands
+@pytest.mark.parametrize("failing", [None, "lint", "test", "test rest"])
+def test_ci_runs_the_linters_and_each_test_once(tmp_path, failing):
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
+    (tmp_path / "run.sh").write_text(f'echo "$*"\n[ "$*" != "{failing}" ]\n')
+    done = subprocess.run(["bash", str(tmp_path / ".ci" / "run")], cwd="/", capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == ["lint", "test", "test rest"]
+    assert done.returncode == (failing is not None)

@@ -21,7 +21,7 @@ SAMPLE = ROOT / "sample_code" / "distributed_gradient_accumulation"
 LOSS = re.compile(r"^epoch: \d+ step: \d+, loss is \d+\.\d+(e-\d+)?$", re.MULTILINE)
 ACCURACY = re.compile(r"^accuracy on held-out images: (\d+\.\d+)%$", re.MULTILINE)
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed]
 
 
 @pytest.fixture
@@ -135,6 +135,7 @@ def test_run_sh_starts_the_script_it_is_given_and_fails_as_it_does(run, tmp_path
     assert "no good: a b" in done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed (Debian: openmpi-bin)")
 def test_two_processes_train_under_mpirun(run, tmp_path):
     done = run("bash", ROOT / "run.sh", "--launcher", "mpirun", "--processes", "2", "--timeout", "200", limit=240)

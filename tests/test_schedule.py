@@ -42,6 +42,7 @@ def assert_windows(step, records, windows, rate=RATE):
 # -- which windows -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.core("graph-4", "pynative-1")
 @pytest.mark.parametrize("own", [1, 4])
 def test_by_epoch_without_compiling_anew(own, mode):
     """Also from a cell without accumulation_steps. Epochs end with a short window, because they are flushed."""
@@ -86,6 +87,7 @@ def test_by_a_function_of_the_number_of_updates(own, pynative):
     assert sorted(set(asked)) == list(range(len(records)))
 
 
+@pytest.mark.core(mode="graph")
 def test_a_change_that_comes_due_in_mid_window_waits_for_its_end(mode):
     """The second epoch begins in a window of three, which updates at the rate for three."""
     scheduler = AccumulationScheduler({0: 3, 1: 2}, learning_rate="linear")
@@ -106,6 +108,7 @@ def windows_of(step):
     return windows
 
 
+@pytest.mark.core(mode="graph")
 def test_an_open_window_keeps_the_number_that_it_began_with(mode):
     assert windows_of(line_step(3)) == [3, 1, 1]
 
@@ -126,6 +129,7 @@ WINDOWS = [2, 2, 2, 1, 4, 3] + [1] * 7  # of {1: 4, 2: 1} and a cell with 2
 RATIOS = [1] * 4 + [2] * 2 + [0.5] * 7
 
 
+@pytest.mark.core("graph-linear", "graph-sqrt")
 @pytest.mark.parametrize("rule", ["linear", "sqrt"])
 def test_the_learning_rate_follows(rule, mode):
     """The rate given to the optimizer is that for the cell's own number; a compiled step sees each new one."""

@@ -12,7 +12,8 @@ from mindspore import nn
 from reference import make_network as make_dense
 from reference import relative_error
 from sharding_worker import TrustRatio, make_step, run
-from two_ranks import Results, case, run_on_ranks
+from support.ranks import Ranks
+from two_ranks import Results, case
 
 from gaccum_ms import GradAccumulationCell, ShardedOptimizer, resume
 from gaccum_ms.sharded_optimizer import _ELEMENTWISE
@@ -168,15 +169,15 @@ def test_owners_are_balanced():
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> list[Results]:
-    """What each of two ranks got, by case."""
-    return run_on_ranks(2, "sharding_worker.py", tmp_path_factory.mktemp("equality"), "equality", time_limit=600)
+def trained(rank_pair, tmp_path_factory) -> list[Results]:
+    """What each of two ranks gets, by case."""
+    return rank_pair.worker("sharding_worker", tmp_path_factory.mktemp("equality"))
 
 
 OPTIMIZERS = ["sgd", "momentum", "adam", "adam_weight_decay", "asgd", "adafactor", "trust_ratio"]
 
 
-@pytest.mark.slow
+@pytest.mark.core("adam", "trust_ratio", "counted")
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "counted", "flush", "by hand"])
 def test_equals_the_optimizer_that_is_not_sharded(trained, name):
@@ -185,7 +186,7 @@ def test_equals_the_optimizer_that_is_not_sharded(trained, name):
         assert_same(case(results, f"{name}/sharded"), case(results, f"{name}/whole"))
 
 
-@pytest.mark.slow
+@pytest.mark.core("broadcast-adam")
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "reference"),
@@ -206,7 +207,6 @@ def test_equals_it_in_all_modes_and_partitions(trained, name, reference):
         assert_same(case(results, f"{name}/sharded"), case(results, f"{reference}/whole"))
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_an_overflow_on_one_rank_skips_the_update_on_both(trained):
     for results in trained:
@@ -216,7 +216,7 @@ def test_an_overflow_on_one_rank_skips_the_update_on_both(trained):
         assert_same(sharded, whole)
 
 
-@pytest.mark.slow
+@pytest.mark.core("shards counted-counted")
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "reference"),
@@ -234,17 +234,16 @@ def test_sharded_accumulators_equal_whole_ones(trained, name, reference):
         assert_same(case(results, f"{name}/sharded"), case(results, f"{reference}/whole"))
 
 
-@pytest.mark.slow
+@pytest.mark.core(broken="forgets")
 @pytest.mark.distributed
 @pytest.mark.parametrize(("broken", "reference"), [("forgets", "adam"), ("neighbour", "adam"), ("unit", "counted")])
 def test_the_comparison_finds_what_is_broken(trained, broken, reference):
     """A rank that forgets to gather; one that updates its neighbour's slice; accumulators in units of their own."""
     for results in trained:
         with pytest.raises(AssertionError):
-            assert_same(case(results, f"broken/{broken}"), case(results, f"{reference}/whole"))
+            assert_same(case(results, f"broken: {broken}"), case(results, f"{reference}/whole"))
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_learning_rates_are_those_of_all_groups_on_all_ranks(trained):
     for results in trained:
@@ -270,10 +269,8 @@ def one_rank(tmp_path_factory) -> tuple[Path, Results]:
 
 
 @pytest.fixture(scope="module")
-def saved(one_rank) -> list[Results]:
-    folder = one_rank[0] / "two"
-    folder.mkdir()
-    return run_on_ranks(2, "sharding_worker.py", folder, "checkpoints", time_limit=600)
+def saved(rank_pair, one_rank) -> list[Results]:
+    return rank_pair.worker("sharding_worker", one_rank[0])
 
 
 def went_on(results: Results, name: str) -> Results:
@@ -282,51 +279,54 @@ def went_on(results: Results, name: str) -> Results:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.core("resumed")
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["resumed", "mindspore's load", "to plain"])
 def test_goes_on_from_what_modelcheckpoint_and_updatecheckpoint_saved(saved, name):
     """`resume` , MindSpore's own `load_checkpoint` , and into an optimizer that is not sharded."""
+    assert case(saved[0], "resumed")  # they have saved
     for results in saved:
         assert_same(went_on(results, name), went_on(results, "adam went on"))
 
 
-@pytest.mark.slow
+@pytest.mark.core("adam")
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["adam", "adafactor"])
 def test_two_ranks_go_on_from_one(saved, one_rank, kind):
     """A plain optimizer's checkpoint, of one process."""
     for results in saved:
-        assert_same(went_on(results, f"from one/{kind}"), one_rank[1][kind], RANKS_TOLERANCE)
+        assert_same(went_on(results, f"{kind} from one"), one_rank[1][kind], RANKS_TOLERANCE)
 
 
-@pytest.mark.slow
+@pytest.mark.core("False-adam")
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["adam", "adafactor"])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_one_rank_goes_on_from_two(saved, one_rank, kind, sharded):
+    assert case(saved[0], f"{kind} went on")  # it has saved
     step = make_step(sharded, kind)
-    resume(step, one_rank[0] / "two" / f"{kind}-by-hand.ckpt")
+    resume(step, one_rank[0] / f"{kind}-by-hand.ckpt")
     assert_same(run(step, 2, 4), one_rank[1][kind], RANKS_TOLERANCE)
 
 
-@pytest.mark.slow
+@pytest.mark.core(kind="adam")
 @pytest.mark.distributed
-def test_a_checkpoint_is_that_of_the_optimizer_that_is_not_sharded(saved, one_rank):
+@pytest.mark.parametrize(("kind", "one"), [("adam", "one-rank.ckpt"), ("adafactor", "one-rank-adafactor.ckpt")])
+def test_a_checkpoint_is_that_of_the_optimizer_that_is_not_sharded(saved, one_rank, kind, one):
     """Names and shapes are those that one process saves with a plain optimizer, whoever has saved."""
-    for kind, one in (("adam", "one-rank.ckpt"), ("adafactor", "one-rank-adafactor.ckpt")):
-        wanted = {name: value.shape for name, value in ms.load_checkpoint(str(one_rank[0] / one)).items()}
-        by_hand = one_rank[0] / "two" / f"{kind}-by-hand.ckpt"
-        found = {name: value.shape for name, value in ms.load_checkpoint(str(by_hand)).items()}
-        assert found == wanted
+    assert case(saved[0], f"{kind} went on")  # it has saved
+    wanted = {name: value.shape for name, value in ms.load_checkpoint(str(one_rank[0] / one)).items()}
+    by_hand = one_rank[0] / f"{kind}-by-hand.ckpt"
+    found = {name: value.shape for name, value in ms.load_checkpoint(str(by_hand)).items()}
+    assert found == wanted
 
 
-@pytest.mark.slow
+@pytest.mark.core("window with sharded accumulators")
 @pytest.mark.distributed
-@pytest.mark.parametrize("sharded", [0, 1])
-def test_goes_on_in_mid_window(saved, sharded):
+@pytest.mark.parametrize("name", ["window", "window with sharded accumulators"])
+def test_goes_on_in_mid_window(saved, name):
     for results in saved:
-        assert_same(went_on(results, f"window/{sharded}/resumed"), went_on(results, f"window/{sharded}/whole"))
+        assert_same(went_on(results, f"{name}/resumed"), went_on(results, f"{name}/whole"))
 
 
 ERRORS = {
@@ -343,49 +343,56 @@ ERRORS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ERRORS)
 def test_what_would_wait_for_ever_or_save_a_part_is_refused_on_both_ranks(saved, name):
     for results in saved:
-        assert str(results[f"errors/{name}"]).startswith(ERRORS[name]), results[f"errors/{name}"]
+        assert str(results[f"{name}/error"]).startswith(ERRORS[name]), results[f"{name}/error"]
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def eight(saved, one_rank) -> list[Results]:
-    folder = one_rank[0] / "eight"
-    folder.mkdir()
-    return run_on_ranks(8, "sharding_worker.py", folder, "memory", time_limit=600)
+def eight(one_rank, tmp_path_factory):
+    with Ranks(tmp_path_factory.mktemp("eight"), 8) as ranks:
+        yield ranks.worker("sharding_worker", one_rank[0])
 
 
-@pytest.mark.slow
+@pytest.fixture
+def on(number, saved, request) -> list[Results]:
+    """What each of so many ranks gets."""
+    return saved if number == 2 else request.getfixturevalue("eight")
+
+
+@pytest.mark.core(number=2)
 @pytest.mark.distributed
 @pytest.mark.parametrize("partition", ["slices", "parameters"])
-def test_each_of_eight_ranks_has_an_eighth_of_the_state(eight, partition):
+@pytest.mark.parametrize("number", [2, 8])
+def test_each_rank_has_its_share_of_the_state(on, number, partition):
     """In slices. By parameters as evenly as these go: the largest of five has most of the weights."""
-    for results in eight:
+    for results in on:
         whole, share = int(results["bytes/whole/state"]), int(results[f"bytes/{partition}/state"])
         assert int(results["bytes/whole/copies"]) == 0 and whole >= 2 * int(results["bytes/whole/weights"])
         if partition == "slices":
-            assert share <= whole * (1 / 8) * 1.05
-            assert int(results["bytes/slices/copies"]) <= int(results["bytes/whole/weights"]) * (1 / 8) * 1.05
+            assert share <= whole * (1 / number) * 1.05
+            assert int(results["bytes/slices/copies"]) <= int(results["bytes/whole/weights"]) * (1 / number) * 1.05
     if partition == "parameters":
-        assert sum(int(results["bytes/parameters/state"]) for results in eight) <= whole * 1.05
+        assert sum(int(results["bytes/parameters/state"]) for results in on) <= whole * 1.05
 
 
-@pytest.mark.slow
+@pytest.mark.core(number=2)
 @pytest.mark.distributed
-def test_each_of_eight_ranks_has_an_eighth_of_the_accumulators(eight):
-    for results in eight:
-        assert int(results["bytes/accumulators/1"]) <= int(results["bytes/accumulators/0"]) * (1 / 8) * 1.05
+@pytest.mark.parametrize("number", [2, 8])
+def test_each_rank_has_its_share_of_the_accumulators(on, number):
+    for results in on:
+        assert int(results["bytes/accumulators/1"]) <= int(results["bytes/accumulators/0"]) * (1 / number) * 1.05
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.distributed
-def test_eight_ranks_go_on_from_two(eight, one_rank):
+def test_eight_ranks_go_on_from_two(saved, eight, one_rank):
     """With weights that have fewer elements than there are ranks; both with sharded accumulators."""
+    assert case(saved[0], "resumed")  # they have saved
     for results in eight:
         assert_same(went_on(results, "from two"), one_rank[1]["adam"], RANKS_TOLERANCE)

@@ -102,6 +102,7 @@ def test_refuses_hybrid_parallel_mode_and_pipelines():
 # -- hand-worked gradients ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.core("graph-1", "graph-3", "pynative-3")
 @pytest.mark.parametrize("micro_size", [1, 2, 3])
 def test_hand_worked_gradient(micro_size, mode):
     """x = 1, 2, 4 and y = 0, 1, 1 at w = 1: gradients x (w x - y) = 1, 2, 12, mean 5; losses 0.5, 0.5, 4.5, mean 11/6.
@@ -155,6 +156,7 @@ class Named(nn.Cell):
         return total
 
 
+@pytest.mark.core("graph-2")
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
 def test_weights_may_have_the_names_of_our_attributes(accumulation_steps, mode):
     network = Named()
@@ -328,6 +330,7 @@ def test_the_graph_does_not_grow_with_the_number_of_micro_batches(tmp_path):
 # -- clipping ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.core("graph-0.1", "graph-1000.0")
 @pytest.mark.parametrize("max_norm", [0.1, 1e3])
 def test_clips_the_whole_batchs_gradient_once(max_norm, mode):
     """Equal to ops.clip_by_global_norm on the whole batch's gradient, applied by SGD."""
@@ -347,6 +350,7 @@ def test_clips_the_whole_batchs_gradient_once(max_norm, mode):
         assert relative_error(as_numpy(weight), value) < 1e-5
 
 
+@pytest.mark.core(mode="graph")
 def test_negative_control_clipping_each_micro_batch_is_caught(mode):
     class ClipEach(SampleWindow):
         def add(self, gradients):

@@ -42,7 +42,6 @@ def run(import_line: str, digits: Path, folder: Path) -> tuple[list[float], dict
     return [float(loss) for loss in LOSS.findall(done.stdout)], looks
 
 
-@pytest.mark.slow
 def test_with_our_import_it_trains(digits, tmp_path):
     losses, looks = run(OURS, digits, tmp_path)
     (before, accuracy_before), (after, accuracy_after) = looks["before"], looks["after"]
@@ -53,7 +52,7 @@ def test_with_our_import_it_trains(digits, tmp_path):
     assert accuracy_after > accuracy_before + 0.2
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_with_mindspores_import_no_weight_moves(digits, tmp_path):
     losses, looks = run(MINDSPORES, digits, tmp_path)
     assert losses, "it did run"

@@ -59,6 +59,7 @@ def whole_batch(given, momentum=0.9, **options):
     return run(make_step(nn.BatchNorm2d(2, momentum=momentum), micro_size=1), given)
 
 
+@pytest.mark.core("graph-options0", "graph-options2", "pynative-options1")
 @pytest.mark.parametrize("options", [{"micro_size": 4}, {"micro_batch_size": 5}, {"micro_size": 1}])
 def test_moving_statistics_are_the_whole_batchs(options, mode):
     given = data(12)
@@ -74,6 +75,7 @@ def test_mindspores_own_layer_moves_otherwise():
     assert relative_error(run(make_step(nn.BatchNorm2d(2), micro_size=4), given), whole_batch(given)) > 1e-2
 
 
+@pytest.mark.core(mode="graph")
 def test_windows_of_several_batches(mode):
     """Of unequal batches; nothing moves before the window's end."""
     given = data(12)
@@ -92,6 +94,7 @@ def test_a_flush_moves_by_what_is_there(pynative):
     assert relative_error(statistics(step), whole_batch(given)) < 1e-6
 
 
+@pytest.mark.core(mode="graph")
 def test_a_window_that_overflows_moves_nothing_and_leaves_nothing(mode):
     given = data(12)
     bad = (given[1][0].copy(), given[1][1])
@@ -117,6 +120,7 @@ def test_a_batch_that_fails_half_way_leaves_nothing(accumulation_steps, pynative
     np.testing.assert_array_equal(statistics(step), [[0, 0], [1, 1]])
 
 
+@pytest.mark.core(mode="graph")
 def test_a_dropped_micro_batch_is_left_out(mode):
     x, y = data(12, 1)[0]
     bad = x.copy()
@@ -133,6 +137,7 @@ def test_momentum_for_a_batch_size(pynative):
     assert relative_error(run(step, given), whole_batch(given, momentum=0.9**3)) < 1e-6
 
 
+@pytest.mark.core(mode="graph")
 def test_evaluation_normalises_by_them(mode):
     given = data(12, 1)
     norm = WindowBatchNorm(2, momentum=0.0)
@@ -147,6 +152,7 @@ def test_evaluation_normalises_by_them(mode):
     assert relative_error(mean, x.mean(axis=(0, 2, 3))) < 1e-6
 
 
+@pytest.mark.core(mode="graph")
 @pytest.mark.parametrize("shape", [(6, 4), (6, 4, 5), (6, 4, 3, 2), (6, 4, 2, 3, 2)])
 def test_in_training_it_normalises_and_trains_as_mindspores_layer(shape, mode):
     """Gradients of the input and of scale and shift too."""

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import MODES
 from mindspore import Tensor, nn, ops, train
 from mindspore.dataset import NumpySlicesDataset
 from reference import FEATURES, OPTIMIZERS, Line, as_numpy, batches, make_network, relative_error
+from support.modes import MODES
 
 import gaccum_ms.spanning_window
 from gaccum_ms import (
@@ -209,6 +209,18 @@ LINES = [
 ]
 
 
+@pytest.mark.core(
+    "graph-dense-sgd-mean-float32-ragged-micro_size",
+    "graph-conv-momentum-mean-float32-ragged-micro_size",
+    "graph-dense-grouped-mean-float32-equal-compensated",
+    "graph-dense-momentum-masked-float32-ragged-micro_size-count",
+    "graph-dense-sgd-sum-float32-equal-micro_size-reduction",
+    "graph-dense-momentum-mean-float32-ragged-max_grad_norm",
+    "graph-cast_weights-plain_sgd-mean-bfloat16-equal-micro_size",
+    "pynative-dense-momentum-mean-float32-ragged-micro_size",
+    "pynative-dense-momentum-masked-float32-ragged-count-max_grad_norm",
+    "jit-dense-sgd-mean-float32-ragged-micro_size",
+)
 @pytest.mark.parametrize(
     ("mode", "problem", "sizes", "options"),
     LINES,
@@ -299,6 +311,7 @@ class KeepsItsSums(OpenWindow):
         return ops.depend(after, ops.assign(self.window_position, ops.depend(ms.Tensor(0, ms.int32), cleared)))
 
 
+@pytest.mark.core(mode="graph")
 @pytest.mark.parametrize("broken", [UpdatesEachBatch, DividesByWholeWindows, NeverCleared, KeepsItsSums])
 def test_negative_control_a_broken_window_is_caught(broken, monkeypatch, mode):
     monkeypatch.setattr(gaccum_ms.spanning_window, "OpenWindow", broken)
@@ -344,6 +357,7 @@ def check_nothing_trained_between_updates(step):
     return after
 
 
+@pytest.mark.core("graph-noisy", "graph-adam", "pynative-dynamic_lr")
 @pytest.mark.parametrize("optimizer", ["noisy", "adam", "dynamic_lr"])
 def test_nothing_that_is_trained_changes_before_the_windows_end(optimizer, mode):
     """Weights, optimizer state, its step counter, a user's moving average; and noise that a user's optimizer draws
@@ -373,6 +387,7 @@ def test_noise_was_drawn():
     assert relative_error(noisy[1]["out.weight"], plain[1]["out.weight"]) > 1e-3
 
 
+@pytest.mark.core("graph-mean", "pynative-masked", "graph-sum")
 @pytest.mark.parametrize("loss", ["mean", "masked", "sum"])
 def test_each_call_returns_the_batchs_own_loss_at_the_current_weights(loss, mode):
     options = {"masked": {"count": CountMask()}, "sum": {"reduction": "sum"}}.get(loss, {})
@@ -460,7 +475,13 @@ def test_an_overflow_in_any_batch_drops_its_whole_window_exactly(mode):
     """And the scale is halved once, at the window's end. The good windows train as if the others had never been."""
     step = DENSE.step(manager(), micro_size=2)
     scale = 2.0**10
-    dropped = ("scale_sense", "batch_count", "window_loss", "current_iterator_step", "last_overflow_iterator_step")
+    dropped = (
+        "gaccum_ms.scale_sense",
+        "gaccum_ms.batch_count",
+        "gaccum_ms.window_loss",
+        "current_iterator_step",
+        "last_overflow_iterator_step",
+    )
     for position, value in ((None, 0), (0, np.nan), (1, np.inf), (2, np.nan), (None, 0)):
         before = everything(step)
         overflows, used, left = [], [], []
@@ -576,7 +597,7 @@ def test_a_batch_that_fails_half_way_drops_its_window_and_the_next_is_right(at, 
     expected = [f"the {good} batch(es) before it in its window were dropped"] if good else []
     assert [type(one.message) for one in caught] == [UserWarning] * len(expected)
     assert all(text in str(one.message) for one, text in zip(caught, expected, strict=True))
-    assert_identical(before, everything(step), but=("batch_count", "batch_items"))
+    assert_identical(before, everything(step), but=("gaccum_ms.batch_count", "gaccum_ms.batch_items"))
     for batch in GOOD:
         step(*map(Tensor, batch))
     assert_one_good_window(step)
@@ -618,7 +639,7 @@ def test_a_label_that_fails_inside_the_compiled_step_drops_the_window():
     bad = np.where(np.arange(8) == 7, 99, y).astype(np.int32)
     with pytest.warns(UserWarning, match=r"the 1 batch\(es\) before it"), pytest.raises(RuntimeError, match="label"):
         step(Tensor(x), Tensor(bad))
-    assert_identical(before, everything(step), but=("batch_count", "batch_items"))
+    assert_identical(before, everything(step), but=("gaccum_ms.batch_count", "gaccum_ms.batch_items"))
 
 
 # -- ms.Model and its callbacks ----------------------------------------------------------------------------------------
@@ -796,7 +817,7 @@ def test_the_order_of_callbacks_does_not_matter(tmp_path):
     np.testing.assert_allclose([watch.weights[6], watch.weights[13]], weights[[1, 3]], rtol=1e-5)
     for epoch, weight in enumerate(weights[[1, 3]], 1):
         saved = ms.load_checkpoint(str(tmp_path / f"net-{epoch}_7.ckpt"))
-        assert int(saved["window_position"].asnumpy()) == 0
+        assert int(saved["gaccum_ms.window_position"].asnumpy()) == 0
         np.testing.assert_allclose(saved["weight"].asnumpy(), weight, rtol=1e-5)
     assert_line(step, (4, 3, 4, 3))
 
@@ -852,8 +873,8 @@ def test_checkpoints_by_update_and_by_batch(tmp_path, pynative):
     ]
     for name in ("update-1_6", "update-2_4"):
         saved = ms.load_checkpoint(str(tmp_path / f"{name}.ckpt"))
-        assert int(saved["window_position"].asnumpy()) == 0
-    assert int(saved["update_count"].asnumpy()) == 4
+        assert int(saved["gaccum_ms.window_position"].asnumpy()) == 0
+    assert int(saved["gaccum_ms.update_count"].asnumpy()) == 4
 
 
 @pytest.mark.parametrize(("updates", "error"), [(0, ValueError), (True, TypeError), (1.5, TypeError)])

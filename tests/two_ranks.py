@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+from support.ranks import Asked
 
 HERE = Path(__file__).resolve().parent
 Results = dict[str, np.ndarray]
@@ -60,6 +61,8 @@ def leave(out: Path, rank: int, results: Results) -> None:
 
 def case(results: Results, name: str) -> Results:
     """What was kept under ``name/``."""
+    if isinstance(results, Asked):
+        results.ask(name)
     found = {key.removeprefix(name + "/"): value for key, value in results.items() if key.startswith(name + "/")}
     assert found, name
     return found

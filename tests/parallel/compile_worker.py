@@ -1,6 +1,7 @@
-"""Rank 0 of eight compiles the training steps of `CASES`, or those whose names it gets, for eight GPUs and leaves each
-finished graph; the other ranks only are there. There is no GPU: the compiler runs all its passes and then asks for the
-device in vain."""
+"""Rank 0 of eight compiles training steps of `CASES` for eight GPUs and leaves each finished graph; the other ranks are
+only there. It compiles those whose names it gets, or, without names, one after the other those whose names come as
+files in ``OUT/wanted``, until ``OUT/done`` is there. There is no GPU: the compiler runs all its passes and then asks
+for the device in vain."""
 
 from __future__ import annotations
 
@@ -211,7 +212,7 @@ def compile_case(name, make, settings, graphs, out):
         ms.set_auto_parallel_context(**{key: value for key, value in mode.items() if value is not None})
     shutil.rmtree(graphs, ignore_errors=True)
     folder = out / name
-    folder.mkdir(parents=True)
+    folder.mkdir()
     try:
         step = make()
     except (RuntimeError, ValueError) as error:
@@ -244,6 +245,17 @@ def local_shapes(settings):
     return X, Y
 
 
+def wanted(out):
+    """Names as they come, each once."""
+    seen = set()
+    while not (out / "done").exists():
+        for file in (out / "wanted").iterdir():
+            if file.name not in seen:
+                seen.add(file.name)
+                yield file.name
+        time.sleep(0.05)
+
+
 def main(out, graphs, names):
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_device("CPU")
@@ -251,8 +263,9 @@ def main(out, graphs, names):
     create_group("nccl_world_group", list(range(get_group_size())))
     ms.set_context(device_target="GPU")
     if get_rank() == 0:
-        for name in names or CASES:
+        for name in names or wanted(out):
             compile_case(name, *(BENCHMARKED | CASES)[name], graphs, out)
+            (out / f"{name}.compiled").touch()
             print(name, flush=True)
         (out / "done").touch()
     while not (out / "done").exists():

@@ -1,16 +1,16 @@
-"""The finished graphs of all cases, compiled once."""
+"""The finished graphs, each compiled once, when a test first needs it."""
 
 from __future__ import annotations
 
 import no_device
 import pytest
-from compiled import Case, compile_cases
+from compiled import Compiler
 
 
 @pytest.fixture(scope="session")
 def cases(tmp_path_factory):
-    """Compiles everything that the tests need, on eight ranks; returns the function from name to case."""
+    """The function from a case's name to what eight ranks' compiler made of it."""
     if reason := no_device.why_not():
         pytest.skip(reason)
-    out = compile_cases(tmp_path_factory.mktemp("parallel"))
-    return lambda name: Case(out / name)
+    with Compiler(tmp_path_factory.mktemp("parallel")) as compiler:
+        yield compiler

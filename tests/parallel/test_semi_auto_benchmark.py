@@ -26,7 +26,6 @@ def numbers(row):
     return {what: (row.collectives[what], row.bytes[what]) for what in row.collectives}
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "k", "expected"),
@@ -52,7 +51,6 @@ def test_collectives_are_told_apart_and_counted(cases, name, k, expected):
         assert row.collectives.total() == len(re.findall(rf"\) = (?:PrimFunc_)?(?:{'|'.join(COLLECTIVES)})\(", text))
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_weights_that_are_gathered_are_no_inputs(cases):
     row = semi_auto.measure(cases("optimizer parallel, 4"), "optimizer parallel", False, 4)
@@ -97,7 +95,6 @@ def test_what_did_not_compile_passes_nothing():
     assert semi_auto.collectives_table([*GOOD, bad]).endswith("not compiled: it did not")
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_command_prints_what_it_counted(tmp_path):
     if reason := no_device.why_not():

@@ -1,0 +1,49 @@
+"""One of the ranks of ranks.py: runs the cases that it is asked for, one after the other.
+
+Run by ``python -m gaccum_ms.launch -n 2 rank_that_stays.py FOLDER PID``: requests come as files into the folder, and
+when the process PID is gone nobody asks any more.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+import psutil
+from mindspore import ops
+from mindspore.communication import get_rank, init
+
+
+def request(file: Path, asking: int) -> dict[str, str] | None:
+    """The next request; None if there is none to come."""
+    while not file.exists():
+        if not psutil.pid_exists(asking):
+            return None
+        time.sleep(0.02)
+    return json.loads(file.read_text())
+
+
+def main(folder: Path, asking: int) -> None:
+    ms.set_device("CPU")
+    init()
+    rank, number = get_rank(), 0
+    while asked := request(folder / f"{number}.json", asking):
+        ms.set_context(mode=ms.GRAPH_MODE)
+        ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True, parameter_broadcast=False)
+        print(asked["module"], asked["case"], flush=True)
+        results = importlib.import_module(asked["module"]).CASES[asked["case"]](Path(asked["out"]))
+        new = folder / f"{number}.{rank}.new.npz"
+        np.savez(new, **results)
+        new.rename(folder / f"{number}.{rank}.npz")
+        ms.ms_memory_recycle()
+        number += 1
+    ops.AllReduce()(ms.Tensor([1.0])).asnumpy()  # a rank that leaves first breaks the others' last collective
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
