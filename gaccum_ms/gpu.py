@@ -80,15 +80,17 @@ def lay_out(folder: Path, env: Mapping[str, str]) -> dict[str, str]:
 
 def _libraries() -> list[Path]:
     """The shared libraries in NVIDIA's packages."""
-    try:
-        return sorted(_package("nvidia").glob("*/lib/*.so*"))
-    except FileNotFoundError:
-        return []
+    return sorted(library for folder in _folders("nvidia") for library in folder.glob("*/lib/*.so*"))
 
 
 def _package(name: str) -> Path:
     """Where a package is installed; it is not imported."""
+    if folders := _folders(name):
+        return folders[0]
+    raise FileNotFoundError(name)
+
+
+def _folders(name: str) -> list[Path]:
+    """All folders of a package: NVIDIA's may be in several environments, one on top of the other."""
     spec = importlib.util.find_spec(name)
-    if spec is None or not spec.submodule_search_locations:
-        raise FileNotFoundError(name)
-    return Path(next(iter(spec.submodule_search_locations)))
+    return [Path(folder) for folder in (spec and spec.submodule_search_locations) or []]
