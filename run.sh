@@ -152,10 +152,10 @@ use_gpu() {
     local said
     if ! "$python" -c 'import sys; sys.path.insert(0, sys.argv[1]); import gpu; sys.exit(bool(gpu.missing_packages()))' \
         "$here/gaccum_ms"; then
-        [ "$python" = "$here/.venv/bin/python" ] || use_venv "$python" "the extra 'gpu'"
+        [ "$python" = "$here/.venv/bin/python" ] || use_venv "$python" 'gaccum_ms[gpu]'
         echo "installing gaccum_ms[gpu] into $here/.venv"
-        said=$(flock 9 && "$python" -m pip install --quiet --disable-pip-version-check --retries 1 --timeout 30 \
-            --editable "$here[gpu]" 2>&1) 9>>"$here/.venv.lock" ||
+        said=$({ flock 9 && "$python" -m pip install --quiet --disable-pip-version-check --retries 1 --timeout 30 \
+            --editable "$here[gpu]"; } 2>&1 9>>"$here/.venv.lock") ||
             echo "the extra 'gpu' was not installed: $(grep -m 1 -o 'ERROR.*' <<<"$said")"
     fi
 }
