@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import re
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -42,6 +44,25 @@ def missing_packages() -> list[str]:
     """Return the packages of the extra ``gpu`` whose libraries are not installed."""
     found = {path.name for path in _libraries()}
     return [package for library, package in LIBRARIES.items() if library not in found]
+
+
+def wrong_cuda_home(env: Mapping[str, str]) -> str:
+    """Say why MindSpore's back end does not take the ``CUDA_HOME`` of an environment; nothing where it does."""
+    home = env.get("CUDA_HOME")
+    if not home:
+        return ""
+    try:
+        nvcc = [str(Path(home) / "bin" / "nvcc"), "--version"]
+        said = subprocess.run(nvcc, capture_output=True, text=True, timeout=30, errors="replace").stdout
+    except (OSError, subprocess.TimeoutExpired):
+        said = ""
+    version = re.search(r"release (\d+)\.(\d+)", said)
+    needed = f"MindSpore's back end needs CUDA {CUDA_VERSION.partition('.')[0]}"
+    if version is None:
+        return f"CUDA_HOME={home} has no bin/nvcc that tells its version, and {needed}"
+    if version[1] != CUDA_VERSION.partition(".")[0]:
+        return f"CUDA_HOME={home} is CUDA {version[1]}.{version[2]}, and {needed}"
+    return ""
 
 
 def environment(folder: Path, env: Mapping[str, str]) -> dict[str, str]:
