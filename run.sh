@@ -7,7 +7,7 @@ sample=$here/sample_code/distributed_gradient_accumulation
 
 usage() {
     cat <<'END'
-bash run.sh [options] [arguments of the script]    train the sample on 8 processes
+bash run.sh [options] [script] [its arguments]     train the sample, or run a script, on 8 processes
 bash run.sh check                                  say whether this machine can train, and if not, why
 bash run.sh test                                   run the tests: every option, error and promise, on all cores
 bash run.sh test all                               those, and the thorough ones; `rest`: the thorough ones alone
@@ -16,22 +16,27 @@ bash run.sh test parallel [arguments of pytest]    those of the graphs for 8 dev
 bash run.sh lint                                   ruff, mypy and import-linter
 bash run.sh docs [folder]                          build the site, by default in build/site
 
-options (or the variable in brackets):
+options (or the variable in brackets), each also as --option=value:
   --processes N            number of processes on this host (PROCESSES, default 8)
   --launcher NAME          msrun or mpirun (LAUNCHER, default msrun)
   --script FILE            the program to run (SCRIPT, default the sample's train.py)
   --log-dir FOLDER         gets 1/rank.N/stdout and stderr (LOG_DIR, default ./log_output)
   --timeout SECONDS        end all processes after so long (TIMEOUT, default never)
   --start-timeout SECONDS  wait so long for processes and hosts that do not come (default 600)
+  --end-timeout SECONDS    wait so long for processes that stand still once another has ended (default 15)
   --tune-cpu               call gaccum_ms.tune_cpu() on each process before the program
+  --bind-core VALUE        msrun's option: True, or a JSON object of the cores of each process
+  --rank-table-file FILE   msrun's option
 
 with several hosts, the same on each but for R:
   --nodes N --node-rank R --master-addr ADDRESS [--master-port P]
                            R is this host's number from 0, ADDRESS is one of host 0's; P and P + 1
                            (default 8118) must be free and open there
+  --secret-file FILE       what the hosts know each other by (or the variable GACCUM_MS_SECRET)
 
+The first word that is no option begins the script's own words; -- ends the options before that.
 DATA_PATH names a folder with MNIST's four files; without it scikit-learn's digits are used.
-A Python with MindSpore that is on PATH is used as it is; otherwise everything goes into .venv, here.
+A Python on PATH that has all that is needed is used as it is. What is missing goes into .venv, here, never there.
 END
 }
 
@@ -49,46 +54,98 @@ sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null </dev/null
     done
 }
 
-has() { # has PYTHON MODULE...: are they all installed?
+lacks() { # lacks PYTHON MODULE...: print those that are not installed
     "$1" -c 'import sys, importlib.util as u
-sys.exit(not all(u.find_spec(name) for name in sys.argv[1:]))' "${@:2}" 2>/dev/null
+print(*(name for name in sys.argv[1:] if not u.find_spec(name)))' "${@:2}" 2>/dev/null || echo "${*:2}"
+}
+
+has() { # has PYTHON MODULE...: are they all installed?
+    [ -z "$(lacks "$@")" ]
 }
 
 # choose: set $python to the one that is active, if it has MindSpore, otherwise to .venv's, which may not be there yet.
 choose() {
     python=$(type -p python || type -p python3 || true)
-    ours=
     if [ -z "$python" ] || ! has "$python" mindspore; then
         python=$here/.venv/bin/python
-        ours=yes
     fi
 }
 
-# use EXTRA MODULE...: set $python to one that has MindSpore and these modules, installing what is missing.
-use() {
-    local extra=$1 stamp='' wanted='' base
+# some_python: set $python to the chosen one, or to any other that runs.
+some_python() {
     choose
-    if [ -n "$ours" ]; then
-        if ! has "$python" pip; then
-            base=$(find_python)
-            if [ -z "$base" ]; then
-                echo "error: no Python 3.10, 3.11 or 3.12 with 'venv' was found (on Debian: python3-venv)." >&2
-                exit 2
-            fi
-            rm -rf "$here/.venv"
-            "$base" -m venv "$here/.venv"
-        fi
-        stamp=$here/.venv/.installed-$extra
-        wanted=$(cksum "$here/setup.py")
-    fi
-    if ! has "$python" mindspore psutil tqdm "${@:2}" ||
-        { [ -n "$stamp" ] && [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; }; then
-        echo "installing gaccum_ms[$extra] with $python"
-        "$python" -m pip install --quiet --disable-pip-version-check --editable "$here[$extra]"
-        [ -z "$stamp" ] || printf '%s\n' "$wanted" >"$stamp"
+    [ -x "$python" ] || python=$(find_python)
+    [ -n "$python" ] || no_python
+}
+
+no_python() {
+    echo "error: no Python 3.10, 3.11 or 3.12 with 'venv' was found (on Debian: python3-venv)." >&2
+    exit 2
+}
+
+# use EXTRA MODULE...: set $python to one that has MindSpore and these modules. The active one is used if it has them
+# all, and is never changed: what it lacks goes into .venv.
+use() {
+    local missing active
+    used=("$@")
+    active=$(type -p python || type -p python3 || true)
+    missing=$(lacks "$active" mindspore psutil tqdm "${@:2}")
+    python=$active
+    if [ -n "$missing" ]; then
+        use_venv "$active" "$missing"
     fi
     PATH=$(dirname "$python"):$PATH
     export PATH PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" # this folder's sources, whatever else is installed
+}
+
+# use_venv ACTIVE MISSING: set $python to .venv's, with all that was wanted. If the active Python has MindSpore, .venv is
+# made on top of its packages.
+use_venv() {
+    local active=$1
+    python=$here/.venv/bin/python
+    if [[ " $2 " == *" mindspore "* ]] || [ "$(dirname "$active")" -ef "$here/.venv/bin" ]; then
+        active=
+    else
+        echo "$active lacks ${2// /, } and is left as it is: $here/.venv gets what is missing"
+    fi
+    if ! filled; then
+        (
+            flock --nonblock 9 || { echo "waiting for another run.sh, which fills .venv" && flock 9; }
+            filled || fill "$active"
+        ) 9>>"$here/.venv.lock"
+    fi
+}
+
+# filled: does .venv have all that was wanted, as this setup.py says it?
+filled() {
+    has "$python" pip mindspore psutil tqdm "${used[@]:1}" &&
+        { [ -e "$here/.venv/on-top" ] || [ "$(cat "$(stamp)" 2>/dev/null)" = "$(cksum "$here/setup.py")" ]; }
+}
+
+stamp() {
+    echo "$here/.venv/.installed-${used[0]:-nothing-more}"
+}
+
+fill() { # fill ACTIVE: make .venv, on top of the packages of this Python if there is one, and install what is missing
+    local base
+    if ! has "$python" pip; then
+        base=${1:-$(find_python)}
+        [ -n "$base" ] || no_python
+        rm -rf "$here/.venv"
+        "$base" -m venv "$here/.venv"
+        if [ -n "$1" ]; then
+            "$1" -c 'import site
+for folder in site.getsitepackages() + site.ENABLE_USER_SITE * [site.getusersitepackages()]:
+    print(f"import site; site.addsitedir({folder!r})")' >"$here/.venv/on-top"
+            "$python" -c 'import site, sys
+open(site.getsitepackages()[0] + "/on-top.pth", "w").write(sys.stdin.read())' <"$here/.venv/on-top"
+        fi
+    fi
+    if ! filled; then
+        echo "installing gaccum_ms${used[0]:+[${used[0]}]} into $here/.venv"
+        "$python" -m pip install --quiet --disable-pip-version-check --editable "$here${used[0]:+[${used[0]}]}"
+        cksum "$here/setup.py" >"$(stamp)"
+    fi
 }
 
 # use_gpu: add the extra gpu's libraries, which some tests need, though no GPU. They say themselves why they skip where
@@ -97,9 +154,10 @@ use_gpu() {
     local said
     if ! "$python" -c 'import sys; sys.path.insert(0, sys.argv[1]); import gpu; sys.exit(bool(gpu.missing_packages()))' \
         "$here/gaccum_ms"; then
-        echo "installing gaccum_ms[gpu] with $python"
-        said=$("$python" -m pip install --quiet --disable-pip-version-check --retries 1 --timeout 30 \
-            --editable "$here[gpu]" 2>&1) ||
+        [ "$python" = "$here/.venv/bin/python" ] || use_venv "$python" 'gaccum_ms[gpu]'
+        echo "installing gaccum_ms[gpu] into $here/.venv"
+        said=$({ flock 9 && "$python" -m pip install --quiet --disable-pip-version-check --retries 1 --timeout 30 \
+            --editable "$here[gpu]"; } 2>&1 9>>"$here/.venv.lock") ||
             echo "the extra 'gpu' was not installed: $(grep -m 1 -o 'ERROR.*' <<<"$said")"
     fi
 }
@@ -118,12 +176,7 @@ case ${1-} in
     exit
     ;;
 check)
-    choose
-    [ -x "$python" ] || python=$(find_python)
-    if [ -z "$python" ]; then
-        echo "error: no Python 3.10, 3.11 or 3.12 with 'venv' was found (on Debian: python3-venv)." >&2
-        exit 2
-    fi
+    some_python
     exec "$python" "$here/gaccum_ms/check.py"
     ;;
 test)
@@ -157,31 +210,21 @@ docs)
     ;;
 esac
 
-script=${SCRIPT:-$sample/train.py}
-options=(--processes "${PROCESSES:-8}" --launcher "${LAUNCHER:-msrun}")
-options+=(--log-dir "${LOG_DIR:-log_output}" --timeout "${TIMEOUT:-0}")
-while [ $# -gt 0 ]; do
-    case $1 in
-    --script | --processes | --launcher | --log-dir | --timeout | --start-timeout | \
-        --nodes | --node-rank | --master-addr | --master-port)
-        if [ $# -lt 2 ]; then
-            echo "error: $1 needs a value; see bash run.sh --help" >&2
-            exit 2
-        fi
-        if [ "$1" = --script ]; then script=$2; else options+=("$1" "$2"); fi
-        shift 2
-        ;;
-    --tune-cpu | --tune-cpu-threads)
-        options+=("$1")
-        shift
-        ;;
-    *) break ;;
-    esac
-done
-
-use sample sklearn
-if [ "$script" = "$sample/train.py" ] && [ -z "${DATA_PATH-}" ]; then
-    "$python" "$sample/prepare_data.py"
+# The launcher reads the words, so that they mean the same to both. It is run as a file, not as -m gaccum_ms.launch: that
+# would import MindSpore into the launcher, which has no need of it, and here may not be installed yet.
+words=(--default-script "$sample/train.py" ${SCRIPT:+--script "$SCRIPT"})
+words+=(--processes "${PROCESSES:-8}" --launcher "${LAUNCHER:-msrun}")
+words+=(--log-dir "${LOG_DIR:-log_output}" --timeout "${TIMEOUT:-0}" "$@")
+some_python
+script=$("$python" "$here/gaccum_ms/launch.py" --print-script "${words[@]}")
+if [ ! -f "$script" ]; then # the words asked for help
+    printf '%s\n' "$script"
+    exit
 fi
-# As a file, not as -m gaccum_ms.launch: that would import MindSpore into the launcher, which has no need of it.
-exec "$python" "$here/gaccum_ms/launch.py" "${options[@]}" "$script" "$@"
+if [ "$script" -ef "$sample/train.py" ]; then
+    use sample sklearn
+    [ -n "${DATA_PATH-}" ] || "$python" "$sample/prepare_data.py"
+else
+    use ''
+fi
+exec "$python" "$here/gaccum_ms/launch.py" "${words[@]}"

@@ -67,11 +67,14 @@ def check_device(device: str, env: Mapping[str, str]) -> Finding:
     if device == "CPU":
         return Finding(device, f"fails: {_first_reason(said)}", "reinstall MindSpore: " + INSTALL)
     if device == "GPU":
+        wrong = gpu.wrong_cuda_home(env)
         if not gpu.has_driver():
-            return Finding(device, f"no: there is no NVIDIA driver ({gpu.DRIVER})")
+            return Finding(device, f"no: there is no NVIDIA driver ({gpu.DRIVER})" + (f"; {wrong}" if wrong else ""))
+        if wrong:
+            return Finding(device, f"no: {wrong}", "unset CUDA_HOME, or set it to a CUDA 11")
         if missing := gpu.missing_packages():
             return Finding(device, f"no: {', '.join(missing)} missing", gpu.REMEDY)
-        return Finding(device, f"no: {_first_reason(said)}", "see nvidia-smi, and whether CUDA_HOME is set to CUDA 11")
+        return Finding(device, f"no: {_first_reason(said)}", "see nvidia-smi")
     load_error = re.search(r"libmindspore_ascend\S* failed\. (.*)", said)
     reason = load_error[1] if load_error else _first_reason(said)
     there = any(Path("/dev").glob("davinci[0-9]*"))

@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import re
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -42,6 +44,25 @@ def missing_packages() -> list[str]:
     """Return the packages of the extra ``gpu`` whose libraries are not installed."""
     found = {path.name for path in _libraries()}
     return [package for library, package in LIBRARIES.items() if library not in found]
+
+
+def wrong_cuda_home(env: Mapping[str, str]) -> str:
+    """Say why MindSpore's back end does not take the ``CUDA_HOME`` of an environment; nothing where it does."""
+    home = env.get("CUDA_HOME")
+    if not home:
+        return ""
+    try:
+        nvcc = [str(Path(home) / "bin" / "nvcc"), "--version"]
+        said = subprocess.run(nvcc, capture_output=True, text=True, timeout=30, errors="replace").stdout
+    except (OSError, subprocess.TimeoutExpired):
+        said = ""
+    version = re.search(r"release (\d+)\.(\d+)", said)
+    needed = f"MindSpore's back end needs CUDA {CUDA_VERSION.partition('.')[0]}"
+    if version is None:
+        return f"CUDA_HOME={home} has no bin/nvcc that tells its version, and {needed}"
+    if version[1] != CUDA_VERSION.partition(".")[0]:
+        return f"CUDA_HOME={home} is CUDA {version[1]}.{version[2]}, and {needed}"
+    return ""
 
 
 def environment(folder: Path, env: Mapping[str, str]) -> dict[str, str]:
@@ -80,15 +101,17 @@ def lay_out(folder: Path, env: Mapping[str, str]) -> dict[str, str]:
 
 def _libraries() -> list[Path]:
     """The shared libraries in NVIDIA's packages."""
-    try:
-        return sorted(_package("nvidia").glob("*/lib/*.so*"))
-    except FileNotFoundError:
-        return []
+    return sorted(library for folder in _folders("nvidia") for library in folder.glob("*/lib/*.so*"))
 
 
 def _package(name: str) -> Path:
     """Where a package is installed; it is not imported."""
+    if folders := _folders(name):
+        return folders[0]
+    raise FileNotFoundError(name)
+
+
+def _folders(name: str) -> list[Path]:
+    """All folders of a package: NVIDIA's may be in several environments, one on top of the other."""
     spec = importlib.util.find_spec(name)
-    if spec is None or not spec.submodule_search_locations:
-        raise FileNotFoundError(name)
-    return Path(next(iter(spec.submodule_search_locations)))
+    return [Path(folder) for folder in (spec and spec.submodule_search_locations) or []]

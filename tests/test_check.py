@@ -65,6 +65,28 @@ def test_a_driver_without_the_libraries_is_broken(monkeypatch):
     assert finding == ("GPU", "no: nvidia-cudnn-cu11 missing", gpu.REMEDY)
 
 
+@pytest.mark.parametrize("driver", [True, False])
+def test_a_cuda_home_of_another_version_is_named(tmp_path, monkeypatch, driver):
+    """With a driver it is broken; without one nothing would help, but it is said all the same."""
+    monkeypatch.setattr(gpu, "has_driver", lambda: driver)
+    monkeypatch.setattr(gpu, "missing_packages", lambda: [])
+    (tmp_path / "mindspore.py").write_text("raise ImportError('this back end does not load')")
+    env = {**os.environ, "CUDA_HOME": str(tmp_path), "PYTHONPATH": str(tmp_path)}
+    (tmp_path / "bin").mkdir()
+    nvcc = tmp_path / "bin" / "nvcc"
+    finding = check.check_device("GPU", env)
+    assert f"CUDA_HOME={tmp_path} has no bin/nvcc that tells its version, and MindSpore's back end needs CUDA 11" in (
+        finding.text
+    )
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.4, V12.4.131'\n")
+    nvcc.chmod(0o755)
+    finding = check.check_device("GPU", env)
+    assert f"CUDA_HOME={tmp_path} is CUDA 12.4, and MindSpore's back end needs CUDA 11" in finding.text
+    assert finding.remedy == ("unset CUDA_HOME, or set it to a CUDA 11" if driver else "")
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 11.8, V11.8.89'\n")
+    assert gpu.wrong_cuda_home({"CUDA_HOME": str(tmp_path)}) == ""
+
+
 def test_a_device_that_fails_gives_its_reason(tmp_path):
     (tmp_path / "mindspore.py").write_text("raise ImportError('this MindSpore is broken')")
     finding = check.check_device("CPU", {**os.environ, "PYTHONPATH": str(tmp_path)})

@@ -138,6 +138,17 @@ def test_the_test_is_injectable():
         search(network, is_out_of_memory=3)
 
 
+@pytest.mark.parametrize("batch", [ms.Tensor(np.ones((4, 3), np.float32)), None], ids=["Tensor", "NoneType"])
+def test_a_batch_that_is_no_tuple_is_refused(batch):
+    cell = GradAccumulationCell(nn.Dense(3, 1), 2)
+    with pytest.raises(TypeError) as error:
+        find_micro_batch_size(cell, nn.SGD(cell.trainable_params(), 0.1), batch)
+    assert str(error.value) == (
+        "For 'find_micro_batch_size', the argument 'batch' must be a tuple or list of Tensors, but got a "
+        f"'{type(batch).__name__}'. Pass a network's only input as (batch,)."
+    )
+
+
 def test_a_real_limit_of_the_address_space():
     """In a process of its own: MindSpore fails to allocate, the search goes on, and so does training."""
     path = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])

@@ -675,7 +675,7 @@ def test_refuses_parallel_modes_that_cut_the_graph(parallel_mode):
 
 def torch_loop(data, n):
     """PyTorch's classic accumulation loop, from the weights of make_network("dense")."""
-    torch = pytest.importorskip("torch", reason="PyTorch is in the extra 'torch': pip install gaccum-ms[torch]")
+    torch = pytest.importorskip("torch", reason="PyTorch is in the extra 'torch': pip install '.[torch]'")
     source = make_network("dense")
     model = torch.nn.Sequential(torch.nn.Linear(12, 16), torch.nn.Tanh(), torch.nn.Linear(16, 5))
     names = ["hidden.weight", "hidden.bias", "out.weight", "out.bias"]

@@ -161,7 +161,7 @@ def test_what_is_not_known_is_not_drawn(tmp_path):
 def test_without_matplotlib_there_is_one_clear_error(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    with pytest.raises(ImportError, match=re.escape("pip install 'gaccum_ms[plot]'")):
+    with pytest.raises(ImportError, match=re.escape("pip install matplotlib")):
         GradNoiseScale().draw(tmp_path / "noise.png")
 
 

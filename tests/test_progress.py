@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import io
 import os
@@ -17,8 +18,10 @@ from mindspore.dataset import NumpySlicesDataset
 from mindspore.train import Callback, RunContext
 from mindspore.train.callback import _InternalCallbackParam
 from reference import Line
+from tqdm import tqdm
 
 from gaccum_ms import FlushAccumulation, GradAccumulationCell, ProgressBar, TrainOneStepWithGradAccumulationCell
+from gaccum_ms.callbacks.progress import _fitting
 
 X = np.array([1, 2, 4, 1, 2, 4, 3], np.float32)
 Y = np.array([0, 1, 1, 0, 1, 1, 2], np.float32)
@@ -93,18 +96,67 @@ def test_the_end_shows_a_flush(pynative):
     assert "update 2," in drawn(file)[-1]
 
 
-def test_a_pseudo_terminal_gets_a_bar_of_its_width():
+def on_a_terminal(columns, **options):
+    """What is drawn on a terminal of this width."""
     master, slave = os.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     with open(slave, "w", encoding="utf-8") as terminal:
-        fit(ProgressBar(terminal), micro_size=2)
-        terminal.flush()
-        text = os.read(master, 1 << 16).decode()
+        fit(ProgressBar(terminal), **options)
+    read = b""
+    with contextlib.suppress(OSError):  # how a terminal says that nobody writes any more
+        while data := os.read(master, 1 << 16):
+            read += data
     os.close(master)
-    assert "8/8 batches" in text
-    assert "█" in text
-    widths = [len(part) for part in re.split(r"[\r\n]+", text)]
-    assert 90 <= max(widths) <= 100
+    return [part for part in re.split(r"[\r\n]+", read.decode()) if part.strip()]
+
+
+def test_a_pseudo_terminal_gets_a_bar_of_its_width():
+    texts = on_a_terminal(100, micro_size=2)
+    assert "8/8 batches" in texts[-1]
+    assert "█" in texts[-1]
+    assert 90 <= max(map(len, texts)) <= 100
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (70, ["Epoch 2/2", "8/8", "<", "loss", "lr 0.01", "norm", "/s"]),
+        (50, ["8/8", "<", "loss", "lr 0.01", "norm"]),
+        (40, ["8/8", "<", "loss", "lr 0.01"]),
+        (20, ["8/8", "loss"]),
+        (5, ["8/8"]),
+    ],
+)
+def test_a_narrow_terminal_does_without_the_least_important(pynative, columns, shown):
+    texts = on_a_terminal(columns, micro_size=2, max_grad_norm=100.0)
+    assert max(map(len, texts)) <= columns
+    parts = ["Epoch 2/2", "8/8", "<", "update", "loss", "lr 0.01", "norm", "/s"]
+    assert [part for part in parts if part in texts[-1]] == shown, texts[-1]
+
+
+SHOWN = {"bar": "|", "percentage": "%", "elapsed": "3:25:45", "words": " batches", "update": "update"}
+SHOWN |= {"epoch": "Epoch", "speed": "12345", "norm": "norm", "rate": "lr", "left": "<", "loss": "loss"}
+
+
+def test_numbers_of_a_long_training_fit_too():
+    """Only what is least important is missing, in the order that is documented."""
+    numbers = {"update": "update 12345", "loss": "loss 0.1234", "rate": "lr 0.0001234", "norm": "norm 1.234"}
+    numbers["speed"] = "12345 samples/s"
+    bar = tqdm(total=20000, file=io.StringIO(), desc="Epoch 10/100")
+    bar.start_t, bar.n = bar.start_t - 12345.0, 6789
+    seen = []
+    for columns in range(200, 10, -1):
+        bar.ncols = columns
+        bar.bar_format = _fitting(bar, numbers)
+        text = str(bar)
+        assert len(text) <= columns
+        missing = [name for name, part in SHOWN.items() if part not in text]
+        if missing not in seen:
+            seen.append(missing)
+    assert seen == [list(SHOWN)[:count] for count in range(len(SHOWN) + 1)]
+    bar.ncols = 70
+    bar.bar_format = _fitting(bar, numbers)
+    assert all(part in str(bar) for part in ("lr 0.0001234", "norm 1.234", "12345/s")), str(bar)
 
 
 def never(*_):

@@ -155,7 +155,7 @@ class GradNoiseScale(NoiseWatch):
       from zero;
     * ``advice`` : what to do, in one line; "accumulate over 6" means ``accumulation_steps=6`` ;
     * ``records`` : for each update a named tuple of ``update`` , ``batch_size`` and ``noise_scale`` ;
-    * ``draw(path)`` : draws the curve into a file, by matplotlib (``pip install 'gaccum_ms[plot]'`` ): noise scale and
+    * ``draw(path)`` : draws the curve into a file, by matplotlib (``pip install matplotlib`` ): noise scale and
       batch over updates, and the updates and examples that each batch size needs, :math:`1 + B_{noise} / B` and
       :math:`1 + B / B_{noise}` times the least, after the paper.
 
@@ -227,7 +227,7 @@ class GradNoiseScale(NoiseWatch):
         except ImportError as error:
             raise ImportError(
                 f"For '{_NAME}', 'draw' needs matplotlib, which cannot be imported ({error}). Install it with: "
-                f"pip install 'gaccum_ms[plot]'"
+                "pip install matplotlib"
             ) from error
         known = [record for record in self.records if 0 < record.noise_scale < math.inf]
         if not known:

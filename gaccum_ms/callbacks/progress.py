@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, TextIO
 
 from mindspore.train import Callback, RunContext
@@ -16,7 +17,13 @@ from gaccum_ms.learning_rate import current_learning_rate
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
 _NAME = "ProgressBar"
-_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} batches [{elapsed}<{remaining}{postfix}]"
+# What a terminal that is too narrow does without, the least important first: "words" are those that only explain, and
+# "batches" alone, which of how many, is never left out.
+_LEAST_IMPORTANT_FIRST = (
+    *("bar", "percentage", "elapsed", "words", "update", "epoch"),
+    *("speed", "norm", "rate", "left", "loss"),
+)
+_LEAST_BAR = 4  # columns
 
 
 class ProgressBar(Callback):
@@ -32,6 +39,9 @@ class ProgressBar(Callback):
     last batch before a window of several has ended; the learning rate of the next update, of the first parameter group;
     with `max_grad_norm` , the norm before clipping; and samples per second, of this rank, since the bar was last drawn.
     Times are as `tqdm <https://tqdm.github.io>`_ , which draws the bar, shows them: elapsed < left.
+
+    On a narrow terminal the least important is left out: first the bar itself, then the percentage, the time that has
+    elapsed, words, updates, the epoch, and only then speed, norm, learning rate, the time left and the loss.
 
     Reading loss and updates waits for the device, so they are read only when the bar is drawn, at most once in
     `refresh_seconds` . With data sinking MindSpore calls callbacks once for each sink, and the bar moves so.
@@ -93,7 +103,7 @@ class ProgressBar(Callback):
         self._batches = 0  # of this training, when MindSpore last called
         self._samples = 0  # since the bar was drawn
         self._drawn = math.nan
-        self._speed: list[str] = []
+        self._speed: dict[str, str] = {}
         self._epochs = 0
 
     def on_train_begin(self, run_context: RunContext) -> None:
@@ -109,11 +119,12 @@ class ProgressBar(Callback):
             return
         total = parameters.batch_num * parameters.epoch_num - skipped_batches(parameters)
         self._begun, self._batches, self._samples = parameters.cur_step_num, 0, 0
-        self._drawn, self._speed, self._epochs = math.nan, [], 0
-        # When it is drawn is decided here, not by tqdm: miniters and mininterval.
-        self._bar = tqdm(
-            total=total, file=file, bar_format=_FORMAT, dynamic_ncols=True, miniters=0, mininterval=0, desc="Epoch"
-        )
+        self._drawn, self._speed, self._epochs = math.nan, {}, 0
+        # When it is drawn is decided here, not by tqdm: miniters, mininterval, and a delay, so that it does not begin.
+        self._bar = tqdm(total=total, file=file, dynamic_ncols=True, miniters=0, mininterval=0, delay=1, desc="Epoch")
+        self._bar.delay = 0
+        self._bar.bar_format = _fitting(self._bar, {})
+        self._bar.refresh()
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         parameters = run_context.original_args()
@@ -148,28 +159,54 @@ class ProgressBar(Callback):
 
     def _draw(self, bar: tqdm, run_context: RunContext) -> None:
         parameters, step = run_context.original_args(), training_step(run_context)
-        numbers = [] if step is None else _numbers(step, parameters.get("net_outputs"))
+        numbers = {} if step is None else _numbers(step, parameters.get("net_outputs"))
         now = time.perf_counter()  # after reading: the device has done by now what is counted
         if self._samples and now > self._drawn:  # not the first time: that batch waited for the compiler
-            self._speed = [f"{self._samples / (now - self._drawn):.0f} samples/s"]
+            self._speed = {"speed": f"{self._samples / (now - self._drawn):.0f} samples/s"}
         bar.set_description_str(f"Epoch {parameters.get('cur_epoch_num')}/{self._epochs}", refresh=False)
-        bar.set_postfix_str(", ".join(numbers + self._speed), refresh=False)
+        bar.bar_format = _fitting(bar, numbers | self._speed)
         if not bar.update(self._batches - bar.n):
             bar.refresh()
         self._drawn, self._samples = time.perf_counter(), 0
 
 
-def _numbers(step: TrainOneStepWithGradAccumulationCell, outputs: Any) -> list[str]:
+def _fitting(bar: tqdm, numbers: dict[str, str]) -> str:
+    """A format of the bar that its terminal is wide enough for, if one is."""
+    shown = bar.format_dict
+    columns, shown["ncols"] = shown["ncols"], None
+    for count in range(len(_LEAST_IMPORTANT_FIRST) + 1):
+        text = _format(numbers, _LEAST_IMPORTANT_FIRST[:count])
+        length = len(bar.format_meter(**shown | {"bar_format": text.replace("{bar}", " " * _LEAST_BAR)}))
+        if not columns or length <= columns:
+            break
+    return text
+
+
+def _format(numbers: dict[str, str], left_out: Sequence[str]) -> str:
+    """The format of a bar without some of its parts."""
+    parts = {"epoch": "{desc}: ", "percentage": "{percentage:3.0f}%", "bar": "|{bar}| ", "words": " batches"}
+    parts |= {"elapsed": "{elapsed}", "left": "<{remaining}"}
+    parts |= dict.fromkeys(left_out, "")
+    gap = " " if parts["percentage"] and not parts["bar"] else ""
+    kept = [text for name, text in numbers.items() if name not in left_out]
+    if "words" in left_out:
+        kept = [text.replace(" samples/s", "/s") for text in kept]
+    inside = ", ".join(filter(None, [parts["elapsed"] + parts["left"], *kept]))
+    where = f"{parts['epoch']}{parts['percentage']}{parts['bar']}{gap}{{n_fmt}}/{{total_fmt}}{parts['words']}"
+    return f"{where} [{inside}]" if inside else where
+
+
+def _numbers(step: TrainOneStepWithGradAccumulationCell, outputs: Any) -> dict[str, str]:
     updates = int(step.update_count.asnumpy())
     loss = outputs[0] if isinstance(outputs, tuple) else outputs
     if step.spans_batches and updates:
         loss = step.window_loss
-    numbers = [f"update {updates}"]
+    numbers = {"update": f"update {updates}"}
     if loss is not None:
-        numbers.append(f"loss {_last(loss):.4g}")
-    numbers.append(f"lr {current_learning_rate(step.optimizer):.4g}")
+        numbers["loss"] = f"loss {_last(loss):.4g}"
+    numbers["rate"] = f"lr {current_learning_rate(step.optimizer):.4g}"
     if updates and hasattr(step, "grad_norm"):
-        numbers.append(f"norm {_last(step.grad_norm):.4g}")
+        numbers["norm"] = f"norm {_last(step.grad_norm):.4g}"
     return numbers
 
 

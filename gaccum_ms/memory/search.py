@@ -59,7 +59,8 @@ def find_micro_batch_size(
         int, number of samples, from 1 to :math:`N`, the same on all ranks.
 
     Raises:
-        TypeError: If `cell` is not a GradAccumulationCell, `optimizer` not an Optimizer, an input not a Tensor,
+        TypeError: If `cell` is not a GradAccumulationCell, `optimizer` not an Optimizer, `batch` not a sequence, an
+            input not a Tensor,
             `memory_limit` not an int, or `is_out_of_memory` not callable.
         ValueError: If the batch is empty, its inputs differ in length, or `memory_limit` is less than 1; if the network
             is a WithBatchLossCell; if it has SyncBatchNorm layers, on several ranks.
@@ -82,6 +83,11 @@ def find_micro_batch_size(
         8
         >>> cell = GradAccumulationCell(network, micro_batch_size=size)
     """
+    if not isinstance(batch, Sequence):  # a Tensor would give its rows as inputs
+        raise TypeError(
+            f"For '{_NAME}', the argument 'batch' must be a tuple or list of Tensors, but got a "
+            f"'{type(batch).__name__}'. Pass a network's only input as (batch,)."
+        )
     check_trial(_NAME, cell, optimizer, batch, memory_limit)
     check_test(_NAME, is_out_of_memory)
     refuse_sync_batch_norm(_NAME, cell.network)
