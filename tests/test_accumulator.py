@@ -14,7 +14,6 @@ from gaccum_ms.backend import parameters
 
 DTYPES = {"float16": ms.float16, "bfloat16": ms.bfloat16, "float32": ms.float32}
 # One unit in the last place at 1: 10, 7 and 23 bits after the point.
-ULP = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23}
 
 
 def make_step(weights=ms.float32, **options):
@@ -118,7 +117,8 @@ TRUTH = float(LARGE_AND_TINY.astype(np.float64).sum())
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_compensation_keeps_what_rounding_takes(dtype):
-    assert abs(accumulate(dtype, compensated=True) - TRUTH) <= 2 * ULP[dtype]
+    """To float32's rounding, whatever the accumulators' dtype: what is kept is read again, too."""
+    assert abs(accumulate(dtype, compensated=True) - TRUTH) <= 1e-6
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -45,6 +45,7 @@ def steps_of(callback):
     return [record.accumulation_steps for record in callback.records]
 
 
+@pytest.mark.core(rule="linear")
 @pytest.mark.parametrize(("rule", "factor"), [("linear", 5.0), ("sqrt", 5**0.5), (None, 1.0)])
 def test_windows_grow_to_the_noise_scale_and_the_rate_follows(rule, factor, tmp_path):
     """A batch of 8 becomes one of 40, by doubling; the number that it ends with is within the tolerance of 5."""
@@ -72,6 +73,7 @@ def test_windows_grow_to_the_noise_scale_and_the_rate_follows(rule, factor, tmp_
     assert lines == [record._asdict() for record in callback.records]
 
 
+@pytest.mark.core("most", "least", "bounds")
 @pytest.mark.parametrize(
     ("options", "micro_size", "own", "expected"),
     [

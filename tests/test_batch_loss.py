@@ -193,6 +193,7 @@ def test_weights_that_backbone_and_loss_share_and_frozen_ones(mode):
     assert relative_error(runs[3], runs[1]) < TOLERANCE
 
 
+@pytest.mark.thorough
 def test_short_last_batches():
     data = [batches("towers", samples, 1)[0] for samples in (16, 5, 2, 16)]
     reference = contrastive.train(whole, "towers", data)

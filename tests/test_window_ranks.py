@@ -69,11 +69,13 @@ def trained(rank_pair, out) -> list[Results]:
 
 
 @pytest.fixture(scope="module")
-def resumed(out, trained, tmp_path_factory):
+def resumed(out, trained, tmp_path_factory, request):
     """The same of two new ranks, which go on from the checkpoints of the first two and of one process."""
+    parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     for kind in KINDS:
-        case(trained[0], f"uninterrupted {kind}")
-    save_alone(out)
+        if kind == "counts" or any(one.get("kind") == kind for one in parameters):
+            case(trained[0], f"uninterrupted {kind}")
+            save_alone(kind, out)
     with Ranks(tmp_path_factory.mktemp("new")) as ranks:
         yield ranks.worker("window_worker", out)
 
@@ -390,6 +392,7 @@ def test_the_samples_before_and_after_a_resume_make_up_the_epoch_and_none_comes_
         assert sorted(np.concatenate(before + after)) == list(range(BATCH * EPOCH))
 
 
+@pytest.mark.core(kind="counts")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_run_that_is_not_interrupted_equals_the_joined_windows(trained, kind):
     for rank, results in enumerate(trained):
@@ -420,7 +423,7 @@ def test_the_files_of_all_ranks_may_be_given_to_each_in_any_order(trained, resum
         assert_not_interrupted(case(results, f"{kind}, all files"), case(trained[rank], f"uninterrupted {kind}"), SAVED)
 
 
-@pytest.mark.core(kind="counts")
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_process_finishes_the_window_of_two_ranks(out, trained, kind):
     """In mid-window, between windows, and in mid-window of the second epoch; then all on the same model."""
@@ -484,9 +487,9 @@ def test_a_checkpoint_between_windows_loads_plainly_anywhere(out, resumed):
         assert not str(results[f"plain {2 * SAVED}/message"])
         assert results[f"plain {2 * SAVED}/position"] == 1
     ms.set_context(mode=ms.PYNATIVE_MODE)
-    step = make_model(accumulation_steps=STEPS).train_network
-    ms.load_param_into_net(step, ms.load_checkpoint(file_of(out, "samples", 2 * SAVED, 1)))
-    step(*(Tensor(column[:BATCH]) for column in samples(False)))
+    step = make_model(True, accumulation_steps=STEPS).train_network
+    ms.load_param_into_net(step, ms.load_checkpoint(file_of(out, "counts", 2 * SAVED, 1)))
+    step(*(Tensor(column[:BATCH]) for column in samples(True)))
     assert int(step.window_position.asnumpy()) == 1
 
 
@@ -500,7 +503,8 @@ def test_a_position_that_does_not_divide_by_the_ranks_is_refused_with_both_numbe
 
 
 def test_a_data_set_of_another_length_is_refused_with_both_numbers(out, trained):
-    model = make_model(accumulation_steps=STEPS)
-    files = [file_of(out, "samples", SAVED, rank) for rank in range(2)]
+    model = make_model(True, accumulation_steps=STEPS)
+    assert case(trained[0], "uninterrupted counts")  # it has saved
+    files = [file_of(out, "counts", SAVED, rank) for rank in range(2)]
     with pytest.raises(ValueError, match=r"got 10 an epoch on each of 1 rank\(s\), .* has 10 on each of 2"):
-        resume(model, files, share(False, 0, 2))
+        resume(model, files, share(True, 0, 2))

@@ -446,16 +446,16 @@ def train_and_save(kind: str, out: Path, rank: int) -> dict[str, np.ndarray]:
     return finished(f"uninterrupted {kind}", model, watch)
 
 
-def save_alone(out: Path) -> None:
+def save_alone(kind: str, out: Path) -> None:
     """What one process saves in mid-window."""
-    for kind, (mode, masked) in KINDS.items():
-        ms.set_context(mode=MODES[mode])
-        step = make_model(masked, accumulation_steps=STEPS).train_network
-        (out / f"{kind}-alone").mkdir()
-        for number, batch in zip(range(1, SAVED_ALONE[-1] + 1), share(masked).create_tuple_iterator(), strict=False):
-            step(*batch)
-            if number in SAVED_ALONE:
-                ms.save_checkpoint(step, file_of(out, kind, number, "alone"))
+    mode, masked = KINDS[kind]
+    ms.set_context(mode=MODES[mode])
+    step = make_model(masked, accumulation_steps=STEPS).train_network
+    (out / f"{kind}-alone").mkdir()
+    for number, batch in zip(range(1, SAVED_ALONE[-1] + 1), share(masked).create_tuple_iterator(), strict=False):
+        step(*batch)
+        if number in SAVED_ALONE:
+            ms.save_checkpoint(step, file_of(out, kind, number, "alone"))
 
 
 def finished(name: str, model: ms.Model, watch: Watch) -> dict[str, np.ndarray]:
@@ -504,10 +504,10 @@ def load_plainly(out: Path, rank: int) -> dict[str, np.ndarray]:
     """Rank 0's files on both ranks by MindSpore's own functions, in mid-window and between windows."""
     set_up(Calls(SAME))
     results = {}
-    batch = tuple(column[:BATCH] for column in samples(False))
+    batch = tuple(column[:BATCH] for column in samples(True))
     for saved in (SAVED, 2 * SAVED):
-        step = make_model(False, accumulation_steps=STEPS).train_network
-        ms.load_param_into_net(step, ms.load_checkpoint(file_of(out, "samples", saved, 0)))
+        step = make_model(True, accumulation_steps=STEPS).train_network
+        ms.load_param_into_net(step, ms.load_checkpoint(file_of(out, "counts", saved, 0)))
         message = refusal(lambda: step(*map(Tensor, batch)))  # noqa: B023
         results[f"plain {saved}/message"] = np.array(message)
         results[f"plain {saved}/position"] = as_numpy(step.window_position)
