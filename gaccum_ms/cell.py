@@ -150,8 +150,8 @@ class GradAccumulationCell(nn.Cell):
         is_out_of_memory (Callable, optional): With ``"auto"`` , says of an error whether it means that memory is not
             enough. Default: ``None`` , MemoryError, and RuntimeError in the words of MindSpore's allocators.
         jit (bool, optional): In PyNative mode, compile the training step all the same. Default: ``None`` , run it
-            eagerly, so that breakpoints work. Graph mode always compiles, and so does ``"auto"`` . A compiled step keeps
-            to the `set_train` of each layer that it was compiled with.
+            eagerly, so that breakpoints work. Graph mode always compiles, and so does ``"auto"`` . A compiled step
+            keeps to the `set_train` of each layer that it was compiled with.
 
     Inputs:
         - **\*inputs** (Tensor) - The network's inputs, each of shape :math:`(N, ...)`.
