@@ -405,11 +405,11 @@ def main(argv: list[str] | None = None) -> int:
     log_dir = options.log_dir.resolve()
     names = [field.name for field in dataclasses.fields(Cluster)]
     cluster = Cluster(**{name: getattr(options, name) for name in names})
-    for variable in left_out(os.environ):
-        print(f"note: {variable}", file=sys.stderr)
+    notes = left_out(os.environ)
     if cluster.nodes > 1 and cluster.node_rank == 0 and not cluster.secret:
         who = f"whoever can reach {cluster.master_addr}, port {cluster.master_port + 1}, can end this launch"
-        print(f"note: without {SECRET} or --secret-file {who}", file=sys.stderr)
+        notes.append(f"without {SECRET} or --secret-file {who}")
+    show("".join(f"note: {note}\n" for note in notes).encode())
     begin = time.monotonic()
     try:
         launch(cluster, [options.script, *options.args], log_dir, options.timeout)

@@ -70,8 +70,8 @@ class Wire:
         except OSError:
             self.closed = True
 
-    def line(self, seconds: float = 0.0) -> bytes:
-        """Return the next line, after waiting at most `seconds` for it; nothing if none has come."""
+    def line(self, seconds: float = 0.0) -> bytes | None:
+        """Return the next line, after waiting at most `seconds` for it."""
         give_up = time.monotonic() + seconds
         while True:
             self._read(max(0.0, give_up - time.monotonic()))
@@ -80,7 +80,7 @@ class Wire:
                 self._buffer = rest
                 return line
             if self.closed or time.monotonic() >= give_up:
-                return b""
+                return None
 
     def receive(self) -> list[Message]:
         """Return the messages that have come; does not wait for more. Who talks something else is cut off."""
@@ -191,7 +191,7 @@ class Host0(Link):
     def _knows_secret(self, wire: Wire, random: bytes) -> bool:
         """Tell whether a connection has shown that it knows the secret; close one that does not."""
         line = wire.line()
-        if not line:
+        if line is None:
             return False
         theirs, _, proof = line.partition(b" ")
         if not hmac.compare_digest(proof, _proof(self.cluster.secret, b"other", random, theirs)):
@@ -290,11 +290,10 @@ class OtherHost(Link):
             OSError: If it does not answer.
             LaunchError: If its secret is another.
         """
-        theirs, ours = wire.line(STRANGER_SECONDS), secrets.token_hex(16).encode()
-        if theirs:
-            wire.send_line(ours + b" " + _proof(self.cluster.secret, b"other", theirs, ours))
-        answer = theirs and wire.line(STRANGER_SECONDS)
-        if not answer:
+        theirs, ours = wire.line(STRANGER_SECONDS) or b"", secrets.token_hex(16).encode()
+        wire.send_line(ours + b" " + _proof(self.cluster.secret, b"other", theirs, ours))
+        answer = wire.line(STRANGER_SECONDS)
+        if answer is None:
             wire.close()
             raise OSError("it does not talk as a launcher does")
         if not hmac.compare_digest(answer, _proof(self.cluster.secret, b"host 0", theirs, ours)):

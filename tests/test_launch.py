@@ -6,8 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import pytest
 from launched import LIMIT, Launched, in_mounts_of_its_own, write
 
 from gaccum_ms import launch
-from gaccum_ms.cluster import Cluster, LaunchError, held_port
+from gaccum_ms.cluster import Cluster, LaunchError, held_port, left_out
 from gaccum_ms.rank import MEET_SECONDS
 
 pytestmark = pytest.mark.distributed
@@ -49,11 +47,31 @@ def test_a_taken_port_and_a_strange_address_are_named():
 def test_another_clusters_variables_are_dropped_and_other_variables_kept():
     stale = {"MS_ROLE", "MS_SCHED_HOST", "MS_SCHED_PORT", "MS_WORKER_NUM", "MS_NODE_ID", "RANK_ID", "RANK_SIZE"}
     stale |= {"MS_WORKER_IP", "MS_SERVER_NUM", "MS_ENABLE_RECOVERY", "MS_TOPO_TIMEOUT", "RANK_TABLE_FILE", "PMIX_RANK"}
-    stale |= {"OMPI_COMM_WORLD_RANK", "DEVICE_ID", "MS_SIMULATION_LEVEL"}
+    stale |= {"OMPI_COMM_WORLD_RANK", "DEVICE_ID", "MS_SIMULATION_LEVEL", "GACCUM_MS_SECRET"}
     kept = {"HOME": "/root", "GLOG_v": "3", "MS_DEV_SAVE_GRAPHS": "1", "DATA_PATH": "/data"}
     env = Cluster().environment(dict.fromkeys(stale, "7") | kept, cores=2)
     assert not stale & env.keys()
     assert kept.items() <= env.items()
+
+
+def test_a_card_and_a_table_that_can_be_meant_for_this_host_are_kept_and_others_named(tmp_path):
+    table = tmp_path / "table.json"
+    table.touch()
+    own = {"MS_WORKER_IP": "127.0.0.1", "RANK_TABLE_FILE": str(table)}
+    assert own.items() <= Cluster().environment(own, cores=2).items()
+    assert left_out(own) == left_out({}) == []
+    strange = {"MS_WORKER_IP": "192.0.2.1", "RANK_TABLE_FILE": "/nowhere/table.json"}
+    assert not strange.keys() & Cluster().environment(strange, cores=2).keys()
+    assert left_out(strange) == [
+        "MS_WORKER_IP=192.0.2.1 is not passed on: it is no address of this host",
+        "RANK_TABLE_FILE=/nowhere/table.json is not passed on: there is no such file",
+    ]
+
+
+def test_mindspores_own_time_is_longer_and_a_number_that_it_can_hold():
+    for seconds, mindspores in ((600.0, 660), (0.5, 60), (1e300, 1_000_000)):
+        env = Cluster(launcher="mpirun", start_timeout=seconds).environment({}, cores=2)
+        assert env["MS_TOPO_TIMEOUT"] == str(mindspores)
 
 
 @pytest.mark.parametrize(("processes", "cores", "threads"), [(8, 2, "1"), (2, 8, "4"), (1, 6, "6")])
@@ -324,30 +342,33 @@ def test_a_launcher_that_is_not_installed_is_named(tmp_path):
         Cluster(launcher="mpirun").command(tmp_path, {"PATH": str(tmp_path)})
 
 
-def test_it_is_a_module_to_run():
-    command = [sys.executable, "-m", "gaccum_ms.launch", "--help"]
-    root = Path(launch.__file__).parents[1]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=LIMIT)
-    assert done.stdout.startswith("usage: python -m gaccum_ms.launch")
+def test_msruns_own_options_reach_it(tmp_path):
+    """Its own check of cores comes through, and then cores and table are what was given."""
+    table = tmp_path / "a table.json"
+    table.write_text("{}")
+    script = write(
+        tmp_path / "script.py", 'print(rank, sorted(os.sched_getaffinity(0)), os.environ["RANK_TABLE_FILE"])'
+    )
+    core = min(os.sched_getaffinity(0))
+    cores = ["--bind_core", f'{{"device0": ["{core}"], "device1": ["{core}"]}}']
+    done = Launched(script, "-n", "2", *cores, "--rank_table_file", table.name).finish()
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        said = (tmp_path / "log_output" / "1" / f"rank.{rank}" / "stdout").read_text()
+        assert said == f"{rank} [{core}] {table}\n"
+    done = Launched(script, "-n", "1", "--bind-core", '{"gpu0": [0]}').finish()
+    assert "Key gpu0 must be in format 'scheduler' or 'deviceX'" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--processes", "0", __file__], "must be at least 1, but got 0"),
-        (["missing.py"], "no such script: missing.py"),
-        (["--start-timeout", "0", __file__], "--start-timeout must be greater than 0, but got 0"),
-        (["--nodes", "2", "--node-rank", "2", __file__], "--node-rank must be from 0 to --nodes - 1 = 1, but got 2"),
-        (["--nodes", "2", __file__], "--nodes needs --master-addr"),
-        (["--nodes", "2", "--launcher", "mpirun", __file__], "--nodes needs --launcher msrun"),
-        (["--master-port", "65535", __file__], "--master-port must be from 1 to 65534, but got 65535"),
-    ],
-)
-def test_wrong_arguments_are_named(arguments, message, capsys):
-    with pytest.raises(SystemExit) as error:
-        launch.main(arguments)
-    assert error.value.code == 2
-    assert message in capsys.readouterr().err
+def test_a_reader_that_goes_away_ends_all_without_a_traceback(tmp_path):
+    script = write(tmp_path / "script.py", 'while True: print("line", flush=True); time.sleep(0.1)')
+    launched = Launched(script, "-n", "2")
+    assert launched.process.stdout.readline() == "line\n"
+    launched.process.stdout.close()
+    _, err = launched.process.communicate(timeout=LIMIT)
+    left = launched.running()
+    assert (launched.process.returncode, err) == (128 + signal.SIGPIPE, "")
+    assert not left
 
 
 @pytest.mark.parametrize("name", ["--tune-cpu", "--tune-cpu-threads"])

@@ -51,12 +51,13 @@ def start(hosts: list[list[str]], script: Path, cwd: Path, number: int, *options
 
 
 def test_two_hosts_train_as_one(hosts, tmp_path):
-    env = {"PYTHONPATH": str(HERE.parent)}
+    env = {"PYTHONPATH": str(HERE.parent), "GACCUM_MS_SECRET": "known to both of them"}
     both = [start(hosts, WORKER, tmp_path, number, args=[str(tmp_path), "5"], env=env) for number in range(2)]
     for number, launched in enumerate(both):
         done = launched.finish()
         assert done.returncode == 0, done.stderr
         assert "4 ranks finished" in done.stdout
+        assert "note: " not in done.stdout
         logs = tmp_path / f"host {number}" / "1"
         assert sorted(path.name for path in logs.iterdir()) == [f"rank.{2 * number}", f"rank.{2 * number + 1}"]
     results = {(tmp_path / f"rank{rank}").read_text() for rank in range(4)}
@@ -101,6 +102,21 @@ def test_a_rank_that_fails_before_host_0_comes_is_named(hosts, tmp_path, comes):
         assert done.stderr.startswith("error: rank 2 on host 1 failed with exit code 7; all ranks were ended.")
 
 
+@pytest.mark.core("0")
+@pytest.mark.parametrize("ending", [0, 2])
+def test_a_rank_that_ends_while_those_of_both_hosts_wait_ends_both(hosts, tmp_path, ending):
+    script = write(tmp_path / "script.py", f"if rank == {ending}: os._exit(0)\ntime.sleep(1000)")
+    both = [start(hosts, script, tmp_path, number, "--end-timeout", "3") for number in range(2)]
+    others = ", ".join(f"rank {rank} on host {rank // 2}" for rank in range(4) if rank != ending)
+    for launched in both:
+        done = launched.finish()
+        assert done.returncode == 1
+        what = (
+            f"rank {ending} on host {ending // 2} ended with exit code 0, and {others} have stood still for 3 s since"
+        )
+        assert what in done.stderr
+
+
 @pytest.mark.core("1")
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_host_whose_launcher_is_killed_ends_the_other(hosts, tmp_path, lost):
@@ -142,7 +158,11 @@ def test_ranks_of_both_hosts_leave_together(hosts, tmp_path):
         'if rank == 3: time.sleep(4); open("last", "x")',
     )
     both = [start(hosts, script, tmp_path, number) for number in range(2)]
-    assert [launched.finish().returncode for launched in both] == [0, 0]
+    done = [launched.finish() for launched in both]
+    assert [one.returncode for one in done] == [0, 0]
+    who = f"whoever can reach {ADDRESS}, port 8119, can end this launch"
+    assert f"note: without GACCUM_MS_SECRET or --secret-file {who}\n" in done[0].stdout
+    assert "note: " not in done[1].stdout
     for rank in range(4):
         assert 0 <= float((tmp_path / f"host {rank // 2}" / "1" / f"rank.{rank}" / "stdout").read_text()) < 5
 

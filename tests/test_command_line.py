@@ -1,0 +1,108 @@
+"""Which words are the launcher's and which the script's; mistakes are one line. No process is started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gaccum_ms import launch
+
+SCRIPT = __file__
+
+
+def parse(*words):
+    return launch._parse(list(words))
+
+
+@pytest.mark.parametrize("words", [["--processes=2"], ["--processes", "2"], ["-n", "2"], ["-n2"], ["-n=2"]])
+@pytest.mark.parametrize("script", [[SCRIPT], ["--", SCRIPT], [f"--script={SCRIPT}"], ["--script", SCRIPT, "--"]])
+def test_options_and_script_in_every_form(words, script):
+    parsed = parse("--timeout=7", *words, *script, "--epochs", "3", "--processes=5", "-n", "6", "--log-dri", "x")
+    assert (parsed.processes, parsed.timeout, parsed.script) == (2, 7, SCRIPT)
+    assert parsed.args == ["--epochs", "3", "--processes=5", "-n", "6", "--log-dri", "x"]
+
+
+def test_options_may_follow_the_option_script():
+    parsed = parse("--script", SCRIPT, "--processes=2", "--tune-cpu-threads", "--epochs", "3")
+    assert (parsed.processes, parsed.tune_cpu_threads, parsed.args) == (2, True, ["--epochs", "3"])
+
+
+def test_the_default_script_is_the_last_resort():
+    other = str(Path(launch.__file__))
+    default = ["--default-script", other]
+    assert parse(*default, "--epochs", "3").script == other
+    assert parse(*default, "--epochs", "3").args == ["--epochs", "3"]
+    assert parse(*default, SCRIPT, "--epochs").script == SCRIPT
+    assert parse(*default, "--script", SCRIPT, "word").args == ["word"]
+    assert parse(*default, "--", "--log-dri", "x").args == ["--log-dri", "x"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--proceses", "2", SCRIPT], "there is no option --proceses; is --processes meant?"),
+        (["--proceses=2", SCRIPT], "there is no option --proceses; is --processes meant?"),
+        (["--num-processes", "2", SCRIPT], "there is no option --num-processes; is --processes meant?"),
+        (["--proc", "2", SCRIPT], "there is no option --proc; is --processes meant?"),
+        (["--log_dir", "x", SCRIPT], "there is no option --log_dir; is --log-dir meant?"),
+        (["--LOG-DIR", "x", SCRIPT], "there is no option --LOG-DIR; is --log-dir meant?"),
+        (["--script", SCRIPT, "--master_adr=x"], "there is no option --master_adr; is --master-addr meant?"),
+        (["--epochs", "3"], "there is no option --epochs; see --help"),
+        (["--timeout"], "--timeout needs a value"),
+        (["--timeout", "--processes", "2", SCRIPT], "--timeout needs a value"),
+        (["--tune-cpu-threads=1", SCRIPT], "argument --tune-cpu-threads: ignored explicit argument '1'"),
+        ([], "the script is missing"),
+        (["--"], "the script is missing"),
+        (["missing.py"], "no such script: missing.py"),
+        *(
+            (
+                [f"--{name}={value}", SCRIPT],
+                f"argument --{name}: must be a finite number of seconds, at least 0, but got",
+            )
+            for name in ("timeout", "start-timeout", "end-timeout")
+            for value in ("inf", "nan", "-1", "1e999", "soon", "")
+        ),
+        (["--start-timeout", "0", SCRIPT], "--start-timeout must be greater than 0, but got 0"),
+        (["--processes", "2.5", SCRIPT], "argument -n/--processes: invalid int value: '2.5'"),
+        (["--processes", "0", SCRIPT], "--processes must be at least 1, but got 0"),
+        (["--launcher", "torchrun", SCRIPT], "argument --launcher: invalid choice: 'torchrun'"),
+        (["--nodes", "2", "--node-rank", "2", SCRIPT], "--node-rank must be from 0 to --nodes - 1 = 1, but got 2"),
+        (["--nodes", "2", SCRIPT], "--nodes needs --master-addr"),
+        (["--nodes", "2", "--launcher", "mpirun", SCRIPT], "--nodes needs --launcher msrun"),
+        (["--master-port", "65535", SCRIPT], "--master-port must be from 1 to 65534, but got 65535"),
+        (["--rank_table_file", "missing.json", SCRIPT], "--rank-table-file: no such file: missing.json"),
+        (["--bind_core", "some", SCRIPT], "--bind-core must be True, False or a JSON object, but got some"),
+        (["--bind-core", "[1]", SCRIPT], "--bind-core must be True, False or a JSON object, but got [1]"),
+        (["--bind-core=True", "--launcher=mpirun", SCRIPT], "--bind-core needs --launcher msrun"),
+        (["--secret-file", "missing", SCRIPT], "--secret-file: cannot read 'missing': No such file or directory"),
+        (["--secret-file", "/dev/null", SCRIPT], "--secret-file must hold at least 16 characters, but got 0"),
+    ],
+)
+def test_a_mistake_is_one_line(words, message, capsys):
+    with pytest.raises(SystemExit) as error:
+        parse(*words)
+    said = capsys.readouterr().err
+    assert error.value.code == 2
+    assert said.startswith(f"error: {message}")
+    assert said.count("\n") == 1
+
+
+def test_a_short_secret_in_the_environment_is_refused_and_a_long_one_taken(monkeypatch, tmp_path):
+    monkeypatch.setenv("GACCUM_MS_SECRET", "0123456789abcdef")
+    assert parse(SCRIPT).secret == b"0123456789abcdef"
+    (tmp_path / "secret").write_text("fedcba9876543210\n")
+    assert parse("--secret-file", str(tmp_path / "secret"), SCRIPT).secret == b"fedcba9876543210"
+    monkeypatch.setenv("GACCUM_MS_SECRET", "short")
+    with pytest.raises(SystemExit):
+        parse(SCRIPT)
+
+
+def test_it_is_a_module_to_run():
+    command = [sys.executable, "-m", "gaccum_ms.launch", "--help"]
+    root = Path(launch.__file__).parents[1]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("usage: python -m gaccum_ms.launch [options] script [its arguments]")
+    assert "--default-script" not in done.stdout
