@@ -14,6 +14,7 @@ from gaccum_ms.batch_loss import check_options as check_batch_loss_options
 from gaccum_ms.held_cells import held_cells
 from gaccum_ms.options import check_accumulation_options, check_one_of, check_positive_int, described
 from gaccum_ms.out_of_memory import check_test as check_out_of_memory_test
+from gaccum_ms.pynative_tape import close_tape
 
 _NAME = "GradAccumulationCell"
 
@@ -340,8 +341,14 @@ class GradAccumulationCell(nn.Cell):
             raise RuntimeError(_TRAINED_WITHOUT_STEP)
         return super().set_grad(requires_grad)
 
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        if self.training and ms.get_context("mode") == ms.PYNATIVE_MODE:
+            close_tape()
+            raise RuntimeError(_TRAINED_WITHOUT_STEP)
+        return super().__call__(*inputs, **named)
+
     def construct(self, *inputs):
-        if self.training:
+        if self.training:  # of a graph
             raise RuntimeError(_TRAINED_WITHOUT_STEP)
         return self._undifferentiated(self.network(*inputs))
 
