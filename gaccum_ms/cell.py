@@ -12,6 +12,7 @@ from mindspore import nn
 from gaccum_ms.backend.checks import check_accumulation_options, check_one_of, check_positive_int, described
 from gaccum_ms.backend.held_cells import held_cells
 from gaccum_ms.backend.out_of_memory import check_test as check_out_of_memory_test
+from gaccum_ms.backend.pynative_tape import close_tape
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
 from gaccum_ms.losses.batch_loss import check_options as check_batch_loss_options
 
@@ -341,8 +342,14 @@ class GradAccumulationCell(nn.Cell):
             raise RuntimeError(_TRAINED_WITHOUT_STEP)
         return super().set_grad(requires_grad)
 
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        if self.training and ms.get_context("mode") == ms.PYNATIVE_MODE:
+            close_tape()
+            raise RuntimeError(_TRAINED_WITHOUT_STEP)
+        return super().__call__(*inputs, **named)
+
     def construct(self, *inputs):
-        if self.training:
+        if self.training:  # of a graph
             raise RuntimeError(_TRAINED_WITHOUT_STEP)
         return self._undifferentiated(self.network(*inputs))
 

@@ -11,6 +11,7 @@ from reference import as_numpy, make_network, relative_error
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.accumulation import accumulators
 from gaccum_ms.backend import parameters
+from gaccum_ms.layers.sparse import refuse_sparse_gradients
 
 DTYPES = {"float16": ms.float16, "bfloat16": ms.bfloat16, "float32": ms.float32}
 # One unit in the last place at 1: 10, 7 and 23 bits after the point.
@@ -174,11 +175,126 @@ class OwnLookup(nn.Cell):
         return self.gather(self.table, tokens, 0)
 
 
-@pytest.mark.parametrize("layer", [lambda: nn.EmbeddingLookup(9, 4, target="DEVICE", sparse=True), OwnLookup])
+class HeldLookup(nn.Cell):
+    """A layer that is kept where MindSpore does not look for cells."""
+
+    def __init__(self, kept):
+        super().__init__()
+        self.table = ms.Parameter(ops.ones((9, 4)), name="table")
+        self.kept = {"tuple": tuple, "list": list, "dict": lambda one: {"a": one[0]}, "CellList": nn.CellList}[kept](
+            [nn.EmbeddingLookup(9, 4, sparse=True)]
+        )
+
+
+class GatherInTuple(OwnLookup):
+    def __init__(self):
+        super().__init__()
+        self.gather = (ops.SparseGatherV2(),)
+
+    def construct(self, tokens):
+        return self.gather[0](self.table, tokens, 0)
+
+
+module_gather = ops.SparseGatherV2()
+
+
+def gather_rows(table, tokens):
+    return module_gather(table, tokens, 0)
+
+
+class MadeInMethod(nn.Cell):
+    """Makes the primitive in what `construct` calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = ms.Parameter(ops.ones((9, 4)), name="table")
+
+    def construct(self, tokens):
+        return self.look_up(tokens)
+
+    def look_up(self, tokens):
+        return ops.SparseGatherV2()(self.table, tokens, 0)
+
+
+class InFunction(MadeInMethod):
+    def look_up(self, tokens):
+        return gather_rows(self.table, tokens)
+
+
+@ms.jit_class
+class Tools:
+    def __init__(self):
+        self.look_up = ops.EmbeddingLookup().set_device("CPU")
+
+
+class ToolsLookup(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.table = ms.Parameter(ops.ones((9, 4)), name="table")
+        self.tools = Tools()
+
+    def construct(self, tokens):
+        return self.tools.look_up(self.table, tokens, 0)
+
+
+SPARSE = {
+    "lookup": lambda: nn.EmbeddingLookup(9, 4, target="DEVICE", sparse=True),
+    "lookup on CPU": lambda: nn.EmbeddingLookup(9, 4),
+    "fields": lambda: nn.MultiFieldEmbeddingLookup(9, 4, 2),
+    "attribute": OwnLookup,
+    **{f"lookup in a {kept}": lambda kept=kept: HeldLookup(kept) for kept in ("tuple", "list", "dict", "CellList")},
+    "primitive in a tuple": GatherInTuple,
+    "made in a method": MadeInMethod,
+    "global, in a function": InFunction,
+    "in a jit_class": ToolsLookup,
+}
+
+
+@pytest.mark.parametrize("layer", SPARSE)
 def test_sparse_gradients_are_refused_before_training(layer):
-    cell = GradAccumulationCell(Lookup(layer()), 2)
-    with pytest.raises(ValueError, match=r"gradients must be dense, but got .* sparse ones: network.layer. Use nn.Emb"):
+    cell = GradAccumulationCell(Lookup(SPARSE[layer]()), 2)
+    with pytest.raises(ValueError, match=r"gradients must be dense, but got .* sparse ones: network.layer.* Use nn.E"):
         TrainOneStepWithGradAccumulationCell(cell, nn.Adam(cell.trainable_params()))
+
+
+PRIMITIVES = {"gather": ops.SparseGatherV2}
+
+
+class HiddenLookup(nn.Cell):
+    """Only the compiler sees what this makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = ms.Parameter(ops.ones((9, 4)), name="table")
+
+    def construct(self, tokens):
+        return ops.square(PRIMITIVES["gather"]()(self.table, tokens, 0))
+
+
+def test_a_sparse_gradient_that_only_the_compiler_sees_is_refused_by_the_same_words():
+    cell = GradAccumulationCell(Lookup(HiddenLookup()), 2)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 1.0)).set_train()
+    with pytest.raises(ValueError, match=r"gradients must be dense, but got a sparse one, a RowTensor.* Use nn.Embedd"):
+        step(Tensor([[1, 2], [2, 5]], ms.int32))
+
+
+TABLE = np.ones((3, 3), np.float32)
+
+
+class DenseWithGlobals(nn.Cell):
+    """Code that names modules, arrays and functions, none of them sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.EmbeddingLookup(9, 4, target="DEVICE", sparse=False)
+        self.parts = (nn.Dense(4, 4), [nn.Dense(4, 4)])
+
+    def construct(self, tokens):
+        return np.linalg.norm(TABLE) * ops.relu(self.embedding(tokens)) + as_numpy(tokens)
+
+
+def test_code_without_sparse_gradients_is_not_refused():
+    refuse_sparse_gradients(Lookup(DenseWithGlobals()))
 
 
 def test_dense_embeddings_are_not_refused(mode):

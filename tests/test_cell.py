@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, value_and_grad
-from reference import batches, make_network
+from mindspore.parallel.nn import GradAccumulation
+from reference import Line, batches, make_network
 
-from gaccum_ms import GradAccumulationCell
+from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 
 
 def loss_cell():
@@ -75,11 +77,95 @@ def test_never_trained_without_accumulating(wrap, mode):
         np.testing.assert_array_equal(parameter.asnumpy(), weight)
 
 
-def test_a_functional_gradient_in_training_is_refused(mode):
-    cell = GradAccumulationCell(loss_cell(), 2).set_train()
-    gradient = value_and_grad(cell, None, tuple(cell.trainable_params()))
-    with pytest.raises(RuntimeError, match="the cell itself is being trained"):
-        gradient(*map(Tensor, batches(6)[0]))
+def taken_in_python(function, weights):
+    return value_and_grad(function, None, weights)
+
+
+def taken_under_jit(function, weights):
+    return ms.jit(value_and_grad(function, None, weights))
+
+
+def taken_of_a_function_around_it(function, weights):
+    def forward(x, y):
+        return 2 * function(x, y), x
+
+    return value_and_grad(forward, None, weights, has_aux=True)
+
+
+@pytest.mark.parametrize(
+    ("taken", "training", "message"),
+    [
+        (taken_in_python, False, "must not be differentiated"),
+        (taken_in_python, True, "the cell itself is being trained"),
+        (taken_under_jit, False, "must not be differentiated"),
+        (taken_under_jit, True, "the cell itself is being trained"),
+        (taken_of_a_function_around_it, False, "must not be differentiated"),
+    ],
+)
+def test_a_functional_gradient_is_refused(taken, training, message, mode):
+    """In training or not; what comes after it is as if it had not been."""
+    x, y = Tensor([1.0, 2.0], ms.float32), Tensor([0.0, 0.0], ms.float32)
+    network = Line(3.0)
+    cell = GradAccumulationCell(network, 2).set_train(training)
+    weights = ms.ParameterTuple(cell.trainable_params())
+    for _ in range(1 if mode == "graph" else 2):  # two that break off would leave MindSpore's eager mode broken
+        with pytest.raises(RuntimeError, match=f"For 'GradAccumulationCell', .*{message}"):
+            taken(cell, weights)(x, y)
+    _, (gradient,) = value_and_grad(network, None, weights)(x, y)
+    assert float(gradient.asnumpy()) == 7.5
+    assert float(x[1].asnumpy()) == 2.0
+
+
+class Around(nn.Cell):
+    """Holds another cell where `attribute` says."""
+
+    def __init__(self, held, attribute):
+        super().__init__(auto_prefix=False)
+        setattr(self, attribute, {"cell": held, "tuple": (1, (held,)), "list": [held], "dict": {"a": held}}[attribute])
+
+
+INSIDE = {
+    "nn": lambda: nn.GradAccumulationCell(loss_cell(), 2),
+    "parallel.nn": lambda: GradAccumulation(loss_cell(), 2),
+    "ours": lambda: GradAccumulationCell(loss_cell(), 2),
+    "step": lambda: nn.TrainOneStepCell(network := loss_cell(), nn.SGD(network.trainable_params())),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "attribute"), [*((kind, None) for kind in INSIDE), ("nn", "cell"), ("nn", "tuple"), ("ours", "dict")]
+)
+def test_what_accumulates_by_itself_is_refused_inside(kind, attribute):
+    held = INSIDE[kind]()
+    network = held if attribute is None else Around(Around(held, attribute), "list")
+    with pytest.raises(ValueError, match=rf"the argument 'network' must .* is a '.*\.{type(held).__name__}'"):
+        GradAccumulationCell(network, 2)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("micro_size", 8),
+        ("micro_batch_size", 2),
+        ("accumulation_steps", 3),
+        ("max_grad_norm", 1.0),
+        ("loss_weights", (2.0,)),
+        ("count", len),
+        ("overflow", "drop_micro_batch"),
+        ("network", loss_cell()),
+    ],
+)
+def test_options_are_refused_once_a_step_is_built_with_them(option, value):
+    cell = GradAccumulationCell(loss_cell(), 2)
+    cell.micro_size = 4  # no step is built yet
+    before = getattr(cell, option, None)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1))
+    with pytest.raises(AttributeError, match=f"For 'GradAccumulationCell', the option '{option}' must be set before"):
+        setattr(cell, option, value)
+    assert getattr(cell, option, None) is before
+    cell.note = "not an option"
+    step.set_accumulation_steps(2)
+    assert int(step.accumulation_steps.asnumpy()) == 2
 
 
 def test_mindspores_own_training_steps_refuse_it():

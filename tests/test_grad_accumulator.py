@@ -90,7 +90,10 @@ def make_accumulator(steps=2, optimizer=None, way="pynative", **options) -> Grad
     ms.set_context(mode=WAYS[way])
     weight = ms.Parameter(Tensor([10.0, 20.0], ms.float32), name="weight")
     optimizer = OPTIMIZERS[optimizer]([weight]) if optimizer else nn.SGD([weight], 1.0)
-    return GradAccumulator(optimizer, steps, jit=way == "compiled", **options)
+    accumulator = GradAccumulator(optimizer, steps, jit=way == "compiled", **options)
+    if "scale_sense" in options:
+        accumulator.scale(Tensor(1.0, ms.float32))  # a test writes its gradients with the scale in them
+    return accumulator
 
 
 def gradient(a, b=0.0):
@@ -391,6 +394,47 @@ def test_a_scale_set_between_the_batches_of_a_window_counts_for_the_batches_afte
     accumulator.set_sense_scale(Tensor(32.0, ms.float32))
     accumulator(gradient(32 * 3.0))
     assert moved(accumulator) == [2.0, 0.0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_scale_that_no_loss_was_multiplied_by_is_refused(way):
+    """Gradients would be divided by what they were never multiplied by."""
+    ms.set_context(mode=WAYS[way])
+    weight = ms.Parameter(Tensor([10.0, 20.0], ms.float32), name="weight")
+    scaled = {"scale_sense": Tensor(8.0, ms.float32)}
+    accumulator = GradAccumulator(nn.SGD([weight], 1.0), 1, jit=way == "compiled", **scaled)
+
+    def call(gradients):
+        return accumulator(gradients)
+
+    call = ms.jit(call) if way == "jit" else call
+    before = everything(accumulator)
+    with pytest.raises(
+        RuntimeError, match=r"'GradAccumulator', losses must be multiplied .* accumulator.scale\(loss\)"
+    ):
+        call(gradient(8.0))
+    assert_identical(everything(accumulator), before)
+    accumulator.scale(Tensor(1.0, ms.float32))
+    assert bool(accumulator(gradient(8.0)))
+    assert moved(accumulator) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("way", ["pynative", "jit"])
+def test_a_loop_may_multiply_by_the_scale_itself(way):
+    ms.set_context(mode=WAYS[way])
+    weight = ms.Parameter(Tensor([10.0, 20.0], ms.float32), name="weight")
+    accumulator = GradAccumulator(nn.SGD([weight], 1.0), 1, scale_sense=Tensor(8.0, ms.float32))
+
+    def loss(x):
+        return (weight * x).sum() * accumulator.scale_sense
+
+    gradient_of = ms.grad(loss, None, accumulator.weights)
+
+    def train_step(x):
+        return accumulator(gradient_of(x))
+
+    (ms.jit(train_step) if way == "jit" else train_step)(Tensor([1.0, 2.0], ms.float32))
+    assert moved(accumulator) == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("scale", [None, 1024.0])

@@ -100,6 +100,103 @@ def test_a_function_counts_like_the_ready_made_cell(mode):
     np.testing.assert_array_equal(weights[0], weights[2])
 
 
+def rows(x, mask):
+    return x.shape[0]
+
+
+def half_rows(x, mask):
+    return x.shape[0] / 2
+
+
+def in_numpy(x, mask):
+    return mask.asnumpy().sum()
+
+
+KINDS_OF_WINDOWS = {
+    "one batch": {"micro_size": 3},
+    "several": {"micro_size": 3, "accumulation_steps": 2},
+    "dropping": {"micro_size": 3, "overflow": "drop_micro_batch"},
+    "whole": {"micro_size": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("count", "window", "only"),
+    [
+        *((rows, window, None) for window in KINDS_OF_WINDOWS),
+        (half_rows, "one batch", None),
+        (half_rows, "several", None),
+        (in_numpy, "one batch", "pynative"),
+    ],
+)
+def test_a_count_may_be_a_number(count, window, only, mode):
+    """Where the mask keeps all, rows, half of them and the mask's sum are one and the same weight."""
+    if only not in (None, mode):
+        pytest.skip("a graph cannot call NumPy")
+    options = KINDS_OF_WINDOWS[window]
+    batches = options.get("accumulation_steps", 1)
+    x, mask = data([1] * 8 * batches)
+    step = make_step(Masked(), count=count, **options)
+    for part in range(batches):
+        step(Tensor(x[part * 8 :][:8]), Tensor(mask[:8]))
+    np.testing.assert_allclose(gradient(step), oracle(x, mask)[1], rtol=1e-4, atol=1e-5)
+    assert float(step.window_count.asnumpy()) == 8.0 * batches / (2 if count is half_rows else 1)
+
+
+def test_each_of_several_losses_may_count_a_number(mode):
+    x, mask = data([1] * 8)
+    step = make_step(MaskedAndMean(), micro_size=3, count=(half_rows, rows))
+    step(Tensor(x), Tensor(mask))
+    np.testing.assert_allclose(gradient(step), oracle(x, mask)[1] + mean_oracle(x)[1], rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(step.window_count.asnumpy(), [4.0, 8.0])
+
+
+@pytest.mark.parametrize(("count", "kind"), [(lambda x, mask: x.shape, "Tuple"), (lambda x, mask: None, "None")])
+def test_a_count_that_is_no_number_is_refused(count, kind, pynative):
+    step = make_step(Masked(), micro_size=2, count=count)
+    with pytest.raises(TypeError, match=f"'count' must return a number or a Tensor of shape .*but got {kind}"):
+        step(*map(Tensor, data([1, 1])))
+
+
+class Returning(Masked):
+    """Returns its loss as `kind` says."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def construct(self, x, mask):
+        loss = super().construct(x, mask)
+        if self.kind == "a dict":
+            return {"loss": loss}
+        if self.kind == "None":
+            return None
+        if self.kind == "a number":
+            return 1.5
+        if self.kind == "a str":
+            return "loss"
+        if self.kind == "Int32":
+            return ops.cast(loss, ms.int32)
+        if self.kind == "a tuple":
+            return loss, (loss, loss)
+        return [loss]
+
+
+@pytest.mark.parametrize("kind", ["a dict", "None", "a number", "a str", "a tuple", "Int32"])
+def test_what_is_no_loss_is_refused(kind, mode):
+    step = make_step(Returning(kind), micro_size=2)
+    before = as_numpy(step.weights[0])
+    with pytest.raises(TypeError, match=f"For 'GradAccumulationCell', the network must return .*, but got {kind}"):
+        step(*map(Tensor, data([1, 1])))
+    np.testing.assert_array_equal(as_numpy(step.weights[0]), before)
+
+
+def test_a_list_of_losses_is_as_good_as_a_tuple(mode):
+    step = make_step(Returning("a list"), micro_size=2)
+    x, mask = data([1] * 4)
+    np.testing.assert_allclose(step(Tensor(x), Tensor(mask)).asnumpy(), oracle(x, mask)[0], rtol=1e-5)
+
+
 class MeanOfMeans(CountedWindow):
     def items(self, count):
         return 3.5 / 2

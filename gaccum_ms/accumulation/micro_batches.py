@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mindspore as ms
+import numpy as np
 from mindspore import ops
 
 from gaccum_ms.backend.checks import described
@@ -33,18 +34,25 @@ class SplitPlan(NamedTuple):
 def batch_shapes(inputs: tuple[Any, ...]) -> list[tuple[int, ...]]:
     """The shapes of a batch's inputs; a TypeError for what cannot be split."""
     for position, value in enumerate(inputs):
+        if _is_text(value):
+            raise TypeError(
+                f"For 'GradAccumulationCell', every input must be a Tensor of numbers, but input {position} got "
+                f"{described(value)}. Encode strings as numbers in the data set, or leave their column out."
+            )
         if not isinstance(value, ms.Tensor):
             raise TypeError(
                 f"For 'GradAccumulationCell', every input must be a Tensor whose axis 0 counts samples, but input "
                 f"{position} got {described(value)}. Give the Tensors of a tuple or dict as inputs of their own; make "
                 f"anything else an attribute of the network, or a Tensor with one entry for each sample."
             )
-        if value.dtype == ms.string:
-            raise TypeError(
-                f"For 'GradAccumulationCell', every input must be a Tensor of numbers, but input {position} got "
-                f"{described(value)}. Encode strings as numbers in the data set, or leave their column out."
-            )
     return [value.shape for value in inputs]
+
+
+def _is_text(value: Any) -> bool:
+    """A string, or strings, of which data sets make arrays."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "SU"
+    return isinstance(value, str) or (isinstance(value, ms.Tensor) and value.dtype == ms.string)
 
 
 def plan_split(shapes: Any, micro_size: int | None, micro_batch_size: int | None) -> SplitPlan:

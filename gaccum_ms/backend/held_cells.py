@@ -1,8 +1,8 @@
-"""The cells that a network holds, those in its tuples, lists and dicts too, of which MindSpore does not know."""
+"""The cells that a network holds, those in its tuples, lists and dicts too, of which `cells_and_names` is silent."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from mindspore import nn
@@ -21,13 +21,20 @@ def held_cells(network: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:
 
 
 def held_values(cell: nn.Cell) -> Iterator[tuple[str, Any]]:
-    """The attributes of a cell, and what the tuples, lists and dicts among them hold, by name."""
+    """The attributes of a cell, and what the tuples, lists, dicts and `jit_class` objects among them hold, by name."""
     attributes = {name: value for name, value in vars(cell).items() if name != "_cells"}
     todo: list[tuple[str, Any]] = [*attributes.items(), *cell._cells.items()]
     seen = set()
     for name, value in todo:
         yield name, value
-        if isinstance(value, (tuple, list, dict)) and id(value) not in seen:
+        if id(value) not in seen:
             seen.add(id(value))
-            entries = value.items() if isinstance(value, dict) else enumerate(value)
-            todo.extend((f"{name}.{key}", entry) for key, entry in entries)
+            todo.extend((f"{name}.{key}", entry) for key, entry in _entries(value))
+
+
+def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        return value.items()
+    if isinstance(value, (tuple, list)):
+        return enumerate(value)
+    return vars(value).items() if hasattr(type(value), "__ms_class__") and hasattr(value, "__dict__") else ()

@@ -13,5 +13,11 @@ from mindspore.graph.api import _pynative_executor
 def forget_interrupted_gradient(error: BaseException) -> None:
     """Close the tape, after an error that Python has raised within an eager gradient. After one of MindSpore's own
     kernels, a RuntimeError, MindSpore does not survive its being closed."""
-    if ms.get_context("mode") == ms.PYNATIVE_MODE and not isinstance(error, RuntimeError):
+    if not isinstance(error, RuntimeError):
+        close_tape()
+
+
+def close_tape() -> None:
+    """Before Python itself ends an eager gradient by an error."""
+    if ms.get_context("mode") == ms.PYNATIVE_MODE:
         _pynative_executor.clear_res()

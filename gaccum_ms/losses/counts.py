@@ -137,6 +137,11 @@ def float32(number):
 
 
 @ops.constexpr
+def _is_number(kind):
+    return type(kind).__name__ in ("Int", "UInt", "Float")
+
+
+@ops.constexpr
 def _check_count(kind, shape):
     if shape is None:
         raise TypeError(
@@ -152,8 +157,8 @@ def _check_count(kind, shape):
 def valid_or_nan(count: ms.Tensor | float) -> ms.Tensor:
     """A count as float32, NaN where it is negative or infinite: NaN survives sums and collectives, so that all ranks
     refuse the window together."""
-    if isinstance(count, (int, float)):  # as of a shape
-        count = ops.scalar_to_tensor(count, ms.float32)
+    if _is_number(typeof(count)):  # as of a shape
+        count = ops.scalar_to_tensor(float(count), ms.float32)
     _check_count(typeof(count), count.shape if isinstance(count, ms.Tensor) else None)
     count = ops.cast(count, ms.float32)
     valid = ops.logical_and(count >= 0, count < float("inf"))
