@@ -23,7 +23,7 @@ options (or the variable in brackets):
   --log-dir FOLDER         gets 1/rank.N/stdout and stderr (LOG_DIR, default ./log_output)
   --timeout SECONDS        end all processes after so long (TIMEOUT, default never)
   --start-timeout SECONDS  wait so long for processes and hosts that do not come (default 600)
-  --tune-cpu-threads       call gaccum_ms.tune_cpu_threads() on each process before the program
+  --tune-cpu               call gaccum_ms.tune_cpu() on each process before the program
 
 with several hosts, the same on each but for R:
   --nodes N --node-rank R --master-addr ADDRESS [--master-port P]
@@ -170,7 +170,7 @@ while [ $# -gt 0 ]; do
         if [ "$1" = --script ]; then script=$2; else options+=("$1" "$2"); fi
         shift 2
         ;;
-    --tune-cpu-threads)
+    --tune-cpu | --tune-cpu-threads)
         options+=("$1")
         shift
         ;;

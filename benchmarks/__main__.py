@@ -49,7 +49,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--processes", nargs="+", type=int, metavar="N", help="ranks that share a batch")
     parser.add_argument("--batch", type=int, help="samples in a batch (default: each network's own)")
     parser.add_argument(
-        "--threads", choices=THREADS, default="tuned", help="MindSpore's, by tune_cpu_threads() or not (default: tuned)"
+        "--threads", choices=THREADS, default="tuned", help="MindSpore's, by tune_cpu() or not (default: tuned)"
     )
     parser.add_argument("--rounds", type=int, default=3, help="turns of each program, at least (default: 3)")
     parser.add_argument("--seconds", type=float, default=60, help="and more until these have passed (default: 60)")

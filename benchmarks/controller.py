@@ -27,7 +27,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.networks import NETWORKS
 from benchmarks.rows import WHOLE, FirstCalls, Row
 from benchmarks.targets import FIRST_CALLS
 from benchmarks.ways import WAYS, Setting, Way
@@ -40,6 +39,7 @@ _BASELINE_UPDATES = 3
 _POLL_SECONDS = 0.1
 _RANKS_LIMIT_SECONDS = 3600  # for the launcher, should this program be killed while ranks wait for each other
 _GRACE_SECONDS = 30
+INSTRUCTIONS = "ONEDNN_MAX_CPU_ISA"  # the most that the library of MindSpore's kernels may use
 Log = Callable[[str], None]
 
 
@@ -48,14 +48,14 @@ class WorkerError(Exception):
 
 
 def environment(setting: Setting) -> dict[str, str]:
-    """The variables that a program of ours runs under: the user's before the network's."""
+    """The variables that a program of ours runs under: the user's, and few others."""
     own = {"GLOG_v": "3"}
-    if _is_of(setting, "mindspore"):  # PyTorch reads some of the same variables
-        own |= NETWORKS[setting.network].mindspore_environment
-    elif setting.processes > 1:  # where torchrun says 1; our launcher gives each rank its share
+    if _is_of(setting, "torch") and setting.processes > 1:
+        # Where torchrun says 1; our launcher gives each rank its share.
         own["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // setting.processes))
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
-    return {**own, **os.environ, "PYTHONPATH": path}
+    chosen = {INSTRUCTIONS: setting.instructions} if setting.instructions else {}
+    return {**own, **os.environ, **chosen, "PYTHONPATH": path}
 
 
 class Worker:

@@ -127,7 +127,7 @@ def main() -> None:
         result = _measure(Setting(**json.loads(options.one)), options.rounds)
         options.output.write_text(json.dumps(result))
         return
-    threads = "gaccum_ms.tune_cpu_threads()" if options.threads == "tuned" else "MindSpore's defaults"
+    threads = "gaccum_ms.tune_cpu()" if options.threads == "tuned" else "MindSpore's defaults"
     title = "Where the time of an update goes, by MindSpore's profiler"
     head = report.machine(title, ("mindspore", "numpy"), threads)
     head += f"\nsettings  gaccum_ms at micro_size {options.micro_size}, graph mode, Momentum; {options.rounds} rounds"

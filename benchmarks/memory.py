@@ -30,13 +30,13 @@ def _report(setting: Setting, micro_sizes: Sequence[int]) -> dict[int, int]:
     import mindspore as ms
     from mindspore import nn
 
-    from gaccum_ms import GradAccumulationCell, memory_report, tune_cpu_threads
+    from gaccum_ms import GradAccumulationCell, memory_report, tune_cpu
 
-    tune_cpu_threads()
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_device("CPU")
     network = NETWORKS[setting.network]
     net = network.mindspore()
+    tune_cpu(network=net)
     optimizer = nn.Momentum(net.trainable_params(), LEARNING_RATE, MOMENTUM)
     cell = GradAccumulationCell(nn.WithLossCell(net, network.mindspore_loss()), 2)
     batch = map(ms.Tensor, setting.data(0))

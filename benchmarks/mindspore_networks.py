@@ -109,6 +109,13 @@ def resnet18() -> nn.Cell:
     return nn.SequentialCell([*layers, GlobalMean(), nn.Dense(channels, CLASSES)])
 
 
+def mobilenet_v2() -> nn.Cell:
+    """mindcv's, which is an extra."""
+    import mindcv
+
+    return mindcv.create_model("mobilenet_v2_100", num_classes=CLASSES)
+
+
 # -- transformer -------------------------------------------------------------------------------------------------------
 
 LAYERS, WIDTH, HEADS, WIDE = 4, 256, 8, 1024

@@ -8,7 +8,7 @@ none.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,8 @@ TOKENS = 64  # in a sequence
 class Network:
     """What a worker needs to know of a network; `build` is the name of its function in both files.
 
-    A sample has inputs of `sample_shape` , or is a sequence of that many tokens with a label for each.
-    `mindspore_environment` are variables that all of MindSpore's workers run under, unless the user has set them.
+    A sample has inputs of `sample_shape` , or is a sequence of that many tokens with a label for each. `package` is
+    where the network comes from, if it is not this one; PyTorch does not have it then.
     """
 
     build: str
@@ -31,7 +31,7 @@ class Network:
     batch: int
     sample_shape: tuple[int, ...]
     tokens: bool = False
-    mindspore_environment: dict[str, str] = field(default_factory=dict)
+    package: str = ""
 
     def mindspore(self) -> Any:
         return getattr(importlib.import_module("benchmarks.mindspore_networks"), self.build)()
@@ -55,28 +55,11 @@ class Network:
         return inputs, rng.integers(0, CLASSES, batch, dtype=np.int32)
 
 
-# The oneDNN in MindSpore 2.10 computes convolutions of its default layout by the reference kernel where the processor
-# has AVX-512 (ONEDNN_VERBOSE=1 shows "jit_uni_ncsp:conv+ref:any"), some fifty times slower than by matrix
-# multiplication, which it chooses below AVX-512. There one update takes minutes, and any overhead disappears in it.
-_NO_REFERENCE_CONVOLUTION = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
-
 COMPARED = ("mlp", "cnn", "resnet18", "transformer")
 NETWORKS: dict[str, Network] = {
     "mlp": Network("mlp", "784-512-512-10", 256, (784,)),
-    "cnn": Network(
-        "cnn",
-        "8 convolutions with GroupNorm, 32x32x3",
-        256,
-        (3, 32, 32),
-        mindspore_environment=_NO_REFERENCE_CONVOLUTION,
-    ),
-    "resnet18": Network(
-        "resnet18",
-        "ResNet-18 with BatchNorm, 128x128x3",
-        64,
-        (3, 128, 128),
-        mindspore_environment=_NO_REFERENCE_CONVOLUTION,
-    ),
+    "cnn": Network("cnn", "8 convolutions with GroupNorm, 32x32x3", 256, (3, 32, 32)),
+    "resnet18": Network("resnet18", "ResNet-18 with BatchNorm, 128x128x3", 64, (3, 128, 128)),
     "transformer": Network(
         "transformer",
         f"4 layers, width 256, 8 heads, sequences of {TOKENS} tokens, vocabulary {VOCABULARY}",
@@ -86,4 +69,6 @@ NETWORKS: dict[str, Network] = {
     ),
     # For what memory accumulation adds: weights that dwarf all else.
     "wide": Network("wide", "4096-4096-4096-4096-4096-10", 64, (4096,)),
+    # For what a CPU's instructions do to convolutions of one channel each.
+    "mobilenet_v2": Network("mobilenet_v2", "mindcv's MobileNetV2, 128x128x3", 64, (3, 128, 128), package="mindcv"),
 }

@@ -63,8 +63,6 @@ def table(rows: Sequence[Row]) -> str:
         own = [row for row in rows if (row.network, row.processes > 1) == (network, parallel)]
         lines += ["", f"{network}: {NETWORKS[network].title}; batch {own[0].batch}"]
         lines += ["in data parallel mode, the batch shared by the processes"] if parallel else []
-        used = [f"{key}={os.environ.get(key, value)}" for key, value in NETWORKS[network].mindspore_environment.items()]
-        lines += [f"MindSpore under {', '.join(used)}; PyTorch without, unless set outside"] if used else []
         lines += [f"threads: {used}" for used in dict.fromkeys(row.threads for row in own if row.threads)]
         lines.append(_titles())
         for group in dict.fromkeys(row.group for row in own):

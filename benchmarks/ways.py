@@ -32,6 +32,7 @@ class Setting:
     threads: str = "tuned"
     processes: int = 1
     max_grad_norm: float | None = None  # of ours alone
+    instructions: str = ""  # a value of ONEDNN_MAX_CPU_ISA; else what the user has set, or nothing
 
     @property
     def share(self) -> int:
@@ -79,13 +80,13 @@ class Way:
 # -- MindSpore ---------------------------------------------------------------------------------------------------------
 
 
-def _mindspore_threads(threads: str) -> str:
+def _mindspore_threads(threads: str, net: Any) -> str:
     """The same for all of MindSpore's ways, with ours or without. Importing `gaccum_ms` changes no step but ours."""
     if threads == "default":
         return "MindSpore's defaults"
-    from gaccum_ms import tune_cpu_threads
+    from gaccum_ms import tune_cpu
 
-    return f"gaccum_ms.tune_cpu_threads(): {tune_cpu_threads()}"
+    return f"gaccum_ms.tune_cpu(): {tune_cpu(network=net)}"
 
 
 def _join_ranks() -> int:
@@ -106,15 +107,15 @@ def _mindspore_program(
     import mindspore as ms
     from mindspore import nn
 
-    threads = _mindspore_threads(setting.threads)
     ms.set_context(mode=ms.GRAPH_MODE if graph else ms.PYNATIVE_MODE)
     if ms.get_context("device_target") != "CPU":  # which cannot be set again once a program was built
         ms.set_device("CPU")  # peak memory is that of the process, which says nothing about an accelerator's
-    rank = _join_ranks() if setting.processes > 1 else 0
     ms.set_seed(0)
     network = NETWORKS[setting.network]
-    batches = [tuple(map(ms.Tensor, batch)) for batch in _batches(setting, rank, successive)]
     net = network.mindspore()
+    threads = _mindspore_threads(setting.threads, net)
+    rank = _join_ranks() if setting.processes > 1 else 0
+    batches = [tuple(map(ms.Tensor, batch)) for batch in _batches(setting, rank, successive)]
     weights = net.trainable_params()
     optimizer = nn.Momentum(weights, LEARNING_RATE, MOMENTUM)
     step = build_step(nn.WithLossCell(net, network.mindspore_loss()), optimizer)

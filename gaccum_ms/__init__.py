@@ -21,7 +21,7 @@ from gaccum_ms.progress import ProgressBar
 from gaccum_ms.resume import resume
 from gaccum_ms.schedule import AccumulationScheduler
 from gaccum_ms.sharded_optimizer import ShardedOptimizer
-from gaccum_ms.threads import tune_cpu_threads
+from gaccum_ms.threads import tune_cpu, tune_cpu_threads
 from gaccum_ms.train_step import TrainOneStepWithGradAccumulationCell
 from gaccum_ms.window_batchnorm import WindowBatchNorm
 
@@ -51,6 +51,7 @@ __all__ = [
     "memory_report",
     "resume",
     "scale_learning_rate",
+    "tune_cpu",
     "tune_cpu_threads",
 ]
 

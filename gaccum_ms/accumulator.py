@@ -14,7 +14,7 @@ import numpy as np
 from mindspore import nn, ops
 from mindspore.common.initializer import initializer
 
-from gaccum_ms.cpu_kernels import add_in_place, zero_in_place
+from gaccum_ms.cpu_kernels import add_in_place, on_cpu, zero_in_place
 from gaccum_ms.records import of_this_rank
 
 PREFIX = "accu_grads."
@@ -59,8 +59,8 @@ zero = ops.MultitypeFuncGraph("gaccum_ms_zero")
 
 def write(parameter: ms.Parameter, value: ms.Tensor) -> ms.Tensor:
     """Assign in a graph; returns what stands for its being done."""
-    if parameter.dtype == ms.bfloat16:
-        return parameter.copy_(value)  # MindSpore has no bfloat16 Assign on CPU
+    if on_cpu() and parameter.dtype == ms.bfloat16:
+        return parameter.copy_(value)  # MindSpore has no bfloat16 Assign there, and on GPU no such copy
     return ops.assign(parameter, value)
 
 
@@ -137,6 +137,10 @@ class Accumulators(nn.Cell):
         """Zero everything, outside of a graph."""
         for held in (*self.sums, *(self.compensations if self.compensated else ())):
             overwrite(held, ops.zeros_like(held))
+
+    def hold_something(self) -> bool:
+        """Whether any of them is not zero."""
+        return any(one.asnumpy().any() for one in (held.astype(ms.float32) for held in self.get_parameters()))
 
     def adapt(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """A checkpoint's sums as they are kept here, if it has compensations and these have none, or the reverse."""

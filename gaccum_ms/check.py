@@ -25,7 +25,7 @@ if __package__ in (None, ""):  # run as a file: our package, without the __init_
     sys.modules["gaccum_ms"] = types.ModuleType("gaccum_ms")
     sys.modules["gaccum_ms"].__path__ = [str(Path(__file__).parent)]
 
-from gaccum_ms import gpu, launch
+from gaccum_ms import cpu_instructions, gpu, launch
 from gaccum_ms.cluster import COLLECTIVE_TIMEOUT, Cluster
 
 DEVICE_SECONDS = 120
@@ -145,6 +145,7 @@ def main() -> int:
     report(check_package("numpy", lambda version: version[0] == "1", "numpy<2"))
     report(check_package("psutil", lambda version: True, "psutil"))
     mindspore = report(check_package("mindspore", lambda version: version[:2] == ["2", "10"], "mindspore==2.10.*"))
+    report(Finding("oneDNN", cpu_instructions.description()))
     report(check_program("msrun", "" if mindspore.remedy else "reinstall MindSpore: " + INSTALL, ""))
     report(check_program("mpirun", "", ", which only --launcher mpirun needs (on Debian: openmpi-bin)"))
     if not failed:

@@ -53,7 +53,7 @@ class Cluster:
         master_addr (str): The address of host 0, where MindSpore's scheduler runs.
         master_port (int): The scheduler's port there. The launchers of several hosts talk through the next one.
         start_timeout (float): Seconds that a rank may come to MindSpore's ``init()`` later than the first.
-        tune_cpu_threads (bool): Whether each rank calls `gaccum_ms.tune_cpu_threads` before its script.
+        tune_cpu_threads (bool): Whether each rank calls `gaccum_ms.tune_cpu` before its script.
     """
 
     launcher: str = "msrun"

@@ -17,6 +17,7 @@ from mindspore import nn, ops
 
 from gaccum_ms import normalize, own_graph
 from gaccum_ms.accumulator import Accumulators, hold_weights, overwrite
+from gaccum_ms.convolutions import limit_instructions_for_weights
 from gaccum_ms.counted_reduction import CountedReduction, times
 from gaccum_ms.cpu_kernels import all_finite
 from gaccum_ms.open_window import OpenWindow
@@ -126,6 +127,7 @@ class GradAccumulator(Resumable, nn.Cell):
         check_accumulation_options(_NAME, max_grad_norm, accumulator_dtype, compensated, overflow, jit)
         check_parallel_mode(_NAME)
         weights = ms.ParameterTuple(optimizer.parameters)
+        limit_instructions_for_weights(weights)
         self.optimizer = optimizer
         hold_weights(self, weights)
         self._jit = bool(jit)
@@ -147,6 +149,7 @@ class GradAccumulator(Resumable, nn.Cell):
         self.batch_count = counter("batch_count")
         distributed = self.window.reduction.sum_over_ranks.reduces
         self.provenance = Provenance(_NAME, ("batches", "counts"), accumulation_steps, distributed)
+        self._keep_in_place()
 
     def scale(self, loss: ms.Tensor) -> ms.Tensor:
         """The loss times the loss scale: what to differentiate where there is a `scale_sense` ."""

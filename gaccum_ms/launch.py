@@ -262,7 +262,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--master-port", type=int, default=0, help=f"a port there, and the next (default: {MASTER_PORT}; one host: any)"
     )
-    parser.add_argument("--tune-cpu-threads", action="store_true", help="call gaccum_ms.tune_cpu_threads() first")
+    names = ("--tune-cpu", "--tune-cpu-threads")  # the second is its name of before
+    parser.add_argument(*names, dest="tune_cpu_threads", action="store_true", help="call gaccum_ms.tune_cpu() first")
     parser.add_argument("script", help="the Python program that each rank runs")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
     options = parser.parse_args(argv)

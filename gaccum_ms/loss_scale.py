@@ -10,6 +10,8 @@ from __future__ import annotations
 import mindspore as ms
 from mindspore import nn
 
+from gaccum_ms.records import own
+
 
 def check_scale(owner: str, value: ms.Tensor) -> None:
     """Raise a ValueError for a scale, of shape () or (1,), that is not positive and finite."""
@@ -37,4 +39,4 @@ def scale_parameter(owner: str, scale_sense: nn.Cell | ms.Tensor) -> tuple[ms.Pa
     if value.shape not in ((), (1,)):
         raise ValueError(f"For '{owner}', the shape of 'scale_sense' must be () or (1,), but got {value.shape}.")
     check_scale(owner, value)
-    return ms.Parameter(value, name="scale_sense", requires_grad=False), manager
+    return ms.Parameter(value, name=own("scale_sense"), requires_grad=False), manager

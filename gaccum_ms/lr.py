@@ -148,12 +148,13 @@ class ScaledLearningRate(LearningRateSchedule):
         return rate * scale * self.multiplier
 
 
-def current_learning_rate(optimizer: nn.Optimizer) -> float:
-    """The rate that the optimizer's next update will use; nothing changes. NaN where a list of rates has come to its
-    end, and the next update will fail. Where groups have their own rates, it is that of the first parameter's group:
-    the first group, unless "order_params" says otherwise."""
+def current_learning_rate(optimizer: nn.Optimizer, updates_ago: int = 0) -> float:
+    """The rate that the optimizer's next update will use, or the one of so many updates ago, if nobody has changed it
+    since; nothing changes. NaN where a list of rates has come to its end, and the next update will fail. Where groups
+    have their own rates, it is that of the first parameter's group: the first group, unless "order_params" says
+    otherwise."""
     optimizer = _with_rate(optimizer)
-    step = optimizer.global_step.asnumpy()
+    step = optimizer.global_step.asnumpy() - updates_ago
     held = optimizer.get_lr_parameter(optimizer.parameters[0])
     if _is_list(held) and step[0] >= held.size:
         return math.nan

@@ -14,6 +14,7 @@ from mindspore import nn, ops
 
 from gaccum_ms.accumulator import Accumulators
 from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.convolutions import limit_instructions_for
 from gaccum_ms.memory_meter import AllocatorMeter, ProcessMeter
 from gaccum_ms.own_graph import OwnGraph, compiling_alone
 from gaccum_ms.pynative_tape import forget_interrupted_gradient
@@ -59,6 +60,7 @@ class MicroSteps:
         batch: Sequence[ms.Tensor],
         meter: ProcessMeter | AllocatorMeter,
     ) -> None:
+        limit_instructions_for(cell.network)
         self.cell = cell
         self.batch = batch
         self.meter = meter

@@ -28,9 +28,10 @@ from gaccum_ms.train_step import TrainOneStepWithGradAccumulationCell
 from gaccum_ms.window_watch import WindowWatch
 
 _OURS = (GradAccumulationCell, TrainOneStepWithGradAccumulationCell)
-# In the order in which they must run: the scheduler lets windows span batches, which the watch asks for; the monitor
-# sees a batch before a flush ends its window; all others see what these did.
-_CALLBACKS = (AccumulationScheduler, WindowWatch, WindowMonitor, FlushAccumulation)
+# In the order in which they must run: the monitor sees an update before the scheduler changes the rate, and a batch
+# before a flush ends its window; the scheduler lets windows span batches, which the watch asks for; all others see what
+# these did.
+_CALLBACKS = (WindowMonitor, AccumulationScheduler, WindowWatch, FlushAccumulation)
 _original = amp.build_train_network
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import mindspore as ms
+import numpy as np
 from mindspore.train import Callback, RunContext
 
 from gaccum_ms.lr import current_learning_rate
@@ -28,7 +29,8 @@ class WindowRecord:
     losses: tuple[float, ...]
     loss: float
     counts: tuple[float, ...]
-    count: float
+    count: float | None
+    loss_terms: tuple[float, ...] | None
     dropped_micro_batches: int
     grad_norm: float | None
     loss_scale: float | None
@@ -47,12 +49,17 @@ class WindowMonitor(Callback):
     * ``epoch`` in which it ended, from 1; ``batches`` : how many, on this rank.
     * ``losses`` : each batch's mean, on this rank, of the batches that this training has seen; ``loss`` : the
       window's, over all ranks with `count` .
-    * ``counts`` : each batch's samples, or what `count` counts, on this rank; ``count`` : the window's, over all ranks
-      where ranks weigh by counts. With `count` and without `accumulation_steps` both are the window's.
+    * ``counts`` : each batch's samples, or what `count` counts, on this rank; ``count`` : what the window's mean is
+      over, over all ranks where ranks weigh by counts.
+    * ``loss_terms`` , with several losses: the mean of each, before `loss_weights` . ``counts`` has one entry for each
+      of them then, and ``count`` is ``None`` , because they have no total in common. ``None`` with one loss.
     * ``dropped_micro_batches`` : on all ranks.
     * ``grad_norm`` before clipping, and ``loss_scale`` ; ``None`` without `max_grad_norm` and loss scaling.
     * ``learning_rate`` of the update, of the first parameter group.
     * ``seconds`` from the first batch's beginning to the update's end.
+
+    With `count` and without `accumulation_steps` a batch is its window: its loss and counts are the window's, of all
+    ranks.
 
     Callbacks that come later find the record of a window that has just ended in
     ``run_context.original_args().window_record`` , ``None`` after other batches. Reading it waits for the device, after
@@ -62,8 +69,8 @@ class WindowMonitor(Callback):
         json_lines (Union[str, Path], optional): A file to which each record is appended as a line of JSON; what is not
             finite is ``null`` . Default: ``None`` .
         summary (Union[SummaryRecord, SummaryWriter], optional): Where each number goes, as ``window/<name>`` over the
-            number of updates: a `mindspore.SummaryRecord` , or TensorBoard's `SummaryWriter` from tensorboardX or
-            PyTorch. Who made it closes it. Default: ``None`` .
+            number of updates, of losses with terms ``window/loss_terms/<n>`` too: a `mindspore.SummaryRecord` , or
+            TensorBoard's `SummaryWriter` from tensorboardX or PyTorch. Who made it closes it. Default: ``None`` .
 
     Raises:
         TypeError: If `json_lines` is neither str nor Path, or `summary` neither of those above.
@@ -104,7 +111,8 @@ class WindowMonitor(Callback):
         self._losses: list[float] = []
         self._counts: list[float] = []
         self._began = 0.0
-        self._before: dict[str, Any] = {}
+        self._updates = 0  # before what may be an update
+        self._scale: float | None = None
 
     def on_train_begin(self, run_context: RunContext) -> None:
         parameters = run_context.original_args()
@@ -125,51 +133,70 @@ class WindowMonitor(Callback):
             return
         if not self._losses:
             self._began = time.perf_counter()
-        # Before each batch, because it may be the one that updates, and after it both may be others.
-        self._before = {
-            "update": int(step.update_count.asnumpy()),
-            "learning_rate": current_learning_rate(step.optimizer),
-            "loss_scale": _number(step, "scale_sense"),
-        }
+        self._look(step)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         parameters, step = run_context.original_args(), training_step(run_context)
         parameters.window_record = None
         if step is None:
             return
-        loss = parameters.net_outputs[0] if isinstance(parameters.net_outputs, tuple) else parameters.net_outputs
+        outputs = parameters.net_outputs
+        if isinstance(outputs, tuple):
+            loss, _, scale = outputs
+            self._scale = _float(scale)  # callbacks may have set it since the step's beginning
+        else:
+            loss = outputs
         self._losses.append(_float(loss))
-        items = _number(step, "batch_items") if step.spans_batches else _number(step, "window_count")
-        self._counts.append(float(parameters.train_dataset_element[0].shape[0]) if items is None else items)
+        self._counts += _counts(step, parameters.train_dataset_element[0].shape[0])
         if not int(step.window_position.asnumpy()):
             parameters.window_record = self._record(step, parameters.cur_epoch_num)
+        self._look(step)
+
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        """A flush may come, and callbacks may have changed the scale since the last batch."""
+        step = training_step(run_context)
+        if step is not None:
+            self._look(step)
+
+    on_train_end = on_train_epoch_end
 
     def on_window_flushed(self, run_context: RunContext) -> None:
         """Called by `FlushAccumulation` , on a rank with fewer batches than others several times."""
         parameters, step = run_context.original_args(), training_step(run_context)
         if step is not None and (self._losses or _number(step, "window_count")):  # else no rank had anything left
             parameters.window_record = self._record(step, parameters.cur_epoch_num)
-            self._before["update"] = int(step.update_count.asnumpy())
-            self._before["learning_rate"] = current_learning_rate(step.optimizer)
+            self._look(step)
             self._began = time.perf_counter()
+
+    def _look(self, step: TrainOneStepWithGradAccumulationCell) -> None:
+        """What an update changes, before the next one."""
+        self._updates = int(step.update_count.asnumpy())
+        self._scale = _number(step, "scale_sense")
+        if step.update.sens != 1.0:  # not checked for overflow, and the optimizer takes it out
+            self._scale = step.update.sens
 
     def _record(self, step: TrainOneStepWithGradAccumulationCell, epoch: int) -> WindowRecord:
         update = int(step.update_count.asnumpy())
-        batches, count = _number(step, "window_batches"), _number(step, "window_count")
-        loss = _float(step.window_loss) if step.spans_batches else self._losses[-1]
+        updated = update > self._updates
+        batches, terms = _number(step, "window_batches"), _numbers(step, "loss_terms")
+        count = _number(step, "window_count")
+        if count is None and terms is None:
+            count = self._counts[-1]
         record = WindowRecord(
             update=update,
-            updated=update > self._before["update"],
+            updated=updated,
             epoch=epoch,
             batches=len(self._losses) if batches is None else int(batches),
             losses=tuple(self._losses),
-            loss=loss,
+            loss=_float(step.window_loss) if step.spans_batches else self._losses[-1],
             counts=tuple(self._counts),
-            count=self._counts[-1] if count is None else count,
+            count=count,
+            loss_terms=None if terms is None else tuple(terms),
             dropped_micro_batches=int(_number(step, "dropped_micro_batches") or 0),
             grad_norm=_number(step, "grad_norm"),
-            loss_scale=self._before["loss_scale"],
-            learning_rate=self._before["learning_rate"],
+            loss_scale=self._scale,
+            # Read now, because callbacks may have set it since the batch's beginning.
+            learning_rate=current_learning_rate(step.optimizer, updates_ago=int(updated)),
             seconds=time.perf_counter() - self._began,
         )
         self.records.append(record)
@@ -188,6 +215,7 @@ class WindowMonitor(Callback):
                 for name, value in numbers.items()
                 if isinstance(value, (bool, int, float)) and name != "update"
             }
+            scalars |= {f"window/loss_terms/{term}": loss for term, loss in enumerate(record.loss_terms or ())}
             for name, value in scalars.items():
                 if isinstance(self._summary, ms.SummaryRecord):
                     self._summary.add_value("scalar", name, ms.Tensor(value, ms.float32))
@@ -216,14 +244,33 @@ def append_json_line(path: Path, record: dict[str, Any]) -> None:
         file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
 
 
+def _counts(step: TrainOneStepWithGradAccumulationCell, samples: int) -> list[float]:
+    """What the last batch, of so many samples, counted; with several losses for each."""
+    if step.spans_batches:
+        return [_float(step.batch_items)]
+    counts = _numbers(step, "window_count")
+    # The window's lacks the samples of micro-batches that were dropped, and has other ranks'.
+    by_samples = getattr(step.window, "counts_samples", False) and not hasattr(step, "loss_terms")
+    return [float(samples)] if counts is None or by_samples else counts
+
+
 def _float(tensor: ms.Tensor) -> float:
+    return _shortest(tensor.asnumpy().reshape(-1)[0])
+
+
+def _shortest(number: np.float32) -> float:
     """The shortest number that is this float32: 0.36, where float() makes 0.36000001430511475."""
-    return float(str(tensor.asnumpy().reshape(-1)[0]))
+    return float(str(number))
 
 
 def _number(step: TrainOneStepWithGradAccumulationCell, name: str) -> float | None:
+    numbers = _numbers(step, name)
+    return numbers[0] if numbers is not None and len(numbers) == 1 else None
+
+
+def _numbers(step: TrainOneStepWithGradAccumulationCell, name: str) -> list[float] | None:
     parameter = getattr(step, name, None)
-    return None if parameter is None or parameter.size != 1 else _float(parameter)
+    return None if parameter is None else [_shortest(one) for one in parameter.asnumpy().reshape(-1)]
 
 
 def _finite(value: Any) -> Any:

@@ -1,14 +1,21 @@
-"""How a graph is run from Python: the training step's, or that of a part of training that runs by itself."""
+"""How a graph is run from Python: the training step's, or the graph of a part of training that runs by itself."""
 
 from __future__ import annotations
 
 import os
+import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import mindspore as ms
 from mindspore import nn
+from mindspore.graph.api import _cell_graph_executor
+
+from gaccum_ms.storage import Storage, keep_in_place
+
+_storage: weakref.WeakKeyDictionary[nn.Cell, tuple[int, Storage]] = weakref.WeakKeyDictionary()
 
 
 class OwnGraph(nn.Cell):
@@ -30,15 +37,53 @@ class OwnGraph(nn.Cell):
 def run(cell: nn.Cell, jit: bool, *inputs: Any) -> Any:
     """Call a Cell, with `jit` compiled in PyNative mode too, unless MindSpore's ``MS_JIT=0`` forbids it: as graph mode
     does it, and not by `mindspore.jit` , which hands a graph without a loop to another thread, beside which Python's
-    spins until it is through."""
-    if not jit or ms.get_context("mode") != ms.PYNATIVE_MODE or os.getenv("MS_JIT") == "0":
+    spins until it is through. A graph sees every value that was written into its Parameters since its last run."""
+    if os.getenv("MS_JIT") == "0" or (not jit and ms.get_context("mode") == ms.PYNATIVE_MODE):
         return nn.Cell.__call__(cell, *inputs)
+    _let_go_of_moved(cell)
+    if ms.get_context("mode") == ms.PYNATIVE_MODE:
+        outputs = _run_graph_in_pynative_mode(cell, *inputs)
+    else:
+        outputs = nn.Cell.__call__(cell, *inputs)
+    _note_storage(cell)
+    return outputs
+
+
+def _run_graph_in_pynative_mode(cell: nn.Cell, *inputs: Any) -> Any:
     if not cell.compile_cache:  # the first call: what graph mode's does before it compiles
         cell.check_names_and_refresh_name()
         cell.__compile_cell_hook__ = True
     # PyNative's tape, left open by any eager gradient before, would record this to differentiate it.
     with ms.common._no_grad(), compiling_alone():
         return cell.compile_and_run(*inputs)
+
+
+def _note_storage(cell: nn.Cell) -> None:
+    """After a compilation: what the graph's Parameters are, and where they lie."""
+    graphs, _ = _storage.get(cell, (0, None))
+    if graphs == len(cell.compile_cache):
+        return
+    executor = _cell_graph_executor._graph_executor
+    parameters = {id(one): one for phase in cell.compile_cache for one in executor.get_params(phase).values()}
+    keep_in_place(parameters.values())
+    _storage[cell] = len(cell.compile_cache), Storage(parameters.values())
+
+
+def _let_go_of_moved(cell: nn.Cell) -> None:
+    """Before a run: compile anew if a Parameter lies somewhere else than the graph reads it."""
+    _, storage = _storage.get(cell, (0, None))
+    moved = storage.moved() if storage is not None else []
+    if not moved:
+        return
+    warnings.warn(
+        f"For '{type(cell).__name__}', Parameters must be written by 'set_data', 'load_param_into_net' or "
+        f"'ops.assign', which leave their storage where the compiled graph reads it, but got other storage for "
+        f"{', '.join(moved[:5])}{', ...' if len(moved) > 5 else ''}. The graph is compiled anew, to see the values.",
+        UserWarning,
+        stacklevel=4,
+    )
+    cell.compile_cache.clear()
+    del _storage[cell]
 
 
 @contextmanager

@@ -15,8 +15,9 @@ from mindspore.communication import get_group_size, get_rank
 
 from gaccum_ms.accumulator import overwrite
 from gaccum_ms.open_window import OpenWindow
-from gaccum_ms.records import counter, of_this_rank
+from gaccum_ms.records import counter, of_this_rank, own
 from gaccum_ms.sharded_optimizer import ShardedOptimizer, whole_state
+from gaccum_ms.storage import keep_in_place, parameters_of
 
 SHARDED = ", in sharded accumulators"
 _WEIGHTS = ("samples", "counts", "sums", "batches")  # what micro-batches weigh by; batches: each the same
@@ -41,19 +42,25 @@ class Provenance(nn.Cell):
         self.rank: int = get_rank() if distributed else 0
         self.ranks: int = get_group_size() if distributed else 1
         self.own_steps = accumulation_steps
-        self.begun = False
-        self.window_origin = of_this_rank("window_origin", ms.Tensor([self.rank, self.ranks], ms.int32))
+        self.begun = False  # whether the step has run
+        self.loaded = False  # whether a checkpoint may have been loaded since its last run
+        self.window_origin = of_this_rank(own("window_origin"), ms.Tensor([self.rank, self.ranks], ms.int32))
         self.window_rule = counter("window_rule", RULES.index(self.rules[0]))
         self.configured_steps = counter("configured_steps", accumulation_steps)
         self.epoch_batches = counter("epoch_batches")  # of the last ms.Model.train
-        self.random_state = of_this_rank("random_state", ms.get_rng_state())
+        self.random_state = of_this_rank(own("random_state"), ms.get_rng_state())
 
     def keep_random_state(self) -> None:
         """The default generator's state, for the next checkpoint."""
         self.random_state.set_data(ms.get_rng_state())
 
+    def note_load(self) -> None:
+        """Somebody has written into the Parameters of an open window."""
+        self.loaded = True
+
     def begin(self, window: OpenWindow | None, batches: int) -> None:
-        """Before the first step: MindSpore may have loaded a checkpoint, and what cannot be gone on with is refused.
+        """Before the first step, and the first after MindSpore has loaded a checkpoint: refuse what cannot be gone on
+        with.
 
         Args:
             window (OpenWindow or None): The step's window, if it spans batches.
@@ -62,21 +69,28 @@ class Provenance(nn.Cell):
         steps = int(self.configured_steps.asnumpy())
         rank, ranks = self.window_origin.asnumpy().tolist()
         self.check(window is not None, batches, rank, ranks, int(self.window_rule.asnumpy()), steps)
+        if self.loaded and window is not None and not batches and window.accumulators.hold_something():
+            raise ValueError(
+                f"For '{self.owner}', a checkpoint that was saved in a window must have the window's counts beside its "
+                f"accumulators, but got accumulators alone, as from a version before 0.2, whose names were others. "
+                f"Load it by gaccum_ms.resume, which knows them."
+            )
         self._settle(window)
         self.begun = True
+        self.loaded = False
 
     def load(self, cell: nn.Cell, values: Mapping[str, np.ndarray], window: OpenWindow | None) -> None:
         """Give `cell` what a checkpoint holds, by name; `resume` has checked it. What a checkpoint of another kind of
         training lacks must not stay from before: windows and counts begin anew."""
-        values = {"batch_count": np.array(0), "update_count": np.array(0), **values}
+        values = {own("batch_count"): np.array(0), own("update_count"): np.array(0), **values}
         if window is not None:
             window.forget()
             values = window.accumulators.adapt(values)
         for parameter in cell.get_parameters():
             if parameter.name in values:
                 overwrite(parameter, ms.Tensor(values[parameter.name], parameter.dtype))
-        if "random_state" in values:
-            ms.set_rng_state(ms.Tensor(values["random_state"], ms.uint8))
+        if own("random_state") in values:
+            ms.set_rng_state(ms.Tensor(values[own("random_state")], ms.uint8))
         self._settle(window)
 
     def check(self, spans_batches: bool, batches: int, rank: int, ranks: int, rule: int, steps: int) -> None:
@@ -151,6 +165,13 @@ class Resumable:
         with whole_state(self.optimizer):
             self.provenance.load(self, values, self._open_window())
 
+    def _keep_in_place(self) -> None:
+        """Let writes into Parameters be seen by compiled graphs, of which the step may become a part."""
+        window = self._open_window()
+        accumulators = window.accumulators.get_parameters() if window is not None else ()
+        keep_in_place([self.provenance.window_origin, *accumulators], self.provenance.note_load)
+        keep_in_place(parameters_of(self))
+
     def _begin(self) -> None:
-        if not self.provenance.begun:
+        if not self.provenance.begun or self.provenance.loaded:
             self.provenance.begin(self._open_window(), int(self.window_position.asnumpy()))

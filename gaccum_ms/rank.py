@@ -19,7 +19,7 @@ import sys
 import types
 from pathlib import Path
 
-TUNE = "GACCUM_MS_TUNE_CPU_THREADS"  # set: call tune_cpu_threads() before the script
+TUNE = "GACCUM_MS_TUNE_CPU_THREADS"  # set: call tune_cpu() before the script
 JOB = "GACCUM_MS_JOB"  # "<pid of the launcher>-<random>": marks all processes of one launch
 SCHEDULER = -1  # MindSpore's scheduler is no rank, but is guarded as one
 
@@ -87,9 +87,9 @@ def run(script: str, arguments: list[str]) -> None:
         sys.path[0] = str(path.resolve().parent)
     code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     if os.environ.pop(TUNE, None) and role != "MS_SCHED":  # not for what the script starts in its turn
-        from gaccum_ms import tune_cpu_threads
+        from gaccum_ms import tune_cpu
 
-        print(tune_cpu_threads(), flush=True)
+        print(tune_cpu(), flush=True)
     try:
         exec(code, vars(main))
     except SystemExit as end:

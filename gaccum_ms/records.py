@@ -6,18 +6,27 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 
+# Before every name, because MindSpore keeps a checkpoint's values by name alone: a weight that the user has named
+# `update_count` , say, and a record of that name would overwrite each other. Accumulators have prefixes of their own.
+PREFIX = "gaccum_ms."
+
 # Each rank has its own: `layerwise_parallel` is MindSpore's word for Parameters that ``parameter_broadcast`` must not
 # overwrite with those of rank 0.
 
 
+def own(name: str) -> str:
+    """The name of a Parameter of ours, as checkpoints have it."""
+    return PREFIX + name
+
+
 def record(name: str, shape: tuple[int, ...] = (), value: float = 0.0) -> ms.Parameter:
     """A float32 number, or several."""
-    return of_this_rank(name, ms.Tensor(np.full(shape, value, np.float32)))
+    return of_this_rank(own(name), ms.Tensor(np.full(shape, value, np.float32)))
 
 
 def counter(name: str, value: int = 0) -> ms.Parameter:
     """An int32 number, shape ``()``."""
-    return of_this_rank(name, ms.Tensor(value, ms.int32))
+    return of_this_rank(own(name), ms.Tensor(value, ms.int32))
 
 
 def of_this_rank(name: str, value: ms.Tensor) -> ms.Parameter:

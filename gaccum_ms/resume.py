@@ -1,12 +1,12 @@
 """resume: go on from a checkpoint, in mid-window too, on as many ranks as there are now.
 
-MindSpore's `load_param_into_net` is right for a step that has not run. One that has, in graph mode, would go on with
-what it had, because the graph of a loop keeps its own storage, and show the loaded values all the same. Here each value
-is assigned, which every graph sees.
+MindSpore's `load_checkpoint` loads a step too, on the ranks and with the options that saved it. Here a checkpoint is
+checked before anything changes, and taken over by other ranks, with other options, and from other versions.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ import numpy as np
 from mindspore import nn
 
 from gaccum_ms import accumulator
+from gaccum_ms.data_position import begin_at
 from gaccum_ms.grad_accumulator import GradAccumulator
 from gaccum_ms.lr import MULTIPLIER_PREFIX
+from gaccum_ms.records import PREFIX, own
 from gaccum_ms.sharded_accumulators import ALL_PARTS
 from gaccum_ms.sharded_optimizer import whole_state
 from gaccum_ms.train_step import TrainOneStepWithGradAccumulationCell
@@ -46,13 +48,16 @@ def resume(
         checkpoint (Union[str, Path, Sequence]): A file of `mindspore.save_checkpoint` of the step, or of
             `mindspore.train.ModelCheckpoint` , in either format; safetensors by its suffix. Or the files of all ranks
             that saved, in any order.
-        data_set (Dataset, optional): Is set to the batch after the last that was trained on; its seed must be the same,
-            and `dataset_sink_mode` False. With another number of ranks the batches must be those of all ranks, divided
-            anew. Default: ``None`` .
+        data_set (Dataset, optional): Is set to the batch after the last that was trained on, until a batch is trained
+            on; then its iterators begin at the beginning again. Its seed must be the same, and `dataset_sink_mode`
+            False. With another number of ranks the batches must be those of all ranks, divided anew.
+            Default: ``None`` .
 
     Returns:
         int, the number of finished epochs, 0 without `data_set` : ``model.train(epochs, data_set,
-        initial_epoch=resume(model, file, data_set))`` .
+        initial_epoch=resume(model, file, data_set))`` . In a loop of one's own the epochs are ``range(finished,
+        epochs)`` , each with an iterator of its own; one iterator for all of them needs ``num_epochs=epochs`` , the
+        finished ones among them, for the order that a shuffled data set would have had.
 
     Raises:
         TypeError: If `model` is none of those.
@@ -104,23 +109,25 @@ def resume(
 
 
 def _go_on(step: Any, paths: Sequence[Path], data_set: Any) -> int:
-    files = [(path, _without_parts(_under_own_names(step, _read(path)))) for path in paths]
+    files = [(path, _without_parts(_under_own_names(step, _with_prefix(step, path, _read(path))))) for path in paths]
     _check_parts(files, step.provenance.ranks)
     for path, values in files:
         _check_parameters(step, path, values)
     provenance = step.provenance
     values = _of_rank(files, provenance.rank, provenance.ranks)
     position = _position(files, values, data_set, provenance.ranks) if data_set is not None else None
-    batches = int(values.get("window_position", 0))
+    batches = int(values.get(own("window_position"), 0))
     if batches:
         rank, ranks = _origin(values)
-        provenance.check(True, batches, rank, ranks, int(values["window_rule"]), int(values["configured_steps"]))
+        provenance.check(
+            True, batches, rank, ranks, int(values[own("window_rule")]), int(values[own("configured_steps")])
+        )
         if isinstance(step, TrainOneStepWithGradAccumulationCell):
             step.let_windows_span_batches()
     step.load(values)
     if position is None:
         return 0
-    data_set.set_init_step(position)
+    begin_at(data_set, position, lambda: int(step.batch_count.asnumpy()))
     return position // data_set.get_dataset_size()
 
 
@@ -143,6 +150,27 @@ def _read(path: Path) -> Values:
     }
 
 
+def _with_prefix(step: nn.Cell, path: Path, values: Values) -> Values:
+    """The values, with the prefix that the names of records have had since version 0.2."""
+    without = own("window_origin").removeprefix(PREFIX)
+    if without not in values or own(without) in values:
+        return values
+    names = {one.name.removeprefix(PREFIX): one.name for one in step.get_parameters() if one.name.startswith(PREFIX)}
+    of_the_users = sorted(one.name for one in step.get_parameters() if one.name in names)
+    if of_the_users:
+        raise ValueError(
+            f"For 'resume', a checkpoint of a version before 0.2 must be of a network without parameters of these "
+            f"names, which records of the training step had too, but got '{path}' and {', '.join(of_the_users)}: "
+            f"it holds one value for both. Load the network's other weights by 'mindspore.load_checkpoint'."
+        )
+    warnings.warn(
+        f"For 'resume', '{path}' was saved by a version before 0.2: records are read by the names that they had.",
+        UserWarning,
+        stacklevel=4,
+    )
+    return {names.get(name, name): value for name, value in values.items()}
+
+
 def _under_own_names(step: nn.Cell, values: Values) -> Values:
     """The values, with the names that this process gave to its learning-rate schedules, which it numbers as it makes
     them: the first of the step's is the first of the checkpoint's."""
@@ -161,7 +189,7 @@ def _under_own_names(step: nn.Cell, values: Values) -> Values:
 def _without_parts(values: Values) -> Values:
     """Without the slices of sharded accumulators where no window is open: they are zero, in shapes that depend on the
     number of ranks."""
-    if int(values.get("window_position", 0)):
+    if int(values.get(own("window_position"), 0)):
         return values
     return {name: value for name, value in values.items() if not name.startswith(ALL_PARTS)}
 
@@ -180,7 +208,7 @@ def _check_parts(files: list[tuple[Path, Values]], ranks: int) -> None:
 def _check_parameters(step: nn.Cell, path: Path, values: Values) -> None:
     network = step.network.get_parameters() if isinstance(step, TrainOneStepWithGradAccumulationCell) else ()
     needed = [*step.weights, *network]
-    if "batch_count" in values:  # not from another kind of training, which may have had another optimizer or none
+    if own("batch_count") in values:  # not from another kind of training, which may have had another optimizer or none
         needed += step.optimizer.get_parameters()
     missing = sorted({parameter.name for parameter in needed} - values.keys())
     if missing:
@@ -198,7 +226,7 @@ def _check_parameters(step: nn.Cell, path: Path, values: Values) -> None:
 
 def _origin(values: Values) -> tuple[int, int]:
     """Rank and number of ranks of who saved; a run without accumulation does not say."""
-    rank, ranks = values.get("window_origin", np.array([0, 1]))
+    rank, ranks = values.get(own("window_origin"), np.array([0, 1]))
     return int(rank), int(ranks)
 
 
@@ -207,59 +235,59 @@ def _of_rank(files: list[tuple[Path, Values]], rank: int, ranks: int) -> Values:
     by_rank = {_origin(values)[0]: values for _, values in files}
     _, first = files[0]
     saved_ranks = _origin(first)[1]
-    is_open = any(int(values.get("window_position", 0)) for _, values in files)
+    is_open = any(int(values.get(own("window_position"), 0)) for _, values in files)
     shown = ", ".join(f"'{path}' of rank {_origin(values)[0]} of {_origin(values)[1]}" for path, values in files)
     if any(_origin(values)[1] != saved_ranks for _, values in files) or len(by_rank) != len(files):
         raise ValueError(f"For 'resume', the files must be those of different ranks of one run, but got {shown}.")
-    if len({int(values.get("update_count", 0)) for _, values in files}) > 1:
-        counts = [int(values.get("update_count", 0)) for _, values in files]
+    if len({int(values.get(own("update_count"), 0)) for _, values in files}) > 1:
+        counts = [int(values.get(own("update_count"), 0)) for _, values in files]
         raise ValueError(f"For 'resume', all files must be of the same update, but got updates {counts}: {shown}.")
     if saved_ranks == ranks and rank in by_rank:
         return by_rank[rank]
     if not is_open:
-        return {name: value for name, value in first.items() if name != "random_state"}  # another rank's
+        return {name: value for name, value in first.items() if name != own("random_state")}  # another rank's
     if len(by_rank) != saved_ranks:
         raise ValueError(
             f"For 'resume', a checkpoint that was saved in a window has the sums of one rank, and all {saved_ranks} "
             f"rank(s)' are needed to finish it on rank {rank} of {ranks}, but got {shown}."
         )
     joined = _joined([by_rank[one] for one in range(saved_ranks)], rank == 0)
-    joined["window_origin"] = np.array([rank, ranks])
+    joined[own("window_origin")] = np.array([rank, ranks])
     return joined
 
 
 def _joined(files: list[Values], first_rank: bool) -> Values:
     """All ranks' sums on the first rank, and none on the others: the update's mean is over all of them anyway."""
-    units = [float(values["window_unit"]) for values in files]
+    units = [float(values[own("window_unit")]) for values in files]
     unit = next((one for one in units if one > 0), 0.0) if first_rank else 0.0
     factors = [unit / one if one > 0 else 0.0 for one in units]
-    position = max(int(values["window_position"]) for values in files)
-    joined = {name: value for name, value in files[0].items() if name != "random_state"}
+    position = max(int(values[own("window_position")]) for values in files)
+    joined = {name: value for name, value in files[0].items() if name != own("random_state")}
     for name in joined:
         if name.startswith((accumulator.PREFIX, accumulator.COMPENSATION_PREFIX)):
             joined[name] = sum(factor * values[name] for factor, values in zip(factors, files, strict=True))
-    sums = np.stack([values["window_sums"] for values in files])
-    joined["window_sums"] = sums.sum(axis=0) if first_rank else np.zeros_like(sums[0])
-    joined["window_sums"][0] = np.dot(factors, sums[:, 0])
-    joined["window_sums"][3] = position
-    if all("window_first" in values for values in files):
-        first = np.stack([values["window_first"] for values in files])
-        joined["window_first"] = first.sum(axis=0) if first_rank else np.zeros_like(first[0])
-    joined["window_position"] = np.array(position)
-    joined["window_unit"] = np.array(unit)
+    sums = np.stack([values[own("window_sums")] for values in files])
+    joined[own("window_sums")] = sums.sum(axis=0) if first_rank else np.zeros_like(sums[0])
+    joined[own("window_sums")][0] = np.dot(factors, sums[:, 0])
+    joined[own("window_sums")][3] = position
+    if all(own("window_first") in values for values in files):
+        first = np.stack([values[own("window_first")] for values in files])
+        joined[own("window_first")] = first.sum(axis=0) if first_rank else np.zeros_like(first[0])
+    joined[own("window_position")] = np.array(position)
+    joined[own("window_unit")] = np.array(unit)
     return joined
 
 
 def _position(files: list[tuple[Path, Values]], values: Values, data_set: Any, ranks: int) -> int:
     """Batches that a rank has seen, were they shared out as they are now."""
-    saved_ranks, batches = _origin(files[0][1])[1], int(values.get("batch_count", 0))
-    size, saved_size = data_set.get_dataset_size(), int(values.get("epoch_batches", 0))
+    saved_ranks, batches = _origin(files[0][1])[1], int(values.get(own("batch_count"), 0))
+    size, saved_size = data_set.get_dataset_size(), int(values.get(own("epoch_batches"), 0))
     if saved_size and saved_size * saved_ranks != size * ranks:
         raise ValueError(
             f"For 'resume', the data set must have the batches that it had, but got {size} an epoch on each of "
             f"{ranks} rank(s), where the checkpoint has {saved_size} on each of {saved_ranks}."
         )
-    seen = {int(other.get("batch_count", 0)) for _, other in files}
+    seen = {int(other.get(own("batch_count"), 0)) for _, other in files}
     if saved_ranks != ranks and (len(seen) > 1 or batches * saved_ranks % ranks):
         raise ValueError(
             f"For 'resume', the batches that were seen must divide by the number of ranks, but got {sorted(seen)} on "

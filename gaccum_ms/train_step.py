@@ -43,6 +43,7 @@ from gaccum_ms.batch_loss import WithBatchLossCell, passes, warn_about_two_passe
 from gaccum_ms.batch_loss_window import BatchLossWindow
 from gaccum_ms.batchnorm import refuse_sync_batch_norm, warn_about_batch_norm
 from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.convolutions import limit_instructions_for
 from gaccum_ms.counted_window import CountedWindow
 from gaccum_ms.fused_reduction import FusedReducer
 from gaccum_ms.multi_loss_window import MultiLossWindow
@@ -168,6 +169,7 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         refuse_sparse_gradients(network)
         if network.finds_size:
             refuse_sync_batch_norm("GradAccumulationCell", network)
+        limit_instructions_for(network.network)
         super().__init__(network.network, optimizer)
         hold_weights(self, self.weights)
         self._unrolled = unrolled
@@ -214,6 +216,8 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         self._show_records()
         if unrolled:
             self.set_train()  # the compiler's passes ask for it
+        else:
+            self._keep_in_place()
 
     def _make_window(self, cell: GradAccumulationCell) -> SampleWindow | UnrolledWindow:
         if self._unrolled:
@@ -273,6 +277,7 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         self.update.window = self.window.open
         self.end_window = WindowEnd(self.window.open, self.update, self._jit)
         self._show_records()
+        self._keep_in_place()
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -351,7 +356,7 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         if self._unrolled:
             with auto_parallel.settings_of(self._given[0]):
                 auto_parallel.check_device()
-                return super().__call__(*inputs)
+                return own_graph.run(self, False, *inputs)
         self._let_ranks_agree()
         with own_graph.compiling_alone():
             return self._train(*inputs)

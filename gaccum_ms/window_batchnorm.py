@@ -21,7 +21,7 @@ from mindspore import nn, ops
 
 from gaccum_ms.accumulator import overwrite
 from gaccum_ms.options import check_positive_int
-from gaccum_ms.records import record
+from gaccum_ms.records import of_this_rank
 
 _NAME = "WindowBatchNorm"
 
@@ -99,7 +99,9 @@ class WindowBatchNorm(nn.Cell):
         self.moving_mean = ms.Parameter(zeros.copy(), name="moving_mean", requires_grad=False)
         self.moving_variance = ms.Parameter(ones.copy(), name="moving_variance", requires_grad=False)
         # Samples, values of a channel, and for each channel the two sums of the file's head.
-        self.window_statistics = record("window_statistics", (2 + 2 * num_features,))
+        self.window_statistics = of_this_rank(
+            "window_statistics", ms.Tensor(np.zeros(2 + 2 * num_features, np.float32))
+        )
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from mindspore import ops
 from mindspore.train import Callback, RunContext
 
 from gaccum_ms.accumulator import overwrite
+from gaccum_ms.data_position import begin_anew
 from gaccum_ms.train_step import TrainOneStepWithGradAccumulationCell
 
 
@@ -53,6 +54,8 @@ class WindowWatch(Callback):
     def on_train_begin(self, run_context: RunContext) -> None:
         """Refuse ranks with different numbers of batches, unless something is going to even them out."""
         parameters, step = run_context.original_args(), training_step(run_context)
+        # Now: evaluation on the same data set, in Model.fit, begins it anew.
+        parameters.skipped_batches = parameters.train_dataset.get_init_step() % max(parameters.batch_num, 1)
         if step is None:
             return
         overwrite(step.provenance.epoch_batches, ms.Tensor(parameters.batch_num, ms.int32))
@@ -91,7 +94,7 @@ class WindowWatch(Callback):
             step.provenance.keep_random_state()  # no hook of the step's own runs when its wrapper is saved
 
     def on_train_end(self, run_context: RunContext) -> None:
-        run_context.original_args().train_dataset.set_init_step(0)  # resume's: another training begins at the beginning
+        begin_anew(run_context.original_args().train_dataset)  # if resume has set a position
         step = training_step(run_context)
         if step is None or not step.spans_batches or not int(step.window_position.asnumpy()):
             return
@@ -110,4 +113,4 @@ class WindowWatch(Callback):
 
 def skipped_batches(parameters: Any) -> int:
     """Batches of the first epoch that a resumed training does not see again."""
-    return parameters.train_dataset.get_init_step() % max(parameters.batch_num, 1)
+    return parameters.get("skipped_batches", 0)

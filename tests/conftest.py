@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import mindspore as ms
 import pytest
@@ -13,6 +14,11 @@ from support.spread import Spread
 
 def pytest_configure(config):
     config.pluginmanager.register(Spread())
+
+
+# Where one test has computed it is too late for the next one's convolutions, on a CPU with AVX-512, and it would be
+# warned. test_cpu_instructions.py has processes in which nothing is set.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
 
 def pytest_collection_finish():

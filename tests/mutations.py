@@ -152,7 +152,7 @@ FAULTS = [
         "update.py",
         "finite = ops.logical_and(ops.isfinite(divisor), norm_is_finite)",
         "finite = ops.logical_and(ops.logical_not(ops.isnan(divisor)), norm_is_finite)",
-        "test_loss_scale.py test_normalize.py test_train_step.py",
+        "test_loss_scale.py test_normalize.py -k 'overflow or divisor or infinite'",
     ),
     Fault(
         "the loss scale stays",
@@ -343,23 +343,23 @@ FAULTS = [
     # -- going on, callbacks, rates
     Fault(
         "the data set begins anew",
-        "resume.py",
-        "data_set.set_init_step(position)",
-        "data_set.set_init_step(0)",
+        "data_position.py",
+        "data_set.set_init_step(position)\n    seen",
+        "data_set.set_init_step(0)\n    seen",
         "test_resume.py -k resumed_in_a_new_model",
     ),
     Fault(
         "files of different updates are joined",
         "resume.py",
-        'if len({int(values.get("update_count", 0)) for _, values in files}) > 1:',
+        'if len({int(values.get(own("update_count"), 0)) for _, values in files}) > 1:',
         "if not files:",
         "test_resume.py test_window_ranks.py -k 'refuse or file'",
     ),
     Fault(
         "other ranks' losses are lost when a window is joined",
         "resume.py",
-        'joined["window_sums"][0] = np.dot(factors, sums[:, 0])',
-        'joined["window_sums"][0] = sums[0, 0]',
+        'joined[own("window_sums")][0] = np.dot(factors, sums[:, 0])',
+        'joined[own("window_sums")][0] = sums[0, 0]',
         "test_resume.py test_window_ranks.py -k 'one_process or joined'",
     ),
     Fault(
@@ -372,8 +372,8 @@ FAULTS = [
     Fault(
         "each record is one of an update",
         "monitor.py",
-        'updated=update > self._before["update"],',
-        "updated=True,",
+        "            updated=updated,\n",
+        "            updated=True,\n",
         "test_monitor.py -k overflow",
     ),
     Fault(
@@ -429,7 +429,7 @@ def run(fault: Fault, folder: Path) -> str:
         environment = {**os.environ, "PYTHONPATH": str(folder)}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT)
     except subprocess.TimeoutExpired:
-        return f"found, by its time: {LIMIT} s"
+        return f"NOT FINISHED in {LIMIT} s"
     finally:
         file.write_text(text)
     if done.returncode == 1:

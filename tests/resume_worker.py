@@ -74,7 +74,7 @@ class Seen(train.Callback):
         state = everything(parameters.train_network)
         digest = hashlib.sha256(b"".join(name.encode() + state[name].tobytes() for name in sorted(state)))
         outputs = [float(value.asnumpy()).hex() for value in parameters.net_outputs]
-        self.rows.append([int(state["batch_count"]), *outputs, digest.hexdigest()])
+        self.rows.append([int(state["gaccum_ms.batch_count"]), *outputs, digest.hexdigest()])
         self.inputs.append(parameters.train_dataset_element[0].asnumpy().tobytes())
         if self.file is not None:
             with self.file.open("a") as file:

@@ -187,3 +187,27 @@ def test_dense_embeddings_are_not_refused(mode):
     step(Tensor([[1, 2], [2, 5]], ms.int32))
     change = before - as_numpy(network.layer.embedding_table)
     np.testing.assert_allclose(change.sum(axis=1), np.array([0, 1, 2, 0, 0, 1, 0, 0, 0]) / 4, atol=1e-6)
+
+
+class Writing(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.held = ms.Parameter(Tensor([1.0], ms.bfloat16), name="held", requires_grad=False)
+
+    def construct(self, value):
+        return accumulator.write(self.held, value)
+
+
+@ops.constexpr
+def on_another_device():
+    return False
+
+
+def test_bfloat16_is_copied_on_cpu_and_assigned_elsewhere(mode, monkeypatch):
+    """MindSpore's CPU back end has no bfloat16 Assign, which its error shows here; the GPU's has, and no such copy."""
+    cell, value = Writing(), Tensor([2.5], ms.bfloat16)
+    cell(value)
+    assert as_numpy(cell.held) == [2.5]
+    monkeypatch.setattr(accumulator, "on_cpu", on_another_device)
+    with pytest.raises(TypeError, match=r"Select CPU operator\[Assign\] fail"):
+        Writing()(value)

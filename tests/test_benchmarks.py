@@ -289,7 +289,7 @@ def test_picture_has_a_line_for_each_way():
 # -- networks and ways, run --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [name for name, network in NETWORKS.items() if not network.package])
 def test_both_frameworks_have_the_same_network(name):
     """The same weights in the same order, and with the same numbers in them the same outputs, loss and gradients."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -401,7 +401,7 @@ def test_the_command_measures_every_program(tmp_path):
     text = "\n".join(lines)
     assert "not measured  mlp: update at 16" in text
     assert "mindspore 2." in text
-    assert "threads: gaccum_ms.tune_cpu_threads()" in text
+    assert "threads: gaccum_ms.tune_cpu()" in text
     kept = json.loads((tmp_path / "result.json").read_text())["rows"]
     assert [row["micro_size"] for row in kept] == [1, 1, 1, 2]
 

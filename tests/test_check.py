@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gaccum_ms import check, gpu
+from gaccum_ms import check, cpu_instructions, gpu
 
 ROOT = Path(check.__file__).resolve().parents[1]
 
@@ -32,6 +32,7 @@ def test_this_machine_can_train_and_check_says_so():
     assert lines["Python"].startswith(sys.version.split()[0])
     assert lines["msrun"].endswith("bin/msrun")
     assert lines["CPU"] == "works"
+    assert lines["oneDNN"] == cpu_instructions.description()
     if not gpu.has_driver():
         assert lines["GPU"] == f"no: there is no NVIDIA driver ({gpu.DRIVER})"
     assert lines["AllReduce"] == "works on 2 processes"

@@ -321,7 +321,13 @@ def test_wrong_arguments_are_named(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("options", "shown"), [((), ""), (("--tune-cpu-threads",), "CpuThreads(dispatch=1, kernels=")])
+@pytest.mark.parametrize("name", ["--tune-cpu", "--tune-cpu-threads"])
+def test_the_option_to_tune_has_its_old_name_too(name):
+    assert launch._parse([name, __file__]).tune_cpu_threads
+    assert not launch._parse([__file__]).tune_cpu_threads
+
+
+@pytest.mark.parametrize(("options", "shown"), [((), ""), (("--tune-cpu",), "CpuThreads(dispatch=1, kernels=")])
 def test_threads_are_tuned_when_asked_and_only_then(tmp_path, options, shown):
     """MindSpore says whether its threads have been set."""
     script = write(

@@ -11,23 +11,28 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import mindspore as ms
 import numpy as np
 import pytest
+import window_oracle as oracle
 from mindspore import nn, ops, train
-from mindspore.dataset import NumpySlicesDataset
+from mindspore.amp import FixedLossScaleManager
+from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
 from mindspore.train import RunContext
 from mindspore.train.callback import _InternalCallbackParam
 from reference import Line, as_numpy, make_network
 from support.state import manager
 
 from gaccum_ms import (
+    AccumulationScheduler,
     CountMask,
     FlushAccumulation,
     GradAccumulationCell,
     TrainOneStepWithGradAccumulationCell,
     WindowMonitor,
+    WithBatchLossCell,
 )
 
 X = np.array([1, 2, 4], np.float32)
@@ -49,8 +54,9 @@ def fit(columns=(X, Y), batch=2, epochs=2, line=Line, scale_sense=None, callback
     return monitor.records, step
 
 
-def assert_record(record, **expected):
-    """Each field, numbers to float32's rounding; `seconds` must be there and positive."""
+def assert_record(record, rtol=1e-6, **expected):
+    """Each field, numbers to float32's rounding, any infinity or NaN for another; `seconds` must be there and
+    positive."""
     fields = asdict(record)
     assert 0 < fields.pop("seconds") < 600
     assert fields.keys() == expected.keys()
@@ -59,7 +65,9 @@ def assert_record(record, **expected):
             assert fields[name] == value, (name, fields[name])
             assert type(fields[name]) is type(value), (name, fields[name])
         else:
-            np.testing.assert_allclose(fields[name], value, rtol=1e-6, err_msg=name)
+            assert fields[name] is not None, name
+            got, wanted = (np.where(np.isfinite(one), one, np.nan) for one in (fields[name], value))
+            np.testing.assert_allclose(got, wanted, rtol=rtol, err_msg=name)
 
 
 # -- the records -------------------------------------------------------------------------------------------------------
@@ -71,7 +79,7 @@ def test_hand_worked_windows(mode):
     w = 0.5: losses 0.125, 0 | 0.5, gradients 0.5, 0 | 4, mean 1.5. Clipped to 2, the first update is 0.2, not 0.5."""
     records, step = fit(accumulation_steps=2, max_grad_norm=100.0)
     common = {"updated": True, "batches": 2, "counts": (2.0, 1.0), "count": 3.0, "dropped_micro_batches": 0}
-    common |= {"loss_scale": None, "learning_rate": 0.1}
+    common |= {"loss_terms": None, "loss_scale": None, "learning_rate": 0.1}
     assert len(records) == 2
     assert_record(records[0], update=1, epoch=1, losses=(0.5, 4.5), loss=5.5 / 3, grad_norm=5.0, **common)
     assert_record(records[1], update=2, epoch=2, losses=(0.0625, 0.5), loss=0.625 / 3, grad_norm=1.5, **common)
@@ -88,7 +96,7 @@ def test_the_norm_is_that_before_clipping(pynative):
 def test_without_accumulation_steps_each_batch_is_a_window(mode):
     records, _ = fit(micro_size=2, epochs=1)
     common = {"updated": True, "epoch": 1, "batches": 1, "dropped_micro_batches": 0, "grad_norm": None}
-    common |= {"loss_scale": None, "learning_rate": 0.1}
+    common |= {"loss_terms": None, "loss_scale": None, "learning_rate": 0.1}
     assert_record(records[0], update=1, losses=(0.5,), loss=0.5, counts=(2.0,), count=2.0, **common)
     second = (0.85 * 4 - 1) ** 2 / 2  # at w = 1 - 0.1 * 1.5
     assert_record(records[1], update=2, losses=(second,), loss=second, counts=(1.0,), count=1.0, **common)
@@ -160,6 +168,50 @@ def test_the_learning_rate_is_that_of_the_update_also_when_a_callback_changes_it
     assert weight == pytest.approx(float(cell.network.weight.asnumpy()), rel=1e-5)
 
 
+class Meddler(train.Callback):
+    """Sets the rate wherever a callback may, and stops in mid-window."""
+
+    def __init__(self, optimizer):
+        super().__init__()
+        self.optimizer, self.calls = optimizer, 0
+
+    def set_rate(self, run_context):
+        self.calls += 1
+        ops.assign(self.optimizer.learning_rate, ms.Tensor(0.1 / (1 + self.calls), ms.float32))
+
+    on_train_step_begin = on_train_epoch_begin = on_train_epoch_end = set_rate
+
+    def on_train_step_end(self, run_context):
+        self.set_rate(run_context)
+        if run_context.original_args().cur_step_num == 5:
+            run_context.request_stop()
+
+
+def test_the_rate_of_each_update_is_recorded_whoever_changes_it_and_when(pynative):
+    """Windows of two single samples, of three after a schedule that lets the rate follow, and one that a stop flushes:
+    the weights tell which rates the updates used."""
+    cell = GradAccumulationCell(Line(1.0), accumulation_steps=2)
+    optimizer = nn.SGD(cell.trainable_params(), 0.1)
+    monitor = WindowMonitor()
+    callbacks = [Meddler(optimizer), AccumulationScheduler({0: 2, 1: 1}, "linear"), FlushAccumulation(), monitor]
+    weights = []
+
+    def see(*_):
+        weights.append(float(cell.network.weight.asnumpy()))
+
+    after = train.LambdaCallback(on_train_step_begin=see, on_train_end=see)
+    ms.Model(cell, optimizer=optimizer).train(
+        3, NumpySlicesDataset((X, Y), shuffle=False).batch(1), [*callbacks, after]
+    )
+    assert [record.batches for record in monitor.records] == [2, 1, 1, 1]
+    used = []
+    for first, batches in ((0, (0, 1)), (2, (2,)), (3, (0,)), (4, (1,))):
+        gradient = np.mean([X[n] * (weights[first] * X[n] - Y[n]) for n in batches])
+        used.append((weights[first] - weights[first + len(batches)]) / gradient)
+    np.testing.assert_allclose([record.learning_rate for record in monitor.records], used, rtol=1e-4)
+    assert len({round(rate, 5) for rate in used}) == 4
+
+
 class Records(train.Callback):
     def __init__(self):
         super().__init__()
@@ -205,6 +257,131 @@ def test_a_window_that_another_training_began_is_recorded_as_a_whole(pynative):
     model.train(1, NumpySlicesDataset((X[1:2], Y[1:2])).batch(1), callbacks=[monitor])
     assert [(record.batches, record.count, record.losses) for record in monitor.records] == [(2, 2.0, (0.5,))]
     assert monitor.records[0].updated
+
+
+# -- every field, against NumPy ----------------------------------------------------------------------------------------
+
+RATES = [0.1, 0.05, 0.2, 0.1, 0.15, 0.05, 0.1, 0.2, 0.1, 0.05]
+COUNT_BOTH = (CountMask(), None)
+
+
+def of_samples(sizes, poisoned=(), seed=0):
+    """Batches of x, y and a mask that leaves some samples out, and all of the first batch's last two; `poisoned` :
+    (batch, sample) of infinite ones."""
+    random = np.random.default_rng(seed)
+    result = []
+    for number, size in enumerate(sizes):
+        x, y = random.uniform(0.5, 1.5, (2, size)).astype(np.float32)
+        mask = random.choice([0.0, 0.5, 1.0, 2.0], size).astype(np.float32)
+        mask[-2:] = number > 0
+        for batch, sample in poisoned:
+            if batch == number:
+                x[sample] = np.inf
+        result.append((x, y, mask))
+    return result
+
+
+class Case(NamedTuple):
+    """A step, and the oracle's words for it."""
+
+    plan: oracle.Plan
+    options: dict
+    network: type = oracle.Mean
+    mode: str = "pynative"
+    poisoned: tuple = ()
+    fixed_scale: bool = False  # one that the optimizer's `loss_scale` takes out of the gradient again
+
+
+def case(network=oracle.Mean, mode="pynative", poisoned=(), fixed_scale=False, scale=None, **both):
+    """Options that cell and oracle both have a word for, and some that one of them has."""
+    terms = {
+        oracle.Masked: (oracle.masked,),
+        oracle.MaskedAndMean: (oracle.masked, oracle.mean),
+        oracle.MeanAndMean: (oracle.squares, oracle.mean),
+        oracle.Spread: (oracle.spread,),
+    }.get(network, (oracle.squares,))
+    count = both.get("count")
+    plan = oracle.Plan(
+        terms,
+        both.get("loss_weights") or (1.0,) * len(terms),
+        1 if network is oracle.Spread else both["micro_size"],
+        both.get("accumulation_steps", 1),
+        network is oracle.Sum,
+        both.get("overflow") == "drop_micro_batch",
+        scale is not None and not fixed_scale,
+        scale,
+        both.get("max_grad_norm"),
+        both.pop("flushes", False),
+        count is not None,
+    )
+    if network is oracle.Sum:
+        both["reduction"] = "sum"
+    return Case(plan, both, network, mode, poisoned, fixed_scale)
+
+
+EACH_KIND = {
+    "samples": case(mode="graph", micro_size=3, max_grad_norm=0.2),
+    "samples, one micro-batch, scaled": case(micro_size=1, scale=1024.0, poisoned=[(1, 0)]),
+    "samples, a scale that the optimizer removes": case(
+        micro_size=2, scale=1024.0, fixed_scale=True, max_grad_norm=0.2
+    ),
+    "sum": case(oracle.Sum, micro_size=2),
+    "counts": case(oracle.Masked, "graph", [(1, 3)], micro_size=3, count=CountMask(), scale=1024.0, max_grad_norm=0.2),
+    "dropped": case(poisoned=[(0, 0), (1, 0), (1, 2), (1, 4)], micro_size=3, overflow="drop_micro_batch", scale=1024.0),
+    "dropped, counts": case(
+        oracle.Masked, "jit", [(2, 1)], micro_size=2, count=CountMask(), overflow="drop_micro_batch", max_grad_norm=0.2
+    ),
+    "spanning": case(mode="graph", poisoned=[(1, 1)], micro_size=2, accumulation_steps=2, scale=1024.0, flushes=True),
+    "spanning sum": case(oracle.Sum, micro_size=2, accumulation_steps=2, max_grad_norm=0.2),
+    "spanning counts": case(
+        oracle.Masked, micro_size=2, accumulation_steps=2, count=CountMask(), max_grad_norm=0.2, flushes=True
+    ),
+    "spanning, dropped": case(
+        oracle.Masked,
+        poisoned=[(1, 0), (2, 0), (2, 2)],
+        micro_size=2,
+        accumulation_steps=2,
+        count=CountMask(),
+        overflow="drop_micro_batch",
+        flushes=True,
+    ),
+    "two losses": case(
+        oracle.MaskedAndMean, "graph", micro_size=3, count=COUNT_BOTH, loss_weights=(1.0, 0.5), max_grad_norm=0.2
+    ),
+    "two losses, scaled": case(oracle.MaskedAndMean, "jit", [(1, 2)], micro_size=2, count=COUNT_BOTH, scale=1024.0),
+    "two losses, samples": case(oracle.MeanAndMean, micro_size=3, loss_weights=(0.5, 2.0)),
+    "loss of the batch": case(oracle.Spread, micro_size=2, max_grad_norm=0.2, scale=1024.0),
+}
+
+
+@pytest.mark.parametrize("kind", EACH_KIND)
+def test_every_field_is_the_oracles(kind):
+    case = EACH_KIND[kind]
+    ms.set_context(mode=ms.GRAPH_MODE if case.mode == "graph" else ms.PYNATIVE_MODE)
+    network = case.network()
+    if case.network is oracle.Spread:
+        network = WithBatchLossCell(oracle.Scale(), network)
+    cell = GradAccumulationCell(network, jit=case.mode == "jit" or None, **case.options)
+    scale = case.plan.scale
+    removed = scale if case.fixed_scale else 1.0
+    optimizer = nn.Momentum(cell.trainable_params(), RATES, 0.0, loss_scale=removed)
+    if case.fixed_scale:
+        manager = FixedLossScaleManager(scale, drop_overflow_update=False)
+        model = ms.Model(cell, optimizer=optimizer, loss_scale_manager=manager)
+    else:
+        sense = None if scale is None else nn.DynamicLossScaleUpdateCell(scale, 2, 1000)
+        model = ms.Model(TrainOneStepWithGradAccumulationCell(cell, optimizer, sense))
+    sizes = (5, 6, 4) if case.mode == "pynative" else (5, 5, 5)  # a graph is compiled for each size
+    epochs = [of_samples(sizes, case.poisoned)] * 2
+    columns = 1 if case.network is oracle.Spread else 3
+    data = GeneratorDataset([batch[:columns] for batch in epochs[0]], ["x", "y", "mask"][:columns], shuffle=False)
+    monitor = WindowMonitor()
+    model.train(2, data, callbacks=[monitor, *([FlushAccumulation()] if case.plan.flushes else [])])
+    expected, weight = oracle.expected_records(case.plan, epochs, RATES)
+    assert len(monitor.records) == len(expected)
+    for record, fields in zip(monitor.records, expected, strict=True):
+        assert_record(record, 1e-5, **fields)
+    np.testing.assert_allclose(as_numpy(optimizer.parameters[0]), weight, rtol=1e-5)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -274,19 +451,29 @@ def assert_scalars(found, records):
         for name in SCALARS
         if getattr(record, name) is not None
     }
+    expected |= {
+        (f"window/loss_terms/{term}", record.update): loss
+        for record in records
+        for term, loss in enumerate(record.loss_terms or ())
+    }
     assert {(tag, step) for tag, step, _ in found} == expected.keys()
     assert len(found) == len(expected)
     for tag, step, value in found:
         np.testing.assert_allclose(value, expected[tag, step], rtol=1e-6, err_msg=tag)
 
 
-def test_tensorboard_reads_each_number(tmp_path, pynative):
+@pytest.mark.parametrize("several", [False, True], ids=["one loss", "two losses"])
+def test_tensorboard_reads_each_number(several, tmp_path, pynative):
     tensorboard = pytest.importorskip("tensorboardX", reason="TensorBoard's writer is the user's to install")
     from tensorboardX.proto.event_pb2 import Event
 
     writer = tensorboard.SummaryWriter(str(tmp_path))
     monitor = WindowMonitor(summary=writer)
-    records, _ = fit(accumulation_steps=2, max_grad_norm=100.0, scale_sense=manager(), monitor=monitor)
+    options = {"accumulation_steps": 2}
+    if several:
+        options = {"line": oracle.MeanAndMean, "columns": (X, Y, Y), "micro_size": 1, "loss_weights": (1.0, 2.0)}
+        options["epochs"] = 1
+    records, _ = fit(max_grad_norm=100.0, scale_sense=manager(), monitor=monitor, **options)
     writer.close()
     (path,) = tmp_path.iterdir()
     read = [Event.FromString(payload) for payload in events(path)]

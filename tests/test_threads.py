@@ -1,4 +1,4 @@
-"""tune_cpu_threads, in processes of its own: MindSpore takes these numbers once."""
+"""tune_cpu, in processes of its own: MindSpore takes these numbers once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gaccum_ms import tune_cpu_threads
+from gaccum_ms import tune_cpu, tune_cpu_threads
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -20,7 +20,7 @@ import mindspore as ms
 import mindspore.dataset as ds
 import gaccum_ms
 {before}
-threads = gaccum_ms.tune_cpu_threads({argument})
+threads = gaccum_ms.tune_cpu({argument})
 ms.set_context(mode=ms.GRAPH_MODE)
 from network_of_one_layer import net
 net(ms.Tensor([[1.0]])).asnumpy()
@@ -69,7 +69,7 @@ def test_the_programs_own_numbers_are_kept_and_a_second_call_is_allowed(tmp_path
         "    except RuntimeError:\n"
         "        continue\n"
         "    raise AssertionError(again)\n"
-        "gaccum_ms.tune_cpu_threads(1)"
+        "gaccum_ms.tune_cpu(1)"
     )
     *numbers, actors, helpers = printed(tmp_path, "1", before)
     assert numbers == [1, 1, 1, 1]
@@ -78,15 +78,24 @@ def test_the_programs_own_numbers_are_kept_and_a_second_call_is_allowed(tmp_path
 
 @pytest.mark.parametrize(("cores", "error"), [(0, ValueError), (2.0, TypeError), (True, TypeError)])
 def test_refuses_what_is_no_number_of_cores(cores, error):
-    with pytest.raises(error, match="For 'tune_cpu_threads', the argument 'cores' must be"):
-        tune_cpu_threads(cores)
+    with pytest.raises(error, match="For 'tune_cpu', the argument 'cores' must be"):
+        tune_cpu(cores)
+
+
+def test_refuses_what_is_no_network():
+    with pytest.raises(TypeError, match="For 'tune_cpu', the argument 'network' must be a Cell, but got 'function'"):
+        tune_cpu(1, network=printed)
+
+
+def test_the_old_name_is_the_same_function():
+    assert tune_cpu_threads is tune_cpu
 
 
 @pytest.mark.parametrize("given", ["two", "-1", "0", ""])
 def test_refuses_a_variable_that_is_no_number(monkeypatch, given):
     monkeypatch.setenv("OMP_NUM_THREADS", given)
     with pytest.raises(ValueError, match=f"OMP_NUM_THREADS must be a positive number, but got '{given}'"):
-        tune_cpu_threads()
+        tune_cpu()
 
 
 def test_training_sets_no_threads(tmp_path):
@@ -107,7 +116,7 @@ def test_training_sets_no_threads(tmp_path):
         "print(conf.is_dispatch_threads_num_configured(), conf.is_op_threads_num_configured(),\n"
         "      ds.config.get_num_parallel_workers() == workers)\n"
         "import gaccum_ms\n"
-        "gaccum_ms.tune_cpu_threads(1)\n"
+        "gaccum_ms.tune_cpu(1)\n"
         "print(conf.is_dispatch_threads_num_configured(), conf.is_op_threads_num_configured())\n"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -11,6 +11,7 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 import pytest
+import window_oracle as oracle
 from mindspore import Tensor, nn, ops
 from reference import relative_error
 from support.ranks import Ranks
@@ -24,6 +25,7 @@ from window_worker import (
     KINDS,
     MODES,
     RATE,
+    RECORDED,
     REFUSED,
     SAMPLES,
     SAVED,
@@ -38,6 +40,7 @@ from window_worker import (
     make_loss,
     make_model,
     momentum,
+    recorded_data,
     samples,
     save_alone,
     share,
@@ -270,6 +273,48 @@ def test_each_window_has_one_record_on_every_rank_also_where_a_rank_had_nothing_
     np.testing.assert_array_equal(count[0], (batches[0] + batches[1]) * SAMPLES)
 
 
+def recorded(name: str, rank: int) -> dict[str, np.ndarray]:
+    """What a rank's monitor must record: with counts all ranks' means, without them its own."""
+    network, options = RECORDED[name]
+    terms = {oracle.Mean: [oracle.squares], oracle.Masked: [oracle.masked]}
+    terms = terms.get(network, [oracle.masked, oracle.mean])
+    steps, several = options.get("accumulation_steps", 1), len(terms) > 1
+    plan = oracle.Plan(micro_size=2, drops="overflow" in options)
+    data = [recorded_data(name, one) for one in (0, 1)]
+    weight, rows = 1.0, []
+    for at in range(0, 2, steps):
+        own, everything = (data[rank][at : at + steps], data[0][at : at + steps] + data[1][at : at + steps])
+        of_all = [oracle.sums_of(plan, term, weight, everything) for term in terms]
+        of_own = oracle.sums_of(plan, terms[0], weight, own)
+        of_batches = [oracle.sums_of(plan, terms[0], weight, [batch]) for batch in own]
+        means = [one.mean(False) for one in of_all]
+        loss, gradient = (sum(column) for column in zip(*means, strict=True))
+        if "count" in options and steps == 1:
+            losses, counts = [loss], [one.items for one in of_all]
+        else:
+            losses, counts = [one.mean(False)[0] for one in of_batches], [one.items for one in of_batches]
+        row = {"updated": True, "losses": losses, "loss": loss, "counts": counts}
+        row["count"] = np.nan if several else of_all[0].kept
+        row["loss_terms"] = [mean for mean, _ in means] if several else np.nan
+        row["dropped_micro_batches"] = of_all[0].dropped
+        row["grad_norm"] = abs(gradient) if "max_grad_norm" in options else np.nan
+        if "count" not in options:
+            row["loss"] = of_own.mean(False)[0]
+        rows.append(row)
+        limit = options.get("max_grad_norm", np.inf)
+        weight -= RATE * np.clip(gradient, -limit, limit)
+    return {field: np.array([row[field] for row in rows], np.float64) for field in oracle.FIELDS}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_records_say_what_all_ranks_counted_and_what_this_one_did(trained, name):
+    with np.errstate(all="ignore"):
+        for rank, results in enumerate(trained):
+            got, expected = case(results, f"records of {name}"), recorded(name, rank)
+            for field in oracle.FIELDS:
+                np.testing.assert_allclose(got[field], expected[field], rtol=1e-5, err_msg=f"{field} of rank {rank}")
+
+
 def test_a_schedule_may_be_what_lets_windows_span_batches(trained):
     """6 and 3 batches in windows of 4: two updates, the second with 2 and 0 batches."""
     assert [int(case(results, "spanned by a schedule")["updates"]) for results in trained] == [2, 2]
@@ -287,7 +332,7 @@ def test_different_numbers_of_batches_without_a_flush_are_refused_on_both_ranks_
             assert "3 on rank 0, 2 on rank 1" in message
             assert "FlushAccumulation()" in message
         assert not got["changed"]
-        assert got["batch_count"] == 0
+        assert got["gaccum_ms.batch_count"] == 0
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
+import window_oracle
 from distributed_worker import NotedAllReduce
 from mindspore import Tensor, nn, ops
 from mindspore.communication import get_rank
@@ -375,6 +376,40 @@ def refuse_to_train(rank: int) -> dict[str, np.ndarray]:
     return results
 
 
+# -- records -----------------------------------------------------------------------------------------------------------
+
+RECORDED: dict[str, tuple[type[nn.Cell], dict[str, Any]]] = {  # windows whose fields ranks share, and whose they do not
+    "counts": (window_oracle.Masked, {"count": CountMask()}),
+    "dropped": (window_oracle.Mean, {"overflow": "drop_micro_batch"}),
+    "several batches": (window_oracle.Masked, {"count": CountMask(), "accumulation_steps": 2}),
+    "two losses": (window_oracle.MaskedAndMean, {"count": (CountMask(), None), "max_grad_norm": 0.1}),
+}
+
+
+def recorded_data(name: str, rank: int) -> list[Batch]:
+    """Two batches; in one of rank 1's a micro-batch is infinite, where it is to be dropped."""
+    random = np.random.default_rng(70 + rank)
+    result = [tuple(random.uniform(0.5, 1.5, (3, 4)).astype(np.float32)) for _ in range(2)]
+    if name == "dropped" and rank == 1:
+        result[1][0][0] = np.inf
+    return result
+
+
+def record_fields(rank: int) -> dict[str, np.ndarray]:
+    set_up(Calls(SAME, "pynative", gradients_mean=True))
+    results = {}
+    for name, (network, options) in RECORDED.items():
+        cell = GradAccumulationCell(network(), 2, **options)
+        monitor = WindowMonitor()
+        model = ms.Model(cell, optimizer=nn.SGD(cell.trainable_params(), RATE))
+        data = ms.dataset.GeneratorDataset(recorded_data(name, rank), ["x", "y", "mask"], shuffle=False)
+        model.train(1, data, callbacks=[monitor])
+        for field in window_oracle.FIELDS:
+            rows = [getattr(record, field) for record in monitor.records]
+            results[f"records of {name}/{field}"] = np.array(rows, np.float64)  # None is NaN
+    return results
+
+
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 KINDS = {"counts": ("graph", True), "samples": ("pynative", False)}  # what micro-batches weigh by: mode, masked
@@ -502,6 +537,7 @@ CASES: dict[str, Callable[[Path], Results]] = {
     "collectives": as_case_with_files(lambda out, rank: collectives(rank, out)),
     **dict.fromkeys(TRAININGS, as_case(train_models)),
     "spanned by a schedule": as_case(train_by_schedule),
+    **dict.fromkeys((f"records of {name}" for name in RECORDED), as_case(record_fields)),
     **dict.fromkeys(REFUSED, as_case(refuse_to_train)),
     **dict.fromkeys((f"plain {saved}" for saved in (SAVED, 2 * SAVED)), as_case_with_files(load_plainly)),
 }

@@ -107,7 +107,7 @@ def test_counts_are_of_all_devices(cases, name):
     assert len(set(per_rank)) > 1
     counted, summed = Ran(cases(name), batch=(X, y)), Ran(cases("plain, sum"), batch=(X, y))
     total = sum(per_rank)
-    assert [float(one) for one in counted.parameter("window_count")] == [total] * RANKS
+    assert [float(one) for one in counted.parameter("gaccum_ms.window_count")] == [total] * RANKS
     np.testing.assert_allclose(counted.losses, np.array(summed.losses) / total, rtol=1e-5)
     factor = 1.0 if name == "count" else RANKS  # "plain, sum" and "count" have gradients_mean
     for weight in WEIGHTS:
@@ -158,7 +158,7 @@ def test_clips_by_the_norm_of_the_whole_gradient(cases, name, parts, layout, fac
     gradients = {weight: factor * gradient for weight, gradient in by_hand(values)[1].items()}
     norm = np.sqrt(sum(np.sum(np.square(one, dtype=np.float64)) for one in gradients.values()))
     assert norm > 0.1
-    np.testing.assert_allclose(ran.parameter("grad_norm"), [norm] * RANKS, rtol=1e-4)
+    np.testing.assert_allclose(ran.parameter("gaccum_ms.grad_norm"), [norm] * RANKS, rtol=1e-4)
     for weight, gradient in gradients.items():
         clipped = values[weight] - np.float32(0.1) * gradient * (0.1 / norm)
         for rank, after in enumerate(ran.parameter(weight)):
@@ -188,7 +188,7 @@ def test_an_overflow_on_one_rank_is_one_on_all(cases, name, parts, layout):
             whole = case.parameters[weight]
             part = part_of(layout, weight, whole, rank) if layout else rows(after.shape)(whole, rank)
             assert np.array_equal(after, part)
-    assert [float(one.reshape(())) for one in ran.parameter("scale_sense")] == [512.0] * RANKS
+    assert [float(one.reshape(())) for one in ran.parameter("gaccum_ms.scale_sense")] == [512.0] * RANKS
     fine = Ran(cases(name), parts, layout=layout)
     assert not any(result[1] for result in fine.results)
     assert not np.array_equal(fine.parameter("second")[0], ran.parameter("second")[0])

@@ -1,0 +1,113 @@
+"""Whether a network convolves: by a layer or an operator of MindSpore's, wherever it holds it or calls it.
+
+Found without running anything: what can be reached from a network are its cells, what they hold in attributes, tuples,
+lists and dicts, and what the code of their methods, and of the functions that these call, refers to.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import mindspore as ms
+from mindspore import nn, ops
+
+from gaccum_ms.cpu_instructions import limit_instructions
+
+# Conv2D, conv1d, Conv3dTranspose, conv_transpose2d, Convolution, conv_tbc; not Convert.
+_CONVOLUTION = re.compile(r"conv(\d|olution|_?transpose|_?tbc)", re.IGNORECASE)
+
+
+def limit_instructions_for(network: nn.Cell) -> None:
+    """Before a network's first kernel: where it convolves, on CPU, see cpu_instructions.py."""
+    if ms.get_context("device_target") == "CPU" and convolves(network):
+        limit_instructions()
+
+
+def limit_instructions_for_weights(weights: Iterable[ms.Parameter]) -> None:
+    """The same where only the weights are there: of four axes or more are kernels of convolutions."""
+    if ms.get_context("device_target") == "CPU" and any(weight.ndim >= 4 for weight in weights):
+        limit_instructions()
+
+
+def convolves(network: nn.Cell) -> bool:
+    """Whether anything that the network reaches is a convolution of MindSpore's."""
+    seen: dict[int, Any] = {}  # with the objects, so that no id is given twice
+    found: list[Any] = [network]
+    while found:
+        one = found.pop()
+        if id(one) in seen:
+            continue
+        seen[id(one)] = one
+        if _is_convolution(one):
+            return True
+        found += _parts(one)
+    return False
+
+
+def _is_convolution(one: Any) -> bool:
+    if isinstance(one, ops.Primitive):
+        return bool(_CONVOLUTION.search(one.name))
+    name = getattr(one, "__name__", "") if callable(one) else ""
+    return isinstance(name, str) and bool(_CONVOLUTION.search(name)) and _is_mindspores(one)
+
+
+def _is_mindspores(one: Any) -> bool:
+    return str(getattr(one, "__module__", "")).partition(".")[0] == "mindspore"
+
+
+def _parts(one: Any) -> Iterator[Any]:
+    """What an object leads to. MindSpore's own functions lead nowhere: their names say what they do."""
+    if isinstance(one, nn.Cell):
+        yield from vars(one).values()
+        for kind in type(one).__mro__:
+            if _is_mindspores(kind):
+                yield kind
+            else:
+                yield from (value for name, value in vars(kind).items() if name != "__init__")
+    elif isinstance(one, Mapping):
+        yield from one.values()
+    elif isinstance(one, (list, tuple)):
+        yield from one
+    elif isinstance(one, functools.partial):
+        yield from (one.func, one.args, one.keywords)
+    elif isinstance(one, MethodType):
+        yield from (one.__func__, one.__self__)
+    elif isinstance(one, (staticmethod, classmethod)):
+        yield one.__func__
+    elif isinstance(one, property):
+        yield one.fget
+    elif isinstance(one, FunctionType) and not _is_mindspores(one):
+        yield inspect.unwrap(one)
+        yield from _referred_to(one)
+
+
+def _referred_to(function: FunctionType) -> Iterator[Any]:
+    """The values of a function's names: those around it, its module's, and what modules among these have of them."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not bound yet
+            continue
+    names = set(_names(function.__code__))
+    modules: list[ModuleType] = []
+    for value in (function.__globals__[name] for name in names & function.__globals__.keys()):
+        yield value
+        modules += [value] if isinstance(value, ModuleType) else []
+    for module in modules:  # which grows: mindspore.ops.conv2d has two dots
+        for value in (vars(module)[name] for name in names & vars(module).keys()):
+            yield value
+            if isinstance(value, ModuleType) and value not in modules:
+                modules.append(value)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Of a function and of those inside it."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)

@@ -1,0 +1,63 @@
+"""Where a data set goes on in a training that was resumed, in `ms.Model.train` and in a loop of one's own.
+
+MindSpore's `set_init_step` says how many batches all epochs so far have had, and iterators begin there: each of them,
+for as long as it is not set back; and one without `num_epochs` fails. Here the position ends with the first batch that
+is trained on, and an iterator of one epoch, or of any number, begins at the place in its epoch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+_ITERATORS = ("create_tuple_iterator", "create_dict_iterator")  # `for batch in data_set` calls the first
+_ANY_NUMBER = -1  # of epochs, MindSpore's default
+_MANY = 2**31 - 1  # epochs: with a position MindSpore wants a number
+
+
+def begin_at(data_set: Any, position: int, batches_seen: Callable[[], int]) -> None:
+    """Let iterators begin after `position` batches, counted over all epochs, until `batches_seen` changes."""
+    data_set.set_init_step(position)
+    seen = batches_seen()
+    for name in _ITERATORS:
+        setattr(data_set, name, _at_position(data_set, name, lambda: batches_seen() == seen))
+
+
+def begin_anew(data_set: Any) -> None:
+    """Let iterators begin at the beginning."""
+    data_set.set_init_step(0)
+    for name in _ITERATORS:
+        vars(data_set).pop(name, None)
+
+
+def _at_position(data_set: Any, name: str, is_valid: Callable[[], bool]) -> Callable:
+    """The data set's method of this name, as a function: MindSpore copies a data set with all that it has, but not
+    functions."""
+    original = getattr(type(data_set), name)
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def create(*arguments: Any, **named: Any) -> Any:
+        if not is_valid():
+            begin_anew(data_set)
+        given = signature.bind(data_set, *arguments, **named)
+        given.apply_defaults()
+        position, size, epochs = data_set.get_init_step(), data_set.get_dataset_size(), given.arguments["num_epochs"]
+        if epochs in (1, _ANY_NUMBER):  # made anew in each epoch, as most loops do
+            data_set.set_init_step(position % size)
+            if epochs == _ANY_NUMBER and position % size:
+                given.arguments["num_epochs"] = _MANY
+        elif isinstance(epochs, int) and position >= epochs * size:
+            raise ValueError(
+                f"For 'resume', the argument 'num_epochs' of '{name}' must be the number of all epochs, those that are "
+                f"finished among them, as in Model.train, but got {epochs} where {position // size} are finished. Give "
+                f"the number that the training ends with, or make an iterator for each epoch."
+            )
+        try:
+            return original(*given.args, **given.kwargs)
+        finally:
+            data_set.set_init_step(position)
+
+    return create

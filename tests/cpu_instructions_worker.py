@@ -1,0 +1,152 @@
+"""What becomes of oneDNN's limit in each way to training: ``cpu_instructions_worker.py OUT CASE...``.
+
+Each case is a fork, in which no kernel has run before. It leaves what it printed in ``OUT/CASE.txt``, and in
+``OUT/CASE.json`` the limit that oneDNN has, the variable that says it, and the warnings.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import traceback
+import warnings
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+
+import gaccum_ms
+from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell
+from gaccum_ms.cpu_instructions import VARIABLE
+
+BATCH = Tensor(np.ones((4, 3, 8, 8), np.float32)), Tensor(np.ones((4, 8 * 8 * 8), np.float32))
+
+
+class Convolving(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.SequentialCell(nn.Conv2d(3, 8, 3), nn.Flatten())
+
+    def construct(self, x):
+        return self.layers(x)
+
+
+def cell_of(net: nn.Cell) -> GradAccumulationCell:
+    return GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), 2)
+
+
+def optimizer_of(net: nn.Cell) -> nn.Optimizer:
+    return nn.SGD(net.trainable_params(), 0.1)
+
+
+def step_of(net: nn.Cell) -> nn.Cell:
+    return TrainOneStepWithGradAccumulationCell(cell_of(net), optimizer_of(net)).set_train()
+
+
+def build_a_step() -> None:
+    step_of(Convolving())
+
+
+def train() -> None:
+    step_of(Convolving())(*BATCH).asnumpy()
+
+
+def train_in_pynative_mode() -> None:
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    train()
+
+
+def train_a_model() -> None:
+    net = Convolving()
+    data_set = ms.dataset.NumpySlicesDataset(tuple(one.asnumpy() for one in BATCH)).batch(4)
+    ms.Model(cell_of(net), optimizer=optimizer_of(net)).train(1, data_set)
+
+
+def build_an_accumulator() -> None:
+    GradAccumulator(optimizer_of(Convolving()), 2)
+
+
+def find_a_size() -> None:
+    net = Convolving()
+    gaccum_ms.find_micro_batch_size(cell_of(net), optimizer_of(net), BATCH)
+
+
+def report_memory() -> None:
+    net = Convolving()
+    gaccum_ms.memory_report(cell_of(net), optimizer_of(net), *BATCH, measure=False)
+
+
+def audit() -> None:
+    net = Convolving()
+    gaccum_ms.audit(cell_of(net), optimizer_of(net), *BATCH)
+
+
+def tune() -> None:
+    gaccum_ms.tune_cpu()
+
+
+def tune_by_the_old_name() -> None:
+    gaccum_ms.tune_cpu_threads(1)
+
+
+def tune_for_a_network_that_convolves() -> None:
+    gaccum_ms.tune_cpu(network=Convolving())
+
+
+def tune_for_one_that_does_not() -> None:
+    gaccum_ms.tune_cpu(network=nn.Dense(3, 3))
+
+
+def build_steps_that_do_not_convolve() -> None:
+    net = nn.SequentialCell(nn.Flatten(), nn.Dense(192, 512))
+    step_of(net)
+    GradAccumulator(optimizer_of(net), 2)
+
+
+def build_two_steps_too_late() -> None:
+    ops.matmul(Tensor([[1.0]]), Tensor([[1.0]])).asnumpy()
+    build_a_step()
+    build_a_step()
+
+
+def effective_isa() -> int:
+    """A number that holds oneDNN's bit for AVX-512, or not; read last, for it fixes the limit."""
+    (library,) = (Path(ms.__file__).parent / "lib").glob("libdnnl.so*")
+    return ctypes.CDLL(str(library)).dnnl_get_effective_cpu_isa()
+
+
+def run(case: str, out: Path) -> None:
+    printed = os.open(out / f"{case}.txt", os.O_WRONLY | os.O_CREAT)
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        globals()[case]()
+    said = [str(one.message) for one in caught]
+    found = {
+        "avx512": bool(effective_isa() & 0x20),
+        "variable": os.environ.get(VARIABLE),
+        "warnings": [message for message in said if VARIABLE in message],
+    }
+    (out / f"{case}.json").write_text(json.dumps(found))
+
+
+def main(out: Path, cases: list[str]) -> None:
+    ms.set_context(mode=ms.GRAPH_MODE)
+    for case in cases:
+        child = os.fork()
+        if child == 0:
+            try:
+                run(case, out)
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            os._exit(0)
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

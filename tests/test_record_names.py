@@ -1,0 +1,140 @@
+"""Names of records: a weight of the same name keeps its value in checkpoints, and checkpoints of before load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn
+
+from gaccum_ms import CountMask, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, resume
+
+PREFIX = "gaccum_ms."
+X = np.random.default_rng(0).normal(size=(7, 4, 3)).astype(np.float32)
+
+
+class Named(nn.Cell):
+    """Its weights have the names that are given."""
+
+    def __init__(self, names=("weight",)):
+        super().__init__()
+        random = np.random.default_rng(1)
+        self.held = ms.ParameterTuple([ms.Parameter(Tensor(random.normal(size=3), ms.float32), name) for name in names])
+
+    def construct(self, x):
+        total = x.sum(axis=1) * 0
+        for weight in self.held:
+            total = total + (x * weight).sum(axis=1) ** 2
+        return total.mean()
+
+
+def make_step(names=("weight",)) -> TrainOneStepWithGradAccumulationCell:
+    network = Named(names)
+    cell = GradAccumulationCell(network, 2, accumulation_steps=3, record_noise=True, max_grad_norm=1.0)
+    scale = nn.DynamicLossScaleUpdateCell(8.0, 2, 100)
+    optimizer = nn.Momentum(network.trainable_params(), 0.05, 0.9)
+    return TrainOneStepWithGradAccumulationCell(cell, optimizer, scale).set_train()
+
+
+def train(step, numbers) -> list[float]:
+    return [float(step(Tensor(X[number]))[0].asnumpy()) for number in numbers]
+
+
+def everything(step) -> dict[str, np.ndarray]:
+    return {one.name: one.asnumpy().copy() for one in step.get_parameters()}
+
+
+def of_before(file: Path, target: Path) -> str:
+    """The checkpoint as a version before 0.2 wrote it."""
+    saved = ms.load_checkpoint(str(file))
+    ms.save_checkpoint([{"name": name.removeprefix(PREFIX), "data": one} for name, one in saved.items()], str(target))
+    return str(target)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> dict:
+    """A training whose checkpoint was saved in mid-window, and what became of it."""
+    folder = tmp_path_factory.mktemp("saved")
+    step = make_step()
+    between = str(folder / "between.ckpt")
+    train(step, [0, 1, 2])
+    ms.save_checkpoint(step, between)
+    train(step, [3])
+    ms.save_checkpoint(step, str(folder / "window.ckpt"))
+    losses = train(step, [4, 5, 6])
+    return {
+        "window": of_before(folder / "window.ckpt", folder / "window_of_before.ckpt"),
+        "between": of_before(Path(between), folder / "between_of_before.ckpt"),
+        "losses": losses,
+        "end": everything(step),
+    }
+
+
+def test_weights_that_are_named_as_records_train_and_are_saved(tmp_path):
+    """All names that a step has: each weight's value is what a network with other names comes to."""
+    counted = GradAccumulationCell(Named(), 2, count=CountMask(0))
+    counted = TrainOneStepWithGradAccumulationCell(counted, nn.SGD(counted.trainable_params(), 0.1))
+    names = {one.name for step in (make_step(), counted) for one in step.get_parameters()}
+    names = sorted(name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX))
+    assert {"update_count", "batch_count", "grad_norm", "random_state", "scale_sense", "window_count"} <= set(names)
+    steps = [make_step(names), make_step([f"weight_{name}" for name in names])]
+    for step in steps:
+        train(step, [0, 1, 2])
+    loaded = Named(names)
+    ms.save_checkpoint(steps[0], str(tmp_path / "step.ckpt"))
+    missing, _ = ms.load_param_into_net(loaded, ms.load_checkpoint(str(tmp_path / "step.ckpt")))
+    assert not missing
+    for weight, other in zip(loaded.held, steps[1].network.held, strict=True):
+        np.testing.assert_array_equal(weight.asnumpy(), other.asnumpy(), weight.name)
+        assert np.abs(other.asnumpy() - Named(names).held[names.index(weight.name)].asnumpy()).max() > 1e-4
+
+
+def test_no_record_of_a_step_is_without_the_prefix():
+    step = make_step()
+    users = {one.name for one in (*step.network.get_parameters(), *step.optimizer.get_parameters())}
+    managers = {one.name for one in step.loss_scaling_manager.get_parameters()}
+    others = {one.name for one in step.get_parameters()} - users - managers
+    assert all(name.startswith((PREFIX, "accu_grads.")) for name in others), others
+    assert len(others) > 20
+
+
+def test_a_checkpoint_of_before_resumes_with_one_warning(saved):
+    step = make_step()
+    with pytest.warns(UserWarning, match=r"saved by a version before 0\.2") as warned:
+        resume(step, saved["window"])
+    assert len(warned) == 1
+    assert train(step, [4, 5, 6]) == saved["losses"]
+    for name, value in everything(step).items():
+        np.testing.assert_array_equal(value, saved["end"][name], name)
+
+
+def test_mindspores_load_of_an_open_window_of_before_is_refused_at_the_next_call(saved):
+    step = make_step()
+    train(step, [0])  # has run
+    step.window.open.forget()
+    ms.load_checkpoint(saved["window"], step)
+    before = everything(step)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"accumulators alone, as from a version before 0\.2"):
+            train(step, [4])
+    after = everything(step)
+    assert all(np.array_equal(after[name], value) for name, value in before.items())
+    with pytest.warns(UserWarning, match=r"before 0\.2"):
+        resume(step, saved["window"])
+    assert train(step, [4, 5, 6]) == saved["losses"]
+
+
+def test_mindspores_load_of_a_checkpoint_of_before_between_two_windows_trains_on(saved):
+    step = make_step()
+    ms.load_checkpoint(saved["between"], step)
+    assert train(step, [3, 4, 5])[1:] == saved["losses"][:2]
+
+
+def test_a_checkpoint_of_before_that_holds_one_value_for_two_is_refused(saved):
+    step = make_step(["weight", "update_count"])
+    before = everything(step)
+    with pytest.raises(ValueError, match=r"without parameters of these names.*update_count"):
+        resume(step, saved["window"])
+    assert all(np.array_equal(value, before[name]) for name, value in everything(step).items())

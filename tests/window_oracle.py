@@ -1,0 +1,191 @@
+"""What `WindowMonitor` must record, worked out in NumPy: one weight, trained in windows of any kind.
+
+Nothing here is the project's: gradients are written out, windows are lists of batches, all of it in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+
+Batch = tuple[np.ndarray, ...]
+
+# Of a record: those that ranks may share or not, and that no other test on ranks has.
+FIELDS = ("updated", "losses", "loss", "counts", "count", "loss_terms", "dropped_micro_batches", "grad_norm")
+
+
+# -- networks: the loss of w x ~ y, with a mask as third input ---------------------------------------------------------
+
+
+class Weight(nn.Cell):
+    def __init__(self, weight=1.0):
+        super().__init__()
+        self.weight = ms.Parameter(Tensor(weight, ms.float32), name="weight")
+
+
+class Mean(Weight):
+    def construct(self, x, y, mask):
+        return ops.square(self.weight * x - y).mean() / 2
+
+
+class Sum(Weight):
+    def construct(self, x, y, mask):
+        return ops.square(self.weight * x - y).sum() / 2
+
+
+class Masked(Weight):
+    def construct(self, x, y, mask):
+        return (ops.square(self.weight * x - y) * mask).sum() / mask.sum() / 2
+
+
+class MaskedAndMean(Weight):
+    def construct(self, x, y, mask):
+        masked = (ops.square(self.weight * x - y) * mask).sum() / mask.sum() / 2
+        return masked, (self.weight * x).mean()
+
+
+class MeanAndMean(Weight):
+    def construct(self, x, y, mask):
+        return ops.square(self.weight * x - y).mean() / 2, (self.weight * x).mean()
+
+
+class Scale(Weight):
+    def construct(self, x):
+        return self.weight * x
+
+
+class Spread(nn.Cell):
+    """A loss of the whole batch: the variance of its representations, over two."""
+
+    def construct(self, r):
+        return ops.square(r - r.mean()).mean() / 2
+
+
+# -- the same in NumPy: mean loss, its gradient, and its items, of some samples ----------------------------------------
+
+
+def squares(w, x, y, mask):
+    return np.mean((w * x - y) ** 2) / 2, np.mean((w * x - y) * x), len(x)
+
+
+def masked(w, x, y, mask):
+    total = mask.sum()
+    if not total:
+        return np.nan, np.nan, 0.0
+    return ((w * x - y) ** 2 * mask).sum() / total / 2, ((w * x - y) * x * mask).sum() / total, total
+
+
+def mean(w, x, y, mask):
+    return np.mean(w * x), np.mean(x), len(x)
+
+
+def spread(w, x, *others):
+    return w**2 * np.var(x) / 2, w * np.var(x), len(x)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How windows are made, in the cell's words."""
+
+    terms: tuple[Any, ...] = (squares,)
+    weights: tuple[float, ...] = (1.0,)
+    micro_size: int = 1
+    steps: int = 1
+    is_sum: bool = False
+    drops: bool = False
+    checks: bool = False  # whether there is a loss scale that is checked for overflow
+    scale: float | None = None
+    max_norm: float | None = None
+    flushes: bool = False
+    counts: bool = False  # whether `count` is given
+
+    def micro_batches(self, batch: Batch) -> list[Batch]:
+        size = -(-len(batch[0]) // self.micro_size)
+        return [tuple(one[at : at + size] for one in batch) for at in range(0, len(batch[0]), size)]
+
+    def count_of(self, sums: Sums) -> float:
+        """A batch that is a window by itself has the window's count, of what is in its mean, where counts are given."""
+        return sums.kept if self.counts and self.steps == 1 else sums.items
+
+
+@dataclass
+class Sums:
+    """Of micro-batches: of loss times items, of gradient times items, of the items that are in them, and of all."""
+
+    loss: float = 0.0
+    gradient: float = 0.0
+    kept: float = 0.0
+    items: float = 0.0
+    dropped: int = 0
+
+    def add(self, loss: float, gradient: float, items: float, drops: bool) -> None:
+        self.items += items
+        if drops and items and not (np.isfinite(loss) and np.isfinite(gradient)):
+            self.dropped += 1
+        elif items:
+            self.loss += loss * items
+            self.gradient += gradient * items
+            self.kept += items
+
+    def mean(self, is_sum: bool) -> tuple[float, float]:
+        if is_sum:
+            return self.loss, self.gradient
+        return (self.loss / self.kept, self.gradient / self.kept) if self.kept else (0.0, 0.0)
+
+
+def sums_of(plan: Plan, term: Any, w: float, batches: Sequence[Batch]) -> Sums:
+    result = Sums()
+    for batch in batches:
+        for micro_batch in plan.micro_batches(batch):
+            result.add(*term(w, *micro_batch), plan.drops)
+    return result
+
+
+def expected_records(plan: Plan, epochs: Sequence[Sequence[Batch]], rates: Sequence[float]) -> tuple[list, float]:
+    """The fields of each record but ``seconds`` , and the weight in the end."""
+    w, updates, scale, window, records = 1.0, 0, plan.scale, [], []
+    with np.errstate(all="ignore"):
+        for epoch, data in enumerate(epochs, start=1):
+            for number, batch in enumerate(data, start=1):
+                window.append(batch)
+                if len(window) < plan.steps and not (plan.flushes and number == len(data)):
+                    continue
+                of_terms = [sums_of(plan, term, w, window) for term in plan.terms]
+                means = [one.mean(plan.is_sum) for one in of_terms]
+                loss, gradient = (np.dot(plan.weights, column) for column in zip(*means, strict=True))
+                kept, dropped = sum(one.kept for one in of_terms), of_terms[0].dropped
+                bad = not np.isfinite(gradient)
+                updated = bool(kept) and not (plan.checks and bad)
+                several = len(plan.terms) > 1
+                of_batches = [sums_of(plan, plan.terms[0], w, [one]) for one in window]
+                records.append(
+                    {
+                        "update": updates + updated,
+                        "updated": updated,
+                        "epoch": epoch,
+                        "batches": len(window),
+                        "losses": (loss,) if several else tuple(one.mean(plan.is_sum)[0] for one in of_batches),
+                        "loss": loss,
+                        "counts": tuple(plan.count_of(one) for one in (of_terms if several else of_batches)),
+                        "count": None if several else of_terms[0].kept,
+                        "loss_terms": tuple(one for one, _ in means) if several else None,
+                        "dropped_micro_batches": dropped,
+                        "grad_norm": abs(gradient) if plan.max_norm else None,
+                        "loss_scale": scale,
+                        "learning_rate": rates[updates],
+                    }
+                )
+                if updated:
+                    if plan.max_norm and abs(gradient) > plan.max_norm:
+                        gradient = np.sign(gradient) * plan.max_norm
+                    w -= rates[updates] * gradient
+                    updates += 1
+                if plan.checks and scale and (bad or dropped):
+                    scale /= 2
+                window = []
+    return records, w
