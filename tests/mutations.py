@@ -152,7 +152,7 @@ FAULTS = [
         "accumulation/update.py",
         "finite = ops.logical_and(ops.isfinite(divisor), norm_is_finite)",
         "finite = ops.logical_and(ops.logical_not(ops.isnan(divisor)), norm_is_finite)",
-        "test_loss_scale.py test_normalize.py test_train_step.py",
+        "test_loss_scale.py test_normalize.py -k 'overflow or divisor or infinite'",
     ),
     Fault(
         "the loss scale stays",
@@ -429,7 +429,7 @@ def run(fault: Fault, folder: Path) -> str:
         environment = {**os.environ, "PYTHONPATH": str(folder)}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT)
     except subprocess.TimeoutExpired:
-        return f"found, by its time: {LIMIT} s"
+        return f"NOT FINISHED in {LIMIT} s"
     finally:
         file.write_text(text)
     if done.returncode == 1:

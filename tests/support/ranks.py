@@ -35,9 +35,9 @@ class Ranks:
     the ranks anew.
     """
 
-    def __init__(self, folder: Path, number: int = 2, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, folder: Path, number: int = 2, environment: Mapping[str, str | None] | None = None) -> None:
         self.folder, self.number = folder, number
-        self.environment = dict(environment or {})
+        self.environment = dict(environment or {})  # None: without the variable
         self.launches = self.requests = 0
         self.launcher: subprocess.Popen | None = None
 
@@ -69,6 +69,7 @@ class Ranks:
         self.launches += 1
         self.requests = 0
         path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
+        variables = {**os.environ, "PYTHONPATH": path, **self.environment}
         command = [sys.executable]
         if self.number > 1:
             command += ["-m", "gaccum_ms.launch", "-n", str(self.number), "--log-dir", str(self.place / "log")]
@@ -77,7 +78,7 @@ class Ranks:
         with (self.place / "said").open("w") as said:
             self.launcher = subprocess.Popen(
                 command,
-                env={**os.environ, "PYTHONPATH": path, **self.environment},
+                env={name: value for name, value in variables.items() if value is not None},
                 cwd=self.place,
                 stdout=said,
                 stderr=subprocess.STDOUT,
