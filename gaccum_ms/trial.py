@@ -1,0 +1,152 @@
+"""A trial: the training step itself, updates included, with two micro-batches of a size, and what memory it reached.
+
+On CPU it trains in a copy of this process (child.py), so that nothing of it is left here: neither what it wrote, nor
+memory. On an accelerator it trains here, and all that it wrote is put back. Other ranks take no part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import mindspore as ms
+from mindspore import nn
+
+from gaccum_ms import split
+from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.child import Usage, run_in_child
+from gaccum_ms.memory_meter import AllocatorMeter, ProcessMeter
+from gaccum_ms.own_graph import compiling_alone
+from gaccum_ms.pynative_tape import forget_interrupted_gradient
+from gaccum_ms.sharded_optimizer import ShardedOptimizer
+from gaccum_ms.shards import rank_and_ranks
+from gaccum_ms.snapshot import Snapshot, as_numpy
+
+if TYPE_CHECKING:
+    from gaccum_ms.train_step import TrainOneStepWithGradAccumulationCell as Step
+
+_UPDATES = 2  # the first compiles; after the second the peak rises by less than one in a thousand
+
+
+class Trials:
+    """Tries sizes of micro-batches.
+
+    Args:
+        owner (str): What errors name.
+        cell (GradAccumulationCell): The network and the options.
+        optimizer (Optimizer): The optimizer.
+        batch (Sequence[Tensor]): The inputs of one batch.
+        meter (ProcessMeter or AllocatorMeter): Measures.
+        limit (int): Bytes that a trial may have.
+        step (TrainOneStepWithGradAccumulationCell, optional): The step that is to train, with
+            ``micro_batch_size="auto"`` . Default: ``None`` , one is made for each trial.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        cell: GradAccumulationCell,
+        optimizer: nn.Optimizer,
+        batch: Sequence[ms.Tensor],
+        meter: ProcessMeter | AllocatorMeter,
+        limit: int,
+        step: Step | None = None,
+    ) -> None:
+        self.owner = owner
+        self.cell = cell
+        self.optimizer = optimizer
+        self.batch = batch
+        self.meter = meter
+        self.limit = limit
+        self.step = step
+
+    def run(self, size: int, samples: int) -> Usage:
+        """Train with micro-batches of `size` samples, of a batch of which there are so many at least.
+
+        Raises:
+            TooMuchMemory: On CPU, if there is more than the limit.
+            Exception: What training raised.
+        """
+        if isinstance(self.meter, ProcessMeter):
+            written = {id(one): one for one in (*self.optimizer.get_parameters(), *self.cell.get_parameters())}
+            return run_in_child(self.owner, lambda: self._train(size, samples), written.values(), self.limit)
+        before = Snapshot(self.cell, self.optimizer)
+        self.step = None  # the one that is to train would be left with a window
+        try:
+            return self.meter.usage(lambda: self._train(size, samples))
+        except BaseException as error:
+            forget_interrupted_gradient(error)
+            raise
+        finally:
+            before.restore()
+
+    def _train(self, size: int, samples: int) -> None:
+        batch = self._first(size, samples)
+        with _as_if_alone(), compiling_alone():
+            step = self._step_of(size)
+            for _ in range(_UPDATES):
+                loss = step(*batch)
+            (loss[0] if isinstance(loss, tuple) else loss).asnumpy()  # waits
+
+    def _step_of(self, size: int) -> Step:
+        step = self.step
+        if step is None:
+            from gaccum_ms.train_step import TrainOneStepWithGradAccumulationCell
+
+            optimizer = _Nothing(self.optimizer) if isinstance(self.optimizer, ShardedOptimizer) else self.optimizer
+            step = TrainOneStepWithGradAccumulationCell(_with_size(self.cell, size), optimizer).set_train()
+        if step.spans_batches:
+            step.set_accumulation_steps(1)  # so that each batch ends in an update
+        if step._auto is not None:
+            step._auto.rehearse(size)
+        return step
+
+    def _first(self, size: int, samples: int) -> list[ms.Tensor]:
+        """The batch, or where that is many micro-batches, two of them, and one as small as its last."""
+        plan = split.plan_split([(samples,)], None, size)
+        number = samples if plan.full <= 4 else 2 * size + plan.rest
+        if number == self.batch[0].shape[0]:
+            return list(self.batch)
+        return [ms.Tensor(as_numpy(value)[:number], value.dtype) for value in self.batch]
+
+
+class _Nothing(nn.Cell):
+    """In place of a ShardedOptimizer, which would wait for the other ranks."""
+
+    def __init__(self, optimizer: nn.Optimizer) -> None:
+        super().__init__(auto_prefix=False)
+        self.parameters = optimizer.parameters
+
+    def construct(self, gradients):
+        return gradients
+
+
+def _with_size(cell: GradAccumulationCell, size: int) -> GradAccumulationCell:
+    options: dict[str, Any] = {
+        "accumulation_steps": cell.accumulation_steps,
+        "reduction": cell.reduction,
+        "count": cell.counts,
+        "loss_weights": cell.loss_weights,
+        "max_grad_norm": cell.max_grad_norm,
+        "accumulator_dtype": cell.accumulator_dtype,
+        "compensated": cell.compensated,
+        "overflow": cell.overflow,
+        "shard_accumulators": cell.shard_accumulators,
+        "record_noise": cell.record_noise,
+        "jit": cell.jit,
+    }
+    return GradAccumulationCell(cell.network, micro_batch_size="auto" if cell.finds_size else size, **options)
+
+
+@contextmanager
+def _as_if_alone() -> Iterator[None]:
+    """Without other ranks."""
+    mode = ms.get_auto_parallel_context("parallel_mode")
+    if rank_and_ranks()[1] > 1:
+        ms.set_auto_parallel_context(parallel_mode=ms.ParallelMode.STAND_ALONE)
+    try:
+        yield
+    finally:
+        if ms.get_auto_parallel_context("parallel_mode") != mode:
+            ms.set_auto_parallel_context(parallel_mode=mode)
