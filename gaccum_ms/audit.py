@@ -92,10 +92,11 @@ def audit(
     hides a wrong size, and makes much of a gradient that is zero but for rounding) and the loss. Whether the loss is a
     mean or a sum is probed: on the batch twice over a mean stays, a sum doubles.
 
-    Afterwards parameters, optimizer state and the cells' flags are what they were, bit for bit; compiled steps go on
-    from there. The network runs in training mode. Dropout layers are switched off, because the masks of micro-batches
-    cannot equal the whole batch's, and MindSpore's default generator has a fixed seed, restored afterwards. The batch
-    goes forward and backward whole, and forward twice over: use one that fits into memory.
+    Afterwards parameters, optimizer state, buffers, whatever else the network's `construct` writes into its attributes,
+    and the cells' flags are what they were, bit for bit; compiled steps go on from there. The network runs in training
+    mode. Dropout layers are switched off, because the masks of micro-batches cannot equal the whole batch's, and
+    MindSpore's default generator has a fixed seed, restored afterwards. The batch goes forward and backward whole, and
+    forward twice over: use one that fits into memory.
 
     Args:
         cell (GradAccumulationCell): The network with its loss and the options of accumulation.
@@ -155,9 +156,9 @@ def audit(
         losses = _Losses(cell.network).set_train()
         dropout_layers = _switch_dropout_off(cell.network)
         accumulated = _run(accumulated_step, recorder, batch)
-        before.restore_parameters()
+        before.restore_values()
         whole = _run(whole_step, recorder, batch)
-        before.restore_parameters()
+        before.restore_values()
         once, again = losses.on(batch), losses.on(batch)
         twice = losses.on([ops.concat((value, value)) for value in batch])
     finally:

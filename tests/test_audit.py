@@ -405,7 +405,7 @@ def test_negative_control_the_audit_does_train(monkeypatch, mode):
     optimizer = OPTIMIZERS["adam"](cell.trainable_params())
     before, before_flags = everything(cell, optimizer), flags(cell, optimizer)
     monkeypatch.setattr(audit_module.Snapshot, "restore", lambda self: None)
-    monkeypatch.setattr(audit_module.Snapshot, "restore_parameters", lambda self: None)
+    monkeypatch.setattr(audit_module.Snapshot, "restore_values", lambda self: None)
     audit(cell, optimizer, *batch())
     after = everything(cell, optimizer)
     changed = {name for name in before if before[name] != after[name]}

@@ -174,11 +174,11 @@ def test_what_training_has_halved_is_remembered(pynative):
 
 
 def test_the_size_is_found_once(monkeypatch):
-    from gaccum_ms.memory.trial import MicroSteps
+    from gaccum_ms.memory.trial import Trials
 
     tried = []
-    measure = MicroSteps.measure
-    monkeypatch.setattr(MicroSteps, "measure", lambda self, size: tried.append(size) or measure(self, size))
+    run = Trials.run
+    monkeypatch.setattr(Trials, "run", lambda self, *size: tried.append(size) or run(self, *size))
     step = make_step(Limited(make_network("dense"), 6), micro_batch_size="auto")
     run(step, batches(16, 1))
     assert tried

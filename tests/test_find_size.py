@@ -50,13 +50,13 @@ def search(network, samples=32, **arguments):
 
 
 @pytest.fixture
-def tried(monkeypatch) -> list[int]:
-    """Sizes of the micro-steps that were compiled, in order."""
-    from gaccum_ms.memory.trial import MicroSteps
+def tried(monkeypatch) -> list[tuple[int, int]]:
+    """Of each trial, in order, the samples of a micro-batch and of a batch."""
+    from gaccum_ms.memory.trial import Trials
 
-    sizes: list[int] = []
-    measure = MicroSteps.measure
-    monkeypatch.setattr(MicroSteps, "measure", lambda self, size: sizes.append(size) or measure(self, size))
+    sizes: list[tuple[int, int]] = []
+    run = Trials.run
+    monkeypatch.setattr(Trials, "run", lambda self, *size: sizes.append(size) or run(self, *size))
     return sizes
 
 

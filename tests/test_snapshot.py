@@ -5,7 +5,7 @@ from __future__ import annotations
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 
 from gaccum_ms.backend.parameters import overwrite
 from gaccum_ms.backend.snapshot import Snapshot, as_numpy
@@ -76,3 +76,72 @@ def test_puts_back_each_cells_flags_and_the_generator(training):
     assert (net.training, net.dense.training, net.norm.training) == (training, training, not training)
     assert not net.requires_grad
     np.testing.assert_array_equal(ms.get_rng_state().asnumpy(), state)
+
+
+class Keeping(nn.Cell):
+    """Writes into all kinds of attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Dense(3, 2)
+        self.register_buffer("calls", Tensor(np.zeros(2), ms.float32))
+        self.queue = Tensor(np.zeros((2, 3)), ms.float32)
+        self.mean = Tensor(0.0, ms.float32)
+        self.count = 0
+
+    def construct(self, x):
+        ops.assign(self.calls, self.calls + 1)
+        ops.assign(self.queue, x)
+        self.mean = x.mean()
+        self.count = self.count + 1
+        return self.dense(x)
+
+
+def state_of(net):
+    return net.calls.asnumpy().tolist(), net.queue.asnumpy().tolist(), float(net.mean), net.count
+
+
+def test_puts_back_buffers_and_attributes_that_construct_writes(mode):
+    net = Keeping()
+    x = Tensor(np.ones((2, 3)), ms.float32)
+    net(x)
+    before = state_of(net)
+    kept = Snapshot(net)
+    net(2 * x)
+    assert state_of(net) != before
+    kept.restore()
+    assert state_of(net) == before
+    net(2 * x)  # what is compiled goes on from there
+    assert net.calls.asnumpy().tolist() == [2.0, 2.0]
+    assert net.count == 2
+
+
+def test_puts_back_arrays_and_containers_of_tensors():
+    net = Net()
+    net.table = {"seen": [], "means": [Tensor(np.ones(2), ms.float32)]}
+    net.array = np.zeros(3)
+    net.names = {"a"}
+    kept = Snapshot(net)
+    net.table["seen"].append(1)
+    overwrite(net.table["means"][0], Tensor(np.zeros(2), ms.float32))
+    net.table["more"] = 3
+    net.array[1] = 5
+    net.names.add("b")
+    net.fresh = 1
+    kept.restore()
+    assert net.table.keys() == {"seen", "means"}
+    assert net.table["seen"] == []
+    assert net.table["means"][0].asnumpy().tolist() == [1.0, 1.0]
+    assert net.array.tolist() == [0.0, 0.0, 0.0]
+    assert net.names == {"a"}
+    assert not hasattr(net, "fresh")
+
+
+def test_says_what_is_unchanged():
+    net = Keeping()
+    kept = Snapshot(net)
+    overwrite(net.calls, Tensor(np.ones(2), ms.float32))
+    unchanged = [id(one) for one in kept.unchanged()]
+    assert id(net.queue) in unchanged
+    assert id(net.dense.weight) in unchanged
+    assert id(net.calls) not in unchanged

@@ -1,8 +1,14 @@
-"""What is put back after a trial: values of Parameters, the cells' flags, the default generator. Bit for bit."""
+"""What is put back after a trial, bit for bit: all that a network's `construct` may write, and the default generator.
+
+That is values of Parameters, the cells' flags, and whatever else a cell holds as attributes: buffers and other Tensors,
+NumPy arrays, numbers, and lists, dicts and sets of these. Objects of other classes stay what they are: nobody can tell
+which of them a copy would still be.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import mindspore as ms
 import numpy as np
@@ -10,35 +16,106 @@ from mindspore import nn
 
 from gaccum_ms.backend.parameters import overwrite
 
+# MindSpore's own attributes of a Cell, among them its compiled graphs. Buffers are the user's.
+_OF_EVERY_CELL = frozenset(vars(nn.Cell())) - {"_buffers"}
+
 
 class Snapshot:
     """Everything that a trial may change in some cells.
 
     Args:
         roots (Cell): The cells.
-        leave_out (Iterable[Parameter]): Parameters that the trial does not write: they need no copy.
+        leave_out (Iterable[Tensor]): Parameters and other Tensors that the trial does not write: they need no copy.
     """
 
-    def __init__(self, *roots: nn.Cell, leave_out: Iterable[ms.Parameter] = ()) -> None:
-        left_out = {id(one) for one in leave_out}
-        self.parameters = {
-            id(one): (one, as_numpy(one)) for root in roots for one in root.get_parameters() if id(one) not in left_out
-        }
-        self.flags = {
-            id(one): (one, one.training, one.requires_grad) for root in roots for _, one in root.cells_and_names()
-        }
+    def __init__(self, *roots: nn.Cell, leave_out: Iterable[ms.Tensor] = ()) -> None:
+        self._left_out = {id(one) for one in leave_out}
+        # By identity: of each Tensor, what it held.
+        self.parameters: dict[int, tuple[ms.Tensor, np.ndarray]] = {}
+        self.tensors: dict[int, tuple[ms.Tensor, np.ndarray]] = {}
+        for root in roots:
+            for one in root.get_parameters():
+                self._keep_values(one, self.parameters)
+        cells = {id(one): one for root in roots for _, one in root.cells_and_names()}
+        self.flags = [(one, one.training, one.requires_grad) for one in cells.values()]
+        self._undo = [self._keep_attributes(one) for one in cells.values()]
         self.generator = ms.get_rng_state()
 
-    def restore_parameters(self) -> None:
+    def restore_values(self) -> None:
+        """Of Parameters, and of all other state."""
+        for undo in self._undo:
+            undo()
         for parameter, value in self.parameters.values():
             overwrite(parameter, ms.Tensor(value, parameter.dtype))  # compiled graphs need not see set_data
+        for tensor, value in self.tensors.values():
+            if not _same(tensor, value):  # most are constants, which graphs hold as such
+                overwrite(tensor, ms.Tensor(value, tensor.dtype))
 
     def restore(self) -> None:
-        self.restore_parameters()
-        for cell, training, requires_grad in self.flags.values():
+        self.restore_values()
+        for cell, training, requires_grad in self.flags:
             cell.add_flags(training=training)  # set_train would set its children too
             nn.Cell.set_grad(cell, requires_grad)  # our cell's own refuses
         ms.set_rng_state(self.generator)
+
+    def unchanged(self) -> list[ms.Tensor]:
+        """The Parameters and other Tensors that hold what they held."""
+        kept = [*self.parameters.values(), *self.tensors.values()]
+        return [tensor for tensor, value in kept if _same(tensor, value)]
+
+    def _keep_values(self, tensor: ms.Tensor, kept: dict[int, tuple[ms.Tensor, np.ndarray]]) -> None:
+        if id(tensor) not in self._left_out and id(tensor) not in kept:
+            kept[id(tensor)] = tensor, as_numpy(tensor)
+
+    def _keep_attributes(self, cell: nn.Cell) -> Callable[[], None]:
+        held = vars(cell)
+        names = [name for name, value in held.items() if name not in _OF_EVERY_CELL and not _is_kept_elsewhere(value)]
+        kept = {name: (held[name], self._keep(held[name])) for name in names}
+        known = set(held)
+
+        def undo() -> None:
+            for name in set(held) - known - _OF_EVERY_CELL:
+                if not name.startswith("_"):  # MindSpore's: what compiling has noted
+                    del held[name]
+            for name, (value, undo_value) in kept.items():
+                if held.get(name) is not value:
+                    held[name] = value
+                undo_value()
+
+        return undo
+
+    def _keep(self, value: Any) -> Callable[[], None]:
+        """What puts a value back that was written into, not replaced."""
+        if isinstance(value, ms.Tensor) and not isinstance(value, ms.Parameter):
+            self._keep_values(value, self.tensors)
+        elif isinstance(value, np.ndarray):
+            array = value.copy()
+            return lambda: np.copyto(value, array) if value.flags.writeable else None
+        elif type(value) in (list, dict, set, tuple):
+            inner = [self._keep(one) for one in (value.values() if isinstance(value, dict) else value)]
+            copy = value.copy() if not isinstance(value, tuple) else value
+
+            def undo() -> None:
+                if not isinstance(value, tuple):
+                    value.clear()
+                    value.extend(copy) if isinstance(value, list) else value.update(copy)
+                for one in inner:
+                    one()
+
+            return undo
+        return _nothing
+
+
+def _nothing() -> None:
+    pass
+
+
+def _is_kept_elsewhere(value: Any) -> bool:
+    return isinstance(value, (nn.Cell, ms.Parameter, ms.ParameterTuple))
+
+
+def _same(tensor: ms.Tensor, value: np.ndarray) -> bool:
+    return np.array_equal(as_numpy(tensor), value, equal_nan=value.dtype.kind in "fc")
 
 
 def as_numpy(tensor: ms.Tensor) -> np.ndarray:

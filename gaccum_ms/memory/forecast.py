@@ -1,13 +1,14 @@
 """What a training step needs in memory for micro-batches of each size: measured for small ones, predicted for others.
 
-The peak is a sum: parameters, optimizer state, accumulators and the batch have known sizes; intermediate values and
-workspace are measured in micro-steps, or predicted from smaller ones; and what the process held beside all these at the
-smallest of them is the framework.
+What is measured and predicted is the peak of everything, the update included, in trials (trial.py). It is told apart
+for those who read a report: parameters, optimizer state, accumulators and the batch have known sizes; what is there
+between two updates beside these is the framework; what comes on top while a step runs are intermediate values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import mindspore as ms
 from mindspore import nn
@@ -15,100 +16,158 @@ from mindspore import nn
 from gaccum_ms.backend.out_of_memory import is_out_of_memory
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.distributed.layout import rank_and_ranks
-from gaccum_ms.memory import meter as memory_meter
-from gaccum_ms.memory import model as memory_model
-from gaccum_ms.memory.trial import MicroSteps
+from gaccum_ms.memory import meter, model
+from gaccum_ms.memory.child import COPIED, TooMuchMemory
+from gaccum_ms.memory.trial import Trials
+
+if TYPE_CHECKING:
+    from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell as Step
+
+_UNPREDICTABLE = 4  # samples: up to here kernels choose by the size; a trial ends before it has too much
+_SPARE = 0.005  # of the limit: what a training of many updates may reach above one of three
 
 
 class Forecast:
-    """Measures the small micro-steps when it is made, and others when it is asked to.
+    """Measures what it is told to, and predicts the rest.
 
     Args:
+        owner (str): What errors name.
         cell (GradAccumulationCell): The network and the options.
         optimizer (Optimizer): The optimizer.
         batch (Sequence[Tensor]): The inputs of one batch.
         memory_limit (int or None): Bytes for the peak; None: what the meter finds.
         fails (Callable): Whether an error says that memory is not enough.
+        step (TrainOneStepWithGradAccumulationCell, optional): See `Trials` .
     """
 
     def __init__(
         self,
+        owner: str,
         cell: GradAccumulationCell,
         optimizer: nn.Optimizer,
         batch: Sequence[ms.Tensor],
         memory_limit: int | None = None,
         fails: Callable[[BaseException], bool] = is_out_of_memory,
+        step: Step | None = None,
     ) -> None:
-        self.meter = memory_meter.meter()
+        self.meter = meter.meter()
         self.limit = self.meter.limit() if memory_limit is None else memory_limit
         self.samples = batch[0].shape[0]
         self._fails = fails
-        self._steps = MicroSteps(cell, optimizer, batch, self.meter)
+        self._trials = Trials(owner, cell, optimizer, batch, self.meter, self.limit, step)
         network = list(cell.network.get_parameters())
         known = {id(one) for one in network}
+        ranks = rank_and_ranks()[1]
         self.parameters = _bytes(network)
         self.optimizer_state = _bytes(one for one in optimizer.get_parameters() if id(one) not in known)
-        self.accumulators = self._steps.accumulator_bytes // (rank_and_ranks()[1] if cell.shard_accumulators else 1)
+        sums = sum(one.size * _item_bytes(cell.accumulator_dtype or one.dtype) for one in optimizer.parameters)
+        lost = sum(one.size * 4 for one in optimizer.parameters) if cell.compensated else 0
+        self.accumulators = (sums + lost) // (ranks if cell.shard_accumulators else 1)
         kinds = cell.accumulation_steps > 1, cell.counted, cell.several_losses, cell.finds_size
-        self._always_accumulates = any(kinds)
-        # In windows of several batches, what is there before each is kept, to be put back; by the host.
-        keeps_copy = cell.finds_size and cell.accumulation_steps > 1 and ms.get_context("device_target") == "CPU"
-        self._copies = 2 if keeps_copy else 1
+        self.always_accumulates = any(kinds)
         self.batch = sum(value.nbytes for value in batch)
-        self.measured: dict[int, int | None] = {}  # samples: bytes of intermediate values; None: not enough memory
+        # A trial has no other ranks: what it does not have is the sums of theirs.
+        self._over_ranks = _bytes(optimizer.parameters) if ranks > 1 else 0
+        self.measured: dict[int, int | None] = {}  # samples of a micro-batch: bytes; None: more than there is
+        self._whole: dict[int, int] = {}  # of a batch that is one micro-batch
+        self._reached = self.limit  # where nothing could be measured
         self.framework = 0
-        self._probe()
 
-    def _probe(self) -> None:
-        used = self._steps.measure(1)  # memory for one sample there must be
-        self.measured[1] = self._intermediate(used)
-        held = self.meter.held() - self.parameters - self._steps.accumulator_bytes - self.batch
-        self.framework = max(0, held - self._intermediate(used))
-        while (size := memory_model.next_probe(self._known(), self.samples)) is not None:
-            largest = max(self.measured)
-            while size > largest and self.peak(size) > self.limit:
-                size //= 2
-            if size <= largest or self.measure(size) is None:
+    def probe(self) -> None:
+        """Measure the small sizes from which others can be predicted, as far as they fit."""
+        samples = self.samples - 1 if self._is_whole(self.samples) else self.samples
+        while (size := model.next_probe(self._known(), samples)) is not None:
+            if (size > _UNPREDICTABLE and not self.may_be_tried(size)) or self.measure(size) is None:
                 break
+        self.probe_whole()
+
+    def probe_whole(self) -> None:
+        """Measure small batches that are one micro-batch, where that is another graph: it may need much less."""
+        if self._is_whole(self.samples) and not self._whole:
+            for size in sorted(self._known())[-2:]:
+                if (found := self._tried(size, size)) is not None:
+                    self._whole[size] = found
+
+    def _peak(self, size: int, samples: int) -> int:
+        used = self._trials.run(size, samples)
+        if not self.framework:
+            own = self.accumulators if size < samples or self.always_accumulates else 0
+            self.framework = max(0, used.held - self.parameters - self.optimizer_state - self.batch - own)
+        return used.peak + self._over_ranks
 
     def _known(self, by: int | None = None) -> dict[int, int]:
-        """What was measured, of at most `by` samples."""
-        return {size: found for size, found in self.measured.items() if found is not None and size <= (by or size)}
+        """What was measured, of at most `by` samples, but for the whole batch, where that is another graph."""
+        return {
+            size: found
+            for size, found in self.measured.items()
+            if found is not None and size <= (by or size) and not self._is_whole(size)
+        }
 
-    def _intermediate(self, used: int) -> int:
-        """Of what a micro-step used."""
-        return max(0, used - self.parameters - self._steps.accumulator_bytes)
+    def _is_whole(self, size: int) -> bool:
+        return size == self.samples > 1 and not self.always_accumulates
+
+    def is_ragged(self, size: int) -> bool:
+        """Whether a smaller micro-batch comes last, which the graph has beside its loop."""
+        return self.samples % size > 0
 
     def measure(self, size: int) -> int | None:
-        """Bytes of intermediate values and workspace in a micro-step of `size` samples; None: not enough memory."""
+        """Bytes at the peak with micro-batches of `size` samples; None: more than there is."""
         if size not in self.measured:
-            try:
-                self.measured[size] = self._intermediate(self._steps.measure(size))
-            except Exception as error:
-                if not self._fails(error):
-                    raise
-                self.measured[size] = None
+            self.measured[size] = self._tried(size, self.samples)
         return self.measured[size]
+
+    def _tried(self, size: int, samples: int) -> int | None:
+        try:
+            return self._peak(size, samples)
+        except TooMuchMemory as error:
+            self._reached = max(self._reached, error.reached)
+            return None
+        except Exception as error:
+            if not self._fails(error):
+                raise
+            return None
 
     def predict(self, size: int, by: int | None = None) -> int:
         """The same, from those measured, of at most `by` samples."""
-        return memory_model.predict(self._known(by), size)
+        if self._whole and self._is_whole(size):
+            return model.predict(self._whole, size)
+        alike, others = {}, {}
+        for one, found in self._known(by).items():
+            (alike if self.is_ragged(one) == self.is_ragged(size) else others)[one] = found
+        if not alike and not others:
+            return self._reached
+        if len(alike) > 1 or not others:
+            return model.predict(alike, size)
+        beside = [found - model.predict(others, one) for one, found in alike.items()]
+        return model.predict(others, size) + sum(beside)
 
     def rest(self, size: int) -> int:
         """Bytes of all but intermediate values, with micro-batches of `size` samples."""
-        own = self._copies * self.accumulators if size < self.samples or self._always_accumulates else 0
+        own = self.accumulators if size < self.samples or self.always_accumulates else 0
         return self.framework + self.parameters + self.optimizer_state + own + self.batch
 
     def peak(self, size: int) -> int:
-        """Bytes of all, measured if it was, else predicted."""
+        """Bytes, measured if they were, else predicted."""
         found = self.measured.get(size)
-        return self.rest(size) + (self.predict(size) if found is None else found)
+        return self.predict(size) if found is None else found
 
     def may_fit(self, size: int) -> bool:
-        """Whether nothing speaks against it: neither the limit, nor a size as large that was out of memory."""
+        """Whether nothing speaks against it: neither the limit, nor a size as large that was too much. One that has a
+        smaller micro-batch at its end may need more than a larger one that has none, and that more than the whole."""
         failed = [one for one, found in self.measured.items() if found is None]
-        return size < min(failed, default=size + 1) and self.peak(size) <= self.limit
+        larger = [one for one in failed if not self.is_ragged(one) and not self._is_whole(one)]
+        if size in failed or (size > min(larger, default=size) and not self._is_whole(size)):
+            return False
+        return self.peak(size) <= self.limit * (1 - _SPARE)
+
+    def may_be_tried(self, size: int) -> bool:
+        """Whether a trial, beside this process, is predicted to keep the limit too."""
+        return self.predict(size) + COPIED <= self.limit
 
 
 def _bytes(parameters: Iterable[ms.Parameter]) -> int:
     return sum(one.nbytes for one in parameters)
+
+
+def _item_bytes(dtype: ms.Type) -> int:
+    return ms.Tensor(0, dtype).itemsize

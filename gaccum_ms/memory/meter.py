@@ -1,25 +1,23 @@
 """How much memory a run needs, and how much there is: of the process on CPU, of MindSpore's allocator elsewhere.
 
-On CPU, MindSpore's allocator tells nothing, and resident size hides what a run needs: pages that an earlier run touched
-and freed stay resident, and are used again. The kernel knows which pages were used: ``/proc/self/clear_refs`` forgets
-it, and ``Referenced`` in ``/proc/self/smaps_rollup`` counts them anew, so that a run's working set does not depend on
-what ran before it; but for blocks in the holes of a long-lived process's heap, which share their pages: some hundred MB
-in small blocks were counted a fifth to a third more there.
+On CPU, MindSpore's allocator tells nothing, and resident size never falls by as much as a run has freed: so each run
+has a process of its own (child.py), whose peak tells.
 """
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mindspore as ms
+from mindspore import ops
 
 from gaccum_ms.distributed.layout import rank_and_ranks
-
-_PROCESS = Path("/proc/self")
-_WARM_UP = 2  # the first run makes the graph and the kernels, the second still uses some 25 MB more than those after it
-_REPEATS = 2
+from gaccum_ms.memory.child import Usage, bytes_of, forget_peak
+from gaccum_ms.memory.heap import give_back_freed_memory
 
 
 class ProcessMeter:
@@ -29,43 +27,23 @@ class ProcessMeter:
 
     def __init__(self) -> None:
         try:
-            self._forget()
-            _kilobytes(_PROCESS / "smaps_rollup", "Referenced")
+            forget_peak()
+            Path("/proc/self/pagemap").open("rb").close()
+            if not bytes_of("VmHWM"):
+                raise OSError("/proc/self/status has no line 'VmHWM'")
         except OSError as error:
             raise RuntimeError(
-                f"For 'memory_report', memory on CPU is measured by the pages that a run uses, which needs "
-                f"/proc/self/clear_refs and /proc/self/smaps_rollup of Linux, but got '{error}'. Measure outside of "
-                f"this sandbox, or on an accelerator."
+                f"For 'memory_report', memory on CPU is measured by the peak of a process's resident size, which needs "
+                f"/proc/self/clear_refs, /proc/self/pagemap and VmHWM in /proc/self/status of Linux, but got "
+                f"'{error}'. Measure outside of this sandbox, or on an accelerator."
             ) from error
-
-    @staticmethod
-    def _forget() -> None:
-        (_PROCESS / "clear_refs").write_text("5")  # the peak of the resident size
-        (_PROCESS / "clear_refs").write_text("1")  # which pages were used
-
-    def used_by(self, run: Callable[[], None]) -> int:
-        """Bytes that `run` uses, whatever was resident before: its working set, code and weights included."""
-        for _ in range(_WARM_UP):
-            run()
-        return min(self._used_by(run) for _ in range(_REPEATS))
-
-    def _used_by(self, run: Callable[[], None]) -> int:
-        self._forget()
-        run()
-        used = _kilobytes(_PROCESS / "smaps_rollup", "Referenced")
-        # Large blocks go back to the system as soon as they are freed, and are in the peak alone.
-        given_back = _kilobytes(_PROCESS / "status", "VmHWM") - _kilobytes(_PROCESS / "status", "VmRSS")
-        return used + max(0, given_back)
-
-    def held(self) -> int:
-        """Bytes that the process holds, after all that it has run."""
-        return _kilobytes(_PROCESS / "status", "VmRSS")
+        give_back_freed_memory()
 
     def limit(self) -> int:
         """Bytes that this process may have: this rank's share of the container's limit, or of what is free."""
         free = _kilobytes(Path("/proc/meminfo"), "MemAvailable")
         ranks = rank_and_ranks()[1]
-        return min([self.held() + free // ranks, *(limit // ranks for limit in container_limits())])
+        return min([bytes_of("VmRSS") + free // ranks, *(limit // ranks for limit in container_limits())])
 
 
 class AllocatorMeter:
@@ -73,24 +51,53 @@ class AllocatorMeter:
 
     what = "device memory that MindSpore has allocated"
 
-    def used_by(self, run: Callable[[], None]) -> int:
-        """Bytes allocated at the peak of `run` , weights included."""
-        run()
+    def usage(self, run: Callable[[], Any]) -> Usage:
+        """Bytes allocated at the peak of `run` , weights included, and after it."""
         ms.runtime.reset_peak_memory_stats()
         run()
         ms.runtime.synchronize()
-        self.peak = ms.runtime.max_memory_allocated()
-        return self.peak
-
-    def held(self) -> int:
-        """Bytes allocated at the peak of the last run."""
-        return self.peak
+        return Usage(ms.runtime.max_memory_allocated(), ms.runtime.memory_allocated())
 
     def limit(self) -> int:
         """Bytes that MindSpore may allocate: what it has, and what the device has free."""
-        device = ms.hal.get_device_properties(ms.get_context("device_id"))
-        free = getattr(device, "free_memory", None)
-        return device.total_memory if not free else ms.runtime.memory_reserved() + free
+        with ms.common._no_grad():
+            ops.zeros((1,), ms.float32).asnumpy()  # before its first kernel a device tells nothing
+        return ms.runtime.memory_reserved() + device_memory_free(ms.get_context("device_id"))
+
+
+# How the vendor's library is called, which device a thread has, and what it has free.
+_LIBRARIES = {
+    "libascendcl.so": ("aclrtSetDevice", "aclrtGetMemInfo", (1,)),  # ACL_HBM_MEM
+    "libcudart.so": ("cudaSetDevice", "cudaMemGetInfo", ()),
+}
+
+
+def device_memory_free(device: int, maps: Path = Path("/proc/self/maps")) -> int:
+    """Bytes, by the runtime of the device's vendor that MindSpore has loaded. MindSpore itself tells only in
+    `mindspore.hal` , which it is to lose, and on GPU not at all.
+
+    Raises:
+        RuntimeError: If there is none, or it fails.
+    """
+    for path in re.findall(r"/\S*$", maps.read_text(), re.MULTILINE):
+        name = next((name for name in _LIBRARIES if Path(path).name.startswith(name)), None)
+        if name is None:
+            continue
+        library = ctypes.CDLL(path)
+        set_device, get_info, kind = _LIBRARIES[name]
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        failed = getattr(library, set_device)(device)
+        failed = failed or getattr(library, get_info)(*kind, ctypes.byref(free), ctypes.byref(total))
+        if not failed and free.value:
+            return free.value
+        raise RuntimeError(
+            f"For 'memory_report', '{get_info}' must tell the free memory of device {device}, but got error {failed}, "
+            f"{free.value} of {total.value} bytes free. Give 'memory_limit'."
+        )
+    raise RuntimeError(
+        f"For 'memory_report', the free memory of device {device} must be known, but got a process without any of "
+        f"{list(_LIBRARIES)}. Give 'memory_limit'."
+    )
 
 
 def meter() -> ProcessMeter | AllocatorMeter:

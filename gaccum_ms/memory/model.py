@@ -1,9 +1,11 @@
-"""What a micro-step of any size will use, from a few small ones.
+"""What a training step will reach with micro-batches of any size, from a few small ones.
 
 Intermediate values and most workspace grow with the samples, by the same number of bytes for each, above a constant
-part: code, and what kernels choose to have. That choice depends on the size, most of all between one sample and several
+part: code, and what kernels choose to have. That choice depends on the size, most of all between one sample and two
 (oneDNN takes other algorithms), so the line is drawn through the two largest that were measured, and between two that
 were measured through these.
+
+A batch that is one micro-batch has a graph without a loop and without slices, and a line of its own.
 """
 
 from __future__ import annotations
@@ -11,37 +13,36 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _ENOUGH = 50_000_000  # bytes between two measurements, many times what one varies by
+_FIRST = (1, 2, 4, 16)
 
 
 def next_probe(measured: Mapping[int, int], samples: int) -> int | None:
-    """The size to measure next, or None: 1, 4 and 16 samples, and on by fours while so little is between two that the
-    line through them would be one through noise, but no more than a quarter of the batch.
+    """The size to measure next, or None: 1, 2, 4 and 16 samples, and on by fours while so little is between two that
+    the line through them would be one through noise, but no more than a quarter of the batch.
 
     Args:
-        measured (Mapping[int, int]): Samples, and the bytes that they used.
+        measured (Mapping[int, int]): Samples, and the bytes that they reached.
         samples (int): Of the batch.
     """
     known = sorted(measured.items())
-    if not known:
-        return 1
-    largest = known[-1][0]
-    if largest < 16:
-        size = 4 if largest < 4 else 16
-        return size if size <= samples else samples if largest == 1 < samples else None
-    little = len(known) < 2 or known[-1][1] - known[-2][1] < _ENOUGH
+    largest = known[-1][0] if known else 0
+    if largest < _FIRST[-1]:
+        size = next(size for size in _FIRST if size > largest)
+        return size if size <= samples else None
+    little = known[-1][1] - known[-2][1] < _ENOUGH
     return 4 * largest if little and 16 * largest <= samples else None
 
 
 def predict(measured: Mapping[int, int], size: int) -> int:
-    """Bytes of intermediate values and workspace in a micro-step.
+    """Bytes at the peak.
 
     Args:
-        measured (Mapping[int, int]): Samples, and the bytes that they used. One entry at least.
-        size (int): Samples of the micro-step.
+        measured (Mapping[int, int]): Samples, and the bytes that they reached. One entry at least.
+        size (int): Samples of a micro-batch.
     """
     known = sorted(measured.items())
-    if len(known) == 1:  # all of it may grow with the samples
-        return known[0][1] * -(-size // known[0][0])
+    if len(known) == 1:
+        return known[0][1]
     above = next((index for index, (samples, _) in enumerate(known) if samples >= size), len(known) - 1)
     (few, less), (many, more) = known[max(1, above) - 1], known[max(1, above)]
     per_sample = max(0.0, (more - less) / (many - few))

@@ -214,7 +214,8 @@ def memory_report(
     """
     check_trial(_NAME, cell, optimizer, batch, memory_limit)
     sizes = _micro_sizes(micro_sizes, batch[0].shape[0])
-    forecast = Forecast(cell, optimizer, batch, memory_limit)
+    forecast = Forecast(_NAME, cell, optimizer, batch, memory_limit)
+    forecast.probe()
     probed = tuple(sorted(forecast.measured))
     return MemoryReport(
         rank=rank_and_ranks()[0],
@@ -233,17 +234,17 @@ def memory_report(
 
 def _row(forecast: Forecast, micro_size: int, by: int, measure: bool) -> MemoryRow:
     size = -(-forecast.samples // micro_size)
-    rest, intermediate = forecast.rest(size), forecast.predict(size, by)
-    if measure and forecast.may_fit(size):
+    rest, peak = forecast.rest(size), forecast.predict(size, by)
+    if measure and forecast.may_fit(size) and forecast.may_be_tried(size):
         forecast.measure(size)
     found = forecast.measured.get(size)
     return MemoryRow(
         micro_size=micro_size,
         micro_batch_size=size,
-        intermediate=intermediate,
-        intermediate_measured=found,
-        peak=rest + intermediate,
-        peak_measured=None if found is None else rest + found,
+        intermediate=max(0, peak - rest),
+        intermediate_measured=None if found is None else max(0, found - rest),
+        peak=peak,
+        peak_measured=found,
         fits=forecast.may_fit(size),
     )
 

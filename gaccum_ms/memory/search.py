@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import mindspore as ms
@@ -17,7 +17,11 @@ from gaccum_ms.layers.batchnorm import refuse_sync_batch_norm
 from gaccum_ms.memory.forecast import Forecast
 from gaccum_ms.memory.report import check_trial
 
+if TYPE_CHECKING:
+    from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell as Step
+
 _NAME = "find_micro_batch_size"
+_FEW = (2, 4)  # samples: what a line to larger ones begins with; with one sample, kernels are others
 # What was found, on this rank: by network, and then by all else that decides.
 _found: WeakKeyDictionary[nn.Cell, dict[tuple, int]] = WeakKeyDictionary()
 
@@ -88,14 +92,28 @@ def find_micro_batch_size(
             f"For '{_NAME}', the argument 'batch' must be a tuple or list of Tensors, but got a "
             f"'{type(batch).__name__}'. Pass a network's only input as (batch,)."
         )
-    check_trial(_NAME, cell, optimizer, batch, memory_limit)
     check_test(_NAME, is_out_of_memory)
+    return found_size(_NAME, cell, optimizer, batch, memory_limit, is_out_of_memory or says_out_of_memory)
+
+
+def found_size(
+    owner: str,
+    cell: GradAccumulationCell,
+    optimizer: nn.Optimizer,
+    batch: Sequence[ms.Tensor],
+    memory_limit: int | None,
+    fails: Callable[[BaseException], bool],
+    step: Step | None = None,
+) -> int:
+    """What :func:`find_micro_batch_size` returns; for a step that finds its size itself, with it."""
+    check_trial(_NAME, cell, optimizer, batch, memory_limit)
     refuse_sync_batch_norm(_NAME, cell.network)
     found = _found.setdefault(cell.network, {})
-    fails = is_out_of_memory or says_out_of_memory
     key = search_key(cell, optimizer, batch, memory_limit, fails)
     if key not in found:
-        found[key] = _largest(cell, optimizer, batch, memory_limit, fails)
+        alone = rank_and_ranks()[1] == 1  # on ranks the step has collectives, for which a trial has no partner
+        forecast = Forecast(owner, cell, optimizer, batch, memory_limit, fails, step if alone else None)
+        found[key] = _largest(forecast)
     try:
         return agreed_size(_NAME, found[key], memory_limit)
     except RuntimeError:
@@ -139,34 +157,42 @@ def even_sizes(samples: int) -> list[int]:
     return sorted({-(-samples // number) for number in range(1, samples + 1)})
 
 
-def _largest(
-    cell: GradAccumulationCell,
-    optimizer: nn.Optimizer,
-    batch: Sequence[ms.Tensor],
-    memory_limit: int | None,
-    fails: Callable[[BaseException], bool],
-) -> int:
+def _largest(forecast: Forecast) -> int:
     """What this rank finds; 0 if nothing fits."""
-    try:
-        forecast = Forecast(cell, optimizer, batch, memory_limit, fails)
-    except Exception as error:
-        if not fails(error):
-            raise
-        return 0
-    if forecast.peak(1) > forecast.limit:
-        return 0
     sizes = even_sizes(forecast.samples)
-    # sizes[fits] is known to, sizes[too_large] and all above are known or predicted not to.
-    fits = 0
-    too_large = next((place for place, size in enumerate(sizes) if not forecast.may_fit(size)), len(sizes))
-    guess = too_large - 1
-    while too_large - fits > 1:
-        if forecast.measure(sizes[guess]) is not None and forecast.may_fit(sizes[guess]):
-            fits = guess
+    few = [size for size in sizes if size in _FEW]
+    for size in few[::-1]:  # a line to larger ones
+        forecast.measure(size)
+    fitting = [size for size in few if forecast.may_fit(size)]
+    if not fitting and 1 not in few:
+        forecast.measure(1)
+        fitting = [1] * forecast.may_fit(1)
+    if not fitting:
+        return 0
+    # First those whose graph has no second part for a smaller micro-batch at the end, and with it less memory.
+    largest = _climb(forecast, [size for size in sizes if not forecast.is_ragged(size)], max(fitting))
+    largest = _climb(forecast, sizes, largest)
+    if largest < forecast.samples:
+        forecast.probe_whole()
+        largest = _climb(forecast, sizes[-1:], largest)
+    return largest
+
+
+def _climb(forecast: Forecast, sizes: list[int], largest: int) -> int:
+    """The largest of these, or what was known to fit: each time the largest that is predicted to is tried."""
+    failures = 0
+    while larger := [size for size in sizes if size > largest and forecast.may_fit(size)]:
+        # What failed has shown predictions to be too small: from then on halve what is left.
+        size = larger[len(larger) // 2] if failures else larger[-1]
+        if forecast.measured.get(size) is None and not forecast.may_be_tried(size):
+            # So near to the limit that a trial, beside this process, would pass it, where training will not.
+            return size if size <= 2 * largest else largest
+        forecast.measure(size)
+        if forecast.may_fit(size):
+            largest = size
         else:
-            too_large = guess
-        guess = (fits + too_large) // 2
-    return sizes[fits]
+            failures += 1
+    return largest
 
 
 def agreed_size(owner: str, size: int, memory_limit: int | None) -> int:

@@ -1,91 +1,152 @@
-"""One micro-step by itself: forward, backward and add, without an update and without other ranks, for a trial.
+"""A trial: the training step itself, updates included, with two micro-batches of a size, and what memory it reached.
 
-What it adds to are accumulators of its own. What else it changes, BatchNorm's moving statistics and the default
-generator, is put back. On CPU, random kernels have generators of their own, in each graph anew: a trial draws nothing
-from those of the training step.
+On CPU it trains in a copy of this process (child.py), so that nothing of it is left here: neither what it wrote, nor
+memory. On an accelerator it trains here, and all that it wrote is put back. Other ranks take no part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
-from mindspore import nn, ops
+from mindspore import nn
 
-from gaccum_ms.accumulation.accumulators import Accumulators
-from gaccum_ms.accumulation.window import float32_losses
-from gaccum_ms.backend.convolutions import limit_instructions_for
-from gaccum_ms.backend.graphs import OwnGraph, compiling_alone
+from gaccum_ms.accumulation import micro_batches
+from gaccum_ms.backend.graphs import compiling_alone
 from gaccum_ms.backend.pynative_tape import forget_interrupted_gradient
-from gaccum_ms.backend.snapshot import Snapshot
+from gaccum_ms.backend.snapshot import Snapshot, as_numpy
 from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.distributed.layout import rank_and_ranks
+from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer
+from gaccum_ms.memory.child import Usage, run_in_child
 from gaccum_ms.memory.meter import AllocatorMeter, ProcessMeter
 
+if TYPE_CHECKING:
+    from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell as Step
 
-class MicroStep(OwnGraph):
-    """Forward, backward and add, of all its inputs at once."""
-
-    def __init__(self, cell: GradAccumulationCell, weights: ms.ParameterTuple, accumulators: Accumulators) -> None:
-        super().__init__(bool(cell.jit))
-        self.network = cell.network
-        self.losses = len(cell.loss_weights)
-        self.accumulators = accumulators
-        self.backward = ops.value_and_grad(self.loss, None, weights)
-
-    def construct(self, *inputs):
-        loss, gradients = self.backward(*inputs)
-        return ops.depend(loss, self.accumulators.add(gradients))
-
-    def loss(self, *inputs):
-        total = ms.Tensor(0.0, ms.float32)
-        for loss in float32_losses(self.network(*inputs), self.losses):
-            total = total + loss
-        return total
+_UPDATES = 2  # the first compiles; after the second the peak rises by less than one in a thousand
 
 
-class MicroSteps:
-    """Tries micro-steps of a batch's first samples, and measures each size once.
+class Trials:
+    """Tries sizes of micro-batches.
 
     Args:
+        owner (str): What errors name.
         cell (GradAccumulationCell): The network and the options.
-        optimizer (Optimizer): Has the weights.
+        optimizer (Optimizer): The optimizer.
         batch (Sequence[Tensor]): The inputs of one batch.
         meter (ProcessMeter or AllocatorMeter): Measures.
+        limit (int): Bytes that a trial may have.
+        step (TrainOneStepWithGradAccumulationCell, optional): The step that is to train, with
+            ``micro_batch_size="auto"`` . Default: ``None`` , one is made for each trial.
     """
 
     def __init__(
         self,
+        owner: str,
         cell: GradAccumulationCell,
         optimizer: nn.Optimizer,
         batch: Sequence[ms.Tensor],
         meter: ProcessMeter | AllocatorMeter,
+        limit: int,
+        step: Step | None = None,
     ) -> None:
-        limit_instructions_for(cell.network)
+        self.owner = owner
         self.cell = cell
+        self.optimizer = optimizer
         self.batch = batch
         self.meter = meter
-        self.weights = ms.ParameterTuple(optimizer.parameters)
-        self.accumulators = Accumulators(self.weights, cell.accumulator_dtype, cell.compensated)
-        self.used: dict[int, int] = {}  # samples of a micro-batch: bytes
+        self.limit = limit
+        self.step = step
 
-    @property
-    def accumulator_bytes(self) -> int:
-        return sum(one.nbytes for one in self.accumulators.get_parameters())
+    def run(self, size: int, samples: int) -> Usage:
+        """Train with micro-batches of `size` samples, of a batch of which there are so many at least.
 
-    def measure(self, size: int) -> int:
-        """Bytes that a micro-step of `size` samples uses, weights and accumulators included. All it changes is put
-        back, also when it fails."""
-        if size not in self.used:
-            micro_batch = [value[:size] for value in self.batch]
-            before = Snapshot(self.cell, leave_out=self.weights)
-            try:
-                # Compiled once, and gone with its memory at the end of this method.
-                step = MicroStep(self.cell, self.weights, self.accumulators).set_train()
-                with compiling_alone():
-                    self.used[size] = self.meter.used_by(lambda: step.run_alone(*micro_batch).asnumpy())  # waits
-            except BaseException as error:
-                forget_interrupted_gradient(error)
-                raise
-            finally:
-                before.restore()
-        return self.used[size]
+        Raises:
+            TooMuchMemory: On CPU, if there is more than the limit.
+            Exception: What training raised.
+        """
+        if isinstance(self.meter, ProcessMeter):
+            written = {id(one): one for one in (*self.optimizer.get_parameters(), *self.cell.get_parameters())}
+            return run_in_child(self.owner, lambda: self._train(size, samples), written.values(), self.limit)
+        before = Snapshot(self.cell, self.optimizer)
+        self.step = None  # the one that is to train would be left with a window
+        try:
+            return self.meter.usage(lambda: self._train(size, samples))
+        except BaseException as error:
+            forget_interrupted_gradient(error)
+            raise
+        finally:
+            before.restore()
+
+    def _train(self, size: int, samples: int) -> None:
+        batch = self._first(size, samples)
+        with _as_if_alone(), compiling_alone():
+            step = self._step_of(size)
+            for _ in range(_UPDATES):
+                loss = step(*batch)
+            (loss[0] if isinstance(loss, tuple) else loss).asnumpy()  # waits
+
+    def _step_of(self, size: int) -> Step:
+        step = self.step
+        if step is None:
+            from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
+
+            optimizer = _Nothing(self.optimizer) if isinstance(self.optimizer, ShardedOptimizer) else self.optimizer
+            step = TrainOneStepWithGradAccumulationCell(_with_size(self.cell, size), optimizer).set_train()
+        if step.spans_batches:
+            step.set_accumulation_steps(1)  # so that each batch ends in an update
+        if step._auto is not None:
+            step._auto.rehearse(size)
+        return step
+
+    def _first(self, size: int, samples: int) -> list[ms.Tensor]:
+        """The batch, or where that is many micro-batches, two of them, and one as small as its last."""
+        plan = micro_batches.plan_split([(samples,)], None, size)
+        number = samples if plan.full <= 4 else 2 * size + plan.rest
+        if number == self.batch[0].shape[0]:
+            return list(self.batch)
+        return [ms.Tensor(as_numpy(value)[:number], value.dtype) for value in self.batch]
+
+
+class _Nothing(nn.Cell):
+    """In place of a ShardedOptimizer, which would wait for the other ranks."""
+
+    def __init__(self, optimizer: nn.Optimizer) -> None:
+        super().__init__(auto_prefix=False)
+        self.parameters = optimizer.parameters
+
+    def construct(self, gradients):
+        return gradients
+
+
+def _with_size(cell: GradAccumulationCell, size: int) -> GradAccumulationCell:
+    options: dict[str, Any] = {
+        "accumulation_steps": cell.accumulation_steps,
+        "reduction": cell.reduction,
+        "count": cell.counts,
+        "loss_weights": cell.loss_weights,
+        "max_grad_norm": cell.max_grad_norm,
+        "accumulator_dtype": cell.accumulator_dtype,
+        "compensated": cell.compensated,
+        "overflow": cell.overflow,
+        "shard_accumulators": cell.shard_accumulators,
+        "record_noise": cell.record_noise,
+        "jit": cell.jit,
+    }
+    return GradAccumulationCell(cell.network, micro_batch_size="auto" if cell.finds_size else size, **options)
+
+
+@contextmanager
+def _as_if_alone() -> Iterator[None]:
+    """Without other ranks."""
+    mode = ms.get_auto_parallel_context("parallel_mode")
+    if rank_and_ranks()[1] > 1:
+        ms.set_auto_parallel_context(parallel_mode=ms.ParallelMode.STAND_ALONE)
+    try:
+        yield
+    finally:
+        if ms.get_auto_parallel_context("parallel_mode") != mode:
+            ms.set_auto_parallel_context(parallel_mode=mode)

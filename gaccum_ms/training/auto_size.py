@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
-import numpy as np
 from mindspore import nn
 
 from gaccum_ms.accumulation.saturation import clear_flag
@@ -28,9 +27,9 @@ from gaccum_ms.accumulation.update import Update
 from gaccum_ms.backend.graphs import OwnGraph
 from gaccum_ms.backend.out_of_memory import is_out_of_memory
 from gaccum_ms.backend.parameters import overwrite
-from gaccum_ms.backend.snapshot import Snapshot, as_numpy
+from gaccum_ms.backend.snapshot import Snapshot
 from gaccum_ms.cell import GradAccumulationCell
-from gaccum_ms.memory.search import agreed_size, find_micro_batch_size, found_less, search_key
+from gaccum_ms.memory.search import agreed_size, found_less, found_size, search_key
 
 if TYPE_CHECKING:
     from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell as Step
@@ -82,7 +81,7 @@ class AutoSize:
         self._fails = cell.is_out_of_memory or is_out_of_memory
         self._limit = cell.memory_limit
         self._search_key: tuple | None = None
-        self._constants: list[ms.Parameter] | None = None
+        self._constants: list[ms.Tensor] | None = None
         self.size: int | None = None  # samples in a micro-batch; None: not found yet
 
     def __call__(self, inputs: Sequence[ms.Tensor]) -> Any:
@@ -121,7 +120,12 @@ class AutoSize:
     def _find(self, inputs: Sequence[ms.Tensor]) -> None:
         step = self._step
         self._search_key = search_key(self._cell, step.optimizer, inputs, self._limit, self._fails)
-        self._begin(find_micro_batch_size(self._cell, step.optimizer, inputs, self._limit, self._fails))
+        self._begin(found_size(_NAME, self._cell, step.optimizer, inputs, self._limit, self._fails, step))
+
+    def rehearse(self, size: int) -> None:
+        """In a trial: train with this size, and fail where it does not fit."""
+        self._fails = _never
+        self._begin(size)
 
     def _begin(self, size: int) -> None:
         self._end = EndBatch(self._step.window, self._step.update, bool(self._cell.jit))
@@ -183,10 +187,12 @@ class AutoSize:
         self._before.restore()
 
     def _find_constants(self) -> None:
-        """Parameters that are not trained, and that a batch has not changed: frozen ones, which may be many."""
-        kept = {id(one) for one in self._step.network.get_parameters()}
+        """What is not trained, and what a batch has not changed: frozen Parameters and constants, which may be many."""
+        network = {id(one) for one in self._step.network.get_parameters()}
         self._constants = [
-            one
-            for one, value in self._before.parameters.values()
-            if id(one) in kept and np.array_equal(as_numpy(one), value, equal_nan=True)
+            one for one in self._before.unchanged() if id(one) in network or not isinstance(one, ms.Parameter)
         ]
+
+
+def _never(error: BaseException) -> bool:
+    return False

@@ -1,0 +1,236 @@
+"""Run something in a copy of this process, which ends before it has more memory than it may: ``fork`` .
+
+What the copy writes, this process does not see: weights, statistics, generators, Python's objects, and what MindSpore
+keeps of a graph stay as they are here. Both share all memory that neither has written since, so that the two together
+have little more than the copy alone would, had it been the only one; but for two things, which are mended here:
+
+* Resident size counts pages of files, code above all, in the process that has read them. The copy begins by reading
+  what this process has read.
+* An optimizer writes all weights and its state, and of each page that it writes there would be two. So in the copy each
+  large Parameter is made of its first pages, over and over: the same addresses, the same resident size, little memory.
+  What is computed with such weights is not what training computes, and nobody uses it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import os
+import pickle
+import re
+import select
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mindspore as ms
+import numpy as np
+from mindspore._c_expression import fork_utils
+
+_PAGE = mmap.PAGESIZE
+_REPEATED = 4 * 1024**2  # bytes of a Parameter from which it is worth it ...
+_CHUNK = 1024**2  # ... of which so many are its own
+_LOOKS_EVERY = 0.01  # seconds: in these a process of two cores takes some ten MB
+_HANGS_AFTER = 60  # seconds without any work
+# Bytes of which there are two nevertheless: small weights, and Python's objects, which are written when counted.
+COPIED = 8_000_000
+
+
+class Usage(NamedTuple):
+    """Bytes of the copy, this process's that it has not written included."""
+
+    peak: int  # while it ran
+    held: int  # when it had
+
+
+class TooMuchMemory(MemoryError):
+    """The copy was ended, by this module or by the system, because it took more than it may.
+
+    Args:
+        message (str): What is said.
+        reached (int): Bytes that it had.
+    """
+
+    def __init__(self, message: str, reached: int) -> None:
+        super().__init__(message)
+        self.reached = reached
+
+
+def run_in_child(owner: str, run: Callable[[], Any], written: Iterable[ms.Parameter], limit: int) -> Usage:
+    """Run it in a copy of this process.
+
+    Args:
+        owner (str): What errors name.
+        run (Callable): What it is; its value is lost.
+        written (Iterable[Parameter]): What it writes, of any size: see the head of this file.
+        limit (int): Bytes that both processes together may have.
+
+    Returns:
+        Usage, of the copy.
+
+    Raises:
+        TooMuchMemory: If they would have more.
+        RuntimeError: If the copy ended by itself without an answer, or does nothing for a minute.
+        Exception: What `run` raised.
+    """
+    pages = _file_pages()
+    gc.collect()
+    gc.freeze()  # a collection in the copy would write into all that is there
+    sys.stdout.flush()
+    sys.stderr.flush()
+    answers, answer = os.pipe()
+    fork_utils.prepare_before_fork()
+    child = os.fork()
+    if child == 0:
+        _answer(answer, lambda: _measured(run, written, pages))
+    ended = False
+    try:
+        fork_utils.parent_at_fork()
+        os.close(answer)
+        gc.unfreeze()
+        with os.fdopen(answers, "rb") as pipe:
+            text = _read(owner, pipe, child, limit)
+        ended = True
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    finally:
+        if not ended:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    if status == -signal.SIGKILL:
+        raise TooMuchMemory(f"For '{owner}', the system ended a trial, as it does when memory runs out.", limit)
+    if not text:
+        raise RuntimeError(
+            f"For '{owner}', a trial must run in a copy of this process, but got one that ended with exit code "
+            f"{status}. Search in a program's beginning, before it starts threads of its own."
+        )
+    succeeded, value = pickle.loads(text)
+    if not succeeded:
+        raise value
+    return value
+
+
+# -- in the copy -------------------------------------------------------------------------------------------------------
+
+
+def _answer(pipe: int, run: Callable[[], Any]) -> None:
+    """What `run` returns or raises, and nothing after it: neither handlers of the program's end nor its buffers."""
+    text = b""
+    try:
+        fork_utils.prctl_set_pdeathsig(signal.SIGKILL)
+        fork_utils.child_at_fork()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # training warns
+            try:
+                text = pickle.dumps((True, run()))
+            except BaseException as error:
+                text = _pickled(error)
+        with os.fdopen(pipe, "wb") as file:
+            file.write(text)
+    finally:
+        os._exit(0 if text else 1)
+
+
+def _pickled(error: BaseException) -> bytes:
+    try:
+        text = pickle.dumps((False, error))
+        pickle.loads(text)  # some can be written and not read
+    except Exception:
+        kind = MemoryError if isinstance(error, MemoryError) else RuntimeError
+        text = pickle.dumps((False, kind(f"{type(error).__name__}: {error}")))
+    return text
+
+
+def _measured(
+    run: Callable[[], Any], written: Iterable[ms.Parameter], pages: list[tuple[int, int, np.ndarray]]
+) -> Usage:
+    for start, length, places in pages:
+        np.frombuffer((ctypes.c_char * length).from_address(start), np.uint8)[places].max()
+    for parameter in written:
+        _repeat(parameter)
+    forget_peak()
+    run()
+    return Usage(bytes_of("VmHWM"), bytes_of("VmRSS"))
+
+
+def _repeat(parameter: ms.Parameter) -> None:
+    """Let a Parameter's values be its first pages, over and over."""
+    if parameter.nbytes < _REPEATED or parameter.has_init or not parameter.data_ptr():
+        return
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = (*(ctypes.c_void_p, ctypes.c_size_t), *[ctypes.c_int] * 3, ctypes.c_long)
+    map_fixed = 0x10
+    first = -(-parameter.data_ptr() // _PAGE) * _PAGE
+    last = (parameter.data_ptr() + parameter.nbytes) // _PAGE * _PAGE
+    file = os.memfd_create("gaccum_ms")
+    os.write(file, ctypes.string_at(first, _CHUNK))
+    for place in range(first, last, _CHUNK):
+        length = min(_CHUNK, last - place)
+        library.mmap(place, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | map_fixed, file, 0)
+    os.close(file)
+
+
+# -- in this process ---------------------------------------------------------------------------------------------------
+
+
+def _read(owner: str, pipe: Any, child: int, limit: int) -> bytes:
+    """What the copy says before it ends, or it does too much, or nothing any more."""
+    text = b""
+    worked, at = 0.0, time.monotonic()
+    while True:
+        if select.select([pipe], [], [], _LOOKS_EVERY)[0]:
+            more = os.read(pipe.fileno(), 1 << 16)
+            text += more
+            if not more:
+                return text
+        used = bytes_of("VmRSS", child) + COPIED
+        if used > limit:
+            raise TooMuchMemory(f"For '{owner}', a trial reached {used} bytes, but may have {limit}.", used)
+        if (work := _seconds_of_work(child)) > worked:
+            worked, at = work, time.monotonic()
+        elif time.monotonic() - at > _HANGS_AFTER:
+            raise RuntimeError(
+                f"For '{owner}', a trial runs in a copy of this process, which has none of its other threads, but got "
+                f"a copy that waits for something for {_HANGS_AFTER} s. Search in a program's beginning, before it "
+                f"starts threads and iterates over data sets."
+            )
+
+
+def _file_pages() -> list[tuple[int, int, np.ndarray]]:
+    """Which pages of files are resident here: of each range its beginning, its length, and where in it they are."""
+    found = []
+    with open("/proc/self/pagemap", "rb", buffering=0) as entries:
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            addresses, permissions, _, _, _, *name = line.split(maxsplit=5)
+            if not name or not name[0].startswith("/") or name[0].startswith("/dev/") or permissions[0] != "r":
+                continue
+            start, end = (int(one, 16) for one in addresses.split("-"))
+            entries.seek(start // _PAGE * 8)
+            bits = np.frombuffer(entries.read((end - start) // _PAGE * 8), np.uint64)
+            present_and_of_file = (bits >> 63) & (bits >> 61) & 1
+            places = np.flatnonzero(present_and_of_file) * _PAGE
+            if places.size:
+                found.append((start, end - start, places))
+    return found
+
+
+def bytes_of(name: str, process: int | str = "self") -> int:
+    """What /proc/<process>/status says under a name; 0 of a process that has just ended."""
+    text = Path(f"/proc/{process}/status").read_text()
+    match = re.search(rf"^{name}:\s+(\d+) kB$", text, re.MULTILINE)
+    return int(match[1]) * 1024 if match else 0
+
+
+def forget_peak() -> None:
+    """Let ``VmHWM`` , the peak of the resident size, begin anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _seconds_of_work(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
