@@ -259,7 +259,7 @@ FAULTS = [
         "counted_reduction.py",
         "self.sum_over_ranks.summed_ranks() if by_samples else 1.0",
         "1.0",
-        "test_window_ranks.py -k 'equals_all_its_batches and accumulator'",
+        "test_window_ranks.py -k 'equals_all_its_batches and eager'",
     ),
     Fault(
         "losses have no weights",
