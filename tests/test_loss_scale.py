@@ -239,6 +239,32 @@ def test_a_window_that_counts_nothing_says_nothing_about_the_scale(mode):
     assert float(step.scale_sense.asnumpy()) == 4096.0
 
 
+class Faint(nn.Cell):
+    """Its gradient is so small that its sum is finite where what it is divided by is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = ms.Parameter(Tensor(1.0, ms.float32), name="weight")
+
+    def construct(self, x):
+        return (self.weight * x).mean() * 1e-9
+
+
+def test_an_infinite_divisor_is_an_overflow():
+    """The total count times the scale, 2e40, would make a finite gradient zero."""
+
+    def many(x):
+        return ops.ones_like(x).mean() * 1e10
+
+    network = Faint()
+    cell = GradAccumulationCell(network, 2, count=many)
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    step = TrainOneStepWithGradAccumulationCell(cell, optimizer, Tensor(1e30, ms.float32)).set_train()
+    _, overflow, _ = step(Tensor([1.0, 2.0]))
+    assert overflow
+    assert int(step.update_count.asnumpy()) == 0
+
+
 def test_the_learning_rate_does_not_advance_on_a_skipped_update():
     skipped, never = make_step(manager(), "dynamic_lr"), make_step(manager(), "dynamic_lr")
     for _ in range(2):
@@ -304,6 +330,28 @@ def test_a_poisoned_micro_batch_is_left_out(position, scaled, mode):
         assert after["gaccum_ms.scale_sense"] == 512.0
     step(*good())
     assert float(step.dropped_micro_batches.asnumpy()) == 0
+
+
+class Root(nn.Cell):
+    """Finite at 0, where its gradient is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = ms.Parameter(Tensor(1.0, ms.float32), name="weight")
+
+    def construct(self, x):
+        return ops.sqrt(self.weight * x).mean()
+
+
+@pytest.mark.core(mode="graph")
+def test_a_micro_batch_is_left_out_whose_loss_is_finite_and_whose_gradient_is_not(mode):
+    """Of x = 1, 0, 4 the gradients are 1/2, 0/0 and 1."""
+    network = Root()
+    cell = GradAccumulationCell(network, 3, overflow="drop_micro_batch")
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.1)).set_train()
+    assert float(step(Tensor([1.0, 0.0, 4.0]))) == pytest.approx(1.5)
+    assert float(network.weight.asnumpy()) == pytest.approx(1 - 0.1 * 0.75)
+    assert float(step.dropped_micro_batches.asnumpy()) == 1
 
 
 def test_nothing_is_left_when_all_are_poisoned(mode):

@@ -54,7 +54,8 @@ TOLERANCE = 1e-5
 Window = list[Batch]  # of all ranks together
 
 ALL_CALLS = CALLS | ACCUMULATOR_CALLS
-CORE_CALLS = ["graph", "eager", "count, sum over ranks", "overflow", "clipped", "accumulator", "accumulator, flush"]
+CORE_CALLS = ["graph", "eager", "eager, sum over ranks", "count, sum over ranks", "overflow", "clipped"]
+CORE_CALLS += ["accumulator", "accumulator, flush"]
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +137,7 @@ def ends(calls: Calls, rank: int) -> list[int]:
 # -- calls of the step and of GradAccumulator --------------------------------------------------------------------------
 
 
-@pytest.mark.core(
-    name=["graph", "eager", "count, sum over ranks", "overflow", "clipped", "accumulator", "accumulator, flush"]
-)
+@pytest.mark.core(name=CORE_CALLS)
 @pytest.mark.parametrize("name", ALL_CALLS)
 def test_a_window_on_two_ranks_equals_all_its_batches_on_one_process(trained, name):
     """With gradients_mean, and with count in any case. Without either ranks add up, as with twice the learning rate.
@@ -166,9 +165,7 @@ def overflows(calls: Calls, end: int) -> bool:
     return calls.poisoned is not None and end - calls.steps <= calls.poisoned < end
 
 
-@pytest.mark.core(
-    name=["graph", "eager", "count, sum over ranks", "overflow", "clipped", "accumulator", "accumulator, flush"]
-)
+@pytest.mark.core(name=CORE_CALLS)
 @pytest.mark.parametrize("name", ALL_CALLS)
 def test_batches_that_do_not_end_a_window_change_no_bit_of_weights_and_optimizer(trained, name):
     for rank, results in enumerate(trained):
