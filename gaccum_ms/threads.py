@@ -49,7 +49,7 @@ def tune_cpu(cores: int | None = None, network: nn.Cell | None = None) -> CpuThr
     <https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html>`_ , unless the environment sets it
     already: ``ONEDNN_MAX_CPU_ISA=ALL`` refuses. A warning of MindSpore's log says so. It must be done before the first
     matrix product or convolution of the process; later, a UserWarning says that it is too late. Our training steps do
-    the same for a network that convolves, and leave others alone: a transformer is some tenths slower with AVX2.
+    the same for a network that convolves, and leave others alone: a transformer took 1.2 times as long with AVX2.
 
     The function had the name ``tune_cpu_threads`` before, which stays.
 

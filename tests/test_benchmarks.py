@@ -18,7 +18,7 @@ import psutil
 import pytest
 from mindspore import Tensor
 
-from benchmarks import collectives, controller, kernels, picture, report, rows, targets
+from benchmarks import collectives, controller, instructions, kernels, picture, report, rows, targets
 from benchmarks.__main__ import ALL
 from benchmarks.controller import Worker, WorkerError
 from benchmarks.networks import COMPARED, NETWORKS
@@ -574,6 +574,42 @@ def test_one_micro_batch_is_the_plain_step_and_three_kernels_of_one_number(tmp_p
     assert whole["MatMul"] >= 8
     assert ours - whole == Counter(AssignAdd=2, Div=1)
     assert not whole - ours
+
+
+# -- instructions ------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_set_is_compared_with_the_best_value():
+    """Of those that answered; in each round, and not by the medians over all."""
+
+    def row(*seconds: float) -> Row:
+        return Row("cnn", "ours", 4, group="one", turns=[[one] for one in seconds])
+
+    rows = {"": row(1, 2, 4), "AVX": row(3, 3, 3), "AVX2": row(1, 1, 4), "ALL": row()}
+    found = instructions.target("cnn", rows)
+    assert found.value == 1
+    assert found.rounds == [1, 2, 1]
+    assert "ONEDNN_MAX_CPU_ISA=AVX2, the best" in found.line()
+    assert found.line().startswith("PASS")
+    assert instructions.target("cnn", rows | {"": row(1.2, 1.2, 4.8)}).line().startswith("FAIL")
+    assert instructions.target("cnn", rows | {"": row()}).line().startswith("not measured")
+
+
+def test_the_command_runs_a_network_with_nothing_set_and_with_a_value(tmp_path, monkeypatch):
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")  # which is not to count
+    options = "--networks mlp --values AVX2 --batch 8 --rounds 1 --turn 0.01"
+    lines = run_module("benchmarks.instructions", tmp_path / "result.txt", options).stdout.splitlines()
+    assert not any("SSE41" in line for line in lines)
+    rows = [line for line in lines if line.endswith(" s")]
+    assert [row[:24].strip() for row in rows] == ["nothing set", "AVX2"]
+
+
+def test_a_programs_environment_is_the_users_and_the_value(monkeypatch):
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    for network in NETWORKS:
+        assert "ONEDNN_MAX_CPU_ISA" not in controller.environment(Setting(network, "ours", 1, 8))
+        with_value = controller.environment(Setting(network, "ours", 1, 8, instructions="AVX"))
+        assert with_value["ONEDNN_MAX_CPU_ISA"] == "AVX"
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------

@@ -86,6 +86,9 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
     In semi-auto and auto parallel mode MindSpore's compiler distributes the graph and accumulates; what needs a loop
     (ragged batches, windows of several batches) is refused before compiling.
 
+    On a CPU with AVX-512, for a network that convolves, ``ONEDNN_MAX_CPU_ISA=AVX2`` is set, unless the environment has
+    it: see :func:`tune_cpu` .
+
     Args:
         network (GradAccumulationCell): The network with its loss and the options of accumulation; or `AutoParallel
             <https://www.mindspore.cn/docs/en/master/api_python/parallel/
