@@ -16,12 +16,12 @@ import mindspore as ms
 import numpy as np
 import psutil
 import pytest
-from mindspore import Tensor
+from mindspore import Tensor, nn
 
-from benchmarks import collectives, controller, instructions, kernels, picture, report, rows, targets
+from benchmarks import collectives, controller, instructions, kernels, lengths, picture, report, rows, targets
 from benchmarks.__main__ import ALL
 from benchmarks.controller import Worker, WorkerError
-from benchmarks.networks import COMPARED, NETWORKS
+from benchmarks.networks import COMPARED, NETWORKS, VOCABULARY
 from benchmarks.rows import Results, Row
 from benchmarks.targets import Target
 from benchmarks.ways import WAYS, Setting
@@ -683,3 +683,16 @@ def test_the_command_compares_predicted_memory_with_the_training_processes(tmp_p
     assert growth > 150
     assert predicted / growth == pytest.approx(ratio, rel=1e-2)
     assert ratio == pytest.approx(1, abs=0.3)
+
+
+# -- lengths -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_open_length_is_compiled_once():
+    def network():
+        return nn.SequentialCell([nn.Embedding(VOCABULARY, 4), nn.Dense(4, VOCABULARY)])
+
+    seconds = lengths.measure(3, 2, 4, network)
+    assert [len(each) for each in seconds.values()] == [3] * 3
+    compiled = [sum(seconds[way][1:]) for way in ("nn.TrainOneStepCell", "gaccum_ms, set_inputs")]
+    assert compiled[1] < compiled[0]  # two compilations, and none

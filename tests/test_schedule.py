@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
+
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn
+from mindspore import Tensor, mint, nn
+from mindspore.dataset import NumpySlicesDataset
+from mindspore.experimental import optim
 from reference import OPTIMIZERS, Line, as_numpy, make_network
 from test_windows import LINE_X, LINE_Y, RATE, line_data, line_oracle, line_step, place
 
@@ -14,6 +18,7 @@ from gaccum_ms import (
     AccumulationScheduler,
     FlushAccumulation,
     GradAccumulationCell,
+    ProgressBar,
     TrainOneStepWithGradAccumulationCell,
     WindowMonitor,
     resume,
@@ -37,6 +42,48 @@ def assert_windows(step, records, windows, rate=RATE):
     assert [record.batches for record in records] == windows
     assert place(step) == (0, len(windows))
     np.testing.assert_allclose(as_numpy(step.weights[0]), line_oracle(windows, rate=rate)[0][-1], rtol=1e-5)
+
+
+# -- MindSpore's newer optimizers, which have no `global_step` ---------------------------------------------------------
+
+NEWER = {
+    "experimental": lambda weights: optim.SGD(weights, 0.1),
+    "experimental, of groups": lambda weights: optim.SGD([{"params": weights, "lr": 0.1}], 0.5),
+    "mint": lambda weights: mint.optim.SGD(weights, 0.1),
+}
+
+
+def fit_line(optimizer, **schedule):
+    """Two epochs, windows of one batch and then of two, watched by all callbacks that read the rate."""
+    ms.set_context(mode=ms.GRAPH_MODE)  # mint's optimizers do nothing on CPU in PyNative mode
+    cell = GradAccumulationCell(Line(1.0), 2)
+    step = TrainOneStepWithGradAccumulationCell(cell, optimizer(cell.trainable_params()))
+    monitor, bar = WindowMonitor(), io.StringIO()
+    scheduler = AccumulationScheduler({0: 1, 1: 2}, **schedule)
+    data = NumpySlicesDataset((LINE_X[:8], LINE_Y[:8]), shuffle=False).batch(2)
+    ms.Model(step).train(2, data, callbacks=[scheduler, monitor, ProgressBar(bar, show=True, refresh_seconds=0)])
+    rates = [record.learning_rate for record in monitor.records]
+    assert f"lr {rates[-1]:.4g}" in bar.getvalue()
+    return rates, float(as_numpy(step.weights[0]))
+
+
+@pytest.mark.parametrize("kind", NEWER)
+def test_the_rate_of_an_optimizer_without_global_step_is_read(kind):
+    rates, weight = fit_line(NEWER[kind])
+    np.testing.assert_allclose(rates, [0.1] * 6, rtol=1e-6)
+    np.testing.assert_allclose(weight, fit_line(lambda weights: nn.SGD(weights, 0.1))[1], rtol=1e-5)
+
+
+def test_the_rate_of_an_optimizer_without_global_step_follows():
+    found = fit_line(NEWER["experimental"], learning_rate="linear")
+    expected = fit_line(lambda weights: nn.SGD(weights, 0.1), learning_rate="linear")
+    np.testing.assert_allclose(found[0], [0.1] * 4 + [0.2] * 2, rtol=1e-6)
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-5)
+
+
+def test_a_rate_that_is_compiled_in_is_refused_before_it_trains():
+    with pytest.raises(ValueError, match=r"must read its learning rate at each update, .* mindspore.mint.optim.SGD"):
+        fit_line(NEWER["mint"], learning_rate="linear")
 
 
 # -- which windows -----------------------------------------------------------------------------------------------------

@@ -103,7 +103,8 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
 
     Inputs:
         - **\*inputs** (Tensor) - The batch. Each input has shape :math:`(N, ...)` with the same :math:`N`; all are
-          split along axis 0 at the same boundaries.
+          split along axis 0 at the same boundaries. `set_inputs` may leave :math:`N` and other axes open
+          (``Tensor(shape=[None, ...])`` ): one graph then serves batches of all lengths.
 
     Outputs:
         Tensor of shape :math:`()`, float32: the loss of the whole batch; with `accumulation_steps` , on this rank. With
