@@ -131,7 +131,8 @@ class Forecast:
         """The same, from those measured, of at most `by` samples."""
         if self._whole and self._is_whole(size):
             return memory_model.predict(self._whole, size)
-        alike, others = {}, {}
+        alike: dict[int, int] = {}
+        others: dict[int, int] = {}
         for one, found in self._known(by).items():
             (alike if self.is_ragged(one) == self.is_ragged(size) else others)[one] = found
         if not alike and not others:
