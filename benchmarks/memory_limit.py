@@ -32,7 +32,7 @@ BATCHES = {"unet": 32, "mlp": 1024, "cnn": 64, "transformer": 32, "embedding": 6
 _UPDATES = 3
 _ABOVE = 1.02  # the limit, over the peak of the size that is to fit: trainings differ by less
 _PREDICTED_WITHIN = 0.15
-_SMALL = 10e6  # bytes of growth, below which what two processes differ by is a large part of it
+_SMALL = 50e6  # bytes of growth, below which what two processes differ by, up to 25 MB, is a large part of it
 
 
 # -- the programs, each in a process of its own ------------------------------------------------------------------------

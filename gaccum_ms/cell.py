@@ -119,8 +119,8 @@ class GradAccumulationCell(nn.Cell):
             `count` stays a sum, of the whole batch; with `count` it is divided by the total count.
             Default: ``"mean"`` .
         count (Union[Callable, Sequence], optional): A function or Cell that maps the network's inputs to the number
-            of items that its mean was taken over, a number or a scalar Tensor: valid tokens, unpadded pixels, the sum of
-            weights (:class:`CountNotIgnored` and :class:`CountMask` are ready made). Gradient and loss of a window are
+            of items that its mean was taken over, a number or a scalar Tensor: valid tokens, unpadded pixels, the sum
+            of weights (:class:`CountNotIgnored` and :class:`CountMask` are ready made). Gradient and loss of a window are
             then :math:`\sum_i L_i c_i / \sum_i c_i` over all micro-batches **and ranks**, whatever
             ``gradients_mean`` says;
             what counts 0 contributes nothing, and a window that counts 0 does not update. It must be finite and not

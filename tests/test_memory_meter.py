@@ -3,39 +3,108 @@ them."""
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
+from no_device import compiler
 from two_ranks import run_on_ranks
 
-from gaccum_ms.memory.meter import ProcessMeter, container_limits
+from gaccum_ms.memory.child import bytes_of
+from gaccum_ms.memory.meter import ProcessMeter, container_limits, device_memory_free
 
 MB = 1_000_000
 
 
-@pytest.mark.parametrize("size", [64 * 1024, 25 * MB])
-def test_measures_what_a_run_uses_and_nothing_else(size, tmp_path):
-    """Whatever was resident before. And memory that is freed and touched again, so that resident size does not grow:
-    small blocks stay with the process or not, as the allocator likes; large ones go back to the system.
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """In a process of its own, which has nothing else to give back."""
+    (results,) = run_on_ranks(1, "memory_meter_worker.py", tmp_path_factory.mktemp("meter"), time_limit=100)
+    return results
 
-    In a process of its own: in the heap of an old one, blocks lie in holes and share pages with what the run does not
-    use, and its other threads use memory meanwhile."""
-    (results,) = run_on_ranks(1, "memory_meter_worker.py", tmp_path, str(size), time_limit=600)
-    assert results["after"] == pytest.approx(results["before"], abs=3 * MB)
-    assert results["used"] == pytest.approx(results["expected"], rel=0.2)
-    assert results["grown"] < 10 * MB
+
+@pytest.mark.parametrize("size", [64 * 1024, 25 * MB])
+def test_measures_what_a_run_reaches(measured, size):
+    """100 MB, in blocks that stay with the process when they are freed, and in those that do not."""
+    assert measured[f"peak_{size}"] == pytest.approx(100 * MB, rel=0.1)
+
+
+def test_a_run_leaves_nothing_in_this_process(measured):
+    assert measured["grown"] < 5 * MB
+    assert measured["weight_unchanged"]
+
+
+def test_large_parameters_that_a_run_writes_do_not_count_twice(measured):
+    """Of 100 MB of weights, all written, both processes together have little more than before."""
+    assert measured["written_together"] < 30 * MB
+
+
+def test_a_run_ends_before_it_has_too_much(measured):
+    """Of blocks of 1 MB, so many that the system would have ended it."""
+    assert "may have" in str(measured["too_much"])
+    assert 100 * MB < measured["reached"] < 200 * MB
+
+
+def test_errors_come_back_as_they_are(measured):
+    assert str(measured["error"]) == "ValueError: as it is"
+    assert str(measured["killed"]) == "TooMuchMemory"
+    assert "exit code 3" in str(measured["left"])
 
 
 def test_a_limit_is_at_least_what_the_process_holds():
-    meter = ProcessMeter()
-    assert meter.held() < meter.limit()
+    assert bytes_of("VmRSS") < ProcessMeter().limit()
 
 
 def test_says_what_is_missing_where_the_system_does_not_tell(monkeypatch):
     def refuse() -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(ProcessMeter, "_forget", staticmethod(refuse))
+    monkeypatch.setattr("gaccum_ms.memory.meter.forget_peak", refuse)
     with pytest.raises(RuntimeError, match=r"needs /proc/self/clear_refs.*but got .*Permission denied"):
         ProcessMeter()
+
+
+# -- accelerators, of which there is none ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def driver(tmp_path):
+    """A library of a vendor's runtime: 5,000 bytes free on device 3, an error on all others."""
+    source = """
+    #include <stddef.h>
+    static int device = -1;
+    int %s(int number) { device = number; return 0; }
+    int %s(%s size_t *free, size_t *total) { *free = 5000; *total = 9000; return device == 3 ? 0 : 100; }
+    """
+
+    def make(name, *names):
+        (tmp_path / "driver.c").write_text(source % names)
+        subprocess.run([compiler(), "-shared", "-fPIC", "-o", tmp_path / name, tmp_path / "driver.c"], check=True)
+        lines = [f"7f00-7f01 r-xp 0 00:00 1   {path}" for path in ("/usr/lib/libc.so.6", tmp_path / name)]
+        (tmp_path / "maps").write_text("\n".join(lines))
+        return tmp_path / "maps"
+
+    return make
+
+
+@pytest.mark.skipif(compiler() is None, reason="there is no C compiler to make a runtime with")
+@pytest.mark.parametrize(
+    ("name", "functions"),
+    [
+        ("libcudart.so.11.0", ("cudaSetDevice", "cudaMemGetInfo", "")),
+        ("libascendcl.so", ("aclrtSetDevice", "aclrtGetMemInfo", "int kind,")),
+    ],
+)
+def test_free_memory_by_the_vendors_runtime(driver, name, functions):
+    maps = driver(name, *functions)
+    assert device_memory_free(3, maps) == 5000
+    with pytest.raises(RuntimeError, match=r"free memory of device 1, but got error 100.* Give 'memory_limit'"):
+        device_memory_free(1, maps)
+
+
+def test_says_that_there_is_no_runtime(tmp_path):
+    (tmp_path / "maps").write_text("7f00-7f01 r-xp 0 00:00 1   /usr/lib/libc.so.6")
+    with pytest.raises(RuntimeError, match=r"a process without any of .*libascendcl.* Give 'memory_limit'"):
+        device_memory_free(0, tmp_path / "maps")
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ memory. On an accelerator it trains here, and all that it wrote is put back. Oth
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -95,7 +96,9 @@ class Trials:
             from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
             optimizer = _Nothing(self.optimizer) if isinstance(self.optimizer, ShardedOptimizer) else self.optimizer
-            step = TrainOneStepWithGradAccumulationCell(_with_size(self.cell, size), optimizer).set_train()
+            with warnings.catch_warnings():  # the step that is to train says it
+                warnings.filterwarnings("ignore", message="For 'GradAccumulationCell', the network has .* BatchNorm")
+                step = TrainOneStepWithGradAccumulationCell(_with_size(self.cell, size), optimizer).set_train()
         if step.spans_batches:
             step.set_accumulation_steps(1)  # so that each batch ends in an update
         if step._auto is not None:
