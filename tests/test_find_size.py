@@ -85,7 +85,7 @@ def run_worker(tmp_path, *arguments):
     return results
 
 
-@pytest.mark.parametrize("way", ["find", pytest.param("auto", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", ["find", pytest.param("auto", marks=pytest.mark.thorough)])
 def test_keeps_a_limit_and_finds_what_fits(way, tmp_path):
     """Processes of their own, 230 MB above what they have before. Neither the search, its trials' processes included,
     nor the training after it passes the limit; training alone with twice the samples would."""
