@@ -572,6 +572,21 @@ def test_what_mindspore_loaded_is_refused_at_the_first_call_and_every_other(
         assert_refused(step, lambda: run(step, [3]), ValueError, f"For 'TrainOneStepWith.*{message}")
 
 
+def test_files_of_different_updates_are_refused(in_mid_window, tmp_path):
+    """As two ranks' are whose checkpoints were taken at different times."""
+
+    def claim(rank):
+        def edit(values):
+            values["gaccum_ms.window_origin"] = np.array([rank, 2], np.int32)
+            values["gaccum_ms.update_count"] = values["gaccum_ms.update_count"] + rank
+
+        return edit
+
+    files = [edited(in_mid_window("samples"), tmp_path / f"{rank}.ckpt", claim(rank)) for rank in range(2)]
+    step = make_step()
+    assert_refused(step, lambda: resume(step, files), ValueError, r"must be of the same update, but got updates \[")
+
+
 def test_resume_refuses_no_file_a_file_that_is_not_there_and_models_of_others(in_mid_window, tmp_path):
     step = make_step()
     assert_refused(step, lambda: resume(step, []), ValueError, "'checkpoint' must be at least one file, but got none")
