@@ -119,13 +119,12 @@ class GradAccumulationCell(nn.Cell):
             `count` stays a sum, of the whole batch; with `count` it is divided by the total count.
             Default: ``"mean"`` .
         count (Union[Callable, Sequence], optional): A function or Cell that maps the network's inputs to the number
-            of items that its mean was taken over, a number or a scalar Tensor: valid tokens, unpadded pixels, the sum of
-            weights (:class:`CountNotIgnored` and :class:`CountMask` are ready made). Gradient and loss of a window are
-            then :math:`\sum_i L_i c_i / \sum_i c_i` over all micro-batches **and ranks**, whatever
-            ``gradients_mean`` says;
-            what counts 0 contributes nothing, and a window that counts 0 does not update. It must be finite and not
-            negative; with data sinking, where no Python runs between steps, a bad count is not reported but never
-            updates. For a network that returns a
+            of items that its mean was taken over, a number or a scalar Tensor: valid tokens, unpadded pixels, the sum
+            of weights (:class:`CountNotIgnored` and :class:`CountMask` are ready made). Gradient and loss of a window
+            are then :math:`\sum_i L_i c_i / \sum_i c_i` over all micro-batches **and ranks**, whatever
+            ``gradients_mean`` says; what counts 0 contributes nothing, and a window that counts 0 does not update. It
+            must be finite and not negative; with data sinking, where no Python runs between steps, a bad count is not
+            reported but never updates. For a network that returns a
             tuple of losses, one for each; ``None`` counts samples. Default: ``None`` , samples.
         loss_weights (Sequence[float], optional): For a network that returns a tuple of losses, the weight of each in
             their sum. Default: ``None`` , 1 for each.
