@@ -22,9 +22,9 @@ from mindspore.communication import GlobalComm
 # On CPU. Between two processes on two cores, gradients of 4 KB and of 256 KB go fastest in buffers of this size, and
 # gradients of 4 MB alone: `python -m benchmarks.collectives`.
 BUFFER_BYTES = 4 * 2**20
-# Elsewhere, as PyTorch's DistributedDataParallel (bucket_cap_mb). A byte that shares is read and written twice, at
-# some 1.5 TB/s; a message of NCCL or HCCL takes some 30 microseconds within a host, and more between hosts. So sharing
-# is the cheaper one up to about 10 MB within a host, and 40 MB between hosts.
+# Elsewhere, as PyTorch's DistributedDataParallel (bucket_cap_mb). Assumed, not measured: a byte in a shared buffer is
+# read and written twice, at 1.5 TB/s; a message takes 30 microseconds within a host, and four times that between
+# hosts. Then a buffer is cheaper than messages for gradients up to 10 MB within a host, and up to 40 MB between hosts.
 DEVICE_BUFFER_BYTES = 25 * 2**20
 _WIRE_BYTES = 4  # of a float32
 _MEGABYTE = 2**20
