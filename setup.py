@@ -8,7 +8,7 @@ readme = Path(__file__).with_name("README.md")
 
 setup(
     name="gaccum_ms",
-    version="0.1.0",
+    version="0.2.0",
     description="Gradient accumulation for MindSpore: one import line, the full batch's update",
     long_description=readme.read_text(encoding="utf-8") if readme.exists() else "",
     long_description_content_type="text/markdown",

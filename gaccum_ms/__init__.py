@@ -25,7 +25,7 @@ from gaccum_ms.training.grad_accumulator import GradAccumulator
 from gaccum_ms.training.resume import resume
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AccumulationScheduler",
