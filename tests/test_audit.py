@@ -397,6 +397,33 @@ def test_leaves_everything_bit_identical(mode):
     assert ms.get_rng_state().asnumpy().tobytes() == generator
 
 
+class Counting(nn.Cell):
+    """Counts its calls in a buffer, and keeps a mean as an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Dense(3, 2)
+        self.register_buffer("seen", Tensor(np.zeros(2), ms.float32))
+        self.mean = Tensor(0.5, ms.float32)
+
+    def construct(self, x):
+        ops.assign(self.seen, self.seen + 1)
+        self.mean = x.mean()
+        return self.dense(x)
+
+
+@pytest.mark.parametrize("restored", [True, False])
+def test_buffers_and_attributes_are_put_back(restored, monkeypatch):
+    network = Counting()
+    cell = GradAccumulationCell(nn.WithLossCell(network, nn.MSELoss()), 2)
+    if not restored:  # the control
+        monkeypatch.setattr(audit_module.Snapshot, "restore_values", lambda self: None)
+    x, y = Tensor(np.ones((4, 3)), ms.float32), Tensor(np.zeros((4, 2)), ms.float32)
+    audit(cell, nn.SGD(network.trainable_params(), 0.1), x, y)
+    assert (network.seen.asnumpy().tolist() == [0.0, 0.0]) == restored
+    assert (float(network.mean) == 0.5) == restored
+
+
 @pytest.mark.core(mode="graph")
 def test_negative_control_the_audit_does_train(monkeypatch, mode):
     """Without the restoring, the comparison above would see the update."""

@@ -71,12 +71,12 @@ WEIGHTS = 12 * 16 + 16 + 16 * 5 + 5  # of the reference's dense network
 
 
 def test_known_sizes_by_hand():
-    report = report_of(make_network("dense"), optimizer="adam", measure=False)
+    report = report_of(make_network("dense"), samples=2, optimizer="adam", measure=False)
     assert report.parameters == 4 * WEIGHTS
     assert report.accumulators == 4 * WEIGHTS
     # Two moments, the learning rate, two powers of beta, and the step.
     assert report.optimizer_state == 8 * WEIGHTS + 4 * 4
-    assert report.batch == 32 * (FEATURES + 1) * 4
+    assert report.batch == 2 * (FEATURES + 1) * 4
     assert report.rank == 0
 
 
@@ -89,13 +89,13 @@ def test_known_sizes_by_hand():
     ids=["float16", "compensated"],
 )
 def test_accumulators_by_their_dtype(options, factor):
-    assert report_of(make_network("dense"), options=options, measure=False).accumulators == factor * WEIGHTS
+    assert report_of(make_network("dense"), samples=2, options=options, measure=False).accumulators == factor * WEIGHTS
 
 
 def test_one_micro_batch_needs_no_accumulators_unless_windows_span_batches():
     network = make_network("dense")
     for options, own in (({"micro_size": 2}, 0), ({"accumulation_steps": 2}, 4 * WEIGHTS)):
-        whole, half = report_of(network, options=options, measure=False, micro_sizes=[1, 2]).rows
+        whole, half = report_of(network, samples=2, options=options, measure=False).rows
         for row, accumulators in ((whole, own), (half, 4 * WEIGHTS)):
             rest = row.peak - row.intermediate
             assert rest - (half.peak - half.intermediate) == accumulators - 4 * WEIGHTS

@@ -90,9 +90,9 @@ class Forecast:
 
     def _peak(self, size: int, samples: int) -> int:
         used = self._trials.run(size, samples)
-        if not self.framework:
-            own = self.accumulators if size < samples or self.always_accumulates else 0
-            self.framework = max(0, used.held - self.parameters - self.optimizer_state - self.batch - own)
+        own = self.accumulators if size < samples or self.always_accumulates else 0
+        framework = max(0, used.held - self.parameters - self.optimizer_state - self.batch - own)
+        self.framework = min(self.framework or framework, framework)  # of the smallest graph
         return used.peak + self._over_ranks
 
     def _known(self, by: int | None = None) -> dict[int, int]:

@@ -29,7 +29,7 @@ class MemoryRow:
 
     micro_size: int  # micro-batches of the batch
     micro_batch_size: int  # samples in each
-    intermediate: int  # intermediate values and workspace of one micro-step, predicted
+    intermediate: int  # intermediate values and workspace of a step, its update included, predicted
     intermediate_measured: int | None
     peak: int  # all of it, with the parameters, the optimizer's state, the batch and the framework, predicted
     peak_measured: int | None
@@ -51,7 +51,7 @@ class MemoryReport:
     batch: int
     framework: int  # what is left of the peak: the framework, its compiled graphs, the process
     memory_limit: int
-    probed: tuple[int, ...]  # samples of the micro-steps that predictions are made from
+    probed: tuple[int, ...]  # samples of the micro-batches that predictions are made from
     rows: tuple[MemoryRow, ...]
 
     @property
@@ -157,18 +157,17 @@ def memory_report(
     r"""
     Say what a training step needs in memory for each number of micro-batches, and from which on it fits.
 
-    Parameters, optimizer state, accumulators and the batch have known sizes. Intermediate values and workspace are
-    predicted: micro-steps (forward, backward and add, no update) of 1, 4 and 16 samples are measured, each compiled
-    once, and continued as a straight line, for they grow by the same for each sample; where that is little, of more
-    samples too, up to a quarter of the batch. Sizes that are predicted to fit
-    are then measured too, in ascending order, one compilation each.
+    Trials train a few micro-batches of 1, 2, 4 and 16 samples, updates included, and their peaks are continued as a
+    straight line, for they grow by the same for each sample; where that is little, more samples are tried too, up to a
+    quarter of the batch. A batch that is one micro-batch has a graph, and a line, of its own. Sizes that are predicted
+    to fit are then measured too, in ascending order. Each trial compiles a graph.
 
-    On CPU what is measured is the memory that the process uses in a micro-step, by Linux's own record; on accelerators
-    the peak of MindSpore's allocator. Nothing is trained: weights, optimizer state, BatchNorm's moving statistics, the
-    cells' flags and the default generator are afterwards what they were, bit for bit. Ask before the training starts:
-    what it has freed counts as taken, on CPU. The memory of the update itself is not in the report: it is that of
-    gradients and of the optimizer's own intermediate values, does not depend on micro-batches, and is the peak only
-    where weights need more memory than intermediate values.
+    On CPU a trial runs in a copy of this process, and what is measured is the peak of its resident memory. The copy
+    ends before both together pass the limit. This process is left as it was, but for its C library, which from then on
+    returns what is freed to the system at once, in the training too. On accelerators a trial runs here, what is
+    measured is the peak of MindSpore's allocator, and weights, optimizer state, buffers, other attributes of cells,
+    their flags and the default generator are put back, bit for bit. Ask before the training starts: on CPU, what it
+    has freed may count as taken.
 
     Args:
         cell (GradAccumulationCell): The network with its loss and the options; its number of micro-batches is ignored.
@@ -216,7 +215,10 @@ def memory_report(
     sizes = _micro_sizes(micro_sizes, batch[0].shape[0])
     forecast = Forecast(_NAME, cell, optimizer, batch, memory_limit)
     forecast.probe()
-    probed = tuple(sorted(forecast.measured))
+    probed = tuple(size for size, found in sorted(forecast.measured.items()) if found is not None)
+    for size in [-(-forecast.samples // micro_size) for micro_size in sizes[::-1]]:  # in ascending order
+        if measure and forecast.may_fit(size) and forecast.may_be_tried(size):
+            forecast.measure(size)
     return MemoryReport(
         rank=rank_and_ranks()[0],
         what=forecast.meter.what,
@@ -227,16 +229,13 @@ def memory_report(
         framework=forecast.framework,
         memory_limit=forecast.limit,
         probed=probed,
-        # Micro-batches in ascending order: none is run that those before it say is too large.
-        rows=tuple(_row(forecast, micro_size, probed[-1], measure) for micro_size in sizes[::-1])[::-1],
+        rows=tuple(_row(forecast, micro_size, max(probed, default=1)) for micro_size in sizes),
     )
 
 
-def _row(forecast: Forecast, micro_size: int, by: int, measure: bool) -> MemoryRow:
+def _row(forecast: Forecast, micro_size: int, by: int) -> MemoryRow:
     size = -(-forecast.samples // micro_size)
     rest, peak = forecast.rest(size), forecast.predict(size, by)
-    if measure and forecast.may_fit(size) and forecast.may_be_tried(size):
-        forecast.measure(size)
     found = forecast.measured.get(size)
     return MemoryRow(
         micro_size=micro_size,

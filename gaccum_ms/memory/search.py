@@ -36,18 +36,18 @@ def find_micro_batch_size(
     r"""
     Find the largest micro-batch that fits into memory: for `micro_batch_size` of :class:`GradAccumulationCell` .
 
-    A static graph is compiled for each shape, so few are tried: the small micro-steps from which :func:`memory_report`
-    predicts, and then the largest that is predicted to fit. Where that one is out of memory, or more than the limit,
-    the sizes below it are bisected. Only sizes that divide the batch as evenly as their number of micro-batches allows
-    are considered: 100 samples in two are 50 and 50, which need less than 60 and 40.
+    A static graph is compiled for each shape, so few are tried: micro-batches of 4 and 2 samples, then the largest that
+    is predicted from these to fit, and again, from what that one has shown. Where one does not fit, the sizes below it
+    are bisected. Only sizes that divide the batch as evenly as their number of micro-batches allows are considered: 100
+    samples in two are 50 and 50, which need less than 60 and 40.
 
-    In data parallel mode a collective: each rank tries by itself, micro-steps without any communication, and all return
-    the smallest of what the ranks have found. What is found is kept, for the same network, optimizer, options, shapes,
-    dtypes, device and limit, as long as the network lives.
+    A trial trains as the training will, updates included. On CPU it runs in a copy of this process, which ends before
+    both together pass the limit; see :func:`memory_report` . In data parallel mode a collective: each rank tries by
+    itself, without any communication, and all return the smallest of what the ranks have found. What is found is kept,
+    for the same network, optimizer, options, shapes, dtypes, device and limit, as long as the network lives.
 
-    Trials update nothing. Afterwards, and after one that failed, weights, optimizer state, accumulators, BatchNorm's
-    moving statistics, the cells' flags and the default generator are what they were, bit for bit; on CPU random layers
-    have generators of their own, which a trial's graph has anew.
+    Trials leave nothing: weights, optimizer state, accumulators, BatchNorm's moving statistics, buffers and what else
+    the network's `construct` writes, the cells' flags and the default generator are what they were, bit for bit.
 
     Args:
         cell (GradAccumulationCell): The network with its loss and the options; its number of micro-batches is ignored.
