@@ -401,8 +401,8 @@ FAULTS = [
     Fault(
         "the search ends one size early",
         "find_size.py",
-        "guess = (fits + too_large) // 2",
-        "guess = fits",
+        "return sizes[fits]",
+        "return sizes[max(fits - 1, 0)]",
         "test_find_size.py -k largest_that_is_not",
     ),
     Fault(
