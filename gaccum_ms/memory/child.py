@@ -80,7 +80,6 @@ def run_in_child(owner: str, run: Callable[[], Any], written: Iterable[ms.Parame
     """
     pages = _file_pages()
     gc.collect()
-    gc.freeze()  # a collection in the copy would write into all that is there
     sys.stdout.flush()
     sys.stderr.flush()
     answers, answer = os.pipe()
@@ -92,7 +91,6 @@ def run_in_child(owner: str, run: Callable[[], Any], written: Iterable[ms.Parame
     try:
         fork_utils.parent_at_fork()
         os.close(answer)
-        gc.unfreeze()
         with os.fdopen(answers, "rb") as pipe:
             text = _read(owner, pipe, child, limit)
         ended = True
@@ -120,9 +118,12 @@ def run_in_child(owner: str, run: Callable[[], Any], written: Iterable[ms.Parame
 def _answer(pipe: int, run: Callable[[], Any]) -> None:
     """What `run` returns or raises, and nothing after it: neither handlers of the program's end nor its buffers."""
     text = b""
+    gc.freeze()  # a collection would write into all that is there
     try:
         fork_utils.prctl_set_pdeathsig(signal.SIGKILL)
         fork_utils.child_at_fork()
+        if ms.get_context("mode") == ms.PYNATIVE_MODE:  # it would run what `mindspore.jit` has compiled for its parent
+            ms.ms_memory_recycle()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # training warns
             try:
