@@ -142,7 +142,7 @@ def test_an_open_window_keeps_what_each_batch_found(graphs, name):
     assert len(re.findall(CLEAR, text)) == 1
     (clear,) = entry.named(CLEAR)
     (get,) = entry.named(GET)  # the other is where the window ends
-    kept = entry.named(r"PrimFunc_AssignAdd\(%para\d+_saturated_batches")
+    kept = entry.named(r"PrimFunc_AssignAdd\(%para\d+_gaccum_ms\.saturated_batches")
     assert kept
     assert all(get in entry.before(one) for one in kept)
     assert clear in entry.before(get) if name == "several batches" else kept <= entry.before(clear)

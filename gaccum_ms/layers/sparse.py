@@ -67,8 +67,14 @@ def _named_in(function: Callable, owner: type, seen: set[int]) -> Iterator[Any]:
     names = inspect.getclosurevars(function)
     values = [*names.globals.values(), *names.nonlocals.values()]
     holders = [owner, *(value for value in values if isinstance(value, ModuleType))]
-    values += [getattr(holder, name, None) for holder in holders for name in function.__code__.co_names]
+    values += [_attribute(holder, name) for holder in holders for name in function.__code__.co_names]
     for value in values:
         yield value
         if isinstance(value, FunctionType):
             yield from _named_in(value, owner, seen)
+
+
+def _attribute(holder: Any, name: str) -> Any:
+    """As it is kept: a module may make others when they are read, and warn then, as NumPy does."""
+    value = inspect.getattr_static(holder, name, None)
+    return getattr(value, "__func__", value)  # of a staticmethod or classmethod
