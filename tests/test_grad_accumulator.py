@@ -650,7 +650,7 @@ def test_refuses_bad_scales_by_its_own_name(scale):
         ((gradient(1.0) * 2,), ValueError, r"\[\(2,\)\], but got \[\(2,\), \(2,\)\]"),
         (((Tensor([1.0]),),), ValueError, r"\[\(2,\)\], but got \[\(1,\)\]"),
         ((gradient(1.0)[0],), TypeError, "'gradients' must be a tuple of Tensors, but got Tensor"),
-        (((None,),), TypeError, r"'gradients' must be a tuple of Tensors, but got tuple: \(None,\)"),
+        (((None,),), TypeError, r"'gradients' must be a tuple of Tensors, but got a tuple of 1 \(0: None"),
         (((np.ones(2, np.float32),),), TypeError, "'gradients' must be a tuple of Tensors"),
         ((gradient(1.0), -1), ValueError, "'count' must be finite and not negative, but got -1"),
         ((gradient(1.0), Tensor(-2.0)), ValueError, "'count' must be finite and not negative, but got -2.0"),
