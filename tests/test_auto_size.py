@@ -179,8 +179,8 @@ def test_the_size_is_found_once(monkeypatch):
     from gaccum_ms.trial import Trials
 
     tried = []
-    run = Trials.run
-    monkeypatch.setattr(Trials, "run", lambda self, *size: tried.append(size) or run(self, *size))
+    one_trial = Trials.run
+    monkeypatch.setattr(Trials, "run", lambda self, *size: tried.append(size) or one_trial(self, *size))
     step = make_step(Limited(make_network("dense"), 6), micro_batch_size="auto")
     run(step, batches(16, 1))
     assert tried
