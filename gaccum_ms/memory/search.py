@@ -172,7 +172,7 @@ def _largest(forecast: Forecast) -> int:
     # First those whose graph has no second part for a smaller micro-batch at the end, and with it less memory.
     largest = _climb(forecast, [size for size in sizes if not forecast.is_ragged(size)], max(fitting))
     largest = _climb(forecast, sizes, largest)
-    if largest < forecast.samples:
+    if forecast.samples not in forecast.measured:
         forecast.probe_whole()
         largest = _climb(forecast, sizes[-1:], largest)
     return largest
