@@ -527,7 +527,7 @@ def test_compiles_once_whatever_changes(way):
             accumulator.clear()
         if i % 4 == 3:
             accumulator.set_accumulation_steps(i)
-        if i == 0:
+        if i == 1:  # after graph mode, MindSpore may take the first call's Tensors for others than the later ones
             compiled = len(TRACES)
     assert 1 <= compiled == len(TRACES)
     if way != "jit":  # whose graph is the function's
