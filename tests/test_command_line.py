@@ -53,7 +53,7 @@ def test_the_default_script_is_the_last_resort():
         (["--epochs", "3"], "there is no option --epochs; see --help"),
         (["--timeout"], "--timeout needs a value"),
         (["--timeout", "--processes", "2", SCRIPT], "--timeout needs a value"),
-        (["--tune-cpu-threads=1", SCRIPT], "argument --tune-cpu-threads: ignored explicit argument '1'"),
+        (["--tune-cpu-threads=1", SCRIPT], "argument --tune-cpu/--tune-cpu-threads: ignored explicit argument '1'"),
         ([], "the script is missing"),
         (["--"], "the script is missing"),
         (["missing.py"], "no such script: missing.py"),

@@ -531,7 +531,7 @@ def test_compiles_once_whatever_changes(way):
             compiled = len(TRACES)
     assert 1 <= compiled == len(TRACES)
     if way != "jit":  # whose graph is the function's
-        assert len(accumulator.compile_cache) == 1
+        assert len(accumulator.compile_cache) == compiled <= 2
 
 
 def test_counts_inside_and_outside_of_jit_may_share_a_window(pynative):

@@ -15,6 +15,7 @@ import mindspore as ms
 from mindspore import nn
 
 from gaccum_ms.accumulation import micro_batches
+from gaccum_ms.backend.convolutions import limit_instructions_for
 from gaccum_ms.backend.graphs import compiling_alone
 from gaccum_ms.backend.pynative_tape import forget_interrupted_gradient
 from gaccum_ms.backend.snapshot import Snapshot, as_numpy
@@ -61,6 +62,7 @@ class Trials:
         self.meter = meter
         self.limit = limit
         self.step = step
+        limit_instructions_for(cell.network)  # here, for all copies of the process
 
     def run(self, size: int, samples: int) -> Usage:
         """Train with micro-batches of `size` samples, of a batch of which there are so many at least.
