@@ -35,7 +35,8 @@ from mindspore._c_expression import fork_utils
 _PAGE = mmap.PAGESIZE
 _REPEATED = 4 * 1024**2  # bytes of a Parameter from which it is worth it ...
 _CHUNK = 1024**2  # ... of which so many are its own
-_LOOKS_EVERY = 0.01  # seconds: in these a process of two cores takes some ten MB
+_LOOKS_EVERY = 0.004  # seconds: in these a process of two cores takes some four MB
+_BEHIND = 10  # steps of `nice` by which the copy lets this process, which watches it, go first
 _HANGS_AFTER = 60  # seconds without any work
 # Bytes of which there are two nevertheless: small weights, and Python's objects, which are written when counted.
 COPIED = 8_000_000
@@ -121,6 +122,7 @@ def _answer(pipe: int, run: Callable[[], Any]) -> None:
     gc.freeze()  # a collection would write into all that is there
     try:
         fork_utils.prctl_set_pdeathsig(signal.SIGKILL)
+        os.nice(_BEHIND)
         fork_utils.child_at_fork()
         if ms.get_context("mode") == ms.PYNATIVE_MODE:  # it would run what `mindspore.jit` has compiled for its parent
             ms.ms_memory_recycle()
