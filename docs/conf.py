@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from docutils import nodes
@@ -68,12 +69,19 @@ def draw_pictures(app) -> None:
     for page in sorted((DOCS / "howto").glob("*.md")):
         for number, program in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)):
             if "savefig(" in program:
-                script = pictures / f"{page.stem}_{number}.py"  # graph mode reads its source
-                script.write_text(program)
-                path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-                env = {**os.environ, "PYTHONPATH": path, "MPLBACKEND": "Agg"}
-                subprocess.run([sys.executable, script], cwd=pictures, env=env, check=True, stdout=subprocess.DEVNULL)
-                script.unlink()
+                _run(program, f"{page.stem}_{number}.py", pictures)
+
+
+def _run(program: str, name: str, pictures: Path) -> None:
+    # In a folder of its own, so that two builds may run at once. Graph mode reads its source, so it is a file.
+    with tempfile.TemporaryDirectory(dir=pictures) as folder:
+        script = Path(folder) / name
+        script.write_text(program)
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        env = {**os.environ, "PYTHONPATH": path, "MPLBACKEND": "Agg"}
+        subprocess.run([sys.executable, script], cwd=folder, env=env, check=True, stdout=subprocess.DEVNULL)
+        for picture in Path(folder).glob("*.png"):
+            picture.replace(pictures / picture.name)
 
 
 def setup(app) -> None:

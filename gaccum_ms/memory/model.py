@@ -22,7 +22,7 @@ def next_probe(measured: Mapping[int, int], samples: int) -> int | None:
 
     Args:
         measured (Mapping[int, int]): Samples, and the bytes that they reached.
-        samples (int): Of the batch.
+        samples (int): The most that may be measured: those of the batch, or one less.
     """
     known = sorted(measured.items())
     largest = known[-1][0] if known else 0
@@ -30,7 +30,7 @@ def next_probe(measured: Mapping[int, int], samples: int) -> int | None:
         size = next(size for size in _FIRST if size > largest)
         return size if size <= samples else None
     little = known[-1][1] - known[-2][1] < _ENOUGH
-    return 4 * largest if little and 16 * largest <= samples else None
+    return 4 * largest if little and 4 * largest <= -(-samples // 4) else None
 
 
 def predict(measured: Mapping[int, int], size: int) -> int:
