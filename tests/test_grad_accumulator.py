@@ -507,14 +507,7 @@ class Traced(nn.SGD):
         return super().construct(gradients)
 
 
-COMPILES_TWICE = pytest.mark.xfail(
-    strict=False,  # by itself it passes
-    reason="after graph mode in the same process the first call with jit=True has a compilation of its own; the cause "
-    "is not known",
-)
-
-
-@pytest.mark.parametrize("way", ["graph", pytest.param("compiled", marks=COMPILES_TWICE), "jit"])
+@pytest.mark.parametrize("way", ["graph", "compiled", "jit"])
 def test_compiles_once_whatever_changes(way):
     """Gradients, counts, place, number of steps, cleared and held windows: all are values, none a constant."""
     ms.set_context(mode=WAYS[way])

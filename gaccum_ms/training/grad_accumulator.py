@@ -33,6 +33,26 @@ _NAME = "GradAccumulator"
 BATCHES, COUNTS = RULES.index("batches"), RULES.index("counts")
 
 
+class _Scaling:
+    """Whether losses are multiplied by the loss scale. It is no part of the accumulator, which would then refer to
+    itself: MindSpore compiles another cell's graph a second time when it collects such a cell meanwhile."""
+
+    def __init__(self, needed: bool) -> None:
+        self.missing = needed
+
+    def note(self) -> None:
+        self.missing = False
+
+    def check(self) -> None:
+        if self.missing:
+            raise RuntimeError(
+                "For 'GradAccumulator', losses must be multiplied by the loss scale before they are differentiated, "
+                "because 'scale_sense' was given and gradients are divided by it, but neither 'scale' was called nor "
+                "'scale_sense' read. Nothing was added. Differentiate accumulator.scale(loss), or leave 'scale_sense' "
+                "out."
+            )
+
+
 class GradAccumulator(Resumable, nn.Cell):
     r"""
     Add up gradients over successive batches, and update once for `accumulation_steps` of them.
@@ -131,6 +151,7 @@ class GradAccumulator(Resumable, nn.Cell):
         check_parallel_mode(_NAME)
         weights = ms.ParameterTuple(optimizer.parameters)
         limit_instructions_for_weights(weights)
+        self._scaling = _Scaling(needed=scale_sense is not None)
         self.optimizer = optimizer
         hold_weights(self, weights)
         self._jit = bool(jit)
@@ -154,27 +175,14 @@ class GradAccumulator(Resumable, nn.Cell):
         self.provenance = Provenance(_NAME, ("batches", "counts"), accumulation_steps, distributed)
         self._keep_in_place()
         # Python runs them in PyNative mode, and in a graph while it is compiled.
-        self._note_scaling = ops.constexpr(self._may_scale)
-        self._check_scaling = ops.constexpr(self._must_scale)
-        self._losses_are_scaled = scale_sense is None
+        self._note_scaling = ops.constexpr(self._scaling.note)
+        self._check_scaling = ops.constexpr(self._scaling.check)
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
         if name == "scale_sense":  # a loop may multiply by it without `scale`
-            self._may_scale()
+            self._scaling.note()
         return value
-
-    def _may_scale(self) -> None:
-        object.__setattr__(self, "_losses_are_scaled", True)
-
-    def _must_scale(self) -> None:
-        if not self._losses_are_scaled:
-            raise RuntimeError(
-                "For 'GradAccumulator', losses must be multiplied by the loss scale before they are differentiated, "
-                "because 'scale_sense' was given and gradients are divided by it, but neither 'scale' was called nor "
-                "'scale_sense' read. Nothing was added. Differentiate accumulator.scale(loss), or leave 'scale_sense' "
-                "out."
-            )
 
     def scale(self, loss: ms.Tensor) -> ms.Tensor:
         """The loss times the loss scale: what to differentiate where there is a `scale_sense` ."""
@@ -228,7 +236,7 @@ class GradAccumulator(Resumable, nn.Cell):
 
     def __call__(self, gradients: Sequence[ms.Tensor], count: Any = None) -> bool:
         self._check_gradients(gradients)
-        self._must_scale()
+        self._scaling.check()
         if count is not None:
             count = self._checked_count(count)
         self._begin()
