@@ -37,6 +37,15 @@ def test_plan(sizes, limit, buffers):
     assert plan_buffers(sizes, limit) == buffers
 
 
+def test_parameters_cannot_lie_side_by_side():
+    """Why a large gradient goes alone: the day that MindSpore lays Parameters in one memory, neighbours can share it
+    without a copy."""
+    assert not hasattr(ms.nn.Cell, "flatten_weights")
+    memory = np.zeros(64, np.float32)
+    halves = [ms.Parameter(ms.Tensor.from_numpy(memory[start : start + 32])) for start in (0, 32)]
+    assert halves[1].data_ptr() - halves[0].data_ptr() != halves[0].nbytes
+
+
 def test_plans_of_random_sizes():
     """Each is in one buffer; a shared one keeps the limit; and two successive shared ones would not fit in one."""
     random = np.random.default_rng(0)

@@ -1,8 +1,9 @@
 """Gradients leave for the other ranks in few large buffers, not each on its own.
 
 A collective costs a message to every rank, however little it carries: small gradients share a buffer, and with it the
-message. A large one goes alone, because to copy it into a buffer and back costs more than a message. How many
-collectives there are depends on the weights alone, and on the device, by what copies and messages cost there.
+message. A large one goes alone, because to copy it into a buffer and back costs more than a message; without a copy
+none can share, because MindSpore gives each Parameter memory of its own. How many collectives there are depends on the
+weights alone, and on the device, by what copies and messages cost there.
 
 For each gradient the result is that of MindSpore's `nn.DistributedGradReducer`, whose place it takes: float32 goes over
 the wire, whatever the gradient's dtype; ``gradients_mean`` divides by `degree`; a Parameter with
