@@ -39,11 +39,11 @@ def test_plan(sizes, limit, buffers):
 
 def test_parameters_cannot_lie_side_by_side():
     """Why a large gradient goes alone: the day that MindSpore lays Parameters in one memory, neighbours can share it
-    without a copy. Made from halves of one memory, each Parameter is computed with in memory of its own."""
+    without a copy. A named Parameter is a copy of the Tensor that it is made from, even of a view."""
     assert not hasattr(ms.nn.Cell, "flatten_weights")
     memory = np.zeros(64, np.float32)
-    for start in (0, 32):
-        half = ms.Parameter(ms.Tensor.from_numpy(memory[start : start + 32]))
+    for name, start in (("first", 0), ("second", 32)):
+        half = ms.Parameter(ms.Tensor.from_numpy(memory[start : start + 32]), name=name)
         ms.ops.assign_add(half, ms.ops.ones(32))
         assert half.asnumpy().all()
     assert not memory.any()
