@@ -113,8 +113,8 @@ def hand_worked(mean: bool) -> float:
     return float(cell.network.weight.asnumpy())
 
 
-def train_by_model(start: int = 0) -> np.ndarray:
-    """Two epochs of ms.Model on this rank's shard, as in a user's script; `start` sets the ranks' weights apart."""
+def train_by_model(start: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """A weight after training, and which rank of how many the step says that its window is of. Two epochs of ms.Model on this rank's shard, as in a user's script; `start` sets the ranks' weights apart."""
     network, (rank, size) = make_network("dense"), (get_rank(), get_group_size())
     for parameter in network.get_parameters():
         parameter.set_data(parameter + start * rank)
@@ -122,8 +122,9 @@ def train_by_model(start: int = 0) -> np.ndarray:
     data_set = ms.dataset.NumpySlicesDataset((x, y), shuffle=False, num_shards=size, shard_id=rank).batch(8)
     cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), 4)
     ms.set_auto_parallel_context(gradients_mean=True)
-    ms.Model(cell, optimizer=nn.SGD(network.trainable_params(), 0.1)).train(2, data_set)
-    return as_numpy(network.out.weight)
+    model = ms.Model(cell, optimizer=nn.SGD(network.trainable_params(), 0.1))
+    model.train(2, data_set)
+    return as_numpy(network.out.weight), as_numpy(model.train_network.provenance.window_origin)
 
 
 # -- all cases ---------------------------------------------------------------------------------------------------------
@@ -158,7 +159,8 @@ def by_broadcast(mode: str) -> Callable[[Path], Results]:
     def case(out: Path) -> Results:
         ms.set_context(mode=MODES[mode])
         ms.set_auto_parallel_context(parameter_broadcast=True)
-        return {f"model broadcast {mode}": train_by_model(start=1)}
+        weight, origin = train_by_model(start=1)
+        return {f"model broadcast {mode}": weight, f"model broadcast {mode}/origin": origin}
 
     return case
 
@@ -184,7 +186,7 @@ CASES: dict[str, Callable[[Path], Results]] = {
     "reductions": eager_reductions,
     "executed": executed,
     "hand": lambda out: {"hand": np.array([hand_worked(mean) for mean in (True, False)])},
-    "model": lambda out: {"model": train_by_model()},
-    "model apart": lambda out: {"model apart": train_by_model(start=1)},
+    "model": lambda out: {"model": train_by_model()[0]},
+    "model apart": lambda out: {"model apart": train_by_model(start=1)[0]},
     **{f"model broadcast {mode}": by_broadcast(mode) for mode in MODES},
 }

@@ -71,9 +71,11 @@ def test_one_reduction_per_update_in_the_compiled_graph(ranks):
 @pytest.mark.core("graph")
 @pytest.mark.parametrize("mode", ["graph", "pynative"])
 def test_parameter_broadcast_starts_all_ranks_alike(ranks, mode):
-    """Through ms.Model, which broadcasts rank 0's weights: as if all had begun with these."""
-    for results in ranks:
+    """Through ms.Model, which broadcasts rank 0's weights: as if all had begun with these. What a rank notes of itself
+    stays its own."""
+    for rank, results in enumerate(ranks):
         assert relative_error(results[f"model broadcast {mode}"], ranks[0]["model"]) < TOLERANCE
+        assert results[f"model broadcast {mode}/origin"].tolist() == [rank, 2]
     assert relative_error(ranks[0]["model apart"], ranks[1]["model apart"]) > 0.1
 
 

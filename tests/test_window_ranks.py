@@ -48,6 +48,7 @@ from window_worker import (
 )
 
 from gaccum_ms import resume
+from gaccum_ms.backend.parameters import own
 
 pytestmark = pytest.mark.distributed
 TOLERANCE = 1e-5
@@ -431,6 +432,22 @@ def test_one_process_finishes_the_window_of_two_ranks(out, trained, kind):
         files = [file_of(out, kind, saved, rank) for rank in range(2)]
         got = case(go_on("one", model, files, share(masked)), "one")
         assert_went_on(got, kind, saved, 2, 1)
+
+
+def test_one_process_goes_on_with_the_losses_of_both_ranks(out, trained):
+    for results in trained:
+        case(results, "uninterrupted counts")  # which saves
+    mode, masked = KINDS["counts"]
+    ms.set_context(mode=MODES[mode])
+    files = [file_of(out, "counts", SAVED, rank) for rank in range(2)]
+    saved = [ms.load_checkpoint(str(file)) for file in files]
+    losses = [float(one[own("window_sums")][0]) / float(one[own("window_unit")]) for one in saved]
+    step = make_model(masked, accumulation_steps=STEPS).train_network
+    resume(step, files)
+    values = step.parameters_dict()
+    joined = float(values[own("window_sums")][0]) / float(values[own("window_unit")])
+    assert min(losses) > 0
+    assert joined == pytest.approx(sum(losses), rel=1e-6)
 
 
 @pytest.mark.core(kind="counts")
