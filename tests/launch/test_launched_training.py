@@ -15,7 +15,7 @@ import pytest
 from launched import Launched
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
+ROOT = HERE.parents[1]
 WORKER = HERE / "training_worker.py"
 PYTHONPATH = {"PYTHONPATH": str(ROOT)}
 FOR_EVER = "1000000"
