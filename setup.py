@@ -34,8 +34,10 @@ setup(
             "pytest",
             "pytest-xdist",
             "scikit-learn",
+            "setuptools",  # it and wheel build the wheel that is tested
             "sphinx>=8.1",
             "tensorboardX",
+            "wheel",
         ],
         "torch": ["torch==2.13.*"],  # the tests that compare with PyTorch's loop
         "benchmark": ["matplotlib", "mindcv==0.3.*", "torch==2.13.*"],

@@ -91,7 +91,8 @@ def check_program(name: str, remedy: str, otherwise: str) -> Finding:
 def check_ranks() -> Finding:
     """Whether two processes, started as any others, can add a number up."""
     with tempfile.TemporaryDirectory() as folder:
-        safe = ["-P"] * getattr(sys.flags, "safe_path", False)  # where this program takes no module of the working folder
+        # As in this program, no module of the working folder is taken for Python's own.
+        safe = ["-P"] * getattr(sys.flags, "safe_path", False)
         command = [*safe, "-m", "gaccum_ms.launch", "-n", "2", "--start-timeout", "60"]
         command += ["--timeout", str(RANKS_SECONDS - 30), "--log-dir", folder, probe.__file__]
         env = {**os.environ, COLLECTIVE_TIMEOUT: "30"}  # its own error, before the launcher's time is up
