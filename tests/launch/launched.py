@@ -16,6 +16,7 @@ import pytest
 import gaccum_ms
 
 ROOT = Path(gaccum_ms.__file__).resolve().parents[1]
+PYTHONPATH = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"  # ours, from any folder
 
 # The launcher ends its own processes after TIMEOUT; should it fail to, the test ends after LIMIT and fails.
 TIMEOUT, LIMIT = 400, 500
@@ -40,7 +41,7 @@ class Launched:
         self.mark = uuid.uuid4().hex
         if program is None:
             program = [sys.executable, "-m", "gaccum_ms.launch", "--timeout", str(TIMEOUT)]
-            env = {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **(env or {})}
+            env = {"PYTHONPATH": PYTHONPATH, **(env or {})}
         command = [*prefix, *program, *options, *([str(script)] if script else []), *args]
         env = {**os.environ, **(env or {}), "TEST_MARK": self.mark}
         self.process = subprocess.Popen(

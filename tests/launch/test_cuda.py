@@ -9,10 +9,9 @@ from pathlib import Path
 
 import no_device
 import pytest
+from launched import PYTHONPATH, ROOT
 
 from gaccum_ms.launch import cuda
-
-ROOT = Path(cuda.__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +32,7 @@ def driver(tmp_path_factory) -> Path:
 
 def with_driver(driver: Path, *command: str, **variables: str) -> subprocess.CompletedProcess:
     env = {**{k: v for k, v in os.environ.items() if k != "CUDA_HOME"}, "LD_LIBRARY_PATH": str(driver)}
-    env |= {"PYTHONPATH": str(ROOT), **variables}
+    env |= {"PYTHONPATH": PYTHONPATH, **variables}
     return subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=600)
 
 

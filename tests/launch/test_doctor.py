@@ -9,11 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from launched import PYTHONPATH, ROOT
 
 from gaccum_ms.backend import cpu_instructions
 from gaccum_ms.launch import cuda, doctor
-
-ROOT = Path(doctor.__file__).resolve().parents[2]
 
 
 def run(*arguments: str, **env: str) -> subprocess.CompletedProcess:
@@ -45,7 +44,7 @@ def test_a_machine_without_mindspore_gets_the_remedy(tmp_path):
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -s -S "$@"\n')
     python.chmod(0o755)
     command = [str(python), "-m", "gaccum_ms.launch.doctor"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH}
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 1
     assert "mindspore  not installed" in done.stdout
@@ -98,7 +97,7 @@ def test_a_device_that_fails_gives_its_reason(tmp_path):
 @pytest.mark.distributed
 def test_ranks_that_cannot_talk_are_broken(tmp_path, monkeypatch):
     (tmp_path / "mindspore.py").write_text("raise ImportError('this MindSpore is broken')")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{PYTHONPATH}")
     finding = doctor.check_ranks()
     assert finding.text.startswith("fails on 2 processes:\nerror: ")
     assert "this MindSpore is broken" in finding.text

@@ -9,10 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from launched import ROOT
+from launched import PYTHONPATH, ROOT
 
 pytestmark = pytest.mark.distributed
-PATH = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
 TOOLS = ("bash", "dirname", "ls", "cat")
 
 
@@ -31,17 +30,18 @@ def bare(tmp_path) -> Path:
 
 def run(*command: str | Path, cwd: Path, **env: str) -> subprocess.CompletedProcess:
     words = [str(word) for word in command]
-    return subprocess.run(words, env={**os.environ, **env}, cwd=cwd, capture_output=True, text=True, timeout=300)
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH, **env}
+    return subprocess.run(words, env=env, cwd=cwd, capture_output=True, text=True, timeout=300)
 
 
 def test_its_options_are_shown_and_read_where_nothing_is_installed(bare, tmp_path):
     launch = [bare, "-m", "gaccum_ms.launch"]
-    shown = run(*launch, "--help", cwd=tmp_path, PYTHONPATH=PATH)
+    shown = run(*launch, "--help", cwd=tmp_path)
     assert shown.stdout.startswith("usage: python -m gaccum_ms.launch [options] script [its arguments]"), shown.stderr
     assert "--default-script" not in shown.stdout
-    script = run(*launch, "--processes", "2", "--print-script", __file__, "-m", "x", cwd=tmp_path, PYTHONPATH=PATH)
+    script = run(*launch, "--processes", "2", "--print-script", __file__, "-m", "x", cwd=tmp_path)
     assert script.stdout == f"{__file__}\n", script.stderr
-    refused = run(*launch, __file__, cwd=tmp_path, PYTHONPATH=PATH)
+    refused = run(*launch, __file__, cwd=tmp_path)
     assert (refused.returncode, refused.stderr) == (2, "error: 'psutil' is not installed (pip install psutil).\n")
 
 
@@ -74,8 +74,8 @@ def test_where_mindspore_is_installed_it_is_not_imported(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("print('ran')")
     imports = [sys.executable, "-X", "importtime"]
-    done = run(*imports, "-m", "gaccum_ms.launch", "-n", "1", "--timeout", "200", script, cwd=tmp_path, PYTHONPATH=PATH)
+    done = run(*imports, "-m", "gaccum_ms.launch", "-n", "1", "--timeout", "200", script, cwd=tmp_path)
     assert (done.returncode, done.stdout.splitlines()[0]) == (0, "ran"), done.stderr
     assert "gaccum_ms.launch.supervisor" in done.stderr
     assert "mindspore" not in done.stderr
-    assert "mindspore" in run(*imports, "-c", "import gaccum_ms", cwd=tmp_path, PYTHONPATH=PATH).stderr
+    assert "mindspore" in run(*imports, "-c", "import gaccum_ms", cwd=tmp_path).stderr
