@@ -4,6 +4,7 @@ set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 sample=$here/sample_code/distributed_gradient_accumulation
+ours=$here${PYTHONPATH:+:$PYTHONPATH} # this folder's sources, whatever else is installed
 
 usage() {
     cat <<'END'
@@ -95,7 +96,7 @@ use() {
         use_venv "$active" "$missing"
     fi
     PATH=$(dirname "$python"):$PATH
-    export PATH PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" # this folder's sources, whatever else is installed
+    export PATH PYTHONPATH=$ours
 }
 
 # use_venv ACTIVE MISSING: set $python to .venv's, with all that was wanted. If the active Python has MindSpore, .venv is
@@ -152,14 +153,22 @@ open(site.getsitepackages()[0] + "/on-top.pth", "w").write(sys.stdin.read())' <"
 # these cannot be had.
 use_gpu() {
     local said
-    if ! "$python" -c 'import sys; sys.path.insert(0, sys.argv[1]); import gpu; sys.exit(bool(gpu.missing_packages()))' \
-        "$here/gaccum_ms"; then
+    if ! "$python" -c 'import sys; from gaccum_ms.launch import cuda; sys.exit(bool(cuda.missing_packages()))'; then
         [ "$python" = "$here/.venv/bin/python" ] || use_venv "$python" 'gaccum_ms[gpu]'
         echo "installing gaccum_ms[gpu] into $here/.venv"
         said=$({ flock 9 && "$python" -m pip install --quiet --disable-pip-version-check --retries 1 --timeout 30 \
             --editable "$here[gpu]"; } 2>&1 9>>"$here/.venv.lock") ||
             echo "the extra 'gpu' was not installed: $(grep -m 1 -o 'ERROR.*' <<<"$said")"
     fi
+}
+
+# become MODULE [WORDS...]: go on as this module of the launcher, which needs no MindSpore. Python looks for modules in the
+# working folder first, where a user's files may have any names; -P, which Python 3.10 does not know, keeps it out.
+become() {
+    local safe
+    safe=$("$python" -c 'import sys; print("-P" if hasattr(sys.flags, "safe_path") else "")')
+    export PYTHONPATH=$ours
+    exec "$python" ${safe:+"$safe"} -m "$@"
 }
 
 # processes: how many share the tests: one for each core, if there are 3 GB of memory for each.
@@ -177,7 +186,7 @@ case ${1-} in
     ;;
 check)
     some_python
-    exec "$python" "$here/gaccum_ms/check.py"
+    become gaccum_ms.launch.doctor
     ;;
 test)
     use test pytest xdist sklearn tensorboardX matplotlib mindcv sphinx myst_parser
@@ -210,13 +219,12 @@ docs)
     ;;
 esac
 
-# The launcher reads the words, so that they mean the same to both. It is run as a file, not as -m gaccum_ms.launch: that
-# would import MindSpore into the launcher, which has no need of it, and here may not be installed yet.
+# The launcher reads the words, so that they mean the same to both. MindSpore may not be installed yet.
 words=(--default-script "$sample/train.py" ${SCRIPT:+--script "$SCRIPT"})
 words+=(--processes "${PROCESSES:-8}" --launcher "${LAUNCHER:-msrun}")
 words+=(--log-dir "${LOG_DIR:-log_output}" --timeout "${TIMEOUT:-0}" "$@")
 some_python
-script=$("$python" "$here/gaccum_ms/launch.py" --print-script "${words[@]}")
+script=$(become gaccum_ms.launch --print-script "${words[@]}")
 if [ ! -f "$script" ]; then # the words asked for help
     printf '%s\n' "$script"
     exit
@@ -227,4 +235,4 @@ if [ "$script" -ef "$sample/train.py" ]; then
 else
     use ''
 fi
-exec "$python" "$here/gaccum_ms/launch.py" "${words[@]}"
+become gaccum_ms.launch "${words[@]}"

@@ -34,12 +34,14 @@ setup(
             "pytest",
             "pytest-xdist",
             "scikit-learn",
+            "setuptools",  # it and wheel build the wheel that is tested
             "sphinx>=8.1",
             "tensorboardX",
+            "wheel",
         ],
         "torch": ["torch==2.13.*"],  # the tests that compare with PyTorch's loop
         "benchmark": ["matplotlib", "mindcv==0.3.*", "torch==2.13.*"],
-        # What MindSpore's GPU back end, made for CUDA 11.6 and cuDNN 8, is linked with; see gaccum_ms/gpu.py.
+        # What MindSpore's GPU back end, made for CUDA 11.6 and cuDNN 8, is linked with; see gaccum_ms/launch/cuda.py.
         "gpu": [
             "nvidia-cublas-cu11",
             "nvidia-cuda-nvrtc-cu11",

@@ -1,29 +1,6 @@
 """Gradient accumulation for MindSpore that is correct everywhere and costs nothing but its arithmetic."""
 
-from gaccum_ms import model_hook as _model
-from gaccum_ms.audit import audit
-from gaccum_ms.callbacks.adaptive import AdaptiveAccumulation
-from gaccum_ms.callbacks.adascale import AdaScale
-from gaccum_ms.callbacks.checkpoint import UpdateCheckpoint
-from gaccum_ms.callbacks.flush import FlushAccumulation
-from gaccum_ms.callbacks.monitor import WindowMonitor
-from gaccum_ms.callbacks.noise_scale import GradNoiseScale
-from gaccum_ms.callbacks.progress import ProgressBar
-from gaccum_ms.callbacks.schedule import AccumulationScheduler
-from gaccum_ms.cell import GradAccumulationCell
-from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer
-from gaccum_ms.layers.group_norm import convert_batchnorm_to_groupnorm
-from gaccum_ms.layers.window_batchnorm import WindowBatchNorm
-from gaccum_ms.learning_rate import scale_learning_rate
-from gaccum_ms.losses.batch_loss import WithBatchLossCell
-from gaccum_ms.losses.counts import CountMask, CountNotIgnored
-from gaccum_ms.losses.per_sample_loss import PerSampleLoss
-from gaccum_ms.memory.report import memory_report
-from gaccum_ms.memory.search import find_micro_batch_size
-from gaccum_ms.threads import tune_cpu, tune_cpu_threads
-from gaccum_ms.training.grad_accumulator import GradAccumulator
-from gaccum_ms.training.resume import resume
-from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
+import sys
 
 __version__ = "0.2.0"
 
@@ -55,4 +32,34 @@ __all__ = [
     "tune_cpu_threads",
 ]
 
-_model.install_model_hook()
+# `python -m gaccum_ms.launch` starts processes, and does without MindSpore, which may not be installed yet. While
+# Python looks for the module of -m, sys.argv[0] is "-m", and that module is the word before the other arguments.
+_is_launcher = sys.argv[:1] == ["-m"] and "gaccum_ms.launch" in sys.orig_argv[-len(sys.argv)]
+
+if not _is_launcher:
+    from gaccum_ms import model_hook as _model
+    from gaccum_ms.audit import audit
+    from gaccum_ms.callbacks.adaptive import AdaptiveAccumulation
+    from gaccum_ms.callbacks.adascale import AdaScale
+    from gaccum_ms.callbacks.checkpoint import UpdateCheckpoint
+    from gaccum_ms.callbacks.flush import FlushAccumulation
+    from gaccum_ms.callbacks.monitor import WindowMonitor
+    from gaccum_ms.callbacks.noise_scale import GradNoiseScale
+    from gaccum_ms.callbacks.progress import ProgressBar
+    from gaccum_ms.callbacks.schedule import AccumulationScheduler
+    from gaccum_ms.cell import GradAccumulationCell
+    from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer
+    from gaccum_ms.layers.group_norm import convert_batchnorm_to_groupnorm
+    from gaccum_ms.layers.window_batchnorm import WindowBatchNorm
+    from gaccum_ms.learning_rate import scale_learning_rate
+    from gaccum_ms.losses.batch_loss import WithBatchLossCell
+    from gaccum_ms.losses.counts import CountMask, CountNotIgnored
+    from gaccum_ms.losses.per_sample_loss import PerSampleLoss
+    from gaccum_ms.memory.report import memory_report
+    from gaccum_ms.memory.search import find_micro_batch_size
+    from gaccum_ms.threads import tune_cpu, tune_cpu_threads
+    from gaccum_ms.training.grad_accumulator import GradAccumulator
+    from gaccum_ms.training.resume import resume
+    from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
+
+    _model.install_model_hook()

@@ -407,10 +407,10 @@ FAULTS = [
     ),
     Fault(
         "ranks share no cores",
-        "cluster.py",
+        "launch/cluster.py",
         "str(max(1, cores // self.processes))",
         "str(cores)",
-        "test_launch.py -k share_the_cores",
+        "launch/test_cluster.py -k share_the_cores",
     ),
 ]
 

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from gaccum_ms import gpu
+from gaccum_ms.launch import cuda
 
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE, https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TYPES.html
 FUNCTIONS = (
@@ -28,8 +28,8 @@ def compiler() -> str | None:
 
 def why_not() -> str | None:
     """What is missing to compile for GPUs, if anything is."""
-    if missing := gpu.missing_packages():
-        return f"{', '.join(missing)} not installed: {gpu.REMEDY}"
+    if missing := cuda.missing_packages():
+        return f"{', '.join(missing)} not installed: {cuda.REMEDY}"
     return None if compiler() else "there is no C compiler to make a driver without devices with"
 
 
@@ -37,10 +37,10 @@ def make_driver(folder: Path) -> None:
     """Put the driver into a folder."""
     source = folder / "driver.c"
     source.write_text("".join(f"int {name}(void) {{ return {NO_DEVICE}; }}\n" for name in FUNCTIONS))
-    subprocess.run([str(compiler()), "-shared", "-fPIC", "-o", folder / gpu.DRIVER, source], check=True, timeout=600)
+    subprocess.run([str(compiler()), "-shared", "-fPIC", "-o", folder / cuda.DRIVER, source], check=True, timeout=600)
 
 
 def environment(folder: Path) -> dict[str, str]:
     """The environment in which MindSpore compiles for GPUs; `folder` gets what it looks for."""
     make_driver(folder)
-    return {**os.environ, **gpu.lay_out(folder / "cuda", {"LD_LIBRARY_PATH": str(folder)})}
+    return {**os.environ, **cuda.lay_out(folder / "cuda", {"LD_LIBRARY_PATH": str(folder)})}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gaccum_ms import launch
+from gaccum_ms.launch.options import parse
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("bash", "cat", "cksum", "cp", "dirname", "flock", "grep", "ls", "mkdir", "rm", "sed", "sleep")
@@ -40,12 +40,12 @@ class Recorder:
         python = self._tools / "python"
         python.write_text(
             f"""#!/bin/bash
-[[ $2 == *gpu.missing_packages* ]] && set -- gpu
+[[ $2 == *cuda.missing_packages* ]] && set -- gpu
 if [ "$1" = -c ]; then
     for name in "${{@:3}}"; do grep -qsx "$name" "$(dirname "$0")/lacks" && printf '%s ' "$name"; done | sed 's/ $//'
     exit 0
 fi
-[ "$2" = --print-script ] && exec '{sys.executable}' "$@"
+[ "$3" = --print-script ] && exec '{sys.executable}' "$@"
 where=''; [ "$(dirname "$0")" -ef '{self._tools}' ] || where=' in .venv'
 echo "$*$where" >>'{self._calls}'
 printf '%s\\0' "$@" >'{self._calls}.last'
@@ -102,9 +102,9 @@ exit 0
 
     def launched(self) -> argparse.Namespace:
         """What the launcher makes of its words, in the last call."""
-        program, *words = Path(f"{self._calls}.last").read_text().split("\0")[:-1]
-        assert program == f"{self.project}/gaccum_ms/launch.py"
-        return launch._parse(words)
+        option, module, *words = Path(f"{self._calls}.last").read_text().split("\0")[:-1]
+        assert (option, module) == ("-m", "gaccum_ms.launch")
+        return parse(words)
 
 
 def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
@@ -171,7 +171,7 @@ def test_options_reach_the_launcher_and_the_rest_the_script(recorder):
     done = recorder.run(*options)
     assert done.returncode == 0, done.stderr
     given = f"--default-script {recorder.sample} --processes 8 --launcher msrun --log-dir log_output --timeout 0"
-    command = f"{recorder.project}/gaccum_ms/launch.py {given} {' '.join(options)}"
+    command = f"-m gaccum_ms.launch {given} {' '.join(options)}"
     assert recorder.calls() == [command], "nothing is prepared for it as for the sample"
     parsed = recorder.launched()
     assert (parsed.processes, parsed.script, parsed.args) == (2, str(script), ["--epochs", "3"])
@@ -209,7 +209,7 @@ def test_the_samples_own_options_begin_its_words(recorder):
     options = re.findall(r'add_argument\(\s*"(--[a-z-]+)"', recorder.sample.read_text())
     assert len(options) > 5
     for option in options:
-        assert launch._parse(["--default-script", str(recorder.sample), option, "3"]).args == [option, "3"]
+        assert parse(["--default-script", str(recorder.sample), option, "3"]).args == [option, "3"]
 
 
 def test_help_is_shown_wherever_it_is_asked_for(recorder):

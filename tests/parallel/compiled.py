@@ -13,7 +13,6 @@ import no_device
 import numpy as np
 
 import gaccum_ms
-from gaccum_ms import launch
 
 RANKS = 8
 TIME_LIMIT = 1800  # seconds; all cases take two free cores about three minutes
@@ -61,8 +60,8 @@ class Compiler:
         self.out, self.said = folder / "out", folder / "said"
         (self.out / "wanted").mkdir(parents=True)
         worker = Path(__file__).with_name("compile_worker.py")
-        command = [sys.executable, launch.__file__, "--processes", str(RANKS), "--log-dir", str(folder / "log")]
-        command += ["--timeout", str(TIME_LIMIT), str(worker), str(self.out), *names]
+        command = [sys.executable, "-m", "gaccum_ms.launch", "--processes", str(RANKS)]
+        command += ["--log-dir", str(folder / "log"), "--timeout", str(TIME_LIMIT), str(worker), str(self.out), *names]
         with self.said.open("w") as said:
             self.launcher = subprocess.Popen(
                 command, env=environment, cwd=folder, stdout=said, stderr=subprocess.STDOUT

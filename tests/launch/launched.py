@@ -13,7 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gaccum_ms import launch
+import gaccum_ms
+
+ROOT = Path(gaccum_ms.__file__).resolve().parents[1]
+PYTHONPATH = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"  # ours, from any folder
 
 # The launcher ends its own processes after TIMEOUT; should it fail to, the test ends after LIMIT and fails.
 TIMEOUT, LIMIT = 400, 500
@@ -30,13 +33,15 @@ def write(path: Path, text: str) -> Path:
 class Launched:
     """A running launcher whose processes can be found, even those that left its tree.
 
-    It is started in `cwd`, by default the script's folder, by ``python launch.py``, or by `program` (``bash run.sh``,
-    say), after `prefix`, which runs the words after it somewhere else.
+    It is started in `cwd`, by default the script's folder, by ``python -m gaccum_ms.launch``, or by `program`
+    (``bash run.sh``, say), after `prefix`, which runs the words after it somewhere else.
     """
 
     def __init__(self, script: Path, *options: str, args=(), env=None, cwd=None, prefix=(), program=None) -> None:
         self.mark = uuid.uuid4().hex
-        program = program or [sys.executable, launch.__file__, "--timeout", str(TIMEOUT)]
+        if program is None:
+            program = [sys.executable, "-m", "gaccum_ms.launch", "--timeout", str(TIMEOUT)]
+            env = {"PYTHONPATH": PYTHONPATH, **(env or {})}
         command = [*prefix, *program, *options, *([str(script)] if script else []), *args]
         env = {**os.environ, **(env or {}), "TEST_MARK": self.mark}
         self.process = subprocess.Popen(

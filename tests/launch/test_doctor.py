@@ -9,11 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from launched import PYTHONPATH, ROOT
 
-from gaccum_ms import check, gpu
 from gaccum_ms.backend import cpu_instructions
-
-ROOT = Path(check.__file__).resolve().parents[1]
+from gaccum_ms.launch import cuda, doctor
 
 
 def run(*arguments: str, **env: str) -> subprocess.CompletedProcess:
@@ -34,18 +33,19 @@ def test_this_machine_can_train_and_check_says_so():
     assert lines["msrun"].endswith("bin/msrun")
     assert lines["CPU"] == "works"
     assert lines["oneDNN"] == cpu_instructions.description()
-    if not gpu.has_driver():
-        assert lines["GPU"] == f"no: there is no NVIDIA driver ({gpu.DRIVER})"
+    if not cuda.has_driver():
+        assert lines["GPU"] == f"no: there is no NVIDIA driver ({cuda.DRIVER})"
     assert lines["AllReduce"] == "works on 2 processes"
 
 
 def test_a_machine_without_mindspore_gets_the_remedy(tmp_path):
     """Its Python finds no package at all."""
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -s -S "$@"\n')
     python.chmod(0o755)
-    command = [str(python), str(Path(check.__file__))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    command = [str(python), "-m", "gaccum_ms.launch.doctor"]
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 1
     assert "mindspore  not installed" in done.stdout
     assert "broken: mindspore. bash run.sh lets pip install it" in done.stderr
@@ -53,43 +53,43 @@ def test_a_machine_without_mindspore_gets_the_remedy(tmp_path):
 
 
 def test_wrong_versions_are_named():
-    finding = check.check_package("numpy", lambda version: version[0] == "0", "numpy<1")
+    finding = doctor.check_package("numpy", lambda version: version[0] == "0", "numpy<1")
     assert finding == ("numpy", importlib.metadata.version("numpy"), "pip install 'numpy<1'")
-    assert check.check_package("numpy", lambda version: version[0] == "1", "numpy<2").remedy == ""
+    assert doctor.check_package("numpy", lambda version: version[0] == "1", "numpy<2").remedy == ""
 
 
 def test_a_driver_without_the_libraries_is_broken(monkeypatch):
-    monkeypatch.setattr(gpu, "has_driver", lambda: True)
-    monkeypatch.setattr(gpu, "missing_packages", lambda: ["nvidia-cudnn-cu11"])
-    finding = check.check_device("GPU", {**os.environ, "CUDA_HOME": ""})
-    assert finding == ("GPU", "no: nvidia-cudnn-cu11 missing", gpu.REMEDY)
+    monkeypatch.setattr(cuda, "has_driver", lambda: True)
+    monkeypatch.setattr(cuda, "missing_packages", lambda: ["nvidia-cudnn-cu11"])
+    finding = doctor.check_device("GPU", {**os.environ, "CUDA_HOME": ""})
+    assert finding == ("GPU", "no: nvidia-cudnn-cu11 missing", cuda.REMEDY)
 
 
 @pytest.mark.parametrize("driver", [True, False])
 def test_a_cuda_home_of_another_version_is_named(tmp_path, monkeypatch, driver):
     """With a driver it is broken; without one nothing would help, but it is said all the same."""
-    monkeypatch.setattr(gpu, "has_driver", lambda: driver)
-    monkeypatch.setattr(gpu, "missing_packages", lambda: [])
+    monkeypatch.setattr(cuda, "has_driver", lambda: driver)
+    monkeypatch.setattr(cuda, "missing_packages", lambda: [])
     (tmp_path / "mindspore.py").write_text("raise ImportError('this back end does not load')")
     env = {**os.environ, "CUDA_HOME": str(tmp_path), "PYTHONPATH": str(tmp_path)}
     (tmp_path / "bin").mkdir()
     nvcc = tmp_path / "bin" / "nvcc"
-    finding = check.check_device("GPU", env)
+    finding = doctor.check_device("GPU", env)
     assert f"CUDA_HOME={tmp_path} has no bin/nvcc that tells its version, and MindSpore's back end needs CUDA 11" in (
         finding.text
     )
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.4, V12.4.131'\n")
     nvcc.chmod(0o755)
-    finding = check.check_device("GPU", env)
+    finding = doctor.check_device("GPU", env)
     assert f"CUDA_HOME={tmp_path} is CUDA 12.4, and MindSpore's back end needs CUDA 11" in finding.text
     assert finding.remedy == ("unset CUDA_HOME, or set it to a CUDA 11" if driver else "")
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 11.8, V11.8.89'\n")
-    assert gpu.wrong_cuda_home({"CUDA_HOME": str(tmp_path)}) == ""
+    assert cuda.wrong_cuda_home({"CUDA_HOME": str(tmp_path)}) == ""
 
 
 def test_a_device_that_fails_gives_its_reason(tmp_path):
     (tmp_path / "mindspore.py").write_text("raise ImportError('this MindSpore is broken')")
-    finding = check.check_device("CPU", {**os.environ, "PYTHONPATH": str(tmp_path)})
+    finding = doctor.check_device("CPU", {**os.environ, "PYTHONPATH": str(tmp_path)})
     assert finding.text == "fails: ImportError: this MindSpore is broken"
     assert finding.remedy
 
@@ -97,8 +97,8 @@ def test_a_device_that_fails_gives_its_reason(tmp_path):
 @pytest.mark.distributed
 def test_ranks_that_cannot_talk_are_broken(tmp_path, monkeypatch):
     (tmp_path / "mindspore.py").write_text("raise ImportError('this MindSpore is broken')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    finding = check.check_ranks()
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{PYTHONPATH}")
+    finding = doctor.check_ranks()
     assert finding.text.startswith("fails on 2 processes:\nerror: ")
     assert "this MindSpore is broken" in finding.text
     assert finding.remedy

@@ -1,4 +1,4 @@
-"""What the guards of a launch report (see `rank.py`), and what follows: go on, all is well, or why it failed."""
+"""What the guards of a launch report (see `guard.py`), and what follows: go on, all is well, or why it failed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import socket
 import time
 from pathlib import Path
 
-from gaccum_ms.cluster import Cluster, LaunchError
-from gaccum_ms.nodes import Message
-from gaccum_ms.rank import ASK, LET_GO, SCHEDULER
+from gaccum_ms.launch.cluster import Cluster, LaunchError
+from gaccum_ms.launch.guard import ASK, LET_GO, SCHEDULER
+from gaccum_ms.launch.logs import last_lines, rank_logs
+from gaccum_ms.launch.wire import Message
 
-TAIL_LINES = 20
-TAIL_LINE_BYTES = 2000
 SCHEDULER_GRACE_SECONDS = 5.0  # a mistake that ends a rank may end the scheduler sooner; the rank says more
 HOST_0_GRACE_SECONDS = 10.0  # a rank may fail before host 0, which should hear of it, is there
 EXIT_SECONDS = 5.0  # for the exit handlers of a script that has failed; then its process is ended
@@ -218,27 +217,6 @@ class Ranks:
             why = f"{self._names(sorted(self._over))} ended with exit code 0, and {self._names(going)} {_has(going)}"
             where = f"stood still for {limit:g} s since (in {self._still[going[0]][1]}); all ranks were ended."
             raise LaunchError(f"{why} {where} If that is meant, give --end-timeout 0.")
-
-
-def rank_folder(log_dir: Path, rank: int | str) -> Path:
-    """Return the folder with one rank's ``stdout`` and ``stderr``."""
-    return log_dir / "1" / f"rank.{rank}"
-
-
-def rank_logs(log_dir: Path, rank: int) -> str:
-    """Return the ends of one rank's logs."""
-    return "".join(last_lines(rank_folder(log_dir, rank) / name) for name in ("stdout", "stderr"))
-
-
-def last_lines(path: Path, count: int = TAIL_LINES) -> str:
-    """Return the end of a log, indented, under its path; nothing where it is empty."""
-    end = b""
-    if path.exists():
-        with path.open("rb") as log:
-            log.seek(max(0, path.stat().st_size - count * TAIL_LINE_BYTES))
-            end = log.read()
-    lines = end.decode(errors="replace").splitlines()[-count:]
-    return "\n".join(["", f"the end of {path}:", *(f"    {line}" for line in lines)]) if lines else ""
 
 
 def _scheduler_logs(log_dir: Path) -> list[Path]:

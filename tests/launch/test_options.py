@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from gaccum_ms import launch
+from gaccum_ms.launch import options
 
 SCRIPT = __file__
 
 
 def parse(*words):
-    return launch._parse(list(words))
+    return options.parse(list(words))
 
 
 @pytest.mark.parametrize("words", [["--processes=2"], ["--processes", "2"], ["-n", "2"], ["-n2"], ["-n=2"]])
@@ -31,7 +27,7 @@ def test_options_may_follow_the_option_script():
 
 
 def test_the_default_script_is_the_last_resort():
-    other = str(Path(launch.__file__))
+    other = options.__file__
     default = ["--default-script", other]
     assert parse(*default, "--epochs", "3").script == other
     assert parse(*default, "--epochs", "3").args == ["--epochs", "3"]
@@ -100,9 +96,7 @@ def test_a_short_secret_in_the_environment_is_refused_and_a_long_one_taken(monke
         parse(SCRIPT)
 
 
-def test_it_is_a_module_to_run():
-    command = [sys.executable, "-m", "gaccum_ms.launch", "--help"]
-    root = Path(launch.__file__).parents[1]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
-    assert done.stdout.startswith("usage: python -m gaccum_ms.launch [options] script [its arguments]")
-    assert "--default-script" not in done.stdout
+@pytest.mark.parametrize("name", ["--tune-cpu", "--tune-cpu-threads"])
+def test_the_option_to_tune_has_its_old_name_too(name):
+    assert parse(name, SCRIPT).tune_cpu_threads
+    assert not parse(SCRIPT).tune_cpu_threads

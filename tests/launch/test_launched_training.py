@@ -12,12 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
-from launched import Launched
+from launched import ROOT, Launched
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-WORKER = HERE / "training_worker.py"
-PYTHONPATH = {"PYTHONPATH": str(ROOT)}
+WORKER = Path(__file__).resolve().with_name("training_worker.py")
 FOR_EVER = "1000000"
 pytestmark = pytest.mark.distributed
 
@@ -74,7 +71,7 @@ def test_two_launches_at_once_with_spaces_in_every_path_and_variables_of_another
 @pytest.mark.parametrize("end", ["killed", "raises"])
 def test_a_rank_that_ends_in_training_ends_the_others_in_their_allreduce(tmp_path, end):
     arguments = [str(tmp_path), FOR_EVER, *(["1"] if end == "raises" else [])]
-    launched = Launched(WORKER, "-n", "2", args=arguments, env=PYTHONPATH, cwd=tmp_path)
+    launched = Launched(WORKER, "-n", "2", args=arguments, cwd=tmp_path)
     rank_1 = wait_for_step(launched, tmp_path, rank=1, step=4)
     begin = time.monotonic()
     if end == "killed":
@@ -101,7 +98,7 @@ def test_a_rank_may_be_late_for_a_collective(tmp_path, waits, monkeypatch):
         "time.sleep(float(sys.argv[1]) * get_rank())\n"
         "print(ops.AllReduce()(ms.Tensor([1.0])).asnumpy())"
     )
-    env = {**PYTHONPATH, **({"MS_CPU_COMM_OP_TIMEOUT": waits} if waits else {})}
+    env = {"MS_CPU_COMM_OP_TIMEOUT": waits} if waits else {}
     done = Launched(script, "-n", "2", args=["15" if waits else "42"], env=env).finish()
     if waits:
         assert done.stderr.startswith("error: rank 0 failed with exit code 1"), done.stderr
@@ -163,7 +160,7 @@ def test_mpirun_trains_and_keeps_logs_as_msrun_does(tmp_path, mpirun):
     script = tmp_path / "a script.py"
     shutil.copy(WORKER, script)
     options = ["-n", "2", "--launcher", "mpirun", "--log-dir", "log output"]
-    done = Launched(script, *options, args=[str(tmp_path), "5"], env={**STALE, **PYTHONPATH}).finish()
+    done = Launched(script, *options, args=[str(tmp_path), "5"], env=STALE).finish()
     assert done.returncode == 0, done.stderr
     assert_trained(tmp_path, 2)
     logs = tmp_path / "log output" / "1"
@@ -180,7 +177,7 @@ def test_more_ranks_than_samples_train(tmp_path):
         (tmp_path / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, 1) + bytes(1))
     sample = ROOT / "sample_code" / "distributed_gradient_accumulation" / "train.py"
     arguments = ["--epochs", "2", "--print-every", "1", "--micro-size", "1"]
-    env = {**PYTHONPATH, "DATA_PATH": str(tmp_path)}
+    env = {"DATA_PATH": str(tmp_path)}
     done = Launched(sample, "-n", "2", args=arguments, env=env, cwd=tmp_path).finish()
     assert done.returncode == 0, done.stderr
     for rank in range(2):

@@ -11,9 +11,10 @@ from threading import Thread
 
 import pytest
 
-from gaccum_ms import nodes
-from gaccum_ms.cluster import Cluster, LaunchError
-from gaccum_ms.nodes import MESSAGE_BYTES, STRANGER_BYTES, STRANGERS, Host0, OtherHost, link
+from gaccum_ms.launch import hosts
+from gaccum_ms.launch.cluster import Cluster, LaunchError
+from gaccum_ms.launch.hosts import STRANGERS, Host0, OtherHost, link
+from gaccum_ms.launch.wire import MESSAGE_BYTES, STRANGER_BYTES
 
 SECRET = b"a secret of sixteen letters"
 
@@ -35,7 +36,7 @@ def host_0(secret: bytes = SECRET) -> Iterator[Host0]:
 @pytest.fixture
 def other(monkeypatch) -> Iterator:
     """Makes host 1, which takes the loopback address for another host's."""
-    monkeypatch.setattr(nodes, "is_local", lambda address: False)
+    monkeypatch.setattr(hosts, "is_local", lambda address: False)
     with contextlib.ExitStack() as stack:
         yield lambda host, secret=SECRET: stack.enter_context(
             link(cluster(1, host.cluster.master_port, secret)),
@@ -122,26 +123,26 @@ def test_a_proof_is_good_for_one_connection():
                 time.sleep(0.05)
                 host.receive()
                 sent = connection.recv(100).strip()
-                proof = nodes._proof(SECRET, b"other", challenge or sent, b"mine")
+                proof = hosts._proof(SECRET, b"other", challenge or sent, b"mine")
                 connection.sendall(b"mine " + proof + b"\n")
                 time.sleep(0.05)
                 host.receive()
-                good = nodes._proof(SECRET, b"host 0", sent, b"mine")
+                good = hosts._proof(SECRET, b"host 0", sent, b"mine")
                 assert connection.recv(100) == (b"refused\n" if challenge else good + b"\n")
 
 
 def test_silent_strangers_do_not_keep_a_host_out(other, monkeypatch):
-    monkeypatch.setattr(nodes, "STRANGER_SECONDS", 0.5)
+    monkeypatch.setattr(hosts, "STRANGER_SECONDS", 0.5)
     with host_0() as host, contextlib.ExitStack() as stack:
         for _ in range(STRANGERS + 5):
             address = "127.0.0.1", host.cluster.master_port + 1
             stack.enter_context(socket.create_connection(address, timeout=5))
         host.receive()
         assert len(host._unknown) == STRANGERS
-        monkeypatch.setattr(nodes, "STRANGER_SECONDS", 0.1)
+        monkeypatch.setattr(hosts, "STRANGER_SECONDS", 0.1)
         time.sleep(0.2)
         host.receive()
-        monkeypatch.setattr(nodes, "STRANGER_SECONDS", 5.0)
+        monkeypatch.setattr(hosts, "STRANGER_SECONDS", 5.0)
         assert both_talk(host, other(host)) == [{"rank": 1, "code": 0}]
 
 

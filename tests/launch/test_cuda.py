@@ -9,13 +9,14 @@ from pathlib import Path
 
 import no_device
 import pytest
+from launched import PYTHONPATH, ROOT
 
-from gaccum_ms import gpu
+from gaccum_ms.launch import cuda
 
 
 @pytest.fixture(scope="module")
 def libraries() -> None:
-    if missing := gpu.missing_packages():
+    if missing := cuda.missing_packages():
         pytest.skip(f"the extra 'gpu' is not installed: {', '.join(missing)}")
 
 
@@ -29,39 +30,40 @@ def driver(tmp_path_factory) -> Path:
     return folder
 
 
-def with_driver(driver: Path, *command: str, **env: str) -> subprocess.CompletedProcess:
-    env = {**{k: v for k, v in os.environ.items() if k != "CUDA_HOME"}, "LD_LIBRARY_PATH": str(driver), **env}
+def with_driver(driver: Path, *command: str, **variables: str) -> subprocess.CompletedProcess:
+    env = {**{k: v for k, v in os.environ.items() if k != "CUDA_HOME"}, "LD_LIBRARY_PATH": str(driver)}
+    env |= {"PYTHONPATH": PYTHONPATH, **variables}
     return subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=600)
 
 
 def test_without_a_driver_nothing_is_changed(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "DRIVER", "libcuda_that_is_not_there.so.1")
-    assert gpu.environment(tmp_path / "cuda", {}) == {}
+    monkeypatch.setattr(cuda, "DRIVER", "libcuda_that_is_not_there.so.1")
+    assert cuda.environment(tmp_path / "cuda", {}) == {}
     assert not (tmp_path / "cuda").exists()
 
 
 def test_a_cuda_of_the_users_own_is_kept(driver, tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "DRIVER", str(driver / gpu.DRIVER))
-    assert gpu.environment(tmp_path / "cuda", {"CUDA_HOME": "/usr/local/cuda"}) == {}
+    monkeypatch.setattr(cuda, "DRIVER", str(driver / cuda.DRIVER))
+    assert cuda.environment(tmp_path / "cuda", {"CUDA_HOME": "/usr/local/cuda"}) == {}
 
 
 def test_missing_packages_are_named_as_pip_knows_them(monkeypatch, tmp_path):
     for folder, library in (("cublas", "libcublas.so.11"), ("cudnn", "libcudnn.so.9")):
         (tmp_path / "nvidia" / folder / "lib").mkdir(parents=True)
         (tmp_path / "nvidia" / folder / "lib" / library).touch()
-    monkeypatch.setattr(gpu, "_folders", lambda name: [tmp_path / name])
-    missing = gpu.missing_packages()
+    monkeypatch.setattr(cuda, "_folders", lambda name: [tmp_path / name])
+    missing = cuda.missing_packages()
     assert "nvidia-cublas-cu11" not in missing
     assert "nvidia-cudnn-cu11" in missing, "version 9 is not version 8"
-    assert len(missing) == len(gpu.LIBRARIES) - 1
-    setup = (Path(gpu.__file__).parents[1] / "setup.py").read_text()
-    assert all(f'"{package}' in setup for package in gpu.LIBRARIES.values())
+    assert len(missing) == len(cuda.LIBRARIES) - 1
+    setup = (ROOT / "setup.py").read_text()
+    assert all(f'"{package}' in setup for package in cuda.LIBRARIES.values())
 
 
 def test_every_library_of_the_back_end_is_found(libraries, driver, tmp_path):
     """By the loader itself, which lists what it finds for MindSpore's plug-ins."""
-    variables = gpu.lay_out(tmp_path / "cu da", {"LD_LIBRARY_PATH": str(driver)})
-    plugins = gpu._package("mindspore") / "lib" / "plugin"
+    variables = cuda.lay_out(tmp_path / "cu da", {"LD_LIBRARY_PATH": str(driver)})
+    plugins = cuda._package("mindspore") / "lib" / "plugin"
     for name in ("libmindspore_gpu.so.11.6", "gpu11.6/libnvidia_collective.so", "gpu/libcuda_ops.so.11"):
         command = ["ldd", str(plugins / name)]
         listed = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=600)
@@ -75,7 +77,7 @@ def test_mindspore_loads_its_gpu_back_end_and_misses_nothing_but_the_device(libr
     script.write_text("import mindspore as ms\nms.set_device('GPU')\nprint(ms.Tensor([1.0]) + 1)")
     bare = with_driver(driver, str(script))
     assert "Unsupported device target GPU" in bare.stderr, "without the environment there is no such back end"
-    variables = gpu.lay_out(tmp_path / "cu da", {"LD_LIBRARY_PATH": str(driver)})
+    variables = cuda.lay_out(tmp_path / "cu da", {"LD_LIBRARY_PATH": str(driver)})
     done = with_driver(driver, str(script), **variables)
     assert done.returncode != 0
     assert "Unsupported device target" not in done.stderr
@@ -86,8 +88,8 @@ def test_mindspore_loads_its_gpu_back_end_and_misses_nothing_but_the_device(libr
 def test_the_launcher_hands_the_environment_to_the_ranks(libraries, driver, tmp_path):
     script = tmp_path / "script.py"
     script.write_text('import os\nprint(os.environ["CUDA_HOME"])\nprint(os.environ["LD_LIBRARY_PATH"])')
-    launcher = str(Path(gpu.__file__).with_name("launch.py"))
-    done = with_driver(driver, launcher, "-n", "1", "--timeout", "60", "--log-dir", str(tmp_path / "log"), str(script))
+    options = ["-n", "1", "--timeout", "60", "--log-dir", str(tmp_path / "log")]
+    done = with_driver(driver, "-m", "gaccum_ms.launch", *options, str(script))
     assert done.returncode == 0, done.stderr
     home, search, *_ = done.stdout.splitlines()
     assert home == f"{tmp_path}/log/.cuda"
@@ -95,12 +97,12 @@ def test_the_launcher_hands_the_environment_to_the_ranks(libraries, driver, tmp_
 
 
 def test_check_names_a_gpu_that_cannot_be_used(libraries, driver):
-    """Two of the self-check's lines; all of it is run in test_check.py."""
+    """Two of the self-check's lines; all of it is run in test_doctor.py."""
     program = (
-        "import os, tempfile\nfrom pathlib import Path\nfrom gaccum_ms import check, gpu\n"
-        "env = dict(os.environ)\nenv |= gpu.environment(Path(tempfile.mkdtemp()), env)\n"
-        "print(check.check_device('GPU', env))"
+        "import os, tempfile\nfrom pathlib import Path\nfrom gaccum_ms.launch import cuda, doctor\n"
+        "env = dict(os.environ)\nenv |= cuda.environment(Path(tempfile.mkdtemp()), env)\n"
+        "print(doctor.check_device('GPU', env))"
     )
-    done = with_driver(driver, "-c", program, PYTHONPATH=str(Path(gpu.__file__).parents[1]))
+    done = with_driver(driver, "-c", program)
     assert "CUDA driver version is insufficient" in done.stdout
     assert "nvidia-smi" in done.stdout

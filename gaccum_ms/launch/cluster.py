@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from gaccum_ms.rank import JOB, TUNE
+from gaccum_ms.launch.guard import JOB, TUNE
 
 MASTER_PORT = 8118  # msrun's own default
 

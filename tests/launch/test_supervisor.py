@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 from launched import Launched, write
 
-from gaccum_ms import rank as rank_program
-from gaccum_ms.cluster import Cluster, LaunchError
-from gaccum_ms.ranks import EXIT_SECONDS, Ranks
+from gaccum_ms.launch.cluster import Cluster, LaunchError
+from gaccum_ms.launch.supervisor import EXIT_SECONDS, Ranks
 
 GO_ON = 'if rank != 1: open("waits", "w"); time.sleep(1000)\nwhile not os.path.exists("waits"): time.sleep(0.1)\n'
 pytestmark = pytest.mark.distributed
@@ -43,31 +40,6 @@ def test_exit_handlers_of_a_rank_that_fails_have_time(tmp_path):
     done = Launched(script, "-n", "2").finish()
     assert done.stderr.startswith("error: rank 1 failed with exit code 1;")
     assert (tmp_path / "last").exists()
-
-
-@pytest.mark.parametrize(
-    "end",
-    [
-        "1 / 0",
-        "sys.excepthook = lambda *_: print('hook')\n1 / 0",
-        "sys.exit('no such thing')",
-        "sys.exit(300)",
-        "sys.exit(-1)",
-        "1 +",
-        "raise KeyboardInterrupt",
-        "sys.stdout.close()\nsys.stderr.close()\nsys.exit(3)",
-    ],
-)
-def test_a_rank_that_fails_says_what_python_says_and_ends_as_it_does(tmp_path, end):
-    script = tmp_path / "script.py"
-    script.write_text("import sys\n" + end)
-    env = {**os.environ, "MS_ROLE": "MS_WORKER", "RANK_ID": "0", rank_program.JOB: "1-nobody"}
-    ways = ([sys.executable, script], [sys.executable, rank_program.__file__, script])
-    python, ours = (subprocess.run(way, env=env, capture_output=True, text=True, timeout=60) for way in ways)
-    assert ours.returncode == python.returncode != 0
-    assert ours.stdout == python.stdout
-    if end != "raise KeyboardInterrupt":  # which Python prints itself, with our lines
-        assert ours.stderr == python.stderr
 
 
 @pytest.mark.parametrize("how", ["sys.exit(0)", "os._exit(0)"])
@@ -178,7 +150,7 @@ def test_ranks_that_go_on_are_left_alone_unless_all_stand_still(tmp_path):
 
 
 def test_a_launch_that_is_stopped_as_a_whole_may_wait(tmp_path, monkeypatch):
-    monkeypatch.setattr("gaccum_ms.ranks.STOPPED_SECONDS", -1.0)
+    monkeypatch.setattr("gaccum_ms.launch.supervisor.STOPPED_SECONDS", -1.0)
     ranks = Ranks(Cluster(processes=2, master_port=1), tmp_path)
     ranks.note({"rank": 0, "stopped": True})
     ranks.note({"rank": 1, "stopped": True})

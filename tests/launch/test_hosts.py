@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from launched import Launched, write
 
-HERE = Path(__file__).resolve().parent
-WORKER = HERE / "training_worker.py"
+WORKER = Path(__file__).resolve().with_name("training_worker.py")
 ADDRESS = "10.231.77.1"
 pytestmark = pytest.mark.distributed
 
@@ -51,7 +50,7 @@ def start(hosts: list[list[str]], script: Path, cwd: Path, number: int, *options
 
 
 def test_two_hosts_train_as_one(hosts, tmp_path):
-    env = {"PYTHONPATH": str(HERE.parent), "GACCUM_MS_SECRET": "known to both of them"}
+    env = {"GACCUM_MS_SECRET": "known to both of them"}
     both = [start(hosts, WORKER, tmp_path, number, args=[str(tmp_path), "5"], env=env) for number in range(2)]
     for number, launched in enumerate(both):
         done = launched.finish()

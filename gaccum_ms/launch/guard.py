@@ -1,8 +1,8 @@
 """One rank's life: a guard outside its process, and inside it the wait for the others before it leaves.
 
-The launcher starts ``rank.py --guard LOG_DIR SCRIPT ...`` for each rank. The guard keeps the rank's output in
+The launcher starts ``guard.py --guard LOG_DIR SCRIPT ...`` for each rank. The guard keeps the rank's output in
 ``LOG_DIR/1/rank.N/stdout`` and ``stderr``, tells the launcher its process id and its exit code, whichever of msrun and
-mpirun stands between them, and ends it when the launcher is gone. It starts ``rank.py SCRIPT ...``, which runs the
+mpirun stands between them, and ends it when the launcher is gone. It starts ``guard.py SCRIPT ...``, which runs the
 script as Python would. It tells the launcher that the script has failed, or has come to its end, before the process
 ends, which may take long: Python waits for threads. At its end it waits for the other ranks: one that leaves first can
 break the collective that the others are still in, because what it sent them goes with it. While the script runs, a

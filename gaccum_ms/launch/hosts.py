@@ -14,103 +14,18 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import json
 import secrets
-import select
 import socket
 import sys
 import time
 
-from gaccum_ms.cluster import SECRET, Cluster, LaunchError, bind, is_local
-
-Message = dict[str, object]
+from gaccum_ms.launch.cluster import SECRET, Cluster, LaunchError, bind, is_local
+from gaccum_ms.launch.wire import Message, Wire
 
 CONNECT_SECONDS = 1.0
-SEND_SECONDS = 10.0
-LOST_AFTER_SECONDS = 20  # a host that answers nothing for so long is lost
-SECRET_BYTES = 16  # at least
 STRANGERS = 32  # connections at a time that have not shown that they know the secret
 STRANGER_SECONDS = 10.0  # in which to show it
-STRANGER_BYTES = 256  # in which to show it
-MESSAGE_BYTES = 4 << 20  # the ends of a few logs, in JSON
 REFUSED = b"refused"
-
-
-class Wire:
-    """One connection: lines, of which those after the first are messages in JSON."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
-        self._buffer = b""
-        self._limit = STRANGER_BYTES
-        self.trusted = False
-        self.closed = False
-        connection.settimeout(SEND_SECONDS)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in (
-            (socket.TCP_KEEPIDLE, 5),
-            (socket.TCP_KEEPINTVL, 5),
-            (socket.TCP_KEEPCNT, LOST_AFTER_SECONDS // 5 - 1),
-            (socket.TCP_USER_TIMEOUT, LOST_AFTER_SECONDS * 1000),
-        ):
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-    def trust(self) -> None:
-        """From here on, take messages."""
-        self.trusted, self._limit = True, MESSAGE_BYTES
-
-    def send(self, message: Message) -> None:
-        """Send a message; a connection that does not take it is closed."""
-        self.send_line(json.dumps(message).encode())
-
-    def send_line(self, line: bytes) -> None:
-        """Send a line; a connection that does not take it is closed."""
-        try:
-            self._socket.sendall(line + b"\n")
-        except OSError:
-            self.closed = True
-
-    def line(self, seconds: float = 0.0) -> bytes | None:
-        """Return the next line, after waiting at most `seconds` for it."""
-        give_up = time.monotonic() + seconds
-        while True:
-            self._read(max(0.0, give_up - time.monotonic()))
-            line, newline, rest = self._buffer.partition(b"\n")
-            if newline:
-                self._buffer = rest
-                return line
-            if self.closed or time.monotonic() >= give_up:
-                return None
-
-    def receive(self) -> list[Message]:
-        """Return the messages that have come; does not wait for more. Who talks something else is cut off."""
-        self._read()
-        *lines, self._buffer = self._buffer.split(b"\n")
-        try:
-            return [dict(json.loads(line)) for line in lines]
-        except (ValueError, TypeError, RecursionError):
-            self.closed = True
-            return []
-
-    def _read(self, seconds: float = 0.0) -> None:
-        """Read what has come, or the first of it within `seconds`; who sends a line without an end is cut off."""
-        try:
-            while not self.closed and select.select([self._socket], [], [], seconds)[0]:
-                seconds = 0.0
-                data = self._socket.recv(min(65536, self._limit + 1 - len(self._buffer)))
-                self._buffer += data
-                self.closed = not data
-                if len(self._buffer) > self._limit:
-                    if b"\n" not in self._buffer:
-                        self.closed, self._buffer = True, b""
-                    return
-        except OSError:
-            self.closed = True
-
-    def close(self) -> None:
-        """Close the connection."""
-        self.closed = True
-        self._socket.close()
 
 
 class Link:

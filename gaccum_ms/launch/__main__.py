@@ -1,0 +1,65 @@
+"""Start a script on several processes, of one host or of several, and end them together.
+
+    python -m gaccum_ms.launch --processes 8 train.py --epochs 3
+
+starts one tree of processes::
+
+    this program ── msrun or mpirun ── one guard per rank (`guard.py`) ── the rank, which runs the script
+
+Each rank's output is in ``log_output/1/rank.N/stdout`` and ``stderr``. The guards tell this program how their ranks
+fare, so it learns which rank failed first in the same way from either launcher.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import signal
+import sys
+import time
+from types import FrameType
+
+from gaccum_ms.launch.cluster import SECRET, Cluster, LaunchError, left_out
+from gaccum_ms.launch.job import SIGNALS, launch
+from gaccum_ms.launch.logs import rank_folder
+from gaccum_ms.launch.options import parse
+from gaccum_ms.launch.output import show
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Read the command line, launch, and return the exit code."""
+    options = parse(sys.argv[1:] if argv is None else argv)
+    if options.print_script:
+        show(f"{options.script}\n".encode())
+        return 0
+    if importlib.util.find_spec("psutil") is None:
+        print("error: 'psutil' is not installed (pip install psutil).", file=sys.stderr)
+        return 2
+    for number in SIGNALS:
+        signal.signal(number, _stop)
+    log_dir = options.log_dir.resolve()
+    names = [field.name for field in dataclasses.fields(Cluster)]
+    cluster = Cluster(**{name: getattr(options, name) for name in names})
+    notes = left_out(os.environ)
+    if cluster.nodes > 1 and cluster.node_rank == 0 and not cluster.secret:
+        who = f"whoever can reach {cluster.master_addr}, port {cluster.master_port + 1}, can end this launch"
+        notes.append(f"without {SECRET} or --secret-file {who}")
+    show("".join(f"note: {note}\n" for note in notes).encode())
+    begin = time.monotonic()
+    try:
+        launch(cluster, [options.script, *options.args], log_dir, options.timeout)
+    except LaunchError as error:
+        print(f"error: {error}\nlogs: {log_dir}", file=sys.stderr)
+        return error.code
+    seconds_taken = time.monotonic() - begin
+    show(f"{cluster.size} ranks finished in {seconds_taken:.0f} s; logs: {rank_folder(log_dir, 'N')}\n".encode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""One launch: its processes are started together, heard while they run, and ended together.
+
+Every process that it starts carries one variable of its environment, by which all of them are found and ended: ending
+msrun alone leaves its workers running.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from gaccum_ms.launch import cuda, guard
+from gaccum_ms.launch.cluster import JOB, Cluster, LaunchError, held_port
+from gaccum_ms.launch.hosts import Link, link
+from gaccum_ms.launch.logs import last_lines, locked, mark, prepare, rank_folder, rank_logs, why_full
+from gaccum_ms.launch.output import Tail
+from gaccum_ms.launch.supervisor import Ranks, Reports
+from gaccum_ms.launch.wire import Message
+
+POLL_SECONDS = 0.2
+LOOK_SECONDS = 1.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def launch(cluster: Cluster, command: list[str], log_dir: Path, timeout: float = 0) -> None:
+    """Run `command` on every rank until all have ended, showing the output of this host's first rank meanwhile.
+
+    Args:
+        cluster (Cluster): The ranks and hosts.
+        command (list[str]): The script that each rank runs, and its arguments.
+        log_dir (Path): Where the logs go. One launch at a time can use it.
+        timeout (float): Seconds after which all ranks are ended. 0: never.
+
+    Raises:
+        LaunchError: If the launch cannot start, a rank fails, or time runs out; no process is left then.
+    """
+    with locked(log_dir):
+        prepare(cluster, log_dir)
+        try:
+            with contextlib.ExitStack() as stack:
+                if cluster.node_rank == 0:
+                    port = stack.enter_context(held_port(cluster.master_addr, cluster.master_port))
+                    cluster = dataclasses.replace(cluster, master_port=port)
+                hosts = stack.enter_context(link(cluster))
+                job = f"{os.getpid()}-{uuid.uuid4().hex}"
+                reports = stack.enter_context(Reports(job))
+                _Launch(cluster, log_dir, hosts, reports, job).run(command, timeout)
+        except LaunchError as error:
+            full = why_full(log_dir)
+            raise LaunchError(f"{error}\n{full}", error.code) if full else error from None
+
+
+class _Launch:
+    """One launch under way."""
+
+    def __init__(self, cluster: Cluster, log_dir: Path, hosts: Link, reports: Reports, job: str) -> None:
+        self._cluster, self._log_dir, self._hosts, self._reports, self._job = cluster, log_dir, hosts, reports, job
+        self._ranks = Ranks(cluster, log_dir)
+        self._begin = self._looked = time.monotonic()
+
+    def run(self, command: list[str], timeout: float) -> None:
+        tail = Tail(rank_folder(self._log_dir, self._cluster.local_ranks[0]) / "stdout")
+        end: Message = {"end": True, "error": f"host {self._cluster.node_rank} was told to end.", "code": 1}
+        try:
+            process = self._start(command)
+            while not self._ranks.ended:
+                self._pass_on(self._news(process, timeout))
+                tail.copy()
+                if tail.unread:  # `| head` has seen enough
+                    end["error"] = f"nobody reads the output of host {self._cluster.node_rank}."
+                    raise SystemExit(128 + signal.SIGPIPE)
+                self._ranks.check(self._hosts.absent())
+            end = {"end": True}
+        except LaunchError as error:
+            end |= {"error": str(error), "code": error.code}
+            raise
+        finally:
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_IGN)  # a second Ctrl+C must not leave processes behind
+            self._hosts.send(end)
+            end_all(self._job)
+            tail.copy()
+
+    def _start(self, command: list[str]) -> subprocess.Popen:
+        """Start `command` on this host's ranks, and MindSpore's scheduler where the launcher does not."""
+        env = self._cluster.environment(os.environ, len(os.sched_getaffinity(0))) | {JOB: self._job}
+        of_cuda = cuda.environment(self._log_dir / ".cuda", env)
+        if of_cuda:
+            mark(self._log_dir / ".cuda")
+        env |= of_cuda
+        prefix = self._cluster.command(self._log_dir, env)
+        # -I: modules of the user's folders are not for the guard
+        guarded = ["-I", guard.__file__, "--guard", str(self._log_dir), *command]
+        logs = self._log_dir / self._cluster.launcher
+        if self._cluster.launcher == "mpirun":
+            scheduler = [sys.executable, *guarded]
+            _spawn(scheduler, logs / "scheduler.log", env | {"MS_ROLE": "MS_SCHED"})
+        return _spawn([*prefix, *guarded], logs / f"{self._cluster.launcher}.log", env)
+
+    def _news(self, process: subprocess.Popen, timeout: float) -> list[Message]:
+        """What has happened on this host, after waiting a moment for something to happen."""
+        ended = process.poll() is not None  # asked first: what its guards said before is then there to be read
+        news = self._reports.read(POLL_SECONDS)
+        now = time.monotonic()
+        if now - self._looked > LOOK_SECONDS:
+            news += self._ranks.look()
+            self._looked = now
+            if self._ranks.one_is_over:
+                for number in set(self._ranks.running()) & set(self._cluster.local_ranks):
+                    self._reports.ask(number)
+        for message in news:
+            if message.get("code") or "fails" in message:
+                number = int(str(message["rank"]))
+                message["log"] = rank_logs(self._log_dir, number)
+        if ended and (silent := self._ranks.silent(news)):
+            what = f"{self._cluster.launcher} ended with exit code {process.returncode}; ranks {silent} never finished"
+            log = last_lines(self._log_dir / self._cluster.launcher / f"{self._cluster.launcher}.log")
+            news.append({"error": f"{what}{log}", "code": 1})
+        if timeout and now - self._begin > timeout:
+            what = f"time ran out: ranks {self._ranks.running()} had not ended after {timeout:g} s; all were ended."
+            news.append({"error": what, "code": 124})
+        return news
+
+    def _pass_on(self, news: list[Message]) -> None:
+        """Take in what has happened here and on other hosts, and tell who needs to know."""
+        if self._cluster.node_rank != 0:
+            for message in news:
+                self._hosts.send(message)
+        had_leave, had_over = self._ranks.may_leave, self._ranks.one_is_over
+        for message in [*news, *self._hosts.receive()]:
+            self._ranks.note(message)
+        if self._cluster.node_rank == 0 and self._ranks.one_is_over and not had_over:
+            self._hosts.send({"over": True})
+        if self._ranks.may_leave and not had_leave:
+            if self._cluster.node_rank == 0:
+                self._hosts.send({"go": True})
+            for number in self._cluster.local_ranks:
+                self._reports.let_go(number)
+
+
+def _spawn(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen:
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+
+def end_all(job: str, grace_seconds: float = 3.0) -> None:
+    """End every process of one launch: SIGTERM, `grace_seconds` later SIGKILL, until none is left."""
+    import psutil
+
+    def running() -> Iterator[psutil.Process]:
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(JOB) == job and process.pid != os.getpid():
+                    yield process
+
+    kill_from = time.monotonic() + grace_seconds
+    while left := list(running()):
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill() if time.monotonic() > kill_from else process.terminate()
+        psutil.wait_procs(left, timeout=0.5)

@@ -1,0 +1,105 @@
+"""The log folder of a launch: who may write to it, what in it is replaced, and what ranks have left there."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from gaccum_ms.launch.cluster import Cluster, LaunchError
+
+FOLDERS = ("1", "msrun", "mpirun", ".cuda")  # in the log folder; each launch makes its own anew
+MARK = ".made-by-gaccum_ms"  # a file in what a launch has made: a folder without it is somebody's, and stays
+PROBE_BYTES = 65536
+TAIL_LINES = 20
+TAIL_LINE_BYTES = 2000
+
+
+@contextlib.contextmanager
+def locked(log_dir: Path) -> Iterator[None]:
+    """Make the log folder and keep other launches out of it."""
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        lock = (log_dir / ".lock").open("a")
+    except OSError as error:
+        raise _unwritable(log_dir, error) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LaunchError(f"another launch writes to '{log_dir}'. Name another --log-dir.", 2) from None
+        yield
+
+
+def prepare(cluster: Cluster, log_dir: Path) -> None:
+    """Remove an older launch's logs, which would be taken for ours, and make the folders of this host's ranks."""
+    old = [log_dir / name for name in FOLDERS if os.path.lexists(log_dir / name)]
+    for folder in old:
+        if not _made_by_a_launch(folder):
+            why = f"'{folder}' was not made by a launch, and would have to be replaced"
+            raise LaunchError(f"{why}. Name another --log-dir, or move it away.", code=2)
+    try:
+        for folder in old:
+            shutil.rmtree(folder)
+        for folder in (log_dir / cluster.launcher, *(rank_folder(log_dir, number) for number in cluster.local_ranks)):
+            folder.mkdir(parents=True)
+            mark(folder)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise _unwritable(log_dir, error) from error
+    if full := why_full(log_dir):
+        raise LaunchError(full, 2)
+
+
+def _made_by_a_launch(path: Path) -> bool:
+    """Tell whether a folder is marked, or has nothing in it but such folders."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    return (path / MARK).is_file() or all(_made_by_a_launch(entry) for entry in path.iterdir())
+
+
+def mark(folder: Path) -> None:
+    """Note that a launch has made this folder."""
+    (folder / MARK).write_text("The next launch with the same --log-dir replaces this folder.\n")
+
+
+def why_full(log_dir: Path) -> str:
+    """Why the log folder takes no more data, or nothing. Ranks that cannot write fail, and cannot write why."""
+    try:
+        with tempfile.TemporaryFile(dir=log_dir, buffering=0) as probe:
+            left = PROBE_BYTES
+            while left:
+                left -= probe.write(bytes(left))
+    except OSError as error:
+        return f"'{log_dir}' takes no more logs: {error.strerror}. Make room there, or name another --log-dir."
+    return ""
+
+
+def _unwritable(log_dir: Path, error: OSError) -> LaunchError:
+    return LaunchError(f"cannot write logs to '{log_dir}': {error.strerror}. Name another --log-dir.", code=2)
+
+
+def rank_folder(log_dir: Path, rank: int | str) -> Path:
+    """Return the folder with one rank's ``stdout`` and ``stderr``."""
+    return log_dir / "1" / f"rank.{rank}"
+
+
+def rank_logs(log_dir: Path, rank: int) -> str:
+    """Return the ends of one rank's logs."""
+    return "".join(last_lines(rank_folder(log_dir, rank) / name) for name in ("stdout", "stderr"))
+
+
+def last_lines(path: Path, count: int = TAIL_LINES) -> str:
+    """Return the end of a log, indented, under its path; nothing where it is empty."""
+    end = b""
+    if path.exists():
+        with path.open("rb") as log:
+            log.seek(max(0, path.stat().st_size - count * TAIL_LINE_BYTES))
+            end = log.read()
+    lines = end.decode(errors="replace").splitlines()[-count:]
+    return "\n".join(["", f"the end of {path}:", *(f"    {line}" for line in lines)]) if lines else ""

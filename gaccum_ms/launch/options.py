@@ -1,0 +1,116 @@
+"""The options of the launcher's command: what each is called, what it may be, and which go together."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from gaccum_ms.launch.cluster import MASTER_PORT, SECRET
+from gaccum_ms.launch.command_line import Parser, seconds
+
+SECRET_BYTES = 16  # at least
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Read a command line. A mistake in it ends this program, with one line that says which."""
+    parser = Parser(
+        prog="python -m gaccum_ms.launch",
+        usage="%(prog)s [options] script [its arguments]",
+        description="Start a script on several processes, of one host or of several, and end them together.",
+    )
+    parser.add_argument("-n", "--processes", type=int, default=8, help="number of ranks on this host (default: 8)")
+    parser.add_argument("--script", help="the program that each rank runs, where it does not come after the options")
+    parser.add_argument("--launcher", choices=("msrun", "mpirun"), default="msrun", help="default: msrun")
+    parser.add_argument("--log-dir", type=Path, default=Path("log_output"), help="default: log_output")
+    parser.add_argument("--timeout", type=seconds, default=0, help="seconds after which all is ended (default: never)")
+    parser.add_argument(
+        "--start-timeout", type=seconds, default=600, help="seconds in which ranks and hosts must come (default: 600)"
+    )
+    parser.add_argument(
+        "--end-timeout",
+        type=seconds,
+        default=15,
+        help="seconds for which ranks may stand still once another has ended (default: 15; 0: for ever)",
+    )
+    parser.add_argument("--nodes", type=int, default=1, help="number of hosts (default: 1)")
+    parser.add_argument("--node-rank", type=int, default=0, help="which of them this one is, from 0")
+    parser.add_argument("--master-addr", default="127.0.0.1", help="an address of host 0; needed with several hosts")
+    parser.add_argument(
+        "--master-port", type=int, default=0, help=f"a port there, and the next (default: {MASTER_PORT}; one host: any)"
+    )
+    parser.add_argument(
+        "--secret-file", type=Path, help=f"what hosts know each other by, in a file (default: the variable {SECRET})"
+    )
+    names = ("--tune-cpu", "--tune-cpu-threads")  # the second is its name of before
+    parser.add_argument(*names, dest="tune_cpu_threads", action="store_true", help="call gaccum_ms.tune_cpu() first")
+    parser.add_argument("--rank-table-file", "--rank_table_file", default="", help="msrun's option")
+    parser.add_argument("--bind-core", "--bind_core", default="", help="msrun's option: True, or cores as JSON")
+    # What run.sh needs: the script where none is given, and which one it is.
+    parser.add_argument("--default-script", help=argparse.SUPPRESS)
+    parser.add_argument("--print-script", action="store_true", help=argparse.SUPPRESS)
+    own, rest = parser.split(argv)
+    options = parser.parse_args(own)
+    if options.script is None:
+        if rest and not rest[0].startswith("-"):
+            options.script = rest.pop(0)
+        elif options.default_script is not None:
+            options.script = options.default_script
+        else:
+            parser.error(f"there is no option {rest[0]}" if rest else "the script is missing")
+    options.args = rest
+    if options.processes < 1:
+        parser.error(f"--processes must be at least 1, but got {options.processes}")
+    if not Path(options.script).is_file():
+        parser.error(f"no such script: {options.script}")
+    if options.start_timeout == 0:
+        parser.error("--start-timeout must be greater than 0, but got 0")
+    if not 0 <= options.node_rank < options.nodes:
+        parser.error(f"--node-rank must be from 0 to --nodes - 1 = {options.nodes - 1}, but got {options.node_rank}")
+    if not 0 <= options.master_port < 65535:
+        parser.error(f"--master-port must be from 1 to 65534, but got {options.master_port}")
+    if options.nodes > 1:
+        if options.launcher == "mpirun":
+            parser.error("--nodes needs --launcher msrun")
+        if options.master_addr == "127.0.0.1":
+            parser.error("--nodes needs --master-addr, an address of host 0 that the other hosts can reach")
+        options.master_port = options.master_port or MASTER_PORT
+    for name, value in (("--rank-table-file", options.rank_table_file), ("--bind-core", options.bind_core)):
+        if value and options.launcher == "mpirun":
+            parser.error(f"{name} needs --launcher msrun")
+    if options.rank_table_file:
+        if not Path(options.rank_table_file).is_file():
+            parser.error(f"--rank-table-file: no such file: {options.rank_table_file}")
+        options.rank_table_file = str(Path(options.rank_table_file).resolve())
+    if options.bind_core and options.bind_core.lower() not in ("true", "false") and not _is_object(options.bind_core):
+        parser.error(f"--bind-core must be True, False or a JSON object, but got {options.bind_core}")
+    try:
+        options.secret = _secret(options.secret_file)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
+def _secret(file: Path | None) -> bytes:
+    """What the hosts know each other by; nothing where there is none."""
+    if file is None:
+        name, secret = SECRET, os.environ.get(SECRET, "").strip().encode()
+        if not secret:
+            return b""
+    else:
+        name = "--secret-file"
+        try:
+            secret = file.read_bytes().strip()
+        except OSError as error:
+            raise ValueError(f"--secret-file: cannot read '{file}': {error.strerror}") from None
+    if len(secret) < SECRET_BYTES:
+        raise ValueError(f"{name} must hold at least {SECRET_BYTES} characters, but got {len(secret)}")
+    return secret

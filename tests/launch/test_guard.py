@@ -1,0 +1,116 @@
+"""A rank's life: its script runs as Python would run it, ends as it would, and leaves when the others may."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launched import Launched, write
+
+from gaccum_ms.launch import guard
+
+pytestmark = pytest.mark.distributed
+
+
+def test_the_script_runs_as_python_runs_it(tmp_path):
+    """In the rank's process: its own `__main__`, folder, arguments and exit code, and what pickling it needs."""
+    script = write(
+        tmp_path / "script.py",
+        """
+import helper, inspect, pickle
+class Thing: pass
+if __name__ == "__main__":
+    assert inspect.getsource(Thing) == "class Thing: pass\\n"
+    assert isinstance(pickle.loads(pickle.dumps(Thing())), Thing)
+    assert sys.modules["__main__"].Thing is Thing and __file__ == os.path.abspath("script.py")
+    assert sys.argv == ["script.py", "--epochs", "3"] and sys.path[0] == os.path.dirname(__file__)
+    sys.exit(3 * rank)
+""",
+    )
+    (tmp_path / "helper.py").touch()
+    done = Launched(Path("script.py"), "-n", "2", args=["--epochs", "3"], cwd=tmp_path).finish()
+    assert "rank 1 failed with exit code 3;" in done.stderr
+    assert not (tmp_path / "log_output" / "1" / "rank.0" / "stderr").read_text()
+    assert script.exists()
+
+
+def test_no_rank_leaves_before_all_have_come_to_their_end(tmp_path):
+    # What a rank does when its process ends shows when that was. One that fails waits for nobody.
+    script = write(
+        tmp_path / "script.py",
+        "import atexit\n"
+        'atexit.register(lambda: print(os.path.exists("last"), flush=True))\n'
+        'if rank == 2: time.sleep(4); open("last", "x")\nsys.exit(0)',
+    )
+    done = Launched(script, "-n", "3").finish()
+    assert done.returncode == 0, done.stderr
+    logs = tmp_path / "log_output" / "1"
+    assert [(logs / f"rank.{number}" / "stdout").read_text() for number in range(3)] == ["True\n"] * 3
+
+
+def test_a_rank_does_not_wait_for_ever_for_one_that_goes_on(tmp_path):
+    # It may be waited for in turn, in a collective to which it never comes: that must fail, not hang.
+    script = write(
+        tmp_path / "script.py",
+        "import atexit\nbegin = time.monotonic()\n"
+        "atexit.register(lambda: print(time.monotonic() - begin, flush=True))\n"
+        f"time.sleep({guard.MEET_SECONDS + 3} * rank)",
+    )
+    assert Launched(script, "-n", "2").finish().returncode == 0
+    waited = float((tmp_path / "log_output" / "1" / "rank.0" / "stdout").read_text())
+    assert guard.MEET_SECONDS - 1 < waited < guard.MEET_SECONDS + 3
+
+
+def test_ranks_end_when_the_launcher_is_killed(tmp_path):
+    script = write(tmp_path / "script.py", 'open(f"up.{rank}", "x")\ntime.sleep(1000)')
+    launched = Launched(script, "-n", "2")
+    for rank in range(2):
+        launched.wait_for(tmp_path / f"up.{rank}")
+    launched.process.kill()
+    until = time.monotonic() + 30
+    while launched.running() and time.monotonic() < until:
+        time.sleep(0.2)
+    launched.finish()  # asserts that none is left
+
+
+@pytest.mark.parametrize(("options", "shown"), [((), ""), (("--tune-cpu",), "CpuThreads(dispatch=1, kernels=")])
+def test_threads_are_tuned_when_asked_and_only_then(tmp_path, options, shown):
+    """MindSpore says whether its threads have been set."""
+    script = write(
+        tmp_path / "script.py",
+        "from mindspore._c_expression import RuntimeConf\n"
+        'print("set", RuntimeConf.get_instance().is_dispatch_threads_num_configured())',
+    )
+    done = Launched(script, "-n", "2", *options).finish()
+    assert done.returncode == 0, done.stderr
+    assert shown in done.stdout
+    assert f"set {bool(options)}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "1 / 0",
+        "sys.excepthook = lambda *_: print('hook')\n1 / 0",
+        "sys.exit('no such thing')",
+        "sys.exit(300)",
+        "sys.exit(-1)",
+        "1 +",
+        "raise KeyboardInterrupt",
+        "sys.stdout.close()\nsys.stderr.close()\nsys.exit(3)",
+    ],
+)
+def test_a_rank_that_fails_says_what_python_says_and_ends_as_it_does(tmp_path, end):
+    script = tmp_path / "script.py"
+    script.write_text("import sys\n" + end)
+    env = {**os.environ, "MS_ROLE": "MS_WORKER", "RANK_ID": "0", guard.JOB: "1-nobody"}
+    ways = ([sys.executable, script], [sys.executable, guard.__file__, script])
+    python, ours = (subprocess.run(way, env=env, capture_output=True, text=True, timeout=60) for way in ways)
+    assert ours.returncode == python.returncode != 0
+    assert ours.stdout == python.stdout
+    if end != "raise KeyboardInterrupt":  # which Python prints itself, with our lines
+        assert ours.stderr == python.stderr

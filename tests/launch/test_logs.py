@@ -1,0 +1,88 @@
+"""The log folder: one launch at a time uses it, and nothing in it is lost that no launch made."""
+
+from __future__ import annotations
+
+import pytest
+from launched import Launched, in_mounts_of_its_own, write
+
+pytestmark = pytest.mark.distributed
+
+
+def test_a_log_folder_serves_one_launch_at_a_time(tmp_path):
+    script = write(tmp_path / "script.py", 'open(f"up.{rank}", "x")\nwhile not os.path.exists("go"): time.sleep(0.1)')
+    first = Launched(script, "-n", "1")
+    first.wait_for(tmp_path / "up.0")
+    second = Launched(script, "-n", "1").finish()
+    assert second.returncode == 2
+    assert "another launch writes to" in second.stderr
+    (tmp_path / "go").touch()
+    assert first.finish().returncode == 0
+
+
+def test_a_log_folder_that_cannot_be_made_is_named(tmp_path):
+    script = write(tmp_path / "script.py", "")
+    (tmp_path / "file").touch()
+    done = Launched(script, "--log-dir", "file/logs").finish()
+    assert done.returncode == 2
+    assert str(tmp_path / "file" / "logs") in done.stderr
+
+
+def test_a_log_folder_on_a_file_system_that_is_read_only_is_named(tmp_path):
+    # A file system's own refusal: permissions do not stop root, who often runs the tests.
+    script = write(tmp_path / "script.py", "")
+    (tmp_path / "mount").mkdir()
+    prefix = in_mounts_of_its_own(f"mount -t tmpfs -o ro none '{tmp_path}/mount'")
+    done = Launched(script, "--log-dir", "mount/logs", prefix=prefix).finish()
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: cannot write logs to '{tmp_path}/mount/logs': Read-only file system")
+    assert done.stderr.count("\n") == 2
+
+
+@pytest.mark.parametrize(("size", "code"), [("8k", 2), ("512k", 1)], ids=["before the start", "while they run"])
+def test_a_full_disk_is_named(tmp_path, size, code):
+    script = write(tmp_path / "script.py", 'if rank == 1: time.sleep(1000)\nwhile True: print("x" * 1000)')
+    (tmp_path / "mount").mkdir()
+    prefix = in_mounts_of_its_own(f"mount -t tmpfs -o size={size} none '{tmp_path}/mount'")
+    done = Launched(script, "-n", "2", "--log-dir", "mount/logs", prefix=prefix).finish()
+    assert done.returncode == code
+    assert f"'{tmp_path}/mount/logs' takes no more logs: No space left on device" in done.stderr
+    assert done.stderr.count("error: ") == 1
+    assert ("rank 0 failed with exit code" in done.stderr) == (code == 1)
+
+
+def test_logs_of_an_older_launch_with_more_ranks_are_removed(tmp_path):
+    script = write(tmp_path / "script.py", "")
+    for ranks in ("2", "1"):
+        assert Launched(script, "-n", ranks).finish().returncode == 0
+        assert (tmp_path / "log_output" / "1" / "rank.1").exists() == (ranks == "2")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["1/results.txt", "1/rank.0/results.txt", "msrun/notes.txt", "mpirun/a/b", ".cuda/lib", "1"],
+    ids=lambda path: path.replace("/", "-"),
+)
+def test_a_folder_that_no_launch_made_is_not_replaced(tmp_path, path):
+    """Nor the files that lie beside it; and the launch says so before it starts or removes anything."""
+    script, runs = write(tmp_path / "script.py", ""), tmp_path / "runs"
+    (runs / "1" / "rank.7").mkdir(parents=True) if path != "1" else runs.mkdir()
+    files = [runs / path, *(runs / name for name in (".lock", ".probe", "msrun.log", "scheduler.log"))]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("mine")
+    done = Launched(script, "-n", "1", "--log-dir", "runs").finish()
+    assert done.returncode == 2
+    assert f"'{runs / path.split('/')[0]}' was not made by a launch, and would have to be replaced" in done.stderr
+    assert [file.read_text() for file in files] == ["mine"] * len(files)
+    assert path == "1" or (runs / "1" / "rank.7").exists()
+
+
+def test_a_link_to_a_folder_of_a_launch_is_not_followed(tmp_path):
+    script = write(tmp_path / "script.py", "")
+    assert Launched(script, "-n", "1", "--log-dir", "kept").finish().returncode == 0
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "1").symlink_to(tmp_path / "kept" / "1")
+    done = Launched(script, "-n", "1", "--log-dir", "runs").finish()
+    assert done.returncode == 2
+    assert "was not made by a launch" in done.stderr
+    assert (tmp_path / "kept" / "1" / "rank.0" / "stdout").exists()
