@@ -114,7 +114,8 @@ def hand_worked(mean: bool) -> float:
 
 
 def train_by_model(start: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """A weight after training, and which rank of how many the step says that its window is of. Two epochs of ms.Model on this rank's shard, as in a user's script; `start` sets the ranks' weights apart."""
+    """Two epochs of ms.Model on this rank's shard, as in a user's script; `start` sets the ranks' weights apart.
+    Returns a weight, and of which rank of how many the step says that its window is."""
     network, (rank, size) = make_network("dense"), (get_rank(), get_group_size())
     for parameter in network.get_parameters():
         parameter.set_data(parameter + start * rank)
