@@ -197,7 +197,7 @@ test)
     rest) tier=(-m thorough) ;;
     parallel)
         use_gpu
-        exec "$python" -m pytest tests/parallel "${@:3}"
+        exec "$python" -m pytest tests/semi_auto "${@:3}"
         ;;
     *) exec "$python" -m pytest "${@:2}" ;;
     esac

@@ -3,8 +3,8 @@
 
 MindSpore's own cell and ours side by side: which collectives a device executes, what for and of how many bytes; how
 many nodes the finished graph has; how long it takes to compile, with and without `mindspore.lazy_inline` . No device is
-needed: rank 0 of eight compiles as tests/parallel does, whose modules these are, and each finished graph is run on
-eight devices in NumPy (tests/parallel/machine.py), which notes what it executes.
+needed: rank 0 of eight compiles as tests/semi_auto does, whose modules these are, and each finished graph is run on
+eight devices in NumPy (tests/semi_auto/machine.py), which notes what it executes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 _HERE = Path(__file__).resolve().parent
-sys.path += [str(_HERE.parent / "tests" / "parallel"), str(_HERE.parent / "tests")]
+sys.path += [str(_HERE.parent / "tests" / "semi_auto"), str(_HERE.parent / "tests")]
 
-import no_device  # noqa: E402
 from compile_worker import SAMPLES  # noqa: E402
 from compiled import RANKS, Case, compile_cases  # noqa: E402
 from finished_graph import COLLECTIVES, Graph, Node, Program  # noqa: E402
 from machine import Machine  # noqa: E402
+from support import no_device  # noqa: E402
 
 from benchmarks import report  # noqa: E402
 

@@ -7,9 +7,12 @@ import os
 
 import mindspore as ms
 import pytest
+from support import paths
 from support.modes import MODES
 from support.ranks import Ranks
 from support.spread import Spread
+
+paths.add_folders()
 
 
 def pytest_configure(config):

@@ -8,7 +8,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from reference import (
+from support.reference import (
     CLASSES,
     FEATURES,
     OPTIMIZERS,

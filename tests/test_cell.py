@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, value_and_grad
 from mindspore.parallel.nn import GradAccumulation
-from reference import Line, batches, make_network
+from support.reference import Line, batches, make_network
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 

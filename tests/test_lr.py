@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
-from reference import as_numpy
+from support.reference import as_numpy
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.learning_rate import current_learning_rate, multiply_learning_rate, scale_learning_rate, scaling_factor

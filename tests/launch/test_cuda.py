@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import no_device
 import pytest
 from launched import PYTHONPATH, ROOT
+from support import no_device
 
 from gaccum_ms.launch import cuda
 

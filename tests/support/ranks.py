@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-TESTS = Path(__file__).resolve().parents[1]
+from support import paths
+
 TIME_LIMIT = 3600  # seconds that ranks stay; the tests' own end comes first, unless it is a kill
 CASE_LIMIT = 600  # seconds for a case; the longest takes one free core half a minute
 
@@ -68,13 +69,12 @@ class Ranks:
         self.place.mkdir()
         self.launches += 1
         self.requests = 0
-        path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
-        variables = {**os.environ, "PYTHONPATH": path, **self.environment}
+        variables = {**os.environ, "PYTHONPATH": paths.python_path(), **self.environment}
         command = [sys.executable]
         if self.number > 1:
             command += ["-m", "gaccum_ms.launch", "-n", str(self.number), "--log-dir", str(self.place / "log")]
             command += ["--timeout", str(TIME_LIMIT)]
-        command += [str(TESTS / "support" / "rank_that_stays.py"), str(self.place), str(os.getpid())]
+        command += [str(paths.worker("rank_that_stays.py")), str(self.place), str(os.getpid())]
         with (self.place / "said").open("w") as said:
             self.launcher = subprocess.Popen(
                 command,

@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 from mindspore import nn
-from reference import as_numpy, relative_error
+
+from support.reference import as_numpy, relative_error
 
 State = Mapping[str, np.ndarray]
 

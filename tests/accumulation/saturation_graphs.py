@@ -1,0 +1,78 @@
+"""What MindSpore's compiler makes of steps for a device that saturates: ``saturation_graphs.py OUT CASE...``.
+
+The compiler finishes each graph and then fails, for the CPU has no operators for the flag. The finished graphs are left
+in ``OUT/CASE.ir`` .
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import mindspore as ms
+from mindspore import amp, nn, ops
+from support.saturating import yes
+
+from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell
+from gaccum_ms.accumulation import accumulators
+from gaccum_ms.backend import cpu_kernels
+
+
+def count(x, y):
+    return ops.reduce_sum(y)
+
+
+CASES = {
+    "on cpu": {},
+    "one micro-batch": {"micro_size": 1},
+    "micro-batches": {"micro_size": 4},
+    "clipping": {"micro_size": 4, "max_grad_norm": 1.0},
+    "counts": {"micro_size": 4, "count": count},
+    "dropping": {"micro_size": 4, "overflow": "drop_micro_batch"},
+    "several batches": {"micro_size": 4, "accumulation_steps": 2},
+    "found size": {"micro_size": None, "micro_batch_size": "auto"},
+    "loop": {},
+}
+
+
+@ops.constexpr
+def no():
+    return False
+
+
+def compile_case(name: str) -> None:
+    options = {"micro_size": 4, **CASES[name]}
+    net = nn.Dense(3, 2)
+    optimizer = nn.SGD(net.trainable_params(), 0.1)
+    scale = ms.Tensor(2.0)
+    if name == "loop":
+        run = GradAccumulator(optimizer, 2, scale_sense=scale)
+        run.scale(ms.Tensor(1.0))  # it asks that losses are
+        run(tuple(ops.ones_like(weight) for weight in net.trainable_params()))
+        return
+    cell = GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), **options)
+    TrainOneStepWithGradAccumulationCell(cell, optimizer, scale).set_train()(ops.ones((8, 3)), ops.ones((8, 2)))
+
+
+def main(out: Path, names: list[str]) -> None:
+    ms.set_context(mode=ms.GRAPH_MODE)
+    graphs, seen = Path(os.environ["MS_DEV_SAVE_GRAPHS_PATH"]), set()
+    for name in names:
+        if name != "on cpu":
+            amp._ascend_target = amp._ascend_910a_target = yes
+            cpu_kernels.on_cpu = accumulators.on_cpu = no
+        message = "compiled"
+        try:
+            compile_case(name)
+        except Exception as error:
+            message = str(error)
+        (out / f"{name}.txt").write_text(message)
+        new = set(graphs.glob("**/*_validate_*.ir")) - seen
+        seen |= new
+        shutil.copy(max(new, key=lambda one: one.stat().st_mtime_ns), out / f"{name}.ir")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

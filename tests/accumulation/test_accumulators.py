@@ -1,0 +1,331 @@
+"""Accumulators: their names and dtypes, and what low precision loses and compensation keeps."""
+
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from support.reference import as_numpy, make_network, relative_error
+
+from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms.accumulation import accumulators
+from gaccum_ms.backend import parameters
+from gaccum_ms.layers.sparse import refuse_sparse_gradients
+
+DTYPES = {"float16": ms.float16, "bfloat16": ms.bfloat16, "float32": ms.float32}
+# One unit in the last place at 1: 10, 7 and 23 bits after the point.
+
+
+def make_step(weights=ms.float32, **options):
+    cell = GradAccumulationCell(nn.WithLossCell(make_network("dense", weights), nn.CrossEntropyLoss()), 3, **options)
+    return TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+
+
+def test_accumulators_are_named_parameters():
+    step = make_step()
+    assert [a.name for a in step.accu_grads] == ["accu_grads." + w.name for w in step.weights]
+    assert not any(a.requires_grad for a in step.accu_grads)
+    assert [a.shape for a in step.accu_grads] == [w.shape for w in step.weights]
+    assert {a.name for a in step.accu_grads} <= {p.name for p in step.get_parameters()}
+    assert not {a.name for a in step.accu_grads} & {p.name for p in step.trainable_params()}
+
+
+def test_accumulators_only_for_the_weights_of_the_optimizer():
+    network = make_network("dense")
+    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), 2)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD([network.out.weight], 0.1))
+    assert [a.name for a in step.accu_grads] == ["accu_grads.out.weight"]
+
+
+def test_no_accumulators_when_there_is_nothing_to_accumulate_over():
+    cell = GradAccumulationCell(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), 1)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1))
+    assert len(step.accu_grads) == 0
+    assert not [p.name for p in step.get_parameters() if p.name.startswith(accumulators.PREFIX)]
+
+
+@pytest.mark.parametrize("weights", [ms.float32, ms.float16])
+def test_float32_by_default_the_weights_own_dtype_on_request(weights):
+    assert {a.dtype for a in make_step(weights).accu_grads} == {ms.float32}
+    assert {a.dtype for a in make_step(weights, accumulator_dtype=None).accu_grads} == {weights}
+    assert {a.dtype for a in make_step(weights, accumulator_dtype=ms.bfloat16).accu_grads} == {ms.bfloat16}
+
+
+@pytest.mark.core(mode="graph")
+def test_training_with_the_weights_own_dtype(mode):
+    """float16 accumulators round each sum to 11 bits, and train like float32 ones to that."""
+    weights = []
+    for dtype in (ms.float32, None):
+        step = make_step(ms.float16, accumulator_dtype=dtype)
+        x = np.random.default_rng(0).normal(size=(9, 12)).astype(np.float32)
+        for _ in range(3):
+            step(Tensor(x), Tensor(np.arange(9, dtype=np.int32) % 5))
+        weights.append(as_numpy(step.weights[0]))
+    start = as_numpy(make_network("dense", ms.float16).hidden.weight)
+    assert relative_error(weights[1], weights[0]) < 4e-3 < relative_error(weights[0], start)
+
+
+def test_a_compensation_for_each_accumulator_and_none_unasked():
+    names = [p.name for p in make_step(compensated=True).get_parameters()]
+    weights = [w.name for w in make_step().weights]
+    assert [name for name in names if name.startswith("accu_compensation.")] == [
+        "accu_compensation." + name for name in weights
+    ]
+    assert not any(p.name.startswith("accu_compensation.") for p in make_step().get_parameters())
+
+
+def test_overwriting_where_a_gradient_that_raised_left_the_tape_open(pynative):
+    """There PyNative forbids to write into a weight, as bfloat16, for want of Assign, must."""
+
+    def raises(x):
+        raise KeyboardInterrupt
+
+    weight = ms.Parameter(Tensor([1.0, 2.0], ms.bfloat16), name="weight")
+    with pytest.raises(KeyboardInterrupt):
+        ms.value_and_grad(raises, None, (weight,))(Tensor(1.0))
+    parameters.overwrite(weight, ops.zeros_like(weight))
+    assert not as_numpy(weight).any()
+
+
+class Given(nn.Cell):
+    """A network whose gradient is its input's mean: what goes into the accumulators can be chosen."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = ms.Parameter(ops.zeros(1, ms.float32), name="weight")
+
+    def construct(self, x):
+        return (x * self.weight).mean()
+
+
+LARGE_AND_TINY = np.concatenate([[1.0], np.full(10_000, 1e-5)]).astype(np.float32)
+
+
+def accumulate(dtype: str, compensated: bool) -> float:
+    """The sum that 1 large and 10,000 tiny gradients, each a micro-batch, leave for the optimizer."""
+    network = Given()
+    cell = GradAccumulationCell(
+        network, micro_batch_size=1, reduction="sum", accumulator_dtype=DTYPES[dtype], compensated=compensated
+    )
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 1.0)).set_train()
+    step(Tensor(LARGE_AND_TINY.reshape(-1, 1)))
+    return -float(network.weight.asnumpy()[0])
+
+
+TRUTH = float(LARGE_AND_TINY.astype(np.float64).sum())
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_compensation_keeps_what_rounding_takes(dtype):
+    """To float32's rounding, whatever the accumulators' dtype: what is kept is read again, too."""
+    assert abs(accumulate(dtype, compensated=True) - TRUTH) <= 1e-6
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_negative_control_the_plain_sum_loses_every_tiny_gradient(dtype):
+    assert accumulate(dtype, compensated=False) == 1.0
+
+
+@pytest.mark.core(mode="graph")
+def test_low_precision_and_compensated_accumulators_are_zero_after_every_update(mode):
+    for options in ({"accumulator_dtype": ms.bfloat16}, {"accumulator_dtype": ms.float16, "compensated": True}):
+        step = make_step(**options)
+        x = np.random.default_rng(0).normal(size=(9, 12)).astype(np.float32)
+        y = np.arange(9, dtype=np.int32) % 5
+        for _ in range(2):
+            step(Tensor(x), Tensor(y))
+            held = [p for p in step.get_parameters() if p.name.startswith("accu_")]
+            assert len(held) == len(step.weights) * (2 if "compensated" in options else 1)
+            assert not any(as_numpy(p).any() for p in held)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"accumulator_dtype": ms.int32}, ValueError, "'accumulator_dtype' must be one of .* but got"),
+        ({"accumulator_dtype": "float32"}, ValueError, "'accumulator_dtype' must be one of .* but got 'float32'"),
+        ({"compensated": 1}, TypeError, "'compensated' must be a bool, but got 1"),
+    ],
+)
+def test_refuses_bad_options(options, error, message):
+    with pytest.raises(error, match=message):
+        make_step(**options)
+
+
+# -- sparse gradients --------------------------------------------------------------------------------------------------
+
+
+class Lookup(nn.Cell):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def construct(self, tokens):
+        return self.layer(tokens).mean()
+
+
+class OwnLookup(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.table = ms.Parameter(ops.ones((9, 4)), name="table")
+        self.gather = ops.SparseGatherV2()
+
+    def construct(self, tokens):
+        return self.gather(self.table, tokens, 0)
+
+
+class HeldLookup(nn.Cell):
+    """A layer that is kept where MindSpore does not look for cells."""
+
+    def __init__(self, kept):
+        super().__init__()
+        self.table = ms.Parameter(ops.ones((9, 4)), name="table")
+        self.kept = {"tuple": tuple, "list": list, "dict": lambda one: {"a": one[0]}, "CellList": nn.CellList}[kept](
+            [nn.EmbeddingLookup(9, 4, sparse=True)]
+        )
+
+
+class GatherInTuple(OwnLookup):
+    def __init__(self):
+        super().__init__()
+        self.gather = (ops.SparseGatherV2(),)
+
+    def construct(self, tokens):
+        return self.gather[0](self.table, tokens, 0)
+
+
+module_gather = ops.SparseGatherV2()
+
+
+def gather_rows(table, tokens):
+    return module_gather(table, tokens, 0)
+
+
+class MadeInMethod(nn.Cell):
+    """Makes the primitive in what `construct` calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = ms.Parameter(ops.ones((9, 4)), name="table")
+
+    def construct(self, tokens):
+        return self.look_up(tokens)
+
+    def look_up(self, tokens):
+        return ops.SparseGatherV2()(self.table, tokens, 0)
+
+
+class InFunction(MadeInMethod):
+    def look_up(self, tokens):
+        return gather_rows(self.table, tokens)
+
+
+@ms.jit_class
+class Tools:
+    def __init__(self):
+        self.look_up = ops.EmbeddingLookup().set_device("CPU")
+
+
+class ToolsLookup(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.table = ms.Parameter(ops.ones((9, 4)), name="table")
+        self.tools = Tools()
+
+    def construct(self, tokens):
+        return self.tools.look_up(self.table, tokens, 0)
+
+
+SPARSE = {
+    "lookup": lambda: nn.EmbeddingLookup(9, 4, target="DEVICE", sparse=True),
+    "lookup on CPU": lambda: nn.EmbeddingLookup(9, 4),
+    "fields": lambda: nn.MultiFieldEmbeddingLookup(9, 4, 2),
+    "attribute": OwnLookup,
+    **{f"lookup in a {kept}": lambda kept=kept: HeldLookup(kept) for kept in ("tuple", "list", "dict", "CellList")},
+    "primitive in a tuple": GatherInTuple,
+    "made in a method": MadeInMethod,
+    "global, in a function": InFunction,
+    "in a jit_class": ToolsLookup,
+}
+
+
+@pytest.mark.parametrize("layer", SPARSE)
+def test_sparse_gradients_are_refused_before_training(layer):
+    cell = GradAccumulationCell(Lookup(SPARSE[layer]()), 2)
+    with pytest.raises(ValueError, match=r"gradients must be dense, but got .* sparse ones: network.layer.* Use nn.E"):
+        TrainOneStepWithGradAccumulationCell(cell, nn.Adam(cell.trainable_params()))
+
+
+PRIMITIVES = {"gather": ops.SparseGatherV2}
+
+
+class HiddenLookup(nn.Cell):
+    """Only the compiler sees what this makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = ms.Parameter(ops.ones((9, 4)), name="table")
+
+    def construct(self, tokens):
+        return ops.square(PRIMITIVES["gather"]()(self.table, tokens, 0))
+
+
+def test_a_sparse_gradient_that_only_the_compiler_sees_is_refused_by_the_same_words():
+    cell = GradAccumulationCell(Lookup(HiddenLookup()), 2)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 1.0)).set_train()
+    with pytest.raises(ValueError, match=r"gradients must be dense, but got a sparse one, a RowTensor.* Use nn.Embedd"):
+        step(Tensor([[1, 2], [2, 5]], ms.int32))
+
+
+TABLE = np.ones((3, 3), np.float32)
+
+
+class DenseWithGlobals(nn.Cell):
+    """Code that names modules, arrays and functions, none of them sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.EmbeddingLookup(9, 4, target="DEVICE", sparse=False)
+        self.parts = (nn.Dense(4, 4), [nn.Dense(4, 4)])
+
+    def construct(self, tokens):
+        return np.linalg.norm(TABLE) * ops.relu(self.embedding(tokens)) + as_numpy(tokens)
+
+
+def test_code_without_sparse_gradients_is_not_refused():
+    refuse_sparse_gradients(Lookup(DenseWithGlobals()))
+
+
+def test_dense_embeddings_are_not_refused(mode):
+    network = Lookup(nn.EmbeddingLookup(9, 4, target="DEVICE", sparse=False))
+    cell = GradAccumulationCell(network, 2)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 1.0)).set_train()
+    before = as_numpy(network.layer.embedding_table)
+    step(Tensor([[1, 2], [2, 5]], ms.int32))
+    change = before - as_numpy(network.layer.embedding_table)
+    np.testing.assert_allclose(change.sum(axis=1), np.array([0, 1, 2, 0, 0, 1, 0, 0, 0]) / 4, atol=1e-6)
+
+
+class Writing(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.held = ms.Parameter(Tensor([1.0], ms.bfloat16), name="held", requires_grad=False)
+
+    def construct(self, value):
+        return parameters.write(self.held, value)
+
+
+@ops.constexpr
+def on_another_device():
+    return False
+
+
+def test_bfloat16_is_copied_on_cpu_and_assigned_elsewhere(mode, monkeypatch):
+    """MindSpore's CPU back end has no bfloat16 Assign, which its error shows here; the GPU's has, and no such copy."""
+    cell, value = Writing(), Tensor([2.5], ms.bfloat16)
+    cell(value)
+    assert as_numpy(cell.held) == [2.5]
+    monkeypatch.setattr(parameters, "on_cpu", on_another_device)
+    with pytest.raises(TypeError, match=r"Select CPU operator\[Assign\] fail"):
+        Writing()(value)

@@ -1,0 +1,465 @@
+"""Loss scaling and overflow on one process. Ranks: test_counted_ranks.py."""
+
+from __future__ import annotations
+
+import functools
+
+import mindspore as ms
+import mindspore.amp
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from mindspore.amp import DynamicLossScaleManager, FixedLossScaleManager
+from support.reference import (
+    OPTIMIZERS,
+    accumulated,
+    as_numpy,
+    assert_equivalent,
+    batches,
+    make_network,
+    relative_error,
+    step_with,
+    train,
+    whole_batch,
+)
+from support.reuse import Reused
+from support.state import everything, manager
+
+from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms.accumulation.counted_window import CountedWindow
+
+SAMPLES, MICRO_SIZE = 13, 3  # 5 + 5 + 3
+POISONED = {"first": 0, "middle": 7, "last": 12}
+
+
+def make_step(
+    scale_sense=None, optimizer="momentum", kind="dense", step_class=TrainOneStepWithGradAccumulationCell, **o
+):
+    network = make_network(kind)
+    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), MICRO_SIZE, **o)
+    return step_class(cell, OPTIMIZERS[optimizer](network.trainable_params()), scale_sense).set_train()
+
+
+@Reused
+def reused_step(scaled=True, optimizer="momentum", **options):
+    return make_step(manager() if scaled else None, optimizer, **options)
+
+
+def good():
+    return [Tensor(value) for value in batches(SAMPLES, 1)[0]]
+
+
+def poisoned(sample, value):
+    x, y = batches(SAMPLES, 1)[0]
+    x[sample, 0] = value
+    return [Tensor(x), Tensor(y)]
+
+
+# -- without overflow the scale changes nothing ------------------------------------------------------------------------
+
+
+@pytest.mark.core("graph-cell", "pynative-()")
+@pytest.mark.parametrize("shape", ["cell", "()", "(1,)"])
+def test_scaled_equals_the_whole_batch(shape, mode):
+    scale = {"cell": manager(), "()": Tensor(1024.0, ms.float32), "(1,)": Tensor([1024.0], ms.float32)}[shape]
+    reference = whole_batch("dense", "momentum", SAMPLES, ms.get_context("mode"))
+    step = make_step(scale)
+    losses = []
+    for batch in batches(SAMPLES):
+        loss, overflow, used = step(*map(Tensor, batch))
+        assert not overflow.asnumpy()
+        assert float(used.asnumpy()) == 1024.0
+        losses.append(float(loss.asnumpy()))
+    assert relative_error(np.array(losses), reference.losses) < 1e-5
+    after = everything(step)
+    assert max(relative_error(after[name], value) for name, value in reference.state.items()) < 1e-5
+
+
+@pytest.mark.core(
+    "graph-Model-dynamic",
+    "graph-build_train_network-fixed",
+    "graph-Model-fixed, optimizer removes it",
+    "pynative-Model-dynamic",
+)
+@pytest.mark.parametrize(
+    "loss_scale_manager",
+    [
+        FixedLossScaleManager(512.0),
+        FixedLossScaleManager(512.0, drop_overflow_update=False),
+        DynamicLossScaleManager(512, 2, 1000),
+    ],
+    ids=["fixed", "fixed, optimizer removes it", "dynamic"],
+)
+@pytest.mark.parametrize("way", ["Model", "build_train_network"])
+def test_loss_scale_managers_equal_the_whole_batch(loss_scale_manager, way, mode):
+    network = make_network("dense")
+    removes = 512.0 if loss_scale_manager.get_update_cell() is None else 1.0
+    optimizer = nn.Momentum(network.trainable_params(), 0.05, 0.9, weight_decay=0.01, loss_scale=removes)
+    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), MICRO_SIZE, max_grad_norm=1e6)
+    if way == "Model":
+        step = ms.Model(cell, optimizer=optimizer, loss_scale_manager=loss_scale_manager).train_network
+    else:
+        step = mindspore.amp.build_train_network(cell, optimizer, loss_scale_manager=loss_scale_manager)
+    for batch in batches(SAMPLES):
+        step(*map(Tensor, batch))
+    reference = whole_batch("dense", "momentum", SAMPLES, ms.get_context("mode"))
+    weights = {p.name: as_numpy(p) for p in network.trainable_params()}
+    assert max(relative_error(value, reference.state[name]) for name, value in weights.items()) < 1e-5
+    assert 0 < as_numpy(step.grad_norm) < 10
+
+
+class CountSamplesTwice(nn.Cell):
+    """Any multiple of the samples gives the same mean."""
+
+    def construct(self, x, y):
+        return Tensor(2.0 * x.shape[0], ms.float32)
+
+
+@pytest.mark.parametrize("options", [{}, {"count": CountSamplesTwice()}], ids=["samples", "counted"])
+def test_clipping_under_a_scale_that_the_optimizer_removes(options):
+    weights = []
+    for scale in (1.0, 512.0):
+        network = make_network("dense")
+        optimizer = nn.Momentum(network.trainable_params(), 0.05, 0.9, loss_scale=scale)
+        loss_cell = nn.WithLossCell(network, nn.CrossEntropyLoss())
+        cell = GradAccumulationCell(loss_cell, MICRO_SIZE, max_grad_norm=0.1, **options)
+        fixed = FixedLossScaleManager(scale, drop_overflow_update=False)
+        step = mindspore.amp.build_train_network(cell, optimizer, loss_scale_manager=fixed)
+        step(*good())
+        weights.append(np.append(as_numpy(network.out.weight), as_numpy(step.grad_norm)))
+    assert relative_error(*weights) < 1e-5
+
+
+def layers():
+    """Layers alone: at O1 MindSpore rewrites the network's source, and then knows no names of its module."""
+    network = nn.SequentialCell(nn.Dense(12, 16), nn.Tanh(), nn.Dense(16, 5))
+    for parameter in network.get_parameters():
+        parameter.set_data(Tensor(np.random.default_rng(7).normal(size=parameter.shape) * 0.4, ms.float32))
+    return network
+
+
+@pytest.mark.core(level=["O0", "O2"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "auto"])
+def test_amp_levels_train_like_the_whole_batch(level):
+    """Against MindSpore's own step at the same level, in float16's precision; O2 brings a dynamic loss scale, which
+    MindSpore refuses on CPU, so there the reference has none."""
+    finals = []
+    for accumulate in (False, True):
+        network = layers()
+        loss_cell = nn.WithLossCell(network, nn.CrossEntropyLoss())
+        optimizer = OPTIMIZERS["sgd"](network.trainable_params())
+        if accumulate:
+            cell = GradAccumulationCell(loss_cell, MICRO_SIZE)
+            step = ms.Model(cell, optimizer=optimizer, amp_level=level).train_network
+        else:
+            step = mindspore.amp.build_train_network(loss_cell, optimizer, level=level, loss_scale_manager=None)
+        skipped = 0
+        for batch in batches(SAMPLES, 6):
+            outputs = step(*map(Tensor, batch))
+            while isinstance(outputs, tuple) and outputs[1].asnumpy():  # 2 ** 24 is too much for float16: it comes down
+                skipped += 1
+                outputs = step(*map(Tensor, batch))
+        assert (skipped > 0) == (accumulate and level == "O2")
+        finals.append(as_numpy(network[0].weight))
+    assert relative_error(finals[1], finals[0]) < (1e-5 if level == "O0" else 5e-3)
+    assert relative_error(finals[0], as_numpy(layers()[0].weight)) > 1e-2
+
+
+# -- overflow: drop the window -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.core(optimizer="momentum")
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("position", list(POISONED))
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+def test_an_overflow_drops_the_window_exactly(optimizer, position, value):
+    """Weights, optimizer state and its step counter bit-identical, accumulators cleared, the scale halved once."""
+    step = reused_step(optimizer=optimizer)
+    step(*good())
+    before = everything(step)
+    _, overflow, scale = step(*poisoned(POISONED[position], value))
+    after = everything(step)
+    assert overflow.asnumpy()
+    assert float(scale.asnumpy()) == 1024.0
+    assert after.pop("gaccum_ms.scale_sense") == before.pop("gaccum_ms.scale_sense") / 2 == 512.0
+    assert after.pop("gaccum_ms.batch_count") == before.pop("gaccum_ms.batch_count") + 1
+    for name in before:
+        if not name.endswith(("current_iterator_step", "last_overflow_iterator_step")):
+            np.testing.assert_array_equal(after[name], before[name], name)
+    _, overflow, scale = step(*good())
+    assert not overflow.asnumpy()
+    assert float(scale.asnumpy()) == 512.0
+    assert (everything(step)["out.weight"] != after["out.weight"]).any()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("position", list(POISONED))
+def test_an_overflow_is_seen_in_the_norm_that_clips(position, value):
+    """There is no other search for it where weights are float32."""
+    step = reused_step(max_grad_norm=1.0)
+    before = everything(step)
+    _, overflow, _ = step(*poisoned(POISONED[position], value))
+    after = everything(step)
+    assert overflow.asnumpy()
+    assert after["gaccum_ms.scale_sense"] == before["gaccum_ms.scale_sense"] / 2
+    np.testing.assert_array_equal(after["out.weight"], before["out.weight"])
+    assert not any(as_numpy(a).any() for a in step.accu_grads)
+    assert not step(*good())[1].asnumpy()
+    assert (everything(step)["out.weight"] != after["out.weight"]).any()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("position", list(POISONED))
+def test_an_overflow_drops_the_window_in_pynative_mode(position, value, pynative):
+    step = reused_step()
+    before = everything(step)
+    assert step(*poisoned(POISONED[position], value))[1].asnumpy()
+    after = everything(step)
+    assert after["gaccum_ms.scale_sense"] == before["gaccum_ms.scale_sense"] / 2
+    np.testing.assert_array_equal(after["out.weight"], before["out.weight"])
+    assert not any(as_numpy(a).any() for a in step.accu_grads)
+
+
+def test_a_window_that_counts_nothing_says_nothing_about_the_scale(mode):
+    """Nor does a flush of an empty one: no gradient was there to overflow. Each good window doubles it here."""
+
+    def nothing(x, y):
+        return (x[:, 0] > 1e9).sum()
+
+    step = make_step(manager(window=1), count=nothing, accumulation_steps=2)
+    for _ in range(4):
+        step(*good())
+    assert int(step.update_count.asnumpy()) == 0
+    assert float(step.scale_sense.asnumpy()) == 1024.0
+    step = make_step(manager(window=1), accumulation_steps=2)
+    step.end_window(Tensor(0.0, ms.float32))
+    assert float(step.scale_sense.asnumpy()) == 1024.0
+    for _ in range(4):
+        step(*good())
+    assert float(step.scale_sense.asnumpy()) == 4096.0
+
+
+class Faint(nn.Cell):
+    """Its gradient is so small that its sum is finite where what it is divided by is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = ms.Parameter(Tensor(1.0, ms.float32), name="weight")
+
+    def construct(self, x):
+        return (self.weight * x).mean() * 1e-9
+
+
+def test_an_infinite_divisor_is_an_overflow():
+    """The total count times the scale, 2e40, would make a finite gradient zero."""
+
+    def many(x):
+        return ops.ones_like(x).mean() * 1e10
+
+    network = Faint()
+    cell = GradAccumulationCell(network, 2, count=many)
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    step = TrainOneStepWithGradAccumulationCell(cell, optimizer, Tensor(1e30, ms.float32)).set_train()
+    _, overflow, _ = step(Tensor([1.0, 2.0]))
+    assert overflow
+    assert int(step.update_count.asnumpy()) == 0
+
+
+def test_the_learning_rate_does_not_advance_on_a_skipped_update():
+    skipped, never = make_step(manager(), "dynamic_lr"), make_step(manager(), "dynamic_lr")
+    for _ in range(2):
+        skipped(*good())
+        skipped(*poisoned(0, float("inf")))
+        never(*good())
+    assert as_numpy(skipped.optimizer.global_step) == as_numpy(never.optimizer.global_step) == 2
+    np.testing.assert_array_equal(as_numpy(skipped.weights[0]), as_numpy(never.weights[0]))
+
+
+def test_the_scale_grows_after_a_window_of_good_updates():
+    step = make_step(manager(window=3))
+    used = [float(step(*good())[2].asnumpy()) for _ in range(8)]
+    assert used[0] == 1024.0
+    assert 2048.0 in used
+    assert used == sorted(used)
+
+
+def test_set_sense_scale_reaches_the_compiled_graph(mode):
+    step = make_step(Tensor(8.0, ms.float32))
+    assert float(step(*good())[2].asnumpy()) == 8.0
+    step.set_sense_scale(Tensor(16.0, ms.float32))
+    assert float(step(*good())[2].asnumpy()) == 16.0
+
+
+def test_without_a_scale_nobody_asks(mode):
+    """As nn.TrainOneStepCell: a NaN reaches the weights."""
+    step = reused_step(scaled=False)
+    step(*poisoned(7, float("nan")))
+    assert np.isnan(as_numpy(step.weights[0])).any()
+
+
+# -- overflow: drop the micro-batch ------------------------------------------------------------------------------------
+
+KEPT = {"first": slice(5, 13), "middle": [0, 1, 2, 3, 4, 10, 11, 12], "last": slice(0, 10)}
+
+
+@functools.cache
+def what_is_left(position, mode):
+    """The reference: a batch of the kept samples alone."""
+    assert ms.get_context("mode") == mode
+    x, y = batches(SAMPLES, 1)[0]
+    network = make_network("dense")
+    optimizer = OPTIMIZERS["momentum"](network.trainable_params())
+    return train(nn.TrainOneStepCell, network, optimizer, [(x[KEPT[position]], y[KEPT[position]])])
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("position", list(POISONED))
+def test_a_poisoned_micro_batch_is_left_out(position, scaled, mode):
+    """What is left trains as a batch of its own."""
+    step = reused_step(scaled, overflow="drop_micro_batch")
+    outputs = step(*poisoned(POISONED[position], float("nan")))
+    reference = what_is_left(position, ms.get_context("mode"))
+    after = everything(step)
+    assert max(relative_error(after[name], value) for name, value in reference.state.items()) < 1e-5
+    loss = outputs[0] if scaled else outputs
+    assert relative_error(loss.asnumpy(), reference.losses) < 1e-5
+    assert float(step.dropped_micro_batches.asnumpy()) == 1
+    assert float(step.window_count.asnumpy()) == len(np.arange(SAMPLES)[KEPT[position]])
+    if scaled:
+        assert not outputs[1].asnumpy()
+        assert after["gaccum_ms.scale_sense"] == 512.0
+    step(*good())
+    assert float(step.dropped_micro_batches.asnumpy()) == 0
+
+
+class Root(nn.Cell):
+    """Finite at 0, where its gradient is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = ms.Parameter(Tensor(1.0, ms.float32), name="weight")
+
+    def construct(self, x):
+        return ops.sqrt(self.weight * x).mean()
+
+
+@pytest.mark.core(mode="graph")
+def test_a_micro_batch_is_left_out_whose_loss_is_finite_and_whose_gradient_is_not(mode):
+    """Of x = 1, 0, 4 the gradients are 1/2, 0/0 and 1."""
+    network = Root()
+    cell = GradAccumulationCell(network, 3, overflow="drop_micro_batch")
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.1)).set_train()
+    assert float(step(Tensor([1.0, 0.0, 4.0]))) == pytest.approx(1.5)
+    assert float(network.weight.asnumpy()) == pytest.approx(1 - 0.1 * 0.75)
+    assert float(step.dropped_micro_batches.asnumpy()) == 1
+
+
+def test_nothing_is_left_when_all_are_poisoned(mode):
+    step = reused_step(scaled=False, overflow="drop_micro_batch")
+    before = everything(step)
+    x, y = good()
+    loss = step(x * float("nan"), y)
+    assert float(loss.asnumpy()) == 0
+    assert float(step.dropped_micro_batches.asnumpy()) == 3
+    after = everything(step)
+    for name in before:
+        if name not in ("gaccum_ms.batch_count", "gaccum_ms.dropped_micro_batches", "gaccum_ms.window_count"):
+            np.testing.assert_array_equal(after[name], before[name], name)
+
+
+@pytest.mark.core(mode="graph")
+def test_dropping_nothing_equals_the_whole_batch(mode):
+    network = make_network("dense")
+    run = train(
+        accumulated(micro_size=3, overflow="drop_micro_batch"),
+        network,
+        OPTIMIZERS["momentum"](network.trainable_params()),
+        batches(SAMPLES),
+    )
+    assert_equivalent(run, whole_batch("dense", "momentum", SAMPLES, ms.get_context("mode")), 1e-5)
+
+
+class NotRenormalised(CountedWindow):
+    """Leaves the poisoned micro-batch out, and divides by all samples all the same."""
+
+    def reduce(self, gradients, sums, scale, unit):
+        gradients, _, loss, counted = super().reduce(gradients, sums, scale, unit)
+        return gradients, ms.Tensor(float(SAMPLES), ms.float32) * scale, loss, counted
+
+
+@pytest.mark.core(mode="graph")
+def test_negative_control_dropping_without_renormalising_is_caught(mode):
+    weights = []
+    for step_class in (TrainOneStepWithGradAccumulationCell, step_with(NotRenormalised)):
+        step = make_step(step_class=step_class, overflow="drop_micro_batch")
+        step(*poisoned(0, float("nan")))
+        weights.append(as_numpy(step.weights[0]))
+    assert relative_error(*weights) > 1e-3
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scale_sense", "error", "message"),
+    [
+        (1024.0, TypeError, "'scale_sense' must be a Cell or a Tensor, but got 1024.0 of type 'float'"),
+        (Tensor([1.0, 2.0], ms.float32), ValueError, r"shape of 'scale_sense' must be \(\) or \(1,\), but got \(2,\)"),
+        (Tensor(0.0, ms.float32), ValueError, "'scale_sense' must be positive and finite, but got 0.0"),
+        (Tensor(float("inf"), ms.float32), ValueError, "'scale_sense' must be positive and finite, but got inf"),
+    ],
+)
+def test_refuses_bad_scales(scale_sense, error, message):
+    with pytest.raises(error, match=message):
+        make_step(scale_sense)
+
+
+def test_set_sense_scale_refuses_what_does_not_fit():
+    with pytest.raises(ValueError, match=r"'scale_sense' must be positive and finite, but got 0.0"):
+        make_step(Tensor(1.0, ms.float32)).set_sense_scale(Tensor(0.0, ms.float32))
+    for step, scale in ((make_step(), Tensor(1.0)), (make_step(manager()), 2.0), (make_step(manager()), Tensor([1.0]))):
+        with pytest.raises(TypeError, match="'set_sense_scale' needs that 'scale_sense' was given"):
+            step.set_sense_scale(scale)
+
+
+# -- what overflows last -----------------------------------------------------------------------------------------------
+
+
+class Slope(nn.Cell):
+    """A loss whose gradient is the mean of x, or their sum."""
+
+    def __init__(self, reduction, dtype=ms.float32):
+        super().__init__()
+        self.weight = ms.Parameter(Tensor(1.0, dtype), name="weight")
+        self.reduction = reduction
+
+    def construct(self, x):
+        losses = self.weight * x
+        return losses.sum() if self.reduction == "sum" else losses.mean()
+
+
+def five_billion(x):
+    return ops.full((), 5e9, dtype=ms.float32)
+
+
+def assert_no_update(cell, scale, x, grad_norm):
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 1.0), scale).set_train()
+    _, overflow, _ = step(x)
+    assert overflow.asnumpy()
+    assert int(step.update_count.asnumpy()) == 0
+    assert as_numpy(step.weights[0]) == 1.0
+    assert as_numpy(step.grad_norm) == pytest.approx(grad_norm)
+
+
+def test_a_gradient_that_only_the_weights_float16_cannot_hold_is_an_overflow_where_its_norm_is_finite(mode):
+    """Two micro-batches of gradient 40,000 are 80,000 in their float32 accumulator, a finite norm that is not clipped;
+    the largest number of float16 is 65,504."""
+    cell = GradAccumulationCell(Slope("sum", ms.float16), 2, reduction="sum", max_grad_norm=1e6)
+    assert_no_update(cell, Tensor(1.0, ms.float32), Tensor([4e4, 4e4], ms.float16), 8e4)
+
+
+def test_an_infinite_divisor_is_an_overflow_though_the_gradient_that_it_divides_is_finite(mode):
+    """Counts of 1e10 in all, times a scale of 1e30, are more than float32 holds. The gradient of 1e-6, times both, is
+    not; divided by infinity it would be a zero, and an update."""
+    cell = GradAccumulationCell(Slope("mean"), 2, count=five_billion, max_grad_norm=1.0)
+    assert_no_update(cell, Tensor(1e30, ms.float32), Tensor([1e-6, 1e-6], ms.float32), 0.0)

@@ -1,0 +1,183 @@
+"""Where a batch is cut."""
+
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from support.reference import Line, as_numpy
+
+from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WithBatchLossCell
+from gaccum_ms.accumulation import micro_batches
+from gaccum_ms.backend.checks import described
+
+
+@pytest.mark.parametrize("samples", range(1, 40))
+@pytest.mark.parametrize("micro_size", [1, 2, 3, 4, 7, 16])
+def test_micro_size_bounds_number_and_size(samples, micro_size):
+    plan = micro_batches.plan_split([(samples, 3)], micro_size, None)
+    sizes = [plan.size] * plan.full + [plan.rest] * (plan.rest > 0)
+    assert sum(sizes) == samples
+    assert len(sizes) <= micro_size
+    assert max(sizes) == -(-samples // micro_size)
+    assert plan.rest < plan.size
+
+
+@pytest.mark.parametrize(
+    ("samples", "micro_size", "sizes"),
+    [(12, 4, [3, 3, 3, 3]), (10, 4, [3, 3, 3, 1]), (9, 4, [3, 3, 3]), (3, 4, [1, 1, 1])],
+)
+def test_documented_boundaries(samples, micro_size, sizes):
+    plan = micro_batches.plan_split([(samples,)], micro_size, None)
+    assert [plan.size] * plan.full + [plan.rest] * (plan.rest > 0) == sizes
+
+
+@pytest.mark.parametrize(("samples", "full", "rest"), [(8, 2, 0), (9, 2, 1), (3, 1, 0)])
+def test_micro_batch_size(samples, full, rest):
+    plan = micro_batches.plan_split([(samples, 2)], None, 4)
+    assert (plan.full, plan.rest, plan.size) == (full, rest, min(4, samples))
+
+
+def test_slices_are_the_batch_in_order(pynative):
+    x, y = np.arange(30).reshape(10, 3).astype(np.float32), np.arange(10).astype(np.int32)
+    pieces = [micro_batches.take((Tensor(x), Tensor(y)), Tensor(i), 4) for i in (0, 4)] + [
+        micro_batches.take_rest((Tensor(x), Tensor(y)), 8)
+    ]
+    for column, whole in enumerate((x, y)):
+        np.testing.assert_array_equal(np.concatenate([piece[column].asnumpy() for piece in pieces]), whole)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ([], "at least one input, but got none"),
+        ([(4, 2), ()], r"input 1 got shape \(\)"),
+        ([(4, 2), (3,)], r"same boundaries, but got shapes \[\(4, 2\), \(3,\)\]"),
+        ([(0, 2)], "must not be empty"),
+    ],
+)
+def test_refuses_what_cannot_be_split(shapes, message):
+    with pytest.raises(ValueError, match=message):
+        micro_batches.plan_split(shapes, 2, None)
+
+
+# -- an axis 0 that `set_inputs` leaves open ---------------------------------------------------------------------------
+
+
+class TwoLosses(Line):
+    def construct(self, x, y):
+        error = self.weight * x - y
+        return ops.square(error).mean(), error.mean()
+
+
+class Slopes(nn.Cell):
+    """Representations of a WithBatchLossCell."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = ms.Parameter(Tensor(3.0, ms.float32), name="weight")
+
+    def construct(self, x, y):
+        return self.weight * x, y
+
+
+class Spread(nn.Cell):
+    """A loss of all samples at once."""
+
+    def construct(self, r, y):
+        return ops.square(r - r.mean() - y).mean()
+
+
+def rows(x, _):
+    return x.shape[0]
+
+
+WINDOWS = {
+    "samples": (Line, {"micro_size": 3, "record_noise": True}),
+    "one": (Line, {"micro_size": 1}),
+    "size": (Line, {"micro_batch_size": 4, "max_grad_norm": 100.0}),
+    "spanning": (Line, {"micro_size": 3, "accumulation_steps": 2, "count": rows, "record_noise": True}),
+    "dropping": (Line, {"micro_size": 3, "overflow": "drop_micro_batch"}),
+    "losses": (TwoLosses, {"micro_size": 3, "loss_weights": (1.0, 0.5), "count": (rows, None)}),
+    "batch_loss": (lambda _: WithBatchLossCell(Slopes(), Spread()), {"micro_size": 3}),
+}
+OPEN = [Tensor(shape=[None], dtype=ms.float32)] * 2
+
+
+def train(mode, network, options, lengths, inputs=OPEN):
+    """Losses and weight after batches of these lengths, and how often was compiled."""
+    ms.set_context(mode=mode)
+    random = np.random.default_rng(5)
+    cell = GradAccumulationCell(network(3.0), **options)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.01)).set_train()
+    step.set_inputs(*inputs)
+    losses = [
+        float(step(*(Tensor(random.normal(size=length), ms.float32) for _ in range(2))).asnumpy()) for length in lengths
+    ]
+    noise = as_numpy(step.noise_sums).tolist() if options.get("record_noise") else []
+    return [*losses, float(as_numpy(step.weights[0])), *noise], len(step.compile_cache)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_one_graph_serves_batches_of_all_lengths(window):
+    """An eager step, in which every length is known, is the reference: the same numbers, and one compilation."""
+    lengths = (12, 7, 2, 9)  # in threes and in fours: even, ragged, fewer samples than micro-batches
+    found, compilations = train(ms.GRAPH_MODE, *WINDOWS[window], lengths)
+    expected, _ = train(ms.PYNATIVE_MODE, *WINDOWS[window], lengths)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert abs(found[len(lengths)] - 3.0) > 0.01  # trained
+    assert compilations == 1
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [[Tensor(shape=None, dtype=ms.float32)] * 2, [OPEN[0], Tensor(shape=[12], dtype=ms.float32)]],
+    ids=["number of axes too", "of one input"],
+)
+def test_inputs_may_be_open_in_other_ways(inputs):
+    found, compilations = train(ms.GRAPH_MODE, Line, {"micro_size": 5}, (12, 12), inputs)
+    expected, _ = train(ms.PYNATIVE_MODE, Line, {"micro_size": 5}, (12, 12))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert compilations == 1
+
+
+def test_pynative_mode_with_jit_compiles_once_too():
+    found, compilations = train(ms.PYNATIVE_MODE, Line, {"micro_size": 3, "jit": True}, (12, 7))
+    expected, _ = train(ms.PYNATIVE_MODE, Line, {"micro_size": 3}, (12, 7))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert compilations == 1
+
+
+# -- inputs that are no Tensors of numbers -----------------------------------------------------------------------------
+
+
+LARGE = Tensor(np.ones((8, 300)))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            {"x": LARGE, "n": 2},
+            r"a dict of 2 \('x': Tensor of shape \(8, 300\) and dtype Float64, 'n': 2 of type 'int'",
+        ),
+        ((LARGE,) * 9, r"a tuple of 9 \(0: Tensor of shape \(8, 300\) and dtype Float64, .*, \.\.\.\)"),
+        (np.ones((8, 300)), r"ndarray of shape \(8, 300\) and dtype float64"),
+        (None, "None of type 'NoneType'"),
+        ("a" * 5000, r"of numbers, .*'aaaa.*\.\.\. of type 'str'"),
+        (np.array(["ab"] * 8), r"of numbers, .* got ndarray of shape \(8,\) and dtype <U2"),  # a data set's column
+        (Tensor(np.array(["ab"] * 8)), r"of numbers, .* got Tensor of shape \(8,\) and dtype String"),
+    ],
+    ids=["dict", "tuple", "array", "None", "str", "strings", "Tensor of strings"],
+)
+def test_inputs_are_refused_without_printing_what_is_in_them(value, message):
+    with pytest.raises(TypeError, match=f"For 'GradAccumulationCell', every input .*{message}") as error:
+        micro_batches.batch_shapes((Tensor(np.ones((8, 3))), value))
+    assert len(str(error.value)) < 700
+
+
+def test_nested_values_are_described_in_few_words():
+    assert described([{"a": [1.5, "b"]}]) == (
+        "a list of 1 (0: a dict of 1 ('a': a list of 2 (0: 1.5 of type 'float', 1: 'b' of type 'str')))"
+    )

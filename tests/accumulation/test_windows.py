@@ -1,0 +1,881 @@
+"""Windows of several batches: in the compiled step, and as `ms.Model` and its callbacks see them.
+
+The oracle is MindSpore's own step on the batches of each window joined to one; for one weight it is NumPy. Ranks:
+test_window_ranks.py. Records and schedules: test_monitor.py, test_schedule.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from typing import NamedTuple
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops, train
+from mindspore.dataset import NumpySlicesDataset
+from support.modes import MODES
+from support.reference import FEATURES, OPTIMIZERS, Line, as_numpy, batches, make_network, relative_error
+from support.state import assert_identical, everything, manager
+
+import gaccum_ms.accumulation.spanning_window
+from gaccum_ms import (
+    CountMask,
+    CountNotIgnored,
+    FlushAccumulation,
+    GradAccumulationCell,
+    TrainOneStepWithGradAccumulationCell,
+    UpdateCheckpoint,
+    scale_learning_rate,
+)
+from gaccum_ms.accumulation.open_window import OpenWindow
+from gaccum_ms.accumulation.spanning_window import SpanningWindow
+
+EQUAL, RAGGED = (8, 8, 8) * 4, (7, 4) * 6  # windows of three: 24 samples each; 18, 15, 18, 15
+STEPS = 3
+DTYPES = {"float32": ms.float32, "float16": ms.float16, "bfloat16": ms.bfloat16}
+TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}  # the reasons: test_equivalence.py
+ADAM_TOLERANCE = 1e-4
+
+
+class MaskedLoss(nn.Cell):
+    """The mean over the samples that a mask keeps."""
+
+    def __init__(self, network):
+        super().__init__(auto_prefix=False)
+        self.network = network
+        self.loss = nn.CrossEntropyLoss(reduction="none")
+
+    def construct(self, x, y, mask):
+        return (self.loss(self.network(x), y) * mask).sum() / mask.sum()
+
+
+LOSSES = {
+    "mean": lambda network: nn.WithLossCell(network, nn.CrossEntropyLoss()),
+    "sum": lambda network: nn.WithLossCell(network, nn.CrossEntropyLoss(reduction="sum")),
+    "masked": MaskedLoss,
+}
+LOSSES["ignored"] = LOSSES["mean"]
+
+
+class Noisy(nn.Optimizer):
+    """SGD that adds random noise, and keeps an exponential moving average of the weights."""
+
+    def __init__(self, parameters):
+        super().__init__(0.05, parameters)
+        self.normal = ops.StandardNormal(seed=5, seed2=7)
+        self.ema = self.parameters.clone(prefix="ema")
+
+    @ms.jit  # as MindSpore's: run eagerly, PyNative's tape may forbid writing into a weight
+    def construct(self, gradients):
+        updated = ()
+        for index in range(len(self.parameters)):
+            parameter, ema = self.parameters[index], self.ema[index]
+            value = parameter - self.get_lr() * (gradients[index] + 0.1 * self.normal(parameter.shape))
+            written = ops.assign(parameter, value)
+            updated = (*updated, ops.assign(ema, 0.9 * ema + 0.1 * ops.depend(value, written)))
+        return updated
+
+
+def make_optimizer(name, parameters):
+    return Noisy(parameters) if name == "noisy" else OPTIMIZERS[name](parameters)
+
+
+def data_of(loss, sizes):
+    """Distinct random batches of these sizes; masks and ignored labels have a different count in each."""
+    random = np.random.default_rng(11)
+    result = []
+    for seed, size in enumerate(sizes):
+        x, y = batches(size, 1, seed)[0]
+        kept = np.arange(size) < random.integers(1, size + 1)
+        if loss == "ignored":
+            y = np.where(kept, y, -100).astype(np.int32)
+        result.append((x, y, kept * random.uniform(0.2, 2, size).astype(np.float32)) if loss == "masked" else (x, y))
+    return result
+
+
+def joined(data, windows):
+    """The batches of each window as one batch; `windows` : how many each has."""
+    ends = np.cumsum(windows)
+    return [
+        tuple(np.concatenate(column) for column in zip(*data[end - number : end], strict=True))
+        for end, number in zip(ends, windows, strict=True)
+    ]
+
+
+class Problem(NamedTuple):
+    kind: str = "dense"
+    optimizer: str = "momentum"
+    loss: str = "mean"
+    dtype: str = "float32"
+
+    def make(self):
+        """A loss cell and an optimizer, the same each time."""
+        network = make_network(self.kind, DTYPES[self.dtype])
+        return LOSSES[self.loss](network), make_optimizer(self.optimizer, network.trainable_params())
+
+    def step(self, scale_sense=None, step_class=TrainOneStepWithGradAccumulationCell, **options):
+        loss_cell, optimizer = self.make()
+        options.setdefault("accumulation_steps", STEPS)
+        return step_class(GradAccumulationCell(loss_cell, **options), optimizer, scale_sense).set_train()
+
+
+DENSE = Problem()
+
+
+def trained(step):
+    """What training changes: the network's parameters and the optimizer's, by name."""
+    parameters = [*step.network.get_parameters(), *step.optimizer.get_parameters()]
+    return {parameter.name: as_numpy(parameter) for parameter in parameters}
+
+
+class Clipped(nn.TrainOneStepCell):
+    """MindSpore's step, with its clipping."""
+
+    def construct(self, *inputs):
+        loss = self.network(*inputs)
+        gradients = self.grad(self.network, self.weights)(*inputs, ops.ones_like(loss))
+        return ops.depend(loss, self.optimizer(ops.clip_by_global_norm(gradients, 0.3)))
+
+
+def train_joined(problem, data, clipped=False):
+    """The reference: losses and what training changed, by MindSpore's own step."""
+    step = (Clipped if clipped else nn.TrainOneStepCell)(*problem.make()).set_train()
+    losses = [float(step(*map(Tensor, batch)).asnumpy()) for batch in data]
+    return np.array(losses), trained(step)
+
+
+@functools.cache
+def reference(problem, sizes, windows, mode, clipped=False):
+    assert ms.get_context("mode") == mode
+    return train_joined(problem, joined(data_of(problem.loss, sizes), windows), clipped)
+
+
+def run_windows(step, data):
+    """Train; the losses of the windows that ended, and what training changed."""
+    losses = []
+    for batch in data:
+        step(*map(Tensor, batch))
+        if not int(step.window_position.asnumpy()):
+            losses.append(float(step.window_loss.asnumpy()))
+    if step.flush():
+        losses.append(float(step.window_loss.asnumpy()))
+    return np.array(losses), trained(step)
+
+
+def assert_same(run, expected, tolerance=1e-5):
+    assert run[0].shape == expected[0].shape
+    assert relative_error(run[0], expected[0]) < tolerance, (run[0], expected[0])
+    assert run[1].keys() == expected[1].keys()
+    errors = {name: relative_error(run[1][name], value) for name, value in expected[1].items()}
+    assert max(errors.values()) < tolerance, errors
+
+
+# -- equivalence -------------------------------------------------------------------------------------------------------
+
+LINES = [
+    ("graph", Problem(optimizer="sgd"), EQUAL, {}),
+    ("graph", Problem(optimizer="sgd"), RAGGED, {"micro_size": 2}),
+    ("graph", DENSE, RAGGED, {"micro_batch_size": 3}),
+    ("graph", Problem("conv", "sgd"), EQUAL, {}),
+    ("graph", Problem("conv"), RAGGED, {"micro_size": 2}),
+    ("graph", Problem(optimizer="adam"), RAGGED, {"micro_size": 2}),
+    ("graph", Problem(optimizer="dynamic_lr"), EQUAL, {"micro_size": 3}),
+    ("graph", Problem(optimizer="grouped"), EQUAL, {"compensated": True}),
+    ("graph", Problem(loss="masked"), RAGGED, {"micro_size": 2, "count": CountMask()}),
+    ("graph", Problem(loss="ignored"), EQUAL, {"count": CountNotIgnored()}),
+    ("graph", Problem(optimizer="sgd", loss="sum"), EQUAL, {"micro_size": 2, "reduction": "sum"}),
+    ("graph", DENSE, RAGGED, {"max_grad_norm": 0.3}),
+    ("graph", Problem(dtype="float16"), EQUAL, {"micro_size": 2}),
+    ("graph", Problem("cast_weights", "plain_sgd", dtype="bfloat16"), EQUAL, {"micro_size": 2}),
+    ("pynative", DENSE, RAGGED, {"micro_size": 2}),
+    ("pynative", Problem("conv", "sgd"), EQUAL, {}),
+    ("pynative", Problem(optimizer="adam"), RAGGED, {"micro_batch_size": 5}),
+    ("pynative", Problem(loss="masked"), RAGGED, {"count": CountMask(), "max_grad_norm": 0.3}),
+    ("jit", Problem(optimizer="sgd"), RAGGED, {"micro_size": 2}),
+    ("jit", Problem("conv"), EQUAL, {"micro_batch_size": 3}),
+]
+
+
+@pytest.mark.core(
+    "graph-dense-sgd-mean-float32-ragged-micro_size",
+    "graph-conv-momentum-mean-float32-ragged-micro_size",
+    "graph-dense-grouped-mean-float32-equal-compensated",
+    "graph-dense-momentum-masked-float32-ragged-micro_size-count",
+    "graph-dense-sgd-sum-float32-equal-micro_size-reduction",
+    "graph-dense-momentum-mean-float32-ragged-max_grad_norm",
+    "graph-cast_weights-plain_sgd-mean-bfloat16-equal-micro_size",
+    "pynative-dense-momentum-mean-float32-ragged-micro_size",
+    "pynative-dense-momentum-masked-float32-ragged-count-max_grad_norm",
+    "jit-dense-sgd-mean-float32-ragged-micro_size",
+)
+@pytest.mark.parametrize(
+    ("mode", "problem", "sizes", "options"),
+    LINES,
+    ids=[f"{m}-{'-'.join(p)}-{'ragged' if s == RAGGED else 'equal'}-{'-'.join(o)}" for m, p, s, o in LINES],
+)
+def test_batches_that_share_an_update_equal_the_joined_batch(mode, problem, sizes, options):
+    """Window losses, weights and optimizer state, over four updates."""
+    ms.set_context(mode=MODES["graph" if mode == "graph" else "pynative"])
+    step = problem.step(jit=mode == "jit" or None, **options)
+    run = run_windows(step, data_of(problem.loss, sizes))
+    expected = reference(problem, sizes, (STEPS,) * 4, ms.get_context("mode"), "max_grad_norm" in options)
+    assert_same(run, expected, ADAM_TOLERANCE if problem.optimizer == "adam" else TOLERANCE[problem.dtype])
+    assert int(step.update_count.asnumpy()) == 4
+
+
+def test_clipping_was_needed():
+    """Or the lines above with max_grad_norm would prove nothing."""
+    plain = reference(DENSE, RAGGED, (STEPS,) * 4, ms.GRAPH_MODE)
+    clipped = reference(DENSE, RAGGED, (STEPS,) * 4, ms.GRAPH_MODE, True)
+    assert relative_error(clipped[1]["out.weight"], plain[1]["out.weight"]) > 1e-3
+
+
+class CountsRuns(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.network = nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss())
+        self.samples = []
+
+    def construct(self, x, y):
+        self.samples.append(x.shape[0])
+        return self.network(x, y)
+
+
+def test_the_window_is_the_product_of_both_numbers(pynative):
+    """micro_size=2 and accumulation_steps=3: six micro-batches run for one update."""
+    network = CountsRuns()
+    cell = GradAccumulationCell(network, 2, accumulation_steps=3)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+    for batch in data_of("mean", (8, 8, 7)):
+        assert int(step.update_count.asnumpy()) == 0
+        step(*map(Tensor, batch))
+    assert int(step.update_count.asnumpy()) == 1
+    assert network.samples == [4, 4, 4, 4, 4, 3]
+
+
+TAIL = (7,) * 7  # four batches, then a tail of three
+
+
+def check_tail(mode, step, problem=DENSE):
+    run = run_windows(step, data_of(problem.loss, TAIL))
+    assert_same(run, reference(problem, TAIL, (4, 3), mode))
+
+
+@pytest.mark.core(mode="graph")
+def test_a_flushed_tail_equals_its_batches_joined(mode):
+    check_tail(MODES[mode], DENSE.step(micro_size=2, accumulation_steps=4))
+
+
+@pytest.mark.core(mode="pynative")
+def test_a_flushed_tail_is_divided_by_its_counts(mode):
+    masked = Problem(loss="masked")
+    check_tail(MODES[mode], masked.step(micro_size=2, accumulation_steps=4, count=CountMask()), masked)
+
+
+class UpdatesEachBatch(OpenWindow):
+    def is_complete(self, after):
+        return ops.depend(self.window_position, after) > 0
+
+
+class DividesByWholeWindows(OpenWindow):
+    """As if a tail had all the batches that a window has."""
+
+    def result(self, scale, after):
+        gradients, divisor, loss, counted = super().result(scale, after)
+        return gradients, divisor * self.window_steps / self.window_position, loss, counted
+
+
+class NeverCleared(OpenWindow):
+    def clear(self, after):
+        cleared = ops.assign(self.window_position, ops.depend(ms.Tensor(0, ms.int32), after))
+        cleared = ops.assign(self.window_sums, ops.depend(ops.zeros((4,), ms.float32), cleared))
+        return ops.depend(after, cleared)
+
+
+class KeepsItsSums(OpenWindow):
+    """Clears the gradients, and forgets to clear what they are divided by."""
+
+    def clear(self, after):
+        cleared = self.accumulators.clear(after)
+        return ops.depend(after, ops.assign(self.window_position, ops.depend(ms.Tensor(0, ms.int32), cleared)))
+
+
+@pytest.mark.core(mode="graph")
+@pytest.mark.parametrize("broken", [UpdatesEachBatch, DividesByWholeWindows, NeverCleared, KeepsItsSums])
+def test_negative_control_a_broken_window_is_caught(broken, monkeypatch, mode):
+    monkeypatch.setattr(gaccum_ms.accumulation.spanning_window, "OpenWindow", broken)
+    with pytest.raises(AssertionError):
+        check_tail(MODES[mode], DENSE.step(micro_size=2, accumulation_steps=4))
+
+
+class MeanOfMeans(SpanningWindow):
+    """Each micro-batch weighs the same, however many samples it has."""
+
+    def items(self, count):
+        return 4
+
+
+class BrokenStep(TrainOneStepWithGradAccumulationCell):
+    def _make_window(self, cell):
+        return MeanOfMeans(cell, self.weights, self.grad_reducer, self.window_position)
+
+
+def test_negative_control_the_mean_of_means_is_caught(pynative):
+    with pytest.raises(AssertionError):
+        check_tail(ms.PYNATIVE_MODE, DENSE.step(step_class=BrokenStep, micro_size=2, accumulation_steps=4))
+
+
+# -- a batch that does not end its window ------------------------------------------------------------------------------
+
+
+CHANGING = ("hidden", "out", "ema", "moment1", "moment2", "beta1_power")
+
+
+def check_nothing_trained_between_updates(step):
+    for number, batch in enumerate(data_of("mean", EQUAL[:6]), 1):
+        before = trained(step)
+        step(*map(Tensor, batch))
+        after = trained(step)
+        if number % STEPS:
+            assert_identical(before, after)
+        else:
+            changing = [name for name in before if name.startswith(CHANGING)]
+            assert len(changing) >= len(step.weights)
+            for name in changing:
+                assert (before[name] != after[name]).any(), name
+    return after
+
+
+@pytest.mark.core("graph-noisy", "graph-adam", "pynative-dynamic_lr")
+@pytest.mark.parametrize("optimizer", ["noisy", "adam", "dynamic_lr"])
+def test_nothing_that_is_trained_changes_before_the_windows_end(optimizer, mode):
+    """Weights, optimizer state, its step counter, a user's moving average; and noise that a user's optimizer draws
+    comes once for each update, in the order of a run without accumulation."""
+    problem = Problem(optimizer=optimizer)
+    step = problem.step(micro_size=2)
+    after = check_nothing_trained_between_updates(step)
+    expected = reference(problem, EQUAL[:6], (STEPS,) * 2, MODES[mode])
+    assert_same((expected[0], after), expected, ADAM_TOLERANCE if optimizer == "adam" else 1e-5)
+    if optimizer == "dynamic_lr":
+        assert int(step.optimizer.global_step.asnumpy()[0]) == 2
+    if mode == "graph":
+        assert len(step.compile_cache) == 1
+
+
+@pytest.mark.core(mode="graph")
+def test_negative_control_an_update_before_the_windows_end_is_caught(monkeypatch, mode):
+    monkeypatch.setattr(gaccum_ms.accumulation.spanning_window, "OpenWindow", UpdatesEachBatch)
+    with pytest.raises(AssertionError):
+        check_nothing_trained_between_updates(DENSE.step())
+
+
+def test_noise_was_drawn():
+    """Or the comparison of noise above would prove nothing."""
+    noisy, plain = (
+        reference(Problem(optimizer=name), EQUAL[:6], (STEPS,) * 2, ms.GRAPH_MODE) for name in ("noisy", "sgd")
+    )
+    assert relative_error(noisy[1]["out.weight"], plain[1]["out.weight"]) > 1e-3
+
+
+@pytest.mark.core("graph-mean", "pynative-masked", "graph-sum")
+@pytest.mark.parametrize("loss", ["mean", "masked", "sum"])
+def test_each_call_returns_the_batchs_own_loss_at_the_current_weights(loss, mode):
+    options = {"masked": {"count": CountMask()}, "sum": {"reduction": "sum"}}.get(loss, {})
+    problem = Problem(optimizer="sgd", loss=loss)
+    step = problem.step(micro_size=2, **options)
+    alone = problem.make()[0]
+    expected, losses = [], []
+    for batch in data_of(loss, (7, 7, 7, 4) if loss == "mean" else (8,) * 4):
+        for mine, theirs in zip(alone.trainable_params(), step.weights, strict=True):
+            mine.set_data(Tensor(as_numpy(theirs)))
+        ms.set_context(mode=ms.PYNATIVE_MODE)
+        expected.append(float(alone(*map(Tensor, batch)).asnumpy()))
+        ms.set_context(mode=MODES[mode])
+        losses.append(float(step(*map(Tensor, batch)).asnumpy()))
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    assert len(set(losses)) == 4
+
+
+def test_counters_are_right_after_each_call_and_one_graph_serves_all_windows():
+    step = line_step(3)
+    seen = []
+    for _ in range(7):
+        step(*map(Tensor, (LINE_X[:4], LINE_Y[:4])))
+        seen.append((place(step), int(step.batch_count.asnumpy())))
+    assert seen == [((1, 0), 1), ((2, 0), 2), ((0, 1), 3), ((1, 1), 4), ((2, 1), 5), ((0, 2), 6), ((1, 2), 7)]
+    assert len(step.compile_cache) == 1
+    assert step.flush() is True
+    assert place(step) == (0, 3)
+    before = everything(step)
+    assert step.flush() is False
+    assert_identical(before, everything(step))
+    assert len(step.compile_cache) == 1
+
+
+TRACES: list[int] = []
+
+
+@ops.constexpr(reuse_result=False)
+def trace(shape):
+    """Ordinary Python: in compiled code it runs only while that is compiled."""
+    TRACES.append(1)
+    return shape
+
+
+class Traced(Line):
+    def construct(self, x, y):
+        trace(x.shape)
+        return ops.square(self.weight * x - y).mean() / 2
+
+
+def test_the_number_of_batches_is_not_compiled_in():
+    """One graph, whose network is traced at most twice, forward and to differentiate, serves windows of any length."""
+    step = line_step(2, Traced, micro_size=2)
+    TRACES.clear()
+    for steps in (2, 50):
+        step.set_accumulation_steps(steps)
+        for _ in range(4):
+            step(*map(Tensor, (LINE_X[:4], LINE_Y[:4])))
+    assert place(step) == (4, 2)
+    assert 1 <= len(TRACES) <= 2
+    assert len(step.compile_cache) == 1
+
+
+# -- loss scaling ------------------------------------------------------------------------------------------------------
+
+GOOD = data_of("mean", EQUAL[:STEPS])
+
+
+def poisoned(batch, value, sample=0):
+    x = batch[0].copy()
+    x[sample, 0] = value
+    return (x, *batch[1:])
+
+
+def assert_one_good_window(step):
+    losses = np.array([float(step.window_loss.asnumpy())])
+    assert_same((losses, trained(step)), reference(DENSE, EQUAL[:STEPS], (STEPS,), ms.get_context("mode")))
+
+
+@pytest.mark.core(mode="graph")
+def test_an_overflow_in_any_batch_drops_its_whole_window_exactly(mode):
+    """And the scale is halved once, at the window's end. The good windows train as if the others had never been."""
+    step = DENSE.step(manager(), micro_size=2)
+    scale = 2.0**10
+    dropped = ("scale_sense", "batch_count", "window_loss", "current_iterator_step", "last_overflow_iterator_step")
+    for position, value in ((None, 0), (0, np.nan), (1, np.inf), (2, np.nan), (None, 0)):
+        before = everything(step)
+        overflows, used, left = [], [], []
+        for number, batch in enumerate(GOOD):
+            outputs = step(*map(Tensor, poisoned(batch, value) if number == position else batch))
+            overflows.append(bool(outputs[1].asnumpy()))
+            used.append(float(outputs[2].asnumpy()))
+            left.append(float(step.scale_sense.asnumpy()))
+        bad = position is not None
+        assert overflows == [False, False, bad]
+        assert used == [scale] * 3
+        assert left == [scale, scale, scale / 2 if bad else scale]
+        assert place(step)[0] == 0
+        if bad:
+            assert_identical(everything(step), before, but=[n for n in before if n.split(".")[-1] in dropped])
+        scale = left[-1]
+    assert int(step.update_count.asnumpy()) == 2
+    losses, state = train_joined(DENSE, joined(GOOD * 2, (STEPS,) * 2))
+    assert_same((losses, trained(step)), (losses, state))
+
+
+@pytest.mark.core(mode="graph")
+def test_drop_micro_batch_leaves_one_micro_batch_of_the_window_out(mode):
+    step = DENSE.step(manager(), micro_size=2, overflow="drop_micro_batch")
+    for batch in (GOOD[0], poisoned(GOOD[1], np.nan, 5), GOOD[2]):
+        outputs = step(*map(Tensor, batch))
+    assert not outputs[1].asnumpy()
+    assert float(step.window_count.asnumpy()) == 20
+    assert float(step.dropped_micro_batches.asnumpy()) == 1
+    assert float(step.scale_sense.asnumpy()) == 512
+    kept = [GOOD[0], tuple(column[:4] for column in GOOD[1]), GOOD[2]]
+    losses, state = train_joined(DENSE, joined(kept, (3,)))
+    assert_same((np.array([float(step.window_loss.asnumpy())]), trained(step)), (losses, state))
+
+
+@pytest.mark.core(mode="graph")
+def test_a_scale_set_in_mid_window_changes_no_update(mode):
+    step = DENSE.step(Tensor(8.0, ms.float32), micro_size=2)
+    for scale, batch in zip((8.0, 2.0**12, 0.25), GOOD, strict=True):
+        step.set_sense_scale(Tensor(scale, ms.float32))
+        assert float(step(*map(Tensor, batch))[2].asnumpy()) == scale
+    assert_one_good_window(step)
+
+
+# -- batches that fail -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.core(mode="graph")
+def test_a_bad_count_leaves_its_batch_out_and_the_window_goes_on(mode):
+    """First, in the middle and last in the window: the update is that of the other two batches."""
+    problem = Problem(loss="masked")
+    step = problem.step(micro_size=2, count=CountMask())
+    good = data_of("masked", EQUAL[:6])
+    kept = iter(good)
+    for position, value in enumerate((-50.0, np.nan, np.inf)):
+        for number in range(STEPS):
+            if number != position:
+                step(*map(Tensor, next(kept)))
+                continue
+            x, y, mask = good[position]
+            before = trained(step)
+            with pytest.raises(ValueError, match=r"finite number of items .* left out of its window"):
+                step(Tensor(x), Tensor(y), Tensor(np.where(np.arange(8) == 5, value, mask).astype(np.float32)))
+            if position != 2:
+                assert_identical(before, trained(step))
+            assert place(step) == ((number + 1) % 3, position + (position == 2))
+        assert place(step) == (0, position + 1)
+    losses, state = train_joined(problem, joined(good, (2, 2, 2)))
+    assert_same((losses, trained(step)), (losses, state))
+
+
+def test_a_window_that_counts_nothing_does_not_update():
+    problem = Problem(loss="masked", optimizer="adam")
+    step = problem.step(count=CountMask(), accumulation_steps=2)
+    data = data_of("masked", EQUAL[:3])
+    nothing = (*data[0][:2], np.zeros(8, np.float32))
+    before = trained(step)
+    for _ in range(2):
+        assert float(step(*map(Tensor, nothing)).asnumpy()) == 0
+    assert_identical(before, trained(step))
+    assert place(step) == (0, 0)
+    for batch in (nothing, data[1]):  # a first batch without any count gives the window no unit: the second does
+        step(*map(Tensor, batch))
+    losses, state = train_joined(problem, [data[1]])
+    assert_same((losses, trained(step)), (losses, state), ADAM_TOLERANCE)
+
+
+class Interrupted(nn.Cell):
+    """Raises once, at one of its runs, as a user's breakpoint or a bad label would."""
+
+    def __init__(self, at):
+        super().__init__(auto_prefix=False)
+        self.network = nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss())
+        self.at = at
+        self.calls = 0
+
+    def construct(self, x, y):
+        self.calls += 1
+        if self.calls == self.at:
+            raise KeyboardInterrupt
+        return self.network(x, y)
+
+
+@pytest.mark.parametrize("at", [2, 4, 6], ids=["first batch", "second batch", "last batch"])
+def test_a_batch_that_fails_half_way_drops_its_window_and_the_next_is_right(at, pynative):
+    network = Interrupted(at)
+    cell = GradAccumulationCell(network, 2, accumulation_steps=3, compensated=True)
+    step = TrainOneStepWithGradAccumulationCell(cell, OPTIMIZERS["momentum"](cell.trainable_params())).set_train()
+    before = everything(step)
+    good = at // 2 - 1
+    for batch in GOOD[:good]:
+        step(*map(Tensor, batch))
+    with warnings.catch_warnings(record=True) as caught, pytest.raises(KeyboardInterrupt):
+        warnings.simplefilter("always")
+        step(*map(Tensor, GOOD[good]))
+    expected = [f"the {good} batch(es) before it in its window were dropped"] if good else []
+    assert [type(one.message) for one in caught] == [UserWarning] * len(expected)
+    assert all(text in str(one.message) for one, text in zip(caught, expected, strict=True))
+    assert_identical(before, everything(step), but=("gaccum_ms.batch_count", "gaccum_ms.batch_items"))
+    for batch in GOOD:
+        step(*map(Tensor, batch))
+    assert_one_good_window(step)
+
+
+@pytest.mark.core(mode="pynative")
+def test_a_refused_batch_leaves_the_window_as_it_was(mode):
+    """Of wrong shapes; and in graph mode, where nothing runs before all is compiled, of wrong features."""
+    step = DENSE.step(micro_size=2)
+    x, y = map(Tensor, GOOD[0])
+    for batch in GOOD:
+        before = everything(step)
+        with pytest.raises(ValueError, match=r"got shapes \[\(8, 12\), \(7,\)\]"):
+            step(x, y[:7])
+        if mode == "graph" and batch is GOOD[1]:
+            with pytest.raises(ValueError, match="MatMul"):
+                step(x[:, : FEATURES - 1], y)
+        assert_identical(before, everything(step))
+        step(*map(Tensor, batch))
+    assert_one_good_window(step)
+
+
+class SparseLoss(nn.Cell):
+    def __init__(self):
+        super().__init__(auto_prefix=False)
+        self.network = make_network("dense")
+        self.loss = nn.SoftmaxCrossEntropyWithLogits(sparse=True, reduction="mean")
+
+    def construct(self, x, y):
+        return self.loss(self.network(x), y)
+
+
+def test_a_label_that_fails_inside_the_compiled_step_drops_the_window():
+    """MindSpore refuses to run a graph once it has failed, so that there is no next window to look at."""
+    cell = GradAccumulationCell(SparseLoss(), 2, accumulation_steps=3)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+    before = everything(step)
+    x, y = GOOD[0]
+    step(Tensor(x), Tensor(y))
+    bad = np.where(np.arange(8) == 7, 99, y).astype(np.int32)
+    with pytest.warns(UserWarning, match=r"the 1 batch\(es\) before it"), pytest.raises(RuntimeError, match="label"):
+        step(Tensor(x), Tensor(bad))
+    assert_identical(before, everything(step), but=("gaccum_ms.batch_count", "gaccum_ms.batch_items"))
+
+
+# -- ms.Model and its callbacks ----------------------------------------------------------------------------------------
+
+LINE_X = np.random.default_rng(2).normal(size=28).astype(np.float32)
+LINE_Y = (2 * LINE_X + np.random.default_rng(3).normal(size=28)).astype(np.float32)
+RATE = 0.1
+
+
+def line_step(steps, line=Line, rate=RATE, **options):
+    cell = GradAccumulationCell(line(1.0), accumulation_steps=steps, **options)
+    return TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), rate)).set_train()
+
+
+def place(step):
+    return int(step.window_position.asnumpy()), int(step.update_count.asnumpy())
+
+
+def line_oracle(windows, batch=4, rate=RATE):
+    """The weight after each update, by NumPy. Batches of LINE_X come round again and again, as epochs do; `windows` :
+    how many each update has. Returns the losses of the batches too."""
+    weight, weights, losses = 1.0, [], []
+    starts = range(0, len(LINE_X), batch)
+    epochs = [(LINE_X[start : start + batch], LINE_Y[start : start + batch]) for start in starts] * 20
+    for update, number in enumerate(windows):
+        parts, epochs = epochs[:number], epochs[number:]
+        losses += [((weight * x - y) ** 2).mean() / 2 for x, y in parts]
+        x, y = (np.concatenate(column).astype(np.float64) for column in zip(*parts, strict=True))
+        weight -= (rate(update) if callable(rate) else rate) * (x * (weight * x - y)).mean()
+        weights.append(weight)
+    return np.array(weights), np.array(losses)
+
+
+def line_data(batch=4, stop=None):
+    return NumpySlicesDataset((LINE_X[:stop], LINE_Y[:stop]), shuffle=False).batch(batch)
+
+
+class Watch(train.Callback):
+    """What a callback finds after each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses, self.weights, self.updates = [], [], []
+
+    def on_train_step_end(self, run_context):
+        parameters = run_context.original_args()
+        self.losses.append(float(parameters.net_outputs.asnumpy()))
+        self.weights.append(as_numpy(parameters.train_network.weights[0]).item())
+        self.updates.append(int(parameters.train_network.update_count.asnumpy()))
+
+
+class StopAt(train.Callback):
+    def __init__(self, step=None, epoch=None):
+        super().__init__()
+        self.step, self.epoch = step, epoch
+
+    def on_train_step_end(self, run_context):
+        if run_context.original_args().cur_step_num == self.step:
+            run_context.request_stop()
+
+    def on_train_epoch_end(self, run_context):
+        if run_context.original_args().cur_epoch_num == self.epoch:
+            run_context.request_stop()
+
+
+def fit(callbacks, steps=4, epochs=2, data=None, rate=RATE, **options):
+    step = line_step(steps, rate=rate, **options)
+    model = ms.Model(step)
+    model.train(epochs, data or line_data(), callbacks=callbacks)
+    return step
+
+
+def assert_line(step, windows, batch=4, rate=RATE):
+    expected = line_oracle(windows, batch, rate)[0]
+    np.testing.assert_allclose(as_numpy(step.weights[0]), expected[-1], rtol=1e-5)
+    assert int(step.update_count.asnumpy()) == len(windows)
+
+
+LEFT_OVER = r"training ended in the middle of a window: {} batch\(es\) of {} are added up, .* FlushAccumulation"
+
+
+def test_seven_batches_in_windows_of_four_flushed_at_each_epochs_end():
+    """The tails' updates equal those of windows of three."""
+    loss_cell, optimizer = DENSE.make()
+    model = ms.Model(GradAccumulationCell(loss_cell, 2, accumulation_steps=4), optimizer=optimizer)
+    x, y = batches(7 * 6, 1)[0]
+    model.train(2, NumpySlicesDataset((x, y), shuffle=False).batch(6), callbacks=[FlushAccumulation()])
+    epoch = [(x[start : start + 6], y[start : start + 6]) for start in range(0, 42, 6)]
+    losses, state = train_joined(DENSE, joined(epoch * 2, (4, 3, 4, 3)))
+    assert_same((losses, trained(model.train_network)), (losses, state))
+    assert place(model.train_network) == (0, 4)
+
+
+@pytest.mark.core(mode="graph")
+@pytest.mark.parametrize(("each_epoch", "windows"), [(True, (4, 3, 4, 3)), (False, (4, 4, 4, 2))])
+def test_flushes_each_epoch_or_when_training_ends(each_epoch, windows, mode):
+    assert_line(fit([FlushAccumulation(each_epoch)], micro_size=2), windows)
+
+
+@pytest.mark.core(mode="graph")
+def test_without_flush_windows_span_epochs_and_the_user_is_told_what_is_left(mode):
+    with pytest.warns(UserWarning, match=LEFT_OVER.format(2, 4)):
+        step = fit([])
+    assert_line(step, (4, 4, 4))
+    assert place(step) == (2, 3)
+
+
+def test_a_window_larger_than_the_epoch_ends_with_it_or_spans_epochs(pynative):
+    assert_line(fit([FlushAccumulation()], steps=20), (7, 7))
+    with pytest.warns(UserWarning, match=LEFT_OVER.format(1, 20)):
+        step = fit([], steps=20, epochs=3)
+    assert_line(step, (20,))
+
+
+def test_a_window_goes_on_in_the_next_training(pynative):
+    step = line_step(4)
+    model = ms.Model(step)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=LEFT_OVER.format(r"\d", 4)):
+            model.train(1, line_data())
+    assert_line(step, (4, 4, 4))
+
+
+@pytest.mark.core(mode="graph")
+def test_a_short_last_batch_weighs_by_its_samples(mode):
+    """28 samples in batches of five: the sixth has three."""
+    assert_line(fit([FlushAccumulation()], data=line_data(5), epochs=1), (4, 2), batch=5)
+
+
+@pytest.mark.parametrize("callbacks", [[FlushAccumulation()], [FlushAccumulation(), FlushAccumulation()]])
+def test_an_epoch_that_ends_with_a_closed_window_makes_no_extra_update(callbacks, pynative):
+    assert_line(fit(callbacks, data=line_data(7), steps=2), (2, 2, 2, 2), batch=7)
+
+
+class Weight(train.Metric):
+    """What evaluation finds in the network."""
+
+    def clear(self):
+        self.weight = None
+
+    def update(self, *outputs):
+        self.weight = float(outputs[0].asnumpy())
+
+    def eval(self):
+        return self.weight
+
+
+class Prediction(nn.Cell):
+    def __init__(self, line):
+        super().__init__(auto_prefix=False)
+        self.line = line
+
+    def construct(self, x, y):
+        weight = self.line.weight * ops.ones_like(self.line.weight)
+        return weight, weight, weight
+
+
+def test_evaluation_at_an_epochs_end_sees_the_flushed_weights(pynative):
+    step = line_step(4)
+    model = ms.Model(step, eval_network=Prediction(step.network), eval_indexes=[0, 1, 2], metrics={"weight": Weight()})
+    seen = []
+
+    class Evaluated(train.Callback):
+        def on_eval_end(self, run_context):
+            seen.append(run_context.original_args().metrics["weight"])
+
+    model.fit(2, line_data(), line_data(), callbacks=[Evaluated(), FlushAccumulation()], dataset_sink_mode=False)
+    np.testing.assert_allclose(seen, line_oracle((4, 3, 4, 3))[0][[1, 3]], rtol=1e-5)
+
+
+def test_the_order_of_callbacks_does_not_matter(tmp_path):
+    """A checkpoint and a watch that come before FlushAccumulation see what it did with the same batch."""
+    watch = Watch()
+    config = train.CheckpointConfig(save_checkpoint_steps=7, keep_checkpoint_max=9)
+    checkpoint = train.ModelCheckpoint("net", str(tmp_path), config)
+    step = fit([checkpoint, watch, FlushAccumulation()])
+    weights = line_oracle((4, 3, 4, 3))[0]
+    np.testing.assert_allclose([watch.weights[6], watch.weights[13]], weights[[1, 3]], rtol=1e-5)
+    for epoch, weight in enumerate(weights[[1, 3]], 1):
+        saved = ms.load_checkpoint(str(tmp_path / f"net-{epoch}_7.ckpt"))
+        assert int(saved["gaccum_ms.window_position"].asnumpy()) == 0
+        np.testing.assert_allclose(saved["weight"].asnumpy(), weight, rtol=1e-5)
+    assert_line(step, (4, 3, 4, 3))
+
+
+@pytest.mark.parametrize("each_epoch", [True, False])
+@pytest.mark.parametrize(("stop", "windows"), [(StopAt(step=9), {True: (4, 3, 2), False: (4, 4, 1)})])
+def test_a_stop_in_mid_epoch_flushes_what_is_left(each_epoch, stop, windows, pynative):
+    step = fit([FlushAccumulation(each_epoch), stop], epochs=5)
+    assert_line(step, windows[each_epoch])
+
+
+def test_a_stop_at_an_epochs_end_flushes_what_is_left(pynative):
+    """As EarlyStopping does it, a callback that comes after FlushAccumulation."""
+    assert_line(fit([FlushAccumulation(each_epoch=False), StopAt(epoch=2)], epochs=5), (4, 4, 4, 2))
+
+
+def test_flush_accumulation_refuses_what_is_no_bool():
+    with pytest.raises(TypeError, match="'each_epoch' must be a bool, but got 1"):
+        FlushAccumulation(each_epoch=1)
+
+
+@pytest.mark.core(mode="pynative")
+def test_callbacks_see_each_batchs_own_loss(capsys, mode):
+    """LossMonitor and History count batches, and see batch means at the weights of the batch's window."""
+    watch, history = Watch(), train.History()
+    fit([watch, history, train.LossMonitor(1), FlushAccumulation()])
+    losses = line_oracle((4, 3, 4, 3))[1]
+    printed = re.findall(r"epoch: (\d) step: (\d), loss is ([\d.]+)", capsys.readouterr().out)
+    assert [line[:2] for line in printed] == [(str(e), str(s)) for e in (1, 2) for s in range(1, 8)]
+    np.testing.assert_allclose([float(line[2]) for line in printed], losses, rtol=1e-5)
+    np.testing.assert_allclose(watch.losses, losses, rtol=1e-5)
+    np.testing.assert_allclose(np.ravel(history.history["net_output"]), losses[[6, 13]], rtol=1e-5)
+    assert watch.updates == [0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 4]
+
+
+@pytest.mark.core(mode="pynative")
+def test_a_learning_rate_schedule_counts_updates(mode):
+    schedule = scale_learning_rate(nn.CosineDecayLR(0.01, 0.5, 4), 1)
+    step = fit([FlushAccumulation()], rate=schedule)
+    rates = [0.01 + 0.49 * (1 + np.cos(np.pi * update / 4)) / 2 for update in range(4)]
+    assert_line(step, (4, 3, 4, 3), rate=lambda update: rates[update])
+
+
+def test_checkpoints_by_update_and_by_batch(tmp_path, pynative):
+    """Windows of three in eight batches: updates after batches 3 and 6 of the first epoch, 1, 4 and 7 of the second.
+    Both save once more when training ends."""
+    updates = UpdateCheckpoint(2, prefix="update", directory=str(tmp_path))
+    config = train.CheckpointConfig(save_checkpoint_steps=3, keep_checkpoint_max=20)
+    by_batch = train.ModelCheckpoint("batch", str(tmp_path), config)
+    with pytest.warns(UserWarning, match=LEFT_OVER.format(1, 3)):
+        fit([updates, by_batch], steps=3, data=line_data(3, 24))
+    names = sorted(path.stem for path in tmp_path.glob("*.ckpt"))
+    assert names == [f"batch-{at}" for at in ("1_3", "1_6", "2_1", "2_4", "2_7", "2_8")] + [
+        f"update-{at}" for at in ("1_6", "2_4", "2_8")
+    ]
+    for name in ("update-1_6", "update-2_4"):
+        saved = ms.load_checkpoint(str(tmp_path / f"{name}.ckpt"))
+        assert int(saved["gaccum_ms.window_position"].asnumpy()) == 0
+    assert int(saved["gaccum_ms.update_count"].asnumpy()) == 4
+
+
+@pytest.mark.parametrize(("updates", "error"), [(0, ValueError), (True, TypeError), (1.5, TypeError)])
+def test_update_checkpoint_refuses_bad_numbers_of_updates(updates, error):
+    with pytest.raises(error, match="For 'UpdateCheckpoint', the argument 'updates' must be"):
+        UpdateCheckpoint(updates)
+
+
+def test_update_checkpoint_refuses_a_config_that_counts_batches():
+    with pytest.raises(ValueError, match=r"'save_checkpoint_steps' of 'config' must be 1, .* but got 5"):
+        UpdateCheckpoint(2, config=train.CheckpointConfig(save_checkpoint_steps=5))

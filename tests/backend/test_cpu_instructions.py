@@ -1,0 +1,147 @@
+"""oneDNN's limit: set by every way to training, where it is wanted and can be, in processes that have none.
+
+The cases are in cpu_instructions_worker.py. They need a CPU with AVX-512: elsewhere nothing is to be set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gaccum_ms.backend import cpu_instructions
+from gaccum_ms.backend.cpu_instructions import VARIABLE, description, has_avx512
+
+ROOT = Path(__file__).resolve().parents[2]
+OLD_VARIABLE = "DNNL_MAX_CPU_ISA"
+
+TRAIN = ("train", "train_in_pynative_mode", "train_a_model")
+LIMIT = (
+    *TRAIN,
+    "build_a_step",
+    "build_an_accumulator",
+    "find_a_size",
+    "report_memory",
+    "audit",
+    "tune",
+    "tune_by_the_old_name",
+    "tune_for_a_network_that_convolves",
+)
+LEAVE = ("tune_for_one_that_does_not", "build_steps_that_do_not_convolve")
+TOO_LATE = "build_two_steps_too_late"
+
+with_avx512 = pytest.mark.skipif(not has_avx512(), reason="this CPU has no AVX-512, so there is nothing to limit")
+
+
+def run(out: Path, *cases: str, **variables: str) -> dict[str, dict[str, Any]]:
+    """What each case left, and what it printed."""
+    env = {k: v for k, v in os.environ.items() if k not in (VARIABLE, OLD_VARIABLE, "GLOG_v")}
+    env |= {"PYTHONPATH": str(ROOT), "ONEDNN_VERBOSE": "1", **variables}
+    command = [sys.executable, str(Path(__file__).with_name("cpu_instructions_worker.py")), str(out), *cases]
+    finished = subprocess.run(command, env=env, cwd=out, capture_output=True, text=True, timeout=300)
+    found = {}
+    for case in cases:
+        printed = (out / f"{case}.txt").read_text()
+        assert (out / f"{case}.json").exists(), finished.stderr + printed
+        found[case] = json.loads((out / f"{case}.json").read_text()) | {"printed": printed}
+    return found
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory) -> dict[str, dict[str, Any]]:
+    """In an environment that says nothing."""
+    return run(tmp_path_factory.mktemp("bare"), *LIMIT, *LEAVE, TOO_LATE)
+
+
+@with_avx512
+@pytest.mark.parametrize("case", LIMIT)
+def test_a_network_that_convolves_is_kept_from_avx512_and_one_line_says_so(bare, case):
+    """The variable is for the processes that this one starts."""
+    found = bare[case]
+    assert (found["avx512"], found["variable"], found["warnings"]) == (False, "AVX2", [])
+    lines = [line for line in found["printed"].splitlines() if VARIABLE in line]
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("[WARNING]")
+    assert f"{VARIABLE}=AVX2" in lines[0]
+    assert f"{VARIABLE}=ALL for no limit" in lines[0]
+
+
+def convolution_kernels(printed: str) -> set[str]:
+    fields = [line.split(",") for line in printed.splitlines() if ",exec,cpu,convolution," in line]
+    return {one[6] for one in fields}
+
+
+@with_avx512
+@pytest.mark.parametrize("case", TRAIN)
+def test_no_convolution_runs_by_the_reference_kernel(bare, case):
+    """By oneDNN's own record of what it ran."""
+    kernels = convolution_kernels(bare[case]["printed"])
+    assert kernels
+    assert not any("ref" in kernel for kernel in kernels), kernels
+
+
+@with_avx512
+@pytest.mark.parametrize("case", LEAVE)
+def test_a_network_that_does_not_convolve_is_left_alone(bare, case):
+    found = bare[case]
+    assert (found["avx512"], found["variable"], found["warnings"]) == (True, None, [])
+    assert VARIABLE not in found["printed"]
+
+
+@with_avx512
+def test_where_a_kernel_has_run_one_warning_says_what_to_do(bare):
+    """Two steps are built. Nothing is left in the environment of a process whose limit is another one."""
+    found = bare[TOO_LATE]
+    assert (found["avx512"], found["variable"]) == (True, None)
+    (warning,) = found["warnings"]
+    assert "can no longer be set: a kernel has run in this process already" in warning
+    assert "Set it in the environment, or call gaccum_ms.tune_cpu() before anything computes" in warning
+
+
+@with_avx512
+@pytest.mark.parametrize("variable", [VARIABLE, OLD_VARIABLE])
+def test_what_the_environment_says_is_kept(tmp_path, variable):
+    """With ALL convolutions run by the reference kernel: when that is no more so, there is nothing left to limit."""
+    for case, found in run(tmp_path, "train", "tune", TOO_LATE, **{variable: "ALL"}).items():
+        expected = "ALL" if variable == VARIABLE else None
+        assert (found["avx512"], found["variable"], found["warnings"]) == (True, expected, []), case
+        assert "gaccum_ms limits" not in found["printed"], case
+    printed = (tmp_path / "train.txt").read_text()
+    assert any("ref" in kernel for kernel in convolution_kernels(printed)), printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        ("flags\t\t: fpu avx2 avx512f avx512dq avx512bw avx512vl avx512_vnni", True),
+        ("flags\t\t: fpu avx2 avx512f avx512dq avx512cd", False),  # as Xeon Phi, for which oneDNN stays at AVX2
+        ("flags\t\t: fpu avx avx2", False),
+        ("Features\t: fp asimd sve", False),  # ARM
+        ("", False),
+    ],
+)
+def test_what_is_a_cpu_with_avx512(tmp_path, flags, found):
+    record = tmp_path / "cpuinfo"
+    record.write_text(f"processor\t: 0\nmodel name\t: avx512f avx512dq avx512bw avx512vl\n{flags}\n\nprocessor\t: 1\n")
+    assert has_avx512(record) is found
+
+
+def test_a_system_without_the_record_has_none(tmp_path):
+    assert has_avx512(tmp_path / "none") is False
+
+
+def test_check_says_what_becomes_of_convolutions(monkeypatch):
+    """What `bash run.sh check` prints."""
+    for name in (VARIABLE, OLD_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cpu_instructions, "has_avx512", lambda: True)
+    assert f"sets {VARIABLE}=AVX2 for networks that convolve; {VARIABLE}=ALL refuses" in description()
+    monkeypatch.setenv(OLD_VARIABLE, "AVX")
+    assert description() == f"{OLD_VARIABLE}=AVX is set, and kept"
+    monkeypatch.setattr(cpu_instructions, "has_avx512", lambda: False)
+    assert "no AVX-512" in description()

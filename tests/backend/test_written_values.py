@@ -1,0 +1,343 @@
+"""Values that are written into Parameters between two calls: every kind of window trains with them, as MindSpore's own
+step does, whose graph has no control flow."""
+
+from __future__ import annotations
+
+import contextlib
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from mindspore.common.initializer import initializer
+from mindspore.train import EarlyStopping
+from support.reference import relative_error
+from support.two_ranks import case
+
+from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell, WithBatchLossCell
+from gaccum_ms.backend import graphs
+from gaccum_ms.training import provenance
+
+FEATURES, OUTPUTS, SAMPLES = 3, 2, 6
+TOLERANCE = 1e-5
+
+
+def values(shape, seed):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+class Bootstrap(nn.Cell):
+    """A trained network beside a target network that is only read, as in DQN, BYOL and MoCo."""
+
+    def __init__(self):
+        super().__init__()
+        self.online = nn.Dense(FEATURES, OUTPUTS, Tensor(values((OUTPUTS, FEATURES), 6)), "zeros")
+        self.target = nn.Dense(FEATURES, OUTPUTS, Tensor(values((OUTPUTS, FEATURES), 7)), "zeros")
+        for parameter in self.target.get_parameters():
+            parameter.requires_grad = False
+        # In a tuple: MindSpore does not list it among the Cell's Parameters.
+        self.unlisted = (ms.Parameter(Tensor(np.ones(OUTPUTS), ms.float32), name="unlisted", requires_grad=False),)
+
+    def construct(self, x, y):
+        return ops.square(self.online(x) - self.target(x) * self.unlisted[0] - y).mean()
+
+
+class TwoLosses(Bootstrap):
+    def construct(self, x, y):
+        loss = super().construct(x, y)
+        return loss * 0.25, loss * 0.75
+
+
+class Backbone(nn.Cell):
+    """The same, for a loss that is taken over the outputs of the whole batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.both = Bootstrap()
+
+    def construct(self, x, y):
+        return self.both.online(x) - self.both.target(x) * self.both.unlisted[0] - y
+
+
+class MeanSquare(nn.Cell):
+    def construct(self, difference):
+        return ops.square(difference).mean()
+
+
+def count(x, y):
+    return ops.ones_like(x[:, 0]).sum()
+
+
+SCALE = {"scale_sense": 8.0}
+WINDOWS = {
+    "samples": {},
+    "counts": {"count": count},
+    "dropping": {"overflow": "drop_micro_batch"},
+    "two losses": {"loss_weights": (1.0, 1.0)},
+    "several batches": {"accumulation_steps": 2},
+    "noise": {"record_noise": True, "max_grad_norm": 0.5},
+    "loss scale": SCALE,
+    "batch loss": {},
+}
+
+
+class Training:
+    """A network with its optimizer, trained by MindSpore's step on whole batches, or by ours with `options` ."""
+
+    def __init__(self, window: str | None = None, **options):
+        kind = {"two losses": TwoLosses, "batch loss": Backbone}.get(window or "", Bootstrap)
+        self.network = kind()
+        self.both = self.network.both if kind is Backbone else self.network
+        self.optimizer = nn.Momentum(self.network.trainable_params(), 0.1, 0.9)
+        self.batches = options.get("accumulation_steps", 1)
+        self.losses: list[float] = []
+        if window is None:
+            clip = options.get("max_grad_norm")
+            self.step = nn.TrainOneStepCell(self.network, self.optimizer) if clip is None else Clipped(self, clip)
+        else:
+            scale = options.pop("scale_sense", None)
+            trained = WithBatchLossCell(self.network, MeanSquare()) if kind is Backbone else self.network
+            cell = GradAccumulationCell(trained, 3, **options)
+            self.step = TrainOneStepWithGradAccumulationCell(cell, self.optimizer, scale and Tensor(scale, ms.float32))
+        self.step.set_train()
+
+    def train(self, x, y) -> None:
+        size = SAMPLES // self.batches
+        for start in range(0, SAMPLES, size):
+            loss = self.step(Tensor(x[start : start + size]), Tensor(y[start : start + size]))
+        loss = loss[0] if isinstance(loss, tuple) else loss
+        if self.batches > 1:
+            loss = self.step.window_loss
+        self.losses.append(float(loss.asnumpy()))
+
+
+class Clipped(nn.TrainOneStepCell):
+    """MindSpore's step, with its own clipping."""
+
+    def __init__(self, training: Training, max_norm: float) -> None:
+        super().__init__(training.network, training.optimizer)
+        self.max_norm = max_norm
+
+    def construct(self, *inputs):
+        loss = self.network(*inputs)
+        gradients = self.grad(self.network, self.weights)(*inputs, ops.ones_like(loss))
+        return ops.depend(loss, self.optimizer(ops.clip_by_global_norm(gradients, self.max_norm)))
+
+
+def write_target_by_load_param_into_net(run, folder):
+    online = dict(run.both.online.parameters_dict().items())
+    target = run.both.target.parameters_dict()
+    ms.load_param_into_net(
+        run.both.target,
+        {there: ms.Parameter(online[here].value(), name=there) for here, there in zip(online, target, strict=True)},
+    )
+
+
+def write_weights_by_set_data(run, folder):
+    run.both.online.weight.set_data(Tensor(values((OUTPUTS, FEATURES), 1)))
+
+
+def write_weights_of_another_dtype(run, folder):
+    run.both.online.bias.set_data(Tensor(np.arange(OUTPUTS), ms.int32))
+
+
+def write_rate(run, folder):
+    run.optimizer.learning_rate.set_data(Tensor(0.02, ms.float32))
+
+
+def write_rate_by_a_float(run, folder):
+    run.optimizer.learning_rate.set_data(0.3)
+
+
+def write_unlisted(run, folder):
+    run.both.unlisted[0].set_data(Tensor(values((OUTPUTS,), 2)))
+
+
+def write_target_by_init_data(run, folder):
+    run.both.target.weight.set_data(initializer("ones", (OUTPUTS, FEATURES), ms.float32))
+    run.both.target.weight.init_data()
+
+
+def write_all_by_load_checkpoint(run, folder):
+    saved = [
+        {"name": one.name, "data": Tensor(values(one.shape, number))}
+        for number, one in enumerate(run.network.get_parameters())
+    ]
+    ms.save_checkpoint(saved, str(folder / "network.ckpt"))
+    ms.load_checkpoint(str(folder / "network.ckpt"), run.network)
+
+
+def write_moments(run, folder):
+    for number, moment in enumerate(run.optimizer.moments):
+        moment.set_data(Tensor(values(moment.shape, 10 + number)))
+
+
+def write_by_assign(run, folder):
+    ops.assign(run.both.target.bias, Tensor(values((OUTPUTS,), 3)))
+
+
+WRITES = [one for name, one in sorted(globals().items()) if name.startswith("write_")]
+JOINED = [(values((SAMPLES, FEATURES), 20 + i), values((SAMPLES, OUTPUTS), 60 + i)) for i in range(len(WRITES) + 2)]
+
+
+def trained(run: Training, folder, writes=WRITES) -> Training:
+    run.train(*JOINED[0])
+    run.train(*JOINED[1])
+    for write, batch in zip(writes, JOINED[2:], strict=True):
+        write(run, folder)
+        run.train(*batch)
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole_batch(tmp_path_factory):
+    """MindSpore's step in graph mode, by clipping norm, with every write between two of its calls."""
+    ms.set_context(mode=ms.GRAPH_MODE)
+    folder = tmp_path_factory.mktemp("whole")
+    return {norm: trained(Training(None, max_grad_norm=norm), folder) for norm in (None, 0.5)}
+
+
+def assert_same(run: Training, reference: Training) -> None:
+    np.testing.assert_allclose(run.losses, reference.losses, rtol=TOLERANCE)
+    for one, other in zip(run.both.get_parameters(), reference.both.get_parameters(), strict=True):
+        assert relative_error(one.asnumpy(), other.asnumpy()) < TOLERANCE, one.name
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_each_window_trains_with_what_was_written(window, whole_batch, tmp_path):
+    options = dict(WINDOWS[window])
+    run = trained(Training(window, **options), tmp_path)
+    assert_same(run, whole_batch[options.get("max_grad_norm")])
+
+
+@pytest.mark.parametrize("window", ["samples", "several batches"])
+def test_in_pynative_mode(window, whole_batch, tmp_path, pynative):
+    for jit in (True, None):
+        run = trained(Training(window, jit=jit, **WINDOWS[window]), tmp_path)
+        assert_same(run, whole_batch[None])
+
+
+@pytest.mark.parametrize("window", ["samples", "counts"])
+def test_the_comparison_finds_values_that_a_graph_does_not_see(window, whole_batch, tmp_path, monkeypatch):
+    """Negative control: MindSpore's graphs with control flow, left to themselves."""
+    monkeypatch.setattr(provenance, "keep_in_place", lambda *arguments: None)
+    monkeypatch.setattr(graphs, "_note_storage", lambda cell: None)
+    run = trained(Training(window, **WINDOWS[window]), tmp_path)
+    with pytest.raises(AssertionError):
+        assert_same(run, whole_batch[None])
+
+
+def write_past_set_data(run, folder):
+    """What no class of MindSpore's does, but its methods allow."""
+    type(run.both.target.weight).assign_value(run.both.target.weight, Tensor(values((OUTPUTS, FEATURES), 4)))
+
+
+@pytest.mark.parametrize("window", ["samples", "several batches"])
+def test_storage_that_was_replaced_in_another_way_compiles_anew_with_a_warning(window, tmp_path):
+    run, reference = Training(window, **WINDOWS[window]), Training()
+    for one in (run, reference):
+        one.train(*JOINED[0])
+        write_past_set_data(one, tmp_path)
+        ours = pytest.warns(UserWarning, match=r"got other storage for target\.weight")
+        with ours if one is run else contextlib.nullcontext():
+            one.train(*JOINED[1])
+        one.train(*JOINED[2])
+    assert_same(run, reference)
+
+
+def test_a_step_within_another_graph_sees_what_was_written(whole_batch, tmp_path):
+    class Outer(nn.Cell):
+        def __init__(self, step):
+            super().__init__()
+            self.step = step
+
+        def construct(self, x, y):
+            return self.step(x, y)
+
+    run = Training("samples")
+    run.step = Outer(run.step).set_train()
+    assert_same(trained(run, tmp_path), whole_batch[None])
+
+
+def test_a_write_compiles_nothing_anew_and_shares_no_storage(tmp_path):
+    """What is written stays its owner's: MindSpore's `set_data` makes a target network one with the online network."""
+    run = trained(Training("counts", count=count), tmp_path)
+    graphs = set(run.step.compile_cache)
+    online, target = run.both.online.weight, run.both.target.weight
+    target.set_data(online)
+    kept = target.asnumpy().copy()
+    run.train(*JOINED[0])
+    np.testing.assert_array_equal(target.asnumpy(), kept)
+    assert np.abs(online.asnumpy() - kept).max() > 1e-3
+    assert run.step.compile_cache == graphs
+
+
+@pytest.mark.parametrize("jit", [None, True], ids=["eager", "jit"])
+def test_grad_accumulator_updates_what_was_written(jit, whole_batch, tmp_path, pynative):
+    run = Training()
+    gradients_of = ms.value_and_grad(run.network, None, run.optimizer.parameters)
+    accumulator = GradAccumulator(run.optimizer, 2, jit=jit)
+    for write, (x, y) in zip([None, None, *WRITES], JOINED, strict=True):
+        if write is not None:
+            write(run, tmp_path)
+        losses = []
+        for half in np.split(np.arange(SAMPLES), 2):
+            loss, gradients = gradients_of(Tensor(x[half]), Tensor(y[half]))
+            accumulator(gradients)
+            losses.append(float(loss.asnumpy()))
+        run.losses.append(np.mean(losses))
+    assert_same(run, whole_batch[None])
+
+
+def test_early_stopping_restores_the_best_weights():
+    """Through ms.Model: what it restores is what the step goes on with."""
+    run = Training("counts", count=count)
+    x, y = JOINED[0]
+    data_set = ms.dataset.NumpySlicesDataset((x, y), shuffle=False).batch(SAMPLES)
+    model = ms.Model(run.step)
+    stop = EarlyStopping(monitor="loss", patience=1, restore_best_weights=True)
+
+    class Worse(ms.train.Callback):
+        """Reports a loss that is worse after each epoch."""
+
+        def on_train_epoch_end(self, run_context):
+            arguments = run_context.original_args()
+            arguments.net_outputs = Tensor(float(arguments.cur_epoch_num), ms.float32)
+
+    stopped = run.both.online.weight
+    model.train(1, data_set)
+    best = {}
+
+    class Best(ms.train.Callback):
+        def on_train_epoch_end(self, run_context):
+            best.setdefault("weight", stopped.asnumpy().copy())
+
+    model.train(4, data_set, callbacks=[Worse(), Best(), stop])
+    np.testing.assert_array_equal(stopped.asnumpy(), best["weight"])
+    reference = Training()
+    for mine, other in zip(run.network.get_parameters(), reference.network.get_parameters(), strict=True):
+        other.set_data(Tensor(mine.asnumpy()))
+    for mine, other in zip(run.optimizer.moments, reference.optimizer.moments, strict=True):
+        other.set_data(Tensor(mine.asnumpy()))
+    run.losses.clear()
+    for one in (run, reference):
+        one.train(x, y)
+        one.train(x, y)
+    assert_same(run, reference)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("way", ["samples", "counts", "jit"])
+def test_on_two_ranks(rank_pair, tmp_path, way):
+    """The rank's own loss where samples decide; with counts that of all ranks."""
+    results = rank_pair.worker("written_worker", tmp_path)
+    for rank in results:
+        rank[f"{way}/losses"], rank["whole/losses"]  # has the cases run
+    together = np.mean([rank["whole/losses"] for rank in results], axis=0)
+    for rank in results:
+        losses = together if way == "counts" else rank["whole/losses"]
+        np.testing.assert_allclose(rank[f"{way}/losses"], losses, rtol=2 * TOLERANCE)
+        weights = case(rank, "whole")
+        del weights["losses"]
+        for name, value in weights.items():
+            assert relative_error(rank[f"{way}/{name}"], value) < 2 * TOLERANCE, name

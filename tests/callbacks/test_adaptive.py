@@ -1,0 +1,185 @@
+"""AdaptiveAccumulation: numbers of batches and rates against a noise scale that is known."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import nn
+from mindspore.dataset import NumpySlicesDataset
+from support.two_ranks import case
+from test_noise_record import Quadratic
+from test_noise_scale import known_noise
+
+from gaccum_ms import (
+    AdaptiveAccumulation,
+    FlushAccumulation,
+    GradAccumulationCell,
+    TrainOneStepWithGradAccumulationCell,
+    WindowMonitor,
+    resume,
+)
+from gaccum_ms.learning_rate import current_learning_rate
+
+RATE = 1e-6  # the weights stay where the noise scale is 40
+
+
+def make_model(rate=RATE, **options):
+    _, weight = known_noise(1)
+    cell = GradAccumulationCell(Quadratic(weight), **{"record_noise": True, "micro_size": 4, **options})
+    return ms.Model(TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), rate)))
+
+
+def fit(callback, samples=16000, batch=8, model=None, callbacks=(), seed=2, **options):
+    model = model or make_model(**options)
+    y, _ = known_noise(samples, seed)
+    callbacks = [callback, *callbacks, FlushAccumulation(each_epoch=False)]
+    model.train(1, NumpySlicesDataset((y,), shuffle=False).batch(batch), callbacks=callbacks)
+    return model.train_network
+
+
+def steps_of(callback):
+    return [record.accumulation_steps for record in callback.records]
+
+
+@pytest.mark.core(rule="linear")
+@pytest.mark.parametrize(("rule", "factor"), [("linear", 5.0), ("sqrt", 5**0.5), (None, 1.0)])
+def test_windows_grow_to_the_noise_scale_and_the_rate_follows(rule, factor, tmp_path):
+    """A batch of 8 becomes one of 40, by doubling; the number that it ends with is within the tolerance of 5."""
+    callback = AdaptiveAccumulation(learning_rate=rule, smoothing=0.999, json_lines=tmp_path / "log" / "steps.jsonl")
+    monitor = WindowMonitor()
+    step = fit(callback, callbacks=[monitor])
+    steps = steps_of(callback)
+    assert steps[:2] == [2, 4]
+    assert 5 / 1.5 < steps[-1] < 5 * 1.5
+    assert len(steps) <= 4
+    assert int(step.accumulation_steps.asnumpy()) == steps[-1]
+    exponent = {"linear": 1.0, "sqrt": 0.5, None: 0.0}[rule]
+    rates = [RATE * number**exponent for number in steps]
+    np.testing.assert_allclose([record.learning_rate for record in callback.records], rates, rtol=1e-5)
+    np.testing.assert_allclose(current_learning_rate(step.optimizer), rates[-1], rtol=1e-5)
+    # each change between two windows, at a comparison, and for what its record says
+    assert all(record.update % 20 == 0 for record in callback.records)
+    sizes = {record.update: (record.batches, record.count, record.learning_rate) for record in monitor.records}
+    for before, record in zip([1, *steps], callback.records, strict=False):
+        assert sizes[record.update][:2] == (before, 8 * before) == (before, record.batch_size)
+        assert record.noise_scale > 1.5 * record.batch_size
+        batches, _, rate = sizes[record.update + 1]
+        assert (batches, pytest.approx(rate, rel=1e-5)) == (record.accumulation_steps, record.learning_rate)
+    lines = [json.loads(line) for line in (tmp_path / "log" / "steps.jsonl").read_text().splitlines()]
+    assert lines == [record._asdict() for record in callback.records]
+
+
+@pytest.mark.core("most", "least", "bounds")
+@pytest.mark.parametrize(
+    ("options", "micro_size", "own", "expected"),
+    [
+        ({"max_steps": 3}, 4, 1, [2, 3]),
+        ({"target": 0.2}, 4, 8, [4, 2, 1]),
+        ({"target": 0.2, "min_steps": 3}, 4, 8, [4, 3]),
+        ({"target": 0.2}, 1, 8, [4, 2]),
+        ({"target": 0.2}, 1, 1, [2]),
+        ({"target": 0.2, "max_steps": 1}, 4, 1, []),
+        ({"tolerance": 8.0}, 4, 1, []),
+        ({"min_steps": 20, "max_steps": 24}, 4, 3, [20]),
+    ],
+    ids=["most", "fewer", "least", "one micro-batch is not enough", "nor at first", "no room", "tolerance", "bounds"],
+)
+def test_bounds(options, micro_size, own, expected):
+    """One micro-batch alone, a window of one batch of one, would tell nothing, and stay for ever."""
+    callback = AdaptiveAccumulation(smoothing=0.999, **options)
+    fit(callback, samples=4000, micro_size=micro_size, accumulation_steps=own)
+    assert steps_of(callback) == expected
+
+
+def test_negative_control_without_tolerance_and_averages_it_wavers():
+    calm = AdaptiveAccumulation(smoothing=0.999, interval=5)
+    hasty = AdaptiveAccumulation(smoothing=0.0, interval=1, tolerance=1.001)
+    for callback in (calm, hasty):
+        fit(callback, samples=6000)
+    assert len(calm.records) < 8
+    assert len(hasty.records) > 40
+
+
+def test_a_resumed_step_goes_on_with_its_number_and_rate(tmp_path):
+    step = fit(AdaptiveAccumulation(max_steps=4, smoothing=0.999))
+    assert int(step.accumulation_steps.asnumpy()) == 4
+    ms.save_checkpoint(step, str(tmp_path / "step.ckpt"))
+    first, later = make_model(), make_model(accumulation_steps=2)
+    resume(first, tmp_path / "step.ckpt")
+    callback = AdaptiveAccumulation(max_steps=4, smoothing=0.999)
+    step = fit(callback, model=first, samples=800)
+    assert steps_of(callback) == []
+    assert int(step.window_steps.asnumpy()) == 4
+    np.testing.assert_allclose(current_learning_rate(step.optimizer), RATE * 4, rtol=1e-5)
+    # and so does one of a cell with another number, from which the rate goes on
+    resume(later, tmp_path / "step.ckpt")
+    callback = AdaptiveAccumulation(min_steps=2, max_steps=2)
+    fit(callback, model=later, samples=800)
+    assert [(record.batch_size, record.accumulation_steps) for record in callback.records] == [(32, 2)]
+    np.testing.assert_allclose(current_learning_rate(later.train_network.optimizer), RATE * 2, rtol=1e-5)
+
+
+@pytest.mark.distributed
+def test_two_ranks_do_the_same(rank_pair, tmp_path):
+    """Rank 1's own estimate is another; without agreement the ranks would wait for each other for ever."""
+    results = rank_pair.worker("adaptive_worker", tmp_path)
+    for name in ("follow", "astray"):
+        first, second = (case(rank, name) for rank in results)
+        assert first["steps"].tolist() == second["steps"].tolist() == [2]  # 2 * 16 of 40
+        assert first["rates"].tolist() == second["rates"].tolist()
+        assert first["weight"].tolist() == second["weight"].tolist()
+    assert case(results[0], "astray")["scale"] < case(results[1], "astray")["scale"] / 5
+    for rank in results:
+        message = str(case(rank, "uneven")["message"])
+        assert "all ranks must have the same number of batches" in message
+        assert "[3, 2] batches" in message
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"target": "1"}, TypeError, "'target' must be a number, but got '1'"),
+        ({"target": 0}, ValueError, "'target' must be finite and above 0, but got 0"),
+        ({"target": float("inf")}, ValueError, "'target' must be finite and above 0, but got inf"),
+        ({"tolerance": 1.0}, ValueError, "'tolerance' must be finite and above 1, but got 1.0"),
+        ({"tolerance": True}, TypeError, "'tolerance' must be a number, but got True"),
+        ({"min_steps": 0}, ValueError, "'min_steps' must be at least 1, but got 0"),
+        ({"max_steps": 2.0}, TypeError, "'max_steps' must be an int, but got 2.0"),
+        (
+            {"min_steps": 4, "max_steps": 2},
+            ValueError,
+            "'max_steps' must not be less than 'min_steps', but got 2 and 4",
+        ),
+        ({"interval": 0}, ValueError, "'interval' must be at least 1, but got 0"),
+        ({"learning_rate": "cubic"}, ValueError, "but got 'cubic'"),
+        ({"smoothing": 1.0}, ValueError, "'smoothing' must be at least 0 and below 1, but got 1.0"),
+        ({"json_lines": 1}, TypeError, "'json_lines' must be a path, but got 1"),
+    ],
+)
+def test_bad_arguments_are_refused(options, error, text):
+    with pytest.raises(error, match=re.escape(text)) as caught:
+        AdaptiveAccumulation(**options)
+    assert str(caught.value).startswith("For 'AdaptiveAccumulation', ")
+
+
+def test_what_cannot_follow_is_refused_before_training(pynative):
+    with pytest.raises(ValueError, match="record_noise=True"):
+        fit(AdaptiveAccumulation(), samples=16, record_noise=False)
+    model = make_model(rate=nn.CosineDecayLR(0.0, 0.1, 10))
+    with pytest.raises(ValueError, match="scale_learning_rate"):
+        fit(AdaptiveAccumulation(), samples=16, model=model)
+    assert int(model.train_network.batch_count.asnumpy()) == 0
+    model = make_model()
+    fit(AdaptiveAccumulation(), samples=16, model=model)
+    model = make_model()
+    y, _ = known_noise(16)
+    model.train(1, NumpySlicesDataset((y,), shuffle=False).batch(8))
+    with pytest.raises(RuntimeError, match="a step that has run"):
+        fit(AdaptiveAccumulation(), samples=16, model=model)

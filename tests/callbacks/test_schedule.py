@@ -1,0 +1,290 @@
+"""AccumulationScheduler: which windows it makes, that nothing is compiled anew, and how the learning rate follows."""
+
+from __future__ import annotations
+
+import io
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, mint, nn
+from mindspore.dataset import NumpySlicesDataset
+from mindspore.experimental import optim
+from support.reference import OPTIMIZERS, Line, as_numpy, make_network
+from test_windows import LINE_X, LINE_Y, RATE, line_data, line_oracle, line_step, place
+
+import gaccum_ms.accumulation.spanning_window
+from gaccum_ms import (
+    AccumulationScheduler,
+    FlushAccumulation,
+    GradAccumulationCell,
+    ProgressBar,
+    TrainOneStepWithGradAccumulationCell,
+    WindowMonitor,
+    resume,
+    scale_learning_rate,
+)
+from gaccum_ms.accumulation.open_window import OpenWindow
+
+
+def fit(scheduler, own=1, epochs=4, each_epoch=True, rate=RATE, **options):
+    """Train on seven batches an epoch, from a cell with `own` accumulation_steps; the step, and what happened."""
+    if own == 1:
+        options["micro_size"] = 2  # a cell without accumulation_steps: its step is made for windows of one batch
+    step = line_step(own, rate=rate, **options)
+    monitor = WindowMonitor()
+    ms.Model(step).train(epochs, line_data(), callbacks=[monitor, scheduler, FlushAccumulation(each_epoch)])
+    return step, monitor.records
+
+
+def assert_windows(step, records, windows, rate=RATE):
+    """Callbacks were told of these windows, and the compiled step had them: the weight is that of joined batches."""
+    assert [record.batches for record in records] == windows
+    assert place(step) == (0, len(windows))
+    np.testing.assert_allclose(as_numpy(step.weights[0]), line_oracle(windows, rate=rate)[0][-1], rtol=1e-5)
+
+
+# -- MindSpore's newer optimizers, which have no `global_step` ---------------------------------------------------------
+
+NEWER = {
+    "experimental": lambda weights: optim.SGD(weights, 0.1),
+    "experimental, of groups": lambda weights: optim.SGD([{"params": weights, "lr": 0.1}], 0.5),
+    "mint": lambda weights: mint.optim.SGD(weights, 0.1),
+}
+
+
+def fit_line(optimizer, **schedule):
+    """Two epochs, windows of one batch and then of two, watched by all callbacks that read the rate."""
+    ms.set_context(mode=ms.GRAPH_MODE)  # mint's optimizers do nothing on CPU in PyNative mode
+    cell = GradAccumulationCell(Line(1.0), 2)
+    step = TrainOneStepWithGradAccumulationCell(cell, optimizer(cell.trainable_params()))
+    monitor, bar = WindowMonitor(), io.StringIO()
+    scheduler = AccumulationScheduler({0: 1, 1: 2}, **schedule)
+    data = NumpySlicesDataset((LINE_X[:8], LINE_Y[:8]), shuffle=False).batch(2)
+    ms.Model(step).train(2, data, callbacks=[scheduler, monitor, ProgressBar(bar, show=True, refresh_seconds=0)])
+    rates = [record.learning_rate for record in monitor.records]
+    assert f"lr {rates[-1]:.4g}" in bar.getvalue()
+    return rates, float(as_numpy(step.weights[0]))
+
+
+@pytest.mark.parametrize("kind", NEWER)
+def test_the_rate_of_an_optimizer_without_global_step_is_read(kind):
+    rates, weight = fit_line(NEWER[kind])
+    np.testing.assert_allclose(rates, [0.1] * 6, rtol=1e-6)
+    np.testing.assert_allclose(weight, fit_line(lambda weights: nn.SGD(weights, 0.1))[1], rtol=1e-5)
+
+
+def test_the_rate_of_an_optimizer_without_global_step_follows():
+    found = fit_line(NEWER["experimental"], learning_rate="linear")
+    expected = fit_line(lambda weights: nn.SGD(weights, 0.1), learning_rate="linear")
+    np.testing.assert_allclose(found[0], [0.1] * 4 + [0.2] * 2, rtol=1e-6)
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-5)
+
+
+def test_a_rate_that_is_compiled_in_is_refused_before_it_trains():
+    with pytest.raises(ValueError, match=r"must read its learning rate at each update, .* mindspore.mint.optim.SGD"):
+        fit_line(NEWER["mint"], learning_rate="linear")
+
+
+# -- which windows -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.core("graph-4", "pynative-1")
+@pytest.mark.parametrize("own", [1, 4])
+def test_by_epoch_without_compiling_anew(own, mode):
+    """Also from a cell without accumulation_steps. Epochs end with a short window, because they are flushed."""
+    step, records = fit(AccumulationScheduler({0: 1, 1: 2, 3: 20}), own)
+    assert_windows(step, records, [1] * 7 + [2, 2, 2, 1] * 2 + [7])
+    assert [record.epoch for record in records] == [1] * 7 + [2] * 4 + [3] * 4 + [4]
+    if mode == "graph":
+        assert len(step.compile_cache) == 1
+
+
+def test_before_the_first_entry_the_number_is_the_cells_own(pynative):
+    step, records = fit(AccumulationScheduler({1: 4}), own=3, epochs=2)
+    assert_windows(step, records, [3, 3, 1, 4, 3])
+
+
+def test_a_second_training_begins_with_the_cells_own_number_again(pynative):
+    """And not with the one that the first has ended with."""
+    step, monitor = line_step(3), WindowMonitor()
+    for _ in range(2):
+        callbacks = [monitor, AccumulationScheduler({1: 4}, "linear"), FlushAccumulation()]
+        ms.Model(step).train(2, line_data(), callbacks=callbacks)
+    assert [record.batches for record in monitor.records] == [3, 3, 1, 4, 3] * 2
+    rates = np.array([1, 1, 1, 4 / 3, 4 / 3] * 2) * RATE
+    np.testing.assert_allclose([record.learning_rate for record in monitor.records], rates, rtol=1e-5)
+
+
+def test_epochs_of_the_dict_in_any_order(pynative):
+    step, records = fit(AccumulationScheduler({2: 7, 0: 3, 1: 4}), own=2, epochs=3)
+    assert_windows(step, records, [3, 3, 1, 4, 3, 7])
+
+
+@pytest.mark.parametrize("own", [1, 2])
+def test_by_a_function_of_the_number_of_updates(own, pynative):
+    asked = []
+
+    def schedule(update):
+        asked.append(update)
+        return 1 + update % 3
+
+    step, records = fit(AccumulationScheduler(schedule), own, epochs=2, each_epoch=False)
+    assert_windows(step, records, [1, 2, 3, 1, 2, 3, 1, 1])  # the last flushed: no more batches
+    assert sorted(set(asked)) == list(range(len(records)))
+
+
+@pytest.mark.core(mode="graph")
+def test_a_change_that_comes_due_in_mid_window_waits_for_its_end(mode):
+    """The second epoch begins in a window of three, which updates at the rate for three."""
+    scheduler = AccumulationScheduler({0: 3, 1: 2}, learning_rate="linear")
+    step, records = fit(scheduler, own=3, epochs=2, each_epoch=False)
+    assert_windows(step, records, [3, 3, 3, 2, 2, 1], rate=lambda update: RATE if update < 3 else RATE * 2 / 3)
+
+
+def windows_of(step):
+    """Batches in each window, when the number of batches is set to 1 in the middle of the first."""
+    windows, before = [], 0
+    for number in range(1, 6):
+        step(Tensor(LINE_X[:4]), Tensor(LINE_Y[:4]))
+        if number == 1:
+            step.set_accumulation_steps(1)
+        if not place(step)[0]:
+            windows.append(number - before)
+            before = number
+    return windows
+
+
+@pytest.mark.core(mode="graph")
+def test_an_open_window_keeps_the_number_that_it_began_with(mode):
+    assert windows_of(line_step(3)) == [3, 1, 1]
+
+
+class FollowsAtOnce(OpenWindow):
+    def is_complete(self, after):
+        return super().is_complete(after) if self.accumulation_steps > 1 else self.window_position > 0
+
+
+def test_negative_control_a_window_that_follows_at_once_is_caught(monkeypatch, pynative):
+    monkeypatch.setattr(gaccum_ms.accumulation.spanning_window, "OpenWindow", FollowsAtOnce)
+    assert windows_of(line_step(3)) != [3, 1, 1]
+
+
+# -- the learning rate -------------------------------------------------------------------------------------------------
+
+WINDOWS = [2, 2, 2, 1, 4, 3] + [1] * 7  # of {1: 4, 2: 1} and a cell with 2
+RATIOS = [1] * 4 + [2] * 2 + [0.5] * 7
+
+
+@pytest.mark.core("graph-linear", "graph-sqrt")
+@pytest.mark.parametrize("rule", ["linear", "sqrt"])
+def test_the_learning_rate_follows(rule, mode):
+    """The rate given to the optimizer is that for the cell's own number; a compiled step sees each new one."""
+    step, records = fit(AccumulationScheduler({1: 4, 2: 1}, learning_rate=rule), own=2, epochs=3)
+    rates = [RATE * (ratio if rule == "linear" else ratio**0.5) for ratio in RATIOS]
+    np.testing.assert_allclose([record.learning_rate for record in records], rates, rtol=1e-6)
+    assert_windows(step, records, WINDOWS, rate=lambda update: rates[update])
+    if mode == "graph":
+        assert len(step.compile_cache) == 1
+
+
+def test_the_learning_rate_follows_what_it_was_for_not_the_cells_own_number(tmp_path, pynative):
+    """Saved at a rate for four batches, and resumed by a cell of two: the rate is for four already."""
+    schedule = AccumulationScheduler({0: 1, 1: 4}, learning_rate="linear")
+    step, _ = fit(schedule, epochs=2)
+    ms.save_checkpoint(step, str(tmp_path / "four.ckpt"))
+    other = line_step(2)
+    resume(other, tmp_path / "four.ckpt")
+    monitor = WindowMonitor()
+    callbacks = [monitor, schedule, FlushAccumulation()]
+    ms.Model(other).train(3, line_data(), callbacks=callbacks, initial_epoch=2)
+    assert {round(record.learning_rate / RATE, 5) for record in monitor.records} == {4.0}
+    assert [record.batches for record in monitor.records] == [4, 3]
+
+
+def test_without_a_rule_the_learning_rate_stays(pynative):
+    step, records = fit(AccumulationScheduler({1: 4, 2: 1}), own=2, epochs=3)
+    assert len({record.learning_rate for record in records}) == 1
+    assert_windows(step, records, WINDOWS)
+
+
+def test_a_schedule_of_rates_follows_by_the_update(pynative):
+    """The schedule goes on counting updates; its rates are multiplied."""
+    rate = scale_learning_rate(nn.PolynomialDecayLR(0.1, 0.01, 13, 1.0), 1)
+    step, records = fit(AccumulationScheduler({1: 4, 2: 1}, learning_rate="linear"), own=2, epochs=3, rate=rate)
+    rates = [(0.1 - 0.09 * update / 13) * ratio for update, ratio in enumerate(RATIOS)]
+    np.testing.assert_allclose([record.learning_rate for record in records], rates, rtol=1e-5)
+    assert_windows(step, records, WINDOWS, rate=lambda update: rates[update])
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"schedule": {}}, ValueError, "'schedule' must not be empty"),
+        ({"schedule": {0: 0}}, ValueError, r"'schedule\[0\]' must be at least 1, but got 0"),
+        ({"schedule": {0: 1, 5: 1.5}}, TypeError, r"'schedule\[5\]' must be an int, but got 1.5"),
+        ({"schedule": {0: True}}, TypeError, r"'schedule\[0\]' must be an int, but got True"),
+        ({"schedule": {-1: 2}}, ValueError, "must not be negative, but got -1"),
+        ({"schedule": {"0": 2}}, TypeError, "epochs of 'schedule' must be ints, but got '0'"),
+        ({"schedule": {True: 2}}, TypeError, "epochs of 'schedule' must be ints, but got True"),
+        ({"schedule": 4}, TypeError, "must be a dict from epochs .* or a function .* but got 4"),
+        ({"schedule": {0: 2}, "learning_rate": "cubic"}, ValueError, r"one of \['linear', 'sqrt'\], but got 'cubic'"),
+    ],
+)
+def test_refuses_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=f"For 'AccumulationScheduler', .*{message}"):
+        AccumulationScheduler(**arguments)
+
+
+@pytest.mark.parametrize(("answer", "error"), [(0, ValueError), (-1, ValueError), (2.5, TypeError), ("2", TypeError)])
+def test_refuses_what_the_function_must_not_return_before_it_trains(answer, error, pynative):
+    step = line_step(3)
+    with pytest.raises(error, match="For 'AccumulationScheduler', the argument 'schedule' must be"):
+        ms.Model(step).train(1, line_data(), callbacks=[AccumulationScheduler(lambda update: answer)])
+    assert place(step) == (0, 0)
+    assert as_numpy(step.weights[0]) == 1
+
+
+def test_refuses_a_rate_that_cannot_follow_before_it_trains(pynative):
+    step = line_step(2, rate=nn.CosineDecayLR(0.01, 0.1, 8))
+    with pytest.raises(ValueError, match=r"but got the schedule 'CosineDecayLR'.* scale_learning_rate\(schedule, 1\)"):
+        ms.Model(step).train(1, line_data(), callbacks=[AccumulationScheduler({5: 4}, learning_rate="linear")])
+    assert int(step.batch_count.asnumpy()) == 0
+
+
+class TwoLosses(Line):
+    def construct(self, x, y):
+        return (self.weight * x).mean(), (self.weight * y).mean()
+
+
+def test_refuses_several_losses(pynative):
+    cell = GradAccumulationCell(TwoLosses(1.0), 2, loss_weights=(1.0, 2.0))
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), RATE))
+    with pytest.raises(ValueError, match=r"need a network of one loss, .* but got one of several losses"):
+        ms.Model(step).train(1, line_data(), callbacks=[AccumulationScheduler({0: 2})])
+
+
+def test_refuses_a_step_that_has_run_with_windows_of_one_batch(pynative):
+    step = line_step(1, micro_size=2)
+    ms.Model(step).train(1, line_data())
+    with pytest.raises(RuntimeError, match=r"before the first step, but got a step that has run.*accumulation_steps"):
+        ms.Model(step).train(1, line_data(), callbacks=[AccumulationScheduler({0: 2})])
+    with pytest.raises(RuntimeError, match="a step that has run"):
+        step.set_accumulation_steps(2)
+    step.set_accumulation_steps(1)
+
+
+@pytest.mark.parametrize(("steps", "error"), [(0, ValueError), (1.0, TypeError), (True, TypeError)])
+def test_set_accumulation_steps_refuses_bad_numbers(steps, error):
+    with pytest.raises(error, match="the argument 'accumulation_steps' must be"):
+        line_step(3).set_accumulation_steps(steps)
+
+
+def test_refuses_to_train_another_network(pynative):
+    network = nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss())
+    model = ms.Model(network, optimizer=OPTIMIZERS["sgd"](network.trainable_params()))
+    with pytest.raises(ValueError, match="must be a GradAccumulationCell, but got 'TrainOneStepCell'"):
+        model.train(1, line_data(), callbacks=[AccumulationScheduler({0: 2})])

@@ -1,0 +1,202 @@
+"""Buffers: who shares one, what comes back on two ranks, and how many leave per update."""
+
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+import pytest
+from fused_worker import BYTES, COLLECTIVES, KINDS, LIMIT, MODES
+from support.ranks import Ranks
+from support.reference import relative_error
+from support.two_ranks import Results, case
+
+from benchmarks.collectives import LARGE, torch_buckets
+from gaccum_ms.distributed import all_reduce as fused_reduction
+from gaccum_ms.distributed.all_reduce import FusedReducer, plan_buffers
+
+# -- the plan ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limit", "buffers"),
+    [
+        ([], 10, ()),
+        ([3], 10, ((0,),)),
+        ([3, 3, 3], 10, ((0, 1, 2),)),
+        ([3, 3, 4], 10, ((0, 1, 2),)),
+        ([3, 3, 5], 10, ((0, 1), (2,))),
+        ([10], 10, ((0,),)),
+        ([99, 10], 10, ((0,), (1,))),
+        ([2, 99, 3, 10, 4], 10, ((1,), (3,), (0, 2, 4))),
+        ([9, 9, 1, 9], 10, ((0,), (1, 2), (3,))),
+        ([1, 1], 0, ((0,), (1,))),
+        ([0, 0, 5], 10, ((0, 1, 2),)),
+    ],
+)
+def test_plan(sizes, limit, buffers):
+    assert plan_buffers(sizes, limit) == buffers
+
+
+def test_parameters_cannot_lie_side_by_side():
+    """Why a large gradient goes alone: the day that MindSpore lays Parameters in one memory, neighbours can share it
+    without a copy. A named Parameter is a copy of the Tensor that it is made from, even of a view."""
+    assert not hasattr(ms.nn.Cell, "flatten_weights")
+    memory = np.zeros(64, np.float32)
+    for name, start in (("first", 0), ("second", 32)):
+        half = ms.Parameter(ms.Tensor.from_numpy(memory[start : start + 32]), name=name)
+        ms.ops.assign_add(half, ms.ops.ones(32))
+        assert half.asnumpy().all()
+    assert not memory.any()
+
+
+def test_plans_of_random_sizes():
+    """Each is in one buffer; a shared one keeps the limit; and two successive shared ones would not fit in one."""
+    random = np.random.default_rng(0)
+    for _ in range(300):
+        limit = int(random.integers(1, 100))
+        sizes = random.integers(0, 120, random.integers(0, 40)).tolist()
+        buffers = plan_buffers(sizes, limit)
+        assert sorted(place for buffer in buffers for place in buffer) == list(range(len(sizes)))
+        alone = [buffer for buffer in buffers if sizes[buffer[0]] >= limit]
+        assert all(len(buffer) == 1 for buffer in alone)
+        shared = [buffer for buffer in buffers if buffer not in alone]
+        held = [sum(sizes[place] for place in buffer) for buffer in shared]
+        assert all(one <= limit for one in held)
+        assert all(one + sizes[later[0]] > limit for one, later in zip(held, shared[1:], strict=False))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_buffers_of_a_reducer(monkeypatch, kind):
+    """Float32 goes over the wire: a float16 counts four bytes. What is the rank's own is in no buffer."""
+    monkeypatch.setattr(fused_reduction, "BUFFER_BYTES", LIMIT)
+    monkeypatch.setattr(fused_reduction.ops, "AllReduce", lambda group: None)  # of which there are none in one process
+    reducer = FusedReducer(KINDS[kind].weights(), True, 2)
+    assert tuple(sorted((*((one,) for one in reducer.alone), *reducer.shared))) == tuple(sorted(KINDS[kind].buffers))
+    assert reducer.own == tuple(KINDS[kind].own)
+
+
+@pytest.mark.parametrize(
+    ("fusion", "limit"),
+    [
+        ({"allreduce": {"mode": "size", "config": 3}}, 3 * 2**20),
+        ({"allreduce": {"mode": "auto", "config": None}}, fused_reduction.BUFFER_BYTES),
+        ({"openstate": False}, 0),
+    ],
+)
+def test_comm_fusion_of_mindspore_sets_the_limit(fusion, limit):
+    try:
+        ms.set_auto_parallel_context(comm_fusion=fusion)
+        assert fused_reduction.buffer_bytes() == limit
+    finally:
+        ms.set_auto_parallel_context(comm_fusion={"openstate": True, "allreduce": {"mode": "auto", "config": None}})
+    assert fused_reduction.buffer_bytes() == fused_reduction.BUFFER_BYTES
+
+
+ON_CPU = {"GPT-2 medium": 147, "GPT-3 6.7B": 196}
+ELSEWHERE = {"GPT-2 medium": 50, "GPT-3 6.7B": 195}
+
+
+@pytest.mark.parametrize(("device", "collectives"), [("CPU", ON_CPU), ("GPU", ELSEWHERE), ("Ascend", ELSEWHERE)])
+def test_large_models_leave_in_buffers_of_25_mib_but_on_cpu(monkeypatch, device, collectives):
+    """Of the 6.7B model most weights have 64 MiB and more, which go alone in PyTorch too."""
+    monkeypatch.setattr(fused_reduction.ms, "get_context", {"device_target": device}.get)
+    limit = fused_reduction.buffer_bytes()
+    found = {name: len(plan_buffers([4 * number for number in numbers], limit)) for name, numbers in LARGE.items()}
+    assert found == collectives
+
+
+def test_pytorchs_plan_beside_ours():
+    """Its buckets pass their limit by what fills them, ours do not: a third fewer, of up to twice the size."""
+    theirs = {name: torch_buckets([4 * number for number in numbers], 25 * 2**20) for name, numbers in LARGE.items()}
+    assert theirs == {"GPT-2 medium": 37, "GPT-3 6.7B": 194}
+
+
+# -- two ranks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What each of two ranks gets, by case."""
+    out = tmp_path_factory.mktemp("fused")
+    saving = {"MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_DUMP_IR_PASSES": "validate"}
+    with Ranks(out, environment={**saving, "MS_DEV_SAVE_GRAPHS_PATH": str(out / "graphs")}) as two:
+        yield two.worker("fused_worker", out)
+
+
+def both(results: Results, name: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """What ours and MindSpore's reducer returned."""
+    ours, theirs = case(results, f"{name}/ours"), case(results, f"{name}/MindSpore's")
+    return [ours[key] for key in sorted(ours)], [theirs[key] for key in sorted(theirs)]
+
+
+@pytest.mark.core("large between small-graph", "dtypes-graph", "own-graph", "several buffers-pynative", "dtypes-jit")
+@pytest.mark.distributed
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_bit_by_bit_what_mindspores_reducer_returns(ranks, kind, mode):
+    """With two ranks there is but one order to add up in. The mean in graph mode and jit, the sum in PyNative mode."""
+    for rank, results in enumerate(ranks):
+        ours, theirs = both(results, f"{kind}, {mode}")
+        given = [one.astype(ms.float64).asnumpy() for one in KINDS[kind].of_rank(rank)]
+        assert len(ours) == len(theirs) == len(given)
+        for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            np.testing.assert_array_equal(one, other)
+            assert np.array_equal(one, given[number]) == (number in KINDS[kind].own)
+    pairs = zip(both(ranks[0], f"{kind}, {mode}")[0], both(ranks[1], f"{kind}, {mode}")[0], strict=True)
+    for number, (one, other) in enumerate(pairs):
+        assert np.array_equal(one, other) == (number not in KINDS[kind].own)
+
+
+@pytest.mark.distributed
+def test_the_mean_is_the_sum_over_the_number_of_ranks(ranks):
+    for results in ranks:
+        (mean, _), (ours, theirs) = both(results, "dtypes, graph"), both(results, "sum, graph")
+        for one, other, half in zip(ours, theirs, mean, strict=True):
+            np.testing.assert_array_equal(one, other)
+            assert relative_error(half, one / 2) < 0.01  # one of them is bfloat16
+            assert relative_error(half, one) > 0.3
+
+
+@pytest.mark.distributed
+def test_what_is_not_finite_spreads_to_its_own_gradient_on_all_ranks_and_to_no_other(ranks):
+    sums = both(ranks[0], "all small, pynative")[0]
+    for results in ranks:
+        got = case(results, "poisoned")
+        assert np.isnan(got["1"])
+        assert got["2"][1] == np.inf
+        assert np.isfinite(np.delete(got["2"], 1)).all()
+        for number in ("0", "3"):
+            assert relative_error(got[number], sums[int(number)] / 2) < 1e-6
+
+
+@pytest.mark.core("4-1", "16-4")
+@pytest.mark.distributed
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("micro_size", [1, 4, 16])
+def test_collectives_and_bytes_per_update_are_those_of_the_buffers(ranks, micro_size, steps):
+    """Ran, in the graph, bytes: the same for all. Windows of several batches have three sums, 12 bytes, along."""
+    for results in ranks:
+        got = results[f"collectives {micro_size} {steps}"].tolist()
+        assert got == [COLLECTIVES, COLLECTIVES, BYTES + 12 * (steps > 1)]
+
+
+@pytest.mark.distributed
+def test_the_counts_tell_steps_that_send_more(ranks):
+    """MindSpore's step and reducer: one for each weight. One that reduces in the loop has no more in its graph."""
+    for results in ranks:
+        assert results["collectives MindSpore's"].tolist() == [4, 4, BYTES]
+        assert results["collectives control: MindSpore's reducer"].tolist() == [4, 4, BYTES]
+        control = results["collectives control: reduces each micro-batch"].tolist()
+        assert control == [4 * COLLECTIVES, COLLECTIVES, BYTES]
+
+
+@pytest.mark.core("graph")
+@pytest.mark.distributed
+@pytest.mark.parametrize("mode", ["graph", "pynative"])
+def test_trains_as_mindspores_step_with_a_weight_that_is_the_ranks_own(ranks, mode):
+    for results in ranks:
+        ours, theirs = case(results, f"train {mode} ours"), case(results, f"train {mode} MindSpore's")
+        assert ours.keys() == theirs.keys()
+        assert max(relative_error(ours[name], theirs[name]) for name in ours) < 1e-5
+    one, other = (case(results, f"train {mode} ours") for results in ranks)
+    assert [name for name in one if not np.array_equal(one[name], other[name])] == ["hidden.bias"]

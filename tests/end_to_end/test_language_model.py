@@ -1,0 +1,44 @@
+"""End to end: a language model trains the same whole and in micro-batches; on two ranks, see test_counted_ranks.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support import language_model
+from support.language_model import IGNORED, SEQUENCES, UPDATES
+from support.reference import relative_error
+
+TOLERANCE = 1e-5
+
+
+@pytest.mark.core("2")
+@pytest.mark.parametrize("micro_size", [1, 2, 4])
+def test_micro_batches_train_as_the_whole_batch(micro_size):
+    losses, weights = language_model.train(language_model.accumulated(micro_size))
+    whole_losses, whole_weights = language_model.whole_batch()
+    np.testing.assert_allclose(losses, whole_losses, rtol=TOLERANCE)
+    assert relative_error(weights, whole_weights) < TOLERANCE
+
+
+def test_the_reference_learns():
+    """Equality of runs that go nowhere would say little."""
+    losses, _ = language_model.whole_batch()
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_mean_of_means_is_caught():
+    """The control: samples as weights, on a batch whose halves both have labels, so that nothing is NaN."""
+    assert all(labels_in_each(0, micro_size=2))
+    losses, _ = language_model.train(language_model.accumulated(2, count=None), updates=1)
+    assert relative_error(losses, language_model.whole_batch()[0][:1]) > 1e-2
+
+
+def labels_in_each(update: int, micro_size: int) -> list[bool]:
+    _, labels = language_model.batch(update)
+    return [bool((part != IGNORED).any()) for part in np.split(labels, micro_size)]
+
+
+def test_some_micro_batches_have_no_labels():
+    """What the equality above is to cover."""
+    empty = [update for update in range(UPDATES) if not all(labels_in_each(update, micro_size=SEQUENCES // 2))]
+    assert len(empty) >= 5

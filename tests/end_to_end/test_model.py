@@ -1,0 +1,243 @@
+"""`ms.Model`, `build_train_network` and the callbacks see what they see without accumulation."""
+
+from __future__ import annotations
+
+import re
+
+import mindspore as ms
+import mindspore.amp
+import mindspore.train
+import numpy as np
+import pytest
+from mindspore import nn, train
+from mindspore.dataset import NumpySlicesDataset
+from mindspore.train import amp
+from support.reference import OPTIMIZERS, as_numpy, batches, make_network, relative_error
+from support.state import assert_close
+
+from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms.model_hook import _original, build_train_network
+
+SAMPLES, BATCH = 22, 8  # 8 + 8 + 6: each epoch ends with a short, ragged batch
+
+
+def data_set():
+    return NumpySlicesDataset(batches(SAMPLES, 1)[0], ["x", "y"], shuffle=False).batch(BATCH)
+
+
+def plain(loss_cell, optimizer):
+    return ms.Model(loss_cell, optimizer=optimizer)
+
+
+def by_model(loss_cell, optimizer):
+    return ms.Model(GradAccumulationCell(loss_cell, 4), optimizer=optimizer)
+
+
+def by_build_train_network(loss_cell, optimizer):
+    return ms.Model(mindspore.amp.build_train_network(GradAccumulationCell(loss_cell, 4), optimizer))
+
+
+def by_step(loss_cell, optimizer):
+    return ms.Model(TrainOneStepWithGradAccumulationCell(GradAccumulationCell(loss_cell, 4), optimizer))
+
+
+def fit(make_model, epochs=3, callbacks=(), optimizer="momentum", **model_options):
+    network = make_network("dense")
+    optimizer = OPTIMIZERS[optimizer](network.trainable_params())
+    model = make_model(nn.WithLossCell(network, nn.CrossEntropyLoss()), optimizer)
+    model.train(epochs, data_set(), callbacks=list(callbacks))
+    return {p.name: as_numpy(p) for p in [*network.get_parameters(), *optimizer.get_parameters()]}
+
+
+@pytest.mark.core("graph-by_model", "graph-by_build_train_network", "graph-by_step", "pynative-by_model")
+@pytest.mark.parametrize("make_model", [by_model, by_build_train_network, by_step])
+def test_every_way_in_equals_the_whole_batch(make_model, mode):
+    assert_close(fit(make_model), fit(plain))
+
+
+# -- the hook ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_hook_is_where_mindspore_looks():
+    assert amp.build_train_network is mindspore.amp.build_train_network is mindspore.train.build_train_network
+    assert amp.build_train_network is build_train_network
+    assert build_train_network.__doc__ == _original.__doc__
+
+
+def test_other_networks_are_built_by_the_original(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "gaccum_ms.model_hook._original", lambda *args, **kwargs: seen.append((args, kwargs)) or "built"
+    )
+    network = nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss())
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    assert mindspore.amp.build_train_network(network, optimizer, level="O2", keep_batchnorm_fp32=False) == "built"
+    assert seen == [((network, optimizer, None, "O2", "O0"), {"keep_batchnorm_fp32": False})]
+
+
+def test_other_networks_get_the_same_step_as_before():
+    network = make_network("dense")
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    loss = nn.CrossEntropyLoss()
+    assert type(ms.Model(network, loss, optimizer).train_network) is nn.TrainOneStepCell
+    own = nn.GradAccumulationCell(nn.WithLossCell(network, loss), 2)
+    assert type(mindspore.amp.build_train_network(own, optimizer)).__name__ == "_TrainGradAccuStepCell"
+
+
+def test_the_original_taken_before_our_import_refuses_our_cell():
+    cell = GradAccumulationCell(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), 2)
+    with pytest.raises(RuntimeError, match=r"'gaccum_ms' imported before build_train_network is"):
+        _original(cell, nn.SGD(cell.trainable_params(), 0.1))
+
+
+class Outer(nn.Cell):
+    def __init__(self, network):
+        super().__init__(auto_prefix=False)
+        self.network = network
+
+    def construct(self, x, y):
+        return self.network(x, y)
+
+
+def test_what_would_not_accumulate_is_refused_before_the_first_step(mode):
+    network = make_network("dense")
+    loss = nn.CrossEntropyLoss()
+    cell = GradAccumulationCell(nn.WithLossCell(network, loss), 2)
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    step = TrainOneStepWithGradAccumulationCell(cell, optimizer)
+    weights = [as_numpy(p).copy() for p in network.get_parameters()]
+    with pytest.raises(ValueError, match=r"must be the outermost one .* but got 'Outer' around it"):
+        ms.Model(Outer(cell), optimizer=optimizer)
+    with pytest.raises(ValueError, match=r"must be the outermost one .* but got 'TrainOneStepWith"):
+        ms.Model(step, optimizer=optimizer)
+    with pytest.raises(ValueError, match=r"'loss_fn' must be None, .* but got 'CrossEntropyLoss'"):
+        ms.Model(cell, loss_fn=loss, optimizer=optimizer)
+    with pytest.raises(ValueError, match=r"'boost_level' must be 'O0', but got 'O1'"):
+        mindspore.amp.build_train_network(cell, optimizer, boost_level="O1")
+    for model in (ms.Model(cell), ms.Model(Outer(cell)), ms.Model(cell, loss_fn=loss)):
+        with pytest.raises(RuntimeError, match=r"the cell itself is being trained"):
+            model.train(1, data_set())
+    for weight, parameter in zip(weights, network.get_parameters(), strict=True):
+        np.testing.assert_array_equal(as_numpy(parameter), weight)
+
+
+# -- callbacks ---------------------------------------------------------------------------------------------------------
+
+
+def test_loss_monitor_prints_the_same_losses(capsys):
+    lines = {}
+    for make_model in (plain, by_model):
+        fit(make_model, callbacks=[train.LossMonitor(1)])
+        lines[make_model] = re.findall(r"epoch: (\d+) step: (\d+), loss is ([\d.]+)", capsys.readouterr().out)
+    assert len(lines[plain]) == 3 * 3
+    assert [line[:2] for line in lines[by_model]] == [line[:2] for line in lines[plain]]
+    losses = [np.array([float(line[2]) for line in lines[key]]) for key in (by_model, plain)]
+    assert relative_error(*losses) < 1e-5
+
+
+def test_time_monitor_and_history_see_every_epoch(capsys):
+    seen = {}
+    for make_model in (plain, by_model):
+        history = train.History()
+        fit(make_model, callbacks=[train.TimeMonitor(), history])
+        seen[make_model] = history.epoch, np.array(history.history["net_output"]).ravel()
+        assert len(re.findall(r"Train epoch time: +[\d.]+ ms, per step time: +[\d.]+ ms", capsys.readouterr().out)) == 3
+    assert seen[plain][0] == seen[by_model][0]
+    assert relative_error(seen[by_model][1], seen[plain][1]) < 1e-5
+
+
+def test_model_checkpoint_loads_into_a_network_without_accumulation(tmp_path):
+    weights = {}
+    for make_model in (plain, by_model):
+        config = train.CheckpointConfig(save_checkpoint_steps=2, keep_checkpoint_max=20)
+        folder = tmp_path / make_model.__name__
+        callback = train.ModelCheckpoint("net", str(folder), config)
+        trained = fit(make_model, callbacks=[callback])
+        assert sorted(path.name for path in folder.glob("*.ckpt")) == [
+            f"net-{step}.ckpt" for step in ("1_2", "2_1", "2_3", "3_2", "3_3")
+        ]
+        network = make_network("dense")
+        assert not ms.load_param_into_net(network, ms.load_checkpoint(str(folder / "net-3_3.ckpt")))[0]
+        weights[make_model] = {p.name: as_numpy(p) for p in network.get_parameters()}
+        for name, value in weights[make_model].items():
+            np.testing.assert_array_equal(value, trained[name])
+    assert_close(weights[by_model], weights[plain])
+
+
+def test_learning_rate_scheduler_changes_the_rate():
+    results = [
+        fit(make_model, callbacks=[train.LearningRateScheduler(lambda rate, step: rate * 0.5)], optimizer="sgd")
+        for make_model in (plain, by_model)
+    ]
+    assert_close(*results)
+    name = "learning_rate"
+    np.testing.assert_allclose(results[1][name], 0.05 * 0.5**9, rtol=1e-3)
+
+
+def test_fit_with_an_eval_network_and_early_stopping(capsys):
+    """Training makes the held-out loss worse here, so that early stopping must act, at the same epoch."""
+    stopped = {}
+    for make_model in (plain, by_model):
+        network = make_network("dense")
+        loss_cell = nn.WithLossCell(network, nn.CrossEntropyLoss())
+        optimizer = nn.SGD(network.trainable_params(), 0.5)
+        cell = loss_cell if make_model is plain else GradAccumulationCell(loss_cell, 4)
+        model = ms.Model(
+            cell,
+            optimizer=optimizer,
+            eval_network=nn.WithEvalCell(network, nn.CrossEntropyLoss()),
+            eval_indexes=[0, 1, 2],
+            metrics={"loss": train.Loss(), "accuracy": train.Accuracy()},
+        )
+        x, y = batches(SAMPLES, 1)[0]
+        held_out = NumpySlicesDataset((x, (y + 1) % 5), ["x", "y"], shuffle=False).batch(BATCH)
+        history = train.History()
+        stopping = train.EarlyStopping(monitor="eval_loss", patience=2)
+        model.fit(20, data_set(), held_out, callbacks=[history, stopping], dataset_sink_mode=False)
+        stopped[make_model] = stopping.stopped_epoch, history.epoch["epoch"]
+        results = model.eval(held_out, dataset_sink_mode=False)
+        stopped[make_model] += (round(results["accuracy"], 6), round(results["loss"], 4))
+    assert stopped[by_model] == stopped[plain]
+    assert len(stopped[plain][1]) < 20
+
+
+class Read(train.Callback):
+    """What a callback finds in the step after each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_step_end(self, run_context):
+        step = run_context.original_args().train_network
+        self.seen.append((float(step.grad_norm.asnumpy()), float(step.dropped_micro_batches.asnumpy())))
+
+
+def test_callbacks_find_norm_and_dropped_micro_batches():
+    read = Read()
+
+    def make_model(loss_cell, optimizer):
+        cell = GradAccumulationCell(loss_cell, 4, max_grad_norm=0.5, overflow="drop_micro_batch")
+        return ms.Model(cell, optimizer=optimizer)
+
+    fit(make_model, epochs=1, callbacks=[read])
+    assert len(read.seen) == 3
+    assert all(norm > 0 and dropped == 0 for norm, dropped in read.seen)
+
+
+def test_loss_monitor_and_dynamic_loss_scale(capsys):
+    """The step's outputs are MindSpore's (loss, overflow, scale), of which LossMonitor prints the first."""
+    lines = {}
+    for make_model in (
+        plain,
+        lambda loss_cell, optimizer: ms.Model(
+            GradAccumulationCell(loss_cell, 4),
+            optimizer=optimizer,
+            loss_scale_manager=ms.amp.DynamicLossScaleManager(2.0**10, 2, 1000),
+        ),
+    ):
+        fit(make_model, callbacks=[train.LossMonitor(1)])
+        found = re.findall(r"loss is ([\d.]+)", capsys.readouterr().out)
+        lines[len(lines)] = np.array([float(loss) for loss in found])
+    assert len(lines[0]) == 9
+    assert relative_error(lines[1], lines[0]) < 1e-5

@@ -1,0 +1,42 @@
+"""What `import gaccum_ms` gives, in a process of its own: all names, and the hook, whatever the command line says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = """
+import gaccum_ms
+from mindspore.amp import build_train_network
+from mindspore.train import Model
+
+assert build_train_network is gaccum_ms.model_hook.build_train_network, "the hook, before any name is used"
+assert Model._train is gaccum_ms.model_hook._train
+
+import pickle
+from gaccum_ms import *
+
+assert set(gaccum_ms.__all__) <= set(dir(gaccum_ms)) & set(globals())
+assert callable(gaccum_ms.audit) and gaccum_ms.audit is audit
+assert pickle.loads(pickle.dumps(GradAccumulationCell)) is GradAccumulationCell
+print("all there")
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["script.py"], ["script.py", "-m", "gaccum_ms.launch"], ["-m", "script", "-m", "gaccum_ms.launch"]],
+    ids=" ".join,
+)
+def test_a_plain_import_gives_all_names_and_the_hook(tmp_path, words):
+    """The launcher alone leaves them out, which imports the package by ``-m gaccum_ms.launch``."""
+    (tmp_path / "script.py").write_text(PROGRAM)
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, *words]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "all there\n", done.stderr

@@ -1,0 +1,312 @@
+"""What run.sh asks of Python, pip and the launcher: recorded by a `python` that does nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gaccum_ms.launch.options import parse
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ("bash", "cat", "cksum", "cp", "dirname", "flock", "grep", "ls", "mkdir", "rm", "sed", "sleep")
+
+
+class Recorder:
+    """A project whose `python` records its calls. It has every module but those that are named in `lacks`, which
+    ``pip install`` gives to it; `answers` says what some of its calls exit with."""
+
+    def __init__(self, folder: Path) -> None:
+        self.project = folder / "the project"
+        self.project.mkdir()
+        for name in ("run.sh", "setup.py"):
+            shutil.copy(ROOT / name, self.project)
+        for name in ("gaccum_ms", "sample_code"):
+            (self.project / name).symlink_to(ROOT / name)
+        self.sample = self.project / "sample_code" / "distributed_gradient_accumulation" / "train.py"
+        self._calls = folder / "calls"
+        self._answers = folder / "answers"
+        self._answers.touch()
+        self._tools = folder / "bin"
+        self._tools.mkdir()
+        for name in TOOLS:  # and no other Python
+            (self._tools / name).symlink_to(shutil.which(name))
+        python = self._tools / "python"
+        python.write_text(
+            f"""#!/bin/bash
+[[ $2 == *cuda.missing_packages* ]] && set -- gpu
+if [ "$1" = -c ]; then
+    for name in "${{@:3}}"; do grep -qsx "$name" "$(dirname "$0")/lacks" && printf '%s ' "$name"; done | sed 's/ $//'
+    exit 0
+fi
+[ "$3" = --print-script ] && exec '{sys.executable}' "$@"
+where=''; [ "$(dirname "$0")" -ef '{self._tools}' ] || where=' in .venv'
+echo "$*$where" >>'{self._calls}'
+printf '%s\\0' "$@" >'{self._calls}.last'
+while read -r code words; do
+    if [[ " $* " == *" $words "* ]]; then [ "$code" = 0 ] || echo "ERROR: as asked"; exit "$code"; fi
+done <'{self._answers}'
+if [ "$2" = venv ]; then
+    sleep 0.5
+    mkdir -p "$3/bin" && cp -p "$0" "$3/bin/python"
+    cp "$(dirname "$0")/lacks" "$3/bin" 2>/dev/null
+elif [ "$2" = pip ]; then
+    rm -f "$(dirname "$0")/lacks"
+fi
+exit 0
+"""
+        )
+        python.chmod(0o755)
+
+    def lacks(self, *modules: str) -> None:
+        """Say what the active Python lacks."""
+        (self._tools / "lacks").write_text("".join(f"{module}\n" for module in modules))
+
+    def lacking(self) -> str:
+        """What it lacks now."""
+        return (self._tools / "lacks").read_text()
+
+    def tool(self, name: str, text: str) -> None:
+        """Put a program on PATH."""
+        (self._tools / name).write_text(text)
+        (self._tools / name).chmod(0o755)
+
+    def script(self) -> Path:
+        """Make a script of one's own."""
+        script = self.project / "a script.py"
+        script.touch()
+        return script
+
+    def start(self, *arguments: str, **env: str) -> subprocess.Popen:
+        """Start run.sh in another folder."""
+        env = {**os.environ, "PATH": str(self._tools), "PYENV_ROOT": str(self._tools), **env}
+        for name in ("PROCESSES", "LAUNCHER", "SCRIPT", "LOG_DIR", "TIMEOUT", "DATA_PATH"):
+            env.pop(name, None)
+        command = [str(self._tools / "bash"), str(self.project / "run.sh"), *arguments]
+        return subprocess.Popen(command, env=env, cwd="/", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def run(self, *arguments: str, answers: dict[str, int] | None = None) -> subprocess.CompletedProcess:
+        """Run run.sh from another folder."""
+        self._calls.write_text("")
+        self._answers.write_text("".join(f"{code} {words}\n" for words, code in (answers or {}).items()))
+        return finish(self.start(*arguments))
+
+    def calls(self) -> list[str]:
+        return self._calls.read_text().splitlines()
+
+    def launched(self) -> argparse.Namespace:
+        """What the launcher makes of its words, in the last call."""
+        option, module, *words = Path(f"{self._calls}.last").read_text().split("\0")[:-1]
+        assert (option, module) == ("-m", "gaccum_ms.launch")
+        return parse(words)
+
+
+def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
+    """Wait for it; end it where it does not end."""
+    with process:
+        try:
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+@pytest.fixture
+def recorder(tmp_path) -> Recorder:
+    return Recorder(tmp_path)
+
+
+SHARED = r"-m pytest --numprocesses [1-9]\d* --dist loadgroup --no-loadscope-reorder --durations 25"
+
+
+@pytest.mark.parametrize(
+    ("words", "tier"),
+    [
+        (["test"], " -m not thorough"),
+        (["test", "all"], ""),
+        (["test", "rest"], " -m thorough"),
+        (["test", "all", "-x"], " -x"),
+    ],
+    ids=" ".join,
+)
+def test_all_cores_share_the_tests_of_a_tier(recorder, words, tier):
+    done = recorder.run(*words)
+    assert done.returncode == 0, done.stderr
+    gpu, pytest_ = recorder.calls()
+    assert gpu == "gpu"
+    assert re.fullmatch(SHARED + re.escape(tier), pytest_)
+    assert recorder.run(*words, answers={"gpu": 0, "--numprocesses": 1}).returncode == 1
+
+
+def test_arguments_of_pytest_run_some_tests_of_any_tier_in_one_process(recorder):
+    assert recorder.run("test", "-k", "launch").returncode == 0
+    assert recorder.calls() == ["-m pytest -k launch"]
+
+
+def test_the_gpus_libraries_are_installed_once(recorder):
+    assert recorder.run("test", "parallel", "-x", answers={"gpu": 0}).returncode == 0
+    assert recorder.calls() == ["gpu", "-m pytest tests/semi_auto -x"]
+    assert recorder.run("test", "parallel", answers={"pip": 0, "pytest": 0, "gpu": 1}).returncode == 0
+    install = next(call for call in recorder.calls() if "pip install" in call)
+    assert install.endswith(f"--editable {recorder.project}[gpu] in .venv")
+
+
+def test_libraries_that_cannot_be_had_take_one_line_and_the_tests_go_on(recorder):
+    done = recorder.run("test", answers={"pip install": 1, "pytest": 0, "gpu": 1})
+    assert done.returncode == 0
+    assert "the extra 'gpu' was not installed: ERROR: as asked\n" in done.stdout
+    assert re.match(SHARED, recorder.calls()[-1])
+
+
+def test_options_reach_the_launcher_and_the_rest_the_script(recorder):
+    script = recorder.script()
+    options = ["--nodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1", "--master-port", "9000"]
+    options += ["--start-timeout", "5", "--script", str(script), "--processes=2", "--epochs", "3"]
+    done = recorder.run(*options)
+    assert done.returncode == 0, done.stderr
+    given = f"--default-script {recorder.sample} --processes 8 --launcher msrun --log-dir log_output --timeout 0"
+    command = f"-m gaccum_ms.launch {given} {' '.join(options)}"
+    assert recorder.calls() == [command], "nothing is prepared for it as for the sample"
+    parsed = recorder.launched()
+    assert (parsed.processes, parsed.script, parsed.args) == (2, str(script), ["--epochs", "3"])
+
+
+def test_an_option_without_its_value_is_named(recorder):
+    done = recorder.run("--node-rank")
+    assert done.returncode == 2
+    assert "--node-rank needs a value" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--proceses", "2"], "there is no option --proceses; is --processes meant?"),
+        (["chekc"], "no such script: chekc"),
+        (["--timeout=inf"], "argument --timeout: must be a finite number of seconds, at least 0, but got inf"),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_installed(recorder, words, message):
+    recorder.lacks("mindspore", "sklearn")
+    done = recorder.run(*words)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {message}")
+    assert done.stderr.count("\n") == 1
+    assert recorder.calls() == []
+
+
+def test_the_samples_own_options_begin_its_words(recorder):
+    assert recorder.run("--processes=2", "--epochs", "3", "--processes", "4").returncode == 0
+    assert recorder.calls()[0].endswith("prepare_data.py")
+    parsed = recorder.launched()
+    assert (parsed.processes, parsed.args) == (2, ["--epochs", "3", "--processes", "4"])
+    assert parsed.script == str(recorder.sample)
+    options = re.findall(r'add_argument\(\s*"(--[a-z-]+)"', recorder.sample.read_text())
+    assert len(options) > 5
+    for option in options:
+        assert parse(["--default-script", str(recorder.sample), option, "3"]).args == [option, "3"]
+
+
+def test_help_is_shown_wherever_it_is_asked_for(recorder):
+    assert recorder.run("--help").stdout.startswith("bash run.sh [options]")
+    done = recorder.run("--processes", "2", "--help")
+    assert done.returncode == 0
+    assert "--end-timeout" in done.stdout
+    assert recorder.calls() == []
+
+
+# -- the environment ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("extra", ["", "[sample]"])
+def test_an_active_environment_is_left_as_it_is(recorder, extra):
+    """What it lacks goes into .venv, once; a script of one's own needs no scikit-learn."""
+    missing = ["tqdm", "sklearn"] if extra else ["tqdm"]
+    recorder.lacks("tqdm", "sklearn")
+    words = ["--epochs", "3"] if extra else [str(recorder.script())]
+    done = recorder.run(*words)
+    assert done.returncode == 0, done.stderr
+    said = (
+        f"bin/python lacks {', '.join(missing)} and is left as it is: {recorder.project}/.venv gets what is missing\n"
+    )
+    assert said in done.stdout
+    assert f"installing gaccum_ms{extra} into {recorder.project}/.venv\n" in done.stdout
+    made, installed, *launched = recorder.calls()
+    assert made == f"-m venv {recorder.project}/.venv"
+    assert installed.endswith(f"--editable {recorder.project}{extra} in .venv")
+    assert launched[-1].endswith(" in .venv")
+    assert "sklearn" in recorder.lacking(), "the active Python has been given nothing"
+    assert recorder.run(*words).returncode == 0
+    assert recorder.calls() == launched, "and then nothing is made or installed"
+
+
+def test_a_changed_setup_is_installed_anew(recorder):
+    recorder.lacks("mindspore", "psutil")
+    script = str(recorder.script())
+    for installs in (1, 0):
+        assert recorder.run(script).returncode == 0
+        assert sum("pip install" in call for call in recorder.calls()) == installs
+    (recorder.project / "setup.py").write_text("changed")
+    assert recorder.run(script).returncode == 0
+    assert [call.split()[1] for call in recorder.calls()[:-1]] == ["pip"], "into the same environment"
+
+
+def test_the_first_run_twice_at_once_makes_one_environment(recorder):
+    recorder.lacks("mindspore", "psutil")
+    both = [recorder.start(str(recorder.script())) for _ in range(2)]
+    done = [finish(process) for process in both]
+    assert [one.returncode for one in done] == [0, 0], done
+    assert sum("waiting for another run.sh, which fills .venv" in one.stdout for one in done) == 1
+    assert sorted(call.split()[1] for call in recorder.calls()[:-2]) == ["pip", "venv"]
+
+
+def test_a_broken_python_and_one_that_is_too_new_are_passed_over(recorder):
+    recorder.lacks("mindspore")
+    for name, code in (("python3.11", 127), ("python3.12", 1)):
+        recorder.tool(name, f"#!/bin/bash\nexit {code}\n")
+    assert recorder.run(str(recorder.script())).returncode == 0
+    assert recorder.calls()[0] == f"-m venv {recorder.project}/.venv"
+
+
+def test_an_environment_on_top_of_the_active_one_has_its_packages(tmp_path):
+    """By a real Python, which pip is not let install anything with."""
+    for name in ("run.sh", "setup.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("gaccum_ms", "sample_code"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    active = tmp_path / "active"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", active], check=True, timeout=60)
+    packages = next(active.glob("lib/python3*/site-packages"))
+    for name in ("mindspore", "psutil"):
+        (packages / f"{name}.py").touch()
+    (packages / "more.pth").write_text(f"{tmp_path}/more\n")  # as an editable install does
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "mine.py").touch()
+    before = sorted(active.rglob("*"))
+    script = tmp_path / "script.py"
+    script.touch()
+    env = {**os.environ, "PATH": f"{active}/bin{os.pathsep}{os.environ['PATH']}", "PIP_NO_INDEX": "1", "PYTHONPATH": ""}
+    done = subprocess.run(
+        ["bash", "run.sh", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert f"{active}/bin/python lacks tqdm and is left as it is" in done.stdout
+    assert done.returncode != 0, "there was nothing that pip could install tqdm from"
+    code = "import mindspore, mine; print(mindspore.__file__)"
+    python = [tmp_path / ".venv" / "bin" / "python", "-c", code]
+    assert subprocess.run(python, capture_output=True, text=True).stdout == f"{packages}/mindspore.py\n"
+    assert sorted(path for path in active.rglob("*") if "__pycache__" not in path.parts) == before
+
+
+@pytest.mark.parametrize("failing", [None, "lint", "test", "test rest"])
+def test_ci_runs_the_linters_and_each_test_once(tmp_path, failing):
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
+    (tmp_path / "run.sh").write_text(f'echo "$*"\n[ "$*" != "{failing}" ]\n')
+    done = subprocess.run(["bash", str(tmp_path / ".ci" / "run")], cwd="/", capture_output=True, text=True, timeout=600)
+    assert done.stdout.splitlines() == ["lint", "test", "test rest"]
+    assert done.returncode == (failing is not None)

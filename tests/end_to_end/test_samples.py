@@ -1,0 +1,156 @@
+"""The README's first command, whole: `bash run.sh` on eight processes; then its parts, on fewer."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLE = ROOT / "sample_code" / "distributed_gradient_accumulation"
+LOSS = re.compile(r"^epoch: \d+ step: \d+, loss is \d+\.\d+(e-\d+)?$", re.MULTILINE)
+ACCURACY = re.compile(r"^accuracy on held-out images: (\d+\.\d+)%$", re.MULTILINE)
+
+pytestmark = [pytest.mark.distributed]
+
+
+@pytest.fixture
+def run(tmp_path) -> Callable[..., subprocess.CompletedProcess]:
+    """Run a command in `tmp_path`, with this Python's environment active; no process of it may outlive it."""
+    mark = uuid.uuid4().hex
+
+    def left() -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("TEST_MARK") == mark:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def call(*command: str | Path, limit: float, **env: str) -> subprocess.CompletedProcess:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        inherited = {k: v for k, v in os.environ.items() if k not in ("DATA_PATH", "PROCESSES", "LAUNCHER", "SCRIPT")}
+        env = {**inherited, "PATH": path, "PYTHONPATH": str(ROOT), "TEST_MARK": mark, **env}
+        words = [str(word) for word in command]
+        try:
+            done = subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=limit)
+            assert not left()
+        finally:
+            for process in left():
+                process.send_signal(signal.SIGKILL)
+        print(done.stdout, done.stderr[-5000:])  # shown where an assertion fails
+        return done
+
+    return call
+
+
+def settings(output: str) -> dict[str, float]:
+    """The values a run of train.py says it takes."""
+    return ast.literal_eval(re.search(r"^data: .*?({'epochs'.*?})", output, re.MULTILINE)[1])
+
+
+def test_eight_processes_train_on_the_digits(run, tmp_path):
+    # The sample folder's run.sh hands over to the project's, so both are run here.
+    logs = tmp_path / "the logs"
+    done = run("bash", SAMPLE / "run.sh", "--log-dir", logs, "--timeout", "500", limit=540)
+    assert done.returncode == 0
+    assert "installing" not in done.stdout
+    for rank in range(8):
+        stdout = (logs / "1" / f"rank.{rank}" / "stdout").read_text()
+        assert len(LOSS.findall(stdout)) >= 10
+        assert f"{{'num_shards': 8, 'shard_id': {rank}}}" in stdout
+        assert (logs / "1" / f"rank.{rank}" / "stderr").exists()
+    rank_0 = (logs / "1" / "rank.0" / "stdout").read_text()
+    assert float(ACCURACY.search(rank_0)[1]) > 90
+    assert rank_0 in done.stdout
+    assert done.stdout.count("notice: MindSpore has no semi-auto parallel mode on CPU; training in data parallel") == 1
+    assert f"logs: {logs}/1/rank.N" in done.stdout.splitlines()[-1]
+    assert (logs / "msrun" / "scheduler.log").exists(), "msrun started them"
+
+
+@pytest.mark.thorough
+def test_mnist_takes_the_tutorials_values_and_arguments_override_them(run, tmp_path):
+    data = tmp_path / "my data"
+    assert run(sys.executable, SAMPLE / "prepare_data.py", data, limit=600).returncode == 0
+    arguments = ["--processes", "2", "--timeout", "500", "--epochs", "5", "--accumulation-steps", "5"]
+    done = run("bash", ROOT / "run.sh", *arguments, limit=600, DATA_PATH=str(data))
+    assert done.returncode == 0
+    assert f"data: {data} " in done.stdout
+    tutorial = {"batch_size": 32, "micro_size": 4, "learning_rate": 0.01, "print_every": 100}
+    several = {"device": "CPU", "parallel_mode": "semi_auto_parallel"}
+    assert settings(done.stdout) == {"epochs": 5, "accumulation_steps": 5, **tutorial, **several}
+    # 1,536 images on 2 ranks are 24 batches an epoch: the 100th step is the fourth of the fifth epoch.
+    assert len(LOSS.findall(done.stdout)) == 1
+    assert "epoch: 5 step: 4, loss is" in done.stdout
+
+
+@pytest.mark.thorough
+def test_one_process_needs_no_launcher_and_no_preparation(run, tmp_path):
+    copy = shutil.copytree(
+        SAMPLE, tmp_path / "copy", ignore=shutil.ignore_patterns("data", "log_output", "__pycache__")
+    )
+    done = run(sys.executable, copy / "train.py", "--epochs", "4", limit=600)
+    assert done.returncode == 0
+    assert len(LOSS.findall(done.stdout)) == 32
+    assert float(ACCURACY.search(done.stdout)[1]) > 90
+    assert len(list((copy / "data").iterdir())) == 4
+
+
+def test_default_epochs_of_the_tutorial(run):
+    done = run(sys.executable, SAMPLE / "train.py", "--help", limit=600, DATA_PATH="anywhere")
+    assert "--epochs EPOCHS passes over the data (default: 10)" in " ".join(done.stdout.split())
+
+
+def test_data_made_by_several_processes_at_once_are_whole(run, tmp_path):
+    one = f"'{sys.executable}' '{SAMPLE}/prepare_data.py' data &"
+    # By number: `wait -n` says 127 of one that has ended before.
+    script = f"{one} a=$!; {one} b=$!; {one} c=$!; wait $a && wait $b && wait $c"
+    assert run("bash", "-c", script, limit=600).returncode == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["data"], "nothing half-made stays"
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "data").iterdir()}
+    assert sizes == {
+        "train-images-idx3-ubyte": 16 + 1536 * 28 * 28,
+        "train-labels-idx1-ubyte": 8 + 1536,
+        "t10k-images-idx3-ubyte": 16 + 261 * 28 * 28,
+        "t10k-labels-idx1-ubyte": 8 + 261,
+    }
+
+
+def test_run_sh_starts_the_script_it_is_given_and_fails_as_it_does(run, tmp_path):
+    script = tmp_path / "my script.py"
+    script.write_text('import os, sys\nsys.exit(os.environ["RANK_ID"] == "1" and "no good: " + sys.argv[1])')
+    done = run("bash", ROOT / "run.sh", "--script", script, "a b", limit=600, PROCESSES="2", TIMEOUT="500")
+    assert done.returncode == 1
+    assert "rank 1 failed with exit code 1" in done.stderr
+    assert "no good: a b" in done.stderr
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed (Debian: openmpi-bin)")
+def test_two_processes_train_under_mpirun(run, tmp_path):
+    done = run("bash", ROOT / "run.sh", "--launcher", "mpirun", "--processes", "2", "--timeout", "500", limit=600)
+    assert done.returncode == 0
+    for rank in range(2):
+        stdout = (tmp_path / "log_output" / "1" / f"rank.{rank}" / "stdout").read_text()
+        assert f"{{'num_shards': 2, 'shard_id': {rank}}}" in stdout
+        assert len(LOSS.findall(stdout)) >= 10
+    assert float(ACCURACY.search(done.stdout)[1]) > 90
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is not None, reason="mpirun is installed")
+def test_mpirun_is_missed_by_name(run):
+    done = run("bash", ROOT / "run.sh", "--launcher", "mpirun", limit=600)
+    assert done.returncode == 2
+    assert "'mpirun' is not installed" in done.stderr

@@ -1,0 +1,104 @@
+"""What users install: the wheel, in an environment of its own and outside the checkout, trains alone and on ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from support import paths
+from test_docs import README, code_blocks, numbers_apart
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKER = paths.worker("training_worker.py")
+VARIABLES = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+pytestmark = pytest.mark.distributed
+
+# Put at a script's end: which files of ours it has run with.
+WHERE_FROM = """
+import sys
+files = [module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] == "gaccum_ms"]
+print("files", *files, sep="\\n")
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Built in a copy, because setuptools leaves its own there."""
+    for name in ("pip", "setuptools", "wheel"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"'{name}' is in the extra 'test'")
+    folder = tmp_path_factory.mktemp("wheel")
+    project = folder / "project"
+    shutil.copytree(ROOT / "gaccum_ms", project / "gaccum_ms", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, project)
+    pip("wheel", "--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", folder, project)
+    return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def environment(wheel, tmp_path_factory) -> Path:
+    """One with the wheel, and on top of this Python's packages: by their folders alone, because what lies there for an
+    editable install would lead back to the checkout."""
+    environment = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True, timeout=120)
+    pip("--python", environment / "bin" / "python", "install", "--no-deps", "--no-index", wheel)
+    packages = next(environment.glob("lib/python3*/site-packages"))
+    folders = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (packages / "on-top.pth").write_text("".join(f"{folder}\n" for folder in folders))
+    return environment
+
+
+def pip(*words: str | Path) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, words)]
+    done = subprocess.run(command, env=VARIABLES, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def run(environment: Path, folder: Path, *words: str | Path) -> str:
+    """What a Python program of the environment prints; all that it has run of ours is the wheel's."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # msrun
+    env = {**VARIABLES, "PATH": path}
+    command = [str(environment / "bin" / "python"), *map(str, words)]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    printed, _, files = done.stdout.partition("files\n")
+    (packages,) = environment.glob("lib/python3*/site-packages")
+    ours = [line for line in files.splitlines() if "/gaccum_ms/" in line]
+    assert len(ours) > 20
+    assert all(line.startswith(f"{packages}/gaccum_ms/") for line in ours), files
+    return printed
+
+
+def test_it_has_every_file_of_the_package(wheel):
+    folder = ROOT / "gaccum_ms"
+    files = {str(path.relative_to(ROOT)) for path in folder.rglob("*") if path.suffix in (".py", ".typed")}
+    with zipfile.ZipFile(wheel) as opened:
+        packed = set(opened.namelist())
+    assert {name for name in packed if name.startswith("gaccum_ms/")} == files
+    assert {name.partition("/")[0] for name in packed} == {"gaccum_ms", f"{wheel.name.split('-py3')[0]}.dist-info"}
+
+
+def test_the_readmes_example_trains(environment, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(code_blocks(README, "python")[0] + WHERE_FROM)
+    shown_text, shown_numbers = numbers_apart(code_blocks(README, "text")[0])
+    text, numbers = numbers_apart(run(environment, tmp_path, script))
+    assert text == shown_text
+    assert numbers == pytest.approx(shown_numbers, rel=2e-3)
+
+
+def test_two_ranks_train(environment, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(WORKER.read_text() + WHERE_FROM)
+    launch = ["-m", "gaccum_ms.launch", "--processes", "2", "--timeout", "500"]
+    run(environment, tmp_path, *launch, script, tmp_path, "5")
+    results = {(tmp_path / f"rank{rank}").read_text() for rank in range(2)}
+    assert len(results) == 1, "both have the same weights"
+    assert results.pop().startswith("2 ")

@@ -1,0 +1,254 @@
+"""BatchNorm replaced by GroupNorm: what is kept, what is dropped, and that accumulation is then exact."""
+
+from __future__ import annotations
+
+import warnings
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, mint, nn, ops
+from support.reference import (
+    CLASSES,
+    Classifier,
+    accumulated,
+    as_numpy,
+    assert_equivalent,
+    batches,
+    relative_error,
+    train,
+)
+
+from gaccum_ms import GradAccumulationCell, convert_batchnorm_to_groupnorm
+from gaccum_ms.layers.batchnorm import batch_norm_names
+
+
+class NormsNet(Classifier):
+    """BatchNorm for inputs of two, four and five axes, in a container, shared, and in a list of the user's."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.SequentialCell(nn.Conv2d(1, 6, 3, has_bias=False), nn.BatchNorm2d(6), nn.ReLU())
+        self.blocks = nn.CellList([nn.SequentialCell(nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6)) for _ in range(2)])
+        self.volume = nn.BatchNorm3d(6)
+        self.row = nn.BatchNorm1d(72, affine=False)
+        self.again = self.row
+        self.steps = [self.row, self.again]
+        self.out = nn.Dense(72, CLASSES)
+
+    def logits(self, x):
+        features = self.head(x.reshape((-1, 1, 3, 4)))
+        for block in self.blocks:
+            features = ops.relu(block(features)) + features
+        features = self.volume(features.reshape((-1, 6, 3, 2, 2))).reshape((-1, 72))
+        for step in self.steps:
+            features = ops.tanh(step(features))
+        return self.out(self.again(features))
+
+
+LAYERS = ["head.1", "blocks.0.1", "blocks.1.1", "volume", "row"]
+
+
+def norms_net():
+    network = NormsNet()
+    random = np.random.default_rng(5)
+    for parameter in network.get_parameters():
+        parameter.set_data(Tensor(random.normal(size=parameter.shape) * 0.3 + 0.5, ms.float32))
+    return network
+
+
+def group_norm(x, groups, gamma, beta, eps=1e-5):
+    """In NumPy."""
+    rows = x.reshape(x.shape[0], groups, -1).astype(np.float64)
+    rows = (rows - rows.mean(axis=2, keepdims=True)) / np.sqrt(rows.var(axis=2, keepdims=True) + eps)
+    shape = (1, -1) + (1,) * (x.ndim - 2)
+    return rows.reshape(x.shape) * gamma.reshape(shape) + beta.reshape(shape)
+
+
+def test_every_layer_is_replaced_and_reported():
+    network = norms_net()
+    assert batch_norm_names(network) == LAYERS
+    converted = convert_batchnorm_to_groupnorm(network, 3)
+    assert [layer.name for layer in converted] == LAYERS
+    assert [layer.replaced for layer in converted] == ["BatchNorm2d"] * 3 + ["BatchNorm3d", "BatchNorm1d"]
+    assert [(layer.channels, layer.groups) for layer in converted] == [(6, 3)] * 4 + [(72, 3)]
+    assert converted[0].kept == ("head.1.gamma", "head.1.beta")
+    assert converted[0].dropped == ("head.1.moving_mean", "head.1.moving_variance")
+    assert converted[3].kept == ("volume.bn2d.gamma", "volume.bn2d.beta")
+    left = {parameter.name for parameter in network.get_parameters()}
+    for layer in converted:
+        assert left >= set(layer.kept)
+        assert not left & set(layer.dropped)
+    assert not any(isinstance(cell, (nn.BatchNorm2d, nn.BatchNorm1d)) for _, cell in network.cells_and_names())
+    assert network.row is network.again is network.steps[0] is network.steps[1]
+    assert network.head.cell_list[1] is network.head[1]
+    assert convert_batchnorm_to_groupnorm(network, 3) == []
+
+
+def test_parameters_stay_the_same_objects_with_name_dtype_and_requires_grad():
+    network = norms_net()
+    network.head[1].gamma.set_dtype(ms.float16)
+    network.volume.bn2d.beta.requires_grad = False
+    network.head[1].to_float(ms.float16)
+    network.set_train()
+    before = {parameter.name: parameter for parameter in network.get_parameters()}
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    convert_batchnorm_to_groupnorm(network, 2)
+    for parameter in network.get_parameters():
+        assert parameter is before[parameter.name]
+    assert network.head[1].gamma.dtype == ms.float16
+    assert [p.name for p in network.trainable_params()] == [p.name for p in optimizer.parameters]
+    assert network.head[1].get_flags()["fp16"]
+    assert network.head[1].training
+    assert not network.row.gamma.requires_grad  # affine=False
+    assert not network.volume.beta.requires_grad
+
+
+def test_a_checkpoint_from_before_finds_them(tmp_path):
+    network = norms_net()
+    ms.save_checkpoint(network, str(tmp_path / "before.ckpt"))
+    after = NormsNet()
+    convert_batchnorm_to_groupnorm(after, 3)
+    missing, unused = ms.load_param_into_net(after, ms.load_checkpoint(str(tmp_path / "before.ckpt")))
+    assert missing == []
+    assert {name.split(".")[-1] for name in unused} <= {"moving_mean", "moving_variance"}
+    assert relative_error(as_numpy(after.head[1].gamma), as_numpy(network.head[1].gamma)) == 0
+
+
+@pytest.mark.core(mode="graph")
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.BatchNorm1d, (5, 8)),
+        (nn.BatchNorm1d, (5, 8, 3)),
+        (nn.BatchNorm2d, (5, 8, 3, 4)),
+        (nn.BatchNorm3d, (5, 8, 2, 3, 4)),
+        (nn.SyncBatchNorm, (5, 8, 3, 4)),
+        (mint.nn.BatchNorm2d, (5, 8, 3, 4)),
+    ],
+)
+def test_the_new_layer_computes_group_norm(layer, shape, mode):
+    random = np.random.default_rng(1)
+    network = nn.SequentialCell(layer(8, eps=1e-3))
+    x = random.normal(size=shape).astype(np.float32)
+    convert_batchnorm_to_groupnorm(network, 2)
+    gamma, beta = (random.normal(size=8).astype(np.float32) for _ in range(2))
+    network[0].gamma.set_data(Tensor(gamma))
+    network[0].beta.set_data(Tensor(beta))
+    expected = group_norm(x, 2, gamma, beta, 1e-3)
+    assert relative_error(network(Tensor(x)).asnumpy(), expected) < 1e-5
+    assert relative_error(network(Tensor(x)).asnumpy(), group_norm(x, 4, gamma, beta, 1e-3)) > 0.05
+
+
+def test_mint_layer_without_affine():
+    network = nn.SequentialCell(mint.nn.BatchNorm2d(4, affine=False, track_running_stats=False))
+    (layer,) = convert_batchnorm_to_groupnorm(network, 2)
+    assert (layer.kept, layer.dropped) == ((), ())
+    assert [(p.name, p.requires_grad) for p in network.get_parameters()] == [("0.gamma", False), ("0.beta", False)]
+
+
+def test_a_network_that_has_run_is_compiled_anew(mode):
+    network, x = (
+        nn.SequentialCell(nn.BatchNorm2d(4)).set_train(False),
+        np.random.default_rng(2).normal(size=(2, 4, 3, 3)),
+    )
+    x = x.astype(np.float32)
+    before = network(Tensor(x)).asnumpy()
+    convert_batchnorm_to_groupnorm(network, 2)
+    after = network(Tensor(x)).asnumpy()
+    assert relative_error(after, group_norm(x, 2, np.ones(4), np.zeros(4))) < 1e-5
+    assert relative_error(after, before) > 0.05
+
+
+def test_layers_that_normalise_by_constants_stay():
+    network = nn.SequentialCell(nn.BatchNorm2d(4, use_batch_statistics=False), nn.BatchNorm2d(4))
+    assert [layer.name for layer in convert_batchnorm_to_groupnorm(network, 2)] == ["1"]
+    assert type(network[0]) is nn.BatchNorm2d
+
+
+def run(make_step, convert=True):
+    network = norms_net()
+    if convert:
+        convert_batchnorm_to_groupnorm(network, 3)
+    optimizer = nn.SGD(network.trainable_params(), 0.05)
+    return train(make_step, network, optimizer, batches(12, 3))
+
+
+@pytest.mark.core("graph-ragged", "pynative-even")
+@pytest.mark.parametrize("options", [{"micro_size": 4}, {"micro_batch_size": 5}], ids=["even", "ragged"])
+def test_accumulation_is_exact_and_warns_of_nothing(options, mode):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accumulated_run = run(accumulated(**options))
+    assert_equivalent(accumulated_run, run(nn.TrainOneStepCell), 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:For 'GradAccumulationCell', the network has 5 BatchNorm")
+def test_without_the_conversion_it_is_not_exact():
+    with pytest.raises(AssertionError):
+        assert_equivalent(run(accumulated(micro_size=4), False), run(nn.TrainOneStepCell, False), 1e-3)
+
+
+def resnet18_on(images, labels, micro_size):
+    mindcv = pytest.importorskip("mindcv", reason="mindcv is not installed", exc_type=ImportError)
+    ms.set_seed(3)
+    network = mindcv.create_model("resnet18", num_classes=5, pretrained=False)
+    converted = convert_batchnorm_to_groupnorm(network, 32)
+    assert len(converted) == 20
+    assert batch_norm_names(network) == []
+    optimizer = nn.SGD(network.trainable_params(), 0.01)
+    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), micro_size)
+    data_set = ms.dataset.NumpySlicesDataset((images, labels), shuffle=False).batch(8)
+    ms.Model(cell, optimizer=optimizer).train(1, data_set)
+    return {parameter.name: as_numpy(parameter) for parameter in network.trainable_params()}
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # mindcv's imports
+def test_mindcvs_resnet18_trains_as_on_the_whole_batch():
+    random = np.random.default_rng(4)
+    images = random.normal(size=(16, 3, 32, 32)).astype(np.float32)
+    labels = random.integers(0, 5, size=16).astype(np.int32)
+    whole, parts = (resnet18_on(images, labels, micro_size) for micro_size in (1, 4))
+    assert max(relative_error(parts[name], whole[name]) for name in whole) < 1e-5
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+
+
+def test_groups_that_do_not_divide_are_refused_before_anything_changes():
+    network = norms_net()
+    with pytest.raises(ValueError, match=r"'num_groups' must divide") as caught:
+        convert_batchnorm_to_groupnorm(network, 4)
+    text = str(caught.value)
+    for part in ("but got 4", "head.1 (6), blocks.0.1 (6), blocks.1.1 (6), volume (6)", "divided by 6"):
+        assert part in text
+    assert "row" not in text  # 72 is divided
+    assert batch_norm_names(network) == LAYERS
+
+
+@pytest.mark.parametrize("num_groups", [True, 2.0, "2", None])
+def test_groups_must_be_an_int(num_groups):
+    with pytest.raises(TypeError, match="'num_groups' must be an int"):
+        convert_batchnorm_to_groupnorm(norms_net(), num_groups)
+
+
+def test_bad_networks_are_refused():
+    with pytest.raises(ValueError, match="'num_groups' must be at least 1"):
+        convert_batchnorm_to_groupnorm(norms_net(), 0)
+    with pytest.raises(TypeError, match="'network' must be a Cell, but got 'list'"):
+        convert_batchnorm_to_groupnorm([nn.BatchNorm2d(4)], 2)
+    with pytest.raises(ValueError, match="the layer 'BatchNorm2d' itself"):
+        convert_batchnorm_to_groupnorm(nn.BatchNorm2d(4), 2)
+    network = nn.SequentialCell(nn.BatchNorm2d(4))
+    network[0].format = "NHWC"  # MindSpore makes such a layer on GPU alone
+    with pytest.raises(ValueError, match=r"data_format='NHWC' of 0. Nothing was replaced"):
+        convert_batchnorm_to_groupnorm(network, 2)
+    assert type(network[0]) is nn.BatchNorm2d
+
+
+def test_a_group_of_one_value_is_refused(mode):
+    network = nn.SequentialCell(nn.BatchNorm1d(4))
+    convert_batchnorm_to_groupnorm(network, 4)
+    with pytest.raises(ValueError, match=r"shape \(3, 4\) and 4 groups. Use fewer groups"):
+        network(Tensor(np.ones((3, 4), np.float32)))

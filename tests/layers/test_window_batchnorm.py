@@ -1,0 +1,212 @@
+"""WindowBatchNorm: its moving statistics are the whole batch's, moved once per update, and by no other window."""
+
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn
+from support.reference import CLASSES, as_numpy, batches, relative_error
+
+from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WindowBatchNorm
+from gaccum_ms.layers.window_batchnorm import WindowStatistics
+
+
+class Net(nn.Cell):
+    """The layer comes first, so that what it sees depends on no other layer's statistics."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+        self.out = nn.Dense(12, CLASSES)
+        self.fail_at = 0
+
+    def construct(self, x):
+        if self.fail_at > 0:  # in PyNative mode, micro-batches to go
+            self.fail_at -= 1
+            if self.fail_at == 0:
+                raise ZeroDivisionError
+        return self.out(self.norm(x.reshape((-1, 2, 3, 2))).reshape((-1, 12)))
+
+
+def data(samples, number=4):
+    """Far from zero mean, and micro-batches that differ."""
+    return [(x + 5 + np.linspace(-2, 2, samples)[:, None].astype(np.float32), y) for x, y in batches(samples, number)]
+
+
+def make_step(norm, rate=0.05, scale_sense=None, **options):
+    network = Net(norm)
+    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), **options)
+    optimizer = nn.SGD(cell.trainable_params(), rate)
+    return TrainOneStepWithGradAccumulationCell(cell, optimizer, scale_sense).set_train()
+
+
+def run(step, given):
+    for x, y in given:
+        step(Tensor(x), Tensor(y))
+    return statistics(step)
+
+
+def statistics(step):
+    norm = step.network._backbone.norm
+    return np.stack([as_numpy(norm.moving_mean), as_numpy(norm.moving_variance)])
+
+
+@pytest.mark.filterwarnings("ignore:For 'GradAccumulationCell', the network has 1 BatchNorm")
+def whole_batch(given, momentum=0.9, **options):
+    """MindSpore's own layer on whole batches."""
+    return run(make_step(nn.BatchNorm2d(2, momentum=momentum), micro_size=1), given)
+
+
+@pytest.mark.core("graph-options0", "graph-options2", "pynative-options1")
+@pytest.mark.parametrize("options", [{"micro_size": 4}, {"micro_batch_size": 5}, {"micro_size": 1}])
+def test_moving_statistics_are_the_whole_batchs(options, mode):
+    given = data(12)
+    step = make_step(WindowBatchNorm(2), **options)
+    assert relative_error(run(step, given), whole_batch(given)) < 1e-6
+    assert not as_numpy(step.network._backbone.norm.window_statistics).any()
+
+
+@pytest.mark.filterwarnings("ignore:For 'GradAccumulationCell', the network has 1 BatchNorm")
+def test_mindspores_own_layer_moves_otherwise():
+    """A negative control."""
+    given = data(12)
+    assert relative_error(run(make_step(nn.BatchNorm2d(2), micro_size=4), given), whole_batch(given)) > 1e-2
+
+
+@pytest.mark.core(mode="graph")
+def test_windows_of_several_batches(mode):
+    """Of unequal batches; nothing moves before the window's end."""
+    given = data(12)
+    step = make_step(WindowBatchNorm(2), micro_batch_size=3, accumulation_steps=2)
+    parts = [part for x, y in given for part in ((x[:8], y[:8]), (x[8:], y[8:]))]
+    run(step, parts[:1])
+    np.testing.assert_array_equal(statistics(step), [[0, 0], [1, 1]])
+    assert relative_error(run(step, parts[1:]), whole_batch(given)) < 1e-6
+
+
+def test_a_flush_moves_by_what_is_there(pynative):
+    given = data(12, 1)
+    step = make_step(WindowBatchNorm(2), micro_size=2, accumulation_steps=3)
+    run(step, given)
+    assert step.flush()
+    assert relative_error(statistics(step), whole_batch(given)) < 1e-6
+
+
+@pytest.mark.core(mode="graph")
+def test_a_window_that_overflows_moves_nothing_and_leaves_nothing(mode):
+    given = data(12)
+    bad = (given[1][0].copy(), given[1][1])
+    bad[0][7] = np.inf
+    step = make_step(WindowBatchNorm(2), micro_size=4, scale_sense=nn.DynamicLossScaleUpdateCell(2.0**4, 2, 1000))
+    before = run(step, given[:1])
+    np.testing.assert_array_equal(run(step, [bad]), before)
+    assert relative_error(run(step, given[1:]), whole_batch(given)) < 1e-6
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+@pytest.mark.filterwarnings("ignore:For 'GradAccumulationCell', a batch failed half-way")
+def test_a_batch_that_fails_half_way_leaves_nothing(accumulation_steps, pynative):
+    """In a window of two it takes the first batch with it."""
+    given = data(12)
+    step = make_step(WindowBatchNorm(2), micro_size=4, accumulation_steps=accumulation_steps)
+    run(step, given[: accumulation_steps - 1])
+    bad = given[3][0].copy(), given[3][1].copy()
+    step.network._backbone.fail_at = 3
+    with pytest.raises(ZeroDivisionError):
+        run(step, [bad])
+    assert not as_numpy(step.network._backbone.norm.window_statistics).any()
+    np.testing.assert_array_equal(statistics(step), [[0, 0], [1, 1]])
+
+
+@pytest.mark.core(mode="graph")
+def test_a_dropped_micro_batch_is_left_out(mode):
+    x, y = data(12, 1)[0]
+    bad = x.copy()
+    bad[3:6] = np.nan
+    step = make_step(WindowBatchNorm(2), micro_size=4, overflow="drop_micro_batch")
+    rest = np.r_[0:3, 6:12]
+    assert relative_error(run(step, [(bad, y)]), whole_batch([(x[rest], y[rest])])) < 1e-6
+
+
+def test_momentum_for_a_batch_size(pynative):
+    """Twelve samples at 0.9 for each four keep 0.9^3."""
+    given = data(12)
+    step = make_step(WindowBatchNorm(2, batch_size=4), micro_size=2)
+    assert relative_error(run(step, given), whole_batch(given, momentum=0.9**3)) < 1e-6
+
+
+@pytest.mark.core(mode="graph")
+def test_evaluation_normalises_by_them(mode):
+    given = data(12, 1)
+    norm = WindowBatchNorm(2, momentum=0.0)
+    step = make_step(norm, micro_size=4)
+    mean, variance = run(step, given)
+    step.set_train(False)
+    x = given[0][0].reshape(-1, 2, 3, 2)
+    shape = (1, 2, 1, 1)
+    gamma, beta = as_numpy(norm.gamma).reshape(shape), as_numpy(norm.beta).reshape(shape)
+    expected = (x - mean.reshape(shape)) / np.sqrt(variance.reshape(shape) + 1e-5) * gamma + beta
+    assert relative_error(norm(Tensor(x)).asnumpy(), expected) < 1e-5
+    assert relative_error(mean, x.mean(axis=(0, 2, 3))) < 1e-6
+
+
+@pytest.mark.core(mode="graph")
+@pytest.mark.parametrize("shape", [(6, 4), (6, 4, 5), (6, 4, 3, 2), (6, 4, 2, 3, 2)])
+def test_in_training_it_normalises_and_trains_as_mindspores_layer(shape, mode):
+    """Gradients of the input and of scale and shift too."""
+    random = np.random.default_rng(3)
+    x, weights = (Tensor(random.normal(size=shape).astype(np.float32)) for _ in range(2))
+    ours = WindowBatchNorm(4).set_train()
+    theirs = (nn.BatchNorm3d if len(shape) == 5 else nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d)(4)
+    results = [gradients_of(norm, x, weights) for norm in (ours, theirs.set_train())]
+    for own, reference in zip(*results, strict=True):
+        assert relative_error(own, reference) < 1e-4
+
+
+class Weighted(nn.Cell):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def construct(self, x, weights):
+        return (self.norm(x) * weights).sum()
+
+
+def gradients_of(norm, x, weights):
+    network = Weighted(norm)
+    both = ms.value_and_grad(network, 0, network.trainable_params())
+    value, (of_input, of_parameters) = both(x, weights)
+    return [np.array(one.asnumpy()) for one in (value, of_input, *of_parameters)]
+
+
+@pytest.mark.distributed
+def test_two_ranks_pool_their_statistics(rank_pair, tmp_path):
+    given = data(12)
+    expected = whole_batch(given)
+    for results in rank_pair.worker("batchnorm_worker", tmp_path):
+        for name in ("single", "spanning"):
+            assert relative_error(results[name], expected) < 1e-6, name
+
+
+def test_negative_control_statistics_of_the_last_micro_batch_alone_are_caught(monkeypatch):
+    monkeypatch.setattr(WindowBatchNorm, "_add", last_alone)
+    given = data(12)
+    assert relative_error(run(make_step(WindowBatchNorm(2), micro_size=4), given), whole_batch(given)) > 1e-2
+
+
+def last_alone(self, x, mean, variance):
+    count = x.size // self.num_features
+    off = mean - self.moving_mean
+    counts = ms.Tensor([x.shape[0], count], ms.float32)
+    return ms.ops.assign(self.window_statistics, ms.ops.concat((counts, count * off, count * (variance + off * off))))
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(TypeError, match="'num_features' must be an int"):
+        WindowBatchNorm(2.0)
+    with pytest.raises(ValueError, match="'batch_size' must be at least 1"):
+        WindowBatchNorm(2, batch_size=0)
+    with pytest.raises(ValueError, match=r"'momentum' must be between 0 and 1, but got 1\.5"):
+        WindowBatchNorm(2, momentum=1.5)
+    assert WindowStatistics([WindowBatchNorm(2)]).sizes == (6,)

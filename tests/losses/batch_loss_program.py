@@ -1,0 +1,84 @@
+"""One process that trains a WithBatchLossCell, for what only a process of its own can show.
+
+batch_loss_program.py graph MICRO_SIZE SAMPLES                  makes one update; the environment has it save graphs
+batch_loss_program.py memory WAY MICRO_SIZE SAMPLES             prints by how many MB two updates raised the peak
+"""
+
+from __future__ import annotations
+
+import sys
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+from support.contrastive import InfoNCE, unit_length
+
+from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WithBatchLossCell
+
+WIDTH = 2**16  # of the activations: 64 MB each for 256 samples
+
+
+class WideTower(nn.Cell):
+    """Large activations, few weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        scales = np.random.default_rng(0).normal(size=(4, WIDTH))
+        self.scales = ms.ParameterTuple(
+            [ms.Parameter(Tensor(scale, ms.float32), name=f"scale{i}") for i, scale in enumerate(scales)]
+        )
+
+    def construct(self, x):
+        values = ops.tile(x, (1, WIDTH // x.shape[1]))
+        for scale in self.scales:
+            values = ops.tanh(values * scale)
+        return unit_length(values.reshape((x.shape[0], 64, -1)).mean(axis=-1))
+
+
+class WideTowers(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = WideTower()
+        self.other = nn.Dense(64, 64)
+
+    def construct(self, x, y):
+        return self.one(x), unit_length(self.other(y))
+
+
+class SmallTowers(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Dense(64, 8)
+        self.other = nn.Dense(64, 8)
+
+    def construct(self, x, y):
+        return unit_length(ops.erf(self.one(x))), unit_length(self.other(y))
+
+
+def peak() -> float:
+    with open("/proc/self/status") as status:
+        line = next(line for line in status if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
+
+
+def make_step(backbone: nn.Cell, micro_size: int) -> nn.Cell:
+    network = WithBatchLossCell(backbone, InfoNCE())
+    optimizer = nn.SGD(network.trainable_params(), 0.01)
+    return TrainOneStepWithGradAccumulationCell(GradAccumulationCell(network, micro_size), optimizer).set_train()
+
+
+def main(what: str, *arguments: str) -> None:
+    ms.set_context(mode=ms.PYNATIVE_MODE if arguments[0] == "pynative" else ms.GRAPH_MODE)
+    ms.set_seed(1)
+    micro_size, samples = map(int, arguments[what == "memory" :])
+    step = make_step(WideTowers() if what == "memory" else SmallTowers(), micro_size)
+    random = np.random.default_rng(1)
+    batch = [Tensor(random.normal(size=(samples, 64)).astype(np.float32)) for _ in range(2)]
+    before = peak()
+    for _ in range(2 if what == "memory" else 1):
+        step(*batch).asnumpy()
+    print(peak() - before)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,393 @@
+"""Counts, sums and several losses on one process, against NumPy. Ranks: test_counted_ranks.py."""
+
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from support.reference import as_numpy, step_with
+
+from gaccum_ms import CountMask, CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms.accumulation.counted_window import CountedWindow
+from gaccum_ms.accumulation.multi_loss_window import MultiLossWindow
+
+START = np.linspace(-1, 1, 4)
+RATE = 0.5
+
+
+class Masked(nn.Cell):
+    """Squared error of w x ~ 1: its mean over the samples that the mask keeps, or their sum."""
+
+    def __init__(self, reduction="mean"):
+        super().__init__()
+        self.weight = ms.Parameter(Tensor(START, ms.float32), name="weight")
+        self.reduction = reduction
+
+    def errors(self, x):
+        return (x * self.weight).sum(-1) - 1
+
+    def construct(self, x, mask):
+        total = (ops.square(self.errors(x)) * mask).sum()
+        return total / mask.sum() if self.reduction == "mean" else total
+
+
+class MaskedAndMean(Masked):
+    """The masked mean, and the mean prediction of all samples."""
+
+    def construct(self, x, mask):
+        errors = self.errors(x)
+        return (ops.square(errors) * mask).sum() / mask.sum(), errors.mean()
+
+
+def data(mask, seed=0):
+    x = np.random.default_rng(seed).normal(size=(len(mask), 4)).astype(np.float32)
+    return x, np.array(mask, np.float32)
+
+
+def oracle(x, mask, divisor=None):
+    """Loss and gradient of the whole batch at START."""
+    error = x @ START - 1
+    divisor = divisor or mask.sum()
+    return (error**2 * mask).sum() / divisor, (2 * error * mask) @ x / divisor
+
+
+def mean_oracle(x):
+    return (x @ START - 1).mean(), x.mean(axis=0)
+
+
+def make_step(network, window_class=None, **options):
+    cell = GradAccumulationCell(network, **options)
+    step_class = step_with(window_class) if window_class else TrainOneStepWithGradAccumulationCell
+    return step_class(cell, nn.Momentum(cell.trainable_params(), RATE, 0.9)).set_train()
+
+
+def gradient(step):
+    """Momentum's first update is the gradient times the rate."""
+    return (START - as_numpy(step.weights[0])) / RATE
+
+
+UNEVEN = [1, 1, 0, 0.5, 1, 0, 0, 0]
+
+
+@pytest.mark.core("graph-1", "graph-3", "graph-8", "pynative-3")
+@pytest.mark.parametrize("micro_size", [1, 2, 3, 4, 8])
+def test_unequal_counts_equal_the_whole_batch(micro_size, mode):
+    """Micro-batches of UNEVEN have counts down to 0, where the network's mean is NaN."""
+    x, mask = data(UNEVEN)
+    step = make_step(Masked(), micro_size=micro_size, count=CountMask())
+    loss = step(Tensor(x), Tensor(mask))
+    expected, expected_gradient = oracle(x, mask)
+    np.testing.assert_allclose(loss.asnumpy(), expected, rtol=1e-5)
+    np.testing.assert_allclose(gradient(step), expected_gradient, rtol=1e-4, atol=1e-5)
+    assert float(step.window_count.asnumpy()) == 3.5
+    assert not any(as_numpy(a).any() for a in step.accu_grads)
+
+
+@pytest.mark.core(mode="graph")
+def test_a_function_counts_like_the_ready_made_cell(mode):
+    def kept(x, mask):
+        return mask.sum()
+
+    also_kept = lambda x, mask: mask.sum()  # noqa: E731
+    x, mask = data(UNEVEN)
+    weights = []
+    for count in (kept, also_kept, CountMask(position=1)):
+        step = make_step(Masked(), micro_size=3, count=count)
+        step(Tensor(x), Tensor(mask))
+        weights.append(as_numpy(step.weights[0]))
+    np.testing.assert_array_equal(weights[0], weights[1])
+    np.testing.assert_array_equal(weights[0], weights[2])
+
+
+def rows(x, mask):
+    return x.shape[0]
+
+
+def half_rows(x, mask):
+    return x.shape[0] / 2
+
+
+def in_numpy(x, mask):
+    return mask.asnumpy().sum()
+
+
+KINDS_OF_WINDOWS = {
+    "one batch": {"micro_size": 3},
+    "several": {"micro_size": 3, "accumulation_steps": 2},
+    "dropping": {"micro_size": 3, "overflow": "drop_micro_batch"},
+    "whole": {"micro_size": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("count", "window", "only"),
+    [
+        *((rows, window, None) for window in KINDS_OF_WINDOWS),
+        (half_rows, "one batch", None),
+        (half_rows, "several", None),
+        (in_numpy, "one batch", "pynative"),
+    ],
+)
+def test_a_count_may_be_a_number(count, window, only, mode):
+    """Where the mask keeps all, rows, half of them and the mask's sum are one and the same weight."""
+    if only not in (None, mode):
+        pytest.skip("a graph cannot call NumPy")
+    options = KINDS_OF_WINDOWS[window]
+    batches = options.get("accumulation_steps", 1)
+    x, mask = data([1] * 8 * batches)
+    step = make_step(Masked(), count=count, **options)
+    for part in range(batches):
+        step(Tensor(x[part * 8 :][:8]), Tensor(mask[:8]))
+    np.testing.assert_allclose(gradient(step), oracle(x, mask)[1], rtol=1e-4, atol=1e-5)
+    assert float(step.window_count.asnumpy()) == 8.0 * batches / (2 if count is half_rows else 1)
+
+
+def test_each_of_several_losses_may_count_a_number(mode):
+    x, mask = data([1] * 8)
+    step = make_step(MaskedAndMean(), micro_size=3, count=(half_rows, rows))
+    step(Tensor(x), Tensor(mask))
+    np.testing.assert_allclose(gradient(step), oracle(x, mask)[1] + mean_oracle(x)[1], rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(step.window_count.asnumpy(), [4.0, 8.0])
+
+
+@pytest.mark.parametrize(("count", "kind"), [(lambda x, mask: x.shape, "Tuple"), (lambda x, mask: None, "None")])
+def test_a_count_that_is_no_number_is_refused(count, kind, pynative):
+    step = make_step(Masked(), micro_size=2, count=count)
+    with pytest.raises(TypeError, match=f"'count' must return a number or a Tensor of shape .*but got {kind}"):
+        step(*map(Tensor, data([1, 1])))
+
+
+class Returning(Masked):
+    """Returns its loss as `kind` says."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def construct(self, x, mask):
+        loss = super().construct(x, mask)
+        if self.kind == "a dict":
+            return {"loss": loss}
+        if self.kind == "None":
+            return None
+        if self.kind == "a number":
+            return 1.5
+        if self.kind == "a str":
+            return "loss"
+        if self.kind == "Int32":
+            return ops.cast(loss, ms.int32)
+        if self.kind == "a tuple":
+            return loss, (loss, loss)
+        return [loss]
+
+
+@pytest.mark.parametrize("kind", ["a dict", "None", "a number", "a str", "a tuple", "Int32"])
+def test_what_is_no_loss_is_refused(kind, mode):
+    step = make_step(Returning(kind), micro_size=2)
+    before = as_numpy(step.weights[0])
+    with pytest.raises(TypeError, match=f"For 'GradAccumulationCell', the network must return .*, but got {kind}"):
+        step(*map(Tensor, data([1, 1])))
+    np.testing.assert_array_equal(as_numpy(step.weights[0]), before)
+
+
+def test_a_list_of_losses_is_as_good_as_a_tuple(mode):
+    step = make_step(Returning("a list"), micro_size=2)
+    x, mask = data([1] * 4)
+    np.testing.assert_allclose(step(Tensor(x), Tensor(mask)).asnumpy(), oracle(x, mask)[0], rtol=1e-5)
+
+
+class MeanOfMeans(CountedWindow):
+    def items(self, count):
+        return 3.5 / 2
+
+
+@pytest.mark.core(mode="graph")
+def test_negative_control_a_mean_of_means_is_caught(mode):
+    x, mask = data([1, 1, 0.5, 1, 0, 0])
+    step = make_step(Masked(), MeanOfMeans, micro_size=2, count=CountMask())
+    step(Tensor(x), Tensor(mask))
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(gradient(step), oracle(x, mask)[1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_window_that_counts_nothing_does_not_update(mode):
+    x, mask = data(UNEVEN)
+    step = make_step(Masked(), micro_size=3, count=CountMask())
+    step(Tensor(x), Tensor(mask))
+    before = {p.name: as_numpy(p) for p in step.get_parameters()}
+    loss = step(Tensor(x), ops.zeros(8))
+    assert float(loss.asnumpy()) == 0.0
+    after = {p.name: as_numpy(p) for p in step.get_parameters()}
+    assert after.pop("gaccum_ms.window_count") == 0 != before.pop("gaccum_ms.window_count")
+    assert after.pop("gaccum_ms.batch_count") == before.pop("gaccum_ms.batch_count") + 1
+    for name, value in before.items():
+        np.testing.assert_array_equal(after[name], value, name)
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_a_bad_count_is_an_error_and_changes_nothing(bad, mode):
+    x, mask = data(UNEVEN)
+    step = make_step(Masked(), micro_size=4, count=CountMask())
+    step(Tensor(x), Tensor(mask))
+    before = {
+        p.name: as_numpy(p)
+        for p in step.get_parameters()
+        if p.name not in ("gaccum_ms.window_count", "gaccum_ms.batch_count")
+    }
+    with pytest.raises(ValueError, match=r"'count' must return a finite number .* but got \[\[2.0, .*Nothing was"):
+        step(Tensor(x), Tensor(np.array([1, 1, bad, 0, 1, 1, 1, 1], np.float32)))
+    for name, value in {p.name: as_numpy(p) for p in step.get_parameters() if p.name in before}.items():
+        np.testing.assert_array_equal(before[name], value, name)
+    step(Tensor(x), Tensor(mask))
+    assert (as_numpy(step.weights[0]) != before["weight"]).all()
+
+
+@pytest.mark.parametrize("count", [lambda x, mask: mask, lambda x, mask: mask.sum(keepdims=True)], ids=["(8,)", "(1,)"])
+def test_a_count_that_is_no_scalar_is_refused(count, pynative):
+    x, mask = data(UNEVEN)
+    step = make_step(Masked(), micro_size=2, count=count)
+    with pytest.raises(ValueError, match=r"'count' must return a scalar of shape \(\), but got shape \(\d,\)"):
+        step(Tensor(x), Tensor(mask))
+    np.testing.assert_array_equal(as_numpy(step.weights[0]), START.astype(np.float32))
+
+
+class Half(nn.Cell):
+    """2,000 tokens a sample, in float16, with gradients near 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = ms.Parameter(Tensor(START, ms.float16), name="weight")
+
+    def construct(self, x, mask):
+        total = ((x.astype(ms.float16) * self.weight).astype(ms.float32).sum(-1) * mask).sum()
+        return total / mask.sum()
+
+
+@pytest.mark.core("graph-accumulator_dtype0", "pynative-accumulator_dtype1")
+@pytest.mark.parametrize("accumulator_dtype", [ms.float32, ms.float16])
+def test_counted_gradients_are_as_small_as_the_whole_batchs_in_low_precision(accumulator_dtype, mode):
+    """Seeded with counts as they are, gradients of 4 x 2,000 tokens at scale 1,024 would be 8 million, not float16."""
+    x = np.random.default_rng(0).normal(size=(4, 2000, 4)).astype(np.float32) + 1
+    cell = GradAccumulationCell(Half(), 2, count=CountMask(), accumulator_dtype=accumulator_dtype)
+    optimizer = nn.SGD(cell.trainable_params(), 0.25)
+    step = TrainOneStepWithGradAccumulationCell(cell, optimizer, Tensor(1024.0, ms.float32)).set_train()
+    _, overflow, _ = step(Tensor(x), Tensor(np.ones((4, 2000), np.float32)))
+    assert not overflow.asnumpy()
+    np.testing.assert_allclose((START - as_numpy(step.weights[0])) / 0.25, x.mean(axis=(0, 1)), rtol=1e-2)
+
+
+@pytest.mark.core("graph-False", "graph-True")
+@pytest.mark.parametrize("counted", [False, True])
+def test_losses_that_are_sums(counted, mode):
+    """A sum stays the whole batch's sum; with a count it is divided by the total."""
+    x, mask = data(UNEVEN)
+    step = make_step(Masked("sum"), micro_size=3, reduction="sum", count=CountMask() if counted else None)
+    loss = step(Tensor(x), Tensor(mask))
+    expected, expected_gradient = oracle(x, mask, divisor=None if counted else 1.0)
+    np.testing.assert_allclose(loss.asnumpy(), expected, rtol=1e-5)
+    np.testing.assert_allclose(gradient(step), expected_gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.core("graph-3", "graph-8", "pynative-3")
+@pytest.mark.parametrize("micro_size", [1, 3, 8])
+def test_each_of_several_losses_has_its_own_total(micro_size, mode):
+    """With UNEVEN in eight micro-batches the masked loss is NaN in four, where the other one must go back alone."""
+    x, mask = data(UNEVEN)
+    step = make_step(MaskedAndMean(), micro_size=micro_size, count=(CountMask(), None), loss_weights=(1.0, 0.25))
+    loss = step(Tensor(x), Tensor(mask))
+    (masked, masked_gradient), (mean, mean_gradient) = oracle(x, mask), mean_oracle(x)
+    np.testing.assert_allclose(loss.asnumpy(), masked + 0.25 * mean, rtol=1e-5)
+    np.testing.assert_allclose(gradient(step), masked_gradient + 0.25 * mean_gradient, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(step.loss_terms.asnumpy(), [masked, mean], rtol=1e-5)
+    assert step.window_count.asnumpy().tolist() == [3.5, 8.0]
+
+
+class OneTotalForAll(MultiLossWindow):
+    """Divides every loss by the first one's total."""
+
+    def own_total(self, inputs):
+        total = super().own_total(inputs)
+        return total * 0 + ops.unstack(total)[0]
+
+
+@pytest.mark.core(mode="graph")
+def test_negative_control_one_total_for_all_losses_is_caught(mode):
+    x, mask = data(UNEVEN)
+    step = make_step(MaskedAndMean(), OneTotalForAll, micro_size=3, count=(CountMask(), None), loss_weights=(1.0, 0.25))
+    step(Tensor(x), Tensor(mask))
+    expected = oracle(x, mask)[1] + 0.25 * mean_oracle(x)[1]
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(gradient(step), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.core(mode="graph")
+def test_several_losses_with_default_counts_and_weights(mode):
+    class Two(Masked):
+        def construct(self, x, mask):
+            errors = self.errors(x)
+            return errors.mean(), ops.square(errors).mean()
+
+    x, mask = data(np.ones(7))
+    step = make_step(Two(), micro_size=3, loss_weights=(2.0, 1.0))
+    step(Tensor(x), Tensor(mask))
+    np.testing.assert_allclose(gradient(step), 2 * mean_oracle(x)[1] + oracle(x, mask)[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.core(mode="graph")
+def test_one_loss_may_have_a_weight(mode):
+    x, mask = data(UNEVEN)
+    step = make_step(Masked(), micro_size=3, count=CountMask(), loss_weights=(0.5,))
+    loss = step(Tensor(x), Tensor(mask))
+    expected, expected_gradient = oracle(x, mask)
+    np.testing.assert_allclose(loss.asnumpy(), expected / 2, rtol=1e-5)
+    np.testing.assert_allclose(gradient(step), expected_gradient / 2, rtol=1e-4, atol=1e-5)
+
+
+def test_the_number_of_losses_must_be_what_the_options_say(mode):
+    x, mask = data(UNEVEN)
+    for network, options in ((MaskedAndMean(), {}), (Masked(), {"loss_weights": (1.0, 2.0)})):
+        step = make_step(network, micro_size=2, **options)
+        with pytest.raises(ValueError, match=r"must return \d loss\(es\), by 'count' and 'loss_weights', but got"):
+            step(Tensor(x), Tensor(mask))
+        np.testing.assert_array_equal(as_numpy(step.weights[0]), START.astype(np.float32))
+
+
+@pytest.mark.parametrize("ignore_index", [-100, 2])
+def test_count_not_ignored_is_cross_entropys_own_divisor(ignore_index, pynative):
+    labels = np.array([0, 2, -100 if ignore_index == -100 else 2, 1], np.int32)
+    logits = Tensor(np.random.default_rng(1).normal(size=(4, 3)), ms.float32)
+    mean, total = (
+        nn.CrossEntropyLoss(reduction=reduction, ignore_index=ignore_index)(logits, Tensor(labels)).asnumpy()
+        for reduction in ("mean", "sum")
+    )
+    count = CountNotIgnored(ignore_index)(logits, Tensor(labels)).asnumpy()
+    np.testing.assert_allclose(total / count, mean, rtol=1e-6)
+    assert count == {-100: 3, 2: 2}[ignore_index]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"count": 3}, TypeError, "'count' must be a function or Cell .* but got 3"),
+        ({"count": (CountMask(), "x")}, TypeError, "'count' must be a function or Cell .* but got 'x'"),
+        ({"loss_weights": 1.0}, TypeError, "'loss_weights' must be a sequence of floats, but got 1.0"),
+        ({"loss_weights": (1.0, True)}, TypeError, "'loss_weights' must be a sequence of floats"),
+        ({"loss_weights": (1.0, float("nan"))}, ValueError, "'loss_weights' must be finite"),
+        ({"loss_weights": ()}, ValueError, r"'loss_weights' must be finite, one for each loss, but got \(\)"),
+        ({"count": (None, None), "loss_weights": (1.0,)}, ValueError, r"2 count\(s\) and 1 weight\(s\)"),
+        ({"reduction": "max"}, ValueError, r"'reduction' must be one of \['mean', 'sum'\], but got 'max'"),
+        ({"overflow": None}, ValueError, "'overflow' must be one of .* but got None"),
+        (
+            {"reduction": "sum", "loss_weights": (1.0, 1.0)},
+            ValueError,
+            "needs a 'count' for each loss, but got count=None",
+        ),
+        ({"reduction": "sum", "loss_weights": (0.5,)}, ValueError, "needs a 'count' for each loss, but got count=None"),
+        ({"overflow": "drop_micro_batch", "loss_weights": (1.0, 1.0)}, ValueError, r"2 loss\(es\)"),
+        ({"overflow": "drop_micro_batch", "reduction": "sum"}, ValueError, "reduction='sum' and count=None"),
+    ],
+)
+def test_refuses_bad_options(options, error, message):
+    with pytest.raises(error, match=f"For 'GradAccumulationCell', .*{message}"):
+        GradAccumulationCell(Masked(), 2, **options)

@@ -1,0 +1,291 @@
+"""memory_report: known sizes, predictions against what is measured, the verdict, and that nothing changes."""
+
+from __future__ import annotations
+
+import builtins
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from support.reference import FEATURES, OPTIMIZERS, as_numpy, batches, make_network
+
+from gaccum_ms import (
+    GradAccumulationCell,
+    TrainOneStepWithGradAccumulationCell,
+    WithBatchLossCell,
+    find_micro_batch_size,
+    memory_report,
+)
+from gaccum_ms.memory.report import MemoryReport
+
+HIDDEN = 20_000
+
+
+class Wide(nn.Cell):
+    """Intermediate values of some hundred KB for each sample, above small weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.SequentialCell(nn.Dense(FEATURES, HIDDEN), nn.Tanh(), nn.Dense(HIDDEN, 5))
+
+    def construct(self, x):
+        return self.layers(x)
+
+
+class Greedy(nn.SGD):
+    """An update that needs 200 MB."""
+
+    def construct(self, gradients):
+        large = ops.tile(self.parameters[0].reshape((-1,))[:10], (5_000_000,)) + gradients[0].sum()
+        return ops.depend(super().construct(gradients), ops.sort(large)[0])
+
+
+class Forgetful(nn.Cell):
+    """What a micro-step may change beside weights: BatchNorm's statistics; and what is random."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.SequentialCell(nn.Dense(FEATURES, 8), nn.BatchNorm1d(8), nn.Dropout(p=0.5), nn.Dense(8, 5))
+
+    def construct(self, x):
+        return self.layers(x)
+
+
+def cell_of(network, **options):
+    return GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), **(options or {"micro_size": 2}))
+
+
+def batch(samples):
+    return [Tensor(value) for value in batches(samples, 1)[0]]
+
+
+def report_of(network, *, samples=32, optimizer="momentum", options=None, **arguments) -> MemoryReport:
+    cell = cell_of(network, **(options or {}))
+    return memory_report(cell, OPTIMIZERS[optimizer](network.trainable_params()), *batch(samples), **arguments)
+
+
+# -- sizes that are known ----------------------------------------------------------------------------------------------
+
+WEIGHTS = 12 * 16 + 16 + 16 * 5 + 5  # of the reference's dense network
+
+
+def test_known_sizes_by_hand():
+    report = report_of(make_network("dense"), samples=2, optimizer="adam", measure=False)
+    assert report.parameters == 4 * WEIGHTS
+    assert report.accumulators == 4 * WEIGHTS
+    # Two moments, the learning rate, two powers of beta, and the step.
+    assert report.optimizer_state == 8 * WEIGHTS + 4 * 4
+    assert report.batch == 2 * (FEATURES + 1) * 4
+    assert report.rank == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "factor"),
+    [
+        ({"micro_size": 2, "accumulator_dtype": ms.float16}, 2),
+        ({"micro_size": 2, "accumulator_dtype": ms.bfloat16, "compensated": True}, 6),
+    ],
+    ids=["float16", "compensated"],
+)
+def test_accumulators_by_their_dtype(options, factor):
+    assert report_of(make_network("dense"), samples=2, options=options, measure=False).accumulators == factor * WEIGHTS
+
+
+def test_one_micro_batch_needs_no_accumulators_unless_windows_span_batches():
+    network = make_network("dense")
+    for options, own in (({"micro_size": 2}, 0), ({"accumulation_steps": 2}, 4 * WEIGHTS)):
+        whole, half = report_of(network, samples=2, options=options, measure=False).rows
+        for row, accumulators in ((whole, own), (half, 4 * WEIGHTS)):
+            rest = row.peak - row.intermediate
+            assert rest - (half.peak - half.intermediate) == accumulators - 4 * WEIGHTS
+
+
+# -- predictions -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wide() -> MemoryReport:
+    ms.set_context(mode=ms.GRAPH_MODE)
+    return report_of(Wide(), samples=1024)
+
+
+def assert_predicts(rows, tolerance):
+    """The growth above the smallest micro-batches, of sizes far beyond those that were measured to predict them."""
+    first = rows[-1]
+    for row in rows[:2]:
+        growth = row.intermediate_measured - first.intermediate_measured
+        assert row.intermediate - first.intermediate == pytest.approx(growth, rel=tolerance), row
+
+
+def test_predicts_what_is_measured(wide):
+    """Micro-batches of 1024 and 512 samples from those of at most 256: so little is a sample's."""
+    assert wide.probed == (1, 2, 4, 16, 64, 256)
+    assert [row.micro_batch_size for row in wide.rows] == [1024, 512, 256, 128, 64, 32, 16, 8, 4, 2, 1]
+    assert_predicts(wide.rows, 0.25)
+    # At least what tanh keeps for its gradient, and the gradient; at most some more of their size.
+    largest, smallest = wide.rows[0], wide.rows[-1]
+    growth = largest.intermediate_measured - smallest.intermediate_measured
+    assert 2 < growth / (1023 * HIDDEN * 4) < 8
+
+
+def test_a_wrong_model_does_not_predict(monkeypatch):
+    """The control: in proportion to the samples, constant part and all."""
+    monkeypatch.setattr("gaccum_ms.memory.model.predict", lambda known, size: known[max(known)] * size // max(known))
+    with pytest.raises(AssertionError):
+        assert_predicts(report_of(Wide(), samples=64, micro_sizes=[1, 2, 64]).rows, 0.25)
+
+
+def test_pynative_mode(pynative):
+    rows = report_of(Wide(), samples=1024, micro_sizes=[1, 2, 1024]).rows
+    assert_predicts(rows, 0.4)
+
+
+# -- what fits ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_not_run():
+    """A limit some 300 MB below the peak of the whole batch, 700 above that of 8 micro-batches."""
+    (largest,) = report_of(Wide(), samples=4096, measure=False, micro_sizes=[1]).rows
+    limit = largest.peak - 300_000_000
+    report = report_of(Wide(), samples=4096, memory_limit=limit, micro_sizes=[1, 8, 4096])
+    assert report.fits_from == 8, str(report)
+    assert [row.fits for row in report.rows] == [False, True, True]
+    assert [row.peak_measured is None for row in report.rows] == [True, False, False]
+    assert str(report).endswith("fits from micro_size=8 on")
+
+
+def test_nothing_fits_a_limit_below_the_framework():
+    report = report_of(make_network("dense"), memory_limit=1_000_000)
+    assert report.fits_from is None
+    assert str(report).endswith("limit 1.0 MB: nothing fits")
+    assert report.probed == ()
+    assert all(row.peak >= 1_000_000 and row.peak_measured is None for row in report.rows)
+
+
+def test_out_of_memory_while_measuring_does_not_fit():
+    from test_search import Limited
+
+    network = Limited(make_network("dense"), 7)
+    optimizer = OPTIMIZERS["momentum"](network.trainable_params())
+    report = memory_report(GradAccumulationCell(network, 2), optimizer, *batch(8), micro_sizes=[1, 8])
+    assert [row.fits for row in report.rows] == [False, True]
+    assert report.rows[0].peak_measured is None
+    assert report.fits_from == 8
+
+
+def test_the_update_is_in_the_peak():
+    """With an optimizer that makes a large intermediate value of its own."""
+    peaks = []
+    for kind in (nn.SGD, Greedy):
+        network = make_network("dense")
+        optimizer = kind(network.trainable_params(), 0.1)
+        peaks.append(memory_report(cell_of(network), optimizer, *batch(2), measure=False).rows[0].peak)
+    assert peaks[1] - peaks[0] > 150_000_000
+
+
+# -- nothing changes ---------------------------------------------------------------------------------------------------
+
+
+def trained(asks: bool):
+    """Three batches, and between them a report or none; what the first call of dropout draws is seeded."""
+    ms.set_seed(5)
+    network = Forgetful()
+    with pytest.warns(UserWarning, match="BatchNorm"):
+        step = TrainOneStepWithGradAccumulationCell(
+            cell_of(network, accumulation_steps=2), nn.Momentum(network.trainable_params(), 0.1, 0.9)
+        ).set_train()
+    data = [[Tensor(value) for value in one] for one in batches(8, 5)]
+    for one in data[:3]:
+        step(*one)
+    if asks:
+        before = {one.name: as_numpy(one) for one in step.get_parameters()}
+        flags = [(cell.training, cell.requires_grad) for _, cell in step.cells_and_names()]
+        generator = ms.get_rng_state().asnumpy()
+        memory_report(cell_of(network), step.optimizer, *data[0])
+        for one in step.get_parameters():
+            np.testing.assert_array_equal(as_numpy(one), before[one.name], err_msg=one.name)
+        assert [(cell.training, cell.requires_grad) for _, cell in step.cells_and_names()] == flags
+        np.testing.assert_array_equal(ms.get_rng_state().asnumpy(), generator)
+    losses = [float(step(*one).asnumpy()) for one in data[3:]]
+    return losses, {one.name: as_numpy(one) for one in step.get_parameters()}
+
+
+def test_nothing_changes_and_training_goes_on_as_without(mode):
+    """With an open window: accumulators are the training's, momentum is, and so are BatchNorm's statistics; what
+    dropout draws afterwards, too, in graph mode."""
+    losses, state = trained(asks=True)
+    if mode == "pynative":
+        return
+    expected_losses, expected = trained(asks=False)
+    assert losses == expected_losses
+    for name, value in expected.items():
+        np.testing.assert_array_equal(state[name], value, err_msg=name)
+
+
+# -- the picture, bad input --------------------------------------------------------------------------------------------
+
+
+def test_draws(wide, tmp_path):
+    wide.draw(tmp_path / "report.png")
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_says_that_matplotlib_is_missing(wide, tmp_path, monkeypatch):
+    original = builtins.__import__
+
+    def without(name, *arguments, **keywords):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return original(name, *arguments, **keywords)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImportError, match=r"'draw' needs matplotlib.*pip install matplotlib"):
+        wide.draw(tmp_path / "report.png")
+    assert "fits from" in str(wide)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"memory_limit": 0}, ValueError, "'memory_limit' must be at least 1, but got 0"),
+        ({"memory_limit": 1.5}, TypeError, "'memory_limit' must be an int, but got 1.5"),
+        ({"micro_sizes": [0]}, ValueError, "'micro_sizes' must be at least 1, but got 0"),
+        ({"micro_sizes": [1, 33]}, ValueError, r"got \[1, 33\] and a batch of 32 sample"),
+        ({"micro_sizes": []}, ValueError, r"got \[\] and a batch of 32 sample"),
+    ],
+    ids=str,
+)
+def test_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=f"For 'memory_report', .*{message}"):
+        report_of(make_network("dense"), **arguments)
+
+
+def test_bad_cells_optimizers_and_batches():
+    network = make_network("dense")
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    with pytest.raises(TypeError, match=r"'cell' must be a gaccum_ms.GradAccumulationCell, but got 'DenseNet'"):
+        memory_report(network, optimizer, *batch(4))
+    with pytest.raises(TypeError, match=r"For 'memory_report', .*must be an nn.Optimizer, but got 'int'"):
+        memory_report(cell_of(network), 3, *batch(4))
+    contrastive = GradAccumulationCell(WithBatchLossCell(network, nn.CrossEntropyLoss()), 2)
+    with pytest.raises(ValueError, match=r"For 'memory_report', .*but got a 'WithBatchLossCell'"):
+        memory_report(contrastive, optimizer, *batch(4))
+    with pytest.raises(ValueError, match=r"at least one input"):
+        memory_report(cell_of(network), optimizer)
+    with pytest.raises(ValueError, match=r"axis 0 of all inputs must have the same length"):
+        memory_report(cell_of(network), optimizer, batch(4)[0], batch(6)[1])
+
+
+@pytest.mark.parametrize("parallel_mode", ["semi_auto_parallel", "auto_parallel", "hybrid_parallel"])
+def test_refuses_modes_in_which_a_rank_cannot_try_alone(parallel_mode):
+    network = make_network("dense")
+    cell, optimizer = cell_of(network), nn.SGD(network.trainable_params(), 0.1)
+    try:
+        ms.set_auto_parallel_context(parallel_mode=parallel_mode)
+        with pytest.raises(RuntimeError, match=f"For 'memory_report', .*'data_parallel', but got '{parallel_mode}'"):
+            memory_report(cell, optimizer, *batch(4))
+        with pytest.raises(RuntimeError, match=f"For 'find_micro_batch_size', .*but got '{parallel_mode}'"):
+            find_micro_batch_size(cell, optimizer, batch(4))
+    finally:
+        ms.reset_auto_parallel_context()

@@ -1,0 +1,246 @@
+"""find_micro_batch_size: the largest that fits, by limit and by running out of memory; what is put back; ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn
+from support import paths
+from support.reference import OPTIMIZERS, as_numpy, batches, make_network
+from support.two_ranks import case, run_on_ranks, run_on_two_ranks
+
+from gaccum_ms import GradAccumulationCell, find_micro_batch_size
+from gaccum_ms.memory.meter import AllocatorMeter, ProcessMeter
+from gaccum_ms.memory.search import even_sizes
+
+PLENTY = 1 << 40
+
+
+class Limited(nn.Cell):
+    """A network with its loss that is out of memory, in MindSpore's words, above so many samples."""
+
+    def __init__(self, network, largest, words="std::bad_alloc"):
+        super().__init__()
+        self.network = network
+        self.loss = nn.CrossEntropyLoss()
+        self.largest = largest
+        self.words = words
+
+    def construct(self, x, y):
+        if x.shape[0] > self.largest:
+            raise RuntimeError(self.words)
+        return self.loss(self.network(x), y)
+
+
+def batch(samples):
+    return [Tensor(value) for value in batches(samples, 1)[0]]
+
+
+def search(network, samples=32, **arguments):
+    optimizer = OPTIMIZERS["momentum"](network.trainable_params())
+    arguments = {"memory_limit": PLENTY, **arguments}
+    return find_micro_batch_size(GradAccumulationCell(network, 1), optimizer, batch(samples), **arguments)
+
+
+@pytest.fixture
+def tried(monkeypatch) -> list[tuple[int, int]]:
+    """Of each trial, in order, the samples of a micro-batch and of a batch."""
+    from gaccum_ms.memory.trial import Trials
+
+    sizes: list[tuple[int, int]] = []
+    run = Trials.run
+    monkeypatch.setattr(Trials, "run", lambda self, *size: sizes.append(size) or run(self, *size))
+    return sizes
+
+
+OF_100 = [*range(1, 11), 12, 13, 15, 17, 20, 25, 34, 50, 100]
+
+
+@pytest.mark.parametrize(("samples", "expected"), [(1, [1]), (2, [1, 2]), (10, [1, 2, 3, 4, 5, 10]), (100, OF_100)])
+def test_even_sizes(samples, expected):
+    """100 in eleven micro-batches are at most 10 each, as in ten; in nine 12, in eight 13, in seven 15, in six 17."""
+    assert even_sizes(samples) == expected
+
+
+@pytest.mark.parametrize("largest", [1, 10])
+def test_finds_the_largest_that_is_not_out_of_memory(largest, tried):
+    assert search(Limited(make_network("dense"), largest)) == max(one for one in even_sizes(32) if one <= largest)
+    assert len(tried) <= 2 + 1 + 4 + 2  # a line, the whole, a bisection of eleven sizes, and a line for the whole
+    assert len(set(tried)) == len(tried)
+
+
+def test_in_pynative_mode(pynative):
+    assert search(Limited(make_network("dense"), 9), samples=16) == 8
+
+
+def run_worker(tmp_path, *arguments):
+    (results,) = run_on_ranks(1, "memory_limit_worker.py", tmp_path, *map(str, arguments), time_limit=280)
+    return results
+
+
+@pytest.mark.parametrize("way", ["find", pytest.param("auto", marks=pytest.mark.thorough)])
+def test_keeps_a_limit_and_finds_what_fits(way, tmp_path):
+    """Processes of their own, 230 MB above what they have before. Neither the search, its trials' processes included,
+    nor the training after it passes the limit; training alone with twice the samples would."""
+    found = run_worker(tmp_path, way, 230_000_000)
+    assert found["search_peak"] <= found["limit"]
+    assert found["training_peak"] <= found["limit"]
+    # Weights, optimizer state and what else training leaves in a process are not there after a search.
+    assert found["after_search"] - found["before"] < 20_000_000
+    assert 1 < found["size"] < 1024
+    if way == "find":
+        alone = run_worker(tmp_path, "alone", 2 * int(found["size"]))
+        assert alone["training_peak"] - alone["before"] > 230_000_000
+
+
+def test_not_even_one_sample():
+    with pytest.raises(RuntimeError, match=r"one sample must fit, but got memory_limit=1000000, .*on rank\(s\) \[0\]"):
+        search(make_with_loss(), memory_limit=1_000_000)
+    with pytest.raises(RuntimeError, match=r"one sample must fit, .* on rank\(s\) \[0\]"):
+        search(Limited(make_network("dense"), 0))
+
+
+def make_with_loss():
+    return nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss())
+
+
+# -- what counts as out of memory --------------------------------------------------------------------------------------
+
+
+def test_other_errors_are_raised():
+    with pytest.raises(RuntimeError, match="a bug in the network"):
+        search(Limited(make_network("dense"), 0, "a bug in the network"))
+
+
+def test_the_test_is_injectable():
+    network = Limited(make_network("dense"), 2, "the device says: enough")
+    assert search(network, samples=3, is_out_of_memory=lambda error: "enough" in str(error)) == 2
+    with pytest.raises(TypeError, match=r"'is_out_of_memory' must be a function of an error, but got 3"):
+        search(network, is_out_of_memory=3)
+
+
+@pytest.mark.parametrize("batch", [ms.Tensor(np.ones((4, 3), np.float32)), None], ids=["Tensor", "NoneType"])
+def test_a_batch_that_is_no_tuple_is_refused(batch):
+    cell = GradAccumulationCell(nn.Dense(3, 1), 2)
+    with pytest.raises(TypeError) as error:
+        find_micro_batch_size(cell, nn.SGD(cell.trainable_params(), 0.1), batch)
+    assert str(error.value) == (
+        "For 'find_micro_batch_size', the argument 'batch' must be a tuple or list of Tensors, but got a "
+        f"'{type(batch).__name__}'. Pass a network's only input as (batch,)."
+    )
+
+
+def test_a_real_limit_of_the_address_space():
+    """In a process of its own: MindSpore fails to allocate, the search goes on, and so does training."""
+    done = subprocess.run(
+        [sys.executable, str(paths.worker("find_size_worker.py"))],
+        env={**os.environ, "PYTHONPATH": paths.python_path()},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["size"] == 32, found
+    assert found["errors"], found
+    assert all("bad_alloc" in error or "Memory not enough" in error for error in found["errors"]), found
+    assert found["unchanged"], found
+    assert np.isfinite(found["loss"]), found
+
+
+# -- what is put back --------------------------------------------------------------------------------------------------
+
+
+class Forgetful(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.SequentialCell(nn.Dense(12, 8), nn.BatchNorm1d(8), nn.Dropout(p=0.5), nn.Dense(8, 5))
+
+    def construct(self, x):
+        return self.layers(x)
+
+
+def search_and_compare():
+    network = Limited(Forgetful(), 9)
+    optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
+    cell = GradAccumulationCell(network, 1)
+    held = {one.name: one for one in (*network.get_parameters(), *optimizer.get_parameters())}
+    before = {name: as_numpy(one) for name, one in held.items()}
+    generator = ms.get_rng_state().asnumpy()
+    flags = [(one.training, one.requires_grad) for _, one in cell.cells_and_names()]
+    assert find_micro_batch_size(cell, optimizer, batch(16), PLENTY) == 8
+    for name, one in held.items():
+        np.testing.assert_array_equal(as_numpy(one), before[name], err_msg=name)
+    np.testing.assert_array_equal(ms.get_rng_state().asnumpy(), generator)
+    assert [(one.training, one.requires_grad) for _, one in cell.cells_and_names()] == flags
+
+
+def test_nothing_changes(mode):
+    search_and_compare()
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Trials in this process, as on accelerators; where MindSpore's allocator tells nothing, all sizes need nothing."""
+    monkeypatch.setattr("gaccum_ms.memory.meter.meter", AllocatorMeter)
+
+
+def test_nothing_changes_where_trials_run_in_this_process(here, mode):
+    search_and_compare()
+
+
+def test_statistics_change_where_they_are_not_put_back(here, monkeypatch):
+    """The control."""
+    monkeypatch.setattr("gaccum_ms.memory.trial.Snapshot.restore_values", lambda self: None)
+    with pytest.raises(AssertionError, match=r"moving_|weight|bias"):
+        search_and_compare()
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+
+
+def test_is_found_once(tried):
+    network = Limited(make_network("dense"), 2)
+    assert search(network, samples=3) == 2
+    number = len(tried)
+    assert search(network, samples=3) == 2
+    assert len(tried) == number
+    search(network, samples=2)  # other shapes
+    assert len(tried) > number
+    number = len(tried)
+    search(network, samples=2, memory_limit=PLENTY + 1)
+    assert len(tried) > number
+    number = len(tried)
+    assert search(Limited(make_network("dense"), 1), samples=2) == 1  # another network
+    assert len(tried) > number
+
+
+def test_failures_are_not_kept(monkeypatch):
+    network = make_with_loss()
+    with pytest.raises(RuntimeError, match="one sample must fit"):
+        monkeypatch.setattr(ProcessMeter, "limit", lambda self: 1_000_000)
+        search(network, samples=2, memory_limit=None)
+    monkeypatch.undo()
+    assert search(network, samples=2, memory_limit=None) == 2
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.distributed
+def test_ranks_agree_on_the_smallest(tmp_path):
+    """Rank 1 is out of memory above 6 samples: of 16, in three micro-batches, both take 6. Where it has nothing at all,
+    both say so. Training goes on as with the number written down, on weights that the search has left alone."""
+    ranks = run_on_two_ranks("find_size_ranks_worker.py", tmp_path, time_limit=600)
+    for results in ranks:
+        assert results["less on rank 1"] == 6
+        assert "not enough on rank(s) [1]" in str(results["nothing on rank 1"])
+        searched, given = case(results, "searched"), case(results, "given")
+        for name in ("hidden.weight", "hidden.bias", "out.weight", "out.bias"):
+            np.testing.assert_array_equal(searched[f"network.{name}"], given[name])

@@ -1,0 +1,43 @@
+"""What a rank of test_adaptive.py runs (support/ranks.py): windows that follow the noise over two ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mindspore.communication import get_rank
+from support.reference import as_numpy
+from support.two_ranks import Results
+from test_adaptive import fit, steps_of
+
+from gaccum_ms import AdaptiveAccumulation, FlushAccumulation
+
+
+class Astray(AdaptiveAccumulation):
+    """Finds ten times the noise on rank 1."""
+
+    def keep(self, noise, smoothing):
+        if get_rank() == 1:
+            noise = noise._replace(first_square_norm=10 * noise.first_square_norm)
+        super().keep(noise, smoothing)
+
+
+def follow(out: Path) -> Results:
+    results = {}
+    for name, kind in (("follow", AdaptiveAccumulation), ("astray", Astray)):
+        callback = kind(max_steps=3, smoothing=0.999)
+        step = fit(callback, samples=1600, rate=1e-3, seed=get_rank())
+        results |= {
+            f"{name}/steps": steps_of(callback),
+            f"{name}/rates": [record.learning_rate for record in callback.records],
+            f"{name}/weight": as_numpy(step.weights[0]),
+            f"{name}/scale": callback.noise_scale,
+        }
+    try:
+        callbacks = [FlushAccumulation()]
+        fit(AdaptiveAccumulation(), samples=8 * (3 - get_rank()), accumulation_steps=2, callbacks=callbacks)
+    except ValueError as error:
+        results["uneven/message"] = str(error)
+    return results
+
+
+CASES = dict.fromkeys(("follow", "astray", "uneven"), follow)

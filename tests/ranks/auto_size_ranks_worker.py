@@ -1,0 +1,81 @@
+"""One rank of test_auto_size.py: rank 1 runs out of memory in the third batch, rank 0 does not."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+from mindspore import mint, nn
+from mindspore.communication import get_rank, init
+from support.reference import as_numpy, batches, make_network
+from support.two_ranks import leave
+from test_auto_size import WithStatistics, halving_step, make_step, marked, run, state
+
+
+def weights(step):
+    return np.concatenate([as_numpy(one).ravel() for one in step.weights])
+
+
+def main(out: Path) -> None:
+    ms.set_context(mode=ms.GRAPH_MODE)
+    init()
+    # A rank that compiles alone, for half the size, must not wait for the others to send it their weights.
+    ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True, parameter_broadcast=True)
+    rank = get_rank()
+    data = [marked(one) for one in batches(16, 4, seed=rank)]
+    results = {}
+
+    def compare(kind, flush=False, **options):
+        # In a flush, rank 0 has no batch at all.
+        own = data[:0] if flush and rank == 0 else data
+        loss, step = halving_step(search=flush, **options)
+        sizes = []
+        for number, batch in enumerate(own):
+            if number == 2 and rank == 1:
+                loss.set_largest(8)
+            run(step, [batch])
+            sizes.append(step.micro_batch_size)
+        if flush:
+            assert step.flush()
+            sizes.append(step.micro_batch_size)
+        whole = make_step(make_network("dense"), micro_size=1, **options)
+        run(whole, own)
+        if flush:
+            assert whole.flush()
+        results[f"{kind}/sizes"] = np.array(sizes)
+        for name, one in (("auto", step), ("whole", whole)):
+            results[f"{kind}/{name}"] = weights(one)
+            results[f"{kind}/{name}_updates"] = one.update_count.asnumpy()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "For 'GradAccumulationCell', memory ran out")
+        compare("one batch")
+        compare("window", accumulation_steps=2)
+        compare("flush", accumulation_steps=8, flush=True)
+
+        # Not even one sample, in the second batch of a window that ends with it.
+        warnings.filterwarnings("ignore", ".*BatchNorm")
+        loss, step = halving_step(WithStatistics(), accumulation_steps=2)
+        run(step, data[:1])
+        if rank == 1:
+            loss.set_largest(0)
+        before = state(step)
+        try:
+            run(step, data[1:2])
+        except RuntimeError as error:
+            results["error"] = np.array(str(error))
+        for name, values in (("before", before), ("after", state(step))):
+            results |= {f"{name}/{key}": value for key, value in values.items()}
+
+        try:
+            make_step(nn.SequentialCell(nn.Dense(12, 8), mint.nn.SyncBatchNorm(8)), micro_batch_size="auto")
+        except ValueError as error:
+            results["refused"] = np.array(str(error))
+    leave(out, rank, results)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,348 @@
+"""What a rank of test_counted_ranks.py runs (support/ranks.py), and the scenarios: data that this file trains on
+and the test works out.
+
+Each scenario is one step called on a series of windows, so that what a window leaves behind (momentum, the learning
+rate's step, accumulators, the loss scale) shows in the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mindspore as ms
+import numpy as np
+from distributed_worker import NotedAllReduce
+from mindspore import Tensor, nn, ops
+from mindspore.communication import get_group_size, get_rank
+from support import language_model
+from support.reference import as_numpy
+from support.two_ranks import Results
+
+from gaccum_ms import CountMask, CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, audit
+
+SAMPLES = (7, 5)  # of each rank; in three micro-batches 3 + 3 + 1 and 2 + 2 + 1
+MICRO_SIZE, LENGTH, FEATURES = 3, 4, 3
+START = (0.5, -1.0, 0.25)
+RATE, DECAY, MOMENTUM = 0.1, 0.9, 0.9  # the learning rate of update t is RATE * DECAY^t
+SCALE = 2.0**40
+IGNORED = -7
+
+Batch = tuple[np.ndarray, ...]
+
+
+def cut(batch: Batch) -> list[Batch]:
+    """A rank's micro-batches."""
+    size = -(-len(batch[0]) // MICRO_SIZE)
+    return [tuple(value[start : start + size] for value in batch) for start in range(0, len(batch[0]), size)]
+
+
+class Tokens(nn.Cell):
+    """Squared errors of y ~ x w: the mean over tokens, weighted by a mask, or over each sample's first tokens, or both.
+
+    The mean over a mask of zeros is 0 / 0, as it is in user code.
+    """
+
+    def __init__(self, losses: tuple[str, ...], reduction: str) -> None:
+        super().__init__()
+        self.weight = ms.Parameter(Tensor(START, ms.float32), name="weight")
+        self.losses = losses
+        self.mean = reduction == "mean"
+
+    def construct(self, x, y, mask):
+        result = ()
+        for loss in self.losses:
+            result = (*result, self.tokens(x, y, mask) if loss == "tokens" else self.samples(x, y))
+        return result if len(self.losses) > 1 else result[0]
+
+    def tokens(self, x, y, mask):
+        total = (mask * ops.square((x * self.weight).sum(-1) - y)).sum() / 2
+        return total / mask.sum() if self.mean else total
+
+    def samples(self, x, y):
+        total = ops.square((x[:, 0] * self.weight).sum(-1) - y[:, 0]).sum() / 2
+        return total / x.shape[0] if self.mean else total
+
+
+class Labels(nn.Cell):
+    """Cross entropy of one class per feature, logits x w; labels come first and IGNORED is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = ms.Parameter(Tensor(START, ms.float32), name="weight")
+        self.loss = nn.CrossEntropyLoss(ignore_index=IGNORED)
+
+    def construct(self, labels, x):
+        return self.loss((x * self.weight).reshape((-1, FEATURES)), labels.reshape((-1,)))
+
+
+class Window(NamedTuple):
+    """The batches of both ranks, and what should come of them: "update", "skip", "overflow" or "error"."""
+
+    name: str
+    ranks: tuple[Batch, Batch]
+    expect: str = "update"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    windows: tuple[Window, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    losses: tuple[str, ...] = ("tokens",)  # empty: the network is Labels
+    gradients_mean: bool = False
+    mode: str = "graph"
+    scaled: bool = False
+
+    @property
+    def reduction(self) -> str:
+        return self.options.get("reduction", "mean")
+
+    @property
+    def drops(self) -> bool:
+        return self.options.get("overflow") == "drop_micro_batch"
+
+
+def plain(seed: int) -> tuple[Batch, Batch]:
+    """Tokens whose weights differ much: rank 0 is mostly padding, rank 1 heavy. Every micro-batch counts something."""
+    random = np.random.default_rng(seed)
+    ranks = []
+    for samples, weights in zip(SAMPLES, ((0.0, 0.0, 0.5, 1.0), (0.0, 1.0, 2.0, 3.0)), strict=True):
+        x = random.normal(size=(samples, LENGTH, FEATURES)).astype(np.float32)
+        y = random.normal(size=(samples, LENGTH)).astype(np.float32)
+        mask = random.choice(np.array(weights, np.float32), size=(samples, LENGTH))
+        mask[:, 0] = weights[-1]
+        ranks.append((x, y, mask))
+    return tuple(ranks)
+
+
+def masked(seed: int, where: list[tuple[int, int]], value: float = 0.0) -> tuple[Batch, Batch]:
+    """`plain`, with `value` as the weight of all tokens of these (rank, micro-batch)."""
+    ranks = plain(seed)
+    for rank, micro in where:
+        cut(ranks[rank])[micro][2][:] = value
+    return ranks
+
+
+def poisoned(seed: int, where: list[tuple[int, int]], value: float) -> tuple[Batch, Batch]:
+    """`plain`, with `value` in one input of the first token, which counts, of these (rank, micro-batch)."""
+    ranks = plain(seed)
+    for rank, micro in where:
+        cut(ranks[rank])[micro][0][0, 0, 1] = value
+    return ranks
+
+
+ALL = [(rank, micro) for rank in range(2) for micro in range(MICRO_SIZE)]
+
+
+def counted_windows() -> tuple[Window, ...]:
+    """Zero counts of every extent, and counts that are none. The last window sees what they left behind."""
+    return (
+        Window("first", plain(0)),
+        Window("second", plain(1)),
+        Window("a micro-batch of each rank counts 0", masked(2, [(0, 0), (1, 2)])),
+        Window("rank 0 counts 0", masked(3, ALL[:3])),
+        Window("rank 1 counts 0", masked(4, ALL[3:])),
+        Window("all count 0", masked(5, ALL), "skip"),
+        Window("after nothing", plain(6)),
+        Window("negative on rank 1", masked(7, [(1, 1)], -1.0), "error"),
+        Window("NaN on rank 0", masked(8, [(0, 2)], np.nan), "error"),
+        Window("infinite on rank 1", masked(9, [(1, 0)], np.inf), "error"),
+        Window("after errors", plain(10)),
+    )
+
+
+def overflow_windows(places: list[tuple[int, int]], expect: str = "overflow") -> tuple[Window, ...]:
+    """Infinity and NaN at each place, sound windows among them."""
+    windows = [Window("first", plain(0))]
+    for number, (rank, micro) in enumerate(places):
+        for value in (np.inf, np.nan):
+            name = f"{value} in micro-batch {micro} of rank {rank}"
+            windows.append(Window(name, poisoned(20 + number, [(rank, micro)], value), expect))
+        windows.append(Window(f"after rank {rank}, {micro}", plain(40 + number)))
+    return tuple(windows)
+
+
+def dropped_windows(places: list[tuple[int, int]]) -> tuple[Window, ...]:
+    everything = Window("all overflow", poisoned(60, ALL, np.nan), "overflow")
+    rank = Window("all of rank 0 overflows", poisoned(61, ALL[:3], np.inf))
+    both = Window("one of each rank overflows", poisoned(62, [(0, 1), (1, 0)], np.inf))
+    return (*overflow_windows(places, "update"), everything, rank, both, Window("last", plain(63)))
+
+
+def label_windows() -> tuple[Window, ...]:
+    windows = []
+    for number, empty in enumerate(([], [(0, 0), (1, 1)], ALL[3:], ALL, [])):
+        random = np.random.default_rng(80 + number)
+        ranks = []
+        for (x, _, mask), keep in zip(plain(80 + number), (0.2, 0.9), strict=True):
+            labels = np.where(random.random(mask.shape) < keep, random.integers(FEATURES, size=mask.shape), IGNORED)
+            labels[:, 0] = 1
+            ranks.append((labels.astype(np.int32), x))
+        for rank, micro in empty:
+            cut(ranks[rank])[micro][0][:] = IGNORED
+        windows.append(Window(f"{len(empty)} without labels", tuple(ranks), "skip" if empty == ALL else "update"))
+    return tuple(windows)
+
+
+def two_loss_windows() -> tuple[Window, ...]:
+    """Where no token counts, the loss over samples still updates. Most telling first."""
+    windows = [w._replace(expect="update") if w.expect == "skip" else w for w in counted_windows()]
+    return (*windows[2:], *SOUND)
+
+
+def number_of_samples(x, y, mask):
+    return ops.ones_like(y[:, 0]).sum()
+
+
+BOTH = {"count": (CountMask(), None), "loss_weights": (1.0, 0.5)}
+MASK = {"count": CountMask()}
+DROP = {"overflow": "drop_micro_batch"}
+TWO = ("tokens", "samples")
+FEW = [(0, 1), (1, 2)]
+SOUND = (Window("first", plain(0)), Window("second", plain(1)))
+BAD_COUNTS = counted_windows()[5:]  # and counts of nothing
+
+SCENARIOS: dict[str, Scenario] = {
+    "count": Scenario(counted_windows(), MASK),
+    "count, mean over ranks": Scenario(counted_windows(), MASK, gradients_mean=True),
+    "count, eager": Scenario(counted_windows(), MASK, mode="pynative"),
+    "count, jit": Scenario(SOUND, {**MASK, "jit": True}, mode="pynative"),
+    "count, clipped": Scenario(SOUND, {**MASK, "max_grad_norm": 0.1}, scaled=True, mode="pynative"),
+    "count, compensated float16": Scenario(SOUND, {**MASK, "accumulator_dtype": ms.float16, "compensated": True}),
+    "count, compensated bfloat16": Scenario(
+        SOUND, {**MASK, "accumulator_dtype": ms.bfloat16, "compensated": True}, mode="pynative"
+    ),
+    "count of labels": Scenario(label_windows(), {"count": CountNotIgnored(IGNORED, 0)}, ()),
+    "sum": Scenario(SOUND, {"reduction": "sum"}, mode="pynative"),
+    "sum, mean over ranks": Scenario(SOUND, {"reduction": "sum"}, gradients_mean=True, mode="pynative"),
+    "sum with count": Scenario(counted_windows()[:6], {**MASK, "reduction": "sum"}, mode="pynative"),
+    "two losses": Scenario(two_loss_windows(), BOTH, TWO),
+    "two losses, mean over ranks": Scenario(two_loss_windows()[:3], BOTH, TWO, gradients_mean=True, mode="pynative"),
+    "two losses, scaled": Scenario(overflow_windows(FEW), BOTH, TWO, scaled=True, mode="pynative"),
+    "two losses, sums with count": Scenario(
+        SOUND, {"count": (CountMask(), number_of_samples), "reduction": "sum"}, TWO, mode="pynative"
+    ),
+    "two losses of samples": Scenario(SOUND, {"loss_weights": (1.0, 0.5)}, ("samples", "samples"), mode="pynative"),
+    "drop window": Scenario(overflow_windows(ALL) + BAD_COUNTS, MASK, scaled=True),
+    "drop window, eager": Scenario(overflow_windows(FEW), MASK, scaled=True, mode="pynative"),
+    "drop micro-batch": Scenario(dropped_windows(ALL) + BAD_COUNTS, {**MASK, **DROP}, scaled=True),
+    "drop micro-batch, eager": Scenario(dropped_windows(FEW), {**MASK, **DROP}, mode="pynative"),
+    "drop micro-batch of samples": Scenario(dropped_windows(FEW[:1]), DROP, ("samples",), mode="pynative"),
+    "drop micro-batch of samples, mean over ranks": Scenario(
+        dropped_windows(FEW[1:]), DROP, ("samples",), gradients_mean=True, scaled=True, mode="pynative"
+    ),
+    # Controls: steps that are wrong on purpose.
+    "control: mean of means": Scenario(SOUND, {}, mode="pynative"),
+    "control: no scale": Scenario(overflow_windows([(1, 1)]), MASK, mode="pynative"),
+}
+
+
+def make_step(scenario: Scenario) -> TrainOneStepWithGradAccumulationCell:
+    network = Tokens(scenario.losses, scenario.reduction) if scenario.losses else Labels()
+    weights = network.trainable_params()
+    optimizer = nn.Momentum(weights, nn.ExponentialDecayLR(RATE, DECAY, 1), MOMENTUM)
+    scale = nn.DynamicLossScaleUpdateCell(SCALE, 2, 1000) if scenario.scaled else None
+    cell = GradAccumulationCell(network, MICRO_SIZE, **scenario.options)
+    return TrainOneStepWithGradAccumulationCell(cell, optimizer, scale).set_train()
+
+
+def play(scenario: Scenario, rank: int) -> Iterator[dict[str, Any]]:
+    """What there is to see after each window."""
+    ms.set_context(mode=ms.GRAPH_MODE if scenario.mode == "graph" else ms.PYNATIVE_MODE)
+    ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=scenario.gradients_mean)
+    step = make_step(scenario)
+    for window in scenario.windows:
+        row: dict[str, Any] = {"loss": np.nan, "error": False}
+        try:
+            outputs = step(*map(Tensor, window.ranks[rank]))
+        except ValueError as error:
+            if "'count'" not in str(error):
+                raise
+            row["error"] = True
+        else:
+            names = ("loss", "overflow", "scale") if scenario.scaled else ("loss",)
+            outputs = outputs if scenario.scaled else (outputs,)
+            row |= {name: output.asnumpy() for name, output in zip(names, outputs, strict=True)}
+        yield row | look(step, scenario)
+
+
+def look(step: TrainOneStepWithGradAccumulationCell, scenario: Scenario) -> dict[str, Any]:
+    optimizer = step.optimizer
+    state = [as_numpy(p).ravel() for p in sorted(optimizer.get_parameters(), key=lambda p: p.name)]
+    seen = {
+        "weight": as_numpy(step.network.weight),
+        "moment": as_numpy(optimizer.moments[0]),
+        "updates": as_numpy(optimizer.global_step).ravel()[0],
+        "state": np.concatenate(state),
+        "accumulators": np.concatenate([as_numpy(one).ravel() for one in step.accu_grads]),
+    }
+    if scenario.scaled:
+        seen["scale_after"] = as_numpy(step.scale_sense).ravel()[0]
+    if len(scenario.losses) > 1:
+        seen["terms"] = as_numpy(step.loss_terms)
+    if scenario.drops:
+        seen["dropped"] = as_numpy(step.dropped_micro_batches)
+    if scenario.drops or "count" in scenario.options:
+        seen["count"] = as_numpy(step.window_count)
+    return seen
+
+
+def reductions(scenario: Scenario, rank: int) -> np.ndarray:
+    """The size of each buffer that leaves for the other rank."""
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    step = make_step(scenario)
+    noted = [
+        NotedAllReduce(getattr(step.window, "reduction", step.window).sum_over_ranks.reducer),
+        NotedAllReduce(step.grad_reducer),
+    ]
+    for window in scenario.windows:
+        step(*map(Tensor, window.ranks[rank]))
+    assert not noted[1].sizes
+    return np.array(noted[0].sizes)
+
+
+def audited(count: nn.Cell | None, rank: int) -> bool:
+    """Whether audit passes the masked mean, counted so, on this rank's share of the first window."""
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    network = Tokens(("tokens",), "mean")
+    cell = GradAccumulationCell(network, MICRO_SIZE, count=count)
+    return audit(cell, nn.SGD(network.trainable_params(), RATE), *map(Tensor, SOUND[0].ranks[rank])).ok
+
+
+# -- all cases ---------------------------------------------------------------------------------------------------------
+
+
+def played(name: str) -> Callable[[Path], Results]:
+    def case(out: Path) -> Results:
+        rows, results = list(play(SCENARIOS[name], get_rank())), {}
+        for key in {key for row in rows for key in row}:
+            first = next(row[key] for row in rows if key in row)
+            missing = np.full_like(first, np.nan, dtype=np.float64)  # a window that raised has no outputs
+            results[f"{name}/{key}"] = np.stack([np.asarray(row.get(key, missing), np.float64) for row in rows])
+        return results
+
+    return case
+
+
+def all_reductions(out: Path) -> Results:
+    ms.set_auto_parallel_context(gradients_mean=False)
+    scenarios = {"one loss": Scenario(SOUND, MASK), "two losses": Scenario(SOUND, BOTH, TWO)}
+    return {f"reductions/{name}": reductions(scenario, get_rank()) for name, scenario in scenarios.items()}
+
+
+def trained_language_model(out: Path) -> Results:
+    ms.set_auto_parallel_context(gradients_mean=False)
+    rank, size = get_rank(), get_group_size()
+    share = slice(rank * language_model.SEQUENCES // size, (rank + 1) * language_model.SEQUENCES // size)
+    losses, weights = language_model.train(language_model.accumulated(2), share=share)
+    return {"language_model/losses": losses, "language_model/weights": weights}
+
+
+CASES: dict[str, Callable[[Path], Results]] = {
+    **{name: played(name) for name in SCENARIOS},
+    "reductions": all_reductions,
+    "audit": lambda out: {"audit": np.array([audited(count, get_rank()) for count in (CountMask(), None)])},
+    "language_model": trained_language_model,
+}

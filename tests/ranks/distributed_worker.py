@@ -1,0 +1,193 @@
+"""What a rank of the distributed tests runs (support/ranks.py): it trains in data parallel mode."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn, ops
+from mindspore.communication import get_group_size, get_rank
+from mindspore.profiler import ProfilerActivity, profile, tensorboard_trace_handler
+from support.modes import MODES
+from support.reference import OPTIMIZERS, Line, accumulated, as_numpy, batches, make_network, step_with, train
+from support.two_ranks import Results
+
+from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms.accumulation.window import SampleWindow
+from gaccum_ms.distributed.all_reduce import FusedReducer
+
+PER_RANK, UPDATES = 7, 4  # 7 samples are ragged in 2 and 3 micro-batches
+
+
+class ReducesEachMicroBatch(SampleWindow):
+    """Negative control for the number of collectives: right result, one reduction per micro-batch."""
+
+    def add(self, gradients):
+        return super().add(self.grad_reducer(gradients))
+
+    def reduce(self, gradients, sums, scale, unit):
+        return gradients, scale, sums / scale, True
+
+
+class NotedAllReduce:
+    """In the place of a reducer's AllReduce in an eagerly run step: notes the size of each buffer that leaves."""
+
+    def __init__(self, reducer: FusedReducer) -> None:
+        self.all_reduce = reducer.all_reduce
+        self.sizes: list[int] = []
+        del reducer.all_reduce
+        reducer.all_reduce = self
+
+    def __call__(self, buffer):
+        self.sizes.append(buffer.size)
+        return self.all_reduce(buffer)
+
+
+def run(make_step):
+    """Train on this rank's share of each joint batch."""
+    network, (rank, size) = make_network("dense"), (get_rank(), get_group_size())
+    shares = [(x[rank::size], y[rank::size]) for x, y in batches(PER_RANK * size, UPDATES)]
+    return train(make_step, network, OPTIMIZERS["momentum"](network.trainable_params()), shares)
+
+
+def reductions(window_class, micro_size: int) -> int:
+    noted = []
+
+    def make_step(loss_cell, optimizer):
+        step = step_with(window_class)(GradAccumulationCell(loss_cell, micro_size), optimizer)
+        noted.append(NotedAllReduce(step.window.grad_reducer))
+        return step
+
+    run(make_step)
+    return len(noted[0].sizes)
+
+
+def executed_all_reduces(window_class, micro_size: int, out: Path) -> int:
+    """AllReduce kernels that MindSpore's profiler saw run in UPDATES updates of the compiled step."""
+    steps = []
+
+    def make_step(loss_cell, optimizer):
+        steps.append(step_with(window_class)(GradAccumulationCell(loss_cell, micro_size), optimizer))
+        return steps[0]
+
+    run(make_step)  # compiles
+    rank, size = get_rank(), get_group_size()
+    folder = out / f"profile-{window_class.__name__}-{micro_size}-{rank}"
+    shares = [ms.Tensor(value[rank::size]) for value in batches(PER_RANK * size, 1)[0]]
+    with profile(activities=[ProfilerActivity.CPU], on_trace_ready=tensorboard_trace_handler(str(folder))):
+        for _ in range(UPDATES):
+            steps[0](*shares).asnumpy()
+    (table,) = folder.glob("**/cpu_op_type_info_*.csv")
+    with table.open() as file:
+        return sum(int(row["type_occurrences"]) for row in csv.DictReader(file) if row["op_type"] == "AllReduce")
+
+
+class ClippedReducer(nn.Cell):
+    """MindSpore's reducer, then its clipping: the reference for clipping after the reduction."""
+
+    def __init__(self, reducer):
+        super().__init__(auto_prefix=False)
+        self.reducer = reducer
+
+    def construct(self, gradients):
+        return ops.clip_by_global_norm(self.reducer(gradients), 0.5)
+
+
+def clipped_whole(loss_cell, optimizer):
+    step = nn.TrainOneStepCell(loss_cell, optimizer)
+    step.grad_reducer = ClippedReducer(step.grad_reducer)
+    return step
+
+
+def hand_worked(mean: bool) -> float:
+    """y ~ w x at w = 1, loss (w x - y)^2 / 2. Rank 0: x = 1, 2, y = 0, 1, gradients 1, 2, mean 1.5. Rank 1: x = 4, 2,
+    y = 1, -4, gradients 12, 12, mean 12. Averaged 6.75, summed 13.5; the rate is 0.1."""
+    ms.set_auto_parallel_context(gradients_mean=mean)
+    x, y = (([1.0, 2.0], [0.0, 1.0]), ([4.0, 2.0], [1.0, -4.0]))[get_rank()]
+    cell = GradAccumulationCell(Line(1.0), 2)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+    step(ms.Tensor(x), ms.Tensor(y))
+    return float(cell.network.weight.asnumpy())
+
+
+def train_by_model(start: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Two epochs of ms.Model on this rank's shard, as in a user's script; `start` sets the ranks' weights apart.
+    Returns a weight, and of which rank of how many the step says that its window is."""
+    network, (rank, size) = make_network("dense"), (get_rank(), get_group_size())
+    for parameter in network.get_parameters():
+        parameter.set_data(parameter + start * rank)
+    x, y = batches(24, 1)[0]
+    data_set = ms.dataset.NumpySlicesDataset((x, y), shuffle=False, num_shards=size, shard_id=rank).batch(8)
+    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), 4)
+    ms.set_auto_parallel_context(gradients_mean=True)
+    model = ms.Model(cell, optimizer=nn.SGD(network.trainable_params(), 0.1))
+    model.train(2, data_set)
+    return as_numpy(network.out.weight), as_numpy(model.train_network.provenance.window_origin)
+
+
+# -- all cases ---------------------------------------------------------------------------------------------------------
+
+
+def trained(name: str, mode: str, mean: bool, make_step: Callable) -> Callable[[Path], Results]:
+    def case(out: Path) -> Results:
+        ms.set_context(mode=MODES[mode])
+        ms.set_auto_parallel_context(gradients_mean=mean)
+        result = run(make_step)
+        return {f"{name}/losses": result.losses} | {f"{name}/{key}": value for key, value in result.state.items()}
+
+    return case
+
+
+def eager_reductions(out: Path) -> Results:
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    return {
+        f"reductions/{window_class.__name__}": np.array([reductions(window_class, size) for size in (2, 7)])
+        for window_class in (SampleWindow, ReducesEachMicroBatch)
+    }
+
+
+def executed(out: Path) -> Results:
+    return {
+        f"executed/{window_class.__name__}": np.array([executed_all_reduces(window_class, size, out) for size in sizes])
+        for window_class, sizes in ((SampleWindow, (2, 7)), (ReducesEachMicroBatch, (7,)))
+    }
+
+
+def by_broadcast(mode: str) -> Callable[[Path], Results]:
+    def case(out: Path) -> Results:
+        ms.set_context(mode=MODES[mode])
+        ms.set_auto_parallel_context(parameter_broadcast=True)
+        weight, origin = train_by_model(start=1)
+        return {f"model broadcast {mode}": weight, f"model broadcast {mode}/origin": origin}
+
+    return case
+
+
+STEPS: dict[str, Callable] = {
+    "whole": nn.TrainOneStepCell,
+    "1": accumulated(micro_size=1),
+    "3": accumulated(micro_size=3),
+}
+TRAINED: dict[str, tuple[str, bool, Callable]] = {
+    **{
+        f"{mode}-mean{mean:d}-{way}": (mode, mean, make_step)
+        for mode in MODES
+        for mean in (True, False)
+        for way, make_step in STEPS.items()
+    },
+    "jit-mean0-3": ("pynative", False, accumulated(micro_size=3, jit=True)),
+    "clip-mean0-whole": ("pynative", False, clipped_whole),
+    "clip-mean0-3": ("pynative", False, accumulated(micro_size=3, max_grad_norm=0.5)),
+}
+CASES: dict[str, Callable[[Path], Results]] = {
+    **{name: trained(name, *case) for name, case in TRAINED.items()},
+    "reductions": eager_reductions,
+    "executed": executed,
+    "hand": lambda out: {"hand": np.array([hand_worked(mean) for mean in (True, False)])},
+    "model": lambda out: {"model": train_by_model()[0]},
+    "model apart": lambda out: {"model apart": train_by_model(start=1)[0]},
+    **{f"model broadcast {mode}": by_broadcast(mode) for mode in MODES},
+}

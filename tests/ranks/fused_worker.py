@@ -1,0 +1,184 @@
+"""What a rank of tests/test_all_reduce.py runs (support/ranks.py), with MindSpore saving its finished graphs: it
+reduces, and trains, with buffers so small that every kind of them occurs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mindspore as ms
+import numpy as np
+from distributed_worker import ReducesEachMicroBatch
+from mindspore import Tensor, nn
+from mindspore.communication import get_group_size, get_rank
+from support.reference import as_numpy, batches, make_network, step_with
+from support.two_ranks import Results
+
+from benchmarks.collectives_worker import Graphs, make_step, sent_per_update
+from gaccum_ms import GradAccumulationCell
+from gaccum_ms.accumulation.window import SampleWindow
+from gaccum_ms.distributed import all_reduce as fused_reduction
+
+LIMIT = 100  # bytes: of the network "dense", 768 and 320 go alone, and 64 + 20 together
+COLLECTIVES, BYTES = 3, 768 + 320 + 64 + 20
+SAMPLES = 16
+MODES = {"graph": ms.GRAPH_MODE, "pynative": ms.PYNATIVE_MODE, "jit": ms.PYNATIVE_MODE}
+
+
+class Gradients(NamedTuple):
+    """Shapes and dtypes, which of them are the rank's own, and the buffers that should come of a limit of 100 bytes."""
+
+    shapes: Sequence[tuple[int, ...]]
+    buffers: tuple[tuple[int, ...], ...]
+    dtypes: Sequence[Any] = ()
+    own: Sequence[int] = ()
+
+    def weights(self) -> list[ms.Parameter]:
+        dtypes = self.dtypes or [ms.float32] * len(self.shapes)
+        return [
+            ms.Parameter(Tensor(np.zeros(shape), dtype), name=f"weight{number}", layerwise_parallel=number in self.own)
+            for number, (shape, dtype) in enumerate(zip(self.shapes, dtypes, strict=True))
+        ]
+
+    def of_rank(self, rank: int) -> list[Tensor]:
+        random = np.random.default_rng(rank)
+        return [Tensor(random.normal(size=one.shape), one.dtype) for one in self.weights()]
+
+
+MIXED = (ms.float16, ms.float32, ms.bfloat16, ms.float64, ms.float16, ms.bfloat16)
+KINDS = {
+    "one": Gradients([(2, 3)], ((0,),)),
+    "scalar": Gradients([()], ((0,),)),
+    "all large": Gradients([(5, 5), (26,)], ((0,), (1,))),
+    "all small": Gradients([(2, 3), (), (4,), (1, 1, 2)], ((0, 1, 2, 3),)),
+    "large between small": Gradients([(2, 3), (5, 6), (4,), (30,), ()], ((1,), (3,), (0, 2, 4))),
+    "several buffers": Gradients([(10,), (14,), (2,), (20,), (4,)], ((0, 1), (2, 3), (4,))),
+    "dtypes": Gradients([(4, 3), (2,), (5,), (3,), (50,), (60,)], ((4,), (5,), (0, 1, 2, 3)), MIXED),
+    "own": Gradients([(3,), (40,), (4,), (50,), (5,)], ((1,), (2, 4)), own=(0, 3)),
+    "nothing but own": Gradients([(3,), (40,)], (), own=(0, 1)),
+}
+
+
+class Eager(nn.Cell):
+    """Calls a reducer, in the mode that is set."""
+
+    def __init__(self, reducer: nn.Cell) -> None:
+        super().__init__(auto_prefix=False)
+        self.reducer = reducer
+
+    def construct(self, *gradients):
+        return self.reducer(gradients)
+
+
+class Compiled(Eager):
+    @ms.jit
+    def construct(self, *gradients):
+        return self.reducer(gradients)
+
+
+def reduce(kind: str, mode: str, mean: bool, rank: int) -> dict[str, np.ndarray]:
+    """What ours and MindSpore's make of the same gradients."""
+    ms.set_context(mode=MODES[mode])
+    gradients, results = KINDS[kind], {}
+    weights = gradients.weights()
+    reducers = {
+        "ours": fused_reduction.FusedReducer(weights, mean, get_group_size()),
+        "MindSpore's": nn.DistributedGradReducer(weights, mean, get_group_size()),
+    }
+    cell = Compiled if mode == "jit" else Eager
+    for name, reducer in reducers.items():
+        reduced = cell(reducer)(*gradients.of_rank(rank))
+        assert [(one.shape, one.dtype) for one in reduced] == [(one.shape, one.dtype) for one in weights]
+        results |= {f"{name}/{number}": as_numpy(one.astype(ms.float64)) for number, one in enumerate(reduced)}
+    return results
+
+
+def reduce_poisoned(rank: int) -> dict[str, np.ndarray]:
+    """Of four gradients in one buffer, the second has a NaN and the third an infinity on rank 1."""
+    ms.set_context(mode=ms.GRAPH_MODE)
+    gradients = KINDS["all small"]
+    values = [as_numpy(one) for one in gradients.of_rank(rank)]
+    if rank == 1:
+        values[1], values[2][1] = np.full((), np.nan), np.inf
+    reducer = fused_reduction.FusedReducer(gradients.weights(), True, get_group_size())
+    reduced = Eager(reducer)(*(Tensor(value, ms.float32) for value in values))
+    return {f"poisoned/{number}": as_numpy(one) for number, one in enumerate(reduced)}
+
+
+def data_of(rank: int) -> tuple[Tensor, ...]:
+    return tuple(map(Tensor, batches(SAMPLES, 1, seed=rank)[0]))
+
+
+def steps_by_window(window_class: type, micro_size: int) -> nn.Cell:
+    network = make_network("dense")
+    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), micro_size)
+    return step_with(window_class)(cell, nn.Momentum(network.trainable_params(), 0.01, 0.9)).set_train()
+
+
+def mindspores_reducer() -> nn.Cell:
+    step = steps_by_window(SampleWindow, 4)
+    step.window.grad_reducer = nn.DistributedGradReducer(step.weights, True, get_group_size())
+    return step
+
+
+PROGRAMS: dict[str, tuple[Callable[[], nn.Cell], int]] = {  # how the step is made, and the batches of an update
+    "MindSpore's": (lambda: make_step(make_network("dense"), None, 1), 1),
+    **{
+        f"{micro_size} {steps}": (lambda m=micro_size, s=steps: make_step(make_network("dense"), m, s), steps)
+        for steps in (1, 4)
+        for micro_size in (1, 4, 16)
+    },
+    "control: reduces each micro-batch": (lambda: steps_by_window(ReducesEachMicroBatch, 4), 1),
+    "control: MindSpore's reducer": (mindspores_reducer, 1),
+}
+
+
+def collectives(name: str, rank: int, out: Path) -> dict[str, np.ndarray]:
+    """Collectives that ran in an update, those in its graph, and their bytes."""
+    make, steps = PROGRAMS[name]
+    folder = out / f"profile-{rank}-{list(PROGRAMS).index(name)}"
+    sent = sent_per_update(make(), data_of(rank), steps, Graphs(), folder)
+    return {f"collectives {name}": np.array([sent["executed"], sent["in_graph"], sent["bytes"]])}
+
+
+def train(name: str, micro_size: int | None, rank: int) -> dict[str, np.ndarray]:
+    """Weights after three updates, with one that is the rank's own."""
+    network = make_network("dense")
+    network.hidden.bias.layerwise_parallel = True
+    step = make_step(network, micro_size, 1)
+    for _ in range(3):
+        step(*data_of(rank))
+    return {f"train {name}/{one.name}": as_numpy(one) for one in network.trainable_params()}
+
+
+# -- all cases ---------------------------------------------------------------------------------------------------------
+
+
+def as_case(task: Callable[..., Results], *arguments: Any, mode: str = "graph", files: bool = False) -> Callable:
+    def case(out: Path) -> Results:
+        ms.set_context(mode=MODES[mode])
+        fused_reduction.BUFFER_BYTES = LIMIT
+        return task(*arguments, get_rank(), *([out] if files else []))
+
+    return case
+
+
+def reduced(kind: str, mode: str, mean: bool, name: str, rank: int) -> Results:
+    return {f"{name}/{key}": value for key, value in reduce(kind, mode, mean, rank).items()}
+
+
+CASES: dict[str, Callable[[Path], Results]] = {
+    **{f"collectives {name}": as_case(collectives, name, files=True) for name in PROGRAMS},
+    **{
+        f"{kind}, {mode}": as_case(reduced, kind, mode, mode != "pynative", f"{kind}, {mode}")
+        for kind in KINDS
+        for mode in MODES
+    },
+    "sum, graph": as_case(reduced, "dtypes", "graph", False, "sum, graph"),
+    "poisoned": as_case(reduce_poisoned),
+}
+for mode in ("graph", "pynative"):
+    CASES[f"train {mode} MindSpore's"] = as_case(train, f"{mode} MindSpore's", None, mode=mode)
+    CASES[f"train {mode} ours"] = as_case(train, f"{mode} ours", 4, mode=mode)

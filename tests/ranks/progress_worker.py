@@ -1,0 +1,28 @@
+"""What a rank of test_progress.py runs (support/ranks.py): it trains with a bar that writes where a test can read
+it."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn
+from support.reference import Line
+from support.two_ranks import Results
+
+from gaccum_ms import GradAccumulationCell, ProgressBar
+
+
+def drawn(out: Path) -> Results:
+    cell = GradAccumulationCell(Line(1.0), accumulation_steps=2)
+    model = ms.Model(cell, optimizer=nn.SGD(cell.trainable_params(), 0.01))
+    values = np.arange(8, dtype=np.float32) / 8
+    data = ms.dataset.NumpySlicesDataset((values, values), shuffle=False).batch(2)
+    file = io.StringIO()
+    model.train(2, data, callbacks=[ProgressBar(file, show=True, refresh_seconds=0)])
+    return {"drawn": np.array(file.getvalue())}
+
+
+CASES = {"drawn": drawn}

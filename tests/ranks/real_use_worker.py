@@ -1,0 +1,250 @@
+"""Real networks trained through Model.train, as scripts do it: by one process, or by each of several ranks, with its
+share of the same samples (support/ranks.py).
+
+Cases are by network: mindcv's with their BatchNorm, which micro-batches change; one with GroupNorm and without dropout,
+and a text classifier, which equal training on whole batches (on one process).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mindcv
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops, train
+from mindspore.communication import GlobalComm, get_group_size, get_rank
+from support.reference import as_numpy
+from support.two_ranks import Results
+
+from gaccum_ms import (
+    FlushAccumulation,
+    GradAccumulationCell,
+    ProgressBar,
+    UpdateCheckpoint,
+    WindowMonitor,
+    convert_batchnorm_to_groupnorm,
+    tune_cpu,
+)
+
+CLASSES, SIZE, IMAGES, IMAGE_BATCH, IMAGE_EPOCHS = 3, 32, 48, 24, 4  # batches are those of all ranks together
+IMAGE_UPDATES = IMAGE_EPOCHS * IMAGES // IMAGE_BATCH
+
+WORDS, LENGTH, WIDTH = 40, 12, 16
+SENTENCES, TEXT_BATCH, TEXT_STEPS, TEXT_EPOCHS = 280, 24, 5, 6
+TEXT_WINDOWS = [(0, 120), (120, 240), (240, 280)]  # of an epoch's 12 batches, the last of 16: 5, 5, 2
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+def images() -> tuple[np.ndarray, np.ndarray]:
+    """Each class has a pattern, under noise."""
+    random = np.random.default_rng(0)
+    labels = random.permutation(np.arange(IMAGES) % CLASSES).astype(np.int32)
+    patterns = random.normal(size=(CLASSES, 3, SIZE, SIZE))
+    return (patterns[labels] + 0.3 * random.normal(size=(IMAGES, 3, SIZE, SIZE))).astype(np.float32), labels
+
+
+def sentences(number: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of 3 to 12 words, then padding (0). Words 1 to 8 praise, 9 to 16 blame; the label says what there is more of."""
+    random = np.random.default_rng(seed)
+    tokens = random.integers(1, WORDS, size=(4 * number, LENGTH)).astype(np.int32)
+    tokens[np.arange(LENGTH) >= random.integers(3, LENGTH + 1, size=(4 * number, 1))] = 0
+    opinion = ((tokens >= 1) & (tokens <= 8)).sum(axis=1) - ((tokens >= 9) & (tokens <= 16)).sum(axis=1)
+    clear = np.flatnonzero(opinion)[:number]
+    return tokens[clear], (opinion[clear] > 0).astype(np.int32)
+
+
+def share(columns: tuple[np.ndarray, ...], batch: int, rank: int, ranks: int) -> Any:
+    """This rank's data set: a batch of all ranks together is the same samples, however many ranks there are."""
+    data_set = ms.dataset.NumpySlicesDataset(columns, shuffle=False, num_shards=ranks, shard_id=rank)
+    return data_set.batch(batch // ranks)
+
+
+# -- networks ----------------------------------------------------------------------------------------------------------
+
+
+class TextClassifier(nn.Cell):
+    """A transformer encoder that does not look at padding, and the mean over the words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.position = ms.Parameter(ops.zeros((LENGTH, WIDTH), ms.float32), name="position")
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.out = nn.Dense(WIDTH, 2)
+
+    def construct(self, tokens):
+        x = self.encoder(self.embedding(tokens) + self.position, src_key_padding_mask=tokens == 0)
+        words = (tokens != 0).astype(ms.float32).expand_dims(-1)
+        return self.out((x * words).sum(axis=1) / words.sum(axis=1))
+
+
+def mobilenet_with_group_norm() -> nn.Cell:
+    network = mindcv.create_model("mobilenet_v2_100", num_classes=CLASSES)
+    network.classifier[0].p = 0.0  # its dropout
+    convert_batchnorm_to_groupnorm(network, 8)
+    return network
+
+
+def weights(network: nn.Cell) -> np.ndarray:
+    """All that is trained, in one vector."""
+    return np.concatenate([as_numpy(parameter).ravel() for parameter in network.trainable_params()])
+
+
+# -- trainings ---------------------------------------------------------------------------------------------------------
+
+
+def resnet18(out: Path, rank: int, ranks: int) -> Results:
+    """In graph mode, with MindSpore's LossMonitor and our checkpoints."""
+    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_seed(1)
+    network = mindcv.create_model("resnet18", num_classes=CLASSES)
+    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), 2)
+    with pytest.warns(UserWarning, match=r"the network has 20 BatchNorm layer\(s\)"):
+        model = ms.Model(cell, optimizer=nn.Momentum(network.trainable_params(), 0.01, 0.9))
+    checkpoints = UpdateCheckpoint(4, prefix="resnet18", directory=str(out / f"checkpoints{rank}"))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        data_set = share(images(), IMAGE_BATCH, rank, ranks)
+        model.train(IMAGE_EPOCHS, data_set, callbacks=[train.LossMonitor(1), checkpoints])
+    return {
+        "weights": weights(network),
+        "moving_mean": as_numpy(network.bn1.moving_mean),
+        "updates": as_numpy(model.train_network.update_count),
+        "printed": np.array(printed.getvalue()),
+    }
+
+
+def mobilenet(out: Path, rank: int, ranks: int) -> Results:
+    """In PyNative mode, run eagerly, with its dropout, clipped, with MindSpore's TimeMonitor and our WindowMonitor."""
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    ms.set_seed(1)
+    network = mindcv.create_model("mobilenet_v2_100", num_classes=CLASSES)
+    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), micro_batch_size=6, max_grad_norm=1.0)
+    with pytest.warns(UserWarning, match=r"the network has 52 BatchNorm layer\(s\)"):
+        model = ms.Model(cell, optimizer=nn.Adam(network.trainable_params(), 0.001))
+    monitor = WindowMonitor(out / "windows.jsonl")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        data_set = share(images(), IMAGE_BATCH, rank, ranks)
+        model.train(IMAGE_EPOCHS, data_set, callbacks=[train.TimeMonitor(), monitor])
+    return {
+        "weights": weights(network),
+        "updates": as_numpy(model.train_network.update_count),
+        "losses": np.array([record.loss for record in monitor.records]),
+        "norms": np.array([record.grad_norm for record in monitor.records]),
+        "printed": np.array(printed.getvalue()),
+    }
+
+
+def exact_mobilenet(out: Path, rank: int, ranks: int) -> Results:
+    """With nothing in it that depends on how a batch is split; in graph mode. Two updates: at the kinks of ReLU6
+    rounding decides, and each further update makes twenty times as much of it."""
+    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_seed(1)
+    network = mobilenet_with_group_norm()
+    before = weights(network)
+    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), 4)
+    model = ms.Model(cell, optimizer=nn.SGD(network.trainable_params(), 0.002))
+    monitor = WindowMonitor()
+    model.train(1, share(images(), IMAGE_BATCH, rank, ranks), callbacks=[monitor])
+    return {"change": weights(network) - before, "losses": np.array([record.loss for record in monitor.records])}
+
+
+def text_classifier(out: Path, rank: int, ranks: int) -> Results:
+    """In windows of five batches, an epoch's last of two: with our FlushAccumulation and ProgressBar. Graph mode on one
+    process, compiled in PyNative mode on several."""
+    ms.set_context(mode=ms.GRAPH_MODE if ranks == 1 else ms.PYNATIVE_MODE)
+    ms.set_seed(1)
+    network = TextClassifier()
+    cell = GradAccumulationCell(
+        nn.WithLossCell(network, nn.CrossEntropyLoss()), 2, accumulation_steps=TEXT_STEPS, jit=True
+    )
+    model = ms.Model(cell, optimizer=nn.Adam(network.trainable_params(), 0.01))
+    drawn = io.StringIO()
+    data_set = share(sentences(SENTENCES, seed=1), TEXT_BATCH, rank, ranks)
+    bar = ProgressBar(drawn, show=True, refresh_seconds=0)
+    model.train(TEXT_EPOCHS, data_set, callbacks=[FlushAccumulation(), bar])
+    return {
+        "weights": weights(network),
+        "updates": as_numpy(model.train_network.update_count),
+        "drawn": np.array(drawn.getvalue()),
+        "accuracy": np.array(held_out_accuracy(network)),
+    }
+
+
+def held_out_accuracy(network: nn.Cell) -> float:
+    held_out = ms.dataset.NumpySlicesDataset(sentences(400, seed=2), shuffle=False).batch(100)
+    return ms.Model(network, nn.CrossEntropyLoss(), metrics={"accuracy"}).eval(held_out)["accuracy"]
+
+
+# -- whole batches -----------------------------------------------------------------------------------------------------
+
+
+def whole_mobilenet(*_: object) -> Results:
+    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_seed(1)
+    network = mobilenet_with_group_norm()
+    before = weights(network)
+    model = ms.Model(network, nn.CrossEntropyLoss(), nn.SGD(network.trainable_params(), 0.002))
+    losses: list[float] = []
+    note = train.LambdaCallback(on_train_step_end=lambda context: losses.append(_loss(context)))
+    model.train(1, share(images(), IMAGE_BATCH, 0, 1), callbacks=[note])
+    return {"change": weights(network) - before, "losses": np.array(losses)}
+
+
+def _loss(run_context: Any) -> float:
+    return float(run_context.original_args().net_outputs.asnumpy())
+
+
+def whole_text_classifier(*_: object) -> Results:
+    """A batch for each window."""
+    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_seed(1)
+    network = TextClassifier()
+    optimizer = nn.Adam(network.trainable_params(), 0.01)
+    step = nn.TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), optimizer).set_train()
+    columns = sentences(SENTENCES, seed=1)
+    for _ in range(TEXT_EPOCHS):
+        for window in TEXT_WINDOWS:
+            step(*(Tensor(column[slice(*window)]) for column in columns))
+    return {"weights": weights(network)}
+
+
+# -- all cases ---------------------------------------------------------------------------------------------------------
+
+
+def text_classifier_of_strangers(out: Path, rank: int, ranks: int) -> Results:
+    """The control: ranks that do not know of each other."""
+    ms.reset_auto_parallel_context()
+    return text_classifier(out, rank, ranks)
+
+
+def as_case(name: str, task: Callable[[Path, int, int], Results]) -> Callable[[Path], Results]:
+    def case(out: Path) -> Results:
+        tune_cpu()
+        place = (get_rank(), get_group_size()) if GlobalComm.INITED else (0, 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return {f"{name}/{key}": value for key, value in task(out, *place).items()}
+
+    return case
+
+
+TASKS = {
+    "resnet18": resnet18,
+    "mobilenet": mobilenet,
+    "exact mobilenet": exact_mobilenet,
+    "text": text_classifier,
+    "text, each by itself": text_classifier_of_strangers,
+    "whole mobilenet": whole_mobilenet,
+    "whole text": whole_text_classifier,
+}
+CASES: dict[str, Callable[[Path], Results]] = {name: as_case(name, task) for name, task in TASKS.items()}

@@ -1,0 +1,44 @@
+"""One rank of test_saturation.py: an overflow on rank 1 alone, on a device that saturates."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn
+from mindspore.communication import get_rank, init
+from support.saturating import Saturating, batch, device_that_saturates
+from support.two_ranks import leave
+
+from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+
+
+def train(rank: int, **options) -> np.ndarray:
+    """Of three windows: whether it overflowed, and the first weight after it."""
+    net = Saturating()
+    cell = GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), 4, **options)
+    scale = nn.FixedLossScaleUpdateCell(2.0)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(net.trainable_params(), 1e-3), scale).set_train()
+    found = []
+    for window in range(3):
+        for _ in range(options.get("accumulation_steps", 1)):
+            _, overflow, _ = step(*batch(*([5] if window == 1 and rank == 1 else [])))
+        found.append([float(overflow.asnumpy()), float(net.weight.asnumpy()[0, 0])])
+    return np.array(found)
+
+
+def main(out: Path) -> None:
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    ms.set_device("CPU")
+    init()
+    rank = get_rank()
+    ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
+    with device_that_saturates():
+        results = {"one batch": train(rank), "two batches": train(rank, accumulation_steps=2)}
+    leave(out, rank, results)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

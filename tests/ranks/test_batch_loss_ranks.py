@@ -1,0 +1,124 @@
+"""WithBatchLossCell on two real processes: each rank's own loss, and the loss of all ranks' samples."""
+
+from __future__ import annotations
+
+import functools
+
+import mindspore as ms
+import numpy as np
+import pytest
+from batch_loss_worker import GATHERED, PER_RANK, UPDATES
+from mindspore import nn
+from support import contrastive
+from support.contrastive import batches, whole
+from support.reference import relative_error
+from support.two_ranks import Results, case
+from test_batch_loss import clipped_whole
+
+pytestmark = pytest.mark.distributed
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def ranks(rank_pair, tmp_path_factory) -> list[Results]:
+    """What each of two ranks gets, by case."""
+    return rank_pair.worker("batch_loss_worker", tmp_path_factory.mktemp("batch_loss"))
+
+
+def error(one: dict, other: dict) -> float:
+    assert one.keys() == other.keys()
+    return max(relative_error(one[name], other[name]) for name in one)
+
+
+@functools.cache
+def joined(kind: str, make_step=whole, optimizer=None) -> dict[str, np.ndarray]:
+    """One process that has the batches of both ranks whole, and MindSpore's own step."""
+    run = contrastive.train(make_step, kind, batches(kind, 2 * PER_RANK, UPDATES), optimizer)
+    return {"losses": run.losses, **run.state}
+
+
+@pytest.mark.core("graph-3-0", "graph-3-1", "graph-sharded-1", "pynative-3-0")
+@pytest.mark.parametrize("mean", [0, 1])
+@pytest.mark.parametrize("way", [way for way in GATHERED if way != "graph-broken"])
+def test_gathered_equals_one_process_on_the_joined_batch(ranks, way, mean):
+    """Loss, weights, the loss's temperature too, whatever gradients_mean says."""
+    reference = joined("towers", clipped_whole if way == "graph-clipped" else whole)
+    for results in ranks:
+        assert error(case(results, f"gathered-towers-{way}-mean{mean}"), reference) < 2 * TOLERANCE
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mean", [0, 1])
+@pytest.mark.parametrize("mode", ["graph", "pynative"])
+def test_labels_are_gathered_too(ranks, mode, mean):
+    reference = joined("labels")
+    for results in ranks:
+        assert error(case(results, f"gathered-labels-{mode}-3-mean{mean}"), reference) < 2 * TOLERANCE
+
+
+@pytest.mark.thorough
+def test_negative_control_ranks_that_each_count_the_joined_loss(ranks):
+    """Without gradients_mean it is twice the gradient; and each rank's own loss is another one."""
+    reference = joined("towers")
+    for results in ranks:
+        assert error(case(results, "gathered-towers-graph-broken-mean1"), reference) < 2 * TOLERANCE
+        assert error(case(results, "gathered-towers-graph-broken-mean0"), reference) > 100 * TOLERANCE
+        own = case(results, "own-3-graph-mean1")
+        assert relative_error(own["losses"], reference["losses"]) > 100 * TOLERANCE
+
+
+@pytest.mark.core("3-graph-0")
+@pytest.mark.parametrize("mean", [0, 1])
+@pytest.mark.parametrize("mode", ["graph", "pynative"])
+@pytest.mark.parametrize("way", ["3", "1", "sharded"])
+def test_without_gathering_equals_mindspores_step_on_the_same_ranks(ranks, way, mode, mean):
+    for results in ranks:
+        reference = case(results, f"own-whole-{mode}-mean{mean}")
+        assert error(case(results, f"own-{way}-{mode}-mean{mean}"), reference) < TOLERANCE
+
+
+@pytest.mark.core("graph")
+@pytest.mark.parametrize("mode", ["graph", "pynative"])
+def test_batches_of_unequal_size_are_refused_on_both_ranks_and_training_goes_on(ranks, mode):
+    losses = []
+    for results in ranks:
+        found = case(results, f"unequal-{mode}")
+        assert "batches of the same size" in str(found["message"])
+        assert "got [5, 6] samples on the ranks" in str(found["message"])
+        assert found["same"]
+        losses.append(float(found["loss"]))
+    assert losses == pytest.approx([joined("towers")["losses"][0]] * 2, rel=TOLERANCE)
+
+
+@pytest.mark.core("graph")
+@pytest.mark.parametrize("mode", ["graph", "pynative"])
+def test_an_overflow_on_one_rank_skips_on_both(ranks, mode):
+    for results in ranks:
+        found = case(results, f"overflow-{mode}")
+        assert found["overflow"]
+        assert found["same"]
+
+
+def test_a_network_made_before_the_parallel_mode_was_set_is_refused(ranks):
+    for results in ranks:
+        assert "got 1 rank(s) then and 2 now" in str(results["early"])
+
+
+@pytest.mark.core("1")
+@pytest.mark.parametrize("mean", [0, 1])
+def test_audit_passes_on_ranks(ranks, mean):
+    for results in ranks:
+        found = case(results, f"audit-mean{mean}")
+        assert found["ok"], str(found["text"])
+
+
+@pytest.mark.thorough
+def test_model_train_on_two_ranks_equals_one_process(ranks):
+    backbone, loss_fn = contrastive.make_parts("towers")
+    network = contrastive.Whole(backbone, loss_fn)
+    data_set = ms.dataset.NumpySlicesDataset(batches("towers", 2 * PER_RANK, 1)[0], shuffle=False).batch(2 * PER_RANK)
+    ms.Model(network, optimizer=nn.SGD(network.trainable_params(), 0.2)).train(3, data_set, dataset_sink_mode=False)
+    for results in ranks:
+        found = case(results, "model")
+        for one in network.get_parameters():
+            assert relative_error(found[one.name], one.asnumpy()) < 2 * TOLERANCE

@@ -1,0 +1,199 @@
+"""Counts, several losses, loss scaling and overflow on two ranks with unequal counts, against NumPy.
+
+The oracle below knows neither micro-batches nor ranks, except to leave dropped ones out: it puts all tokens together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from counted_worker import (
+    DECAY,
+    FEATURES,
+    IGNORED,
+    MICRO_SIZE,
+    MOMENTUM,
+    RATE,
+    SCALE,
+    SCENARIOS,
+    START,
+    Batch,
+    Scenario,
+    cut,
+    plain,
+)
+from support import language_model
+from support.reference import relative_error
+from support.two_ranks import Results, case
+
+pytestmark = pytest.mark.distributed
+TOLERANCE = 1e-5
+CONTROLS = [name for name in SCENARIOS if name.startswith("control")]
+
+
+@pytest.fixture(scope="module")
+def ranks(rank_pair, tmp_path_factory) -> list[Results]:
+    """What each of two ranks gets, by scenario."""
+    return rank_pair.worker("counted_worker", tmp_path_factory.mktemp("counted"))
+
+
+# -- the oracle --------------------------------------------------------------------------------------------------------
+
+
+def sums(loss: str, batch: Batch, weight: np.ndarray) -> np.ndarray:
+    """Sum of the loss over a batch, number of its items, and sum of the gradient, in one vector: what adds up."""
+    if loss == "labels":
+        labels, x = batch[0].reshape(-1), batch[1].reshape(-1, FEATURES).astype(np.float64)
+        x, labels = x[labels != IGNORED], labels[labels != IGNORED]
+        odds = np.exp(x * weight)
+        chances = odds / odds.sum(1, keepdims=True)
+        chosen = np.arange(FEATURES) == labels[:, None]
+        return np.array([-np.log(chances[chosen]).sum(), len(x), *((chances - chosen) * x).sum(0)])
+    x, y, mask = (value.astype(np.float64) for value in batch)
+    if loss == "samples":
+        x, y, mask = x[:, :1], y[:, :1], np.ones((len(x), 1))
+    error = x @ weight - y
+    return np.array([(mask * error**2).sum() / 2, mask.sum(), *((mask * error)[..., None] * x).sum((0, 1))])
+
+
+def together(loss: str, scenario: Scenario, batches: list[Batch], weight: np.ndarray) -> tuple[np.ndarray, int]:
+    """`sums` of all that is not dropped, and how many micro-batches are."""
+    if not scenario.drops:
+        return sum(sums(loss, batch, weight) for batch in batches), 0
+    each = [sums(loss, micro_batch, weight) for batch in batches for micro_batch in cut(batch)]
+    kept = [one for one in each if np.isfinite(one).all()]
+    return sum(kept, np.zeros(2 + FEATURES)), len(each) - len(kept)
+
+
+def over(total: np.ndarray, count: float) -> np.ndarray:
+    return total / count if count else 0 * total
+
+
+def expected(scenario: Scenario, rank: int) -> list[dict[str, Any]]:
+    """What there should be to see on `rank` after each window; None where nothing is promised."""
+    weight, moment, updates, scale = np.array(START), np.zeros(FEATURES), 0, SCALE
+    losses = scenario.losses or ("labels",)
+    weights = scenario.options.get("loss_weights", (1.0,) * len(losses))
+    max_norm = scenario.options.get("max_grad_norm", np.inf)
+    # Without counts, ranks add up their gradients or average them, and each reports its own loss, as in MindSpore.
+    counted = "count" in scenario.options
+    sums_stay = not counted and scenario.reduction == "sum"
+    rows: list[dict[str, Any]] = []
+    for window in scenario.windows:
+        if window.expect == "error":
+            rows.append({**rows[-1], "loss": None, "terms": None, "count": None, "dropped": None})
+            continue
+        with np.errstate(invalid="ignore", over="ignore"):
+            both = [together(loss, scenario, window.ranks, weight) for loss in losses]
+            own = [together(loss, scenario, [window.ranks[rank]], weight)[0] for loss in losses]
+        totals, dropped = [total for total, _ in both], both[0][1]
+        shown = [one if sums_stay else over(one, one[1]) for one in (totals if counted else own)]
+        if window.expect == "update":
+            if counted or scenario.drops:
+                means = [over(total, total[1]) for total in totals]
+            else:  # each rank's own mean, or sum, and these averaged: nn.TrainOneStepCell on the same ranks
+                each = [[sums(loss, batch, weight) for batch in window.ranks] for loss in losses]
+                means = [sum(one if sums_stay else over(one, one[1]) for one in ranks) / 2 for ranks in each]
+            factor = 1 if counted or scenario.gradients_mean else 2
+            gradient = factor * sum(part * mean[2:] for part, mean in zip(weights, means, strict=True))
+            gradient = gradient * min(1.0, max_norm / np.linalg.norm(gradient))
+            moment = MOMENTUM * moment + gradient
+            weight = weight - RATE * DECAY**updates * moment
+            updates += 1
+        terms, counts = np.array([one[0] for one in shown]), np.array([total[1] for total in totals])
+        if not counted and not scenario.drops:
+            counts = np.array([total[1] for total in own])
+        row = {"weight": weight, "moment": moment, "updates": updates, "scale": scale, "dropped": dropped}
+        row |= {"terms": terms, "loss": float(np.dot(weights, terms)), "count": counts.squeeze()}
+        if window.expect == "overflow" and not scenario.drops:
+            row |= {"terms": None, "loss": None, "count": None}  # not finite, as in MindSpore
+        if window.expect == "overflow" or dropped:
+            scale /= 2
+        rows.append({**row, "scale_after": scale})
+    return rows
+
+
+def check(seen: Results, scenario: Scenario, rank: int) -> None:
+    """Each window did what it should have done, and nothing else."""
+    for index, (window, wanted) in enumerate(zip(scenario.windows, expected(scenario, rank), strict=True)):
+        assert seen["error"][index] == (window.expect == "error"), window.name
+        if scenario.scaled and window.expect != "error":
+            assert seen["overflow"][index] == (window.expect == "overflow"), window.name
+            assert seen["scale"][index] == wanted["scale"], window.name
+        for name in ("updates", "scale_after", "dropped"):
+            if name in seen and wanted[name] is not None:
+                assert seen[name][index] == wanted[name], (window.name, name, seen[name][index], wanted[name])
+        for name in ("weight", "moment", "loss", "terms", "count"):
+            if name in seen and wanted[name] is not None:
+                error = relative_error(seen[name][index], wanted[name])
+                assert error < TOLERANCE, (window.name, name, error, seen[name][index], wanted[name])
+        assert not seen["accumulators"][index].any(), window.name
+        if window.expect != "update":
+            for name in ("weight", "state"):
+                np.testing.assert_array_equal(seen[name][index], seen[name][index - 1], err_msg=window.name)
+
+
+# -- the tests ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.core(name=["count", "count of labels", "sum", "two losses", "drop window", "drop micro-batch"])
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in CONTROLS])
+def test_equals_all_tokens_in_one_batch(ranks, name):
+    for rank in range(2):
+        check(case(ranks[rank], name), SCENARIOS[name], rank)
+    for key in ("weight", "state"):
+        np.testing.assert_array_equal(case(ranks[0], name)[key], case(ranks[1], name)[key])
+
+
+@pytest.mark.thorough
+def test_gradients_mean_changes_no_counted_result(ranks):
+    for results in ranks:
+        summed, averaged = case(results, "count"), case(results, "count, mean over ranks")
+        for key in ("weight", "moment", "loss", "count"):
+            np.testing.assert_array_equal(summed[key], averaged[key])
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_the_check_catches_a_wrong_step(ranks, name):
+    """A mean of means, and a step that looks for no overflow."""
+    scenario = SCENARIOS[name]
+    counted = Scenario(scenario.windows, {**scenario.options, "count": SCENARIOS["count"].options["count"]})
+    for rank in range(2):
+        with pytest.raises(AssertionError, match=r"'(weight|updates)'"):
+            check(case(ranks[rank], name), counted, rank)
+
+
+def test_a_mean_over_ranks_of_means_is_something_else():
+    """The data tell a window divided on each rank, then averaged, from one divided by the count of all ranks."""
+    weight = np.array(START)
+    each = [sums("tokens", batch, weight) for batch in plain(0)]
+    of_means = sum(one[2:] / one[1] for one in each) / 2
+    assert relative_error(of_means, sum(each)[2:] / sum(each)[1]) > 0.05
+
+
+def test_one_reduction_per_update(ranks):
+    """One buffer has the one weight's gradient and the window's three sums; two losses' counts go before the loop."""
+    for results in ranks:
+        assert results["reductions/one loss"].tolist() == [FEATURES + 3] * 2
+        assert results["reductions/two losses"].tolist() == [2, FEATURES + 2] * 2
+
+
+@pytest.mark.thorough
+def test_language_model_on_two_ranks_trains_as_one_batch_in_one_process(ranks):
+    losses, weights = language_model.whole_batch()
+    for results in ranks:
+        np.testing.assert_allclose(results["language_model/losses"], losses, rtol=TOLERANCE)
+        assert relative_error(results["language_model/weights"], weights) < TOLERANCE
+    np.testing.assert_array_equal(*(results["language_model/weights"] for results in ranks))
+
+
+def test_micro_batches_are_as_many_as_the_scenarios_think():
+    assert [len(cut(batch)) for batch in plain(0)] == [MICRO_SIZE, MICRO_SIZE]
+
+
+def test_audit_on_two_ranks(ranks):
+    """It passes the counted mean, and not the same network without its count."""
+    for results in ranks:
+        assert results["audit"].tolist() == [True, False]

@@ -1,0 +1,96 @@
+"""Data parallel: two real processes against MindSpore's own step on the same ranks, and against one process."""
+
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+import pytest
+from distributed_worker import PER_RANK, UPDATES
+from mindspore import nn
+from support.reference import OPTIMIZERS, as_numpy, batches, make_network, relative_error, train
+from support.state import assert_close
+from support.two_ranks import Results, case
+
+pytestmark = pytest.mark.distributed
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def ranks(rank_pair, tmp_path_factory) -> list[Results]:
+    """What each of two ranks gets, by case."""
+    return rank_pair.worker("distributed_worker", tmp_path_factory.mktemp("distributed"))
+
+
+@pytest.mark.core("3-graph-0", "3-graph-1", "3-pynative-0", "1-graph-0")
+@pytest.mark.parametrize("mean", [0, 1])
+@pytest.mark.parametrize("mode", ["graph", "pynative"])
+@pytest.mark.parametrize("micro_size", [1, 3])
+def test_equals_mindspores_step_on_the_same_ranks(ranks, mode, mean, micro_size):
+    for results in ranks:
+        assert_close(case(results, f"{mode}-mean{mean}-{micro_size}"), case(results, f"{mode}-mean{mean}-whole"))
+
+
+def test_jit_and_clipping_equal_the_whole_batch(ranks):
+    for results in ranks:
+        assert_close(case(results, "jit-mean0-3"), case(results, "graph-mean0-whole"))
+        assert_close(case(results, "clip-mean0-3"), case(results, "clip-mean0-whole"))
+        with pytest.raises(AssertionError):
+            assert_close(case(results, "clip-mean0-3"), case(results, "graph-mean0-whole"))
+
+
+def test_two_ranks_equal_one_process_on_the_joined_batch(ranks):
+    """With gradients_mean, and the mean over ranks of the losses; without it, ranks sum: not the joined batch's."""
+    network = make_network("dense")
+    joined = train(
+        nn.TrainOneStepCell, network, OPTIMIZERS["momentum"](network.trainable_params()), batches(2 * PER_RANK, UPDATES)
+    )
+    averaged = [case(results, "graph-mean1-3") for results in ranks]
+    summed = case(ranks[0], "graph-mean0-3")
+    for name in (parameter.name for parameter in network.trainable_params()):
+        assert relative_error(averaged[0][name], joined.state[name]) < 2 * TOLERANCE
+        np.testing.assert_array_equal(averaged[0][name], averaged[1][name])
+        assert relative_error(summed[name], joined.state[name]) > 100 * TOLERANCE
+    losses = (averaged[0]["losses"] + averaged[1]["losses"]) / 2
+    assert relative_error(losses, joined.losses) < 2 * TOLERANCE
+
+
+def test_one_reduction_per_update(ranks):
+    """Run eagerly: as many collectives as updates, in 2 and in 7 micro-batches. The control reduces each."""
+    for results in ranks:
+        assert results["reductions/SampleWindow"].tolist() == [UPDATES, UPDATES]
+        assert results["reductions/ReducesEachMicroBatch"].tolist() == [2 * UPDATES, 7 * UPDATES]
+
+
+def test_one_reduction_per_update_in_the_compiled_graph(ranks):
+    """Counted by MindSpore's profiler while it runs: one AllReduce for all four weights, 2 or 7 micro-batches."""
+    for results in ranks:
+        assert results["executed/SampleWindow"].tolist() == [UPDATES, UPDATES]
+        assert results["executed/ReducesEachMicroBatch"].tolist() == [7 * UPDATES]
+
+
+@pytest.mark.core("graph")
+@pytest.mark.parametrize("mode", ["graph", "pynative"])
+def test_parameter_broadcast_starts_all_ranks_alike(ranks, mode):
+    """Through ms.Model, which broadcasts rank 0's weights: as if all had begun with these. What a rank notes of itself
+    stays its own."""
+    for rank, results in enumerate(ranks):
+        assert relative_error(results[f"model broadcast {mode}"], ranks[0]["model"]) < TOLERANCE
+        assert results[f"model broadcast {mode}/origin"].tolist() == [rank, 2]
+    assert relative_error(ranks[0]["model apart"], ranks[1]["model apart"]) > 0.1
+
+
+def test_model_train_on_two_ranks_equals_one_process(ranks):
+    """Rank r reads samples r, r + 2, ...: 8 + 4 samples an epoch on each rank are 16 + 8 in one process."""
+    network = make_network("dense")
+    x, y = batches(24, 1)[0]
+    data_set = ms.dataset.NumpySlicesDataset((x, y), shuffle=False).batch(16)
+    loss_cell = nn.WithLossCell(network, nn.CrossEntropyLoss())
+    ms.Model(loss_cell, optimizer=nn.SGD(network.trainable_params(), 0.1)).train(2, data_set)
+    for results in ranks:
+        assert relative_error(results["model"], as_numpy(network.out.weight)) < 2 * TOLERANCE
+
+
+def test_hand_worked_gradient_on_two_ranks(ranks):
+    """Two ranks with the losses' means 1.5 and 12 of tests/test_step.py: see `hand` in the worker."""
+    for results in ranks:
+        np.testing.assert_allclose(results["hand"], [1 - 0.1 * 6.75, 1 - 0.1 * 13.5], rtol=1e-6)

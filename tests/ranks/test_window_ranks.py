@@ -1,0 +1,524 @@
+"""Windows of several batches on two ranks: two real processes against MindSpore's own step on what is in each window.
+
+The oracle is one process and one batch: all that all ranks put into the window.
+"""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from support import window_oracle as oracle
+from support.ranks import Ranks
+from support.reference import relative_error
+from support.two_ranks import Results, case
+from window_worker import (
+    ACCUMULATOR_CALLS,
+    BATCH,
+    CALLS,
+    EPOCH,
+    EPOCHS,
+    KINDS,
+    MODES,
+    RATE,
+    RECORDED,
+    REFUSED,
+    SAMPLES,
+    SAVED,
+    SAVED_ALONE,
+    SCALE,
+    STEPS,
+    TRAININGS,
+    Batch,
+    Calls,
+    file_of,
+    go_on,
+    make_loss,
+    make_model,
+    momentum,
+    recorded_data,
+    samples,
+    save_alone,
+    share,
+    state,
+)
+
+from gaccum_ms import resume
+from gaccum_ms.backend.parameters import own
+
+pytestmark = pytest.mark.distributed
+TOLERANCE = 1e-5
+Window = list[Batch]  # of all ranks together
+
+ALL_CALLS = CALLS | ACCUMULATOR_CALLS
+CORE_CALLS = ["graph", "eager", "eager, sum over ranks", "count, sum over ranks", "overflow", "clipped"]
+CORE_CALLS += ["accumulator", "accumulator, flush"]
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def trained(rank_pair, out) -> list[Results]:
+    """What each of two ranks gets."""
+    return rank_pair.worker("window_worker", out)
+
+
+@pytest.fixture(scope="module")
+def resumed(out, trained, tmp_path_factory, request):
+    """The same of two new ranks, which go on from the checkpoints of the first two and of one process."""
+    parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    for kind in KINDS:
+        if kind == "counts" or any(one.get("kind") == kind for one in parameters):
+            case(trained[0], f"uninterrupted {kind}")
+            save_alone(kind, out)
+    with Ranks(tmp_path_factory.mktemp("new")) as ranks:
+        yield ranks.worker("window_worker", out)
+
+
+class Clipped(nn.Cell):
+    """In the place of a reducer, where there is nothing to reduce."""
+
+    def __init__(self, max_norm: float) -> None:
+        super().__init__(auto_prefix=False)
+        self.max_norm = max_norm
+
+    def construct(self, gradients):
+        return ops.clip_by_global_norm(gradients, self.max_norm)
+
+
+class Oracle:
+    """MindSpore's own step on one process, where a window is one batch."""
+
+    def __init__(self, masked: bool, rate: float = RATE, max_norm: float | None = None) -> None:
+        self.mode = ms.PYNATIVE_MODE  # windows differ in length, and each would be compiled
+        ms.set_context(mode=self.mode)
+        loss_cell = make_loss(masked)
+        self.optimizer = momentum(loss_cell, rate)
+        self.step = nn.TrainOneStepCell(loss_cell, self.optimizer).set_train()
+        if max_norm is not None:
+            self.step.grad_reducer = Clipped(max_norm)
+
+    def train(self, windows: list[Window]) -> list[Batch]:
+        """State before the first window and after each."""
+        ms.set_context(mode=self.mode)
+        states = [state(self.optimizer)]
+        for window in windows:
+            self.step(*(Tensor(np.concatenate(column)) for column in zip(*window, strict=True)))
+            states.append(state(self.optimizer))
+        return states
+
+
+def windows_of(ranks: list[list[Batch]], steps: int) -> list[Window]:
+    """The ranks' k-th windows together. The last has what is left; a rank may have nothing left."""
+    cut = [[data[start : start + steps] for start in range(0, len(data), steps)] for data in ranks]
+    return [[batch for part in parts for batch in part] for parts in zip_longest(*cut, fillvalue=[])]
+
+
+def windows_of_calls(calls: Calls) -> list[Window]:
+    windows = windows_of([calls.data(rank) for rank in range(2)], calls.steps)
+    if calls.poisoned is not None:
+        del windows[calls.poisoned // calls.steps]
+    return windows
+
+
+def ends(calls: Calls, rank: int) -> list[int]:
+    """Calls that end a window."""
+    number = len(calls.sizes[rank])
+    full = list(range(calls.steps, number + 1, calls.steps))
+    return full if len(calls.sizes[0]) == len(calls.sizes[1]) else [*full, number + 1]  # flush() is the last call
+
+
+# -- calls of the step and of GradAccumulator --------------------------------------------------------------------------
+
+
+@pytest.mark.core(name=CORE_CALLS)
+@pytest.mark.parametrize("name", ALL_CALLS)
+def test_a_window_on_two_ranks_equals_all_its_batches_on_one_process(trained, name):
+    """With gradients_mean, and with count in any case. Without either ranks add up, as with twice the learning rate.
+
+    A window in which a batch of one rank overflowed is left out on both.
+    """
+    calls = ALL_CALLS[name]
+    summed = 1 if calls.gradients_mean or calls.masked else 2
+    expected = Oracle(calls.masked, summed * RATE, calls.max_norm).train(windows_of_calls(calls))
+    if calls.max_norm is not None:
+        unclipped = Oracle(calls.masked, summed * RATE).train(windows_of_calls(calls))
+        assert relative_error(expected[-1][0], unclipped[-1][0]) > 100 * TOLERANCE
+    assert relative_error(expected[-1][0], expected[0][0]) > 100 * TOLERANCE
+    for rank, results in enumerate(trained):
+        got = case(results, name)
+        last = [0, *(end for end in ends(calls, rank) if not overflows(calls, end))]
+        assert len(last) == len(expected)
+        for call, (weights, moments, _) in zip(last, expected, strict=True):
+            assert relative_error(got["weights"][call], weights) < TOLERANCE
+            assert relative_error(got["moments"][call], summed * moments) < TOLERANCE
+        np.testing.assert_array_equal(got["weights"][-1], case(trained[0], name)["weights"][-1])
+
+
+def overflows(calls: Calls, end: int) -> bool:
+    return calls.poisoned is not None and end - calls.steps <= calls.poisoned < end
+
+
+@pytest.mark.core(name=CORE_CALLS)
+@pytest.mark.parametrize("name", ALL_CALLS)
+def test_batches_that_do_not_end_a_window_change_no_bit_of_weights_and_optimizer(trained, name):
+    for rank, results in enumerate(trained):
+        got, calls = case(results, name), ALL_CALLS[name]
+        changes = [end for end in ends(calls, rank) if not overflows(calls, end)]
+        for call in range(1, len(got["weights"])):
+            for kind in ("weights", "moments", "global_step", "updates"):
+                same = np.array_equal(got[kind][call], got[kind][call - 1])
+                assert same == (call not in changes), (kind, call)
+
+
+@pytest.mark.core(name=["eager", "accumulator"])
+@pytest.mark.parametrize("name", [name for name, calls in ALL_CALLS.items() if calls.mode == "pynative"])
+def test_one_reduction_at_the_end_of_each_window_and_none_before(trained, name):
+    """Collectives that leave, in PyNative mode."""
+    for rank, results in enumerate(trained):
+        made = np.diff(case(results, name)["reductions"])
+        assert (np.flatnonzero(made) + 1).tolist() == ends(ALL_CALLS[name], rank)
+        assert set(made.tolist()) == {0, 1}
+
+
+def test_a_step_that_reduces_each_batch_is_caught(trained):
+    made = np.diff(case(trained[0], "control: reduces each batch")["reductions"])
+    assert made.tolist() == [1, 1, 2, 1, 1, 2]
+    np.testing.assert_array_equal(
+        *(case(trained[0], name)["weights"] for name in ("control: reduces each batch", "eager"))
+    )
+
+
+@pytest.mark.thorough
+def test_no_collective_runs_in_the_compiled_step_before_the_windows_end(trained):
+    """By MindSpore's profiler: none, then one for all weights and the sums, however many batches there are."""
+    for results in trained:
+        got = case(results, "collectives")
+        for name in ("3 2", "5 2", "3 1", "5 1"):  # accumulation_steps and micro_size
+            assert got[f"SpanningWindow {name}"].tolist() == [0, 2], name
+        # The control reduces each batch, too: two batches, and two windows of three.
+        assert got["ReducesEachBatch 3 2"].tolist() == [2, 6 + 2]
+
+
+@pytest.mark.core("overflow")
+@pytest.mark.parametrize("name", ["overflow", "overflow, eager", "accumulator, overflow"])
+def test_overflow_in_one_batch_of_one_rank_drops_the_window_and_halves_the_scale_on_both(trained, name):
+    calls = ALL_CALLS[name]
+    end = (calls.poisoned // calls.steps + 1) * calls.steps
+    for results in trained:
+        got = case(results, name)
+        assert got["scale"].tolist() == [SCALE] * end + [SCALE / 2] * (len(got["scale"]) - end)
+        assert got["updates"][-1] == len(ends(calls, 0)) - 1
+
+
+def test_flush_of_grad_accumulator_on_a_rank_with_an_empty_window_takes_part_with_a_count_of_zero(trained):
+    """Rank 0 has two batches left, rank 1 none; `test_a_window_on_two_ranks...` has compared the weights."""
+    for results in trained:
+        got = case(results, "accumulator, flush")
+        assert got["returned"][-1]
+        assert got["updates"][-1] == 2
+
+
+# -- different numbers of batches --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def expected_trainings() -> dict[str, tuple[list[np.ndarray], int]]:
+    """Of each training the weights after each epoch, and the number of updates."""
+    oracle, expected = Oracle(masked=False), {}
+    for name, training in TRAININGS.items():
+        epochs = 1 if training.stop else training.epochs
+        cut = [
+            windows_of([training.data(rank)[: training.stop] for rank in range(2)], training.steps(epoch))
+            for epoch in range(epochs)
+        ]
+        weights = [oracle.train(windows)[-1][0] for windows in cut]
+        expected[name] = weights, sum(map(len, cut))
+    return expected
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_ranks_with_different_numbers_of_batches_make_equally_many_updates_on_the_joined_windows(
+    trained, expected_trainings, name
+):
+    weights, updates = expected_trainings[name]
+    for rank, results in enumerate(trained):
+        got, training = case(results, name), TRAININGS[name]
+        assert got["updates"] == updates
+        assert got["batches"] == len(training.data(rank)[: training.stop]) * len(weights)
+        assert len(got["weights"]) == len(weights)
+        for epoch, one in enumerate(weights):
+            assert relative_error(got["weights"][epoch], one) < TOLERANCE, epoch
+        np.testing.assert_array_equal(got["weights"], case(trained[0], name)["weights"])
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_each_window_has_one_record_on_every_rank_also_where_a_rank_had_nothing_left_for_it(trained, name):
+    records = (case(results, name)["records"].T for results in trained)
+    update, batches, losses, count = zip(*records, strict=True)
+    for rank in range(2):
+        assert update[rank].tolist() == (np.arange(len(update[rank])) + update[rank][0]).tolist()
+        np.testing.assert_array_equal(batches[rank], losses[rank])
+        assert batches[rank].sum() == case(trained[rank], name)["batches"]
+    np.testing.assert_array_equal(count[0], count[1])
+    np.testing.assert_array_equal(count[0], (batches[0] + batches[1]) * SAMPLES)
+
+
+def recorded(name: str, rank: int) -> dict[str, np.ndarray]:
+    """What a rank's monitor must record: with counts all ranks' means, without them its own."""
+    network, options = RECORDED[name]
+    terms = {oracle.Mean: [oracle.squares], oracle.Masked: [oracle.masked]}
+    terms = terms.get(network, [oracle.masked, oracle.mean])
+    steps, several = options.get("accumulation_steps", 1), len(terms) > 1
+    plan = oracle.Plan(micro_size=2, drops="overflow" in options)
+    data = [recorded_data(name, one) for one in (0, 1)]
+    weight, rows = 1.0, []
+    for at in range(0, 2, steps):
+        own, everything = (data[rank][at : at + steps], data[0][at : at + steps] + data[1][at : at + steps])
+        of_all = [oracle.sums_of(plan, term, weight, everything) for term in terms]
+        of_own = oracle.sums_of(plan, terms[0], weight, own)
+        of_batches = [oracle.sums_of(plan, terms[0], weight, [batch]) for batch in own]
+        means = [one.mean(False) for one in of_all]
+        loss, gradient = (sum(column) for column in zip(*means, strict=True))
+        if "count" in options and steps == 1:
+            losses, counts = [loss], [one.items for one in of_all]
+        else:
+            losses, counts = [one.mean(False)[0] for one in of_batches], [one.items for one in of_batches]
+        row = {"updated": True, "losses": losses, "loss": loss, "counts": counts}
+        row["count"] = np.nan if several else of_all[0].kept
+        row["loss_terms"] = [mean for mean, _ in means] if several else np.nan
+        row["dropped_micro_batches"] = of_all[0].dropped
+        row["grad_norm"] = abs(gradient) if "max_grad_norm" in options else np.nan
+        if "count" not in options:
+            row["loss"] = of_own.mean(False)[0]
+        rows.append(row)
+        limit = options.get("max_grad_norm", np.inf)
+        weight -= RATE * np.clip(gradient, -limit, limit)
+    return {field: np.array([row[field] for row in rows], np.float64) for field in oracle.FIELDS}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_records_say_what_all_ranks_counted_and_what_this_one_did(trained, name):
+    with np.errstate(all="ignore"):
+        for rank, results in enumerate(trained):
+            got, expected = case(results, f"records of {name}"), recorded(name, rank)
+            for field in oracle.FIELDS:
+                np.testing.assert_allclose(got[field], expected[field], rtol=1e-5, err_msg=f"{field} of rank {rank}")
+
+
+def test_a_schedule_may_be_what_lets_windows_span_batches(trained):
+    """6 and 3 batches in windows of 4: two updates, the second with 2 and 0 batches."""
+    assert [int(case(results, "spanned by a schedule")["updates"]) for results in trained] == [2, 2]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_different_numbers_of_batches_without_a_flush_are_refused_on_both_ranks_before_training(trained, name):
+    for results in trained:
+        got = case(results, name)
+        message = str(got["message"])
+        if name == "schedule by updates":
+            assert "must be a dict of epochs" in message
+            assert "[3, 2] batches" in message
+        else:
+            assert "3 on rank 0, 2 on rank 1" in message
+            assert "FlushAccumulation()" in message
+        assert not got["changed"]
+        assert got["batch_count"] == 0
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def indices(number: int, rank: int, ranks: int) -> np.ndarray:
+    """The samples in a rank's batch, the first of the first epoch being 0."""
+    number %= EPOCH // ranks
+    return (number * BATCH + np.arange(BATCH)) * ranks + rank
+
+
+def expected_windows(saved: int, old: int, new: int) -> list[list[np.ndarray]]:
+    """The samples in each window when `new` ranks go on where `old` ranks had each seen `saved` batches."""
+    windows = [
+        [indices(number, rank, old) for number in range(start, min(start + STEPS, saved)) for rank in range(old)]
+        for start in range(0, saved, STEPS)
+    ]
+    position = saved * old // new
+    if saved % STEPS:
+        ending = range(position, position + STEPS - saved % STEPS)
+        windows[-1] += [indices(number, rank, new) for number in ending for rank in range(new)]
+        position = ending.stop
+    last = EPOCHS * EPOCH // new
+    return windows + [
+        [indices(number, rank, new) for number in range(start, min(start + STEPS, last)) for rank in range(new)]
+        for start in range(position, last, STEPS)
+    ]
+
+
+def assert_went_on(got: Results, kind: str, saved: int, old: int, new: int, rank: int = 0) -> None:
+    """Weights, optimizer state, updates and the samples seen are those of the oracle."""
+    _, masked = KINDS[kind]
+    data, windows = samples(masked), expected_windows(saved, old, new)
+    joined = [[tuple(column[index] for column in data) for index in window] for window in windows]
+    weights, moments, _ = Oracle(masked).train(joined)[-1]
+    assert relative_error(got["weights"], weights) < TOLERANCE
+    assert relative_error(got["moments"], moments) < TOLERANCE
+    assert got["updates"] == len(windows)
+    assert_saw_the_right_samples(got, saved, old, new, rank)
+
+
+def assert_saw_the_right_samples(got: Results, saved: int, old: int, new: int, rank: int) -> None:
+    first = samples(False)[0][:, 0]
+    assert len(set(first)) == len(first)  # tells which sample it is
+    ids = [np.array([np.flatnonzero(first == value)[0] for value in batch]) for batch in got["seen"]]
+    expected = [indices(number, rank, new) for number in range(saved * old // new, EPOCHS * EPOCH // new)]
+    np.testing.assert_array_equal(ids, expected)
+
+
+def test_the_samples_before_and_after_a_resume_make_up_the_epoch_and_none_comes_twice(out, trained):
+    """What the oracle's samples rest on: two ranks before, and one process after."""
+    for saved in (SAVED, 3 * SAVED):
+        begun = saved // (EPOCH // 2) * EPOCH // 2
+        before = [indices(number, rank, 2) for number in range(begun, saved) for rank in range(2)]
+        epoch = range(2 * saved, (2 * saved // EPOCH + 1) * EPOCH)
+        after = [indices(number, 0, 1) for number in epoch]
+        assert sorted(np.concatenate(before + after)) == list(range(BATCH * EPOCH))
+
+
+@pytest.mark.core(kind="counts")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_run_that_is_not_interrupted_equals_the_joined_windows(trained, kind):
+    for rank, results in enumerate(trained):
+        assert_went_on(case(results, f"uninterrupted {kind}"), kind, 0, 2, 2, rank)
+
+
+@pytest.mark.core(kind="counts")
+@pytest.mark.parametrize("saved", [SAVED, 2 * SAVED, 3 * SAVED])
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_that_resume_each_from_its_own_file_go_on_as_if_not_interrupted(trained, resumed, kind, saved):
+    """Bit by bit, in mid-window, between windows and in mid-window of the second epoch, on the batches to come."""
+    for rank, results in enumerate(resumed):
+        assert_not_interrupted(
+            case(results, f"{kind} after {saved}"), case(trained[rank], f"uninterrupted {kind}"), saved
+        )
+
+
+def assert_not_interrupted(got: Results, uninterrupted: Results, saved: int) -> None:
+    for name in ("weights", "moments", "updates"):
+        np.testing.assert_array_equal(got[name], uninterrupted[name])
+    np.testing.assert_array_equal(got["seen"], uninterrupted["seen"][saved:])
+
+
+@pytest.mark.core(kind="counts")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_files_of_all_ranks_may_be_given_to_each_in_any_order(trained, resumed, kind):
+    for rank, results in enumerate(resumed):
+        assert_not_interrupted(case(results, f"{kind}, all files"), case(trained[rank], f"uninterrupted {kind}"), SAVED)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_process_finishes_the_window_of_two_ranks(out, trained, kind):
+    """In mid-window, between windows, and in mid-window of the second epoch; then all on the same model."""
+    mode, masked = KINDS[kind]
+    for saved in (SAVED, 2 * SAVED, 3 * SAVED):
+        ms.set_context(mode=MODES[mode])
+        model = make_model(masked, accumulation_steps=STEPS)
+        files = [file_of(out, kind, saved, rank) for rank in range(2)]
+        got = case(go_on("one", model, files, share(masked)), "one")
+        assert_went_on(got, kind, saved, 2, 1)
+
+
+def test_one_process_goes_on_with_the_losses_of_both_ranks(out, trained):
+    for results in trained:
+        case(results, "uninterrupted counts")  # which saves
+    mode, masked = KINDS["counts"]
+    ms.set_context(mode=MODES[mode])
+    files = [file_of(out, "counts", SAVED, rank) for rank in range(2)]
+    saved = [ms.load_checkpoint(str(file)) for file in files]
+    losses = [float(one[own("window_sums")][0]) / float(one[own("window_unit")]) for one in saved]
+    step = make_model(masked, accumulation_steps=STEPS).train_network
+    resume(step, files)
+    values = step.parameters_dict()
+    joined = float(values[own("window_sums")][0]) / float(values[own("window_unit")])
+    assert min(losses) > 0
+    assert joined == pytest.approx(sum(losses), rel=1e-6)
+
+
+@pytest.mark.core(kind="counts")
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_finish_the_window_of_one_process(resumed, kind):
+    for rank, results in enumerate(resumed):
+        got = case(results, f"{kind}, from one process")
+        assert_went_on(got, kind, SAVED_ALONE[-1], 1, 2, rank)
+
+
+@pytest.mark.core(kind="counts")
+@pytest.mark.parametrize("kind", KINDS)
+def test_rank_0s_file_in_mid_window_is_refused_on_rank_1_and_on_one_process(out, resumed, kind):
+    """Rank 0 cannot know what rank 1 was given: to it the file is its own."""
+    got = case(resumed[1], f"{kind}, rank 0's file")
+    assert "all 2 rank(s)' are needed to finish it on rank 1 of 2" in str(got["message"])
+    assert "of rank 0 of 2" in str(got["message"])
+    assert not got["changed"]
+    model = make_model(KINDS[kind][1], accumulation_steps=STEPS)
+    for rank in range(2):
+        with pytest.raises(ValueError, match=rf"on rank 0 of 1, but got .* of rank {rank} of 2"):
+            resume(model, file_of(out, kind, SAVED, rank))
+    assert int(model.train_network.window_position.asnumpy()) == 0
+
+
+def test_rank_0s_file_in_mid_window_loaded_plainly_on_rank_1_is_refused_at_the_first_call(resumed):
+    message = str(resumed[1][f"plain {SAVED}/message"])
+    assert "sums of rank 0 of 2 on rank 1 of 2" in message
+    assert "gaccum_ms.resume" in message
+    assert resumed[1][f"plain {SAVED}/position"] == SAVED % STEPS  # nothing was added
+    assert not str(resumed[0][f"plain {SAVED}/message"])
+    assert resumed[0][f"plain {SAVED}/position"] == SAVED % STEPS + 1
+
+
+@pytest.mark.core(kind="counts")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_between_windows_resumes_anywhere(out, trained, resumed, kind):
+    """Rank 0's on both ranks; rank 1's alone on one process."""
+    for rank, results in enumerate(resumed):
+        got = case(results, f"{kind}, between windows, rank 0's file")
+        assert_not_interrupted(got, case(trained[rank], f"uninterrupted {kind}"), 2 * SAVED)
+    mode, masked = KINDS[kind]
+    ms.set_context(mode=MODES[mode])
+    model = make_model(masked, accumulation_steps=STEPS)
+    got = go_on("one", model, file_of(out, kind, 2 * SAVED, 1), share(masked))
+    assert_went_on(case(got, "one"), kind, 2 * SAVED, 2, 1)
+
+
+def test_a_checkpoint_between_windows_loads_plainly_anywhere(out, resumed):
+    for results in resumed:
+        assert not str(results[f"plain {2 * SAVED}/message"])
+        assert results[f"plain {2 * SAVED}/position"] == 1
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    step = make_model(True, accumulation_steps=STEPS).train_network
+    ms.load_param_into_net(step, ms.load_checkpoint(file_of(out, "counts", 2 * SAVED, 1)))
+    step(*(Tensor(column[:BATCH]) for column in samples(True)))
+    assert int(step.window_position.asnumpy()) == 1
+
+
+@pytest.mark.core(kind="counts")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_position_that_does_not_divide_by_the_ranks_is_refused_with_both_numbers(resumed, kind):
+    for results in resumed:
+        got = case(results, f"{kind}, 5 batches")
+        assert "got [5] on each of 1 rank(s), and now 2" in str(got["message"])
+        assert not got["changed"]
+
+
+def test_a_data_set_of_another_length_is_refused_with_both_numbers(out, trained):
+    model = make_model(True, accumulation_steps=STEPS)
+    assert case(trained[0], "uninterrupted counts")  # it has saved
+    files = [file_of(out, "counts", SAVED, rank) for rank in range(2)]
+    with pytest.raises(ValueError, match=r"got 10 an epoch on each of 1 rank\(s\), .* has 10 on each of 2"):
+        resume(model, files, share(True, 0, 2))

@@ -1,0 +1,549 @@
+"""What a rank of test_window_ranks.py runs (support/ranks.py), and what it trains on: windows of several batches
+on two ranks."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mindspore as ms
+import numpy as np
+from distributed_worker import NotedAllReduce
+from mindspore import Tensor, nn, ops
+from mindspore.communication import get_rank
+from mindspore.profiler import ProfilerActivity, profile, tensorboard_trace_handler
+from mindspore.train import Callback, CheckpointConfig, ModelCheckpoint
+from support import window_oracle
+from support.modes import MODES
+from support.reference import as_numpy, batches, make_network
+from support.two_ranks import Results
+
+from gaccum_ms import (
+    AccumulationScheduler,
+    CountMask,
+    FlushAccumulation,
+    GradAccumulationCell,
+    GradAccumulator,
+    TrainOneStepWithGradAccumulationCell,
+    WindowMonitor,
+    resume,
+)
+from gaccum_ms.accumulation.spanning_window import SpanningWindow
+
+RATE, MOMENTUM = 0.05, 0.9
+SCALE = 2.0**20
+
+Batch = tuple[np.ndarray, ...]
+
+
+class Weighted(nn.Cell):
+    """Cross entropy, the mean weighted by a mask."""
+
+    def __init__(self, network: nn.Cell) -> None:
+        super().__init__(auto_prefix=False)
+        self.network = network
+        self.loss = nn.CrossEntropyLoss(reduction="none")
+
+    def construct(self, x, y, mask):
+        return (self.loss(self.network(x), y) * mask).sum() / mask.sum()
+
+
+def make_loss(masked: bool) -> nn.Cell:
+    network = make_network("dense")
+    return Weighted(network) if masked else nn.WithLossCell(network, nn.CrossEntropyLoss())
+
+
+def momentum(loss_cell: nn.Cell, rate: float = RATE) -> nn.Momentum:
+    return nn.Momentum(loss_cell.trainable_params(), rate, MOMENTUM)
+
+
+def state(optimizer: nn.Momentum) -> Batch:
+    """Weights, moments and the number of updates, each in one vector."""
+    weights, moments = (
+        np.concatenate([as_numpy(one).ravel() for one in many]) for many in (optimizer.parameters, optimizer.moments)
+    )
+    return weights, moments, as_numpy(optimizer.global_step)
+
+
+# -- calls of the step -------------------------------------------------------------------------------------------------
+
+
+class Calls(NamedTuple):
+    """Steps that are called batch by batch."""
+
+    sizes: tuple[Sequence[int], Sequence[int]]  # samples of each rank's batches
+    mode: str = "pynative"
+    gradients_mean: bool = True
+    masked: bool = False
+    steps: int = 3
+    poisoned: int | None = None  # the batch of rank 1 that overflows; with a loss scale then
+    max_norm: float | None = None
+
+    def scale(self) -> nn.Cell | None:
+        return None if self.poisoned is None else nn.DynamicLossScaleUpdateCell(SCALE, 2, 1000)
+
+    def data(self, rank: int) -> list[Batch]:
+        """A rank's batches. Masked ones of rank 0 are light and those of rank 1 heavy, and some weigh nothing."""
+        result = []
+        random = np.random.default_rng(50 + rank)
+        for number, size in enumerate(self.sizes[rank]):
+            x, y = batches(size, 1, seed=100 * rank + number)[0]
+            if number == self.poisoned and rank == 1:
+                x[0, 0] = np.inf
+            mask = random.uniform(0.01, 0.1, size) if rank == 0 else random.uniform(1, 9, size)
+            if number % 4 == rank:
+                mask[:] = 0
+            result.append((x, y, mask.astype(np.float32)) if self.masked else (x, y))
+        return result
+
+
+SAME = ([5] * 12, [5] * 12)
+RAGGED = ([5, 3, 7, 2, 4, 6], [2, 6, 4, 3, 8, 5])
+
+CALLS = {
+    "graph": Calls(SAME, "graph"),
+    "graph, sum over ranks": Calls(SAME, "graph", gradients_mean=False),
+    "eager": Calls(RAGGED),
+    "eager, sum over ranks": Calls(RAGGED, gradients_mean=False),
+    "count": Calls(SAME, "graph", masked=True),
+    "count, sum over ranks": Calls(RAGGED, gradients_mean=False, masked=True),
+    "overflow": Calls(SAME, "graph", poisoned=4),
+    "overflow, eager": Calls(RAGGED, poisoned=4),
+    "clipped": Calls(SAME, "graph", max_norm=0.2),
+}
+
+ACCUMULATOR_CALLS = {
+    "accumulator": Calls(SAME),
+    "accumulator, sum over ranks": Calls(SAME, gradients_mean=False),
+    "accumulator, count": Calls(RAGGED, masked=True),
+    "accumulator, count, sum over ranks": Calls(RAGGED, gradients_mean=False, masked=True),
+    "accumulator, compiled and clipped": Calls(SAME, "graph", max_norm=0.2),
+    "accumulator, overflow": Calls(SAME, "graph", poisoned=4),
+    # rank 1's last call is one of flush() with nothing to add; rank 0's window has two batches
+    "accumulator, flush": Calls(([5] * 5, [5] * 3), masked=True),
+}
+
+
+def make_step(calls: Calls, micro_size: int = 2, window_class: type = SpanningWindow) -> Any:
+    class Step(TrainOneStepWithGradAccumulationCell):
+        def _make_window(self, cell):
+            return window_class(cell, self.weights, self.grad_reducer, self.window_position)
+
+    loss_cell = make_loss(calls.masked)
+    options = {"count": CountMask() if calls.masked else None, "max_grad_norm": calls.max_norm}
+    cell = GradAccumulationCell(loss_cell, micro_size, accumulation_steps=calls.steps, **options)
+    return Step(cell, momentum(loss_cell), calls.scale()).set_train()
+
+
+def set_up(calls: Calls) -> None:
+    ms.set_context(mode=MODES[calls.mode])
+    ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=calls.gradients_mean)
+
+
+class Log:
+    """What there is to see before the first call and after each."""
+
+    def __init__(self, seen: Callable[[], dict[str, Any]]) -> None:
+        self.seen = seen
+        self.rows = [seen()]
+
+    def look(self) -> None:
+        self.rows.append(self.seen())
+
+    def arrays(self, name: str) -> dict[str, np.ndarray]:
+        return {f"{name}/{key}": np.stack([row[key] for row in self.rows]) for key in self.rows[0]}
+
+
+def look(optimizer: nn.Momentum, step: Any) -> dict[str, Any]:
+    seen = dict(zip(("weights", "moments", "global_step"), state(optimizer), strict=True))
+    seen["updates"] = as_numpy(step.update_count)
+    if hasattr(step, "scale_sense"):
+        seen["scale"] = as_numpy(step.scale_sense).ravel()[0]
+    return seen
+
+
+def play(calls: Calls, rank: int, window_class: type = SpanningWindow) -> Log:
+    set_up(calls)
+    step = make_step(calls, window_class=window_class)
+    reducers = (step.window.open.reduction.sum_over_ranks.reducer, step.window.grad_reducer)
+    noted = [NotedAllReduce(one) for one in reducers if calls.mode == "pynative"]
+    log = Log(lambda: look(step.optimizer, step) | {"reductions": sum(len(one.sizes) for one in noted)})
+    for batch in calls.data(rank):
+        step(*map(Tensor, batch))
+        log.look()
+    return log
+
+
+def play_accumulator(calls: Calls, rank: int) -> Log:
+    """The same in a hand-written loop."""
+    set_up(calls)
+    loss_cell = make_loss(calls.masked)
+    optimizer = momentum(loss_cell)
+    accumulator = GradAccumulator(optimizer, calls.steps, max_grad_norm=calls.max_norm, scale_sense=calls.scale())
+    reducers = (accumulator.window.reduction.sum_over_ranks.reducer,)
+    noted = [NotedAllReduce(one) for one in reducers if calls.mode == "pynative"]
+
+    def forward(*batch):
+        return accumulator.scale(loss_cell(*batch))
+
+    grad_fn = ms.value_and_grad(forward, None, optimizer.parameters)
+    updated = False
+    log = Log(
+        lambda: look(optimizer, accumulator) | {"reductions": sum(len(one.sizes) for one in noted), "returned": updated}
+    )
+    for batch in calls.data(rank):
+        count = (float(batch[2].sum()),) if calls.masked else ()
+        if calls.masked and not count[0]:
+            batch = (*batch[:2], np.ones_like(batch[2]))  # its gradient would be NaN; counted 0, it must not matter
+        _, gradients = grad_fn(*map(Tensor, batch))
+        updated = accumulator(gradients, *count)
+        log.look()
+    if len(set(map(len, calls.sizes))) > 1:
+        updated = accumulator.flush()
+        log.look()
+    return log
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+
+class ReducesEachBatch(SpanningWindow):
+    """Negative control for the number of collectives: adds up right, and reduces too early."""
+
+    def add_up(self, inputs, unit):
+        sums = super().add_up(inputs, unit)
+        reduced = self.reduction.sum_over_ranks(self.accumulators.read(sums), sums)
+        return ops.depend(sums, reduced)
+
+
+def executed_all_reduces(step: nn.Cell, data: Sequence[Batch], folder: Path) -> int:
+    """AllReduce kernels that MindSpore's profiler saw run in the compiled step's calls on these batches."""
+    with profile(activities=[ProfilerActivity.CPU], on_trace_ready=tensorboard_trace_handler(str(folder))):
+        for batch in data:
+            step(*map(Tensor, batch)).asnumpy()
+    (table,) = folder.glob("**/cpu_op_type_info_*.csv")
+    with table.open() as file:
+        kernels = {row["op_type"]: int(row["type_occurrences"]) for row in csv.DictReader(file)}
+    assert kernels["MatMul"] >= len(data), kernels  # it did see the calls
+    return kernels.get("AllReduce", 0)
+
+
+def collectives(rank: int, out: Path) -> dict[str, np.ndarray]:
+    """By accumulation_steps and micro_size: AllReduces of a window's batches but the last, and of two windows."""
+    calls = CALLS["graph"]
+    set_up(calls)
+    batch = calls.data(rank)[0]
+    results = {}
+    for micro_size, window_class in ((2, SpanningWindow), (1, SpanningWindow), (2, ReducesEachBatch)):
+        step = make_step(calls, micro_size, window_class)
+        for _ in range(calls.steps):
+            step(*map(Tensor, batch))  # compiles
+        for steps in (3, 5) if window_class is SpanningWindow else (3,):
+            step.set_accumulation_steps(steps)
+            folder = out / f"profile-{rank}-{window_class.__name__}-{steps}-{micro_size}"
+            before = executed_all_reduces(step, [batch] * (steps - 1), folder / "open")
+            step(*map(Tensor, batch))
+            whole = executed_all_reduces(step, [batch] * (2 * steps), folder / "whole")
+            results[f"collectives/{window_class.__name__} {steps} {micro_size}"] = np.array([before, whole])
+    return results
+
+
+# -- ms.Model, with different numbers of batches on the ranks ----------------------------------------------------------
+
+SAMPLES = 4
+STEPS = 4  # of all models below
+
+
+class Training(NamedTuple):
+    """One model.train; each goes on from the one before."""
+
+    batches: tuple[int, int]
+    epochs: int = 1
+    schedule: dict[int, int] | None = None
+    stop: int | None = None  # after so many batches of the first epoch, on each rank that has so many
+
+    def data(self, rank: int) -> list[Batch]:
+        return batches(SAMPLES, self.batches[rank], seed=1000 * sum(self.batches) + rank)
+
+    def steps(self, epoch: int) -> int:
+        return self.schedule[epoch] if self.schedule else STEPS
+
+
+TRAININGS = {
+    "9 and 7": Training((9, 7), 2),
+    "8 and 2": Training((8, 2), 2),
+    "5 and 1: 1 and 0 in the last window": Training((5, 1)),
+    "5 and 4: 1 and 0 in the last window, and rank 1 has none open": Training((5, 4)),
+    "2 and 3: rank 0 is shorter, no window is full": Training((2, 3), 2),
+    "6 and 6": Training((6, 6), 2),
+    "9 and 7, scheduled": Training((9, 7), 3, {0: 4, 1: 2, 2: 3}),
+    # A stop before the epoch's end leaves ranks with fewer batches than they had said.
+    "9 and 7, stopped after 5": Training((9, 7), 2, stop=5),
+    "9 and 7, stopped after 8": Training((9, 7), stop=8),
+}
+
+REFUSED: dict[str, tuple[bool, list[Callback]]] = {  # whether with accumulation_steps, and callbacks
+    "no flush": (True, []),
+    "flush of the last epoch alone": (True, [FlushAccumulation(each_epoch=False)]),
+    "no accumulation_steps": (False, [FlushAccumulation()]),
+    "schedule by updates": (True, [FlushAccumulation(), AccumulationScheduler(lambda updates: 2 + updates // 4)]),
+}
+
+
+class Watch(Callback):
+    """Notes the weights at each epoch's end and the first feature of each sample seen; stops when told to."""
+
+    def __init__(self, stop: int | None = None) -> None:
+        super().__init__()
+        self.stop = stop
+        self.weights: list[np.ndarray] = []
+        self.seen: list[np.ndarray] = []
+
+    def on_train_step_begin(self, run_context):
+        self.seen.append(np.array(run_context.original_args().train_dataset_element[0].asnumpy()[:, 0]))
+
+    def on_train_step_end(self, run_context):
+        if len(self.seen) == self.stop:
+            run_context.request_stop()
+
+    def on_train_epoch_end(self, run_context):
+        self.weights.append(state(run_context.original_args().optimizer)[0])
+
+
+def make_model(masked: bool = False, **options: Any) -> ms.Model:
+    loss_cell = make_loss(masked)
+    cell = GradAccumulationCell(loss_cell, 2, count=CountMask() if masked else None, **options)
+    return ms.Model(cell, optimizer=momentum(loss_cell))
+
+
+def as_data_set(data: Sequence[Batch]) -> Any:
+    columns = tuple(np.concatenate(column) for column in zip(*data, strict=True))
+    return ms.dataset.NumpySlicesDataset(columns, shuffle=False).batch(SAMPLES)
+
+
+def refusal(action: Callable[[], Any]) -> str:
+    """What the ValueError says; nothing if there was none."""
+    try:
+        action()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def train_models(rank: int) -> dict[str, np.ndarray]:
+    set_up(CALLS["graph"])
+    model = make_model(accumulation_steps=STEPS)
+    step, results = model.train_network, {}
+    for name, training in TRAININGS.items():
+        watch, monitor = Watch(training.stop), WindowMonitor()
+        # Two of them must not flush twice as often.
+        callbacks = [watch, monitor, *(FlushAccumulation() for _ in range(1 + (name == "8 and 2")))]
+        if training.schedule:
+            callbacks.append(AccumulationScheduler(training.schedule))
+        before = int(step.update_count.asnumpy())
+        model.train(training.epochs, as_data_set(training.data(rank)), callbacks=callbacks)
+        step.set_accumulation_steps(STEPS)
+        results[f"{name}/weights"] = np.stack(watch.weights)
+        results[f"{name}/updates"] = int(step.update_count.asnumpy()) - before
+        results[f"{name}/batches"] = np.array(len(watch.seen))
+        rows = [(record.update, record.batches, len(record.losses), record.count) for record in monitor.records]
+        results[f"{name}/records"] = np.array(rows)
+    return results
+
+
+def train_by_schedule(rank: int) -> dict[str, np.ndarray]:
+    """The schedule, not the cell, lets its windows span batches."""
+    set_up(CALLS["graph"])
+    model = make_model()
+    schedule = AccumulationScheduler({0: STEPS})
+    model.train(1, as_data_set(Training((6, 3)).data(rank)), callbacks=[FlushAccumulation(), schedule])
+    return {"spanned by a schedule/updates": as_numpy(model.train_network.update_count)}
+
+
+def refuse_to_train(rank: int) -> dict[str, np.ndarray]:
+    set_up(CALLS["graph"])
+    results = {}
+    for name, (spans, callbacks) in REFUSED.items():
+        model = make_model(**({"accumulation_steps": STEPS} if spans else {}))
+        before = state(model.train_network.optimizer)
+        data_set = as_data_set(Training((3, 2)).data(rank))
+        results[f"{name}/message"] = np.array(refusal(lambda: model.train(1, data_set, callbacks=callbacks)))  # noqa: B023
+        after = state(model.train_network.optimizer)
+        results[f"{name}/changed"] = np.array(not all(map(np.array_equal, before, after)))
+        results[f"{name}/batch_count"] = as_numpy(model.train_network.batch_count)
+    return results
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
+RECORDED: dict[str, tuple[type[nn.Cell], dict[str, Any]]] = {  # windows whose fields ranks share, and whose they do not
+    "counts": (window_oracle.Masked, {"count": CountMask()}),
+    "dropped": (window_oracle.Mean, {"overflow": "drop_micro_batch"}),
+    "several batches": (window_oracle.Masked, {"count": CountMask(), "accumulation_steps": 2}),
+    "two losses": (window_oracle.MaskedAndMean, {"count": (CountMask(), None), "max_grad_norm": 0.1}),
+}
+
+
+def recorded_data(name: str, rank: int) -> list[Batch]:
+    """Two batches; in one of rank 1's a micro-batch is infinite, where it is to be dropped."""
+    random = np.random.default_rng(70 + rank)
+    result = [tuple(random.uniform(0.5, 1.5, (3, 4)).astype(np.float32)) for _ in range(2)]
+    if name == "dropped" and rank == 1:
+        result[1][0][0] = np.inf
+    return result
+
+
+def record_fields(rank: int) -> dict[str, np.ndarray]:
+    set_up(Calls(SAME, "pynative", gradients_mean=True))
+    results = {}
+    for name, (network, options) in RECORDED.items():
+        cell = GradAccumulationCell(network(), 2, **options)
+        monitor = WindowMonitor()
+        model = ms.Model(cell, optimizer=nn.SGD(cell.trainable_params(), RATE))
+        data = ms.dataset.GeneratorDataset(recorded_data(name, rank), ["x", "y", "mask"], shuffle=False)
+        model.train(1, data, callbacks=[monitor])
+        for field in window_oracle.FIELDS:
+            rows = [getattr(record, field) for record in monitor.records]
+            results[f"records of {name}/{field}"] = np.array(rows, np.float64)  # None is NaN
+    return results
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+KINDS = {"counts": ("graph", True), "samples": ("pynative", False)}  # what micro-batches weigh by: mode, masked
+BATCH, EPOCH, EPOCHS = 3, 20, 2  # samples of a batch, batches of an epoch of all ranks together
+SAVED = 6  # a checkpoint after so many batches of each rank: in mid-window, between windows, in mid-window of epoch 2
+SAVED_ALONE = (5, 6)  # by one process, likewise
+
+
+def samples(masked: bool) -> Batch:
+    """The data of all ranks. The masks of odd samples, which rank 1 of two gets, are heavy."""
+    x, y = batches(BATCH * EPOCH, 1, seed=9)[0]
+    random = np.random.default_rng(10)
+    mask = random.uniform(0.01, 0.1, len(x)) * np.where(np.arange(len(x)) % 2, 90, 1)
+    return (x, y, mask.astype(np.float32)) if masked else (x, y)
+
+
+def share(masked: bool, rank: int = 0, ranks: int = 1) -> Any:
+    return ms.dataset.NumpySlicesDataset(samples(masked), shuffle=False, num_shards=ranks, shard_id=rank).batch(BATCH)
+
+
+def file_of(out: Path, kind: str, saved: int, who: int | str) -> str:
+    """The checkpoint of a rank, or of the process "alone", after `saved` of its batches."""
+    size = EPOCH if who == "alone" else EPOCH // 2
+    return str(out / f"{kind}-{who}" / f"run-{(saved - 1) // size + 1}_{(saved - 1) % size + 1}.ckpt")
+
+
+def train_and_save(kind: str, out: Path, rank: int) -> dict[str, np.ndarray]:
+    """The run that is not interrupted."""
+    mode, masked = KINDS[kind]
+    set_up(Calls(SAME, mode))
+    model, watch = make_model(masked, accumulation_steps=STEPS), Watch()
+    saver = ModelCheckpoint("run", str(out / f"{kind}-{rank}"), CheckpointConfig(save_checkpoint_steps=SAVED))
+    model.train(EPOCHS, share(masked, rank, 2), callbacks=[watch, saver])
+    return finished(f"uninterrupted {kind}", model, watch)
+
+
+def save_alone(kind: str, out: Path) -> None:
+    """What one process saves in mid-window."""
+    mode, masked = KINDS[kind]
+    ms.set_context(mode=MODES[mode])
+    step = make_model(masked, accumulation_steps=STEPS).train_network
+    (out / f"{kind}-alone").mkdir()
+    for number, batch in zip(range(1, SAVED_ALONE[-1] + 1), share(masked).create_tuple_iterator(), strict=False):
+        step(*batch)
+        if number in SAVED_ALONE:
+            ms.save_checkpoint(step, file_of(out, kind, number, "alone"))
+
+
+def finished(name: str, model: ms.Model, watch: Watch) -> dict[str, np.ndarray]:
+    weights, moments, _ = state(model.train_network.optimizer)
+    updates = as_numpy(model.train_network.update_count)
+    values = {"weights": weights, "moments": moments, "updates": updates, "seen": np.stack(watch.seen)}
+    return {f"{name}/{key}": value for key, value in values.items()}
+
+
+def go_on(name: str, model: ms.Model, files: Any, data_set: Any) -> dict[str, np.ndarray]:
+    """Resume and train to the end of the last epoch; what is left of a window then updates too."""
+    watch = Watch()
+    epoch = resume(model, files, data_set)
+    model.train(EPOCHS, data_set, callbacks=[watch, FlushAccumulation(each_epoch=False)], initial_epoch=epoch)
+    return finished(name, model, watch)
+
+
+def resume_on_ranks(kind: str, out: Path, rank: int) -> dict[str, np.ndarray]:
+    results, (mode, masked) = {}, KINDS[kind]
+    set_up(Calls(SAME, mode))
+    model = make_model(masked, accumulation_steps=STEPS)  # the first resume is of a step that has not run
+    for saved in (SAVED, 2 * SAVED, 3 * SAVED):
+        own = file_of(out, kind, saved, rank)
+        results |= go_on(f"{kind} after {saved}", model, own, share(masked, rank, 2))
+    both = [file_of(out, kind, SAVED, one) for one in (1, 0)]
+    results |= go_on(f"{kind}, all files", model, both, share(masked, rank, 2))
+    first = file_of(out, kind, 2 * SAVED, 0)
+    results |= go_on(f"{kind}, between windows, rank 0's file", model, first, share(masked, rank, 2))
+    alone = [file_of(out, kind, saved, "alone") for saved in SAVED_ALONE]
+    results |= go_on(f"{kind}, from one process", model, alone[1], share(masked, rank, 2))
+    for name, file, data_set in (
+        ("rank 0's file", file_of(out, kind, SAVED, 0), None),
+        ("5 batches", alone[0], share(masked, rank, 2)),
+    ):
+        before = state(model.train_network.optimizer)
+        results[f"{kind}, {name}/message"] = np.array(refusal(lambda: resume(model, file, data_set)))  # noqa: B023
+        if name == "rank 0's file" and rank == 0:
+            continue  # to rank 0 it is its own
+        results[f"{kind}, {name}/changed"] = np.array(
+            not all(map(np.array_equal, before, state(model.train_network.optimizer)))
+        )
+    return results
+
+
+def load_plainly(out: Path, rank: int) -> dict[str, np.ndarray]:
+    """Rank 0's files on both ranks by MindSpore's own functions, in mid-window and between windows."""
+    set_up(Calls(SAME))
+    results = {}
+    batch = tuple(column[:BATCH] for column in samples(True))
+    for saved in (SAVED, 2 * SAVED):
+        step = make_model(True, accumulation_steps=STEPS).train_network
+        ms.load_param_into_net(step, ms.load_checkpoint(file_of(out, "counts", saved, 0)))
+        message = refusal(lambda: step(*map(Tensor, batch)))  # noqa: B023
+        results[f"plain {saved}/message"] = np.array(message)
+        results[f"plain {saved}/position"] = as_numpy(step.window_position)
+    return results
+
+
+# -- all cases ---------------------------------------------------------------------------------------------------------
+
+
+def as_case(task: Callable[[int], Results]) -> Callable[[Path], Results]:
+    return lambda out: task(get_rank())
+
+
+def as_case_with_files(task: Callable[[Path, int], Results]) -> Callable[[Path], Results]:
+    return lambda out: task(out, get_rank())
+
+
+CASES: dict[str, Callable[[Path], Results]] = {
+    **{name: as_case(lambda rank, n=name: play(CALLS[n], rank).arrays(n)) for name in CALLS},
+    **{
+        name: as_case(lambda rank, n=name: play_accumulator(ACCUMULATOR_CALLS[n], rank).arrays(n))
+        for name in ACCUMULATOR_CALLS
+    },
+    "control: reduces each batch": as_case(
+        lambda rank: play(CALLS["eager"], rank, ReducesEachBatch).arrays("control: reduces each batch")
+    ),
+    "collectives": as_case_with_files(lambda out, rank: collectives(rank, out)),
+    **dict.fromkeys(TRAININGS, as_case(train_models)),
+    "spanned by a schedule": as_case(train_by_schedule),
+    **dict.fromkeys((f"records of {name}" for name in RECORDED), as_case(record_fields)),
+    **dict.fromkeys(REFUSED, as_case(refuse_to_train)),
+    **dict.fromkeys((f"plain {saved}" for saved in (SAVED, 2 * SAVED)), as_case_with_files(load_plainly)),
+}
+for kind in KINDS:
+    CASES[f"uninterrupted {kind}"] = as_case_with_files(lambda out, rank, k=kind: train_and_save(k, out, rank))
+    resumed = [f"{kind} after {saved}" for saved in (SAVED, 2 * SAVED, 3 * SAVED)]
+    resumed += [f"{kind}, {how}" for how in ("all files", "between windows, rank 0's file", "from one process")]
+    resumed += [f"{kind}, rank 0's file", f"{kind}, 5 batches"]
+    CASES |= dict.fromkeys(resumed, as_case_with_files(lambda out, rank, k=kind: resume_on_ranks(k, out, rank)))

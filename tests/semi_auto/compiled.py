@@ -1,0 +1,98 @@
+"""What the compiler makes of the training steps that compile_worker.py names: compile them, and find what it left."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import finished_graph
+import numpy as np
+from support import no_device
+
+import gaccum_ms
+
+RANKS = 8
+TIME_LIMIT = 1800  # seconds; all cases take two free cores about three minutes
+
+
+class Case(NamedTuple):
+    """What the compiler made of one training step."""
+
+    folder: Path
+
+    @property
+    def message(self) -> str:
+        return (self.folder / "message").read_text()
+
+    @property
+    def seconds(self) -> float:
+        """Processor time of the compilation."""
+        return float((self.folder / "seconds").read_text())
+
+    @property
+    def program(self) -> finished_graph.Program:
+        finished = self.folder / "finished.ir"
+        assert finished.exists(), f"'{self.folder.name}' was not finished: {self.message}"
+        return finished_graph.read(finished)
+
+    @property
+    def parameters(self) -> dict[str, np.ndarray]:
+        return dict(np.load(self.folder / "parameters.npz"))
+
+
+class Compiler:
+    """Eight ranks of which the first compiles cases by their names, each when it is first called for.
+
+    It is a context: at its end, after an error too, the ranks are ended. They end by themselves after `TIME_LIMIT`.
+    """
+
+    def __init__(self, folder: Path, *names: str) -> None:
+        environment = {
+            **no_device.environment(folder),
+            "PYTHONPATH": str(Path(gaccum_ms.__file__).parents[1]),
+            "MS_DEV_SAVE_GRAPHS": "2",
+            "MS_DEV_SAVE_GRAPHS_PATH": str(folder / "graphs"),
+            "GLOG_v": "3",
+        }
+        self.out, self.said = folder / "out", folder / "said"
+        (self.out / "wanted").mkdir(parents=True)
+        worker = Path(__file__).with_name("compile_worker.py")
+        command = [sys.executable, "-m", "gaccum_ms.launch", "--processes", str(RANKS)]
+        command += ["--log-dir", str(folder / "log"), "--timeout", str(TIME_LIMIT), str(worker), str(self.out), *names]
+        with self.said.open("w") as said:
+            self.launcher = subprocess.Popen(
+                command, env=environment, cwd=folder, stdout=said, stderr=subprocess.STDOUT
+            )
+
+    def __call__(self, name: str) -> Case:
+        (self.out / "wanted" / name).touch()
+        self._wait_for(f"{name}.compiled")
+        return Case(self.out / name)
+
+    def _wait_for(self, file: str) -> None:
+        while not (self.out / file).exists():
+            if self.launcher.poll() is not None and not (self.out / file).exists():
+                raise RuntimeError(f"compile_worker.py failed:\n{self.said.read_text()[-6000:]}")
+            time.sleep(0.05)
+
+    def finish(self) -> None:
+        """Wait until all cases whose names were given at the start are compiled."""
+        self._wait_for("done")
+
+    def __enter__(self) -> Compiler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        (self.out / "done").touch()
+        # Without the device the ranks cannot leave in order; what counts is what rank 0 has left.
+        self.launcher.wait(timeout=TIME_LIMIT + 60)
+
+
+def compile_cases(folder: Path, *names: str) -> Path:
+    """Compile the cases of these names: a folder of each in the result."""
+    with Compiler(folder, *names) as compiler:
+        compiler.finish()
+    return compiler.out

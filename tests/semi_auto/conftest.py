@@ -1,0 +1,23 @@
+"""The finished graphs, each compiled once, when a test first needs it."""
+
+from __future__ import annotations
+
+import pytest
+from compiled import Compiler
+from ran import Ran
+from support import no_device
+
+
+@pytest.fixture(scope="session")
+def cases(tmp_path_factory):
+    """The function from a case's name to what eight ranks' compiler made of it."""
+    if reason := no_device.why_not():
+        pytest.skip(reason)
+    with Compiler(tmp_path_factory.mktemp("parallel")) as compiler:
+        yield compiler
+
+
+@pytest.fixture(scope="session")
+def plain(cases):
+    """MindSpore's own step for the whole batch, run once."""
+    return Ran(cases("plain"))

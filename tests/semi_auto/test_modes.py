@@ -1,0 +1,146 @@
+"""Semi-auto and auto parallel mode, as far as Python sees them: what is refused before anything is compiled. What the
+compiler makes of the rest is in parallel/test_graphs.py."""
+
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn
+from support.reference import make_network
+
+from gaccum_ms import (
+    AccumulationScheduler,
+    GradAccumulationCell,
+    TrainOneStepWithGradAccumulationCell,
+    WindowBatchNorm,
+    WithBatchLossCell,
+)
+from gaccum_ms.semi_auto import modes as auto_parallel
+
+
+@pytest.fixture(autouse=True, params=["semi_auto_parallel", "auto_parallel"])
+def parallel_mode(request):
+    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_auto_parallel_context(parallel_mode=request.param)
+    yield request.param
+    ms.reset_auto_parallel_context()
+
+
+def make_step(**options):
+    cell = GradAccumulationCell(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), **options)
+    return TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"micro_batch_size": 4}, r"'micro_batch_size' must be None, but got 4: .*give 'micro_size'"),
+        ({"micro_size": 2, "accumulation_steps": 3}, r"'accumulation_steps' must be 1, but got 3: .*end of each batch"),
+        (
+            {"micro_size": 2, "shard_accumulators": True},
+            r"'shard_accumulators' must be False, .*gradient_accum",
+        ),
+        ({"micro_size": 2, "compensated": True}, r"'compensated' must be False, but got True: .*accumulator_dtype"),
+        ({"micro_size": 2, "overflow": "drop_micro_batch"}, r"'overflow' must be 'drop_window', but got 'drop_micro"),
+        ({"micro_size": 2, "loss_weights": (1.0, 0.5)}, r"'loss_weights' must be \(1.0,\), but got \(1.0, 0.5\)"),
+    ],
+)
+def test_refuses_what_needs_a_loop(options, message):
+    with pytest.raises(ValueError, match="in semi-auto and auto parallel mode the argument " + message):
+        make_step(**options)
+
+
+def test_refuses_a_loss_of_the_whole_batch():
+    network = WithBatchLossCell(nn.Dense(4, 2), nn.Flatten())
+    step = GradAccumulationCell(network, 2)
+    with pytest.raises(ValueError, match=r"'WithBatchLossCell', whose micro-batches go forward twice. Use data par"):
+        TrainOneStepWithGradAccumulationCell(step, nn.SGD(network.trainable_params(), 0.1))
+
+
+def test_refuses_window_batch_norm():
+    network = nn.SequentialCell(WindowBatchNorm(4), nn.Dense(4, 2))
+    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), 2)
+    with pytest.raises(ValueError, match=r"must have no WindowBatchNorm, .*Use nn\.GroupNorm"):
+        TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.1))
+
+
+def test_refuses_pynative_mode():
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    with pytest.raises(RuntimeError, match=r"need graph mode, .*but got PyNative mode"):
+        make_step(micro_size=2)
+
+
+def test_refuses_ragged_batches_before_compiling():
+    step = make_step(micro_size=4)
+    with pytest.raises(ValueError, match=r"must divide by 'micro_size', .*but got 10 samples and micro_size=4"):
+        step(Tensor(np.zeros((10, 12), np.float32)), Tensor(np.zeros(10, np.int32)))
+    assert not step.compile_cache
+
+
+def test_refuses_a_schedule():
+    step = make_step(micro_size=2)
+    with pytest.raises(RuntimeError, match="windows of several batches need accumulators that outlive a batch"):
+        step.set_accumulation_steps(2)
+    data_set = ms.dataset.NumpySlicesDataset(
+        (np.zeros((8, 12), np.float32), np.zeros(8, np.int32)), shuffle=False
+    ).batch(4)
+    with pytest.raises(RuntimeError, match="windows of several batches need"):
+        ms.Model(step).train(1, data_set, callbacks=AccumulationScheduler({0: 2}), dataset_sink_mode=False)
+
+
+def test_a_step_runs_in_the_mode_it_was_built_for():
+    built_here = make_step(micro_size=2)
+    ms.reset_auto_parallel_context()
+    with pytest.raises(RuntimeError, match="must be the same when the step is built and when it runs"):
+        built_here(Tensor(np.zeros((8, 12), np.float32)), Tensor(np.zeros(8, np.int32)))
+
+
+def test_batch_norm_is_warned_about():
+    network = nn.SequentialCell(nn.Dense(12, 8), nn.BatchNorm1d(8), nn.Dense(8, 5))
+    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), 2)
+    with pytest.warns(UserWarning, match="BatchNorm"):
+        TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1))
+
+
+def test_cpu_is_refused_with_the_remedy():
+    step = make_step(micro_size=2)
+    with pytest.raises(RuntimeError, match=r"need GPUs or Ascend, but got the device target 'CPU'.*data_parallel"):
+        step(Tensor(np.zeros((8, 12), np.float32)), Tensor(np.zeros(8, np.int32)))
+
+
+def test_casts_of_weights_are_found_where_lazy_inline_is_not_around_them():
+    class Lazy(nn.Cell):
+        @ms.lazy_inline
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Dense(12, 5).to_float(ms.float16)
+
+        def construct(self, x):
+            return self.layer(x)
+
+    def build(network, **options):
+        cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), 2)
+        return ms.amp.build_train_network(cell, nn.SGD(cell.trainable_params(), 0.1), **options)
+
+    build(Lazy())
+    build(make_network("dense"), level="O0")
+    with pytest.raises(ValueError, match=r"got casts in Dense and a network without mindspore.lazy_inline"):
+        build(nn.Dense(12, 5).to_float(ms.float16))
+    for level in ("O1", "O2", "O3", "auto"):
+        with pytest.raises(ValueError, match="the casts of weights"):
+            build(make_network("dense"), level=level)
+
+
+def test_how_inputs_lie_on_the_devices():
+    ms.set_auto_parallel_context(device_num=8)
+    assert auto_parallel.parts_of_inputs() == (8,)
+    ms.set_auto_parallel_context(dataset_strategy=((4, 2), (8,)))
+    assert auto_parallel.parts_of_inputs() == (4, 8)
+    ms.set_auto_parallel_context(dataset_strategy="full_batch")
+    assert auto_parallel.parts_of_inputs() == (1,)
+    ms.set_auto_parallel_context(dataset_strategy="data_parallel")
+    assert auto_parallel.parts_of_inputs() == (8,)
+    layout = ms.Layout((4, 2), ("samples", "features"))
+    ms.set_auto_parallel_context(dataset_strategy=(layout("samples", "features"), layout("samples", "None")))
+    assert auto_parallel.parts_of_inputs() == (1,)

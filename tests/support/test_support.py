@@ -1,0 +1,122 @@
+"""What the tests rest on: who runs which, and ranks that stay."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support import paths
+from support.ranks import Ranks
+
+CONFTEST = """
+from pathlib import Path
+from support.spread import Spread
+
+def pytest_configure(config):
+    config.pluginmanager.register(Spread(Path(__file__).parent))
+    for mark in ("thorough", "core"):
+        config.addinivalue_line("markers", mark)
+"""
+FILE = """
+import os, pytest
+
+@pytest.fixture(scope="module")
+def shared():
+    return os.getpid()
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("mode", ["graph", "pynative"])
+@pytest.mark.core("graph-0", "pynative-2")
+def test_by_ids(number, mode): pass
+
+@pytest.mark.parametrize("kind", [int, str, list])
+@pytest.mark.core(kind=["int", "str"])
+def test_by_values(kind, shared): pass
+
+@pytest.mark.thorough
+def test_thorough(shared): pass
+
+def test_quick(shared): pass
+
+@pytest.mark.xdist_group("apart")
+def test_apart(): pass
+"""
+
+
+def run(folder: Path, *options: str) -> list[tuple[str, str]]:
+    """The tests that ran, with their tiers, and a table of the groups."""
+    tests = folder / "tests"
+    tests.mkdir(exist_ok=True)
+    (tests / "conftest.py").write_text(CONFTEST)
+    (tests / "test_it.py").write_text(FILE)
+    (tests / "groups.tsv").write_text("all\tquick\tgroup\n1\t1\ttest_it\n9\t9\tapart\n")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--numprocesses", "2", "--dist", "loadgroup"]
+    done = subprocess.run(
+        [*command, "--no-loadscope-reorder", "-v", *options, "tests"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": paths.python_path()},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = (line.split("\t") for line in (folder / "build" / "each_test.tsv").read_text().splitlines()[1:])
+    return sorted((name.partition("::")[2], tier) for _, tier, name in rows)
+
+
+QUICK = ["test_apart", "test_by_ids[graph-0]", "test_by_ids[pynative-2]", "test_by_values[int]", "test_by_values[str]"]
+QUICK += ["test_quick"]
+THOROUGH = [f"test_by_ids[{one}]" for one in ("graph-1", "graph-2", "pynative-0", "pynative-1")]
+THOROUGH += ["test_by_values[list]", "test_thorough"]
+
+
+def test_tiers_share_the_tests_and_none_is_in_both(tmp_path):
+    both = [(name, "") for name in QUICK] + [(name, "thorough") for name in THOROUGH]
+    assert run(tmp_path) == sorted(both)
+    groups = [line.split("\t")[2] for line in (tmp_path / "build" / "groups.tsv").read_text().splitlines()[1:]]
+    assert sorted(groups) == ["apart", "test_it", "test_it, fixtures"]
+    assert [name for name, _ in run(tmp_path, "-m", "not thorough")] == sorted(QUICK)
+    assert [name for name, _ in run(tmp_path, "-m", "thorough")] == sorted(THOROUGH)
+
+
+# -- ranks, here of one process, which need no launcher ----------------------------------------------------------------
+
+
+def noted(name):
+    def case(out):
+        if name == "raises":
+            raise ValueError("the case's own error")
+        (out / name).touch()
+        return {f"{name}/number": np.array(len(name))}
+
+    return case
+
+
+CASES = {**{name: noted(name) for name in ("one", "three", "raises")}, **dict.fromkeys(("two", "twice"), noted("two"))}
+
+
+def test_a_case_runs_when_it_is_asked_for_and_once(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    with Ranks(tmp_path, 1) as ranks:
+        (results,) = ranks.worker("support.test_support", out)
+        assert results["one/number"] == 3
+        (out / "one").unlink()
+        assert results["one/number"] == 3
+        results.ask("twice")  # the same function as "two"
+        assert [file.name for file in out.iterdir()] == ["two"]
+        assert ranks.requests == 2
+        with pytest.raises(KeyError):
+            results["one/other"]
+        with pytest.raises(AssertionError, match="ValueError: the case's own error"):
+            results["raises/number"]
+        with pytest.raises(AssertionError, match="ValueError: the case's own error"):
+            results["raises/number"]
+        assert ranks.launches == 1  # what raised is not tried again
+        assert results["three/number"] == 5  # and others run all the same
+        assert ranks.launches == 2

@@ -1,0 +1,68 @@
+"""Starts a worker script on ranks with the project's own launcher, or by itself, and reads back what each wrote."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from support import paths
+from support.ranks import Asked
+
+Results = dict[str, np.ndarray]
+
+
+def run_on_two_ranks(worker: str, out: Path, *arguments: str, time_limit: int = 600) -> list[Results]:
+    return run_on_ranks(2, worker, out, *arguments, time_limit=time_limit)
+
+
+def run_on_ranks(ranks: int, worker: str, out: Path, *arguments: str, time_limit: int = 600) -> list[Results]:
+    """The arrays that each rank of ``worker OUT ARGUMENTS`` left in ``OUT/rank<N>.npz``; no process is left.
+
+    After `time_limit` seconds, when ranks wait for each other for ever, it fails. One rank is a process without a
+    launcher.
+    """
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "gaccum_ms.launch", "-n", str(ranks), "--log-dir", str(out / "log")]
+        command += ["--timeout", str(time_limit)]
+    finished = subprocess.run(
+        [*command, str(paths.worker(worker)), str(out), *arguments],
+        env={**os.environ, "PYTHONPATH": paths.python_path()},
+        cwd=out,
+        capture_output=True,
+        text=True,
+        timeout=time_limit + 30,
+    )
+    left = [process.info for process in psutil.process_iter(["pid", "cmdline"]) if str(out) in _words(process)]
+    assert not left, left
+    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
+    return [dict(np.load(out / f"rank{rank}.npz")) for rank in range(ranks)]
+
+
+def _words(process: psutil.Process) -> list[str]:
+    return process.info["cmdline"] or []
+
+
+def leave(out: Path, rank: int, results: Results) -> None:
+    """What a worker ends with: it hands over its results, and meets the others, because a rank that leaves first breaks
+    the others' last collective."""
+    import mindspore as ms
+    from mindspore import ops
+
+    np.savez(out / f"rank{rank}.npz", **results)
+    if "MS_ROLE" in os.environ:  # started by the launcher
+        ops.AllReduce()(ms.Tensor([1.0])).asnumpy()
+
+
+def case(results: Results, name: str) -> Results:
+    """What was kept under ``name/``."""
+    if isinstance(results, Asked):
+        results.ask(name)
+    found = {key.removeprefix(name + "/"): value for key, value in results.items() if key.startswith(name + "/")}
+    assert found, name
+    return found

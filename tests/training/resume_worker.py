@@ -1,0 +1,111 @@
+"""A training that can be killed, for test_resume.py: `resume_worker.py FOLDER KIND FORMAT KILL_AFTER [CHECKPOINT]`.
+
+It saves a checkpoint into FOLDER/saved after every batch, writes what each batch left to FOLDER/seen.jsonl, and kills
+itself after the batch KILL_AFTER of the whole training, 0 for never. With CHECKPOINT it goes on from there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn, train
+from mindspore.dataset import NumpySlicesDataset
+from support.reference import batches, make_network
+
+from gaccum_ms import FlushAccumulation, GradAccumulationCell, resume
+
+BATCH, BATCHES, EPOCHS, STEPS = 6, 7, 3, 4
+# Windows are the batches 1-4, 5-8, 9-12, 13-16, 17-20 and one left; flushed, 1-4, 5-7, 8-11, 12-14, 15-18, 19-21.
+KINDS = {"open": [], "flushed": [FlushAccumulation]}
+
+
+class LoudLoss(nn.Cell):
+    """Gradients that overflow at some loss scale, whose total count does not yet."""
+
+    def __init__(self):
+        super().__init__()
+        self.loss = nn.CrossEntropyLoss()
+
+    def construct(self, logits, y):
+        return self.loss(logits, y) * 64
+
+
+def make_model() -> ms.Model:
+    """All that has a state: Adam, a learning rate that depends on global_step, a loss scale that goes up and down."""
+    network = make_network("dense")
+    optimizer = nn.Adam(network.trainable_params(), nn.CosineDecayLR(0.001, 0.05, 8), weight_decay=0.01)
+    cell = GradAccumulationCell(nn.WithLossCell(network, LoudLoss()), 2, accumulation_steps=STEPS, max_grad_norm=0.5)
+    manager = ms.amp.DynamicLossScaleManager(2.0**120, 2, 2)
+    return ms.Model(cell, optimizer=optimizer, loss_scale_manager=manager)
+
+
+def samples() -> tuple[np.ndarray, np.ndarray]:
+    return batches(BATCH * BATCHES, 1)[0]
+
+
+def make_data_set():
+    ms.dataset.config.set_seed(11)
+    return NumpySlicesDataset(samples(), ["x", "y"], shuffle=True).batch(BATCH)
+
+
+def everything(step: nn.Cell) -> dict[str, np.ndarray]:
+    """All Parameters: weights, optimizer state, loss scale, accumulators, counts and records."""
+    return {parameter.name: np.array(parameter.asnumpy()) for parameter in step.get_parameters()}
+
+
+class Seen(train.Callback):
+    """What each batch left: its number, the step's outputs, a digest of all Parameters; and which samples it had."""
+
+    def __init__(self, file: Path | None = None):
+        super().__init__()
+        self.file = file
+        self.rows: list[list] = []
+        self.inputs: list[bytes] = []
+
+    def on_train_step_end(self, run_context):
+        parameters = run_context.original_args()
+        state = everything(parameters.train_network)
+        digest = hashlib.sha256(b"".join(name.encode() + state[name].tobytes() for name in sorted(state)))
+        outputs = [float(value.asnumpy()).hex() for value in parameters.net_outputs]
+        self.rows.append([int(state["gaccum_ms.batch_count"]), *outputs, digest.hexdigest()])
+        self.inputs.append(parameters.train_dataset_element[0].asnumpy().tobytes())
+        if self.file is not None:
+            with self.file.open("a") as file:
+                file.write(json.dumps(self.rows[-1]) + "\n")
+
+
+class KillAfter(train.Callback):
+    def __init__(self, batch: int):
+        super().__init__()
+        self.batch = batch
+
+    def on_train_step_end(self, run_context):
+        if int(run_context.original_args().train_network.batch_count.asnumpy()) == self.batch:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(folder: Path, kind: str, file_format: str, kill_after: int, checkpoint: Path | None = None) -> None:
+    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.manual_seed(5 if checkpoint is None else 6)  # what is resumed has the first run's, whatever this one would have
+    model, data_set = make_model(), make_data_set()
+    finished = 0 if checkpoint is None else resume(model, checkpoint, data_set)
+    config = train.CheckpointConfig(save_checkpoint_steps=1, keep_checkpoint_max=100, format=file_format)
+    callbacks = [
+        *(make() for make in KINDS[kind]),
+        train.ModelCheckpoint("net", str(folder / "saved"), config),
+        Seen(folder / "seen.jsonl"),
+        KillAfter(kill_after),
+    ]
+    model.train(EPOCHS, data_set, callbacks=callbacks, initial_epoch=finished)
+    np.savez(folder / "end.npz", **everything(model.train_network))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), *map(Path, sys.argv[5:]))

@@ -1,0 +1,481 @@
+"""``micro_batch_size="auto"``: the same training as with the number written down; and when memory runs out in training,
+what was begun is put back, and goes on with half.
+
+Running out is injected into real graphs: MindSpore's Assert fails while the graph runs, after its first micro-batches
+were added. A process with a real limit does it for MindSpore's allocator. What finds the number: test_search.py.
+"""
+
+from __future__ import annotations
+
+import re
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops, train
+from mindspore.dataset import GeneratorDataset
+from support.reference import OPTIMIZERS, as_numpy, batches, make_network, relative_error
+from support.two_ranks import case, run_on_ranks, run_on_two_ranks
+from test_search import Limited
+
+from gaccum_ms import (
+    CountNotIgnored,
+    FlushAccumulation,
+    GradAccumulationCell,
+    TrainOneStepWithGradAccumulationCell,
+    WindowBatchNorm,
+    audit,
+    resume,
+)
+from gaccum_ms.backend.parameters import overwrite
+from gaccum_ms.backend.snapshot import Snapshot
+from gaccum_ms.training.auto_size import AutoSize
+
+PLENTY = 1 << 40
+MARK = 0.125  # in a sample's first feature: its micro-batch needs much memory
+
+
+class RunsOut(nn.Cell):
+    """A network with its loss that runs out of memory, at run time, in micro-batches of more than `largest` samples
+    with a marked one among them."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+        self.loss = nn.CrossEntropyLoss()
+        self.check = ops.Assert()
+        self.largest = ms.Parameter(Tensor(1000, ms.int32), name="largest", requires_grad=False)
+
+    def construct(self, x, y):
+        is_marked = (x[:, 0] == MARK).any()
+        fits = ops.logical_or(x.shape[0] <= self.largest + 0, ops.logical_not(is_marked))
+        return ops.depend(self.loss(self.network(x), y), self.check(fits, [self.largest + 0]))
+
+    def set_largest(self, samples):
+        overwrite(self.largest, Tensor(samples, ms.int32))
+
+
+def says_assert_failed(error: BaseException) -> bool:
+    ms.manual_seed(99)  # a try that failed may have drawn from the default generator, or worse
+    return "assert failed" in str(error)
+
+
+class WithStatistics(nn.Cell):
+    """Layers that keep something of each micro-batch, and some that reads its first sample: after an eager gradient
+    that failed, MindSpore knows no int as index any more."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.SequentialCell(
+            nn.Dense(12, 8), nn.BatchNorm1d(8), nn.Dense(8, 8), WindowBatchNorm(8), nn.Dense(8, 5)
+        )
+        self.gain = ms.Parameter(Tensor(2.0, ms.float32), name="gain", requires_grad=False)  # frozen
+        self.register_buffer("seen", Tensor(0.0, ms.float32))
+
+    def construct(self, x):
+        ops.assign(self.seen, self.seen + 1)
+        return self.layers(x) * self.gain + 0 * x[0].sum()
+
+
+def make_step(network, scale=None, **options):
+    """The loss's cell and its step."""
+    loss = network if isinstance(network, (RunsOut, Limited)) else nn.WithLossCell(network, nn.CrossEntropyLoss())
+    ms.set_seed(4)
+    optimizer = OPTIMIZERS["momentum"](network.trainable_params())
+    if options.get("micro_batch_size") == "auto":
+        options = {"memory_limit": PLENTY, **options}
+    cell = GradAccumulationCell(loss, **options)
+    return TrainOneStepWithGradAccumulationCell(cell, optimizer, scale).set_train()
+
+
+def run(step, data):
+    return [[float(one.asnumpy()) for one in _tuple(step(*map(Tensor, batch)))] for batch in data]
+
+
+def _tuple(value):
+    return value if isinstance(value, tuple) else (value,)
+
+
+def state(step):
+    buffers = {f"buffer {name}": as_numpy(one) for name, one in step.network.named_buffers()}
+    return buffers | {one.name: as_numpy(one) for one in step.get_parameters()}
+
+
+# -- as with the number written down -----------------------------------------------------------------------------------
+
+OPTIONS = {
+    "sum": {"reduction": "sum", "max_grad_norm": 0.5},
+    "window": {"count": CountNotIgnored(), "compensated": True, "accumulation_steps": 2},
+    "noise": {"record_noise": True, "overflow": "drop_micro_batch"},
+}
+
+
+def assert_auto_is_the_number(options, scale=lambda: None, samples=16, **auto):
+    """Of batches that fit up to six samples, of which the last is short: bit for bit."""
+    data = [*batches(samples, 4), *batches(5, 1)]
+    runs = []
+    for size in ("auto", 6):
+        network = make_network("dense")
+        limited = Limited(network, 6) if size == "auto" else network
+        step = make_step(limited, scale(), micro_batch_size=size, **options, **(auto if size == "auto" else {}))
+        losses = run(step, data)
+        assert step.micro_batch_size == 6
+        values = {one.name.removeprefix("network."): as_numpy(one) for one in network.get_parameters()}
+        runs.append((losses, values, step.batch_count.asnumpy(), step.update_count.asnumpy()))
+    assert runs[0][0] == runs[1][0]
+    assert runs[0][2:] == runs[1][2:]
+    assert runs[0][1].keys() == runs[1][1].keys()
+    for name, value in runs[0][1].items():
+        np.testing.assert_array_equal(value, runs[1][1][name], err_msg=name)
+
+
+@pytest.mark.core("sum", "window")
+@pytest.mark.parametrize("options", OPTIONS)
+def test_trains_as_with_the_number(options):
+    assert_auto_is_the_number(OPTIONS[options])
+
+
+def test_trains_as_with_the_number_in_pynative_mode(pynative):
+    assert_auto_is_the_number({"accumulation_steps": 2, "jit": True})
+
+
+def test_trains_as_with_the_number_with_a_loss_scale():
+    """Which goes up at every other update: both return it alike."""
+    assert_auto_is_the_number({}, scale=lambda: nn.DynamicLossScaleUpdateCell(2.0**20, 2, 2))
+
+
+def test_a_batch_that_fits_whole_is_not_split():
+    """With the number, nothing is accumulated; with "auto" the accumulators are there in any case."""
+    data = batches(16, 3)
+    auto, whole = (make_step(make_network("dense"), micro_batch_size=size) for size in ("auto", 16))
+    assert run(auto, data) == run(whole, data)
+    assert auto.micro_batch_size == 16
+    for one, other in zip(auto.weights, whole.weights, strict=True):
+        np.testing.assert_array_equal(as_numpy(one), as_numpy(other))
+
+
+def test_a_flush_before_the_first_batch_finds_nothing(pynative):
+    step = make_step(Limited(make_network("dense"), 6), micro_batch_size="auto", accumulation_steps=2)
+    assert not step.flush()
+    assert step.micro_batch_size is None
+    run(step, batches(16, 1))
+    assert step.micro_batch_size == 6
+    assert step.flush()
+
+
+def test_what_training_has_halved_is_remembered(pynative):
+    data = [marked(one) for one in batches(16, 3)]
+    loss, step = halving_step(search=True)
+    run(step, data[:2])
+    assert step.micro_batch_size == 16
+    loss.set_largest(5)
+    with pytest.warns(UserWarning, match="goes on with"):
+        run(step, data[2:])
+    another = make_step(loss, micro_batch_size="auto", is_out_of_memory=says_assert_failed)
+    run(another, data[:1])
+    assert another.micro_batch_size == 4
+
+
+def test_the_size_is_found_once(monkeypatch):
+    from gaccum_ms.memory.trial import Trials
+
+    tried = []
+    one_trial = Trials.run
+    monkeypatch.setattr(Trials, "run", lambda self, *size: tried.append(size) or one_trial(self, *size))
+    step = make_step(Limited(make_network("dense"), 6), micro_batch_size="auto")
+    run(step, batches(16, 1))
+    assert tried
+    tried.clear()
+    run(step, batches(16, 2))
+    assert not tried
+
+
+def test_windows_that_span_batches_from_the_first_batch_on(pynative):
+    """As callbacks ask for it: the window is another when the size is found than when the step was built."""
+    data = batches(16, 4)
+    auto, number = (
+        make_step(Limited(make_network("dense"), 6), micro_batch_size="auto"),
+        make_step(make_network("dense"), micro_batch_size=6),
+    )
+    for step in (auto, number):
+        step.set_accumulation_steps(2)
+    assert run(auto, data) == run(number, data)
+    assert int(auto.update_count.asnumpy()) == int(number.update_count.asnumpy()) == 2
+
+
+def test_resumes_in_a_window_with_another_number(tmp_path, pynative):
+    data = batches(16, 4)
+    auto = make_step(Limited(make_network("dense"), 6), micro_batch_size="auto", accumulation_steps=2)
+    run(auto, data[:3])
+    ms.save_checkpoint(auto, str(tmp_path / "window.ckpt"))
+    other = make_step(Limited(make_network("dense"), 6), micro_size=8, accumulation_steps=2)
+    resume(other, tmp_path / "window.ckpt")
+    losses = run(other, data[3:])
+    np.testing.assert_allclose(losses, run(auto, data[3:]), rtol=1e-5)
+    for one, another in zip(auto.weights, other.weights, strict=True):
+        assert relative_error(as_numpy(another), as_numpy(one)) < 1e-5
+
+
+# -- when memory runs out in training ----------------------------------------------------------------------------------
+
+
+def marked(batch):
+    """The batch with its last sample but two marked."""
+    x, y = batch[0].copy(), batch[1]
+    x[-3, 0] = MARK
+    return x, y
+
+
+def halving_step(network=None, search=False, **options):
+    """A step of micro-batches of 16 samples, found by a search or as if it had been, and what lets them not fit."""
+    loss = RunsOut(network or make_network("dense"))
+    step = make_step(loss, micro_batch_size="auto", is_out_of_memory=says_assert_failed, **options)
+    if not search:
+        step._auto._begin(16)
+    return loss, step
+
+
+@pytest.mark.core("graph-window", "pynative-one batch")
+@pytest.mark.parametrize("options", [{}, {"accumulation_steps": 2}], ids=["one batch", "window"])
+def test_halves_and_goes_on(options, mode):
+    """The batch is not lost, and none counts twice: weights are where the whole batches take them. In a window of two
+    batches, the first of which is already added up, it is the second that fails."""
+    data = [marked(one) for one in batches(16, 6)]
+    loss, step = halving_step(**options)
+    losses = run(step, data[:3])
+    loss.set_largest(5)
+    with pytest.warns(UserWarning) as warned:
+        losses += run(step, data[3:4])
+    assert [re.findall(r"micro_batch_size=\d+|goes on with \d+", str(one.message)) for one in warned] == [
+        ["micro_batch_size=16", "goes on with 8"],
+        ["micro_batch_size=8", "goes on with 4"],
+    ]
+    assert step.micro_batch_size == 4
+    losses += run(step, data[4:])
+    whole = make_step(make_network("dense"), micro_size=1, **options)
+    np.testing.assert_allclose(losses, run(whole, data), rtol=1e-5)
+    for one, other in zip(step.weights, whole.weights, strict=True):
+        assert relative_error(as_numpy(one), as_numpy(other)) < 1e-5, one.name
+    assert int(step.batch_count.asnumpy()) == 6
+    assert int(step.update_count.asnumpy()) == int(whole.update_count.asnumpy())
+
+
+@pytest.fixture
+def restored(monkeypatch):
+    """States of the step each time that it is about to halve."""
+    states = []
+    shrink = AutoSize._shrink
+
+    def note(self, *arguments):
+        states.append((state(self._step), ms.get_rng_state().asnumpy().copy()))
+        return shrink(self, *arguments)
+
+    monkeypatch.setattr(AutoSize, "_shrink", note)
+    return states
+
+
+def fail_and_compare(restored, options):
+    """One batch fails twice, the second time in the last of its two micro-batches."""
+    data = [marked(one) for one in batches(16, 3)]
+    loss, step = halving_step(WithStatistics(), max_grad_norm=1.0, **options)
+    run(step, data[:2])
+    loss.set_largest(5)
+    ms.manual_seed(7)
+    before, generator = state(step), ms.get_rng_state().asnumpy().copy()
+    with pytest.warns(UserWarning, match=r"memory ran out \(RuntimeError\) for 16 samples"):
+        run(step, data[2:])
+    assert len(restored) == 2
+    assert "buffer network.seen" in before
+    constants = {one.name.rpartition(".")[2] for one in step._auto._constants if isinstance(one, ms.Parameter)}
+    assert {"gain", "largest"} < constants  # and what WindowBatchNorm moves with the update
+    for after, generator_after in restored:
+        assert after.keys() == before.keys()
+        for name, value in after.items():
+            np.testing.assert_array_equal(value, before[name], err_msg=name)
+        np.testing.assert_array_equal(generator_after, generator)
+
+
+WARNS_OF_BATCHNORM = pytest.mark.filterwarnings("ignore:.*BatchNorm:UserWarning")
+
+
+@pytest.mark.core("graph-window", "pynative-one batch")
+@WARNS_OF_BATCHNORM
+@pytest.mark.parametrize("options", [{}, {"accumulation_steps": 4, "compensated": True}], ids=["one batch", "window"])
+def test_all_is_put_back_bit_for_bit(options, restored, mode):
+    """Weights, optimizer, accumulators and their compensations, statistics of BatchNorm, of the window's too, counts,
+    and the default generator, from which the failing try has drawn."""
+    fail_and_compare(restored, options)
+
+
+@pytest.mark.core("window")
+@WARNS_OF_BATCHNORM
+@pytest.mark.parametrize("options", [{}, {"accumulation_steps": 4}], ids=["one batch", "window"])
+def test_something_changes_where_it_is_not_put_back(options, restored, monkeypatch, pynative):
+    """The control."""
+    monkeypatch.setattr(Snapshot, "restore", lambda self: None)
+    with pytest.raises(AssertionError, match=r"moving_|window_|buffer"):
+        fail_and_compare(restored, options)
+
+
+@WARNS_OF_BATCHNORM
+def test_the_generator_has_gone_on_where_it_is_not_put_back(restored, monkeypatch, pynative):
+    """Another."""
+    monkeypatch.setattr("gaccum_ms.backend.snapshot.ms.set_rng_state", lambda state: None)
+    with pytest.raises(AssertionError, match="Mismatched elements"):
+        fail_and_compare(restored, {})
+
+
+@WARNS_OF_BATCHNORM
+def test_accumulators_change_where_they_are_not_put_back(restored, monkeypatch, pynative):
+    """Another: in a window's first batch they are zeroed, not copied."""
+    monkeypatch.setattr("gaccum_ms.accumulation.accumulators.Accumulators.forget", lambda self: None)
+    with pytest.raises(AssertionError, match="accu_grads"):
+        fail_and_compare(restored, {})
+
+
+def test_not_even_one_sample(pynative):
+    """Nothing is lost: the window keeps its batches, and the batch can be given again."""
+    data = [marked(one) for one in batches(3, 4)]
+    loss, step = halving_step(accumulation_steps=4)
+    run(step, data[:2])
+    loss.set_largest(0)
+    before = state(step)
+    with (
+        pytest.warns(UserWarning, match="memory ran out"),
+        pytest.raises(RuntimeError, match=r"one sample must fit, but got .* not enough on rank\(s\) \[0\]"),
+    ):
+        run(step, data[2:3])
+    after = state(step)
+    for name, value in after.items():
+        np.testing.assert_array_equal(value, before[name], err_msg=name)
+
+
+def test_other_errors_are_raised():
+    """And end the training, as without "auto"."""
+    loss, step = halving_step()
+    data = [marked(one) for one in batches(16, 2)]
+    run(step, data[:1])
+    step._auto._fails = lambda error: False
+    loss.set_largest(5)
+    with pytest.raises(RuntimeError, match="assert failed"):
+        run(step, data[1:])
+    assert step.micro_batch_size == 16
+
+
+class LargestMicroBatch(train.Callback):
+    """Lets memory shrink at a step."""
+
+    def __init__(self, loss):
+        self.loss = loss
+
+    def on_train_step_end(self, run_context):
+        if run_context.original_args().cur_step_num == 2:
+            self.loss.set_largest(5)
+
+
+def test_model_train_with_callbacks():
+    """Two epochs of batches of which the last is short; all callbacks see every batch."""
+    data = [marked(one) for one in [*batches(16, 3), *batches(6, 1)]]
+    loss = RunsOut(make_network("dense"))
+    optimizer = OPTIMIZERS["momentum"](loss.trainable_params())
+    options = {"memory_limit": PLENTY, "is_out_of_memory": says_assert_failed, "accumulation_steps": 3}
+    cell = GradAccumulationCell(loss, micro_batch_size="auto", **options)
+    model = ms.Model(cell, optimizer=optimizer)
+    with pytest.warns(UserWarning, match="goes on with"):
+        callbacks = [train.LossMonitor(), FlushAccumulation(), LargestMicroBatch(loss)]
+        model.train(2, GeneratorDataset(data, ["x", "y"], shuffle=False), callbacks=callbacks)
+    step = model.train_network
+    assert int(step.batch_count.asnumpy()) == 8
+    assert int(step.update_count.asnumpy()) == 4
+    assert step.micro_batch_size == 4
+    whole = ms.Model(
+        GradAccumulationCell(
+            nn.WithLossCell(plain := make_network("dense"), nn.CrossEntropyLoss()), accumulation_steps=3
+        ),
+        optimizer=OPTIMIZERS["momentum"](plain.trainable_params()),
+    )
+    whole.train(2, GeneratorDataset(data, ["x", "y"], shuffle=False), callbacks=[FlushAccumulation()])
+    for one, other in zip(step.weights, whole.train_network.weights, strict=True):
+        assert relative_error(as_numpy(one), as_numpy(other)) < 1e-5
+
+
+def test_a_real_limit_of_the_address_space(tmp_path):
+    """In a process of its own: a batch of longer samples comes, MindSpore fails to allocate, and training goes on."""
+    (found,) = run_on_ranks(1, "auto_size_worker.py", tmp_path, time_limit=600)
+    assert found["sizes"][:2].tolist() == [32, 32]
+    assert found["sizes"][2] in (8, 16)
+    assert found["errors"].size
+    assert all("bad_alloc" in error or "Memory not enough" in error for error in found["errors"]), found["errors"]
+    # A mean over 268 million float32 is not exact; a batch twice, or half of one, would be off by five in a hundred.
+    np.testing.assert_allclose(found["weights"], found["expected"], rtol=5e-3)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"loss_weights": (1.0, 2.0)}, ValueError, r"needs one loss .* but got 2 loss\(es\)"),
+        ({"shard_accumulators": True}, ValueError, r"but got .* shard_accumulators=True"),
+        ({"memory_limit": 0}, ValueError, "'memory_limit' must be at least 1"),
+        ({"memory_limit": "1 GB"}, TypeError, "'memory_limit' must be an int"),
+        ({"jit": False}, ValueError, "'auto' compiles in PyNative mode too, .* but got jit=False"),
+        ({"is_out_of_memory": 3}, TypeError, "'is_out_of_memory' must be a function of an error, but got 3"),
+        ({"micro_size": 2}, ValueError, "exactly one of 'micro_size'"),
+        ({"micro_batch_size": "automatic"}, TypeError, "'micro_batch_size' must be an int, but got 'automatic'"),
+        ({"micro_batch_size": 4, "memory_limit": 10}, ValueError, "'memory_limit' is for micro_batch_size='auto'"),
+    ],
+)
+def test_options_that_are_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        make_step(make_network("dense"), **{"micro_batch_size": "auto", **options})
+
+
+def test_is_refused_in_another_graph():
+    """As where data sinking puts the step into a graph with the data set's."""
+
+    class Outer(nn.Cell):
+        def __init__(self, step):
+            super().__init__()
+            self.step = step
+
+        def construct(self, x, y):
+            return self.step(x, y)
+
+    step = make_step(make_network("dense"), micro_batch_size="auto")
+    with pytest.raises(RuntimeError, match=r"'auto' needs Python between the batches, .*dataset_sink_mode=False"):
+        Outer(step)(*map(Tensor, batches(8, 1)[0]))
+
+
+def test_is_refused_by_audit():
+    network = make_network("dense")
+    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), micro_batch_size="auto")
+    with pytest.raises(ValueError, match="the number of micro-batches must be given"):
+        audit(cell, OPTIMIZERS["sgd"](network.trainable_params()), *map(Tensor, batches(8, 1)[0]))
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.distributed
+def test_ranks_halve_together(tmp_path):
+    """Rank 1 runs out, rank 0 does not: both go on with half, once, where the whole batches take them."""
+    ranks = run_on_two_ranks("auto_size_ranks_worker.py", tmp_path, time_limit=600)
+    for rank, results in enumerate(ranks):
+        assert "SyncBatchNorm layers" in str(results["refused"])
+        for kind in ("one batch", "window", "flush"):
+            found = case(results, kind)
+            assert relative_error(found["auto"], found["whole"]) < 1e-5, kind
+            assert found["auto_updates"] == found["whole_updates"], kind
+        assert case(results, "one batch")["sizes"].tolist() == [16, 16, 8, 8]
+        # In a window of two batches, rank 0 hears of it at the window's end.
+        assert case(results, "window")["sizes"].tolist() == [[16, 16, 16, 8], [16, 16, 8, 8]][rank]
+        assert case(results, "flush")["sizes"].tolist()[-1] == 8
+        assert "not enough on rank(s) [1]" in str(results["error"])
+        before, after = case(results, "before"), case(results, "after")
+        assert any("moving_mean" in name for name in before)
+        for name, value in before.items():
+            np.testing.assert_array_equal(after[name], value, err_msg=name)
+    for kind in ("one batch", "window", "flush"):
+        np.testing.assert_array_equal(*(case(results, kind)["auto"] for results in ranks), err_msg=kind)

@@ -1,0 +1,201 @@
+"""Where a data set goes on in loops of one's own, against the same loop that was never interrupted."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import nn
+from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
+from support.reference import Line
+
+from gaccum_ms import (
+    FlushAccumulation,
+    GradAccumulationCell,
+    GradAccumulator,
+    TrainOneStepWithGradAccumulationCell,
+    WindowMonitor,
+    resume,
+)
+
+SIZE, EPOCHS = 6, 4  # batches of an epoch, of two samples each
+SAVED = (2, 6, 8, 15)  # batches
+X = np.arange(1, 2 * SIZE + 1, dtype=np.float32) / 10
+
+
+def make_data_set(shuffle: bool = False) -> Any:
+    ms.dataset.config.set_seed(3)
+    return NumpySlicesDataset((X, X), ["x", "y"], shuffle=shuffle).batch(2)
+
+
+def make_generator(shuffle: bool = False) -> Any:
+    ms.dataset.config.set_seed(3)
+    return GeneratorDataset(list(zip(X, X, strict=True)), ["x", "y"], shuffle=shuffle).batch(2).repeat(1)
+
+
+class Accumulated:
+    """A training by hand: gradients come from a function, and go to a GradAccumulator."""
+
+    mode = ms.PYNATIVE_MODE
+
+    def __init__(self) -> None:
+        network = Line(1.0)
+        optimizer = nn.SGD(network.trainable_params(), 0.01)
+        self.holds = GradAccumulator(optimizer, 4)
+        self.gradients = ms.value_and_grad(network, None, optimizer.parameters)
+
+    def __call__(self, x, y):
+        self.holds(self.gradients(x, y)[1])
+
+
+class Stepped:
+    mode = ms.GRAPH_MODE
+
+    def __init__(self) -> None:
+        cell = GradAccumulationCell(Line(1.0), accumulation_steps=4)
+        optimizer = nn.SGD(cell.trainable_params(), 0.01)
+        self.holds = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
+
+    def __call__(self, x, y):
+        self.holds(x, y)
+
+
+@functools.cache
+def shared(kind: type) -> Any:
+    """One for all tests: it resumes whatever it has trained on."""
+    return kind()
+
+
+# Each yields, from epoch `first` on, an epoch's batches.
+Loop = Callable[[Any, int], Iterator[Any]]
+
+
+def fresh(data_set, first):
+    for _ in range(first, EPOCHS):
+        yield data_set.create_tuple_iterator()
+
+
+def fresh_dicts(data_set, first):
+    for _ in range(first, EPOCHS):
+        assert data_set.get_dataset_size() == SIZE
+        iterator = data_set.create_dict_iterator(output_numpy=True, num_epochs=1)
+        yield ((ms.Tensor(row["x"]), ms.Tensor(row["y"])) for row in iterator)
+
+
+def plain(data_set, first):
+    for _ in range(first, EPOCHS):
+        yield data_set
+
+
+def peeking(data_set, first):
+    """As find_micro_batch_size is given a batch, and who prints one."""
+    next(iter(data_set.create_tuple_iterator()))
+    yield from fresh(data_set, first)
+
+
+def leaving_early(data_set, first):
+    """An epoch that stops before its end."""
+    yield itertools.islice(data_set.create_tuple_iterator(["x", "y"], 1), 1)
+    yield from fresh(data_set, first + 1)
+
+
+def one_iterator(data_set, first):
+    iterator = data_set.create_tuple_iterator(num_epochs=EPOCHS)
+    for _ in range(first, EPOCHS):
+        yield iterator
+
+
+LOOPS: dict[str, Loop] = {
+    loop.__name__: loop for loop in (fresh, fresh_dicts, plain, peeking, leaving_early, one_iterator)
+}
+
+
+def train(train_on: Any, loop: Loop, data_set: Any, first: int = 0) -> list[list[float]]:
+    """The first sample of each batch, epoch by epoch."""
+    seen = []
+    for epoch in loop(data_set, first):
+        seen.append([])
+        for x, y in epoch:
+            train_on(x, y)
+            seen[-1].append(round(float(x.asnumpy()[0]), 3))
+    return seen
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Files after so many batches, by what trains."""
+    folder, files = tmp_path_factory.mktemp("checkpoints"), {}
+    for kind in (Stepped, Accumulated):
+        ms.set_context(mode=kind.mode)
+        train_on = shared(kind)
+        batches = [batch for _ in range(EPOCHS) for batch in make_data_set()]
+        for number, batch in enumerate(batches[: SAVED[-1]], start=1):
+            train_on(*batch)
+            if number in SAVED:
+                files[kind, number] = str(folder / f"{kind.__name__}-{number}.ckpt")
+                ms.save_checkpoint(train_on.holds, files[kind, number])
+    return files
+
+
+CASES = [
+    (Stepped, "fresh", 2, make_data_set),
+    (Stepped, "fresh", 6, make_data_set),
+    (Stepped, "fresh", 15, make_generator),
+    (Stepped, "fresh_dicts", 8, make_data_set),
+    (Stepped, "plain", 2, make_generator),
+    (Stepped, "peeking", 8, make_data_set),
+    (Stepped, "leaving_early", 8, make_data_set),
+    (Stepped, "one_iterator", 2, make_data_set),
+    (Stepped, "one_iterator", 15, make_data_set),
+    (Accumulated, "fresh", 8, make_data_set),
+]
+
+
+@pytest.mark.parametrize(("kind", "loop", "saved", "make"), CASES)
+def test_a_resumed_loop_sees_what_the_uninterrupted_one_would_have(kind, loop, saved, make, checkpoints):
+    whole = train(lambda *_: None, LOOPS["one_iterator" if loop == "one_iterator" else "plain"], make(shuffle=True))
+    assert len({tuple(epoch) for epoch in whole}) == (EPOCHS if loop == "one_iterator" else 1)
+    ms.set_context(mode=kind.mode)
+    train_on, data_set = shared(kind), make(shuffle=True)
+    finished = resume(train_on.holds, checkpoints[kind, saved], data_set)
+    assert finished == saved // SIZE
+    expected = [whole[finished][saved % SIZE :], *whole[finished + 1 :]]
+    if loop == "leaving_early":
+        expected[0] = expected[0][:1]
+    assert train(train_on, LOOPS[loop], data_set, finished) == expected
+    assert data_set.get_dataset_size() == SIZE
+
+
+def test_model_train_after_a_resumed_loop_begins_at_the_beginning(checkpoints):
+    step, data_set = shared(Stepped).holds, make_data_set()
+    resume(step, checkpoints[Stepped, 2], data_set)
+    for batch in data_set.create_tuple_iterator():
+        step(*batch)
+    monitor = WindowMonitor()
+    ms.Model(step).train(2, data_set, callbacks=[monitor, FlushAccumulation()])
+    assert int(step.batch_count.asnumpy()) == 3 * SIZE
+    # The six batches before have left two in the window.
+    assert [(record.epoch, record.batches) for record in monitor.records] == [(1, 4), (1, 4), (2, 4), (2, 2)]
+
+
+def test_model_fit_that_evaluates_on_the_data_set_it_resumes_flushes_at_its_epochs_ends(checkpoints):
+    evaluated = nn.WithEvalCell(nn.Identity(), nn.MSELoss())
+    model = ms.Model(shared(Stepped).holds, eval_network=evaluated, metrics={"mse"}, eval_indexes=[0, 1, 2])
+    data_set, monitor = make_data_set(), WindowMonitor()
+    resume(model, checkpoints[Stepped, 2], data_set)
+    model.fit(2, data_set, data_set, callbacks=[monitor, FlushAccumulation()], dataset_sink_mode=False)
+    assert [(record.epoch, record.batches) for record in monitor.records] == [(1, 4), (1, 2), (2, 4), (2, 2)]
+
+
+def test_an_iterator_of_fewer_epochs_than_are_finished_is_refused(checkpoints):
+    step, data_set = shared(Stepped).holds, make_data_set()
+    resume(step, checkpoints[Stepped, 15], data_set)
+    message = r"'num_epochs' of 'create_tuple_iterator' must be .* but got 2 where 2 are finished"
+    with pytest.raises(ValueError, match=message):
+        data_set.create_tuple_iterator(num_epochs=2)
+    assert len(list(data_set.create_tuple_iterator())) == SIZE - 15 % SIZE

@@ -1,0 +1,121 @@
+"""The graph that data sinking makes of the training step: a loop that fetches its own batches, with no Python between.
+
+MindSpore sinks data on Ascend and GPU alone: on CPU ``Model.train(dataset_sink_mode=True)`` feeds batches from Python,
+`ms.data_sink` refuses, and the operator that fetches from the device's queue has no kernel. Here the wrapper that
+MindSpore puts around the step is the real one, and fetches from Parameters in place of the queue. Not tested: the queue
+itself, and what callbacks do between two sinks.
+"""
+
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from mindspore.train.dataset_helper import _DataWrapper
+from support import window_oracle as oracle
+from support.reference import as_numpy, step_with
+
+from gaccum_ms import CountMask, TrainOneStepWithGradAccumulationCell
+from gaccum_ms.accumulation.window import SampleWindow
+
+
+class Queue(nn.Cell):
+    """Each call in the graph gives the next batch."""
+
+    def __init__(self, batches):
+        super().__init__(auto_prefix=False)
+        self.columns = tuple(Tensor(np.stack(column)) for column in zip(*batches, strict=True))
+        self.number = ms.Parameter(Tensor(0, ms.int32), name="queue_number", requires_grad=False)
+
+    def construct(self):
+        number = self.number + 0
+        batch = ()
+        for column in self.columns:
+            batch = (*batch, column[number])
+        return ops.depend(batch, ops.assign(self.number, ops.depend(number + 1, batch)))
+
+
+class Sink(nn.Cell):
+    """A sink of so many batches, as the device runs it: the last step's outputs."""
+
+    def __init__(self, step, batches, size):
+        super().__init__(auto_prefix=False)
+        first = batches[0]
+        self.step = _DataWrapper(step, [ms.float32] * len(first), [list(one.shape) for one in first], "queue")
+        self.step.get_next = Queue(batches)
+        self.size = size
+        self.set_train()
+
+    def construct(self):
+        outputs = self.step()
+        done = Tensor(1, ms.int32)
+        while done < self.size:
+            outputs = self.step()
+            done = done + 1
+        return outputs
+
+
+CASES = {
+    "samples": oracle.case(micro_size=3, max_grad_norm=0.2),
+    "counts, scaled": oracle.case(oracle.Masked, "graph", [(1, 3)], micro_size=3, count=CountMask(), scale=1024.0),
+    "several batches": oracle.case(
+        oracle.Masked,
+        "graph",
+        [(2, 1)],
+        micro_size=2,
+        accumulation_steps=3,
+        count=CountMask(),
+        overflow="drop_micro_batch",
+    ),
+    "loss of the batch": oracle.case(oracle.Spread, micro_size=2),
+}
+BATCHES = 6
+
+
+def train(case, step_class=TrainOneStepWithGradAccumulationCell, size=BATCHES):
+    """The step after `BATCHES` batches in sinks of `size` , and the last loss."""
+    batches = case.batches((5,) * BATCHES)
+    step = case.make_model(step_class).train_network
+    sink = Sink(step, batches, size)
+    for _ in range(BATCHES // size):
+        outputs = sink()
+    return step, (outputs[0] if isinstance(outputs, tuple) else outputs), oracle.expected_records(case.plan, [batches])
+
+
+def assert_as_the_oracle(step, loss, expected):
+    records, weight = expected
+    np.testing.assert_allclose(as_numpy(step.weights[0]), weight, rtol=1e-5)
+    np.testing.assert_allclose(as_numpy(loss), records[-1]["losses"][-1], rtol=1e-5)
+    assert int(step.update_count.asnumpy()) == records[-1]["update"]
+    assert int(step.batch_count.asnumpy()) == BATCHES
+
+
+@pytest.mark.parametrize(("kind", "size"), [*((kind, BATCHES) for kind in CASES), ("several batches", 1)])
+def test_the_graph_of_a_sink_trains_as_the_whole_batches_do(kind, size):
+    assert_as_the_oracle(*train(CASES[kind], size=size))
+
+
+class LosesTheLast(SampleWindow):
+    """Negative control: without the smaller last micro-batch."""
+
+    def add_up(self, inputs, unit):
+        return super().add_up([value[:4] for value in inputs], unit)
+
+
+def test_a_step_that_loses_a_micro_batch_in_a_sink_is_caught():
+    with pytest.raises(AssertionError, match="Mismatched elements"):
+        assert_as_the_oracle(*train(CASES["samples"], step_with(LosesTheLast)))
+
+
+def test_a_bad_count_in_a_sink_is_not_reported_and_does_not_update():
+    """No Python runs that could raise: the second batch counts NaN."""
+    case = oracle.case(oracle.Masked, micro_size=3, count=CountMask())
+    batches = case.batches((5,) * 2)
+    good, bad = batches
+    step = case.make_model().train_network
+    bad[2][0] = np.nan
+    Sink(step, batches, 2)()
+    assert int(step.update_count.asnumpy()) == 1
+    _, weight = oracle.expected_records(case.plan, [[good]])
+    np.testing.assert_allclose(as_numpy(step.weights[0]), weight, rtol=1e-5)

@@ -1,0 +1,780 @@
+"""GradAccumulator in hand-written loops: eager, compiled, and inside a user's own compiled function."""
+
+from __future__ import annotations
+
+import contextlib
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from support.reference import (
+    OPTIMIZERS,
+    Line,
+    Run,
+    as_numpy,
+    assert_equivalent,
+    batches,
+    make_network,
+    relative_error,
+    whole_batch,
+)
+from support.state import assert_close, assert_identical, everything, manager
+
+import gaccum_ms.training.grad_accumulator
+from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell, resume
+from gaccum_ms.accumulation.open_window import OpenWindow
+from gaccum_ms.accumulation.reduction import CountedReduction
+
+# How a loop may run: "compiled" is PyNative mode with jit=True; "jit" a user's compiled function around all of it.
+WAYS = {"graph": ms.GRAPH_MODE, "pynative": ms.PYNATIVE_MODE, "compiled": ms.PYNATIVE_MODE, "jit": ms.PYNATIVE_MODE}
+CALLED = ["graph", "pynative", "compiled"]
+EQUAL, UNEQUAL = (9, 9, 9), (13, 5, 9)  # samples of a window's batches
+TOLERANCE, ADAM_TOLERANCE = 1e-5, 1e-4  # as in test_equivalence.py
+
+
+@pytest.fixture(params=CALLED)
+def way(request) -> str:
+    """Run the test in each way in which Python calls the accumulator."""
+    return request.param
+
+
+class Loop:
+    """The loop that a user writes: loss and gradients of a batch, then a call of the accumulator."""
+
+    def __init__(self, way, steps=3, optimizer="momentum", **options):
+        ms.set_context(mode=WAYS[way])
+        self.network = make_network("dense")
+        self.optimizer = OPTIMIZERS[optimizer](self.network.trainable_params())
+        self.accumulator = GradAccumulator(self.optimizer, steps, jit=way == "compiled", **options)
+        loss_cell = nn.WithLossCell(self.network, nn.CrossEntropyLoss())
+        accumulator = self.accumulator
+
+        def forward(x, y):
+            loss = loss_cell(x, y)
+            return accumulator.scale(loss), loss
+
+        grad_fn = ms.value_and_grad(forward, None, self.optimizer.parameters, has_aux=True)
+
+        def train_step(x, y, *count):
+            (_, loss), gradients = grad_fn(x, y)
+            return loss, accumulator(gradients, *count)
+
+        self.train_step = ms.jit(train_step) if way == "jit" else train_step
+
+    def __call__(self, x, y, *count):
+        loss, updated = self.train_step(Tensor(x), Tensor(y), *(Tensor(one, ms.float32) for one in count))
+        return float(loss.asnumpy()), bool(updated)
+
+    def run(self, data, sizes, counted) -> Run:
+        """Train on each batch of `data` in parts of `sizes`; the losses are the windows' means."""
+        losses = []
+        for x, y in data:
+            parts = [
+                (*part, float(len(part[0]))) if counted else part
+                for part in zip(*(np.split(value, np.cumsum(sizes)[:-1]) for value in (x, y)), strict=True)
+            ]
+            results = [self(*part) for part in parts]
+            assert [updated for _, updated in results] == [False] * (len(parts) - 1) + [True]
+            losses.append(np.average([loss for loss, _ in results], weights=sizes))
+        return Run(np.array(losses), trained(self.optimizer))
+
+
+def trained(optimizer) -> dict[str, np.ndarray]:
+    """All that an update changes: the weights, and the optimizer's state with its place in the schedule."""
+    return {p.name: as_numpy(p) for p in [*optimizer.parameters, *optimizer.get_parameters()]}
+
+
+def make_accumulator(steps=2, optimizer=None, way="pynative", **options) -> GradAccumulator:
+    """Of a weight (10, 20) and SGD with rate 1: what the weight loses is the update's gradient."""
+    ms.set_context(mode=WAYS[way])
+    weight = ms.Parameter(Tensor([10.0, 20.0], ms.float32), name="weight")
+    optimizer = OPTIMIZERS[optimizer]([weight]) if optimizer else nn.SGD([weight], 1.0)
+    accumulator = GradAccumulator(optimizer, steps, jit=way == "compiled", **options)
+    if "scale_sense" in options:
+        accumulator.scale(Tensor(1.0, ms.float32))  # a test writes its gradients with the scale in them
+    return accumulator
+
+
+def gradient(a, b=0.0):
+    return (Tensor([a, b], ms.float32),)
+
+
+def moved(accumulator) -> list[float]:
+    return ([10.0, 20.0] - as_numpy(accumulator.weights[0]).astype(np.float64)).round(5).tolist()
+
+
+def place(accumulator) -> tuple[int, int]:
+    return int(accumulator.update_count.asnumpy()), int(accumulator.window_position.asnumpy())
+
+
+# -- equivalence -------------------------------------------------------------------------------------------------------
+
+
+def assert_equals_the_joined_batch(way, optimizer="momentum", sizes=EQUAL, counted=False, **options):
+    run = Loop(way, len(sizes), optimizer, **options).run(batches(sum(sizes)), sizes, counted)
+    reference = whole_batch("dense", optimizer, sum(sizes), WAYS[way])
+    assert_equivalent(run, reference, ADAM_TOLERANCE if optimizer == "adam" else TOLERANCE)
+
+
+@pytest.mark.core("sgd-graph", "sgd-pynative", "sgd-jit", "momentum-pynative", "adam-graph")
+@pytest.mark.parametrize(
+    ("optimizer", "way"),
+    [*(("sgd", way) for way in WAYS), *((o, way) for o in ("momentum", "adam") for way in ("graph", "pynative"))],
+)
+def test_successive_batches_equal_the_joined_batch(optimizer, way):
+    assert_equals_the_joined_batch(way, optimizer)
+
+
+@pytest.mark.core("pynative", "compiled")
+@pytest.mark.parametrize("way", list(WAYS))
+def test_counted_batches_of_unequal_sizes_equal_the_joined_batch(way):
+    assert_equals_the_joined_batch(way, sizes=UNEQUAL, counted=True)
+
+
+@pytest.mark.parametrize(("counts", "expected"), [([(), ()], 4.0), ([(1,), (2.0,)], 5.0)], ids=["alike", "counted"])
+def test_unequal_batches_weigh_alike_without_counts(counts, expected, mode):
+    """At w = 1 the gradient x (w x - y) of (1, 0) is 1; of (2, 1) and (4, 1) it is 2 and 12, their mean 7."""
+    ms.set_context(mode=WAYS[mode])
+    line = Line(1.0)
+    optimizer = nn.SGD(line.trainable_params(), 0.1)
+    accumulator = GradAccumulator(optimizer, 2)
+    grad_fn = ms.value_and_grad(line, None, optimizer.parameters)
+    for (x, y), count in zip([([1.0], [0.0]), ([2.0, 4.0], [1.0, 1.0])], counts, strict=True):
+        _, gradients = grad_fn(Tensor(x), Tensor(y))
+        accumulator(gradients, *count)
+    np.testing.assert_allclose(line.weight.asnumpy(), 1 - 0.1 * expected, rtol=1e-6)
+    assert float(accumulator.window_count.asnumpy()) == (3 if counts[0] else 2)
+
+
+@pytest.mark.parametrize(
+    "count", [3, 3.0, np.int64(3), np.float32(3), Tensor(3), Tensor(3.0)], ids=lambda c: type(c).__name__
+)
+def test_any_number_is_a_count(count):
+    accumulator = make_accumulator()
+    accumulator(gradient(1.0), count)
+    accumulator(gradient(5.0), 1)
+    assert moved(accumulator) == [2.0, 0.0]
+
+
+# -- broken on purpose -------------------------------------------------------------------------------------------------
+
+
+class ForgetsCounts(GradAccumulator):
+    def __call__(self, gradients, count=None):
+        return super().__call__(gradients, 1.0)
+
+
+class NeverCleared(OpenWindow):
+    """Forgets where it is, not what it holds."""
+
+    def clear(self, after):
+        return ops.depend(after, ops.assign(self.window_position, ops.depend(ms.Tensor(0, ms.int32), after)))
+
+
+class SumOfBatches(CountedReduction):
+    """Off by the number of batches: their sum in place of their mean."""
+
+    def construct(self, gradients, sums, unit, scale):
+        gradients, divisor, loss, counted = super().construct(gradients, sums, unit, scale)
+        return gradients, divisor / 3, loss, counted
+
+
+@pytest.mark.core("ForgetsCounts-pynative", "NeverCleared-pynative", "SumOfBatches-compiled")
+@pytest.mark.parametrize("way", ["pynative", "compiled"])
+@pytest.mark.parametrize("broken", [ForgetsCounts, NeverCleared, SumOfBatches])
+def test_negative_control_a_broken_accumulator_is_caught(broken, way, monkeypatch):
+    if broken is ForgetsCounts:
+        monkeypatch.setitem(globals(), "GradAccumulator", broken)
+    else:
+        monkeypatch.setattr(gaccum_ms.training.grad_accumulator, broken.__base__.__name__, broken)
+    run = Loop(way).run(batches(sum(UNEQUAL)), UNEQUAL, counted=True)
+    with pytest.raises(AssertionError):
+        assert_equivalent(run, whole_batch("dense", "momentum", sum(UNEQUAL), WAYS[way]), TOLERANCE)
+
+
+# -- what a call returns, and what it leaves alone ---------------------------------------------------------------------
+
+
+def test_returns_true_at_updates_alone_and_tells_its_place(way):
+    accumulator = make_accumulator(3, way=way)
+    seen = []
+    for _ in range(7):
+        updated = accumulator(gradient(1.0))
+        assert updated is True or updated is False
+        seen.append((updated, *place(accumulator)))
+    window = [(False, 1), (False, 2), (True, 0)]
+    assert seen == [(done, (i + 1) // 3, position) for i, (done, position) in enumerate([*window, *window, window[0]])]
+
+
+def test_inside_a_compiled_function_it_returns_a_bool_tensor(pynative):
+    accumulator = make_accumulator(2)
+
+    @ms.jit
+    def call(gradients):
+        return accumulator(gradients)
+
+    for expected in (False, True, False):
+        updated = call(gradient(1.0))
+        assert (updated.dtype, updated.shape, bool(updated)) == (ms.bool_, (), expected)
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam", "dynamic_lr"])
+def test_a_batch_that_does_not_end_the_window_changes_nothing_that_is_trained(optimizer, way):
+    accumulator = make_accumulator(3, optimizer, way)
+    for _ in range(2):
+        before = trained(accumulator.optimizer)
+        for _ in range(2):
+            accumulator(gradient(1.0, -2.0))
+            assert_identical(trained(accumulator.optimizer), before)
+        accumulator(gradient(3.0, 5.0))
+        after = trained(accumulator.optimizer)
+        assert (after["weight"] != before["weight"]).all()
+        state = {"momentum": "moments.weight", "adam": "moment2.weight", "dynamic_lr": "global_step"}[optimizer]
+        assert (after[state] != before[state]).all()
+
+
+def test_a_list_of_gradients_is_as_good_as_a_tuple(mode):
+    accumulator = make_accumulator(1, way=mode)
+    assert accumulator(list(gradient(1.0))) is True
+    assert moved(accumulator) == [1.0, 0.0]
+
+
+# -- flush, clear, no_update -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("counts", "expected"), [([(), ()], 4.0), ([(1,), (3,)], 5.0)], ids=["alike", "counted"])
+def test_flush_divides_a_tail_by_what_it_counts(counts, expected, way):
+    accumulator = make_accumulator(4, way=way)
+    accumulator(gradient(2.0), *counts[0])
+    accumulator(gradient(6.0), *counts[1])
+    assert accumulator.flush() is True
+    assert moved(accumulator) == [expected, 0.0]
+    assert place(accumulator) == (1, 0)
+    assert [accumulator(gradient(1.0), *counts[0]) for _ in range(4)] == [False, False, False, True]
+    assert moved(accumulator) == [expected + 1, 0.0]
+
+
+def test_flush_of_an_empty_window_does_nothing(way):
+    accumulator = make_accumulator(2, "adam", way)
+    for _ in range(2):
+        before = everything(accumulator)
+        assert accumulator.flush() is False
+        assert_identical(everything(accumulator), before)
+        accumulator(gradient(1.0))
+        accumulator(gradient(2.0))
+
+
+def test_a_cleared_window_might_never_have_been(way):
+    values = []
+    for cleared in (True, False):
+        accumulator = make_accumulator(3, "momentum", way, accumulator_dtype=ms.bfloat16, compensated=True)
+        if cleared:
+            accumulator(gradient(7.3, 1e-3), 5)
+            accumulator(gradient(float("nan")), 2)
+            accumulator.clear()
+            assert place(accumulator) == (0, 0)
+            assert accumulator.flush() is False
+        assert [accumulator(gradient(x, -x), x) for x in (1.1, 2.2, 3.3)] == [False, False, True]
+        values.append(everything(accumulator))
+    assert values[0].pop("gaccum_ms.batch_count") == values[1].pop("gaccum_ms.batch_count") + 2 == 5
+    assert_identical(*values)
+
+
+def test_a_batch_that_fails_half_way_drops_its_window_and_the_next_is_right(pynative, monkeypatch):
+    accumulator = make_accumulator(3, way="pynative")
+    accumulator(gradient(7.0))
+    added = []
+
+    def fail(gradients):
+        added.append(gradients)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(accumulator.window.accumulators, "add", fail)
+        with pytest.warns(UserWarning, match=r"the 1 batch\(es\) before it"), pytest.raises(KeyboardInterrupt):
+            accumulator(gradient(9.0))
+    assert added
+    assert place(accumulator) == (0, 0)
+    assert [accumulator(gradient(x)) for x in (1.0, 2.0, 3.0)] == [False, False, True]
+    assert moved(accumulator) == [2.0, 0.0]
+
+
+def test_no_update_lets_a_window_go_on_until_the_first_call_after_it(mode):
+    accumulator = make_accumulator(2, way=mode)
+    before = trained(accumulator.optimizer)
+    with accumulator.no_update():
+        assert [accumulator(gradient(x)) for x in (1.0, 2.0, 3.0)] == [False] * 3
+        assert_identical(trained(accumulator.optimizer), before)
+        assert place(accumulator) == (0, 3)
+    assert accumulator(gradient(10.0)) is True
+    assert moved(accumulator) == [4.0, 0.0]
+    assert [accumulator(gradient(0.0)) for _ in range(2)] == [False, True]
+
+
+def test_no_update_ends_with_its_outermost_block_also_by_an_exception():
+    accumulator = make_accumulator(1)
+    with pytest.raises(KeyError), accumulator.no_update():
+        with pytest.raises(ZeroDivisionError), accumulator.no_update():
+            raise ZeroDivisionError
+        assert accumulator(gradient(1.0)) is False
+        raise KeyError
+    assert accumulator(gradient(5.0)) is True
+    assert moved(accumulator) == [3.0, 0.0]
+
+
+# -- clipping ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [None, 1024.0])
+@pytest.mark.parametrize(("max_norm", "expected"), [(1.0, [0.6, 0.8]), (6.0, [3.0, 4.0])])
+def test_clips_the_windows_mean_gradient_once(max_norm, expected, scale, mode):
+    """The mean of (6, 0) and (0, 8) is (3, 4), of norm 5; each clipped to 1 their mean would be (0.5, 0.5)."""
+    scaled = {} if scale is None else {"scale_sense": Tensor(scale, ms.float32)}
+    accumulator = make_accumulator(2, way=mode, max_grad_norm=max_norm, **scaled)
+    for one in ([6.0, 0.0], [0.0, 8.0]):
+        accumulator((Tensor(one, ms.float32) * (scale or 1.0),))
+    assert moved(accumulator) == expected
+    np.testing.assert_allclose(accumulator.grad_norm.asnumpy(), 5.0, rtol=1e-6)
+
+
+def test_negative_control_clipping_each_batch_differs():
+    accumulator = make_accumulator(2)
+    for one in ([6.0, 0.0], [0.0, 8.0]):
+        accumulator(ops.clip_by_global_norm((Tensor(one, ms.float32),), 1.0))
+    assert moved(accumulator) == [0.5, 0.5]
+
+
+# -- loss scaling and overflow -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.core("graph-cell", "pynative-()")
+@pytest.mark.parametrize(
+    ("way", "scale"),
+    [
+        ("graph", manager()),
+        ("pynative", manager()),
+        ("pynative", Tensor(1024.0, ms.float32)),
+        ("compiled", Tensor([1024.0], ms.float32)),
+        ("jit", manager()),
+    ],
+    ids=["graph-cell", "pynative-cell", "pynative-()", "compiled-(1,)", "jit-cell"],
+)
+def test_scaled_losses_equal_the_joined_batch(way, scale):
+    assert_equals_the_joined_batch(way, scale_sense=scale)
+
+
+@pytest.mark.parametrize(
+    ("way", "position", "value"),
+    [
+        *(("pynative", position, value) for position in (0, 1, 2) for value in (float("inf"), float("nan"))),
+        ("graph", 1, float("inf")),
+        ("graph", 2, float("nan")),
+        ("compiled", 0, float("inf")),
+    ],
+)
+def test_an_overflow_drops_its_window_and_halves_the_scale(position, value, way):
+    accumulator = make_accumulator(3, "adam", way, scale_sense=manager())
+    assert [accumulator(gradient(1024.0)) for _ in range(3)] == [False, False, True]
+    before = trained(accumulator.optimizer)
+    poisoned = [gradient(value if i == position else 2048.0) for i in range(3)]
+    assert [accumulator(one) for one in poisoned] == [False] * 3
+    assert_identical(trained(accumulator.optimizer), before)
+    assert place(accumulator) == (1, 0)
+    assert float(accumulator.scale_sense.asnumpy()) == 512.0
+    assert float(accumulator.scale(Tensor(2.0, ms.float32)).asnumpy()) == 1024.0
+    assert [accumulator(gradient(512.0)) for _ in range(3)] == [False, False, True]
+    assert np.isfinite(as_numpy(accumulator.weights[0])).all()
+    assert (as_numpy(accumulator.weights[0])[0] != before["weight"][0]).all()
+
+
+def test_a_scale_set_between_the_batches_of_a_window_counts_for_the_batches_after_it(mode):
+    accumulator = make_accumulator(2, way=mode, scale_sense=Tensor(8.0, ms.float32))
+    accumulator(gradient(8 * 1.0))
+    accumulator.set_sense_scale(Tensor(32.0, ms.float32))
+    accumulator(gradient(32 * 3.0))
+    assert moved(accumulator) == [2.0, 0.0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_scale_that_no_loss_was_multiplied_by_is_refused(way):
+    """Gradients would be divided by what they were never multiplied by."""
+    ms.set_context(mode=WAYS[way])
+    weight = ms.Parameter(Tensor([10.0, 20.0], ms.float32), name="weight")
+    scaled = {"scale_sense": Tensor(8.0, ms.float32)}
+    accumulator = GradAccumulator(nn.SGD([weight], 1.0), 1, jit=way == "compiled", **scaled)
+
+    def call(gradients):
+        return accumulator(gradients)
+
+    call = ms.jit(call) if way == "jit" else call
+    before = everything(accumulator)
+    with pytest.raises(
+        RuntimeError, match=r"'GradAccumulator', losses must be multiplied .* accumulator.scale\(loss\)"
+    ):
+        call(gradient(8.0))
+    assert_identical(everything(accumulator), before)
+    accumulator.scale(Tensor(1.0, ms.float32))
+    assert bool(accumulator(gradient(8.0)))
+    assert moved(accumulator) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("way", ["pynative", "jit"])
+def test_a_loop_may_multiply_by_the_scale_itself(way):
+    ms.set_context(mode=WAYS[way])
+    weight = ms.Parameter(Tensor([10.0, 20.0], ms.float32), name="weight")
+    accumulator = GradAccumulator(nn.SGD([weight], 1.0), 1, scale_sense=Tensor(8.0, ms.float32))
+
+    def loss(x):
+        return (weight * x).sum() * accumulator.scale_sense
+
+    gradient_of = ms.grad(loss, None, accumulator.weights)
+
+    def train_step(x):
+        return accumulator(gradient_of(x))
+
+    (ms.jit(train_step) if way == "jit" else train_step)(Tensor([1.0, 2.0], ms.float32))
+    assert moved(accumulator) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("scale", [None, 1024.0])
+def test_a_window_that_counts_nothing_does_not_update(scale, mode):
+    """A mean over nothing is NaN: it must not get in, also not beside batches that count."""
+    scaled = {} if scale is None else {"scale_sense": Tensor(scale, ms.float32)}
+    accumulator = make_accumulator(2, "momentum", mode, **scaled)
+    before = trained(accumulator.optimizer)
+    nothing = gradient(float("nan"), float("nan"))
+    assert [accumulator(nothing, 0) for _ in range(3)] == [False] * 3
+    assert accumulator.flush() is False
+    assert_identical(trained(accumulator.optimizer), before)
+    assert place(accumulator) == (0, 0)
+    assert [accumulator(nothing, 0), accumulator(gradient(scale or 1.0), 4)] == [False, True]
+    np.testing.assert_allclose(as_numpy(accumulator.optimizer.moments[0]), [1.1, 0.2], rtol=1e-6)  # decay 0.01
+    assert float(accumulator.window_count.asnumpy()) == 4.0
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_drop_micro_batch_leaves_one_batch_out_and_divides_by_what_is_left(scaled, mode):
+    options = {"scale_sense": manager()} if scaled else {}
+    scale = 1024.0 if scaled else 1.0
+    accumulator = make_accumulator(3, way=mode, overflow="drop_micro_batch", **options)
+    accumulator(gradient(2.0 * scale), 1)
+    accumulator(gradient(float("inf")), 7)
+    assert accumulator(gradient(6.0 * scale), 3) is True
+    assert moved(accumulator) == [5.0, 0.0]
+    assert float(accumulator.dropped_micro_batches.asnumpy()) == 1
+    assert float(accumulator.window_count.asnumpy()) == 4
+    if scaled:
+        assert float(accumulator.scale_sense.asnumpy()) == 512.0
+
+
+def test_nothing_updates_where_every_batch_was_dropped(mode):
+    accumulator = make_accumulator(2, "adam", mode, overflow="drop_micro_batch")
+    before = trained(accumulator.optimizer)
+    assert [accumulator(gradient(float("nan"))) for _ in range(2)] == [False, False]
+    assert_identical(trained(accumulator.optimizer), before)
+    assert float(accumulator.dropped_micro_batches.asnumpy()) == 2
+
+
+# -- accumulators, number of steps, compilation ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compensated", [True, False])
+def test_compensated_bfloat16_keeps_what_bfloat16_loses(compensated, mode):
+    """A hundredth is less than half a unit in bfloat16's last place once 64 of it are 1's size."""
+    accumulator = make_accumulator(64, way=mode, accumulator_dtype=ms.bfloat16, compensated=compensated)
+    values = np.random.default_rng(5).uniform(0.5, 1.5, 64)
+    for value in values:
+        accumulator(gradient(value))
+    assert accumulator.accu_grads[0].dtype == ms.bfloat16
+    error = abs(moved(accumulator)[0] / values.mean() - 1)
+    assert error < 2e-5 if compensated else error > 1e-3
+
+
+TRACES: list[int] = []
+
+
+@ops.constexpr(reuse_result=False)
+def trace(number):
+    """Ordinary Python: in compiled code it runs only while that is compiled."""
+    TRACES.append(1)
+    return number
+
+
+class Traced(nn.SGD):
+    def construct(self, gradients):
+        trace(1)
+        return super().construct(gradients)
+
+
+@pytest.mark.parametrize("way", ["graph", "compiled", "jit"])
+def test_compiles_once_whatever_changes(way):
+    """Gradients, counts, place, number of steps, cleared and held windows: all are values, none a constant."""
+    ms.set_context(mode=WAYS[way])
+    weight = ms.Parameter(Tensor([10.0, 20.0], ms.float32), name="weight")
+    accumulator = GradAccumulator(Traced([weight], 1.0), 2, jit=way == "compiled")
+
+    def plain_call(value, count):
+        return accumulator((value * ops.ones(2, ms.float32),), count)
+
+    call = ms.jit(plain_call) if way == "jit" else plain_call
+    TRACES.clear()
+    for i in range(12):
+        held = accumulator.no_update() if i == 4 else contextlib.nullcontext()
+        with held:
+            call(Tensor(float(i)), Tensor(i + 1.0) if i % 2 or way == "jit" else i + 1)
+        if i == 5:
+            accumulator.clear()
+        if i % 4 == 3:
+            accumulator.set_accumulation_steps(i)
+        if i == 0:
+            compiled = len(TRACES)
+    assert 1 <= compiled == len(TRACES)
+    if way != "jit":  # whose graph is the function's
+        assert len(accumulator.compile_cache) == 1
+
+
+def test_counts_inside_and_outside_of_jit_may_share_a_window(pynative):
+    accumulator = make_accumulator(3, way="pynative")
+
+    @ms.jit
+    def inside(value, count):
+        return accumulator((value * ops.ones(2, ms.float32),), count)
+
+    inside(Tensor(1.0), Tensor(1.0))
+    with pytest.raises(ValueError, match=r"but got count=None after 1 batch\(es\) that weigh by counts"):
+        accumulator(gradient(1.0))
+    assert [accumulator((Tensor([4.0, 4.0]),), count) for count in (3, 4)] == [False, True]
+    assert moved(accumulator) == [(1 + 12 + 16) / 8] * 2
+
+
+def test_another_number_of_steps_is_for_windows_to_come(mode):
+    accumulator = make_accumulator(3, way=mode)
+    ends = []
+    for call in range(12):
+        if call in (1, 3, 5):  # in the first window to 2, between windows to 4, in the window of 4 to 1
+            accumulator.set_accumulation_steps({1: 2, 3: 4, 5: 1}[call])
+        ends.append(accumulator(gradient(float(call))))
+    assert [call for call, updated in enumerate(ends) if updated] == [2, 6, 7, 8, 9, 10, 11]
+    assert moved(accumulator) == [1 + 4.5 + 7 + 8 + 9 + 10 + 11, 0.0]
+    assert int(accumulator.accumulation_steps.asnumpy()) == 1
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def saved_and_fresh(tmp_path, way, file_format, calls_before_loading=0):
+    """A loop saved after two of three batches, and another that has loaded it."""
+    options = {"scale_sense": manager(), "accumulator_dtype": ms.bfloat16, "compensated": True, "max_grad_norm": 0.5}
+    data = batches(9, 8)
+    saved, fresh = (Loop(way, 3, "adam", **options) for _ in range(2))
+    for batch in data[:2]:
+        saved(*batch, 4.0)
+    path = str(tmp_path / f"window.{file_format}")
+    ms.save_checkpoint(saved.accumulator, path, format=file_format)
+    for batch in data[-calls_before_loading:] if calls_before_loading else ():
+        fresh(*batch, 4.0)
+    missing = ms.load_param_into_net(fresh.accumulator, ms.load_checkpoint(path, format=file_format))
+    assert missing == ([], [])
+    return saved, fresh, data[2:]
+
+
+@pytest.mark.core("graph-ckpt", "pynative-safetensors")
+@pytest.mark.parametrize("file_format", ["ckpt", "safetensors"])
+@pytest.mark.parametrize("way", ["graph", "pynative"])
+def test_goes_on_from_a_checkpoint_in_mid_window(way, file_format, tmp_path):
+    """What is loaded is identical to the last bit. What comes after differs in the last bit by where weights lie in
+    memory: kernels on CPU add up in another order."""
+    saved, fresh, data = saved_and_fresh(tmp_path, way, file_format)
+    assert place(fresh.accumulator) == (0, 2)
+    assert_identical(everything(fresh.accumulator), everything(saved.accumulator))
+    updates = []
+    for count, batch in enumerate(data):
+        (loss, updated), again = saved(*batch, count + 1.0), fresh(*batch, count + 1.0)
+        assert again == (pytest.approx(loss, rel=1e-6), updated)
+        updates.append(updated)
+        assert_close(everything(fresh.accumulator), everything(saved.accumulator))
+    assert updates == [True, False, False, True, False, False]
+
+
+@pytest.mark.parametrize("way", ["graph", "pynative"])
+def test_resume_takes_effect_in_the_middle_of_training(way, tmp_path):
+    data = batches(9, 8)
+    saved, other = (Loop(way, 3, "adam", max_grad_norm=0.5) for _ in range(2))
+    for batch in data[:2]:
+        saved(*batch, 4.0)
+    ms.save_checkpoint(saved.accumulator, str(tmp_path / "window.ckpt"))
+    for batch in data[4:]:
+        other(*batch, 4.0)
+    resume(other.accumulator, tmp_path / "window.ckpt")
+    assert place(other.accumulator) == (0, 2)
+    for count, batch in enumerate(data[2:]):
+        loss, updated = saved(*batch, count + 1.0)
+        assert other(*batch, count + 1.0) == (pytest.approx(loss, rel=1e-6), updated)
+    assert_close(everything(other.accumulator), everything(saved.accumulator))
+
+
+# -- bad input: one clear error, and nothing has changed ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"optimizer": 0.1}, TypeError, "'optimizer' must be an nn.Optimizer, but got 'float'"),
+        ({"optimizer": nn.ReLU()}, TypeError, "'optimizer' must be an nn.Optimizer, but got 'ReLU'"),
+        ({"accumulation_steps": 0}, ValueError, "'accumulation_steps' must be at least 1, but got 0"),
+        ({"accumulation_steps": 2.0}, TypeError, "'accumulation_steps' must be an int, but got 2.0 of type 'float'"),
+        ({"accumulation_steps": True}, TypeError, "'accumulation_steps' must be an int, but got True"),
+        ({"max_grad_norm": -1.0}, ValueError, "'max_grad_norm' must be positive and finite, but got -1.0"),
+        ({"accumulator_dtype": ms.int32}, ValueError, "'accumulator_dtype' must be one of "),
+        ({"compensated": 1}, TypeError, "'compensated' must be a bool, but got 1"),
+        ({"overflow": "drop"}, ValueError, "'overflow' must be one of .* but got 'drop'"),
+        ({"jit": 1}, TypeError, "'jit' must be a bool or None, but got 1"),
+    ],
+)
+def test_refuses_bad_arguments(arguments, error, message):
+    optimizer = nn.SGD([ms.Parameter(Tensor([1.0]), name="weight")], 1.0)
+    with pytest.raises(error, match=f"For 'GradAccumulator', the argument {message}"):
+        GradAccumulator(**{"optimizer": optimizer, "accumulation_steps": 2, **arguments})
+
+
+@pytest.mark.parametrize(
+    "scale", [1024.0, Tensor([1.0, 2.0], ms.float32), Tensor(0.0, ms.float32)], ids=["float", "(2,)", "zero"]
+)
+def test_refuses_bad_scales_by_its_own_name(scale):
+    with pytest.raises((TypeError, ValueError), match=r"For 'GradAccumulator', .*'scale_sense' must be "):
+        make_accumulator(scale_sense=scale)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        (((),), ValueError, r"number and shapes of the optimizer's parameters, \[\(2,\)\], but got \[\]"),
+        ((gradient(1.0) * 2,), ValueError, r"\[\(2,\)\], but got \[\(2,\), \(2,\)\]"),
+        (((Tensor([1.0]),),), ValueError, r"\[\(2,\)\], but got \[\(1,\)\]"),
+        ((gradient(1.0)[0],), TypeError, "'gradients' must be a tuple of Tensors, but got Tensor"),
+        (((None,),), TypeError, r"'gradients' must be a tuple of Tensors, but got a tuple of 1 \(0: None"),
+        (((np.ones(2, np.float32),),), TypeError, "'gradients' must be a tuple of Tensors"),
+        ((gradient(1.0), -1), ValueError, "'count' must be finite and not negative, but got -1"),
+        ((gradient(1.0), Tensor(-2.0)), ValueError, "'count' must be finite and not negative, but got -2.0"),
+        ((gradient(1.0), float("nan")), ValueError, "'count' must be finite and not negative, but got nan"),
+        ((gradient(1.0), float("inf")), ValueError, "'count' must be finite and not negative, but got inf"),
+        ((gradient(1.0), True), TypeError, r"'count' must be a number or a Tensor of shape \(\), but got True"),
+        ((gradient(1.0), Tensor(True)), TypeError, r"'count' must be a number or a Tensor of shape \(\)"),
+        ((gradient(1.0), Tensor([3.0])), TypeError, r"'count' must be a number or a Tensor of shape \(\)"),
+        ((gradient(1.0), "3"), TypeError, r"'count' must be a number or a Tensor of shape \(\), but got '3'"),
+        ((gradient(1.0),), ValueError, r"every batch of a window or with none, but got count=None after 1 batch\(es\)"),
+    ],
+)
+def test_refuses_bad_batches_before_anything_changes(inputs, error, message):
+    accumulator = make_accumulator(2, "momentum")
+    accumulator(gradient(1.0), 2)
+    before = everything(accumulator)
+    with pytest.raises(error, match=f"For 'GradAccumulator', .*{message}"):
+        accumulator(*inputs)
+    assert_identical(everything(accumulator), before)
+    assert accumulator(gradient(3.0), 2) is True
+
+
+def test_a_count_after_a_batch_without_one_is_refused_until_the_window_ends():
+    accumulator = make_accumulator(2)
+    accumulator(gradient(2.0))
+    with pytest.raises(
+        ValueError, match=r"but got count=3.*after 1 batch\(es\) that weigh by batches. Nothing was added"
+    ):
+        accumulator(gradient(2.0), 3)
+    assert accumulator(gradient(4.0)) is True
+    assert [accumulator(gradient(1.0), count) for count in (3, 1)] == [False, True]
+    assert moved(accumulator) == [4.0, 0.0]
+
+
+@pytest.mark.parametrize(("steps", "error"), [(0, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_refuses_bad_numbers_of_steps(steps, error):
+    accumulator = make_accumulator(2)
+    with pytest.raises(error, match="For 'GradAccumulator', the argument 'accumulation_steps' must be"):
+        accumulator.set_accumulation_steps(steps)
+    assert int(accumulator.accumulation_steps.asnumpy()) == 2
+
+
+def test_set_sense_scale_refuses_what_does_not_fit():
+    plain, scaled = make_accumulator(), make_accumulator(scale_sense=Tensor(8.0, ms.float32))
+    for accumulator, scale in ((plain, Tensor(1.0)), (scaled, 2.0), (scaled, Tensor([1.0]))):
+        with pytest.raises(TypeError, match=r"'GradAccumulator', 'set_sense_scale' needs that 'scale_sense' was given"):
+            accumulator.set_sense_scale(scale)
+    with pytest.raises(ValueError, match=r"For 'GradAccumulator', .*'scale_sense' must be positive and finite"):
+        scaled.set_sense_scale(Tensor(0.0, ms.float32))
+    assert float(scaled.scale_sense.asnumpy()) == 8.0
+
+
+@pytest.mark.parametrize("parallel_mode", ["semi_auto_parallel", "auto_parallel", "hybrid_parallel"])
+def test_refuses_parallel_modes_that_cut_the_graph(parallel_mode):
+    try:
+        ms.set_auto_parallel_context(parallel_mode=parallel_mode)
+        message = f"For 'GradAccumulator', the parallel mode must be .*, but got '{parallel_mode}'"
+        with pytest.raises(RuntimeError, match=message):
+            make_accumulator()
+    finally:
+        ms.reset_auto_parallel_context()
+
+
+# -- the loop that PyTorch users know ----------------------------------------------------------------------------------
+
+
+def torch_loop(data, n):
+    """PyTorch's classic accumulation loop, from the weights of make_network("dense")."""
+    torch = pytest.importorskip("torch", reason="PyTorch is in the extra 'torch': pip install '.[torch]'")
+    source = make_network("dense")
+    model = torch.nn.Sequential(torch.nn.Linear(12, 16), torch.nn.Tanh(), torch.nn.Linear(16, 5))
+    names = ["hidden.weight", "hidden.bias", "out.weight", "out.bias"]
+    values = {p.name: as_numpy(p) for p in source.get_parameters()}
+    with torch.no_grad():
+        for name, parameter in zip(names, model.parameters(), strict=True):
+            parameter.copy_(torch.from_numpy(values[name]))
+    criterion = torch.nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for i, (x, y) in enumerate(data):
+        loss = criterion(model(torch.from_numpy(x)), torch.from_numpy(y).long()) / n
+        loss.backward()
+        if (i + 1) % n == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: value.detach().numpy().copy() for name, value in zip(names, model.parameters(), strict=True)}
+
+
+def our_loop(data, n):
+    """The same lines with this library."""
+    model = make_network("dense")
+    criterion = nn.CrossEntropyLoss()
+    optimizer = nn.Momentum(model.trainable_params(), 0.05, 0.9)
+    accumulator = GradAccumulator(optimizer, n)
+
+    def forward(x, y):
+        return criterion(model(x), y)
+
+    grad_fn = ms.value_and_grad(forward, None, optimizer.parameters)
+    for x, y in data:
+        _, gradients = grad_fn(Tensor(x), Tensor(y))
+        accumulator(gradients)
+    return {p.name: as_numpy(p) for p in model.get_parameters()}
+
+
+def our_cell(data, n):
+    model = make_network("dense")
+    optimizer = nn.Momentum(model.trainable_params(), 0.05, 0.9)
+    cell = GradAccumulationCell(nn.WithLossCell(model, nn.CrossEntropyLoss()), 2, accumulation_steps=n)
+    step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
+    for batch in data:
+        step(*map(Tensor, batch))
+    return {p.name: as_numpy(p) for p in model.get_parameters()}
+
+
+@pytest.mark.parametrize(("ours", "mode"), [(our_loop, "pynative"), (our_loop, "graph"), (our_cell, "graph")])
+def test_ten_updates_of_pytorchs_classic_loop_give_the_same_weights(ours, mode):
+    ms.set_context(mode=WAYS[mode])
+    n, data = 4, batches(7, 40)
+    expected, start = torch_loop(data, n), {p.name: as_numpy(p) for p in make_network("dense").get_parameters()}
+    weights = ours(data, n)
+    assert weights.keys() == expected.keys()
+    for name, value in expected.items():
+        assert relative_error(weights[name], value) < TOLERANCE, name
+        assert relative_error(start[name], value) > 0.1, name

@@ -1,0 +1,787 @@
+"""A training that is killed and resumed leaves what it would have left anyway. Two ranks: test_window_ranks.py."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import mindspore as ms
+import numpy as np
+import pytest
+import resume_worker
+from mindspore import Tensor, nn, train
+from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
+from resume_worker import BATCH, BATCHES, EPOCHS, KINDS, Seen, everything, make_data_set, make_model
+from support import paths
+from support.reference import (
+    CLASSES,
+    FEATURES,
+    OPTIMIZERS,
+    accumulated,
+    as_numpy,
+    batches,
+    make_network,
+    relative_error,
+)
+from support.state import assert_identical
+
+from gaccum_ms import CountMask, GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell, resume
+
+LAST = EPOCHS * BATCHES
+FORMATS = {"open": "ckpt", "flushed": "safetensors"}
+OPEN_WINDOW = "ignore:For 'GradAccumulationCell', training ended in the middle of a window:UserWarning"
+pytestmark = pytest.mark.filterwarnings(OPEN_WINDOW)
+
+
+def edited(source: Path, target: Path, edit) -> Path:
+    """A checkpoint with other contents: `edit` changes the dict of arrays."""
+    values = {name: value.asnumpy() for name, value in ms.load_checkpoint(str(source)).items()}
+    edit(values)
+    ms.save_checkpoint([{"name": name, "data": Tensor(value)} for name, value in values.items()], str(target))
+    return target
+
+
+def losing(*prefixes: str):
+    """An edit that takes out what begins so."""
+
+    def edit(values):
+        for name in [name for name in values if name.startswith(prefixes)]:
+            del values[name]
+
+    return edit
+
+
+# -- a whole training, by ms.Model -------------------------------------------------------------------------------------
+
+
+class Reference(NamedTuple):
+    """A training that nothing interrupted, and the compiled model that made it."""
+
+    model: ms.Model
+    folder: Path
+    start: Path  # a checkpoint from before the first batch
+    rows: list[list]
+    inputs: list[bytes]
+    end: dict[str, np.ndarray]
+
+    def checkpoint(self, batch: int) -> Path:
+        epoch, number = (batch - 1) // BATCHES + 1, (batch - 1) % BATCHES + 1
+        return next(self.folder.glob(f"net-{epoch}_{number}.*"))
+
+
+def go_on(model: ms.Model, kind: str, data_set=None, finished: int = 0, *callbacks: train.Callback) -> Seen:
+    seen = Seen()
+    callbacks = [*(make() for make in KINDS[kind]), seen, *callbacks]
+    model.train(EPOCHS, data_set or make_data_set(), callbacks=callbacks, initial_epoch=finished)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory):
+    """Both kinds of trainings, made when they are first asked for."""
+    made = {}
+
+    def reference(kind: str) -> Reference:
+        if kind not in made:
+            ms.set_context(mode=ms.GRAPH_MODE)
+            ms.manual_seed(5)
+            folder = tmp_path_factory.mktemp(kind)
+            model = make_model()
+            start = folder / "start.ckpt"
+            ms.save_checkpoint(model.train_network, str(start))
+            config = train.CheckpointConfig(keep_checkpoint_max=100, format=FORMATS[kind])
+            seen = go_on(model, kind, None, 0, train.ModelCheckpoint("net", str(folder), config))
+            made[kind] = Reference(model, folder, start, seen.rows, seen.inputs, everything(model.train_network))
+        return made[kind]
+
+    return reference
+
+
+def resumed(reference: Reference, kind: str, checkpoint: Path, fresh: bool) -> tuple[list[list], dict, list[bytes]]:
+    """What a training leaves that goes on from the checkpoint, in a new model or in the reference's own."""
+    model = make_model() if fresh else reference.model
+    if not fresh:
+        resume(model, reference.start)
+    data_set = make_data_set()
+    seen = go_on(model, kind, data_set, resume(model, checkpoint, data_set))
+    return seen.rows, everything(model.train_network), seen.inputs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_training_that_is_interrupted_here_has_all_that_could_be_lost(references, kind):
+    """Or the tests below would show less than they say: the loss scale has gone down and up, an update was skipped."""
+    reference = references(kind)
+    assert [row[0] for row in reference.rows] == list(range(1, LAST + 1))
+    scales = [float.fromhex(row[3]) for row in reference.rows]
+    ratios = {after / before for before, after in itertools.pairwise(scales)}
+    assert ratios == {0.5, 1.0, 2.0}
+    ends = {"open": LAST // 4, "flushed": 2 * EPOCHS}[kind]
+    assert 0 < int(reference.end["gaccum_ms.update_count"]) < ends
+    assert int(reference.end["global_step"][0]) == int(reference.end["gaccum_ms.update_count"])
+    of_third_window = ms.load_checkpoint(str(reference.checkpoint(12)), format=FORMATS[kind])
+    assert 0.5 < float(of_third_window["gaccum_ms.grad_norm"].asnumpy()) < np.inf  # more than max_grad_norm
+    positions = {"open": [1, 2, 3, 0, 1, 2, 3, 0, 1], "flushed": [1, 2, 3, 0, 1, 2, 0, 1, 2]}[kind]
+    for number, position in enumerate(positions):
+        saved = ms.load_checkpoint(str(reference.checkpoint(1 + number)), format=FORMATS[kind])
+        assert int(saved["gaccum_ms.window_position"].asnumpy()) == position
+    assert len(set(reference.inputs)) == LAST  # shuffled anew in each epoch
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_resumed_after_any_batch_is_bit_identical_in_a_step_that_has_run(references, kind):
+    """Every later batch's outputs, inputs and digest of all Parameters; no compilation for any of them."""
+    reference = references(kind)
+    compiled = len(reference.model.train_network.compile_cache)
+    for batch in range(1, LAST):
+        rows, end, inputs = resumed(reference, kind, reference.checkpoint(batch), fresh=False)
+        assert rows == reference.rows[batch:], batch
+        assert inputs == reference.inputs[batch:], batch
+        assert_identical(end, reference.end)
+    assert len(reference.model.train_network.compile_cache) == compiled
+
+
+@pytest.mark.core("open-4", "open-7", "flushed-7")
+@pytest.mark.parametrize(
+    ("kind", "batch"),
+    [
+        *(
+            ("open", batch) for batch in (2, 4, 7, 9)
+        ),  # second of a window, its last, third and at an epoch's end, first
+        *(("flushed", batch) for batch in (6, 7, 15)),  # in the tail, flushed at an epoch's end, first of an epoch
+    ],
+)
+def test_resumed_in_a_new_model_is_bit_identical(references, kind, batch):
+    reference = references(kind)
+    rows, end, inputs = resumed(reference, kind, reference.checkpoint(batch), fresh=True)
+    assert rows == reference.rows[batch:]
+    assert inputs == reference.inputs[batch:]
+    assert_identical(end, reference.end)
+
+
+def run_worker(folder: Path, *arguments) -> subprocess.CompletedProcess:
+    folder.mkdir()
+    return subprocess.run(
+        [sys.executable, resume_worker.__file__, str(folder), *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": paths.python_path()},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+@pytest.mark.core("open-kills0")
+@pytest.mark.parametrize(("kind", "kills"), [("open", (6, 9)), ("flushed", (5, 14))])
+def test_killed_twice_by_kill_9_is_bit_identical(references, tmp_path, kind, kills):
+    """Three processes: killed in mid-window, resumed and killed again (flushed: by the last batch of an epoch, else in
+    mid-window again), resumed to the end."""
+    reference = references(kind)
+    rows, checkpoint = [], []
+    for number, kill_after in enumerate((*kills, 0)):
+        folder = tmp_path / str(number)
+        finished = run_worker(folder, kind, FORMATS[kind], kill_after, *checkpoint)
+        assert finished.returncode == (-signal.SIGKILL if kill_after else 0), finished.stderr[-3000:]
+        assert (folder / "end.npz").exists() == (not kill_after)
+        checkpoint = [max((folder / "saved").glob(f"*.{FORMATS[kind]}"), key=lambda path: path.stat().st_mtime_ns)]
+        rows += [json.loads(line) for line in (folder / "seen.jsonl").read_text().splitlines()]
+        assert rows == reference.rows[: kill_after or LAST]
+    assert_identical(dict(np.load(folder / "end.npz")), reference.end)
+
+
+@pytest.mark.core("2-flushed")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kept", [1, 2])
+def test_each_file_that_keep_checkpoint_max_leaves_is_enough(references, tmp_path, kind, kept):
+    """Fewer files than a window has batches: each holds the whole window, not its own batch."""
+
+    class Killed(Exception):
+        pass
+
+    class StopAfter(resume_worker.KillAfter):
+        def on_train_step_end(self, run_context):
+            if int(run_context.original_args().train_network.batch_count.asnumpy()) == self.batch:
+                raise Killed
+
+    reference = references(kind)
+    resume(reference.model, reference.start)
+    config = train.CheckpointConfig(keep_checkpoint_max=kept, format=FORMATS[kind])
+    with pytest.raises(Killed):
+        go_on(
+            reference.model, kind, None, 0, train.ModelCheckpoint("few", str(tmp_path), config), StopAfter(BATCHES + 3)
+        )
+    files = sorted(tmp_path.glob(f"*.{FORMATS[kind]}"))
+    assert [file.stem for file in files] == ["few-2_2", "few-2_3"][-kept:]
+    for file, batch in zip(files, range(BATCHES + 4 - kept, BATCHES + 4), strict=True):
+        rows, end, _ = resumed(reference, kind, file, fresh=False)
+        assert rows == reference.rows[batch:]
+        assert_identical(end, reference.end)
+
+
+@pytest.mark.parametrize(
+    ("lost", "weights_differ"),
+    [
+        (("accu_grads.", "gaccum_ms.window_sums"), True),  # as an accumulation that keeps no Parameters would be saved
+        (("accu_grads.",), True),
+        (("current_iterator_step",), False),  # the loss scale, a power of 2, is then adjusted at another update
+    ],
+)
+def test_negative_control_a_checkpoint_with_something_missing_is_not_bit_identical(
+    references, tmp_path, lost, weights_differ
+):
+    """The check of the tests above finds it. (window_unit: see the negative control of unequal batches below.)"""
+    reference = references("open")
+    batch = 14
+    for prefixes, is_same in (((), True), (lost, False)):
+        file = edited(reference.checkpoint(batch), tmp_path / "edited.ckpt", losing(*prefixes))
+        rows, end, inputs = resumed(reference, "open", file, fresh=False)
+        assert inputs == reference.inputs[batch:]
+        assert [row[0] for row in rows] == [row[0] for row in reference.rows[batch:]]
+        assert (rows == reference.rows[batch:]) == is_same
+        assert (end["out.weight"] == reference.end["out.weight"]).all() == (is_same or not weights_differ)
+
+
+# -- the dataset's position --------------------------------------------------------------------------------------------
+
+
+class Source:
+    """Random access, for GeneratorDataset to shuffle."""
+
+    def __init__(self):
+        self.x, self.y = resume_worker.samples()
+
+    def __getitem__(self, index):
+        return self.x[index], self.y[index]
+
+    def __len__(self):
+        return len(self.x)
+
+
+def make_shuffled(kind: str):
+    ms.dataset.config.set_seed(11)
+    if kind == "GeneratorDataset":
+        data_set = GeneratorDataset(Source(), ["x", "y"], shuffle=True)
+    else:
+        data_set = NumpySlicesDataset(resume_worker.samples(), ["x", "y"], shuffle=kind == "NumpySlicesDataset")
+    return (data_set.shuffle(20) if kind == "shuffle" else data_set).batch(BATCH)
+
+
+@pytest.mark.parametrize("kind", ["GeneratorDataset", "NumpySlicesDataset", "shuffle"])
+def test_the_dataset_goes_on_at_the_batch_after_and_later_begins_anew(references, kind):
+    reference = references("open")
+    resume(reference.model, reference.start)
+    whole = go_on(reference.model, "open", make_shuffled(kind)).inputs
+    assert len(set(whole)) == LAST
+    for batch in (2, 7, 10, 14, 20):
+        data_set = make_shuffled(kind)
+        finished = resume(reference.model, reference.checkpoint(batch), data_set)
+        assert finished == batch // BATCHES
+        assert data_set.get_init_step() == batch
+        assert go_on(reference.model, "open", data_set, finished).inputs == whole[batch:]
+        assert data_set.get_init_step() == 0
+    anew = go_on(reference.model, "open", data_set).inputs
+    assert len(anew) == LAST
+    per_epoch = [b"".join(sorted(anew[at : at + BATCHES])) for at in range(0, LAST, BATCHES)]
+    for epoch in per_epoch:
+        samples = np.frombuffer(epoch, np.float32).reshape(-1, FEATURES)[:, 0]
+        np.testing.assert_array_equal(np.sort(samples), np.sort(resume_worker.samples()[0][:, 0]))
+    assert resume(reference.model, reference.checkpoint(LAST), make_shuffled(kind)) == EPOCHS
+
+
+def test_without_a_dataset_nothing_is_said_of_epochs(references):
+    reference = references("open")
+    assert resume(reference.model, reference.checkpoint(10)) == 0
+    assert int(reference.model.train_network.batch_count.asnumpy()) == 10
+
+
+# -- a step called by hand ---------------------------------------------------------------------------------------------
+
+
+class MaskedLoss(nn.Cell):
+    """Mean over the samples that a mask keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = make_network("dense")
+        self.loss = nn.CrossEntropyLoss(reduction="none")
+
+    def construct(self, x, y, mask):
+        return (self.loss(self.network(x), y) * mask).sum() / mask.sum()
+
+
+def make_step(optimizer="sgd", masked=False, factor=1.0, **options) -> TrainOneStepWithGradAccumulationCell:
+    """A step on weights that are the reference's times a factor: 0 for those that a checkpoint is to overwrite."""
+    loss_cell = MaskedLoss() if masked else nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss())
+    for parameter in loss_cell.get_parameters():
+        parameter.set_data(parameter * factor)
+    options = options or {"micro_size": 2, "accumulation_steps": 4}
+    return accumulated(**options)(loss_cell, OPTIMIZERS[optimizer](loss_cell.trainable_params())).set_train()
+
+
+SIZES = (6, 4, 7)  # of the batches in the window that is saved; 5 of all later ones
+
+
+def batch_of(number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Batch `number` of all, with a mask that keeps 3 of 6, 2 of 4, 5 of 7, and 4 of 5 samples from then on."""
+    x, y = batches(SIZES[number] if number < len(SIZES) else 5, 1, seed=100 + number)[0]
+    mask = (np.arange(len(x)) % (number + 2) != 0).astype(np.float32)
+    return x, y, mask
+
+
+def run(step, numbers, masked=False) -> list[float]:
+    return [float(step(*map(Tensor, batch_of(number)[: 2 + masked])).asnumpy()) for number in numbers]
+
+
+SAVED = {
+    "samples": {"micro_size": 2},
+    "counts": {"micro_size": 2, "count": CountMask()},
+    "bfloat16": {"micro_size": 2, "accumulator_dtype": ms.bfloat16},
+    "compensated": {"micro_size": 2, "accumulator_dtype": ms.float16, "compensated": True},
+}
+
+
+@pytest.fixture(scope="module")
+def in_mid_window(tmp_path_factory):
+    """Checkpoints after three batches of a window of four, by what saved them. PyNative mode: nothing to compile."""
+    made = {}
+
+    def file(name: str) -> Path:
+        if name not in made:
+            mode = ms.get_context("mode")
+            ms.set_context(mode=ms.PYNATIVE_MODE)
+            step = make_step(masked=name == "counts", accumulation_steps=4, **SAVED[name])
+            run(step, range(3), name == "counts")
+            made[name] = tmp_path_factory.mktemp(name) / "three_of_four.ckpt"
+            ms.save_checkpoint(step, str(made[name]))
+            ms.set_context(mode=mode)
+        return made[name]
+
+    return file
+
+
+def numpy_updates(windows: list[list[int]], masked: bool, rate: float = 0.05) -> dict[str, np.ndarray]:
+    """SGD in float64, each window one joined batch: mean cross entropy of a tanh layer and a linear one."""
+    names = ("hidden.weight", "hidden.bias", "out.weight", "out.bias")
+    values = {p.name: as_numpy(p).astype(np.float64) for p in make_network("dense").get_parameters()}
+    w1, b1, w2, b2 = (values[name] for name in names)
+    for window in windows:
+        x, y, mask = (np.concatenate(one) for one in zip(*map(batch_of, window), strict=True))
+        share = mask / mask.sum() if masked else np.full(len(x), 1 / len(x))
+        hidden = np.tanh(x @ w1.T + b1)
+        logits = hidden @ w2.T + b2
+        chance = np.exp(logits - logits.max(axis=1, keepdims=True))
+        error = (chance / chance.sum(axis=1, keepdims=True) - np.eye(CLASSES)[y]) * share[:, None]
+        back = (error @ w2) * (1 - hidden**2)
+        w2, b2 = w2 - rate * error.T @ hidden, b2 - rate * error.sum(axis=0)
+        w1, b1 = w1 - rate * back.T @ x, b1 - rate * back.sum(axis=0)
+    return dict(zip(names, (w1, b1, w2, b2), strict=True))
+
+
+def assert_updates(step, windows: list[list[int]], tolerance: float, masked: bool = False) -> None:
+    """What the updates changed, not the weights, which would hide much of a wrong gradient."""
+    begun, expected = numpy_updates([], masked), numpy_updates(windows, masked)
+    for weight in step.weights:
+        name = weight.name.removeprefix("network.")
+        error = relative_error(as_numpy(weight) - begun[name], expected[name] - begun[name])
+        assert error < tolerance, (name, error)
+
+
+@pytest.mark.core(
+    "samples-micro_size=3-accumulation_steps=4-0.0001",
+    "samples-micro_size=2-0.0001",
+    "counts-micro_batch_size=2-count=CountMask()-0.0001",
+    "compensated-micro_size=1-accumulation_steps=4-0.0001",
+)
+@pytest.mark.parametrize(
+    ("saved", "options", "tolerance"),
+    [
+        ("samples", {"micro_size": 3, "accumulation_steps": 4}, 1e-4),
+        ("samples", {"micro_batch_size": 2, "accumulation_steps": 8}, 1e-4),
+        ("samples", {"micro_size": 2, "accumulation_steps": 2}, 1e-4),
+        ("samples", {"micro_size": 2}, 1e-4),
+        ("samples", {"micro_size": 1, "accumulation_steps": 3, "compensated": True}, 1e-4),
+        ("samples", {"micro_size": 2, "accumulation_steps": 3, "accumulator_dtype": ms.float16}, 1e-3),
+        ("counts", {"micro_batch_size": 1, "accumulation_steps": 2, "count": CountMask()}, 1e-4),
+        ("counts", {"micro_batch_size": 2, "count": CountMask()}, 1e-4),
+        ("bfloat16", {"micro_size": 2, "accumulation_steps": 4}, 1e-2),
+        ("compensated", {"micro_size": 1, "accumulation_steps": 4}, 1e-4),
+    ],
+    ids=lambda value: "-".join(f"{key}={one}" for key, one in value.items()) if isinstance(value, dict) else None,
+)
+def test_a_window_is_finished_on_its_true_counts_whatever_the_options_are_now(in_mid_window, saved, options, tolerance):
+    """Against NumPy on the joined batches: the open window keeps its four batches, later ones have what the cell says.
+
+    The window was begun in PyNative mode by micro_size=2, with batches of 6, 4 and 7; here a batch of 5 ends it.
+    """
+    masked = saved == "counts"
+    step = make_step(masked=masked, factor=0.0, **options)
+    resume(step, in_mid_window(saved))
+    assert int(step.window_position.asnumpy()) == 3
+    windows, number = [[0, 1, 2, 3]], options.get("accumulation_steps", 1)
+    if number <= 4:
+        windows.append(list(range(4, 4 + number)))
+    last = 4 if number > 4 else 4 + number
+    for batch in range(3, last):
+        run(step, [batch], masked)
+        assert int(step.update_count.asnumpy()) == (2 if batch == 3 + number else 1)
+    joined = [np.concatenate([batch_of(one)[2] for one in window]) for window in windows]
+    assert float(step.window_count.asnumpy()) == (joined[-1].sum() if masked else len(joined[-1]))
+    assert int(step.accumulation_steps.asnumpy()) == number
+    assert_updates(step, windows, tolerance, masked)
+
+
+@pytest.mark.core("gaccum_ms.window_sums")
+@pytest.mark.parametrize("lost", ["gaccum_ms.window_unit", "gaccum_ms.window_sums", "accu_grads."])
+def test_negative_control_a_window_of_unequal_batches_without_its_unit_or_sums_is_finished_wrongly(
+    in_mid_window, tmp_path, lost
+):
+    step = make_step(factor=0.0)
+    resume(step, edited(in_mid_window("samples"), tmp_path / "edited.ckpt", losing(lost)))
+    run(step, [3])
+    assert int(step.update_count.asnumpy()) == 1
+    with pytest.raises(AssertionError, match=r"\.(weight|bias)"):
+        assert_updates(step, [[0, 1, 2, 3]], 1e-2)
+
+
+@pytest.mark.parametrize(("way", "file_format"), [("load_checkpoint", "ckpt"), ("resume", "safetensors")])
+def test_a_step_saved_by_hand_goes_on_bit_identically_in_a_new_step(tmp_path, file_format, way):
+    """By MindSpore's own load_checkpoint too, into a step that has not run."""
+    step = make_step("momentum")
+    run(step, [3, 4, 5])
+    file = tmp_path / f"by_hand.{file_format}"
+    ms.save_checkpoint(step, str(file), format=file_format)
+    losses, end = run(step, range(6, 12)), everything(step)
+    assert int(end["gaccum_ms.update_count"]) == 2
+    other = make_step("momentum", factor=0.0)
+    if way == "resume":
+        assert resume(other, file) == 0
+    else:
+        assert ms.load_checkpoint(str(file), other, format=file_format)
+    assert run(other, range(6, 12)) == losses
+    assert_identical(everything(other), end)
+
+
+@pytest.mark.parametrize(
+    "load", [lambda step, file: resume(step, file), lambda step, file: ms.load_checkpoint(file, step)]
+)
+def test_a_step_that_has_run_goes_on_from_what_is_loaded(load, tmp_path):
+    """By `resume` , and by MindSpore's own load: see gaccum_ms/backend/storage.py."""
+    step = make_step("momentum")
+    run(step, [3, 4, 5])
+    file = str(tmp_path / "by_hand.ckpt")
+    ms.save_checkpoint(step, file)
+    losses, end = run(step, range(6, 12)), everything(step)
+    run(step, range(12, 15))
+    load(step, file)
+    assert run(step, range(6, 12)) == losses
+    assert_identical(everything(step), end)
+    assert len(step.compile_cache) == 1
+
+
+# -- what cannot be gone on with is refused, and nothing changes -------------------------------------------------------
+
+WRONG_RANK = np.array([1, 2], np.int32)
+
+
+def cut_weight(values):
+    values["out.weight"] = values["out.weight"][:, :-1]
+
+
+def claim_another_rank(values):
+    values["gaccum_ms.window_origin"] = WRONG_RANK
+
+
+def claim_seven_batches(values):
+    values["gaccum_ms.epoch_batches"] = np.array(7, np.int32)
+
+
+def six_batches():
+    return NumpySlicesDataset(batches(6 * BATCH, 1)[0], ["x", "y"], shuffle=False).batch(BATCH)
+
+
+def assert_refused(step, action, error, message) -> None:
+    before, generator = everything(step), ms.get_rng_state().asnumpy()
+    with pytest.raises(error, match=message):
+        action()
+    assert_identical(everything(step), before)
+    np.testing.assert_array_equal(ms.get_rng_state().asnumpy(), generator)
+
+
+@pytest.mark.parametrize(
+    ("edit", "options", "make_data_set", "message"),
+    [
+        (None, {"micro_size": 2, "count": lambda x, y: x.shape[0] * 1.0}, None, "weigh by samples, .* by counts"),
+        (
+            None,
+            {"micro_size": 2, "accumulation_steps": 4, "reduction": "sum"},
+            None,
+            "checkpoint whose micro-batches weigh by samples, where here they weigh by sums",
+        ),
+        (
+            claim_another_rank,
+            {},
+            None,
+            r"all 2 rank\(s\)' are needed to finish it on rank 0 of 1, but got '.*edited.ckpt' of rank 1 of 2",
+        ),
+        (losing("out.weight"), {}, None, r"must have all parameters .* but got '.*edited.ckpt' without out.weight\."),
+        (cut_weight, {}, None, r"out.weight of shape \(5, 16\), and \(5, 15\) in '.*edited.ckpt'"),
+        (
+            claim_seven_batches,
+            {},
+            six_batches,
+            r"got 6 an epoch .* 1 rank\(s\), where the checkpoint has 7 on each of 1",
+        ),
+    ],
+    ids=["counts", "sums", "another rank", "missing weight", "other shape", "other dataset"],
+)
+def test_resume_refuses_and_changes_nothing(in_mid_window, tmp_path, edit, options, make_data_set, message):
+    file = in_mid_window("samples")
+    if edit is not None:
+        file = edited(file, tmp_path / "edited.ckpt", edit)
+    step = make_step(**options)
+    data_set = make_data_set and make_data_set()
+    assert_refused(
+        step, lambda: resume(step, file, data_set), ValueError, f"For '(resume|TrainOneStep.*)', .*{message}"
+    )
+    assert data_set is None or data_set.get_init_step() == 0
+
+
+@pytest.mark.parametrize(
+    ("edit", "options", "message"),
+    [
+        (
+            None,
+            {"micro_size": 2},
+            r"3 batch\(es\) after its beginning.* accumulation_steps=4 and .* accumulation_steps=1",
+        ),
+        (
+            None,
+            {"micro_size": 2, "accumulation_steps": 4, "count": lambda x, y: x.shape[0] * 1.0},
+            "a checkpoint whose micro-batches weigh by samples, where here they weigh by counts",
+        ),
+        (claim_another_rank, {}, "got the sums of rank 1 of 2 on rank 0 of 1"),
+    ],
+    ids=["no accumulation_steps", "another rule", "another rank"],
+)
+def test_what_mindspore_loaded_is_refused_at_the_first_call_and_every_other(
+    in_mid_window, tmp_path, edit, options, message
+):
+    file = in_mid_window("samples")
+    if edit is not None:
+        file = edited(file, tmp_path / "edited.ckpt", edit)
+    step = make_step(**options)
+    assert not ms.load_param_into_net(step, ms.load_checkpoint(str(file)))[0] or "micro_size" in options
+    for _ in range(2):
+        assert_refused(step, lambda: run(step, [3]), ValueError, f"For 'TrainOneStepWith.*{message}")
+
+
+def test_files_of_different_updates_are_refused(in_mid_window, tmp_path):
+    """As two ranks' are whose checkpoints were taken at different times."""
+
+    def claim(rank):
+        def edit(values):
+            values["gaccum_ms.window_origin"] = np.array([rank, 2], np.int32)
+            values["gaccum_ms.update_count"] = values["gaccum_ms.update_count"] + rank
+
+        return edit
+
+    files = [edited(in_mid_window("samples"), tmp_path / f"{rank}.ckpt", claim(rank)) for rank in range(2)]
+    step = make_step()
+    assert_refused(step, lambda: resume(step, files), ValueError, r"must be of the same update, but got updates \[")
+
+
+def test_resume_refuses_no_file_a_file_that_is_not_there_and_models_of_others(in_mid_window, tmp_path):
+    step = make_step()
+    assert_refused(step, lambda: resume(step, []), ValueError, "'checkpoint' must be at least one file, but got none")
+    assert_refused(step, lambda: resume(step, tmp_path / "no.ckpt"), ValueError, r"no\.ckpt")
+    file = in_mid_window("samples")
+    both = [file, file]
+    assert_refused(
+        step, lambda: resume(step, both), ValueError, "different ranks of one run.* rank 0 of 1.* rank 0 of 1"
+    )
+    network = make_network("dense")
+    loss_cell = nn.WithLossCell(network, nn.CrossEntropyLoss())
+    plain = nn.TrainOneStepCell(loss_cell, OPTIMIZERS["sgd"](network.trainable_params()))
+    for other in (plain, ms.Model(plain), ms.Model(network)):
+        with pytest.raises(
+            TypeError, match=r"must be a Model of a GradAccumulationCell.* but got '(TrainOneStepCell|DenseNet)'"
+        ):
+            resume(other, file)
+
+
+def test_a_step_that_has_run_single_batches_takes_what_is_between_two_windows_alone(in_mid_window, tmp_path):
+    step = make_step(micro_size=2)
+    run(step, [7])
+    file = in_mid_window("samples")
+    message = "before the first step, but got a step that has run, of a cell with accumulation_steps=1"
+    assert_refused(step, lambda: resume(step, file), RuntimeError, message)
+    run(step, [8])
+
+    def end_window(values):
+        for name in ("gaccum_ms.window_position", "gaccum_ms.window_sums", "gaccum_ms.window_unit"):
+            values[name] = np.zeros_like(values[name])
+        for name in [name for name in values if name.startswith("accu_grads.")]:
+            values[name] = np.zeros_like(values[name])
+
+    assert resume(step, edited(file, tmp_path / "between.ckpt", end_window)) == 0
+    run(step, [3])
+    assert_updates(step, [[3]], 1e-4)
+
+
+def test_a_resumed_step_takes_a_batch_shorter_than_micro_size_as_the_one_that_was_saved_would(tmp_path):
+    """It is an epoch's last, where it would be a mistake as the first batch of all."""
+    x, y, _ = batch_of(3)
+    steps = [make_step(micro_size=4) for _ in range(2)]
+    run(steps[0], [3])
+    ms.save_checkpoint(steps[0], str(tmp_path / "before.ckpt"))
+    with pytest.raises(ValueError, match=r"micro_size=4 and a batch of 2 sample"):
+        steps[1](Tensor(x[:2]), Tensor(y[:2]))
+    resume(steps[1], tmp_path / "before.ckpt")
+    losses = [float(step(Tensor(x[:2]), Tensor(y[:2])).asnumpy()) for step in steps]
+    assert losses[0] == losses[1]
+    assert_identical(everything(steps[0]), everything(steps[1]))
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
+    """Its state would stay what it was."""
+    saved, other = make_step("sgd"), make_step("adam")
+    for step in (saved, other):
+        run(step, [3])
+    ms.save_checkpoint(saved, str(tmp_path / "sgd.ckpt"))
+    message = "must have all parameters of the network and the optimizer's state, but got .* without .*beta1_power"
+    assert_refused(other, lambda: resume(other, tmp_path / "sgd.ckpt"), ValueError, message)
+
+
+def test_an_accumulator_does_not_finish_a_cells_window(in_mid_window):
+    """Its batches weigh the same, or by counts, never by samples."""
+    accumulator = GradAccumulator(OPTIMIZERS["sgd"](make_network("dense").trainable_params()), 4)
+    message = "whose micro-batches weigh by samples, where here they weigh by batches or counts"
+    assert_refused(accumulator, lambda: resume(accumulator, in_mid_window("samples")), ValueError, message)
+
+
+# -- to and from trainings without accumulation ------------------------------------------------------------------------
+
+
+def plain_data_set(number=4):
+    return NumpySlicesDataset(batches(5 * number, 1)[0], ["x", "y"], shuffle=False).batch(5)
+
+
+def test_a_checkpoint_of_a_training_without_accumulation_trains_on_in_our_step(tmp_path):
+    """Against the same training, not interrupted: Momentum's state must come along, and the dataset begins anew."""
+    network = make_network("dense")
+    optimizer = OPTIMIZERS["momentum"](network.trainable_params())
+    plain = ms.Model(nn.WithLossCell(network, nn.CrossEntropyLoss()), optimizer=optimizer)
+    config = train.CheckpointConfig(save_checkpoint_steps=4)
+    plain.train(2, plain_data_set(), callbacks=[train.ModelCheckpoint("plain", str(tmp_path), config)])
+    expected = {p.name: as_numpy(p) for p in plain.train_network.get_parameters()}
+    ours = ms.Model(make_step("momentum", factor=0.0, micro_size=2))
+    data_set = plain_data_set()
+    assert resume(ours, tmp_path / "plain-1_4.ckpt", data_set) == 0
+    ours.train(1, data_set)
+    found = {p.name: as_numpy(p) for p in ours.train_network.get_parameters()}
+    assert max(relative_error(found[name], value) for name, value in expected.items()) < 1e-5
+
+
+def test_a_checkpoint_in_mid_window_loads_into_mindspores_own_step_and_into_the_bare_network(in_mid_window):
+    loss_cell = nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss())
+    for parameter in loss_cell.get_parameters():
+        parameter.set_data(parameter * 0)
+    plain = nn.TrainOneStepCell(loss_cell, OPTIMIZERS["sgd"](loss_cell.trainable_params())).set_train()
+    network = make_network("dense")
+    for parameter in network.get_parameters():
+        parameter.set_data(parameter * 0)
+    for cell in (plain, network):
+        missing, extra = ms.load_param_into_net(cell, ms.load_checkpoint(str(in_mid_window("samples"))))
+        assert not missing
+        assert {
+            "gaccum_ms.window_sums",
+            "gaccum_ms.window_unit",
+            "gaccum_ms.batch_count",
+            "accu_grads.out.weight",
+        } <= set(extra)
+    run(plain, [3])
+    assert_updates(plain, [[3]], 1e-4)
+    network.set_train(False)
+    logits = network(Tensor(batch_of(0)[0])).asnumpy()
+    np.testing.assert_array_equal(logits, make_network("dense")(Tensor(batch_of(0)[0])).asnumpy())
+
+
+@pytest.mark.parametrize("saved", ["without accumulation", "single batches", "not compensated"])
+def test_nothing_of_the_window_that_was_open_before_is_left_after_a_resume(in_mid_window, tmp_path, saved):
+    """Into a step that is in mid-window, from a file that has fewer Parameters than it."""
+    step = make_step(micro_size=2, accumulation_steps=2, accumulator_dtype=ms.float16, compensated=True)
+    run(step, [7, 8, 9])
+    compensations = [p for p in step.get_parameters() if p.name.startswith("accu_compensation.")]
+    assert all(as_numpy(p).any() for p in compensations)
+    file, windows = tmp_path / "fewer.ckpt", [[3, 4]]
+    if saved == "without accumulation":
+        ms.save_checkpoint(make_network("dense"), str(file))
+    elif saved == "single batches":
+        ms.save_checkpoint(make_step(micro_size=1), str(file))
+    else:
+        file, windows = in_mid_window("samples"), [[0, 1, 2, 3]]
+    resume(step, file)
+    if windows == [[3, 4]]:
+        assert int(step.window_position.asnumpy()) == int(step.batch_count.asnumpy()) == 0
+        assert not any(as_numpy(p).any() for p in (*step.accu_grads, *compensations))
+    else:
+        sums = {name: value.asnumpy() for name, value in ms.load_checkpoint(str(file)).items()}
+        for rounded, lost in zip(step.accu_grads, compensations, strict=True):
+            assert np.abs(as_numpy(rounded) + as_numpy(lost) - sums[rounded.name]).max() < 1e-7
+    run(step, [number for number in windows[0] if number >= 3])
+    assert int(step.window_position.asnumpy()) == 0
+    assert_updates(step, windows, 1e-4)
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------------
+
+
+def test_the_default_generators_state_is_restored(tmp_path, mode):
+    """The state alone: MindSpore 2.10 has no CPU kernel that draws by it."""
+    step = make_step()
+    state = np.zeros(16, np.uint8)
+    state[0], state[8] = 7, 4  # a seed, and how far its stream is
+    ms.set_rng_state(Tensor(state))
+    file = tmp_path / "random.ckpt"
+    ms.save_checkpoint(step, str(file))
+    ms.manual_seed(99)
+    assert (ms.get_rng_state().asnumpy() != state).any()
+    resume(make_step(factor=0.0), file)
+    np.testing.assert_array_equal(ms.get_rng_state().asnumpy(), state)
+
+
+class DropoutNet(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.network = make_network("dense")
+        self.dropout = nn.Dropout(p=0.5)
+        self.loss = nn.CrossEntropyLoss()
+
+    def construct(self, x, y):
+        return self.loss(self.network(self.dropout(x)), y)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="MindSpore's CPU kernel of nn.Dropout keeps its random stream inside, where nobody can read or set it: a "
+    "new process or step begins it anew",
+)
+def test_dropout_masks_go_on_after_a_resume(tmp_path):
+    def dropout_step():
+        ms.set_seed(3)
+        cell = GradAccumulationCell(DropoutNet(), 2, accumulation_steps=4)
+        return TrainOneStepWithGradAccumulationCell(cell, OPTIMIZERS["sgd"](cell.trainable_params())).set_train()
+
+    step = dropout_step()
+    run(step, [3, 4])
+    file = tmp_path / "dropout.ckpt"
+    ms.save_checkpoint(step, str(file))
+    losses = run(step, [5, 6])
+    other = dropout_step()
+    resume(other, file)
+    assert run(other, [5, 6]) == losses

@@ -1,0 +1,364 @@
+"""The step itself: bad input, hand-worked gradients, accumulators, compilation, eager execution, clipping."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from support import paths
+from support.reference import FEATURES, OPTIMIZERS, Line, as_numpy, batches, make_network, relative_error, step_with
+from support.state import everything
+
+from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms.accumulation.window import SampleWindow
+
+
+def make_step(kind="dense", loss=None, optimizer="momentum", **options):
+    options = options or {"micro_size": 3}
+    cell = GradAccumulationCell(nn.WithLossCell(make_network(kind), loss or nn.CrossEntropyLoss()), **options)
+    return TrainOneStepWithGradAccumulationCell(cell, OPTIMIZERS[optimizer](cell.trainable_params())).set_train()
+
+
+def batch(samples):
+    return [Tensor(value) for value in batches(samples, 1)[0]]
+
+
+# -- bad input: one clear error, and nothing has changed ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        (lambda: batch(2), ValueError, "got micro_size=3 and a batch of 2 sample"),
+        (lambda: [Tensor(1.0), Tensor([1])], ValueError, r"input 0 got shape \(\)"),
+        (lambda: [batch(6)[0], 3], TypeError, "input 1 got 3 of type 'int'"),
+        (lambda: [batch(6)[0], batch(9)[1]], ValueError, r"got shapes \[\(6, 12\), \(9,\)\]"),
+        (lambda: [], ValueError, "at least one input"),
+    ],
+    ids=["micro_size larger than the batch", "0-d", "scalar", "first axes differ", "none"],
+)
+def test_bad_batches_are_refused_before_anything_changes(inputs, error, message, mode):
+    step = make_step()
+    before = everything(step)
+    with pytest.raises(error, match=f"For 'GradAccumulationCell', .*{message}"):
+        step(*inputs())
+    after = everything(step)
+    assert before.keys() == after.keys()
+    assert all((before[name] == after[name]).all() for name in before)
+
+
+def test_a_loss_that_is_no_scalar_is_refused_before_anything_changes(mode):
+    for micro_size in (1, 3):
+        step = make_step(loss=nn.CrossEntropyLoss(reduction="none"), micro_size=micro_size)
+        before = everything(step)
+        with pytest.raises(ValueError, match=r"scalar loss of shape \(\), but got shape \(\d,\)"):
+            step(*batch(6))
+        after = everything(step)
+        assert all((before[name] == after[name]).all() for name in before)
+
+
+def test_refuses_a_network_that_is_not_our_cell():
+    network = nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss())
+    with pytest.raises(TypeError, match=r"gaccum_ms.GradAccumulationCell, .*but got 'WithLossCell'"):
+        TrainOneStepWithGradAccumulationCell(network, nn.SGD(network.trainable_params(), 0.1))
+
+
+def test_refuses_bad_optimizers():
+    cell = GradAccumulationCell(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), 2)
+    with pytest.raises(TypeError, match=r"must be an nn.Optimizer, but got 'float'"):
+        TrainOneStepWithGradAccumulationCell(cell, 0.1)
+    with pytest.raises(ValueError, match=r"optimizer with 4 parameter\(s\), none of them the network's"):
+        TrainOneStepWithGradAccumulationCell(cell, nn.SGD(make_network("dense").trainable_params(), 0.1))
+    empty = nn.SGD(cell.trainable_params(), 0.1)
+    empty.parameters = ms.ParameterTuple(())
+    with pytest.raises(ValueError, match=r"optimizer with 0 parameter\(s\)"):
+        TrainOneStepWithGradAccumulationCell(cell, empty)
+
+
+def test_refuses_hybrid_parallel_mode_and_pipelines():
+    cell = GradAccumulationCell(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), 2)
+    optimizer = nn.SGD(cell.trainable_params(), 0.1)
+    try:
+        ms.set_auto_parallel_context(parallel_mode="hybrid_parallel")
+        with pytest.raises(RuntimeError, match=r"must be .*, but got 'hybrid_parallel'.*semi_auto_parallel"):
+            TrainOneStepWithGradAccumulationCell(cell, optimizer)
+        for mode in ("stand_alone", "semi_auto_parallel", "auto_parallel"):
+            ms.reset_auto_parallel_context()
+            ms.set_auto_parallel_context(parallel_mode=mode, pipeline_stages=2)
+            with pytest.raises(RuntimeError, match=r"'pipeline_stages' must be 1, but got 2.*PipelineCell"):
+                TrainOneStepWithGradAccumulationCell(cell, optimizer)
+    finally:
+        ms.reset_auto_parallel_context()
+
+
+# -- hand-worked gradients ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.core("graph-1", "graph-3", "pynative-3")
+@pytest.mark.parametrize("micro_size", [1, 2, 3])
+def test_hand_worked_gradient(micro_size, mode):
+    """x = 1, 2, 4 and y = 0, 1, 1 at w = 1: gradients x (w x - y) = 1, 2, 12, mean 5; losses 0.5, 0.5, 4.5, mean 11/6.
+
+    Two micro-batches are {1, 2} and {4}: means 1.5 and 12, whose mean would be 6.75. Rate 0.1: w = 0.5.
+    """
+    line = Line(1.0)
+    cell = GradAccumulationCell(line, micro_size)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+    loss = step(Tensor([1.0, 2.0, 4.0]), Tensor([0.0, 1.0, 1.0]))
+    np.testing.assert_allclose(loss.asnumpy(), 11 / 6, rtol=1e-6)
+    np.testing.assert_allclose(line.weight.asnumpy(), 0.5, rtol=1e-6)
+    assert loss.dtype == ms.float32
+    assert loss.shape == ()
+
+
+class ThreeInputs(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.weight = ms.Parameter(Tensor(1.0, ms.float32), name="weight")
+
+    def construct(self, a, b, c):
+        return (self.weight * a.mean(axis=1) * b * c.astype(ms.float32)).mean()
+
+
+def test_any_number_of_inputs(mode):
+    a, b, c = np.arange(10).reshape(5, 2), np.arange(5) + 1.0, np.array([1, 0, 2, 0, 3])
+    expected = (a.mean(axis=1) * b * c).mean()
+    cell = GradAccumulationCell(ThreeInputs(), 2)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+    loss = step(Tensor(a, ms.float32), Tensor(b, ms.float32), Tensor(c, ms.int32))
+    np.testing.assert_allclose(loss.asnumpy(), expected, rtol=1e-6)
+    np.testing.assert_allclose(cell.network.weight.asnumpy(), 1 - 0.1 * expected, rtol=1e-5)
+
+
+# -- accumulators ------------------------------------------------------------------------------------------------------
+
+
+class Named(nn.Cell):
+    """Parameters of a network are often named after what they are, and so are our cells' attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = ("scale", "window", "update", "noise", "map", "weights", "reduction", "open", "add", "clear")
+        self.held = ms.ParameterTuple([ms.Parameter(Tensor(np.ones(3), ms.float32), name=one) for one in self.names])
+
+    def construct(self, x):
+        total = ms.Tensor(0.0, ms.float32)
+        for one in self.held:
+            total = total + (one * x).mean()
+        return total
+
+
+@pytest.mark.core("graph-2")
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_weights_may_have_the_names_of_our_attributes(accumulation_steps, mode):
+    network = Named()
+    cell = GradAccumulationCell(network, 2, accumulation_steps=accumulation_steps, max_grad_norm=10.0)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.1)).set_train()
+    for _ in range(accumulation_steps):
+        step(Tensor(np.ones((4, 3), np.float32)))
+    for one in network.held:
+        np.testing.assert_allclose(as_numpy(one), 1 - 0.1 / 3, rtol=1e-6)
+
+
+def test_accumulators_are_zero_after_every_update_and_used_within(mode):
+    class Peek(SampleWindow):
+        def reduce(self, gradients, sums, scale, unit):
+            sums = ops.depend(sums, ops.assign(self.peek, ops.depend(self.accumulators.sums[0], sums)))
+            return super().reduce(gradients, sums, scale, unit)
+
+    cell = GradAccumulationCell(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), 3)
+    step = step_with(Peek)(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+    step.window.peek = ms.Parameter(ops.zeros_like(step.accu_grads[0]), name="peek", requires_grad=False)
+    for samples in (9, 9, 4):
+        step(*batch(samples))
+        assert as_numpy(step.window.peek).any()
+        assert not any(as_numpy(a).any() for a in step.accu_grads)
+
+
+class Interrupted(nn.Cell):
+    """Raises once, in the second micro-batch, as a user's breakpoint or a bad label would."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss())
+        self.calls = 0
+
+    def construct(self, x, y):
+        self.calls += 1
+        if self.calls == 2:
+            raise KeyboardInterrupt
+        return self.network(x, y)
+
+
+def test_an_interrupted_window_leaves_nothing_behind(pynative):
+    steps = []
+    for network in (Interrupted(), nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss())):
+        cell = GradAccumulationCell(network, 3, compensated=True)
+        steps.append(TrainOneStepWithGradAccumulationCell(cell, OPTIMIZERS["momentum"](cell.trainable_params())))
+    with pytest.raises(KeyboardInterrupt):
+        steps[0](*batch(9))
+    held = [p for p in steps[0].get_parameters() if p.name.startswith("accu_")]
+    assert len(held) == 8
+    assert not any(as_numpy(p).any() for p in held)
+    for step in steps:
+        step.set_train()(*batch(9))
+    for one, other in zip(steps[0].weights, steps[1].weights, strict=True):
+        np.testing.assert_array_equal(as_numpy(one), as_numpy(other))
+
+
+# -- compilation and eager execution -----------------------------------------------------------------------------------
+
+
+def test_one_compilation_per_shape():
+    step = make_step()
+    for samples in (9, 9, 9, 4, 9, 4):
+        step(*batch(samples))
+    assert len(step.compile_cache) == 2
+
+
+TRACES: list[int] = []
+
+
+@ops.constexpr(reuse_result=False)
+def trace(shape):
+    """Ordinary Python: runs on every call of eager code, and in compiled code only while it is compiled."""
+    TRACES.append(1)
+    return shape
+
+
+class Counted(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.weight = ms.Parameter(ops.ones(FEATURES), name="weight")
+
+    def construct(self, x, y):
+        trace(x.shape)
+        return (x * self.weight).mean() + y.mean()
+
+
+def traces_of(jit: bool | None, steps: int) -> int:
+    cell = GradAccumulationCell(Counted(), 3, jit=jit)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+    TRACES.clear()
+    for _ in range(steps):
+        step(batch(9)[0], ops.ones(9))
+    return len(TRACES)
+
+
+def test_pynative_runs_every_micro_step_eagerly(pynative):
+    """So a breakpoint in the network stops at each micro-batch."""
+    assert traces_of(jit=None, steps=4) == 4 * 3
+
+
+def test_jit_compiles_the_step_in_pynative_mode(pynative):
+    assert traces_of(jit=True, steps=1) > 0
+    assert traces_of(jit=True, steps=4) == traces_of(jit=True, steps=1)
+
+
+def test_mindspores_variable_against_compiling_holds_for_jit_too(pynative, monkeypatch):
+    monkeypatch.setenv("MS_JIT", "0")
+    assert traces_of(jit=True, steps=4) == 4 * 3
+
+
+def add_100(cell, inputs, loss):
+    return loss + 100.0
+
+
+def test_jit_runs_the_step_by_graph_modes_path(pynative):
+    """And not by `mindspore.jit` , which would keep the graph elsewhere: see test_graphs.py."""
+    cell = GradAccumulationCell(Counted(), 3, jit=True)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+    step.register_forward_hook(add_100)
+    assert step(batch(9)[0], ops.ones(9)) > 90
+    assert len(step.compile_cache) == 1
+
+
+@pytest.mark.parametrize("jit", [None, True], ids=["graph", "jit"])
+def test_weights_that_are_loaded_into_a_step_that_has_run_are_trained_on(jit):
+    """In PyNative mode with `jit` too, where a function under `mindspore.jit` goes on with the weights it had."""
+    ms.set_context(mode=ms.PYNATIVE_MODE if jit else ms.GRAPH_MODE)
+    network = nn.Dense(12, 1)
+    cell = GradAccumulationCell(nn.WithLossCell(network, nn.MSELoss()), 3, jit=jit)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.1)).set_train()
+    x = batch(9)[0]
+    first = {name: ms.Parameter(value.asnumpy()) for name, value in network.parameters_dict().items()}
+    losses = [step(x, ops.ones((9, 1))) for _ in range(3)]
+    ms.load_param_into_net(network, first)
+    again = [step(x, ops.ones((9, 1))) for _ in range(3)]
+    assert [float(loss) for loss in again] == [float(loss) for loss in losses]
+    assert losses[0] > losses[1] > losses[2]
+
+
+class Unrolled(SampleWindow):
+    """Negative control: the loop in Python, as graph mode unrolls it."""
+
+    def add_up(self, inputs, unit):
+        sums = self.nothing()
+        for start in range(0, 18, 18 // self.micro_size):
+            part = [value[start : start + 18 // self.micro_size] for value in inputs]
+            sums = sums + self.micro_step(False, unit, 18 // self.micro_size, *part)
+        return sums
+
+
+def compile_graphs() -> None:
+    """What the next test runs in a process of its own: MindSpore reads only at its start that it is to save graphs."""
+    ms.set_context(mode=ms.GRAPH_MODE)
+    for window_class, micro_size in ((SampleWindow, 2), (SampleWindow, 9), (Unrolled, 9)):
+        cell = GradAccumulationCell(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), micro_size)
+        step_with(window_class)(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()(*batch(18))
+
+
+def test_the_graph_does_not_grow_with_the_number_of_micro_batches(tmp_path):
+    saving = {"MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_SAVE_GRAPHS_PATH": str(tmp_path), "PYTHONPATH": paths.python_path()}
+    command = [sys.executable, "-c", "import test_step; test_step.compile_graphs()"]
+    subprocess.run(command, env={**os.environ, **saving}, check=True, capture_output=True, timeout=600)
+    finished = sorted(tmp_path.glob("**/*_validate_*.ir"), key=lambda path: int(path.stem.rpartition("_")[2]))
+    few, many, unrolled = (path.read_text().count("MatMul(") for path in finished)
+    assert few == many > 0
+    assert unrolled == 9 * many
+
+
+# -- clipping ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.core("graph-0.1", "graph-1000.0")
+@pytest.mark.parametrize("max_norm", [0.1, 1e3])
+def test_clips_the_whole_batchs_gradient_once(max_norm, mode):
+    """Equal to ops.clip_by_global_norm on the whole batch's gradient, applied by SGD."""
+    network = make_network("dense")
+    loss_cell = nn.WithLossCell(network, nn.CrossEntropyLoss())
+    current = ms.get_context("mode")
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    gradients = ms.grad(loss_cell, None, tuple(network.trainable_params()))(*batch(13))
+    ms.set_context(mode=current)
+    norm = np.sqrt(sum((g.asnumpy() ** 2).sum() for g in gradients))
+    clipped = ops.clip_by_global_norm(gradients, max_norm)
+    expected = [as_numpy(w) - 0.05 * g.asnumpy() for w, g in zip(network.trainable_params(), clipped, strict=True)]
+    step = make_step(optimizer="sgd", micro_size=3, max_grad_norm=max_norm)
+    step(*batch(13))
+    assert (norm > max_norm) == (max_norm == 0.1)
+    for weight, value in zip(step.weights, expected, strict=True):
+        assert relative_error(as_numpy(weight), value) < 1e-5
+
+
+@pytest.mark.core(mode="graph")
+def test_negative_control_clipping_each_micro_batch_is_caught(mode):
+    class ClipEach(SampleWindow):
+        def add(self, gradients):
+            return super().add(ops.clip_by_global_norm(gradients, 0.1))
+
+    results = []
+    for step_class, options in (
+        (TrainOneStepWithGradAccumulationCell, {"max_grad_norm": 0.1}),
+        (step_with(ClipEach), {}),
+    ):
+        cell = GradAccumulationCell(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), 3, **options)
+        step = step_class(cell, OPTIMIZERS["sgd"](cell.trainable_params())).set_train()
+        step(*batch(13))
+        results.append(as_numpy(step.weights[0]))
+    assert relative_error(results[1], results[0]) > 1e-4
