@@ -15,9 +15,11 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
 
+from gaccum_ms import compatibility
 from gaccum_ms.accumulation import accumulators, clip, micro_batches
 from gaccum_ms.backend.snapshot import Snapshot, as_numpy
 from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.compatibility import AUDIT, Setup
 from gaccum_ms.layers.batchnorm import batch_norm_names
 from gaccum_ms.layers.dropout import dropouts
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
@@ -258,12 +260,7 @@ def _check(cell: GradAccumulationCell, optimizer: nn.Optimizer, batch: tuple, to
         )
     if tolerance is not None and not tolerance > 0:
         raise ValueError(f"For 'audit', the argument 'tolerance' must be positive, but got {tolerance!r}.")
-    if cell.finds_size:
-        raise ValueError(
-            "For 'audit', the number of micro-batches must be given, because with it the batch is compared, but got "
-            "micro_batch_size='auto'. Give 'micro_size', or a 'micro_batch_size' such as 'find_micro_batch_size' "
-            "returns."
-        )
+    compatibility.check(AUDIT, "audit", Setup(cell.options, cell.network))
     plan = micro_batches.plan_split(micro_batches.batch_shapes(batch), cell.micro_size, cell.micro_batch_size)
     if plan.samples == plan.size:
         raise ValueError(
@@ -327,25 +324,16 @@ def _run(step: nn.Cell, recorder: _Recorder, batch: tuple[ms.Tensor, ...]) -> _U
 
 
 def _unclipped(cell: GradAccumulationCell, **size: Any) -> GradAccumulationCell:
-    """A cell with these options on the same network, that leaves clipping to the recorder."""
-    return GradAccumulationCell(
-        cell.network,
-        **(size or {"micro_size": cell.micro_size, "micro_batch_size": cell.micro_batch_size}),
-        reduction=cell.reduction,
-        count=cell.counts,
-        loss_weights=cell.loss_weights,
-        accumulator_dtype=cell.accumulator_dtype,
-        compensated=cell.compensated,
-        overflow=cell.overflow,
-        jit=cell.jit,
-    )
+    """A cell with these options on the same network, for one batch, that leaves clipping to the recorder. Of several
+    ranks all must audit, so that accumulators may be sharded as they will be in training."""
+    return cell.with_options(accumulation_steps=1, max_grad_norm=None, record_noise=False, **size)
 
 
 def _whole_batch_step(cell: GradAccumulationCell, recorder: _Recorder) -> nn.Cell:
     """MindSpore's own step where it knows the rule, so that our step is not measured by itself."""
     gathers = isinstance(cell.network, WithBatchLossCell) and cell.network.ranks > 1
-    if any(count is not None for count in cell.counts) or cell.several_losses or gathers:
-        return TrainOneStepWithGradAccumulationCell(_unclipped(cell, micro_size=1), recorder)
+    if cell.own_count is not None or cell.several_losses or gathers:
+        return TrainOneStepWithGradAccumulationCell(_unclipped(cell, micro_size=1, micro_batch_size=None), recorder)
     return nn.TrainOneStepCell(cell.network, recorder)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mindspore as ms
 from mindspore import nn
@@ -100,7 +100,8 @@ class Trials:
             optimizer = _Nothing(self.optimizer) if isinstance(self.optimizer, ShardedOptimizer) else self.optimizer
             with warnings.catch_warnings():  # the step that is to train says it
                 warnings.filterwarnings("ignore", message="For 'GradAccumulationCell', the network has .* BatchNorm")
-                step = TrainOneStepWithGradAccumulationCell(_with_size(self.cell, size), optimizer).set_train()
+                sizes = {} if self.cell.finds_size else {"micro_size": None, "micro_batch_size": size}
+                step = TrainOneStepWithGradAccumulationCell(self.cell.with_options(**sizes), optimizer).set_train()
         if step.spans_batches:
             step.set_accumulation_steps(1)  # so that each batch ends in an update
         if step._auto is not None:
@@ -125,23 +126,6 @@ class _Nothing(nn.Cell):
 
     def construct(self, gradients):
         return gradients
-
-
-def _with_size(cell: GradAccumulationCell, size: int) -> GradAccumulationCell:
-    options: dict[str, Any] = {
-        "accumulation_steps": cell.accumulation_steps,
-        "reduction": cell.reduction,
-        "count": cell.counts,
-        "loss_weights": cell.loss_weights,
-        "max_grad_norm": cell.max_grad_norm,
-        "accumulator_dtype": cell.accumulator_dtype,
-        "compensated": cell.compensated,
-        "overflow": cell.overflow,
-        "shard_accumulators": cell.shard_accumulators,
-        "record_noise": cell.record_noise,
-        "jit": cell.jit,
-    }
-    return GradAccumulationCell(cell.network, micro_batch_size="auto" if cell.finds_size else size, **options)
 
 
 @contextmanager

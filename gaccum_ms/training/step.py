@@ -36,6 +36,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn, ops
 
+from gaccum_ms import compatibility
 from gaccum_ms.accumulation import micro_batches
 from gaccum_ms.accumulation.counted_window import CountedWindow
 from gaccum_ms.accumulation.grad_cache import BatchLossWindow
@@ -52,6 +53,7 @@ from gaccum_ms.backend.convolutions import limit_instructions_for
 from gaccum_ms.backend.parameters import counter, hold_weights, record, show_records
 from gaccum_ms.backend.pynative_tape import forget_interrupted_gradient
 from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.compatibility import IN_ONE_GRAPH, SPAN_LATER, Setup
 from gaccum_ms.distributed.all_reduce import FusedReducer
 from gaccum_ms.distributed.ranks import broadcast_parameters, check_parallel_mode
 from gaccum_ms.layers.batchnorm import refuse_sync_batch_norm, warn_about_batch_norm
@@ -64,12 +66,6 @@ from gaccum_ms.training.auto_size import AutoSize
 from gaccum_ms.training.provenance import SHARDED, Provenance, Resumable
 
 _NAME = "TrainOneStepWithGradAccumulationCell"
-# A constant, because graph mode must be able to raise it.
-_NOT_ONE_GRAPH = (
-    "For 'GradAccumulationCell', micro_batch_size='auto' needs Python between the batches, to try again what ran out "
-    "of memory, but the training step is part of another graph, as with data sinking. Use "
-    "model.train(..., dataset_sink_mode=False), or the number that gaccum_ms.find_micro_batch_size returns."
-)
 
 
 class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
@@ -185,8 +181,10 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
             group = self.grad_reducer.allgather.group
             noise = [ms.Parameter(ops.zeros((ALL_SUMS,), ms.float32), requires_grad=False)] * network.record_noise
             self.grad_reducer = FusedReducer([*self.weights, *noise], self.mean, self.degree, group)
+        self._setup = Setup(network.options, network.network, unrolled)
+        # A text, because graph mode must be able to raise it.
+        self._not_one_graph = str(compatibility.refused(IN_ONE_GRAPH, "GradAccumulationCell", self._setup) or "")
         self._micro_size = network.micro_size
-        self._in_two_graphs = network.finds_size
         self._auto = AutoSize(self, network) if network.finds_size else None
         self._counts = tuple(count for count in network.counts if count is not None)
         self._jit = bool(network.jit)
@@ -252,25 +250,7 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         """
         if self.spans_batches:
             return
-        if self._unrolled:
-            raise RuntimeError(
-                "For 'TrainOneStepWithGradAccumulationCell', windows of several batches need accumulators that "
-                "outlive a batch, but in semi-auto and auto parallel mode the compiler reduces over devices at the "
-                "end of each batch's backward. Use data parallel mode; or larger batches and a larger 'micro_size', "
-                "which need no more memory."
-            )
-        if isinstance(self.window, MultiLossWindow):
-            raise ValueError(
-                "For 'TrainOneStepWithGradAccumulationCell', windows of several batches need a network of one loss, "
-                "because one accumulator cannot be divided by several totals, but got one of several losses."
-            )
-        if isinstance(self.window, BatchLossWindow):
-            raise ValueError(
-                "For 'TrainOneStepWithGradAccumulationCell', windows of several batches need a loss that is a mean or "
-                "sum over micro-batches, but got a 'WithBatchLossCell', whose loss needs all samples of the window at "
-                "once: the first batches are gone when the last one comes. Use larger batches and a larger "
-                "'micro_size', which need no more memory."
-            )
+        compatibility.check(SPAN_LATER, _NAME, self._setup)
         if self.provenance.begun:
             raise RuntimeError(
                 "For 'TrainOneStepWithGradAccumulationCell', windows of several batches must be asked for before the "
@@ -424,8 +404,8 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
     # -- compiled ------------------------------------------------------------------------------------------------------
 
     def construct(self, *inputs):
-        if self._in_two_graphs:
-            raise RuntimeError(_NOT_ONE_GRAPH)
+        if self._not_one_graph:
+            raise RuntimeError(self._not_one_graph)
         auto_parallel.check_built_for(self._unrolled)
         scale = self.update.scale()
         inputs = clear_flag(inputs)
