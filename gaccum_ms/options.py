@@ -25,7 +25,7 @@ class Options:
     accumulation_steps: int = 1
     reduction: str = "mean"
     count: Callable | Sequence[Callable | None] | None = None
-    loss_weights: Sequence[float] | None = (1.0,)
+    loss_weights: Any = (1.0,)  # Sequence[float], once it is checked
     max_grad_norm: float | None = None
     accumulator_dtype: ms.Type | None = ms.float32
     compensated: bool = False

@@ -294,7 +294,7 @@ def reductions(scenario: Scenario, rank: int) -> np.ndarray:
     ms.set_context(mode=ms.PYNATIVE_MODE)
     step = make_step(scenario)
     noted = [
-        NotedAllReduce(getattr(step.window, "reduction", step.window).sum_over_ranks.reducer),
+        NotedAllReduce(getattr(step.window.weighing, "reduction", step.window.weighing).sum_over_ranks.reducer),
         NotedAllReduce(step.grad_reducer),
     ]
     for window in scenario.windows:

@@ -9,7 +9,7 @@ import pytest
 from mindspore import nn
 
 from gaccum_ms import CountMask, WithBatchLossCell
-from gaccum_ms.compatibility import AUDIT, CELL, IN_ONE_GRAPH, RULES, SEMI_AUTO, SPAN_LATER, TRIAL, Setup, markdown
+from gaccum_ms.compatibility import AUDIT, CELL, IN_ONE_GRAPH, RULES, SEMI_AUTO, SPAN_LATER, TRIAL, Setup
 from gaccum_ms.compatibility import refused as first_refused
 from gaccum_ms.options import Options
 
@@ -77,5 +77,24 @@ def test_the_plain_options_go_together_everywhere(place):
     assert first_refused(place, "Owner", Setup(Options(micro_size=2), nn.Dense(1, 1))) is None
 
 
+def reason(text):
+    """Of a rule's text, what the docs say: why, and what to do instead."""
+    must_be, _, rest = text.partition(", but ")
+    given, _, remedy = rest.partition(". ")
+    why = given.partition(": ")[2] or must_be
+    return f"{why.removesuffix('.')}. {remedy}".strip()
+
+
+def table():
+    rows = [(rule.what, rule.beside, reason(rule.text)) for rule in RULES]
+    lines = [("what", "does not go with", "because, and what to do instead"), ("---",) * 3, *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def test_the_page_has_the_table():
-    assert markdown() in PAGE.read_text(), "docs/options.md: put in what gaccum_ms.compatibility.markdown() returns"
+    """`python tests/test_compatibility.py` prints what belongs there."""
+    assert table() in PAGE.read_text()
+
+
+if __name__ == "__main__":
+    print(table())

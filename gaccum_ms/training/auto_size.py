@@ -52,7 +52,7 @@ class AddBatch(OwnGraph):
         inputs = clear_flag(inputs)
         if self.spans_batches:
             return self.window.add_batch(inputs, scale), scale
-        return self.window.gather(inputs, scale)
+        return self.window.accumulate(inputs, scale)
 
 
 class EndBatch(OwnGraph):
@@ -133,7 +133,8 @@ class AutoSize:
 
     def _set(self, size: int) -> None:
         window = self._step.window
-        self.size = window.micro_batch_size = size
+        self.size = size
+        window.cut_into(size)
         # Of each size a Cell of its own: the old one takes its graphs, and their memory, along.
         self._graph = AddBatch(window, self._step.update, bool(self._cell.jit))
         gc.collect()
@@ -179,11 +180,11 @@ class AutoSize:
         window = self._step.window
         left_out = [*self._step.weights, *(self._constants or ())]
         if not int(self._step.window_position.asnumpy()):  # they are zero
-            left_out += window.accumulators.get_parameters()
+            left_out += window.store.get_parameters()
         self._before = Snapshot(window, leave_out=left_out)
 
     def _put_back(self) -> None:
-        self._step.window.accumulators.forget()
+        self._step.window.store.reset_eagerly()
         self._before.restore()
 
     def _find_constants(self) -> None:

@@ -17,7 +17,7 @@ from mindspore import nn, ops
 
 from gaccum_ms.accumulation.accumulators import Accumulators
 from gaccum_ms.accumulation.open_window import OpenWindow
-from gaccum_ms.accumulation.reduction import CountedReduction, times
+from gaccum_ms.accumulation.reduction import CountedReduction, scale_by
 from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.accumulation.update import Update, WindowEnd
 from gaccum_ms.backend import graphs
@@ -194,7 +194,7 @@ class GradAccumulator(Resumable, nn.Cell):
     def clear(self) -> None:
         """Throw the open window away, as if its batches had not been. With several ranks all must."""
         self._begin()
-        self.window.forget()
+        self.window.reset_eagerly()
 
     @contextlib.contextmanager
     def no_update(self) -> Iterator[None]:
@@ -307,7 +307,7 @@ class GradAccumulator(Resumable, nn.Cell):
         """Returns the count of what was kept, and how many batches were dropped, one or none."""
         kept = items
         if not self.drops or all_finite(gradients):
-            weighed = self.map(ops.partial(times, weight), gradients)
+            weighed = self.map(ops.partial(scale_by, weight), gradients)
             kept = ops.depend(items, self.window.accumulators.add(weighed))
         else:
             kept = ops.zeros_like(items)

@@ -83,7 +83,7 @@ class Provenance(nn.Cell):
         training lacks must not stay from before: windows and counts begin anew."""
         values = {own("batch_count"): np.array(0), own("update_count"): np.array(0), **values}
         if window is not None:
-            window.forget()
+            window.reset_eagerly()
             values = window.accumulators.adapt(values)
         for parameter in cell.get_parameters():
             if parameter.name in values:

@@ -2,17 +2,17 @@
 
     split the batch
     for each micro-batch:                       (window.py)
-        forward, backward                       seeded with its share or count, times the loss scale
+        forward, backward                       (micro_step.py) seeded with its share or count, times the loss scale
         note the first one's norm               with record_noise (noise.py)
         add to the accumulators                 unless it counts nothing, or overflowed and is to be dropped
-    the window's last batch?                    (spanning_window.py; without accumulation_steps each is)
+    the window's last batch?                    (open_window.py; without accumulation_steps each is)
         reduce across ranks, once               several counted losses: their counts too, before the loop
         divide by total count and loss scale    (from here on: update.py)
         clip by global norm
         finite, and something counted?          all ranks agree
             update, or skip
         adjust the loss scale
-        clear the accumulators
+        reset the accumulators
 
 With ``micro_batch_size="auto"`` the loop is a graph of its own, and runs again where memory ran out (auto_size.py).
 A loss of the whole batch has two loops, the first forward only (grad_cache.py). With `shard_accumulators` each
@@ -30,7 +30,6 @@ for.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import mindspore as ms
@@ -38,15 +37,12 @@ from mindspore import nn, ops
 
 from gaccum_ms import compatibility
 from gaccum_ms.accumulation import micro_batches
-from gaccum_ms.accumulation.counted_window import CountedWindow
-from gaccum_ms.accumulation.grad_cache import BatchLossWindow
-from gaccum_ms.accumulation.multi_loss_window import MultiLossWindow
 from gaccum_ms.accumulation.noise import ALL_SUMS
 from gaccum_ms.accumulation.open_window import OpenWindow
 from gaccum_ms.accumulation.saturation import clear_flag
-from gaccum_ms.accumulation.spanning_window import SpanningWindow
 from gaccum_ms.accumulation.update import Update, WindowEnd
-from gaccum_ms.accumulation.window import SampleWindow
+from gaccum_ms.accumulation.window import Window
+from gaccum_ms.accumulation.windows import Kinds, combined, kinds_of
 from gaccum_ms.backend import graphs
 from gaccum_ms.backend.checks import check_optimizer, check_positive_int
 from gaccum_ms.backend.convolutions import limit_instructions_for
@@ -59,7 +55,7 @@ from gaccum_ms.distributed.ranks import broadcast_parameters, check_parallel_mod
 from gaccum_ms.layers.batchnorm import refuse_sync_batch_norm, warn_about_batch_norm
 from gaccum_ms.layers.sparse import explain_sparse_gradients, refuse_sparse_gradients
 from gaccum_ms.layers.window_batchnorm import window_statistics
-from gaccum_ms.losses.batch_loss import WithBatchLossCell, passes, warn_about_two_passes
+from gaccum_ms.losses.batch_loss import passes, warn_about_two_passes
 from gaccum_ms.semi_auto import modes as auto_parallel
 from gaccum_ms.semi_auto.unrolled_window import UnrolledWindow
 from gaccum_ms.training.auto_size import AutoSize
@@ -197,13 +193,10 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
             self.rate_progress = record("rate_progress")
         rule = "counts" if self._counts else "samples" if network.reduction == "mean" else "sums"
         self.spans_batches = network.accumulation_steps > 1
-        self.window = self._make_window(network)
+        self.window = self._make_window(self.spans_batches)
         if network.shard_accumulators and self.reducer_flag:
             rule += SHARDED
         self.provenance = Provenance(_NAME, (rule,), network.accumulation_steps, self.reducer_flag)
-        self._make_spanning_window = functools.partial(
-            SpanningWindow, network, self.weights, self.grad_reducer, self.window_position
-        )
         drops = network.overflow == "drop_micro_batch"
         self.update = Update(
             _NAME,
@@ -224,21 +217,19 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         else:
             self._keep_in_place()
 
-    def _make_window(self, cell: GradAccumulationCell) -> SampleWindow | UnrolledWindow:
+    def _make_window(self, spans_batches: bool) -> Window | UnrolledWindow:
+        options, network, _ = self._setup
         if self._unrolled:
-            return UnrolledWindow(cell, self.weights)
-        if cell.accumulation_steps > 1:
-            return SpanningWindow(cell, self.weights, self.grad_reducer, self.window_position)
-        if isinstance(cell.network, WithBatchLossCell):
-            return BatchLossWindow(cell, self.weights, self.grad_reducer)
-        if cell.several_losses:
-            return MultiLossWindow(cell, self.weights, self.grad_reducer)
-        if cell.counted:
-            return CountedWindow(cell, self.weights, self.grad_reducer)
-        return SampleWindow(cell, self.weights, self.grad_reducer)
+            return UnrolledWindow(options, network, self.weights)
+        kinds = self._kinds_of_window(spans_batches)
+        return combined(kinds, options, network, self.weights, self.grad_reducer, self.window_position)
+
+    def _kinds_of_window(self, spans_batches: bool) -> Kinds:
+        options, network, _ = self._setup
+        return kinds_of(options, network, spans_batches)
 
     def _show_records(self) -> None:
-        self.accu_grads = self.window.accumulators.sums if self.window.accumulates else ms.ParameterTuple(())
+        self.accu_grads = self.window.store.sums
         show_records(self, self.window, self._open_window(), self.update, getattr(self.window, "noise", None))
 
     def let_windows_span_batches(self) -> None:
@@ -257,11 +248,11 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
                 "first step, but got a step that has run, of a cell with accumulation_steps=1. Give the cell "
                 "accumulation_steps > 1."
             )
-        if not self.window.accumulates:
+        if not self._setup.o.accumulates:
             warn_about_batch_norm(self.network)  # has not been, for nothing was split
         self.spans_batches = True
-        self.window = self._make_spanning_window()
-        self.update.window = self.window.open
+        self.window = self._make_window(spans_batches=True)
+        self.update.take_window(self.window.open)
         self.end_window = WindowEnd(self.window.open, self.update, self._jit)
         self._show_records()
         self._keep_in_place()
@@ -331,9 +322,9 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
             outputs = self._run(*inputs)
         except BaseException as error:
             forget_interrupted_gradient(error)
-            self.window.forget()  # what the window's first micro-batches left would be added to the next batch's
+            self.window.reset_eagerly()  # what the window's first micro-batches left would be added to the next batch's
             if self.update.has_statistics and not int(self.window_position.asnumpy()):
-                self.update.statistics.forget()
+                self.update.statistics.reset_eagerly()
             explain_sparse_gradients(error)
             raise
         if self._counts:
