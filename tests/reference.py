@@ -195,8 +195,8 @@ def step_with(**kinds: type) -> type[TrainOneStepWithGradAccumulationCell]:
     """Our step, of whose window some parts are of other kinds: how the negative controls break it."""
 
     class Step(TrainOneStepWithGradAccumulationCell):
-        def _kinds_of_window(self, spans_batches):
-            return dataclasses.replace(super()._kinds_of_window(spans_batches), **kinds)
+        def _kinds_of_window(self):
+            return dataclasses.replace(super()._kinds_of_window(), **kinds)
 
     return Step
 

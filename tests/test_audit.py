@@ -268,7 +268,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_passes(monkeypatch, pynative):
 
     assert all(report.ok for report in reports())
     # Measured by its own size it would not; on any one batch the rounding may happen to be the same both ways.
-    monkeypatch.setattr(audit_module, "_SMALLEST_SCALE", 0.0)
+    monkeypatch.setattr("gaccum_ms.audit_report._SMALLEST_SCALE", 0.0)
     assert any("in shift" in problem for report in reports() for problem in report.problems)
 
 

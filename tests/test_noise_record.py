@@ -110,9 +110,9 @@ class Unsized(NoiseRecord):
 class ForgetsTheSize(BySamples):
     """Takes the first micro-batch for one item."""
 
-    def __init__(self, options, weights, grad_reducer, *parts):
-        super().__init__(options, weights, grad_reducer, *parts)
-        self.noise = Unsized(grad_reducer)
+    def __init__(self, made_of):
+        super().__init__(made_of)
+        self.noise = Unsized(made_of.grad_reducer)
 
 
 class NotesTheWholeBatch(BySamples):

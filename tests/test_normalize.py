@@ -311,9 +311,9 @@ class FirstTotal(Counting):
 class OneTotalForAll(ByCountsOfEach):
     """Divides every loss by the first one's total."""
 
-    def __init__(self, options, *arguments):
-        super().__init__(options, *arguments)
-        self.counting = FirstTotal(options)
+    def __init__(self, made_of):
+        super().__init__(made_of)
+        self.counting = FirstTotal(made_of.options)
 
 
 @pytest.mark.core(mode="graph")

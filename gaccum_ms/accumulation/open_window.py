@@ -8,14 +8,17 @@ the number of batches of a window changes. Until the window ends nothing is redu
 from __future__ import annotations
 
 import warnings
+from typing import TYPE_CHECKING
 
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms.accumulation.accumulators import Accumulators
-from gaccum_ms.accumulation.reduction import CountedReduction
 from gaccum_ms.accumulation.saturation import read_flag, saturates
 from gaccum_ms.backend.parameters import counter, overwrite, record
+
+if TYPE_CHECKING:
+    from gaccum_ms.accumulation.accumulators import Accumulators
+    from gaccum_ms.accumulation.reduction import CountedReduction
 
 
 class OpenWindow(nn.Cell):

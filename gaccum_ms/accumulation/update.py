@@ -12,19 +12,22 @@ All of it is compiled: see the rules at the head of step.py.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
 from mindspore import nn, ops
 
 from gaccum_ms.accumulation import clip
 from gaccum_ms.accumulation.loss_scale import check_scale, scale_parameter
-from gaccum_ms.accumulation.open_window import OpenWindow
 from gaccum_ms.accumulation.reduction import scale_by
 from gaccum_ms.accumulation.saturation import read_flag, saturates
 from gaccum_ms.backend.cpu_kernels import all_finite
 from gaccum_ms.backend.graphs import OwnGraph
 from gaccum_ms.backend.parameters import counter, hold_weights, overwrite, record
+from gaccum_ms.layers.window_batchnorm import window_statistics
+
+if TYPE_CHECKING:
+    from gaccum_ms.accumulation.open_window import OpenWindow
 
 _divide = ops.MultitypeFuncGraph("gaccum_ms_divide")
 _cast_like = ops.MultitypeFuncGraph("gaccum_ms_cast_like")
@@ -51,7 +54,7 @@ class Update(nn.Cell):
         max_grad_norm (float or None): Clip by global norm.
         drops (bool): Whether micro-batches that overflow are left out.
         scale_sense (Cell, Tensor or None): Loss scale, as the step takes it.
-        statistics (WindowStatistics or None): Of layers that move theirs once per update.
+        network (Cell or None): Layers in it may have statistics that move once per update.
         keeps_norm (bool): Whether to keep the gradient's norm where nothing is clipped too.
     """
 
@@ -64,7 +67,7 @@ class Update(nn.Cell):
         max_grad_norm: float | None,
         drops: bool,
         scale_sense: nn.Cell | ms.Tensor | None,
-        statistics: nn.Cell | None = None,
+        network: nn.Cell | None = None,
         keeps_norm: bool = False,
     ) -> None:
         super().__init__(auto_prefix=False)
@@ -80,6 +83,7 @@ class Update(nn.Cell):
         self.manager: Any = None
         if scale_sense is not None:
             self.scale_sense, self.manager = scale_parameter(owner, scale_sense)
+        statistics = window_statistics(network) if network is not None else None
         self.has_statistics = statistics is not None
         if statistics is not None:
             self.statistics = statistics

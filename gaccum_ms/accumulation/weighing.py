@@ -18,6 +18,8 @@ A weighing has the same methods in each kind. They are compiled, and handle what
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import mindspore as ms
 from mindspore import nn, ops
 
@@ -31,32 +33,27 @@ from gaccum_ms.losses import counts
 from gaccum_ms.options import Options
 
 
-class BySamples(nn.Cell):
-    """Micro-batches weigh by their samples; `sums` : the loss. A loss that is no mean over samples weighs as it is.
+class MadeOf(NamedTuple):
+    """What a weighing is made of."""
 
-    Args:
-        options (Options): The options.
-        weights (ParameterTuple): The weights.
-        grad_reducer (Cell): Reduces gradients over ranks.
-        micro_step (Cell): Forward and backward.
-        store (Cell): Where gradients add up.
-        position (Parameter or None): Where a window has several batches, the number of them so far.
-    """
+    options: Options
+    weights: ms.ParameterTuple
+    grad_reducer: nn.Cell  # over ranks
+    micro_step: nn.Cell  # forward and backward
+    store: nn.Cell  # where gradients add up
+    position: ms.Parameter | None  # where a window has several batches, the number of them so far
+
+
+class BySamples(nn.Cell):
+    """Micro-batches weigh by their samples; `sums` : the loss. A loss that is no mean over samples weighs as it is."""
 
     may_skip = False  # whether there are windows that must not update
     needs_division = False  # whether gradients are sums, to be divided by more than the loss scale
     weighs_samples = False  # whether counts are taken at run time, though they are samples
 
-    def __init__(
-        self,
-        options: Options,
-        weights: ms.ParameterTuple,
-        grad_reducer: nn.Cell,
-        micro_step: nn.Cell,
-        store: nn.Cell,
-        position: ms.Parameter | None,
-    ) -> None:
+    def __init__(self, made_of: MadeOf) -> None:
         super().__init__(auto_prefix=False)
+        options, _, grad_reducer, micro_step, store, position = made_of
         self.micro_step = micro_step
         self.store = store
         self.grad_reducer = nn.Identity() if store.reduces else grad_reducer
@@ -130,24 +127,14 @@ class Counting(nn.Cell):
 
 
 class ByCounts(nn.Cell):
-    """Micro-batches weigh by counts, and may be left out. `sums` : the loss, the count, how many were dropped.
-
-    Args: as of `BySamples` .
-    """
+    """Micro-batches weigh by counts, and may be left out. `sums` : the loss, the count, how many were dropped."""
 
     may_skip = True
     needs_division = True
 
-    def __init__(
-        self,
-        options: Options,
-        weights: ms.ParameterTuple,
-        grad_reducer: nn.Cell,
-        micro_step: nn.Cell,
-        store: nn.Cell,
-        position: ms.Parameter | None,
-    ) -> None:
+    def __init__(self, made_of: MadeOf) -> None:
         super().__init__(auto_prefix=False)
+        options, weights, _, micro_step, store, position = made_of
         hold_weights(self, weights)
         self.micro_step = micro_step
         self.store = store
@@ -229,25 +216,15 @@ class ByCounts(nn.Cell):
 
 
 class ByCountsOfEach(nn.Cell):
-    """Several losses, each divided by its own total. `sums` : each loss's part of its mean.
-
-    Args: as of `BySamples` .
-    """
+    """Several losses, each divided by its own total. `sums` : each loss's part of its mean."""
 
     may_skip = True
     needs_division = False
     weighs_samples = False
 
-    def __init__(
-        self,
-        options: Options,
-        weights: ms.ParameterTuple,
-        grad_reducer: nn.Cell,
-        micro_step: nn.Cell,
-        store: nn.Cell,
-        position: ms.Parameter | None,
-    ) -> None:
+    def __init__(self, made_of: MadeOf) -> None:
         super().__init__(auto_prefix=False)
+        options, weights, grad_reducer, micro_step, store, _ = made_of
         self.micro_step = micro_step
         self.store = store
         self.grad_reducer = grad_reducer
@@ -272,7 +249,7 @@ class ByCountsOfEach(nn.Cell):
 
     def turn(self, noted, unit, prepared, size, *micro_batch):
         items = self.counting.of(*micro_batch)
-        seeds = unit * items if self.loss_is_mean else unit * 1
+        seeds = unit * items if self.loss_is_mean else unit
         sums = self.zero_sums()
         if (items > 0).all():
             sums, gradients = self.micro_step.run(seeds, prepared, size, *micro_batch)

@@ -14,15 +14,17 @@ All is compiled: from `run` down, methods are parsed by graph mode. What the loo
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
 from mindspore import nn, ops
 
 from gaccum_ms.accumulation import micro_batches
-from gaccum_ms.accumulation.open_window import OpenWindow
 from gaccum_ms.backend.parameters import show_records
 from gaccum_ms.options import Options
+
+if TYPE_CHECKING:
+    from gaccum_ms.accumulation.open_window import OpenWindow
 
 
 class Window(nn.Cell):
@@ -61,24 +63,28 @@ class Window(nn.Cell):
         self.records_noise = options.record_noise
         if options.record_noise:
             self.noise = weighing.noise
-        show_records(self, weighing)
+        show_records(self, weighing, weighing.noise if options.record_noise else None)
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 
     def run(self, inputs, scale):
         """Forward, backward and add for a window of one batch; returns the gradients, reduced over ranks, what they are
         to be divided by, the loss, and whether there is anything to update with."""
-        plan = micro_batches.graph_plan(inputs, self.micro_size, self.micro_batch_size)
-        if plan[4] and not self.may_skip and not self.store.reduces:
+        plan = self.plan(inputs)
+        _, size, _, _, whole = plan
+        if whole and not self.may_skip and not self.store.reduces:
             # Nothing to accumulate over: the gradients need no detour through accumulators.
             unit = self.weighing.seed_per_item(inputs, plan, scale)
-            sums, gradients = self.weighing.run(self.records_noise, unit, (), plan[1], *inputs)
+            sums, gradients = self.weighing.run(self.records_noise, unit, (), size, *inputs)
             return self.weighing.reduce(gradients, sums, scale, unit)
-        return self.finish(*self.accumulate(inputs, scale))
+        return self.finish(*self.accumulate(inputs, plan, scale))
 
-    def accumulate(self, inputs, scale):
+    def plan(self, inputs):
+        """Where the batch is cut."""
+        return micro_batches.graph_plan(inputs, self.micro_size, self.micro_batch_size)
+
+    def accumulate(self, inputs, plan, scale):
         """The part of `run` that this rank does alone; returns what `finish` takes."""
-        plan = micro_batches.graph_plan(inputs, self.micro_size, self.micro_batch_size)
         unit = self.weighing.seed_per_item(inputs, plan, scale)
         return self.add_up(inputs, plan, unit), unit, scale
 
@@ -88,12 +94,12 @@ class Window(nn.Cell):
 
     def add_batch(self, inputs, scale):
         """Forward, backward and add for one batch of several; returns its own mean loss, on this rank."""
-        plan = micro_batches.graph_plan(inputs, self.micro_size, self.micro_batch_size)
+        plan = self.plan(inputs)
         count = self.weighing.counting.total(inputs, plan)
         expected = self.weighing.expected(count)
         unit = self.open.begin_batch(scale, expected)
         sums = self.weighing.zero_sums()
-        if self.weighing.weighs_samples or expected >= 0:  # such a batch is left out as a whole
+        if self.weighing.weighs_samples or expected >= 0:  # a bad count is NaN here, and its batch left out
             sums = self.add_up(inputs, plan, unit)
         return ops.depend(self.weighing.mean(sums, unit), self.open.end_batch(sums, count))
 

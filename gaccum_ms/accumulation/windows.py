@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import mindspore as ms
-from mindspore import nn
+from mindspore import nn, ops
 
 from gaccum_ms.accumulation.accumulators import Accumulators, NoAccumulators
 from gaccum_ms.accumulation.grad_cache import TwoPasses
 from gaccum_ms.accumulation.micro_step import OneLoss, SeveralLosses
+from gaccum_ms.accumulation.noise import ALL_SUMS
 from gaccum_ms.accumulation.open_window import OpenWindow
 from gaccum_ms.accumulation.sharded_accumulators import ShardedAccumulators
-from gaccum_ms.accumulation.weighing import ByCounts, ByCountsOfEach, BySamples
+from gaccum_ms.accumulation.weighing import ByCounts, ByCountsOfEach, BySamples, MadeOf
 from gaccum_ms.accumulation.window import Window
+from gaccum_ms.compatibility import Setup
+from gaccum_ms.distributed.all_reduce import FusedReducer
 from gaccum_ms.distributed.layout import rank_and_ranks
-from gaccum_ms.losses.batch_loss import WithBatchLossCell
 from gaccum_ms.options import Options
 
 
@@ -29,21 +31,20 @@ class Kinds:
     open_window: type[OpenWindow] | None = None  # None: a window is one batch
 
 
-def kinds_of(options: Options, network: nn.Cell, spans_batches: bool) -> Kinds:
+def kinds_of(setup: Setup, spans_batches: bool) -> Kinds:
     """What the options ask for."""
-    if isinstance(network, WithBatchLossCell):
+    if setup.of_batch:
         return Kinds(micro_step=TwoPasses)
-    if options.several_losses:
+    if setup.o.several_losses:
         return Kinds(SeveralLosses, ByCountsOfEach)
     if spans_batches:
         return Kinds(weighing=ByCounts, open_window=OpenWindow)
-    return Kinds(weighing=ByCounts if options.counted else BySamples)
+    return Kinds(weighing=ByCounts if setup.o.counted else BySamples)
 
 
 def combined(
     kinds: Kinds,
-    options: Options,
-    network: nn.Cell,
+    setup: Setup,
     weights: ms.ParameterTuple,
     grad_reducer: nn.Cell,
     position: ms.Parameter,
@@ -52,21 +53,29 @@ def combined(
 
     Args:
         kinds (Kinds): The classes of its parts.
-        options (Options): The options.
-        network (Cell): The network with its loss.
+        setup (Setup): The options and the network.
         weights (ParameterTuple): What is trained.
         grad_reducer (Cell): Reduces gradients over ranks.
         position (Parameter): Batches of the open window so far, int32 of shape ().
     """
+    options = setup.o
     spans = kinds.open_window is not None
-    micro_step = kinds.micro_step(options, network, weights)
+    micro_step = kinds.micro_step(options, setup.network, weights)
     store = _store(options, weights, options.accumulates or spans, kinds.weighing.needs_division)
-    weighing = kinds.weighing(options, weights, grad_reducer, micro_step, store, position if spans else None)
+    made_of = MadeOf(options, weights, grad_reducer, micro_step, store, position if spans else None)
+    weighing = kinds.weighing(made_of)
     open_window = None
     if kinds.open_window is not None:
         steps = options.accumulation_steps
         open_window = kinds.open_window("GradAccumulationCell", store, weighing.reduction, position, steps)
     return kinds.window(options, micro_step, weighing, store, open_window)
+
+
+def fused_reducer(options: Options, step: nn.TrainOneStepCell) -> FusedReducer:
+    """In place of MindSpore's reducer, and in its group: AdaSum's optimizers have groups of eight ranks."""
+    group = step.grad_reducer.allgather.group
+    noise = [ms.Parameter(ops.zeros((ALL_SUMS,), ms.float32), requires_grad=False)] * options.record_noise
+    return FusedReducer([*step.weights, *noise], step.mean, step.degree, group)
 
 
 def _store(options: Options, weights: ms.ParameterTuple, accumulates: bool, sums: bool) -> nn.Cell:

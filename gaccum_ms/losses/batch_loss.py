@@ -207,5 +207,5 @@ def warn_about_two_passes(cell: Any) -> None:
             f"micro-batch goes forward for the second time: the gradient is then not that of the loss. Set p=0 or "
             f"remove them.",
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,
         )

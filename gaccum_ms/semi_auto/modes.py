@@ -21,10 +21,7 @@ from mindspore.parallel._utils import (
 )
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from gaccum_ms import compatibility
 from gaccum_ms.accumulation import micro_batches
-from gaccum_ms.cell import GradAccumulationCell
-from gaccum_ms.compatibility import SEMI_AUTO, Setup
 from gaccum_ms.layers.window_batchnorm import WindowBatchNorm
 
 _NAME = "GradAccumulationCell"
@@ -84,14 +81,12 @@ def check_built_for(unrolled):
         )
 
 
-def check_options(cell: GradAccumulationCell) -> None:
-    """Refuse, before anything is built, what the compiler's passes cannot do.
+def check_network(network: nn.Cell) -> None:
+    """Refuse, before anything is built, what the compiler's passes cannot do; options are in compatibility.py.
 
     Raises:
-        RuntimeError: In PyNative mode.
-        ValueError: For options that need a loop, or accumulators that outlive a batch; for a loss of the whole batch.
+        ValueError: For gradients that the compiler shards and takes the mean of; for layers that need a loop.
     """
-    compatibility.check(SEMI_AUTO, _NAME, Setup(cell.options, cell.network, compiler_distributes=True))
     shards_gradients = _get_grad_accumulation_shard() and ms.get_auto_parallel_context("enable_parallel_optimizer")
     if shards_gradients and ms.get_auto_parallel_context("gradients_mean"):
         raise ValueError(
@@ -100,13 +95,13 @@ def check_options(cell: GradAccumulationCell) -> None:
             f"got gradients_mean=True. In semi-auto parallel mode a loss that is a mean is one over all devices: "
             f"gradients_mean=False is right for it."
         )
-    if any(isinstance(layer, WindowBatchNorm) for _, layer in cell.network.cells_and_names()):
+    if any(isinstance(layer, WindowBatchNorm) for _, layer in network.cells_and_names()):
         raise ValueError(
             f"For '{_NAME}', in semi-auto and auto parallel mode the network must have no WindowBatchNorm, because the "
             f"compiler distributes the layer's inputs over devices, and its sums would be of one. Use nn.GroupNorm, or "
             f"data parallel mode."
         )
-    refuse_casts(cell.network)
+    refuse_casts(network)
 
 
 def refuse_casts(network: nn.Cell, by_level: str | None = None) -> None:

@@ -19,9 +19,9 @@ from mindspore import nn, ops
 from gaccum_ms.accumulation.accumulators import Accumulators, NoAccumulators
 from gaccum_ms.accumulation.micro_step import float32_losses
 from gaccum_ms.backend.parameters import hold_weights, record
+from gaccum_ms.compatibility import Setup
 from gaccum_ms.losses import counts
 from gaccum_ms.losses.per_sample_loss import PerSampleLoss
-from gaccum_ms.options import Options
 from gaccum_ms.semi_auto import modes as auto_parallel
 from gaccum_ms.semi_auto.shard_slice import ShardSlice
 
@@ -57,8 +57,9 @@ class BatchLoss(nn.Cell):
     Of a `PerSampleLoss` the samples' losses are added up, and reduced once.
     """
 
-    def __init__(self, options: Options, network: nn.Cell) -> None:
+    def __init__(self, setup: Setup) -> None:
         super().__init__(auto_prefix=False)
+        options, network, _ = setup
         self.per_sample = isinstance(network, PerSampleLoss)
         self.network = network.network if self.per_sample else network
         self.reducer = network if self.per_sample else nn.Identity()
@@ -104,8 +105,7 @@ class UnrolledWindow(nn.Cell):
     """The methods of `Window` , for the compiler's own accumulation.
 
     Args:
-        options (Options): The options.
-        network (Cell): The network with its loss.
+        setup (Setup): The options and the network.
         weights (ParameterTuple): The weights.
     """
 
@@ -115,9 +115,10 @@ class UnrolledWindow(nn.Cell):
     weighs_samples = False
     micro_batch_size = None  # its number of micro-batches is fixed
 
-    def __init__(self, options: Options, network: nn.Cell, weights: ms.ParameterTuple) -> None:
+    def __init__(self, setup: Setup, weights: ms.ParameterTuple) -> None:
         super().__init__(auto_prefix=False)
-        self.batch_loss = BatchLoss(options, network)
+        options = setup.o
+        self.batch_loss = BatchLoss(setup)
         hold_weights(self, weights)
         self.backward = ops.GradOperation(get_by_list=True, sens_param=True)
         self.may_skip = options.counted
