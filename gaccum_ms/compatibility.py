@@ -30,7 +30,7 @@ _SEVERAL = "several losses"
 class Setup(NamedTuple):
     """What is to be trained, and how."""
 
-    o: Options
+    o: Options  # a short name: the table is full of it
     network: nn.Cell
     compiler_distributes: bool = False  # in semi-auto or auto parallel mode
 

@@ -8,7 +8,7 @@
   the counts summed over ranks, before the loop; each loss is then seeded with its share. Where all counts are samples
   there is nothing to ask other ranks, and `gradients_mean` says what ranks mean together.
 
-A weighing has the same methods in each kind. They are compiled, and handle what is specific to it:
+Each kind has these methods, which are compiled:
 
     seed_per_item       the seed of a micro-batch of one item, called `unit` everywhere
     zero_sums           what the loop's sums begin with

@@ -2,10 +2,10 @@
 
 Four choices make a window, each a value of its own; windows.py combines them:
 
-    micro-step      one loss, several, or two passes for a loss of the whole batch      micro_step.py, grad_cache.py
-    weighing        by samples, by counts, by a count for each loss                     weighing.py
-    store           none, whole or sharded accumulators, compensated or not             accumulators.py, sharded_…
-    lifetime        one batch, or open over several                                     here, open_window.py
+    micro-step      one loss, several, or two passes for a loss of the whole batch (micro_step.py, grad_cache.py)
+    weighing        by samples, by counts, by a count for each loss (weighing.py)
+    store           none, whole or sharded accumulators, compensated or not (accumulators.py, sharded_accumulators.py)
+    lifetime        one batch, or open over several (open_window.py)
 
 In the modes in which MindSpore's compiler accumulates there is no loop: unrolled_window.py has the same methods.
 
