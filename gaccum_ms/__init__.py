@@ -55,11 +55,17 @@ if not _is_launcher:
     from gaccum_ms.losses.batch_loss import WithBatchLossCell
     from gaccum_ms.losses.counts import CountMask, CountNotIgnored
     from gaccum_ms.losses.per_sample_loss import PerSampleLoss
+    from gaccum_ms.memory import search as _search
+    from gaccum_ms.memory import trial as _trial
     from gaccum_ms.memory.report import memory_report
     from gaccum_ms.memory.search import find_micro_batch_size
     from gaccum_ms.threads import tune_cpu, tune_cpu_threads
+    from gaccum_ms.training import auto_size as _auto_size
     from gaccum_ms.training.grad_accumulator import GradAccumulator
     from gaccum_ms.training.resume import resume
     from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
+    # A trial of a size trains by the step, which may find its size by trials: neither imports the other.
+    _trial.train_by(TrainOneStepWithGradAccumulationCell)
+    _auto_size.search_by(_search)
     _model.install_model_hook()

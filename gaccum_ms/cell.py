@@ -1,81 +1,28 @@
-"""GradAccumulationCell: checks and holds the options of accumulation. The arithmetic is in step.py."""
+"""GradAccumulationCell: the network, with the options of accumulation. The arithmetic is in training/step.py."""
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import mindspore as ms
 from mindspore import nn
 
-from gaccum_ms.backend.checks import check_accumulation_options, check_one_of, check_positive_int, described
+from gaccum_ms import compatibility
+from gaccum_ms.backend.checks import described
 from gaccum_ms.backend.held_cells import held_cells
-from gaccum_ms.backend.out_of_memory import check_test as check_out_of_memory_test
 from gaccum_ms.backend.pynative_tape import close_tape
-from gaccum_ms.losses.batch_loss import WithBatchLossCell
-from gaccum_ms.losses.batch_loss import check_options as check_batch_loss_options
+from gaccum_ms.compatibility import CELL, Setup
+from gaccum_ms.options import Options, checked
 
 _NAME = "GradAccumulationCell"
 
-# The training step has them compiled in.
-_OPTIONS = frozenset(
-    (
-        "accumulation_steps",
-        "accumulator_dtype",
-        "compensated",
-        "count",
-        "counts",
-        "is_out_of_memory",
-        "jit",
-        "loss_weights",
-        "max_grad_norm",
-        "memory_limit",
-        "micro_batch_size",
-        "micro_size",
-        "network",
-        "overflow",
-        "record_noise",
-        "reduction",
-        "shard_accumulators",
-    )
-)
+_OPTIONS = frozenset(field.name for field in dataclasses.fields(Options))
+_READ = frozenset(name for name in (*_OPTIONS, *vars(Options)) if not name.startswith("_"))
+_SET = _OPTIONS | {"network", "options", "counts"}  # the training step has them compiled in
 # Cells that accumulate by themselves: MindSpore's, of nn, of parallel.nn and of boost, and ours.
 _ACCUMULATE = ("GradAccumulation", "GradAccumulationCell", "GradientAccumulation")
-
-
-def _losses(count: Any, loss_weights: Any) -> tuple[tuple[Callable | None, ...], tuple[float, ...]]:
-    """One count (None: samples) and one weight for each loss of the network."""
-    several = isinstance(count, (tuple, list))
-    counts = tuple(count) if several else (count,)
-    for one in counts:
-        if one is not None and not callable(one):
-            raise TypeError(
-                f"For 'GradAccumulationCell', the argument 'count' must be a function or Cell that maps the network's "
-                f"inputs to a number of items, or one for each loss, but got {one!r}."
-            )
-    if loss_weights is None:
-        loss_weights = (1.0,) * len(counts)
-    if not isinstance(loss_weights, (tuple, list)) or any(
-        isinstance(weight, bool) or not isinstance(weight, (int, float)) for weight in loss_weights
-    ):
-        raise TypeError(
-            f"For 'GradAccumulationCell', the argument 'loss_weights' must be a sequence of floats, but got "
-            f"{loss_weights!r}."
-        )
-    if not loss_weights or not all(math.isfinite(weight) for weight in loss_weights):
-        raise ValueError(
-            f"For 'GradAccumulationCell', the argument 'loss_weights' must be finite, one for each loss, but got "
-            f"{loss_weights!r}."
-        )
-    if count is None:
-        counts = (None,) * len(loss_weights)
-    if len(counts) != len(loss_weights):
-        raise ValueError(
-            f"For 'GradAccumulationCell', 'count' and 'loss_weights' must have one entry for each loss, but got "
-            f"{len(counts)} count(s) and {len(loss_weights)} weight(s)."
-        )
-    return counts, tuple(float(weight) for weight in loss_weights)
 
 
 class _Undifferentiated(nn.Cell):
@@ -226,115 +173,55 @@ class GradAccumulationCell(nn.Cell):
                 f"'{type(network).__name__}'. Wrap the network and its loss in 'nn.WithLossCell'."
             )
         refuse_accumulation_inside(network)
-        check_positive_int(_NAME, "accumulation_steps", accumulation_steps)
-        if micro_size is None and micro_batch_size is None and accumulation_steps > 1:
-            micro_size = 1
-        if (micro_size is None) == (micro_batch_size is None):
-            raise ValueError(
-                f"For 'GradAccumulationCell', exactly one of 'micro_size' (number of micro-batches) and "
-                f"'micro_batch_size' (samples in one) must be given, or neither with 'accumulation_steps' (batches "
-                f"that share an update), but got micro_size={micro_size}, micro_batch_size={micro_batch_size} and "
-                f"accumulation_steps={accumulation_steps}."
+        options = checked(
+            Options(
+                micro_size=micro_size,
+                micro_batch_size=micro_batch_size,
+                accumulation_steps=accumulation_steps,
+                reduction=reduction,
+                count=count,
+                loss_weights=loss_weights,
+                max_grad_norm=max_grad_norm,
+                accumulator_dtype=accumulator_dtype,
+                compensated=compensated,
+                overflow=overflow,
+                shard_accumulators=shard_accumulators,
+                record_noise=record_noise,
+                memory_limit=memory_limit,
+                is_out_of_memory=is_out_of_memory,
+                jit=jit,
             )
-        for name, value in (("micro_size", micro_size), ("micro_batch_size", micro_batch_size)):
-            if value is not None and (name, value) != ("micro_batch_size", "auto"):
-                check_positive_int(_NAME, name, value)
-        check_accumulation_options(_NAME, max_grad_norm, accumulator_dtype, compensated, overflow, jit)
-        check_one_of(_NAME, "reduction", reduction, ("mean", "sum"))
-        self.counts, self.loss_weights = _losses(count, loss_weights)
-        if reduction == "sum" and self.several_losses and None in self.counts:
-            raise ValueError(
-                f"For 'GradAccumulationCell', reduction='sum' with 'loss_weights' needs a 'count' for each loss, but "
-                f"got count={count}. Give a count for each, or means."
-            )
-        if overflow == "drop_micro_batch" and (self.several_losses or (reduction == "sum" and count is None)):
-            raise ValueError(
-                f"For 'GradAccumulationCell', overflow='drop_micro_batch' divides what is left by its count, which "
-                f"must be one loss's mean, or a sum with 'count', but got {len(self.loss_weights)} loss(es), "
-                f"reduction='{reduction}' and count={count}. Use overflow='drop_window'."
-            )
-        if accumulation_steps > 1 and self.several_losses:
-            raise ValueError(
-                f"For 'GradAccumulationCell', 'accumulation_steps' must be 1 for a network of several losses, because "
-                f"each is divided by a total of its own, which one accumulator cannot be once the first batches are in "
-                f"it, but got accumulation_steps={accumulation_steps} and {len(self.loss_weights)} losses. Use larger "
-                f"batches and 'micro_size'; or add the losses up in the network, where one total serves all."
-            )
-        if not isinstance(shard_accumulators, bool):
-            raise TypeError(
-                f"For 'GradAccumulationCell', the argument 'shard_accumulators' must be a bool, but got "
-                f"{shard_accumulators!r}."
-            )
-        if shard_accumulators and (self.several_losses or overflow == "drop_micro_batch"):
-            raise ValueError(
-                f"For 'GradAccumulationCell', 'shard_accumulators' reduces each micro-batch over all ranks, which "
-                f"needs one loss, and that no rank leaves a micro-batch out by itself, but got "
-                f"{len(self.loss_weights)} loss(es) and overflow='{overflow}'. Use overflow='drop_window', and add "
-                f"losses up in the network."
-            )
-        if not isinstance(record_noise, bool):
-            raise TypeError(
-                f"For 'GradAccumulationCell', the argument 'record_noise' must be a bool, but got {record_noise!r}."
-            )
-        if record_noise and (self.several_losses or shard_accumulators or (reduction == "sum" and count is None)):
-            raise ValueError(
-                f"For 'GradAccumulationCell', 'record_noise' compares the mean gradient of one micro-batch with the "
-                f"window's, which needs one loss that is a mean, or a sum with 'count', and whole accumulators, but "
-                f"got {len(self.loss_weights)} loss(es), reduction='{reduction}', count={count} and "
-                f"shard_accumulators={shard_accumulators}. Use reduction='mean', add losses up in the network, and "
-                f"leave 'shard_accumulators' out."
-            )
-        self.memory_limit = memory_limit
-        self.is_out_of_memory = is_out_of_memory
-        self.record_noise = record_noise
-        self.shard_accumulators = shard_accumulators
-        self.accumulation_steps = accumulation_steps
-        self.reduction = reduction
-        self.overflow = overflow
-        self.accumulator_dtype = accumulator_dtype
-        self.compensated = compensated
+        )
+        compatibility.check(CELL, _NAME, Setup(options, network))
+        self.options = dataclasses.replace(options, jit=True) if options.finds_size else options
         self.network = network
-        self.micro_size = micro_size
-        self.micro_batch_size: Any = micro_batch_size
-        self.max_grad_norm = max_grad_norm
-        self.jit = True if micro_batch_size == "auto" else jit
-        check_batch_loss_options(self)
-        check_auto_options(self, jit)
         self._get_attr_from_cell(network)
         self._undifferentiated = _Undifferentiated()
 
+    def __getattr__(self, name: str) -> Any:
+        """An option, or what follows from several."""
+        if name in _READ:
+            return getattr(self.options, name)
+        return super().__getattr__(name)
+
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OPTIONS and self.__dict__.get("_has_step", False):
+        if name in _SET and self.__dict__.get("_has_step", False):
             raise AttributeError(
                 f"For 'GradAccumulationCell', the option '{name}' must be set before the training step is built from "
                 f"the cell, which has it compiled in, but got {described(value)} afterwards. Build another cell and "
                 f"step; the step's own 'set_accumulation_steps' and 'set_sense_scale' work at any time."
             )
+        if name in _OPTIONS:
+            name, value = "options", dataclasses.replace(self.options, **{name: value})
         super().__setattr__(name, value)
 
     def keep_options(self) -> None:
         """From here on, a training step has been built with them."""
         self._has_step = True
 
-    @property
-    def finds_size(self) -> bool:
-        """Whether the training step is to find the size of micro-batches."""
-        return self.micro_batch_size == "auto"
-
-    @property
-    def counted(self) -> bool:
-        """Whether micro-batches weigh by what only the data tell, and not by their samples."""
-        return any(count is not None for count in self.counts) or self.overflow == "drop_micro_batch"
-
-    @property
-    def several_losses(self) -> bool:
-        """Whether losses must be weighed: one with weight 1 is what every network has."""
-        return self.loss_weights != (1.0,)
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether there is anything to accumulate over: not with one micro-batch that always takes part."""
-        return self.micro_size != 1 or self.accumulation_steps > 1 or self.counted or self.several_losses
+    def with_options(self, **changed: Any) -> GradAccumulationCell:
+        """A cell on the same network, with some options changed."""
+        return GradAccumulationCell(self.network, **vars(dataclasses.replace(self.options, **changed)))
 
     def set_grad(self, requires_grad: bool = True) -> GradAccumulationCell:
         """Refuse to be trained as an ordinary network (`nn.TrainOneStepCell` announces that with this call)."""
@@ -364,36 +251,6 @@ def refuse_accumulation_inside(network: nn.Cell) -> None:
                 f"train by itself, but {where} is a '{type(cell).__module__}.{type(cell).__name__}'. Give the network "
                 f"that it wraps."
             )
-
-
-def check_auto_options(cell: GradAccumulationCell, jit: bool | None) -> None:
-    """Refuse, with ``micro_batch_size="auto"`` , what needs all ranks in the middle of a batch, where each must be able
-    to try again alone; without it, what is for it alone."""
-    if not cell.finds_size:
-        for name, value in (("memory_limit", cell.memory_limit), ("is_out_of_memory", cell.is_out_of_memory)):
-            if value is not None:
-                raise ValueError(
-                    f"For 'GradAccumulationCell', the argument '{name}' is for micro_batch_size='auto', but got "
-                    f"{name}={value!r} and micro_batch_size={cell.micro_batch_size!r}. Leave it out, or give 'auto'."
-                )
-        return
-    if cell.memory_limit is not None:
-        check_positive_int(_NAME, "memory_limit", cell.memory_limit)
-    check_out_of_memory_test(_NAME, cell.is_out_of_memory)
-    if jit is False:
-        raise ValueError(
-            f"For '{_NAME}', micro_batch_size='auto' compiles in PyNative mode too, because MindSpore's eager gradient "
-            f"does not survive running out of memory, but got jit=False. Leave 'jit' out, or give a number of samples."
-        )
-    batch_loss = isinstance(cell.network, WithBatchLossCell)
-    if cell.several_losses or cell.shard_accumulators or batch_loss:
-        raise ValueError(
-            f"For 'GradAccumulationCell', micro_batch_size='auto' needs one loss that is a mean or sum over samples, "
-            f"and whole accumulators, so that each rank can try a batch again by itself, but got "
-            f"{len(cell.loss_weights)} loss(es), shard_accumulators={cell.shard_accumulators} and a network of class "
-            f"'{type(cell.network).__name__}'. Give the number of samples; 'find_micro_batch_size' finds it for what "
-            f"is not a 'WithBatchLossCell'."
-        )
 
 
 # No functional gradient either has accumulated anything by the time it is there.

@@ -76,7 +76,7 @@ def build_train_network(
     step = TrainOneStepWithGradAccumulationCell(network, optimizer, scale_sense=update_cell)
     if update_cell is None:
         # drop_overflow_update=False: the optimizer's loss_scale removes it.
-        step.update.sens = float(manager.get_loss_scale())
+        step.update.leave_scale_to_optimizer(float(manager.get_loss_scale()))
     return step.set_train()
 
 

@@ -22,7 +22,7 @@ from support.reference import (
 )
 
 from gaccum_ms import CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
-from gaccum_ms.accumulation.window import SampleWindow
+from gaccum_ms.accumulation.weighing import BySamples
 from gaccum_ms.audit import audit
 
 audit_module = importlib.import_module("gaccum_ms.audit")  # the package's attribute of this name is the function
@@ -268,7 +268,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_passes(monkeypatch, pynative):
 
     assert all(report.ok for report in reports())
     # Measured by its own size it would not; on any one batch the rounding may happen to be the same both ways.
-    monkeypatch.setattr(audit_module, "_SMALLEST_SCALE", 0.0)
+    monkeypatch.setattr("gaccum_ms.audit_report._SMALLEST_SCALE", 0.0)
     assert any("in shift" in problem for report in reports() for problem in report.problems)
 
 
@@ -276,13 +276,13 @@ def test_a_gradient_that_is_zero_but_for_rounding_passes(monkeypatch, pynative):
 def test_negative_control_a_broken_step_is_caught_behind_adam(monkeypatch, mode):
     """Gradients four times too large, the loss right: Adam's update hardly shows it, the gradients do."""
 
-    class Larger(SampleWindow):
+    class Larger(BySamples):
         def reduce(self, gradients, sums, scale, unit):
-            return super().reduce(self.map(ops.partial(ops.mul, Tensor(4.0)), gradients), sums, scale, unit)
+            return super().reduce(ops.HyperMap()(ops.partial(ops.mul, Tensor(4.0)), gradients), sums, scale, unit)
 
     monkeypatch.setitem(OPTIMIZERS, "plain_adam", lambda parameters: nn.AdamWeightDecay(parameters, 0.01))
     assert run(make_network("dense"), optimizer="plain_adam").ok
-    monkeypatch.setattr(audit_module, "TrainOneStepWithGradAccumulationCell", step_with(Larger))
+    monkeypatch.setattr(audit_module, "TrainOneStepWithGradAccumulationCell", step_with(weighing=Larger))
     report = run(make_network("dense"), optimizer="plain_adam")
     assert not report.ok
     assert min(report.gradients.values()) == pytest.approx(3.0, rel=1e-3)

@@ -14,6 +14,7 @@ import numpy as np
 from mindspore import nn, ops
 from mindspore.common.initializer import initializer
 
+from gaccum_ms.accumulation.micro_batches import SplitPlan
 from gaccum_ms.backend.cpu_kernels import add_in_place, zero_in_place
 from gaccum_ms.backend.parameters import of_this_rank, overwrite, write
 
@@ -71,8 +72,29 @@ def _zero(accumulator: ms.Parameter) -> ms.Tensor:
     return zero_in_place(accumulator)
 
 
+class NoAccumulators(nn.Cell):
+    """Of a window that always is one micro-batch, whose gradients need none."""
+
+    reduces = False
+
+    def __init__(self) -> None:
+        super().__init__(auto_prefix=False)
+        self.sums = ms.ParameterTuple(())
+
+    def reset(self, after):
+        return after
+
+    def reset_eagerly(self) -> None:
+        """Nothing."""
+
+    def check_plan(self, plan: SplitPlan) -> None:
+        """Nothing."""
+
+
 class Accumulators(nn.Cell):
-    """The accumulators of a window, with or without compensation: add, read, clear."""
+    """The accumulators of a window, with or without compensation: add, read, reset."""
+
+    reduces = False  # whether each addition is over all ranks
 
     def __init__(
         self,
@@ -103,7 +125,7 @@ class Accumulators(nn.Cell):
             return self.map(read_compensated, ops.depend(self.sums, after), ops.depend(self.compensations, after))
         return ops.depend(self.sums, after)
 
-    def clear(self, after):
+    def reset(self, after):
         """Zero everything, once `after` is there."""
         cleared = self.map(zero, ops.depend(self.sums, after))
         if self.compensated:
@@ -112,10 +134,13 @@ class Accumulators(nn.Cell):
 
     # -- not compiled --------------------------------------------------------------------------------------------------
 
-    def forget(self) -> None:
+    def reset_eagerly(self) -> None:
         """Zero everything, outside of a graph."""
         for held in (*self.sums, *(self.compensations if self.compensated else ())):
             overwrite(held, ops.zeros_like(held))
+
+    def check_plan(self, plan: SplitPlan) -> None:
+        """Before a batch: each rank may add by itself."""
 
     def hold_something(self) -> bool:
         """Whether any of them is not zero."""

@@ -18,11 +18,11 @@ import mindspore as ms
 from mindspore import nn, ops
 
 from gaccum_ms.accumulation import micro_batches
-from gaccum_ms.accumulation.window import SampleWindow, float32_losses
-from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.accumulation.micro_step import OneLoss, float32_losses
 from gaccum_ms.distributed.layout import gather_json
 from gaccum_ms.layers.window_batchnorm import window_statistics
 from gaccum_ms.losses.batch_loss import FLOATS, MOST_REPRESENTATIONS, WithBatchLossCell, check_ranks
+from gaccum_ms.options import Options
 
 
 class _Forward(nn.Cell):
@@ -40,13 +40,17 @@ class _Forward(nn.Cell):
         return self.network.represent(*inputs)
 
 
-class BatchLossWindow(SampleWindow):
-    """All samples of the batch share one loss. `sums`: that loss, times its seed."""
+class TwoPasses(nn.Cell):
+    """All samples of the batch share one loss. Part of the sums: that loss, times its seed, once."""
 
-    def __init__(self, cell: GradAccumulationCell, weights: ms.ParameterTuple, grad_reducer: nn.Cell) -> None:
-        super().__init__(cell, weights, grad_reducer)
-        check_ranks(self.network)
-        self.forward = _Forward(self.network)
+    loss_is_mean = False  # over micro-batches
+
+    def __init__(self, options: Options, network: WithBatchLossCell, weights: ms.ParameterTuple) -> None:
+        super().__init__(auto_prefix=False)
+        check_ranks(network)
+        self.network = network
+        self.one_loss = OneLoss(options, network, weights)
+        self.forward = _Forward(network)
         of_loss = {id(parameter) for parameter in self.network.loss_fn.get_parameters()}
         self.loss_weights = ms.ParameterTuple([weight for weight in weights if id(weight) in of_loss])
         self.loss_has_weights = len(self.loss_weights) > 0
@@ -68,31 +72,26 @@ class BatchLossWindow(SampleWindow):
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 
-    def unit(self, inputs, samples, scale):
-        return scale * self.share_of_ranks
-
-    def items(self, count):
-        return 1
-
-    def add_up(self, inputs, unit):
-        samples, size, looped, rest, whole = micro_batches.graph_plan(inputs, self.micro_size, self.micro_batch_size)
+    def prepare(self, sums, unit, inputs, plan):
+        """The first pass, and the loss. A batch that is one micro-batch needs none."""
+        samples, size, _, _, whole = plan
         if whole:
-            return self.micro_step(False, unit, size, *inputs)
+            return sums, (), inputs
         last = samples - (samples - 1) // size * size
-        sums, slopes, loss_slopes = self.slopes(unit, self.representations(inputs, samples - last, size))
+        seed = unit * self.share_of_ranks
+        loss, slopes, loss_slopes = self.slopes(seed, self.representations(inputs, samples - last, size))
         if self.statistics is not None:
-            sums = self.statistics.clear(sums)  # the second pass will add them again
-        number = len(inputs)
-        start = ms.Tensor(0, ms.int32)
-        while start < looped:
-            rows = micro_batches.rows_from(start, size, looped)
-            part = micro_batches.take((*inputs, *slopes), start, rows)
-            sums = ops.depend(sums, self.second_pass(rows / samples, loss_slopes, number, *part))
-            start = start + rows
-        if rest > 0:
-            part = micro_batches.take_rest((*inputs, *slopes), looped)
-            sums = ops.depend(sums, self.second_pass(rest / samples, loss_slopes, number, *part))
-        return sums
+            loss = self.statistics.reset(loss)  # the second pass will add them again
+        return sums + loss / self.share_of_ranks, (samples, len(inputs), loss_slopes), (*inputs, *slopes)
+
+    def run(self, seed, prepared, size, *part):
+        """The second pass; part of no sum."""
+        if len(prepared) == 0:
+            loss, gradients = self.one_loss.run(seed * self.share_of_ranks, prepared, size, *part)
+            return loss / self.share_of_ranks, gradients
+        samples, number, loss_slopes = prepared
+        _, gradients = self.pull_back(size / samples, loss_slopes, number, *part)
+        return ops.zeros_like(seed), gradients
 
     def representations(self, inputs, before, size):
         """The first pass. Returns the representations of the batch, of which the last micro-batch has `before` samples
@@ -132,10 +131,6 @@ class BatchLossWindow(SampleWindow):
     def seeded_batch_loss(self, unit, *representations):
         return float32_losses(self.network.loss(*representations), 1)[0] * unit
 
-    def second_pass(self, share, loss_slopes, number, *part):
-        _, gradients = self.pull_back(share, loss_slopes, number, *part)
-        return self.add(gradients)
-
     def along_slopes(self, share, loss_slopes, number, *part):
         """What has, with respect to the weights, the gradient that this micro-batch adds."""
         total = ms.Tensor(0.0, ms.float32)
@@ -149,13 +144,10 @@ class BatchLossWindow(SampleWindow):
             total = total + ops.reduce_sum(weight * ops.cast(loss_slopes[index], ms.float32)) * share
         return total
 
-    def reduce(self, gradients, sums, scale, unit):
-        return self.grad_reducer(gradients), scale, sums / unit, True
-
     # -- not compiled --------------------------------------------------------------------------------------------------
 
     def check_plan(self, plan: micro_batches.SplitPlan) -> None:
-        super().check_plan(plan)
+        """Before a batch. A collective, with several ranks that have one loss together."""
         if self.network.ranks > 1:
             samples = gather_json(plan.samples)
             if any(other != plan.samples for other in samples):

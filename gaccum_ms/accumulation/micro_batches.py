@@ -141,6 +141,20 @@ def take_rest(inputs: Sequence[ms.Tensor], start: int) -> list[ms.Tensor]:
     return [value[start:] for value in inputs]
 
 
+def add_up(turn, sums, inputs, plan, start, loops, *given):
+    """The loop over a batch: the sums, and what ``turn(*given, rows, *micro_batch)`` returns for each micro-batch from
+    sample number `start` on. `loops` : whether there is more than the smaller one at the end."""
+    _, size, looped, rest, _ = plan
+    if loops:
+        while start < looped:
+            rows = rows_from(start, size, looped)
+            sums = sums + turn(*given, rows, *take(inputs, start, rows))
+            start = start + rows
+    if rest > 0:
+        sums = sums + turn(*given, rest, *take_rest(inputs, looped))
+    return sums
+
+
 @ops.constexpr
 def _first_rows(size):
     return list(range(size))

@@ -54,9 +54,11 @@ class NoiseRecord(nn.Cell):
     Args:
         grad_reducer (Cell or None): What reduces gradients where ranks weigh the same; None: they weigh by items.
         factor (float): How many times their mean the ranks make of gradients together.
+        position (Parameter or None): Where windows have several batches, of which the first alone is noted: which one
+            is being added.
     """
 
-    def __init__(self, grad_reducer: nn.Cell | None, factor: float = 1.0) -> None:
+    def __init__(self, grad_reducer: nn.Cell | None, factor: float = 1.0, position: ms.Parameter | None = None) -> None:
         super().__init__(auto_prefix=False)
         self.ranks_weigh_the_same = grad_reducer is not None
         self.ranks, self.means = 1, False
@@ -64,13 +66,25 @@ class NoiseRecord(nn.Cell):
             self.ranks, self.means = grad_reducer.degree, grad_reducer.mean
             factor = 1.0 if self.means else float(self.ranks)
         self.factor = factor
+        self.spans_batches = position is not None
+        if position is not None:
+            self.window_position = position
         self.window_first = record("window_first", (SUMS,))  # this rank's, without loss scale
         self.noise_sums = record("noise_sums", (ALL_SUMS,))  # the last window's, of all ranks
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 
     def note(self, gradients, unit, items):
-        """Of the window's first micro-batch. `gradients` are its mean's, times its items and `unit` ."""
+        """Of a batch's first micro-batch, if the batch is its window's first. `gradients` are its mean's, times its
+        items and `unit` ."""
+        noted = items
+        if not self.spans_batches:
+            noted = self.keep_first(gradients, unit, items)
+        elif ops.depend(self.window_position, unit) + 0 == 1:
+            noted = ops.depend(items, self.keep_first(gradients, unit, items))
+        return noted
+
+    def keep_first(self, gradients, unit, items):
         times_items = clip.square_norm(gradients) / (unit * unit * items)
         return ops.assign(self.window_first, ops.stack((times_items, ops.ones_like(items), items)))
 
@@ -85,14 +99,14 @@ class NoiseRecord(nn.Cell):
         """What ranks that weigh by their items have summed, and the items of all."""
         return ops.assign(self.noise_sums, ops.concat((summed, total.reshape((1,)))))
 
-    def clear(self, after):
+    def reset(self, after):
         """For the next window, once `after` is there."""
         return ops.assign(self.window_first, ops.depend(ops.zeros((SUMS,), ms.float32), after))
 
     # -- not compiled --------------------------------------------------------------------------------------------------
 
-    def forget(self) -> None:
-        """Clear, outside of a graph."""
+    def reset_eagerly(self) -> None:
+        """Reset, outside of a graph."""
         overwrite(self.window_first, ops.zeros_like(self.window_first))
 
     def read(self, grad_norm: float) -> WindowNoise:

@@ -8,14 +8,17 @@ the number of batches of a window changes. Until the window ends nothing is redu
 from __future__ import annotations
 
 import warnings
+from typing import TYPE_CHECKING
 
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms.accumulation.accumulators import Accumulators
-from gaccum_ms.accumulation.reduction import CountedReduction
 from gaccum_ms.accumulation.saturation import read_flag, saturates
 from gaccum_ms.backend.parameters import counter, overwrite, record
+
+if TYPE_CHECKING:
+    from gaccum_ms.accumulation.accumulators import Accumulators
+    from gaccum_ms.accumulation.reduction import CountedReduction
 
 
 class OpenWindow(nn.Cell):
@@ -29,8 +32,8 @@ class OpenWindow(nn.Cell):
         accumulation_steps (int): Batches of each window.
     """
 
-    gated = True  # a window that counts nothing must not update
-    divides = True
+    may_skip = True  # a window that counts nothing must not update
+    needs_division = True
     is_sharded = False
     spans_batches = True
 
@@ -100,16 +103,16 @@ class OpenWindow(nn.Cell):
         sums = ops.depend(sums, ops.assign(self.window_batches, ops.unstack(sums)[3]))
         return self.reduction(self.accumulators.read(sums), sums[:3], self.window_unit + 0.0, scale)
 
-    def clear(self, after):
+    def reset(self, after):
         """An empty window, once `after` is there."""
-        cleared = self.accumulators.clear(after)
+        cleared = self.accumulators.reset(after)
         cleared = ops.assign(self.window_position, ops.depend(ms.Tensor(0, ms.int32), cleared))
         cleared = ops.assign(self.window_unit, ops.depend(ms.Tensor(0.0, ms.float32), cleared))
         cleared = ops.assign(self.window_sums, ops.depend(ops.zeros((4,), ms.float32), cleared))
         if saturates():
             cleared = ops.assign(self.saturated_batches, ops.depend(ops.zeros((1,), ms.float32), cleared))
         if self.records_noise:
-            cleared = self.noise.clear(cleared)
+            cleared = self.noise.reset(cleared)
         return ops.depend(after, cleared)
 
     # -- not compiled --------------------------------------------------------------------------------------------------
@@ -131,7 +134,7 @@ class OpenWindow(nn.Cell):
         if self.batches == int(self.window_sums.asnumpy()[3]):
             return
         dropped = self.batches - 1
-        self.forget()
+        self.reset_eagerly()
         if dropped > 0:
             warnings.warn(
                 f"For '{self.owner}', a batch failed half-way, and with it the {dropped} batch(es) before it "
@@ -140,14 +143,14 @@ class OpenWindow(nn.Cell):
                 stacklevel=4,
             )
 
-    def forget(self) -> None:
+    def reset_eagerly(self) -> None:
         """An empty window."""
-        self.accumulators.forget()
+        self.accumulators.reset_eagerly()
         saturated = (self.saturated_batches,) if saturates() else ()
         for held in (self.window_position, self.window_unit, self.window_sums, *saturated):
             overwrite(held, ops.zeros_like(held))
         if self.records_noise:
-            self.noise.forget()
+            self.noise.reset_eagerly()
 
     def set_steps(self, accumulation_steps: int) -> None:
         """Let windows to come have so many batches."""

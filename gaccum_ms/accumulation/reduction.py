@@ -20,11 +20,11 @@ from gaccum_ms.losses import counts
 
 SUMS = 3  # of losses, counts and dropped micro-batches
 
-times = ops.MultitypeFuncGraph("gaccum_ms_times")
+scale_by = ops.MultitypeFuncGraph("gaccum_ms_scale_by")
 
 
-@times.register("Tensor", "Tensor")
-def _times_one(factor, gradient):
+@scale_by.register("Tensor", "Tensor")
+def _scale_one(factor, gradient):
     return ops.cast(gradient, ms.float32) * factor
 
 
@@ -38,6 +38,7 @@ class CountedReduction(nn.Cell):
         is_mean (bool): Whether to divide by the count at all: not a loss that is a sum, and has none.
         reduced (bool): Whether gradients are sums over all ranks already, which then have a unit in common.
         records_noise (bool): Whether there are sums for estimates of the gradient noise too.
+        position (Parameter or None): As of `NoiseRecord` .
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class CountedReduction(nn.Cell):
         is_mean: bool = True,
         reduced: bool = False,
         records_noise: bool = False,
+        position: ms.Parameter | None = None,
     ) -> None:
         super().__init__(auto_prefix=False)
         self.by_samples = by_samples
@@ -58,7 +60,7 @@ class CountedReduction(nn.Cell):
         self.sum_over_ranks = SumOverRanks(weights, (self.size,))
         self.factor = self.sum_over_ranks.summed_ranks() if by_samples else 1.0
         if records_noise:
-            self.noise = NoiseRecord(None, self.factor)
+            self.noise = NoiseRecord(None, self.factor, position)
         self.ranks = self.sum_over_ranks.ranks
         self.window_count = record("window_count")
         self.dropped_micro_batches = record("dropped_micro_batches")
@@ -71,7 +73,7 @@ class CountedReduction(nn.Cell):
         sums = sums * ops.stack((per_unit, ops.ones_like(per_unit), ops.ones_like(per_unit)))
         if self.records_noise:
             sums = ops.concat((sums, ops.depend(self.noise.window_first, sums) + 0.0))
-        gradients = self.map(ops.partial(times, per_unit), gradients)
+        gradients = self.map(ops.partial(scale_by, per_unit), gradients)
         if self.reduced:
             # After the gradients' gathering, for the same order on all ranks.
             over_ranks = self.sum_over_ranks.alone(ops.depend(sums, gradients))

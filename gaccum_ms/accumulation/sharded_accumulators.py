@@ -13,6 +13,7 @@ import mindspore as ms
 from mindspore import ops
 
 from gaccum_ms.accumulation.accumulators import Accumulators
+from gaccum_ms.accumulation.micro_batches import SplitPlan
 from gaccum_ms.distributed.layout import Layout, rank_and_ranks
 
 # And the weight's name. Other prefixes than the whole accumulators': neither may be loaded as the other.
@@ -30,6 +31,8 @@ class ShardedAccumulators(Accumulators):
         compensated (bool): Whether to keep what rounding takes away.
         mean (bool): Whether ranks are averaged, not summed.
     """
+
+    reduces = True
 
     def __init__(self, weights: Sequence[ms.Parameter], dtype: ms.Type | None, compensated: bool, mean: bool) -> None:
         rank, ranks = rank_and_ranks()
@@ -54,6 +57,11 @@ class ShardedAccumulators(Accumulators):
     def read(self, after):
         """All ranks' sums, whole, once `after` is there. A collective."""
         return self.layout.whole(super().read(after))
+
+    # -- not compiled --------------------------------------------------------------------------------------------------
+
+    def check_plan(self, plan: SplitPlan) -> None:
+        check_micro_batches(-(-plan.samples // plan.size))
 
 
 def check_micro_batches(number: int) -> None:

@@ -5,26 +5,29 @@
     finite, and something counted?              all ranks agree
         update, or skip
     adjust the loss scale
-    clear the accumulators
+    reset the accumulators
 
 All of it is compiled: see the rules at the head of step.py.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
 from mindspore import nn, ops
 
 from gaccum_ms.accumulation import clip
 from gaccum_ms.accumulation.loss_scale import check_scale, scale_parameter
-from gaccum_ms.accumulation.open_window import OpenWindow
-from gaccum_ms.accumulation.reduction import times
+from gaccum_ms.accumulation.reduction import scale_by
 from gaccum_ms.accumulation.saturation import read_flag, saturates
 from gaccum_ms.backend.cpu_kernels import all_finite
 from gaccum_ms.backend.graphs import OwnGraph
 from gaccum_ms.backend.parameters import counter, hold_weights, overwrite, record
+from gaccum_ms.layers.window_batchnorm import window_statistics
+
+if TYPE_CHECKING:
+    from gaccum_ms.accumulation.open_window import OpenWindow
 
 _divide = ops.MultitypeFuncGraph("gaccum_ms_divide")
 _cast_like = ops.MultitypeFuncGraph("gaccum_ms_cast_like")
@@ -47,11 +50,11 @@ class Update(nn.Cell):
         owner (str): The class that errors name.
         optimizer (Optimizer): Updates the weights.
         weights (Sequence[Parameter]): The weights, in the gradients' order.
-        window (Cell): Is asked what its counts say, and cleared.
+        window (Cell): Says what was counted, and is reset.
         max_grad_norm (float or None): Clip by global norm.
         drops (bool): Whether micro-batches that overflow are left out.
         scale_sense (Cell, Tensor or None): Loss scale, as the step takes it.
-        statistics (WindowStatistics or None): Of layers that move theirs once per update.
+        network (Cell or None): Layers in it may have statistics that move once per update.
         keeps_norm (bool): Whether to keep the gradient's norm where nothing is clipped too.
     """
 
@@ -64,7 +67,7 @@ class Update(nn.Cell):
         max_grad_norm: float | None,
         drops: bool,
         scale_sense: nn.Cell | ms.Tensor | None,
-        statistics: nn.Cell | None = None,
+        network: nn.Cell | None = None,
         keeps_norm: bool = False,
     ) -> None:
         super().__init__(auto_prefix=False)
@@ -75,11 +78,12 @@ class Update(nn.Cell):
         self.max_grad_norm = max_grad_norm
         self.drops = drops
         self.is_sharded = window.is_sharded
-        self.sens = 1.0  # a scale that stays in the gradient, for an optimizer with ``loss_scale``, which divides by it
+        self.sens = 1.0  # see `leave_scale_to_optimizer`
         self.scaled = scale_sense is not None
         self.manager: Any = None
         if scale_sense is not None:
             self.scale_sense, self.manager = scale_parameter(owner, scale_sense)
+        statistics = window_statistics(network) if network is not None else None
         self.has_statistics = statistics is not None
         if statistics is not None:
             self.statistics = statistics
@@ -104,6 +108,14 @@ class Update(nn.Cell):
             return self.scale_sense.reshape(()) + 0.0  # its value now: the manager writes into the Parameter
         return ms.Tensor(self.sens, ms.float32)
 
+    def take_window(self, window: nn.Cell) -> None:
+        """From now on end this window, before anything is compiled."""
+        self.window = window
+
+    def leave_scale_to_optimizer(self, scale: float) -> None:
+        """Let gradients keep a scale, which an optimizer with ``loss_scale`` divides by."""
+        self.sens = scale
+
     def set_scale(self, scale: ms.Tensor) -> None:
         """Set the loss scale, outside of a graph."""
         if not self.scaled or not isinstance(scale, ms.Tensor) or scale.shape != self.scale_sense.shape:
@@ -117,8 +129,8 @@ class Update(nn.Cell):
     def construct(self, gradients, divisor, loss, counted):
         """Takes what a window's `run` or `result` returns. Returns the loss, and whether the window overflowed."""
         if self.is_sharded and self.scaled:  # a product: the compiler's pass for norms does not look through quotients
-            gradients = self.map(ops.partial(times, self.sens / divisor), gradients)
-        elif self.scaled or self.window.divides:
+            gradients = self.map(ops.partial(scale_by, self.sens / divisor), gradients)
+        elif self.scaled or self.window.needs_division:
             gradients = self.map(ops.partial(_divide, divisor / self.sens), gradients)
         norm_is_finite = True
         if self.max_grad_norm is not None:
@@ -127,7 +139,7 @@ class Update(nn.Cell):
             loss = ops.depend(loss, ops.assign(self.grad_norm, clip.global_norm(gradients) / self.sens))
         gradients = self.map(_cast_like, gradients, self.weights)
         overflow = self._overflow(gradients, loss, counted, divisor, norm_is_finite)
-        if self.window.gated or self.scaled:
+        if self.window.may_skip or self.scaled:
             if ops.logical_and(counted, ops.logical_not(overflow)):
                 loss = self._update(gradients, loss)
         else:
@@ -135,8 +147,8 @@ class Update(nn.Cell):
         if self.manager is not None:
             loss = ops.depend(loss, self._adjust_scale(overflow, loss))
         if self.has_statistics:
-            loss = self.statistics.clear(loss)
-        return self.window.clear(loss), overflow
+            loss = self.statistics.reset(loss)
+        return self.window.reset(loss), overflow
 
     def _update(self, gradients, loss):
         updated = self.optimizer(gradients)
@@ -184,7 +196,7 @@ class Update(nn.Cell):
         if self.drops:
             overflow = ops.logical_or(overflow, self._dropped(loss))
         overflow = ops.depend(overflow, loss)
-        if not self.window.gated:
+        if not self.window.may_skip:
             return self.manager(self.scale_sense, overflow)
         total = ops.depend(self.window.window_count, loss) + 0.0
         if ops.logical_and((total >= 0).all(), ops.logical_or((total > 0).any(), overflow)):
@@ -193,7 +205,7 @@ class Update(nn.Cell):
 
 
 class WindowEnd(OwnGraph):
-    """Reduce what an open window has gathered, and update: at its last batch, or earlier, as a flush.
+    """Reduce what an open window has accumulated, and update: at its last batch, or earlier, as a flush.
 
     Args:
         window (OpenWindow): The window.

@@ -9,10 +9,7 @@ import mindspore as ms
 from mindspore import amp, ops
 from mindspore.ops import signature as sig
 
-
-@ops.constexpr
-def on_cpu():
-    return ms.get_context("device_target") == "CPU"
+from gaccum_ms.backend.parameters import on_cpu
 
 
 class _ProximalGradientDescent(ops.Primitive):

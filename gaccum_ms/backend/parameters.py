@@ -9,8 +9,6 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
 
-from gaccum_ms.backend.cpu_kernels import on_cpu
-
 # Before every name, because MindSpore keeps a checkpoint's values by name alone: a weight that the user has named
 # `update_count` , say, and a record of that name would overwrite each other. Accumulators have prefixes of their own.
 PREFIX = "gaccum_ms."
@@ -70,6 +68,12 @@ def hold_weights(cell: nn.Cell, weights: ms.ParameterTuple) -> None:
     for weight in weights:
         cell._params.pop(weight.name, None)
     object.__setattr__(cell, "weights", weights)
+
+
+@ops.constexpr
+def on_cpu():
+    """Whether graphs run there, where some kernels are missing and others slow."""
+    return ms.get_context("device_target") == "CPU"
 
 
 def overwrite(parameter: ms.Parameter, value: ms.Tensor) -> None:

@@ -90,12 +90,12 @@ class _Saves(Callback):
         self.turn = optimizer.begin_saves if begins else optimizer.end_saves
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        shards = run_context.original_args().get("shards") or []
-        if any(shard != shards[0] for shard in shards):
+        ranks = run_context.original_args().get("rank_batches") or []
+        if any(rank != ranks[0] for rank in ranks):
             raise ValueError(
                 f"For 'ShardedOptimizer', all ranks must have the same number of batches where checkpoints are saved, "
                 f"because all put the state together at the same batch, but got "
-                f"{[shard.batches for shard in shards]}. Give all ranks equally many, or save after training, within "
+                f"{[rank.batches for rank in ranks]}. Give all ranks equally many, or save after training, within "
                 f"'with optimizer.whole_state():'."
             )
 

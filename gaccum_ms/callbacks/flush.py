@@ -103,13 +103,13 @@ class FlushAccumulation(Callback):
 
     def _flushes(self, step: TrainOneStepWithGradAccumulationCell, parameters: Any) -> int:
         """How many updates this rank still has to take part in."""
-        shards = parameters.get("shards") or []
-        if all(shard == shards[0] for shard in shards):
+        ranks = parameters.get("rank_batches") or []
+        if all(rank == ranks[0] for rank in ranks):
             return int(step.window_position.asnumpy() > 0)
         first_epoch, steps = self._epochs == 1, int(step.accumulation_steps.asnumpy())
-        windows = [shard.windows(steps, first_epoch) for shard in shards]
+        windows = [rank.windows(steps, first_epoch) for rank in ranks]
         # What this rank has really seen may be less than planned: something may have stopped the epoch.
-        own = shards[get_rank()]
+        own = ranks[get_rank()]
         batches = parameters.cur_step_num - self._before + (own.skipped if first_epoch else 0)
         seen = own._replace(batches=batches)
         return max(ended + (left > 0) for ended, left in windows) - seen.windows(steps, first_epoch)[0]

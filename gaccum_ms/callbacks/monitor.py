@@ -250,8 +250,7 @@ def _counts(step: TrainOneStepWithGradAccumulationCell, samples: int) -> list[fl
         return [_float(step.batch_items)]
     counts = _numbers(step, "window_count")
     # The window's lacks the samples of micro-batches that were dropped, and has other ranks'.
-    by_samples = getattr(step.window, "counts_samples", False) and not hasattr(step, "loss_terms")
-    return [float(samples)] if counts is None or by_samples else counts
+    return [float(samples)] if counts is None or step.window.weighs_samples else counts
 
 
 def _float(tensor: ms.Tensor) -> float:

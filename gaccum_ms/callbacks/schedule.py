@@ -124,11 +124,11 @@ def prepare_steps(step: TrainOneStepWithGradAccumulationCell, learning_rate: str
 def check_ranks_batches(run_context: RunContext, demand: str, given: str = "") -> None:
     """Refuse ranks with different numbers of batches, where these plan an epoch's windows by its `accumulation_steps` ,
     and only the updates to come will tell them."""
-    shards = run_context.original_args().get("shards") or []
-    if len(set(shards)) > 1:
+    ranks = run_context.original_args().get("rank_batches") or []
+    if len(set(ranks)) > 1:
         raise ValueError(
             f"{demand}, because they cannot agree on the windows of an epoch otherwise, but got {given}"
-            f"{[shard.batches - shard.skipped for shard in shards]} batches."
+            f"{[rank.batches - rank.skipped for rank in ranks]} batches."
         )
 
 

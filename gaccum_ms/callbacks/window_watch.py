@@ -26,7 +26,7 @@ def training_step(run_context: RunContext) -> TrainOneStepWithGradAccumulationCe
     return next(steps, None)
 
 
-class Shard(NamedTuple):
+class RankBatches(NamedTuple):
     """What a rank has to train on."""
 
     batches: int  # in an epoch
@@ -62,23 +62,23 @@ class WindowWatch(Callback):
         if not step.reducer_flag:
             return
         window_steps = int(step.window_steps.asnumpy()) if step.spans_batches else 1
-        own = Shard(
+        own = RankBatches(
             parameters.batch_num, skipped_batches(parameters), int(step.window_position.asnumpy()), window_steps
         )
         gathered = ops.AllGather()(ms.Tensor([own], ms.int32)).asnumpy()
-        parameters.shards = shards = [Shard(*map(int, row)) for row in gathered]
-        if all(shard == own for shard in shards):
+        parameters.rank_batches = batches_of = [RankBatches(*map(int, row)) for row in gathered]
+        if all(one == own for one in batches_of):
             return
-        evens_out = step.spans_batches and not step.window.shards  # else all ranks must have each micro-batch
+        evens_out = step.spans_batches and not step.window.store.reduces  # else all ranks must have each micro-batch
         if evens_out and any(getattr(one, "evens_out_ranks", False) for one in parameters.list_callback):
             return
         shown = [
             f"{one.batches - one.skipped} on rank {rank}"
             + (f" (and {one.position} in its window)" * bool(one.position))
-            for rank, one in enumerate(shards)
+            for rank, one in enumerate(batches_of)
         ]
         remedy = "; or, with 'accumulation_steps' larger than 1, give model.train the callback FlushAccumulation()"
-        if step.window.shards:
+        if step.window.store.reduces:
             remedy = "; or leave 'shard_accumulators' out, and use FlushAccumulation()"
         raise ValueError(
             f"For 'GradAccumulationCell', all ranks must have the same number of batches in an epoch, because each "

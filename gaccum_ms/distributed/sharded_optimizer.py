@@ -14,45 +14,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import mindspore as ms
-import numpy as np
 from mindspore import nn, ops
 
 from gaccum_ms.backend.checks import check_one_of
-from gaccum_ms.backend.parameters import overwrite, write
-from gaccum_ms.distributed.layout import Layout, balanced_owners, gather_json, rank_and_ranks
+from gaccum_ms.backend.parameters import write
+from gaccum_ms.distributed.layout import Layout, balanced_owners, rank_and_ranks
+from gaccum_ms.distributed.optimizer_groups import PLACEHOLDER, in_order, own_groups, rate_places, takes_slices
+from gaccum_ms.distributed.whole_state import WholeState, not_saved_alone
 
 _NAME = "ShardedOptimizer"
 
-# Optimizers of MindSpore that treat each element by itself, by exact class: a subclass may do anything.
-_ELEMENTWISE = {
-    getattr(nn, name)
-    for name in (
-        "ASGD",
-        "AdaMax",
-        "Adadelta",
-        "Adagrad",
-        "Adam",
-        "AdamOffload",
-        "AdamWeightDecay",
-        "FTRL",
-        "LazyAdam",
-        "Momentum",
-        "ProximalAdagrad",
-        "RMSProp",
-        "Rprop",
-        "SGD",
-    )
-    if hasattr(nn, name)
-}
-
 PART = "part_of."  # and the weight's name: a rank's copy of its slice
-_PLACEHOLDER = "placeholder."  # stands in a group none of whose parameters is this rank's
 
 
 class ShardedOptimizer(nn.Optimizer):
@@ -132,10 +108,10 @@ class ShardedOptimizer(nn.Optimizer):
             )
         check_one_of(_NAME, "partition", partition, (None, "slices", "parameters"))
         params = list(params)
-        weights = _in_order(params)
+        weights = in_order(params)
         _check_mode()
         self.rank, self.ranks = rank_and_ranks()
-        self.sliced = _takes_slices(optimizer, params, partition) and self.ranks > 1
+        self.sliced = takes_slices(optimizer, params, partition) and self.ranks > 1
         owners: Sequence[int | None] = (None,) * len(weights)
         if not self.sliced:
             owners = balanced_owners([weight.size for weight in weights], self.ranks)
@@ -143,7 +119,7 @@ class ShardedOptimizer(nn.Optimizer):
         self._user_parameters += [weight.name for weight in weights]
         self.layout = Layout(weights, owners, self.rank, self.ranks)
         own = self._own_parameters()
-        groups = _own_groups(params, weights, own, self.rank) if self.ranks > 1 else params
+        groups = own_groups(params, weights, own, self.rank) if self.ranks > 1 else params
         inner = optimizer(groups, *args, **kwargs)
         if not isinstance(inner, nn.Cell) or getattr(inner, "parameters", None) is None:
             raise TypeError(
@@ -153,7 +129,7 @@ class ShardedOptimizer(nn.Optimizer):
         places = {id(part): place for place, part in enumerate(own.values())}
         self.slots = tuple(places.get(id(one), -1) for one in inner.parameters)  # -1: a placeholder
         self.inner_places = tuple(self.slots.index(place) for place in range(len(own)))
-        self._rate_places = _rate_places(params, weights, groups, inner)
+        self._rate_places = rate_places(params, weights, groups, inner)
         if self.ranks > 1:
             for index, part in own.items():
                 if self.sliced:
@@ -161,8 +137,8 @@ class ShardedOptimizer(nn.Optimizer):
             for held in self._state_of(inner):
                 held.layerwise_parallel = True  # ranks' parts differ: MindSpore must not broadcast them
             for held in (*self._state_of(inner), *(own.values() if self.sliced else ())):
-                held.init_data = functools.partial(_not_saved_alone, held.init_data)
-        self.inner = inner
+                held.init_data = functools.partial(not_saved_alone, held.init_data)
+        self.inner: nn.Cell = inner
         self._hidden = (inner,)  # `inner` may be shown as the whole state
         self._weight_of = self._weights_of_rows(inner)
         self._depth = 0
@@ -184,7 +160,7 @@ class ShardedOptimizer(nn.Optimizer):
     def _state_of(self, inner: nn.Cell) -> list[ms.Parameter]:
         """The inner optimizer's own Parameters: not what it updates, nor what stands in for that."""
         updated = {id(one) for one in inner.parameters}
-        return [one for one in inner.get_parameters() if id(one) not in updated and _PLACEHOLDER not in one.name]
+        return [one for one in inner.get_parameters() if id(one) not in updated and PLACEHOLDER not in one.name]
 
     def _weights_of_rows(self, inner: nn.Cell) -> dict[int, int]:
         """Of each Parameter of the state that is a row, by its id, the place of the weight. It is known by its name,
@@ -293,98 +269,21 @@ class ShardedOptimizer(nn.Optimizer):
     def _enter(self) -> None:
         self._depth += 1
         if self.ranks > 1 and self._depth == 1:
-            self._shown = _Shown(self._state_of(self._hidden[0]), self)
-            self._cells["inner"] = self._shown
+            self._shown = WholeState(self._state_of(self._hidden[0]), self)
+            self.inner = self._shown
 
     def _leave(self, keep: bool) -> None:
         self._depth -= 1
         if self.ranks > 1 and self._depth == 0:
             shown, self._shown = self._shown, None
-            self._cells["inner"] = self._hidden[0]
+            self.inner = self._hidden[0]
             if keep:
                 shown.take_back()
-
-
-class _Shown(nn.Cell):
-    """The whole state, in the place of the inner optimizer."""
-
-    def __init__(self, state: Sequence[ms.Parameter], sharded: ShardedOptimizer) -> None:
-        super().__init__(auto_prefix=False)
-        common, divided, layout, names = _divided(state, sharded)
-        with ms.common._no_grad():
-            wholes = layout.whole(divided)
-        # In tuples of pairs, which Cells do not look into.
-        self._common = tuple((one, _copy(one.name, one), one.asnumpy().copy()) for one in common)
-        self._divided = tuple(divided)
-        self._layout = (layout,)
-        self.values = ms.ParameterTuple(
-            [copy for _, copy, _ in self._common]
-            + [_copy(name, whole) for name, whole in zip(names, wholes, strict=True)]
-        )
-
-    def take_back(self) -> None:
-        for one, _, before in self._common:
-            if not np.array_equal(one.asnumpy(), before, equal_nan=True):
-                raise RuntimeError(
-                    f"For '{_NAME}', there must be no update within 'whole_state()', but got another '{one.name}' at "
-                    f"its end. Nothing was taken from the whole state."
-                )
-        for one, copy, _ in self._common:
-            overwrite(one, copy)
-        parts = self._layout[0].own(self.values[len(self._common) :])
-        for one, part in zip(self._divided, parts, strict=True):
-            overwrite(one, part)
-
-    def construct(self, *gradients):
-        raise RuntimeError("For 'ShardedOptimizer', there must be no update within 'whole_state()'.")
-
-
-def _not_saved_alone(init_data: Callable, *args: Any, **kwargs: Any) -> Any:
-    """In the place of a Parameter's `init_data` , which MindSpore calls before it compiles a Cell, and before it saves
-    one: a file with the state of one rank would say nothing of being just a part."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is ms.save_checkpoint.__code__:
-            raise RuntimeError(
-                f"For '{_NAME}', a checkpoint must hold the whole state, which all ranks put together, but one is "
-                f"being saved by this rank alone. Save within 'with optimizer.whole_state():', which all ranks must "
-                f"enter, whichever of them save; or give Model.train ModelCheckpoint or UpdateCheckpoint on all ranks, "
-                f"and a GradAccumulationCell."
-            )
-        frame = frame.f_back
-    return init_data(*args, **kwargs)
 
 
 def whole_state(optimizer: nn.Cell) -> contextlib.AbstractContextManager:
     """Of any optimizer: within it, its Parameters are the whole state."""
     return optimizer.whole_state() if isinstance(optimizer, ShardedOptimizer) else contextlib.nullcontext()
-
-
-def _copy(name: str, value: ms.Tensor) -> ms.Parameter:
-    return ms.Parameter(value.copy(), name=name, requires_grad=False, layerwise_parallel=True)
-
-
-def _divided(state: Sequence[ms.Parameter], sharded: ShardedOptimizer) -> Any:
-    """What of a rank's state all ranks have alike; its other Parameters; how the whole of these is divided among ranks;
-    and its names. A collective."""
-    if sharded.sliced:
-        common = [one for one in state if id(one) not in sharded._weight_of]
-        divided = [one for one in state if id(one) in sharded._weight_of]
-        shapes = [sharded.parameters[sharded._weight_of[id(one)]].shape for one in divided]
-        like = [SimpleNamespace(shape=shape, dtype=one.dtype) for shape, one in zip(shapes, divided, strict=True)]
-        owners: list[int | None] = [None] * len(like)
-        names = [one.name for one in divided]
-    else:
-        said = gather_json([(one.name, list(one.shape), str(one.dtype)) for one in state])
-        everywhere = set.intersection(*({name for name, _, _ in those} for those in said))
-        apart = [(rank, *what) for rank, those in enumerate(said) for what in those if what[0] not in everywhere]
-        common = [one for one in state if one.name in everywhere]
-        divided = [one for one in state if one.name not in everywhere]
-        dtypes = {str(dtype): dtype for dtype in ms.common.dtype.number_type}
-        like = [SimpleNamespace(shape=tuple(shape), dtype=dtypes[dtype]) for _, _, shape, dtype in apart]
-        owners = [rank for rank, *_ in apart]
-        names = [name for _, name, _, _ in apart]
-    return common, divided, Layout(like, owners, sharded.rank, sharded.ranks), names
 
 
 def _check_mode() -> None:
@@ -394,72 +293,3 @@ def _check_mode() -> None:
             f"For '{_NAME}', the parallel mode must be 'data_parallel' or 'stand_alone', but got '{mode}'. There "
             f"MindSpore shards the optimizer itself: set enable_parallel_optimizer=True, and give the plain optimizer."
         )
-
-
-def _is_grouped(params: list) -> bool:
-    return any(isinstance(one, dict) for one in params)
-
-
-def _in_order(params: list) -> list[ms.Parameter]:
-    """The weights in the order of the optimizer's `parameters` ."""
-    groups = [one for one in params if isinstance(one, dict)] if _is_grouped(params) else [{"params": params}]
-    weights = [weight for group in groups for weight in group.get("params", ())]
-    if not weights or not all(isinstance(weight, ms.Parameter) for weight in weights):
-        raise TypeError(
-            f"For '{_NAME}', the argument 'params' must be a list of Parameters, or of dicts with such a list as "
-            f"'params', but got {params!r:.200}."
-        )
-    order = next((list(group["order_params"]) for group in groups if group.get("order_params")), weights)
-    return order if len(order) == len(weights) else weights  # else MindSpore says what is wrong
-
-
-def _takes_slices(optimizer: Any, params: list, partition: str | None) -> bool:
-    """Whether the optimizer may be given slices. What is not known to allow it is given whole parameters."""
-    kind = optimizer.func if isinstance(optimizer, functools.partial) else optimizer
-    centralizes = any(isinstance(one, dict) and one.get("grad_centralization") for one in params)
-    if partition != "slices":
-        return partition is None and kind in _ELEMENTWISE and not centralizes
-    mindspores = getattr(kind, "__module__", "").startswith("mindspore.")
-    if centralizes or (mindspores and kind not in _ELEMENTWISE):
-        reason = "'grad_centralization'" if centralizes else f"'{kind.__name__}'"
-        raise ValueError(
-            f"For '{_NAME}', partition='slices' needs an optimizer that treats each element by itself, but got "
-            f"{reason}, which looks at whole parameters. Use partition='parameters'."
-        )
-    return True
-
-
-def _own_groups(params: list, weights: list, own: dict[int, ms.Parameter], rank: int) -> list:
-    """The optimizer's `params` with this rank's part of each group. A group without any gets a placeholder, so that
-    all ranks have all groups' rates, under the same names."""
-    places = {id(weight): index for index, weight in enumerate(weights)}
-    placeholders = []
-
-    def parts(group: Sequence[ms.Parameter], number: int) -> list[ms.Parameter]:
-        held = [own[places[id(weight)]] for weight in group if places[id(weight)] in own]
-        if not held:
-            name = f"{_PLACEHOLDER}{rank}.{number}"
-            held = [ms.Parameter(ms.Tensor([0.0]), name=name, layerwise_parallel=True)]
-            placeholders.extend(held)
-        return held
-
-    if not _is_grouped(params):
-        return parts(params, 0)
-    groups = [
-        {**group, "params": parts(group["params"], number)} if "params" in group else group
-        for number, group in enumerate(params)
-    ]
-    in_order = [*own.values(), *placeholders]
-    return [{"order_params": in_order} if "order_params" in group else group for group in groups]
-
-
-def _rate_places(params: list, weights: list, groups: list, inner: Any) -> tuple[int, ...]:
-    """For each weight, the place of an inner parameter that has its learning rate: one of its group."""
-    inner_ids = [id(one) for one in inner.parameters]
-    if not _is_grouped(params):
-        return (0,) * len(weights)
-    places = {}
-    for group, own_group in zip(params, groups, strict=True):
-        for weight in group.get("params", ()):
-            places[id(weight)] = inner_ids.index(id(own_group["params"][0]))
-    return tuple(places[id(weight)] for weight in weights)

@@ -70,5 +70,5 @@ def warn_about_batch_norm(network: nn.Cell, times: str = "once") -> None:
             f"equal results use convert_batchnorm_to_groupnorm(network, num_groups), nn.GroupNorm or nn.LayerNorm, or "
             f"use_batch_statistics=False.",
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,
         )

@@ -164,7 +164,7 @@ class WindowStatistics(nn.Cell):
             start = start + self.sizes[index]
         return after
 
-    def clear(self, after):
+    def reset(self, after):
         """Forget the window, once `after` is there."""
         for layer in self.layers:
             zeros = ops.depend(ops.zeros_like(layer.window_statistics), after)
@@ -173,7 +173,7 @@ class WindowStatistics(nn.Cell):
 
     # -- not compiled --------------------------------------------------------------------------------------------------
 
-    def forget(self) -> None:
+    def reset_eagerly(self) -> None:
         """Forget the window."""
         for layer in self.layers:
             overwrite(layer.window_statistics, ops.zeros_like(layer.window_statistics))

@@ -171,53 +171,6 @@ def _check_representations(shapes, dtypes, samples):
         )
 
 
-def check_options(cell: Any) -> None:
-    """Refuse what cannot be exact, or has no meaning, for a loss of the whole batch.
-
-    Args:
-        cell (GradAccumulationCell): The options.
-
-    Raises:
-        ValueError: If one is refused.
-    """
-    if not isinstance(cell.network, WithBatchLossCell):
-        return
-    for name, given, allowed, why in (
-        (
-            "accumulation_steps",
-            cell.accumulation_steps,
-            1,
-            "the loss needs all samples of the window at once, and the first batches of a window are gone when the "
-            "last one comes; use larger batches and a larger 'micro_size', which need no more memory",
-        ),
-        (
-            "count",
-            next((count for count in cell.counts if count is not None), None),
-            None,
-            "the loss is not a mean over micro-batches, which could weigh by their counts; 'loss_fn' itself divides by "
-            "what it likes",
-        ),
-        ("loss_weights", cell.loss_weights, (1.0,), "add the losses up in 'loss_fn'"),
-        (
-            "record_noise",
-            cell.record_noise,
-            False,
-            "a micro-batch's part of the gradient is not an estimate of the whole: it depends on all other samples",
-        ),
-        (
-            "overflow",
-            cell.overflow,
-            "drop_window",
-            "a micro-batch cannot be left out, because all others are compared with it",
-        ),
-    ):
-        if given != allowed:
-            raise ValueError(
-                f"For 'GradAccumulationCell', with a network of class '{_NAME}' the argument '{name}' must be "
-                f"{allowed!r}, but got {given!r}: {why}."
-            )
-
-
 def check_ranks(network: WithBatchLossCell) -> None:
     """Before a step is built.
 
@@ -254,5 +207,5 @@ def warn_about_two_passes(cell: Any) -> None:
             f"micro-batch goes forward for the second time: the gradient is then not that of the loss. Set p=0 or "
             f"remove them.",
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,
         )

@@ -10,12 +10,13 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn
 
+from gaccum_ms import compatibility
 from gaccum_ms.accumulation import micro_batches
 from gaccum_ms.backend.checks import check_optimizer, check_positive_int
 from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.compatibility import TRIAL, Setup
 from gaccum_ms.distributed.layout import rank_and_ranks
 from gaccum_ms.distributed.ranks import check_parallel_mode
-from gaccum_ms.losses.batch_loss import WithBatchLossCell
 from gaccum_ms.memory.forecast import Forecast
 from gaccum_ms.semi_auto.modes import compiler_distributes
 
@@ -269,18 +270,7 @@ def check_trial(owner: str, cell: Any, optimizer: Any, batch: Sequence[Any], mem
             f"'{type(cell).__name__}'."
         )
     check_optimizer(owner, cell, optimizer)
-    if isinstance(cell.network, WithBatchLossCell):
-        raise ValueError(
-            f"For '{owner}', the network of 'cell' must have a loss that one micro-batch can be tried with, but got a "
-            f"'WithBatchLossCell', whose loss needs all samples, and with 'gather_ranks' all ranks. Ask about its "
-            f"backbone, with any loss: intermediate values of the backbone are what grows with micro-batches."
-        )
-    if compiler_distributes():
-        raise RuntimeError(
-            f"For '{owner}', the parallel mode must be 'stand_alone' or 'data_parallel', but got "
-            f"'{ms.get_auto_parallel_context('parallel_mode')}': there the compiler lays a graph out over all devices, "
-            f"and no rank can try its part alone. Look at 'mindspore.runtime.max_memory_allocated()' after a step."
-        )
+    compatibility.check(TRIAL, owner, Setup(cell.options, cell.network, compiler_distributes()))
     check_parallel_mode(owner)
     micro_batches.plan_split(micro_batches.batch_shapes(tuple(batch)), 1, None)
     if memory_limit is not None:

@@ -28,7 +28,14 @@ from gaccum_ms.memory.meter import AllocatorMeter, ProcessMeter
 if TYPE_CHECKING:
     from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell as Step
 
+_step_class: Any = None
 _UPDATES = 2  # the first compiles; after the second the peak rises by less than one in a thousand
+
+
+def train_by(step_class: type[Step]) -> None:
+    """Let trials train by this step. It finds its size by trials, so that it cannot be imported here."""
+    global _step_class
+    _step_class = step_class
 
 
 class Trials:
@@ -95,12 +102,11 @@ class Trials:
     def _step_of(self, size: int) -> Step:
         step = self.step
         if step is None:
-            from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
-
             optimizer = _Nothing(self.optimizer) if isinstance(self.optimizer, ShardedOptimizer) else self.optimizer
             with warnings.catch_warnings():  # the step that is to train says it
                 warnings.filterwarnings("ignore", message="For 'GradAccumulationCell', the network has .* BatchNorm")
-                step = TrainOneStepWithGradAccumulationCell(_with_size(self.cell, size), optimizer).set_train()
+                sizes = {} if self.cell.finds_size else {"micro_size": None, "micro_batch_size": size}
+                step = _step_class(self.cell.with_options(**sizes), optimizer).set_train()
         if step.spans_batches:
             step.set_accumulation_steps(1)  # so that each batch ends in an update
         if step._auto is not None:
@@ -125,23 +131,6 @@ class _Nothing(nn.Cell):
 
     def construct(self, gradients):
         return gradients
-
-
-def _with_size(cell: GradAccumulationCell, size: int) -> GradAccumulationCell:
-    options: dict[str, Any] = {
-        "accumulation_steps": cell.accumulation_steps,
-        "reduction": cell.reduction,
-        "count": cell.counts,
-        "loss_weights": cell.loss_weights,
-        "max_grad_norm": cell.max_grad_norm,
-        "accumulator_dtype": cell.accumulator_dtype,
-        "compensated": cell.compensated,
-        "overflow": cell.overflow,
-        "shard_accumulators": cell.shard_accumulators,
-        "record_noise": cell.record_noise,
-        "jit": cell.jit,
-    }
-    return GradAccumulationCell(cell.network, micro_batch_size="auto" if cell.finds_size else size, **options)
 
 
 @contextmanager

@@ -22,9 +22,7 @@ from mindspore.parallel._utils import (
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from gaccum_ms.accumulation import micro_batches
-from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.layers.window_batchnorm import WindowBatchNorm
-from gaccum_ms.losses.batch_loss import WithBatchLossCell
 
 _NAME = "GradAccumulationCell"
 
@@ -83,59 +81,12 @@ def check_built_for(unrolled):
         )
 
 
-def check_options(cell: GradAccumulationCell) -> None:
-    """Refuse, before anything is built, what the compiler's passes cannot do.
+def check_network(network: nn.Cell) -> None:
+    """Refuse, before anything is built, what the compiler's passes cannot do; options are in compatibility.py.
 
     Raises:
-        RuntimeError: In PyNative mode.
-        ValueError: For options that need a loop, or accumulators that outlive a batch; for a loss of the whole batch.
+        ValueError: For gradients that the compiler shards and takes the mean of; for layers that need a loop.
     """
-    if ms.get_context("mode") != ms.GRAPH_MODE:
-        raise RuntimeError(
-            f"For '{_NAME}', semi-auto and auto parallel mode need graph mode, because the compiler distributes "
-            f"graphs, but got PyNative mode. Use ms.set_context(mode=ms.GRAPH_MODE)."
-        )
-    if isinstance(cell.network, WithBatchLossCell):
-        raise ValueError(
-            f"For '{_NAME}', in semi-auto and auto parallel mode the compiler's own passes accumulate, which take each "
-            f"micro-batch once, but got a network of class 'WithBatchLossCell', whose micro-batches go forward twice. "
-            f"Use data parallel mode, with gather_ranks=True where the loss is to see the samples of all devices."
-        )
-    for name, given, allowed, why in (
-        (
-            "micro_batch_size",
-            cell.micro_batch_size,
-            None,
-            "the compiler must know the number of micro-batches before it sees a batch; give 'micro_size'",
-        ),
-        (
-            "accumulation_steps",
-            cell.accumulation_steps,
-            1,
-            "the compiler reduces over devices at the end of each "
-            "batch's backward; give larger batches and a larger 'micro_size', which need no more memory",
-        ),
-        (
-            "compensated",
-            cell.compensated,
-            False,
-            "the compiler's own pass adds the gradients; give accumulator_dtype=mindspore.float32",
-        ),
-        (
-            "shard_accumulators",
-            cell.shard_accumulators,
-            False,
-            "the compiler shards accumulators itself, with 'gradient_accumulation_shard' in parallel_optimizer_config",
-        ),
-        ("overflow", cell.overflow, "drop_window", "the compiler's own pass adds the gradients, and leaves none out"),
-        ("record_noise", cell.record_noise, False, "the compiler's own pass adds the gradients, and none is seen"),
-        ("loss_weights", cell.loss_weights, (1.0,), "the compiler knows one loss; add them up in the network"),
-    ):
-        if given != allowed:
-            raise ValueError(
-                f"For '{_NAME}', in semi-auto and auto parallel mode the argument '{name}' must be {allowed!r}, but "
-                f"got {given!r}: {why}. Data parallel mode has no such limit."
-            )
     shards_gradients = _get_grad_accumulation_shard() and ms.get_auto_parallel_context("enable_parallel_optimizer")
     if shards_gradients and ms.get_auto_parallel_context("gradients_mean"):
         raise ValueError(
@@ -144,13 +95,13 @@ def check_options(cell: GradAccumulationCell) -> None:
             f"got gradients_mean=True. In semi-auto parallel mode a loss that is a mean is one over all devices: "
             f"gradients_mean=False is right for it."
         )
-    if any(isinstance(layer, WindowBatchNorm) for _, layer in cell.network.cells_and_names()):
+    if any(isinstance(layer, WindowBatchNorm) for _, layer in network.cells_and_names()):
         raise ValueError(
             f"For '{_NAME}', in semi-auto and auto parallel mode the network must have no WindowBatchNorm, because the "
             f"compiler distributes the layer's inputs over devices, and its sums would be of one. Use nn.GroupNorm, or "
             f"data parallel mode."
         )
-    refuse_casts(cell.network)
+    refuse_casts(network)
 
 
 def refuse_casts(network: nn.Cell, by_level: str | None = None) -> None:

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms.accumulation.accumulators import Accumulators
-from gaccum_ms.accumulation.window import float32_losses
+from gaccum_ms.accumulation.accumulators import Accumulators, NoAccumulators
+from gaccum_ms.accumulation.micro_step import float32_losses
 from gaccum_ms.backend.parameters import hold_weights, record
-from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.compatibility import Setup
 from gaccum_ms.losses import counts
 from gaccum_ms.losses.per_sample_loss import PerSampleLoss
 from gaccum_ms.semi_auto import modes as auto_parallel
@@ -57,15 +57,16 @@ class BatchLoss(nn.Cell):
     Of a `PerSampleLoss` the samples' losses are added up, and reduced once.
     """
 
-    def __init__(self, cell: GradAccumulationCell) -> None:
+    def __init__(self, setup: Setup) -> None:
         super().__init__(auto_prefix=False)
-        self.per_sample = isinstance(cell.network, PerSampleLoss)
-        self.network = cell.network.network if self.per_sample else cell.network
-        self.reducer = cell.network if self.per_sample else nn.Identity()
-        self.micro_size = cell.micro_size or 1
-        self.loss_is_mean = cell.reduction == "mean"
-        self.counted = cell.counted
-        self.count = counts.count_cell(cell.counts[0])
+        options, network, _ = setup
+        self.per_sample = isinstance(network, PerSampleLoss)
+        self.network = network.network if self.per_sample else network
+        self.reducer = network if self.per_sample else nn.Identity()
+        self.micro_size = options.micro_size or 1
+        self.loss_is_mean = options.loss_is_mean
+        self.counted = options.counted
+        self.count = counts.count_cell(options.counts[0])
         self.slices = nn.CellList([_Slices(i, self.micro_size) for i in range(self.micro_size)], auto_prefix=False)
         self.adds = [ops.Add().add_prim_attr("forward_end", i) for i in range(1, self.micro_size)]
 
@@ -101,42 +102,44 @@ class BatchLoss(nn.Cell):
 
 
 class UnrolledWindow(nn.Cell):
-    """The interface of `SampleWindow` , for the compiler's own accumulation.
+    """The methods of `Window` , for the compiler's own accumulation.
 
     Args:
-        cell (GradAccumulationCell): The options.
+        setup (Setup): The options and the network.
         weights (ParameterTuple): The weights.
     """
 
-    divides = False
+    needs_division = False
     is_sharded = True
     spans_batches = False
-    shards = False
+    weighs_samples = False
     micro_batch_size = None  # its number of micro-batches is fixed
 
-    def __init__(self, cell: GradAccumulationCell, weights: ms.ParameterTuple) -> None:
+    def __init__(self, setup: Setup, weights: ms.ParameterTuple) -> None:
         super().__init__(auto_prefix=False)
-        self.batch_loss = BatchLoss(cell)
+        options = setup.o
+        self.batch_loss = BatchLoss(setup)
         hold_weights(self, weights)
         self.backward = ops.GradOperation(get_by_list=True, sens_param=True)
-        self.gated = cell.counted
+        self.may_skip = options.counted
         self.accumulates = self.batch_loss.micro_size > 1
+        self.store = NoAccumulators()
         if self.accumulates:
-            self.accumulators = Accumulators(weights, cell.accumulator_dtype, False, allocate=cloned)
+            self.store = Accumulators(weights, options.accumulator_dtype, False, allocate=cloned)
         # With optimizer parallel the backward's result is this device's part, reduced; else the accumulators are.
         self.optimizer_is_sharded = bool(ms.get_auto_parallel_context("enable_parallel_optimizer"))
         self.sum_over_devices = ops.AllReduce()
-        if self.gated:
+        if self.may_skip:
             self.window_count = record("window_count")
 
     def run(self, inputs, scale):
-        """As `SampleWindow.run` ."""
+        """As `Window.run` ."""
         result = self.batch_loss(*inputs)
-        seed = ops.stack((scale, ops.zeros_like(scale))) if self.gated else scale
+        seed = ops.stack((scale, ops.zeros_like(scale))) if self.may_skip else scale
         gradients = self.backward(self.batch_loss, self.weights)(*inputs, seed)
         if self.accumulates and not self.optimizer_is_sharded:
-            gradients = self.accumulators.read(gradients)
-        if not self.gated:
+            gradients = self.store.read(gradients)
+        if not self.may_skip:
             return gradients, scale, result, True
         loss, total = ops.unstack(result)
         loss = ops.depend(loss, ops.assign(self.window_count, total))
@@ -148,9 +151,9 @@ class UnrolledWindow(nn.Cell):
         found = ops.reshape(ops.cast(condition, ms.float32), (1,))
         return ops.reshape(self.sum_over_devices(found), ()) > 0
 
-    def clear(self, after):
+    def reset(self, after):
         """Zero the accumulators, once `after` is there."""
-        return self.accumulators.clear(after) if self.accumulates else after
+        return self.store.reset(after)
 
-    def forget(self) -> None:
+    def reset_eagerly(self) -> None:
         """Nothing: a graph of the compiler's runs whole, and clears at its end."""

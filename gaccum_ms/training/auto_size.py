@@ -23,19 +23,25 @@ import mindspore as ms
 from mindspore import nn
 
 from gaccum_ms.accumulation.saturation import clear_flag
-from gaccum_ms.accumulation.update import Update
 from gaccum_ms.backend.graphs import OwnGraph
 from gaccum_ms.backend.out_of_memory import is_out_of_memory
 from gaccum_ms.backend.parameters import overwrite
 from gaccum_ms.backend.snapshot import Snapshot
-from gaccum_ms.cell import GradAccumulationCell
-from gaccum_ms.memory.search import agreed_size, found_less, found_size, search_key
 
 if TYPE_CHECKING:
+    from gaccum_ms.accumulation.update import Update
+    from gaccum_ms.cell import GradAccumulationCell
     from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell as Step
 
 _NAME = "GradAccumulationCell"
+_search: Any = None  # memory/search.py
 _NO_BATCH = 2**31 - 1  # what a rank says that has not had a batch: any size will do
+
+
+def search_by(search: Any) -> None:
+    """Let sizes be found by this module. Its trials train by a step, to which this file belongs."""
+    global _search
+    _search = search
 
 
 class AddBatch(OwnGraph):
@@ -52,7 +58,7 @@ class AddBatch(OwnGraph):
         inputs = clear_flag(inputs)
         if self.spans_batches:
             return self.window.add_batch(inputs, scale), scale
-        return self.window.gather(inputs, scale)
+        return self.window.accumulate(inputs, self.window.plan(inputs), scale)
 
 
 class EndBatch(OwnGraph):
@@ -107,11 +113,11 @@ class AutoSize:
     def agree(self) -> None:
         """Before a window's end: go on with the smallest size of all ranks. A collective, where there are several."""
         if self.size is None:  # a flush, on a rank without a batch: others may find their first size meanwhile
-            size = agreed_size(_NAME, _NO_BATCH, self._limit)
+            size = _search.agreed_size(_NAME, _NO_BATCH, self._limit)
             if size < _NO_BATCH:
                 self._begin(size)
         size = self.size or _NO_BATCH
-        smallest = agreed_size(_NAME, size, self._limit)
+        smallest = _search.agreed_size(_NAME, size, self._limit)
         if smallest < size:
             self._shrink(smallest, "on another rank")
 
@@ -119,8 +125,8 @@ class AutoSize:
 
     def _find(self, inputs: Sequence[ms.Tensor]) -> None:
         step = self._step
-        self._search_key = search_key(self._cell, step.optimizer, inputs, self._limit, self._fails)
-        self._begin(found_size(_NAME, self._cell, step.optimizer, inputs, self._limit, self._fails, step))
+        self._search_key = _search.search_key(self._cell, step.optimizer, inputs, self._limit, self._fails)
+        self._begin(_search.found_size(_NAME, self._cell, step.optimizer, inputs, self._limit, self._fails, step))
 
     def rehearse(self, size: int) -> None:
         """In a trial: train with this size, and fail where it does not fit."""
@@ -133,7 +139,8 @@ class AutoSize:
 
     def _set(self, size: int) -> None:
         window = self._step.window
-        self.size = window.micro_batch_size = size
+        self.size = size
+        window.cut_into(size)
         # Of each size a Cell of its own: the old one takes its graphs, and their memory, along.
         self._graph = AddBatch(window, self._step.update, bool(self._cell.jit))
         gc.collect()
@@ -142,7 +149,7 @@ class AutoSize:
         before = self.size
         self._set(size)
         if self._search_key is not None:
-            found_less(self._cell.network, self._search_key, size)
+            _search.found_less(self._cell.network, self._search_key, size)
         warnings.warn(
             f"For '{_NAME}', memory ran out {where} with micro_batch_size={before}, found by 'auto': "
             f"training goes on with {size}, on all ranks. No batch is lost.",
@@ -171,7 +178,7 @@ class AutoSize:
             self._put_back()
             size = min(self.size or _NO_BATCH, inputs[0].shape[0])
             if size == 1:
-                agreed_size(_NAME, 0, self._limit)  # raises, on all ranks
+                _search.agreed_size(_NAME, 0, self._limit)  # raises, on all ranks
             self._shrink(-(-size // 2), f"({failed}) for {inputs[0].shape[0]} samples")
 
     def _note(self) -> None:
@@ -179,11 +186,11 @@ class AutoSize:
         window = self._step.window
         left_out = [*self._step.weights, *(self._constants or ())]
         if not int(self._step.window_position.asnumpy()):  # they are zero
-            left_out += window.accumulators.get_parameters()
+            left_out += window.store.get_parameters()
         self._before = Snapshot(window, leave_out=left_out)
 
     def _put_back(self) -> None:
-        self._step.window.accumulators.forget()
+        self._step.window.store.reset_eagerly()
         self._before.restore()
 
     def _find_constants(self) -> None:

@@ -7,8 +7,6 @@ open_window.py, reduction.py and update.py serve both.
 from __future__ import annotations
 
 import contextlib
-import math
-import numbers
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,16 +15,15 @@ from mindspore import nn, ops
 
 from gaccum_ms.accumulation.accumulators import Accumulators
 from gaccum_ms.accumulation.open_window import OpenWindow
-from gaccum_ms.accumulation.reduction import CountedReduction, times
+from gaccum_ms.accumulation.reduction import CountedReduction, scale_by
 from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.accumulation.update import Update, WindowEnd
 from gaccum_ms.backend import graphs
-from gaccum_ms.backend.checks import check_accumulation_options, check_positive_int, described
-from gaccum_ms.backend.convolutions import limit_instructions_for_weights
+from gaccum_ms.backend.checks import check_accumulation_options, check_positive_int
 from gaccum_ms.backend.cpu_kernels import all_finite
 from gaccum_ms.backend.parameters import counter, hold_weights, overwrite, show_records
-from gaccum_ms.distributed.ranks import check_parallel_mode
 from gaccum_ms.losses import counts
+from gaccum_ms.training.admission import admit_weights, check_gradients, checked_count
 from gaccum_ms.training.provenance import RULES, Provenance, Resumable
 
 _NAME = "GradAccumulator"
@@ -141,16 +138,9 @@ class GradAccumulator(Resumable, nn.Cell):
         jit: bool | None = None,
     ) -> None:
         super().__init__(auto_prefix=False)
-        if not isinstance(optimizer, nn.Cell) or getattr(optimizer, "parameters", None) is None:
-            raise TypeError(
-                f"For 'GradAccumulator', the argument 'optimizer' must be an nn.Optimizer, but got "
-                f"'{type(optimizer).__name__}'."
-            )
         check_positive_int(_NAME, "accumulation_steps", accumulation_steps)
         check_accumulation_options(_NAME, max_grad_norm, accumulator_dtype, compensated, overflow, jit)
-        check_parallel_mode(_NAME)
-        weights = ms.ParameterTuple(optimizer.parameters)
-        limit_instructions_for_weights(weights)
+        weights = admit_weights(_NAME, optimizer)
         self._scaling = _Scaling(needed=scale_sense is not None)
         self.optimizer = optimizer
         hold_weights(self, weights)
@@ -202,7 +192,7 @@ class GradAccumulator(Resumable, nn.Cell):
     def clear(self) -> None:
         """Throw the open window away, as if its batches had not been. With several ranks all must."""
         self._begin()
-        self.window.forget()
+        self.window.reset_eagerly()
 
     @contextlib.contextmanager
     def no_update(self) -> Iterator[None]:
@@ -235,10 +225,10 @@ class GradAccumulator(Resumable, nn.Cell):
         self.update.set_scale(sens)
 
     def __call__(self, gradients: Sequence[ms.Tensor], count: Any = None) -> bool:
-        self._check_gradients(gradients)
+        check_gradients(gradients, self.weights)
         self._scaling.check()
         if count is not None:
-            count = self._checked_count(count)
+            count = checked_count(count)
         self._begin()
         rule = RULES[int(self.provenance.window_rule.asnumpy())]
         if (rule == "counts") != (count is not None) and self.window.batches:
@@ -258,33 +248,6 @@ class GradAccumulator(Resumable, nn.Cell):
 
     def _open_window(self) -> OpenWindow:
         return self.window
-
-    def _check_gradients(self, gradients: Sequence[ms.Tensor]) -> None:
-        if not isinstance(gradients, (tuple, list)) or not all(isinstance(one, ms.Tensor) for one in gradients):
-            raise TypeError(
-                f"For 'GradAccumulator', 'gradients' must be a tuple of Tensors, but got {described(gradients)}."
-            )
-        shapes, wanted = [one.shape for one in gradients], [weight.shape for weight in self.weights]
-        if shapes != wanted:
-            raise ValueError(
-                f"For 'GradAccumulator', 'gradients' must have the number and shapes of the optimizer's parameters, "
-                f"{wanted}, but got {shapes}. Differentiate with respect to 'optimizer.parameters'."
-            )
-
-    @staticmethod
-    def _checked_count(count: Any) -> ms.Tensor:
-        """The count as a Tensor: a graph would be compiled anew for each Python number."""
-        value: Any = count.asnumpy()[()] if isinstance(count, ms.Tensor) and count.shape == () else count
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):  # NumPy's numbers too, but not its bool
-            raise TypeError(
-                f"For 'GradAccumulator', 'count' must be a number or a Tensor of shape (), but got {described(count)}."
-            )
-        number = float(value)
-        if not (math.isfinite(number) and number >= 0):
-            raise ValueError(
-                f"For 'GradAccumulator', 'count' must be finite and not negative, but got {value}. Nothing was added."
-            )
-        return ms.Tensor(number, ms.float32)
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 
@@ -315,7 +278,7 @@ class GradAccumulator(Resumable, nn.Cell):
         """Returns the count of what was kept, and how many batches were dropped, one or none."""
         kept = items
         if not self.drops or all_finite(gradients):
-            weighed = self.map(ops.partial(times, weight), gradients)
+            weighed = self.map(ops.partial(scale_by, weight), gradients)
             kept = ops.depend(items, self.window.accumulators.add(weighed))
         else:
             kept = ops.zeros_like(items)

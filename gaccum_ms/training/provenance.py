@@ -7,20 +7,30 @@ would be counted twice or wrongly, and nobody would see it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import mindspore as ms
 import numpy as np
 from mindspore import nn
 from mindspore.communication import get_group_size, get_rank
 
-from gaccum_ms.accumulation.open_window import OpenWindow
 from gaccum_ms.backend.parameters import counter, of_this_rank, overwrite, own
 from gaccum_ms.backend.storage import keep_in_place, parameters_of
 from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer, whole_state
 
+if TYPE_CHECKING:
+    from gaccum_ms.accumulation.open_window import OpenWindow
+    from gaccum_ms.options import Options
+
 SHARDED = ", in sharded accumulators"
 _WEIGHTS = ("samples", "counts", "sums", "batches")  # what micro-batches weigh by; batches: each the same
 RULES = (*_WEIGHTS, *(rule + SHARDED for rule in _WEIGHTS))
+
+
+def rule_of(options: Options, on_ranks: bool) -> str:
+    """By what the micro-batches of a step weigh; on several ranks also, where their sums are."""
+    weighs_by = "counts" if options.own_count is not None else "samples" if options.loss_is_mean else "sums"
+    return weighs_by + SHARDED * (options.shard_accumulators and on_ranks)
 
 
 class Provenance(nn.Cell):
@@ -83,7 +93,7 @@ class Provenance(nn.Cell):
         training lacks must not stay from before: windows and counts begin anew."""
         values = {own("batch_count"): np.array(0), own("update_count"): np.array(0), **values}
         if window is not None:
-            window.forget()
+            window.reset_eagerly()
             values = window.accumulators.adapt(values)
         for parameter in cell.get_parameters():
             if parameter.name in values:

@@ -2,17 +2,17 @@
 
     split the batch
     for each micro-batch:                       (window.py)
-        forward, backward                       seeded with its share or count, times the loss scale
+        forward, backward                       (micro_step.py) seeded with its share or count, times the loss scale
         note the first one's norm               with record_noise (noise.py)
         add to the accumulators                 unless it counts nothing, or overflowed and is to be dropped
-    the window's last batch?                    (spanning_window.py; without accumulation_steps each is)
+    the window's last batch?                    (open_window.py; without accumulation_steps each is)
         reduce across ranks, once               several counted losses: their counts too, before the loop
         divide by total count and loss scale    (from here on: update.py)
         clip by global norm
         finite, and something counted?          all ranks agree
             update, or skip
         adjust the loss scale
-        clear the accumulators
+        reset the accumulators
 
 With ``micro_batch_size="auto"`` the loop is a graph of its own, and runs again where memory ran out (auto_size.py).
 A loss of the whole batch has two loops, the first forward only (grad_cache.py). With `shard_accumulators` each
@@ -24,55 +24,39 @@ loop in it. The loop's body is compiled once, so compile time and memory do not 
 Five rules keep it right: values are carried as ``a = a + b``, because ``a += b`` on a constant Tensor writes into the
 constant, which lives on in the compiled graph; side effects are ordered by `ops.depend`; what depends on shapes and
 options is decided while compiling, by Python values; what depends on data is an ``if`` on a Tensor, and what it skips
-costs nothing; and no global that a method uses has the name of a method of its class, which graph mode would take it
-for.
+costs nothing; and no global that a method uses has the name of a method of its class, which graph mode would take.
 """
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from typing import TYPE_CHECKING
 
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms.accumulation import micro_batches
-from gaccum_ms.accumulation.counted_window import CountedWindow
-from gaccum_ms.accumulation.grad_cache import BatchLossWindow
-from gaccum_ms.accumulation.multi_loss_window import MultiLossWindow
-from gaccum_ms.accumulation.noise import ALL_SUMS
-from gaccum_ms.accumulation.open_window import OpenWindow
+from gaccum_ms import compatibility
 from gaccum_ms.accumulation.saturation import clear_flag
-from gaccum_ms.accumulation.spanning_window import SpanningWindow
 from gaccum_ms.accumulation.update import Update, WindowEnd
-from gaccum_ms.accumulation.window import SampleWindow
-from gaccum_ms.backend import graphs
-from gaccum_ms.backend.checks import check_optimizer, check_positive_int
-from gaccum_ms.backend.convolutions import limit_instructions_for
+from gaccum_ms.accumulation.windows import Kinds, combined, fused_reducer, kinds_of
+from gaccum_ms.backend.checks import check_positive_int
 from gaccum_ms.backend.parameters import counter, hold_weights, record, show_records
-from gaccum_ms.backend.pynative_tape import forget_interrupted_gradient
-from gaccum_ms.cell import GradAccumulationCell
-from gaccum_ms.distributed.all_reduce import FusedReducer
-from gaccum_ms.distributed.ranks import broadcast_parameters, check_parallel_mode
-from gaccum_ms.layers.batchnorm import refuse_sync_batch_norm, warn_about_batch_norm
-from gaccum_ms.layers.sparse import explain_sparse_gradients, refuse_sparse_gradients
-from gaccum_ms.layers.window_batchnorm import window_statistics
-from gaccum_ms.losses.batch_loss import WithBatchLossCell, passes, warn_about_two_passes
+from gaccum_ms.compatibility import IN_ONE_GRAPH, SPAN_LATER
 from gaccum_ms.semi_auto import modes as auto_parallel
 from gaccum_ms.semi_auto.unrolled_window import UnrolledWindow
+from gaccum_ms.training import admission
 from gaccum_ms.training.auto_size import AutoSize
-from gaccum_ms.training.provenance import SHARDED, Provenance, Resumable
+from gaccum_ms.training.provenance import Provenance, Resumable, rule_of
+from gaccum_ms.training.python_call import CalledFromPython
+
+if TYPE_CHECKING:
+    from gaccum_ms.accumulation.open_window import OpenWindow
+    from gaccum_ms.accumulation.window import Window
+    from gaccum_ms.cell import GradAccumulationCell
 
 _NAME = "TrainOneStepWithGradAccumulationCell"
-# A constant, because graph mode must be able to raise it.
-_NOT_ONE_GRAPH = (
-    "For 'GradAccumulationCell', micro_batch_size='auto' needs Python between the batches, to try again what ran out "
-    "of memory, but the training step is part of another graph, as with data sinking. Use "
-    "model.train(..., dataset_sink_mode=False), or the number that gaccum_ms.find_micro_batch_size returns."
-)
 
 
-class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
+class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.TrainOneStepCell):
     r"""
     The training step of a :class:`GradAccumulationCell`: one call, one batch, and one update for `accumulation_steps`
     of them.
@@ -148,8 +132,6 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         [[0.4 0.4 0.4]]
     """
 
-    grad_reducer: nn.Cell
-
     def __init__(
         self, network: GradAccumulationCell, optimizer: nn.Optimizer, scale_sense: nn.Cell | ms.Tensor | None = None
     ) -> None:
@@ -158,90 +140,62 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
             self._build(cell, optimizer, scale_sense)
         cell.keep_options()
         if cell.accumulates:
-            warn_about_batch_norm(cell, passes(cell))
-            warn_about_two_passes(cell)
+            admission.warn(cell)
         self._given = (network,)  # an AutoParallel's settings are for each call; in a tuple, as no part of the step
 
     def _build(self, network: nn.Cell, optimizer: nn.Optimizer, scale_sense: nn.Cell | ms.Tensor | None) -> None:
-        if not isinstance(network, GradAccumulationCell):
-            raise TypeError(
-                f"For 'TrainOneStepWithGradAccumulationCell', the argument 'network' must be a "
-                f"gaccum_ms.GradAccumulationCell, or AutoParallel around one, but got '{type(network).__name__}'."
-            )
-        check_optimizer(_NAME, network, optimizer)
-        check_parallel_mode("GradAccumulationCell", compiler_distributes=True)
-        unrolled = auto_parallel.compiler_distributes()
-        if unrolled:
-            auto_parallel.check_options(network)
-        refuse_sparse_gradients(network)
-        if network.finds_size:
-            refuse_sync_batch_norm("GradAccumulationCell", network)
-        limit_instructions_for(network.network)
-        super().__init__(network.network, optimizer)
+        setup = admission.admit(_NAME, network, optimizer)
+        super().__init__(setup.network, optimizer)
         hold_weights(self, self.weights)
-        self._unrolled = unrolled
+        self._setup = setup
+        options, _, self._unrolled = setup
         if self.reducer_flag:
-            # In place of MindSpore's, and in its group: AdaSum's optimizers have groups of eight ranks.
-            group = self.grad_reducer.allgather.group
-            noise = [ms.Parameter(ops.zeros((ALL_SUMS,), ms.float32), requires_grad=False)] * network.record_noise
-            self.grad_reducer = FusedReducer([*self.weights, *noise], self.mean, self.degree, group)
-        self._micro_size = network.micro_size
-        self._in_two_graphs = network.finds_size
-        self._auto = AutoSize(self, network) if network.finds_size else None
-        self._counts = tuple(count for count in network.counts if count is not None)
-        self._jit = bool(network.jit)
-        self._ranks_agree = not self.reducer_flag
+            self.grad_reducer = fused_reducer(options, self)
+        # A text, because graph mode must be able to raise it.
+        self._not_one_graph = str(compatibility.refused(IN_ONE_GRAPH, "GradAccumulationCell", setup) or "")
+        self._auto = AutoSize(self, network) if options.finds_size else None
+        self._jit, self._ranks_agree = bool(options.jit), not self.reducer_flag
         self.window_position = counter("window_position")
         self.batch_count = counter("batch_count")
-        self.rate_steps = counter("rate_steps", network.accumulation_steps)  # what the learning rate is for
-        if network.record_noise:  # what AdaScale has made of the rate, and how far that has brought the training
+        self.rate_steps = counter("rate_steps", options.accumulation_steps)  # what the learning rate is for
+        if options.record_noise:  # what AdaScale has made of the rate, and how far that has brought the training
             self.rate_factor = record("rate_factor", value=1.0)
             self.rate_progress = record("rate_progress")
-        rule = "counts" if self._counts else "samples" if network.reduction == "mean" else "sums"
-        self.spans_batches = network.accumulation_steps > 1
-        self.window = self._make_window(network)
-        if network.shard_accumulators and self.reducer_flag:
-            rule += SHARDED
-        self.provenance = Provenance(_NAME, (rule,), network.accumulation_steps, self.reducer_flag)
-        self._make_spanning_window = functools.partial(
-            SpanningWindow, network, self.weights, self.grad_reducer, self.window_position
-        )
-        drops = network.overflow == "drop_micro_batch"
+        self.spans_batches = options.accumulation_steps > 1
+        self.window = self._make_window()
+        rules = (rule_of(options, self.reducer_flag),)
+        self.provenance = Provenance(_NAME, rules, options.accumulation_steps, self.reducer_flag)
         self.update = Update(
             _NAME,
             optimizer,
             self.weights,
             self._open_window() or self.window,
-            network.max_grad_norm,
-            drops,
+            options.max_grad_norm,
+            options.drops,
             scale_sense,
-            statistics=window_statistics(network.network),
-            keeps_norm=network.record_noise,
+            network=setup.network,
+            keeps_norm=options.record_noise,
         )
-        if self.spans_batches:
-            self.end_window = WindowEnd(self.window.open, self.update, self._jit)
-        self._show_records()
-        if unrolled:
+        self._prepare_window()
+        if self._unrolled:
             self.set_train()  # the compiler's passes ask for it
         else:
             self._keep_in_place()
 
-    def _make_window(self, cell: GradAccumulationCell) -> SampleWindow | UnrolledWindow:
+    def _make_window(self) -> Window | UnrolledWindow:
         if self._unrolled:
-            return UnrolledWindow(cell, self.weights)
-        if cell.accumulation_steps > 1:
-            return SpanningWindow(cell, self.weights, self.grad_reducer, self.window_position)
-        if isinstance(cell.network, WithBatchLossCell):
-            return BatchLossWindow(cell, self.weights, self.grad_reducer)
-        if cell.several_losses:
-            return MultiLossWindow(cell, self.weights, self.grad_reducer)
-        if cell.counted:
-            return CountedWindow(cell, self.weights, self.grad_reducer)
-        return SampleWindow(cell, self.weights, self.grad_reducer)
+            return UnrolledWindow(self._setup, self.weights)
+        kinds = self._kinds_of_window()
+        return combined(kinds, self._setup, self.weights, self.grad_reducer, self.window_position)
 
-    def _show_records(self) -> None:
-        self.accu_grads = self.window.accumulators.sums if self.window.accumulates else ms.ParameterTuple(())
-        show_records(self, self.window, self._open_window(), self.update, getattr(self.window, "noise", None))
+    def _kinds_of_window(self) -> Kinds:
+        return kinds_of(self._setup, self.spans_batches)
+
+    def _prepare_window(self) -> None:
+        if self.spans_batches:
+            self.end_window = WindowEnd(self.window.open, self.update, self._jit)
+        self.accu_grads = self.window.store.sums
+        show_records(self, self.window, self._open_window(), self.update)
 
     def let_windows_span_batches(self) -> None:
         """Make the step ready for :meth:`set_accumulation_steps` , for a cell without `accumulation_steps` .
@@ -252,38 +206,19 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         """
         if self.spans_batches:
             return
-        if self._unrolled:
-            raise RuntimeError(
-                "For 'TrainOneStepWithGradAccumulationCell', windows of several batches need accumulators that "
-                "outlive a batch, but in semi-auto and auto parallel mode the compiler reduces over devices at the "
-                "end of each batch's backward. Use data parallel mode; or larger batches and a larger 'micro_size', "
-                "which need no more memory."
-            )
-        if isinstance(self.window, MultiLossWindow):
-            raise ValueError(
-                "For 'TrainOneStepWithGradAccumulationCell', windows of several batches need a network of one loss, "
-                "because one accumulator cannot be divided by several totals, but got one of several losses."
-            )
-        if isinstance(self.window, BatchLossWindow):
-            raise ValueError(
-                "For 'TrainOneStepWithGradAccumulationCell', windows of several batches need a loss that is a mean or "
-                "sum over micro-batches, but got a 'WithBatchLossCell', whose loss needs all samples of the window at "
-                "once: the first batches are gone when the last one comes. Use larger batches and a larger "
-                "'micro_size', which need no more memory."
-            )
+        compatibility.check(SPAN_LATER, _NAME, self._setup)
         if self.provenance.begun:
             raise RuntimeError(
                 "For 'TrainOneStepWithGradAccumulationCell', windows of several batches must be asked for before the "
                 "first step, but got a step that has run, of a cell with accumulation_steps=1. Give the cell "
                 "accumulation_steps > 1."
             )
-        if not self.window.accumulates:
-            warn_about_batch_norm(self.network)  # has not been, for nothing was split
+        if not self._setup.o.accumulates:
+            admission.warn_late(self.network)
         self.spans_batches = True
-        self.window = self._make_spanning_window()
-        self.update.window = self.window.open
-        self.end_window = WindowEnd(self.window.open, self.update, self._jit)
-        self._show_records()
+        self.window = self._make_window()
+        self.update.take_window(self.window.open)
+        self._prepare_window()
         self._keep_in_place()
 
     @property
@@ -335,8 +270,7 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
         self._begin()
         if not self.spans_batches:
             return False
-        self._let_ranks_agree()
-        with graphs.compiling_alone():
+        with self._on_ranks_that_agree():
             if self._auto is not None:
                 self._auto.agree()
             return self.end_window.flush()
@@ -344,88 +278,11 @@ class TrainOneStepWithGradAccumulationCell(Resumable, nn.TrainOneStepCell):
     def _open_window(self) -> OpenWindow | None:
         return self.window.open if self.spans_batches else None
 
-    def __call__(self, *inputs):
-        self._begin()
-        self._check_batch(inputs)
-        try:
-            outputs = self._run(*inputs)
-        except BaseException as error:
-            forget_interrupted_gradient(error)
-            self.window.forget()  # what the window's first micro-batches left would be added to the next batch's
-            if self.update.has_statistics and not int(self.window_position.asnumpy()):
-                self.update.statistics.forget()
-            explain_sparse_gradients(error)
-            raise
-        if self._counts:
-            self._check_count(inputs)
-        return outputs
-
-    def _run(self, *inputs: ms.Tensor) -> Any:
-        if self._unrolled:
-            with auto_parallel.settings_of(self._given[0]):
-                auto_parallel.check_device()
-                return graphs.run(self, False, *inputs)
-        self._let_ranks_agree()
-        with graphs.compiling_alone():
-            return self._train(*inputs)
-
-    def _let_ranks_agree(self) -> None:
-        """Broadcast the weights, where that is asked for, once: ranks need not compile at the same time."""
-        if not self._ranks_agree:
-            broadcast_parameters(self)
-        self._ranks_agree = True
-
-    def _train(self, *inputs: ms.Tensor) -> Any:
-        if self._auto is not None:
-            return self._auto(inputs)
-        return graphs.run(self, self._jit, *inputs)
-
-    def _check_batch(self, inputs: tuple[Any, ...]) -> None:
-        """One clear error before anything runs. A first batch smaller than micro_size is a mistake, a later one a
-        short last batch."""
-        shapes = micro_batches.batch_shapes(inputs)
-        if self._unrolled:
-            auto_parallel.check_batch(shapes, self._micro_size)
-            return
-        plan = micro_batches.plan_split(shapes, self._micro_size, self.window.micro_batch_size)
-        self.window.check_plan(plan)  # first, because all ranks must
-        too_short = self._micro_size is not None and self._micro_size > plan.samples
-        if too_short and not int(self.batch_count.asnumpy()):
-            raise ValueError(
-                f"For 'GradAccumulationCell', the argument 'micro_size' is the number of micro-batches and must not "
-                f"be larger than the batch, but got micro_size={self._micro_size} and a batch of {plan.samples} "
-                f"sample(s). Use a larger batch or a smaller 'micro_size'; samples per micro-batch are set by "
-                f"'micro_batch_size'."
-            )
-
-    def _check_count(self, inputs: tuple[ms.Tensor, ...]) -> None:
-        """The graph did not update with a bad count, on any rank; here the user learns of it."""
-        total = (self.batch_items if self.spans_batches else self.window_count).asnumpy()
-        if (total == total).all():
-            return
-        plan = micro_batches.plan_split(
-            micro_batches.batch_shapes(inputs), self._micro_size, self.window.micro_batch_size
-        )
-        counted = [
-            [
-                float(count(*(value[start : start + plan.size] for value in inputs)))
-                for start in range(0, plan.samples, plan.size)
-            ]
-            for count in self._counts
-        ]
-        kept = "The batch is left out of its window"
-        if not self.spans_batches:
-            kept = "Where these are fine, another rank's are not. Nothing was changed"
-        raise ValueError(
-            f"For 'GradAccumulationCell', 'count' must return a finite number of items that is not negative, but got "
-            f"{counted} for the micro-batches of this rank. {kept}: correct 'count' and go on."
-        )
-
     # -- compiled ------------------------------------------------------------------------------------------------------
 
     def construct(self, *inputs):
-        if self._in_two_graphs:
-            raise RuntimeError(_NOT_ONE_GRAPH)
+        if self._not_one_graph:
+            raise RuntimeError(self._not_one_graph)
         auto_parallel.check_built_for(self._unrolled)
         scale = self.update.scale()
         inputs = clear_flag(inputs)

@@ -26,7 +26,7 @@ from support.reuse import Reused
 from support.state import everything, manager
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
-from gaccum_ms.accumulation.counted_window import CountedWindow
+from gaccum_ms.accumulation.weighing import ByCounts
 
 SAMPLES, MICRO_SIZE = 13, 3  # 5 + 5 + 3
 POISONED = {"first": 0, "middle": 7, "last": 12}
@@ -379,7 +379,7 @@ def test_dropping_nothing_equals_the_whole_batch(mode):
     assert_equivalent(run, whole_batch("dense", "momentum", SAMPLES, ms.get_context("mode")), 1e-5)
 
 
-class NotRenormalised(CountedWindow):
+class NotRenormalised(ByCounts):
     """Leaves the poisoned micro-batch out, and divides by all samples all the same."""
 
     def reduce(self, gradients, sums, scale, unit):
@@ -390,7 +390,7 @@ class NotRenormalised(CountedWindow):
 @pytest.mark.core(mode="graph")
 def test_negative_control_dropping_without_renormalising_is_caught(mode):
     weights = []
-    for step_class in (TrainOneStepWithGradAccumulationCell, step_with(NotRenormalised)):
+    for step_class in (TrainOneStepWithGradAccumulationCell, step_with(weighing=NotRenormalised)):
         step = make_step(step_class=step_class, overflow="drop_micro_batch")
         step(*poisoned(0, float("nan")))
         weights.append(as_numpy(step.weights[0]))

@@ -12,7 +12,8 @@ from support.reference import accumulated, assert_equivalent, batches, make_netw
 from support.two_ranks import case
 
 from gaccum_ms import CountMask, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, resume
-from gaccum_ms.accumulation.window import SampleWindow
+from gaccum_ms.accumulation.noise import NoiseRecord
+from gaccum_ms.accumulation.weighing import BySamples
 
 
 class Quadratic(nn.Cell):
@@ -82,7 +83,7 @@ def make_step(rate=0.0, mean=True, scale_sense=None, weight=WEIGHT, **options):
 def test_records_of_a_batch(options, first, mode):
     y = targets(12)
     step = make_step(**options)
-    assert type(step.window) is SampleWindow  # samples are not counted at run time
+    assert type(step.window.weighing) is BySamples  # samples are not counted at run time
     for _ in range(2):  # the second is no sum over both
         step(Tensor(y))
     np.testing.assert_allclose(noise_of(step), noise_by_hand([[y[:first]]], [y]), rtol=1e-5)
@@ -101,27 +102,33 @@ def test_records_with_low_precision_accumulators(dtype, mode, request):
     np.testing.assert_allclose(noise_of(step), noise_by_hand([[y[:3]]], [y]), rtol=2e-2)
 
 
-class ForgetsTheSize(SampleWindow):
-    """Takes the first micro-batch for one item."""
-
+class Unsized(NoiseRecord):
     def note(self, gradients, unit, items):
         return super().note(gradients, unit, ms.Tensor(1.0, ms.float32))
 
 
-class NotesTheWholeBatch(SampleWindow):
+class ForgetsTheSize(BySamples):
+    """Takes the first micro-batch for one item."""
+
+    def __init__(self, made_of):
+        super().__init__(made_of)
+        self.noise = Unsized(made_of.grad_reducer)
+
+
+class NotesTheWholeBatch(BySamples):
     """After the loop, over what it has noted of the first micro-batch."""
 
     def reduce(self, gradients, sums, scale, unit):
-        noted = self.note(gradients, ops.depend(unit, sums), ms.Tensor(12.0, ms.float32))
+        noted = self.noise.note(gradients, ops.depend(unit, sums), ms.Tensor(12.0, ms.float32))
         return super().reduce(gradients, ops.depend(sums, noted), scale, unit)
 
 
 @pytest.mark.core(mode="graph")
-@pytest.mark.parametrize("window", [ForgetsTheSize, NotesTheWholeBatch])
-def test_negative_controls_are_caught(window, mode):
+@pytest.mark.parametrize("weighing", [ForgetsTheSize, NotesTheWholeBatch])
+def test_negative_controls_are_caught(weighing, mode):
     y = targets(12)
     cell = GradAccumulationCell(Quadratic(WEIGHT), 4, record_noise=True)
-    step = step_with(window)(cell, nn.SGD(cell.trainable_params(), 0.0)).set_train()
+    step = step_with(weighing=weighing)(cell, nn.SGD(cell.trainable_params(), 0.0)).set_train()
     step(Tensor(y))
     assert not np.allclose(noise_of(step), noise_by_hand([[y[:3]]], [y]), rtol=1e-2)
 

@@ -17,10 +17,9 @@ import pytest
 from mindspore import Tensor, nn, ops, train
 from mindspore.dataset import NumpySlicesDataset
 from support.modes import MODES
-from support.reference import FEATURES, OPTIMIZERS, Line, as_numpy, batches, make_network, relative_error
+from support.reference import FEATURES, OPTIMIZERS, Line, as_numpy, batches, make_network, relative_error, step_with
 from support.state import assert_identical, everything, manager
 
-import gaccum_ms.accumulation.spanning_window
 from gaccum_ms import (
     CountMask,
     CountNotIgnored,
@@ -31,7 +30,7 @@ from gaccum_ms import (
     scale_learning_rate,
 )
 from gaccum_ms.accumulation.open_window import OpenWindow
-from gaccum_ms.accumulation.spanning_window import SpanningWindow
+from gaccum_ms.accumulation.weighing import ByCounts
 
 EQUAL, RAGGED = (8, 8, 8) * 4, (7, 4) * 6  # windows of three: 24 samples each; 18, 15, 18, 15
 STEPS = 3
@@ -288,44 +287,41 @@ class DividesByWholeWindows(OpenWindow):
         return gradients, divisor * self.window_steps / self.window_position, loss, counted
 
 
-class NeverCleared(OpenWindow):
-    def clear(self, after):
+class NeverReset(OpenWindow):
+    def reset(self, after):
         cleared = ops.assign(self.window_position, ops.depend(ms.Tensor(0, ms.int32), after))
         cleared = ops.assign(self.window_sums, ops.depend(ops.zeros((4,), ms.float32), cleared))
         return ops.depend(after, cleared)
 
 
 class KeepsItsSums(OpenWindow):
-    """Clears the gradients, and forgets to clear what they are divided by."""
+    """Resets the gradients, and forgets to reset what they are divided by."""
 
-    def clear(self, after):
-        cleared = self.accumulators.clear(after)
+    def reset(self, after):
+        cleared = self.accumulators.reset(after)
         return ops.depend(after, ops.assign(self.window_position, ops.depend(ms.Tensor(0, ms.int32), cleared)))
 
 
 @pytest.mark.core(mode="graph")
-@pytest.mark.parametrize("broken", [UpdatesEachBatch, DividesByWholeWindows, NeverCleared, KeepsItsSums])
-def test_negative_control_a_broken_window_is_caught(broken, monkeypatch, mode):
-    monkeypatch.setattr(gaccum_ms.accumulation.spanning_window, "OpenWindow", broken)
+@pytest.mark.parametrize("broken", [UpdatesEachBatch, DividesByWholeWindows, NeverReset, KeepsItsSums])
+def test_negative_control_a_broken_window_is_caught(broken, mode):
+    step_class = step_with(open_window=broken)
     with pytest.raises(AssertionError):
-        check_tail(MODES[mode], DENSE.step(micro_size=2, accumulation_steps=4))
+        check_tail(MODES[mode], DENSE.step(step_class=step_class, micro_size=2, accumulation_steps=4))
 
 
-class MeanOfMeans(SpanningWindow):
+class MeanOfMeans(ByCounts):
     """Each micro-batch weighs the same, however many samples it has."""
 
     def items(self, count):
         return 4
 
 
-class BrokenStep(TrainOneStepWithGradAccumulationCell):
-    def _make_window(self, cell):
-        return MeanOfMeans(cell, self.weights, self.grad_reducer, self.window_position)
-
-
 def test_negative_control_the_mean_of_means_is_caught(pynative):
     with pytest.raises(AssertionError):
-        check_tail(ms.PYNATIVE_MODE, DENSE.step(step_class=BrokenStep, micro_size=2, accumulation_steps=4))
+        check_tail(
+            ms.PYNATIVE_MODE, DENSE.step(step_class=step_with(weighing=MeanOfMeans), micro_size=2, accumulation_steps=4)
+        )
 
 
 # -- a batch that does not end its window ------------------------------------------------------------------------------
@@ -366,10 +362,9 @@ def test_nothing_that_is_trained_changes_before_the_windows_end(optimizer, mode)
 
 
 @pytest.mark.core(mode="graph")
-def test_negative_control_an_update_before_the_windows_end_is_caught(monkeypatch, mode):
-    monkeypatch.setattr(gaccum_ms.accumulation.spanning_window, "OpenWindow", UpdatesEachBatch)
+def test_negative_control_an_update_before_the_windows_end_is_caught(mode):
     with pytest.raises(AssertionError):
-        check_nothing_trained_between_updates(DENSE.step())
+        check_nothing_trained_between_updates(DENSE.step(step_class=step_with(open_window=UpdatesEachBatch)))
 
 
 def test_noise_was_drawn():

@@ -113,7 +113,7 @@ def test_a_checkpoint_of_before_resumes_with_one_warning(saved):
 def test_mindspores_load_of_an_open_window_of_before_is_refused_at_the_next_call(saved):
     step = make_step()
     train(step, [0])  # has run
-    step.window.open.forget()
+    step.window.open.reset_eagerly()
     ms.load_checkpoint(saved["window"], step)
     before = everything(step)
     for _ in range(2):

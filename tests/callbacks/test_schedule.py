@@ -13,7 +13,6 @@ from mindspore.experimental import optim
 from support.reference import OPTIMIZERS, Line, as_numpy, make_network
 from test_windows import LINE_X, LINE_Y, RATE, line_data, line_oracle, line_step, place
 
-import gaccum_ms.accumulation.spanning_window
 from gaccum_ms import (
     AccumulationScheduler,
     FlushAccumulation,
@@ -24,6 +23,7 @@ from gaccum_ms import (
     resume,
     scale_learning_rate,
 )
+from gaccum_ms.accumulation import windows
 from gaccum_ms.accumulation.open_window import OpenWindow
 
 
@@ -166,7 +166,7 @@ class FollowsAtOnce(OpenWindow):
 
 
 def test_negative_control_a_window_that_follows_at_once_is_caught(monkeypatch, pynative):
-    monkeypatch.setattr(gaccum_ms.accumulation.spanning_window, "OpenWindow", FollowsAtOnce)
+    monkeypatch.setattr(windows, "OpenWindow", FollowsAtOnce)
     assert windows_of(line_step(3)) != [3, 1, 1]
 
 

@@ -17,7 +17,7 @@ from support.two_ranks import Results, case
 
 from gaccum_ms import GradAccumulationCell, ShardedOptimizer, resume
 from gaccum_ms.distributed.layout import Layout, balanced_owners
-from gaccum_ms.distributed.sharded_optimizer import _ELEMENTWISE
+from gaccum_ms.distributed.optimizer_groups import _ELEMENTWISE
 
 TOLERANCE = 1e-6
 RANKS_TOLERANCE = 1e-5  # between numbers of ranks, which add up in another order

@@ -12,11 +12,13 @@ from support.reference import (
     assert_equivalent,
     batches,
     make_network,
+    step_with,
     train,
     whole_batch,
 )
 
-from gaccum_ms.accumulation.window import SampleWindow
+from gaccum_ms.accumulation.weighing import BySamples
+from gaccum_ms.accumulation.window import Window
 
 DIVISIBLE, RAGGED = 24, 13
 DTYPES = {"float32": ms.float32, "float16": ms.float16, "bfloat16": ms.bfloat16}
@@ -117,36 +119,39 @@ def test_jit_in_pynative_mode_equals_the_whole_batch(pynative):
     assert_equivalent(run, whole_batch("conv", "sgd", RAGGED, ms.PYNATIVE_MODE), TOLERANCE["float32"])
 
 
-class FactorK(SampleWindow):
+class FactorK(BySamples):
     """The sum over micro-batches in place of the mean."""
 
-    def items(self, count):
+    def items(self, size):
         return 13
 
 
-class LastMicroBatchOnly(SampleWindow):
-    def micro_step(self, noted, unit, size, *micro_batch):
-        return super().micro_step(noted, self.clear(unit), size, *micro_batch)
+class LastMicroBatchOnly(BySamples):
+    def turn(self, noted, unit, prepared, size, *micro_batch):
+        return super().turn(noted, self.store.reset(unit), prepared, size, *micro_batch)
 
 
-class NeverCleared(SampleWindow):
-    def clear(self, after):
+class NeverReset(Window):
+    def reset(self, after):
         return after
 
 
-class MeanOfMeans(SampleWindow):
+class MeanOfMeans(BySamples):
     """Each micro-batch weighs the same, however many samples it has."""
 
-    def items(self, count):
+    def items(self, size):
         return 13 / 3
 
 
 @pytest.mark.core(mode="graph")
-@pytest.mark.parametrize("window_class", [FactorK, LastMicroBatchOnly, NeverCleared, MeanOfMeans])
-def test_negative_control_a_broken_step_is_caught(window_class, mode):
+@pytest.mark.parametrize(
+    "kinds",
+    [{"weighing": FactorK}, {"weighing": LastMicroBatchOnly}, {"window": NeverReset}, {"weighing": MeanOfMeans}],
+)
+def test_negative_control_a_broken_step_is_caught(kinds, mode):
     network = make_network("dense")
     run = train(
-        accumulated(micro_size=3, window_class=window_class),
+        accumulated(step_with(**kinds), micro_size=3),
         network,
         OPTIMIZERS["sgd"](network.trainable_params()),
         batches(RAGGED),

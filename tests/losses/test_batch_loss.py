@@ -42,8 +42,9 @@ from gaccum_ms import (
     audit,
     resume,
 )
-from gaccum_ms.accumulation.grad_cache import BatchLossWindow
-from gaccum_ms.accumulation.window import SampleWindow
+from gaccum_ms.accumulation.grad_cache import TwoPasses
+from gaccum_ms.accumulation.micro_step import OneLoss
+from gaccum_ms.accumulation.weighing import BySamples
 
 DIVISIBLE, RAGGED = 24, 13
 TOLERANCE = 1e-5
@@ -211,17 +212,16 @@ def test_called_by_itself_it_is_the_whole_batchs_network(mode):
 # -- what is wrong is caught -------------------------------------------------------------------------------------------
 
 
-class LossOfEachMicroBatch(SampleWindow):
+class LossOfEachMicroBatch(OneLoss):
     """What accumulation without the second pass is: a micro-batch's negatives are its own alone."""
 
 
-class SecondPassOfTheLastAlone(BatchLossWindow):
-    def second_pass(self, share, loss_slopes, number, *part):
-        _, gradients = self.pull_back(share, loss_slopes, number, *part)
-        return self.add(ops.depend(gradients, self.accumulators.clear(share)))
+class SecondPassOfTheLastAlone(BySamples):
+    def turn(self, noted, unit, prepared, size, *part):
+        return super().turn(noted, self.store.reset(unit), prepared, size, *part)
 
 
-class OtherOrder(BatchLossWindow):
+class OtherOrder(TwoPasses):
     """The representations of the last micro-batch, the first to be there, come first."""
 
     def appended(self, state, new, rows):
@@ -231,26 +231,26 @@ class OtherOrder(BatchLossWindow):
         return following
 
 
-class SlopesOfOthers(BatchLossWindow):
+class SlopesOfOthers(TwoPasses):
     def slopes(self, unit, representations):
         loss, slopes, loss_slopes = super().slopes(unit, representations)
         return loss, [ops.flip(one, (0,)) for one in slopes], loss_slopes
 
 
-class LossesOwnWeightsLeftOut(BatchLossWindow):
+class LossesOwnWeightsLeftOut(TwoPasses):
     def slopes(self, unit, representations):
         loss, slopes, loss_slopes = super().slopes(unit, representations)
         return loss, slopes, [one * 0 for one in loss_slopes]
 
 
-class LossesOwnWeightsInEachMicroBatch(BatchLossWindow):
-    def second_pass(self, share, loss_slopes, number, *part):
-        return super().second_pass(1.0, loss_slopes, number, *part)
+class LossesOwnWeightsInEachMicroBatch(TwoPasses):
+    def along_slopes(self, share, loss_slopes, number, *part):
+        return super().along_slopes(1.0, loss_slopes, number, *part)
 
 
 @pytest.mark.core("graph-LossOfEachMicroBatch", "graph-LossesOwnWeightsInEachMicroBatch")
 @pytest.mark.parametrize(
-    "window_class",
+    "broken",
     [
         LossOfEachMicroBatch,
         SecondPassOfTheLastAlone,
@@ -260,11 +260,12 @@ class LossesOwnWeightsInEachMicroBatch(BatchLossWindow):
         LossesOwnWeightsInEachMicroBatch,
     ],
 )
-def test_negative_control_a_broken_window_is_caught(window_class, mode):
+def test_negative_control_a_broken_window_is_caught(broken, mode):
     reference = whole_batch("towers", RAGGED)
-    broken = run(way=mode, micro_size=3, step_class=step_with(window_class))
+    kinds = {"weighing" if issubclass(broken, BySamples) else "micro_step": broken}
+    result = run(way=mode, micro_size=3, step_class=step_with(**kinds))
     with pytest.raises(AssertionError):
-        assert_equivalent(broken, reference, 100 * TOLERANCE)
+        assert_equivalent(result, reference, 100 * TOLERANCE)
 
 
 # -- loss scale, overflow ----------------------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ from mindspore import Tensor, nn, ops
 from support.reference import as_numpy, step_with
 
 from gaccum_ms import CountMask, CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
-from gaccum_ms.accumulation.counted_window import CountedWindow
-from gaccum_ms.accumulation.multi_loss_window import MultiLossWindow
+from gaccum_ms.accumulation.weighing import ByCounts, ByCountsOfEach, Counting
 
 START = np.linspace(-1, 1, 4)
 RATE = 0.5
@@ -56,9 +55,9 @@ def mean_oracle(x):
     return (x @ START - 1).mean(), x.mean(axis=0)
 
 
-def make_step(network, window_class=None, **options):
+def make_step(network, weighing=None, **options):
     cell = GradAccumulationCell(network, **options)
-    step_class = step_with(window_class) if window_class else TrainOneStepWithGradAccumulationCell
+    step_class = step_with(weighing=weighing) if weighing else TrainOneStepWithGradAccumulationCell
     return step_class(cell, nn.Momentum(cell.trainable_params(), RATE, 0.9)).set_train()
 
 
@@ -197,7 +196,7 @@ def test_a_list_of_losses_is_as_good_as_a_tuple(mode):
     np.testing.assert_allclose(step(Tensor(x), Tensor(mask)).asnumpy(), oracle(x, mask)[0], rtol=1e-5)
 
 
-class MeanOfMeans(CountedWindow):
+class MeanOfMeans(ByCounts):
     def items(self, count):
         return 3.5 / 2
 
@@ -303,12 +302,18 @@ def test_each_of_several_losses_has_its_own_total(micro_size, mode):
     assert step.window_count.asnumpy().tolist() == [3.5, 8.0]
 
 
-class OneTotalForAll(MultiLossWindow):
+class FirstTotal(Counting):
+    def total(self, inputs, plan):
+        total = super().total(inputs, plan)
+        return total * 0 + ops.unstack(total)[0]
+
+
+class OneTotalForAll(ByCountsOfEach):
     """Divides every loss by the first one's total."""
 
-    def own_total(self, inputs):
-        total = super().own_total(inputs)
-        return total * 0 + ops.unstack(total)[0]
+    def __init__(self, made_of):
+        super().__init__(made_of)
+        self.counting = FirstTotal(made_of.options)
 
 
 @pytest.mark.core(mode="graph")

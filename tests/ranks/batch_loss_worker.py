@@ -15,12 +15,12 @@ from support.reference import OPTIMIZERS, as_numpy, step_with
 from support.two_ranks import Results
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WithBatchLossCell, audit
-from gaccum_ms.accumulation.grad_cache import BatchLossWindow
+from gaccum_ms.accumulation.grad_cache import TwoPasses
 
 PER_RANK, UPDATES = 7, 4  # 7 samples are ragged in 3 micro-batches
 
 
-class RanksCountTwice(BatchLossWindow):
+class RanksCountTwice(TwoPasses):
     """Negative control: every rank's loss is one of its own."""
 
     def __init__(self, *arguments):
@@ -37,7 +37,7 @@ GATHERED = {
     "graph-scaled": {"micro_size": 3, "scale_sense": Tensor(256.0, ms.float32)},
     "graph-clipped": {"micro_size": 3, "max_grad_norm": 0.05},
     "graph-sharded": {"micro_size": 3, "shard_accumulators": True},
-    "graph-broken": {"micro_size": 3, "step_class": step_with(RanksCountTwice)},
+    "graph-broken": {"micro_size": 3, "step_class": step_with(micro_step=RanksCountTwice)},
 }
 
 

@@ -22,6 +22,7 @@ from support.reference import as_numpy
 from support.two_ranks import Results
 
 from gaccum_ms import CountMask, CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, audit
+from gaccum_ms.accumulation.sharded_accumulators import ShardedAccumulators
 
 SAMPLES = (7, 5)  # of each rank; in three micro-batches 3 + 3 + 1 and 2 + 2 + 1
 MICRO_SIZE, LENGTH, FEATURES = 3, 4, 3
@@ -294,7 +295,7 @@ def reductions(scenario: Scenario, rank: int) -> np.ndarray:
     ms.set_context(mode=ms.PYNATIVE_MODE)
     step = make_step(scenario)
     noted = [
-        NotedAllReduce(getattr(step.window, "reduction", step.window).sum_over_ranks.reducer),
+        NotedAllReduce(getattr(step.window.weighing, "reduction", step.window.weighing).sum_over_ranks.reducer),
         NotedAllReduce(step.grad_reducer),
     ]
     for window in scenario.windows:
@@ -303,11 +304,11 @@ def reductions(scenario: Scenario, rank: int) -> np.ndarray:
     return np.array(noted[0].sizes)
 
 
-def audited(count: nn.Cell | None, rank: int) -> bool:
+def audited(count: nn.Cell | None, rank: int, **options: bool) -> bool:
     """Whether audit passes the masked mean, counted so, on this rank's share of the first window."""
     ms.set_context(mode=ms.PYNATIVE_MODE)
     network = Tokens(("tokens",), "mean")
-    cell = GradAccumulationCell(network, MICRO_SIZE, count=count)
+    cell = GradAccumulationCell(network, MICRO_SIZE, count=count, **options)
     return audit(cell, nn.SGD(network.trainable_params(), RATE), *map(Tensor, SOUND[0].ranks[rank])).ok
 
 
@@ -340,9 +341,26 @@ def trained_language_model(out: Path) -> Results:
     return {"language_model/losses": losses, "language_model/weights": weights}
 
 
+def audits(out: Path) -> Results:
+    rank = get_rank()
+    sharded = []
+    original = ShardedAccumulators.add
+
+    def add(self, gradients):
+        sharded.append(self)
+        return original(self, gradients)
+
+    ShardedAccumulators.add = add  # run eagerly, so that it is called
+    try:
+        passed = [audited(CountMask(), rank), audited(None, rank), audited(CountMask(), rank, shard_accumulators=True)]
+    finally:
+        ShardedAccumulators.add = original
+    return {"audit": np.array(passed), "audit, sharded": np.array(len(sharded))}
+
+
 CASES: dict[str, Callable[[Path], Results]] = {
     **{name: played(name) for name in SCENARIOS},
     "reductions": all_reductions,
-    "audit": lambda out: {"audit": np.array([audited(count, get_rank()) for count in (CountMask(), None)])},
+    "audit": audits,
     "language_model": trained_language_model,
 }

@@ -16,17 +16,18 @@ from support.reference import OPTIMIZERS, Line, accumulated, as_numpy, batches, 
 from support.two_ranks import Results
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
-from gaccum_ms.accumulation.window import SampleWindow
+from gaccum_ms.accumulation.weighing import BySamples
 from gaccum_ms.distributed.all_reduce import FusedReducer
 
 PER_RANK, UPDATES = 7, 4  # 7 samples are ragged in 2 and 3 micro-batches
 
 
-class ReducesEachMicroBatch(SampleWindow):
+class ReducesEachMicroBatch(BySamples):
     """Negative control for the number of collectives: right result, one reduction per micro-batch."""
 
-    def add(self, gradients):
-        return super().add(self.grad_reducer(gradients))
+    def run(self, noted, unit, prepared, size, *micro_batch):
+        part, gradients = super().run(noted, unit, prepared, size, *micro_batch)
+        return part, self.grad_reducer(gradients)
 
     def reduce(self, gradients, sums, scale, unit):
         return gradients, scale, sums / scale, True
@@ -53,29 +54,29 @@ def run(make_step):
     return train(make_step, network, OPTIMIZERS["momentum"](network.trainable_params()), shares)
 
 
-def reductions(window_class, micro_size: int) -> int:
+def reductions(weighing, micro_size: int) -> int:
     noted = []
 
     def make_step(loss_cell, optimizer):
-        step = step_with(window_class)(GradAccumulationCell(loss_cell, micro_size), optimizer)
-        noted.append(NotedAllReduce(step.window.grad_reducer))
+        step = step_with(weighing=weighing)(GradAccumulationCell(loss_cell, micro_size), optimizer)
+        noted.append(NotedAllReduce(step.window.weighing.grad_reducer))
         return step
 
     run(make_step)
     return len(noted[0].sizes)
 
 
-def executed_all_reduces(window_class, micro_size: int, out: Path) -> int:
+def executed_all_reduces(weighing, micro_size: int, out: Path) -> int:
     """AllReduce kernels that MindSpore's profiler saw run in UPDATES updates of the compiled step."""
     steps = []
 
     def make_step(loss_cell, optimizer):
-        steps.append(step_with(window_class)(GradAccumulationCell(loss_cell, micro_size), optimizer))
+        steps.append(step_with(weighing=weighing)(GradAccumulationCell(loss_cell, micro_size), optimizer))
         return steps[0]
 
     run(make_step)  # compiles
     rank, size = get_rank(), get_group_size()
-    folder = out / f"profile-{window_class.__name__}-{micro_size}-{rank}"
+    folder = out / f"profile-{weighing.__name__}-{micro_size}-{rank}"
     shares = [ms.Tensor(value[rank::size]) for value in batches(PER_RANK * size, 1)[0]]
     with profile(activities=[ProfilerActivity.CPU], on_trace_ready=tensorboard_trace_handler(str(folder))):
         for _ in range(UPDATES):
@@ -144,15 +145,15 @@ def trained(name: str, mode: str, mean: bool, make_step: Callable) -> Callable[[
 def eager_reductions(out: Path) -> Results:
     ms.set_context(mode=ms.PYNATIVE_MODE)
     return {
-        f"reductions/{window_class.__name__}": np.array([reductions(window_class, size) for size in (2, 7)])
-        for window_class in (SampleWindow, ReducesEachMicroBatch)
+        f"reductions/{weighing.__name__}": np.array([reductions(weighing, size) for size in (2, 7)])
+        for weighing in (BySamples, ReducesEachMicroBatch)
     }
 
 
 def executed(out: Path) -> Results:
     return {
-        f"executed/{window_class.__name__}": np.array([executed_all_reduces(window_class, size, out) for size in sizes])
-        for window_class, sizes in ((SampleWindow, (2, 7)), (ReducesEachMicroBatch, (7,)))
+        f"executed/{weighing.__name__}": np.array([executed_all_reduces(weighing, size, out) for size in sizes])
+        for weighing, sizes in ((BySamples, (2, 7)), (ReducesEachMicroBatch, (7,)))
     }
 
 

@@ -18,7 +18,7 @@ from support.two_ranks import Results
 
 from benchmarks.collectives_worker import Graphs, make_step, sent_per_update
 from gaccum_ms import GradAccumulationCell
-from gaccum_ms.accumulation.window import SampleWindow
+from gaccum_ms.accumulation.weighing import BySamples
 from gaccum_ms.distributed import all_reduce as fused_reduction
 
 LIMIT = 100  # bytes: of the network "dense", 768 and 320 go alone, and 64 + 20 together
@@ -111,15 +111,15 @@ def data_of(rank: int) -> tuple[Tensor, ...]:
     return tuple(map(Tensor, batches(SAMPLES, 1, seed=rank)[0]))
 
 
-def steps_by_window(window_class: type, micro_size: int) -> nn.Cell:
+def steps_by(weighing: type, micro_size: int) -> nn.Cell:
     network = make_network("dense")
     cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), micro_size)
-    return step_with(window_class)(cell, nn.Momentum(network.trainable_params(), 0.01, 0.9)).set_train()
+    return step_with(weighing=weighing)(cell, nn.Momentum(network.trainable_params(), 0.01, 0.9)).set_train()
 
 
 def mindspores_reducer() -> nn.Cell:
-    step = steps_by_window(SampleWindow, 4)
-    step.window.grad_reducer = nn.DistributedGradReducer(step.weights, True, get_group_size())
+    step = steps_by(BySamples, 4)
+    step.window.weighing.grad_reducer = nn.DistributedGradReducer(step.weights, True, get_group_size())
     return step
 
 
@@ -130,7 +130,7 @@ PROGRAMS: dict[str, tuple[Callable[[], nn.Cell], int]] = {  # how the step is ma
         for steps in (1, 4)
         for micro_size in (1, 4, 16)
     },
-    "control: reduces each micro-batch": (lambda: steps_by_window(ReducesEachMicroBatch, 4), 1),
+    "control: reduces each micro-batch": (lambda: steps_by(ReducesEachMicroBatch, 4), 1),
     "control: MindSpore's reducer": (mindspores_reducer, 1),
 }
 

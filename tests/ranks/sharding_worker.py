@@ -209,7 +209,7 @@ def take_the_neighbours_slice(optimizer: ShardedOptimizer, step) -> None:
 
 
 def weigh_by_own_unit(optimizer: ShardedOptimizer, step) -> None:
-    step.window.reduction.mean_over_ranks = lambda own: own
+    step.window.weighing.reduction.mean_over_ranks = lambda own: own
 
 
 COUNTED = {"loss_cell": CountedLoss, "count": count, "max_grad_norm": 0.5}

@@ -194,6 +194,7 @@ def test_micro_batches_are_as_many_as_the_scenarios_think():
 
 
 def test_audit_on_two_ranks(ranks):
-    """It passes the counted mean, and not the same network without its count."""
+    """It passes the counted mean, and not the same network without its count; sharded accumulators stay sharded."""
     for results in ranks:
-        assert results["audit"].tolist() == [True, False]
+        assert results["audit"].tolist() == [True, False, True]
+        assert results["audit, sharded"] > 0

@@ -57,14 +57,14 @@ def test_two_ranks_equal_one_process_on_the_joined_batch(ranks):
 def test_one_reduction_per_update(ranks):
     """Run eagerly: as many collectives as updates, in 2 and in 7 micro-batches. The control reduces each."""
     for results in ranks:
-        assert results["reductions/SampleWindow"].tolist() == [UPDATES, UPDATES]
+        assert results["reductions/BySamples"].tolist() == [UPDATES, UPDATES]
         assert results["reductions/ReducesEachMicroBatch"].tolist() == [2 * UPDATES, 7 * UPDATES]
 
 
 def test_one_reduction_per_update_in_the_compiled_graph(ranks):
     """Counted by MindSpore's profiler while it runs: one AllReduce for all four weights, 2 or 7 micro-batches."""
     for results in ranks:
-        assert results["executed/SampleWindow"].tolist() == [UPDATES, UPDATES]
+        assert results["executed/BySamples"].tolist() == [UPDATES, UPDATES]
         assert results["executed/ReducesEachMicroBatch"].tolist() == [7 * UPDATES]
 
 

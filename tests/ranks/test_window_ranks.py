@@ -202,7 +202,7 @@ def test_no_collective_runs_in_the_compiled_step_before_the_windows_end(trained)
     for results in trained:
         got = case(results, "collectives")
         for name in ("3 2", "5 2", "3 1", "5 1"):  # accumulation_steps and micro_size
-            assert got[f"SpanningWindow {name}"].tolist() == [0, 2], name
+            assert got[f"Window {name}"].tolist() == [0, 2], name
         # The control reduces each batch, too: two batches, and two windows of three.
         assert got["ReducesEachBatch 3 2"].tolist() == [2, 6 + 2]
 

@@ -17,7 +17,7 @@ from mindspore.profiler import ProfilerActivity, profile, tensorboard_trace_hand
 from mindspore.train import Callback, CheckpointConfig, ModelCheckpoint
 from support import window_oracle
 from support.modes import MODES
-from support.reference import as_numpy, batches, make_network
+from support.reference import as_numpy, batches, make_network, step_with
 from support.two_ranks import Results
 
 from gaccum_ms import (
@@ -26,11 +26,10 @@ from gaccum_ms import (
     FlushAccumulation,
     GradAccumulationCell,
     GradAccumulator,
-    TrainOneStepWithGradAccumulationCell,
     WindowMonitor,
     resume,
 )
-from gaccum_ms.accumulation.spanning_window import SpanningWindow
+from gaccum_ms.accumulation.window import Window
 
 RATE, MOMENTUM = 0.05, 0.9
 SCALE = 2.0**20
@@ -126,15 +125,11 @@ ACCUMULATOR_CALLS = {
 }
 
 
-def make_step(calls: Calls, micro_size: int = 2, window_class: type = SpanningWindow) -> Any:
-    class Step(TrainOneStepWithGradAccumulationCell):
-        def _make_window(self, cell):
-            return window_class(cell, self.weights, self.grad_reducer, self.window_position)
-
+def make_step(calls: Calls, micro_size: int = 2, window: type = Window) -> Any:
     loss_cell = make_loss(calls.masked)
     options = {"count": CountMask() if calls.masked else None, "max_grad_norm": calls.max_norm}
     cell = GradAccumulationCell(loss_cell, micro_size, accumulation_steps=calls.steps, **options)
-    return Step(cell, momentum(loss_cell), calls.scale()).set_train()
+    return step_with(window=window)(cell, momentum(loss_cell), calls.scale()).set_train()
 
 
 def set_up(calls: Calls) -> None:
@@ -164,10 +159,10 @@ def look(optimizer: nn.Momentum, step: Any) -> dict[str, Any]:
     return seen
 
 
-def play(calls: Calls, rank: int, window_class: type = SpanningWindow) -> Log:
+def play(calls: Calls, rank: int, window: type = Window) -> Log:
     set_up(calls)
-    step = make_step(calls, window_class=window_class)
-    reducers = (step.window.open.reduction.sum_over_ranks.reducer, step.window.grad_reducer)
+    step = make_step(calls, window=window)
+    reducers = (step.window.open.reduction.sum_over_ranks.reducer, step.grad_reducer)
     noted = [NotedAllReduce(one) for one in reducers if calls.mode == "pynative"]
     log = Log(lambda: look(step.optimizer, step) | {"reductions": sum(len(one.sizes) for one in noted)})
     for batch in calls.data(rank):
@@ -209,12 +204,12 @@ def play_accumulator(calls: Calls, rank: int) -> Log:
 # -- collectives -------------------------------------------------------------------------------------------------------
 
 
-class ReducesEachBatch(SpanningWindow):
+class ReducesEachBatch(Window):
     """Negative control for the number of collectives: adds up right, and reduces too early."""
 
-    def add_up(self, inputs, unit):
-        sums = super().add_up(inputs, unit)
-        reduced = self.reduction.sum_over_ranks(self.accumulators.read(sums), sums)
+    def add_up(self, inputs, plan, unit):
+        sums = super().add_up(inputs, plan, unit)
+        reduced = self.weighing.reduction.sum_over_ranks(self.store.read(sums), sums)
         return ops.depend(sums, reduced)
 
 
@@ -236,17 +231,17 @@ def collectives(rank: int, out: Path) -> dict[str, np.ndarray]:
     set_up(calls)
     batch = calls.data(rank)[0]
     results = {}
-    for micro_size, window_class in ((2, SpanningWindow), (1, SpanningWindow), (2, ReducesEachBatch)):
-        step = make_step(calls, micro_size, window_class)
+    for micro_size, window in ((2, Window), (1, Window), (2, ReducesEachBatch)):
+        step = make_step(calls, micro_size, window)
         for _ in range(calls.steps):
             step(*map(Tensor, batch))  # compiles
-        for steps in (3, 5) if window_class is SpanningWindow else (3,):
+        for steps in (3, 5) if window is Window else (3,):
             step.set_accumulation_steps(steps)
-            folder = out / f"profile-{rank}-{window_class.__name__}-{steps}-{micro_size}"
+            folder = out / f"profile-{rank}-{window.__name__}-{steps}-{micro_size}"
             before = executed_all_reduces(step, [batch] * (steps - 1), folder / "open")
             step(*map(Tensor, batch))
             whole = executed_all_reduces(step, [batch] * (2 * steps), folder / "whole")
-            results[f"collectives/{window_class.__name__} {steps} {micro_size}"] = np.array([before, whole])
+            results[f"collectives/{window.__name__} {steps} {micro_size}"] = np.array([before, whole])
     return results
 
 

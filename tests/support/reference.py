@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -11,7 +12,6 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
-from gaccum_ms.accumulation.window import SampleWindow
 
 CLASSES = 5
 FEATURES = 12
@@ -191,22 +191,18 @@ def train(make_step: Callable, network: nn.Cell, optimizer: nn.Optimizer, data: 
     return Run(np.array(losses), {name: as_numpy(parameter) for name, parameter in named.items()})
 
 
-def step_with(window_class: type[SampleWindow]) -> type[TrainOneStepWithGradAccumulationCell]:
-    """Our step with another kind of window: how the negative controls break it."""
+def step_with(**kinds: type) -> type[TrainOneStepWithGradAccumulationCell]:
+    """Our step, of whose window some parts are of other kinds: how the negative controls break it."""
 
     class Step(TrainOneStepWithGradAccumulationCell):
-        def _make_window(self, cell):
-            return window_class(cell, self.weights, self.grad_reducer)
+        def _kinds_of_window(self):
+            return dataclasses.replace(super()._kinds_of_window(), **kinds)
 
     return Step
 
 
-def accumulated(
-    step_class: type = TrainOneStepWithGradAccumulationCell, window_class: type | None = None, **options
-) -> Callable:
+def accumulated(step_class: type = TrainOneStepWithGradAccumulationCell, **options) -> Callable:
     """A ``make_step`` for `train`: our step with these options of the cell."""
-    if window_class is not None:
-        step_class = step_with(window_class)
 
     def make_step(loss_cell, optimizer):
         return step_class(GradAccumulationCell(loss_cell, **options), optimizer)

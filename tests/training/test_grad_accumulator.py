@@ -165,10 +165,10 @@ class ForgetsCounts(GradAccumulator):
         return super().__call__(gradients, 1.0)
 
 
-class NeverCleared(OpenWindow):
+class NeverReset(OpenWindow):
     """Forgets where it is, not what it holds."""
 
-    def clear(self, after):
+    def reset(self, after):
         return ops.depend(after, ops.assign(self.window_position, ops.depend(ms.Tensor(0, ms.int32), after)))
 
 
@@ -180,9 +180,9 @@ class SumOfBatches(CountedReduction):
         return gradients, divisor / 3, loss, counted
 
 
-@pytest.mark.core("ForgetsCounts-pynative", "NeverCleared-pynative", "SumOfBatches-compiled")
+@pytest.mark.core("ForgetsCounts-pynative", "NeverReset-pynative", "SumOfBatches-compiled")
 @pytest.mark.parametrize("way", ["pynative", "compiled"])
-@pytest.mark.parametrize("broken", [ForgetsCounts, NeverCleared, SumOfBatches])
+@pytest.mark.parametrize("broken", [ForgetsCounts, NeverReset, SumOfBatches])
 def test_negative_control_a_broken_accumulator_is_caught(broken, way, monkeypatch):
     if broken is ForgetsCounts:
         monkeypatch.setitem(globals(), "GradAccumulator", broken)

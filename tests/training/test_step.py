@@ -15,7 +15,9 @@ from support.reference import FEATURES, OPTIMIZERS, Line, as_numpy, batches, mak
 from support.state import everything
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
-from gaccum_ms.accumulation.window import SampleWindow
+from gaccum_ms.accumulation.micro_step import OneLoss
+from gaccum_ms.accumulation.weighing import BySamples
+from gaccum_ms.accumulation.window import Window
 
 
 def make_step(kind="dense", loss=None, optimizer="momentum", **options):
@@ -166,17 +168,17 @@ def test_weights_may_have_the_names_of_our_attributes(accumulation_steps, mode):
 
 
 def test_accumulators_are_zero_after_every_update_and_used_within(mode):
-    class Peek(SampleWindow):
+    class Peek(BySamples):
         def reduce(self, gradients, sums, scale, unit):
-            sums = ops.depend(sums, ops.assign(self.peek, ops.depend(self.accumulators.sums[0], sums)))
+            sums = ops.depend(sums, ops.assign(self.peek, ops.depend(self.store.sums[0], sums)))
             return super().reduce(gradients, sums, scale, unit)
 
     cell = GradAccumulationCell(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), 3)
-    step = step_with(Peek)(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
-    step.window.peek = ms.Parameter(ops.zeros_like(step.accu_grads[0]), name="peek", requires_grad=False)
+    step = step_with(weighing=Peek)(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+    step.window.weighing.peek = ms.Parameter(ops.zeros_like(step.accu_grads[0]), name="peek", requires_grad=False)
     for samples in (9, 9, 4):
         step(*batch(samples))
-        assert as_numpy(step.window.peek).any()
+        assert as_numpy(step.window.weighing.peek).any()
         assert not any(as_numpy(a).any() for a in step.accu_grads)
 
 
@@ -294,23 +296,23 @@ def test_weights_that_are_loaded_into_a_step_that_has_run_are_trained_on(jit):
     assert losses[0] > losses[1] > losses[2]
 
 
-class Unrolled(SampleWindow):
+class Unrolled(Window):
     """Negative control: the loop in Python, as graph mode unrolls it."""
 
-    def add_up(self, inputs, unit):
-        sums = self.nothing()
+    def add_up(self, inputs, plan, unit):
+        sums = self.weighing.zero_sums()
         for start in range(0, 18, 18 // self.micro_size):
             part = [value[start : start + 18 // self.micro_size] for value in inputs]
-            sums = sums + self.micro_step(False, unit, 18 // self.micro_size, *part)
+            sums = sums + self.weighing.turn(False, unit, (), 18 // self.micro_size, *part)
         return sums
 
 
 def compile_graphs() -> None:
     """What the next test runs in a process of its own: MindSpore reads only at its start that it is to save graphs."""
     ms.set_context(mode=ms.GRAPH_MODE)
-    for window_class, micro_size in ((SampleWindow, 2), (SampleWindow, 9), (Unrolled, 9)):
+    for window, micro_size in ((Window, 2), (Window, 9), (Unrolled, 9)):
         cell = GradAccumulationCell(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), micro_size)
-        step_with(window_class)(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()(*batch(18))
+        step_with(window=window)(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()(*batch(18))
 
 
 def test_the_graph_does_not_grow_with_the_number_of_micro_batches(tmp_path):
@@ -348,14 +350,15 @@ def test_clips_the_whole_batchs_gradient_once(max_norm, mode):
 
 @pytest.mark.core(mode="graph")
 def test_negative_control_clipping_each_micro_batch_is_caught(mode):
-    class ClipEach(SampleWindow):
-        def add(self, gradients):
-            return super().add(ops.clip_by_global_norm(gradients, 0.1))
+    class ClipEach(OneLoss):
+        def run(self, seed, prepared, size, *micro_batch):
+            part, gradients = super().run(seed, prepared, size, *micro_batch)
+            return part, ops.clip_by_global_norm(gradients, 0.1)
 
     results = []
     for step_class, options in (
         (TrainOneStepWithGradAccumulationCell, {"max_grad_norm": 0.1}),
-        (step_with(ClipEach), {}),
+        (step_with(micro_step=ClipEach), {}),
     ):
         cell = GradAccumulationCell(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), 3, **options)
         step = step_class(cell, OPTIMIZERS["sgd"](cell.trainable_params())).set_train()

@@ -1,0 +1,140 @@
+"""The micro-step of a window: forward and backward of one micro-batch, with one loss or several.
+
+The third kind, for a loss that needs all samples of the batch at once, is in grad_cache.py. A micro-step has
+
+* `prepare` , before the loop: the sums that it begins with, what all micro-batches need, and what is cut into them;
+* `run` , for each micro-batch: its part of the sums, and its gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mindspore as ms
+from mindspore import nn, ops
+from mindspore.ops.functional import typeof
+
+from gaccum_ms.accumulation.micro_batches import SplitPlan
+from gaccum_ms.options import Options
+
+# What a graph calls the kinds of values that a network may return by mistake.
+_KINDS = {"Dict": "a dict", "TypeNone": "None", "Float": "a number", "Int": "a number", "Bool": "a bool"}
+_KINDS |= {"String": "a str", "Tuple": "a tuple", "List": "a list"}
+
+
+@ops.constexpr
+def _check_losses(kinds, shapes, number):
+    for kind, shape in zip(kinds, shapes, strict=True):
+        if shape is None:
+            name = type(kind).__name__
+            raise TypeError(
+                f"For 'GradAccumulationCell', the network must return its loss, a Tensor of shape (), or a tuple of "
+                f"such losses, but got {_KINDS.get(name, name)}. Return what the loss function returns, and nothing "
+                f"else: of a dict the entry that is the loss, of a Python number the Tensor it was computed from."
+            )
+    if len(shapes) != number:
+        raise ValueError(
+            f"For 'GradAccumulationCell', the network must return {number} loss(es), by 'count' and 'loss_weights', "
+            f"but got {len(shapes)} output(s). Give one entry of 'loss_weights' for each loss, and return losses alone."
+        )
+    for kind, shape in zip(kinds, shapes, strict=True):
+        if shape != ():
+            raise ValueError(
+                f"For 'GradAccumulationCell', the network must return a scalar loss of shape (), but got shape "
+                f"{shape}. Use a loss with reduction='mean', or take the mean in the network."
+            )
+        if kind.element_type() not in ms.common.dtype.float_type:
+            raise TypeError(
+                f"For 'GradAccumulationCell', the network must return a loss of a float dtype, but got "
+                f"{kind.element_type()}, through which no gradient comes. Cast nothing in the loss to integers."
+            )
+
+
+def _shape_or_none(value):
+    return value.shape if isinstance(value, ms.Tensor) else None
+
+
+def float32_losses(losses, number):
+    """The losses that a network returned, a Tensor or a tuple, checked to be `number` scalars."""
+    if not isinstance(losses, (tuple, list)):
+        losses = (losses,)
+    _check_losses([typeof(loss) for loss in losses], [_shape_or_none(loss) for loss in losses], number)
+    return [ops.cast(loss, ms.float32) for loss in losses]
+
+
+class OneLoss(nn.Cell):
+    """The network returns one loss. Part of the sums: the loss, times its seed."""
+
+    def __init__(self, options: Options, network: nn.Cell, weights: ms.ParameterTuple) -> None:
+        super().__init__(auto_prefix=False)
+        self.network = network
+        self.loss_is_mean = options.loss_is_mean
+        self.backward = ops.value_and_grad(self.seeded_loss, None, weights)
+
+    def prepare(self, sums, unit, inputs, plan):
+        return sums, (), inputs
+
+    def run(self, seed, prepared, size, *micro_batch):
+        return self.backward(seed, *micro_batch)
+
+    def seeded_loss(self, seed, *micro_batch):
+        """The loss times its seed. Scaling here, in the backward's seed, costs no pass over the gradients, and gives
+        each sample the gradient that it has in the whole batch, in low precision too."""
+        return float32_losses(self.network(*micro_batch), 1)[0] * seed
+
+    # -- not compiled --------------------------------------------------------------------------------------------------
+
+    def check_plan(self, plan: SplitPlan) -> None:
+        """Before a batch: it may be cut in any way."""
+
+
+class _LossAlone(nn.Cell):
+    """One of several losses: a graph of its own, which the others' NaN cannot enter."""
+
+    def __init__(self, network: nn.Cell, term: int, loss_weights: Sequence[float]) -> None:
+        super().__init__(auto_prefix=False)
+        self.network = network
+        self.term = term
+        self.weight = loss_weights[term]
+        self.number = len(loss_weights)
+        self.place = ms.Tensor([float(other == term) for other in range(self.number)], ms.float32)
+
+    def construct(self, seeds, *micro_batch):
+        part = float32_losses(self.network(*micro_batch), self.number)[self.term] * ops.unstack(seeds)[self.term]
+        return part * self.weight, part * self.place
+
+
+class SeveralLosses(nn.Cell):
+    """The network returns several losses, of which the sum by their weights goes backward. Part of the sums: each loss,
+    times its seed."""
+
+    def __init__(self, options: Options, network: nn.Cell, weights: ms.ParameterTuple) -> None:
+        super().__init__(auto_prefix=False)
+        self.network = network
+        self.loss_is_mean = options.loss_is_mean
+        self.number = options.losses
+        self.loss_weights = ms.Tensor(options.loss_weights, ms.float32)
+        self.backward = ops.value_and_grad(self.seeded_losses, None, weights, has_aux=True)
+        alone = [_LossAlone(network, term, options.loss_weights) for term in range(self.number)]
+        self.backward_of = tuple(ops.value_and_grad(one, None, weights, has_aux=True) for one in alone)
+
+    def prepare(self, sums, unit, inputs, plan):
+        return sums, (), inputs
+
+    def run(self, seeds, prepared, size, *micro_batch):
+        (_, parts), gradients = self.backward(seeds, *micro_batch)
+        return parts, gradients
+
+    def run_alone(self, term, seeds, *micro_batch):
+        (_, part), gradients = self.backward_of[term](seeds, *micro_batch)
+        return part, gradients
+
+    def seeded_losses(self, seeds, *micro_batch):
+        """The sum that goes backward, and each loss's part of its window mean."""
+        parts = ops.stack(float32_losses(self.network(*micro_batch), self.number)) * seeds
+        return ops.reduce_sum(parts * self.loss_weights), parts
+
+    # -- not compiled --------------------------------------------------------------------------------------------------
+
+    def check_plan(self, plan: SplitPlan) -> None:
+        """Before a batch: it may be cut in any way."""

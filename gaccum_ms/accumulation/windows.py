@@ -1,0 +1,89 @@
+"""Which window a training step has: the four choices of window.py, made of the options and combined."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mindspore as ms
+from mindspore import nn, ops
+
+from gaccum_ms.accumulation.accumulators import Accumulators, NoAccumulators
+from gaccum_ms.accumulation.grad_cache import TwoPasses
+from gaccum_ms.accumulation.micro_step import OneLoss, SeveralLosses
+from gaccum_ms.accumulation.noise import ALL_SUMS
+from gaccum_ms.accumulation.open_window import OpenWindow
+from gaccum_ms.accumulation.sharded_accumulators import ShardedAccumulators
+from gaccum_ms.accumulation.weighing import ByCounts, ByCountsOfEach, BySamples, MadeOf
+from gaccum_ms.accumulation.window import Window
+from gaccum_ms.compatibility import Setup
+from gaccum_ms.distributed.all_reduce import FusedReducer
+from gaccum_ms.distributed.layout import rank_and_ranks
+from gaccum_ms.options import Options
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """The classes of a window's parts; the store is decided by options and ranks alone."""
+
+    micro_step: type = OneLoss
+    weighing: type[BySamples | ByCounts | ByCountsOfEach] = BySamples
+    window: type[Window] = Window
+    open_window: type[OpenWindow] | None = None  # None: a window is one batch
+
+
+def kinds_of(setup: Setup, spans_batches: bool) -> Kinds:
+    """What the options ask for."""
+    if setup.of_batch:
+        return Kinds(micro_step=TwoPasses)
+    if setup.o.several_losses:
+        return Kinds(SeveralLosses, ByCountsOfEach)
+    if spans_batches:
+        return Kinds(weighing=ByCounts, open_window=OpenWindow)
+    return Kinds(weighing=ByCounts if setup.o.counted else BySamples)
+
+
+def combined(
+    kinds: Kinds,
+    setup: Setup,
+    weights: ms.ParameterTuple,
+    grad_reducer: nn.Cell,
+    position: ms.Parameter,
+) -> Window:
+    """The window.
+
+    Args:
+        kinds (Kinds): The classes of its parts.
+        setup (Setup): The options and the network.
+        weights (ParameterTuple): What is trained.
+        grad_reducer (Cell): Reduces gradients over ranks.
+        position (Parameter): Batches of the open window so far, int32 of shape ().
+    """
+    options = setup.o
+    spans = kinds.open_window is not None
+    micro_step = kinds.micro_step(options, setup.network, weights)
+    store = _store(options, weights, options.accumulates or spans, kinds.weighing.needs_division)
+    made_of = MadeOf(options, weights, grad_reducer, micro_step, store, position if spans else None)
+    weighing = kinds.weighing(made_of)
+    open_window = None
+    if kinds.open_window is not None:
+        steps = options.accumulation_steps
+        open_window = kinds.open_window("GradAccumulationCell", store, weighing.reduction, position, steps)
+    return kinds.window(options, micro_step, weighing, store, open_window)
+
+
+def fused_reducer(options: Options, step: nn.TrainOneStepCell) -> FusedReducer:
+    """In place of MindSpore's reducer, and in its group: AdaSum's optimizers have groups of eight ranks."""
+    group = step.grad_reducer.allgather.group
+    noise = [ms.Parameter(ops.zeros((ALL_SUMS,), ms.float32), requires_grad=False)] * options.record_noise
+    return FusedReducer([*step.weights, *noise], step.mean, step.degree, group)
+
+
+def _store(options: Options, weights: ms.ParameterTuple, accumulates: bool, sums: bool) -> nn.Cell:
+    """Where gradients add up. `sums` : they are not means, whatever ``gradients_mean`` says."""
+    if not accumulates:
+        return NoAccumulators()
+    kept_by = options.accumulator_dtype, options.compensated
+    if options.shard_accumulators and rank_and_ranks()[1] > 1:
+        means = not sums and ms.get_auto_parallel_context("gradients_mean")
+        return ShardedAccumulators(weights, *kept_by, means)
+    return Accumulators(weights, *kept_by)

@@ -1,0 +1,298 @@
+"""Which options go together, and where: one table, of which the code makes its errors, and the docs their table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import mindspore as ms
+from mindspore import nn
+
+from gaccum_ms.losses.batch_loss import WithBatchLossCell
+from gaccum_ms.options import Options
+
+# Where something is refused: in the docs' words.
+CELL = "the cell"
+SEMI_AUTO = "semi-auto and auto parallel mode"
+SPAN_LATER = "`AccumulationScheduler`, `set_accumulation_steps`"
+IN_ONE_GRAPH = "data sinking"
+AUDIT = "`audit`"
+TRIAL = "`find_micro_batch_size`, `memory_report`"
+
+# What the docs call things that several rules have.
+_BATCH_LOSS = "`WithBatchLossCell`"
+_AUTO = '`micro_batch_size="auto"`'
+_DROPS = '`overflow="drop_micro_batch"`'
+_SEVERAL = "several losses"
+
+
+class Setup(NamedTuple):
+    """What is to be trained, and how."""
+
+    o: Options  # a short name: the table is full of it
+    network: nn.Cell
+    compiler_distributes: bool = False  # in semi-auto or auto parallel mode
+
+    @property
+    def of_batch(self) -> bool:
+        """Whether the loss is one of the whole batch."""
+        return isinstance(self.network, WithBatchLossCell)
+
+    @property
+    def sum_without_count(self) -> bool:
+        """Whether the loss is a sum of which nothing says over how many items it is."""
+        return not self.o.loss_is_mean and self.o.count is None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is refused, and the error's text: "<what must be>, but <what is>: <why>. <remedy>" ."""
+
+    place: str
+    what: str  # as the docs call it
+    beside: str  # what it does not go with, likewise
+    refuses: Callable[[Setup], bool]
+    text: str  # {o}: the options, {network}: its class, {mode}: the parallel mode
+    error: type[Exception] = ValueError
+
+    def message(self, owner: str, setup: Setup) -> str:
+        """The whole text; `owner` is the class that it names."""
+        mode = ms.get_auto_parallel_context("parallel_mode")
+        text = self.text.format(o=setup.o, network=type(setup.network).__name__, mode=mode)
+        return f"For '{owner}', {text}"
+
+
+def _one_value(place: str, name: str, allowed: Any, why: str) -> Rule:
+    """A rule that an option must have one value, in a place, or beside a WithBatchLossCell."""
+    semi_auto = place == SEMI_AUTO
+    where = f"in {place}" if semi_auto else "with a network of class 'WithBatchLossCell'"
+    more = " Data parallel mode has no such limit." * semi_auto
+    given = "own_count" if name == "count" else name
+    return Rule(
+        place,
+        {"overflow": _DROPS, "loss_weights": _SEVERAL}.get(name, f"`{name}`"),
+        SEMI_AUTO if semi_auto else _BATCH_LOSS,
+        lambda s: (semi_auto or s.of_batch) and getattr(s.o, given) != allowed,
+        f"{where} the argument '{name}' must be {allowed!r}, but got {{o.{given}!r}}: {why}.{more}",
+    )
+
+
+def _for_auto(name: str) -> Rule:
+    return Rule(
+        CELL,
+        f"`{name}`",
+        f"no {_AUTO}",
+        lambda s: not s.o.finds_size and getattr(s.o, name) is not None,
+        f"the argument '{name}' is for micro_batch_size='auto', but got {name}={{o.{name}!r}} and "
+        f"micro_batch_size={{o.micro_batch_size!r}}. Leave it out, or give 'auto'.",
+    )
+
+
+# Of each option the value that it must have, and why.
+_BESIDE_BATCH_LOSS = {
+    "accumulation_steps": (
+        1,
+        "the loss needs all samples of the window at once, and the first batches of a window are gone when the last "
+        "one comes; use larger batches and a larger 'micro_size', which need no more memory",
+    ),
+    "count": (
+        None,
+        "the loss is not a mean over micro-batches, which could weigh by their counts; 'loss_fn' itself divides by "
+        "what it likes",
+    ),
+    "loss_weights": ((1.0,), "add the losses up in 'loss_fn'"),
+    "record_noise": (
+        False,
+        "a micro-batch's part of the gradient is not an estimate of the whole: it depends on all other samples",
+    ),
+    "overflow": ("drop_window", "a micro-batch cannot be left out, because all others are compared with it"),
+}
+_IN_SEMI_AUTO = {
+    "micro_batch_size": (
+        None,
+        "the compiler must know the number of micro-batches before it sees a batch; give 'micro_size'",
+    ),
+    "accumulation_steps": (
+        1,
+        "the compiler reduces over devices at the end of each batch's backward; give larger batches and a larger "
+        "'micro_size', which need no more memory",
+    ),
+    "compensated": (
+        False,
+        "the compiler's own pass adds the gradients; give accumulator_dtype=mindspore.float32",
+    ),
+    "shard_accumulators": (
+        False,
+        "the compiler shards accumulators itself, with 'gradient_accumulation_shard' in parallel_optimizer_config",
+    ),
+    "overflow": ("drop_window", "the compiler's own pass adds the gradients, and leaves none out"),
+    "record_noise": (False, "the compiler's own pass adds the gradients, and none is seen"),
+    "loss_weights": ((1.0,), "the compiler knows one loss; add them up in the network"),
+}
+
+RULES = (
+    Rule(
+        CELL,
+        '`reduction="sum"`',
+        "several losses, without a `count` for each",
+        lambda s: not s.o.loss_is_mean and s.o.several_losses and None in s.o.counts,
+        "reduction='sum' with 'loss_weights' needs a 'count' for each loss, but got count={o.count}. Give a count for "
+        "each, or means.",
+    ),
+    Rule(
+        CELL,
+        _DROPS,
+        "several losses, a sum without `count`",
+        lambda s: s.o.drops and (s.o.several_losses or s.sum_without_count),
+        "overflow='drop_micro_batch' divides what is left by its count, which must be one loss's mean, or a sum with "
+        "'count', but got {o.losses} loss(es), reduction='{o.reduction}' and count={o.count}. Use "
+        "overflow='drop_window'.",
+    ),
+    Rule(
+        CELL,
+        "`accumulation_steps`",
+        _SEVERAL,
+        lambda s: s.o.accumulation_steps > 1 and s.o.several_losses,
+        "'accumulation_steps' must be 1 for a network of several losses, because each is divided by a total of its "
+        "own, which one accumulator cannot be once the first batches are in it, but got "
+        "accumulation_steps={o.accumulation_steps} and {o.losses} losses. Use larger batches and 'micro_size'; or add "
+        "the losses up in the network, where one total serves all.",
+    ),
+    Rule(
+        CELL,
+        "`shard_accumulators`",
+        f"several losses, {_DROPS}",
+        lambda s: s.o.shard_accumulators and (s.o.several_losses or s.o.drops),
+        "'shard_accumulators' reduces each micro-batch over all ranks, which needs one loss, and that no rank leaves a "
+        "micro-batch out by itself, but got {o.losses} loss(es) and overflow='{o.overflow}'. Use "
+        "overflow='drop_window', and add losses up in the network.",
+    ),
+    Rule(
+        CELL,
+        "`record_noise`",
+        "several losses, `shard_accumulators`, a sum without `count`",
+        lambda s: s.o.record_noise and (s.o.several_losses or s.o.shard_accumulators or s.sum_without_count),
+        "'record_noise' compares the mean gradient of one micro-batch with the window's, which needs one loss that is "
+        "a mean, or a sum with 'count', and whole accumulators, but got {o.losses} loss(es), "
+        "reduction='{o.reduction}', count={o.count} and shard_accumulators={o.shard_accumulators}. Use "
+        "reduction='mean', add losses up in the network, and leave 'shard_accumulators' out.",
+    ),
+    *(_one_value(CELL, name, *rule) for name, rule in _BESIDE_BATCH_LOSS.items()),
+    _for_auto("memory_limit"),
+    _for_auto("is_out_of_memory"),
+    Rule(
+        CELL,
+        _AUTO,
+        "`jit=False`",
+        lambda s: s.o.finds_size and s.o.jit is False,
+        "micro_batch_size='auto' compiles in PyNative mode too, because MindSpore's eager gradient does not survive "
+        "running out of memory, but got jit=False. Leave 'jit' out, or give a number of samples.",
+    ),
+    Rule(
+        CELL,
+        _AUTO,
+        f"several losses, `shard_accumulators`, {_BATCH_LOSS}",
+        lambda s: s.o.finds_size and (s.o.several_losses or s.o.shard_accumulators or s.of_batch),
+        "micro_batch_size='auto' needs one loss that is a mean or sum over samples, and whole accumulators, so that "
+        "each rank can try a batch again by itself, but got {o.losses} loss(es), "
+        "shard_accumulators={o.shard_accumulators} and a network of class '{network}'. Give the number of samples; "
+        "'find_micro_batch_size' finds it for what is not a 'WithBatchLossCell'.",
+    ),
+    Rule(
+        IN_ONE_GRAPH,
+        _AUTO,
+        IN_ONE_GRAPH,
+        lambda s: s.o.finds_size,
+        "micro_batch_size='auto' needs Python between the batches, to try again what ran out of memory, but the "
+        "training step is part of another graph, as with data sinking. Use model.train(..., dataset_sink_mode=False), "
+        "or the number that gaccum_ms.find_micro_batch_size returns.",
+        RuntimeError,
+    ),
+    Rule(
+        SEMI_AUTO,
+        "PyNative mode",
+        SEMI_AUTO,
+        lambda s: ms.get_context("mode") != ms.GRAPH_MODE,
+        "semi-auto and auto parallel mode need graph mode, because the compiler distributes graphs, but got PyNative "
+        "mode. Use ms.set_context(mode=ms.GRAPH_MODE).",
+        RuntimeError,
+    ),
+    Rule(
+        SEMI_AUTO,
+        _BATCH_LOSS,
+        SEMI_AUTO,
+        lambda s: s.of_batch,
+        "in semi-auto and auto parallel mode the compiler's own passes accumulate, which take each micro-batch once, "
+        "but got a network of class 'WithBatchLossCell', whose micro-batches go forward twice. Use data parallel mode, "
+        "with gather_ranks=True where the loss is to see the samples of all devices.",
+    ),
+    *(_one_value(SEMI_AUTO, name, *rule) for name, rule in _IN_SEMI_AUTO.items()),
+    Rule(
+        SPAN_LATER,
+        SPAN_LATER,
+        SEMI_AUTO,
+        lambda s: s.compiler_distributes,
+        "windows of several batches need accumulators that outlive a batch, but in semi-auto and auto parallel mode "
+        "the compiler reduces over devices at the end of each batch's backward. Use data parallel mode; or larger "
+        "batches and a larger 'micro_size', which need no more memory.",
+        RuntimeError,
+    ),
+    Rule(
+        SPAN_LATER,
+        SPAN_LATER,
+        _SEVERAL,
+        lambda s: s.o.several_losses,
+        "windows of several batches need a network of one loss, because one accumulator cannot be divided by several "
+        "totals, but got one of several losses.",
+    ),
+    Rule(
+        SPAN_LATER,
+        SPAN_LATER,
+        _BATCH_LOSS,
+        lambda s: s.of_batch,
+        "windows of several batches need a loss that is a mean or sum over micro-batches, but got a "
+        "'WithBatchLossCell', whose loss needs all samples of the window at once: the first batches are gone when the "
+        "last one comes. Use larger batches and a larger 'micro_size', which need no more memory.",
+    ),
+    Rule(
+        AUDIT,
+        _AUTO,
+        AUDIT,
+        lambda s: s.o.finds_size,
+        "the number of micro-batches must be given, because with it the batch is compared, but got "
+        "micro_batch_size='auto'. Give 'micro_size', or a 'micro_batch_size' such as 'find_micro_batch_size' returns.",
+    ),
+    Rule(
+        TRIAL,
+        TRIAL,
+        _BATCH_LOSS,
+        lambda s: s.of_batch,
+        "the network of 'cell' must have a loss that one micro-batch can be tried with, but got a 'WithBatchLossCell', "
+        "whose loss needs all samples, and with 'gather_ranks' all ranks. Ask about its backbone, with any loss: "
+        "intermediate values of the backbone are what grows with micro-batches.",
+    ),
+    Rule(
+        TRIAL,
+        TRIAL,
+        SEMI_AUTO,
+        lambda s: s.compiler_distributes,
+        "the parallel mode must be 'stand_alone' or 'data_parallel', but got '{mode}': there the compiler lays a graph "
+        "out over all devices, and no rank can try its part alone. Look at 'mindspore.runtime.max_memory_allocated()' "
+        "after a step.",
+        RuntimeError,
+    ),
+)
+
+
+def refused(place: str, owner: str, setup: Setup) -> Exception | None:
+    """The error for the first thing that a place refuses; None if all goes together."""
+    first = next((rule for rule in RULES if rule.place == place and rule.refuses(setup)), None)
+    return None if first is None else first.error(first.message(owner, setup))
+
+
+def check(place: str, owner: str, setup: Setup) -> None:
+    """Raise what `refused` returns."""
+    error = refused(place, owner, setup)
+    if error is not None:
+        raise error

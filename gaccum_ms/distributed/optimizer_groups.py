@@ -1,0 +1,104 @@
+"""The parameters of a ShardedOptimizer as its user gives them, in groups or not, and each rank's part of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import mindspore as ms
+from mindspore import nn
+
+_NAME = "ShardedOptimizer"
+PLACEHOLDER = "placeholder."  # stands in a group none of whose parameters is this rank's
+
+# Optimizers of MindSpore that treat each element by itself, by exact class: a subclass may do anything.
+_ELEMENTWISE = {
+    getattr(nn, name)
+    for name in (
+        "ASGD",
+        "AdaMax",
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamOffload",
+        "AdamWeightDecay",
+        "FTRL",
+        "LazyAdam",
+        "Momentum",
+        "ProximalAdagrad",
+        "RMSProp",
+        "Rprop",
+        "SGD",
+    )
+    if hasattr(nn, name)
+}
+
+
+def _is_grouped(params: list) -> bool:
+    return any(isinstance(one, dict) for one in params)
+
+
+def in_order(params: list) -> list[ms.Parameter]:
+    """The weights in the order of the optimizer's `parameters` ."""
+    groups = [one for one in params if isinstance(one, dict)] if _is_grouped(params) else [{"params": params}]
+    weights = [weight for group in groups for weight in group.get("params", ())]
+    if not weights or not all(isinstance(weight, ms.Parameter) for weight in weights):
+        raise TypeError(
+            f"For '{_NAME}', the argument 'params' must be a list of Parameters, or of dicts with such a list as "
+            f"'params', but got {params!r:.200}."
+        )
+    order = next((list(group["order_params"]) for group in groups if group.get("order_params")), weights)
+    return order if len(order) == len(weights) else weights  # else MindSpore says what is wrong
+
+
+def takes_slices(optimizer: Any, params: list, partition: str | None) -> bool:
+    """Whether the optimizer may be given slices. What is not known to allow it is given whole parameters."""
+    kind = optimizer.func if isinstance(optimizer, functools.partial) else optimizer
+    centralizes = any(isinstance(one, dict) and one.get("grad_centralization") for one in params)
+    if partition != "slices":
+        return partition is None and kind in _ELEMENTWISE and not centralizes
+    mindspores = getattr(kind, "__module__", "").startswith("mindspore.")
+    if centralizes or (mindspores and kind not in _ELEMENTWISE):
+        reason = "'grad_centralization'" if centralizes else f"'{kind.__name__}'"
+        raise ValueError(
+            f"For '{_NAME}', partition='slices' needs an optimizer that treats each element by itself, but got "
+            f"{reason}, which looks at whole parameters. Use partition='parameters'."
+        )
+    return True
+
+
+def own_groups(params: list, weights: list, own: dict[int, ms.Parameter], rank: int) -> list:
+    """The optimizer's `params` with this rank's part of each group. A group without any gets a placeholder, so that
+    all ranks have all groups' rates, under the same names."""
+    places = {id(weight): index for index, weight in enumerate(weights)}
+    placeholders = []
+
+    def parts(group: Sequence[ms.Parameter], number: int) -> list[ms.Parameter]:
+        held = [own[places[id(weight)]] for weight in group if places[id(weight)] in own]
+        if not held:
+            name = f"{PLACEHOLDER}{rank}.{number}"
+            held = [ms.Parameter(ms.Tensor([0.0]), name=name, layerwise_parallel=True)]
+            placeholders.extend(held)
+        return held
+
+    if not _is_grouped(params):
+        return parts(params, 0)
+    groups = [
+        {**group, "params": parts(group["params"], number)} if "params" in group else group
+        for number, group in enumerate(params)
+    ]
+    own_in_order = [*own.values(), *placeholders]
+    return [{"order_params": own_in_order} if "order_params" in group else group for group in groups]
+
+
+def rate_places(params: list, weights: list, groups: list, inner: Any) -> tuple[int, ...]:
+    """For each weight, the place of an inner parameter that has its learning rate: one of its group."""
+    inner_ids = [id(one) for one in inner.parameters]
+    if not _is_grouped(params):
+        return (0,) * len(weights)
+    places = {}
+    for group, own_group in zip(params, groups, strict=True):
+        for weight in group.get("params", ()):
+            places[id(weight)] = inner_ids.index(id(own_group["params"][0]))
+    return tuple(places[id(weight)] for weight in weights)

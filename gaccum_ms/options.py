@@ -1,0 +1,154 @@
+"""The options of accumulation: one value, which does not change. Which of them go together is in compatibility.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mindspore as ms
+
+from gaccum_ms.backend.checks import check_accumulation_options, check_one_of, check_positive_int
+from gaccum_ms.backend.out_of_memory import check_test
+
+_NAME = "GradAccumulationCell"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The arguments of :class:`GradAccumulationCell` beside the network, under their names. Some classes have a part of
+    them."""
+
+    micro_size: int | None = None
+    micro_batch_size: int | str | None = None
+    accumulation_steps: int = 1
+    reduction: str = "mean"
+    count: Callable | Sequence[Callable | None] | None = None
+    loss_weights: Any = (1.0,)  # Sequence[float], once it is checked
+    max_grad_norm: float | None = None
+    accumulator_dtype: ms.Type | None = ms.float32
+    compensated: bool = False
+    overflow: str = "drop_window"
+    shard_accumulators: bool = False
+    record_noise: bool = False
+    memory_limit: int | None = None
+    is_out_of_memory: Callable[[BaseException], bool] | None = None
+    jit: bool | None = None
+
+    @property
+    def losses(self) -> int:
+        """How many losses the network returns."""
+        return len(self.loss_weights or ())
+
+    @property
+    def counts(self) -> tuple[Callable | None, ...]:
+        """One count for each loss; None: samples."""
+        count: Any = self.count
+        if count is None:
+            return (None,) * self.losses
+        return tuple(count) if isinstance(count, (tuple, list)) else (count,)
+
+    @property
+    def own_count(self) -> Callable | None:
+        """The first count that is not of samples."""
+        return next((count for count in self.counts if count is not None), None)
+
+    @property
+    def finds_size(self) -> bool:
+        """Whether the training step is to find the size of micro-batches."""
+        return self.micro_batch_size == "auto"
+
+    @property
+    def counted(self) -> bool:
+        """Whether micro-batches weigh by what only the data tell, and not by their samples."""
+        return self.own_count is not None or self.drops
+
+    @property
+    def drops(self) -> bool:
+        """Whether micro-batches that overflow are left out."""
+        return self.overflow == "drop_micro_batch"
+
+    @property
+    def several_losses(self) -> bool:
+        """Whether losses must be weighed: one with weight 1 is what every network has."""
+        return self.loss_weights != (1.0,)
+
+    @property
+    def loss_is_mean(self) -> bool:
+        """Whether the network's loss is a mean over its items."""
+        return self.reduction == "mean"
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether there is anything to accumulate over: not with one micro-batch that always takes part."""
+        return self.micro_size != 1 or self.accumulation_steps > 1 or self.counted or self.several_losses
+
+
+def checked(options: Options) -> Options:
+    """Options as the user gave them, each by itself: an error, or what they mean.
+
+    Raises:
+        TypeError: If one is of a wrong type.
+        ValueError: If one has a wrong value; if both sizes are given or neither; if there are not as many counts as
+            losses.
+    """
+    given = options
+    check_positive_int(_NAME, "accumulation_steps", given.accumulation_steps)
+    micro_size, micro_batch_size = given.micro_size, given.micro_batch_size
+    if micro_size is None and micro_batch_size is None and given.accumulation_steps > 1:
+        micro_size = 1
+    if (micro_size is None) == (micro_batch_size is None):
+        raise ValueError(
+            f"For '{_NAME}', exactly one of 'micro_size' (number of micro-batches) and 'micro_batch_size' (samples in "
+            f"one) must be given, or neither with 'accumulation_steps' (batches that share an update), but got "
+            f"micro_size={given.micro_size}, micro_batch_size={given.micro_batch_size} and "
+            f"accumulation_steps={given.accumulation_steps}."
+        )
+    for name, value in (("micro_size", micro_size), ("micro_batch_size", micro_batch_size)):
+        if value is not None and (name, value) != ("micro_batch_size", "auto"):
+            check_positive_int(_NAME, name, value)
+    check_accumulation_options(
+        _NAME, given.max_grad_norm, given.accumulator_dtype, given.compensated, given.overflow, given.jit
+    )
+    check_one_of(_NAME, "reduction", given.reduction, ("mean", "sum"))
+    weights = _loss_weights(given.count, given.loss_weights)
+    for name in ("shard_accumulators", "record_noise"):
+        value = getattr(given, name)
+        if not isinstance(value, bool):
+            raise TypeError(f"For '{_NAME}', the argument '{name}' must be a bool, but got {value!r}.")
+    if given.finds_size:
+        if given.memory_limit is not None:
+            check_positive_int(_NAME, "memory_limit", given.memory_limit)
+        check_test(_NAME, given.is_out_of_memory)
+    return dataclasses.replace(given, micro_size=micro_size, loss_weights=weights)
+
+
+def _loss_weights(count: Any, loss_weights: Any) -> tuple[float, ...]:
+    """One weight for each loss of the network."""
+    several = isinstance(count, (tuple, list))
+    counts = tuple(count) if several else (count,)
+    for one in counts:
+        if one is not None and not callable(one):
+            raise TypeError(
+                f"For '{_NAME}', the argument 'count' must be a function or Cell that maps the network's inputs to a "
+                f"number of items, or one for each loss, but got {one!r}."
+            )
+    if loss_weights is None:
+        loss_weights = (1.0,) * len(counts)
+    if not isinstance(loss_weights, (tuple, list)) or any(
+        isinstance(weight, bool) or not isinstance(weight, (int, float)) for weight in loss_weights
+    ):
+        raise TypeError(
+            f"For '{_NAME}', the argument 'loss_weights' must be a sequence of floats, but got {loss_weights!r}."
+        )
+    if not loss_weights or not all(math.isfinite(weight) for weight in loss_weights):
+        raise ValueError(
+            f"For '{_NAME}', the argument 'loss_weights' must be finite, one for each loss, but got {loss_weights!r}."
+        )
+    if count is not None and len(counts) != len(loss_weights):
+        raise ValueError(
+            f"For '{_NAME}', 'count' and 'loss_weights' must have one entry for each loss, but got {len(counts)} "
+            f"count(s) and {len(loss_weights)} weight(s)."
+        )
+    return tuple(float(weight) for weight in loss_weights)

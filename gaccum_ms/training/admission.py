@@ -1,0 +1,104 @@
+"""What a step or an accumulator is given: one clear error, or a warning, before anything is made or added."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import mindspore as ms
+from mindspore import nn
+
+from gaccum_ms import compatibility
+from gaccum_ms.backend.checks import check_optimizer, described
+from gaccum_ms.backend.convolutions import limit_instructions_for, limit_instructions_for_weights
+from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.compatibility import SEMI_AUTO, Setup
+from gaccum_ms.distributed.ranks import check_parallel_mode
+from gaccum_ms.layers.batchnorm import refuse_sync_batch_norm, warn_about_batch_norm
+from gaccum_ms.layers.sparse import refuse_sparse_gradients
+from gaccum_ms.losses.batch_loss import passes, warn_about_two_passes
+from gaccum_ms.semi_auto import modes
+
+
+def admit(owner: str, cell: Any, optimizer: nn.Optimizer) -> Setup:
+    """What a training step is to train.
+
+    Raises:
+        TypeError: If it is not given as a GradAccumulationCell, or the optimizer is none.
+        ValueError: If it cannot be trained so, and
+        RuntimeError: in the mode that is set; see the step.
+    """
+    if not isinstance(cell, GradAccumulationCell):
+        raise TypeError(
+            f"For '{owner}', the argument 'network' must be a gaccum_ms.GradAccumulationCell, or AutoParallel around "
+            f"one, but got '{type(cell).__name__}'."
+        )
+    check_optimizer(owner, cell, optimizer)
+    check_parallel_mode("GradAccumulationCell", compiler_distributes=True)
+    setup = Setup(cell.options, cell.network, modes.compiler_distributes())
+    if setup.compiler_distributes:
+        compatibility.check(SEMI_AUTO, "GradAccumulationCell", setup)
+        modes.check_network(cell.network)
+    refuse_sparse_gradients(cell)
+    if cell.finds_size:
+        refuse_sync_batch_norm("GradAccumulationCell", cell)
+    limit_instructions_for(cell.network)
+    return setup
+
+
+def warn(cell: GradAccumulationCell) -> None:
+    """What is not as in the whole batch, where a batch is split."""
+    warn_about_batch_norm(cell, passes(cell))
+    warn_about_two_passes(cell)
+
+
+def warn_late(network: nn.Cell) -> None:
+    """The same, of a network whose batches were not split so far."""
+    warn_about_batch_norm(network)
+
+
+def admit_weights(owner: str, optimizer: Any) -> ms.ParameterTuple:
+    """The weights that an optimizer updates, of which nothing else is known.
+
+    Raises:
+        TypeError: If it is no optimizer.
+        RuntimeError: In a mode in which gradients would not be what they are taken for.
+    """
+    if not isinstance(optimizer, nn.Cell) or getattr(optimizer, "parameters", None) is None:
+        raise TypeError(
+            f"For '{owner}', the argument 'optimizer' must be an nn.Optimizer, but got '{type(optimizer).__name__}'."
+        )
+    check_parallel_mode(owner)
+    weights = ms.ParameterTuple(optimizer.parameters)
+    limit_instructions_for_weights(weights)
+    return weights
+
+
+def check_gradients(gradients: Any, weights: Sequence[ms.Parameter]) -> None:
+    if not isinstance(gradients, (tuple, list)) or not all(isinstance(one, ms.Tensor) for one in gradients):
+        raise TypeError(
+            f"For 'GradAccumulator', 'gradients' must be a tuple of Tensors, but got {described(gradients)}."
+        )
+    shapes, wanted = [one.shape for one in gradients], [weight.shape for weight in weights]
+    if shapes != wanted:
+        raise ValueError(
+            f"For 'GradAccumulator', 'gradients' must have the number and shapes of the optimizer's parameters, "
+            f"{wanted}, but got {shapes}. Differentiate with respect to 'optimizer.parameters'."
+        )
+
+
+def checked_count(count: Any) -> ms.Tensor:
+    """The count as a Tensor: a graph would be compiled anew for each Python number."""
+    value: Any = count.asnumpy()[()] if isinstance(count, ms.Tensor) and count.shape == () else count
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):  # NumPy's numbers too, but not its bool
+        raise TypeError(
+            f"For 'GradAccumulator', 'count' must be a number or a Tensor of shape (), but got {described(count)}."
+        )
+    number = float(value)
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(
+            f"For 'GradAccumulator', 'count' must be finite and not negative, but got {value}. Nothing was added."
+        )
+    return ms.Tensor(number, ms.float32)

@@ -1,0 +1,119 @@
+"""How Python calls the training step: checks before the graph runs, errors after it, and what a failed call leaves."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import mindspore as ms
+
+from gaccum_ms.accumulation import micro_batches
+from gaccum_ms.backend import graphs
+from gaccum_ms.backend.pynative_tape import forget_interrupted_gradient
+from gaccum_ms.distributed.ranks import broadcast_parameters
+from gaccum_ms.layers.sparse import explain_sparse_gradients
+from gaccum_ms.semi_auto import modes as auto_parallel
+
+if TYPE_CHECKING:
+    from gaccum_ms.compatibility import Setup
+
+
+class CalledFromPython:
+    """Mixed into the step, which has its window, update and options."""
+
+    _auto: Any
+    _begin: Any
+    _given: tuple
+    _jit: bool
+    _setup: Setup
+    _ranks_agree: bool
+    _unrolled: bool
+    batch_count: ms.Parameter
+    batch_items: ms.Parameter
+    spans_batches: bool
+    update: Any
+    window: Any
+    window_count: ms.Parameter
+    window_position: ms.Parameter
+
+    def __call__(self, *inputs):
+        self._begin()
+        self._check_batch(inputs)
+        try:
+            outputs = self._run(*inputs)
+        except BaseException as error:
+            forget_interrupted_gradient(error)
+            self.window.reset_eagerly()  # what the window's first micro-batches left would be added to the next batch's
+            if self.update.has_statistics and not int(self.window_position.asnumpy()):
+                self.update.statistics.reset_eagerly()
+            explain_sparse_gradients(error)
+            raise
+        if self._setup.o.own_count is not None:
+            self._check_count(inputs)
+        return outputs
+
+    def _run(self, *inputs: ms.Tensor) -> Any:
+        if self._unrolled:
+            with auto_parallel.settings_of(self._given[0]):
+                auto_parallel.check_device()
+                return graphs.run(self, False, *inputs)
+        with self._on_ranks_that_agree():
+            return self._train(*inputs)
+
+    @contextlib.contextmanager
+    def _on_ranks_that_agree(self) -> Iterator[None]:
+        """Broadcast the weights, where that is asked for, once: ranks need not compile at the same time."""
+        if not self._ranks_agree:
+            broadcast_parameters(self)
+        self._ranks_agree = True
+        with graphs.compiling_alone():
+            yield
+
+    def _train(self, *inputs: ms.Tensor) -> Any:
+        if self._auto is not None:
+            return self._auto(inputs)
+        return graphs.run(self, self._jit, *inputs)
+
+    def _check_batch(self, inputs: tuple[Any, ...]) -> None:
+        """One clear error before anything runs. A first batch smaller than micro_size is a mistake, a later one a
+        short last batch."""
+        shapes = micro_batches.batch_shapes(inputs)
+        if self._unrolled:
+            auto_parallel.check_batch(shapes, self._setup.o.micro_size)
+            return
+        micro_size = self._setup.o.micro_size
+        plan = micro_batches.plan_split(shapes, micro_size, self.window.micro_batch_size)
+        self.window.check_plan(plan)  # first, because all ranks must
+        too_short = micro_size is not None and micro_size > plan.samples
+        if too_short and not int(self.batch_count.asnumpy()):
+            raise ValueError(
+                f"For 'GradAccumulationCell', the argument 'micro_size' is the number of micro-batches and must not "
+                f"be larger than the batch, but got micro_size={micro_size} and a batch of {plan.samples} "
+                f"sample(s). Use a larger batch or a smaller 'micro_size'; samples per micro-batch are set by "
+                f"'micro_batch_size'."
+            )
+
+    def _check_count(self, inputs: tuple[ms.Tensor, ...]) -> None:
+        """The graph did not update with a bad count, on any rank; here the user learns of it."""
+        total = (self.batch_items if self.spans_batches else self.window_count).asnumpy()
+        if (total == total).all():
+            return
+        plan = micro_batches.plan_split(
+            micro_batches.batch_shapes(inputs), self._setup.o.micro_size, self.window.micro_batch_size
+        )
+        counted = [
+            [
+                float(count(*(value[start : start + plan.size] for value in inputs)))
+                for start in range(0, plan.samples, plan.size)
+            ]
+            for count in self._setup.o.counts
+            if count is not None
+        ]
+        kept = "The batch is left out of its window"
+        if not self.spans_batches:
+            kept = "Where these are fine, another rank's are not. Nothing was changed"
+        raise ValueError(
+            f"For 'GradAccumulationCell', 'count' must return a finite number of items that is not negative, but got "
+            f"{counted} for the micro-batches of this rank. {kept}: correct 'count' and go on."
+        )
