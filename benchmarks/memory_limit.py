@@ -31,7 +31,7 @@ from benchmarks import report
 from benchmarks.targets import Target
 
 ROOT = Path(__file__).resolve().parent.parent
-BATCHES = {"unet": 32, "mlp": 16384, "cnn": 128, "transformer": 32, "embedding": 64, "dense": 512}
+BATCHES = {"unet": 32, "mlp": 16384, "cnn": 64, "transformer": 32, "embedding": 64, "dense": 512}
 _UPDATES = 3
 _LOOKS_EVERY = 0.02  # seconds
 _OWN = ("Private_Clean", "Private_Dirty", "Pss_Shmem")  # of a trial's process: what it does not share
@@ -137,7 +137,7 @@ def _together(process: int) -> int:
 
 
 def sizes_of(samples: int) -> list[int]:
-    """Whose peaks are compared with predictions, beside those of neighbours: a sixteenth of the batch, and two samples."""
+    """Whose peaks are compared with predictions, beside those of `neighbours` ."""
     return sorted({2, samples // 16})
 
 

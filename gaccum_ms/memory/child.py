@@ -99,7 +99,7 @@ def run_in_child(owner: str, run: Callable[[], Any], written: Iterable[ms.Parame
         fork_utils.parent_at_fork()
         os.close(answer)
         with os.fdopen(answers, "rb") as pipe:
-            text = _read(owner, pipe, child, limit - _BETWEEN_LOOKS - at_once)
+            text = _read(owner, pipe, child, limit, _BETWEEN_LOOKS + at_once)
         ended = True
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     finally:
@@ -195,7 +195,7 @@ def _repeat(parameter: ms.Parameter) -> None:
 # -- in this process ---------------------------------------------------------------------------------------------------
 
 
-def _read(owner: str, pipe: Any, child: int, most: int) -> bytes:
+def _read(owner: str, pipe: Any, child: int, limit: int, between: int) -> bytes:
     """What the copy says before it ends, or it does too much, or nothing any more."""
     text = b""
     looks_at = 0
@@ -208,9 +208,11 @@ def _read(owner: str, pipe: Any, child: int, most: int) -> bytes:
                 return text
         used = bytes_of("VmRSS", child)
         if used > looks_at:
-            room = most - _together(child)
+            reached = _together(child) + between
+            room = limit - reached
             if room < _NOTHING:
-                raise TooMuchMemory(f"For '{owner}', a trial reached {used} bytes, which is too much.", used)
+                message = f"For '{owner}', a trial reached {reached} bytes, but may have {limit}."
+                raise TooMuchMemory(message, used)
             looks_at = used + room // 2
         if (work := _seconds_of_work(child)) > worked:
             worked, at = work, time.monotonic()

@@ -164,7 +164,7 @@ class Forecast:
 
     def _ended_near(self, size: int) -> bool:
         """Whether a trial ended so near to the limit that training, which has no process beside it, will not reach it:
-        not before what is predicted, with some room, from half of the samples or more, and a graph of the same parts."""
+        not before what is predicted, with some room, from half of the samples or more in a graph of the same parts."""
         if size not in self._ended or self._is_whole(size):
             return False
         if not any(2 * one >= size and self.is_ragged(one) == self.is_ragged(size) for one in self._known()):
