@@ -3,10 +3,13 @@
 Each program runs in a fresh process, which this one watches: its resident memory and that of its trial's process, where
 shared memory counts once. Of each network:
 
-* alone       training with micro-batches of each size, and nothing before it: the truth;
-* predicted   the same by `memory_report(measure=False)` , from one process;
-* searched    `find_micro_batch_size` and ``micro_batch_size="auto"`` in turn, under a limit that lies between two of
-              the truths, each followed by training with what was found.
+* alone       training with micro-batches of each size, and nothing before it: the truth; a truth of its own for
+              ``micro_batch_size="auto"`` , which always accumulates, in two graphs: with each size given to it;
+* predicted   the first of these by `memory_report(measure=False)` , from one process. What is compared is the peak of
+              the process, which a limit is about. The growth above the smallest size, a difference of two processes,
+              each of which may be off by 25 MB, is compared where that is less than what predictions may be off by;
+* searched    `find_micro_batch_size` and ``"auto"`` , each under a limit midway between the truths of two neighbouring
+              sizes, or just above all where these differ by too little, each followed by training with what was found.
 """
 
 from __future__ import annotations
@@ -28,18 +31,20 @@ from benchmarks import report
 from benchmarks.targets import Target
 
 ROOT = Path(__file__).resolve().parent.parent
-BATCHES = {"unet": 32, "mlp": 1024, "cnn": 64, "transformer": 32, "embedding": 64, "dense": 512}
+BATCHES = {"unet": 32, "mlp": 16384, "cnn": 64, "transformer": 32, "embedding": 64, "dense": 512}
 _UPDATES = 3
-_ABOVE = 1.02  # the limit, over the peak of the size that is to fit: trainings differ by less
+_LOOKS_EVERY = 0.02  # seconds
+_OWN = ("Private_Clean", "Private_Dirty", "Pss_Shmem")  # of a trial's process: what it does not share
+_APART = 0.02  # of a peak: what two neighbours must differ by, for a limit to lie between them
 _PREDICTED_WITHIN = 0.15
-_SMALL = 50e6  # bytes of growth, below which what two processes differ by, up to 25 MB, is a large part of it
+_COMPARED = 25e6 / _PREDICTED_WITHIN  # bytes of growth from which it is compared
 
 
 # -- the programs, each in a process of its own ------------------------------------------------------------------------
 
 
 def _program(kind: str, name: str, samples: int, number: int) -> dict[str, Any]:
-    """`number` : of "alone", the size; of the others, the limit."""
+    """`number` : of "alone" and "alone auto", the size; of the others, the limit."""
     import mindspore as ms
 
     from benchmarks.memory_networks import CASES
@@ -60,15 +65,16 @@ def _program(kind: str, name: str, samples: int, number: int) -> dict[str, Any]:
     if kind == "report":
         found = memory_report(GradAccumulationCell(network, 2), optimizer, *batch, memory_limit=number, measure=False)
         return {"predicted": {row.micro_batch_size: row.peak for row in found.rows}, "probed": found.probed}
-    if kind == "auto":
-        cell = GradAccumulationCell(network, micro_batch_size="auto", memory_limit=number)
-    else:
-        size = number
-        if kind == "find":
-            size = find_micro_batch_size(GradAccumulationCell(network, 1), optimizer, batch, number)
-        give_back_freed_memory()  # as the search has let it; here for training alone
-        cell = GradAccumulationCell(network, micro_batch_size=size)
+    size = number
+    if kind == "find":
+        size = find_micro_batch_size(GradAccumulationCell(network, 1), optimizer, batch, number)
+    if not kind.startswith("find"):
+        give_back_freed_memory()  # as a search has let it
+    options = {"micro_batch_size": "auto", "memory_limit": number} if "auto" in kind else {"micro_batch_size": size}
+    cell = GradAccumulationCell(network, **options)
     step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
+    if kind == "alone auto":
+        step._auto._begin(size)
     for _ in range(_UPDATES):
         step(*batch).asnumpy()
     return {"size": step.micro_batch_size, "peak": _peak(), "before": before}
@@ -78,9 +84,10 @@ def _peak() -> int:
     return _kilobytes("/proc/self/status", "VmHWM")
 
 
-def _kilobytes(file: str, name: str) -> int:
-    match = re.search(rf"^{name}:\s+(\d+) kB$", Path(file).read_text(), re.MULTILINE)
-    return int(match[1]) * 1024 if match else 0
+def _kilobytes(file: str, *names: str) -> int:
+    """What a file of /proc says under these names, in all, in bytes."""
+    found = re.findall(rf"^(?:{'|'.join(names)}):\s+(\d+) kB$", Path(file).read_text(), re.MULTILINE)
+    return sum(map(int, found)) * 1024
 
 
 # -- what watches them -------------------------------------------------------------------------------------------------
@@ -105,7 +112,7 @@ def _watched(arguments: Sequence[Any], limit: float) -> Outcome:
                 both = max(both, _together(process.pid))
                 if time.monotonic() - start > limit:
                     raise TimeoutError(f"{arguments} took more than {limit} s")
-                time.sleep(0.05)
+                time.sleep(_LOOKS_EVERY)
         finally:
             process.kill()
             process.wait()
@@ -120,7 +127,7 @@ def _together(process: int) -> int:
     """Resident bytes of a process, and of its children what they do not share with it."""
     try:
         children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
-        own = [_kilobytes(f"/proc/{child}/smaps_rollup", "Private_Dirty") for child in children]
+        own = [_kilobytes(f"/proc/{child}/smaps_rollup", *_OWN) for child in children]
         return _kilobytes(f"/proc/{process}/status", "VmRSS") + sum(own)
     except (FileNotFoundError, ProcessLookupError):  # it has just ended
         return 0
@@ -130,52 +137,69 @@ def _together(process: int) -> int:
 
 
 def sizes_of(samples: int) -> list[int]:
-    """Whose truth is measured: by fours, down to a 64th of the batch, and two samples."""
-    by_fours = {samples // 4**power for power in range(4) if samples >= 4**power}
-    return sorted(by_fours | ({2} if samples <= 64 else set()))
+    """Whose peaks are compared with predictions, beside those of `neighbours` ."""
+    return sorted({2, samples // 16})
 
 
-def _lines(name: str, runs: int, limit: float, log: Any) -> list[str]:
+def neighbours(samples: int) -> list[int]:
+    """A quarter of the batch, half of it, and between them all that divides it as evenly; and the whole."""
+    numbers = {samples // 4, -(-samples // 3), samples // 2, samples}
+    return sorted(numbers)
+
+
+def limit_of(alone: dict[int, int], samples: int) -> int:
+    """Midway between a quarter of the batch and half of it; above all where these need about the same."""
+    quarter, half = alone[samples // 4], alone[samples // 2]
+    return (quarter + half) // 2 if half - quarter > _APART * quarter else round(max(alone.values()) * (1 + _APART))
+
+
+def _lines(name: str, runs: int, seconds: float, log: Any) -> list[str]:
     samples = BATCHES[name]
-    sizes = sizes_of(samples)
-    alone = {}
-    for size in sizes:
-        alone[size] = _watched(("alone", name, samples, size), limit).answer["peak"]
-        log(f"{name}: alone, {size} samples: {_mb(alone[size])}")
-    predicted = _watched(("report", name, samples, 1 << 40), limit).answer
+    alone: dict[str, dict[int, int]] = {"find": {}, "auto": {}}
+    for way, kind in (("find", "alone"), ("auto", "alone auto")):
+        for size in sorted({*neighbours(samples), *(sizes_of(samples) if way == "find" else ())}):
+            alone[way][size] = _watched((kind, name, samples, size), seconds).answer["peak"]
+            log(f"{name}: {kind}, {size} samples: {_mb(alone[way][size])}")
+    predicted = _watched(("report", name, samples, 1 << 40), seconds).answer
     lines = [f"{name}, batch {samples}, predicted from {predicted['probed']} samples"]
-    lines.append("samples  alone MB  predicted MB  predicted / alone  predicted growth / growth")
+    lines += ["", "samples  alone MB  predicted MB  predicted / alone  predicted growth / growth  auto alone MB"]
     targets = []
-    for size in sizes:
-        expected = predicted["predicted"][str(size)]
-        growth, expected_growth = alone[size] - alone[sizes[0]], expected - predicted["predicted"][str(sizes[0])]
-        ratio = f"{expected_growth / growth:.3f}" if growth > _SMALL else "-"
-        lines.append(
-            f"{size:7}  {_mb(alone[size]):>8}  {_mb(expected):>12}  {expected / alone[size]:17.3f}  {ratio:>24}"
-        )
-        if growth > _SMALL:
-            error = abs(expected_growth / growth - 1)
-            targets.append(Target(f"{name}: growth to {size} samples, predicted off by", error, _PREDICTED_WITHIN))
-        targets.append(
-            Target(f"{name}: peak at {size} samples, predicted off by", abs(expected / alone[size] - 1), 0.15)
-        )
-    fitting = sizes[-2]
-    allowed = round(alone[fitting] * _ABOVE)
-    truth = max(size for size in sizes if alone[size] <= allowed)
-    lines.append(f"limit {_mb(allowed)} MB: {truth} samples fit")
-    lines.append("way   found  search's peak MB  training's peak MB  seconds")
-    found = []
-    for run in range(runs):
-        kind = ("find", "auto")[run % 2]
-        outcome = _watched((kind, name, samples, allowed), limit)
-        size = outcome.answer["size"]
-        found += [size] * (kind == "find")  # "auto" accumulates a batch that fits whole too, and has another truth
-        peaks = outcome.both, outcome.answer["peak"]
-        lines.append(f"{kind}  {size:5}  {_mb(peaks[0]):>16}  {_mb(peaks[1]):>18}  {outcome.seconds:7.0f}")
-        log(f"{name}: {lines[-1]}")
-        targets.append(Target(f"{name}: the peak of both, search and training, of the limit", max(peaks) / allowed, 1))
-    targets.append(Target(f"{name}: what fits, over the least found", truth / min(found), 1 / 0.8))
-    return [*lines, *(target.line() for target in targets), ""]
+    for size, peak in sorted(alone["find"].items()):
+        auto = _mb(alone["auto"][size]) if size in alone["auto"] else "-"
+        expected = predicted["predicted"].get(str(size))
+        if expected is None:  # of no number of micro-batches that a report has
+            lines.append(f"{size:7}  {_mb(peak):>8}  {'-':>12}  {'-':>17}  {'-':>25}  {auto:>13}")
+            continue
+        first = min(alone["find"])
+        growth, expected_growth = peak - alone["find"][first], expected - predicted["predicted"][str(first)]
+        ratio = f"{expected_growth / growth:.3f}" if growth > _COMPARED else "-"
+        columns = f"{_mb(expected):>12}  {expected / peak:17.3f}  {ratio:>25}  {auto:>13}"
+        lines.append(f"{size:7}  {_mb(peak):>8}  {columns}")
+        compared = {"peak": expected / peak} | ({"growth": expected_growth / growth} if growth > _COMPARED else {})
+        for what, ratio in compared.items():
+            text = f"{name}: {what} at {size} samples, predicted off by"
+            targets.append(Target(text, abs(ratio - 1), _PREDICTED_WITHIN))
+    lines += ["", "way   limit MB  what fits  found  search's peak MB  training's peak MB  seconds"]
+    for way, peaks in alone.items():
+        limit = limit_of(peaks, samples)
+        fits = max(size for size, peak in peaks.items() if peak <= limit)
+        highest, found = [], []
+        for _ in range(runs):
+            outcome = _watched((way, name, samples, limit), seconds)
+            found.append(outcome.answer["size"])
+            highest.append(max(outcome.both, outcome.answer["peak"]))
+            columns = (
+                f"{found[-1]:5}  {_mb(outcome.both):>16}  {_mb(outcome.answer['peak']):>18}  {outcome.seconds:7.0f}"
+            )
+            lines.append(f"{way}  {_mb(limit):>8}  {fits:9}  {columns}")
+            log(f"{name}: {lines[-1]}")
+        text = f"{name}, {way}: the peak of both, search and training, of the limit"
+        targets.append(Target(text, max(highest) / limit, 1))
+        targets.append(Target(f"{name}, {way}: what fits, over the least found", fits / min(found), 1 / 0.8))
+        if runs > 1:
+            text = f"{name}, {way}: sizes found in {runs} runs"
+            targets.append(Target(text, len(set(found)), 2))
+    return [*lines, "", *(target.line() for target in targets), ""]
 
 
 def _mb(size: float) -> str:
@@ -185,7 +209,7 @@ def _mb(size: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory_limit", description=__doc__)
     parser.add_argument("--networks", nargs="+", choices=BATCHES, default=list(BATCHES))
-    parser.add_argument("--runs", type=int, default=10, help="searches of each network (default: 10)")
+    parser.add_argument("--runs", type=int, default=1, help="searches of each network and way (default: 1)")
     parser.add_argument("--limit", type=float, default=600, help="seconds a program may take (default: 600)")
     parser.add_argument("--output", type=Path, help="file for the result (default: in benchmarks/results)")
     parser.add_argument("--program", help=argparse.SUPPRESS)

@@ -7,8 +7,11 @@ have little more than the copy alone would, had it been the only one; but for tw
 * Resident size counts pages of files, code above all, in the process that has read them. The copy begins by reading
   what this process has read.
 * An optimizer writes all weights and its state, and of each page that it writes there would be two. So in the copy each
-  large Parameter is made of its first pages, over and over: the same addresses, the same resident size, little memory.
-  What is computed with such weights is not what training computes, and nobody uses it.
+  Parameter, but for small ones, is made of its first part, over and over: the same addresses, the same resident size,
+  little memory. What is computed with such weights is not what training computes, and nobody uses it.
+
+What there is of both together, and of what twice, Linux tells, but slowly: so it is read again when the copy has grown
+by half of what was left. The copy ends before the rest could be gone between two looks.
 """
 
 from __future__ import annotations
@@ -33,13 +36,14 @@ import numpy as np
 from mindspore._c_expression import fork_utils
 
 _PAGE = mmap.PAGESIZE
-_REPEATED = 4 * 1024**2  # bytes of a Parameter from which it is worth it ...
-_CHUNK = 1024**2  # ... of which so many are its own
-_LOOKS_EVERY = 0.004  # seconds: in these a process of two cores takes some four MB
-_BEHIND = 10  # steps of `nice` by which the copy lets this process, which watches it, go first
+_REPEATED = 128 * 1024  # bytes of a Parameter from which it is repeated ...
+_PARTS = 16  # ... so often, at most, ...
+_PART = 64 * 1024  # ... and of so much at least
+_LOOKS_EVERY = 0.002  # seconds ...
+_BETWEEN_LOOKS = 10_000_000  # ... in which the copy takes so many bytes, and a tensor of a Parameter's size, at most
+_NOTHING = 1_000_000  # bytes that are not worth another look
+_BEHIND = 4  # steps of `nice` by which the copy lets this process, which watches it, go first
 _HANGS_AFTER = 60  # seconds without any work
-# Bytes of which there are two nevertheless: small weights, and Python's objects, which are written when counted.
-COPIED = 8_000_000
 
 
 class Usage(NamedTuple):
@@ -54,7 +58,7 @@ class TooMuchMemory(MemoryError):
 
     Args:
         message (str): What is said.
-        reached (int): Bytes that it had.
+        reached (int): Bytes that it had by itself.
     """
 
     def __init__(self, message: str, reached: int) -> None:
@@ -79,6 +83,8 @@ def run_in_child(owner: str, run: Callable[[], Any], written: Iterable[ms.Parame
         RuntimeError: If the copy ended by itself without an answer, or does nothing for a minute.
         Exception: What `run` raised.
     """
+    written = list(written)
+    at_once = max((one.nbytes for one in written), default=0)  # zeros, or a gradient: ten GB in a second
     pages = _file_pages()
     gc.collect()
     sys.stdout.flush()
@@ -93,7 +99,7 @@ def run_in_child(owner: str, run: Callable[[], Any], written: Iterable[ms.Parame
         fork_utils.parent_at_fork()
         os.close(answer)
         with os.fdopen(answers, "rb") as pipe:
-            text = _read(owner, pipe, child, limit)
+            text = _read(owner, pipe, child, limit, _BETWEEN_LOOKS + at_once)
         ended = True
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     finally:
@@ -160,8 +166,15 @@ def _measured(
     return Usage(bytes_of("VmHWM"), bytes_of("VmRSS"))
 
 
+def _part_of(parameter: ms.Parameter) -> int:
+    """Bytes at a Parameter's beginning that it is made of; all, of small ones."""
+    if parameter.nbytes < _REPEATED:
+        return parameter.nbytes
+    return -(-max(_PART, parameter.nbytes // _PARTS) // _PAGE) * _PAGE
+
+
 def _repeat(parameter: ms.Parameter) -> None:
-    """Let a Parameter's values be its first pages, over and over."""
+    """Let a Parameter's values be its first part, over and over."""
     if parameter.nbytes < _REPEATED or parameter.has_init or not parameter.data_ptr():
         return
     library = ctypes.CDLL(None, use_errno=True)
@@ -170,10 +183,11 @@ def _repeat(parameter: ms.Parameter) -> None:
     map_fixed = 0x10
     first = -(-parameter.data_ptr() // _PAGE) * _PAGE
     last = (parameter.data_ptr() + parameter.nbytes) // _PAGE * _PAGE
+    part = _part_of(parameter)
     file = os.memfd_create("gaccum_ms")
-    os.write(file, ctypes.string_at(first, _CHUNK))
-    for place in range(first, last, _CHUNK):
-        length = min(_CHUNK, last - place)
+    os.write(file, ctypes.string_at(first, min(part, last - first)))
+    for place in range(first, last, part):
+        length = min(part, last - place)
         library.mmap(place, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | map_fixed, file, 0)
     os.close(file)
 
@@ -181,9 +195,10 @@ def _repeat(parameter: ms.Parameter) -> None:
 # -- in this process ---------------------------------------------------------------------------------------------------
 
 
-def _read(owner: str, pipe: Any, child: int, limit: int) -> bytes:
+def _read(owner: str, pipe: Any, child: int, limit: int, between: int) -> bytes:
     """What the copy says before it ends, or it does too much, or nothing any more."""
     text = b""
+    looks_at = 0
     worked, at = 0.0, time.monotonic()
     while True:
         if select.select([pipe], [], [], _LOOKS_EVERY)[0]:
@@ -191,9 +206,14 @@ def _read(owner: str, pipe: Any, child: int, limit: int) -> bytes:
             text += more
             if not more:
                 return text
-        used = bytes_of("VmRSS", child) + COPIED
-        if used > limit:
-            raise TooMuchMemory(f"For '{owner}', a trial reached {used} bytes, but may have {limit}.", used)
+        used = bytes_of("VmRSS", child)
+        if used > looks_at:
+            reached = _together(child) + between
+            room = limit - reached
+            if room < _NOTHING:
+                message = f"For '{owner}', a trial reached {reached} bytes, but may have {limit}."
+                raise TooMuchMemory(message, used)
+            looks_at = used + room // 2
         if (work := _seconds_of_work(child)) > worked:
             worked, at = work, time.monotonic()
         elif time.monotonic() - at > _HANGS_AFTER:
@@ -202,6 +222,15 @@ def _read(owner: str, pipe: Any, child: int, limit: int) -> bytes:
                 f"a copy that waits for something for {_HANGS_AFTER} s. Search in a program's beginning, before it "
                 f"starts threads and iterates over data sets."
             )
+
+
+def _together(child: int) -> int:
+    """Bytes that this process and the copy have, what they share once."""
+    os.kill(child, signal.SIGSTOP)
+    try:
+        return bytes_of("VmRSS") + bytes_of("(?:Private_Clean|Private_Dirty|Pss_Shmem)", child, "smaps_rollup")
+    finally:
+        os.kill(child, signal.SIGCONT)
 
 
 def _file_pages() -> list[tuple[int, int, np.ndarray]]:
@@ -222,11 +251,13 @@ def _file_pages() -> list[tuple[int, int, np.ndarray]]:
     return found
 
 
-def bytes_of(name: str, process: int | str = "self") -> int:
-    """What /proc/<process>/status says under a name; 0 of a process that has just ended."""
-    text = Path(f"/proc/{process}/status").read_text()
-    match = re.search(rf"^{name}:\s+(\d+) kB$", text, re.MULTILINE)
-    return int(match[1]) * 1024 if match else 0
+def bytes_of(name: str, process: int | str = "self", file: str = "status") -> int:
+    """What /proc/<process>/<file> says under the names of a regular expression; 0 of a process that has just ended."""
+    try:
+        text = Path(f"/proc/{process}/{file}").read_text()
+    except ProcessLookupError:
+        return 0
+    return sum(map(int, re.findall(rf"^{name}:\s+(\d+) kB$", text, re.MULTILINE))) * 1024
 
 
 def forget_peak() -> None:

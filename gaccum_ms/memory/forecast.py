@@ -17,14 +17,15 @@ from gaccum_ms.backend.out_of_memory import is_out_of_memory
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.distributed.layout import rank_and_ranks
 from gaccum_ms.memory import meter, model
-from gaccum_ms.memory.child import COPIED, TooMuchMemory
+from gaccum_ms.memory.child import TooMuchMemory
 from gaccum_ms.memory.trial import Trials
 
 if TYPE_CHECKING:
     from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell as Step
 
 _UNPREDICTABLE = 4  # samples: up to here kernels choose by the size; a trial ends before it has too much
-_SPARE = 0.005  # of the limit: what a training of many updates may reach above one of three
+_SPARE = 0.005  # of the limit: what a training of many updates may reach above one of two
+_UNSURE = 0.01  # of the limit: what is only predicted may be so much more
 
 
 class Forecast:
@@ -70,14 +71,14 @@ class Forecast:
         self._over_ranks = _bytes(optimizer.parameters) if ranks > 1 else 0
         self.measured: dict[int, int | None] = {}  # samples of a micro-batch: bytes; None: more than there is
         self._whole: dict[int, int] = {}  # of a batch that is one micro-batch
-        self._reached = self.limit  # where nothing could be measured
+        self._ended: dict[int, int] = {}  # samples of a micro-batch, whose trial ended because of the limit: bytes then
         self.framework = 0
 
     def probe(self) -> None:
         """Measure the small sizes from which others can be predicted, as far as they fit."""
         samples = self.samples - 1 if self._is_whole(self.samples) else self.samples
         while (size := model.next_probe(self._known(), samples)) is not None:
-            if (size > _UNPREDICTABLE and not self.may_be_tried(size)) or self.measure(size) is None:
+            if (size > _UNPREDICTABLE and not self.may_fit(size)) or self.measure(size) is None:
                 break
         self.probe_whole()
 
@@ -120,7 +121,7 @@ class Forecast:
         try:
             return self._peak(size, samples)
         except TooMuchMemory as error:
-            self._reached = max(self._reached, error.reached)
+            self._ended[size] = error.reached
             return None
         except Exception as error:
             if not self._fails(error):
@@ -136,7 +137,7 @@ class Forecast:
         for one, found in self._known(by).items():
             (alike if self.is_ragged(one) == self.is_ragged(size) else others)[one] = found
         if not alike and not others:
-            return self._reached
+            return max(self.limit, *self._ended.values(), 0)
         if len(alike) > 1 or not others:
             return model.predict(alike, size)
         beside = [found - model.predict(others, one) for one, found in alike.items()]
@@ -155,15 +156,20 @@ class Forecast:
     def may_fit(self, size: int) -> bool:
         """Whether nothing speaks against it: neither the limit, nor a size as large that was too much. One that has a
         smaller micro-batch at its end may need more than a larger one that has none, and that more than the whole."""
-        failed = [one for one, found in self.measured.items() if found is None]
+        failed = [one for one, found in self.measured.items() if found is None and not self._ended_near(one)]
         larger = [one for one in failed if not self.is_ragged(one) and not self._is_whole(one)]
         if size in failed or (size > min(larger, default=size) and not self._is_whole(size)):
             return False
         return self.peak(size) <= self.limit * (1 - _SPARE)
 
-    def may_be_tried(self, size: int) -> bool:
-        """Whether a trial, beside this process, is predicted to keep the limit too."""
-        return self.predict(size) + COPIED <= self.limit
+    def _ended_near(self, size: int) -> bool:
+        """Whether a trial ended so near to the limit that training, which has no process beside it, will not reach it:
+        not before what is predicted, with some room, from half of the samples or more in a graph of the same parts."""
+        if size not in self._ended or self._is_whole(size):
+            return False
+        if not any(2 * one >= size and self.is_ragged(one) == self.is_ragged(size) for one in self._known()):
+            return False
+        return self._ended[size] <= self.predict(size) <= self.limit * (1 - _SPARE - _UNSURE)
 
 
 def _bytes(parameters: Iterable[ms.Parameter]) -> int:

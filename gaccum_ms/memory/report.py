@@ -218,7 +218,7 @@ def memory_report(
     forecast.probe()
     probed = tuple(size for size, found in sorted(forecast.measured.items()) if found is not None)
     for size in [-(-forecast.samples // micro_size) for micro_size in sizes[::-1]]:  # in ascending order
-        if measure and forecast.may_fit(size) and forecast.may_be_tried(size):
+        if measure and forecast.may_fit(size):
             forecast.measure(size)
     return MemoryReport(
         rank=rank_and_ranks()[0],

@@ -184,9 +184,6 @@ def _climb(forecast: Forecast, sizes: list[int], largest: int) -> int:
     while larger := [size for size in sizes if size > largest and forecast.may_fit(size)]:
         # What failed has shown predictions to be too small: from then on halve what is left.
         size = larger[len(larger) // 2] if failures else larger[-1]
-        if forecast.measured.get(size) is None and not forecast.may_be_tried(size):
-            # So near to the limit that a trial, beside this process, would pass it, where training will not.
-            return size if size <= 2 * largest else largest
         forecast.measure(size)
         if forecast.may_fit(size):
             largest = size

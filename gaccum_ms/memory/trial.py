@@ -79,8 +79,7 @@ class Trials:
             Exception: What training raised.
         """
         if isinstance(self.meter, ProcessMeter):
-            written = {id(one): one for one in (*self.optimizer.get_parameters(), *self.cell.get_parameters())}
-            return run_in_child(self.owner, lambda: self._train(size, samples), written.values(), self.limit)
+            return run_in_child(self.owner, lambda: self._train(size, samples), self._written(), self.limit)
         before = Snapshot(self.cell, self.optimizer)
         self.step = None  # the one that is to train would be left with a window
         try:
@@ -90,6 +89,11 @@ class Trials:
             raise
         finally:
             before.restore()
+
+    def _written(self) -> list[ms.Parameter]:
+        steps = (self.step,) if self.step is not None else ()
+        held = (one for cell in (self.optimizer, self.cell, *steps) for one in cell.get_parameters())
+        return list({id(one): one for one in held}.values())
 
     def _train(self, size: int, samples: int) -> None:
         batch = self._first(size, samples)

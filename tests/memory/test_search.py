@@ -76,7 +76,7 @@ def test_finds_the_largest_that_is_not_out_of_memory(largest, tried):
 
 
 def test_in_pynative_mode(pynative):
-    assert search(Limited(make_network("dense"), 9), samples=16) == 8
+    assert search(Limited(make_network("dense"), 2), samples=3) == 2
 
 
 def run_worker(tmp_path, *arguments):
@@ -167,14 +167,14 @@ class Forgetful(nn.Cell):
 
 
 def search_and_compare():
-    network = Limited(Forgetful(), 9)
+    network = Limited(Forgetful(), 2)
     optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
     cell = GradAccumulationCell(network, 1)
     held = {one.name: one for one in (*network.get_parameters(), *optimizer.get_parameters())}
     before = {name: as_numpy(one) for name, one in held.items()}
     generator = ms.get_rng_state().asnumpy()
     flags = [(one.training, one.requires_grad) for _, one in cell.cells_and_names()]
-    assert find_micro_batch_size(cell, optimizer, batch(16), PLENTY) == 8
+    assert find_micro_batch_size(cell, optimizer, batch(3), PLENTY) == 2
     for name, one in held.items():
         np.testing.assert_array_equal(as_numpy(one), before[name], err_msg=name)
     np.testing.assert_array_equal(ms.get_rng_state().asnumpy(), generator)

@@ -110,14 +110,20 @@ OPTIONS = {
 }
 
 
-def assert_auto_is_the_number(options, scale=lambda: None, samples=16, **auto):
-    """Of batches that fit up to six samples, of which the last is short: bit for bit."""
-    data = [*batches(samples, 4), *batches(5, 1)]
+def auto_step(size, **options):
+    """One that has found its size, without a search."""
+    step = make_step(make_network("dense"), micro_batch_size="auto", **options)
+    step._auto._begin(size)
+    return step
+
+
+def assert_auto_is_the_number(options, scale=lambda: None):
+    """Micro-batches of six samples, in batches of which the last is short: bit for bit."""
+    data = [*batches(16, 4), *batches(5, 1)]
     runs = []
-    for size in ("auto", 6):
-        network = make_network("dense")
-        limited = Limited(network, 6) if size == "auto" else network
-        step = make_step(limited, scale(), micro_batch_size=size, **options, **(auto if size == "auto" else {}))
+    for make in (auto_step, lambda size, **options: make_step(make_network("dense"), micro_batch_size=size, **options)):
+        step = make(6, scale=scale(), **options)
+        network = step.network
         losses = run(step, data)
         assert step.micro_batch_size == 6
         values = {one.name.removeprefix("network."): as_numpy(one) for one in network.get_parameters()}
@@ -155,11 +161,11 @@ def test_a_batch_that_fits_whole_is_not_split():
 
 
 def test_a_flush_before_the_first_batch_finds_nothing(pynative):
-    step = make_step(Limited(make_network("dense"), 6), micro_batch_size="auto", accumulation_steps=2)
+    step = make_step(Limited(make_network("dense"), 1), micro_batch_size="auto", accumulation_steps=2)
     assert not step.flush()
     assert step.micro_batch_size is None
-    run(step, batches(16, 1))
-    assert step.micro_batch_size == 6
+    run(step, batches(2, 1))
+    assert step.micro_batch_size == 1
     assert step.flush()
 
 
@@ -182,33 +188,32 @@ def test_the_size_is_found_once(monkeypatch):
     tried = []
     one_trial = Trials.run
     monkeypatch.setattr(Trials, "run", lambda self, *size: tried.append(size) or one_trial(self, *size))
-    step = make_step(Limited(make_network("dense"), 6), micro_batch_size="auto")
-    run(step, batches(16, 1))
+    step = make_step(Limited(make_network("dense"), 2), micro_batch_size="auto")
+    run(step, batches(3, 1))
+    assert step.micro_batch_size == 2
     assert tried
     tried.clear()
-    run(step, batches(16, 2))
+    run(step, batches(3, 2))
     assert not tried
 
 
 def test_windows_that_span_batches_from_the_first_batch_on(pynative):
     """As callbacks ask for it: the window is another when the size is found than when the step was built."""
     data = batches(16, 4)
-    auto, number = (
-        make_step(Limited(make_network("dense"), 6), micro_batch_size="auto"),
-        make_step(make_network("dense"), micro_batch_size=6),
-    )
+    auto, number = (make_step(make_network("dense"), micro_batch_size=size) for size in ("auto", 6))
     for step in (auto, number):
         step.set_accumulation_steps(2)
+    auto._auto._begin(6)
     assert run(auto, data) == run(number, data)
     assert int(auto.update_count.asnumpy()) == int(number.update_count.asnumpy()) == 2
 
 
 def test_resumes_in_a_window_with_another_number(tmp_path, pynative):
     data = batches(16, 4)
-    auto = make_step(Limited(make_network("dense"), 6), micro_batch_size="auto", accumulation_steps=2)
+    auto = auto_step(6, accumulation_steps=2)
     run(auto, data[:3])
     ms.save_checkpoint(auto, str(tmp_path / "window.ckpt"))
-    other = make_step(Limited(make_network("dense"), 6), micro_size=8, accumulation_steps=2)
+    other = make_step(make_network("dense"), micro_size=8, accumulation_steps=2)
     resume(other, tmp_path / "window.ckpt")
     losses = run(other, data[3:])
     np.testing.assert_allclose(losses, run(auto, data[3:]), rtol=1e-5)
