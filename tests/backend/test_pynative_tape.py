@@ -77,7 +77,7 @@ def test_a_search_that_python_ended(pynative):
 
 def test_does_not_without(pynative, monkeypatch):
     """The control: should MindSpore mend it one day, this file can go."""
-    monkeypatch.setattr("gaccum_ms.training.step.forget_interrupted_gradient", lambda error: None)
+    monkeypatch.setattr("gaccum_ms.training.python_call.forget_interrupted_gradient", lambda error: None)
     try:
         with pytest.raises(TypeError, match="Only support integers"):
             for _ in range(2):
