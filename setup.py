@@ -31,7 +31,7 @@ setup(
             "matplotlib",
             "mindcv==0.3.*",
             "myst-parser>=4",
-            "pytest",
+            "pytest>=8.4,<9",  # pytest-xdist 3.8 knows no groups of 9.2
             "pytest-xdist",
             "scikit-learn",
             "setuptools",  # it and wheel build the wheel that is tested

@@ -145,8 +145,9 @@ def test_pynative_mode(pynative):
 
 
 def test_what_does_not_fit_is_not_run(wide):
-    """A limit 150 MB below the peak of the whole batch, above that of 8 micro-batches."""
-    limit = wide.rows[0].peak - 150_000_000
+    """A limit 70 MB below the peak of the whole batch, some 200 MB above that of 8 micro-batches: beside a process as
+    old as this one a trial may need 130 MB more than by itself."""
+    limit = wide.rows[0].peak - 70_000_000
     report = report_of(Wide(), samples=256, memory_limit=limit, micro_sizes=[1, 8, 256])
     assert report.fits_from == 8, str(report)
     assert [row.fits for row in report.rows] == [False, True, True]

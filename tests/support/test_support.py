@@ -27,6 +27,8 @@ import os, pytest
 
 @pytest.fixture(scope="module")
 def shared():
+    with open("made", "a") as file:
+        file.write("once ")
     return os.getpid()
 
 @pytest.mark.parametrize("number", range(3))
@@ -78,6 +80,7 @@ THOROUGH += ["test_by_values[list]", "test_thorough"]
 def test_tiers_share_the_tests_and_none_is_in_both(tmp_path):
     both = [(name, "") for name in QUICK] + [(name, "thorough") for name in THOROUGH]
     assert run(tmp_path) == sorted(both)
+    assert (tmp_path / "made").read_text() == "once ", "a group's tests are in one process, which makes fixtures once"
     groups = [line.split("\t")[2] for line in (tmp_path / "build" / "groups.tsv").read_text().splitlines()[1:]]
     assert sorted(groups) == ["apart", "test_it", "test_it, fixtures"]
     assert [name for name, _ in run(tmp_path, "-m", "not thorough")] == sorted(QUICK)
