@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = [page.relative_to(DOCS).with_suffix("") for page in DOCS.rglob("*.md")]
 
+pytestmark = pytest.mark.thorough
+
 for module in ("sphinx", "myst_parser", "matplotlib"):
     pytest.importorskip(module, reason=f"{module} is in the extras 'docs' and 'test'", exc_type=ImportError)
 

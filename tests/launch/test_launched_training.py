@@ -85,7 +85,7 @@ def test_a_rank_that_ends_in_training_ends_the_others_in_their_allreduce(tmp_pat
     assert ("ValueError: no step 5 on rank 1" in done.stderr) == (end == "raises")
 
 
-@pytest.mark.core("None")
+@pytest.mark.thorough
 @pytest.mark.parametrize("waits", [None, "5"])
 def test_a_rank_may_be_late_for_a_collective(tmp_path, waits, monkeypatch):
     """By more than the 30 s that MindSpore's own default would allow; the control waits less."""

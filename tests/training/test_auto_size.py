@@ -463,6 +463,7 @@ def test_is_refused_by_audit():
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_ranks_halve_together(tmp_path):
     """Rank 1 runs out, rank 0 does not: both go on with half, once, where the whole batches take them."""
