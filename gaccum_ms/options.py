@@ -85,7 +85,7 @@ class Options:
         return self.micro_size != 1 or self.accumulation_steps > 1 or self.counted or self.several_losses
 
 
-def checked(options: Options) -> Options:
+def checked(given: Options) -> Options:
     """Options as the user gave them, each by itself: an error, or what they mean.
 
     Raises:
@@ -93,7 +93,6 @@ def checked(options: Options) -> Options:
         ValueError: If one has a wrong value; if both sizes are given or neither; if there are not as many counts as
             losses.
     """
-    given = options
     check_positive_int(_NAME, "accumulation_steps", given.accumulation_steps)
     micro_size, micro_batch_size = given.micro_size, given.micro_batch_size
     if micro_size is None and micro_batch_size is None and given.accumulation_steps > 1:

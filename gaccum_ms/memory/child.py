@@ -166,13 +166,6 @@ def _measured(
     return Usage(bytes_of("VmHWM"), bytes_of("VmRSS"))
 
 
-def _part_of(parameter: ms.Parameter) -> int:
-    """Bytes at a Parameter's beginning that it is made of; all, of small ones."""
-    if parameter.nbytes < _REPEATED:
-        return parameter.nbytes
-    return -(-max(_PART, parameter.nbytes // _PARTS) // _PAGE) * _PAGE
-
-
 def _repeat(parameter: ms.Parameter) -> None:
     """Let a Parameter's values be its first part, over and over."""
     if parameter.nbytes < _REPEATED or parameter.has_init or not parameter.data_ptr():
@@ -183,7 +176,7 @@ def _repeat(parameter: ms.Parameter) -> None:
     map_fixed = 0x10
     first = -(-parameter.data_ptr() // _PAGE) * _PAGE
     last = (parameter.data_ptr() + parameter.nbytes) // _PAGE * _PAGE
-    part = _part_of(parameter)
+    part = -(-max(_PART, parameter.nbytes // _PARTS) // _PAGE) * _PAGE
     file = os.memfd_create("gaccum_ms")
     os.write(file, ctypes.string_at(first, min(part, last - first)))
     for place in range(first, last, part):

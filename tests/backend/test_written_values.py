@@ -11,7 +11,7 @@ import pytest
 from mindspore import Tensor, nn, ops
 from mindspore.common.initializer import initializer
 from mindspore.train import EarlyStopping
-from support.reference import relative_error
+from support.reference import Outer, relative_error
 from support.two_ranks import case
 
 from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell, WithBatchLossCell
@@ -246,14 +246,6 @@ def test_storage_that_was_replaced_in_another_way_compiles_anew_with_a_warning(w
 
 
 def test_a_step_within_another_graph_sees_what_was_written(whole_batch, tmp_path):
-    class Outer(nn.Cell):
-        def __init__(self, step):
-            super().__init__()
-            self.step = step
-
-        def construct(self, x, y):
-            return self.step(x, y)
-
     run = Training("samples")
     run.step = Outer(run.step).set_train()
     assert_same(trained(run, tmp_path), whole_batch[None])

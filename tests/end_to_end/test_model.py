@@ -12,7 +12,7 @@ import pytest
 from mindspore import nn, train
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.train import amp
-from support.reference import OPTIMIZERS, as_numpy, batches, make_network, relative_error
+from support.reference import OPTIMIZERS, Outer, as_numpy, batches, make_network, relative_error
 from support.state import assert_close
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
@@ -88,15 +88,6 @@ def test_the_original_taken_before_our_import_refuses_our_cell():
     cell = GradAccumulationCell(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), 2)
     with pytest.raises(RuntimeError, match=r"'gaccum_ms' imported before build_train_network is"):
         _original(cell, nn.SGD(cell.trainable_params(), 0.1))
-
-
-class Outer(nn.Cell):
-    def __init__(self, network):
-        super().__init__(auto_prefix=False)
-        self.network = network
-
-    def construct(self, x, y):
-        return self.network(x, y)
 
 
 def test_what_would_not_accumulate_is_refused_before_the_first_step(mode):

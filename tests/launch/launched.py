@@ -30,6 +30,15 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
+def ranks_that_wait(folder: Path, number: int) -> Launched:
+    """So many ranks, of which each has left its process's number in ``pid.<rank>`` , and waits for ever."""
+    script = write(folder / "script.py", 'open(f"pid.{rank}", "x").write(str(os.getpid()))\ntime.sleep(1000)')
+    launched = Launched(script, "-n", str(number))
+    for rank in range(number):
+        launched.wait_for(folder / f"pid.{rank}")
+    return launched
+
+
 class Launched:
     """A running launcher whose processes can be found, even those that left its tree.
 

@@ -8,7 +8,7 @@ import signal
 import time
 
 import pytest
-from launched import LIMIT, Launched, write
+from launched import LIMIT, Launched, ranks_that_wait, write
 
 pytestmark = pytest.mark.distributed
 
@@ -84,10 +84,7 @@ def test_a_failing_rank_is_named_with_the_end_of_its_log_and_ends_the_others(tmp
 
 
 def test_a_killed_rank_ends_the_others(tmp_path):
-    script = write(tmp_path / "script.py", 'open(f"pid.{rank}", "x").write(str(os.getpid()))\ntime.sleep(1000)')
-    launched = Launched(script, "-n", "3")
-    for rank in range(3):
-        launched.wait_for(tmp_path / f"pid.{rank}")
+    launched = ranks_that_wait(tmp_path, 3)
     begin = time.monotonic()
     os.kill(int((tmp_path / "pid.2").read_text()), signal.SIGKILL)
     done = launched.finish()

@@ -8,7 +8,7 @@ import signal
 import time
 
 import pytest
-from launched import Launched, write
+from launched import Launched, ranks_that_wait, write
 
 from gaccum_ms.launch.cluster import Cluster, LaunchError
 from gaccum_ms.launch.supervisor import EXIT_SECONDS, Ranks
@@ -65,10 +65,7 @@ def test_ranks_that_go_on_alone_may(tmp_path):
 
 
 def test_a_stopped_rank_is_named(tmp_path):
-    script = write(tmp_path / "script.py", 'open(f"pid.{rank}", "x").write(str(os.getpid()))\ntime.sleep(1000)')
-    launched = Launched(script, "-n", "2")
-    for rank in range(2):
-        launched.wait_for(tmp_path / f"pid.{rank}")
+    launched = ranks_that_wait(tmp_path, 2)
     begin = time.monotonic()
     os.kill(int((tmp_path / "pid.1").read_text() or 0), signal.SIGSTOP)
     done = launched.finish()

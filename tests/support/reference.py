@@ -17,6 +17,17 @@ CLASSES = 5
 FEATURES = 12
 
 
+class Outer(nn.Cell):
+    """A network or a step within another Cell."""
+
+    def __init__(self, inner):
+        super().__init__(auto_prefix=False)
+        self.inner = inner
+
+    def construct(self, x, y):
+        return self.inner(x, y)
+
+
 class Classifier(nn.Cell):
     """Base of the test networks: inputs are cast to the weights' dtype, logits to float32."""
 

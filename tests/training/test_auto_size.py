@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops, train
 from mindspore.dataset import GeneratorDataset
-from support.reference import OPTIMIZERS, as_numpy, batches, make_network, relative_error
+from support.reference import OPTIMIZERS, Outer, as_numpy, batches, make_network, relative_error
 from support.two_ranks import case, run_on_ranks, run_on_two_ranks
 from test_search import Limited
 
@@ -439,15 +439,6 @@ def test_options_that_are_refused(options, error, message):
 
 def test_is_refused_in_another_graph():
     """As where data sinking puts the step into a graph with the data set's."""
-
-    class Outer(nn.Cell):
-        def __init__(self, step):
-            super().__init__()
-            self.step = step
-
-        def construct(self, x, y):
-            return self.step(x, y)
-
     step = make_step(make_network("dense"), micro_batch_size="auto")
     with pytest.raises(RuntimeError, match=r"'auto' needs Python between the batches, .*dataset_sink_mode=False"):
         Outer(step)(*map(Tensor, batches(8, 1)[0]))
