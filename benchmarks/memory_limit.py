@@ -54,7 +54,7 @@ def _program(kind: str, name: str, samples: int, number: int) -> dict[str, Any]:
         find_micro_batch_size,
         memory_report,
     )
-    from gaccum_ms.memory.heap import give_back_freed_memory
+    from gaccum_ms.memory.heap import keep_heap_small
 
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_device("CPU")
@@ -69,7 +69,7 @@ def _program(kind: str, name: str, samples: int, number: int) -> dict[str, Any]:
     if kind == "find":
         size = find_micro_batch_size(GradAccumulationCell(network, 1), optimizer, batch, number)
     if not kind.startswith("find"):
-        give_back_freed_memory()  # as a search has let it
+        keep_heap_small()  # as a search has let it
     options = {"micro_batch_size": "auto", "memory_limit": number} if "auto" in kind else {"micro_batch_size": size}
     cell = GradAccumulationCell(network, **options)
     step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
 import pytest
+from mindspore import nn
+
+from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 
 pytest.importorskip("grimp", reason="grimp comes with import-linter, in the extra 'dev': pip install '.[dev]'")
 
-from structure import longest_chain, structure
+from structure import PACKAGE, longest_chain, structure
 
 
 def test_the_package_can_be_followed():
@@ -20,3 +29,29 @@ def test_the_package_can_be_followed():
 def test_chains_and_circles_of_a_small_package():
     assert longest_chain({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == (["a", "b", "c"], [])
     assert longest_chain({"a": {"b"}, "b": {"a"}})[1] == ["b -> a"]
+
+
+def test_a_plain_step_runs_through_the_seven_files_that_contributing_names():
+    ran = set()
+
+    def watch(frame, event, argument):
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and PACKAGE in file.parents and file.parent.name in ("training", "accumulation"):
+            ran.add(file.name)
+
+    ms.set_context(mode=ms.PYNATIVE_MODE)  # in which Python runs what graph mode compiles
+    network = nn.Dense(3, 2)
+    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), 2)
+    optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
+    step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
+    batch = ms.Tensor(np.ones((4, 3), np.float32)), ms.Tensor(np.zeros(4, np.int32))
+    step(*batch)
+    sys.setprofile(watch)
+    try:
+        step.construct(*batch)
+    finally:
+        sys.setprofile(None)
+    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"(\w+\.py)`", text[text.index("read seven files") : text.index("`test_structure.py`\nwatches")])
+    assert len(named) == 7
+    assert ran - {"saturation.py"} == set(named)

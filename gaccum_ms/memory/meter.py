@@ -17,7 +17,7 @@ from mindspore import ops
 
 from gaccum_ms.distributed.layout import rank_and_ranks
 from gaccum_ms.memory.child import Usage, bytes_of, forget_peak
-from gaccum_ms.memory.heap import give_back_freed_memory
+from gaccum_ms.memory.heap import keep_heap_small
 
 
 class ProcessMeter:
@@ -37,7 +37,7 @@ class ProcessMeter:
                 f"/proc/self/clear_refs, /proc/self/pagemap and VmHWM in /proc/self/status of Linux, but got "
                 f"'{error}'. Measure outside of this sandbox, or on an accelerator."
             ) from error
-        give_back_freed_memory()
+        keep_heap_small()
 
     def limit(self) -> int:
         """Bytes that this process may have: this rank's share of the container's limit, or of what is free."""
