@@ -1,0 +1,55 @@
+"""What a forecast makes of trials: of those that ended because of the limit, too. No trial runs here."""
+
+from __future__ import annotations
+
+import pytest
+from mindspore import Tensor, nn
+from support.reference import OPTIMIZERS, batches, make_network
+
+from gaccum_ms import GradAccumulationCell
+from gaccum_ms.memory.forecast import Forecast
+
+MB = 1_000_000
+
+
+def forecast(limit: int, measured: dict[int, int | None], ended: dict[int, int], samples: int = 32) -> Forecast:
+    """Sizes in samples, the rest in MB."""
+    network = make_network("dense")
+    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), 1)
+    batch = [Tensor(value) for value in batches(samples, 1)[0]]
+    made = Forecast("test", cell, OPTIMIZERS["sgd"](network.trainable_params()), batch, limit * MB)
+    made.measured = {size: found and found * MB for size, found in measured.items()}
+    made._ended = {size: reached * MB for size, reached in ended.items()}
+    return made
+
+
+EVEN = {2: 640, 4: 650}  # 5 MB for each sample: 8 samples are predicted to need 670
+
+
+@pytest.mark.parametrize(
+    ("limit", "reached", "fits"),
+    [
+        (690, 665, True),  # the trial ended before what is predicted, and one and a half per cent are left
+        (690, 675, False),  # it came farther than is predicted: the prediction is wrong
+        (675, 665, False),  # too little is left for a prediction
+    ],
+)
+def test_a_trial_that_ended_near_the_limit_may_have_fitted(limit, reached, fits):
+    assert forecast(limit, {**EVEN, 8: None}, {8: reached}).may_fit(8) is fits
+
+
+def test_it_takes_a_measurement_of_half_the_samples():
+    assert forecast(720, {**EVEN, 8: None}, {8: 665}).may_fit(8)
+    assert not forecast(720, {**EVEN, 16: None}, {16: 665}).may_fit(16)
+
+
+def test_a_ragged_size_is_not_taken_untested_by_what_even_ones_need():
+    """Seven samples of 32 leave four, for which the graph has a second part, of a size that none of them tells."""
+    assert not forecast(690, {**EVEN, 7: None}, {7: 640}).may_fit(7)
+    assert not forecast(690, {**EVEN, 3: 655, 7: None}, {7: 640}).may_fit(7)  # three are fewer than half of seven
+    assert forecast(720, {**EVEN, 5: 665, 7: None}, {7: 640}).may_fit(7)
+
+
+def test_a_ragged_size_that_was_too_much_says_nothing_of_even_ones():
+    assert forecast(690, {**EVEN, 7: None}, {}).may_fit(8)
+    assert not forecast(690, {**EVEN, 8: None}, {}).may_fit(16)
