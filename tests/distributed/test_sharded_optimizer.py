@@ -220,7 +220,7 @@ def trained(rank_pair, tmp_path_factory) -> list[Results]:
     return rank_pair.worker("sharding_worker", tmp_path_factory.mktemp("equality"))
 
 
-@pytest.mark.core("counted", "trust_ratio", "shards")
+@pytest.mark.core("counted", "by parameters", "shards")
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "reference"),
@@ -228,8 +228,9 @@ def trained(rank_pair, tmp_path_factory) -> list[Results]:
         pytest.param(name, reference, id=name)
         for name, reference in {
             "counted": "counted",  # Adam, in slices
-            "trust_ratio": "trust_ratio",  # by parameters
+            "by parameters": "counted",
             "shards": "counted",
+            "trust_ratio": "trust_ratio",  # needs whole parameters
             "shards by parameters": "trust_ratio",
             "flush": "flush",  # SGD
             "shards flush": "flush",
@@ -245,8 +246,8 @@ def trained(rank_pair, tmp_path_factory) -> list[Results]:
 )
 def test_equals_the_optimizer_that_is_not_sharded(trained, name, reference):
     """Weights, the whole state and losses, on both ranks. Counts differ between ranks and micro-batches; sharded
-    accumulators, "shards", know the window's exactly all the same. In "trust_ratio", "shards" and "pynative" the ranks
-    begin with different weights, which are broadcast."""
+    accumulators, "shards", know the window's exactly all the same. In "by parameters", "shards" and "pynative" the
+    ranks begin with different weights, which are broadcast."""
     for results in trained:
         assert_same(case(results, f"{name}/sharded"), case(results, f"{reference}/whole"))
 

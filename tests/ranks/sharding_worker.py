@@ -218,6 +218,7 @@ def weigh_by_own_unit(optimizer: ShardedOptimizer, step) -> None:
 
 COUNTED = {"loss_cell": CountedLoss, "count": count, "max_grad_norm": 0.5}
 SHARDED_ACCUMULATORS = {"shard_accumulators": True}
+BY_PARAMETERS = {"partition": "parameters"}
 
 
 def counted_and_overflow(trainer: Trainer) -> None:
@@ -232,8 +233,8 @@ def small_buffers(trainer: Trainer) -> None:
     shards.BUFFER_BYTES = fused_reduction.BUFFER_BYTES = 64
     try:
         trainer.train("small buffers/sharded", "adam_weight_decay", True)
-        by_parameters = {"optimizer_options": {"partition": "parameters"}}
-        trainer.train("small buffers by parameters/sharded", "adam_weight_decay", True, **by_parameters)
+        name = "small buffers by parameters/sharded"
+        trainer.train(name, "adam_weight_decay", True, optimizer_options=BY_PARAMETERS)
     finally:
         shards.BUFFER_BYTES, fused_reduction.BUFFER_BYTES = large
 
@@ -446,7 +447,8 @@ def from_two(trainer: Trainer, out: Path) -> None:
 Task = Callable[[Trainer], object]
 TASKS: dict[tuple[str, ...], Task] = {
     ("counted", "overflow"): counted_and_overflow,
-    ("trust_ratio",): lambda trainer: trainer.both("trust_ratio", "trust_ratio", {"apart": True}, **COUNTED),
+    ("by parameters",): training("by parameters/sharded", "adam", apart=True, optimizer_options=BY_PARAMETERS),
+    ("trust_ratio",): lambda trainer: trainer.both("trust_ratio", "trust_ratio", **COUNTED),
     ("shards",): training("shards/sharded", "adam", apart=True, **SHARDED_ACCUMULATORS),
     ("shards by parameters",): training("shards by parameters/sharded", "trust_ratio", **SHARDED_ACCUMULATORS),
     ("flush", "shards flush"): flush,
