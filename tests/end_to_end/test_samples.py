@@ -145,7 +145,8 @@ def test_run_sh_starts_the_script_it_is_given_and_fails_as_it_does(run, tmp_path
 @pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed (Debian: openmpi-bin)")
 def test_two_processes_train_under_mpirun(run, tmp_path):
-    done = run("bash", ROOT / "run.sh", "--launcher", "mpirun", "--processes", "2", "--timeout", "500", limit=600)
+    arguments = ["--launcher", "mpirun", "--processes", "2", "--timeout", "500", "--epochs", "4"]
+    done = run("bash", ROOT / "run.sh", *arguments, limit=600)
     assert done.returncode == 0
     for rank in range(2):
         stdout = (tmp_path / "log_output" / "1" / f"rank.{rank}" / "stdout").read_text()
