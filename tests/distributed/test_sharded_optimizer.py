@@ -9,15 +9,17 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import nn
-from sharding_worker import TrustRatio, make_step, run
+from sharding_worker import UPDATES, TrustRatio, make_step, run
 from support.ranks import Ranks
 from support.reference import make_network as make_dense
 from support.reference import relative_error
+from support.reuse import Reused
 from support.two_ranks import Results, case
 
-from gaccum_ms import GradAccumulationCell, ShardedOptimizer, resume
+from gaccum_ms import GradAccumulationCell, ShardedOptimizer, TrainOneStepWithGradAccumulationCell, resume
 from gaccum_ms.distributed.layout import Layout, balanced_owners
 from gaccum_ms.distributed.optimizer_groups import _ELEMENTWISE
+from gaccum_ms.distributed.sharded_optimizer import PART
 
 TOLERANCE = 1e-6
 RANKS_TOLERANCE = 1e-5  # between numbers of ranks, which add up in another order
@@ -75,10 +77,15 @@ class SpecialAdam(nn.Adam):
     """May do anything."""
 
 
+def as_rank(monkeypatch, rank: int, ranks: int) -> None:
+    """As this rank sees it, where nothing is sent."""
+    for module in ("distributed.sharded_optimizer", "accumulation.windows", "accumulation.sharded_accumulators"):
+        monkeypatch.setattr(f"gaccum_ms.{module}.rank_and_ranks", lambda: (rank, ranks))
+
+
 @pytest.fixture
 def two_ranks(monkeypatch):
-    """As rank 1 of 2 sees it, where nothing is sent."""
-    monkeypatch.setattr("gaccum_ms.distributed.sharded_optimizer.rank_and_ranks", lambda: (1, 2))
+    as_rank(monkeypatch, 1, 2)
 
 
 CENTRALIZED = [{"params": make_dense("conv").trainable_params(), "grad_centralization": True}]
@@ -139,8 +146,11 @@ def test_options_of_sharded_accumulators():
         GradAccumulationCell(network, 2, shard_accumulators=1)
 
 
+steps = Reused(make_step)
+
+
 def test_stand_alone_it_is_the_plain_optimizer(mode):
-    plain, sharded = make_step(False), make_step(True)
+    plain, sharded = steps(False), steps(True)
     assert_same(run(sharded, 0, 2), run(plain, 0, 2))
     names = [parameter.name for parameter in plain.get_parameters()]
     assert [parameter.name for parameter in sharded.get_parameters()] == names
@@ -165,6 +175,42 @@ def test_owners_are_balanced():
     assert sorted(loads) == [95, 100, 110]  # of 305
 
 
+def bytes_of(optimizer: nn.Optimizer) -> tuple[int, int]:
+    """Of the optimizer's state, and of its copies of weights."""
+    weights = {id(weight) for weight in optimizer.parameters}
+    own = [one for one in optimizer.get_parameters() if id(one) not in weights]
+    copies = sum(one.nbytes for one in own if one.name.startswith(PART))
+    return sum(one.nbytes for one in own) - copies, copies
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_each_rank_has_its_share(monkeypatch, ranks):
+    """Of the state and the accumulators. By parameters as evenly as these go: the largest of five has most of the
+    weights."""
+    network = nn.SequentialCell(nn.Dense(383, 253), nn.Dense(253, 251), nn.Dense(251, 9))  # nothing divides by 8
+    params = network.trainable_params()
+    weights = sum(weight.nbytes for weight in params)
+    whole, no_copies = bytes_of(nn.Adam(params))
+    assert whole >= 2 * weights and not no_copies
+    whole_accumulators = sum(one.nbytes for one in stepped(network, nn.Adam(params)).accu_grads)
+    share, by_parameters = 1.05 / ranks, 0
+    for rank in range(ranks):
+        as_rank(monkeypatch, rank, ranks)
+        by_parameters += bytes_of(ShardedOptimizer(nn.Adam, params, partition="parameters"))[0]
+        if rank in (0, ranks - 1):
+            optimizer = ShardedOptimizer(nn.Adam, params)
+            state, copies = bytes_of(optimizer)
+            assert state <= whole * share and copies <= weights * share
+            step = stepped(network, optimizer, shard_accumulators=True)
+            assert sum(one.nbytes for one in step.accu_grads) <= whole_accumulators * share
+    assert by_parameters <= whole * 1.05
+
+
+def stepped(network: nn.Cell, optimizer: nn.Optimizer, **options) -> TrainOneStepWithGradAccumulationCell:
+    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), 2, **options)
+    return TrainOneStepWithGradAccumulationCell(cell, optimizer)
+
+
 # -- two ranks against the same two ranks ------------------------------------------------------------------------------
 
 
@@ -174,35 +220,34 @@ def trained(rank_pair, tmp_path_factory) -> list[Results]:
     return rank_pair.worker("sharding_worker", tmp_path_factory.mktemp("equality"))
 
 
-OPTIMIZERS = ["sgd", "momentum", "adam", "adam_weight_decay", "asgd", "adafactor", "trust_ratio"]
-
-
-@pytest.mark.core("adam", "trust_ratio", "counted")
-@pytest.mark.distributed
-@pytest.mark.parametrize("name", [*OPTIMIZERS, "counted", "flush", "by hand"])
-def test_equals_the_optimizer_that_is_not_sharded(trained, name):
-    """Weights, the whole state and losses, on both ranks."""
-    for results in trained:
-        assert_same(case(results, f"{name}/sharded"), case(results, f"{name}/whole"))
-
-
-@pytest.mark.core("broadcast-adam")
+@pytest.mark.core("counted", "by parameters", "shards")
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "reference"),
     [
-        ("small buffers", "adam_weight_decay"),
-        ("small buffers by parameters", "adam_weight_decay"),
-        ("pynative", "adam"),
-        ("pynative by parameters", "trust_ratio"),
-        ("jit", "adam"),
-        ("broadcast", "adam"),
-        ("broadcast by parameters", "trust_ratio"),
-        ("pynative broadcast", "adam"),
+        pytest.param(name, reference, id=name)
+        for name, reference in {
+            "counted": "counted",  # Adam, in slices
+            "by parameters": "counted",
+            "shards": "counted",
+            "trust_ratio": "trust_ratio",  # needs whole parameters
+            "shards by parameters": "trust_ratio",
+            "flush": "flush",  # SGD
+            "shards flush": "flush",
+            "small buffers": "small buffers",  # AdamWeightDecay
+            "small buffers by parameters": "small buffers",
+            "by hand": "by hand",  # Momentum
+            "jit": "jit",  # ASGD
+            "pynative": "counted",
+            "pynative by parameters": "trust_ratio",
+            "pynative shards": "counted",
+        }.items()
     ],
 )
-def test_equals_it_in_all_modes_and_partitions(trained, name, reference):
-    """With ``parameter_broadcast`` , where the ranks have begun with different weights."""
+def test_equals_the_optimizer_that_is_not_sharded(trained, name, reference):
+    """Weights, the whole state and losses, on both ranks. Counts differ between ranks and micro-batches; sharded
+    accumulators, "shards", know the window's exactly all the same. In "by parameters", "shards" and "pynative" the
+    ranks begin with different weights, which are broadcast."""
     for results in trained:
         assert_same(case(results, f"{name}/sharded"), case(results, f"{reference}/whole"))
 
@@ -211,37 +256,19 @@ def test_equals_it_in_all_modes_and_partitions(trained, name, reference):
 def test_an_overflow_on_one_rank_skips_the_update_on_both(trained):
     for results in trained:
         sharded, whole = case(results, "overflow/sharded"), case(results, "overflow/whole")
-        assert sharded["updates"] == whole["updates"] == 4 + 3
+        assert sharded["updates"] == whole["updates"] == UPDATES + UPDATES - 1
         del sharded["losses"], whole["losses"]  # not finite on one rank
         assert_same(sharded, whole)
 
 
-@pytest.mark.core("shards counted-counted")
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("name", "reference"),
-    [
-        ("shards", "adam"),
-        ("shards counted", "counted"),
-        ("shards by parameters", "shards by parameters"),
-        ("shards flush", "flush"),
-        ("pynative shards", "counted"),
-    ],
-)
-def test_sharded_accumulators_equal_whole_ones(trained, name, reference):
-    """Counts differ between ranks and micro-batches; the window's are exact all the same."""
-    for results in trained:
-        assert_same(case(results, f"{name}/sharded"), case(results, f"{reference}/whole"))
-
-
 @pytest.mark.core(broken="forgets")
 @pytest.mark.distributed
-@pytest.mark.parametrize(("broken", "reference"), [("forgets", "adam"), ("neighbour", "adam"), ("unit", "counted")])
-def test_the_comparison_finds_what_is_broken(trained, broken, reference):
+@pytest.mark.parametrize("broken", ["forgets", "neighbour", "unit"])
+def test_the_comparison_finds_what_is_broken(trained, broken):
     """A rank that forgets to gather; one that updates its neighbour's slice; accumulators in units of their own."""
     for results in trained:
         with pytest.raises(AssertionError):
-            assert_same(case(results, f"broken: {broken}"), case(results, f"{reference}/whole"))
+            assert_same(case(results, f"broken: {broken}"), case(results, "counted/whole"))
 
 
 @pytest.mark.distributed
@@ -254,23 +281,40 @@ def test_learning_rates_are_those_of_all_groups_on_all_ranks(trained):
 # -- checkpoints, and other numbers of ranks ---------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory) -> tuple[Path, Results]:
-    """A folder with checkpoints that one process saved after two updates, of plain optimizers; and how it went on."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    results = {}
-    ms.set_context(mode=ms.GRAPH_MODE)
-    for kind, name in (("adam", "one-rank.ckpt"), ("adafactor", "one-rank-adafactor.ckpt")):
-        step = make_step(False, kind)
-        run(step, 0, 2)
-        ms.save_checkpoint(step, str(folder / name))
-        results[kind] = run(step, 2, 4)
-    return folder, results
+class OneRank:
+    """What one process makes of plain optimizers: a checkpoint after two updates, and how it goes on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.results: dict[str, Results] = {}
+
+    def file(self, kind: str) -> Path:
+        return self.folder / f"one-rank-{kind}.ckpt"
+
+    def __call__(self, kind: str) -> Results:
+        if kind not in self.results:
+            step = steps(False, kind)
+            run(step, 0, 2)
+            ms.save_checkpoint(step, str(self.file(kind)))
+            self.results[kind] = run(step, 2, 4)
+        return self.results[kind]
 
 
 @pytest.fixture(scope="module")
-def saved(rank_pair, one_rank) -> list[Results]:
-    return rank_pair.worker("sharding_worker", one_rank[0])
+def one_rank(tmp_path_factory) -> OneRank:
+    return OneRank(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="module")
+def ranks_with_files(rank_pair, one_rank) -> list[Results]:
+    return rank_pair.worker("sharding_worker", one_rank.folder)
+
+
+@pytest.fixture
+def saved(ranks_with_files, one_rank) -> list[Results]:
+    """What each of two ranks gets, by case; each has the checkpoint of one process."""
+    one_rank("adam")
+    return ranks_with_files
 
 
 def went_on(results: Results, name: str) -> Results:
@@ -279,7 +323,7 @@ def went_on(results: Results, name: str) -> Results:
     return found
 
 
-@pytest.mark.core("resumed")
+@pytest.mark.core("resumed", "mindspore's load")
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["resumed", "mindspore's load", "to plain"])
 def test_goes_on_from_what_modelcheckpoint_and_updatecheckpoint_saved(saved, name):
@@ -294,31 +338,27 @@ def test_goes_on_from_what_modelcheckpoint_and_updatecheckpoint_saved(saved, nam
 @pytest.mark.parametrize("kind", ["adam", "adafactor"])
 def test_two_ranks_go_on_from_one(saved, one_rank, kind):
     """A plain optimizer's checkpoint, of one process."""
+    alone = one_rank(kind)
     for results in saved:
-        assert_same(went_on(results, f"{kind} from one"), one_rank[1][kind], RANKS_TOLERANCE)
+        assert_same(went_on(results, f"{kind} from one"), alone, RANKS_TOLERANCE)
 
 
 @pytest.mark.core("False-adam")
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["adam", "adafactor"])
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(("sharded", "kind"), [(False, "adam"), (False, "adafactor"), (True, "adam")])
 def test_one_rank_goes_on_from_two(saved, one_rank, kind, sharded):
+    """Its checkpoint has the names and shapes that one process saves with a plain optimizer."""
+    alone = one_rank(kind)
     assert case(saved[0], f"{kind} went on")  # it has saved
-    step = make_step(sharded, kind)
-    resume(step, one_rank[0] / f"{kind}-by-hand.ckpt")
-    assert_same(run(step, 2, 4), one_rank[1][kind], RANKS_TOLERANCE)
-
-
-@pytest.mark.core(kind="adam")
-@pytest.mark.distributed
-@pytest.mark.parametrize(("kind", "one"), [("adam", "one-rank.ckpt"), ("adafactor", "one-rank-adafactor.ckpt")])
-def test_a_checkpoint_is_that_of_the_optimizer_that_is_not_sharded(saved, one_rank, kind, one):
-    """Names and shapes are those that one process saves with a plain optimizer, whoever has saved."""
-    assert case(saved[0], f"{kind} went on")  # it has saved
-    wanted = {name: value.shape for name, value in ms.load_checkpoint(str(one_rank[0] / one)).items()}
-    by_hand = one_rank[0] / f"{kind}-by-hand.ckpt"
-    found = {name: value.shape for name, value in ms.load_checkpoint(str(by_hand)).items()}
+    by_hand = one_rank.folder / f"{kind}-by-hand.ckpt"
+    wanted, found = (
+        {name: value.shape for name, value in ms.load_checkpoint(str(file)).items()}
+        for file in (one_rank.file(kind), by_hand)
+    )
     assert found == wanted
+    step = steps(sharded, kind)
+    resume(step, by_hand)
+    assert_same(run(step, 2, 4), alone, RANKS_TOLERANCE)
 
 
 @pytest.mark.core("window with sharded accumulators")
@@ -350,49 +390,16 @@ def test_what_would_wait_for_ever_or_save_a_part_is_refused_on_both_ranks(saved,
         assert str(results[f"{name}/error"]).startswith(ERRORS[name]), results[f"{name}/error"]
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
-def eight(one_rank, tmp_path_factory):
-    with Ranks(tmp_path_factory.mktemp("eight"), 8) as ranks:
-        yield ranks.worker("sharding_worker", one_rank[0])
-
-
-@pytest.fixture
-def on(number, saved, request) -> list[Results]:
-    """What each of so many ranks gets."""
-    return saved if number == 2 else request.getfixturevalue("eight")
-
-
-@pytest.mark.core(number=2)
-@pytest.mark.distributed
-@pytest.mark.parametrize("partition", ["slices", "parameters"])
-@pytest.mark.parametrize("number", [2, 8])
-def test_each_rank_has_its_share_of_the_state(on, number, partition):
-    """In slices. By parameters as evenly as these go: the largest of five has most of the weights."""
-    for results in on:
-        whole, share = int(results["bytes/whole/state"]), int(results[f"bytes/{partition}/state"])
-        assert int(results["bytes/whole/copies"]) == 0 and whole >= 2 * int(results["bytes/whole/weights"])
-        if partition == "slices":
-            assert share <= whole * (1 / number) * 1.05
-            assert int(results["bytes/slices/copies"]) <= int(results["bytes/whole/weights"]) * (1 / number) * 1.05
-    if partition == "parameters":
-        assert sum(int(results["bytes/parameters/state"]) for results in on) <= whole * 1.05
-
-
-@pytest.mark.core(number=2)
-@pytest.mark.distributed
-@pytest.mark.parametrize("number", [2, 8])
-def test_each_rank_has_its_share_of_the_accumulators(on, number):
-    for results in on:
-        assert int(results["bytes/accumulators/1"]) <= int(results["bytes/accumulators/0"]) * (1 / number) * 1.05
+def four(one_rank, tmp_path_factory):
+    with Ranks(tmp_path_factory.mktemp("four"), 4) as ranks:
+        yield ranks.worker("sharding_worker", one_rank.folder)
 
 
 @pytest.mark.thorough
 @pytest.mark.distributed
-def test_eight_ranks_go_on_from_two(saved, eight, one_rank):
+def test_four_ranks_go_on_from_two(saved, four, one_rank):
     """With weights that have fewer elements than there are ranks; both with sharded accumulators."""
     assert case(saved[0], "resumed")  # they have saved
-    for results in eight:
-        assert_same(went_on(results, "from two"), one_rank[1]["adam"], RANKS_TOLERANCE)
+    for results in four:
+        assert_same(went_on(results, "from two"), one_rank("adam"), RANKS_TOLERANCE)

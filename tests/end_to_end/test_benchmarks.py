@@ -8,9 +8,9 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
@@ -300,6 +300,7 @@ def test_picture_has_a_line_for_each_way():
 # -- networks and ways, run --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.core("mlp")
 @pytest.mark.parametrize("name", [name for name, network in NETWORKS.items() if not network.package])
 def test_both_frameworks_have_the_same_network(name):
     """The same weights in the same order, and with the same numbers in them the same outputs, loss and gradients."""
@@ -331,29 +332,45 @@ def test_both_frameworks_have_the_same_network(name):
         assert np.linalg.norm(gradient.asnumpy() - expected) <= 1e-2 * np.linalg.norm(expected), weight.shape
 
 
-@pytest.mark.core(way=["ours", "jit"])
+class Trained(NamedTuple):
+    """The first weight before and after two updates, and their losses."""
+
+    before: np.ndarray
+    after: np.ndarray
+    losses: list[float]
+    weight_bytes: int
+
+
+def two_updates(way: str, micro_size: int) -> Trained:
+    ms.set_context(mode=ms.GRAPH_MODE)
+    program = WAYS[way].build(Setting("mlp", way, micro_size, 8, "default"))
+    before = program.weight()
+    ms.set_context(mode=ms.PYNATIVE_MODE if way == "jit" else ms.GRAPH_MODE)
+    losses = [program.step() for _ in range(2)]
+    return Trained(before, program.weight(), losses, program.weight_bytes)
+
+
+@functools.cache
+def whole_batch() -> Trained:
+    return two_updates("whole", 1)
+
+
+@pytest.mark.core(way="ours")
 @pytest.mark.parametrize("way", [name for name, way in WAYS.items() if way.framework == "mindspore"])
 def test_each_way_of_mindspore_makes_the_whole_batchs_update(way):
     """Twice: what is left in accumulators or counts shows in the second update. MindSpore's own cell never trains
     here, and the bare forward and backward is not to."""
     if not controller.is_installed(WAYS[way]):
         pytest.skip(f"not installed: {', '.join(WAYS[way].packages)}")
-    program, whole = (
-        WAYS[one].build(Setting("mlp", one, micro_size, 8, "default")) for one, micro_size in ((way, 4), ("whole", 1))
-    )
-    before = program.weight()
-    np.testing.assert_array_equal(before, whole.weight())
-    assert program.weight_bytes == whole.weight_bytes == 4 * (785 * 512 + 513 * 512 + 513 * 10)
-    ms.set_context(mode=ms.PYNATIVE_MODE if way == "jit" else ms.GRAPH_MODE)
-    losses = [program.step() for _ in range(2)]
-    ms.set_context(mode=ms.GRAPH_MODE)
-    expected = [whole.step() for _ in range(2)]
+    trained, whole = two_updates(way, 4), whole_batch()
+    np.testing.assert_array_equal(trained.before, whole.before)
+    assert trained.weight_bytes == whole.weight_bytes == 4 * (785 * 512 + 513 * 512 + 513 * 10)
     if way == "mindspore" or not WAYS[way].updates:
-        np.testing.assert_array_equal(program.weight(), before)
+        np.testing.assert_array_equal(trained.after, whole.before)
         return
-    change = np.abs(whole.weight() - before).max()
-    np.testing.assert_allclose(program.weight(), whole.weight(), rtol=0, atol=1e-4 * change)
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    change = np.abs(whole.after - whole.before).max()
+    np.testing.assert_allclose(trained.after, whole.after, rtol=0, atol=1e-4 * change)
+    np.testing.assert_allclose(trained.losses, whole.losses, rtol=1e-5)
 
 
 def test_pytorchs_loop_makes_the_whole_batchs_update():
@@ -405,34 +422,42 @@ def measured(lines: list[str]) -> list[list[str]]:
 
 
 @pytest.mark.thorough
+@pytest.mark.distributed
 def test_the_command_measures_every_program(tmp_path):
-    options = f"--networks mlp --batch 8 --micro-sizes 1 2 --processes 1 {SHORT}"
+    """On one process and on two."""
+    options = f"--networks mlp --batch 8 --micro-sizes 2 --processes 1 2 {SHORT}"
     lines = run_command(tmp_path / "result.txt", f"{options} --ways whole ours")
-    assert [row[:2] for row in measured(lines)] == [["1", "1"], ["1", "1"], ["1", "1"], ["1", "2"]]
+    assert [row[:2] for row in measured(lines)] == [["1", "1"], ["1", "2"], ["2", "1"], ["2", "2"]]
     text = "\n".join(lines)
     assert "not measured  mlp: update at 16" in text
     assert "mindspore 2." in text
     assert "threads: gaccum_ms.tune_cpu()" in text
     kept = json.loads((tmp_path / "result.json").read_text())["rows"]
-    assert [row["micro_size"] for row in kept] == [1, 1, 1, 2]
+    assert [(row["processes"], row["micro_size"]) for row in kept] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    mark = "gaccum_ms_benchmark"
+    left = [process.info for process in psutil.process_iter(["cmdline"]) if mark in str(process.info["cmdline"])]
+    assert not left, left
 
     again = run_command(tmp_path / "again.txt", f"--from {tmp_path / 'result.json'}")  # measures nothing
     assert again == lines
 
 
 @pytest.mark.thorough
-def test_first_calls_are_measured_in_turns():
+def test_first_calls_are_measured_in_turns(monkeypatch):
     """Of ours, and of MindSpore's own cell."""
+    assert {way for way, _ in targets.FIRST_CALLS} == {"ours", "mindspore"}
+    few = (("ours", 2), ("mindspore", 2))
+    monkeypatch.setattr(controller, "FIRST_CALLS", few)
     log: list[str] = []
-    found = controller.measure_first_calls("mlp", batch=64, threads="tuned", repeats=1, limit=600, log=log.append)
-    assert list(found) == [("mlp", *program) for program in targets.FIRST_CALLS]
+    found = controller.measure_first_calls("mlp", batch=8, threads="tuned", repeats=1, limit=600, log=log.append)
+    assert list(found) == [("mlp", *program) for program in few]
     assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in found.values()), log
     log.clear()
-    assert controller.measure_first_calls("mlp", batch=64, threads="tuned", repeats=2, limit=0.01, log=log.append) == {
+    assert controller.measure_first_calls("mlp", batch=8, threads="tuned", repeats=2, limit=0.01, log=log.append) == {
         program: [] for program in found
     }
-    begun = [line.partition(" in a fresh process, ")[2].partition(" (")[0] for line in log if "fresh process" in line]
-    assert begun[:4] == begun[:3:-1] == [f"micro_size {size}" for _, size in targets.FIRST_CALLS]
+    begun = [line.partition(": first call of ")[2].split()[0] for line in log if "fresh process" in line]
+    assert begun == ["ours", "mindspore", "mindspore", "ours"]
 
 
 @pytest.mark.thorough
@@ -480,18 +505,6 @@ def test_two_processes_make_the_whole_batchs_updates(way):
     assert loss == pytest.approx(loss_of(Setting("mlp", whole, 1, 8)), rel=1e-5)
 
 
-@pytest.mark.thorough
-@pytest.mark.distributed
-def test_the_command_measures_two_processes(tmp_path):
-    options = f"--networks mlp --batch 8 --micro-sizes 2 --processes 2 {SHORT}"
-    lines = run_command(tmp_path / "result.txt", f"{options} --ways whole ours torch")
-    installed = controller.is_installed(WAYS["torch"])
-    assert [row[:2] for row in measured(lines)] == [["2", "1"], ["2", "2"], *[["2", "2"]] * installed]
-    mark = "gaccum_ms_benchmark"
-    left = [process.info for process in psutil.process_iter(["cmdline"]) if mark in str(process.info["cmdline"])]
-    assert not left, left
-
-
 # -- regression --------------------------------------------------------------------------------------------------------
 
 
@@ -514,9 +527,10 @@ def test_accumulation_costs_little():
     assert fastest(found[16]) <= 6 * fastest(whole)
     assert fastest(found[16]) <= 1.5 * fastest(boost)  # a call from Python for each micro-batch
     first_calls = {size: [found[size].first_call] for size in (2, 64)}
-    for size, seconds in first_calls.items():
-        with Worker(Setting("mlp", "ours", size, 256), limit=600) as worker:
-            seconds.append(worker.first_call)
+    if first_calls[64][0] > 2 * first_calls[2][0]:  # again: other tests run meanwhile
+        for size, seconds in first_calls.items():
+            with Worker(Setting("mlp", "ours", size, 256), limit=600) as worker:
+                seconds.append(worker.first_call)
     assert min(first_calls[64]) <= 2 * min(first_calls[2])
     assert found[64].peak - found[2].peak <= 16 * whole.weight_bytes  # 62 more micro-batches
 
@@ -525,10 +539,22 @@ def test_accumulation_costs_little():
 
 
 @pytest.mark.thorough
-def test_the_command_says_where_an_update_goes(tmp_path):
-    options = "--networks mlp --micro-size 4 --batch 16 --rounds 5"
-    finished = run_module("benchmarks.kernels", tmp_path / "kernels.txt", options)
-    lines = [line[23:].split() for line in finished.stdout.splitlines() if line.startswith("mlp")]
+def test_the_command_says_where_an_update_goes(tmp_path, monkeypatch, capsys):
+    """Adding up and clipping are accumulation's, products are the network's."""
+    measured: dict[str, dict[str, Any]] = {}
+    measure = kernels.measure
+
+    def noted(setting: Setting, rounds: int) -> dict[str, dict[str, Any]]:
+        measured.update(measure(setting, rounds))
+        return measured
+
+    monkeypatch.setattr(kernels, "measure", noted)
+    options = ["--networks", "mlp", "--micro-size", "4", "--batch", "16", "--rounds", "1"]
+    monkeypatch.setattr(sys, "argv", ["kernels", *options, "--output", str(tmp_path / "kernels.txt")])
+    kernels.main()
+    printed = capsys.readouterr().out
+    assert (tmp_path / "kernels.txt").read_text() == printed
+    lines = [line[23:].split() for line in printed.splitlines() if line.startswith("mlp")]
     assert len(lines) == 2  # without clipping and with
     for row in lines:
         update, in_kernels, in_none, share = (float(number.rstrip("%")) for number in row[:4])
@@ -538,20 +564,8 @@ def test_the_command_says_where_an_update_goes(tmp_path):
         assert in_none == pytest.approx(100 * (1 - in_kernels / update), abs=1)
         assert "ApplyProximalGradientDescent" in row
         assert "MatMul" not in row, "is the network's"
-    assert "targets" not in finished.stdout, "are for another number of micro-batches"
-
-
-@pytest.mark.thorough
-def test_accumulations_kernels_are_told_from_the_networks(tmp_path):
-    """Adding up and clipping are accumulation's, products are the network's."""
-    kinds = []
-    for norm in (None, 1.0):
-        setting = json.dumps(asdict(Setting("mlp", "ours", 4, 16, max_grad_norm=norm)))
-        command = [sys.executable, "-m", "benchmarks.kernels", "--one", setting, "--rounds", "1"]
-        command += ["--output", str(tmp_path / "found.json")]
-        subprocess.run(command, cwd=ROOT, capture_output=True, timeout=300, check=True)
-        kinds.append(set(json.loads((tmp_path / "found.json").read_text())["types"]))
-    plain, clipping = kinds
+    assert "targets" not in printed, "are for another number of micro-batches"
+    plain, clipping = (set(row["types"]) for row in measured.values())
     assert {"ApplyProximalGradientDescent", "InplaceCopy", "Gather", "Less"} <= plain
     assert not {"MatMul", "ApplyMomentum", "BiasAdd"} & clipping
     assert {"ReduceSum", "Sqrt"} <= clipping - plain
@@ -571,15 +585,13 @@ with tempfile.TemporaryDirectory() as folder:
 
 
 @pytest.mark.thorough
-def test_one_micro_batch_is_the_plain_step_and_three_kernels_of_one_number(tmp_path):
+def test_one_micro_batch_is_the_plain_step_and_three_kernels_of_one_number(tmp_path, programs):
     """Batches and updates are counted, and a share is divided out; nothing is accumulated."""
-    kinds = []
-    for way in ("ours", "whole"):
-        environment = controller.environment(Setting("mlp", way, 1, 16))
-        command = [sys.executable, "-c", _KERNELS, way]
-        finished = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=True
-        )
+    script, kinds = tmp_path / "count_kernels.py", []
+    script.write_text(_KERNELS)
+    for way in ("ours", "whole"):  # each in a process of its own: the profiler leaves its mark
+        finished = programs.run(script, way, folder=tmp_path)
+        assert finished.returncode == 0, finished.stderr
         kinds.append(Counter(line.split()[1] for line in finished.stdout.splitlines() if line.startswith("kernel ")))
     ours, whole = kinds
     assert whole["MatMul"] >= 8
@@ -606,6 +618,7 @@ def test_nothing_set_is_compared_with_the_best_value():
     assert instructions.target("cnn", rows | {"": row()}).line().startswith("not measured")
 
 
+@pytest.mark.thorough
 def test_the_command_runs_a_network_with_nothing_set_and_with_a_value(tmp_path, monkeypatch):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")  # which is not to count
     options = "--networks mlp --values AVX2 --batch 8 --rounds 1 --turn 0.01"
@@ -699,13 +712,15 @@ def _small_network():
     return nn.SequentialCell([nn.Embedding(VOCABULARY, 4), nn.Dense(4, VOCABULARY)])
 
 
+@pytest.mark.thorough
 def test_an_open_length_is_compiled_once():
-    seconds = lengths.measure(3, 2, 4, _small_network)
-    assert [len(each) for each in seconds.values()] == [3] * 4
+    seconds = lengths.measure(2, 2, 4, _small_network)
+    assert [len(each) for each in seconds.values()] == [2] * 4
     compiled = [sum(clock for clock, _ in seconds[way][1:]) for way in ("nn.TrainOneStepCell", "gaccum_ms, set_inputs")]
-    assert compiled[1] < compiled[0]  # two compilations, and none
+    assert compiled[1] < compiled[0]  # a compilation, and none
 
 
+@pytest.mark.thorough
 def test_all_ways_of_the_lengths_benchmark_train_alike():
     """What is compared does the same: a bare loop that forgot to clear, or to add, would compile faster."""
     ms.set_context(mode=ms.GRAPH_MODE)

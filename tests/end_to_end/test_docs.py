@@ -73,25 +73,24 @@ PROGRAMS = [
 ]
 
 
-def run_program(source: str, folder: Path) -> str:
-    script = folder / "program.py"
-    script.write_text(source)
-    result = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    return result.stdout
+@pytest.fixture
+def run_program(programs, tmp_path):
+    """What a program prints."""
+
+    def run(source: str) -> str:
+        script = tmp_path / "program.py"
+        script.write_text(source)
+        result = programs.run(script, folder=tmp_path)
+        assert result.returncode == 0, result.stderr[-2000:]
+        return result.stdout
+
+    return run
 
 
-@pytest.mark.core("README.md-1", "README.md-2", "tokens.md-1", "windows.md-1", "batch_size.md-1")
+@pytest.mark.core("README.md-1", "README.md-2", "tokens.md-2")
 @pytest.mark.parametrize(("source", "shown"), PROGRAMS)
-def test_programs_print_what_the_docs_show(source, shown, tmp_path):
-    (shown_text, shown_numbers), (text, numbers) = numbers_apart(shown), numbers_apart(run_program(source, tmp_path))
+def test_programs_print_what_the_docs_show(source, shown, run_program):
+    (shown_text, shown_numbers), (text, numbers) = numbers_apart(shown), numbers_apart(run_program(source))
     assert text == shown_text
     assert numbers == pytest.approx(shown_numbers, rel=2e-3)
     assert len(numbers) >= 3
@@ -116,12 +115,13 @@ def rows_of_pytorchs_page():
     return torchs, ours, weights
 
 
-def test_pytorchs_loop_prints_what_ours_prints(rows_of_pytorchs_page, tmp_path):
+def test_pytorchs_loop_prints_what_ours_prints(rows_of_pytorchs_page, run_program):
     torchs, _, weights = rows_of_pytorchs_page
-    _, numbers = numbers_apart(run_program(torchs, tmp_path))
+    _, numbers = numbers_apart(run_program(torchs))
     assert numbers == pytest.approx(weights, abs=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_pytorchs_loop_prints_it_on_two_processes_too(rows_of_pytorchs_page, tmp_path):
     torchs, _, weights = rows_of_pytorchs_page
@@ -153,7 +153,7 @@ def test_pytorchs_loop_prints_it_on_two_processes_too(rows_of_pytorchs_page, tmp
     assert printed[1] == ""
 
 
-@pytest.mark.core("pytorch")
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize("page", ["pytorch", "devices"])
 def test_programs_print_it_on_two_ranks_too(page, tmp_path):

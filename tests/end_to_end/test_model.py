@@ -13,16 +13,20 @@ from mindspore import nn, train
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.train import amp
 from support.reference import OPTIMIZERS, Outer, as_numpy, batches, make_network, relative_error
+from support.reuse import Reused
 from support.state import assert_close
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.model_hook import _original, build_train_network
 
-SAMPLES, BATCH = 22, 8  # 8 + 8 + 6: each epoch ends with a short, ragged batch
+BATCH, BATCHES, EPOCHS = 8, 3, 3
+RAGGED = 6  # samples of a short batch, which 4 micro-batches cannot share equally
 
 
-def data_set():
-    return NumpySlicesDataset(batches(SAMPLES, 1)[0], ["x", "y"], shuffle=False).batch(BATCH)
+def data_set(last: int = BATCH):
+    """Of an epoch's batches the last may be a short one."""
+    samples = BATCH * (BATCHES - 1) + last
+    return NumpySlicesDataset(batches(samples, 1)[0], ["x", "y"], shuffle=False).batch(BATCH)
 
 
 def plain(loss_cell, optimizer):
@@ -41,18 +45,54 @@ def by_step(loss_cell, optimizer):
     return ms.Model(TrainOneStepWithGradAccumulationCell(GradAccumulationCell(loss_cell, 4), optimizer))
 
 
-def fit(make_model, epochs=3, callbacks=(), optimizer="momentum", **model_options):
-    network = make_network("dense")
-    optimizer = OPTIMIZERS[optimizer](network.trainable_params())
-    model = make_model(nn.WithLossCell(network, nn.CrossEntropyLoss()), optimizer)
-    model.train(epochs, data_set(), callbacks=list(callbacks))
-    return {p.name: as_numpy(p) for p in [*network.get_parameters(), *optimizer.get_parameters()]}
+def by_model_with_loss_scale(loss_cell, optimizer):
+    cell, manager = GradAccumulationCell(loss_cell, 4), ms.amp.DynamicLossScaleManager(2.0**10, 2, 1000)
+    return ms.Model(cell, optimizer=optimizer, loss_scale_manager=manager)
 
 
-@pytest.mark.core("graph-by_model", "graph-by_build_train_network", "graph-by_step", "pynative-by_model")
-@pytest.mark.parametrize("make_model", [by_model, by_build_train_network, by_step])
-def test_every_way_in_equals_the_whole_batch(make_model, mode):
-    assert_close(fit(make_model), fit(plain))
+def by_model_with_options(loss_cell, optimizer):
+    cell = GradAccumulationCell(loss_cell, 4, max_grad_norm=0.5, overflow="drop_micro_batch")
+    return ms.Model(cell, optimizer=optimizer)
+
+
+class Models(Reused):
+    """Models whose graphs are compiled once; each call returns one as it was made."""
+
+    def __init__(self):
+        super().__init__(self.make_step)
+        self.models = {}
+
+    def make_step(self, make_model):
+        network = make_network("dense")
+        optimizer = OPTIMIZERS["momentum"](network.trainable_params())
+        model = make_model(nn.WithLossCell(network, nn.CrossEntropyLoss()), optimizer)
+        self.models[model.train_network] = model
+        return model.train_network
+
+    def __call__(self, make_model):
+        return self.models[super().__call__(make_model)]
+
+
+models = Models()
+
+
+def fit(make_model, callbacks=(), epochs=EPOCHS, last=BATCH):
+    """Train, and return the weights and the optimizer's state."""
+    model = models(make_model)
+    model.train(epochs, data_set(last), callbacks=list(callbacks))
+    step = model.train_network
+    return {p.name: as_numpy(p) for p in [*step.network.get_parameters(), *step.optimizer.get_parameters()]}
+
+
+@pytest.mark.core("graph-by_model-6", "graph-by_build_train_network-8", "graph-by_step-8", "pynative-by_model-6")
+@pytest.mark.parametrize(
+    ("make_model", "last"),
+    [(by_model, RAGGED), (by_build_train_network, BATCH), (by_step, BATCH)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_every_way_in_equals_the_whole_batch(make_model, last, mode):
+    epochs = EPOCHS if mode == "graph" else 1
+    assert_close(fit(make_model, epochs=epochs, last=last), fit(plain, epochs=epochs, last=last))
 
 
 # -- the hook ----------------------------------------------------------------------------------------------------------
@@ -115,54 +155,41 @@ def test_what_would_not_accumulate_is_refused_before_the_first_step(mode):
 # -- callbacks ---------------------------------------------------------------------------------------------------------
 
 
-def test_loss_monitor_prints_the_same_losses(capsys):
-    lines = {}
+def test_mindspores_callbacks_see_the_same(tmp_path, capsys):
+    """LossMonitor and History the losses, TimeMonitor each epoch; what ModelCheckpoint saves loads into a network
+    without accumulation."""
+    losses, epochs, weights = {}, {}, {}
     for make_model in (plain, by_model):
-        fit(make_model, callbacks=[train.LossMonitor(1)])
-        lines[make_model] = re.findall(r"epoch: (\d+) step: (\d+), loss is ([\d.]+)", capsys.readouterr().out)
-    assert len(lines[plain]) == 3 * 3
-    assert [line[:2] for line in lines[by_model]] == [line[:2] for line in lines[plain]]
-    losses = [np.array([float(line[2]) for line in lines[key]]) for key in (by_model, plain)]
-    assert relative_error(*losses) < 1e-5
+        folder, history = tmp_path / make_model.__name__, train.History()
+        checkpoints = train.ModelCheckpoint("net", str(folder), train.CheckpointConfig(2, keep_checkpoint_max=20))
+        trained = fit(make_model, [train.LossMonitor(1), train.TimeMonitor(), history, checkpoints])
 
+        printed = capsys.readouterr().out
+        lines = re.findall(r"epoch: (\d+) step: (\d+), loss is ([\d.]+)", printed)
+        assert [line[:2] for line in lines] == [(str(i), str(j)) for i in (1, 2, 3) for j in (1, 2, 3)]
+        assert len(re.findall(r"Train epoch time: +[\d.]+ ms, per step time: +[\d.]+ ms", printed)) == EPOCHS
+        epochs[make_model] = history.epoch
+        of_epochs = np.array(history.history["net_output"]).ravel()
+        losses[make_model] = np.array([*(float(line[2]) for line in lines), *of_epochs])
 
-def test_time_monitor_and_history_see_every_epoch(capsys):
-    seen = {}
-    for make_model in (plain, by_model):
-        history = train.History()
-        fit(make_model, callbacks=[train.TimeMonitor(), history])
-        seen[make_model] = history.epoch, np.array(history.history["net_output"]).ravel()
-        assert len(re.findall(r"Train epoch time: +[\d.]+ ms, per step time: +[\d.]+ ms", capsys.readouterr().out)) == 3
-    assert seen[plain][0] == seen[by_model][0]
-    assert relative_error(seen[by_model][1], seen[plain][1]) < 1e-5
-
-
-def test_model_checkpoint_loads_into_a_network_without_accumulation(tmp_path):
-    weights = {}
-    for make_model in (plain, by_model):
-        config = train.CheckpointConfig(save_checkpoint_steps=2, keep_checkpoint_max=20)
-        folder = tmp_path / make_model.__name__
-        callback = train.ModelCheckpoint("net", str(folder), config)
-        trained = fit(make_model, callbacks=[callback])
-        assert sorted(path.name for path in folder.glob("*.ckpt")) == [
-            f"net-{step}.ckpt" for step in ("1_2", "2_1", "2_3", "3_2", "3_3")
-        ]
+        names = [f"net-{step}.ckpt" for step in ("1_2", "2_1", "2_3", "3_2", "3_3")]
+        assert sorted(path.name for path in folder.glob("*.ckpt")) == names
         network = make_network("dense")
         assert not ms.load_param_into_net(network, ms.load_checkpoint(str(folder / "net-3_3.ckpt")))[0]
         weights[make_model] = {p.name: as_numpy(p) for p in network.get_parameters()}
         for name, value in weights[make_model].items():
             np.testing.assert_array_equal(value, trained[name])
+    assert relative_error(losses[by_model], losses[plain]) < 1e-5
+    assert epochs[by_model] == epochs[plain]
     assert_close(weights[by_model], weights[plain])
 
 
 def test_learning_rate_scheduler_changes_the_rate():
-    results = [
-        fit(make_model, callbacks=[train.LearningRateScheduler(lambda rate, step: rate * 0.5)], optimizer="sgd")
-        for make_model in (plain, by_model)
-    ]
-    assert_close(*results)
-    name = "learning_rate"
-    np.testing.assert_allclose(results[1][name], 0.05 * 0.5**9, rtol=1e-3)
+    halved, whole = (
+        fit(make, [train.LearningRateScheduler(lambda rate, step: rate * 0.5)]) for make in (by_model, plain)
+    )
+    assert_close(halved, whole)
+    np.testing.assert_allclose(halved["learning_rate"], 0.05 * 0.5**9, rtol=1e-3)
 
 
 def test_fit_with_an_eval_network_and_early_stopping(capsys):
@@ -180,7 +207,7 @@ def test_fit_with_an_eval_network_and_early_stopping(capsys):
             eval_indexes=[0, 1, 2],
             metrics={"loss": train.Loss(), "accuracy": train.Accuracy()},
         )
-        x, y = batches(SAMPLES, 1)[0]
+        x, y = batches(BATCH * BATCHES, 1)[0]
         held_out = NumpySlicesDataset((x, (y + 1) % 5), ["x", "y"], shuffle=False).batch(BATCH)
         history = train.History()
         stopping = train.EarlyStopping(monitor="eval_loss", patience=2)
@@ -206,29 +233,16 @@ class Read(train.Callback):
 
 def test_callbacks_find_norm_and_dropped_micro_batches():
     read = Read()
-
-    def make_model(loss_cell, optimizer):
-        cell = GradAccumulationCell(loss_cell, 4, max_grad_norm=0.5, overflow="drop_micro_batch")
-        return ms.Model(cell, optimizer=optimizer)
-
-    fit(make_model, epochs=1, callbacks=[read])
-    assert len(read.seen) == 3
+    fit(by_model_with_options, [read], epochs=1)
+    assert len(read.seen) == BATCHES
     assert all(norm > 0 and dropped == 0 for norm, dropped in read.seen)
 
 
 def test_loss_monitor_and_dynamic_loss_scale(capsys):
     """The step's outputs are MindSpore's (loss, overflow, scale), of which LossMonitor prints the first."""
-    lines = {}
-    for make_model in (
-        plain,
-        lambda loss_cell, optimizer: ms.Model(
-            GradAccumulationCell(loss_cell, 4),
-            optimizer=optimizer,
-            loss_scale_manager=ms.amp.DynamicLossScaleManager(2.0**10, 2, 1000),
-        ),
-    ):
-        fit(make_model, callbacks=[train.LossMonitor(1)])
-        found = re.findall(r"loss is ([\d.]+)", capsys.readouterr().out)
-        lines[len(lines)] = np.array([float(loss) for loss in found])
-    assert len(lines[0]) == 9
-    assert relative_error(lines[1], lines[0]) < 1e-5
+    losses = []
+    for make_model in (plain, by_model_with_loss_scale):
+        fit(make_model, [train.LossMonitor(1)], epochs=1)
+        losses.append(np.array([float(one) for one in re.findall(r"loss is ([\d.]+)", capsys.readouterr().out)]))
+    assert len(losses[0]) == BATCHES
+    assert relative_error(losses[1], losses[0]) < 1e-5

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,31 +17,33 @@ LOOK = re.compile(r"^(before|after): weights (\w+) accuracy (\S+)$", re.MULTILIN
 
 
 @pytest.fixture(scope="module")
-def digits(tmp_path_factory) -> Path:
+def digits(programs, tmp_path_factory) -> Path:
     """The digits in MNIST's files."""
-    folder = tmp_path_factory.mktemp("digits") / "data"
+    folder = tmp_path_factory.mktemp("digits")
     prepare = ROOT / "sample_code" / "distributed_gradient_accumulation" / "prepare_data.py"
-    subprocess.run([sys.executable, str(prepare), str(folder)], check=True, timeout=600, stdout=subprocess.DEVNULL)
-    return folder
+    assert programs.run(prepare, str(folder / "data"), folder=folder).returncode == 0
+    return folder / "data"
 
 
-def run(import_line: str, digits: Path, folder: Path) -> tuple[list[float], dict[str, tuple[str, float]]]:
+@pytest.fixture
+def run(programs, digits, tmp_path):
     """Run the program with that import line; return the losses, and weights' digest and accuracy before and after."""
-    text = SCRIPT.read_text()
-    assert text.count(MINDSPORES) == 1
-    script = folder / "train.py"
-    script.write_text(text.replace(MINDSPORES, import_line))
-    env = {**os.environ, "DATA_PATH": str(digits), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=env, cwd=folder, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    looks = {when: (digest, float(accuracy)) for when, digest, accuracy in LOOK.findall(done.stdout)}
-    return [float(loss) for loss in LOSS.findall(done.stdout)], looks
+
+    def call(import_line: str) -> tuple[list[float], dict[str, tuple[str, float]]]:
+        text = SCRIPT.read_text()
+        assert text.count(MINDSPORES) == 1
+        script = tmp_path / "train.py"
+        script.write_text(text.replace(MINDSPORES, import_line))
+        done = programs.run(script, folder=tmp_path, DATA_PATH=str(digits))
+        assert done.returncode == 0, done.stderr[-3000:]
+        looks = {when: (digest, float(accuracy)) for when, digest, accuracy in LOOK.findall(done.stdout)}
+        return [float(loss) for loss in LOSS.findall(done.stdout)], looks
+
+    return call
 
 
-def test_with_our_import_it_trains(digits, tmp_path):
-    losses, looks = run(OURS, digits, tmp_path)
+def test_with_our_import_it_trains(run):
+    losses, looks = run(OURS)
     (before, accuracy_before), (after, accuracy_after) = looks["before"], looks["after"]
     assert len(losses) == 20
     assert losses[0] < 2.5, "the mean over micro-batches, about ln 10 at first, not their sum"
@@ -54,7 +53,7 @@ def test_with_our_import_it_trains(digits, tmp_path):
 
 
 @pytest.mark.thorough
-def test_with_mindspores_import_no_weight_moves(digits, tmp_path):
-    losses, looks = run(MINDSPORES, digits, tmp_path)
+def test_with_mindspores_import_no_weight_moves(run):
+    losses, looks = run(MINDSPORES)
     assert losses, "it did run"
     assert looks["after"] == looks["before"]

@@ -11,6 +11,7 @@ import numpy as np
 from mindspore import nn, ops, train
 from mindspore.communication import get_group_size, get_rank
 from support.reference import CLASSES, FEATURES, Classifier, _decayed, as_numpy, batches
+from support.reuse import Reused
 from support.two_ranks import Results
 
 from gaccum_ms import (
@@ -24,28 +25,29 @@ from gaccum_ms import (
 )
 from gaccum_ms.distributed import all_reduce as fused_reduction
 from gaccum_ms.distributed import layout as shards
-from gaccum_ms.distributed.sharded_optimizer import PART
 from gaccum_ms.learning_rate import current_learning_rate, multiply_learning_rate
 
 PER_RANK = 6
+UPDATES = 3
+WIDTH = 3  # odd, and less than the four ranks that some tests have
 JOINED = 24  # samples of a batch on all ranks together, where numbers of ranks are compared
 
 
 class NormedNet(Classifier):
     """LayerNorm's `gamma` and `beta` are what MindSpore's optimizers do not decay, by their names."""
 
-    def __init__(self, width: int = 7):
+    def __init__(self):
         super().__init__()
-        self.hidden = nn.Dense(FEATURES, width)
-        self.norm = nn.LayerNorm((width,))
-        self.out = nn.Dense(width, CLASSES)
+        self.hidden = nn.Dense(FEATURES, WIDTH)
+        self.norm = nn.LayerNorm((WIDTH,))
+        self.out = nn.Dense(WIDTH, CLASSES)
 
     def logits(self, x):
         return self.out(self.norm(ops.tanh(self.hidden(x))))
 
 
-def make_network(width: int = 7) -> NormedNet:
-    network, random = NormedNet(width), np.random.default_rng(5)
+def make_network() -> NormedNet:
+    network, random = NormedNet(), np.random.default_rng(5)
     for parameter in network.get_parameters():
         parameter.set_data(ms.Tensor(random.normal(size=parameter.shape), ms.float32))
     return network
@@ -113,7 +115,7 @@ class Trainer:
         self.rank, self.ranks = get_rank(), get_group_size()
         self.results: dict[str, np.ndarray] = {}
 
-    def data(self, updates: int = 4, seed: int = 3) -> list[list[ms.Tensor]]:
+    def data(self, updates: int = UPDATES, seed: int = 3) -> list[list[ms.Tensor]]:
         shares = batches(PER_RANK * self.ranks, updates, seed)
         return [[ms.Tensor(value[self.rank :: self.ranks]) for value in batch] for batch in shares]
 
@@ -134,9 +136,11 @@ class Trainer:
         apart: bool = False,
         **options,
     ):
+        """With `apart` rank 1 begins with other weights, which rank 0's are to replace."""
+        ms.set_auto_parallel_context(parameter_broadcast=apart)
         network = make_network()
         for parameter in network.get_parameters():
-            if apart:  # rank 1 begins with other weights, which rank 0's are to replace
+            if apart:
                 parameter.set_data(parameter + self.rank)
         optimizer = make_optimizer(kind, network, sharded, **(optimizer_options or {}))
         loss_cell = options.pop("loss_cell", nn.WithLossCell)(network, nn.CrossEntropyLoss())
@@ -214,6 +218,7 @@ def weigh_by_own_unit(optimizer: ShardedOptimizer, step) -> None:
 
 COUNTED = {"loss_cell": CountedLoss, "count": count, "max_grad_norm": 0.5}
 SHARDED_ACCUMULATORS = {"shard_accumulators": True}
+BY_PARAMETERS = {"partition": "parameters"}
 
 
 def counted_and_overflow(trainer: Trainer) -> None:
@@ -223,14 +228,32 @@ def counted_and_overflow(trainer: Trainer) -> None:
 
 def small_buffers(trainer: Trainer) -> None:
     """Many buffers, both ways, which must come in the same order on all ranks, whose graphs differ by parameters."""
+    trainer.train("small buffers/whole", "adam_weight_decay", False)
     large = shards.BUFFER_BYTES, fused_reduction.BUFFER_BYTES
     shards.BUFFER_BYTES = fused_reduction.BUFFER_BYTES = 64
     try:
         trainer.train("small buffers/sharded", "adam_weight_decay", True)
-        by_parameters = {"optimizer_options": {"partition": "parameters"}}
-        trainer.train("small buffers by parameters/sharded", "adam_weight_decay", True, **by_parameters)
+        name = "small buffers by parameters/sharded"
+        trainer.train(name, "adam_weight_decay", True, optimizer_options=BY_PARAMETERS)
     finally:
         shards.BUFFER_BYTES, fused_reduction.BUFFER_BYTES = large
+
+
+def flush(trainer: Trainer) -> None:
+    options = {"accumulation_steps": 2, "flush": True, **COUNTED}
+    trainer.both("flush", "sgd", **options)
+    trainer.train("shards flush/sharded", "sgd", True, **SHARDED_ACCUMULATORS, **options)
+
+
+def by_jit(trainer: Trainer) -> None:
+    trainer.train("jit/whole", "asgd", False)
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    trainer.train("jit/sharded", "asgd", True, jit=True)
+
+
+def training(name: str, kind: str, **options) -> Callable[[Trainer], object]:
+    """With the optimizer sharded, and counts."""
+    return lambda trainer: trainer.train(name, kind, True, **COUNTED, **options)
 
 
 def in_pynative_mode(task: Callable[[Trainer], object]) -> Callable[[Trainer], object]:
@@ -241,24 +264,14 @@ def in_pynative_mode(task: Callable[[Trainer], object]) -> Callable[[Trainer], o
     return run
 
 
-def apart(name: str, kind: str, **options) -> Callable[[Trainer], object]:
-    """Ranks that begin with different weights, which are broadcast."""
-
-    def run(trainer: Trainer) -> None:
-        ms.set_auto_parallel_context(parameter_broadcast=True)
-        trainer.train(f"{name}/sharded", kind, True, apart=True, **options)
-
-    return run
-
-
 def loop_of_ones_own(trainer: Trainer) -> None:
     for sharded in (False, True):
         network = make_network()
-        optimizer = make_optimizer("adam", network, sharded)
+        optimizer = make_optimizer("momentum", network, sharded)
         gradient = ms.value_and_grad(nn.WithLossCell(network, nn.CrossEntropyLoss()), None, optimizer.parameters)
         accumulator = GradAccumulator(optimizer, 2, max_grad_norm=0.5)
         losses = []
-        for batch in trainer.data(5):
+        for batch in trainer.data(3):
             loss, gradients = gradient(*batch)
             losses.append(float(loss.asnumpy()))
             accumulator(gradients)
@@ -319,50 +332,56 @@ def said(task: Callable[[], object]) -> np.ndarray:
     return np.array("no error")
 
 
-def by_hand(kind: str, from_one: str) -> Callable[[Trainer, Path], object]:
-    """Saved by rank 0, and gone on from what one process has saved."""
+def one_step(trainer: Trainer, out: Path) -> None:
+    """One step, which is compiled once: it goes on from one process, trains by itself, and goes on from that."""
+    mine, steps = out / f"rank{trainer.rank}", Reused(make_step)
+    step = steps()
+    resume(step, out / "one-rank-adam.ckpt")  # into a step that is new
+    trainer.keep("adam from one", run(step, 2, 4))
 
-    def task(trainer: Trainer, out: Path) -> None:
-        trained = make_step(kind=kind)
-        run(trained, 0, 2)
-        with trained.optimizer.whole_state():
-            if trainer.rank == 0:
-                ms.save_checkpoint(trained, str(out / f"{kind}-by-hand.ckpt"))
-        trainer.keep(f"{kind} went on", run(trained, 2, 4))
-        resume(trained, out / from_one)  # into a step that is compiled, and in another state
-        trainer.keep(f"{kind} from one", run(trained, 2, 4))
-
-    return task
-
-
-def by_callbacks(trainer: Trainer, out: Path) -> None:
-    mine = out / f"rank{trainer.rank}"
-    step = make_step(shard_accumulators=True)
+    step = steps()
     trainer.results["alone/error"] = said(lambda: ms.save_checkpoint(step, str(mine / "alone.ckpt")))
-    model_of(step).train(
-        1,
-        data_set(2),
-        callbacks=[
-            UpdateCheckpoint(2, prefix="updates", directory=str(mine)),
-            train.ModelCheckpoint("batches", str(mine), train.CheckpointConfig(2)),
-        ],
-    )
+    callbacks = [
+        UpdateCheckpoint(2, prefix="updates", directory=str(mine)),
+        train.ModelCheckpoint("batches", str(mine), train.CheckpointConfig(2)),
+    ]
+    model_of(step).train(1, data_set(2), callbacks=callbacks)
     trainer.results["alone again/error"] = said(lambda: ms.save_checkpoint(step, str(mine / "alone.ckpt")))
+    save_by_hand(trainer, step, out / "adam-by-hand.ckpt")
+    trainer.keep("adam went on", run(step, 2, 4))
 
-    step = make_step()
     resume(step, mine / "updates-1_2.ckpt")
     trainer.keep("resumed", run(step, 2, 4))
-
-
-def loaded_otherwise(trainer: Trainer, out: Path) -> None:
-    """What `by_callbacks` has saved."""
-    mine = out / f"rank{trainer.rank}"
-    step = make_step()
     with step.optimizer.whole_state():
         ms.load_checkpoint(str(mine / "batches-1_2.ckpt"), step)
     trainer.keep("mindspore's load", run(step, 2, 4))
+
+    def update_within():
+        with step.optimizer.whole_state():
+            step(*map(ms.Tensor, joined_data(0, 1)[0]))
+
+    trainer.results["update within/error"] = said(update_within)
+
+
+def save_by_hand(trainer: Trainer, step, file: Path) -> None:
+    with step.optimizer.whole_state():
+        if trainer.rank == 0:
+            ms.save_checkpoint(step, str(file))
+
+
+def adafactor(trainer: Trainer, out: Path) -> None:
+    step = make_step(kind="adafactor")
+    run(step, 0, 2)
+    save_by_hand(trainer, step, out / "adafactor-by-hand.ckpt")
+    trainer.keep("adafactor went on", run(step, 2, 4))
+    resume(step, out / "one-rank-adafactor.ckpt")
+    trainer.keep("adafactor from one", run(step, 2, 4))
+
+
+def to_plain(trainer: Trainer, out: Path) -> None:
+    """What `one_step` has saved."""
     step = make_step(False)
-    resume(step, mine / "updates-1_2.ckpt")
+    resume(step, out / f"rank{trainer.rank}" / "updates-1_2.ckpt")
     trainer.keep("to plain", run(step, 2, 4))
 
 
@@ -375,11 +394,10 @@ def save_in_window(step, file: str) -> dict[str, np.ndarray]:
 
 
 def in_window(trainer: Trainer, out: Path) -> None:
-    """With the accumulators in slices, and gone on in a new step."""
+    """With the accumulators in slices. Gone on in the same step, which is compiled, and in another state."""
     file, name = str(out / f"window{trainer.rank}.ckpt"), "window with sharded accumulators"
-    options = {"accumulation_steps": 2, "shard_accumulators": True}
-    trainer.keep(f"{name}/whole", save_in_window(make_step(**options), file))
-    step = make_step(**options)
+    step = make_step(accumulation_steps=2, shard_accumulators=True)
+    trainer.keep(f"{name}/whole", save_in_window(step, file))
     resume(step, file)
     trainer.keep(f"{name}/resumed", run(step, 3, 4))
     whole = make_step(accumulation_steps=2)
@@ -387,9 +405,10 @@ def in_window(trainer: Trainer, out: Path) -> None:
 
 
 def in_window_with_whole_accumulators(trainer: Trainer, out: Path) -> None:
-    """Gone on in the same step, which is compiled, and in another state."""
-    file, step = str(out / f"window-whole{trainer.rank}.ckpt"), make_step(accumulation_steps=2)
-    trainer.keep("window/whole", save_in_window(step, file))
+    """Gone on in a new step."""
+    file = str(out / f"window-whole{trainer.rank}.ckpt")
+    trainer.keep("window/whole", save_in_window(make_step(accumulation_steps=2), file))
+    step = make_step(accumulation_steps=2)
     resume(step, file)
     trainer.keep("window/resumed", run(step, 3, 4))
 
@@ -397,8 +416,7 @@ def in_window_with_whole_accumulators(trainer: Trainer, out: Path) -> None:
 def refusals(trainer: Trainer, out: Path) -> None:
     """Each on both ranks, and none waits for the other."""
     rank, errors = trainer.rank, {}
-    mine, trained = out / f"refused{rank}", make_step()
-    run_batches(trained)
+    mine = out / f"refused{rank}"
     checkpoint = functools.partial(train.ModelCheckpoint, "x", str(mine))
     on_rank_0 = [checkpoint()] if rank == 0 else []
     errors["one rank"] = said(lambda: model_of(make_step()).train(1, data_set(), callbacks=on_rank_0))
@@ -414,55 +432,8 @@ def refusals(trainer: Trainer, out: Path) -> None:
     plain = nn.TrainOneStepCell(nn.WithLossCell(make_network(), nn.CrossEntropyLoss()), make_step().optimizer)
     errors["plain step"] = said(lambda: ms.save_checkpoint(plain, str(mine / "plain.ckpt")))
 
-    def update_within():
-        with trained.optimizer.whole_state():
-            run_batches(trained)
-
-    errors["update within"] = said(update_within)
     for name, text in errors.items():
         trainer.results[f"{name}/error"] = text
-
-
-def run_batches(step) -> None:
-    for batch in joined_data(0, 1):
-        step(*map(ms.Tensor, batch))
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
-def kept(optimizer: nn.Optimizer) -> dict[str, int]:
-    """Bytes of the optimizer's Parameters: its state, and copies of the weights; not the weights."""
-    weights = {id(weight) for weight in optimizer.parameters}
-    own = [one for one in optimizer.get_parameters() if id(one) not in weights]
-    copies = [one for one in own if one.name.startswith(PART)]
-    return {
-        "state": sum(one.nbytes for one in own) - sum(one.nbytes for one in copies),
-        "copies": sum(one.nbytes for one in copies),
-        "weights": sum(weight.nbytes for weight in optimizer.parameters),
-    }
-
-
-def large_network() -> nn.Cell:
-    """No parameter's size divides by 8."""
-    return nn.SequentialCell(nn.Dense(783, 513), nn.ReLU(), nn.Dense(513, 511), nn.ReLU(), nn.Dense(511, 9))
-
-
-def memory(trainer: Trainer, out: Path) -> None:
-    for name, kind, sharded, partition in (
-        ("whole", nn.Adam, False, None),
-        ("slices", nn.Adam, True, None),
-        ("parameters", nn.Adam, True, "parameters"),
-    ):
-        params = large_network().trainable_params()
-        optimizer = ShardedOptimizer(kind, params, 0.01, partition=partition) if sharded else kind(params, 0.01)
-        for key, value in kept(optimizer).items():
-            trainer.results[f"bytes/{name}/{key}"] = np.array(value)
-    for sharded in (False, True):
-        loss_cell = nn.WithLossCell(large_network(), nn.CrossEntropyLoss())
-        cell = GradAccumulationCell(loss_cell, 2, shard_accumulators=sharded)
-        step = TrainOneStepWithGradAccumulationCell(cell, nn.Adam(cell.trainable_params()))
-        trainer.results[f"bytes/accumulators/{sharded:d}"] = np.array(sum(one.nbytes for one in step.accu_grads))
 
 
 def from_two(trainer: Trainer, out: Path) -> None:
@@ -475,54 +446,30 @@ def from_two(trainer: Trainer, out: Path) -> None:
 
 Task = Callable[[Trainer], object]
 TASKS: dict[tuple[str, ...], Task] = {
-    **{
-        (kind,): lambda trainer, kind=kind: trainer.both(kind, kind)
-        for kind in ("sgd", "momentum", "adam", "adam_weight_decay", "asgd", "adafactor")
-    },
-    ("trust_ratio",): lambda trainer: trainer.both("trust_ratio", "trust_ratio", max_grad_norm=0.5),
     ("counted", "overflow"): counted_and_overflow,
-    ("flush",): lambda trainer: trainer.both("flush", "adam", accumulation_steps=3, flush=True, **COUNTED),
-    ("shards",): lambda trainer: trainer.train("shards/sharded", "adam", True, **SHARDED_ACCUMULATORS),
-    ("shards counted",): lambda trainer: trainer.train(
-        "shards counted/sharded", "adam", True, **SHARDED_ACCUMULATORS, **COUNTED
-    ),
-    ("shards by parameters",): lambda trainer: trainer.both(
-        "shards by parameters", "trust_ratio", SHARDED_ACCUMULATORS, **COUNTED
-    ),
-    ("shards flush",): lambda trainer: trainer.train(
-        "shards flush/sharded", "adam", True, accumulation_steps=3, flush=True, **SHARDED_ACCUMULATORS, **COUNTED
-    ),
-    ("broken: forgets",): lambda trainer: trainer.train("broken: forgets", "adam", True, broken=forget_to_gather),
-    ("broken: neighbour",): lambda trainer: trainer.train(
-        "broken: neighbour", "adam", True, broken=take_the_neighbours_slice
-    ),
-    ("broken: unit",): lambda trainer: trainer.train(
-        "broken: unit", "adam", True, broken=weigh_by_own_unit, micro_size=2, **SHARDED_ACCUMULATORS, **COUNTED
-    ),
+    ("by parameters",): training("by parameters/sharded", "adam", apart=True, optimizer_options=BY_PARAMETERS),
+    ("trust_ratio",): lambda trainer: trainer.both("trust_ratio", "trust_ratio", **COUNTED),
+    ("shards",): training("shards/sharded", "adam", apart=True, **SHARDED_ACCUMULATORS),
+    ("shards by parameters",): training("shards by parameters/sharded", "trust_ratio", **SHARDED_ACCUMULATORS),
+    ("flush", "shards flush"): flush,
+    ("broken: forgets",): training("broken: forgets", "adam", broken=forget_to_gather),
+    ("broken: neighbour",): training("broken: neighbour", "adam", broken=take_the_neighbours_slice),
+    ("broken: unit",): training("broken: unit", "adam", broken=weigh_by_own_unit, **SHARDED_ACCUMULATORS),
     ("small buffers", "small buffers by parameters"): small_buffers,
-    ("pynative",): in_pynative_mode(lambda trainer: trainer.train("pynative/sharded", "adam", True)),
-    ("pynative by parameters",): in_pynative_mode(
-        lambda trainer: trainer.train("pynative by parameters/sharded", "trust_ratio", True, max_grad_norm=0.5)
-    ),
-    ("pynative shards",): in_pynative_mode(
-        lambda trainer: trainer.train("pynative shards/sharded", "adam", True, **SHARDED_ACCUMULATORS, **COUNTED)
-    ),
-    ("jit",): in_pynative_mode(lambda trainer: trainer.train("jit/sharded", "adam", True, jit=True)),
-    ("broadcast",): apart("broadcast", "adam"),
-    ("broadcast by parameters",): apart("broadcast by parameters", "trust_ratio", max_grad_norm=0.5),
-    ("pynative broadcast",): in_pynative_mode(apart("pynative broadcast", "adam")),
+    ("pynative",): in_pynative_mode(training("pynative/sharded", "adam", apart=True)),
+    ("pynative by parameters",): in_pynative_mode(training("pynative by parameters/sharded", "trust_ratio")),
+    ("pynative shards",): in_pynative_mode(training("pynative shards/sharded", "adam", **SHARDED_ACCUMULATORS)),
+    ("jit",): by_jit,
     ("by hand",): loop_of_ones_own,
     ("rates",): rates,
 }
 WITH_FILES: dict[tuple[str, ...], Callable[[Trainer, Path], object]] = {
-    ("adam went on", "adam from one"): by_hand("adam", "one-rank.ckpt"),
-    ("adafactor went on", "adafactor from one"): by_hand("adafactor", "one-rank-adafactor.ckpt"),
-    ("alone", "alone again", "resumed"): by_callbacks,
-    ("mindspore's load", "to plain"): loaded_otherwise,
+    ("adam from one", "adam went on", "alone", "alone again", "resumed", "mindspore's load", "update within"): one_step,
+    ("adafactor went on", "adafactor from one"): adafactor,
+    ("to plain",): to_plain,
     ("window with sharded accumulators", "other accumulators"): in_window,
     ("window",): in_window_with_whole_accumulators,
-    ("one rank", "by time", "uneven", "uneven shards", "micro-batches", "plain step", "update within"): refusals,
-    ("bytes",): memory,
+    ("one rank", "by time", "uneven", "uneven shards", "micro-batches", "plain step"): refusals,
     ("from two",): from_two,
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import time
@@ -36,11 +37,14 @@ class Case(NamedTuple):
     def program(self) -> finished_graph.Program:
         finished = self.folder / "finished.ir"
         assert finished.exists(), f"'{self.folder.name}' was not finished: {self.message}"
-        return finished_graph.read(finished)
+        return _read(finished)
 
     @property
     def parameters(self) -> dict[str, np.ndarray]:
         return dict(np.load(self.folder / "parameters.npz"))
+
+
+_read = functools.cache(finished_graph.read)  # tests share graphs, and none changes one
 
 
 class Compiler:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from ran import RANKS, WEIGHTS, Ran
 
-pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("parallel, collectives")]
+pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("parallel")]
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------
@@ -18,19 +18,17 @@ pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("parallel, collec
     "name",
     [
         *(f"ours, {k}" for k in (1, 4, 16)),
-        *(f"optimizer parallel, {k}" for k in (1, 4, 16)),
-        *("lazy, 4", "lazy, 16", "per sample, 16"),
+        *(f"optimizer parallel, {k}" for k in (1, 4)),
+        *("lazy, 4", "per sample, 4"),
     ],
 )
 def test_gradients_are_reduced_once_per_weight_and_update(cases, name):
     assert len(Ran(cases(name)).gradient_collectives()) == len(WEIGHTS)
 
 
-@pytest.mark.core("4")
-@pytest.mark.parametrize("k", [4, 16])
-def test_no_input_is_gathered(cases, k):
-    assert Ran(cases(f"ours, {k}")).counts["AllGather"] == 0
-    assert Ran(cases(f"framework, {k}")).counts["AllGather"] == 2  # MindSpore's own cell: each input
+def test_no_input_is_gathered(cases):
+    assert Ran(cases("ours, 4")).counts["AllGather"] == 0
+    assert Ran(cases("framework, 4")).counts["AllGather"] == 2  # MindSpore's own cell: each input
 
 
 @pytest.mark.thorough
@@ -50,19 +48,18 @@ def test_no_fusion_joins_the_losses_reductions(cases, plain):
 
 
 @pytest.mark.core("4")
-@pytest.mark.parametrize("k", [1, 4, 16])
+@pytest.mark.parametrize("k", [1, 4])
 def test_losses_per_sample_are_reduced_once(cases, plain, k):
     """As many collectives as the whole batch has: one for each weight, one for the loss, and the loss's backward."""
     assert Ran(cases(f"per sample, {k}")).counts["AllReduce"] == plain.counts["AllReduce"]
 
 
-@pytest.mark.core("4")
-@pytest.mark.parametrize("k", [4, 16])
-def test_a_scalar_loss_is_reduced_by_each_micro_batch(cases, plain, k):
+@pytest.mark.core(name=["ours, 4", "framework, 4"])
+@pytest.mark.parametrize(("name", "k"), [("ours, 4", 4), ("ours, 16", 16), ("framework, 4", 4), ("lazy, 4", 4)])
+def test_a_scalar_loss_is_reduced_by_each_micro_batch(cases, plain, name, k):
     """What the compiler's passes do to a mean that the network takes itself, in MindSpore's own cell as well: the
     sum over devices is part of the mean's own operator, and no pass moves it behind the Add that follows."""
-    for name in (f"ours, {k}", f"framework, {k}", f"lazy, {k}"):
-        assert Ran(cases(name)).counts["AllReduce"] >= plain.counts["AllReduce"] + k - 1
+    assert Ran(cases(name)).counts["AllReduce"] >= plain.counts["AllReduce"] + k - 1
 
 
 @pytest.mark.thorough
@@ -85,7 +82,7 @@ def test_sharded_gradients_need_a_part_of_the_accumulators(cases):
 
 
 @pytest.mark.core(name=["ours, 4", "per sample, 4"])
-@pytest.mark.parametrize(("name", "k"), [("ours, 4", 4), ("ours, 16", 16), ("lazy, 16", 16), ("per sample, 4", 4)])
+@pytest.mark.parametrize(("name", "k"), [("ours, 4", 4), ("ours, 16", 16), ("lazy, 4", 4), ("per sample, 4", 4)])
 def test_accumulators_are_added_to_micro_size_times_and_cleared_once(cases, name, k):
     ran = Ran(cases(name))
     if "lazy" not in name:  # where a Parameter has another name in the network's graph
@@ -184,8 +181,8 @@ def test_lazy_inline_bounds_what_is_compiled(cases):
     def nodes(name):
         return sum(len(graph.nodes) for graph in cases(name).program.graphs.values())
 
-    programs = [cases(f"lazy deep, {k}").program for k in (2, 16)]
+    programs = [cases(f"lazy deep, {k}").program for k in (2, 8)]
     forward = [max(len(graph.nodes) for graph in one.graphs.values() if graph is not one.entry) for one in programs]
     assert abs(forward[0] - forward[1]) < 5  # the network is there once, however often it is called
-    added, added_lazily = nodes("deep, 16") - nodes("deep, 2"), nodes("lazy deep, 16") - nodes("lazy deep, 2")
+    added, added_lazily = nodes("deep, 8") - nodes("deep, 2"), nodes("lazy deep, 8") - nodes("lazy deep, 2")
     assert added_lazily < added / 2  # what is left are slices and sums

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from support import paths
+from support.programs import Programs
 from support.ranks import Ranks
 
 CONFTEST = """
@@ -123,3 +124,23 @@ def test_a_case_runs_when_it_is_asked_for_and_once(tmp_path):
         assert ranks.launches == 1  # what raised is not tried again
         assert results["three/number"] == 5  # and others run all the same
         assert ranks.launches == 2
+
+
+def test_a_program_is_one_of_its_own(tmp_path):
+    """With its arguments, folder and variables; what it changes the next one does not see, and it ends as it says."""
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "print(sys.argv[1:], Path.cwd() == Path(__file__).parent, os.environ.get('GIVEN'), hasattr(sys, 'changed'))\n"
+        "sys.changed = True\n"
+        "sys.exit(sys.argv[1] if sys.argv[1] != '0' else None)\n"
+    )
+    with Programs() as programs:
+        one = programs.run(script, "no good", folder=tmp_path, GIVEN="yes")
+        other = programs.run(script, "0", folder=tmp_path)
+        script.write_text("1 / 0")
+        broken = programs.run(script, folder=tmp_path)
+    assert (one.returncode, one.stdout, one.stderr) == (1, "['no good'] True yes False\n", "no good\n")
+    assert (other.returncode, other.stdout) == (0, "['0'] True None False\n")
+    assert broken.returncode == 1 and "ZeroDivisionError" in broken.stderr

@@ -1,0 +1,13 @@
+"""What tests of whole programs share."""
+
+from __future__ import annotations
+
+import pytest
+from support.programs import Programs
+
+
+@pytest.fixture(scope="session")
+def programs():
+    """Users' programs, for all tests of this process."""
+    with Programs() as programs:
+        yield programs
