@@ -230,7 +230,7 @@ def halving_step(network=None, search=False, **options):
     return loss, step
 
 
-@pytest.mark.core("graph-window", "pynative-one batch")
+@pytest.mark.core("graph-window")
 @pytest.mark.parametrize("options", [{}, {"accumulation_steps": 2}], ids=["one batch", "window"])
 def test_halves_and_goes_on(options, mode):
     """The batch is not lost, and none counts twice: weights are where the whole batches take them. In a window of two
@@ -293,7 +293,7 @@ def fail_and_compare(restored, options):
 WARNS_OF_BATCHNORM = pytest.mark.filterwarnings("ignore:.*BatchNorm:UserWarning")
 
 
-@pytest.mark.core("graph-window", "pynative-one batch")
+@pytest.mark.core("pynative-one batch")
 @WARNS_OF_BATCHNORM
 @pytest.mark.parametrize("options", [{}, {"accumulation_steps": 4, "compensated": True}], ids=["one batch", "window"])
 def test_all_is_put_back_bit_for_bit(options, restored, mode):
