@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
+from support.modes import MODES
 from support.reference import as_numpy
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
@@ -112,8 +113,18 @@ def test_rates_by_hand(kind, rule, warmup_updates, pynative):
         np.testing.assert_allclose([one.asnumpy() for one in found], expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("kind", "rule", "warmup_updates"), BY_HAND)
+# Each kind, rule and warm-up in each mode, and a schedule with all of them in graph mode.
+IN_A_STEP = {
+    "graph": [("number", "linear", 0), ("list", "sqrt", 4), *(one for one in BY_HAND if one[0] == "schedule")],
+    "pynative": [("number", "sqrt", 4), ("list", "linear", 0), ("schedule", "sqrt", 4)],
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "rule", "warmup_updates"), [(mode, *one) for mode, found in IN_A_STEP.items() for one in found]
+)
 def test_an_optimizer_updates_with_these_rates(kind, rule, warmup_updates, mode):
+    ms.set_context(mode=MODES[mode])
     step = make_step(sgd(scale_learning_rate(BASES[kind](), 4, rule, warmup_updates)))
     expected = np.repeat([BY_HAND[kind, rule, warmup_updates]], 3, axis=0).T
     np.testing.assert_allclose(updates(step, 6), expected, rtol=1e-6, atol=1e-6)
@@ -144,6 +155,7 @@ def test_a_warm_up_starts_and_ends_exactly():
     assert scale_learning_rate([1.0] * 4, scale, warmup_updates=3)[3] == scale
 
 
+@pytest.mark.core(mode="graph")
 @pytest.mark.parametrize("optimizer", [nn.SGD, nn.Adam])
 def test_groups_have_schedules_of_their_own(optimizer, mode):
     """Adam's update is the rate where the gradient is always 1. Two groups share what was scaled for both."""
@@ -157,6 +169,7 @@ def test_groups_have_schedules_of_their_own(optimizer, mode):
     assert {parameter.name for parameter in step.get_parameters()} == names >= {"global_step"}
 
 
+@pytest.mark.core(mode="graph")
 def test_a_small_rate_beside_a_schedule(mode):
     """As a plain number MindSpore adds 1 to it and takes it off again."""
     small = scale_learning_rate(1e-5, 1, warmup_updates=1)
@@ -180,6 +193,7 @@ def test_groups_in_a_function_under_jit(pynative):
     assert [as_numpy(weight)[0] for weight in network.trainable_params()] == [-1.5, -2.5, -4.5]
 
 
+@pytest.mark.core(mode="pynative")
 def test_updates_are_counted_and_not_batches(mode):
     cell = GradAccumulationCell(Sum(), accumulation_steps=3)
     rate = scale_learning_rate(0.5, 4, warmup_updates=4)
@@ -200,39 +214,31 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.core(mode="graph")
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_compiled_step_sees_a_multiplied_rate(kind, mode):
-    make_optimizer, (first, second, third) = OPTIMIZERS[kind]
-    step = make_step(make_optimizer())
-    np.testing.assert_array_equal(updates(step), [first])
-    before, compiled = state(step), len(step.compile_cache)
-    assert compiled == (mode == "graph")
-    multiply_learning_rate(step.optimizer, 4.0)
-    after = state(step)
-    changed = {name for name in before if (before[name] != after[name]).any()}
-    assert changed
-    assert all("learning_rate" in name for name in changed)
-    np.testing.assert_array_equal(updates(step), [np.array(second) * 4])
-    multiply_learning_rate(step.optimizer, 0.5)
-    np.testing.assert_array_equal(updates(step), [np.array(third) * 2])
-    assert len(step.compile_cache) == compiled
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_the_current_rate_is_that_of_the_next_update(kind, mode):
+def test_a_step_sees_a_multiplied_rate_and_the_current_rate_is_that_of_the_next_update(kind, mode):
     make_optimizer, expected = OPTIMIZERS[kind]
     step = make_step(make_optimizer())
-    for rates in expected:
+    for rates, factor, total in zip(expected, (None, 4.0, 0.5), (1, 4, 2), strict=True):
+        if factor is not None:
+            before = state(step)
+            multiply_learning_rate(step.optimizer, factor)
+            after = state(step)
+            changed = {name for name in before if (before[name] != after[name]).any()}
+            assert changed
+            assert all("learning_rate" in name for name in changed)
         before = state(step)
         rate = current_learning_rate(step.optimizer)
         assert type(rate) is float
         for name, value in state(step).items():
             np.testing.assert_array_equal(before.pop(name), value, name)
         assert not before
-        assert rate == updates(step)[0, 0] == rates[0]
+        assert rate == rates[0] * total
+        np.testing.assert_array_equal(updates(step), [np.array(rates) * total])
     assert len(step.compile_cache) == (mode == "graph")
 
 
+@pytest.mark.core(mode="pynative")
 def test_the_current_rate_follows_the_order_of_parameters(mode):
     def make_optimizer(network):
         groups = [{"params": [network.a], "lr": 0.25}, {"params": [network.c, network.b]}]
@@ -245,6 +251,7 @@ def test_the_current_rate_follows_the_order_of_parameters(mode):
     assert updates(step).tolist() == [[1.0, 0.5, 1.0]]
 
 
+@pytest.mark.core(mode="graph")
 def test_the_current_rate_of_a_list_that_ends(mode):
     step = make_step(sgd([0.5, 0.25]))
     for rate in (0.5, 0.25):
@@ -252,6 +259,7 @@ def test_the_current_rate_of_a_list_that_ends(mode):
     assert math.isnan(current_learning_rate(step.optimizer))
 
 
+@pytest.mark.core(mode="graph")
 def test_an_optimizer_inside_another_has_the_rate(mode):
     """LARS, which has no CPU kernel, shows a rate of 0 of its own."""
     inner = nn.Momentum(Sum().trainable_params(), 0.5, 0.9)
@@ -277,6 +285,7 @@ def test_a_rate_that_cannot_be_multiplied_is_refused_and_nothing_changes(make_op
         np.testing.assert_array_equal(before[name], value, name)
 
 
+@pytest.mark.core(mode="graph")
 def test_a_list_of_rates_is_multiplied_and_the_compiled_step_sees_it(mode):
     step = make_step(sgd([0.5, 0.25, 1.0]))
     first = updates(step)
@@ -285,6 +294,7 @@ def test_a_list_of_rates_is_multiplied_and_the_compiled_step_sees_it(mode):
     assert len(step.compile_cache) == (mode == "graph")
 
 
+@pytest.mark.core(mode="pynative")
 def test_the_remedy_makes_a_schedule_that_can_be_multiplied(mode):
     step = make_step(sgd(scale_learning_rate(nn.CosineDecayLR(0.0, 1.0, 4), 1)))
     first = updates(step)

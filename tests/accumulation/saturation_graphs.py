@@ -27,7 +27,6 @@ def count(x, y):
 CASES = {
     "on cpu": {},
     "one micro-batch": {"micro_size": 1},
-    "micro-batches": {"micro_size": 4},
     "clipping": {"micro_size": 4, "max_grad_norm": 1.0},
     "counts": {"micro_size": 4, "count": count},
     "dropping": {"micro_size": 4, "overflow": "drop_micro_batch"},

@@ -8,6 +8,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
+from support.modes import MODES
 from support.reference import accumulated, assert_equivalent, batches, make_network, step_with, train
 from support.two_ranks import case
 
@@ -66,21 +67,24 @@ def make_step(rate=0.0, mean=True, scale_sense=None, weight=WEIGHT, **options):
     return TrainOneStepWithGradAccumulationCell(cell, optimizer, scale_sense).set_train()
 
 
-@pytest.mark.core("graph-ragged", "graph-one", "graph-clipped", "graph-scaled", "graph-compensated", "pynative-ragged")
+RECORDED = {
+    "even": ({"micro_size": 4}, 3),
+    "ragged": ({"micro_batch_size": 5}, 5),
+    "two": ({"micro_batch_size": 7}, 7),
+    "one": ({"micro_size": 1}, 12),
+    "clipped": ({"micro_size": 4, "max_grad_norm": 1e-3}, 3),
+    "scaled": ({"micro_batch_size": 5, "scale_sense": Tensor([2.0**16])}, 5),
+    "compensated": ({"micro_batch_size": 5, "compensated": True}, 5),
+}
+
+
+@pytest.mark.core("ragged-graph", *(f"{kind}-pynative" for kind in ("one", "clipped", "scaled", "compensated")))
 @pytest.mark.parametrize(
-    ("options", "first"),
-    [
-        ({"micro_size": 4}, 3),
-        ({"micro_batch_size": 5}, 5),
-        ({"micro_batch_size": 7}, 7),
-        ({"micro_size": 1}, 12),
-        ({"micro_size": 4, "max_grad_norm": 1e-3}, 3),
-        ({"micro_batch_size": 5, "scale_sense": Tensor([2.0**16])}, 5),
-        ({"micro_batch_size": 5, "compensated": True}, 5),
-    ],
-    ids=["even", "ragged", "two", "one", "clipped", "scaled", "compensated"],
+    ("kind", "mode"), [*((kind, "pynative") for kind in RECORDED), ("ragged", "graph"), ("scaled", "graph")]
 )
-def test_records_of_a_batch(options, first, mode):
+def test_records_of_a_batch(kind, mode):
+    ms.set_context(mode=MODES[mode])
+    options, first = RECORDED[kind]
     y = targets(12)
     step = make_step(**options)
     assert type(step.window.weighing) is BySamples  # samples are not counted at run time
@@ -90,7 +94,7 @@ def test_records_of_a_batch(options, first, mode):
     assert step.window.noise.read(1.0).is_known == (first < 12)
 
 
-@pytest.mark.core("graph-dtype0", "pynative-dtype1")
+@pytest.mark.core("pynative-dtype1")
 @pytest.mark.parametrize("dtype", [ms.float16, ms.bfloat16])
 def test_records_with_low_precision_accumulators(dtype, mode, request):
     if dtype == ms.bfloat16 and mode == "graph":
@@ -123,7 +127,7 @@ class NotesTheWholeBatch(BySamples):
         return super().reduce(gradients, ops.depend(sums, noted), scale, unit)
 
 
-@pytest.mark.core(mode="graph")
+@pytest.mark.core(mode="pynative")
 @pytest.mark.parametrize("weighing", [ForgetsTheSize, NotesTheWholeBatch])
 def test_negative_controls_are_caught(weighing, mode):
     y = targets(12)
@@ -133,11 +137,20 @@ def test_negative_controls_are_caught(weighing, mode):
     assert not np.allclose(noise_of(step), noise_by_hand([[y[:3]]], [y]), rtol=1e-2)
 
 
-@pytest.mark.core("graph-micro-batches-65536.0", "graph-batches-None")
-@pytest.mark.parametrize("scale", [None, 2.0**16])
-@pytest.mark.parametrize("size", [3, 7], ids=["micro-batches", "batches"])
+@pytest.mark.core("batches-None-pynative", "micro-batches-65536.0-graph")
+@pytest.mark.parametrize(
+    ("size", "scale", "mode"),
+    [(3, 2.0**16, "graph"), (7, None, "pynative"), (3, None, "pynative"), (7, 2.0**16, "pynative")],
+    ids=[
+        "micro-batches-65536.0-graph",
+        "batches-None-pynative",
+        "micro-batches-None-pynative",
+        "batches-65536.0-pynative",
+    ],
+)
 def test_records_of_windows_of_several_batches(scale, size, mode):
     """Of batches of unequal size."""
+    ms.set_context(mode=MODES[mode])
     first, second = targets(7), targets(4, 1)
     step = make_step(
         micro_batch_size=size, accumulation_steps=2, scale_sense=None if scale is None else Tensor([scale], ms.float32)
@@ -149,11 +162,15 @@ def test_records_of_windows_of_several_batches(scale, size, mode):
     np.testing.assert_allclose(noise_of(step), expected, rtol=1e-5)
 
 
-@pytest.mark.core("graph-1-mean", "graph-2-sum")
-@pytest.mark.parametrize("mean", [True, False], ids=["mean", "sum"])
-@pytest.mark.parametrize("accumulation_steps", [1, 2])
+@pytest.mark.core("1-mean-pynative", "2-sum-graph")
+@pytest.mark.parametrize(
+    ("accumulation_steps", "mean", "mode"),
+    [(1, True, "pynative"), (2, False, "graph"), (1, False, "pynative"), (2, True, "pynative")],
+    ids=["1-mean-pynative", "2-sum-graph", "1-sum-pynative", "2-mean-pynative"],
+)
 def test_records_of_counts(mean, accumulation_steps, mode):
     """One micro-batch counts nothing: where it is the first, the window tells nothing."""
+    ms.set_context(mode=MODES[mode])
     y, mask = targets(8), np.array([1, 0.5, 0, 0, 1, 1, 0, 2], np.float32)
     step = make_step(mean=mean, micro_size=4, count=CountMask(), accumulation_steps=accumulation_steps)
     for _ in range(accumulation_steps):
@@ -168,7 +185,7 @@ def test_records_of_counts(mean, accumulation_steps, mode):
     assert not step.window.noise.read(1.0).is_known
 
 
-@pytest.mark.core(mode="graph")
+@pytest.mark.core(mode="pynative")
 def test_a_dropped_micro_batch_is_none(mode):
     y = targets(8)
     y[5] = np.inf
@@ -219,13 +236,12 @@ def test_a_window_that_is_resumed_keeps_its_records(pynative, tmp_path):
     np.testing.assert_allclose(noise_of(later), noise_by_hand([[y[:4]], [y[8:11]]], [y]), rtol=1e-5)
 
 
-@pytest.mark.core("graph-ragged")
-@pytest.mark.parametrize("options", [{"micro_size": 4}, {"micro_batch_size": 5}], ids=["even", "ragged"])
-def test_recording_changes_no_update(options, mode):
+@pytest.mark.core(mode="pynative")
+def test_recording_changes_no_update(mode):
     def run(**more):
         network = make_network("conv")
         optimizer = nn.Momentum(network.trainable_params(), 0.05, 0.9)
-        return train(accumulated(**options, **more), network, optimizer, batches(12, 4))
+        return train(accumulated(micro_batch_size=5, **more), network, optimizer, batches(12, 2))
 
     assert_equivalent(run(record_noise=True), run(), 1e-6)
 

@@ -63,7 +63,7 @@ def adascale(windows, smoothing, schedule=lambda steps: 1.0, rate=RATE):
     return weight, gains, progresses
 
 
-@pytest.mark.core("graph-None-micro-batches", "graph-0.5-spanning")
+@pytest.mark.core("pynative-None-micro-batches", "graph-0.5-spanning")
 @pytest.mark.parametrize(
     ("options", "batch"),
     [({}, 8), ({"accumulation_steps": 2, "micro_size": 2}, 4)],

@@ -71,7 +71,7 @@ def assert_record(record, rtol=1e-6, **expected):
 # -- the records -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.core(mode="graph")
+@pytest.mark.core(mode="pynative")
 def test_hand_worked_windows(mode):
     """x = 1, 2 | 4 and y = 0, 1 | 1, at w = 1: losses 0.5, 0.5 | 4.5, gradients x (w x - y) = 1, 2 | 12, mean 5. Then
     w = 0.5: losses 0.125, 0 | 0.5, gradients 0.5, 0 | 4, mean 1.5. Clipped to 2, the first update is 0.2, not 0.5."""
@@ -90,7 +90,7 @@ def test_the_norm_is_that_before_clipping(pynative):
     np.testing.assert_allclose(as_numpy(step.weights[0]), 0.8, rtol=1e-6)
 
 
-@pytest.mark.core(mode="graph")
+@pytest.mark.core(mode="pynative")
 def test_without_accumulation_steps_each_batch_is_a_window(mode):
     records, _ = fit(micro_size=2, epochs=1)
     common = {"updated": True, "epoch": 1, "batches": 1, "dropped_micro_batches": 0, "grad_norm": None}
@@ -113,7 +113,7 @@ def test_counts_are_the_users(options, pynative):
         np.testing.assert_allclose(records[0].loss, (0.5 * 0.5 + 2 * 4.5) / 2.5, rtol=1e-6)
 
 
-@pytest.mark.core(mode="graph")
+@pytest.mark.core(mode="pynative")
 def test_an_overflow_is_a_record_that_did_not_update(mode):
     """Windows of one good batch and one that overflows, then of good ones: the fourth of six samples is infinite."""
     x = np.array([1, 2, 4, np.inf, 1, 2], np.float32)
@@ -142,6 +142,7 @@ def test_dropped_micro_batches_are_counted_over_the_window(pynative):
     assert (records[0].dropped_micro_batches, records[0].count, records[0].updated) == (4, 0, False)
 
 
+@pytest.mark.core(mode="pynative")
 def test_the_learning_rate_is_that_of_the_windows_own_update(mode):
     """Three updates at 0.1, 0.2 and 0.3: seen after the update, the rate would be the next one's."""
     cell = GradAccumulationCell(Line(1.0), accumulation_steps=2)
@@ -302,6 +303,15 @@ EACH_KIND = {
 }
 
 
+@pytest.mark.core(
+    "samples",
+    "samples, a scale that the optimizer removes",
+    "dropped, counts",
+    "spanning",
+    "spanning counts",
+    "two losses",
+    "loss of the batch",
+)
 @pytest.mark.parametrize("kind", EACH_KIND)
 def test_every_field_is_the_oracles(kind):
     case = EACH_KIND[kind]
@@ -310,8 +320,9 @@ def test_every_field_is_the_oracles(kind):
     batches = case.batches(sizes)
     monitor, model = WindowMonitor(), case.make_model()
     data = GeneratorDataset(batches, ["x", "y", "mask"][: len(batches[0])], shuffle=False)
-    model.train(2, data, callbacks=[monitor, *([FlushAccumulation()] if case.plan.flushes else [])])
-    expected, weight = oracle.expected_records(case.plan, [batches, batches])
+    epochs = min(case.plan.steps, 2)
+    model.train(epochs, data, callbacks=[monitor, *([FlushAccumulation()] if case.plan.flushes else [])])
+    expected, weight = oracle.expected_records(case.plan, [batches] * epochs)
     assert len(monitor.records) == len(expected)
     for record, fields in zip(monitor.records, expected, strict=True):
         assert_record(record, 1e-5, **fields)
@@ -337,12 +348,11 @@ def as_json(record):
     return {name: finite(value) for name, value in asdict(record).items()}
 
 
-@pytest.mark.parametrize("kind", [Path, str])
-def test_json_lines_are_the_records_and_are_appended(kind, tmp_path, pynative):
+def test_json_lines_are_the_records_and_are_appended(tmp_path, pynative):
     """What is not finite, such as an overflow's loss, is null."""
     path = tmp_path / "made" / "windows.jsonl"
     expected = []
-    for _ in range(2):
+    for kind in (Path, str):
         x = np.array([1, 2, np.nan, 4], np.float32)
         options = {"batch": 1, "epochs": 1, "accumulation_steps": 2, "scale_sense": manager()}
         records, _ = fit((x, np.zeros(4, np.float32)), monitor=WindowMonitor(kind(path)), **options)
@@ -396,6 +406,7 @@ def assert_scalars(found, records):
         np.testing.assert_allclose(value, expected[tag, step], rtol=1e-6, err_msg=tag)
 
 
+@pytest.mark.core(several=True)
 @pytest.mark.parametrize("several", [False, True], ids=["one loss", "two losses"])
 def test_tensorboard_reads_each_number(several, tmp_path, pynative):
     tensorboard = pytest.importorskip("tensorboardX", reason="TensorBoard's writer is the user's to install")
@@ -440,6 +451,7 @@ def group_lives(group):
     return True
 
 
+@pytest.mark.thorough
 def test_mindspores_summary_holds_each_number(tmp_path):
     from mindspore.train import summary_pb2
 

@@ -18,6 +18,7 @@ from mindspore.dataset import NumpySlicesDataset
 from mindspore.train import Callback, RunContext
 from mindspore.train.callback import _InternalCallbackParam
 from support.reference import Line
+from support.reuse import Reused
 from tqdm import tqdm
 
 from gaccum_ms import FlushAccumulation, GradAccumulationCell, ProgressBar, TrainOneStepWithGradAccumulationCell
@@ -32,9 +33,12 @@ def make_step(rate=0.01, scale_sense=None, **options):
     return TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), rate), scale_sense)
 
 
+reused_step = Reused(make_step)
+
+
 def fit(bar, step=None, epochs=2, callbacks=(), batch=2, **options):
     """Seven samples, in four batches."""
-    step = step or make_step(**options)
+    step = step or reused_step(**options)
     data = NumpySlicesDataset((X, Y), shuffle=False).batch(batch)
     ms.Model(step).train(epochs, data, callbacks=[bar, *callbacks])
     return step
@@ -50,10 +54,11 @@ def every_batch(**options):
     return ProgressBar(file, show=True, refresh_seconds=0, **options), file
 
 
+@pytest.mark.core(mode="graph")
 def test_each_batch_is_drawn_with_its_numbers(mode):
     """Windows of two batches of a line, w = 1: losses 0.5 and 4.5 | ..., by hand."""
     bar, file = every_batch()
-    step = fit(bar, accumulation_steps=2, max_grad_norm=100.0)
+    step = fit(bar, make_step(accumulation_steps=2, max_grad_norm=100.0))
     texts = drawn(file)
     assert len(texts) >= 1 + 8
     batches = [text for text in texts if "samples/s" in text or "1/8 batches" in text]
@@ -75,7 +80,7 @@ def test_each_batch_is_drawn_with_its_numbers(mode):
 
 def test_without_windows_and_clipping_the_batchs_loss_and_no_norm(pynative):
     bar, file = every_batch()
-    fit(bar, micro_size=2, epochs=1, rate=[0.1, 0.2, 0.3, 0.4, 0.5])
+    fit(bar, make_step(micro_size=2, rate=[0.1, 0.2, 0.3, 0.4, 0.5]), epochs=1)
     texts = drawn(file)
     assert any("1/4 batches" in text and "update 1, loss 0.5, lr 0.2]" in text for text in texts)
     assert all("norm" not in text for text in texts)
@@ -127,7 +132,7 @@ def test_a_pseudo_terminal_gets_a_bar_of_its_width():
         (5, ["8/8"]),
     ],
 )
-def test_a_narrow_terminal_does_without_the_least_important(pynative, columns, shown):
+def test_a_narrow_terminal_does_without_the_least_important(columns, shown):
     texts = on_a_terminal(columns, micro_size=2, max_grad_norm=100.0)
     assert max(map(len, texts)) <= columns
     parts = ["Epoch 2/2", "8/8", "<", "update", "loss", "lr 0.01", "norm", "/s"]
@@ -199,7 +204,7 @@ class Stop(Callback):
             run_context.request_stop()
 
 
-def test_one_bar_serves_several_trainings(pynative):
+def test_one_bar_serves_several_trainings():
     bar, file = every_batch()
     step = fit(bar, micro_size=2)
     fit(bar, step, epochs=1)
@@ -208,14 +213,14 @@ def test_one_bar_serves_several_trainings(pynative):
     assert "update 12," in drawn(file)[-1]
 
 
-def test_a_stop_leaves_the_bar_where_it_is(pynative):
+def test_a_stop_leaves_the_bar_where_it_is():
     bar, file = every_batch()
     fit(bar, epochs=5, callbacks=[Stop()], micro_size=2)
     assert "3/20 batches" in drawn(file)[-1]
     assert file.getvalue().endswith("\n")
 
 
-def test_an_error_ends_the_line(pynative):
+def test_an_error_ends_the_line():
     bar, file = every_batch()
     with pytest.raises(ZeroDivisionError):
         fit(bar, epochs=5, callbacks=[Stop(ZeroDivisionError())], micro_size=2)
@@ -224,10 +229,10 @@ def test_an_error_ends_the_line(pynative):
     assert bar._bar is None
 
 
-def test_a_training_that_begins_at_a_later_epoch(pynative):
+def test_a_training_that_begins_at_a_later_epoch():
     bar, file = every_batch()
     data = NumpySlicesDataset((X, Y), shuffle=False).batch(2)
-    ms.Model(make_step(micro_size=2)).train(4, data, callbacks=[bar], initial_epoch=2)
+    ms.Model(reused_step(micro_size=2)).train(4, data, callbacks=[bar], initial_epoch=2)
     assert drawn(file)[1].startswith("Epoch 3/4:")
     assert "8/8 batches" in drawn(file)[-1]
 

@@ -10,7 +10,9 @@ import pytest
 from mindspore import Tensor, mint, nn
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.experimental import optim
+from support.modes import MODES
 from support.reference import OPTIMIZERS, Line, as_numpy, make_network
+from support.reuse import Reused
 from test_windows import LINE_X, LINE_Y, RATE, line_data, line_oracle, line_step, place
 
 from gaccum_ms import (
@@ -27,11 +29,19 @@ from gaccum_ms.accumulation import windows
 from gaccum_ms.accumulation.open_window import OpenWindow
 
 
-def fit(scheduler, own=1, epochs=4, each_epoch=True, rate=RATE, **options):
+@Reused
+def reused_step(own):
+    """For all tests of a number: none compiles anew."""
+    if own > 1:
+        return line_step(own)
+    step = line_step(own, micro_size=2)
+    step.let_windows_span_batches()  # as the callback does before it trains: see test_by_epoch_...
+    return step
+
+
+def fit(scheduler, own=1, epochs=4, each_epoch=True, rate=RATE, step=None):
     """Train on seven batches an epoch, from a cell with `own` accumulation_steps; the step, and what happened."""
-    if own == 1:
-        options["micro_size"] = 2  # a cell without accumulation_steps: its step is made for windows of one batch
-    step = line_step(own, rate=rate, **options)
+    step = step or (reused_step(own) if rate is RATE else line_step(own, rate=rate))
     monitor = WindowMonitor()
     ms.Model(step).train(epochs, line_data(), callbacks=[monitor, scheduler, FlushAccumulation(each_epoch)])
     return step, monitor.records
@@ -67,18 +77,28 @@ def fit_line(optimizer, **schedule):
     return rates, float(as_numpy(step.weights[0]))
 
 
+def line_weight(rates):
+    """The weight in the end, by NumPy."""
+    weight = 1.0
+    for (start, stop), rate in zip([(0, 2), (2, 4), (4, 6), (6, 8), (0, 4), (4, 8)], rates, strict=True):
+        x, y = LINE_X[start:stop].astype(np.float64), LINE_Y[start:stop]
+        weight -= rate * (x * (weight * x - y)).mean()
+    return weight
+
+
+@pytest.mark.core("experimental, of groups", "mint")
 @pytest.mark.parametrize("kind", NEWER)
 def test_the_rate_of_an_optimizer_without_global_step_is_read(kind):
     rates, weight = fit_line(NEWER[kind])
     np.testing.assert_allclose(rates, [0.1] * 6, rtol=1e-6)
-    np.testing.assert_allclose(weight, fit_line(lambda weights: nn.SGD(weights, 0.1))[1], rtol=1e-5)
+    np.testing.assert_allclose(weight, line_weight([0.1] * 6), rtol=1e-5)
 
 
 def test_the_rate_of_an_optimizer_without_global_step_follows():
-    found = fit_line(NEWER["experimental"], learning_rate="linear")
-    expected = fit_line(lambda weights: nn.SGD(weights, 0.1), learning_rate="linear")
-    np.testing.assert_allclose(found[0], [0.1] * 4 + [0.2] * 2, rtol=1e-6)
-    np.testing.assert_allclose(found[1], expected[1], rtol=1e-5)
+    rates, weight = fit_line(NEWER["experimental"], learning_rate="linear")
+    expected = [0.1] * 4 + [0.2] * 2
+    np.testing.assert_allclose(rates, expected, rtol=1e-6)
+    np.testing.assert_allclose(weight, line_weight(expected), rtol=1e-5)
 
 
 def test_a_rate_that_is_compiled_in_is_refused_before_it_trains():
@@ -89,25 +109,26 @@ def test_a_rate_that_is_compiled_in_is_refused_before_it_trains():
 # -- which windows -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.core("graph-4", "pynative-1")
-@pytest.mark.parametrize("own", [1, 4])
+@pytest.mark.core("1-graph")
+@pytest.mark.parametrize(("own", "mode"), [(1, "graph"), (4, "graph"), (1, "pynative")])
 def test_by_epoch_without_compiling_anew(own, mode):
     """Also from a cell without accumulation_steps. Epochs end with a short window, because they are flushed."""
-    step, records = fit(AccumulationScheduler({0: 1, 1: 2, 3: 20}), own)
+    ms.set_context(mode=MODES[mode])
+    step, records = fit(AccumulationScheduler({0: 1, 1: 2, 3: 20}), step=line_step(own, micro_size=2))
     assert_windows(step, records, [1] * 7 + [2, 2, 2, 1] * 2 + [7])
     assert [record.epoch for record in records] == [1] * 7 + [2] * 4 + [3] * 4 + [4]
     if mode == "graph":
         assert len(step.compile_cache) == 1
 
 
-def test_before_the_first_entry_the_number_is_the_cells_own(pynative):
+def test_before_the_first_entry_the_number_is_the_cells_own():
     step, records = fit(AccumulationScheduler({1: 4}), own=3, epochs=2)
     assert_windows(step, records, [3, 3, 1, 4, 3])
 
 
-def test_a_second_training_begins_with_the_cells_own_number_again(pynative):
+def test_a_second_training_begins_with_the_cells_own_number_again():
     """And not with the one that the first has ended with."""
-    step, monitor = line_step(3), WindowMonitor()
+    step, monitor = reused_step(3), WindowMonitor()
     for _ in range(2):
         callbacks = [monitor, AccumulationScheduler({1: 4}, "linear"), FlushAccumulation()]
         ms.Model(step).train(2, line_data(), callbacks=callbacks)
@@ -116,13 +137,13 @@ def test_a_second_training_begins_with_the_cells_own_number_again(pynative):
     np.testing.assert_allclose([record.learning_rate for record in monitor.records], rates, rtol=1e-5)
 
 
-def test_epochs_of_the_dict_in_any_order(pynative):
+def test_epochs_of_the_dict_in_any_order():
     step, records = fit(AccumulationScheduler({2: 7, 0: 3, 1: 4}), own=2, epochs=3)
     assert_windows(step, records, [3, 3, 1, 4, 3, 7])
 
 
 @pytest.mark.parametrize("own", [1, 2])
-def test_by_a_function_of_the_number_of_updates(own, pynative):
+def test_by_a_function_of_the_number_of_updates(own):
     asked = []
 
     def schedule(update):
@@ -157,7 +178,7 @@ def windows_of(step):
 
 @pytest.mark.core(mode="graph")
 def test_an_open_window_keeps_the_number_that_it_began_with(mode):
-    assert windows_of(line_step(3)) == [3, 1, 1]
+    assert windows_of(reused_step(3)) == [3, 1, 1]
 
 
 class FollowsAtOnce(OpenWindow):
@@ -188,12 +209,12 @@ def test_the_learning_rate_follows(rule, mode):
         assert len(step.compile_cache) == 1
 
 
-def test_the_learning_rate_follows_what_it_was_for_not_the_cells_own_number(tmp_path, pynative):
+def test_the_learning_rate_follows_what_it_was_for_not_the_cells_own_number(tmp_path):
     """Saved at a rate for four batches, and resumed by a cell of two: the rate is for four already."""
     schedule = AccumulationScheduler({0: 1, 1: 4}, learning_rate="linear")
     step, _ = fit(schedule, epochs=2)
     ms.save_checkpoint(step, str(tmp_path / "four.ckpt"))
-    other = line_step(2)
+    other = reused_step(2)
     resume(other, tmp_path / "four.ckpt")
     monitor = WindowMonitor()
     callbacks = [monitor, schedule, FlushAccumulation()]
@@ -202,7 +223,7 @@ def test_the_learning_rate_follows_what_it_was_for_not_the_cells_own_number(tmp_
     assert [record.batches for record in monitor.records] == [4, 3]
 
 
-def test_without_a_rule_the_learning_rate_stays(pynative):
+def test_without_a_rule_the_learning_rate_stays():
     step, records = fit(AccumulationScheduler({1: 4, 2: 1}), own=2, epochs=3)
     assert len({record.learning_rate for record in records}) == 1
     assert_windows(step, records, WINDOWS)
