@@ -60,10 +60,10 @@ def test_two_ranks_equal_one_process_on_the_joined_batch(ranks):
 
 
 def test_one_reduction_per_update(ranks):
-    """Run eagerly: as many collectives as updates, in 2 and in 3 micro-batches. The control reduces each."""
+    """Run eagerly: as many collectives as updates, in 3 micro-batches. The control reduces each."""
     for results in ranks:
-        assert results["reductions/BySamples"].tolist() == [UPDATES, UPDATES]
-        assert results["reductions/ReducesEachMicroBatch"].tolist() == [2 * UPDATES, 3 * UPDATES]
+        assert results["reductions/BySamples"] == UPDATES
+        assert results["reductions/ReducesEachMicroBatch"] == 3 * UPDATES
 
 
 @pytest.mark.core("BySamples-1")
