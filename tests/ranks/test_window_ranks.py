@@ -427,6 +427,7 @@ def test_the_files_of_all_ranks_may_be_given_to_each_in_any_order(trained, resum
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_process_finishes_the_window_of_two_ranks(out, trained, kind):
     """In mid-window, between windows, and in mid-window of the second epoch; then all on the same model."""
+    case(trained[0], f"uninterrupted {kind}")  # which saves
     mode, masked = KINDS[kind]
     for saved in (SAVED, 2 * SAVED, 3 * SAVED):
         ms.set_context(mode=MODES[mode])
