@@ -53,6 +53,7 @@ def test_no_warning_where_nothing_differs(network, micro_size):
         make_step(network(), micro_size)
 
 
+@pytest.mark.core(mode="graph")
 @pytest.mark.filterwarnings("ignore:For 'GradAccumulationCell', the network has 2 BatchNorm")
 def test_batch_norm_trains_and_updates_its_moving_statistics_per_micro_batch(mode):
     """Moving mean after one batch in two micro-batches, by hand: m <- 0.9 m + 0.1 mean, twice."""
@@ -80,6 +81,7 @@ class DropoutNet(nn.Cell):
         return (self.dropout(x * self.weight)).mean()
 
 
+@pytest.mark.core(mode="graph")
 def test_dropout_draws_a_new_mask_for_each_micro_batch(mode):
     """Gradients of a micro-batch of ones are 0 or 2 per weight; over four micro-batches in-between values appear."""
     ms.set_seed(1)

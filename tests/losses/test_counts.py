@@ -6,11 +6,15 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
+from support.modes import MODES
 from support.reference import as_numpy, step_with
+from support.reuse import Reused
+from support.state import assert_identical, everything
 
 from gaccum_ms import CountMask, CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.accumulation.weighing import ByCounts, ByCountsOfEach, Counting
 
+COUNT_MASK = CountMask()
 START = np.linspace(-1, 1, 4)
 RATE = 0.5
 
@@ -56,9 +60,13 @@ def mean_oracle(x):
 
 
 def make_step(network, weighing=None, **options):
-    cell = GradAccumulationCell(network, **options)
+    """`network` or one of its class."""
+    cell = GradAccumulationCell(network() if isinstance(network, type) else network, **options)
     step_class = step_with(weighing=weighing) if weighing else TrainOneStepWithGradAccumulationCell
     return step_class(cell, nn.Momentum(cell.trainable_params(), RATE, 0.9)).set_train()
+
+
+steps = Reused(make_step)
 
 
 def gradient(step):
@@ -69,12 +77,12 @@ def gradient(step):
 UNEVEN = [1, 1, 0, 0.5, 1, 0, 0, 0]
 
 
-@pytest.mark.core("graph-1", "graph-3", "graph-8", "pynative-3")
-@pytest.mark.parametrize("micro_size", [1, 2, 3, 4, 8])
+@pytest.mark.core("graph-3", "pynative-8")
+@pytest.mark.parametrize("micro_size", [1, 2, 3, 8])
 def test_unequal_counts_equal_the_whole_batch(micro_size, mode):
     """Micro-batches of UNEVEN have counts down to 0, where the network's mean is NaN."""
     x, mask = data(UNEVEN)
-    step = make_step(Masked(), micro_size=micro_size, count=CountMask())
+    step = steps(Masked, micro_size=micro_size, count=COUNT_MASK)
     loss = step(Tensor(x), Tensor(mask))
     expected, expected_gradient = oracle(x, mask)
     np.testing.assert_allclose(loss.asnumpy(), expected, rtol=1e-5)
@@ -83,20 +91,25 @@ def test_unequal_counts_equal_the_whole_batch(micro_size, mode):
     assert not any(as_numpy(a).any() for a in step.accu_grads)
 
 
-@pytest.mark.core(mode="graph")
-def test_a_function_counts_like_the_ready_made_cell(mode):
-    def kept(x, mask):
-        return mask.sum()
+def kept(x, mask):
+    return mask.sum()
 
-    also_kept = lambda x, mask: mask.sum()  # noqa: E731
+
+also_kept = lambda x, mask: mask.sum()  # noqa: E731
+
+
+@pytest.mark.core("kept-graph", "<lambda>-pynative")
+@pytest.mark.parametrize(
+    ("count", "way"), [(kept, "graph"), (also_kept, "pynative"), (also_kept, "graph"), (CountMask(position=1), "graph")]
+)
+def test_a_function_counts_like_the_ready_made_cell(count, way):
+    ms.set_context(mode=MODES[way])
     x, mask = data(UNEVEN)
     weights = []
-    for count in (kept, also_kept, CountMask(position=1)):
-        step = make_step(Masked(), micro_size=3, count=count)
+    for step in (steps(Masked, micro_size=3, count=COUNT_MASK), make_step(Masked(), micro_size=3, count=count)):
         step(Tensor(x), Tensor(mask))
         weights.append(as_numpy(step.weights[0]))
     np.testing.assert_array_equal(weights[0], weights[1])
-    np.testing.assert_array_equal(weights[0], weights[2])
 
 
 def rows(x, mask):
@@ -119,19 +132,18 @@ KINDS_OF_WINDOWS = {
 }
 
 
+@pytest.mark.core("half_rows-several-graph", "rows-one batch-pynative", "in_numpy-one batch-pynative")
 @pytest.mark.parametrize(
-    ("count", "window", "only"),
+    ("count", "window", "way"),
     [
-        *((rows, window, None) for window in KINDS_OF_WINDOWS),
-        (half_rows, "one batch", None),
-        (half_rows, "several", None),
-        (in_numpy, "one batch", "pynative"),
+        *((half_rows, window, way) for window in KINDS_OF_WINDOWS for way in MODES),
+        *((rows, "one batch", way) for way in MODES),
+        (in_numpy, "one batch", "pynative"),  # a graph cannot call NumPy
     ],
 )
-def test_a_count_may_be_a_number(count, window, only, mode):
+def test_a_count_may_be_a_number(count, window, way):
     """Where the mask keeps all, rows, half of them and the mask's sum are one and the same weight."""
-    if only not in (None, mode):
-        pytest.skip("a graph cannot call NumPy")
+    ms.set_context(mode=MODES[way])
     options = KINDS_OF_WINDOWS[window]
     batches = options.get("accumulation_steps", 1)
     x, mask = data([1] * 8 * batches)
@@ -142,6 +154,7 @@ def test_a_count_may_be_a_number(count, window, only, mode):
     assert float(step.window_count.asnumpy()) == 8.0 * batches / (2 if count is half_rows else 1)
 
 
+@pytest.mark.core(mode="pynative")
 def test_each_of_several_losses_may_count_a_number(mode):
     x, mask = data([1] * 8)
     step = make_step(MaskedAndMean(), micro_size=3, count=(half_rows, rows))
@@ -181,6 +194,9 @@ class Returning(Masked):
         return [loss]
 
 
+@pytest.mark.core(
+    *("pynative-a dict", "graph-None", "pynative-a number", "graph-a str", "pynative-a tuple", "pynative-Int32")
+)
 @pytest.mark.parametrize("kind", ["a dict", "None", "a number", "a str", "a tuple", "Int32"])
 def test_what_is_no_loss_is_refused(kind, mode):
     step = make_step(Returning(kind), micro_size=2)
@@ -190,6 +206,7 @@ def test_what_is_no_loss_is_refused(kind, mode):
     np.testing.assert_array_equal(as_numpy(step.weights[0]), before)
 
 
+@pytest.mark.core(mode="pynative")
 def test_a_list_of_losses_is_as_good_as_a_tuple(mode):
     step = make_step(Returning("a list"), micro_size=2)
     x, mask = data([1] * 4)
@@ -201,7 +218,7 @@ class MeanOfMeans(ByCounts):
         return 3.5 / 2
 
 
-@pytest.mark.core(mode="graph")
+@pytest.mark.core(mode="pynative")
 def test_negative_control_a_mean_of_means_is_caught(mode):
     x, mask = data([1, 1, 0.5, 1, 0, 0])
     step = make_step(Masked(), MeanOfMeans, micro_size=2, count=CountMask())
@@ -212,32 +229,26 @@ def test_negative_control_a_mean_of_means_is_caught(mode):
 
 def test_a_window_that_counts_nothing_does_not_update(mode):
     x, mask = data(UNEVEN)
-    step = make_step(Masked(), micro_size=3, count=CountMask())
+    step = steps(Masked, micro_size=3, count=COUNT_MASK)
     step(Tensor(x), Tensor(mask))
-    before = {p.name: as_numpy(p) for p in step.get_parameters()}
+    before = everything(step)
     loss = step(Tensor(x), ops.zeros(8))
     assert float(loss.asnumpy()) == 0.0
-    after = {p.name: as_numpy(p) for p in step.get_parameters()}
+    after = everything(step)
     assert after.pop("gaccum_ms.window_count") == 0 != before.pop("gaccum_ms.window_count")
     assert after.pop("gaccum_ms.batch_count") == before.pop("gaccum_ms.batch_count") + 1
-    for name, value in before.items():
-        np.testing.assert_array_equal(after[name], value, name)
+    assert_identical(after, before)
 
 
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
 def test_a_bad_count_is_an_error_and_changes_nothing(bad, mode):
     x, mask = data(UNEVEN)
-    step = make_step(Masked(), micro_size=4, count=CountMask())
+    step = steps(Masked, micro_size=3, count=COUNT_MASK)
     step(Tensor(x), Tensor(mask))
-    before = {
-        p.name: as_numpy(p)
-        for p in step.get_parameters()
-        if p.name not in ("gaccum_ms.window_count", "gaccum_ms.batch_count")
-    }
+    before = everything(step)
     with pytest.raises(ValueError, match=r"'count' must return a finite number .* but got \[\[2.0, .*Nothing was"):
-        step(Tensor(x), Tensor(np.array([1, 1, bad, 0, 1, 1, 1, 1], np.float32)))
-    for name, value in {p.name: as_numpy(p) for p in step.get_parameters() if p.name in before}.items():
-        np.testing.assert_array_equal(before[name], value, name)
+        step(Tensor(x), Tensor(np.array([1, 1, 0, bad, 0, 0, 1, 1], np.float32)))
+    assert_identical(everything(step), before, but=("gaccum_ms.window_count", "gaccum_ms.batch_count"))
     step(Tensor(x), Tensor(mask))
     assert (as_numpy(step.weights[0]) != before["weight"]).all()
 
@@ -263,7 +274,7 @@ class Half(nn.Cell):
         return total / mask.sum()
 
 
-@pytest.mark.core("graph-accumulator_dtype0", "pynative-accumulator_dtype1")
+@pytest.mark.core("pynative-accumulator_dtype1")
 @pytest.mark.parametrize("accumulator_dtype", [ms.float32, ms.float16])
 def test_counted_gradients_are_as_small_as_the_whole_batchs_in_low_precision(accumulator_dtype, mode):
     """Seeded with counts as they are, gradients of 4 x 2,000 tokens at scale 1,024 would be 8 million, not float16."""
@@ -276,7 +287,7 @@ def test_counted_gradients_are_as_small_as_the_whole_batchs_in_low_precision(acc
     np.testing.assert_allclose((START - as_numpy(step.weights[0])) / 0.25, x.mean(axis=(0, 1)), rtol=1e-2)
 
 
-@pytest.mark.core("graph-False", "graph-True")
+@pytest.mark.core("graph-False", "pynative-True")
 @pytest.mark.parametrize("counted", [False, True])
 def test_losses_that_are_sums(counted, mode):
     """A sum stays the whole batch's sum; with a count it is divided by the total."""
@@ -288,7 +299,7 @@ def test_losses_that_are_sums(counted, mode):
     np.testing.assert_allclose(gradient(step), expected_gradient, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.core("graph-3", "graph-8", "pynative-3")
+@pytest.mark.core("graph-8", "pynative-3")
 @pytest.mark.parametrize("micro_size", [1, 3, 8])
 def test_each_of_several_losses_has_its_own_total(micro_size, mode):
     """With UNEVEN in eight micro-batches the masked loss is NaN in four, where the other one must go back alone."""
@@ -316,7 +327,7 @@ class OneTotalForAll(ByCountsOfEach):
         self.counting = FirstTotal(made_of.options)
 
 
-@pytest.mark.core(mode="graph")
+@pytest.mark.core(mode="pynative")
 def test_negative_control_one_total_for_all_losses_is_caught(mode):
     x, mask = data(UNEVEN)
     step = make_step(MaskedAndMean(), OneTotalForAll, micro_size=3, count=(CountMask(), None), loss_weights=(1.0, 0.25))
@@ -326,7 +337,7 @@ def test_negative_control_one_total_for_all_losses_is_caught(mode):
         np.testing.assert_allclose(gradient(step), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.core(mode="graph")
+@pytest.mark.core(mode="pynative")
 def test_several_losses_with_default_counts_and_weights(mode):
     class Two(Masked):
         def construct(self, x, mask):
@@ -339,7 +350,7 @@ def test_several_losses_with_default_counts_and_weights(mode):
     np.testing.assert_allclose(gradient(step), 2 * mean_oracle(x)[1] + oracle(x, mask)[1], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.core(mode="graph")
+@pytest.mark.core(mode="pynative")
 def test_one_loss_may_have_a_weight(mode):
     x, mask = data(UNEVEN)
     step = make_step(Masked(), micro_size=3, count=CountMask(), loss_weights=(0.5,))
@@ -349,6 +360,7 @@ def test_one_loss_may_have_a_weight(mode):
     np.testing.assert_allclose(gradient(step), expected_gradient / 2, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.core(mode="pynative")
 def test_the_number_of_losses_must_be_what_the_options_say(mode):
     x, mask = data(UNEVEN)
     for network, options in ((MaskedAndMean(), {}), (Masked(), {"loss_weights": (1.0, 2.0)})):

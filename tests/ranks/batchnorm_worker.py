@@ -15,7 +15,7 @@ def pooled(out: Path) -> Results:
     rank = get_rank()
     given = [(x[rank::2], y[rank::2]) for x, y in data(12)]
     results = {"single": run(make_step(WindowBatchNorm(2), micro_size=2), given)}
-    parts = [part for x, y in given for part in ((x[:4], y[:4]), (x[4:], y[4:]))]
+    parts = [part for x, y in given for part in ((x[:3], y[:3]), (x[3:], y[3:]))]
     step = make_step(WindowBatchNorm(2), micro_size=2, accumulation_steps=2)
     results["spanning"] = run(step, parts)
     return results

@@ -138,7 +138,7 @@ def check(seen: Results, scenario: Scenario, rank: int) -> None:
 # -- the tests ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.core(name=["count", "count of labels", "sum", "two losses", "drop window", "drop micro-batch"])
+@pytest.mark.core(name=["sum", "two losses", "drop window", "drop micro-batch"])
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in CONTROLS])
 def test_equals_all_tokens_in_one_batch(ranks, name):
     for rank in range(2):
@@ -193,8 +193,9 @@ def test_micro_batches_are_as_many_as_the_scenarios_think():
     assert [len(cut(batch)) for batch in plain(0)] == [MICRO_SIZE, MICRO_SIZE]
 
 
+@pytest.mark.thorough
 def test_audit_on_two_ranks(ranks):
-    """It passes the counted mean, and not the same network without its count; sharded accumulators stay sharded."""
+    """It passes the counted mean, in accumulators that stay sharded, and not the same network without its count."""
     for results in ranks:
-        assert results["audit"].tolist() == [True, False, True]
+        assert results["audit"].tolist() == [False, True]
         assert results["audit, sharded"] > 0

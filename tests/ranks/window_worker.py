@@ -17,7 +17,7 @@ from mindspore.profiler import ProfilerActivity, profile, tensorboard_trace_hand
 from mindspore.train import Callback, CheckpointConfig, ModelCheckpoint
 from support import window_oracle
 from support.modes import MODES
-from support.reference import as_numpy, batches, make_network, step_with
+from support.reference import Regression, as_numpy, batches, step_with
 from support.two_ranks import Results
 
 from gaccum_ms import (
@@ -35,23 +35,6 @@ RATE, MOMENTUM = 0.05, 0.9
 SCALE = 2.0**20
 
 Batch = tuple[np.ndarray, ...]
-
-
-class Weighted(nn.Cell):
-    """Cross entropy, the mean weighted by a mask."""
-
-    def __init__(self, network: nn.Cell) -> None:
-        super().__init__(auto_prefix=False)
-        self.network = network
-        self.loss = nn.CrossEntropyLoss(reduction="none")
-
-    def construct(self, x, y, mask):
-        return (self.loss(self.network(x), y) * mask).sum() / mask.sum()
-
-
-def make_loss(masked: bool) -> nn.Cell:
-    network = make_network("dense")
-    return Weighted(network) if masked else nn.WithLossCell(network, nn.CrossEntropyLoss())
 
 
 def momentum(loss_cell: nn.Cell, rate: float = RATE) -> nn.Momentum:
@@ -98,35 +81,35 @@ class Calls(NamedTuple):
         return result
 
 
-SAME = ([5] * 12, [5] * 12)
-RAGGED = ([5, 3, 7, 2, 4, 6], [2, 6, 4, 3, 8, 5])
+SAME = ([5] * 9, [5] * 9)
+FEW = ([5] * 4, [5] * 4)
+RAGGED = ([5, 3, 7, 2], [2, 6, 4, 3])
 
 CALLS = {
     "graph": Calls(SAME, "graph"),
     "graph, sum over ranks": Calls(SAME, "graph", gradients_mean=False),
-    "eager": Calls(RAGGED),
-    "eager, sum over ranks": Calls(RAGGED, gradients_mean=False),
+    "eager": Calls(RAGGED, steps=2),
+    "eager, sum over ranks": Calls(RAGGED, gradients_mean=False, steps=2),
     "count": Calls(SAME, "graph", masked=True),
-    "count, sum over ranks": Calls(RAGGED, gradients_mean=False, masked=True),
-    "overflow": Calls(SAME, "graph", poisoned=4),
-    "overflow, eager": Calls(RAGGED, poisoned=4),
-    "clipped": Calls(SAME, "graph", max_norm=0.2),
+    "count, sum over ranks": Calls(RAGGED, gradients_mean=False, masked=True, steps=2),
+    "overflow, clipped": Calls(SAME, "graph", poisoned=4, max_norm=0.2),
+    "overflow, eager": Calls(RAGGED, steps=2, poisoned=2),
 }
 
+CONTROLLED = CALLS["eager, sum over ranks"]
+
 ACCUMULATOR_CALLS = {
-    "accumulator": Calls(SAME),
-    "accumulator, sum over ranks": Calls(SAME, gradients_mean=False),
-    "accumulator, count": Calls(RAGGED, masked=True),
-    "accumulator, count, sum over ranks": Calls(RAGGED, gradients_mean=False, masked=True),
-    "accumulator, compiled and clipped": Calls(SAME, "graph", max_norm=0.2),
-    "accumulator, overflow": Calls(SAME, "graph", poisoned=4),
+    "accumulator": Calls(FEW, steps=2),
+    "accumulator, sum over ranks": Calls(FEW, gradients_mean=False, steps=2),
+    "accumulator, count": Calls(RAGGED, masked=True, steps=2),
+    "accumulator, overflow, clipped": Calls(SAME, "graph", poisoned=4, max_norm=0.2),
     # rank 1's last call is one of flush() with nothing to add; rank 0's window has two batches
-    "accumulator, flush": Calls(([5] * 5, [5] * 3), masked=True),
+    "accumulator, count, sum over ranks, flush": Calls(([5] * 5, [5] * 3), gradients_mean=False, masked=True),
 }
 
 
 def make_step(calls: Calls, micro_size: int = 2, window: type = Window) -> Any:
-    loss_cell = make_loss(calls.masked)
+    loss_cell = Regression()
     options = {"count": CountMask() if calls.masked else None, "max_grad_norm": calls.max_norm}
     cell = GradAccumulationCell(loss_cell, micro_size, accumulation_steps=calls.steps, **options)
     return step_with(window=window)(cell, momentum(loss_cell), calls.scale()).set_train()
@@ -174,7 +157,7 @@ def play(calls: Calls, rank: int, window: type = Window) -> Log:
 def play_accumulator(calls: Calls, rank: int) -> Log:
     """The same in a hand-written loop."""
     set_up(calls)
-    loss_cell = make_loss(calls.masked)
+    loss_cell = Regression()
     optimizer = momentum(loss_cell)
     accumulator = GradAccumulator(optimizer, calls.steps, max_grad_norm=calls.max_norm, scale_sense=calls.scale())
     reducers = (accumulator.window.reduction.sum_over_ranks.reducer,)
@@ -231,7 +214,7 @@ def collectives(rank: int, out: Path) -> dict[str, np.ndarray]:
     set_up(calls)
     batch = calls.data(rank)[0]
     results = {}
-    for micro_size, window in ((2, Window), (1, Window), (2, ReducesEachBatch)):
+    for micro_size, window in ((2, Window), (2, ReducesEachBatch)):
         step = make_step(calls, micro_size, window)
         for _ in range(calls.steps):
             step(*map(Tensor, batch))  # compiles
@@ -308,7 +291,7 @@ class Watch(Callback):
 
 
 def make_model(masked: bool = False, **options: Any) -> ms.Model:
-    loss_cell = make_loss(masked)
+    loss_cell = Regression()
     cell = GradAccumulationCell(loss_cell, 2, count=CountMask() if masked else None, **options)
     return ms.Model(cell, optimizer=momentum(loss_cell))
 
@@ -350,10 +333,10 @@ def train_models(rank: int) -> dict[str, np.ndarray]:
 
 def train_by_schedule(rank: int) -> dict[str, np.ndarray]:
     """The schedule, not the cell, lets its windows span batches."""
-    set_up(CALLS["graph"])
+    set_up(CALLS["eager"])
     model = make_model()
     schedule = AccumulationScheduler({0: STEPS})
-    model.train(1, as_data_set(Training((6, 3)).data(rank)), callbacks=[FlushAccumulation(), schedule])
+    model.train(1, as_data_set(Training((5, 3)).data(rank)), callbacks=[FlushAccumulation(), schedule])
     return {"spanned by a schedule/updates": as_numpy(model.train_network.update_count)}
 
 
@@ -527,7 +510,7 @@ CASES: dict[str, Callable[[Path], Results]] = {
         for name in ACCUMULATOR_CALLS
     },
     "control: reduces each batch": as_case(
-        lambda rank: play(CALLS["eager"], rank, ReducesEachBatch).arrays("control: reduces each batch")
+        lambda rank: play(CONTROLLED, rank, ReducesEachBatch).arrays("control: reduces each batch")
     ),
     "collectives": as_case_with_files(lambda out, rank: collectives(rank, out)),
     **dict.fromkeys(TRAININGS, as_case(train_models)),

@@ -6,6 +6,7 @@ when the process PID is gone nobody asks any more.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -35,6 +36,8 @@ def main(folder: Path, asking: int) -> None:
     if launched:
         init()
     rank, number = get_rank() if launched else 0, 0
+    gc.collect()
+    gc.freeze()  # MindSpore collects garbage with each compilation: what is there by now is none
     while asked := request(folder / f"{number}.json", asking):
         ms.set_context(mode=ms.GRAPH_MODE)
         if launched:
