@@ -4,10 +4,10 @@ glibc makes a heap for each thread and serves large blocks directly from the sys
 different each time:
 
 * What one thread has freed in its heap, another does not use. Which thread runs which kernel is left to chance: the
-  peak of a U-Net's training was 654 to 686 MB in ten processes, and 642 MB in each with one heap.
+  peak of a U-Net's training was 654 to 664 MiB in six processes, and 642 MiB in each of five with one heap.
 * "Large" begins at 128 KiB and rises with each large block that is freed, up to 32 MiB. From then on most intermediate
-  values lie in heaps, and what is free there stays with the process: a fifth of the peak. A threshold that somebody sets
-  does not rise.
+  values lie in heaps, and what is free there stays with the process: a fifth of the peak. A threshold that is set does
+  not rise.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ def run_worker(folder: Path, *arguments) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.core("open-kills0")
 @pytest.mark.parametrize(("kind", "kills"), [("open", (6,)), ("flushed", (5, 14))])
 def test_killed_by_kill_9_is_bit_identical(references, tmp_path, kind, kills):
     """A process is killed in mid-window, the next is resumed (flushed: and killed by the last batch of an epoch), the
