@@ -43,8 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     for number in SIGNALS:
         signal.signal(number, _stop)
     log_dir = options.log_dir.resolve()
+    given = vars(options)
     names = [field.name for field in dataclasses.fields(Cluster)]
-    cluster = Cluster(**{name: getattr(options, name) for name in names})
+    cluster = Cluster(**{name: given[name] for name in names if name in given})
     notes = left_out(os.environ)
     if cluster.nodes > 1 and cluster.node_rank == 0 and not cluster.secret:
         who = f"whoever can reach {cluster.master_addr}, port {cluster.master_port + 1}, can end this launch"
@@ -52,12 +53,12 @@ def main(argv: list[str] | None = None) -> int:
     show("".join(f"note: {note}\n" for note in notes).encode())
     begin = time.monotonic()
     try:
-        launch(cluster, [options.script, *options.args], log_dir, options.timeout)
+        cluster = launch(cluster, [options.script, *options.args], log_dir, options.timeout)
     except LaunchError as error:
         print(f"error: {error}\nlogs: {log_dir}", file=sys.stderr)
         return error.code
-    seconds_taken = time.monotonic() - begin
-    show(f"{cluster.size} ranks finished in {seconds_taken:.0f} s; logs: {rank_folder(log_dir, 'N')}\n".encode())
+    seconds_taken, logs = time.monotonic() - begin, rank_folder(log_dir, "N", cluster.attempt)
+    show(f"{cluster.size} ranks finished in {seconds_taken:.0f} s; logs: {logs}\n".encode())
     return 0
 
 

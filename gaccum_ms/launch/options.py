@@ -43,6 +43,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--secret-file", type=Path, help=f"what hosts know each other by, in a file (default: the variable {SECRET})"
     )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        help="how often all ranks may begin anew after one or a host has failed (default: 0)",
+    )
+    parser.add_argument(
+        "--min-processes", type=int, default=0, help="least number of ranks, on all hosts, for that (default: all)"
+    )
     names = ("--tune-cpu", "--tune-cpu-threads")  # the second is its name of before
     parser.add_argument(*names, dest="tune_cpu_threads", action="store_true", help="call gaccum_ms.tune_cpu() first")
     parser.add_argument("--rank-table-file", "--rank_table_file", default="", help="msrun's option")
@@ -76,6 +85,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         if options.master_addr == "127.0.0.1":
             parser.error("--nodes needs --master-addr, an address of host 0 that the other hosts can reach")
         options.master_port = options.master_port or MASTER_PORT
+    _check_restarts(parser, options)
     for name, value in (("--rank-table-file", options.rank_table_file), ("--bind-core", options.bind_core)):
         if value and options.launcher == "mpirun":
             parser.error(f"{name} needs --launcher msrun")
@@ -90,6 +100,22 @@ def parse(argv: list[str]) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     return options
+
+
+def _check_restarts(parser: Parser, options: argparse.Namespace) -> None:
+    """Check the options that say how often all begin anew, and on how many ranks."""
+    if options.max_restarts < 0:
+        parser.error(f"--max-restarts must be at least 0, but got {options.max_restarts}")
+    if not options.min_processes:
+        return
+    size = options.nodes * options.processes
+    if not 1 <= options.min_processes <= size:
+        parser.error(f"--min-processes must be from 1 to all {size} ranks, but got {options.min_processes}")
+    if not options.max_restarts:
+        parser.error("--min-processes needs --max-restarts")
+    for name, value in (("--rank-table-file", options.rank_table_file), ("--bind-core", options.bind_core)):
+        if value and options.min_processes < size:
+            parser.error(f"{name} is for all {size} ranks, so it does not go with --min-processes")
 
 
 def _is_object(text: str) -> bool:
