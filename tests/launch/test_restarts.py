@@ -249,6 +249,14 @@ def wait_for_attempt(launched: Launched, folder: Path, attempt: int, ranks: int)
         launched.wait_for(folder / f"up.{attempt}.{rank}")
 
 
+def wait_until_gone(killed: Launched) -> None:
+    """The guards of a launcher that is killed end their ranks."""
+    until = time.monotonic() + 60
+    while killed.running() and time.monotonic() < until:
+        time.sleep(0.2)
+    killed.finish()
+
+
 def test_a_rank_that_fails_restarts_both_hosts(hosts, tmp_path):
     script = write(tmp_path / "script.py", COUNTS + 'if count == "0": time.sleep(1000 * (rank != 3)); sys.exit(3)')
     both = [start(hosts, script, tmp_path, number, "--max-restarts", "1") for number in range(2)]
@@ -267,7 +275,7 @@ def test_a_host_that_is_lost_is_done_without_or_may_come_again(hosts, tmp_path, 
     both = [start(hosts, script, tmp_path, number, *options) for number in range(2)]
     wait_for_attempt(both[0], tmp_path, 0, 4)
     both[1].process.kill()
-    both[1].finish()
+    wait_until_gone(both[1])
     if least == 4:
         time.sleep(3)
         assert not (tmp_path / "up.1.0").exists(), "host 0 waits for it"
@@ -288,7 +296,4 @@ def test_host_0_that_is_lost_ends_the_others(hosts, tmp_path):
     done = both[1].finish()
     assert done.returncode == 1
     assert "host 0 is lost" in done.stderr
-    until = time.monotonic() + 60
-    while both[0].running() and time.monotonic() < until:
-        time.sleep(0.2)
-    both[0].finish()
+    wait_until_gone(both[0])
