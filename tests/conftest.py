@@ -8,6 +8,7 @@ import os
 import mindspore as ms
 import pytest
 from support import paths
+from support.device import DEVICE
 from support.modes import MODES
 from support.ranks import Ranks
 from support.spread import Spread
@@ -16,6 +17,8 @@ paths.add_folders()
 
 
 def pytest_configure(config):
+    if DEVICE != "CPU":
+        ms.set_device(DEVICE)
     config.pluginmanager.register(Spread())
 
 

@@ -49,6 +49,7 @@ def _matrix():
             yield "cast_weights", micro_size, RAGGED, "plain_sgd", mode, "bfloat16"
 
 
+@pytest.mark.device("the equivalence matrix: networks, micro-batches, optimizers, modes, float32, float16 and bfloat16")
 @pytest.mark.core(
     *(f"dense-{micro_size}-13-sgd-graph-float32" for micro_size in (1, 2, 3, 8)),
     *(f"{kind}-3-13-sgd-graph-float32" for kind in ("conv", "batchnorm_eval", "embedding", "unused")),
