@@ -119,6 +119,7 @@ class _Attempt:
         host, attempt = self._hosts.cluster.node_rank, self._cluster.attempt
         tail = Tail(rank_folder(self._log_dir, self._cluster.local_ranks[0], attempt) / "stdout")
         word: Message = {"end": True, "error": f"host {host} was told to end.", "code": 1}
+        then = None
         try:
             process = self._start(command)
             while not self._ranks.ended:
@@ -130,21 +131,20 @@ class _Attempt:
                 self._ranks.check()
             word = {"end": True}
         except LaunchError as error:
-            then = restarts.after(self._cluster, error, time.monotonic() - self._begin)
             word |= {"error": str(error), "code": error.code}
+            then = restarts.after(self._cluster, error, time.monotonic() - self._begin)
             if then is None:
                 raise
-            del word["end"]
-            word["again"] = attempt
-            anew = f"note: all begin anew: restart {attempt} of {self._cluster.max_restarts}."
-            print(f"{error}\n{anew}", file=sys.stderr, flush=True)
-            return then
+            word = {"again": attempt, "error": str(error), "code": error.code}
         finally:
             with _left_alone():
                 self._hosts.send(word)
                 end_all(self._reports.job)
                 tail.copy()
-        return None
+        if then is not None:
+            anew = f"note: all begin anew: restart {attempt} of {self._cluster.max_restarts}."
+            print(f"{word['error']}\n{anew}", file=sys.stderr, flush=True)
+        return then
 
     def _start(self, command: list[str]) -> subprocess.Popen:
         """Start `command` on this host's ranks, and MindSpore's scheduler where the launcher does not."""

@@ -57,7 +57,8 @@ def main(out, updates, mode):
     folder = f"{out}/saved/{rank}"
     finished = resume(model, folder, data_set)
     callbacks = [Trained(Path(out) / f"trained.{rank}"), UpdateCheckpoint(1, prefix="net", directory=folder)]
-    model.train(EPOCHS, data_set, callbacks=callbacks, initial_epoch=finished, dataset_sink_mode=False)
+    if finished < EPOCHS:  # a rank may have been killed when all was done
+        model.train(EPOCHS, data_set, callbacks=callbacks, initial_epoch=finished, dataset_sink_mode=False)
     np.savez(f"{out}/rank{rank}.npz", **{one.name: one.asnumpy() for one in model.train_network.get_parameters()})
 
 
