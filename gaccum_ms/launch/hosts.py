@@ -123,7 +123,8 @@ class Host0(Link):
     def _of_now(self, node: int, messages: list[Message]) -> list[Message]:
         """The messages that are of this attempt; a host that says that it is ready for the next is noted."""
         for message in messages:
-            self._ready[node] = int(str(message.get("ready", self._ready[node])))
+            if "ready" in message:  # one that the others went on without is ready for any
+                self._ready[node] = int(str(message["ready"])) if node in self._now.hosts else sys.maxsize
         return [one for one in messages if one.pop("attempt", 1) == self._now.attempt or "end" in one]
 
     def _knows_secret(self, wire: Wire, random: bytes) -> bool:

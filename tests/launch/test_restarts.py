@@ -299,6 +299,27 @@ def test_a_host_that_is_lost_is_done_without_or_may_come_again(hosts, tmp_path, 
     assert (tmp_path / "host 0" / "2" / "rank.0" / "stdout").read_text() == f"{least}\n"
 
 
+def test_a_host_that_comes_again_later_takes_part_from_the_next_start_on(hosts, tmp_path):
+    script = write(
+        tmp_path / "script.py",
+        COUNTS + 'if count == "0": time.sleep(1000)\nwhile not os.path.exists("go"): time.sleep(0.1)\n'
+        'if count == "1": sys.exit(3)',
+    )
+    options = ["--max-restarts", "2", "--min-processes", "2"]
+    both = [start(hosts, script, tmp_path, number, *options) for number in range(2)]
+    wait_for_attempt(both[0], tmp_path, 0, 4)
+    both[1].process.kill()
+    wait_until_gone(both[1])
+    wait_for_attempt(both[0], tmp_path, 1, 2)
+    again = start(hosts, script, tmp_path, 1, *options)
+    time.sleep(4)
+    assert not (tmp_path / "up.1.2").exists(), "it waits"
+    (tmp_path / "go").touch()
+    assert [one.finish().returncode for one in (both[0], again)] == [0, 0]
+    sizes = [(tmp_path / "host 0" / str(attempt) / "rank.0" / "stdout").read_text() for attempt in (1, 2, 3)]
+    assert sizes == ["4\n", "2\n", "4\n"]
+
+
 def test_host_0_that_is_lost_ends_the_others(hosts, tmp_path):
     script = write(tmp_path / "script.py", COUNTS + "time.sleep(1000)")
     options = ["--max-restarts", "2", "--min-processes", "2"]
