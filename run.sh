@@ -14,6 +14,7 @@ bash run.sh test                                   run the tests: every option, 
 bash run.sh test all                               those, and the thorough ones; `rest`: the thorough ones alone
 bash run.sh test [arguments of pytest]             some of all tests
 bash run.sh test parallel [arguments of pytest]    those of the graphs for 8 devices, which no device need run
+bash run.sh test device [arguments of pytest]      on the devices of this machine; the report is in build/device
 bash run.sh lint                                   ruff, mypy and import-linter
 bash run.sh docs [folder]                          build the site, by default in build/site
 
@@ -25,6 +26,10 @@ options (or the variable in brackets), each also as --option=value:
   --timeout SECONDS        end all processes after so long (TIMEOUT, default never)
   --start-timeout SECONDS  wait so long for processes and hosts that do not come (default 600)
   --end-timeout SECONDS    wait so long for processes that stand still once another has ended (default 15)
+  --max-restarts N         start all processes again, at most so often, when one or a host fails (default 0)
+  --min-processes N        go on with so few, on all hosts together, where devices or hosts are broken (default all)
+  --dry-run FORM           start nothing: print a script that does; FORM is ranks, ssh, slurm or openmpi
+  --hosts HOST,HOST        for that: the names of the hosts
   --tune-cpu               call gaccum_ms.tune_cpu() on each process before the program
   --bind-core VALUE        msrun's option: True, or a JSON object of the cores of each process
   --rank-table-file FILE   msrun's option
@@ -198,6 +203,10 @@ test)
     parallel)
         use_gpu
         exec "$python" -m pytest tests/semi_auto "${@:3}"
+        ;;
+    device)
+        use_gpu
+        exec "$python" tests/device/report.py "${@:3}"
         ;;
     *) exec "$python" -m pytest "${@:2}" ;;
     esac

@@ -8,6 +8,7 @@ process.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -108,8 +109,9 @@ def _mindspore_program(
     from mindspore import nn
 
     ms.set_context(mode=ms.GRAPH_MODE if graph else ms.PYNATIVE_MODE)
-    if ms.get_context("device_target") != "CPU":  # which cannot be set again once a program was built
-        ms.set_device("CPU")  # peak memory is that of the process, which says nothing about an accelerator's
+    device = os.environ.get("GACCUM_MS_DEVICE", "CPU")  # peak memory is that of the process, not of an accelerator
+    if ms.get_context("device_target") != device:  # which cannot be set again once a program was built
+        ms.set_device(device)
     ms.set_seed(0)
     network = NETWORKS[setting.network]
     net = network.mindspore()

@@ -8,6 +8,7 @@ import os
 import mindspore as ms
 import pytest
 from support import paths
+from support.device import COUNT, DEVICE
 from support.modes import MODES
 from support.ranks import Ranks
 from support.spread import Spread
@@ -16,7 +17,15 @@ paths.add_folders()
 
 
 def pytest_configure(config):
+    if DEVICE != "CPU":
+        ms.set_device(DEVICE)
     config.pluginmanager.register(Spread())
+
+
+def pytest_runtest_setup(item):
+    mark = item.get_closest_marker("device")
+    if mark is not None and mark.kwargs.get("devices", 1) > COUNT:
+        pytest.skip(f"it needs {mark.kwargs['devices']} devices, and there are {COUNT}")
 
 
 # Where one test has computed it is too late for the next one's convolutions, on a CPU with AVX-512, and it would be

@@ -412,6 +412,20 @@ FAULTS = [
         "str(cores)",
         "launch/test_cluster.py -k share_the_cores",
     ),
+    Fault(
+        "a broken device is tried again and again",
+        "launch/restarts.py",
+        "again, self._failed = failed is not None and failed == self._failed, failed",
+        "again, self._failed = False, failed",
+        "launch/test_restarts.py -k what_follows",
+    ),
+    Fault(
+        "ranks go on from what not all have",
+        "training/newest.py",
+        "        if all(key in keys for keys in others):\n",
+        "        if True:\n",
+        "training/test_newest.py -k agree",
+    ),
 ]
 
 

@@ -21,6 +21,7 @@ import time
 from types import FrameType
 
 from gaccum_ms.launch.cluster import SECRET, Cluster, LaunchError, left_out
+from gaccum_ms.launch.dry_run import DryRun
 from gaccum_ms.launch.job import SIGNALS, launch
 from gaccum_ms.launch.logs import rank_folder
 from gaccum_ms.launch.options import parse
@@ -37,14 +38,22 @@ def main(argv: list[str] | None = None) -> int:
     if options.print_script:
         show(f"{options.script}\n".encode())
         return 0
+    given = vars(options)
+    names = [field.name for field in dataclasses.fields(Cluster)]
+    cluster = Cluster(**{name: given[name] for name in names if name in given})
+    log_dir, command = options.log_dir.resolve(), [options.script, *options.args]
+    if options.dry_run:
+        try:
+            show(DryRun(cluster, command, log_dir, options.hosts, options.words).text(options.dry_run).encode())
+        except LaunchError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return error.code
+        return 0
     if importlib.util.find_spec("psutil") is None:
         print("error: 'psutil' is not installed (pip install psutil).", file=sys.stderr)
         return 2
     for number in SIGNALS:
         signal.signal(number, _stop)
-    log_dir = options.log_dir.resolve()
-    names = [field.name for field in dataclasses.fields(Cluster)]
-    cluster = Cluster(**{name: getattr(options, name) for name in names})
     notes = left_out(os.environ)
     if cluster.nodes > 1 and cluster.node_rank == 0 and not cluster.secret:
         who = f"whoever can reach {cluster.master_addr}, port {cluster.master_port + 1}, can end this launch"
@@ -52,12 +61,12 @@ def main(argv: list[str] | None = None) -> int:
     show("".join(f"note: {note}\n" for note in notes).encode())
     begin = time.monotonic()
     try:
-        launch(cluster, [options.script, *options.args], log_dir, options.timeout)
+        cluster = launch(cluster, command, log_dir, options.timeout)
     except LaunchError as error:
         print(f"error: {error}\nlogs: {log_dir}", file=sys.stderr)
         return error.code
-    seconds_taken = time.monotonic() - begin
-    show(f"{cluster.size} ranks finished in {seconds_taken:.0f} s; logs: {rank_folder(log_dir, 'N')}\n".encode())
+    seconds_taken, logs = time.monotonic() - begin, rank_folder(log_dir, "N", cluster.attempt)
+    show(f"{cluster.size} ranks finished in {seconds_taken:.0f} s; logs: {logs}\n".encode())
     return 0
 
 

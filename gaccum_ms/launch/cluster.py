@@ -16,6 +16,10 @@ from gaccum_ms.launch.guard import JOB, TUNE
 
 MASTER_PORT = 8118  # msrun's own default
 
+# What a script may read and log: how often the launch began anew, and how often it may. torchrun's are named alike.
+RESTART_COUNT, MAX_RESTARTS = "GACCUM_MS_RESTART_COUNT", "GACCUM_MS_MAX_RESTARTS"
+VISIBLE_DEVICES = ("ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+
 # What a batch system, an outer msrun or an outer mpirun leaves behind. MindSpore believes these before anything else.
 CLUSTER_PREFIXES = ("RANK_", "MS_SCHED_", "OMPI_", "PMIX_", "PMI_", "PRTE_")
 CLUSTER_NAMES = {"MS_ROLE", "MS_WORKER_NUM", "MS_SERVER_NUM", "MS_NODE_ID", "MS_NODE_RANK"}
@@ -40,11 +44,18 @@ MINDSPORE_WAITS_SECONDS = 1_000_000  # at most: it counts in milliseconds, of 32
 
 
 class LaunchError(Exception):
-    """A launch that cannot start or did not succeed, with the exit code of this program."""
+    """A launch that cannot start or did not succeed.
 
-    def __init__(self, message: str, code: int = 1) -> None:
+    Args:
+        message (str): What happened.
+        code (int): The exit code of this program.
+        rank (int or None): The rank that failed, if one did.
+        again (bool or None): Whether host 0 says that all begin anew, or that they do not. None: it is not said.
+    """
+
+    def __init__(self, message: str, code: int = 1, rank: int | None = None, again: bool | None = None) -> None:
         super().__init__(message)
-        self.code = code
+        self.code, self.rank, self.again = code, rank, again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +75,12 @@ class Cluster:
         rank_table_file (str): For msrun's option of this name.
         bind_core (str): For msrun's option of this name.
         secret (bytes): What the launchers of several hosts know each other by.
+        max_restarts (int): How often all may begin anew after one has failed.
+        min_processes (int): The least number of ranks, on all hosts, to begin anew with. 0: as many as there were.
+        attempt (int): 1, and one more each time that all begin anew.
+        hosts (tuple[int, ...]): The numbers, as ``--node-rank`` gave them, of the hosts that take part. Empty: all.
+        without (tuple[int, ...]): The numbers of the hosts that may not take part any more.
+        devices (tuple[int, ...]): The devices of this host that take part. Empty: the first ones.
     """
 
     launcher: str = "msrun"
@@ -78,6 +95,12 @@ class Cluster:
     rank_table_file: str = ""
     bind_core: str = ""
     secret: bytes = dataclasses.field(default=b"", repr=False)
+    max_restarts: int = 0
+    min_processes: int = 0
+    attempt: int = 1
+    hosts: tuple[int, ...] = ()
+    without: tuple[int, ...] = ()
+    devices: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -93,10 +116,20 @@ class Cluster:
         """The ranks on one host."""
         return range(node * self.processes, (node + 1) * self.processes)
 
-    def names_of(self, node: int) -> str:
-        """The ranks on one host, for people."""
-        first, last = self.ranks_of(node)[0], self.ranks_of(node)[-1]
-        return str(first) if first == last else f"{first} to {last}"
+    def names_of(self, host: int) -> str:
+        """The ranks on one host, by its number, for people."""
+        ranks = self.ranks_of(self.hosts.index(host) if self.hosts else host)
+        return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+
+    def host_of(self, rank: int) -> int:
+        """The number of a rank's host, as its ``--node-rank`` gave it."""
+        node = rank // self.processes
+        return self.hosts[node] if self.hosts else node
+
+    def device_of(self, rank: int) -> int:
+        """The number of a rank's device on its host."""
+        local = rank % self.processes
+        return self.devices[local] if self.devices else local
 
     def environment(self, parent: Mapping[str, str], cores: int) -> dict[str, str]:
         """Return the environment of the processes to start.
@@ -119,6 +152,9 @@ class Cluster:
         if NODE_TIMEOUT not in env:
             env.setdefault(COLLECTIVE_TIMEOUT, str(COLLECTIVE_TIMEOUT_SECONDS))
         env |= {TUNE: "1"} if self.tune_cpu_threads else {}
+        env |= {RESTART_COUNT: str(self.attempt - 1), MAX_RESTARTS: str(self.max_restarts)}
+        if self.devices:
+            env |= {name: _visible(env.get(name), self.devices) for name in VISIBLE_DEVICES}
         env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
         if self.launcher == "mpirun":  # it knows nothing of MindSpore's cluster, whose variables come from here
             env |= {"MS_SCHED_HOST": self.master_addr, "MS_SCHED_PORT": str(self.master_port)}
@@ -126,8 +162,12 @@ class Cluster:
             env |= {"MS_TOPO_TIMEOUT": str(self._mindspores_timeout())}
         return env
 
-    def command(self, log_dir: Path, env: Mapping[str, str]) -> list[str]:
+    def command(self, logs: Path, env: Mapping[str, str]) -> list[str]:
         """Return the command that starts a Python program on each of this host's ranks, without that program.
+
+        Args:
+            logs (Path): Where the launcher's own logs go.
+            env (Mapping[str, str]): The environment that it is started with.
 
         Raises:
             LaunchError: If the launcher is not installed.
@@ -143,11 +183,17 @@ class Cluster:
         address = [f"--master_addr={self.master_addr}", f"--master_port={self.master_port}"]
         waits = [f"--cluster_time_out={self._mindspores_timeout()}", "--join=True"]
         given = [f"--{name}={getattr(self, name)}" for name in ("rank_table_file", "bind_core") if getattr(self, name)]
-        logs = [f"--log_dir={log_dir / 'msrun'}", "--tail_worker_log=0"]
-        return [path, *count, *address, *waits, *given, *logs, "python3"]
+        own_logs = [f"--log_dir={logs}", "--tail_worker_log=0"]
+        return [path, *count, *address, *waits, *given, *own_logs, "python3"]
 
     def _mindspores_timeout(self) -> int:
         return int(min(self.start_timeout + MINDSPORE_WAITS_LONGER_SECONDS, MINDSPORE_WAITS_SECONDS))
+
+
+def _visible(given: str | None, devices: tuple[int, ...]) -> str:
+    """The names of some devices, counted among those that a variable names, if it is set."""
+    names = given.split(",") if given else []
+    return ",".join(names[device] if device < len(names) else str(device) for device in devices)
 
 
 def left_out(parent: Mapping[str, str]) -> list[str]:

@@ -67,7 +67,8 @@ class Parser(argparse.ArgumentParser):
             starts: Iterable[str] = (option for option in plain if option.startswith(_plain(name)))
         else:
             starts = ()
-        found = [*starts, *difflib.get_close_matches(_plain(name), plain, n=1, cutoff=ALIKE)]
+        ends = (option for option in plain if _plain(name).endswith(f"-{option}"))  # --num-processes
+        found = [*starts, *ends, *difflib.get_close_matches(_plain(name), plain, n=1, cutoff=ALIKE)]
         return plain[found[0]] if found else None
 
 

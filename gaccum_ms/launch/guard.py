@@ -1,7 +1,7 @@
 """One rank's life: a guard outside its process, and inside it the wait for the others before it leaves.
 
-The launcher starts ``guard.py --guard LOG_DIR SCRIPT ...`` for each rank. The guard keeps the rank's output in
-``LOG_DIR/1/rank.N/stdout`` and ``stderr``, tells the launcher its process id and its exit code, whichever of msrun and
+The launcher starts ``guard.py --guard LOGS SCRIPT ...`` for each rank. The guard keeps the rank's output in
+``LOGS/rank.N/stdout`` and ``stderr``, tells the launcher its process id and its exit code, whichever of msrun and
 mpirun stands between them, and ends it when the launcher is gone. It starts ``guard.py SCRIPT ...``, which runs the
 script as Python would. It tells the launcher that the script has failed, or has come to its end, before the process
 ends, which may take long: Python waits for threads. At its end it waits for the other ranks: one that leaves first can
@@ -43,7 +43,7 @@ def tell(job: str, **message: object) -> None:
         to_launcher.sendto(json.dumps(message).encode(), f"\0{job}")
 
 
-def guard(log_dir: Path, command: list[str]) -> int:
+def guard(logs: Path, command: list[str]) -> int:
     """Run a rank, or the scheduler, and return its exit code: 128 + signal where a signal ended it, as in shells."""
     env = dict(os.environ)
     job = env[JOB]
@@ -56,7 +56,7 @@ def guard(log_dir: Path, command: list[str]) -> int:
     if "OMPI_COMM_WORLD_RANK" in env:  # from here on MindSpore's variables say it all; Open MPI's would mislead it
         env = {k: v for k, v in env.items() if not k.startswith(("OMPI_", "PMIX_"))}
         env |= {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": rank, "RANK_ID": rank, "DEVICE_ID": rank}
-    folder = log_dir / "1" / f"rank.{rank}"
+    folder = logs / f"rank.{rank}"
     with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
         process = subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr)
         tell(job, rank=int(rank), pid=process.pid)

@@ -1,7 +1,8 @@
 """How the launchers of several hosts act as one: host 0's listens beside MindSpore's scheduler, the others join it.
 
-The others send what happens to their ranks and host 0 decides, so that all hosts end together, with the same error. A
-host that is lost (its launcher killed, its power cut, the network gone) is noticed by its connection.
+No rank is started before host 0 has met the others. From then on these send what happens to their ranks, and host 0
+decides, so that all hosts end together, with the same error, or begin anew together: then they meet again. A host that
+is lost (its launcher killed, its power cut, the network gone) is noticed by its connection. It may come again.
 
 Who connects must show first that it knows the hosts' secret, and host 0 shows it in turn, without either sending it:
 
@@ -13,6 +14,7 @@ Who connects must show first that it knows the hosts' secret, and host 0 shows i
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hmac
 import secrets
 import socket
@@ -20,6 +22,7 @@ import sys
 import time
 
 from gaccum_ms.launch.cluster import SECRET, Cluster, LaunchError, bind, is_local
+from gaccum_ms.launch.link import Link, as_options, numbers, proof_of
 from gaccum_ms.launch.wire import Message, Wire
 
 CONNECT_SECONDS = 1.0
@@ -28,39 +31,14 @@ STRANGER_SECONDS = 10.0  # in which to show it
 REFUSED = b"refused"
 
 
-class Link:
-    """This host's side of the connections between launchers. With one host there is none, and it does nothing."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
-
-    def __enter__(self) -> Link:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def absent(self) -> list[int]:
-        """The hosts that this one waits for: those that have not joined host 0 yet, or host 0."""
-        return []
-
-    def send(self, message: Message) -> None:
-        """Send a message to host 0, or from there to all others."""
-
-    def receive(self) -> list[Message]:
-        """Return the messages that have come; does not wait for more.
-
-        Raises:
-            LaunchError: If a host is lost, or joins with other numbers than host 0's.
-        """
-        return []
-
-
 class Host0(Link):
     """Host 0's side."""
 
     def __enter__(self) -> Link:
+        self._now = self.cluster  # as it was last met
         self._wires: dict[int, Wire] = {}
+        self._ready: dict[int, int] = {}  # for which attempt a host is
+        self._since: dict[int, float] = {}  # when the meeting for an attempt began
         self._unknown: dict[Wire, tuple[bytes, float]] = {}  # and what was sent it, and when
         self._refused = False
         address = self.cluster.master_addr
@@ -77,7 +55,45 @@ class Host0(Link):
             wire.close()
 
     def absent(self) -> list[int]:
+        """The hosts that have not joined."""
         return [node for node in range(1, self.cluster.nodes) if node not in self._wires]
+
+    def meet(self, cluster: Cluster) -> Cluster | None:
+        self._now = dataclasses.replace(self._now, without=cluster.without)
+        for node in cluster.without:
+            if node in self._wires:
+                self._send_away(self._wires[node])
+        self._hear_who_is_ready(cluster)
+        now, attempt, limit = time.monotonic(), cluster.attempt, self.cluster.start_timeout
+        late = now - self._since.setdefault(attempt, now) > limit
+        wanted = [node for node in range(1, self.cluster.nodes) if node not in cluster.without]
+        here = [node for node in wanted if self._ready.get(node, 0) >= attempt]
+        missing = [node for node in wanted if node not in here]
+        enough = (1 + len(here)) * cluster.processes >= (cluster.min_processes or self.cluster.size)
+        ending = any(node in self._wires for node in missing)
+        if missing and not (enough and (late or (attempt > 1 and not ending))):
+            if late:
+                hosts = ", ".join(f"{node} (ranks {self.cluster.names_of(node)})" for node in missing)
+                raise LaunchError(f"hosts that did not join within {limit:g} s: {hosts}.", code=124)
+            return None
+        self._now = dataclasses.replace(cluster, nodes=1 + len(here), hosts=(0, *here))
+        for node in here:
+            self._ready[node] = attempt - 1
+            self._wires[node].send({"start": attempt, "hosts": " ".join(map(str, self._now.hosts))})
+        return self._now
+
+    def _hear_who_is_ready(self, cluster: Cluster) -> None:
+        """Take in those who join; forget those who are lost."""
+        try:
+            for message in self.receive():
+                if "end" in message:
+                    raise LaunchError(str(message["error"]), int(str(message["code"])), again=False)
+        except LaunchError as error:
+            if not cluster.max_restarts or error.code != 1 or error.again is not None:
+                raise
+        for node in [node for node, wire in self._wires.items() if wire.closed]:
+            self._wires.pop(node).close()
+            self._ready.pop(node, None)
 
     def send(self, message: Message) -> None:
         for wire in self._wires.values():
@@ -97,11 +113,19 @@ class Host0(Link):
                 del self._unknown[wire]
                 wire.close()
         for node, wire in self._wires.items():
-            messages += wire.receive()
-            if wire.closed and not any("error" in message for message in messages):
-                who = f"host {node} (ranks {self.cluster.names_of(node)})"
+            messages += self._of_now(node, wire.receive())
+            takes_part = node in self._now.hosts or not self._now.hosts
+            if wire.closed and takes_part and not any("error" in message for message in messages):
+                who = f"host {node} (ranks {self._now.names_of(node)})"
                 raise LaunchError(f"{who} is lost: its launcher was killed or cannot be reached.")
         return messages
+
+    def _of_now(self, node: int, messages: list[Message]) -> list[Message]:
+        """The messages that are of this attempt; a host that says that it is ready for the next is noted."""
+        for message in messages:
+            if "ready" in message:  # one that the others went on without is ready for any
+                self._ready[node] = int(str(message["ready"])) if node in self._now.hosts else sys.maxsize
+        return [one for one in messages if one.pop("attempt", 1) == self._now.attempt or "end" in one]
 
     def _knows_secret(self, wire: Wire, random: bytes) -> bool:
         """Tell whether a connection has shown that it knows the secret; close one that does not."""
@@ -109,14 +133,14 @@ class Host0(Link):
         if line is None:
             return False
         theirs, _, proof = line.partition(b" ")
-        if not hmac.compare_digest(proof, _proof(self.cluster.secret, b"other", random, theirs)):
+        if not hmac.compare_digest(proof, proof_of(self.cluster.secret, b"other", random, theirs)):
             wire.send_line(REFUSED)
             wire.closed = True
             if not self._refused:
                 print("note: a connection was refused that does not know the secret of this launch.", file=sys.stderr)
                 self._refused = True
             return False
-        wire.send_line(_proof(self.cluster.secret, b"host 0", random, theirs))
+        wire.send_line(proof_of(self.cluster.secret, b"host 0", random, theirs))
         wire.trust()
         return True
 
@@ -129,11 +153,13 @@ class Host0(Link):
             return []
         who, *others = messages
         node = who.get("node")
-        theirs = f"--nodes {who.get('nodes')} --processes {who.get('processes')}"
-        ours = f"--nodes {self.cluster.nodes} --processes {self.cluster.processes}"
+        theirs, ours = as_options(who), as_options(numbers(self.cluster))
+        if theirs == ours and node in self._now.without:
+            self._send_away(wire)
+            return []
         if theirs == ours and node in self.absent():
-            self._wires[int(str(node))] = wire
-            return others
+            self._wires[int(str(node))], self._ready[int(str(node))] = wire, sys.maxsize
+            return self._of_now(int(str(node)), others)
         if theirs != ours:
             why = f"host {node} was started with {theirs}, but host 0 with {ours}; all hosts need the same."
         else:
@@ -141,6 +167,11 @@ class Host0(Link):
         wire.send({"end": True, "error": why, "code": 2})
         wire.close()
         raise LaunchError(why, code=2)
+
+    def _send_away(self, wire: Wire) -> None:
+        why = "a rank of this host failed twice in succession; the others go on without it."
+        wire.send({"end": True, "error": why, "code": 1})
+        wire.close()
 
 
 class OtherHost(Link):
@@ -155,6 +186,8 @@ class OtherHost(Link):
             )
         self._wire: Wire | None = None
         self._waiting: list[Message] = []
+        self._come: list[Message] = []  # after the word to start, and not handed on yet
+        self._attempt = 1
         self._give_up = time.monotonic() + self.cluster.start_timeout
         return self
 
@@ -162,10 +195,26 @@ class OtherHost(Link):
         if self._wire is not None:
             self._wire.close()
 
-    def absent(self) -> list[int]:
-        return [0] if self._wire is None else []
+    def meet(self, cluster: Cluster) -> Cluster | None:
+        if cluster.attempt != self._attempt:  # who joins is ready for any
+            self.send({"ready": cluster.attempt})
+            self._attempt = cluster.attempt
+        messages = self.receive()
+        for place, message in enumerate(messages):
+            if "end" in message:
+                why = str(message.get("error", "host 0 ended the launch before this host could take part."))
+                raise LaunchError(why, int(str(message.get("code", 1))), again=False)
+            if "start" in message:
+                self._come = messages[place + 1 :]
+                self._attempt, hosts = int(str(message["start"])), tuple(map(int, str(message["hosts"]).split()))
+                place_here = hosts.index(self.cluster.node_rank)
+                return dataclasses.replace(
+                    cluster, attempt=self._attempt, nodes=len(hosts), hosts=hosts, node_rank=place_here
+                )
+        return None
 
     def send(self, message: Message) -> None:
+        message = {**message, "attempt": self._attempt}
         if self._wire is None:
             self._waiting.append(message)
         else:
@@ -176,7 +225,7 @@ class OtherHost(Link):
             self._connect()
         if self._wire is None:
             return []
-        messages = self._wire.receive()
+        messages, self._come = [*self._come, *self._wire.receive()], []
         if self._wire.closed and not messages:
             raise LaunchError("host 0 is lost: its launcher was killed or cannot be reached.")
         return messages
@@ -193,9 +242,7 @@ class OtherHost(Link):
                 raise LaunchError(f"{why}, {waited}", code=124) from None
             return
         self._wire = wire
-        who: Message = {"node": self.cluster.node_rank}
-        who |= {"nodes": self.cluster.nodes, "processes": self.cluster.processes}
-        for message in [who, *self._waiting]:
+        for message in [{"node": self.cluster.node_rank, **numbers(self.cluster)}, *self._waiting]:
             self._wire.send(message)
 
     def _show_secret(self, wire: Wire) -> None:
@@ -206,22 +253,17 @@ class OtherHost(Link):
             LaunchError: If its secret is another.
         """
         theirs, ours = wire.line(STRANGER_SECONDS) or b"", secrets.token_hex(16).encode()
-        wire.send_line(ours + b" " + _proof(self.cluster.secret, b"other", theirs, ours))
+        wire.send_line(ours + b" " + proof_of(self.cluster.secret, b"other", theirs, ours))
         answer = wire.line(STRANGER_SECONDS)
         if answer is None:
             wire.close()
             raise OSError("it does not talk as a launcher does")
-        if not hmac.compare_digest(answer, _proof(self.cluster.secret, b"host 0", theirs, ours)):
+        if not hmac.compare_digest(answer, proof_of(self.cluster.secret, b"host 0", theirs, ours)):
             wire.close()
             here = "this host's" if self.cluster.secret else "none, as here"
             why = f"the secret of host 0 at {self.cluster.master_addr} is not {here}"
             raise LaunchError(f"{why}; {SECRET} or --secret-file must be the same on all hosts.", code=2)
         wire.trust()
-
-
-def _proof(secret: bytes, who: bytes, random_0: bytes, random_1: bytes) -> bytes:
-    """What only one who knows the secret can say, in answer to two random words."""
-    return hmac.new(secret, b" ".join((who, random_0, random_1)), "sha256").hexdigest().encode()
 
 
 def link(cluster: Cluster) -> Link:

@@ -1,4 +1,4 @@
-"""One launch: its processes are started together, heard while they run, and ended together.
+"""One launch: its processes are started together, heard while they run, ended together, and started again if asked.
 
 Every process that it starts carries one variable of its environment, by which all of them are found and ended: ending
 msrun alone leaves its workers running.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import signal
 import subprocess
@@ -20,8 +21,19 @@ from pathlib import Path
 from gaccum_ms.launch import cuda, guard
 from gaccum_ms.launch.cluster import JOB, Cluster, LaunchError, held_port
 from gaccum_ms.launch.hosts import Link, link
-from gaccum_ms.launch.logs import last_lines, locked, mark, prepare, rank_folder, rank_logs, why_full
+from gaccum_ms.launch.logs import (
+    last_lines,
+    launcher_folder,
+    locked,
+    make_folders,
+    mark,
+    prepare,
+    rank_folder,
+    rank_logs,
+    why_full,
+)
 from gaccum_ms.launch.output import Tail
+from gaccum_ms.launch.restarts import Restarts
 from gaccum_ms.launch.supervisor import Ranks, Reports
 from gaccum_ms.launch.wire import Message
 
@@ -30,17 +42,20 @@ LOOK_SECONDS = 1.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def launch(cluster: Cluster, command: list[str], log_dir: Path, timeout: float = 0) -> None:
+def launch(cluster: Cluster, command: list[str], log_dir: Path, timeout: float = 0) -> Cluster:
     """Run `command` on every rank until all have ended, showing the output of this host's first rank meanwhile.
 
     Args:
         cluster (Cluster): The ranks and hosts.
         command (list[str]): The script that each rank runs, and its arguments.
         log_dir (Path): Where the logs go. One launch at a time can use it.
-        timeout (float): Seconds after which all ranks are ended. 0: never.
+        timeout (float): Seconds after which all ranks are ended, however often they began anew. 0: never.
+
+    Returns:
+        Cluster, as it was in the attempt that went well.
 
     Raises:
-        LaunchError: If the launch cannot start, a rank fails, or time runs out; no process is left then.
+        LaunchError: If the launch cannot start, a rank fails once too often, or time runs out; no process is left then.
     """
     with locked(log_dir):
         prepare(cluster, log_dir)
@@ -50,62 +65,106 @@ def launch(cluster: Cluster, command: list[str], log_dir: Path, timeout: float =
                     port = stack.enter_context(held_port(cluster.master_addr, cluster.master_port))
                     cluster = dataclasses.replace(cluster, master_port=port)
                 hosts = stack.enter_context(link(cluster))
-                job = f"{os.getpid()}-{uuid.uuid4().hex}"
-                reports = stack.enter_context(Reports(job))
-                _Launch(cluster, log_dir, hosts, reports, job).run(command, timeout)
+                deadline = time.monotonic() + timeout if timeout else math.inf
+                restarts, following = Restarts(), cluster
+                while True:
+                    cluster = _meet(hosts, following, deadline)
+                    with Reports(f"{os.getpid()}-{uuid.uuid4().hex}") as reports:
+                        attempt = _Attempt(cluster, log_dir, hosts, reports, deadline, timeout)
+                        then = attempt.run(command, restarts)
+                    if then is None:
+                        return cluster
+                    following = then
         except LaunchError as error:
             full = why_full(log_dir)
             raise LaunchError(f"{error}\n{full}", error.code) if full else error from None
 
 
-class _Launch:
-    """One launch under way."""
+def _meet(hosts: Link, cluster: Cluster, deadline: float) -> Cluster:
+    """Wait until all hosts are there."""
+    end: Message = {"end": True, "error": f"host {hosts.cluster.node_rank} was told to end.", "code": 1}
+    try:
+        while True:
+            if met := hosts.meet(cluster):
+                return met
+            if time.monotonic() > deadline:
+                raise LaunchError("time ran out: not all hosts were there.", 124)
+            time.sleep(POLL_SECONDS)
+    except LaunchError as error:
+        end |= {"error": str(error), "code": error.code}
+        hosts.send(end)
+        raise
+    except SystemExit:
+        hosts.send(end)
+        raise
 
-    def __init__(self, cluster: Cluster, log_dir: Path, hosts: Link, reports: Reports, job: str) -> None:
-        self._cluster, self._log_dir, self._hosts, self._reports, self._job = cluster, log_dir, hosts, reports, job
+
+class _Attempt:
+    """All ranks of this host, from their start to their end."""
+
+    def __init__(
+        self, cluster: Cluster, log_dir: Path, hosts: Link, reports: Reports, deadline: float, timeout: float
+    ) -> None:
+        self._cluster, self._log_dir, self._hosts, self._reports = cluster, log_dir, hosts, reports
+        self._deadline, self._timeout = deadline, timeout
         self._ranks = Ranks(cluster, log_dir)
         self._begin = self._looked = time.monotonic()
 
-    def run(self, command: list[str], timeout: float) -> None:
-        tail = Tail(rank_folder(self._log_dir, self._cluster.local_ranks[0]) / "stdout")
-        end: Message = {"end": True, "error": f"host {self._cluster.node_rank} was told to end.", "code": 1}
+    def run(self, command: list[str], restarts: Restarts) -> Cluster | None:
+        """Run the ranks; if they fail, return the cluster with which all begin anew.
+
+        Raises:
+            LaunchError: If they do not begin anew.
+        """
+        host, attempt = self._hosts.cluster.node_rank, self._cluster.attempt
+        tail = Tail(rank_folder(self._log_dir, self._cluster.local_ranks[0], attempt) / "stdout")
+        word: Message = {"end": True, "error": f"host {host} was told to end.", "code": 1}
+        then = None
         try:
             process = self._start(command)
             while not self._ranks.ended:
-                self._pass_on(self._news(process, timeout))
+                self._pass_on(self._news(process))
                 tail.copy()
                 if tail.unread:  # `| head` has seen enough
-                    end["error"] = f"nobody reads the output of host {self._cluster.node_rank}."
+                    word["error"] = f"nobody reads the output of host {host}."
                     raise SystemExit(128 + signal.SIGPIPE)
-                self._ranks.check(self._hosts.absent())
-            end = {"end": True}
+                self._ranks.check()
+            word = {"end": True}
         except LaunchError as error:
-            end |= {"error": str(error), "code": error.code}
-            raise
+            word |= {"error": str(error), "code": error.code}
+            then = restarts.after(self._cluster, error, time.monotonic() - self._begin)
+            if then is None:
+                raise
+            word = {"again": attempt, "error": str(error), "code": error.code}
         finally:
-            for number in SIGNALS:
-                signal.signal(number, signal.SIG_IGN)  # a second Ctrl+C must not leave processes behind
-            self._hosts.send(end)
-            end_all(self._job)
-            tail.copy()
+            with _left_alone():
+                self._hosts.send(word)
+                end_all(self._reports.job)
+                tail.copy()
+        if then is not None:
+            anew = f"note: all begin anew: restart {attempt} of {self._cluster.max_restarts}."
+            print(f"{word['error']}\n{anew}", file=sys.stderr, flush=True)
+        return then
 
     def _start(self, command: list[str]) -> subprocess.Popen:
         """Start `command` on this host's ranks, and MindSpore's scheduler where the launcher does not."""
-        env = self._cluster.environment(os.environ, len(os.sched_getaffinity(0))) | {JOB: self._job}
+        make_folders(self._cluster, self._log_dir)
+        env = self._cluster.environment(os.environ, len(os.sched_getaffinity(0))) | {JOB: self._reports.job}
         of_cuda = cuda.environment(self._log_dir / ".cuda", env)
         if of_cuda:
             mark(self._log_dir / ".cuda")
         env |= of_cuda
-        prefix = self._cluster.command(self._log_dir, env)
+        logs = launcher_folder(self._log_dir, self._cluster)
+        prefix = self._cluster.command(logs, env)
         # -I: modules of the user's folders are not for the guard
-        guarded = ["-I", guard.__file__, "--guard", str(self._log_dir), *command]
-        logs = self._log_dir / self._cluster.launcher
+        ranks = self._log_dir / str(self._cluster.attempt)
+        guarded = ["-I", guard.__file__, "--guard", str(ranks), *command]
         if self._cluster.launcher == "mpirun":
             scheduler = [sys.executable, *guarded]
             _spawn(scheduler, logs / "scheduler.log", env | {"MS_ROLE": "MS_SCHED"})
         return _spawn([*prefix, *guarded], logs / f"{self._cluster.launcher}.log", env)
 
-    def _news(self, process: subprocess.Popen, timeout: float) -> list[Message]:
+    def _news(self, process: subprocess.Popen) -> list[Message]:
         """What has happened on this host, after waiting a moment for something to happen."""
         ended = process.poll() is not None  # asked first: what its guards said before is then there to be read
         news = self._reports.read(POLL_SECONDS)
@@ -119,13 +178,15 @@ class _Launch:
         for message in news:
             if message.get("code") or "fails" in message:
                 number = int(str(message["rank"]))
-                message["log"] = rank_logs(self._log_dir, number)
+                message["log"] = rank_logs(self._log_dir, number, self._cluster.attempt)
         if ended and (silent := self._ranks.silent(news)):
             what = f"{self._cluster.launcher} ended with exit code {process.returncode}; ranks {silent} never finished"
-            log = last_lines(self._log_dir / self._cluster.launcher / f"{self._cluster.launcher}.log")
+            folder = launcher_folder(self._log_dir, self._cluster)
+            log = last_lines(folder / f"{self._cluster.launcher}.log")
             news.append({"error": f"{what}{log}", "code": 1})
-        if timeout and now - self._begin > timeout:
-            what = f"time ran out: ranks {self._ranks.running()} had not ended after {timeout:g} s; all were ended."
+        if now > self._deadline:
+            late = f"had not ended after {self._timeout:g} s"
+            what = f"time ran out: ranks {self._ranks.running()} {late}; all were ended."
             news.append({"error": what, "code": 124})
         return news
 
@@ -144,6 +205,17 @@ class _Launch:
                 self._hosts.send({"go": True})
             for number in self._cluster.local_ranks:
                 self._reports.let_go(number)
+
+
+@contextlib.contextmanager
+def _left_alone() -> Iterator[None]:
+    """Let no signal in: a second Ctrl+C must not leave processes behind."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _spawn(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen:

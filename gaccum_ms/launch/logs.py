@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ from pathlib import Path
 from gaccum_ms.launch.cluster import Cluster, LaunchError
 
 FOLDERS = ("1", "msrun", "mpirun", ".cuda")  # in the log folder; each launch makes its own anew
+LATER = re.compile(r"\d+|(msrun|mpirun)\.\d+")  # those of the second attempt, and so on
 MARK = ".made-by-gaccum_ms"  # a file in what a launch has made: a folder without it is somebody's, and stays
 PROBE_BYTES = 65536
 TAIL_LINES = 20
@@ -37,16 +38,29 @@ def locked(log_dir: Path) -> Iterator[None]:
 
 
 def prepare(cluster: Cluster, log_dir: Path) -> None:
-    """Remove an older launch's logs, which would be taken for ours, and make the folders of this host's ranks."""
-    old = [log_dir / name for name in FOLDERS if os.path.lexists(log_dir / name)]
-    for folder in old:
-        if not _made_by_a_launch(folder):
-            why = f"'{folder}' was not made by a launch, and would have to be replaced"
+    """Remove an older launch's logs, which would be taken for ours."""
+    attempts = range(2, cluster.max_restarts + 2)
+    needed = {*FOLDERS, *map(str, attempts), *(f"{cluster.launcher}.{attempt}" for attempt in attempts)}
+    old = []
+    for entry in log_dir.iterdir():
+        ours = _made_by_a_launch(entry)
+        if entry.name in needed and not ours:
+            why = f"'{entry}' was not made by a launch, and would have to be replaced"
             raise LaunchError(f"{why}. Name another --log-dir, or move it away.", code=2)
+        if ours and (entry.name in needed or (LATER.fullmatch(entry.name) and any(entry.iterdir()))):
+            old.append(entry)
     try:
-        for folder in old:
-            shutil.rmtree(folder)
-        for folder in (log_dir / cluster.launcher, *(rank_folder(log_dir, number) for number in cluster.local_ranks)):
+        for entry in old:
+            shutil.rmtree(entry)
+    except OSError as error:
+        raise _unwritable(log_dir, error) from error
+
+
+def make_folders(cluster: Cluster, log_dir: Path) -> None:
+    """Make the folders of this host's ranks, for one attempt."""
+    ranks = (rank_folder(log_dir, number, cluster.attempt) for number in cluster.local_ranks)
+    try:
+        for folder in (launcher_folder(log_dir, cluster), *ranks):
             folder.mkdir(parents=True)
             mark(folder)
     except OSError as error:
@@ -84,14 +98,20 @@ def _unwritable(log_dir: Path, error: OSError) -> LaunchError:
     return LaunchError(f"cannot write logs to '{log_dir}': {error.strerror}. Name another --log-dir.", code=2)
 
 
-def rank_folder(log_dir: Path, rank: int | str) -> Path:
+def rank_folder(log_dir: Path, rank: int | str, attempt: int = 1) -> Path:
     """Return the folder with one rank's ``stdout`` and ``stderr``."""
-    return log_dir / "1" / f"rank.{rank}"
+    return log_dir / str(attempt) / f"rank.{rank}"
 
 
-def rank_logs(log_dir: Path, rank: int) -> str:
+def launcher_folder(log_dir: Path, cluster: Cluster) -> Path:
+    """Return the folder with what msrun or mpirun says."""
+    later = f".{cluster.attempt}" if cluster.attempt > 1 else ""
+    return log_dir / f"{cluster.launcher}{later}"
+
+
+def rank_logs(log_dir: Path, rank: int, attempt: int = 1) -> str:
     """Return the ends of one rank's logs."""
-    return "".join(last_lines(rank_folder(log_dir, rank) / name) for name in ("stdout", "stderr"))
+    return "".join(last_lines(rank_folder(log_dir, rank, attempt) / name) for name in ("stdout", "stderr"))
 
 
 def last_lines(path: Path, count: int = TAIL_LINES) -> str:

@@ -12,11 +12,10 @@ from pathlib import Path
 
 from gaccum_ms.launch.cluster import Cluster, LaunchError
 from gaccum_ms.launch.guard import ASK, LET_GO, SCHEDULER
-from gaccum_ms.launch.logs import last_lines, rank_logs
+from gaccum_ms.launch.logs import last_lines, launcher_folder, rank_logs
 from gaccum_ms.launch.wire import Message
 
 SCHEDULER_GRACE_SECONDS = 5.0  # a mistake that ends a rank may end the scheduler sooner; the rank says more
-HOST_0_GRACE_SECONDS = 10.0  # a rank may fail before host 0, which should hear of it, is there
 EXIT_SECONDS = 5.0  # for the exit handlers of a script that has failed; then its process is ended
 STOPPED_SECONDS = 15.0  # a rank may be stopped for so long (SIGSTOP), and go on
 LONG_OVER_SECONDS = 2.0  # a rank that has ended so long before another failed may be why
@@ -27,7 +26,7 @@ class Reports:
     """Where guards and ranks of one launch send their messages."""
 
     def __init__(self, job: str) -> None:
-        self._job = job
+        self.job = job
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(f"\0{job}")  # no file, so neither a full disk nor a long path can stop a message
         self._socket.setblocking(False)
@@ -57,7 +56,7 @@ class Reports:
 
     def _send(self, rank: int, word: bytes) -> None:
         with contextlib.suppress(OSError):
-            self._socket.sendto(word, f"\0{self._job}-{rank}")
+            self._socket.sendto(word, f"\0{self.job}-{rank}")
 
 
 class Ranks:
@@ -79,7 +78,6 @@ class Ranks:
         self._stopped: dict[int, float] = {}  # and since when
         self._still: dict[int, tuple[float, str]] = {}  # for how many seconds they have stood still, and where
         self._error: LaunchError | None = None
-        self._failed = 0.0
         self._begin = time.monotonic()
         self._scheduler_failed = 0.0
         self.ended = False
@@ -110,21 +108,21 @@ class Ranks:
                 self._scheduler_failed = time.monotonic()
             elif code:
                 self._fail(self._why_failed(rank, code, str(message.get("log", ""))))
-        if "end" in message:  # from host 0, which knows what was first on all hosts
+        word = "end" in message or "again" in message
+        if word:  # from host 0, which knows what was first on all hosts
             self._error = None
         if message.get("error"):
-            self._fail(str(message["error"]), code)
+            self._fail(LaunchError(str(message["error"]), code or 1, again=("again" in message) if word else None))
         every = range(self._cluster.size)
         self.one_is_over = self.one_is_over or "over" in message or bool(self._over)
         self.may_leave = self.may_leave or "go" in message or self._over.keys() | self._codes.keys() >= set(every)
-        self.ended = self.ended or "end" in message or all(self._codes.get(rank) == 0 for rank in every)
+        self.ended = self.ended or word or all(self._codes.get(rank) == 0 for rank in every)
 
-    def _fail(self, why: str, code: int = 1) -> None:
+    def _fail(self, error: LaunchError) -> None:
         """Keep the first error: the others mostly follow from it."""
-        self._failed = self._failed or time.monotonic()
-        self._error = self._error or LaunchError(why, code)
+        self._error = self._error or error
 
-    def _why_failed(self, rank: int, code: int, log: str) -> str:
+    def _why_failed(self, rank: int, code: int, log: str) -> LaunchError:
         """Why the launch fails when this rank's process has: others may have failed, stopped or ended before."""
         earlier = min(self._fails, key=lambda other: self._fails[other][1], default=rank)
         if earlier != rank:
@@ -137,10 +135,10 @@ class Ranks:
         elif over:
             seconds = now - min(self._over.values())
             why += f", {seconds:.0f} s after {self._names(over)} had ended with exit code 0"
-        return f"{why}; all ranks were ended.{log}"
+        return LaunchError(f"{why}; all ranks were ended.{log}", rank=rank)
 
     def _host(self, rank: int) -> str:
-        return f" on host {rank // self._cluster.processes}" if self._cluster.nodes > 1 else ""
+        return f" on host {self._cluster.host_of(rank)}" if self._cluster.nodes > 1 else ""
 
     def _names(self, ranks: list[int]) -> str:
         """Ranks, for people."""
@@ -179,31 +177,26 @@ class Ranks:
                 found.append({"rank": rank, "code": code})
         return found
 
-    def check(self, absent: list[int]) -> None:
-        """Raise the error that ends the launch, if there is one. Host 0 decides for all.
-
-        Args:
-            absent (list[int]): The hosts that this one still waits for.
-        """
+    def check(self) -> None:
+        """Raise the error that ends the attempt, if there is one. Host 0 decides for all."""
         now, limit = time.monotonic(), self._cluster.start_timeout
-        alone = absent == [0] and now - self._failed > HOST_0_GRACE_SECONDS
-        if self._error and (self.ended or self._cluster.node_rank == 0 or alone):
+        if self._error and (self.ended or self._cluster.node_rank == 0):
             raise self._error
         if self._cluster.node_rank != 0:
             return
         if self._scheduler_failed and now - self._scheduler_failed > SCHEDULER_GRACE_SECONDS:
-            log = next(path for path in _scheduler_logs(self._log_dir) if path.exists())
+            log = launcher_folder(self._log_dir, self._cluster) / "scheduler.log"
             why = f"MindSpore's scheduler failed with {_exit_code(self._codes[SCHEDULER])}; all ranks were ended."
             raise LaunchError(why + last_lines(log))
-        if absent and now - self._begin > limit:
-            hosts = ", ".join(f"{node} (ranks {self._cluster.names_of(node)})" for node in absent)
-            raise LaunchError(f"hosts that did not join within {limit:g} s: {hosts}; all ranks were ended.", code=124)
         missing = [rank for rank in self.running() if rank not in self._in_init]
         if missing and now - self._begin > limit:
             why = f"did not come to init() within {limit:g} s: {self._names(missing)}; all ranks were ended."
             if len(missing) == self._cluster.size:
                 why += " A script that never calls init() needs a longer --start-timeout."
-            raise LaunchError(why + "".join(rank_logs(self._log_dir, rank) for rank in missing[:NAMES]), code=124)
+            raise LaunchError(
+                why + "".join(rank_logs(self._log_dir, rank, self._cluster.attempt) for rank in missing[:NAMES]),
+                code=124,
+            )
         self._check_others_wait(now)
 
     def _check_others_wait(self, now: float) -> None:
@@ -217,10 +210,6 @@ class Ranks:
             why = f"{self._names(sorted(self._over))} ended with exit code 0, and {self._names(going)} {_has(going)}"
             where = f"stood still for {limit:g} s since (in {self._still[going[0]][1]}); all ranks were ended."
             raise LaunchError(f"{why} {where} If that is meant, give --end-timeout 0.")
-
-
-def _scheduler_logs(log_dir: Path) -> list[Path]:
-    return [log_dir / launcher / "scheduler.log" for launcher in ("msrun", "mpirun")]
 
 
 def _is(ranks: list[int]) -> str:

@@ -15,16 +15,15 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 
-from gaccum_ms.accumulation import accumulators
 from gaccum_ms.accumulation.sharded_accumulators import ALL_PARTS
 from gaccum_ms.backend.parameters import PREFIX, own
 from gaccum_ms.distributed.sharded_optimizer import whole_state
 from gaccum_ms.learning_rate import MULTIPLIER_PREFIX
 from gaccum_ms.training.data_position import begin_at
 from gaccum_ms.training.grad_accumulator import GradAccumulator
+from gaccum_ms.training.newest import SUFFIXES, newest_checkpoint
+from gaccum_ms.training.rank_files import Values, of_rank, origin
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
-
-Values = dict[str, np.ndarray]
 
 
 def resume(
@@ -47,7 +46,9 @@ def resume(
         model (Union[Model, TrainOneStepWithGradAccumulationCell, GradAccumulator]): What trains.
         checkpoint (Union[str, Path, Sequence]): A file of `mindspore.save_checkpoint` of the step, or of
             `mindspore.train.ModelCheckpoint` , in either format; safetensors by its suffix. Or the files of all ranks
-            that saved, in any order.
+            that saved, in any order. Or a folder: then all ranks go on from the newest checkpoint that all have
+            there, each in a folder of its own or all in one; there is nothing to go on from, and no error, where the
+            folder is empty or missing. A name that ends with neither ``.ckpt`` nor ``.safetensors`` is a folder's.
         data_set (Dataset, optional): Is set to the batch after the last that was trained on, until a batch is trained
             on; then its iterators begin at the beginning again. Its seed must be the same, and `dataset_sink_mode`
             False. With another number of ranks the batches must be those of all ranks, divided anew.
@@ -65,7 +66,7 @@ def resume(
             the optimizer; if one has another shape; if the window cannot be finished here: other
             ranks' files are missing, or micro-batches weigh by another rule, or accumulators are sharded otherwise; if
             the data set has another number of batches, or the batches that were seen do not divide by the number of
-            ranks. Nothing has changed then.
+            ranks; if the ranks' folders have no checkpoint in common. Nothing has changed then.
         RuntimeError: If the checkpoint is in a window, and the step was compiled for windows of one batch.
 
     Supported Platforms:
@@ -102,6 +103,10 @@ def resume(
     """
     step = _step_of(model)
     paths = [Path(checkpoint)] if isinstance(checkpoint, (str, Path)) else [Path(path) for path in checkpoint]
+    if len(paths) == 1 and paths[0].suffix not in SUFFIXES:
+        paths = newest_checkpoint(paths[0], step.provenance.ranks)
+        if not paths:
+            return 0
     if not paths:
         raise ValueError("For 'resume', the argument 'checkpoint' must be at least one file, but got none.")
     with whole_state(step.optimizer):
@@ -114,11 +119,11 @@ def _go_on(step: Any, paths: Sequence[Path], data_set: Any) -> int:
     for path, values in files:
         _check_parameters(step, path, values)
     provenance = step.provenance
-    values = _of_rank(files, provenance.rank, provenance.ranks)
+    values = of_rank(files, provenance.rank, provenance.ranks)
     position = _position(files, values, data_set, provenance.ranks) if data_set is not None else None
     batches = int(values.get(own("window_position"), 0))
     if batches:
-        rank, ranks = _origin(values)
+        rank, ranks = origin(values)
         provenance.check(
             True, batches, rank, ranks, int(values[own("window_rule")]), int(values[own("configured_steps")])
         )
@@ -196,7 +201,7 @@ def _without_parts(values: Values) -> Values:
 
 def _check_parts(files: list[tuple[Path, Values]], ranks: int) -> None:
     for path, values in files:
-        saved_ranks = _origin(values)[1]
+        saved_ranks = origin(values)[1]
         if saved_ranks != ranks and any(name.startswith(ALL_PARTS) for name in values):
             raise ValueError(
                 f"For 'resume', a window with 'shard_accumulators' must be finished on as many ranks as it was saved "
@@ -224,63 +229,9 @@ def _check_parameters(step: nn.Cell, path: Path, values: Values) -> None:
             )
 
 
-def _origin(values: Values) -> tuple[int, int]:
-    """Rank and number of ranks of who saved; a run without accumulation does not say."""
-    rank, ranks = values.get(own("window_origin"), np.array([0, 1]))
-    return int(rank), int(ranks)
-
-
-def _of_rank(files: list[tuple[Path, Values]], rank: int, ranks: int) -> Values:
-    """What this rank goes on with."""
-    by_rank = {_origin(values)[0]: values for _, values in files}
-    _, first = files[0]
-    saved_ranks = _origin(first)[1]
-    is_open = any(int(values.get(own("window_position"), 0)) for _, values in files)
-    shown = ", ".join(f"'{path}' of rank {_origin(values)[0]} of {_origin(values)[1]}" for path, values in files)
-    if any(_origin(values)[1] != saved_ranks for _, values in files) or len(by_rank) != len(files):
-        raise ValueError(f"For 'resume', the files must be those of different ranks of one run, but got {shown}.")
-    if len({int(values.get(own("update_count"), 0)) for _, values in files}) > 1:
-        counts = [int(values.get(own("update_count"), 0)) for _, values in files]
-        raise ValueError(f"For 'resume', all files must be of the same update, but got updates {counts}: {shown}.")
-    if saved_ranks == ranks and rank in by_rank:
-        return by_rank[rank]
-    if not is_open:
-        return {name: value for name, value in first.items() if name != own("random_state")}  # another rank's
-    if len(by_rank) != saved_ranks:
-        raise ValueError(
-            f"For 'resume', a checkpoint that was saved in a window has the sums of one rank, and all {saved_ranks} "
-            f"rank(s)' are needed to finish it on rank {rank} of {ranks}, but got {shown}."
-        )
-    joined = _joined([by_rank[one] for one in range(saved_ranks)], rank == 0)
-    joined[own("window_origin")] = np.array([rank, ranks])
-    return joined
-
-
-def _joined(files: list[Values], first_rank: bool) -> Values:
-    """All ranks' sums on the first rank, and none on the others: the update's mean is over all of them anyway."""
-    units = [float(values[own("window_unit")]) for values in files]
-    unit = next((one for one in units if one > 0), 0.0) if first_rank else 0.0
-    factors = [unit / one if one > 0 else 0.0 for one in units]
-    position = max(int(values[own("window_position")]) for values in files)
-    joined = {name: value for name, value in files[0].items() if name != own("random_state")}
-    for name in joined:
-        if name.startswith((accumulators.PREFIX, accumulators.COMPENSATION_PREFIX)):
-            joined[name] = sum(factor * values[name] for factor, values in zip(factors, files, strict=True))
-    sums = np.stack([values[own("window_sums")] for values in files])
-    joined[own("window_sums")] = sums.sum(axis=0) if first_rank else np.zeros_like(sums[0])
-    joined[own("window_sums")][0] = np.dot(factors, sums[:, 0])
-    joined[own("window_sums")][3] = position
-    if all(own("window_first") in values for values in files):
-        first = np.stack([values[own("window_first")] for values in files])
-        joined[own("window_first")] = first.sum(axis=0) if first_rank else np.zeros_like(first[0])
-    joined[own("window_position")] = np.array(position)
-    joined[own("window_unit")] = np.array(unit)
-    return joined
-
-
 def _position(files: list[tuple[Path, Values]], values: Values, data_set: Any, ranks: int) -> int:
     """Batches that a rank has seen, were they shared out as they are now."""
-    saved_ranks, batches = _origin(files[0][1])[1], int(values.get(own("batch_count"), 0))
+    saved_ranks, batches = origin(files[0][1])[1], int(values.get(own("batch_count"), 0))
     size, saved_size = data_set.get_dataset_size(), int(values.get(own("epoch_batches"), 0))
     if saved_size and saved_size * saved_ranks != size * ranks:
         raise ValueError(

@@ -198,6 +198,7 @@ def test_amp_levels_train_like_the_whole_batch(level):
 # -- overflow: drop the window -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.device("an overflow in any micro-batch drops the window, and halves the loss scale")
 @pytest.mark.core(optimizer="momentum")
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("position", list(POISONED))

@@ -56,6 +56,7 @@ def _matrix():
         yield "cast_weights", micro_size, RAGGED, "plain_sgd", mode, "bfloat16"
 
 
+@pytest.mark.device("the equivalence matrix: networks, micro-batches, optimizers, modes, float32, float16 and bfloat16")
 @pytest.mark.core(
     *(f"dense-{micro_size}-13-sgd-graph-float32" for micro_size in (1, 3, 8)),
     "conv-8-24-adam_weight_decay-graph-float32",

@@ -157,6 +157,14 @@ def test_the_gpus_libraries_are_installed_once(recorder):
     assert install.endswith(f"--editable {recorder.project}[gpu] in .venv")
 
 
+def test_the_tests_for_a_device_get_their_words_and_give_their_exit_code(recorder):
+    assert (
+        recorder.run("test", "device", "-k", "overflow", answers={"tests/device/report.py": 3, "gpu": 0}).returncode
+        == 3
+    )
+    assert recorder.calls() == ["gpu", "tests/device/report.py -k overflow"]
+
+
 def test_libraries_that_cannot_be_had_take_one_line_and_the_tests_go_on(recorder):
     done = recorder.run("test", answers={"pip install": 1, "pytest": 0, "gpu": 1})
     assert done.returncode == 0

@@ -20,6 +20,7 @@ PYTHONPATH = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"  # ours, fr
 
 # The launcher ends its own processes after TIMEOUT; should it fail to, the test ends after LIMIT and fails.
 TIMEOUT, LIMIT = 400, 500
+ADDRESS = "10.231.77.1"  # host 0's, in `hosts` of conftest.py
 
 
 def write(path: Path, text: str) -> Path:
@@ -57,9 +58,9 @@ class Launched:
             command, env=env, cwd=cwd or script.parent, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
 
-    def finish(self) -> subprocess.CompletedProcess:
+    def finish(self, limit: float = LIMIT) -> subprocess.CompletedProcess:
         try:
-            out, err = self.process.communicate(timeout=LIMIT)
+            out, err = self.process.communicate(timeout=limit)
         finally:
             self.process.kill()
             left = self.running()
@@ -83,6 +84,12 @@ class Launched:
         while not path.exists() and self.process.poll() is None and time.monotonic() < until:
             time.sleep(0.1)
         assert path.exists(), f"{path} never came: {self.process.poll()}"
+
+
+def start(hosts: list[list[str]], script: Path, cwd: Path, number: int, *options: str, args=(), env=None) -> Launched:
+    """Start the launcher on one host, with logs in a folder of its own."""
+    where = ["--nodes", "2", "--node-rank", str(number), "--master-addr", ADDRESS, "--log-dir", f"host {number}"]
+    return Launched(script, "-n", "2", *where, *options, args=args, env=env, cwd=cwd, prefix=hosts[number])
 
 
 def in_mounts_of_its_own(mount: str) -> list[str]:

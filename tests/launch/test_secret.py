@@ -14,6 +14,7 @@ import pytest
 from gaccum_ms.launch import hosts
 from gaccum_ms.launch.cluster import Cluster, LaunchError
 from gaccum_ms.launch.hosts import STRANGERS, Host0, OtherHost, link
+from gaccum_ms.launch.link import numbers, proof_of
 from gaccum_ms.launch.wire import MESSAGE_BYTES, STRANGER_BYTES
 
 SECRET = b"a secret of sixteen letters"
@@ -92,7 +93,7 @@ def test_without_a_secret_hosts_join(other):
 
 
 END = json.dumps({"end": True, "error": "ended by a stranger", "code": 1}).encode()
-WHO = json.dumps({"node": 1, "nodes": 2, "processes": 1}).encode()
+WHO = json.dumps({"node": 1, **numbers(Cluster(nodes=2, processes=1))}).encode()
 
 
 @pytest.mark.parametrize(
@@ -123,11 +124,11 @@ def test_a_proof_is_good_for_one_connection():
                 time.sleep(0.05)
                 host.receive()
                 sent = connection.recv(100).strip()
-                proof = hosts._proof(SECRET, b"other", challenge or sent, b"mine")
+                proof = proof_of(SECRET, b"other", challenge or sent, b"mine")
                 connection.sendall(b"mine " + proof + b"\n")
                 time.sleep(0.05)
                 host.receive()
-                good = hosts._proof(SECRET, b"host 0", sent, b"mine")
+                good = proof_of(SECRET, b"host 0", sent, b"mine")
                 assert connection.recv(100) == (b"refused\n" if challenge else good + b"\n")
 
 

@@ -94,7 +94,7 @@ def why(tmp_path, *messages, seconds=0.0, **options) -> str:
     time.sleep(seconds)
     ranks.note(messages[-1])
     with pytest.raises(LaunchError) as error:
-        ranks.check(absent=[])
+        ranks.check()
     return str(error.value)
 
 
@@ -130,7 +130,7 @@ def test_ranks_that_go_on_are_left_alone_unless_all_stand_still(tmp_path):
 
     def say(**message):
         ranks.note(message)
-        ranks.check(absent=[])
+        ranks.check()
 
     say(rank=0, still=20.0, place="a")
     say(rank=1, still=20.0, place="b")
@@ -143,7 +143,7 @@ def test_ranks_that_go_on_are_left_alone_unless_all_stand_still(tmp_path):
     for_ever = Ranks(Cluster(processes=2, master_port=1, end_timeout=0), tmp_path)
     for_ever.note({"rank": 1, "code": 0})
     for_ever.note({"rank": 0, "still": 1e6, "place": "a"})
-    for_ever.check(absent=[])
+    for_ever.check()
 
 
 def test_a_launch_that_is_stopped_as_a_whole_may_wait(tmp_path, monkeypatch):
@@ -151,14 +151,14 @@ def test_a_launch_that_is_stopped_as_a_whole_may_wait(tmp_path, monkeypatch):
     ranks = Ranks(Cluster(processes=2, master_port=1), tmp_path)
     ranks.note({"rank": 0, "stopped": True})
     ranks.note({"rank": 1, "stopped": True})
-    ranks.check(absent=[])
+    ranks.check()
     ranks.note({"rank": 1, "stopped": False})
     with pytest.raises(LaunchError, match=r"^rank 0 is stopped \(SIGSTOP\)"):
-        ranks.check(absent=[])
+        ranks.check()
 
 
 def test_many_ranks_make_a_short_error(tmp_path):
     ranks = Ranks(Cluster(processes=8, nodes=16, master_port=1, start_timeout=0.01), tmp_path)
     time.sleep(0.05)
     with pytest.raises(LaunchError, match=r"within 0.01 s: rank 0 on host 0, .*, rank 3 on host 0, 124 more; all"):
-        ranks.check(absent=[])
+        ranks.check()

@@ -121,6 +121,7 @@ def assert_predicts(rows, tolerance):
         assert row.intermediate - first.intermediate == pytest.approx(growth, rel=tolerance), row
 
 
+@pytest.mark.device("memory_report predicts what is measured")
 def test_predicts_what_is_measured(wide):
     """Micro-batches of 256 and 128 samples from those of at most 64: the update hides what few samples need."""
     assert wide.probed == (1, 2, 4, 16, 64)

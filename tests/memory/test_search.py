@@ -68,6 +68,7 @@ def test_even_sizes(samples, expected):
     assert even_sizes(samples) == expected
 
 
+@pytest.mark.device("find_micro_batch_size finds the largest size that fits")
 @pytest.mark.parametrize("largest", [1, 10])
 def test_finds_the_largest_that_is_not_out_of_memory(largest, tried):
     assert search(Limited(make_network("dense"), largest)) == max(one for one in even_sizes(32) if one <= largest)

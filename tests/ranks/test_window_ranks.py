@@ -209,6 +209,7 @@ def test_no_collective_runs_in_the_compiled_step_before_the_windows_end(trained)
         assert got["ReducesEachBatch 3 2"].tolist() == [2, 6 + 2]
 
 
+@pytest.mark.device("an overflow on one rank is one on both", devices=2)
 @pytest.mark.core("overflow, clipped")
 @pytest.mark.parametrize("name", ["overflow, clipped", "overflow, eager", "accumulator, overflow, clipped"])
 def test_overflow_in_one_batch_of_one_rank_drops_the_window_and_halves_the_scale_on_both(trained, name):

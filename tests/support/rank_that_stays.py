@@ -31,7 +31,7 @@ def request(file: Path, asking: int) -> dict[str, str] | None:
 
 
 def main(folder: Path, asking: int) -> None:
-    ms.set_device("CPU")
+    ms.set_device(os.environ.get("GACCUM_MS_DEVICE", "CPU"))
     launched = "MS_ROLE" in os.environ
     if launched:
         init()

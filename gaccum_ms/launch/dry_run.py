@@ -1,0 +1,198 @@
+"""What a launch would start, as a script of bash: for people who start it by other means, or want to see it.
+
+| form | what is printed |
+| --- | --- |
+| ``ranks`` | for each host, MindSpore's scheduler and every rank, with their variables; no launcher takes part |
+| ``ssh`` | the launcher on each host, by ssh |
+| ``slurm`` | a batch file for sbatch: the launcher once on each host, by srun |
+| ``openmpi`` | the same by mpirun |
+
+The last three name each rank's variables in comments. All run the script as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from gaccum_ms.launch.cluster import CLUSTER_NAMES, CLUSTER_PREFIXES, RANK_TABLE, SECRET, Cluster, LaunchError
+from gaccum_ms.launch.logs import launcher_folder, rank_folder
+
+FORMS = ("ranks", "ssh", "slurm", "openmpi")
+PASSED_ON = ("PYTHONPATH", "PYTHONSAFEPATH")  # by a launcher that is started from elsewhere
+_OPTIONS = (
+    *("timeout", "start_timeout", "end_timeout", "max_restarts", "min_processes"),
+    *("secret_file", "rank_table_file", "bind_core", "tune_cpu_threads"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class DryRun:
+    """A launch to print.
+
+    Args:
+        cluster (Cluster): Its ranks.
+        command (list[str]): The script that each rank runs, and its arguments.
+        log_dir (Path): Where the logs would go.
+        hosts (list[str]): The hosts' names, for ssh and mpirun; empty: they are not known.
+        words (list[str]): The options of the launcher that do not say where it is.
+    """
+
+    cluster: Cluster
+    command: list[str]
+    log_dir: Path
+    hosts: list[str]
+    words: list[str]
+
+    def text(self, form: str) -> str:
+        """Return the script.
+
+        Raises:
+            LaunchError: If the hosts' names are needed and not known, or a rank table is of other ranks.
+        """
+        lines = {"ranks": self._ranks, "ssh": self._ssh, "slurm": self._slurm, "openmpi": self._openmpi}[form]()
+        if form != "ranks":
+            scheduler = "$first" if form == "slurm" else self.cluster.master_addr
+            common = self._common(dataclasses.replace(self.cluster, master_addr=scheduler))
+            lines += ["", f"# All ranks get {' '.join(f'{name}={value}' for name, value in common.items())}"]
+            lines += [f"# rank {rank}, {self._host(rank)}: {self._own(rank)}" for rank in range(self.cluster.size)]
+        return "\n".join(["#!/bin/bash", *lines, ""])
+
+    # -- every rank ----------------------------------------------------------------------------------------------------
+
+    def _ranks(self) -> list[str]:
+        for name in ("tune_cpu_threads", "max_restarts", "bind_core"):
+            if getattr(self.cluster, name):
+                option = f"--{name.replace('_', '-')}"
+                raise LaunchError(f"{option} is done by the launcher, which --dry-run ranks leaves out.", code=2)
+        lines = []
+        for node in range(self.cluster.nodes):
+            where = "" if self.cluster.nodes == 1 else f"# Host {node}{self._named(node)}:\n"
+            lines.append(where + "\n".join(["(", *self._on_host(node), ")"]))
+        return lines
+
+    def _on_host(self, node: int) -> list[str]:
+        here = dataclasses.replace(self.cluster, node_rank=node)
+        script = shlex.join([sys.executable, *self.command])
+        logs = launcher_folder(self.log_dir, here)
+        folders = [logs, *(rank_folder(self.log_dir, rank) for rank in here.local_ranks)]
+        lines = [f"cd {shlex.quote(os.getcwd())}", f"mkdir -p {shlex.join(map(str, folders))}"]
+        lines += [f"unset {name}" for name in sorted(os.environ) if _of_another_cluster(name)]
+        lines += [f"export {name}={shlex.quote(value)}" for name, value in self._common(here).items()]
+        if node == 0:
+            lines.append(f"MS_ROLE=MS_SCHED RANK_ID=0 {script} >{shlex.quote(str(logs / 'scheduler.log'))} 2>&1 &")
+        for rank in here.local_ranks:
+            folder = rank_folder(self.log_dir, rank)
+            output = " ".join(f"{n}>{shlex.quote(str(folder / name))}" for n, name in ((1, "stdout"), (2, "stderr")))
+            lines.append(f"{self._own(rank)} {script} {output} &")
+        return [*lines, "code=0", 'for job in $(jobs -p); do wait "$job" || code=$?; done', 'exit "$code"']
+
+    def _common(self, here: Cluster) -> dict[str, str]:
+        """The variables of all ranks of a host, and of the scheduler."""
+        by_hand = dataclasses.replace(here, launcher="mpirun")  # which leaves MindSpore's cluster to us
+        env = by_hand.environment(os.environ, len(os.sched_getaffinity(0)))
+        env |= {RANK_TABLE: here.rank_table_file} if here.rank_table_file else {}
+        return {k: v for k, v in env.items() if k in PASSED_ON or (os.environ.get(k) != v and k != "PATH")}
+
+    def _own(self, rank: int) -> str:
+        """One rank's variables, as words of a shell."""
+        device = self._devices().get(rank, self.cluster.device_of(rank))
+        return f"MS_ROLE=MS_WORKER MS_NODE_ID={rank} RANK_ID={rank} DEVICE_ID={device}"
+
+    def _devices(self) -> dict[int, int]:
+        """Each rank's device, as Ascend's table has it."""
+        file = self.cluster.rank_table_file
+        if not file:
+            return {}
+        try:
+            servers: list[Mapping] = json.loads(Path(file).read_text())["server_list"]
+            found = [{int(one["rank_id"]): int(one["device_id"]) for one in server["device"]} for server in servers]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise LaunchError(f"--rank-table-file: '{file}' is no table of ranks ({error!r}).", code=2) from None
+        wanted = [set(self.cluster.ranks_of(node)) for node in range(self.cluster.nodes)]
+        if [set(ranks) for ranks in found] != wanted:
+            shape = f"--nodes {len(found)} --processes {len(found[0]) if found else 0}"
+            ours = f"--nodes {self.cluster.nodes} --processes {self.cluster.processes}"
+            why = f"the table '{file}' must have the ranks of each host in succession, as {ours} has"
+            raise LaunchError(f"{why}, but got a table for {shape}, or another order.", code=2)
+        return {rank: device for ranks in found for rank, device in ranks.items()}
+
+    # -- the launcher on each host -------------------------------------------------------------------------------------
+
+    def _ssh(self) -> list[str]:
+        if not self.hosts:
+            raise LaunchError("--dry-run ssh needs --hosts, the names of the hosts, from host 0 on.", code=2)
+        lines = self._about_secret()
+        for node, name in enumerate(self.hosts):
+            words = f"cd {shlex.quote(os.getcwd())} && exec {self._launcher(str(node), self.cluster.master_addr)}"
+            lines.append(f"ssh {shlex.quote(name)} {shlex.quote(words)} &")
+        return [*lines, "code=0", 'for job in $(jobs -p); do wait "$job" || code=$?; done', 'exit "$code"']
+
+    def _slurm(self) -> list[str]:
+        words = self._launcher('"$SLURM_NODEID"', '"$0"')
+        return [
+            f"#SBATCH --nodes={self.cluster.nodes}",
+            "#SBATCH --ntasks-per-node=1",
+            "#SBATCH --exclusive",
+            *self._about_secret(),
+            f"cd {shlex.quote(os.getcwd())}",
+            'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            f'srun --nodes={self.cluster.nodes} --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" \\',
+            f'    bash -c {shlex.quote(f"exec {words}")} "$first"',
+        ]
+
+    def _openmpi(self) -> list[str]:
+        if not self.hosts:
+            raise LaunchError("--dry-run openmpi needs --hosts, the names of the hosts, from host 0 on.", code=2)
+        words = self._launcher('"$OMPI_COMM_WORLD_RANK"', self.cluster.master_addr)
+        places = ",".join(f"{name}:1" for name in self.hosts)
+        secret = f" -x {SECRET}" if SECRET in os.environ else ""
+        as_root = " --allow-run-as-root" if os.geteuid() == 0 else ""
+        start = (
+            f"mpirun -n {len(self.hosts)} --host {shlex.quote(places)} --map-by node --bind-to none{as_root}{secret}"
+        )
+        return [
+            *self._about_secret(),
+            f"cd {shlex.quote(os.getcwd())}",
+            f"{start} \\",
+            f"    bash -c {shlex.quote(f'exec {words}')}",
+        ]
+
+    def _launcher(self, node: str, address: str) -> str:
+        """The launcher's command on one host, as words of a shell that finds these two itself."""
+        passed = [f"{name}={shlex.quote(os.environ[name])}" for name in PASSED_ON if os.environ.get(name)]
+        begin = ["env", *passed] if passed else []
+        own = ["-m", "gaccum_ms.launch", "--processes", str(self.cluster.processes), *self.words]
+        logs = shlex.quote(str(self.log_dir)) + (f"/host.{node}" if self.cluster.nodes > 1 else "")
+        many = f" --nodes {self.cluster.nodes} --node-rank {node} --master-addr {address}"
+        many += f" --master-port {self.cluster.master_port} --log-dir {logs}"
+        script = shlex.join(["--script", self.command[0], "--", *self.command[1:]])
+        return f"{' '.join([*begin, shlex.quote(sys.executable)])} {shlex.join(own)}{many} {script}"
+
+    def _about_secret(self) -> list[str]:
+        if self.cluster.nodes == 1 or any(word.startswith("--secret-file") for word in self.words):
+            return []
+        return [f"# Hosts know each other by --secret-file, or by {SECRET} in the environment of each."]
+
+    def _named(self, node: int) -> str:
+        return f", {self.hosts[node]}" if self.hosts else f", {self.cluster.master_addr}" if node == 0 else ""
+
+    def _host(self, rank: int) -> str:
+        node = rank // self.cluster.processes
+        return f"on host {node}{self._named(node)}"
+
+
+def words_of(options: argparse.Namespace, defaults: Callable[[str], object]) -> list[str]:
+    """The options of a command line that are the same on all hosts, and not what they are by default."""
+    given = {name: getattr(options, name) for name in _OPTIONS if getattr(options, name) != defaults(name)}
+    return [f"--{k.replace('_', '-')}" + ("" if v is True else f"={v}") for k, v in given.items()]
+
+
+def _of_another_cluster(name: str) -> bool:
+    return name in CLUSTER_NAMES or name.startswith(CLUSTER_PREFIXES)

@@ -1,0 +1,66 @@
+"""What a rank goes on with, of the checkpoints of all ranks that saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from gaccum_ms.accumulation import accumulators
+from gaccum_ms.backend.parameters import own
+
+Values = dict[str, np.ndarray]
+
+
+def origin(values: Values) -> tuple[int, int]:
+    """Rank and number of ranks of who saved; a run without accumulation does not say."""
+    rank, ranks = values.get(own("window_origin"), np.array([0, 1]))
+    return int(rank), int(ranks)
+
+
+def of_rank(files: list[tuple[Path, Values]], rank: int, ranks: int) -> Values:
+    """What this rank goes on with."""
+    by_rank = {origin(values)[0]: values for _, values in files}
+    _, first = files[0]
+    saved_ranks = origin(first)[1]
+    is_open = any(int(values.get(own("window_position"), 0)) for _, values in files)
+    shown = ", ".join(f"'{path}' of rank {origin(values)[0]} of {origin(values)[1]}" for path, values in files)
+    if any(origin(values)[1] != saved_ranks for _, values in files) or len(by_rank) != len(files):
+        raise ValueError(f"For 'resume', the files must be those of different ranks of one run, but got {shown}.")
+    if len({int(values.get(own("update_count"), 0)) for _, values in files}) > 1:
+        counts = [int(values.get(own("update_count"), 0)) for _, values in files]
+        raise ValueError(f"For 'resume', all files must be of the same update, but got updates {counts}: {shown}.")
+    if saved_ranks == ranks and rank in by_rank:
+        return by_rank[rank]
+    if not is_open:
+        return {name: value for name, value in first.items() if name != own("random_state")}  # another rank's
+    if len(by_rank) != saved_ranks:
+        raise ValueError(
+            f"For 'resume', a checkpoint that was saved in a window has the sums of one rank, and all {saved_ranks} "
+            f"rank(s)' are needed to finish it on rank {rank} of {ranks}, but got {shown}."
+        )
+    joined = _joined([by_rank[one] for one in range(saved_ranks)], rank == 0)
+    joined[own("window_origin")] = np.array([rank, ranks])
+    return joined
+
+
+def _joined(files: list[Values], first_rank: bool) -> Values:
+    """All ranks' sums on the first rank, and none on the others: the update's mean is over all of them anyway."""
+    units = [float(values[own("window_unit")]) for values in files]
+    unit = next((one for one in units if one > 0), 0.0) if first_rank else 0.0
+    factors = [unit / one if one > 0 else 0.0 for one in units]
+    position = max(int(values[own("window_position")]) for values in files)
+    joined = {name: value for name, value in files[0].items() if name != own("random_state")}
+    for name in joined:
+        if name.startswith((accumulators.PREFIX, accumulators.COMPENSATION_PREFIX)):
+            joined[name] = sum(factor * values[name] for factor, values in zip(factors, files, strict=True))
+    sums = np.stack([values[own("window_sums")] for values in files])
+    joined[own("window_sums")] = sums.sum(axis=0) if first_rank else np.zeros_like(sums[0])
+    joined[own("window_sums")][0] = np.dot(factors, sums[:, 0])
+    joined[own("window_sums")][3] = position
+    if all(own("window_first") in values for values in files):
+        first = np.stack([values[own("window_first")] for values in files])
+        joined[own("window_first")] = first.sum(axis=0) if first_rank else np.zeros_like(first[0])
+    joined[own("window_position")] = np.array(position)
+    joined[own("window_unit")] = np.array(unit)
+    return joined

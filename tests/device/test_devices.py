@@ -1,0 +1,66 @@
+"""What needs several devices, or a device's own clock. Here on CPU, on two ranks; ``bash run.sh test device`` runs the
+same on as many as there are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launched import Launched
+from support.device import DEVICE, RANKS
+from test_docs import code_blocks, numbers_apart
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.distributed
+
+
+def run_page(name: str, folder: Path) -> tuple[str, str]:
+    """What a page's first program prints on rank 0 of all ranks, and what it prints on the page."""
+    page = ROOT / "docs" / name
+    script = folder / "program.py"
+    script.write_text(code_blocks(page, "python")[0])
+    done = Launched(script, "-n", str(RANKS), env={"DEVICE": DEVICE}).finish()
+    assert done.returncode == 0, done.stderr
+    printed = (folder / "log_output" / "1" / "rank.0" / "stdout").read_text()
+    return printed, code_blocks(page, "text")[0]
+
+
+@pytest.mark.device("data parallel mode on all devices, with NCCL or HCCL: the weights of one process")
+def test_data_parallel_ranks_train_as_one_process(tmp_path):
+    printed, shown = run_page("howto/devices.md", tmp_path)
+    (text, numbers), (shown_text, shown_numbers) = numbers_apart(printed), numbers_apart(shown)
+    assert text == shown_text
+    assert numbers == pytest.approx(shown_numbers, rel=2e-3)
+
+
+@pytest.mark.device("semi-auto parallel mode on all devices: the weights of one process (on CPU: data parallel mode)")
+def test_semi_auto_ranks_train_as_one_process(tmp_path):
+    printed, shown = run_page("parallel.md", tmp_path)
+    weights = numbers_apart(shown[shown.index("[[") :])[1]
+    assert numbers_apart(printed[printed.index("[[") :])[1] == pytest.approx(weights, rel=2e-3)
+    assert ("no semi-auto parallel mode" in printed) == (DEVICE == "CPU")
+
+
+@pytest.mark.device("the benchmarks: an update's time, beside the whole batch's")
+def test_benchmarks_measure(tmp_path, record_property):
+    words = ["--networks", "mlp", "--ways", "whole", "ours", "--micro-sizes", "4", "--processes", "1"]
+    words += ["--first-calls", "0", "--rounds", "1", "--seconds", "0", "--limit", "500"] if DEVICE == "CPU" else []
+    command = [sys.executable, "-m", "benchmarks", *words, "--output", str(tmp_path / "table.txt")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3000)
+    assert done.returncode == 0, done.stderr
+    record_property("table", done.stdout)
+    assert "mlp" in done.stdout
+
+
+@pytest.mark.skipif(DEVICE != "CPU", reason="there is a device")
+def test_without_a_device_the_command_says_so_and_exits_with_3(tmp_path):
+    env = {**os.environ, "DEVICE": "", "GACCUM_MS_DEVICE_REPORT": str(tmp_path / "report"), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(ROOT / "tests" / "device" / "report.py")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 3, done.stderr
+    assert "no device: neither Ascend nor GPU works here, so nothing was tested.\n" in done.stderr
+    assert "Ascend     no: " in done.stdout
+    assert not (tmp_path / "report").exists()

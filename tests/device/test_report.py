@@ -1,0 +1,69 @@
+"""The page of what has never run on hardware is as the marks are; a rehearsal on CPU writes the report."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import report
+from marks import PAGE, ROOT, marked, page
+
+
+def test_the_page_has_all_marked_tests():
+    assert PAGE.read_text() == page(), "write it by: python tests/device/marks.py"
+    names = {one.name for one in marked()}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        "-m",
+        "device",
+        *sorted({one.file for one in marked()}),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    collected = {line.partition("::")[2].partition("[")[0] for line in done.stdout.splitlines() if "::" in line}
+    assert collected == names
+
+
+def test_the_device_is_that_which_works_or_is_asked_for(monkeypatch):
+    monkeypatch.delenv("DEVICE", raising=False)
+    machine = "CPU        works\nGPU        no: there is no NVIDIA driver\nAscend     no: what\nAllReduce  works on 2\n"
+    assert report.chosen(machine) is None
+    assert report.chosen(machine.replace("no: what", "works")) == "Ascend"
+    assert report.chosen(machine.replace("no: there is no NVIDIA driver", "works")) == "GPU"
+    monkeypatch.setenv("DEVICE", "CPU")
+    assert report.chosen(machine) == "CPU"
+    monkeypatch.setenv("DEVICE", "GPU")
+    assert report.chosen(machine) is None
+
+
+def test_results_that_failed_say_why(tmp_path):
+    (tmp_path / "tests.xml").write_text(
+        '<testsuites><testsuite><testcase classname="tests.a.test_b" name="test_c" time="1.25"/>'
+        '<testcase classname="tests.a.test_b" name="test_d[4]" time="2"><failure message="m">E  assert 1 == 2</failure>'
+        '<properties><property name="table" value="1 2"/></properties></testcase></testsuite></testsuites>'
+    )
+    text = "\n".join(report.results(tmp_path / "tests.xml"))
+    assert "| `a.test_b.test_c` | passed | 1.2 |" in text
+    assert "| `a.test_b.test_d[4]` | FAILED | 2.0 |" in text
+    assert "E  assert 1 == 2" in text
+    assert "table\n\n```text\n1 2\n```" in text
+
+
+@pytest.mark.thorough
+def test_a_rehearsal_on_cpu_writes_the_report(tmp_path):
+    env = {**os.environ, "DEVICE": "CPU", "GACCUM_MS_DEVICE_REPORT": str(tmp_path / "out")}
+    words = ["-k", "test_benchmarks_measure or (equals_the_whole_batch and dense-2-13)", "-p", "no:cacheprovider"]
+    command = [sys.executable, str(ROOT / "tests" / "device" / "report.py"), *words]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert text.startswith("# 2 × CPU, ")
+    assert "mindspore  " in text
+    assert "test_equals_the_whole_batch[dense-2-13-sgd-graph-float32]` | passed |" in text
+    assert "test_benchmarks_measure` | passed |" in text
+    assert "test_benchmarks_measure: table" in text

@@ -1,0 +1,174 @@
+"""What --dry-run prints is run: by bash, and by stand-ins for ssh and Slurm that enter a host's network namespace. Open
+MPI's mpirun is the real one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launched import ADDRESS, PYTHONPATH, Launched, write
+
+OTHER = "10.231.77.2"
+ENV = {**os.environ, "PYTHONPATH": PYTHONPATH}
+# What a rank has, for the tests to compare: its variables, and which host it is on.
+SAYS = (
+    'import json\nnames = ["RANK_ID", "RANK_SIZE", "DEVICE_ID", "MS_NODE_ID", "MS_WORKER_NUM", "MS_SCHED_HOST", '
+    '"MS_SCHED_PORT", "RANK_TABLE_FILE"]\nsaid = {name: os.environ.get(name) for name in names}\n'
+    'said["host"] = os.readlink("/proc/self/ns/net")\nopen(f"said.{rank}", "w").write(json.dumps(said))\n'
+)
+pytestmark = pytest.mark.distributed
+
+
+def printed(script: Path, *options: str, args=(), code: int = 0) -> str:
+    command = [sys.executable, "-m", "gaccum_ms.launch", *options, str(script), *args]
+    done = subprocess.run(command, cwd=script.parent, env=ENV, capture_output=True, text=True, timeout=100)
+    assert done.returncode == code, done.stderr
+    return done.stdout if not code else done.stderr
+
+
+def run(text: str, folder: Path, prefix=(), **env: str) -> Launched:
+    """A printed script, by a bash of a host."""
+    (folder / "printed.sh").write_text(text)
+    return Launched(None, program=[*prefix, "bash", str(folder / "printed.sh")], env=env, cwd=folder)
+
+
+def said(folder: Path, ranks: int) -> list[dict]:
+    return [json.loads((folder / f"said.{rank}").read_text()) for rank in range(ranks)]
+
+
+@pytest.fixture
+def stand_ins(hosts, tmp_path) -> dict[str, str]:
+    """Variables with which ssh, srun and scontrol are found that know the two hosts."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    enter = [" ".join(prefix) for prefix in hosts]
+    ssh = 'while [ "${1#-}" != "$1" ]; do shift; done\nhost=$1; shift\n'
+    ssh += f'if [ "$host" = {ADDRESS} ]; then set -- {enter[0]} sh -c "$*"; '
+    ssh += f'else set -- {enter[1]} sh -c "$*"; fi\nexec "$@"\n'
+    srun = 'while [ "${1#-}" != "$1" ]; do shift; done\n'
+    for number, words in enumerate(enter):
+        variables = f"SLURM_NODEID={number} SLURM_PROCID={number} SLURM_LOCALID=0 SLURM_NNODES=2 SLURM_NTASKS=2"
+        srun += f'{variables} {words} "$@" & pid{number}=$!\n'
+    srun += "wait $pid0 && wait $pid1\n"
+    scontrol = f'[ "$*" = "show hostnames nodes[0-1]" ] && echo {ADDRESS} && echo {OTHER}\n'
+    for name, text in (("ssh", ssh), ("srun", srun), ("scontrol", scontrol)):
+        (tools / name).write_text(f"#!/bin/bash\n{text}")
+        (tools / name).chmod(0o755)
+    return {
+        **{"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "OMPI_MCA_plm_rsh_agent": str(tools / "ssh")},
+        **{"SLURM_JOB_NODELIST": "nodes[0-1]", "SLURM_CPUS_ON_NODE": "2"},
+    }
+
+
+def start_as(form: str, folder: Path, text: str, hosts, stand_ins) -> Launched:
+    """As it is started where it is meant for: mpirun on host 0; the others from anywhere."""
+    if form == "openmpi" and shutil.which("mpirun") is None:
+        pytest.skip("mpirun is not installed")
+    return run(text, folder, hosts[0] if form == "openmpi" else (), **stand_ins)
+
+
+@pytest.mark.parametrize("form", ["ssh", "slurm", "openmpi"])
+def test_the_launcher_is_started_on_each_host(form, hosts, stand_ins, tmp_path):
+    folder = tmp_path / "a folder's"
+    script = write(folder / "script.py", SAYS + 'assert sys.argv[1:] == ["it\'s", "$HOME *"]')
+    text = printed(script, "-n", "2", "--hosts", f"{ADDRESS},{OTHER}", "--dry-run", form, args=["it's", "$HOME *"])
+    done = start_as(form, folder, text, hosts, stand_ins).finish()
+    assert done.returncode == 0, done.stderr
+    got = said(folder, 4)
+    assert len({one["host"] for one in got[:2]}) == len({one["host"] for one in got[2:]}) == 1
+    assert got[0]["host"] != got[2]["host"]
+    common = dict(word.split("=", 1) for word in re.search("# All ranks get (.*)", text)[1].split())
+    common["MS_SCHED_HOST"] = common["MS_SCHED_HOST"].replace("$first", ADDRESS)
+    for rank, one in enumerate(got):
+        own = dict(word.split("=") for word in re.search(rf"# rank {rank}, .*: (.*)", text)[1].split())
+        for name, value in (common | own).items():
+            assert one.get(name, value) == value, "the comments say what each rank has"
+        assert one["RANK_ID"] == one["MS_NODE_ID"] == str(rank)
+    assert sorted(path.name for path in (folder / "log_output").iterdir()) == ["host.0", "host.1"]
+
+
+def test_each_rank_is_started_by_hand_with_the_devices_of_ascends_table(hosts, tmp_path):
+    """The scheduler too, which sees the script like the ranks; a failing rank gives its exit code."""
+    table = tmp_path / "table.json"
+    devices = iter([(4, "0"), (5, "1"), (2, "2"), (3, "3")])
+    server = [
+        {
+            "server_id": address,
+            "device": [{"device_id": str(d), "rank_id": r} for d, r in (next(devices), next(devices))],
+        }
+        for address in (ADDRESS, OTHER)
+    ]
+    table.write_text(json.dumps({"version": "1.0", "status": "completed", "server_list": server}))
+    script = write(tmp_path / "script.py", f"{SAYS}print(rank)\nsys.exit(3 * (rank == 1))")
+    options = ["-n", "2", "--rank-table-file", "table.json", "--dry-run", "ranks"]
+    text = printed(script, *options, "--hosts", f"{ADDRESS},{OTHER}")
+    parts = re.split("^# Host .*:$", text, flags=re.MULTILINE)[1:]
+    codes = [run(part, tmp_path, prefix).finish().returncode for part, prefix in zip(parts, hosts, strict=True)]
+    assert codes == [3, 0]
+    got = said(tmp_path, 4)
+    assert [one["DEVICE_ID"] for one in got] == ["4", "5", "2", "3"]
+    assert {one["RANK_TABLE_FILE"] for one in got} == {str(table)}
+    assert {one["MS_WORKER_NUM"] for one in got} == {"4"}
+    assert got[0]["host"] != got[2]["host"]
+    assert (tmp_path / "log_output" / "1" / "rank.3" / "stdout").read_text() == "3\n"
+    message = printed(script, *options, code=2)
+    assert "the ranks of each host in succession, as --nodes 1 --processes 2 has" in message
+    assert "but got a table for --nodes 2 --processes 2, or another order." in message
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("form", ["ranks", "ssh", "slurm", "openmpi"])
+def test_the_ranks_train(form, hosts, stand_ins, tmp_path):
+    """The script is the same in all forms. It ends with an AllReduce, so that no rank leaves another that still needs
+    it: without the launcher nobody else sees to that."""
+    source = Path(__file__).with_name("training_worker.py").read_text()
+    script = tmp_path / "script.py"
+    script.write_text(source + "ops.AllReduce()(ms.Tensor([1.0])).asnumpy()\n")
+    text = printed(script, "-n", "2", "--hosts", f"{ADDRESS},{OTHER}", "--dry-run", form, args=[str(tmp_path), "5"])
+    if form == "ranks":
+        parts = re.split("^# Host .*:$", text, flags=re.MULTILINE)[1:]
+        (tmp_path / "other").mkdir()
+        other = run(parts[1], tmp_path / "other", hosts[1])
+        done = [run(parts[0], tmp_path, hosts[0]).finish(), other.finish()]
+    else:
+        done = [start_as(form, tmp_path, text, hosts, stand_ins).finish()]
+    assert [one.returncode for one in done] == [0] * len(done), done
+    results = {(tmp_path / f"rank{rank}").read_text() for rank in range(4)}
+    assert len(results) == 1
+    assert results.pop().startswith("4 ")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--dry-run", "ssh", "--nodes", "2", "--master-addr", ADDRESS], "--dry-run ssh needs --hosts"),
+        (["--dry-run", "openmpi"], "--dry-run openmpi needs --hosts"),
+        (["--dry-run", "ranks", "--max-restarts", "2"], "--max-restarts is done by the launcher"),
+        (["--dry-run", "ranks", "--tune-cpu"], "--tune-cpu-threads is done by the launcher"),
+        (["--dry-run", "ranks", "--rank-table-file", "script.py"], "is no table of ranks"),
+        (["--hosts", "a,b"], "--hosts needs --dry-run"),
+        (["--hosts", "a,b", "--nodes", "3", "--dry-run", "ssh"], "--hosts must be --nodes = 3 names, but got 2"),
+        (["--dry-run", "pbs"], "argument --dry-run: invalid choice: 'pbs'"),
+    ],
+)
+def test_what_cannot_be_printed_is_one_line(options, message, tmp_path):
+    said = printed(write(tmp_path / "script.py", ""), *options, code=2)
+    assert said.startswith("error: ")
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_nothing_is_started_and_no_secret_is_printed(tmp_path, monkeypatch):
+    monkeypatch.setitem(ENV, "GACCUM_MS_SECRET", "do not tell anybody")
+    script = write(tmp_path / "script.py", "")
+    for form in ("ranks", "ssh", "slurm", "openmpi"):
+        text = printed(script, "--hosts", "a,b", "--dry-run", form, "--timeout", "7")
+        assert "tell" not in text
+        assert ("--timeout=7.0" in text) == (form != "ranks")
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]

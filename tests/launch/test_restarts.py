@@ -1,0 +1,332 @@
+"""Ranks that are killed, and hosts that are lost: all begin anew, and train what they would have trained anyway."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from launched import Launched, start, write
+
+from gaccum_ms.launch.cluster import Cluster, LaunchError
+from gaccum_ms.launch.restarts import Restarts
+
+WORKER = Path(__file__).resolve().with_name("recovering_worker.py")
+KILLS = 20
+KEEPS = ["sh", "-c", 'exec "$@" 2>stderr', "sh"]  # nobody reads a pipe meanwhile, and it would be full
+SECONDS = 3000  # for twenty restarts, on a machine that does much else
+pytestmark = pytest.mark.distributed
+
+
+def trained(folder: Path, ranks: int) -> list[dict[str, np.ndarray]]:
+    """All Parameters of each rank, at the end."""
+    return [dict(np.load(folder / f"rank{rank}.npz")) for rank in range(ranks)]
+
+
+def rows_of(folder: Path, rank: int) -> list[list]:
+    """Attempt, update and samples of each batch that a rank trained on; a line may be cut short by its end."""
+    file = folder / f"trained.{rank}"
+    return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
+
+
+def begin(folder: Path, ranks: int, updates: int, *options: str, mode: str) -> Launched:
+    folder.mkdir(exist_ok=True)
+    arguments = [str(folder), str(updates), mode]
+    return Launched(
+        WORKER, "-n", str(ranks), "--timeout", str(SECONDS), *options, args=arguments, cwd=folder, prefix=KEEPS
+    )
+
+
+def undisturbed(folder: Path, ranks: int, updates: int, mode: str) -> Path:
+    done = begin(folder, ranks, updates, mode=mode).finish(SECONDS)
+    assert done.returncode == 0, said(folder)
+    return folder
+
+
+def said(folder: Path) -> str:
+    """What the launcher has said of failures."""
+    return (folder / "stderr").read_text()
+
+
+def ranks_of_attempt(launched: Launched, attempt: int) -> list[psutil.Process]:
+    """The processes of the ranks themselves, not of those who watch them."""
+    found = []
+    for process in launched.running():
+        try:
+            env, command = process.environ(), process.cmdline()
+        except psutil.Error:
+            continue
+        if env.get("GACCUM_MS_RESTART_COUNT") == str(attempt) and env.get("MS_ROLE") == "MS_WORKER":
+            found += [process] if "--guard" not in command and str(WORKER) in command else []
+    return found
+
+
+def kill_one(launched: Launched, folder: Path, attempt: int, ranks: int, chance: random.Random) -> None:
+    """Kill a rank of this attempt at a random moment: while it starts, or some batches after it has begun to train."""
+    batches = chance.choice([None, 1, 2, 3])
+    until = time.monotonic() + SECONDS
+    while len(ranks_of_attempt(launched, attempt)) < ranks and launched.process.poll() is None:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    if batches is None:
+        time.sleep(chance.uniform(0, 3))
+    else:
+        while sum(row[0] == attempt for row in rows_of(folder, 0)) < batches and launched.process.poll() is None:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0, 0.05))
+    chance.choice(ranks_of_attempt(launched, attempt)).kill()
+
+
+def assert_trained_once(folder: Path, reference: Path, ranks: int) -> None:
+    """Every update on the samples that it has in an undisturbed training; and every attempt's updates in succession,
+    of which the first follows on one that was there to go on from."""
+    for rank in range(ranks):
+        rows = rows_of(folder, rank)
+        right = {update: (samples, size) for _, update, samples, size in rows_of(reference, rank)}
+        assert all(right[update] == (samples, size) for _, update, samples, size in rows)
+        for attempt in {row[0] for row in rows}:
+            updates = [row[1] for row in rows if row[0] == attempt]
+            before = max((row[1] for row in rows if row[0] < attempt), default=0)
+            assert updates == list(range(updates[0], updates[0] + len(updates)))
+            assert before <= updates[0] <= before + 2
+        assert rows[-1][1] == max(right)
+
+
+def assert_identical(folder: Path, reference: Path, ranks: int) -> None:
+    for got, right in zip(trained(folder, ranks), trained(reference, ranks), strict=True):
+        assert got.keys() == right.keys()
+        for name in right:
+            np.testing.assert_array_equal(got[name], right[name], name)
+
+
+def test_a_rank_that_is_killed_is_started_again_and_nothing_is_trained_twice(tmp_path):
+    reference = undisturbed(tmp_path / "reference", 2, 6, "graph")
+    folder = tmp_path / "disturbed"
+    launched = begin(folder, 2, 6, "--max-restarts", "1", mode="graph")
+    while len(rows_of(folder, 1)) < 5 and launched.process.poll() is None:
+        time.sleep(0.01)
+    for rank in range(2):  # as a rank may leave them that is killed, or a host that loses power
+        (folder / "saved" / str(rank) / "net-9_9.tmp").write_bytes(b"half a check")
+        (folder / "saved" / str(rank) / "net-9_9.ckpt").write_bytes(b"half a check")
+    (killed, *_) = ranks_of_attempt(launched, 0)
+    killed.kill()
+    done = launched.finish(SECONDS)
+    assert done.returncode == 0, said(folder)
+    assert "failed with exit code 137 (SIGKILL); all ranks were ended." in said(folder)
+    assert "note: all begin anew: restart 1 of 1.\n" in said(folder)
+    assert f"logs: {folder}/log_output/2/rank.N" in done.stdout
+    assert "net-9_9.ckpt' is passed over" in (folder / "log_output" / "2" / "rank.0" / "stderr").read_text()
+    for attempt in ("1", "2"):
+        assert (folder / "log_output" / attempt / "rank.1" / "stdout").exists()
+    assert_identical(folder, reference, 2)
+
+
+@pytest.mark.thorough
+def test_twenty_kills_at_random_moments_leave_the_weights_of_an_undisturbed_training(tmp_path):
+    ranks, updates = 4, 60
+    reference = undisturbed(tmp_path / "reference", ranks, updates, "pynative")
+    folder, chance = tmp_path / "disturbed", random.Random(20)
+    launched = begin(folder, ranks, updates, "--max-restarts", str(KILLS), mode="pynative")
+    for attempt in range(KILLS):
+        kill_one(launched, folder, attempt, ranks, chance)
+    done = launched.finish(SECONDS)
+    assert done.returncode == 0, said(folder)
+    assert said(folder).count("note: all begin anew") == KILLS
+    assert_trained_once(folder, reference, ranks)
+    assert_identical(folder, reference, ranks)
+    (folder / "rank0.npz").unlink()
+    assert undisturbed(folder, ranks, updates, "pynative"), "all is done already"
+    assert_trained_once(folder, reference, ranks)
+    assert_identical(folder, reference, ranks)
+
+
+@pytest.mark.thorough
+def test_the_ranks_that_are_left_make_the_same_updates_to_rounding(tmp_path):
+    """The last rank of four fails twice in succession; three do not share the samples, so two go on."""
+    reference = undisturbed(tmp_path / "reference", 4, 6, "graph")
+    launched = begin(tmp_path / "fewer", 4, 6, "--max-restarts", "9", "--min-processes", "2", mode="graph")
+    folder = tmp_path / "fewer"
+    while len(rows_of(folder, 1)) < 2 and launched.process.poll() is None:
+        time.sleep(0.01)
+    for attempt, local in enumerate((3, 3, 2, 2)):
+        left = []
+        while not left and launched.process.poll() is None:
+            left = [one for one in ranks_of_attempt(launched, attempt) if one.environ()["RANK_ID"] == str(local)]
+            time.sleep(0.05)
+        left[0].kill()
+    done = launched.finish(SECONDS)
+    assert done.returncode == 0, said(folder)
+    assert done.stdout.splitlines()[-1].startswith("2 ranks finished")
+    (right, *_), got = trained(reference, 4), trained(folder, 2)
+    for one in got:
+        for name in ("0.weight", "0.bias", "2.weight", "2.bias"):
+            np.testing.assert_allclose(one[name], right[name], rtol=1e-4, atol=1e-6)
+
+
+# -- without training --------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_fails_each_time_fails_the_launch_when_no_restart_is_left(tmp_path):
+    script = write(
+        tmp_path / "script.py",
+        'count, most = os.environ["GACCUM_MS_RESTART_COUNT"], os.environ["GACCUM_MS_MAX_RESTARTS"]\n'
+        'print(f"attempt {count} of {most}", flush=True)\nif rank == 1: sys.exit(3)\ntime.sleep(1000)',
+    )
+    done = Launched(script, "-n", "2", "--max-restarts", "2").finish()
+    assert done.returncode == 1
+    assert done.stderr.count("rank 1 failed with exit code 3; all ranks were ended.") == 3
+    assert done.stderr.count("note: all begin anew: restart") == 2
+    assert "error: rank 1 failed" in done.stderr.split("restart 2 of 2.")[1]
+    for attempt in range(3):
+        said = (tmp_path / "log_output" / str(attempt + 1) / "rank.0" / "stdout").read_text()
+        assert said == f"attempt {attempt} of 2\n"
+        assert (tmp_path / "log_output" / ("msrun" if not attempt else f"msrun.{attempt + 1}")).is_dir()
+        assert f"attempt {attempt} of 2\n" in done.stdout, "rank 0 is shown in each"
+    assert Launched(write(script, ""), "-n", "1").finish().returncode == 0
+    assert sorted(path.name for path in (tmp_path / "log_output").iterdir() if path.is_dir()) == ["1", "msrun"]
+
+
+def test_a_signal_and_time_that_runs_out_end_all_though_restarts_are_left(tmp_path):
+    script = write(tmp_path / "script.py", 'open(f"up.{rank}", "w")\ntime.sleep(1000)')
+    launched = Launched(script, "-n", "2", "--max-restarts", "9")
+    for rank in range(2):
+        launched.wait_for(tmp_path / f"up.{rank}")
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.finish().returncode == 143
+    done = Launched(script, "-n", "2", "--max-restarts", "9", "--timeout", "6").finish()
+    assert done.returncode == 124
+    assert "begin anew" not in done.stderr
+
+
+def test_a_rank_that_fails_twice_is_left_out_with_its_device(tmp_path):
+    script = write(
+        tmp_path / "script.py",
+        'visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")\nprint(os.environ["RANK_SIZE"], visible, flush=True)\n'
+        'if (visible.split(",") if visible else list("012"))[rank] == "1": sys.exit(3)\n'
+        'open(f"{os.environ[\'GACCUM_MS_RESTART_COUNT\']}.{rank}", "w")\nif not visible: time.sleep(1000)',
+    )
+    done = Launched(script, "-n", "3", "--max-restarts", "3", "--min-processes", "2").finish()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("2 ranks finished")
+    assert (tmp_path / "log_output" / "3" / "rank.1" / "stdout").read_text() == "2 0,2\n"
+    assert not (tmp_path / "log_output" / "3" / "rank.2").exists()
+
+
+def failed(rank: int | None, code: int = 1, again: bool | None = None) -> LaunchError:
+    return LaunchError("why", code, rank, again)
+
+
+def test_what_follows_on_a_failure():
+    decide, cluster = Restarts().after, Cluster(processes=4, max_restarts=2, min_processes=3)
+    assert decide(cluster, failed(1, code=124), 1) is None
+    assert decide(cluster, failed(1, again=False), 1) is None
+    second = decide(cluster, failed(1), 1)
+    assert (second.attempt, second.size, second.devices) == (2, 4, ())
+    assert decide(second, failed(2), 1).size == 4, "another rank"
+    assert decide(second, failed(2), 700).size == 4, "long after the start"
+    third = decide(second, failed(2), 1)
+    assert (third.attempt, third.size, third.devices) == (3, 3, (0, 1, 3))
+    assert decide(third, failed(2), 1) is None, "no restart is left"
+    env = third.environment({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, cores=2)
+    assert (env["CUDA_VISIBLE_DEVICES"], env["ASCEND_RT_VISIBLE_DEVICES"]) == ("4,5,7", "0,1,3")
+
+
+def test_a_host_is_left_out_whose_rank_fails_twice_but_not_host_0():
+    for rank, without in ((1, ()), (5, (4,)), (2, (3,))):
+        decide = Restarts().after
+        cluster = Cluster(processes=2, nodes=3, hosts=(0, 3, 4), max_restarts=9, min_processes=4)
+        follows = decide(decide(cluster, failed(rank), 1), failed(rank), 1)
+        assert (follows.processes, follows.without) == (2, without)
+    assert decide(Cluster(nodes=2, node_rank=1), failed(0, again=True), 1).attempt == 2
+    assert decide(Cluster(nodes=2, node_rank=1), failed(0), 1) is None, "host 0 is lost"
+
+
+# -- several hosts -----------------------------------------------------------------------------------------------------
+
+COUNTS = (
+    'count = os.environ["GACCUM_MS_RESTART_COUNT"]\nprint(os.environ["RANK_SIZE"], flush=True)\n'
+    'open(f"up.{count}.{rank}", "w")\n'
+)
+
+
+def wait_for_attempt(launched: Launched, folder: Path, attempt: int, ranks: int) -> None:
+    for rank in range(ranks):
+        launched.wait_for(folder / f"up.{attempt}.{rank}")
+
+
+def wait_until_gone(killed: Launched) -> None:
+    """The guards of a launcher that is killed end their ranks."""
+    until = time.monotonic() + 60
+    while killed.running() and time.monotonic() < until:
+        time.sleep(0.2)
+    killed.finish()
+
+
+def test_a_rank_that_fails_restarts_both_hosts(hosts, tmp_path):
+    script = write(tmp_path / "script.py", COUNTS + 'if count == "0": time.sleep(1000 * (rank != 3)); sys.exit(3)')
+    both = [start(hosts, script, tmp_path, number, "--max-restarts", "1") for number in range(2)]
+    for number, launched in enumerate(both):
+        done = launched.finish()
+        assert done.returncode == 0, done.stderr
+        assert "rank 3 on host 1 failed with exit code 3" in done.stderr
+        assert "note: all begin anew: restart 1 of 1." in done.stderr
+        assert f"host {number}/2/rank.N" in done.stdout
+
+
+@pytest.mark.parametrize("least", [2, 4])
+def test_a_host_that_is_lost_is_done_without_or_may_come_again(hosts, tmp_path, least):
+    script = write(tmp_path / "script.py", COUNTS + 'if count == "0": time.sleep(1000)')
+    options = ["--max-restarts", "2", "--min-processes", str(least)]
+    both = [start(hosts, script, tmp_path, number, *options) for number in range(2)]
+    wait_for_attempt(both[0], tmp_path, 0, 4)
+    both[1].process.kill()
+    wait_until_gone(both[1])
+    if least == 4:
+        time.sleep(3)
+        assert not (tmp_path / "up.1.0").exists(), "host 0 waits for it"
+        again = start(hosts, script, tmp_path, 1, *options)
+        assert again.finish().returncode == 0
+    done = both[0].finish()
+    assert done.returncode == 0, done.stderr
+    assert "host 1 (ranks 2 to 3) is lost" in done.stderr
+    assert (tmp_path / "host 0" / "2" / "rank.0" / "stdout").read_text() == f"{least}\n"
+
+
+def test_a_host_that_comes_again_later_takes_part_from_the_next_start_on(hosts, tmp_path):
+    script = write(
+        tmp_path / "script.py",
+        COUNTS + 'if count == "0": time.sleep(1000)\nwhile not os.path.exists("go"): time.sleep(0.1)\n'
+        'if count == "1": sys.exit(3)',
+    )
+    options = ["--max-restarts", "2", "--min-processes", "2"]
+    both = [start(hosts, script, tmp_path, number, *options) for number in range(2)]
+    wait_for_attempt(both[0], tmp_path, 0, 4)
+    both[1].process.kill()
+    wait_until_gone(both[1])
+    wait_for_attempt(both[0], tmp_path, 1, 2)
+    again = start(hosts, script, tmp_path, 1, *options)
+    time.sleep(4)
+    assert not (tmp_path / "up.1.2").exists(), "it waits"
+    (tmp_path / "go").touch()
+    assert [one.finish().returncode for one in (both[0], again)] == [0, 0]
+    sizes = [(tmp_path / "host 0" / str(attempt) / "rank.0" / "stdout").read_text() for attempt in (1, 2, 3)]
+    assert sizes == ["4\n", "2\n", "4\n"]
+
+
+def test_host_0_that_is_lost_ends_the_others(hosts, tmp_path):
+    script = write(tmp_path / "script.py", COUNTS + "time.sleep(1000)")
+    options = ["--max-restarts", "2", "--min-processes", "2"]
+    both = [start(hosts, script, tmp_path, number, *options) for number in range(2)]
+    wait_for_attempt(both[0], tmp_path, 0, 4)
+    os.kill(both[0].process.pid, signal.SIGKILL)
+    done = both[1].finish()
+    assert done.returncode == 1
+    assert "host 0 is lost" in done.stderr
+    wait_until_gone(both[0])

@@ -1,0 +1,9 @@
+"""What the tests run on: the CPU, unless ``bash run.sh test device`` says another."""
+
+from __future__ import annotations
+
+import os
+
+DEVICE = os.environ.get("GACCUM_MS_DEVICE", "CPU")
+COUNT = int(os.environ.get("GACCUM_MS_DEVICES", "2"))
+RANKS = 1 << (min(COUNT, 8).bit_length() - 1)  # a power of two, which divides every batch of the programs
