@@ -19,6 +19,7 @@ from mindspore import nn, ops
 
 from gaccum_ms.accumulation import micro_batches
 from gaccum_ms.accumulation.micro_step import OneLoss, float32_losses
+from gaccum_ms.backend import no_grad
 from gaccum_ms.distributed.layout import gather_json
 from gaccum_ms.layers.window_batchnorm import window_statistics
 from gaccum_ms.losses.batch_loss import FLOATS, MOST_REPRESENTATIONS, WithBatchLossCell, check_ranks
@@ -33,7 +34,7 @@ class _Forward(nn.Cell):
         self.network = network
 
     def __call__(self, *inputs):
-        with ms.common._no_grad():
+        with no_grad():
             return super().__call__(*inputs)
 
     def construct(self, *inputs):
