@@ -6,11 +6,11 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
-from mindspore.graph.api import _pynative_executor
 from support import contrastive
 from support.reference import batches, make_network
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, find_micro_batch_size
+from gaccum_ms.backend import pynative_executor
 
 
 class Interrupted(nn.Cell):
@@ -84,6 +84,6 @@ def test_does_not_without(pynative, monkeypatch):
                 interrupt(KeyboardInterrupt())
                 index()
     finally:
-        _pynative_executor.clear_res()
+        pynative_executor.clear_res()
     assert index() == 4.0
     assert ms.get_context("mode") == ms.PYNATIVE_MODE

@@ -43,8 +43,16 @@ def run(import_line: str, digits: Path, folder: Path) -> tuple[list[float], dict
     return [float(loss) for loss in LOSS.findall(done.stdout)], looks
 
 
-def test_with_our_import_it_trains(digits, tmp_path):
-    losses, looks = run(OURS, digits, tmp_path)
+@pytest.mark.parametrize(
+    "import_line",
+    [
+        OURS,
+        pytest.param("from gaccum_ms import GradAccumulation as GradAccumulationCell\n", marks=pytest.mark.thorough),
+    ],
+    ids=["GradAccumulationCell", "GradAccumulation"],
+)
+def test_with_our_import_it_trains(digits, tmp_path, import_line):
+    losses, looks = run(import_line, digits, tmp_path)
     (before, accuracy_before), (after, accuracy_after) = looks["before"], looks["after"]
     assert len(losses) == 20
     assert losses[0] < 2.5, "the mean over micro-batches, about ln 10 at first, not their sum"
