@@ -101,7 +101,8 @@ class TwoPasses(nn.Cell):
         # One tuple, with a scalar in it: of a tuple of equal shapes that a loop carries graph mode forgets the length.
         state: tuple = (ms.Tensor(0, ms.int32),)
         for one in last:
-            state = (*state, ops.zeros((before, *one.shape[1:]), one.dtype))
+            rows = int(before)  # of a batch of open length a Tensor, which MindSpore 2.7's zeros do not take
+            state = (*state, ops.zeros((rows, *one.shape[1:]), one.dtype))
         while state[0] < before:
             state = self.appended(state, self.forward(*micro_batches.take(inputs, state[0], size)), size)
         return self.appended(state, last, 0)[1:]
