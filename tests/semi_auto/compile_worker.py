@@ -326,7 +326,7 @@ def wanted(out):
 
 def main(out, graphs, names):
     ms.set_context(mode=ms.GRAPH_MODE)
-    ms.set_device("CPU")
+    ms.set_context(device_target="CPU")  # by set_device() MindSpore 2.7 and 2.8 would stay with it
     init()
     create_group("nccl_world_group", list(range(get_group_size())))
     ms.set_context(device_target="GPU")
