@@ -5,6 +5,8 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 sample=$here/sample_code/distributed_gradient_accumulation
 ours=$here${PYTHONPATH:+:$PYTHONPATH} # this folder's sources, whatever else is installed
+venv=$here/.venv                       # what is missing goes there
+mindspore=                             # the version that --mindspore asks for
 
 usage() {
     cat <<'END'
@@ -15,6 +17,7 @@ bash run.sh test all                               those, and the thorough ones;
 bash run.sh test [arguments of pytest]             some of all tests
 bash run.sh test parallel [arguments of pytest]    those of the graphs for 8 devices, which no device need run
 bash run.sh test device [arguments of pytest]      on the devices of this machine; the report is in build/device
+bash run.sh test --mindspore 2.8.0 [any of these]  the same with that MindSpore, in an environment of its own
 bash run.sh lint                                   ruff, mypy and import-linter
 bash run.sh docs [folder]                          build the site, by default in build/site
 
@@ -73,7 +76,7 @@ has() { # has PYTHON MODULE...: are they all installed?
 choose() {
     python=$(type -p python || type -p python3 || true)
     if [ -z "$python" ] || ! has "$python" mindspore; then
-        python=$here/.venv/bin/python
+        python=$venv/bin/python
     fi
 }
 
@@ -96,6 +99,7 @@ use() {
     used=("$@")
     active=$(type -p python || type -p python3 || true)
     missing=$(lacks "$active" mindspore psutil tqdm "${@:2}")
+    [ -z "$mindspore" ] || missing=mindspore
     python=$active
     if [ -n "$missing" ]; then
         use_venv "$active" "$missing"
@@ -108,28 +112,28 @@ use() {
 # made on top of its packages.
 use_venv() {
     local active=$1
-    python=$here/.venv/bin/python
-    if [[ " $2 " == *" mindspore "* ]] || [ "$(dirname "$active")" -ef "$here/.venv/bin" ]; then
+    python=$venv/bin/python
+    if [[ " $2 " == *" mindspore "* ]] || [ "$(dirname "$active")" -ef "$venv/bin" ]; then
         active=
     else
-        echo "$active lacks ${2// /, } and is left as it is: $here/.venv gets what is missing"
+        echo "$active lacks ${2// /, } and is left as it is: $venv gets what is missing"
     fi
     if ! filled; then
         (
             flock --nonblock 9 || { echo "waiting for another run.sh, which fills .venv" && flock 9; }
             filled || fill "$active"
-        ) 9>>"$here/.venv.lock"
+        ) 9>>"$venv.lock"
     fi
 }
 
 # filled: does .venv have all that was wanted, as this setup.py says it?
 filled() {
     has "$python" pip mindspore psutil tqdm "${used[@]:1}" &&
-        { [ -e "$here/.venv/on-top" ] || [ "$(cat "$(stamp)" 2>/dev/null)" = "$(cksum "$here/setup.py")" ]; }
+        { [ -e "$venv/on-top" ] || [ "$(cat "$(stamp)" 2>/dev/null)" = "$(cksum "$here/setup.py")" ]; }
 }
 
 stamp() {
-    echo "$here/.venv/.installed-${used[0]:-nothing-more}"
+    echo "$venv/.installed-${used[0]:-nothing-more}"
 }
 
 fill() { # fill ACTIVE: make .venv, on top of the packages of this Python if there is one, and install what is missing
@@ -137,19 +141,20 @@ fill() { # fill ACTIVE: make .venv, on top of the packages of this Python if the
     if ! has "$python" pip; then
         base=${1:-$(find_python)}
         [ -n "$base" ] || no_python
-        rm -rf "$here/.venv"
-        "$base" -m venv "$here/.venv"
+        rm -rf "$venv"
+        "$base" -m venv "$venv"
         if [ -n "$1" ]; then
             "$1" -c 'import site
 for folder in site.getsitepackages() + site.ENABLE_USER_SITE * [site.getusersitepackages()]:
-    print(f"import site; site.addsitedir({folder!r})")' >"$here/.venv/on-top"
+    print(f"import site; site.addsitedir({folder!r})")' >"$venv/on-top"
             "$python" -c 'import site, sys
-open(site.getsitepackages()[0] + "/on-top.pth", "w").write(sys.stdin.read())' <"$here/.venv/on-top"
+open(site.getsitepackages()[0] + "/on-top.pth", "w").write(sys.stdin.read())' <"$venv/on-top"
         fi
     fi
     if ! filled; then
-        echo "installing gaccum_ms${used[0]:+[${used[0]}]} into $here/.venv"
-        "$python" -m pip install --quiet --disable-pip-version-check --editable "$here${used[0]:+[${used[0]}]}"
+        echo "installing gaccum_ms${used[0]:+[${used[0]}]} into $venv"
+        "$python" -m pip install --quiet --disable-pip-version-check --editable "$here${used[0]:+[${used[0]}]}" \
+            ${mindspore:+"mindspore==$mindspore"}
         cksum "$here/setup.py" >"$(stamp)"
     fi
 }
@@ -159,10 +164,10 @@ open(site.getsitepackages()[0] + "/on-top.pth", "w").write(sys.stdin.read())' <"
 use_gpu() {
     local said
     if ! "$python" -c 'import sys; from gaccum_ms.launch import cuda; sys.exit(bool(cuda.missing_packages()))'; then
-        [ "$python" = "$here/.venv/bin/python" ] || use_venv "$python" 'gaccum_ms[gpu]'
-        echo "installing gaccum_ms[gpu] into $here/.venv"
+        [ "$python" = "$venv/bin/python" ] || use_venv "$python" 'gaccum_ms[gpu]'
+        echo "installing gaccum_ms[gpu] into $venv"
         said=$({ flock 9 && "$python" -m pip install --quiet --disable-pip-version-check --retries 1 --timeout 30 \
-            --editable "$here[gpu]"; } 2>&1 9>>"$here/.venv.lock") ||
+            --editable "$here[gpu]"; } 2>&1 9>>"$venv.lock") ||
             echo "the extra 'gpu' was not installed: $(grep -m 1 -o 'ERROR.*' <<<"$said")"
     fi
 }
@@ -194,6 +199,11 @@ check)
     become gaccum_ms.launch.doctor
     ;;
 test)
+    if [ "${2-}" = --mindspore ]; then
+        mindspore=${3:?"--mindspore needs a version, such as 2.8.0"}
+        venv=$here/.venv-$mindspore
+        set -- test "${@:4}"
+    fi
     use test pytest xdist sklearn tensorboardX matplotlib mindcv sphinx myst_parser
     cd "$here"
     case ${2-} in

@@ -18,7 +18,7 @@ setup(
     package_data={"gaccum_ms": ["py.typed"]},
     python_requires=">=3.10,<3.13",
     install_requires=[
-        "mindspore>=2.10,<2.11",  # the range that the tests ran on
+        "mindspore>=2.7.2,<2.11",  # the range that the tests ran on
         "numpy<2",  # MindSpore's datasets fail with NumPy 2
         "psutil>=6",
         "tqdm>=4.66",

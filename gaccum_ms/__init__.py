@@ -11,6 +11,7 @@ __all__ = [
     "CountMask",
     "CountNotIgnored",
     "FlushAccumulation",
+    "GradAccumulation",
     "GradAccumulationCell",
     "GradAccumulator",
     "GradNoiseScale",
@@ -64,6 +65,8 @@ if not _is_launcher:
     from gaccum_ms.training.grad_accumulator import GradAccumulator
     from gaccum_ms.training.resume import resume
     from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
+
+    GradAccumulation = GradAccumulationCell  # by the name that MindSpore keeps, of mindspore.parallel.nn
 
     # A trial of a size trains by the step, which may find its size by trials: neither imports the other.
     _trial.train_by(TrainOneStepWithGradAccumulationCell)

@@ -17,6 +17,7 @@ import mindspore.train
 from mindspore import nn
 from mindspore.train import amp
 
+from gaccum_ms import backend
 from gaccum_ms.callbacks.checkpoint import let_checkpoints_save
 from gaccum_ms.callbacks.flush import FlushAccumulation
 from gaccum_ms.callbacks.monitor import WindowMonitor
@@ -60,13 +61,13 @@ def build_train_network(
         )
     if boost_level != "O0":
         raise ValueError(f"For 'GradAccumulationCell', 'boost_level' must be 'O0', but got '{boost_level}'.")
-    amp._check_level(level, boost_level)
-    amp._check_kwargs(kwargs)
+    backend.check_level(level, boost_level)
+    backend.check_kwargs(kwargs)
     # Level by level what the original does, on the network in our cell: MindSpore's passes know nothing of the cell.
-    config = {**amp._config_level[level], **kwargs}
+    config = {**backend.config_level[level], **kwargs}
     if compiler_distributes() and level in ("O1", "auto"):
         refuse_casts(cell.network, by_level=level)
-    process = functools.partial(amp._auto_mixed_precision_process, config=config, level=level)
+    process = functools.partial(backend.auto_mixed_precision_process, config=config, level=level)
     of_batch = isinstance(cell.network, WithBatchLossCell)
     cell.network = cell.network.map_parts(process) if of_batch else process(cell.network)
     manager = config["loss_scale_manager"]

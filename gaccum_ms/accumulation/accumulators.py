@@ -15,8 +15,9 @@ from mindspore import nn, ops
 from mindspore.common.initializer import initializer
 
 from gaccum_ms.accumulation.micro_batches import SplitPlan
+from gaccum_ms.backend import no_grad
 from gaccum_ms.backend.cpu_kernels import add_in_place, zero_in_place
-from gaccum_ms.backend.parameters import of_this_rank, overwrite, write
+from gaccum_ms.backend.parameters import of_this_rank, write
 
 PREFIX = "accu_grads."
 COMPENSATION_PREFIX = "accu_compensation."
@@ -136,8 +137,9 @@ class Accumulators(nn.Cell):
 
     def reset_eagerly(self) -> None:
         """Zero everything, outside of a graph."""
-        for held in (*self.sums, *(self.compensations if self.compensated else ())):
-            overwrite(held, ops.zeros_like(held))
+        with no_grad():
+            for held in (*self.sums, *(self.compensations if self.compensated else ())):
+                zero_in_place(held)
 
     def check_plan(self, plan: SplitPlan) -> None:
         """Before a batch: each rank may add by itself."""

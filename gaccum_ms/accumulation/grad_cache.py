@@ -19,6 +19,7 @@ from mindspore import nn, ops
 
 from gaccum_ms.accumulation import micro_batches
 from gaccum_ms.accumulation.micro_step import OneLoss, float32_losses
+from gaccum_ms.backend import no_grad
 from gaccum_ms.distributed.layout import gather_json
 from gaccum_ms.layers.window_batchnorm import window_statistics
 from gaccum_ms.losses.batch_loss import FLOATS, MOST_REPRESENTATIONS, WithBatchLossCell, check_ranks
@@ -33,7 +34,7 @@ class _Forward(nn.Cell):
         self.network = network
 
     def __call__(self, *inputs):
-        with ms.common._no_grad():
+        with no_grad():
             return super().__call__(*inputs)
 
     def construct(self, *inputs):
@@ -100,7 +101,8 @@ class TwoPasses(nn.Cell):
         # One tuple, with a scalar in it: of a tuple of equal shapes that a loop carries graph mode forgets the length.
         state: tuple = (ms.Tensor(0, ms.int32),)
         for one in last:
-            state = (*state, ops.zeros((before, *one.shape[1:]), one.dtype))
+            rows = int(before)  # of a batch of open length a Tensor, which MindSpore 2.7's zeros do not take
+            state = (*state, ops.zeros((rows, *one.shape[1:]), one.dtype))
         while state[0] < before:
             state = self.appended(state, self.forward(*micro_batches.take(inputs, state[0], size)), size)
         return self.appended(state, last, 0)[1:]

@@ -17,22 +17,23 @@ from __future__ import annotations
 import os
 
 import mindspore as ms
-from mindspore import amp, ops
-from mindspore.ops.operations.math_ops import NPUClearFloatStatusV2, NPUGetFloatStatusV2
+from mindspore import ops
+
+from gaccum_ms import backend
 
 _VARIABLE = "MS_ASCEND_CHECK_OVERFLOW_MODE"
 _FLAG = (8,)  # int32; the input is there for the order alone
 
-_clear = NPUClearFloatStatusV2()
-_get = NPUGetFloatStatusV2()
+_clear = backend.NPUClearFloatStatusV2()
+_get = backend.NPUGetFloatStatusV2()
 
 
 @ops.constexpr
 def saturates():
     """Whether this device does, in this mode. By what MindSpore's own steps decide by."""
-    if not amp._ascend_target():
+    if not backend.ascend_target():
         return False
-    return amp._ascend_910a_target() or (amp._ascend_910b_target() and os.getenv(_VARIABLE) == "SATURATION_MODE")
+    return backend.ascend_910a_target() or (backend.ascend_910b_target() and os.getenv(_VARIABLE) == "SATURATION_MODE")
 
 
 # -- compiled ----------------------------------------------------------------------------------------------------------

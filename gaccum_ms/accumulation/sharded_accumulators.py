@@ -14,6 +14,7 @@ from mindspore import ops
 
 from gaccum_ms.accumulation.accumulators import Accumulators
 from gaccum_ms.accumulation.micro_batches import SplitPlan
+from gaccum_ms.backend import no_grad
 from gaccum_ms.distributed.layout import Layout, rank_and_ranks
 
 # And the weight's name. Other prefixes than the whole accumulators': neither may be loaded as the other.
@@ -70,7 +71,7 @@ def check_micro_batches(number: int) -> None:
     Raises:
         ValueError: On all ranks, if they do not all have so many micro-batches.
     """
-    with ms.common._no_grad():
+    with no_grad():
         numbers = ops.AllGather()(ms.Tensor([number], ms.int32)).asnumpy().tolist()
     if any(other != number for other in numbers):
         raise ValueError(

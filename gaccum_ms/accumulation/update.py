@@ -21,6 +21,7 @@ from gaccum_ms.accumulation import clip
 from gaccum_ms.accumulation.loss_scale import check_scale, scale_parameter
 from gaccum_ms.accumulation.reduction import scale_by
 from gaccum_ms.accumulation.saturation import read_flag, saturates
+from gaccum_ms.backend import no_grad
 from gaccum_ms.backend.cpu_kernels import all_finite
 from gaccum_ms.backend.graphs import OwnGraph
 from gaccum_ms.backend.parameters import counter, hold_weights, overwrite, record
@@ -232,6 +233,6 @@ class WindowEnd(OwnGraph):
         if not self.window.batches and not self.window.reduction.sum_over_ranks.reduces:
             return False
         before = int(self.update.update_count.asnumpy())
-        with ms.common._no_grad():  # PyNative's tape, left open by an eager gradient, would record this
+        with no_grad():  # PyNative's tape, left open by an eager gradient, would record this
             self.run_alone(ms.Tensor(0.0, ms.float32))
         return int(self.update.update_count.asnumpy()) > before

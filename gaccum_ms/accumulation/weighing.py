@@ -26,7 +26,7 @@ from mindspore import nn, ops
 from gaccum_ms.accumulation import micro_batches
 from gaccum_ms.accumulation.noise import NoiseRecord
 from gaccum_ms.accumulation.reduction import CountedReduction
-from gaccum_ms.backend.cpu_kernels import all_finite
+from gaccum_ms.backend.cpu_kernels import all_finite, zeros_like
 from gaccum_ms.backend.parameters import hold_weights, record
 from gaccum_ms.distributed.ranks import SumOverRanks
 from gaccum_ms.losses import counts
@@ -184,7 +184,7 @@ class ByCounts(nn.Cell):
     def reduced_turn(self, unit, prepared, size, count, *micro_batch):
         """Adds in any case: the other ranks, which may count something, wait for it."""
         seeded_loss = ops.zeros_like(count)
-        gradients = self.map(ops.zeros_like, self.weights)
+        gradients = self.map(zeros_like, self.weights)
         if count > 0:
             seeded_loss, gradients = self.micro_step.run(unit * self.items(count), prepared, size, *micro_batch)
         return ops.depend(ops.stack((seeded_loss, count, ops.zeros_like(count))), self.store.add(gradients))

@@ -1,1 +1,85 @@
-"""What touches MindSpore's private or undocumented side, and checks of arguments."""
+"""Every private name of MindSpore's that the package touches, for MindSpore 2.7.2 to 2.10, each looked up here.
+
+What is not there is named by one error as the package is imported, in place of an AttributeError in the middle of
+training. Which kernels and passes a version lacks is in docs/versions.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import operator
+from typing import Any
+
+import mindspore as ms
+from mindspore import nn
+from mindspore.train import Model, ModelCheckpoint
+
+SUPPORTED = ">=2.7.2,<2.11"  # as setup.py says it
+missing: list[str] = []
+
+
+def _private(*places: str) -> Any:
+    """What is at the first of these places that there is; a place is ``module:name``."""
+    for place in places:
+        module, name = place.split(":")
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError):
+            continue
+    missing.append(places[0].replace(":", "."))
+    return None
+
+
+def _attributes(owner: str, one: Any, *names: str) -> None:
+    """Note those that it lacks. They are used where they are needed."""
+    for name in names if one is not None else ():
+        try:
+            operator.attrgetter(name)(one)
+        except AttributeError:
+            missing.append(f"{owner}.{name}")
+
+
+# -- names that are imported from here ---------------------------------------------------------------------------------
+
+# Since 2.9 in `mindspore.graph` , before in `mindspore.common` .
+cell_graph_executor = _private("mindspore.graph.api:_cell_graph_executor", "mindspore.common.api:_cell_graph_executor")
+pynative_executor = _private("mindspore.graph.api:_pynative_executor", "mindspore.common.api:_pynative_executor")
+
+# The same in all versions.
+no_grad = _private("mindspore.common:_no_grad")
+fork_utils = _private("mindspore._c_expression:fork_utils")
+check_level = _private("mindspore.train.amp:_check_level")
+check_kwargs = _private("mindspore.train.amp:_check_kwargs")
+config_level = _private("mindspore.train.amp:_config_level")
+auto_mixed_precision_process = _private("mindspore.train.amp:_auto_mixed_precision_process")
+ascend_target = _private("mindspore.amp:_ascend_target")
+ascend_910a_target = _private("mindspore.amp:_ascend_910a_target")
+ascend_910b_target = _private("mindspore.amp:_ascend_910b_target")
+NPUClearFloatStatusV2 = _private("mindspore.ops.operations.math_ops:NPUClearFloatStatusV2")
+NPUGetFloatStatusV2 = _private("mindspore.ops.operations.math_ops:NPUGetFloatStatusV2")
+auto_parallel_context = _private("mindspore.parallel._auto_parallel_context:auto_parallel_context")
+init_auto_parallel_context = _private("mindspore.parallel._utils:_init_auto_parallel_context")
+clear_auto_parallel_context = _private("mindspore.parallel._utils:_clear_auto_parallel_context")
+get_device_num = _private("mindspore.parallel._utils:_get_device_num")
+get_grad_accumulation_shard = _private("mindspore.parallel._utils:_get_grad_accumulation_shard")
+
+# -- attributes of MindSpore's objects, also the same in all versions --------------------------------------------------
+
+_attributes("Cell", nn.Cell(), "_cells", "_params", "_buffers", "_user_parameters", "_get_attr_from_cell")
+_attributes("Cell", nn.Cell(), "check_names_and_refresh_name", "compile_and_run", "compile_cache")
+_attributes("Parameter", ms.Parameter(ms.Tensor(0.0)), "assign_value", "data_ptr", "has_init", "init_data", "copy_")
+_attributes("GroupNorm", nn.GroupNorm, "_cal_output")
+_attributes("Model", Model, "_train", "_transform_callbacks")
+_attributes("_cell_graph_executor", cell_graph_executor, "_graph_executor.get_params")
+_attributes("_pynative_executor", pynative_executor, "clear_res")
+_context = auto_parallel_context and auto_parallel_context()
+_attributes("auto_parallel_context()", _context, "get_auto_parallel_new_interface")
+_attributes("fork_utils", fork_utils, "prepare_before_fork", "parent_at_fork", "child_at_fork", "prctl_set_pdeathsig")
+if "_config" not in ModelCheckpoint.__init__.__code__.co_names:  # making one would look for files
+    missing.append("ModelCheckpoint._config")
+
+if missing:
+    raise ImportError(
+        f"For 'gaccum_ms', MindSpore must be {SUPPORTED}, but got MindSpore {ms.__version__}, which lacks "
+        f"{', '.join(missing)}. pip install 'mindspore{SUPPORTED}', or a newer gaccum_ms."
+    )

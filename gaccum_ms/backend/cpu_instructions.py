@@ -1,9 +1,11 @@
 """How far oneDNN may go in the CPU's instructions: no further than AVX2, for networks that convolve.
 
 MindSpore leaves convolutions on CPU to oneDNN, and gives them a memory layout for which oneDNN multiplies matrices, as
-long as it may go no further than AVX2; with AVX-512 it takes its reference kernel, some eighty times slower. The limit
-must be set before oneDNN makes its first kernel, be it of a matrix product. Its own function for that says whether it
-still can be.
+long as it may go no further than AVX2; with AVX-512 it takes its reference kernel, some eighty times slower. So does
+oneDNN 3, which MindSpore has since 2.9; oneDNN 2, before, multiplies matrices with AVX-512 too.
+
+The limit must be set before oneDNN makes its first kernel, be it of a matrix product. Its own function for that says
+whether it still can be.
 
 Nothing here imports MindSpore before it is needed: ``bash run.sh check`` runs this file, which prints what becomes of
 convolutions, also where there is no MindSpore.
@@ -13,7 +15,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.metadata
 import os
+import re
 import warnings
 from pathlib import Path
 
@@ -48,6 +52,15 @@ def has_avx512(record: Path = Path("/proc/cpuinfo")) -> bool:
     return set(flags) >= _AVX512_CORE
 
 
+def is_onednn_2() -> bool:
+    """Whether the MindSpore that is installed has oneDNN 2: one before 2.9."""
+    try:
+        version = importlib.metadata.version("mindspore")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return tuple(map(int, re.findall(r"\d+", version)[:2])) < (2, 9)
+
+
 def chosen() -> str:
     """What the environment says of the limit, as ``name=value`` ; empty: nothing."""
     return next((f"{name}={os.environ[name]}" for name in (VARIABLE, _OLD_VARIABLE) if name in os.environ), "")
@@ -57,6 +70,8 @@ def description() -> str:
     """What becomes of convolutions on this CPU, in a line."""
     if not has_avx512():
         return "no AVX-512, so convolutions run by its fast kernels"
+    if is_onednn_2():
+        return "oneDNN 2, whose convolutions are fast with AVX-512 too"
     if chosen():
         return f"{chosen()} is set, and kept"
     return f"AVX-512: gaccum_ms sets {VARIABLE}={AVX2} for networks that convolve; {VARIABLE}=ALL refuses"
@@ -64,8 +79,8 @@ def description() -> str:
 
 def limit_instructions() -> None:
     """Limit oneDNN in this process, and those that it starts, to AVX2, and say so; or warn that it is too late. Not on
-    a CPU without AVX-512, and not where the environment says anything of the limit."""
-    if chosen() or not has_avx512():
+    a CPU without AVX-512, not with oneDNN 2, and not where the environment says anything of the limit."""
+    if chosen() or not has_avx512() or is_onednn_2():
         return
     if _limit_this_process():
         os.environ[VARIABLE] = AVX2

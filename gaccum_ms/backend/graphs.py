@@ -11,8 +11,8 @@ from typing import Any
 
 import mindspore as ms
 from mindspore import nn
-from mindspore.graph.api import _cell_graph_executor
 
+from gaccum_ms.backend import cell_graph_executor, no_grad
 from gaccum_ms.backend.storage import Storage, keep_in_place
 
 _storage: weakref.WeakKeyDictionary[nn.Cell, tuple[int, Storage]] = weakref.WeakKeyDictionary()
@@ -54,7 +54,7 @@ def _run_graph_in_pynative_mode(cell: nn.Cell, *inputs: Any) -> Any:
         cell.check_names_and_refresh_name()
         cell.__compile_cell_hook__ = True
     # PyNative's tape, left open by any eager gradient before, would record this to differentiate it.
-    with ms.common._no_grad(), compiling_alone():
+    with no_grad(), compiling_alone():
         return cell.compile_and_run(*inputs)
 
 
@@ -63,7 +63,7 @@ def _note_storage(cell: nn.Cell) -> None:
     graphs, _ = _storage.get(cell, (0, None))
     if graphs == len(cell.compile_cache):
         return
-    executor = _cell_graph_executor._graph_executor
+    executor = cell_graph_executor._graph_executor
     parameters = {id(one): one for phase in cell.compile_cache for one in executor.get_params(phase).values()}
     keep_in_place(parameters.values())
     _storage[cell] = len(cell.compile_cache), Storage(parameters.values())

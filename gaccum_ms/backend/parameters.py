@@ -9,6 +9,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
 
+from gaccum_ms.backend import no_grad
+
 # Before every name, because MindSpore keeps a checkpoint's values by name alone: a weight that the user has named
 # `update_count` , say, and a record of that name would overwrite each other. Accumulators have prefixes of their own.
 PREFIX = "gaccum_ms."
@@ -78,7 +80,7 @@ def on_cpu():
 
 def overwrite(parameter: ms.Parameter, value: ms.Tensor) -> None:
     """Assign outside of a graph. PyNative's tape, left open by a gradient that raised, would forbid it."""
-    with ms.common._no_grad():
+    with no_grad():
         write(parameter, value)
 
 

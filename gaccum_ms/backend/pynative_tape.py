@@ -7,7 +7,8 @@ Tensor by an int fails, and so do some gradients.
 from __future__ import annotations
 
 import mindspore as ms
-from mindspore.graph.api import _pynative_executor
+
+from gaccum_ms.backend import pynative_executor
 
 
 def forget_interrupted_gradient(error: BaseException) -> None:
@@ -20,4 +21,4 @@ def forget_interrupted_gradient(error: BaseException) -> None:
 def close_tape() -> None:
     """Before Python itself ends an eager gradient by an error."""
     if ms.get_context("mode") == ms.PYNATIVE_MODE:
-        _pynative_executor.clear_res()
+        pynative_executor.clear_res()

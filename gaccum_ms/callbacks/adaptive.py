@@ -14,6 +14,7 @@ from mindspore import ops
 from mindspore.train import RunContext
 
 from gaccum_ms.accumulation.noise import WindowNoise
+from gaccum_ms.backend import no_grad
 from gaccum_ms.backend.checks import check_one_of, check_positive_int
 from gaccum_ms.callbacks.monitor import append_json_line, begin_json_lines, check_json_lines
 from gaccum_ms.callbacks.noise_scale import NoiseWatch, check_smoothing, noise_step
@@ -181,7 +182,7 @@ def _of_rank_0(wanted: int, step: TrainOneStepWithGradAccumulationCell) -> int:
     """The last digit of a norm may differ between ranks, and a number of batches must not."""
     if not step.reducer_flag:
         return wanted
-    with ms.common._no_grad():
+    with no_grad():
         (agreed,) = ops.Broadcast(0)((ms.Tensor([wanted], ms.int32),))
     return int(agreed.asnumpy()[0])
 

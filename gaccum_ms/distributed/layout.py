@@ -26,6 +26,8 @@ import numpy as np
 from mindspore import nn, ops
 from mindspore.communication import get_group_size, get_rank
 
+from gaccum_ms.backend import no_grad
+
 BUFFER_BYTES = 2**26  # of one gathered buffer, which is memory that is needed for a moment
 
 
@@ -49,7 +51,7 @@ def balanced_owners(sizes: Sequence[int], ranks: int) -> tuple[int, ...]:
 def gather_json(value: Any) -> list[Any]:
     """What each rank has said. A collective, outside of graphs."""
     codes = np.frombuffer(json.dumps(value).encode(), np.uint8).astype(np.float32)  # bytes travel on no CPU
-    with ms.common._no_grad():
+    with no_grad():
         lengths = ops.AllGather()(ms.Tensor([float(codes.size)])).asnumpy().astype(int)
         row = np.pad(codes, (0, max(lengths) - codes.size))
         rows = ops.AllGather()(ms.Tensor(row[None])).asnumpy().astype(np.uint8)

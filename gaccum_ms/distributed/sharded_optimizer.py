@@ -20,6 +20,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn, ops
 
+from gaccum_ms.backend import no_grad
 from gaccum_ms.backend.checks import check_one_of
 from gaccum_ms.backend.parameters import write
 from gaccum_ms.distributed.layout import Layout, balanced_owners, rank_and_ranks
@@ -150,7 +151,7 @@ class ShardedOptimizer(nn.Optimizer):
         """What the inner optimizer is to update, by the weights' places: own weights, or copies of own slices."""
         if not self.sliced:
             return {index: self.parameters[index] for index in self.layout.held}
-        with ms.common._no_grad():
+        with no_grad():
             rows = self.layout.own(self.parameters)
         return {
             index: ms.Parameter(row, name=weight.name, requires_grad=weight.requires_grad, layerwise_parallel=True)

@@ -11,6 +11,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 
+from gaccum_ms.backend import no_grad
 from gaccum_ms.backend.parameters import overwrite
 from gaccum_ms.distributed.layout import Layout, gather_json
 
@@ -23,7 +24,7 @@ class WholeState(nn.Cell):
     def __init__(self, state: Sequence[ms.Parameter], sharded: Any) -> None:
         super().__init__(auto_prefix=False)
         common, divided, layout, names = _divided(state, sharded)
-        with ms.common._no_grad():
+        with no_grad():
             wholes = layout.whole(divided)
         # In tuples of pairs, which Cells do not look into.
         self._common = tuple((one, _copy(one.name, one), one.asnumpy().copy()) for one in common)
@@ -57,9 +58,10 @@ def not_saved_alone(init_data: Callable, *args: Any, **kwargs: Any) -> Any:
 
     It looks at the stack, because nothing else tells a save from a compilation: MindSpore makes the same call of each
     Parameter, from the outermost Cell, and asks no Cell within it."""
+    save = inspect.unwrap(ms.save_checkpoint).__code__  # since 2.8 in a wrapper, whose code other functions share
     frame = inspect.currentframe()
     while frame is not None:
-        if frame.f_code is ms.save_checkpoint.__code__:
+        if frame.f_code is save:
             raise RuntimeError(
                 f"For '{_NAME}', a checkpoint must hold the whole state, which all ranks put together, but one is "
                 f"being saved by this rank alone. Save within 'with optimizer.whole_state():', which all ranks must "

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import importlib.metadata
 import os
+import re
 import shutil
 import socket
 import sys
@@ -36,7 +38,7 @@ THREAD_NAMES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 # to compile, to evaluate, or to write a checkpoint while the others go on.
 COLLECTIVE_TIMEOUT = "MS_CPU_COMM_OP_TIMEOUT"
 COLLECTIVE_TIMEOUT_SECONDS = 300
-NODE_TIMEOUT = "MS_NODE_TIMEOUT"  # what MindSpore takes where the other is not set
+NODE_TIMEOUT = "MS_NODE_TIMEOUT"  # what MindSpore takes where the other is not set, or not known: before 2.10
 
 # MindSpore gives up waiting this much later than the launcher, which can name who is missing.
 MINDSPORE_WAITS_LONGER_SECONDS = 60
@@ -150,7 +152,8 @@ class Cluster:
             env.setdefault(name, str(max(1, cores // self.processes)))
         env.setdefault("PYTHONUNBUFFERED", "1")
         if NODE_TIMEOUT not in env:
-            env.setdefault(COLLECTIVE_TIMEOUT, str(COLLECTIVE_TIMEOUT_SECONDS))
+            seconds = env.setdefault(COLLECTIVE_TIMEOUT, str(COLLECTIVE_TIMEOUT_SECONDS))
+            env |= {NODE_TIMEOUT: seconds} if _before_2_10() else {}
         env |= {TUNE: "1"} if self.tune_cpu_threads else {}
         env |= {RESTART_COUNT: str(self.attempt - 1), MAX_RESTARTS: str(self.max_restarts)}
         if self.devices:
@@ -253,3 +256,12 @@ def is_local(address: str) -> bool:
             return True
     except LaunchError:
         return False
+
+
+def _before_2_10() -> bool:
+    """Whether such a MindSpore is installed; it is not imported."""
+    try:
+        version = importlib.metadata.version("mindspore")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return tuple(map(int, re.findall(r"\d+", version)[:2])) < (2, 10)

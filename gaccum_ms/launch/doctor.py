@@ -42,7 +42,7 @@ def check_python() -> Finding:
     """Python's version."""
     text = f"{sys.version.split()[0]}  {sys.executable}"
     right = (3, 10) <= sys.version_info[:2] <= (3, 12)
-    return Finding("Python", text, "" if right else "MindSpore 2.10 needs Python 3.10, 3.11 or 3.12")
+    return Finding("Python", text, "" if right else "gaccum_ms needs Python 3.10, 3.11 or 3.12")
 
 
 def check_package(name: str, right: Callable[[list[str]], bool], needed: str) -> Finding:
@@ -52,6 +52,15 @@ def check_package(name: str, right: Callable[[list[str]], bool], needed: str) ->
     except importlib.metadata.PackageNotFoundError:
         return Finding(name, "not installed", INSTALL)
     return Finding(name, version, "" if right(version.split(".")) else f"pip install '{needed}'")
+
+
+def check_mindspore() -> Finding:
+    """Whether it is a version that setup.py takes."""
+
+    def right(version: list[str]) -> bool:
+        return (2, 7, 2) <= tuple(map(int, re.findall(r"\d+", ".".join(version))[:3])) < (2, 11)
+
+    return check_package("mindspore", right, "mindspore>=2.7.2,<2.11")
 
 
 def check_device(device: str, env: Mapping[str, str]) -> Finding:
@@ -131,7 +140,7 @@ def main() -> int:
     report(check_python())
     report(check_package("numpy", lambda version: version[0] == "1", "numpy<2"))
     report(check_package("psutil", lambda version: True, "psutil"))
-    mindspore = report(check_package("mindspore", lambda version: version[:2] == ["2", "10"], "mindspore==2.10.*"))
+    mindspore = report(check_mindspore())
     report(check_onednn())
     report(check_program("msrun", "" if mindspore.remedy else "reinstall MindSpore: " + INSTALL, ""))
     report(check_program("mpirun", "", ", which only --launcher mpirun needs (on Debian: openmpi-bin)"))

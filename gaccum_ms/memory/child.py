@@ -33,7 +33,8 @@ from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
-from mindspore._c_expression import fork_utils
+
+from gaccum_ms.backend import fork_utils
 
 _PAGE = mmap.PAGESIZE
 _REPEATED = 128 * 1024  # bytes of a Parameter from which it is repeated ...

@@ -15,6 +15,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import ops
 
+from gaccum_ms.backend import no_grad
 from gaccum_ms.distributed.layout import rank_and_ranks
 from gaccum_ms.memory.child import Usage, bytes_of, forget_peak
 from gaccum_ms.memory.heap import keep_heap_small
@@ -60,7 +61,7 @@ class AllocatorMeter:
 
     def limit(self) -> int:
         """Bytes that MindSpore may allocate: what it has, and what the device has free."""
-        with ms.common._no_grad():
+        with no_grad():
             ops.zeros((1,), ms.float32).asnumpy()  # before its first kernel a device tells nothing
         return ms.runtime.memory_reserved() + device_memory_free(ms.get_context("device_id"))
 

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import mindspore as ms
 from mindspore import nn, ops
 
+from gaccum_ms.backend import no_grad
 from gaccum_ms.backend.out_of_memory import check_test
 from gaccum_ms.backend.out_of_memory import is_out_of_memory as says_out_of_memory
 from gaccum_ms.cell import GradAccumulationCell
@@ -205,7 +206,7 @@ def agreed_size(owner: str, size: int, memory_limit: int | None) -> int:
     """
     sizes = [size]
     if rank_and_ranks()[1] > 1:
-        with ms.common._no_grad():
+        with no_grad():
             gathered: Any = ops.AllGather()(ms.Tensor([size], ms.int32))
         sizes = gathered.asnumpy().tolist()
     if not min(sizes):

@@ -12,15 +12,9 @@ from typing import Any
 
 import mindspore as ms
 from mindspore import nn, ops
-from mindspore.parallel._auto_parallel_context import auto_parallel_context
-from mindspore.parallel._utils import (
-    _clear_auto_parallel_context,
-    _get_device_num,
-    _get_grad_accumulation_shard,
-    _init_auto_parallel_context,
-)
 from mindspore.parallel.auto_parallel import AutoParallel
 
+from gaccum_ms import backend
 from gaccum_ms.accumulation import micro_batches
 from gaccum_ms.layers.window_batchnorm import WindowBatchNorm
 
@@ -55,14 +49,14 @@ def check_device() -> None:
 def settings_of(network: Any) -> Iterator[None]:
     """The parallel settings that an `AutoParallel` around the network keeps. MindSpore sets them when it compiles one;
     what is built from the cell in it needs them too. `ms.Model` has set them already."""
-    if not isinstance(network, AutoParallel) or auto_parallel_context().get_auto_parallel_new_interface():
+    if not isinstance(network, AutoParallel) or backend.auto_parallel_context().get_auto_parallel_new_interface():
         yield
         return
-    _init_auto_parallel_context(network)
+    backend.init_auto_parallel_context(network)
     try:
         yield
     finally:
-        _clear_auto_parallel_context(network)
+        backend.clear_auto_parallel_context(network)
 
 
 @ops.constexpr
@@ -87,7 +81,9 @@ def check_network(network: nn.Cell) -> None:
     Raises:
         ValueError: For gradients that the compiler shards and takes the mean of; for layers that need a loop.
     """
-    shards_gradients = _get_grad_accumulation_shard() and ms.get_auto_parallel_context("enable_parallel_optimizer")
+    shards_gradients = backend.get_grad_accumulation_shard() and ms.get_auto_parallel_context(
+        "enable_parallel_optimizer"
+    )
     if shards_gradients and ms.get_auto_parallel_context("gradients_mean"):
         raise ValueError(
             f"For '{_NAME}', 'gradients_mean' must be False where 'gradient_accumulation_shard' is True, because the "
@@ -178,7 +174,7 @@ def parts_of_inputs() -> tuple[int, ...]:
     if ms.get_auto_parallel_context("full_batch") or strategy == "full_batch":
         return (1,)
     if not strategy or strategy == "data_parallel":
-        return (_get_device_num(),)  # of all ranks, where the user has not set "device_num"
+        return (backend.get_device_num(),)  # of all ranks, where the user has not set "device_num"
     if all(isinstance(axes, (tuple, list)) and isinstance(axes[0], int) for axes in strategy):
         return tuple(axes[0] for axes in strategy)
     return (1,)

@@ -18,7 +18,7 @@ from gaccum_ms.accumulation.open_window import OpenWindow
 from gaccum_ms.accumulation.reduction import CountedReduction, scale_by
 from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.accumulation.update import Update, WindowEnd
-from gaccum_ms.backend import graphs
+from gaccum_ms.backend import graphs, no_grad
 from gaccum_ms.backend.checks import check_accumulation_options, check_positive_int
 from gaccum_ms.backend.cpu_kernels import all_finite
 from gaccum_ms.backend.parameters import counter, hold_weights, overwrite, show_records
@@ -239,7 +239,7 @@ class GradAccumulator(Resumable, nn.Cell):
         gradients = ms.mutable(tuple(gradients))  # else a constant of the graph, which each call would compile anew
         inputs = (gradients,) if count is None else (gradients, count)
         try:
-            with ms.common._no_grad():  # PyNative's tape, left open by the gradients' making, would record this
+            with no_grad():  # PyNative's tape, left open by the gradients' making, would record this
                 updated = graphs.run(self, self._jit, *inputs)
         except BaseException:
             self.window.drop_if_torn()

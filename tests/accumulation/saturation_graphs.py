@@ -15,7 +15,7 @@ import mindspore as ms
 from mindspore import amp, nn, ops
 from support.saturating import yes
 
-from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell
+from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell, backend
 from gaccum_ms.accumulation import accumulators
 from gaccum_ms.backend import cpu_kernels
 
@@ -60,7 +60,8 @@ def main(out: Path, names: list[str]) -> None:
     graphs, seen = Path(os.environ["MS_DEV_SAVE_GRAPHS_PATH"]), set()
     for name in names:
         if name != "on cpu":
-            amp._ascend_target = amp._ascend_910a_target = yes
+            amp._ascend_target = amp._ascend_910a_target = yes  # MindSpore's own ...
+            backend.ascend_target = backend.ascend_910a_target = yes  # ... and ours
             cpu_kernels.on_cpu = accumulators.on_cpu = no
         message = "compiled"
         try:

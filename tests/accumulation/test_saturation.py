@@ -11,13 +11,13 @@ import sys
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import amp, nn, ops
+from mindspore import nn, ops
 from saturation_graphs import CASES
 from support import paths
 from support.saturating import Saturating, batch, device_that_saturates, register, yes
 from support.two_ranks import run_on_two_ranks
 
-from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell
+from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell, backend
 from gaccum_ms.accumulation import saturation
 
 
@@ -41,9 +41,9 @@ def no():
     ],
 )
 def test_which_devices_saturate(monkeypatch, ascend, is_910a, is_910b, variable, expected):
-    monkeypatch.setattr(amp, "_ascend_target", ascend)
-    monkeypatch.setattr(amp, "_ascend_910a_target", is_910a)
-    monkeypatch.setattr(amp, "_ascend_910b_target", is_910b)
+    monkeypatch.setattr(backend, "ascend_target", ascend)
+    monkeypatch.setattr(backend, "ascend_910a_target", is_910a)
+    monkeypatch.setattr(backend, "ascend_910b_target", is_910b)
     monkeypatch.delenv("MS_ASCEND_CHECK_OVERFLOW_MODE", raising=False)
     if variable is not None:
         monkeypatch.setenv("MS_ASCEND_CHECK_OVERFLOW_MODE", variable)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
-from gaccum_ms.backend.cpu_kernels import add_in_place, all_finite, zero_in_place
+from gaccum_ms.backend.cpu_kernels import add_in_place, all_finite, zero_in_place, zeros_like
 
 
 class Adding(nn.Cell):
@@ -88,3 +88,17 @@ def test_one_number_that_is_not_finite_is_found(mode, dtype):
         for bad in (np.inf, -np.inf, np.nan):
             assert found(bad, which)
             assert found(bad, which, -1)
+
+
+class Zeros(nn.Cell):
+    """Of what is computed, so that the compiler does not fold them."""
+
+    def construct(self, values):
+        return ops.HyperMap()(zeros_like, values)
+
+
+def test_zeros_are_of_each_dtype(mode):
+    values = tuple(Tensor([1.0, 2.0], dtype) for dtype in (ms.float32, ms.float16, ms.bfloat16))
+    zeros = Zeros()(values)
+    assert [one.dtype for one in zeros] == [one.dtype for one in values]
+    assert not any(one.astype(ms.float32).asnumpy().any() for one in zeros)

@@ -6,11 +6,12 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
-from mindspore.graph.api import _pynative_executor
 from support import contrastive
 from support.reference import batches, make_network
+from support.versions import before
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, find_micro_batch_size
+from gaccum_ms.backend import pynative_executor
 
 
 class Interrupted(nn.Cell):
@@ -76,6 +77,7 @@ def test_a_search_that_python_ended(pynative):
         assert index() == 4.0
 
 
+@pytest.mark.xfail(before(2, 8), reason="MindSpore 2.7 forgets it by itself", raises=pytest.fail.Exception)
 def test_does_not_without(pynative, monkeypatch):
     """The control: should MindSpore mend it one day, this file can go."""
     monkeypatch.setattr("gaccum_ms.training.python_call.forget_interrupted_gradient", lambda error: None)
@@ -85,6 +87,6 @@ def test_does_not_without(pynative, monkeypatch):
                 interrupt(KeyboardInterrupt())
                 index()
     finally:
-        _pynative_executor.clear_res()
+        pynative_executor.clear_res()
     assert index() == 4.0
     assert ms.get_context("mode") == ms.PYNATIVE_MODE

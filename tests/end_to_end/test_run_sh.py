@@ -149,6 +149,20 @@ def test_arguments_of_pytest_run_some_tests_of_any_tier_in_one_process(recorder)
     assert recorder.calls() == ["-m pytest -k launch"]
 
 
+def test_another_mindspore_has_an_environment_of_its_own(recorder):
+    """The active one, which has all that is needed, is left alone."""
+    words = ["test", "--mindspore", "2.8.0", "-k", "launch"]
+    assert recorder.run(*words).returncode == 0
+    made, installed, pytest_ = recorder.calls()
+    assert made == f"-m venv {recorder.project}/.venv-2.8.0"
+    assert installed.endswith(f"--editable {recorder.project}[test] mindspore==2.8.0 in .venv")
+    assert pytest_ == "-m pytest -k launch in .venv"
+    assert recorder.run(*words).returncode == 0
+    assert recorder.calls() == [pytest_], "it is made once"
+    done = recorder.run("test", "--mindspore")
+    assert (done.returncode, done.stderr.endswith("--mindspore needs a version, such as 2.8.0\n")) == (1, True)
+
+
 def test_the_gpus_libraries_are_installed_once(recorder):
     assert recorder.run("test", "parallel", "-x", answers={"gpu": 0}).returncode == 0
     assert recorder.calls() == ["gpu", "-m pytest tests/semi_auto -x"]
@@ -310,11 +324,17 @@ def test_an_environment_on_top_of_the_active_one_has_its_packages(tmp_path):
     assert sorted(path for path in active.rglob("*") if "__pycache__" not in path.parts) == before
 
 
-@pytest.mark.parametrize("failing", [None, "lint", "test", "test rest"])
+OLDEST = "test --mindspore 2.7.2"
+
+
+@pytest.mark.parametrize("failing", [None, "lint", "test", "test rest", f"{OLDEST} parallel -m not thorough"])
 def test_ci_runs_the_linters_and_each_test_once(tmp_path, failing):
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
     (tmp_path / "run.sh").write_text(f'echo "$*"\n[ "$*" != "{failing}" ]\n')
     done = subprocess.run(["bash", str(tmp_path / ".ci" / "run")], cwd="/", capture_output=True, text=True, timeout=600)
-    assert done.stdout.splitlines() == ["lint", "test", "test rest"]
+    *calls, core = done.stdout.splitlines()
+    assert calls == ["lint", "test", "test rest", f"{OLDEST} parallel -m not thorough"]
+    assert core.startswith(f"{OLDEST} -m not thorough tests/")
+    assert all((ROOT / file).exists() for file in core.split()[6:]), core
     assert done.returncode == (failing is not None)

@@ -42,8 +42,16 @@ def run(programs, digits, tmp_path):
     return call
 
 
-def test_with_our_import_it_trains(run):
-    losses, looks = run(OURS)
+@pytest.mark.parametrize(
+    "import_line",
+    [
+        OURS,
+        pytest.param("from gaccum_ms import GradAccumulation as GradAccumulationCell\n", marks=pytest.mark.thorough),
+    ],
+    ids=["GradAccumulationCell", "GradAccumulation"],
+)
+def test_with_our_import_it_trains(run, import_line):
+    losses, looks = run(import_line)
     (before, accuracy_before), (after, accuracy_after) = looks["before"], looks["after"]
     assert len(losses) == 20
     assert losses[0] < 2.5, "the mean over micro-batches, about ln 10 at first, not their sum"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import socket
 
 import pytest
@@ -71,13 +72,18 @@ def test_processes_share_the_cores(processes, cores, threads):
     assert env["MKL_NUM_THREADS"] == "3", "the user's number is kept"
 
 
-def test_ranks_wait_for_one_another_longer_than_mindspore_would_or_as_long_as_the_user_says():
+def test_ranks_wait_for_one_another_longer_than_mindspore_would_or_as_long_as_the_user_says(monkeypatch):
     def timeouts(parent):
         return {k: v for k, v in Cluster().environment(parent, cores=2).items() if k.endswith("_TIMEOUT")}
 
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.10.0")
     assert timeouts({}) == {"MS_CPU_COMM_OP_TIMEOUT": "300"}
     for own in ({"MS_CPU_COMM_OP_TIMEOUT": "20"}, {"MS_NODE_TIMEOUT": "20"}):
         assert timeouts(own) == own
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.9.0")  # which knows the second alone
+    assert timeouts({})["MS_NODE_TIMEOUT"] == "300"
+    assert timeouts({"MS_CPU_COMM_OP_TIMEOUT": "20"})["MS_NODE_TIMEOUT"] == "20"
+    assert timeouts({"MS_NODE_TIMEOUT": "20"}) == {"MS_NODE_TIMEOUT": "20"}
 
 
 def test_a_launcher_that_is_not_installed_is_named(tmp_path):

@@ -58,6 +58,16 @@ def test_wrong_versions_are_named():
     assert doctor.check_package("numpy", lambda version: version[0] == "1", "numpy<2").remedy == ""
 
 
+@pytest.mark.parametrize(
+    ("version", "right"), [("2.7.1", 0), ("2.7.2", 1), ("2.8.0", 1), ("2.10.0", 1), ("2.10.0rc1", 1), ("2.11.0", 0)]
+)
+def test_mindspore_is_of_a_version_that_is_supported(version, right, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    finding = doctor.check_mindspore()
+    assert finding.text == version
+    assert finding.remedy == ("" if right else "pip install 'mindspore>=2.7.2,<2.11'")
+
+
 def test_a_driver_without_the_libraries_is_broken(monkeypatch):
     monkeypatch.setattr(cuda, "has_driver", lambda: True)
     monkeypatch.setattr(cuda, "missing_packages", lambda: ["nvidia-cudnn-cu11"])

@@ -14,11 +14,13 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
-from mindspore.common.api import _cell_graph_executor
 from mindspore.communication import create_group, get_group_size, get_rank, init
+from mindspore.parallel import Layout
 from mindspore.parallel.auto_parallel import AutoParallel
+from mindspore.parallel.nn import MicroBatchInterleaved
 
-from gaccum_ms import GradAccumulationCell, PerSampleLoss, TrainOneStepWithGradAccumulationCell
+from gaccum_ms import GradAccumulation, GradAccumulationCell, PerSampleLoss, TrainOneStepWithGradAccumulationCell
+from gaccum_ms.backend import cell_graph_executor
 from gaccum_ms.semi_auto.modes import settings_of
 
 SAMPLES = 16  # of each device: few, because the files say "..." for what longer constants hold
@@ -57,6 +59,16 @@ class Net(nn.Cell):
         if self.reduction == "none":
             return ops.reduce_sum(squares, 1)
         return ops.reduce_sum(squares) if self.reduction == "sum" else self.mean(squares)
+
+
+def laid(matmul_1, matmul_2, frozen=(), lazy=False):
+    """A network whose products lie on the devices as these say, by numbers or by a Layout's names."""
+    network = LazyNet() if lazy else Net()
+    network.matmul_1.shard(matmul_1)
+    network.matmul_2.shard(matmul_2)
+    for name in frozen:
+        getattr(network, name).requires_grad = False
+    return network
 
 
 class LazyNet(Net):
@@ -117,12 +129,38 @@ def ours(network, micro_size, scale=None, auto=False, model=False, **options):
     return TrainOneStepWithGradAccumulationCell(cell, sgd(network), scale)
 
 
+def documented(network):
+    """As MindSpore's tutorial has it."""
+    cell = AutoParallel(GradAccumulation(network, 4))
+    cell.hsdp()
+    return ms.Model(cell, optimizer=sgd(network)).train_network
+
+
 def in_two_stages(network):
     """An AutoParallel with a pipeline, which what is set beside it says nothing of."""
     ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel")
     cell = AutoParallel(GradAccumulationCell(network, 4))
     cell.pipeline(stages=2)
     return TrainOneStepWithGradAccumulationCell(cell, sgd(network))
+
+
+def functional(training):
+    """A loop of one's own over the cell, as MindSpore's documentation has it for its own."""
+    cell = GradAccumulation(Net(), 4).set_train(training)
+    optimizer = sgd(cell)
+    gradients = ops.value_and_grad(cell, None, optimizer.parameters)
+
+    class Step(nn.Cell):
+        def construct(self, x, y):
+            loss, grads = gradients(x, y)
+            return ops.depend(loss, optimizer(grads))
+
+    return Step(auto_prefix=False)
+
+
+def predicting(network):
+    """The wrapped network, called by itself."""
+    return ms.Model(GradAccumulation(network, 2)).predict_network.set_train(False)
 
 
 def manager():
@@ -140,6 +178,30 @@ SHARDED_GRADIENTS = {
 }
 SPLIT = (4, 2)
 SPLIT_DATA = {"dataset_strategy": ((4, 1), (4, 1)), **SUM}
+
+WEIGHT_SHARDS = {
+    "enable_parallel_optimizer": True,
+    "parallel_optimizer_config": {"parallel_optimizer_threshold": 0, "optimizer_weight_shard_size": 4},
+}
+# By numbers: the layers on different numbers of devices; none in data parallel; on (4, 2) devices, by names.
+UNEVEN = ((8, 1), (1, 1)), ((4, 1), (1, 1))
+NO_DATA_PARALLEL = ((1, 1), (1, 8)), ((1, 8), (8, 1))
+DEVICES = Layout((4, 2), ("data", "model"))
+NAMED = (
+    (DEVICES("data", "None"), DEVICES("None", "model")),
+    (DEVICES("data", "model"), DEVICES("model", "None")),
+)
+# MindSpore's own unit tests of its cell, on eight devices: (network, settings). Each is compiled with MindSpore's step
+# for the whole batch and with ours.
+MINDSPORES = {
+    "uneven": (lambda: laid(*UNEVEN), {}),
+    "weight shards": (Net, WEIGHT_SHARDS),
+    "no data parallel": (lambda: laid(*NO_DATA_PARALLEL), {"full_batch": True, **SUM, **OPTIMIZER_PARALLEL}),
+    "frozen": (lambda: laid(*UNEVEN, frozen=["second"]), OPTIMIZER_PARALLEL),
+    "interleaved": (lambda: MicroBatchInterleaved(Net(), 2), {}),
+    "named axes": (lambda: laid(*NAMED), {"dataset_strategy": (DEVICES("data", "None"),) * 2, **SUM}),
+    "lazy uneven": (lambda: laid(*UNEVEN, lazy=True), {}),
+}
 
 # name: (how the step is made, MindSpore's parallel settings)
 CASES = {
@@ -184,7 +246,13 @@ CASES = {
     **{f"lazy deep, {k}": (lambda k=k: ours(LazyDense(6), k), {}) for k in (2, 8, 16)},
     "AutoParallel": (lambda: ours(Net(), 4, auto=True), {"AutoParallel": True}),
     "AutoParallel, model": (lambda: ours(Net(), 4, auto=True, model=True), {"AutoParallel": True}),
+    "documented": (lambda: documented(Net()), {"AutoParallel": True}),
     "AutoParallel, pipeline": (lambda: in_two_stages(Net()), {"AutoParallel": True}),
+    **{f"{name}, whole": (lambda make=make: plain(make()), settings) for name, (make, settings) in MINDSPORES.items()},
+    **{f"{name}, 4": (lambda make=make: ours(make(), 4), settings) for name, (make, settings) in MINDSPORES.items()},
+    "predict": (lambda: predicting(Net()), {"full_batch": True}),
+    "functional": (lambda: functional(False), {}),
+    "functional, training": (lambda: functional(True), {}),
     "AutoParallel around the step": (lambda: AutoParallel(ours(Net(), 4)), {"AutoParallel": True}),
 }
 
@@ -223,7 +291,7 @@ def compile_case(name, make, settings, graphs, out):
     begin, message = time.process_time(), "the device was there"
     try:
         with settings_of(getattr(step, "_given", [step])[0]):
-            _cell_graph_executor.compile(step, *inputs, phase="train")
+            cell_graph_executor.compile(step, *inputs, phase="train")
     except Exception as error:
         message = str(error)
     seconds = time.process_time() - begin
@@ -256,7 +324,7 @@ def wanted(out):
 
 def main(out, graphs, names):
     ms.set_context(mode=ms.GRAPH_MODE)
-    ms.set_device("CPU")
+    ms.set_context(device_target="CPU")  # by set_device() MindSpore 2.7 and 2.8 would stay with it
     init()
     create_group("nccl_world_group", list(range(get_group_size())))
     ms.set_context(device_target="GPU")

@@ -53,6 +53,8 @@ def groups_like(group: Sequence[int], ranks: int) -> list[list[int]]:
 
 _SCALAR = re.compile(r"^(I64|I32|F32|F64|F16|Bool)\((.+)\)$")
 _TENSOR = re.compile(r"^Tensor\(shape=\[([\d, ]*)\], dtype=(\w+), value=(.*)\)$")
+_UNIQUE = re.compile(r'[{ ]unique_id: "(\d+)"')
+_FORWARD = re.compile(r'forward_unique_id: "(\d+)"')
 _DTYPES = {30: np.bool_, 34: np.int32, 35: np.int64, 42: np.float16, 43: np.float32}  # MindSpore's TypeId
 
 
@@ -86,6 +88,7 @@ class Machine:
         parameters (Mapping): The whole value of each Parameter.
         parts (Mapping): For a Parameter that lies on several devices, what rank `r` has of it: `parts[name](whole, r)`.
             By default, where the graph's own shape is smaller, equal parts along axis 0.
+        samples_in (int): In how many parts the samples lie on the devices; neighbours have the same.
     """
 
     def __init__(
@@ -94,11 +97,14 @@ class Machine:
         ranks: int,
         parameters: Mapping[str, np.ndarray],
         parts: Mapping[str, Callable[[np.ndarray, int], np.ndarray]] | None = None,
+        samples_in: int = 1,
     ) -> None:
         self.program = program
         self.ranks = ranks
         self.state: dict[str, list[np.ndarray]] = {}
         self.executed: list[Executed] = []
+        self.samples_in = samples_in
+        self._own_parts: set[str] = set()  # of the slices that cut those, MindSpore's ids
         self.inputs: list[str] = []
         for token, shape in program.shapes.items():
             name = token.split("_", 1)[1]
@@ -107,7 +113,7 @@ class Machine:
                 continue
             whole = parameters[name]
             part = (parts or {}).get(name.removeprefix("accu_grads.")) or rows(shape)
-            self.state[name] = [np.array(part(whole, rank)) for rank in range(ranks)]
+            self.state[name] = [np.array(whole if whole.shape == shape else part(whole, rank)) for rank in range(ranks)]
             assert self.state[name][0].shape == shape, f"{name}: {self.state[name][0].shape}, not {shape}"
 
     def step(self, *batch: Sequence[np.ndarray]) -> list[Any]:
@@ -161,18 +167,29 @@ class Machine:
         first = values[0][0]
         self.executed.append(Executed(node, first.nbytes if isinstance(first, np.ndarray) else 0))
         if node.op == "StridedSlice" and "redistribution_op" in node.attributes:
-            return [self._own_part(one, rank) for rank, one in enumerate(zip(*values, strict=True))]
+            self._own_parts.update(_UNIQUE.findall(node.attributes))  # none where there is no backward
+            return [self._own_part(*one[:3], rank) for rank, one in enumerate(zip(*values, strict=True))]
+        if node.op == "StridedSliceGrad" and self._own_parts.intersection(_FORWARD.findall(node.attributes)):
+            return [self._from_own_part(*one[:4], rank) for rank, one in enumerate(zip(*values, strict=True))]
         if node.op in COLLECTIVES:
             return self._collective(node, values[0])
         with np.errstate(all="ignore"):  # devices do not warn
             return [np.asarray(_ARITHMETIC[node.op](*one)) for one in zip(*values, strict=True)]
 
-    def _own_part(self, arguments: tuple, rank: int) -> np.ndarray:
-        """What a rank takes of a value that it has whole: of rank 0's graph, where the first part is cut."""
-        value, begin, end, *_ = arguments
+    def _own_part(self, value: np.ndarray, begin: tuple, end: tuple, rank: int) -> np.ndarray:
+        """What a rank takes of a value that it has whole: of rank 0's graph, where the first part is cut. Where there
+        are fewer parts than ranks, neighbours have different ones, but for parts as many as the samples are in."""
         (axis,) = (index for index, last in enumerate(end) if last < value.shape[index])
-        assert not any(begin) and end[axis] * self.ranks == value.shape[axis], "not one part for each rank"
-        return np.split(value, self.ranks, axis)[rank]
+        parts = value.shape[axis] // end[axis]
+        assert not any(begin) and end[axis] * parts == value.shape[axis] and self.ranks % parts == 0, "no equal parts"
+        own = rank * parts // self.ranks if parts == self.samples_in else rank % parts
+        return np.split(value, parts, axis)[own]
+
+    def _from_own_part(self, gradient: np.ndarray, shape: tuple, begin: tuple, end: tuple, rank: int) -> np.ndarray:
+        """Backward of that."""
+        whole = np.zeros(shape, gradient.dtype)
+        self._own_part(whole, begin, end, rank)[...] = gradient
+        return whole
 
     # -- values ----------------------------------------------------------------------------------------------------
 
@@ -270,6 +287,9 @@ _ARITHMETIC: dict[str, Callable] = {
     "Transpose": lambda value, axes: np.transpose(value, axes),
     "StridedSlice": _strided_slice,
     "StridedSliceGrad": _strided_slice_grad,
+    "Split": lambda value, axis, parts: np.split(value, parts, axis),
+    "SplitWithSize": lambda value, sizes, axis: np.split(value, np.cumsum(sizes)[:-1], axis),
+    "Concat": lambda values, axis: np.concatenate(values, axis),
     "TensorMove": lambda value, *_: np.array(value),
     "Tile": lambda value, times: np.tile(value, times),
     "MatMulExt": lambda x, y: x @ y,

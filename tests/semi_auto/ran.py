@@ -29,7 +29,8 @@ class Ran:
     """A case's graph, run once, or several times, on the machine."""
 
     def __init__(self, case, parts=RANKS, batch=(X, Y), layout=None, changed=None, steps=1):
-        self.machine = Machine(case.program, RANKS, {**case.parameters, **(changed or {})}, layout)
+        self.machine = Machine(case.program, RANKS, {**case.parameters, **(changed or {})}, layout, parts)
+        self.before = {name: [one.copy() for one in held] for name, held in self.machine.state.items()}
         for _ in range(steps):
             self.results = self.machine.step(*shards(parts, *batch))
         self.counts = Counter(executed.node.op for executed in self.machine.executed)

@@ -44,6 +44,7 @@ def test_the_machine_computes_what_numpy_does(cases, name, factor):
         ("context by init", "plain"),
         ("AutoParallel", "plain"),
         ("AutoParallel, model", "plain"),
+        ("documented", "plain, sum of ranks"),
     ],
 )
 def test_equals_the_whole_batch(cases, name, whole):
@@ -75,6 +76,44 @@ def test_equals_numpy_where_weights_are_split(cases):
         for rank, after in enumerate(ran.parameter(weight)):
             expected = part_of(SPLIT, weight, values[weight] - np.float32(0.1) * gradient, rank)
             np.testing.assert_allclose(after, expected, rtol=1e-5, atol=1e-6)
+
+
+def part(number, axis=0):
+    """Equal parts along an axis; neighbours have different ones."""
+    return lambda whole, rank: np.split(whole, number, axis)[rank % number]
+
+
+def lies(**layout):
+    """The weights' parts, and those of the optimizer's state."""
+    return layout | {f"{state}.{name}": one for state in ("accum", "stat") for name, one in layout.items()}
+
+
+@pytest.mark.core(name=["uneven", "weight shards", "interleaved"])
+@pytest.mark.parametrize(
+    ("name", "parts", "layout"),
+    [
+        ("uneven", RANKS, None),
+        ("lazy uneven", RANKS, None),
+        ("frozen", RANKS, None),
+        ("interleaved", RANKS, None),
+        ("weight shards", RANKS, lies(**dict.fromkeys(WEIGHTS, part(4)))),
+        ("no data parallel", 1, lies(first=part(RANKS, axis=1), bias=part(RANKS), second=part(RANKS))),
+        ("named axes", 4, lies(first=part(2, axis=1), second=part(2))),
+    ],
+)
+def test_mindspores_own_cases_equal_the_whole_batch(cases, name, parts, layout):
+    """Those of its unit tests of its own cell, which look at no number."""
+    ours, theirs = (Ran(cases(f"{name}, {how}"), parts, layout=layout) for how in ("4", "whole"))
+    assert same_update(ours, theirs)
+    assert not same_update(ours, Ran(cases(f"{name}, whole"), parts, batch=(X, -Y), layout=layout))
+    moved = [not np.array_equal(*two) for two in zip(ours.parameter("second"), ours.before["second"], strict=True)]
+    assert moved == [name != "frozen"] * RANKS
+
+
+def test_the_wrapped_network_predicts(cases):
+    """Called by itself, it is the network, on the whole batch. MindSpore's own cell fails here."""
+    ran = Ran(cases("predict"), 1)
+    np.testing.assert_allclose(ran.losses, [by_hand(cases("predict").parameters)[0]] * RANKS, rtol=1e-5)
 
 
 def test_a_step_that_does_not_clear_is_seen(cases, plain):
@@ -225,6 +264,15 @@ def test_casts_of_weights_with_lazy_inline(cases):
     assert "Cannot find micro info" in cases("half, framework").message  # what MindSpore says of its own cell
     assert cases("half, lazy").program.entry.nodes
     assert cases("half, lazy inside").program.entry.nodes
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("functional", "must not be differentiated"), ("functional, training", "the cell itself is being trained")],
+)
+def test_a_functional_gradient_is_refused(cases, name, message):
+    assert message in cases(name).message
+    assert "gaccum_ms.TrainOneStepWithGradAccumulationCell(cell, optimizer)" in cases(name).message
 
 
 def test_auto_parallel_goes_around_the_cell(cases):

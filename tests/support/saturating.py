@@ -12,8 +12,9 @@ from contextlib import contextmanager
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, amp, nn, ops
+from mindspore import Tensor, nn, ops
 
+from gaccum_ms import backend
 from gaccum_ms.accumulation import saturation
 
 LARGEST = 65504.0
@@ -61,8 +62,8 @@ def device_that_saturates() -> Iterator[Register]:
     """As if this were a 910A."""
     register.is_set, register.cleared = False, 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(amp, "_ascend_target", yes)
-        patch.setattr(amp, "_ascend_910a_target", yes)
+        patch.setattr(backend, "ascend_target", yes)
+        patch.setattr(backend, "ascend_910a_target", yes)
         patch.setattr(saturation, "_clear", register.clear)
         patch.setattr(saturation, "_get", register.get)
         yield register

@@ -1,0 +1,84 @@
+"""MindSpore's private names: each is there, each that the package uses is looked up in backend/, and what is missing is
+named as the package is imported."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import gaccum_ms
+from gaccum_ms import backend
+
+PACKAGE = Path(gaccum_ms.__file__).parent
+TREES = {file: ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py") if file.parent.name != "launch"}
+LOOKED_UP = (PACKAGE / "backend" / "__init__.py").read_text()
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def own_names(tree: ast.AST) -> Iterator[str]:
+    """The names that a module of ours gives to something."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def test_nothing_is_missing():
+    assert backend.missing == []
+
+
+def test_no_other_module_imports_a_private_name():
+    imported = {
+        f"{file.name}: {node.module} {one.name}"
+        for file, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mindspore")
+        for one in node.names
+        if any(map(is_private, [*node.module.split("."), one.name]))
+    }
+    assert imported == set()
+
+
+def test_each_private_attribute_is_looked_up():
+    own = {name for tree in TREES.values() for name in own_names(tree)} - {"_user_parameters"}  # which ours adds to
+    pythons = {"_asdict", "_replace", "_exit"}
+    used = {
+        node.attr
+        for tree in TREES.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own | pythons
+    }
+    assert {"_train", "_cells", "_config"} <= used | own, "this test would see no attribute"
+    assert [name for name in sorted(used) if f'"{name}' not in LOOKED_UP] == []
+
+
+@pytest.mark.parametrize(
+    ("taken_away", "named"),
+    [
+        ("del mindspore.nn.Cell.compile_and_run", "Cell.compile_and_run"),
+        ("del mindspore.common._no_grad", "mindspore.common._no_grad"),
+    ],
+)
+def test_what_is_missing_is_named_at_import(taken_away, named):
+    program = f"import mindspore, mindspore.common, mindspore.nn\n{taken_away}\nimport gaccum_ms"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1
+    assert last.startswith(f"ImportError: For 'gaccum_ms', MindSpore must be {backend.SUPPORTED}, but got MindSpore ")
+    assert f"which lacks {named}. " in last
+
+
+def test_supported_is_what_setup_asks_for():
+    setup = Path(__file__).parents[2] / "setup.py"
+    assert f'"mindspore{backend.SUPPORTED}"' in setup.read_text()
