@@ -46,8 +46,11 @@ def test_semi_auto_ranks_train_as_one_process(tmp_path):
 
 @pytest.mark.device("the benchmarks: an update's time, beside the whole batch's")
 def test_benchmarks_measure(tmp_path, record_property):
-    words = ["--networks", "mlp", "--ways", "whole", "ours", "--micro-sizes", "4", "--processes", "1"]
-    words += ["--first-calls", "0", "--rounds", "1", "--seconds", "0", "--limit", "500"] if DEVICE == "CPU" else []
+    words = ["--ways", "whole", "ours", "--first-calls", "0", "--limit", "500", "--networks", "mlp"]
+    if DEVICE == "CPU":
+        words += ["--micro-sizes", "4", "--processes", "1", "--rounds", "1", "--seconds", "0"]
+    else:
+        words += ["cnn", "--micro-sizes", "1", "4", "16", "--processes", *sorted({"1", str(RANKS)})]
     command = [sys.executable, "-m", "benchmarks", *words, "--output", str(tmp_path / "table.txt")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stderr

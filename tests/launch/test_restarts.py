@@ -193,6 +193,24 @@ def test_a_rank_that_fails_each_time_fails_the_launch_when_no_restart_is_left(tm
     assert sorted(path.name for path in (tmp_path / "log_output").iterdir() if path.is_dir()) == ["1", "msrun"]
 
 
+@pytest.mark.core("msrun")
+@pytest.mark.parametrize("which", ["msrun", "--guard"])
+def test_what_stands_between_launcher_and_ranks_may_be_killed(tmp_path, which):
+    script = write(
+        tmp_path / "script.py",
+        'if os.environ["GACCUM_MS_RESTART_COUNT"] == "0": open(f"up.{rank}", "w"); time.sleep(1000)',
+    )
+    launched = Launched(script, "-n", "2", "--max-restarts", "1")
+    for rank in range(2):
+        launched.wait_for(tmp_path / f"up.{rank}")
+    between = [one for one in launched.running() if any(word.endswith(which) for word in one.cmdline()[:5])]
+    assert between
+    between[-1].kill()
+    done = launched.finish()
+    assert done.returncode == 0, done.stderr
+    assert "note: all begin anew: restart 1 of 1." in done.stderr
+
+
 def test_a_signal_and_time_that_runs_out_end_all_though_restarts_are_left(tmp_path):
     script = write(tmp_path / "script.py", 'open(f"up.{rank}", "w")\ntime.sleep(1000)')
     launched = Launched(script, "-n", "2", "--max-restarts", "9")
