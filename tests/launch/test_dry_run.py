@@ -73,6 +73,7 @@ def start_as(form: str, folder: Path, text: str, hosts, stand_ins) -> Launched:
     return run(text, folder, hosts[0] if form == "openmpi" else (), **stand_ins)
 
 
+@pytest.mark.core("slurm")
 @pytest.mark.parametrize("form", ["ssh", "slurm", "openmpi"])
 def test_the_launcher_is_started_on_each_host(form, hosts, stand_ins, tmp_path):
     folder = tmp_path / "a folder's"

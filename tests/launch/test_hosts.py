@@ -96,6 +96,7 @@ def test_a_host_whose_launcher_is_killed_ends_the_other(hosts, tmp_path, lost):
     assert time.monotonic() - begin < 30
 
 
+@pytest.mark.thorough
 def test_a_host_that_is_cut_off_ends_both(hosts, tmp_path):
     script = write(tmp_path / "script.py", 'open(f"up.{rank}", "x")\ntime.sleep(1000)')
     both = [start(hosts, script, tmp_path, number) for number in range(2)]
@@ -111,6 +112,7 @@ def test_a_host_that_is_cut_off_ends_both(hosts, tmp_path):
     assert time.monotonic() - begin < 40
 
 
+@pytest.mark.thorough
 def test_ranks_of_both_hosts_leave_together(hosts, tmp_path):
     # Each says how long after the last one it left: not before it, nor much later, when it would have lost patience.
     script = write(
@@ -128,6 +130,7 @@ def test_ranks_of_both_hosts_leave_together(hosts, tmp_path):
         assert 0 <= float((tmp_path / f"host {rank // 2}" / "1" / f"rank.{rank}" / "stdout").read_text()) < 5
 
 
+@pytest.mark.core("1")
 @pytest.mark.parametrize("present", [0, 1])
 def test_a_host_that_never_comes_is_named(hosts, tmp_path, present):
     script = write(tmp_path / "script.py", "time.sleep(1000)")

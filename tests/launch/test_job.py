@@ -31,6 +31,7 @@ def test_each_rank_has_its_own_logs_and_rank_0_is_shown(tmp_path):
     assert str(logs) in done.stdout.splitlines()[-1]
 
 
+@pytest.mark.thorough
 def test_two_launches_at_once_do_not_meet(tmp_path):
     script = write(
         tmp_path / "script.py",

@@ -108,6 +108,7 @@ def test_a_rank_may_be_late_for_a_collective(tmp_path, waits, monkeypatch):
         assert "[2.]" in done.stdout
 
 
+@pytest.mark.thorough
 def test_a_rank_that_never_comes_is_named_after_the_start_timeout(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -124,6 +125,7 @@ def test_a_rank_that_never_comes_is_named_after_the_start_timeout(tmp_path):
     assert time.monotonic() - begin < 60
 
 
+@pytest.mark.thorough
 def test_a_rank_that_ends_early_ends_the_others_in_their_collective(tmp_path):
     """One waits in a graph, asleep; another in PyNative mode, where it computes as it waits."""
     script = tmp_path / "script.py"
@@ -169,6 +171,7 @@ def test_mpirun_trains_and_keeps_logs_as_msrun_does(tmp_path, mpirun):
     ]
 
 
+@pytest.mark.thorough
 def test_more_ranks_than_samples_train(tmp_path):
     """MindSpore gives each rank a sample, here both the same. The cell refuses to split it in the sample's default of
     4 micro-batches, as it would any batch of one; with 1 the sample trains."""

@@ -298,6 +298,7 @@ def test_a_rank_that_fails_restarts_both_hosts(hosts, tmp_path):
         assert f"host {number}/2/rank.N" in done.stdout
 
 
+@pytest.mark.core("2")
 @pytest.mark.parametrize("least", [2, 4])
 def test_a_host_that_is_lost_is_done_without_or_may_come_again(hosts, tmp_path, least):
     script = write(tmp_path / "script.py", COUNTS + 'if count == "0": time.sleep(1000)')
@@ -317,6 +318,7 @@ def test_a_host_that_is_lost_is_done_without_or_may_come_again(hosts, tmp_path, 
     assert (tmp_path / "host 0" / "2" / "rank.0" / "stdout").read_text() == f"{least}\n"
 
 
+@pytest.mark.thorough
 def test_a_host_that_comes_again_later_takes_part_from_the_next_start_on(hosts, tmp_path):
     script = write(
         tmp_path / "script.py",
@@ -338,6 +340,7 @@ def test_a_host_that_comes_again_later_takes_part_from_the_next_start_on(hosts, 
     assert sizes == ["4\n", "2\n", "4\n"]
 
 
+@pytest.mark.thorough
 def test_host_0_that_is_lost_ends_the_others(hosts, tmp_path):
     script = write(tmp_path / "script.py", COUNTS + "time.sleep(1000)")
     options = ["--max-restarts", "2", "--min-processes", "2"]

@@ -69,6 +69,7 @@ def test_even_sizes(samples, expected):
 
 
 @pytest.mark.device("find_micro_batch_size finds the largest size that fits")
+@pytest.mark.core("10")
 @pytest.mark.parametrize("largest", [1, 10])
 def test_finds_the_largest_that_is_not_out_of_memory(largest, tried):
     assert search(Limited(make_network("dense"), largest)) == max(one for one in even_sizes(32) if one <= largest)
@@ -182,6 +183,7 @@ def search_and_compare():
     assert [(one.training, one.requires_grad) for _, one in cell.cells_and_names()] == flags
 
 
+@pytest.mark.core("graph")
 def test_nothing_changes(mode):
     search_and_compare()
 
@@ -192,6 +194,7 @@ def here(monkeypatch):
     monkeypatch.setattr("gaccum_ms.memory.meter.meter", AllocatorMeter)
 
 
+@pytest.mark.core("graph")
 def test_nothing_changes_where_trials_run_in_this_process(here, mode):
     search_and_compare()
 
