@@ -19,11 +19,8 @@ from support.two_ranks import Results, case
 from gaccum_ms import GradAccumulationCell, ShardedOptimizer, TrainOneStepWithGradAccumulationCell, resume
 from gaccum_ms.distributed.layout import Layout, balanced_owners
 from gaccum_ms.distributed.optimizer_groups import _ELEMENTWISE
-<<<<<<< HEAD
 from gaccum_ms.distributed.sharded_optimizer import PART
-=======
 from gaccum_ms.distributed.whole_state import not_saved_alone
->>>>>>> i17
 
 TOLERANCE = 1e-6
 RANKS_TOLERANCE = 1e-5  # between numbers of ranks, which add up in another order
