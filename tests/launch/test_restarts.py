@@ -178,7 +178,8 @@ def test_a_rank_that_fails_each_time_fails_the_launch_when_no_restart_is_left(tm
         tmp_path / "script.py",
         'count, most = os.environ["GACCUM_MS_RESTART_COUNT"], os.environ["GACCUM_MS_MAX_RESTARTS"]\n'
         'print(f"attempt {count} of {most}", flush=True)\nopen(f"up.{count}.{rank}", "w")\n'
-        'if rank == 1:\n    while not os.path.exists(f"up.{count}.0"): time.sleep(0.1)\n    sys.exit(3)\ntime.sleep(1000)',
+        'if rank == 1:\n    while not os.path.exists(f"up.{count}.0"): time.sleep(0.1)\n    sys.exit(3)\n'
+        "time.sleep(1000)",
     )
     done = Launched(script, "-n", "2", "--max-restarts", "2").finish()
     assert done.returncode == 1
