@@ -11,6 +11,7 @@ from mindspore import Tensor, mint, nn
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.experimental import optim
 from support.reference import OPTIMIZERS, Line, as_numpy, make_network
+from support.versions import before
 from test_windows import LINE_X, LINE_Y, RATE, line_data, line_oracle, line_step, place
 
 from gaccum_ms import (
@@ -67,7 +68,14 @@ def fit_line(optimizer, **schedule):
     return rates, float(as_numpy(step.weights[0]))
 
 
-@pytest.mark.parametrize("kind", NEWER)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "experimental",
+        "experimental, of groups",
+        pytest.param("mint", marks=pytest.mark.xfail(before(2, 8), reason="on MindSpore 2.7 mint's SGD is refused")),
+    ],
+)
 def test_the_rate_of_an_optimizer_without_global_step_is_read(kind):
     rates, weight = fit_line(NEWER[kind])
     np.testing.assert_allclose(rates, [0.1] * 6, rtol=1e-6)
