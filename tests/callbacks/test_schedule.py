@@ -13,6 +13,7 @@ from mindspore.experimental import optim
 from support.modes import MODES
 from support.reference import OPTIMIZERS, Line, as_numpy, make_network
 from support.reuse import Reused
+from support.versions import before
 from test_windows import LINE_X, LINE_Y, RATE, line_data, line_oracle, line_step, place
 
 from gaccum_ms import (
@@ -87,7 +88,14 @@ def line_weight(rates):
 
 
 @pytest.mark.core("experimental, of groups", "mint")
-@pytest.mark.parametrize("kind", NEWER)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "experimental",
+        "experimental, of groups",
+        pytest.param("mint", marks=pytest.mark.xfail(before(2, 8), reason="on MindSpore 2.7 mint's SGD is refused")),
+    ],
+)
 def test_the_rate_of_an_optimizer_without_global_step_is_read(kind):
     rates, weight = fit_line(NEWER[kind])
     np.testing.assert_allclose(rates, [0.1] * 6, rtol=1e-6)
