@@ -36,6 +36,7 @@ def test_data_parallel_ranks_train_as_one_process(tmp_path):
     assert numbers == pytest.approx(shown_numbers, rel=2e-3)
 
 
+@pytest.mark.thorough
 @pytest.mark.device("semi-auto parallel mode on all devices: the weights of one process (on CPU: data parallel mode)")
 def test_semi_auto_ranks_train_as_one_process(tmp_path):
     printed, shown = run_page("parallel.md", tmp_path)
@@ -44,6 +45,7 @@ def test_semi_auto_ranks_train_as_one_process(tmp_path):
     assert ("no semi-auto parallel mode" in printed) == (DEVICE == "CPU")
 
 
+@pytest.mark.thorough
 @pytest.mark.device("the benchmarks: an update's time, beside the whole batch's")
 def test_benchmarks_measure(tmp_path, record_property):
     words = ["--ways", "whole", "ours", "--first-calls", "0", "--limit", "500", "--networks", "mlp"]
