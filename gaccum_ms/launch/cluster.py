@@ -145,7 +145,7 @@ class Cluster:
             has cores (at least 1), with the time that ranks wait for one another (numbers that `parent` sets are
             kept), and with this Python's folder first in ``PATH``.
         """
-        env = {k: v for k, v in parent.items() if k not in CLUSTER_NAMES and not k.startswith(CLUSTER_PREFIXES)}
+        env = {k: v for k, v in parent.items() if not of_another_cluster(k)}
         env.pop(WORKER_IP, None)
         env |= {name: parent[name] for name in (WORKER_IP, RANK_TABLE) if name in parent and not _strange(name, parent)}
         for name in THREAD_NAMES:
@@ -191,6 +191,11 @@ class Cluster:
 
     def _mindspores_timeout(self) -> int:
         return int(min(self.start_timeout + MINDSPORE_WAITS_LONGER_SECONDS, MINDSPORE_WAITS_SECONDS))
+
+
+def of_another_cluster(name: str) -> bool:
+    """Tell whether a variable of the environment describes a cluster, which is never the one that starts here."""
+    return name in CLUSTER_NAMES or name.startswith(CLUSTER_PREFIXES)
 
 
 def _visible(given: str | None, devices: tuple[int, ...]) -> str:

@@ -21,10 +21,11 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from gaccum_ms.launch.cluster import CLUSTER_NAMES, CLUSTER_PREFIXES, RANK_TABLE, SECRET, Cluster, LaunchError
+from gaccum_ms.launch.cluster import RANK_TABLE, SECRET, Cluster, LaunchError, of_another_cluster
 from gaccum_ms.launch.logs import launcher_folder, rank_folder
 
 FORMS = ("ranks", "ssh", "slurm", "openmpi")
+_WAIT_FOR_ALL = ("code=0", 'for job in $(jobs -p); do wait "$job" || code=$?; done', 'exit "$code"')
 PASSED_ON = ("PYTHONPATH", "PYTHONSAFEPATH")  # by a launcher that is started from elsewhere
 _OPTIONS = (
     *("timeout", "start_timeout", "end_timeout", "max_restarts", "min_processes"),
@@ -83,7 +84,7 @@ class DryRun:
         logs = launcher_folder(self.log_dir, here)
         folders = [logs, *(rank_folder(self.log_dir, rank) for rank in here.local_ranks)]
         lines = [f"cd {shlex.quote(os.getcwd())}", f"mkdir -p {shlex.join(map(str, folders))}"]
-        lines += [f"unset {name}" for name in sorted(os.environ) if _of_another_cluster(name)]
+        lines += [f"unset {name}" for name in sorted(os.environ) if of_another_cluster(name)]
         lines += [f"export {name}={shlex.quote(value)}" for name, value in self._common(here).items()]
         if node == 0:
             lines.append(f"MS_ROLE=MS_SCHED RANK_ID=0 {script} >{shlex.quote(str(logs / 'scheduler.log'))} 2>&1 &")
@@ -91,7 +92,7 @@ class DryRun:
             folder = rank_folder(self.log_dir, rank)
             output = " ".join(f"{n}>{shlex.quote(str(folder / name))}" for n, name in ((1, "stdout"), (2, "stderr")))
             lines.append(f"{self._own(rank)} {script} {output} &")
-        return [*lines, "code=0", 'for job in $(jobs -p); do wait "$job" || code=$?; done', 'exit "$code"']
+        return [*lines, *_WAIT_FOR_ALL]
 
     def _common(self, here: Cluster) -> dict[str, str]:
         """The variables of all ranks of a host, and of the scheduler."""
@@ -132,7 +133,7 @@ class DryRun:
         for node, name in enumerate(self.hosts):
             words = f"cd {shlex.quote(os.getcwd())} && exec {self._launcher(str(node), self.cluster.master_addr)}"
             lines.append(f"ssh {shlex.quote(name)} {shlex.quote(words)} &")
-        return [*lines, "code=0", 'for job in $(jobs -p); do wait "$job" || code=$?; done', 'exit "$code"']
+        return [*lines, *_WAIT_FOR_ALL]
 
     def _slurm(self) -> list[str]:
         words = self._launcher('"$SLURM_NODEID"', '"$0"')
@@ -192,7 +193,3 @@ def words_of(options: argparse.Namespace, defaults: Callable[[str], object]) -> 
     """The options of a command line that are the same on all hosts, and not what they are by default."""
     given = {name: getattr(options, name) for name in _OPTIONS if getattr(options, name) != defaults(name)}
     return [f"--{k.replace('_', '-')}" + ("" if v is True else f"={v}") for k, v in given.items()]
-
-
-def _of_another_cluster(name: str) -> bool:
-    return name in CLUSTER_NAMES or name.startswith(CLUSTER_PREFIXES)
