@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gaccum_ms.learning_rate import updates_of_rates
-from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
+
+if TYPE_CHECKING:
+    from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
 _NEAR = 0.01  # of the batches: lists are made a little longer, or shorter, than a training is
 
