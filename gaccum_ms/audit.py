@@ -15,7 +15,7 @@ import numpy as np
 from mindspore import nn, ops
 
 from gaccum_ms import compatibility
-from gaccum_ms.accumulation import accumulators, clip, micro_batches
+from gaccum_ms.accumulation import accumulators, micro_batches
 from gaccum_ms.audit_report import AuditReport, Evidence, Update, judged
 from gaccum_ms.backend.snapshot import Snapshot, as_numpy
 from gaccum_ms.cell import GradAccumulationCell
@@ -24,6 +24,7 @@ from gaccum_ms.layers.batchnorm import batch_norm_names
 from gaccum_ms.layers.dropout import dropouts
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
+from gaccum_ms.transforms import norms
 
 _NARROW = (ms.float16, ms.bfloat16)
 _SEED = 1
@@ -38,8 +39,9 @@ def audit(
     One update runs with the cell's options and one on the whole batch, from the same values; the latter is
     `nn.TrainOneStepCell <https://www.mindspore.cn/docs/en/master/api_python/nn/mindspore.nn.TrainOneStepCell.html>`_,
     or, where counts or several losses decide, this project's step with one micro-batch. Compared are the finished
-    gradient (before `max_grad_norm` , which would hide a wrong size), the updated parameters (which judge nothing: Adam
-    hides a wrong size, and makes much of a gradient that is zero but for rounding) and the loss. Whether the loss is a
+    gradient (before `max_grad_norm` , which would hide a wrong size), the updated parameters (without `transforms` ;
+    they judge nothing: Adam hides a wrong size, and makes much of a gradient that is zero but for rounding) and the
+    loss. Whether the loss is a
     mean or a sum is probed: on the batch twice over a mean stays, a sum doubles.
 
     Afterwards parameters, optimizer state, buffers, whatever else the network's `construct` writes into its attributes,
@@ -169,7 +171,7 @@ class _Recorder(nn.Cell):
     def construct(self, gradients):
         gradients = ops.depend(gradients, self.map(accumulators.add_to, self.gradients, gradients))
         if self.max_grad_norm is not None:
-            gradients = clip.clip_by_norm(gradients, clip.global_norm(gradients), self.max_grad_norm)
+            gradients = norms.clip_by_norm(gradients, norms.global_norm(gradients), self.max_grad_norm)
         return self.optimizer(gradients)
 
 
@@ -201,7 +203,7 @@ def _run(step: nn.Cell, recorder: _Recorder, batch: tuple[ms.Tensor, ...]) -> Up
 def _unclipped(cell: GradAccumulationCell, **size: Any) -> GradAccumulationCell:
     """A cell with these options on the same network, for one batch, that leaves clipping to the recorder. Of several
     ranks all must audit, so that accumulators may be sharded as they will be in training."""
-    return cell.with_options(accumulation_steps=1, max_grad_norm=None, record_noise=False, **size)
+    return cell.with_options(accumulation_steps=1, max_grad_norm=None, transforms=(), record_noise=False, **size)
 
 
 def _whole_batch_step(cell: GradAccumulationCell, recorder: _Recorder) -> nn.Cell:

@@ -77,6 +77,11 @@ class GradAccumulationCell(nn.Cell):
             their sum. Default: ``None`` , 1 for each.
         max_grad_norm (float, optional): Scale the finished, reduced gradient down to this global norm where it is
             larger, as `mindspore.ops.clip_by_global_norm` does. Default: ``None`` , no clipping.
+        transforms (Sequence, optional): What the finished, reduced gradient goes through before the optimizer, once per
+            update, in order: :class:`ClipByGlobalNorm` , :class:`ClipByValue` , :class:`AdaptiveGradientClip` ,
+            :class:`SkipSpikes` , :class:`WeightAverage` , a :class:`Transform` of one's own, or a function that maps
+            the tuple of gradients, float32 and without loss scale, to such a tuple. `max_grad_norm` comes before them.
+            Default: ``()`` .
         accumulator_dtype (mindspore.dtype, optional): Dtype of the accumulators, float32, float16 or bfloat16; ``None``
             gives each the dtype of its weight. In windows of several batches they hold multiples of the first one's
             mean: float16 overflows where later ones count thousands of times as much. Default: ``mindspore.float32`` .
@@ -110,8 +115,9 @@ class GradAccumulationCell(nn.Cell):
 
     Raises:
         TypeError: If `network` is not a Cell, a size or `memory_limit` not an int, `max_grad_norm` not a number,
-            `count` or `is_out_of_memory` not callable, `loss_weights` not numbers, `accumulator_dtype` not a dtype, or
-            `compensated` , `shard_accumulators` , `record_noise` or `jit` not a bool.
+            `transforms` not a sequence of Transforms and functions, `count` or `is_out_of_memory` not callable,
+            `loss_weights` not numbers, `accumulator_dtype` not a dtype, or `compensated` , `shard_accumulators` ,
+            `record_noise` or `jit` not a bool.
         ValueError: If `network` holds a cell that accumulates or trains by itself, such as MindSpore's; if both or
             neither of `micro_size` and `micro_batch_size` are given; if one is less than 1; if
             `max_grad_norm` is not positive and finite, a loss weight not finite, `reduction` , `overflow` or
@@ -157,6 +163,7 @@ class GradAccumulationCell(nn.Cell):
         count: Callable | Sequence[Callable | None] | None = None,
         loss_weights: Sequence[float] | None = None,
         max_grad_norm: float | None = None,
+        transforms: Sequence[Any] = (),
         accumulator_dtype: ms.Type | None = ms.float32,
         compensated: bool = False,
         overflow: str = "drop_window",
@@ -182,6 +189,7 @@ class GradAccumulationCell(nn.Cell):
                 count=count,
                 loss_weights=loss_weights,
                 max_grad_norm=max_grad_norm,
+                transforms=transforms,
                 accumulator_dtype=accumulator_dtype,
                 compensated=compensated,
                 overflow=overflow,

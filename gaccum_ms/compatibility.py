@@ -127,6 +127,7 @@ _IN_SEMI_AUTO = {
         "the compiler shards accumulators itself, with 'gradient_accumulation_shard' in parallel_optimizer_config",
     ),
     "overflow": ("drop_window", "the compiler's own pass adds the gradients, and leaves none out"),
+    "transforms": ((), "a gradient is one device's part there; 'max_grad_norm' clips by the norm of the whole"),
     "record_noise": (False, "the compiler's own pass adds the gradients, and none is seen"),
     "loss_weights": ((1.0,), "the compiler knows one loss; add them up in the network"),
 }

@@ -9,7 +9,13 @@ from typing import Any
 
 import mindspore as ms
 
-from gaccum_ms.backend.checks import check_accumulation_options, check_one_of, check_positive_int
+from gaccum_ms.backend.checks import (
+    check_accumulation_options,
+    check_bool,
+    check_one_of,
+    check_positive_int,
+    check_transforms,
+)
 from gaccum_ms.backend.out_of_memory import check_test
 
 _NAME = "GradAccumulationCell"
@@ -27,6 +33,7 @@ class Options:
     count: Callable | Sequence[Callable | None] | None = None
     loss_weights: Any = (1.0,)  # Sequence[float], once it is checked
     max_grad_norm: float | None = None
+    transforms: Any = ()  # tuple[Transform | Callable, ...], once it is checked
     accumulator_dtype: ms.Type | None = ms.float32
     compensated: bool = False
     overflow: str = "drop_window"
@@ -112,15 +119,14 @@ def checked(given: Options) -> Options:
     )
     check_one_of(_NAME, "reduction", given.reduction, ("mean", "sum"))
     weights = _loss_weights(given.count, given.loss_weights)
+    transforms = check_transforms(_NAME, given.transforms)
     for name in ("shard_accumulators", "record_noise"):
-        value = getattr(given, name)
-        if not isinstance(value, bool):
-            raise TypeError(f"For '{_NAME}', the argument '{name}' must be a bool, but got {value!r}.")
+        check_bool(_NAME, name, getattr(given, name))
     if given.finds_size:
         if given.memory_limit is not None:
             check_positive_int(_NAME, "memory_limit", given.memory_limit)
         check_test(_NAME, given.is_out_of_memory)
-    return dataclasses.replace(given, micro_size=micro_size, loss_weights=weights)
+    return dataclasses.replace(given, micro_size=micro_size, transforms=transforms, loss_weights=weights)
 
 
 def _loss_weights(count: Any, loss_weights: Any) -> tuple[float, ...]:

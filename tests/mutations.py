@@ -121,14 +121,14 @@ FAULTS = [
     # -- the update
     Fault(
         "the norm is squared",
-        "accumulation/clip.py",
+        "transforms/norms.py",
         "return ops.sqrt(square_norm(gradients))",
         "return square_norm(gradients)",
         "training/test_step.py -k clips",
     ),
     Fault(
         "a small gradient is made larger",
-        "accumulation/clip.py",
+        "transforms/norms.py",
         "factor = max_norm / ops.maximum(norm, ms.Tensor(max_norm, ms.float32))",
         "factor = max_norm / norm",
         "training/test_step.py -k clips",
@@ -407,8 +407,8 @@ FAULTS = [
     Fault(
         "the noise is that of one item",
         "accumulation/noise.py",
-        "clip.square_norm(gradients) / (unit * unit * items)",
-        "clip.square_norm(gradients) / (unit * unit)",
+        "norms.square_norm(gradients) / (unit * unit * items)",
+        "norms.square_norm(gradients) / (unit * unit)",
         "accumulation/test_noise_record.py -k records_of_a_batch",
     ),
     # -- tools and processes

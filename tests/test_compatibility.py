@@ -42,6 +42,7 @@ BROKEN = [
     ({"compensated": True}, "'compensated' must be False, but got True: .* Data parallel mode has no such limit"),
     ({"shard_accumulators": True}, "'shard_accumulators' must be False, but got True: the compiler"),
     ({"overflow": "drop_micro_batch"}, "must be 'drop_window', but got 'drop_micro_batch': the compiler"),
+    ({"transforms": (abs,)}, r"'transforms' must be \(\), but got \(<built-in function abs>,\): a gradient is one"),
     ({"record_noise": True}, "'record_noise' must be False, but got True: the compiler"),
     (TWO, r"'loss_weights' must be \(1.0,\), but got \(1.0, 0.5\): the compiler"),
     ({}, "that outlive a batch, but in semi-auto and auto parallel mode the compiler reduces", "distributed"),

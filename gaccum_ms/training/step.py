@@ -10,6 +10,7 @@
         divide by total count and loss scale    (from here on: update.py)
         clip by global norm
         finite, and something counted?          all ranks agree
+            the other transforms                (transforms/chain.py) change the gradient, or veto the update
             update, or skip
         adjust the loss scale
         reset the accumulators
@@ -101,7 +102,8 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
         ``window_count`` (with `count` , ``overflow="drop_micro_batch"`` or `accumulation_steps` ), the total count of
         all ranks; ``dropped_micro_batches`` (likewise), how many were left out on all ranks; ``loss_terms`` (with
         several losses), the mean of each; ``window_loss`` (with `accumulation_steps` ), the mean loss; ``noise_sums``
-        (with `record_noise` ), of which :class:`GradNoiseScale` makes its estimates.
+        (with `record_noise` ), of which :class:`GradNoiseScale` makes its estimates; with :class:`SkipSpikes` what it
+        names.
 
     Raises:
         TypeError: If `network` is not a GradAccumulationCell, `optimizer` not an Optimizer, `scale_sense` neither
@@ -165,17 +167,8 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
         self.window = self._make_window()
         rules = (rule_of(options, self.reducer_flag),)
         self.provenance = Provenance(_NAME, rules, options.accumulation_steps, self.reducer_flag)
-        self.update = Update(
-            _NAME,
-            optimizer,
-            self.weights,
-            self._open_window() or self.window,
-            options.max_grad_norm,
-            options.drops,
-            scale_sense,
-            network=setup.network,
-            keeps_norm=options.record_noise,
-        )
+        ended = self._open_window() or self.window
+        self.update = Update(_NAME, optimizer, self.weights, ended, options, scale_sense, setup.network)
         self._prepare_window()
         if self._unrolled:
             self.set_train()  # the compiler's passes ask for it
@@ -195,7 +188,7 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
         if self.spans_batches:
             self.end_window = WindowEnd(self.window.open, self.update, self._jit)
         self.accu_grads = self.window.store.sums
-        show_records(self, self.window, self._open_window(), self.update)
+        show_records(self, self.window, self._open_window(), self.update, *self.update.links)
 
     def let_windows_span_batches(self) -> None:
         """Make the step ready for :meth:`set_accumulation_steps` , for a cell without `accumulation_steps` .
