@@ -41,7 +41,7 @@ class WeightAverage(Transform):
     .. math::
         a_n = d_n a_{n-1} + (1 - d_n) w_n
 
-    with :math:`a_0` the weight before the first update, and :math:`d_n` the decay, or with `warmup`
+    with :math:`a_0` the weight before the first update (what of a buffer is there then), and :math:`d_n` the decay, or with `warmup`
     :math:`\min(\text{decay}, (1 + n) / (10 + n))` , as `TensorFlow's ExponentialMovingAverage
     <https://www.tensorflow.org/api_docs/python/tf/train/ExponentialMovingAverage>`_ has it. It moves once per update:
     not with a micro-batch, nor with a window that is dropped. So it is the average that training on whole batches
@@ -100,11 +100,11 @@ class WeightAverage(Transform):
         check_bool(_NAME, "warmup", warmup)
         check_bool(_NAME, "buffers", buffers)
         self.rate = ms.Tensor(1 - decay, ms.float32)
-        self.warmup, self.buffers = warmup, buffers
+        self.warmup, self.with_buffers = warmup, buffers
         self._swapped = False
 
     def prepare(self, network: nn.Cell | None) -> None:
-        averaged = [*self.weights, *(self._buffers(network) if self.buffers else ())]
+        averaged = [*self.weights, *(self._buffers_of(network) if self.with_buffers else ())]
         # As an attribute only: they are the network's.
         object.__setattr__(self, "averaged", ms.ParameterTuple(averaged))
         self.averages = ms.ParameterTuple(
@@ -113,7 +113,7 @@ class WeightAverage(Transform):
         self.averaged_updates = self.state("averaged_updates", np.zeros((), np.int32))
         self.map = ops.HyperMap()
 
-    def _buffers(self, network: nn.Cell | None) -> list[ms.Parameter]:
+    def _buffers_of(self, network: nn.Cell | None) -> list[ms.Parameter]:
         if network is None:
             raise ValueError(
                 f"For '{_NAME}', the argument 'buffers' must be False in a GradAccumulator, which has the optimizer's "
