@@ -41,8 +41,8 @@ class WeightAverage(Transform):
     .. math::
         a_n = d_n a_{n-1} + (1 - d_n) w_n
 
-    with :math:`a_0` the weight before the first update (what of a buffer is there then), and :math:`d_n` the decay, or with `warmup`
-    :math:`\min(\text{decay}, (1 + n) / (10 + n))` , as `TensorFlow's ExponentialMovingAverage
+    with :math:`a_0` the weight before the first update (what of a buffer is there then), and :math:`d_n` the decay, or
+    with `warmup` :math:`\min(\text{decay}, (1 + n) / (10 + n))` , as `TensorFlow's ExponentialMovingAverage
     <https://www.tensorflow.org/api_docs/python/tf/train/ExponentialMovingAverage>`_ has it. It moves once per update:
     not with a micro-batch, nor with a window that is dropped. So it is the average that training on whole batches
     would have, to float32 rounding.

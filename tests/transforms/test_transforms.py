@@ -487,7 +487,7 @@ def test_bad_arguments(name):
 def test_a_link_belongs_to_one_step():
     clip = ClipByValue(1.0)
     make_step(clip)
-    with pytest.raises(ValueError, match="must belong to one training step, .* got a 'ClipByValue' that another"):
+    with pytest.raises(ValueError, match=r"must belong to one training step, .* got a 'ClipByValue' that another"):
         make_step(clip)
 
 
