@@ -86,6 +86,7 @@ class Update(nn.Cell):
         self.is_sharded = window.is_sharded
         self.sens = 1.0  # see `leave_scale_to_optimizer`
         self.scaled = scale_sense is not None
+        self.looks_for_overflow = self.scaled or self.drops
         self.manager: Any = None
         if scale_sense is not None:
             self.scale_sense, self.manager = scale_parameter(owner, scale_sense)
@@ -131,6 +132,10 @@ class Update(nn.Cell):
     def leave_scale_to_optimizer(self, scale: float) -> None:
         """Let gradients keep a scale, which an optimizer with ``loss_scale`` divides by."""
         self.sens = scale
+
+    def update_in_spite_of_overflow(self) -> None:
+        """Let a window update whose gradient is not finite, with a fixed loss scale: some packages can do so."""
+        self.looks_for_overflow = False
 
     def set_scale(self, scale: ms.Tensor) -> None:
         """Set the loss scale, outside of a graph."""
@@ -196,7 +201,7 @@ class Update(nn.Cell):
     def _overflow(self, gradients, loss, counted, divisor, norm_is_finite):
         """Whether the window must not update for what is not finite: the finished gradient, the same on all ranks, or
         its norm, or what it was divided by, or every micro-batch's. Without loss scaling nobody asks."""
-        if not self.scaled and not self.drops:
+        if not self.looks_for_overflow:
             return ms.Tensor(False, ms.bool_)
         # An infinite divisor, total count times scale, would make finite gradients zero.
         finite = ops.logical_and(ops.isfinite(divisor), norm_is_finite)

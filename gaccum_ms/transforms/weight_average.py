@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import nn, ops
 
 from gaccum_ms.backend import no_grad
-from gaccum_ms.backend.checks import check_bool, check_number
+from gaccum_ms.backend.checks import check_bool, check_number, check_positive_finite
 from gaccum_ms.backend.cpu_kernels import add_in_place
 from gaccum_ms.backend.parameters import overwrite
 from gaccum_ms.transforms.transform import Transform
@@ -55,7 +55,8 @@ class WeightAverage(Transform):
 
     Args:
         decay (float): How much of the average an update keeps, at least 0 and less than 1. Default: ``0.9999`` .
-        warmup (bool): Whether the decay begins small. Default: ``False`` .
+        warmup (Union[bool, float]): Whether the decay begins small; or the number of updates :math:`T` in which it
+            comes near to `decay` . Default: ``False`` .
         buffers (bool): Whether to average what the network has beside trained weights too, such as the moving
             statistics of BatchNorm: all its Parameters of a float dtype that the optimizer does not have.
             Default: ``False`` .
@@ -67,9 +68,9 @@ class WeightAverage(Transform):
         tuple[Tensor], the gradients as they came.
 
     Raises:
-        TypeError: If `decay` is not a number, or `warmup` or `buffers` not a bool.
-        ValueError: If `decay` is not at least 0 and less than 1; as the step is built, if `buffers` is given in a
-            :class:`GradAccumulator` , which has no network.
+        TypeError: If `decay` is not a number, `warmup` neither a bool nor a number, or `buffers` not a bool.
+        ValueError: If `decay` is not at least 0 and less than 1, or `warmup` not positive and finite; as the step is
+            built, if `buffers` is given in a :class:`GradAccumulator` , which has no network.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -89,7 +90,7 @@ class WeightAverage(Transform):
         [[0.4 0.4 0.4]]
     """
 
-    def __init__(self, decay: float = 0.9999, warmup: bool = False, buffers: bool = False) -> None:
+    def __init__(self, decay: float = 0.9999, warmup: bool | float = False, buffers: bool = False) -> None:
         super().__init__()
         check_number(_NAME, "decay", decay)
         if not 0 <= decay < 1:
@@ -97,9 +98,10 @@ class WeightAverage(Transform):
                 f"For '{_NAME}', the argument 'decay' must be at least 0 and less than 1, but got {decay}. It is what "
                 f"an update keeps of the average: 0.9999 averages over some 10000 updates."
             )
-        check_bool(_NAME, "warmup", warmup)
+        if not isinstance(warmup, bool):
+            check_positive_finite(_NAME, "warmup", warmup)
         check_bool(_NAME, "buffers", buffers)
-        self.rate = ms.Tensor(1 - decay, ms.float32)
+        self.decay = decay
         self.warmup, self.with_buffers = warmup, buffers
         self._swapped = False
 
@@ -142,11 +144,22 @@ class WeightAverage(Transform):
 
     def after_update(self, after):
         updates = self.averaged_updates + 1
-        rate = self.rate
-        if self.warmup:  # one minus (1 + n) / (10 + n), where that is more
-            rate = ops.maximum(rate, 9.0 / (10.0 + ops.cast(updates, ms.float32)))
-        moved = self.map(ops.partial(_move_to, rate), self.averages, ops.depend(self.averaged, after))
+        moved = self.map(
+            ops.partial(_move_to, self.rate_of(ops.cast(updates, ms.float32))),
+            self.averages,
+            ops.depend(self.averaged, after),
+        )
         return ops.depend(after, ops.assign(self.averaged_updates, ops.depend(updates, moved)))
+
+    def rate_of(self, update):
+        """How far the averages move: one minus the decay of an update, counted from 1."""
+        rate = ms.Tensor(1.0 - self.decay, ms.float32)
+        if isinstance(self.warmup, bool):
+            if self.warmup:  # one minus (1 + n) / (10 + n), where that is more
+                rate = ops.maximum(rate, 9.0 / (10.0 + update))
+        else:
+            rate = rate + self.decay * ops.exp(-update / self.warmup)
+        return rate
 
     # -- not compiled --------------------------------------------------------------------------------------------------
 
