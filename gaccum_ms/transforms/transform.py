@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mindspore as ms
 import numpy as np
 from mindspore import nn
@@ -57,9 +59,19 @@ class Transform(nn.Cell):
         [[0.75 0.75 0.75]]
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Transform:
+        made: Any = super().__new__(cls)
+        object.__setattr__(made, "_arguments", (args, kwargs))
+        return made
+
     def __init__(self) -> None:
         super().__init__(auto_prefix=False)
         self.in_step = False  # whether a step has it
+
+    def another(self) -> Transform:
+        """One of the same arguments, for another step."""
+        args, kwargs = self._arguments
+        return type(self)(*args, **kwargs)
 
     def begin(self, weights: ms.ParameterTuple, network: nn.Cell | None) -> None:
         """A step is built that has this link."""
