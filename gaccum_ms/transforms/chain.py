@@ -10,7 +10,6 @@ For each window that is finite, in update.py:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -132,14 +131,9 @@ def without_front_clip(max_grad_norm: float | None, transforms: Sequence[Any]) -
     return max_grad_norm, transforms
 
 
-def copies(transforms: Sequence[Any], network: nn.Cell) -> tuple:
-    """The same links for another step, which is only tried. They share the network's weights."""
-    shared = {id(one): one for one in network.get_parameters()}
-    copied = tuple(copy.deepcopy(one, dict(shared)) if isinstance(one, nn.Cell) else one for one in transforms)
-    for one in copied:
-        if isinstance(one, Transform):
-            one.in_step = False
-    return copied
+def others(transforms: Sequence[Any]) -> tuple:
+    """The same links for another step, which is only tried."""
+    return tuple(one.another() if isinstance(one, Transform) else one for one in transforms)
 
 
 def _check_order(owner: str, links: Sequence[Transform], clipped: bool) -> None:

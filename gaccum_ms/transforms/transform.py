@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mindspore as ms
 import numpy as np
 from mindspore import nn
@@ -9,7 +11,23 @@ from mindspore import nn
 from gaccum_ms.backend.parameters import hold_weights, of_this_rank, own
 
 
-class Transform(nn.Cell):
+class _KeepsArguments:
+    """What was made of arguments, and can be made of them again."""
+
+    _arguments: tuple[tuple, dict[str, Any]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__new__(cls)
+        object.__setattr__(made, "_arguments", (args, kwargs))
+        return made
+
+    def another(self) -> Any:
+        """One of the same arguments, for another step."""
+        args, kwargs = self._arguments
+        return type(self)(*args, **kwargs)
+
+
+class Transform(_KeepsArguments, nn.Cell):
     r"""
     One link of the chain that a finished gradient goes through; a class of one's own begins here.
 
@@ -30,6 +48,9 @@ class Transform(nn.Cell):
 
     All ranks must decide alike. What `state` makes is in checkpoints, and :func:`resume` goes on with it.
 
+    Args:
+        None of its own; a class of one's own takes what it needs, and calls ``super().__init__()`` .
+
     Inputs:
         - **gradients** (tuple[Tensor]) - Float32, one of each weight's shape, without loss scale.
 
@@ -43,9 +64,11 @@ class Transform(nn.Cell):
         ``Ascend`` ``GPU`` ``CPU``
 
     Examples:
+        >>> import mindspore as ms
         >>> import numpy as np
         >>> from mindspore import Tensor, nn, ops
         >>> from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, Transform
+        >>> ms.set_context(mode=ms.PYNATIVE_MODE)  # graph mode reads source, which a prompt has in no file
         >>> class SignOnly(Transform):
         ...     def change(self, gradients):
         ...         return ops.HyperMap()(ops.sign, gradients)

@@ -25,8 +25,10 @@ from gaccum_ms import (
     WeightAverage,
     WindowMonitor,
     audit,
+    find_micro_batch_size,
 )
 from gaccum_ms.backend.parameters import own
+from gaccum_ms.transforms.chain import others
 
 RATE, SAMPLES = 0.05, 11
 TOLERANCE = 1e-5
@@ -538,3 +540,24 @@ def test_a_transform_of_ones_own(mode):
     assert_same(rows, whole(rule, data(5, ())))
     assert (int(mine.seen.asnumpy()), int(mine.made.asnumpy())) == (5, 3)
     assert own("made") in {one.name for one in step.get_parameters()}
+
+
+@pytest.mark.thorough
+def test_a_search_for_a_size_tries_them_without_using_them(pynative):
+    """Before the step is built, and after it: trials have links of their own."""
+    network = Regression()
+    average = WeightAverage(0.5)
+    clip = AdaptiveGradientClip(0.1, exclude=[network.out])
+    cell = GradAccumulationCell(network, micro_batch_size=2, transforms=(clip, average))
+    optimizer = momentum(network)
+    batch = [*map(Tensor, data(1)[0])]
+    assert find_micro_batch_size(cell, optimizer, batch) == SAMPLES
+    assert not average.in_step
+    step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
+    run(step, data(2))
+    before = everything(step)
+    assert find_micro_batch_size(cell, optimizer, batch) == SAMPLES
+    run(make_step(*others(cell.transforms), network=network), data(1))  # as on an accelerator, in this process
+    run(step, data(3)[2:])
+    assert int(average.averaged_updates.asnumpy()) == 3
+    assert before.keys() == everything(step).keys()
