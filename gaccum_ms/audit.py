@@ -185,7 +185,7 @@ class _Losses(nn.Cell):
     def construct(self, *inputs):
         outputs = self.network(*inputs)
         if self.ratio:
-            return outputs[0] / outputs[1]
+            return outputs[0] / ops.stop_gradient(outputs[1])
         return outputs[0] if self.aux else outputs
 
     def on(self, batch: Sequence[ms.Tensor]) -> np.ndarray:
