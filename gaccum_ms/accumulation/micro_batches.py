@@ -169,7 +169,7 @@ def add_up_and_join(turn, noted, inputs, plan, *given):
     state: tuple = (start + size, first[0])
     for index in range(1, len(first)):
         one = first[index]
-        state = (*state, one if one.shape == () else ops.gather(one, _rows_at_end(samples, size), 0))
+        state = (*state, one if one.ndim == 0 else ops.gather(one, _rows_at_end(samples, size), 0))
     if isinstance(size, ms.Tensor) or looped > size:
         while state[0] < looped:
             rows = rows_from(state[0], size, looped)
@@ -184,7 +184,7 @@ def _following(state, turned, rows):
     result: tuple = (state[0] + rows, state[1] + turned[0])
     for index in range(1, len(turned)):
         held, new = state[index + 1], turned[index]
-        result = (*result, held + new if new.shape == () else ops.concat((held[rows:], new)))
+        result = (*result, held + new if new.ndim == 0 else ops.concat((held[rows:], new)))
     return result
 
 

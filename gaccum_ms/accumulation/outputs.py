@@ -89,7 +89,7 @@ class LossWithOutputs(nn.Cell):
             result = (*result, counts.valid_or_nan(outputs[1]))
         for index in range(self.first_aux, len(outputs)):
             one = outputs[index]
-            if one.shape == ():
+            if one.ndim == 0:
                 one = ops.cast(one, ms.float32) * seed
             result = (*result, one)
         return result

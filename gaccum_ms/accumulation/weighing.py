@@ -254,7 +254,7 @@ def of_taken(outputs, taken):
     result: tuple = ()
     for index in range(len(outputs)):
         one = outputs[index]
-        if one.shape == ():
+        if one.ndim == 0:
             one = ops.select(taken, one, ops.zeros_like(one))
         result = (*result, one)
     return result

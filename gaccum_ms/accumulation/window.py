@@ -137,7 +137,7 @@ class Window(nn.Cell):
         result: tuple = ()
         for index in range(len(shown)):
             one = shown[index]
-            result = (*result, self.weighing.own_mean(one, sums, scale, unit) if one.shape == () else one)
+            result = (*result, self.weighing.own_mean(one, sums, scale, unit) if one.ndim == 0 else one)
         return result
 
     def reset(self, after):
