@@ -105,7 +105,7 @@ def audit(
             warnings.filterwarnings("ignore", message="For 'GradAccumulationCell', the network has .* BatchNorm")
             accumulated_step = TrainOneStepWithGradAccumulationCell(_unclipped(cell), recorder).set_train()
             whole_step = _whole_batch_step(cell, recorder).set_train()
-        losses = _Losses(cell.network).set_train()
+        losses = _Losses(cell).set_train()
         dropout_layers = _switch_dropout_off(cell.network)
         accumulated = _run(accumulated_step, recorder, batch)
         before.restore_values()
@@ -176,14 +176,19 @@ class _Recorder(nn.Cell):
 
 
 class _Losses(nn.Cell):
-    """The network, forward only. A cell of our own, so that the network keeps no graph that the audit compiled."""
+    """The network's loss or losses, whatever else it returns. A cell of our own, so that the network keeps no graph
+    that the audit compiled."""
 
-    def __init__(self, network: nn.Cell) -> None:
+    def __init__(self, cell: GradAccumulationCell) -> None:
         super().__init__(auto_prefix=False)
-        self.network = network
+        self.network = cell.network
+        self.ratio, self.aux = cell.returns_ratio, cell.aux
 
     def construct(self, *inputs):
-        return self.network(*inputs)
+        outputs = self.network(*inputs)
+        if self.ratio:
+            return outputs[0] / ops.stop_gradient(outputs[1])
+        return outputs[0] if self.aux else outputs
 
     def on(self, batch: Sequence[ms.Tensor]) -> np.ndarray:
         losses = self(*batch)
@@ -211,7 +216,8 @@ def _whole_batch_step(cell: GradAccumulationCell, recorder: _Recorder) -> nn.Cel
     gathers = isinstance(cell.network, WithBatchLossCell) and cell.network.ranks > 1
     if cell.own_count is not None or cell.several_losses or gathers:
         return TrainOneStepWithGradAccumulationCell(_unclipped(cell, micro_size=1, micro_batch_size=None), recorder)
-    return nn.TrainOneStepCell(cell.network, recorder)
+    more = cell.returns_ratio or cell.aux
+    return nn.TrainOneStepCell(_Losses(cell) if more else cell.network, recorder)
 
 
 def _switch_dropout_off(network: nn.Cell) -> tuple[str, ...]:

@@ -39,6 +39,7 @@ class Options:
     overflow: str = "drop_window"
     shard_accumulators: bool = False
     record_noise: bool = False
+    aux: bool = False
     memory_limit: int | None = None
     is_out_of_memory: Callable[[BaseException], bool] | None = None
     jit: bool | None = None
@@ -67,9 +68,19 @@ class Options:
         return self.micro_batch_size == "auto"
 
     @property
+    def returns_ratio(self) -> bool:
+        """Whether the network returns a sum and the number of items that it is over."""
+        return self.reduction == "ratio"
+
+    @property
+    def counts_items(self) -> bool:
+        """Whether the user says what micro-batches weigh, by `count` or in the network."""
+        return self.own_count is not None or self.returns_ratio
+
+    @property
     def counted(self) -> bool:
         """Whether micro-batches weigh by what only the data tell, and not by their samples."""
-        return self.own_count is not None or self.drops
+        return self.counts_items or self.drops
 
     @property
     def drops(self) -> bool:
@@ -117,10 +128,10 @@ def checked(given: Options) -> Options:
     check_accumulation_options(
         _NAME, given.max_grad_norm, given.accumulator_dtype, given.compensated, given.overflow, given.jit
     )
-    check_one_of(_NAME, "reduction", given.reduction, ("mean", "sum"))
+    check_one_of(_NAME, "reduction", given.reduction, ("mean", "sum", "ratio"))
     weights = _loss_weights(given.count, given.loss_weights)
     transforms = check_transforms(_NAME, given.transforms)
-    for name in ("shard_accumulators", "record_noise"):
+    for name in ("shard_accumulators", "record_noise", "aux"):
         check_bool(_NAME, name, getattr(given, name))
     if given.finds_size:
         if given.memory_limit is not None:

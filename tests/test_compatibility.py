@@ -21,10 +21,12 @@ AUTO = {"micro_batch_size": "auto"}
 # For each rule, in order: options that break it and none before it, the words of the error, and a loss of the batch.
 BROKEN = [
     ({"reduction": "sum", **TWO}, "reduction='sum' with 'loss_weights' needs .* got count=None"),
+    ({"reduction": "ratio", "count": CountMask()}, r"reduction='ratio' .* got count=CountMask.*, 1 loss.es. and"),
     ({"overflow": "drop_micro_batch", **TWO}, "drop_micro_batch' divides .* got 2 loss.es., reduction='mean'"),
     ({"accumulation_steps": 2, **TWO}, "must be 1 .* got accumulation_steps=2 and 2 losses"),
     ({"shard_accumulators": True, **TWO}, "reduces each micro-batch .* got 2 loss.es. and overflow='drop_window'"),
     ({"record_noise": True, "reduction": "sum"}, "'record_noise' .* got 1 loss.es., reduction='sum', count=None"),
+    ({"aux": True, **TWO}, "aux=True the network must return one loss .* got 2 loss.es. and .* 'WithLossCell'"),
     ({"accumulation_steps": 3}, "'accumulation_steps' must be 1, but got 3: the loss needs", "batch"),
     ({"count": (CountMask(),)}, r"'count' must be None, but got CountMask\(\): the loss is", "batch"),
     (TWO, r"'loss_weights' must be \(1.0,\), but got \(1.0, 0.5\): add", "batch"),
@@ -44,7 +46,9 @@ BROKEN = [
     ({"overflow": "drop_micro_batch"}, "must be 'drop_window', but got 'drop_micro_batch': the compiler"),
     ({"transforms": (abs,)}, r"'transforms' must be \(\), but got \(<built-in function abs>,\): a gradient is one"),
     ({"record_noise": True}, "'record_noise' must be False, but got True: the compiler"),
+    ({"aux": True}, "'aux' must be False, but got True: the compiler"),
     (TWO, r"'loss_weights' must be \(1.0,\), but got \(1.0, 0.5\): the compiler"),
+    ({"reduction": "ratio"}, "'reduction' must be 'mean' or 'sum', but got 'ratio': the compiler"),
     ({}, "that outlive a batch, but in semi-auto and auto parallel mode the compiler reduces", "distributed"),
     (TWO, "need a network of one loss, .* but got one of several losses.$"),
     ({}, "need a loss that is a mean or sum .* 'WithBatchLossCell', whose", "batch"),

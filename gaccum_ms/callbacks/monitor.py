@@ -145,12 +145,9 @@ class WindowMonitor(Callback):
         if step is None:
             return
         outputs = parameters.net_outputs
-        if isinstance(outputs, tuple):
-            loss, _, scale = outputs
-            self._scale = _float(scale)  # callbacks may have set it since the step's beginning
-        else:
-            loss = outputs
-        self._losses.append(_float(loss))
+        if step.update.scaled:
+            self._scale = _float(outputs[2])  # callbacks may have set it since the step's beginning
+        self._losses.append(_float(outputs[0] if isinstance(outputs, tuple) else outputs))
         self._counts += _counts(step, parameters.train_dataset_element[0].shape[0])
         if not int(step.window_position.asnumpy()):
             parameters.window_record = self._record(step, parameters.cur_epoch_num)

@@ -30,7 +30,7 @@ RULES = (*_WEIGHTS, *(rule + SHARDED for rule in _WEIGHTS))
 
 def rule_of(options: Options, on_ranks: bool) -> str:
     """By what the micro-batches of a step weigh; on several ranks also, where their sums are."""
-    weighs_by = "counts" if options.own_count is not None else "samples" if options.loss_is_mean else "sums"
+    weighs_by = "counts" if options.counts_items else "samples" if options.loss_is_mean else "sums"
     return weighs_by + SHARDED * (options.shard_accumulators and on_ranks)
 
 

@@ -94,7 +94,8 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
     Outputs:
         Tensor of shape :math:`()`, float32: the loss of the whole batch; with `accumulation_steps` , on this rank. With
         `scale_sense` , as MindSpore's step, a tuple of that loss; whether the window overflowed and did not update, a
-        bool Tensor of shape :math:`()`; and the scale that it ran with, float32 of shape :math:`()`.
+        bool Tensor of shape :math:`()`; and the scale that it ran with, float32 of shape :math:`()`. With the cell's
+        `aux` , a tuple of these and the network's other outputs.
 
         Callbacks find the rest in Parameters of the step. Int32, of shape :math:`()`: ``update_count`` and
         ``batch_count`` , updates made and batches seen so far; ``window_position`` , batches in the open window. Of the
@@ -191,11 +192,8 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
         show_records(self, self.window, self._open_window(), self.update, *self.update.links)
 
     def let_windows_span_batches(self) -> None:
-        """Make the step ready for :meth:`set_accumulation_steps` , for a cell without `accumulation_steps` .
-
-        Raises:
-            ValueError: If the network has several losses, or one that needs the whole window at once.
-            RuntimeError: If the step has run: its graph is for windows of one batch.
+        """Make the step ready for :meth:`set_accumulation_steps` , for a cell without `accumulation_steps` . Refused
+        for several losses, for a loss of the whole batch, and once the step has run with windows of one batch.
         """
         if self.spans_batches:
             return
@@ -280,14 +278,15 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
         scale = self.update.scale()
         inputs = clear_flag(inputs)
         if self.spans_batches:
-            loss = self.window.add_batch(inputs, scale)
+            loss, shown = self.window.add_batch(inputs, scale)
             overflow = ms.Tensor(False, ms.bool_)
             if self.window.open.is_complete(loss):
                 overflow = self.end_window(loss)
                 loss = ops.depend(loss, overflow)
         else:
-            loss, overflow = self.update(*self.window.run(inputs, scale))
+            window, shown = self.window.run(inputs, scale)
+            loss, overflow = self.update(*window)
         loss = ops.depend(loss, ops.assign_add(self.batch_count, ms.Tensor(1, ms.int32)))
         if self.update.scaled:
-            return loss, overflow, scale
-        return loss
+            return (loss, overflow, scale, *shown)
+        return (loss, *shown) if self.window.has_outputs else loss
