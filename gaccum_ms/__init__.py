@@ -8,6 +8,9 @@ __all__ = [
     "AccumulationScheduler",
     "AdaScale",
     "AdaptiveAccumulation",
+    "AdaptiveGradientClip",
+    "ClipByGlobalNorm",
+    "ClipByValue",
     "CountMask",
     "CountNotIgnored",
     "FlushAccumulation",
@@ -18,8 +21,12 @@ __all__ = [
     "PerSampleLoss",
     "ProgressBar",
     "ShardedOptimizer",
+    "SkipSpikes",
     "TrainOneStepWithGradAccumulationCell",
+    "TrainingMetrics",
+    "Transform",
     "UpdateCheckpoint",
+    "WeightAverage",
     "WindowBatchNorm",
     "WindowMonitor",
     "WithBatchLossCell",
@@ -48,6 +55,7 @@ if not _is_launcher:
     from gaccum_ms.callbacks.noise_scale import GradNoiseScale
     from gaccum_ms.callbacks.progress import ProgressBar
     from gaccum_ms.callbacks.schedule import AccumulationScheduler
+    from gaccum_ms.callbacks.training_metrics import TrainingMetrics
     from gaccum_ms.cell import GradAccumulationCell
     from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer
     from gaccum_ms.layers.group_norm import convert_batchnorm_to_groupnorm
@@ -65,6 +73,12 @@ if not _is_launcher:
     from gaccum_ms.training.grad_accumulator import GradAccumulator
     from gaccum_ms.training.resume import resume
     from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
+    from gaccum_ms.transforms.adaptive_clip import AdaptiveGradientClip
+    from gaccum_ms.transforms.clip_by_global_norm import ClipByGlobalNorm
+    from gaccum_ms.transforms.clip_by_value import ClipByValue
+    from gaccum_ms.transforms.skip_spikes import SkipSpikes
+    from gaccum_ms.transforms.transform import Transform
+    from gaccum_ms.transforms.weight_average import WeightAverage
 
     GradAccumulation = GradAccumulationCell  # by the name that MindSpore keeps, of mindspore.parallel.nn
 

@@ -15,7 +15,7 @@ import numpy as np
 from mindspore import nn, ops
 
 from gaccum_ms import compatibility
-from gaccum_ms.accumulation import accumulators, clip, micro_batches
+from gaccum_ms.accumulation import accumulators, micro_batches
 from gaccum_ms.audit_report import AuditReport, Evidence, Update, judged
 from gaccum_ms.backend.snapshot import Snapshot, as_numpy
 from gaccum_ms.cell import GradAccumulationCell
@@ -24,6 +24,7 @@ from gaccum_ms.layers.batchnorm import batch_norm_names
 from gaccum_ms.layers.dropout import dropouts
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
+from gaccum_ms.transforms import norms
 
 _NARROW = (ms.float16, ms.bfloat16)
 _SEED = 1
@@ -38,8 +39,9 @@ def audit(
     One update runs with the cell's options and one on the whole batch, from the same values; the latter is
     `nn.TrainOneStepCell <https://www.mindspore.cn/docs/en/master/api_python/nn/mindspore.nn.TrainOneStepCell.html>`_,
     or, where counts or several losses decide, this project's step with one micro-batch. Compared are the finished
-    gradient (before `max_grad_norm` , which would hide a wrong size), the updated parameters (which judge nothing: Adam
-    hides a wrong size, and makes much of a gradient that is zero but for rounding) and the loss. Whether the loss is a
+    gradient (before `max_grad_norm` , which would hide a wrong size), the updated parameters (without `transforms` ;
+    they judge nothing: Adam hides a wrong size, and makes much of a gradient that is zero but for rounding) and the
+    loss. Whether the loss is a
     mean or a sum is probed: on the batch twice over a mean stays, a sum doubles.
 
     Afterwards parameters, optimizer state, buffers, whatever else the network's `construct` writes into its attributes,
@@ -103,7 +105,7 @@ def audit(
             warnings.filterwarnings("ignore", message="For 'GradAccumulationCell', the network has .* BatchNorm")
             accumulated_step = TrainOneStepWithGradAccumulationCell(_unclipped(cell), recorder).set_train()
             whole_step = _whole_batch_step(cell, recorder).set_train()
-        losses = _Losses(cell.network).set_train()
+        losses = _Losses(cell).set_train()
         dropout_layers = _switch_dropout_off(cell.network)
         accumulated = _run(accumulated_step, recorder, batch)
         before.restore_values()
@@ -169,19 +171,24 @@ class _Recorder(nn.Cell):
     def construct(self, gradients):
         gradients = ops.depend(gradients, self.map(accumulators.add_to, self.gradients, gradients))
         if self.max_grad_norm is not None:
-            gradients = clip.clip_by_norm(gradients, clip.global_norm(gradients), self.max_grad_norm)
+            gradients = norms.clip_by_norm(gradients, norms.global_norm(gradients), self.max_grad_norm)
         return self.optimizer(gradients)
 
 
 class _Losses(nn.Cell):
-    """The network, forward only. A cell of our own, so that the network keeps no graph that the audit compiled."""
+    """The network's loss or losses, whatever else it returns. A cell of our own, so that the network keeps no graph
+    that the audit compiled."""
 
-    def __init__(self, network: nn.Cell) -> None:
+    def __init__(self, cell: GradAccumulationCell) -> None:
         super().__init__(auto_prefix=False)
-        self.network = network
+        self.network = cell.network
+        self.ratio, self.aux = cell.returns_ratio, cell.aux
 
     def construct(self, *inputs):
-        return self.network(*inputs)
+        outputs = self.network(*inputs)
+        if self.ratio:
+            return outputs[0] / ops.stop_gradient(outputs[1])
+        return outputs[0] if self.aux else outputs
 
     def on(self, batch: Sequence[ms.Tensor]) -> np.ndarray:
         losses = self(*batch)
@@ -201,7 +208,7 @@ def _run(step: nn.Cell, recorder: _Recorder, batch: tuple[ms.Tensor, ...]) -> Up
 def _unclipped(cell: GradAccumulationCell, **size: Any) -> GradAccumulationCell:
     """A cell with these options on the same network, for one batch, that leaves clipping to the recorder. Of several
     ranks all must audit, so that accumulators may be sharded as they will be in training."""
-    return cell.with_options(accumulation_steps=1, max_grad_norm=None, record_noise=False, **size)
+    return cell.with_options(accumulation_steps=1, max_grad_norm=None, transforms=(), record_noise=False, **size)
 
 
 def _whole_batch_step(cell: GradAccumulationCell, recorder: _Recorder) -> nn.Cell:
@@ -209,7 +216,8 @@ def _whole_batch_step(cell: GradAccumulationCell, recorder: _Recorder) -> nn.Cel
     gathers = isinstance(cell.network, WithBatchLossCell) and cell.network.ranks > 1
     if cell.own_count is not None or cell.several_losses or gathers:
         return TrainOneStepWithGradAccumulationCell(_unclipped(cell, micro_size=1, micro_batch_size=None), recorder)
-    return nn.TrainOneStepCell(cell.network, recorder)
+    more = cell.returns_ratio or cell.aux
+    return nn.TrainOneStepCell(_Losses(cell) if more else cell.network, recorder)
 
 
 def _switch_dropout_off(network: nn.Cell) -> tuple[str, ...]:

@@ -89,6 +89,7 @@ class Evidence:
 def judged(found: Evidence) -> AuditReport:
     """The report."""
     whole, accumulated, tolerance, reduction = found.whole, found.accumulated, found.tolerance, found.reduction
+    expected = "mean" if reduction == "ratio" else reduction  # of the batch twice over it is the same
     once, again, twice = found.once, found.again, found.twice
     layers = found.batch_norm_layers
     largest = max(np.abs(gradient).max(initial=0) for gradient in whole.gradients)
@@ -102,7 +103,7 @@ def judged(found: Evidence) -> AuditReport:
     }
     errors = {**gradients, "the loss": _relative_error(accumulated.loss, whole.loss)}
     worst = max(errors, key=lambda name: errors[name])
-    behaves_as = "batch" if found.of_batch else _behaves_as(once, twice, tolerance, reduction)
+    behaves_as = "batch" if found.of_batch else _behaves_as(once, twice, tolerance, expected)
 
     problems = []
     couples_samples = bool(layers)
@@ -135,7 +136,7 @@ def judged(found: Evidence) -> AuditReport:
                 f"whole batch: the backbone gives a sample another representation among other samples, or another one "
                 f"the second time. Leave to 'loss_fn' what compares samples."
             )
-    elif behaves_as not in (reduction, "neither"):
+    elif behaves_as not in (expected, "neither"):
         problems.append(
             f"The loss behaves as a {behaves_as} over samples, but the cell has reduction='{reduction}': loss and "
             f"gradient have a wrong size. Give reduction='{behaves_as}', or make the loss a {reduction}."

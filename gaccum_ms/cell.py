@@ -63,7 +63,10 @@ class GradAccumulationCell(nn.Cell):
             batch's own mean, on this rank. Only the window's last batch reduces, updates, and counts as an update:
             see :class:`FlushAccumulation` for the batches that are left at the end. Default: ``1`` .
         reduction (str, optional): What the network's loss is over its inputs, ``"mean"`` or ``"sum"`` . A sum without
-            `count` stays a sum, of the whole batch; with `count` it is divided by the total count.
+            `count` stays a sum, of the whole batch; with `count` it is divided by the total count. ``"ratio"`` : the
+            network returns a tuple (numerator, denominator), a sum and the count of its items, scalars, where only the
+            forward knows the count. The window's loss is then the sum of numerators over that of denominators, of all
+            micro-batches and ranks, with all that is said of `count` below; no gradient goes through a denominator.
             Default: ``"mean"`` .
         count (Union[Callable, Sequence], optional): A function or Cell that maps the network's inputs to the number
             of items that its mean was taken over, a number or a scalar Tensor: valid tokens, unpadded pixels, the sum
@@ -77,6 +80,11 @@ class GradAccumulationCell(nn.Cell):
             their sum. Default: ``None`` , 1 for each.
         max_grad_norm (float, optional): Scale the finished, reduced gradient down to this global norm where it is
             larger, as `mindspore.ops.clip_by_global_norm` does. Default: ``None`` , no clipping.
+        transforms (Sequence, optional): What the finished, reduced gradient goes through before the optimizer, once per
+            update, in order: :class:`ClipByGlobalNorm` , :class:`ClipByValue` , :class:`AdaptiveGradientClip` ,
+            :class:`SkipSpikes` , :class:`WeightAverage` , a :class:`Transform` of one's own, or a function that maps
+            the tuple of gradients, float32 and without loss scale, to such a tuple. `max_grad_norm` comes before them.
+            Default: ``()`` .
         accumulator_dtype (mindspore.dtype, optional): Dtype of the accumulators, float32, float16 or bfloat16; ``None``
             gives each the dtype of its weight. In windows of several batches they hold multiples of the first one's
             mean: float16 overflows where later ones count thousands of times as much. Default: ``mindspore.float32`` .
@@ -93,6 +101,13 @@ class GradAccumulationCell(nn.Cell):
         record_noise (bool, optional): Record what :class:`GradNoiseScale` , :class:`AdaptiveAccumulation` and
             :class:`AdaScale` read: the squared norms of the gradients of the window's first micro-batch and of the
             window, in ``noise_sums`` and ``grad_norm`` of the step. Default: ``False`` .
+        aux (bool, optional): Whether the network returns more than its loss: a tuple (loss, \*aux), or (numerator,
+            denominator, \*aux). The training step returns what is in `aux` after its own outputs; nothing of it enters
+            the gradient. A Tensor whose axis 0 has the micro-batch's samples is joined over all micro-batches, in the
+            batch's order; one of shape :math:`()` becomes float32, and is added up and divided as the loss is, over
+            this rank's batch. The network then runs for micro-batches that count nothing too: of samples that are left
+            out the outputs are there all the same. It is compiled twice: see :class:`TrainingMetrics` .
+            Default: ``False`` .
         memory_limit (int, optional): With ``"auto"`` , bytes that this rank may have, as in
             :func:`find_micro_batch_size` . Default: ``None`` , what there is.
         is_out_of_memory (Callable, optional): With ``"auto"`` , says of an error whether it means that memory is not
@@ -110,8 +125,9 @@ class GradAccumulationCell(nn.Cell):
 
     Raises:
         TypeError: If `network` is not a Cell, a size or `memory_limit` not an int, `max_grad_norm` not a number,
-            `count` or `is_out_of_memory` not callable, `loss_weights` not numbers, `accumulator_dtype` not a dtype, or
-            `compensated` , `shard_accumulators` , `record_noise` or `jit` not a bool.
+            `transforms` not a sequence of Transforms and functions, `count` or `is_out_of_memory` not callable,
+            `loss_weights` not numbers, `accumulator_dtype` not a dtype, or `compensated` , `shard_accumulators` ,
+            `record_noise` , `aux` or `jit` not a bool.
         ValueError: If `network` holds a cell that accumulates or trains by itself, such as MindSpore's; if both or
             neither of `micro_size` and `micro_batch_size` are given; if one is less than 1; if
             `max_grad_norm` is not positive and finite, a loss weight not finite, `reduction` , `overflow` or
@@ -120,6 +136,8 @@ class GradAccumulationCell(nn.Cell):
             given `loss_weights` without a count for each; if several losses are given `accumulation_steps` ; if
             `shard_accumulators` is given with several losses or ``overflow="drop_micro_batch"`` ; if `record_noise` is
             given with several losses, with a sum that has no count, or with `shard_accumulators` ; if
+            ``reduction="ratio"`` is given with `count` , several losses or a WithBatchLossCell, or `aux` with one of
+            the last two; if
             ``micro_batch_size="auto"`` is given with several losses, `shard_accumulators` or a WithBatchLossCell, or
             ``jit=False`` , or `memory_limit` or `is_out_of_memory` without it; if `network` is a WithBatchLossCell, for
             `accumulation_steps` , `count` , `loss_weights` , `record_noise` and ``overflow="drop_micro_batch"`` .
@@ -157,11 +175,13 @@ class GradAccumulationCell(nn.Cell):
         count: Callable | Sequence[Callable | None] | None = None,
         loss_weights: Sequence[float] | None = None,
         max_grad_norm: float | None = None,
+        transforms: Sequence[Any] = (),
         accumulator_dtype: ms.Type | None = ms.float32,
         compensated: bool = False,
         overflow: str = "drop_window",
         shard_accumulators: bool = False,
         record_noise: bool = False,
+        aux: bool = False,
         memory_limit: int | None = None,
         is_out_of_memory: Callable[[BaseException], bool] | None = None,
         jit: bool | None = None,
@@ -182,11 +202,13 @@ class GradAccumulationCell(nn.Cell):
                 count=count,
                 loss_weights=loss_weights,
                 max_grad_norm=max_grad_norm,
+                transforms=transforms,
                 accumulator_dtype=accumulator_dtype,
                 compensated=compensated,
                 overflow=overflow,
                 shard_accumulators=shard_accumulators,
                 record_noise=record_noise,
+                aux=aux,
                 memory_limit=memory_limit,
                 is_out_of_memory=is_out_of_memory,
                 jit=jit,

@@ -3,8 +3,8 @@
 Both call the function `build_train_network` of `mindspore.train.amp`. It knows cells named ``GradAccumulationCell``
 by their class name and would give them a private step that trains in semi-auto parallel mode alone. The function here
 takes its place: a network with our cell gets our step or a clear error, any other network goes to the original,
-untouched. `ms.Model` also gets, for each training with our step, the callback that watches over open windows. Nothing
-else in the project replaces anything of the framework's.
+untouched. `ms.Model` also gets, for each training with our step, the callback that watches over open windows, and the
+one that lets evaluations see averages. Nothing else in the project replaces anything of the framework's.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from mindspore import nn
 from mindspore.train import amp
 
 from gaccum_ms import backend
+from gaccum_ms.callbacks.averages import AveragesInEvaluation
 from gaccum_ms.callbacks.checkpoint import let_checkpoints_save
 from gaccum_ms.callbacks.flush import FlushAccumulation
 from gaccum_ms.callbacks.monitor import WindowMonitor
@@ -87,7 +88,7 @@ _original_train = mindspore.train.Model._train  # of Model.train and Model.fit
 @functools.wraps(_original_train)
 def _train(self: mindspore.train.Model, epoch: int, train_dataset: Any, callbacks: Any = None, **kwargs: Any) -> None:
     if _holds_our_cell(self.train_network):
-        given = [WindowWatch(), *self._transform_callbacks(callbacks)]
+        given = [WindowWatch(), AveragesInEvaluation(), *self._transform_callbacks(callbacks)]
         ours = [one for kind in _CALLBACKS for one in given if isinstance(one, kind)]
         callbacks = [*ours, *(one for one in given if one not in ours)]
         callbacks = let_checkpoints_save(callbacks, getattr(self.train_network, "optimizer", None))

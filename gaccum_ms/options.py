@@ -9,7 +9,13 @@ from typing import Any
 
 import mindspore as ms
 
-from gaccum_ms.backend.checks import check_accumulation_options, check_one_of, check_positive_int
+from gaccum_ms.backend.checks import (
+    check_accumulation_options,
+    check_bool,
+    check_one_of,
+    check_positive_int,
+    check_transforms,
+)
 from gaccum_ms.backend.out_of_memory import check_test
 
 _NAME = "GradAccumulationCell"
@@ -27,11 +33,13 @@ class Options:
     count: Callable | Sequence[Callable | None] | None = None
     loss_weights: Any = (1.0,)  # Sequence[float], once it is checked
     max_grad_norm: float | None = None
+    transforms: Any = ()  # tuple[Transform | Callable, ...], once it is checked
     accumulator_dtype: ms.Type | None = ms.float32
     compensated: bool = False
     overflow: str = "drop_window"
     shard_accumulators: bool = False
     record_noise: bool = False
+    aux: bool = False
     memory_limit: int | None = None
     is_out_of_memory: Callable[[BaseException], bool] | None = None
     jit: bool | None = None
@@ -60,9 +68,19 @@ class Options:
         return self.micro_batch_size == "auto"
 
     @property
+    def returns_ratio(self) -> bool:
+        """Whether the network returns a sum and the number of items that it is over."""
+        return self.reduction == "ratio"
+
+    @property
+    def counts_items(self) -> bool:
+        """Whether the user says what micro-batches weigh, by `count` or in the network."""
+        return self.own_count is not None or self.returns_ratio
+
+    @property
     def counted(self) -> bool:
         """Whether micro-batches weigh by what only the data tell, and not by their samples."""
-        return self.own_count is not None or self.drops
+        return self.counts_items or self.drops
 
     @property
     def drops(self) -> bool:
@@ -110,17 +128,16 @@ def checked(given: Options) -> Options:
     check_accumulation_options(
         _NAME, given.max_grad_norm, given.accumulator_dtype, given.compensated, given.overflow, given.jit
     )
-    check_one_of(_NAME, "reduction", given.reduction, ("mean", "sum"))
+    check_one_of(_NAME, "reduction", given.reduction, ("mean", "sum", "ratio"))
     weights = _loss_weights(given.count, given.loss_weights)
-    for name in ("shard_accumulators", "record_noise"):
-        value = getattr(given, name)
-        if not isinstance(value, bool):
-            raise TypeError(f"For '{_NAME}', the argument '{name}' must be a bool, but got {value!r}.")
+    transforms = check_transforms(_NAME, given.transforms)
+    for name in ("shard_accumulators", "record_noise", "aux"):
+        check_bool(_NAME, name, getattr(given, name))
     if given.finds_size:
         if given.memory_limit is not None:
             check_positive_int(_NAME, "memory_limit", given.memory_limit)
         check_test(_NAME, given.is_out_of_memory)
-    return dataclasses.replace(given, micro_size=micro_size, loss_weights=weights)
+    return dataclasses.replace(given, micro_size=micro_size, transforms=transforms, loss_weights=weights)
 
 
 def _loss_weights(count: Any, loss_weights: Any) -> tuple[float, ...]:

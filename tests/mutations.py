@@ -121,17 +121,45 @@ FAULTS = [
     # -- the update
     Fault(
         "the norm is squared",
-        "accumulation/clip.py",
+        "transforms/norms.py",
         "return ops.sqrt(square_norm(gradients))",
         "return square_norm(gradients)",
         "training/test_step.py -k clips",
     ),
     Fault(
         "a small gradient is made larger",
-        "accumulation/clip.py",
+        "transforms/norms.py",
         "factor = max_norm / ops.maximum(norm, ms.Tensor(max_norm, ms.float32))",
         "factor = max_norm / norm",
         "training/test_step.py -k clips",
+    ),
+    Fault(
+        "each rank judges by its own norm",
+        "transforms/skip_spikes.py",
+        "if self.ranks > 1:  # processors",
+        "if self.ranks > 99:  # processors",
+        "ranks/test_transforms_ranks.py -k differ",
+    ),
+    Fault(
+        "the averages begin at zero",
+        "transforms/weight_average.py",
+        "if self.averaged_updates + 0 == 0:",
+        "if self.averaged_updates + 0 < 0:",
+        "transforms/test_transforms.py -k averages_begin",
+    ),
+    Fault(
+        "the averages never move",
+        "accumulation/update.py",
+        "return self.transforms.after_update(loss) if self.has_transforms else loss",
+        "return loss",
+        "transforms/test_transforms.py -k averages_are_those",
+    ),
+    Fault(
+        "a veto is not heeded",
+        "accumulation/update.py",
+        "                if allowed:\n",
+        "                if ops.logical_or(allowed, ops.logical_not(allowed)):\n",
+        "transforms/test_transforms.py -k left_out_changes",
     ),
     Fault(
         "the loss scale is not divided out",
@@ -407,8 +435,8 @@ FAULTS = [
     Fault(
         "the noise is that of one item",
         "accumulation/noise.py",
-        "clip.square_norm(gradients) / (unit * unit * items)",
-        "clip.square_norm(gradients) / (unit * unit)",
+        "norms.square_norm(gradients) / (unit * unit * items)",
+        "norms.square_norm(gradients) / (unit * unit)",
         "accumulation/test_noise_record.py -k records_of_a_batch",
     ),
     # -- tools and processes

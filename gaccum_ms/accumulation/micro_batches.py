@@ -155,6 +155,52 @@ def add_up(turn, sums, inputs, plan, start, loops, *given):
     return sums
 
 
+def add_up_and_join(turn, noted, inputs, plan, *given):
+    """As `add_up` , where ``turn(noted, *given, rows, *micro_batch)`` returns a part of the sums and the
+    outputs of a micro-batch. Returns the sums and the batch's outputs."""
+    samples, size, looped, rest, _ = plan
+    # A loop carries Tensors of fixed shapes, and which ones the network returns is known once it has run. So the first
+    # micro-batch goes outside of the loop: the network is in the graph twice, which takes time to compile, not to run.
+    start = ms.Tensor(0, ms.int32)
+    first = turn(noted, *given, size, *take(inputs, start, size))
+    # As long as the batch, with the first micro-batch's rows at the end: a turn puts new ones behind, and as many leave
+    # in front. The tuple begins with an int32: of a tuple of equal shapes that a loop carries graph mode forgets the
+    # length.
+    state: tuple = (start + size, first[0])
+    for index in range(1, len(first)):
+        one = first[index]
+        state = (*state, one if one.ndim == 0 else ops.gather(one, _rows_at_end(samples, size), 0))
+    if isinstance(size, ms.Tensor) or looped > size:
+        while state[0] < looped:
+            rows = rows_from(state[0], size, looped)
+            micro_batch = take(inputs, state[0], rows)
+            state = _following(state, turn(False, *given, rows, *micro_batch), rows)
+    if rest > 0:
+        state = _following(state, turn(False, *given, rest, *take_rest(inputs, looped)), rest)
+    return state[1], state[2:]
+
+
+def _following(state, turned, rows):
+    result: tuple = (state[0] + rows, state[1] + turned[0])
+    for index in range(1, len(turned)):
+        held, new = state[index + 1], turned[index]
+        result = (*result, held + new if new.ndim == 0 else ops.concat((held[rows:], new)))
+    return result
+
+
+def _rows_at_end(samples, size):
+    """Indices of so many rows, of which the last `size` are different ones."""
+    if isinstance(size, ms.Tensor):
+        indices = ops.range(ms.Tensor(0, ms.int32), samples, ms.Tensor(1, ms.int32))
+        return ops.maximum(indices - (samples - size), ms.Tensor(0, ms.int32))
+    return ms.Tensor(_known_rows_at_end(samples, size), ms.int32)
+
+
 @ops.constexpr
 def _first_rows(size):
     return list(range(size))
+
+
+@ops.constexpr
+def _known_rows_at_end(samples, size):
+    return [max(row - (samples - size), 0) for row in range(samples)]

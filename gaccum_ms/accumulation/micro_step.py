@@ -1,6 +1,7 @@
 """The micro-step of a window: forward and backward of one micro-batch, with one loss or several.
 
-The third kind, for a loss that needs all samples of the batch at once, is in grad_cache.py. A micro-step has
+Two more kinds are in outputs.py, for networks that return more than losses, and in grad_cache.py, for a loss that needs
+all samples of the batch at once. A micro-step has
 
 * `prepare` , before the loop: the sums that it begins with, what all micro-batches need, and what is cut into them;
 * `run` , for each micro-batch: its part of the sums, and its gradients.
@@ -50,7 +51,7 @@ def _check_losses(kinds, shapes, number):
             )
 
 
-def _shape_or_none(value):
+def shape_or_none(value):
     return value.shape if isinstance(value, ms.Tensor) else None
 
 
@@ -58,7 +59,7 @@ def float32_losses(losses, number):
     """The losses that a network returned, a Tensor or a tuple, checked to be `number` scalars."""
     if not isinstance(losses, (tuple, list)):
         losses = (losses,)
-    _check_losses([typeof(loss) for loss in losses], [_shape_or_none(loss) for loss in losses], number)
+    _check_losses([typeof(loss) for loss in losses], [shape_or_none(loss) for loss in losses], number)
     return [ops.cast(loss, ms.float32) for loss in losses]
 
 

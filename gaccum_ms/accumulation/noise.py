@@ -14,9 +14,9 @@ from typing import NamedTuple
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms.accumulation import clip
 from gaccum_ms.backend.parameters import overwrite, record
 from gaccum_ms.distributed.all_reduce import FusedReducer
+from gaccum_ms.transforms import norms
 
 SUMS = 3  # squared norms times items, first micro-batches, and their items
 ALL_SUMS = SUMS + 1  # and the window's items; where ranks weigh the same, one over each rank's
@@ -85,7 +85,7 @@ class NoiseRecord(nn.Cell):
         return noted
 
     def keep_first(self, gradients, unit, items):
-        times_items = clip.square_norm(gradients) / (unit * unit * items)
+        times_items = norms.square_norm(gradients) / (unit * unit * items)
         return ops.assign(self.window_first, ops.stack((times_items, ops.ones_like(items), items)))
 
     def reduce(self, grad_reducer, gradients, share, after):

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 import mindspore as ms
-from mindspore import ops
+from mindspore import nn, ops
 
-from gaccum_ms.accumulation.accumulators import Accumulators
+from gaccum_ms.accumulation.accumulators import Accumulators, NoAccumulators
 from gaccum_ms.accumulation.micro_batches import SplitPlan
 from gaccum_ms.backend import no_grad
 from gaccum_ms.distributed.layout import Layout, rank_and_ranks
+from gaccum_ms.options import Options
 
 # And the weight's name. Other prefixes than the whole accumulators': neither may be loaded as the other.
 PARTS = "accu_grads_part."
@@ -79,3 +80,14 @@ def check_micro_batches(number: int) -> None:
             f"micro-batches in a batch, because each is reduced over all of them, but got {numbers} of the ranks. "
             f"Nothing was added. Give all ranks batches of the same size, or leave 'shard_accumulators' out."
         )
+
+
+def store_of(options: Options, weights: ms.ParameterTuple, accumulates: bool, sums: bool) -> nn.Cell:
+    """Where the gradients of a window add up. `sums` : they are not means, whatever ``gradients_mean`` says."""
+    if not accumulates:
+        return NoAccumulators()
+    kept_by = options.accumulator_dtype, options.compensated
+    if options.shard_accumulators and rank_and_ranks()[1] > 1:
+        means = not sums and ms.get_auto_parallel_context("gradients_mean")
+        return ShardedAccumulators(weights, *kept_by, means)
+    return Accumulators(weights, *kept_by)

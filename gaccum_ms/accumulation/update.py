@@ -3,7 +3,9 @@
     divide by total count and loss scale
     clip by global norm
     finite, and something counted?              all ranks agree
+        go through the other transforms         which change the gradient, or veto the update (transforms/chain.py)
         update, or skip
+        let the transforms act after it
     adjust the loss scale
     reset the accumulators
 
@@ -17,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms.accumulation import clip
 from gaccum_ms.accumulation.loss_scale import check_scale, scale_parameter
 from gaccum_ms.accumulation.reduction import scale_by
 from gaccum_ms.accumulation.saturation import read_flag, saturates
@@ -26,9 +27,12 @@ from gaccum_ms.backend.cpu_kernels import all_finite
 from gaccum_ms.backend.graphs import OwnGraph
 from gaccum_ms.backend.parameters import counter, hold_weights, overwrite, record
 from gaccum_ms.layers.window_batchnorm import window_statistics
+from gaccum_ms.transforms import norms
+from gaccum_ms.transforms.chain import Chain, without_front_clip
 
 if TYPE_CHECKING:
     from gaccum_ms.accumulation.open_window import OpenWindow
+    from gaccum_ms.options import Options
 
 _divide = ops.MultitypeFuncGraph("gaccum_ms_divide")
 _cast_like = ops.MultitypeFuncGraph("gaccum_ms_cast_like")
@@ -52,11 +56,10 @@ class Update(nn.Cell):
         optimizer (Optimizer): Updates the weights.
         weights (Sequence[Parameter]): The weights, in the gradients' order.
         window (Cell): Says what was counted, and is reset.
-        max_grad_norm (float or None): Clip by global norm.
-        drops (bool): Whether micro-batches that overflow are left out.
+        options (Options): What the gradient goes through, whether micro-batches that overflow are left out, and whether
+            to keep the gradient's norm where nothing is clipped too.
         scale_sense (Cell, Tensor or None): Loss scale, as the step takes it.
         network (Cell or None): Layers in it may have statistics that move once per update.
-        keeps_norm (bool): Whether to keep the gradient's norm where nothing is clipped too.
     """
 
     def __init__(
@@ -65,22 +68,25 @@ class Update(nn.Cell):
         optimizer: nn.Optimizer,
         weights: ms.ParameterTuple,
         window: nn.Cell,
-        max_grad_norm: float | None,
-        drops: bool,
+        options: Options,
         scale_sense: nn.Cell | ms.Tensor | None,
         network: nn.Cell | None = None,
-        keeps_norm: bool = False,
     ) -> None:
         super().__init__(auto_prefix=False)
         self.owner = owner
         self.optimizer = optimizer
         hold_weights(self, weights)
         self.window = window
+        max_grad_norm, transforms = without_front_clip(options.max_grad_norm, options.transforms)
         self.max_grad_norm = max_grad_norm
-        self.drops = drops
+        self.has_transforms = bool(transforms)
+        if transforms:
+            self.transforms = Chain(owner, transforms, max_grad_norm is not None, weights, network)
+        self.drops = options.drops
         self.is_sharded = window.is_sharded
         self.sens = 1.0  # see `leave_scale_to_optimizer`
         self.scaled = scale_sense is not None
+        self.looks_for_overflow = self.scaled or self.drops
         self.manager: Any = None
         if scale_sense is not None:
             self.scale_sense, self.manager = scale_parameter(owner, scale_sense)
@@ -88,8 +94,8 @@ class Update(nn.Cell):
         self.has_statistics = statistics is not None
         if statistics is not None:
             self.statistics = statistics
-        self.keeps_norm = keeps_norm
-        if max_grad_norm is not None or keeps_norm:
+        self.keeps_norm = options.record_noise
+        if max_grad_norm is not None or self.keeps_norm:
             self.grad_norm = record("grad_norm")
         # A finite norm is one of finite gradients, and they stay so in float32: no second pass over them.
         self.norm_tells = (
@@ -109,6 +115,16 @@ class Update(nn.Cell):
             return self.scale_sense.reshape(()) + 0.0  # its value now: the manager writes into the Parameter
         return ms.Tensor(self.sens, ms.float32)
 
+    @property
+    def links(self) -> tuple[nn.Cell, ...]:
+        """What the gradient goes through, but for clipping at the front."""
+        return tuple(self.transforms.links) if self.has_transforms else ()
+
+    def begin_anew(self) -> None:
+        """Let transforms forget what training has left in them, before a checkpoint is loaded."""
+        for link in self.links:
+            link.begin_anew()
+
     def take_window(self, window: nn.Cell) -> None:
         """From now on end this window, before anything is compiled."""
         self.window = window
@@ -116,6 +132,10 @@ class Update(nn.Cell):
     def leave_scale_to_optimizer(self, scale: float) -> None:
         """Let gradients keep a scale, which an optimizer with ``loss_scale`` divides by."""
         self.sens = scale
+
+    def update_in_spite_of_overflow(self) -> None:
+        """Let a window update whose gradient is not finite, with a fixed loss scale: some packages can do so."""
+        self.looks_for_overflow = False
 
     def set_scale(self, scale: ms.Tensor) -> None:
         """Set the loss scale, outside of a graph."""
@@ -137,9 +157,11 @@ class Update(nn.Cell):
         if self.max_grad_norm is not None:
             gradients, loss, norm_is_finite = self._clip(gradients, loss, self.max_grad_norm)
         elif self.keeps_norm:
-            loss = ops.depend(loss, ops.assign(self.grad_norm, clip.global_norm(gradients) / self.sens))
-        gradients = self.map(_cast_like, gradients, self.weights)
-        overflow = self._overflow(gradients, loss, counted, divisor, norm_is_finite)
+            loss = ops.depend(loss, ops.assign(self.grad_norm, norms.global_norm(gradients) / self.sens))
+        finished = self.map(_cast_like, gradients, self.weights)
+        overflow = self._overflow(finished, loss, counted, divisor, norm_is_finite)
+        if not self.has_transforms:
+            gradients = finished
         if self.window.may_skip or self.scaled:
             if ops.logical_and(counted, ops.logical_not(overflow)):
                 loss = self._update(gradients, loss)
@@ -152,19 +174,34 @@ class Update(nn.Cell):
         return self.window.reset(loss), overflow
 
     def _update(self, gradients, loss):
+        if self.has_transforms:
+            gradients, allowed = self.transforms.change(gradients, self.sens)
+            gradients = self.map(_cast_like, gradients, self.weights)
+            if self.transforms.vetoes:
+                if allowed:
+                    loss = self._move(gradients, loss)
+            else:
+                loss = self._move(gradients, loss)
+        else:
+            loss = self._move(gradients, loss)
+        return loss
+
+    def _move(self, gradients, loss):
         updated = self.optimizer(gradients)
         loss = ops.depend(loss, (updated, ops.assign_add(self.update_count, ms.Tensor(1, ms.int32))))
-        return self.statistics.move(loss) if self.has_statistics else loss
+        if self.has_statistics:
+            loss = self.statistics.move(loss)
+        return self.transforms.after_update(loss) if self.has_transforms else loss
 
     def _clip(self, gradients, loss, max_norm):
-        norm = clip.global_norm_of_parts(gradients) if self.is_sharded else clip.global_norm(gradients)
+        norm = norms.global_norm_of_parts(gradients) if self.is_sharded else norms.global_norm(gradients)
         loss = ops.depend(loss, ops.assign(self.grad_norm, norm / self.sens))
-        return clip.clip_by_norm(gradients, norm, max_norm * self.sens), loss, ops.isfinite(norm)
+        return norms.clip_by_norm(gradients, norm, max_norm * self.sens), loss, ops.isfinite(norm)
 
     def _overflow(self, gradients, loss, counted, divisor, norm_is_finite):
         """Whether the window must not update for what is not finite: the finished gradient, the same on all ranks, or
         its norm, or what it was divided by, or every micro-batch's. Without loss scaling nobody asks."""
-        if not self.scaled and not self.drops:
+        if not self.looks_for_overflow:
             return ms.Tensor(False, ms.bool_)
         # An infinite divisor, total count times scale, would make finite gradients zero.
         finite = ops.logical_and(ops.isfinite(divisor), norm_is_finite)

@@ -3,10 +3,9 @@
 * `BySamples` : micro-batches weigh by their samples, constants. Seeds are shares, sums are means.
 * `ByCounts` : by counts that the data decide, and micro-batches may be left out. The rank's own are counted first, and
   seeded with their shares; reduction.py then makes the mean over all ranks.
-* `ByCountsOfEach` : several losses, each with a total of its own. One accumulator cannot be divided by several totals,
-  and one for each loss would cost a backward for each. So the totals come first: the micro-batches are counted, and
-  the counts summed over ranks, before the loop; each loss is then seeded with its share. Where all counts are samples
-  there is nothing to ask other ranks, and `gradients_mean` says what ranks mean together.
+* `ByCountsWithOutputs` : forward and backward run first, and then is decided whether they are added: where the network
+  itself returns its count, or outputs (outputs.py), which are those of all samples, also of what is left out.
+* `ByCountsOfEach` : several losses, each with a total of its own (several_losses.py).
 
 Each kind has these methods, which are compiled:
 
@@ -23,12 +22,11 @@ from typing import NamedTuple
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms.accumulation import micro_batches
+from gaccum_ms.accumulation.counting import Counting
 from gaccum_ms.accumulation.noise import NoiseRecord
 from gaccum_ms.accumulation.reduction import CountedReduction
 from gaccum_ms.backend.cpu_kernels import all_finite, zeros_like
-from gaccum_ms.backend.parameters import hold_weights, record
-from gaccum_ms.distributed.ranks import SumOverRanks
+from gaccum_ms.backend.parameters import hold_weights
 from gaccum_ms.losses import counts
 from gaccum_ms.options import Options
 
@@ -84,6 +82,10 @@ class BySamples(nn.Cell):
         part, gradients = self.run(noted, unit, prepared, size, *micro_batch)
         return ops.depend(part, self.store.add(gradients))
 
+    def own_mean(self, parts, sums, scale, unit):
+        """Of this rank's batch: of the loss or an output of shape (), whose parts are summed, without its scale."""
+        return parts / scale
+
     def reduce(self, gradients, sums, scale, unit):
         loss = sums / scale
         if self.records_noise:
@@ -92,38 +94,20 @@ class BySamples(nn.Cell):
         return self.grad_reducer(gradients), scale, loss, True
 
 
-class Counting(nn.Cell):
-    """Counts micro-batches: a number, or with several losses one for each.
+class BySamplesWithOutputs(BySamples):
+    """By samples, and with outputs."""
 
-    Args:
-        options (Options): The options.
-    """
+    def run(self, noted, unit, prepared, size, *micro_batch):
+        """A micro-batch's part of the sums with its outputs, in a tuple, and its gradients."""
+        outputs, gradients = self.micro_step.run(unit * self.items(size), prepared, size, *micro_batch)
+        part = outputs[0]
+        if noted:
+            part = ops.depend(part, self.noise.note(gradients, unit, counts.float32(size)))
+        return (part, *outputs[1:]), gradients
 
-    def __init__(self, options: Options) -> None:
-        super().__init__(auto_prefix=False)
-        self.counts = nn.CellList([counts.count_cell(count) for count in options.counts], auto_prefix=False)
-        self.by_samples = options.own_count is None
-        self.number = options.losses
-        self.several = options.several_losses
-        self.shape = (self.number,) if self.several else ()
-
-    def of(self, *micro_batch):
-        if self.several:
-            return ops.stack([self.of_term(term, *micro_batch) for term in range(self.number)])
-        return self.of_term(0, *micro_batch)
-
-    def of_term(self, term, *micro_batch):
-        return counts.valid_or_nan(self.counts[term](*micro_batch))
-
-    def total(self, inputs, plan):
-        """The counts of this rank's batch. Each micro-batch is counted: a bad count must not hide in the others'."""
-        total = ops.zeros(self.shape, ms.float32)
-        if self.by_samples:
-            return total + plan[0]
-        return micro_batches.add_up(self.turn, total, inputs, plan, ms.Tensor(0, ms.int32), True)
-
-    def turn(self, size, *micro_batch):
-        return self.of(*micro_batch)
+    def turn(self, noted, unit, prepared, size, *micro_batch):
+        outputs, gradients = self.run(noted, unit, prepared, size, *micro_batch)
+        return (ops.depend(outputs[0], self.store.add(gradients)), *outputs[1:])
 
 
 class ByCounts(nn.Cell):
@@ -131,6 +115,7 @@ class ByCounts(nn.Cell):
 
     may_skip = True
     needs_division = True
+    runs_all = False  # whether micro-batches that count nothing run too
 
     def __init__(self, made_of: MadeOf) -> None:
         super().__init__(auto_prefix=False)
@@ -141,7 +126,7 @@ class ByCounts(nn.Cell):
         self.drops = options.drops
         self.loss_is_mean = micro_step.loss_is_mean
         self.counting = Counting(options)
-        self.weighs_samples = self.counting.by_samples
+        self.weighs_samples = not options.counts_items
         # A sum without a count, allowed in windows that span batches, is not divided by anything.
         self.is_mean = self.loss_is_mean or not self.weighs_samples
         self.reduction = CountedReduction(
@@ -191,6 +176,10 @@ class ByCounts(nn.Cell):
 
     def counted_turn(self, noted, unit, prepared, size, count, *micro_batch):
         seeded_loss, gradients = self.micro_step.run(unit * self.items(count), prepared, size, *micro_batch)
+        return self.taken(noted, unit, count, seeded_loss, gradients)
+
+    def taken(self, noted, unit, count, seeded_loss, gradients):
+        """What counts something is added, unless it overflowed and is to be dropped."""
         sums = ops.stack((seeded_loss, count, ops.zeros_like(count)))
         if self.drops:
             if ops.logical_and(all_finite(gradients), ops.isfinite(seeded_loss)):
@@ -206,70 +195,66 @@ class ByCounts(nn.Cell):
             sums = ops.depend(sums, self.noise.note(gradients, unit, count))
         return ops.depend(sums, self.store.add(gradients))
 
-    def mean(self, sums, unit):
-        """Of this rank's sums: the loss, without its scale."""
-        loss, kept = ops.unstack(sums[:2])
-        return counts.ratio_or_zero(loss, unit * kept if self.is_mean else unit)
+    def own_mean(self, parts, sums, scale, unit):
+        """Of this rank's batch: of the loss or an output of shape (), whose parts are summed, without its scale."""
+        kept = ops.unstack(sums)[1]
+        return counts.ratio_or_zero(parts, unit * kept if self.is_mean else unit)
+
+    def counted(self, sums, total):
+        """What a batch of several counts, of which `total` was counted before it ran."""
+        return total
 
     def reduce(self, gradients, sums, scale, unit):
         return self.reduction(gradients, sums, unit, scale)
 
 
-class ByCountsOfEach(nn.Cell):
-    """Several losses, each divided by its own total. `sums` : each loss's part of its mean."""
+class ByCountsWithOutputs(ByCounts):
+    """By counts that are given, or that the network returns. Then a batch's samples stand for them in the unit: the
+    accumulators hold numbers of the size of a sample's sum."""
 
-    may_skip = True
-    needs_division = False
-    weighs_samples = False
+    runs_all = True
 
     def __init__(self, made_of: MadeOf) -> None:
-        super().__init__(auto_prefix=False)
-        options, weights, grad_reducer, micro_step, store, _ = made_of
-        self.micro_step = micro_step
-        self.store = store
-        self.grad_reducer = grad_reducer
-        self.loss_is_mean = micro_step.loss_is_mean
-        self.counting = Counting(options)
-        self.number = options.losses
-        self.loss_weights = ms.Tensor(options.loss_weights, ms.float32)
-        self.sum_over_ranks = SumOverRanks(weights, (self.number,))
-        self.window_count = record("window_count", (self.number,))
-        self.loss_terms = record("loss_terms", (self.number,))
-
-    def seed_per_item(self, inputs, plan, scale):
-        """One over the total, for each loss."""
-        totals = self.counting.total(inputs, plan)
-        if not self.counting.by_samples:
-            totals = self.sum_over_ranks.alone(totals)
-        totals = ops.depend(totals, ops.assign(self.window_count, totals))
-        return counts.ratio_or_zero(scale * ops.ones_like(totals), totals)
-
-    def zero_sums(self):
-        return ops.zeros((self.number,), ms.float32)
+        super().__init__(made_of)
+        self.ratio = made_of.options.returns_ratio
+        self.aux = made_of.options.aux
 
     def turn(self, noted, unit, prepared, size, *micro_batch):
-        items = self.counting.of(*micro_batch)
-        seeds = unit * items if self.loss_is_mean else unit
-        sums = self.zero_sums()
-        if (items > 0).all():
-            sums, gradients = self.micro_step.run(seeds, prepared, size, *micro_batch)
-            sums = ops.depend(sums, self.store.add(gradients))
+        if self.ratio:
+            outputs, gradients = self.micro_step.run(unit, prepared, size, *micro_batch)
+            count, shown = outputs[1], outputs[2:]
         else:
-            # A mean over nothing is NaN, and a zero seed times NaN is NaN: each loss that has items goes back alone.
-            items_of = ops.unstack(items)
-            for term in range(self.number):
-                if items_of[term] > 0:
-                    part, gradients = self.micro_step.run_alone(term, seeds, *micro_batch)
-                    sums = sums + ops.depend(part, self.store.add(gradients))
-        return sums
+            count = self.counting.of(*micro_batch)
+            outputs, gradients = self.micro_step.run(unit * self.items(count), prepared, size, *micro_batch)
+            shown = outputs[1:]
+        # A NaN count must reach the total.
+        sums = ops.stack((ops.zeros_like(count), count, ops.zeros_like(count)))
+        if self.store.reduces:
+            sums = self.added_on_all_ranks(sums, count, outputs[0], gradients)
+        elif count > 0:
+            sums = self.taken(noted, unit, count, outputs[0], gradients)
+        return (sums, *of_taken(shown, ops.unstack(sums)[1] > 0)) if self.aux else sums
 
-    def reduce(self, gradients, sums, scale, unit):
-        if self.counting.by_samples:
-            gradients = self.grad_reducer(gradients)
-        else:
-            gradients, sums = self.sum_over_ranks(gradients, sums)
-        terms = sums / scale
-        loss = ops.reduce_sum(terms * self.loss_weights)
-        loss = ops.depend(loss, ops.assign(self.loss_terms, terms))
-        total = ops.depend(self.window_count, loss)
-        return gradients, scale, loss, ops.logical_and((total >= 0).all(), (total > 0).any())
+    def added_on_all_ranks(self, sums, count, seeded_loss, gradients):
+        added = self.map(zeros_like, self.weights)
+        if count > 0:
+            sums = ops.stack((seeded_loss, count, ops.zeros_like(count)))
+            added = gradients
+        return ops.depend(sums, self.store.add(added))
+
+    def counted(self, sums, total):
+        return ops.unstack(sums)[1] if self.ratio else total
+
+
+# -- compiled ----------------------------------------------------------------------------------------------------------
+
+
+def of_taken(outputs, taken):
+    """Outputs of a micro-batch; of one that is left out, the scalars are zero."""
+    result: tuple = ()
+    for index in range(len(outputs)):
+        one = outputs[index]
+        if one.ndim == 0:
+            one = ops.select(taken, one, ops.zeros_like(one))
+        result = (*result, one)
+    return result

@@ -60,6 +60,7 @@ class Window(nn.Cell):
         self.may_skip = weighing.may_skip
         self.needs_division = weighing.needs_division
         self.weighs_samples = weighing.weighs_samples
+        self.has_outputs = options.aux
         self.records_noise = options.record_noise
         if options.record_noise:
             self.noise = weighing.noise
@@ -69,43 +70,57 @@ class Window(nn.Cell):
 
     def run(self, inputs, scale):
         """Forward, backward and add for a window of one batch; returns the gradients, reduced over ranks, what they are
-        to be divided by, the loss, and whether there is anything to update with."""
+        to be divided by, the loss, and whether there is anything to update with; and the outputs beside the loss."""
         plan = self.plan(inputs)
         _, size, _, _, whole = plan
         if whole and not self.may_skip and not self.store.reduces:
             # Nothing to accumulate over: the gradients need no detour through accumulators.
             unit = self.weighing.seed_per_item(inputs, plan, scale)
             sums, gradients = self.weighing.run(self.records_noise, unit, (), size, *inputs)
-            return self.weighing.reduce(gradients, sums, scale, unit)
-        return self.finish(*self.accumulate(inputs, plan, scale))
+            shown = ()
+            if self.has_outputs:
+                shown = self.means(sums[1:], sums[0], scale, unit)
+                sums = sums[0]
+            return self.weighing.reduce(gradients, sums, scale, unit), shown
+        sums, unit, shown = self.accumulate(inputs, plan, scale)
+        return self.finish(sums, unit, scale), shown
 
     def plan(self, inputs):
         """Where the batch is cut."""
         return micro_batches.graph_plan(inputs, self.micro_size, self.micro_batch_size)
 
     def accumulate(self, inputs, plan, scale):
-        """The part of `run` that this rank does alone; returns what `finish` takes."""
+        """The part of `run` that this rank does alone; returns the sums, their unit, and the outputs."""
         unit = self.weighing.seed_per_item(inputs, plan, scale)
-        return self.add_up(inputs, plan, unit), unit, scale
+        sums, shown = self.add_up(inputs, plan, scale, unit)
+        return sums, unit, shown
 
     def finish(self, sums, unit, scale):
         """The rest of `run` ."""
         return self.weighing.reduce(self.store.read(sums), sums, scale, unit)
 
     def add_batch(self, inputs, scale):
-        """Forward, backward and add for one batch of several; returns its own mean loss, on this rank."""
+        """Forward, backward and add for one batch of several; returns its own mean loss, on this rank, and outputs."""
         plan = self.plan(inputs)
-        count = self.weighing.counting.total(inputs, plan)
-        expected = self.weighing.expected(count)
+        total = self.weighing.counting.total(inputs, plan)
+        expected = self.weighing.expected(total)
         unit = self.open.begin_batch(scale, expected)
         sums = self.weighing.zero_sums()
-        if self.weighing.weighs_samples or expected >= 0:  # a bad count is NaN here, and its batch left out
-            sums = self.add_up(inputs, plan, unit)
-        return ops.depend(self.weighing.mean(sums, unit), self.open.end_batch(sums, count))
+        shown = ()
+        if self.weighing.weighs_samples or self.weighing.runs_all:
+            sums, shown = self.add_up(inputs, plan, scale, unit)
+        elif expected >= 0:  # a bad count is NaN here, and its batch left out
+            sums, _ = self.add_up(inputs, plan, scale, unit)
+        ended = self.open.end_batch(sums, self.weighing.counted(sums, total))
+        return ops.depend(self.weighing.own_mean(ops.unstack(sums)[0], sums, scale, unit), ended), shown
 
-    def add_up(self, inputs, plan, unit):
-        """Forward, backward and add for each micro-batch of a batch; returns the batch's sums."""
+    def add_up(self, inputs, plan, scale, unit):
+        """Forward, backward and add for each micro-batch of a batch; returns the batch's sums and outputs."""
         sums, prepared, inputs = self.micro_step.prepare(self.weighing.zero_sums(), unit, inputs, plan)
+        if self.has_outputs:
+            turn = self.weighing.turn
+            sums, shown = micro_batches.add_up_and_join(turn, self.records_noise, inputs, plan, unit, prepared)
+            return sums, self.means(shown, sums, scale, unit)
         start = ms.Tensor(0, ms.int32)
         loops = True
         if self.records_noise:
@@ -115,7 +130,15 @@ class Window(nn.Cell):
             sums = sums + self.weighing.turn(True, unit, prepared, size, *first)
             start = start + size
             loops = looped > size
-        return micro_batches.add_up(self.weighing.turn, sums, inputs, plan, start, loops, False, unit, prepared)
+        return micro_batches.add_up(self.weighing.turn, sums, inputs, plan, start, loops, False, unit, prepared), ()
+
+    def means(self, shown, sums, scale, unit):
+        """Outputs of which those of shape () are divided as this rank's loss is."""
+        result: tuple = ()
+        for index in range(len(shown)):
+            one = shown[index]
+            result = (*result, self.weighing.own_mean(one, sums, scale, unit) if one.ndim == 0 else one)
+        return result
 
     def reset(self, after):
         """Zero the accumulators, once `after` is there."""

@@ -7,17 +7,23 @@ from dataclasses import dataclass
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms.accumulation.accumulators import Accumulators, NoAccumulators
 from gaccum_ms.accumulation.grad_cache import TwoPasses
 from gaccum_ms.accumulation.micro_step import OneLoss, SeveralLosses
 from gaccum_ms.accumulation.noise import ALL_SUMS
 from gaccum_ms.accumulation.open_window import OpenWindow
-from gaccum_ms.accumulation.sharded_accumulators import ShardedAccumulators
-from gaccum_ms.accumulation.weighing import ByCounts, ByCountsOfEach, BySamples, MadeOf
+from gaccum_ms.accumulation.outputs import LossWithOutputs
+from gaccum_ms.accumulation.several_losses import ByCountsOfEach
+from gaccum_ms.accumulation.sharded_accumulators import store_of
+from gaccum_ms.accumulation.weighing import (
+    ByCounts,
+    ByCountsWithOutputs,
+    BySamples,
+    BySamplesWithOutputs,
+    MadeOf,
+)
 from gaccum_ms.accumulation.window import Window
 from gaccum_ms.compatibility import Setup
 from gaccum_ms.distributed.all_reduce import FusedReducer
-from gaccum_ms.distributed.layout import rank_and_ranks
 from gaccum_ms.options import Options
 
 
@@ -37,9 +43,12 @@ def kinds_of(setup: Setup, spans_batches: bool) -> Kinds:
         return Kinds(micro_step=TwoPasses)
     if setup.o.several_losses:
         return Kinds(SeveralLosses, ByCountsOfEach)
-    if spans_batches:
-        return Kinds(weighing=ByCounts, open_window=OpenWindow)
-    return Kinds(weighing=ByCounts if setup.o.counted else BySamples)
+    counts = setup.o.counted or spans_batches
+    open_window = OpenWindow if spans_batches else None
+    if setup.o.returns_ratio or setup.o.aux:
+        weighing = ByCountsWithOutputs if counts else BySamplesWithOutputs
+        return Kinds(LossWithOutputs, weighing, open_window=open_window)
+    return Kinds(weighing=ByCounts if counts else BySamples, open_window=open_window)
 
 
 def combined(
@@ -61,7 +70,7 @@ def combined(
     options = setup.o
     spans = kinds.open_window is not None
     micro_step = kinds.micro_step(options, setup.network, weights)
-    store = _store(options, weights, options.accumulates or spans, kinds.weighing.needs_division)
+    store = store_of(options, weights, options.accumulates or spans, kinds.weighing.needs_division)
     made_of = MadeOf(options, weights, grad_reducer, micro_step, store, position if spans else None)
     weighing = kinds.weighing(made_of)
     open_window = None
@@ -76,14 +85,3 @@ def fused_reducer(options: Options, step: nn.TrainOneStepCell) -> FusedReducer:
     group = step.grad_reducer.allgather.group
     noise = [ms.Parameter(ops.zeros((ALL_SUMS,), ms.float32), requires_grad=False)] * options.record_noise
     return FusedReducer([*step.weights, *noise], step.mean, step.degree, group)
-
-
-def _store(options: Options, weights: ms.ParameterTuple, accumulates: bool, sums: bool) -> nn.Cell:
-    """Where gradients add up. `sums` : they are not means, whatever ``gradients_mean`` says."""
-    if not accumulates:
-        return NoAccumulators()
-    kept_by = options.accumulator_dtype, options.compensated
-    if options.shard_accumulators and rank_and_ranks()[1] > 1:
-        means = not sums and ms.get_auto_parallel_context("gradients_mean")
-        return ShardedAccumulators(weights, *kept_by, means)
-    return Accumulators(weights, *kept_by)

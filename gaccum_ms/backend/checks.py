@@ -27,7 +27,7 @@ def check_accumulation_options(
 ) -> None:
     """The options that decide how gradients are added up and what becomes of the sum."""
     if max_grad_norm is not None:
-        _check_positive_finite(owner, "max_grad_norm", max_grad_norm)
+        check_positive_finite(owner, "max_grad_norm", max_grad_norm)
     if jit is not None and not isinstance(jit, bool):
         raise TypeError(f"For '{owner}', the argument 'jit' must be a bool or None, but got {jit!r}.")
     if not isinstance(compensated, bool):
@@ -41,13 +41,39 @@ def check_one_of(owner: str, name: str, value: Any, allowed: tuple) -> None:
         raise ValueError(f"For '{owner}', the argument '{name}' must be one of {list(allowed)}, but got {value!r}.")
 
 
-def _check_positive_finite(owner: str, name: str, value: Any) -> None:
+def check_number(owner: str, name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(
             f"For '{owner}', the argument '{name}' must be a float, but got {value!r} of type '{type(value).__name__}'."
         )
+
+
+def check_finite(owner: str, name: str, value: Any) -> None:
+    check_number(owner, name, value)
+    if not math.isfinite(value):
+        raise ValueError(f"For '{owner}', the argument '{name}' must be finite, but got {value}.")
+
+
+def check_positive_finite(owner: str, name: str, value: Any) -> None:
+    check_number(owner, name, value)
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"For '{owner}', the argument '{name}' must be positive and finite, but got {value}.")
+
+
+def check_bool(owner: str, name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"For '{owner}', the argument '{name}' must be a bool, but got {value!r}.")
+
+
+def check_transforms(owner: str, transforms: Any) -> tuple:
+    """What a finished gradient goes through, as a tuple. Classes are callable too."""
+    given = isinstance(transforms, (tuple, list))
+    if not given or not all(callable(one) and not isinstance(one, type) for one in transforms):
+        raise TypeError(
+            f"For '{owner}', the argument 'transforms' must be a tuple of Transforms, such as WeightAverage(0.999), "
+            f"and functions of the gradients, but got {described(transforms)}."
+        )
+    return tuple(transforms)
 
 
 def check_optimizer(owner: str, network: nn.Cell, optimizer: nn.Optimizer) -> None:

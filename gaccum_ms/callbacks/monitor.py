@@ -36,6 +36,7 @@ class WindowRecord:
     loss_scale: float | None
     learning_rate: float
     seconds: float
+    skipped_updates: int = 0
 
 
 class WindowMonitor(Callback):
@@ -54,9 +55,11 @@ class WindowMonitor(Callback):
     * ``loss_terms`` , with several losses: the mean of each, before `loss_weights` . ``counts`` has one entry for each
       of them then, and ``count`` is ``None`` , because they have no total in common. ``None`` with one loss.
     * ``dropped_micro_batches`` : on all ranks.
-    * ``grad_norm`` before clipping, and ``loss_scale`` ; ``None`` without `max_grad_norm` and loss scaling.
+    * ``grad_norm`` before clipping, and ``loss_scale`` ; ``None`` without `max_grad_norm` and loss scaling. Without
+      `max_grad_norm` , with :class:`SkipSpikes` , it is the norm that was judged.
     * ``learning_rate`` of the update, of the first parameter group.
     * ``seconds`` from the first batch's beginning to the update's end.
+    * ``skipped_updates`` , how many :class:`SkipSpikes` has left out so far; 0 without it.
 
     With `count` and without `accumulation_steps` a batch is its window: its loss and counts are the window's, of all
     ranks.
@@ -112,6 +115,7 @@ class WindowMonitor(Callback):
         self._counts: list[float] = []
         self._began = 0.0
         self._updates = 0  # before what may be an update
+        self._skipped = 0  # likewise
         self._scale: float | None = None
 
     def on_train_begin(self, run_context: RunContext) -> None:
@@ -141,12 +145,9 @@ class WindowMonitor(Callback):
         if step is None:
             return
         outputs = parameters.net_outputs
-        if isinstance(outputs, tuple):
-            loss, _, scale = outputs
-            self._scale = _float(scale)  # callbacks may have set it since the step's beginning
-        else:
-            loss = outputs
-        self._losses.append(_float(loss))
+        if step.update.scaled:
+            self._scale = _float(outputs[2])  # callbacks may have set it since the step's beginning
+        self._losses.append(_float(outputs[0] if isinstance(outputs, tuple) else outputs))
         self._counts += _counts(step, parameters.train_dataset_element[0].shape[0])
         if not int(step.window_position.asnumpy()):
             parameters.window_record = self._record(step, parameters.cur_epoch_num)
@@ -171,6 +172,7 @@ class WindowMonitor(Callback):
     def _look(self, step: TrainOneStepWithGradAccumulationCell) -> None:
         """What an update changes, before the next one."""
         self._updates = int(step.update_count.asnumpy())
+        self._skipped = int(_number(step, "skipped_updates") or 0)
         self._scale = _number(step, "scale_sense")
         if step.update.sens != 1.0:  # not checked for overflow, and the optimizer takes it out
             self._scale = step.update.sens
@@ -178,6 +180,9 @@ class WindowMonitor(Callback):
     def _record(self, step: TrainOneStepWithGradAccumulationCell, epoch: int) -> WindowRecord:
         update = int(step.update_count.asnumpy())
         updated = update > self._updates
+        skipped = int(_number(step, "skipped_updates") or 0)
+        judged = updated or skipped > self._skipped  # else its norm is an older window's
+        grad_norm = _number(step, "grad_norm")
         batches, terms = _number(step, "window_batches"), _numbers(step, "loss_terms")
         count = _number(step, "window_count")
         if count is None and terms is None:
@@ -193,11 +198,12 @@ class WindowMonitor(Callback):
             count=count,
             loss_terms=None if terms is None else tuple(terms),
             dropped_micro_batches=int(_number(step, "dropped_micro_batches") or 0),
-            grad_norm=_number(step, "grad_norm"),
+            grad_norm=_number(step, "judged_norm") if grad_norm is None and judged else grad_norm,
             loss_scale=self._scale,
             # Read now, because callbacks may have set it since the batch's beginning.
             learning_rate=current_learning_rate(step.optimizer, updates_ago=int(updated)),
             seconds=time.perf_counter() - self._began,
+            skipped_updates=skipped,
         )
         self.records.append(record)
         self._losses, self._counts = [], []

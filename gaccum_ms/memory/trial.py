@@ -24,6 +24,7 @@ from gaccum_ms.distributed.layout import rank_and_ranks
 from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer
 from gaccum_ms.memory.child import Usage, run_in_child
 from gaccum_ms.memory.meter import AllocatorMeter, ProcessMeter
+from gaccum_ms.transforms.chain import others
 
 if TYPE_CHECKING:
     from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell as Step
@@ -110,7 +111,8 @@ class Trials:
             with warnings.catch_warnings():  # the step that is to train says it
                 warnings.filterwarnings("ignore", message="For 'GradAccumulationCell', the network has .* BatchNorm")
                 sizes = {} if self.cell.finds_size else {"micro_size": None, "micro_batch_size": size}
-                step = _step_class(self.cell.with_options(**sizes), optimizer).set_train()
+                cell = self.cell.with_options(transforms=others(self.cell.transforms), **sizes)
+                step = _step_class(cell, optimizer).set_train()
         if step.spans_batches:
             step.set_accumulation_steps(1)  # so that each batch ends in an update
         if step._auto is not None:

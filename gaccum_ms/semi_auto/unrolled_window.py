@@ -112,6 +112,7 @@ class UnrolledWindow(nn.Cell):
     needs_division = False
     is_sharded = True
     spans_batches = False
+    has_outputs = False
     weighs_samples = False
     micro_batch_size = None  # its number of micro-batches is fixed
 
@@ -133,18 +134,18 @@ class UnrolledWindow(nn.Cell):
             self.window_count = record("window_count")
 
     def run(self, inputs, scale):
-        """As `Window.run` ."""
+        """As `Window.run` ; there are no outputs."""
         result = self.batch_loss(*inputs)
         seed = ops.stack((scale, ops.zeros_like(scale))) if self.may_skip else scale
         gradients = self.backward(self.batch_loss, self.weights)(*inputs, seed)
         if self.accumulates and not self.optimizer_is_sharded:
             gradients = self.store.read(gradients)
         if not self.may_skip:
-            return gradients, scale, result, True
+            return (gradients, scale, result, True), ()
         loss, total = ops.unstack(result)
         loss = ops.depend(loss, ops.assign(self.window_count, total))
         # The mean of a micro-batch that counts nothing is NaN, and with it the loss.
-        return gradients, scale, loss, ops.logical_and(total > 0, ops.isfinite(loss))
+        return (gradients, scale, loss, ops.logical_and(total > 0, ops.isfinite(loss))), ()
 
     def on_any_rank(self, condition):
         """Gradients are this device's parts: what one device finds in its own is told to all."""

@@ -11,7 +11,7 @@ import mindspore as ms
 from mindspore import nn
 
 from gaccum_ms import compatibility
-from gaccum_ms.backend.checks import check_optimizer, described
+from gaccum_ms.backend.checks import check_accumulation_options, check_optimizer, check_transforms, described
 from gaccum_ms.backend.convolutions import limit_instructions_for, limit_instructions_for_weights
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.compatibility import SEMI_AUTO, Setup
@@ -19,6 +19,7 @@ from gaccum_ms.distributed.ranks import check_parallel_mode
 from gaccum_ms.layers.batchnorm import refuse_sync_batch_norm, warn_about_batch_norm
 from gaccum_ms.layers.sparse import refuse_sparse_gradients
 from gaccum_ms.losses.batch_loss import passes, warn_about_two_passes
+from gaccum_ms.options import Options
 from gaccum_ms.semi_auto import modes
 
 
@@ -74,6 +75,22 @@ def admit_weights(owner: str, optimizer: Any) -> ms.ParameterTuple:
     weights = ms.ParameterTuple(optimizer.parameters)
     limit_instructions_for_weights(weights)
     return weights
+
+
+def accumulator_options(
+    max_grad_norm: Any, transforms: Any, accumulator_dtype: Any, compensated: Any, overflow: Any, jit: Any
+) -> Options:
+    """The options of a GradAccumulator, checked."""
+    owner = "GradAccumulator"
+    check_accumulation_options(owner, max_grad_norm, accumulator_dtype, compensated, overflow, jit)
+    return Options(
+        max_grad_norm=max_grad_norm,
+        transforms=check_transforms(owner, transforms),
+        accumulator_dtype=accumulator_dtype,
+        compensated=compensated,
+        overflow=overflow,
+        jit=jit,
+    )
 
 
 def check_gradients(gradients: Any, weights: Sequence[ms.Parameter]) -> None:

@@ -45,7 +45,7 @@ def search_by(search: Any) -> None:
 
 
 class AddBatch(OwnGraph):
-    """A batch, on this rank alone. Returns what must be known when the window ends, the loss scale last."""
+    """A batch, on this rank alone. Returns what must be known when the window ends, outputs, and the loss scale."""
 
     def __init__(self, window: nn.Cell, update: Update, jit: bool) -> None:
         super().__init__(jit)
@@ -57,8 +57,10 @@ class AddBatch(OwnGraph):
         scale = self.update.scale()
         inputs = clear_flag(inputs)
         if self.spans_batches:
-            return self.window.add_batch(inputs, scale), scale
-        return self.window.accumulate(inputs, self.window.plan(inputs), scale)
+            loss, shown = self.window.add_batch(inputs, scale)
+            return (loss, *shown, scale)
+        sums, unit, shown = self.window.accumulate(inputs, self.window.plan(inputs), scale)
+        return (sums, unit, *shown, scale)
 
 
 class EndBatch(OwnGraph):
@@ -96,6 +98,7 @@ class AutoSize:
         if self.size is None:
             self._find(inputs)
         *kept, scale = self._add(inputs)
+        kept, shown = (kept[:1], kept[1:]) if step.spans_batches else (kept[:2], kept[2:])
         loss, overflow = kept[0], ms.Tensor(False, ms.bool_)
         if not step.spans_batches or step.window.open.is_full:
             try:
@@ -108,7 +111,9 @@ class AutoSize:
             else:
                 loss, overflow = self._end.run_alone(*kept, scale)
         overwrite(step.batch_count, step.batch_count + 1)
-        return (loss, overflow, scale) if step.update.scaled else loss
+        if step.update.scaled:
+            return (loss, overflow, scale, *shown)
+        return (loss, *shown) if step.window.has_outputs else loss
 
     def agree(self) -> None:
         """Before a window's end: go on with the smallest size of all ranks. A collective, where there are several."""

@@ -19,11 +19,11 @@ from gaccum_ms.accumulation.reduction import CountedReduction, scale_by
 from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.accumulation.update import Update, WindowEnd
 from gaccum_ms.backend import graphs, no_grad
-from gaccum_ms.backend.checks import check_accumulation_options, check_positive_int
+from gaccum_ms.backend.checks import check_positive_int
 from gaccum_ms.backend.cpu_kernels import all_finite
 from gaccum_ms.backend.parameters import counter, hold_weights, overwrite, show_records
 from gaccum_ms.losses import counts
-from gaccum_ms.training.admission import admit_weights, check_gradients, checked_count
+from gaccum_ms.training.admission import accumulator_options, admit_weights, check_gradients, checked_count
 from gaccum_ms.training.provenance import RULES, Provenance, Resumable
 
 _NAME = "GradAccumulator"
@@ -67,6 +67,7 @@ class GradAccumulator(Resumable, nn.Cell):
     Keyword Args:
         max_grad_norm (float, optional): Scale the finished, reduced gradient down to this global norm where it is
             larger. Default: ``None`` , no clipping.
+        transforms (Sequence, optional): As in :class:`GradAccumulationCell` . Default: ``()`` .
         accumulator_dtype (mindspore.dtype, optional): As in :class:`GradAccumulationCell` .
             Default: ``mindspore.float32`` .
         compensated (bool, optional): As in :class:`GradAccumulationCell` . Default: ``False`` .
@@ -131,6 +132,7 @@ class GradAccumulator(Resumable, nn.Cell):
         accumulation_steps: int,
         *,
         max_grad_norm: float | None = None,
+        transforms: Sequence[Any] = (),
         accumulator_dtype: ms.Type | None = ms.float32,
         compensated: bool = False,
         overflow: str = "drop_window",
@@ -139,13 +141,13 @@ class GradAccumulator(Resumable, nn.Cell):
     ) -> None:
         super().__init__(auto_prefix=False)
         check_positive_int(_NAME, "accumulation_steps", accumulation_steps)
-        check_accumulation_options(_NAME, max_grad_norm, accumulator_dtype, compensated, overflow, jit)
+        options = accumulator_options(max_grad_norm, transforms, accumulator_dtype, compensated, overflow, jit)
         weights = admit_weights(_NAME, optimizer)
         self._scaling = _Scaling(needed=scale_sense is not None)
         self.optimizer = optimizer
         hold_weights(self, weights)
         self._jit = bool(jit)
-        self.drops = overflow == "drop_micro_batch"
+        self.drops = options.drops
         self.map = ops.HyperMap()
         self.window_position = counter("window_position")
         self.window = OpenWindow(
@@ -155,11 +157,11 @@ class GradAccumulator(Resumable, nn.Cell):
             self.window_position,
             accumulation_steps,
         )
-        self.update = Update(_NAME, optimizer, weights, self.window, max_grad_norm, self.drops, scale_sense)
+        self.update = Update(_NAME, optimizer, weights, self.window, options, scale_sense)
         self.end_window = WindowEnd(self.window, self.update, self._jit)
         self.summed_ranks = self.window.reduction.sum_over_ranks.summed_ranks()
         self.accu_grads = self.window.accumulators.sums
-        show_records(self, self.window, self.update)
+        show_records(self, self.window, self.update, *self.update.links)
         self.batch_count = counter("batch_count")
         distributed = self.window.reduction.sum_over_ranks.reduces
         self.provenance = Provenance(_NAME, ("batches", "counts"), accumulation_steps, distributed)

@@ -17,6 +17,7 @@ from mindspore.communication import get_group_size, get_rank
 from gaccum_ms.backend.parameters import counter, of_this_rank, overwrite, own
 from gaccum_ms.backend.storage import keep_in_place, parameters_of
 from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer, whole_state
+from gaccum_ms.training.averages import Averaged
 
 if TYPE_CHECKING:
     from gaccum_ms.accumulation.open_window import OpenWindow
@@ -29,7 +30,7 @@ RULES = (*_WEIGHTS, *(rule + SHARDED for rule in _WEIGHTS))
 
 def rule_of(options: Options, on_ranks: bool) -> str:
     """By what the micro-batches of a step weigh; on several ranks also, where their sums are."""
-    weighs_by = "counts" if options.own_count is not None else "samples" if options.loss_is_mean else "sums"
+    weighs_by = "counts" if options.counts_items else "samples" if options.loss_is_mean else "sums"
     return weighs_by + SHARDED * (options.shard_accumulators and on_ranks)
 
 
@@ -151,7 +152,7 @@ class Provenance(nn.Cell):
         overwrite(self.configured_steps, ms.Tensor(self.own_steps, ms.int32))
 
 
-class Resumable:
+class Resumable(Averaged):
     """What step and accumulator have in common: they are saved and gone on with. Mixed into their Cells."""
 
     optimizer: nn.Optimizer
@@ -172,6 +173,7 @@ class Resumable:
     def load(self, values: Mapping[str, np.ndarray]) -> None:
         """Take over what a checkpoint holds, by name, also in the middle of training; `gaccum_ms.resume` checks it."""
         with whole_state(self.optimizer):
+            self.update.begin_anew()
             self.provenance.load(self, values, self._open_window())
 
     def _keep_in_place(self) -> None:
@@ -182,5 +184,6 @@ class Resumable:
         keep_in_place(parameters_of(self))
 
     def _begin(self) -> None:
+        self._refuse_to_train_averages()
         if not self.provenance.begun or self.provenance.loaded:
             self.provenance.begin(self._open_window(), int(self.window_position.asnumpy()))

@@ -49,7 +49,7 @@ class CalledFromPython:
                 self.update.statistics.reset_eagerly()
             explain_sparse_gradients(error)
             raise
-        if self._setup.o.own_count is not None:
+        if self._setup.o.counts_items:
             self._check_count(inputs)
         return outputs
 
@@ -99,6 +99,14 @@ class CalledFromPython:
         total = (self.batch_items if self.spans_batches else self.window_count).asnumpy()
         if (total == total).all():
             return
+        if self._setup.o.returns_ratio:
+            raise ValueError(
+                "For 'GradAccumulationCell', with reduction='ratio' the network must return a denominator that is a "
+                "finite number of items and not negative, but got one that is negative, infinite or NaN for a "
+                "micro-batch of this rank or, where this rank's are fine, of another. "
+                + _consequence(self.spans_batches, True)
+                + ": correct the network and go on."
+            )
         plan = micro_batches.plan_split(
             micro_batches.batch_shapes(inputs), self._setup.o.micro_size, self.window.micro_batch_size
         )
@@ -110,10 +118,16 @@ class CalledFromPython:
             for count in self._setup.o.counts
             if count is not None
         ]
-        kept = "The batch is left out of its window"
-        if not self.spans_batches:
-            kept = "Where these are fine, another rank's are not. Nothing was changed"
+        others = "" if self.spans_batches else "Where these are fine, another rank's are not. "
         raise ValueError(
             f"For 'GradAccumulationCell', 'count' must return a finite number of items that is not negative, but got "
-            f"{counted} for the micro-batches of this rank. {kept}: correct 'count' and go on."
+            f"{counted} for the micro-batches of this rank. {others}"
+            f"{_consequence(self.spans_batches, self.window.weighing.runs_all)}: correct 'count' and go on."
         )
+
+
+def _consequence(spans_batches: bool, was_added: bool) -> str:
+    """Of a bad count. `was_added` : it came to light when some of its batch was in the accumulators."""
+    if not spans_batches:
+        return "Nothing was changed"
+    return "The window that the batch is in does not update" if was_added else "The batch is left out of its window"

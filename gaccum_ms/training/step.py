@@ -10,6 +10,7 @@
         divide by total count and loss scale    (from here on: update.py)
         clip by global norm
         finite, and something counted?          all ranks agree
+            the other transforms                (transforms/chain.py) change the gradient, or veto the update
             update, or skip
         adjust the loss scale
         reset the accumulators
@@ -93,7 +94,8 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
     Outputs:
         Tensor of shape :math:`()`, float32: the loss of the whole batch; with `accumulation_steps` , on this rank. With
         `scale_sense` , as MindSpore's step, a tuple of that loss; whether the window overflowed and did not update, a
-        bool Tensor of shape :math:`()`; and the scale that it ran with, float32 of shape :math:`()`.
+        bool Tensor of shape :math:`()`; and the scale that it ran with, float32 of shape :math:`()`. With the cell's
+        `aux` , a tuple of these and the network's other outputs.
 
         Callbacks find the rest in Parameters of the step. Int32, of shape :math:`()`: ``update_count`` and
         ``batch_count`` , updates made and batches seen so far; ``window_position`` , batches in the open window. Of the
@@ -101,7 +103,8 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
         ``window_count`` (with `count` , ``overflow="drop_micro_batch"`` or `accumulation_steps` ), the total count of
         all ranks; ``dropped_micro_batches`` (likewise), how many were left out on all ranks; ``loss_terms`` (with
         several losses), the mean of each; ``window_loss`` (with `accumulation_steps` ), the mean loss; ``noise_sums``
-        (with `record_noise` ), of which :class:`GradNoiseScale` makes its estimates.
+        (with `record_noise` ), of which :class:`GradNoiseScale` makes its estimates; with :class:`SkipSpikes` what it
+        names.
 
     Raises:
         TypeError: If `network` is not a GradAccumulationCell, `optimizer` not an Optimizer, `scale_sense` neither
@@ -165,17 +168,8 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
         self.window = self._make_window()
         rules = (rule_of(options, self.reducer_flag),)
         self.provenance = Provenance(_NAME, rules, options.accumulation_steps, self.reducer_flag)
-        self.update = Update(
-            _NAME,
-            optimizer,
-            self.weights,
-            self._open_window() or self.window,
-            options.max_grad_norm,
-            options.drops,
-            scale_sense,
-            network=setup.network,
-            keeps_norm=options.record_noise,
-        )
+        ended = self._open_window() or self.window
+        self.update = Update(_NAME, optimizer, self.weights, ended, options, scale_sense, setup.network)
         self._prepare_window()
         if self._unrolled:
             self.set_train()  # the compiler's passes ask for it
@@ -195,14 +189,11 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
         if self.spans_batches:
             self.end_window = WindowEnd(self.window.open, self.update, self._jit)
         self.accu_grads = self.window.store.sums
-        show_records(self, self.window, self._open_window(), self.update)
+        show_records(self, self.window, self._open_window(), self.update, *self.update.links)
 
     def let_windows_span_batches(self) -> None:
-        """Make the step ready for :meth:`set_accumulation_steps` , for a cell without `accumulation_steps` .
-
-        Raises:
-            ValueError: If the network has several losses, or one that needs the whole window at once.
-            RuntimeError: If the step has run: its graph is for windows of one batch.
+        """Make the step ready for :meth:`set_accumulation_steps` , for a cell without `accumulation_steps` . Refused
+        for several losses, for a loss of the whole batch, and once the step has run with windows of one batch.
         """
         if self.spans_batches:
             return
@@ -287,14 +278,15 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
         scale = self.update.scale()
         inputs = clear_flag(inputs)
         if self.spans_batches:
-            loss = self.window.add_batch(inputs, scale)
+            loss, shown = self.window.add_batch(inputs, scale)
             overflow = ms.Tensor(False, ms.bool_)
             if self.window.open.is_complete(loss):
                 overflow = self.end_window(loss)
                 loss = ops.depend(loss, overflow)
         else:
-            loss, overflow = self.update(*self.window.run(inputs, scale))
+            window, shown = self.window.run(inputs, scale)
+            loss, overflow = self.update(*window)
         loss = ops.depend(loss, ops.assign_add(self.batch_count, ms.Tensor(1, ms.int32)))
         if self.update.scaled:
-            return loss, overflow, scale
-        return loss
+            return (loss, overflow, scale, *shown)
+        return (loss, *shown) if self.window.has_outputs else loss

@@ -12,7 +12,9 @@ from support.reuse import Reused
 from support.state import assert_identical, everything
 
 from gaccum_ms import CountMask, CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
-from gaccum_ms.accumulation.weighing import ByCounts, ByCountsOfEach, Counting
+from gaccum_ms.accumulation.counting import Counting
+from gaccum_ms.accumulation.several_losses import ByCountsOfEach
+from gaccum_ms.accumulation.weighing import ByCounts
 
 COUNT_MASK = CountMask()
 START = np.linspace(-1, 1, 4)
@@ -393,7 +395,7 @@ def test_count_not_ignored_is_cross_entropys_own_divisor(ignore_index, pynative)
         ({"loss_weights": (1.0, float("nan"))}, ValueError, "'loss_weights' must be finite"),
         ({"loss_weights": ()}, ValueError, r"'loss_weights' must be finite, one for each loss, but got \(\)"),
         ({"count": (None, None), "loss_weights": (1.0,)}, ValueError, r"2 count\(s\) and 1 weight\(s\)"),
-        ({"reduction": "max"}, ValueError, r"'reduction' must be one of \['mean', 'sum'\], but got 'max'"),
+        ({"reduction": "max"}, ValueError, r"'reduction' must be one of \['mean', 'sum', 'ratio'\], but got 'max'"),
         ({"overflow": None}, ValueError, "'overflow' must be one of .* but got None"),
         (
             {"reduction": "sum", "loss_weights": (1.0, 1.0)},

@@ -46,13 +46,25 @@ class Tokens(nn.Cell):
     The mean over a mask of zeros is 0 / 0, as it is in user code.
     """
 
-    def __init__(self, losses: tuple[str, ...], reduction: str) -> None:
+    def __init__(self, losses: tuple[str, ...], reduction: str, shows: bool = False) -> None:
         super().__init__()
         self.weight = ms.Parameter(Tensor(START, ms.float32), name="weight")
         self.losses = losses
         self.mean = reduction == "mean"
+        self.ratio = reduction == "ratio"
+        self.shows = shows
 
     def construct(self, x, y, mask):
+        result = self.the_losses(x, y, mask)
+        if self.ratio:
+            count = mask.sum()
+            result = (result / count * count, count)  # of nothing NaN
+        if self.shows:
+            result = (*result, result[0]) if self.ratio else (result, result)
+            result = (*result, (x * self.weight).sum(-1))
+        return result
+
+    def the_losses(self, x, y, mask):
         result = ()
         for loss in self.losses:
             result = (*result, self.tokens(x, y, mask) if loss == "tokens" else self.samples(x, y))
@@ -99,6 +111,14 @@ class Scenario:
     @property
     def reduction(self) -> str:
         return self.options.get("reduction", "mean")
+
+    @property
+    def counted(self) -> bool:
+        return "count" in self.options or self.reduction == "ratio"
+
+    @property
+    def shows(self) -> bool:
+        return self.options.get("aux", False)
 
     @property
     def drops(self) -> bool:
@@ -200,6 +220,8 @@ def number_of_samples(x, y, mask):
 BOTH = {"count": (CountMask(), None), "loss_weights": (1.0, 0.5)}
 MASK = {"count": CountMask()}
 DROP = {"overflow": "drop_micro_batch"}
+RATIO = {"reduction": "ratio"}
+SHOWN = {"aux": True}
 TWO = ("tokens", "samples")
 FEW = [(0, 1), (1, 2)]
 SOUND = (Window("first", plain(0)), Window("second", plain(1)))
@@ -227,6 +249,14 @@ SCENARIOS: dict[str, Scenario] = {
         SOUND, {"count": (CountMask(), number_of_samples), "reduction": "sum"}, TWO, mode="pynative"
     ),
     "two losses of samples": Scenario(SOUND, {"loss_weights": (1.0, 0.5)}, ("samples", "samples"), mode="pynative"),
+    "ratio": Scenario(COUNT_ZERO + BAD_COUNTS, RATIO, mode="pynative"),
+    "ratio, clipped": Scenario(overflow_windows(FEW), {**RATIO, "max_grad_norm": 0.1}, scaled=True, mode="pynative"),
+    "ratio, drop micro-batch": Scenario(dropped_windows(FEW) + BAD_COUNTS, {**RATIO, **DROP}, scaled=True),
+    "ratio, sharded": Scenario(SOUND + COUNT_ZERO + BAD_COUNTS, {**RATIO, "shard_accumulators": True}),
+    "outputs": Scenario(SOUND, SHOWN, ("samples",), mode="pynative"),
+    "outputs, count": Scenario(COUNT_ZERO, {**MASK, **SHOWN}, mode="pynative"),
+    "outputs, count, sharded": Scenario(SOUND, {**MASK, **SHOWN, "shard_accumulators": True}, mode="pynative"),
+    "outputs, ratio": Scenario(SOUND + COUNT_ZERO, {**RATIO, **SHOWN}, scaled=True),
     "drop window": Scenario(overflow_windows(ALL) + counted_windows()[2:], MASK, scaled=True),
     "drop window, eager": Scenario(overflow_windows(FEW[:1]), MASK, scaled=True, mode="pynative"),
     "drop micro-batch": Scenario(dropped_windows(ALL) + BAD_COUNTS, {**MASK, **DROP}, scaled=True),
@@ -242,7 +272,7 @@ SCENARIOS: dict[str, Scenario] = {
 
 
 def make_step(scenario: Scenario) -> TrainOneStepWithGradAccumulationCell:
-    network = Tokens(scenario.losses, scenario.reduction) if scenario.losses else Labels()
+    network = Tokens(scenario.losses, scenario.reduction, scenario.shows) if scenario.losses else Labels()
     weights = network.trainable_params()
     optimizer = nn.Momentum(weights, nn.ExponentialDecayLR(RATE, DECAY, 1), MOMENTUM)
     scale = nn.DynamicLossScaleUpdateCell(SCALE, 2, 1000) if scenario.scaled else None
@@ -260,12 +290,13 @@ def play(scenario: Scenario, rank: int) -> Iterator[dict[str, Any]]:
         try:
             outputs = step(*map(Tensor, window.ranks[rank]))
         except ValueError as error:
-            if "'count'" not in str(error):
+            if "'count'" not in str(error) and "denominator" not in str(error):
                 raise
             row["error"] = True
         else:
             names = ("loss", "overflow", "scale") if scenario.scaled else ("loss",)
-            outputs = outputs if scenario.scaled else (outputs,)
+            names += ("own_loss", "shown") if scenario.shows else ()
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             row |= {name: output.asnumpy() for name, output in zip(names, outputs, strict=True)}
         yield row | look(step, scenario)
 
@@ -286,7 +317,7 @@ def look(step: TrainOneStepWithGradAccumulationCell, scenario: Scenario) -> dict
         seen["terms"] = as_numpy(step.loss_terms)
     if scenario.drops:
         seen["dropped"] = as_numpy(step.dropped_micro_batches)
-    if scenario.drops or "count" in scenario.options:
+    if scenario.drops or scenario.counted:
         seen["count"] = as_numpy(step.window_count)
     return seen
 

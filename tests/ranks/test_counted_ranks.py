@@ -78,17 +78,22 @@ def expected(scenario: Scenario, rank: int) -> list[dict[str, Any]]:
     weights = scenario.options.get("loss_weights", (1.0,) * len(losses))
     max_norm = scenario.options.get("max_grad_norm", np.inf)
     # Without counts, ranks add up their gradients or average them, and each reports its own loss, as in MindSpore.
-    counted = "count" in scenario.options
+    counted = scenario.counted
     sums_stay = not counted and scenario.reduction == "sum"
     rows: list[dict[str, Any]] = []
     for window in scenario.windows:
         if window.expect == "error":
-            rows.append({**rows[-1], "loss": None, "terms": None, "count": None, "dropped": None})
+            rows.append({**rows[-1], "loss": None, "terms": None, "count": None, "dropped": None, "shown": None})
             continue
         with np.errstate(invalid="ignore", over="ignore"):
             both = [together(loss, scenario, window.ranks, weight) for loss in losses]
             own = [together(loss, scenario, [window.ranks[rank]], weight)[0] for loss in losses]
         totals, dropped = [total for total, _ in both], both[0][1]
+        x = window.ranks[rank][0].astype(np.float64)
+        outputs = {
+            "shown": x @ weight if x.shape[-1:] == weight.shape else None,
+            "own_loss": over(own[0], own[0][1])[0],
+        }
         shown = [one if sums_stay else over(one, one[1]) for one in (totals if counted else own)]
         if window.expect == "update":
             if counted or scenario.drops:
@@ -106,7 +111,7 @@ def expected(scenario: Scenario, rank: int) -> list[dict[str, Any]]:
         if not counted and not scenario.drops:
             counts = np.array([total[1] for total in own])
         row = {"weight": weight, "moment": moment, "updates": updates, "scale": scale, "dropped": dropped}
-        row |= {"terms": terms, "loss": float(np.dot(weights, terms)), "count": counts.squeeze()}
+        row |= outputs | {"terms": terms, "loss": float(np.dot(weights, terms)), "count": counts.squeeze()}
         if window.expect == "overflow" and not scenario.drops:
             row |= {"terms": None, "loss": None, "count": None}  # not finite, as in MindSpore
         if window.expect == "overflow" or dropped:
@@ -125,7 +130,7 @@ def check(seen: Results, scenario: Scenario, rank: int) -> None:
         for name in ("updates", "scale_after", "dropped"):
             if name in seen and wanted[name] is not None:
                 assert seen[name][index] == wanted[name], (window.name, name, seen[name][index], wanted[name])
-        for name in ("weight", "moment", "loss", "terms", "count"):
+        for name in ("weight", "moment", "loss", "terms", "count", "own_loss", "shown"):
             if name in seen and wanted[name] is not None:
                 error = relative_error(seen[name][index], wanted[name])
                 assert error < TOLERANCE, (window.name, name, error, seen[name][index], wanted[name])
@@ -138,7 +143,7 @@ def check(seen: Results, scenario: Scenario, rank: int) -> None:
 # -- the tests ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.core(name=["sum", "two losses", "drop window", "drop micro-batch"])
+@pytest.mark.core(name=["sum", "two losses", "drop window", "drop micro-batch", "ratio", "outputs, ratio"])
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in CONTROLS])
 def test_equals_all_tokens_in_one_batch(ranks, name):
     for rank in range(2):

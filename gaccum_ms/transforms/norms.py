@@ -1,4 +1,4 @@
-"""Clipping by global norm, once, on the finished gradient: reduced over ranks, before the optimizer sees it.
+"""Global norms of gradients, and clipping by them; the norm of the finished gradient: reduced over ranks.
 
 Clipping each micro-batch would bound the wrong thing: the norm of a mean is not the mean of the norms.
 """

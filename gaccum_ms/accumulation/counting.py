@@ -1,0 +1,44 @@
+"""What micro-batches count, before they run: as `count` says, or their samples."""
+
+from __future__ import annotations
+
+import mindspore as ms
+from mindspore import nn, ops
+
+from gaccum_ms.accumulation import micro_batches
+from gaccum_ms.losses import counts
+from gaccum_ms.options import Options
+
+
+class Counting(nn.Cell):
+    """Counts micro-batches: a number, or with several losses one for each.
+
+    Args:
+        options (Options): The options.
+    """
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(auto_prefix=False)
+        self.counts = nn.CellList([counts.count_cell(count) for count in options.counts], auto_prefix=False)
+        self.by_samples = options.own_count is None
+        self.number = options.losses
+        self.several = options.several_losses
+        self.shape = (self.number,) if self.several else ()
+
+    def of(self, *micro_batch):
+        if self.several:
+            return ops.stack([self.of_term(term, *micro_batch) for term in range(self.number)])
+        return self.of_term(0, *micro_batch)
+
+    def of_term(self, term, *micro_batch):
+        return counts.valid_or_nan(self.counts[term](*micro_batch))
+
+    def total(self, inputs, plan):
+        """The counts of this rank's batch. Each micro-batch is counted: a bad count must not hide in the others'."""
+        total = ops.zeros(self.shape, ms.float32)
+        if self.by_samples:
+            return total + plan[0]
+        return micro_batches.add_up(self.turn, total, inputs, plan, ms.Tensor(0, ms.int32), True)
+
+    def turn(self, size, *micro_batch):
+        return self.of(*micro_batch)

@@ -1,0 +1,100 @@
+"""What a network returns beside its loss: the loss's denominator, and outputs for the user. Nothing of it enters the
+gradient.
+
+Outputs are of samples, where axis 0 has the micro-batch's length, or of shape (). The first are put behind each other
+in the batch's order (micro_batches.py); the second are added up and divided as the loss is.
+"""
+
+from __future__ import annotations
+
+import mindspore as ms
+from mindspore import nn, ops
+from mindspore.ops.functional import typeof
+
+from gaccum_ms.accumulation import micro_batches
+from gaccum_ms.accumulation.micro_step import float32_losses, shape_or_none
+from gaccum_ms.losses import counts
+from gaccum_ms.options import Options
+
+_WANTED = {
+    (True, False): "(numerator, denominator)",
+    (False, True): "(loss, *aux)",
+    (True, True): "(numerator, denominator, *aux)",
+}
+
+
+@ops.constexpr(check=False)  # which warns of shapes that are open
+def _check_outputs(kinds, shapes, ratio, aux, rows):
+    """`rows` : of the micro-batch; None where that is open."""
+    first_aux = 1 + ratio
+    options = "reduction='ratio'" * ratio + " and " * (ratio and aux) + "aux=True" * aux
+    wanted = f"For 'GradAccumulationCell', with {options} the network must return {_WANTED[ratio, aux]}"
+    if kinds is None or len(kinds) < first_aux + aux or (len(kinds) > first_aux and not aux):
+        got = "one output" if kinds is None else f"a tuple of {len(kinds)}"
+        raise ValueError(f"{wanted}, a tuple, but got {got}. Return such a tuple, or leave {options} out.")
+    if ratio:
+        is_number = type(kinds[1]).__name__ in ("Int", "UInt", "Float")
+        if shapes[0] != () or not (is_number or shapes[1] == ()):
+            pair = [f"'{kinds[at]}'" if shapes[at] is None else f"shape {shapes[at]}" for at in range(2)]
+            raise ValueError(
+                f"{wanted}, of which the numerator is a Tensor of shape () and the denominator one or a number, but "
+                f"got {pair[0]} and {pair[1]}. Sum them over all axes."
+            )
+    for position in range(first_aux, len(kinds)):
+        shape = shapes[position]
+        if shape is None:
+            raise TypeError(
+                f"{wanted}, where each of 'aux' is a Tensor, but output {position} got '{kinds[position]}'. Return the "
+                f"Tensors of a tuple or dict as outputs of their own."
+            )
+        if shape and rows is not None and shape[0] is not None and shape[0] not in (rows, -1):
+            raise ValueError(
+                f"{wanted}, where each of 'aux' has shape (), or the micro-batch's {rows} samples along axis 0, but "
+                f"output {position} got shape {shape}. Return a mean of shape (), or a row for each sample."
+            )
+
+
+class LossWithOutputs(nn.Cell):
+    """The network returns a tuple: its loss, with ``reduction="ratio"`` a sum and the count of its items; and, with
+    `aux` , more. Part of the sums: the loss times its seed, and with it the rest."""
+
+    def __init__(self, options: Options, network: nn.Cell, weights: ms.ParameterTuple) -> None:
+        super().__init__(auto_prefix=False)
+        self.network = network
+        self.loss_is_mean = options.loss_is_mean
+        self.ratio = options.returns_ratio
+        self.aux = options.aux
+        self.first_aux = 1 + self.ratio
+        # What comes after the first output goes into no gradient.
+        self.backward = ops.value_and_grad(self.seeded_outputs, None, weights, has_aux=True)
+
+    def prepare(self, sums, unit, inputs, plan):
+        return sums, (), inputs
+
+    def run(self, seed, prepared, size, *micro_batch):
+        """Returns (the loss times its seed, the denominator of a ratio, outputs), and the gradients."""
+        return self.backward(seed, size, *micro_batch)
+
+    def seeded_outputs(self, seed, rows, *micro_batch):
+        outputs = self.network(*micro_batch)
+        kinds = None
+        shapes = None
+        if isinstance(outputs, (tuple, list)):
+            kinds = [typeof(one) for one in outputs]
+            shapes = [shape_or_none(one) for one in outputs]
+        known_rows = None if isinstance(rows, ms.Tensor) else rows
+        _check_outputs(kinds, shapes, self.ratio, self.aux, known_rows)
+        result: tuple = (float32_losses(outputs[0], 1)[0] * seed,)
+        if self.ratio:
+            result = (*result, counts.valid_or_nan(outputs[1]))
+        for index in range(self.first_aux, len(outputs)):
+            one = outputs[index]
+            if one.ndim == 0:
+                one = ops.cast(one, ms.float32) * seed
+            result = (*result, one)
+        return result
+
+    # -- not compiled --------------------------------------------------------------------------------------------------
+
+    def check_plan(self, plan: micro_batches.SplitPlan) -> None:
+        """Before a batch: it may be cut in any way."""

@@ -1,0 +1,142 @@
+"""What the adapters have in common: packages' arguments, as our cell and step have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mindspore as ms
+from mindspore import nn, ops
+from mindspore.amp import DynamicLossScaler, LossScaler, StaticLossScaler
+
+from gaccum_ms.backend.checks import check_positive_int, described
+from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
+from gaccum_ms.transforms.transform import Transform
+
+
+class MovedAverage(Transform):
+    """The package's own EMA, which its callbacks know, moved once per update.
+
+    Args:
+        owner (str): What errors name.
+        ema (Cell): Its EMA.
+        method (str): Its method that moves it, ``"update"`` or ``"ema_update"`` .
+
+    Raises:
+        TypeError: If `ema` is no Cell with that method.
+    """
+
+    def __init__(self, owner: str, ema: nn.Cell, method: str) -> None:
+        super().__init__()
+        if not isinstance(ema, nn.Cell) or not hasattr(ema, method):
+            raise TypeError(
+                f"For '{owner}', the argument 'ema' must be the package's EMA, a Cell with a method '{method}', but "
+                f"got {described(ema)}."
+            )
+        self.ema = ema
+        self.by_update = method == "update"
+
+    # -- compiled ------------------------------------------------------------------------------------------------------
+
+    def after_update(self, after):
+        moved = self.ema.update() if self.by_update else self.ema.ema_update()
+        return ops.depend(after, moved)
+
+
+def scale_of(owner: str, scale: Any, name: str = "scale_sense") -> nn.Cell | ms.Tensor:
+    """A loss scale as our step takes it: of a number, a Tensor, a Cell that adjusts it, or a LossScaler.
+
+    Raises:
+        TypeError: If it is none of these.
+    """
+    if isinstance(scale, DynamicLossScaler):
+        value = float(scale.scale_value.asnumpy())
+        return nn.DynamicLossScaleUpdateCell(value, int(scale.scale_factor), int(scale.scale_window))
+    if isinstance(scale, StaticLossScaler):
+        return ms.Tensor(float(scale.scale_value.asnumpy()), ms.float32)
+    if isinstance(scale, (int, float)) and not isinstance(scale, bool):
+        return ms.Tensor(float(scale), ms.float32)
+    if isinstance(scale, (nn.Cell, ms.Tensor)) and not isinstance(scale, LossScaler):
+        return scale
+    raise TypeError(
+        f"For '{owner}', the argument '{name}' must be a number, a Tensor, a Cell that adjusts it, a StaticLossScaler "
+        f"or a DynamicLossScaler, but got {described(scale)}."
+    )
+
+
+def build(
+    owner: str,
+    network: nn.Cell,
+    optimizer: nn.Optimizer,
+    scale_sense: nn.Cell | ms.Tensor | None,
+    kind: type[TrainOneStepWithGradAccumulationCell] = TrainOneStepWithGradAccumulationCell,
+    drop_overflow_update: bool = True,
+    **options: Any,
+) -> TrainOneStepWithGradAccumulationCell:
+    """Our step.
+
+    Args:
+        owner (str): What errors name.
+        network (Cell): Returns a loss.
+        optimizer (Optimizer): Of the network's weights.
+        scale_sense (Cell, Tensor or None): As our step takes it.
+        kind (type): The step's class.
+        drop_overflow_update (bool): Whether a window that is not finite is left out.
+        **options: Of the cell.
+
+    Raises:
+        ValueError: If a scale that is adjusted is to update in spite of overflows.
+    """
+    check_positive_int(owner, "gradient_accumulation_steps", options["accumulation_steps"])
+    if not drop_overflow_update and isinstance(scale_sense, nn.Cell):
+        raise ValueError(
+            f"For '{owner}', the argument 'drop_overflow_update' must be True with a loss scale that is adjusted, "
+            f"because it looks for the scale at which gradients overflow, but got False and a "
+            f"'{type(scale_sense).__name__}'. Give True, or a fixed scale."
+        )
+    if options.get("micro_batch_size") is None:
+        options.setdefault("micro_size", 1)
+    step = kind(GradAccumulationCell(network, **options), optimizer, scale_sense)
+    if not drop_overflow_update:
+        step.update.update_in_spite_of_overflow()
+    return step
+
+
+def wrapper_step(
+    owner: str,
+    network: nn.Cell,
+    optimizer: nn.Optimizer,
+    scale_sense: Any,
+    ema: nn.Cell | None,
+    drop_overflow_update: bool,
+    gradient_accumulation_steps: int,
+    clip: tuple[bool, float],
+    options: dict[str, Any],
+) -> TrainOneStepWithGradAccumulationCell:
+    """Our step, for the arguments that the `TrainOneStepWrapper` of mindone and of mindocr have in common."""
+    transforms = (*options.pop("transforms", ()),)
+    if ema is not None:
+        transforms = (*transforms, MovedAverage(owner, ema, "ema_update"))
+    return build(
+        owner,
+        network,
+        optimizer,
+        scale_of(owner, scale_sense),
+        drop_overflow_update=drop_overflow_update,
+        accumulation_steps=gradient_accumulation_steps,
+        max_grad_norm=clip_norm_of(owner, clip[0], "clip_grad", clip[1]),
+        transforms=transforms,
+        **options,
+    )
+
+
+def clip_norm_of(owner: str, clip: Any, name: str, norm: float) -> float | None:
+    """`max_grad_norm` , where a package has a switch and a norm."""
+    if not isinstance(clip, bool):
+        raise TypeError(f"For '{owner}', the argument '{name}' must be a bool, but got {described(clip)}.")
+    return norm if clip else None
+
+
+def refuse(owner: str, name: str, value: Any, remedy: str) -> None:
+    """Raise for an argument that only the package's own step can have."""
+    raise ValueError(f"For '{owner}', the argument '{name}' must be left out, but got {described(value)}. {remedy}")

@@ -1,0 +1,266 @@
+"""mindone: its three training steps, with ours.
+
+* `mindone.trainers.TrainOneStepWrapper` , :func:`train_step` : moves its average of the weights with each micro-batch,
+  and with ZeRO communicates each one.
+* that of `mindone.transformers` , :func:`transformers_train_step` : has no accumulators with an ordinary optimizer, and
+  stops with an AttributeError.
+* `mindone.diffusers.training_utils.TrainStep` , :func:`diffusers_train_step` : divides the last batches of an epoch,
+  where they are fewer, by the number that a whole window has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mindspore as ms
+from mindspore import nn
+
+from gaccum_ms.adopt.common import MovedAverage, build, refuse, scale_of, wrapper_step
+from gaccum_ms.backend.checks import check_one_of, described
+from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
+from gaccum_ms.transforms.clip_by_value import ClipByValue
+
+_ZERO = "Our step shards optimizers by gaccum_ms.ShardedOptimizer(optimizer), which reduces once per update."
+_NORMS = ("norm", "l2norm", "l2_norm", "global", "global_norm", "total", "total_norm")
+_VALUES = ("local", "value")
+_SCALERS = ("default", "static", "auto", "dynamic", "none")
+
+
+def train_step(
+    network: nn.Cell,
+    optimizer: nn.Optimizer,
+    scale_sense: Any = 1.0,
+    ema: nn.Cell | None = None,
+    updates: int = 0,
+    drop_overflow_update: bool = True,
+    gradient_accumulation_steps: int = 1,
+    clip_grad: bool = False,
+    clip_norm: float = 1.0,
+    verbose: bool = False,
+    zero_helper: Any = None,
+    **options: Any,
+) -> TrainOneStepWithGradAccumulationCell:
+    r"""
+    Our training step for the arguments of `mindone.trainers.TrainOneStepWrapper
+    <https://github.com/mindspore-lab/mindone/blob/master/mindone/trainers/train_step.py>`_ .
+
+    Args:
+        network (Cell): The network with its loss.
+        optimizer (Optimizer): Of the network's weights. Its learning rate is per update.
+        scale_sense (Union[float, Tensor, Cell]): Loss scale; a Cell adjusts it. Default: ``1.0`` .
+        ema (Cell, optional): `mindone.trainers.EMA` , which mindone's callbacks know. It is moved once per update.
+            Default: ``None`` .
+        updates (int): Does nothing, as there: the `EMA` has its own. Default: ``0`` .
+        drop_overflow_update (bool): Whether a window that is not finite is left out. Default: ``True`` .
+        gradient_accumulation_steps (int): Batches that share an update. Default: ``1`` .
+        clip_grad (bool): Whether to clip the window's mean gradient by its global norm. Default: ``False`` .
+        clip_norm (float): That norm. Default: ``1.0`` .
+        verbose (bool): Does nothing, as there. Default: ``False`` .
+        zero_helper (Any): Must be ``None`` : :class:`gaccum_ms.ShardedOptimizer` does its work. Default: ``None`` .
+        **options (Any): Of :class:`gaccum_ms.GradAccumulationCell` .
+
+    Returns:
+        TrainOneStepWithGradAccumulationCell, which returns the loss, whether the window overflowed, and the scale.
+
+    Raises:
+        TypeError: If `scale_sense` or `clip_grad` , or one of `options` , is of a wrong type.
+        ValueError: If an argument has a wrong value; if `drop_overflow_update` is False beside a Cell; if `zero_helper`
+            is given.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+    """
+    name = "gaccum_ms.adopt.mindone.train_step"
+    if zero_helper is not None:
+        refuse(name, "zero_helper", zero_helper, _ZERO)
+    return wrapper_step(
+        name,
+        network,
+        optimizer,
+        scale_sense,
+        ema,
+        drop_overflow_update,
+        gradient_accumulation_steps,
+        (clip_grad, clip_norm),
+        options,
+    )
+
+
+class StepOfTransformers(TrainOneStepWithGradAccumulationCell):
+    """Returns what mindone's `Trainer` reads: the loss first, and whether the window overflowed last."""
+
+    def construct(self, *inputs):
+        loss, overflow, scale = super().construct(*inputs)
+        return loss, scale, overflow
+
+
+def transformers_train_step(
+    network: nn.Cell,
+    optimizer: nn.Optimizer,
+    ema: nn.Cell | None = None,
+    drop_overflow_step: bool = True,
+    scaler: str = "default",
+    scaler_config: dict[str, Any] | None = None,
+    gradient_accumulation_steps: int = 1,
+    clip_grad: str = "none",
+    clip_value: float = 1.0,
+    zero_helper: Any = None,
+    **options: Any,
+) -> TrainOneStepWithGradAccumulationCell:
+    r"""
+    Our training step for the arguments of `mindone.transformers.mindspore_adapter.TrainOneStepWrapper
+    <https://github.com/mindspore-lab/mindone/blob/master/mindone/transformers/mindspore_adapter/
+    train_onestep_wrapper.py>`_ .
+
+    Args:
+        network (Cell): The network with its loss.
+        optimizer (Optimizer): Of the network's weights. Its learning rate is per update.
+        ema (Cell, optional): `mindone.trainers.EMA` . Default: ``None`` .
+        drop_overflow_step (bool): Whether a window that is not finite is left out. Default: ``True`` .
+        scaler (str): ``"default"`` and ``"static"`` : a fixed loss scale, 1024. ``"auto"`` and ``"dynamic"`` : one that
+            is adjusted. ``"none"`` : 1. Default: ``"default"`` .
+        scaler_config (dict, optional): ``scale_value`` , ``scale_factor`` and ``scale_window`` . Default: ``None`` .
+        gradient_accumulation_steps (int): Batches that share an update. Default: ``1`` .
+        clip_grad (str): ``"norm"`` and its other names: by the global norm; ``"value"`` and ``"local"`` : each number
+            by itself; ``"none"`` . Default: ``"none"`` .
+        clip_value (float): That norm, or the largest number. Default: ``1.0`` .
+        zero_helper (Any): Must be ``None`` : :class:`gaccum_ms.ShardedOptimizer` does its work. Default: ``None`` .
+        **options (Any): Of :class:`gaccum_ms.GradAccumulationCell` .
+
+    Returns:
+        TrainOneStepWithGradAccumulationCell, which returns the loss, the scale, and whether the window overflowed. In
+        the place of the scale mindone's has the gradients, which its `Trainer` does not read.
+
+    Raises:
+        TypeError: If one of `options` is of a wrong type.
+        ValueError: If an argument has a wrong value; if `drop_overflow_step` is False with a scale that is adjusted;
+            if `zero_helper` is given.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+    """
+    name = "gaccum_ms.adopt.mindone.transformers_train_step"
+    if zero_helper is not None:
+        refuse(name, "zero_helper", zero_helper, _ZERO)
+    clip_grad, scaler = clip_grad.lower(), scaler.lower()
+    check_one_of(name, "clip_grad", clip_grad, (*_NORMS, *_VALUES, "none"))
+    check_one_of(name, "scaler", scaler, _SCALERS)
+    config = dict(scaler_config or {})
+    scale: nn.Cell | ms.Tensor
+    if scaler in ("auto", "dynamic"):
+        values = {"scale_value": 1024, "scale_factor": 2, "scale_window": 1000, **config}
+        scale = nn.DynamicLossScaleUpdateCell(values["scale_value"], values["scale_factor"], values["scale_window"])
+    else:
+        scale = ms.Tensor(1.0 if scaler == "none" else float(config.get("scale_value", 1024)), ms.float32)
+    transforms = (*options.pop("transforms", ()),)
+    if clip_grad in _VALUES:
+        transforms = (*transforms, ClipByValue(clip_value))
+    if ema is not None:
+        transforms = (*transforms, MovedAverage(name, ema, "ema_update"))
+    return build(
+        name,
+        network,
+        optimizer,
+        scale,
+        StepOfTransformers,
+        drop_overflow_update=drop_overflow_step,
+        accumulation_steps=gradient_accumulation_steps,
+        max_grad_norm=clip_value if clip_grad in _NORMS else None,
+        transforms=transforms,
+        **options,
+    )
+
+
+class _Forward(nn.Cell):
+    """The network of a `TrainStep` : what its `forward` returns."""
+
+    def __init__(self, step: nn.Cell) -> None:
+        super().__init__(auto_prefix=False)
+        self.step = step
+
+    def construct(self, *inputs):
+        outputs = self.step.forward(*inputs)
+        return outputs[0] if isinstance(outputs, tuple) else outputs
+
+
+class StepOfDiffusers(TrainOneStepWithGradAccumulationCell):
+    """Ends a window that the data set leaves open at its end, and says where windows end."""
+
+    length_of_dataloader = 0
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the last batch has ended its window."""
+        return not int(self.window_position.asnumpy())
+
+    def __call__(self, *inputs):
+        outputs = super().__call__(*inputs)
+        length = self.length_of_dataloader
+        if length and int(self.batch_count.asnumpy()) % length == 0 and not self.sync_gradients:
+            self.flush()
+        return outputs
+
+
+def diffusers_train_step(
+    train_step: nn.Cell,
+    gradient_accumulation_steps: int | None = None,
+    length_of_dataloader: int | None = None,
+    **options: Any,
+) -> TrainOneStepWithGradAccumulationCell:
+    r"""
+    Our training step for a `mindone.diffusers.training_utils.TrainStep
+    <https://github.com/mindspore-lab/mindone/blob/master/mindone/diffusers/training_utils.py>`_ , whose `forward` ,
+    optimizer, loss scaler and `max_grad_norm` it takes.
+
+    Args:
+        train_step (Cell): A `TrainStep` with a `forward` of one's own. It is not called any more, and its accumulators,
+            if it has any, are let go.
+        gradient_accumulation_steps (int, optional): Batches that share an update. Default: ``None`` , those of
+            `train_step` .
+        length_of_dataloader (int, optional): Batches of an epoch: after so many an open window ends, with what it has.
+            0: windows go on over the end of an epoch. Default: ``None`` , that of `train_step` .
+        **options (Any): Of :class:`gaccum_ms.GradAccumulationCell` .
+
+    Returns:
+        TrainOneStepWithGradAccumulationCell. It returns the loss; with a loss scaler the loss, whether the window
+        overflowed, and the scale. ``step.sync_gradients`` says whether the last batch ended its window.
+
+    Raises:
+        TypeError: If `train_step` is no TrainStep.
+        ValueError: If an argument has a wrong value.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+    """
+    name = "gaccum_ms.adopt.mindone.diffusers_train_step"
+    from mindone.diffusers import training_utils
+
+    if not isinstance(train_step, training_utils.TrainStep):
+        raise TypeError(
+            f"For '{name}', the argument 'train_step' must be a 'mindone.diffusers.training_utils.TrainStep', but got "
+            f"{described(train_step)}."
+        )
+    theirs = train_step.grad_accumulator
+    steps = gradient_accumulation_steps or theirs.gradient_accumulation_steps or 1
+    length = length_of_dataloader
+    if length is None:
+        length = theirs.length_of_dataloader if theirs.sync_with_dataloader else 0
+    scaler = train_step.grad_scaler.loss_scaler
+    fixed = isinstance(scaler, training_utils.StaticLossScaler)
+    # What `forward` calls, `self.scale_loss` , is to return the loss as it is: our step scales and divides.
+    train_step.grad_accumulator = training_utils.GradAccumulator(train_step.parameters, 1)
+    train_step.grad_scaler = training_utils.GradScaler(None)
+    scale = None if fixed and float(scaler.scale_value.asnumpy()) == 1.0 else scale_of(name, scaler, "loss_scaler")
+    step = build(
+        name,
+        _Forward(train_step),
+        train_step.optimizer,
+        scale,
+        StepOfDiffusers,
+        drop_overflow_update=not fixed,
+        accumulation_steps=steps,
+        max_grad_norm=train_step.grad_clipper.max_grad_norm,
+        **options,
+    )
+    step.length_of_dataloader = length
+    return step

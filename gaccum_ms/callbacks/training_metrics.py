@@ -1,0 +1,139 @@
+"""TrainingMetrics: metrics over each epoch's training batches, of the outputs that the network returns anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import mindspore as ms
+from mindspore.train import Callback, Metric, RunContext
+
+from gaccum_ms.backend.snapshot import as_numpy
+from gaccum_ms.callbacks.window_watch import training_step
+from gaccum_ms.distributed.ranks import rank_or_0
+
+_NAME = "TrainingMetrics"
+
+
+class TrainingMetrics(Callback):
+    r"""
+    Work out metrics over each epoch's training batches, without another forward: of what the network returns beside its
+    loss, for a :class:`GradAccumulationCell` with ``aux=True`` .
+
+    Each metric is given all outputs after the loss, in their order, of one batch. They are those of the forward that
+    the batch was trained with: before its own update, in training mode. Ranks work out their own.
+
+    After each epoch the results are in ``history`` , a list of dicts from name to number, one for each epoch of the
+    last training, and callbacks that come later find the last one in ``run_context.original_args().training_metrics`` .
+
+    Args:
+        metrics (dict): From name to a `mindspore.train.Metric <https://www.mindspore.cn/docs/en/master/api_python/
+            mindspore.train.html>`_ , which is cleared at each epoch's beginning, updated with each batch's outputs,
+            Tensors, of which its `set_indexes` chooses, and evaluated at the epoch's end; or to a function that maps
+            the outputs, NumPy arrays, to a number, of which the mean over the epoch's samples is taken.
+        show (bool): Whether rank 0 prints a line after each epoch. Default: ``True`` .
+
+    Raises:
+        TypeError: If `metrics` is not a dict of those, or `show` not a bool.
+        ValueError: If `metrics` is empty; if training begins with data sinking, which hides batches from callbacks, or
+            without our step on a cell with ``aux=True`` .
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import numpy as np
+        >>> import mindspore as ms
+        >>> from mindspore import nn, train
+        >>> from gaccum_ms import GradAccumulationCell, TrainingMetrics
+        >>> class WithLogits(nn.Cell):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.net = nn.Dense(2, 2, weight_init="zeros", bias_init="zeros")
+        ...         self.loss = nn.CrossEntropyLoss()
+        ...     def construct(self, x, y):
+        ...         logits = self.net(x)
+        ...         return self.loss(logits, y), logits, y
+        >>> cell = GradAccumulationCell(WithLogits(), 2, aux=True)
+        >>> x, y = np.eye(2, dtype=np.float32)[[0, 1, 0, 1]], np.array([0, 1, 0, 1], np.int32)
+        >>> data_set = ms.dataset.NumpySlicesDataset((x, y), shuffle=False).batch(4)
+        >>> metrics = {"accuracy": train.Accuracy(), "error rate": lambda logits, y: (logits.argmax(1) != y).mean()}
+        >>> model = ms.Model(cell, optimizer=nn.SGD(cell.trainable_params(), 0.5))
+        >>> model.train(2, data_set, callbacks=[TrainingMetrics(metrics)])
+        epoch 1: accuracy 0.5, error rate 0.5
+        epoch 2: accuracy 1, error rate 0
+    """
+
+    def __init__(self, metrics: Mapping[str, Metric | Callable[..., Any]], show: bool = True) -> None:
+        super().__init__()
+        if not isinstance(metrics, Mapping) or not all(
+            isinstance(one, Metric) or callable(one) for one in metrics.values()
+        ):
+            raise TypeError(
+                f"For '{_NAME}', the argument 'metrics' must be a dict from names to mindspore.train.Metric or "
+                f"functions, but got {metrics!r}."
+            )
+        if not metrics:
+            raise ValueError(f"For '{_NAME}', the argument 'metrics' must not be empty, but got {metrics!r}.")
+        if not isinstance(show, bool):
+            raise TypeError(f"For '{_NAME}', the argument 'show' must be a bool, but got {show!r}.")
+        self.history: list[dict[str, float]] = []
+        self._metrics = {name: one if isinstance(one, Metric) else _Mean(one) for name, one in metrics.items()}
+        self._show = show
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        parameters, step = run_context.original_args(), training_step(run_context)
+        if step is None or not step.window.has_outputs or parameters.dataset_sink_mode:
+            raise ValueError(
+                f"For '{_NAME}', the trained network must be a GradAccumulationCell with aux=True and "
+                f"'dataset_sink_mode' False, but got '{type(parameters.train_network).__name__}', "
+                f"aux={step is not None and step.window.has_outputs} and "
+                f"dataset_sink_mode={parameters.dataset_sink_mode}. Let the network return (loss, *aux)."
+            )
+        self.history = []
+
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        for metric in self._metrics.values():
+            metric.clear()
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        parameters, step = run_context.original_args(), training_step(run_context)
+        assert step is not None  # on_train_begin has found it
+        outputs = parameters.net_outputs[3 if step.update.scaled else 1 :]
+        samples = parameters.train_dataset_element[0].shape[0]
+        for metric in self._metrics.values():
+            if isinstance(metric, _Mean):
+                metric.add(samples, outputs)
+            else:
+                metric.update(*outputs)
+
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        parameters = run_context.original_args()
+        results = {name: metric.eval() for name, metric in self._metrics.items()}
+        self.history.append(results)
+        parameters.training_metrics = results
+        if self._show and rank_or_0() == 0:
+            shown = (f"{name} {_shown(value)}" for name, value in results.items())
+            print(f"epoch {parameters.cur_epoch_num}: {', '.join(shown)}", flush=True)
+
+
+class _Mean:
+    """The mean of a function over the samples of all batches; NaN where there were none."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.clear()
+
+    def clear(self) -> None:
+        self.sum, self.samples = 0.0, 0
+
+    def add(self, samples: int, outputs: tuple[ms.Tensor, ...]) -> None:
+        self.sum += float(self.function(*map(as_numpy, outputs))) * samples
+        self.samples += samples
+
+    def eval(self) -> float:
+        return self.sum / self.samples if self.samples else float("nan")
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, (int, float)) else str(value)

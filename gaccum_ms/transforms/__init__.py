@@ -1,0 +1,1 @@
+"""What a finished gradient goes through between division and optimizer."""

@@ -1,0 +1,164 @@
+"""The chain that a finished gradient goes through: the links of `transforms` , in order, and whether they go together.
+
+For each window that is finite, in update.py:
+
+    for each link:                              may it be an update? then change the gradients
+    all allow it?
+        update
+        for each link:                          act after it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mindspore as ms
+from mindspore import nn, ops
+
+from gaccum_ms.transforms.clip_by_global_norm import ClipByGlobalNorm
+from gaccum_ms.transforms.skip_spikes import SkipSpikes
+from gaccum_ms.transforms.transform import Transform
+
+_scaled = ops.MultitypeFuncGraph("gaccum_ms_scaled_by_number")
+
+
+@_scaled.register("Number", "Tensor")
+def _scaled_one(factor, gradient):
+    return gradient * factor
+
+
+@ops.constexpr
+def _check_changed(name, number, shapes, wanted):
+    if number < 0 or shapes != wanted:
+        got = "no tuple" if number < 0 else f"{number} of shapes {shapes}"
+        raise ValueError(
+            f"For 'GradAccumulationCell', each of 'transforms' must return a tuple with one gradient of the shape of "
+            f"each weight, {wanted}, but got {got} from '{name}'. Return what is not to be changed as it came."
+        )
+
+
+class _ByFunction(Transform):
+    """A link that a plain function, or a Cell that is no Transform, has made."""
+
+    def __init__(self, function: Callable) -> None:
+        super().__init__()
+        # Graph mode takes a function that is an attribute for a method, one in a tuple for itself.
+        self.functions: tuple[Callable, ...] = () if isinstance(function, nn.Cell) else (function,)
+        self.is_cell = isinstance(function, nn.Cell)
+        if self.is_cell:
+            self.cell = function
+
+    def change(self, gradients):
+        return self.cell(gradients) if self.is_cell else self.functions[0](gradients)
+
+
+class Chain(nn.Cell):
+    """All links.
+
+    Args:
+        owner (str): The class that errors name.
+        transforms (Sequence): Transforms, functions and Cells.
+        clipped (bool): Whether gradients come clipped.
+        weights (ParameterTuple): The weights, in the gradients' order.
+        network (Cell or None): What the cell holds.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        transforms: Sequence[Any],
+        clipped: bool,
+        weights: ms.ParameterTuple,
+        network: nn.Cell | None,
+    ) -> None:
+        super().__init__(auto_prefix=False)
+        links = [one if isinstance(one, Transform) else _ByFunction(one) for one in transforms]
+        _check_order(owner, links, clipped)
+        for one in links:
+            if one.in_step:
+                raise ValueError(
+                    f"For '{owner}', each of 'transforms' must belong to one training step, whose state it has, but "
+                    f"got a '{type(one).__name__}' that another step has, or that stands there twice. Make another one."
+                )
+            one.begin(weights, network)
+        _check_names(owner, links, weights)
+        self.links = nn.CellList(links, auto_prefix=False)
+        self.names = tuple(_name(one) for one in transforms)
+        self.shapes = tuple(tuple(weight.shape) for weight in weights)
+        self.may_forbid = tuple(type(one).allows is not Transform.allows for one in links)
+        self.vetoes = any(self.may_forbid)
+        self.map = ops.HyperMap()
+
+    # -- compiled ------------------------------------------------------------------------------------------------------
+
+    def change(self, gradients, scale):
+        """The changed gradients, and whether there may be an update. `scale` : what gradients are multiplied by here,
+        and no link is to see."""
+        if scale != 1.0:
+            gradients = self.map(ops.partial(_scaled, 1.0 / scale), gradients)
+        allowed = ms.Tensor(True, ms.bool_)
+        for index, link in enumerate(self.links):
+            if self.may_forbid[index]:
+                allowed = ops.logical_and(allowed, link.allows(gradients))
+            gradients = self.checked(link.change(gradients), self.names[index])
+        if scale != 1.0:
+            gradients = self.map(ops.partial(_scaled, scale), gradients)
+        return gradients, allowed
+
+    def checked(self, gradients, name):
+        shapes: tuple = ()
+        number = -1
+        if isinstance(gradients, (tuple, list)):
+            number = len(gradients)
+            for index in range(number):
+                shapes = (*shapes, gradients[index].shape)
+        _check_changed(name, number, shapes, self.shapes)
+        return tuple(gradients)
+
+    def after_update(self, after):
+        for link in self.links:
+            after = link.after_update(after)
+        return after
+
+
+def without_front_clip(max_grad_norm: float | None, transforms: Sequence[Any]) -> tuple[float | None, tuple]:
+    """`max_grad_norm` and `transforms` , where a ClipByGlobalNorm at the front has become the former: its norm also
+    tells whether the gradient is finite, and is recorded."""
+    transforms = tuple(transforms)
+    if max_grad_norm is None and transforms and isinstance(transforms[0], ClipByGlobalNorm):
+        return transforms[0].max_norm, transforms[1:]
+    return max_grad_norm, transforms
+
+
+def others(transforms: Sequence[Any]) -> tuple:
+    """The same links for another step, which is only tried."""
+    return tuple(one.another() if isinstance(one, Transform) else one for one in transforms)
+
+
+def _check_order(owner: str, links: Sequence[Transform], clipped: bool) -> None:
+    for link in links:
+        if isinstance(link, SkipSpikes) and clipped:
+            raise ValueError(
+                f"For '{owner}', 'SkipSpikes' must come before the gradient is clipped by its global norm, which "
+                f"leaves no spike to see, but got it behind 'max_grad_norm' or a 'ClipByGlobalNorm'. Give "
+                f"transforms=(SkipSpikes(...), ClipByGlobalNorm(...)), and leave 'max_grad_norm' out."
+            )
+        clipped = clipped or isinstance(link, ClipByGlobalNorm)
+
+
+def _check_names(owner: str, links: Sequence[Transform], weights: Sequence[ms.Parameter]) -> None:
+    """MindSpore keeps a checkpoint's values by name alone."""
+    kept: dict[str, int] = {weight.name: id(weight) for weight in weights}
+    for link in links:
+        for one in link.get_parameters():
+            if kept.setdefault(one.name, id(one)) != id(one):
+                raise ValueError(
+                    f"For '{owner}', each of 'transforms' must keep its state by names of its own, as checkpoints "
+                    f"know it by, but got two Parameters named '{one.name}', the second of a '{type(link).__name__}'. "
+                    f"Give one of the two, or names of your own."
+                )
+
+
+def _name(one: Any) -> str:
+    return type(one).__name__ if isinstance(one, nn.Cell) else getattr(one, "__name__", repr(one))

@@ -1,0 +1,50 @@
+"""Clipping by global norm as a link of the chain; at its front it is `max_grad_norm` ."""
+
+from __future__ import annotations
+
+from gaccum_ms.backend.checks import check_positive_finite
+from gaccum_ms.transforms.norms import clip_by_norm, global_norm
+from gaccum_ms.transforms.transform import Transform
+
+
+class ClipByGlobalNorm(Transform):
+    r"""
+    Scale all gradients down to a global norm where theirs is larger; `max_grad_norm` is the short form of it at the
+    front of `transforms` .
+
+    With :math:`n` the Euclidean norm of all gradients together each is multiplied by
+    :math:`\min(1, \text{max\_norm} / n)` , as by `mindspore.ops.clip_by_global_norm
+    <https://www.mindspore.cn/docs/en/master/api_python/ops/mindspore.ops.clip_by_global_norm.html>`_ (Pascanu, Mikolov
+    and Bengio, `On the difficulty of training recurrent neural networks <https://arxiv.org/abs/1211.5063>`_ , 2013).
+
+    Args:
+        max_norm (float): The largest norm.
+
+    Inputs:
+        - **gradients** (tuple[Tensor]) - The finished gradients, float32.
+
+    Outputs:
+        tuple[Tensor], the gradients, clipped.
+
+    Raises:
+        TypeError: If `max_norm` is not a number.
+        ValueError: If it is not positive and finite.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from mindspore import Tensor
+        >>> from gaccum_ms import ClipByGlobalNorm
+        >>> (clipped,) = ClipByGlobalNorm(1.0)((Tensor([3.0, 4.0]),))
+        >>> print(clipped)
+        [0.6 0.8]
+    """
+
+    def __init__(self, max_norm: float) -> None:
+        super().__init__()
+        check_positive_finite("ClipByGlobalNorm", "max_norm", max_norm)
+        self.max_norm = float(max_norm)
+
+    def change(self, gradients):
+        return clip_by_norm(gradients, global_norm(gradients), self.max_norm)

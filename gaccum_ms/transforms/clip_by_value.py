@@ -1,0 +1,65 @@
+"""Clipping each number of the finished gradient by itself."""
+
+from __future__ import annotations
+
+import mindspore as ms
+from mindspore import ops
+
+from gaccum_ms.backend.checks import check_finite
+from gaccum_ms.transforms.transform import Transform
+
+_clip = ops.MultitypeFuncGraph("gaccum_ms_clip_by_value")
+
+
+@_clip.register("Tensor", "Tensor", "Tensor")
+def _clip_one(low: ms.Tensor, high: ms.Tensor, gradient: ms.Tensor) -> ms.Tensor:
+    return ops.minimum(ops.maximum(gradient, low), high)
+
+
+class ClipByValue(Transform):
+    r"""
+    Bring each number of the gradients that is outside of an interval to its end.
+
+    As `mindspore.ops.clip_by_value
+    <https://www.mindspore.cn/docs/en/master/api_python/ops/mindspore.ops.clip_by_value.html>`_ , on the finished
+    gradient. The gradient's direction changes.
+
+    Args:
+        max_value (float): The largest number.
+        min_value (float, optional): The smallest. Default: ``None`` , `max_value` with the sign changed.
+
+    Inputs:
+        - **gradients** (tuple[Tensor]) - The finished gradients, float32.
+
+    Outputs:
+        tuple[Tensor], the gradients, clipped.
+
+    Raises:
+        TypeError: If a value is not a number.
+        ValueError: If a value is not finite, or `min_value` not less than `max_value` .
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from mindspore import Tensor
+        >>> from gaccum_ms import ClipByValue
+        >>> (clipped,) = ClipByValue(0.5)((Tensor([3.0, 0.25, -4.0]),))
+        >>> print(clipped)
+        [ 0.5   0.25 -0.5 ]
+    """
+
+    def __init__(self, max_value: float, min_value: float | None = None) -> None:
+        super().__init__()
+        check_finite("ClipByValue", "max_value", max_value)
+        low = -max_value if min_value is None else min_value
+        check_finite("ClipByValue", "min_value", low)
+        if not low < max_value:
+            raise ValueError(
+                f"For 'ClipByValue', the argument 'min_value' must be less than 'max_value', but got min_value={low} "
+                f"and max_value={max_value}. Without 'min_value' give a positive 'max_value'."
+            )
+        self.low, self.high = ms.Tensor(low, ms.float32), ms.Tensor(max_value, ms.float32)
+
+    def change(self, gradients):
+        return ops.HyperMap()(ops.partial(_clip, self.low, self.high), gradients)

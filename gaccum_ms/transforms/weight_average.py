@@ -1,0 +1,187 @@
+"""An average of the weights, which moves with each update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn, ops
+
+from gaccum_ms.backend import no_grad
+from gaccum_ms.backend.checks import check_bool, check_number, check_positive_finite
+from gaccum_ms.backend.cpu_kernels import add_in_place
+from gaccum_ms.backend.parameters import overwrite
+from gaccum_ms.transforms.transform import Transform
+
+_NAME = "WeightAverage"
+PREFIX = "average."  # of a weight's name, behind our own
+
+_begin_at = ops.MultitypeFuncGraph("gaccum_ms_begin_average")
+_move_to = ops.MultitypeFuncGraph("gaccum_ms_move_average")
+
+
+@_begin_at.register("Tensor", "Tensor")
+def _begin_one(average: ms.Parameter, value: ms.Tensor) -> ms.Tensor:
+    return ops.assign(average, ops.cast(value, ms.float32))
+
+
+@_move_to.register("Tensor", "Tensor", "Tensor")
+def _move_one(rate: ms.Tensor, average: ms.Parameter, value: ms.Tensor) -> ms.Tensor:
+    return add_in_place(average, (ops.cast(value, ms.float32) - average) * rate)
+
+
+class WeightAverage(Transform):
+    r"""
+    Keep an exponential moving average of the weights, for evaluation and export.
+
+    After update :math:`n` , counted from 1, the average :math:`a` of a weight :math:`w` is
+
+    .. math::
+        a_n = d_n a_{n-1} + (1 - d_n) w_n
+
+    with :math:`a_0` the weight before the first update (what of a buffer is there then), and :math:`d_n` the decay, or
+    with `warmup` :math:`\min(\text{decay}, (1 + n) / (10 + n))` , as `TensorFlow's ExponentialMovingAverage
+    <https://www.tensorflow.org/api_docs/python/tf/train/ExponentialMovingAverage>`_ has it. It moves once per update:
+    not with a micro-batch, nor with a window that is dropped. So it is the average that training on whole batches
+    would have, to float32 rounding.
+
+    ``with step.averaged_weights():`` swaps the averages in, for `Model.eval` , a loop of one's own or an export, and
+    the weights back at its end. The evaluations of `Model.fit` have the averages by themselves. The gradients are left
+    as they are. The averages are float32, whatever the weights; whole on each rank, with a :class:`ShardedOptimizer`
+    too; and in checkpoints, as ``gaccum_ms.average.<weight>`` . A checkpoint without them lets them begin anew with the
+    weights that :func:`resume` has loaded from it.
+
+    Args:
+        decay (float): How much of the average an update keeps, at least 0 and less than 1. Default: ``0.9999`` .
+        warmup (Union[bool, float]): Whether the decay begins small; or the number of updates :math:`T` in which it
+            comes near to `decay` . Default: ``False`` .
+        buffers (bool): Whether to average what the network has beside trained weights too, such as the moving
+            statistics of BatchNorm: all its Parameters of a float dtype that the optimizer does not have.
+            Default: ``False`` .
+
+    Inputs:
+        - **gradients** (tuple[Tensor]) - The finished gradients, float32.
+
+    Outputs:
+        tuple[Tensor], the gradients as they came.
+
+    Raises:
+        TypeError: If `decay` is not a number, `warmup` neither a bool nor a number, or `buffers` not a bool.
+        ValueError: If `decay` is not at least 0 and less than 1, or `warmup` not positive and finite; as the step is
+            built, if `buffers` is given in a :class:`GradAccumulator` , which has no network.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import numpy as np
+        >>> from mindspore import Tensor, nn
+        >>> from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WeightAverage
+        >>> net = nn.Dense(3, 1, weight_init="ones", bias_init="zeros")
+        >>> cell = GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), 4, transforms=(WeightAverage(0.5),))
+        >>> step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(net.trainable_params(), 0.1)).set_train()
+        >>> loss = step(Tensor(np.ones((8, 3), np.float32)), Tensor(np.zeros((8, 1), np.float32)))
+        >>> with step.averaged_weights():
+        ...     print(net.weight.asnumpy().round(4))
+        [[0.7 0.7 0.7]]
+        >>> print(net.weight.asnumpy().round(4))
+        [[0.4 0.4 0.4]]
+    """
+
+    def __init__(self, decay: float = 0.9999, warmup: bool | float = False, buffers: bool = False) -> None:
+        super().__init__()
+        check_number(_NAME, "decay", decay)
+        if not 0 <= decay < 1:
+            raise ValueError(
+                f"For '{_NAME}', the argument 'decay' must be at least 0 and less than 1, but got {decay}. It is what "
+                f"an update keeps of the average: 0.9999 averages over some 10000 updates."
+            )
+        if not isinstance(warmup, bool):
+            check_positive_finite(_NAME, "warmup", warmup)
+        check_bool(_NAME, "buffers", buffers)
+        self.decay = decay
+        self.warmup, self.with_buffers = warmup, buffers
+        self._swapped = False
+
+    def prepare(self, network: nn.Cell | None) -> None:
+        averaged = [*self.weights, *(self._buffers_of(network) if self.with_buffers else ())]
+        # As an attribute only: they are the network's.
+        object.__setattr__(self, "averaged", ms.ParameterTuple(averaged))
+        self.averages = ms.ParameterTuple(
+            [self.state(PREFIX + one.name, np.zeros(one.shape, np.float32)) for one in averaged]
+        )
+        self.averaged_updates = self.state("averaged_updates", np.zeros((), np.int32))
+        self.map = ops.HyperMap()
+
+    def _buffers_of(self, network: nn.Cell | None) -> list[ms.Parameter]:
+        if network is None:
+            raise ValueError(
+                f"For '{_NAME}', the argument 'buffers' must be False in a GradAccumulator, which has the optimizer's "
+                f"weights and no network, but got True. Leave it out, or train by a GradAccumulationCell."
+            )
+        trained = {id(weight) for weight in self.weights}
+        floats = (ms.float32, ms.float16, ms.bfloat16)
+        # What each rank has for itself, as sums of an open window, is no state of the network.
+        return [
+            one
+            for one in network.get_parameters()
+            if id(one) not in trained and one.dtype in floats and not one.layerwise_parallel
+        ]
+
+    def begin_anew(self) -> None:
+        overwrite(self.averaged_updates, ops.zeros_like(self.averaged_updates))
+
+    # -- compiled ------------------------------------------------------------------------------------------------------
+
+    def change(self, gradients):
+        """Of the first update: the averages begin with the weights before it, whenever those were loaded."""
+        begun = ms.Tensor(0.0, ms.float32)
+        if self.averaged_updates + 0 == 0:
+            begun = ops.depend(begun, self.map(_begin_at, self.averages, self.averaged))
+        return ops.depend(gradients, begun)
+
+    def after_update(self, after):
+        updates = self.averaged_updates + 1
+        moved = self.map(
+            ops.partial(_move_to, self.rate_of(ops.cast(updates, ms.float32))),
+            self.averages,
+            ops.depend(self.averaged, after),
+        )
+        return ops.depend(after, ops.assign(self.averaged_updates, ops.depend(updates, moved)))
+
+    def rate_of(self, update):
+        """How far the averages move: one minus the decay of an update, counted from 1."""
+        rate = ms.Tensor(1.0 - self.decay, ms.float32)
+        if isinstance(self.warmup, bool):
+            if self.warmup:  # one minus (1 + n) / (10 + n), where that is more
+                rate = ops.maximum(rate, 9.0 / (10.0 + update))
+        else:
+            rate = rate + self.decay * ops.exp(-update / self.warmup)
+        return rate
+
+    # -- not compiled --------------------------------------------------------------------------------------------------
+
+    @property
+    def swapped(self) -> bool:
+        """Whether the averages are where the weights were."""
+        return self._swapped
+
+    @contextmanager
+    def in_place_of_weights(self) -> Iterator[None]:
+        """Within it the weights have the values of the averages; before the first update these are the same."""
+        if self._swapped or not int(self.averaged_updates.asnumpy()):
+            yield
+            return
+        with no_grad():
+            before = [one.copy() for one in self.averaged]
+        self._swapped = True
+        try:
+            for one, average in zip(self.averaged, self.averages, strict=True):
+                overwrite(one, average.astype(one.dtype))
+            yield
+        finally:
+            for one, value in zip(self.averaged, before, strict=True):
+                overwrite(one, value)
+            self._swapped = False

@@ -1,0 +1,242 @@
+"""Outputs beside the loss, ``aux=True`` : on one process, against NumPy, and against the same step without them.
+Ranks: test_counted_ranks.py. Callbacks: test_training_metrics.py."""
+
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from support.modes import MODES
+from support.reference import as_numpy
+from support.reuse import Reused
+
+from gaccum_ms import CountMask, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms.accumulation import micro_batches
+
+START = np.linspace(-1, 1, 4)
+COUNT_MASK = CountMask()
+MASK = [1, 1, 0, 0.5, 1, 0, 0, 0]  # in micro-batches of one or two, some count nothing
+
+
+class Shown(nn.Cell):
+    """Squared errors of w x ~ 1, as `loss` says; with outputs of many kinds: two of equal shape, the second int32, then
+    bool, rows of their own, and a scalar that is the loss once more. All but the integers have gradients."""
+
+    def __init__(self, loss="mean", shows=True):
+        super().__init__()
+        self.weight = ms.Parameter(Tensor(START, ms.float32), name="weight")
+        self.loss = loss
+        self.shows = shows
+
+    def construct(self, x, mask):
+        errors = (x * self.weight).sum(-1) - 1
+        total = (ops.square(errors) * mask).sum()
+        if self.loss == "mean":
+            losses = (ops.square(errors).mean(),)
+        elif self.loss == "sum":
+            losses = (ops.square(errors).sum(),)
+        elif self.loss == "masked":
+            losses = (total / mask.sum(),)
+        else:
+            losses = (total, mask.sum())
+        if not self.shows:
+            return losses if self.loss == "ratio" else losses[0]
+        return (*losses, errors, ops.cast(errors * 9, ms.int32), errors > 0, x * self.weight, losses[0] * 2)
+
+
+class Returning(Shown):
+    """Returns what `kind` says."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def construct(self, x, mask):
+        loss, errors = super().construct(x, mask)[:2]
+        if self.kind == "alone":
+            return loss
+        if self.kind == "nothing":
+            return (loss,)
+        if self.kind == "part":
+            return loss, errors[:1]
+        if self.kind == "tuple":
+            return loss, (errors, errors)
+        if self.kind == "text":
+            return loss, "errors"
+        if self.kind == "scalars":
+            return loss, loss * 2, ops.cast(errors > 0, ms.int32).sum() / errors.shape[0], loss * 3
+        return loss, errors
+
+
+def options_of(loss):
+    """Of the cell, for a network of that kind of loss."""
+    reduction = loss if loss in ("sum", "ratio") else "mean"
+    return {"reduction": reduction, "count": COUNT_MASK if loss == "masked" else None}
+
+
+def step_of(network, scaled=False, **options):
+    cell = GradAccumulationCell(network, **options)
+    scale = nn.DynamicLossScaleUpdateCell(2.0**10, 2, 100) if scaled else None
+    return TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1), scale).set_train()
+
+
+@Reused
+def steps(loss="mean", aux=True, **options):
+    return step_of(Shown(loss, aux), aux=aux, **options_of(loss), **options)
+
+
+def batch(mask, seed=0):
+    x = np.random.default_rng(seed).normal(size=(len(mask), 4)).astype(np.float32)
+    return Tensor(x), Tensor(np.array(mask, np.float32))
+
+
+def check_rows(outputs, x, weight=START):
+    """What each sample has, in the batch's order."""
+    values = x.asnumpy() * weight
+    errors = values.sum(-1) - 1
+    for output, wanted, dtype in zip(
+        outputs, (errors, errors * 9, errors > 0, values), (ms.float32, ms.int32, ms.bool_, ms.float32), strict=True
+    ):
+        assert output.dtype == dtype
+        assert output.shape == wanted.shape
+        if dtype == ms.int32:
+            wanted = np.trunc(wanted)
+        np.testing.assert_allclose(output.asnumpy().astype(np.float64), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.core("graph-mean-3", "graph-ratio-3", "pynative-masked-8", "pynative-sum-1", "pynative-ratio-1")
+@pytest.mark.parametrize("micro_size", [1, 3, 8])
+@pytest.mark.parametrize("loss", ["mean", "sum", "masked", "ratio"])
+def test_outputs_are_the_batchs_and_change_nothing(loss, micro_size, mode):
+    """Also those of samples that count nothing. Three micro-batches are 3 + 3 + 2."""
+    step, plain = (steps(loss, aux, micro_size=micro_size) for aux in (True, False))
+    for seed in range(2):
+        weight = as_numpy(step.weights[0])
+        x, mask = batch(MASK, seed)
+        step_loss, *rows, scalar = step(x, mask)
+        check_rows(rows, x, weight)
+        assert scalar.dtype == ms.float32
+        np.testing.assert_allclose(scalar.asnumpy(), 2 * step_loss.asnumpy(), rtol=1e-6)
+        np.testing.assert_array_equal(step_loss.asnumpy(), plain(x, mask).asnumpy())
+        np.testing.assert_array_equal(as_numpy(step.weights[0]), as_numpy(plain.weights[0]))
+        assert (as_numpy(step.weights[0]) != weight).all()
+
+
+def test_negative_control_a_changed_order_is_caught(pynative, monkeypatch):
+    def in_front(state, turned, rows):
+        following = (state[0] + rows, state[1] + turned[0])
+        for held, new in zip(state[2:], turned[1:], strict=True):
+            following = (*following, held + new if new.shape == () else ops.concat((new, held[: len(held) - rows])))
+        return following
+
+    monkeypatch.setattr(micro_batches, "_following", in_front)
+    x, mask = batch(MASK)
+    _, *rows, _ = step_of(Shown(), aux=True, micro_size=4)(x, mask)
+    with pytest.raises(AssertionError, match="tolerance"):
+        check_rows(rows, x)
+
+
+@pytest.mark.core("graph-ratio", "pynative-masked")
+@pytest.mark.parametrize("loss", ["mean", "masked", "ratio"])
+def test_each_batch_of_a_window_has_its_own(loss, mode):
+    """Scalars as the loss of the call, and a tail that is flushed."""
+    step, plain = (steps(loss, aux, micro_size=2, accumulation_steps=2) for aux in (True, False))
+    for seed, mask in enumerate([MASK, [0, 0, 0], MASK[:5]]):
+        weight = as_numpy(step.weights[0])
+        x, mask = batch(mask, seed)
+        step_loss, *rows, scalar = step(x, mask)
+        check_rows(rows, x, weight)
+        np.testing.assert_allclose(scalar.asnumpy(), 2 * step_loss.asnumpy(), rtol=1e-6)
+        np.testing.assert_array_equal(step_loss.asnumpy(), plain(x, mask).asnumpy())
+    assert step.flush()
+    assert plain.flush()
+    np.testing.assert_array_equal(as_numpy(step.weights[0]), as_numpy(plain.weights[0]))
+
+
+@pytest.mark.core(mode="graph")
+def test_after_a_loss_scale_and_of_what_is_dropped(mode):
+    """(loss, overflow, scale, *aux), and of a micro-batch that overflows its rows, but no part of a scalar."""
+    step = steps("masked", micro_size=4, scaled=True, overflow="drop_micro_batch")
+    x, mask = batch(MASK)
+    values = x.asnumpy().copy()
+    values[2:4, 0] = 3e30  # its squares are not finite
+    x = Tensor(values)
+    loss, overflow, scale, *rows, scalar = step(x, mask)
+    kept = np.delete(values @ START - 1, [2, 3]), np.delete(mask.asnumpy(), [2, 3])
+    expected = (kept[0] ** 2 * kept[1]).sum() / kept[1].sum()
+    assert not overflow.asnumpy()
+    assert float(scale.asnumpy()) == 2.0**10
+    np.testing.assert_allclose(loss.asnumpy(), expected, rtol=1e-5)
+    np.testing.assert_allclose(scalar.asnumpy(), 2 * expected, rtol=1e-5)
+    np.testing.assert_allclose(rows[0].asnumpy(), values @ START.astype(np.float32) - 1, rtol=1e-4)
+    assert int(step.dropped_micro_batches.asnumpy()) == 1
+
+
+@pytest.mark.parametrize("way", MODES)
+def test_scalars_alone(way):
+    """Of one shape, in the loop with the sums: floats and integers become float32 means."""
+    ms.set_context(mode=MODES[way])
+    x, mask = batch([1] * 7)
+    loss, twice, positive, thrice = step_of(Returning("scalars"), aux=True, micro_size=3)(x, mask)
+    np.testing.assert_allclose([twice.asnumpy(), thrice.asnumpy()], loss.asnumpy() * [2, 3], rtol=1e-6)
+    np.testing.assert_allclose(positive.asnumpy(), (x.asnumpy() @ START > 1).mean(), rtol=1e-6)
+
+
+def test_in_a_graph_for_all_lengths():
+    ms.set_context(mode=ms.GRAPH_MODE)
+    step = step_of(Shown(), aux=True, micro_size=3)
+    step.set_inputs(Tensor(shape=[None, 4], dtype=ms.float32), Tensor(shape=[None], dtype=ms.float32))
+    for seed, samples in enumerate((8, 5, 1)):
+        weight = as_numpy(step.weights[0])
+        x, mask = batch([1] * samples, seed)
+        loss, *rows, scalar = step(x, mask)
+        check_rows(rows, x, weight)
+        np.testing.assert_allclose(scalar.asnumpy(), 2 * loss.asnumpy(), rtol=1e-6)
+    assert len(step.compile_cache) == 1
+
+
+@pytest.mark.parametrize("spans", [1, pytest.param(2, marks=pytest.mark.thorough)])
+def test_with_sizes_that_are_found(spans):
+    ms.set_context(mode=ms.GRAPH_MODE)
+    step = step_of(Shown(), True, aux=True, micro_batch_size="auto", memory_limit=2**40, accumulation_steps=spans)
+    x, mask = batch(MASK)
+    loss, overflow, _, *rows, scalar = step(x, mask)
+    check_rows(rows, x)
+    assert not overflow.asnumpy()
+    np.testing.assert_allclose(scalar.asnumpy(), 2 * loss.asnumpy(), rtol=1e-6)
+
+
+def test_with_the_noise_recorded(pynative):
+    step, plain = (steps(aux=aux, micro_size=4, record_noise=True) for aux in (True, False))
+    x, mask = batch(MASK)
+    _, *rows, _ = step(x, mask)
+    plain(x, mask)
+    check_rows(rows, x)
+    np.testing.assert_array_equal(step.noise_sums.asnumpy(), plain.noise_sums.asnumpy())
+
+
+@pytest.mark.core("graph-part", *(f"pynative-{kind}" for kind in ("alone", "nothing", "tuple", "text")))
+@pytest.mark.parametrize(
+    ("kind", "error", "got"),
+    [
+        ("alone", ValueError, "a tuple, but got one output. Return such"),
+        ("nothing", ValueError, "a tuple, but got a tuple of 1. Return such"),
+        ("part", ValueError, r"micro-batch's 4 samples along axis 0, but output 1 got shape \(1,\). Return"),
+        ("tuple", TypeError, "each of 'aux' is a Tensor, but output 1 got 'Tuple.*'. Return"),
+        ("text", TypeError, "each of 'aux' is a Tensor, but output 1 got 'String'. Return"),
+    ],
+    ids=["alone", "nothing", "part", "tuple", "text"],
+)
+def test_what_is_no_output_is_refused(kind, error, got, mode):
+    step = step_of(Returning(kind), aux=True, micro_size=2)
+    with pytest.raises(error, match=rf"with aux=True the network must return \(loss, \*aux\).*{got}"):
+        step(*batch(MASK))
+    np.testing.assert_array_equal(as_numpy(step.weights[0]), START.astype(np.float32))
+
+
+def test_outputs_without_the_option_are_refused(pynative):
+    with pytest.raises(ValueError, match="must return 1 loss"):
+        step_of(Shown(), micro_size=2)(*batch(MASK))
+    with pytest.raises(TypeError, match="the argument 'aux' must be a bool, but got 1"):
+        GradAccumulationCell(Shown(), 2, aux=1)

@@ -1,0 +1,156 @@
+"""TrainingMetrics, and the other callbacks where a step returns more than its loss."""
+
+from __future__ import annotations
+
+import io
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import nn, train
+from mindspore.dataset import NumpySlicesDataset
+from support.reference import CLASSES, as_numpy, batches, make_network
+
+from gaccum_ms import (
+    FlushAccumulation,
+    GradAccumulationCell,
+    ProgressBar,
+    TrainingMetrics,
+    TrainOneStepWithGradAccumulationCell,
+    WindowMonitor,
+)
+
+X, Y = batches(23, 1)[0]
+ACCURACY = train.Accuracy()
+
+
+class WithLogits(nn.Cell):
+    """The loss, with what a metric needs; or as a sum and its count."""
+
+    def __init__(self, ratio=False):
+        super().__init__(auto_prefix=False)
+        self.network = make_network("dense")
+        self.loss = nn.CrossEntropyLoss(reduction="sum" if ratio else "mean")
+        self.ratio = ratio
+
+    def construct(self, x, y):
+        logits = self.network(x)
+        if self.ratio:
+            return self.loss(logits, y), x.shape[0], logits, y
+        return self.loss(logits, y), logits, y
+
+
+def accuracy(logits, labels):
+    assert isinstance(logits, np.ndarray)
+    return (logits.argmax(1) == labels).mean()
+
+
+def trained(callbacks, epochs=2, scaled=False, ratio=False, sink=False, **options):
+    """Batches of six samples, the last of five."""
+    options = {"micro_size": 2, "reduction": "ratio" if ratio else "mean", **options}
+    cell = GradAccumulationCell(WithLogits(ratio), aux=True, **options)
+    scale = nn.DynamicLossScaleUpdateCell(2.0**8, 2, 100) if scaled else None
+    optimizer = nn.SGD(cell.trainable_params(), 0.5)
+    model = ms.Model(TrainOneStepWithGradAccumulationCell(cell, optimizer, scale).set_train())
+    data_set = NumpySlicesDataset((X, Y), shuffle=False).batch(6)
+    model.train(epochs, data_set, callbacks=callbacks, dataset_sink_mode=sink)
+    return model.train_network
+
+
+class Seen(train.Callback):
+    """Right answers and samples of each batch, from the weights before it, by the network itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.epochs = []
+
+    def on_train_epoch_begin(self, run_context):
+        self.epochs.append([])
+
+    def on_train_step_begin(self, run_context):
+        parameters = run_context.original_args()
+        x, y = parameters.train_dataset_element
+        logits = parameters.train_network.network.network(x).asnumpy()
+        self.epochs[-1].append([(logits.argmax(1) == y.asnumpy()).sum(), len(logits)])
+
+    def accuracies(self):
+        return [np.divide(*np.sum(one, axis=0)) for one in self.epochs]
+
+
+@pytest.mark.parametrize(
+    "options", [{"scaled": True, "ratio": True, "accumulation_steps": 3}, {}], ids=["scaled ratio in windows", "plain"]
+)
+def test_training_accuracy(options, pynative, capsys):
+    """Of ragged batches, by MindSpore's metric and by a function; the other callbacks work as without outputs."""
+    f1 = train.F1()
+    seen, monitor, file = Seen(), WindowMonitor(), io.StringIO()
+    metrics = TrainingMetrics({"accuracy": ACCURACY, "top": train.Top1CategoricalAccuracy(), "f": accuracy, "F1": f1})
+    bar, history = ProgressBar(file, show=True, refresh_seconds=0.0), train.History()
+    flush = [FlushAccumulation()] * ("accumulation_steps" in options)
+    step = trained([seen, metrics, monitor, bar, history, train.LossMonitor(), *flush], **options)
+    expected = seen.accuracies()
+    assert expected[0] != expected[1]
+    for name in ("accuracy", "top", "f"):
+        np.testing.assert_allclose([one[name] for one in metrics.history], expected, rtol=1e-6)
+    assert metrics.history[-1]["F1"].shape == (CLASSES,)
+    printed = capsys.readouterr().out
+    assert f"epoch 2: accuracy {expected[1]:.4g}, top {expected[1]:.4g}, f {expected[1]:.4g}, F1 [" in printed
+    assert printed.count("loss is ") == 8
+    losses = [loss for record in monitor.records for loss in record.losses]
+    assert f"loss is {losses[0]:.4f}"[:14] in printed
+    assert len(losses) == 8
+    assert [record.count for record in monitor.records] == ([18, 5] if flush else [6, 6, 6, 5]) * 2
+    assert monitor.records[-1].loss_scale == (2.0**8 if flush else None)
+    assert "8/8 batches" in file.getvalue()
+    assert int(step.update_count.asnumpy()) == len(monitor.records)
+
+
+def test_a_metric_may_choose_its_outputs(pynative):
+    metrics = TrainingMetrics({"logits less themselves": train.MAE().set_indexes([0, 0])}, show=False)
+    trained([metrics], 1)
+    assert metrics.history == [{"logits less themselves": 0.0}]
+
+
+def test_with_data_sinking_the_last_outputs_are_there():
+    ms.set_context(mode=ms.GRAPH_MODE)
+
+    class Outputs(train.Callback):
+        def on_train_epoch_end(self, run_context):
+            self.outputs = run_context.original_args().net_outputs
+
+    outputs = Outputs()
+    step = trained([outputs], 1, sink=True)
+    loss, logits, labels = outputs.outputs
+    assert loss.shape == ()
+    assert logits.shape == (5, CLASSES)
+    np.testing.assert_array_equal(labels.asnumpy(), Y[18:])
+    assert int(step.update_count.asnumpy()) == 4
+
+
+class Plain(WithLogits):
+    def construct(self, x, y):
+        return super().construct(x, y)[0]
+
+
+def test_what_has_no_outputs_is_refused(pynative):
+    cell = GradAccumulationCell(Plain(), 2)
+    before = as_numpy(cell.trainable_params()[0])
+    model = ms.Model(cell, optimizer=nn.SGD(cell.trainable_params(), 0.5))
+    data_set = NumpySlicesDataset((X, Y), shuffle=False).batch(6)
+    with pytest.raises(ValueError, match=r"with aux=True .*, aux=False and dataset_sink_mode=False"):
+        model.train(1, data_set, callbacks=[TrainingMetrics({"accuracy": ACCURACY})])
+    np.testing.assert_array_equal(as_numpy(cell.trainable_params()[0]), before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (({},), ValueError, "'metrics' must not be empty"),
+        ((["accuracy"],), TypeError, r"'metrics' must be a dict .* got \['accuracy'\]"),
+        (({"accuracy": "accuracy"},), TypeError, "'metrics' must be a dict"),
+        (({"accuracy": ACCURACY}, 1), TypeError, "'show' must be a bool, but got 1"),
+    ],
+)
+def test_bad_arguments(arguments, error, words):
+    with pytest.raises(error, match=f"For 'TrainingMetrics', the argument {words}"):
+        TrainingMetrics(*arguments)

@@ -1,0 +1,220 @@
+"""Networks that return a sum and its count, ``reduction="ratio"`` , on one process, against NumPy.
+Ranks: test_counted_ranks.py."""
+
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from support.modes import MODES
+from support.reference import as_numpy, step_with
+from support.reuse import Reused
+from support.state import assert_identical, everything
+from test_counts import RATE, START, UNEVEN, data, gradient, oracle
+
+from gaccum_ms import CountMask, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, audit, resume
+from gaccum_ms.accumulation.weighing import ByCountsWithOutputs
+
+
+class Ratio(nn.Cell):
+    """Squared errors of w x ~ 1: their sum over what the mask keeps, and how much that is. Where it keeps nothing the
+    sum is NaN, and so is its gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = ms.Parameter(Tensor(START, ms.float32), name="weight")
+
+    def construct(self, x, mask):
+        count = mask.sum()
+        total = (ops.square((x * self.weight).sum(-1) - 1) * mask).sum()
+        # The count has a gradient, which must not be taken.
+        return total / count * count, count + (self.weight - ops.stop_gradient(self.weight)).sum()
+
+
+class Returning(Ratio):
+    """Returns what `kind` says."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def construct(self, x, mask):
+        total, count = super().construct(x, mask)
+        if self.kind == "alone":
+            return total
+        if self.kind == "three":
+            return total, count, count
+        if self.kind == "rows":
+            return total, mask
+        if self.kind == "text":
+            return total, "count"
+        if self.kind == "rows of both":
+            return mask * total, mask
+        return total, x.shape[0]
+
+
+def make_step(network=Ratio, weighing=None, scale=None, **options):
+    cell = GradAccumulationCell(network() if isinstance(network, type) else network, reduction="ratio", **options)
+    step_class = step_with(weighing=weighing) if weighing else TrainOneStepWithGradAccumulationCell
+    return step_class(cell, nn.Momentum(cell.trainable_params(), RATE, 0.9), scale).set_train()
+
+
+steps = Reused(make_step)
+
+
+def run(step, *batch):
+    return step(*(Tensor(np.asarray(one, np.float32)) for one in batch))
+
+
+@pytest.mark.core("graph-3", "pynative-8")
+@pytest.mark.parametrize("micro_size", [1, 3, 8])
+def test_equals_the_whole_batch(micro_size, mode):
+    """Micro-batches of UNEVEN have denominators down to 0, with a numerator of NaN."""
+    x, mask = data(UNEVEN)
+    step = steps(micro_size=micro_size)
+    loss = run(step, x, mask)
+    expected, expected_gradient = oracle(x, mask)
+    np.testing.assert_allclose(loss.asnumpy(), expected, rtol=1e-5)
+    np.testing.assert_allclose(gradient(step), expected_gradient, rtol=1e-4, atol=1e-5)
+    assert float(step.window_count.asnumpy()) == 3.5
+    assert not any(as_numpy(a).any() for a in step.accu_grads)
+
+
+class EachTheSame(ByCountsWithOutputs):
+    """Takes each micro-batch's denominator for 1."""
+
+    def taken(self, noted, unit, count, seeded_loss, gradients):
+        return super().taken(noted, unit, count / count, seeded_loss, gradients)
+
+
+def test_negative_control_unread_denominators_are_caught(pynative):
+    x, mask = data([1, 1, 0.5, 1, 0, 1])
+    step = make_step(weighing=EachTheSame, micro_size=2)
+    run(step, x, mask)
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(gradient(step), oracle(x, mask)[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.core(mode="pynative")
+def test_a_denominator_may_be_a_number(mode):
+    x, mask = data([1.0] * 7)
+    step = make_step(Returning("number"), micro_size=3)
+    np.testing.assert_allclose(run(step, x, mask).asnumpy(), oracle(x, mask)[0], rtol=1e-5)
+    np.testing.assert_allclose(gradient(step), oracle(x, mask)[1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_window_of_zero_does_not_update(mode):
+    x, mask = data(UNEVEN)
+    step = steps(micro_size=3)
+    run(step, x, mask)
+    before = everything(step)
+    assert float(run(step, x, mask * 0).asnumpy()) == 0.0
+    after = everything(step)
+    assert after.pop("gaccum_ms.window_count") == 0 != before.pop("gaccum_ms.window_count")
+    assert after.pop("gaccum_ms.batch_count") == before.pop("gaccum_ms.batch_count") + 1
+    assert_identical(after, before)
+
+
+@pytest.mark.core("graph--1.0", "graph-nan", "pynative-inf")
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_a_bad_denominator_is_an_error_and_changes_nothing(bad, mode):
+    x, mask = data(UNEVEN)
+    step = steps(micro_size=3)
+    run(step, x, mask)
+    before = everything(step)
+    with pytest.raises(ValueError, match=r"reduction='ratio' the network must return a denominator .* Nothing was ch"):
+        run(step, x, [1, 1, 0, bad, 0, 0, 1, 1])
+    assert_identical(everything(step), before, but=("gaccum_ms.window_count", "gaccum_ms.batch_count"))
+    run(step, x, mask)
+    assert (as_numpy(step.weights[0]) != before["weight"]).all()
+
+
+@pytest.mark.core(mode="pynative")
+def test_batches_that_share_an_update_equal_the_joined_batch(mode):
+    """And a flushed tail."""
+    step = steps(micro_size=2, accumulation_steps=2)
+    parts = [data(mask, seed) for seed, mask in enumerate([[1, 0, 0, 0, 1], [0, 0, 0], [2, 0.5]])]
+    x, mask = (np.concatenate(column) for column in zip(*parts[:2], strict=True))
+    losses = [float(run(step, *part).asnumpy()) for part in parts[:2]]
+    np.testing.assert_allclose(losses, [oracle(*parts[0])[0], 0.0], rtol=1e-5)
+    np.testing.assert_allclose(step.window_loss.asnumpy(), oracle(x, mask)[0], rtol=1e-5)
+    np.testing.assert_allclose(gradient(step), oracle(x, mask)[1], rtol=1e-4, atol=1e-5)
+    weight = as_numpy(step.weights[0])
+    run(step, *parts[2])
+    assert step.flush()
+    errors = parts[2][0] @ weight - 1
+    np.testing.assert_allclose(step.window_loss.asnumpy(), (errors**2 * parts[2][1]).sum() / 2.5, rtol=1e-5)
+
+
+@pytest.mark.core(mode="pynative")
+def test_a_bad_denominator_spoils_its_window_alone(mode):
+    x, mask = data([1, 0.5, 1, 1])
+    step = steps(micro_size=2, accumulation_steps=2)
+    before = as_numpy(step.weights[0])
+    with pytest.raises(ValueError, match="The window that the batch is in does not update"):
+        run(step, x, [1, 1, -1, 0])
+    run(step, x, mask)
+    np.testing.assert_array_equal(as_numpy(step.weights[0]), before)
+    assert int(step.window_position.asnumpy()) == 0
+    assert int(step.update_count.asnumpy()) == 0
+    run(step, x, mask)
+    run(step, x, mask)
+    np.testing.assert_allclose(gradient(step), oracle(x, mask)[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "got"),
+    [
+        ("alone", ValueError, "a tuple, but got one output"),
+        ("three", ValueError, "a tuple, but got a tuple of 3"),
+        ("rows", ValueError, r"but got shape \(\) and shape \(1,\). Sum"),
+        ("text", ValueError, r"but got shape \(\) and 'String'. Sum"),
+        ("rows of both", ValueError, r"but got shape \(1,\) and shape \(1,\). Sum"),
+    ],
+)
+def test_what_is_no_ratio_is_refused(kind, error, got, pynative):
+    step = make_step(Returning(kind), micro_size=2)
+    with pytest.raises(
+        error, match=rf"with reduction='ratio' the network must return \(numerator, denominator\).*{got}"
+    ):
+        run(step, *data([1, 1]))
+    np.testing.assert_array_equal(as_numpy(step.weights[0]), START.astype(np.float32))
+
+
+def test_a_window_may_be_finished_by_a_count(tmp_path, pynative):
+    """Both weigh by counts: the sums of a window that a ratio began mean the same."""
+    (x, mask), (more, kept) = data(UNEVEN), data([1, 0, 2], 1)
+    began = make_step(micro_size=2, accumulation_steps=2)
+    run(began, x, mask)
+    ms.save_checkpoint(began, str(tmp_path / "window.ckpt"))
+
+    class Mean(Ratio):
+        def construct(self, x, mask):
+            total, count = super().construct(x, mask)
+            return total / ops.stop_gradient(count)
+
+    cell = GradAccumulationCell(Mean(), 3, count=CountMask(), accumulation_steps=2)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.Momentum(cell.trainable_params(), RATE, 0.9)).set_train()
+    resume(step, tmp_path / "window.ckpt")
+    run(step, more, kept)
+    expected = oracle(np.concatenate((x, more)), np.concatenate((mask, kept)))[1]
+    np.testing.assert_allclose(gradient(step), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.core(way="pynative")
+@pytest.mark.parametrize("way", MODES)
+def test_audit(way):
+    """It passes a ratio, and not a numerator that is a mean already."""
+    ms.set_context(mode=MODES[way])
+
+    class Twice(Ratio):
+        def construct(self, x, mask):
+            total, count = super().construct(x, mask)
+            return total / count, count
+
+    x, mask = data([1, 1, 0.5, 1, 2, 1])
+    for network, ok in ((Ratio(), True), (Returning("number"), True), (Twice(), False)):
+        cell = GradAccumulationCell(network, 2, reduction="ratio")
+        report = audit(cell, nn.SGD(cell.trainable_params(), RATE), Tensor(x), Tensor(mask))
+        assert report.ok is ok, report

@@ -1,0 +1,145 @@
+"""What a rank of test_transforms_ranks.py runs (support/ranks.py): transforms, where each rank has its part."""
+
+from __future__ import annotations
+
+import functools
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn
+from mindspore.communication import get_rank
+from support.modes import MODES
+from support.reference import Regression, as_numpy, batches
+from support.two_ranks import Results
+
+from gaccum_ms import (
+    ClipByGlobalNorm,
+    GradAccumulationCell,
+    GradAccumulator,
+    ShardedOptimizer,
+    SkipSpikes,
+    TrainOneStepWithGradAccumulationCell,
+    WeightAverage,
+)
+
+RATE, DECAY, NORM, MAX_NORM = 0.05, 0.5, 3.0, 0.3
+SPIKE = 2  # the window whose targets are far off, on rank 1 alone
+# By name: the mode, batches of a window, the optimizer, and further options.
+TRAININGS: dict[str, tuple[str, int, bool, dict]] = {
+    "graph": ("graph", 1, False, {}),
+    "eager": ("pynative", 1, False, {}),
+    "sharded": ("graph", 1, True, {"shard_accumulators": True}),
+    "windows, sharded": ("graph", 2, True, {}),
+}
+WINDOWS, SAMPLES = 5, 6
+
+
+def data(rank: int, steps: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """A rank's batches."""
+    result = []
+    for number, (x, y) in enumerate(batches(SAMPLES, WINDOWS * steps, seed=40 + rank)):
+        far = rank == 1 and number // steps == SPIKE
+        result.append((x, (y * (100 if far else 1)).astype(np.float32)))
+    return result
+
+
+def momentum(network: nn.Cell, sharded: bool) -> nn.Optimizer:
+    make = functools.partial(ShardedOptimizer, nn.Momentum) if sharded else nn.Momentum
+    return make(network.trainable_params(), RATE, 0.9)
+
+
+def vector(parameters) -> np.ndarray:
+    return np.concatenate([as_numpy(one).ravel() for one in parameters])
+
+
+def set_up(mode: str) -> None:
+    ms.set_context(mode=MODES[mode])
+    ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
+
+
+def train(name: str) -> Results:
+    mode, steps, sharded, options = TRAININGS[name]
+    set_up(mode)
+    network, average = Regression(), WeightAverage(DECAY)
+    cell = GradAccumulationCell(
+        network,
+        2,
+        accumulation_steps=steps,
+        transforms=(SkipSpikes(norm=NORM), ClipByGlobalNorm(MAX_NORM), average),
+        **options,
+    )
+    step = TrainOneStepWithGradAccumulationCell(cell, momentum(network, sharded)).set_train()
+    rows, updates = [], []
+    for number, batch in enumerate(data(get_rank(), steps), start=1):
+        step(*map(Tensor, batch))
+        if number % steps == 0:
+            rows.append(vector(step.weights))
+            updates.append(int(step.update_count.asnumpy()))
+    with step.averaged_weights():
+        swapped = vector(step.weights)
+    return {
+        f"{name}/weights": np.stack(rows),
+        f"{name}/updates": np.array(updates),
+        f"{name}/skipped": as_numpy(step.skipped_updates),
+        f"{name}/norm": as_numpy(step.judged_norm),
+        f"{name}/averages": vector(average.averages),
+        f"{name}/swapped": swapped,
+    }
+
+
+def disagree() -> Results:
+    """Gradients that differ by rank, as norms do by a rounding: on both sides of a limit. An update by one rank alone
+    would wait for the other for ever."""
+    set_up("graph")
+    size = 1.0 if get_rank() == 0 else 2.0
+
+    def by_rank(gradients):
+        return gradients[0] * 0.0 + size, gradients[1] * 0.0
+
+    results = {}
+    for name, factor in (("below", 1.4), ("above", 1.6)):  # of rank 0's norm; the mean is 1.5 times that
+        network = Regression()
+        limit = float(factor * np.sqrt(network.hidden.size))
+        cell = GradAccumulationCell(network, 2, transforms=(by_rank, SkipSpikes(norm=limit)))
+        step = TrainOneStepWithGradAccumulationCell(cell, momentum(network, True)).set_train()
+        step(*map(Tensor, data(get_rank(), 1)[0]))
+        results[f"disagree/{name}"] = as_numpy(step.update_count)
+    return results
+
+
+def accumulate() -> Results:
+    """The same chain in a loop of one's own."""
+    set_up("pynative")
+    network, average = Regression(), WeightAverage(DECAY)
+    optimizer = momentum(network, False)
+    accumulator = GradAccumulator(optimizer, 2, transforms=(SkipSpikes(norm=NORM), ClipByGlobalNorm(MAX_NORM), average))
+    grad_fn = ms.value_and_grad(network, None, optimizer.parameters)
+    rows, updates = [], []
+    for number, batch in enumerate(data(get_rank(), 2), start=1):
+        accumulator(grad_fn(*map(Tensor, batch))[1])
+        if number % 2 == 0:
+            rows.append(vector(network.trainable_params()))
+            updates.append(int(accumulator.update_count.asnumpy()))
+    return {
+        "accumulator/weights": np.stack(rows),
+        "accumulator/updates": np.array(updates),
+        "accumulator/skipped": as_numpy(accumulator.skipped_updates),
+        "accumulator/norm": as_numpy(accumulator.judged_norm),
+        "accumulator/averages": vector(average.averages),
+        "accumulator/swapped": vector(average.averages),
+    }
+
+
+def _case(name: str):
+    return lambda out: train(name)
+
+
+def _alone(task):
+    return lambda out: task()
+
+
+CASES: dict = {
+    **{name: _case(name) for name in TRAININGS},
+    "disagree": _alone(disagree),
+    "accumulator": _alone(accumulate),
+}

@@ -1,0 +1,67 @@
+"""What the tests of adapters have in common: three batches that are to train as the one that they make together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from mindspore import Tensor, nn
+
+from support.reference import FEATURES, Regression, as_numpy
+
+K = 3  # batches that share an update
+ROUNDING = 1e-6  # of weights below 1
+
+Batches = Sequence[tuple[np.ndarray, np.ndarray]]
+
+
+def few_batches(number: int = 2 * K, samples: int = 4, seed: int = 3) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Distinct random batches."""
+    random = np.random.default_rng(seed)
+    return [
+        (
+            random.normal(size=(samples, FEATURES)).astype(np.float32),
+            (random.normal(size=samples) * 3).astype(np.float32),
+        )
+        for _ in range(number)
+    ]
+
+
+def joined(batches: Batches, number: int = K) -> list[tuple[np.ndarray, ...]]:
+    """Each `number` of them as one; the last from what is left."""
+    parts = [batches[start : start + number] for start in range(0, len(batches), number)]
+    return [tuple(np.concatenate(values) for values in zip(*part, strict=True)) for part in parts]
+
+
+class Trained(NamedTuple):
+    """What a training leaves."""
+
+    weights: dict[str, np.ndarray]
+    outputs: list[Any]
+    step: Any
+    optimizer: nn.Optimizer
+
+
+def trained(
+    make_step: Callable, batches: Batches, make_optimizer: Callable = lambda weights: nn.Momentum(weights, 0.1, 0.9)
+) -> Trained:
+    """Train a small network with the step that ``make_step(network, optimizer)`` returns."""
+    network = Regression()
+    weights = {one.name: one for one in network.get_parameters()}  # mindcv's step gives them other names
+    optimizer = make_optimizer(network.trainable_params())
+    step = make_step(network, optimizer)
+    step.set_train()
+    outputs = [step(*map(Tensor, batch)) for batch in batches]
+    return Trained({name: as_numpy(one) for name, one in weights.items()}, outputs, step, optimizer)
+
+
+def apart(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
+    """The largest difference between weights."""
+    assert one.keys() == other.keys()
+    return max(float(np.abs(one[name] - other[name]).max()) for name in one)
+
+
+def losses(outputs: Sequence[Any]) -> list[float]:
+    """The losses that steps have returned, alone or with other things."""
+    return [float((one[0] if isinstance(one, tuple) else one).asnumpy()) for one in outputs]

@@ -1,0 +1,220 @@
+"""Averages in the place of weights, in evaluations and exports; and what checkpoints hold of transforms."""
+
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn
+from mindspore.train import MAE, Callback
+from support.reference import FEATURES, as_numpy
+from support.state import assert_identical, everything
+
+from gaccum_ms import GradAccumulationCell, SkipSpikes, WeightAverage, resume
+from gaccum_ms.backend.parameters import own
+
+X = np.random.default_rng(3).normal(size=(24, FEATURES)).astype(np.float32)
+Y = (X[:, :1] - X[:, 1:2]).astype(np.float32)
+BATCHES = [(X[at : at + 6], Y[at : at + 6]) for at in range(0, 24, 6)]
+
+
+def data_set():
+    return ms.dataset.NumpySlicesDataset((X, Y), shuffle=False).batch(6)
+
+
+def make_model(*transforms, **options):
+    net = nn.Dense(FEATURES, 1, weight_init="ones", bias_init="zeros")
+    cell = GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), 2, transforms=transforms, **options)
+    optimizer = nn.Momentum(net.trainable_params(), 0.05, 0.9)
+    evaluated = nn.WithEvalCell(net, nn.MSELoss())
+    model = ms.Model(cell, optimizer=optimizer, eval_network=evaluated, eval_indexes=[0, 1, 2], metrics={"mae": MAE()})
+    return model, net
+
+
+def train(step, batches):
+    for batch in batches:
+        step(*map(Tensor, batch))
+
+
+def error_of(weight, bias):
+    return float(np.abs(X @ weight.T + bias - Y).mean())
+
+
+# -- averages in the place of weights ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A model, its network, and the averages that it should be evaluated with."""
+    average = WeightAverage(0.5)
+    model, net = make_model(average)
+    train(model.train_network, BATCHES[:3])
+    return model, net, [as_numpy(one) for one in average.averages]
+
+
+def test_evaluation_sees_them_and_the_weights_come_back(trained):
+    model, net, averages = trained
+    step = model.train_network
+    before = everything(step)
+    own_error = model.eval(data_set())["mae"]
+    with step.averaged_weights():
+        error = model.eval(data_set())["mae"]
+        with step.averaged_weights():  # again: nothing more
+            np.testing.assert_array_equal(as_numpy(net.weight), averages[0])
+        np.testing.assert_array_equal(as_numpy(net.weight), averages[0])
+    assert error == pytest.approx(error_of(*averages), rel=1e-5)
+    assert own_error == pytest.approx(error_of(as_numpy(net.weight), as_numpy(net.bias)), rel=1e-5)
+    assert abs(error - own_error) > 1e-3
+    assert_identical(before, everything(step))
+
+
+def test_weights_come_back_whatever_is_raised(trained):
+    model, net, averages = trained
+    before = as_numpy(net.weight)
+    with pytest.raises(KeyboardInterrupt), model.train_network.averaged_weights():
+        np.testing.assert_array_equal(as_numpy(net.weight), averages[0])
+        raise KeyboardInterrupt
+    np.testing.assert_array_equal(as_numpy(net.weight), before)
+
+
+def test_no_training_within(trained):
+    model, _, _ = trained
+    step = model.train_network
+    before = everything(step)
+    words = "there must be no training within 'averaged_weights"
+    with pytest.raises(RuntimeError, match=words), step.averaged_weights():
+        train(step, BATCHES[:1])
+    assert_identical(before, everything(step))
+
+
+def test_an_export_has_them(trained, tmp_path):
+    model, net, averages = trained
+    with model.train_network.averaged_weights():
+        ms.save_checkpoint(net, str(tmp_path / "net.ckpt"))
+        ms.export(net, Tensor(X), file_name=str(tmp_path / "net"), file_format="MINDIR")
+    np.testing.assert_array_equal(ms.load_checkpoint(str(tmp_path / "net.ckpt"))["weight"].asnumpy(), averages[0])
+    outputs = nn.GraphCell(ms.load(str(tmp_path / "net.mindir")))(Tensor(X)).asnumpy()
+    np.testing.assert_allclose(outputs, X @ averages[0].T + averages[1], rtol=1e-4, atol=1e-5)
+
+
+def test_before_the_first_update_they_are_the_weights():
+    model, net = make_model(WeightAverage(0.5))
+    before = as_numpy(net.weight)
+    with model.train_network.averaged_weights():
+        np.testing.assert_array_equal(as_numpy(net.weight), before)
+
+
+class Watch(Callback):
+    """Notes the weights where an evaluation begins and ends, and at each epoch's beginning."""
+
+    def __init__(self, net, fails=False):
+        super().__init__()
+        self.net, self.fails = net, fails
+        self.begins, self.ends, self.epochs, self.errors = [], [], [], []
+
+    def on_eval_begin(self, run_context):
+        self.begins.append(as_numpy(self.net.weight))
+        if self.fails:
+            raise OSError("in evaluation")
+
+    def on_eval_end(self, run_context):
+        self.ends.append(as_numpy(self.net.weight))
+        self.errors.append(run_context.original_args().metrics["mae"])
+
+    def on_train_epoch_begin(self, run_context):
+        self.epochs.append(as_numpy(self.net.weight))
+
+
+def test_the_evaluations_of_fit_see_them():
+    average = WeightAverage(0.5)
+    model, net = make_model(average)
+    watch = Watch(net)
+    model.fit(2, data_set(), data_set(), callbacks=[watch])
+    plain, other = make_model()
+    plain.train(1, data_set())
+    assert len(watch.errors) == 2
+    np.testing.assert_array_equal(watch.epochs[1], as_numpy(other.weight))  # training went on with the weights
+    averages = [as_numpy(one) for one in average.averages]
+    np.testing.assert_array_equal(watch.begins[1], averages[0])
+    np.testing.assert_array_equal(watch.ends[1], averages[0])
+    assert watch.errors[1] == pytest.approx(error_of(*averages), rel=1e-5)
+    assert np.abs(as_numpy(net.weight) - averages[0]).max() > 1e-3
+
+
+def test_an_evaluation_of_fit_that_fails_gives_the_weights_back():
+    average = WeightAverage(0.5)
+    model, net = make_model(average)
+    plain, other = make_model()
+    watch = Watch(net, fails=True)
+    with pytest.raises(OSError, match="in evaluation"):
+        model.fit(2, data_set(), data_set(), callbacks=[watch])
+    plain.train(1, data_set())
+    np.testing.assert_array_equal(watch.begins[0], as_numpy(average.averages[0]))
+    np.testing.assert_array_equal(as_numpy(net.weight), as_numpy(other.weight))
+    train(model.train_network, BATCHES[:1])
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def links():
+    return SkipSpikes(3.0, history=3, warmup_updates=2), WeightAverage(0.5, warmup=True)
+
+
+SPIKY = [*BATCHES[:3], (X[:6], Y[:6] * 1000), *BATCHES, (X[6:12], Y[6:12] * 1000), BATCHES[0]]
+
+
+@pytest.mark.parametrize("load", ["resume", "mindspore"])
+def test_a_training_goes_on_with_all_of_their_state(load, tmp_path):
+    """Into a step that has run: median, counts and averages are those of the training that was never stopped."""
+    step, other = (make_model(*links())[0].train_network for _ in range(2))
+    train(step, SPIKY[:5])
+    file = str(tmp_path / "step.ckpt")
+    ms.save_checkpoint(step, file)
+    train(step, SPIKY[5:])
+    assert int(step.skipped_updates.asnumpy()) == 2
+    train(other, BATCHES[2:])
+    if load == "resume":
+        resume(other, file)
+    else:
+        ms.load_checkpoint(file, other)
+    assert int(other.skipped_updates.asnumpy()) == 1
+    train(other, SPIKY[5:])
+    assert_identical(everything(step), everything(other), but={own("random_state")})
+
+
+def test_a_checkpoint_without_them_lets_them_begin_anew(tmp_path):
+    """With the weights that were loaded, and not with those of before."""
+    plain, _ = make_model()
+    train(plain.train_network, BATCHES[:2])
+    file = str(tmp_path / "plain.ckpt")
+    ms.save_checkpoint(plain.train_network, file)
+    spikes, average = links()
+    step = make_model(spikes, average)[0].train_network
+    train(step, [*BATCHES[1:], (X[:6], Y[:6] * 1000)])
+    assert int(step.skipped_updates.asnumpy()) == 1
+    resume(step, file)
+    assert int(step.skipped_updates.asnumpy()) == int(average.averaged_updates.asnumpy()) == 0
+    assert np.isinf(spikes.judged_norms.asnumpy()).all()
+    loaded = as_numpy(step.weights[0])
+    train(step, BATCHES[:1])
+    expected = loaded * (2 / 11) + as_numpy(step.weights[0]) * (9 / 11)
+    np.testing.assert_allclose(as_numpy(average.averages[0]), expected, rtol=1e-5)
+
+
+def test_values_written_from_outside_are_seen():
+    """By a graph that has run: of weights, of averages, and of norms."""
+    spikes, average = SkipSpikes(3.0, history=3, warmup_updates=2), WeightAverage(0.5)
+    step = make_model(spikes, average)[0].train_network
+    train(step, BATCHES[:3])
+    average.averages[0].set_data(Tensor(np.full((1, FEATURES), 100.0, np.float32)))
+    step.weights[1].set_data(Tensor(np.full(1, 0.25, np.float32)))
+    spikes.judged_norms.set_data(Tensor(np.full(3, 1e6, np.float32)))
+    before = int(step.update_count.asnumpy())
+    train(step, [(X[:6], Y[:6] * 100)])  # no spike any more
+    assert int(step.update_count.asnumpy()) == before + 1
+    expected = (100 + as_numpy(step.weights[0])) / 2
+    np.testing.assert_allclose(as_numpy(average.averages[0]), expected, rtol=1e-5)
+    spikes.judged_norms.set_data(Tensor(np.full(3, 1e-6, np.float32)))
+    train(step, BATCHES[:1])  # all is one now
+    assert int(step.update_count.asnumpy()) == before + 1

@@ -1,0 +1,563 @@
+"""What a finished gradient goes through: each link, and chains of them, against NumPy on whole batches."""
+
+from __future__ import annotations
+
+import re
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from support import by_hand
+from support.by_hand import ByHand, train_whole
+from support.reference import FEATURES, PlainSGD, Regression, as_numpy, batches, make_network, relative_error
+from support.state import assert_identical, everything, manager
+
+from gaccum_ms import (
+    AdaptiveGradientClip,
+    ClipByGlobalNorm,
+    ClipByValue,
+    GradAccumulationCell,
+    GradAccumulator,
+    SkipSpikes,
+    TrainOneStepWithGradAccumulationCell,
+    Transform,
+    WeightAverage,
+    WindowMonitor,
+    audit,
+    find_micro_batch_size,
+)
+from gaccum_ms.backend.parameters import own
+from gaccum_ms.transforms.chain import others
+
+RATE, SAMPLES = 0.05, 11
+TOLERANCE = 1e-5
+DYNAMIC_SCALE = {"current_iterator_step", "last_overflow_iterator_step"}
+SPIKES = {"factor": 3.0, "history": 4, "warmup_updates": 2}
+
+
+def data(number=9, spikes=(3, 7), samples=SAMPLES):
+    """Batches of regression; spikes have targets that are far off."""
+    result = []
+    for index, (x, y) in enumerate(batches(samples, number)):
+        result.append((x, (y * (50 if index in spikes else 1)).astype(np.float32)))
+    return result
+
+
+def momentum(network):
+    return nn.Momentum(network.trainable_params(), RATE, 0.9)
+
+
+def make_step(*transforms, network=None, scale_sense=None, optimizer=momentum, **options):
+    network = network or Regression()
+    options = {"micro_size": 3} | options
+    cell = GradAccumulationCell(network, transforms=transforms, **options)
+    return TrainOneStepWithGradAccumulationCell(cell, optimizer(network), scale_sense).set_train()
+
+
+def weights_of(step):
+    return np.concatenate([as_numpy(one).ravel() for one in step.weights])
+
+
+def run(step, given):
+    """The weights after each batch."""
+    rows = []
+    for batch in given:
+        step(*map(Tensor, batch))
+        rows.append(weights_of(step))
+    return rows
+
+
+def whole(rules, given, after=()):
+    network = Regression()
+    return train_whole(network, ByHand(momentum(network), rules, after), given)
+
+
+def assert_same(rows, reference, tolerance=TOLERANCE):
+    assert len(rows) == len(reference)
+    assert max(map(relative_error, rows, reference)) < tolerance
+
+
+def shifted(gradients):
+    return gradients[0] + 0.125, gradients[1]
+
+
+def shifted_by_hand(gradients, _):
+    return [gradients[0] + 0.125, gradients[1]]
+
+
+# -- each link against the whole batch ---------------------------------------------------------------------------------
+
+LINKS = {
+    "front": (lambda: [ClipByGlobalNorm(0.2)], lambda: [by_hand.global_norm(0.2)]),
+    "global norm": (
+        lambda: [shifted, ClipByGlobalNorm(0.2)],
+        lambda: [shifted_by_hand, by_hand.global_norm(0.2)],
+    ),
+    "value": (lambda: [ClipByValue(0.02, -0.05)], lambda: [by_hand.value(-0.05, 0.02)]),
+    "adaptive": (lambda: [AdaptiveGradientClip(0.05)], lambda: [by_hand.adaptive(0.05)]),
+    "median": (lambda: [SkipSpikes(**SPIKES)], lambda: [by_hand.spikes(3.0, history=4, warmup=2)]),
+    "fixed norm": (lambda: [SkipSpikes(norm=3.0)], lambda: [by_hand.spikes(norm=3.0)]),
+    "value, then norm": (
+        lambda: [ClipByValue(0.05), ClipByGlobalNorm(0.1)],
+        lambda: [by_hand.value(-0.05, 0.05), by_hand.global_norm(0.1)],
+    ),
+    "norm, then value": (
+        lambda: [ClipByGlobalNorm(0.1), ClipByValue(0.05)],
+        lambda: [by_hand.global_norm(0.1), by_hand.value(-0.05, 0.05)],
+    ),
+    "all": (
+        lambda: [SkipSpikes(**SPIKES), shifted, AdaptiveGradientClip(0.1), ClipByGlobalNorm(0.2), WeightAverage(0.5)],
+        lambda: [
+            by_hand.spikes(3.0, history=4, warmup=2),
+            shifted_by_hand,
+            by_hand.adaptive(0.1),
+            by_hand.global_norm(0.2),
+        ],
+    ),
+}
+
+
+@pytest.mark.core("graph-value", "graph-adaptive", "graph-global norm", "graph-fixed norm", "graph-all", "pynative-all")
+@pytest.mark.parametrize("name", LINKS)
+def test_equals_the_rule_on_whole_batches(name, mode):
+    make, by_rules = LINKS[name]
+    step = make_step(*make())
+    rows = run(step, data())
+    assert_same(rows, whole(by_rules(), data()))
+    unchanged = run(make_step(), data()) if mode == "pynative" else whole([], data())
+    assert relative_error(rows[-1], unchanged[-1]) > 1e-2  # the rule did something
+    if name in ("median", "fixed norm", "all"):
+        assert int(step.skipped_updates.asnumpy()) == 2
+        assert int(step.update_count.asnumpy()) == 7
+
+
+def test_the_order_of_the_chain_matters():
+    """The same two links; what each order must be is in the test above."""
+    rules = [by_hand.global_norm(0.1), by_hand.value(-0.05, 0.05)]
+    orders = [whole(order, data(3, ())) for order in (rules, rules[::-1])]
+    assert relative_error(orders[0][-1], orders[1][-1]) > 1e-3
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    clips = [lambda: ClipByGlobalNorm(0.1), lambda: ClipByValue(0.05)]
+    for reference, makes in zip(orders, (clips, clips[::-1]), strict=True):
+        assert_same(run(make_step(*(make() for make in makes)), data(3, ())), reference)
+
+
+def test_max_grad_norm_comes_first_and_is_the_clip_at_the_front(pynative):
+    short = make_step(ClipByValue(0.05), max_grad_norm=0.1)
+    front = make_step(ClipByGlobalNorm(0.1), ClipByValue(0.05))
+    assert_same(run(short, data(3)), run(front, data(3)), 1e-12)
+    np.testing.assert_array_equal(short.grad_norm.asnumpy(), front.grad_norm.asnumpy())
+    assert front.update.max_grad_norm == 0.1
+
+
+def test_adaptive_clipping_leaves_out_what_is_excluded(pynative):
+    network = Regression()
+    step = make_step(AdaptiveGradientClip(0.05, exclude=[network.out]), network=network)
+    assert_same(run(step, data(4)), whole([by_hand.adaptive(0.05, exclude=[1])], data(4)))
+
+
+@pytest.mark.thorough
+def test_adaptive_clipping_of_filters(pynative):
+    """A unit of a convolution is a filter, as in the paper."""
+    network = make_network("conv")
+    loss_cell = nn.WithLossCell(network, nn.CrossEntropyLoss())
+    reference = make_network("conv")
+    by_rule = ByHand(momentum(reference), [by_hand.adaptive(0.02)])
+    expected = train_whole(nn.WithLossCell(reference, nn.CrossEntropyLoss()), by_rule, batches(8, 3))
+    step = make_step(AdaptiveGradientClip(0.02), network=loss_cell)
+    assert_same(run(step, batches(8, 3)), expected)
+
+
+# -- averages ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("warmup", [False, True])
+def test_averages_are_those_of_whole_batches(warmup):
+    network = Regression()
+    optimizer = ByHand(momentum(network), [])
+    average = by_hand.Average(optimizer.weights(), 0.5, warmup)
+    optimizer.after.append(average)
+    rows = train_whole(network, optimizer, data(5))
+    transform = WeightAverage(0.5, warmup=warmup)
+    step = make_step(transform)
+    assert_same(run(step, data(5)), rows)
+    for mine, expected in zip(transform.averages, average.values, strict=True):
+        assert mine.dtype == ms.float32
+        assert relative_error(as_numpy(mine), expected) < TOLERANCE
+        assert mine.name.startswith(own("average."))
+    last = by_hand.Average(optimizer.weights(), 0.5)  # a control: the last weights are not their average
+    assert relative_error(as_numpy(transform.averages[0]), last.values[0]) > 1e-3
+
+
+def test_averages_begin_with_the_weights_before_the_first_update():
+    """Which may have been loaded after the step was built."""
+    transform = WeightAverage(0.75)
+    step = make_step(transform, micro_size=1)
+    for weight in step.weights:
+        weight.set_data(Tensor(as_numpy(weight) * 3 + 1))
+    before = weights_of(step)
+    step(*map(Tensor, data(1)[0]))
+    averages = np.concatenate([as_numpy(one).ravel() for one in transform.averages])
+    assert relative_error(averages, 0.75 * before + 0.25 * weights_of(step)) < 1e-6
+
+
+class Normed(nn.Cell):
+    """With moving statistics, which are no trained weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(FEATURES)
+        self.out = nn.Dense(FEATURES, 1, weight_init="ones", bias_init="zeros")
+
+    def construct(self, x, y):
+        return ops.square(self.out(self.norm(x)).reshape((-1,)) - y).mean()
+
+
+@pytest.mark.filterwarnings("ignore:For 'GradAccumulationCell', the network has")
+def test_buffers_are_averaged_on_request(pynative):
+    network = Normed()
+    transform = WeightAverage(0.5, buffers=True)
+    step = make_step(transform, network=network, micro_size=2)
+    names = [one.name for one in transform.averages]
+    assert own("average.norm.moving_mean") in names and own("average.norm.moving_variance") in names
+    assert len(names) == len(step.weights) + 2
+    expected = None  # what they are at the first update
+    for batch in data(3):
+        step(*map(Tensor, batch))
+        now = as_numpy(network.norm.moving_mean)
+        expected = now if expected is None else (expected + now) / 2
+    average = transform.averages[names.index(own("average.norm.moving_mean"))]
+    assert relative_error(as_numpy(average), expected) < TOLERANCE
+    now = as_numpy(network.norm.moving_mean)
+    with step.averaged_weights():
+        assert relative_error(as_numpy(network.norm.moving_mean), expected) < TOLERANCE
+    np.testing.assert_array_equal(as_numpy(network.norm.moving_mean), now)
+    without = make_step(WeightAverage(0.5), network=Normed(), micro_size=2)
+    assert not any("moving" in one.name and "average" in one.name for one in without.get_parameters())
+
+
+def test_averages_of_narrow_weights_are_float32(pynative):
+    network = make_network("cast_weights", ms.bfloat16)
+    cell = GradAccumulationCell(
+        nn.WithLossCell(network, nn.CrossEntropyLoss()), 2, transforms=(ClipByValue(0.5), WeightAverage(0.5))
+    )
+    step = TrainOneStepWithGradAccumulationCell(cell, PlainSGD(0.5, network.trainable_params())).set_train()
+    before = as_numpy(network.out)
+    step(*map(Tensor, batches(8, 1)[0]))
+    after = as_numpy(network.out)
+    (average,) = (one for one in step.get_parameters() if one.name == own("average.out"))
+    np.testing.assert_array_equal(as_numpy(average), (before + after) / 2)
+    with step.averaged_weights():
+        assert network.out.dtype == ms.bfloat16
+        assert relative_error(as_numpy(network.out), as_numpy(average)) < 1e-2
+    np.testing.assert_array_equal(as_numpy(network.out), after)
+
+
+# -- windows -----------------------------------------------------------------------------------------------------------
+
+
+def test_windows_of_several_batches_and_a_flush(mode):
+    """Windows of two batches, of which the second is a spike, and one that is flushed."""
+    given = data(7, spikes=(2, 3))
+    joined = [tuple(map(np.concatenate, zip(*given[at : at + 2], strict=True))) for at in (0, 2, 4, 6)]
+    network = Regression()
+    optimizer = ByHand(momentum(network), [by_hand.spikes(norm=3.0), by_hand.global_norm(0.2)])
+    average = by_hand.Average(optimizer.weights(), 0.5)
+    optimizer.after.append(average)
+    expected = train_whole(network, optimizer, joined)
+    transform = WeightAverage(0.5)
+    step = make_step(SkipSpikes(norm=3.0), ClipByGlobalNorm(0.2), transform, micro_size=2, accumulation_steps=2)
+    rows = run(step, given)
+    assert step.flush()
+    assert_same([*rows[1::2], weights_of(step)], expected)
+    assert optimizer.updates == int(step.update_count.asnumpy()) == 3
+    assert int(step.skipped_updates.asnumpy()) == 1
+    for mine, value in zip(transform.averages, average.values, strict=True):
+        assert relative_error(as_numpy(mine), value) < TOLERANCE
+
+
+def test_a_window_that_is_dropped_moves_nothing():
+    """An overflow is none of a transform's: it is not judged, not averaged and not counted."""
+    step = make_step(SkipSpikes(**SPIKES), ClipByValue(0.1), WeightAverage(0.5), scale_sense=manager())
+    given = data(3, ())
+    run(step, given[:2])
+    before = everything(step)
+    x, y = given[2]
+    x = x.copy()
+    x[0, 0] = np.inf
+    _, overflow, _ = step(Tensor(x), Tensor(y))
+    assert bool(overflow.asnumpy())
+    after = everything(step)
+    moved = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert moved <= {own("batch_count"), own("scale_sense"), *DYNAMIC_SCALE}, moved
+    run(step, given[2:])
+    assert int(step.update_count.asnumpy()) == 3
+
+
+def test_a_window_that_is_left_out_changes_neither_weights_nor_optimizer(mode):
+    step = make_step(SkipSpikes(norm=3.0), WeightAverage(0.5))
+    run(step, data(3, ()))
+    before = everything(step)
+    run(step, data(4, (3,))[3:])
+    after = everything(step)
+    judged = {own(name) for name in ("judged_norms", "judged_updates", "judged_norm", "skipped_updates")}
+    assert_identical(before, after, but={own("batch_count"), *judged})
+    assert all(not np.array_equal(before[name], after[name]) for name in judged)
+
+
+def test_a_norm_that_is_not_finite_is_left_out(pynative):
+    """Without a loss scale nobody else looks."""
+    step = make_step(SkipSpikes(10.0))
+    x, y = data(1)[0]
+    run(step, [(x, y), (x * np.nan, y)])
+    assert np.isfinite(weights_of(step)).all()
+    assert int(step.skipped_updates.asnumpy()) == 1
+    assert int(step.update_count.asnumpy()) == 1
+
+
+def test_a_gradient_that_stays_large_is_accepted_in_the_end(pynative):
+    step = make_step(SkipSpikes(2.0, history=4, warmup_updates=2))
+    x, y = data(1, ())[0]
+    updates = []
+    for size in (1, 1, 1, 1, 40, 40, 40, 40):
+        step(Tensor(x), Tensor(y * size))
+        updates.append(int(step.update_count.asnumpy()))
+    assert updates[:4] == [1, 2, 3, 4]
+    assert updates[4] == updates[5] == 4
+    assert updates[-1] > 4
+
+
+def test_links_see_the_gradient_without_the_scale_that_is_left_to_the_optimizer():
+    """drop_overflow_update=False: the optimizer's own `loss_scale` takes it out."""
+    network = Regression()
+    cell = GradAccumulationCell(network, 2, transforms=(SkipSpikes(norm=3.0), ClipByValue(0.05)))
+    optimizer = nn.Momentum(network.trainable_params(), RATE, 0.9, loss_scale=1024.0)
+    fixed = ms.amp.FixedLossScaleManager(1024.0, drop_overflow_update=False)
+    step = ms.amp.build_train_network(cell, optimizer, loss_scale_manager=fixed)
+    assert_same(run(step, data(5)), whole([by_hand.spikes(norm=3.0), by_hand.value(-0.05, 0.05)], data(5)))
+    assert int(step.skipped_updates.asnumpy()) == 1
+
+
+def samples(x, y):
+    return x.shape[0]
+
+
+OPTIONS = {
+    "one micro-batch": {"micro_size": 1},
+    "noise": {"record_noise": True},
+    "dropped micro-batches": {"overflow": "drop_micro_batch"},
+    "count": {"count": samples},
+    "compensated": {"accumulator_dtype": ms.float16, "compensated": True},
+    "sizes": {"micro_size": None, "micro_batch_size": 4},
+    "clipped first": {"max_grad_norm": 1e9},
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", OPTIONS)
+def test_beside_other_options(name):
+    transforms = [shifted, ClipByValue(0.1), WeightAverage(0.5)]
+    rows = run(make_step(*transforms, **OPTIONS[name]), data(4))
+    expected = whole([shifted_by_hand, by_hand.value(-0.1, 0.1)], data(4))
+    assert_same(rows, expected, 1e-3 if name == "compensated" else TOLERANCE)
+
+
+@pytest.mark.thorough
+def test_compiled_in_pynative_mode(pynative):
+    make, by_rules = LINKS["all"]
+    assert_same(run(make_step(*make(), jit=True), data()), whole(by_rules(), data()))
+
+
+@pytest.mark.thorough
+def test_with_a_size_that_is_found():
+    make, by_rules = LINKS["all"]
+    step = make_step(*make(), micro_size=None, micro_batch_size="auto", is_out_of_memory=lambda error: False)
+    assert_same(run(step, data()), whole(by_rules(), data()))
+
+
+# -- GradAccumulator, audit, the monitor -------------------------------------------------------------------------------
+
+
+def test_in_a_loop_of_ones_own(mode):
+    given = data(6, spikes=(2, 3))
+    network = Regression()
+    optimizer = momentum(network)
+    transform = WeightAverage(0.5)
+    accumulator = GradAccumulator(
+        optimizer, 2, transforms=(SkipSpikes(norm=3.0), ClipByGlobalNorm(0.2), transform), jit=True
+    )
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    grad_fn = ms.value_and_grad(network, None, optimizer.parameters)
+    updated = [accumulator(grad_fn(*map(Tensor, batch))[1]) for batch in given]
+    assert updated == [False, True, False, False, False, True]
+    assert int(accumulator.skipped_updates.asnumpy()) == 1
+    joined = [tuple(map(np.concatenate, zip(*given[at : at + 2], strict=True))) for at in (0, 2, 4)]
+    reference = Regression()
+    by_rule = ByHand(momentum(reference), [by_hand.spikes(norm=3.0), by_hand.global_norm(0.2)])
+    by_rule.after.append(average := by_hand.Average(by_rule.weights(), 0.5))
+    expected = train_whole(reference, by_rule, joined)
+    assert relative_error(weights_of(accumulator), expected[-1]) < TOLERANCE
+    with accumulator.averaged_weights():
+        assert relative_error(as_numpy(network.out), average.values[1]) < TOLERANCE
+        with pytest.raises(RuntimeError, match="no training within 'averaged_weights"):
+            accumulator.flush()
+
+
+def test_audit_looks_at_the_gradient_before_them(pynative):
+    network = Regression()
+    spikes = SkipSpikes(norm=1e-6)
+    cell = GradAccumulationCell(network, 3, transforms=(spikes, WeightAverage(0.5)))
+    assert audit(cell, momentum(network), *map(Tensor, data(1)[0])).ok
+    assert not spikes.in_step
+
+
+def test_the_monitor_records_what_was_left_out():
+    network = Regression()
+    cell = GradAccumulationCell(network, 3, transforms=(SkipSpikes(norm=3.0),))
+    monitor = WindowMonitor()
+    columns = tuple(map(np.concatenate, zip(*data(5, (2,)), strict=True)))
+    data_set = ms.dataset.NumpySlicesDataset(columns, shuffle=False).batch(SAMPLES)
+    ms.Model(cell, optimizer=momentum(network)).train(1, data_set, callbacks=[monitor])
+    assert [record.updated for record in monitor.records] == [True, True, False, True, True]
+    assert [record.skipped_updates for record in monitor.records] == [0, 0, 1, 1, 1]
+    assert monitor.records[2].grad_norm > 3.0 > monitor.records[1].grad_norm
+
+
+# -- bad arguments -----------------------------------------------------------------------------------------------------
+
+BAD = {
+    "no tuple": (lambda: make_step_of(ClipByValue(1.0)), TypeError, "'transforms' must be a tuple of Transforms"),
+    "a class": (lambda: make_step_of((ClipByValue,)), TypeError, "'transforms' must be a tuple of Transforms"),
+    "norm of a text": (lambda: ClipByGlobalNorm("1"), TypeError, "'max_norm' must be a float, but got '1'"),
+    "negative norm": (lambda: ClipByGlobalNorm(-1.0), ValueError, "must be positive and finite, but got -1.0"),
+    "empty interval": (lambda: ClipByValue(-1.0), ValueError, "got min_value=1.0 and max_value=-1.0"),
+    "infinite value": (lambda: ClipByValue(np.inf), ValueError, "'max_value' must be finite, but got inf"),
+    "zero eps": (lambda: AdaptiveGradientClip(eps=0), ValueError, "'eps' must be positive and finite, but got 0"),
+    "no Parameters": (lambda: AdaptiveGradientClip(exclude=["w"]), TypeError, "'exclude' must be a sequence of Param"),
+    "not trained": (
+        lambda: make_step(AdaptiveGradientClip(exclude=[ms.Parameter(Tensor(1.0), name="other")])),
+        ValueError,
+        "got other, which it does not update",
+    ),
+    "no limit": (SkipSpikes, ValueError, "at least one of 'factor' .* must be given"),
+    "small factor": (lambda: SkipSpikes(0.5), ValueError, "'factor' must be more than 1, .* but got 0.5"),
+    "history": (lambda: SkipSpikes(2.0, history=0), ValueError, "'history' must be at least 1, but got 0"),
+    "spikes behind a clip": (
+        lambda: make_step(ClipByValue(1.0), ClipByGlobalNorm(1.0), SkipSpikes(2.0)),
+        ValueError,
+        "'SkipSpikes' must come before the gradient is clipped",
+    ),
+    "spikes behind max_grad_norm": (
+        lambda: make_step(SkipSpikes(2.0), max_grad_norm=1.0),
+        ValueError,
+        "got it behind 'max_grad_norm'",
+    ),
+    "decay": (lambda: WeightAverage(1.0), ValueError, "'decay' must be at least 0 and less than 1, but got 1.0"),
+    "warmup": (lambda: WeightAverage(warmup=3), TypeError, "'warmup' must be a bool, but got 3"),
+    "two averages": (
+        lambda: make_step(WeightAverage(0.9), WeightAverage(0.99)),
+        ValueError,
+        f"got two Parameters named '{re.escape(own('average.hidden'))}'",
+    ),
+    "twice the same": (lambda: make_step(*[ClipByValue(1.0)] * 2), ValueError, "or that stands there twice"),
+    "buffers of an accumulator": (
+        lambda: GradAccumulator(momentum(Regression()), 2, transforms=(WeightAverage(buffers=True),)),
+        ValueError,
+        "'buffers' must be False in a GradAccumulator",
+    ),
+    "no averages": (lambda: enter(make_step(ClipByValue(1.0))), ValueError, "needs averages, but got none"),
+}
+
+
+def make_step_of(transforms):
+    GradAccumulationCell(Regression(), 2, transforms=transforms)
+
+
+def enter(step):
+    with step.averaged_weights():
+        raise AssertionError("not entered")
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments(name):
+    make, error, words = BAD[name]
+    with pytest.raises(error, match=f"For '.*{words}"):
+        make()
+
+
+def test_a_link_belongs_to_one_step():
+    clip = ClipByValue(1.0)
+    make_step(clip)
+    with pytest.raises(ValueError, match=r"must belong to one training step, .* got a 'ClipByValue' that another"):
+        make_step(clip)
+
+
+def only_one(gradients):
+    return gradients[:1]
+
+
+def no_tuple(gradients):
+    return gradients[0]
+
+
+@pytest.mark.parametrize(("function", "words"), [(only_one, "but got 1 of shapes"), (no_tuple, "but got no tuple")])
+def test_a_function_that_returns_something_else_is_refused_before_anything_changes(function, words, mode):
+    step = make_step(function)
+    before = everything(step)
+    with pytest.raises(ValueError, match=f"must return a tuple .* {words} .*from '{function.__name__}'"):
+        step(*map(Tensor, data(1)[0]))
+    assert_identical(before, everything(step), but={own("random_state")})
+
+
+# -- one's own ---------------------------------------------------------------------------------------------------------
+
+
+class EverySecond(Transform):
+    """Of one's own: state, a veto and a change."""
+
+    def prepare(self, network):
+        self.seen = self.state("seen", np.zeros((), np.int32))
+        self.made = self.state("made", np.zeros((), np.int32))
+
+    def allows(self, gradients):
+        seen = ops.assign_add(self.seen, Tensor(1, ms.int32))
+        return seen % 2 == 1
+
+    def change(self, gradients):
+        return ops.HyperMap()(ops.neg, gradients)
+
+    def after_update(self, after):
+        return ops.depend(after, ops.assign_add(self.made, Tensor(1, ms.int32)))
+
+
+def test_a_transform_of_ones_own(mode):
+    mine = EverySecond()
+    step = make_step(mine)
+    rows = run(step, data(5, ()))
+    seen = iter(range(5))
+    rule = [lambda g, _: [-one for one in g] if next(seen) % 2 == 0 else None]
+    assert_same(rows, whole(rule, data(5, ())))
+    assert (int(mine.seen.asnumpy()), int(mine.made.asnumpy())) == (5, 3)
+    assert own("made") in {one.name for one in step.get_parameters()}
+
+
+@pytest.mark.thorough
+def test_a_search_for_a_size_tries_them_without_using_them(pynative):
+    """Before the step is built, and after it: trials have links of their own."""
+    network = Regression()
+    average = WeightAverage(0.5)
+    clip = AdaptiveGradientClip(0.1, exclude=[network.out])
+    cell = GradAccumulationCell(network, micro_batch_size=2, transforms=(clip, average))
+    optimizer = momentum(network)
+    batch = [*map(Tensor, data(1)[0])]
+    assert find_micro_batch_size(cell, optimizer, batch) == SAMPLES
+    assert not average.in_step
+    step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
+    run(step, data(2))
+    before = everything(step)
+    assert find_micro_batch_size(cell, optimizer, batch) == SAMPLES
+    run(make_step(*others(cell.transforms), network=network), data(1))  # as on an accelerator, in this process
+    run(step, data(3)[2:])
+    assert int(average.averaged_updates.asnumpy()) == 3
+    assert before.keys() == everything(step).keys()
