@@ -50,8 +50,8 @@ FAULTS = [
     Fault(
         "the smaller last micro-batch is not run",
         "accumulation/micro_batches.py",
-        "    if rest > 0:\n",
-        "    if rest > 99:\n",
+        "    if rest > 0:\n        sums =",
+        "    if rest > 99:\n        sums =",
         "end_to_end/test_equivalence.py -k dense-3-13-sgd-graph",
     ),
     Fault(
@@ -298,10 +298,31 @@ FAULTS = [
     ),
     Fault(
         "a loss without items spoils the others",
-        "accumulation/weighing.py",
+        "accumulation/several_losses.py",
         "if (items > 0).all():",
         "if (items > 0).any():",
         "losses/test_counts.py -k own_total",
+    ),
+    Fault(
+        "a numerator over a denominator of zero is added",
+        "accumulation/weighing.py",
+        "elif count > 0:\n            sums = self.taken(",
+        "elif count >= 0:\n            sums = self.taken(",
+        "losses/test_ratio.py -k whole_batch",
+    ),
+    Fault(
+        "outputs are joined in another order",
+        "accumulation/micro_batches.py",
+        "ops.concat((held[rows:], new))",
+        "ops.concat((new, held[rows:]))",
+        "accumulation/test_outputs.py -k change_nothing",
+    ),
+    Fault(
+        "scalars have what is left out",
+        "accumulation/weighing.py",
+        "one = ops.select(taken, one, ops.zeros_like(one))",
+        "one = one + 0.0",
+        "accumulation/test_outputs.py -k 'change_nothing and masked'",
     ),
     Fault(
         "a batch without counts weighs alike",
