@@ -110,7 +110,9 @@ def audit(
         whole = _run(whole_step, recorder, batch)
         before.restore_values()
         once, again = losses.on(batch), losses.on(batch)
-        twice = losses.on([ops.concat((value, value)) for value in batch])
+        twice = losses.on(
+            [value if position in cell.shared else ops.concat((value, value)) for position, value in enumerate(batch)]
+        )
     finally:
         before.restore()
 
@@ -145,7 +147,8 @@ def _check(cell: GradAccumulationCell, optimizer: nn.Optimizer, batch: tuple, to
     if tolerance is not None and not tolerance > 0:
         raise ValueError(f"For 'audit', the argument 'tolerance' must be positive, but got {tolerance!r}.")
     compatibility.check(AUDIT, "audit", Setup(cell.options, cell.network))
-    plan = micro_batches.plan_split(micro_batches.batch_shapes(batch), cell.micro_size, cell.micro_batch_size)
+    shapes = micro_batches.batch_shapes(batch)
+    plan = micro_batches.plan_split(shapes, cell.micro_size, cell.micro_batch_size, cell.shared)
     if plan.samples == plan.size:
         raise ValueError(
             f"For 'audit', the argument 'batch' must be split into at least two micro-batches, but got a batch of "

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mindspore as ms
 from mindspore import nn
 
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
 from gaccum_ms.options import Options
-
-# Where something is refused: in the docs' words.
-CELL = "the cell"
-SEMI_AUTO = "semi-auto and auto parallel mode"
-SPAN_LATER = "`AccumulationScheduler`, `set_accumulation_steps`"
-IN_ONE_GRAPH = "data sinking"
-AUDIT = "`audit`"
-TRIAL = "`find_micro_batch_size`, `memory_report`"
-
-# What the docs call things that several rules have.
-_BATCH_LOSS = "`WithBatchLossCell`"
-_AUTO = '`micro_batch_size="auto"`'
-_DROPS = '`overflow="drop_micro_batch"`'
-_SEVERAL = "several losses"
+from gaccum_ms.rule import (
+    AUDIT,
+    AUTO,
+    BATCH_LOSS,
+    CELL,
+    DROPS,
+    FUNCTION,
+    IN_ONE_GRAPH,
+    SEMI_AUTO,
+    SEVERAL,
+    SPAN_LATER,
+    TRIAL,
+    Rule,
+    for_auto,
+    one_value,
+)
 
 
 class Setup(NamedTuple):
@@ -43,50 +43,6 @@ class Setup(NamedTuple):
     def sum_without_count(self) -> bool:
         """Whether the loss is a sum of which nothing says over how many items it is."""
         return not self.o.loss_is_mean and self.o.count is None
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What is refused, and the error's text: "<what must be>, but <what is>: <why>. <remedy>" ."""
-
-    place: str
-    what: str  # as the docs call it
-    beside: str  # what it does not go with, likewise
-    refuses: Callable[[Setup], bool]
-    text: str  # {o}: the options, {network}: its class, {mode}: the parallel mode
-    error: type[Exception] = ValueError
-
-    def message(self, owner: str, setup: Setup) -> str:
-        """The whole text; `owner` is the class that it names."""
-        mode = ms.get_auto_parallel_context("parallel_mode")
-        text = self.text.format(o=setup.o, network=type(setup.network).__name__, mode=mode)
-        return f"For '{owner}', {text}"
-
-
-def _one_value(place: str, name: str, allowed: Any, why: str) -> Rule:
-    """A rule that an option must have one value, in a place, or beside a WithBatchLossCell."""
-    semi_auto = place == SEMI_AUTO
-    where = f"in {place}" if semi_auto else "with a network of class 'WithBatchLossCell'"
-    more = " Data parallel mode has no such limit." * semi_auto
-    given = "own_count" if name == "count" else name
-    return Rule(
-        place,
-        {"overflow": _DROPS, "loss_weights": _SEVERAL}.get(name, f"`{name}`"),
-        SEMI_AUTO if semi_auto else _BATCH_LOSS,
-        lambda s: (semi_auto or s.of_batch) and getattr(s.o, given) != allowed,
-        f"{where} the argument '{name}' must be {allowed!r}, but got {{o.{given}!r}}: {why}.{more}",
-    )
-
-
-def _for_auto(name: str) -> Rule:
-    return Rule(
-        CELL,
-        f"`{name}`",
-        f"no {_AUTO}",
-        lambda s: not s.o.finds_size and getattr(s.o, name) is not None,
-        f"the argument '{name}' is for micro_batch_size='auto', but got {name}={{o.{name}!r}} and "
-        f"micro_batch_size={{o.micro_batch_size!r}}. Leave it out, or give 'auto'.",
-    )
 
 
 # Of each option the value that it must have, and why.
@@ -142,7 +98,7 @@ RULES = (
     ),
     Rule(
         CELL,
-        _DROPS,
+        DROPS,
         "several losses, a sum without `count`",
         lambda s: s.o.drops and (s.o.several_losses or s.sum_without_count),
         "overflow='drop_micro_batch' divides what is left by its count, which must be one loss's mean, or a sum with "
@@ -152,7 +108,7 @@ RULES = (
     Rule(
         CELL,
         "`accumulation_steps`",
-        _SEVERAL,
+        SEVERAL,
         lambda s: s.o.accumulation_steps > 1 and s.o.several_losses,
         "'accumulation_steps' must be 1 for a network of several losses, because each is divided by a total of its "
         "own, which one accumulator cannot be once the first batches are in it, but got "
@@ -162,7 +118,7 @@ RULES = (
     Rule(
         CELL,
         "`shard_accumulators`",
-        f"several losses, {_DROPS}",
+        f"several losses, {DROPS}",
         lambda s: s.o.shard_accumulators and (s.o.several_losses or s.o.drops),
         "'shard_accumulators' reduces each micro-batch over all ranks, which needs one loss, and that no rank leaves a "
         "micro-batch out by itself, but got {o.losses} loss(es) and overflow='{o.overflow}'. Use "
@@ -178,12 +134,12 @@ RULES = (
         "reduction='{o.reduction}', count={o.count} and shard_accumulators={o.shard_accumulators}. Use "
         "reduction='mean', add losses up in the network, and leave 'shard_accumulators' out.",
     ),
-    *(_one_value(CELL, name, *rule) for name, rule in _BESIDE_BATCH_LOSS.items()),
-    _for_auto("memory_limit"),
-    _for_auto("is_out_of_memory"),
+    *(one_value(CELL, name, *rule) for name, rule in _BESIDE_BATCH_LOSS.items()),
+    for_auto("memory_limit"),
+    for_auto("is_out_of_memory"),
     Rule(
         CELL,
-        _AUTO,
+        AUTO,
         "`jit=False`",
         lambda s: s.o.finds_size and s.o.jit is False,
         "micro_batch_size='auto' compiles in PyNative mode too, because MindSpore's eager gradient does not survive "
@@ -191,8 +147,8 @@ RULES = (
     ),
     Rule(
         CELL,
-        _AUTO,
-        f"several losses, `shard_accumulators`, {_BATCH_LOSS}",
+        AUTO,
+        f"several losses, `shard_accumulators`, {BATCH_LOSS}",
         lambda s: s.o.finds_size and (s.o.several_losses or s.o.shard_accumulators or s.of_batch),
         "micro_batch_size='auto' needs one loss that is a mean or sum over samples, and whole accumulators, so that "
         "each rank can try a batch again by itself, but got {o.losses} loss(es), "
@@ -201,7 +157,7 @@ RULES = (
     ),
     Rule(
         IN_ONE_GRAPH,
-        _AUTO,
+        AUTO,
         IN_ONE_GRAPH,
         lambda s: s.o.finds_size,
         "micro_batch_size='auto' needs Python between the batches, to try again what ran out of memory, but the "
@@ -220,14 +176,14 @@ RULES = (
     ),
     Rule(
         SEMI_AUTO,
-        _BATCH_LOSS,
+        BATCH_LOSS,
         SEMI_AUTO,
         lambda s: s.of_batch,
         "in semi-auto and auto parallel mode the compiler's own passes accumulate, which take each micro-batch once, "
         "but got a network of class 'WithBatchLossCell', whose micro-batches go forward twice. Use data parallel mode, "
         "with gather_ranks=True where the loss is to see the samples of all devices.",
     ),
-    *(_one_value(SEMI_AUTO, name, *rule) for name, rule in _IN_SEMI_AUTO.items()),
+    *(one_value(SEMI_AUTO, name, *rule) for name, rule in _IN_SEMI_AUTO.items()),
     Rule(
         SPAN_LATER,
         SPAN_LATER,
@@ -241,7 +197,7 @@ RULES = (
     Rule(
         SPAN_LATER,
         SPAN_LATER,
-        _SEVERAL,
+        SEVERAL,
         lambda s: s.o.several_losses,
         "windows of several batches need a network of one loss, because one accumulator cannot be divided by several "
         "totals, but got one of several losses.",
@@ -249,7 +205,7 @@ RULES = (
     Rule(
         SPAN_LATER,
         SPAN_LATER,
-        _BATCH_LOSS,
+        BATCH_LOSS,
         lambda s: s.of_batch,
         "windows of several batches need a loss that is a mean or sum over micro-batches, but got a "
         "'WithBatchLossCell', whose loss needs all samples of the window at once: the first batches are gone when the "
@@ -257,7 +213,7 @@ RULES = (
     ),
     Rule(
         AUDIT,
-        _AUTO,
+        AUTO,
         AUDIT,
         lambda s: s.o.finds_size,
         "the number of micro-batches must be given, because with it the batch is compared, but got "
@@ -266,7 +222,7 @@ RULES = (
     Rule(
         TRIAL,
         TRIAL,
-        _BATCH_LOSS,
+        BATCH_LOSS,
         lambda s: s.of_batch,
         "the network of 'cell' must have a loss that one micro-batch can be tried with, but got a 'WithBatchLossCell', "
         "whose loss needs all samples, and with 'gather_ranks' all ranks. Ask about its backbone, with any loss: "
@@ -281,6 +237,51 @@ RULES = (
         "out over all devices, and no rank can try its part alone. Look at 'mindspore.runtime.max_memory_allocated()' "
         "after a step.",
         RuntimeError,
+    ),
+    Rule(
+        CELL,
+        FUNCTION,
+        f"several losses, `shard_accumulators`, {BATCH_LOSS}",
+        lambda s: s.o.splits_in_python and (s.o.several_losses or s.o.shard_accumulators or s.of_batch),
+        "a function as 'split' needs one loss that is a mean or sum over samples, and whole accumulators, because each "
+        "rank adds micro-batches one at a time, as many as it has, but got {o.losses} loss(es), "
+        "shard_accumulators={o.shard_accumulators} and a network of class '{network}'. Add losses up in the network, "
+        "leave 'shard_accumulators' out, or use EvenSplit.",
+    ),
+    Rule(
+        IN_ONE_GRAPH,
+        FUNCTION,
+        IN_ONE_GRAPH,
+        lambda s: s.o.splits_in_python,
+        "a function as 'split' needs Python at each batch, which calls it, but the training step is part of another "
+        "graph, as with data sinking. Use model.train(..., dataset_sink_mode=False), or EvenSplit.",
+        RuntimeError,
+    ),
+    Rule(
+        SEMI_AUTO,
+        "`split`, but for `EvenSplit()`",
+        SEMI_AUTO,
+        lambda s: s.o.splits_in_python or bool(s.o.shared),
+        "in semi-auto and auto parallel mode the argument 'split' must be None or EvenSplit(), but got {o.split!r}: "
+        "the compiler itself cuts all inputs along axis 0. Data parallel mode has no such limit.",
+    ),
+    Rule(
+        AUDIT,
+        FUNCTION,
+        AUDIT,
+        lambda s: s.o.splits_in_python,
+        "the batch must be the network's inputs, so that the whole batch can be trained with too, but got a function "
+        "as 'split': only the function is known to make inputs of it. Train one step each with this function and with "
+        "one that returns the batch as one micro-batch, and compare the weights.",
+    ),
+    Rule(
+        TRIAL,
+        TRIAL,
+        FUNCTION,
+        lambda s: s.o.splits_in_python,
+        "micro-batches must be so many samples of the batch, of which other numbers can be tried, but got a function "
+        "as 'split': only the function is known to make micro-batches. Ask about a cell with 'micro_size', and a batch "
+        "as large as the function's largest micro-batch.",
     ),
 )
 

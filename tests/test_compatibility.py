@@ -8,7 +8,7 @@ import mindspore as ms
 import pytest
 from mindspore import nn
 
-from gaccum_ms import CountMask, WithBatchLossCell
+from gaccum_ms import CountMask, EvenSplit, WithBatchLossCell
 from gaccum_ms.compatibility import AUDIT, CELL, IN_ONE_GRAPH, RULES, SEMI_AUTO, SPAN_LATER, TRIAL, Setup
 from gaccum_ms.compatibility import refused as first_refused
 from gaccum_ms.options import Options
@@ -16,6 +16,7 @@ from gaccum_ms.options import Options
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 TWO = {"loss_weights": (1.0, 0.5)}
 AUTO = {"micro_batch_size": "auto"}
+BY_FUNCTION = {"split": list}
 
 
 # For each rule, in order: options that break it and none before it, the words of the error, and a loss of the batch.
@@ -50,6 +51,14 @@ BROKEN = [
     (AUTO, "but got micro_batch_size='auto'. Give 'micro_size'"),
     ({}, "that one micro-batch can be tried with, but got a 'WithBatchLossCell'", "batch"),
     ({}, "must be 'stand_alone' or 'data_parallel', but got 'stand_alone': there", "distributed"),
+    ({**BY_FUNCTION, "shard_accumulators": True}, "got 1 loss.es., shard_accumulators=True .* class 'WithLossCell'"),
+    (BY_FUNCTION, "needs Python at each batch, .* but the training step is part of another graph"),
+    (
+        {"split": EvenSplit(shared=(1,))},
+        r"or EvenSplit\(\), but got EvenSplit\(shared=\(1,\)\): the",
+    ),
+    (BY_FUNCTION, "must be the network's inputs, .* but got a function as 'split': only"),
+    (BY_FUNCTION, "must be so many samples of the batch, .* but got a function as 'split': only"),
 ]
 
 

@@ -50,6 +50,7 @@ class Window(nn.Cell):
     ) -> None:
         super().__init__(auto_prefix=False)
         self.micro_size = options.micro_size
+        self.shared = options.shared
         self.micro_batch_size: Any = None if options.finds_size else options.micro_batch_size
         self.micro_step = micro_step
         self.weighing = weighing
@@ -71,7 +72,7 @@ class Window(nn.Cell):
         """Forward, backward and add for a window of one batch; returns the gradients, reduced over ranks, what they are
         to be divided by, the loss, and whether there is anything to update with."""
         plan = self.plan(inputs)
-        _, size, _, _, whole = plan
+        _, size, _, _, whole, _ = plan
         if whole and not self.may_skip and not self.store.reduces:
             # Nothing to accumulate over: the gradients need no detour through accumulators.
             unit = self.weighing.seed_per_item(inputs, plan, scale)
@@ -81,7 +82,7 @@ class Window(nn.Cell):
 
     def plan(self, inputs):
         """Where the batch is cut."""
-        return micro_batches.graph_plan(inputs, self.micro_size, self.micro_batch_size)
+        return micro_batches.graph_plan(inputs, self.micro_size, self.micro_batch_size, self.shared)
 
     def accumulate(self, inputs, plan, scale):
         """The part of `run` that this rank does alone; returns what `finish` takes."""
@@ -103,6 +104,17 @@ class Window(nn.Cell):
             sums = self.add_up(inputs, plan, unit)
         return ops.depend(self.weighing.mean(sums, unit), self.open.end_batch(sums, count))
 
+    def add_micro_batch(self, sums, times, micro_batch, scale):
+        """Forward, backward and add for one micro-batch of a batch that Python cuts, which is expected to count so many
+        times as much. `sums` : the batch's so far, and its items. Returns these, and the batch's mean loss."""
+        count = self.weighing.counting.of(*micro_batch)
+        unit, is_first = self.open.unit_of(scale, count * times, self.open.window_steps + 0)
+        unit = ops.depend(unit, ops.assign(self.open.window_unit, unit))
+        noted = is_first if self.records_noise else False
+        part = self.weighing.turn(noted, unit, (), 1, *micro_batch)
+        sums = self.open.after_micro_batch(sums + ops.concat((part, count.reshape((1,)))))
+        return sums, self.weighing.mean(sums[:3], unit)
+
     def add_up(self, inputs, plan, unit):
         """Forward, backward and add for each micro-batch of a batch; returns the batch's sums."""
         sums, prepared, inputs = self.micro_step.prepare(self.weighing.zero_sums(), unit, inputs, plan)
@@ -110,8 +122,8 @@ class Window(nn.Cell):
         loops = True
         if self.records_noise:
             # Before the loop, and so in the graph twice: a branch in the loop would cost in each of its turns.
-            _, size, looped, _, _ = plan
-            first = micro_batches.take(inputs, start, size)
+            _, size, looped, _, _, shared = plan
+            first = micro_batches.take(inputs, start, size, shared)
             sums = sums + self.weighing.turn(True, unit, prepared, size, *first)
             start = start + size
             loops = looped > size

@@ -272,6 +272,6 @@ def check_trial(owner: str, cell: Any, optimizer: Any, batch: Sequence[Any], mem
     check_optimizer(owner, cell, optimizer)
     compatibility.check(TRIAL, owner, Setup(cell.options, cell.network, compiler_distributes()))
     check_parallel_mode(owner)
-    micro_batches.plan_split(micro_batches.batch_shapes(tuple(batch)), 1, None)
+    micro_batches.plan_split(micro_batches.batch_shapes(tuple(batch)), 1, None, cell.shared)
     if memory_limit is not None:
         check_positive_int(owner, "memory_limit", memory_limit)

@@ -1,0 +1,71 @@
+"""What a rule of compatibility.py is: what is refused where, and in what words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import mindspore as ms
+
+if TYPE_CHECKING:
+    from gaccum_ms.compatibility import Setup
+
+# Where something is refused: in the docs' words.
+CELL = "the cell"
+SEMI_AUTO = "semi-auto and auto parallel mode"
+SPAN_LATER = "`AccumulationScheduler`, `set_accumulation_steps`"
+IN_ONE_GRAPH = "data sinking"
+AUDIT = "`audit`"
+TRIAL = "`find_micro_batch_size`, `memory_report`"
+
+# What the docs call things that several rules have.
+BATCH_LOSS = "`WithBatchLossCell`"
+AUTO = '`micro_batch_size="auto"`'
+DROPS = '`overflow="drop_micro_batch"`'
+SEVERAL = "several losses"
+FUNCTION = "`split`, a function"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is refused, and the error's text: "<what must be>, but <what is>: <why>. <remedy>" ."""
+
+    place: str
+    what: str  # as the docs call it
+    beside: str  # what it does not go with, likewise
+    refuses: Callable[[Setup], bool]
+    text: str  # {o}: the options, {network}: its class, {mode}: the parallel mode
+    error: type[Exception] = ValueError
+
+    def message(self, owner: str, setup: Setup) -> str:
+        """The whole text; `owner` is the class that it names."""
+        mode = ms.get_auto_parallel_context("parallel_mode")
+        text = self.text.format(o=setup.o, network=type(setup.network).__name__, mode=mode)
+        return f"For '{owner}', {text}"
+
+
+def one_value(place: str, name: str, allowed: Any, why: str) -> Rule:
+    """A rule that an option must have one value, in a place, or beside a WithBatchLossCell."""
+    semi_auto = place == SEMI_AUTO
+    where = f"in {place}" if semi_auto else "with a network of class 'WithBatchLossCell'"
+    more = " Data parallel mode has no such limit." * semi_auto
+    given = "own_count" if name == "count" else name
+    return Rule(
+        place,
+        {"overflow": DROPS, "loss_weights": SEVERAL}.get(name, f"`{name}`"),
+        SEMI_AUTO if semi_auto else BATCH_LOSS,
+        lambda s: (semi_auto or s.of_batch) and getattr(s.o, given) != allowed,
+        f"{where} the argument '{name}' must be {allowed!r}, but got {{o.{given}!r}}: {why}.{more}",
+    )
+
+
+def for_auto(name: str) -> Rule:
+    return Rule(
+        CELL,
+        f"`{name}`",
+        f"no {AUTO}",
+        lambda s: not s.o.finds_size and getattr(s.o, name) is not None,
+        f"the argument '{name}' is for micro_batch_size='auto', but got {name}={{o.{name}!r}} and "
+        f"micro_batch_size={{o.micro_batch_size!r}}. Leave it out, or give 'auto'.",
+    )
