@@ -296,20 +296,24 @@ def test_a_flush_divides_by_what_is_there(windows):
     for batch in DATA[:5]:
         windows(*map(Tensor, batch))
     assert int(windows.window_position.asnumpy()) == 2
+    assert float(windows.window.open.window_unit.asnumpy()) == pytest.approx(1 / (3 * 8))  # of all that is expected
     assert windows.flush()
     first, second = joined(DATA[:5], 3)
     assert_close(state(windows.optimizer), whole([first, second])[1])
     assert not windows.flush()
 
 
-def test_an_update_by_one_batch_of_a_step_of_windows(windows):
-    """The number of batches may change without another graph."""
-    windows.set_accumulation_steps(1)
-    before = graphs(windows)
-    for batch in DATA[:2]:
+def test_a_new_number_of_batches_is_for_windows_to_come(windows):
+    for batch in DATA[:3]:
         windows(*map(Tensor, batch))
-    assert_close(state(windows.optimizer), whole(DATA[:2])[1])
-    assert max(before) == 0 or graphs(windows) == before
+    before = graphs(windows)
+    windows(*map(Tensor, DATA[3]))
+    windows.set_accumulation_steps(1)
+    assert int(windows.update_count.asnumpy()) == 1
+    for batch in [*DATA[4:], DATA[0]]:
+        windows(*map(Tensor, batch))
+    assert_close(state(windows.optimizer), whole([*joined(DATA, 3), DATA[0]])[1])
+    assert graphs(windows) == before
 
 
 def test_a_window_is_gone_on_with(windows, tmp_path):
