@@ -107,9 +107,9 @@ class GradAccumulationCell(nn.Cell):
             returns a list of micro-batches, each a tuple of Tensors, the network's inputs. `micro_size` and
             `micro_batch_size` are then left out. Python calls it, and hands the micro-batches to the compiled
             micro-step one at a time; that is compiled once for each set of shapes, so that it is best to pad to a few.
-            Ranks may have different numbers of micro-batches. Where `count` is not given, axis 0 of a micro-batch's
-            first input says how many samples it has; a bad `count` leaves the whole window out. Default: ``None`` ,
-            ``EvenSplit()`` .
+            Ranks may have different numbers of micro-batches, and weigh by their samples or counts. Where `count` is
+            not given, axis 0 of a micro-batch's first input says how many samples it has; a bad `count` leaves the
+            whole window out. Default: ``None`` , ``EvenSplit()`` .
 
     Inputs:
         - **\*inputs** (Tensor) - The network's inputs, each of shape :math:`(N, ...)`, but for those that `split`

@@ -87,8 +87,8 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
 
     Inputs:
         - **\*inputs** (Tensor) - The batch. Each input has shape :math:`(N, ...)` with the same :math:`N`; all are
-          split along axis 0 at the same boundaries. `set_inputs` may leave :math:`N` and other axes open
-          (``Tensor(shape=[None, ...])`` ): one graph then serves batches of all lengths.
+          split along axis 0 at the same boundaries, unless `split` says otherwise. `set_inputs` may leave :math:`N` and
+          other axes open (``Tensor(shape=[None, ...])`` ): one graph then serves batches of all lengths.
 
     Outputs:
         Tensor of shape :math:`()`, float32: the loss of the whole batch; with `accumulation_steps` , on this rank. With
@@ -105,7 +105,7 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
 
     Raises:
         TypeError: If `network` is not a GradAccumulationCell, `optimizer` not an Optimizer, `scale_sense` neither
-            Cell nor Tensor, or an input not a Tensor.
+            Cell nor Tensor, or an input not a Tensor; if a function as `split` returns no list of tuples of Tensors.
         ValueError: If the optimizer has no parameter of the network; if an input has no axis 0 or its length differs
             from the others'; if the first batch has fewer samples than `micro_size`; if the loss is not a scalar; if
             a count is negative or not finite; if an embedding makes sparse gradients; in semi-auto and auto parallel
