@@ -224,7 +224,7 @@ FAULTS = [
         "accumulation/open_window.py",
         "overwrite(self.window_position, ms.Tensor(self.batches + 1, ms.int32))",
         "overwrite(self.window_position, ms.Tensor(self.batches + 2, ms.int32))",
-        "training/test_python_split.py -k uneven-split-windows",
+        "training/test_python_split.py -k flush",
     ),
     Fault(
         "a new batch begins a new number of batches",
