@@ -13,6 +13,7 @@ __all__ = [
     "ClipByValue",
     "CountMask",
     "CountNotIgnored",
+    "EvenSplit",
     "FlushAccumulation",
     "GradAccumulation",
     "GradAccumulationCell",
@@ -68,6 +69,7 @@ if not _is_launcher:
     from gaccum_ms.memory import trial as _trial
     from gaccum_ms.memory.report import memory_report
     from gaccum_ms.memory.search import find_micro_batch_size
+    from gaccum_ms.split import EvenSplit
     from gaccum_ms.threads import tune_cpu, tune_cpu_threads
     from gaccum_ms.training import auto_size as _auto_size
     from gaccum_ms.training.grad_accumulator import GradAccumulator

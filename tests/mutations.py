@@ -207,8 +207,8 @@ FAULTS = [
     Fault(
         "each batch has its own unit",
         "accumulation/open_window.py",
-        "unit = ops.select(ops.logical_and(held == 0, count > 0), fresh, held)",
-        "unit = fresh",
+        "return ops.select(ops.logical_and(held == 0, count > 0), fresh, held), held == 0",
+        "return fresh, held == 0",
         "accumulation/test_windows.py -k batches_that_share",
     ),
     Fault(
@@ -238,6 +238,35 @@ FAULTS = [
         "if self.batches == int(self.window_sums.asnumpy()[3]):",
         "if True:",
         "accumulation/test_windows.py -k half_way",
+    ),
+    # -- a function as split
+    Fault(
+        "a batch that Python cuts is not expected to be larger than its first micro-batch",
+        "training/python_split.py",
+        "samples = [one[0].shape[0] for one in parts]",
+        "return [1.0] * len(parts)",
+        "training/test_python_split.py -k flush",
+    ),
+    Fault(
+        "a batch of several micro-batches is as many batches",
+        "accumulation/open_window.py",
+        "overwrite(self.window_position, ms.Tensor(self.batches + 1, ms.int32))",
+        "overwrite(self.window_position, ms.Tensor(self.batches + 2, ms.int32))",
+        "training/test_python_split.py -k flush",
+    ),
+    Fault(
+        "a new batch begins a new number of batches",
+        "accumulation/open_window.py",
+        "        if not self.batches:\n",
+        "        if True:\n",
+        "training/test_python_split.py -k new_number",
+    ),
+    Fault(
+        "what is shared is cut",
+        "accumulation/micro_batches.py",
+        "value if position in shared else ops.gather(value, rows, 0) for",
+        "ops.gather(value, rows, 0) for",
+        "accumulation/test_even_split.py -k as_long_as",
     ),
     # -- counts and several losses
     Fault(
