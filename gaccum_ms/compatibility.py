@@ -249,6 +249,15 @@ RULES = (
         "leave 'shard_accumulators' out, or use EvenSplit.",
     ),
     Rule(
+        CELL,
+        "`split=MaxTokens(...)`",
+        "samples as weights: it needs `count`",
+        lambda s: getattr(s.o.split, "needs_count", False) and s.o.own_count is None,
+        "'split' of class 'MaxTokens' fills micro-batches up with rows of padding, which must weigh nothing, but got "
+        "count=None, by which they weigh as samples. Give a 'count' of tokens that are not padding, such as "
+        "gaccum_ms.CountNotIgnored().",
+    ),
+    Rule(
         IN_ONE_GRAPH,
         FUNCTION,
         IN_ONE_GRAPH,
