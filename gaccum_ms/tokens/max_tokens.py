@@ -79,6 +79,7 @@ class MaxTokens:
     """
 
     needs_count = True  # rows that are filled up are samples, too
+    keeps_inputs = True  # the batch is the network's inputs: `audit` can train it whole
 
     def __init__(
         self,
