@@ -9,6 +9,7 @@ __all__ = [
     "AdaScale",
     "AdaptiveAccumulation",
     "AdaptiveGradientClip",
+    "BalancedSampler",
     "ClipByGlobalNorm",
     "ClipByValue",
     "CountMask",
@@ -19,10 +20,12 @@ __all__ = [
     "GradAccumulationCell",
     "GradAccumulator",
     "GradNoiseScale",
+    "MaxTokens",
     "PerSampleLoss",
     "ProgressBar",
     "ShardedOptimizer",
     "SkipSpikes",
+    "TokenPlan",
     "TrainOneStepWithGradAccumulationCell",
     "TrainingMetrics",
     "Transform",
@@ -71,6 +74,9 @@ if not _is_launcher:
     from gaccum_ms.memory.search import find_micro_batch_size
     from gaccum_ms.split import EvenSplit
     from gaccum_ms.threads import tune_cpu, tune_cpu_threads
+    from gaccum_ms.tokens.balanced_sampler import BalancedSampler
+    from gaccum_ms.tokens.max_tokens import MaxTokens
+    from gaccum_ms.tokens.plan import TokenPlan
     from gaccum_ms.training import auto_size as _auto_size
     from gaccum_ms.training.grad_accumulator import GradAccumulator
     from gaccum_ms.training.resume import resume

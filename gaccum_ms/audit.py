@@ -131,6 +131,7 @@ def audit(
             reduction=cell.reduction,
             of_batch=isinstance(cell.network, WithBatchLossCell),
             counted=cell.counted,
+            trimmed=cell.trims,
             batch_norm_layers=tuple(batch_norm_names(cell.network)),
             dropout_layers=dropout_layers,
         )
@@ -151,6 +152,8 @@ def _check(cell: GradAccumulationCell, optimizer: nn.Optimizer, batch: tuple, to
         raise ValueError(f"For 'audit', the argument 'tolerance' must be positive, but got {tolerance!r}.")
     compatibility.check(AUDIT, "audit", Setup(cell.options, cell.network))
     shapes = micro_batches.batch_shapes(batch)
+    if cell.trims:
+        return
     plan = micro_batches.plan_split(shapes, cell.micro_size, cell.micro_batch_size, cell.shared)
     if plan.samples == plan.size:
         raise ValueError(
@@ -219,7 +222,8 @@ def _whole_batch_step(cell: GradAccumulationCell, recorder: _Recorder) -> nn.Cel
     """MindSpore's own step where it knows the rule, so that our step is not measured by itself."""
     gathers = isinstance(cell.network, WithBatchLossCell) and cell.network.ranks > 1
     if cell.own_count is not None or cell.several_losses or gathers:
-        return TrainOneStepWithGradAccumulationCell(_unclipped(cell, micro_size=1, micro_batch_size=None), recorder)
+        whole = {"micro_size": 1, "micro_batch_size": None} | ({"split": None} if cell.trims else {})
+        return TrainOneStepWithGradAccumulationCell(_unclipped(cell, **whole), recorder)
     more = cell.returns_ratio or cell.aux
     return nn.TrainOneStepCell(_Losses(cell) if more else cell.network, recorder)
 

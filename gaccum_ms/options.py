@@ -57,6 +57,11 @@ class Options:
         return self.split is not None and not isinstance(self.split, EvenSplit)
 
     @property
+    def trims(self) -> bool:
+        """Whether that function only leaves padding out, so that the batch may be trained whole, too."""
+        return getattr(self.split, "keeps_inputs", False)
+
+    @property
     def losses(self) -> int:
         """How many losses the network returns."""
         return len(self.loss_weights or ())

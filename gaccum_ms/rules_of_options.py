@@ -122,6 +122,15 @@ OF_OPTIONS = (
     ),
     Rule(
         CELL,
+        "`split=MaxTokens(...)`",
+        "samples as weights: it needs `count`",
+        lambda s: getattr(s.o.split, "needs_count", False) and not s.o.counts_items,
+        "'split' of class 'MaxTokens' fills micro-batches up with rows of padding, which must weigh nothing, but got "
+        "count=None, by which they weigh as samples. Give a 'count' of tokens that are not padding, such as "
+        "gaccum_ms.CountNotIgnored(), or reduction='ratio'.",
+    ),
+    Rule(
+        CELL,
         FUNCTION,
         f"several losses, `shard_accumulators`, {BATCH_LOSS}",
         lambda s: s.o.splits_in_python and (s.o.several_losses or s.o.shard_accumulators or s.of_batch),

@@ -160,7 +160,7 @@ OF_PLACES = (
         AUDIT,
         FUNCTION,
         AUDIT,
-        lambda s: s.o.splits_in_python,
+        lambda s: s.o.splits_in_python and not s.o.trims,
         "the batch must be the network's inputs, so that the whole batch can be trained with too, but got a function "
         "as 'split': only the function is known to make inputs of it. Train one step each with this function and with "
         "one that returns the batch as one micro-batch, and compare the weights.",

@@ -8,7 +8,7 @@ import mindspore as ms
 import pytest
 from mindspore import nn
 
-from gaccum_ms import CountMask, EvenSplit, WithBatchLossCell
+from gaccum_ms import CountMask, EvenSplit, MaxTokens, WithBatchLossCell
 from gaccum_ms.compatibility import RULES, Setup
 from gaccum_ms.compatibility import refused as first_refused
 from gaccum_ms.options import Options
@@ -38,6 +38,7 @@ BROKEN = [
     ({"is_out_of_memory": "x"}, "got is_out_of_memory='x' and micro_batch_size=None. Leave it out"),
     ({**AUTO, "jit": False}, "compiles in PyNative mode too, .* got jit=False. Leave 'jit' out"),
     ({**AUTO, "shard_accumulators": True}, "got 1 loss.es., shard_accumulators=True .* class 'WithLossCell'"),
+    ({"split": MaxTokens(8, 0)}, "fills micro-batches up with rows of padding, .* but got count=None"),
     ({**BY_FUNCTION, "shard_accumulators": True}, "got 1 loss.es., shard_accumulators=True .* class 'WithLossCell'"),
     (AUTO, "needs Python between the batches, .* but the training step is part of another graph"),
     ({}, "need graph mode, because .* but got PyNative mode. Use"),

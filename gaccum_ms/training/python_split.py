@@ -59,13 +59,18 @@ class PythonSplit:
     def __init__(self, step: Step, options: Options) -> None:
         self._step = step
         self._split: Any = options.split
-        self._by_samples = options.own_count is None
+        self._count = options.own_count
+        self._by_samples = self._count is None
+        self._check_count = getattr(self._split, "check_count", None)
         self._one_batch = options.accumulation_steps == 1
         self._graph = AddMicroBatch(step.window, step.update, bool(options.jit))
 
     def parts(self, batch: Sequence[Any]) -> list[tuple[ms.Tensor, ...]]:
         """The micro-batches of a batch, checked."""
-        return micro_batches_of(self._split, batch, self._by_samples)
+        made = micro_batches_of(self._split, batch, self._by_samples)
+        if self._check_count is not None:
+            self._check_count(self._count)
+        return made
 
     def __call__(self, parts: Sequence[tuple[ms.Tensor, ...]]) -> Any:
         """Train with them; returns what the step does."""
