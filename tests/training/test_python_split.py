@@ -331,8 +331,11 @@ def test_a_window_is_gone_on_with(windows, tmp_path):
     assert_close(state(other.optimizer), whole(joined(DATA, 3))[1])
 
 
-def test_what_fails_half_way_drops_its_window(windows):
+@pytest.mark.core("pynative")
+@pytest.mark.parametrize("mode", MODES)
+def test_what_fails_half_way_drops_its_window(mode):
     """And what fails before anything is added leaves it as it was."""
+    ms.set_context(mode=MODES[mode])
     fails = {}
 
     def split(x, y):
