@@ -35,7 +35,7 @@ _SUMS = 4  # of a batch: losses, counts, dropped micro-batches, and items
 
 
 class AddMicroBatch(OwnGraph):
-    """A micro-batch, on this rank alone. Returns the batch's sums so far, its mean loss, and the micro-batch's outputs."""
+    """A micro-batch, on this rank alone. Returns the sums so far, the mean loss, and outputs."""
 
     def __init__(self, window: nn.Cell, update: Update, jit: bool) -> None:
         super().__init__(jit)
