@@ -50,7 +50,8 @@ class MaxTokens:
 
     Outputs:
         list[tuple[Tensor]], the inputs of each micro-batch. ``plan`` is then the :class:`TokenPlan` of this batch, to
-        print and to draw.
+        print and to draw. Outputs of a network with `aux` come back in the batch's order; those whose axis 1 is the
+        micro-batch's width are filled up with zeros to :math:`W` .
 
     Raises:
         TypeError: If an argument is of a wrong type.
@@ -143,6 +144,16 @@ class MaxTokens:
             tuple(ms.Tensor(_taken(*one, rows, width, before)) for one in zip(arrays, axes, fillers, strict=True))
             for width, rows in self.plan.parts
         ]
+
+    def in_order(self, outputs: Sequence[np.ndarray]) -> np.ndarray:
+        """Outputs of the last batch's samples, of all micro-batches, in the batch's order and at its width."""
+        if self.plan is None:
+            raise RuntimeError(f"For '{_NAME}', outputs must be those of a batch that was split, but none was.")
+        widths = [width for width, _ in self.plan.parts]
+        if all(one.ndim > 1 and one.shape[1] == width for one, width in zip(outputs, widths, strict=True)):
+            rest = [(0, 0)] * (outputs[0].ndim - 2)
+            outputs = [np.pad(one, [(0, 0), (0, self.plan.before - one.shape[1]), *rest]) for one in outputs]
+        return np.concatenate(outputs)[self.plan.order]
 
     def check_count(self, count: Callable) -> None:
         """Once, after a batch was split: rows that are filled up must count nothing.

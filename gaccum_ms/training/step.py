@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from gaccum_ms.accumulation.open_window import OpenWindow
     from gaccum_ms.accumulation.window import Window
     from gaccum_ms.cell import GradAccumulationCell
+    from gaccum_ms.options import Options
 
 _NAME = "TrainOneStepWithGradAccumulationCell"
 
@@ -211,6 +212,11 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
         self.update.take_window(self.window.open)
         self._prepare_window()
         self._keep_in_place()
+
+    @property
+    def options(self) -> Options:
+        """The options of the cell."""
+        return self._setup.o
 
     @property
     def micro_batch_size(self) -> int | None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import io
+import re
+
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
+from mindspore.dataset import GeneratorDataset
 from support.reference import as_numpy, relative_error
 
 from gaccum_ms import (
+    BalancedSampler,
     CountNotIgnored,
     EvenSplit,
     GradAccumulationCell,
     MaxTokens,
+    ProgressBar,
     TrainOneStepWithGradAccumulationCell,
     audit,
     resume,
@@ -110,6 +116,59 @@ def test_equals_the_whole_padded_batch_in_at_most_as_many_graphs_as_widths(mode)
         run(step, [batch(seed, samples) for seed, samples in enumerate((1, 3, 11, 40, 64), start=50)])
         assert len(step._split._graph.compile_cache) <= 3, "whatever comes"
         assert len(step.end_window.compile_cache) == 1
+
+
+class Shown(nn.Cell):
+    """The loss; of each token and of each sample a number; and one for all."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = Causal()
+
+    def construct(self, tokens, labels):
+        loss = self.network(tokens, labels)
+        return loss, tokens + 1, ops.cast((tokens != 0).sum(1), ms.int32), loss * 2
+
+
+def test_outputs_come_back_in_the_batchs_order(mode):
+    step = make_step(network=Shown(), aux=True)
+    for tokens, labels in DATA[:2]:
+        loss, of_tokens, of_samples, of_all = step(Tensor(tokens), Tensor(labels))
+        longest = np.arange(LENGTH) < (tokens != 0).sum(1)[:, None]
+        np.testing.assert_array_equal(of_tokens.asnumpy() * longest, (tokens + 1) * longest)
+        np.testing.assert_array_equal(of_samples.asnumpy(), (tokens != 0).sum(1))
+        np.testing.assert_allclose(of_all.asnumpy(), 2 * loss.asnumpy(), rtol=1e-6)
+
+
+class Ratio(nn.Cell):
+    """The sum over the labels that are not padding, and their number."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = Causal()
+        self.network.loss = nn.CrossEntropyLoss(reduction="sum")
+
+    def construct(self, tokens, labels):
+        return self.network(tokens, labels), (labels != IGNORED).sum()
+
+
+def test_a_network_may_count_by_itself(pynative):
+    step, whole = make_step(network=Ratio(), reduction="ratio", count=None), whole_step()
+    np.testing.assert_allclose(run(step, DATA), run(whole, DATA), rtol=1e-5)
+    assert_alike(step, whole)
+
+
+def test_trains_by_model_train_with_a_sampler_and_a_bar_that_counts_tokens(pynative):
+    tokens, labels = batch(0, samples=30)
+    sampler = BalancedSampler(length_of(tokens, labels), 10, num_shards=1, shard_id=0)
+    order = list(BalancedSampler(length_of(tokens, labels), 10, num_shards=1, shard_id=0))
+    data = GeneratorDataset(list(zip(tokens, labels, strict=True)), ["tokens", "labels"], sampler=sampler).batch(10)
+    step, whole, file = make_step(), whole_step(), io.StringIO()
+    ms.Model(step).train(1, data, callbacks=[ProgressBar(file, show=True, refresh_seconds=0)])
+    run(whole, [(tokens[rows], labels[rows]) for rows in np.reshape(order, (3, 10))])
+    assert_alike(step, whole)
+    assert re.search(r"\d+ tokens/s", file.getvalue())
+    assert "samples/s" not in file.getvalue()
 
 
 def test_a_plan_that_loses_or_doubles_a_sample_is_found():
