@@ -12,6 +12,7 @@ usage() {
     cat <<'END'
 bash run.sh [options] [script] [its arguments]     train the sample, or run a script, on 8 processes
 bash run.sh check                                  say whether this machine can train, and if not, why
+bash run.sh report windows.jsonl                   draw a WindowMonitor's record as one HTML page
 bash run.sh test                                   run the tests: every option, error and promise, on all cores
 bash run.sh test all                               those, and the thorough ones; `rest`: the thorough ones alone
 bash run.sh test [arguments of pytest]             some of all tests
@@ -194,9 +195,9 @@ case ${1-} in
     usage
     exit
     ;;
-check)
+check | report)
     some_python
-    become gaccum_ms.launch.doctor
+    become gaccum_ms "$@"
     ;;
 test)
     if [ "${2-}" = --mindspore ]; then

@@ -16,6 +16,7 @@ setup(
     license_files=["LICENSE"],
     packages=find_packages(include=["gaccum_ms", "gaccum_ms.*"]),
     package_data={"gaccum_ms": ["py.typed"]},
+    entry_points={"console_scripts": ["gaccum-ms = gaccum_ms.__main__:main"]},
     python_requires=">=3.10,<3.13",
     install_requires=[
         "mindspore>=2.7.2,<2.11",  # the range that the tests ran on

@@ -1,6 +1,6 @@
 """AdaptiveAccumulation: how many batches share an update, by how noisy their gradients are.
 
-The estimates are those of noise_scale.py; how the number and the learning rate change is in schedule.py.
+The estimates are those of noise_estimate.py; how the number and the learning rate change is in schedule.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mindspore.train import RunContext
 from gaccum_ms.accumulation.noise import WindowNoise
 from gaccum_ms.backend import no_grad
 from gaccum_ms.backend.checks import check_one_of, check_positive_int
-from gaccum_ms.callbacks.monitor import append_json_line, begin_json_lines, check_json_lines
+from gaccum_ms.callbacks.json_lines import append_json_line, begin_json_lines, check_json_lines
 from gaccum_ms.callbacks.noise_scale import NoiseWatch, check_smoothing, noise_step
 from gaccum_ms.callbacks.schedule import check_ranks_batches, prepare_steps, set_steps
 from gaccum_ms.learning_rate import RULES, current_learning_rate

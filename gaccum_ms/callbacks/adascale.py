@@ -1,7 +1,7 @@
 """AdaScale: the learning rate scaled by what a larger batch is worth while training goes on.
 
 Johnson, Agrawal, Gu and Guestrin, "AdaScale SGD: A User-Friendly Algorithm for Distributed Training", ICML 2020,
-arXiv:2007.05105. The estimates are those of noise_scale.py.
+arXiv:2007.05105. The estimates are those of noise_estimate.py.
 """
 
 from __future__ import annotations
