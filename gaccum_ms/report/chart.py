@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-WIDTH, HEIGHT = 640, 300
+WIDTH, HEIGHT = 480, 260
 LEFT_LEAST, RIGHT, TOP, BOTTOM = 34, 14, 12, 44
 CHARACTER, LINE = 7.0, 18  # the width of one and the height of a line, for text of 12 px
 COLUMNS = 400  # a line of more points than twice this shows the least and the largest of each column

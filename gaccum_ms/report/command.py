@@ -39,6 +39,6 @@ def main(argv: list[str] | None = None, prog: str = "gaccum-ms report") -> int:
         output_path.write_text(text, encoding="utf-8")
     except OSError as error:
         parser.error(f"cannot write '{output_path}': {error.strerror}")
-    windows = sum(len(run) for record in records for run in record.runs)
+    windows = sum(len(record.windows) for record in records)
     show(f"{windows:,} windows: {output_path}\n".encode())
     return 0

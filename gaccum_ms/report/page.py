@@ -31,10 +31,9 @@ def page(records: Sequence[Record]) -> str:
     names = ", ".join(_names(records))
     notes = [note for record in records for note in record.notes]
     notes += [
-        f"{record.path.name} holds {len(record.runs)} runs: a resumed training writes the updates after its checkpoint "
-        "again. The earlier runs are faint."
+        f"{record.path.name}: the training was resumed; updates that it made again are faint."
         for record in records
-        if len(record.runs) > 1
+        if record.replaced
     ]
     sections = [_section(*chart, records) for chart in _charts(records)]
     return "\n".join(
@@ -67,10 +66,10 @@ def _names(records: Sequence[Record]) -> list[str]:
 
 
 def _facts(record: Record) -> str:
-    """Of the last run, and the time of all."""
-    windows = record.runs[-1]
+    windows = record.windows
+    everything = [*windows, *(one for piece in record.replaced for one in piece)]
     losses = [(w.number("loss"), w.update) for w in windows if w.updated and math.isfinite(w.number("loss"))]
-    seconds = sum(filter(math.isfinite, (w.number("seconds") for run in record.runs for w in run)))
+    seconds = sum(filter(math.isfinite, (w.number("seconds") for w in everything)))
     facts = [
         ("updates", f"{windows[-1].update - (not windows[-1].updated):,}"),
         ("epochs", f"{windows[-1].number('epoch'):g}"),
@@ -95,7 +94,7 @@ def _duration(seconds: float) -> str:
 
 def _charts(records: Sequence[Record]) -> list[tuple[str, str, Axis, list[tuple[str, Number]], str]]:
     """Of each: its title, what it shows, its vertical axis, its numbers, and why they may not be there."""
-    terms = max(len(w.numbers("loss_terms")) for record in records for run in record.runs for w in run)
+    terms = max(len(w.numbers("loss_terms")) for record in records for w in record.windows)
     charts: list[tuple[str, str, Axis, list[tuple[str, Number]], str]] = [
         ("Loss", "mean loss of each window", Axis("loss", log=None), [("", _of("loss"))], "no finite loss"),
         (
@@ -178,12 +177,17 @@ def _section(
     series = []
     for place, (record, name) in enumerate(zip(records, _names(records), strict=True)):
         for number, (label, value) in enumerate(lines):
-            for run in record.runs:
-                last = run is record.runs[-1]
-                points = [(float(window.update), value(window)) for window in run]
-                shown = ", ".join(filter(None, (name if len(records) > 1 else "", label)))
-                series.append(Series(shown if last else "", points, place * len(lines) + number, faint=not last))
+            colour, shown = (
+                place * len(lines) + number,
+                ", ".join(filter(None, (name if len(records) > 1 else "", label))),
+            )
+            series.append(Series(shown, _points(record.windows, value), colour))
+            series += [Series("", _points(piece, value), colour, faint=True) for piece in record.replaced]
     head = f'<section><h2>{html.escape(title)}</h2><p class="detail">{html.escape(about)}</p>'
     if not any(math.isfinite(y) for one in series for _, y in one.points):
         return f"{head}<p>{html.escape(why_not)}</p></section>"
     return f"{head}{line_chart(series, Axis('update'), axis, f'{title}: {about}')}</section>"
+
+
+def _points(windows: Sequence[Window], value: Number) -> list[tuple[float, float]]:
+    return [(float(window.update), value(window)) for window in windows]

@@ -1,7 +1,7 @@
-"""Reads the JSON lines of a WindowMonitor, and tells the runs in them apart.
+"""Reads the JSON lines of a WindowMonitor, of one training or of one that was resumed.
 
-A resumed training appends to the file of the one before it, and writes the updates after its checkpoint again. Where
-the number of updates does not go on, a new run begins.
+A resumed training appends to the file of the one before it, and writes the updates after its checkpoint again. Those of
+before are then replaced, as they are in the checkpoint that it goes on from.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class RecordError(Exception):
 @dataclass
 class Window:
     """One line: its numbers, NaN if they are not there or not finite. `skipped` and `dropped` count the updates that
-    were skipped and the micro-batches that were dropped in the run so far."""
+    were skipped and the micro-batches that were dropped so far."""
 
     values: dict[str, Any]
     skipped: int = 0
@@ -45,10 +45,11 @@ class Window:
 
 @dataclass
 class Record:
-    """A file: the windows of its runs, and what had to be left out."""
+    """A file: its windows, those that a resumed training has replaced, and what had to be left out."""
 
     path: Path
-    runs: list[list[Window]] = field(default_factory=list)
+    windows: list[Window] = field(default_factory=list)
+    replaced: list[list[Window]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -78,14 +79,20 @@ def read(path: Path) -> Record:
         which = "the last line is cut short" if bad == [len(lines)] else f"no window in line {_listed(bad)}"
         record.notes.append(f"{path.name}: {which}, which was left out")
     for window in windows:
-        last = record.runs[-1][-1] if record.runs else None
-        if last is None or window.update < last.update + last.updated:
-            record.runs.append([])
-            last = None
-        window.skipped += (last.skipped if last else 0) + (not window.updated)
-        window.dropped += (last.dropped if last else 0) + int(_finite_or_0(window.number("dropped_micro_batches")))
-        record.runs[-1].append(window)
+        _add(record, window)
     return record
+
+
+def _add(record: Record, window: Window) -> None:
+    before = record.windows
+    if before and window.update < before[-1].update + before[-1].updated:
+        kept = [one for one in before if one.update < window.update]
+        record.windows, replaced = kept, before[len(kept) :]
+        record.replaced.append(replaced)
+    last = record.windows[-1] if record.windows else Window({})
+    window.skipped = last.skipped + (not window.updated)
+    window.dropped = last.dropped + int(_finite_or_0(window.number("dropped_micro_batches")))
+    record.windows.append(window)
 
 
 def _window(line: str) -> Window | None:

@@ -103,16 +103,26 @@ def test_a_line_that_a_crash_has_spoilt_is_left_out(record, capsys):
     assert capsys.readouterr().err == "note: windows.jsonl: no window in line 2, which was left out\n"
 
 
-def test_a_resumed_training_is_a_second_run(record, capsys):
-    """It writes update 3 again; a window that was dropped is no new run, and neither is the update after it."""
-    path = record(line(1), line(1, False), line(1, False), line(2), line(3), line(3), line(4))
-    assert [[window.update for window in run] for run in read(path).runs] == [[1, 2, 2, 2, 3], [3, 4]]
+def test_a_resumed_training_replaces_what_came_after_its_checkpoint(record, capsys):
+    """It writes update 3 again. A window that was dropped replaces nothing, and neither does the update after it."""
+    path = record(line(1), line(1, False), line(1, False), line(2), line(3), line(4), line(3), line(4), line(5))
+    found = read(path)
+    assert [window.update for window in found.windows] == [1, 2, 2, 2, 3, 4, 5]
+    assert [window.skipped for window in found.windows] == [0, 1, 2, 2, 2, 2, 2]
+    assert [[window.update for window in piece] for piece in found.replaced] == [[3, 4]]
     page = report(path)
     assert page.lines("Loss") == 2
     assert "opacity" in page.sections["Loss"]
     capsys.readouterr()
     assert command.main([str(path), "-o", "-"]) == 0
-    assert "windows.jsonl holds 2 runs" in capsys.readouterr().out
+    assert "windows.jsonl: the training was resumed" in capsys.readouterr().out
+
+
+def test_a_training_that_began_anew_replaces_all(record):
+    found = read(record(line(1), line(2), line(2, False), line(1), line(2)))
+    assert [window.update for window in found.windows] == [1, 2]
+    assert found.windows[-1].skipped == 0
+    assert [len(piece) for piece in found.replaced] == [3]
 
 
 def test_several_files_are_drawn_beside_each_other(record):
@@ -208,5 +218,5 @@ def test_what_is_drawn_lies_in_the_chart():
         for point in path.get("d")[1:].split("L")
     ]
     assert len(numbers) == 4 * 49
-    assert all(0 <= x <= 640 and 0 <= y <= 300 for x, y in numbers)
+    assert all(0 <= x <= 480 and 0 <= y <= 260 for x, y in numbers)
     assert [one.text for one in root.iter(f"{name}text")][-4:] == ["name 0", "name 1", "name 2", "name 3"]
