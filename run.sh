@@ -205,7 +205,7 @@ test)
         venv=$here/.venv-$mindspore
         set -- test "${@:4}"
     fi
-    use test pytest xdist sklearn tensorboardX matplotlib mindcv sphinx myst_parser furo sphinx_copybutton sphinx_design
+    use test pytest xdist sklearn tensorboardX matplotlib mindcv sphinx myst_parser furo sphinx_copybutton
     cd "$here"
     case ${2-} in
     '') tier=(-m "not thorough") ;;
@@ -239,7 +239,7 @@ lint)
     exec lint-imports
     ;;
 docs)
-    use docs sphinx myst_parser matplotlib furo sphinx_copybutton sphinx_design
+    use docs sphinx myst_parser matplotlib furo sphinx_copybutton
     exec "$python" -m sphinx -W --keep-going -q -b html "$here/docs" "${2:-$here/build/site}"
     ;;
 esac

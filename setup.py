@@ -10,7 +10,6 @@ DOCS = [
     "myst-parser>=4",
     "sphinx>=8.1",
     "sphinx-copybutton==0.5.2",
-    "sphinx-design>=0.6",
 ]
 readme = Path(__file__).with_name("README.md")
 

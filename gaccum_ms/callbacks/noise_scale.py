@@ -91,8 +91,8 @@ class GradNoiseScale(NoiseWatch):
     Large-Batch Training <https://arxiv.org/abs/1812.06162>`_ , 2018): much smaller batches than that are mostly noise,
     and twice the batch does nearly the work of two updates; much larger ones gain little. Both are estimated, without
     bias, from the squared norms of two gradients of each window, its first micro-batch's and its own, of all ranks, and
-    averaged over updates. `batch` means all items of an update, samples or what `count` counts; of ranks that weigh the
-    same but differ in size, as many as would be as noisy.
+    averaged over updates. `batch` means all items of an update: samples, or what `count` counts. If ranks have equal
+    weight but unequal batches, it is the batch size that would be equally noisy.
 
     The cell needs ``record_noise=True`` , and windows of at least two micro-batches, over all ranks. After training,
     rank 0 prints `advice` . Reading the records waits for the device, after each batch.
