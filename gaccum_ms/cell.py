@@ -79,7 +79,8 @@ class GradAccumulationCell(nn.Cell):
             larger, as `mindspore.ops.clip_by_global_norm` does. Default: ``None`` , no clipping.
         accumulator_dtype (mindspore.dtype, optional): Dtype of the accumulators, float32, float16 or bfloat16; ``None``
             gives each the dtype of its weight. In windows of several batches, sums are scaled by the first
-            batch's count; float16 overflows if a later batch counts thousands of times more. Default: ``mindspore.float32`` .
+            batch's count; float16 overflows if a later batch counts thousands of times more.
+            Default: ``mindspore.float32`` .
         compensated (bool, optional): Sum with Kahan's compensation, which keeps in a float32 Parameter for each
             accumulator what its rounding loses. Default: ``False`` .
         overflow (str, optional): What a gradient that is not finite does. ``"drop_window"`` : with a loss scale, the

@@ -1,6 +1,6 @@
 """AdaptiveAccumulation: how many batches share an update, by how noisy their gradients are.
 
-The estimates are those of noise_estimate.py; how the number and the learning rate change is in schedule.py.
+noise_estimate.py has the estimates; how the number and the learning rate change is in schedule.py.
 """
 
 from __future__ import annotations

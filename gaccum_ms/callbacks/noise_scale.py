@@ -84,7 +84,7 @@ class ScaleRecord(NamedTuple):
 
 class GradNoiseScale(NoiseWatch):
     r"""
-    Estimate the gradient noise scale while training, and say which batch size it asks for.
+    Estimate the gradient noise scale while training, and say which batch size it calls for.
 
     The noise scale :math:`\mathrm{tr} \Sigma / |G|^2` , with :math:`G` the true gradient and :math:`\Sigma` the
     covariance of one item's gradient, is about the critical batch size (McCandlish et al., `An Empirical Model of

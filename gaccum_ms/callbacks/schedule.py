@@ -26,7 +26,7 @@ class AccumulationScheduler(Callback):
     Args:
         schedule (Union[dict[int, int], Callable]): Number of batches that share an update, from each epoch on, counted
             from 0: ``{0: 1, 5: 4}`` ; before the first entry it is the cell's own. Or a function that maps the number
-            of updates made, an int, to that of the next window.
+            of updates made, an int, to the next window's number.
         learning_rate (str, optional): Let the optimizer's learning rate follow, ``"linear"`` or ``"sqrt"`` , as
             :func:`scale_learning_rate` does: the rate given to the optimizer is that for the cell's own
             `accumulation_steps` . Default: ``None`` , it stays.

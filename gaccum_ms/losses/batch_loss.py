@@ -39,7 +39,7 @@ class WithBatchLossCell(nn.Cell):
 
     Keyword Args:
         gather_ranks (bool, optional): In data parallel mode, let the loss see the samples of all ranks, in the order of
-            ranks; all must have batches of the same size. Loss and update are then those of one process that has the
+            ranks; all must have batches of the same size. Loss and update then equal those of one process that has the
             whole global batch, whatever ``gradients_mean`` says. Default: ``False`` , each rank's loss is over its own
             batch, and what ranks mean together is what it is without accumulation.
 

@@ -1,6 +1,6 @@
 """GradAccumulator: accumulation for hand-written training loops, which make their gradients themselves.
 
-The loop's batches are the micro-batches. Reduction, clipping, loss scaling and counts are those of the training step:
+The loop's batches are the micro-batches. Reduction, clipping, loss scaling and counts work as in the training step:
 open_window.py, reduction.py and update.py serve both.
 """
 

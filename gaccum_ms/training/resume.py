@@ -56,7 +56,7 @@ def resume(
 
     Returns:
         int, the number of finished epochs, 0 without `data_set` : ``model.train(epochs, data_set,
-        initial_epoch=resume(model, file, data_set))`` . In a loop of one's own the epochs are ``range(finished,
+        initial_epoch=resume(model, file, data_set))`` . In a loop of your own the epochs are ``range(finished,
         epochs)`` , each with an iterator of its own; one iterator for all of them needs ``num_epochs=epochs`` , the
         finished ones among them, for the order that a shuffled data set would have had.
 
