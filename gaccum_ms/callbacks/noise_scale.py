@@ -88,8 +88,8 @@ class GradNoiseScale(NoiseWatch):
 
     The noise scale :math:`\mathrm{tr} \Sigma / |G|^2` , with :math:`G` the true gradient and :math:`\Sigma` the
     covariance of one item's gradient, is about the critical batch size (McCandlish et al., `An Empirical Model of
-    Large-Batch Training <https://arxiv.org/abs/1812.06162>`_ , 2018): much smaller batches than that are mostly noise,
-    and twice the batch does nearly the work of two updates; much larger ones gain little. Both are estimated, without
+    Large-Batch Training <https://arxiv.org/abs/1812.06162>`_ , 2018): much smaller batches are mostly noise, and
+    doubling the batch does nearly the work of two updates; much larger batches gain little. Both are estimated, without
     bias, from the squared norms of two gradients of each window, its first micro-batch's and its own, of all ranks, and
     averaged over updates. `batch` means all items of an update: samples, or what `count` counts. If ranks have equal
     weight but unequal batches, it is the batch size that would be equally noisy.
