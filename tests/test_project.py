@@ -24,6 +24,17 @@ def test_the_version_is_the_same_everywhere():
     assert re.findall(r"^## \[([\d.]+)\] - (?:Unreleased|\d{4}-\d\d-\d\d)$", read("CHANGELOG.md"), re.M)[0] == version
 
 
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
+def test_links_lead_to_files(page):
+    links = [link for link in re.findall(r"\]\(([^)#]+)", read(page)) if "://" not in link]
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_the_readmes_picture_is_small():
+    assert "](docs/pictures/front.svg)" in read("README.md")
+    assert (ROOT / "docs" / "pictures" / "front.svg").stat().st_size < 150_000
+
+
 def test_the_changelog_has_the_usual_headings():
     headings = set(re.findall(r"^### (.*)$", read("CHANGELOG.md"), re.M))
     assert headings <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
