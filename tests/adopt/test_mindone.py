@@ -8,7 +8,7 @@ import pytest
 from mindspore import Tensor, nn
 from support.adopted import ROUNDING, K, apart, few_batches, joined, losses, trained
 from support.package import package
-from support.reference import as_numpy
+from support.reference import Regression, as_numpy
 
 from gaccum_ms import FlushAccumulation
 from gaccum_ms.adopt import mindone as adopted
@@ -128,6 +128,9 @@ def test_diffusers_the_epochs_tail_is_divided_by_its_own_batches(mode):
     ours = trained(of_ours_for_diffusers(max_grad_norm=2.0), batches)
     assert apart(ours.weights, whole.weights) < ROUNDING
     assert ours.step.sync_gradients
+    for (loss, returned), (x, _) in zip(ours.outputs, batches, strict=True):
+        assert loss.shape == ()
+        np.testing.assert_array_equal(returned.asnumpy(), x)  # what else `forward` returns
     assert int(ours.step.update_count.asnumpy()) == 2
     if mode == "graph":  # in PyNative mode mindone's lacks a kernel on CPU, ZerosLikeExt
         assert apart(trained(of_diffusers(max_grad_norm=2.0), batches).weights, whole.weights) > 5e-3
@@ -157,8 +160,6 @@ def test_errors():
 
 def test_a_tail_in_model_train():
     """mindone leaves the last two of five batches in its accumulators; FlushAccumulation ends their window."""
-    from support.reference import Regression
-
     batches = few_batches(5)
     whole = trained(of_mindone(1), joined(batches))
     network = Regression()
