@@ -45,6 +45,7 @@ __all__ = [
 _is_launcher = sys.argv[:1] == ["-m"] and "gaccum_ms.launch" in sys.orig_argv[-len(sys.argv)]
 
 if not _is_launcher:
+    from gaccum_ms import adopt as adopt
     from gaccum_ms import model_hook as _model
     from gaccum_ms.audit import audit
     from gaccum_ms.callbacks.adaptive import AdaptiveAccumulation

@@ -185,7 +185,7 @@ class _Forward(nn.Cell):
 
 
 class StepOfDiffusers(TrainOneStepWithGradAccumulationCell):
-    """Ends a window that the data set leaves open at its end, says where windows end, and returns what `forward` does."""
+    """Ends a window that the data set leaves open, says where windows end, and returns what `forward` does."""
 
     length_of_dataloader = 0
 

@@ -13,7 +13,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support.adopted import K, apart
+from support.adopted import K, apart, assert_takes_arguments_of
 from support.package import package
 from support.reference import as_numpy
 from support.small_llama import RATE, small_llama, tokens
@@ -150,3 +150,7 @@ def test_errors(given, words):
     network = nn.Dense(2, 2)
     with pytest.raises(ValueError, match=words):
         adopted.train_step(network, nn.SGD(network.trainable_params()), **given)
+
+
+def test_arguments():
+    assert_takes_arguments_of(adopted.train_step, wrapper.MFTrainOneStepCell.__init__)

@@ -6,7 +6,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
-from support.adopted import ROUNDING, K, apart, few_batches, joined, losses, trained
+from support.adopted import ROUNDING, K, apart, assert_takes_arguments_of, few_batches, joined, losses, trained
 from support.package import package
 from support.reference import Regression, as_numpy
 
@@ -15,6 +15,7 @@ from gaccum_ms.adopt import mindone as adopted
 
 EXTRA = "mindone is in the extra 'trainers'"
 trainers = package("mindone.trainers.train_step", EXTRA)
+zero = package("mindone.trainers.zero", EXTRA)
 averaging = package("mindone.trainers.ema", EXTRA)
 adapter = package("mindone.transformers.mindspore_adapter.train_onestep_wrapper", EXTRA)
 diffusers = package("mindone.diffusers.training_utils", EXTRA)
@@ -170,3 +171,25 @@ def test_a_tail_in_model_train():
     ms.Model(step).train(1, data, callbacks=[FlushAccumulation()], dataset_sink_mode=False)
     assert apart({one.name: as_numpy(one) for one in network.get_parameters()}, whole.weights) < ROUNDING
     assert apart(trained(of_mindone(), batches).weights, whole.weights) > 1e-2
+
+
+def test_arguments():
+    assert_takes_arguments_of(adopted.train_step, trainers.TrainOneStepWrapper.__init__)
+    assert_takes_arguments_of(adopted.transformers_train_step, adapter.TrainOneStepWrapper.__init__)
+
+
+def test_trainers_zero_communicates_each_micro_batch(pynative):
+    """On one process `cal_gradients` has nothing to send; it is called where ZeRO's stages 1 and 2 do send."""
+
+    class Counting(zero.ZeroHelper):
+        calls = 0
+
+        def cal_gradients(self, gradients):
+            self.calls += 1
+            return super().cal_gradients(gradients)
+
+    run = trained(
+        lambda network, optimizer: of_mindone(zero_helper=Counting(optimizer))(network, optimizer), few_batches()
+    )
+    assert int(run.optimizer.global_step.asnumpy()[0]) == 2
+    assert run.step.zero_helper.calls == 2 * K

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 from mindspore.amp import DynamicLossScaler, StaticLossScaler
-from support.adopted import ROUNDING, K, apart, few_batches, joined
+from support.adopted import ROUNDING, K, apart, assert_takes_arguments_of, few_batches, joined
 from support.package import package
 from support.reference import FEATURES, as_numpy
 
@@ -147,3 +147,7 @@ def test_errors(given, words):
             loss_ratio=1.0,
             **arguments,
         )
+
+
+def test_arguments():
+    assert_takes_arguments_of(adopted.train_step, step_factory.create_train_step_fn)
