@@ -181,10 +181,11 @@ become() {
     exec "$python" ${safe:+"$safe"} -m "$@"
 }
 
-# processes: how many share the tests: one for each core, if there are 3 GB of memory for each.
+# processes: how many share the tests: one more than there are cores, because tests of the launcher mostly wait, if there
+# are 3 GB of memory for each.
 processes() {
     local cores memory
-    cores=$(nproc)
+    cores=$(($(nproc) + 1))
     memory=$(awk '/MemAvailable/ {print int($2 / 3000000)}' /proc/meminfo)
     echo $((memory < 1 ? 1 : memory < cores ? memory : cores))
 }

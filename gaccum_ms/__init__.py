@@ -9,19 +9,23 @@ __all__ = [
     "AdaScale",
     "AdaptiveAccumulation",
     "AdaptiveGradientClip",
+    "BalancedSampler",
     "ClipByGlobalNorm",
     "ClipByValue",
     "CountMask",
     "CountNotIgnored",
+    "EvenSplit",
     "FlushAccumulation",
     "GradAccumulation",
     "GradAccumulationCell",
     "GradAccumulator",
     "GradNoiseScale",
+    "MaxTokens",
     "PerSampleLoss",
     "ProgressBar",
     "ShardedOptimizer",
     "SkipSpikes",
+    "TokenPlan",
     "TrainOneStepWithGradAccumulationCell",
     "TrainingMetrics",
     "Transform",
@@ -69,7 +73,11 @@ if not _is_launcher:
     from gaccum_ms.memory import trial as _trial
     from gaccum_ms.memory.report import memory_report
     from gaccum_ms.memory.search import find_micro_batch_size
+    from gaccum_ms.split import EvenSplit
     from gaccum_ms.threads import tune_cpu, tune_cpu_threads
+    from gaccum_ms.tokens.balanced_sampler import BalancedSampler
+    from gaccum_ms.tokens.max_tokens import MaxTokens
+    from gaccum_ms.tokens.plan import TokenPlan
     from gaccum_ms.training import auto_size as _auto_size
     from gaccum_ms.training.grad_accumulator import GradAccumulator
     from gaccum_ms.training.resume import resume

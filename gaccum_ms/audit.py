@@ -19,10 +19,11 @@ from gaccum_ms.accumulation import accumulators, micro_batches
 from gaccum_ms.audit_report import AuditReport, Evidence, Update, judged
 from gaccum_ms.backend.snapshot import Snapshot, as_numpy
 from gaccum_ms.cell import GradAccumulationCell
-from gaccum_ms.compatibility import AUDIT, Setup
+from gaccum_ms.compatibility import Setup
 from gaccum_ms.layers.batchnorm import batch_norm_names
 from gaccum_ms.layers.dropout import dropouts
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
+from gaccum_ms.rules import AUDIT
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 from gaccum_ms.transforms import norms
 
@@ -112,7 +113,9 @@ def audit(
         whole = _run(whole_step, recorder, batch)
         before.restore_values()
         once, again = losses.on(batch), losses.on(batch)
-        twice = losses.on([ops.concat((value, value)) for value in batch])
+        twice = losses.on(
+            [value if position in cell.shared else ops.concat((value, value)) for position, value in enumerate(batch)]
+        )
     finally:
         before.restore()
 
@@ -128,6 +131,7 @@ def audit(
             reduction=cell.reduction,
             of_batch=isinstance(cell.network, WithBatchLossCell),
             counted=cell.counted,
+            trimmed=cell.trims,
             batch_norm_layers=tuple(batch_norm_names(cell.network)),
             dropout_layers=dropout_layers,
         )
@@ -147,7 +151,10 @@ def _check(cell: GradAccumulationCell, optimizer: nn.Optimizer, batch: tuple, to
     if tolerance is not None and not tolerance > 0:
         raise ValueError(f"For 'audit', the argument 'tolerance' must be positive, but got {tolerance!r}.")
     compatibility.check(AUDIT, "audit", Setup(cell.options, cell.network))
-    plan = micro_batches.plan_split(micro_batches.batch_shapes(batch), cell.micro_size, cell.micro_batch_size)
+    shapes = micro_batches.batch_shapes(batch)
+    if cell.trims:
+        return
+    plan = micro_batches.plan_split(shapes, cell.micro_size, cell.micro_batch_size, cell.shared)
     if plan.samples == plan.size:
         raise ValueError(
             f"For 'audit', the argument 'batch' must be split into at least two micro-batches, but got a batch of "
@@ -215,7 +222,8 @@ def _whole_batch_step(cell: GradAccumulationCell, recorder: _Recorder) -> nn.Cel
     """MindSpore's own step where it knows the rule, so that our step is not measured by itself."""
     gathers = isinstance(cell.network, WithBatchLossCell) and cell.network.ranks > 1
     if cell.own_count is not None or cell.several_losses or gathers:
-        return TrainOneStepWithGradAccumulationCell(_unclipped(cell, micro_size=1, micro_batch_size=None), recorder)
+        whole = {"micro_size": 1, "micro_batch_size": None} | ({"split": None} if cell.trims else {})
+        return TrainOneStepWithGradAccumulationCell(_unclipped(cell, **whole), recorder)
     more = cell.returns_ratio or cell.aux
     return nn.TrainOneStepCell(_Losses(cell) if more else cell.network, recorder)
 

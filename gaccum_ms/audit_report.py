@@ -82,6 +82,7 @@ class Evidence:
     reduction: str
     of_batch: bool  # whether the loss is one of the whole batch
     counted: bool
+    trimmed: bool  # whether padding is left out
     batch_norm_layers: tuple[str, ...]
     dropout_layers: tuple[str, ...]
 
@@ -147,6 +148,11 @@ def judged(found: Evidence) -> AuditReport:
             f"The loss is neither a mean nor a sum over samples: {_shown(once)} on the batch, {_shown(twice)} on the "
             f"batch twice over. Either it compares samples of one batch, as in-batch negatives do, and needs a "
             f"WithBatchLossCell, or them in one micro-batch; or it adds a term of its own to a sum: make it a mean."
+        )
+    elif errors[worst] > tolerance and found.trimmed:
+        problems.append(
+            f"Leaving padding out changes the result, by {errors[worst]:.1e} in {worst}: the network reads padding, as "
+            f"a mean or an attention over all places does. Mask it there, or split without MaxTokens."
         )
     elif errors[worst] > tolerance and not layers:
         couples_samples = True

@@ -13,8 +13,10 @@ from gaccum_ms import compatibility
 from gaccum_ms.backend.checks import described
 from gaccum_ms.backend.held_cells import held_cells
 from gaccum_ms.backend.pynative_tape import close_tape
-from gaccum_ms.compatibility import CELL, Setup
+from gaccum_ms.compatibility import Setup
 from gaccum_ms.options import Options, checked
+from gaccum_ms.rules import CELL
+from gaccum_ms.split import EvenSplit
 
 _NAME = "GradAccumulationCell"
 
@@ -115,9 +117,19 @@ class GradAccumulationCell(nn.Cell):
         jit (bool, optional): In PyNative mode, compile the training step all the same. Default: ``None`` , run it
             eagerly, so that breakpoints work. Graph mode always compiles, and so does ``"auto"`` . A compiled step
             keeps to the `set_train` of each layer that it was compiled with.
+        split (Union[EvenSplit, Callable], optional): How a batch becomes micro-batches. :class:`EvenSplit` : along
+            axis 0, all inputs but those that it shares. A function, where micro-batches are something else than rows
+            of the inputs (targets with image numbers, packed sequences, graphs, dicts): called with the batch, it
+            returns a list of micro-batches, each a tuple of Tensors, the network's inputs. `micro_size` and
+            `micro_batch_size` are then left out. Python calls it, and hands the micro-batches to the compiled
+            micro-step one at a time; that is compiled once for each set of shapes, so that it is best to pad to a few.
+            Ranks may have different numbers of micro-batches, and weigh by their samples or counts. Where `count` is
+            not given, axis 0 of a micro-batch's first input says how many samples it has; a bad `count` leaves the
+            whole window out. Default: ``None`` , ``EvenSplit()`` .
 
     Inputs:
-        - **\*inputs** (Tensor) - The network's inputs, each of shape :math:`(N, ...)`.
+        - **\*inputs** (Tensor) - The network's inputs, each of shape :math:`(N, ...)`, but for those that `split`
+          shares.
 
     Outputs:
         Tensor of shape :math:`()`, the network's loss on the inputs, not split: the cell called by itself, outside
@@ -125,11 +137,12 @@ class GradAccumulationCell(nn.Cell):
 
     Raises:
         TypeError: If `network` is not a Cell, a size or `memory_limit` not an int, `max_grad_norm` not a number,
-            `transforms` not a sequence of Transforms and functions, `count` or `is_out_of_memory` not callable,
-            `loss_weights` not numbers, `accumulator_dtype` not a dtype, or `compensated` , `shard_accumulators` ,
-            `record_noise` , `aux` or `jit` not a bool.
+            `transforms` not a sequence of Transforms and functions, `count` or `is_out_of_memory` not callable, `split`
+            neither an EvenSplit nor a function, `loss_weights` not numbers, `accumulator_dtype` not a dtype, or
+            `compensated` , `shard_accumulators` , `record_noise` , `aux` or `jit` not a bool.
         ValueError: If `network` holds a cell that accumulates or trains by itself, such as MindSpore's; if both or
-            neither of `micro_size` and `micro_batch_size` are given; if one is less than 1; if
+            neither of `micro_size` and `micro_batch_size` are given, or one with a function as `split` , which goes
+            neither with several losses nor with `shard_accumulators` or a WithBatchLossCell; if one is less than 1; if
             `max_grad_norm` is not positive and finite, a loss weight not finite, `reduction` , `overflow` or
             `accumulator_dtype` not one of those above; if `count` and `loss_weights` differ in length; if
             ``overflow="drop_micro_batch"`` is given with several losses, or with a sum that has no count; if sums are
@@ -185,6 +198,7 @@ class GradAccumulationCell(nn.Cell):
         memory_limit: int | None = None,
         is_out_of_memory: Callable[[BaseException], bool] | None = None,
         jit: bool | None = None,
+        split: EvenSplit | Callable | None = None,
     ) -> None:
         super().__init__(auto_prefix=False)
         if not isinstance(network, nn.Cell):
@@ -212,6 +226,7 @@ class GradAccumulationCell(nn.Cell):
                 memory_limit=memory_limit,
                 is_out_of_memory=is_out_of_memory,
                 jit=jit,
+                split=split,
             )
         )
         compatibility.check(CELL, _NAME, Setup(options, network))

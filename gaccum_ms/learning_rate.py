@@ -24,6 +24,8 @@ from gaccum_ms.backend.checks import check_one_of
 from gaccum_ms.backend.parameters import overwrite, record
 
 RULES = ("linear", "sqrt")
+PER = ("update", "batch")
+_ENDING = (nn.CosineDecayLR, nn.PolynomialDecayLR)  # the schedules whose `decay_steps` are their end
 _FIXED_RATE = "lr_float"  # a number that mint.optim.SGD uses in place of its Parameter
 
 _OWNER = "scale_learning_rate"
@@ -36,6 +38,8 @@ _schedules = itertools.count(1)
 
 def scaling_factor(ratio: float, rule: str) -> float:
     """What the rate is multiplied by when the batch becomes `ratio` times as large."""
+    if rule == "none":
+        return 1.0
     return ratio if rule == "linear" else math.sqrt(ratio)
 
 
@@ -44,6 +48,7 @@ def scale_learning_rate(
     factor: float,
     rule: str = "linear",
     warmup_updates: int = 0,
+    per: str = "update",
 ) -> float | list[float] | LearningRateSchedule:
     r"""
     The learning rate for a batch `factor` times as large as the one that a rate was tuned for.
@@ -61,9 +66,11 @@ def scale_learning_rate(
     <https://arxiv.org/abs/1404.5997>`_ (2014).
 
     Note:
-        The optimizer counts updates, in its `global_step` . With `accumulation_steps` of 4, a schedule that was made
-        for 1,000 batches has 250 updates: give `nn.CosineDecayLR` and the like their `decay_steps` , a list its length,
-        and `warmup_updates` in updates.
+        The optimizer counts updates, in its `global_step` . With `accumulation_steps` of 4, 1,000 batches make 250
+        updates. A list or schedule that was made for the 1,000 batches is converted by ``per="batch"`` : update
+        :math:`u` then has the rate of batch :math:`4 u` , the first of its window. ``Model.train`` warns of rates that
+        are as many as the batches. Where `FlushAccumulation` ends windows early, an epoch has more updates than its
+        batches divided by `factor` : convert the list of each epoch by itself, and join the results.
 
         Where one group of parameters has a list or schedule, MindSpore adds 1 to the plain numbers of the others and
         takes it off again, which makes 1e-5 1.00136e-5 and 1e-8 nothing. Small rates should then be schedules too:
@@ -74,9 +81,12 @@ def scale_learning_rate(
             at least 0: one number; one for each update, as a list, tuple, 1-D Tensor or array; or a schedule such as
             `nn.CosineDecayLR` .
         factor (float): How many times as large the batch is, positive, without unit.
-        rule (str): ``"linear"`` multiplies by `factor` , ``"sqrt"`` by its square root. Default: ``"linear"`` .
+        rule (str): ``"linear"`` multiplies by `factor` , ``"sqrt"`` by its square root, ``"none"`` not at all.
+            Default: ``"linear"`` .
         warmup_updates (int): Number of updates in which the rate grows from the unscaled to the scaled one.
             Default: ``0`` , scaled from the first update on.
+        per (str): What `learning_rate` has a rate for, where it is a list or schedule: each ``"update"`` , or each
+            ``"batch"`` , of which `factor` , a whole number, share an update. Default: ``"update"`` .
 
     Returns:
         What a `nn.Optimizer` takes as `learning_rate` and as ``"lr"`` of grouped parameters. A float for a number
@@ -89,8 +99,8 @@ def scale_learning_rate(
         TypeError: If `learning_rate` is none of these kinds or contains something else than numbers; if `factor` is not
             a number; if `warmup_updates` is not an int. A bool is not a number.
         ValueError: If a learning rate is negative or not finite; if `learning_rate` has no entries or more than one
-            dimension; if `factor` is not positive and finite; if `rule` is neither ``"linear"`` nor ``"sqrt"`` ; if
-            `warmup_updates` is negative.
+            dimension; if `factor` is not positive and finite, or with ``per="batch"`` no whole number; if `rule` or
+            `per` is not one of those above; if `warmup_updates` is negative.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -102,6 +112,8 @@ def scale_learning_rate(
         0.5
         >>> scale_learning_rate([0.5, 0.5, 0.5, 0.25], 4, rule="sqrt", warmup_updates=2)
         [0.5, 0.75, 1.0, 0.5]
+        >>> scale_learning_rate([0.8, 0.7, 0.6, 0.5, 0.4], 2, rule="none", per="batch")
+        [0.8, 0.6, 0.4]
         >>> schedule = scale_learning_rate(nn.CosineDecayLR(0.0, 0.5, 8), 4, warmup_updates=4)
         >>> print([round(float(schedule(Tensor(update)).asnumpy()), 3) for update in (0, 2, 4, 8)])
         [0.5, 1.067, 1.0, 0.0]
@@ -109,7 +121,13 @@ def scale_learning_rate(
     """
     rate = _checked_rate(learning_rate)
     _check_number("factor", factor, positive=True)
-    check_one_of(_OWNER, "rule", rule, RULES)
+    check_one_of(_OWNER, "rule", rule, (*RULES, "none"))
+    check_one_of(_OWNER, "per", per, PER)
+    if per == "batch" and factor != int(factor):
+        raise ValueError(
+            f"For '{_OWNER}', the argument 'factor' must be a whole number with per='batch', because it is the number "
+            f"of batches that share an update, but got {factor}."
+        )
     if isinstance(warmup_updates, bool) or not isinstance(warmup_updates, int):
         raise TypeError(
             f"For '{_OWNER}', the argument 'warmup_updates' must be an int, but got {warmup_updates!r} of type "
@@ -118,30 +136,34 @@ def scale_learning_rate(
     if warmup_updates < 0:
         raise ValueError(f"For '{_OWNER}', the argument 'warmup_updates' must be at least 0, but got {warmup_updates}.")
     scale = scaling_factor(float(factor), rule)
+    batches = int(factor) if per == "batch" else 1
     if isinstance(rate, list):
+        rate = rate[::batches]
         warmed = [min(update / warmup_updates, 1.0) if warmup_updates else 1.0 for update in range(len(rate))]
         return [one * (1 - grown + scale * grown) for one, grown in zip(rate, warmed, strict=True)]
     if isinstance(rate, float) and not warmup_updates:
         return rate * scale
-    return ScaledLearningRate(rate, scale, warmup_updates)
+    return ScaledLearningRate(rate, scale, warmup_updates, batches)
 
 
 class ScaledLearningRate(LearningRateSchedule):
     """A rate or schedule times a factor that grows from 1 to `scale` , times what `multiply_learning_rate` asked for.
+    The schedule's steps are batches, of which so many share an update.
 
-    That is a Parameter: a compiled step sees another value, where it would have compiled a number in.
+    The last factor is a Parameter: a compiled step sees another value, where it would have compiled a number in.
     """
 
-    def __init__(self, base: float | LearningRateSchedule, scale: float, warmup_updates: int) -> None:
+    def __init__(self, base: float | LearningRateSchedule, scale: float, warmup_updates: int, batches: int) -> None:
         super().__init__()
         self.base: Any = base
         self.base_is_schedule = isinstance(base, LearningRateSchedule)
         self.scale = scale
         self.warmup_updates = warmup_updates
+        self.batches = batches
         self.multiplier = record(f"{MULTIPLIER_PREFIX}{next(_schedules)}", value=1.0)
 
     def construct(self, global_step):
-        rate = self.base(global_step) if self.base_is_schedule else self.base
+        rate = self.base(global_step * self.batches) if self.base_is_schedule else self.base
         scale = self.scale
         if self.warmup_updates > 0:
             grown = ops.minimum(ops.cast(global_step, ms.float32) / self.warmup_updates, 1.0)
@@ -166,6 +188,26 @@ def current_learning_rate(optimizer: nn.Optimizer, updates_ago: int = 0) -> floa
     if isinstance(rate, nn.Cell):
         rate = rate(ms.Tensor(step))  # a copy: graph mode takes no Parameter as an input
     return rate.asnumpy().item()
+
+
+def updates_of_rates(optimizer: nn.Optimizer) -> int | None:
+    """The number of updates that the optimizer has rates for: entries of its longest list, or steps until its longest
+    schedule has come to its end. None where neither ends."""
+    optimizer = _with_rate(optimizer)
+    if isinstance(optimizer, ExperimentalOptimizer):
+        return None
+    held = optimizer.get_lr_parameter(list(optimizer.parameters))
+    return max((_updates_of(one) for one in held), default=0) or None
+
+
+def _updates_of(held: Any) -> int:
+    """The same of one rate, 0 where it does not end."""
+    if isinstance(held, ScaledLearningRate):
+        return -(-_updates_of(held.base) // held.batches)
+    if isinstance(held, nn.Cell):  # one's own schedule may hold another
+        ends = (one.decay_steps for _, one in held.cells_and_names() if isinstance(one, _ENDING))
+        return max(ends, default=0)
+    return held.size if isinstance(held, ms.Parameter) and _is_list(held) else 0
 
 
 def multiply_learning_rate(optimizer: nn.Optimizer, factor: float) -> None:

@@ -17,6 +17,7 @@ from gaccum_ms.backend.checks import (
     check_transforms,
 )
 from gaccum_ms.backend.out_of_memory import check_test
+from gaccum_ms.split import EvenSplit, check_split
 
 _NAME = "GradAccumulationCell"
 
@@ -43,6 +44,22 @@ class Options:
     memory_limit: int | None = None
     is_out_of_memory: Callable[[BaseException], bool] | None = None
     jit: bool | None = None
+    split: EvenSplit | Callable | None = None
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        """The positions of inputs that all micro-batches have whole."""
+        return tuple(self.split.shared) if isinstance(self.split, EvenSplit) else ()
+
+    @property
+    def splits_in_python(self) -> bool:
+        """Whether a function makes the micro-batches."""
+        return self.split is not None and not isinstance(self.split, EvenSplit)
+
+    @property
+    def trims(self) -> bool:
+        """Whether that function only leaves padding out, so that the batch may be trained whole, too."""
+        return getattr(self.split, "keeps_inputs", False)
 
     @property
     def losses(self) -> int:
@@ -112,19 +129,8 @@ def checked(given: Options) -> Options:
             losses.
     """
     check_positive_int(_NAME, "accumulation_steps", given.accumulation_steps)
-    micro_size, micro_batch_size = given.micro_size, given.micro_batch_size
-    if micro_size is None and micro_batch_size is None and given.accumulation_steps > 1:
-        micro_size = 1
-    if (micro_size is None) == (micro_batch_size is None):
-        raise ValueError(
-            f"For '{_NAME}', exactly one of 'micro_size' (number of micro-batches) and 'micro_batch_size' (samples in "
-            f"one) must be given, or neither with 'accumulation_steps' (batches that share an update), but got "
-            f"micro_size={given.micro_size}, micro_batch_size={given.micro_batch_size} and "
-            f"accumulation_steps={given.accumulation_steps}."
-        )
-    for name, value in (("micro_size", micro_size), ("micro_batch_size", micro_batch_size)):
-        if value is not None and (name, value) != ("micro_batch_size", "auto"):
-            check_positive_int(_NAME, name, value)
+    check_split(_NAME, given.split)
+    micro_size = _checked_sizes(given)
     check_accumulation_options(
         _NAME, given.max_grad_norm, given.accumulator_dtype, given.compensated, given.overflow, given.jit
     )
@@ -138,6 +144,32 @@ def checked(given: Options) -> Options:
             check_positive_int(_NAME, "memory_limit", given.memory_limit)
         check_test(_NAME, given.is_out_of_memory)
     return dataclasses.replace(given, micro_size=micro_size, transforms=transforms, loss_weights=weights)
+
+
+def _checked_sizes(given: Options) -> int | None:
+    """The number of micro-batches; None: another option decides."""
+    micro_size, micro_batch_size = given.micro_size, given.micro_batch_size
+    if given.splits_in_python:
+        if micro_size is not None or micro_batch_size is not None:
+            raise ValueError(
+                f"For '{_NAME}', with a function as 'split', which makes the micro-batches, neither 'micro_size' nor "
+                f"'micro_batch_size' must be given, but got micro_size={micro_size} and "
+                f"micro_batch_size={micro_batch_size}. Leave both out, or the function."
+            )
+        return None
+    if micro_size is None and micro_batch_size is None and given.accumulation_steps > 1:
+        micro_size = 1
+    if (micro_size is None) == (micro_batch_size is None):
+        raise ValueError(
+            f"For '{_NAME}', exactly one of 'micro_size' (number of micro-batches) and 'micro_batch_size' (samples in "
+            f"one) must be given, or neither with 'accumulation_steps' (batches that share an update), but got "
+            f"micro_size={given.micro_size}, micro_batch_size={given.micro_batch_size} and "
+            f"accumulation_steps={given.accumulation_steps}."
+        )
+    for name, value in (("micro_size", micro_size), ("micro_batch_size", micro_batch_size)):
+        if value is not None and (name, value) != ("micro_batch_size", "auto"):
+            check_positive_int(_NAME, name, value)
+    return micro_size
 
 
 def _loss_weights(count: Any, loss_weights: Any) -> tuple[float, ...]:

@@ -24,6 +24,7 @@ BATCH_LOSS = "`WithBatchLossCell`"
 AUTO = '`micro_batch_size="auto"`'
 DROPS = '`overflow="drop_micro_batch"`'
 SEVERAL = "several losses"
+FUNCTION = "`split`, a function"
 RATIO = '`reduction="ratio"`'
 
 

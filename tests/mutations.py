@@ -50,8 +50,8 @@ FAULTS = [
     Fault(
         "the smaller last micro-batch is not run",
         "accumulation/micro_batches.py",
-        "    if rest > 0:\n",
-        "    if rest > 99:\n",
+        "    if rest > 0:\n        sums =",
+        "    if rest > 99:\n        sums =",
         "end_to_end/test_equivalence.py -k dense-3-13-sgd-graph",
     ),
     Fault(
@@ -207,8 +207,8 @@ FAULTS = [
     Fault(
         "each batch has its own unit",
         "accumulation/open_window.py",
-        "unit = ops.select(ops.logical_and(held == 0, count > 0), fresh, held)",
-        "unit = fresh",
+        "return ops.select(ops.logical_and(held == 0, count > 0), fresh, held), held == 0",
+        "return fresh, held == 0",
         "accumulation/test_windows.py -k batches_that_share",
     ),
     Fault(
@@ -238,6 +238,35 @@ FAULTS = [
         "if self.batches == int(self.window_sums.asnumpy()[3]):",
         "if True:",
         "accumulation/test_windows.py -k half_way",
+    ),
+    # -- a function as split
+    Fault(
+        "a batch that Python cuts is not expected to be larger than its first micro-batch",
+        "training/python_split.py",
+        "samples = [one[0].shape[0] for one in parts]",
+        "return [1.0] * len(parts)",
+        "training/test_python_split.py -k flush",
+    ),
+    Fault(
+        "a batch of several micro-batches is as many batches",
+        "accumulation/open_window.py",
+        "overwrite(self.window_position, ms.Tensor(self.batches + 1, ms.int32))",
+        "overwrite(self.window_position, ms.Tensor(self.batches + 2, ms.int32))",
+        "training/test_python_split.py -k flush",
+    ),
+    Fault(
+        "a new batch begins a new number of batches",
+        "accumulation/open_window.py",
+        "        if not self.batches:\n",
+        "        if True:\n",
+        "training/test_python_split.py -k new_number",
+    ),
+    Fault(
+        "what is shared is cut",
+        "accumulation/micro_batches.py",
+        "value if position in shared else ops.gather(value, rows, 0) for",
+        "ops.gather(value, rows, 0) for",
+        "accumulation/test_even_split.py -k as_long_as",
     ),
     # -- counts and several losses
     Fault(
@@ -298,10 +327,31 @@ FAULTS = [
     ),
     Fault(
         "a loss without items spoils the others",
-        "accumulation/weighing.py",
+        "accumulation/several_losses.py",
         "if (items > 0).all():",
         "if (items > 0).any():",
         "losses/test_counts.py -k own_total",
+    ),
+    Fault(
+        "a numerator over a denominator of zero is added",
+        "accumulation/weighing.py",
+        "elif count > 0:\n            sums = self.taken(",
+        "elif count >= 0:\n            sums = self.taken(",
+        "losses/test_ratio.py -k whole_batch",
+    ),
+    Fault(
+        "outputs are joined in another order",
+        "accumulation/micro_batches.py",
+        "ops.concat((held[rows:], new))",
+        "ops.concat((new, held[rows:]))",
+        "accumulation/test_outputs.py -k change_nothing",
+    ),
+    Fault(
+        "scalars have what is left out",
+        "accumulation/weighing.py",
+        "one = ops.select(taken, one, ops.zeros_like(one))",
+        "one = one + 0.0",
+        "accumulation/test_outputs.py -k 'change_nothing and masked'",
     ),
     Fault(
         "a batch without counts weighs alike",

@@ -8,14 +8,16 @@ import mindspore as ms
 import pytest
 from mindspore import nn
 
-from gaccum_ms import CountMask, WithBatchLossCell
-from gaccum_ms.compatibility import AUDIT, CELL, IN_ONE_GRAPH, RULES, SEMI_AUTO, SPAN_LATER, TRIAL, Setup
+from gaccum_ms import CountMask, EvenSplit, MaxTokens, WithBatchLossCell
+from gaccum_ms.compatibility import RULES, Setup
 from gaccum_ms.compatibility import refused as first_refused
 from gaccum_ms.options import Options
+from gaccum_ms.rules import AUDIT, CELL, IN_ONE_GRAPH, SEMI_AUTO, SPAN_LATER, TRIAL
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 TWO = {"loss_weights": (1.0, 0.5)}
 AUTO = {"micro_batch_size": "auto"}
+BY_FUNCTION = {"split": list}
 
 
 # For each rule, in order: options that break it and none before it, the words of the error, and a loss of the batch.
@@ -36,6 +38,8 @@ BROKEN = [
     ({"is_out_of_memory": "x"}, "got is_out_of_memory='x' and micro_batch_size=None. Leave it out"),
     ({**AUTO, "jit": False}, "compiles in PyNative mode too, .* got jit=False. Leave 'jit' out"),
     ({**AUTO, "shard_accumulators": True}, "got 1 loss.es., shard_accumulators=True .* class 'WithLossCell'"),
+    ({"split": MaxTokens(8, 0)}, "fills micro-batches up with rows of padding, .* but got count=None"),
+    ({**BY_FUNCTION, "shard_accumulators": True}, "got 1 loss.es., shard_accumulators=True .* class 'WithLossCell'"),
     (AUTO, "needs Python between the batches, .* but the training step is part of another graph"),
     ({}, "need graph mode, because .* but got PyNative mode. Use"),
     ({}, "which take each micro-batch once, but got a network of class", "batch"),
@@ -55,6 +59,13 @@ BROKEN = [
     (AUTO, "but got micro_batch_size='auto'. Give 'micro_size'"),
     ({}, "that one micro-batch can be tried with, but got a 'WithBatchLossCell'", "batch"),
     ({}, "must be 'stand_alone' or 'data_parallel', but got 'stand_alone': there", "distributed"),
+    (BY_FUNCTION, "needs Python at each batch, .* but the training step is part of another graph"),
+    (
+        {"split": EvenSplit(shared=(1,))},
+        r"or EvenSplit\(\), but got EvenSplit\(shared=\(1,\)\): the",
+    ),
+    (BY_FUNCTION, "must be the network's inputs, .* but got a function as 'split': only"),
+    (BY_FUNCTION, "must be so many samples of the batch, .* but got a function as 'split': only"),
 ]
 
 

@@ -322,7 +322,7 @@ def test_the_remedy_makes_a_schedule_that_can_be_multiplied(mode):
         ((0.1, 0), ValueError, "'factor' must be finite and positive, but got 0"),
         ((0.1, -2.0), ValueError, "'factor' must be finite and positive, but got -2.0"),
         ((0.1, float("inf")), ValueError, "'factor' must be finite and positive, but got inf"),
-        ((0.1, 2, "cubic"), ValueError, r"'rule' must be one of \['linear', 'sqrt'\], but got 'cubic'"),
+        ((0.1, 2, "cubic"), ValueError, r"'rule' must be one of \['linear', 'sqrt', 'none'\], but got 'cubic'"),
         ((0.1, 2, None), ValueError, "'rule' must be one of .* but got None"),
         ((0.1, 2, "linear", 2.0), TypeError, "'warmup_updates' must be an int, but got 2.0 of type 'float'"),
         ((0.1, 2, "linear", True), TypeError, "'warmup_updates' must be an int, but got True"),

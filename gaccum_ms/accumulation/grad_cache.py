@@ -75,12 +75,12 @@ class TwoPasses(nn.Cell):
 
     def prepare(self, sums, unit, inputs, plan):
         """The first pass, and the loss. A batch that is one micro-batch needs none."""
-        samples, size, _, _, whole = plan
+        samples, size, _, _, whole, shared = plan
         if whole:
             return sums, (), inputs
         last = samples - (samples - 1) // size * size
         seed = unit * self.share_of_ranks
-        loss, slopes, loss_slopes = self.slopes(seed, self.representations(inputs, samples - last, size))
+        loss, slopes, loss_slopes = self.slopes(seed, self.representations(inputs, samples - last, size, shared))
         if self.statistics is not None:
             loss = self.statistics.reset(loss)  # the second pass will add them again
         return sums + loss / self.share_of_ranks, (samples, len(inputs), loss_slopes), (*inputs, *slopes)
@@ -94,17 +94,17 @@ class TwoPasses(nn.Cell):
         _, gradients = self.pull_back(size / samples, loss_slopes, number, *part)
         return ops.zeros_like(seed), gradients
 
-    def representations(self, inputs, before, size):
+    def representations(self, inputs, before, size, shared):
         """The first pass. Returns the representations of the batch, of which the last micro-batch has `before` samples
         before it."""
-        last = self.forward(*micro_batches.take_rest(inputs, before))
+        last = self.forward(*micro_batches.take_rest(inputs, before, shared))
         # One tuple, with a scalar in it: of a tuple of equal shapes that a loop carries graph mode forgets the length.
         state: tuple = (ms.Tensor(0, ms.int32),)
         for one in last:
             rows = int(before)  # of a batch of open length a Tensor, which MindSpore 2.7's zeros do not take
             state = (*state, ops.zeros((rows, *one.shape[1:]), one.dtype))
         while state[0] < before:
-            state = self.appended(state, self.forward(*micro_batches.take(inputs, state[0], size)), size)
+            state = self.appended(state, self.forward(*micro_batches.take(inputs, state[0], size, shared)), size)
         return self.appended(state, last, 0)[1:]
 
     def appended(self, state, new, rows):

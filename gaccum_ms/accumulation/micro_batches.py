@@ -1,9 +1,9 @@
 """A batch and its micro-batches: where the boundaries are, and how a compiled loop takes one slice.
 
-All inputs of a batch are cut along axis 0 at the same boundaries. Micro-batches are as equal as one shape allows,
-``ceil(N / micro_size)`` samples each, so that one compiled loop body serves them all; what is left over is one smaller
-micro-batch at the end. Ten samples in four micro-batches are 3 + 3 + 3 + 1, nine in four are 3 + 3 + 3: never more
-micro-batches, and never a larger one, than was asked for.
+All inputs of a batch are cut along axis 0 at the same boundaries, but for those that `EvenSplit` shares. Micro-batches
+are as equal as one shape allows, ``ceil(N / micro_size)`` samples each, so that one compiled loop body serves them all;
+what is left over is one smaller micro-batch at the end. Ten samples in four micro-batches are 3 + 3 + 3 + 1, nine in
+four are 3 + 3 + 3: never more micro-batches, and never a larger one, than was asked for.
 
 Where `set_inputs` leaves the length of axis 0 open, the boundaries are Tensors that the graph computes, and the smaller
 micro-batch is the loop's last turn: the same boundaries, and one graph for batches of all lengths.
@@ -55,27 +55,37 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, ms.Tensor) and value.dtype == ms.string)
 
 
-def plan_split(shapes: Any, micro_size: int | None, micro_batch_size: int | None) -> SplitPlan:
+def plan_split(
+    shapes: Any, micro_size: int | None, micro_batch_size: int | None, shared: tuple[int, ...] = ()
+) -> SplitPlan:
     """Where a batch with inputs of these shapes is cut.
 
     Args:
         shapes (sequence of tuples): The shape of each input.
         micro_size (int or None): Largest number of micro-batches.
         micro_batch_size (int or None): Largest number of samples in a micro-batch; used where `micro_size` is None.
+        shared (tuple[int, ...]): The positions of inputs that are not cut, and may have any shape. Not the first.
 
     Raises:
-        ValueError: If there is no input, an input has no axis 0, the first axes differ, or the batch is empty.
+        ValueError: If there is no input, or none where one is to be shared, an input has no axis 0, the first axes
+            differ, or the batch is empty.
     """
     if not shapes:
         raise ValueError("For 'GradAccumulationCell', a batch must have at least one input, but got none.")
-    for position, shape in enumerate(shapes):
+    if max(shared, default=0) >= len(shapes):
+        raise ValueError(
+            f"For 'GradAccumulationCell', 'split' must share inputs that the batch has, but got "
+            f"EvenSplit(shared={shared}) and a batch of {len(shapes)} input(s)."
+        )
+    cut = {position: shape for position, shape in enumerate(shapes) if position not in shared}
+    for position, shape in cut.items():
         if not shape:
             raise ValueError(
                 f"For 'GradAccumulationCell', every input must have an axis 0 that counts samples, but input "
                 f"{position} got shape (). Make a scalar an attribute of the network, or repeat it for each sample."
             )
     samples = shapes[0][0]
-    if any(shape[0] != samples for shape in shapes):
+    if any(shape[0] != samples for shape in cut.values()):
         raise ValueError(
             f"For 'GradAccumulationCell', axis 0 of all inputs must have the same length, because all are split at "
             f"the same boundaries, but got shapes {[tuple(shape) for shape in shapes]}."
@@ -98,20 +108,22 @@ class GraphPlan(NamedTuple):
     looped: Any  # samples that the loop takes, `size` at a time
     rest: int  # samples after the loop
     whole: bool  # whether the batch is one micro-batch
+    shared: tuple[int, ...]  # positions of inputs that are not cut
 
 
 @ops.constexpr(check=False)  # which warns of shapes that are open
-def _known_plan(shapes, micro_size, micro_batch_size):
+def _known_plan(shapes, micro_size, micro_batch_size, shared):
     """None where `set_inputs` has left the length of an input open."""
-    if any(shape is None or (shape and shape[0] is None) for shape in shapes):
+    cut = [shape for position, shape in enumerate(shapes) if position not in shared]
+    if any(shape is None or (shape and shape[0] is None) for shape in cut):
         return None
-    samples, size, full, rest = plan_split(shapes, micro_size, micro_batch_size)
-    return GraphPlan(samples, size, full * size, rest, full == 1 and rest == 0)
+    samples, size, full, rest = plan_split(shapes, micro_size, micro_batch_size, shared)
+    return GraphPlan(samples, size, full * size, rest, full == 1 and rest == 0, shared)
 
 
-def graph_plan(inputs, micro_size, micro_batch_size):
+def graph_plan(inputs, micro_size, micro_batch_size, shared):
     """Where a graph cuts its batch."""
-    plan = _known_plan([value.shape for value in inputs], micro_size, micro_batch_size)
+    plan = _known_plan([value.shape for value in inputs], micro_size, micro_batch_size, shared)
     if plan is not None:
         return plan
     samples = samples_of(inputs)
@@ -119,7 +131,7 @@ def graph_plan(inputs, micro_size, micro_batch_size):
         size = (samples + (micro_size - 1)) // micro_size
     else:
         size = ops.minimum(samples, ms.Tensor(micro_batch_size, ms.int32))
-    return samples, size, samples, 0, micro_size == 1
+    return samples, size, samples, 0, micro_size == 1, shared
 
 
 def rows_from(start, size, looped):
@@ -127,42 +139,44 @@ def rows_from(start, size, looped):
     return ops.minimum(size, looped - start) if isinstance(size, ms.Tensor) else size
 
 
-def take(inputs: Sequence[ms.Tensor], start: ms.Tensor, size: int | ms.Tensor) -> list[ms.Tensor]:
-    """The `size` samples from number `start` on, a Tensor of shape () and dtype int32."""
+def take(
+    inputs: Sequence[ms.Tensor], start: ms.Tensor, size: int | ms.Tensor, shared: tuple[int, ...]
+) -> list[ms.Tensor]:
+    """The `size` samples from number `start` on, a Tensor of shape () and dtype int32, and what is shared."""
     if isinstance(size, ms.Tensor):
         rows = ops.range(start, start + size, ms.Tensor(1, ms.int32))
     else:
         rows = start + ms.Tensor(_first_rows(size), ms.int32)
-    return [ops.gather(value, rows, 0) for value in inputs]
+    return [value if position in shared else ops.gather(value, rows, 0) for position, value in enumerate(inputs)]
 
 
-def take_rest(inputs: Sequence[ms.Tensor], start: int) -> list[ms.Tensor]:
-    """The samples from `start` on: the smaller last micro-batch of a ragged batch."""
-    return [value[start:] for value in inputs]
+def take_rest(inputs: Sequence[ms.Tensor], start: int, shared: tuple[int, ...]) -> list[ms.Tensor]:
+    """The samples from `start` on, the smaller last micro-batch of a ragged batch, and what is shared."""
+    return [value if position in shared else value[start:] for position, value in enumerate(inputs)]
 
 
 def add_up(turn, sums, inputs, plan, start, loops, *given):
     """The loop over a batch: the sums, and what ``turn(*given, rows, *micro_batch)`` returns for each micro-batch from
     sample number `start` on. `loops` : whether there is more than the smaller one at the end."""
-    _, size, looped, rest, _ = plan
+    _, size, looped, rest, _, shared = plan
     if loops:
         while start < looped:
             rows = rows_from(start, size, looped)
-            sums = sums + turn(*given, rows, *take(inputs, start, rows))
+            sums = sums + turn(*given, rows, *take(inputs, start, rows, shared))
             start = start + rows
     if rest > 0:
-        sums = sums + turn(*given, rest, *take_rest(inputs, looped))
+        sums = sums + turn(*given, rest, *take_rest(inputs, looped, shared))
     return sums
 
 
 def add_up_and_join(turn, noted, inputs, plan, *given):
     """As `add_up` , where ``turn(noted, *given, rows, *micro_batch)`` returns a part of the sums and the
     outputs of a micro-batch. Returns the sums and the batch's outputs."""
-    samples, size, looped, rest, _ = plan
+    samples, size, looped, rest, _, shared = plan
     # A loop carries Tensors of fixed shapes, and which ones the network returns is known once it has run. So the first
     # micro-batch goes outside of the loop: the network is in the graph twice, which takes time to compile, not to run.
     start = ms.Tensor(0, ms.int32)
-    first = turn(noted, *given, size, *take(inputs, start, size))
+    first = turn(noted, *given, size, *take(inputs, start, size, shared))
     # As long as the batch, with the first micro-batch's rows at the end: a turn puts new ones behind, and as many leave
     # in front. The tuple begins with an int32: of a tuple of equal shapes that a loop carries graph mode forgets the
     # length.
@@ -173,10 +187,10 @@ def add_up_and_join(turn, noted, inputs, plan, *given):
     if isinstance(size, ms.Tensor) or looped > size:
         while state[0] < looped:
             rows = rows_from(state[0], size, looped)
-            micro_batch = take(inputs, state[0], rows)
+            micro_batch = take(inputs, state[0], rows, shared)
             state = _following(state, turn(False, *given, rows, *micro_batch), rows)
     if rest > 0:
-        state = _following(state, turn(False, *given, rest, *take_rest(inputs, looped)), rest)
+        state = _following(state, turn(False, *given, rest, *take_rest(inputs, looped, shared)), rest)
     return state[1], state[2:]
 
 

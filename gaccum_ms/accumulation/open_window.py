@@ -11,6 +11,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 import mindspore as ms
+import numpy as np
 from mindspore import nn, ops
 
 from gaccum_ms.accumulation.saturation import read_flag, saturates
@@ -76,13 +77,24 @@ class OpenWindow(nn.Cell):
         window's unit: one over its expected total, so that the accumulators hold numbers of a mean's size."""
         first = self.window_position == 0
         steps = ops.select(first, self.accumulation_steps + 0, self.window_steps + 0)
-        held = self.window_unit + 0.0
-        fresh = scale / (count * ops.cast(steps, ms.float32))
-        unit = ops.select(ops.logical_and(held == 0, count > 0), fresh, held)
+        unit, _ = self.unit_of(scale, count, steps)
         begun = ops.depend(ops.assign(self.window_steps, steps), unit)
         begun = ops.assign(self.window_unit, ops.depend(unit, begun))
         begun = ops.assign(self.window_position, ops.depend(self.window_position + 1, begun))
         return ops.depend(unit, begun)
+
+    def unit_of(self, scale, count, steps):
+        """The unit of a window that is expected to have so many batches of this count, unless it has one; and whether
+        it had none."""
+        held = self.window_unit + 0.0
+        fresh = scale / (count * ops.cast(steps, ms.float32))
+        return ops.select(ops.logical_and(held == 0, count > 0), fresh, held), held == 0
+
+    def after_micro_batch(self, sums):
+        """Of a batch that Python cuts: other code may clear the device's flag between two micro-batches."""
+        if saturates():
+            sums = ops.depend(sums, ops.assign_add(self.saturated_batches, read_flag(sums)))
+        return sums
 
     def end_batch(self, sums, count):
         """Keep a batch's sums (loss, count, dropped micro-batches), once all of its gradients are added."""
@@ -116,6 +128,19 @@ class OpenWindow(nn.Cell):
         return ops.depend(after, cleared)
 
     # -- not compiled --------------------------------------------------------------------------------------------------
+
+    def begin_eagerly(self) -> None:
+        """Count a batch that Python cuts, as `begin_batch` does, before any of it is added."""
+        if not self.batches:
+            overwrite(self.window_steps, self.accumulation_steps)
+        overwrite(self.window_position, ms.Tensor(self.batches + 1, ms.int32))
+
+    def end_eagerly(self, sums: ms.Tensor) -> None:
+        """Keep its sums, and what it counted, as `end_batch` does, once all of its gradients are added."""
+        *kept, items = sums.asnumpy()  # waits
+        ended = self.window_sums.asnumpy() + np.array([*kept, 1], np.float32)
+        overwrite(self.window_sums, ms.Tensor(ended))
+        overwrite(self.batch_items, ms.Tensor(items))
 
     @property
     def batches(self) -> int:

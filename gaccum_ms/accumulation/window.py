@@ -50,6 +50,7 @@ class Window(nn.Cell):
     ) -> None:
         super().__init__(auto_prefix=False)
         self.micro_size = options.micro_size
+        self.shared = options.shared
         self.micro_batch_size: Any = None if options.finds_size else options.micro_batch_size
         self.micro_step = micro_step
         self.weighing = weighing
@@ -72,7 +73,7 @@ class Window(nn.Cell):
         """Forward, backward and add for a window of one batch; returns the gradients, reduced over ranks, what they are
         to be divided by, the loss, and whether there is anything to update with; and the outputs beside the loss."""
         plan = self.plan(inputs)
-        _, size, _, _, whole = plan
+        _, size, _, _, whole, _ = plan
         if whole and not self.may_skip and not self.store.reduces:
             # Nothing to accumulate over: the gradients need no detour through accumulators.
             unit = self.weighing.seed_per_item(inputs, plan, scale)
@@ -87,7 +88,7 @@ class Window(nn.Cell):
 
     def plan(self, inputs):
         """Where the batch is cut."""
-        return micro_batches.graph_plan(inputs, self.micro_size, self.micro_batch_size)
+        return micro_batches.graph_plan(inputs, self.micro_size, self.micro_batch_size, self.shared)
 
     def accumulate(self, inputs, plan, scale):
         """The part of `run` that this rank does alone; returns the sums, their unit, and the outputs."""
@@ -114,6 +115,24 @@ class Window(nn.Cell):
         ended = self.open.end_batch(sums, self.weighing.counted(sums, total))
         return ops.depend(self.weighing.own_mean(ops.unstack(sums)[0], sums, scale, unit), ended), shown
 
+    def add_micro_batch(self, sums, times, micro_batch, scale):
+        """Forward, backward and add for one micro-batch of a batch that Python cuts, which is expected to count so many
+        times as much. `sums` : the batch's so far, and its items. Returns these, the batch's mean loss, and outputs."""
+        count = self.weighing.counting.of(*micro_batch)
+        unit, is_first = self.open.unit_of(scale, count * times, self.open.window_steps + 0)
+        unit = ops.depend(unit, ops.assign(self.open.window_unit, unit))
+        noted = is_first if self.records_noise else False
+        rows = micro_batch[0].shape[0] if micro_batch[0].ndim > 0 else 1
+        part = self.weighing.turn(noted, unit, (), rows, *micro_batch)
+        shown = ()
+        if self.has_outputs:
+            shown = part[1:]
+            part = part[0]
+        items = self.weighing.counted(part, count).reshape((1,))
+        sums = self.open.after_micro_batch(sums + ops.concat((part, items)))
+        mean = self.weighing.own_mean(ops.unstack(sums)[0], sums[:3], scale, unit)
+        return (sums, mean, *shown)
+
     def add_up(self, inputs, plan, scale, unit):
         """Forward, backward and add for each micro-batch of a batch; returns the batch's sums and outputs."""
         sums, prepared, inputs = self.micro_step.prepare(self.weighing.zero_sums(), unit, inputs, plan)
@@ -125,8 +144,8 @@ class Window(nn.Cell):
         loops = True
         if self.records_noise:
             # Before the loop, and so in the graph twice: a branch in the loop would cost in each of its turns.
-            _, size, looped, _, _ = plan
-            first = micro_batches.take(inputs, start, size)
+            _, size, looped, _, _, shared = plan
+            first = micro_batches.take(inputs, start, size, shared)
             sums = sums + self.weighing.turn(True, unit, prepared, size, *first)
             start = start + size
             loops = looped > size

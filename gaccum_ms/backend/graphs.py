@@ -41,12 +41,27 @@ def run(cell: nn.Cell, jit: bool, *inputs: Any) -> Any:
     if os.getenv("MS_JIT") == "0" or (not jit and ms.get_context("mode") == ms.PYNATIVE_MODE):
         return nn.Cell.__call__(cell, *inputs)
     _let_go_of_moved(cell)
+    inputs = tuple(_of_its_own(value) for value in inputs)
     if ms.get_context("mode") == ms.PYNATIVE_MODE:
         outputs = _run_graph_in_pynative_mode(cell, *inputs)
     else:
         outputs = nn.Cell.__call__(cell, *inputs)
     _note_storage(cell)
     return outputs
+
+
+def _of_its_own(value: Any) -> Any:
+    """A Tensor with a storage of its own. A graph with a loop or a branch reads many a view, such as ``x[:4]`` , from a
+    wrong place: numbers are then wrong, and nothing says so."""
+    if not isinstance(value, ms.Tensor) or (
+        value.is_contiguous()
+        and not value.storage_offset()
+        and hasattr(value, "untyped_storage")
+        and value.untyped_storage().nbytes() == value.nbytes
+    ):
+        return value
+    with no_grad():
+        return value.copy()
 
 
 def _run_graph_in_pynative_mode(cell: nn.Cell, *inputs: Any) -> Any:

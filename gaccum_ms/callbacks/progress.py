@@ -14,6 +14,7 @@ from tqdm import tqdm
 from gaccum_ms.callbacks.window_watch import skipped_batches, training_step
 from gaccum_ms.distributed.ranks import rank_or_0
 from gaccum_ms.learning_rate import current_learning_rate
+from gaccum_ms.tokens.plan import TokenPlan
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
 _NAME = "ProgressBar"
@@ -37,7 +38,8 @@ class ProgressBar(Callback):
 
     The bar counts batches. Beside it stand, as of the last batch: updates made; the loss of the last window, or of the
     last batch before a window of several has ended; the learning rate of the next update, of the first parameter group;
-    with `max_grad_norm` , the norm before clipping; and samples per second, of this rank, since the bar was last drawn.
+    with `max_grad_norm` , the norm before clipping; and samples per second, of this rank, since the bar was last drawn;
+    with :class:`MaxTokens` , tokens that are not padding.
     Times are as `tqdm <https://tqdm.github.io>`_ , which draws the bar, shows them: elapsed < left.
 
     On a narrow terminal the least important is left out: first the bar itself, then the percentage, the time that has
@@ -101,7 +103,7 @@ class ProgressBar(Callback):
         self._bar: tqdm | None = None
         self._begun = 0  # batches before this training, in MindSpore's count
         self._batches = 0  # of this training, when MindSpore last called
-        self._samples = 0  # since the bar was drawn
+        self._items = 0  # since the bar was drawn: samples, or tokens
         self._drawn = math.nan
         self._speed: dict[str, str] = {}
         self._epochs = 0
@@ -118,7 +120,7 @@ class ProgressBar(Callback):
         if not shown or rank_or_0() != 0:
             return
         total = parameters.batch_num * parameters.epoch_num - skipped_batches(parameters)
-        self._begun, self._batches, self._samples = parameters.cur_step_num, 0, 0
+        self._begun, self._batches, self._items = parameters.cur_step_num, 0, 0
         self._drawn, self._speed, self._epochs = math.nan, {}, 0
         # When it is drawn is decided here, not by tqdm: miniters, mininterval, and a delay, so that it does not begin.
         self._bar = tqdm(total=total, file=file, dynamic_ncols=True, miniters=0, mininterval=0, delay=1, desc="Epoch")
@@ -137,9 +139,11 @@ class ProgressBar(Callback):
         parameters = run_context.original_args()
         batches = parameters.cur_step_num - self._begun
         if parameters.dataset_sink_mode:
-            self._samples += (batches - self._batches) * parameters.train_dataset.get_batch_size()
+            self._items += (batches - self._batches) * parameters.train_dataset.get_batch_size()
+        elif (plan := _token_plan(run_context)) is not None:
+            self._items += plan.tokens
         else:
-            self._samples += parameters.train_dataset_element[0].shape[0]
+            self._items += parameters.train_dataset_element[0].shape[0]
         self._batches = batches
         if not time.perf_counter() - self._drawn < self._refresh_seconds:  # the first is NaN
             self._draw(self._bar, run_context)
@@ -161,13 +165,14 @@ class ProgressBar(Callback):
         parameters, step = run_context.original_args(), training_step(run_context)
         numbers = {} if step is None else _numbers(step, parameters.get("net_outputs"))
         now = time.perf_counter()  # after reading: the device has done by now what is counted
-        if self._samples and now > self._drawn:  # not the first time: that batch waited for the compiler
-            self._speed = {"speed": f"{self._samples / (now - self._drawn):.0f} samples/s"}
+        if self._items and now > self._drawn:  # not the first time: that batch waited for the compiler
+            items = "samples" if _token_plan(run_context) is None else "tokens"
+            self._speed = {"speed": f"{self._items / (now - self._drawn):.0f} {items}/s"}
         bar.set_description_str(f"Epoch {parameters.get('cur_epoch_num')}/{self._epochs}", refresh=False)
         bar.bar_format = _fitting(bar, numbers | self._speed)
         if not bar.update(self._batches - bar.n):
             bar.refresh()
-        self._drawn, self._samples = time.perf_counter(), 0
+        self._drawn, self._items = time.perf_counter(), 0
 
 
 def _fitting(bar: tqdm, numbers: dict[str, str]) -> str:
@@ -190,7 +195,7 @@ def _format(numbers: dict[str, str], left_out: Sequence[str]) -> str:
     gap = " " if parts["percentage"] and not parts["bar"] else ""
     kept = [text for name, text in numbers.items() if name not in left_out]
     if "words" in left_out:
-        kept = [text.replace(" samples/s", "/s") for text in kept]
+        kept = [text.replace(" samples/s", "/s").replace(" tokens/s", "/s") for text in kept]
     inside = ", ".join(filter(None, [parts["elapsed"] + parts["left"], *kept]))
     where = f"{parts['epoch']}{parts['percentage']}{parts['bar']}{gap}{{n_fmt}}/{{total_fmt}}{parts['words']}"
     return f"{where} [{inside}]" if inside else where
@@ -208,6 +213,12 @@ def _numbers(step: TrainOneStepWithGradAccumulationCell, outputs: Any) -> dict[s
     if updates and hasattr(step, "grad_norm"):
         numbers["norm"] = f"norm {_last(step.grad_norm):.4g}"
     return numbers
+
+
+def _token_plan(run_context: RunContext) -> TokenPlan | None:
+    """How the last batch was laid out, where micro-batches are made by length."""
+    step = training_step(run_context)
+    return None if step is None else getattr(step.options.split, "plan", None)
 
 
 def _last(tensor: Any) -> float:

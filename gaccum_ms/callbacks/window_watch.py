@@ -15,6 +15,7 @@ from mindspore import ops
 from mindspore.train import Callback, RunContext
 
 from gaccum_ms.backend.parameters import overwrite
+from gaccum_ms.callbacks.rate_length import warn_of_rates_for_batches
 from gaccum_ms.training.data_position import begin_anew
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
@@ -58,6 +59,9 @@ class WindowWatch(Callback):
         parameters.skipped_batches = parameters.train_dataset.get_init_step() % max(parameters.batch_num, 1)
         if step is None:
             return
+        batches = parameters.epoch_num * parameters.batch_num - parameters.skipped_batches
+        flushed = any(getattr(one, "evens_out_ranks", False) for one in parameters.list_callback)
+        warn_of_rates_for_batches(step, batches, flushes=flushed * parameters.epoch_num)
         overwrite(step.provenance.epoch_batches, ms.Tensor(parameters.batch_num, ms.int32))
         if not step.reducer_flag:
             return

@@ -11,7 +11,8 @@ have little more than the copy alone would, had it been the only one; but for tw
   little memory. What is computed with such weights is not what training computes, and nobody uses it.
 
 What there is of both together, and of what twice, Linux tells, but slowly: so it is read again when the copy has grown
-by half of what was left. The copy ends before the rest could be gone between two looks.
+by half of what was left. The copy ends before the rest could be gone between two looks. Near the limit it runs in short
+turns, and is looked at while it stands still: less can be gone in one of these.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ _PARTS = 16  # ... so often, at most, ...
 _PART = 64 * 1024  # ... and of so much at least
 _LOOKS_EVERY = 0.002  # seconds ...
 _BETWEEN_LOOKS = 10_000_000  # ... in which the copy takes so many bytes, and a tensor of a Parameter's size, at most
+_TURN = 0.0005  # seconds that it runs near the limit, between two looks; then half as much is spare
 _NOTHING = 1_000_000  # bytes that are not worth another look
 _BEHIND = 4  # steps of `nice` by which the copy lets this process, which watches it, go first
 _HANGS_AFTER = 60  # seconds without any work
@@ -130,6 +132,7 @@ def _answer(pipe: int, run: Callable[[], Any]) -> None:
     try:
         fork_utils.prctl_set_pdeathsig(signal.SIGKILL)
         os.nice(_BEHIND)
+        Path("/proc/self/oom_score_adj").write_text("1000")  # should the system end one of the two, it is the copy
         fork_utils.child_at_fork()
         if ms.get_context("mode") == ms.PYNATIVE_MODE:  # it would run what `mindspore.jit` has compiled for its parent
             ms.ms_memory_recycle()
@@ -192,22 +195,27 @@ def _repeat(parameter: ms.Parameter) -> None:
 def _read(owner: str, pipe: Any, child: int, limit: int, between: int) -> bytes:
     """What the copy says before it ends, or it does too much, or nothing any more."""
     text = b""
-    looks_at = 0
+    looks_at, near = 0, False
     worked, at = 0.0, time.monotonic()
     while True:
-        if select.select([pipe], [], [], _LOOKS_EVERY)[0]:
+        if select.select([pipe], [], [], _TURN if near else _LOOKS_EVERY)[0]:
             more = os.read(pipe.fileno(), 1 << 16)
             text += more
             if not more:
                 return text
+        if near:
+            os.kill(child, signal.SIGSTOP)
         used = bytes_of("VmRSS", child)
         if used > looks_at:
-            reached = _together(child) + between
+            together = _together(child)
+            near = near or limit - together - between < _NOTHING
+            reached = together + (between // 2 if near else between)
             room = limit - reached
             if room < _NOTHING:
                 message = f"For '{owner}', a trial reached {reached} bytes, but may have {limit}."
                 raise TooMuchMemory(message, used)
             looks_at = used + room // 2
+        os.kill(child, signal.SIGCONT)
         if (work := _seconds_of_work(child)) > worked:
             worked, at = work, time.monotonic()
         elif time.monotonic() - at > _HANGS_AFTER:
@@ -219,12 +227,9 @@ def _read(owner: str, pipe: Any, child: int, limit: int, between: int) -> bytes:
 
 
 def _together(child: int) -> int:
-    """Bytes that this process and the copy have, what they share once."""
+    """Bytes that this process and the copy, which stands still then, have: what they share once."""
     os.kill(child, signal.SIGSTOP)
-    try:
-        return bytes_of("VmRSS") + bytes_of("(?:Private_Clean|Private_Dirty|Pss_Shmem)", child, "smaps_rollup")
-    finally:
-        os.kill(child, signal.SIGCONT)
+    return bytes_of("VmRSS") + bytes_of("(?:Private_Clean|Private_Dirty|Pss_Shmem)", child, "smaps_rollup")
 
 
 def _file_pages() -> list[tuple[int, int, np.ndarray]]:

@@ -14,10 +14,11 @@ from gaccum_ms import compatibility
 from gaccum_ms.accumulation import micro_batches
 from gaccum_ms.backend.checks import check_optimizer, check_positive_int
 from gaccum_ms.cell import GradAccumulationCell
-from gaccum_ms.compatibility import TRIAL, Setup
+from gaccum_ms.compatibility import Setup
 from gaccum_ms.distributed.layout import rank_and_ranks
 from gaccum_ms.distributed.ranks import check_parallel_mode
 from gaccum_ms.memory.forecast import Forecast
+from gaccum_ms.rules import TRIAL
 from gaccum_ms.semi_auto.modes import compiler_distributes
 
 _NAME = "memory_report"
@@ -272,6 +273,6 @@ def check_trial(owner: str, cell: Any, optimizer: Any, batch: Sequence[Any], mem
     check_optimizer(owner, cell, optimizer)
     compatibility.check(TRIAL, owner, Setup(cell.options, cell.network, compiler_distributes()))
     check_parallel_mode(owner)
-    micro_batches.plan_split(micro_batches.batch_shapes(tuple(batch)), 1, None)
+    micro_batches.plan_split(micro_batches.batch_shapes(tuple(batch)), 1, None, cell.shared)
     if memory_limit is not None:
         check_positive_int(owner, "memory_limit", memory_limit)

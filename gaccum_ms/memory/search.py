@@ -135,6 +135,7 @@ def search_key(
         cell.finds_size,
         cell.counted,
         cell.loss_weights,
+        cell.shared,
         cell.shard_accumulators,
         cell.compensated,
     )

@@ -125,7 +125,10 @@ class Trials:
         number = samples if plan.full <= 4 else 2 * size + plan.rest
         if number == self.batch[0].shape[0]:
             return list(self.batch)
-        return [ms.Tensor(as_numpy(value)[:number], value.dtype) for value in self.batch]
+        return [
+            value if position in self.cell.shared else ms.Tensor(as_numpy(value)[:number], value.dtype)
+            for position, value in enumerate(self.batch)
+        ]
 
 
 class _Nothing(nn.Cell):

@@ -14,12 +14,13 @@ from gaccum_ms import compatibility
 from gaccum_ms.backend.checks import check_accumulation_options, check_optimizer, check_transforms, described
 from gaccum_ms.backend.convolutions import limit_instructions_for, limit_instructions_for_weights
 from gaccum_ms.cell import GradAccumulationCell
-from gaccum_ms.compatibility import SEMI_AUTO, Setup
+from gaccum_ms.compatibility import Setup
 from gaccum_ms.distributed.ranks import check_parallel_mode
 from gaccum_ms.layers.batchnorm import refuse_sync_batch_norm, warn_about_batch_norm
 from gaccum_ms.layers.sparse import refuse_sparse_gradients
 from gaccum_ms.losses.batch_loss import passes, warn_about_two_passes
 from gaccum_ms.options import Options
+from gaccum_ms.rules import SEMI_AUTO
 from gaccum_ms.semi_auto import modes
 
 

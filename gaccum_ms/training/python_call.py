@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
@@ -14,8 +14,11 @@ from gaccum_ms.backend.pynative_tape import forget_interrupted_gradient
 from gaccum_ms.distributed.ranks import broadcast_parameters
 from gaccum_ms.layers.sparse import explain_sparse_gradients
 from gaccum_ms.semi_auto import modes as auto_parallel
+from gaccum_ms.training.auto_size import AutoSize
+from gaccum_ms.training.python_split import PythonSplit
 
 if TYPE_CHECKING:
+    from gaccum_ms.cell import GradAccumulationCell
     from gaccum_ms.compatibility import Setup
 
 
@@ -27,6 +30,7 @@ class CalledFromPython:
     _given: tuple
     _jit: bool
     _setup: Setup
+    _split: Any
     _ranks_agree: bool
     _unrolled: bool
     batch_count: ms.Parameter
@@ -37,11 +41,16 @@ class CalledFromPython:
     window_count: ms.Parameter
     window_position: ms.Parameter
 
+    def _choose_graphs(self: Any, cell: GradAccumulationCell) -> None:
+        """Where a step has several graphs: what Python does between them."""
+        self._auto = AutoSize(self, cell) if cell.finds_size else None
+        self._split = PythonSplit(self, cell.options) if cell.splits_in_python else None
+
     def __call__(self, *inputs):
         self._begin()
-        self._check_batch(inputs)
+        batch = self._checked(inputs)
         try:
-            outputs = self._run(*inputs)
+            outputs = self._run(*batch)
         except BaseException as error:
             forget_interrupted_gradient(error)
             self.window.reset_eagerly()  # what the window's first micro-batches left would be added to the next batch's
@@ -50,7 +59,7 @@ class CalledFromPython:
             explain_sparse_gradients(error)
             raise
         if self._setup.o.counts_items:
-            self._check_count(inputs)
+            self._check_count(batch)
         return outputs
 
     def _run(self, *inputs: ms.Tensor) -> Any:
@@ -71,19 +80,28 @@ class CalledFromPython:
             yield
 
     def _train(self, *inputs: ms.Tensor) -> Any:
+        if self._split is not None:
+            return self._split(inputs)
         if self._auto is not None:
             return self._auto(inputs)
         return graphs.run(self, self._jit, *inputs)
 
+    def _checked(self, inputs: tuple[Any, ...]) -> Sequence[Any]:
+        """The batch as it is trained with, or one clear error before anything runs: its inputs; with a function as
+        `split` , its micro-batches."""
+        if self._split is not None:
+            return self._split.parts(inputs)
+        self._check_batch(inputs)
+        return inputs
+
     def _check_batch(self, inputs: tuple[Any, ...]) -> None:
-        """One clear error before anything runs. A first batch smaller than micro_size is a mistake, a later one a
-        short last batch."""
+        """A first batch smaller than micro_size is a mistake, a later one a short last batch."""
         shapes = micro_batches.batch_shapes(inputs)
         if self._unrolled:
             auto_parallel.check_batch(shapes, self._setup.o.micro_size)
             return
         micro_size = self._setup.o.micro_size
-        plan = micro_batches.plan_split(shapes, micro_size, self.window.micro_batch_size)
+        plan = micro_batches.plan_split(shapes, micro_size, self.window.micro_batch_size, self._setup.o.shared)
         self.window.check_plan(plan)  # first, because all ranks must
         too_short = micro_size is not None and micro_size > plan.samples
         if too_short and not int(self.batch_count.asnumpy()):
@@ -94,9 +112,10 @@ class CalledFromPython:
                 f"'micro_batch_size'."
             )
 
-    def _check_count(self, inputs: tuple[ms.Tensor, ...]) -> None:
+    def _check_count(self, batch: Sequence[Any]) -> None:
         """The graph did not update with a bad count, on any rank; here the user learns of it."""
-        total = (self.batch_items if self.spans_batches else self.window_count).asnumpy()
+        of_window = not self.spans_batches or (self._split is not None and not int(self.window_position.asnumpy()))
+        total = (self.window_count if of_window else self.batch_items).asnumpy()
         if (total == total).all():
             return
         if self._setup.o.returns_ratio:
@@ -107,23 +126,27 @@ class CalledFromPython:
                 + _consequence(self.spans_batches, True)
                 + ": correct the network and go on."
             )
-        plan = micro_batches.plan_split(
-            micro_batches.batch_shapes(inputs), self._setup.o.micro_size, self.window.micro_batch_size
-        )
-        counted = [
-            [
-                float(count(*(value[start : start + plan.size] for value in inputs)))
-                for start in range(0, plan.samples, plan.size)
-            ]
-            for count in self._setup.o.counts
-            if count is not None
-        ]
+        parts = batch if self._split is not None else self._cut(batch)
+        counted = [[float(count(*part)) for part in parts] for count in self._setup.o.counts if count is not None]
         others = "" if self.spans_batches else "Where these are fine, another rank's are not. "
+        was_added = self.window.weighing.runs_all
+        if self._split is not None:
+            others, was_added = "Where these are fine, another rank's or batch's of the window are not. ", True
         raise ValueError(
             f"For 'GradAccumulationCell', 'count' must return a finite number of items that is not negative, but got "
             f"{counted} for the micro-batches of this rank. {others}"
-            f"{_consequence(self.spans_batches, self.window.weighing.runs_all)}: correct 'count' and go on."
+            f"{_consequence(self.spans_batches, was_added)}: correct 'count' and go on."
         )
+
+    def _cut(self, inputs: Sequence[ms.Tensor]) -> list[list[ms.Tensor]]:
+        """The micro-batches of a batch, as the graph cuts it."""
+        shared = self._setup.o.shared
+        shapes = micro_batches.batch_shapes(tuple(inputs))
+        plan = micro_batches.plan_split(shapes, self._setup.o.micro_size, self.window.micro_batch_size, shared)
+        return [
+            [value if position in shared else value[start : start + plan.size] for position, value in enumerate(inputs)]
+            for start in range(0, plan.samples, plan.size)
+        ]
 
 
 def _consequence(spans_batches: bool, was_added: bool) -> str:

@@ -16,6 +16,7 @@
         reset the accumulators
 
 With ``micro_batch_size="auto"`` the loop is a graph of its own, and runs again where memory ran out (auto_size.py).
+With a function as `split` Python loops over micro-steps, which are graphs of their own (python_split.py).
 A loss of the whole batch has two loops, the first forward only (grad_cache.py). With `shard_accumulators` each
 micro-batch is reduced (sharded_accumulators.py). In semi-auto and auto parallel mode there is no loop: MindSpore's
 compiler accumulates and reduces (unrolled_window.py). From the division on all is the same.
@@ -41,11 +42,10 @@ from gaccum_ms.accumulation.update import Update, WindowEnd
 from gaccum_ms.accumulation.windows import Kinds, combined, fused_reducer, kinds_of
 from gaccum_ms.backend.checks import check_positive_int
 from gaccum_ms.backend.parameters import counter, hold_weights, record, show_records
-from gaccum_ms.compatibility import IN_ONE_GRAPH, SPAN_LATER
+from gaccum_ms.rules import IN_ONE_GRAPH, SPAN_LATER
 from gaccum_ms.semi_auto import modes as auto_parallel
 from gaccum_ms.semi_auto.unrolled_window import UnrolledWindow
 from gaccum_ms.training import admission
-from gaccum_ms.training.auto_size import AutoSize
 from gaccum_ms.training.provenance import Provenance, Resumable, rule_of
 from gaccum_ms.training.python_call import CalledFromPython
 
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from gaccum_ms.accumulation.open_window import OpenWindow
     from gaccum_ms.accumulation.window import Window
     from gaccum_ms.cell import GradAccumulationCell
+    from gaccum_ms.options import Options
 
 _NAME = "TrainOneStepWithGradAccumulationCell"
 
@@ -88,8 +89,8 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
 
     Inputs:
         - **\*inputs** (Tensor) - The batch. Each input has shape :math:`(N, ...)` with the same :math:`N`; all are
-          split along axis 0 at the same boundaries. `set_inputs` may leave :math:`N` and other axes open
-          (``Tensor(shape=[None, ...])`` ): one graph then serves batches of all lengths.
+          split along axis 0 at the same boundaries, unless `split` says otherwise. `set_inputs` may leave :math:`N` and
+          other axes open (``Tensor(shape=[None, ...])`` ): one graph then serves batches of all lengths.
 
     Outputs:
         Tensor of shape :math:`()`, float32: the loss of the whole batch; with `accumulation_steps` , on this rank. With
@@ -108,7 +109,7 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
 
     Raises:
         TypeError: If `network` is not a GradAccumulationCell, `optimizer` not an Optimizer, `scale_sense` neither
-            Cell nor Tensor, or an input not a Tensor.
+            Cell nor Tensor, or an input not a Tensor; if a function as `split` returns no list of tuples of Tensors.
         ValueError: If the optimizer has no parameter of the network; if an input has no axis 0 or its length differs
             from the others'; if the first batch has fewer samples than `micro_size`; if the loss is not a scalar; if
             a count is negative or not finite; if an embedding makes sparse gradients; in semi-auto and auto parallel
@@ -156,7 +157,6 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
             self.grad_reducer = fused_reducer(options, self)
         # A text, because graph mode must be able to raise it.
         self._not_one_graph = str(compatibility.refused(IN_ONE_GRAPH, "GradAccumulationCell", setup) or "")
-        self._auto = AutoSize(self, network) if options.finds_size else None
         self._jit, self._ranks_agree = bool(options.jit), not self.reducer_flag
         self.window_position = counter("window_position")
         self.batch_count = counter("batch_count")
@@ -164,13 +164,14 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
         if options.record_noise:  # what AdaScale has made of the rate, and how far that has brought the training
             self.rate_factor = record("rate_factor", value=1.0)
             self.rate_progress = record("rate_progress")
-        self.spans_batches = options.accumulation_steps > 1
+        self.spans_batches = options.accumulation_steps > 1 or options.splits_in_python
         self.window = self._make_window()
         rules = (rule_of(options, self.reducer_flag),)
         self.provenance = Provenance(_NAME, rules, options.accumulation_steps, self.reducer_flag)
         ended = self._open_window() or self.window
         self.update = Update(_NAME, optimizer, self.weights, ended, options, scale_sense, setup.network)
         self._prepare_window()
+        self._choose_graphs(network)
         if self._unrolled:
             self.set_train()  # the compiler's passes ask for it
         else:
@@ -211,6 +212,11 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
         self.update.take_window(self.window.open)
         self._prepare_window()
         self._keep_in_place()
+
+    @property
+    def options(self) -> Options:
+        """The options of the cell."""
+        return self._setup.o
 
     @property
     def micro_batch_size(self) -> int | None:

@@ -41,8 +41,8 @@ def test_micro_batch_size(samples, full, rest):
 
 def test_slices_are_the_batch_in_order(pynative):
     x, y = np.arange(30).reshape(10, 3).astype(np.float32), np.arange(10).astype(np.int32)
-    pieces = [micro_batches.take((Tensor(x), Tensor(y)), Tensor(i), 4) for i in (0, 4)] + [
-        micro_batches.take_rest((Tensor(x), Tensor(y)), 8)
+    pieces = [micro_batches.take((Tensor(x), Tensor(y)), Tensor(i), 4, ()) for i in (0, 4)] + [
+        micro_batches.take_rest((Tensor(x), Tensor(y)), 8, ())
     ]
     for column, whole in enumerate((x, y)):
         np.testing.assert_array_equal(np.concatenate([piece[column].asnumpy() for piece in pieces]), whole)

@@ -77,3 +77,36 @@ def test_compiles_without_a_broadcast_and_says_nothing_of_it_after(asked_for):
         assert ms.get_auto_parallel_context("parameter_broadcast") == asked_for
     finally:
         ms.reset_auto_parallel_context()
+
+
+class SumOfRows(OwnGraph):
+    def construct(self, x, rows):
+        row, total = ms.Tensor(0, ms.int32), ms.Tensor(0.0, ms.float32)
+        while row < rows:
+            total = total + ops.gather(x, row.reshape((1,)), 0).sum()
+            row = row + 1
+        return total
+
+
+VIEWS = {
+    "first rows": lambda x: x[:4],
+    "rows": lambda x: x[2:6],
+    "columns": lambda x: x[:, 1:4],
+    "transposed": lambda x: x.T,
+    "repeated": lambda x: x[:1].broadcast_to((4, 6)),
+    "part": lambda x: ops.split(x, 4)[1],
+    "whole": lambda x: x,
+}
+
+
+@pytest.mark.parametrize("mode", [ms.GRAPH_MODE, ms.PYNATIVE_MODE])
+def test_a_loop_reads_a_view_as_what_it_is(mode):
+    """Which MindSpore's does not: it reads the Tensor of which it is a view, from somewhere."""
+    ms.set_context(mode=mode)
+    x = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
+    graph = SumOfRows(jit=True)
+    for name, view in VIEWS.items():
+        given = view(Tensor(x))
+        expected = given.asnumpy().sum(dtype=np.float64)
+        rows = Tensor(given.shape[0], ms.int32)
+        assert float(graph.run_alone(view(Tensor(x)), rows).asnumpy()) == pytest.approx(expected, abs=1e-4), name

@@ -88,8 +88,8 @@ def train(name: str) -> Results:
 
 
 def disagree() -> Results:
-    """Gradients that differ by rank, as norms do by a rounding: on both sides of a limit. An update by one rank alone
-    would wait for the other for ever."""
+    """Gradients that differ by rank, as norms do by a rounding: on both sides of a limit. With a ShardedOptimizer an
+    update by one rank alone would wait for the other for ever."""
     set_up("graph")
     size = 1.0 if get_rank() == 0 else 2.0
 
@@ -101,7 +101,7 @@ def disagree() -> Results:
         network = Regression()
         limit = float(factor * np.sqrt(network.hidden.size))
         cell = GradAccumulationCell(network, 2, transforms=(by_rank, SkipSpikes(norm=limit)))
-        step = TrainOneStepWithGradAccumulationCell(cell, momentum(network, True)).set_train()
+        step = TrainOneStepWithGradAccumulationCell(cell, momentum(network, False)).set_train()
         step(*map(Tensor, data(get_rank(), 1)[0]))
         results[f"disagree/{name}"] = as_numpy(step.update_count)
     return results

@@ -100,7 +100,7 @@ class LosesTheLast(Window):
     """Negative control: without the smaller last micro-batch."""
 
     def add_up(self, inputs, plan, unit):
-        return super().add_up(inputs, (*plan[:3], 0, plan[4]), unit)
+        return super().add_up(inputs, (*plan[:3], 0, *plan[4:]), unit)
 
 
 def test_a_step_that_loses_a_micro_batch_in_a_sink_is_caught():

@@ -118,7 +118,7 @@ LINKS = {
 }
 
 
-@pytest.mark.core("graph-value", "graph-adaptive", "graph-global norm", "graph-fixed norm", "graph-all", "pynative-all")
+@pytest.mark.core("graph-value", "graph-adaptive", "graph-fixed norm", "graph-all", "pynative-all")
 @pytest.mark.parametrize("name", LINKS)
 def test_equals_the_rule_on_whole_batches(name, mode):
     make, by_rules = LINKS[name]
@@ -257,6 +257,7 @@ def test_averages_of_narrow_weights_are_float32(pynative):
 # -- windows -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.core(mode="graph")
 def test_windows_of_several_batches_and_a_flush(mode):
     """Windows of two batches, of which the second is a spike, and one that is flushed."""
     given = data(7, spikes=(2, 3))
@@ -295,6 +296,7 @@ def test_a_window_that_is_dropped_moves_nothing():
     assert int(step.update_count.asnumpy()) == 3
 
 
+@pytest.mark.core(mode="graph")
 def test_a_window_that_is_left_out_changes_neither_weights_nor_optimizer(mode):
     step = make_step(SkipSpikes(norm=3.0), WeightAverage(0.5))
     run(step, data(3, ()))
@@ -379,6 +381,7 @@ def test_with_a_size_that_is_found():
 # -- GradAccumulator, audit, the monitor -------------------------------------------------------------------------------
 
 
+@pytest.mark.core(mode="graph")
 def test_in_a_loop_of_ones_own(mode):
     given = data(6, spikes=(2, 3))
     network = Regression()
@@ -501,6 +504,7 @@ def no_tuple(gradients):
     return gradients[0]
 
 
+@pytest.mark.core(mode="graph")
 @pytest.mark.parametrize(("function", "words"), [(only_one, "but got 1 of shapes"), (no_tuple, "but got no tuple")])
 def test_a_function_that_returns_something_else_is_refused_before_anything_changes(function, words, mode):
     step = make_step(function)
@@ -531,6 +535,7 @@ class EverySecond(Transform):
         return ops.depend(after, ops.assign_add(self.made, Tensor(1, ms.int32)))
 
 
+@pytest.mark.core(mode="graph")
 def test_a_transform_of_ones_own(mode):
     mine = EverySecond()
     step = make_step(mine)

@@ -1,0 +1,39 @@
+"""A warning, before training, of learning rates that were made for batches, where the optimizer counts updates."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from gaccum_ms.learning_rate import updates_of_rates
+
+if TYPE_CHECKING:
+    from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
+
+_NEAR = 0.01  # of the batches: lists are made a little longer, or shorter, than a training is
+
+
+def warn_of_rates_for_batches(step: TrainOneStepWithGradAccumulationCell, batches: int, flushes: int) -> None:
+    """Warn where the optimizer has as many rates as there are batches: it would come to the first part of them only.
+
+    Args:
+        step (TrainOneStepWithGradAccumulationCell): The training step.
+        batches (int): Batches of this training.
+        flushes (int): How often a window may end early in it.
+    """
+    steps = int(step.accumulation_steps.asnumpy()) if step.spans_batches else 1
+    rates: Any = updates_of_rates(step.optimizer) if steps > 1 else None
+    seen = int(step.batch_count.asnumpy())  # by a training before this one, which a schedule may include
+    if rates is None or not any(abs(rates - total) < max(steps, _NEAR * total) for total in (batches, seen + batches)):
+        return
+    updates = int(step.update_count.asnumpy()) + batches // steps + flushes
+    if rates <= updates:
+        return
+    warnings.warn(
+        f"For 'GradAccumulationCell', the optimizer's learning rate must be made for updates, of which {batches} "
+        f"batches with accumulation_steps={steps} make about {updates}, but got rates for {rates}: the training ends "
+        f"before they do, and a decay is {steps} times too slow. Give the optimizer rates for {updates}, or "
+        f"gaccum_ms.scale_learning_rate(rates, {steps}, rule='none', per='batch').",
+        UserWarning,
+        stacklevel=2,
+    )

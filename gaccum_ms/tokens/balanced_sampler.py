@@ -1,0 +1,159 @@
+"""BalancedSampler: deals each global batch to the ranks so that all have equally much to do."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from mindspore import dataset
+
+from gaccum_ms.backend.checks import check_positive_int
+
+_NAME = "BalancedSampler"
+
+
+class BalancedSampler(dataset.Sampler):
+    r"""
+    Sampler for `mindspore.dataset.GeneratorDataset
+    <https://www.mindspore.cn/docs/en/master/api_python/dataset/mindspore.dataset.GeneratorDataset.html>`_ that gives
+    each rank its part of each global batch, so that the tokens of all parts are as even as can be.
+
+    All ranks shuffle alike, by seed and epoch, and cut the order into global batches of
+    :math:`\text{batch\_size} \times \text{num\_shards}` samples. The samples of one are dealt by the largest
+    differencing method of Karmarkar and Karp ("The differencing method of set partitioning", 1982), in its balanced
+    form, in which all ranks get equally many samples (Yakir, "The differencing algorithm LDM for partitioning", 1996).
+    In each epoch each sample comes once, on one rank. Give ``.batch(batch_size)`` to the data set, not `num_shards` .
+
+    Args:
+        lengths (Sequence[int]): The lengths of all samples of the data set, in its order.
+        batch_size (int): Samples of a batch on one rank.
+        num_shards (int): The number of ranks.
+        shard_id (int): This rank's number, from 0.
+
+    Keyword Args:
+        shuffle (bool): Whether to shuffle before each epoch. Default: ``True`` .
+        seed (int): Of the shuffling. Default: ``0`` .
+        quadratic (float): What a sample costs is :math:`l + \text{quadratic} \cdot l^2` with :math:`l` its length;
+            attention over long sequences grows with the square. Default: ``0.0`` , tokens.
+
+    Note:
+        The samples that are left for the last batch of an epoch are dealt as evenly as their number allows. Where they
+        are fewer than ranks, some ranks have one batch less: :class:`FlushAccumulation` evens them out.
+
+    Raises:
+        TypeError: If `batch_size` , `num_shards` , `shard_id` or `seed` is not an int, or `shuffle` not a bool.
+        ValueError: If there are no lengths, or not in one dimension, or one is negative or not finite; if `shard_id` is
+            not from 0 to `num_shards` - 1; if `quadratic` is negative.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from gaccum_ms import BalancedSampler
+        >>> lengths = [9, 1, 8, 2, 7, 3, 6, 4]
+        >>> for rank in range(2):
+        ...     sampler = BalancedSampler(lengths, 4, num_shards=2, shard_id=rank, shuffle=False)
+        ...     print([lengths[index] for index in sampler])
+        [9, 6, 4, 1]
+        [8, 7, 3, 2]
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        batch_size: int,
+        num_shards: int,
+        shard_id: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        quadratic: float = 0.0,
+    ) -> None:
+        check_positive_int(_NAME, "batch_size", batch_size)
+        check_positive_int(_NAME, "num_shards", num_shards)
+        for name, value in (("shard_id", shard_id), ("seed", seed)):
+            if type(value) is not int:
+                raise TypeError(f"For '{_NAME}', the argument '{name}' must be an int, but got {value!r}.")
+        if not 0 <= shard_id < num_shards:
+            raise ValueError(
+                f"For '{_NAME}', the argument 'shard_id' must be from 0 to {num_shards - 1}, but got {shard_id}."
+            )
+        if not isinstance(shuffle, bool):
+            raise TypeError(f"For '{_NAME}', the argument 'shuffle' must be a bool, but got {shuffle!r}.")
+        array = np.asarray(lengths)
+        if array.ndim != 1 or not array.size or array.dtype.kind not in "iuf":
+            raise ValueError(
+                f"For '{_NAME}', the argument 'lengths' must have one number for each sample, but got shape "
+                f"{array.shape} of {array.dtype}."
+            )
+        array = array.astype(np.float64)
+        if not np.isfinite(array).all() or array.min() < 0:
+            raise ValueError(
+                f"For '{_NAME}', the argument 'lengths' must be finite and not negative, but got {array.min()} to "
+                f"{array.max()}."
+            )
+        if not quadratic >= 0:
+            raise ValueError(f"For '{_NAME}', the argument 'quadratic' must not be negative, but got {quadratic}.")
+        self._costs = array + quadratic * array**2
+        self._batch_size, self._shards, self._shard = batch_size, num_shards, shard_id
+        self._shuffle, self._seed = shuffle, seed
+        self._epoch = 0
+        super().__init__(len(self._of_epoch(0)))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration be that of an epoch, counted from 0. A data set's iterator begins with it: call it
+        after a resume, and in a loop of your own that makes an iterator for each epoch."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        order = self._of_epoch(self._epoch)
+        self._epoch += 1
+        return iter(order)
+
+    def __len__(self) -> int:
+        return len(self._of_epoch(self._epoch))
+
+    def _of_epoch(self, epoch: int) -> list[int]:
+        """The numbers of this rank's samples, batch by batch."""
+        samples = np.arange(self._costs.size)
+        if self._shuffle:
+            samples = np.random.default_rng((self._seed, epoch)).permutation(samples)
+        at_once = self._batch_size * self._shards
+        batches = (samples[start : start + at_once] for start in range(0, samples.size, at_once))
+        return [
+            int(batch[place]) for batch in batches for place in dealt(self._costs[batch], self._shards)[self._shard]
+        ]
+
+
+def dealt(costs: np.ndarray, parts: int) -> list[list[int]]:
+    """The places of some costs in so many parts, of equally many each, whose sums are nearly even.
+
+    Balanced largest differencing: the costs, in order, are cut into rows of `parts` , each a partition by itself. The
+    two that are least even are joined, the largest part of one to the smallest of the other, until one is left. A row
+    that is not full gives some parts one place less.
+    """
+    order = np.argsort(-costs, kind="stable").tolist()
+    number = itertools.count()  # decides between equals, the same on all ranks
+    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
+    last = len(order) % parts
+    full = order[: len(order) - last]
+    for start in range(0, len(full), parts):
+        _push(heap, number, [(float(costs[place]), [place]) for place in full[start : start + parts]])
+    while len(heap) > 1:
+        one, other = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+        joined = [(a + b, p + q) for (a, p), (b, q) in zip(one, reversed(other), strict=True)]
+        _push(heap, number, joined)
+    even: Any = heap[0][2] if heap else [(0.0, []) for _ in range(parts)]
+    result = [list(places) for _, places in sorted(even, key=lambda part: (part[0], part[1]))]
+    for part, place in zip(result, order[len(order) - last :], strict=False):
+        part.append(place)
+    return sorted(result, key=lambda places: (-len(places), min(places, default=len(order))))
+
+
+def _push(heap: list, number: Iterator[int], partition: list[tuple[float, list[int]]]) -> None:
+    """With the largest part first, and the least even partition on top."""
+    partition.sort(key=lambda part: (-part[0], part[1]))
+    heapq.heappush(heap, (partition[-1][0] - partition[0][0], next(number), partition))

@@ -1,0 +1,284 @@
+"""MaxTokens: micro-batches of as many tokens as fit, for a cell's `split` ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+
+from gaccum_ms.backend.checks import check_positive_int, described
+from gaccum_ms.tokens.plan import NOBODY, TokenPlan, plan_tokens
+from gaccum_ms.tokens.widths import best_widths
+
+_NAME = "MaxTokens"
+
+
+class MaxTokens:
+    r"""
+    Split each batch by the lengths of its samples, into micro-batches of at most so many tokens.
+
+    A batch of sequences is padded to its longest one. `MaxTokens` sorts its samples by length, trims each to the
+    smallest of few widths that holds it, and fills micro-batches of :math:`\lfloor \text{max\_tokens} / w \rfloor` rows
+    of each width :math:`w` . So there are at most `widths` shapes, and compilations, whatever comes. Rows that are left
+    over hold padding alone. Weights, optimizer state and loss are those of the whole padded batch, where `count` counts
+    no padding and the network does not read any: :func:`audit` finds one that does.
+
+    Filling batches up to a number of tokens is what fairseq's ``--max-tokens`` does for whole batches (Ott et al.,
+    2019, `arXiv:1904.01038 <https://arxiv.org/abs/1904.01038>`_).
+
+    Args:
+        max_tokens (int): Tokens of a micro-batch, padding included, at most.
+        length (Union[int, Callable]): The lengths of a batch's samples: a function of its inputs that returns a Tensor
+            or array of shape :math:`(N,)`, or the position of the input that holds them. Everything behind a sample's
+            length is padding.
+        widths (Union[int, Sequence[int]]): The widths to trim to; a number: at most so many, chosen at the first batch
+            so that the padding is least, of which the largest is the first batch's. Default: ``4`` .
+
+    Keyword Args:
+        lengths (Sequence[int], optional): The lengths of all samples of the data set, from which the widths are chosen
+            in place of the first batch's. Default: ``None`` .
+        padding (Sequence[float], optional): What each input holds where there is nothing. Default: ``None`` , what it
+            holds behind the first sample that is shorter than the batch; 0 where it has no axis to trim.
+        axes (Mapping[int, Sequence[int]], optional): For the inputs at these positions, the axes to trim, such as
+            ``{2: (1, 2)}`` for masks of shape :math:`(N, W, W)`. Default: ``None`` , of each input axis 1, where it is
+            as long as axis 1 of the first input.
+
+    Inputs:
+        - **\*inputs** (Tensor) - The batch, each of shape :math:`(N, ...)`, the first of shape :math:`(N, W, ...)`.
+
+    Outputs:
+        list[tuple[Tensor]], the inputs of each micro-batch. ``plan`` is then the :class:`TokenPlan` of this batch, to
+        print and to draw. Outputs of a network with `aux` come back in the batch's order; those whose axis 1 is the
+        micro-batch's width are filled up with zeros to :math:`W` .
+
+    Raises:
+        TypeError: If an argument is of a wrong type.
+        ValueError: If `max_tokens` or a width is less than 1, or `widths` are not ascending; if the lengths of a batch
+            are not one finite number of 0 to :math:`W` for each sample; if a sample is longer than `max_tokens` or the
+            largest width; if `padding` has not one value for each input.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import numpy as np
+        >>> from mindspore import Tensor
+        >>> from gaccum_ms import MaxTokens
+        >>> lengths = [2, 7, 3, 2, 8, 1]
+        >>> ids = np.array([[1] * length + [0] * (8 - length) for length in lengths], np.int32)
+        >>> split = MaxTokens(16, length=lambda ids: (ids > 0).sum(1), widths=2)
+        >>> print([micro_batch[0].shape for micro_batch in split(Tensor(ids))])
+        [(2, 8), (5, 3)]
+        >>> print(split.plan)
+          width   rows   micro-batches   samples   padding
+              3      5               1         4     46.7%
+              8      2               1         2      6.2%
+            all                      2         6     25.8%
+        padded to 8, without a plan: 52.1%
+    """
+
+    needs_count = True  # rows that are filled up are samples, too
+    keeps_inputs = True  # the batch is the network's inputs: `audit` can train it whole
+
+    def __init__(
+        self,
+        max_tokens: int,
+        length: int | Callable,
+        widths: int | Sequence[int] = 4,
+        *,
+        lengths: Sequence[int] | None = None,
+        padding: Sequence[float] | None = None,
+        axes: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
+        check_positive_int(_NAME, "max_tokens", max_tokens)
+        if isinstance(length, bool) or not (isinstance(length, int) or callable(length)):
+            raise TypeError(
+                f"For '{_NAME}', the argument 'length' must be a function of the batch's inputs, or the position of "
+                f"the input that holds the lengths, but got {length!r}."
+            )
+        self.max_tokens = max_tokens
+        self.plan: TokenPlan | None = None
+        self._length = length
+        self._padding: tuple[float, ...] | None = None if padding is None else tuple(padding)
+        self._axes = dict(axes or {})
+        self._widths: tuple[int, ...] | None = None
+        self._number = 0
+        self._filler: tuple[ms.Tensor, ...] | None = None  # a row of padding
+        self._filler_is_checked = False
+        if isinstance(widths, int):
+            check_positive_int(_NAME, "widths", widths)
+            self._number = widths
+        else:
+            self._widths = _checked_widths(widths, max_tokens)
+        if lengths is not None and self._number:
+            array = _whole_numbers("lengths", np.asarray(lengths), None)
+            self._widths = best_widths(np.maximum(array, 1), self._number)
+
+    @property
+    def widths(self) -> tuple[int, ...] | None:
+        """The widths that are compiled, ascending; ``None`` before the first batch decides."""
+        return self._widths
+
+    def __call__(self, *inputs: Any) -> list[tuple[ms.Tensor, ...]]:
+        arrays = [_array(position, value) for position, value in enumerate(inputs)]
+        if not arrays or arrays[0].ndim < 2:
+            raise ValueError(
+                f"For '{_NAME}', the first input must be of shape (N, W, ...), of which axis 1 holds the tokens, but "
+                f"got {described(inputs)}."
+            )
+        samples, before = arrays[0].shape[:2]
+        lengths = self._lengths(inputs, samples, before)
+        widths = self._widths_for(lengths, before)
+        self._check(lengths, widths)
+        axes = [self._axes.get(position, _axes_of(one, before)) for position, one in enumerate(arrays)]
+        fillers = self._fillers(arrays, axes, lengths, before)
+        if not self._filler_is_checked:
+            nobody = np.array([NOBODY])
+            row = (_taken(*one, nobody, widths[0], before) for one in zip(arrays, axes, fillers, strict=True))
+            self._filler = tuple(map(ms.Tensor, row))
+        self._widths, self._padding = widths, fillers
+        self.plan = plan_tokens(lengths, before, widths, self.max_tokens)
+        return [
+            tuple(ms.Tensor(_taken(*one, rows, width, before)) for one in zip(arrays, axes, fillers, strict=True))
+            for width, rows in self.plan.parts
+        ]
+
+    def in_order(self, outputs: Sequence[np.ndarray]) -> np.ndarray:
+        """Outputs of the last batch's samples, of all micro-batches, in the batch's order and at its width."""
+        if self.plan is None:
+            raise RuntimeError(f"For '{_NAME}', outputs must be those of a batch that was split, but none was.")
+        widths = [width for width, _ in self.plan.parts]
+        if all(one.ndim > 1 and one.shape[1] == width for one, width in zip(outputs, widths, strict=True)):
+            rest = [(0, 0)] * (outputs[0].ndim - 2)
+            outputs = [np.pad(one, [(0, 0), (0, self.plan.before - one.shape[1]), *rest]) for one in outputs]
+        return np.concatenate(outputs)[self.plan.order]
+
+    def check_count(self, count: Callable) -> None:
+        """Once, after a batch was split: rows that are filled up must count nothing.
+
+        Raises:
+            ValueError: If they do.
+        """
+        if self._filler_is_checked or self._filler is None:
+            return
+        counted = float(count(*self._filler))
+        if counted != 0:
+            raise ValueError(
+                f"For '{_NAME}', 'count' must be 0 for rows that hold padding alone, with which micro-batches are "
+                f"filled up, but got {counted:g} for a row of {list(self._padding or ())}. Give 'padding', what each "
+                f"input holds where there is nothing, such as the label that 'count' ignores."
+            )
+        self._filler_is_checked = True
+
+    def _lengths(self, inputs: Sequence[Any], samples: int, before: int) -> np.ndarray:
+        """One for each sample, at least 1: also an empty one has a row."""
+        if callable(self._length):
+            given = self._length(*inputs)
+        elif 0 <= self._length < len(inputs):
+            given = inputs[self._length]
+        else:
+            raise ValueError(
+                f"For '{_NAME}', the argument 'length' must be the position of an input, but got {self._length} and "
+                f"{len(inputs)} input(s)."
+            )
+        array = np.asarray(given.asnumpy() if isinstance(given, ms.Tensor) else given)
+        return np.maximum(_whole_numbers("length", array, samples, before), 1)
+
+    def _widths_for(self, lengths: np.ndarray, before: int) -> tuple[int, ...]:
+        if self._widths is not None:
+            return self._widths
+        return best_widths(lengths, self._number, largest=max(lengths.max(), min(before, self.max_tokens)))
+
+    def _check(self, lengths: np.ndarray, widths: tuple[int, ...]) -> None:
+        longest = int(lengths.max())
+        if longest > self.max_tokens:
+            raise ValueError(
+                f"For '{_NAME}', the argument 'max_tokens' must be at least as large as the longest sample, but got "
+                f"max_tokens={self.max_tokens} and a sample of {longest} tokens. Cut such samples, or give a larger "
+                f"'max_tokens'."
+            )
+        if longest > widths[-1]:
+            raise ValueError(
+                f"For '{_NAME}', the largest width must hold the longest sample, but got widths {list(widths)} and a "
+                f"sample of {longest} tokens. Cut such samples, or give 'widths' or 'lengths' that include theirs."
+            )
+
+    def _fillers(
+        self, arrays: Sequence[np.ndarray], axes: Sequence[Sequence[int]], lengths: np.ndarray, before: int
+    ) -> tuple[Any, ...]:
+        """What each input holds where there is nothing."""
+        if self._padding is not None:
+            if len(self._padding) != len(arrays):
+                raise ValueError(
+                    f"For '{_NAME}', the argument 'padding' must have one value for each input, but got "
+                    f"{len(self._padding)} and {len(arrays)} input(s)."
+                )
+            return self._padding
+        short = int(np.argmin(lengths))
+        if lengths[short] == before:
+            return (0,) * len(arrays)
+        return tuple(
+            one[short].reshape((before, -1))[lengths[short], 0] if 1 in trimmed else 0
+            for one, trimmed in zip(arrays, axes, strict=True)
+        )
+
+
+def _checked_widths(widths: Any, max_tokens: int) -> tuple[int, ...]:
+    if not isinstance(widths, (tuple, list)) or not all(type(one) is int for one in widths):
+        raise TypeError(
+            f"For '{_NAME}', the argument 'widths' must be an int, the largest number of widths, or the widths, a "
+            f"list of ints, but got {widths!r}."
+        )
+    if not widths or list(widths) != sorted(set(widths)) or widths[0] < 1 or widths[-1] > max_tokens:
+        raise ValueError(
+            f"For '{_NAME}', the argument 'widths' must be ascending, from 1 to max_tokens={max_tokens}, but got "
+            f"{list(widths)}."
+        )
+    return tuple(widths)
+
+
+def _whole_numbers(name: str, array: np.ndarray, samples: int | None, largest: int | None = None) -> np.ndarray:
+    wanted = f"({samples},)" if samples is not None else "(N,)"
+    if array.ndim != 1 or not array.size or (samples is not None and array.size != samples):
+        raise ValueError(
+            f"For '{_NAME}', '{name}' must give one length for each sample, of shape {wanted}, but got shape "
+            f"{array.shape}."
+        )
+    if array.dtype.kind not in "iuf" or not np.isfinite(array).all() or (array != np.floor(array)).any():
+        raise ValueError(f"For '{_NAME}', '{name}' must give whole numbers, but got {array.tolist()[:8]}.")
+    if array.min() < 0 or (largest is not None and array.max() > largest):
+        bound = "" if largest is None else f" and at most {largest}, the batch's width"
+        raise ValueError(
+            f"For '{_NAME}', '{name}' must give lengths of at least 0{bound}, but got {int(array.min())} to "
+            f"{int(array.max())}."
+        )
+    return array.astype(np.int64)
+
+
+def _array(position: int, value: Any) -> np.ndarray:
+    if not isinstance(value, ms.Tensor) or not value.shape:
+        raise TypeError(
+            f"For '{_NAME}', every input must be a Tensor whose axis 0 counts samples, but input {position} got "
+            f"{described(value)}."
+        )
+    return value.asnumpy()
+
+
+def _axes_of(array: np.ndarray, width: int) -> tuple[int, ...]:
+    return (1,) if array.ndim > 1 and array.shape[1] == width else ()
+
+
+def _taken(
+    array: np.ndarray, trimmed: Sequence[int], filler: Any, rows: np.ndarray, width: int, before: int
+) -> np.ndarray:
+    """The rows of a micro-batch, trimmed or lengthened to its width."""
+    present = min(width, before)
+    kept = [slice(present) if axis in trimmed else slice(None) for axis in range(1, array.ndim)]
+    shape = tuple(width if axis in trimmed else size for axis, size in enumerate(array.shape))
+    taken = np.full((rows.size, *shape[1:]), filler, array.dtype)
+    real = rows != NOBODY
+    target, source = (np.flatnonzero(real), *kept), (rows[real], *kept)
+    taken[target] = array[source]
+    return taken

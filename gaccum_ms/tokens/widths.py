@@ -1,0 +1,49 @@
+"""Which widths to compile for: those that make the padding least, found exactly by dynamic programming."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def best_widths(lengths: np.ndarray, number: int, largest: int | None = None) -> tuple[int, ...]:
+    """At most `number` widths, ascending, with the fewest tokens when each length is padded to the smallest of them
+    that holds it.
+
+    The last width is the largest length. Of the others each is a length that occurs: any other could shrink to the next
+    length below it. With the lengths sorted, the best `k` widths for the first `j` of them are the best `k - 1` for the
+    first `i` and one more, for the best `i` .
+
+    Args:
+        lengths (ndarray): The lengths of all samples, ints of at least 1.
+        number (int): The largest number of widths.
+        largest (int, optional): A width that must be there, at least as large as all lengths. Default: ``None`` .
+    """
+    values, times = np.unique(lengths, return_counts=True)
+    if largest is not None and largest > values[-1]:
+        values, times = np.append(values, largest), np.append(times, 0)
+    before = np.concatenate([[0], np.cumsum(times)])  # samples of the first j values
+    tokens = np.full(len(values) + 1, np.inf)  # of the first j values, with as many widths as the turns so far
+    tokens[0] = 0
+    begins: list[np.ndarray] = []  # for each turn and j: the values that its last width does not hold
+    for _ in range(min(number, len(values))):
+        with_one_more = np.full_like(tokens, np.inf)
+        begin = np.zeros(len(values) + 1, int)
+        for j in range(1, len(values) + 1):
+            candidates = tokens[:j] + values[j - 1] * (before[j] - before[:j])
+            begin[j] = np.argmin(candidates)
+            with_one_more[j] = candidates[begin[j]]
+        tokens = with_one_more
+        begins.append(begin)
+    widths: list[int] = []
+    held = len(values)
+    for begin in begins[::-1]:
+        if held:
+            widths.append(int(values[held - 1]))
+            held = int(begin[held])
+    return tuple(widths[::-1])
+
+
+def padding(lengths: np.ndarray, widths: tuple[int, ...]) -> float:
+    """The share of padding among the tokens, when each length is padded to the smallest width that holds it."""
+    padded = np.asarray(widths)[np.searchsorted(widths, lengths)]
+    return 1 - lengths.sum() / padded.sum()

@@ -1,0 +1,237 @@
+"""``split=EvenSplit(shared=...)``: inputs that all micro-batches have whole. The oracle is the whole batch's step."""
+
+from __future__ import annotations
+
+import re
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from support.modes import MODES
+from support.reference import FEATURES, as_numpy, batches, relative_error
+from support.reuse import Reused
+
+from gaccum_ms import (
+    EvenSplit,
+    GradAccumulationCell,
+    TrainOneStepWithGradAccumulationCell,
+    WithBatchLossCell,
+    audit,
+    find_micro_batch_size,
+    memory_report,
+)
+from gaccum_ms.accumulation.micro_batches import SplitPlan, plan_split
+
+TOLERANCE = 1e-5
+TABLE = np.random.default_rng(1).normal(size=(3, FEATURES)).astype(np.float32)  # fewer rows than there are samples
+SCALE = np.float32(0.7)
+
+
+class WithTable(nn.Cell):
+    """Each sample's squared error, of a prediction that reads a table and a number which all share."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = ms.Parameter(Tensor(np.random.default_rng(2).normal(size=FEATURES), ms.float32), name="weight")
+
+    def construct(self, x, table, scale, y):
+        found = ops.tanh(x * self.weight) @ table.T
+        return (ops.square(found.sum(-1) - y) * scale).mean()
+
+
+def weight_by_table(x, table, scale, y):
+    """What a mean may be over: samples, times a number that depends on all that is shared."""
+    return x.shape[0] * (table * table).sum() * scale
+
+
+def data_of(*sizes):
+    return [
+        (x, TABLE * (number + 1), SCALE, y.astype(np.float32))
+        for number, (x, y) in enumerate(batches(size, 1, seed)[0] for seed, size in enumerate(sizes))
+    ]
+
+
+DATA = data_of(8, 8, 7)
+TENSORS = [tuple(map(Tensor, batch)) for batch in DATA]
+SHARED = EvenSplit(shared=(1, 2))
+
+
+def make_step(scale_sense=None, **options):
+    network = WithTable()
+    optimizer = nn.Momentum(network.trainable_params(), 0.001, 0.9)
+    cell = GradAccumulationCell(network, split=SHARED, **options)
+    return TrainOneStepWithGradAccumulationCell(cell, optimizer, scale_sense).set_train()
+
+
+reused_step = Reused(make_step)
+
+
+def whole(data):
+    mode = ms.get_context("mode")
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    network = WithTable()
+    step = nn.TrainOneStepCell(network, nn.Momentum(network.trainable_params(), 0.001, 0.9)).set_train()
+    losses = [float(step(*batch).asnumpy()) for batch in data]
+    ms.set_context(mode=mode)
+    return losses, as_numpy(network.weight)
+
+
+OPTIONS = {
+    "number": {"micro_size": 3},
+    "count": {"micro_batch_size": 3, "count": weight_by_table},
+    "noise": {"micro_size": 2, "record_noise": True, "overflow": "drop_micro_batch"},
+    "window": {"micro_size": 2, "accumulation_steps": 1, "jit": True},
+}
+
+
+@pytest.mark.core("number-graph", "count-graph", "noise-pynative")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_shared_inputs_reach_each_micro_batch_whole(name, mode):
+    ms.set_context(mode=MODES[mode])
+    step = reused_step(**OPTIONS[name])
+    losses = [float(step(*batch).asnumpy()) for batch in TENSORS]
+    whole_losses, weight = whole(TENSORS)
+    np.testing.assert_allclose(losses, whole_losses, rtol=TOLERANCE)
+    assert relative_error(as_numpy(step.weights[0]), weight) < TOLERANCE
+
+
+def test_windows_of_several_batches_weigh_them_by_their_counts():
+    """Each batch has a table of its own, so that no joined batch exists: gradients are added up by hand."""
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    step = make_step(micro_size=2, accumulation_steps=2, count=weight_by_table)
+    network = WithTable()
+    gradient = ms.value_and_grad(network, None, network.trainable_params())
+    found = [
+        (float(weight_by_table(*batch)), *(as_numpy(one) for one in (loss, *gradients)))
+        for batch in TENSORS[:2]
+        for loss, gradients in [gradient(*batch)]
+    ]
+    total = sum(count for count, _, _ in found)
+    for batch in TENSORS[:2]:
+        step(*batch)
+    expected = as_numpy(network.weight) - 0.001 * sum(count * one for count, _, one in found) / total
+    assert relative_error(as_numpy(step.weights[0]), expected) < TOLERANCE
+    loss = sum(count * one for count, one, _ in found) / total
+    assert float(step.window_loss.asnumpy()) == pytest.approx(loss, rel=TOLERANCE)
+
+
+def test_a_table_may_be_as_long_as_the_batch(pynative):
+    """The control: what has as many rows as there are samples is cut, unless it is shared."""
+    x, _, scale, y = TENSORS[0]
+    batch = x, Tensor(np.random.default_rng(4).normal(size=(8, FEATURES)).astype(np.float32)), scale, y
+    _, weight = whole([batch])
+    step = make_step(micro_size=2)
+    step(*batch)
+    assert relative_error(as_numpy(step.weights[0]), weight) < TOLERANCE
+
+    class OwnScale(WithTable):
+        def construct(self, x, table, y):
+            return super().construct(x, table, Tensor(SCALE), y)
+
+    network = OwnScale()
+    cell = GradAccumulationCell(network, 2, split=EvenSplit())
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.Momentum(network.trainable_params(), 0.001, 0.9))
+    step(batch[0], batch[1], batch[3])
+    assert relative_error(as_numpy(network.weight), weight) > 100 * TOLERANCE
+
+
+def test_one_graph_for_batches_of_all_lengths():
+    ms.set_context(mode=ms.GRAPH_MODE)
+    step = make_step(micro_size=3)
+    step.set_inputs(
+        Tensor(shape=[None, FEATURES], dtype=ms.float32),
+        TENSORS[0][1],
+        TENSORS[0][2],
+        Tensor(shape=[None], dtype=ms.float32),
+    )
+    losses = [float(step(*batch).asnumpy()) for batch in TENSORS]
+    whole_losses, weight = whole(TENSORS)
+    np.testing.assert_allclose(losses, whole_losses, rtol=TOLERANCE)
+    assert relative_error(as_numpy(step.weights[0]), weight) < TOLERANCE
+    assert len(step.compile_cache) == 1
+
+
+class Rows(WithTable):
+    """Representations that all samples of the batch are compared by."""
+
+    def construct(self, x, table, scale):
+        return ops.tanh(x * self.weight) @ table.T * scale
+
+
+class Spread(nn.Cell):
+    def construct(self, rows):
+        return ops.square(rows - rows.mean(axis=0)).mean()
+
+
+@pytest.mark.core("pynative")
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loss_of_the_whole_batch(mode):
+    ms.set_context(mode=MODES[mode])
+    found = []
+    for micro_size in (3, 1):
+        network = WithBatchLossCell(Rows(), Spread())
+        optimizer = nn.Momentum(network.trainable_params(), 0.01, 0.9)
+        cell = GradAccumulationCell(network, micro_size, split=SHARED)
+        step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
+        losses = [float(step(*batch[:3]).asnumpy()) for batch in TENSORS]
+        found.append(np.array([*losses, *as_numpy(optimizer.parameters[0])]))
+    assert relative_error(*found) < TOLERANCE
+
+
+def test_an_audit_has_nothing_to_say():
+    ms.set_context(mode=ms.GRAPH_MODE)
+    network = WithTable()
+    optimizer = nn.Momentum(network.trainable_params(), 0.001, 0.9)
+    report = audit(GradAccumulationCell(network, 3, split=SHARED), optimizer, *TENSORS[0])
+    assert report.ok, str(report)
+    assert report.loss_behaves_as == "mean"
+
+
+@pytest.mark.thorough
+def test_sizes_are_tried_with_it():
+    ms.set_context(mode=ms.GRAPH_MODE)
+    network = WithTable()
+    optimizer = nn.Momentum(network.trainable_params(), 0.001, 0.9)
+    cell = GradAccumulationCell(network, 3, split=SHARED)
+    assert find_micro_batch_size(cell, optimizer, TENSORS[0]) == 8
+    report = memory_report(cell, optimizer, *TENSORS[0], measure=False)
+    assert [row.micro_batch_size for row in report.rows] == [8, 4, 2, 1]
+    cell = GradAccumulationCell(network, micro_batch_size="auto", split=SHARED)
+    step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
+    whole_losses, weight = whole(TENSORS)
+    np.testing.assert_allclose([float(step(*one).asnumpy()) for one in TENSORS], whole_losses, rtol=TOLERANCE)
+    assert relative_error(as_numpy(network.weight), weight) < TOLERANCE
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shared", "error", "words"),
+    [
+        (1, TypeError, "must be a tuple of ints, the positions of inputs, but got 1."),
+        ((True,), TypeError, "must be a tuple of ints, the positions of inputs, but got (True,)."),
+        ((2, 0), ValueError, "must have positions from 1 on, because the first input, number 0, says how many samples"),
+        ((-1,), ValueError, "but got (-1,)."),
+    ],
+)
+def test_what_can_be_shared(shared, error, words):
+    with pytest.raises(error, match=f"For 'EvenSplit', the argument 'shared' .*{re.escape(words)}"):
+        EvenSplit(shared)
+
+
+def test_positions_are_a_set():
+    assert EvenSplit([2, 1, 2]) == EvenSplit((1, 2))
+    assert repr(EvenSplit([2])) == "EvenSplit(shared=(2,))"
+
+
+def test_a_plan_looks_at_what_is_cut_alone():
+    assert plan_split([(8, 2), (), (3,), (8,)], 3, None, (1, 2)) == SplitPlan(8, 3, 2, 2)
+    with pytest.raises(ValueError, match="axis 0 of all inputs must have the same length"):
+        plan_split([(8, 2), (), (3,)], 3, None, (1,))
+    with pytest.raises(ValueError, match="input 1 got shape"):
+        plan_split([(8, 2), (), (3,)], 3, None, (2,))
+    with pytest.raises(ValueError, match=r"that the batch has, but got EvenSplit\(shared=\(1, 2\)\) and a batch of 2"):
+        plan_split([(8, 2), ()], 3, None, (1, 2))

@@ -1,0 +1,118 @@
+"""Rates that were made for batches: the warning before training, what it leaves alone, and what converts them."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+from mindspore import Model, nn
+from mindspore.dataset import NumpySlicesDataset
+from mindspore.experimental import optim
+from mindspore.nn.learning_rate_schedule import LearningRateSchedule
+from support.reference import Line, as_numpy
+
+from gaccum_ms import FlushAccumulation, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, scale_learning_rate
+
+BATCHES, EPOCHS, STEPS = 8, 3, 4
+ALL = BATCHES * EPOCHS
+UPDATES = ALL // STEPS
+
+
+class Own(LearningRateSchedule):
+    """A schedule of the user's, with one of MindSpore's in it."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.after = nn.CosineDecayLR(0.0, 0.1, steps)
+
+    def construct(self, global_step):
+        return self.after(global_step) * 1.0
+
+
+def data():
+    x = np.random.default_rng(0).normal(size=(2 * BATCHES, 1)).astype(np.float32)
+    return NumpySlicesDataset((x, 3 * x), shuffle=False).batch(2)
+
+
+def step_of(rate, steps=STEPS, optimizer=nn.SGD):
+    network = Line(1.0)
+    cell = GradAccumulationCell(network, 2, accumulation_steps=steps)
+    return TrainOneStepWithGradAccumulationCell(cell, optimizer(network.trainable_params(), rate))
+
+
+def warned(step, epochs=EPOCHS, callbacks=()):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        Model(step).train(epochs, data(), callbacks=list(callbacks))
+    return [str(one.message) for one in seen if "must be made for updates" in str(one.message)]
+
+
+@pytest.mark.parametrize(
+    "rate", [[0.01] * ALL, nn.CosineDecayLR(0.0, 0.01, ALL), Own(ALL + 1)], ids=["list", "cosine", "one's own"]
+)
+def test_rates_for_batches_are_told_before_training_with_both_numbers_and_the_remedy(rate):
+    (message,) = warned(step_of(rate))
+    assert f"of which {ALL} batches with accumulation_steps={STEPS} make about {UPDATES}" in message
+    assert f"rates for {ALL + isinstance(rate, Own)}: " in message
+    assert f"scale_learning_rate(rates, {STEPS}, rule='none', per='batch')" in message
+
+
+def test_flushed_windows_are_counted():
+    (message,) = warned(step_of([0.01] * ALL), callbacks=[FlushAccumulation()])
+    assert f"make about {UPDATES + EPOCHS}," in message
+
+
+def test_each_training_of_a_step_is_compared_with_all_batches_so_far():
+    step = step_of([0.01] * ALL)
+    assert not warned(step, epochs=1), "an epoch of many: nobody can tell"
+    assert warned(step, epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("rate", "steps", "optimizer"),
+    [
+        ([0.01] * UPDATES, STEPS, nn.SGD),
+        (nn.CosineDecayLR(0.0, 0.01, UPDATES), STEPS, nn.SGD),
+        (scale_learning_rate(nn.CosineDecayLR(0.0, 0.01, ALL), STEPS, "none", per="batch"), STEPS, nn.SGD),
+        (nn.ExponentialDecayLR(0.01, 0.9, ALL), STEPS, nn.SGD),  # which never ends
+        (0.01, STEPS, nn.SGD),
+        ([0.01] * ALL, 1, nn.SGD),
+        (0.01, STEPS, optim.SGD),
+    ],
+    ids=["list", "cosine", "converted", "exponential", "number", "no window", "experimental"],
+)
+def test_other_rates_are_left_alone(rate, steps, optimizer):
+    assert not warned(step_of(rate, steps, optimizer))
+
+
+RATES = [0.08, 0.04, 0.06, 0.02, 0.05, 0.01, 0.03]
+
+
+@pytest.mark.parametrize("kind", ["list", "schedule"])
+def test_converted_rates_train_as_the_rates_of_the_windows_first_batches(kind):
+    cosine = nn.CosineDecayLR(0.0, 0.05, ALL)
+    given = RATES * 4 if kind == "list" else cosine
+    first = [RATES[batch % len(RATES)] for batch in range(0, ALL, STEPS)]
+    if kind == "schedule":
+        first = [0.025 * (1 + np.cos(np.pi * batch / ALL)) for batch in range(0, ALL, STEPS)]
+    ended = []
+    for rate in (scale_learning_rate(given, STEPS, rule="none", per="batch"), [float(one) for one in first]):
+        step = step_of(rate)
+        Model(step).train(EPOCHS, data())
+        ended.append(as_numpy(step.weights[0]))
+    np.testing.assert_allclose(*ended, rtol=1e-6)
+    assert abs(ended[0] - 1).max() > 0.01
+
+
+def test_conversion_by_hand():
+    assert scale_learning_rate(RATES, 3, "none", per="batch") == [0.08, 0.02, 0.03]
+    assert scale_learning_rate([1.0, 2.0, 3.0], 2, per="batch") == [2.0, 6.0]
+    assert scale_learning_rate(0.5, 2, per="batch") == 1.0
+    for arguments, why in (
+        ({"factor": 1.5, "per": "batch"}, "must be a whole number with per='batch'.*but got 1.5"),
+        ({"factor": 2, "per": "epoch"}, "'per' must be"),
+        ({"factor": 2, "rule": "None"}, "'rule' must be"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            scale_learning_rate(RATES, **arguments)

@@ -1,0 +1,87 @@
+"""What a rank of test_split_ranks.py runs (support/ranks.py): ``split=`` a function, whose micro-batches differ in
+number over two ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn
+from mindspore.communication import get_rank
+from support.modes import MODES
+from support.reference import Regression, as_numpy, batches
+from support.two_ranks import Results
+
+from gaccum_ms import CountMask, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, resume
+
+SIZES = (6, 10)  # samples of a rank's batches
+NUMBER = 4  # of batches
+SCALE = 2.0**10
+# mode, gradients_mean, options
+SPLITS = {
+    "samples": ("pynative", True, {}),
+    "samples, sum over ranks": ("pynative", False, {"accumulation_steps": 2}),
+    "count": ("graph", True, {"accumulation_steps": 2, "count": CountMask()}),
+    "overflow": ("pynative", True, {}),
+}
+
+
+def halves(*batch):
+    return [tuple(one[:3] for one in batch), tuple(one[3:] for one in batch)]
+
+
+def many(*batch):
+    """One sample, and micro-batches of three."""
+    starts = (0, 1, 4, 7, 10)
+    return [tuple(one[start:end] for one in batch) for start, end in itertools.pairwise(starts)]
+
+
+def data_of(name: str, rank: int) -> list[tuple[np.ndarray, ...]]:
+    """A rank's batches. Masks of rank 0 are light, and some of its micro-batches count nothing."""
+    random, result = np.random.default_rng(7 + rank), []
+    for number, (x, y) in enumerate(batches(SIZES[rank], NUMBER, seed=20 + rank)):
+        mask = random.uniform(0.01, 0.1, len(x)) if rank == 0 else random.uniform(1, 9, len(x))
+        mask[: 3 * (rank == 0 and number % 2 == 0)] = 0
+        if name == "overflow" and rank == 1 and number == 1:
+            x[4, 0] = np.inf
+        result.append((x, y, mask.astype(np.float32)) if name == "count" else (x, y))
+    return result
+
+
+def make_step(name: str, rank: int) -> TrainOneStepWithGradAccumulationCell:
+    network = Regression()
+    cell = GradAccumulationCell(network, split=(halves, many)[rank], **SPLITS[name][2])
+    scale = nn.DynamicLossScaleUpdateCell(SCALE, 2, 1000) if name == "overflow" else None
+    optimizer = nn.Momentum(network.trainable_params(), 0.05, 0.9)
+    return TrainOneStepWithGradAccumulationCell(cell, optimizer, scale).set_train()
+
+
+def play(name: str) -> Callable[[Path], Results]:
+    def case(out: Path) -> Results:
+        rank, (mode, mean, _) = get_rank(), SPLITS[name]
+        ms.set_context(mode=MODES[mode])
+        ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=mean)
+        step, held = make_step(name, rank), []
+        for number, batch in enumerate(data_of(name, rank)):
+            if name == "count" and number == 3:  # in mid-window
+                file = out / f"split{rank}.ckpt"
+                ms.save_checkpoint(step, str(file))
+                held.append(step)  # with a Cell that goes MindSpore forgets what others have compiled for such inputs
+                step = make_step(name, rank)
+                resume(step, file)
+            step(*map(Tensor, batch))
+        return {
+            f"{name}/weights": np.concatenate([as_numpy(one).ravel() for one in step.weights]),
+            f"{name}/updates": as_numpy(step.update_count),
+            f"{name}/count": as_numpy(step.window_count),
+            f"{name}/loss": as_numpy(step.window_loss),
+            f"{name}/graphs": np.array(len(step._split._graph.compile_cache)),
+        }
+
+    return case
+
+
+CASES = {name: play(name) for name in SPLITS}

@@ -1,0 +1,61 @@
+"""``split=`` a function on two ranks, each with its own number of micro-batches: two real processes against MindSpore's
+own step on all that is in each window."""
+
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn
+from split_worker import NUMBER, SIZES, SPLITS, data_of, halves, many
+from support.reference import Regression, as_numpy, relative_error
+from support.two_ranks import case
+
+pytestmark = pytest.mark.distributed
+TOLERANCE = 1e-5
+
+
+def windows_of(name):
+    """The batches of both ranks in each window, as one batch."""
+    steps, ranks = SPLITS[name][2].get("accumulation_steps", 1), [data_of(name, rank) for rank in range(2)]
+    windows = []
+    for start in range(0, NUMBER, steps):
+        of_window = [one for data in ranks for one in data[start : start + steps]]
+        windows.append(tuple(np.concatenate(column) for column in zip(*of_window, strict=True)))
+    return [one for one in windows if np.isfinite(one[0]).all()]
+
+
+def whole(name, rate):
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    network = Regression()
+    step = nn.TrainOneStepCell(network, nn.Momentum(network.trainable_params(), rate, 0.9)).set_train()
+    losses = [float(step(*map(Tensor, batch)).asnumpy()) for batch in windows_of(name)]
+    return losses, np.concatenate([as_numpy(one).ravel() for one in network.get_parameters()])
+
+
+@pytest.fixture(scope="module")
+def trained(rank_pair, tmp_path_factory):
+    return rank_pair.worker("split_worker", tmp_path_factory.mktemp("split"))
+
+
+def test_ranks_have_different_numbers_of_micro_batches():
+    numbers = [len(split(np.zeros(size))) for split, size in zip((halves, many), SIZES, strict=True)]
+    assert numbers == [2, 4]
+
+
+@pytest.mark.core("samples, sum over ranks", "count", "overflow")
+@pytest.mark.parametrize("name", SPLITS)
+def test_a_window_equals_all_its_batches_on_one_process(trained, name):
+    """By samples, as ranks weigh in windows of several batches; and by counts, gone on with in mid-window. A window
+    that overflowed on rank 1 is left out on both."""
+    summed = 1 if SPLITS[name][1] or name == "count" else 2
+    losses, weights = whole(name, summed * 0.05)
+    for results in trained:
+        got = case(results, name)
+        assert relative_error(got["weights"], weights) < TOLERANCE
+        assert int(got["updates"]) == len(losses)
+        np.testing.assert_array_equal(got["weights"], case(trained[0], name)["weights"])
+    if name == "count":
+        assert float(got["loss"]) == pytest.approx(losses[-1], rel=TOLERANCE)
+        assert [int(case(results, name)["graphs"]) for results in trained] == [1, 2]
+        assert float(got["count"]) == pytest.approx(windows_of(name)[-1][2].sum())

@@ -1,0 +1,118 @@
+"""Ranks that have equally many tokens: what each gets, in one epoch and the next, and in a data set."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from mindspore.dataset import GeneratorDataset
+
+from gaccum_ms import BalancedSampler
+from gaccum_ms.tokens.balanced_sampler import dealt
+
+RANKS, BATCH = 8, 16
+
+
+def corpus(samples=1500):
+    """Lengths that differ by two orders."""
+    return np.exp(np.random.default_rng(3).uniform(np.log(3), np.log(300), samples)).astype(int)
+
+
+def of_ranks(lengths, batch=BATCH, ranks=RANKS, **options):
+    return [BalancedSampler(lengths, batch, ranks, rank, **options) for rank in range(ranks)]
+
+
+def joined(parts):
+    return list(itertools.chain.from_iterable(parts))
+
+
+def unevenness(costs, order_of_ranks, batch=BATCH):
+    """Of each full global batch: what the rank with most has, over the mean."""
+    found = []
+    for start in range(0, min(map(len, order_of_ranks)) - batch + 1, batch):
+        sums = [costs[order[start : start + batch]].sum() for order in order_of_ranks]
+        found.append(max(sums) / np.mean(sums))
+    return found
+
+
+@pytest.mark.parametrize("quadratic", [0.0, 0.01])
+def test_ranks_have_equally_much_to_do(quadratic):
+    lengths = corpus()
+    costs = lengths + quadratic * lengths.astype(float) ** 2
+    orders = [list(one) for one in of_ranks(lengths, quadratic=quadratic)]
+    assert max(unevenness(costs, orders)) <= 1.05
+    plain = np.random.default_rng(0).permutation(lengths.size)
+    shards = [plain[rank::RANKS] for rank in range(RANKS)]
+    assert np.mean(unevenness(costs, shards)) > 1.2, "the control"
+
+
+def test_nothing_is_dropped_or_doubled_whatever_the_numbers():
+    for samples, batch, ranks in itertools.product([1, 7, 64, 65, 130], [1, 4], [1, 3, 8]):
+        lengths = corpus(samples)
+        for epoch in range(2):
+            orders = []
+            for one in of_ranks(lengths, batch, ranks):
+                one.set_epoch(epoch)
+                orders.append(list(one))
+                assert len(orders[-1]) == one.num_samples, "MindSpore asks for it before the first epoch"
+            assert sorted(joined(orders)) == list(range(samples))
+            assert max(map(len, orders)) - min(map(len, orders)) <= 1
+
+
+def test_epochs_differ_and_come_again():
+    (one,) = of_ranks(corpus(40), 4, 1)
+    first, second = list(one), list(one)
+    assert first != second
+    (again,) = of_ranks(corpus(40), 4, 1)
+    again.set_epoch(1)
+    assert list(again) == second
+    assert list(of_ranks(corpus(40), 4, 1, seed=1)[0]) != first
+    one.set_epoch(0)
+    assert list(one) == first
+
+
+def test_dealt_by_hand():
+    costs = np.array([9.0, 1, 8, 2, 7, 3, 6, 4])
+    parts = dealt(costs, 2)
+    assert sorted(joined(parts)) == list(range(8))
+    assert [costs[part].sum() for part in parts] == [20, 20]
+    assert [len(part) for part in dealt(np.arange(7.0), 3)] == [3, 2, 2]
+    assert dealt(np.array([5.0]), 3) == [[0], [], []]
+    assert dealt(np.zeros(4), 2) == dealt(np.zeros(4), 2)
+
+
+def test_a_data_set_gives_each_rank_its_batches_epoch_by_epoch():
+    lengths = corpus(70)
+    seen = []
+    for sampler in of_ranks(lengths, 4, 2):
+        expected = BalancedSampler(lengths, 4, 2, len(seen))
+        data = GeneratorDataset(list(range(70)), ["number"], sampler=sampler).batch(4)
+        rows = data.create_dict_iterator(output_numpy=True, num_epochs=2)
+        epochs = []
+        for _ in range(2):
+            epochs.append(joined(row["number"].tolist() for row in rows))
+        assert epochs == [list(expected), list(expected)]
+        seen.append(epochs)
+        sampler.set_epoch(1)  # as each new iterator begins with it, a loop of one's own sets it
+        again = data.create_dict_iterator(output_numpy=True, num_epochs=1)
+        assert joined(row["number"].tolist() for row in again) == epochs[1]
+    for epoch in range(2):
+        assert sorted(seen[0][epoch] + seen[1][epoch]) == list(range(70))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "why"),
+    [
+        (([], 1, 1, 0), ValueError, "'lengths' must have one number for each sample, but got shape"),
+        (([[1]], 1, 1, 0), ValueError, r"'lengths' must have one number .* but got shape \(1, 1\)"),
+        (([1, np.nan], 1, 1, 0), ValueError, "'lengths' must be finite and not negative"),
+        (([1, -1], 1, 1, 0), ValueError, "'lengths' must be finite and not negative, but got -1"),
+        (([1], 0, 1, 0), ValueError, "'batch_size' must be at least 1"),
+        (([1], 1, 2, 2), ValueError, "'shard_id' must be from 0 to 1, but got 2"),
+        (([1], 1, 2, True), TypeError, "'shard_id' must be an int"),
+    ],
+)
+def test_bad_arguments(arguments, error, why):
+    with pytest.raises(error, match=why):
+        BalancedSampler(*arguments)

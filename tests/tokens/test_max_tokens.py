@@ -1,0 +1,336 @@
+"""MaxTokens: trained, the whole padded batch's weights; never more graphs than widths; and what it refuses."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from mindspore.dataset import GeneratorDataset
+from support.reference import as_numpy, relative_error
+
+from gaccum_ms import (
+    BalancedSampler,
+    CountNotIgnored,
+    EvenSplit,
+    GradAccumulationCell,
+    MaxTokens,
+    ProgressBar,
+    TrainOneStepWithGradAccumulationCell,
+    audit,
+    resume,
+)
+
+VOCABULARY, LENGTH, WIDTH, IGNORED = 23, 24, 8, -100
+PLACES = np.arange(LENGTH)
+
+
+class Causal(nn.Cell):
+    """Each place sees the mean of all before it; the loss is a mean over the labels that are not padding."""
+
+    def __init__(self, reads_padding=False):
+        super().__init__()
+        random = np.random.default_rng(5)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.position = ms.Parameter(Tensor(random.normal(size=(LENGTH, WIDTH)), ms.float32), name="position")
+        self.out = nn.Dense(WIDTH, VOCABULARY)
+        self.loss = nn.CrossEntropyLoss()
+        self.reads_padding = reads_padding
+        for one in self.trainable_params():
+            one.set_data(Tensor(random.normal(size=one.shape) * 0.3, ms.float32))
+
+    def construct(self, tokens, labels):
+        width = tokens.shape[1]
+        x = self.embedding(tokens) + self.position[:width]
+        if self.reads_padding:
+            x = x + x.mean(1, keep_dims=True)
+        x = x + ops.cumsum(x, 1) / ops.arange(1, width + 1).reshape((1, -1, 1))
+        return self.loss(self.out(ops.tanh(x)).reshape((-1, VOCABULARY)), labels.reshape((-1,)))
+
+
+def batch(seed, samples=20, width=LENGTH):
+    """Sequences whose lengths differ by an order, one of them full, one without a label."""
+    random = np.random.default_rng(seed)
+    lengths = np.exp(random.uniform(np.log(2), np.log(width), samples)).astype(int)
+    lengths[random.permutation(samples)[:2]] = width, 1
+    tokens = random.integers(1, VOCABULARY, (samples, width)).astype(np.int32)
+    labels = random.integers(0, VOCABULARY, (samples, width)).astype(np.int32)
+    tokens[np.arange(width) >= lengths[:, None]] = 0
+    labels[np.arange(width) >= lengths[:, None] - 1] = IGNORED
+    return tokens, labels
+
+
+def length_of(tokens, labels):
+    return (tokens != 0).sum(1)
+
+
+def max_tokens(**options):
+    return MaxTokens(**{"max_tokens": 48, "length": length_of, "widths": 3, **options})
+
+
+def make_step(split=None, network=None, scale=None, **options):
+    network = network or Causal()
+    optimizer = nn.Momentum(network.trainable_params(), 0.3, 0.9)
+    options = {"count": CountNotIgnored(IGNORED), **options}
+    cell = GradAccumulationCell(network, split=split or max_tokens(), **options)
+    return TrainOneStepWithGradAccumulationCell(cell, optimizer, scale).set_train()
+
+
+def whole_step(network=None, clip=None):
+    """MindSpore's step on the whole padded batch."""
+    network = network or Causal()
+    optimizer = nn.Momentum(network.trainable_params(), 0.3, 0.9)
+    return nn.TrainOneStepCell(network, optimizer).set_train()
+
+
+def run(step, data):
+    losses = []
+    for one in data:
+        loss = step(*map(Tensor, one))
+        losses.append(float((loss[0] if isinstance(loss, tuple) else loss).asnumpy()))
+    return losses
+
+
+def assert_alike(step, other, tolerance=1e-5):
+    ours = {one.name.split(".", 1)[-1] if "network" in one.name else one.name: one for one in step.weights}
+    assert len(ours) == len(step.weights) == len(other.weights)
+    for one, whole in zip(step.weights, other.weights, strict=True):
+        assert relative_error(as_numpy(one), as_numpy(whole)) < tolerance, one.name
+
+
+DATA = [batch(seed) for seed in range(6)]
+
+
+def test_equals_the_whole_padded_batch_in_at_most_as_many_graphs_as_widths(mode):
+    split = max_tokens()
+    step, whole = make_step(split), whole_step()
+    np.testing.assert_allclose(run(step, DATA), run(whole, DATA), rtol=1e-5)
+    assert_alike(step, whole)
+    assert split.widths[-1] == LENGTH
+    assert len(split.widths) <= 3
+    if mode == ms.GRAPH_MODE:
+        assert 1 < len(step._split._graph.compile_cache) <= 3
+        run(step, [batch(seed, samples) for seed, samples in enumerate((1, 3, 11, 40, 64), start=50)])
+        assert len(step._split._graph.compile_cache) <= 3, "whatever comes"
+        assert len(step.end_window.compile_cache) == 1
+
+
+class Shown(nn.Cell):
+    """The loss; of each token and of each sample a number; and one for all."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = Causal()
+
+    def construct(self, tokens, labels):
+        loss = self.network(tokens, labels)
+        return loss, tokens + 1, ops.cast((tokens != 0).sum(1), ms.int32), loss * 2
+
+
+def test_outputs_come_back_in_the_batchs_order(mode):
+    step = make_step(network=Shown(), aux=True)
+    for tokens, labels in DATA[:2]:
+        loss, of_tokens, of_samples, of_all = step(Tensor(tokens), Tensor(labels))
+        longest = np.arange(LENGTH) < (tokens != 0).sum(1)[:, None]
+        np.testing.assert_array_equal(of_tokens.asnumpy() * longest, (tokens + 1) * longest)
+        np.testing.assert_array_equal(of_samples.asnumpy(), (tokens != 0).sum(1))
+        np.testing.assert_allclose(of_all.asnumpy(), 2 * loss.asnumpy(), rtol=1e-6)
+
+
+class Ratio(nn.Cell):
+    """The sum over the labels that are not padding, and their number."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = Causal()
+        self.network.loss = nn.CrossEntropyLoss(reduction="sum")
+
+    def construct(self, tokens, labels):
+        return self.network(tokens, labels), (labels != IGNORED).sum()
+
+
+def test_a_network_may_count_by_itself(pynative):
+    step, whole = make_step(network=Ratio(), reduction="ratio", count=None), whole_step()
+    np.testing.assert_allclose(run(step, DATA), run(whole, DATA), rtol=1e-5)
+    assert_alike(step, whole)
+
+
+def test_trains_by_model_train_with_a_sampler_and_a_bar_that_counts_tokens(pynative):
+    tokens, labels = batch(0, samples=30)
+    sampler = BalancedSampler(length_of(tokens, labels), 10, num_shards=1, shard_id=0)
+    order = list(BalancedSampler(length_of(tokens, labels), 10, num_shards=1, shard_id=0))
+    data = GeneratorDataset(list(zip(tokens, labels, strict=True)), ["tokens", "labels"], sampler=sampler).batch(10)
+    step, whole, file = make_step(), whole_step(), io.StringIO()
+    ms.Model(step).train(1, data, callbacks=[ProgressBar(file, show=True, refresh_seconds=0)])
+    run(whole, [(tokens[rows], labels[rows]) for rows in np.reshape(order, (3, 10))])
+    assert_alike(step, whole)
+    assert re.search(r"\d+ tokens/s", file.getvalue())
+    assert "samples/s" not in file.getvalue()
+
+
+def test_a_plan_that_loses_or_doubles_a_sample_is_found():
+    """The control."""
+
+    class Broken(MaxTokens):
+        def __call__(self, *inputs):
+            return super().__call__(*inputs)[:-1]
+
+    step, whole = make_step(Broken(48, length_of, 3)), whole_step()
+    run(step, DATA), run(whole, DATA)
+    with pytest.raises(AssertionError):
+        assert_alike(step, whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "scale"),
+    [
+        ({"max_grad_norm": 0.05, "compensated": True}, None),
+        ({"overflow": "drop_micro_batch"}, lambda: nn.DynamicLossScaleUpdateCell(2.0**10, 2, 100)),
+    ],
+    ids=["clipping", "loss scale"],
+)
+def test_as_the_even_split_with_options(options, scale, pynative):
+    """Which equals the whole batch with each of them, by other tests."""
+    ours = make_step(scale=scale and scale(), **options)
+    even = make_step(EvenSplit(), scale=scale and scale(), micro_size=2, **options)
+    np.testing.assert_allclose(run(ours, DATA), run(even, DATA), rtol=1e-5)
+    assert_alike(ours, even)
+
+
+def test_in_windows_tails_and_after_a_resume_in_mid_window(tmp_path, pynative):
+    even = make_step(EvenSplit(), micro_size=2, accumulation_steps=4)
+    step = make_step(accumulation_steps=4)
+    run(even, DATA), even.flush()
+    run(step, DATA[:3])
+    ms.save_checkpoint(step, str(tmp_path / "window.ckpt"))
+    other = make_step(max_tokens(max_tokens=100, widths=2), accumulation_steps=4)
+    resume(other, tmp_path / "window.ckpt")
+    run(other, DATA[3:])
+    assert other.flush()
+    assert_alike(other, even)
+
+
+def test_masks_weights_and_what_has_no_tokens_are_cut_as_the_tokens_are():
+    random = np.random.default_rng(0)
+    tokens, labels = batch(3, 6)
+    mask = random.integers(0, 2, (6, LENGTH, LENGTH)).astype(bool)
+    weight, features = random.normal(size=6).astype(np.float32), random.normal(size=(6, LENGTH, 4)).astype(np.float16)
+    given = (tokens, labels, mask, weight, features)
+    split = MaxTokens(60, lambda tokens, *_: (tokens != 0).sum(1), [6, LENGTH], axes={2: (1, 2)})
+    parts = split(*map(Tensor, given))
+    for (width, rows), part in zip(split.plan.parts, parts, strict=True):
+        arrays = [one.asnumpy() for one in part]
+        shapes = [(rows.size, width), (rows.size, width), (rows.size, width, width), (rows.size,)]
+        assert [one.shape for one in arrays] == [*shapes, (rows.size, width, 4)]
+        assert [one.dtype for one in arrays] == [one.dtype for one in given]
+        for place, sample in enumerate(rows):
+            cut = (tokens[:, :width], labels[:, :width], mask[:, :width, :width], weight, features[:, :width])
+            fillers = (0, IGNORED, None, 0, None)
+            for one, whole, filler in zip(arrays, cut, fillers, strict=True):
+                if sample >= 0:
+                    np.testing.assert_array_equal(one[place], whole[sample])
+                elif filler is not None:
+                    assert (one[place] == filler).all()
+    assert (np.concatenate([rows for _, rows in split.plan.parts]) < 0).any(), "some rows are filled up"
+
+
+def test_lengths_may_be_an_input_and_widths_given_or_chosen_from_the_data_set():
+    tokens, _ = batch(1)
+    lengths = (tokens != 0).sum(1)
+    by_input = MaxTokens(48, 1, (4, 9, LENGTH))
+    by_function = MaxTokens(48, lambda tokens, *_: Tensor((tokens.asnumpy() != 0).sum(1)), (4, 9, LENGTH))
+    first, second = (split(Tensor(tokens), Tensor(lengths)) for split in (by_input, by_function))
+    for one, other in zip(first, second, strict=True):
+        np.testing.assert_array_equal(one[0].asnumpy(), other[0].asnumpy())
+    known = MaxTokens(48, 1, 2, lengths=[3] * 90 + [20] * 10)
+    assert known.widths == (3, 20)
+    assert max_tokens().widths is None
+
+
+def test_audit_finds_a_network_that_reads_its_padding(pynative):
+    """Trimming is exact for networks that do not: `audit` tells them apart."""
+    for reads in (False, True):
+        network = Causal(reads_padding=reads)
+        cell = GradAccumulationCell(network, split=max_tokens(), count=CountNotIgnored(IGNORED))
+        report = audit(cell, nn.SGD(network.trainable_params(), 0.1), *map(Tensor, DATA[0]))
+        assert report.ok != reads, report
+        if reads:
+            assert "Leaving padding out changes the result" in report.problems[0]
+            assert max(report.gradients.values()) > 0.01
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lengths", "why"),
+    [
+        (np.ones((20, 1)), r"of shape \(20,\), but got shape \(20, 1\)"),
+        (np.ones(19), r"of shape \(20,\), but got shape \(19,\)"),
+        (np.full(20, np.nan), "'length' must give whole numbers, but got"),
+        (np.full(20, 1.5), "'length' must give whole numbers, but got"),
+        (np.full(20, -1), "at least 0 and at most 24, the batch's width, but got -1 to -1"),
+        (np.full(20, LENGTH + 1), "at most 24, the batch's width, but got 25 to 25"),
+    ],
+)
+def test_lengths_that_are_none(lengths, why):
+    with pytest.raises(ValueError, match=why):
+        max_tokens(length=lambda *_: lengths)(*map(Tensor, DATA[0]))
+
+
+def test_empty_samples_have_a_row():
+    split = max_tokens(length=lambda tokens, labels: np.maximum((tokens != 0).sum(1) - 1, 0))
+    split(*map(Tensor, DATA[0]))
+    rows = np.concatenate([rows for _, rows in split.plan.parts])
+    assert sorted(rows[rows >= 0]) == list(range(20))
+
+
+def test_what_is_too_long_changes_nothing():
+    step = make_step(max_tokens(max_tokens=20, widths=[4, 20]))
+    before = [as_numpy(one) for one in step.get_parameters()]
+    with pytest.raises(ValueError, match=r"got max_tokens=20 and a sample of 24 tokens\. Cut such samples"):
+        run(step, DATA[:1])
+    with pytest.raises(ValueError, match=r"got widths \[4, 9\] and a sample of 24 tokens"):
+        max_tokens(widths=[4, 9])(*map(Tensor, DATA[0]))
+    for one, value in zip(step.get_parameters(), before, strict=True):
+        np.testing.assert_array_equal(as_numpy(one), value)
+
+
+def test_rows_that_are_filled_up_must_count_nothing(pynative):
+    step = make_step(max_tokens(padding=(0, 7), widths=(8, LENGTH)))
+    with pytest.raises(ValueError, match=r"'count' must be 0 for rows that hold padding alone.*but got \d+ for a row"):
+        run(step, DATA[:1])
+    with pytest.raises(ValueError, match=r"'MaxTokens' fills micro-batches up .* but got count=None"):
+        make_step(count=None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "why"),
+    [
+        ({"max_tokens": 0}, ValueError, "'max_tokens' must be at least 1, but got 0"),
+        ({"max_tokens": 8.0}, TypeError, "'max_tokens' must be an int"),
+        ({"length": None}, TypeError, "'length' must be a function of the batch's inputs, or the position"),
+        ({"widths": 0}, ValueError, "'widths' must be at least 1"),
+        ({"widths": "4"}, TypeError, "'widths' must be an int, the largest number of widths, or the widths"),
+        ({"widths": [8, 4]}, ValueError, r"'widths' must be ascending, from 1 to max_tokens=48, but got \[8, 4\]"),
+        ({"widths": [4, 49]}, ValueError, "'widths' must be ascending, from 1 to max_tokens=48"),
+        ({"lengths": [1.5]}, ValueError, "'lengths' must give whole numbers"),
+    ],
+)
+def test_bad_arguments(arguments, error, why):
+    with pytest.raises(error, match=why):
+        max_tokens(**arguments)
+
+
+def test_bad_batches():
+    with pytest.raises(ValueError, match=r"'padding' must have one value for each input, but got 1 and 2 input"):
+        max_tokens(padding=(0,))(*map(Tensor, DATA[0]))
+    with pytest.raises(ValueError, match=r"first input must be of shape \(N, W, ...\)"):
+        max_tokens()(Tensor(np.ones(3, np.int32)), Tensor(np.ones(3, np.int32)))
+    with pytest.raises(ValueError, match="'length' must be the position of an input, but got 5 and 2"):
+        max_tokens(length=5)(*map(Tensor, DATA[0]))
+    with pytest.raises(TypeError, match="input 0 got"):
+        max_tokens()("text", Tensor(np.ones(3, np.int32)))

@@ -1,0 +1,73 @@
+"""Widths and plans against brute force, and by what every plan must hold."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from gaccum_ms.tokens.plan import NOBODY, plan_tokens
+from gaccum_ms.tokens.widths import best_widths, padding
+
+
+def padded(lengths, widths):
+    return sum(min(width for width in widths if width >= length) for length in lengths)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 5, 20])
+@pytest.mark.parametrize("largest", [None, 30])
+def test_no_other_widths_pad_less(number, largest):
+    random = np.random.default_rng(number)
+    for _ in range(20):
+        lengths = random.integers(1, 14, size=random.integers(1, 12))
+        widths = best_widths(lengths, number, largest)
+        assert len(widths) <= number
+        assert list(widths) == sorted(set(widths))
+        assert widths[-1] == (largest or lengths.max())
+        top = [largest] if largest else []
+        choices = itertools.combinations(range(1, 14), min(number - len(top), 13))
+        possible = [(*choice, *top) for choice in choices if (*choice, *top)[-1] >= lengths.max()]
+        assert padded(lengths, widths) == min(padded(lengths, choice) for choice in possible)
+        assert padding(lengths, widths) == pytest.approx(1 - lengths.sum() / padded(lengths, widths))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_sample_is_in_one_row_that_holds_it(seed):
+    random = np.random.default_rng(seed)
+    lengths = random.integers(1, 33, size=random.integers(1, 60))
+    widths = best_widths(lengths, int(random.integers(1, 6)), largest=40)
+    plan = plan_tokens(lengths, 40, widths, max_tokens=int(random.integers(40, 200)))
+    rows = np.concatenate([rows for _, rows in plan.parts])
+    assert sorted(rows[rows != NOBODY]) == list(range(lengths.size))
+    np.testing.assert_array_equal(rows[plan.order], np.arange(lengths.size))
+    for width, here in plan.parts:
+        assert width in widths
+        assert here.size == plan.max_tokens // width
+        assert (lengths[here[here != NOBODY]] <= width).all()
+    partly = [here for _, here in plan.parts if (here == NOBODY).any()]
+    assert len(partly) <= 1, "only the last micro-batch of all is filled up"
+    tokens = sum(width * here.size for width, here in plan.parts)
+    assert plan.padding == pytest.approx(1 - lengths.sum() / tokens)
+    assert sum(samples for *_, samples, _ in plan.table()) == lengths.size
+
+
+def test_a_width_is_left_out_where_it_costs_more_than_it_saves():
+    few_short = np.array([8] * 7 + [2])
+    assert {width for width, _ in plan_tokens(few_short, 8, (2, 8), 32).parts} == {8}, "there is a row for it anyway"
+    assert [part[0] for part in plan_tokens(np.array([8, 2]), 8, (2, 8), 32).parts] == [8]
+    many_short = np.array([8] * 4 + [2] * 16)
+    assert [part[0] for part in plan_tokens(many_short, 8, (2, 8), 32).parts] == [8, 2]
+
+
+def test_what_is_printed(tmp_path):
+    plan = plan_tokens(np.array([8, 8, 8, 8, *[2] * 15]), 8, (2, 8), 32)
+    assert str(plan).splitlines() == [
+        "  width   rows   micro-batches   samples   padding",
+        "      2     16               1        15      6.2%",
+        "      8      4               1         4      0.0%",
+        "    all                      2        19      3.1%",
+        "padded to 8, without a plan: 59.2%",
+    ]
+    plan.draw(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").stat().st_size > 1000

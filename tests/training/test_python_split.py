@@ -1,0 +1,503 @@
+"""``split=`` a function: micro-batches that an even cut of axis 0 cannot make, each set of shapes compiled once.
+
+The oracle is MindSpore's own step on the whole batch, or on the batches of a window joined to one. Ranks:
+test_split_ranks.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from mindspore.dataset import GeneratorDataset
+from support.modes import MODES
+from support.reference import FEATURES, Outer, Regression, as_numpy, batches, relative_error
+from support.reuse import Reused
+from support.state import assert_identical, everything, manager
+
+from gaccum_ms import (
+    CountMask,
+    EvenSplit,
+    FlushAccumulation,
+    GradAccumulationCell,
+    TrainOneStepWithGradAccumulationCell,
+    WindowMonitor,
+    WithBatchLossCell,
+    resume,
+)
+
+TOLERANCE = 1e-5
+MASK = CountMask()
+
+
+class SummedRegression(Regression):
+    def construct(self, x, y):
+        return super().construct(x, y) * x.shape[0]
+
+
+def momentum(network):
+    return nn.Momentum(network.trainable_params(), 0.05, 0.9)
+
+
+def state(optimizer):
+    return [as_numpy(one) for one in (*optimizer.parameters, *optimizer.moments)]
+
+
+def assert_close(found, expected):
+    errors = [relative_error(one, other) for one, other in zip(found, expected, strict=True)]
+    assert max(errors) < TOLERANCE, errors
+
+
+def uneven(*batch):
+    """Three samples, one, and the rest."""
+    return [tuple(one[start:end] for one in batch) for start, end in ((0, 3), (3, 4), (4, None))]
+
+
+def masked(data):
+    """With a mask that leaves samples out: all of the first micro-batch's of every other batch."""
+    random = np.random.default_rng(5)
+    result = []
+    for number, (x, y) in enumerate(data):
+        mask = random.uniform(0.1, 2, len(x)).astype(np.float32)
+        mask[: 3 * (number % 2)] = 0
+        result.append((x, y, mask))
+    return result
+
+
+def make_step(split=uneven, network=Regression, scale_sense=None, **options):
+    loss_cell = network()
+    cell = GradAccumulationCell(loss_cell, split=split, **options)
+    return TrainOneStepWithGradAccumulationCell(cell, momentum(loss_cell), scale_sense).set_train()
+
+
+@Reused
+def reused_step(**options):
+    scaled = options.pop("scaled", False)
+    return make_step(scale_sense=manager() if scaled else None, **options)
+
+
+class Clipped(nn.Cell):
+    """In the place of a reducer, where there is nothing to reduce."""
+
+    def __init__(self, max_norm):
+        super().__init__(auto_prefix=False)
+        self.max_norm = max_norm
+
+    def construct(self, gradients):
+        return ops.clip_by_global_norm(gradients, self.max_norm)
+
+
+def whole(data, network=Regression, max_norm=None):
+    """What MindSpore's step makes of whole batches: losses and state."""
+    mode = ms.get_context("mode")
+    ms.set_context(mode=ms.PYNATIVE_MODE)  # nothing to compile
+    loss_cell = network()
+    optimizer = momentum(loss_cell)
+    step = nn.TrainOneStepCell(loss_cell, optimizer).set_train()
+    if max_norm is not None:
+        step.grad_reducer = Clipped(max_norm)
+    losses = [float(step(*map(Tensor, batch)).asnumpy()) for batch in data]
+    ms.set_context(mode=mode)
+    return losses, state(optimizer)
+
+
+def joined(data, number):
+    return [
+        tuple(np.concatenate(column) for column in zip(*data[start : start + number], strict=True))
+        for start in range(0, len(data), number)
+    ]
+
+
+def loss_of(output):
+    return float((output[0] if isinstance(output, tuple) else output).asnumpy())
+
+
+def graphs(step):
+    """How many were compiled: of micro-steps, and of the window's end."""
+    return len(step._split._graph.compile_cache), len(step.end_window.compile_cache)
+
+
+# -- equality with the whole batch -------------------------------------------------------------------------------------
+
+DATA = batches(8, 6)
+OPTIONS = {
+    "samples": {},
+    "count": {"count": MASK, "max_grad_norm": 0.1},
+    "drops": {"overflow": "drop_micro_batch", "scaled": True, "compensated": True},
+    "windows": {"accumulation_steps": 2, "count": MASK, "scaled": True},
+    "sum": {"reduction": "sum", "network": SummedRegression},
+}
+
+
+@pytest.mark.core("samples-graph", "count-jit", "windows-graph", "drops-pynative", "sum-pynative")
+@pytest.mark.parametrize("mode", ["graph", "pynative", "jit"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_uneven_split_equals_the_whole_batch(name, mode):
+    ms.set_context(mode=MODES["pynative" if mode == "jit" else mode])
+    options = dict(OPTIONS[name], jit=mode == "jit" or None)
+    data = masked(DATA) if "count" in options else DATA
+    step = reused_step(**options)
+    losses = [loss_of(step(*map(Tensor, batch))) for batch in data]
+    steps, network = options.get("accumulation_steps", 1), options.get("network", Regression)
+    whole_losses, expected = whole(joined(data, steps), network, options.get("max_grad_norm"))
+    assert_close(state(step.optimizer), expected)
+    if steps == 1:
+        np.testing.assert_allclose(losses, whole_losses, rtol=TOLERANCE)
+    else:
+        assert losses[0] == pytest.approx(float(Regression()(*map(Tensor, data[0])).asnumpy()), rel=TOLERANCE)
+        assert float(step.window_loss.asnumpy()) == pytest.approx(whole_losses[-1], rel=TOLERANCE)
+    assert int(step.batch_count.asnumpy()) == len(data)
+    assert int(step.update_count.asnumpy()) == len(data) // steps
+    assert not int(step.window_position.asnumpy())
+    assert graphs(step) == ((3, 1) if mode != "pynative" else (0, 0))
+
+
+def lost(*batch):
+    return uneven(*batch)[:-1]
+
+
+def doubled(*batch):
+    return [*uneven(*batch), uneven(*batch)[0]]
+
+
+@pytest.mark.parametrize("broken", [lost, doubled])
+def test_a_split_that_loses_or_doubles_samples_is_found(broken, pynative):
+    """The control: the comparison above tells."""
+    step = make_step(broken)
+    for batch in DATA[:2]:
+        step(*map(Tensor, batch))
+    _, expected = whole(DATA[:2])
+    with pytest.raises(AssertionError):
+        assert_close(state(step.optimizer), expected)
+
+
+class Boxes(nn.Cell):
+    """A detector: of each box, with the number of its image in front, the squared error; the mean over all boxes."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = ms.Parameter(Tensor(np.random.default_rng(1).normal(size=(FEATURES, 4)), ms.float32))
+
+    def construct(self, images, boxes):
+        found = ops.gather(ops.tanh(images @ self.weight), boxes[:, 0].astype(ms.int32), 0)
+        return ops.square(found - boxes[:, 1:]).mean()
+
+
+def by_images(images, boxes):
+    """Two images at a time, with their boxes, renumbered."""
+    images, boxes, parts = images.asnumpy(), boxes.asnumpy(), []
+    for start in range(0, len(images), 2):
+        own = boxes[(boxes[:, 0] >= start) & (boxes[:, 0] < start + 2)]
+        own[:, 0] -= start
+        parts.append((Tensor(images[start : start + 2]), Tensor(own)))
+    return parts
+
+
+def number_of_boxes(images, boxes):
+    return boxes.shape[0]
+
+
+class Sequences(nn.Cell):
+    """Packed sequences: each token is compared with the mean of its sequence; the mean over tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = ms.Parameter(Tensor(np.random.default_rng(2).normal(size=(FEATURES, 3)), ms.float32))
+
+    def construct(self, tokens, of_sequence):
+        same = (of_sequence[:, None] == of_sequence[None, :]).astype(ms.float32)
+        means = (same @ tokens) / same.sum(axis=1, keepdims=True)
+        return ops.square(ops.tanh(tokens @ self.weight) - ops.tanh(means @ self.weight)).mean()
+
+
+class UpToTokens:
+    """An object that can be called: whole sequences, of so many tokens together."""
+
+    def __init__(self, most):
+        self.most = most
+
+    def __call__(self, batch):
+        tokens, of_sequence = batch["tokens"].asnumpy(), batch["sequence"].asnumpy()
+        ends = [0, *(np.flatnonzero(np.diff(of_sequence)) + 1), len(tokens)]
+        cuts = [0]
+        for end, following in zip(ends[1:], [*ends[2:], np.inf], strict=True):
+            if following - cuts[-1] > self.most:
+                cuts.append(end)
+        return [[Tensor(tokens[start:end]), Tensor(of_sequence[start:end])] for start, end in itertools.pairwise(cuts)]
+
+
+def test_boxes_that_carry_the_number_of_their_image():
+    ms.set_context(mode=ms.GRAPH_MODE)
+    random = np.random.default_rng(3)
+    numbers = [0, 0, 0, 1, 2, 3, 3, 4, 4, 4]  # boxes of two images each: 4, 3 and 3
+    data = [
+        (
+            random.normal(size=(5, FEATURES)).astype(np.float32),
+            np.c_[numbers, random.normal(size=(10, 4))].astype(np.float32),
+        )
+        for _ in range(3)
+    ]
+    step = make_step(by_images, Boxes, count=number_of_boxes)
+    losses = [loss_of(step(*map(Tensor, batch))) for batch in data]
+    whole_losses, expected = whole(data, Boxes)
+    np.testing.assert_allclose(losses, whole_losses, rtol=TOLERANCE)
+    assert_close(state(step.optimizer), expected)
+    assert graphs(step) == (3, 1)  # the last image is alone
+    assert float(step.window_count.asnumpy()) == 10
+
+
+def test_packed_sequences_in_a_dict():
+    ms.set_context(mode=ms.GRAPH_MODE)
+    random = np.random.default_rng(4)
+    lengths = [4, 2, 6, 3, 3, 6]
+    of_sequence = np.repeat(np.arange(6), lengths).astype(np.int32)
+    data = [random.normal(size=(24, FEATURES)).astype(np.float32) for _ in range(3)]
+    split = UpToTokens(6)
+    step = make_step(split, Sequences)
+    given = [{"tokens": Tensor(tokens), "sequence": Tensor(of_sequence)} for tokens in data]
+    assert [len(part[0]) for part in split(given[0])] == [6, 6, 6, 6]
+    losses = [loss_of(step(batch)) for batch in given]
+    whole_losses, expected = whole([(tokens, of_sequence) for tokens in data], Sequences)
+    np.testing.assert_allclose(losses, whole_losses, rtol=TOLERANCE)
+    assert_close(state(step.optimizer), expected)
+    assert graphs(step) == (1, 1)
+
+
+# -- compilations ------------------------------------------------------------------------------------------------------
+
+
+def test_each_set_of_shapes_is_compiled_once():
+    ms.set_context(mode=ms.GRAPH_MODE)
+    step = make_step(lambda x, y: [(x[:3], y[:3]), (x[3:], y[3:])])
+    data = [batches(samples, 1, seed)[0] for seed, samples in enumerate((6, 8, 6, 7, 8))]  # 3 + 3, 3 + 5, 3 + 4
+    found = []
+    for batch in data:
+        step(*map(Tensor, batch))
+        found.append(graphs(step))
+    assert found == [(1, 1), (2, 1), (2, 1), (3, 1), (3, 1)]
+    assert_close(state(step.optimizer), whole(data)[1])
+
+
+# -- windows -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["graph", pytest.param("pynative", marks=pytest.mark.thorough)])
+def windows(request):
+    """A step of windows of three, and its data."""
+    ms.set_context(mode=MODES[request.param])
+    return reused_step(accumulation_steps=3)
+
+
+def test_a_flush_divides_by_what_is_there(windows):
+    for batch in DATA[:5]:
+        windows(*map(Tensor, batch))
+    assert int(windows.window_position.asnumpy()) == 2
+    assert float(windows.window.open.window_unit.asnumpy()) == pytest.approx(1 / (3 * 8))  # of all that is expected
+    assert windows.flush()
+    first, second = joined(DATA[:5], 3)
+    assert_close(state(windows.optimizer), whole([first, second])[1])
+    assert not windows.flush()
+
+
+def test_a_new_number_of_batches_is_for_windows_to_come(windows):
+    for batch in DATA[:3]:
+        windows(*map(Tensor, batch))
+    before = graphs(windows)
+    windows(*map(Tensor, DATA[3]))
+    windows.set_accumulation_steps(1)
+    assert int(windows.update_count.asnumpy()) == 1
+    for batch in [*DATA[4:], DATA[0]]:
+        windows(*map(Tensor, batch))
+    assert_close(state(windows.optimizer), whole([*joined(DATA, 3), DATA[0]])[1])
+    assert graphs(windows) == before
+
+
+def test_a_window_is_gone_on_with(windows, tmp_path):
+    """In a step that has run, of a split that makes other micro-batches: what is added up is the same."""
+    for batch in DATA[:4]:
+        windows(*map(Tensor, batch))
+    file = tmp_path / "in_mid_window.ckpt"
+    ms.save_checkpoint(windows, str(file))
+    other = make_step(lambda x, y: [(x[:5], y[:5]), (x[5:], y[5:])], accumulation_steps=3)
+    other(*map(Tensor, DATA[5]))
+    resume(other, file)
+    assert [int(other.batch_count.asnumpy()), int(other.window_position.asnumpy())] == [4, 1]
+    for batch in DATA[4:]:
+        other(*map(Tensor, batch))
+    assert_close(state(other.optimizer), whole(joined(DATA, 3))[1])
+
+
+@pytest.mark.core("pynative")
+@pytest.mark.parametrize("mode", MODES)
+def test_what_fails_half_way_drops_its_window(mode):
+    """And what fails before anything is added leaves it as it was."""
+    ms.set_context(mode=MODES[mode])
+    fails = {}
+
+    def split(x, y):
+        if fails.get("split"):
+            raise KeyError("no such image")
+        parts = uneven(x, y)
+        return [*parts[:2], (parts[2][0], parts[2][1][:2])] if fails.get("network") else parts
+
+    step = make_step(split, accumulation_steps=3)
+    step(*map(Tensor, DATA[0]))
+    before = everything(step)
+    fails["split"] = True
+    with pytest.raises(KeyError, match="no such image"):
+        step(*map(Tensor, DATA[1]))
+    assert_identical(everything(step), before)
+    fails.clear()
+    step(*map(Tensor, DATA[1]))
+    fails["network"] = True
+    with (
+        pytest.raises((ValueError, RuntimeError)),
+        pytest.warns(UserWarning, match=r"a batch failed half-way, and with it the 2 batch\(es\) before it"),
+    ):
+        step(*map(Tensor, DATA[2]))
+    assert not int(step.window_position.asnumpy())
+    fails.clear()
+    for batch in DATA[3:]:
+        step(*map(Tensor, batch))
+    assert_close(state(step.optimizer), whole(joined(DATA[3:], 3))[1])
+
+
+def test_an_overflow_drops_the_window_or_its_micro_batch(pynative):
+    poisoned = [tuple(np.array(one) for one in batch) for batch in DATA[:2]]
+    poisoned[0][0][3] = np.inf  # the second micro-batch, of one sample
+    step = make_step(scale_sense=manager())
+    before = state(step.optimizer)
+    _, overflow, scale = step(*map(Tensor, poisoned[0]))
+    assert bool(overflow.asnumpy()) and float(scale.asnumpy()) == 1024
+    assert_close(state(step.optimizer), before)
+    assert float(step.scale_sense.asnumpy().ravel()[0]) == 512
+    step(*map(Tensor, poisoned[1]))
+    assert_close(state(step.optimizer), whole(poisoned[1:])[1])
+
+    step = make_step(scale_sense=manager(), overflow="drop_micro_batch")
+    step(*map(Tensor, poisoned[0]))
+    kept = [tuple(np.delete(one, 3, axis=0) for one in poisoned[0])]
+    assert_close(state(step.optimizer), whole(kept)[1])
+    assert float(step.dropped_micro_batches.asnumpy()) == 1
+    assert [float(step.window_count.asnumpy()), float(step.batch_items.asnumpy())] == [7, 8]
+
+
+def test_a_bad_count_spoils_its_window_and_no_other(pynative):
+    data = masked(DATA[:2])
+    bad = [np.array(one) for one in data[0]]
+    bad[2][4:] = -1
+    step = make_step(count=MASK)
+    before = state(step.optimizer)
+    with pytest.raises(ValueError, match=r"that is not negative, but got \[\[.*-4.0\]\] .* The window does not update"):
+        step(*map(Tensor, bad))
+    assert_close(state(step.optimizer), before)
+    for batch in data:
+        step(*map(Tensor, batch))
+    assert_close(state(step.optimizer), whole(data)[1])
+
+
+# -- Model.train, and what callbacks see -------------------------------------------------------------------------------
+
+
+def test_models_train_as_with_an_even_split():
+    ms.set_context(mode=ms.GRAPH_MODE)
+    data = [tuple(one[:6] for one in batch) for batch in DATA[:3]]
+    seen = {}
+    for name, options in (
+        ("even", {"micro_batch_size": 3}),
+        ("function", {"split": lambda x, y: [(x[at : at + 3], y[at : at + 3]) for at in range(0, x.shape[0], 3)]}),
+    ):
+        network = Regression()
+        cell = GradAccumulationCell(network, accumulation_steps=2, record_noise=True, **options)
+        model = ms.Model(cell, optimizer=momentum(network))
+        monitor = WindowMonitor()
+        data_set = GeneratorDataset(data, ["x", "y"], shuffle=False)
+        model.train(2, data_set, callbacks=[monitor, FlushAccumulation()])
+        step = model.train_network
+        noise = as_numpy(step.noise_sums)
+        seen[name] = [
+            [(one.batches, one.count, one.update, one.epoch) for one in monitor.records],
+            np.array([[one.loss, one.grad_norm, *one.losses[:1]] for one in monitor.records]),
+            *state(step.optimizer),
+            noise,
+        ]
+    assert seen["even"][0] == seen["function"][0]
+    assert [row[0] for row in seen["even"][0]] == [2, 1] * 2
+    assert_close(seen["function"][1:], seen["even"][1:])
+
+
+def test_data_sinking_is_refused():
+    ms.set_context(mode=ms.GRAPH_MODE)
+    with pytest.raises(RuntimeError, match="a function as 'split' needs Python at each batch"):
+        Outer(make_step())(*map(Tensor, DATA[0]))
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+X, Y = (Tensor(one) for one in DATA[0])
+RETURNED = {
+    "nothing": (None, TypeError, "must return a list of micro-batches, .* but got None of type 'NoneType'"),
+    "no list": ({"x": X}, TypeError, "must return a list of micro-batches, .* but got a dict of 1"),
+    "none": ([], ValueError, "must return at least one micro-batch, but got an empty list. Leave such a batch out"),
+    "a dict": ([(X, Y), {"x": X}], TypeError, "micro-batch 1 is a dict of 1 .* Give the Tensors of a dict as inputs"),
+    "within": ([(X, {"y": Y})], TypeError, "input 1 of micro-batch 0 is a dict of 1 .* as inputs of their own, and"),
+    "numpy": ([(X, np.ones(3))], TypeError, "input 1 of micro-batch 0 is ndarray of shape .3,. and dtype float64"),
+    "lengths": ([(X, Y), (X,)], ValueError, r"with the same number of inputs, but got \[2, 1\]"),
+    "no axis": ([(Y.sum(), Y)], ValueError, "axis 0 of the first input counts samples, at least one, or 'count'"),
+    "empty": ([()], ValueError, "axis 0 of the first input counts samples, at least one, or 'count' .* a tuple of 0"),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_what_a_function_must_return(name, pynative):
+    returned, error, words = RETURNED[name]
+    step = reused_step_of_returned()
+    step._split._split = lambda x, y: returned
+    before = everything(step)
+    with pytest.raises(error, match=f"For 'GradAccumulationCell', the function 'split' .*{words}"):
+        step(X, Y)
+    assert_identical(everything(step), before)
+
+
+@Reused
+def reused_step_of_returned():
+    return make_step(lambda x, y: None)
+
+
+def test_a_single_tensor_is_a_micro_batch_of_one_input(pynative):
+    class Mean(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.weight = ms.Parameter(Tensor(1.0, ms.float32))
+
+        def construct(self, x):
+            return (self.weight * x).mean()
+
+    step = make_step(lambda x: [x[:2], x[2:]], Mean)
+    assert loss_of(step(Tensor([1.0, 2.0, 6.0]))) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"micro_size": 4}, ValueError, "neither 'micro_size' nor 'micro_batch_size' .* got micro_size=4 and micro_b"),
+        ({"micro_batch_size": "auto"}, ValueError, "got micro_size=None and micro_batch_size=auto. Leave both out"),
+        ({"split": 3, "micro_size": 2}, TypeError, "must be an EvenSplit, a function .* or None, but got 3"),
+        ({"split": EvenSplit, "micro_size": 2}, TypeError, "must be an EvenSplit, a function .* but got <class"),
+        ({"loss_weights": (1.0, 2.0)}, ValueError, "needs one loss .* but got 2 loss"),
+        ({"split": EvenSplit()}, ValueError, "exactly one of 'micro_size'"),
+    ],
+)
+def test_options_that_do_not_go_with_it(options, error, words):
+    with pytest.raises(error, match=f"For 'GradAccumulationCell', .*{words}"):
+        GradAccumulationCell(Regression(), **{"split": uneven, **options})
+
+
+def test_a_loss_of_the_whole_batch_is_refused():
+    net = nn.Dense(1, 1)
+    with pytest.raises(ValueError, match=re.escape("a network of class 'WithBatchLossCell'")):
+        GradAccumulationCell(WithBatchLossCell(net, net), split=uneven)
