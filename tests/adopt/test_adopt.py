@@ -6,6 +6,7 @@ import inspect
 import re
 
 import pytest
+from support.programs import Programs
 
 from gaccum_ms import adopt
 
@@ -20,6 +21,12 @@ FUNCTIONS = [
     adopt.mindone.diffusers_train_step,
     adopt.mindyolo.train_step,
 ]
+
+
+@pytest.fixture(scope="module")
+def programs():
+    with Programs() as programs:
+        yield programs
 
 
 def test_each_module_is_imported_when_it_is_first_used_and_without_its_package(programs, tmp_path):
