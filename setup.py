@@ -48,6 +48,9 @@ setup(
             *DOCS,
         ],
         "torch": ["torch==2.13.*"],  # the tests that compare with PyTorch's loop
+        # The packages that gaccum_ms/adopt/ has adapters for, as far as pip installs them beside MindSpore 2.10, and
+        # what they import without saying so.
+        "trainers": ["datasets", "mindcv==0.3.*", "mindone==0.5.*", "mindyolo==0.5.*", "ml_dtypes", "pyarrow<24"],
         "benchmark": ["matplotlib", "mindcv==0.3.*", "torch==2.13.*"],
         # What MindSpore's GPU back end, made for CUDA 11.6 and cuDNN 8, is linked with; see gaccum_ms/launch/cuda.py.
         "gpu": [

@@ -56,6 +56,7 @@ else:
     _is_command = os.path.basename("".join(sys.argv[:1])) == "gaccum-ms"
 
 if not _is_command:
+    from gaccum_ms import adopt as adopt
     from gaccum_ms import model_hook as _model
     from gaccum_ms.audit import audit
     from gaccum_ms.callbacks.adaptive import AdaptiveAccumulation

@@ -90,9 +90,9 @@ def build(
     check_positive_int(owner, "gradient_accumulation_steps", options["accumulation_steps"])
     if not drop_overflow_update and isinstance(scale_sense, nn.Cell):
         raise ValueError(
-            f"For '{owner}', the argument 'drop_overflow_update' must be True with a loss scale that is adjusted, "
-            f"because it looks for the scale at which gradients overflow, but got False and a "
-            f"'{type(scale_sense).__name__}'. Give True, or a fixed scale."
+            f"For '{owner}', updates in spite of an overflow need a fixed loss scale, because one that is adjusted "
+            f"looks for the scale at which gradients overflow, but got a '{type(scale_sense).__name__}'. Let such "
+            f"updates be dropped, or give a fixed scale."
         )
     if options.get("micro_batch_size") is None:
         options.setdefault("micro_size", 1)

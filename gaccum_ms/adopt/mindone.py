@@ -174,17 +174,18 @@ def transformers_train_step(
 class _Forward(nn.Cell):
     """The network of a `TrainStep` : what its `forward` returns."""
 
-    def __init__(self, step: nn.Cell) -> None:
+    def __init__(self, step: nn.Cell, aux: bool) -> None:
         super().__init__(auto_prefix=False)
         self.step = step
+        self.aux = aux
 
     def construct(self, *inputs):
         outputs = self.step.forward(*inputs)
-        return outputs[0] if isinstance(outputs, tuple) else outputs
+        return outputs if self.aux else outputs[0]
 
 
 class StepOfDiffusers(TrainOneStepWithGradAccumulationCell):
-    """Ends a window that the data set leaves open at its end, and says where windows end."""
+    """Ends a window that the data set leaves open, says where windows end, and returns what `forward` does."""
 
     length_of_dataloader = 0
 
@@ -198,13 +199,15 @@ class StepOfDiffusers(TrainOneStepWithGradAccumulationCell):
         length = self.length_of_dataloader
         if length and int(self.batch_count.asnumpy()) % length == 0 and not self.sync_gradients:
             self.flush()
-        return outputs
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return (outputs[0], *outputs[3 if self.update.scaled else 1 :])
 
 
 def diffusers_train_step(
     train_step: nn.Cell,
     gradient_accumulation_steps: int | None = None,
     length_of_dataloader: int | None = None,
+    aux: bool = True,
     **options: Any,
 ) -> TrainOneStepWithGradAccumulationCell:
     r"""
@@ -219,11 +222,13 @@ def diffusers_train_step(
             `train_step` .
         length_of_dataloader (int, optional): Batches of an epoch: after so many an open window ends, with what it has.
             0: windows go on over the end of an epoch. Default: ``None`` , that of `train_step` .
+        aux (bool): Whether to return what `forward` returns beside the loss: Tensors of shape :math:`()` , or with the
+            batch's samples along axis 0. Default: ``True`` .
         **options (Any): Of :class:`gaccum_ms.GradAccumulationCell` .
 
     Returns:
-        TrainOneStepWithGradAccumulationCell. It returns the loss; with a loss scaler the loss, whether the window
-        overflowed, and the scale. ``step.sync_gradients`` says whether the last batch ended its window.
+        TrainOneStepWithGradAccumulationCell. It returns a tuple of the loss and, with `aux` , what comes with it.
+        ``step.sync_gradients`` says whether the last batch ended its window.
 
     Raises:
         TypeError: If `train_step` is no TrainStep.
@@ -253,13 +258,14 @@ def diffusers_train_step(
     scale = None if fixed and float(scaler.scale_value.asnumpy()) == 1.0 else scale_of(name, scaler, "loss_scaler")
     step = build(
         name,
-        _Forward(train_step),
+        _Forward(train_step, aux),
         train_step.optimizer,
         scale,
         StepOfDiffusers,
         drop_overflow_update=not fixed,
         accumulation_steps=steps,
         max_grad_norm=train_step.grad_clipper.max_grad_norm,
+        aux=aux,
         **options,
     )
     step.length_of_dataloader = length

@@ -6,7 +6,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support.adopted import ROUNDING, K, apart, few_batches, joined, losses, trained
+from support.adopted import ROUNDING, K, apart, assert_takes_arguments_of, few_batches, joined, losses, trained
 from support.package import package
 from support.reference import CLASSES, FEATURES, DenseNet, as_numpy
 
@@ -179,3 +179,7 @@ def test_create_trainer_and_state_monitor(tmp_path):
 def test_errors(given, error, words):
     with pytest.raises(error, match=words):
         trained(of_ours(**given), [])
+
+
+def test_arguments():
+    assert_takes_arguments_of(adopted.train_step, theirs.TrainStep.__init__)

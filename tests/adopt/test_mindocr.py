@@ -10,7 +10,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
-from support.adopted import ROUNDING, K, apart, few_batches, joined, losses, trained
+from support.adopted import ROUNDING, K, apart, assert_takes_arguments_of, few_batches, joined, losses, trained
 from support.package import modules_alone
 from support.reference import as_numpy
 
@@ -85,5 +85,9 @@ def test_only_a_fixed_scale_can_update_in_spite_of_overflows():
             network, optimizer, nn.DynamicLossScaleUpdateCell(64, 2, 10), drop_overflow_update=False
         )
 
-    with pytest.raises(ValueError, match="'drop_overflow_update' must be True with a loss scale that is adjusted"):
+    with pytest.raises(ValueError, match="updates in spite of an overflow need a fixed loss scale"):
         trained(make_step, [])
+
+
+def test_arguments():
+    assert_takes_arguments_of(adopted.train_step, theirs.TrainOneStepWrapper.__init__)

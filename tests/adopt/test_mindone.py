@@ -6,15 +6,16 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
-from support.adopted import ROUNDING, K, apart, few_batches, joined, losses, trained
+from support.adopted import ROUNDING, K, apart, assert_takes_arguments_of, few_batches, joined, losses, trained
 from support.package import package
-from support.reference import as_numpy
+from support.reference import Regression, as_numpy
 
 from gaccum_ms import FlushAccumulation
 from gaccum_ms.adopt import mindone as adopted
 
 EXTRA = "mindone is in the extra 'trainers'"
 trainers = package("mindone.trainers.train_step", EXTRA)
+zero = package("mindone.trainers.zero", EXTRA)
 averaging = package("mindone.trainers.ema", EXTRA)
 adapter = package("mindone.transformers.mindspore_adapter.train_onestep_wrapper", EXTRA)
 diffusers = package("mindone.diffusers.training_utils", EXTRA)
@@ -128,6 +129,9 @@ def test_diffusers_the_epochs_tail_is_divided_by_its_own_batches(mode):
     ours = trained(of_ours_for_diffusers(max_grad_norm=2.0), batches)
     assert apart(ours.weights, whole.weights) < ROUNDING
     assert ours.step.sync_gradients
+    for (loss, returned), (x, _) in zip(ours.outputs, batches, strict=True):
+        assert loss.shape == ()
+        np.testing.assert_array_equal(returned.asnumpy(), x)  # what else `forward` returns
     assert int(ours.step.update_count.asnumpy()) == 2
     if mode == "graph":  # in PyNative mode mindone's lacks a kernel on CPU, ZerosLikeExt
         assert apart(trained(of_diffusers(max_grad_norm=2.0), batches).weights, whole.weights) > 5e-3
@@ -157,8 +161,6 @@ def test_errors():
 
 def test_a_tail_in_model_train():
     """mindone leaves the last two of five batches in its accumulators; FlushAccumulation ends their window."""
-    from support.reference import Regression
-
     batches = few_batches(5)
     whole = trained(of_mindone(1), joined(batches))
     network = Regression()
@@ -169,3 +171,25 @@ def test_a_tail_in_model_train():
     ms.Model(step).train(1, data, callbacks=[FlushAccumulation()], dataset_sink_mode=False)
     assert apart({one.name: as_numpy(one) for one in network.get_parameters()}, whole.weights) < ROUNDING
     assert apart(trained(of_mindone(), batches).weights, whole.weights) > 1e-2
+
+
+def test_arguments():
+    assert_takes_arguments_of(adopted.train_step, trainers.TrainOneStepWrapper.__init__)
+    assert_takes_arguments_of(adopted.transformers_train_step, adapter.TrainOneStepWrapper.__init__)
+
+
+def test_trainers_zero_communicates_each_micro_batch(pynative):
+    """On one process `cal_gradients` has nothing to send; it is called where ZeRO's stages 1 and 2 do send."""
+
+    class Counting(zero.ZeroHelper):
+        calls = 0
+
+        def cal_gradients(self, gradients):
+            self.calls += 1
+            return super().cal_gradients(gradients)
+
+    run = trained(
+        lambda network, optimizer: of_mindone(zero_helper=Counting(optimizer))(network, optimizer), few_batches()
+    )
+    assert int(run.optimizer.global_step.asnumpy()[0]) == 2
+    assert run.step.zero_helper.calls == 2 * K

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -60,6 +61,16 @@ def apart(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
     """The largest difference between weights."""
     assert one.keys() == other.keys()
     return max(float(np.abs(one[name] - other[name]).max()) for name in one)
+
+
+def assert_takes_arguments_of(ours: Callable, theirs: Callable) -> None:
+    """By their names, in their order, and with their defaults; more may follow."""
+    given = [one for one in inspect.signature(theirs).parameters.values() if one.name not in ("self", "kwargs")]
+    taken = list(inspect.signature(ours).parameters.values())[: len(given)]
+    assert [one.name for one in taken] == [one.name for one in given]
+    for own, one in zip(taken, given, strict=True):
+        if one.default is not inspect.Parameter.empty and one.default != {}:
+            assert own.default == one.default, one.name
 
 
 def losses(outputs: Sequence[Any]) -> list[float]:

@@ -1,0 +1,132 @@
+"""mindyolo: `create_train_step_fn` , with our step.
+
+mindyolo's Trainer sums the gradients of a window's batches. That is what the joined batch has where the loss is
+multiplied by its batch's size, as most of mindyolo's are; with the others, those of YOLOv4 and YOLOX, a window of three
+batches has three times the gradient. It reduces over ranks with each batch, and clips each batch's gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspore import nn, ops
+
+from gaccum_ms.adopt.common import MovedAverage, build, clip_norm_of, refuse, scale_of
+from gaccum_ms.backend.checks import check_one_of
+from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
+
+_NAME = "gaccum_ms.adopt.mindyolo.train_step"
+_MEANS = ("YOLOv4Loss", "YOLOXLoss")  # of mindyolo's losses; the others are multiplied by the batch's size
+
+
+class WithLossItems(nn.Cell):
+    """Network and loss; beside the loss the parts that mindyolo shows."""
+
+    def __init__(self, network: nn.Cell, loss_fn: nn.Cell, loss_ratio: float, segments: bool) -> None:
+        super().__init__(auto_prefix=False)
+        self.network = network
+        self.loss_fn = loss_fn
+        self.loss_ratio = loss_ratio
+        self.segments = segments
+
+    def construct(self, images, labels, *segments):
+        predicted = self.network(images)
+        loss, items = self.loss_fn(predicted, labels, segments[0] if self.segments else images)
+        shown: tuple = ()
+        for index in range(items.shape[0]):
+            shown = (*shown, items[index])
+        return ((loss * self.loss_ratio).reshape(()), *shown)
+
+
+class StepOfMindyolo(TrainOneStepWithGradAccumulationCell):
+    """Is called as mindyolo's Trainer calls its own function, and returns what it reads."""
+
+    def __call__(self, *inputs):
+        if inputs and isinstance(inputs[-1], bool):  # whether to update, which our step decides
+            inputs = inputs[:-1]
+        loss, overflow, _, *items = super().__call__(*inputs)
+        return loss, ops.stack(items), None, ops.logical_not(overflow)
+
+
+def train_step(
+    task: str,
+    network: nn.Cell,
+    loss_fn: nn.Cell,
+    optimizer: nn.Optimizer,
+    loss_ratio: float,
+    scaler: Any,
+    reducer: Any = None,
+    ema: nn.Cell | None = None,
+    overflow_still_update: bool = False,
+    ms_jit: bool = False,
+    clip_grad: bool = False,
+    clip_grad_value: float = 10.0,
+    accumulate: int = 1,
+    reduction: str | None = None,
+    **options: Any,
+) -> TrainOneStepWithGradAccumulationCell:
+    r"""
+    Our training step for the arguments of mindyolo's `create_train_step_fn
+    <https://github.com/mindspore-lab/mindyolo/blob/master/mindyolo/utils/train_step_factory.py>`_ . Its Trainer gets it
+    as `train_step_fn` , and ``trainer.train(..., accumulate=1)`` , because the step accumulates by itself.
+
+    Args:
+        task (str): ``"detect"`` or ``"segment"`` .
+        network (Cell): The network.
+        loss_fn (Cell): mindyolo's loss, which returns the loss and its parts.
+        optimizer (Optimizer): Of the network's weights.
+        loss_ratio (float): What the loss is multiplied with: the number of ranks.
+        scaler (LossScaler): mindspore.amp's; or a number, or what `scale_sense` of our step takes.
+        reducer (Any): Does nothing: the step reduces, once per update. Default: ``None`` .
+        ema (Cell, optional): mindyolo's `EMA` . It is moved once per update. Default: ``None`` .
+        overflow_still_update (bool): Whether a window that is not finite updates all the same. Default: ``False`` .
+        ms_jit (bool): Whether to compile in PyNative mode. Default: ``False`` .
+        clip_grad (bool): Whether to clip the window's gradient by its global norm. Default: ``False`` .
+        clip_grad_value (float): That norm. Default: ``10.0`` .
+        accumulate (int): Batches that share an update. Default: ``1`` .
+        reduction (str, optional): ``"sum"`` where the loss is multiplied by its batch's size, ``"mean"`` where it is
+            not. Default: ``None`` , what mindyolo's losses are: those of YOLOv4 and YOLOX means, the others sums.
+        **options (Any): Of :class:`gaccum_ms.GradAccumulationCell` , without a size of micro-batches: mindyolo's
+            labels have their image's place in the batch.
+
+    Returns:
+        TrainOneStepWithGradAccumulationCell. It returns what mindyolo's function does: the loss, its parts, ``None`` in
+        the place of the gradients, and whether they are finite.
+
+    Raises:
+        TypeError: If an argument is of a wrong type.
+        ValueError: If an argument has a wrong value; for a loss that is not mindyolo's, if `reduction` is not given.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+    """
+    check_one_of(_NAME, "task", task, ("detect", "segment"))
+    kind = type(loss_fn).__name__
+    if reduction is None:
+        if not kind.startswith("YOLO"):
+            raise ValueError(
+                f"For '{_NAME}', the argument 'reduction' must be given for a loss that is not mindyolo's, but got a "
+                f"'{kind}'. Give 'sum' if it is multiplied by the batch's size, and 'mean' if it is not."
+            )
+        reduction = "mean" if kind in _MEANS else "sum"
+    for name in ("micro_size", "micro_batch_size"):
+        if options.get(name) is not None:
+            refuse(_NAME, name, options[name], "Give smaller batches, and a larger 'accumulate'.")
+    transforms = (*options.pop("transforms", ()),)
+    if ema:
+        transforms = (*transforms, MovedAverage(_NAME, ema, "update"))
+    return build(
+        _NAME,
+        WithLossItems(network, loss_fn, loss_ratio, task == "segment"),
+        optimizer,
+        scale_of(_NAME, scaler, "scaler"),
+        StepOfMindyolo,
+        drop_overflow_update=not overflow_still_update,
+        accumulation_steps=accumulate,
+        reduction=reduction,
+        max_grad_norm=clip_norm_of(_NAME, clip_grad, "clip_grad", clip_grad_value),
+        transforms=transforms,
+        aux=True,
+        jit=True if ms_jit else None,
+        **options,
+    )

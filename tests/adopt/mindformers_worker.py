@@ -1,0 +1,111 @@
+"""mindformers' own Trainer on a small Llama: ``mindformers_worker.py OUT MODE`` leaves weights, losses and what its
+monitor was told."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+os.environ["LOG_MF_PATH"] = str(Path(sys.argv[1]) / "log_of_mindformers")
+
+import mindspore as ms
+import numpy as np
+from mindformers.tools.register import MindFormerConfig
+from mindformers.trainer.causal_language_modeling import CausalLanguageModelingTrainer
+from mindspore import nn
+from support.reference import as_numpy
+from support.small_llama import RATE, TEXTS, small_llama, tokens
+from support.two_ranks import leave
+
+from gaccum_ms.adopt import mindformers as adopted
+
+MICRO = 2  # texts in a micro-batch
+
+
+def configuration(out: Path) -> MindFormerConfig:
+    return MindFormerConfig(
+        run_mode="train",
+        output_dir=str(out / "output"),
+        use_parallel=False,
+        use_legacy=True,
+        use_legacy_format=True,
+        do_eval=False,
+        profile=False,
+        resume_training=False,
+        load_checkpoint="",
+        micro_batch_interleave_num=1,
+        trainer={"type": "CausalLanguageModelingTrainer", "model_name": "llama"},
+        runner_config={
+            "epochs": 1,
+            "batch_size": MICRO,
+            "gradient_accumulation_steps": TEXTS // MICRO,
+            "sink_mode": False,
+        },
+        runner_wrapper={"type": "MFTrainOneStepCell", "scale_sense": 1.0, "use_clip_grad": True, "max_grad_norm": 0.3},
+        parallel={"parallel_mode": 0},
+        context={"mode": 0, "device_target": "CPU"},
+        optimizer={"type": "AdamW"},
+        model={"model_config": {"type": "LlamaConfig"}, "arch": {"type": "LlamaForCausalLM"}},
+        train_dataset={"input_columns": ["input_ids"], "batch_size": MICRO},
+        train_dataset_task={"type": "CausalLanguageModelDataset"},
+        callbacks=[{"type": "MFLossMonitor"}],
+        parallel_config={"data_parallel": 1, "model_parallel": 1, "pipeline_stage": 1, "micro_batch_num": 1},
+        checkpoint={"load_path": "", "no_load_optim": False},
+        recompute_config={"recompute": False},
+        monitor_config={},
+        moe_config={"expert_num": 1},
+    )
+
+
+class Watch(ms.Callback):
+    """What the other callbacks are told, and what the Trainer's monitor divides the loss by."""
+
+    def __init__(self):
+        super().__init__()
+        self.outputs = []
+
+    def on_train_step_end(self, run_context):
+        self.outputs.append([float(value.asnumpy().reshape(())) for value in run_context.original_args().net_outputs])
+
+
+def main(out: Path, ours: bool) -> None:
+    ranks, rank = 1, 0
+    if "MS_ROLE" in os.environ:
+        from mindspore.communication import get_group_size, get_rank, init
+
+        init()
+        ranks, rank = get_group_size(), get_rank()
+        ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
+    os.chdir(out)
+    if ours:
+        adopted.use_in_trainer()
+        adopted.use_in_trainer()  # once more does nothing
+    network = small_llama()
+    config = configuration(out)
+    texts = tokens(2 * ranks).reshape(2, ranks, TEXTS, -1)[:, rank].reshape(2 * TEXTS, -1)
+    data = ms.dataset.NumpySlicesDataset({"input_ids": texts}, shuffle=False)
+    watch = Watch()
+    trainer = CausalLanguageModelingTrainer(model_name="llama")
+    optimizer = nn.Momentum(network.trainable_params(), RATE, 0.9)
+    given = {"config": config, "network": network, "optimizer": optimizer, "callbacks": [watch], "is_full_config": True}
+    failed = ""
+    try:
+        trainer.train(dataset=data.batch(TEXTS), **given)
+    except RuntimeError as error:  # mindformers' step has no kernel for its test of overflows on CPU
+        failed = str(error)
+    leave(
+        out,
+        rank,
+        {
+            "outputs": np.array(watch.outputs),
+            "steps": np.array(config.runner_config.gradient_accumulation_steps),
+            "lacks_kernel": np.array("NPUGetFloatStatusV2" in failed),
+            **{f"weight/{one.name}": as_numpy(one) for one in network.trainable_params()},
+        },
+    )
+
+
+main(Path(sys.argv[1]), sys.argv[2] == "ours")

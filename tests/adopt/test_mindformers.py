@@ -1,0 +1,156 @@
+"""mindformers' MFTrainOneStepCell and Trainer: its setting takes effect with our step, on a small Llama of its own.
+
+mindformers 2.0 cannot be installed beside MindSpore 2.10 from the package index: it needs hyper-parallel~=1.0.0, which
+is not there, and does not import without it. What is imported here is mindformers 1.9.0.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from support.adopted import K, apart, assert_takes_arguments_of
+from support.package import package
+from support.reference import as_numpy
+from support.small_llama import RATE, small_llama, tokens
+from support.two_ranks import run_on_ranks
+
+from gaccum_ms.adopt import mindformers as adopted
+
+os.environ.setdefault("LOG_MF_PATH", tempfile.mkdtemp())  # else mindformers writes into the folder it is run in
+EXTRA = "Install mindformers 1.9.0 without its dependencies, and those that it then lacks"
+wrapper = package("mindformers.wrapper.wrapper", EXTRA)
+package("mindformers.models.llama", EXTRA)
+
+ROUNDING = 2e-6
+
+
+class OnCpu(wrapper.MFTrainOneStepCell):
+    """mindformers', with a test for overflows of which CPU has the kernels."""
+
+    def start_overflow_check(self, pre_cond, compute_input):
+        return pre_cond, compute_input
+
+    def get_overflow_status(self, status, compute_output):
+        return ops.logical_not(ms.amp.all_finite(compute_output))
+
+
+def texts(number: int, padded: bool = False) -> list[Tensor]:
+    return [Tensor(batch) for batch in tokens(number, padded)]
+
+
+def train(make_step, batches, per_token=False, rate=RATE):
+    network = small_llama(per_token)
+    optimizer = nn.Momentum(network.trainable_params(), rate, 0.9)
+    step = make_step(network, optimizer).set_train()
+    outputs = [step(batch) for batch in batches]
+    return {one.name: as_numpy(one) for one in network.trainable_params()}, outputs, step
+
+
+def numbers(output) -> list[float]:
+    return [float(value.asnumpy().reshape(())) for value in output]
+
+
+def test_micro_batches_train_as_the_whole_batch_with_all_five_outputs():
+    given = {"use_clip_grad": True, "max_grad_norm": 0.3, "scale_sense": 64.0}
+    rates = [0.1, 0.2, 0.3]
+    whole, theirs, _ = train(lambda net, optimizer: OnCpu(net, optimizer, **given), texts(2), rate=rates)
+    ours, outputs, _ = train(
+        lambda net, optimizer: adopted.train_step(net, optimizer, gradient_accumulation_steps=K, **given),
+        texts(2),
+        rate=rates,
+    )
+    assert apart(ours, whole) < ROUNDING
+    for own, reference in zip(outputs, theirs, strict=True):  # loss, overflow, scale, learning rate, norm
+        np.testing.assert_allclose(numbers(own), numbers(reference), rtol=1e-5)
+
+
+def test_tokens_weigh_alike_where_texts_have_padding():
+    """Of means over micro-batches' tokens one makes the mean of all with the model's own sums and counts."""
+    batches = texts(2, padded=True)
+    whole, theirs, _ = train(
+        lambda net, optimizer: OnCpu(net, optimizer, calculate_per_token_loss=True), batches, per_token=True
+    )
+    ours, outputs, _ = train(
+        lambda net, optimizer: adopted.train_step(
+            net, optimizer, calculate_per_token_loss=True, gradient_accumulation_steps=K
+        ),
+        batches,
+        per_token=True,
+    )
+    assert apart(ours, whole) < ROUNDING
+    assert [numbers(one[:1]) for one in outputs] == [pytest.approx(numbers(one[:1]), rel=1e-5) for one in theirs]
+    by_samples, _, _ = train(
+        lambda net, optimizer: adopted.train_step(net, optimizer, gradient_accumulation_steps=K), batches
+    )
+    assert apart(by_samples, whole) > 1e-4
+
+
+def test_a_spike_is_left_out():
+    batches = texts(1)
+    _, outputs, step = train(
+        lambda net, optimizer: adopted.train_step(
+            net, optimizer, use_skip_data_by_global_norm=True, global_norm_spike_threshold=1e-3
+        ),
+        batches,
+    )
+    assert float(outputs[0][4].asnumpy()) == float(step.judged_norm.asnumpy()) > 1e-3
+    assert int(step.update_count.asnumpy()) == 0
+    assert int(step.skipped_updates.asnumpy()) == 1
+
+
+@pytest.fixture(scope="module")
+def whole_batches():
+    """Two batches, each of all ranks' texts, and mindformers' step."""
+
+    def train_whole(ranks: int):
+        batches = [Tensor(batch) for batch in tokens(2 * ranks).reshape(2, -1, 9)]
+        clip = {"use_clip_grad": True, "max_grad_norm": 0.3}
+        weights, outputs, _ = train(lambda net, optimizer: OnCpu(net, optimizer, **clip), batches)
+        return weights, [numbers(output) for output in outputs]
+
+    return train_whole
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.thorough)])
+def test_the_trainers_setting_takes_effect(ranks, whole_batches, tmp_path):
+    """Stand-alone, and in data parallel mode, with mindformers' own Trainer and monitor."""
+    weights, outputs = whole_batches(ranks)
+    for result in run_on_ranks(ranks, "mindformers_worker.py", tmp_path, "ours"):
+        assert int(result["steps"]) == K
+        ours = {name.removeprefix("weight/"): value for name, value in result.items() if name.startswith("weight/")}
+        assert apart(ours, weights) < ROUNDING
+        np.testing.assert_allclose(result["outputs"][:, 1:], np.array(outputs)[:, 1:], rtol=1e-5)
+        if ranks == 1:  # else the loss is the rank's own
+            np.testing.assert_allclose(result["outputs"][:, 0], np.array(outputs)[:, 0], rtol=1e-5)
+
+
+@pytest.mark.thorough
+@pytest.mark.distributed
+def test_mindformers_alone_resets_it(tmp_path):
+    (result,) = run_on_ranks(1, "mindformers_worker.py", tmp_path, "theirs")
+    assert int(result["steps"]) == 1
+    assert result["lacks_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"local_norm": True}, "'local_norm' must be left out"),
+        ({"grouped_lr_scheduler": []}, "'grouped_lr_scheduler' must be left out"),
+        ({"gradient_accumulation_steps": 0}, "'gradient_accumulation_steps' must be at least 1"),
+    ],
+)
+def test_errors(given, words):
+    network = nn.Dense(2, 2)
+    with pytest.raises(ValueError, match=words):
+        adopted.train_step(network, nn.SGD(network.trainable_params()), **given)
+
+
+def test_arguments():
+    assert_takes_arguments_of(adopted.train_step, wrapper.MFTrainOneStepCell.__init__)
