@@ -46,8 +46,8 @@ class Transform(_KeepsArguments, nn.Cell):
     * ``after_update(after)`` acts when the optimizer has written the weights, and returns `after` , a Tensor, by
       `mindspore.ops.depend` on what it did. What must move only with an update belongs here.
 
-    A class of your own takes the arguments that it needs, and calls ``super().__init__()`` in its constructor. All ranks
-    must decide alike. What `state` makes is in checkpoints, and :func:`resume` goes on with it.
+    A class of your own takes the arguments that it needs, and calls ``super().__init__()`` in its constructor. All
+    ranks must decide alike. What `state` makes is in checkpoints, and :func:`resume` goes on with it.
 
     Inputs:
         - **gradients** (tuple[Tensor]) - Float32, one of each weight's shape, without loss scale.
