@@ -12,13 +12,14 @@ usage() {
     cat <<'END'
 bash run.sh [options] [script] [its arguments]     train the sample, or run a script, on 8 processes
 bash run.sh check                                  say whether this machine can train, and if not, why
+bash run.sh report windows.jsonl                   draw a WindowMonitor's record as one HTML page
 bash run.sh test                                   run the tests: every option, error and promise, on all cores
 bash run.sh test all                               those, and the thorough ones; `rest`: the thorough ones alone
 bash run.sh test [arguments of pytest]             some of all tests
 bash run.sh test parallel [arguments of pytest]    those of the graphs for 8 devices, which no device need run
 bash run.sh test device [arguments of pytest]      on the devices of this machine; the report is in build/device
 bash run.sh test --mindspore 2.8.0 [any of these]  the same with that MindSpore, in an environment of its own
-bash run.sh lint                                   ruff, mypy and import-linter
+bash run.sh lint                                   ruff, mypy, import-linter, and zizmor for the workflows
 bash run.sh docs [folder]                          build the site, by default in build/site
 
 options (or the variable in brackets), each also as --option=value:
@@ -195,9 +196,9 @@ case ${1-} in
     usage
     exit
     ;;
-check)
+check | report)
     some_python
-    become gaccum_ms.launch.doctor
+    become gaccum_ms "$@"
     ;;
 test)
     if [ "${2-}" = --mindspore ]; then
@@ -205,7 +206,7 @@ test)
         venv=$here/.venv-$mindspore
         set -- test "${@:4}"
     fi
-    use test pytest xdist sklearn tensorboardX matplotlib mindcv sphinx myst_parser
+    use test pytest xdist sklearn tensorboardX matplotlib mindcv sphinx myst_parser furo sphinx_copybutton
     cd "$here"
     case ${2-} in
     '') tier=(-m "not thorough") ;;
@@ -231,10 +232,15 @@ lint)
     "$python" -m ruff check .
     "$python" -m ruff format --check .
     "$python" -m mypy
+    if type -p zizmor >/dev/null; then
+        zizmor --offline --quiet .github
+    else
+        echo "the workflows were not checked: zizmor is in the extra 'dev'"
+    fi
     exec lint-imports
     ;;
 docs)
-    use docs sphinx myst_parser matplotlib
+    use docs sphinx myst_parser matplotlib furo sphinx_copybutton
     exec "$python" -m sphinx -W --keep-going -q -b html "$here/docs" "${2:-$here/build/site}"
     ;;
 esac

@@ -4,6 +4,13 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
+DOCS = [
+    "furo==2025.12.19",
+    "matplotlib",
+    "myst-parser>=4",
+    "sphinx>=8.1",
+    "sphinx-copybutton==0.5.2",
+]
 readme = Path(__file__).with_name("README.md")
 
 setup(
@@ -12,10 +19,13 @@ setup(
     description="Gradient accumulation for MindSpore: one import line, the full batch's update",
     long_description=readme.read_text(encoding="utf-8") if readme.exists() else "",
     long_description_content_type="text/markdown",
+    author="The gaccum_ms developers",
+    keywords="MindSpore, gradient accumulation, micro-batch, large batch, distributed training, deep learning",
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["gaccum_ms", "gaccum_ms.*"]),
     package_data={"gaccum_ms": ["py.typed"]},
+    entry_points={"console_scripts": ["gaccum-ms = gaccum_ms.__main__:main"]},
     python_requires=">=3.10,<3.13",
     install_requires=[
         "mindspore>=2.7.2,<2.11",  # the range that the tests ran on
@@ -28,16 +38,14 @@ setup(
         "sample": ["scikit-learn"],
         "tensorboard": ["tensorboardX"],
         "test": [
-            "matplotlib",
             "mindcv==0.3.*",
-            "myst-parser>=4",
             "pytest>=8.4,<9",  # pytest-xdist 3.8 knows no groups of 9.2
             "pytest-xdist",
             "scikit-learn",
             "setuptools",  # it and wheel build the wheel that is tested
-            "sphinx>=8.1",
             "tensorboardX",
             "wheel",
+            *DOCS,
         ],
         "torch": ["torch==2.13.*"],  # the tests that compare with PyTorch's loop
         # The packages that gaccum_ms/adopt/ has adapters for, as far as pip installs them beside MindSpore 2.10, and
@@ -55,15 +63,22 @@ setup(
             "nvidia-cusolver-cu11",
             "nvidia-cusparse-cu11",
         ],
-        "dev": ["import-linter>=2", "ruff", "mypy"],
-        "docs": ["matplotlib", "myst-parser>=4", "sphinx>=8.1"],
+        "dev": ["import-linter>=2", "mypy", "pre-commit", "ruff", "zizmor==1.*"],
+        "docs": DOCS,
+        "release": ["build", "twine>=6"],
     },
     classifiers=[
-        "Development Status :: 3 - Alpha",
+        "Development Status :: 4 - Beta",
+        "Environment :: Console",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3 :: Only",
         "Programming Language :: Python :: 3.10",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: Software Development :: Libraries :: Python Modules",
         "Typing :: Typed",
     ],
     zip_safe=False,

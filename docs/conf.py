@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import os
-import re
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from docutils import nodes
@@ -15,13 +11,16 @@ from docutils.utils.math.latex2mathml import tex2mathml
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(DOCS)]
 
 project = "gaccum_ms"
 author = "gaccum_ms"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 
 myst_heading_anchors = 3
+myst_enable_extensions = ["attrs_block"]
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
 
 # Docstrings have MindSpore's form: Google's sections, and three of its own.
 napoleon_google_docstring = True
@@ -30,12 +29,10 @@ napoleon_custom_sections = ["Inputs", "Outputs", "Supported Platforms"]
 autodoc_typehints = "none"  # docstrings say types, in MindSpore's words
 
 # Nothing is loaded from elsewhere when a page is read.
-html_theme = "alabaster"
-html_theme_options = {
-    "description": "Gradient accumulation for MindSpore",
-    "fixed_sidebar": True,
-    "page_width": "1100px",
-}
+html_theme = "furo"
+html_title = "gaccum_ms"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_math_renderer = "mathml"
 html_show_copyright = False
 
@@ -62,29 +59,14 @@ def class_signature(app, what, name, item, options, signature, result) -> tuple[
     return str(inspect.Signature(parameters)), result
 
 
-def draw_pictures(app) -> None:
-    """Run each program of a page that draws one; the page shows what it has drawn."""
-    pictures = DOCS / "howto" / "pictures"
-    pictures.mkdir(exist_ok=True)
-    for page in sorted((DOCS / "howto").glob("*.md")):
-        for number, program in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)):
-            if "savefig(" in program:
-                _run(program, f"{page.stem}_{number}.py", pictures)
+def draw_charts(app) -> None:
+    """Draw the charts that pages take in."""
+    from charts import make_charts
 
-
-def _run(program: str, name: str, pictures: Path) -> None:
-    # In a folder of its own, so that two builds may run at once. Graph mode reads its source, so it is a file.
-    with tempfile.TemporaryDirectory(dir=pictures) as folder:
-        script = Path(folder) / name
-        script.write_text(program)
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        env = {**os.environ, "PYTHONPATH": path, "MPLBACKEND": "Agg"}
-        subprocess.run([sys.executable, script], cwd=folder, env=env, check=True, stdout=subprocess.DEVNULL)
-        for picture in Path(folder).glob("*.png"):
-            picture.replace(pictures / picture.name)
+    make_charts()
 
 
 def setup(app) -> None:
     app.add_html_math_renderer("mathml", (inline_math, None), (block_math, None))
     app.connect("autodoc-process-signature", class_signature)
-    app.connect("builder-inited", draw_pictures)
+    app.connect("builder-inited", draw_charts)

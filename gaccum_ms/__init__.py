@@ -1,5 +1,7 @@
 """Gradient accumulation for MindSpore that is correct everywhere and costs nothing but its arithmetic."""
 
+import os
+import re
 import sys
 
 __version__ = "0.2.0"
@@ -44,11 +46,16 @@ __all__ = [
     "tune_cpu_threads",
 ]
 
-# `python -m gaccum_ms.launch` starts processes, and does without MindSpore, which may not be installed yet. While
-# Python looks for the module of -m, sys.argv[0] is "-m", and that module is the word before the other arguments.
-_is_launcher = sys.argv[:1] == ["-m"] and "gaccum_ms.launch" in sys.orig_argv[-len(sys.argv)]
+# The command, `gaccum-ms` or `python -m gaccum_ms`, and its launcher, `python -m gaccum_ms.launch`, do without
+# MindSpore, which may not be installed yet. While Python looks for the module of -m, sys.argv[0] is "-m", and that
+# module is the word before the other arguments.
+if sys.argv[:1] == ["-m"]:
+    _word = sys.orig_argv[-len(sys.argv)]
+    _is_command = re.fullmatch(r"(-\w*m)?gaccum_ms(\.__main__|\.launch.*)?", _word) is not None
+else:
+    _is_command = os.path.basename("".join(sys.argv[:1])) == "gaccum-ms"
 
-if not _is_launcher:
+if not _is_command:
     from gaccum_ms import adopt as adopt
     from gaccum_ms import model_hook as _model
     from gaccum_ms.audit import audit

@@ -39,11 +39,10 @@ def audit(
 
     One update runs with the cell's options and one on the whole batch, from the same values; the latter is
     `nn.TrainOneStepCell <https://www.mindspore.cn/docs/en/master/api_python/nn/mindspore.nn.TrainOneStepCell.html>`_,
-    or, where counts or several losses decide, this project's step with one micro-batch. Compared are the finished
-    gradient (before `max_grad_norm` , which would hide a wrong size), the updated parameters (without `transforms` ;
-    they judge nothing: Adam hides a wrong size, and makes much of a gradient that is zero but for rounding) and the
-    loss. Whether the loss is a
-    mean or a sum is probed: on the batch twice over a mean stays, a sum doubles.
+    or, where counts or several losses decide, this project's step with one micro-batch. It compares the finished
+    gradient (before `max_grad_norm` , which would hide a wrong size), the updated parameters (without `transforms` ,
+    and for information only: Adam hides a wrong size, and enlarges a gradient that is zero to rounding) and the loss.
+    It also checks whether the loss is a mean or a sum: on the batch repeated twice, a mean stays and a sum doubles.
 
     Afterwards parameters, optimizer state, buffers, whatever else the network's `construct` writes into its attributes,
     and the cells' flags are what they were, bit for bit; compiled steps go on from there. The network runs in training

@@ -88,8 +88,9 @@ class GradAccumulationCell(nn.Cell):
             the tuple of gradients, float32 and without loss scale, to such a tuple. `max_grad_norm` comes before them.
             Default: ``()`` .
         accumulator_dtype (mindspore.dtype, optional): Dtype of the accumulators, float32, float16 or bfloat16; ``None``
-            gives each the dtype of its weight. In windows of several batches they hold multiples of the first one's
-            mean: float16 overflows where later ones count thousands of times as much. Default: ``mindspore.float32`` .
+            gives each the dtype of its weight. In windows of several batches, sums are scaled by the first
+            batch's count; float16 overflows if a later batch counts thousands of times more.
+            Default: ``mindspore.float32`` .
         compensated (bool, optional): Sum with Kahan's compensation, which keeps in a float32 Parameter for each
             accumulator what its rounding loses. Default: ``False`` .
         overflow (str, optional): What a gradient that is not finite does. ``"drop_window"`` : with a loss scale, the

@@ -60,7 +60,7 @@ def scale_learning_rate(
     .. math::
         \eta(u) \, \left(1 + (s - 1) \min(u / w, 1)\right), \quad s = \text{factor} \text{ or } \sqrt{\text{factor}}
 
-    and :math:`\eta(u) s` without warm-up. The linear rule and the gradual warm-up are those of Goyal et al., `Accurate,
+    and :math:`\eta(u) s` without warm-up. The linear rule and the gradual warm-up are from Goyal et al., `Accurate,
     Large Minibatch SGD <https://arxiv.org/abs/1706.02677>`_ (2017), tried there with SGD and momentum and a warm-up of
     five epochs; the square root is from Krizhevsky, `One weird trick for parallelizing convolutional neural networks
     <https://arxiv.org/abs/1404.5997>`_ (2014).
@@ -73,7 +73,7 @@ def scale_learning_rate(
         batches divided by `factor` : convert the list of each epoch by itself, and join the results.
 
         Where one group of parameters has a list or schedule, MindSpore adds 1 to the plain numbers of the others and
-        takes it off again, which makes 1e-5 1.00136e-5 and 1e-8 nothing. Small rates should then be schedules too:
+        subtracts it again, which turns 1e-5 into 1.00136e-5 and 1e-8 into 0. Small rates should then be schedules too:
         ``scale_learning_rate(1e-5, 1, warmup_updates=1)`` is exactly 1e-5.
 
     Args:

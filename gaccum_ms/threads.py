@@ -35,9 +35,9 @@ def tune_cpu(cores: int | None = None, network: nn.Cell | None = None) -> CpuThr
     many for each kernel, and as many for each data set operation, as there are cores. On a CPU with AVX-512 let
     convolutions run by their fast kernels.
 
-    MindSpore's own numbers of threads (5, 25 and 8) are for a process that has a host of many cores to itself: it takes
-    no more than the host has cores, whatever share of them is this process's. Call it before the first graph runs:
-    MindSpore makes its threads then, and once. What the program has set by MindSpore's own
+    MindSpore's own numbers of threads (5, 25 and 8) suit a process that has a host of many cores to itself. They are
+    limited by the host's cores, but not by this process's share of them. Call it before the first graph runs: MindSpore
+    makes its threads then, and once. What the program has set by MindSpore's own
     `mindspore.runtime.dispatch_threads_num <https://www.mindspore.cn/docs/en/master/api_python/runtime/
     mindspore.runtime.dispatch_threads_num.html>`_ and `mindspore.device_context.cpu.op_tuning.threads_num
     <https://www.mindspore.cn/docs/en/master/api_python/device_context/
@@ -51,7 +51,7 @@ def tune_cpu(cores: int | None = None, network: nn.Cell | None = None) -> CpuThr
     matrix product or convolution of the process; later, a UserWarning says that it is too late. Our training steps do
     the same for a network that convolves, and leave others alone: a transformer took 1.2 times as long with AVX2.
 
-    The function had the name ``tune_cpu_threads`` before, which stays.
+    ``tune_cpu_threads`` , its former name, still works.
 
     Args:
         cores (int, optional): Cores that are this process's own; more than the host has count as these. Default:

@@ -199,8 +199,8 @@ FAULTS = [
     Fault(
         "moving statistics do not move",
         "accumulation/update.py",
-        "return self.statistics.move(loss) if self.has_statistics else loss",
-        "return loss",
+        "loss = self.statistics.move(loss)",
+        "loss = loss + 0",
         "layers/test_window_batchnorm.py -k moving_statistics",
     ),
     # -- windows of several batches
@@ -442,14 +442,14 @@ FAULTS = [
     ),
     Fault(
         "files of different updates are joined",
-        "training/resume.py",
+        "training/rank_files.py",
         'if len({int(values.get(own("update_count"), 0)) for _, values in files}) > 1:',
         "if not files:",
         "training/test_resume.py -k different_updates",
     ),
     Fault(
         "other ranks' losses are lost when a window is joined",
-        "training/resume.py",
+        "training/rank_files.py",
         'joined[own("window_sums")][0] = np.dot(factors, sums[:, 0])',
         'joined[own("window_sums")][0] = sums[0, 0]',
         "training/test_resume.py ranks/test_window_ranks.py -k 'one_process or joined'",

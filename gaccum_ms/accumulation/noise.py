@@ -1,6 +1,6 @@
 """What the gradient noise is estimated from: the squared norm of the first micro-batch's gradient, beside the window's.
 
-Two gradients of different sizes are enough (see noise_scale.py), so that one pass over one micro-batch's gradient
+Two gradients of different sizes are enough (see noise_estimate.py), so that one pass over one micro-batch's gradient
 does, where it is alone in the accumulators; a pass over that of each would take a tenth of a small network's update.
 Ranks add theirs up together with the window's gradients. Kernels on single numbers cost as much to start as others, so
 that the compiled step keeps sums, and what they mean is found when somebody reads them.

@@ -4,7 +4,7 @@ It is the 910A's mode, and others' under ``MS_ASCEND_CHECK_OVERFLOW_MODE=SATURAT
 there, not after the sum over ranks either. So, where overflows are looked for, as MindSpore's
 `nn.TrainOneStepWithLossScaleCell` does:
 
-    clear the flag          before a batch goes forward; in a loop of one's own, at the end of the call before
+    clear the flag          before a batch goes forward; in a loop of your own, at the end of the call before
     read it                 after each batch of an open window, and at a window's end: it stays set until it is cleared
     add it up over ranks    an overflow on one drops the window on all
 

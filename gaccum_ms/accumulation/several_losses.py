@@ -28,6 +28,7 @@ class ByCountsOfEach(nn.Cell):
     may_skip = True
     needs_division = False
     weighs_samples = False
+    runs_all = False
 
     def __init__(self, made_of: MadeOf) -> None:
         super().__init__(auto_prefix=False)

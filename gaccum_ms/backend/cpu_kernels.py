@@ -38,7 +38,7 @@ def add_in_place(parameter: ms.Parameter, value: ms.Tensor) -> ms.Tensor:
     """``parameter += value`` , both of one dtype; returns what stands for its being done.
 
     AssignAdd adds one number at a time and stores each twice. A step of proximal gradient descent with a rate of -1 and
-    no penalty is the same sum, vectorised. It knows neither scalars nor other dtypes.
+    no penalty is the same sum, vectorised. It takes neither scalars nor other dtypes.
     """
     if on_cpu() and parameter.dtype == ms.float32 and parameter.ndim > 0:
         return _proximal_gradient_descent(parameter, -1.0, 0.0, 0.0, value)

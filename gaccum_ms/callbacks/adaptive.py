@@ -1,6 +1,6 @@
 """AdaptiveAccumulation: how many batches share an update, by how noisy their gradients are.
 
-The estimates are those of noise_scale.py; how the number and the learning rate change is in schedule.py.
+noise_estimate.py has the estimates; how the number and the learning rate change is in schedule.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mindspore.train import RunContext
 from gaccum_ms.accumulation.noise import WindowNoise
 from gaccum_ms.backend import no_grad
 from gaccum_ms.backend.checks import check_one_of, check_positive_int
-from gaccum_ms.callbacks.monitor import append_json_line, begin_json_lines, check_json_lines
+from gaccum_ms.callbacks.json_lines import append_json_line, begin_json_lines, check_json_lines
 from gaccum_ms.callbacks.noise_scale import NoiseWatch, check_smoothing, noise_step
 from gaccum_ms.callbacks.schedule import check_ranks_batches, prepare_steps, set_steps
 from gaccum_ms.learning_rate import RULES, current_learning_rate
@@ -48,8 +48,8 @@ class AdaptiveAccumulation(NoiseWatch):
     half as many and between `min_steps` and `max_steps` ; else nothing changes, so that an estimate that wavers changes
     nothing either. All ranks do what rank 0 finds. Nothing is compiled anew.
 
-    One micro-batch alone tells nothing of the noise: where a batch is no more than that, on all ranks, windows have at
-    least two batches.
+    A window of one micro-batch shows no noise. If a batch is one micro-batch, on all ranks, windows have at least two
+    batches.
 
     Each change is kept in ``records`` , a named tuple of ``update`` , the number of updates made;
     ``accumulation_steps`` and ``learning_rate`` , of the first parameter group, from the next window on;
@@ -62,7 +62,7 @@ class AdaptiveAccumulation(NoiseWatch):
         min_steps (int): Fewest batches of a window. Default: ``1`` .
         max_steps (int): Most batches of a window. Default: ``16`` .
         learning_rate (str, optional): Let the optimizer's learning rate follow, ``"linear"`` or ``"sqrt"`` , as
-            :func:`scale_learning_rate` does: the rate given to the optimizer is that for the cell's own
+            :func:`scale_learning_rate` does: the rate given to the optimizer is the rate for the cell's own
             `accumulation_steps` . ``None`` : it stays. Default: ``"linear"`` .
         tolerance (float): How many times too small or too large a batch must be to be changed, larger than 1.
             Default: ``1.5`` .

@@ -1,7 +1,7 @@
 """AdaScale: the learning rate scaled by what a larger batch is worth while training goes on.
 
 Johnson, Agrawal, Gu and Guestrin, "AdaScale SGD: A User-Friendly Algorithm for Distributed Training", ICML 2020,
-arXiv:2007.05105. The estimates are those of noise_scale.py.
+arXiv:2007.05105. noise_estimate.py has the estimates.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class AdaScale(NoiseWatch):
     been multiplied by, and the progress; averages begin anew. Reading the records waits for the device, after each
     batch.
 
-    The callback has ``gain`` , that of the next update; ``progress`` , the scale-invariant steps so far; and
+    The callback has ``gain`` , the next update's gain; ``progress`` , the scale-invariant steps so far; and
     ``records`` , for each update a named tuple of ``update`` , ``gain`` (the next update's) and ``progress`` .
 
     Args:

@@ -19,8 +19,8 @@ class UpdateCheckpoint(ModelCheckpoint):
     Save a checkpoint after every so many updates, when the window has just ended; and when training ends.
 
     A `mindspore.train.ModelCheckpoint <https://www.mindspore.cn/docs/en/master/api_python/train/
-    mindspore.train.ModelCheckpoint.html>`_ in all else: it is that, asked only then. That one saves after every so many
-    batches, in mid-window too; :func:`resume` goes on from both.
+    mindspore.train.ModelCheckpoint.html>`_ in all else, which is called only at these times. `ModelCheckpoint` itself
+    saves after every so many batches, in mid-window too. :func:`resume` goes on from the checkpoints of both.
 
     Args:
         updates (int): Updates between two checkpoints.

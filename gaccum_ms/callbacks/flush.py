@@ -21,12 +21,13 @@ class FlushAccumulation(Callback):
     Update with the batches that are left over when an epoch ends, in place of keeping the window open.
 
     A window of `accumulation_steps` batches that the end of an epoch cuts short updates with what it has, divided by
-    the samples or counts that are really in it. Without this callback windows span epochs: seven batches in windows of
-    four over two epochs are, with it, the updates 4 + 3 + 4 + 3; without it 4 + 4 + 4 and two batches left.
+    the samples or counts that are really in it. Without this callback windows span epochs. For example, two epochs of
+    seven batches in windows of four make the updates 4 + 3 + 4 + 3 with it; without it 4 + 4 + 4, and two batches are
+    left.
 
-    In data parallel mode ranks may then have different numbers of batches: a rank that has none left takes part in the
-    others' updates with a count of zero. Without this callback that is refused before training, because the ranks
-    would wait for each other for ever.
+    In data parallel mode ranks may then have different numbers of batches: a rank that has no batch left takes part in
+    the others' updates with a count of zero. Without this callback, different numbers are refused before training,
+    because the ranks would wait for each other for ever.
 
     Args:
         each_epoch (bool, optional): Whether to flush at the end of each epoch, or only when training ends.

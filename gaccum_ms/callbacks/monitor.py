@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +11,8 @@ import mindspore as ms
 import numpy as np
 from mindspore.train import Callback, RunContext
 
+from gaccum_ms.callbacks.json_lines import append_json_line, begin_json_lines, check_json_lines
+from gaccum_ms.callbacks.noise_estimate import SMOOTHING, NoiseEstimate
 from gaccum_ms.callbacks.window_watch import training_step
 from gaccum_ms.learning_rate import current_learning_rate
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
@@ -33,6 +33,7 @@ class WindowRecord:
     loss_terms: tuple[float, ...] | None
     dropped_micro_batches: int
     grad_norm: float | None
+    noise_scale: float | None
     loss_scale: float | None
     learning_rate: float
     seconds: float
@@ -57,6 +58,8 @@ class WindowMonitor(Callback):
     * ``dropped_micro_batches`` : on all ranks.
     * ``grad_norm`` before clipping, and ``loss_scale`` ; ``None`` without `max_grad_norm` and loss scaling. Without
       `max_grad_norm` , with :class:`SkipSpikes` , it is the norm that was judged.
+    * ``noise_scale`` , in items: what :class:`GradNoiseScale` estimates with its default `smoothing` ; ``None`` without
+      `record_noise` .
     * ``learning_rate`` of the update, of the first parameter group.
     * ``seconds`` from the first batch's beginning to the update's end.
     * ``skipped_updates`` , how many :class:`SkipSpikes` has left out so far; 0 without it.
@@ -117,6 +120,7 @@ class WindowMonitor(Callback):
         self._updates = 0  # before what may be an update
         self._skipped = 0  # likewise
         self._scale: float | None = None
+        self._noise = NoiseEstimate()
 
     def on_train_begin(self, run_context: RunContext) -> None:
         parameters = run_context.original_args()
@@ -187,6 +191,9 @@ class WindowMonitor(Callback):
         count = _number(step, "window_count")
         if count is None and terms is None:
             count = self._counts[-1]
+        records_noise = hasattr(step, "noise_sums")
+        if records_noise and updated:
+            self._noise.keep(step.window.noise.read(float(step.grad_norm.asnumpy())), SMOOTHING)
         record = WindowRecord(
             update=update,
             updated=updated,
@@ -199,6 +206,7 @@ class WindowMonitor(Callback):
             loss_terms=None if terms is None else tuple(terms),
             dropped_micro_batches=int(_number(step, "dropped_micro_batches") or 0),
             grad_norm=_number(step, "judged_norm") if grad_norm is None and judged else grad_norm,
+            noise_scale=self._noise.noise_scale if records_noise else None,
             loss_scale=self._scale,
             # Read now, because callbacks may have set it since the batch's beginning.
             learning_rate=current_learning_rate(step.optimizer, updates_ago=int(updated)),
@@ -231,25 +239,6 @@ class WindowMonitor(Callback):
                 self._summary.record(record.update)
 
 
-def check_json_lines(owner: str, json_lines: Any) -> None:
-    if json_lines is not None and not isinstance(json_lines, (str, Path)):
-        raise TypeError(
-            f"For '{owner}', the argument 'json_lines' must be a path, but got {json_lines!r} of type "
-            f"'{type(json_lines).__name__}'."
-        )
-
-
-def begin_json_lines(path: Path) -> None:
-    """An unwritable file is an error now, not after the first window."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
-
-
-def append_json_line(path: Path, record: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
-
-
 def _counts(step: TrainOneStepWithGradAccumulationCell, samples: int) -> list[float]:
     """What the last batch, of so many samples, counted; with several losses for each."""
     if step.spans_batches:
@@ -276,10 +265,3 @@ def _number(step: TrainOneStepWithGradAccumulationCell, name: str) -> float | No
 def _numbers(step: TrainOneStepWithGradAccumulationCell, name: str) -> list[float] | None:
     parameter = getattr(step, name, None)
     return None if parameter is None else [_shortest(one) for one in parameter.asnumpy().reshape(-1)]
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
-    if isinstance(value, tuple):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,27 +1,4 @@
-r"""How noisy the gradient is, and GradNoiseScale, which says what batch size that asks for.
-
-Of a window the step records two gradients: :math:`g`, the mean over the :math:`n` items of its first micro-batch, and
-:math:`\bar g`, the mean over all its :math:`N` items. With :math:`G` the true gradient and :math:`\Sigma` the
-covariance of one item's,
-
-.. math::
-    \mathrm{E} |g|^2 = |G|^2 + \mathrm{tr} \Sigma / n, \quad
-    \mathrm{E} |\bar g|^2 = |G|^2 + \mathrm{tr} \Sigma / N
-
-and so, without bias, whatever the sizes,
-
-.. math::
-    \mathrm{tr} \Sigma \approx \frac{|g|^2 - |\bar g|^2}{1 / n - 1 / N}, \quad
-    |G|^2 \approx \frac{N |\bar g|^2 - n |g|^2}{N - n}
-
-the estimates of McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, arXiv:1812.06162, appendix A.1.
-Over several ranks :math:`|g|^2` is the mean over the ranks' first micro-batches, weighed by their items, and :math:`n`
-the mean of these. Ranks that weigh the same in the update, though their batches differ, have a mean as noisy as that
-over :math:`N = R^2 / \sum_r 1 / N_r` items.
-
-To look at all micro-batches, not at the first alone, would need fewer updates, half as many for :math:`|G|^2` , and far
-fewer for a gradient of few weights and little noise; but a pass over each micro-batch's gradient.
-"""
+"""GradNoiseScale, which says what batch size the gradient's noise calls for, and what callbacks like it share."""
 
 from __future__ import annotations
 
@@ -32,6 +9,7 @@ from typing import Any, NamedTuple
 from mindspore.train import Callback, RunContext
 
 from gaccum_ms.accumulation.noise import WindowNoise
+from gaccum_ms.callbacks.noise_estimate import SMOOTHING, NoiseEstimate
 from gaccum_ms.callbacks.window_watch import training_step
 from gaccum_ms.distributed.ranks import rank_or_0
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
@@ -40,28 +18,11 @@ _NAME = "GradNoiseScale"
 _NEAR = 1.5  # times the critical size, or a part of it
 
 
-class Average:
-    """An exponential moving average without the bias towards its beginning at 0."""
-
-    def __init__(self) -> None:
-        self._sum = 0.0
-        self._weight = 0.0
-
-    def add(self, value: float, smoothing: float) -> None:
-        self._sum = smoothing * self._sum + (1 - smoothing) * value
-        self._weight = smoothing * self._weight + (1 - smoothing)
-
-    @property
-    def value(self) -> float:
-        return self._sum / self._weight if self._weight else math.nan
-
-
-class NoiseWatch(Callback):
+class NoiseWatch(NoiseEstimate, Callback):
     """What callbacks that follow the gradient noise have in common: `on_noise` gets each window that updated."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.variance, self.true_square_norm = Average(), Average()
         self._updates = 0
 
     def on_train_begin(self, run_context: RunContext) -> None:
@@ -83,19 +44,6 @@ class NoiseWatch(Callback):
             return
         self._updates = updates
         self.on_noise(step.window.noise.read(float(step.grad_norm.asnumpy())), step, run_context)
-
-    @property
-    def noise_scale(self) -> float:
-        """In items; NaN before anything is known, infinite where the gradient cannot be told from zero."""
-        variance, square = self.variance.value, self.true_square_norm.value
-        if math.isnan(variance):
-            return math.nan
-        return max(variance, 0.0) / square if square > 0 else math.inf
-
-    def keep(self, noise: WindowNoise, smoothing: float) -> None:
-        if noise.is_known:
-            self.variance.add(noise.variance, smoothing)
-            self.true_square_norm.add(noise.true_square_norm, smoothing)
 
     def on_noise(self, noise: WindowNoise, step: TrainOneStepWithGradAccumulationCell, run_context: RunContext) -> None:
         raise NotImplementedError
@@ -136,15 +84,15 @@ class ScaleRecord(NamedTuple):
 
 class GradNoiseScale(NoiseWatch):
     r"""
-    Estimate the gradient noise scale while training, and say which batch size it asks for.
+    Estimate the gradient noise scale while training, and say which batch size it calls for.
 
     The noise scale :math:`\mathrm{tr} \Sigma / |G|^2` , with :math:`G` the true gradient and :math:`\Sigma` the
     covariance of one item's gradient, is about the critical batch size (McCandlish et al., `An Empirical Model of
-    Large-Batch Training <https://arxiv.org/abs/1812.06162>`_ , 2018): much smaller batches than that are mostly noise,
-    and twice the batch does nearly the work of two updates; much larger ones gain little. Both are estimated, without
+    Large-Batch Training <https://arxiv.org/abs/1812.06162>`_ , 2018): much smaller batches are mostly noise, and
+    doubling the batch does nearly the work of two updates; much larger batches gain little. Both are estimated, without
     bias, from the squared norms of two gradients of each window, its first micro-batch's and its own, of all ranks, and
-    averaged over updates. `batch` means all items of an update, samples or what `count` counts; of ranks that weigh the
-    same but differ in size, as many as would be as noisy.
+    averaged over updates. `batch` means all items of an update: samples, or what `count` counts. If ranks have equal
+    weight but unequal batches, it is the batch size that would be equally noisy.
 
     The cell needs ``record_noise=True`` , and windows of at least two micro-batches, over all ranks. After training,
     rank 0 prints `advice` . Reading the records waits for the device, after each batch.
@@ -191,7 +139,7 @@ class GradNoiseScale(NoiseWatch):
         True
     """
 
-    def __init__(self, smoothing: float = 0.99) -> None:
+    def __init__(self, smoothing: float = SMOOTHING) -> None:
         super().__init__()
         check_smoothing(_NAME, smoothing)
         self.smoothing = smoothing

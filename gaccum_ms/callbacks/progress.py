@@ -31,22 +31,23 @@ class ProgressBar(Callback):
     r"""
     One bar for the whole training: epoch, batches, updates, loss, learning rate, norm, samples per second, time left.
 
-    It is shown where standard error is a terminal, on rank 0. In logs, and on other ranks, nothing is written and
-    nothing is read from the device: there `WindowMonitor` and MindSpore's `LossMonitor` keep records. A launched rank's
-    output goes into a log; rank 0 draws there with ``ProgressBar(sys.stdout, show=True)`` , because the launcher passes
-    on what it writes to standard output.
+    It is shown on rank 0 if standard error is a terminal. In logs and on other ranks, nothing is written and nothing is
+    read from the device: use `WindowMonitor` or MindSpore's `LossMonitor` there. A launched rank's output goes into a
+    log; rank 0 draws there with ``ProgressBar(sys.stdout, show=True)`` , because the launcher passes on what it writes
+    to standard output.
 
-    The bar counts batches. Beside it stand, as of the last batch: updates made; the loss of the last window, or of the
-    last batch before a window of several has ended; the learning rate of the next update, of the first parameter group;
-    with `max_grad_norm` , the norm before clipping; and samples per second, of this rank, since the bar was last drawn;
+    The bar counts batches. It shows, as of the last batch: updates made; the loss of the last window, or of the last
+    batch before a window of several has ended; the learning rate of the next update, of the first parameter group; with
+    `max_grad_norm` , the norm before clipping; and samples per second, of this rank, since the bar was last drawn;
     with :class:`MaxTokens` , tokens that are not padding.
     Times are as `tqdm <https://tqdm.github.io>`_ , which draws the bar, shows them: elapsed < left.
 
-    On a narrow terminal the least important is left out: first the bar itself, then the percentage, the time that has
-    elapsed, words, updates, the epoch, and only then speed, norm, learning rate, the time left and the loss.
+    On a narrow terminal the least important parts are left out: first the bar itself, then the percentage, the time
+    that has elapsed, words, updates, the epoch, and only then speed, norm, learning rate, the time left and the loss.
 
     Reading loss and updates waits for the device, so they are read only when the bar is drawn, at most once in
-    `refresh_seconds` . With data sinking MindSpore calls callbacks once for each sink, and the bar moves so.
+    `refresh_seconds` . With data sinking MindSpore calls callbacks once for each sink, and the bar moves once for each
+    sink.
 
     Args:
         file (TextIO, optional): Where to write. Default: ``None`` , standard error.

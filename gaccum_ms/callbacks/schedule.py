@@ -19,16 +19,16 @@ class AccumulationScheduler(Callback):
     r"""
     Change `accumulation_steps` while training goes on: small batches first, large ones when the gradient is noisy.
 
-    Growing the batch in place of shrinking the learning rate is described by Smith et al., "Don't Decay the Learning
-    Rate, Increase the Batch Size" (2018, `arXiv:1711.00489 <https://arxiv.org/abs/1711.00489>`_). The number changes
-    between windows only, and nothing is compiled anew.
+    Smith et al. describe growing the batch in place of shrinking the learning rate: "Don't Decay the Learning Rate,
+    Increase the Batch Size" (2018, `arXiv:1711.00489 <https://arxiv.org/abs/1711.00489>`_). The number changes between
+    windows only, and nothing is compiled anew.
 
     Args:
         schedule (Union[dict[int, int], Callable]): Number of batches that share an update, from each epoch on, counted
-            from 0: ``{0: 1, 5: 4}`` ; before the first entry it is the cell's own. Or a function that maps the number
-            of updates made, an int, to that of the next window.
+            from 0: ``{0: 1, 5: 4}`` ; before the first entry, the cell's own number holds. Or a function that maps the
+            number of updates made, an int, to the next window's number.
         learning_rate (str, optional): Let the optimizer's learning rate follow, ``"linear"`` or ``"sqrt"`` , as
-            :func:`scale_learning_rate` does: the rate given to the optimizer is that for the cell's own
+            :func:`scale_learning_rate` does: the rate given to the optimizer is the rate for the cell's own
             `accumulation_steps` . Default: ``None`` , it stays.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Which rank has which part of a list of tensors: to take one's own parts, and to put all parts together.
+"""Which rank has which part of a list of tensors: to take a rank's own parts, and to put all parts together.
 
 A tensor is either whole, on one rank, or in slices on all: laid flat, each rank has a row of it of shape (1, columns).
 Where the size does not divide, the last rows begin earlier and overlap those before them, and several ranks do the same

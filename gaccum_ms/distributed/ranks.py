@@ -1,8 +1,8 @@
 """What differs by parallel mode. Stand-alone and data parallel share one step, which reduces once per update.
 
-Where samples decide, after the loop and by ``gradients_mean``. Where counts decide, ranks add up sums, not means,
-whatever ``gradients_mean`` says, and the sums of losses and counts go with them. How gradients travel is in
-all_reduce.py.
+When micro-batches are weighted by samples, gradients are reduced after the loop, and averaged or summed as
+``gradients_mean`` says. When they are weighted by counts, ranks add up sums and not means, whatever ``gradients_mean``
+says, and the sums of losses and counts are sent with them. all_reduce.py is how gradients are sent.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class ShardedOptimizer(nn.Optimizer):
     Each rank keeps and updates its part, and all put the weights together again: ZeRO stage 1 of Rajbhandari et al.,
     `ZeRO: Memory Optimizations Toward Training Trillion Parameter Models <https://arxiv.org/abs/1910.02054>`_ (2020),
     on every device. Of Adam's two moments, twice the weights' size, each of N ranks keeps :math:`1/N` . Weights, state
-    and losses are those of the optimizer unsharded, to float32 rounding. Stand-alone it is that optimizer.
+    and losses equal the unsharded optimizer's, to float32 rounding. Stand-alone it is that optimizer.
 
     Adam, AdamWeightDecay, SGD, Momentum and MindSpore's others that treat each element by itself get a slice of each
     parameter; beside the state, a rank then has a copy of its slices of the weights. All others, and groups with

@@ -1,6 +1,6 @@
 """Start a script on several processes, of one host or of several, and end them together.
 
-    python -m gaccum_ms.launch --processes 8 train.py --epochs 3
+    gaccum-ms run --processes 8 train.py --epochs 3        or: python -m gaccum_ms.launch --processes 8 ...
 
 starts one tree of processes::
 
@@ -32,9 +32,9 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Read the command line, launch, and return the exit code."""
-    options = parse(sys.argv[1:] if argv is None else argv)
+def main(argv: list[str] | None = None, prog: str = "python -m gaccum_ms.launch") -> int:
+    """Read the command line of `prog` , launch, and return the exit code."""
+    options = parse(sys.argv[1:] if argv is None else argv, prog)
     if options.print_script:
         show(f"{options.script}\n".encode())
         return 0

@@ -15,6 +15,8 @@ import math
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
+from gaccum_ms.launch.output import show
+
 ABBREVIATION_LETTERS = 4
 ALIKE = 0.8  # the share of letters in common, as difflib counts it, from which on a word is nearly another
 
@@ -26,13 +28,17 @@ class Parser(argparse.ArgumentParser):
         self._options: dict[str, argparse.Action] = {}
         super().__init__(allow_abbrev=False, **options)
 
-    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
-        action = super().add_argument(*names, **options)
+    def add_argument(self, *names: Any, group: Any = None, **options: Any) -> argparse.Action:
+        """Add an option, to a group of this parser's help if one is given."""
+        action = super().add_argument(*names, **options) if group is None else group.add_argument(*names, **options)
         self._options |= dict.fromkeys(action.option_strings, action)
         return action
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}; see --help\n")
+        self.exit(2, f"error: {message}; see --help\n".replace("\n", " ").rstrip() + "\n")
+
+    def print_help(self, file: Any = None) -> None:
+        show(self.format_help().encode())
 
     def split(self, words: list[str]) -> tuple[list[str], list[str]]:
         """Split words into the launcher's options, to be given to `parse_args`, and the rest."""

@@ -1,6 +1,6 @@
 """Say whether this machine can train: what is installed, which devices MindSpore can use, whether ranks can talk.
 
-    bash run.sh check
+    gaccum-ms check        in a checkout: bash run.sh check
 
 Each part is tried in a process of its own, with the environment that the launcher sets. What is broken is named with
 its remedy, and makes the exit code 1; what is merely not there (a GPU, mpirun) does not.
@@ -22,12 +22,23 @@ from typing import NamedTuple
 
 from gaccum_ms.launch import cuda, probe
 from gaccum_ms.launch.cluster import COLLECTIVE_TIMEOUT, Cluster
+from gaccum_ms.launch.command_line import Parser
+from gaccum_ms.launch.output import show
 
 # What training goes by, run as a program of its own: the launcher imports nothing of the other packages.
 CPU_INSTRUCTIONS = Path(__file__).parents[1] / "backend" / "cpu_instructions.py"
+DESCRIPTION = (
+    "Say what is installed, which devices MindSpore can use, and whether two ranks can add numbers. Whatever is "
+    "broken is named with its remedy, and the exit code is then 1. Nothing is installed or changed."
+)
 DEVICE_SECONDS = 120
 RANKS_SECONDS = 180
-INSTALL = "bash run.sh lets pip install it; by hand: pip install -e ."
+MINDSPORE = "mindspore>=2.7.2,<2.11"
+
+
+def install(package: str) -> str:
+    """How to install a package."""
+    return f"bash run.sh lets pip install it; by hand: pip install '{package}'"
 
 
 class Finding(NamedTuple):
@@ -50,7 +61,7 @@ def check_package(name: str, right: Callable[[list[str]], bool], needed: str) ->
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return Finding(name, "not installed", INSTALL)
+        return Finding(name, "not installed", install(needed))
     return Finding(name, version, "" if right(version.split(".")) else f"pip install '{needed}'")
 
 
@@ -60,7 +71,7 @@ def check_mindspore() -> Finding:
     def right(version: list[str]) -> bool:
         return (2, 7, 2) <= tuple(map(int, re.findall(r"\d+", ".".join(version))[:3])) < (2, 11)
 
-    return check_package("mindspore", right, "mindspore>=2.7.2,<2.11")
+    return check_package("mindspore", right, MINDSPORE)
 
 
 def check_device(device: str, env: Mapping[str, str]) -> Finding:
@@ -70,7 +81,7 @@ def check_device(device: str, env: Mapping[str, str]) -> Finding:
         return Finding(device, "works")
     said = done.stdout + done.stderr
     if device == "CPU":
-        return Finding(device, f"fails: {_first_reason(said)}", "reinstall MindSpore: " + INSTALL)
+        return Finding(device, f"fails: {_first_reason(said)}", "reinstall MindSpore: " + install(MINDSPORE))
     if device == "GPU":
         wrong = cuda.wrong_cuda_home(env)
         if not cuda.has_driver():
@@ -127,12 +138,14 @@ def _first_reason(said: str) -> str:
     return (after_title[:1] or plain[-1:] or ["it said nothing"])[0]
 
 
-def main() -> int:
+def main(argv: list[str] | None = None, prog: str = "python -m gaccum_ms.launch.doctor") -> int:
     """Check all, print it, and return the exit code."""
+    parser = Parser(prog=prog, usage="%(prog)s", description=DESCRIPTION)
+    parser.parse_args(argv)
     failed = []
 
     def report(finding: Finding) -> Finding:
-        print(f"{finding.name:10} {finding.text}", flush=True)
+        show(f"{finding.name:10} {finding.text}\n".encode())
         if finding.remedy:
             failed.append(finding)
         return finding
@@ -142,7 +155,7 @@ def main() -> int:
     report(check_package("psutil", lambda version: True, "psutil"))
     mindspore = report(check_mindspore())
     report(check_onednn())
-    report(check_program("msrun", "" if mindspore.remedy else "reinstall MindSpore: " + INSTALL, ""))
+    report(check_program("msrun", "" if mindspore.remedy else "reinstall MindSpore: " + install(MINDSPORE), ""))
     report(check_program("mpirun", "", ", which only --launcher mpirun needs (on Debian: openmpi-bin)"))
     if not failed:
         with tempfile.TemporaryDirectory() as folder:

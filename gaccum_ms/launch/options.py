@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 from pathlib import Path
@@ -15,58 +16,9 @@ LOCAL = "127.0.0.1"
 SECRET_BYTES = 16  # at least
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Read a command line. A mistake in it ends this program, with one line that says which."""
-    parser = Parser(
-        prog="python -m gaccum_ms.launch",
-        usage="%(prog)s [options] script [its arguments]",
-        description="Start a script on several processes, of one host or of several, and end them together.",
-    )
-    parser.add_argument("-n", "--processes", type=int, default=8, help="number of ranks on this host (default: 8)")
-    parser.add_argument("--script", help="the program that each rank runs, where it does not come after the options")
-    parser.add_argument("--launcher", choices=("msrun", "mpirun"), default="msrun", help="default: msrun")
-    parser.add_argument("--log-dir", type=Path, default=Path("log_output"), help="default: log_output")
-    parser.add_argument("--timeout", type=seconds, default=0, help="seconds after which all is ended (default: never)")
-    parser.add_argument(
-        "--start-timeout", type=seconds, default=600, help="seconds in which ranks and hosts must come (default: 600)"
-    )
-    parser.add_argument(
-        "--end-timeout",
-        type=seconds,
-        default=15,
-        help="seconds for which ranks may stand still once another has ended (default: 15; 0: for ever)",
-    )
-    parser.add_argument("--nodes", type=int, default=1, help="number of hosts (default: 1)")
-    parser.add_argument("--node-rank", type=int, default=0, help="which of them this one is, from 0")
-    parser.add_argument("--master-addr", default=LOCAL, help="an address of host 0; needed with several hosts")
-    parser.add_argument(
-        "--master-port", type=int, default=0, help=f"a port there, and the next (default: {MASTER_PORT}; one host: any)"
-    )
-    parser.add_argument(
-        "--secret-file", type=Path, help=f"what hosts know each other by, in a file (default: the variable {SECRET})"
-    )
-    parser.add_argument(
-        "--max-restarts",
-        type=int,
-        default=0,
-        help="how often all ranks may begin anew after one or a host has failed (default: 0)",
-    )
-    parser.add_argument(
-        "--min-processes", type=int, default=0, help="least number of ranks, on all hosts, for that (default: all)"
-    )
-    names = ("--tune-cpu", "--tune-cpu-threads")  # the second is its name of before
-    parser.add_argument(*names, dest="tune_cpu_threads", action="store_true", help="call gaccum_ms.tune_cpu() first")
-    parser.add_argument("--rank-table-file", "--rank_table_file", default="", help="msrun's option")
-    parser.add_argument("--bind-core", "--bind_core", default="", help="msrun's option: True, or cores as JSON")
-    parser.add_argument(
-        "--dry-run",
-        choices=FORMS,
-        help="start nothing: print a script that does, with every rank's variables, by these means",
-    )
-    parser.add_argument("--hosts", type=_names, default=[], help="with --dry-run: the hosts' names, as host0,host1")
-    # What run.sh needs: the script where none is given, and which one it is.
-    parser.add_argument("--default-script", help=argparse.SUPPRESS)
-    parser.add_argument("--print-script", action="store_true", help=argparse.SUPPRESS)
+def parse(argv: list[str], prog: str = "python -m gaccum_ms.launch") -> argparse.Namespace:
+    """Read a command line of `prog` . A mistake in it ends this program, with one line that says which."""
+    parser = _parser(prog)
     own, rest = parser.split(argv)
     options = parser.parse_args(own)
     if options.script is None:
@@ -117,6 +69,60 @@ def parse(argv: list[str]) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     return options
+
+
+def _parser(prog: str) -> Parser:
+    parser = Parser(
+        prog=prog,
+        usage="%(prog)s [options] script [its arguments]",
+        description="Start a script on several processes, of one host or of several, and end them together.",
+    )
+    ranks = parser.add_argument_group("the ranks")
+    add = functools.partial(parser.add_argument, group=ranks)
+    add("-n", "--processes", type=int, default=8, metavar="N", help="number of ranks on this host (default: 8)")
+    add("--script", metavar="FILE", help="the program that each rank runs, if it does not come after the options")
+    add("--launcher", choices=("msrun", "mpirun"), default="msrun", help="what starts the ranks (default: msrun)")
+    add("--log-dir", type=Path, default=Path("log_output"), metavar="FOLDER", help="default: log_output")
+    names = ("--tune-cpu", "--tune-cpu-threads")  # the second is its name of before
+    add(*names, dest="tune_cpu_threads", action="store_true", help="call gaccum_ms.tune_cpu() before the script")
+    names = ("--bind-core", "--bind_core")
+    add(*names, default="", metavar="CORES", help="msrun's option: True, or the cores of each rank as JSON")
+    add("--rank-table-file", "--rank_table_file", default="", metavar="FILE", help="msrun's option, for Ascend")
+
+    limits = parser.add_argument_group("time limits, in seconds")
+    add = functools.partial(parser.add_argument, group=limits, type=seconds, metavar="S")
+    add("--timeout", default=0, help="end all ranks after this time (default: never)")
+    add("--start-timeout", default=600, help="end all ranks if one or a host has not come by then (default: 600)")
+    add(
+        "--end-timeout",
+        default=15,
+        help="once a rank has ended, end the others if they stand still for so long (default: 15; 0: never)",
+    )
+
+    restarts = parser.add_argument_group("restarts after a rank or a host has failed")
+    add = functools.partial(parser.add_argument, group=restarts, type=int, default=0)
+    add("--max-restarts", metavar="N", help="start all ranks again, at most N times (default: 0)")
+    add("--min-processes", metavar="N", help="then go on with N ranks or more, on all hosts together (default: all)")
+
+    hosts = parser.add_argument_group("several hosts: start the same command on each")
+    add = functools.partial(parser.add_argument, group=hosts)
+    add("--nodes", type=int, default=1, metavar="N", help="number of hosts (default: 1)")
+    add("--node-rank", type=int, default=0, metavar="R", help="number of this host, from 0")
+    add("--master-addr", default=LOCAL, metavar="ADDRESS", help="an address of host 0; needed with several hosts")
+    port = f"this port of host 0 and the next one are used (default: {MASTER_PORT}; on one host: any free port)"
+    add("--master-port", type=int, default=0, metavar="PORT", help=port)
+    secret = f"file with the secret that all hosts share (default: the variable {SECRET})"
+    add("--secret-file", type=Path, metavar="FILE", help=secret)
+
+    print_only = parser.add_argument_group("print a script instead of starting anything")
+    add = functools.partial(parser.add_argument, group=print_only)
+    add("--dry-run", choices=FORMS, help="print a script of bash that starts all ranks by these means")
+    add("--hosts", type=_names, default=[], metavar="HOST,HOST", help="with --dry-run: the names of the hosts")
+
+    # What run.sh needs: the script if none is given, and which one it is.
+    parser.add_argument("--default-script", help=argparse.SUPPRESS)
+    parser.add_argument("--print-script", action="store_true", help=argparse.SUPPRESS)
+    return parser
 
 
 def _check_restarts(parser: Parser, options: argparse.Namespace) -> None:

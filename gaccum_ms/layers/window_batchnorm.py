@@ -1,4 +1,4 @@
-r"""BatchNorm whose moving statistics are those of the window: pooled over its micro-batches and all ranks, moved once.
+r"""BatchNorm whose moving statistics are the window's: pooled over its micro-batches and all ranks, moved once.
 
 A micro-batch of :math:`n` values of a channel has the mean :math:`m` and the variance :math:`v` . By the law of total
 variance those of all :math:`N` values are
@@ -27,7 +27,7 @@ _NAME = "WindowBatchNorm"
 
 class WindowBatchNorm(nn.Cell):
     r"""
-    BatchNorm that moves its moving statistics once per update, by those of the whole window.
+    BatchNorm that moves its moving statistics once per update, by the whole window's mean and variance.
 
     In place of `nn.BatchNorm1d <https://www.mindspore.cn/docs/en/master/api_python/nn/mindspore.nn.BatchNorm1d.html>`_
     , `2d` and `3d` , with Parameters of the same names, in a network that a :class:`GradAccumulationCell` trains. In

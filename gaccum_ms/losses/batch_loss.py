@@ -19,14 +19,14 @@ FLOATS = (ms.float32, ms.float16, ms.bfloat16, ms.float64)
 
 class WithBatchLossCell(nn.Cell):
     r"""
-    Put a network and a loss that needs all samples of a batch at once together, such as a contrastive loss, whose
+    Put a network together with a loss that needs all samples of a batch at once, such as a contrastive loss, whose
     negatives are the batch's other samples.
 
     In a :class:`GradAccumulationCell` the loss is exact under micro-batches, by GradCache (`Gao et al., 2021
     <https://arxiv.org/abs/2101.06983>`_): micro-batches go forward alone, all their representations together through
     the loss, and micro-batches once more forward and backward, each with its part of the loss's gradient. It costs one
     more forward; the activations of one micro-batch are in memory at a time, and the representations of all. The
-    backbone must give the same both times: it does not with Dropout, which is warned of.
+    backbone must give the same both times. With Dropout it does not, and a warning says so.
 
     Made after `mindspore.set_auto_parallel_context` , for `gather_ranks` .
 
@@ -39,7 +39,7 @@ class WithBatchLossCell(nn.Cell):
 
     Keyword Args:
         gather_ranks (bool, optional): In data parallel mode, let the loss see the samples of all ranks, in the order of
-            ranks; all must have batches of the same size. Loss and update are then those of one process that has the
+            ranks; all must have batches of the same size. Loss and update then equal those of one process that has the
             whole global batch, whatever ``gradients_mean`` says. Default: ``False`` , each rank's loss is over its own
             batch, and what ranks mean together is what it is without accumulation.
 

@@ -25,9 +25,9 @@ class CountNotIgnored(nn.Cell):
     r"""
     Count for a loss that skips a label, as `nn.CrossEntropyLoss` skips `ignore_index` : how many labels it keeps.
 
-    The rule is that of `mindspore.nn.CrossEntropyLoss <https://www.mindspore.cn/docs/en/master/api_python/nn/
+    The rule follows `mindspore.nn.CrossEntropyLoss <https://www.mindspore.cn/docs/en/master/api_python/nn/
     mindspore.nn.CrossEntropyLoss.html>`_: with reduction 'mean' the sum is divided by the number of labels that differ
-    from `ignore_index` ; with its `weight` it is another, which a count of one's own must give.
+    from `ignore_index` ; with its `weight` it is another, which a count of your own must give.
 
     Args:
         ignore_index (int): The label that is skipped. Default: ``-100`` , as in `nn.CrossEntropyLoss` .

@@ -14,8 +14,8 @@ class PerSampleLoss(nn.Cell):
     Reduce what a network returns for each sample to the scalar that :class:`GradAccumulationCell` takes.
 
     Where MindSpore's compiler distributes the graph, in semi-auto and auto parallel mode, the scalar loss of each
-    micro-batch is reduced over the devices by itself. Of this Cell's network the losses of all micro-batches are added
-    up first, and reduced over the devices once per update. In the other modes it makes no difference.
+    micro-batch is reduced over the devices by itself. With this Cell, the losses of all micro-batches are added up
+    first, and reduced over the devices once per update. In the other modes it makes no difference.
 
     Args:
         network (Cell): The network with its loss. Its output has shape :math:`(N, ...)`, one loss for each sample or

@@ -17,8 +17,8 @@ _FIRST = (1, 2, 4, 16)
 
 
 def next_probe(measured: Mapping[int, int], samples: int) -> int | None:
-    """The size to measure next, or None: 1, 2, 4 and 16 samples, and on by fours while so little is between two that
-    the line through them would be one through noise, but no more than a quarter of the batch.
+    """The size to measure next, or None. Measure 1, 2, 4 and 16 samples; then quadruple while two successive
+    measurements differ by less than the noise, up to a quarter of the batch.
 
     Args:
         measured (Mapping[int, int]): Samples, and the bytes that they reached.

@@ -1,1 +1,1 @@
-"""The training step, loops of one's own, and going on from a checkpoint."""
+"""The training step, loops of your own, and going on from a checkpoint."""

@@ -1,4 +1,4 @@
-"""Where a data set goes on in a training that was resumed, in `ms.Model.train` and in a loop of one's own.
+"""Where a data set goes on in a training that was resumed, in `ms.Model.train` and in a loop of your own.
 
 MindSpore's `set_init_step` says how many batches all epochs so far have had, and iterators begin there: each of them,
 for as long as it is not set back; and one without `num_epochs` fails. Here the position ends with the first batch that

@@ -1,6 +1,6 @@
 """GradAccumulator: accumulation for hand-written training loops, which make their gradients themselves.
 
-The loop's batches are the micro-batches. Reduction, clipping, loss scaling and counts are those of the training step:
+The loop's batches are the micro-batches. Reduction, clipping, loss scaling and counts work as in the training step:
 open_window.py, reduction.py and update.py serve both.
 """
 
@@ -83,10 +83,10 @@ class GradAccumulator(Resumable, nn.Cell):
     Inputs:
         - **gradients** (tuple[Tensor]) - The gradients of the batch's mean loss, not reduced over ranks, one of the
           shape of each of the optimizer's parameters.
-        - **count** (Union[Tensor, float], optional) - How many items the mean was taken over, shape :math:`()`. Give
-          it with every batch of a window or with none; inside `mindspore.jit` nobody checks that, and a batch whose
-          count is bad is left out without a word. The mean is then exact over all ranks; without it each batch weighs
-          the same, and ranks are averaged or summed as MindSpore's ``gradients_mean`` says. Default: ``None`` .
+        - **count** (Union[Tensor, float], optional) - How many items the mean was taken over, shape :math:`()`. Give it
+          with every batch of a window or with none; inside `mindspore.jit` this is not checked, and a batch with a bad
+          count is left out silently. The mean is then exact over all ranks; without it each batch weighs the same, and
+          ranks are averaged or summed as MindSpore's ``gradients_mean`` says. Default: ``None`` .
 
     Outputs:
         bool, whether there was an update: at a window's last batch, unless it was dropped. Inside `mindspore.jit`, a

@@ -39,24 +39,24 @@ def resume(
     counts, whatever `micro_size` and `accumulation_steps` are now; with another number of ranks, give the checkpoints
     of all old ones.
 
-    Not in a checkpoint, because MindSpore keeps them where nobody can read them: what random operators are going to
-    draw on CPU, the masks of `nn.Dropout` among them; and random numbers of Python and NumPy in datasets.
+    Two things are not in a checkpoint, because MindSpore gives no access to them: what random operators will draw on
+    CPU, such as the masks of `nn.Dropout` ; and random numbers of Python and NumPy in datasets.
 
     Args:
         model (Union[Model, TrainOneStepWithGradAccumulationCell, GradAccumulator]): What trains.
         checkpoint (Union[str, Path, Sequence]): A file of `mindspore.save_checkpoint` of the step, or of
             `mindspore.train.ModelCheckpoint` , in either format; safetensors by its suffix. Or the files of all ranks
-            that saved, in any order. Or a folder: then all ranks go on from the newest checkpoint that all have
-            there, each in a folder of its own or all in one; there is nothing to go on from, and no error, where the
-            folder is empty or missing. A name that ends with neither ``.ckpt`` nor ``.safetensors`` is a folder's.
-        data_set (Dataset, optional): Is set to the batch after the last that was trained on, until a batch is trained
-            on; then its iterators begin at the beginning again. Its seed must be the same, and `dataset_sink_mode`
+            that saved, in any order. Or a folder: then all ranks go on from the newest checkpoint that all have there,
+            each in a folder of its own or all in one; an empty or missing folder is no error, and the training begins
+            at the beginning. A name that ends with neither ``.ckpt`` nor ``.safetensors`` is a folder's.
+        data_set (Dataset, optional): It is set to the batch after the last one that was trained on. Once a batch is
+            trained on, its iterators begin at the beginning again. Its seed must be the same, and `dataset_sink_mode`
             False. With another number of ranks the batches must be those of all ranks, divided anew.
             Default: ``None`` .
 
     Returns:
         int, the number of finished epochs, 0 without `data_set` : ``model.train(epochs, data_set,
-        initial_epoch=resume(model, file, data_set))`` . In a loop of one's own the epochs are ``range(finished,
+        initial_epoch=resume(model, file, data_set))`` . In a loop of your own the epochs are ``range(finished,
         epochs)`` , each with an iterator of its own; one iterator for all of them needs ``num_epochs=epochs`` , the
         finished ones among them, for the order that a shuffled data set would have had.
 

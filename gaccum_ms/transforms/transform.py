@@ -46,10 +46,8 @@ class Transform(_KeepsArguments, nn.Cell):
     * ``after_update(after)`` acts when the optimizer has written the weights, and returns `after` , a Tensor, by
       `mindspore.ops.depend` on what it did. What must move only with an update belongs here.
 
-    All ranks must decide alike. What `state` makes is in checkpoints, and :func:`resume` goes on with it.
-
-    Args:
-        None of its own; a class of one's own takes what it needs, and calls ``super().__init__()`` .
+    A class of your own takes the arguments that it needs, and calls ``super().__init__()`` in its constructor. All
+    ranks must decide alike. What `state` makes is in checkpoints, and :func:`resume` goes on with it.
 
     Inputs:
         - **gradients** (tuple[Tensor]) - Float32, one of each weight's shape, without loss scale.

@@ -64,6 +64,8 @@ class Returning(Shown):
             return loss, (errors, errors)
         if self.kind == "text":
             return loss, "errors"
+        if self.kind == "narrow":
+            return loss, ops.cast(errors, ms.float16), ops.tile(errors[:, None, None], (1, 2, 3))
         if self.kind == "scalars":
             return loss, loss * 2, ops.cast(errors > 0, ms.int32).sum() / errors.shape[0], loss * 3
         return loss, errors
@@ -181,6 +183,17 @@ def test_scalars_alone(way):
     loss, twice, positive, thrice = step_of(Returning("scalars"), aux=True, micro_size=3)(x, mask)
     np.testing.assert_allclose([twice.asnumpy(), thrice.asnumpy()], loss.asnumpy() * [2, 3], rtol=1e-6)
     np.testing.assert_allclose(positive.asnumpy(), (x.asnumpy() @ START > 1).mean(), rtol=1e-6)
+
+
+@pytest.mark.core(way="graph")
+@pytest.mark.parametrize("way", MODES)
+def test_rows_of_another_dtype_and_of_more_axes(way):
+    ms.set_context(mode=MODES[way])
+    x, mask = batch([1] * 7)
+    _, half, tiled = step_of(Returning("narrow"), aux=True, micro_size=3)(x, mask)
+    assert (half.dtype, tiled.shape) == (ms.float16, (7, 2, 3))
+    for one in (half, tiled[:, 1, 2]):
+        np.testing.assert_allclose(as_numpy(one), x.asnumpy() @ START - 1, rtol=1e-3, atol=1e-3)
 
 
 def test_in_a_graph_for_all_lengths():

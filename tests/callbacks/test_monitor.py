@@ -29,6 +29,7 @@ from gaccum_ms import (
     CountMask,
     FlushAccumulation,
     GradAccumulationCell,
+    GradNoiseScale,
     TrainOneStepWithGradAccumulationCell,
     WindowMonitor,
 )
@@ -78,7 +79,7 @@ def test_hand_worked_windows(mode):
     w = 0.5: losses 0.125, 0 | 0.5, gradients 0.5, 0 | 4, mean 1.5. Clipped to 2, the first update is 0.2, not 0.5."""
     records, step = fit(accumulation_steps=2, max_grad_norm=100.0)
     common = {"updated": True, "batches": 2, "counts": (2.0, 1.0), "count": 3.0, "dropped_micro_batches": 0}
-    common |= {"loss_terms": None, "loss_scale": None, "learning_rate": 0.1}
+    common |= {"loss_terms": None, "noise_scale": None, "loss_scale": None, "learning_rate": 0.1}
     assert len(records) == 2
     assert_record(records[0], update=1, epoch=1, losses=(0.5, 4.5), loss=5.5 / 3, grad_norm=5.0, **common)
     assert_record(records[1], update=2, epoch=2, losses=(0.0625, 0.5), loss=0.625 / 3, grad_norm=1.5, **common)
@@ -95,7 +96,7 @@ def test_the_norm_is_that_before_clipping(pynative):
 def test_without_accumulation_steps_each_batch_is_a_window(mode):
     records, _ = fit(micro_size=2, epochs=1)
     common = {"updated": True, "epoch": 1, "batches": 1, "dropped_micro_batches": 0, "grad_norm": None}
-    common |= {"loss_terms": None, "loss_scale": None, "learning_rate": 0.1}
+    common |= {"loss_terms": None, "noise_scale": None, "loss_scale": None, "learning_rate": 0.1}
     assert_record(records[0], update=1, losses=(0.5,), loss=0.5, counts=(2.0,), count=2.0, **common)
     second = (0.85 * 4 - 1) ** 2 / 2  # at w = 1 - 0.1 * 1.5
     assert_record(records[1], update=2, losses=(second,), loss=second, counts=(1.0,), count=1.0, **common)
@@ -257,6 +258,18 @@ def test_a_window_that_another_training_began_is_recorded_as_a_whole(pynative):
     model.train(1, NumpySlicesDataset((X[1:2], Y[1:2])).batch(1), callbacks=[monitor])
     assert [(record.batches, record.count, record.losses) for record in monitor.records] == [(2, 2.0, (0.5,))]
     assert monitor.records[0].updated
+
+
+def test_the_noise_scale_is_that_of_gradnoisescale(pynative):
+    """After each update; unknown where a window has one micro-batch alone, and not recorded without the option."""
+    random = np.random.default_rng(0)
+    columns = random.normal(1, 1, 32).astype(np.float32), random.normal(size=32).astype(np.float32)
+    noise = GradNoiseScale()
+    records, _ = fit(columns, batch=4, callbacks=[noise], micro_size=2, record_noise=True)
+    assert [record.noise_scale for record in records] == [record.noise_scale for record in noise.records]
+    assert len({record.noise_scale for record in records}) == 10
+    alone, _ = fit(columns, batch=4, epochs=1, micro_size=1, record_noise=True)
+    assert np.isnan(alone[0].noise_scale)
 
 
 # -- every field, against NumPy ----------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from test_noise_record import make_step, targets
 
 from gaccum_ms import FlushAccumulation, GradNoiseScale
 from gaccum_ms.accumulation.noise import WindowNoise
-from gaccum_ms.callbacks.noise_scale import Average, ScaleRecord
+from gaccum_ms.callbacks.noise_estimate import Average
+from gaccum_ms.callbacks.noise_scale import ScaleRecord
 
 
 def known_noise(samples, seed=2):

@@ -25,8 +25,8 @@ bash run.sh test device
 ```
 
 It says what the machine has, and writes `build/device/report.md`: the machine, each test with its result and seconds,
-why one failed, and the benchmarks' table. Its exit code is that of the tests; 3 without a device. `DEVICE=CPU` before
-it runs the same tests on CPU, on two ranks. Words after `device` are pytest's, such as `-k overflow`.
+why one failed, and the benchmarks' table. Its exit code is the tests' exit code, or 3 without a device. With
+`DEVICE=CPU` before it, the same tests run on CPU, on two ranks. Words after `device` go to pytest: `-k overflow`.
 
 | what is shown | test | ran on |
 | --- | --- | --- |

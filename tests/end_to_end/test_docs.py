@@ -87,7 +87,7 @@ def run_program(programs, tmp_path):
     return run
 
 
-@pytest.mark.core("README.md-1", "README.md-2", "tokens.md-2")
+@pytest.mark.core("README.md-1", "windows.md-1", "tokens.md-2")
 @pytest.mark.parametrize(("source", "shown"), PROGRAMS)
 def test_programs_print_what_the_docs_show(source, shown, run_program):
     if re.search(r"^from mindcv", source, re.MULTILINE):
@@ -103,6 +103,14 @@ def test_programs_and_what_they_print_come_in_pairs():
     for page in PAGES:
         fences = [fence for fence in re.findall(r"```(\w+)", page.read_text()) if fence in ("python", "text")]
         assert fences == ["python", "text"] * (len(fences) // 2), page.name
+
+
+def test_what_is_read_first_is_short():
+    assert len(README.read_text().splitlines()) <= 120
+    for page in HOWTO.glob("*.md"):
+        for program in code_blocks(page, "python"):
+            assert len(program.splitlines()) <= 40, page.name
+            assert "matplotlib" not in program, page.name
 
 
 @pytest.fixture

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 from support import paths
-from test_docs import README, code_blocks, numbers_apart
+from test_docs import HOWTO, README, code_blocks, numbers_apart
+
+import gaccum_ms
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = paths.worker("training_worker.py")
@@ -92,6 +94,31 @@ def test_the_readmes_example_trains(environment, tmp_path):
     text, numbers = numbers_apart(run(environment, tmp_path, script))
     assert text == shown_text
     assert numbers == pytest.approx(shown_numbers, rel=2e-3)
+
+
+def test_the_command_starts_ranks_and_draws_what_they_have_recorded(environment, tmp_path):
+    """Without the checkout. The script is that of the page on several devices."""
+    script = tmp_path / "train.py"
+    script.write_text(code_blocks(HOWTO / "devices.md", "python")[0] + WHERE_FROM)
+    said = command(environment, tmp_path, "run", "--processes", "2", "--timeout", "500", "train.py")
+    assert said.startswith("20 updates, loss on all samples 1.02"), said
+    assert "2 ranks finished in" in said
+    assert f"{environment}/lib/" in said
+    assert str(ROOT) not in said
+    said = command(environment, tmp_path, "report", "windows.jsonl", "--output", "report.html")
+    assert said == "20 windows: report.html\n"
+    assert (tmp_path / "report.html").read_text().count("<svg") >= 5
+    assert command(environment, tmp_path, "--version") == f"gaccum-ms {gaccum_ms.__version__}\n"
+    assert command(environment, tmp_path, "check", "--help").startswith("usage: gaccum-ms check\n")
+
+
+def command(environment: Path, folder: Path, *words: str) -> str:
+    """What the installed program prints."""
+    env = {**VARIABLES, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+    program = environment / "bin" / "gaccum-ms"
+    done = subprocess.run([program, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
 
 
 def test_two_ranks_train(environment, tmp_path):

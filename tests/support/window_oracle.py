@@ -186,6 +186,7 @@ def expected_records(plan: Plan, epochs: Sequence[Sequence[Batch]]) -> tuple[lis
                         "loss_terms": tuple(one for one, _ in means) if several else None,
                         "dropped_micro_batches": dropped,
                         "grad_norm": abs(gradient) if plan.max_norm else None,
+                        "noise_scale": None,
                         "loss_scale": scale,
                         "learning_rate": RATES[updates],
                     }

@@ -1,0 +1,34 @@
+"""Records as lines of JSON, which callbacks append to a file."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+
+def check_json_lines(owner: str, json_lines: Any) -> None:
+    if json_lines is not None and not isinstance(json_lines, (str, Path)):
+        raise TypeError(
+            f"For '{owner}', the argument 'json_lines' must be a path, but got {json_lines!r} of type "
+            f"'{type(json_lines).__name__}'."
+        )
+
+
+def begin_json_lines(path: Path) -> None:
+    """An unwritable file is an error now, not after the first window."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+
+
+def append_json_line(path: Path, record: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    if isinstance(value, tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

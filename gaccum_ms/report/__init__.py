@@ -1,0 +1,1 @@
+"""The report: what a WindowMonitor has recorded, as one HTML page. Nothing here imports MindSpore."""

@@ -1,0 +1,64 @@
+"""What stands around the code and must agree with it: versions, the workflow, the templates."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import gaccum_ms
+
+yaml = pytest.importorskip("yaml", reason="PyYAML comes with the extra 'test'")
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def read(path: str) -> str:
+    return (ROOT / path).read_text()
+
+
+def test_the_version_is_the_same_everywhere():
+    version = gaccum_ms.__version__
+    assert f'version="{version}"' in read("setup.py")
+    assert yaml.safe_load(read("CITATION.cff"))["version"] == version
+    assert re.findall(r"^## \[([\d.]+)\] - (?:Unreleased|\d{4}-\d\d-\d\d)$", read("CHANGELOG.md"), re.M)[0] == version
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
+def test_links_lead_to_files(page):
+    links = [link for link in re.findall(r"\]\(([^)#]+)", read(page)) if "://" not in link]
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_the_readmes_picture_is_small():
+    assert "](docs/pictures/front.svg)" in read("README.md")
+    assert (ROOT / "docs" / "pictures" / "front.svg").stat().st_size < 150_000
+
+
+def test_the_changelog_has_the_usual_headings():
+    headings = set(re.findall(r"^### (.*)$", read("CHANGELOG.md"), re.M))
+    assert headings <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+
+
+def test_the_workflow_calls_run_sh_and_nothing_else():
+    """On each Python with each MindSpore that setup.py takes."""
+    jobs = yaml.safe_load(read(".github/workflows/tests.yml"))["jobs"]
+    commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert commands == ["bash run.sh lint", "bash run.sh docs", 'bash run.sh test --mindspore "$MINDSPORE"']
+    matrix = jobs["tests"]["strategy"]["matrix"]
+    assert matrix["python"] == re.findall(r"Python :: (3\.\d+)", read("setup.py"))
+    least, above = re.search(r"mindspore>=([\d.]+),<([\d.]+)", read("setup.py")).groups()
+    versions = [tuple(map(int, version.split("."))) for version in matrix["mindspore"]]
+    assert versions[0] == tuple(map(int, least.split(".")))
+    assert all(version < tuple(map(int, above.split("."))) for version in versions)
+
+
+def test_a_bug_needs_what_check_prints():
+    fields = {field["id"]: field for field in yaml.safe_load(read(".github/ISSUE_TEMPLATE/bug.yml"))["body"]}
+    assert "gaccum-ms check" in fields["check"]["attributes"]["label"]
+    assert fields["check"]["validations"]["required"]
+
+
+def test_before_each_commit_run_sh_lints():
+    (repository,) = yaml.safe_load(read(".pre-commit-config.yaml"))["repos"]
+    assert [hook["entry"] for hook in repository["hooks"]] == ["bash run.sh lint"]
