@@ -10,7 +10,7 @@ from support.adopted import ROUNDING, K, apart, assert_takes_arguments_of, few_b
 from support.package import package
 from support.reference import CLASSES, FEATURES, DenseNet, as_numpy
 
-from gaccum_ms import TrainOneStepWithGradAccumulationCell
+from gaccum_ms import TrainOneStepWithGradAccumulationCell, resume
 from gaccum_ms.adopt import mindcv as adopted
 
 EXTRA = "mindcv is in the extra 'test'"
@@ -58,9 +58,28 @@ def test_the_average_moves_once_per_update():
     assert apart(averages(micro.step), averages(whole.step)) > 5e-5
     assert [int(one.step.updates.asnumpy()) for one in (whole, micro)] == [2, 2 * K]
     assert int(ours.step.update_count.asnumpy()) == 2
+    names = {one.name for one in ours.step.get_parameters()}
+    assert {"hidden", "ema.hidden"} <= names
+    assert "hidden" not in {one.name for one in micro.step.get_parameters()}  # but optimizer.hidden, in checkpoints too
     with ours.step.averaged_weights():
         swapped = {f"ema.{one.name}": as_numpy(one) for one in ours.step.update.weights}
     assert apart(swapped, averages(whole.step)) < ROUNDING
+
+
+def test_resume_goes_on_with_the_average(tmp_path):
+    """In the middle of a window."""
+    batches, ema = few_batches(), {"ema": True, "ema_decay": 0.9}
+    whole = trained(of_ours(**ema), batches)
+    ms.save_checkpoint(trained(of_ours(**ema), batches[:4]).step, str(tmp_path / "four.ckpt"))
+
+    def resumed(network, optimizer):
+        step = of_ours(**ema)(network, optimizer)
+        resume(step, str(tmp_path / "four.ckpt"))
+        return step
+
+    rest = trained(resumed, batches[4:])
+    assert apart(rest.weights, whole.weights) < ROUNDING
+    assert apart(averages(rest.step), averages(whole.step)) < ROUNDING
 
 
 class TrainStepOnCpu(theirs.TrainStep):

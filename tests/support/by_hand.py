@@ -100,11 +100,15 @@ def spikes(factor: float = np.inf, norm: float = np.inf, history: int = 128, war
 class Average:
     """An exponential moving average of weights, which begins with those at its making."""
 
-    def __init__(self, weights: Arrays, decay: float, warmup: bool = False) -> None:
+    def __init__(self, weights: Arrays, decay: float, warmup: bool | float = False) -> None:
         self.values = [one.astype(np.float64) for one in weights]
         self.decay, self.warmup, self.updates = decay, warmup, 0
 
     def __call__(self, weights: Arrays) -> None:
         self.updates += 1
-        decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
+        decay = self.decay
+        if self.warmup is True:
+            decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        elif self.warmup:
+            decay = self.decay * (1 - np.exp(-self.updates / self.warmup))
         self.values = [decay * old + (1 - decay) * new for old, new in zip(self.values, weights, strict=True)]

@@ -172,7 +172,7 @@ def test_adaptive_clipping_of_filters(pynative):
 # -- averages ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("warmup", [False, True])
+@pytest.mark.parametrize("warmup", [False, True, 3.0])
 def test_averages_are_those_of_whole_batches(warmup):
     network = Regression()
     optimizer = ByHand(momentum(network), [])
@@ -457,7 +457,8 @@ BAD = {
         "got it behind 'max_grad_norm'",
     ),
     "decay": (lambda: WeightAverage(1.0), ValueError, "'decay' must be at least 0 and less than 1, but got 1.0"),
-    "warmup": (lambda: WeightAverage(warmup=3), TypeError, "'warmup' must be a bool, but got 3"),
+    "warmup": (lambda: WeightAverage(warmup="3"), TypeError, "'warmup' must be a float, but got '3'"),
+    "no warmup": (lambda: WeightAverage(warmup=0.0), ValueError, "'warmup' must be positive and finite, but got 0.0"),
     "two averages": (
         lambda: make_step(WeightAverage(0.9), WeightAverage(0.99)),
         ValueError,
