@@ -118,10 +118,11 @@ def test_clipping_is_of_the_window_not_of_each_batch():
         assert apart(Run(batches, K, loss=loss, **clip).weights, whole.weights) > 2e-3
 
 
-def test_its_own_average_and_a_dynamic_scale():
+@pytest.mark.parametrize("ms_jit", [False, True])
+def test_its_own_average_and_a_dynamic_scale(ms_jit, pynative):
     batches = few_batches()
     whole = Run(joined(batches), 1, average=True)
-    ours = Run(batches, K, ours=True, average=True, scaler=DynamicLossScaler(64.0, 2, 1000))
+    ours = Run(batches, K, ours=True, average=True, scaler=DynamicLossScaler(64.0, 2, 1000), ms_jit=ms_jit)
     averages = [{one.name: as_numpy(one) for one in run.ema.ema.get_parameters()} for run in (whole, ours)]
     assert apart(*averages) < ROUNDING
     assert int(ours.ema.updates.asnumpy()) == 2
