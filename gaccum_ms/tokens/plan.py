@@ -14,14 +14,30 @@ NOBODY = -1  # in place of a sample's number: a row that counts nothing
 
 @dataclass(frozen=True)
 class TokenPlan:
-    """The micro-batches of a batch.
+    """
+    How :class:`MaxTokens` has laid out a batch; prints as a table. ``tokens`` is their number without padding,
+    ``padding`` the share of padding in all micro-batches, and ``padding_before`` that of the batch as it came.
 
     Args:
-        lengths (ndarray): The lengths of the batch's samples.
-        before (int): The width to which the batch is padded.
+        lengths (ndarray): The lengths of the batch's samples, in tokens, of shape :math:`(N,)`.
+        before (int): The width to which the batch is padded, in tokens.
         widths (tuple[int, ...]): The widths that may be compiled, ascending.
         max_tokens (int): Tokens of a micro-batch, padding included, at most.
-        parts (tuple): Of each micro-batch its width, and the number in the batch of the sample in each row.
+        parts (tuple): Of each micro-batch its width, and the number in the batch of the sample in each row; -1 in rows
+            that hold padding alone.
+
+    Raises:
+        ImportError: If :meth:`draw` is called and matplotlib is not installed.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import numpy as np
+        >>> from gaccum_ms import TokenPlan
+        >>> plan = TokenPlan(np.array([4, 2]), 4, (2, 4), 4, ((4, np.array([0])), (2, np.array([1, -1]))))
+        >>> print(plan.tokens, plan.padding, plan.padding_before)
+        6 0.25 0.25
     """
 
     lengths: np.ndarray

@@ -49,6 +49,9 @@ class Transform(_KeepsArguments, nn.Cell):
     A class of your own takes the arguments that it needs, and calls ``super().__init__()`` in its constructor. All
     ranks must decide alike. What `state` makes is in checkpoints, and :func:`resume` goes on with it.
 
+    Args:
+        None.
+
     Inputs:
         - **gradients** (tuple[Tensor]) - Float32, one of each weight's shape, without loss scale.
 

@@ -392,7 +392,7 @@ def test_a_bad_count_spoils_its_window_and_no_other(pynative):
     bad[2][4:] = -1
     step = make_step(count=MASK)
     before = state(step.optimizer)
-    with pytest.raises(ValueError, match=r"that is not negative, but got \[\[.*-4.0\]\] .* The window does not update"):
+    with pytest.raises(ValueError, match=r"not negative, but got \[\[.*-4.0\]\] .* The window that the batch is in does not"):
         step(*map(Tensor, bad))
     assert_close(state(step.optimizer), before)
     for batch in data:
