@@ -72,6 +72,7 @@ class Watch(ms.Callback):
 
 
 def main(out: Path, ours: bool) -> None:
+    ms.set_context(mode=ms.GRAPH_MODE)
     ranks, rank = 1, 0
     if "MS_ROLE" in os.environ:
         from mindspore.communication import get_group_size, get_rank, init

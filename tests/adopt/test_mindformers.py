@@ -16,7 +16,7 @@ from mindspore import Tensor, nn, ops
 from support.adopted import K, apart, assert_takes_arguments_of
 from support.package import package
 from support.reference import as_numpy
-from support.small_llama import RATE, small_llama, tokens
+from support.small_llama import RATE, WORDS, small_llama, tokens
 from support.two_ranks import run_on_ranks
 
 from gaccum_ms.adopt import mindformers as adopted
@@ -69,6 +69,21 @@ def test_micro_batches_train_as_the_whole_batch_with_all_five_outputs():
         np.testing.assert_allclose(numbers(own), numbers(reference), rtol=1e-5)
 
 
+def test_windows_of_several_batches_too(pynative):
+    """Beside the micro-batches of each."""
+    given = {"use_clip_grad": True, "max_grad_norm": 0.3}
+    whole, _, _ = train(lambda net, optimizer: OnCpu(net, optimizer, **given), [Tensor(tokens(2).reshape(-1, 9))])
+    ours, outputs, step = train(
+        lambda net, optimizer: adopted.train_step(
+            net, optimizer, gradient_accumulation_steps=K, accumulation_steps=2, **given
+        ),
+        texts(2),
+    )
+    assert apart(ours, whole) < ROUNDING
+    assert int(step.update_count.asnumpy()) == 1
+    assert [len(output) for output in outputs] == [5, 5]
+
+
 def test_tokens_weigh_alike_where_texts_have_padding():
     """Of means over micro-batches' tokens one makes the mean of all with the model's own sums and counts."""
     batches = texts(2, padded=True)
@@ -88,6 +103,47 @@ def test_tokens_weigh_alike_where_texts_have_padding():
         lambda net, optimizer: adopted.train_step(net, optimizer, gradient_accumulation_steps=K), batches
     )
     assert apart(by_samples, whole) > 1e-4
+
+
+class Parts(nn.Cell):
+    """What mindformers' newer models return: a loss in four parts, or two pairs of sums and numbers, and two more."""
+
+    def __init__(self, per_token):
+        super().__init__()
+        self.per_token = per_token
+        random = np.random.default_rng(7)
+        self.table = ms.Parameter(Tensor(random.normal(size=(WORDS, 4)), ms.float32), name="table")
+
+    def get_gpt_transformer_config(self):
+        return None
+
+    def construct(self, texts):
+        vectors = ops.gather(self.table, texts, 0)
+        sums = [ops.square(vectors - shift).sum().reshape((1,)) for shift in (0.0, 0.5, 1.0, 2.0)]
+        number = ops.ones((1,), ms.float32) * texts.size
+        if self.per_token:
+            return sums[0], number, sums[1], number, sums[2], sums[3]
+        return sums[0] / number, sums[1] / number, sums[2] / number, sums[3] / number
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_losses_in_parts(per_token, monkeypatch):
+    """`use_legacy: False` in mindformers' configuration."""
+    for module in (wrapper, package("mindformers.core.context.build_context", EXTRA)):
+        monkeypatch.setattr(module, "is_legacy_model", lambda: False)
+    given = {"calculate_per_token_loss": per_token}
+    results = []
+    for make_step in (
+        lambda net, optimizer: OnCpu(net, optimizer, **given),
+        lambda net, optimizer: adopted.train_step(net, optimizer, gradient_accumulation_steps=K, **given),
+    ):
+        network = Parts(per_token)
+        step = make_step(network, nn.Momentum(network.trainable_params(), RATE, 0.9)).set_train()
+        outputs = [step(batch) for batch in texts(2)]
+        results.append((as_numpy(network.table), [numbers(one[:1]) for one in outputs]))
+    (theirs, reference), (ours, own) = results
+    np.testing.assert_allclose(ours, theirs, atol=ROUNDING)
+    np.testing.assert_allclose(own, reference, rtol=1e-5)
 
 
 def test_a_spike_is_left_out():

@@ -17,6 +17,7 @@ from gaccum_ms.adopt import mindyolo as adopted
 EXTRA = "mindyolo is in the extra 'trainers'"
 trainer_factory = package("mindyolo.utils.trainer_factory", EXTRA)
 step_factory = package("mindyolo.utils.train_step_factory", EXTRA)
+callbacks = package("mindyolo.utils.callback", EXTRA)
 averaging = package("mindyolo.optim.ema", EXTRA)
 
 
@@ -56,6 +57,16 @@ class CountingReducer:
         return gradients
 
 
+class Watch(callbacks.BaseCallback):
+    """The parts of the loss that mindyolo's callbacks are told."""
+
+    def __init__(self):
+        self.items = []
+
+    def on_train_step_end(self, run_context):
+        self.items.append(run_context.loss.asnumpy())
+
+
 class Run:
     """One training by mindyolo's Trainer; `ours` : with our step in it."""
 
@@ -72,19 +83,16 @@ class Run:
             assert isinstance(function, TrainOneStepWithGradAccumulationCell)
         else:
             function = step_factory.create_train_step_fn(*arguments, **given)
+        images, labels = (np.concatenate(values) for values in zip(*batches, strict=True))
+        loader = ms.dataset.NumpySlicesDataset((images, labels), ["images", "labels"], shuffle=False)
+        loader = loader.batch(len(batches[0][0]))
+        watch = Watch()
         trainer = trainer_factory.create_trainer(
-            "net", function, scaler, network, None, self.ema, optimizer, None, 1, [], self.reducer, False, None
-        )
-        # What its `train` sets before the loop over batches.
-        trainer.accumulate = 1 if ours else accumulate
-        trainer.epochs, trainer.log_interval, trainer.loss_item_name = 1, 100, []
-        trainer.overflow_still_update = False
-        trainer.accumulate_cur_step, trainer.accumulate_grads = 0, None
-        trainer.accumulate_grads_fn = trainer._get_accumulate_grads_fn()
-        self.items = [
-            trainer.train_step(*map(Tensor, batch), cur_step=number + 1, cur_epoch=1)[0].asnumpy()
-            for number, batch in enumerate(batches)
-        ]
+            "net", function, scaler, network, None, self.ema, optimizer, loader, len(batches), [watch], self.reducer,
+            False, None,
+        )  # fmt: skip
+        trainer.train(1, False, accumulate=1 if ours else accumulate, log_interval=len(batches) + 1)
+        self.items = watch.items
         self.weights = {one.name: as_numpy(one) for one in network.get_parameters()}
         self.updates = int(optimizer.global_step.asnumpy()[0])
 
@@ -118,10 +126,11 @@ def test_clipping_is_of_the_window_not_of_each_batch():
         assert apart(Run(batches, K, loss=loss, **clip).weights, whole.weights) > 2e-3
 
 
-def test_its_own_average_and_a_dynamic_scale():
+@pytest.mark.parametrize("ms_jit", [False, True])
+def test_its_own_average_and_a_dynamic_scale(ms_jit, pynative):
     batches = few_batches()
     whole = Run(joined(batches), 1, average=True)
-    ours = Run(batches, K, ours=True, average=True, scaler=DynamicLossScaler(64.0, 2, 1000))
+    ours = Run(batches, K, ours=True, average=True, scaler=DynamicLossScaler(64.0, 2, 1000), ms_jit=ms_jit)
     averages = [{one.name: as_numpy(one) for one in run.ema.ema.get_parameters()} for run in (whole, ours)]
     assert apart(*averages) < ROUNDING
     assert int(ours.ema.updates.asnumpy()) == 2
