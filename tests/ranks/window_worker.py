@@ -190,10 +190,10 @@ def play_accumulator(calls: Calls, rank: int) -> Log:
 class ReducesEachBatch(Window):
     """Negative control for the number of collectives: adds up right, and reduces too early."""
 
-    def add_up(self, inputs, plan, unit):
-        sums = super().add_up(inputs, plan, unit)
+    def add_up(self, inputs, plan, scale, unit):
+        sums, shown = super().add_up(inputs, plan, scale, unit)
         reduced = self.weighing.reduction.sum_over_ranks(self.store.read(sums), sums)
-        return ops.depend(sums, reduced)
+        return ops.depend(sums, reduced), shown
 
 
 def executed_all_reduces(step: nn.Cell, data: Sequence[Batch], folder: Path) -> int:
