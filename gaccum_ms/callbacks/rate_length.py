@@ -10,7 +10,7 @@ from gaccum_ms.learning_rate import updates_of_rates
 if TYPE_CHECKING:
     from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
-_NEAR = 0.01  # of the batches: lists are made a little longer, or shorter, than a training is
+_NEAR = 0.01  # of the batches, or one: lists are made a little longer, or shorter, than a training is
 
 
 def warn_of_rates_for_batches(step: TrainOneStepWithGradAccumulationCell, batches: int, flushes: int) -> None:
@@ -23,8 +23,8 @@ def warn_of_rates_for_batches(step: TrainOneStepWithGradAccumulationCell, batche
     """
     steps = int(step.accumulation_steps.asnumpy()) if step.spans_batches else 1
     rates: Any = updates_of_rates(step.optimizer) if steps > 1 else None
-    seen = int(step.batch_count.asnumpy())  # by a training before this one, which a schedule may include
-    if rates is None or not any(abs(rates - total) < max(steps, _NEAR * total) for total in (batches, seen + batches)):
+    total = int(step.batch_count.asnumpy()) + batches  # with those of trainings before this one
+    if rates is None or abs(rates - total) > max(1, _NEAR * total):
         return
     updates = int(step.update_count.asnumpy()) + batches // steps + flushes
     if rates <= updates:
