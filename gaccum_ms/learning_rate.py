@@ -227,13 +227,23 @@ def multiply_learning_rate(optimizer: nn.Optimizer, factor: float) -> None:
 
 def _changeable(group: dict[str, Any]) -> ms.Parameter:
     """The rate of a group of one of MindSpore's experimental optimizers."""
+    _refuse_fixed_rate("multiply_learning_rate", group)
+    return group["lr"]
+
+
+def refuse_fixed_rates(owner: str, optimizer: ExperimentalOptimizer) -> None:
+    """Refuse an optimizer that does not see what is written into its rates."""
+    for group in optimizer.param_groups:
+        _refuse_fixed_rate(owner, group)
+
+
+def _refuse_fixed_rate(owner: str, group: dict[str, Any]) -> None:
     if _FIXED_RATE in group:
         raise ValueError(
-            "For 'multiply_learning_rate', the optimizer must read its learning rate at each update, but got a "
-            "mindspore.mint.optim.SGD, which uses the number that it was made with. Use nn.SGD, or leave the rate as "
-            "it is."
+            f"For '{owner}', the optimizer must read its learning rate at each update, but got a "
+            f"mindspore.mint.optim.SGD, which uses the number that it was made with. Use nn.SGD, or leave the rate as "
+            f"it is."
         )
-    return group["lr"]
 
 
 def _multiplier(held: ms.Parameter | LearningRateSchedule) -> ms.Parameter:

@@ -8,7 +8,9 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import mint, nn
+from mindspore import nn
+
+from gaccum_ms.backend.newer_optimizers import refuse_without_kernels
 
 _MOST_SHOWN = 4  # entries of a dict, tuple or list
 
@@ -83,12 +85,7 @@ def check_optimizer(owner: str, network: nn.Cell, optimizer: nn.Optimizer) -> No
         raise TypeError(
             f"For '{owner}', the argument 'optimizer' must be an nn.Optimizer, but got '{type(optimizer).__name__}'."
         )
-    on_2_7 = ms.__version__.startswith("2.7.") and ms.get_context("device_target") == "CPU"
-    if on_2_7 and isinstance(optimizer, mint.optim.SGD):
-        raise ValueError(
-            f"For '{owner}', the optimizer must write its weights, but got mint.optim.SGD, which with MindSpore "
-            f"{ms.__version__} writes none on CPU. Use nn.SGD, or MindSpore 2.8."
-        )
+    refuse_without_kernels(owner, optimizer)
     own = {id(parameter) for parameter in network.get_parameters()}
     if not any(id(parameter) in own for parameter in parameters):
         raise ValueError(

@@ -13,6 +13,7 @@ from mindspore import nn
 from gaccum_ms import compatibility
 from gaccum_ms.backend.checks import check_accumulation_options, check_optimizer, check_transforms, described
 from gaccum_ms.backend.convolutions import limit_instructions_for, limit_instructions_for_weights
+from gaccum_ms.backend.newer_optimizers import refuse_without_kernels
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.compatibility import Setup
 from gaccum_ms.distributed.ranks import check_parallel_mode
@@ -72,6 +73,7 @@ def admit_weights(owner: str, optimizer: Any) -> ms.ParameterTuple:
         raise TypeError(
             f"For '{owner}', the argument 'optimizer' must be an nn.Optimizer, but got '{type(optimizer).__name__}'."
         )
+    refuse_without_kernels(owner, optimizer)
     check_parallel_mode(owner)
     weights = ms.ParameterTuple(optimizer.parameters)
     limit_instructions_for_weights(weights)
