@@ -21,6 +21,7 @@ from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer  # t
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
 from gaccum_ms.backend.checks import check_one_of
+from gaccum_ms.backend.newer_optimizers import without_shards
 from gaccum_ms.backend.parameters import overwrite, record
 
 RULES = ("linear", "sqrt")
@@ -267,7 +268,8 @@ def _with_rate(optimizer: Any) -> nn.Optimizer:
     """The optimizer that has the rate: nn.LARS and others hold another one, and a `learning_rate` that says nothing."""
     while isinstance(inner := getattr(optimizer, "opt", None), nn.Optimizer):
         optimizer = inner
-    return optimizer
+    newer = without_shards(optimizer)  # nn's, sharded, says itself what each weight's rate is
+    return newer if isinstance(newer, ExperimentalOptimizer) else optimizer
 
 
 def _checked_rate(learning_rate: Any) -> float | list[float] | LearningRateSchedule:

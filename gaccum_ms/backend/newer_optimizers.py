@@ -24,7 +24,7 @@ _LISTED = "gaccum_ms_rates"
 
 def refuse_without_kernels(owner: str, optimizer: nn.Cell) -> None:
     """One clear error, before anything is made, for an optimizer that cannot train on this device."""
-    optimizer = getattr(optimizer, "inner", optimizer)  # a ShardedOptimizer's
+    optimizer = without_shards(optimizer)
     if ms.get_context("device_target") != "CPU":
         return
     name = type(optimizer).__name__
@@ -43,7 +43,7 @@ def refuse_without_kernels(owner: str, optimizer: nn.Cell) -> None:
 
 def refuse_uncompiled(owner: str, optimizer: nn.Cell) -> None:
     """The same, before a step that is run eagerly, for one that writes only where it is compiled."""
-    optimizer = getattr(optimizer, "inner", optimizer)
+    optimizer = without_shards(optimizer)
     if ms.get_context("device_target") == "CPU" and isinstance(optimizer, _COMPILED_ONLY):
         name = type(optimizer).__name__
         raise RuntimeError(
@@ -52,10 +52,16 @@ def refuse_uncompiled(owner: str, optimizer: nn.Cell) -> None:
         )
 
 
+def without_shards(optimizer: Any) -> Any:
+    """The optimizer that a ShardedOptimizer has made, or the one that is given."""
+    held = optimizer.__dict__.get("_hidden")
+    return held[0] if held else optimizer
+
+
 def list_rates(optimizer: nn.Cell) -> None:
     """Let an optimizer list its groups' rates, and what AMSGrad keeps, among its Parameters, so that checkpoints hold
     what a scheduler has made of them."""
-    optimizer = getattr(optimizer, "inner", optimizer)
+    optimizer = without_shards(optimizer)
     if isinstance(optimizer, ExperimentalOptimizer) and not hasattr(optimizer, _LISTED):
         held = [one for group in optimizer.param_groups for value in group.values() for one in _parameters_in(value)]
         listed = {id(one) for one in optimizer.get_parameters()}

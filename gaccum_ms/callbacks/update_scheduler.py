@@ -9,7 +9,7 @@ from mindspore.experimental.optim.lr_scheduler import LRScheduler, SequentialLR
 from mindspore.train import Callback, RunContext
 
 from gaccum_ms.backend import no_grad
-from gaccum_ms.backend.newer_optimizers import list_schedulers
+from gaccum_ms.backend.newer_optimizers import list_schedulers, without_shards
 from gaccum_ms.backend.parameters import counter, overwrite
 from gaccum_ms.callbacks.window_watch import training_step
 from gaccum_ms.learning_rate import refuse_fixed_rates
@@ -26,6 +26,8 @@ class UpdateScheduler(Callback):
     <https://www.mindspore.cn/docs/en/master/api_python/mindspore.experimental.html#lrscheduler-class>`_ . A batch that
     does not end its window, and a window that overflowed, changes no rate. Where the scheduler counts epochs, call its
     ``step()`` in a callback of your own.
+
+    Those of a :class:`ShardedOptimizer` are made of its ``inner`` , the optimizer that it holds.
 
     Rates and the schedulers' state are in checkpoints. Make this callback, of the same schedulers, before you call
     :func:`resume` , which then goes on with them.
@@ -78,7 +80,7 @@ class UpdateScheduler(Callback):
 
     def on_train_begin(self, run_context: RunContext) -> None:
         step = training_step(run_context)
-        if step is None or step.optimizer is not self.optimizer:
+        if step is None or without_shards(step.optimizer) is not self.optimizer:
             raise ValueError(
                 f"For '{_NAME}', the argument 'schedulers' must be of the optimizer that a GradAccumulationCell is "
                 f"trained with, but got schedulers of another '{type(self.optimizer).__name__}'."
