@@ -10,8 +10,6 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 
-from gaccum_ms.backend.newer_optimizers import refuse_without_kernels
-
 _MOST_SHOWN = 4  # entries of a dict, tuple or list
 
 
@@ -85,7 +83,6 @@ def check_optimizer(owner: str, network: nn.Cell, optimizer: nn.Optimizer) -> No
         raise TypeError(
             f"For '{owner}', the argument 'optimizer' must be an nn.Optimizer, but got '{type(optimizer).__name__}'."
         )
-    refuse_without_kernels(owner, optimizer)
     own = {id(parameter) for parameter in network.get_parameters()}
     if not any(id(parameter) in own for parameter in parameters):
         raise ValueError(

@@ -18,6 +18,8 @@ from gaccum_ms.backend.parameters import own
 _WITHOUT_KERNELS = (mint.optim.AdamW,)
 _COMPILED_ONLY = (mint.optim.SGD, mint.optim.Adam)
 
+FIXED_RATE = "lr_float"  # a number that mint.optim.SGD uses in place of its Parameter
+
 _SCHEDULER = own("scheduler.")
 _LISTED = "gaccum_ms_rates"
 
@@ -49,6 +51,16 @@ def refuse_uncompiled(owner: str, optimizer: nn.Cell) -> None:
         raise RuntimeError(
             f"For '{owner}', the optimizer must write its weights, but got mint.optim.{name} in PyNative mode, in "
             f"which it writes none on CPU. Use jit=True or graph mode, or mindspore.experimental.optim.{name}."
+        )
+
+
+def refuse_fixed_rates(owner: str, optimizer: ExperimentalOptimizer) -> None:
+    """Refuse an optimizer that does not see what is written into its rates."""
+    if any(FIXED_RATE in group for group in optimizer.param_groups):
+        raise ValueError(
+            f"For '{owner}', the optimizer must read its learning rate at each update, but got a "
+            f"mindspore.mint.optim.SGD, which uses the number that it was made with. Use nn.SGD, or leave the rate as "
+            f"it is."
         )
 
 

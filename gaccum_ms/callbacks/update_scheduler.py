@@ -9,10 +9,9 @@ from mindspore.experimental.optim.lr_scheduler import LRScheduler, SequentialLR
 from mindspore.train import Callback, RunContext
 
 from gaccum_ms.backend import no_grad
-from gaccum_ms.backend.newer_optimizers import list_schedulers, without_shards
+from gaccum_ms.backend.newer_optimizers import list_schedulers, refuse_fixed_rates, without_shards
 from gaccum_ms.backend.parameters import counter, overwrite
 from gaccum_ms.callbacks.window_watch import training_step
-from gaccum_ms.learning_rate import refuse_fixed_rates
 
 _NAME = "UpdateScheduler"
 

@@ -39,6 +39,7 @@ def admit(owner: str, cell: Any, optimizer: nn.Optimizer) -> Setup:
             f"one, but got '{type(cell).__name__}'."
         )
     check_optimizer(owner, cell, optimizer)
+    refuse_without_kernels(owner, optimizer)
     check_parallel_mode("GradAccumulationCell", compiler_distributes=True)
     setup = Setup(cell.options, cell.network, modes.compiler_distributes())
     if setup.compiler_distributes:
