@@ -170,7 +170,6 @@ WAYS = {
     "graph-micro-batches-bprop",
     "graph-micro-batches-ops.Custom",
     "graph-micro-batches-jit, a function",
-    "pynative-micro-batches-recompute",
     "pynative-micro-batches-bprop",
     "pynative-loop-ops.Custom",
     "pynative-jit-jit, a Cell",
@@ -180,12 +179,11 @@ WAYS = {
 @pytest.mark.parametrize("mode", MODES)
 def test_equals_the_whole_batch(kind, way, mode):
     ms.set_context(mode=MODES[mode])
-    if way == "jit" and mode == "graph":
-        pytest.skip("nothing but micro-batches")
     wanted = weights_after(nn.TrainOneStepCell, LAYERS[kind])
     assert_same(weights_after(WAYS[way], LAYERS[kind]), wanted)
 
 
+@pytest.mark.core("pynative")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_gradient_of_ones_own_is_used(mode):
     """The negative control: the same network with MindSpore's gradient trains otherwise."""
@@ -209,6 +207,7 @@ class Sequences(nn.Cell):
         return ops.square(ops.tanh(x @ self.weight).mean(axis=1) - y).mean()
 
 
+@pytest.mark.core("2-2")
 @pytest.mark.parametrize(("micro_size", "spanned"), [(3, 1), (2, 2)])
 def test_one_graph_for_sequences_of_all_lengths(micro_size, spanned):
     """Samples and lengths change with every batch: nothing is compiled anew, in windows of several batches too."""
@@ -238,6 +237,7 @@ def test_one_graph_for_sequences_of_all_lengths(micro_size, spanned):
 # -- drop_overflow_update=False ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.core("pynative")
 @pytest.mark.parametrize("mode", MODES)
 def test_an_overflow_is_not_dropped_where_that_is_asked_for(mode):
     """As MindSpore's own step, which then does not look: the weights are no numbers any more."""
