@@ -32,6 +32,7 @@ __all__ = [
     "TrainingMetrics",
     "Transform",
     "UpdateCheckpoint",
+    "UpdateScheduler",
     "WeightAverage",
     "WindowBatchNorm",
     "WindowMonitor",
@@ -68,6 +69,7 @@ if not _is_command:
     from gaccum_ms.callbacks.progress import ProgressBar
     from gaccum_ms.callbacks.schedule import AccumulationScheduler
     from gaccum_ms.callbacks.training_metrics import TrainingMetrics
+    from gaccum_ms.callbacks.update_scheduler import UpdateScheduler
     from gaccum_ms.cell import GradAccumulationCell
     from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer
     from gaccum_ms.layers.group_norm import convert_batchnorm_to_groupnorm

@@ -21,12 +21,12 @@ from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer  # t
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
 from gaccum_ms.backend.checks import check_one_of
+from gaccum_ms.backend.newer_optimizers import FIXED_RATE, refuse_fixed_rates, without_shards
 from gaccum_ms.backend.parameters import overwrite, record
 
 RULES = ("linear", "sqrt")
 PER = ("update", "batch")
 _ENDING = (nn.CosineDecayLR, nn.PolynomialDecayLR)  # the schedules whose `decay_steps` are their end
-_FIXED_RATE = "lr_float"  # a number that mint.optim.SGD uses in place of its Parameter
 
 _OWNER = "scale_learning_rate"
 
@@ -179,7 +179,7 @@ def current_learning_rate(optimizer: nn.Optimizer, updates_ago: int = 0) -> floa
     optimizer = _with_rate(optimizer)
     if isinstance(optimizer, ExperimentalOptimizer):
         group = optimizer.param_groups[0]
-        return float(group.get(_FIXED_RATE, group["lr"]))
+        return float(group.get(FIXED_RATE, group["lr"]))
     step = optimizer.global_step.asnumpy() - updates_ago
     held = optimizer.get_lr_parameter(optimizer.parameters[0])
     if _is_list(held) and step[0] >= held.size:
@@ -216,24 +216,14 @@ def multiply_learning_rate(optimizer: nn.Optimizer, factor: float) -> None:
     nn.ASGD is one update late, as with any change of its rate."""
     optimizer = _with_rate(optimizer)
     if isinstance(optimizer, ExperimentalOptimizer):
-        rates = [_changeable(group) for group in optimizer.param_groups]
+        refuse_fixed_rates("multiply_learning_rate", optimizer)
+        rates = [group["lr"] for group in optimizer.param_groups]
     else:
         rates = optimizer.get_lr_parameter(list(optimizer.parameters))
     # Groups without a rate of their own share one Parameter.
     multipliers = {id(held): held for held in rates}
     for parameter in [_multiplier(held) for held in multipliers.values()]:
         overwrite(parameter, ms.Tensor(parameter.asnumpy() * factor, parameter.dtype))
-
-
-def _changeable(group: dict[str, Any]) -> ms.Parameter:
-    """The rate of a group of one of MindSpore's experimental optimizers."""
-    if _FIXED_RATE in group:
-        raise ValueError(
-            "For 'multiply_learning_rate', the optimizer must read its learning rate at each update, but got a "
-            "mindspore.mint.optim.SGD, which uses the number that it was made with. Use nn.SGD, or leave the rate as "
-            "it is."
-        )
-    return group["lr"]
 
 
 def _multiplier(held: ms.Parameter | LearningRateSchedule) -> ms.Parameter:
@@ -257,7 +247,8 @@ def _with_rate(optimizer: Any) -> nn.Optimizer:
     """The optimizer that has the rate: nn.LARS and others hold another one, and a `learning_rate` that says nothing."""
     while isinstance(inner := getattr(optimizer, "opt", None), nn.Optimizer):
         optimizer = inner
-    return optimizer
+    newer = without_shards(optimizer)  # nn's, sharded, says itself what each weight's rate is
+    return newer if isinstance(newer, ExperimentalOptimizer) else optimizer
 
 
 def _checked_rate(learning_rate: Any) -> float | list[float] | LearningRateSchedule:

@@ -23,6 +23,7 @@ from gaccum_ms.callbacks.checkpoint import let_checkpoints_save
 from gaccum_ms.callbacks.flush import FlushAccumulation
 from gaccum_ms.callbacks.monitor import WindowMonitor
 from gaccum_ms.callbacks.schedule import AccumulationScheduler
+from gaccum_ms.callbacks.update_scheduler import UpdateScheduler
 from gaccum_ms.callbacks.window_watch import WindowWatch
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
@@ -30,10 +31,10 @@ from gaccum_ms.semi_auto.modes import compiler_distributes, held_cell, refuse_ca
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
 _OURS = (GradAccumulationCell, TrainOneStepWithGradAccumulationCell)
-# In the order in which they must run: the monitor sees an update before the scheduler changes the rate, and a batch
-# before a flush ends its window; the scheduler lets windows span batches, which the watch asks for; all others see what
-# these did.
-_CALLBACKS = (WindowMonitor, AccumulationScheduler, WindowWatch, FlushAccumulation)
+# In the order in which they must run: the monitor sees an update before a scheduler changes the rate, and a batch
+# before a flush ends its window; the AccumulationScheduler lets windows span batches, which the watch asks for; all
+# others see what these did.
+_CALLBACKS = (WindowMonitor, UpdateScheduler, AccumulationScheduler, WindowWatch, FlushAccumulation)
 _original = amp.build_train_network
 
 

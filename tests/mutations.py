@@ -434,6 +434,20 @@ FAULTS = [
     ),
     # -- going on, callbacks, rates
     Fault(
+        "a checkpoint is without the rates of experimental optimizers",
+        "training/provenance.py",
+        "        list_rates(self.optimizer)\n",
+        "",
+        "training/test_newer_optimizers.py -k go_on_from_a_checkpoint[exponential-graph]",
+    ),
+    Fault(
+        "schedulers step for each batch",
+        "callbacks/update_scheduler.py",
+        "int(step.update_count.asnumpy())):",
+        "int(step.batch_count.asnumpy())):",
+        "training/test_newer_optimizers.py -k go_on_from_a_checkpoint[exponential-graph]",
+    ),
+    Fault(
         "the data set begins anew",
         "training/resume.py",
         "begin_at(data_set, position, ",

@@ -8,7 +8,7 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import mint, nn
+from mindspore import nn
 
 _MOST_SHOWN = 4  # entries of a dict, tuple or list
 
@@ -82,12 +82,6 @@ def check_optimizer(owner: str, network: nn.Cell, optimizer: nn.Optimizer) -> No
     if parameters is None:
         raise TypeError(
             f"For '{owner}', the argument 'optimizer' must be an nn.Optimizer, but got '{type(optimizer).__name__}'."
-        )
-    on_2_7 = ms.__version__.startswith("2.7.") and ms.get_context("device_target") == "CPU"
-    if on_2_7 and isinstance(optimizer, mint.optim.SGD):
-        raise ValueError(
-            f"For '{owner}', the optimizer must write its weights, but got mint.optim.SGD, which with MindSpore "
-            f"{ms.__version__} writes none on CPU. Use nn.SGD, or MindSpore 2.8."
         )
     own = {id(parameter) for parameter in network.get_parameters()}
     if not any(id(parameter) in own for parameter in parameters):

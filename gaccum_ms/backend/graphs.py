@@ -34,11 +34,16 @@ class OwnGraph(nn.Cell):
         return run(self, self._jit, *inputs)
 
 
+def runs_eagerly(jit: bool) -> bool:
+    """Whether `run` compiles nothing."""
+    return os.getenv("MS_JIT") == "0" or (not jit and ms.get_context("mode") == ms.PYNATIVE_MODE)
+
+
 def run(cell: nn.Cell, jit: bool, *inputs: Any) -> Any:
     """Call a Cell, with `jit` compiled in PyNative mode too, unless MindSpore's ``MS_JIT=0`` forbids it: as graph mode
     does it, and not by `mindspore.jit` , which hands a graph without a loop to another thread, beside which Python's
     spins until it is through. A graph sees every value that was written into its Parameters since its last run."""
-    if os.getenv("MS_JIT") == "0" or (not jit and ms.get_context("mode") == ms.PYNATIVE_MODE):
+    if runs_eagerly(jit):
         return nn.Cell.__call__(cell, *inputs)
     _let_go_of_moved(cell)
     inputs = tuple(_of_its_own(value) for value in inputs)

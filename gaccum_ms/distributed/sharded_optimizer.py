@@ -22,6 +22,7 @@ from mindspore import nn, ops
 
 from gaccum_ms.backend import no_grad
 from gaccum_ms.backend.checks import check_one_of
+from gaccum_ms.backend.newer_optimizers import list_rates
 from gaccum_ms.backend.parameters import write
 from gaccum_ms.distributed.layout import Layout, balanced_owners, rank_and_ranks
 from gaccum_ms.distributed.optimizer_groups import PLACEHOLDER, in_order, own_groups, rate_places, takes_slices
@@ -127,6 +128,7 @@ class ShardedOptimizer(nn.Optimizer):
                 f"For '{_NAME}', the argument 'optimizer' must make an nn.Optimizer, but got "
                 f"'{type(inner).__name__}' from it."
             )
+        list_rates(inner)
         places = {id(part): place for place, part in enumerate(own.values())}
         self.slots = tuple(places.get(id(one), -1) for one in inner.parameters)  # -1: a placeholder
         self.inner_places = tuple(self.slots.index(place) for place in range(len(own)))

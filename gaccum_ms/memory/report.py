@@ -13,6 +13,7 @@ from mindspore import nn
 from gaccum_ms import compatibility
 from gaccum_ms.accumulation import micro_batches
 from gaccum_ms.backend.checks import check_optimizer, check_positive_int
+from gaccum_ms.backend.newer_optimizers import refuse_without_kernels
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.compatibility import Setup
 from gaccum_ms.distributed.layout import rank_and_ranks
@@ -271,6 +272,7 @@ def check_trial(owner: str, cell: Any, optimizer: Any, batch: Sequence[Any], mem
             f"'{type(cell).__name__}'."
         )
     check_optimizer(owner, cell, optimizer)
+    refuse_without_kernels(owner, optimizer)
     compatibility.check(TRIAL, owner, Setup(cell.options, cell.network, compiler_distributes()))
     check_parallel_mode(owner)
     micro_batches.plan_split(micro_batches.batch_shapes(tuple(batch)), 1, None, cell.shared)

@@ -13,6 +13,7 @@ from mindspore import nn
 from gaccum_ms import compatibility
 from gaccum_ms.backend.checks import check_accumulation_options, check_optimizer, check_transforms, described
 from gaccum_ms.backend.convolutions import limit_instructions_for, limit_instructions_for_weights
+from gaccum_ms.backend.newer_optimizers import refuse_without_kernels
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.compatibility import Setup
 from gaccum_ms.distributed.ranks import check_parallel_mode
@@ -38,6 +39,7 @@ def admit(owner: str, cell: Any, optimizer: nn.Optimizer) -> Setup:
             f"one, but got '{type(cell).__name__}'."
         )
     check_optimizer(owner, cell, optimizer)
+    refuse_without_kernels(owner, optimizer)
     check_parallel_mode("GradAccumulationCell", compiler_distributes=True)
     setup = Setup(cell.options, cell.network, modes.compiler_distributes())
     if setup.compiler_distributes:
@@ -72,6 +74,7 @@ def admit_weights(owner: str, optimizer: Any) -> ms.ParameterTuple:
         raise TypeError(
             f"For '{owner}', the argument 'optimizer' must be an nn.Optimizer, but got '{type(optimizer).__name__}'."
         )
+    refuse_without_kernels(owner, optimizer)
     check_parallel_mode(owner)
     weights = ms.ParameterTuple(optimizer.parameters)
     limit_instructions_for_weights(weights)

@@ -14,6 +14,8 @@ import numpy as np
 from mindspore import nn
 from mindspore.communication import get_group_size, get_rank
 
+from gaccum_ms.backend.graphs import runs_eagerly
+from gaccum_ms.backend.newer_optimizers import list_rates, refuse_uncompiled
 from gaccum_ms.backend.parameters import counter, of_this_rank, overwrite, own
 from gaccum_ms.backend.storage import keep_in_place, parameters_of
 from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer, whole_state
@@ -155,6 +157,7 @@ class Provenance(nn.Cell):
 class Resumable(Averaged):
     """What step and accumulator have in common: they are saved and gone on with. Mixed into their Cells."""
 
+    _jit: bool
     optimizer: nn.Optimizer
     provenance: Provenance
     window_position: ms.Parameter
@@ -178,6 +181,7 @@ class Resumable(Averaged):
 
     def _keep_in_place(self) -> None:
         """Let writes into Parameters be seen by compiled graphs, of which the step may become a part."""
+        list_rates(self.optimizer)
         window = self._open_window()
         accumulators = window.accumulators.get_parameters() if window is not None else ()
         keep_in_place([self.provenance.window_origin, *accumulators], self.provenance.note_load)
@@ -185,5 +189,7 @@ class Resumable(Averaged):
 
     def _begin(self) -> None:
         self._refuse_to_train_averages()
+        if runs_eagerly(self._jit):
+            refuse_uncompiled(self.provenance.owner, self.optimizer)
         if not self.provenance.begun or self.provenance.loaded:
             self.provenance.begin(self._open_window(), int(self.window_position.asnumpy()))

@@ -16,6 +16,7 @@ import numpy as np
 from mindspore import nn
 
 from gaccum_ms.accumulation.sharded_accumulators import ALL_PARTS
+from gaccum_ms.backend.newer_optimizers import may_lack
 from gaccum_ms.backend.parameters import PREFIX, own
 from gaccum_ms.distributed.sharded_optimizer import whole_state
 from gaccum_ms.learning_rate import MULTIPLIER_PREFIX
@@ -214,7 +215,7 @@ def _check_parameters(step: nn.Cell, path: Path, values: Values) -> None:
     network = step.network.get_parameters() if isinstance(step, TrainOneStepWithGradAccumulationCell) else ()
     needed = [*step.weights, *network]
     if own("batch_count") in values:  # not from another kind of training, which may have had another optimizer or none
-        needed += step.optimizer.get_parameters()
+        needed += [one for one in step.optimizer.get_parameters() if not may_lack(one.name)]
     missing = sorted({parameter.name for parameter in needed} - values.keys())
     if missing:
         raise ValueError(

@@ -79,7 +79,8 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
         network (GradAccumulationCell): The network with its loss and the options of accumulation; or `AutoParallel
             <https://www.mindspore.cn/docs/en/master/api_python/parallel/
             mindspore.parallel.auto_parallel.AutoParallel.html>`_ around it.
-        optimizer (Optimizer): Any `nn.Optimizer` over the network's parameters.
+        optimizer (Optimizer): Over the network's parameters: any `nn.Optimizer` , or one of
+            `mindspore.experimental.optim` or `mindspore.mint.optim` that has kernels on the device.
         scale_sense (Union[Cell, Tensor], optional): Loss scale, as `nn.TrainOneStepWithLossScaleCell
             <https://www.mindspore.cn/docs/en/master/api_python/nn/mindspore.nn.TrainOneStepWithLossScaleCell.html>`_
             takes it: a Cell that adjusts it, such as `nn.DynamicLossScaleUpdateCell` , or a Tensor of shape
@@ -116,7 +117,8 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
             mode, for options and batches that the compiler cannot accumulate with.
         RuntimeError: In hybrid parallel mode, or with pipeline stages; in semi-auto and auto parallel mode, in PyNative
             mode or on CPU; if the parallel mode is another one when the step runs than when it was built; with
-            ``micro_batch_size="auto"`` , if not even one sample fits into memory, or as part of another graph.
+            ``micro_batch_size="auto"`` , if not even one sample fits into memory, or as part of another graph; with an
+            optimizer that writes nothing where it runs: `mint.optim.Adam` in PyNative mode on CPU.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``

@@ -234,7 +234,7 @@ def trained(rank_pair, tmp_path_factory) -> list[Results]:
     return rank_pair.worker("sharding_worker", tmp_path_factory.mktemp("equality"))
 
 
-@pytest.mark.core("counted", "by parameters", "shards")
+@pytest.mark.core("counted", "by parameters", "shards", "experimental")
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "reference"),
@@ -245,6 +245,7 @@ def trained(rank_pair, tmp_path_factory) -> list[Results]:
             "by parameters": "counted",
             "shards": "counted",
             "trust_ratio": "trust_ratio",  # needs whole parameters
+            "experimental": "experimental",  # Adam, of mindspore.experimental.optim
             "shards by parameters": "trust_ratio",
             "flush": "flush",  # SGD
             "shards flush": "flush",

@@ -10,6 +10,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn, ops, train
 from mindspore.communication import get_group_size, get_rank
+from mindspore.experimental import optim
 from support.reference import CLASSES, FEATURES, Classifier, _decayed, as_numpy, batches
 from support.reuse import Reused
 from support.two_ranks import Results
@@ -87,6 +88,7 @@ OPTIMIZERS: dict[str, tuple] = {
     "adam_weight_decay": (nn.AdamWeightDecay, {"learning_rate": 0.01, "weight_decay": 0.1}, _decayed),
     "asgd": (nn.ASGD, {"learning_rate": 0.05}, list),
     "adafactor": (nn.AdaFactor, {"learning_rate": None}, list),
+    "experimental": (optim.Adam, {"lr": 0.02, "amsgrad": True}, list),
     "trust_ratio": (TrustRatio, {"learning_rate": 0.02, "weight_decay": 0.1}, _decayed),
 }
 
@@ -449,6 +451,7 @@ TASKS: dict[tuple[str, ...], Task] = {
     ("counted", "overflow"): counted_and_overflow,
     ("by parameters",): training("by parameters/sharded", "adam", apart=True, optimizer_options=BY_PARAMETERS),
     ("trust_ratio",): lambda trainer: trainer.both("trust_ratio", "trust_ratio", **COUNTED),
+    ("experimental",): lambda trainer: trainer.both("experimental", "experimental", **COUNTED),
     ("shards",): training("shards/sharded", "adam", apart=True, **SHARDED_ACCUMULATORS),
     ("shards by parameters",): training("shards by parameters/sharded", "trust_ratio", **SHARDED_ACCUMULATORS),
     ("flush", "shards flush"): flush,

@@ -1,0 +1,111 @@
+"""MindSpore's newer optimizers, of `mindspore.experimental.optim` and `mindspore.mint.optim` : where they cannot train,
+and the state that they keep where MindSpore lists no Parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import mindspore as ms
+from mindspore import mint, nn
+from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer  # the base of mindspore.mint.optim's too
+
+from gaccum_ms.backend.parameters import own
+
+# On CPU this one has no kernel (FusedAdamW cannot even be made there), and those write nothing where they are not
+# compiled, and raise nothing either.
+_WITHOUT_KERNELS = (mint.optim.AdamW,)
+_COMPILED_ONLY = (mint.optim.SGD, mint.optim.Adam)
+
+FIXED_RATE = "lr_float"  # a number that mint.optim.SGD uses in place of its Parameter
+
+_SCHEDULER = own("scheduler.")
+_LISTED = "gaccum_ms_rates"
+
+
+def refuse_without_kernels(owner: str, optimizer: nn.Cell) -> None:
+    """One clear error, before anything is made, for an optimizer that cannot train on this device."""
+    optimizer = without_shards(optimizer)
+    if ms.get_context("device_target") != "CPU":
+        return
+    name = type(optimizer).__name__
+    if isinstance(optimizer, mint.optim.SGD) and ms.__version__.startswith("2.7."):
+        raise ValueError(
+            f"For '{owner}', the optimizer must write its weights, but got mint.optim.SGD, which with MindSpore "
+            f"{ms.__version__} writes none on CPU. Use nn.SGD, or MindSpore 2.8."
+        )
+    if isinstance(optimizer, _WITHOUT_KERNELS):
+        raise ValueError(
+            f"For '{owner}', the optimizer must have kernels on this device, but got mint.optim.{name} on CPU, for "
+            f"which MindSpore {ms.__version__} has none. Use mindspore.experimental.optim.AdamW, or "
+            f"nn.AdamWeightDecay."
+        )
+
+
+def refuse_uncompiled(owner: str, optimizer: nn.Cell) -> None:
+    """The same, before a step that is run eagerly, for one that writes only where it is compiled."""
+    optimizer = without_shards(optimizer)
+    if ms.get_context("device_target") == "CPU" and isinstance(optimizer, _COMPILED_ONLY):
+        name = type(optimizer).__name__
+        raise RuntimeError(
+            f"For '{owner}', the optimizer must write its weights, but got mint.optim.{name} in PyNative mode, in "
+            f"which it writes none on CPU. Use jit=True or graph mode, or mindspore.experimental.optim.{name}."
+        )
+
+
+def refuse_fixed_rates(owner: str, optimizer: ExperimentalOptimizer) -> None:
+    """Refuse an optimizer that does not see what is written into its rates."""
+    if any(FIXED_RATE in group for group in optimizer.param_groups):
+        raise ValueError(
+            f"For '{owner}', the optimizer must read its learning rate at each update, but got a "
+            f"mindspore.mint.optim.SGD, which uses the number that it was made with. Use nn.SGD, or leave the rate as "
+            f"it is."
+        )
+
+
+def without_shards(optimizer: Any) -> Any:
+    """The optimizer that a ShardedOptimizer has made, or the one that is given."""
+    held = optimizer.__dict__.get("_hidden")
+    return held[0] if held else optimizer
+
+
+def list_rates(optimizer: nn.Cell) -> None:
+    """Let an optimizer list its groups' rates, and what AMSGrad keeps, among its Parameters, so that checkpoints hold
+    what a scheduler has made of them."""
+    optimizer = without_shards(optimizer)
+    if isinstance(optimizer, ExperimentalOptimizer) and not hasattr(optimizer, _LISTED):
+        held = [one for group in optimizer.param_groups for value in group.values() for one in _parameters_in(value)]
+        listed = {id(one) for one in optimizer.get_parameters()}
+        setattr(optimizer, _LISTED, ms.ParameterTuple(one for one in held if id(one) not in listed))
+
+
+def list_schedulers(optimizer: nn.Cell, schedulers: Iterable[Any], updates: ms.Parameter) -> None:
+    """The same for schedulers' own state, under names of ours, because MindSpore gives several schedulers the same; and
+    for the number of updates that they have seen."""
+    state = [updates]
+    for number, scheduler in enumerate(_with_held(schedulers)):
+        rates = {id(one) for group in optimizer.param_groups for one in _parameters_in(group["lr"])}
+        for name, value in vars(scheduler).items():
+            if isinstance(value, ms.Parameter) and id(value) not in rates:
+                value.name = f"{_SCHEDULER}{number}.{name}"
+                value.requires_grad = False
+                state.append(value)
+    optimizer.gaccum_ms_schedulers = ms.ParameterTuple(state)
+
+
+def may_lack(name: str) -> bool:
+    """Whether a checkpoint may be without this Parameter of an optimizer: one that was saved before it was listed, or
+    without a scheduler."""
+    return name.startswith((_SCHEDULER, "learning_rate_group_", "max_exp_avg_sq."))
+
+
+def _parameters_in(value: Any) -> list[ms.Parameter]:
+    if isinstance(value, ms.Parameter):
+        return [value]
+    return [one for one in value if isinstance(one, ms.Parameter)] if isinstance(value, ms.ParameterTuple) else []
+
+
+def _with_held(schedulers: Iterable[Any]) -> list[Any]:
+    """Schedulers, and those that they hold, as SequentialLR does."""
+    return [one for given in schedulers for one in (given, *_with_held(getattr(given, "_schedulers", ())))]

@@ -1,0 +1,106 @@
+"""UpdateScheduler: MindSpore's schedulers of experimental optimizers, stepped once per update of `ms.Model.train` ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mindspore as ms
+from mindspore.experimental.optim.lr_scheduler import LRScheduler, SequentialLR
+from mindspore.train import Callback, RunContext
+
+from gaccum_ms.backend import no_grad
+from gaccum_ms.backend.newer_optimizers import list_schedulers, refuse_fixed_rates, without_shards
+from gaccum_ms.backend.parameters import counter, overwrite
+from gaccum_ms.callbacks.window_watch import training_step
+
+_NAME = "UpdateScheduler"
+
+
+class UpdateScheduler(Callback):
+    r"""
+    Call ``step()`` of schedulers once per update, and not once per batch.
+
+    For the optimizers of `mindspore.experimental.optim` and `mindspore.mint.optim` , whose rates are changed by the
+    schedulers of `mindspore.experimental.optim.lr_scheduler
+    <https://www.mindspore.cn/docs/en/master/api_python/mindspore.experimental.html#lrscheduler-class>`_ . A batch that
+    does not end its window, and a window that overflowed, changes no rate. Where the scheduler counts epochs, call its
+    ``step()`` in a callback of your own.
+
+    Those of a :class:`ShardedOptimizer` are made of its ``inner`` , the optimizer that it holds.
+
+    Rates and the schedulers' state are in checkpoints. Make this callback, of the same schedulers, before you call
+    :func:`resume` , which then goes on with them.
+
+    Args:
+        *schedulers (LRScheduler): Schedulers of the optimizer that is trained with, stepped in this order.
+
+    Raises:
+        TypeError: If there is none, or one is no LRScheduler; ReduceLROnPlateau steps by a metric, and is none.
+        ValueError: If the schedulers are of different optimizers, or of another than is trained with, or of
+            `mindspore.mint.optim.SGD` , which never reads a changed rate.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import numpy as np
+        >>> import mindspore as ms
+        >>> from mindspore import nn
+        >>> from mindspore.experimental import optim
+        >>> from gaccum_ms import GradAccumulationCell, UpdateScheduler
+        >>> net = nn.Dense(3, 1)
+        >>> optimizer = optim.Adam(net.trainable_params(), lr=0.1)
+        >>> scheduler = optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+        >>> cell = GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), accumulation_steps=4)
+        >>> x, y = np.ones((16, 3), np.float32), np.zeros((16, 1), np.float32)
+        >>> data_set = ms.dataset.NumpySlicesDataset((x, y), shuffle=False).batch(2)
+        >>> ms.Model(cell, optimizer=optimizer).train(1, data_set, callbacks=[UpdateScheduler(scheduler)])
+        >>> print(scheduler.get_last_lr()[0])  # 8 batches, 2 updates
+        0.025
+    """
+
+    def __init__(self, *schedulers: Any) -> None:
+        super().__init__()
+        if not schedulers or not all(isinstance(one, (LRScheduler, SequentialLR)) for one in schedulers):
+            raise TypeError(
+                f"For '{_NAME}', the argument 'schedulers' must be LRSchedulers of "
+                f"mindspore.experimental.optim.lr_scheduler, but got {[type(one).__name__ for one in schedulers]}."
+            )
+        self.schedulers = schedulers
+        self.optimizer = schedulers[0].optimizer
+        if any(one.optimizer is not self.optimizer for one in schedulers):
+            raise ValueError(
+                f"For '{_NAME}', the argument 'schedulers' must be of one optimizer, but got schedulers of several."
+            )
+        refuse_fixed_rates(_NAME, self.optimizer)
+        # Updates that the schedulers have seen; -1 before the first training.
+        self.updates = counter("scheduler.updates", -1)
+        list_schedulers(self.optimizer, schedulers, self.updates)
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        step = training_step(run_context)
+        if step is None or without_shards(step.optimizer) is not self.optimizer:
+            raise ValueError(
+                f"For '{_NAME}', the argument 'schedulers' must be of the optimizer that a GradAccumulationCell is "
+                f"trained with, but got schedulers of another '{type(self.optimizer).__name__}'."
+            )
+        if int(self.updates.asnumpy()) < 0:
+            overwrite(self.updates, step.update_count)
+        self._follow(run_context)  # a checkpoint may be from between an update and its step
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        self._follow(run_context)
+
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        self._follow(run_context)  # a flush may have updated since
+
+    def on_train_end(self, run_context: RunContext) -> None:
+        self._follow(run_context)
+
+    def _follow(self, run_context: RunContext) -> None:
+        step: Any = training_step(run_context)
+        for seen in range(int(self.updates.asnumpy()), int(step.update_count.asnumpy())):
+            with no_grad():
+                for scheduler in self.schedulers:
+                    scheduler.step()
+            overwrite(self.updates, ms.Tensor(seen + 1, ms.int32))

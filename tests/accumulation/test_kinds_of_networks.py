@@ -1,0 +1,259 @@
+"""What else MindSpore's users do in a network, and with a loss scale: each against MindSpore's own step on the whole
+batch. Recomputation, gradients of one's own, parts that `ms.jit` compiles, lengths that are left open, and
+``drop_overflow_update=False`` .
+"""
+
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from support.modes import MODES
+from support.reference import FEATURES, Regression, as_numpy, relative_error
+
+from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell
+
+TOLERANCE = 1e-5
+_RANDOM = np.random.default_rng(5)
+DATA = [
+    (_RANDOM.normal(size=(7, FEATURES)).astype(np.float32), _RANDOM.normal(size=7).astype(np.float32)) for _ in range(4)
+]
+
+
+class Layer(nn.Cell):
+    """A layer with a weight; a network is made of it, by which its gradient is tried."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = ms.Parameter(Tensor(weight, ms.float32), name="weight")
+
+    def construct(self, x):
+        return ops.tanh(x @ self.weight)
+
+
+class Recomputed(Layer):
+    def __init__(self, weight):
+        super().__init__(weight)
+        self.recompute()
+
+
+class Compiled(Layer):
+    @ms.jit
+    def construct(self, x):
+        return ops.tanh(x @ self.weight)
+
+
+@ms.jit
+def compiled_tanh(x):
+    return ops.tanh(x)
+
+
+class CallsCompiled(Layer):
+    def construct(self, x):
+        return compiled_tanh(x @ self.weight)
+
+
+class HalvedGradient(nn.Cell):
+    """The identity, whose gradient is halved: wrong on purpose, so that a test sees whether it is used."""
+
+    def construct(self, x):
+        return x * 1.0
+
+    def bprop(self, x, out, dout):
+        return (dout * 0.5,)
+
+
+class OwnGradient(Layer):
+    def __init__(self, weight):
+        super().__init__(weight)
+        self.halved = HalvedGradient()
+
+    def construct(self, x):
+        return self.halved(ops.tanh(x @ self.weight))
+
+
+def square(x):
+    return x * x
+
+
+def square_gradient(x, out, dout):
+    return (dout * x,)  # half of it
+
+
+class CustomOperator(Layer):
+    """`ops.Custom` , run by Python, with a gradient of one's own."""
+
+    def __init__(self, weight):
+        super().__init__(weight)
+        self.square = ops.Custom(
+            square, out_shape=lambda x: x, out_dtype=lambda x: x, func_type="pyfunc", bprop=square_gradient
+        )
+
+    def construct(self, x):
+        return self.square(ops.tanh(x @ self.weight))
+
+
+class Network(nn.Cell):
+    """Squared errors of what a layer makes of the batch."""
+
+    def __init__(self, layer):
+        super().__init__()
+        random = np.random.default_rng(7)
+        self.layer = layer(random.normal(size=(FEATURES, 8)) * 0.4)
+        self.out = ms.Parameter(Tensor(random.normal(size=8) * 0.4, ms.float32), name="out")
+
+    def construct(self, x, y):
+        return ops.square((self.layer(x) * self.out).sum(-1) - y).mean()
+
+
+LAYERS = {
+    "recompute": Recomputed,
+    "jit, a Cell": Compiled,
+    "jit, a function": CallsCompiled,
+    "bprop": OwnGradient,
+    "ops.Custom": CustomOperator,
+}
+
+
+def weights_after(make_step, layer, data=DATA):
+    network = Network(layer)
+    step = make_step(network, nn.Momentum(network.trainable_params(), 0.05, 0.9))
+    losses = [float(step(*map(Tensor, batch)).asnumpy()) for batch in data]
+    return {"losses": np.array(losses), **{one.name: as_numpy(one) for one in network.trainable_params()}}
+
+
+def accumulated(**options):
+    def make(network, optimizer):
+        return TrainOneStepWithGradAccumulationCell(GradAccumulationCell(network, **options), optimizer).set_train()
+
+    return make
+
+
+def in_a_loop(network, optimizer):
+    """One's own, of two parts of each batch."""
+    accumulator = GradAccumulator(optimizer, 2)
+    value_and_grad = ms.value_and_grad(network, None, optimizer.parameters)
+
+    def step(x, y):
+        total = 0.0
+        for part in (slice(0, 3), slice(3, 7)):
+            loss, gradients = value_and_grad(x[part].copy(), y[part].copy())
+            count = part.stop - part.start
+            accumulator(gradients, count=count)
+            total = total + loss * count / 7
+        return total
+
+    return step
+
+
+def assert_same(found, wanted):
+    errors = {name: relative_error(found[name], wanted[name]) for name in wanted}
+    assert max(errors.values()) < TOLERANCE, errors
+
+
+def samples(x, y):
+    return x.shape[0]
+
+
+WAYS = {
+    "micro-batches": accumulated(micro_size=3),
+    "jit": accumulated(micro_size=3, jit=True),
+    "clipped, counted": accumulated(micro_batch_size=2, max_grad_norm=1e9, count=samples),
+    "loop": in_a_loop,
+}
+
+
+@pytest.mark.core(
+    "graph-micro-batches-recompute",
+    "graph-micro-batches-jit, a Cell",
+    "graph-micro-batches-bprop",
+    "graph-micro-batches-ops.Custom",
+    "graph-micro-batches-jit, a function",
+    "pynative-micro-batches-bprop",
+    "pynative-loop-ops.Custom",
+    "pynative-jit-jit, a Cell",
+)
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
+def test_equals_the_whole_batch(kind, way, mode):
+    ms.set_context(mode=MODES[mode])
+    wanted = weights_after(nn.TrainOneStepCell, LAYERS[kind])
+    assert_same(weights_after(WAYS[way], LAYERS[kind]), wanted)
+
+
+@pytest.mark.core("pynative")
+@pytest.mark.parametrize("mode", MODES)
+def test_a_gradient_of_ones_own_is_used(mode):
+    """The negative control: the same network with MindSpore's gradient trains otherwise."""
+    ms.set_context(mode=MODES[mode])
+    own, plain = (weights_after(accumulated(micro_size=3), kind) for kind in (OwnGradient, Layer))
+    assert relative_error(own["losses"][:1], plain["losses"][:1]) < TOLERANCE
+    assert relative_error(own["layer.weight"], plain["layer.weight"]) > 1e-3
+
+
+# -- lengths that are left open ----------------------------------------------------------------------------------------
+
+
+class Sequences(nn.Cell):
+    """The mean over samples of squares of a mean over a sequence, of any length."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = ms.Parameter(Tensor(np.linspace(-1, 1, 4), ms.float32), name="weight")
+
+    def construct(self, x, y):
+        return ops.square(ops.tanh(x @ self.weight).mean(axis=1) - y).mean()
+
+
+@pytest.mark.core("2-2")
+@pytest.mark.parametrize(("micro_size", "spanned"), [(3, 1), (2, 2)])
+def test_one_graph_for_sequences_of_all_lengths(micro_size, spanned):
+    """Samples and lengths change with every batch: nothing is compiled anew, in windows of several batches too."""
+    ms.set_context(mode=ms.GRAPH_MODE)
+    shapes = [(7, 5), (4, 9), (9, 2), (5, 5)]
+    data = [
+        (_RANDOM.normal(size=(*shape, 4)).astype(np.float32), _RANDOM.normal(size=shape[0]).astype(np.float32))
+        for shape in shapes
+    ]
+    network, whole = Sequences(), Sequences()
+    cell = GradAccumulationCell(network, micro_size, accumulation_steps=spanned)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.1))
+    step.set_inputs(Tensor(shape=[None, None, 4], dtype=ms.float32), Tensor(shape=[None], dtype=ms.float32))
+    for batch in data:
+        step(*map(Tensor, batch))
+    assert len(step.compile_cache) == 1
+    with_gradients = ms.value_and_grad(whole, None, whole.trainable_params())
+    optimizer = nn.SGD(whole.trainable_params(), 0.1)
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    for start in range(0, len(data), spanned):
+        window = data[start : start + spanned]
+        found = [with_gradients(*map(Tensor, batch))[1][0] * len(batch[1]) for batch in window]
+        optimizer((sum(found) / sum(len(batch[1]) for batch in window),))
+    assert relative_error(as_numpy(network.weight), as_numpy(whole.weight)) < TOLERANCE
+
+
+# -- drop_overflow_update=False ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.core("pynative")
+@pytest.mark.parametrize("mode", MODES)
+def test_an_overflow_is_not_dropped_where_that_is_asked_for(mode):
+    """As MindSpore's own step, which then does not look: the weights are no numbers any more."""
+    ms.set_context(mode=MODES[mode])
+    manager = ms.amp.FixedLossScaleManager(128.0, drop_overflow_update=False)
+    found = []
+    for make in (lambda network: network, lambda network: GradAccumulationCell(network, 3)):
+        network = Regression()
+        optimizer = nn.Momentum(network.trainable_params(), 0.05, 0.9, loss_scale=128.0)
+        step = ms.amp.build_train_network(make(network), optimizer, loss_scale_manager=manager)
+        x, y = map(Tensor, DATA[0])
+        step(x, y)
+        before = as_numpy(network.out)
+        step(x, y * float("inf"))
+        found.append((before, as_numpy(network.out)))
+    (wanted, wanted_after), (weight, weight_after) = found
+    assert relative_error(weight, wanted) < TOLERANCE
+    assert not np.isfinite(weight_after).any()
+    assert not np.isfinite(wanted_after).any()

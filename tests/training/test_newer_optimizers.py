@@ -1,0 +1,276 @@
+"""The optimizers of `mindspore.experimental.optim` and `mindspore.mint.optim` , whose rates schedulers change."""
+
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, mint, nn
+from mindspore.dataset import NumpySlicesDataset
+from mindspore.experimental import optim
+from mindspore.experimental.optim import lr_scheduler
+from support.modes import MODES
+from support.reference import FEATURES, Regression, as_numpy, relative_error
+from support.versions import before
+
+from gaccum_ms import (
+    FlushAccumulation,
+    GradAccumulationCell,
+    GradAccumulator,
+    TrainOneStepWithGradAccumulationCell,
+    UpdateScheduler,
+    WindowMonitor,
+    resume,
+)
+
+SAMPLES, UPDATES = 6, 3
+_RANDOM = np.random.default_rng(3)
+X = _RANDOM.normal(size=(2 * UPDATES, SAMPLES, FEATURES)).astype(np.float32)
+Y = _RANDOM.normal(size=(2 * UPDATES, SAMPLES)).astype(np.float32)
+
+
+def _groups(weights):
+    return [{"params": weights[:1], "lr": 0.1}, {"params": weights[1:], "weight_decay": 0.05}]
+
+
+KINDS = {
+    "SGD": lambda weights: optim.SGD(_groups(weights), 0.05, momentum=0.9),
+    "AdamW": lambda weights: optim.AdamW(weights, 0.05, amsgrad=True),
+    "Adam": lambda weights: optim.Adam(_groups(weights), 0.05),
+    "mint Adam": lambda weights: mint.optim.Adam(weights, 0.05, amsgrad=True),
+    "mint SGD": lambda weights: mint.optim.SGD(weights, 0.05, momentum=0.9),
+    **{
+        name: lambda weights, name=name: getattr(optim, name)(weights, lr=0.05)
+        for name in ("ASGD", "Adadelta", "Adagrad", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")
+    },
+}
+NEEDS_2_8 = pytest.mark.xfail(before(2, 8), reason="on MindSpore 2.7 mint's optimizers do not train on CPU")
+_MARKS = {"mint Adam": NEEDS_2_8, "mint SGD": NEEDS_2_8}
+EACH_KIND = [pytest.param(kind, marks=_MARKS.get(kind, ())) for kind in KINDS]
+CORE = [f"{kind}-{way}" for kind, way in (("SGD", "step-graph"), ("AdamW", "step-jit"), ("Adam", "loop-pynative"))]
+CORE += ["SGD-step-pynative", "SGD-loop-jit", "mint Adam-step-graph", "mint SGD-loop-jit"]
+
+
+def values_of(network, optimizer):
+    return {one.name: as_numpy(one) for one in (*network.get_parameters(), *optimizer.get_parameters())}
+
+
+def train(make_train, kind):
+    """Updates of a rate that halves after each; weights and the optimizer's state."""
+    network = Regression()
+    optimizer = KINDS[kind](network.trainable_params())
+    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+    update = make_train(network, optimizer)
+    for x, y in zip(X[:UPDATES], Y[:UPDATES], strict=True):
+        update(Tensor(x), Tensor(y))
+        scheduler.step()
+    return values_of(network, optimizer)
+
+
+def by_step(jit):
+    def make(network, optimizer):
+        return TrainOneStepWithGradAccumulationCell(GradAccumulationCell(network, 3, jit=jit), optimizer)
+
+    return make
+
+
+def by_loop(jit):
+    def make(network, optimizer):
+        accumulator = GradAccumulator(optimizer, 2, jit=jit)
+        gradients_of = ms.value_and_grad(network, None, optimizer.parameters)
+
+        def update(x, y):
+            for half in (slice(0, 3), slice(3, 6)):
+                accumulator(gradients_of(x[half].copy(), y[half].copy())[1])
+
+        return update
+
+    return make
+
+
+WAYS = {
+    "step-graph": (ms.GRAPH_MODE, by_step(None)),
+    "step-pynative": (ms.PYNATIVE_MODE, by_step(None)),
+    "step-jit": (ms.PYNATIVE_MODE, by_step(True)),
+    "loop-graph": (ms.GRAPH_MODE, by_loop(None)),
+    "loop-pynative": (ms.PYNATIVE_MODE, by_loop(None)),
+    "loop-jit": (ms.PYNATIVE_MODE, by_loop(True)),
+}
+
+
+@pytest.mark.core(*CORE)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", EACH_KIND)
+def test_updates_are_those_of_the_whole_batch_at_the_schedulers_rates(kind, way):
+    mode, make = WAYS[way]
+    if kind.startswith("mint") and way.endswith("pynative"):
+        pytest.skip("refused, as a test below shows")
+    ms.set_context(mode=ms.GRAPH_MODE)  # the reference too: PyNative mode writes nothing by some of mint's
+    reference = train(nn.TrainOneStepCell, kind)
+    ms.set_context(mode=mode)
+    values = train(make, kind)
+    errors = {name: relative_error(values[name], reference[name]) for name in reference}
+    assert max(errors.values()) < 2e-5, errors
+
+
+def test_a_rate_that_is_not_read_would_be_found():
+    """The negative control of the test above."""
+    ms.set_context(mode=ms.GRAPH_MODE)
+    reference = train(nn.TrainOneStepCell, "SGD")
+
+    def frozen(network, optimizer):
+        rates = [as_numpy(one) for one in optimizer.lrs]
+        step = nn.TrainOneStepCell(network, optimizer)
+
+        def update(*batch):
+            for one, rate in zip(optimizer.lrs, rates, strict=True):
+                one.set_data(Tensor(rate))
+            step(*batch)
+
+        return update
+
+    assert relative_error(train(frozen, "SGD")["hidden"], reference["hidden"]) > 1e-3
+
+
+# -- what does not train on CPU ----------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_without_kernels_is_refused():
+    network = Regression()
+    optimizer = mint.optim.AdamW(network.trainable_params(), lr=0.1)
+    error = r"must have kernels on this device, but got mint.optim.AdamW on CPU.* Use mindspore.experimental.optim"
+    with pytest.raises(ValueError, match=error):
+        TrainOneStepWithGradAccumulationCell(GradAccumulationCell(network, 2), optimizer)
+    with pytest.raises(ValueError, match=error):
+        GradAccumulator(optimizer, 2)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_an_optimizer_that_writes_nothing_is_refused_before_the_first_batch(name, pynative):
+    """MindSpore's own step trains nothing with it, and says nothing."""
+    network = Regression()
+    optimizer = getattr(mint.optim, name)(network.trainable_params(), lr=0.1)
+    weights = values_of(network, optimizer)
+    batch = Tensor(X[0]), Tensor(Y[0])
+    if before(2, 8):
+        with pytest.raises(ValueError, match=r"writes none on CPU\. Use nn.SGD"):
+            GradAccumulator(mint.optim.SGD(network.trainable_params(), lr=0.1), 2)
+        return
+    nn.TrainOneStepCell(network, optimizer)(*batch)
+    assert all(np.array_equal(as_numpy(one), weights[one.name]) for one in network.get_parameters())
+    accumulator, step = GradAccumulator(optimizer, 2), by_step(None)(network, optimizer)
+    error = rf"but got mint.optim.{name} in PyNative mode, in which it writes none on CPU. Use jit=True or graph mode"
+    with pytest.raises(RuntimeError, match=error):
+        accumulator(ms.grad(network, None, optimizer.parameters)(*batch))
+    with pytest.raises(RuntimeError, match=error):
+        step(*batch)
+    assert int(step.batch_count.asnumpy()) == int(accumulator.batch_count.asnumpy()) == 0
+
+
+# -- Model.train, checkpoints ------------------------------------------------------------------------------------------
+
+SCHEDULERS = {
+    "exponential": lambda optimizer: [lr_scheduler.ExponentialLR(optimizer, 0.5)],
+    "restarts": lambda optimizer: [lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2, 2, 0.0)],
+    "sequential": lambda optimizer: [
+        lr_scheduler.SequentialLR(
+            optimizer,
+            [lr_scheduler.ConstantLR(optimizer, 0.1, 2), lr_scheduler.ExponentialLR(optimizer, 0.9)],
+            [2],
+        )
+    ],
+    "two": lambda optimizer: [lr_scheduler.ExponentialLR(optimizer, 0.9), lr_scheduler.StepLR(optimizer, 2, 0.5)],
+}
+
+
+def expected_rates(kind, updates):
+    """What MindSpore's schedulers make of the rate, stepped once per update."""
+    optimizer = optim.Adam(Regression().trainable_params(), 0.05)
+    schedulers, rates = SCHEDULERS[kind](optimizer), []
+    for _ in range(updates):
+        rates.append(float(as_numpy(optimizer.lrs[0])))
+        for one in schedulers:
+            one.step()
+    return rates
+
+
+def model_of(kind):
+    network = Regression()
+    optimizer = optim.Adam(network.trainable_params(), 0.05, amsgrad=True)
+    model = ms.Model(GradAccumulationCell(network, 2, accumulation_steps=2), optimizer=optimizer)
+    return model, UpdateScheduler(*SCHEDULERS[kind](optimizer))
+
+
+def data_set():
+    """Five batches: with a flush 2 + 2 + 1, three updates an epoch."""
+    return NumpySlicesDataset((X.reshape((-1, FEATURES))[:30], Y.ravel()[:30]), shuffle=False).batch(SAMPLES)
+
+
+def fit(model, scheduler, epochs, **options):
+    monitor = WindowMonitor()
+    model.train(epochs, data_set(), callbacks=[FlushAccumulation(), scheduler, monitor], **options)
+    return [record.learning_rate for record in monitor.records]
+
+
+@pytest.mark.core("exponential-graph", "restarts-pynative", "sequential-graph")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_schedulers_step_once_per_update_and_go_on_from_a_checkpoint(kind, mode, tmp_path):
+    ms.set_context(mode=MODES[mode])
+    model, scheduler = model_of(kind)
+    rates, file = fit(model, scheduler, 1), str(tmp_path / "step.ckpt")
+    ms.save_checkpoint(model.train_network, file)
+    rates += fit(model, scheduler, 1)
+    np.testing.assert_allclose(rates, expected_rates(kind, 6), rtol=1e-5)
+    resumed, its_scheduler = model_of(kind)
+    resume(resumed, file)
+    np.testing.assert_allclose(fit(resumed, its_scheduler, 1), rates[3:], rtol=1e-5)
+    wanted = {one.name: as_numpy(one) for one in model.train_network.get_parameters()}
+    for one in resumed.train_network.get_parameters():
+        if "random_state" not in one.name:
+            np.testing.assert_array_equal(as_numpy(one), wanted[one.name], err_msg=one.name)
+
+
+def test_rates_and_maxima_are_in_checkpoints_without_a_callback_too(tmp_path, pynative):
+    network = Regression()
+    optimizer = mint.optim.Adam(network.trainable_params(), 0.05, amsgrad=True)
+    accumulator, file = GradAccumulator(optimizer, 1), str(tmp_path / "accumulator.ckpt")
+    names = {one.name for one in accumulator.get_parameters()}
+    assert names >= {"learning_rate_group_0", "max_exp_avg_sq.hidden", "max_exp_avg_sq.out"}
+    optimizer.lrs[0].set_data(Tensor(0.25))
+    ms.save_checkpoint(accumulator, file)
+    optimizer.lrs[0].set_data(Tensor(0.5))
+    resume(accumulator, file)
+    assert float(as_numpy(optimizer.lrs[0])) == 0.25
+
+
+def test_a_checkpoint_without_rates_is_still_gone_on_with(tmp_path, pynative):
+    """One of a version that did not save them, or of a training without a scheduler."""
+    model, _ = model_of("exponential")
+    file = str(tmp_path / "step.ckpt")
+    saved = [
+        {"name": one.name, "data": one}
+        for one in model.train_network.get_parameters()
+        if "learning_rate" not in one.name and "scheduler" not in one.name
+    ]
+    ms.save_checkpoint(saved, file)
+    resume(model, file)
+
+
+def test_bad_schedulers_are_refused_before_training(pynative):
+    network = Regression()
+    weights = network.trainable_params()
+    one, other = optim.SGD(weights, 0.1), optim.SGD(weights, 0.1)
+    exponential = lr_scheduler.ExponentialLR(one, 0.5)
+    with pytest.raises(TypeError, match=r"must be LRSchedulers of .*, but got \['ReduceLROnPlateau'\]"):
+        UpdateScheduler(lr_scheduler.ReduceLROnPlateau(one))
+    with pytest.raises(TypeError, match=r"but got \[\]"):
+        UpdateScheduler()
+    with pytest.raises(ValueError, match="must be of one optimizer"):
+        UpdateScheduler(exponential, lr_scheduler.ExponentialLR(other, 0.5))
+    with pytest.raises(ValueError, match="'UpdateScheduler', the optimizer must read its learning rate at each update"):
+        UpdateScheduler(lr_scheduler.ExponentialLR(mint.optim.SGD(weights, 0.1), 0.5))
+    model = ms.Model(GradAccumulationCell(network, 2), optimizer=other)
+    with pytest.raises(ValueError, match="must be of the optimizer that a GradAccumulationCell is trained with"):
+        model.train(1, data_set(), callbacks=[UpdateScheduler(exponential)])
+    assert int(model.train_network.batch_count.asnumpy()) == 0
