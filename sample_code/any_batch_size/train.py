@@ -1,6 +1,6 @@
 """From a small batch to a large one: what the gradient noise says, and two ways of doing as it says.
 
-    bash run.sh                        some 1 minute on two cores
+    bash run.sh                        some 55 seconds of the CPU
 
 Four trainings on the same handwritten digits:
 

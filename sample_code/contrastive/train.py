@@ -1,6 +1,6 @@
 """Two towers learn which right half belongs to which left half of a handwritten digit, from all others of the batch.
 
-    bash run.sh                        some 20 seconds on two cores
+    bash run.sh                        some 45 seconds of the CPU
 
 The loss compares each half with all others of the batch. `WithBatchLossCell` takes it over the whole batch, with one
 micro-batch in memory. The second training has a loss of its own in each micro-batch, for comparison.

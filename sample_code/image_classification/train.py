@@ -1,6 +1,6 @@
 """A network of mindcv's on handwritten digits, in mindcv's training step made ours.
 
-    bash run.sh                        some 1 minute on two cores
+    bash run.sh                        some 90 seconds of the CPU
 
 Four batches share an update. The average of the weights is evaluated beside the weights.
 """
