@@ -11,6 +11,7 @@ mindspore=                             # the version that --mindspore asks for
 usage() {
     cat <<'END'
 bash run.sh [options] [script] [its arguments]     train the sample, or run a script, on 8 processes
+bash run.sh sample NAME [its options]              train one of sample_code/, in this process: image_classification, ...
 bash run.sh check                                  say whether this machine can train, and if not, why
 bash run.sh report windows.jsonl                   draw a WindowMonitor's record as one HTML page
 bash run.sh test                                   run the tests: every option, error and promise, on all cores
@@ -160,6 +161,10 @@ open(site.getsitepackages()[0] + "/on-top.pth", "w").write(sys.stdin.read())' <"
     fi
 }
 
+use_gallery() { # what any of sample_code/ needs
+    use gallery sklearn matplotlib mindcv
+}
+
 # use_gpu: add the extra gpu's libraries, which some tests need, though no GPU. They say themselves why they skip where
 # these cannot be had.
 use_gpu() {
@@ -199,6 +204,17 @@ case ${1-} in
 check | report)
     some_python
     become gaccum_ms "$@"
+    ;;
+sample)
+    program=$here/sample_code/${2-}/train.py
+    if [ ! -f "$program" ]; then
+        samples=("$here"/sample_code/*/)
+        samples=("${samples[@]%/}")
+        echo "error: there is no sample '${2-}', but ${samples[*]##*/}" >&2
+        exit 2
+    fi
+    use_gallery
+    exec "$python" "$program" "${@:3}"
     ;;
 test)
     if [ "${2-}" = --mindspore ]; then
@@ -258,6 +274,8 @@ fi
 if [ "$script" -ef "$sample/train.py" ]; then
     use sample sklearn
     [ -n "${DATA_PATH-}" ] || "$python" "$sample/prepare_data.py"
+elif [ "$(dirname "$script")/.." -ef "$here/sample_code" ]; then
+    use_gallery
 else
     use ''
 fi

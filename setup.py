@@ -36,6 +36,7 @@ setup(
     extras_require={
         "plot": ["matplotlib"],  # GradNoiseScale.draw
         "sample": ["scikit-learn"],
+        "gallery": ["matplotlib", "mindcv==0.3.*", "scikit-learn"],  # all of sample_code/
         "tensorboard": ["tensorboardX"],
         "test": [
             "mindcv==0.3.*",

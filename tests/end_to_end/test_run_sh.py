@@ -234,6 +234,25 @@ def test_the_samples_own_options_begin_its_words(recorder):
         assert parse(["--default-script", str(recorder.sample), option, "3"]).args == [option, "3"]
 
 
+def test_a_sample_gets_what_it_needs_and_its_words(recorder):
+    assert recorder.run("sample", "contrastive", "--epochs", "3").returncode == 0
+    assert recorder.calls() == [f"{recorder.project}/sample_code/contrastive/train.py --epochs 3"]
+    recorder.lacks("mindcv")
+    assert recorder.run("sample", "contrastive").returncode == 0
+    assert recorder.calls()[1].endswith(f"--editable {recorder.project}[gallery] in .venv")
+    script = recorder.project / "sample_code" / "language_model" / "train.py"
+    assert recorder.run("--processes", "2", "--script", str(script)).returncode == 0
+    assert recorder.launched().script == str(script)
+    assert len(recorder.calls()) == 1, "a launched one needs the same"
+
+
+def test_a_sample_that_is_not_there_is_told_which_are(recorder):
+    done = recorder.run("sample", "contrastiv")
+    assert done.returncode == 2
+    names = " ".join(sorted(folder.name for folder in (ROOT / "sample_code").iterdir() if folder.is_dir()))
+    assert done.stderr == f"error: there is no sample 'contrastiv', but {names}\n"
+
+
 def test_help_is_shown_wherever_it_is_asked_for(recorder):
     assert recorder.run("--help").stdout.startswith("bash run.sh [options]")
     done = recorder.run("--processes", "2", "--help")

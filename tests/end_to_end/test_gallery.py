@@ -1,0 +1,126 @@
+"""The samples of sample_code/, each with few updates, and whole by its run.sh, as docs/samples.md shows it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLES = ROOT / "sample_code"
+PAGE = ROOT / "docs" / "samples.md"
+FEW_UPDATES = {
+    "image_classification": ("--network", "mobilenet_v1_025", "--epochs", "1", "--samples", "64", "--batch-size", "16"),
+    "language_model": ("--epochs", "1", "--batches", "2", "--batch-size", "2"),
+    "contrastive": ("--epochs", "1", "--pairs", "64", "--batch-size", "32"),
+    "any_batch_size": ("--epochs", "1", "--samples", "256"),
+}
+LIMIT = 1500  # seconds, of which an idle machine needs a tenth
+
+for module in ("matplotlib", "mindcv", "sklearn"):
+    pytest.importorskip(module, reason=f"{module} is in the extras 'gallery' and 'test'", exc_type=ImportError)
+
+
+def shown(name: str) -> str:
+    """What the page shows of a sample."""
+    return re.search(rf"```console\n\$ bash sample_code/{name}/run.sh\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
+
+
+def lines(text: str) -> list[str]:
+    """One of each kind, without the numbers, which depend on the machine; not the launcher's own line, and not advice,
+    whose words depend on them."""
+    kinds = {re.sub(r"[\d.,]+|\s+", " ", line).strip() for line in text.splitlines() if not line.startswith("batch ")}
+    return sorted(re.sub(r" +", " ", kind) for kind in kinds if "logs:" not in kind)
+
+
+def is_a_picture(path: Path) -> bool:
+    from matplotlib import pyplot
+
+    pixels = pyplot.imread(path)
+    return min(pixels.shape[:2]) > 100 and pixels.std() > 0.05
+
+
+def test_each_sample_is_tested_and_has_its_place_on_the_page():
+    names = {folder.parent.name for folder in SAMPLES.glob("*/train.py")} - {"distributed_gradient_accumulation"}
+    assert names == set(FEW_UPDATES)
+    for name in names:
+        assert shown(name)
+        picture = SAMPLES / name / "result.png"
+        assert f"(../sample_code/{name}/{picture.name})" in PAGE.read_text()
+        assert is_a_picture(picture)
+        assert picture.stat().st_size < 100_000
+
+
+@pytest.mark.parametrize("name", FEW_UPDATES)
+def test_few_updates(name, programs, tmp_path):
+    done = programs.run(SAMPLES / name / "train.py", *FEW_UPDATES[name], folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"{name}.png" in done.stdout
+    assert is_a_picture(tmp_path / f"{name}.png")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """What a sample prints, started by its run.sh in another folder."""
+
+    def run(name: str) -> str:
+        folder = tmp_path_factory.mktemp(name)
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        env = {key: value for key, value in os.environ.items() if key not in ("PROCESSES", "LAUNCHER", "SCRIPT")}
+        command = ["bash", str(SAMPLES / name / "run.sh")]
+        done = subprocess.run(
+            command, env={**env, "PATH": path}, cwd=folder, capture_output=True, text=True, timeout=LIMIT
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert is_a_picture(folder / f"{name}.png")
+        assert lines(done.stdout) == lines(shown(name))
+        return done.stdout
+
+    return run
+
+
+def numbers(pattern: str, text: str) -> list[float]:
+    return [float(found) for found in re.findall(pattern, text)]
+
+
+@pytest.mark.thorough
+def test_image_classification(whole):
+    text = whole("image_classification")
+    weights, averages = numbers(r"accuracy ([\d.]+)%", text), numbers(r"averages ([\d.]+)%", text)
+    assert len(weights) == 8
+    assert averages[-1] > 93
+    assert sum(averages[1:]) > sum(weights[1:])
+
+
+@pytest.mark.thorough
+@pytest.mark.distributed
+def test_language_model(whole):
+    text = whole("language_model")
+    (ranks,) = numbers(r"tokens; (\d+) ranks", text)
+    assert ranks == 2
+    losses = numbers(r"loss ([\d.]+),", text)
+    assert losses[-1] < 4.8 < losses[0] - 0.5
+    with_plan, without = numbers(r"all .* ([\d.]+)%", text), numbers(r"without a plan: ([\d.]+)%", text)
+    assert with_plan[0] < 0.7 * without[0]
+
+
+@pytest.mark.thorough
+def test_contrastive(whole):
+    each, whole_batch = numbers(r": ([\d.]+)% of", whole("contrastive"))
+    assert whole_batch > each + 2
+    assert each > 40
+
+
+@pytest.mark.thorough
+def test_any_batch_size(whole):
+    text = whole("any_batch_size")
+    small, adaptive, large, ada_scale = numbers(r": loss ([\d.]+) after", text)
+    updates = numbers(r"after (\d+) updates", text)
+    assert adaptive < 1.5 * small
+    assert ada_scale < 1.5 * small
+    assert large > 2 * small
+    assert max(updates[1:]) < updates[0] / 3
