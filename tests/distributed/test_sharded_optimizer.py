@@ -93,7 +93,7 @@ class SpecialAdam(nn.Adam):
 
 def as_rank(monkeypatch, rank: int, ranks: int) -> None:
     """As this rank sees it, where nothing is sent."""
-    for module in ("distributed.sharded_optimizer", "accumulation.windows", "accumulation.sharded_accumulators"):
+    for module in ("distributed.sharded_optimizer", "accumulation.sharded_accumulators"):
         monkeypatch.setattr(f"gaccum_ms.{module}.rank_and_ranks", lambda: (rank, ranks))
 
 
