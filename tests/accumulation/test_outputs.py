@@ -139,7 +139,7 @@ def test_negative_control_a_changed_order_is_caught(pynative, monkeypatch):
         check_rows(rows, x)
 
 
-@pytest.mark.core("graph-ratio", "pynative-masked")
+@pytest.mark.core("pynative-masked")
 @pytest.mark.parametrize("loss", ["mean", "masked", "ratio"])
 def test_each_batch_of_a_window_has_its_own(loss, mode):
     """Scalars as the loss of the call, and a tail that is flushed."""

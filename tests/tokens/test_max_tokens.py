@@ -104,6 +104,7 @@ def assert_alike(step, other, tolerance=1e-5):
 DATA = [batch(seed) for seed in range(6)]
 
 
+@pytest.mark.core(mode="graph")
 def test_equals_the_whole_padded_batch_in_at_most_as_many_graphs_as_widths(mode):
     split = max_tokens()
     step, whole = make_step(split), whole_step()
@@ -130,6 +131,7 @@ class Shown(nn.Cell):
         return loss, tokens + 1, ops.cast((tokens != 0).sum(1), ms.int32), loss * 2
 
 
+@pytest.mark.core(mode="graph")
 def test_outputs_come_back_in_the_batchs_order(mode):
     step = make_step(network=Shown(), aux=True)
     for tokens, labels in DATA[:2]:
@@ -184,6 +186,7 @@ def test_a_plan_that_loses_or_doubles_a_sample_is_found():
         assert_alike(step, whole)
 
 
+@pytest.mark.core("loss scale")
 @pytest.mark.parametrize(
     ("options", "scale"),
     [

@@ -133,7 +133,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.core("samples-graph", "count-jit", "windows-graph", "drops-pynative", "sum-pynative")
+@pytest.mark.core("samples-graph", "windows-graph", "drops-pynative", "sum-pynative")
 @pytest.mark.parametrize("mode", ["graph", "pynative", "jit"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_uneven_split_equals_the_whole_batch(name, mode):
@@ -405,6 +405,7 @@ def test_a_bad_count_spoils_its_window_and_no_other(pynative):
 # -- Model.train, and what callbacks see -------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_models_train_as_with_an_even_split():
     ms.set_context(mode=ms.GRAPH_MODE)
     data = [tuple(one[:6] for one in batch) for batch in DATA[:3]]
