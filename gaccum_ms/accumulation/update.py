@@ -83,6 +83,7 @@ class Update(nn.Cell):
         if transforms:
             self.transforms = Chain(owner, transforms, max_grad_norm is not None, weights, network)
         self.drops = options.drops
+        self.shows_outputs = options.aux
         self.is_sharded = window.is_sharded
         self.sens = 1.0  # see `leave_scale_to_optimizer`
         self.scaled = scale_sense is not None
@@ -172,6 +173,12 @@ class Update(nn.Cell):
         if self.has_statistics:
             loss = self.statistics.reset(loss)
         return self.window.reset(loss), overflow
+
+    def returned(self, loss, overflow, scale, outputs):
+        """What the step returns of a batch, compiled or not; `outputs` are those beside the loss."""
+        if self.scaled:
+            return (loss, overflow, scale, *outputs)
+        return (loss, *outputs) if self.shows_outputs else loss
 
     def _update(self, gradients, loss):
         if self.has_transforms:

@@ -8,7 +8,7 @@ import mindspore as ms
 from mindspore import nn, ops
 from mindspore.amp import DynamicLossScaler, LossScaler, StaticLossScaler
 
-from gaccum_ms.backend.checks import check_positive_int, described
+from gaccum_ms.backend.checks import check_positive_int, check_transforms, described
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 from gaccum_ms.transforms.transform import Transform
@@ -71,6 +71,7 @@ def build(
     scale_sense: nn.Cell | ms.Tensor | None,
     kind: type[TrainOneStepWithGradAccumulationCell] = TrainOneStepWithGradAccumulationCell,
     drop_overflow_update: bool = True,
+    links: tuple[Transform, ...] = (),
     **options: Any,
 ) -> TrainOneStepWithGradAccumulationCell:
     """Our step.
@@ -82,6 +83,7 @@ def build(
         scale_sense (Cell, Tensor or None): As our step takes it.
         kind (type): The step's class.
         drop_overflow_update (bool): Whether a window that is not finite is left out.
+        links (tuple[Transform, ...]): The package's own, behind those of the user's `transforms` .
         **options: Of the cell.
 
     Raises:
@@ -96,6 +98,7 @@ def build(
         )
     if options.get("micro_batch_size") is None:
         options.setdefault("micro_size", 1)
+    options["transforms"] = (*check_transforms(owner, options.get("transforms", ())), *links)
     step = kind(GradAccumulationCell(network, **options), optimizer, scale_sense)
     if not drop_overflow_update:
         step.update.update_in_spite_of_overflow()
@@ -114,9 +117,6 @@ def wrapper_step(
     options: dict[str, Any],
 ) -> TrainOneStepWithGradAccumulationCell:
     """Our step, for the arguments that the `TrainOneStepWrapper` of mindone and of mindocr have in common."""
-    transforms = (*options.pop("transforms", ()),)
-    if ema is not None:
-        transforms = (*transforms, MovedAverage(owner, ema, "ema_update"))
     return build(
         owner,
         network,
@@ -125,7 +125,7 @@ def wrapper_step(
         drop_overflow_update=drop_overflow_update,
         accumulation_steps=gradient_accumulation_steps,
         max_grad_norm=clip_norm_of(owner, clip[0], "clip_grad", clip[1]),
-        transforms=transforms,
+        links=() if ema is None else (MovedAverage(owner, ema, "ema_update"),),
         **options,
     )
 

@@ -74,9 +74,6 @@ def train_step(
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
     """
-    transforms = (*options.pop("transforms", ()),)
-    if ema:
-        transforms = (*transforms, Average(ema_decay, warmup=WARMUP, buffers=True))
     scale = scale_of(_NAME, scale_sense)
     return build(
         _NAME,
@@ -86,7 +83,7 @@ def train_step(
         drop_overflow_update=isinstance(scale, nn.Cell),
         accumulation_steps=gradient_accumulation_steps,
         max_grad_norm=clip_norm_of(_NAME, clip_grad, "clip_grad", clip_value),
-        transforms=transforms,
+        links=(Average(ema_decay, warmup=WARMUP, buffers=True),) if ema else (),
         **options,
     )
 

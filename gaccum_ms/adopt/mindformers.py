@@ -16,7 +16,7 @@ import mindspore as ms
 from mindspore import nn, ops
 
 from gaccum_ms.adopt.common import build, clip_norm_of, refuse, scale_of
-from gaccum_ms.backend.checks import check_positive_int
+from gaccum_ms.backend.checks import check_positive_int, check_transforms
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 from gaccum_ms.transforms.clip_by_global_norm import ClipByGlobalNorm
 from gaccum_ms.transforms.skip_spikes import SkipSpikes
@@ -127,10 +127,10 @@ def train_step(
         )
     check_positive_int(_NAME, "gradient_accumulation_steps", gradient_accumulation_steps)
     max_norm = clip_norm_of(_NAME, use_clip_grad, "use_clip_grad", max_grad_norm)
-    transforms = (*options.pop("transforms", ()),)
     if use_skip_data_by_global_norm:
         clip = () if max_norm is None else (ClipByGlobalNorm(max_norm),)
-        transforms = (SkipSpikes(norm=global_norm_spike_threshold), *clip, *transforms)
+        own = check_transforms(_NAME, options.get("transforms", ()))
+        options["transforms"] = (SkipSpikes(norm=global_norm_spike_threshold), *clip, *own)
         max_norm = None
     if calculate_per_token_loss:
         options["reduction"] = "ratio"
@@ -144,7 +144,6 @@ def train_step(
         scale_of(_NAME, scale_sense),
         StepOfMindformers,
         max_grad_norm=max_norm,
-        transforms=transforms,
         **options,
     )
     step.judges = bool(use_skip_data_by_global_norm)

@@ -19,6 +19,7 @@ from gaccum_ms.adopt.common import MovedAverage, build, refuse, scale_of, wrappe
 from gaccum_ms.backend.checks import check_one_of, described
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 from gaccum_ms.transforms.clip_by_value import ClipByValue
+from gaccum_ms.transforms.transform import Transform
 
 _ZERO = "Our step shards optimizers by gaccum_ms.ShardedOptimizer(optimizer), which reduces once per update."
 _NORMS = ("norm", "l2norm", "l2_norm", "global", "global_norm", "total", "total_norm")
@@ -152,11 +153,9 @@ def transformers_train_step(
         scale = nn.DynamicLossScaleUpdateCell(values["scale_value"], values["scale_factor"], values["scale_window"])
     else:
         scale = ms.Tensor(1.0 if scaler == "none" else float(config.get("scale_value", 1024)), ms.float32)
-    transforms = (*options.pop("transforms", ()),)
-    if clip_grad in _VALUES:
-        transforms = (*transforms, ClipByValue(clip_value))
+    links: tuple[Transform, ...] = (ClipByValue(clip_value),) if clip_grad in _VALUES else ()
     if ema is not None:
-        transforms = (*transforms, MovedAverage(name, ema, "ema_update"))
+        links = (*links, MovedAverage(name, ema, "ema_update"))
     return build(
         name,
         network,
@@ -166,7 +165,7 @@ def transformers_train_step(
         drop_overflow_update=drop_overflow_step,
         accumulation_steps=gradient_accumulation_steps,
         max_grad_norm=clip_value if clip_grad in _NORMS else None,
-        transforms=transforms,
+        links=links,
         **options,
     )
 

@@ -112,9 +112,6 @@ def train_step(
     for name in ("micro_size", "micro_batch_size"):
         if options.get(name) is not None:
             refuse(_NAME, name, options[name], "Give smaller batches, and a larger 'accumulate'.")
-    transforms = (*options.pop("transforms", ()),)
-    if ema:
-        transforms = (*transforms, MovedAverage(_NAME, ema, "update"))
     return build(
         _NAME,
         WithLossItems(network, loss_fn, loss_ratio, task == "segment"),
@@ -125,7 +122,7 @@ def train_step(
         accumulation_steps=accumulate,
         reduction=reduction,
         max_grad_norm=clip_norm_of(_NAME, clip_grad, "clip_grad", clip_grad_value),
-        transforms=transforms,
+        links=(MovedAverage(_NAME, ema, "update"),) if ema else (),
         aux=True,
         jit=True if ms_jit else None,
         **options,

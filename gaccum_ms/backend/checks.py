@@ -30,8 +30,7 @@ def check_accumulation_options(
         check_positive_finite(owner, "max_grad_norm", max_grad_norm)
     if jit is not None and not isinstance(jit, bool):
         raise TypeError(f"For '{owner}', the argument 'jit' must be a bool or None, but got {jit!r}.")
-    if not isinstance(compensated, bool):
-        raise TypeError(f"For '{owner}', the argument 'compensated' must be a bool, but got {compensated!r}.")
+    check_bool(owner, "compensated", compensated)
     check_one_of(owner, "overflow", overflow, ("drop_window", "drop_micro_batch"))
     check_one_of(owner, "accumulator_dtype", accumulator_dtype, (ms.float32, ms.float16, ms.bfloat16, None))
 

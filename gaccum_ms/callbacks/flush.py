@@ -12,6 +12,7 @@ from typing import Any
 from mindspore.communication import get_rank
 from mindspore.train import Callback, RunContext
 
+from gaccum_ms.backend.checks import check_bool
 from gaccum_ms.callbacks.window_watch import skipped_batches, training_step
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
@@ -57,10 +58,7 @@ class FlushAccumulation(Callback):
 
     def __init__(self, each_epoch: bool = True) -> None:
         super().__init__()
-        if not isinstance(each_epoch, bool):
-            raise TypeError(
-                f"For 'FlushAccumulation', the argument 'each_epoch' must be a bool, but got {each_epoch!r}."
-            )
+        check_bool("FlushAccumulation", "each_epoch", each_epoch)
         self.each_epoch = each_epoch
         self.evens_out_ranks = each_epoch
         self._epochs = 0

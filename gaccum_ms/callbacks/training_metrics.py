@@ -8,6 +8,7 @@ from typing import Any
 import mindspore as ms
 from mindspore.train import Callback, Metric, RunContext
 
+from gaccum_ms.backend.checks import check_bool
 from gaccum_ms.backend.snapshot import as_numpy
 from gaccum_ms.callbacks.window_watch import training_step
 from gaccum_ms.distributed.ranks import rank_or_0
@@ -75,8 +76,7 @@ class TrainingMetrics(Callback):
             )
         if not metrics:
             raise ValueError(f"For '{_NAME}', the argument 'metrics' must not be empty, but got {metrics!r}.")
-        if not isinstance(show, bool):
-            raise TypeError(f"For '{_NAME}', the argument 'show' must be a bool, but got {show!r}.")
+        check_bool(_NAME, "show", show)
         self.history: list[dict[str, float]] = []
         self._metrics = {name: one if isinstance(one, Metric) else _Mean(one) for name, one in metrics.items()}
         self._show = show

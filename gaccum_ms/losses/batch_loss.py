@@ -9,6 +9,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn, ops
 
+from gaccum_ms.backend.checks import check_bool
 from gaccum_ms.distributed.layout import rank_and_ranks
 from gaccum_ms.layers.dropout import dropouts
 
@@ -91,8 +92,7 @@ class WithBatchLossCell(nn.Cell):
                     f"For '{_NAME}', the argument '{name}' must be a Cell, but got {value!r} of type "
                     f"'{type(value).__name__}'. Write the function as the 'construct' of a Cell."
                 )
-        if not isinstance(gather_ranks, bool):
-            raise TypeError(f"For '{_NAME}', the argument 'gather_ranks' must be a bool, but got {gather_ranks!r}.")
+        check_bool(_NAME, "gather_ranks", gather_ranks)
         self.backbone = backbone
         self.loss_fn = loss_fn
         self.gather_ranks = gather_ranks

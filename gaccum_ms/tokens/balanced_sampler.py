@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from mindspore import dataset
 
-from gaccum_ms.backend.checks import check_positive_int
+from gaccum_ms.backend.checks import check_bool, check_positive_int
 
 _NAME = "BalancedSampler"
 
@@ -81,8 +81,7 @@ class BalancedSampler(dataset.Sampler):
             raise ValueError(
                 f"For '{_NAME}', the argument 'shard_id' must be from 0 to {num_shards - 1}, but got {shard_id}."
             )
-        if not isinstance(shuffle, bool):
-            raise TypeError(f"For '{_NAME}', the argument 'shuffle' must be a bool, but got {shuffle!r}.")
+        check_bool(_NAME, "shuffle", shuffle)
         array = np.asarray(lengths)
         if array.ndim != 1 or not array.size or array.dtype.kind not in "iuf":
             raise ValueError(

@@ -111,9 +111,7 @@ class AutoSize:
             else:
                 loss, overflow = self._end.run_alone(*kept, scale)
         overwrite(step.batch_count, step.batch_count + 1)
-        if step.update.scaled:
-            return (loss, overflow, scale, *shown)
-        return (loss, *shown) if step.window.has_outputs else loss
+        return step.update.returned(loss, overflow, scale, shown)
 
     def agree(self) -> None:
         """Before a window's end: go on with the smallest size of all ranks. A collective, where there are several."""

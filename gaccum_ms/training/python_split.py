@@ -91,9 +91,7 @@ class PythonSplit:
                 loss = window.window_loss.copy()
         overwrite(step.batch_count, step.batch_count + 1)
         shown = [self._joined(parts_of, sums[:3], scale, unit) for parts_of in zip(*outputs, strict=True)]
-        if step.update.scaled:
-            return (loss, overflow, scale, *shown)
-        return (loss, *shown) if step.window.has_outputs else loss
+        return step.update.returned(loss, overflow, scale, shown)
 
     def _joined(self, parts: Sequence[ms.Tensor], sums: ms.Tensor, scale: ms.Tensor, unit: ms.Tensor) -> ms.Tensor:
         """One output of all micro-batches: those of shape () as their mean, those of samples behind each other, where

@@ -295,6 +295,4 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
             window, shown = self.window.run(inputs, scale)
             loss, overflow = self.update(*window)
         loss = ops.depend(loss, ops.assign_add(self.batch_count, ms.Tensor(1, ms.int32)))
-        if self.update.scaled:
-            return (loss, overflow, scale, *shown)
-        return (loss, *shown) if self.window.has_outputs else loss
+        return self.update.returned(loss, overflow, scale, shown)

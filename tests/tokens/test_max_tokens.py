@@ -79,7 +79,7 @@ def make_step(split=None, network=None, scale=None, **options):
     return TrainOneStepWithGradAccumulationCell(cell, optimizer, scale).set_train()
 
 
-def whole_step(network=None, clip=None):
+def whole_step(network=None):
     """MindSpore's step on the whole padded batch."""
     network = network or Causal()
     optimizer = nn.Momentum(network.trainable_params(), 0.3, 0.9)
