@@ -104,7 +104,7 @@ EPSILON = 1e-5
 class Block(nn.Module):
     """Causal self-attention and a feed-forward network, each normalised before and added to what goes past it."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm((WIDTH,), eps=EPSILON)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
@@ -113,31 +113,34 @@ class Block(nn.Module):
         self.wide = nn.Linear(WIDTH, WIDE)
         self.relu = nn.ReLU()
         self.narrow = nn.Linear(WIDE, WIDTH)
-        self.register_buffer("future", torch.triu(torch.full((TOKENS, TOKENS), -1e9), 1))
+        self.register_buffer("future", torch.triu(torch.full((tokens, tokens), -1e9), 1))
 
     def heads(self, x):
-        return x.reshape((-1, TOKENS, HEADS, WIDTH // HEADS)).permute((0, 2, 1, 3))
+        return x.reshape((*x.shape[:2], HEADS, WIDTH // HEADS)).permute((0, 2, 1, 3))
 
     def forward(self, x):
+        tokens = x.shape[1]
         query, key, value = torch.split(self.qkv(self.norm(x)), WIDTH, -1)
         scores = torch.matmul(self.heads(query), self.heads(key).swapaxes(2, 3)) * (WIDTH // HEADS) ** -0.5
-        mixed = torch.matmul(torch.softmax(scores + self.future, -1), self.heads(value))
-        x = x + self.out(mixed.permute((0, 2, 1, 3)).reshape((-1, TOKENS, WIDTH)))
+        mixed = torch.matmul(torch.softmax(scores + self.future[:tokens, :tokens], -1), self.heads(value))
+        x = x + self.out(mixed.permute((0, 2, 1, 3)).reshape(x.shape))
         return x + self.narrow(self.relu(self.wide(self.norm_forward(x))))
 
 
 class Transformer(nn.Module):
-    def __init__(self) -> None:
+    """For sequences of at most so many tokens."""
+
+    def __init__(self, vocabulary: int = VOCABULARY, tokens: int = TOKENS) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.position = nn.Embedding(TOKENS, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.embedding = nn.Embedding(vocabulary, WIDTH)
+        self.position = nn.Embedding(tokens, WIDTH)
+        self.blocks = nn.Sequential(*(Block(tokens) for _ in range(LAYERS)))
         self.norm = nn.LayerNorm((WIDTH,), eps=EPSILON)
-        self.out = nn.Linear(WIDTH, VOCABULARY)
-        self.register_buffer("places", torch.arange(TOKENS))
+        self.out = nn.Linear(WIDTH, vocabulary)
+        self.register_buffer("places", torch.arange(tokens))
 
     def forward(self, tokens):
-        return self.out(self.norm(self.blocks(self.embedding(tokens) + self.position(self.places))))
+        return self.out(self.norm(self.blocks(self.embedding(tokens) + self.position(self.places[: tokens.shape[1]]))))
 
 
 def transformer() -> nn.Module:

@@ -1,4 +1,4 @@
-"""What a rank of tests/test_all_reduce.py runs (support/ranks.py), with MindSpore saving its finished graphs: it
+"""What a rank of tests/distributed/test_all_reduce.py runs (support/ranks.py), with MindSpore saving its finished graphs: it
 reduces, and trains, with buffers so small that every kind of them occurs.
 """
 

@@ -98,6 +98,6 @@ def test_model_train_on_two_ranks_equals_one_process(ranks):
 
 
 def test_hand_worked_gradient_on_two_ranks(ranks):
-    """Two ranks with the losses' means 1.5 and 12 of tests/test_step.py: see `hand` in the worker."""
+    """Two ranks with the losses' means 1.5 and 12 of tests/training/test_step.py: see `hand` in the worker."""
     for results in ranks:
         np.testing.assert_allclose(results["hand"], [1 - 0.1 * 6.75, 1 - 0.1 * 13.5], rtol=1e-6)

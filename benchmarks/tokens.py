@@ -1,0 +1,245 @@
+"""Micro-batches by length beside the even split: ``python -m benchmarks.tokens [--rounds 5]`` .
+
+The data are the language-model sample's, the docstrings of Python's standard library; the network is its transformer,
+with four layers. An update has one batch. Each way has a process of its own, and they take turns. Where PyTorch is
+installed a loop by hand trains the same micro-batches. The last two ways train texts that are all equally long.
+
+Printed are the share of padding, tokens per second without padding, the peak memory of the process, compiled graphs,
+and the share of an update that laying out the batch takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import multiprocessing
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SAMPLE = Path(__file__).resolve().parents[1] / "sample_code" / "language_model"
+VOCABULARY, WIDTH, HEADS, LAYERS = 2000, 256, 8, 4
+WIDTHS = 4
+WARM_UP = 2  # updates
+
+Batch = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Texts of a batch, words of a text at most, and tokens of a micro-batch at most."""
+
+    batch: int
+    longest: int
+    max_tokens: int
+
+
+def sample(module: str) -> Any:
+    """A module of the sample's folder."""
+    if str(SAMPLE) not in sys.path:
+        sys.path.insert(0, str(SAMPLE))
+    return importlib.import_module(module)
+
+
+def lengths_of(labels: np.ndarray) -> np.ndarray:
+    return (labels != sample("corpus").IGNORED).sum(1)
+
+
+class Data:
+    """Batches without end, in an order that is always the same."""
+
+    def __init__(self, sizes: Sizes, equal: bool) -> None:
+        self.sizes = sizes
+        self.equal = equal
+        self.random = np.random.default_rng(0)
+        self.corpus = sample("corpus").Corpus(sizes.longest, VOCABULARY)
+
+    def next(self) -> Batch:
+        if self.equal:
+            tokens = self.random.integers(3, VOCABULARY, (2, self.sizes.batch, self.sizes.longest), dtype=np.int32)
+            return tokens[0], tokens[1]
+        texts = [self.corpus[index] for index in self.random.choice(len(self.corpus), self.sizes.batch, replace=False)]
+        return np.stack([one[0] for one in texts]), np.stack([one[1] for one in texts])
+
+
+def max_tokens_split(data: Data) -> Any:
+    from gaccum_ms import MaxTokens
+
+    return MaxTokens(
+        data.sizes.max_tokens,
+        length=lambda tokens, labels: lengths_of(labels.asnumpy()),
+        widths=WIDTHS,
+        lengths=[data.sizes.longest] if data.equal else [*data.corpus.lengths, data.sizes.longest],
+        padding=(sample("corpus").NOTHING, sample("corpus").IGNORED),
+    )
+
+
+class MindSporeWay:
+    """Our step, with an even split or `MaxTokens` ."""
+
+    def __init__(self, data: Data, by_length: bool) -> None:
+        import mindspore as ms
+        from mindspore import nn
+
+        from gaccum_ms import CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+
+        ms.set_context(mode=ms.GRAPH_MODE)
+        self.tensor = ms.Tensor
+        self.split = max_tokens_split(data) if by_length else None
+        network = sample("train").LanguageModel(VOCABULARY, data.sizes.longest, WIDTH, HEADS, LAYERS)
+        cut = {"split": self.split} if by_length else {"micro_batch_size": data.sizes.max_tokens // data.sizes.longest}
+        cell = GradAccumulationCell(network, count=CountNotIgnored(sample("corpus").IGNORED), **cut)
+        self.step = TrainOneStepWithGradAccumulationCell(cell, nn.Adam(network.trainable_params())).set_train()
+
+    def update(self, batch: Batch) -> None:
+        self.step(*map(self.tensor, batch)).asnumpy()
+
+    def plan(self, batch: Batch) -> None:
+        if self.split is not None:
+            self.split(*map(self.tensor, batch))
+
+    @property
+    def padding(self) -> float | None:
+        return None if self.split is None else self.split.plan.padding
+
+    @property
+    def graphs(self) -> int:
+        cells = {id(one): one for _, one in self.step.cells_and_names()}
+        split = getattr(self.step, "_split", None)
+        if split is not None:
+            cells[id(split._graph)] = split._graph
+        return sum(len(one.compile_cache) for one in cells.values())
+
+
+class TorchWay:
+    """A loop by hand that adds up gradients, of equal micro-batches or of those that `MaxTokens` lays out."""
+
+    graphs = 0
+
+    def __init__(self, data: Data, by_length: bool) -> None:
+        import torch
+
+        from benchmarks.torch_networks import Transformer
+
+        self.torch, self.sizes = torch, data.sizes
+        self.split = max_tokens_split(data) if by_length else None
+        self.network = Transformer(VOCABULARY, data.sizes.longest)
+        self.optimizer = torch.optim.Adam(self.network.parameters())
+        self.loss = torch.nn.CrossEntropyLoss(ignore_index=sample("corpus").IGNORED, reduction="sum")
+        self.padding: float | None = None
+
+    def micro_batches(self, batch: Batch) -> list[Batch]:
+        rows = self.sizes.max_tokens // self.sizes.longest
+        if self.split is None:
+            return [(batch[0][i : i + rows], batch[1][i : i + rows]) for i in range(0, len(batch[0]), rows)]
+        from gaccum_ms.tokens.plan import plan_tokens
+
+        lengths = np.maximum(lengths_of(batch[1]), 1)
+        plan = plan_tokens(lengths, self.sizes.longest, self.split.widths, self.sizes.max_tokens)
+        self.padding = plan.padding
+        made = [(rows[rows >= 0], width) for width, rows in plan.parts]
+        return [(batch[0][rows, :width], batch[1][rows, :width]) for rows, width in made]
+
+    def update(self, batch: Batch) -> None:
+        total = lengths_of(batch[1]).sum()
+        self.optimizer.zero_grad()
+        for tokens, labels in self.micro_batches(batch):
+            scores = self.network(self.torch.from_numpy(tokens).long())
+            wanted = self.torch.from_numpy(labels).long().reshape(-1)
+            (self.loss(scores.reshape(-1, VOCABULARY), wanted) / total).backward()
+        self.optimizer.step()
+
+    def plan(self, batch: Batch) -> None:
+        self.micro_batches(batch)
+
+
+# Kind, whether by length, whether all texts are equally long.
+WAYS: dict[str, tuple[Callable[..., Any], bool, bool]] = {
+    "even split": (MindSporeWay, False, False),
+    "MaxTokens": (MindSporeWay, True, False),
+    "PyTorch, even split": (TorchWay, False, False),
+    "PyTorch, by length": (TorchWay, True, False),
+    "even split, equal lengths": (MindSporeWay, False, True),
+    "MaxTokens, equal lengths": (MindSporeWay, True, True),
+}
+
+
+def work(name: str, sizes: Sizes, pipe: Any) -> None:
+    """In the process of one way: one update for each word from the controller, until it says no more."""
+    kind, by_length, equal = WAYS[name]
+    data = Data(sizes, equal)
+    way = kind(data, by_length)
+    for _ in range(WARM_UP):
+        way.update(data.next())
+    pipe.send(None)
+    while pipe.recv():
+        batch = data.next()
+        begin = time.perf_counter()
+        way.update(batch)
+        end = time.perf_counter()
+        way.plan(batch)
+        planning = time.perf_counter() - end
+        tokens = int(lengths_of(batch[1]).sum())
+        padding = way.padding if way.padding is not None else 1 - tokens / batch[1].size
+        pipe.send((end - begin, planning, tokens, padding))
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    pipe.send((int(re.search(r"VmHWM:\s+(\d+)", status)[1]) / 1000, way.graphs))  # type: ignore[index]
+
+
+def measure(sizes: Sizes, rounds: int, names: list[str]) -> dict[str, tuple[list[tuple], tuple]]:
+    """Of each way what `work` says of its updates, and its peak memory, in MB, and number of graphs."""
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = {}, []
+    found: dict[str, tuple[list[tuple], tuple]] = {}
+    try:
+        for name in names:  # one after the other: compilations disturb each other
+            pipes[name], other = context.Pipe()
+            processes.append(context.Process(target=work, args=(name, sizes, other), daemon=True))
+            processes[-1].start()
+            other.close()
+            pipes[name].recv()
+            found[name] = ([], ())
+        for _ in range(rounds):
+            for name in names:
+                pipes[name].send(True)
+                found[name][0].append(pipes[name].recv())
+        for name in names:
+            pipes[name].send(False)
+            found[name] = (found[name][0], pipes[name].recv())
+        return found
+    finally:
+        for process in processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--batch", type=int, default=256, help="texts")
+    parser.add_argument("--longest", type=int, default=128, help="words of a text; the rest is cut off")
+    parser.add_argument("--max-tokens", type=int, default=1024, help="of a micro-batch, padding included")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args(arguments)
+    sizes = Sizes(options.batch, options.longest, options.max_tokens)
+    names = [one for one in WAYS if not one.startswith("PyTorch") or importlib.util.find_spec("torch")]
+    print(f"{'':26}{'padding':>9}{'tokens/s':>10}{'ms/update':>11}{'peak MB':>9}{'graphs':>8}{'planning':>10}")
+    for name, (rounds, (peak, graphs)) in measure(sizes, options.rounds, names).items():
+        seconds, planning, tokens, padding = map(np.array, zip(*rounds, strict=True))
+        speed = statistics.median(tokens / seconds)
+        share = statistics.median(planning / seconds)
+        print(
+            f"{name:26}{padding.mean():9.1%}{speed:10.0f}{1000 * statistics.median(seconds):11.0f}{peak:9.0f}"
+            f"{graphs or '':>8}{share:10.2%}"
+        )
+
+
+if __name__ == "__main__":
+    main()
