@@ -1,4 +1,7 @@
-"""Searches where memory really runs out: this process's address space is limited. Run by tests/memory/test_search.py."""
+"""Searches where memory really runs out: this process's address space is limited.
+
+Run by tests/memory/test_search.py.
+"""
 
 from __future__ import annotations
 

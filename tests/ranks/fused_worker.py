@@ -1,5 +1,5 @@
-"""What a rank of tests/distributed/test_all_reduce.py runs (support/ranks.py), with MindSpore saving its finished graphs: it
-reduces, and trains, with buffers so small that every kind of them occurs.
+"""What a rank of tests/distributed/test_all_reduce.py runs (support/ranks.py), with MindSpore saving its finished
+graphs: it reduces, and trains, with buffers so small that every kind of them occurs.
 """
 
 from __future__ import annotations
