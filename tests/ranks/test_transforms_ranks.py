@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
+import mindspore as ms
 import numpy as np
 import pytest
+from mindspore import Tensor
 from support import by_hand
 from support.by_hand import ByHand, train_whole
 from support.reference import Regression, relative_error
 from support.two_ranks import case
-from transforms_worker import DECAY, MAX_NORM, NORM, SPIKE, TRAININGS, WINDOWS, data, momentum
+from transforms_worker import (
+    DECAY,
+    MAX_NORM,
+    NORM,
+    SAVED,
+    SPIKE,
+    TRAININGS,
+    WINDOWS,
+    data,
+    file_of,
+    left,
+    make_step,
+    momentum,
+)
+
+from gaccum_ms import resume
 
 pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
-def ranks(rank_pair, tmp_path_factory):
-    return rank_pair.worker("transforms_worker", tmp_path_factory.mktemp("transforms"))
+def out(tmp_path_factory):
+    return tmp_path_factory.mktemp("transforms")
+
+
+@pytest.fixture(scope="module")
+def ranks(rank_pair, out):
+    return rank_pair.worker("transforms_worker", out)
 
 
 def whole(steps):
@@ -51,3 +73,38 @@ def test_ranks_whose_norms_differ_decide_by_their_mean(ranks):
     for one in ranks:
         found = case(one, "disagree")
         assert (int(found["below"]), int(found["above"])) == (0, 1)
+
+
+# -- resumed on another number of ranks, in the middle of a window that is left out as a spike ------------------------
+
+
+def joined():
+    """The batches of one process, in which both ranks' are."""
+    pairs = zip(*(data(rank, 2) for rank in (0, 1)), strict=True)
+    return [[Tensor(np.concatenate(column)) for column in zip(*pair, strict=True)] for pair in pairs]
+
+
+def assert_went_on(got):
+    rows, averages = whole(2)
+    assert (int(got["updates"]), int(got["averaged"]), int(got["skipped"])) == (WINDOWS - 1, WINDOWS - 1, 1)
+    assert relative_error(got["weights"], rows[-1]) < 1e-5
+    assert relative_error(got["averages"], averages) < 1e-5
+    np.testing.assert_array_equal(got["swapped"], got["averages"])
+
+
+def test_one_process_goes_on_with_the_transforms_of_two_ranks(ranks, out):
+    case(ranks[0], "windows, sharded")  # which saves
+    step = make_step(2, False)
+    resume(step, [file_of(out, rank) for rank in (0, 1)])
+    for batch in joined()[SAVED:]:
+        step(*batch)
+    assert_went_on(left(step))
+
+
+def test_two_ranks_go_on_with_the_transforms_of_one_process(ranks, out):
+    step = make_step(2, False)
+    for batch in joined()[:SAVED]:
+        step(*batch)
+    ms.save_checkpoint(step, file_of(out, "alone"))
+    for one in ranks:
+        assert_went_on(case(one, "from one process"))

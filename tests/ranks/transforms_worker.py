@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import mindspore as ms
 import numpy as np
@@ -20,6 +21,7 @@ from gaccum_ms import (
     SkipSpikes,
     TrainOneStepWithGradAccumulationCell,
     WeightAverage,
+    resume,
 )
 
 RATE, DECAY, NORM, MAX_NORM = 0.05, 0.5, 3.0, 0.3
@@ -32,6 +34,7 @@ TRAININGS: dict[str, tuple[str, int, bool, dict]] = {
     "windows, sharded": ("graph", 2, True, {}),
 }
 WINDOWS, SAMPLES = 5, 6
+SAVED = 5  # batches, in the middle of the window with far targets, where windows have two
 
 
 def data(rank: int, steps: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -57,21 +60,60 @@ def set_up(mode: str) -> None:
     ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
 
 
-def train(name: str) -> Results:
-    mode, steps, sharded, options = TRAININGS[name]
-    set_up(mode)
-    network, average = Regression(), WeightAverage(DECAY)
+def make_step(steps: int, sharded: bool, **options) -> TrainOneStepWithGradAccumulationCell:
+    """Its transforms are a judge, a clip and an average."""
+    network = Regression()
     cell = GradAccumulationCell(
         network,
         2,
         accumulation_steps=steps,
-        transforms=(SkipSpikes(norm=NORM), ClipByGlobalNorm(MAX_NORM), average),
+        transforms=(SkipSpikes(norm=NORM), ClipByGlobalNorm(MAX_NORM), WeightAverage(DECAY)),
         **options,
     )
-    step = TrainOneStepWithGradAccumulationCell(cell, momentum(network, sharded)).set_train()
+    return TrainOneStepWithGradAccumulationCell(cell, momentum(network, sharded)).set_train()
+
+
+def left(step: TrainOneStepWithGradAccumulationCell) -> Results:
+    """What training has left in the weights and in the transforms."""
+    average = step.update.links[-1]
+    with step.averaged_weights():
+        swapped = vector(step.weights)
+    return {
+        "weights": vector(step.weights),
+        "averages": vector(average.averages),
+        "swapped": swapped,
+        "averaged": as_numpy(average.averaged_updates),
+        "skipped": as_numpy(step.skipped_updates),
+        "updates": as_numpy(step.update_count),
+    }
+
+
+def file_of(out: Path, who: int | str) -> str:
+    """The checkpoint of a rank, or of the process "alone", after the batches `SAVED` ."""
+    return str(out / f"transforms-{who}.ckpt")
+
+
+def go_on(out: Path) -> Results:
+    """Two ranks finish what one process has begun."""
+    set_up("graph")
+    step = make_step(2, False)
+    resume(step, file_of(out, "alone"))
+    for batch in data(get_rank(), 2)[SAVED:]:
+        step(*map(Tensor, batch))
+    return {f"from one process/{key}": value for key, value in left(step).items()}
+
+
+def train(name: str, out: Path) -> Results:
+    mode, steps, sharded, options = TRAININGS[name]
+    set_up(mode)
+    step = make_step(steps, sharded, **options)
+    average = step.update.links[-1]
     rows, updates = [], []
     for number, batch in enumerate(data(get_rank(), steps), start=1):
         step(*map(Tensor, batch))
+        if steps > 1 and number == SAVED:
+            with step.optimizer.whole_state():
+                ms.save_checkpoint(step, file_of(out, get_rank()))
         if number % steps == 0:
             rows.append(vector(step.weights))
             updates.append(int(step.update_count.asnumpy()))
@@ -131,7 +173,7 @@ def accumulate() -> Results:
 
 
 def _case(name: str):
-    return lambda out: train(name)
+    return lambda out: train(name, out)
 
 
 def _alone(task):
@@ -141,5 +183,6 @@ def _alone(task):
 CASES: dict = {
     **{name: _case(name) for name in TRAININGS},
     "disagree": _alone(disagree),
+    "from one process": go_on,
     "accumulator": _alone(accumulate),
 }
