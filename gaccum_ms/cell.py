@@ -231,7 +231,7 @@ class GradAccumulationCell(nn.Cell):
             )
         )
         compatibility.check(CELL, _NAME, Setup(options, network))
-        self.options = dataclasses.replace(options, jit=True) if options.finds_size else options
+        self.options = dataclasses.replace(options, jit=True) if options.searches else options
         self.network = network
         self._get_attr_from_cell(network)
         self._undifferentiated = _Undifferentiated()

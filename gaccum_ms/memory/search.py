@@ -114,7 +114,7 @@ def found_size(
     if key not in found:
         alone = rank_and_ranks()[1] == 1  # on ranks the step has collectives, for which a trial has no partner
         forecast = Forecast(owner, cell, optimizer, batch, memory_limit, fails, step if alone else None)
-        found[key] = _largest(forecast)
+        found[key] = _largest(forecast) * forecast.unit
     try:
         return agreed_size(_NAME, found[key], memory_limit)
     except RuntimeError:
@@ -136,6 +136,7 @@ def search_key(
         cell.counted,
         cell.loss_weights,
         cell.shared,
+        _widths(cell, batch),
         cell.shard_accumulators,
         cell.compensated,
     )
@@ -149,19 +150,20 @@ def search_key(
     return shapes, weights, casts, str(cell.accumulator_dtype), options, where, memory_limit, test
 
 
+def _widths(cell: GradAccumulationCell, batch: Sequence[ms.Tensor]) -> tuple | None:
+    """What is tried with `MaxTokens` ."""
+    worst = cell.split.worst_case(*batch) if cell.trims else None
+    return None if worst is None else (worst.widths, worst.most)
+
+
 def found_less(network: nn.Cell, key: tuple, size: int) -> None:
     """Training has shown that only `size` fits."""
     _found[network][key] = size
 
 
-def even_sizes(samples: int) -> list[int]:
-    """The sizes of micro-batches that divide a batch evenly, ascending: the smallest for each number of them."""
-    return sorted({-(-samples // number) for number in range(1, samples + 1)})
-
-
 def _largest(forecast: Forecast) -> int:
     """What this rank finds; 0 if nothing fits."""
-    sizes = even_sizes(forecast.samples)
+    sizes = forecast.sizes
     few = [size for size in sizes if size in _FEW]
     for size in few[::-1]:  # a line to larger ones
         forecast.measure(size)
