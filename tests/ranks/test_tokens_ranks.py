@@ -50,7 +50,8 @@ def whole(steps, max_grad_norm=None):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_window_equals_all_its_samples_on_one_process(trained, name):
-    """By the tokens that count, of which rank 1 has many times as many as rank 0."""
+    """By the tokens that count, of which rank 1 has many times as many as rank 0; also where rank 1 alone runs out of
+    memory, in the second batch."""
     _, steps, options = KINDS[name]
     losses, weights = whole(steps, **options)
     few, many = (case(results, name)["micro-batches"] for results in trained)
@@ -61,3 +62,9 @@ def test_a_window_equals_all_its_samples_on_one_process(trained, name):
         assert int(got["updates"]) == len(losses)
         assert float(got["loss"]) == pytest.approx(losses[-1], rel=1e-5)
         np.testing.assert_array_equal(got["weights"], case(trained[0], name)["weights"])
+
+
+def test_ranks_halve_together(trained):
+    """Rank 1 goes on at once, rank 0 from the next window on."""
+    tokens = [case(results, "halves")["tokens"].tolist() for results in trained]
+    assert tokens == [[96, 96, 48, 48, 48], [96, 48, 48, 48, 48]]

@@ -3,6 +3,7 @@ ranks."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from mindspore.communication import get_rank
 from support.modes import MODES
 from support.reference import as_numpy
 from support.two_ranks import Results
+from test_auto_tokens import auto_step, marked
 from test_max_tokens import batch, make_step, max_tokens
 
 SAMPLES = (6, 24)  # of a rank's batches
@@ -21,11 +23,12 @@ NUMBER = 4  # of batches
 KINDS = {
     "one batch": ("graph", 1, {"max_grad_norm": 0.05}),
     "window": ("pynative", 2, {}),
+    "halves": ("graph", 2, {}),  # rank 1 alone runs out of memory, in the second batch
 }
 
 
 def data_of(rank: int) -> list[tuple[np.ndarray, ...]]:
-    return [batch(100 * rank + number, SAMPLES[rank]) for number in range(NUMBER)]
+    return [marked(batch(100 * rank + number, SAMPLES[rank])) for number in range(NUMBER)]
 
 
 def play(name: str) -> Callable[[Path], Results]:
@@ -33,16 +36,29 @@ def play(name: str) -> Callable[[Path], Results]:
         rank, (mode, steps, options) = get_rank(), KINDS[name]
         ms.set_context(mode=MODES[mode])
         ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
-        split = max_tokens()
-        step, numbers = make_step(split, accumulation_steps=steps, **options), []
-        for one in data_of(rank):
-            step(*map(Tensor, one))
+        halves = name == "halves"
+        if halves:
+            # A rank that compiles alone, for half the tokens, must not wait for the others to send it their weights.
+            ms.set_auto_parallel_context(parameter_broadcast=True)
+            network, step = auto_step(96, accumulation_steps=steps)
+        else:
+            step = make_step(max_tokens(), accumulation_steps=steps, **options)
+        split, numbers, tokens = step.options.split, [], []
+        for number, one in enumerate(data_of(rank)):
+            if halves and rank == 1 and number == 1:
+                network.set_largest(60)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "For 'GradAccumulationCell', memory ran out")
+                step(*map(Tensor, one))
             numbers.append(len(split.plan.parts))
+            tokens.append(split.plan.max_tokens)
+        ms.set_auto_parallel_context(parameter_broadcast=False)
         return {
             f"{name}/weights": np.concatenate([as_numpy(one).ravel() for one in step.weights]),
             f"{name}/updates": as_numpy(step.update_count),
             f"{name}/loss": as_numpy(step.window_loss),
             f"{name}/micro-batches": np.array(numbers),
+            f"{name}/tokens": np.array([*tokens, split.max_tokens]),
         }
 
     return case
