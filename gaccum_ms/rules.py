@@ -67,7 +67,7 @@ def for_auto(name: str) -> Rule:
     return Rule(
         CELL,
         f"`{name}`",
-        f"no {AUTO}",
+        f"no {AUTO}, and no {AUTO_TOKENS}",
         lambda s: not s.o.searches and getattr(s.o, name) is not None,
         f"the argument '{name}' is for micro_batch_size='auto', but got {name}={{o.{name}!r}} and "
         f"micro_batch_size={{o.micro_batch_size!r}}. Leave it out, or give 'auto'.",

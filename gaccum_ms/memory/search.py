@@ -47,6 +47,9 @@ def find_micro_batch_size(
     itself, without any communication, and all return the smallest of what the ranks have found. What is found is kept,
     for the same network, optimizer, options, shapes, dtypes, device and limit, as long as the network lives.
 
+    For a cell with :class:`MaxTokens` as `split` , its number of tokens is ignored, and the largest that fits is found
+    in the same way, among the multiples of the largest width: a trial trains a full micro-batch of each width.
+
     Trials leave nothing: weights, optimizer state, accumulators, BatchNorm's moving statistics, buffers and what else
     the network's `construct` writes, the cells' flags and the default generator are what they were, bit for bit.
 
@@ -61,14 +64,15 @@ def find_micro_batch_size(
             are raised. Default: ``None`` , MemoryError, and RuntimeError in the words of MindSpore's allocators.
 
     Returns:
-        int, number of samples, from 1 to :math:`N`, the same on all ranks.
+        int, number of samples, from 1 to :math:`N`, the same on all ranks; with :class:`MaxTokens` , of tokens.
 
     Raises:
         TypeError: If `cell` is not a GradAccumulationCell, `optimizer` not an Optimizer, `batch` not a sequence, an
             input not a Tensor,
             `memory_limit` not an int, or `is_out_of_memory` not callable.
         ValueError: If the batch is empty, its inputs differ in length, or `memory_limit` is less than 1; if the network
-            is a WithBatchLossCell; if it has SyncBatchNorm layers, on several ranks.
+            is a WithBatchLossCell; if it has SyncBatchNorm layers, on several ranks; if the cell's `split` is another
+            function than :class:`MaxTokens` .
         RuntimeError: If not even one sample fits, on any rank; in semi-auto and auto parallel mode, where the compiler
             lays out memory over devices; on a CPU whose system does not say which memory is used.
 

@@ -31,7 +31,11 @@ class MaxTokens:
     2019, `arXiv:1904.01038 <https://arxiv.org/abs/1904.01038>`_).
 
     Args:
-        max_tokens (int): Tokens of a micro-batch, padding included, at most.
+        max_tokens (Union[int, str]): Tokens of a micro-batch, padding included, at most. ``"auto"`` : as many as fit,
+            which the training finds at its first batch, as :func:`find_micro_batch_size` does; where memory runs out
+            later, the batch is split anew with half of them, and all ranks go on with that. The attribute
+            ``max_tokens`` is then their number, and ``None`` before. It is at least the largest width, and at most
+            what makes all samples of a width one micro-batch: more would be padding.
         length (Union[int, Callable]): The lengths of a batch's samples: a function of its inputs that returns a Tensor
             or array of shape :math:`(N,)`, or the position of the input that holds them. Everything behind a sample's
             length is padding.
@@ -57,6 +61,7 @@ class MaxTokens:
 
     Raises:
         TypeError: If an argument is of a wrong type.
+        RuntimeError: If it is called by itself with ``"auto"`` , before the training has found a number.
         ValueError: If `max_tokens` or a width is less than 1, or `widths` are not ascending; if the lengths of a batch
             are not one finite number of 0 to :math:`W` for each sample; if a sample is longer than `max_tokens` or the
             largest width; if `padding` has not one value for each input.

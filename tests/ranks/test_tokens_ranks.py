@@ -48,6 +48,7 @@ def whole(steps, max_grad_norm=None):
     return losses, np.concatenate([as_numpy(one).ravel() for one in step.weights])
 
 
+@pytest.mark.core("window", "halves")
 @pytest.mark.parametrize("name", KINDS)
 def test_a_window_equals_all_its_samples_on_one_process(trained, name):
     """By the tokens that count, of which rank 1 has many times as many as rank 0; also where rank 1 alone runs out of
