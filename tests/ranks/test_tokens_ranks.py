@@ -69,3 +69,13 @@ def test_ranks_halve_together(trained):
     """Rank 1 goes on at once, rank 0 from the next window on."""
     tokens = [case(results, "halves")["tokens"].tolist() for results in trained]
     assert tokens == [[96, 96, 48, 48, 48], [96, 48, 48, 48, 48]]
+
+
+@pytest.mark.thorough
+def test_ranks_agree_on_the_smallest_number_that_fits(trained):
+    """Rank 0 finds 60 tokens, three rows of its largest width, and rank 1 one row, which are 24. Where rank 0 finds 20,
+    one row, rank 1 keeps its own."""
+    first, second = (case(results, "search") for results in trained)
+    assert first["tokens"].tolist() == [24, 20]
+    assert second["tokens"].tolist() == [24, 24]
+    np.testing.assert_array_equal(first["losses"], second["losses"])

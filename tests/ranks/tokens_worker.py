@@ -14,8 +14,8 @@ from mindspore.communication import get_rank
 from support.modes import MODES
 from support.reference import as_numpy
 from support.two_ranks import Results
-from test_auto_tokens import auto_step, marked
-from test_max_tokens import batch, make_step, max_tokens
+from test_auto_tokens import Limited, auto_step, marked
+from test_max_tokens import LENGTH, batch, make_step, max_tokens
 
 SAMPLES = (6, 24)  # of a rank's batches
 NUMBER = 4  # of batches
@@ -64,4 +64,20 @@ def play(name: str) -> Callable[[Path], Results]:
     return case
 
 
-CASES = {name: play(name) for name in KINDS}
+def search(_: Path) -> Results:
+    """Batches of rank 1 have a larger width. Rank 1 has memory for less; or both for one row."""
+    rank, widths = get_rank(), ((12, LENGTH - 4), (LENGTH,))
+    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
+    found, losses = [], []
+    for memory in ((70, 30), (30, 30)):
+        split = max_tokens(max_tokens="auto", widths=widths[rank])
+        step = make_step(split, Limited(tokens=memory[rank]), memory_limit=1 << 40)
+        for number in range(2):
+            tokens, labels = batch(10 * rank + number, width=widths[rank][-1])
+            losses.append(float(step(Tensor(tokens), Tensor(labels)).asnumpy()))
+        found.append(split.max_tokens)
+    return {"search/tokens": np.array(found), "search/losses": np.array(losses)}
+
+
+CASES = {name: play(name) for name in KINDS} | {"search": search}

@@ -18,6 +18,7 @@ from test_max_tokens import DATA, IGNORED, LENGTH, Causal, make_step, max_tokens
 from gaccum_ms import CountNotIgnored, GradAccumulationCell, audit, find_micro_batch_size, memory_report
 from gaccum_ms.backend.parameters import overwrite
 from gaccum_ms.backend.snapshot import Snapshot
+from gaccum_ms.memory.meter import AllocatorMeter
 from gaccum_ms.training.auto_tokens import AutoTokens
 
 PLENTY = 1 << 40
@@ -133,6 +134,18 @@ def test_finds_the_number_in_pynative_mode(pynative):
     step = make_step(split, Limited(tokens=LENGTH), memory_limit=PLENTY)
     run(step, DATA[:1])
     assert split.max_tokens == LENGTH
+
+
+@pytest.mark.thorough
+def test_nothing_changes_where_trials_run_in_this_process(monkeypatch):
+    """As on accelerators; where MindSpore's allocator tells nothing, all sizes need nothing."""
+    monkeypatch.setattr("gaccum_ms.memory.meter.meter", AllocatorMeter)
+    split = max_tokens(max_tokens="auto", widths=(12, LENGTH))
+    step, other = make_step(split, Limited(rows=5), memory_limit=PLENTY), make_step(max_tokens(), jit=True)
+    losses = run(step, DATA[:2])
+    assert split.max_tokens == 2 * LENGTH
+    np.testing.assert_allclose(losses, run(other, DATA[:2]), rtol=1e-5)
+    assert_alike(step, other, 1e-5)
 
 
 def test_what_does_not_fit_at_all_changes_nothing():
