@@ -87,7 +87,7 @@ if not _is_command:
     from gaccum_ms.tokens.balanced_sampler import BalancedSampler
     from gaccum_ms.tokens.max_tokens import MaxTokens
     from gaccum_ms.tokens.plan import TokenPlan
-    from gaccum_ms.training import auto_size as _auto_size
+    from gaccum_ms.training import halving as _halving
     from gaccum_ms.training.grad_accumulator import GradAccumulator
     from gaccum_ms.training.resume import resume
     from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
@@ -102,5 +102,5 @@ if not _is_command:
 
     # A trial of a size trains by the step, which may find its size by trials: neither imports the other.
     _trial.train_by(TrainOneStepWithGradAccumulationCell)
-    _auto_size.search_by(_search)
+    _halving.search_by(_search)
     _model.install_model_hook()

@@ -111,8 +111,8 @@ class GradAccumulationCell(nn.Cell):
             this rank's batch. The network then runs for micro-batches that count nothing too: of samples that are left
             out the outputs are there all the same. It is compiled twice: see :class:`TrainingMetrics` .
             Default: ``False`` .
-        memory_limit (int, optional): With ``"auto"`` , bytes that this rank may have, as in
-            :func:`find_micro_batch_size` . Default: ``None`` , what there is.
+        memory_limit (int, optional): With ``"auto"`` , here or of :class:`MaxTokens` , bytes that this rank may have,
+            as in :func:`find_micro_batch_size` . Default: ``None`` , what there is.
         is_out_of_memory (Callable, optional): With ``"auto"`` , says of an error whether it means that memory is not
             enough. Default: ``None`` , MemoryError, and RuntimeError in the words of MindSpore's allocators.
         jit (bool, optional): In PyNative mode, compile the training step all the same. Default: ``None`` , run it
@@ -231,7 +231,7 @@ class GradAccumulationCell(nn.Cell):
             )
         )
         compatibility.check(CELL, _NAME, Setup(options, network))
-        self.options = dataclasses.replace(options, jit=True) if options.finds_size else options
+        self.options = dataclasses.replace(options, jit=True) if options.searches else options
         self.network = network
         self._get_attr_from_cell(network)
         self._undifferentiated = _Undifferentiated()

@@ -62,6 +62,11 @@ class Options:
         return getattr(self.split, "keeps_inputs", False)
 
     @property
+    def finds_tokens(self) -> bool:
+        """Whether the training step is to find how many tokens that function puts into a micro-batch."""
+        return getattr(self.split, "finds_tokens", False)
+
+    @property
     def losses(self) -> int:
         """How many losses the network returns."""
         return len(self.loss_weights or ())
@@ -81,8 +86,13 @@ class Options:
 
     @property
     def finds_size(self) -> bool:
-        """Whether the training step is to find the size of micro-batches."""
+        """Whether the training step is to find the number of samples in micro-batches."""
         return self.micro_batch_size == "auto"
+
+    @property
+    def searches(self) -> bool:
+        """Whether the training step is to find the size of micro-batches, in samples or tokens."""
+        return self.finds_size or self.finds_tokens
 
     @property
     def returns_ratio(self) -> bool:
@@ -139,7 +149,7 @@ def checked(given: Options) -> Options:
     transforms = check_transforms(_NAME, given.transforms)
     for name in ("shard_accumulators", "record_noise", "aux"):
         check_bool(_NAME, name, getattr(given, name))
-    if given.finds_size:
+    if given.searches:
         if given.memory_limit is not None:
             check_positive_int(_NAME, "memory_limit", given.memory_limit)
         check_test(_NAME, given.is_out_of_memory)

@@ -18,6 +18,7 @@ SPAN_LATER = "`AccumulationScheduler`, `set_accumulation_steps`"
 IN_ONE_GRAPH = "data sinking"
 AUDIT = "`audit`"
 TRIAL = "`find_micro_batch_size`, `memory_report`"
+REPORT = "`memory_report`"
 
 # What the docs call things that several rules have.
 BATCH_LOSS = "`WithBatchLossCell`"
@@ -25,6 +26,7 @@ AUTO = '`micro_batch_size="auto"`'
 DROPS = '`overflow="drop_micro_batch"`'
 SEVERAL = "several losses"
 FUNCTION = "`split`, a function"
+AUTO_TOKENS = '`split=MaxTokens("auto", ...)`'
 RATIO = '`reduction="ratio"`'
 
 
@@ -65,8 +67,8 @@ def for_auto(name: str) -> Rule:
     return Rule(
         CELL,
         f"`{name}`",
-        f"no {AUTO}",
-        lambda s: not s.o.finds_size and getattr(s.o, name) is not None,
+        f"no {AUTO}, and no {AUTO_TOKENS}",
+        lambda s: not s.o.searches and getattr(s.o, name) is not None,
         f"the argument '{name}' is for micro_batch_size='auto', but got {name}={{o.{name}!r}} and "
         f"micro_batch_size={{o.micro_batch_size!r}}. Leave it out, or give 'auto'.",
     )

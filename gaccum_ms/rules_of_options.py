@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gaccum_ms.rules import (
     AUTO,
+    AUTO_TOKENS,
     BATCH_LOSS,
     CELL,
     DROPS,
@@ -128,6 +129,14 @@ OF_OPTIONS = (
         "'split' of class 'MaxTokens' fills micro-batches up with rows of padding, which must weigh nothing, but got "
         "count=None, by which they weigh as samples. Give a 'count' of tokens that are not padding, such as "
         "gaccum_ms.CountNotIgnored(), or reduction='ratio'.",
+    ),
+    Rule(
+        CELL,
+        AUTO_TOKENS,
+        "`jit=False`",
+        lambda s: s.o.finds_tokens and s.o.jit is False,
+        "MaxTokens('auto', ...) compiles in PyNative mode too, because MindSpore's eager gradient does not survive "
+        "running out of memory, but got jit=False. Leave 'jit' out, or give a number of tokens.",
     ),
     Rule(
         CELL,

@@ -7,10 +7,12 @@ import mindspore as ms
 from gaccum_ms.rules import (
     AUDIT,
     AUTO,
+    AUTO_TOKENS,
     BATCH_LOSS,
     FUNCTION,
     IN_ONE_GRAPH,
     RATIO,
+    REPORT,
     SEMI_AUTO,
     SEVERAL,
     SPAN_LATER,
@@ -169,9 +171,26 @@ OF_PLACES = (
         TRIAL,
         TRIAL,
         FUNCTION,
-        lambda s: s.o.splits_in_python,
+        lambda s: s.o.splits_in_python and not s.o.trims,
         "micro-batches must be so many samples of the batch, of which other numbers can be tried, but got a function "
         "as 'split': only the function is known to make micro-batches. Ask about a cell with 'micro_size', and a batch "
         "as large as the function's largest micro-batch.",
+    ),
+    Rule(
+        AUDIT,
+        AUTO_TOKENS,
+        AUDIT,
+        lambda s: s.o.finds_tokens,
+        "the number of tokens in a micro-batch must be given, because with it the batch is compared, but got "
+        "MaxTokens('auto', ...). Give a number such as 'find_micro_batch_size' returns.",
+    ),
+    Rule(
+        REPORT,
+        REPORT,
+        "`split=MaxTokens(...)`",
+        lambda s: s.o.splits_in_python,
+        "micro-batches must be so many samples of the batch, of which each number is a row of the report, but got "
+        "'split' of class 'MaxTokens', whose micro-batches are so many tokens. 'find_micro_batch_size' finds how many "
+        "fit.",
     ),
 )

@@ -12,7 +12,7 @@ from gaccum_ms import CountMask, EvenSplit, MaxTokens, WithBatchLossCell
 from gaccum_ms.compatibility import RULES, Setup
 from gaccum_ms.compatibility import refused as first_refused
 from gaccum_ms.options import Options
-from gaccum_ms.rules import AUDIT, CELL, IN_ONE_GRAPH, SEMI_AUTO, SPAN_LATER, TRIAL
+from gaccum_ms.rules import AUDIT, CELL, IN_ONE_GRAPH, REPORT, SEMI_AUTO, SPAN_LATER, TRIAL
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 TWO = {"loss_weights": (1.0, 0.5)}
@@ -39,6 +39,7 @@ BROKEN = [
     ({**AUTO, "jit": False}, "compiles in PyNative mode too, .* got jit=False. Leave 'jit' out"),
     ({**AUTO, "shard_accumulators": True}, "got 1 loss.es., shard_accumulators=True .* class 'WithLossCell'"),
     ({"split": MaxTokens(8, 0)}, "fills micro-batches up with rows of padding, .* but got count=None"),
+    ({"split": MaxTokens("auto", 0), "count": CountMask(), "jit": False}, "compiles in PyNative mode .* got jit=False"),
     ({**BY_FUNCTION, "shard_accumulators": True}, "got 1 loss.es., shard_accumulators=True .* class 'WithLossCell'"),
     (AUTO, "needs Python between the batches, .* but the training step is part of another graph"),
     ({}, "need graph mode, because .* but got PyNative mode. Use"),
@@ -66,6 +67,8 @@ BROKEN = [
     ),
     (BY_FUNCTION, "must be the network's inputs, .* but got a function as 'split': only"),
     (BY_FUNCTION, "must be so many samples of the batch, .* but got a function as 'split': only"),
+    ({"split": MaxTokens("auto", 0)}, r"must be given, because .* but got MaxTokens\('auto', ...\). Give a number"),
+    ({"split": MaxTokens(8, 0)}, "each number is a row of the report, but got 'split' of class 'MaxTokens', whose"),
 ]
 
 
@@ -87,7 +90,7 @@ def test_each_rule_has_an_example():
     assert len(BROKEN) == len(RULES)
 
 
-@pytest.mark.parametrize("place", [CELL, SEMI_AUTO, SPAN_LATER, IN_ONE_GRAPH, AUDIT, TRIAL])
+@pytest.mark.parametrize("place", [CELL, SEMI_AUTO, SPAN_LATER, IN_ONE_GRAPH, AUDIT, TRIAL, REPORT])
 def test_the_plain_options_go_together_everywhere(place):
     ms.set_context(mode=ms.GRAPH_MODE)
     assert first_refused(place, "Owner", Setup(Options(micro_size=2), nn.Dense(1, 1))) is None

@@ -18,6 +18,7 @@ from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.distributed.layout import rank_and_ranks
 from gaccum_ms.memory import meter, model
 from gaccum_ms.memory.child import TooMuchMemory
+from gaccum_ms.memory.token_trial import TokenTrials
 from gaccum_ms.memory.trial import Trials
 
 if TYPE_CHECKING:
@@ -53,9 +54,11 @@ class Forecast:
     ) -> None:
         self.meter = meter.meter()
         self.limit = self.meter.limit() if memory_limit is None else memory_limit
-        self.samples = batch[0].shape[0]
         self._fails = fails
-        self._trials = Trials(owner, cell, optimizer, batch, self.meter, self.limit, step)
+        kind = TokenTrials if cell.trims else Trials
+        self._trials = kind(owner, cell, optimizer, batch, self.meter, self.limit, step)
+        self.samples, self.sizes, self.unit = self._trials.most, self._trials.sizes, self._trials.unit
+        self.is_ragged = self._trials.is_ragged
         network = list(cell.network.get_parameters())
         known = {id(one) for one in network}
         ranks = rank_and_ranks()[1]
@@ -106,10 +109,6 @@ class Forecast:
 
     def _is_whole(self, size: int) -> bool:
         return size == self.samples > 1 and not self.always_accumulates
-
-    def is_ragged(self, size: int) -> bool:
-        """Whether a smaller micro-batch comes last, which the graph has beside its loop."""
-        return self.samples % size > 0
 
     def measure(self, size: int) -> int | None:
         """Bytes at the peak with micro-batches of `size` samples; None: more than there is."""

@@ -19,7 +19,7 @@ from gaccum_ms.compatibility import Setup
 from gaccum_ms.distributed.layout import rank_and_ranks
 from gaccum_ms.distributed.ranks import check_parallel_mode
 from gaccum_ms.memory.forecast import Forecast
-from gaccum_ms.rules import TRIAL
+from gaccum_ms.rules import REPORT, TRIAL
 from gaccum_ms.semi_auto.modes import compiler_distributes
 
 _NAME = "memory_report"
@@ -215,6 +215,7 @@ def memory_report(
         40040 40040 [8, 4, 2, 1]
     """
     check_trial(_NAME, cell, optimizer, batch, memory_limit)
+    compatibility.check(REPORT, _NAME, Setup(cell.options, cell.network))
     sizes = _micro_sizes(micro_sizes, batch[0].shape[0])
     forecast = Forecast(_NAME, cell, optimizer, batch, memory_limit)
     forecast.probe()

@@ -47,6 +47,9 @@ def find_micro_batch_size(
     itself, without any communication, and all return the smallest of what the ranks have found. What is found is kept,
     for the same network, optimizer, options, shapes, dtypes, device and limit, as long as the network lives.
 
+    For a cell with :class:`MaxTokens` as `split` , its number of tokens is ignored, and the largest that fits is found
+    in the same way, among the multiples of the largest width: a trial trains a full micro-batch of each width.
+
     Trials leave nothing: weights, optimizer state, accumulators, BatchNorm's moving statistics, buffers and what else
     the network's `construct` writes, the cells' flags and the default generator are what they were, bit for bit.
 
@@ -61,14 +64,15 @@ def find_micro_batch_size(
             are raised. Default: ``None`` , MemoryError, and RuntimeError in the words of MindSpore's allocators.
 
     Returns:
-        int, number of samples, from 1 to :math:`N`, the same on all ranks.
+        int, number of samples, from 1 to :math:`N`, the same on all ranks; with :class:`MaxTokens` , of tokens.
 
     Raises:
         TypeError: If `cell` is not a GradAccumulationCell, `optimizer` not an Optimizer, `batch` not a sequence, an
             input not a Tensor,
             `memory_limit` not an int, or `is_out_of_memory` not callable.
         ValueError: If the batch is empty, its inputs differ in length, or `memory_limit` is less than 1; if the network
-            is a WithBatchLossCell; if it has SyncBatchNorm layers, on several ranks.
+            is a WithBatchLossCell; if it has SyncBatchNorm layers, on several ranks; if the cell's `split` is another
+            function than :class:`MaxTokens` .
         RuntimeError: If not even one sample fits, on any rank; in semi-auto and auto parallel mode, where the compiler
             lays out memory over devices; on a CPU whose system does not say which memory is used.
 
@@ -114,7 +118,7 @@ def found_size(
     if key not in found:
         alone = rank_and_ranks()[1] == 1  # on ranks the step has collectives, for which a trial has no partner
         forecast = Forecast(owner, cell, optimizer, batch, memory_limit, fails, step if alone else None)
-        found[key] = _largest(forecast)
+        found[key] = _largest(forecast) * forecast.unit
     try:
         return agreed_size(_NAME, found[key], memory_limit)
     except RuntimeError:
@@ -136,6 +140,7 @@ def search_key(
         cell.counted,
         cell.loss_weights,
         cell.shared,
+        _widths(cell, batch),
         cell.shard_accumulators,
         cell.compensated,
     )
@@ -149,19 +154,20 @@ def search_key(
     return shapes, weights, casts, str(cell.accumulator_dtype), options, where, memory_limit, test
 
 
+def _widths(cell: GradAccumulationCell, batch: Sequence[ms.Tensor]) -> tuple | None:
+    """What is tried with `MaxTokens` ."""
+    worst = cell.split.worst_case(*batch) if cell.trims else None
+    return None if worst is None else (worst.widths, worst.most)
+
+
 def found_less(network: nn.Cell, key: tuple, size: int) -> None:
     """Training has shown that only `size` fits."""
     _found[network][key] = size
 
 
-def even_sizes(samples: int) -> list[int]:
-    """The sizes of micro-batches that divide a batch evenly, ascending: the smallest for each number of them."""
-    return sorted({-(-samples // number) for number in range(1, samples + 1)})
-
-
 def _largest(forecast: Forecast) -> int:
     """What this rank finds; 0 if nothing fits."""
-    sizes = even_sizes(forecast.samples)
+    sizes = forecast.sizes
     few = [size for size in sizes if size in _FEW]
     for size in few[::-1]:  # a line to larger ones
         forecast.measure(size)

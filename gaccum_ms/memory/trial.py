@@ -1,4 +1,5 @@
 """A trial: the training step itself, updates included, with two micro-batches of a size, and what memory it reached.
+With `MaxTokens` the size is a number of tokens, and the micro-batches are as large as it lets them be (token_trial.py).
 
 On CPU it trains in a copy of this process (child.py), so that nothing of it is left here: neither what it wrote, nor
 memory. On an accelerator it trains here, and all that it wrote is put back. Other ranks take no part.
@@ -40,7 +41,7 @@ def train_by(step_class: type[Step]) -> None:
 
 
 class Trials:
-    """Tries sizes of micro-batches.
+    """Tries sizes of micro-batches, in samples.
 
     Args:
         owner (str): What errors name.
@@ -70,7 +71,19 @@ class Trials:
         self.meter = meter
         self.limit = limit
         self.step = step
+        self.most = batch[0].shape[0]  # the largest size
         limit_instructions_for(cell.network)  # here, for all copies of the process
+
+    unit = 1  # what a size is a multiple of
+
+    @property
+    def sizes(self) -> list[int]:
+        """Those that are worth trying, ascending."""
+        return even_sizes(self.most)
+
+    def is_ragged(self, size: int) -> bool:
+        """Whether a smaller micro-batch comes last, which the graph has beside its loop."""
+        return self.most % size > 0
 
     def run(self, size: int, samples: int) -> Usage:
         """Train with micro-batches of `size` samples, of a batch of which there are so many at least.
@@ -110,14 +123,21 @@ class Trials:
             optimizer = _Nothing(self.optimizer) if isinstance(self.optimizer, ShardedOptimizer) else self.optimizer
             with warnings.catch_warnings():  # the step that is to train says it
                 warnings.filterwarnings("ignore", message="For 'GradAccumulationCell', the network has .* BatchNorm")
-                sizes = {} if self.cell.finds_size else {"micro_size": None, "micro_batch_size": size}
-                cell = self.cell.with_options(transforms=others(self.cell.transforms), **sizes)
+                cell = self.cell.with_options(transforms=others(self.cell.transforms), **self._options(size))
                 step = _step_class(cell, optimizer).set_train()
         if step.spans_batches:
             step.set_accumulation_steps(1)  # so that each batch ends in an update
         if step._auto is not None:
-            step._auto.rehearse(size)
+            step._auto.rehearse(self._cut(size))
         return step
+
+    def _options(self, size: int) -> dict[str, Any]:
+        """Those of the cell with which a new step has this size."""
+        return {} if self.cell.finds_size else {"micro_size": None, "micro_batch_size": size}
+
+    def _cut(self, size: int) -> Any:
+        """What a step that finds its size itself rehearses with."""
+        return size
 
     def _first(self, size: int, samples: int) -> list[ms.Tensor]:
         """The batch, or where that is many micro-batches, two of them, and one as small as its last."""
@@ -129,6 +149,11 @@ class Trials:
             value if position in self.cell.shared else ms.Tensor(as_numpy(value)[:number], value.dtype)
             for position, value in enumerate(self.batch)
         ]
+
+
+def even_sizes(samples: int) -> list[int]:
+    """The sizes of micro-batches that divide a batch evenly, ascending: the smallest for each number of them."""
+    return sorted({-(-samples // number) for number in range(1, samples + 1)})
 
 
 class _Nothing(nn.Cell):

@@ -8,11 +8,13 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 
-from gaccum_ms.backend.checks import check_positive_int, described
+from gaccum_ms.backend.checks import check_positive_int
+from gaccum_ms.tokens.checks import NAME as _NAME
+from gaccum_ms.tokens.checks import checked_arrays, checked_tokens, checked_widths, whole_numbers
 from gaccum_ms.tokens.plan import NOBODY, TokenPlan, plan_tokens
+from gaccum_ms.tokens.rows import Rows, axes_of
 from gaccum_ms.tokens.widths import best_widths
-
-_NAME = "MaxTokens"
+from gaccum_ms.tokens.worst_case import WorstCase
 
 
 class MaxTokens:
@@ -29,7 +31,11 @@ class MaxTokens:
     2019, `arXiv:1904.01038 <https://arxiv.org/abs/1904.01038>`_).
 
     Args:
-        max_tokens (int): Tokens of a micro-batch, padding included, at most.
+        max_tokens (Union[int, str]): Tokens of a micro-batch, padding included, at most. ``"auto"`` : as many as fit,
+            which the training finds at its first batch, as :func:`find_micro_batch_size` does; where memory runs out
+            later, the batch is split anew with half of them, and all ranks go on with that. The attribute
+            ``max_tokens`` is then their number, and ``None`` before. It is at least the largest width, and at most
+            what makes all samples of a width one micro-batch: more would be padding.
         length (Union[int, Callable]): The lengths of a batch's samples: a function of its inputs that returns a Tensor
             or array of shape :math:`(N,)`, or the position of the input that holds them. Everything behind a sample's
             length is padding.
@@ -55,6 +61,7 @@ class MaxTokens:
 
     Raises:
         TypeError: If an argument is of a wrong type.
+        RuntimeError: If it is called by itself with ``"auto"`` , before the training has found a number.
         ValueError: If `max_tokens` or a width is less than 1, or `widths` are not ascending; if the lengths of a batch
             are not one finite number of 0 to :math:`W` for each sample; if a sample is longer than `max_tokens` or the
             largest width; if `padding` has not one value for each input.
@@ -84,7 +91,7 @@ class MaxTokens:
 
     def __init__(
         self,
-        max_tokens: int,
+        max_tokens: int | str,
         length: int | Callable,
         widths: int | Sequence[int] = 4,
         *,
@@ -92,13 +99,13 @@ class MaxTokens:
         padding: Sequence[float] | None = None,
         axes: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
-        check_positive_int(_NAME, "max_tokens", max_tokens)
+        self.max_tokens = checked_tokens(max_tokens)
+        self.finds_tokens = self.max_tokens is None
         if isinstance(length, bool) or not (isinstance(length, int) or callable(length)):
             raise TypeError(
                 f"For '{_NAME}', the argument 'length' must be a function of the batch's inputs, or the position of "
                 f"the input that holds the lengths, but got {length!r}."
             )
-        self.max_tokens = max_tokens
         self.plan: TokenPlan | None = None
         self._length = length
         self._padding: tuple[float, ...] | None = None if padding is None else tuple(padding)
@@ -111,9 +118,9 @@ class MaxTokens:
             check_positive_int(_NAME, "widths", widths)
             self._number = widths
         else:
-            self._widths = _checked_widths(widths, max_tokens)
+            self._widths = checked_widths(widths, self.max_tokens)
         if lengths is not None and self._number:
-            array = _whole_numbers("lengths", np.asarray(lengths), None)
+            array = whole_numbers("lengths", np.asarray(lengths), None)
             self._widths = best_widths(np.maximum(array, 1), self._number)
 
     @property
@@ -122,28 +129,26 @@ class MaxTokens:
         return self._widths
 
     def __call__(self, *inputs: Any) -> list[tuple[ms.Tensor, ...]]:
-        arrays = [_array(position, value) for position, value in enumerate(inputs)]
-        if not arrays or arrays[0].ndim < 2:
-            raise ValueError(
-                f"For '{_NAME}', the first input must be of shape (N, W, ...), of which axis 1 holds the tokens, but "
-                f"got {described(inputs)}."
+        if self.max_tokens is None:
+            raise RuntimeError(
+                f"For '{_NAME}', 'max_tokens' must be known before a batch is split, but got 'auto', which the "
+                f"training step finds at its first batch. Train a batch, or give a number."
             )
-        samples, before = arrays[0].shape[:2]
-        lengths = self._lengths(inputs, samples, before)
-        widths = self._widths_for(lengths, before)
-        self._check(lengths, widths)
-        axes = [self._axes.get(position, _axes_of(one, before)) for position, one in enumerate(arrays)]
-        fillers = self._fillers(arrays, axes, lengths, before)
+        rows, widths = self._read(inputs, self.max_tokens)
+        if self.finds_tokens:  # on another rank, of narrower batches
+            self.max_tokens = max(self.max_tokens, widths[-1])
+        self._check(rows.lengths, widths)
         if not self._filler_is_checked:
-            nobody = np.array([NOBODY])
-            row = (_taken(*one, nobody, widths[0], before) for one in zip(arrays, axes, fillers, strict=True))
-            self._filler = tuple(map(ms.Tensor, row))
-        self._widths, self._padding = widths, fillers
-        self.plan = plan_tokens(lengths, before, widths, self.max_tokens)
-        return [
-            tuple(ms.Tensor(_taken(*one, rows, width, before)) for one in zip(arrays, axes, fillers, strict=True))
-            for width, rows in self.plan.parts
-        ]
+            self._filler = rows.micro_batch(np.array([NOBODY]), widths[0])
+        self._widths, self._padding = widths, rows.fillers
+        self.plan = plan_tokens(rows.lengths, rows.before, widths, self.max_tokens)
+        return [rows.micro_batch(samples, width) for width, samples in self.plan.parts]
+
+    def worst_case(self, *inputs: Any) -> WorstCase:
+        """What a search for the number of tokens tries with a batch, which changes nothing here."""
+        rows, widths = self._read(inputs, None)
+        self._check_widest(rows.lengths, widths)
+        return WorstCase(rows, widths)
 
     def in_order(self, outputs: Sequence[np.ndarray]) -> np.ndarray:
         """Outputs of the last batch's samples, of all micro-batches, in the batch's order and at its width."""
@@ -172,6 +177,15 @@ class MaxTokens:
             )
         self._filler_is_checked = True
 
+    def _read(self, inputs: Sequence[Any], max_tokens: int | None) -> tuple[Rows, tuple[int, ...]]:
+        """A batch, and the widths to trim it to."""
+        arrays = checked_arrays(inputs)
+        samples, before = arrays[0].shape[:2]
+        lengths = self._lengths(inputs, samples, before)
+        axes = [self._axes.get(position, axes_of(one, before)) for position, one in enumerate(arrays)]
+        rows = Rows(arrays, axes, self._fillers(arrays, axes, lengths, before), lengths, before)
+        return rows, self._widths_for(lengths, before, max_tokens)
+
     def _lengths(self, inputs: Sequence[Any], samples: int, before: int) -> np.ndarray:
         """One for each sample, at least 1: also an empty one has a row."""
         if callable(self._length):
@@ -184,21 +198,26 @@ class MaxTokens:
                 f"{len(inputs)} input(s)."
             )
         array = np.asarray(given.asnumpy() if isinstance(given, ms.Tensor) else given)
-        return np.maximum(_whole_numbers("length", array, samples, before), 1)
+        return np.maximum(whole_numbers("length", array, samples, before), 1)
 
-    def _widths_for(self, lengths: np.ndarray, before: int) -> tuple[int, ...]:
+    def _widths_for(self, lengths: np.ndarray, before: int, max_tokens: int | None) -> tuple[int, ...]:
         if self._widths is not None:
             return self._widths
-        return best_widths(lengths, self._number, largest=max(lengths.max(), min(before, self.max_tokens)))
+        largest = before if max_tokens is None or self.finds_tokens else min(before, max_tokens)
+        return best_widths(lengths, self._number, largest=max(lengths.max(), largest))
 
     def _check(self, lengths: np.ndarray, widths: tuple[int, ...]) -> None:
         longest = int(lengths.max())
-        if longest > self.max_tokens:
+        if self.max_tokens is not None and longest > self.max_tokens and not self.finds_tokens:
             raise ValueError(
                 f"For '{_NAME}', the argument 'max_tokens' must be at least as large as the longest sample, but got "
                 f"max_tokens={self.max_tokens} and a sample of {longest} tokens. Cut such samples, or give a larger "
                 f"'max_tokens'."
             )
+        self._check_widest(lengths, widths)
+
+    def _check_widest(self, lengths: np.ndarray, widths: tuple[int, ...]) -> None:
+        longest = int(lengths.max())
         if longest > widths[-1]:
             raise ValueError(
                 f"For '{_NAME}', the largest width must hold the longest sample, but got widths {list(widths)} and a "
@@ -223,62 +242,3 @@ class MaxTokens:
             one[short].reshape((before, -1))[lengths[short], 0] if 1 in trimmed else 0
             for one, trimmed in zip(arrays, axes, strict=True)
         )
-
-
-def _checked_widths(widths: Any, max_tokens: int) -> tuple[int, ...]:
-    if not isinstance(widths, (tuple, list)) or not all(type(one) is int for one in widths):
-        raise TypeError(
-            f"For '{_NAME}', the argument 'widths' must be an int, the largest number of widths, or the widths, a "
-            f"list of ints, but got {widths!r}."
-        )
-    if not widths or list(widths) != sorted(set(widths)) or widths[0] < 1 or widths[-1] > max_tokens:
-        raise ValueError(
-            f"For '{_NAME}', the argument 'widths' must be ascending, from 1 to max_tokens={max_tokens}, but got "
-            f"{list(widths)}."
-        )
-    return tuple(widths)
-
-
-def _whole_numbers(name: str, array: np.ndarray, samples: int | None, largest: int | None = None) -> np.ndarray:
-    wanted = f"({samples},)" if samples is not None else "(N,)"
-    if array.ndim != 1 or not array.size or (samples is not None and array.size != samples):
-        raise ValueError(
-            f"For '{_NAME}', '{name}' must give one length for each sample, of shape {wanted}, but got shape "
-            f"{array.shape}."
-        )
-    if array.dtype.kind not in "iuf" or not np.isfinite(array).all() or (array != np.floor(array)).any():
-        raise ValueError(f"For '{_NAME}', '{name}' must give whole numbers, but got {array.tolist()[:8]}.")
-    if array.min() < 0 or (largest is not None and array.max() > largest):
-        bound = "" if largest is None else f" and at most {largest}, the batch's width"
-        raise ValueError(
-            f"For '{_NAME}', '{name}' must give lengths of at least 0{bound}, but got {int(array.min())} to "
-            f"{int(array.max())}."
-        )
-    return array.astype(np.int64)
-
-
-def _array(position: int, value: Any) -> np.ndarray:
-    if not isinstance(value, ms.Tensor) or not value.shape:
-        raise TypeError(
-            f"For '{_NAME}', every input must be a Tensor whose axis 0 counts samples, but input {position} got "
-            f"{described(value)}."
-        )
-    return value.asnumpy()
-
-
-def _axes_of(array: np.ndarray, width: int) -> tuple[int, ...]:
-    return (1,) if array.ndim > 1 and array.shape[1] == width else ()
-
-
-def _taken(
-    array: np.ndarray, trimmed: Sequence[int], filler: Any, rows: np.ndarray, width: int, before: int
-) -> np.ndarray:
-    """The rows of a micro-batch, trimmed or lengthened to its width."""
-    present = min(width, before)
-    kept = [slice(present) if axis in trimmed else slice(None) for axis in range(1, array.ndim)]
-    shape = tuple(width if axis in trimmed else size for axis, size in enumerate(array.shape))
-    taken = np.full((rows.size, *shape[1:]), filler, array.dtype)
-    real = rows != NOBODY
-    target, source = (np.flatnonzero(real), *kept), (rows[real], *kept)
-    taken[target] = array[source]
-    return taken

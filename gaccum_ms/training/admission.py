@@ -46,7 +46,7 @@ def admit(owner: str, cell: Any, optimizer: nn.Optimizer) -> Setup:
         compatibility.check(SEMI_AUTO, "GradAccumulationCell", setup)
         modes.check_network(cell.network)
     refuse_sparse_gradients(cell)
-    if cell.finds_size:
+    if cell.searches:
         refuse_sync_batch_norm("GradAccumulationCell", cell)
     limit_instructions_for(cell.network)
     return setup

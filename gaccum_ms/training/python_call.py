@@ -15,6 +15,7 @@ from gaccum_ms.distributed.ranks import broadcast_parameters
 from gaccum_ms.layers.sparse import explain_sparse_gradients
 from gaccum_ms.semi_auto import modes as auto_parallel
 from gaccum_ms.training.auto_size import AutoSize
+from gaccum_ms.training.auto_tokens import AutoTokens
 from gaccum_ms.training.python_split import PythonSplit
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class CalledFromPython:
         """Where a step has several graphs: what Python does between them."""
         self._auto = AutoSize(self, cell) if cell.finds_size else None
         self._split = PythonSplit(self, cell.options) if cell.splits_in_python else None
+        if cell.finds_tokens:
+            self._auto = self._split = AutoTokens(self, cell, self._split)
 
     def __call__(self, *inputs):
         self._begin()
@@ -81,16 +84,16 @@ class CalledFromPython:
 
     def _train(self, *inputs: ms.Tensor) -> Any:
         if self._split is not None:
-            return self._split(inputs)
+            return self._split(*inputs)
         if self._auto is not None:
             return self._auto(inputs)
         return graphs.run(self, self._jit, *inputs)
 
     def _checked(self, inputs: tuple[Any, ...]) -> Sequence[Any]:
-        """The batch as it is trained with, or one clear error before anything runs: its inputs; with a function as
-        `split` , its micro-batches."""
+        """What the step trains by, or one clear error before anything runs: the batch's inputs; with a function as
+        `split` , these, and its micro-batches."""
         if self._split is not None:
-            return self._split.parts(inputs)
+            return inputs, self._split.parts(inputs)
         self._check_batch(inputs)
         return inputs
 
@@ -126,7 +129,7 @@ class CalledFromPython:
                 + _consequence(self.spans_batches, True)
                 + ": correct the network and go on."
             )
-        parts = batch if self._split is not None else self._cut(batch)
+        parts = batch[1] if self._split is not None else self._cut(batch)
         counted = [[float(count(*part)) for part in parts] for count in self._setup.o.counts if count is not None]
         others = "" if self.spans_batches else "Where these are fine, another rank's are not. "
         was_added = self.window.weighing.runs_all

@@ -14,7 +14,7 @@ theirs, however many micro-batches these are. Batches are what is counted, here 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
@@ -47,23 +47,39 @@ class AddMicroBatch(OwnGraph):
         return self.window.add_micro_batch(sums, times, micro_batch, self.update.scale())
 
 
+class Added(NamedTuple):
+    """A batch that was added to the window: its sums, its mean loss, and the outputs of each micro-batch."""
+
+    sums: ms.Tensor
+    loss: Any
+    outputs: list[list[ms.Tensor]]
+
+
 class PythonSplit:
     """How a step trains with batches that a function splits.
 
     Args:
         step (TrainOneStepWithGradAccumulationCell): The step, with its window.
-        options (Options): Its cell's. Their `split` is called with a batch and returns its micro-batches; the list that
-            it returns is what `parts` was made of, and may be an object that says more.
+        options (Options): Its cell's. Their `split` is called with a batch and returns its micro-batches.
     """
 
     def __init__(self, step: Step, options: Options) -> None:
         self._step = step
-        self._split: Any = options.split
         self._count = options.own_count
         self._by_samples = self._count is None
-        self._check_count = getattr(self._split, "check_count", None)
         self._one_batch = options.accumulation_steps == 1
-        self._graph = AddMicroBatch(step.window, step.update, bool(options.jit))
+        self._jit = bool(options.jit)
+        self.split_by(options.split)
+        self.renew_graphs()
+
+    def split_by(self, split: Any) -> None:
+        """Let batches to come be split by this function."""
+        self._split = split
+        self._check_count = getattr(split, "check_count", None)
+
+    def renew_graphs(self) -> None:
+        """Let other shapes come: the old ones take their graphs, and their memory, along."""
+        self._graph = AddMicroBatch(self._step.window, self._step.update, self._jit)
 
     def parts(self, batch: Sequence[Any]) -> list[tuple[ms.Tensor, ...]]:
         """The micro-batches of a batch, checked."""
@@ -72,10 +88,13 @@ class PythonSplit:
             self._check_count(self._count)
         return made
 
-    def __call__(self, parts: Sequence[tuple[ms.Tensor, ...]]) -> Any:
-        """Train with them; returns what the step does."""
-        step, window = self._step, self._step.window.open
-        scale = step.update.scale()
+    def __call__(self, batch: Sequence[Any], parts: Sequence[tuple[ms.Tensor, ...]]) -> Any:
+        """Train with a batch, of which these are the micro-batches; returns what the step does."""
+        return self.end(self.add(parts))
+
+    def add(self, parts: Sequence[tuple[ms.Tensor, ...]]) -> Added:
+        """Add micro-batches of a batch to the window, on this rank alone."""
+        window = self._step.window.open
         window.begin_eagerly()
         sums, loss = ops.zeros((_SUMS,), ms.float32), None
         outputs = []
@@ -83,6 +102,13 @@ class PythonSplit:
             sums, loss, *shown = self._graph.run_alone(sums, ms.Tensor(times, ms.float32), *micro_batch)
             outputs.append(shown)
         window.end_eagerly(sums)
+        return Added(sums, loss, outputs)
+
+    def end(self, added: Added) -> Any:
+        """What comes after a batch, on all ranks where its window ends; returns what the step does."""
+        step, window = self._step, self._step.window.open
+        sums, loss, outputs = added
+        scale = step.update.scale()
         unit = window.window_unit.copy()  # the window's end zeroes it
         overflow = ms.Tensor(False, ms.bool_)
         if window.is_full:

@@ -17,7 +17,7 @@ from support.two_ranks import case, run_on_ranks, run_on_two_ranks
 
 from gaccum_ms import GradAccumulationCell, find_micro_batch_size
 from gaccum_ms.memory.meter import AllocatorMeter, ProcessMeter
-from gaccum_ms.memory.search import even_sizes
+from gaccum_ms.memory.trial import even_sizes
 
 PLENTY = 1 << 40
 

@@ -345,6 +345,12 @@ def test_not_even_one_sample(pynative):
     after = state(step)
     for name, value in after.items():
         np.testing.assert_array_equal(value, before[name], err_msg=name)
+    loss.set_largest(1000)
+    run(step, data[2:])
+    whole = make_step(make_network("dense"), micro_size=1, accumulation_steps=4)
+    run(whole, data)
+    for one, other in zip(step.weights, whole.weights, strict=True):
+        assert relative_error(as_numpy(one), as_numpy(other)) < 1e-5
 
 
 def test_other_errors_are_raised(pynative):

@@ -1,0 +1,52 @@
+"""The rows of a batch, and micro-batches made of some of them, trimmed to a width."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import mindspore as ms
+import numpy as np
+
+from gaccum_ms.tokens.plan import NOBODY
+
+
+class Rows(NamedTuple):
+    """A batch.
+
+    Args:
+        arrays (list[ndarray]): Its inputs, of which axis 0 counts samples.
+        axes (list[Sequence[int]]): The axes of each that are trimmed.
+        fillers (tuple): What each holds where there is nothing.
+        lengths (ndarray): Of its samples, at least 1.
+        before (int): The width to which it is padded.
+    """
+
+    arrays: list[np.ndarray]
+    axes: list[Sequence[int]]
+    fillers: tuple[Any, ...]
+    lengths: np.ndarray
+    before: int
+
+    def micro_batch(self, samples: np.ndarray, width: int) -> tuple[ms.Tensor, ...]:
+        """Its inputs: of these samples, trimmed or lengthened to a width."""
+        inputs = zip(self.arrays, self.axes, self.fillers, strict=True)
+        return tuple(ms.Tensor(_taken(*one, samples, width, self.before)) for one in inputs)
+
+
+def axes_of(array: np.ndarray, width: int) -> tuple[int, ...]:
+    """Those that are trimmed where nothing else is said."""
+    return (1,) if array.ndim > 1 and array.shape[1] == width else ()
+
+
+def _taken(
+    array: np.ndarray, trimmed: Sequence[int], filler: Any, rows: np.ndarray, width: int, before: int
+) -> np.ndarray:
+    present = min(width, before)
+    kept = [slice(present) if axis in trimmed else slice(None) for axis in range(1, array.ndim)]
+    shape = tuple(width if axis in trimmed else size for axis, size in enumerate(array.shape))
+    taken = np.full((rows.size, *shape[1:]), filler, array.dtype)
+    real = rows != NOBODY
+    target, source = (np.flatnonzero(real), *kept), (rows[real], *kept)
+    taken[target] = array[source]
+    return taken

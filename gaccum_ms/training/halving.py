@@ -1,0 +1,154 @@
+"""What fits: a size of micro-batches that is found at the first batch, and halved when memory runs out in training.
+
+    each rank by itself:        the batch, of which neither weights nor optimizer change
+                                out of memory? put all back, halve, and again
+    a window's last batch?      all ranks: from the next batch on, the smallest of their sizes
+
+Putting back what a batch has changed needs no copy of weights and optimizer; and a rank can try again alone, while the
+others wait for it where the sizes are exchanged: what they have added up stays right, since the sizes of micro-batches
+do not change what they add up to.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import mindspore as ms
+
+from gaccum_ms.backend.out_of_memory import is_out_of_memory
+from gaccum_ms.backend.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from gaccum_ms.cell import GradAccumulationCell
+    from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell as Step
+
+_NAME = "GradAccumulationCell"
+_search: Any = None  # memory/search.py
+NO_BATCH = 2**31 - 1  # what a rank says that has not had a batch: any size will do
+
+
+def search_by(search: Any) -> None:
+    """Let sizes be found by this module. Its trials train by a step, to which this file belongs."""
+    global _search
+    _search = search
+
+
+class Halving:
+    """The size of a step's micro-batches. A subclass says of what, and trains by it.
+
+    Args:
+        step (TrainOneStepWithGradAccumulationCell): The step.
+        cell (GradAccumulationCell): Its options.
+    """
+
+    _of: str  # the option that the size is a value of
+    _least = 1  # below which it cannot go
+
+    def __init__(self, step: Step, cell: GradAccumulationCell) -> None:
+        self._step = step
+        self._cell = cell
+        self._fails = cell.is_out_of_memory or is_out_of_memory
+        self._limit = cell.memory_limit
+        self._search_key: tuple | None = None
+        self._constants: list[ms.Tensor] | None = None
+        self.size: int | None = None  # None: not found yet
+
+    def agree(self) -> None:
+        """Before a window's end: go on with the smallest size of all ranks. A collective, where there are several."""
+        if self.size is None:  # a flush, on a rank without a batch: others may find their first size meanwhile
+            size = _search.agreed_size(_NAME, NO_BATCH, self._limit)
+            if size < NO_BATCH:
+                self._begin(size)
+        size = self.size or NO_BATCH
+        smallest = max(_search.agreed_size(_NAME, size, self._limit), self._least)
+        if smallest < size:
+            self._shrink(smallest, "on another rank")
+
+    # -- the size ------------------------------------------------------------------------------------------------------
+
+    def _begin(self, size: int) -> None:
+        """With the first size."""
+        self._set(size)
+
+    def _set(self, size: int) -> None:
+        """Train with this size, in new graphs."""
+        raise NotImplementedError
+
+    def _find(self, inputs: Sequence[ms.Tensor]) -> None:
+        step = self._step
+        self._search_key = _search.search_key(self._cell, step.optimizer, inputs, self._limit, self._fails)
+        self._begin(_search.found_size(_NAME, self._cell, step.optimizer, inputs, self._limit, self._fails, step))
+
+    def _shrink(self, size: int, where: str) -> None:
+        before = self.size
+        self._set(size)
+        if self._search_key is not None:
+            _search.found_less(self._cell.network, self._search_key, size)
+        warnings.warn(
+            f"For '{_NAME}', memory ran out {where} with {self._of}={before}, found by 'auto': "
+            f"training goes on with {size}, on all ranks. No batch is lost.",
+            UserWarning,
+            stacklevel=6,
+        )
+
+    # -- one batch, on this rank alone ---------------------------------------------------------------------------------
+
+    def _as_it_fits(self, add: Callable[[], tuple[Any, bool]], samples: int) -> Any:
+        """Add a batch of so many samples to the window, as often as memory runs out, with smaller micro-batches.
+
+        Args:
+            add (Callable): Does it, waits for it, and returns something and whether there was anything to add.
+            samples (int): For the warning.
+        """
+        while True:
+            self._note()
+            try:
+                added, some = add()
+            except Exception as error:
+                if not self._fails(error):
+                    raise
+                failed = type(error).__name__
+            else:
+                if self._constants is None and some:
+                    self._find_constants()
+                return added
+            gc.collect()  # what the failed try held, its frames and the error included
+            self._put_back()
+            size = self._used(samples)
+            if size <= self._least:
+                self._set(self.size or size)  # a graph that has failed does not run again
+                _search.agreed_size(_NAME, 0, self._limit)  # raises, on all ranks
+            self._shrink(max(-(-size // 2), self._least), f"({failed}) for {samples} samples")
+
+    def _used(self, samples: int) -> int:
+        """The size that a batch of so many samples was trained with."""
+        return self.size or NO_BATCH
+
+    def _agree_at_the_end(self) -> None:
+        try:
+            self.agree()
+        except RuntimeError:
+            self._put_back()  # on the rank on which it does not fit, the batch is not in the window either
+            raise
+
+    def _note(self) -> None:
+        """Keep all that a batch on this rank alone may change."""
+        window = self._step.window
+        left_out = [*self._step.weights, *(self._constants or ())]
+        if not int(self._step.window_position.asnumpy()):  # they are zero
+            left_out += window.store.get_parameters()
+        self._before = Snapshot(window, leave_out=left_out)
+
+    def _put_back(self) -> None:
+        self._step.window.store.reset_eagerly()
+        self._before.restore()
+
+    def _find_constants(self) -> None:
+        """What is not trained, and what a batch has not changed: frozen Parameters and constants, which may be many."""
+        network = {id(one) for one in self._step.network.get_parameters()}
+        self._constants = [
+            one for one in self._before.unchanged() if id(one) in network or not isinstance(one, ms.Parameter)
+        ]

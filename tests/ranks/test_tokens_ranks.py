@@ -1,0 +1,81 @@
+"""Micro-batches by length on two ranks, each with its own number of them: two real processes against MindSpore's own
+step on all samples of a window."""
+
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import nn, ops
+from support.reference import as_numpy, relative_error
+from support.two_ranks import case
+from test_max_tokens import run, whole_step
+from tokens_worker import KINDS, NUMBER, data_of
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def trained(rank_pair, tmp_path_factory):
+    return rank_pair.worker("tokens_worker", tmp_path_factory.mktemp("tokens"))
+
+
+class Clip(nn.Cell):
+    """In the place where MindSpore's step reduces the gradient."""
+
+    def __init__(self, max_grad_norm):
+        super().__init__()
+        self.max_grad_norm = max_grad_norm
+
+    def construct(self, gradients):
+        return ops.clip_by_global_norm(gradients, self.max_grad_norm)
+
+
+def windows(steps):
+    """The batches of both ranks in each window, as one padded batch."""
+    ranks = [data_of(rank) for rank in range(2)]
+    of_windows = [[one for data in ranks for one in data[start : start + steps]] for start in range(0, NUMBER, steps)]
+    return [tuple(map(np.concatenate, zip(*window, strict=True))) for window in of_windows]
+
+
+def whole(steps, max_grad_norm=None):
+    """The losses and weights that MindSpore's step ends with."""
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    step = whole_step()
+    if max_grad_norm is not None:
+        step.grad_reducer = Clip(max_grad_norm)
+    losses = run(step, windows(steps))
+    return losses, np.concatenate([as_numpy(one).ravel() for one in step.weights])
+
+
+@pytest.mark.core("window", "halves")
+@pytest.mark.parametrize("name", KINDS)
+def test_a_window_equals_all_its_samples_on_one_process(trained, name):
+    """By the tokens that count, of which rank 1 has many times as many as rank 0; also where rank 1 alone runs out of
+    memory, in the second batch."""
+    _, steps, options = KINDS[name]
+    losses, weights = whole(steps, **options)
+    few, many = (case(results, name)["micro-batches"] for results in trained)
+    assert (few < many).all()
+    for results in trained:
+        got = case(results, name)
+        assert relative_error(got["weights"], weights) < 1e-5
+        assert int(got["updates"]) == len(losses)
+        assert float(got["loss"]) == pytest.approx(losses[-1], rel=1e-5)
+        np.testing.assert_array_equal(got["weights"], case(trained[0], name)["weights"])
+
+
+def test_ranks_halve_together(trained):
+    """Rank 1 goes on at once, rank 0 from the next window on."""
+    tokens = [case(results, "halves")["tokens"].tolist() for results in trained]
+    assert tokens == [[96, 96, 48, 48, 48], [96, 48, 48, 48, 48]]
+
+
+@pytest.mark.thorough
+def test_ranks_agree_on_the_smallest_number_that_fits(trained):
+    """Rank 0 finds 60 tokens, three rows of its largest width, and rank 1 one row, which are 24. Where rank 0 finds 20,
+    one row, rank 1 keeps its own."""
+    first, second = (case(results, "search") for results in trained)
+    assert first["tokens"].tolist() == [24, 20]
+    assert second["tokens"].tolist() == [24, 24]
+    np.testing.assert_array_equal(first["losses"], second["losses"])

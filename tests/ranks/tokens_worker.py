@@ -1,0 +1,83 @@
+"""What a rank of test_tokens_ranks.py runs (support/ranks.py): micro-batches by length, which differ in number over two
+ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor
+from mindspore.communication import get_rank
+from support.modes import MODES
+from support.reference import as_numpy
+from support.two_ranks import Results
+from test_auto_tokens import Limited, auto_step, marked
+from test_max_tokens import LENGTH, batch, make_step, max_tokens
+
+SAMPLES = (6, 24)  # of a rank's batches
+NUMBER = 4  # of batches
+# mode, batches of a window, options
+KINDS = {
+    "one batch": ("graph", 1, {"max_grad_norm": 0.05}),
+    "window": ("pynative", 2, {}),
+    "halves": ("graph", 2, {}),  # rank 1 alone runs out of memory, in the second batch
+}
+
+
+def data_of(rank: int) -> list[tuple[np.ndarray, ...]]:
+    return [marked(batch(100 * rank + number, SAMPLES[rank])) for number in range(NUMBER)]
+
+
+def play(name: str) -> Callable[[Path], Results]:
+    def case(_: Path) -> Results:
+        rank, (mode, steps, options) = get_rank(), KINDS[name]
+        ms.set_context(mode=MODES[mode])
+        ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
+        halves = name == "halves"
+        if halves:
+            # A rank that compiles alone, for half the tokens, must not wait for the others to send it their weights.
+            ms.set_auto_parallel_context(parameter_broadcast=True)
+            network, step = auto_step(96, accumulation_steps=steps)
+        else:
+            step = make_step(max_tokens(), accumulation_steps=steps, **options)
+        split, numbers, tokens = step.options.split, [], []
+        for number, one in enumerate(data_of(rank)):
+            if halves and rank == 1 and number == 1:
+                network.set_largest(60)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "For 'GradAccumulationCell', memory ran out")
+                step(*map(Tensor, one))
+            numbers.append(len(split.plan.parts))
+            tokens.append(split.plan.max_tokens)
+        ms.set_auto_parallel_context(parameter_broadcast=False)
+        return {
+            f"{name}/weights": np.concatenate([as_numpy(one).ravel() for one in step.weights]),
+            f"{name}/updates": as_numpy(step.update_count),
+            f"{name}/loss": as_numpy(step.window_loss),
+            f"{name}/micro-batches": np.array(numbers),
+            f"{name}/tokens": np.array([*tokens, split.max_tokens]),
+        }
+
+    return case
+
+
+def search(_: Path) -> Results:
+    """Batches of rank 1 have a larger width. Rank 1 has memory for less; or both for one row."""
+    rank, widths = get_rank(), ((12, LENGTH - 4), (LENGTH,))
+    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
+    found, losses = [], []
+    for memory in ((70, 30), (30, 30)):
+        split = max_tokens(max_tokens="auto", widths=widths[rank])
+        step = make_step(split, Limited(tokens=memory[rank]), memory_limit=1 << 40)
+        for number in range(2):
+            tokens, labels = batch(10 * rank + number, width=widths[rank][-1])
+            losses.append(float(step(Tensor(tokens), Tensor(labels)).asnumpy()))
+        found.append(split.max_tokens)
+    return {"search/tokens": np.array(found), "search/losses": np.array(losses)}
+
+
+CASES = {name: play(name) for name in KINDS} | {"search": search}

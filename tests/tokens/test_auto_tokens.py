@@ -1,0 +1,319 @@
+"""``MaxTokens("auto")``: what fits is found, on all widths; trained as with the number written down; and where memory
+runs out in training, what was begun is put back, and the batch split anew into half as many tokens."""
+
+from __future__ import annotations
+
+import gc
+import re
+import weakref
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from support.reference import Outer, as_numpy, relative_error
+from test_auto_size import says_assert_failed, state
+from test_max_tokens import DATA, IGNORED, LENGTH, Causal, make_step, max_tokens, run, whole_step
+
+from gaccum_ms import CountNotIgnored, GradAccumulationCell, audit, find_micro_batch_size, memory_report
+from gaccum_ms.backend.parameters import overwrite
+from gaccum_ms.backend.snapshot import Snapshot
+from gaccum_ms.memory.meter import AllocatorMeter
+from gaccum_ms.training.auto_tokens import AutoTokens
+
+PLENTY = 1 << 40
+MARK = 1  # a token of the shortest samples: its micro-batch needs much memory
+
+
+class RunsOut(nn.Cell):
+    """A network that runs out of memory, at run time, in micro-batches of more than `largest` tokens with a marked one
+    among them. It keeps how often it ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = Causal()
+        self.check = ops.Assert()
+        self.largest = ms.Parameter(Tensor(10**6, ms.int32), name="largest", requires_grad=False)
+        self.times = ms.Parameter(Tensor(0.0, ms.float32), name="times", requires_grad=False)
+
+    def construct(self, tokens, labels):
+        is_marked = (tokens == MARK).any()
+        fits = ops.logical_or(tokens.shape[0] * tokens.shape[1] <= self.largest + 0, ops.logical_not(is_marked))
+        checked = ops.depend(self.check(fits, [self.largest + 0]), ops.assign_add(self.times, Tensor(1.0, ms.float32)))
+        return ops.depend(self.network(tokens, labels), checked)
+
+    def set_largest(self, tokens):
+        overwrite(self.largest, Tensor(tokens, ms.int32))
+
+
+def marked(batch):
+    """With the token in the two shortest samples alone, which come last."""
+    tokens, labels = batch[0].copy(), batch[1]
+    tokens[tokens == MARK] = MARK + 1
+    tokens[np.argsort((tokens != 0).sum(1))[:2], 0] = MARK
+    return tokens, labels
+
+
+MARKED = [marked(one) for one in DATA]
+
+
+def auto_step(tokens, widths=2, **options):
+    """A step that has found this number, without a search; and its network."""
+    network = RunsOut()
+    options = {"memory_limit": PLENTY, "is_out_of_memory": says_assert_failed, **options}
+    step = make_step(max_tokens(max_tokens="auto", widths=widths), network, **options)
+    step._auto._begin(tokens)
+    return network, step
+
+
+def weights(step):
+    return {one.name.rpartition("network.")[2]: as_numpy(one) for one in step.weights}
+
+
+def assert_alike(one, other, tolerance):
+    one, other = weights(one), weights(other)
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert relative_error(value, other[name]) < tolerance, name
+
+
+# -- what fits ---------------------------------------------------------------------------------------------------------
+
+
+class Limited(nn.Cell):
+    """Out of memory, in MindSpore's words, where micro-batches have more than so many tokens, or rows."""
+
+    def __init__(self, tokens=10**6, rows=10**6):
+        super().__init__()
+        self.network = Causal()
+        self.tokens, self.rows = tokens, rows
+
+    def construct(self, tokens, labels):
+        if tokens.shape[0] * tokens.shape[1] > self.tokens or tokens.shape[0] > self.rows:
+            raise RuntimeError("std::bad_alloc")
+        return self.network(tokens, labels)
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    """Of each trial the size."""
+    from gaccum_ms.memory.trial import Trials
+
+    sizes, one_trial = [], Trials.run
+    monkeypatch.setattr(Trials, "run", lambda self, *size: sizes.append(size[0]) or one_trial(self, *size))
+    return sizes
+
+
+def test_finds_the_number_that_fits_on_all_widths_once(tried):
+    """At width 24 four rows would fit; but with 96 tokens there would be eight of width 12."""
+    network = Limited(rows=5)
+    split = max_tokens(max_tokens="auto", widths=(12, LENGTH))
+    step, whole = make_step(split, network, memory_limit=PLENTY), whole_step()
+    assert split.max_tokens is None
+    losses = run(step, DATA[:1])
+    assert split.max_tokens == 2 * LENGTH
+    assert tried == [4, 2, 3]
+    np.testing.assert_allclose([*losses, *run(step, DATA[1:3])], run(whole, DATA[:3]), rtol=1e-5)
+    assert_alike(step, whole, 1e-5)
+    assert len(step._auto.split._graph.compile_cache) == 2
+    assert tried == [4, 2, 3]
+    # As a number to write down, of a cell that has one; what is known is not tried again.
+    given = GradAccumulationCell(network, split=max_tokens(widths=(12, LENGTH)), count=CountNotIgnored(IGNORED))
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    before = [as_numpy(one) for one in network.get_parameters()]
+    assert find_micro_batch_size(given, optimizer, tuple(map(Tensor, DATA[0])), PLENTY) == 2 * LENGTH
+    assert given.split.max_tokens == 48, "changed by nobody"
+    assert given.split.plan is None
+    for one, value in zip(network.get_parameters(), before, strict=True):
+        np.testing.assert_array_equal(as_numpy(one), value)
+
+
+@pytest.mark.thorough
+def test_finds_the_number_in_pynative_mode(pynative):
+    split = max_tokens(max_tokens="auto", widths=1)
+    step = make_step(split, Limited(tokens=LENGTH), memory_limit=PLENTY)
+    run(step, DATA[:1])
+    assert split.max_tokens == LENGTH
+
+
+@pytest.mark.thorough
+def test_nothing_changes_where_trials_run_in_this_process(monkeypatch):
+    """As on accelerators; where MindSpore's allocator tells nothing, all sizes need nothing."""
+    monkeypatch.setattr("gaccum_ms.memory.meter.meter", AllocatorMeter)
+    split = max_tokens(max_tokens="auto", widths=(12, LENGTH))
+    step, other = make_step(split, Limited(rows=5), memory_limit=PLENTY), make_step(max_tokens(), jit=True)
+    losses = run(step, DATA[:2])
+    assert split.max_tokens == 2 * LENGTH
+    np.testing.assert_allclose(losses, run(other, DATA[:2]), rtol=1e-5)
+    assert_alike(step, other, 1e-5)
+
+
+def test_what_does_not_fit_at_all_changes_nothing():
+    split = max_tokens(max_tokens="auto", widths=1)
+    step = make_step(split, Limited(tokens=LENGTH - 1), memory_limit=PLENTY)
+    before = state(step)
+    with pytest.raises(RuntimeError, match=r"one sample must fit, but got .* not enough on rank\(s\) \[0\]"):
+        run(step, DATA[:1])
+    for name, value in state(step).items():
+        np.testing.assert_array_equal(value, before[name], err_msg=name)
+
+
+def test_the_worst_case_is_a_full_micro_batch_of_each_width():
+    tokens, labels = DATA[0]
+    lengths = (tokens != 0).sum(1)
+    worst = max_tokens(widths=(4, 12, LENGTH)).worst_case(Tensor(tokens), Tensor(labels))
+    number = [(lengths <= 4).sum(), ((lengths > 4) & (lengths <= 12)).sum(), (lengths > 12).sum()]
+    assert worst.unit == LENGTH
+    assert worst.most == max(-(-count * width // LENGTH) for count, width in zip(number, (4, 12, LENGTH), strict=True))
+    parts = worst.of(4 * LENGTH)()
+    assert [part[0].shape for part in parts] == [(24, 4), (8, 12), (4, LENGTH)]
+    for width, (of_tokens, of_labels) in zip((4, 12, LENGTH), parts, strict=True):
+        found = (of_tokens.asnumpy() != 0).sum(1)
+        assert found.max() == lengths[lengths <= width].max()
+        assert (of_labels.asnumpy() != IGNORED).any()
+        longer = {tuple(row[:width]) for row in tokens[lengths > width]}
+        assert not longer & set(map(tuple, of_tokens.asnumpy())), "trimmed by nobody"
+
+
+# -- as with the number written down -----------------------------------------------------------------------------------
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("options", [{}, {"accumulation_steps": 2}], ids=["one batch", "window"])
+def test_trains_as_with_the_number(options, mode):
+    """To the last bits, in which kernels on CPU differ by where weights lie in memory."""
+    _, step = auto_step(48, **options)
+    other = make_step(max_tokens(widths=2), RunsOut(), jit=True, **options)
+    np.testing.assert_allclose(run(step, MARKED[:4]), run(other, MARKED[:4]), rtol=1e-6)
+    assert_alike(step, other, 1e-6)
+    assert step._auto.split._split.widths == other._split._split.widths
+
+
+# -- when memory runs out in training ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def restored(monkeypatch):
+    """States of the step each time that it is about to halve."""
+    states, shrink = [], AutoTokens._shrink
+
+    def note(self, *arguments):
+        states.append((state(self._step), ms.get_rng_state().asnumpy().copy()))
+        return shrink(self, *arguments)
+
+    monkeypatch.setattr(AutoTokens, "_shrink", note)
+    return states
+
+
+def fail_in_the_second_batch(restored, options, widths=2):
+    """In its last micro-batch, twice. What was begun is put back each time, bit for bit."""
+    network, step = auto_step(96, widths, **options)
+    losses = run(step, MARKED[:1])
+    graph = weakref.ref(step._auto.split._graph)
+    network.set_largest(30)
+    ms.manual_seed(7)
+    before, generator = state(step), ms.get_rng_state().asnumpy().copy()
+    with pytest.warns(UserWarning, match=r"memory ran out \(RuntimeError\) for 20 samples") as warned:
+        losses += run(step, MARKED[1:2])
+    assert [re.findall(r"max_tokens=\d+|goes on with \d+", str(one.message)) for one in warned] == [
+        ["max_tokens=96", "goes on with 48"],
+        ["max_tokens=48", "goes on with 24"],
+    ]
+    gc.collect()
+    assert graph() is None, "the old graphs are released"
+    assert len(restored) == 2
+    assert any("times" in name for name in before)
+    for after, generator_after in restored:
+        assert after.keys() == before.keys()
+        for name, value in after.items():
+            np.testing.assert_array_equal(value, before[name], err_msg=name)
+        np.testing.assert_array_equal(generator_after, generator)
+    return step, losses
+
+
+@pytest.mark.core("graph-window")
+@pytest.mark.parametrize("options", [{}, {"accumulation_steps": 2, "compensated": True}], ids=["one batch", "window"])
+def test_halves_and_goes_on(options, restored, mode):
+    """Put back are weights, optimizer, accumulators with the window's first batch and their compensations, what the
+    network keeps, the window's place and sums, and the default generator. No batch is lost, and none counts twice."""
+    step, losses = fail_in_the_second_batch(restored, options)
+    split = step.options.split
+    assert split.max_tokens == split.plan.max_tokens == 24
+    losses += run(step, MARKED[2:4])
+    assert len(step._auto.split._graph.compile_cache) <= len(split.widths) == 2
+    whole = make_step(max_tokens(), Causal(), **options) if options else whole_step()
+    np.testing.assert_allclose(losses, run(whole, MARKED[:4]), rtol=1e-5)
+    assert_alike(step, whole, 1e-5)
+    assert int(step.batch_count.asnumpy()) == 4
+    assert int(step.update_count.asnumpy()) == (2 if options else 4)
+
+
+def test_something_changes_where_it_is_not_put_back(restored, monkeypatch):
+    """The control."""
+    monkeypatch.setattr(Snapshot, "restore", lambda self: None)
+    with pytest.raises(AssertionError, match=r"times|window_|accu"):
+        fail_in_the_second_batch(restored, {"accumulation_steps": 4}, widths=1)
+
+
+def test_not_below_the_largest_width(pynative):
+    """One error, and nothing is lost: the window keeps its batches, and the batch can be given again."""
+    network, step = auto_step(40, widths=1, accumulation_steps=4)
+    run(step, MARKED[:2])
+    network.set_largest(LENGTH - 1)
+    before = state(step)
+    with (
+        pytest.warns(UserWarning, match=r"max_tokens=40, .* goes on with 24"),
+        pytest.raises(RuntimeError, match=r"one sample must fit, but got .* not enough on rank\(s\) \[0\]"),
+    ):
+        run(step, MARKED[2:3])
+    for name, value in state(step).items():
+        np.testing.assert_array_equal(value, before[name], err_msg=name)
+    network.set_largest(10**6)
+    even = make_step(max_tokens(widths=1), Causal(), accumulation_steps=4)
+    run(step, MARKED[2:4]), run(even, MARKED[:4])
+    assert_alike(step, even, 1e-5)
+
+
+@pytest.mark.thorough
+def test_a_given_number_stays_an_error(pynative):
+    network = RunsOut()
+    step = make_step(max_tokens(max_tokens=96, widths=1), network, jit=True)
+    network.set_largest(30)
+    with pytest.raises(RuntimeError, match="assert failed"):
+        run(step, MARKED[:1])
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_what_is_refused(pynative):
+    network = Causal()
+    with pytest.raises(ValueError, match=r"MaxTokens\('auto', ...\) compiles in PyNative mode too, .* got jit=False"):
+        make_step(max_tokens(max_tokens="auto"), jit=False)
+    with pytest.raises(ValueError, match="'memory_limit' is for micro_batch_size='auto'"):
+        make_step(max_tokens(), memory_limit=PLENTY)
+    with pytest.raises(ValueError, match="'memory_limit' must be at least 1"):
+        make_step(max_tokens(max_tokens="auto"), memory_limit=0)
+    with pytest.raises(TypeError, match="'max_tokens' must be an int, but got 'automatic'"):
+        max_tokens(max_tokens="automatic")
+    with pytest.raises(ValueError, match=r"'widths' must be ascending, from 1 on, but got \[8, 4\]"):
+        max_tokens(max_tokens="auto", widths=[8, 4])
+    with pytest.raises(RuntimeError, match="'max_tokens' must be known before a batch is split, but got 'auto'"):
+        max_tokens(max_tokens="auto")(*map(Tensor, DATA[0]))
+    cell = GradAccumulationCell(network, split=max_tokens(max_tokens="auto"), count=CountNotIgnored(IGNORED))
+    optimizer, batch = nn.SGD(network.trainable_params(), 0.1), tuple(map(Tensor, DATA[0]))
+    with pytest.raises(ValueError, match="number of tokens in a micro-batch must be given"):
+        audit(cell, optimizer, *batch)
+    with pytest.raises(ValueError, match="each number is a row of the report, but got 'split' of class 'MaxTokens'"):
+        memory_report(cell, optimizer, *batch)
+    with pytest.raises(ValueError, match="must be so many samples of the batch"):
+        function = GradAccumulationCell(network, split=lambda *batch: [batch])
+        find_micro_batch_size(function, optimizer, batch)
+    with pytest.raises(ValueError, match=r"got widths \[4, 9\] and a sample of 24 tokens"):
+        run(make_step(max_tokens(max_tokens="auto", widths=[4, 9])), DATA[:1])
+
+
+def test_is_refused_in_another_graph():
+    step = make_step(max_tokens(max_tokens="auto"))
+    with pytest.raises(RuntimeError, match=r"needs Python at each batch, .*dataset_sink_mode=False"):
+        Outer(step)(*map(Tensor, DATA[0]))
