@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Model, nn
@@ -13,6 +14,8 @@ from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 from support.reference import Line, as_numpy
 
 from gaccum_ms import FlushAccumulation, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, scale_learning_rate
+
+pytestmark = pytest.mark.usefixtures("pynative")  # rates are compared before anything is compiled
 
 BATCHES, EPOCHS, STEPS = 8, 3, 4
 ALL = BATCHES * EPOCHS
@@ -91,6 +94,7 @@ RATES = [0.08, 0.04, 0.06, 0.02, 0.05, 0.01, 0.03]
 
 @pytest.mark.parametrize("kind", ["list", "schedule"])
 def test_converted_rates_train_as_the_rates_of_the_windows_first_batches(kind):
+    ms.set_context(mode=ms.GRAPH_MODE)
     cosine = nn.CosineDecayLR(0.0, 0.05, ALL)
     given = RATES * 4 if kind == "list" else cosine
     first = [RATES[batch % len(RATES)] for batch in range(0, ALL, STEPS)]
