@@ -162,7 +162,7 @@ class Window(nn.Cell):
         return result
 
     def reset(self, after):
-        """Zero the accumulators, once `after` is there."""
+        """Zero the accumulators, once `after` is computed."""
         if self.records_noise:
             after = ops.depend(after, self.noise.reset(after))
         return self.store.reset(after)
