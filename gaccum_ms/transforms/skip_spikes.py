@@ -120,7 +120,7 @@ class SkipSpikes(Transform):
 
     def allows(self, gradients):
         norm = global_norm(gradients)
-        if self.ranks > 1:  # different processors may round differently, and no rank may update alone
+        if self.ranks > 1:  # processors of different kinds may round differently, and no rank may update alone
             norm = self.over_ranks(norm.reshape((1,))).reshape(()) / self.ranks
         finite = ops.isfinite(norm)
         allowed = ops.logical_and(finite, norm <= self.largest())

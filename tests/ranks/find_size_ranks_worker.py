@@ -1,4 +1,4 @@
-"""One rank of the search: rank 1 has less memory than rank 0. Run by tests/test_search.py."""
+"""One rank of the search: rank 1 has less memory than rank 0. Run by tests/memory/test_search.py."""
 
 from __future__ import annotations
 

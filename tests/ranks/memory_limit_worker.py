@@ -1,5 +1,5 @@
 """Searches and trains under a limit, ``OUT find|auto BYTES`` above what the process has, or trains alone, ``OUT alone
-SAMPLES`` . Run by tests/test_search.py."""
+SAMPLES`` . Run by tests/memory/test_search.py."""
 
 from __future__ import annotations
 
