@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Runs the distributed sample, the tests, the linters or the docs, installing first what they need. See `bash run.sh --help`.
+# Runs the distributed sample, the tests, the linters or the docs. Installs what they need. See `bash run.sh --help`.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 sample=$here/sample_code/distributed_gradient_accumulation
-ours=$here${PYTHONPATH:+:$PYTHONPATH} # this folder's sources, whatever else is installed
-venv=$here/.venv                       # what is missing goes there
-mindspore=                             # the version that --mindspore asks for
+ours=$here${PYTHONPATH:+:$PYTHONPATH} # this folder's sources come before installed packages
+venv=$here/.venv                       # missing packages are installed there
+mindspore=                             # the version given by --mindspore
 
 usage() {
     cat <<'END'
@@ -51,7 +51,7 @@ A Python on PATH that has all that is needed is used as it is. What is missing g
 END
 }
 
-# Python 3.10 to 3.12 that can make an environment. Each is tried by running it: a pyenv shim may exist and not run.
+# find_python: print a Python 3.10 to 3.12 that can make an environment. Each is run, because a pyenv shim may not run.
 find_python() {
     local candidate
     { type -ap python3.11 python3.12 python3.10 python3 python || true
@@ -65,16 +65,16 @@ sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null </dev/null
     done
 }
 
-lacks() { # lacks PYTHON MODULE...: print those that are not installed
+lacks() { # lacks PYTHON MODULE...: print the modules that are not installed
     "$1" -c 'import sys, importlib.util as u
 print(*(name for name in sys.argv[1:] if not u.find_spec(name)))' "${@:2}" 2>/dev/null || echo "${*:2}"
 }
 
-has() { # has PYTHON MODULE...: are they all installed?
+has() { # has PYTHON MODULE...: succeed if all modules are installed
     [ -z "$(lacks "$@")" ]
 }
 
-# choose: set $python to the one that is active, if it has MindSpore, otherwise to .venv's, which may not be there yet.
+# choose: set $python to the active one if it has MindSpore, otherwise to .venv's, which may not exist yet.
 choose() {
     python=$(type -p python || type -p python3 || true)
     if [ -z "$python" ] || ! has "$python" mindspore; then
@@ -94,8 +94,8 @@ no_python() {
     exit 2
 }
 
-# use EXTRA MODULE...: set $python to one that has MindSpore and these modules. The active one is used if it has them
-# all, and is never changed: what it lacks goes into .venv.
+# use EXTRA MODULE...: set $python to one that has MindSpore and these modules. The active one is used if it has all of
+# them, and is never changed: missing packages are installed into .venv.
 use() {
     local missing active
     used=("$@")
@@ -110,8 +110,8 @@ use() {
     export PATH PYTHONPATH=$ours
 }
 
-# use_venv ACTIVE MISSING: set $python to .venv's, with all that was wanted. If the active Python has MindSpore, .venv is
-# made on top of its packages.
+# use_venv ACTIVE MISSING: set $python to .venv's, with all requested modules. If the active Python has MindSpore, .venv
+# uses its packages.
 use_venv() {
     local active=$1
     python=$venv/bin/python
@@ -128,7 +128,7 @@ use_venv() {
     fi
 }
 
-# filled: does .venv have all that was wanted, as this setup.py says it?
+# filled: succeed if .venv has all requested modules, installed by the present setup.py.
 filled() {
     has "$python" pip mindspore psutil tqdm "${used[@]:1}" &&
         { [ -e "$venv/on-top" ] || [ "$(cat "$(stamp)" 2>/dev/null)" = "$(cksum "$here/setup.py")" ]; }
@@ -138,7 +138,7 @@ stamp() {
     echo "$venv/.installed-${used[0]:-nothing-more}"
 }
 
-fill() { # fill ACTIVE: make .venv, on top of the packages of this Python if there is one, and install what is missing
+fill() { # fill ACTIVE: make .venv, based on the packages of this Python if given, and install what is missing
     local base
     if ! has "$python" pip; then
         base=${1:-$(find_python)}
@@ -161,12 +161,12 @@ open(site.getsitepackages()[0] + "/on-top.pth", "w").write(sys.stdin.read())' <"
     fi
 }
 
-use_gallery() { # what any of sample_code/ needs
+use_gallery() { # the requirements of all programs in sample_code/
     use gallery sklearn matplotlib mindcv
 }
 
-# use_gpu: add the extra gpu's libraries, which some tests need, though no GPU. They say themselves why they skip where
-# these cannot be had.
+# use_gpu: add the libraries of the extra gpu, which some tests need, even without a GPU. If the libraries cannot be
+# installed, these tests are skipped with a reason.
 use_gpu() {
     local said
     if ! "$python" -c 'import sys; from gaccum_ms.launch import cuda; sys.exit(bool(cuda.missing_packages()))'; then
@@ -178,8 +178,8 @@ use_gpu() {
     fi
 }
 
-# become MODULE [WORDS...]: go on as this module of the launcher, which needs no MindSpore. Python looks for modules in the
-# working folder first, where a user's files may have any names; -P, which Python 3.10 does not know, keeps it out.
+# become MODULE [WORDS...]: continue as this module of the launcher, which needs no MindSpore. Python would search for
+# modules in the working folder first, where a user's files may have any names; -P prevents it (not in Python 3.10).
 become() {
     local safe
     safe=$("$python" -c 'import sys; print("-P" if hasattr(sys.flags, "safe_path") else "")')
@@ -187,8 +187,8 @@ become() {
     exec "$python" ${safe:+"$safe"} -m "$@"
 }
 
-# processes: how many share the tests: one more than there are cores, because tests of the launcher mostly wait, if there
-# are 3 GB of memory for each.
+# processes: print the number of test processes: one more than the cores, because the launcher's tests mostly wait, but
+# at most one for each 3 GB of free memory.
 processes() {
     local cores memory
     cores=$(($(nproc) + 1))
@@ -261,13 +261,13 @@ docs)
     ;;
 esac
 
-# The launcher reads the words, so that they mean the same to both. MindSpore may not be installed yet.
+# The launcher parses the words, so that run.sh and the launcher agree. MindSpore may not be installed yet.
 words=(--default-script "$sample/train.py" ${SCRIPT:+--script "$SCRIPT"})
 words+=(--processes "${PROCESSES:-8}" --launcher "${LAUNCHER:-msrun}")
 words+=(--log-dir "${LOG_DIR:-log_output}" --timeout "${TIMEOUT:-0}" "$@")
 some_python
 script=$(become gaccum_ms.launch --print-script "${words[@]}")
-if [ ! -f "$script" ]; then # the words asked for help
+if [ ! -f "$script" ]; then # the words were --help
     printf '%s\n' "$script"
     exit
 fi

@@ -34,13 +34,13 @@ setup(
         "tqdm>=4.66",
     ],
     extras_require={
-        "plot": ["matplotlib"],  # GradNoiseScale.draw
+        "plot": ["matplotlib"],  # `draw` of GradNoiseScale and MemoryReport
         "sample": ["scikit-learn"],
         "gallery": ["matplotlib", "mindcv==0.3.*", "scikit-learn"],  # all of sample_code/
         "tensorboard": ["tensorboardX"],
         "test": [
             "mindcv==0.3.*",
-            "pytest>=8.4,<9",  # pytest-xdist 3.8 knows no groups of 9.2
+            "pytest>=8.4,<9",  # pytest-xdist 3.8 does not support the groups of pytest 9.2
             "pytest-xdist",
             "scikit-learn",
             "setuptools",  # it and wheel build the wheel that is tested
@@ -49,11 +49,11 @@ setup(
             *DOCS,
         ],
         "torch": ["torch==2.13.*"],  # the tests that compare with PyTorch's loop
-        # The packages that gaccum_ms/adopt/ has adapters for, as far as pip installs them beside MindSpore 2.10, and
-        # what they import without saying so.
+        # The packages of gaccum_ms/adopt/, if pip can install them beside MindSpore 2.10, and their undeclared
+        # dependencies.
         "trainers": ["datasets", "mindcv==0.3.*", "mindone==0.5.*", "mindyolo==0.5.*", "ml_dtypes", "pyarrow<24"],
         "benchmark": ["matplotlib", "mindcv==0.3.*", "torch==2.13.*"],
-        # What MindSpore's GPU back end, made for CUDA 11.6 and cuDNN 8, is linked with; see gaccum_ms/launch/cuda.py.
+        # The libraries of MindSpore's GPU back end, built for CUDA 11.6 and cuDNN 8; see gaccum_ms/launch/cuda.py.
         "gpu": [
             "nvidia-cublas-cu11",
             "nvidia-cuda-nvrtc-cu11",

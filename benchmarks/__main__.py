@@ -22,7 +22,7 @@ from benchmarks.ways import THREADS, WAYS, Setting
 
 @dataclass(frozen=True)
 class Part:
-    """Programs that are measured: all of these networks, ways, micro_sizes and numbers of processes."""
+    """Programs to measure: all combinations of these networks, ways, micro_sizes and numbers of processes."""
 
     networks: Sequence[str] = COMPARED
     ways: Sequence[str] = tuple(WAYS)
@@ -71,13 +71,13 @@ def _log(text: str) -> None:
 
 
 def _chosen(options: argparse.Namespace) -> dict[str, Any]:
-    """The fields of a part that the command line names: none of them for a complete run."""
+    """The fields of a part that the command line sets; none for a complete run."""
     named = {one.name: getattr(options, one.name) for one in fields(Part)}
     return {name: value for name, value in named.items() if value is not None}
 
 
 def _measure(options: argparse.Namespace) -> Iterator[Results]:
-    """What was measured so far, after each network: all of them take an hour or more, which something may end."""
+    """Yield the results so far after each network: all take an hour or more, and the run may be interrupted."""
     chosen = _chosen(options)
     every = {"threads": options.threads, "limit": options.limit, "log": _log}
     times = {"rounds": options.rounds, "seconds": options.seconds, "turn": options.turn}

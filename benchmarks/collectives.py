@@ -1,10 +1,10 @@
-"""What two processes send each other for one update: ``python -m benchmarks.collectives``.
+"""The communication of two processes for one update: ``python -m benchmarks.collectives``.
 
-How many collectives and how many bytes, by micro_size and accumulation_steps, ours against MindSpore's own step, which
-reduces each parameter alone. Nothing is worked out by formula: collectives are those that MindSpore's profiler saw run,
-bytes those of the AllReduces in the finished graph, whose number must be the same. Then the time of a reduction by
-itself, for buffers of several sizes: what `gaccum_ms.distributed.all_reduce.BUFFER_BYTES` was chosen by. Last, without
-running anything, how many collectives and copied bytes a large model's gradients make in buffers of several sizes.
+It counts collectives and bytes, by micro_size and accumulation_steps, of our step and of MindSpore's own, which reduces
+each parameter alone. No formula is used: collectives are counted by MindSpore's profiler, bytes are those of the
+AllReduces in the finished graph, and both numbers of AllReduces must agree. Then it times a reduction alone, for
+buffers of several sizes, to choose `gaccum_ms.distributed.all_reduce.BUFFER_BYTES` . Last, without running anything, it
+computes the collectives and copied bytes of a large model's gradients in buffers of several sizes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Result = dict[str, Any]
 
 
 def run(worker: Path, *arguments: str, out: Path, limit: float) -> list[Any]:
-    """What each rank of ``worker OUT ARGUMENTS`` left in ``OUT/rank<N>.json``. The ranks save their finished graphs."""
+    """The content of each rank's ``OUT/rank<N>.json`` , after ``worker OUT ARGUMENTS`` . Ranks save their graphs."""
     settings = {"GLOG_v": "3", "MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_DUMP_IR_PASSES": "validate"}
     settings["MS_DEV_SAVE_GRAPHS_PATH"] = str(out / "graphs")
     path = os.pathsep.join([str(_HERE.parent), str(worker.parent), os.environ.get("PYTHONPATH", "")])
@@ -50,8 +50,8 @@ def run(worker: Path, *arguments: str, out: Path, limit: float) -> list[Any]:
 
 
 def gpt(layers: int, width: int, vocabulary: int, context: int) -> list[int]:
-    """The numbers in each weight of a GPT: embeddings, then of each layer two normalisations, queries, keys, values,
-    what comes out of attention, and the two layers of the feed-forward network."""
+    """The size of each weight of a GPT: embeddings, then for each layer two normalisations, queries, keys, values, the
+    output of attention, and the two layers of the feed-forward network."""
     norm, square, wide = [width, width], [width * width, width], [4 * width * width, 4 * width]
     narrow = [4 * width * width, width]
     return [vocabulary * width, context * width, *(norm + square * 4 + norm + wide + narrow) * layers, *norm]
@@ -64,8 +64,8 @@ LARGE = {
 
 
 def torch_buckets(sizes: list[int], limit: int) -> int:
-    """How many PyTorch's DistributedDataParallel makes: the last weight first, one of 1 MiB to begin with, each closed
-    by the weight that fills it."""
+    """The number of buckets of PyTorch's DistributedDataParallel: the last weight first, the first bucket of 1 MiB, and
+    each bucket closed by the weight that fills it."""
     buckets, held, capacity = 0, 0, _MEGABYTE
     for size in reversed(sizes):
         held += size
@@ -75,7 +75,7 @@ def torch_buckets(sizes: list[int], limit: int) -> int:
 
 
 def plans_table(rows: list[Result]) -> str:
-    """What is planned for a large model's gradients."""
+    """The plan for a large model's gradients."""
     title = f"{'large models, planned and not run':<44}{'buffers of':>12}{'collectives':>13}{'copied MiB':>12}"
     lines = ["", title, "-" * len(title)]
     for row in rows:
@@ -98,7 +98,7 @@ def counts_table(rows: list[Result]) -> str:
 
 
 def times_table(rows: list[Result]) -> str:
-    """Ratios are the median of those within each round."""
+    """A ratio is the median over the ratios of each round."""
     lines = []
     for gradients in dict.fromkeys(row["gradients"] for row in rows):
         own = [row for row in rows if row["gradients"] == gradients]
@@ -112,13 +112,14 @@ def times_table(rows: list[Result]) -> str:
 
 
 def targets(rows: list[Result]) -> list[str]:
-    """The promise, and its verdict: what ours sends depends on neither number, and is no oftener than MindSpore's."""
+    """The target and its verdict: our communication depends on neither number, with no more collectives than
+    MindSpore's."""
     lines = []
     for network in dict.fromkeys(row["network"] for row in rows):
         own = [row for row in rows if row["network"] == network]
         ours = [row for row in own if row["ours"]]
         numbers = {row[key] for row in ours for key in ("executed", "in_graph")}
-        sums = {row["accumulation_steps"] > 1: row["bytes"] for row in ours}  # where batches share an update
+        sums = {row["accumulation_steps"] > 1: row["bytes"] for row in ours}  # several batches share an update
         passed = len(numbers) == 1 and all(row["executed"] == row["in_graph"] for row in own)
         passed = passed and all(row["bytes"] == sums[row["accumulation_steps"] > 1] for row in ours)
         passed = passed and numbers.pop() <= min(row["executed"] for row in own)

@@ -1,4 +1,4 @@
-"""One rank of ``python -m benchmarks.collectives``: counts what it sends, and times reductions by themselves."""
+"""One rank of ``python -m benchmarks.collectives``: counts its communication, and times single reductions."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _BYTES = {"Float32": 4, "Float16": 2, "BFloat16": 2}
 
 
 def executed_all_reduces(call: Callable[[], Any], folder: Path) -> int:
-    """AllReduce kernels that MindSpore's profiler saw run in the call."""
+    """The number of AllReduce kernels in the call, according to MindSpore's profiler."""
     with profile(activities=[ProfilerActivity.CPU], on_trace_ready=tensorboard_trace_handler(str(folder))):
         call()
     (table,) = folder.glob("**/cpu_op_type_info_*.csv")
     with table.open() as file:
         kernels = {row["op_type"]: int(row["type_occurrences"]) for row in csv.DictReader(file)}
-    assert kernels.get("MatMul"), kernels  # it did see the call
+    assert kernels.get("MatMul"), kernels  # the profiler has recorded the call
     return kernels.get("AllReduce", 0)
 
 
@@ -73,7 +73,7 @@ def _small_network() -> nn.Cell:
     return nn.SequentialCell(layers[:-1])
 
 
-# Title, features of a sample, and how the network is made.
+# Title, features of a sample, and a function that makes the network.
 _COUNTED: dict[str, tuple[str, int, Callable[[], nn.Cell]]] = {
     "mlp": (NETWORKS["mlp"].title, NETWORKS["mlp"].sample_shape[0], NETWORKS["mlp"].mindspore),
     "small": ("30 layers of 32 x 32", _SMALL_WIDTH, _small_network),
@@ -91,7 +91,7 @@ def make_step(network: nn.Cell, micro_size: int | None, accumulation_steps: int)
 
 
 def sent_per_update(step: nn.Cell, batch: Sequence[Any], steps: int, graphs: Graphs, folder: Path) -> dict[str, Any]:
-    """Collectives and bytes of an update, which takes `steps` batches."""
+    """Collectives and bytes of an update of `steps` batches."""
 
     def update() -> None:
         for _ in range(steps):
@@ -131,7 +131,7 @@ _TIMED: dict[str, list[tuple[int, ...]]] = {
 
 
 class Reduction(nn.Cell):
-    """Makes gradients, reduces them, and adds them up, as an optimizer would."""
+    """Creates gradients, reduces them, and adds them up, as an optimizer would."""
 
     def __init__(self, weights: Sequence[ms.Parameter], reducer: nn.Cell) -> None:
         super().__init__(auto_prefix=False)
@@ -155,7 +155,7 @@ def _reducers(weights: Sequence[ms.Parameter]) -> Iterator[tuple[str, int, nn.Ce
 
 
 def time_reductions(rounds: int) -> list[dict[str, Any]]:
-    """All reducers of the same gradients in turns, so that a slow minute of the machine falls on all alike."""
+    """Times all reducers of the same gradients in turns, so that a slow minute of the machine affects all of them."""
     rows, factor, meet = [], ms.Tensor(1.0, ms.float32), ops.AllReduce()
     for name, shapes in _TIMED.items():
         random = np.random.default_rng(0)
@@ -182,7 +182,7 @@ def time_reductions(rounds: int) -> list[dict[str, Any]]:
 
 
 def plan() -> list[dict[str, Any]]:
-    """Of a large model's gradients: collectives, and the bytes that are copied to share them."""
+    """Collectives of a large model's gradients, and the bytes that are copied into shared buffers."""
     notes = {fused_reduction.BUFFER_BYTES: "CPU", fused_reduction.DEVICE_BUFFER_BYTES: "GPU and Ascend"}
     rows = []
     for model, numbers in LARGE.items():

@@ -1,10 +1,10 @@
-"""Runs the workers of one network and collects what they measure.
+"""Runs the workers of one network and collects their measurements.
 
-Programs are measured in groups, because not all fit into memory at once: the whole batch, and the others at one
-micro_size. All programs of a group are built first, each alone on the machine; then they take turns, one after the
-other in every round, so that a slow minute of the machine falls on all of them alike. Each round begins with another
-program, and the first counts for nothing: caches and threads of who has waited long are cold. An idle worker sleeps in
-a read and uses no processor.
+Programs are measured in groups, because not all fit into memory at once: a group has the whole batch, and the other
+ways at one micro_size. All programs of a group are built first, each alone on the machine. Then they take turns, one
+after another in every round, so that a slow minute of the machine affects all of them. Each round begins with another
+program, and the first round is not counted, because caches and threads are cold. An idle worker sleeps in a read and
+uses no processor.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from benchmarks.ways import WAYS, Setting, Way
 
 _ROOT = Path(__file__).resolve().parents[1]
 _WORKER = Path(__file__).with_name("worker.py")
-_ALIVE_RANKS = 10  # at one time, about, besides those of the whole batch
+_ALIVE_RANKS = 10  # roughly, at one time, besides the ranks of the whole batch
 MOST_ROUNDS = 15
 _BASELINE_UPDATES = 3
 _POLL_SECONDS = 0.1
-_RANKS_LIMIT_SECONDS = 3600  # for the launcher, should this program be killed while ranks wait for each other
+_RANKS_LIMIT_SECONDS = 3600  # for the launcher, if this program is killed while ranks wait for each other
 _GRACE_SECONDS = 30
-INSTRUCTIONS = "ONEDNN_MAX_CPU_ISA"  # the most that the library of MindSpore's kernels may use
+INSTRUCTIONS = "ONEDNN_MAX_CPU_ISA"  # limits the instructions of oneDNN, the library of MindSpore's kernels
 Log = Callable[[str], None]
 
 
@@ -48,10 +48,10 @@ class WorkerError(Exception):
 
 
 def environment(setting: Setting) -> dict[str, str]:
-    """The variables that a program of ours runs under: the user's, and few others."""
+    """The environment of our programs: the user's, and a few more variables."""
     own = {"GLOG_v": "3"}
     if _is_of(setting, "torch") and setting.processes > 1:
-        # Where torchrun says 1; our launcher gives each rank its share.
+        # torchrun would set 1; our launcher gives each rank its share.
         own["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // setting.processes))
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
     chosen = {INSTRUCTIONS: setting.instructions} if setting.instructions else {}
@@ -59,13 +59,12 @@ def environment(setting: Setting) -> dict[str, str]:
 
 
 class Worker:
-    """A measured program in processes of its own, one for each rank. The constructor returns when its first call is
-    done."""
+    """A measured program in separate processes, one for each rank. The constructor returns after its first call."""
 
     def __init__(self, setting: Setting, limit: float) -> None:
         self.setting = setting
         self._limit = limit
-        # Its own folder: MindSpore leaves files where it runs.
+        # A separate folder, because MindSpore writes files into the working folder.
         self._folder = tempfile.TemporaryDirectory(prefix="gaccum_ms_benchmark_")
         self._messages = Path(self._folder.name, "messages.txt")
         self._ranks: list[socket.socket] = []
@@ -78,7 +77,7 @@ class Worker:
                 deadline = time.monotonic() + limit
                 while len(self._ranks) < setting.processes:
                     self._ranks.append(self._accept(listener, deadline))
-            # As slow, and as large, as the slowest and largest rank.
+            # The time of the slowest rank, and the memory of the largest.
             answers = self._answers()
             self.first_call = max(answer["first_call"] for answer in answers)
             self.trains = all(answer["trains"] for answer in answers)
@@ -89,7 +88,7 @@ class Worker:
             raise
 
     def turn(self, seconds: float) -> list[float]:
-        """The seconds of each of as many updates as take about `seconds` , at least one."""
+        """The seconds of each update, for as many updates as take about `seconds` , at least one."""
         times = self.updates(max(1, round(seconds / self._seconds)))
         self._seconds = sum(times) / len(times)
         return times
@@ -181,7 +180,7 @@ class Worker:
 
 
 def last_words(messages: str) -> str:
-    """What a program that failed has said of it: frameworks go on talking, and PyTorch puts the rank before it."""
+    """The error line of a failed program: frameworks print more lines after it, and PyTorch puts the rank before it."""
     lines = [re.sub(r"^\[rank\d+\]:", "", line).strip() for line in messages.splitlines()]
     errors = [line for line in lines if re.match(r"\w*(Error|Exception)\b", line)]
     return ["", *filter(None, lines), *errors][-1][:100]
@@ -190,8 +189,8 @@ def last_words(messages: str) -> str:
 def groups(
     network: str, ways: Sequence[str], micro_sizes: Sequence[int], processes: Sequence[int], batch: int, threads: str
 ) -> list[list[Setting]]:
-    """The programs to measure, in groups; the whole batch is in each. Those of several ranks are groups by themselves,
-    with all numbers of ranks together, and several micro_sizes where that makes few processes."""
+    """The programs to measure, in groups; each has the whole batch. Programs of several ranks are in separate groups,
+    with all numbers of ranks together, and with several micro_sizes if these are few processes."""
 
     def setting(way: str, micro_size: int, ranks: int = 1) -> Setting:
         return Setting(network, way, micro_size, batch, threads, ranks)
@@ -225,8 +224,8 @@ def measure(
     seconds: float = 0,
     log: Log,
 ) -> list[Row]:
-    """One row for each program of the group: turns of about `turn` seconds each, in at least `rounds` rounds, and up to
-    `MOST_ROUNDS` as long as `seconds` have not passed; then its peak memory."""
+    """One row for each program of the group: its turns, of about `turn` seconds each, and then its peak memory. There
+    are at least `rounds` rounds, and up to `MOST_ROUNDS` within `seconds` ."""
     rows = [Row(one.network, one.way, one.micro_size, one.processes, group, one.batch) for one in settings]
     with ExitStack() as stack:
         workers: dict[int, Worker] = {}
@@ -253,7 +252,7 @@ def measure(
                     times = workers[index].turn(turn)
                 except WorkerError as error:
                     rows[index].note = str(error)
-                    rows[index].turns.clear()  # turns are paired by round: half of them would pair wrongly
+                    rows[index].turns.clear()  # turns are paired by round: incomplete turns would be paired wrongly
                     workers.pop(index).close()
                 else:
                     rows[index].turns += [times] if number else []
@@ -267,12 +266,12 @@ def measure(
 
 
 def measure_base_peaks(rows: Iterable[Row], *, threads: str, limit: float, log: Log) -> None:
-    """Peak memory of the same programs at micro-batches of one sample: the framework, compiling, weights, the
+    """Peak memory of the same programs with micro-batches of one sample: the framework, compilation, weights, the
     optimizer's state and accumulators. Programs of several ranks are left out."""
     peaks: dict[Setting, int | str] = {}
     for row in rows:
         if row.peak is None or row.processes > 1 or row.micro_size >= row.batch:
-            continue  # of ranks, or with micro-batches of one sample itself
+            continue  # several ranks, or already micro-batches of one sample
         setting = Setting(row.network, row.way, row.micro_size, row.micro_size, threads)
         if setting not in peaks:
             log(f"{row.network}: memory of {row.way} at {row.micro_size} micro-batches of one sample")
@@ -293,7 +292,7 @@ def measure_first_calls(network: str, *, batch: int, threads: str, repeats: int,
     """Seconds of first calls in fresh processes, in turns."""
     seconds: FirstCalls = {(network, way, size): [] for way, size in FIRST_CALLS}
     for number in range(repeats):
-        # Now one is first, now the other: whoever comes second finds a warmer machine.
+        # The order alternates, because the second program finds a warmer machine.
         for way, size in FIRST_CALLS if number % 2 == 0 else reversed(FIRST_CALLS):
             log(f"{network}: first call of {way} in a fresh process, micro_size {size} ({number + 1} of {repeats})")
             try:

@@ -1,9 +1,9 @@
-"""How far oneDNN, which MindSpore's kernels on CPU call, should go in the CPU's instructions:
+"""The best limit of CPU instructions for oneDNN, which MindSpore's kernels on CPU call:
 ``python -m benchmarks.instructions``.
 
-Each network is trained by ours in an environment that says nothing of it, and under each value of ONEDNN_MAX_CPU_ISA,
-in turns. What a value makes too slow to answer in time is left out. The promise is that the environment need say
-nothing: a network that convolves is no slower in it than under the best value.
+Our step trains each network without ONEDNN_MAX_CPU_ISA in the environment, and with each of its values, in turns. If a
+value makes a network too slow to answer in time, it is left out. The target is that users need not set the variable: a
+network with convolutions is no slower without it than with its best value.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.ways import Setting
 
 CONVOLVE = ("cnn", "resnet18", "mobilenet_v2")
 OTHERS = ("mlp", "transformer")
-NOTHING = ""  # the environment says nothing
+NOTHING = ""  # the variable is not set
 VALUES = ("AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "ALL")
 _SHARE = 4  # of each network's own batch, so that more than one value answers in time
 _MOST = 1.1
@@ -44,7 +44,7 @@ def table(network: str, batch: int, rows: dict[str, Row]) -> str:
 
 
 def target(network: str, rows: dict[str, Row]) -> Target:
-    """The bare environment against the best value, which is that with the shortest median."""
+    """The environment without the variable against the best value, the one with the shortest median."""
     answered = {value: row.seconds for value, row in rows.items() if value and row.seconds is not None}
     best = min(answered, key=lambda value: answered[value], default=NOTHING)
     rounds = round_ratios(rows[NOTHING], rows[best]) if best else []
@@ -87,7 +87,7 @@ def main() -> None:
         rows = dict(zip(values, found, strict=True))
         lines.append(table(network, batch, rows))
         verdicts.append(target(network, rows).line())
-        report.keep("\n".join([*lines, *verdicts, ""]), output)  # what there is, should something end the run
+        report.keep("\n".join([*lines, *verdicts, ""]), output)  # the results so far, if the run is interrupted
     print("\n".join([*lines, *verdicts]))
     print(f"kept in {output}", file=sys.stderr)
 

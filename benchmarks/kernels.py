@@ -1,10 +1,10 @@
 """Where an update's time goes: a part of ``python -m benchmarks``, and alone ``python -m benchmarks.kernels``.
 
-MindSpore's profiler says how long each kernel ran; what is left of the update is dispatch: Python, the start of the
-graph, and what the runtime does between two kernels. Kernels are told apart by the cell that they belong to: those of
-the network and of the optimizer are the update's own work, the others accumulation's: slicing, adding up, clearing, and
-what scales and clips, which every network is measured with too. One process has nothing to reduce: what that takes is
-collectives.py's. Updates with and without the profiler take turns, because the profiler costs time itself.
+MindSpore's profiler measures each kernel's time. The rest of the update is dispatch: Python, the start of the graph,
+and the runtime's work between two kernels. Kernels are classified by their cell. Those of the network and of the
+optimizer are the update's own work; the others belong to accumulation: slicing, adding, clearing, and scaling and
+clipping, which is measured for every network too. One process reduces nothing; collectives.py measures reductions.
+Updates with and without the profiler take turns, because the profiler itself costs time.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ PROFILED = ("mlp", "cnn")
 ROUNDS = 5
 _TURN = 1.0  # seconds
 _FEWEST_UPDATES = 3
-# The last two are the loop's condition and a share that is divided out: MindSpore names no cell for them.
+# The last two are the loop's condition and the division by a share, for which MindSpore names no cell.
 _OURS = ("Default/window-", "Default/update-", "Expand/_LessScalar/", "Expand/_Divs/")
 
 
 def kernel_seconds(program: Program, updates: int, folder: Path) -> list[tuple[str, str, float]]:
-    """Type, full name, and seconds in an update, of each kernel."""
+    """Each kernel's type, full name, and seconds in an update."""
     from mindspore.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 
     with profile(activities=[ProfilerActivity.CPU], on_trace_ready=tensorboard_trace_handler(str(folder))):
@@ -51,7 +51,7 @@ def kernel_seconds(program: Program, updates: int, folder: Path) -> list[tuple[s
 
 
 def _measure(setting: Setting, rounds: int) -> dict[str, Any]:
-    """Medians over rounds; in a process of its own, because the profiler leaves its mark."""
+    """Medians over rounds, in a separate process, because the profiler changes later measurements."""
     program = WAYS[setting.way].build(setting)
     program.step()
     updates = max(_FEWEST_UPDATES, round(_TURN / timed(program.step)))
@@ -82,7 +82,7 @@ def _measure(setting: Setting, rounds: int) -> dict[str, Any]:
 
 
 def measure(setting: Setting, rounds: int) -> dict[str, dict[str, Any]]:
-    """What is found of a network, as it is and with clipping."""
+    """The results of a network, without and with clipping."""
     return {
         setting.network + clipped: _in_a_process(replace(setting, max_grad_norm=norm), rounds)
         for clipped, norm in CLIPPED.items()

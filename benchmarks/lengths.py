@@ -1,9 +1,9 @@
-"""What a batch of a new length costs: ``python -m benchmarks.lengths [--lengths 6] [--micro-size 4]`` .
+"""The cost of a batch of a new length: ``python -m benchmarks.lengths [--lengths 6] [--micro-size 4]`` .
 
-A graph is compiled for shapes. The benchmark takes the first call of a small transformer with each length, in seconds
-of the clock and of the CPU, by MindSpore's own step, by ours, and by ours after `set_inputs` has left the lengths open,
-which compiles once. A fourth is a bare loop, the least that accumulates in one graph: what it takes more than
-MindSpore's step is what MindSpore's compiler takes for a loop. The four take turns.
+A graph is compiled for fixed shapes. The benchmark measures the first call of a small transformer with each length, in
+seconds of wall-clock and CPU time. It compares MindSpore's own step, our step, our step after `set_inputs` has left the
+lengths open, which compiles once, and a bare loop, the smallest graph that accumulates. The difference between the bare
+loop and MindSpore's step is what MindSpore's compiler needs for a loop. The four take turns.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def transformer() -> nn.Cell:
 
 
 class BareLoop(nn.Cell):
-    """A loop over equal micro-batches that adds their gradients up, and an update: no option, no check."""
+    """A loop over equal micro-batches that adds up their gradients, and an update, without options and checks."""
 
     def __init__(self, network: nn.Cell, optimizer: nn.Optimizer, micro_size: int) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def steps(network: Callable[[], nn.Cell], micro_size: int) -> dict[str, nn.Cell]
 def measure(
     lengths: int, micro_size: int, batch: int, network: Callable[[], nn.Cell] = transformer
 ) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of the clock, and of the CPU, of the first call with each length, by way."""
+    """Wall-clock and CPU seconds of the first call with each length, by way."""
     ms.set_context(mode=ms.GRAPH_MODE)
     random = np.random.default_rng(0)
     seconds: dict[str, list[tuple[float, float]]] = {}

@@ -1,15 +1,15 @@
-"""Whether a memory limit is kept, by six networks: ``python -m benchmarks.memory_limit``.
+"""Checks with six networks whether a memory limit is kept: ``python -m benchmarks.memory_limit``.
 
-Each program runs in a fresh process, which this one watches: its resident memory and that of its trial's process, where
-shared memory counts once. Of each network:
+Each program runs in a fresh process. This process watches its resident memory, together with that of its trial's
+process; shared memory counts once. For each network:
 
-* alone       training with micro-batches of each size, and nothing before it: the truth; a truth of its own for
-              ``micro_batch_size="auto"`` , which always accumulates, in two graphs: with each size given to it;
-* predicted   the first of these by `memory_report(measure=False)` , from one process. What is compared is the peak of
-              the process, which a limit is about. The growth above the smallest size, a difference of two processes,
-              each of which may be off by 25 MB, is compared where that is less than what predictions may be off by;
-* searched    `find_micro_batch_size` and ``"auto"`` , each under a limit midway between the truths of two neighbouring
-              sizes, or just above all where these differ by too little, each followed by training with what was found.
+* alone       training with micro-batches of each size, and nothing before it: the true peak. There are separate true
+              peaks for ``micro_batch_size="auto"`` , which always accumulates, in two graphs, with each size given;
+* predicted   the first of these peaks by `memory_report(measure=False)` , from one process. The peak of the process is
+              compared, because the limit applies to it. The growth above the smallest size is a difference of two
+              processes, each uncertain by 25 MB; it is compared if this is less than the allowed error;
+* searched    `find_micro_batch_size` and ``"auto"`` , each with a limit midway between the true peaks of two
+              neighbouring sizes, or just above all if these differ by too little, and then training with the result.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ ROOT = Path(__file__).resolve().parent.parent
 BATCHES = {"unet": 32, "mlp": 16384, "cnn": 64, "transformer": 32, "embedding": 64, "dense": 512}
 _UPDATES = 3
 _LOOKS_EVERY = 0.02  # seconds
-_OWN = ("Private_Clean", "Private_Dirty", "Pss_Shmem")  # of a trial's process: what it does not share
-_APART = 0.02  # of a peak: what two neighbours must differ by, for a limit to lie between them
+_OWN = ("Private_Clean", "Private_Dirty", "Pss_Shmem")  # the memory that a trial's process does not share
+_APART = 0.02  # of a peak: the least difference of two neighbours with a limit between them
 _PREDICTED_WITHIN = 0.15
-_COMPARED = 25e6 / _PREDICTED_WITHIN  # bytes of growth from which it is compared
+_COMPARED = 25e6 / _PREDICTED_WITHIN  # bytes: smaller growth is not compared
 
 
-# -- the programs, each in a process of its own ------------------------------------------------------------------------
+# -- the programs, each in a separate process --------------------------------------------------------------------------
 
 
 def _program(kind: str, name: str, samples: int, number: int) -> dict[str, Any]:
-    """`number` : of "alone" and "alone auto", the size; of the others, the limit."""
+    """`number` : the size for "alone" and "alone auto"; the limit for the others."""
     import mindspore as ms
 
     from benchmarks.memory_networks import CASES
@@ -69,7 +69,7 @@ def _program(kind: str, name: str, samples: int, number: int) -> dict[str, Any]:
     if kind == "find":
         size = find_micro_batch_size(GradAccumulationCell(network, 1), optimizer, batch, number)
     if not kind.startswith("find"):
-        keep_heap_small()  # as a search has let it
+        keep_heap_small()  # as after a search
     options = {"micro_batch_size": "auto", "memory_limit": number} if "auto" in kind else {"micro_batch_size": size}
     cell = GradAccumulationCell(network, **options)
     step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
@@ -85,18 +85,18 @@ def _peak() -> int:
 
 
 def _kilobytes(file: str, *names: str) -> int:
-    """What a file of /proc says under these names, in all, in bytes."""
+    """The sum of a /proc file's values of these names, in bytes."""
     found = re.findall(rf"^(?:{'|'.join(names)}):\s+(\d+) kB$", Path(file).read_text(), re.MULTILINE)
     return sum(map(int, found)) * 1024
 
 
-# -- what watches them -------------------------------------------------------------------------------------------------
+# -- watching them -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Outcome:
     answer: dict[str, Any]
-    both: int  # bytes that the process and its trial's process have had together
+    both: int  # the peak of the process and its trial's process together, in bytes
     seconds: float
 
 
@@ -124,7 +124,7 @@ def _watched(arguments: Sequence[Any], limit: float) -> Outcome:
 
 
 def _together(process: int) -> int:
-    """Resident bytes of a process, and of its children what they do not share with it."""
+    """Resident bytes of a process, plus the bytes of its children that they do not share with it."""
     try:
         children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
         own = [_kilobytes(f"/proc/{child}/smaps_rollup", *_OWN) for child in children]
@@ -137,18 +137,18 @@ def _together(process: int) -> int:
 
 
 def sizes_of(samples: int) -> list[int]:
-    """Whose peaks are compared with predictions, beside those of `neighbours` ."""
+    """The sizes whose peaks are compared with predictions, besides those of `neighbours` ."""
     return sorted({2, samples // 16})
 
 
 def neighbours(samples: int) -> list[int]:
-    """A quarter of the batch, half of it, and between them all that divides it as evenly; and the whole."""
+    """A quarter of the batch, half of it, all sizes between that divide it, and the whole batch."""
     numbers = {samples // 4, -(-samples // 3), samples // 2, samples}
     return sorted(numbers)
 
 
 def limit_of(alone: dict[int, int], samples: int) -> int:
-    """Midway between a quarter of the batch and half of it; above all where these need about the same."""
+    """A limit midway between a quarter of the batch and half of it, or above all sizes if these need about the same."""
     quarter, half = alone[samples // 4], alone[samples // 2]
     return (quarter + half) // 2 if half - quarter > _APART * quarter else round(max(alone.values()) * (1 + _APART))
 
@@ -167,7 +167,7 @@ def _lines(name: str, runs: int, seconds: float, log: Any) -> list[str]:
     for size, peak in sorted(alone["find"].items()):
         auto = _mb(alone["auto"][size]) if size in alone["auto"] else "-"
         expected = predicted["predicted"].get(str(size))
-        if expected is None:  # of no number of micro-batches that a report has
+        if expected is None:  # no row of the report has this size
             lines.append(f"{size:7}  {_mb(peak):>8}  {'-':>12}  {'-':>17}  {'-':>25}  {auto:>13}")
             continue
         first = min(alone["find"])

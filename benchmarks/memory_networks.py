@@ -1,4 +1,4 @@
-"""The six networks whose memory is measured: three of the benchmark's, and three that are harder to predict."""
+"""The six networks whose memory is measured: three of the benchmark, and three that are harder to predict."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Down(nn.Cell):
 
 
 class Up(nn.Cell):
-    """A transposed convolution, and two convolutions over what it gives and the skip."""
+    """A transposed convolution, and two convolutions of its output joined with the skip connection."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class UNet(nn.Cell):
 
 
 class Embedding(nn.Cell):
-    """A transformer of two layers behind 30,000 embeddings, which are most of its weights, and its output's too."""
+    """A transformer of two layers with 30,000 embeddings: they and the output layer are most of its weights."""
 
     words, width, tokens = 30_000, 256, 32
 

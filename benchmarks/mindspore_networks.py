@@ -1,4 +1,4 @@
-"""The networks for MindSpore; torch_networks.py has the same, in the same order, for PyTorch."""
+"""The networks for MindSpore; torch_networks.py has the same networks, in the same order, for PyTorch."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def _convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Ce
 
 
 def cnn() -> nn.Cell:
-    """Four stages of two convolutions; each stage ends in a max-pool, so 32x32 becomes 2x2. GroupNorm and not
-    BatchNorm: only so do the whole batch and its micro-batches compute the same thing."""
+    """Four stages of two convolutions; each stage ends in a max-pool, so 32x32 becomes 2x2. It has GroupNorm, because
+    with BatchNorm the whole batch and its micro-batches would compute different results."""
     layers: list[nn.Cell] = []
     channels = 3
     for width in (32, 64, 128, 256):
@@ -62,7 +62,7 @@ def cnn() -> nn.Cell:
 
 
 class BasicBlock(nn.Cell):
-    """Two convolutions, and past them the input, through a convolution of its own where the shape changes."""
+    """Two convolutions, and a skip connection, which has a convolution if the shape changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -82,8 +82,8 @@ class BasicBlock(nn.Cell):
 
 
 class PaddedMaxPool(nn.Cell):
-    """PyTorch's ``MaxPool2d(3, 2, padding=1)`` after ReLU, where padding with 0 is padding with the least value.
-    `nn.MaxPool2d` that pads by itself is a three-dimensional pooling with indices, many times slower."""
+    """PyTorch's ``MaxPool2d(3, 2, padding=1)`` after ReLU, whose least value is 0, the padding. `nn.MaxPool2d` with
+    padding uses a three-dimensional pooling with indices, which is many times slower."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def resnet18() -> nn.Cell:
 
 
 def mobilenet_v2() -> nn.Cell:
-    """mindcv's, which is an extra."""
+    """mindcv's MobileNetV2; mindcv is an optional dependency."""
     import mindcv
 
     return mindcv.create_model("mobilenet_v2_100", num_classes=CLASSES)
@@ -123,9 +123,8 @@ EPSILON = 1e-5
 
 
 class Block(nn.Cell):
-    """Causal self-attention and a feed-forward network, each normalised before and added to what goes past it. With
-    ReLU, as published: MindSpore's kernel of GELU computes one number at a time, and would take a third of the
-    update."""
+    """Causal self-attention and a feed-forward network, each with normalisation before and a skip connection. With
+    ReLU, as published: MindSpore's GELU kernel computes one number at a time, and would take a third of the update."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""The networks compared on: what one sample is, and how many make a batch.
+"""The networks of the comparison, with the shape of a sample and the size of a batch.
 
-Each is written once for MindSpore (mindspore_networks.py) and once for PyTorch (torch_networks.py), layer by layer the
-same. Those files are imported when a network is built, so that a worker loads one framework only, and the controller
+Each is written once for MindSpore (mindspore_networks.py) and once for PyTorch (torch_networks.py), with the same
+layers. These files are imported when a network is built, so that a worker loads only one framework, and the controller
 none.
 """
 
@@ -20,10 +20,10 @@ TOKENS = 64  # in a sequence
 
 @dataclass(frozen=True)
 class Network:
-    """What a worker needs to know of a network; `build` is the name of its function in both files.
+    """The description of a network for a worker; `build` is the name of its function in both files.
 
-    A sample has inputs of `sample_shape` , or is a sequence of that many tokens with a label for each. `package` is
-    where the network comes from, if it is not this one; PyTorch does not have it then.
+    A sample has inputs of `sample_shape` , or is a sequence of that many tokens with a label for each. `package` is the
+    network's package, if it is not this one; there is then no version for PyTorch.
     """
 
     build: str
@@ -46,7 +46,7 @@ class Network:
         return importlib.import_module("benchmarks.torch_networks").loss(self.tokens)
 
     def data(self, batch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and labels of one batch, always the same."""
+        """Inputs and labels of one batch, the same in each call."""
         rng = np.random.default_rng(0)
         if self.tokens:
             tokens = rng.integers(0, VOCABULARY, (batch, TOKENS + 1), dtype=np.int32)
@@ -67,8 +67,8 @@ NETWORKS: dict[str, Network] = {
         (TOKENS,),
         tokens=True,
     ),
-    # For what memory accumulation adds: weights that dwarf all else.
+    # For the memory that accumulation adds: its weights are much larger than everything else.
     "wide": Network("wide", "4096-4096-4096-4096-4096-10", 64, (4096,)),
-    # For what a CPU's instructions do to convolutions of one channel each.
+    # For the effect of CPU instructions on depthwise convolutions.
     "mobilenet_v2": Network("mobilenet_v2", "mindcv's MobileNetV2, 128x128x3", 64, (3, 128, 128), package="mindcv"),
 }

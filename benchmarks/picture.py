@@ -10,7 +10,7 @@ from benchmarks.networks import COMPARED
 from benchmarks.rows import WHOLE, Row, find, growth_ratio, time_ratio, whole_of
 from benchmarks.ways import WAYS
 
-# Okabe and Ito's colours, which most people can tell apart, and markers for those who cannot.
+# Okabe and Ito's colours, which most people can distinguish, and markers for those who cannot.
 STYLES = {
     WHOLE: ("#000000", "s"),
     "ours": ("#D55E00", "o"),
@@ -34,7 +34,7 @@ def _memory(rows: Sequence[Row], row: Row) -> float | None:
     return growth_ratio(row, find(rows, row.network, WHOLE))
 
 
-# A panel's label, the number of processes, and what it shows. Times as ratios: groups ran at different times.
+# A panel's label, the number of processes, and its values. Times are ratios, because groups ran at different times.
 PANELS: list[tuple[str, int, Value]] = [
     ("time per update, of the whole batch's", 1, _time),
     ("the same on two processes", 2, _time),
@@ -44,7 +44,7 @@ PANELS: list[tuple[str, int, Value]] = [
 
 
 def points(rows: Sequence[Row], way: str, processes: int, value: Value) -> list[tuple[int, float]]:
-    """A way's line: the median at each micro_size, of the groups that it was measured in."""
+    """A way's line: the median at each micro_size over its groups."""
     found: dict[int, list[float]] = {}
     for row in rows:
         measured = value(rows, row) if (row.way, row.processes) == (way, processes) else None
@@ -54,7 +54,7 @@ def points(rows: Sequence[Row], way: str, processes: int, value: Value) -> list[
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """A line of panels for each of the compared networks."""
+    """A row of panels for each of the compared networks."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -72,7 +72,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
                     continue
                 bare = not WAYS[way].updates
                 style = {"color": color, "marker": marker, "linestyle": ":" if bare else "-"}
-                if way == WHOLE:  # has no micro-batches: the level that the others are compared with
+                if way == WHOLE:  # it has no micro-batches, and is the reference level
                     panel.axhline(found[0][1], color=color, linestyle="--", linewidth=0.8)
                 (drawn[way],) = panel.plot(*zip(*found, strict=True), **style)
             panel.set_xscale("log", base=2)
@@ -82,7 +82,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             panel.set_ylabel(label)
             panel.set_title(f"{network}, batch {own[0].batch}")
             panel.grid(alpha=0.3)
-            if "memory" not in label:  # which may shrink; times differ by orders of magnitude
+            if "memory" not in label:  # memory may shrink; times differ by orders of magnitude
                 panel.set_yscale("log")
     figure.legend(drawn.values(), [WAYS[way].title for way in drawn], loc="outside lower center", ncols=3)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The results as text: the machine, the table, and where they are kept."""
+"""The results as text: the machine, the table, and the files."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def header(*, rounds: int, seconds: float, turn: float) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One block for each network and number of processes; in it, one for each group of programs that took turns. The
-    whole batch comes first in each; ratios are to it."""
+    """One block for each network and number of processes, with one part for each group of programs that took turns. The
+    whole batch is first in each part; ratios are relative to it."""
     lines = []
     for network, parallel in dict.fromkeys((row.network, row.processes > 1) for row in rows):
         own = [row for row in rows if (row.network, row.processes > 1) == (network, parallel)]
@@ -122,7 +122,7 @@ def _number(value: float | None, width: int, digits: int, scale: float = 1.0) ->
 
 
 def _revision() -> str:
-    """Of the code that was measured."""
+    """The revision of the measured code."""
     git = ["git", "-C", str(Path(__file__).resolve().parents[1])]
     try:
         head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
@@ -149,7 +149,7 @@ def _cpu_model() -> str:
 
 
 def place(name: str) -> Path:
-    """Of a result, under its name and today's date, among those that are kept."""
+    """The path of a result, from its name and today's date."""
     return _RESULTS / f"{name}_{datetime.date.today()}.txt"
 
 

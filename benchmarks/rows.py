@@ -1,4 +1,4 @@
-"""What was measured of each program, the ratios between them, and how they are kept in a file."""
+"""The measurements of each program, the ratios between them, and their file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-WHOLE = "whole"  # the way that the others are compared with
+WHOLE = "whole"  # the reference way
 
 # Seconds of first calls in fresh processes, by network, way and micro_size.
 FirstCalls = dict[tuple[str, str, int], list[float]]
@@ -17,7 +17,7 @@ FirstCalls = dict[tuple[str, str, int], list[float]]
 
 @dataclass
 class Row:
-    """What was measured of one program; None and empty where it was not, and `note` says why.
+    """The measurements of one program; if it was not measured, they are None or empty, and `note` has the reason.
 
     Programs of one `group` were alive at the same time and took turns, so their rounds can be paired.
     """
@@ -27,12 +27,12 @@ class Row:
     micro_size: int
     processes: int = 1
     group: str = ""
-    batch: int = 0  # samples, of all processes together
+    batch: int = 0  # samples, over all processes
     turns: list[list[float]] = field(default_factory=list)  # for each round, the seconds of each update
     first_call: float | None = None
     trains: bool | None = None
     peak: int | None = None
-    base_peak: int | None = None  # the same program's at micro-batches of one sample
+    base_peak: int | None = None  # the same program's peak with micro-batches of one sample
     weight_bytes: int = 0
     threads: str = ""
     note: str = ""
@@ -44,13 +44,13 @@ class Row:
 
     @property
     def growth(self) -> int | None:
-        """Bytes by which peak memory grows from micro-batches of one sample to the batch measured."""
+        """The growth of peak memory in bytes, from micro-batches of one sample to the measured size."""
         return None if self.peak is None or self.base_peak is None else self.peak - self.base_peak
 
 
 @dataclass
 class Results:
-    """All that one run has measured. `kernels` is what kernels.py finds, by network."""
+    """All measurements of one run. `kernels` has the results of kernels.py, by network."""
 
     head: str
     rows: list[Row] = field(default_factory=list)
@@ -74,16 +74,16 @@ def find(rows: Iterable[Row], network: str, way: str, micro_size: int = 1, proce
 
 
 def round_ratios(row: Row | None, base: Row | None) -> list[float]:
-    """How many times the time of `base` a row takes, in each round: two turns of one round see the same machine, and
-    two medians over all rounds need not. Nothing for rows of two groups."""
+    """The ratio of a row's time to that of `base` , in each round: two turns of one round see the machine in the same
+    state, but two medians over all rounds may not. Empty for rows of different groups."""
     if row is None or base is None or row.group != base.group or len(row.turns) != len(base.turns):
         return []
     return [median(own) / median(other) for own, other in zip(row.turns, base.turns, strict=True)]
 
 
 def time_ratio(rows: Sequence[Row], row: Row | None, base: Row | None) -> float | None:
-    """How many times the time of `base` a row takes. Of two groups, each is compared with the whole batch in its own,
-    and the ratio is that of the two ratios."""
+    """The ratio of a row's time to that of `base` . If they are in different groups, each is divided by the time of the
+    whole batch in its own group."""
     if row is None or base is None:
         return None
     if row.group == base.group:
@@ -106,10 +106,10 @@ def growth_ratio(row: Row | None, base: Row | None) -> float | None:
 
 
 def beside(rows: Iterable[Row], row: Row, way: str, micro_size: int, processes: int) -> Row | None:
-    """The program that took turns with a row."""
+    """Another program of a row's group."""
     return find([one for one in rows if one.group == row.group], row.network, way, micro_size, processes)
 
 
 def whole_of(rows: Iterable[Row], row: Row) -> Row | None:
-    """The whole batch that took turns with a row."""
+    """The whole batch of a row's group."""
     return beside(rows, row, WHOLE, 1, row.processes)

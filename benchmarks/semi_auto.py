@@ -1,10 +1,9 @@
-"""What MindSpore's compiler makes of an update in semi-auto parallel mode on eight devices:
-``python -m benchmarks.semi_auto``.
+"""The compiled graph of an update in semi-auto parallel mode on eight devices: ``python -m benchmarks.semi_auto``.
 
-MindSpore's own cell and ours side by side: which collectives a device executes, what for and of how many bytes; how
-many nodes the finished graph has; how long it takes to compile, with and without `mindspore.lazy_inline` . No device is
-needed: rank 0 of eight compiles as tests/semi_auto does, whose modules these are, and each finished graph is run on
-eight devices in NumPy (tests/semi_auto/machine.py), which notes what it executes.
+It compares MindSpore's own cell and ours: the collectives that a device executes, with purpose and bytes; the number of
+nodes in the finished graph; and the compile time, with and without `mindspore.lazy_inline` . No device is needed: rank
+0 of eight compiles, by the modules of tests/semi_auto, and NumPy runs each finished graph on eight simulated devices
+(tests/semi_auto/machine.py) and records the collectives.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from benchmarks import report  # noqa: E402
 
 MICRO_SIZES = (1, 4, 16)
 WHOLE = "plain"
-# title: the cases of the network of two layers, without and with lazy_inline
+# title: the cases of the two-layer network, without and with lazy_inline
 COMPARED = {
     "MindSpore's GradAccumulationCell": ("framework", "framework lazy"),
     "gaccum_ms": ("ours", "lazy"),
     "gaccum_ms, PerSampleLoss": ("per sample", "per sample lazy"),
 }
-DEEP = {"gaccum_ms, seven layers of nn.Dense": ("deep", "lazy deep")}  # only to compile
+DEEP = {"gaccum_ms, seven layers of nn.Dense": ("deep", "lazy deep")}  # these are only compiled
 DEEP_MICRO_SIZE = 16
 PURPOSES = ("gradients", "inputs gathered", "losses", "others")
 
@@ -66,7 +65,7 @@ class Row(NamedTuple):
 
 
 def _sources(node: Node, graph: Graph) -> set[str]:
-    """The parameters of its graph that a node is computed from."""
+    """The graph parameters from which a node is computed."""
     nodes = {one.name: one for one in graph.nodes}
     waiting, seen = list(node.arguments), set()
     while waiting:
@@ -78,10 +77,10 @@ def _sources(node: Node, graph: Graph) -> set[str]:
 
 
 def purpose(node: Node, program: Program) -> str:
-    """What a collective is for: which of `PURPOSES` .
+    """The purpose of a collective, one of `PURPOSES` .
 
-    The compiler puts a "mirror" where a weight is used, whose backward reduces the gradient; an input that is gathered
-    is computed from the inputs alone; a loss is the scalar that the forward reduces. The loss's backward is another.
+    The compiler puts a "mirror" at each use of a weight; its backward reduces the gradient. A gathered input is
+    computed from the inputs alone. A loss is the scalar that the forward reduces; its backward is another purpose.
     """
     if "mirror" in node.attributes.lower() and node.op in ("AllReduce", "ReduceScatter"):
         return "gradients"
@@ -95,7 +94,7 @@ def purpose(node: Node, program: Program) -> str:
 
 
 def measure(case: Case, title: str, lazy: bool, micro_size: int, runs: bool = True) -> Row:
-    """Read a case, and run it once on eight devices if its collectives are asked for."""
+    """Read a case, and run it once on eight simulated devices if its collectives are needed."""
     if not (case.folder / "finished.ir").exists():
         return Row(title, lazy, micro_size, Counter(), Counter(), 0, 0.0, case.message.strip().splitlines()[0])
     program, collectives, sizes = case.program, Counter(), Counter()
@@ -113,7 +112,7 @@ def measure(case: Case, title: str, lazy: bool, micro_size: int, runs: bool = Tr
 
 
 def names(ways: dict[str, tuple[str, str]], micro_sizes: Sequence[int]) -> list[tuple[str, str, bool, int]]:
-    """Case, title, with lazy_inline or not, and micro_size of all that is compared."""
+    """Case, title, whether it has lazy_inline, and micro_size, for everything that is compared."""
     return [
         (f"{case}, {micro_size}", title, bool(lazy), micro_size)
         for lazy in (0, 1)
@@ -159,7 +158,7 @@ def compile_table(rows: list[Row]) -> str:
 
 
 def targets(rows: list[Row]) -> list[str]:
-    """What is promised of ours, and its verdict in this run."""
+    """The targets of our cell, and their verdicts in this run."""
     whole = next(row for row in rows if row.title == WHOLE_TITLE)
     ours = [row for row in rows if row.title.startswith("gaccum_ms")]
     once = [row for row in ours if row.title.endswith("PerSampleLoss")]

@@ -1,4 +1,4 @@
-"""MindSpore's cells that ways of training need written by hand. Graph mode reads them from this file."""
+"""Hand-written training cells for MindSpore's ways. Graph mode reads their source from this file."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from mindspore import boost, nn, ops
 
 
 class BoostStep(nn.TrainOneStepCell):
-    """What MindSpore's tutorial writes around `boost.GradientAccumulation` : an update at every `micro_size` -th
-    call."""
+    """The step around `boost.GradientAccumulation` in MindSpore's tutorial. It updates every `micro_size` calls."""
 
     def __init__(self, network: nn.Cell, optimizer: nn.Optimizer, micro_size: int) -> None:
         super().__init__(network, optimizer)
@@ -21,7 +20,7 @@ class BoostStep(nn.TrainOneStepCell):
 
 
 class ForwardBackward(nn.Cell):
-    """Loss and gradients, which are returned, so that the compiler keeps them all."""
+    """Returns loss and gradients, so that the compiler keeps all of them."""
 
     def __init__(self, network: nn.Cell) -> None:
         super().__init__(auto_prefix=False)

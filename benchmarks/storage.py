@@ -1,8 +1,8 @@
-"""What it costs to look, before each update, whether a Parameter lies where the graph reads it:
+"""The cost of the check, before each update, that Parameters are at the addresses that the graph reads:
 ``python -m benchmarks.storage``.
 
-An update of the small MLP, whose few milliseconds are the most that the look can be a part of, takes turns with the
-same update without the look; gaccum_ms/backend/storage.py says what it is for.
+Updates of the small MLP with and without the check take turns. An update takes a few milliseconds, so that the check
+has its largest share there. gaccum_ms/backend/storage.py explains the check.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from benchmarks.ways import WAYS, Setting
 from benchmarks.worker import timed
 
 ROUNDS, UPDATES = 40, 10
-MOST = 1.02  # of an update without the look
+MOST = 1.02  # times an update without the check
 
 
 def main() -> int:
@@ -24,7 +24,7 @@ def main() -> int:
     look, ratios = graphs._let_go_of_moved, []
     for number in range(ROUNDS):
         seconds = {}
-        for looks in (True, False) if number % 2 else (False, True):  # neither is always the first
+        for looks in (True, False) if number % 2 else (False, True):  # the order alternates
             graphs._let_go_of_moved = look if looks else lambda cell: None
             seconds[looks] = median(timed(program.step) for _ in range(UPDATES))
         ratios.append(seconds[True] / seconds[False])

@@ -1,4 +1,4 @@
-"""What must hold, and whether it does in one run."""
+"""The targets, and whether one run meets them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from statistics import median
 from benchmarks.networks import COMPARED
 from benchmarks.rows import WHOLE, Results, Row, beside, find, growth_ratio, round_ratios, time_ratio, whole_of
 
-SIZE = 16  # the number of micro-batches that most targets are about
-_FEW, _MANY = 2, 64  # whose first calls must be alike
-CLIPPED = {"": None, ", clipping": 1.0}  # what follows a network's name in `Results.kernels` , and its max_grad_norm
-# What first calls are measured of, by way and micro_size, beside those of each program before its updates.
+SIZE = 16  # the number of micro-batches in most targets
+_FEW, _MANY = 2, 64  # numbers of micro-batches whose first calls must take equal time
+CLIPPED = {"": None, ", clipping": 1.0}  # the suffix of a network's name in `Results.kernels` , and its max_grad_norm
+# The ways and micro_sizes of additional first calls, besides the one of each program before its updates.
 FIRST_CALLS = (("ours", _FEW), ("ours", _MANY), ("ours", SIZE), ("mindspore", SIZE))
 
 
 @dataclass(frozen=True)
 class Target:
-    """A measured ratio that must not exceed its limit. Not measured is not passed. `rounds` are those that a median is
-    of, where one group has both programs."""
+    """A measured ratio that must not exceed its limit. A ratio that was not measured fails. `rounds` : the ratios whose
+    median it is, if one group has both programs."""
 
     text: str
     value: float | None
@@ -57,7 +57,7 @@ def _divided(above: float | None, below: float | None) -> float | None:
 def _times(rows: Sequence[Row]) -> Iterator[Target]:
     def target(network: str, text: str, one: tuple[str, int], other: tuple[str, int], limit: float) -> Target:
         row, base = find(rows, network, *one), find(rows, network, *other)
-        if other == (WHOLE, 1) and row is not None:  # which is in each group
+        if other == (WHOLE, 1) and row is not None:  # each group has it
             base = whole_of(rows, row)
         return Target(f"{network}: {text}", time_ratio(rows, row, base), limit, round_ratios(row, base))
 
@@ -65,7 +65,7 @@ def _times(rows: Sequence[Row]) -> Iterator[Target]:
         yield target(network, f"update at {SIZE}, of the whole batch's", ("ours", SIZE), (WHOLE, 1), limit)
     for network, limit in {"mlp": 1.1, "transformer": 1.0}.items():
         yield target(network, f"update at {SIZE}, of PyTorch's at {SIZE}", ("ours", SIZE), ("torch", SIZE), limit)
-    for network in ("cnn", "resnet18"):  # where convolutions set the floor
+    for network in ("cnn", "resnet18"):  # convolutions dominate
         text = f"{network}: update at {SIZE}, of PyTorch's at {SIZE}; as a part of the same ratio of whole batches"
         at_16 = time_ratio(rows, find(rows, network, "ours", SIZE), find(rows, network, "torch", SIZE))
         floor = time_ratio(rows, find(rows, network, WHOLE), find(rows, network, "torch"))

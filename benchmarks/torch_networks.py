@@ -1,4 +1,4 @@
-"""The networks for PyTorch; mindspore_networks.py has the same, in the same order, for MindSpore."""
+"""The networks for PyTorch; mindspore_networks.py has the same networks, in the same order, for MindSpore."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def _convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Mo
 
 
 def cnn() -> nn.Module:
-    """Four stages of two convolutions; each stage ends in a max-pool, so 32x32 becomes 2x2. GroupNorm and not
-    BatchNorm: only so do the whole batch and its micro-batches compute the same thing."""
+    """Four stages of two convolutions; each stage ends in a max-pool, so 32x32 becomes 2x2. It has GroupNorm, because
+    with BatchNorm the whole batch and its micro-batches would compute different results."""
     layers: list[nn.Module] = []
     channels = 3
     for width in (32, 64, 128, 256):
@@ -61,7 +61,7 @@ def cnn() -> nn.Module:
 
 
 class BasicBlock(nn.Module):
-    """Two convolutions, and past them the input, through a convolution of its own where the shape changes."""
+    """Two convolutions, and a skip connection, which has a convolution if the shape changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ EPSILON = 1e-5
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward network, each normalised before and added to what goes past it."""
+    """Causal self-attention and a feed-forward network, each with normalisation before and a skip connection."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__()

@@ -1,8 +1,7 @@
-"""The ways of training compared: each builds one program, a step that makes one update of the whole batch.
+"""The compared ways of training. Each builds one program, a step that makes one update of the whole batch.
 
-All use the same network, data, loss (cross entropy) and optimizer (Momentum); two make no update, and show what the
-bare forward and backward cost. Frameworks are imported inside the builders: what a way does not use must not be in its
-process.
+All use the same network, data, loss (cross entropy) and optimizer (Momentum). Two make no update, and show the cost of
+the bare forward and backward. Frameworks are imported inside the builders, so that a process has only its own way's.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ THREADS = ("tuned", "default")
 
 @dataclass(frozen=True)
 class Setting:
-    """What one program is made for, by names, so that it can be sent to its process. `batch` is that of all ranks."""
+    """The settings of one program, by names, so that they can be sent to its process. `batch` is over all ranks."""
 
     network: str
     way: str
@@ -32,12 +31,12 @@ class Setting:
     batch: int
     threads: str = "tuned"
     processes: int = 1
-    max_grad_norm: float | None = None  # of ours alone
-    instructions: str = ""  # a value of ONEDNN_MAX_CPU_ISA; else what the user has set, or nothing
+    max_grad_norm: float | None = None  # only for our step
+    instructions: str = ""  # a value of ONEDNN_MAX_CPU_ISA; empty: the user's value, if any
 
     @property
     def share(self) -> int:
-        """Samples of the batch that each rank takes."""
+        """The samples of each rank."""
         return self.batch // self.processes
 
     def data(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
@@ -50,7 +49,7 @@ class Setting:
 @dataclass(frozen=True)
 class Program:
     """A built training program. `step` returns only when the update is done; `weight` reads the first weight,
-    `weight_bytes` is the size of all weights, `threads` says how many threads it runs on."""
+    `weight_bytes` is the size of all weights, `threads` describes its threads."""
 
     step: Callable[[], float]
     weight: Callable[[], np.ndarray]
@@ -62,8 +61,8 @@ class Program:
 class Way:
     """A way of training, and the packages that it needs; the first is its framework.
 
-    It is measured at `micro_sizes` alone if they are given: without micro-batches, 1 is all there is. `updates` is
-    False where no update is made, `parallel` True where it runs in data parallel mode too.
+    If `micro_sizes` is given, it is measured only with these: a way without micro-batches has only 1. `updates` is
+    False if it makes no update, `parallel` True if it supports data parallel mode.
     """
 
     title: str
@@ -82,7 +81,7 @@ class Way:
 
 
 def _mindspore_threads(threads: str, net: Any) -> str:
-    """The same for all of MindSpore's ways, with ours or without. Importing `gaccum_ms` changes no step but ours."""
+    """Set the same threads for all of MindSpore's ways. Importing `gaccum_ms` changes no step except our own."""
     if threads == "default":
         return "MindSpore's defaults"
     from gaccum_ms import tune_cpu
@@ -91,7 +90,7 @@ def _mindspore_threads(threads: str, net: Any) -> str:
 
 
 def _join_ranks() -> int:
-    """This process's rank, once all are there. MindSpore's scheduler, which runs this program too, goes no further."""
+    """This process's rank, when all have joined. MindSpore's scheduler runs this program too, and stops here."""
     import mindspore as ms
     from mindspore.communication import get_rank, init
 
@@ -103,14 +102,14 @@ def _join_ranks() -> int:
 def _mindspore_program(
     setting: Setting, build_step: Callable[[Any, Any], Any], *, successive: bool = False, graph: bool = True
 ) -> Program:
-    """The part that all ways of MindSpore share; `build_step` makes the training step of network-with-loss and
-    optimizer. The step gets the whole batch, or, in `successive` calls, one micro-batch after the other."""
+    """Shared by all ways of MindSpore. `build_step` makes the training step from network-with-loss and optimizer. The
+    step gets the whole batch, or with `successive` one micro-batch in each call."""
     import mindspore as ms
     from mindspore import nn
 
     ms.set_context(mode=ms.GRAPH_MODE if graph else ms.PYNATIVE_MODE)
-    device = os.environ.get("GACCUM_MS_DEVICE", "CPU")  # peak memory is that of the process, not of an accelerator
-    if ms.get_context("device_target") != device:  # which cannot be set again once a program was built
+    device = os.environ.get("GACCUM_MS_DEVICE", "CPU")  # peak memory is the process's, not an accelerator's
+    if ms.get_context("device_target") != device:  # it cannot be set again after a program was built
         ms.set_device(device)
     ms.set_seed(0)
     network = NETWORKS[setting.network]
@@ -124,7 +123,7 @@ def _mindspore_program(
 
     def update() -> float:
         losses = [step(*batch) for batch in batches]
-        return sum(float(loss.asnumpy()) for loss in losses) / len(losses)  # reading a loss waits for its graph
+        return sum(float(loss.asnumpy()) for loss in losses) / len(losses)  # reading waits for the graph
 
     return Program(
         step=update,
@@ -135,7 +134,7 @@ def _mindspore_program(
 
 
 def _batches(setting: Setting, rank: int, successive: bool) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The rank's share of the batch, or its micro-batches, which are sliced once, outside the step."""
+    """The rank's share of the batch, or its micro-batches, sliced once outside the step."""
     inputs, labels = setting.data(rank)
     if not successive:
         return [(inputs, labels)]
@@ -195,7 +194,7 @@ def _mindcv(setting: Setting) -> Program:
     from mindcv.utils import TrainStep
 
     def build_step(net: Any, optimizer: Any) -> Any:
-        # What mindcv's create_trainer makes of loss_scale_type="fixed", loss_scale=1.0.
+        # As mindcv's create_trainer does for loss_scale_type="fixed", loss_scale=1.0.
         scale = ms.Tensor(1.0, ms.float32)
         return TrainStep(net, optimizer, scale, gradient_accumulation_steps=setting.micro_size).set_train()
 
@@ -207,7 +206,7 @@ def _forward_backward(setting: Setting) -> Program:
 
     def build_step(net: Any, _: Any) -> Any:
         compute = ForwardBackward(net).set_train()
-        return lambda *batch: compute(*batch)[0]  # the gradients are let go at once
+        return lambda *batch: compute(*batch)[0]  # the gradients are freed at once
 
     return _mindspore_program(setting, build_step, successive=True)
 
@@ -223,7 +222,7 @@ def _torch_program(setting: Setting, update: bool) -> Program:
     net, loss_fn = network.torch(), network.torch_loss()
     rank = 0
     if setting.processes > 1:
-        torch.distributed.init_process_group("gloo")  # with what torchrun has set
+        torch.distributed.init_process_group("gloo")  # with torchrun's variables
         rank = torch.distributed.get_rank()
         net = torch.nn.parallel.DistributedDataParallel(net)
     micro_batches = [
@@ -264,9 +263,9 @@ def _torch_forward_backward(setting: Setting) -> Program:
     return _torch_program(setting, update=False)
 
 
-_FEW_SIZES = (1, 16)  # enough for what they show
+_FEW_SIZES = (1, 16)  # enough for these ways
 
-# The first is what the others are compared with.
+# The first is the reference of the others.
 WAYS: dict[str, Way] = {
     "whole": Way("whole batch, nn.TrainOneStepCell", ("mindspore",), _whole, micro_sizes=(1,), parallel=True),
     "ours": Way("gaccum_ms", ("mindspore",), _ours, parallel=True),

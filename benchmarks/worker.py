@@ -1,14 +1,14 @@
 """One measured program in one process, or one rank of it: ``worker.py <setting as JSON> <address of the controller>``.
 
-It makes the first call and reports it, then obeys one command per line from the controller's socket, and answers each
-with a line of JSON:
+It makes the first call and reports it. Then it reads one command per line from the controller's socket, and answers
+each with a line of JSON:
 
     updates <number>    make that many updates; answers the seconds that each took
     loss                make one update; answers its loss, on this rank
     peak                answers the largest resident size of the process so far, in bytes
 
-The number of updates comes from outside, because ranks must agree on it. The worker ends when its socket does, so it
-cannot outlive its controller by more than one command.
+The controller sets the number of updates, because ranks must agree on it. The worker ends when its socket is closed, so
+it cannot outlive its controller by more than one command.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.ways import WAYS, Setting
 
 
 def _peak_memory() -> int:
-    """VmHWM, and not getrusage: that starts from the parent's size at the fork."""
+    """The peak from VmHWM; getrusage would begin with the parent's size at the fork."""
     with open("/proc/self/status") as status:
         line = next(line for line in status if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
@@ -38,7 +38,7 @@ def timed(step: Any) -> float:
 
 
 def main(setting: Setting, address: str) -> None:
-    program = WAYS[setting.way].build(setting)  # first: MindSpore's scheduler, which is no rank, goes no further
+    program = WAYS[setting.way].build(setting)  # first, because MindSpore's scheduler, which is no rank, stops here
     with socket.socket(socket.AF_UNIX) as controller:
         controller.connect(f"\0{address}")
         lines = controller.makefile("r")

@@ -47,8 +47,8 @@ __all__ = [
     "tune_cpu_threads",
 ]
 
-# The command, `gaccum-ms` or `python -m gaccum_ms`, and its launcher, `python -m gaccum_ms.launch`, do without
-# MindSpore, which may not be installed yet. While Python looks for the module of -m, sys.argv[0] is "-m", and that
+# The command, `gaccum-ms` or `python -m gaccum_ms`, and its launcher, `python -m gaccum_ms.launch`, do not need
+# MindSpore, which may not be installed yet. While Python searches for the module of -m, sys.argv[0] is "-m", and the
 # module is the word before the other arguments.
 if sys.argv[:1] == ["-m"]:
     _word = sys.orig_argv[-len(sys.argv)]
@@ -98,9 +98,9 @@ if not _is_command:
     from gaccum_ms.transforms.transform import Transform
     from gaccum_ms.transforms.weight_average import WeightAverage
 
-    GradAccumulation = GradAccumulationCell  # by the name that MindSpore keeps, of mindspore.parallel.nn
+    GradAccumulation = GradAccumulationCell  # the name in mindspore.parallel.nn, which MindSpore keeps
 
-    # A trial of a size trains by the step, which may find its size by trials: neither imports the other.
+    # A trial uses the step, and the step may find its size by trials. Neither imports the other.
     _trial.train_by(TrainOneStepWithGradAccumulationCell)
     _halving.search_by(_search)
     _model.install_model_hook()

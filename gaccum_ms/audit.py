@@ -1,7 +1,7 @@
-r"""audit: does accumulation give this network the whole batch's update? Measured on one batch, and nothing is kept.
+r"""audit: checks on one batch whether accumulation gives a network the whole batch's update; then restores everything.
 
-What is compared is the finished gradient, not only the updated parameters: an optimizer such as Adam divides by the
-gradient's own size, so that its update looks right with a gradient that is K times too large.
+It compares the finished gradient, not only the updated parameters: an optimizer such as Adam divides by the gradient's
+own size, so that its update looks right with a gradient that is K times too large.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ def audit(
     cell: GradAccumulationCell, optimizer: nn.Optimizer, *batch: ms.Tensor, tolerance: float | None = None
 ) -> AuditReport:
     r"""
-    Check on one batch that accumulation gives a network the whole batch's update, before hours are spent on it.
+    Check on one batch that accumulation gives a network the whole batch's update, before a long training.
 
     One update runs with the cell's options and one on the whole batch, from the same values; the latter is
     `nn.TrainOneStepCell <https://www.mindspore.cn/docs/en/master/api_python/nn/mindspore.nn.TrainOneStepCell.html>`_,
-    or, where counts or several losses decide, this project's step with one micro-batch. It compares the finished
+    or, with counts or several losses, this project's step with one micro-batch. It compares the finished
     gradient (before `max_grad_norm` , which would hide a wrong size), the updated parameters (without `transforms` ,
-    and for information only: Adam hides a wrong size, and enlarges a gradient that is zero to rounding) and the loss.
-    It also checks whether the loss is a mean or a sum: on the batch repeated twice, a mean stays and a sum doubles.
+    and for information only: Adam hides a wrong size, and amplifies a gradient that is zero except for rounding) and
+    the loss. It also checks whether the loss is a mean or a sum: on the batch repeated twice, a mean stays the same and
+    a sum doubles.
 
-    Afterwards parameters, optimizer state, buffers, whatever else the network's `construct` writes into its attributes,
-    and the cells' flags are what they were, bit for bit; compiled steps go on from there. The network runs in training
-    mode. Dropout layers are switched off, because the masks of micro-batches cannot equal the whole batch's, and
-    MindSpore's default generator has a fixed seed, restored afterwards. The batch goes forward and backward whole, and
-    forward twice over: use one that fits into memory.
+    Afterwards parameters, optimizer state, buffers, other attributes that the network's `construct` writes, and the
+    cells' flags are restored, bit for bit; compiled steps remain valid. The network runs in training mode. Dropout
+    layers are switched off, because the masks of micro-batches cannot equal the whole batch's. MindSpore's default
+    generator gets a fixed seed, and is restored afterwards. The whole batch runs forward and backward, and the doubled
+    batch runs forward: use one that fits into memory.
 
     Args:
         cell (GradAccumulationCell): The network with its loss and the options of accumulation.
@@ -56,17 +57,17 @@ def audit(
         *batch (Tensor): The inputs of one batch, each of shape :math:`(N, ...)`, of at least two micro-batches.
 
     Keyword Args:
-        tolerance (float, optional): The largest relative error that passes for rounding, without unit.
-            Default: ``None`` , 1e-4, or 2e-2 where weights, accumulators or `to_float` are float16 or bfloat16.
+        tolerance (float, optional): The largest relative error that counts as rounding, without unit.
+            Default: ``None`` , 1e-4, or 2e-2 if weights, accumulators or `to_float` are float16 or bfloat16.
 
     Returns:
-        AuditReport, a dataclass that prints as a table. ``ok`` is True if nothing was found; ``problems`` says what
-        was, and what to do: a loss that is a sum where `reduction` says mean, or the reverse; BatchNorm layers; a
-        network that couples samples although no known layer does, such as a contrastive loss with in-batch negatives,
-        or whose mean is over something that `count` does not count; a loss that is random without a dropout layer.
-        The other fields, ``gradients`` , ``parameters`` , ``loss_whole`` , ``loss_accumulated`` ,
-        ``loss_behaves_as`` , ``reduction`` , ``batch_norm_layers`` , ``couples_samples`` , ``dropout_layers`` , are
-        what the table shows.
+        AuditReport, a dataclass that prints as a table. ``ok`` is True if no problem was found; ``problems`` has a
+        description and a remedy for each: a loss that is a sum with ``reduction="mean"`` , or the reverse; BatchNorm
+        layers; a network that couples samples although no known layer does, such as a contrastive loss with in-batch
+        negatives, or whose mean is over items that `count` does not count; a loss that is random without a dropout
+        layer. The table shows the other fields: ``gradients`` , ``parameters`` , ``loss_whole`` ,
+        ``loss_accumulated`` , ``loss_behaves_as`` , ``reduction`` , ``batch_norm_layers`` , ``couples_samples`` ,
+        ``dropout_layers`` .
 
     Raises:
         TypeError: If `cell` is not a GradAccumulationCell, `optimizer` not an Optimizer, or an input not a Tensor.
@@ -101,7 +102,7 @@ def audit(
     recorder = _Recorder(optimizer, cell.max_grad_norm)
     before = Snapshot(cell, recorder)
     try:
-        with warnings.catch_warnings():  # the report says it
+        with warnings.catch_warnings():  # the report contains it
             warnings.filterwarnings("ignore", message="For 'GradAccumulationCell', the network has .* BatchNorm")
             accumulated_step = TrainOneStepWithGradAccumulationCell(_unclipped(cell), recorder).set_train()
             whole_step = _whole_batch_step(cell, recorder).set_train()
@@ -163,8 +164,8 @@ def _check(cell: GradAccumulationCell, optimizer: nn.Optimizer, batch: tuple, to
 
 
 class _Recorder(nn.Cell):
-    """The optimizer, behind a record of the gradient that reaches it. It clips in the step's place: clipped first, a
-    gradient of a wrong size would look right."""
+    """The optimizer, with a record of its gradient. It clips after recording, instead of the step: a gradient that is
+    clipped first would look right with a wrong size."""
 
     def __init__(self, optimizer: nn.Optimizer, max_grad_norm: float | None) -> None:
         super().__init__(auto_prefix=False)
@@ -182,8 +183,8 @@ class _Recorder(nn.Cell):
 
 
 class _Losses(nn.Cell):
-    """The network's loss or losses, whatever else it returns. A cell of our own, so that the network keeps no graph
-    that the audit compiled."""
+    """The network's loss or losses, without its other outputs. A separate cell, so that the network keeps no graph of
+    the audit."""
 
     def __init__(self, cell: GradAccumulationCell) -> None:
         super().__init__(auto_prefix=False)
@@ -212,13 +213,13 @@ def _run(step: nn.Cell, recorder: _Recorder, batch: tuple[ms.Tensor, ...]) -> Up
 
 
 def _unclipped(cell: GradAccumulationCell, **size: Any) -> GradAccumulationCell:
-    """A cell with these options on the same network, for one batch, that leaves clipping to the recorder. Of several
-    ranks all must audit, so that accumulators may be sharded as they will be in training."""
+    """A cell with the same options and network, for one batch, without clipping, which the recorder does. All ranks
+    must audit, so accumulators may be sharded as in training."""
     return cell.with_options(accumulation_steps=1, max_grad_norm=None, transforms=(), record_noise=False, **size)
 
 
 def _whole_batch_step(cell: GradAccumulationCell, recorder: _Recorder) -> nn.Cell:
-    """MindSpore's own step where it knows the rule, so that our step is not measured by itself."""
+    """MindSpore's own step if it supports the weighting, so that our step is not compared with itself."""
     gathers = isinstance(cell.network, WithBatchLossCell) and cell.network.ranks > 1
     if cell.own_count is not None or cell.several_losses or gathers:
         whole = {"micro_size": 1, "micro_batch_size": None} | ({"split": None} if cell.trims else {})

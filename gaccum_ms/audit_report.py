@@ -1,4 +1,4 @@
-"""What an audit's measurements say, and how it is shown."""
+"""The judgement of an audit's measurements, and its report."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# A gradient that is zero but for rounding, as a bias' before a normalisation, has no relative error of its own: errors
-# are relative to at least this share of the largest gradient entry of all.
+# The relative error of a gradient that is zero except for rounding, such as a bias before a normalisation, means
+# nothing. So errors are relative to at least this share of the largest entry of all gradients.
 _SMALLEST_SCALE = 1e-2
 
 
 @dataclass(frozen=True)
 class AuditReport:
-    """What :func:`audit` found; ``print(report)`` shows it as a table.
+    """The result of :func:`audit` ; ``print(report)`` shows it as a table.
 
     All errors are the largest absolute difference between the accumulated and the whole batch's values of one
-    parameter, relative to the latter's largest entry, without unit. A NaN says that a value was not finite.
+    parameter, relative to the latter's largest entry, without unit. NaN means that a value was not finite.
     """
 
     gradients: dict[str, float]  # parameter name -> error of its finished gradient, before clipping
     parameters: dict[str, float]  # parameter name -> error of its value after one update with the optimizer
     loss_whole: float
     loss_accumulated: float
-    loss_behaves_as: str  # "mean", "sum" or "neither"; "batch" where the network says that it needs the whole batch
-    reduction: str  # what the cell says it is
+    loss_behaves_as: str  # "mean", "sum" or "neither"; "batch" if the network is a WithBatchLossCell
+    reduction: str  # the cell's option
     batch_norm_layers: tuple[str, ...]
-    couples_samples: bool  # whether, beside a wrong reduction=, results depend on which samples share a micro-batch
+    couples_samples: bool  # whether results depend on which samples share a micro-batch, apart from a wrong reduction=
     dropout_layers: tuple[str, ...]  # switched off for the audit
-    problems: tuple[str, ...]  # what is wrong and what to do, one sentence or two each
+    problems: tuple[str, ...]  # for each problem, a description and a remedy
 
     @property
     def ok(self) -> bool:
-        """Whether accumulation gives this network what the whole batch would."""
+        """Whether accumulation gives this network the whole batch's results."""
         return not self.problems
 
     def _behaviour(self) -> str:
@@ -61,7 +61,7 @@ class AuditReport:
 
 @dataclass(frozen=True)
 class Update:
-    """What one update leaves."""
+    """The results of one update."""
 
     loss: float
     gradients: list[np.ndarray]
@@ -70,17 +70,17 @@ class Update:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was measured, and what is known of the cell."""
+    """The measurements, and the properties of the cell."""
 
-    names: tuple[str, ...]  # of the weights
+    names: tuple[str, ...]  # the weights' names
     whole: Update
     accumulated: Update
     once: np.ndarray  # losses on the batch
-    again: np.ndarray  # once more
-    twice: np.ndarray  # on the batch twice over
+    again: np.ndarray  # the same, in a second call
+    twice: np.ndarray  # losses on the doubled batch
     tolerance: float
     reduction: str
-    of_batch: bool  # whether the loss is one of the whole batch
+    of_batch: bool  # whether the loss needs the whole batch
     counted: bool
     trimmed: bool  # whether padding is left out
     batch_norm_layers: tuple[str, ...]
@@ -90,7 +90,7 @@ class Evidence:
 def judged(found: Evidence) -> AuditReport:
     """The report."""
     whole, accumulated, tolerance, reduction = found.whole, found.accumulated, found.tolerance, found.reduction
-    expected = "mean" if reduction == "ratio" else reduction  # of the batch twice over it is the same
+    expected = "mean" if reduction == "ratio" else reduction  # a ratio stays the same on the doubled batch
     once, again, twice = found.once, found.again, found.twice
     layers = found.batch_norm_layers
     largest = max(np.abs(gradient).max(initial=0) for gradient in whole.gradients)
@@ -114,7 +114,7 @@ def judged(found: Evidence) -> AuditReport:
             f"{', '.join(layers)}. For the whole batch's results use nn.GroupNorm or nn.LayerNorm, or "
             f"use_batch_statistics=False."
         )
-    # From here on the first that is found explains what comes after it.
+    # Only the first of the following problems is reported, because it explains the others.
     if not np.isfinite([whole.loss, accumulated.loss, *errors.values()]).all():
         problems.append(
             f"A loss or gradient is not finite; the loss is {whole.loss:.6g} on the whole batch, "
@@ -177,7 +177,7 @@ def judged(found: Evidence) -> AuditReport:
 
 
 def _behaves_as(once: np.ndarray, twice: np.ndarray, tolerance: float, expected: str) -> str:
-    """What the losses on the batch and on the batch twice over say; `expected` where they say both, a loss of zero."""
+    """The kind of loss, from its values on the batch and on the doubled batch; `expected` for a loss of zero."""
     values = {"mean": once, "sum": 2 * once}
     for kind in (expected, "mean", "sum"):
         if np.allclose(twice, values[kind], rtol=tolerance, atol=0):

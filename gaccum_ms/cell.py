@@ -1,4 +1,4 @@
-"""GradAccumulationCell: the network, with the options of accumulation. The arithmetic is in training/step.py."""
+"""GradAccumulationCell: the network with the options of accumulation. The computation is in training/step.py."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _NAME = "GradAccumulationCell"
 
 _OPTIONS = frozenset(field.name for field in dataclasses.fields(Options))
 _READ = frozenset(name for name in (*_OPTIONS, *vars(Options)) if not name.startswith("_"))
-_SET = _OPTIONS | {"network", "options", "counts"}  # the training step has them compiled in
-# Cells that accumulate by themselves: MindSpore's, of nn, of parallel.nn and of boost, and ours.
+_SET = _OPTIONS | {"network", "options", "counts"}  # these are compiled into the training step
+# Cells that accumulate by themselves: MindSpore's in nn, parallel.nn and boost, and ours.
 _ACCUMULATE = ("GradAccumulation", "GradAccumulationCell", "GradientAccumulation")
 
 
 class _Undifferentiated(nn.Cell):
-    """Hands on what it gets, and refuses to be differentiated."""
+    """Returns its input, and refuses to be differentiated."""
 
     def construct(self, outputs):
         return outputs
@@ -39,102 +39,100 @@ class _Undifferentiated(nn.Cell):
 
 class GradAccumulationCell(nn.Cell):
     r"""
-    Split each batch into micro-batches and update once, as if the whole batch had gone through at once.
+    Split each batch into micro-batches and update once, with the gradient of the whole batch.
 
     The cell holds the network and the options. `mindspore.Model` and `mindspore.amp.build_train_network` build the
     training step, :class:`TrainOneStepWithGradAccumulationCell`, from it. It has the signature of
     `mindspore.nn.GradAccumulationCell <https://www.mindspore.cn/docs/en/master/api_python/nn/mindspore.nn.
-    GradAccumulationCell.html>`_, and in addition works stand-alone and in data parallel mode, on CPU too, reports the
+    GradAccumulationCell.html>`_. In addition it works stand-alone and in data parallel mode, on CPU too, reports the
     mean loss, and accepts batches that do not divide.
 
     Args:
         network (Cell): The network with its loss, such as `nn.WithLossCell`. Its output is a scalar, shape
-            :math:`()`: the mean over the samples of its inputs, or what `reduction` and `count` say; or a tuple of
-            such losses, with one `count` or `loss_weights` entry for each. A :class:`WithBatchLossCell` where the loss
+            :math:`()`: the mean over the samples of its inputs, unless `reduction` or `count` is given; or a tuple of
+            such losses, with one `count` or `loss_weights` entry for each. Use a :class:`WithBatchLossCell` if the loss
             compares the samples of a batch.
         micro_size (int, optional): **Number** of micro-batches per batch. Each has
             :math:`\lceil N / \text{micro_size} \rceil` samples; the last may be smaller. Default: ``None`` .
 
     Keyword Args:
-        micro_batch_size (Union[int, str], optional): Number of samples in a micro-batch, in place of `micro_size` ;
-            the last may be smaller. ``"auto"`` : the largest that fits, which the first batch's training finds, as
-            :func:`find_micro_batch_size` does; where memory runs out later, the batch is trained with half of it, and
-            all ranks go on with that. Default: ``None`` .
+        micro_batch_size (Union[int, str], optional): Number of samples in a micro-batch, instead of `micro_size` ;
+            the last may be smaller. ``"auto"`` : the largest size that fits, found at the first batch as by
+            :func:`find_micro_batch_size` ; if memory runs out later, all ranks continue with half of it, from the same
+            batch on. Default: ``None`` .
         accumulation_steps (int, optional): Successive batches that share an update; the window has `micro_size` times
-            as many micro-batches. Ranks then weigh by their samples or counts, and the loss of each call is the
-            batch's own mean, on this rank. Only the window's last batch reduces, updates, and counts as an update:
-            see :class:`FlushAccumulation` for the batches that are left at the end. Default: ``1`` .
-        reduction (str, optional): What the network's loss is over its inputs, ``"mean"`` or ``"sum"`` . A sum without
-            `count` stays a sum, of the whole batch; with `count` it is divided by the total count. ``"ratio"`` : the
-            network returns a tuple (numerator, denominator), a sum and the count of its items, scalars, where only the
-            forward knows the count. The window's loss is then the sum of numerators over that of denominators, of all
-            micro-batches and ranks, with all that is said of `count` below; no gradient goes through a denominator.
-            Default: ``"mean"`` .
+            as many micro-batches. Ranks are then weighted by their samples or counts, and the loss of each call is the
+            batch's own mean, on this rank. Only the window's last batch reduces and updates: see
+            :class:`FlushAccumulation` for the batches that remain at the end. Default: ``1`` .
+        reduction (str, optional): How the network's loss combines its inputs, ``"mean"`` or ``"sum"`` . A sum without
+            `count` stays a sum, over the whole batch; with `count` it is divided by the total count. ``"ratio"`` : the
+            network returns a tuple (numerator, denominator), a sum and the count of its items, both scalars; use it if
+            the count is known only after the forward. The window's loss is then the sum of numerators over the sum of
+            denominators, of all micro-batches and ranks. Denominators follow the rules of `count` below, and have no
+            gradient. Default: ``"mean"`` .
         count (Union[Callable, Sequence], optional): A function or Cell that maps the network's inputs to the number
-            of items that its mean was taken over, a number or a scalar Tensor: valid tokens, unpadded pixels, the sum
+            of items in its mean, a number or a scalar Tensor: valid tokens, unpadded pixels, the sum
             of weights (:class:`CountNotIgnored` and :class:`CountMask` are ready made). Gradient and loss of a window
-            are then :math:`\sum_i L_i c_i / \sum_i c_i` over all micro-batches **and ranks**, whatever
-            ``gradients_mean`` says; what counts 0 contributes nothing, and a window that counts 0 does not update. It
-            must be finite and not negative; with data sinking, where no Python runs between steps, a bad count is not
-            reported but never updates. For a network that returns a tuple of losses, one for each; ``None`` counts
-            samples. Default: ``None`` , samples.
+            are then :math:`\sum_i L_i c_i / \sum_i c_i` over all micro-batches **and ranks**, with either value of
+            ``gradients_mean`` ; a count of 0 contributes nothing, and a window with total 0 does not update. A count
+            must be finite and not negative. With data sinking, where no Python runs between steps, a bad count is not
+            reported, but never updates. For a network that returns a tuple of losses, give one count for each;
+            ``None`` counts samples. Default: ``None`` , samples.
         loss_weights (Sequence[float], optional): For a network that returns a tuple of losses, the weight of each in
             their sum. Default: ``None`` , 1 for each.
-        max_grad_norm (float, optional): Scale the finished, reduced gradient down to this global norm where it is
+        max_grad_norm (float, optional): Scale the finished, reduced gradient down to this global norm if its norm is
             larger, as `mindspore.ops.clip_by_global_norm` does. Default: ``None`` , no clipping.
-        transforms (Sequence, optional): What the finished, reduced gradient goes through before the optimizer, once per
+        transforms (Sequence, optional): Applied to the finished, reduced gradient before the optimizer, once per
             update, in order: :class:`ClipByGlobalNorm` , :class:`ClipByValue` , :class:`AdaptiveGradientClip` ,
-            :class:`SkipSpikes` , :class:`WeightAverage` , a :class:`Transform` of one's own, or a function that maps
+            :class:`SkipSpikes` , :class:`WeightAverage` , your own :class:`Transform` , or a function that maps
             the tuple of gradients, float32 and without loss scale, to such a tuple. `max_grad_norm` comes before them.
             Default: ``()`` .
         accumulator_dtype (mindspore.dtype, optional): Dtype of the accumulators, float32, float16 or bfloat16; ``None``
             gives each the dtype of its weight. In windows of several batches, sums are scaled by the first
             batch's count; float16 overflows if a later batch counts thousands of times more.
             Default: ``mindspore.float32`` .
-        compensated (bool, optional): Sum with Kahan's compensation, which keeps in a float32 Parameter for each
-            accumulator what its rounding loses. Default: ``False`` .
-        overflow (str, optional): What a gradient that is not finite does. ``"drop_window"`` : with a loss scale, the
-            window does not update. ``"drop_micro_batch"`` : the micro-batch is left out, on its rank alone, and the
-            rest divided by what all ranks have left; ranks then weigh by their samples or counts. A dynamic loss scale
-            comes down then too.
-            Default: ``"drop_window"`` .
-        shard_accumulators (bool, optional): In data parallel mode, let each rank keep its part of the accumulators
-            alone. Each micro-batch's gradient is then reduced over ranks at once: communication grows with the number
+        compensated (bool, optional): Sum with Kahan's compensation, which keeps the rounding error of each
+            accumulator in a float32 Parameter. Default: ``False`` .
+        overflow (str, optional): The effect of a gradient that is not finite. ``"drop_window"`` : with a loss scale,
+            the window does not update. ``"drop_micro_batch"`` : the micro-batch is left out, only on its rank, and the
+            rest is divided by the remaining total of all ranks; ranks are then weighted by their samples or counts. A
+            dynamic loss scale is reduced too. Default: ``"drop_window"`` .
+        shard_accumulators (bool, optional): In data parallel mode, each rank keeps only its part of the accumulators.
+            Each micro-batch's gradient is then reduced over ranks at once: communication grows with the number
             of micro-batches, which must be the same on all ranks. Default: ``False`` .
-        record_noise (bool, optional): Record what :class:`GradNoiseScale` , :class:`AdaptiveAccumulation` and
-            :class:`AdaScale` read: the squared norms of the gradients of the window's first micro-batch and of the
-            window, in ``noise_sums`` and ``grad_norm`` of the step. Default: ``False`` .
+        record_noise (bool, optional): Record the squared gradient norms of the window's first micro-batch and of the
+            window, in ``noise_sums`` and ``grad_norm`` of the step, for :class:`GradNoiseScale` ,
+            :class:`AdaptiveAccumulation` and :class:`AdaScale` . Default: ``False`` .
         aux (bool, optional): Whether the network returns more than its loss: a tuple (loss, \*aux), or (numerator,
-            denominator, \*aux). The training step returns what is in `aux` after its own outputs; nothing of it enters
-            the gradient. A Tensor whose axis 0 has the micro-batch's samples is joined over all micro-batches, in the
-            batch's order; one of shape :math:`()` becomes float32, and is added up and divided as the loss is, over
-            this rank's batch. The network then runs for micro-batches that count nothing too: of samples that are left
-            out the outputs are there all the same. It is compiled twice: see :class:`TrainingMetrics` .
-            Default: ``False`` .
-        memory_limit (int, optional): With ``"auto"`` , here or of :class:`MaxTokens` , bytes that this rank may have,
-            as in :func:`find_micro_batch_size` . Default: ``None`` , what there is.
-        is_out_of_memory (Callable, optional): With ``"auto"`` , says of an error whether it means that memory is not
-            enough. Default: ``None`` , MemoryError, and RuntimeError in the words of MindSpore's allocators.
-        jit (bool, optional): In PyNative mode, compile the training step all the same. Default: ``None`` , run it
-            eagerly, so that breakpoints work. Graph mode always compiles, and so does ``"auto"`` . A compiled step
-            keeps to the `set_train` of each layer that it was compiled with.
-        split (Union[EvenSplit, Callable], optional): How a batch becomes micro-batches. :class:`EvenSplit` : along
-            axis 0, all inputs but those that it shares. A function, where micro-batches are something else than rows
-            of the inputs (targets with image numbers, packed sequences, graphs, dicts): called with the batch, it
+            denominator, \*aux). The training step returns `aux` after its own outputs; `aux` has no gradient. A Tensor
+            with the micro-batch's samples along axis 0 is joined over all micro-batches, in the batch's order; one of
+            shape :math:`()` becomes float32, and is added up and divided as the loss is, over this rank's batch. The
+            network then runs also for micro-batches that count nothing, so that all samples have outputs. It is
+            compiled twice: see :class:`TrainingMetrics` . Default: ``False`` .
+        memory_limit (int, optional): With ``"auto"`` , here or of :class:`MaxTokens` , this rank's memory
+            limit in bytes, as in :func:`find_micro_batch_size` . Default: ``None`` , the available memory.
+        is_out_of_memory (Callable, optional): With ``"auto"`` , a function of an error: whether it means that memory is
+            not enough. Default: ``None`` , MemoryError, and RuntimeError with a message of MindSpore's allocators.
+        jit (bool, optional): Compile the training step in PyNative mode too. Default: ``None`` , run it eagerly, so
+            that breakpoints work. Graph mode always compiles, and so does ``"auto"`` . A compiled step keeps each
+            layer's `set_train` at compile time.
+        split (Union[EvenSplit, Callable], optional): How a batch becomes micro-batches. :class:`EvenSplit` cuts all
+            inputs along axis 0, except those that it shares. Use a function if micro-batches are not rows of the
+            inputs (targets with image numbers, packed sequences, graphs, dicts): it is called with the batch, and
             returns a list of micro-batches, each a tuple of Tensors, the network's inputs. `micro_size` and
-            `micro_batch_size` are then left out. Python calls it, and hands the micro-batches to the compiled
-            micro-step one at a time; that is compiled once for each set of shapes, so that it is best to pad to a few.
-            Ranks may have different numbers of micro-batches, and weigh by their samples or counts. Where `count` is
-            not given, axis 0 of a micro-batch's first input says how many samples it has; a bad `count` leaves the
-            whole window out. Default: ``None`` , ``EvenSplit()`` .
+            `micro_batch_size` are then left out. Python calls it, and runs the compiled micro-step for each
+            micro-batch. The micro-step is compiled once for each set of shapes, so pad to a few shapes.
+            Ranks may have different numbers of micro-batches, and are weighted by their samples or counts. Without
+            `count` , the length of axis 0 of a micro-batch's first input is its number of samples; a bad `count` leaves
+            the whole window out. Default: ``None`` , ``EvenSplit()`` .
 
     Inputs:
-        - **\*inputs** (Tensor) - The network's inputs, each of shape :math:`(N, ...)`, but for those that `split`
+        - **\*inputs** (Tensor) - The network's inputs, each of shape :math:`(N, ...)`, except those that `split`
           shares.
 
     Outputs:
-        Tensor of shape :math:`()`, the network's loss on the inputs, not split: the cell called by itself, outside
-        training, is the network.
+        Tensor of shape :math:`()`, the network's loss on the inputs, not split: outside training, calling the cell
+        calls the network.
 
     Raises:
         TypeError: If `network` is not a Cell, a size or `memory_limit` not an int, `max_grad_norm` not a number,
@@ -145,7 +143,7 @@ class GradAccumulationCell(nn.Cell):
             neither of `micro_size` and `micro_batch_size` are given, or one with a function as `split` , which goes
             neither with several losses nor with `shard_accumulators` or a WithBatchLossCell; if one is less than 1; if
             `max_grad_norm` is not positive and finite, a loss weight not finite, `reduction` , `overflow` or
-            `accumulator_dtype` not one of those above; if `count` and `loss_weights` differ in length; if
+            `accumulator_dtype` not one of the values above; if `count` and `loss_weights` differ in length; if
             ``overflow="drop_micro_batch"`` is given with several losses, or with a sum that has no count; if sums are
             given `loss_weights` without a count for each; if several losses are given `accumulation_steps` ; if
             `shard_accumulators` is given with several losses or ``overflow="drop_micro_batch"`` ; if `record_noise` is
@@ -155,9 +153,9 @@ class GradAccumulationCell(nn.Cell):
             ``micro_batch_size="auto"`` is given with several losses, `shard_accumulators` or a WithBatchLossCell, or
             ``jit=False`` , or `memory_limit` or `is_out_of_memory` without it; if `network` is a WithBatchLossCell, for
             `accumulation_steps` , `count` , `loss_weights` , `record_noise` and ``overflow="drop_micro_batch"`` .
-        RuntimeError: If the cell itself is trained, by a training cell that does not know how to accumulate, or
+        RuntimeError: If the cell itself is trained, by a training cell that does not accumulate, or
             differentiated, as by `mindspore.value_and_grad` .
-        AttributeError: If an option is assigned to after the training step was built from the cell.
+        AttributeError: If an option is assigned after the training step was built from the cell.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -237,7 +235,7 @@ class GradAccumulationCell(nn.Cell):
         self._undifferentiated = _Undifferentiated()
 
     def __getattr__(self, name: str) -> Any:
-        """An option, or what follows from several."""
+        """An option, or a property of the options."""
         if name in _READ:
             return getattr(self.options, name)
         return super().__getattr__(name)
@@ -254,7 +252,7 @@ class GradAccumulationCell(nn.Cell):
         super().__setattr__(name, value)
 
     def keep_options(self) -> None:
-        """From here on, a training step has been built with them."""
+        """Forbid changes of the options, because a training step was built with them."""
         self._has_step = True
 
     def with_options(self, **changed: Any) -> GradAccumulationCell:
@@ -262,7 +260,7 @@ class GradAccumulationCell(nn.Cell):
         return GradAccumulationCell(self.network, **vars(dataclasses.replace(self.options, **changed)))
 
     def set_grad(self, requires_grad: bool = True) -> GradAccumulationCell:
-        """Refuse to be trained as an ordinary network (`nn.TrainOneStepCell` announces that with this call)."""
+        """Refuse to be trained as an ordinary network: `nn.TrainOneStepCell` makes this call."""
         if requires_grad:
             raise RuntimeError(_TRAINED_WITHOUT_STEP)
         return super().set_grad(requires_grad)
@@ -274,13 +272,13 @@ class GradAccumulationCell(nn.Cell):
         return super().__call__(*inputs, **named)
 
     def construct(self, *inputs):
-        if self.training:  # of a graph
+        if self.training:  # at compile time
             raise RuntimeError(_TRAINED_WITHOUT_STEP)
         return self._undifferentiated(self.network(*inputs))
 
 
 def refuse_accumulation_inside(network: nn.Cell) -> None:
-    """What accumulates, or trains, must not be a part of what is accumulated over."""
+    """Refuse a network that contains a cell that accumulates or trains."""
     for name, cell in held_cells(network):
         if isinstance(cell, nn.TrainOneStepCell) or any(kind.__name__ in _ACCUMULATE for kind in type(cell).__mro__):
             where = f"'{name}' in it" if name else "the network"
@@ -291,7 +289,7 @@ def refuse_accumulation_inside(network: nn.Cell) -> None:
             )
 
 
-# No functional gradient either has accumulated anything by the time it is there.
+# A functional gradient accumulates nothing either.
 _DIFFERENTIATED = (
     "For 'GradAccumulationCell', the cell must not be differentiated, but a functional gradient of it is being taken, "
     "as by mindspore.value_and_grad(cell, ...). Nothing would be accumulated, counted or clipped. In a loop of your "
@@ -299,8 +297,8 @@ _DIFFERENTIATED = (
     "call gaccum_ms.TrainOneStepWithGradAccumulationCell(cell, optimizer)."
 )
 
-# The step calls the inner network, never the cell, so whoever gets here would train without accumulating, or not at
-# all (`ms.Model` without an optimizer). A constant, because graph mode must be able to raise it.
+# The step calls the inner network, never the cell. A call of the cell would train without accumulating, or not at all
+# (`ms.Model` without an optimizer). A constant, because graph mode must be able to raise it.
 _TRAINED_WITHOUT_STEP = (
     "For 'GradAccumulationCell', training must go through ms.Model(cell, optimizer=optimizer), "
     "mindspore.amp.build_train_network(cell, optimizer) or "

@@ -1,4 +1,4 @@
-"""Which options go together, and where: one table, of which the code makes its errors, and the docs their table."""
+"""Which options go together, and where: one table, the source of the errors and of the table in the docs."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from gaccum_ms.rules_of_places import OF_PLACES
 
 
 class Setup(NamedTuple):
-    """What is to be trained, and how."""
+    """The network and the options of a training."""
 
-    o: Options  # a short name: the table is full of it
+    o: Options  # a short name, because the table uses it everywhere
     network: nn.Cell
     compiler_distributes: bool = False  # in semi-auto or auto parallel mode
 
     @property
     def of_batch(self) -> bool:
-        """Whether the loss is one of the whole batch."""
+        """Whether the loss needs the whole batch."""
         return isinstance(self.network, WithBatchLossCell)
 
     @property
     def sum_without_count(self) -> bool:
-        """Whether the loss is a sum of which nothing says over how many items it is."""
+        """Whether the loss is a sum without a count of its items."""
         return self.o.reduction == "sum" and self.o.count is None
 
 
@@ -34,7 +34,7 @@ RULES = (*OF_OPTIONS, *OF_PLACES)
 
 
 def refused(place: str, owner: str, setup: Setup) -> Exception | None:
-    """The error for the first thing that a place refuses; None if all goes together."""
+    """The error of the first rule that refuses the setup at this place; None if all options go together."""
     first = next((rule for rule in RULES if rule.place == place and rule.refuses(setup)), None)
     return None if first is None else first.error(first.message(owner, setup))
 

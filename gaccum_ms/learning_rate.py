@@ -1,4 +1,4 @@
-r"""The learning rate of a window: scaled with its size, warmed up, read and multiplied while training goes on.
+r"""The learning rate of a window: scaled with its size, warmed up, read and multiplied during training.
 
 A window of k batches is a batch k times as large. The linear rule multiplies the rate by k (Goyal et al., "Accurate,
 Large Minibatch SGD", 2017, arXiv:1706.02677), the square-root rule by :math:`\sqrt k` (Krizhevsky, "One weird trick for
@@ -26,18 +26,18 @@ from gaccum_ms.backend.parameters import overwrite, record
 
 RULES = ("linear", "sqrt")
 PER = ("update", "batch")
-_ENDING = (nn.CosineDecayLR, nn.PolynomialDecayLR)  # the schedules whose `decay_steps` are their end
+_ENDING = (nn.CosineDecayLR, nn.PolynomialDecayLR)  # schedules that end after `decay_steps`
 
 _OWNER = "scale_learning_rate"
 
-# `ms.jit` refuses two Parameters of one name, and a step renames the whole optimizer's state for them; grouped weights
-# may well have a schedule each.
+# Names are numbered, because grouped weights may have a schedule each: `ms.jit` refuses two Parameters of one name, and
+# a step would rename the whole optimizer's state.
 MULTIPLIER_PREFIX = "learning_rate_multiplier."
 _schedules = itertools.count(1)
 
 
 def scaling_factor(ratio: float, rule: str) -> float:
-    """What the rate is multiplied by when the batch becomes `ratio` times as large."""
+    """The factor of the rate when the batch becomes `ratio` times as large."""
     if rule == "none":
         return 1.0
     return ratio if rule == "linear" else math.sqrt(ratio)
@@ -51,28 +51,28 @@ def scale_learning_rate(
     per: str = "update",
 ) -> float | list[float] | LearningRateSchedule:
     r"""
-    The learning rate for a batch `factor` times as large as the one that a rate was tuned for.
+    Scale a learning rate for a batch that is `factor` times as large.
 
     Accumulation makes the batch of an update larger: `factor` is `accumulation_steps` , or the new batch's samples over
-    the old one's. With :math:`u` the number of updates done, :math:`\eta(u)` the rate given and :math:`w` the
+    the old one's. With :math:`u` the number of updates made, :math:`\eta(u)` the given rate and :math:`w` the
     `warmup_updates` , the rate becomes
 
     .. math::
         \eta(u) \, \left(1 + (s - 1) \min(u / w, 1)\right), \quad s = \text{factor} \text{ or } \sqrt{\text{factor}}
 
     and :math:`\eta(u) s` without warm-up. The linear rule and the gradual warm-up are from Goyal et al., `Accurate,
-    Large Minibatch SGD <https://arxiv.org/abs/1706.02677>`_ (2017), tried there with SGD and momentum and a warm-up of
+    Large Minibatch SGD <https://arxiv.org/abs/1706.02677>`_ (2017), who used SGD with momentum and a warm-up of
     five epochs; the square root is from Krizhevsky, `One weird trick for parallelizing convolutional neural networks
     <https://arxiv.org/abs/1404.5997>`_ (2014).
 
     Note:
         The optimizer counts updates, in its `global_step` . With `accumulation_steps` of 4, 1,000 batches make 250
-        updates. A list or schedule that was made for the 1,000 batches is converted by ``per="batch"`` : update
-        :math:`u` then has the rate of batch :math:`4 u` , the first of its window. ``Model.train`` warns of rates that
-        are as many as the batches. Where `FlushAccumulation` ends windows early, an epoch has more updates than its
-        batches divided by `factor` : convert the list of each epoch by itself, and join the results.
+        updates. ``per="batch"`` converts a list or schedule for the 1,000 batches: update :math:`u` then has the rate
+        of batch :math:`4 u` , the first of its window. ``Model.train`` warns if there are as many rates as batches. If
+        `FlushAccumulation` ends windows early, an epoch has more updates than its batches divided by `factor` : convert
+        the list of each epoch separately, and join the results.
 
-        Where one group of parameters has a list or schedule, MindSpore adds 1 to the plain numbers of the others and
+        If one group of parameters has a list or schedule, MindSpore adds 1 to the plain numbers of the others and
         subtracts it again, which turns 1e-5 into 1.00136e-5 and 1e-8 into 0. Small rates should then be schedules too:
         ``scale_learning_rate(1e-5, 1, warmup_updates=1)`` is exactly 1e-5.
 
@@ -80,27 +80,27 @@ def scale_learning_rate(
         learning_rate (Union[float, list[float], tuple[float], Tensor, LearningRateSchedule]): The rate before scaling,
             at least 0: one number; one for each update, as a list, tuple, 1-D Tensor or array; or a schedule such as
             `nn.CosineDecayLR` .
-        factor (float): How many times as large the batch is, positive, without unit.
+        factor (float): The ratio of the new to the old batch size, positive, without unit.
         rule (str): ``"linear"`` multiplies by `factor` , ``"sqrt"`` by its square root, ``"none"`` not at all.
             Default: ``"linear"`` .
         warmup_updates (int): Number of updates in which the rate grows from the unscaled to the scaled one.
             Default: ``0`` , scaled from the first update on.
-        per (str): What `learning_rate` has a rate for, where it is a list or schedule: each ``"update"`` , or each
-            ``"batch"`` , of which `factor` , a whole number, share an update. Default: ``"update"`` .
+        per (str): Whether a list or schedule has a rate for each ``"update"`` or for each ``"batch"`` ; with
+            ``"batch"`` , `factor` is the whole number of batches that share an update. Default: ``"update"`` .
 
     Returns:
-        What a `nn.Optimizer` takes as `learning_rate` and as ``"lr"`` of grouped parameters. A float for a number
+        A `learning_rate` for a `nn.Optimizer` , also as ``"lr"`` of grouped parameters. A float for a number
         without warm-up. A list for rates per update. A LearningRateSchedule for a schedule, and for a number with
-        warm-up; the optimizer must take schedules at all, as all but `nn.FTRL` do. It holds one Parameter,
-        ``learning_rate_multiplier.<n>`` , 1 until something multiplies the rate while training goes on; `n` counts the
-        process' schedules, so that a checkpoint finds it where a script makes them in the same order again.
+        warm-up; all optimizers except `nn.FTRL` accept schedules. The schedule holds one Parameter,
+        ``learning_rate_multiplier.<n>`` , 1 until the rate is multiplied during training; `n` counts the
+        process's schedules, so that a checkpoint fits if a script creates them in the same order again.
 
     Raises:
-        TypeError: If `learning_rate` is none of these kinds or contains something else than numbers; if `factor` is not
+        TypeError: If `learning_rate` has another type or contains entries that are not numbers; if `factor` is not
             a number; if `warmup_updates` is not an int. A bool is not a number.
         ValueError: If a learning rate is negative or not finite; if `learning_rate` has no entries or more than one
             dimension; if `factor` is not positive and finite, or with ``per="batch"`` no whole number; if `rule` or
-            `per` is not one of those above; if `warmup_updates` is negative.
+            `per` is another word; if `warmup_updates` is negative.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -147,10 +147,10 @@ def scale_learning_rate(
 
 
 class ScaledLearningRate(LearningRateSchedule):
-    """A rate or schedule times a factor that grows from 1 to `scale` , times what `multiply_learning_rate` asked for.
-    The schedule's steps are batches, of which so many share an update.
+    """A rate or schedule, times a factor that grows from 1 to `scale` , times the factors of `multiply_learning_rate` .
+    The schedule's steps are batches; `batches` of them share an update.
 
-    The last factor is a Parameter: a compiled step sees another value, where it would have compiled a number in.
+    The last factor is a Parameter, so that a compiled step sees its changes; a number would be a constant.
     """
 
     def __init__(self, base: float | LearningRateSchedule, scale: float, warmup_updates: int, batches: int) -> None:
@@ -167,15 +167,14 @@ class ScaledLearningRate(LearningRateSchedule):
         scale = self.scale
         if self.warmup_updates > 0:
             grown = ops.minimum(ops.cast(global_step, ms.float32) / self.warmup_updates, 1.0)
-            scale = 1 - grown + scale * grown  # not 1 + (scale - 1) * grown, which rounds where grown is 1
+            scale = 1 - grown + scale * grown  # not 1 + (scale - 1) * grown, which rounds if grown is 1
         return rate * scale * self.multiplier
 
 
 def current_learning_rate(optimizer: nn.Optimizer, updates_ago: int = 0) -> float:
-    """The rate that the optimizer's next update will use, or the one of so many updates ago, if nobody has changed it
-    since; nothing changes. NaN where a list of rates has come to its end, and the next update will fail. Where groups
-    have their own rates, it is that of the first parameter's group: the first group, unless "order_params" says
-    otherwise."""
+    """The rate of the optimizer's next update, or that of `updates_ago` updates ago, if it was not changed since. NaN
+    if a list of rates has ended: the next update will then fail. If groups have separate rates, it is the rate of the
+    first parameter's group, which is the first group unless "order_params" is given."""
     optimizer = _with_rate(optimizer)
     if isinstance(optimizer, ExperimentalOptimizer):
         group = optimizer.param_groups[0]
@@ -186,13 +185,13 @@ def current_learning_rate(optimizer: nn.Optimizer, updates_ago: int = 0) -> floa
         return math.nan
     rate = optimizer.learning_rate[0] if optimizer.is_group_lr else optimizer.learning_rate
     if isinstance(rate, nn.Cell):
-        rate = rate(ms.Tensor(step))  # a copy: graph mode takes no Parameter as an input
+        rate = rate(ms.Tensor(step))  # a copy, because graph mode takes no Parameter as an input
     return rate.asnumpy().item()
 
 
 def updates_of_rates(optimizer: nn.Optimizer) -> int | None:
-    """The number of updates that the optimizer has rates for: entries of its longest list, or steps until its longest
-    schedule has come to its end. None where neither ends."""
+    """The number of updates for which the optimizer has rates: entries of its longest list, or steps of its longest
+    schedule. None if no rate ends."""
     optimizer = _with_rate(optimizer)
     if isinstance(optimizer, ExperimentalOptimizer):
         return None
@@ -201,33 +200,33 @@ def updates_of_rates(optimizer: nn.Optimizer) -> int | None:
 
 
 def _updates_of(held: Any) -> int:
-    """The same of one rate, 0 where it does not end."""
+    """The same for one rate; 0 if it does not end."""
     if isinstance(held, ScaledLearningRate):
         return -(-_updates_of(held.base) // held.batches)
-    if isinstance(held, nn.Cell):  # one's own schedule may hold another
+    if isinstance(held, nn.Cell):  # a user's schedule may hold another
         ends = (one.decay_steps for _, one in held.cells_and_names() if isinstance(one, _ENDING))
         return max(ends, default=0)
     return held.size if isinstance(held, ms.Parameter) and _is_list(held) else 0
 
 
 def multiply_learning_rate(optimizer: nn.Optimizer, factor: float) -> None:
-    """Multiply the rate of all further updates, of all groups, or raise before anything changes. A step that is
-    compiled already sees it. No other state of the optimizer changes. nn.Rprop keeps what it made of its first rate;
-    nn.ASGD is one update late, as with any change of its rate."""
+    """Multiply the rate of all later updates, of all groups, or raise before anything changes. A compiled step sees the
+    change. No other state of the optimizer changes. nn.Rprop keeps the state that it derived from its first rate;
+    nn.ASGD reacts one update late, as with any change of its rate."""
     optimizer = _with_rate(optimizer)
     if isinstance(optimizer, ExperimentalOptimizer):
         refuse_fixed_rates("multiply_learning_rate", optimizer)
         rates = [group["lr"] for group in optimizer.param_groups]
     else:
         rates = optimizer.get_lr_parameter(list(optimizer.parameters))
-    # Groups without a rate of their own share one Parameter.
+    # Groups without a separate rate share one Parameter.
     multipliers = {id(held): held for held in rates}
     for parameter in [_multiplier(held) for held in multipliers.values()]:
         overwrite(parameter, ms.Tensor(parameter.asnumpy() * factor, parameter.dtype))
 
 
 def _multiplier(held: ms.Parameter | LearningRateSchedule) -> ms.Parameter:
-    """The Parameter that a rate is proportional to. MindSpore's schedules have none, its numbers and lists do."""
+    """The Parameter to which a rate is proportional. MindSpore's numbers and lists have one, its schedules do not."""
     if isinstance(held, ScaledLearningRate):
         return held.multiplier
     if isinstance(held, ms.Parameter):
@@ -244,10 +243,10 @@ def _is_list(held: ms.Parameter | LearningRateSchedule) -> bool:
 
 
 def _with_rate(optimizer: Any) -> nn.Optimizer:
-    """The optimizer that has the rate: nn.LARS and others hold another one, and a `learning_rate` that says nothing."""
+    """The optimizer with the rate: nn.LARS and others hold another optimizer, and their `learning_rate` is unused."""
     while isinstance(inner := getattr(optimizer, "opt", None), nn.Optimizer):
         optimizer = inner
-    newer = without_shards(optimizer)  # nn's, sharded, says itself what each weight's rate is
+    newer = without_shards(optimizer)  # a sharded nn.Optimizer has each weight's rate itself
     return newer if isinstance(newer, ExperimentalOptimizer) else optimizer
 
 
@@ -276,7 +275,7 @@ def _checked_rate(learning_rate: Any) -> float | list[float] | LearningRateSched
 
 
 def _check_number(name: str, value: Any, kinds: str = "a float", positive: bool = False) -> None:
-    """A finite number, not negative; NumPy's are numbers too."""
+    """Refuse anything but a finite number that is not negative; NumPy's numbers are accepted."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(
             f"For '{_OWNER}', the argument '{name}' must be {kinds}, but got {value!r} of type "

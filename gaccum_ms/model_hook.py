@@ -1,10 +1,10 @@
-"""The hook into MindSpore: how `ms.Model` and `mindspore.amp.build_train_network` come to build our step.
+"""The hook into MindSpore: makes `ms.Model` and `mindspore.amp.build_train_network` build our step.
 
-Both call the function `build_train_network` of `mindspore.train.amp`. It knows cells named ``GradAccumulationCell``
-by their class name and would give them a private step that trains in semi-auto parallel mode alone. The function here
-takes its place: a network with our cell gets our step or a clear error, any other network goes to the original,
-untouched. `ms.Model` also gets, for each training with our step, the callback that watches over open windows, and the
-one that lets evaluations see averages. Nothing else in the project replaces anything of the framework's.
+Both call the function `build_train_network` of `mindspore.train.amp`. It recognises cells by the class name
+``GradAccumulationCell`` and would give them a private step that trains only in semi-auto parallel mode. The function
+here replaces it: a network with our cell gets our step or a clear error, and any other network goes to the original.
+For each training with our step, `ms.Model` also gets two callbacks: one watches open windows, and one evaluates
+averages. Importing the package replaces nothing else in MindSpore.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from gaccum_ms.semi_auto.modes import compiler_distributes, held_cell, refuse_ca
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
 _OURS = (GradAccumulationCell, TrainOneStepWithGradAccumulationCell)
-# In the order in which they must run: the monitor sees an update before a scheduler changes the rate, and a batch
-# before a flush ends its window; the AccumulationScheduler lets windows span batches, which the watch asks for; all
-# others see what these did.
+# In the order in which they must run: the monitor must see an update before a scheduler changes the rate, and a batch
+# before a flush ends its window; the watch must see the windows that the AccumulationScheduler lets span batches; all
+# other callbacks come after these.
 _CALLBACKS = (WindowMonitor, UpdateScheduler, AccumulationScheduler, WindowWatch, FlushAccumulation)
 _original = amp.build_train_network
 
@@ -49,7 +49,7 @@ def build_train_network(
 ) -> nn.Cell:
     if not _holds_our_cell(network):
         return _original(network, optimizer, loss_fn, level, boost_level, **kwargs)
-    cell = held_cell(network)  # AutoParallel may be around it
+    cell = held_cell(network)  # the network may be an AutoParallel around the cell
     if not isinstance(cell, GradAccumulationCell):
         raise ValueError(
             f"For 'GradAccumulationCell', the cell must be the outermost one when a model is built with an optimizer, "
@@ -65,7 +65,7 @@ def build_train_network(
         raise ValueError(f"For 'GradAccumulationCell', 'boost_level' must be 'O0', but got '{boost_level}'.")
     backend.check_level(level, boost_level)
     backend.check_kwargs(kwargs)
-    # Level by level what the original does, on the network in our cell: MindSpore's passes know nothing of the cell.
+    # The same steps as the original, for each level, on the network inside our cell.
     config = {**backend.config_level[level], **kwargs}
     if compiler_distributes() and level in ("O1", "auto"):
         refuse_casts(cell.network, by_level=level)
@@ -83,7 +83,7 @@ def build_train_network(
     return step.set_train()
 
 
-_original_train = mindspore.train.Model._train  # of Model.train and Model.fit
+_original_train = mindspore.train.Model._train  # both Model.train and Model.fit call it
 
 
 @functools.wraps(_original_train)
@@ -101,7 +101,7 @@ def _holds_our_cell(network: Any) -> bool:
 
 
 def install_model_hook() -> None:
-    """Put our function where MindSpore's own modules look it up. Importing the package does it, once."""
+    """Put our function where MindSpore's own modules look it up. Importing the package calls this, once."""
     for module in (amp, mindspore.amp, mindspore.train):
         module.build_train_network = build_train_network
     mindspore.train.Model._train = _train

@@ -1,4 +1,4 @@
-"""The options of accumulation: one value, which does not change. Which of them go together is in compatibility.py."""
+"""The options of accumulation, as one immutable value. compatibility.py decides which of them go together."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _NAME = "GradAccumulationCell"
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The arguments of :class:`GradAccumulationCell` beside the network, under their names. Some classes have a part of
-    them."""
+    """The arguments of :class:`GradAccumulationCell` besides the network, under the same names. Some classes have only
+    some of them."""
 
     micro_size: int | None = None
     micro_batch_size: int | str | None = None
@@ -48,7 +48,7 @@ class Options:
 
     @property
     def shared(self) -> tuple[int, ...]:
-        """The positions of inputs that all micro-batches have whole."""
+        """The positions of inputs that are not cut."""
         return tuple(self.split.shared) if isinstance(self.split, EvenSplit) else ()
 
     @property
@@ -68,7 +68,7 @@ class Options:
 
     @property
     def losses(self) -> int:
-        """How many losses the network returns."""
+        """The number of losses that the network returns."""
         return len(self.loss_weights or ())
 
     @property
@@ -81,12 +81,12 @@ class Options:
 
     @property
     def own_count(self) -> Callable | None:
-        """The first count that is not of samples."""
+        """The first count that is not None, which would count samples."""
         return next((count for count in self.counts if count is not None), None)
 
     @property
     def finds_size(self) -> bool:
-        """Whether the training step is to find the number of samples in micro-batches."""
+        """Whether the training step finds the number of samples in a micro-batch."""
         return self.micro_batch_size == "auto"
 
     @property
@@ -96,17 +96,17 @@ class Options:
 
     @property
     def returns_ratio(self) -> bool:
-        """Whether the network returns a sum and the number of items that it is over."""
+        """Whether the network returns a sum and the number of its items."""
         return self.reduction == "ratio"
 
     @property
     def counts_items(self) -> bool:
-        """Whether the user says what micro-batches weigh, by `count` or in the network."""
+        """Whether the user gives the weights of micro-batches, by `count` or in the network."""
         return self.own_count is not None or self.returns_ratio
 
     @property
     def counted(self) -> bool:
-        """Whether micro-batches weigh by what only the data tell, and not by their samples."""
+        """Whether the weights of micro-batches depend on the data, and not only on their samples."""
         return self.counts_items or self.drops
 
     @property
@@ -116,7 +116,7 @@ class Options:
 
     @property
     def several_losses(self) -> bool:
-        """Whether losses must be weighed: one with weight 1 is what every network has."""
+        """Whether losses must be weighted: not for one loss with weight 1."""
         return self.loss_weights != (1.0,)
 
     @property
@@ -126,12 +126,12 @@ class Options:
 
     @property
     def accumulates(self) -> bool:
-        """Whether there is anything to accumulate over: not with one micro-batch that always takes part."""
+        """Whether there is anything to accumulate: not with one micro-batch that is never left out."""
         return self.micro_size != 1 or self.accumulation_steps > 1 or self.counted or self.several_losses
 
 
 def checked(given: Options) -> Options:
-    """Options as the user gave them, each by itself: an error, or what they mean.
+    """The user's options, each checked by itself and normalised.
 
     Raises:
         TypeError: If one is of a wrong type.

@@ -1,4 +1,4 @@
-"""What the table of compatibility.py is made of: a rule, and the docs' words for what rules have in common."""
+"""The rules of the table in compatibility.py, and the docs' words that several rules share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import mindspore as ms
 if TYPE_CHECKING:
     from gaccum_ms.compatibility import Setup
 
-# Where something is refused: in the docs' words.
+# The places at which something is refused, in the docs' words.
 CELL = "the cell"
 SEMI_AUTO = "semi-auto and auto parallel mode"
 SPAN_LATER = "`AccumulationScheduler`, `set_accumulation_steps`"
@@ -20,7 +20,7 @@ AUDIT = "`audit`"
 TRIAL = "`find_micro_batch_size`, `memory_report`"
 REPORT = "`memory_report`"
 
-# What the docs call things that several rules have.
+# The docs' words for options that several rules name.
 BATCH_LOSS = "`WithBatchLossCell`"
 AUTO = '`micro_batch_size="auto"`'
 DROPS = '`overflow="drop_micro_batch"`'
@@ -32,11 +32,11 @@ RATIO = '`reduction="ratio"`'
 
 @dataclass(frozen=True)
 class Rule:
-    """What is refused, and the error's text: "<what must be>, but <what is>: <why>. <remedy>" ."""
+    """A refused combination, and the error's text: "<what must be>, but <what is>: <why>. <remedy>" ."""
 
     place: str
-    what: str  # as the docs call it
-    beside: str  # what it does not go with, likewise
+    what: str  # the option, in the docs' words
+    beside: str  # the options that do not go with it, likewise
     refuses: Callable[[Setup], bool]
     text: str  # {o}: the options, {network}: its class, {mode}: the parallel mode
     error: type[Exception] = ValueError
@@ -49,7 +49,7 @@ class Rule:
 
 
 def one_value(place: str, name: str, allowed: Any, why: str) -> Rule:
-    """A rule that an option must have one value, in a place, or beside a WithBatchLossCell."""
+    """A rule that an option must have one value, at a place, or with a WithBatchLossCell."""
     semi_auto = place == SEMI_AUTO
     where = f"in {place}" if semi_auto else "with a network of class 'WithBatchLossCell'"
     more = " Data parallel mode has no such limit." * semi_auto

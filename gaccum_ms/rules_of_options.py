@@ -16,7 +16,7 @@ from gaccum_ms.rules import (
     one_value,
 )
 
-# Of each option the value that it must have, and why.
+# For each option, the required value, and why.
 _BESIDE_BATCH_LOSS = {
     "accumulation_steps": (
         1,

@@ -1,4 +1,4 @@
-"""Which options go where: data sinking, semi-auto mode, audits, trials, windows that span batches later."""
+"""Which options are allowed where: data sinking, semi-auto mode, audits, trials, windows that span batches later."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gaccum_ms.rules import (
     one_value,
 )
 
-# Of each option the value that it must have, and why.
+# For each option, the required value, and why.
 _IN_SEMI_AUTO = {
     "micro_batch_size": (
         None,

@@ -1,4 +1,4 @@
-"""tune_cpu: MindSpore's threads on CPU, for a training step of many small kernels, and convolutions' instructions."""
+"""tune_cpu: sets MindSpore's threads on CPU, for training steps of many small kernels, and oneDNN's instructions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from gaccum_ms.backend.cpu_instructions import limit_instructions
 
 
 class CpuThreads(NamedTuple):
-    """What :func:`tune_cpu` asked for.
+    """The numbers of threads that :func:`tune_cpu` has requested.
 
     Args:
         dispatch (int): Threads that start kernels.
-        kernels (int): Threads that one kernel is divided among.
+        kernels (int): Threads of one kernel.
         data (int): Threads of each data set operation.
     """
 
@@ -31,37 +31,38 @@ class CpuThreads(NamedTuple):
 
 def tune_cpu(cores: int | None = None, network: nn.Cell | None = None) -> CpuThreads:
     r"""
-    Let MindSpore use the cores of this process, and no more threads than these: one thread that starts kernels, as
-    many for each kernel, and as many for each data set operation, as there are cores. On a CPU with AVX-512 let
-    convolutions run by their fast kernels.
+    Fit MindSpore's threads to the cores of this process: one thread starts kernels; each kernel, and each data set
+    operation, has as many threads as there are cores. On a CPU with AVX-512, also select the fast kernels of
+    convolutions.
 
     MindSpore's own numbers of threads (5, 25 and 8) suit a process that has a host of many cores to itself. They are
-    limited by the host's cores, but not by this process's share of them. Call it before the first graph runs: MindSpore
-    makes its threads then, and once. What the program has set by MindSpore's own
+    limited by the host's cores, but not by this process's share of them. Call it before the first graph runs, because
+    MindSpore then creates its threads, once. Values that the program has set by MindSpore's own
     `mindspore.runtime.dispatch_threads_num <https://www.mindspore.cn/docs/en/master/api_python/runtime/
     mindspore.runtime.dispatch_threads_num.html>`_ and `mindspore.device_context.cpu.op_tuning.threads_num
     <https://www.mindspore.cn/docs/en/master/api_python/device_context/
-    mindspore.device_context.cpu.op_tuning.threads_num.html>`_ is kept; the number of data set threads is set in any
-    case. Nothing in this package sets threads by itself.
+    mindspore.device_context.cpu.op_tuning.threads_num.html>`_ are kept; the number of data set threads is always set.
+    No other function of this package sets threads.
 
-    MindSpore's convolutions are oneDNN's, and on a CPU with AVX-512 these take up to eighty times as long as those for
-    AVX2. So oneDNN is limited to AVX2 there, by its variable `ONEDNN_MAX_CPU_ISA
+    MindSpore runs convolutions by oneDNN, whose kernels for AVX-512 take up to eighty times as long as those for AVX2.
+    So on a CPU with AVX-512, oneDNN is limited to AVX2, by its variable `ONEDNN_MAX_CPU_ISA
     <https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html>`_ , unless the environment sets it
-    already: ``ONEDNN_MAX_CPU_ISA=ALL`` refuses. A warning of MindSpore's log says so. It must be done before the first
-    matrix product or convolution of the process; later, a UserWarning says that it is too late. Our training steps do
-    the same for a network that convolves, and leave others alone: a transformer took 1.2 times as long with AVX2.
+    already: ``ONEDNN_MAX_CPU_ISA=ALL`` refuses. A warning in MindSpore's log reports it. The limit must be set before
+    the process's first matrix product or convolution; later, there is a UserWarning that it is too late. Our training
+    steps do the same for a network with convolutions, and not for others: a transformer took 1.2 times as long with
+    AVX2.
 
     ``tune_cpu_threads`` , its former name, still works.
 
     Args:
-        cores (int, optional): Cores that are this process's own; more than the host has count as these. Default:
-            ``None`` , ``OMP_NUM_THREADS`` , which the launcher sets to each rank's share of the host; where it is not
-            set, all cores that the process may run on.
-        network (Cell, optional): What is to be trained: where it does not convolve, oneDNN is not limited. Default:
-            ``None`` , unknown, and taken for one that does.
+        cores (int, optional): The number of cores for this process, at most the host's. Default: ``None`` ,
+            ``OMP_NUM_THREADS`` , which the launcher sets to each rank's share of the host; if it is not set, all cores
+            on which the process may run.
+        network (Cell, optional): The network to train: if it has no convolutions, oneDNN is not limited. Default:
+            ``None`` , unknown, and treated as one with convolutions.
 
     Returns:
-        CpuThreads, a named tuple of the numbers asked for: ``dispatch``, ``kernels``, ``data``.
+        CpuThreads, a named tuple of the requested numbers: ``dispatch``, ``kernels``, ``data``.
 
     Raises:
         TypeError: If `cores` is not an int, or `network` not a Cell.
@@ -80,10 +81,10 @@ def tune_cpu(cores: int | None = None, network: nn.Cell | None = None) -> CpuThr
     check_positive_int("tune_cpu", "cores", cores)
     if network is not None and not isinstance(network, nn.Cell):
         raise TypeError(f"For 'tune_cpu', the argument 'network' must be a Cell, but got '{type(network).__name__}'.")
-    # MindSpore refuses more data threads than the host has cores, and has no use for more of the others.
+    # MindSpore refuses more data threads than the host has cores, and does not benefit from more of the others.
     cores = min(cores, os.cpu_count() or 1)
     threads = CpuThreads(1, cores, cores)
-    # MindSpore raises a RuntimeError for what has been set before: the program's own choice.
+    # MindSpore raises a RuntimeError if the program has set the value before; that choice is kept.
     with contextlib.suppress(RuntimeError):
         ms.runtime.dispatch_threads_num(threads.dispatch)
     with contextlib.suppress(RuntimeError):
@@ -94,7 +95,7 @@ def tune_cpu(cores: int | None = None, network: nn.Cell | None = None) -> CpuThr
     return threads
 
 
-tune_cpu_threads = tune_cpu  # its name before it did more
+tune_cpu_threads = tune_cpu  # the former name
 
 
 def _cores_of_this_process() -> int:

@@ -28,33 +28,33 @@ def pytest_runtest_setup(item):
         pytest.skip(f"it needs {mark.kwargs['devices']} devices, and there are {COUNT}")
 
 
-# Where one test has computed it is too late for the next one's convolutions, on a CPU with AVX-512, and it would be
-# warned. test_cpu_instructions.py has processes in which nothing is set.
+# On a CPU with AVX-512, after the first computation it is too late to limit oneDNN for later tests' convolutions, which
+# would warn. test_cpu_instructions.py has processes in which nothing is set.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
 
 def pytest_collection_finish():
-    """MindSpore collects garbage with each compilation, of which there are thousands: what is there by now is none."""
+    """MindSpore collects garbage at each of thousands of compilations; present objects are excluded."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure():
-    """MindSpore's destructor fails for each Cell that lives to the interpreter's end, when its module is gone already.
-    Hundreds of messages would bury what the tests say."""
+    """MindSpore's destructor fails for each Cell that exists at the interpreter's end, when its module is gone already.
+    Hundreds of messages would hide the tests' output."""
     del ms.nn.Cell.__del__
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _recycled_memory():
-    """MindSpore keeps each graph, some 11 MB, for as long as the process lives, unless it is told not to."""
+    """Free MindSpore's graphs, about 11 MB each, which it would keep until the process ends."""
     yield
     ms.ms_memory_recycle()
 
 
 @pytest.fixture(autouse=True)
 def _graph_mode():
-    """Each test starts in graph mode, whatever the one before it did."""
+    """Each test starts in graph mode, even if the test before it has changed the mode."""
     ms.set_context(mode=ms.GRAPH_MODE)
 
 

@@ -1,8 +1,8 @@
-"""Faults that are put into the project on purpose, one at a time, and the quick tests that must find each:
+"""Deliberate faults in a copy of the project, one at a time, and the quick tests that must find each:
 ``python tests/mutations.py [words]``.
 
-Each fault is one piece of text in a copy of the project, of which only the named tests run. A fault that they do not
-find is a survivor: a test is missing. So is one whose text is no longer there: the fault is to be written anew.
+Each fault replaces one piece of text, and only the named tests run. A fault that they do not find is a survivor: a test
+is missing. A fault whose text no longer exists is a survivor too: write it anew.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LIMIT = 1200  # seconds for the tests of one fault
 
 
 class Fault(NamedTuple):
-    """What is wrong, where, and what finds it: arguments of pytest, without ``tests/`` ."""
+    """A description, the place, and the tests that find it: arguments of pytest, without ``tests/`` ."""
 
     what: str
     file: str
@@ -432,7 +432,7 @@ FAULTS = [
         "if not _before_2_10() else",
         "launch/test_cluster.py",
     ),
-    # -- going on, callbacks, rates
+    # -- resuming, callbacks, rates
     Fault(
         "a checkpoint is without the rates of experimental optimizers",
         "training/provenance.py",
@@ -536,7 +536,7 @@ FAULTS = [
 
 
 def run(fault: Fault, folder: Path) -> str:
-    """Whether the tests find the fault: "found", or why not."""
+    """The result of the tests: "found", or why not."""
     file = folder / "gaccum_ms" / fault.file
     text = file.read_text()
     if text.count(fault.right) != 1:

@@ -1,11 +1,11 @@
-"""How the package hangs together: ``python tests/structure.py`` prints the numbers that test_structure.py bounds.
+"""The structure of the package: ``python tests/structure.py`` prints the numbers that test_structure.py bounds.
 
-* the longest chain of imports, in modules: how much a reader may have to open to understand one;
+* the longest chain of imports, in modules: how many files a reader may have to open to understand one;
 * the largest fan-out: how many modules of the package one module imports;
-* circles: modules that import themselves by way of others;
-* files of more than 300 lines, and lines in all.
+* circles: modules that import themselves through others;
+* files of more than 300 lines, and the total number of lines.
 
-Imports for type checkers alone do not count, nor do those of a package's `__init__` .
+Imports that are only for type checkers do not count, nor do those of a package's `__init__` .
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Structure(NamedTuple):
 
 
 def imports() -> Imports:
-    """What each module imports of the package."""
+    """The modules of the package that each module imports."""
     graph = grimp.build_graph("gaccum_ms", exclude_type_checking_imports=True)
     modules = {name for name in graph.modules if not graph.find_children(name)}
     return {name: graph.find_modules_directly_imported_by(name) & modules for name in modules}
 
 
 def longest_chain(imported: Imports) -> tuple[list[str], list[str]]:
-    """The longest chain of imports; and the circles, of each the module where it closes."""
+    """The longest chain of imports, and for each circle the module where it closes."""
     circles: list[str] = []
 
     @functools.cache

@@ -1,4 +1,4 @@
-"""audit finds what accumulation cannot reproduce, passes what it can, and leaves no trace."""
+"""audit finds networks that accumulation cannot reproduce, accepts the others, and leaves no trace."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ audit_module = importlib.import_module("gaccum_ms.audit")  # the package's attri
 
 
 def fill(network):
-    """Weights that depend on nothing but their order and shape."""
+    """Set weights that depend only on their order and shape."""
     random = np.random.default_rng(5)
     for weight in network.trainable_params():
         weight.set_data(Tensor(random.normal(size=weight.shape) * 0.4, weight.dtype))
@@ -50,13 +50,13 @@ def in_loss(network, loss=None):
 
 
 def run(network, *inputs, optimizer="sgd", loss=None, **options):
-    """Audit a network with cross entropy, or with its own loss where the inputs are given."""
+    """Audit a network with cross entropy, or with its own loss if the inputs are given."""
     inside = network if inputs else in_loss(network, loss)
     cell = GradAccumulationCell(inside, **(options or {"micro_size": 4}))
     return audit(cell, OPTIMIZERS[optimizer](cell.trainable_params()), *(inputs or batch()))
 
 
-# -- what is fine passes -----------------------------------------------------------------------------------------------
+# -- correct networks pass ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.core("adam-graph")
@@ -120,7 +120,7 @@ def test_the_cells_options_pass(network, inputs, options, pynative):
     assert report.ok, str(report)
 
 
-# -- what is not fine is caught, and named for what it is --------------------------------------------------------------
+# -- problems are found and named --------------------------------------------------------------------------------------
 
 
 def test_catches_a_sum_that_is_declared_a_mean(pynative):
@@ -150,7 +150,7 @@ class BatchNormNet(ConvNet):
 
 @pytest.mark.core(mode="pynative")
 def test_catches_batch_norm_and_names_the_layer(mode):
-    """Without a warning, too: in these tests it would be an error."""
+    """There is no warning either; in these tests it would be an error."""
     report = run(fill(BatchNormNet()))
     assert report.batch_norm_layers == ("_backbone.norm",)
     assert report.couples_samples
@@ -161,7 +161,7 @@ def test_catches_batch_norm_and_names_the_layer(mode):
 
 
 class InBatchNegatives(nn.Cell):
-    """The InfoNCE loss: each sample's counterpart against all others'."""
+    """The InfoNCE loss: each sample's counterpart against the counterparts of all others."""
 
     def __init__(self):
         super().__init__()
@@ -173,7 +173,7 @@ class InBatchNegatives(nn.Cell):
 
 
 class VarianceOverTheBatch(nn.Cell):
-    """Twice the same batch has the same variance, so the loss looks like a mean; only the gradient tells."""
+    """A doubled batch has the same variance, so the loss looks like a mean; only the gradient shows the problem."""
 
     def __init__(self):
         super().__init__()
@@ -225,7 +225,7 @@ def not_finite():
 
 
 class MeanOverNothing(DenseNet):
-    """The first micro-batch has no item: 0 / 0, where the whole batch is fine."""
+    """The first micro-batch has no item, and so 0 / 0; the whole batch is finite."""
 
     def construct(self, x, y):
         mask = (ops.abs(x[:, 0]) < 1e3).astype(ms.float32)
@@ -250,7 +250,7 @@ def test_says_why_only_the_accumulated_loss_is_not_finite(pynative):
 
 
 class NormalisedNet(DenseNet):
-    """Its centred layer's input may be shifted by any number: the gradient of `shift` is zero but for rounding."""
+    """Its layer is centred, so `shift` has no effect: its gradient is zero except for rounding."""
 
     def __init__(self):
         super().__init__()
@@ -267,14 +267,14 @@ def test_a_gradient_that_is_zero_but_for_rounding_passes(monkeypatch, pynative):
             yield run(in_loss(fill(NormalisedNet())), *map(Tensor, batches(10, 1, seed)[0]))
 
     assert all(report.ok for report in itertools.islice(reports(), 2))
-    # Measured by its own size it would not; on any one batch the rounding may happen to be the same both ways.
+    # Relative to its own size it would not; on a single batch, both roundings may happen to be equal.
     monkeypatch.setattr("gaccum_ms.audit_report._SMALLEST_SCALE", 0.0)
     assert any("in shift" in problem for report in reports() for problem in report.problems)
 
 
 @pytest.mark.core(mode="pynative")
 def test_negative_control_a_broken_step_is_caught_behind_adam(monkeypatch, mode):
-    """Gradients four times too large, the loss right: Adam's update hardly shows it, the gradients do."""
+    """Gradients are four times too large, and the loss is right. The gradients show it, Adam's update hardly does."""
 
     class Larger(BySamples):
         def reduce(self, gradients, sums, scale, unit):
@@ -290,7 +290,7 @@ def test_negative_control_a_broken_step_is_caught_behind_adam(monkeypatch, mode)
 
 
 def test_clipping_hides_nothing(pynative):
-    """Clipped to a small norm, gradients of a wrong size make the right update."""
+    """With clipping to a small norm, gradients of a wrong size give the right update."""
     report = run(make_network("dense"), loss=SUM, micro_size=2, max_grad_norm=1e-3)
     assert min(report.gradients.values()) > 0.1
     assert max(report.parameters.values()) < 1e-6
@@ -349,11 +349,11 @@ def test_what_is_random_without_a_layer_is_said_to_be(pynative):
     assert not report.couples_samples
 
 
-# -- nothing is left behind --------------------------------------------------------------------------------------------
+# -- everything is restored --------------------------------------------------------------------------------------------
 
 
 class Stateful(BatchNormNet):
-    """Moving statistics, a counter, a dropout layer, and a layer that the user keeps out of training mode."""
+    """Moving statistics, a counter, a dropout layer, and a layer that the user has set to evaluation mode."""
 
     def __init__(self):
         super().__init__()
@@ -422,7 +422,7 @@ def test_buffers_and_attributes_are_put_back(restored, monkeypatch, pynative):
 
 
 def test_negative_control_the_audit_does_train(monkeypatch, pynative):
-    """Without the restoring, the comparison above would see the update."""
+    """Without restoring, the comparison above finds the update."""
     network = fill(Stateful())
     cell = GradAccumulationCell(in_loss(network), 2)
     optimizer = OPTIMIZERS["adam"](cell.trainable_params())

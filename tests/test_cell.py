@@ -1,4 +1,4 @@
-"""GradAccumulationCell's options, and what happens where the cell is used in a place that does not accumulate."""
+"""GradAccumulationCell's options, and errors if the cell is used where nothing would accumulate."""
 
 from __future__ import annotations
 
@@ -103,12 +103,12 @@ def taken_of_a_function_around_it(function, weights):
     ],
 )
 def test_a_functional_gradient_is_refused(taken, training, message, mode):
-    """In training or not; what comes after it is as if it had not been."""
+    """In training mode or not; later calls are not affected."""
     x, y = Tensor([1.0, 2.0], ms.float32), Tensor([0.0, 0.0], ms.float32)
     network = Line(3.0)
     cell = GradAccumulationCell(network, 2).set_train(training)
     weights = ms.ParameterTuple(cell.trainable_params())
-    for _ in range(1 if mode == "graph" else 2):  # two that break off would leave MindSpore's eager mode broken
+    for _ in range(1 if mode == "graph" else 2):  # two interrupted gradients would break MindSpore's eager mode
         with pytest.raises(RuntimeError, match=f"For 'GradAccumulationCell', .*{message}"):
             taken(cell, weights)(x, y)
     _, (gradient,) = value_and_grad(network, None, weights)(x, y)
@@ -117,7 +117,7 @@ def test_a_functional_gradient_is_refused(taken, training, message, mode):
 
 
 class Around(nn.Cell):
-    """Holds another cell where `attribute` says."""
+    """Holds another cell in the attribute named `attribute` ."""
 
     def __init__(self, held, attribute):
         super().__init__(auto_prefix=False)

@@ -1,4 +1,4 @@
-"""The table of what does not go together: nothing in it is idle, and the docs say what it says."""
+"""The table of options that do not go together: each rule can refuse something, and the docs have the same table."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_the_plain_options_go_together_everywhere(place):
 
 
 def reason(text):
-    """Of a rule's text, what the docs say: why, and what to do instead."""
+    """The part of a rule's text in the docs: the reason and the remedy."""
     must_be, _, rest = text.partition(", but ")
     given, _, remedy = rest.partition(". ")
     why = given.partition(": ")[2] or must_be
@@ -111,7 +111,7 @@ def table():
 
 
 def test_the_page_has_the_table():
-    """`python tests/test_compatibility.py` prints what belongs there."""
+    """`python tests/test_compatibility.py` prints the table."""
     assert table() in PAGE.read_text()
 
 

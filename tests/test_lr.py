@@ -1,4 +1,4 @@
-"""Learning rates by hand, and in the weights that an optimizer leaves: gradients are 1, so weights add up the rates."""
+"""Learning rates against hand calculations, also in trained weights: gradients are 1, so weights add up the rates."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def weights(step):
 
 
 def updates(step, number=1):
-    """What each of the next updates takes off the three weights."""
+    """The amount that each of the next updates subtracts from the three weights."""
     taken = []
     for _ in range(number):
         before = weights(step)
@@ -158,7 +158,7 @@ def test_a_warm_up_starts_and_ends_exactly():
 @pytest.mark.core(mode="graph")
 @pytest.mark.parametrize("optimizer", [nn.SGD, nn.Adam])
 def test_groups_have_schedules_of_their_own(optimizer, mode):
-    """Adam's update is the rate where the gradient is always 1. Two groups share what was scaled for both."""
+    """Adam's update equals the rate if the gradient is always 1. Two groups share one scaled schedule."""
     cosine = nn.CosineDecayLR(0.0, 1.0, 4)
     rates = [scale_learning_rate(cosine, 4, warmup_updates=4), scale_learning_rate(cosine, 4, "sqrt")]
     step = make_step(grouped(*rates, optimizer=optimizer))
@@ -171,7 +171,7 @@ def test_groups_have_schedules_of_their_own(optimizer, mode):
 
 @pytest.mark.core(mode="graph")
 def test_a_small_rate_beside_a_schedule(mode):
-    """As a plain number MindSpore adds 1 to it and takes it off again."""
+    """MindSpore adds 1 to a plain number and subtracts it again."""
     small = scale_learning_rate(1e-5, 1, warmup_updates=1)
     taken = updates(make_step(grouped(small, scaled(), 1e-5)))[0]
     assert taken[0] == np.float32(1e-5)
@@ -202,7 +202,7 @@ def test_updates_are_counted_and_not_batches(mode):
     assert taken.tolist() == [0.0, 0.0, 0.5, 0.0, 0.0, 0.875, 0.0, 0.0, 1.25]
 
 
-# What the optimizer is made with, and the rates of the three weights at its first three updates.
+# The optimizer's rates, and the expected rates of the three weights at its first three updates.
 OPTIMIZERS = {
     "number": (lambda: sgd(0.5), [[0.5] * 3] * 3),
     "numbers": (lambda: grouped(0.25, 0.125), [[0.25, 0.125, 0.5]] * 3),
@@ -261,7 +261,7 @@ def test_the_current_rate_of_a_list_that_ends(mode):
 
 @pytest.mark.core(mode="graph")
 def test_an_optimizer_inside_another_has_the_rate(mode):
-    """LARS, which has no CPU kernel, shows a rate of 0 of its own."""
+    """LARS, which has no CPU kernel, has its own rate of 0."""
     inner = nn.Momentum(Sum().trainable_params(), 0.5, 0.9)
     outer = nn.LARS(inner)
     assert current_learning_rate(outer) == 0.5

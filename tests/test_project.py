@@ -1,4 +1,4 @@
-"""What stands around the code and must agree with it: versions, the workflow, the templates."""
+"""Files around the code agree with it: versions, the workflow, the templates."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_changelog_has_the_usual_headings():
 
 
 def test_the_workflow_calls_run_sh_and_nothing_else():
-    """On each Python with each MindSpore that setup.py takes."""
+    """On each Python with each MindSpore that setup.py accepts."""
     jobs = yaml.safe_load(read(".github/workflows/tests.yml"))["jobs"]
     commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
     assert commands == ["bash run.sh lint", "bash run.sh docs", 'bash run.sh test --mindspore "$MINDSPORE"']

@@ -1,4 +1,4 @@
-"""The package stays one that a reader can follow: bounds on what structure.py counts."""
+"""Bounds on the numbers of structure.py keep the package readable."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_plain_step_runs_through_the_seven_files_that_contributing_names():
         if event == "call" and PACKAGE in file.parents and file.parent.name in watched:
             ran.add(file.name)
 
-    ms.set_context(mode=ms.PYNATIVE_MODE)  # in which Python runs what graph mode compiles
+    ms.set_context(mode=ms.PYNATIVE_MODE)  # Python then runs the code that graph mode compiles
     network = nn.Dense(3, 2)
     cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), 2)
     optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)

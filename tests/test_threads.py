@@ -1,4 +1,4 @@
-"""tune_cpu, in processes of its own: MindSpore takes these numbers once."""
+"""tune_cpu, in separate processes: MindSpore accepts these numbers only once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gaccum_ms import tune_cpu, tune_cpu_threads
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# The threads that exist once a graph has run, by the names that MindSpore gives them.
+# The threads after a graph has run, by MindSpore's names.
 _COUNT = """
 from pathlib import Path
 import mindspore as ms
@@ -60,7 +60,7 @@ def test_cores_are_an_argument_or_the_launchers(tmp_path, argument, environment,
 
 
 def test_the_programs_own_numbers_are_kept_and_a_second_call_is_allowed(tmp_path):
-    """Kept by MindSpore, which takes no second number, and says so with the error that this call expects."""
+    """MindSpore keeps them: it refuses a second number with the error that this call expects."""
     before = (
         "ms.runtime.dispatch_threads_num(2); ms.device_context.cpu.op_tuning.threads_num(1)\n"
         "for again in ms.runtime.dispatch_threads_num, ms.device_context.cpu.op_tuning.threads_num:\n"
@@ -99,7 +99,7 @@ def test_refuses_a_variable_that_is_no_number(monkeypatch, given):
 
 
 def test_training_sets_no_threads(tmp_path):
-    """Only the call does: a program that trains may still set them, which MindSpore allows once."""
+    """Only tune_cpu sets them: a training program may still set them, which MindSpore allows once."""
     script = tmp_path / "script.py"
     script.write_text(
         "import mindspore as ms\n"

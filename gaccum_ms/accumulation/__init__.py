@@ -1,1 +1,1 @@
-"""Micro-batches go forward and backward, their gradients add up, and a window ends in an update."""
+"""Micro-batches run forward and backward, their gradients are added up, and a window ends in an update."""

@@ -1,4 +1,4 @@
-"""The accumulators: one Parameter for each weight, in which the gradients of a window add up.
+"""The accumulators: one Parameter for each weight, in which the gradients of a window are added up.
 
 A float16 or bfloat16 accumulator loses every gradient that is smaller than half a unit in its last place. Compensated
 summation (Kahan, "Further remarks on reducing truncation errors", CACM 1965) keeps what rounding took away in a second
@@ -24,8 +24,8 @@ COMPENSATION_PREFIX = "accu_compensation."
 
 
 def allocate(weights: Sequence[ms.Parameter], dtype: ms.Type | None, prefix: str = PREFIX) -> ms.ParameterTuple:
-    """Zero accumulators named after their weights (``accu_grads.<weight>``), not trainable; None: each its weight's
-    dtype."""
+    """Zero accumulators named after their weights (``accu_grads.<weight>``), not trainable. With None, each has its
+    weight's dtype."""
     return ms.ParameterTuple(
         [
             of_this_rank(prefix + weight.name, initializer("zeros", weight.shape, dtype or weight.dtype))
@@ -35,9 +35,9 @@ def allocate(weights: Sequence[ms.Parameter], dtype: ms.Type | None, prefix: str
 
 
 # -- compiled ----------------------------------------------------------------------------------------------------------
-# Side effects in a compiled graph are ordered by the framework for reads and writes of one Parameter, and by
-# ops.depend where the order must hold between several: callers use the returned values for that. No function may have
-# the name of a method below, which graph mode would take it for.
+# In a compiled graph, the framework orders reads and writes of one Parameter; ops.depend orders those of several.
+# Callers use the returned values for that. No function may have the name of a method below: graph mode would call the
+# method instead.
 
 add_to = ops.MultitypeFuncGraph("gaccum_ms_add_to")
 add_compensated_to = ops.MultitypeFuncGraph("gaccum_ms_add_compensated")
@@ -54,7 +54,7 @@ def _add_to(accumulator: ms.Parameter, gradient: ms.Tensor) -> ms.Tensor:
 
 @add_compensated_to.register("Tensor", "Tensor", "Tensor")
 def _add_compensated_to(accumulator: ms.Parameter, compensation: ms.Parameter, gradient: ms.Tensor) -> ms.Tensor:
-    """Kahan's step: what the rounding of the sum took away is ``(old - new) + what was to be added``."""
+    """Kahan's step: the rounding of the sum took away ``(old - new) + addend`` ."""
     addend = compensation + ops.cast(gradient, ms.float32)
     old = ops.cast(accumulator, ms.float32)
     rounded = ops.cast(old + addend, accumulator.dtype)
@@ -74,7 +74,7 @@ def _zero(accumulator: ms.Parameter) -> ms.Tensor:
 
 
 class NoAccumulators(nn.Cell):
-    """Of a window that always is one micro-batch, whose gradients need none."""
+    """For a window that always is one micro-batch: its gradients need no accumulators."""
 
     reduces = False
 
@@ -95,7 +95,7 @@ class NoAccumulators(nn.Cell):
 class Accumulators(nn.Cell):
     """The accumulators of a window, with or without compensation: add, read, reset."""
 
-    reduces = False  # whether each addition is over all ranks
+    reduces = False  # whether each addition reduces over all ranks
 
     def __init__(
         self,
@@ -111,8 +111,8 @@ class Accumulators(nn.Cell):
         self.compensated = compensated
         if compensated:
             self.compensations = allocate(weights, ms.float32, compensation_prefix)
-        # The last layer first, in the order in which backward makes gradients: adds keep program order, and would
-        # otherwise hold every gradient until the first layer's is there.
+        # The last layer first, as backward computes gradients. Additions keep program order; in the other order every
+        # gradient would stay in memory until the first layer's is computed.
         self.map = ops.HyperMap(reverse=True)
 
     def add(self, gradients):
@@ -121,13 +121,13 @@ class Accumulators(nn.Cell):
         return self.map(add_to, self.sums, gradients)
 
     def read(self, after):
-        """The sums, once `after` is there."""
+        """The sums, once `after` is computed."""
         if self.compensated:
             return self.map(read_compensated, ops.depend(self.sums, after), ops.depend(self.compensations, after))
         return ops.depend(self.sums, after)
 
     def reset(self, after):
-        """Zero everything, once `after` is there."""
+        """Zero everything, once `after` is computed."""
         cleared = self.map(zero, ops.depend(self.sums, after))
         if self.compensated:
             cleared = self.map(zero, ops.depend(self.compensations, cleared))
@@ -142,14 +142,14 @@ class Accumulators(nn.Cell):
                 zero_in_place(held)
 
     def check_plan(self, plan: SplitPlan) -> None:
-        """Before a batch: each rank may add by itself."""
+        """Nothing: each rank adds by itself."""
 
     def hold_something(self) -> bool:
         """Whether any of them is not zero."""
         return any(one.asnumpy().any() for one in (held.astype(ms.float32) for held in self.get_parameters()))
 
     def adapt(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """A checkpoint's sums as they are kept here, if it has compensations and these have none, or the reverse."""
+        """A checkpoint's sums in this form, if only one of the checkpoint and this Cell has compensations."""
         adapted = dict(values)
         for held in self.sums:
             lost = COMPENSATION_PREFIX + held.name.removeprefix(PREFIX)

@@ -1,4 +1,4 @@
-"""What micro-batches count, before they run: as `count` says, or their samples."""
+"""The count of a micro-batch before it runs: the result of `count` , or its number of samples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gaccum_ms.options import Options
 
 
 class Counting(nn.Cell):
-    """Counts micro-batches: a number, or with several losses one for each.
+    """The count of a micro-batch: one number, or with several losses one for each loss.
 
     Args:
         options (Options): The options.
@@ -34,7 +34,7 @@ class Counting(nn.Cell):
         return counts.valid_or_nan(self.counts[term](*micro_batch))
 
     def total(self, inputs, plan):
-        """The counts of this rank's batch. Each micro-batch is counted: a bad count must not hide in the others'."""
+        """The counts of this rank's batch. Each micro-batch is counted separately, so that a bad count is noticed."""
         total = ops.zeros(self.shape, ms.float32)
         if self.by_samples:
             return total + plan[0]

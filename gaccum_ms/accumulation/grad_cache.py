@@ -1,15 +1,15 @@
 """A window whose loss needs all samples of the batch at once: GradCache (Gao et al., 2021, arXiv:2101.06983).
 
     for each micro-batch: forward                   keep its representations, and no activations
-    loss of all representations, and its gradient   with respect to them, the slopes; small, for the whole batch
+    loss of all representations                     and its gradient with respect to them, called slopes (small)
     for each micro-batch: forward, backward         seeded with its slopes
         add to the accumulators
 
-By the chain rule the sum is the whole batch's gradient: the loss depends on the weights through the representations
-alone, and through the Parameters of `loss_fn` , whose gradient the second loop adds by shares.
+By the chain rule the sum is the whole batch's gradient: the loss depends on the weights only through the
+representations and through the Parameters of `loss_fn` . The second loop adds the latter's gradient in shares.
 
-Representations are gathered without an index: each micro-batch's are put behind those of the others, and as many rows
-leave in front. The last micro-batch goes first, outside the loop: it says what shapes and dtypes there are.
+Representations are gathered without an index: each micro-batch's rows are appended, and as many rows are removed in
+front. The last micro-batch runs first, outside the loop, because it shows the shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gaccum_ms.options import Options
 
 
 class _Forward(nn.Cell):
-    """The backbone without a backward: PyNative's tape, left open by a gradient that raised, would keep activations."""
+    """The backbone without a backward. After a gradient raised, PyNative's open tape would keep activations."""
 
     def __init__(self, network: WithBatchLossCell) -> None:
         super().__init__(auto_prefix=False)
@@ -42,9 +42,9 @@ class _Forward(nn.Cell):
 
 
 class TwoPasses(nn.Cell):
-    """All samples of the batch share one loss. Part of the sums: that loss, times its seed, once."""
+    """All samples of the batch share one loss. The sums contain this loss times its seed, once."""
 
-    loss_is_mean = False  # over micro-batches
+    loss_is_mean = False  # the loss is no mean over micro-batches
 
     def __init__(self, options: Options, network: WithBatchLossCell, weights: ms.ParameterTuple) -> None:
         super().__init__(auto_prefix=False)
@@ -55,7 +55,7 @@ class TwoPasses(nn.Cell):
         of_loss = {id(parameter) for parameter in self.network.loss_fn.get_parameters()}
         self.loss_weights = ms.ParameterTuple([weight for weight in weights if id(weight) in of_loss])
         self.loss_has_weights = len(self.loss_weights) > 0
-        # One for each number of representations: which inputs to differentiate by must be known before any is seen.
+        # One for each number of representations: `ops.value_and_grad` takes the inputs' positions before any call.
         self.slopes_of = tuple(
             ops.value_and_grad(
                 self.seeded_batch_loss,
@@ -66,15 +66,15 @@ class TwoPasses(nn.Cell):
         )
         self.pull_back = ops.value_and_grad(self.along_slopes, None, weights)
         self.statistics = window_statistics(self.network.backbone)
-        # Ranks that have one loss together have one gradient, the sum of their parts, each of which the loss makes
-        # larger by the number of ranks: see batch_loss.py. Where `gradients_mean` does not divide by it, this does.
+        # If ranks share one loss, its gradient is the sum of their parts, and the loss multiplies each part by the
+        # number of ranks (see batch_loss.py). This share divides by it if `gradients_mean` does not.
         mean = ms.get_auto_parallel_context("gradients_mean")
         self.share_of_ranks = 1.0 if mean else 1.0 / self.network.ranks
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 
     def prepare(self, sums, unit, inputs, plan):
-        """The first pass, and the loss. A batch that is one micro-batch needs none."""
+        """The first pass, and the loss. A batch of one micro-batch needs no first pass."""
         samples, size, _, _, whole, shared = plan
         if whole:
             return sums, (), inputs
@@ -82,11 +82,11 @@ class TwoPasses(nn.Cell):
         seed = unit * self.share_of_ranks
         loss, slopes, loss_slopes = self.slopes(seed, self.representations(inputs, samples - last, size, shared))
         if self.statistics is not None:
-            loss = self.statistics.reset(loss)  # the second pass will add them again
+            loss = self.statistics.reset(loss)  # the second pass adds them again
         return sums + loss / self.share_of_ranks, (samples, len(inputs), loss_slopes), (*inputs, *slopes)
 
     def run(self, seed, prepared, size, *part):
-        """The second pass; part of no sum."""
+        """The second pass; its part of the sums is zero."""
         if len(prepared) == 0:
             loss, gradients = self.one_loss.run(seed * self.share_of_ranks, prepared, size, *part)
             return loss / self.share_of_ranks, gradients
@@ -95,34 +95,33 @@ class TwoPasses(nn.Cell):
         return ops.zeros_like(seed), gradients
 
     def representations(self, inputs, before, size, shared):
-        """The first pass. Returns the representations of the batch, of which the last micro-batch has `before` samples
-        before it."""
+        """The first pass. Returns the representations of the batch. `before` : samples before the last micro-batch."""
         last = self.forward(*micro_batches.take_rest(inputs, before, shared))
-        # One tuple, with a scalar in it: of a tuple of equal shapes that a loop carries graph mode forgets the length.
+        # One tuple, with a scalar in it: graph mode forgets the length of a tuple of equal shapes that a loop carries.
         state: tuple = (ms.Tensor(0, ms.int32),)
         for one in last:
-            rows = int(before)  # of a batch of open length a Tensor, which MindSpore 2.7's zeros do not take
+            rows = int(before)  # a Tensor if the batch has open length; MindSpore 2.7's zeros take none
             state = (*state, ops.zeros((rows, *one.shape[1:]), one.dtype))
         while state[0] < before:
             state = self.appended(state, self.forward(*micro_batches.take(inputs, state[0], size, shared)), size)
         return self.appended(state, last, 0)[1:]
 
     def appended(self, state, new, rows):
-        """The start of the next micro-batch, and Tensors without their first `rows` rows, with `new` behind them."""
+        """The start of the next micro-batch, and the Tensors without their first `rows` rows, with `new` appended."""
         following: tuple = (state[0] + rows,)
         for index in range(len(new)):
             following = (*following, ops.concat((state[index + 1][rows:], new[index])))
         return following
 
     def slopes(self, unit, representations):
-        """The loss of the batch, times its seed; its gradient with respect to each representation of a float dtype, and
-        to the Parameters of `loss_fn` ."""
+        """The loss of the batch times its seed, and its gradients with respect to each representation of a float dtype
+        and to the Parameters of `loss_fn` ."""
         loss_slopes: tuple = ()
         if self.loss_has_weights:
             loss, (gradients, loss_slopes) = self.slopes_of[len(representations) - 1](unit, *representations)
         else:
             loss, gradients = self.slopes_of[len(representations) - 1](unit, *representations)
-        if isinstance(gradients, ms.Tensor):  # of one representation
+        if isinstance(gradients, ms.Tensor):  # one representation gives no tuple
             gradients = (gradients,)
         slopes: tuple = ()
         for index in range(len(representations)):
@@ -134,7 +133,7 @@ class TwoPasses(nn.Cell):
         return float32_losses(self.network.loss(*representations), 1)[0] * unit
 
     def along_slopes(self, share, loss_slopes, number, *part):
-        """What has, with respect to the weights, the gradient that this micro-batch adds."""
+        """A scalar whose gradient with respect to the weights is what this micro-batch adds."""
         total = ms.Tensor(0.0, ms.float32)
         slope = number
         for one in self.network.represent(*part[:number]):
@@ -149,7 +148,7 @@ class TwoPasses(nn.Cell):
     # -- not compiled --------------------------------------------------------------------------------------------------
 
     def check_plan(self, plan: micro_batches.SplitPlan) -> None:
-        """Before a batch. A collective, with several ranks that have one loss together."""
+        """Before a batch. A collective if several ranks share one loss."""
         if self.network.ranks > 1:
             samples = gather_json(plan.samples)
             if any(other != plan.samples for other in samples):

@@ -1,8 +1,8 @@
 """Loss scaling: the scale as a Parameter, and whether a window may update.
 
-The scale multiplies the seed of each micro-batch's backward and is divided out once, after the reduction. Whether a
-gradient is finite is decided on the reduced one: a NaN or an infinity on one rank is one on all, so all ranks agree
-without asking each other.
+The scale multiplies the seed of each micro-batch's backward and is divided out once, after the reduction. The reduced
+gradient is checked for overflow: a NaN or infinity of one rank is then on all ranks, so they agree without further
+communication.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def scale_parameter(owner: str, scale_sense: nn.Cell | ms.Tensor) -> tuple[ms.Pa
 
     Raises:
         TypeError: If `scale_sense` is neither Cell nor Tensor.
-        ValueError: If it is a Tensor of another shape than () or (1,), or not a positive finite number.
+        ValueError: If it is a Tensor whose shape is not () or (1,), or not a positive finite number.
     """
     manager = scale_sense if isinstance(scale_sense, nn.Cell) else None
     if manager is not None:

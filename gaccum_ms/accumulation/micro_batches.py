@@ -1,12 +1,12 @@
 """A batch and its micro-batches: where the boundaries are, and how a compiled loop takes one slice.
 
-All inputs of a batch are cut along axis 0 at the same boundaries, but for those that `EvenSplit` shares. Micro-batches
-are as equal as one shape allows, ``ceil(N / micro_size)`` samples each, so that one compiled loop body serves them all;
-what is left over is one smaller micro-batch at the end. Ten samples in four micro-batches are 3 + 3 + 3 + 1, nine in
-four are 3 + 3 + 3: never more micro-batches, and never a larger one, than was asked for.
+All inputs of a batch are cut along axis 0 at the same boundaries, except those that `EvenSplit` shares. All
+micro-batches have ``ceil(N / micro_size)`` samples, so that one compiled loop body runs them all; the remaining samples
+are one smaller micro-batch at the end. Ten samples in four micro-batches are 3 + 3 + 3 + 1, nine in four are 3 + 3 + 3:
+there are never more micro-batches than requested, and never a larger one.
 
-Where `set_inputs` leaves the length of axis 0 open, the boundaries are Tensors that the graph computes, and the smaller
-micro-batch is the loop's last turn: the same boundaries, and one graph for batches of all lengths.
+Where `set_inputs` leaves the length of axis 0 open, the graph computes the boundaries as Tensors, and the smaller
+micro-batch is the loop's last turn. The boundaries are the same, and one graph runs batches of all lengths.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SplitPlan(NamedTuple):
 
 
 def batch_shapes(inputs: tuple[Any, ...]) -> list[tuple[int, ...]]:
-    """The shapes of a batch's inputs; a TypeError for what cannot be split."""
+    """The shapes of a batch's inputs; a TypeError for an input that cannot be split."""
     for position, value in enumerate(inputs):
         if _is_text(value):
             raise TypeError(
@@ -49,7 +49,7 @@ def batch_shapes(inputs: tuple[Any, ...]) -> list[tuple[int, ...]]:
 
 
 def _is_text(value: Any) -> bool:
-    """A string, or strings, of which data sets make arrays."""
+    """Whether `value` is a string, or an array of strings, as data sets return them."""
     if isinstance(value, np.ndarray):
         return value.dtype.kind in "SU"
     return isinstance(value, str) or (isinstance(value, ms.Tensor) and value.dtype == ms.string)
@@ -63,11 +63,11 @@ def plan_split(
     Args:
         shapes (sequence of tuples): The shape of each input.
         micro_size (int or None): Largest number of micro-batches.
-        micro_batch_size (int or None): Largest number of samples in a micro-batch; used where `micro_size` is None.
+        micro_batch_size (int or None): Largest number of samples in a micro-batch; used if `micro_size` is None.
         shared (tuple[int, ...]): The positions of inputs that are not cut, and may have any shape. Not the first.
 
     Raises:
-        ValueError: If there is no input, or none where one is to be shared, an input has no axis 0, the first axes
+        ValueError: If there is no input, a position in `shared` has no input, an input has no axis 0, the first axes
             differ, or the batch is empty.
     """
     if not shapes:
@@ -101,7 +101,7 @@ def plan_split(
 
 
 class GraphPlan(NamedTuple):
-    """A SplitPlan for a graph. Numbers are ints where the batch's length is known while compiling, else Tensors."""
+    """A SplitPlan for a graph. Numbers are ints if the batch's length is known at compile time, else Tensors."""
 
     samples: Any
     size: Any
@@ -111,7 +111,7 @@ class GraphPlan(NamedTuple):
     shared: tuple[int, ...]  # positions of inputs that are not cut
 
 
-@ops.constexpr(check=False)  # which warns of shapes that are open
+@ops.constexpr(check=False)  # the check warns about open shapes
 def _known_plan(shapes, micro_size, micro_batch_size, shared):
     """None where `set_inputs` has left the length of an input open."""
     cut = [shape for position, shape in enumerate(shapes) if position not in shared]
@@ -135,14 +135,14 @@ def graph_plan(inputs, micro_size, micro_batch_size, shared):
 
 
 def rows_from(start, size, looped):
-    """Samples in the loop's micro-batch that begins with number `start` ."""
+    """The number of samples in the loop's micro-batch that begins at sample `start` ."""
     return ops.minimum(size, looped - start) if isinstance(size, ms.Tensor) else size
 
 
 def take(
     inputs: Sequence[ms.Tensor], start: ms.Tensor, size: int | ms.Tensor, shared: tuple[int, ...]
 ) -> list[ms.Tensor]:
-    """The `size` samples from number `start` on, a Tensor of shape () and dtype int32, and what is shared."""
+    """The `size` samples from sample `start` on, and the shared inputs. `start` : int32 of shape ()."""
     if isinstance(size, ms.Tensor):
         rows = ops.range(start, start + size, ms.Tensor(1, ms.int32))
     else:
@@ -151,13 +151,13 @@ def take(
 
 
 def take_rest(inputs: Sequence[ms.Tensor], start: int, shared: tuple[int, ...]) -> list[ms.Tensor]:
-    """The samples from `start` on, the smaller last micro-batch of a ragged batch, and what is shared."""
+    """The samples from `start` on (the smaller last micro-batch of a ragged batch), and the shared inputs."""
     return [value if position in shared else value[start:] for position, value in enumerate(inputs)]
 
 
 def add_up(turn, sums, inputs, plan, start, loops, *given):
-    """The loop over a batch: the sums, and what ``turn(*given, rows, *micro_batch)`` returns for each micro-batch from
-    sample number `start` on. `loops` : whether there is more than the smaller one at the end."""
+    """The loop over a batch: adds ``turn(*given, rows, *micro_batch)`` to `sums` for each micro-batch from sample
+    `start` on. `loops` : whether any micro-batch comes before the smaller last one."""
     _, size, looped, rest, _, shared = plan
     if loops:
         while start < looped:
@@ -170,16 +170,16 @@ def add_up(turn, sums, inputs, plan, start, loops, *given):
 
 
 def add_up_and_join(turn, noted, inputs, plan, *given):
-    """As `add_up` , where ``turn(noted, *given, rows, *micro_batch)`` returns a part of the sums and the
-    outputs of a micro-batch. Returns the sums and the batch's outputs."""
+    """As `add_up` , if ``turn(noted, *given, rows, *micro_batch)`` returns a part of the sums and a micro-batch's
+    outputs. Returns the sums and the batch's outputs."""
     samples, size, looped, rest, _, shared = plan
-    # A loop carries Tensors of fixed shapes, and which ones the network returns is known once it has run. So the first
-    # micro-batch goes outside of the loop: the network is in the graph twice, which takes time to compile, not to run.
+    # A loop carries Tensors of fixed shapes, and the network's outputs are known only after its first run. So the first
+    # micro-batch runs before the loop. The network is then in the graph twice, which costs only compile time.
     start = ms.Tensor(0, ms.int32)
     first = turn(noted, *given, size, *take(inputs, start, size, shared))
-    # As long as the batch, with the first micro-batch's rows at the end: a turn puts new ones behind, and as many leave
-    # in front. The tuple begins with an int32: of a tuple of equal shapes that a loop carries graph mode forgets the
-    # length.
+    # Each output is as long as the batch, with the first micro-batch's rows at its end. A turn appends its rows and
+    # removes as many in front. The tuple begins with an int32, because graph mode forgets the length of a tuple of
+    # equal shapes that a loop carries.
     state: tuple = (start + size, first[0])
     for index in range(1, len(first)):
         one = first[index]
@@ -203,7 +203,7 @@ def _following(state, turned, rows):
 
 
 def _rows_at_end(samples, size):
-    """Indices of so many rows, of which the last `size` are different ones."""
+    """`samples` row indices: the last `size` are 0, 1, 2, ..., those before them are 0."""
     if isinstance(size, ms.Tensor):
         indices = ops.range(ms.Tensor(0, ms.int32), samples, ms.Tensor(1, ms.int32))
         return ops.maximum(indices - (samples - size), ms.Tensor(0, ms.int32))

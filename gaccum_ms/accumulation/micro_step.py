@@ -1,10 +1,10 @@
 """The micro-step of a window: forward and backward of one micro-batch, with one loss or several.
 
-Two more kinds are in outputs.py, for networks that return more than losses, and in grad_cache.py, for a loss that needs
-all samples of the batch at once. A micro-step has
+There are two more kinds: outputs.py has the one for networks that return more than losses, grad_cache.py the one for a
+loss that needs all samples of the batch at once. A micro-step has two methods:
 
-* `prepare` , before the loop: the sums that it begins with, what all micro-batches need, and what is cut into them;
-* `run` , for each micro-batch: its part of the sums, and its gradients.
+* `prepare` runs before the loop. It returns the initial sums, what all micro-batches share, and the inputs to cut.
+* `run` runs for each micro-batch. It returns the micro-batch's part of the sums, and its gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mindspore.ops.functional import typeof
 from gaccum_ms.accumulation.micro_batches import SplitPlan
 from gaccum_ms.options import Options
 
-# What a graph calls the kinds of values that a network may return by mistake.
+# Graph mode's type names, for values that a network may return by mistake.
 _KINDS = {"Dict": "a dict", "TypeNone": "None", "Float": "a number", "Int": "a number", "Bool": "a bool"}
 _KINDS |= {"String": "a str", "Tuple": "a tuple", "List": "a list"}
 
@@ -56,7 +56,7 @@ def shape_or_none(value):
 
 
 def float32_losses(losses, number):
-    """The losses that a network returned, a Tensor or a tuple, checked to be `number` scalars."""
+    """The network's losses (a Tensor or a tuple) as a list of float32 Tensors, checked to be `number` scalars."""
     if not isinstance(losses, (tuple, list)):
         losses = (losses,)
     _check_losses([typeof(loss) for loss in losses], [shape_or_none(loss) for loss in losses], number)
@@ -64,7 +64,7 @@ def float32_losses(losses, number):
 
 
 class OneLoss(nn.Cell):
-    """The network returns one loss. Part of the sums: the loss, times its seed."""
+    """The network returns one loss. A micro-batch's part of the sums is the loss times its seed."""
 
     def __init__(self, options: Options, network: nn.Cell, weights: ms.ParameterTuple) -> None:
         super().__init__(auto_prefix=False)
@@ -79,8 +79,8 @@ class OneLoss(nn.Cell):
         return self.backward(seed, *micro_batch)
 
     def seeded_loss(self, seed, *micro_batch):
-        """The loss times its seed. Scaling here, in the backward's seed, costs no pass over the gradients, and gives
-        each sample the gradient that it has in the whole batch, in low precision too."""
+        """The loss times its seed. Scaling the backward's seed costs no pass over the gradients. In low precision, too,
+        each sample then has the same gradient as in the whole batch."""
         return float32_losses(self.network(*micro_batch), 1)[0] * seed
 
     # -- not compiled --------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ class OneLoss(nn.Cell):
 
 
 class _LossAlone(nn.Cell):
-    """One of several losses: a graph of its own, which the others' NaN cannot enter."""
+    """One of several losses, with its own backward graph, which a NaN of another loss cannot enter."""
 
     def __init__(self, network: nn.Cell, term: int, loss_weights: Sequence[float]) -> None:
         super().__init__(auto_prefix=False)
@@ -106,8 +106,8 @@ class _LossAlone(nn.Cell):
 
 
 class SeveralLosses(nn.Cell):
-    """The network returns several losses, of which the sum by their weights goes backward. Part of the sums: each loss,
-    times its seed."""
+    """The network returns several losses; backward runs from their weighted sum. A micro-batch's part of the sums is
+    each loss times its seed."""
 
     def __init__(self, options: Options, network: nn.Cell, weights: ms.ParameterTuple) -> None:
         super().__init__(auto_prefix=False)
@@ -131,7 +131,7 @@ class SeveralLosses(nn.Cell):
         return part, gradients
 
     def seeded_losses(self, seeds, *micro_batch):
-        """The sum that goes backward, and each loss's part of its window mean."""
+        """The weighted sum, from which backward runs, and each loss's part of its window mean."""
         parts = ops.stack(float32_losses(self.network(*micro_batch), self.number)) * seeds
         return ops.reduce_sum(parts * self.loss_weights), parts
 

@@ -1,9 +1,9 @@
-"""What the gradient noise is estimated from: the squared norm of the first micro-batch's gradient, beside the window's.
+"""The inputs of the gradient noise estimate: the squared gradient norms of the first micro-batch and of the window.
 
-Two gradients of different sizes are enough (see noise_estimate.py), so that one pass over one micro-batch's gradient
-does, where it is alone in the accumulators; a pass over that of each would take a tenth of a small network's update.
-Ranks add theirs up together with the window's gradients. Kernels on single numbers cost as much to start as others, so
-that the compiled step keeps sums, and what they mean is found when somebody reads them.
+Gradients of two batch sizes are enough (see noise_estimate.py), so only the first micro-batch's norm is taken. The norm
+of each micro-batch would cost a tenth of a small network's update. The ranks' sums are reduced together with the
+window's gradients. Kernels on single numbers cost as much to start as others. So the compiled step only keeps sums;
+`read` computes the rest.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from gaccum_ms.distributed.all_reduce import FusedReducer
 from gaccum_ms.transforms import norms
 
 SUMS = 3  # squared norms times items, first micro-batches, and their items
-ALL_SUMS = SUMS + 1  # and the window's items; where ranks weigh the same, one over each rank's
+ALL_SUMS = SUMS + 1  # and the window's items; if ranks have equal weight, the sum of one over each rank's items
 
 
 class WindowNoise(NamedTuple):
-    """Two gradients of one window, of all ranks: the first micro-batch's, and the whole window's."""
+    """Two gradients of one window over all ranks: the first micro-batches' mean, and the whole window's mean."""
 
     first_square_norm: float
     first_items: float
@@ -32,30 +32,30 @@ class WindowNoise(NamedTuple):
 
     @property
     def is_known(self) -> bool:
-        """Whether the two tell anything: not where the first micro-batch was all, counted nothing, or overflowed."""
+        """Whether an estimate is possible: not if the first micro-batch was all, counted nothing, or overflowed."""
         return 0 < self.first_items < self.items * (1 - 1e-6) and all(map(math.isfinite, self))
 
     @property
     def variance(self) -> float:
-        """Of one item's gradient, the trace of its covariance."""
+        """The trace of the covariance of one item's gradient."""
         return (self.first_square_norm - self.square_norm) / (1 / self.first_items - 1 / self.items)
 
     @property
     def true_square_norm(self) -> float:
-        """Of the gradient without noise."""
+        """The squared norm of the gradient without noise."""
         return (self.items * self.square_norm - self.first_items * self.first_square_norm) / (
             self.items - self.first_items
         )
 
 
 class NoiseRecord(nn.Cell):
-    """Sums of one window, from its first micro-batch on until the next window ends.
+    """The sums of one window, kept until the next window ends.
 
     Args:
-        grad_reducer (Cell or None): What reduces gradients where ranks weigh the same; None: they weigh by items.
-        factor (float): How many times their mean the ranks make of gradients together.
-        position (Parameter or None): Where windows have several batches, of which the first alone is noted: which one
-            is being added.
+        grad_reducer (Cell or None): Reduces gradients of ranks with equal weight; None: ranks have weight by items.
+        factor (float): The reduced gradient is this multiple of the ranks' mean.
+        position (Parameter or None): If windows have several batches: the number of the batch that is being added. Only
+            a window's first batch is noted.
     """
 
     def __init__(self, grad_reducer: nn.Cell | None, factor: float = 1.0, position: ms.Parameter | None = None) -> None:
@@ -75,8 +75,8 @@ class NoiseRecord(nn.Cell):
     # -- compiled ------------------------------------------------------------------------------------------------------
 
     def note(self, gradients, unit, items):
-        """Of a batch's first micro-batch, if the batch is its window's first. `gradients` are its mean's, times its
-        items and `unit` ."""
+        """Note the first micro-batch's norm, if the batch is its window's first. `gradients` : the gradients of its
+        mean loss, times its items and `unit` ."""
         noted = items
         if not self.spans_batches:
             noted = self.keep_first(gradients, unit, items)
@@ -89,18 +89,18 @@ class NoiseRecord(nn.Cell):
         return ops.assign(self.window_first, ops.stack((times_items, ops.ones_like(items), items)))
 
     def reduce(self, grad_reducer, gradients, share, after):
-        """Gradients reduced over ranks that weigh the same; `share` is one over this rank's items. Returns them, and
-        what stands for the record."""
+        """Reduce gradients over ranks with equal weight. `share` : one over this rank's items. Returns the reduced
+        gradients, and a Tensor that depends on the record."""
         sums = ops.concat((ops.depend(self.window_first, after) + 0.0, share.reshape((1,))))
         reduced = grad_reducer((*gradients, sums))
         return reduced[:-1], ops.assign(self.noise_sums, reduced[-1])
 
     def keep(self, summed, total):
-        """What ranks that weigh by their items have summed, and the items of all."""
+        """Record the sums of ranks with weight by items, and the total of items."""
         return ops.assign(self.noise_sums, ops.concat((summed, total.reshape((1,)))))
 
     def reset(self, after):
-        """For the next window, once `after` is there."""
+        """Reset for the next window, once `after` is computed."""
         return ops.assign(self.window_first, ops.depend(ops.zeros((SUMS,), ms.float32), after))
 
     # -- not compiled --------------------------------------------------------------------------------------------------
@@ -110,10 +110,10 @@ class NoiseRecord(nn.Cell):
         overwrite(self.window_first, ops.zeros_like(self.window_first))
 
     def read(self, grad_norm: float) -> WindowNoise:
-        """What the last window tells, with the norm of its gradient."""
+        """The last window's two gradients. `grad_norm` : the norm of the window's."""
         squares, number, first_items, items = map(float, self.noise_sums.asnumpy())
         if self.ranks_weigh_the_same:
             items = self.ranks**2 / (items * self.ranks if self.means else items)
         first = squares / first_items * self.factor**2 if first_items > 0 else math.nan
-        # Shares are float32: 256 items, and not 255.99999.
+        # Shares are float32; rounding gives 256 items, and not 255.99999.
         return WindowNoise(first, first_items / max(number, 1e-30), grad_norm**2, float(f"{items:.6g}"))

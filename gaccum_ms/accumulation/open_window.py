@@ -1,8 +1,8 @@
 """A window that stays open between calls, because several batches share an update.
 
-What must survive from one batch to the next: the accumulators, the window's place, its sums, and the unit they are in.
-All of it is in Parameters, so that it is in checkpoints too, and so that a step that is already compiled follows when
-the number of batches of a window changes. Until the window ends nothing is reduced over ranks.
+From one batch to the next, the window keeps the accumulators, its position, its sums, and their unit. All of these are
+Parameters: checkpoints contain them, and a compiled step stays valid when the number of batches of a window changes.
+Without sharded accumulators, nothing is reduced over ranks until the window ends.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class OpenWindow(nn.Cell):
 
     Args:
         owner (str): The class that warnings name.
-        accumulators (Accumulators): Where the gradients of its batches add up.
-        reduction (CountedReduction): Makes their mean over all batches and ranks.
+        accumulators (Accumulators): Where the gradients of its batches are added up.
+        reduction (CountedReduction): Computes their mean over all batches and ranks.
         position (Parameter): Batches of the open window so far, int32 of shape ().
         accumulation_steps (int): Batches of each window.
     """
@@ -58,23 +58,24 @@ class OpenWindow(nn.Cell):
         self.window_loss = record("window_loss")
         self.window_batches = record("window_batches")  # of the last window, on this rank
         self.window_position = position
-        # A new number is for windows to come: the open one keeps, in window_steps, the one that it began with.
+        # A new number applies to later windows: window_steps keeps the number with which the open window began.
         self.accumulation_steps = counter("accumulation_steps", accumulation_steps)
         self.window_steps = counter("window_steps", accumulation_steps)
         self.updates_held = counter("updates_held")  # not 0: no window ends
-        # What one item contributes to accumulators and loss. It stays the same for a whole window, whatever batches and
-        # loss scale do; 0 before anything was counted.
+        # The factor of one item in accumulators and loss. It is constant over a window, even if batch sizes or the loss
+        # scale change; 0 before anything was counted.
         self.window_unit = record("window_unit")
         self.window_sums = record("window_sums", (4,))  # loss, count, dropped micro-batches, batches that were added
-        self.batch_items = record("batch_items")  # what the last batch counted, NaN where its count was bad
-        if saturates():  # the device's flag would not do: between two batches other code may clear it, or set it
+        self.batch_items = record("batch_items")  # the last batch's count, NaN if it was bad
+        if saturates():  # the device's flag is not enough: other code may clear or set it between two batches
             self.saturated_batches = record("saturated_batches", (1,))
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 
     def begin_batch(self, scale, count):
-        """Count the batch before any of it is added: `drop_if_torn` can then tell one that failed half-way. Returns the
-        window's unit: one over its expected total, so that the accumulators hold numbers of a mean's size."""
+        """Count the batch before any of it is added, so that `drop_if_torn` recognises a batch that failed half-way.
+        Returns the window's unit, the loss scale over its expected total: the accumulators then hold numbers of a
+        mean's size."""
         first = self.window_position == 0
         steps = ops.select(first, self.accumulation_steps + 0, self.window_steps + 0)
         unit, _ = self.unit_of(scale, count, steps)
@@ -84,14 +85,13 @@ class OpenWindow(nn.Cell):
         return ops.depend(unit, begun)
 
     def unit_of(self, scale, count, steps):
-        """The unit of a window that is expected to have so many batches of this count, unless it has one; and whether
-        it had none."""
+        """The window's unit, and whether it was unset. An unset unit is computed for `steps` batches of this count."""
         held = self.window_unit + 0.0
         fresh = scale / (count * ops.cast(steps, ms.float32))
         return ops.select(ops.logical_and(held == 0, count > 0), fresh, held), held == 0
 
     def after_micro_batch(self, sums):
-        """Of a batch that Python cuts: other code may clear the device's flag between two micro-batches."""
+        """For a batch that Python cuts: other code may clear the device's flag between two micro-batches."""
         if saturates():
             sums = ops.depend(sums, ops.assign_add(self.saturated_batches, read_flag(sums)))
         return sums
@@ -104,19 +104,19 @@ class OpenWindow(nn.Cell):
         return ops.assign(self.batch_items, ops.depend(count, kept))
 
     def is_complete(self, after):
-        """Whether the batch that `after` belongs to was the window's last."""
+        """Whether the batch of `after` was the window's last."""
         position = ops.depend(self.window_position, after) + 0
         return ops.logical_and(position >= self.window_steps, self.updates_held == 0)
 
     def result(self, scale, after):
-        """The window's gradients and loss, as `run` of other windows returns them, once `after` is there."""
+        """The window's gradients and loss, as `Window.run` returns them, once `after` is computed."""
         sums = ops.depend(self.window_sums, after) + 0.0
-        # Not sums[3]: once two eager gradients have been interrupted, MindSpore knows no int as index any more.
+        # Not sums[3]: after two interrupted eager gradients, MindSpore accepts no int as an index.
         sums = ops.depend(sums, ops.assign(self.window_batches, ops.unstack(sums)[3]))
         return self.reduction(self.accumulators.read(sums), sums[:3], self.window_unit + 0.0, scale)
 
     def reset(self, after):
-        """An empty window, once `after` is there."""
+        """Empty the window, once `after` is computed."""
         cleared = self.accumulators.reset(after)
         cleared = ops.assign(self.window_position, ops.depend(ms.Tensor(0, ms.int32), cleared))
         cleared = ops.assign(self.window_unit, ops.depend(ms.Tensor(0.0, ms.float32), cleared))
@@ -136,7 +136,7 @@ class OpenWindow(nn.Cell):
         overwrite(self.window_position, ms.Tensor(self.batches + 1, ms.int32))
 
     def end_eagerly(self, sums: ms.Tensor) -> None:
-        """Keep its sums, and what it counted, as `end_batch` does, once all of its gradients are added."""
+        """Keep a batch's sums and its count, as `end_batch` does, once all of its gradients are added."""
         *kept, items = sums.asnumpy()  # waits
         ended = self.window_sums.asnumpy() + np.array([*kept, 1], np.float32)
         overwrite(self.window_sums, ms.Tensor(ended))
@@ -149,13 +149,12 @@ class OpenWindow(nn.Cell):
 
     @property
     def is_full(self) -> bool:
-        """What `is_complete` says."""
+        """As `is_complete` , outside of a graph."""
         full = self.batches >= int(self.window_steps.asnumpy())
         return full and not int(self.updates_held.asnumpy())
 
     def drop_if_torn(self) -> None:
-        """After a batch that was begun and not ended, drop the window: what is in the accumulators of that batch cannot
-        be told from the rest."""
+        """Drop the window after a batch that began and did not end: its gradients cannot be separated from the rest."""
         if self.batches == int(self.window_sums.asnumpy()[3]):
             return
         dropped = self.batches - 1
@@ -169,7 +168,7 @@ class OpenWindow(nn.Cell):
             )
 
     def reset_eagerly(self) -> None:
-        """An empty window."""
+        """Empty the window."""
         self.accumulators.reset_eagerly()
         saturated = (self.saturated_batches,) if saturates() else ()
         for held in (self.window_position, self.window_unit, self.window_sums, *saturated):
@@ -178,5 +177,5 @@ class OpenWindow(nn.Cell):
             self.noise.reset_eagerly()
 
     def set_steps(self, accumulation_steps: int) -> None:
-        """Let windows to come have so many batches."""
+        """Set the number of batches of later windows."""
         overwrite(self.accumulation_steps, ms.Tensor(accumulation_steps, ms.int32))

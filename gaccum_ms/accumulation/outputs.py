@@ -1,8 +1,8 @@
-"""What a network returns beside its loss: the loss's denominator, and outputs for the user. Nothing of it enters the
+"""What a network returns beside its loss: the loss's denominator, and outputs for the user. None of it enters the
 gradient.
 
-Outputs are of samples, where axis 0 has the micro-batch's length, or of shape (). The first are put behind each other
-in the batch's order (micro_batches.py); the second are added up and divided as the loss is.
+An output has one row for each sample of the micro-batch, or shape (). Rows are concatenated in the batch's order
+(micro_batches.py); scalars are added up and divided as the loss is.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _WANTED = {
 }
 
 
-@ops.constexpr(check=False)  # which warns of shapes that are open
+@ops.constexpr(check=False)  # the check warns about open shapes
 def _check_outputs(kinds, shapes, ratio, aux, rows):
-    """`rows` : of the micro-batch; None where that is open."""
+    """`rows` : the micro-batch's number of samples; None if it is open."""
     first_aux = 1 + ratio
     options = "reduction='ratio'" * ratio + " and " * (ratio and aux) + "aux=True" * aux
     wanted = f"For 'GradAccumulationCell', with {options} the network must return {_WANTED[ratio, aux]}"
@@ -55,8 +55,8 @@ def _check_outputs(kinds, shapes, ratio, aux, rows):
 
 
 class LossWithOutputs(nn.Cell):
-    """The network returns a tuple: its loss, with ``reduction="ratio"`` a sum and the count of its items; and, with
-    `aux` , more. Part of the sums: the loss times its seed, and with it the rest."""
+    """The network returns a tuple: its loss (with ``reduction="ratio"`` a sum and the count of its items), and with
+    `aux` more outputs. A micro-batch's part of the sums is the loss times its seed, together with the rest."""
 
     def __init__(self, options: Options, network: nn.Cell, weights: ms.ParameterTuple) -> None:
         super().__init__(auto_prefix=False)
@@ -65,7 +65,7 @@ class LossWithOutputs(nn.Cell):
         self.ratio = options.returns_ratio
         self.aux = options.aux
         self.first_aux = 1 + self.ratio
-        # What comes after the first output goes into no gradient.
+        # Only the first output has a gradient.
         self.backward = ops.value_and_grad(self.seeded_outputs, None, weights, has_aux=True)
 
     def prepare(self, sums, unit, inputs, plan):

@@ -1,8 +1,7 @@
 """The mean over all counted items of all ranks, in one reduction.
 
-Each rank has sums: of gradients, of the loss, and the count that they are over. They leave for the other ranks
-together; what comes back is divided by the total of all. The mean of the ranks' means would be something else as soon
-as their counts differ.
+Each rank has a sum of gradients, a sum of losses, and their count. One reduction adds all of them over ranks; the sums
+are then divided by the total count. The mean of the ranks' means would differ from it when the counts differ.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ class CountedReduction(nn.Cell):
 
     Args:
         weights (Sequence[Parameter]): The weights whose gradients are reduced.
-        by_samples (bool): Whether the counts are not the user's own. Ranks then mean together what MindSpore's
-            ``gradients_mean`` says, and a rank reports its own loss, as without accumulation.
-        is_mean (bool): Whether to divide by the count at all: not a loss that is a sum, and has none.
-        reduced (bool): Whether gradients are sums over all ranks already, which then have a unit in common.
-        records_noise (bool): Whether there are sums for estimates of the gradient noise too.
-        position (Parameter or None): As of `NoiseRecord` .
+        by_samples (bool): Whether the counts are samples, and not the user's own. MindSpore's ``gradients_mean`` then
+            decides between mean and sum over ranks, and each rank reports its own loss, as without accumulation.
+        is_mean (bool): Whether to divide by the count. False for a loss that is a sum and has no count.
+        reduced (bool): Whether gradients are already sums over all ranks, which then share one unit.
+        records_noise (bool): Whether to reduce the sums for estimates of the gradient noise too.
+        position (Parameter or None): The same as `NoiseRecord` takes.
     """
 
     def __init__(
@@ -66,16 +65,16 @@ class CountedReduction(nn.Cell):
         self.dropped_micro_batches = record("dropped_micro_batches")
 
     def construct(self, gradients, sums, unit, scale):
-        """Gradients and loss come as multiples of `unit`, this rank's own. Returns the gradients' sums, times the loss
-        scale, what they are to be divided by, the loss, and whether anything was counted."""
-        # Zero where this rank has counted nothing: it has no unit then.
+        """Gradients and loss are multiples of `unit` , this rank's own. Returns the gradients' sums times the loss
+        scale, their divisor, the loss, and whether anything was counted."""
+        # Zero if this rank has counted nothing: it then has no unit.
         per_unit = counts.ratio_or_zero(scale, unit)
         sums = sums * ops.stack((per_unit, ops.ones_like(per_unit), ops.ones_like(per_unit)))
         if self.records_noise:
             sums = ops.concat((sums, ops.depend(self.noise.window_first, sums) + 0.0))
         gradients = self.map(ops.partial(scale_by, per_unit), gradients)
         if self.reduced:
-            # After the gradients' gathering, for the same order on all ranks.
+            # After the all-gather of the gradients, so that all ranks have the same order.
             over_ranks = self.sum_over_ranks.alone(ops.depend(sums, gradients))
         else:
             gradients, over_ranks = self.sum_over_ranks(gradients, sums)
@@ -93,6 +92,6 @@ class CountedReduction(nn.Cell):
         return gradients, divisor, loss, total > 0
 
     def mean_over_ranks(self, count):
-        """Of each rank's count: what a unit that ranks have in common is made of."""
+        """The mean of the ranks' counts, from which their common unit is computed."""
         only = ops.concat((count.reshape((1,)), ops.zeros((self.size - 1,), ms.float32)))
         return ops.unstack(self.sum_over_ranks.alone(only))[0] / self.ranks

@@ -1,15 +1,15 @@
-"""Ascend's saturation mode: what overflows becomes the largest number there is, and only a flag of the device says so.
+"""Ascend's saturation mode: an overflow becomes the largest finite number, and only a flag of the device shows it.
 
-It is the 910A's mode, and others' under ``MS_ASCEND_CHECK_OVERFLOW_MODE=SATURATION_MODE`` . No gradient looks infinite
-there, not after the sum over ranks either. So, where overflows are looked for, as MindSpore's
-`nn.TrainOneStepWithLossScaleCell` does:
+The 910A always has this mode; the 910B has it under ``MS_ASCEND_CHECK_OVERFLOW_MODE=SATURATION_MODE`` . No gradient
+looks infinite there, not even after the sum over ranks. Where overflows matter, the step therefore does as MindSpore's
+`nn.TrainOneStepWithLossScaleCell` :
 
-    clear the flag          before a batch goes forward; in a loop of your own, at the end of the call before
-    read it                 after each batch of an open window, and at a window's end: it stays set until it is cleared
-    add it up over ranks    an overflow on one drops the window on all
+    clear the flag          before a batch's forward; in a loop of your own, at the end of the previous call
+    read the flag           after each batch of an open window, and at a window's end; it stays set until it is cleared
+    sum it over ranks       an overflow on one rank drops the window on all
 
-`amp.all_finite` , which looks at single micro-batches, reads and clears the same flag. In every other mode, and on
-other devices, graphs have nothing of this.
+`amp.all_finite` , which checks single micro-batches, reads and clears the same flag. In every other mode, and on other
+devices, graphs contain none of these kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mindspore import ops
 from gaccum_ms import backend
 
 _VARIABLE = "MS_ASCEND_CHECK_OVERFLOW_MODE"
-_FLAG = (8,)  # int32; the input is there for the order alone
+_FLAG = (8,)  # int32; the input only fixes the order
 
 _clear = backend.NPUClearFloatStatusV2()
 _get = backend.NPUGetFloatStatusV2()
@@ -30,7 +30,7 @@ _get = backend.NPUGetFloatStatusV2()
 
 @ops.constexpr
 def saturates():
-    """Whether this device does, in this mode. By what MindSpore's own steps decide by."""
+    """Whether this device saturates in this mode; MindSpore's own steps use the same condition."""
     if not backend.ascend_target():
         return False
     return backend.ascend_910a_target() or (backend.ascend_910b_target() and os.getenv(_VARIABLE) == "SATURATION_MODE")
@@ -40,13 +40,13 @@ def saturates():
 
 
 def clear_flag(after):
-    """Clear the flag once `after` is there. Returns `after` : what is made of it comes later."""
+    """Clear the flag once `after` is computed. Returns `after` ; its users run after the clearing."""
     if saturates():
         after = ops.depend(after, _clear(ops.depend(ops.zeros(_FLAG, ms.int32), after)))
     return after
 
 
 def read_flag(after):
-    """1 if anything has overflowed from the clearing until `after` was there, else 0; float32 of shape (1,)."""
+    """1 if anything overflowed between the clearing and `after` , else 0; float32 of shape (1,)."""
     flag = _get(ops.depend(ops.zeros(_FLAG, ms.int32), after))
     return ops.cast((flag != 0).any(), ms.float32).reshape((1,))

@@ -1,9 +1,9 @@
-"""Weighing where the network returns several losses, each with a total of its own.
+"""Weighing for a network that returns several losses, each with its own total.
 
-One accumulator cannot be divided by several totals, and one for each loss would cost a backward for each. So the totals
-come first: the micro-batches are counted, and the counts summed over ranks, before the loop; each loss is then seeded
-with its share. Where all counts are samples there is nothing to ask other ranks, and `gradients_mean` says what ranks
-mean together.
+One accumulator cannot be divided by several totals, and one accumulator for each loss would cost a backward for each.
+So the totals come first: before the loop, micro-batches are counted and the counts are summed over ranks. Each loss is
+then seeded with its share. If all counts are samples, the counts need no reduction, and `gradients_mean` decides
+between mean and sum over ranks.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ByCountsOfEach(nn.Cell):
             sums, gradients = self.micro_step.run(seeds, prepared, size, *micro_batch)
             sums = ops.depend(sums, self.store.add(gradients))
         else:
-            # A mean over nothing is NaN, and a zero seed times NaN is NaN: each loss that has items goes back alone.
+            # A mean over no items is NaN, and a zero seed times NaN is NaN. So backward runs for each loss with items.
             items_of = ops.unstack(items)
             for term in range(self.number):
                 if items_of[term] > 0:

@@ -1,7 +1,7 @@
-"""Accumulators of which each rank keeps its slice: gradients are reduced over ranks micro-batch by micro-batch.
+"""Sharded accumulators: each rank keeps its slice, and the gradients of each micro-batch are reduced over ranks.
 
-The gradients' part of ZeRO stage 2 (Rajbhandari et al., 2020, arXiv:1910.02054). All ranks must add equally often, and
-multiples of the same unit, because what one rank adds is in the other ranks' accumulators from then on.
+This is the gradients' part of ZeRO stage 2 (Rajbhandari et al., 2020, arXiv:1910.02054). All ranks must add equally
+often, and multiples of the same unit, because each addition goes into all ranks' accumulators.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from gaccum_ms.backend import no_grad
 from gaccum_ms.distributed.layout import Layout, rank_and_ranks
 from gaccum_ms.options import Options
 
-# And the weight's name. Other prefixes than the whole accumulators': neither may be loaded as the other.
+# Followed by the weight's name. They differ from the whole accumulators' prefixes: neither may be loaded as the other.
 PARTS = "accu_grads_part."
 COMPENSATION_PARTS = "accu_compensation_part."
 ALL_PARTS = (PARTS, COMPENSATION_PARTS)
 
 
 class ShardedAccumulators(Accumulators):
-    """As `Accumulators` , to those who add and read, and reduced over ranks.
+    """The methods of `Accumulators` , with sums over ranks.
 
     Args:
         weights (Sequence[Parameter]): The weights whose gradients are added up.
-        dtype (mindspore.dtype or None): Of the accumulators; None: each its weight's.
+        dtype (mindspore.dtype or None): The accumulators' dtype; None: each has its weight's dtype.
         compensated (bool): Whether to keep what rounding takes away.
         mean (bool): Whether ranks are averaged, not summed.
     """
@@ -57,7 +57,7 @@ class ShardedAccumulators(Accumulators):
         return super().add(parts)
 
     def read(self, after):
-        """All ranks' sums, whole, once `after` is there. A collective."""
+        """The whole sums over all ranks, once `after` is computed. A collective."""
         return self.layout.whole(super().read(after))
 
     # -- not compiled --------------------------------------------------------------------------------------------------
@@ -67,10 +67,10 @@ class ShardedAccumulators(Accumulators):
 
 
 def check_micro_batches(number: int) -> None:
-    """Before a batch. A collective.
+    """Check, before a batch, that all ranks have `number` micro-batches. A collective.
 
     Raises:
-        ValueError: On all ranks, if they do not all have so many micro-batches.
+        ValueError: On all ranks, if their numbers of micro-batches differ.
     """
     with no_grad():
         numbers = ops.AllGather()(ms.Tensor([number], ms.int32)).asnumpy().tolist()
@@ -83,7 +83,7 @@ def check_micro_batches(number: int) -> None:
 
 
 def store_of(options: Options, weights: ms.ParameterTuple, accumulates: bool, sums: bool) -> nn.Cell:
-    """Where the gradients of a window add up. `sums` : they are not means, whatever ``gradients_mean`` says."""
+    """Where a window's gradients are added up. `sums` : ranks are summed, also with ``gradients_mean=True`` ."""
     if not accumulates:
         return NoAccumulators()
     kept_by = options.accumulator_dtype, options.compensated

@@ -1,11 +1,11 @@
-"""The end of a window: what is done once per update, after the sums of all ranks are there.
+"""The end of a window: what is done once per update, after the reduction over ranks.
 
     divide by total count and loss scale
     clip by global norm
-    finite, and something counted?              all ranks agree
-        go through the other transforms         which change the gradient, or veto the update (transforms/chain.py)
-        update, or skip
-        let the transforms act after it
+    if finite, and something was counted:       the same on all ranks
+        apply the other transforms              they change the gradient, or veto the update (transforms/chain.py)
+        update the weights, or skip
+        run the transforms' `after_update`
     adjust the loss scale
     reset the accumulators
 
@@ -49,15 +49,15 @@ def _cast_like_one(gradient, weight):
 
 
 class Update(nn.Cell):
-    """Bring a window's gradients to the optimizer.
+    """Update the weights with a window's gradients.
 
     Args:
         owner (str): The class that errors name.
         optimizer (Optimizer): Updates the weights.
         weights (Sequence[Parameter]): The weights, in the gradients' order.
-        window (Cell): Says what was counted, and is reset.
-        options (Options): What the gradient goes through, whether micro-batches that overflow are left out, and whether
-            to keep the gradient's norm where nothing is clipped too.
+        window (Cell): The window, with its counts; it is reset.
+        options (Options): The transforms, whether micro-batches that overflow are left out, and whether to record the
+            gradient's norm without clipping, too.
         scale_sense (Cell, Tensor or None): Loss scale, as the step takes it.
         network (Cell or None): Layers in it may have statistics that move once per update.
     """
@@ -98,7 +98,7 @@ class Update(nn.Cell):
         self.keeps_norm = options.record_noise
         if max_grad_norm is not None or self.keeps_norm:
             self.grad_norm = record("grad_norm")
-        # A finite norm is one of finite gradients, and they stay so in float32: no second pass over them.
+        # If the norm is finite, the gradients are, and stay so in float32: they need no second check.
         self.norm_tells = (
             max_grad_norm is not None
             and not window.is_sharded
@@ -111,31 +111,31 @@ class Update(nn.Cell):
             self.sum_of_flags = ops.AllReduce()
 
     def scale(self):
-        """What seeds are multiplied with, shape ()."""
+        """The factor of all seeds, of shape ()."""
         if self.scaled:
-            return self.scale_sense.reshape(()) + 0.0  # its value now: the manager writes into the Parameter
+            return self.scale_sense.reshape(()) + 0.0  # a copy: the manager later overwrites the Parameter
         return ms.Tensor(self.sens, ms.float32)
 
     @property
     def links(self) -> tuple[nn.Cell, ...]:
-        """What the gradient goes through, but for clipping at the front."""
+        """The transforms, without clipping at the front."""
         return tuple(self.transforms.links) if self.has_transforms else ()
 
     def begin_anew(self) -> None:
-        """Let transforms forget what training has left in them, before a checkpoint is loaded."""
+        """Reset the transforms' state, before a checkpoint is loaded."""
         for link in self.links:
             link.begin_anew()
 
     def take_window(self, window: nn.Cell) -> None:
-        """From now on end this window, before anything is compiled."""
+        """End this window from now on. Call it before anything is compiled."""
         self.window = window
 
     def leave_scale_to_optimizer(self, scale: float) -> None:
-        """Let gradients keep a scale, which an optimizer with ``loss_scale`` divides by."""
+        """Leave a scale in the gradients; an optimizer with ``loss_scale`` divides by it."""
         self.sens = scale
 
     def update_in_spite_of_overflow(self) -> None:
-        """Let a window update whose gradient is not finite, with a fixed loss scale: some packages can do so."""
+        """Update even if the gradient is not finite, with a fixed loss scale: some packages have this option."""
         self.looks_for_overflow = False
 
     def set_scale(self, scale: ms.Tensor) -> None:
@@ -150,7 +150,7 @@ class Update(nn.Cell):
 
     def construct(self, gradients, divisor, loss, counted):
         """Takes what a window's `run` or `result` returns. Returns the loss, and whether the window overflowed."""
-        if self.is_sharded and self.scaled:  # a product: the compiler's pass for norms does not look through quotients
+        if self.is_sharded and self.scaled:  # a product: the compiler's pass for norms does not recognise quotients
             gradients = self.map(ops.partial(scale_by, self.sens / divisor), gradients)
         elif self.scaled or self.window.needs_division:
             gradients = self.map(ops.partial(_divide, divisor / self.sens), gradients)
@@ -175,7 +175,7 @@ class Update(nn.Cell):
         return self.window.reset(loss), overflow
 
     def returned(self, loss, overflow, scale, outputs):
-        """What the step returns of a batch, compiled or not; `outputs` are those beside the loss."""
+        """What the step returns for a batch, compiled or not. `outputs` : the outputs beside the loss."""
         if self.scaled:
             return (loss, overflow, scale, *outputs)
         return (loss, *outputs) if self.shows_outputs else loss
@@ -206,11 +206,11 @@ class Update(nn.Cell):
         return norms.clip_by_norm(gradients, norm, max_norm * self.sens), loss, ops.isfinite(norm)
 
     def _overflow(self, gradients, loss, counted, divisor, norm_is_finite):
-        """Whether the window must not update for what is not finite: the finished gradient, the same on all ranks, or
-        its norm, or what it was divided by, or every micro-batch's. Without loss scaling nobody asks."""
+        """Whether an overflow forbids the update. It does if the finished gradient (equal on all ranks), its norm or
+        its divisor is not finite, or if every micro-batch overflowed. Without loss scaling or dropping: False."""
         if not self.looks_for_overflow:
             return ms.Tensor(False, ms.bool_)
-        # An infinite divisor, total count times scale, would make finite gradients zero.
+        # An infinite divisor (total count times scale) would turn finite gradients into zeros.
         finite = ops.logical_and(ops.isfinite(divisor), norm_is_finite)
         if saturates():
             finite = ops.logical_and(self._nothing_saturated(gradients), finite)
@@ -224,7 +224,7 @@ class Update(nn.Cell):
         return overflow
 
     def _nothing_saturated(self, after):
-        """In the window's batches, and until `after` is there, on any rank."""
+        """Whether nothing saturated on any rank, in the window's batches and until `after` is computed."""
         flag = read_flag(after)
         if self.window.spans_batches:
             flag = flag + self.window.saturated_batches
@@ -236,8 +236,8 @@ class Update(nn.Cell):
         return ops.depend(self.window.dropped_micro_batches, after) > 0
 
     def _adjust_scale(self, overflow, loss):
-        """Let the manager see the window, unless its count was bad or it had nothing to overflow: then nothing is to
-        change."""
+        """Call the manager, which adjusts the scale. The scale stays as it is if the window's count was bad, or if the
+        window counted nothing and nothing overflowed."""
         if self.drops:
             overflow = ops.logical_or(overflow, self._dropped(loss))
         overflow = ops.depend(overflow, loss)
@@ -254,7 +254,7 @@ class WindowEnd(OwnGraph):
 
     Args:
         window (OpenWindow): The window.
-        update (Update): What is done with its sums.
+        update (Update): The update from its sums.
         jit (bool): Whether to compile a flush in PyNative mode too.
     """
 
@@ -264,12 +264,12 @@ class WindowEnd(OwnGraph):
         self.update = update
 
     def construct(self, after):
-        """Returns whether the window overflowed. `after`: a Tensor that stands for all that must come first."""
+        """Returns whether the window overflowed. `after` : a Tensor that depends on all that must come first."""
         mean, overflow = self.update(*self.window.result(self.update.scale(), after))
         return ops.depend(overflow, ops.assign(self.window.window_loss, mean))
 
     def flush(self) -> bool:
-        """End the window now. All ranks must; one that has nothing to add takes part with a count of zero.
+        """End the window now. All ranks must call this; a rank without batches takes part with a count of zero.
 
         Returns:
             bool, whether there was an update.
@@ -277,6 +277,6 @@ class WindowEnd(OwnGraph):
         if not self.window.batches and not self.window.reduction.sum_over_ranks.reduces:
             return False
         before = int(self.update.update_count.asnumpy())
-        with no_grad():  # PyNative's tape, left open by an eager gradient, would record this
+        with no_grad():  # an eager gradient may have left PyNative's tape open, which would record this
             self.run_alone(ms.Tensor(0.0, ms.float32))
         return int(self.update.update_count.asnumpy()) > before

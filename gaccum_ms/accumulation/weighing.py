@@ -1,18 +1,18 @@
-"""What a micro-batch of a window weighs, and what the window's sums are divided by.
+"""The weight of a micro-batch in its window, and the divisor of the window's sums.
 
-* `BySamples` : micro-batches weigh by their samples, constants. Seeds are shares, sums are means.
-* `ByCounts` : by counts that the data decide, and micro-batches may be left out. The rank's own are counted first, and
-  seeded with their shares; reduction.py then makes the mean over all ranks.
-* `ByCountsWithOutputs` : forward and backward run first, and then is decided whether they are added: where the network
-  itself returns its count, or outputs (outputs.py), which are those of all samples, also of what is left out.
-* `ByCountsOfEach` : several losses, each with a total of its own (several_losses.py).
+* `BySamples` weights micro-batches by their numbers of samples, which are constants. Seeds are shares, sums are means.
+* `ByCounts` weights them by counts that depend on the data; micro-batches may be left out. The rank first counts its
+  own micro-batches and seeds them with their shares; reduction.py then computes the mean over all ranks.
+* `ByCountsWithOutputs` runs forward and backward before it decides whether to add them. It is for networks that return
+  their count, or outputs (outputs.py): outputs cover all samples, even those of a micro-batch that is left out.
+* `ByCountsOfEach` handles several losses, each with its own total (several_losses.py).
 
 Each kind has these methods, which are compiled:
 
     seed_per_item       the seed of a micro-batch of one item, called `unit` everywhere
-    zero_sums           what the loop's sums begin with
+    zero_sums           the initial value of the loop's sums
     turn                one turn of the loop: forward, backward and add, unless the micro-batch is left out
-    reduce              over ranks: gradients, what they are to be divided by, the loss, whether there is an update
+    reduce              over ranks: gradients, their divisor, the loss, whether there is an update
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from gaccum_ms.options import Options
 
 
 class MadeOf(NamedTuple):
-    """What a weighing is made of."""
+    """The arguments of a weighing."""
 
     options: Options
     weights: ms.ParameterTuple
     grad_reducer: nn.Cell  # over ranks
     micro_step: nn.Cell  # forward and backward
-    store: nn.Cell  # where gradients add up
-    position: ms.Parameter | None  # where a window has several batches, the number of them so far
+    store: nn.Cell  # where gradients are added up
+    position: ms.Parameter | None  # if a window has several batches, the number of them so far
 
 
 class BySamples(nn.Cell):
-    """Micro-batches weigh by their samples; `sums` : the loss. A loss that is no mean over samples weighs as it is."""
+    """Weights micro-batches by samples. `sums` : the loss. A loss that is not a mean over samples has weight 1."""
 
     may_skip = False  # whether there are windows that must not update
-    needs_division = False  # whether gradients are sums, to be divided by more than the loss scale
+    needs_division = False  # whether gradients are sums, and their divisor is more than the loss scale
     weighs_samples = False  # whether counts are taken at run time, though they are samples
 
     def __init__(self, made_of: MadeOf) -> None:
@@ -64,7 +64,7 @@ class BySamples(nn.Cell):
         return scale / plan[0] if self.loss_is_mean else scale
 
     def items(self, size):
-        """What the seed of a micro-batch is a multiple of."""
+        """The factor between `unit` and a micro-batch's seed."""
         return size if self.loss_is_mean else 1
 
     def zero_sums(self):
@@ -78,12 +78,12 @@ class BySamples(nn.Cell):
         return part, gradients
 
     def turn(self, noted, unit, prepared, size, *micro_batch):
-        # `*`: of one tuple of equal shapes, passed to where an `if` on a Tensor is, graph mode forgets the length.
+        # Passed with `*` : graph mode forgets the length of a tuple of equal shapes inside an `if` on a Tensor.
         part, gradients = self.run(noted, unit, prepared, size, *micro_batch)
         return ops.depend(part, self.store.add(gradients))
 
     def own_mean(self, parts, sums, scale, unit):
-        """Of this rank's batch: of the loss or an output of shape (), whose parts are summed, without its scale."""
+        """This rank's mean of the loss, or of an output of shape (), from its summed parts, without loss scale."""
         return parts / scale
 
     def reduce(self, gradients, sums, scale, unit):
@@ -95,7 +95,7 @@ class BySamples(nn.Cell):
 
 
 class BySamplesWithOutputs(BySamples):
-    """By samples, and with outputs."""
+    """Weights micro-batches by samples, and returns outputs."""
 
     def run(self, noted, unit, prepared, size, *micro_batch):
         """A micro-batch's part of the sums with its outputs, in a tuple, and its gradients."""
@@ -111,7 +111,7 @@ class BySamplesWithOutputs(BySamples):
 
 
 class ByCounts(nn.Cell):
-    """Micro-batches weigh by counts, and may be left out. `sums` : the loss, the count, how many were dropped."""
+    """Weights micro-batches by counts; they may be left out. `sums` : the loss, the count, dropped micro-batches."""
 
     may_skip = True
     needs_division = True
@@ -127,7 +127,7 @@ class ByCounts(nn.Cell):
         self.loss_is_mean = micro_step.loss_is_mean
         self.counting = Counting(options)
         self.weighs_samples = not options.counts_items
-        # A sum without a count, allowed in windows that span batches, is not divided by anything.
+        # A loss that is a sum without a count has no divisor; windows that span batches allow it.
         self.is_mean = self.loss_is_mean or not self.weighs_samples
         self.reduction = CountedReduction(
             weights, self.weighs_samples, self.is_mean, store.reduces, options.record_noise, position
@@ -139,14 +139,14 @@ class ByCounts(nn.Cell):
         self.map = ops.HyperMap()
 
     def seed_per_item(self, inputs, plan, scale):
-        """One over this rank's own total: what goes backward, and into the accumulators, is then as small as the whole
-        batch's, and overflows in low precision no sooner. `reduce` multiplies by it again."""
+        """The loss scale over this rank's own total. Gradients and accumulators are then as small as the whole batch's,
+        and overflow no earlier in low precision. `reduce` undoes this division."""
         total = self.expected(self.counting.total(inputs, plan))
         return scale / ops.select(total > 0, total, ops.ones_like(total))
 
     def expected(self, total):
-        """Of this rank's own total, the one that units are made of: ranks that add to the same sums have it in common.
-        NaN where a count is bad."""
+        """The total from which the unit is computed. If ranks add to the same sums, it is the mean of their totals,
+        else this rank's own. NaN if a count is bad."""
         return self.reduction.mean_over_ranks(total) if self.store.reduces else total
 
     def items(self, count):
@@ -157,8 +157,8 @@ class ByCounts(nn.Cell):
 
     def turn(self, noted, unit, prepared, size, *micro_batch):
         count = self.counting.of(*micro_batch)
-        # A mean over nothing is NaN, and so is its gradient: such a micro-batch is not run at all. Not so a NaN count,
-        # which must reach the total.
+        # A mean over no items is NaN, and so is its gradient: such a micro-batch does not run. A NaN count is added,
+        # because it must reach the total.
         sums = ops.stack((ops.zeros_like(count), count, ops.zeros_like(count)))
         if self.store.reduces:
             sums = self.reduced_turn(unit, prepared, size, count, *micro_batch)
@@ -167,7 +167,7 @@ class ByCounts(nn.Cell):
         return sums
 
     def reduced_turn(self, unit, prepared, size, count, *micro_batch):
-        """Adds in any case: the other ranks, which may count something, wait for it."""
+        """Adds even if this rank counts nothing: the other ranks wait for the addition."""
         seeded_loss = ops.zeros_like(count)
         gradients = self.map(zeros_like, self.weights)
         if count > 0:
@@ -179,7 +179,7 @@ class ByCounts(nn.Cell):
         return self.taken(noted, unit, count, seeded_loss, gradients)
 
     def taken(self, noted, unit, count, seeded_loss, gradients):
-        """What counts something is added, unless it overflowed and is to be dropped."""
+        """Adds a micro-batch that counts something, unless it overflowed and overflows are dropped."""
         sums = ops.stack((seeded_loss, count, ops.zeros_like(count)))
         if self.drops:
             if ops.logical_and(all_finite(gradients), ops.isfinite(seeded_loss)):
@@ -196,12 +196,12 @@ class ByCounts(nn.Cell):
         return ops.depend(sums, self.store.add(gradients))
 
     def own_mean(self, parts, sums, scale, unit):
-        """Of this rank's batch: of the loss or an output of shape (), whose parts are summed, without its scale."""
+        """This rank's mean of the loss, or of an output of shape (), from its summed parts, without loss scale."""
         kept = ops.unstack(sums)[1]
         return counts.ratio_or_zero(parts, unit * kept if self.is_mean else unit)
 
     def counted(self, sums, total):
-        """What a batch of several counts, of which `total` was counted before it ran."""
+        """The count of one batch of several; `total` was counted before the batch ran."""
         return total
 
     def reduce(self, gradients, sums, scale, unit):
@@ -209,8 +209,8 @@ class ByCounts(nn.Cell):
 
 
 class ByCountsWithOutputs(ByCounts):
-    """By counts that are given, or that the network returns. Then a batch's samples stand for them in the unit: the
-    accumulators hold numbers of the size of a sample's sum."""
+    """Weights micro-batches by given counts, or by counts that the network returns. In the second case the unit is
+    computed from the batch's samples, and the accumulators hold numbers of the size of one sample's sum."""
 
     runs_all = True
 
@@ -250,7 +250,7 @@ class ByCountsWithOutputs(ByCounts):
 
 
 def of_taken(outputs, taken):
-    """Outputs of a micro-batch; of one that is left out, the scalars are zero."""
+    """The outputs of a micro-batch; if it is left out, its scalars are zero."""
     result: tuple = ()
     for index in range(len(outputs)):
         one = outputs[index]

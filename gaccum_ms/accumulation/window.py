@@ -1,15 +1,15 @@
-"""A window: its micro-batches go forward and backward one at a time, and their gradients add up.
+"""A window: its micro-batches run forward and backward one at a time, and their gradients are added up.
 
-Four choices make a window, each a value of its own; windows.py combines them:
+A window has four parts; windows.py combines them:
 
     micro-step      one loss, several, or two passes for a loss of the whole batch (micro_step.py, grad_cache.py)
     weighing        by samples, by counts, by a count for each loss (weighing.py)
     store           none, whole or sharded accumulators, compensated or not (accumulators.py, sharded_accumulators.py)
     lifetime        one batch, or open over several (open_window.py)
 
-In the modes in which MindSpore's compiler accumulates there is no loop: unrolled_window.py has the same methods.
+In the modes where MindSpore's compiler accumulates, there is no loop: unrolled_window.py has the same methods.
 
-All is compiled: from `run` down, methods are parsed by graph mode. What the loop carries is one float32 Tensor, `sums`.
+Graph mode parses the methods from `run` on. The loop carries one float32 Tensor, `sums`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Window(nn.Cell):
     Args:
         options (Options): Where batches are cut.
         micro_step (Cell): Forward and backward of a micro-batch.
-        weighing (Cell): What a micro-batch weighs.
-        store (Cell): Where gradients add up.
-        open_window (OpenWindow or None): What stays between the batches of a window; None: each batch is a window.
+        weighing (Cell): The weight of a micro-batch.
+        store (Cell): Where gradients are added up.
+        open_window (OpenWindow or None): The state between the batches of a window; None: each batch is a window.
     """
 
-    is_sharded = False  # whether gradients are this device's parts, of which others know nothing
+    is_sharded = False  # whether gradients are this device's parts alone
 
     def __init__(
         self,
@@ -70,12 +70,12 @@ class Window(nn.Cell):
     # -- compiled ------------------------------------------------------------------------------------------------------
 
     def run(self, inputs, scale):
-        """Forward, backward and add for a window of one batch; returns the gradients, reduced over ranks, what they are
-        to be divided by, the loss, and whether there is anything to update with; and the outputs beside the loss."""
+        """Forward, backward and add for a window of one batch. Returns (the gradients, reduced over ranks; their
+        divisor; the loss; whether anything was counted), and the outputs beside the loss."""
         plan = self.plan(inputs)
         _, size, _, _, whole, _ = plan
         if whole and not self.may_skip and not self.store.reduces:
-            # Nothing to accumulate over: the gradients need no detour through accumulators.
+            # With one micro-batch, the gradients need no accumulators.
             unit = self.weighing.seed_per_item(inputs, plan, scale)
             sums, gradients = self.weighing.run(self.records_noise, unit, (), size, *inputs)
             shown = ()
@@ -91,7 +91,7 @@ class Window(nn.Cell):
         return micro_batches.graph_plan(inputs, self.micro_size, self.micro_batch_size, self.shared)
 
     def accumulate(self, inputs, plan, scale):
-        """The part of `run` that this rank does alone; returns the sums, their unit, and the outputs."""
+        """The first part of `run` ; returns the sums, their unit, and the outputs."""
         unit = self.weighing.seed_per_item(inputs, plan, scale)
         sums, shown = self.add_up(inputs, plan, scale, unit)
         return sums, unit, shown
@@ -101,7 +101,7 @@ class Window(nn.Cell):
         return self.weighing.reduce(self.store.read(sums), sums, scale, unit)
 
     def add_batch(self, inputs, scale):
-        """Forward, backward and add for one batch of several; returns its own mean loss, on this rank, and outputs."""
+        """Forward, backward and add for one batch of several; returns its mean loss on this rank, and its outputs."""
         plan = self.plan(inputs)
         total = self.weighing.counting.total(inputs, plan)
         expected = self.weighing.expected(total)
@@ -110,14 +110,15 @@ class Window(nn.Cell):
         shown = ()
         if self.weighing.weighs_samples or self.weighing.runs_all:
             sums, shown = self.add_up(inputs, plan, scale, unit)
-        elif expected >= 0:  # a bad count is NaN here, and its batch left out
+        elif expected >= 0:  # a bad count is NaN here, and its batch is left out
             sums, _ = self.add_up(inputs, plan, scale, unit)
         ended = self.open.end_batch(sums, self.weighing.counted(sums, total))
         return ops.depend(self.weighing.own_mean(ops.unstack(sums)[0], sums, scale, unit), ended), shown
 
     def add_micro_batch(self, sums, times, micro_batch, scale):
-        """Forward, backward and add for one micro-batch of a batch that Python cuts, which is expected to count so many
-        times as much. `sums` : the batch's so far, and its items. Returns these, the batch's mean loss, and outputs."""
+        """Forward, backward and add for one micro-batch of a batch that Python cuts. The whole batch is expected to
+        count `times` as much. `sums` : the batch's sums so far, then its items. Returns the new `sums` , the batch's
+        mean loss so far, and the outputs."""
         count = self.weighing.counting.of(*micro_batch)
         unit, is_first = self.open.unit_of(scale, count * times, self.open.window_steps + 0)
         unit = ops.depend(unit, ops.assign(self.open.window_unit, unit))
@@ -143,7 +144,8 @@ class Window(nn.Cell):
         start = ms.Tensor(0, ms.int32)
         loops = True
         if self.records_noise:
-            # Before the loop, and so in the graph twice: a branch in the loop would cost in each of its turns.
+            # The first micro-batch runs before the loop, so the network is in the graph twice. A branch in the loop
+            # would cost time in each turn.
             _, size, looped, _, _, shared = plan
             first = micro_batches.take(inputs, start, size, shared)
             sums = sums + self.weighing.turn(True, unit, prepared, size, *first)
@@ -152,7 +154,7 @@ class Window(nn.Cell):
         return micro_batches.add_up(self.weighing.turn, sums, inputs, plan, start, loops, False, unit, prepared), ()
 
     def means(self, shown, sums, scale, unit):
-        """Outputs of which those of shape () are divided as this rank's loss is."""
+        """The outputs; those of shape () are divided as this rank's loss is."""
         result: tuple = ()
         for index in range(len(shown)):
             one = shown[index]
@@ -160,7 +162,7 @@ class Window(nn.Cell):
         return result
 
     def reset(self, after):
-        """Zero the accumulators, once `after` is there."""
+        """Zero the accumulators, once `after` is computed."""
         if self.records_noise:
             after = ops.depend(after, self.noise.reset(after))
         return self.store.reset(after)
@@ -168,17 +170,17 @@ class Window(nn.Cell):
     # -- not compiled --------------------------------------------------------------------------------------------------
 
     def cut_into(self, micro_batch_size: int) -> None:
-        """Let batches to come have micro-batches of so many samples, in graphs that are yet to be compiled."""
+        """Set the number of samples in a micro-batch, for graphs that are not compiled yet."""
         self.micro_batch_size = micro_batch_size
 
     def check_plan(self, plan: micro_batches.SplitPlan) -> None:
-        """Before a batch: what all ranks must have alike. A collective where there is such a thing."""
+        """Before a batch: check what must be equal on all ranks. Some kinds of window use a collective for it."""
         self.store.check_plan(plan)
         self.micro_step.check_plan(plan)
 
     def reset_eagerly(self) -> None:
-        """Outside of a graph, after a batch that failed: zero the accumulators. Of several batches, one that was
-        refused before it ran has left the window as it was."""
+        """Outside of a graph, after a batch failed: zero the accumulators. A window of several batches stays as it is
+        if the batch was refused before it ran."""
         if self.spans_batches:
             self.open.drop_if_torn()
             return

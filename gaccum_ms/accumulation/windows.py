@@ -1,4 +1,4 @@
-"""Which window a training step has: the four choices of window.py, made of the options and combined."""
+"""Which window a training step has: the options choose the four parts of window.py, which are combined here."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gaccum_ms.options import Options
 
 @dataclass(frozen=True)
 class Kinds:
-    """The classes of a window's parts; the store is decided by options and ranks alone."""
+    """The classes of a window's parts. The store is missing: options and ranks alone decide it."""
 
     micro_step: type = OneLoss
     weighing: type[BySamples | ByCounts | ByCountsOfEach] = BySamples
@@ -38,7 +38,7 @@ class Kinds:
 
 
 def kinds_of(setup: Setup, spans_batches: bool) -> Kinds:
-    """What the options ask for."""
+    """The classes for these options."""
     if setup.of_batch:
         return Kinds(micro_step=TwoPasses)
     if setup.o.several_losses:
@@ -63,7 +63,7 @@ def combined(
     Args:
         kinds (Kinds): The classes of its parts.
         setup (Setup): The options and the network.
-        weights (ParameterTuple): What is trained.
+        weights (ParameterTuple): The trained weights.
         grad_reducer (Cell): Reduces gradients over ranks.
         position (Parameter): Batches of the open window so far, int32 of shape ().
     """
@@ -81,7 +81,7 @@ def combined(
 
 
 def fused_reducer(options: Options, step: nn.TrainOneStepCell) -> FusedReducer:
-    """In place of MindSpore's reducer, and in its group: AdaSum's optimizers have groups of eight ranks."""
+    """Replaces MindSpore's reducer, with the same group: AdaSum's optimizers have groups of eight ranks."""
     group = step.grad_reducer.allgather.group
     noise = [ms.Parameter(ops.zeros((ALL_SUMS,), ms.float32), requires_grad=False)] * options.record_noise
     return FusedReducer([*step.weights, *noise], step.mean, step.degree, group)

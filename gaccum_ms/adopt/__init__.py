@@ -1,4 +1,4 @@
-"""Our step in the trainers of other packages: one module for each, which is imported when it is first used."""
+"""Our step in the trainers of other packages: one module for each package, imported at its first use."""
 
 import importlib
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""What the adapters have in common: packages' arguments, as our cell and step have them."""
+"""Shared by the adapters: translates the packages' arguments into those of our cell and step."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from gaccum_ms.transforms.transform import Transform
 
 
 class MovedAverage(Transform):
-    """The package's own EMA, which its callbacks know, moved once per update.
+    """The package's own EMA, which its callbacks use, moved once per update.
 
     Args:
-        owner (str): What errors name.
-        ema (Cell): Its EMA.
-        method (str): Its method that moves it, ``"update"`` or ``"ema_update"`` .
+        owner (str): The name in errors.
+        ema (Cell): The EMA.
+        method (str): The method that moves it, ``"update"`` or ``"ema_update"`` .
 
     Raises:
         TypeError: If `ema` is no Cell with that method.
@@ -44,7 +44,7 @@ class MovedAverage(Transform):
 
 
 def scale_of(owner: str, scale: Any, name: str = "scale_sense") -> nn.Cell | ms.Tensor:
-    """A loss scale as our step takes it: of a number, a Tensor, a Cell that adjusts it, or a LossScaler.
+    """A loss scale as our step takes it, from a number, a Tensor, a Cell that adjusts it, or a LossScaler.
 
     Raises:
         TypeError: If it is none of these.
@@ -77,17 +77,17 @@ def build(
     """Our step.
 
     Args:
-        owner (str): What errors name.
-        network (Cell): Returns a loss.
-        optimizer (Optimizer): Of the network's weights.
+        owner (str): The name in errors.
+        network (Cell): The network, which returns a loss.
+        optimizer (Optimizer): The optimizer of the network's weights.
         scale_sense (Cell, Tensor or None): As our step takes it.
         kind (type): The step's class.
         drop_overflow_update (bool): Whether a window that is not finite is left out.
-        links (tuple[Transform, ...]): The package's own, behind those of the user's `transforms` .
-        **options: Of the cell.
+        links (tuple[Transform, ...]): The package's own transforms, behind the user's `transforms` .
+        **options: The cell's options.
 
     Raises:
-        ValueError: If a scale that is adjusted is to update in spite of overflows.
+        ValueError: If `drop_overflow_update` is False with a scale that is adjusted.
     """
     check_positive_int(owner, "gradient_accumulation_steps", options["accumulation_steps"])
     if not drop_overflow_update and isinstance(scale_sense, nn.Cell):
@@ -116,7 +116,7 @@ def wrapper_step(
     clip: tuple[bool, float],
     options: dict[str, Any],
 ) -> TrainOneStepWithGradAccumulationCell:
-    """Our step, for the arguments that the `TrainOneStepWrapper` of mindone and of mindocr have in common."""
+    """Our step, for the arguments that the `TrainOneStepWrapper` of mindone and of mindocr share."""
     return build(
         owner,
         network,
@@ -131,12 +131,12 @@ def wrapper_step(
 
 
 def clip_norm_of(owner: str, clip: Any, name: str, norm: float) -> float | None:
-    """`max_grad_norm` , where a package has a switch and a norm."""
+    """`max_grad_norm` , from a package's switch and norm."""
     if not isinstance(clip, bool):
         raise TypeError(f"For '{owner}', the argument '{name}' must be a bool, but got {described(clip)}.")
     return norm if clip else None
 
 
 def refuse(owner: str, name: str, value: Any, remedy: str) -> None:
-    """Raise for an argument that only the package's own step can have."""
+    """Raise for an argument that only the package's own step supports."""
     raise ValueError(f"For '{owner}', the argument '{name}' must be left out, but got {described(value)}. {remedy}")

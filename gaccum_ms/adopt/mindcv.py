@@ -1,8 +1,8 @@
 """mindcv: `TrainStep` and `create_trainer` , with our step.
 
-mindcv's step clips each micro-batch, where the mean of a window's gradients is to be clipped; moves its average of the
-weights with each micro-batch; leaves a micro-batch that overflows out of its window, which then takes another; and in
-PyNative mode, which is MindSpore's default, stops with a TypeError at the first window's end.
+mindcv's step clips each micro-batch instead of the window's mean gradient. It moves its average of the weights with
+each micro-batch. A micro-batch that overflows is left out of its window, which then takes another. In PyNative mode,
+which is MindSpore's default, it stops with a TypeError at the first window's end.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 from gaccum_ms.transforms.weight_average import PREFIX, WeightAverage
 
 _NAME = "gaccum_ms.adopt.mindcv.train_step"
-WARMUP = 2000  # updates: of mindcv's average
+WARMUP = 2000  # updates, as in mindcv's average
 
 
 class Average(WeightAverage):
-    """By the names that mindcv's checkpoints have: ``ema.<weight>`` ."""
+    """A WeightAverage with the names of mindcv's checkpoints: ``ema.<weight>`` ."""
 
     def state(self, name: str, value: np.ndarray) -> ms.Parameter:
         if name.startswith(PREFIX):
@@ -50,10 +50,10 @@ def train_step(
 
     Args:
         network (Cell): The network with its loss.
-        optimizer (Optimizer): Of the network's weights. Its learning rate is per update, as in mindcv's step with
-            MindSpore 2.2 and later.
-        scale_sense (Union[float, Tensor, Cell]): Loss scale. With a number or a Tensor a window that is not finite
-            updates all the same, as there; a Cell adjusts the scale, and such a window does not update.
+        optimizer (Optimizer): The optimizer of the network's weights. Its learning rate is per update, as in mindcv's
+            step with MindSpore 2.2 and later.
+        scale_sense (Union[float, Tensor, Cell]): Loss scale. With a number or a Tensor, a window that is not finite
+            updates too, as in mindcv; a Cell adjusts the scale, and such a window does not update.
             Default: ``1.0`` .
         ema (bool): Whether to keep an average of the weights, as :class:`gaccum_ms.WeightAverage` with ``warmup=2000``
             and ``buffers=True`` does. Default: ``False`` .
@@ -61,7 +61,7 @@ def train_step(
         clip_grad (bool): Whether to clip the window's mean gradient by its global norm. Default: ``False`` .
         clip_value (float): That norm. Default: ``15.0`` .
         gradient_accumulation_steps (int): Batches that share an update. Default: ``1`` .
-        **options (Any): Of :class:`gaccum_ms.GradAccumulationCell` , such as ``micro_batch_size="auto"`` .
+        **options (Any): Options of :class:`gaccum_ms.GradAccumulationCell` , such as ``micro_batch_size="auto"`` .
 
     Returns:
         TrainOneStepWithGradAccumulationCell, for `ms.Model(step)` . It returns the loss; or, with a scale other than
@@ -94,18 +94,18 @@ def _is_one(scale: nn.Cell | ms.Tensor) -> bool:
 
 def create_trainer(*args: Any, **kwargs: Any) -> ms.Model:
     """
-    `mindcv.utils.create_trainer` , of which the training step is ours.
+    `mindcv.utils.create_trainer` , with our training step.
 
     Args:
-        *args (Any): As there.
-        **kwargs (Any): As there.
+        *args (Any): As in mindcv.
+        **kwargs (Any): As in mindcv.
 
     Returns:
-        Model, with our step where mindcv's has its own: with an average, clipping or accumulation.
+        Model. It has our step if mindcv would use its `TrainStep` : with an average, clipping or accumulation.
 
     Raises:
         ImportError: If mindcv is not installed.
-        ValueError: As there.
+        ValueError: As in mindcv.
     """
     factory: Any = importlib.import_module("mindcv.utils.trainer_factory")
     theirs = factory.TrainStep
@@ -118,16 +118,16 @@ def create_trainer(*args: Any, **kwargs: Any) -> ms.Model:
 
 def state_monitor(model: ms.Model, *args: Any, model_ema: bool = False, **kwargs: Any) -> ms.Callback:
     """
-    `mindcv.utils.callbacks.StateMonitor` , which evaluates the averages of the weights where `model` keeps them.
+    `mindcv.utils.callbacks.StateMonitor` , which evaluates the averages of the weights if `model` keeps them.
 
-    mindcv's own does so with ``model_ema=True`` , where MindSpore's `load_param_into_net` takes Tensors. That of
+    mindcv's own class does so with ``model_ema=True`` , but passes Tensors to `load_param_into_net` , for which
     MindSpore 2.10 raises a TypeError.
 
     Args:
-        model (Model): What :func:`create_trainer` returns.
-        *args (Any): As there.
-        model_ema (bool): Does nothing: the step is looked at. Default: ``False`` .
-        **kwargs (Any): As there.
+        model (Model): The result of :func:`create_trainer` .
+        *args (Any): As in mindcv.
+        model_ema (bool): Has no effect: the step decides. Default: ``False`` .
+        **kwargs (Any): As in mindcv.
 
     Returns:
         Callback, a `StateMonitor` .

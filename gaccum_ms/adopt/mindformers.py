@@ -1,8 +1,8 @@
 """mindformers: `MFTrainOneStepCell` , with our step, and the Trainer's `gradient_accumulation_steps` outside semi-auto
 mode.
 
-There mindformers' Trainer sets it to 1 again, with a warning. In semi-auto and auto parallel mode it has MindSpore's
-cell or one of its own, which stay.
+Outside semi-auto mode, mindformers' Trainer sets the option back to 1, with a warning. In semi-auto and auto parallel
+mode it uses MindSpore's cell or its own, which are not replaced.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from gaccum_ms.transforms.clip_by_global_norm import ClipByGlobalNorm
 from gaccum_ms.transforms.skip_spikes import SkipSpikes
 
 _NAME = "gaccum_ms.adopt.mindformers.train_step"
-_WRAPPER = "GaccumTrainOneStepCell"  # in mindformers' registry
+_WRAPPER = "GaccumTrainOneStepCell"  # our step's name in mindformers' registry
 
 
 class Loss(nn.Cell):
-    """A model's loss, of shape (): mindformers' have shape (1,), and its newer models return several parts of one."""
+    """A model's loss, of shape (). mindformers' losses have shape (1,), and its newer models return parts of a loss."""
 
     def __init__(self, network: nn.Cell, per_token: bool, legacy: bool) -> None:
         super().__init__(auto_prefix=False)
@@ -40,21 +40,21 @@ class Loss(nn.Cell):
             if self.per_token:
                 return outputs[0].reshape(()), outputs[1].reshape(())
             return outputs.reshape(())
-        if self.per_token:  # two pairs, and two losses of experts
+        if self.per_token:  # two pairs (loss, tokens), and two losses of experts
             whole = outputs[0] + outputs[2] + outputs[4] + outputs[5]
             return whole.reshape(()), outputs[1].reshape(())
         return (outputs[0] + outputs[1] + outputs[2] + outputs[3]).reshape(())
 
 
 class StepOfMindformers(TrainOneStepWithGradAccumulationCell):
-    """Returns what mindformers' callbacks read."""
+    """Our step, with the outputs that mindformers' callbacks read."""
 
     judges = False  # whether updates with a large norm are left out
 
     def construct(self, *inputs):
         rate = self.optimizer.get_lr()
         if isinstance(rate, (tuple, list)):
-            rate = rate[-1]  # as there: that of the last group
+            rate = rate[-1]  # the last group's, as in mindformers
         rate = rate.reshape(()) + 0.0
         loss, overflow, scale = super().construct(ops.depend(inputs[0], rate), *inputs[1:])
         norm = None
@@ -87,30 +87,30 @@ def train_step(
     <https://www.mindspore.cn/mindformers/docs/en/master/index.html>`_ .
 
     Args:
-        network (Cell): A model of mindformers', which returns its loss.
-        optimizer (Optimizer): Of the network's weights. Its learning rate is per update.
+        network (Cell): A model of mindformers, which returns its loss.
+        optimizer (Optimizer): The optimizer of the network's weights. Its learning rate is per update.
         use_clip_grad (bool): Whether to clip the finished gradient by its global norm. Default: ``False`` .
         max_grad_norm (float): That norm. Default: ``1.0`` .
         scale_sense (Union[float, Tensor, Cell]): Loss scale; a Cell adjusts it. Default: ``1.0`` .
         local_norm (bool): Must be False. Default: ``False`` .
         calculate_per_token_loss (bool): Whether the model returns the loss's sum and its number of tokens. The loss is
             then the mean over all tokens of the window and of all ranks. Default: ``False`` : the model returns a mean
-            over its tokens, and micro-batches weigh by their samples, or as `count` says.
+            over its tokens, and micro-batches are weighted by their samples, or by `count` .
         global_norm_spike_threshold (float): See below. Default: ``1.0`` .
-        use_skip_data_by_global_norm (bool): Whether an update is left out whose global norm, before clipping, is at
-            that threshold or above. Default: ``False`` .
-        print_separate_loss (bool): Does nothing: the parts of the loss are not recorded. Default: ``False`` .
-        gradient_accumulation_steps (int): Micro-batches that each batch is split into, as the Trainer's setting, which
-            makes batches so many times as large. Default: ``1`` .
-        parallel_config (Any): Does nothing, as there. Default: ``None`` .
-        lr_scheduler (Any): Does nothing: the optimizer has it. Default: ``None`` .
+        use_skip_data_by_global_norm (bool): Whether to skip updates whose global norm, before clipping, is above
+            `global_norm_spike_threshold` . Default: ``False`` .
+        print_separate_loss (bool): Has no effect: the parts of the loss are not recorded. Default: ``False`` .
+        gradient_accumulation_steps (int): The number of micro-batches of each batch. The Trainer's setting of this name
+            makes batches larger by this factor. Default: ``1`` .
+        parallel_config (Any): Has no effect, as in mindformers. Default: ``None`` .
+        lr_scheduler (Any): Has no effect: the optimizer has it. Default: ``None`` .
         grouped_lr_scheduler (Any): Must be ``None`` . Default: ``None`` .
-        **options (Any): Of :class:`gaccum_ms.GradAccumulationCell` , such as ``accumulation_steps=4`` , for windows of
-            several batches.
+        **options (Any): Options of :class:`gaccum_ms.GradAccumulationCell` , such as ``accumulation_steps=4`` , for
+            windows of several batches.
 
     Returns:
         TrainOneStepWithGradAccumulationCell. It returns the loss, whether the window overflowed, the scale, the
-        learning rate, and the gradient's norm before clipping; ``None`` where nothing needs the norm.
+        learning rate, and the gradient's norm before clipping, or ``None`` if no option needs the norm.
 
     Raises:
         TypeError: If an argument is of a wrong type.
@@ -151,7 +151,7 @@ def train_step(
 
 
 def _is_legacy() -> bool:
-    """Whether models return one loss, or a pair: mindformers' setting, which is True unless it is given."""
+    """Whether models return one loss, or a pair: mindformers' setting, by default True."""
     try:
         from mindformers.core.context.build_context import is_legacy_model
     except ImportError:
@@ -161,9 +161,9 @@ def _is_legacy() -> bool:
 
 def use_in_trainer() -> None:
     """
-    Let mindformers' Trainer accumulate, stand-alone and in data parallel mode: there
-    `runner_config.gradient_accumulation_steps` keeps its value, and where it is more than 1, our step takes the place
-    of `MFTrainOneStepCell` , with what `runner_wrapper` has in the configuration. Call it once, before training. In
+    Make mindformers' Trainer accumulate, stand-alone and in data parallel mode: there
+    `runner_config.gradient_accumulation_steps` keeps its value. If it is more than 1, our step replaces
+    `MFTrainOneStepCell` , with the options of `runner_wrapper` in the configuration. Call it once, before training. In
     semi-auto and auto parallel mode nothing changes.
 
     Raises:
@@ -194,7 +194,7 @@ def _around(original: Any, changed: Callable) -> Callable:
 
 
 def _is_ours(trainer: Any) -> bool:
-    """Whether this training accumulates, and in a mode of ours."""
+    """Whether this training accumulates by our step: the setting is above 1, in stand-alone or data parallel mode."""
     steps = trainer.config.runner_config.gradient_accumulation_steps
     mode = ms.get_auto_parallel_context("parallel_mode")
     ours = mode in (ms.ParallelMode.STAND_ALONE, ms.ParallelMode.DATA_PARALLEL)
@@ -202,7 +202,7 @@ def _is_ours(trainer: Any) -> bool:
 
 
 def _without_setting(original: Callable, trainer: Any, *args: Any) -> Any:
-    """Call it as if there were nothing to accumulate."""
+    """Call the method with `gradient_accumulation_steps` of 1."""
     runner = trainer.config.runner_config
     steps, runner.gradient_accumulation_steps = runner.gradient_accumulation_steps, 1
     try:
@@ -239,7 +239,7 @@ def _wrap(original: Callable, trainer: Any, network: nn.Cell, optimizer: nn.Opti
 
 
 def _leave_loss_undivided(original: Callable, trainer: Any, callbacks: list) -> list:
-    """mindformers' monitor divides the sum that other cells return; our step returns the mean."""
+    """Stop mindformers' monitor from dividing the loss: other cells return a sum, but our step returns the mean."""
     if _is_ours(trainer):
         for one in callbacks:
             if hasattr(one, "gradient_accumulation_steps"):

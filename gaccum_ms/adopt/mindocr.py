@@ -1,7 +1,7 @@
 """mindocr: `TrainOneStepWrapper` , with our step.
 
-mindocr's step keeps a second copy of all weights, zeros to clear its accumulators with, and moves its average of the
-weights with each micro-batch.
+mindocr's step keeps zeros as large as all weights, to clear its accumulators, and moves its average of the weights with
+each micro-batch.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ def train_step(
 
     Args:
         network (Cell): The network with its loss.
-        optimizer (Optimizer): Of the network's weights. Its learning rate is per update.
+        optimizer (Optimizer): The optimizer of the network's weights. Its learning rate is per update.
         scale_sense (Union[float, Tensor, Cell]): Loss scale; a Cell adjusts it. Default: ``1.0`` .
-        ema (Cell, optional): mindocr's `EMA` , which its callbacks know. It is moved once per update.
+        ema (Cell, optional): mindocr's `EMA` , which its callbacks use. It is moved once per update.
             Default: ``None`` .
-        updates (int): Does nothing, as there: the `EMA` has its own. Default: ``0`` .
+        updates (int): Has no effect, as in mindocr: the `EMA` has its own. Default: ``0`` .
         drop_overflow_update (bool): Whether a window that is not finite is left out. Default: ``True`` .
         gradient_accumulation_steps (int): Batches that share an update. Default: ``1`` .
         clip_grad (bool): Whether to clip the window's mean gradient by its global norm. Default: ``False`` .
         clip_norm (float): That norm. Default: ``1.0`` .
-        verbose (bool): Does nothing, as there. Default: ``False`` .
-        **options (Any): Of :class:`gaccum_ms.GradAccumulationCell` .
+        verbose (bool): Has no effect, as in mindocr. Default: ``False`` .
+        **options (Any): Options of :class:`gaccum_ms.GradAccumulationCell` .
 
     Returns:
         TrainOneStepWithGradAccumulationCell, which returns the loss, whether the window overflowed, and the scale.
 
     Raises:
         TypeError: If `scale_sense` or `clip_grad` , or one of `options` , is of a wrong type.
-        ValueError: If an argument has a wrong value; if `drop_overflow_update` is False beside a Cell.
+        ValueError: If an argument has a wrong value; if `drop_overflow_update` is False with a Cell as `scale_sense` .
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``

@@ -1,11 +1,11 @@
 """mindone: its three training steps, with ours.
 
-* `mindone.trainers.TrainOneStepWrapper` , :func:`train_step` : moves its average of the weights with each micro-batch,
-  and with ZeRO communicates each one.
-* that of `mindone.transformers` , :func:`transformers_train_step` : has no accumulators with an ordinary optimizer, and
-  stops with an AttributeError.
-* `mindone.diffusers.training_utils.TrainStep` , :func:`diffusers_train_step` : divides the last batches of an epoch,
-  where they are fewer, by the number that a whole window has.
+* `mindone.trainers.TrainOneStepWrapper` , here :func:`train_step` : mindone's step moves its average of the weights
+  with each micro-batch, and with ZeRO communicates each one.
+* `TrainOneStepWrapper` of `mindone.transformers` , here :func:`transformers_train_step` : with an ordinary optimizer,
+  mindone's step has no accumulators, and stops with an AttributeError.
+* `mindone.diffusers.training_utils.TrainStep` , here :func:`diffusers_train_step` : if the last window of an epoch has
+  fewer batches, mindone's step still divides it by the number of a whole window.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def train_step(
         network (Cell): The network with its loss.
         optimizer (Optimizer): Of the network's weights. Its learning rate is per update.
         scale_sense (Union[float, Tensor, Cell]): Loss scale; a Cell adjusts it. Default: ``1.0`` .
-        ema (Cell, optional): `mindone.trainers.EMA` , which mindone's callbacks know. It is moved once per update.
+        ema (Cell, optional): `mindone.trainers.EMA` , which mindone's callbacks use. It is moved once per update.
             Default: ``None`` .
-        updates (int): Does nothing, as there: the `EMA` has its own. Default: ``0`` .
+        updates (int): Has no effect, as in mindone: the `EMA` has its own. Default: ``0`` .
         drop_overflow_update (bool): Whether a window that is not finite is left out. Default: ``True`` .
         gradient_accumulation_steps (int): Batches that share an update. Default: ``1`` .
         clip_grad (bool): Whether to clip the window's mean gradient by its global norm. Default: ``False`` .
         clip_norm (float): That norm. Default: ``1.0`` .
-        verbose (bool): Does nothing, as there. Default: ``False`` .
+        verbose (bool): Has no effect, as in mindone. Default: ``False`` .
         zero_helper (Any): Must be ``None`` : :class:`gaccum_ms.ShardedOptimizer` does its work. Default: ``None`` .
         **options (Any): Of :class:`gaccum_ms.GradAccumulationCell` .
 
@@ -65,8 +65,8 @@ def train_step(
 
     Raises:
         TypeError: If `scale_sense` or `clip_grad` , or one of `options` , is of a wrong type.
-        ValueError: If an argument has a wrong value; if `drop_overflow_update` is False beside a Cell; if `zero_helper`
-            is given.
+        ValueError: If an argument has a wrong value; if `drop_overflow_update` is False with a Cell as `scale_sense` ;
+            if `zero_helper` is given.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -88,7 +88,7 @@ def train_step(
 
 
 class StepOfTransformers(TrainOneStepWithGradAccumulationCell):
-    """Returns what mindone's `Trainer` reads: the loss first, and whether the window overflowed last."""
+    """Our step, with the outputs that mindone's `Trainer` reads: the loss first, the overflow last."""
 
     def construct(self, *inputs):
         loss, overflow, scale = super().construct(*inputs)
@@ -118,19 +118,19 @@ def transformers_train_step(
         optimizer (Optimizer): Of the network's weights. Its learning rate is per update.
         ema (Cell, optional): `mindone.trainers.EMA` . Default: ``None`` .
         drop_overflow_step (bool): Whether a window that is not finite is left out. Default: ``True`` .
-        scaler (str): ``"default"`` and ``"static"`` : a fixed loss scale, 1024. ``"auto"`` and ``"dynamic"`` : one that
-            is adjusted. ``"none"`` : 1. Default: ``"default"`` .
+        scaler (str): ``"default"`` and ``"static"`` : a fixed loss scale of 1024. ``"auto"`` and ``"dynamic"`` : an
+            adjusted one. ``"none"`` : 1. Default: ``"default"`` .
         scaler_config (dict, optional): ``scale_value`` , ``scale_factor`` and ``scale_window`` . Default: ``None`` .
         gradient_accumulation_steps (int): Batches that share an update. Default: ``1`` .
-        clip_grad (str): ``"norm"`` and its other names: by the global norm; ``"value"`` and ``"local"`` : each number
-            by itself; ``"none"`` . Default: ``"none"`` .
-        clip_value (float): That norm, or the largest number. Default: ``1.0`` .
+        clip_grad (str): ``"norm"`` and its synonyms clip by the global norm; ``"value"`` and ``"local"`` clip each
+            element; ``"none"`` . Default: ``"none"`` .
+        clip_value (float): The largest norm, or the largest value. Default: ``1.0`` .
         zero_helper (Any): Must be ``None`` : :class:`gaccum_ms.ShardedOptimizer` does its work. Default: ``None`` .
         **options (Any): Of :class:`gaccum_ms.GradAccumulationCell` .
 
     Returns:
-        TrainOneStepWithGradAccumulationCell, which returns the loss, the scale, and whether the window overflowed. In
-        the place of the scale mindone's has the gradients, which its `Trainer` does not read.
+        TrainOneStepWithGradAccumulationCell, which returns the loss, the scale, and whether the window overflowed.
+        mindone's step returns the gradients instead of the scale, but its `Trainer` does not read them.
 
     Raises:
         TypeError: If one of `options` is of a wrong type.
@@ -171,7 +171,7 @@ def transformers_train_step(
 
 
 class _Forward(nn.Cell):
-    """The network of a `TrainStep` : what its `forward` returns."""
+    """The `forward` of a `TrainStep` , as a network."""
 
     def __init__(self, step: nn.Cell, aux: bool) -> None:
         super().__init__(auto_prefix=False)
@@ -184,7 +184,7 @@ class _Forward(nn.Cell):
 
 
 class StepOfDiffusers(TrainOneStepWithGradAccumulationCell):
-    """Ends a window that the data set leaves open, says where windows end, and returns what `forward` does."""
+    """Our step, which ends an open window with the epoch, has `sync_gradients` , and returns the `forward` outputs."""
 
     length_of_dataloader = 0
 
@@ -211,23 +211,23 @@ def diffusers_train_step(
 ) -> TrainOneStepWithGradAccumulationCell:
     r"""
     Our training step for a `mindone.diffusers.training_utils.TrainStep
-    <https://github.com/mindspore-lab/mindone/blob/master/mindone/diffusers/training_utils.py>`_ , whose `forward` ,
-    optimizer, loss scaler and `max_grad_norm` it takes.
+    <https://github.com/mindspore-lab/mindone/blob/master/mindone/diffusers/training_utils.py>`_ . It uses the
+    `forward` , optimizer, loss scaler and `max_grad_norm` of the `TrainStep` .
 
     Args:
-        train_step (Cell): A `TrainStep` with a `forward` of one's own. It is not called any more, and its accumulators,
-            if it has any, are let go.
-        gradient_accumulation_steps (int, optional): Batches that share an update. Default: ``None`` , those of
+        train_step (Cell): A `TrainStep` with the user's `forward` . Do not call it afterwards: its accumulators, if
+            any, are freed.
+        gradient_accumulation_steps (int, optional): Batches that share an update. Default: ``None`` , the number of
             `train_step` .
-        length_of_dataloader (int, optional): Batches of an epoch: after so many an open window ends, with what it has.
-            0: windows go on over the end of an epoch. Default: ``None`` , that of `train_step` .
-        aux (bool): Whether to return what `forward` returns beside the loss: Tensors of shape :math:`()` , or with the
-            batch's samples along axis 0. Default: ``True`` .
-        **options (Any): Of :class:`gaccum_ms.GradAccumulationCell` .
+        length_of_dataloader (int, optional): Batches of an epoch, at whose end an open window updates with its batches.
+            0: windows span epochs. Default: ``None`` , the number of `train_step` .
+        aux (bool): Whether to return the outputs of `forward` beside the loss: Tensors of shape :math:`()` , or with
+            the batch's samples along axis 0. Default: ``True`` .
+        **options (Any): Options of :class:`gaccum_ms.GradAccumulationCell` .
 
     Returns:
-        TrainOneStepWithGradAccumulationCell. It returns a tuple of the loss and, with `aux` , what comes with it.
-        ``step.sync_gradients`` says whether the last batch ended its window.
+        TrainOneStepWithGradAccumulationCell. It returns a tuple of the loss and, with `aux` , the other outputs.
+        ``step.sync_gradients`` is True if the last batch ended its window.
 
     Raises:
         TypeError: If `train_step` is no TrainStep.
@@ -251,7 +251,7 @@ def diffusers_train_step(
         length = theirs.length_of_dataloader if theirs.sync_with_dataloader else 0
     scaler = train_step.grad_scaler.loss_scaler
     fixed = isinstance(scaler, training_utils.StaticLossScaler)
-    # What `forward` calls, `self.scale_loss` , is to return the loss as it is: our step scales and divides.
+    # `forward` calls `self.scale_loss` , which must now return the loss unchanged: our step scales and divides.
     train_step.grad_accumulator = training_utils.GradAccumulator(train_step.parameters, 1)
     train_step.grad_scaler = training_utils.GradScaler(None)
     scale = None if fixed and float(scaler.scale_value.asnumpy()) == 1.0 else scale_of(name, scaler, "loss_scaler")

@@ -1,8 +1,8 @@
 """mindyolo: `create_train_step_fn` , with our step.
 
-mindyolo's Trainer sums the gradients of a window's batches. That is what the joined batch has where the loss is
-multiplied by its batch's size, as most of mindyolo's are; with the others, those of YOLOv4 and YOLOX, a window of three
-batches has three times the gradient. It reduces over ranks with each batch, and clips each batch's gradient.
+mindyolo's Trainer sums the gradients of a window's batches. The sum equals the joined batch's gradient if the loss is
+multiplied by its batch's size, as most of mindyolo's losses are. For those of YOLOv4 and YOLOX, a window of three
+batches has three times the gradient. The Trainer reduces over ranks with each batch, and clips each batch's gradient.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from gaccum_ms.backend.checks import check_one_of
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
 _NAME = "gaccum_ms.adopt.mindyolo.train_step"
-_MEANS = ("YOLOv4Loss", "YOLOXLoss")  # of mindyolo's losses; the others are multiplied by the batch's size
+_MEANS = ("YOLOv4Loss", "YOLOXLoss")  # mindyolo's other losses are multiplied by the batch's size
 
 
 class WithLossItems(nn.Cell):
-    """Network and loss; beside the loss the parts that mindyolo shows."""
+    """Network and loss; returns the loss and the parts of it that mindyolo shows."""
 
     def __init__(self, network: nn.Cell, loss_fn: nn.Cell, loss_ratio: float, segments: bool) -> None:
         super().__init__(auto_prefix=False)
@@ -39,10 +39,10 @@ class WithLossItems(nn.Cell):
 
 
 class StepOfMindyolo(TrainOneStepWithGradAccumulationCell):
-    """Is called as mindyolo's Trainer calls its own function, and returns what it reads."""
+    """Our step, with the arguments and outputs of mindyolo's own function."""
 
     def __call__(self, *inputs):
-        if inputs and isinstance(inputs[-1], bool):  # whether to update, which our step decides
+        if inputs and isinstance(inputs[-1], bool):  # the Trainer's decision to update; our step decides itself
             inputs = inputs[:-1]
         loss, overflow, _, *items = super().__call__(*inputs)
         return loss, ops.stack(items), None, ops.logical_not(overflow)
@@ -67,31 +67,31 @@ def train_step(
 ) -> TrainOneStepWithGradAccumulationCell:
     r"""
     Our training step for the arguments of mindyolo's `create_train_step_fn
-    <https://github.com/mindspore-lab/mindyolo/blob/master/mindyolo/utils/train_step_factory.py>`_ . Its Trainer gets it
-    as `train_step_fn` , and ``trainer.train(..., accumulate=1)`` , because the step accumulates by itself.
+    <https://github.com/mindspore-lab/mindyolo/blob/master/mindyolo/utils/train_step_factory.py>`_ . Give it to
+    mindyolo's Trainer as `train_step_fn` , and call ``trainer.train(..., accumulate=1)`` : the step itself accumulates.
 
     Args:
         task (str): ``"detect"`` or ``"segment"`` .
         network (Cell): The network.
         loss_fn (Cell): mindyolo's loss, which returns the loss and its parts.
-        optimizer (Optimizer): Of the network's weights.
-        loss_ratio (float): What the loss is multiplied with: the number of ranks.
-        scaler (LossScaler): mindspore.amp's; or a number, or what `scale_sense` of our step takes.
-        reducer (Any): Does nothing: the step reduces, once per update. Default: ``None`` .
+        optimizer (Optimizer): The optimizer of the network's weights.
+        loss_ratio (float): The factor of the loss: the number of ranks.
+        scaler (LossScaler): A LossScaler of mindspore.amp, a number, or a `scale_sense` of our step.
+        reducer (Any): Has no effect: the step reduces, once per update. Default: ``None`` .
         ema (Cell, optional): mindyolo's `EMA` . It is moved once per update. Default: ``None`` .
-        overflow_still_update (bool): Whether a window that is not finite updates all the same. Default: ``False`` .
+        overflow_still_update (bool): Whether a window that is not finite updates too. Default: ``False`` .
         ms_jit (bool): Whether to compile in PyNative mode. Default: ``False`` .
         clip_grad (bool): Whether to clip the window's gradient by its global norm. Default: ``False`` .
         clip_grad_value (float): That norm. Default: ``10.0`` .
         accumulate (int): Batches that share an update. Default: ``1`` .
-        reduction (str, optional): ``"sum"`` where the loss is multiplied by its batch's size, ``"mean"`` where it is
-            not. Default: ``None`` , what mindyolo's losses are: those of YOLOv4 and YOLOX means, the others sums.
-        **options (Any): Of :class:`gaccum_ms.GradAccumulationCell` , without a size of micro-batches: mindyolo's
-            labels have their image's place in the batch.
+        reduction (str, optional): ``"sum"`` if the loss is multiplied by its batch's size, ``"mean"`` if it is
+            not. Default: ``None`` , which is ``"mean"`` for the losses of YOLOv4 and YOLOX, else ``"sum"`` .
+        **options (Any): Options of :class:`gaccum_ms.GradAccumulationCell` , except sizes of micro-batches: mindyolo's
+            labels contain their image's position in the batch.
 
     Returns:
-        TrainOneStepWithGradAccumulationCell. It returns what mindyolo's function does: the loss, its parts, ``None`` in
-        the place of the gradients, and whether they are finite.
+        TrainOneStepWithGradAccumulationCell. It returns the outputs of mindyolo's function: the loss, its parts,
+        ``None`` instead of the gradients, and whether they are finite.
 
     Raises:
         TypeError: If an argument is of a wrong type.

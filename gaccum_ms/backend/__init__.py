@@ -1,7 +1,7 @@
-"""Every private name of MindSpore's that the package touches, for MindSpore 2.7.2 to 2.10, each looked up here.
+"""Looks up every private MindSpore name that the package uses, for MindSpore 2.7.2 to 2.10.
 
-What is not there is named by one error as the package is imported, in place of an AttributeError in the middle of
-training. Which kernels and passes a version lacks is in docs/versions.md.
+One ImportError names all that are missing, when the package is imported; otherwise there would be an AttributeError
+during training. docs/versions.md lists the kernels and passes that a version lacks.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import mindspore as ms
 from mindspore import nn
 from mindspore.train import Model, ModelCheckpoint
 
-SUPPORTED = ">=2.7.2,<2.11"  # as setup.py says it
+SUPPORTED = ">=2.7.2,<2.11"  # as in setup.py
 missing: list[str] = []
 
 
 def _private(*places: str) -> Any:
-    """What is at the first of these places that there is; a place is ``module:name``."""
+    """The object at the first of these places that exists; a place is ``module:name``."""
     for place in places:
         module, name = place.split(":")
         try:
@@ -31,7 +31,7 @@ def _private(*places: str) -> Any:
 
 
 def _attributes(owner: str, one: Any, *names: str) -> None:
-    """Note those that it lacks. They are used where they are needed."""
+    """Note the attributes that `one` lacks. Other files use them directly."""
     for name in names if one is not None else ():
         try:
             operator.attrgetter(name)(one)
@@ -41,11 +41,11 @@ def _attributes(owner: str, one: Any, *names: str) -> None:
 
 # -- names that are imported from here ---------------------------------------------------------------------------------
 
-# Since 2.9 in `mindspore.graph` , before in `mindspore.common` .
+# In `mindspore.graph` since 2.9, in `mindspore.common` before.
 cell_graph_executor = _private("mindspore.graph.api:_cell_graph_executor", "mindspore.common.api:_cell_graph_executor")
 pynative_executor = _private("mindspore.graph.api:_pynative_executor", "mindspore.common.api:_pynative_executor")
 
-# The same in all versions.
+# At the same place in all versions.
 no_grad = _private("mindspore.common:_no_grad")
 fork_utils = _private("mindspore._c_expression:fork_utils")
 check_level = _private("mindspore.train.amp:_check_level")
@@ -63,7 +63,7 @@ clear_auto_parallel_context = _private("mindspore.parallel._utils:_clear_auto_pa
 get_device_num = _private("mindspore.parallel._utils:_get_device_num")
 get_grad_accumulation_shard = _private("mindspore.parallel._utils:_get_grad_accumulation_shard")
 
-# -- attributes of MindSpore's objects, also the same in all versions --------------------------------------------------
+# -- attributes of MindSpore's objects, the same in all versions -------------------------------------------------------
 
 _cell = nn.Cell()
 _attributes("Cell", _cell, "_cells", "_params", "_buffers", "_user_parameters", "_get_attr_from_cell")
@@ -76,7 +76,7 @@ _attributes("_pynative_executor", pynative_executor, "clear_res")
 _context = auto_parallel_context and auto_parallel_context()
 _attributes("auto_parallel_context()", _context, "get_auto_parallel_new_interface")
 _attributes("fork_utils", fork_utils, "prepare_before_fork", "parent_at_fork", "child_at_fork", "prctl_set_pdeathsig")
-if "_config" not in ModelCheckpoint.__init__.__code__.co_names:  # making one would look for files
+if "_config" not in ModelCheckpoint.__init__.__code__.co_names:  # an instance would search for files
     missing.append("ModelCheckpoint._config")
 
 if missing:

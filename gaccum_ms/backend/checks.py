@@ -1,4 +1,4 @@
-"""Checks of options that several classes have: one clear error each, which names the class."""
+"""Checks of options that several classes share. Each raises one clear error, which names the class."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def check_bool(owner: str, name: str, value: Any) -> None:
 
 
 def check_transforms(owner: str, transforms: Any) -> tuple:
-    """What a finished gradient goes through, as a tuple. Classes are callable too."""
+    """The transforms as a tuple. Classes are refused, though they are callable."""
     given = isinstance(transforms, (tuple, list))
     if not given or not all(callable(one) and not isinstance(one, type) for one in transforms):
         raise TypeError(
@@ -76,7 +76,7 @@ def check_transforms(owner: str, transforms: Any) -> tuple:
 
 
 def check_optimizer(owner: str, network: nn.Cell, optimizer: nn.Optimizer) -> None:
-    """Refuse what is no optimizer, or another network's."""
+    """Refuse anything but an optimizer of this network."""
     parameters = getattr(optimizer, "parameters", None)
     if parameters is None:
         raise TypeError(
@@ -92,7 +92,7 @@ def check_optimizer(owner: str, network: nn.Cell, optimizer: nn.Optimizer) -> No
 
 
 def described(value: Any) -> str:
-    """A value in an error: what it is, and not what is in it, which may be megabytes."""
+    """A short description of a value for an error, without its contents, which may be megabytes."""
     if isinstance(value, (ms.Tensor, np.ndarray)):
         return f"{type(value).__name__} of shape {tuple(value.shape)} and dtype {value.dtype}"
     if isinstance(value, (dict, tuple, list)):

@@ -1,7 +1,7 @@
-"""Whether a network convolves: by a layer or an operator of MindSpore's, wherever it holds it or calls it.
+"""Whether a network has or calls a convolution of MindSpore.
 
-Found without running anything: what can be reached from a network are its cells, what they hold in attributes, tuples,
-lists and dicts, and what the code of their methods, and of the functions that these call, refers to.
+The search runs no code. It follows the network's cells, their attributes, tuples, lists and dicts, and the names in the
+code of their methods and of the functions that these call.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _CONVOLUTION = re.compile(r"conv(\d|olution|_?transpose|_?tbc)", re.IGNORECASE)
 
 
 def limit_instructions_for(network: nn.Cell) -> None:
-    """Before a network's first kernel: where it convolves, on CPU, see cpu_instructions.py."""
+    """Limit oneDNN (see cpu_instructions.py) before the first kernel, if a network on CPU has convolutions."""
     if ms.get_context("device_target") == "CPU" and convolves(network):
         limit_instructions()
 
 
 def limit_instructions_for_weights(weights: Iterable[ms.Parameter]) -> None:
-    """The same where only the weights are there: of four axes or more are kernels of convolutions."""
+    """The same if only the weights are known: weights of four axes or more are convolution kernels."""
     if ms.get_context("device_target") == "CPU" and any(weight.ndim >= 4 for weight in weights):
         limit_instructions()
 
 
 def convolves(network: nn.Cell) -> bool:
-    """Whether anything that the network reaches is a convolution of MindSpore's."""
-    seen: dict[int, Any] = {}  # with the objects, so that no id is given twice
+    """Whether the network reaches a convolution of MindSpore."""
+    seen: dict[int, Any] = {}  # the objects are kept alive, so that no id is used twice
     found: list[Any] = [network]
     while found:
         one = found.pop()
@@ -61,7 +61,7 @@ def _is_mindspores(one: Any) -> bool:
 
 
 def _parts(one: Any) -> Iterator[Any]:
-    """What an object leads to. MindSpore's own functions lead nowhere: their names say what they do."""
+    """The objects that an object refers to. MindSpore's own functions are not followed: their names are enough."""
     if isinstance(one, nn.Cell):
         yield from vars(one).values()
         for kind in type(one).__mro__:
@@ -87,7 +87,7 @@ def _parts(one: Any) -> Iterator[Any]:
 
 
 def _referred_to(function: FunctionType) -> Iterator[Any]:
-    """The values of a function's names: those around it, its module's, and what modules among these have of them."""
+    """The values of a function's names: its closure's, its module's, and attributes of modules among these."""
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
@@ -98,7 +98,7 @@ def _referred_to(function: FunctionType) -> Iterator[Any]:
     for value in (function.__globals__[name] for name in names & function.__globals__.keys()):
         yield value
         modules += [value] if isinstance(value, ModuleType) else []
-    for module in modules:  # which grows: mindspore.ops.conv2d has two dots
+    for module in modules:  # the list grows: mindspore.ops.conv2d has two dots
         for value in (vars(module)[name] for name in names & vars(module).keys()):
             yield value
             if isinstance(value, ModuleType) and value not in modules:
@@ -106,7 +106,7 @@ def _referred_to(function: FunctionType) -> Iterator[Any]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Of a function and of those inside it."""
+    """The names in a function's code, and in functions inside it."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):

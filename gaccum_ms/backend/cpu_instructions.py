@@ -1,14 +1,14 @@
-"""How far oneDNN may go in the CPU's instructions: no further than AVX2, for networks that convolve.
+"""Limits oneDNN's CPU instructions to AVX2, for networks with convolutions.
 
-MindSpore leaves convolutions on CPU to oneDNN, and gives them a memory layout for which oneDNN multiplies matrices, as
-long as it may go no further than AVX2; with AVX-512 it takes its reference kernel, some eighty times slower. So does
-oneDNN 3, which MindSpore has since 2.9; oneDNN 2, before, multiplies matrices with AVX-512 too.
+MindSpore runs convolutions on CPU by oneDNN, with a memory layout for which oneDNN multiplies matrices if it is limited
+to AVX2. With AVX-512, oneDNN 3 (in MindSpore since 2.9) uses its reference kernel instead, which is about eighty times
+slower. oneDNN 2 (in older versions) multiplies matrices with AVX-512 too.
 
-The limit must be set before oneDNN makes its first kernel, be it of a matrix product. Its own function for that says
-whether it still can be.
+The limit must be set before oneDNN creates its first kernel, even one of a matrix product. oneDNN's own function for
+the limit returns whether it is still possible.
 
-Nothing here imports MindSpore before it is needed: ``bash run.sh check`` runs this file, which prints what becomes of
-convolutions, also where there is no MindSpore.
+This file imports MindSpore only when needed: ``bash run.sh check`` runs it, also without MindSpore, to print how
+convolutions will run.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from pathlib import Path
 
 VARIABLE = "ONEDNN_MAX_CPU_ISA"
 AVX2 = "AVX2"
-_OLD_VARIABLE = "DNNL_MAX_CPU_ISA"  # which oneDNN reads too
-_AVX512_CORE = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}  # what oneDNN takes for AVX-512, by Linux's names
+_OLD_VARIABLE = "DNNL_MAX_CPU_ISA"  # oneDNN reads it too
+_AVX512_CORE = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}  # Linux's flags; with all four, oneDNN uses AVX-512
 
-# Of oneDNN's interface in C, dnnl_types.h.
+# From oneDNN's C interface, dnnl_types.h.
 _DNNL_SUCCESS = 0
 _DNNL_CPU_ISA_AVX2 = 0x7
 _DNNL_CPU_ISA_AVX512_BIT = 0x20
@@ -43,7 +43,7 @@ _TOO_LATE = (
 
 
 def has_avx512(record: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this is a CPU with AVX-512, by Linux's own record; elsewhere, taken for one without."""
+    """Whether this CPU has AVX-512, according to Linux; False on other systems."""
     try:
         lines = record.read_text().splitlines()
     except OSError:
@@ -53,7 +53,7 @@ def has_avx512(record: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def is_onednn_2() -> bool:
-    """Whether the MindSpore that is installed has oneDNN 2: one before 2.9."""
+    """Whether the installed MindSpore has oneDNN 2, as before version 2.9."""
     try:
         version = importlib.metadata.version("mindspore")
     except importlib.metadata.PackageNotFoundError:
@@ -62,12 +62,12 @@ def is_onednn_2() -> bool:
 
 
 def chosen() -> str:
-    """What the environment says of the limit, as ``name=value`` ; empty: nothing."""
+    """The limit in the environment, as ``name=value`` ; empty if there is none."""
     return next((f"{name}={os.environ[name]}" for name in (VARIABLE, _OLD_VARIABLE) if name in os.environ), "")
 
 
 def description() -> str:
-    """What becomes of convolutions on this CPU, in a line."""
+    """How convolutions run on this CPU, in one line."""
     if not has_avx512():
         return "no AVX-512, so convolutions run by its fast kernels"
     if is_onednn_2():
@@ -78,8 +78,8 @@ def description() -> str:
 
 
 def limit_instructions() -> None:
-    """Limit oneDNN in this process, and those that it starts, to AVX2, and say so; or warn that it is too late. Not on
-    a CPU without AVX-512, not with oneDNN 2, and not where the environment says anything of the limit."""
+    """Limit oneDNN to AVX2, in this process and those that it starts, and log it; or warn that it is too late. Nothing
+    is done on a CPU without AVX-512, with oneDNN 2, or if the environment sets a limit."""
     if chosen() or not has_avx512() or is_onednn_2():
         return
     if _limit_this_process():
@@ -91,17 +91,17 @@ def limit_instructions() -> None:
         _warn_that_it_is_too_late()
 
 
-@functools.cache  # one warning, however many steps are built
+@functools.cache  # one warning per process
 def _warn_that_it_is_too_late() -> None:
     warnings.warn(_TOO_LATE, UserWarning, stacklevel=6)
 
 
 def _limit_this_process() -> bool:
-    """Whether oneDNN has taken the limit, or had no AVX-512 before. Where MindSpore's oneDNN is not found, the
-    variable alone must do."""
+    """Whether oneDNN has accepted the limit, or did not use AVX-512 before. If MindSpore's oneDNN is not found, only
+    the variable limits it."""
     import mindspore
 
-    for library in (Path(mindspore.__file__).parent / "lib").glob("libdnnl.so*"):  # which MindSpore has loaded by now
+    for library in (Path(mindspore.__file__).parent / "lib").glob("libdnnl.so*"):  # MindSpore has already loaded it
         onednn = ctypes.CDLL(str(library))
         if onednn.dnnl_set_max_cpu_isa(_DNNL_CPU_ISA_AVX2) != _DNNL_SUCCESS:
             return not onednn.dnnl_get_effective_cpu_isa() & _DNNL_CPU_ISA_AVX512_BIT

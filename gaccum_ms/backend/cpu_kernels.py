@@ -1,6 +1,6 @@
-"""What MindSpore's CPU back end does faster by another kernel than by the one meant for it.
+"""Operations for which MindSpore's CPU back end has a faster kernel than the usual one.
 
-The results are the same to the last bit, infinities and NaN included; docs/performance.md has the measurements.
+The results are bit-identical, infinities and NaN included; docs/performance.md has the measurements.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gaccum_ms.backend.parameters import on_cpu
 
 
 class _ProximalGradientDescent(ops.Primitive):
-    """The kernel of `ops.ApplyProximalGradientDescent` , whose constructor only warns that its name will go."""
+    """The kernel of `ops.ApplyProximalGradientDescent` , without its constructor's deprecation warning."""
 
     __mindspore_signature__ = (
         sig.make_sig("var", sig.sig_rw.RW_WRITE, dtype=sig.sig_dtype.T),
@@ -35,10 +35,10 @@ _times_zero = ops.MultitypeFuncGraph("gaccum_ms_times_zero")
 
 
 def add_in_place(parameter: ms.Parameter, value: ms.Tensor) -> ms.Tensor:
-    """``parameter += value`` , both of one dtype; returns what stands for its being done.
+    """``parameter += value`` , both of one dtype; returns a Tensor that depends on the addition.
 
     AssignAdd adds one number at a time and stores each twice. A step of proximal gradient descent with a rate of -1 and
-    no penalty is the same sum, vectorised. It takes neither scalars nor other dtypes.
+    no penalty computes the same sum, vectorised. It takes only float32, and no scalars.
     """
     if on_cpu() and parameter.dtype == ms.float32 and parameter.ndim > 0:
         return _proximal_gradient_descent(parameter, -1.0, 0.0, 0.0, value)
@@ -46,9 +46,9 @@ def add_in_place(parameter: ms.Parameter, value: ms.Tensor) -> ms.Tensor:
 
 
 def zero_in_place(parameter: ms.Parameter) -> ms.Tensor:
-    """``parameter = 0`` ; returns what stands for its being done.
+    """``parameter = 0`` ; returns a Tensor that depends on the assignment.
 
-    Assign wants zeros of the Parameter's shape, which the compiler folds into a constant that is there for ever.
+    Assign needs zeros of the Parameter's shape, and the compiler would keep them in memory as a constant.
     """
     if on_cpu():
         return parameter.copy_(ms.Tensor(0.0, parameter.dtype))
@@ -56,7 +56,7 @@ def zero_in_place(parameter: ms.Parameter) -> ms.Tensor:
 
 
 def zeros_like(tensor: ms.Tensor) -> ms.Tensor:
-    """Up to MindSpore 2.8 there is no bfloat16 ZerosLike on CPU."""
+    """``ops.zeros_like`` , also for bfloat16 on CPU, for which MindSpore up to 2.8 has no kernel."""
     if on_cpu() and tensor.dtype == ms.bfloat16:
         return ops.cast(ops.zeros_like(ops.cast(tensor, ms.float32)), ms.bfloat16)
     return ops.zeros_like(tensor)
@@ -65,8 +65,8 @@ def zeros_like(tensor: ms.Tensor) -> ms.Tensor:
 def all_finite(gradients: tuple[ms.Tensor, ...]) -> ms.Tensor:
     """Whether no number in them is infinite or NaN, a bool of shape ``()``.
 
-    `amp.all_finite` asks of each number whether it is finite and then joins all the answers, one at a time. Zero times
-    what is not finite is NaN, and stays so in a sum, which is vectorised by rows.
+    `amp.all_finite` tests each number and then combines the results one at a time. Here each number is multiplied by
+    zero, which is NaN if it is not finite; NaN survives the sum, which is vectorised by rows.
     """
     if on_cpu():
         return ops.addn(ops.HyperMap()(_times_zero, gradients)) == 0
@@ -75,7 +75,7 @@ def all_finite(gradients: tuple[ms.Tensor, ...]) -> ms.Tensor:
 
 @_times_zero.register("Tensor")
 def _times_zero_of_one(gradient: ms.Tensor) -> ms.Tensor:
-    if gradient.dtype != ms.float64:  # whose large numbers would become infinite
+    if gradient.dtype != ms.float64:  # large float64 numbers would become infinite
         gradient = ops.cast(gradient, ms.float32)
     zeros = gradient * 0.0
     if gradient.ndim > 1:

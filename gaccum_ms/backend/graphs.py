@@ -1,4 +1,4 @@
-"""How a graph is run from Python: the training step's, or the graph of a part of training that runs by itself."""
+"""Runs a graph from Python: the training step's graph, or a separate graph of a part of training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _storage: weakref.WeakKeyDictionary[nn.Cell, tuple[int, Storage]] = weakref.Weak
 
 
 class OwnGraph(nn.Cell):
-    """A Cell whose `construct` Python calls, compiled in graph mode and, with `jit` , in PyNative mode too.
+    """A Cell that Python calls. It is compiled in graph mode and, with `jit` , in PyNative mode too.
 
     Args:
         jit (bool): Whether to compile in PyNative mode.
@@ -40,9 +40,9 @@ def runs_eagerly(jit: bool) -> bool:
 
 
 def run(cell: nn.Cell, jit: bool, *inputs: Any) -> Any:
-    """Call a Cell, with `jit` compiled in PyNative mode too, unless MindSpore's ``MS_JIT=0`` forbids it: as graph mode
-    does it, and not by `mindspore.jit` , which hands a graph without a loop to another thread, beside which Python's
-    spins until it is through. A graph sees every value that was written into its Parameters since its last run."""
+    """Call a Cell; with `jit` it is compiled in PyNative mode too, unless MindSpore's ``MS_JIT=0`` forbids it. The
+    graph runs as in graph mode, not by `mindspore.jit` , which runs a graph without a loop in another thread while
+    Python's thread spins. A graph sees every value that was written into its Parameters since its last run."""
     if runs_eagerly(jit):
         return nn.Cell.__call__(cell, *inputs)
     _let_go_of_moved(cell)
@@ -56,8 +56,8 @@ def run(cell: nn.Cell, jit: bool, *inputs: Any) -> Any:
 
 
 def _of_its_own(value: Any) -> Any:
-    """A Tensor with a storage of its own. A graph with a loop or a branch reads many a view, such as ``x[:4]`` , from a
-    wrong place: numbers are then wrong, and nothing says so."""
+    """The Tensor with its own storage. A graph with a loop or a branch reads some views, such as ``x[:4]`` , from a
+    wrong address, and silently computes wrong numbers."""
     if not isinstance(value, ms.Tensor) or (
         value.is_contiguous()
         and not value.storage_offset()
@@ -70,16 +70,16 @@ def _of_its_own(value: Any) -> Any:
 
 
 def _run_graph_in_pynative_mode(cell: nn.Cell, *inputs: Any) -> Any:
-    if not cell.compile_cache:  # the first call: what graph mode's does before it compiles
+    if not cell.compile_cache:  # before its first compilation, graph mode does this too
         cell.check_names_and_refresh_name()
         cell.__compile_cell_hook__ = True
-    # PyNative's tape, left open by any eager gradient before, would record this to differentiate it.
+    # If an earlier eager gradient has left PyNative's tape open, it would record this.
     with no_grad(), compiling_alone():
         return cell.compile_and_run(*inputs)
 
 
 def _note_storage(cell: nn.Cell) -> None:
-    """After a compilation: what the graph's Parameters are, and where they lie."""
+    """Note the graph's Parameters and their addresses after a compilation."""
     graphs, _ = _storage.get(cell, (0, None))
     if graphs == len(cell.compile_cache):
         return
@@ -90,7 +90,7 @@ def _note_storage(cell: nn.Cell) -> None:
 
 
 def _let_go_of_moved(cell: nn.Cell) -> None:
-    """Before a run: compile anew if a Parameter lies somewhere else than the graph reads it."""
+    """Before a run: discard the graph if a Parameter's address has changed, so that it is compiled anew."""
     _, storage = _storage.get(cell, (0, None))
     moved = storage.moved() if storage is not None else []
     if not moved:
@@ -108,8 +108,8 @@ def _let_go_of_moved(cell: nn.Cell) -> None:
 
 @contextmanager
 def compiling_alone() -> Iterator[None]:
-    """Compile on this rank alone. Where ``parameter_broadcast`` asks for it MindSpore broadcasts the weights with each
-    compilation, and would wait for the other ranks."""
+    """Compile on this rank alone. With ``parameter_broadcast`` , MindSpore would broadcast the weights at each
+    compilation, and wait for the other ranks."""
     asked_for = ms.get_auto_parallel_context("parameter_broadcast")
     if asked_for:
         ms.set_auto_parallel_context(parameter_broadcast=False)

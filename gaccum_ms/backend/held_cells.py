@@ -1,4 +1,4 @@
-"""The cells that a network holds, those in its tuples, lists and dicts too, of which `cells_and_names` is silent."""
+"""The cells that a network holds, including those in tuples, lists and dicts, which `cells_and_names` leaves out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def held_cells(network: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:
 
 
 def held_values(cell: nn.Cell) -> Iterator[tuple[str, Any]]:
-    """The attributes of a cell, and what the tuples, lists, dicts and `jit_class` objects among them hold, by name."""
+    """A cell's attributes, and the contents of the tuples, lists, dicts and `jit_class` objects among them, by name."""
     attributes = {name: value for name, value in vars(cell).items() if name != "_cells"}
     todo: list[tuple[str, Any]] = [*attributes.items(), *cell._cells.items()]
     seen = set()

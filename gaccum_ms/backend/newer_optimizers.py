@@ -1,5 +1,5 @@
-"""MindSpore's newer optimizers, of `mindspore.experimental.optim` and `mindspore.mint.optim` : where they cannot train,
-and the state that they keep where MindSpore lists no Parameters.
+"""MindSpore's newer optimizers, `mindspore.experimental.optim` and `mindspore.mint.optim` : refuses those that cannot
+train, and lists the state that MindSpore does not list as Parameters.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer  # t
 
 from gaccum_ms.backend.parameters import own
 
-# On CPU this one has no kernel (FusedAdamW cannot even be made there), and those write nothing where they are not
-# compiled, and raise nothing either.
+# On CPU, AdamW has no kernel (FusedAdamW cannot even be created). SGD and Adam silently write nothing unless compiled.
 _WITHOUT_KERNELS = (mint.optim.AdamW,)
 _COMPILED_ONLY = (mint.optim.SGD, mint.optim.Adam)
 
-FIXED_RATE = "lr_float"  # a number that mint.optim.SGD uses in place of its Parameter
+FIXED_RATE = "lr_float"  # a number that mint.optim.SGD uses instead of its Parameter
 
 _SCHEDULER = own("scheduler.")
 _LISTED = "gaccum_ms_rates"
 
 
 def refuse_without_kernels(owner: str, optimizer: nn.Cell) -> None:
-    """One clear error, before anything is made, for an optimizer that cannot train on this device."""
+    """Refuse, before anything is built, an optimizer that cannot train on this device."""
     optimizer = without_shards(optimizer)
     if ms.get_context("device_target") != "CPU":
         return
@@ -44,7 +43,7 @@ def refuse_without_kernels(owner: str, optimizer: nn.Cell) -> None:
 
 
 def refuse_uncompiled(owner: str, optimizer: nn.Cell) -> None:
-    """The same, before a step that is run eagerly, for one that writes only where it is compiled."""
+    """Refuse, before a step runs eagerly, an optimizer that writes only when it is compiled."""
     optimizer = without_shards(optimizer)
     if ms.get_context("device_target") == "CPU" and isinstance(optimizer, _COMPILED_ONLY):
         name = type(optimizer).__name__
@@ -55,7 +54,7 @@ def refuse_uncompiled(owner: str, optimizer: nn.Cell) -> None:
 
 
 def refuse_fixed_rates(owner: str, optimizer: ExperimentalOptimizer) -> None:
-    """Refuse an optimizer that does not see what is written into its rates."""
+    """Refuse an optimizer that ignores what is written into its rates."""
     if any(FIXED_RATE in group for group in optimizer.param_groups):
         raise ValueError(
             f"For '{owner}', the optimizer must read its learning rate at each update, but got a "
@@ -65,14 +64,14 @@ def refuse_fixed_rates(owner: str, optimizer: ExperimentalOptimizer) -> None:
 
 
 def without_shards(optimizer: Any) -> Any:
-    """The optimizer that a ShardedOptimizer has made, or the one that is given."""
+    """The inner optimizer of a ShardedOptimizer; any other optimizer itself."""
     held = optimizer.__dict__.get("_hidden")
     return held[0] if held else optimizer
 
 
 def list_rates(optimizer: nn.Cell) -> None:
-    """Let an optimizer list its groups' rates, and what AMSGrad keeps, among its Parameters, so that checkpoints hold
-    what a scheduler has made of them."""
+    """List an optimizer's group rates, and AMSGrad's state, among its Parameters, so that checkpoints hold rates that
+    a scheduler has changed."""
     optimizer = without_shards(optimizer)
     if isinstance(optimizer, ExperimentalOptimizer) and not hasattr(optimizer, _LISTED):
         held = [one for group in optimizer.param_groups for value in group.values() for one in _parameters_in(value)]
@@ -81,8 +80,8 @@ def list_rates(optimizer: nn.Cell) -> None:
 
 
 def list_schedulers(optimizer: nn.Cell, schedulers: Iterable[Any], updates: ms.Parameter) -> None:
-    """The same for schedulers' own state, under names of ours, because MindSpore gives several schedulers the same; and
-    for the number of updates that they have seen."""
+    """The same for the schedulers' own state, and for their number of updates. The names are ours, because MindSpore
+    gives several schedulers the same names."""
     state = [updates]
     for number, scheduler in enumerate(_with_held(schedulers)):
         rates = {id(one) for group in optimizer.param_groups for one in _parameters_in(group["lr"])}
@@ -95,8 +94,8 @@ def list_schedulers(optimizer: nn.Cell, schedulers: Iterable[Any], updates: ms.P
 
 
 def may_lack(name: str) -> bool:
-    """Whether a checkpoint may be without this Parameter of an optimizer: one that was saved before it was listed, or
-    without a scheduler."""
+    """Whether a checkpoint may lack this Parameter of an optimizer: it may be from before the Parameter was listed, or
+    from a training without scheduler."""
     return name.startswith((_SCHEDULER, "learning_rate_group_", "max_exp_avg_sq."))
 
 
@@ -107,5 +106,5 @@ def _parameters_in(value: Any) -> list[ms.Parameter]:
 
 
 def _with_held(schedulers: Iterable[Any]) -> list[Any]:
-    """Schedulers, and those that they hold, as SequentialLR does."""
+    """Schedulers, and the schedulers inside them, as in SequentialLR."""
     return [one for given in schedulers for one in (given, *_with_held(getattr(given, "_schedulers", ())))]

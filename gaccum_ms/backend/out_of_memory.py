@@ -1,10 +1,10 @@
-"""How MindSpore says that memory is not enough."""
+"""Recognises MindSpore's errors for insufficient memory."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# In errors of MindSpore 2.10: of an allocation on CPU, of its pools on GPU and Ascend, of CUDA's libraries.
+# From errors of MindSpore 2.10: allocations on CPU, memory pools on GPU and Ascend, CUDA's libraries.
 _PHRASES = (
     "bad_alloc",
     "out of memory",
@@ -23,8 +23,8 @@ _PHRASES = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says so: a MemoryError, Python's and NumPy's, or a RuntimeError in MindSpore's words. On CPU,
-    where a system may also end the process, or MindSpore hang, rely on a limit that is not reached."""
+    """Whether an error means this: a MemoryError of Python or NumPy, or a RuntimeError with one of MindSpore's phrases.
+    On CPU the system may kill the process instead, or MindSpore may hang: stay below the limit there."""
     if isinstance(error, MemoryError):
         return True
     text = str(error).lower()
@@ -32,7 +32,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def check_test(owner: str, test: Any) -> None:
-    """Refuse what is given in place of `is_out_of_memory` and cannot be called."""
+    """Refuse a replacement of `is_out_of_memory` that cannot be called."""
     if test is not None and not callable(test):
         raise TypeError(
             f"For '{owner}', the argument 'is_out_of_memory' must be a function of an error, but got {test!r}."

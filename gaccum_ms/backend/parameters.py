@@ -1,6 +1,6 @@
-"""Parameters in which a compiled step keeps numbers: for callbacks to read, and for checkpoints to hold.
+"""Parameters in which a compiled step keeps numbers, for callbacks and checkpoints.
 
-Also how a Parameter is written, in a graph and outside of one, and how a Cell holds weights that are not its own.
+Also: writing a Parameter, in a graph and outside of one, and holding weights in a Cell that does not own them.
 """
 
 from __future__ import annotations
@@ -11,35 +11,34 @@ from mindspore import nn, ops
 
 from gaccum_ms.backend import no_grad
 
-# Before every name, because MindSpore keeps a checkpoint's values by name alone: a weight that the user has named
-# `update_count` , say, and a record of that name would overwrite each other. Accumulators have prefixes of their own.
+# The prefix of every name. MindSpore finds a checkpoint's values only by name: without it, a user's weight named
+# `update_count` and our record of that name would overwrite each other. Accumulators have their own prefixes.
 PREFIX = "gaccum_ms."
 
-# Each rank has its own: `layerwise_parallel` is MindSpore's word for Parameters that ``parameter_broadcast`` must not
-# overwrite with those of rank 0.
+# Each rank has its own values: `layerwise_parallel` excludes them from ``parameter_broadcast`` .
 
 
 def own(name: str) -> str:
-    """The name of a Parameter of ours, as checkpoints have it."""
+    """The name of our Parameter in checkpoints."""
     return PREFIX + name
 
 
 def record(name: str, shape: tuple[int, ...] = (), value: float = 0.0) -> ms.Parameter:
-    """A float32 number, or several."""
+    """A float32 Parameter, one number or several."""
     return of_this_rank(own(name), ms.Tensor(np.full(shape, value, np.float32)))
 
 
 def counter(name: str, value: int = 0) -> ms.Parameter:
-    """An int32 number, shape ``()``."""
+    """An int32 Parameter of shape ``()`` ."""
     return of_this_rank(own(name), ms.Tensor(value, ms.int32))
 
 
 def of_this_rank(name: str, value: ms.Tensor) -> ms.Parameter:
-    """A Parameter that is not trained, and not broadcast."""
+    """A Parameter that is neither trained nor broadcast."""
     return ms.Parameter(value, name=name, requires_grad=False, layerwise_parallel=True)
 
 
-# What callbacks read, and what a step or accumulator has under its own name, whichever of its parts keeps it.
+# Records that callbacks read as attributes of the step or accumulator, though one of its parts owns them.
 _SHOWN = (
     "accumulation_steps",
     "batch_items",
@@ -59,7 +58,7 @@ _SHOWN = (
 
 
 def show_records(cell: nn.Cell, *parts: nn.Cell | None) -> None:
-    """Give `cell` the Parameters of its parts that are meant to be read, as attributes of its own."""
+    """Make the `_SHOWN` Parameters of the parts attributes of `cell` ."""
     for part in parts:
         for name in _SHOWN:
             if hasattr(part, name):
@@ -67,8 +66,8 @@ def show_records(cell: nn.Cell, *parts: nn.Cell | None) -> None:
 
 
 def hold_weights(cell: nn.Cell, weights: ms.ParameterTuple) -> None:
-    """Give a cell of ours its ``weights`` , as an attribute only. MindSpore would make them Parameters of the cell, by
-    their own names: a weight that the user has named `scale` would be refused where the cell has such an attribute."""
+    """Give a cell of ours its ``weights`` , only as an attribute. MindSpore would make them Parameters of the cell,
+    under their own names, and refuse a user's weight named `scale` if the cell has an attribute of that name."""
     for weight in weights:
         cell._params.pop(weight.name, None)
     object.__setattr__(cell, "weights", weights)
@@ -76,18 +75,18 @@ def hold_weights(cell: nn.Cell, weights: ms.ParameterTuple) -> None:
 
 @ops.constexpr
 def on_cpu():
-    """Whether graphs run there, where some kernels are missing and others slow."""
+    """Whether graphs run on CPU, where some kernels are missing and others are slow."""
     return ms.get_context("device_target") == "CPU"
 
 
 def overwrite(parameter: ms.Parameter, value: ms.Tensor) -> None:
-    """Assign outside of a graph. PyNative's tape, left open by a gradient that raised, would forbid it."""
+    """Assign outside of a graph, also if a gradient that raised has left PyNative's tape open."""
     with no_grad():
         write(parameter, value)
 
 
 def write(parameter: ms.Parameter, value: ms.Tensor) -> ms.Tensor:
-    """Assign in a graph; returns what stands for its being done."""
+    """Assign in a graph; returns a Tensor that depends on the assignment."""
     if on_cpu() and parameter.dtype == ms.bfloat16:
-        return parameter.copy_(value)  # MindSpore has no bfloat16 Assign there, and on GPU no such copy
+        return parameter.copy_(value)  # MindSpore has no bfloat16 Assign on CPU, and no such copy on GPU
     return ops.assign(parameter, value)

@@ -1,8 +1,8 @@
-"""What is put back after a trial, bit for bit: all that a network's `construct` may write, and the default generator.
+"""Restores, bit for bit after a trial, everything that a network's `construct` may write, and the default generator.
 
-That is values of Parameters, the cells' flags, and whatever else a cell holds as attributes: buffers and other Tensors,
-NumPy arrays, numbers, and lists, dicts and sets of these. Objects of other classes stay what they are: nobody can tell
-which of them a copy would still be.
+It covers values of Parameters, the cells' flags, and other attributes of cells: buffers and other Tensors, NumPy
+arrays, numbers, and lists, dicts and sets of these. Objects of other classes are not restored, because there is no
+general way to copy them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mindspore import nn
 
 from gaccum_ms.backend.parameters import overwrite
 
-# MindSpore's own attributes of a Cell, among them its compiled graphs. Buffers are the user's.
+# MindSpore's own attributes of a Cell, among them its compiled graphs; buffers are not among them.
 _OF_EVERY_CELL = frozenset(vars(nn.Cell())) - {"_buffers"}
 
 
@@ -25,12 +25,12 @@ class Snapshot:
 
     Args:
         roots (Cell): The cells.
-        leave_out (Iterable[Tensor]): Parameters and other Tensors that the trial does not write: they need no copy.
+        leave_out (Iterable[Tensor]): Parameters and other Tensors that the trial does not write; they are not copied.
     """
 
     def __init__(self, *roots: nn.Cell, leave_out: Iterable[ms.Tensor] = ()) -> None:
         self._left_out = {id(one) for one in leave_out}
-        # By identity: of each Tensor, what it held.
+        # By id: each Tensor, and its value.
         self.parameters: dict[int, tuple[ms.Tensor, np.ndarray]] = {}
         self.tensors: dict[int, tuple[ms.Tensor, np.ndarray]] = {}
         for root in roots:
@@ -42,24 +42,24 @@ class Snapshot:
         self.generator = ms.get_rng_state()
 
     def restore_values(self) -> None:
-        """Of Parameters, and of all other state."""
+        """Restore Parameters and all other state, without flags and generator."""
         for undo in self._undo:
             undo()
         for parameter, value in self.parameters.values():
             overwrite(parameter, ms.Tensor(value, parameter.dtype))  # compiled graphs need not see set_data
         for tensor, value in self.tensors.values():
-            if not _same(tensor, value):  # most are constants, which graphs hold as such
+            if not _same(tensor, value):  # most are constants, also in graphs
                 overwrite(tensor, ms.Tensor(value, tensor.dtype))
 
     def restore(self) -> None:
         self.restore_values()
         for cell, training, requires_grad in self.flags:
             cell.add_flags(training=training)  # set_train would set its children too
-            nn.Cell.set_grad(cell, requires_grad)  # our cell's own refuses
+            nn.Cell.set_grad(cell, requires_grad)  # GradAccumulationCell.set_grad refuses
         ms.set_rng_state(self.generator)
 
     def unchanged(self) -> list[ms.Tensor]:
-        """The Parameters and other Tensors that hold what they held."""
+        """The Parameters and other Tensors whose values have not changed."""
         kept = [*self.parameters.values(), *self.tensors.values()]
         return [tensor for tensor, value in kept if _same(tensor, value)]
 
@@ -75,7 +75,7 @@ class Snapshot:
 
         def undo() -> None:
             for name in set(held) - known - _OF_EVERY_CELL:
-                if not name.startswith("_"):  # MindSpore's: what compiling has noted
+                if not name.startswith("_"):  # these are MindSpore's notes from compiling
                     del held[name]
             for name, (value, undo_value) in kept.items():
                 if held.get(name) is not value:
@@ -85,7 +85,7 @@ class Snapshot:
         return undo
 
     def _keep(self, value: Any) -> Callable[[], None]:
-        """What puts a value back that was written into, not replaced."""
+        """A function that restores a value that was modified in place."""
         if isinstance(value, ms.Tensor) and not isinstance(value, ms.Parameter):
             self._keep_values(value, self.tensors)
         elif isinstance(value, np.ndarray):
@@ -119,5 +119,5 @@ def _same(tensor: ms.Tensor, value: np.ndarray) -> bool:
 
 
 def as_numpy(tensor: ms.Tensor) -> np.ndarray:
-    """A copy: asnumpy() alone may be a view that training goes on to change. bfloat16, which NumPy lacks: float32."""
+    """A copy of the value; asnumpy() may be a view, which training would change. bfloat16 becomes float32."""
     return np.array((tensor.astype(ms.float32) if tensor.dtype == ms.bfloat16 else tensor).asnumpy())

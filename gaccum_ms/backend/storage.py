@@ -1,10 +1,10 @@
-"""Where a Parameter's value lies in memory, and why it must stay there once a graph has run.
+"""Keeps Parameters at their memory addresses, once a graph has run.
 
-MindSpore's graphs with control flow on a Tensor, a `while` or an `if` , read each Parameter for ever where it lay at
-their first run. `Parameter.set_data` puts the value somewhere else: reading the Parameter shows the new one, and the
-graph goes on with the old one. `load_param_into_net` , `load_checkpoint` , `init_data` and MindSpore's callbacks all
-end in `set_data` , and `set_data` in the method `assign_value` . So the Parameters of a training step get an
-`assign_value` of their own, which writes into the storage that they have.
+MindSpore's graphs with control flow on a Tensor (a `while` or an `if` ) always read each Parameter at its address of
+their first run. `Parameter.set_data` moves the value to another address: Python then reads the new value, but the graph
+the old one. `load_param_into_net` , `load_checkpoint` , `init_data` and MindSpore's callbacks all call `set_data` ,
+which calls the method `assign_value` . So the Parameters of a training step get their own `assign_value` , which
+writes into their existing storage.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from gaccum_ms.backend.parameters import overwrite
 
 
 def parameters_of(cell: nn.Cell) -> Iterator[ms.Parameter]:
-    """The Parameters of a Cell, and those that it holds in containers, where MindSpore lists none."""
+    """The Parameters of a Cell, and those in its containers, which MindSpore does not list."""
     yield from cell.get_parameters()
     for _, part in held_cells(cell):
         yield from (value for _, value in held_values(part) if isinstance(value, ms.Parameter))
 
 
 def keep_in_place(parameters: Iterable[ms.Parameter], written: Callable[[], Any] | None = None) -> None:
-    """Let every later write of these Parameters go into the storage that they have by then.
+    """Make every later write go into the storage that the Parameter has at that time.
 
     Args:
         parameters (Iterable[Parameter]): Parameters of a graph.
-        written (Callable, optional): A method that each write calls.
+        written (Callable, optional): A method, called by each write.
     """
     told = weakref.WeakMethod(written) if written is not None else None
     for parameter in parameters:
@@ -44,7 +44,7 @@ def keep_in_place(parameters: Iterable[ms.Parameter], written: Callable[[], Any]
 def _assign_in_place(
     held: weakref.ref[ms.Parameter], told: weakref.WeakMethod | None, value: ms.Tensor
 ) -> ms.Parameter:
-    """`Parameter.assign_value` , without new storage where the old can hold the value."""
+    """`Parameter.assign_value` , without new storage if the value fits into the old one."""
     written = told() if told is not None else None
     if written is not None:
         written()
@@ -56,15 +56,15 @@ def _assign_in_place(
 
 
 class Storage:
-    """The places in memory where a graph reads its Parameters.
+    """The addresses at which a graph reads its Parameters.
 
     Args:
-        parameters (Iterable[Parameter]): The graph's.
+        parameters (Iterable[Parameter]): The graph's Parameters.
     """
 
     def __init__(self, parameters: Iterable[ms.Parameter]) -> None:
         self.places = [(parameter, parameter.data_ptr()) for parameter in parameters]
 
     def moved(self) -> list[str]:
-        """The names of Parameters that lie somewhere else by now."""
+        """The names of Parameters whose address has changed."""
         return [parameter.name for parameter, place in self.places if parameter.data_ptr() != place]

@@ -1,6 +1,6 @@
-"""AdaptiveAccumulation: how many batches share an update, by how noisy their gradients are.
+"""AdaptiveAccumulation: the gradient noise decides how many batches share an update.
 
-noise_estimate.py has the estimates; how the number and the learning rate change is in schedule.py.
+noise_estimate.py has the estimates; schedule.py changes the number and the learning rate.
 """
 
 from __future__ import annotations
@@ -38,47 +38,47 @@ class StepsRecord(NamedTuple):
 
 class AdaptiveAccumulation(NoiseWatch):
     r"""
-    Let `accumulation_steps` follow the gradient noise scale, and the learning rate follow them by rule.
+    Adapt `accumulation_steps` to the gradient noise scale, and the learning rate to `accumulation_steps` .
 
-    The noise scale, about the critical batch size (McCandlish et al., `An Empirical Model of Large-Batch Training
-    <https://arxiv.org/abs/1812.06162>`_ , 2018), grows while the loss falls; so does the batch that makes good use of
-    its samples. It is estimated as by :class:`GradNoiseScale` , for which the cell needs ``record_noise=True`` . After
-    every `interval` -th update the batch of an update is compared with `target` times the noise scale. Where it is
-    more than `tolerance` times too small or too large, windows to come get another number of batches, at most twice or
-    half as many and between `min_steps` and `max_steps` ; else nothing changes, so that an estimate that wavers changes
-    nothing either. All ranks do what rank 0 finds. Nothing is compiled anew.
+    The noise scale is about the critical batch size (McCandlish et al., `An Empirical Model of Large-Batch Training
+    <https://arxiv.org/abs/1812.06162>`_ , 2018). It grows while the loss falls, and so does the largest efficient
+    batch. It is estimated as by :class:`GradNoiseScale` , for which the cell needs ``record_noise=True`` . After
+    every `interval` -th update, the batch of an update is compared with `target` times the noise scale. If it is more
+    than `tolerance` times too small or too large, later windows get another number of batches, at most twice or half
+    as many and between `min_steps` and `max_steps` . Smaller deviations, such as noise of the estimate, change nothing.
+    All ranks use rank 0's number. Nothing is compiled anew.
 
     A window of one micro-batch shows no noise. If a batch is one micro-batch, on all ranks, windows have at least two
     batches.
 
-    Each change is kept in ``records`` , a named tuple of ``update`` , the number of updates made;
-    ``accumulation_steps`` and ``learning_rate`` , of the first parameter group, from the next window on;
-    ``noise_scale`` and ``batch_size`` , in items, that it was made for. Checkpoints of the step hold the rate, and
-    with it the number that a resumed step goes on with; averages begin anew.
+    ``records`` has a named tuple for each change: ``update`` , the number of updates made;
+    ``accumulation_steps`` and ``learning_rate`` (of the first parameter group), from the next window on;
+    ``noise_scale`` and ``batch_size`` at that time, in items. Checkpoints of the step hold the rate and the number, and
+    a resumed step continues with them; averages begin anew.
 
     Args:
-        target (float): The batch of an update that is wanted, as a part of the noise scale, positive. At 1 training
-            takes about twice the least number of updates and twice the least number of examples. Default: ``1.0`` .
+        target (float): The batch of an update as a part of the noise scale, positive. At 1, training takes about twice
+            the least number of updates and twice the least number of examples. Default: ``1.0`` .
         min_steps (int): Fewest batches of a window. Default: ``1`` .
         max_steps (int): Most batches of a window. Default: ``16`` .
-        learning_rate (str, optional): Let the optimizer's learning rate follow, ``"linear"`` or ``"sqrt"`` , as
-            :func:`scale_learning_rate` does: the rate given to the optimizer is the rate for the cell's own
+        learning_rate (str, optional): How the learning rate changes with `accumulation_steps` , ``"linear"`` or
+            ``"sqrt"`` , as in :func:`scale_learning_rate` : the optimizer's own rate is the rate for the cell's own
             `accumulation_steps` . ``None`` : it stays. Default: ``"linear"`` .
-        tolerance (float): How many times too small or too large a batch must be to be changed, larger than 1.
+        tolerance (float): A batch is changed if it is this many times too small or too large; larger than 1.
             Default: ``1.5`` .
         interval (int): Number of updates between two comparisons. Default: ``20`` .
-        smoothing (float): Of the two moving averages: how much of the old stays at each update, at least 0, below 1.
+        smoothing (float): The part of the two moving averages that each update keeps, at least 0, below 1.
             Default: ``0.99`` .
-        json_lines (Union[str, Path], optional): A file to which rank 0 appends each change as a line of JSON; what is
-            not finite is ``null`` . Default: ``None`` .
+        json_lines (Union[str, Path], optional): A file to which rank 0 appends each change as a line of JSON; numbers
+            that are not finite are ``null`` . Default: ``None`` .
 
     Raises:
-        TypeError: If a number is none, `min_steps` , `max_steps` or `interval` not an int, or `json_lines` neither str
-            nor Path.
+        TypeError: If an argument is not a number, `min_steps` , `max_steps` or `interval` not an int, or `json_lines`
+            neither str nor Path.
         ValueError: If `target` is not positive and finite, `tolerance` not finite and larger than 1, `smoothing` not at
-            least 0 and below 1, an int less than 1, `max_steps` less than `min_steps` , or `learning_rate` not one of
-            those above; if training begins without ``record_noise`` , with data sinking, with an optimizer whose rate
-            cannot follow, or with ranks that have different numbers of batches.
+            least 0 and below 1, an int less than 1, `max_steps` less than `min_steps` , or `learning_rate` another
+            word; if training begins without ``record_noise`` , with data sinking, with an optimizer whose rate
+            cannot be changed, or with ranks that have different numbers of batches.
         RuntimeError: If training begins with a step that was compiled for windows of one batch.
 
     Supported Platforms:
@@ -140,7 +140,7 @@ class AdaptiveAccumulation(NoiseWatch):
         super().on_train_begin(run_context)
         step = noise_step(_NAME, run_context)
         prepare_steps(step, self.learning_rate)
-        if self.learning_rate is not None:  # of a resumed step both may be others than the cell's
+        if self.learning_rate is not None:  # in a resumed step, both may differ from the cell's
             set_steps(step, int(step.rate_steps.asnumpy()), self.learning_rate)
         if self._json_lines is not None and step.provenance.rank == 0:
             begin_json_lines(self._json_lines)
@@ -164,8 +164,8 @@ class AdaptiveAccumulation(NoiseWatch):
             append_json_line(self._json_lines, record._asdict())
 
     def _wanted(self, noise: WindowNoise, steps: int, batches: int) -> int:
-        """For windows to come, after one of so many batches."""
-        batch_items = noise.items / max(batches, 1)  # a tail has fewer batches than `steps`
+        """The number of batches for later windows, after a window of `batches` batches."""
+        batch_items = noise.items / max(batches, 1)  # the last window of an epoch may have fewer batches than `steps`
         least = self.min_steps
         if noise.first_items > batch_items * (1 - 1e-6):
             least = max(least, 2)
@@ -179,7 +179,7 @@ class AdaptiveAccumulation(NoiseWatch):
 
 
 def _of_rank_0(wanted: int, step: TrainOneStepWithGradAccumulationCell) -> int:
-    """The last digit of a norm may differ between ranks, and a number of batches must not."""
+    """Rank 0's number: the last digit of a norm may differ between ranks, but the number of batches must not."""
     if not step.reducer_flag:
         return wanted
     with no_grad():

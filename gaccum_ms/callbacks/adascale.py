@@ -1,4 +1,4 @@
-"""AdaScale: the learning rate scaled by what a larger batch is worth while training goes on.
+"""AdaScale: scales the learning rate by the measured gain of a larger batch, during training.
 
 Johnson, Agrawal, Gu and Guestrin, "AdaScale SGD: A User-Friendly Algorithm for Distributed Training", ICML 2020,
 arXiv:2007.05105. noise_estimate.py has the estimates.
@@ -34,25 +34,24 @@ class AdaScale(NoiseWatch):
     r"""
     Multiply the learning rate by AdaScale's gain, between 1 and the number of micro-batches of an update.
 
-    For a rate that was tuned for one micro-batch. The linear rule multiplies it by the number :math:`S` of
-    micro-batches, which is too much where they agree; AdaScale (Johnson et al., `AdaScale SGD
-    <https://arxiv.org/abs/2007.05105>`_ , 2020) by
+    It is for a rate that was tuned for one micro-batch. The linear rule multiplies it by the number :math:`S` of
+    micro-batches, which is too much if their gradients agree. AdaScale (Johnson et al., `AdaScale SGD
+    <https://arxiv.org/abs/2007.05105>`_ , 2020) multiplies it by
 
     .. math::
         r = \frac{\sigma^2 + \mu^2}{\sigma^2 / S + \mu^2} \in [1, S]
 
-    with :math:`\mu^2` the true gradient's squared norm and :math:`\sigma^2` the variance of a micro-batch's gradient:
-    :math:`S` where all is noise, 1 where there is none. Both are estimated as :class:`GradNoiseScale` does, from the
-    gradients of the window and of its first micro-batch, whose size :math:`S` is counted by, of all ranks, and averaged
-    over updates. An update makes :math:`r` scale-invariant steps: as much progress as :math:`r`
-    updates on one micro-batch. `schedule` and `steps` count these, so that both stay as they are when the number of
-    micro-batches changes.
+    with :math:`\mu^2` the true gradient's squared norm and :math:`\sigma^2` the variance of a micro-batch's gradient.
+    The gain is :math:`S` if the gradients are only noise, and 1 if there is no noise. Both are estimated as by
+    :class:`GradNoiseScale` , from the gradients of the window and of its first micro-batch, over all ranks, and
+    averaged over updates. :math:`S` is the window's items divided by those of its first micro-batch. An update makes
+    :math:`r` scale-invariant steps: as much progress as :math:`r` updates on one micro-batch. `schedule` and `steps`
+    count these, so they need no change when the number of micro-batches changes.
 
-    An update's gain is estimated from the updates before it, because callbacks run after the optimizer; that of the
-    first is 1. The cell needs ``record_noise=True`` , and the optimizer's rate must be a number, a list or made by
-    :func:`scale_learning_rate` . All groups of parameters have one gain. The step's checkpoints hold what the rate has
-    been multiplied by, and the progress; averages begin anew. Reading the records waits for the device, after each
-    batch.
+    An update's gain is estimated from the updates before it, because callbacks run after the optimizer; the first gain
+    is 1. The cell needs ``record_noise=True`` , and the optimizer's rate must be a number, a list or a schedule of
+    :func:`scale_learning_rate` . All groups of parameters have one gain. The step's checkpoints hold the present factor
+    of the rate, and the progress; averages begin anew. Reading the records waits for the device, after each batch.
 
     The callback has ``gain`` , the next update's gain; ``progress`` , the scale-invariant steps so far; and
     ``records`` , for each update a named tuple of ``update`` , ``gain`` (the next update's) and ``progress`` .
@@ -60,16 +59,16 @@ class AdaScale(NoiseWatch):
     Args:
         schedule (Callable, optional): Maps scale-invariant steps, an int rounded down, to a positive factor of the
             optimizer's rate, as ``lambda steps: 0.1 ** (steps // 1000)`` . Default: ``None`` , 1.
-        steps (float, optional): Scale-invariant steps after which training stops, positive. Default: ``None`` , when
-            its epochs end.
-        smoothing (float, optional): Of the moving averages, how much of the old stays at each update, at least 0, below
-            1. Default: ``None`` , the paper's :math:`\max(1 - S / 1000, 0)` .
+        steps (float, optional): Scale-invariant steps after which training stops, positive. Default: ``None`` , it
+            stops after its epochs.
+        smoothing (float, optional): The part of the moving averages that each update keeps, at least 0, below 1.
+            Default: ``None`` , the paper's :math:`\max(1 - S / 1000, 0)` .
 
     Raises:
         TypeError: If `schedule` is not callable, or `steps` or `smoothing` not a number.
         ValueError: If `steps` is not positive and finite, or `smoothing` not at least 0 and below 1; if training begins
-            without ``record_noise`` , with data sinking, or with a schedule of MindSpore's; if `schedule` returns what
-            is not a positive number.
+            without ``record_noise`` , with data sinking, or with a schedule of MindSpore; if `schedule` does not return
+            a positive number.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -129,7 +128,7 @@ class AdaScale(NoiseWatch):
             run_context.request_stop()
 
     def _gain(self, noise: WindowNoise) -> float:
-        """For windows like this one."""
+        """The gain for windows of this size."""
         variance, square = max(self.variance.value, 0.0), max(self.true_square_norm.value, 0.0)
         if not noise.first_items > 0 or not variance + square > 0:  # NaN before there is any
             return 1.0

@@ -1,4 +1,4 @@
-"""In `Model.fit` evaluations see the averages of a WeightAverage in the place of the weights; model_hook.py adds it."""
+"""Evaluations of `Model.fit` use the averages of a WeightAverage; model_hook.py adds this callback."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gaccum_ms.callbacks.window_watch import training_step
 
 
 class AveragesInEvaluation(Callback):
-    """Swaps them in as an evaluation begins, and out as MindSpore leaves its callbacks, whatever was raised."""
+    """Swaps averages in when an evaluation begins, and out when MindSpore leaves its callbacks, also after an error."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,16 +16,16 @@ from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer
 
 class UpdateCheckpoint(ModelCheckpoint):
     r"""
-    Save a checkpoint after every so many updates, when the window has just ended; and when training ends.
+    Save a checkpoint after every `updates` updates, at a window's end, and when training ends.
 
-    A `mindspore.train.ModelCheckpoint <https://www.mindspore.cn/docs/en/master/api_python/train/
-    mindspore.train.ModelCheckpoint.html>`_ in all else, which is called only at these times. `ModelCheckpoint` itself
-    saves after every so many batches, in mid-window too. :func:`resume` goes on from the checkpoints of both.
+    Otherwise it is a `mindspore.train.ModelCheckpoint <https://www.mindspore.cn/docs/en/master/api_python/train/
+    mindspore.train.ModelCheckpoint.html>`_ , called only at these times. `ModelCheckpoint` itself counts batches, and
+    also saves in the middle of a window. :func:`resume` accepts the checkpoints of both.
 
     Args:
         updates (int): Updates between two checkpoints.
-        **kwargs (Any): `prefix` , `directory` and `config` of `ModelCheckpoint` ; of `config` , which counts batches
-            and seconds, `save_checkpoint_steps` must stay 1.
+        **kwargs (Any): `prefix` , `directory` and `config` of `ModelCheckpoint` . `config` counts batches and seconds:
+            its `save_checkpoint_steps` must stay 1.
 
     Raises:
         TypeError: If `updates` is not an int.
@@ -78,11 +78,11 @@ class UpdateCheckpoint(ModelCheckpoint):
 
 
 class _Saves(Callback):
-    """Before a checkpoint's turn, and after it: lets it put the whole state together, which all ranks must do at once.
+    """Runs before and after a checkpoint callback, so that all ranks gather the whole state at the same time.
 
     Args:
-        optimizer (ShardedOptimizer): Whose state it is.
-        begins (bool): Whether it comes before the checkpoint.
+        optimizer (ShardedOptimizer): The owner of the state.
+        begins (bool): Whether this one runs before the checkpoint.
     """
 
     def __init__(self, optimizer: ShardedOptimizer, begins: bool) -> None:
@@ -107,10 +107,10 @@ class _Saves(Callback):
 
 
 def let_checkpoints_save(callbacks: Sequence[Callback], optimizer: nn.Optimizer | None) -> list[Callback]:
-    """The callbacks; around each checkpoint, where the optimizer is sharded, those that let it save. A collective.
+    """The callbacks; if the optimizer is sharded, with a `_Saves` before and after each checkpoint. A collective.
 
     Raises:
-        ValueError: If ranks would not save at the same time, and wait for each other for ever.
+        ValueError: If ranks would not save at the same time: they would wait for each other for ever.
     """
     if not isinstance(optimizer, ShardedOptimizer) or optimizer.ranks == 1:
         return list(callbacks)

@@ -1,8 +1,8 @@
-"""What becomes of a window that is open when an epoch or the training ends.
+"""The window that is open when an epoch or the training ends.
 
-By default it goes on into the next epoch, so that every update has the same number of batches. `FlushAccumulation` ends
-it with the epoch: the tail updates with what it has. Ranks with fewer batches than others, as window_watch.py has found
-out before training, make up for it there, with what they have left and then with counts of zero.
+By default it continues in the next epoch, so that every update has the same number of batches. `FlushAccumulation` ends
+it with the epoch: its batches make an update. Ranks with fewer batches than others (window_watch.py compares them
+before training) take part in the missing updates there, first with their remaining batches, then with counts of zero.
 """
 
 from __future__ import annotations
@@ -19,20 +19,18 @@ from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
 class FlushAccumulation(Callback):
     r"""
-    Update with the batches that are left over when an epoch ends, in place of keeping the window open.
+    Update with the remaining batches when an epoch ends, instead of keeping the window open.
 
-    A window of `accumulation_steps` batches that the end of an epoch cuts short updates with what it has, divided by
-    the samples or counts that are really in it. Without this callback windows span epochs. For example, two epochs of
-    seven batches in windows of four make the updates 4 + 3 + 4 + 3 with it; without it 4 + 4 + 4, and two batches are
-    left.
+    If the end of an epoch cuts a window short, the update uses the batches in it, divided by their samples or counts.
+    Without this callback, windows span epochs. For example, two epochs of seven batches, in windows of four, give
+    updates of 4 + 3 + 4 + 3 batches with it; without it 4 + 4 + 4, and two batches remain.
 
-    In data parallel mode ranks may then have different numbers of batches: a rank that has no batch left takes part in
-    the others' updates with a count of zero. Without this callback, different numbers are refused before training,
+    In data parallel mode ranks may then have different numbers of batches: a rank without remaining batches takes part
+    in the others' updates with a count of zero. Without this callback, different numbers are refused before training,
     because the ranks would wait for each other for ever.
 
     Args:
-        each_epoch (bool, optional): Whether to flush at the end of each epoch, or only when training ends.
-            Default: ``True`` .
+        each_epoch (bool, optional): Flush at the end of each epoch, or only when training ends. Default: ``True`` .
 
     Raises:
         TypeError: If `each_epoch` is not a bool.
@@ -71,8 +69,8 @@ class FlushAccumulation(Callback):
         self._epochs += 1
         self._before = run_context.original_args().cur_step_num
 
-    # At the last batch, not after the epoch: what comes then, evaluation in Model.fit and checkpoints, must see the
-    # update. The epoch's end is for epochs that something stopped before.
+    # The flush is at the last batch, not after the epoch: evaluation in Model.fit and checkpoints come in between, and
+    # must see the update. The epoch's end serves epochs that were stopped early.
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         parameters = run_context.original_args()
@@ -84,7 +82,7 @@ class FlushAccumulation(Callback):
         self._end_epoch(run_context)
 
     def on_train_end(self, run_context: RunContext) -> None:
-        self._end_epoch(run_context)  # EarlyStopping and others ask for the stop after our on_train_epoch_end
+        self._end_epoch(run_context)  # EarlyStopping and others request the stop after our on_train_epoch_end
 
     def _end_epoch(self, run_context: RunContext) -> None:
         parameters, step = run_context.original_args(), training_step(run_context)
@@ -92,7 +90,7 @@ class FlushAccumulation(Callback):
         if step is None or not step.spans_batches or not (self.each_epoch or last):
             return
         if parameters.get("flushed_epoch") == parameters.cur_epoch_num:
-            return  # at its last batch, or by another of our kind
+            return  # already done, at the epoch's last batch or by another FlushAccumulation
         parameters.flushed_epoch = parameters.cur_epoch_num
         for _ in range(self._flushes(step, parameters)):
             step.flush()
@@ -101,13 +99,13 @@ class FlushAccumulation(Callback):
                     callback.on_window_flushed(run_context)
 
     def _flushes(self, step: TrainOneStepWithGradAccumulationCell, parameters: Any) -> int:
-        """How many updates this rank still has to take part in."""
+        """The number of updates in which this rank must still take part."""
         ranks = parameters.get("rank_batches") or []
         if all(rank == ranks[0] for rank in ranks):
             return int(step.window_position.asnumpy() > 0)
         first_epoch, steps = self._epochs == 1, int(step.accumulation_steps.asnumpy())
         windows = [rank.windows(steps, first_epoch) for rank in ranks]
-        # What this rank has really seen may be less than planned: something may have stopped the epoch.
+        # This rank may have seen fewer batches than planned, if the epoch was stopped.
         own = ranks[get_rank()]
         batches = parameters.cur_step_num - self._before + (own.skipped if first_epoch else 0)
         seen = own._replace(batches=batches)

@@ -1,4 +1,4 @@
-"""Records as lines of JSON, which callbacks append to a file."""
+"""Appends callbacks' records to a file, as lines of JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_json_lines(owner: str, json_lines: Any) -> None:
 
 
 def begin_json_lines(path: Path) -> None:
-    """An unwritable file is an error now, not after the first window."""
+    """Create the file, so that an unwritable one is an error now, not after the first window."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
 
@@ -28,7 +28,7 @@ def append_json_line(path: Path, record: dict[str, Any]) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
+    """The value, with None for NaN and infinity, which JSON lacks."""
     if isinstance(value, tuple):
         return [_finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

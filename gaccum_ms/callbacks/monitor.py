@@ -1,4 +1,4 @@
-"""WindowMonitor: a record of each window, for callbacks, as JSON lines, for TensorBoard and MindSpore's summaries."""
+"""WindowMonitor: records each window for callbacks, JSON lines, TensorBoard and MindSpore's summaries."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
 @dataclass(frozen=True)
 class WindowRecord:
-    """What happened in one window: the fields are explained at `WindowMonitor` ."""
+    """The record of one window: the fields are explained at `WindowMonitor` ."""
 
     update: int
     updated: bool
@@ -42,44 +42,45 @@ class WindowRecord:
 
 class WindowMonitor(Callback):
     r"""
-    Record each window: losses, counts, gradient norm, what was dropped, loss scale, learning rate and time.
+    Record each window: losses, counts, gradient norm, drops, loss scale, learning rate and time.
 
     The fields of a record, in ``records`` of this callback:
 
-    * ``update`` : updates made so far; ``updated`` : whether this window made one, or was dropped for an overflow, or
-      counted nothing.
-    * ``epoch`` in which it ended, from 1; ``batches`` : how many, on this rank.
-    * ``losses`` : each batch's mean, on this rank, of the batches that this training has seen; ``loss`` : the
-      window's, over all ranks with `count` .
-    * ``counts`` : each batch's samples, or what `count` counts, on this rank; ``count`` : what the window's mean is
-      over, over all ranks where ranks weigh by counts.
-    * ``loss_terms`` , with several losses: the mean of each, before `loss_weights` . ``counts`` has one entry for each
-      of them then, and ``count`` is ``None`` , because they have no total in common. ``None`` with one loss.
+    * ``update`` : updates made so far; ``updated`` : True if this window made one, False if it overflowed, was skipped
+      or counted nothing.
+    * ``epoch`` : the epoch in which it ended, from 1; ``batches`` : its number of batches, on this rank.
+    * ``losses`` : each batch's mean, on this rank, for the batches of this training; ``loss`` : the window's mean, with
+      `count` over all ranks.
+    * ``counts`` : each batch's samples, or its `count` , on this rank; ``count`` : the total of the window's mean, over
+      all ranks if ranks are weighted by counts.
+    * ``loss_terms`` : with several losses, the mean of each, before `loss_weights` . ``counts`` then has one entry for
+      each loss, and ``count`` is ``None`` , because they have no common total. ``None`` with one loss.
     * ``dropped_micro_batches`` : on all ranks.
-    * ``grad_norm`` before clipping, and ``loss_scale`` ; ``None`` without `max_grad_norm` and loss scaling. Without
-      `max_grad_norm` , with :class:`SkipSpikes` , it is the norm that was judged.
-    * ``noise_scale`` , in items: what :class:`GradNoiseScale` estimates with its default `smoothing` ; ``None`` without
-      `record_noise` .
-    * ``learning_rate`` of the update, of the first parameter group.
-    * ``seconds`` from the first batch's beginning to the update's end.
-    * ``skipped_updates`` , how many :class:`SkipSpikes` has left out so far; 0 without it.
+    * ``grad_norm`` : before clipping; ``None`` without `max_grad_norm` and `record_noise` . With :class:`SkipSpikes`
+      alone, it is the norm that was judged.
+    * ``loss_scale`` : ``None`` without loss scaling.
+    * ``noise_scale`` : in items, the estimate of :class:`GradNoiseScale` with its default `smoothing` ; ``None``
+      without `record_noise` .
+    * ``learning_rate`` : the update's rate, of the first parameter group.
+    * ``seconds`` : from the beginning of the first batch to the end of the update.
+    * ``skipped_updates`` : the updates that :class:`SkipSpikes` has skipped so far; 0 without it.
 
-    With `count` and without `accumulation_steps` a batch is its window: its loss and counts are the window's, of all
-    ranks.
+    With `count` and without `accumulation_steps` , each batch is a window: its loss and counts are the window's, over
+    all ranks.
 
-    Callbacks that come later find the record of a window that has just ended in
-    ``run_context.original_args().window_record`` , ``None`` after other batches. Reading it waits for the device, after
-    each batch, as `LossMonitor` does. Files are written on rank 0 alone.
+    Later callbacks find the record of a window that has just ended in
+    ``run_context.original_args().window_record`` , which is ``None`` after other batches. Reading waits for the device
+    after each batch, as with `LossMonitor` . Only rank 0 writes files.
 
     Args:
-        json_lines (Union[str, Path], optional): A file to which each record is appended as a line of JSON; what is not
-            finite is ``null`` . Default: ``None`` .
-        summary (Union[SummaryRecord, SummaryWriter], optional): Where each number goes, as ``window/<name>`` over the
-            number of updates, of losses with terms ``window/loss_terms/<n>`` too: a `mindspore.SummaryRecord` , or
-            TensorBoard's `SummaryWriter` from tensorboardX or PyTorch. Who made it closes it. Default: ``None`` .
+        json_lines (Union[str, Path], optional): A file to which each record is appended as a line of JSON; numbers
+            that are not finite are ``null`` . Default: ``None`` .
+        summary (Union[SummaryRecord, SummaryWriter], optional): Receives each number, as ``window/<name>`` over the
+            number of updates; with several losses also ``window/loss_terms/<n>`` . It is a `mindspore.SummaryRecord` ,
+            or TensorBoard's `SummaryWriter` from tensorboardX or PyTorch. Close it yourself. Default: ``None`` .
 
     Raises:
-        TypeError: If `json_lines` is neither str nor Path, or `summary` neither of those above.
+        TypeError: If `json_lines` is neither str nor Path, or `summary` has another type.
         ValueError: If training begins with data sinking, which hides batches from callbacks, or without our step.
 
     Supported Platforms:
@@ -117,7 +118,7 @@ class WindowMonitor(Callback):
         self._losses: list[float] = []
         self._counts: list[float] = []
         self._began = 0.0
-        self._updates = 0  # before what may be an update
+        self._updates = 0  # the count before the next possible update
         self._skipped = 0  # likewise
         self._scale: float | None = None
         self._noise = NoiseEstimate()
@@ -158,7 +159,7 @@ class WindowMonitor(Callback):
         self._look(step)
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
-        """A flush may come, and callbacks may have changed the scale since the last batch."""
+        """Prepare for a flush: callbacks may have changed the scale since the last batch."""
         step = training_step(run_context)
         if step is not None:
             self._look(step)
@@ -166,7 +167,7 @@ class WindowMonitor(Callback):
     on_train_end = on_train_epoch_end
 
     def on_window_flushed(self, run_context: RunContext) -> None:
-        """Called by `FlushAccumulation` , on a rank with fewer batches than others several times."""
+        """Called by `FlushAccumulation` , several times on a rank with fewer batches than others."""
         parameters, step = run_context.original_args(), training_step(run_context)
         if step is not None and (self._losses or _number(step, "window_count")):  # else no rank had anything left
             parameters.window_record = self._record(step, parameters.cur_epoch_num)
@@ -174,11 +175,11 @@ class WindowMonitor(Callback):
             self._began = time.perf_counter()
 
     def _look(self, step: TrainOneStepWithGradAccumulationCell) -> None:
-        """What an update changes, before the next one."""
+        """Note the values that the next update will change."""
         self._updates = int(step.update_count.asnumpy())
         self._skipped = int(_number(step, "skipped_updates") or 0)
         self._scale = _number(step, "scale_sense")
-        if step.update.sens != 1.0:  # not checked for overflow, and the optimizer takes it out
+        if step.update.sens != 1.0:  # this scale is not checked for overflow, and the optimizer removes it
             self._scale = step.update.sens
 
     def _record(self, step: TrainOneStepWithGradAccumulationCell, epoch: int) -> WindowRecord:
@@ -208,7 +209,7 @@ class WindowMonitor(Callback):
             grad_norm=_number(step, "judged_norm") if grad_norm is None and judged else grad_norm,
             noise_scale=self._noise.noise_scale if records_noise else None,
             loss_scale=self._scale,
-            # Read now, because callbacks may have set it since the batch's beginning.
+            # Read late, because callbacks may have set it since the batch's beginning.
             learning_rate=current_learning_rate(step.optimizer, updates_ago=int(updated)),
             seconds=time.perf_counter() - self._began,
             skipped_updates=skipped,
@@ -240,11 +241,11 @@ class WindowMonitor(Callback):
 
 
 def _counts(step: TrainOneStepWithGradAccumulationCell, samples: int) -> list[float]:
-    """What the last batch, of so many samples, counted; with several losses for each."""
+    """The last batch's count, or its samples; with several losses, one count for each."""
     if step.spans_batches:
         return [_float(step.batch_items)]
     counts = _numbers(step, "window_count")
-    # The window's lacks the samples of micro-batches that were dropped, and has other ranks'.
+    # The window's count lacks the samples of dropped micro-batches, and includes other ranks'.
     return [float(samples)] if counts is None or step.window.weighs_samples else counts
 
 
@@ -253,7 +254,7 @@ def _float(tensor: ms.Tensor) -> float:
 
 
 def _shortest(number: np.float32) -> float:
-    """The shortest number that is this float32: 0.36, where float() makes 0.36000001430511475."""
+    """The shortest number that is this float32: 0.36, and not 0.36000001430511475 as with float()."""
     return float(str(number))
 
 

@@ -1,26 +1,26 @@
-r"""How noisy the gradient is.
+r"""Estimates the gradient noise.
 
-Of a window the step records two gradients: :math:`g`, the mean over the :math:`n` items of its first micro-batch, and
-:math:`\bar g`, the mean over all its :math:`N` items. With :math:`G` the true gradient and :math:`\Sigma` the
-covariance of one item's,
+For each window, the step records the norms of two gradients: :math:`g`, the mean over the :math:`n` items of its first
+micro-batch, and :math:`\bar g`, the mean over all its :math:`N` items. If :math:`G` is the true gradient and
+:math:`\Sigma` the covariance of one item's gradient,
 
 .. math::
     \mathrm{E} |g|^2 = |G|^2 + \mathrm{tr} \Sigma / n, \quad
     \mathrm{E} |\bar g|^2 = |G|^2 + \mathrm{tr} \Sigma / N
 
-and so, without bias, whatever the sizes,
+so that, without bias for any sizes,
 
 .. math::
     \mathrm{tr} \Sigma \approx \frac{|g|^2 - |\bar g|^2}{1 / n - 1 / N}, \quad
     |G|^2 \approx \frac{N |\bar g|^2 - n |g|^2}{N - n}
 
-the estimates of McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, arXiv:1812.06162, appendix A.1.
-Over several ranks :math:`|g|^2` is the mean over the ranks' first micro-batches, weighed by their items, and :math:`n`
-the mean of these. Ranks that weigh the same in the update, though their batches differ, have a mean as noisy as that
-over :math:`N = R^2 / \sum_r 1 / N_r` items.
+These are the estimates of McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, arXiv:1812.06162,
+appendix A.1. Over several ranks, :math:`|g|^2` is the mean over the ranks' first micro-batches, weighted by their
+items, and :math:`n` is their mean number of items. If ranks have equal weight but unequal batches, the mean is as noisy
+as one over :math:`N = R^2 / \sum_r 1 / N_r` items.
 
-To look at all micro-batches, not at the first alone, would need fewer updates, half as many for :math:`|G|^2` , and far
-fewer for a gradient of few weights and little noise; but a pass over each micro-batch's gradient.
+Using all micro-batches, and not only the first, would need fewer updates: half as many for :math:`|G|^2` , and far
+fewer for a gradient of few weights and little noise. But it would cost a pass over each micro-batch's gradient.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ import math
 
 from gaccum_ms.accumulation.noise import WindowNoise
 
-SMOOTHING = 0.99  # how much of the old an average keeps at each update, unless the user says otherwise
+SMOOTHING = 0.99  # the default part of an average that each update keeps
 
 
 class Average:
-    """An exponential moving average without the bias towards its beginning at 0."""
+    """An exponential moving average without bias towards its initial 0."""
 
     def __init__(self) -> None:
         self._sum = 0.0
@@ -49,14 +49,14 @@ class Average:
 
 
 class NoiseEstimate:
-    """The noise scale by the windows so far."""
+    """The noise scale, estimated from the windows so far."""
 
     def __init__(self) -> None:
         self.variance, self.true_square_norm = Average(), Average()
 
     @property
     def noise_scale(self) -> float:
-        """In items; NaN before anything is known, infinite where the gradient cannot be told from zero."""
+        """In items; NaN before the first estimate, infinite if the gradient cannot be distinguished from zero."""
         variance, square = self.variance.value, self.true_square_norm.value
         if math.isnan(variance):
             return math.nan

@@ -1,4 +1,4 @@
-"""GradNoiseScale, which says what batch size the gradient's noise calls for, and what callbacks like it share."""
+"""GradNoiseScale, which derives a batch size from the gradient noise, and the base of callbacks like it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from gaccum_ms.distributed.ranks import rank_or_0
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
 _NAME = "GradNoiseScale"
-_NEAR = 1.5  # times the critical size, or a part of it
+_NEAR = 1.5  # the largest ratio, in either direction, that counts as near the critical size
 
 
 class NoiseWatch(NoiseEstimate, Callback):
-    """What callbacks that follow the gradient noise have in common: `on_noise` gets each window that updated."""
+    """Base of callbacks that use the gradient noise: `on_noise` gets each window that updated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class NoiseWatch(NoiseEstimate, Callback):
 
 
 def noise_step(owner: str, run_context: RunContext) -> TrainOneStepWithGradAccumulationCell:
-    """Our step, with the records."""
+    """Our step, checked to record the noise."""
     parameters, step = run_context.original_args(), training_step(run_context)
     if step is None or not hasattr(step, "noise_sums") or parameters.dataset_sink_mode:
         given = "without" if step is None or not hasattr(step, "noise_sums") else "with"
@@ -84,23 +84,23 @@ class ScaleRecord(NamedTuple):
 
 class GradNoiseScale(NoiseWatch):
     r"""
-    Estimate the gradient noise scale while training, and say which batch size it calls for.
+    Estimate the gradient noise scale during training, and derive advice on the batch size.
 
     The noise scale :math:`\mathrm{tr} \Sigma / |G|^2` , with :math:`G` the true gradient and :math:`\Sigma` the
     covariance of one item's gradient, is about the critical batch size (McCandlish et al., `An Empirical Model of
-    Large-Batch Training <https://arxiv.org/abs/1812.06162>`_ , 2018): much smaller batches are mostly noise, and
-    doubling the batch does nearly the work of two updates; much larger batches gain little. Both are estimated, without
-    bias, from the squared norms of two gradients of each window, its first micro-batch's and its own, of all ranks, and
-    averaged over updates. `batch` means all items of an update: samples, or what `count` counts. If ranks have equal
+    Large-Batch Training <https://arxiv.org/abs/1812.06162>`_ , 2018). Much smaller batches are mostly noise: doubling
+    the batch is worth nearly two updates. Much larger batches gain little. Both terms are estimated, without bias, from
+    the squared norms of two gradients of each window, its first micro-batch's and its own, over all ranks, and
+    averaged over updates. `batch` means all items of an update: samples, or the items of `count` . If ranks have equal
     weight but unequal batches, it is the batch size that would be equally noisy.
 
     The cell needs ``record_noise=True`` , and windows of at least two micro-batches, over all ranks. After training,
     rank 0 prints `advice` . Reading the records waits for the device, after each batch.
 
-    After a training, and while it goes on, the callback has
+    During and after training, the callback has
 
-    * ``noise_scale`` : the estimate, in items; NaN before the first window, infinite where the gradient cannot be told
-      from zero;
+    * ``noise_scale`` : the estimate, in items; NaN before the first window, infinite if the gradient cannot be
+      distinguished from zero;
     * ``advice`` : what to do, in one line; "accumulate over 6" means ``accumulation_steps=6`` ;
     * ``records`` : for each update a named tuple of ``update`` , ``batch_size`` and ``noise_scale`` ;
     * ``draw(path)`` : draws the curve into a file, by matplotlib (``pip install matplotlib`` ): noise scale and
@@ -108,8 +108,8 @@ class GradNoiseScale(NoiseWatch):
       :math:`1 + B / B_{noise}` times the least, after the paper.
 
     Args:
-        smoothing (float): Of the two moving averages: how much of the old stays at each update, at least 0, below 1.
-            The estimate forgets after about 1 / (1 - `smoothing` ) updates. Default: ``0.99`` .
+        smoothing (float): The part of the two moving averages that each update keeps, at least 0, below 1. The averages
+            cover about the last 1 / (1 - `smoothing` ) updates. Default: ``0.99`` .
 
     Raises:
         TypeError: If `smoothing` is not a number.
@@ -168,7 +168,7 @@ class GradNoiseScale(NoiseWatch):
         return f"batch {_shown(batch)} is near {critical}: keep it"
 
     def draw(self, path: str | Path) -> None:
-        """Noise scale and batch over updates; and what each batch size gives, if the noise scale is known."""
+        """Draw noise scale and batch over updates, and the updates and examples that each batch size needs."""
         try:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
@@ -216,12 +216,12 @@ class GradNoiseScale(NoiseWatch):
             print(self.advice)
 
 
-# Okabe and Ito's, which most people can tell apart: of the noise scale, the batch, updates and examples.
+# Okabe and Ito's colours, which most people can distinguish, for noise scale, batch, updates and examples.
 _COLORS = ("#D55E00", "#000000", "#0072B2", "#009E73")
 
 
 def _shown(items: float, digits: int = 6) -> str:
-    """1,600; and 0.4."""
+    """For example "1,600" and "0.4"."""
     rounded = float(f"{items:.{digits}g}")
     return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"
 

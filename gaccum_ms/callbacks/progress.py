@@ -1,4 +1,4 @@
-"""ProgressBar: where a training is, on a terminal."""
+"""ProgressBar: the progress of a training, on a terminal."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from gaccum_ms.tokens.plan import TokenPlan
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
 _NAME = "ProgressBar"
-# What a terminal that is too narrow does without, the least important first: "words" are those that only explain, and
-# "batches" alone, which of how many, is never left out.
+# The parts that a narrow terminal leaves out, in this order. "words" are explanations such as "samples". The number of
+# batches is always shown.
 _LEAST_IMPORTANT_FIRST = (
     *("bar", "percentage", "elapsed", "words", "update", "epoch"),
     *("speed", "norm", "rate", "left", "loss"),
@@ -32,22 +32,20 @@ class ProgressBar(Callback):
     One bar for the whole training: epoch, batches, updates, loss, learning rate, norm, samples per second, time left.
 
     It is shown on rank 0 if standard error is a terminal. In logs and on other ranks, nothing is written and nothing is
-    read from the device: use `WindowMonitor` or MindSpore's `LossMonitor` there. A launched rank's output goes into a
-    log; rank 0 draws there with ``ProgressBar(sys.stdout, show=True)`` , because the launcher passes on what it writes
-    to standard output.
+    read from the device: use `WindowMonitor` or MindSpore's `LossMonitor` there. The output of launched ranks goes into
+    logs, but the launcher passes on rank 0's standard output: there, use ``ProgressBar(sys.stdout, show=True)`` .
 
     The bar counts batches. It shows, as of the last batch: updates made; the loss of the last window, or of the last
     batch before a window of several has ended; the learning rate of the next update, of the first parameter group; with
-    `max_grad_norm` , the norm before clipping; and samples per second, of this rank, since the bar was last drawn;
-    with :class:`MaxTokens` , tokens that are not padding.
-    Times are as `tqdm <https://tqdm.github.io>`_ , which draws the bar, shows them: elapsed < left.
+    `max_grad_norm` , the norm before clipping; and this rank's samples per second since the last drawing, or with
+    :class:`MaxTokens` its tokens that are not padding.
+    `tqdm <https://tqdm.github.io>`_ draws the bar; its times are elapsed < left.
 
-    On a narrow terminal the least important parts are left out: first the bar itself, then the percentage, the time
-    that has elapsed, words, updates, the epoch, and only then speed, norm, learning rate, the time left and the loss.
+    On a narrow terminal the least important parts are left out, in this order: the bar itself, the percentage, the
+    elapsed time, words, updates, the epoch, and only then speed, norm, learning rate, the time left and the loss.
 
     Reading loss and updates waits for the device, so they are read only when the bar is drawn, at most once in
-    `refresh_seconds` . With data sinking MindSpore calls callbacks once for each sink, and the bar moves once for each
-    sink.
+    `refresh_seconds` . With data sinking, MindSpore calls callbacks once for each sink, and so the bar moves.
 
     Args:
         file (TextIO, optional): Where to write. Default: ``None`` , standard error.
@@ -103,8 +101,8 @@ class ProgressBar(Callback):
         self._refresh_seconds = refresh_seconds
         self._bar: tqdm | None = None
         self._begun = 0  # batches before this training, in MindSpore's count
-        self._batches = 0  # of this training, when MindSpore last called
-        self._items = 0  # since the bar was drawn: samples, or tokens
+        self._batches = 0  # batches of this training, at MindSpore's last call
+        self._items = 0  # samples or tokens since the last drawing
         self._drawn = math.nan
         self._speed: dict[str, str] = {}
         self._epochs = 0
@@ -123,7 +121,7 @@ class ProgressBar(Callback):
         total = parameters.batch_num * parameters.epoch_num - skipped_batches(parameters)
         self._begun, self._batches, self._items = parameters.cur_step_num, 0, 0
         self._drawn, self._speed, self._epochs = math.nan, {}, 0
-        # When it is drawn is decided here, not by tqdm: miniters, mininterval, and a delay, so that it does not begin.
+        # This class decides when to draw, not tqdm: miniters, mininterval, and a delay that suppresses the first bar.
         self._bar = tqdm(total=total, file=file, dynamic_ncols=True, miniters=0, mininterval=0, delay=1, desc="Epoch")
         self._bar.delay = 0
         self._bar.bar_format = _fitting(self._bar, {})
@@ -155,7 +153,7 @@ class ProgressBar(Callback):
         self._close()
 
     def __exit__(self, *error: Any) -> None:
-        self._close()  # also where training failed
+        self._close()  # also after a failure
 
     def _close(self) -> None:
         if self._bar is not None:
@@ -165,8 +163,8 @@ class ProgressBar(Callback):
     def _draw(self, bar: tqdm, run_context: RunContext) -> None:
         parameters, step = run_context.original_args(), training_step(run_context)
         numbers = {} if step is None else _numbers(step, parameters.get("net_outputs"))
-        now = time.perf_counter()  # after reading: the device has done by now what is counted
-        if self._items and now > self._drawn:  # not the first time: that batch waited for the compiler
+        now = time.perf_counter()  # after reading, for which the device had to finish the counted batches
+        if self._items and now > self._drawn:  # False for the first batch, which waited for the compiler
             items = "samples" if _token_plan(run_context) is None else "tokens"
             self._speed = {"speed": f"{self._items / (now - self._drawn):.0f} {items}/s"}
         bar.set_description_str(f"Epoch {parameters.get('cur_epoch_num')}/{self._epochs}", refresh=False)
@@ -177,7 +175,7 @@ class ProgressBar(Callback):
 
 
 def _fitting(bar: tqdm, numbers: dict[str, str]) -> str:
-    """A format of the bar that its terminal is wide enough for, if one is."""
+    """The longest format of the bar that fits its terminal; if none fits, the shortest."""
     shown = bar.format_dict
     columns, shown["ncols"] = shown["ncols"], None
     for count in range(len(_LEAST_IMPORTANT_FIRST) + 1):
@@ -217,7 +215,7 @@ def _numbers(step: TrainOneStepWithGradAccumulationCell, outputs: Any) -> dict[s
 
 
 def _token_plan(run_context: RunContext) -> TokenPlan | None:
-    """How the last batch was laid out, where micro-batches are made by length."""
+    """The layout of the last batch, if micro-batches are made by length."""
     step = training_step(run_context)
     return None if step is None else getattr(step.options.split, "plan", None)
 

@@ -1,4 +1,4 @@
-"""A warning, before training, of learning rates that were made for batches, where the optimizer counts updates."""
+"""Warns, before training, about learning rates made for batches: the optimizer counts updates."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from gaccum_ms.learning_rate import updates_of_rates
 if TYPE_CHECKING:
     from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
-_NEAR = 0.01  # of the batches, or one: lists are made a little longer, or shorter, than a training is
+_NEAR = 0.01  # of the batches, or one batch: lists may be a little longer or shorter than the training
 
 
 def warn_of_rates_for_batches(step: TrainOneStepWithGradAccumulationCell, batches: int, flushes: int) -> None:
-    """Warn where the optimizer has as many rates as there are batches: it would come to the first part of them only.
+    """Warn if the optimizer has as many rates as there are batches: it would use only the first part of them.
 
     Args:
         step (TrainOneStepWithGradAccumulationCell): The training step.
         batches (int): Batches of this training.
-        flushes (int): How often a window may end early in it.
+        flushes (int): How many windows may end early in it.
     """
     steps = int(step.accumulation_steps.asnumpy()) if step.spans_batches else 1
     rates: Any = updates_of_rates(step.optimizer) if steps > 1 else None
-    total = int(step.batch_count.asnumpy()) + batches  # with those of trainings before this one
+    total = int(step.batch_count.asnumpy()) + batches  # including earlier trainings
     if rates is None or abs(rates - total) > max(1, _NEAR * total):
         return
     updates = int(step.update_count.asnumpy()) + batches // steps + flushes

@@ -1,4 +1,4 @@
-"""How many batches share an update, as training goes on: by epoch, or by the number of updates made."""
+"""Changes how many batches share an update, by epoch or by the number of updates made."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
 class AccumulationScheduler(Callback):
     r"""
-    Change `accumulation_steps` while training goes on: small batches first, large ones when the gradient is noisy.
+    Change `accumulation_steps` during training: small batches first, large ones when the gradient is noisy.
 
-    Smith et al. describe growing the batch in place of shrinking the learning rate: "Don't Decay the Learning Rate,
+    Smith et al. describe growing the batch instead of reducing the learning rate: "Don't Decay the Learning Rate,
     Increase the Batch Size" (2018, `arXiv:1711.00489 <https://arxiv.org/abs/1711.00489>`_). The number changes between
     windows only, and nothing is compiled anew.
 
     Args:
-        schedule (Union[dict[int, int], Callable]): Number of batches that share an update, from each epoch on, counted
-            from 0: ``{0: 1, 5: 4}`` ; before the first entry, the cell's own number holds. Or a function that maps the
-            number of updates made, an int, to the next window's number.
-        learning_rate (str, optional): Let the optimizer's learning rate follow, ``"linear"`` or ``"sqrt"`` , as
-            :func:`scale_learning_rate` does: the rate given to the optimizer is the rate for the cell's own
+        schedule (Union[dict[int, int], Callable]): A dict from epochs, counted from 0, to the number of batches that
+            share an update from then on: ``{0: 1, 5: 4}`` ; before the first entry, the cell's own number applies. Or a
+            function that maps the number of updates made, an int, to the next window's number.
+        learning_rate (str, optional): How the learning rate changes with `accumulation_steps` , ``"linear"`` or
+            ``"sqrt"`` , as in :func:`scale_learning_rate` : the optimizer's own rate is the rate for the cell's own
             `accumulation_steps` . Default: ``None`` , it stays.
 
     Raises:
-        TypeError: If `schedule` is neither dict nor function, or a number in it, or returned by it, not an int.
+        TypeError: If `schedule` is neither dict nor function, or if one of its numbers is not an int.
         ValueError: If it is an empty dict, or a number of batches is less than 1, or an epoch negative; if
-            `learning_rate` is not one of those above, or the optimizer has a rate that cannot follow; if ranks have
+            `learning_rate` is another word, or the optimizer's rate cannot be changed; if ranks have
             different numbers of batches and `schedule` is a function.
         RuntimeError: If training begins with a step that was compiled for windows of one batch.
 
@@ -110,20 +110,20 @@ class AccumulationScheduler(Callback):
         if callable(self.schedule):
             return self.schedule(int(step.update_count.asnumpy()))
         begun = [first for first in self.schedule if first <= epoch]
-        # Not what the step has now: a training before this one may have left another number.
+        # Not the step's present number, which may be from an earlier training.
         return self.schedule[max(begun)] if begun else step.provenance.own_steps
 
 
 def prepare_steps(step: TrainOneStepWithGradAccumulationCell, learning_rate: str | None) -> None:
-    """Before training that is to change `accumulation_steps` : what cannot is an error now, not epochs later."""
+    """Before training: check that `accumulation_steps` and the rate can be changed, so that an error comes early."""
     step.let_windows_span_batches()
     if learning_rate is not None:
         multiply_learning_rate(step.optimizer, 1.0)
 
 
 def check_ranks_batches(run_context: RunContext, demand: str, given: str = "") -> None:
-    """Refuse ranks with different numbers of batches, where these plan an epoch's windows by its `accumulation_steps` ,
-    and only the updates to come will tell them."""
+    """Refuse ranks with different numbers of batches. They plan an epoch's windows from `accumulation_steps` , which
+    here depends on updates that are not known yet."""
     ranks = run_context.original_args().get("rank_batches") or []
     if len(set(ranks)) > 1:
         raise ValueError(
@@ -133,10 +133,10 @@ def check_ranks_batches(run_context: RunContext, demand: str, given: str = "") -
 
 
 def set_steps(step: TrainOneStepWithGradAccumulationCell, wanted: int, learning_rate: str | None) -> None:
-    """Between two windows: let those to come have so many batches, and the learning rate follow by its rule."""
+    """Between two windows: set the number of batches of later windows, and the learning rate by its rule."""
     if wanted != int(step.accumulation_steps.asnumpy()):
         step.set_accumulation_steps(wanted)
-    # Not by the change of steps: a checkpoint may have brought a rate for other steps than the cell's.
+    # Compared with `rate_steps` , not with the old steps: a checkpoint's rate may be for another number.
     rate_steps = int(step.rate_steps.asnumpy())
     if learning_rate is not None and wanted != rate_steps:
         multiply_learning_rate(step.optimizer, scaling_factor(wanted / rate_steps, learning_rate))

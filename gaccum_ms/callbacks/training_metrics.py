@@ -1,4 +1,4 @@
-"""TrainingMetrics: metrics over each epoch's training batches, of the outputs that the network returns anyway."""
+"""TrainingMetrics: metrics over each epoch's training batches, from the outputs of the training forward."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _NAME = "TrainingMetrics"
 
 class TrainingMetrics(Callback):
     r"""
-    Work out metrics over each epoch's training batches, without another forward: of what the network returns beside its
-    loss, for a :class:`GradAccumulationCell` with ``aux=True`` .
+    Compute metrics over each epoch's training batches without another forward, from the outputs beside the loss of a
+    :class:`GradAccumulationCell` with ``aux=True`` .
 
-    Each metric is given all outputs after the loss, in their order, of one batch. They are those of the forward that
-    the batch was trained with: before its own update, in training mode. Ranks work out their own.
+    Each metric gets all outputs of one batch after the loss, in their order. They come from the training forward:
+    before the batch's own update, in training mode. Each rank computes its own metrics.
 
-    After each epoch the results are in ``history`` , a list of dicts from name to number, one for each epoch of the
-    last training, and callbacks that come later find the last one in ``run_context.original_args().training_metrics`` .
+    ``history`` has the results: a list of dicts from name to number, one for each epoch of the last training. Later
+    callbacks find the last one in ``run_context.original_args().training_metrics`` .
 
     Args:
         metrics (dict): From name to a `mindspore.train.Metric <https://www.mindspore.cn/docs/en/master/api_python/
-            mindspore.train.html>`_ , which is cleared at each epoch's beginning, updated with each batch's outputs,
-            Tensors, of which its `set_indexes` chooses, and evaluated at the epoch's end; or to a function that maps
-            the outputs, NumPy arrays, to a number, of which the mean over the epoch's samples is taken.
+            mindspore.train.html>`_ or a function. A Metric is cleared at each epoch's beginning, updated with each
+            batch's outputs, Tensors, out of which its `set_indexes` chooses, and evaluated at the epoch's end. A
+            function maps the outputs, NumPy arrays, to a number; the result is the mean over the epoch's samples.
         show (bool): Whether rank 0 prints a line after each epoch. Default: ``True`` .
 
     Raises:
-        TypeError: If `metrics` is not a dict of those, or `show` not a bool.
+        TypeError: If `metrics` is not such a dict, or `show` not a bool.
         ValueError: If `metrics` is empty; if training begins with data sinking, which hides batches from callbacks, or
             without our step on a cell with ``aux=True`` .
 
@@ -98,7 +98,7 @@ class TrainingMetrics(Callback):
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         parameters, step = run_context.original_args(), training_step(run_context)
-        assert step is not None  # on_train_begin has found it
+        assert step is not None  # on_train_begin has checked it
         outputs = parameters.net_outputs[3 if step.update.scaled else 1 :]
         samples = parameters.train_dataset_element[0].shape[0]
         for metric in self._metrics.values():
@@ -118,7 +118,7 @@ class TrainingMetrics(Callback):
 
 
 class _Mean:
-    """The mean of a function over the samples of all batches; NaN where there were none."""
+    """The mean of a function over the samples of all batches; NaN without batches."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function

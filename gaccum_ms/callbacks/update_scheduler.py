@@ -1,4 +1,4 @@
-"""UpdateScheduler: MindSpore's schedulers of experimental optimizers, stepped once per update of `ms.Model.train` ."""
+"""UpdateScheduler: steps MindSpore's schedulers of experimental optimizers once per update of `ms.Model.train` ."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ class UpdateScheduler(Callback):
     r"""
     Call ``step()`` of schedulers once per update, and not once per batch.
 
-    For the optimizers of `mindspore.experimental.optim` and `mindspore.mint.optim` , whose rates are changed by the
-    schedulers of `mindspore.experimental.optim.lr_scheduler
+    It is for the optimizers of `mindspore.experimental.optim` and `mindspore.mint.optim` , whose rates are changed by
+    the schedulers of `mindspore.experimental.optim.lr_scheduler
     <https://www.mindspore.cn/docs/en/master/api_python/mindspore.experimental.html#lrscheduler-class>`_ . A batch that
-    does not end its window, and a window that overflowed, changes no rate. Where the scheduler counts epochs, call its
-    ``step()`` in a callback of your own.
+    does not end its window changes no rate, nor does a window that overflowed. If a scheduler counts epochs, call its
+    ``step()`` in your own callback.
 
-    Those of a :class:`ShardedOptimizer` are made of its ``inner`` , the optimizer that it holds.
+    With a :class:`ShardedOptimizer` , create the schedulers for its ``inner`` optimizer.
 
-    Rates and the schedulers' state are in checkpoints. Make this callback, of the same schedulers, before you call
-    :func:`resume` , which then goes on with them.
+    Rates and the schedulers' state are in checkpoints. Create this callback, with the same schedulers, before you call
+    :func:`resume` , which then restores them.
 
     Args:
-        *schedulers (LRScheduler): Schedulers of the optimizer that is trained with, stepped in this order.
+        *schedulers (LRScheduler): Schedulers of the training's optimizer, stepped in this order.
 
     Raises:
-        TypeError: If there is none, or one is no LRScheduler; ReduceLROnPlateau steps by a metric, and is none.
-        ValueError: If the schedulers are of different optimizers, or of another than is trained with, or of
+        TypeError: If there is none, or one is no LRScheduler; ReduceLROnPlateau is none, because it needs a metric.
+        ValueError: If the schedulers are for different optimizers, or for another than the training's, or for
             `mindspore.mint.optim.SGD` , which never reads a changed rate.
 
     Supported Platforms:
@@ -73,7 +73,7 @@ class UpdateScheduler(Callback):
                 f"For '{_NAME}', the argument 'schedulers' must be of one optimizer, but got schedulers of several."
             )
         refuse_fixed_rates(_NAME, self.optimizer)
-        # Updates that the schedulers have seen; -1 before the first training.
+        # Updates for which the schedulers were stepped; -1 before the first training.
         self.updates = counter("scheduler.updates", -1)
         list_schedulers(self.optimizer, schedulers, self.updates)
 
@@ -86,13 +86,13 @@ class UpdateScheduler(Callback):
             )
         if int(self.updates.asnumpy()) < 0:
             overwrite(self.updates, step.update_count)
-        self._follow(run_context)  # a checkpoint may be from between an update and its step
+        self._follow(run_context)  # a checkpoint may have been saved between an update and its scheduler step
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         self._follow(run_context)
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
-        self._follow(run_context)  # a flush may have updated since
+        self._follow(run_context)  # a flush may have made an update
 
     def on_train_end(self, run_context: RunContext) -> None:
         self._follow(run_context)

@@ -1,8 +1,8 @@
-"""What watches over every training with our step: `ms.Model.train` gets it without being asked (model_hook.py).
+"""A callback for every training with our step: model_hook.py adds it to `ms.Model.train` .
 
-Each update reduces over ranks, so all must make equally many. Before training the ranks tell each other how many
-batches they have: if something is going to even them out they go on, else they all stop, where they would wait for each
-other for ever. And who ends training in the middle of a window is told.
+Each update reduces over ranks, so all ranks must make the same number of updates. Before training, the ranks compare
+their numbers of batches. If they differ and no callback evens them out, all ranks raise an error; otherwise they would
+wait for each other for ever. At the end, it warns if a window is still open.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
 
 def training_step(run_context: RunContext) -> TrainOneStepWithGradAccumulationCell | None:
-    """Our step in what `ms.Model` trains; data sinking wraps it."""
+    """Our step inside the network that `ms.Model` trains; data sinking wraps it."""
     network = run_context.original_args().train_network
     steps = (cell for _, cell in network.cells_and_names() if isinstance(cell, TrainOneStepWithGradAccumulationCell))
     return next(steps, None)
 
 
 class RankBatches(NamedTuple):
-    """What a rank has to train on."""
+    """The batches of a rank."""
 
     batches: int  # in an epoch
-    skipped: int  # of the first epoch, when training resumes in it
+    skipped: int  # in the first epoch, when training resumes within it
     position: int  # batches in the window that is open when training begins
-    window_steps: int  # batches that this window is to have
+    window_steps: int  # batches of this window when it is complete
 
     def windows(self, steps: int, first_epoch: bool) -> tuple[int, int]:
         """Windows of `steps` batches that end within the epoch, and batches left after the last of them."""
@@ -42,7 +42,7 @@ class RankBatches(NamedTuple):
         batches = self.batches - self.skipped
         if not self.position:
             return divmod(batches, steps)
-        missing = max(self.window_steps - self.position, 1)  # it ends with the next batch, if not before
+        missing = max(self.window_steps - self.position, 1)  # a full window ends with the next batch
         if batches < missing:
             return 0, self.position + batches
         ended, left = divmod(batches - missing, steps)
@@ -50,12 +50,12 @@ class RankBatches(NamedTuple):
 
 
 class WindowWatch(Callback):
-    """What every training with our step needs, whether or not the user gives it callbacks: model_hook.py adds it."""
+    """Checks before, during and after every training with our step."""
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Refuse ranks with different numbers of batches, unless something is going to even them out."""
+        """Refuse ranks with different numbers of batches, unless a callback evens them out."""
         parameters, step = run_context.original_args(), training_step(run_context)
-        # Now: evaluation on the same data set, in Model.fit, begins it anew.
+        # Read now: an evaluation on the same data set, in Model.fit, resets it.
         parameters.skipped_batches = parameters.train_dataset.get_init_step() % max(parameters.batch_num, 1)
         if step is None:
             return
@@ -73,7 +73,7 @@ class WindowWatch(Callback):
         parameters.rank_batches = batches_of = [RankBatches(*map(int, row)) for row in gathered]
         if all(one == own for one in batches_of):
             return
-        evens_out = step.spans_batches and not step.window.store.reduces  # else all ranks must have each micro-batch
+        evens_out = step.spans_batches and not step.window.store.reduces  # else ranks need equal micro-batches
         if evens_out and any(getattr(one, "evens_out_ranks", False) for one in parameters.list_callback):
             return
         shown = [
@@ -95,7 +95,7 @@ class WindowWatch(Callback):
             return
         step = training_step(run_context)
         if step is not None:
-            step.provenance.keep_random_state()  # no hook of the step's own runs when its wrapper is saved
+            step.provenance.keep_random_state()  # saving the wrapper runs no hook of the step
 
     def on_train_end(self, run_context: RunContext) -> None:
         begin_anew(run_context.original_args().train_dataset)  # if resume has set a position
@@ -103,7 +103,7 @@ class WindowWatch(Callback):
         if step is None or not step.spans_batches or not int(step.window_position.asnumpy()):
             return
         if any(hasattr(one, "evens_out_ranks") for one in run_context.original_args().list_callback):
-            return  # a FlushAccumulation, whose on_train_end comes after this one
+            return  # a FlushAccumulation will end the window in its on_train_end
         batches, steps = int(step.window_position.asnumpy()), int(step.window_steps.asnumpy())
         warnings.warn(
             f"For 'GradAccumulationCell', training ended in the middle of a window: {batches} batch(es) of {steps} "
@@ -116,5 +116,5 @@ class WindowWatch(Callback):
 
 
 def skipped_batches(parameters: Any) -> int:
-    """Batches of the first epoch that a resumed training does not see again."""
+    """Batches of the first epoch that a resumed training skips."""
     return parameters.get("skipped_batches", 0)

@@ -1,1 +1,1 @@
-"""Ranks: what they send each other, and what each keeps a part of."""
+"""Ranks: their communication, and state that is sharded over them."""

@@ -1,14 +1,13 @@
-"""Gradients leave for the other ranks in few large buffers, not each on its own.
+"""Reduces gradients over ranks in few large buffers.
 
-A collective costs a message to every rank, however little it carries: small gradients share a buffer, and with it the
-message. A large one goes alone, because to copy it into a buffer and back costs more than a message; without a copy
-none can share, because MindSpore gives each Parameter memory of its own. How many collectives there are depends on the
-weights alone, and on the device, by what copies and messages cost there.
+Each collective sends a message to every rank, even for little data, so small gradients share a buffer and its message.
+A large gradient is sent alone: copying it into a buffer and back costs more than a message, and sharing needs the copy,
+because MindSpore allocates each Parameter separately. The number of collectives depends only on the weights, and on the
+costs of copies and messages on the device.
 
-For each gradient the result is that of MindSpore's `nn.DistributedGradReducer`, whose place it takes: float32 goes over
-the wire, whatever the gradient's dtype; ``gradients_mean`` divides by `degree`; a Parameter with
-``layerwise_parallel=True`` is this rank's own, and stays here. What is not finite spreads to this gradient on all
-ranks, and to no other.
+For each gradient the result equals that of MindSpore's `nn.DistributedGradReducer`, which it replaces: float32 is sent
+for every dtype; ``gradients_mean`` divides by `degree`; a Parameter with ``layerwise_parallel=True`` is this rank's
+own, and is not sent. A gradient that is not finite on one rank becomes so on all ranks; other gradients do not.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ import mindspore as ms
 from mindspore import nn, ops
 from mindspore.communication import GlobalComm
 
-# On CPU. Between two processes on two cores, gradients of 4 KB and of 256 KB go fastest in buffers of this size, and
-# gradients of 4 MB alone: `python -m benchmarks.collectives`.
+# On CPU. Measured between two processes on two cores: gradients of 4 KB and of 256 KB are fastest in buffers of this
+# size, and gradients of 4 MB alone (`python -m benchmarks.collectives`).
 BUFFER_BYTES = 4 * 2**20
-# Elsewhere, as PyTorch's DistributedDataParallel (bucket_cap_mb). Assumed, not measured: a byte in a shared buffer is
-# read and written twice, at 1.5 TB/s; a message takes 30 microseconds within a host, and four times that between
+# On other devices, the default of PyTorch's DistributedDataParallel (bucket_cap_mb). Assumed, not measured: a byte in a
+# shared buffer is read and written twice, at 1.5 TB/s; a message takes 30 microseconds within a host, and 120 between
 # hosts. Then a buffer is cheaper than messages for gradients up to 10 MB within a host, and up to 40 MB between hosts.
 DEVICE_BUFFER_BYTES = 25 * 2**20
-_WIRE_BYTES = 4  # of a float32
+_WIRE_BYTES = 4  # a float32
 _MEGABYTE = 2**20
 
 _reshape = ops.Reshape()
@@ -35,16 +34,17 @@ _slice = ops.Slice()
 
 
 def plan_buffers(sizes: Sequence[int], limit: int) -> tuple[tuple[int, ...], ...]:
-    """Who travels together: for each buffer the places, in `sizes` , of what it holds.
+    """For each buffer, the indices in `sizes` of its members.
 
-    What has `limit` or more is alone in its buffer. The others, in the order given, fill one buffer after the other.
+    A member of size `limit` or more is alone in its buffer. The others, in the given order, fill one buffer after
+    another.
 
     Args:
-        sizes (Sequence[int]): How large each is.
-        limit (int): How large a shared buffer may be, in the unit of `sizes` .
+        sizes (Sequence[int]): The size of each.
+        limit (int): The largest size of a shared buffer, in the unit of `sizes` .
 
     Returns:
-        tuple[tuple[int, ...], ...], the places.
+        tuple[tuple[int, ...], ...], the indices.
     """
     alone = [(place,) for place, size in enumerate(sizes) if size >= limit]
     shared: list[tuple[int, ...]] = []
@@ -61,8 +61,8 @@ def plan_buffers(sizes: Sequence[int], limit: int) -> tuple[tuple[int, ...], ...
 
 
 def buffer_bytes() -> int:
-    """How large a shared buffer may be: what MindSpore's ``comm_fusion`` says, if the user has set a size. Its mode by
-    indices of parameters says nothing here."""
+    """The largest size of a shared buffer: MindSpore's ``comm_fusion`` , if the user has set a size there. Its mode
+    "index" has no size, and is ignored."""
     fusion = ms.get_auto_parallel_context("comm_fusion")
     if not fusion["openstate"]:
         return 0
@@ -96,10 +96,10 @@ class FusedReducer(nn.Cell):
     """Reduce gradients over ranks, in as few collectives as `buffer_bytes` allows.
 
     Args:
-        parameters (Sequence[Parameter]): What the gradients are of.
+        parameters (Sequence[Parameter]): The Parameters of the gradients.
         mean (bool): Whether to divide the sum by `degree` .
         degree (int): The number of ranks.
-        group (str): Which ranks. Default: all.
+        group (str): The communication group. Default: all ranks.
 
     Inputs:
         - **gradients** (tuple[Tensor]) - One of the shape of each Parameter.
@@ -124,7 +124,7 @@ class FusedReducer(nn.Cell):
         self.shared = tuple(tuple(reduced[one] for one in buffer) for buffer in buffers if len(buffer) > 1)
         self.sizes = tuple(tuple(parameters[place].size for place in buffer) for buffer in self.shared)
         self.starts = tuple(tuple(accumulate(sizes, initial=0))[:-1] for sizes in self.sizes)
-        # Where each gradient is in what `construct` puts one after the other.
+        # The place of each gradient in the order in which `construct` appends them.
         order = [*self.own, *self.alone, *(place for buffer in self.shared for place in buffer)]
         self.places = tuple(order.index(place) for place in range(len(parameters)))
         self.mean = mean
@@ -134,9 +134,9 @@ class FusedReducer(nn.Cell):
         self.concat = ops.Concat()
         self.map = ops.HyperMap()
 
-    # -- compiled: by HyperMap, since graph mode takes ten times as long for Python's own loops ------------------------
-    # Each collective waits for the one before: all ranks must have the same order, and where their graphs differ, as a
-    # ShardedOptimizer's do, MindSpore would take another one on each.
+    # -- compiled: with HyperMap, because graph mode compiles Python loops ten times more slowly -----------------------
+    # Each collective waits for the one before: all ranks must have the same order. If their graphs differ, as with a
+    # ShardedOptimizer, MindSpore would choose another order on each rank.
 
     def construct(self, gradients):
         result = self.take(gradients, self.own)
@@ -145,7 +145,7 @@ class FusedReducer(nn.Cell):
             before = self.reduce_alone(ops.depend(gradients[place], before))
             result = (*result, before)
         for number in range(len(self.shared)):
-            # Copied no sooner, so that one buffer's memory is the next one's.
+            # Copied only now, so that the buffers use the same memory one after another.
             members = ops.depend(self.take(gradients, self.shared[number]), before)
             before = self.over_ranks(self.concat(self.map(_flat, members)))
             parts = self.map(ops.partial(_part, before), self.starts[number], self.sizes[number], members)

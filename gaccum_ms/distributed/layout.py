@@ -1,17 +1,16 @@
-"""Which rank has which part of a list of tensors: to take a rank's own parts, and to put all parts together.
+"""The layout of a list of tensors over ranks: takes a rank's own parts, and puts all parts together.
 
-A tensor is either whole, on one rank, or in slices on all: laid flat, each rank has a row of it of shape (1, columns).
-Where the size does not divide, the last rows begin earlier and overlap those before them, and several ranks do the same
-for the same elements: shapes, and so the graphs, are then alike on all ranks.
+A tensor is either whole, on one rank, or sliced over all ranks: each rank has a row of shape (1, columns) of the
+flattened tensor. If the size does not divide by the ranks, the last rows begin earlier and overlap those before them,
+and several ranks compute the same elements. Shapes, and so the graphs, are then equal on all ranks.
 
-Parts travel in few large buffers: one collective for each `BUFFER_BYTES` of one dtype, not one for each tensor. The CPU
-back end has no ReduceScatter, so a sum over ranks of which each needs its part is an AllReduce, of which each keeps its
-part.
+Parts are sent in few large buffers: one collective for each `BUFFER_BYTES` of one dtype, not one for each tensor. The
+CPU back end has no ReduceScatter. Instead, there is an AllReduce, of which each rank keeps its part.
 
-Ranks must run their collectives in the same order. MindSpore orders those of a graph by the graph, so where graphs are
-not alike, because ranks have different tensors, each collective must depend on the one before: as `whole` does.
+Ranks must run their collectives in the same order. MindSpore orders collectives by the graph. If ranks have different
+tensors, their graphs differ, and each collective must depend on the one before, as in `whole` .
 
-What is compiled here obeys the rules at the head of step.py.
+Compiled code here follows the rules at the head of step.py.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from mindspore.communication import get_group_size, get_rank
 
 from gaccum_ms.backend import no_grad
 
-BUFFER_BYTES = 2**26  # of one gathered buffer, which is memory that is needed for a moment
+BUFFER_BYTES = 2**26  # the size of one gathered buffer, which is temporary memory
 
 
 def rank_and_ranks() -> tuple[int, int]:
-    """This rank and how many there are; stand-alone, (0, 1)."""
+    """This rank and the number of ranks; stand-alone, (0, 1)."""
     if ms.get_auto_parallel_context("parallel_mode") != ms.ParallelMode.DATA_PARALLEL:
         return 0, 1
     return get_rank(), get_group_size()
 
 
 def balanced_owners(sizes: Sequence[int], ranks: int) -> tuple[int, ...]:
-    """A rank for each tensor: the largest first, each to the rank that has least."""
+    """A rank for each tensor. The largest is placed first, each on the rank with the smallest load."""
     loads = [0] * ranks
     owners = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda one: -sizes[one]):
@@ -49,8 +48,8 @@ def balanced_owners(sizes: Sequence[int], ranks: int) -> tuple[int, ...]:
 
 
 def gather_json(value: Any) -> list[Any]:
-    """What each rank has said. A collective, outside of graphs."""
-    codes = np.frombuffer(json.dumps(value).encode(), np.uint8).astype(np.float32)  # bytes travel on no CPU
+    """The values of all ranks. A collective, outside of graphs."""
+    codes = np.frombuffer(json.dumps(value).encode(), np.uint8).astype(np.float32)  # the CPU back end sends no bytes
     with no_grad():
         lengths = ops.AllGather()(ms.Tensor([float(codes.size)])).asnumpy().astype(int)
         row = np.pad(codes, (0, max(lengths) - codes.size))
@@ -59,13 +58,13 @@ def gather_json(value: Any) -> list[Any]:
 
 
 class Layout(nn.Cell):
-    """Where the parts of a list of tensors are.
+    """The layout of a list of tensors over ranks.
 
     Args:
-        like (Sequence[Parameter]): Tensors of the shapes and dtypes in question.
-        owners (Sequence[int or None]): The rank that has each, whole; None: all have slices.
-        rank (int): This rank ...
-        ranks (int): ... of how many.
+        like (Sequence[Parameter]): Tensors with the shapes and dtypes of the list.
+        owners (Sequence[int or None]): For each tensor, the rank that has it whole; None: all ranks have slices.
+        rank (int): This rank.
+        ranks (int): The number of ranks.
     """
 
     def __init__(self, like: Sequence[ms.Parameter], owners: Sequence[int | None], rank: int, ranks: int) -> None:
@@ -88,11 +87,11 @@ class Layout(nn.Cell):
         self.all_reduce = ops.AllReduce()
 
     def _fill_buffers(self) -> None:
-        """Of each buffer: its dtype, its width, and which tensors give this rank's row. Of each tensor: its buffer, and
-        its columns there."""
+        """Find, for each buffer, its dtype, its width, and the tensors in this rank's row; for each tensor, its buffer
+        and its columns there."""
         numbers: dict[tuple[Any, bool, int], int] = {}
         loads: dict[tuple[Any, bool], list[int]] = {}
-        ends: list[list[int]] = []  # of each buffer, on each rank
+        ends: list[list[int]] = []  # columns filled in each buffer, on each rank
         members: list[list[int]] = []
         wires = []
         places = []
@@ -114,7 +113,7 @@ class Layout(nn.Cell):
             if self.rank in rows:
                 members[number].append(index)
         self.places = tuple(places)
-        offsets = [0] * len(places)  # of whole tensors, were they laid in the same buffers
+        offsets = [0] * len(places)  # the columns of whole tensors, if they were in the same buffers
         for held in members:
             for before, index in itertools.pairwise(held):
                 offsets[index] = offsets[before] + self.sizes[before]
@@ -126,7 +125,7 @@ class Layout(nn.Cell):
     # -- compiled ------------------------------------------------------------------------------------------------------
 
     def own(self, values):
-        """This rank's parts of the tensors; `held` says of which."""
+        """This rank's parts of the tensors; `held` has their indices."""
         parts: tuple = ()
         for index in self.held:
             part = values[index]
@@ -165,7 +164,7 @@ class Layout(nn.Cell):
         return flat
 
     def own_row(self, parts, number):
-        """What this rank puts into a buffer, shape (1, width)."""
+        """This rank's row of a buffer, shape (1, width)."""
         row: tuple = ()
         filled = 0
         for index in self.members[number]:

@@ -1,4 +1,4 @@
-"""The parameters of a ShardedOptimizer as its user gives them, in groups or not, and each rank's part of them."""
+"""The user's parameters of a ShardedOptimizer, in groups or not, and each rank's part of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mindspore import nn
 _NAME = "ShardedOptimizer"
 PLACEHOLDER = "placeholder."  # stands in a group none of whose parameters is this rank's
 
-# Optimizers of MindSpore that treat each element by itself, by exact class: a subclass may do anything.
+# MindSpore's optimizers that update each element independently. Subclasses are excluded, because they may not.
 _ELEMENTWISE = {
     getattr(nn, name)
     for name in (
@@ -49,11 +49,11 @@ def in_order(params: list) -> list[ms.Parameter]:
             f"'params', but got {params!r:.200}."
         )
     order = next((list(group["order_params"]) for group in groups if group.get("order_params")), weights)
-    return order if len(order) == len(weights) else weights  # else MindSpore says what is wrong
+    return order if len(order) == len(weights) else weights  # MindSpore then raises the error
 
 
 def takes_slices(optimizer: Any, params: list, partition: str | None) -> bool:
-    """Whether the optimizer may be given slices. What is not known to allow it is given whole parameters."""
+    """Whether the optimizer may get slices. An unknown optimizer gets whole parameters."""
     kind = optimizer.func if isinstance(optimizer, functools.partial) else optimizer
     centralizes = any(isinstance(one, dict) and one.get("grad_centralization") for one in params)
     if partition != "slices":
@@ -69,8 +69,8 @@ def takes_slices(optimizer: Any, params: list, partition: str | None) -> bool:
 
 
 def own_groups(params: list, weights: list, own: dict[int, ms.Parameter], rank: int) -> list:
-    """The optimizer's `params` with this rank's part of each group. A group without any gets a placeholder, so that
-    all ranks have all groups' rates, under the same names."""
+    """The optimizer's `params` with this rank's part of each group. A group that would be empty gets a placeholder, so
+    that all ranks have the rates of all groups, under the same names."""
     places = {id(weight): index for index, weight in enumerate(weights)}
     placeholders = []
 
@@ -93,7 +93,7 @@ def own_groups(params: list, weights: list, own: dict[int, ms.Parameter], rank: 
 
 
 def rate_places(params: list, weights: list, groups: list, inner: Any) -> tuple[int, ...]:
-    """For each weight, the place of an inner parameter that has its learning rate: one of its group."""
+    """For each weight, the index of an inner parameter of the same group, which has the same learning rate."""
     inner_ids = [id(one) for one in inner.parameters]
     if not _is_grouped(params):
         return (0,) * len(weights)

@@ -1,8 +1,8 @@
-"""What differs by parallel mode. Stand-alone and data parallel share one step, which reduces once per update.
+"""The differences between parallel modes. Stand-alone and data parallel share one step, which reduces once per update.
 
-When micro-batches are weighted by samples, gradients are reduced after the loop, and averaged or summed as
-``gradients_mean`` says. When they are weighted by counts, ranks add up sums and not means, whatever ``gradients_mean``
-says, and the sums of losses and counts are sent with them. all_reduce.py is how gradients are sent.
+When micro-batches are weighted by samples, gradients are reduced after the loop, and averaged or summed according to
+``gradients_mean`` . When they are weighted by counts, ranks add up sums with either value of ``gradients_mean`` , and
+the sums of losses and counts are sent with the gradients. all_reduce.py sends them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from gaccum_ms.distributed.all_reduce import FusedReducer
 
 
 def broadcast_parameters(step: nn.Cell) -> None:
-    """Give all ranks rank 0's values, where ``parameter_broadcast`` asks for it. MindSpore does so with each graph that
-    it compiles, at which all ranks must then be, and in PyNative mode not at all."""
+    """Give all ranks rank 0's values, if ``parameter_broadcast`` is set. MindSpore does so whenever it compiles a
+    graph, for which all ranks must then wait, and never in PyNative mode."""
     if ms.get_auto_parallel_context("parameter_broadcast"):
         from_rank_0 = ops.Broadcast(0)
         for parameter in step.get_parameters():
@@ -29,7 +29,7 @@ def broadcast_parameters(step: nn.Cell) -> None:
 
 
 def rank_or_0() -> int:
-    """This rank; 0 where `init` was not called."""
+    """This rank; 0 if `init` was not called."""
     try:
         return get_rank()
     except RuntimeError:
@@ -37,7 +37,7 @@ def rank_or_0() -> int:
 
 
 class SumOverRanks(nn.Cell):
-    """Sum gradients, and with them a window's sums, over all ranks; on one rank, hand them through.
+    """Sum gradients, and with them a window's sums, over all ranks; on one rank, return them unchanged.
 
     Args:
         weights (Sequence[Parameter]): The weights whose gradients are summed.
@@ -49,12 +49,12 @@ class SumOverRanks(nn.Cell):
         self.reduces = ms.get_auto_parallel_context("parallel_mode") == ms.ParallelMode.DATA_PARALLEL
         self.ranks = get_group_size() if self.reduces else 1
         if self.reduces:
-            # The reducer asks of each Parameter how it is to be reduced; of the sums' only this one knows.
+            # The reducer needs a Parameter for each Tensor; this one stands for the window's sums.
             sums = ms.Parameter(ops.zeros(shape, ms.float32), name="sums", requires_grad=False)
             self.reducer = FusedReducer([*weights, sums], mean=False, degree=self.ranks)
 
     def summed_ranks(self) -> float:
-        """How many times its own mean the ranks make of a gradient together: 1 by ``gradients_mean``, else one each."""
+        """The factor between the ranks' mean and the reduced gradient: 1 with ``gradients_mean`` , else the ranks."""
         if self.reduces and not ms.get_auto_parallel_context("gradients_mean"):
             return float(self.ranks)
         return 1.0
@@ -66,21 +66,21 @@ class SumOverRanks(nn.Cell):
         return reduced[:-1], reduced[-1]
 
     def alone(self, sums):
-        """Sum over ranks what goes without gradients."""
+        """Sum over ranks a Tensor that is sent without gradients."""
         if not self.reduces:
             return sums
         return self.reducer.over_ranks(sums)
 
 
 def check_parallel_mode(owner: str, compiler_distributes: bool = False) -> None:
-    """Refuse, before anything is built, the modes in which gradients would not be what they are taken for.
+    """Refuse, before anything is built, the modes in which gradients would mean something else.
 
     Args:
         owner (str): The class that errors name.
-        compiler_distributes (bool): Whether it knows semi-auto and auto parallel mode.
+        compiler_distributes (bool): Whether it supports semi-auto and auto parallel mode.
 
     Raises:
-        RuntimeError: In hybrid parallel mode, in the modes that `owner` does not know, and with pipeline stages.
+        RuntimeError: In hybrid parallel mode, in the modes that `owner` does not support, and with pipeline stages.
     """
     mode = ms.get_auto_parallel_context("parallel_mode")
     known = [ms.ParallelMode.STAND_ALONE, ms.ParallelMode.DATA_PARALLEL]

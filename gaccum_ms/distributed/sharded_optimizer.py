@@ -1,13 +1,13 @@
 """ShardedOptimizer: each rank keeps its part of the optimizer's state, updates that part of the weights, and gathers
 the others'.
 
-ZeRO stage 1 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
-arXiv:1910.02054), for data parallel mode. The optimizer inside is an ordinary one that was never told: its parameters
-are this rank's parts, and so its state is theirs. Gradients come whole, reduced over ranks.
+This is ZeRO stage 1 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
+arXiv:1910.02054), for data parallel mode. The inner optimizer is an ordinary one. Its parameters are this rank's parts,
+and so is its state. Gradients arrive whole, reduced over ranks.
 
-Where an element's update depends on nothing but that element, all ranks have a slice of each weight, and a copy of the
-slice for the inner optimizer to write into. Where a weight must be seen whole, for its norm or its rows, each belongs
-to one rank, which updates it in place.
+If the optimizer updates each element independently, each rank has a slice of each weight, and a copy of the slice into
+which the inner optimizer writes. If it needs whole weights, for their norm or rows, each weight belongs to one rank,
+which updates it in place.
 """
 
 from __future__ import annotations
@@ -30,50 +30,49 @@ from gaccum_ms.distributed.whole_state import WholeState, not_saved_alone
 
 _NAME = "ShardedOptimizer"
 
-PART = "part_of."  # and the weight's name: a rank's copy of its slice
+PART = "part_of."  # followed by the weight's name: a rank's copy of its slice
 
 
 class ShardedOptimizer(nn.Optimizer):
     r"""
-    Any optimizer, whose state is divided among the ranks of data parallel mode.
+    Shard the state of any optimizer over the ranks of data parallel mode.
 
-    Each rank keeps and updates its part, and all put the weights together again: ZeRO stage 1 of Rajbhandari et al.,
+    Each rank keeps and updates its part, and all ranks then gather the weights: ZeRO stage 1 of Rajbhandari et al.,
     `ZeRO: Memory Optimizations Toward Training Trillion Parameter Models <https://arxiv.org/abs/1910.02054>`_ (2020),
-    on every device. Of Adam's two moments, twice the weights' size, each of N ranks keeps :math:`1/N` . Weights, state
-    and losses equal the unsharded optimizer's, to float32 rounding. Stand-alone it is that optimizer.
+    on every device. Adam's two moments have twice the weights' size; each of N ranks keeps :math:`1/N` of them.
+    Weights, state and losses equal the unsharded optimizer's, to float32 rounding. Stand-alone, nothing is sharded.
 
-    Adam, AdamWeightDecay, SGD, Momentum and MindSpore's others that treat each element by itself get a slice of each
-    parameter; beside the state, a rank then has a copy of its slices of the weights. All others, and groups with
-    ``grad_centralization`` , get whole parameters, the largest first, each on one rank.
+    Adam, AdamWeightDecay, SGD, Momentum and MindSpore's other optimizers that update each element independently get a
+    slice of each parameter; besides the state, a rank then has a copy of its slices of the weights. All others, and
+    groups with ``grad_centralization`` , get whole parameters, each on one rank, balanced by size.
 
-    A checkpoint holds the whole state, under the names and in the shapes of the optimizer unsharded, so that
+    A checkpoint holds the whole state, with the names and shapes of the unsharded optimizer, so that
     :func:`resume` loads it on any number of ranks, and into the plain optimizer. `mindspore.train.ModelCheckpoint` and
-    :class:`UpdateCheckpoint` do that where all ranks have them, each with a directory of its own; elsewhere save and
-    load within ``with optimizer.whole_state():`` , which all ranks must enter, whichever of them save. Each then has
-    all of the state for a moment.
+    :class:`UpdateCheckpoint` save it if all ranks have them, each with its own directory. Otherwise save and load
+    within ``with optimizer.whole_state():`` , which all ranks must enter, even if only some of them save. Each rank
+    then has the whole state temporarily.
 
     Args:
-        optimizer (Union[type, Callable]): A class of optimizers, such as `nn.Adam` , or a function that makes one of
-            parameters: ``lambda params: nn.LARS(nn.Momentum(params, 0.1, 0.9))`` .
+        optimizer (Union[type, Callable]): A class of optimizers, such as `nn.Adam` , or a function that creates an
+            optimizer of parameters: ``lambda params: nn.LARS(nn.Momentum(params, 0.1, 0.9))`` .
         params (Union[list[Parameter], list[dict]]): The parameters or groups of them, as the optimizer takes them.
         *args (Any): Further arguments of the optimizer.
 
     Keyword Args:
-        partition (str, optional): ``"slices"`` gives the optimizer slices, and is right where it treats each element by
-            itself; ``"parameters"`` gives it whole parameters. Default: ``None`` , slices for MindSpore's own
-            optimizers of that kind, whole parameters for all that is not known.
+        partition (str, optional): ``"slices"`` gives the optimizer slices, and is correct if it updates each element
+            independently; ``"parameters"`` gives it whole parameters. Default: ``None`` , slices for MindSpore's own
+            optimizers of that kind, whole parameters for all others.
         **kwargs (Any): Further arguments of the optimizer, by name.
 
     Inputs:
-        - **gradients** (tuple[Tensor]) - Whole, and reduced over ranks, in the order of `parameters` and of their
-          shapes.
+        - **gradients** (tuple[Tensor]) - Whole, and reduced over ranks, in the order and shapes of `parameters` .
 
     Outputs:
-        What the optimizer returns, stand-alone; else a tuple of Tensors that stands for the weights' being written.
+        Stand-alone, the result of the optimizer; else a tuple of Tensors that depend on the writing of the weights.
 
     Raises:
         TypeError: If `optimizer` makes no optimizer, or `params` has no Parameters.
-        ValueError: If `partition` is none of those above, or ``"slices"`` for what looks at whole parameters.
+        ValueError: If `partition` has another value, or is ``"slices"`` for an optimizer that needs whole parameters.
         RuntimeError: In semi-auto, auto and hybrid parallel mode, which have `enable_parallel_optimizer` . If a Cell
             with it is saved by one rank alone; if there is an update within `whole_state` .
 
@@ -102,7 +101,7 @@ class ShardedOptimizer(nn.Optimizer):
         partition: str | None = None,
         **kwargs: Any,
     ) -> None:
-        nn.Cell.__init__(self, auto_prefix=False)  # not nn.Optimizer's: rates and counts are the inner one's
+        nn.Cell.__init__(self, auto_prefix=False)  # not nn.Optimizer's: the inner optimizer has rates and counts
         if not callable(optimizer) or isinstance(optimizer, nn.Cell):
             raise TypeError(
                 f"For '{_NAME}', the argument 'optimizer' must be a class of optimizers, or a function that makes one "
@@ -142,7 +141,7 @@ class ShardedOptimizer(nn.Optimizer):
             for held in (*self._state_of(inner), *(own.values() if self.sliced else ())):
                 held.init_data = functools.partial(not_saved_alone, held.init_data)
         self.inner: nn.Cell = inner
-        self._hidden = (inner,)  # `inner` may be shown as the whole state
+        self._hidden = (inner,)  # `self.inner` may be replaced by the whole state
         self._weight_of = self._weights_of_rows(inner)
         self._depth = 0
         self._shown: Any = None
@@ -150,7 +149,8 @@ class ShardedOptimizer(nn.Optimizer):
         self._shown_for_save = False
 
     def _own_parameters(self) -> dict[int, ms.Parameter]:
-        """What the inner optimizer is to update, by the weights' places: own weights, or copies of own slices."""
+        """The Parameters that the inner optimizer updates, by the weights' indices: this rank's weights, or copies of
+        its slices."""
         if not self.sliced:
             return {index: self.parameters[index] for index in self.layout.held}
         with no_grad():
@@ -161,13 +161,13 @@ class ShardedOptimizer(nn.Optimizer):
         }
 
     def _state_of(self, inner: nn.Cell) -> list[ms.Parameter]:
-        """The inner optimizer's own Parameters: not what it updates, nor what stands in for that."""
+        """The inner optimizer's state: its Parameters except those that it updates, and placeholders."""
         updated = {id(one) for one in inner.parameters}
         return [one for one in inner.get_parameters() if id(one) not in updated and PLACEHOLDER not in one.name]
 
     def _weights_of_rows(self, inner: nn.Cell) -> dict[int, int]:
-        """Of each Parameter of the state that is a row, by its id, the place of the weight. It is known by its name,
-        which ends with the weight's, as long as the weight has the name that the optimizer has seen."""
+        """For each Parameter of the state that is a row, by its id, the index of its weight. Its name ends with the
+        weight's name, unless the weight was renamed after the optimizer was made."""
         found = {}
         for one in self._state_of(inner) if self.sliced else ():
             of = [
@@ -179,10 +179,10 @@ class ShardedOptimizer(nn.Optimizer):
                 found[id(one)] = max(of, key=lambda index: len(self.parameters[index].name))
         return found
 
-    # -- what is asked of an optimizer ---------------------------------------------------------------------------------
+    # -- the interface of an optimizer ---------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        """What is not its own is the inner optimizer's: `global_step` , `loss_scale` , `is_group_lr` ..."""
+        """Other attributes are the inner optimizer's: `global_step` , `loss_scale` , `is_group_lr` ..."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -193,12 +193,12 @@ class ShardedOptimizer(nn.Optimizer):
 
     @property
     def learning_rate(self) -> Any:
-        """As in any `nn.Optimizer` ; where groups have their own, one for each of `parameters` ."""
+        """As in any `nn.Optimizer` ; if groups have separate rates, one for each of `parameters` ."""
         rate = self._hidden[0].learning_rate
         return tuple(rate[place] for place in self._rate_places) if self._hidden[0].is_group_lr else rate
 
     def get_lr_parameter(self, param: ms.Parameter | list[ms.Parameter]) -> Any:
-        """As in `nn.Optimizer` , for the parameters that were given, on whatever rank they are."""
+        """As in `nn.Optimizer` , for the given parameters, also if they are on another rank."""
         ids = [id(weight) for weight in self.parameters]
         wanted = param if isinstance(param, list) else [param]
         if any(id(one) not in ids for one in wanted):
@@ -209,11 +209,11 @@ class ShardedOptimizer(nn.Optimizer):
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 
-    @ms.jit  # as MindSpore's optimizers: run eagerly, PyNative's tape may forbid writing into a weight
+    @ms.jit  # as in MindSpore's optimizers: otherwise PyNative's tape may forbid writing into a weight
     def construct(self, gradients):
         if self.ranks == 1:
             return self.inner(gradients)
-        # `depend`: a gradient that only another rank uses would not be reduced here, and that rank wait for ever.
+        # Without `depend` , a gradient that only another rank uses would not be reduced here, and that rank would hang.
         parts = ops.depend(self.layout.own(gradients), gradients)
         if self.sliced:
             rows = self.layout.own(self.parameters)
@@ -230,7 +230,7 @@ class ShardedOptimizer(nn.Optimizer):
         wholes = self.layout.whole(ops.depend(own, updated))
         written: tuple = ()
         for index in range(len(wholes)):
-            # Own weights too, which have it: a gathering of which this rank uses nothing would be left out.
+            # Own weights too, though they have the value: a gather whose result is unused here would be left out.
             written = (*written, write(self.parameters[index], wholes[index]))
         return written
 
@@ -238,9 +238,9 @@ class ShardedOptimizer(nn.Optimizer):
 
     @contextlib.contextmanager
     def whole_state(self) -> Iterator[None]:
-        """Within it this optimizer, and any Cell that holds it, has the whole state in its Parameters, under the names
-        and in the shapes of the optimizer that is not sharded: to be saved, loaded or looked at. At its end each rank
-        takes its part of it back. A collective: all ranks must enter it.
+        """Context manager in which this optimizer, and any Cell that holds it, has the whole state in its Parameters,
+        with the names and shapes of the unsharded optimizer: to save, load or inspect it. At its end each rank takes
+        back its part. A collective: all ranks must enter it.
 
         Raises:
             RuntimeError: If there was an update within it.
@@ -254,7 +254,7 @@ class ShardedOptimizer(nn.Optimizer):
         self._leave(keep=True)
 
     def begin_saves(self) -> None:
-        """Until `end_saves` , let a checkpoint show the whole state: all ranks are known to save the same ones."""
+        """Until `end_saves` , checkpoints get the whole state, because all ranks save the same ones."""
         self._saves_together = True
 
     def prepare_save(self) -> None:
@@ -285,7 +285,7 @@ class ShardedOptimizer(nn.Optimizer):
 
 
 def whole_state(optimizer: nn.Cell) -> contextlib.AbstractContextManager:
-    """Of any optimizer: within it, its Parameters are the whole state."""
+    """`ShardedOptimizer.whole_state` for any optimizer; it does nothing for others."""
     return optimizer.whole_state() if isinstance(optimizer, ShardedOptimizer) else contextlib.nullcontext()
 
 

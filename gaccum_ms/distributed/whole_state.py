@@ -1,4 +1,4 @@
-"""The whole state of an optimizer that is sharded, put together from all ranks for a while: to be saved or loaded."""
+"""The whole state of a sharded optimizer, gathered temporarily from all ranks to be saved or loaded."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _NAME = "ShardedOptimizer"
 
 
 class WholeState(nn.Cell):
-    """The whole state, in the place of the inner optimizer."""
+    """The whole state; it temporarily replaces the inner optimizer."""
 
     def __init__(self, state: Sequence[ms.Parameter], sharded: Any) -> None:
         super().__init__(auto_prefix=False)
         common, divided, layout, names = _divided(state, sharded)
         with no_grad():
             wholes = layout.whole(divided)
-        # In tuples of pairs, which Cells do not look into.
+        # In nested tuples, which Cells do not search for Parameters.
         self._common = tuple((one, _copy(one.name, one), one.asnumpy().copy()) for one in common)
         self._divided = tuple(divided)
         self._layout = (layout,)
@@ -53,11 +53,11 @@ class WholeState(nn.Cell):
 
 
 def not_saved_alone(init_data: Callable, *args: Any, **kwargs: Any) -> Any:
-    """In the place of a Parameter's `init_data` , which MindSpore calls before it compiles a Cell, and before it saves
-    one: a file with the state of one rank would say nothing of being just a part.
+    """Replaces a Parameter's `init_data` , to refuse saving the state of one rank: nothing in the file would show that
+    it is only a part. MindSpore calls `init_data` before it compiles a Cell and before it saves one.
 
-    It looks at the stack, because nothing else tells a save from a compilation: MindSpore makes the same call of each
-    Parameter, from the outermost Cell, and asks no Cell within it."""
+    Only the call stack distinguishes a save from a compilation: MindSpore makes the same call for each Parameter from
+    the outermost Cell, and calls no method of the inner Cells."""
     save = inspect.unwrap(ms.save_checkpoint).__code__  # since 2.8 in a wrapper, whose code other functions share
     frame = inspect.currentframe()
     while frame is not None:
@@ -77,8 +77,8 @@ def _copy(name: str, value: ms.Tensor) -> ms.Parameter:
 
 
 def _divided(state: Sequence[ms.Parameter], sharded: Any) -> Any:
-    """What of a rank's state all ranks have alike; its other Parameters; how the whole of these is divided among ranks;
-    and its names. A collective."""
+    """Returns four things: the Parameters that all ranks have in common; this rank's others; the layout of the latter
+    over ranks; and the names of the whole Parameters. A collective."""
     if sharded.sliced:
         common = [one for one in state if id(one) not in sharded._weight_of]
         divided = [one for one in state if id(one) in sharded._weight_of]

@@ -1,1 +1,1 @@
-"""The launcher: processes that train together are started, watched and ended. Nothing here imports MindSpore."""
+"""The launcher: starts, watches and ends the processes of a training. Nothing here imports MindSpore."""

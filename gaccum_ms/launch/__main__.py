@@ -6,8 +6,8 @@ starts one tree of processes::
 
     this program ── msrun or mpirun ── one guard per rank (`guard.py`) ── the rank, which runs the script
 
-Each rank's output is in ``log_output/1/rank.N/stdout`` and ``stderr``. The guards tell this program how their ranks
-fare, so it learns which rank failed first in the same way from either launcher.
+Each rank's output is in ``log_output/1/rank.N/stdout`` and ``stderr``. The guards report to this program, so it finds
+the rank that failed first in the same way with either launcher.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a launch is made of: how many ranks, on which hosts, and the command and environment that start them."""
+"""The description of a launch: its ranks and hosts, and the command and environment that start them."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ from gaccum_ms.launch.guard import JOB, TUNE
 
 MASTER_PORT = 8118  # msrun's own default
 
-# What a script may read and log: how often the launch began anew, and how often it may. torchrun's are named alike.
+# For the script: the number of restarts so far, and the largest number. torchrun has variables with similar names.
 RESTART_COUNT, MAX_RESTARTS = "GACCUM_MS_RESTART_COUNT", "GACCUM_MS_MAX_RESTARTS"
 VISIBLE_DEVICES = ("ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
-# What a batch system, an outer msrun or an outer mpirun leaves behind. MindSpore believes these before anything else.
+# Variables of a batch system, an outer msrun or an outer mpirun. MindSpore would use these first.
 CLUSTER_PREFIXES = ("RANK_", "MS_SCHED_", "OMPI_", "PMIX_", "PMI_", "PRTE_")
 CLUSTER_NAMES = {"MS_ROLE", "MS_WORKER_NUM", "MS_SERVER_NUM", "MS_NODE_ID", "MS_NODE_RANK"}
 CLUSTER_NAMES |= {"MS_TOPO_TIMEOUT", "MS_SIMULATION_LEVEL", "MS_ENABLE_RECOVERY", "MS_RECOVERY_PATH"}
 CLUSTER_NAMES |= {"DEVICE_ID", "DEVICE_NUM", "MSRUN_CPU_LIST", "MSRUN_BIND_FILE", JOB}
-SECRET = "GACCUM_MS_SECRET"  # of the launchers alone: the ranks do not get it
+SECRET = "GACCUM_MS_SECRET"  # only for the launchers: the ranks do not get it
 CLUSTER_NAMES |= {SECRET}
-# What a user may set for this cluster: which network card a host's ranks use, and Ascend's table of devices. They are
-# kept where they can be meant for this host.
+# Variables that a user may set for this cluster: the network card of a host's ranks, and Ascend's table of devices.
+# They are kept if they fit this host.
 WORKER_IP, RANK_TABLE = "MS_WORKER_IP", "RANK_TABLE_FILE"
 THREAD_NAMES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
-# How long ranks wait for one another in a collective on CPU, where MindSpore's own 30 s are less than a rank may need
-# to compile, to evaluate, or to write a checkpoint while the others go on.
+# How long ranks wait for each other in a collective on CPU. MindSpore's own 30 s are too short if one rank compiles,
+# evaluates or writes a checkpoint meanwhile.
 COLLECTIVE_TIMEOUT = "MS_CPU_COMM_OP_TIMEOUT"
 COLLECTIVE_TIMEOUT_SECONDS = 300
-NODE_TIMEOUT = "MS_NODE_TIMEOUT"  # what MindSpore takes where the other is not set, or not known: before 2.10
+NODE_TIMEOUT = "MS_NODE_TIMEOUT"  # MindSpore uses this one if the other is not set, and always before 2.10
 
-# MindSpore gives up waiting this much later than the launcher, which can name who is missing.
+# MindSpore gives up this much later than the launcher, whose error names the missing ranks.
 MINDSPORE_WAITS_LONGER_SECONDS = 60
-MINDSPORE_WAITS_SECONDS = 1_000_000  # at most: it counts in milliseconds, of 32 bits
+MINDSPORE_WAITS_SECONDS = 1_000_000  # the limit: MindSpore counts milliseconds in 32 bits
 
 
 class LaunchError(Exception):
     """A launch that cannot start or did not succeed.
 
     Args:
-        message (str): What happened.
+        message (str): The message.
         code (int): The exit code of this program.
         rank (int or None): The rank that failed, if one did.
-        again (bool or None): Whether host 0 says that all begin anew, or that they do not. None: it is not said.
+        again (bool or None): Host 0's decision whether all start again. None: it is not made yet.
     """
 
     def __init__(self, message: str, code: int = 1, rank: int | None = None, again: bool | None = None) -> None:
@@ -68,20 +68,20 @@ class Cluster:
         launcher (str): ``"msrun"`` or ``"mpirun"``.
         processes (int): The number of ranks on each host.
         nodes (int): The number of hosts.
-        node_rank (int): Which of them this one is, from 0.
+        node_rank (int): The number of this host, from 0.
         master_addr (str): The address of host 0, where MindSpore's scheduler runs.
-        master_port (int): The scheduler's port there. The launchers of several hosts talk through the next one.
-        start_timeout (float): Seconds from the start in which all hosts must join, and all ranks come to ``init()`` .
-        end_timeout (float): Seconds for which the ranks that go on may stand still once one has ended. 0: for ever.
+        master_port (int): The scheduler's port there. The launchers of several hosts use the next port.
+        start_timeout (float): Seconds from the start in which all hosts must join, and all ranks reach ``init()`` .
+        end_timeout (float): Seconds for which the other ranks may stand still after one has ended. 0: for ever.
         tune_cpu_threads (bool): Whether each rank calls `gaccum_ms.tune_cpu` before its script.
         rank_table_file (str): For msrun's option of this name.
         bind_core (str): For msrun's option of this name.
-        secret (bytes): What the launchers of several hosts know each other by.
-        max_restarts (int): How often all may begin anew after one has failed.
-        min_processes (int): The least number of ranks, on all hosts, to begin anew with. 0: as many as there were.
-        attempt (int): 1, and one more each time that all begin anew.
-        hosts (tuple[int, ...]): The numbers, as ``--node-rank`` gave them, of the hosts that take part. Empty: all.
-        without (tuple[int, ...]): The numbers of the hosts that may not take part any more.
+        secret (bytes): The shared secret, by which the launchers of several hosts authenticate each other.
+        max_restarts (int): The largest number of restarts after a failure.
+        min_processes (int): The least number of ranks, on all hosts, after a restart. 0: all of them.
+        attempt (int): The number of the attempt, from 1.
+        hosts (tuple[int, ...]): The ``--node-rank`` numbers of the hosts that take part. Empty: all.
+        without (tuple[int, ...]): The numbers of the hosts that are excluded.
         devices (tuple[int, ...]): The devices of this host that take part. Empty: the first ones.
     """
 
@@ -111,7 +111,7 @@ class Cluster:
 
     @property
     def local_ranks(self) -> range:
-        """The ranks on this host, numbered as msrun numbers them."""
+        """The ranks on this host, with msrun's numbers."""
         return self.ranks_of(self.node_rank)
 
     def ranks_of(self, node: int) -> range:
@@ -119,12 +119,12 @@ class Cluster:
         return range(node * self.processes, (node + 1) * self.processes)
 
     def names_of(self, host: int) -> str:
-        """The ranks on one host, by its number, for people."""
+        """The ranks on one host, by its number, as text."""
         ranks = self.ranks_of(self.hosts.index(host) if self.hosts else host)
         return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
 
     def host_of(self, rank: int) -> int:
-        """The number of a rank's host, as its ``--node-rank`` gave it."""
+        """The ``--node-rank`` number of a rank's host."""
         node = rank // self.processes
         return self.hosts[node] if self.hosts else node
 
@@ -141,9 +141,9 @@ class Cluster:
             cores (int): The number of cores that this host's ranks share.
 
         Returns:
-            dict[str, str], `parent` without another cluster's variables, with as many threads for each process as it
-            has cores (at least 1), with the time that ranks wait for one another (numbers that `parent` sets are
-            kept), and with this Python's folder first in ``PATH``.
+            dict[str, str], `parent` without another cluster's variables. It has as many threads for each process as
+            cores (at least 1), and the time that ranks wait for each other; values in `parent` are kept. This
+            Python's folder is first in ``PATH``.
         """
         env = {k: v for k, v in parent.items() if not of_another_cluster(k)}
         env.pop(WORKER_IP, None)
@@ -159,7 +159,7 @@ class Cluster:
         if self.devices:
             env |= {name: _visible(env.get(name), self.devices) for name in VISIBLE_DEVICES}
         env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
-        if self.launcher == "mpirun":  # it knows nothing of MindSpore's cluster, whose variables come from here
+        if self.launcher == "mpirun":  # it does not set the variables of MindSpore's cluster
             env |= {"MS_SCHED_HOST": self.master_addr, "MS_SCHED_PORT": str(self.master_port)}
             env |= {"MS_WORKER_NUM": str(self.size), "RANK_SIZE": str(self.size)}
             env |= {"MS_TOPO_TIMEOUT": str(self._mindspores_timeout())}
@@ -169,8 +169,8 @@ class Cluster:
         """Return the command that starts a Python program on each of this host's ranks, without that program.
 
         Args:
-            logs (Path): Where the launcher's own logs go.
-            env (Mapping[str, str]): The environment that it is started with.
+            logs (Path): The folder of the launcher's own logs.
+            env (Mapping[str, str]): The launcher's environment.
 
         Raises:
             LaunchError: If the launcher is not installed.
@@ -194,18 +194,18 @@ class Cluster:
 
 
 def of_another_cluster(name: str) -> bool:
-    """Tell whether a variable of the environment describes a cluster, which is never the one that starts here."""
+    """Whether an environment variable describes a cluster; it is never the one that starts here."""
     return name in CLUSTER_NAMES or name.startswith(CLUSTER_PREFIXES)
 
 
 def _visible(given: str | None, devices: tuple[int, ...]) -> str:
-    """The names of some devices, counted among those that a variable names, if it is set."""
+    """The names of some devices. If the variable is set, devices are counted among those that it names."""
     names = given.split(",") if given else []
     return ",".join(names[device] if device < len(names) else str(device) for device in devices)
 
 
 def left_out(parent: Mapping[str, str]) -> list[str]:
-    """Return, for people, which variables that a user may set for this cluster do not reach the ranks, and why."""
+    """Return notes on the user's variables for this cluster that are not passed on to the ranks, and why."""
     return [
         f"{name}={parent[name]} is not passed on: {why}"
         for name in (WORKER_IP, RANK_TABLE)
@@ -214,7 +214,7 @@ def left_out(parent: Mapping[str, str]) -> list[str]:
 
 
 def _strange(name: str, parent: Mapping[str, str]) -> str:
-    """Why one of these variables cannot be meant for this host, or nothing."""
+    """Why one of these variables does not fit this host, or an empty string."""
     value = parent.get(name, "")
     if name == WORKER_IP:
         return "" if not value or is_local(value) else "it is no address of this host"
@@ -223,11 +223,11 @@ def _strange(name: str, parent: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def held_port(address: str, port: int = 0) -> Iterator[int]:
-    """Find a free TCP port, or take the given one, and keep it from other programs until MindSpore's scheduler, which
-    starts seconds later, listens there.
+    """Find a free TCP port, or take the given one, and reserve it until MindSpore's scheduler listens there, seconds
+    later.
 
-    A socket that is bound and does not listen does that: the system gives its port to nobody who asks for any, but to
-    the scheduler, which asks for this one and sets SO_REUSEADDR, as we do.
+    A socket that is bound and does not listen reserves the port: the system assigns it to no program that requests any
+    free port. The scheduler requests this port and sets SO_REUSEADDR, as we do, and so gets it.
 
     Raises:
         LaunchError: If the port is taken, or the address is not this host's.
@@ -255,7 +255,7 @@ def bind(to_bind: socket.socket, address: str, port: int) -> None:
 
 
 def is_local(address: str) -> bool:
-    """Tell whether an address is this host's."""
+    """Whether an address is this host's."""
     try:
         with held_port(address):
             return True
@@ -264,7 +264,7 @@ def is_local(address: str) -> bool:
 
 
 def _before_2_10() -> bool:
-    """Whether such a MindSpore is installed; it is not imported."""
+    """Whether the installed MindSpore is older than 2.10; it is not imported."""
     try:
         version = importlib.metadata.version("mindspore")
     except importlib.metadata.PackageNotFoundError:

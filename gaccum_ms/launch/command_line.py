@@ -1,10 +1,10 @@
-"""Which words of a command line are the launcher's, which is the script, and which are the script's own.
+"""Splits a command line into the launcher's options, the script, and the script's own arguments.
 
     [options] [--] SCRIPT [its arguments]        or        [options] --script SCRIPT [--] [its arguments]
 
-The launcher's options end at the first word that is none of them: from there on all is the script's. A word before it
-that is nearly an option of the launcher is an error, because it was meant to be one; a script's own option that looks
-so comes after ``--`` or after the script.
+The launcher's options end at the first word that is none of them: all following words belong to the script. A word
+that resembles an option of the launcher is an error, because it is probably a typing mistake. If a script's own option
+resembles one, put it after ``--`` or after the script.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any, NoReturn
 from gaccum_ms.launch.output import show
 
 ABBREVIATION_LETTERS = 4
-ALIKE = 0.8  # the share of letters in common, as difflib counts it, from which on a word is nearly another
+ALIKE = 0.8  # difflib's ratio from which two words resemble each other
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, and which can tell its options from the script's words."""
+    """An argument parser whose errors are one line, and which separates its options from the script's words."""
 
     def __init__(self, **options: Any) -> None:
         self._options: dict[str, argparse.Action] = {}
         super().__init__(allow_abbrev=False, **options)
 
     def add_argument(self, *names: Any, group: Any = None, **options: Any) -> argparse.Action:
-        """Add an option, to a group of this parser's help if one is given."""
+        """Add an option, if `group` is given to this group of the help."""
         action = super().add_argument(*names, **options) if group is None else group.add_argument(*names, **options)
         self._options |= dict.fromkeys(action.option_strings, action)
         return action
@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         show(self.format_help().encode())
 
     def split(self, words: list[str]) -> tuple[list[str], list[str]]:
-        """Split words into the launcher's options, to be given to `parse_args`, and the rest."""
+        """Split words into the launcher's options, for `parse_args` , and the rest."""
         own: list[str] = []
         rest = list(words)
         while rest and rest[0].startswith("-") and rest[0] != "-":
@@ -64,7 +64,7 @@ class Parser(argparse.ArgumentParser):
         return own, rest
 
     def _near(self, name: str) -> str | None:
-        """The option that a word is nearly."""
+        """The option that a word resembles; None if there is none."""
         if not name.startswith("--"):
             return None
         shown = [option for option, action in self._options.items() if action.help != argparse.SUPPRESS]

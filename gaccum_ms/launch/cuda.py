@@ -1,8 +1,9 @@
-"""What MindSpore's GPU back end looks for, made from the CUDA 11 libraries of the extra ``gpu``.
+"""Makes a CUDA folder for MindSpore's GPU back end, from the CUDA 11 libraries of the extra ``gpu``.
 
-The back end is chosen by what ``$CUDA_HOME/bin/nvcc`` answers, and is loaded if all its libraries are found. A machine
-with nothing but NVIDIA's driver has neither: the libraries come from PyPI, in a folder each, and no compiler with them.
-So a folder is made that looks as CUDA's own would: links to the libraries, and an ``nvcc`` that gives its version.
+MindSpore chooses the back end by the version that ``$CUDA_HOME/bin/nvcc`` prints, and loads it if all its libraries are
+found. A machine with only NVIDIA's driver has neither. The libraries come from PyPI, each in a separate folder, without
+a compiler. So this file makes a folder that resembles CUDA's: links to the libraries, and an ``nvcc`` that prints the
+version.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-# MindSpore 2.10 knows CUDA 10.1, 11.1 and 11.6 by name; libraries of later versions 11 serve programs made for 11.6.
+# MindSpore 2.10 supports CUDA 10.1, 11.1 and 11.6; libraries of later versions 11 also run programs built for 11.6.
 CUDA_VERSION = "11.6.124"
 DRIVER = "libcuda.so.1"
 LIBRARIES = {
@@ -32,7 +33,7 @@ REMEDY = "in the project's folder: pip install '.[gpu]' (1.6 GB)"
 
 
 def has_driver() -> bool:
-    """Tell whether NVIDIA's driver is installed."""
+    """Whether NVIDIA's driver is installed."""
     try:
         ctypes.CDLL(DRIVER)
     except OSError:
@@ -47,7 +48,7 @@ def missing_packages() -> list[str]:
 
 
 def wrong_cuda_home(env: Mapping[str, str]) -> str:
-    """Say why MindSpore's back end does not take the ``CUDA_HOME`` of an environment; nothing where it does."""
+    """Return why MindSpore's back end refuses the ``CUDA_HOME`` of an environment, or an empty string."""
     home = env.get("CUDA_HOME")
     if not home:
         return ""
@@ -66,14 +67,14 @@ def wrong_cuda_home(env: Mapping[str, str]) -> str:
 
 
 def environment(folder: Path, env: Mapping[str, str]) -> dict[str, str]:
-    """Make the folder, and return the variables that lead MindSpore to it.
+    """Make the folder, and return the variables with which MindSpore finds it.
 
     Args:
         folder (Path): The folder to make.
-        env (Mapping[str, str]): The environment to change. One that names a ``CUDA_HOME`` is left as it is.
+        env (Mapping[str, str]): The environment to change. It stays as it is if it has a ``CUDA_HOME`` .
 
     Returns:
-        dict[str, str], the variables to change; none where there is no driver or a library is missing.
+        dict[str, str], the variables to change; none without driver, or if a library is missing.
     """
     if "CUDA_HOME" in env or not has_driver() or missing_packages():
         return {}
@@ -81,7 +82,7 @@ def environment(folder: Path, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def lay_out(folder: Path, env: Mapping[str, str]) -> dict[str, str]:
-    """As `environment`, whether there is a driver or not."""
+    """As `environment` , but without checking for driver and libraries."""
     nvcc, libraries = folder / "bin" / "nvcc", folder / "lib64"
     nvcc.parent.mkdir(parents=True, exist_ok=True)
     major, minor, _ = CUDA_VERSION.split(".")
@@ -91,7 +92,7 @@ def lay_out(folder: Path, env: Mapping[str, str]) -> dict[str, str]:
     for library in _libraries():
         (libraries / library.name).unlink(missing_ok=True)
         (libraries / library.name).symlink_to(library)
-        if library.name == "libcudart.so.11.0":  # MindSpore's check reads the version off a file's name
+        if library.name == "libcudart.so.11.0":  # MindSpore reads the version from this file's name
             (libraries / f"libcudart.so.{CUDA_VERSION}").unlink(missing_ok=True)
             (libraries / f"libcudart.so.{CUDA_VERSION}").symlink_to(library)
     plugins = _package("mindspore") / "lib" / "plugin"
@@ -105,13 +106,13 @@ def _libraries() -> list[Path]:
 
 
 def _package(name: str) -> Path:
-    """Where a package is installed; it is not imported."""
+    """The folder of an installed package, which is not imported."""
     if folders := _folders(name):
         return folders[0]
     raise FileNotFoundError(name)
 
 
 def _folders(name: str) -> list[Path]:
-    """All folders of a package: NVIDIA's may be in several environments, one on top of the other."""
+    """All folders of a package: NVIDIA's may be in several environments, one based on the other."""
     spec = importlib.util.find_spec(name)
     return [Path(folder) for folder in (spec and spec.submodule_search_locations) or []]

@@ -1,9 +1,9 @@
-"""Say whether this machine can train: what is installed, which devices MindSpore can use, whether ranks can talk.
+"""Checks whether this machine can train: installed packages, MindSpore's devices, communication between ranks.
 
     gaccum-ms check        in a checkout: bash run.sh check
 
-Each part is tried in a process of its own, with the environment that the launcher sets. What is broken is named with
-its remedy, and makes the exit code 1; what is merely not there (a GPU, mpirun) does not.
+Each part is tried in a separate process, with the environment that the launcher sets. Each broken part is reported with
+a remedy, and makes the exit code 1. A part that is only absent (a GPU, mpirun) does not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gaccum_ms.launch.cluster import COLLECTIVE_TIMEOUT, Cluster
 from gaccum_ms.launch.command_line import Parser
 from gaccum_ms.launch.output import show
 
-# What training goes by, run as a program of its own: the launcher imports nothing of the other packages.
+# Training's own rule, run as a separate program, because the launcher does not import the other packages.
 CPU_INSTRUCTIONS = Path(__file__).parents[1] / "backend" / "cpu_instructions.py"
 DESCRIPTION = (
     "Say what is installed, which devices MindSpore can use, and whether two ranks can add numbers. Whatever is "
@@ -42,7 +42,7 @@ def install(package: str) -> str:
 
 
 class Finding(NamedTuple):
-    """One line of the report, and what to do about it if it is broken."""
+    """One line of the report, and the remedy if it is broken."""
 
     name: str
     text: str
@@ -66,7 +66,7 @@ def check_package(name: str, right: Callable[[list[str]], bool], needed: str) ->
 
 
 def check_mindspore() -> Finding:
-    """Whether it is a version that setup.py takes."""
+    """Whether setup.py accepts MindSpore's version."""
 
     def right(version: list[str]) -> bool:
         return (2, 7, 2) <= tuple(map(int, re.findall(r"\d+", ".".join(version))[:3])) < (2, 11)
@@ -98,7 +98,7 @@ def check_device(device: str, env: Mapping[str, str]) -> Finding:
 
 
 def check_onednn() -> Finding:
-    """What becomes of convolutions on this CPU."""
+    """How convolutions run on this CPU."""
     return Finding("oneDNN", _run(["-I", str(CPU_INSTRUCTIONS)], os.environ, DEVICE_SECONDS).stdout.strip())
 
 
@@ -109,13 +109,13 @@ def check_program(name: str, remedy: str, otherwise: str) -> Finding:
 
 
 def check_ranks() -> Finding:
-    """Whether two processes, started as any others, can add a number up."""
+    """Whether two ranks, started by the launcher, can add up a number."""
     with tempfile.TemporaryDirectory() as folder:
-        # As in this program, no module of the working folder is taken for Python's own.
+        # As in this program, modules in the working folder must not replace Python's own.
         safe = ["-P"] * getattr(sys.flags, "safe_path", False)
         command = [*safe, "-m", "gaccum_ms.launch", "-n", "2", "--start-timeout", "60"]
         command += ["--timeout", str(RANKS_SECONDS - 30), "--log-dir", folder, probe.__file__]
-        env = {**os.environ, COLLECTIVE_TIMEOUT: "30"}  # its own error, before the launcher's time is up
+        env = {**os.environ, COLLECTIVE_TIMEOUT: "30"}  # MindSpore's error comes before the launcher's
         done = _run(command, env, RANKS_SECONDS)
     if done.returncode == 0:
         return Finding("AllReduce", "works on 2 processes")
@@ -131,7 +131,7 @@ def _run(arguments: list[str], env: Mapping[str, str], seconds: float) -> subpro
 
 
 def _first_reason(said: str) -> str:
-    """The first line that says what went wrong: MindSpore heads its parts with dashes and titles."""
+    """The first line with the cause; MindSpore puts dashes and titles above the parts of an error."""
     lines = [line.strip() for line in said.splitlines()]
     after_title = [b for a, b in itertools.pairwise(lines) if a.startswith("-----") and not b.startswith("-")]
     plain = [line for line in lines if line and not line.startswith(("-", "[WARNING]", "Traceback", "File "))]
@@ -139,7 +139,7 @@ def _first_reason(said: str) -> str:
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m gaccum_ms.launch.doctor") -> int:
-    """Check all, print it, and return the exit code."""
+    """Run all checks, print the findings, and return the exit code."""
     parser = Parser(prog=prog, usage="%(prog)s", description=DESCRIPTION)
     parser.parse_args(argv)
     failed = []

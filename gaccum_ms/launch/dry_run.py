@@ -1,13 +1,13 @@
-"""What a launch would start, as a script of bash: for people who start it by other means, or want to see it.
+"""Prints a launch as a bash script, to start it by other means, or to inspect it.
 
 | form | what is printed |
 | --- | --- |
-| ``ranks`` | for each host, MindSpore's scheduler and every rank, with their variables; no launcher takes part |
+| ``ranks`` | for each host, MindSpore's scheduler and every rank, with their variables, without the launcher |
 | ``ssh`` | the launcher on each host, by ssh |
 | ``slurm`` | a batch file for sbatch: the launcher once on each host, by srun |
 | ``openmpi`` | the same by mpirun |
 
-The last three name each rank's variables in comments. All run the script as it is.
+The last three list each rank's variables in comments. All run the user's script unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gaccum_ms.launch.logs import launcher_folder, rank_folder
 
 FORMS = ("ranks", "ssh", "slurm", "openmpi")
 _WAIT_FOR_ALL = ("code=0", 'for job in $(jobs -p); do wait "$job" || code=$?; done', 'exit "$code"')
-PASSED_ON = ("PYTHONPATH", "PYTHONSAFEPATH")  # by a launcher that is started from elsewhere
+PASSED_ON = ("PYTHONPATH", "PYTHONSAFEPATH")  # variables that a launcher on another host needs
 _OPTIONS = (
     *("timeout", "start_timeout", "end_timeout", "max_restarts", "min_processes"),
     *("secret_file", "rank_table_file", "bind_core", "tune_cpu_threads"),
@@ -40,9 +40,9 @@ class DryRun:
     Args:
         cluster (Cluster): Its ranks.
         command (list[str]): The script that each rank runs, and its arguments.
-        log_dir (Path): Where the logs would go.
+        log_dir (Path): The folder of the logs.
         hosts (list[str]): The hosts' names, for ssh and mpirun; empty: they are not known.
-        words (list[str]): The options of the launcher that do not say where it is.
+        words (list[str]): The launcher's options that are the same on all hosts.
     """
 
     cluster: Cluster
@@ -55,7 +55,7 @@ class DryRun:
         """Return the script.
 
         Raises:
-            LaunchError: If the hosts' names are needed and not known, or a rank table is of other ranks.
+            LaunchError: If the hosts' names are needed and not known, or a rank table does not fit the ranks.
         """
         lines = {"ranks": self._ranks, "ssh": self._ssh, "slurm": self._slurm, "openmpi": self._openmpi}[form]()
         if form != "ranks":
@@ -96,18 +96,18 @@ class DryRun:
 
     def _common(self, here: Cluster) -> dict[str, str]:
         """The variables of all ranks of a host, and of the scheduler."""
-        by_hand = dataclasses.replace(here, launcher="mpirun")  # which leaves MindSpore's cluster to us
+        by_hand = dataclasses.replace(here, launcher="mpirun")  # with mpirun, we set MindSpore's variables
         env = by_hand.environment(os.environ, len(os.sched_getaffinity(0)))
         env |= {RANK_TABLE: here.rank_table_file} if here.rank_table_file else {}
         return {k: v for k, v in env.items() if k in PASSED_ON or (os.environ.get(k) != v and k != "PATH")}
 
     def _own(self, rank: int) -> str:
-        """One rank's variables, as words of a shell."""
+        """One rank's variables, as shell words."""
         device = self._devices().get(rank, self.cluster.device_of(rank))
         return f"MS_ROLE=MS_WORKER MS_NODE_ID={rank} RANK_ID={rank} DEVICE_ID={device}"
 
     def _devices(self) -> dict[int, int]:
-        """Each rank's device, as Ascend's table has it."""
+        """Each rank's device, from Ascend's rank table."""
         file = self.cluster.rank_table_file
         if not file:
             return {}
@@ -166,7 +166,7 @@ class DryRun:
         ]
 
     def _launcher(self, node: str, address: str) -> str:
-        """The launcher's command on one host, as words of a shell that finds these two itself."""
+        """The launcher's command on one host, as shell words. `node` and `address` may be expressions of the shell."""
         passed = [f"{name}={shlex.quote(os.environ[name])}" for name in PASSED_ON if os.environ.get(name)]
         begin = ["env", *passed] if passed else []
         own = ["-m", "gaccum_ms.launch", "--processes", str(self.cluster.processes), *self.words]
@@ -190,6 +190,6 @@ class DryRun:
 
 
 def words_of(options: argparse.Namespace, defaults: Callable[[str], object]) -> list[str]:
-    """The options of a command line that are the same on all hosts, and not what they are by default."""
+    """The options of a command line that are the same on all hosts, and differ from their defaults."""
     given = {name: getattr(options, name) for name in _OPTIONS if getattr(options, name) != defaults(name)}
     return [f"--{k.replace('_', '-')}" + ("" if v is True else f"={v}") for k, v in given.items()]

@@ -1,12 +1,14 @@
-"""One rank's life: a guard outside its process, and inside it the wait for the others before it leaves.
+"""A guard process for each rank, and the wrapper that runs the script in the rank's own process.
 
-The launcher starts ``guard.py --guard LOGS SCRIPT ...`` for each rank. The guard keeps the rank's output in
-``LOGS/rank.N/stdout`` and ``stderr``, tells the launcher its process id and its exit code, whichever of msrun and
-mpirun stands between them, and ends it when the launcher is gone. It starts ``guard.py SCRIPT ...``, which runs the
-script as Python would. It tells the launcher that the script has failed, or has come to its end, before the process
-ends, which may take long: Python waits for threads. At its end it waits for the other ranks: one that leaves first can
-break the collective that the others are still in, because what it sent them goes with it. While the script runs, a
-thread answers the launcher, which wants to know whether a rank stands still once another has ended.
+The launcher starts ``guard.py --guard LOGS SCRIPT ...`` for each rank. The guard writes the rank's output to
+``LOGS/rank.N/stdout`` and ``stderr``, reports its process id and exit code to the launcher, in the same way under msrun
+and mpirun, and kills it if the launcher is gone. It starts ``guard.py SCRIPT ...``, the wrapper, which runs the script
+as Python would.
+
+The wrapper reports when the script has failed or ended. The process itself may end much later, because Python waits for
+threads. After the script, the wrapper waits for the other ranks: a rank that leaves first can break the collective that
+the others are still in, because its sent data are lost. While the script runs, a thread answers the launcher, which
+checks whether a rank stands still after another has ended.
 """
 
 from __future__ import annotations
@@ -26,25 +28,25 @@ from types import FrameType
 
 TUNE = "GACCUM_MS_TUNE_CPU_THREADS"  # set: call tune_cpu() before the script
 JOB = "GACCUM_MS_JOB"  # "<pid of the launcher>-<random>": marks all processes of one launch
-SCHEDULER = -1  # MindSpore's scheduler is no rank, but is guarded as one
+SCHEDULER = -1  # MindSpore's scheduler is no rank, but is guarded like one
 
-# How long a rank at its end waits for the others at most. Those that are still in the last collective with it need a
-# moment; one that has started another would wait for ever for a rank that never comes to it, and must fail.
+# How long a rank waits for the others at its end, at most. Ranks that are still in the last collective with it need
+# little time. A rank that has started another collective would wait for ever, and must fail.
 MEET_SECONDS = 10.0
 
-LET_GO, ASK = b"!", b"?"  # what the launcher sends a rank: it may leave; it is to say whether it stands still
-IDLE_SHARE = 0.02  # of one core: a process that uses less does not compute
+LET_GO, ASK = b"!", b"?"  # the launcher's messages to a rank: it may leave; report whether it stands still
+IDLE_SHARE = 0.02  # of one core: a process that uses less is idle
 
 
 def tell(job: str, **message: object) -> None:
-    """Send the launcher a message; it may be gone."""
+    """Send the launcher a message, which is lost if the launcher is gone."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as to_launcher:
         to_launcher.settimeout(MEET_SECONDS)
         to_launcher.sendto(json.dumps(message).encode(), f"\0{job}")
 
 
 def guard(logs: Path, command: list[str]) -> int:
-    """Run a rank, or the scheduler, and return its exit code: 128 + signal where a signal ended it, as in shells."""
+    """Run a rank, or the scheduler, and return its exit code: 128 + signal if a signal ended it, as in shells."""
     env = dict(os.environ)
     job = env[JOB]
     command = [sys.executable, __file__, *command]
@@ -53,7 +55,7 @@ def guard(logs: Path, command: list[str]) -> int:
         tell(job, rank=SCHEDULER, code=code)
         return code
     rank = env.get("OMPI_COMM_WORLD_RANK") or env["RANK_ID"]
-    if "OMPI_COMM_WORLD_RANK" in env:  # from here on MindSpore's variables say it all; Open MPI's would mislead it
+    if "OMPI_COMM_WORLD_RANK" in env:  # replaced by MindSpore's variables; Open MPI's would mislead it
         env = {k: v for k, v in env.items() if not k.startswith(("OMPI_", "PMIX_"))}
         env |= {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": rank, "RANK_ID": rank, "DEVICE_ID": rank}
     folder = logs / f"rank.{rank}"
@@ -71,12 +73,12 @@ def _wait(process: subprocess.Popen, job: str) -> int:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(timeout=1)
             return code if code >= 0 else 128 - code
-        if not _alive(launcher):  # killed, with no chance to end us
+        if not _alive(launcher):  # it was killed, and could not end this process
             process.kill()
 
 
 def _alive(stat: Path) -> bool:
-    """Tell whether the process of this ``/proc`` entry runs: it is there, and no zombie that nobody has collected."""
+    """Whether the process of this ``/proc`` entry runs: it exists, and is no zombie."""
     try:
         return stat.read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:
@@ -92,9 +94,9 @@ def run(script: str, arguments: list[str]) -> None:
     vars(main).update(__file__=str(path), __builtins__=builtins)
     sys.modules["__main__"] = main
     sys.argv = [script, *arguments]
-    if not getattr(sys.flags, "safe_path", False):  # with it, Python puts no script's folder there
+    if not getattr(sys.flags, "safe_path", False):  # with this flag, Python does not add the script's folder
         sys.path[0] = str(path.resolve().parent)
-    if os.environ.pop(TUNE, None) and role != "MS_SCHED":  # not for what the script starts in its turn
+    if os.environ.pop(TUNE, None) and role != "MS_SCHED":  # removed, so that the script's child processes do not get it
         from gaccum_ms import tune_cpu
 
         print(tune_cpu(), flush=True)
@@ -114,19 +116,19 @@ def run(script: str, arguments: list[str]) -> None:
 
 
 def _show(error: BaseException) -> int:
-    """Print what Python prints of an exception that ends a script, and return the exit code."""
+    """Print an exception that ends a script as Python does, and return the exit code."""
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
             return (error.code or 0) & 0xFF
         print(error.code, file=sys.stderr, flush=True)
         return 1
-    traceback = error.__traceback__ and error.__traceback__.tb_next  # without our own line, the first
+    traceback = error.__traceback__ and error.__traceback__.tb_next  # without our own line, which is first
     sys.excepthook(type(error), error.with_traceback(traceback), traceback)
     return 1
 
 
 class _Launcher:
-    """A rank's talk with the launcher."""
+    """A rank's connection to the launcher."""
 
     def __init__(self, job: str, rank: int) -> None:
         self._job, self._rank = job, rank
@@ -140,14 +142,14 @@ class _Launcher:
             threading.Thread(target=self._answer, name="gaccum_ms", daemon=True).start()
 
     def failed(self, code: int) -> None:
-        """Say that the script has failed; threads and exit handlers may keep the process for a while."""
+        """Report that the script has failed; threads and exit handlers may keep the process running."""
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # the script may have closed it
                 stream.flush()
         tell(self._job, rank=self._rank, fails=code)
 
     def wait_for_others(self) -> None:
-        """Say that the script has come to its end, and wait until the others have."""
+        """Report that the script has ended, and wait until the others have ended too."""
         tell(self._job, rank=self._rank, at_end=True)
         self._let_go.wait(MEET_SECONDS)
 
@@ -161,10 +163,10 @@ class _Launcher:
                     tell(self._job, rank=self._rank, still=seconds, place=place)
 
     def _stands_still(self) -> tuple[float, str]:
-        """For how long the main thread has stood still while the launcher asked, and where in the script.
+        """For how many seconds the main thread has stood still, since the launcher's first question, and where.
 
-        It does in one and the same call of MindSpore, but of its compiler, whether it computes or not: CPU ranks wait
-        for each other busily. Elsewhere it does where neither this process computes nor a child of it runs.
+        In MindSpore, except its compiler, the thread stands still if it stays in the same call, even if it computes:
+        CPU ranks wait for each other in busy loops. Elsewhere, the process must also be idle and have no child.
         """
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         now, busy = time.monotonic(), time.process_time()
@@ -173,7 +175,7 @@ class _Launcher:
             moved = moved or busy - self._busy > IDLE_SHARE * (now - self._asked) or _has_children()
         if moved:
             self._since = now
-        # The frame itself is kept, not its address: that may be another call's a second later.
+        # The frame itself is kept, not its address, which another call may reuse.
         self._frame, self._place, self._asked, self._busy = frame, frame.f_lasti if frame else 0, now, busy
         while frame is not None and frame.f_back is not None and _in_mindspore(frame):
             frame = frame.f_back
@@ -181,7 +183,7 @@ class _Launcher:
 
 
 def _in_mindspore(frame: FrameType) -> bool:
-    """Tell whether code of MindSpore runs, and not its datasets, which wait for files and for children."""
+    """Whether code of MindSpore runs, except its datasets, which wait for files and child processes."""
     home = os.path.dirname(getattr(sys.modules.get("mindspore"), "__file__", None) or "")
     file = frame.f_code.co_filename
     return bool(home) and file.startswith(home + os.sep) and not file.startswith(os.path.join(home, "dataset", ""))

@@ -1,10 +1,11 @@
-"""How the launchers of several hosts act as one: host 0's listens beside MindSpore's scheduler, the others join it.
+"""Connects the launchers of several hosts: host 0's launcher listens on the port after MindSpore's scheduler, and the
+others join it.
 
-No rank is started before host 0 has met the others. From then on these send what happens to their ranks, and host 0
-decides, so that all hosts end together, with the same error, or begin anew together: then they meet again. A host that
-is lost (its launcher killed, its power cut, the network gone) is noticed by its connection. It may come again.
+No rank starts before all hosts have joined. Then the other hosts report the events of their ranks, and host 0 decides:
+all hosts end together, with the same error, or meet again and restart together. A lost host (its launcher was killed,
+or its power or network failed) is detected by its connection. It may join again.
 
-Who connects must show first that it knows the hosts' secret, and host 0 shows it in turn, without either sending it:
+A launcher that connects must first prove that it has the hosts' secret, and host 0 proves it too. Neither sends it:
 
     host 0 to other:  random 0
     other to host 0:  random 1, HMAC(secret, "other" + random 0 + random 1)
@@ -26,8 +27,8 @@ from gaccum_ms.launch.link import Link, as_options, numbers, proof_of
 from gaccum_ms.launch.wire import Message, Wire
 
 CONNECT_SECONDS = 1.0
-STRANGERS = 32  # connections at a time that have not shown that they know the secret
-STRANGER_SECONDS = 10.0  # in which to show it
+STRANGERS = 32  # the largest number of connections that have not proved the secret
+STRANGER_SECONDS = 10.0  # the time for the proof
 REFUSED = b"refused"
 
 
@@ -35,11 +36,11 @@ class Host0(Link):
     """Host 0's side."""
 
     def __enter__(self) -> Link:
-        self._now = self.cluster  # as it was last met
+        self._now = self.cluster  # as of the last meeting
         self._wires: dict[int, Wire] = {}
-        self._ready: dict[int, int] = {}  # for which attempt a host is
+        self._ready: dict[int, int] = {}  # the attempt for which a host is ready
         self._since: dict[int, float] = {}  # when the meeting for an attempt began
-        self._unknown: dict[Wire, tuple[bytes, float]] = {}  # and what was sent it, and when
+        self._unknown: dict[Wire, tuple[bytes, float]] = {}  # without proof: the random word sent to it, and when
         self._refused = False
         address = self.cluster.master_addr
         self._listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
@@ -83,7 +84,7 @@ class Host0(Link):
         return self._now
 
     def _hear_who_is_ready(self, cluster: Cluster) -> None:
-        """Take in those who join; forget those who are lost."""
+        """Accept hosts that join; remove hosts that are lost."""
         try:
             for message in self.receive():
                 if "end" in message:
@@ -121,14 +122,14 @@ class Host0(Link):
         return messages
 
     def _of_now(self, node: int, messages: list[Message]) -> list[Message]:
-        """The messages that are of this attempt; a host that says that it is ready for the next is noted."""
+        """The messages of this attempt. Messages that a host is ready for the next attempt are noted."""
         for message in messages:
-            if "ready" in message:  # one that the others went on without is ready for any
+            if "ready" in message:  # a host outside this attempt is ready for any
                 self._ready[node] = int(str(message["ready"])) if node in self._now.hosts else sys.maxsize
         return [one for one in messages if one.pop("attempt", 1) == self._now.attempt or "end" in one]
 
     def _knows_secret(self, wire: Wire, random: bytes) -> bool:
-        """Tell whether a connection has shown that it knows the secret; close one that does not."""
+        """Whether a connection has proved the secret; close it if the proof is wrong."""
         line = wire.line()
         if line is None:
             return False
@@ -145,7 +146,7 @@ class Host0(Link):
         return True
 
     def _join(self, wire: Wire) -> list[Message]:
-        """Take in a launcher that has said who it is; return what else it has said."""
+        """Accept a launcher that has sent its number; return its other messages."""
         messages = wire.receive()
         if messages or wire.closed:
             del self._unknown[wire]
@@ -186,7 +187,7 @@ class OtherHost(Link):
             )
         self._wire: Wire | None = None
         self._waiting: list[Message] = []
-        self._come: list[Message] = []  # after the word to start, and not handed on yet
+        self._come: list[Message] = []  # messages after "start" that were not returned yet
         self._attempt = 1
         self._give_up = time.monotonic() + self.cluster.start_timeout
         return self
@@ -196,7 +197,7 @@ class OtherHost(Link):
             self._wire.close()
 
     def meet(self, cluster: Cluster) -> Cluster | None:
-        if cluster.attempt != self._attempt:  # who joins is ready for any
+        if cluster.attempt != self._attempt:  # a host that joins is ready for any
             self.send({"ready": cluster.attempt})
             self._attempt = cluster.attempt
         messages = self.receive()
@@ -246,10 +247,10 @@ class OtherHost(Link):
             self._wire.send(message)
 
     def _show_secret(self, wire: Wire) -> None:
-        """Show host 0 that this one knows the secret, and have it show the same.
+        """Prove to host 0 that this host has the secret, and check host 0's proof.
 
         Raises:
-            OSError: If it does not answer.
+            OSError: If host 0 does not answer.
             LaunchError: If its secret is another.
         """
         theirs, ours = wire.line(STRANGER_SECONDS) or b"", secrets.token_hex(16).encode()
@@ -267,6 +268,6 @@ class OtherHost(Link):
 
 
 def link(cluster: Cluster) -> Link:
-    """Return this host's side, to be used in a ``with`` statement."""
+    """Return this host's side, for a ``with`` statement."""
     kind = Link if cluster.nodes == 1 else Host0 if cluster.node_rank == 0 else OtherHost
     return kind(cluster)

@@ -1,7 +1,7 @@
-"""One launch: its processes are started together, heard while they run, ended together, and started again if asked.
+"""One launch: starts its processes together, watches them, ends them together, and restarts them if requested.
 
-Every process that it starts carries one variable of its environment, by which all of them are found and ended: ending
-msrun alone leaves its workers running.
+All its processes have one environment variable, by which they are found and ended: ending msrun alone leaves its
+workers running.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def launch(cluster: Cluster, command: list[str], log_dir: Path, timeout: float =
     Args:
         cluster (Cluster): The ranks and hosts.
         command (list[str]): The script that each rank runs, and its arguments.
-        log_dir (Path): Where the logs go. One launch at a time can use it.
-        timeout (float): Seconds after which all ranks are ended, however often they began anew. 0: never.
+        log_dir (Path): The folder of the logs. Only one launch at a time can use it.
+        timeout (float): Seconds after which all ranks are ended, over all restarts. 0: never.
 
     Returns:
-        Cluster, as it was in the attempt that went well.
+        Cluster, of the attempt that succeeded.
 
     Raises:
         LaunchError: If the launch cannot start, a rank fails once too often, or time runs out; no process is left then.
@@ -81,7 +81,7 @@ def launch(cluster: Cluster, command: list[str], log_dir: Path, timeout: float =
 
 
 def _meet(hosts: Link, cluster: Cluster, deadline: float) -> Cluster:
-    """Wait until all hosts are there."""
+    """Wait until all hosts have joined."""
     end: Message = {"end": True, "error": f"host {hosts.cluster.node_rank} was told to end.", "code": 1}
     try:
         while True:
@@ -100,7 +100,7 @@ def _meet(hosts: Link, cluster: Cluster, deadline: float) -> Cluster:
 
 
 class _Attempt:
-    """All ranks of this host, from their start to their end."""
+    """One attempt: all ranks of this host, from their start to their end."""
 
     def __init__(
         self, cluster: Cluster, log_dir: Path, hosts: Link, reports: Reports, deadline: float, timeout: float
@@ -111,10 +111,10 @@ class _Attempt:
         self._begin = self._looked = time.monotonic()
 
     def run(self, command: list[str], restarts: Restarts) -> Cluster | None:
-        """Run the ranks; if they fail, return the cluster with which all begin anew.
+        """Run the ranks; if they fail, return the cluster of the restart.
 
         Raises:
-            LaunchError: If they do not begin anew.
+            LaunchError: If there is no restart.
         """
         host, attempt = self._hosts.cluster.node_rank, self._cluster.attempt
         tail = Tail(rank_folder(self._log_dir, self._cluster.local_ranks[0], attempt) / "stdout")
@@ -125,7 +125,7 @@ class _Attempt:
             while not self._ranks.ended:
                 self._pass_on(self._news(process))
                 tail.copy()
-                if tail.unread:  # `| head` has seen enough
+                if tail.unread:  # for example `| head` has ended
                     word["error"] = f"nobody reads the output of host {host}."
                     raise SystemExit(128 + signal.SIGPIPE)
                 self._ranks.check()
@@ -147,7 +147,7 @@ class _Attempt:
         return then
 
     def _start(self, command: list[str]) -> subprocess.Popen:
-        """Start `command` on this host's ranks, and MindSpore's scheduler where the launcher does not."""
+        """Start `command` on this host's ranks, and MindSpore's scheduler with mpirun; msrun starts it itself."""
         make_folders(self._cluster, self._log_dir)
         env = self._cluster.environment(os.environ, len(os.sched_getaffinity(0))) | {JOB: self._reports.job}
         of_cuda = cuda.environment(self._log_dir / ".cuda", env)
@@ -156,7 +156,7 @@ class _Attempt:
         env |= of_cuda
         logs = launcher_folder(self._log_dir, self._cluster)
         prefix = self._cluster.command(logs, env)
-        # -I: modules of the user's folders are not for the guard
+        # -I: the guard must not import modules of the user's folders
         ranks = self._log_dir / str(self._cluster.attempt)
         guarded = ["-I", guard.__file__, "--guard", str(ranks), *command]
         if self._cluster.launcher == "mpirun":
@@ -165,8 +165,8 @@ class _Attempt:
         return _spawn([*prefix, *guarded], logs / f"{self._cluster.launcher}.log", env)
 
     def _news(self, process: subprocess.Popen) -> list[Message]:
-        """What has happened on this host, after waiting a moment for something to happen."""
-        ended = process.poll() is not None  # asked first: what its guards said before is then there to be read
+        """The events on this host, after waiting a moment for one."""
+        ended = process.poll() is not None  # checked first: then all messages of its guards have arrived
         news = self._reports.read(POLL_SECONDS)
         now = time.monotonic()
         if now - self._looked > LOOK_SECONDS:
@@ -191,7 +191,7 @@ class _Attempt:
         return news
 
     def _pass_on(self, news: list[Message]) -> None:
-        """Take in what has happened here and on other hosts, and tell who needs to know."""
+        """Process the events here and on other hosts, and pass them on."""
         if self._cluster.node_rank != 0:
             for message in news:
                 self._hosts.send(message)
@@ -209,7 +209,7 @@ class _Attempt:
 
 @contextlib.contextmanager
 def _left_alone() -> Iterator[None]:
-    """Let no signal in: a second Ctrl+C must not leave processes behind."""
+    """Ignore signals: a second Ctrl+C must not leave processes behind."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
     try:
         yield

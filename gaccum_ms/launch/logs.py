@@ -1,4 +1,4 @@
-"""The log folder of a launch: who may write to it, what in it is replaced, and what ranks have left there."""
+"""The log folder of a launch: locks it, replaces old logs, and reads the ends of new ones."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 
 from gaccum_ms.launch.cluster import Cluster, LaunchError
 
-FOLDERS = ("1", "msrun", "mpirun", ".cuda")  # in the log folder; each launch makes its own anew
-LATER = re.compile(r"\d+|(msrun|mpirun)\.\d+")  # those of the second attempt, and so on
-MARK = ".made-by-gaccum_ms"  # a file in what a launch has made: a folder without it is somebody's, and stays
+FOLDERS = ("1", "msrun", "mpirun", ".cuda")  # in the log folder; each launch replaces them
+LATER = re.compile(r"\d+|(msrun|mpirun)\.\d+")  # the folders of the second and later attempts
+MARK = ".made-by-gaccum_ms"  # a file in each folder that a launch makes; folders without it are the user's, and stay
 PROBE_BYTES = 65536
 TAIL_LINES = 20
 TAIL_LINE_BYTES = 2000
@@ -38,7 +38,7 @@ def locked(log_dir: Path) -> Iterator[None]:
 
 
 def prepare(cluster: Cluster, log_dir: Path) -> None:
-    """Remove an older launch's logs, which would be taken for ours."""
+    """Remove the logs of an older launch."""
     attempts = range(2, cluster.max_restarts + 2)
     needed = {*FOLDERS, *map(str, attempts), *(f"{cluster.launcher}.{attempt}" for attempt in attempts)}
     old = []
@@ -71,19 +71,19 @@ def make_folders(cluster: Cluster, log_dir: Path) -> None:
 
 
 def _made_by_a_launch(path: Path) -> bool:
-    """Tell whether a folder is marked, or has nothing in it but such folders."""
+    """Whether a folder is marked, or contains only such folders."""
     if path.is_symlink() or not path.is_dir():
         return False
     return (path / MARK).is_file() or all(_made_by_a_launch(entry) for entry in path.iterdir())
 
 
 def mark(folder: Path) -> None:
-    """Note that a launch has made this folder."""
+    """Mark a folder as made by a launch."""
     (folder / MARK).write_text("The next launch with the same --log-dir replaces this folder.\n")
 
 
 def why_full(log_dir: Path) -> str:
-    """Why the log folder takes no more data, or nothing. Ranks that cannot write fail, and cannot write why."""
+    """Why the log folder takes no more data, or an empty string. Ranks that cannot write fail without an error."""
     try:
         with tempfile.TemporaryFile(dir=log_dir, buffering=0) as probe:
             left = PROBE_BYTES
@@ -104,7 +104,7 @@ def rank_folder(log_dir: Path, rank: int | str, attempt: int = 1) -> Path:
 
 
 def launcher_folder(log_dir: Path, cluster: Cluster) -> Path:
-    """Return the folder with what msrun or mpirun says."""
+    """Return the folder with the output of msrun or mpirun."""
     later = f".{cluster.attempt}" if cluster.attempt > 1 else ""
     return log_dir / f"{cluster.launcher}{later}"
 
@@ -115,7 +115,7 @@ def rank_logs(log_dir: Path, rank: int, attempt: int = 1) -> str:
 
 
 def last_lines(path: Path, count: int = TAIL_LINES) -> str:
-    """Return the end of a log, indented, under its path; nothing where it is empty."""
+    """Return the end of a log, indented, under its path; an empty string if the log is empty."""
     end = b""
     if path.exists():
         with path.open("rb") as log:

@@ -1,4 +1,4 @@
-"""The options of the launcher's command: what each is called, what it may be, and which go together."""
+"""The options of the launcher's command: their names, their values, and which go together."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from gaccum_ms.launch.command_line import Parser, seconds
 from gaccum_ms.launch.dry_run import FORMS, words_of
 
 LOCAL = "127.0.0.1"
-SECRET_BYTES = 16  # at least
+SECRET_BYTES = 16  # the shortest secret
 
 
 def parse(argv: list[str], prog: str = "python -m gaccum_ms.launch") -> argparse.Namespace:
-    """Read a command line of `prog` . A mistake in it ends this program, with one line that says which."""
+    """Read a command line of `prog` . A mistake in it ends this program with one line of error."""
     parser = _parser(prog)
     own, rest = parser.split(argv)
     options = parser.parse_args(own)
@@ -83,7 +83,7 @@ def _parser(prog: str) -> Parser:
     add("--script", metavar="FILE", help="the program that each rank runs, if it does not come after the options")
     add("--launcher", choices=("msrun", "mpirun"), default="msrun", help="what starts the ranks (default: msrun)")
     add("--log-dir", type=Path, default=Path("log_output"), metavar="FOLDER", help="default: log_output")
-    names = ("--tune-cpu", "--tune-cpu-threads")  # the second is its name of before
+    names = ("--tune-cpu", "--tune-cpu-threads")  # the second is its former name
     add(*names, dest="tune_cpu_threads", action="store_true", help="call gaccum_ms.tune_cpu() before the script")
     names = ("--bind-core", "--bind_core")
     add(*names, default="", metavar="CORES", help="msrun's option: True, or the cores of each rank as JSON")
@@ -119,14 +119,14 @@ def _parser(prog: str) -> Parser:
     add("--dry-run", choices=FORMS, help="print a script of bash that starts all ranks by these means")
     add("--hosts", type=_names, default=[], metavar="HOST,HOST", help="with --dry-run: the names of the hosts")
 
-    # What run.sh needs: the script if none is given, and which one it is.
+    # For run.sh: the script if none is given, and printing the chosen script.
     parser.add_argument("--default-script", help=argparse.SUPPRESS)
     parser.add_argument("--print-script", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
 def _check_restarts(parser: Parser, options: argparse.Namespace) -> None:
-    """Check the options that say how often all begin anew, and on how many ranks."""
+    """Check the options for restarts."""
     if options.max_restarts < 0:
         parser.error(f"--max-restarts must be at least 0, but got {options.max_restarts}")
     if not options.min_processes:
@@ -153,7 +153,7 @@ def _is_object(text: str) -> bool:
 
 
 def _secret(file: Path | None) -> bytes:
-    """What the hosts know each other by; nothing where there is none."""
+    """The secret that the hosts share; empty if there is none."""
     if file is None:
         name, secret = SECRET, os.environ.get(SECRET, "").strip().encode()
         if not secret:

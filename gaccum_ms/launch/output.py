@@ -1,4 +1,4 @@
-"""This program's standard output, which shows what rank 0 prints for as long as somebody reads it."""
+"""This program's standard output, which shows rank 0's output as long as somebody reads it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import IO
 
 
 class Tail:
-    """Copies what is added to a file to this program's standard output, until nobody reads that."""
+    """Copies a growing file to this program's standard output, until nobody reads that."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -25,12 +25,12 @@ class Tail:
 
 
 def show(data: bytes) -> bool:
-    """Write to standard output; tell whether somebody reads it."""
+    """Write to standard output; return whether somebody reads it."""
     try:
         sys.stdout.buffer.write(data)
         sys.stdout.flush()
     except BrokenPipeError:
-        with Path(os.devnull).open("wb") as nowhere:  # for what is left in the buffer when this program ends
+        with Path(os.devnull).open("wb") as nowhere:  # for the rest of the buffer, at this program's end
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         return False
     return True

@@ -1,6 +1,6 @@
-"""What the self-check has processes of their own do: ``probe.py DEVICE`` computes, ``probe.py`` on ranks sends.
+"""The programs of the self-check: ``probe.py DEVICE`` computes, and ``probe.py`` on ranks communicates.
 
-It imports nothing of ours, so what fails here is MindSpore's.
+They import nothing of ours, so their failures are MindSpore's.
 """
 
 from __future__ import annotations

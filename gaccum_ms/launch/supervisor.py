@@ -1,4 +1,4 @@
-"""What the guards of a launch report (see `guard.py`), and what follows: go on, all is well, or why it failed."""
+"""Collects the reports of a launch's guards (see `guard.py` ), and finds success, or a failure and its cause."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from gaccum_ms.launch.guard import ASK, LET_GO, SCHEDULER
 from gaccum_ms.launch.logs import last_lines, launcher_folder, rank_logs
 from gaccum_ms.launch.wire import Message
 
-SCHEDULER_GRACE_SECONDS = 5.0  # a mistake that ends a rank may end the scheduler sooner; the rank says more
+SCHEDULER_GRACE_SECONDS = 5.0  # a rank's failure may end the scheduler first, but the rank's error says more
 EXIT_SECONDS = 5.0  # for the exit handlers of a script that has failed; then its process is ended
-STOPPED_SECONDS = 15.0  # a rank may be stopped for so long (SIGSTOP), and go on
-LONG_OVER_SECONDS = 2.0  # a rank that has ended so long before another failed may be why
-NAMES = 4  # of ranks in an error, at most
+STOPPED_SECONDS = 15.0  # how long a rank may be stopped (SIGSTOP) and then continue
+LONG_OVER_SECONDS = 2.0  # a rank that ended this long before another failed may be the cause
+NAMES = 4  # the largest number of ranks named in an error
 
 
 class Reports:
-    """Where guards and ranks of one launch send their messages."""
+    """Receives the messages of one launch's guards and ranks."""
 
     def __init__(self, job: str) -> None:
         self.job = job
@@ -38,7 +38,7 @@ class Reports:
         self._socket.close()
 
     def read(self, seconds: float) -> list[Message]:
-        """Return the messages that have come, after waiting at most `seconds` for one."""
+        """Return the messages that have arrived, after waiting at most `seconds` for one."""
         messages = []
         if select.select([self._socket], [], [], seconds)[0]:
             with contextlib.suppress(BlockingIOError):
@@ -51,7 +51,7 @@ class Reports:
         self._send(rank, LET_GO)
 
     def ask(self, rank: int) -> None:
-        """Have a rank say whether it stands still."""
+        """Ask a rank whether it stands still."""
         self._send(rank, ASK)
 
     def _send(self, rank: int, word: bytes) -> None:
@@ -64,19 +64,19 @@ class Ranks:
 
     Args:
         cluster (Cluster): Its ranks.
-        log_dir (Path): Where the logs of this host's ranks are.
+        log_dir (Path): The folder of this host's logs.
     """
 
     def __init__(self, cluster: Cluster, log_dir: Path) -> None:
         self._cluster = cluster
         self._log_dir = log_dir
         self._pids: dict[int, int] = {}
-        self._in_init: set[int] = set()  # have come to init()
-        self._over: dict[int, float] = {}  # have come to their end, or ended with exit code 0, and when
-        self._fails: dict[int, tuple[int, float, str]] = {}  # exit code to come, when it was told, and the log
+        self._in_init: set[int] = set()  # ranks that have reached init()
+        self._over: dict[int, float] = {}  # ranks whose script or process has ended well, and when
+        self._fails: dict[int, tuple[int, float, str]] = {}  # the reported exit code, when, and the log
         self._codes: dict[int, int] = {}
-        self._stopped: dict[int, float] = {}  # and since when
-        self._still: dict[int, tuple[float, str]] = {}  # for how many seconds they have stood still, and where
+        self._stopped: dict[int, float] = {}  # stopped ranks, and since when
+        self._still: dict[int, tuple[float, str]] = {}  # for how many seconds ranks have stood still, and where
         self._error: LaunchError | None = None
         self._begin = time.monotonic()
         self._scheduler_failed = 0.0
@@ -85,7 +85,7 @@ class Ranks:
         self.one_is_over = False
 
     def note(self, message: Message) -> None:
-        """Take in a message of a guard, of a rank, or of another host's launcher."""
+        """Process a message of a guard, of a rank, or of another host's launcher."""
         rank, code = int(str(message.get("rank", SCHEDULER))), int(str(message.get("code", 0)))
         if "pid" in message:
             self._pids[rank] = int(str(message["pid"]))
@@ -109,7 +109,7 @@ class Ranks:
             elif code:
                 self._fail(self._why_failed(rank, code, str(message.get("log", ""))))
         word = "end" in message or "again" in message
-        if word:  # from host 0, which knows what was first on all hosts
+        if word:  # host 0's decision, which is based on the first error of all hosts
             self._error = None
         if message.get("error"):
             self._fail(LaunchError(str(message["error"]), code or 1, again=("again" in message) if word else None))
@@ -119,11 +119,11 @@ class Ranks:
         self.ended = self.ended or word or all(self._codes.get(rank) == 0 for rank in every)
 
     def _fail(self, error: LaunchError) -> None:
-        """Keep the first error: the others mostly follow from it."""
+        """Keep the first error: it usually causes the others."""
         self._error = self._error or error
 
     def _why_failed(self, rank: int, code: int, log: str) -> LaunchError:
-        """Why the launch fails when this rank's process has: others may have failed, stopped or ended before."""
+        """The error when this rank's process has failed. The cause may be a rank that failed or stopped before."""
         earlier = min(self._fails, key=lambda other: self._fails[other][1], default=rank)
         if earlier != rank:
             rank, (code, _, log) = earlier, self._fails[earlier]
@@ -141,22 +141,22 @@ class Ranks:
         return f" on host {self._cluster.host_of(rank)}" if self._cluster.nodes > 1 else ""
 
     def _names(self, ranks: list[int]) -> str:
-        """Ranks, for people."""
+        """The names of ranks, in an error."""
         more = [f"{len(ranks) - NAMES} more"] if len(ranks) > NAMES else []
         return ", ".join([f"rank {rank}{self._host(rank)}" for rank in ranks[:NAMES]] + more)
 
     def running(self) -> list[int]:
-        """The ranks of which this host knows that they have not come to their end."""
+        """The ranks that have not ended: on host 0 of all hosts, elsewhere of this host."""
         known = range(self._cluster.size) if self._cluster.node_rank == 0 else self._cluster.local_ranks
         return [rank for rank in known if rank not in self._codes and rank not in self._over]
 
     def silent(self, news: list[Message]) -> list[int]:
-        """This host's ranks of which no exit code has come, not in `news` either."""
+        """This host's ranks without an exit code, also in `news` ."""
         told = self._codes.keys() | {message.get("rank") for message in news if "code" in message}
         return [rank for rank in self._cluster.local_ranks if rank not in told]
 
     def look(self) -> list[Message]:
-        """Look what this host's ranks do: which have come to ``init()``, are stopped, or fail and do not end."""
+        """Check this host's ranks: which have reached ``init()`` , are stopped, or have failed and do not end."""
         import psutil
 
         found: list[Message] = []
@@ -168,7 +168,7 @@ class Ranks:
                 stopped = process.status() == psutil.STATUS_STOPPED
                 if stopped != (rank in self._stopped):
                     found.append({"rank": rank, "stopped": stopped})
-                if rank not in self._in_init:  # which connects it to MindSpore's scheduler
+                if rank not in self._in_init:  # init() connects a rank to MindSpore's scheduler
                     ports = [c.raddr.port for c in process.net_connections("tcp") if c.raddr]
                     if self._cluster.master_port in ports:
                         found.append({"rank": rank, "in_init": True})
@@ -200,9 +200,9 @@ class Ranks:
         self._check_others_wait(now)
 
     def _check_others_wait(self, now: float) -> None:
-        """Raise an error if ranks wait for one that will not come: it is stopped, or it has ended."""
+        """Raise an error if ranks wait for a rank that is stopped or has ended."""
         stopped = [rank for rank, since in sorted(self._stopped.items()) if now - since > STOPPED_SECONDS]
-        if stopped and len(self._stopped) < self._cluster.size:  # a launch that is stopped as a whole may wait
+        if stopped and len(self._stopped) < self._cluster.size:  # a whole launch may be stopped
             why = f"{self._names(stopped)} {_is(stopped)} stopped (SIGSTOP) for {STOPPED_SECONDS:g} s"
             raise LaunchError(f"{why}, and others go on; all ranks were ended.")
         limit, going = self._cluster.end_timeout, self.running()

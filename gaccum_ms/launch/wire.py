@@ -1,4 +1,4 @@
-"""One connection between the launchers of two hosts. Whatever comes through it, it takes bounded memory."""
+"""One connection between the launchers of two hosts, with bounded memory for any input."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import time
 Message = dict[str, object]
 
 SEND_SECONDS = 10.0
-LOST_AFTER_SECONDS = 20  # a host that answers nothing for so long is lost
-STRANGER_BYTES = 256  # in which to show that it knows the secret
-MESSAGE_BYTES = 4 << 20  # the ends of a few logs, in JSON
+LOST_AFTER_SECONDS = 20  # a host that does not answer for so long is lost
+STRANGER_BYTES = 256  # the limit of a line before the proof of the secret
+MESSAGE_BYTES = 4 << 20  # the limit of a message: the ends of a few logs, in JSON
 
 
 class Wire:
-    """One connection: lines, of which those after the first are messages in JSON."""
+    """One connection, which carries lines; after the proof of the secret, each is a message in JSON."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -35,15 +35,15 @@ class Wire:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def trust(self) -> None:
-        """From here on, take messages."""
+        """Accept messages from now on."""
         self.trusted, self._limit = True, MESSAGE_BYTES
 
     def send(self, message: Message) -> None:
-        """Send a message; a connection that does not take it is closed."""
+        """Send a message; if that fails, the connection is closed."""
         self.send_line(json.dumps(message).encode())
 
     def send_line(self, line: bytes) -> None:
-        """Send a line; a connection that does not take it is closed."""
+        """Send a line; if that fails, the connection is closed."""
         try:
             self._socket.sendall(line + b"\n")
         except OSError:
@@ -62,7 +62,7 @@ class Wire:
                 return None
 
     def receive(self) -> list[Message]:
-        """Return the messages that have come; does not wait for more. Who talks something else is cut off."""
+        """Return the messages that have arrived, without waiting. A line that is no message closes the connection."""
         self._read()
         *lines, self._buffer = self._buffer.split(b"\n")
         try:
@@ -72,7 +72,8 @@ class Wire:
             return []
 
     def _read(self, seconds: float = 0.0) -> None:
-        """Read what has come, or the first of it within `seconds`; who sends a line without an end is cut off."""
+        """Read the data that have arrived, or wait `seconds` for the first. A line that is too long closes the
+        connection."""
         try:
             while not self.closed and select.select([self._socket], [], [], seconds)[0]:
                 seconds = 0.0

@@ -1,4 +1,4 @@
-"""BatchNorm couples the samples of a micro-batch: what that means for accumulation, and the warning about it."""
+"""BatchNorm couples the samples of a micro-batch: finding the layers, and the warning about them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _BATCH_NORMS = (
 
 
 def layer_of_parameters(layer: nn.Cell) -> nn.Cell:
-    """The layer itself, or the 2d one that a nn.BatchNorm3d holds."""
+    """The layer itself, or the BatchNorm2d inside a nn.BatchNorm3d."""
     return layer.bn2d if isinstance(layer, nn.BatchNorm3d) else layer
 
 
 def batch_norms(network: nn.Cell) -> dict[str, nn.Cell]:
-    """The layers, by name, that normalise by the statistics of a micro-batch in training."""
+    """The layers, by name, that in training normalise by the statistics of a micro-batch."""
     found = {
         name: cell for name, cell in network.cells_and_names() if isinstance(cell, (*_BATCH_NORMS, nn.BatchNorm3d))
     }
@@ -38,12 +38,13 @@ def batch_norms(network: nn.Cell) -> dict[str, nn.Cell]:
 
 
 def batch_norm_names(network: nn.Cell) -> list[str]:
-    """Their names."""
+    """The names of these layers."""
     return list(batch_norms(network))
 
 
 def refuse_sync_batch_norm(owner: str, network: nn.Cell) -> None:
-    """Where each rank tries micro-batches by itself, on several ranks, layers that wait for the others are refused."""
+    """Refuse, on several ranks, SyncBatchNorm layers, which wait for other ranks: each rank tries micro-batches by
+    itself."""
     names = [name for name, cell in network.cells_and_names() if isinstance(cell, _SYNC_BATCH_NORMS)]
     if names and rank_and_ranks()[1] > 1:
         raise ValueError(
@@ -54,11 +55,11 @@ def refuse_sync_batch_norm(owner: str, network: nn.Cell) -> None:
 
 
 def warn_about_batch_norm(network: nn.Cell, times: str = "once") -> None:
-    """One warning, however many layers, that says what will differ from training on the whole batch.
+    """Warn once, for all layers, about the differences from training on the whole batch.
 
     Args:
-        network (Cell): Where the layers are.
-        times (str): How often a micro-batch goes forward.
+        network (Cell): The network with the layers.
+        times (str): How often a micro-batch runs forward.
     """
     names = batch_norm_names(network)
     if names:

@@ -1,4 +1,4 @@
-"""BatchNorm replaced by GroupNorm, which normalises each sample by itself: the layer under which accumulation is exact.
+"""Replaces BatchNorm by GroupNorm, which normalises each sample by itself, so that accumulation is exact.
 
 Wu and He, "Group Normalization", ECCV 2018, arXiv:1803.08494.
 """
@@ -16,7 +16,7 @@ from gaccum_ms.layers.batchnorm import batch_norms, layer_of_parameters
 
 _NAME = "convert_batchnorm_to_groupnorm"
 
-# What nn and mint.nn call the same things.
+# The names of the same Parameters in nn and mint.nn.
 _GAMMA_AND_BETA = (("gamma", "beta"), ("weight", "bias"))
 _STATISTICS = ("moving_mean", "moving_variance", "running_mean", "running_var", "num_batches_tracked")
 
@@ -53,28 +53,28 @@ def convert_batchnorm_to_groupnorm(network: nn.Cell, num_groups: int) -> list[Co
     r"""
     Replace each BatchNorm layer of a network by GroupNorm over the same channels, in place.
 
-    BatchNorm normalises by the statistics of a micro-batch, so that results depend on how the batch is split; GroupNorm
-    (Wu and He, `Group Normalization <https://arxiv.org/abs/1803.08494>`_ , 2018) normalises each sample by itself, and
-    one update on micro-batches is one update on the whole batch. Layers of `nn` and `mint.nn` are replaced, for inputs
-    of any number of axes, also in containers and where one layer serves in several places.
+    BatchNorm normalises by the statistics of a micro-batch, so its results depend on how the batch is split. GroupNorm
+    (Wu and He, `Group Normalization <https://arxiv.org/abs/1803.08494>`_ , 2018) normalises each sample by itself, so
+    an update on micro-batches equals an update on the whole batch. Layers of `nn` and `mint.nn` are replaced, for
+    inputs of any number of axes, also in containers, and also if one layer is used in several places.
 
-    The parameters :math:`\gamma` and :math:`\beta` stay the same Parameters: with their values, dtype, `requires_grad`
-    and name, so that a checkpoint of the network before finds them, and an optimizer made before trains them. The
-    moving statistics are dropped: GroupNorm has none. Layers with ``use_batch_statistics=False`` are left as they are,
-    because they normalise by constants.
+    The Parameters :math:`\gamma` and :math:`\beta` are kept, with their values, dtype, `requires_grad` and names: older
+    checkpoints of the network still load, and an existing optimizer still trains them. The moving statistics are
+    dropped: GroupNorm has none. Layers with ``use_batch_statistics=False`` are left as they are, because they normalise
+    by constants.
 
     Note:
-        The network computes something else from then on: one that was trained with BatchNorm must be trained further.
-        Convert before the training step, or `mindspore.Model` , is made.
+        The network's outputs change: a network that was trained with BatchNorm must be trained further.
+        Convert it before you build the training step or `mindspore.Model` .
 
     Args:
         network (Cell): The network, or a cell that holds it.
-        num_groups (int): Groups that the channels of each layer are divided into. 1 normalises as LayerNorm does.
+        num_groups (int): The number of groups into which each layer's channels are divided. 1 normalises as LayerNorm.
 
     Returns:
         list[ConvertedLayer], a named tuple for each layer, in the network's order; empty if there was none. ``name`` :
-        the layer's in the network; ``replaced`` : its class; ``channels`` ; ``groups`` ; ``kept`` and ``dropped`` :
-        names of Parameters.
+        the layer's name in the network; ``replaced`` : its class; ``channels`` ; ``groups`` ; ``kept`` and ``dropped``
+        : names of Parameters.
 
     Raises:
         TypeError: If `network` is not a Cell, or `num_groups` not an int.
@@ -155,7 +155,7 @@ def _group_norm(name: str, layer: nn.Cell, num_groups: int) -> nn.GroupNorm:
 
 
 def _replace_in(cell: nn.Cell, replaced: dict[int, nn.GroupNorm]) -> None:
-    """In the cell's children, and in lists of them: nn.SequentialCell runs one that it made of its children."""
+    """Replace layers among the cell's children, and in its lists: nn.SequentialCell runs a list of its children."""
     for name, child in cell._cells.items():
         cell._cells[name] = replaced.get(id(child), child)
     for name, value in vars(cell).items():

@@ -1,8 +1,8 @@
-"""Sparse gradients cannot be added into dense accumulators: refused before training, with the remedy.
+"""Refuses layers with sparse gradients before training: they cannot be added to dense accumulators.
 
-MindSpore keeps the gradient of two primitives as (indices, values). In graph mode it finds that out after our code was
-compiled into the graph, and in PyNative mode it hands over the values alone, so the network is looked through before:
-all cells and primitives that it holds, and the code of its `construct` .
+MindSpore represents the gradient of two primitives as (indices, values). Graph mode detects this only after our code is
+compiled into the graph, and PyNative mode returns the values alone. So the network is searched before training: all
+cells and primitives that it holds, and the code of its `construct` .
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def refuse_sparse_gradients(network: nn.Cell) -> None:
 
 
 def explain_sparse_gradients(error: BaseException) -> None:
-    """Raise ours in place of an error of MindSpore's compiler that is about a sparse gradient (its RowTensor)."""
+    """Replace an error of MindSpore's compiler about a sparse gradient (its RowTensor) by our own."""
     if "RowTensor" in str(error):
         raise ValueError(_message("a sparse one, a RowTensor, while compiling")) from error
 
@@ -59,7 +59,7 @@ def _makes_sparse(value: Any) -> bool:
 
 
 def _named_in(function: Callable, owner: type, seen: set[int]) -> Iterator[Any]:
-    """What the code of a method names, and that of the functions and methods of the user's that it calls."""
+    """The objects that a method's code names, and those that the user's functions and methods name that it calls."""
     function = inspect.unwrap(function)
     if not isinstance(function, FunctionType) or function.__module__.startswith("mindspore.") or id(function) in seen:
         return
@@ -75,6 +75,6 @@ def _named_in(function: Callable, owner: type, seen: set[int]) -> Iterator[Any]:
 
 
 def _attribute(holder: Any, name: str) -> Any:
-    """As it is kept: a module may make others when they are read, and warn then, as NumPy does."""
+    """The attribute as it is stored: reading it may call a module's `__getattr__` , which in NumPy's case warns."""
     value = inspect.getattr_static(holder, name, None)
-    return getattr(value, "__func__", value)  # of a staticmethod or classmethod
+    return getattr(value, "__func__", value)  # unwraps a staticmethod or classmethod

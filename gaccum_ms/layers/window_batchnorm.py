@@ -1,13 +1,13 @@
 r"""BatchNorm whose moving statistics are the window's: pooled over its micro-batches and all ranks, moved once.
 
-A micro-batch of :math:`n` values of a channel has the mean :math:`m` and the variance :math:`v` . By the law of total
-variance those of all :math:`N` values are
+A micro-batch with :math:`n` values of a channel has the mean :math:`m` and the variance :math:`v` . By the law of total
+variance, mean and variance of all :math:`N` values are
 
 .. math::
     M = c + \frac 1 N \sum n (m - c), \quad V = \frac 1 N \sum n \left(v + (m - c)^2\right) - (M - c)^2
 
-for any :math:`c` ; with the moving mean, which is near, nothing is lost to rounding. Each layer adds its sums up in a
-Parameter, and the window's end reduces those of all layers together.
+for any :math:`c` . Here :math:`c` is the moving mean: it is close to :math:`m` , which keeps rounding errors small.
+Each layer adds up its sums in a Parameter, and the window's end reduces the sums of all layers together.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ class WindowBatchNorm(nn.Cell):
     r"""
     BatchNorm that moves its moving statistics once per update, by the whole window's mean and variance.
 
-    In place of `nn.BatchNorm1d <https://www.mindspore.cn/docs/en/master/api_python/nn/mindspore.nn.BatchNorm1d.html>`_
+    It replaces `nn.BatchNorm1d <https://www.mindspore.cn/docs/en/master/api_python/nn/mindspore.nn.BatchNorm1d.html>`_
     , `2d` and `3d` , with Parameters of the same names, in a network that a :class:`GradAccumulationCell` trains. In
-    training a micro-batch is normalised by its own mean and variance, as by theirs; no layer that sees one micro-batch
-    at a time can do otherwise. But the moving mean and variance, by which evaluation normalises, move once per update,
-    by the mean and the unbiased variance of all values of the window, over all micro-batches, batches and ranks. Where
-    the layer's inputs do not depend on other layers' statistics, these are the whole batch's. A window that does not
+    training, a micro-batch is normalised by its own mean and variance, as in those layers: one micro-batch at a time,
+    there is no other way. But the moving mean and variance, which normalise in evaluation, move once per update,
+    towards the mean and the unbiased variance of all values of the window, over all micro-batches, batches and ranks.
+    If the layer's inputs do not depend on other layers' statistics, these are the whole batch's. A window without
     update moves nothing, and a micro-batch whose values are not finite is left out. Only the training step of a
-    :class:`GradAccumulationCell` moves them, not in semi-auto and auto parallel mode.
+    :class:`GradAccumulationCell` moves them, and not in semi-auto or auto parallel mode.
 
     Args:
         num_features (int): Channels, the length of axis 1 of the input.
         eps (float): Added to the variance. Default: ``1e-5`` .
-        momentum (float): How much of the moving statistics an update keeps, between 0 and 1, as in MindSpore's layers.
-            Default: ``0.9`` .
+        momentum (float): The part of the moving statistics that an update keeps, between 0 and 1, as in MindSpore's
+            layers. Default: ``0.9`` .
         affine (bool): Whether scale and shift are trained. Default: ``True`` .
-        batch_size (int, optional): The number of samples that `momentum` is for. An update on :math:`N` samples, of all
-            ranks, then keeps :math:`\text{momentum}^{N / \text{batch_size}}` , and as many samples are forgotten
-            whatever the size of the window. Default: ``None`` , `momentum` for each update.
+        batch_size (int, optional): The number of samples for which `momentum` was chosen. An update on :math:`N`
+            samples, over all ranks, then keeps :math:`\text{momentum}^{N / \text{batch_size}}` , so that the average
+            covers the same number of samples for any window size. Default: ``None`` , `momentum` for each update.
 
     Inputs:
         - **x** (Tensor) - Of shape :math:`(N, C, *)` , float32 or float16.
@@ -97,7 +97,7 @@ class WindowBatchNorm(nn.Cell):
         self.beta = ms.Parameter(zeros.copy(), name="beta", requires_grad=affine)
         self.moving_mean = ms.Parameter(zeros.copy(), name="moving_mean", requires_grad=False)
         self.moving_variance = ms.Parameter(ones.copy(), name="moving_variance", requires_grad=False)
-        # Samples, values of a channel, and for each channel the two sums of the file's head.
+        # Numbers of samples and of values per channel; then, for each channel, the two sums of the module docstring.
         self.window_statistics = of_this_rank(
             "window_statistics", ms.Tensor(np.zeros(2 + 2 * num_features, np.float32))
         )
@@ -127,7 +127,7 @@ class WindowBatchNorm(nn.Cell):
         return ops.assign_add(self.window_statistics, sums)
 
     def move(self, sums):
-        """Move the moving statistics by a window's sums, of all ranks."""
+        """Move the moving statistics, by a window's sums over all ranks."""
         samples, count = ops.unstack(sums[:2])
         some = count > 0
         values = ops.maximum(count, ms.Tensor(1.0, ms.float32))
@@ -144,7 +144,7 @@ class WindowBatchNorm(nn.Cell):
 
 
 class WindowStatistics(nn.Cell):
-    """What a window's end does with the statistics of all layers."""
+    """The statistics of all layers, at a window's end."""
 
     def __init__(self, layers: Sequence[WindowBatchNorm]) -> None:
         super().__init__(auto_prefix=False)
@@ -154,7 +154,7 @@ class WindowStatistics(nn.Cell):
         self.over_ranks: Any = ops.AllReduce() if self.reduces else None
 
     def move(self, after):
-        """Move them, once `after` is there; one collective for all layers."""
+        """Move them, once `after` is computed, with one collective for all layers."""
         sums = ops.concat([ops.depend(layer.window_statistics, after) + 0.0 for layer in self.layers])
         if self.reduces:
             sums = self.over_ranks(sums)
@@ -165,7 +165,7 @@ class WindowStatistics(nn.Cell):
         return after
 
     def reset(self, after):
-        """Forget the window, once `after` is there."""
+        """Zero the window's sums, once `after` is computed."""
         for layer in self.layers:
             zeros = ops.depend(ops.zeros_like(layer.window_statistics), after)
             after = ops.depend(after, ops.assign(layer.window_statistics, zeros))
@@ -174,12 +174,12 @@ class WindowStatistics(nn.Cell):
     # -- not compiled --------------------------------------------------------------------------------------------------
 
     def reset_eagerly(self) -> None:
-        """Forget the window."""
+        """Zero the window's sums."""
         for layer in self.layers:
             overwrite(layer.window_statistics, ops.zeros_like(layer.window_statistics))
 
 
 def window_statistics(network: nn.Cell) -> Any:
-    """Those of the network's layers; None without any."""
+    """The WindowStatistics of a network; None if it has no such layers."""
     layers = [cell for _, cell in network.cells_and_names() if isinstance(cell, WindowBatchNorm)]
     return WindowStatistics(layers) if layers else None

@@ -1,1 +1,1 @@
-"""What losses are means over, and losses of whole batches."""
+"""The counts that losses are means over, and losses of whole batches."""

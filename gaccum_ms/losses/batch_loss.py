@@ -1,5 +1,5 @@
-"""WithBatchLossCell: a network whose loss compares the samples of a whole batch. How it is trained in micro-batches is
-in grad_cache.py."""
+"""WithBatchLossCell: a network whose loss compares the samples of a whole batch. grad_cache.py trains it in
+micro-batches."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ FLOATS = (ms.float32, ms.float16, ms.bfloat16, ms.float64)
 
 class WithBatchLossCell(nn.Cell):
     r"""
-    Put a network together with a loss that needs all samples of a batch at once, such as a contrastive loss, whose
+    Combine a network with a loss that needs all samples of a batch at once, such as a contrastive loss, whose
     negatives are the batch's other samples.
 
     In a :class:`GradAccumulationCell` the loss is exact under micro-batches, by GradCache (`Gao et al., 2021
-    <https://arxiv.org/abs/2101.06983>`_): micro-batches go forward alone, all their representations together through
-    the loss, and micro-batches once more forward and backward, each with its part of the loss's gradient. It costs one
-    more forward; the activations of one micro-batch are in memory at a time, and the representations of all. The
-    backbone must give the same both times. With Dropout it does not, and a warning says so.
+    <https://arxiv.org/abs/2101.06983>`_): each micro-batch runs forward; the loss is computed from all representations;
+    then each micro-batch runs forward and backward, with its part of the loss's gradient. This costs one more forward.
+    Memory holds the activations of one micro-batch, and the representations of all. The backbone must return the same
+    both times. With Dropout it does not; there is a warning then.
 
-    Made after `mindspore.set_auto_parallel_context` , for `gather_ranks` .
+    With `gather_ranks` , create it after `mindspore.set_auto_parallel_context` .
 
     Args:
         backbone (Cell): Maps the inputs to representations, a Tensor or a tuple of at most 16, each with one entry for
-            each sample along axis 0: embeddings, and what else the loss needs, such as labels, handed through. What is
-            not of a float dtype gets no gradient.
+            each sample along axis 0: embeddings, and other inputs of the loss, such as labels, passed through.
+            Representations that are not of a float dtype get no gradient.
         loss_fn (Cell): Maps the representations of a whole batch to its loss, a scalar of shape :math:`()`. It may
             have Parameters, such as a temperature.
 
     Keyword Args:
-        gather_ranks (bool, optional): In data parallel mode, let the loss see the samples of all ranks, in the order of
-            ranks; all must have batches of the same size. Loss and update then equal those of one process that has the
-            whole global batch, whatever ``gradients_mean`` says. Default: ``False`` , each rank's loss is over its own
-            batch, and what ranks mean together is what it is without accumulation.
+        gather_ranks (bool, optional): In data parallel mode, give the loss the samples of all ranks, in the order of
+            ranks; all must have batches of the same size. Loss and update then equal those of one process with the
+            whole global batch, with either value of ``gradients_mean`` . Default: ``False`` , each rank's loss is over
+            its own batch, and ranks are averaged or summed as without accumulation.
 
     Inputs:
         - **\*inputs** (Tensor) - The backbone's inputs, each of shape :math:`(N, ...)`.
@@ -118,8 +118,8 @@ class WithBatchLossCell(nn.Cell):
         return self.loss_fn(*gathered)
 
     def map_parts(self, function: Any) -> WithBatchLossCell:
-        """Put what `function` makes of backbone and loss in their places: it would miss them, were it given the whole,
-        of which `construct` is not what is trained."""
+        """Replace backbone and loss by what `function` returns for each. It must be applied to the parts, because
+        training does not run this Cell's `construct` ."""
         self.backbone = function(self.backbone)
         self.loss_fn = function(self.loss_fn)
         return self
@@ -128,8 +128,8 @@ class WithBatchLossCell(nn.Cell):
 class _Gather(nn.Cell):
     """All ranks' rows of a Tensor, one rank after the other.
 
-    The backward of an AllGather is a ReduceScatter, the sum over ranks of what each has for this rank's rows. Here all
-    ranks have the same loss of the same rows, so nobody need be asked.
+    The backward of an AllGather is a ReduceScatter, a sum over ranks of the gradients of this rank's rows. Here all
+    ranks have the same loss of the same rows, so the sum is a product and needs no communication.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
@@ -172,10 +172,10 @@ def _check_representations(shapes, dtypes, samples):
 
 
 def check_ranks(network: WithBatchLossCell) -> None:
-    """Before a step is built.
+    """Check the ranks before a step is built.
 
     Raises:
-        RuntimeError: If there are other ranks than when the network was made.
+        RuntimeError: If the number of ranks has changed since the network was made.
     """
     ranks = rank_and_ranks()[1]
     if network.gather_ranks and network.ranks != ranks:
@@ -187,12 +187,12 @@ def check_ranks(network: WithBatchLossCell) -> None:
 
 
 def passes(cell: Any) -> str:
-    """How often a micro-batch of this GradAccumulationCell goes forward."""
+    """How often this GradAccumulationCell runs a micro-batch forward: "once" or "twice"."""
     return "twice" if isinstance(cell.network, WithBatchLossCell) else "once"
 
 
 def warn_about_two_passes(cell: Any) -> None:
-    """One warning of the layers that do not give the same twice.
+    """Warn once about the layers whose two forward passes differ.
 
     Args:
         cell (GradAccumulationCell): The network.

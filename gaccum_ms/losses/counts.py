@@ -1,13 +1,13 @@
-r"""What a window's sums are divided by, and the ready-made counts.
+r"""The divisor of a window's sums, and the ready-made counts.
 
-A network's loss is a mean over some number of items of its micro-batch: samples, or what ``count=`` says (valid tokens,
-unpadded pixels). With :math:`L_i` the mean over :math:`c_i` items, the window's loss is
-:math:`\sum_i L_i c_i / \sum_i c_i` over all micro-batches and ranks, and its gradient likewise. The mean of the
-:math:`L_i` is something else as soon as the :math:`c_i` differ.
+A network's loss is a mean over some items of its micro-batch: samples, or the items of ``count=`` (valid tokens,
+unpadded pixels). If :math:`L_i` is the mean over :math:`c_i` items, the window's loss is
+:math:`\sum_i L_i c_i / \sum_i c_i` over all micro-batches and ranks, and so is its gradient. The mean of the
+:math:`L_i` differs from it when the :math:`c_i` differ.
 
-Samples are known from shapes: each micro-batch's share is a constant. Counts are known at run time only, and the total
-of all ranks only after the reduction, so the last division comes then. Several losses have totals of their own, by
-which one accumulator cannot be divided: there all totals are found before the loop.
+Numbers of samples are known from shapes: each micro-batch's share is a constant. Counts are known only at run time, and
+their total over ranks only after the reduction, so the last division follows it. Several losses have separate totals,
+by which one accumulator cannot be divided: there all totals are found before the loop.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _shape_of = ops.TensorShape()
 
 class CountNotIgnored(nn.Cell):
     r"""
-    Count for a loss that skips a label, as `nn.CrossEntropyLoss` skips `ignore_index` : how many labels it keeps.
+    Count for a loss that skips a label, as `nn.CrossEntropyLoss` skips `ignore_index` : the number of labels it keeps.
 
     The rule follows `mindspore.nn.CrossEntropyLoss <https://www.mindspore.cn/docs/en/master/api_python/nn/
     mindspore.nn.CrossEntropyLoss.html>`_: with reduction 'mean' the sum is divided by the number of labels that differ
-    from `ignore_index` ; with its `weight` it is another, which a count of your own must give.
+    from `ignore_index` . With its `weight` the divisor is another; write your own count then.
 
     Args:
         ignore_index (int): The label that is skipped. Default: ``-100`` , as in `nn.CrossEntropyLoss` .
@@ -103,7 +103,7 @@ class CountSamples(nn.Cell):
 
 
 class CountBy(nn.Cell):
-    """Count by a function. Graph mode takes a function that is an attribute for a method, one in a tuple for itself."""
+    """Count by a function. It is in a tuple, because graph mode treats a function that is an attribute as a method."""
 
     def __init__(self, function: Callable) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class CountBy(nn.Cell):
 
 
 def count_cell(count: Callable | None) -> nn.Cell:
-    """What the user gave as count of one loss, as a Cell: graph mode wants a tuple's entries to be of one kind."""
+    """The user's count of one loss, as a Cell: in graph mode a tuple's entries must be of one kind."""
     if count is None:
         return CountSamples()
     return count if isinstance(count, nn.Cell) else CountBy(count)
@@ -155,9 +155,9 @@ def _check_count(kind, shape):
 
 
 def valid_or_nan(count: ms.Tensor | float) -> ms.Tensor:
-    """A count as float32, NaN where it is negative or infinite: NaN survives sums and collectives, so that all ranks
+    """A count as float32, NaN if it is negative or infinite. NaN survives sums and collectives, so that all ranks
     refuse the window together."""
-    if _is_number(typeof(count)):  # as of a shape
+    if _is_number(typeof(count)):  # such as the length of an axis
         count = ops.scalar_to_tensor(float(count), ms.float32)
     _check_count(typeof(count), count.shape if isinstance(count, ms.Tensor) else None)
     count = ops.cast(count, ms.float32)
@@ -166,5 +166,5 @@ def valid_or_nan(count: ms.Tensor | float) -> ms.Tensor:
 
 
 def ratio_or_zero(value: ms.Tensor, count: ms.Tensor) -> ms.Tensor:
-    """``value / count``, and zero where there was nothing to count."""
+    """``value / count``, or zero if the count is zero."""
     return ops.select(count > 0, value / ops.maximum(count, 1e-30), ops.zeros_like(value))

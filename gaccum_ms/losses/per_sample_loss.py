@@ -1,4 +1,4 @@
-"""PerSampleLoss: a loss for each sample, reduced by a Cell of its own, so that it can be reduced later."""
+"""PerSampleLoss: a network that returns a loss for each sample, with a separate reduction, which can run later."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _NAME = "PerSampleLoss"
 
 class PerSampleLoss(nn.Cell):
     """
-    Reduce what a network returns for each sample to the scalar that :class:`GradAccumulationCell` takes.
+    Reduce a network's losses, one for each sample, to the scalar that :class:`GradAccumulationCell` takes.
 
-    Where MindSpore's compiler distributes the graph, in semi-auto and auto parallel mode, the scalar loss of each
-    micro-batch is reduced over the devices by itself. With this Cell, the losses of all micro-batches are added up
-    first, and reduced over the devices once per update. In the other modes it makes no difference.
+    In semi-auto and auto parallel mode, MindSpore's compiler reduces the scalar loss of each micro-batch over devices.
+    With this Cell, the losses of all micro-batches are added up first, and reduced over devices once per update. In the
+    other modes it makes no difference.
 
     Args:
         network (Cell): The network with its loss. Its output has shape :math:`(N, ...)`, one loss for each sample or

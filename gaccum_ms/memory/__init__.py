@@ -1,1 +1,1 @@
-"""How much memory a micro-batch needs, and the largest one that fits."""
+"""The memory that a micro-batch needs, and the largest micro-batch that fits."""

@@ -1,18 +1,18 @@
-"""Run something in a copy of this process, which ends before it has more memory than it may: ``fork`` .
+"""Runs a function in a copy of this process (``fork`` ), which is ended before it exceeds a memory limit.
 
-What the copy writes, this process does not see: weights, statistics, generators, Python's objects, and what MindSpore
-keeps of a graph stay as they are here. Both share all memory that neither has written since, so that the two together
-have little more than the copy alone would, had it been the only one; but for two things, which are mended here:
+Nothing that the copy writes affects this process: weights, statistics, generators, Python's objects, and MindSpore's
+graphs. Both share all memory that neither has written since, so that together they use little more than the copy would
+alone. There are two exceptions, which are handled here:
 
-* Resident size counts pages of files, code above all, in the process that has read them. The copy begins by reading
-  what this process has read.
-* An optimizer writes all weights and its state, and of each page that it writes there would be two. So in the copy each
-  Parameter, but for small ones, is made of its first part, over and over: the same addresses, the same resident size,
-  little memory. What is computed with such weights is not what training computes, and nobody uses it.
+* Resident size counts pages of files, mostly code, in the process that has read them. So the copy first reads the
+  pages that this process has read.
+* An optimizer writes all weights and its state, which would duplicate these pages. So in the copy, all addresses of a
+  large Parameter are mapped to repetitions of its first part: the addresses and the resident size are the same, but it
+  needs little memory. The results of such weights are wrong, but nothing uses them.
 
-What there is of both together, and of what twice, Linux tells, but slowly: so it is read again when the copy has grown
-by half of what was left. The copy ends before the rest could be gone between two looks. Near the limit it runs in short
-turns, and is looked at while it stands still: less can be gone in one of these.
+Linux reports the memory of both together, but slowly. So it is read again only when the copy has grown by half of the
+remaining room. Near the limit, the copy runs in short turns, and is stopped for each reading. It is ended if the
+remaining room could be used up before the next reading.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ import numpy as np
 from gaccum_ms.backend import fork_utils
 
 _PAGE = mmap.PAGESIZE
-_REPEATED = 128 * 1024  # bytes of a Parameter from which it is repeated ...
-_PARTS = 16  # ... so often, at most, ...
-_PART = 64 * 1024  # ... and of so much at least
-_LOOKS_EVERY = 0.002  # seconds ...
-_BETWEEN_LOOKS = 10_000_000  # ... in which the copy takes so many bytes, and a tensor of a Parameter's size, at most
-_TURN = 0.0005  # seconds that it runs near the limit, between two looks; then half as much is spare
-_NOTHING = 1_000_000  # bytes that are not worth another look
-_BEHIND = 4  # steps of `nice` by which the copy lets this process, which watches it, go first
+_REPEATED = 128 * 1024  # bytes: the smallest Parameter that is repeated
+_PARTS = 16  # the largest number of repetitions
+_PART = 64 * 1024  # bytes: the smallest repeated part
+_LOOKS_EVERY = 0.002  # seconds between two readings
+_BETWEEN_LOOKS = 10_000_000  # bytes that the copy takes in this time at most, besides a tensor of a Parameter's size
+_TURN = 0.0005  # seconds of a turn near the limit; half of _BETWEEN_LOOKS is kept free then
+_NOTHING = 1_000_000  # bytes that are not worth another reading
+_BEHIND = 4  # `nice` steps of the copy below this process, which watches it
 _HANGS_AFTER = 60  # seconds without any work
 
 
 class Usage(NamedTuple):
-    """Bytes of the copy, this process's that it has not written included."""
+    """Bytes of the copy, including memory that it shares with this process."""
 
-    peak: int  # while it ran
-    held: int  # when it had
+    peak: int  # during the run
+    held: int  # after the run
 
 
 class TooMuchMemory(MemoryError):
-    """The copy was ended, by this module or by the system, because it took more than it may.
+    """The copy was ended, by this module or by the system, because it exceeded the limit.
 
     Args:
-        message (str): What is said.
-        reached (int): Bytes that it had by itself.
+        message (str): The message.
+        reached (int): Resident bytes of the copy.
     """
 
     def __init__(self, message: str, reached: int) -> None:
@@ -70,24 +70,24 @@ class TooMuchMemory(MemoryError):
 
 
 def run_in_child(owner: str, run: Callable[[], Any], written: Iterable[ms.Parameter], limit: int) -> Usage:
-    """Run it in a copy of this process.
+    """Run a function in a copy of this process.
 
     Args:
-        owner (str): What errors name.
-        run (Callable): What it is; its value is lost.
-        written (Iterable[Parameter]): What it writes, of any size: see the head of this file.
-        limit (int): Bytes that both processes together may have.
+        owner (str): The name in errors.
+        run (Callable): The function; its result is lost.
+        written (Iterable[Parameter]): The Parameters that it writes: see the head of this file.
+        limit (int): The limit of both processes together, in bytes.
 
     Returns:
         Usage, of the copy.
 
     Raises:
-        TooMuchMemory: If they would have more.
-        RuntimeError: If the copy ended by itself without an answer, or does nothing for a minute.
-        Exception: What `run` raised.
+        TooMuchMemory: If they would exceed the limit.
+        RuntimeError: If the copy ended without an answer, or does nothing for a minute.
+        Exception: The error of `run` .
     """
     written = list(written)
-    at_once = max((one.nbytes for one in written), default=0)  # zeros, or a gradient: ten GB in a second
+    at_once = max((one.nbytes for one in written), default=0)  # zeros or a gradient, written at ten GB per second
     pages = _file_pages()
     gc.collect()
     sys.stdout.flush()
@@ -126,18 +126,18 @@ def run_in_child(owner: str, run: Callable[[], Any], written: Iterable[ms.Parame
 
 
 def _answer(pipe: int, run: Callable[[], Any]) -> None:
-    """What `run` returns or raises, and nothing after it: neither handlers of the program's end nor its buffers."""
+    """Send the result or error of `run` , and end at once, without exit handlers and without flushing buffers."""
     text = b""
-    gc.freeze()  # a collection would write into all that is there
+    gc.freeze()  # a collection would write into all objects, and so duplicate their pages
     try:
         fork_utils.prctl_set_pdeathsig(signal.SIGKILL)
         os.nice(_BEHIND)
-        Path("/proc/self/oom_score_adj").write_text("1000")  # should the system end one of the two, it is the copy
+        Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, the system ends the copy
         fork_utils.child_at_fork()
-        if ms.get_context("mode") == ms.PYNATIVE_MODE:  # it would run what `mindspore.jit` has compiled for its parent
+        if ms.get_context("mode") == ms.PYNATIVE_MODE:  # drops graphs that `mindspore.jit` compiled for the parent
             ms.ms_memory_recycle()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # training warns
+            warnings.simplefilter("ignore")  # the real training warns
             try:
                 text = pickle.dumps((True, run()))
             except BaseException as error:
@@ -151,7 +151,7 @@ def _answer(pipe: int, run: Callable[[], Any]) -> None:
 def _pickled(error: BaseException) -> bytes:
     try:
         text = pickle.dumps((False, error))
-        pickle.loads(text)  # some can be written and not read
+        pickle.loads(text)  # some errors can be written but not read
     except Exception:
         kind = MemoryError if isinstance(error, MemoryError) else RuntimeError
         text = pickle.dumps((False, kind(f"{type(error).__name__}: {error}")))
@@ -171,7 +171,7 @@ def _measured(
 
 
 def _repeat(parameter: ms.Parameter) -> None:
-    """Let a Parameter's values be its first part, over and over."""
+    """Map a Parameter's addresses to repetitions of its first part."""
     if parameter.nbytes < _REPEATED or parameter.has_init or not parameter.data_ptr():
         return
     library = ctypes.CDLL(None, use_errno=True)
@@ -193,7 +193,7 @@ def _repeat(parameter: ms.Parameter) -> None:
 
 
 def _read(owner: str, pipe: Any, child: int, limit: int, between: int) -> bytes:
-    """What the copy says before it ends, or it does too much, or nothing any more."""
+    """The copy's answer. Raises an error if the copy would exceed the limit, or does nothing any more."""
     text = b""
     looks_at, near = 0, False
     worked, at = 0.0, time.monotonic()
@@ -227,13 +227,13 @@ def _read(owner: str, pipe: Any, child: int, limit: int, between: int) -> bytes:
 
 
 def _together(child: int) -> int:
-    """Bytes that this process and the copy, which stands still then, have: what they share once."""
+    """Bytes of this process and the copy together, with shared memory counted once. The copy is stopped."""
     os.kill(child, signal.SIGSTOP)
     return bytes_of("VmRSS") + bytes_of("(?:Private_Clean|Private_Dirty|Pss_Shmem)", child, "smaps_rollup")
 
 
 def _file_pages() -> list[tuple[int, int, np.ndarray]]:
-    """Which pages of files are resident here: of each range its beginning, its length, and where in it they are."""
+    """The resident pages of files: for each range its start, its length, and the pages' offsets in it."""
     found = []
     with open("/proc/self/pagemap", "rb", buffering=0) as entries:
         for line in Path("/proc/self/maps").read_text().splitlines():
@@ -251,7 +251,7 @@ def _file_pages() -> list[tuple[int, int, np.ndarray]]:
 
 
 def bytes_of(name: str, process: int | str = "self", file: str = "status") -> int:
-    """What /proc/<process>/<file> says under the names of a regular expression; 0 of a process that has just ended."""
+    """Bytes in /proc/<process>/<file> , summed over names that match a regular expression; 0 if the process ended."""
     try:
         text = Path(f"/proc/{process}/{file}").read_text()
     except ProcessLookupError:
@@ -260,7 +260,7 @@ def bytes_of(name: str, process: int | str = "self", file: str = "status") -> in
 
 
 def forget_peak() -> None:
-    """Let ``VmHWM`` , the peak of the resident size, begin anew."""
+    """Reset ``VmHWM`` , the peak of the resident size."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

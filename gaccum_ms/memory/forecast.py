@@ -1,8 +1,8 @@
-"""What a training step needs in memory for micro-batches of each size: measured for small ones, predicted for others.
+"""The memory of a training step for each size of micro-batches: measured for small sizes, predicted for others.
 
-What is measured and predicted is the peak of everything, the update included, in trials (trial.py). It is told apart
-for those who read a report: parameters, optimizer state, accumulators and the batch have known sizes; what is there
-between two updates beside these is the framework; what comes on top while a step runs are intermediate values.
+Trials (trial.py) measure the peak of everything, the update included. A report divides it into parts: parameters,
+optimizer state, accumulators and the batch have known sizes; the remaining memory between two updates is the framework;
+the rest of the peak is intermediate values.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from gaccum_ms.memory.trial import Trials
 if TYPE_CHECKING:
     from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell as Step
 
-_UNPREDICTABLE = 4  # samples: up to here kernels choose by the size; a trial ends before it has too much
-_SPARE = 0.005  # of the limit: what a training of many updates may reach above one of two
-_UNSURE = 0.01  # of the limit: what is only predicted may be so much more
+_UNPREDICTABLE = 4  # samples: up to this size kernels vary, so sizes are tried even if predicted not to fit
+_SPARE = 0.005  # of the limit: how much a training of many updates may exceed one of two updates
+_UNSURE = 0.01  # of the limit: how much a peak may exceed its prediction
 
 
 class Forecast:
-    """Measures what it is told to, and predicts the rest.
+    """Measures the requested sizes, and predicts the others.
 
     Args:
-        owner (str): What errors name.
+        owner (str): The name in errors.
         cell (GradAccumulationCell): The network and the options.
         optimizer (Optimizer): The optimizer.
         batch (Sequence[Tensor]): The inputs of one batch.
-        memory_limit (int or None): Bytes for the peak; None: what the meter finds.
-        fails (Callable): Whether an error says that memory is not enough.
+        memory_limit (int or None): Bytes for the peak; None: the meter's limit.
+        fails (Callable): Whether an error means that memory is not enough.
         step (TrainOneStepWithGradAccumulationCell, optional): See `Trials` .
     """
 
@@ -70,11 +70,11 @@ class Forecast:
         kinds = cell.accumulation_steps > 1, cell.counted, cell.several_losses, cell.finds_size
         self.always_accumulates = any(kinds)
         self.batch = sum(value.nbytes for value in batch)
-        # A trial has no other ranks: what it does not have is the sums of theirs.
+        # A trial has no other ranks, and so lacks the memory of the reduced sums.
         self._over_ranks = _bytes(optimizer.parameters) if ranks > 1 else 0
-        self.measured: dict[int, int | None] = {}  # samples of a micro-batch: bytes; None: more than there is
-        self._whole: dict[int, int] = {}  # of a batch that is one micro-batch
-        self._ended: dict[int, int] = {}  # samples of a micro-batch, whose trial ended because of the limit: bytes then
+        self.measured: dict[int, int | None] = {}  # samples of a micro-batch: bytes; None: it did not fit
+        self._whole: dict[int, int] = {}  # likewise, for batches that are one micro-batch
+        self._ended: dict[int, int] = {}  # samples of a micro-batch whose trial reached the limit: bytes at its end
         self.framework = 0
 
     def probe(self) -> None:
@@ -86,7 +86,7 @@ class Forecast:
         self.probe_whole()
 
     def probe_whole(self) -> None:
-        """Measure small batches that are one micro-batch, where that is another graph: it may need much less."""
+        """Measure small batches that are one micro-batch, if their graph is another: it may need much less."""
         if self._is_whole(self.samples) and not self._whole:
             for size in sorted(self._known())[-2:]:
                 if (found := self._tried(size, size)) is not None:
@@ -96,11 +96,11 @@ class Forecast:
         used = self._trials.run(size, samples)
         own = self.accumulators if size < samples or self.always_accumulates else 0
         framework = max(0, used.held - self.parameters - self.optimizer_state - self.batch - own)
-        self.framework = min(self.framework or framework, framework)  # of the smallest graph
+        self.framework = min(self.framework or framework, framework)  # that of the smallest graph
         return used.peak + self._over_ranks
 
     def _known(self, by: int | None = None) -> dict[int, int]:
-        """What was measured, of at most `by` samples, but for the whole batch, where that is another graph."""
+        """The measured sizes of at most `by` samples, without the whole batch if its graph is another."""
         return {
             size: found
             for size, found in self.measured.items()
@@ -111,7 +111,7 @@ class Forecast:
         return size == self.samples > 1 and not self.always_accumulates
 
     def measure(self, size: int) -> int | None:
-        """Bytes at the peak with micro-batches of `size` samples; None: more than there is."""
+        """Bytes at the peak with micro-batches of `size` samples; None: they did not fit."""
         if size not in self.measured:
             self.measured[size] = self._tried(size, self.samples)
         return self.measured[size]
@@ -128,7 +128,7 @@ class Forecast:
             return None
 
     def predict(self, size: int, by: int | None = None) -> int:
-        """The same, from those measured, of at most `by` samples."""
+        """The predicted bytes at the peak, from measured sizes of at most `by` samples."""
         if self._whole and self._is_whole(size):
             return model.predict(self._whole, size)
         alike: dict[int, int] = {}
@@ -143,18 +143,19 @@ class Forecast:
         return model.predict(others, size) + sum(beside)
 
     def rest(self, size: int) -> int:
-        """Bytes of all but intermediate values, with micro-batches of `size` samples."""
+        """Bytes of everything except intermediate values, with micro-batches of `size` samples."""
         own = self.accumulators if size < self.samples or self.always_accumulates else 0
         return self.framework + self.parameters + self.optimizer_state + own + self.batch
 
     def peak(self, size: int) -> int:
-        """Bytes, measured if they were, else predicted."""
+        """Bytes at the peak, measured if available, else predicted."""
         found = self.measured.get(size)
         return self.predict(size) if found is None else found
 
     def may_fit(self, size: int) -> bool:
-        """Whether nothing speaks against it: neither the limit, nor a size as large that was too much. One that has a
-        smaller micro-batch at its end may need more than a larger one that has none, and that more than the whole."""
+        """Whether a size may fit: its peak is within the limit, and no smaller comparable size has failed. Failures of
+        ragged sizes and of the whole batch do not count against larger sizes: a ragged size may need more than a larger
+        one that divides the batch, and that one more than the whole batch."""
         failed = [one for one, found in self.measured.items() if found is None and not self._ended_near(one)]
         larger = [one for one in failed if not self.is_ragged(one) and not self._is_whole(one)]
         if size in failed or (size > min(larger, default=size) and not self._is_whole(size)):
@@ -162,8 +163,9 @@ class Forecast:
         return self.peak(size) <= self.limit * (1 - _SPARE)
 
     def _ended_near(self, size: int) -> bool:
-        """Whether a trial ended so near to the limit that training, which has no process beside it, will not reach it:
-        not before what is predicted, with some room, from half of the samples or more in a graph of the same parts."""
+        """Whether a trial was ended though training, without a second process, will probably fit. The prediction must
+        use a measured size of at least half the samples, with a graph of the same parts. It must be at least the bytes
+        that the trial reached, and below the limit by some margin."""
         if size not in self._ended or self._is_whole(size):
             return False
         if not any(2 * one >= size and self.is_ragged(one) == self.is_ragged(size) for one in self._known()):

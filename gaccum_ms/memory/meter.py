@@ -1,7 +1,7 @@
-"""How much memory a run needs, and how much there is: of the process on CPU, of MindSpore's allocator elsewhere.
+"""Measures the memory of a run and the available memory: the process's on CPU, MindSpore's allocator elsewhere.
 
-On CPU, MindSpore's allocator tells nothing, and resident size never falls by as much as a run has freed: so each run
-has a process of its own (child.py), whose peak tells.
+On CPU, MindSpore's allocator reports nothing, and resident size never falls by as much as a run has freed. So each run
+has its own process (child.py), whose peak is measured.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ProcessMeter:
         keep_heap_small()
 
     def limit(self) -> int:
-        """Bytes that this process may have: this rank's share of the container's limit, or of what is free."""
+        """Bytes for this process: this rank's share of the container's limit, or of the host's free memory."""
         free = _kilobytes(Path("/proc/meminfo"), "MemAvailable")
         ranks = rank_and_ranks()[1]
         return min([bytes_of("VmRSS") + free // ranks, *(limit // ranks for limit in container_limits())])
@@ -60,13 +60,13 @@ class AllocatorMeter:
         return Usage(ms.runtime.max_memory_allocated(), ms.runtime.memory_allocated())
 
     def limit(self) -> int:
-        """Bytes that MindSpore may allocate: what it has, and what the device has free."""
+        """Bytes that MindSpore may allocate: its reserved memory, and the device's free memory."""
         with no_grad():
-            ops.zeros((1,), ms.float32).asnumpy()  # before its first kernel a device tells nothing
+            ops.zeros((1,), ms.float32).asnumpy()  # before its first kernel, a device reports nothing
         return ms.runtime.memory_reserved() + device_memory_free(ms.get_context("device_id"))
 
 
-# How the vendor's library is called, which device a thread has, and what it has free.
+# The vendors' libraries, with their functions to set a thread's device and to read its free memory.
 _LIBRARIES = {
     "libascendcl.so": ("aclrtSetDevice", "aclrtGetMemInfo", (1,)),  # ACL_HBM_MEM
     "libcudart.so": ("cudaSetDevice", "cudaMemGetInfo", ()),
@@ -74,11 +74,11 @@ _LIBRARIES = {
 
 
 def device_memory_free(device: int, maps: Path = Path("/proc/self/maps")) -> int:
-    """Bytes, by the runtime of the device's vendor that MindSpore has loaded. MindSpore itself tells only in
-    `mindspore.hal` , which it is to lose, and on GPU not at all.
+    """Free bytes, from the vendor's runtime that MindSpore has loaded. MindSpore itself reports them only in
+    `mindspore.hal` , which is deprecated, and not on GPU.
 
     Raises:
-        RuntimeError: If there is none, or it fails.
+        RuntimeError: If there is no such runtime, or it fails.
     """
     for path in re.findall(r"/\S*$", maps.read_text(), re.MULTILINE):
         name = next((name for name in _LIBRARIES if Path(path).name.startswith(name)), None)
@@ -102,13 +102,13 @@ def device_memory_free(device: int, maps: Path = Path("/proc/self/maps")) -> int
 
 
 def meter() -> ProcessMeter | AllocatorMeter:
-    """The one for MindSpore's device."""
+    """The meter for MindSpore's device."""
     return ProcessMeter() if ms.get_context("device_target") == "CPU" else AllocatorMeter()
 
 
 def container_limits(root: Path = Path("/")) -> list[int]:
-    """The limits, in bytes, of the control groups that this process is in; of version 1 and 2, from within a container
-    and from outside. What is not limited is left out."""
+    """The memory limits, in bytes, of this process's control groups, of version 1 and 2, seen from within a container
+    and from outside. Groups without limit are left out."""
     found = []
     for line in (root / "proc/self/cgroup").read_text().splitlines() if (root / "proc/self/cgroup").exists() else ():
         _, controllers, path = line.split(":", 2)
@@ -122,13 +122,13 @@ def container_limits(root: Path = Path("/")) -> list[int]:
         # A limit of a group holds for all groups below it.
         for place in (group, *(parent for parent in group.parents if parent == folder or folder in parent.parents)):
             text = (place / name).read_text().strip() if (place / name).exists() else "max"
-            if text.isdigit() and int(text) < 1 << 60:  # version 1 writes no limit as a number
+            if text.isdigit() and int(text) < 1 << 60:  # version 1 writes a huge number for no limit
                 found.append(int(text))
     return found
 
 
 def _kilobytes(file: Path, name: str) -> int:
-    """What a file of /proc says, in bytes."""
+    """The value of a name in a file of /proc, in bytes."""
     match = re.search(rf"^{name}:\s+(\d+) kB$", file.read_text(), re.MULTILINE)
     if match is None:
         raise OSError(f"{file} has no line '{name}'")

@@ -1,18 +1,18 @@
-"""What a training step will reach with micro-batches of any size, from a few small ones.
+"""Predicts a training step's peak memory for micro-batches of any size, from a few small ones.
 
-Intermediate values and most workspace grow with the samples, by the same number of bytes for each, above a constant
-part: code, and what kernels choose to have. That choice depends on the size, most of all between one sample and two
-(oneDNN takes other algorithms), so the line is drawn through the two largest that were measured, and between two that
-were measured through these.
+Intermediate values and most workspace grow linearly with the samples, above a constant part: code, and workspace that
+kernels choose. This choice depends on the size, most of all between one sample and two, where oneDNN uses other
+algorithms. So sizes between two measured ones are interpolated, and larger sizes are extrapolated from the two largest
+measured ones.
 
-A batch that is one micro-batch has a graph without a loop and without slices, and a line of its own.
+A batch that is one micro-batch has a graph without loop and slices, and a separate line.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-_ENOUGH = 50_000_000  # bytes between two measurements, many times what one varies by
+_ENOUGH = 50_000_000  # bytes between two measurements; many times the noise of one
 _FIRST = (1, 2, 4, 16)
 
 
@@ -22,7 +22,7 @@ def next_probe(measured: Mapping[int, int], samples: int) -> int | None:
 
     Args:
         measured (Mapping[int, int]): Samples, and the bytes that they reached.
-        samples (int): The most that may be measured: those of the batch, or one less.
+        samples (int): The largest size to measure: the samples of the batch, or one less.
     """
     known = sorted(measured.items())
     largest = known[-1][0] if known else 0
@@ -37,7 +37,7 @@ def predict(measured: Mapping[int, int], size: int) -> int:
     """Bytes at the peak.
 
     Args:
-        measured (Mapping[int, int]): Samples, and the bytes that they reached. One entry at least.
+        measured (Mapping[int, int]): Samples, and the bytes that they reached. At least one entry.
         size (int): Samples of a micro-batch.
     """
     known = sorted(measured.items())

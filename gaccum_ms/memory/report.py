@@ -1,4 +1,4 @@
-"""memory_report: which number of micro-batches fits, before a training runs out of memory."""
+"""memory_report: finds the numbers of micro-batches that fit, before a training runs out of memory."""
 
 from __future__ import annotations
 
@@ -27,39 +27,39 @@ _NAME = "memory_report"
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """One number of micro-batches. All but the first two in bytes, on this rank; ``measured`` ones are None where it
-    was not run, because it was predicted not to fit, or was not to be run."""
+    """The row of one number of micro-batches. Sizes are bytes on this rank. ``measured`` fields are None if it was not
+    run, because it was predicted not to fit, or with ``measure=False`` ."""
 
     micro_size: int  # micro-batches of the batch
     micro_batch_size: int  # samples in each
     intermediate: int  # intermediate values and workspace of a step, its update included, predicted
     intermediate_measured: int | None
-    peak: int  # all of it, with the parameters, the optimizer's state, the batch and the framework, predicted
+    peak: int  # everything, with the parameters, the optimizer's state, the batch and the framework, predicted
     peak_measured: int | None
     fits: bool  # whether the peak, measured if it was, is within the limit
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What :func:`memory_report` found; ``print(report)`` shows it as a table, ``report.draw(path)`` as a picture.
+    """The result of :func:`memory_report` ; ``print(report)`` shows a table, ``report.draw(path)`` a picture.
 
-    All sizes are in bytes, and this rank's.
+    All sizes are in bytes, on this rank.
     """
 
     rank: int
-    what: str  # what is measured
+    what: str  # the kind of memory that is measured
     parameters: int
     optimizer_state: int
-    accumulators: int  # where there is anything to accumulate over
+    accumulators: int  # present if there is more than one micro-batch
     batch: int
-    framework: int  # what is left of the peak: the framework, its compiled graphs, the process
+    framework: int  # the remainder: the framework, its compiled graphs, the process
     memory_limit: int
-    probed: tuple[int, ...]  # samples of the micro-batches that predictions are made from
+    probed: tuple[int, ...]  # the measured sizes, in samples, from which others are predicted
     rows: tuple[MemoryRow, ...]
 
     @property
     def fits_from(self) -> int | None:
-        """The smallest micro_size of the table from which on all fit; None if the last does not."""
+        """The smallest micro_size of the table from which on all sizes fit; None if the last does not."""
         found = None
         for row in reversed(self.rows):
             if not row.fits:
@@ -90,10 +90,10 @@ class MemoryReport:
         return "\n".join([*lines, f"limit {_mb(self.memory_limit)} MB: {fits}"])
 
     def draw(self, path: str | Path) -> None:
-        """Draw the report: a bar for each micro_size, made up of its parts, the measured peak and the limit.
+        """Draw the report: a stacked bar for each micro_size, the measured peak and the limit.
 
         Args:
-            path (Union[str, Path]): The file, of a kind that matplotlib knows, such as ``.png`` .
+            path (Union[str, Path]): The file, of a kind that matplotlib supports, such as ``.png`` .
 
         Raises:
             ImportError: If matplotlib is not installed.
@@ -121,7 +121,7 @@ class MemoryReport:
             ],
             "intermediate values, predicted": [row.intermediate for row in self.rows],
         }
-        # Okabe and Ito's colours, which most people can tell apart.
+        # Okabe and Ito's colours, which most people can distinguish.
         colours = ("#999999", "#F0E442", "#0072B2", "#56B4E9", "#009E73", "#D55E00")
         bottoms = [0.0] * len(self.rows)
         for (name, sizes), colour in zip(parts.items(), colours, strict=True):
@@ -136,7 +136,7 @@ class MemoryReport:
         if measured:
             axes.plot(*zip(*measured, strict=True), "kx", label="measured")
         highest = max(bottoms)
-        if self.memory_limit / 1e6 < 2 * highest:  # one that is far above would leave the bars no room
+        if self.memory_limit / 1e6 < 2 * highest:  # a much higher limit would make the bars too small
             axes.axhline(self.memory_limit / 1e6, color="#000000", linestyle="--", label="limit")
         axes.set_xticks(places, [f"{row.micro_size}\n({row.micro_batch_size})" for row in self.rows])
         axes.set_xlabel("micro_size (samples in a micro-batch)")
@@ -158,19 +158,19 @@ def memory_report(
     measure: bool = True,
 ) -> MemoryReport:
     r"""
-    Say what a training step needs in memory for each number of micro-batches, and from which on it fits.
+    Predict a training step's memory for each number of micro-batches, and find the numbers that fit.
 
-    Trials train a few micro-batches of 1, 2, 4 and 16 samples, updates included, and their peaks are continued as a
-    straight line, for they grow by the same for each sample; where that is little, more samples are tried too, up to a
-    quarter of the batch. A batch that is one micro-batch has a graph, and a line, of its own. Sizes that are predicted
-    to fit are then measured too, in ascending order. Each trial compiles a graph.
+    Trials train a few micro-batches of 1, 2, 4 and 16 samples, updates included. Their peaks are extrapolated linearly,
+    because they grow by the same amount for each sample; if this is little, more samples are tried, up to a quarter of
+    the batch. A batch that is one micro-batch has another graph and a separate line. Sizes that are predicted to fit
+    are then measured too, in ascending order. Each trial compiles a graph.
 
-    On CPU a trial runs in a copy of this process, and what is measured is the peak of its resident memory. The copy
-    ends before both together pass the limit. This process is left as it was, but for its C library, which from then on
-    returns what is freed to the system at once, in the training too. On accelerators a trial runs here, what is
-    measured is the peak of MindSpore's allocator, and weights, optimizer state, buffers, other attributes of cells,
-    their flags and the default generator are put back, bit for bit. Ask before the training starts: on CPU, what it
-    has freed may count as taken.
+    On CPU, a trial runs in a copy of this process, and the peak of its resident memory is measured. The copy is ended
+    before both together exceed the limit. This process does not change, except that its C library returns freed memory
+    to the system at once from then on, also in training. On accelerators, a trial runs in this process, and the peak of
+    MindSpore's allocator is measured; weights, optimizer state, buffers, other attributes of cells, their flags and the
+    default generator are restored, bit for bit. Call it before training: on CPU, memory that training has freed may
+    count as used.
 
     Args:
         cell (GradAccumulationCell): The network with its loss and the options; its number of micro-batches is ignored.
@@ -178,16 +178,16 @@ def memory_report(
         *batch (Tensor): The inputs of one batch of this rank, each of shape :math:`(N, ...)`.
 
     Keyword Args:
-        memory_limit (int, optional): Bytes that this rank may have: of the process on CPU, of MindSpore on
-            accelerators. Default: ``None`` , what the device has free, on CPU the rank's share of the container's
-            limit, or of what the host has free.
+        memory_limit (int, optional): This rank's memory limit in bytes: for the process on CPU, for MindSpore on
+            accelerators. Default: ``None`` , the device's free memory; on CPU the rank's share of the container's
+            limit, or of the host's free memory.
         micro_sizes (Sequence[int], optional): Numbers of micro-batches. Default: ``None`` , 1, 2, 4, ... up to the
             samples of the batch.
-        measure (bool, optional): Whether to measure what is predicted to fit. Default: ``True`` .
+        measure (bool, optional): Whether to measure sizes that are predicted to fit. Default: ``True`` .
 
     Returns:
         MemoryReport, a dataclass that prints as a table: ``parameters`` , ``optimizer_state`` , ``accumulators`` ,
-        ``batch`` and ``framework`` (all the rest of the process) in bytes; ``rows`` , one for each number of
+        ``batch`` and ``framework`` (the rest of the process) in bytes; ``rows`` , one for each number of
         micro-batches; ``memory_limit`` ; ``fits_from`` , the smallest number from which on all fit, or None.
         ``draw(path)`` draws it, if matplotlib is installed.
 
@@ -196,8 +196,8 @@ def memory_report(
             number not an int.
         ValueError: If the batch is empty, its inputs differ in length, or a number is less than 1 or, of micro-batches,
             more than the samples; if the network is a WithBatchLossCell.
-        RuntimeError: In semi-auto and auto parallel mode, where the compiler lays out memory over devices; on a CPU
-            whose system does not say which memory is used.
+        RuntimeError: In semi-auto and auto parallel mode, where the compiler distributes memory over devices; on a CPU
+            whose system does not report the peak of a process.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -266,7 +266,7 @@ def _micro_sizes(given: Sequence[int] | None, samples: int) -> list[int]:
 
 
 def check_trial(owner: str, cell: Any, optimizer: Any, batch: Sequence[Any], memory_limit: Any) -> None:
-    """One clear error before anything is tried."""
+    """Raise one clear error before any trial."""
     if not isinstance(cell, GradAccumulationCell):
         raise TypeError(
             f"For '{owner}', the argument 'cell' must be a gaccum_ms.GradAccumulationCell, but got "

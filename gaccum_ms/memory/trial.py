@@ -1,8 +1,8 @@
-"""A trial: the training step itself, updates included, with two micro-batches of a size, and what memory it reached.
-With `MaxTokens` the size is a number of tokens, and the micro-batches are as large as it lets them be (token_trial.py).
+"""A trial: the training step itself, updates included, with two micro-batches of a size, and its peak memory. With
+`MaxTokens` the size is a number of tokens, and the micro-batches are as large as it allows (token_trial.py).
 
-On CPU it trains in a copy of this process (child.py), so that nothing of it is left here: neither what it wrote, nor
-memory. On an accelerator it trains here, and all that it wrote is put back. Other ranks take no part.
+On CPU it trains in a copy of this process (child.py), which leaves neither values nor memory here. On an accelerator it
+trains in this process, and everything that it wrote is restored. Other ranks take no part.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell as Step
 
 _step_class: Any = None
-_UPDATES = 2  # the first compiles; after the second the peak rises by less than one in a thousand
+_UPDATES = 2  # the first compiles; after the second the peak rises by less than 0.1 %
 
 
 def train_by(step_class: type[Step]) -> None:
-    """Let trials train by this step. It finds its size by trials, so that it cannot be imported here."""
+    """Set the step class of trials. It cannot be imported here, because it imports trials to find its size."""
     global _step_class
     _step_class = step_class
 
@@ -44,14 +44,14 @@ class Trials:
     """Tries sizes of micro-batches, in samples.
 
     Args:
-        owner (str): What errors name.
+        owner (str): The name in errors.
         cell (GradAccumulationCell): The network and the options.
         optimizer (Optimizer): The optimizer.
         batch (Sequence[Tensor]): The inputs of one batch.
-        meter (ProcessMeter or AllocatorMeter): Measures.
-        limit (int): Bytes that a trial may have.
-        step (TrainOneStepWithGradAccumulationCell, optional): The step that is to train, with
-            ``micro_batch_size="auto"`` . Default: ``None`` , one is made for each trial.
+        meter (ProcessMeter or AllocatorMeter): The meter.
+        limit (int): The memory limit of a trial, in bytes.
+        step (TrainOneStepWithGradAccumulationCell, optional): The step of the real training, with
+            ``micro_batch_size="auto"`` . Default: ``None`` , each trial makes a step.
     """
 
     def __init__(
@@ -86,16 +86,16 @@ class Trials:
         return self.most % size > 0
 
     def run(self, size: int, samples: int) -> Usage:
-        """Train with micro-batches of `size` samples, of a batch of which there are so many at least.
+        """Train with micro-batches of `size` samples, of a batch of `samples` or of fewer samples with the same graph.
 
         Raises:
-            TooMuchMemory: On CPU, if there is more than the limit.
-            Exception: What training raised.
+            TooMuchMemory: On CPU, if the limit is exceeded.
+            Exception: The error of training.
         """
         if isinstance(self.meter, ProcessMeter):
             return run_in_child(self.owner, lambda: self._train(size, samples), self._written(), self.limit)
         before = Snapshot(self.cell, self.optimizer)
-        self.step = None  # the one that is to train would be left with a window
+        self.step = None  # not the step of the real training, which would keep the trial's window
         try:
             return self.meter.usage(lambda: self._train(size, samples))
         except BaseException as error:
@@ -121,7 +121,7 @@ class Trials:
         step = self.step
         if step is None:
             optimizer = _Nothing(self.optimizer) if isinstance(self.optimizer, ShardedOptimizer) else self.optimizer
-            with warnings.catch_warnings():  # the step that is to train says it
+            with warnings.catch_warnings():  # the step of the real training warns
                 warnings.filterwarnings("ignore", message="For 'GradAccumulationCell', the network has .* BatchNorm")
                 cell = self.cell.with_options(transforms=others(self.cell.transforms), **self._options(size))
                 step = _step_class(cell, optimizer).set_train()
@@ -140,7 +140,7 @@ class Trials:
         return size
 
     def _first(self, size: int, samples: int) -> list[ms.Tensor]:
-        """The batch, or where that is many micro-batches, two of them, and one as small as its last."""
+        """The batch; if it has many micro-batches, two of them, and the smaller last one."""
         plan = micro_batches.plan_split([(samples,)], None, size)
         number = samples if plan.full <= 4 else 2 * size + plan.rest
         if number == self.batch[0].shape[0]:
@@ -157,7 +157,7 @@ def even_sizes(samples: int) -> list[int]:
 
 
 class _Nothing(nn.Cell):
-    """In place of a ShardedOptimizer, which would wait for the other ranks."""
+    """Replaces a ShardedOptimizer, which would wait for the other ranks."""
 
     def __init__(self, optimizer: nn.Optimizer) -> None:
         super().__init__(auto_prefix=False)

@@ -1,1 +1,1 @@
-"""The report: what a WindowMonitor has recorded, as one HTML page. Nothing here imports MindSpore."""
+"""The report: a WindowMonitor's records as one HTML page. Nothing here imports MindSpore."""

@@ -1,6 +1,6 @@
-"""Line charts as SVG, which a page can hold in its own text.
+"""Line charts as SVG elements, for HTML pages.
 
-Colours and the size of the text are the page's: `STYLE` is for a page that has none of its own.
+The page's style defines colours and text size; `STYLE` has defaults.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 WIDTH, HEIGHT = 480, 260
 LEFT_LEAST, RIGHT, TOP, BOTTOM = 34, 14, 12, 44
-CHARACTER, LINE = 7.0, 18  # the width of one and the height of a line, for text of 12 px
+CHARACTER, LINE = 7.0, 18  # px: the width of a character and the height of a line, for text of 12 px
 COLUMNS = 400  # a line of more points than twice this shows the least and the largest of each column
-LOG_FROM = 30.0  # times the least value: from here on an axis that may be logarithmic is
+LOG_FROM = 30.0  # an axis with log=None is logarithmic if its largest value is this many times its least
 
-# Okabe and Ito's colours, which most people can tell apart, and lighter ones on dark paper.
+# Okabe and Ito's colours, which most people can distinguish, and lighter ones for a dark background.
 STYLE = """\
 .chart { --s0: #0072b2; --s1: #d55e00; --s2: #007a5a; --s3: #a3487f; --s4: #8a6d00; color: #222; }
 @media (prefers-color-scheme: dark) {
@@ -36,11 +36,11 @@ class Series:
     """A line, or dots.
 
     Args:
-        label (str): What it is, for the legend.
-        points (Sequence[Point]): Its points; where the y of one is not finite, the line is broken.
+        label (str): The text in the legend.
+        points (Sequence[Point]): Its points; a y that is not finite interrupts the line.
         colour (int): The number of its colour.
         style (str): ``"line"`` , ``"dots"`` , or ``"both"`` .
-        faint (bool): Whether it stands behind the others.
+        faint (bool): Whether it is pale and behind the others.
     """
 
     label: str
@@ -52,12 +52,12 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
-    """What an axis shows.
+    """An axis.
 
     Args:
-        label (str): With its unit.
+        label (str): Its name and unit.
         log (bool or None): Whether it is logarithmic; None: if all values are positive and far apart.
-        ticks (Sequence[float]): Where it has numbers; empty: at round ones.
+        ticks (Sequence[float]): The values with numbers; empty: round values.
         zero (bool): Whether it begins at 0, if it is not logarithmic.
     """
 
@@ -69,7 +69,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class _Scale:
-    """From values to positions."""
+    """Maps values to positions."""
 
     ticks: list[float]
     low: float
@@ -90,12 +90,12 @@ def line_chart(series: Sequence[Series], x: Axis, y: Axis, title: str, width: in
 
     Args:
         series (Sequence[Series]): At least one, with at least one finite point among them.
-        x (Axis): Of updates, say.
-        y (Axis): Of losses, say.
-        title (str): What the chart shows, for people who do not see it.
+        x (Axis): The horizontal axis.
+        y (Axis): The vertical axis.
+        title (str): A description of the chart, for people who cannot see it.
 
     Returns:
-        str, an element of SVG without width and height: it is as wide as its place.
+        str, an SVG element without width and height: it fills its container.
     """
     across, up = _scale(x, [p[0] for one in series for p in one.points]), _scale(y, _finite_y(series))
     legend = [one for one in series if one.label]
@@ -129,7 +129,7 @@ def line_chart(series: Sequence[Series], x: Axis, y: Axis, title: str, width: in
 
 
 def standalone(chart: str, width: int = WIDTH, height: int = HEIGHT) -> str:
-    """A chart as a file of its own."""
+    """A chart as a separate SVG file."""
     begin = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
     return f"{begin}{chart.removeprefix('<svg ').replace('>', f'><style>{STYLE}</style>', 1)}\n"
 
@@ -152,7 +152,7 @@ def _scale(axis: Axis, values: Iterable[float]) -> _Scale:
 
 
 def _apart(low: float, high: float, log: bool) -> Point:
-    """Two ends that are not the same."""
+    """The two ends, moved apart if they are equal."""
     if high > low * (1 + 1e-9) if log else high - low > 1e-12 * max(abs(high), abs(low), 1e-300):
         return low, high
     return (low / 2, high * 2) if log else (low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2)
@@ -175,7 +175,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 
 def _shown(value: float) -> str:
-    """1,600; 0.25; 2e-05."""
+    """For example "1,600", "0.25" and "2e-05"."""
     text = f"{value:,.10g}" if abs(value) < 1e7 else f"{value:.3g}"
     return text if len(text) <= 9 else f"{value:.3g}"
 
@@ -204,7 +204,7 @@ def _drawn(
 
 
 def _pieces(points: Sequence[Point], across: _Scale, up: _Scale) -> list[list[Point]]:
-    """The line, broken where a value cannot be shown."""
+    """The line in pieces, interrupted at values that cannot be shown."""
     pieces: list[list[Point]] = [[]]
     for point in points:
         if across.shows(point[0]) and up.shows(point[1]):
@@ -215,7 +215,7 @@ def _pieces(points: Sequence[Point], across: _Scale, up: _Scale) -> list[list[Po
 
 
 def _thinned(piece: list[Point]) -> list[Point]:
-    """The least and the largest of each column, in their order."""
+    """The least and the largest point of each column, in their order."""
     if len(piece) <= 2 * COLUMNS:
         return piece
     thinned = []

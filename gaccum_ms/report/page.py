@@ -1,4 +1,4 @@
-"""The page: what happened in a training at a glance, and a chart of each number over the updates."""
+"""The page: a summary of the training, and a chart of each number over the updates."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def page(records: Sequence[Record]) -> str:
 
 
 def _names(records: Sequence[Record]) -> list[str]:
-    """The files' names; with their folders if two have the same."""
+    """The files' names; with their folders if two names are equal."""
     names = [record.path.name for record in records]
     return names if len(set(names)) == len(names) else [str(record.path) for record in records]
 
@@ -93,7 +93,7 @@ def _duration(seconds: float) -> str:
 
 
 def _charts(records: Sequence[Record]) -> list[tuple[str, str, Axis, list[tuple[str, Number]], str]]:
-    """Of each: its title, what it shows, its vertical axis, its numbers, and why they may not be there."""
+    """For each chart: its title, its description, its vertical axis, its numbers, and why they may be missing."""
     terms = max(len(w.numbers("loss_terms")) for record in records for w in record.windows)
     charts: list[tuple[str, str, Axis, list[tuple[str, Number]], str]] = [
         ("Loss", "mean loss of each window", Axis("loss", log=None), [("", _of("loss"))], "no finite loss"),

@@ -1,7 +1,7 @@
-"""Reads the JSON lines of a WindowMonitor, of one training or of one that was resumed.
+"""Reads the JSON lines of a WindowMonitor, also of a training that was resumed.
 
-A resumed training appends to the file of the one before it, and writes the updates after its checkpoint again. Those of
-before are then replaced, as they are in the checkpoint that it goes on from.
+A resumed training appends to the file of the interrupted one, and makes the updates after its checkpoint again. Their
+new records replace the old ones.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Window:
 
 @dataclass
 class Record:
-    """A file: its windows, those that a resumed training has replaced, and what had to be left out."""
+    """A file: its windows, the windows that a resumed training has replaced, and notes on lines that were left out."""
 
     path: Path
     windows: list[Window] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """Semi-auto and auto parallel mode, in which MindSpore's compiler gives each device its part of one graph.
 
-The compiler's passes accumulate themselves, in graphs of the form that unrolled_window.py builds. Here is when they
-do, what they cannot do, and how the batch lies on the devices.
+The compiler's passes accumulate, in graphs of the form that unrolled_window.py builds. This file checks when they run
+and what they cannot do, and finds how the batch is distributed over devices.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _NAME = "GradAccumulationCell"
 
 
 def compiler_distributes() -> bool:
-    """Whether the mode that is set has the compiler distribute graphs."""
+    """Whether the compiler distributes graphs in the present parallel mode."""
     mode = ms.get_auto_parallel_context("parallel_mode")
     return mode in (ms.ParallelMode.SEMI_AUTO_PARALLEL, ms.ParallelMode.AUTO_PARALLEL)
 
 
 def held_cell(network: Any) -> Any:
-    """The network that an `AutoParallel` is around; any other network itself."""
+    """The network inside an `AutoParallel` ; any other network itself."""
     return network.network if isinstance(network, AutoParallel) else network
 
 
 def check_device() -> None:
-    """Before a graph is compiled.
+    """Check the device before a graph is compiled.
 
     Raises:
         RuntimeError: On CPU, where MindSpore has no such mode.
@@ -47,8 +47,8 @@ def check_device() -> None:
 
 @contextlib.contextmanager
 def settings_of(network: Any) -> Iterator[None]:
-    """The parallel settings that an `AutoParallel` around the network keeps. MindSpore sets them when it compiles one;
-    what is built from the cell in it needs them too. `ms.Model` has set them already."""
+    """Context manager that sets the parallel settings of an `AutoParallel` around the network. MindSpore sets them when
+    it compiles the `AutoParallel` ; here they are needed to build from its cell, too. `ms.Model` sets them already."""
     if not isinstance(network, AutoParallel) or backend.auto_parallel_context().get_auto_parallel_new_interface():
         yield
         return
@@ -61,7 +61,7 @@ def settings_of(network: Any) -> Iterator[None]:
 
 @ops.constexpr
 def check_built_for(unrolled):
-    """While a step is compiled: it must be for the mode that it was built for."""
+    """At compile time: refuse a step that was built in another parallel mode."""
     if compiler_distributes() != unrolled:
         built, now = (
             ("semi-auto or auto parallel", "another") if unrolled else ("another", "semi-auto or auto parallel")
@@ -76,10 +76,11 @@ def check_built_for(unrolled):
 
 
 def check_network(network: nn.Cell) -> None:
-    """Refuse, before anything is built, what the compiler's passes cannot do; options are in compatibility.py.
+    """Refuse, before anything is built, networks that the compiler's passes cannot accumulate; compatibility.py checks
+    the options.
 
     Raises:
-        ValueError: For gradients that the compiler shards and takes the mean of; for layers that need a loop.
+        ValueError: For gradients that the compiler both shards and averages; for layers that need a loop.
     """
     shards_gradients = backend.get_grad_accumulation_shard() and ms.get_auto_parallel_context(
         "enable_parallel_optimizer"
@@ -101,12 +102,12 @@ def check_network(network: nn.Cell) -> None:
 
 
 def refuse_casts(network: nn.Cell, by_level: str | None = None) -> None:
-    """A weight's cast serves all micro-batches, and the compiler's pass asks of which one it is. In a Cell with
-    lazy_inline it does not ask.
+    """Refuse casts of weights outside of a Cell with lazy_inline: all micro-batches share such a cast, but the
+    compiler's pass assigns each operator to one micro-batch.
 
     Args:
         network (Cell): The network with its loss.
-        by_level (str or None): The mixed-precision level, of those that put casts into a network without saying so.
+        by_level (str or None): The mixed-precision level, if it adds casts that leave no flag on the Cells.
 
     Raises:
         ValueError: If there are such casts.
@@ -123,8 +124,8 @@ def refuse_casts(network: nn.Cell, by_level: str | None = None) -> None:
 
 
 def _inlined(cell: nn.Cell) -> Iterator[nn.Cell]:
-    """The Cells with weights that are compiled anew for each micro-batch: not those within one with lazy_inline."""
-    if str(getattr(cell, "cell_init_args", "")).startswith("lazy_inline_"):  # MindSpore's layers have other marks
+    """The Cells with weights that are compiled for each micro-batch, which are those outside of lazy_inline Cells."""
+    if str(getattr(cell, "cell_init_args", "")).startswith("lazy_inline_"):  # MindSpore's layers have other values
         return
     if any(True for _ in cell.parameters_and_names(expand=False)):
         yield cell
@@ -141,12 +142,12 @@ def check_batch(shapes: list[tuple[int, ...]], micro_size: int | None) -> None:
     """Refuse a batch that the compiler cannot cut into equal micro-batches.
 
     Args:
-        shapes (list): Of what this device has of each input. Their first axes may differ: one input may lie on more
-            devices than another.
+        shapes (list): The shapes of this device's parts of the inputs. Their first axes may differ: one input may be
+            split over more devices than another.
         micro_size (int): The number of micro-batches.
 
     Raises:
-        ValueError: If one does not divide.
+        ValueError: If the samples of one do not divide by it.
     """
     for shape in shapes:
         samples = micro_batches.plan_split([shape], 1, None).samples
@@ -159,22 +160,22 @@ def check_batch(shapes: list[tuple[int, ...]], micro_size: int | None) -> None:
             )
 
 
-# The same while a graph is compiled: with data sinking no Python of the step's runs before.
+# The same at compile time: with data sinking, no Python of the step runs before.
 compiled_check_batch = ops.constexpr(check_batch)
 
 
 def parts_of_inputs() -> tuple[int, ...]:
-    """In how many parts the samples of each input lie on the devices, as ``dataset_strategy`` says.
+    """The number of parts into which ``dataset_strategy`` splits the samples of each input over devices.
 
     Returns:
-        tuple of ints, one for each input, or a single one for all. ``(1,)`` where it cannot be told (a Layout): correct
-        for any, only that the compiler gathers what it then cuts.
+        tuple of ints, one for each input, or a single one for all. ``(1,)`` if it is unknown (a Layout): the result is
+        then correct too, but the compiler gathers the samples before it cuts them.
     """
     strategy = ms.get_auto_parallel_context("dataset_strategy")
     if ms.get_auto_parallel_context("full_batch") or strategy == "full_batch":
         return (1,)
     if not strategy or strategy == "data_parallel":
-        return (backend.get_device_num(),)  # of all ranks, where the user has not set "device_num"
+        return (backend.get_device_num(),)  # all ranks, unless the user has set "device_num"
     if all(isinstance(axes, (tuple, list)) and isinstance(axes[0], int) for axes in strategy):
         return tuple(axes[0] for axes in strategy)
     return (1,)

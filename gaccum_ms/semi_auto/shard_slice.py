@@ -1,11 +1,11 @@
-"""One micro-batch of a batch that lies on several devices, without moving a sample between them.
+"""Cuts one micro-batch out of a batch on several devices, without moving samples between devices.
 
 MindSpore's own cell slices the whole batch: its first micro-batch is the first device's samples, so all devices must
-gather all samples before each takes its part again. Here each device's own samples are cut, and a micro-batch is one
-slice of each: the same samples in other company, which a mean over the batch does not notice.
+gather all samples before each takes its part again. Here each device cuts its own samples, and a micro-batch is one
+slice from each device. Samples are grouped differently, but the mean over the batch is the same.
 
 The compiler's pass finds micro-batches by a `StridedSlice` along axis 0, tagged ``grad_accu_num``. So axis 0, the
-samples, is split into (devices, samples of each), and the second of these goes first for the time of the slice.
+samples, is split into (devices, samples of each), and the two axes are swapped around the slice.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class ShardSlice(nn.Cell):
     """Cut one micro-batch out of an input.
 
     Args:
-        index (int): Which micro-batch.
+        index (int): The micro-batch's number.
         micro_size (int): The number of micro-batches.
-        parts (int): In how many parts the samples lie on the devices.
+        parts (int): The number of parts into which the devices split the samples.
 
     Inputs:
         - **value** (Tensor) - Shape :math:`(N, ...)`.
@@ -37,7 +37,7 @@ class ShardSlice(nn.Cell):
         self.index = index
         self.micro_size = micro_size
         self.parts = parts
-        # All other axes go as one, for inputs of any number of axes.
+        # All other axes are merged into one, so that inputs may have any number of axes.
         self.samples_first = ops.Transpose().shard(((parts, 1, 1),))
         self.slice = ops.StridedSlice().shard(((1, parts, 1),)).add_prim_attr("grad_accu_num", micro_size)
         self.parts_first = ops.Transpose().shard(((1, parts, 1),))

@@ -1,12 +1,12 @@
 """A window in semi-auto and auto parallel mode, where MindSpore's compiler distributes the graph and accumulates.
 
-Its passes know one form: the whole batch's loss, in which each micro-batch begins with a slice tagged
-``grad_accu_num`` and is added to the others by an Add tagged ``forward_end`` ; one backward of it all; and accumulators
-named ``accu_grads.<weight>``. They make each micro-batch's forward wait for the backward before it, add to the
-accumulators, and reduce over devices once per weight. A loop in the graph they do not know, so the graph is as long as
-there are micro-batches: `mindspore.lazy_inline` on the network bounds the time to compile it.
+Its passes handle one form of graph: the whole batch's loss, in which each micro-batch begins with a slice tagged
+``grad_accu_num`` and is added to the others by an Add tagged ``forward_end`` ; one backward of that loss; and
+accumulators named ``accu_grads.<weight>``. The passes make each micro-batch's forward wait for the backward before it,
+add to the accumulators, and reduce over devices once per weight. They handle no loop, so the graph grows with the
+number of micro-batches: `mindspore.lazy_inline` on the network bounds the compile time.
 
-What a Tensor is here is the whole, on all devices together: a mean is the mean over all of them, and so is a count.
+A Tensor here is the whole Tensor over all devices: a mean is over all devices, and so is a count.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from gaccum_ms.semi_auto.shard_slice import ShardSlice
 
 
 def cloned(weights: Sequence[ms.Parameter], dtype: ms.Type | None, prefix: str) -> ms.ParameterTuple:
-    """Zero accumulators that the compiler gives the layout of their weights: it knows clones. They stay trainable, or
-    its pass for norms would take each device's part of a gradient for the whole."""
+    """Zero accumulators that are clones of their weights, so that the compiler gives them the same layout. They stay
+    trainable, or its pass for norms would take each device's part of a gradient for the whole."""
     clones = ms.ParameterTuple(weights).clone(prefix=prefix.removesuffix("."), init="zeros")
     for clone, weight in zip(clones, weights, strict=True):
         clone.set_dtype(dtype or weight.dtype)
@@ -52,9 +52,8 @@ class _Slices(nn.Cell):
 
 
 class BatchLoss(nn.Cell):
-    """The loss of a whole batch, the sum over its micro-batches by their shares; with counts, and the total of these.
-
-    Of a `PerSampleLoss` the samples' losses are added up, and reduced once.
+    """The loss of a whole batch: the sum of its micro-batches' losses, weighted by shares. With counts, also their
+    total. The losses of a `PerSampleLoss` are added up per sample, and reduced once.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -81,7 +80,7 @@ class BatchLoss(nn.Cell):
         return self.result(batch_loss, total)
 
     def share(self, micro_batch, total):
-        """What a micro-batch adds to the batch's loss."""
+        """The part of the batch's loss from one micro-batch."""
         loss = self.network(*micro_batch)
         loss = ops.cast(loss, ms.float32) if self.per_sample else float32_losses(loss, 1)[0]
         if not self.counted:
@@ -91,11 +90,11 @@ class BatchLoss(nn.Cell):
 
     def result(self, losses, total):
         loss = self.reducer.reduce(losses) if self.per_sample else losses
-        # Together, because a Tensor is the whole only in what has a backward: elsewhere it is this device's part.
+        # Stacked, because only Tensors with a backward are whole; others are this device's part.
         return ops.stack((loss, total)) if self.counted else loss
 
     def total(self, *inputs):
-        """The count of the batch. Not the sum of its micro-batches', each of which waits for the backward before it."""
+        """The count of the batch, taken at once: a micro-batch's count would wait for the backward before it."""
         if not self.counted:
             return ops.ones((), ms.float32)
         return counts.valid_or_nan(self.count(*inputs))
@@ -114,7 +113,7 @@ class UnrolledWindow(nn.Cell):
     spans_batches = False
     has_outputs = False
     weighs_samples = False
-    micro_batch_size = None  # its number of micro-batches is fixed
+    micro_batch_size = None  # the number of micro-batches is fixed
 
     def __init__(self, setup: Setup, weights: ms.ParameterTuple) -> None:
         super().__init__(auto_prefix=False)
@@ -127,7 +126,7 @@ class UnrolledWindow(nn.Cell):
         self.store = NoAccumulators()
         if self.accumulates:
             self.store = Accumulators(weights, options.accumulator_dtype, False, allocate=cloned)
-        # With optimizer parallel the backward's result is this device's part, reduced; else the accumulators are.
+        # With optimizer parallel, backward returns this device's reduced part; else the accumulators hold it.
         self.optimizer_is_sharded = bool(ms.get_auto_parallel_context("enable_parallel_optimizer"))
         self.sum_over_devices = ops.AllReduce()
         if self.may_skip:
@@ -144,17 +143,17 @@ class UnrolledWindow(nn.Cell):
             return (gradients, scale, result, True), ()
         loss, total = ops.unstack(result)
         loss = ops.depend(loss, ops.assign(self.window_count, total))
-        # The mean of a micro-batch that counts nothing is NaN, and with it the loss.
+        # If a micro-batch counts nothing, its mean and thus the loss are NaN.
         return (gradients, scale, loss, ops.logical_and(total > 0, ops.isfinite(loss))), ()
 
     def on_any_rank(self, condition):
-        """Gradients are this device's parts: what one device finds in its own is told to all."""
+        """Whether any device has found `condition` in its parts of the gradients."""
         found = ops.reshape(ops.cast(condition, ms.float32), (1,))
         return ops.reshape(self.sum_over_devices(found), ()) > 0
 
     def reset(self, after):
-        """Zero the accumulators, once `after` is there."""
+        """Zero the accumulators, once `after` is computed."""
         return self.store.reset(after)
 
     def reset_eagerly(self) -> None:
-        """Nothing: a graph of the compiler's runs whole, and clears at its end."""
+        """Nothing: the compiler's graph clears the accumulators at its end."""

@@ -1,1 +1,1 @@
-"""The training step, loops of your own, and going on from a checkpoint."""
+"""The training step, the accumulator for hand-written loops, and resuming from a checkpoint."""

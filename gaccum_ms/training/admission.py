@@ -1,4 +1,4 @@
-"""What a step or an accumulator is given: one clear error, or a warning, before anything is made or added."""
+"""Checks of the arguments of a step or an accumulator: one clear error, or a warning, before anything changes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from gaccum_ms.semi_auto import modes
 
 
 def admit(owner: str, cell: Any, optimizer: nn.Optimizer) -> Setup:
-    """What a training step is to train.
+    """The checked options and network of a training step.
 
     Raises:
-        TypeError: If it is not given as a GradAccumulationCell, or the optimizer is none.
-        ValueError: If it cannot be trained so, and
-        RuntimeError: in the mode that is set; see the step.
+        TypeError: If `cell` is not a GradAccumulationCell, or `optimizer` not an optimizer.
+        ValueError: If the network, the optimizer or the options cannot be trained; see the step.
+        RuntimeError: If the parallel mode does not allow it; see the step.
     """
     if not isinstance(cell, GradAccumulationCell):
         raise TypeError(
@@ -53,22 +53,22 @@ def admit(owner: str, cell: Any, optimizer: nn.Optimizer) -> Setup:
 
 
 def warn(cell: GradAccumulationCell) -> None:
-    """What is not as in the whole batch, where a batch is split."""
+    """Warn about layers that behave differently when a batch is split."""
     warn_about_batch_norm(cell, passes(cell))
     warn_about_two_passes(cell)
 
 
 def warn_late(network: nn.Cell) -> None:
-    """The same, of a network whose batches were not split so far."""
+    """The same, for a network whose batches were not split so far."""
     warn_about_batch_norm(network)
 
 
 def admit_weights(owner: str, optimizer: Any) -> ms.ParameterTuple:
-    """The weights that an optimizer updates, of which nothing else is known.
+    """The weights that an optimizer updates, for the accumulator, which has no network.
 
     Raises:
         TypeError: If it is no optimizer.
-        RuntimeError: In a mode in which gradients would not be what they are taken for.
+        RuntimeError: In a parallel mode in which gradients would mean something else.
     """
     if not isinstance(optimizer, nn.Cell) or getattr(optimizer, "parameters", None) is None:
         raise TypeError(
@@ -111,7 +111,7 @@ def check_gradients(gradients: Any, weights: Sequence[ms.Parameter]) -> None:
 
 
 def checked_count(count: Any) -> ms.Tensor:
-    """The count as a Tensor: a graph would be compiled anew for each Python number."""
+    """The count as a Tensor: each Python number would compile another graph."""
     value: Any = count.asnumpy()[()] if isinstance(count, ms.Tensor) and count.shape == () else count
     if isinstance(value, bool) or not isinstance(value, numbers.Real):  # NumPy's numbers too, but not its bool
         raise TypeError(

@@ -1,4 +1,4 @@
-"""The averages that a WeightAverage keeps, in the place of the weights for a while."""
+"""Replaces the weights by the averages of a WeightAverage, temporarily."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Averaged:
-    """What step and accumulator have in common."""
+    """Base of the step and the accumulator."""
 
     update: Update
 
@@ -35,9 +35,9 @@ class Averaged:
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Within it the weights have the values of their averages: for evaluation, export, or a checkpoint of the
-        network. At its end, whatever was raised in it, they have their own again. The evaluations of `Model.fit` are
-        within it by themselves.
+        """Context manager in which the weights have the values of their averages: for evaluation, export, or a
+        checkpoint of the network. At its end, also after an error, the weights are restored. `Model.fit` evaluates
+        within it automatically.
 
         Raises:
             ValueError: If `transforms` has no :class:`WeightAverage` .

@@ -1,8 +1,8 @@
-"""Where a data set goes on in a training that was resumed, in `ms.Model.train` and in a loop of your own.
+"""Where a data set continues after a resume, in `ms.Model.train` and in a loop of your own.
 
-MindSpore's `set_init_step` says how many batches all epochs so far have had, and iterators begin there: each of them,
-for as long as it is not set back; and one without `num_epochs` fails. Here the position ends with the first batch that
-is trained on, and an iterator of one epoch, or of any number, begins at the place in its epoch.
+MindSpore's `set_init_step` takes the number of batches over all epochs, and every iterator begins there until it is set
+back. An iterator without `num_epochs` fails then. Here the position is set back when the first batch is trained on, and
+an iterator of one epoch, or of any number, begins at the position within its epoch.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 _ITERATORS = ("create_tuple_iterator", "create_dict_iterator")  # `for batch in data_set` calls the first
-_ANY_NUMBER = -1  # of epochs, MindSpore's default
-_MANY = 2**31 - 1  # epochs: with a position MindSpore wants a number
+_ANY_NUMBER = -1  # epochs, MindSpore's default: no limit
+_MANY = 2**31 - 1  # epochs: with a position, MindSpore needs a number
 
 
 def begin_at(data_set: Any, position: int, batches_seen: Callable[[], int]) -> None:
-    """Let iterators begin after `position` batches, counted over all epochs, until `batches_seen` changes."""
+    """Iterators begin after `position` batches, counted over all epochs, until `batches_seen` changes."""
     data_set.set_init_step(position)
     seen = batches_seen()
     for name in _ITERATORS:
@@ -26,14 +26,14 @@ def begin_at(data_set: Any, position: int, batches_seen: Callable[[], int]) -> N
 
 
 def begin_anew(data_set: Any) -> None:
-    """Let iterators begin at the beginning."""
+    """Iterators begin at the first batch again."""
     data_set.set_init_step(0)
     for name in _ITERATORS:
         vars(data_set).pop(name, None)
 
 
 def _at_position(data_set: Any, name: str, is_valid: Callable[[], bool]) -> Callable:
-    """The data set's method of this name, as a function: MindSpore copies a data set with all that it has, but not
+    """The data set's method of this name, as a function: MindSpore copies a data set with its attributes, except
     functions."""
     original = getattr(type(data_set), name)
     signature = inspect.signature(original)
@@ -45,7 +45,7 @@ def _at_position(data_set: Any, name: str, is_valid: Callable[[], bool]) -> Call
         given = signature.bind(data_set, *arguments, **named)
         given.apply_defaults()
         position, size, epochs = data_set.get_init_step(), data_set.get_dataset_size(), given.arguments["num_epochs"]
-        if epochs in (1, _ANY_NUMBER):  # made anew in each epoch, as most loops do
+        if epochs in (1, _ANY_NUMBER):  # most loops create an iterator for each epoch
             data_set.set_init_step(position % size)
             if epochs == _ANY_NUMBER and position % size:
                 given.arguments["num_epochs"] = _MANY

@@ -1,7 +1,7 @@
-"""GradAccumulator: accumulation for hand-written training loops, which make their gradients themselves.
+"""GradAccumulator: accumulation for hand-written training loops, which compute their gradients themselves.
 
 The loop's batches are the micro-batches. Reduction, clipping, loss scaling and counts work as in the training step:
-open_window.py, reduction.py and update.py serve both.
+both use open_window.py, reduction.py and update.py.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ BATCHES, COUNTS = RULES.index("batches"), RULES.index("counts")
 
 
 class _Scaling:
-    """Whether losses are multiplied by the loss scale. It is no part of the accumulator, which would then refer to
-    itself: MindSpore compiles another cell's graph a second time when it collects such a cell meanwhile."""
+    """Whether losses are multiplied by the loss scale. It is a separate object, so that the accumulator does not refer
+    to itself: when such a cell is garbage-collected, MindSpore compiles another cell's graph a second time."""
 
     def __init__(self, needed: bool) -> None:
         self.missing = needed
@@ -54,47 +54,46 @@ class GradAccumulator(Resumable, nn.Cell):
     r"""
     Add up gradients over successive batches, and update once for `accumulation_steps` of them.
 
-    For functional loops, in PyNative mode or inside a function under `mindspore.jit`, as MindSpore's tutorial
-    `Model Training <https://www.mindspore.cn/tutorials/en/master/beginner/train.html>`_ writes them: a call of the
-    accumulator takes the place of the optimizer's. With :math:`g_i` the gradient of batch :math:`i`'s mean loss and
-    :math:`c_i` its count, the update's gradient is :math:`\sum_i g_i c_i / \sum_i c_i` over the window and all ranks,
-    reduced once per update.
+    It is for functional loops, in PyNative mode or inside a function under `mindspore.jit`, as in MindSpore's tutorial
+    `Model Training <https://www.mindspore.cn/tutorials/en/master/beginner/train.html>`_ . A call of the accumulator
+    replaces the call of the optimizer. If :math:`g_i` is the gradient of batch :math:`i`'s mean loss and :math:`c_i`
+    its count, the update's gradient is :math:`\sum_i g_i c_i / \sum_i c_i` over the window and all ranks, reduced once
+    per update.
 
     Args:
         optimizer (Optimizer): Any `nn.Optimizer` ; gradients come in the order of its `parameters` .
         accumulation_steps (int): Batches that share an update.
 
     Keyword Args:
-        max_grad_norm (float, optional): Scale the finished, reduced gradient down to this global norm where it is
+        max_grad_norm (float, optional): Scale the finished, reduced gradient down to this global norm if its norm is
             larger. Default: ``None`` , no clipping.
         transforms (Sequence, optional): As in :class:`GradAccumulationCell` . Default: ``()`` .
         accumulator_dtype (mindspore.dtype, optional): As in :class:`GradAccumulationCell` .
             Default: ``mindspore.float32`` .
         compensated (bool, optional): As in :class:`GradAccumulationCell` . Default: ``False`` .
-        overflow (str, optional): What a gradient that is not finite does. ``"drop_window"`` : with a loss scale, the
-            window does not update. ``"drop_micro_batch"`` : the batch is left out, on its rank alone.
+        overflow (str, optional): The effect of a gradient that is not finite. ``"drop_window"`` : with a loss scale,
+            the window does not update. ``"drop_micro_batch"`` : the batch is left out, only on its rank.
             Default: ``"drop_window"`` .
         scale_sense (Union[Cell, Tensor], optional): Loss scale, as in
             :class:`TrainOneStepWithGradAccumulationCell` ; the loss must then go through :meth:`scale` before it is
             differentiated, or be multiplied by this cell's ``scale_sense`` . Default: ``None`` .
-        jit (bool, optional): In PyNative mode, compile the accumulator all the same. Default: ``None`` , run it
-            eagerly.
+        jit (bool, optional): Compile the accumulator in PyNative mode too. Default: ``None`` , run it eagerly.
 
     Inputs:
-        - **gradients** (tuple[Tensor]) - The gradients of the batch's mean loss, not reduced over ranks, one of the
-          shape of each of the optimizer's parameters.
-        - **count** (Union[Tensor, float], optional) - How many items the mean was taken over, shape :math:`()`. Give it
+        - **gradients** (tuple[Tensor]) - The gradients of the batch's mean loss, not reduced over ranks: one for each
+          of the optimizer's parameters, of its shape.
+        - **count** (Union[Tensor, float], optional) - The number of items in the mean, shape :math:`()`. Give it
           with every batch of a window or with none; inside `mindspore.jit` this is not checked, and a batch with a bad
-          count is left out silently. The mean is then exact over all ranks; without it each batch weighs the same, and
-          ranks are averaged or summed as MindSpore's ``gradients_mean`` says. Default: ``None`` .
+          count is left out silently. With counts, the mean is exact over all ranks. Without them, each batch has equal
+          weight, and MindSpore's ``gradients_mean`` decides between mean and sum over ranks. Default: ``None`` .
 
     Outputs:
         bool, whether there was an update: at a window's last batch, unless it was dropped. Inside `mindspore.jit`, a
         Tensor of shape :math:`()`.
 
-        Its Parameters say the rest: ``update_count`` , ``window_position`` and ``accumulation_steps`` , int32;
+        More values are in its Parameters: ``update_count`` , ``window_position`` and ``accumulation_steps`` , int32;
         ``window_count`` , ``dropped_micro_batches`` and, with `max_grad_norm` , ``grad_norm`` , float32, of the last
-        window. `mindspore.save_checkpoint` of the accumulator keeps them with the weights, the optimizer's state and
+        window. `mindspore.save_checkpoint` of the accumulator saves them with the weights, the optimizer's state and
         the open window.
 
     Raises:
@@ -166,24 +165,24 @@ class GradAccumulator(Resumable, nn.Cell):
         distributed = self.window.reduction.sum_over_ranks.reduces
         self.provenance = Provenance(_NAME, ("batches", "counts"), accumulation_steps, distributed)
         self._keep_in_place()
-        # Python runs them in PyNative mode, and in a graph while it is compiled.
+        # Python runs these in PyNative mode, and at compile time in graph mode.
         self._note_scaling = ops.constexpr(self._scaling.note)
         self._check_scaling = ops.constexpr(self._scaling.check)
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
-        if name == "scale_sense":  # a loop may multiply by it without `scale`
+        if name == "scale_sense":  # a loop may multiply by it, and not call `scale`
             self._scaling.note()
         return value
 
     def scale(self, loss: ms.Tensor) -> ms.Tensor:
-        """The loss times the loss scale: what to differentiate where there is a `scale_sense` ."""
+        """The loss times the loss scale; with `scale_sense` , differentiate this."""
         self._note_scaling()
         return loss * self.update.scale()
 
     def flush(self) -> bool:
-        """Update with the batches that the open window has; without any, do nothing. All ranks must call it equally
-        often; a rank with nothing to add contributes a count of zero.
+        """Update with the batches of the open window; without batches, do nothing. All ranks must call it equally
+        often; a rank without batches contributes a count of zero.
 
         Returns:
             bool, whether there was an update.
@@ -192,14 +191,14 @@ class GradAccumulator(Resumable, nn.Cell):
         return self.end_window.flush()
 
     def clear(self) -> None:
-        """Throw the open window away, as if its batches had not been. With several ranks all must."""
+        """Discard the open window and its batches. All ranks must call this."""
         self._begin()
         self.window.reset_eagerly()
 
     @contextlib.contextmanager
     def no_update(self) -> Iterator[None]:
-        """Within it, calls only add: a window goes on past its last batch, and ends with the first call after it. With
-        several ranks all must do so."""
+        """Context manager in which calls only add: a window continues past its last batch, and ends with the first call
+        after it. All ranks must enter it."""
         self._begin()
         overwrite(self.window.updates_held, self.window.updates_held + 1)
         try:
@@ -208,7 +207,7 @@ class GradAccumulator(Resumable, nn.Cell):
             overwrite(self.window.updates_held, self.window.updates_held - 1)
 
     def set_accumulation_steps(self, accumulation_steps: int) -> None:
-        """Let windows to come, not one that is open, have another number of batches. Nothing is compiled anew.
+        """Set the number of batches in later windows; an open one keeps its own. Nothing is compiled anew.
 
         Args:
             accumulation_steps (int): Batches that share an update.
@@ -222,8 +221,8 @@ class GradAccumulator(Resumable, nn.Cell):
         self.window.set_steps(accumulation_steps)
 
     def set_sense_scale(self, sens: ms.Tensor) -> None:
-        """Set the loss scale, as the method of this name of `nn.TrainOneStepWithLossScaleCell` does. Losses that were
-        scaled before it must have been added."""
+        """Set the loss scale, as `nn.TrainOneStepWithLossScaleCell.set_sense_scale` does. First add the gradients of
+        all losses that were scaled before."""
         self.update.set_scale(sens)
 
     def __call__(self, gradients: Sequence[ms.Tensor], count: Any = None) -> bool:
@@ -238,10 +237,10 @@ class GradAccumulator(Resumable, nn.Cell):
                 f"For 'GradAccumulator', 'count' must be given with every batch of a window or with none, but got "
                 f"count={count} after {self.window.batches} batch(es) that weigh by {rule}. Nothing was added."
             )
-        gradients = ms.mutable(tuple(gradients))  # else a constant of the graph, which each call would compile anew
+        gradients = ms.mutable(tuple(gradients))  # else a constant, and each call would compile a graph
         inputs = (gradients,) if count is None else (gradients, count)
         try:
-            with no_grad():  # PyNative's tape, left open by the gradients' making, would record this
+            with no_grad():  # PyNative's tape may still be open from the gradients, and would record this
                 updated = graphs.run(self, self._jit, *inputs)
         except BaseException:
             self.window.drop_if_torn()
@@ -256,14 +255,14 @@ class GradAccumulator(Resumable, nn.Cell):
     def construct(self, gradients, count=None):
         self._check_scaling()
         scale = self.update.scale()
-        # What is not the user's own count may be multiplied by what gradients_mean makes of several ranks.
+        # Without counts, and with gradients_mean=False, ranks are summed: the mean times the number of ranks.
         factor = self.summed_ranks if count is None else 1.0
         items = ops.ones((), ms.float32) if count is None else counts.valid_or_nan(count)
         unit = self.window.begin_batch(scale, items)
         kept = ops.zeros_like(items)
         dropped = ops.zeros_like(items)
         if items > 0:
-            weight = unit * items * factor / scale  # the gradients come with the scale
+            weight = unit * items * factor / scale  # the gradients contain the scale
             kept, dropped = self._add(gradients, weight, items)
         seen = ops.assign_add(self.batch_count, ms.Tensor(1, ms.int32))
         rule = BATCHES if count is None else COUNTS
@@ -277,7 +276,7 @@ class GradAccumulator(Resumable, nn.Cell):
         return clear_flag(updated)  # for the next batch's backward, which is the user's
 
     def _add(self, gradients, weight, items):
-        """Returns the count of what was kept, and how many batches were dropped, one or none."""
+        """Returns the count that was added, and the number of dropped batches, 0 or 1."""
         kept = items
         if not self.drops or all_finite(gradients):
             weighed = self.map(ops.partial(scale_by, weight), gradients)

@@ -1,11 +1,11 @@
-"""From which checkpoint of a folder a training goes on: the newest that all ranks have.
+"""The checkpoint of a folder from which training resumes: the newest one that all ranks have.
 
-Ranks that are ended at any moment do not leave the same files: one has saved an update, another has not yet. They are
-never far apart, because each update needs all of them. A rank sets aside what it has and others lack: its weights may
-differ in the last bits from those that will be trained again, and the next time a mixture of both would be the newest.
+Ranks that are killed do not leave the same files: one may have saved an update that another has not. The difference is
+small, because each update needs all ranks. A rank sets aside checkpoints that others lack. Training will save these
+updates again, with weights that may differ in the last bits, and a later resume must not mix both.
 
-MindSpore writes a checkpoint under another name, and renames it when it is whole. What cannot be read all the same, a
-power cut may have left it, is passed over.
+MindSpore writes a checkpoint under another name, and renames it when it is complete. A file that cannot be read all
+the same, for instance after a power cut, is skipped.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from gaccum_ms.backend.parameters import own
 from gaccum_ms.distributed.layout import gather_json
 
 SUFFIXES = (".ckpt", ".safetensors")
-AHEAD = 2  # checkpoints that a rank may have and another lacks, one of them if it saves asynchronously
+AHEAD = 2  # checkpoints that one rank may have and another lacks; one of the two is due to asynchronous saving
 SET_ASIDE = ".not_on_all_ranks"
 _RECORDS = [own(name) for name in ("update_count", "window_position", "batch_count", "window_origin")]
-Key = list[int]  # updates made, batches in the open window, batches seen, and on how many ranks
+Key = list[int]  # updates made, batches in the open window, batches seen, number of ranks
 
 
 def newest_checkpoint(folder: Path, ranks: int) -> list[Path]:
-    """Return the newest checkpoint in a folder that all ranks have; none where there is none to go on from.
+    """Return the newest checkpoint in a folder that all ranks have, or an empty list if no rank has any.
 
     A collective, if there are several ranks.
 
     Raises:
-        ValueError: If there are checkpoints, and none that all ranks have.
+        ValueError: If there are checkpoints, but none that all ranks have.
     """
     files = [path for path in folder.iterdir() if path.suffix in SUFFIXES] if folder.is_dir() else []
     whole = ((path, key) for path in sorted(files, key=_time, reverse=True) if (key := _key(path)))
     mine: list[tuple[Path, Key]] = []
-    for number in (1, AHEAD + 1):  # most often all have the same newest one
+    for number in (1, AHEAD + 1):  # usually all have the same newest one
         mine += itertools.islice(whole, number - len(mine))
         keys = [key for _, key in mine]
         agreed, over = common_key(gather_json(keys) if ranks > 1 else [keys], last=number > 1)
@@ -50,13 +50,13 @@ def newest_checkpoint(folder: Path, ranks: int) -> list[Path]:
         place = keys.index(agreed)
         newer, chosen = [path for path, _ in mine[:place]], [mine[place][0]]
     for path in newer:
-        with contextlib.suppress(FileNotFoundError):  # another rank has, in a folder of both
+        with contextlib.suppress(FileNotFoundError):  # another rank renamed it, if both share the folder
             path.rename(path.with_name(path.name + SET_ASIDE))
     return chosen
 
 
 def common_key(keys_of_ranks: list[list[Key]], last: bool) -> tuple[Key | None, bool]:
-    """What all ranks have in common, the newest first, and whether it is final: `last` says that no rank has more."""
+    """The newest key that all ranks have, and whether the result is final. `last` : no rank will report more keys."""
     first, *others = keys_of_ranks
     for key in first:
         if all(key in keys for keys in others):
@@ -77,12 +77,12 @@ def _time(path: Path) -> int:
 
 
 def _key(path: Path) -> Key | None:
-    """What says which checkpoint this is; none if it cannot be read."""
+    """The key of a checkpoint; None if the file cannot be read."""
     kind = path.suffix.removeprefix(".")
     try:
         records = ms.load_checkpoint(str(path), format=kind, choice_func=lambda name: name in _RECORDS)
         values = [records[name].asnumpy().reshape(-1) for name in _RECORDS]
-    except Exception as error:  # MindSpore has several kinds for a file that is not whole
+    except Exception as error:  # MindSpore raises several types for an incomplete file
         warnings.warn(f"For 'resume', '{path}' is passed over: {error}", UserWarning, stacklevel=5)
         return None
     return [int(value[-1]) for value in values]

@@ -1,7 +1,7 @@
-"""What a checkpoint says about the run that saved it, beside weights and state: enough to go on with it, or to refuse.
+"""The record, in a checkpoint, of the run that saved it; it decides whether the run can be resumed here.
 
-A window that is open holds sums of one rank, in units of one rule. Loaded on another rank, or under another rule, they
-would be counted twice or wrongly, and nobody would see it.
+An open window holds the sums of one rank, in units of one rule. On another rank, or under another rule, they would
+silently be counted twice or wrongly.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ if TYPE_CHECKING:
     from gaccum_ms.options import Options
 
 SHARDED = ", in sharded accumulators"
-_WEIGHTS = ("samples", "counts", "sums", "batches")  # what micro-batches weigh by; batches: each the same
+_WEIGHTS = ("samples", "counts", "sums", "batches")  # how micro-batches are weighted; "batches": equally
 RULES = (*_WEIGHTS, *(rule + SHARDED for rule in _WEIGHTS))
 
 
 def rule_of(options: Options, on_ranks: bool) -> str:
-    """By what the micro-batches of a step weigh; on several ranks also, where their sums are."""
+    """How a step weights its micro-batches; on several ranks also, whether the accumulators are sharded."""
     weighs_by = "counts" if options.counts_items else "samples" if options.loss_is_mean else "sums"
     return weighs_by + SHARDED * (options.shard_accumulators and on_ranks)
 
 
 class Provenance(nn.Cell):
-    """Who saved a checkpoint: Parameters that no graph uses, so that they are in every checkpoint of the step.
+    """The record of who saved a checkpoint. Its Parameters are used by no graph; they are in every checkpoint.
 
     Args:
         owner (str): The class that errors name.
-        rules (Sequence[str]): What a window's micro-batches may weigh by, of `RULES` ; if several, each window's first
-            batch decides, in `window_rule` .
+        rules (Sequence[str]): The possible weightings of micro-batches, out of `RULES` ; if several, each window's
+            first batch decides, in `window_rule` .
         accumulation_steps (int): The cell's own.
         distributed (bool): Whether there are other ranks.
     """
@@ -63,20 +63,20 @@ class Provenance(nn.Cell):
         self.random_state = of_this_rank(own("random_state"), ms.get_rng_state())
 
     def keep_random_state(self) -> None:
-        """The default generator's state, for the next checkpoint."""
+        """Keep the default generator's state for the next checkpoint."""
         self.random_state.set_data(ms.get_rng_state())
 
     def note_load(self) -> None:
-        """Somebody has written into the Parameters of an open window."""
+        """Note that an open window's Parameters were written."""
         self.loaded = True
 
     def begin(self, window: OpenWindow | None, batches: int) -> None:
-        """Before the first step, and the first after MindSpore has loaded a checkpoint: refuse what cannot be gone on
-        with.
+        """Refuse a window that cannot be continued. Called before the first step, and before the first one after
+        MindSpore loaded a checkpoint.
 
         Args:
             window (OpenWindow or None): The step's window, if it spans batches.
-            batches (int): How many it holds by now.
+            batches (int): The number of batches in it.
         """
         steps = int(self.configured_steps.asnumpy())
         rank, ranks = self.window_origin.asnumpy().tolist()
@@ -92,8 +92,8 @@ class Provenance(nn.Cell):
         self.loaded = False
 
     def load(self, cell: nn.Cell, values: Mapping[str, np.ndarray], window: OpenWindow | None) -> None:
-        """Give `cell` what a checkpoint holds, by name; `resume` has checked it. What a checkpoint of another kind of
-        training lacks must not stay from before: windows and counts begin anew."""
+        """Load a checkpoint's values into `cell` , by name; `resume` has checked them. If a checkpoint of another kind
+        of training lacks window and counts, they start from zero."""
         values = {own("batch_count"): np.array(0), own("update_count"): np.array(0), **values}
         if window is not None:
             window.reset_eagerly()
@@ -111,13 +111,13 @@ class Provenance(nn.Cell):
         Args:
             spans_batches (bool): Whether the step has windows of several batches.
             batches (int): Batches in the saved window.
-            rank (int): Who saved it ...
-            ranks (int): ... of how many.
-            rule (int): What its micro-batches weigh by, a place in `RULES` .
+            rank (int): The rank that saved it.
+            ranks (int): The number of ranks then.
+            rule (int): How its micro-batches are weighted, an index of `RULES` .
             steps (int): The `accumulation_steps` of the cell that saved it.
 
         Raises:
-            ValueError: If it cannot.
+            ValueError: If the window cannot be finished.
         """
         if not batches:
             return
@@ -143,7 +143,8 @@ class Provenance(nn.Cell):
             )
 
     def _settle(self, window: OpenWindow | None) -> None:
-        """Say from now on what this run is. Its own number of batches comes next, if the saving cell had another."""
+        """Record this run as the origin. If the saving cell had other `accumulation_steps` , later windows get this
+        run's."""
         if window is not None:
             overwrite(window.updates_held, ms.Tensor(0, ms.int32))
             if int(self.configured_steps.asnumpy()) != self.own_steps:
@@ -155,7 +156,7 @@ class Provenance(nn.Cell):
 
 
 class Resumable(Averaged):
-    """What step and accumulator have in common: they are saved and gone on with. Mixed into their Cells."""
+    """Mixin of the step and the accumulator: saving and resuming."""
 
     _jit: bool
     optimizer: nn.Optimizer
@@ -163,24 +164,24 @@ class Resumable(Averaged):
     window_position: ms.Parameter
 
     def _open_window(self) -> OpenWindow | None:
-        """The window that batches are added to, if there is one that lasts."""
+        """The window that stays open between batches, if there is one."""
         raise NotImplementedError
 
     def init_parameters_data(self, *args, **kwargs):
-        """MindSpore calls it before it saves a checkpoint: the time to note what is not in Parameters anyway."""
+        """MindSpore calls this before it saves a checkpoint; state outside of Parameters is copied into them here."""
         self.provenance.keep_random_state()
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.prepare_save()
         return super().init_parameters_data(*args, **kwargs)  # type: ignore[misc]
 
     def load(self, values: Mapping[str, np.ndarray]) -> None:
-        """Take over what a checkpoint holds, by name, also in the middle of training; `gaccum_ms.resume` checks it."""
+        """Load a checkpoint's values, by name, also in the middle of training; `gaccum_ms.resume` checks them."""
         with whole_state(self.optimizer):
             self.update.begin_anew()
             self.provenance.load(self, values, self._open_window())
 
     def _keep_in_place(self) -> None:
-        """Let writes into Parameters be seen by compiled graphs, of which the step may become a part."""
+        """Make compiled graphs see writes into Parameters, also graphs of which the step becomes a part."""
         list_rates(self.optimizer)
         window = self._open_window()
         accumulators = window.accumulators.get_parameters() if window is not None else ()

@@ -1,4 +1,4 @@
-"""How Python calls the training step: checks before the graph runs, errors after it, and what a failed call leaves."""
+"""How Python calls the training step: checks before the graph runs, errors after it, and clean-up after a failure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class CalledFromPython:
-    """Mixed into the step, which has its window, update and options."""
+    """Mixin of the step, which has the window, the update and the options."""
 
     _auto: Any
     _begin: Any
@@ -43,7 +43,7 @@ class CalledFromPython:
     window_position: ms.Parameter
 
     def _choose_graphs(self: Any, cell: GradAccumulationCell) -> None:
-        """Where a step has several graphs: what Python does between them."""
+        """The parts that Python runs, for a step of several graphs."""
         self._auto = AutoSize(self, cell) if cell.finds_size else None
         self._split = PythonSplit(self, cell.options) if cell.splits_in_python else None
         if cell.finds_tokens:
@@ -56,7 +56,7 @@ class CalledFromPython:
             outputs = self._run(*batch)
         except BaseException as error:
             forget_interrupted_gradient(error)
-            self.window.reset_eagerly()  # what the window's first micro-batches left would be added to the next batch's
+            self.window.reset_eagerly()  # else the next batch would be added to what this one left
             if self.update.has_statistics and not int(self.window_position.asnumpy()):
                 self.update.statistics.reset_eagerly()
             explain_sparse_gradients(error)
@@ -75,7 +75,7 @@ class CalledFromPython:
 
     @contextlib.contextmanager
     def _on_ranks_that_agree(self) -> Iterator[None]:
-        """Broadcast the weights, where that is asked for, once: ranks need not compile at the same time."""
+        """Broadcast the weights once, if ``parameter_broadcast`` is set: ranks need not compile at the same time."""
         if not self._ranks_agree:
             broadcast_parameters(self)
         self._ranks_agree = True
@@ -90,15 +90,15 @@ class CalledFromPython:
         return graphs.run(self, self._jit, *inputs)
 
     def _checked(self, inputs: tuple[Any, ...]) -> Sequence[Any]:
-        """What the step trains by, or one clear error before anything runs: the batch's inputs; with a function as
-        `split` , these, and its micro-batches."""
+        """The batch to train on, or one clear error before anything runs. It is a tuple of inputs; with a function as
+        `split` , these and the list of micro-batches."""
         if self._split is not None:
             return inputs, self._split.parts(inputs)
         self._check_batch(inputs)
         return inputs
 
     def _check_batch(self, inputs: tuple[Any, ...]) -> None:
-        """A first batch smaller than micro_size is a mistake, a later one a short last batch."""
+        """A first batch smaller than `micro_size` is an error; a later one is a short last batch."""
         shapes = micro_batches.batch_shapes(inputs)
         if self._unrolled:
             auto_parallel.check_batch(shapes, self._setup.o.micro_size)
@@ -116,7 +116,7 @@ class CalledFromPython:
             )
 
     def _check_count(self, batch: Sequence[Any]) -> None:
-        """The graph did not update with a bad count, on any rank; here the user learns of it."""
+        """Raise an error for a bad count; the graph did not update with it on any rank."""
         of_window = not self.spans_batches or (self._split is not None and not int(self.window_position.asnumpy()))
         total = (self.window_count if of_window else self.batch_items).asnumpy()
         if (total == total).all():
@@ -153,7 +153,7 @@ class CalledFromPython:
 
 
 def _consequence(spans_batches: bool, was_added: bool) -> str:
-    """Of a bad count. `was_added` : it came to light when some of its batch was in the accumulators."""
+    """The consequence of a bad count. `was_added` : part of its batch was already in the accumulators."""
     if not spans_batches:
         return "Nothing was changed"
     return "The window that the batch is in does not update" if was_added else "The batch is left out of its window"

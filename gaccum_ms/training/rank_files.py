@@ -1,4 +1,4 @@
-"""What a rank goes on with, of the checkpoints of all ranks that saved."""
+"""The values with which a rank resumes, from the checkpoints of all ranks that saved."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Values = dict[str, np.ndarray]
 
 
 def origin(values: Values) -> tuple[int, int]:
-    """Rank and number of ranks of who saved; a run without accumulation does not say."""
+    """The rank that saved, and its number of ranks; (0, 1) for a run without accumulation."""
     rank, ranks = values.get(own("window_origin"), np.array([0, 1]))
     return int(rank), int(ranks)
 
 
 def of_rank(files: list[tuple[Path, Values]], rank: int, ranks: int) -> Values:
-    """What this rank goes on with."""
+    """The values with which this rank resumes."""
     by_rank = {origin(values)[0]: values for _, values in files}
     _, first = files[0]
     saved_ranks = origin(first)[1]
@@ -33,7 +33,7 @@ def of_rank(files: list[tuple[Path, Values]], rank: int, ranks: int) -> Values:
     if saved_ranks == ranks and rank in by_rank:
         return by_rank[rank]
     if not is_open:
-        return {name: value for name, value in first.items() if name != own("random_state")}  # another rank's
+        return {name: value for name, value in first.items() if name != own("random_state")}  # it is another rank's
     if len(by_rank) != saved_ranks:
         raise ValueError(
             f"For 'resume', a checkpoint that was saved in a window has the sums of one rank, and all {saved_ranks} "
@@ -45,7 +45,7 @@ def of_rank(files: list[tuple[Path, Values]], rank: int, ranks: int) -> Values:
 
 
 def _joined(files: list[Values], first_rank: bool) -> Values:
-    """All ranks' sums on the first rank, and none on the others: the update's mean is over all of them anyway."""
+    """The sums of all ranks for the first rank, and zeros for the others: the update's mean is over all ranks."""
     units = [float(values[own("window_unit")]) for values in files]
     unit = next((one for one in units if one > 0), 0.0) if first_rank else 0.0
     factors = [unit / one if one > 0 else 0.0 for one in units]

@@ -1,7 +1,7 @@
-"""resume: go on from a checkpoint, in mid-window too, on as many ranks as there are now.
+"""resume: continue from a checkpoint, also in the middle of a window, on any number of ranks.
 
-MindSpore's `load_checkpoint` loads a step too, on the ranks and with the options that saved it. Here a checkpoint is
-checked before anything changes, and taken over by other ranks, with other options, and from other versions.
+MindSpore's `load_checkpoint` loads a step too, but only on the ranks and with the options that saved it. `resume`
+checks a checkpoint before anything changes, and loads it on other ranks, with other options, and from older versions.
 """
 
 from __future__ import annotations
@@ -33,40 +33,40 @@ def resume(
     data_set: Any = None,
 ) -> int:
     r"""
-    Go on with a training from a checkpoint, also from the middle of a window.
+    Resume training from a checkpoint, also from the middle of a window.
 
     Loads weights, optimizer state, loss scale, the open window with its counts, the counts of batches and updates, and
-    the state of MindSpore's default generator, into a step that has run or not. The window is finished on its true
-    counts, whatever `micro_size` and `accumulation_steps` are now; with another number of ranks, give the checkpoints
-    of all old ones.
+    the state of MindSpore's default generator. The step may be new, or have run. The window is finished with its true
+    counts, also if `micro_size` and `accumulation_steps` have changed. If the number of ranks has changed, give the
+    checkpoints of all old ranks.
 
-    Two things are not in a checkpoint, because MindSpore gives no access to them: what random operators will draw on
-    CPU, such as the masks of `nn.Dropout` ; and random numbers of Python and NumPy in datasets.
+    Two things are not in a checkpoint, because MindSpore gives no access to them: the next random numbers of operators
+    on CPU, such as the masks of `nn.Dropout` ; and random numbers of Python and NumPy in datasets.
 
     Args:
         model (Union[Model, TrainOneStepWithGradAccumulationCell, GradAccumulator]): What trains.
         checkpoint (Union[str, Path, Sequence]): A file of `mindspore.save_checkpoint` of the step, or of
-            `mindspore.train.ModelCheckpoint` , in either format; safetensors by its suffix. Or the files of all ranks
-            that saved, in any order. Or a folder: then all ranks go on from the newest checkpoint that all have there,
-            each in a folder of its own or all in one; an empty or missing folder is no error, and the training begins
-            at the beginning. A name that ends with neither ``.ckpt`` nor ``.safetensors`` is a folder's.
+            `mindspore.train.ModelCheckpoint` ; its suffix decides between ckpt and safetensors. Or the files of all
+            ranks that saved, in any order. Or a folder, one for each rank or one for all: all ranks then resume from
+            the newest checkpoint that all of them have. If the folder is empty or missing, training begins at the
+            beginning. A name that ends with neither ``.ckpt`` nor ``.safetensors`` is a folder.
         data_set (Dataset, optional): It is set to the batch after the last one that was trained on. Once a batch is
             trained on, its iterators begin at the beginning again. Its seed must be the same, and `dataset_sink_mode`
-            False. With another number of ranks the batches must be those of all ranks, divided anew.
+            False. If the number of ranks has changed, it must divide the same batches among the new ranks.
             Default: ``None`` .
 
     Returns:
         int, the number of finished epochs, 0 without `data_set` : ``model.train(epochs, data_set,
-        initial_epoch=resume(model, file, data_set))`` . In a loop of your own the epochs are ``range(finished,
-        epochs)`` , each with an iterator of its own; one iterator for all of them needs ``num_epochs=epochs`` , the
-        finished ones among them, for the order that a shuffled data set would have had.
+        initial_epoch=resume(model, file, data_set))`` . In a loop of your own, the epochs are ``range(finished,
+        epochs)`` , each with its own iterator. One iterator for all of them needs ``num_epochs=epochs`` , which counts
+        the finished ones too; a shuffled data set then keeps its order.
 
     Raises:
-        TypeError: If `model` is none of those.
-        ValueError: If a file lacks a parameter of the network, or, unless it is of a training without accumulation, of
-            the optimizer; if one has another shape; if the window cannot be finished here: other
-            ranks' files are missing, or micro-batches weigh by another rule, or accumulators are sharded otherwise; if
-            the data set has another number of batches, or the batches that were seen do not divide by the number of
+        TypeError: If `model` has another type.
+        ValueError: If a file lacks a parameter of the network, or (unless it is from a training without accumulation)
+            of the optimizer; if one has another shape; if the window cannot be finished here, because other
+            ranks' files are missing, micro-batches are weighted by another rule, or accumulators are sharded otherwise;
+            if the data set has another number of batches, or the batches that were seen do not divide by the number of
             ranks; if the ranks' folders have no checkpoint in common. Nothing has changed then.
         RuntimeError: If the checkpoint is in a window, and the step was compiled for windows of one batch.
 
@@ -157,7 +157,7 @@ def _read(path: Path) -> Values:
 
 
 def _with_prefix(step: nn.Cell, path: Path, values: Values) -> Values:
-    """The values, with the prefix that the names of records have had since version 0.2."""
+    """The values, whose records get the prefix that their names have since version 0.2."""
     without = own("window_origin").removeprefix(PREFIX)
     if without not in values or own(without) in values:
         return values
@@ -178,8 +178,8 @@ def _with_prefix(step: nn.Cell, path: Path, values: Values) -> Values:
 
 
 def _under_own_names(step: nn.Cell, values: Values) -> Values:
-    """The values, with the names that this process gave to its learning-rate schedules, which it numbers as it makes
-    them: the first of the step's is the first of the checkpoint's."""
+    """The values, with this process's names of learning-rate schedules. Each process numbers its schedules in order of
+    creation, so the step's first schedule is the checkpoint's first."""
 
     def number(name: str) -> int:
         return int(name.rpartition(".")[2])
@@ -193,8 +193,8 @@ def _under_own_names(step: nn.Cell, values: Values) -> Values:
 
 
 def _without_parts(values: Values) -> Values:
-    """Without the slices of sharded accumulators where no window is open: they are zero, in shapes that depend on the
-    number of ranks."""
+    """The values without the slices of sharded accumulators, if no window is open: they are zero, and their shapes
+    depend on the number of ranks."""
     if int(values.get(own("window_position"), 0)):
         return values
     return {name: value for name, value in values.items() if not name.startswith(ALL_PARTS)}
@@ -214,7 +214,7 @@ def _check_parts(files: list[tuple[Path, Values]], ranks: int) -> None:
 def _check_parameters(step: nn.Cell, path: Path, values: Values) -> None:
     network = step.network.get_parameters() if isinstance(step, TrainOneStepWithGradAccumulationCell) else ()
     needed = [*step.weights, *network]
-    if own("batch_count") in values:  # not from another kind of training, which may have had another optimizer or none
+    if own("batch_count") in values:  # another kind of training may have had another optimizer, or none
         needed += [one for one in step.optimizer.get_parameters() if not may_lack(one.name)]
     missing = sorted({parameter.name for parameter in needed} - values.keys())
     if missing:
@@ -231,7 +231,7 @@ def _check_parameters(step: nn.Cell, path: Path, values: Values) -> None:
 
 
 def _position(files: list[tuple[Path, Values]], values: Values, data_set: Any, ranks: int) -> int:
-    """Batches that a rank has seen, were they shared out as they are now."""
+    """The batches that each rank has seen, converted to the present number of ranks."""
     saved_ranks, batches = origin(files[0][1])[1], int(values.get(own("batch_count"), 0))
     size, saved_size = data_set.get_dataset_size(), int(values.get(own("epoch_batches"), 0))
     if saved_size and saved_size * saved_ranks != size * ranks:

@@ -4,29 +4,31 @@
     for each micro-batch:                       (window.py)
         forward, backward                       (micro_step.py) seeded with its share or count, times the loss scale
         note the first one's norm               with record_noise (noise.py)
-        add to the accumulators                 unless it counts nothing, or overflowed and is to be dropped
-    the window's last batch?                    (open_window.py; without accumulation_steps each is)
-        reduce across ranks, once               several counted losses: their counts too, before the loop
+        add to the accumulators                 unless it counts nothing, or overflowed and overflows are dropped
+    if the batch is its window's last:          (open_window.py; without accumulation_steps each batch is)
+        reduce over ranks, once                 several counted losses: their counts too, before the loop
         divide by total count and loss scale    (from here on: update.py)
         clip by global norm
-        finite, and something counted?          all ranks agree
-            the other transforms                (transforms/chain.py) change the gradient, or veto the update
+        if finite, and something was counted:   the same on all ranks
+            apply the other transforms          (transforms/chain.py) they change the gradient, or veto the update
             update, or skip
         adjust the loss scale
         reset the accumulators
 
-With ``micro_batch_size="auto"`` the loop is a graph of its own, and runs again where memory ran out (auto_size.py).
-With a function as `split` Python loops over micro-steps, which are graphs of their own (python_split.py).
+With ``micro_batch_size="auto"`` the loop is a separate graph, which runs again if memory runs out (auto_size.py).
+With a function as `split` , Python loops over micro-steps, which are separate graphs (python_split.py).
 A loss of the whole batch has two loops, the first forward only (grad_cache.py). With `shard_accumulators` each
 micro-batch is reduced (sharded_accumulators.py). In semi-auto and auto parallel mode there is no loop: MindSpore's
-compiler accumulates and reduces (unrolled_window.py). From the division on all is the same.
+compiler accumulates and reduces (unrolled_window.py). From the division on, all modes are the same.
 
-Everything from `construct` down, here and in the files named above, is parsed by graph mode into one graph with the
-loop in it. The loop's body is compiled once, so compile time and memory do not grow with the number of micro-batches.
-Five rules keep it right: values are carried as ``a = a + b``, because ``a += b`` on a constant Tensor writes into the
-constant, which lives on in the compiled graph; side effects are ordered by `ops.depend`; what depends on shapes and
-options is decided while compiling, by Python values; what depends on data is an ``if`` on a Tensor, and what it skips
-costs nothing; and no global that a method uses has the name of a method of its class, which graph mode would take.
+Graph mode parses everything that `construct` calls, here and in the files named above, into one graph with the loop
+in it. The loop's body is compiled once, so compile time and memory do not grow with the number of micro-batches. Rules:
+
+* Values are carried as ``a = a + b`` : ``a += b`` would write into a constant Tensor of the compiled graph.
+* `ops.depend` orders side effects.
+* Python values decide, at compile time, what depends on shapes and options.
+* An ``if`` on a Tensor decides what depends on data. The skipped branch costs nothing.
+* No global that a method uses has the name of a method of its class: graph mode would use the method.
 """
 
 from __future__ import annotations
@@ -60,26 +62,27 @@ _NAME = "TrainOneStepWithGradAccumulationCell"
 
 class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.TrainOneStepCell):
     r"""
-    The training step of a :class:`GradAccumulationCell`: one call, one batch, and one update for `accumulation_steps`
-    of them.
+    The training step of a :class:`GradAccumulationCell`. Each call trains on one batch; every `accumulation_steps`
+    batches there is one update.
 
-    Parameters, optimizer state and loss end where `nn.TrainOneStepCell <https://www.mindspore.cn/docs/en/master/
-    api_python/nn/mindspore.nn.TrainOneStepCell.html>`_ would leave them on the whole batch, to float32 rounding; see
-    the README for where that cannot hold. In data parallel mode gradients are reduced once per update, in few large
-    buffers, as ``gradients_mean`` says; with `count` , which is exact over ranks, they are always summed. A batch that
-    does not end its window changes neither weights nor optimizer, and reduces nothing.
+    Parameters, optimizer state and loss equal, to float32 rounding, those of `nn.TrainOneStepCell
+    <https://www.mindspore.cn/docs/en/master/api_python/nn/mindspore.nn.TrainOneStepCell.html>`_ on the whole batch; the
+    README lists the exceptions. In data parallel mode, gradients are reduced once per update, in few large buffers, and
+    averaged or summed according to ``gradients_mean`` ; with `count` , which is exact over ranks, they are always
+    summed. A batch that does not end its window changes neither weights nor optimizer; it reduces nothing without
+    `shard_accumulators` .
 
-    In semi-auto and auto parallel mode MindSpore's compiler distributes the graph and accumulates; what needs a loop
+    In semi-auto and auto parallel mode MindSpore's compiler distributes the graph and accumulates. What needs a loop
     (ragged batches, windows of several batches) is refused before compiling.
 
-    On a CPU with AVX-512, for a network that convolves, ``ONEDNN_MAX_CPU_ISA=AVX2`` is set, unless the environment has
+    On a CPU with AVX-512, a network with convolutions sets ``ONEDNN_MAX_CPU_ISA=AVX2`` , unless the environment sets
     it: see :func:`tune_cpu` .
 
     Args:
         network (GradAccumulationCell): The network with its loss and the options of accumulation; or `AutoParallel
             <https://www.mindspore.cn/docs/en/master/api_python/parallel/
             mindspore.parallel.auto_parallel.AutoParallel.html>`_ around it.
-        optimizer (Optimizer): Over the network's parameters: any `nn.Optimizer` , or one of
+        optimizer (Optimizer): The optimizer of the network's parameters: any `nn.Optimizer` , or one of
             `mindspore.experimental.optim` or `mindspore.mint.optim` that has kernels on the device.
         scale_sense (Union[Cell, Tensor], optional): Loss scale, as `nn.TrainOneStepWithLossScaleCell
             <https://www.mindspore.cn/docs/en/master/api_python/nn/mindspore.nn.TrainOneStepWithLossScaleCell.html>`_
@@ -90,23 +93,22 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
 
     Inputs:
         - **\*inputs** (Tensor) - The batch. Each input has shape :math:`(N, ...)` with the same :math:`N`; all are
-          split along axis 0 at the same boundaries, unless `split` says otherwise. `set_inputs` may leave :math:`N` and
-          other axes open (``Tensor(shape=[None, ...])`` ): one graph then serves batches of all lengths.
+          split along axis 0 at the same boundaries, unless `split` is given. `set_inputs` may leave :math:`N` and
+          other axes open (``Tensor(shape=[None, ...])`` ): one graph then runs batches of all lengths.
 
     Outputs:
         Tensor of shape :math:`()`, float32: the loss of the whole batch; with `accumulation_steps` , on this rank. With
-        `scale_sense` , as MindSpore's step, a tuple of that loss; whether the window overflowed and did not update, a
-        bool Tensor of shape :math:`()`; and the scale that it ran with, float32 of shape :math:`()`. With the cell's
+        `scale_sense` , a tuple as of MindSpore's step: that loss; whether the window overflowed and did not update, a
+        bool Tensor of shape :math:`()`; and the scale of this call, float32 of shape :math:`()`. With the cell's
         `aux` , a tuple of these and the network's other outputs.
 
-        Callbacks find the rest in Parameters of the step. Int32, of shape :math:`()`: ``update_count`` and
+        More values are in Parameters of the step, for callbacks. Int32, of shape :math:`()`: ``update_count`` and
         ``batch_count`` , updates made and batches seen so far; ``window_position`` , batches in the open window. Of the
         last window, float32: ``grad_norm`` (with `max_grad_norm` or `record_noise` ), the global norm before clipping;
         ``window_count`` (with `count` , ``overflow="drop_micro_batch"`` or `accumulation_steps` ), the total count of
-        all ranks; ``dropped_micro_batches`` (likewise), how many were left out on all ranks; ``loss_terms`` (with
+        all ranks; ``dropped_micro_batches`` (likewise), the number left out on all ranks; ``loss_terms`` (with
         several losses), the mean of each; ``window_loss`` (with `accumulation_steps` ), the mean loss; ``noise_sums``
-        (with `record_noise` ), of which :class:`GradNoiseScale` makes its estimates; with :class:`SkipSpikes` what it
-        names.
+        (with `record_noise` ), the input of :class:`GradNoiseScale` . :class:`SkipSpikes` adds its own.
 
     Raises:
         TypeError: If `network` is not a GradAccumulationCell, `optimizer` not an Optimizer, `scale_sense` neither
@@ -116,9 +118,9 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
             a count is negative or not finite; if an embedding makes sparse gradients; in semi-auto and auto parallel
             mode, for options and batches that the compiler cannot accumulate with.
         RuntimeError: In hybrid parallel mode, or with pipeline stages; in semi-auto and auto parallel mode, in PyNative
-            mode or on CPU; if the parallel mode is another one when the step runs than when it was built; with
+            mode or on CPU; if the parallel mode has changed between the step's building and its run; with
             ``micro_batch_size="auto"`` , if not even one sample fits into memory, or as part of another graph; with an
-            optimizer that writes nothing where it runs: `mint.optim.Adam` in PyNative mode on CPU.
+            optimizer that writes no weights there: `mint.optim.Adam` in PyNative mode on CPU.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -147,7 +149,7 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
         cell.keep_options()
         if cell.accumulates:
             admission.warn(cell)
-        self._given = (network,)  # an AutoParallel's settings are for each call; in a tuple, as no part of the step
+        self._given = (network,)  # AutoParallel's settings apply at each call; in a tuple, to be no child of the step
 
     def _build(self, network: nn.Cell, optimizer: nn.Optimizer, scale_sense: nn.Cell | ms.Tensor | None) -> None:
         setup = admission.admit(_NAME, network, optimizer)
@@ -157,13 +159,13 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
         options, _, self._unrolled = setup
         if self.reducer_flag:
             self.grad_reducer = fused_reducer(options, self)
-        # A text, because graph mode must be able to raise it.
+        # A string, because graph mode must be able to raise it.
         self._not_one_graph = str(compatibility.refused(IN_ONE_GRAPH, "GradAccumulationCell", setup) or "")
         self._jit, self._ranks_agree = bool(options.jit), not self.reducer_flag
         self.window_position = counter("window_position")
         self.batch_count = counter("batch_count")
-        self.rate_steps = counter("rate_steps", options.accumulation_steps)  # what the learning rate is for
-        if options.record_noise:  # what AdaScale has made of the rate, and how far that has brought the training
+        self.rate_steps = counter("rate_steps", options.accumulation_steps)  # the rate is for windows of this length
+        if options.record_noise:  # AdaScale's factor of the rate, and the training progress that it has made
             self.rate_factor = record("rate_factor", value=1.0)
             self.rate_progress = record("rate_progress")
         self.spans_batches = options.accumulation_steps > 1 or options.splits_in_python
@@ -175,7 +177,7 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
         self._prepare_window()
         self._choose_graphs(network)
         if self._unrolled:
-            self.set_train()  # the compiler's passes ask for it
+            self.set_train()  # the compiler's passes need it
         else:
             self._keep_in_place()
 
@@ -195,8 +197,8 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
         show_records(self, self.window, self._open_window(), self.update, *self.update.links)
 
     def let_windows_span_batches(self) -> None:
-        """Make the step ready for :meth:`set_accumulation_steps` , for a cell without `accumulation_steps` . Refused
-        for several losses, for a loss of the whole batch, and once the step has run with windows of one batch.
+        """Prepare the step for :meth:`set_accumulation_steps` , if the cell has no `accumulation_steps` . This is
+        refused for several losses, for a loss of the whole batch, and after the step has run with windows of one batch.
         """
         if self.spans_batches:
             return
@@ -222,8 +224,8 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
 
     @property
     def micro_batch_size(self) -> int | None:
-        """Samples in a micro-batch, where the cell's `micro_batch_size` was given; with ``"auto"`` , what was found, or
-        halved since; ``None`` before the first batch."""
+        """Samples in a micro-batch, if the cell's `micro_batch_size` was given. With ``"auto"`` , the size that was
+        found, or halved since; ``None`` before the first batch."""
         return self.window.micro_batch_size
 
     @property
@@ -240,7 +242,7 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
         self.update.set_scale(sens)
 
     def set_accumulation_steps(self, accumulation_steps: int) -> None:
-        """Let windows to come, not one that is open, have another number of batches. Nothing is compiled anew.
+        """Set the number of batches in later windows; an open one keeps its own. Nothing is compiled anew.
 
         Args:
             accumulation_steps (int): Batches that share an update.
@@ -258,10 +260,10 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
             self.window.open.set_steps(accumulation_steps)
 
     def flush(self) -> bool:
-        """Update with the batches that the open window has, divided by what they count; without any, do nothing.
+        """Update with the batches of the open window, divided by their count; without batches, do nothing.
 
-        In data parallel mode a collective: all ranks must call it equally often, and one with an open window is enough
-        for an update; a rank without contributes a count of zero.
+        This is a collective in data parallel mode: all ranks must call it equally often. There is an update if any rank
+        has an open window; the others contribute a count of zero.
 
         Returns:
             bool, whether an update was made.

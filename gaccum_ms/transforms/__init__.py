@@ -1,1 +1,1 @@
-"""What a finished gradient goes through between division and optimizer."""
+"""The transforms of a finished gradient, between division and optimizer."""

@@ -18,21 +18,21 @@ class AdaptiveGradientClip(Transform):
     r"""
     Bound the gradient of each unit by the norm of its weights.
 
-    Adaptive gradient clipping of Brock, De, Smith and Simonyan, `High-Performance Large-Scale Image Recognition Without
-    Normalization <https://arxiv.org/abs/2102.06171>`_ (2021), by which networks without BatchNorm train with large
-    batches. A unit is a row of a weight, what axis 0 counts: an output of `nn.Dense` , a filter of `nn.Conv2d` , a row
-    of an embedding. A weight of fewer than two axes, such as a bias, is one unit. With :math:`W_i` the weights of a
-    unit and :math:`G_i` their gradient
+    This is the adaptive gradient clipping of Brock, De, Smith and Simonyan, `High-Performance Large-Scale Image
+    Recognition Without Normalization <https://arxiv.org/abs/2102.06171>`_ (2021), with which networks without BatchNorm
+    train with large batches. A unit is a row of a weight along axis 0: an output of `nn.Dense` , a filter of
+    `nn.Conv2d` , a row of an embedding. A weight with fewer than two axes, such as a bias, is one unit. If :math:`W_i`
+    are the weights of a unit and :math:`G_i` their gradient:
 
     .. math::
         G_i \leftarrow G_i \min\left(1, \lambda \frac{\max(\|W_i\|, \epsilon)}{\|G_i\|}\right)
 
     Args:
-        clipping (float): :math:`\lambda` , the largest ratio of the norms. Default: ``0.01`` , the paper's for large
-            batches.
-        eps (float): :math:`\epsilon` , so that weights that are zero can begin to move. Default: ``1e-3`` .
-        exclude (Sequence[Parameter]): Weights whose gradients are left as they are; in the paper those of the last
-            layer. Default: ``()`` .
+        clipping (float): :math:`\lambda` , the largest ratio of the norms. Default: ``0.01`` , the paper's value for
+            large batches.
+        eps (float): :math:`\epsilon` , so that weights of zero can begin to move. Default: ``1e-3`` .
+        exclude (Sequence[Parameter]): Weights whose gradients are not clipped; in the paper, the last layer's.
+            Default: ``()`` .
 
     Inputs:
         - **gradients** (tuple[Tensor]) - The finished gradients, float32.
@@ -42,8 +42,8 @@ class AdaptiveGradientClip(Transform):
 
     Raises:
         TypeError: If `clipping` or `eps` is not a number, or `exclude` has something other than Parameters.
-        ValueError: If `clipping` or `eps` is not positive and finite; as the step is built, if `exclude` has what the
-            optimizer does not.
+        ValueError: If `clipping` or `eps` is not positive and finite; when the step is built, if `exclude` has a
+            Parameter that the optimizer lacks.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -95,12 +95,12 @@ class AdaptiveGradientClip(Transform):
 
     def clipped(self, gradient, weight):
         largest = ops.maximum(self.norms(weight), ms.Tensor(self.eps, ms.float32)) * self.clipping
-        # One where the norm is not larger, to the last bit.
+        # Exactly one if the norm is not larger.
         factor = largest / ops.maximum(self.norms(gradient), largest)
         return (self.rows(gradient) * factor).reshape(gradient.shape)
 
     def norms(self, tensor):
-        """Of each unit, shape (units, 1)."""
+        """The norm of each unit, shape (units, 1)."""
         rows = ops.cast(self.rows(tensor), ms.float32)
         return ops.sqrt(ops.reduce_sum(rows * rows, 1)).reshape((-1, 1))
 

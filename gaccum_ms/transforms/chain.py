@@ -1,11 +1,11 @@
-"""The chain that a finished gradient goes through: the links of `transforms` , in order, and whether they go together.
+"""The chain of `transforms` that a finished gradient passes, and the check that its links go together.
 
-For each window that is finite, in update.py:
+For each finite window, in update.py:
 
-    for each link:                              may it be an update? then change the gradients
-    all allow it?
+    for each link:                              does it allow the update? then change the gradients
+    if all allow it:
         update
-        for each link:                          act after it
+        for each link:                          act after the update
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def _check_changed(name, number, shapes, wanted):
 
 
 class _ByFunction(Transform):
-    """A link that a plain function, or a Cell that is no Transform, has made."""
+    """A link around a plain function, or a Cell that is no Transform."""
 
     def __init__(self, function: Callable) -> None:
         super().__init__()
-        # Graph mode takes a function that is an attribute for a method, one in a tuple for itself.
+        # In a tuple, because graph mode treats a function that is an attribute as a method.
         self.functions: tuple[Callable, ...] = () if isinstance(function, nn.Cell) else (function,)
         self.is_cell = isinstance(function, nn.Cell)
         if self.is_cell:
@@ -59,9 +59,9 @@ class Chain(nn.Cell):
     Args:
         owner (str): The class that errors name.
         transforms (Sequence): Transforms, functions and Cells.
-        clipped (bool): Whether gradients come clipped.
+        clipped (bool): Whether the gradients are clipped before the chain.
         weights (ParameterTuple): The weights, in the gradients' order.
-        network (Cell or None): What the cell holds.
+        network (Cell or None): The network, if there is one.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class Chain(nn.Cell):
     # -- compiled ------------------------------------------------------------------------------------------------------
 
     def change(self, gradients, scale):
-        """The changed gradients, and whether there may be an update. `scale` : what gradients are multiplied by here,
-        and no link is to see."""
+        """The changed gradients, and whether an update is allowed. `scale` : a factor of the gradients, which is taken
+        out for the links."""
         if scale != 1.0:
             gradients = self.map(ops.partial(_scaled, 1.0 / scale), gradients)
         allowed = ms.Tensor(True, ms.bool_)
@@ -123,8 +123,8 @@ class Chain(nn.Cell):
 
 
 def without_front_clip(max_grad_norm: float | None, transforms: Sequence[Any]) -> tuple[float | None, tuple]:
-    """`max_grad_norm` and `transforms` , where a ClipByGlobalNorm at the front has become the former: its norm also
-    tells whether the gradient is finite, and is recorded."""
+    """`max_grad_norm` and `transforms` . A ClipByGlobalNorm at the front is turned into `max_grad_norm` : its norm is
+    then recorded, and shows whether the gradient is finite."""
     transforms = tuple(transforms)
     if max_grad_norm is None and transforms and isinstance(transforms[0], ClipByGlobalNorm):
         return transforms[0].max_norm, transforms[1:]
@@ -132,7 +132,7 @@ def without_front_clip(max_grad_norm: float | None, transforms: Sequence[Any]) -
 
 
 def others(transforms: Sequence[Any]) -> tuple:
-    """The same links for another step, which is only tried."""
+    """New links with the same arguments, for a step that is only a trial."""
     return tuple(one.another() if isinstance(one, Transform) else one for one in transforms)
 
 
@@ -148,7 +148,7 @@ def _check_order(owner: str, links: Sequence[Transform], clipped: bool) -> None:
 
 
 def _check_names(owner: str, links: Sequence[Transform], weights: Sequence[ms.Parameter]) -> None:
-    """MindSpore keeps a checkpoint's values by name alone."""
+    """Refuse equal names: MindSpore finds a checkpoint's values only by name."""
     kept: dict[str, int] = {weight.name: id(weight) for weight in weights}
     for link in links:
         for one in link.get_parameters():

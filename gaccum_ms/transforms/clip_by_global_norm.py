@@ -1,4 +1,4 @@
-"""Clipping by global norm as a link of the chain; at its front it is `max_grad_norm` ."""
+"""Clipping by global norm as a link of the chain; at the front it equals `max_grad_norm` ."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from gaccum_ms.transforms.transform import Transform
 
 class ClipByGlobalNorm(Transform):
     r"""
-    Scale all gradients down to a global norm where theirs is larger; `max_grad_norm` is the short form of it at the
-    front of `transforms` .
+    Scale all gradients down to a global norm if theirs is larger; `max_grad_norm` is the short form for the front of
+    `transforms` .
 
-    With :math:`n` the Euclidean norm of all gradients together each is multiplied by
-    :math:`\min(1, \text{max\_norm} / n)` , as by `mindspore.ops.clip_by_global_norm
+    If :math:`n` is the Euclidean norm of all gradients together, each gradient is multiplied by
+    :math:`\min(1, \text{max\_norm} / n)` , as in `mindspore.ops.clip_by_global_norm
     <https://www.mindspore.cn/docs/en/master/api_python/ops/mindspore.ops.clip_by_global_norm.html>`_ (Pascanu, Mikolov
     and Bengio, `On the difficulty of training recurrent neural networks <https://arxiv.org/abs/1211.5063>`_ , 2013).
 

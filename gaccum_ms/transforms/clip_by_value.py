@@ -1,4 +1,4 @@
-"""Clipping each number of the finished gradient by itself."""
+"""Clipping each element of the finished gradient by itself."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def _clip_one(low: ms.Tensor, high: ms.Tensor, gradient: ms.Tensor) -> ms.Tensor
 
 class ClipByValue(Transform):
     r"""
-    Bring each number of the gradients that is outside of an interval to its end.
+    Clip each element of the gradients to an interval.
 
-    As `mindspore.ops.clip_by_value
-    <https://www.mindspore.cn/docs/en/master/api_python/ops/mindspore.ops.clip_by_value.html>`_ , on the finished
+    It applies `mindspore.ops.clip_by_value
+    <https://www.mindspore.cn/docs/en/master/api_python/ops/mindspore.ops.clip_by_value.html>`_ to the finished
     gradient. The gradient's direction changes.
 
     Args:
-        max_value (float): The largest number.
-        min_value (float, optional): The smallest. Default: ``None`` , `max_value` with the sign changed.
+        max_value (float): The largest value.
+        min_value (float, optional): The smallest value. Default: ``None`` , minus `max_value` .
 
     Inputs:
         - **gradients** (tuple[Tensor]) - The finished gradients, float32.

@@ -1,6 +1,6 @@
-"""Global norms of gradients, and clipping by them; the norm of the finished gradient: reduced over ranks.
+"""Global norms of gradients, and clipping by them. Only the finished gradient, reduced over ranks, is clipped.
 
-Clipping each micro-batch would bound the wrong thing: the norm of a mean is not the mean of the norms.
+Clipping each micro-batch would be wrong: the norm of a mean is not the mean of the norms.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import mindspore as ms
 from mindspore import ops
 
-# In semi-auto parallel mode a gradient is one device's part. The compiler sums the squares over devices where it finds
-# this tag, as `mindspore.ops.clip_by_global_norm` sets it; elsewhere it means nothing.
+# In semi-auto parallel mode a gradient is one device's part. At this tag, set by `mindspore.ops.clip_by_global_norm`
+# too, the compiler sums the squares over devices; in other modes it has no effect.
 _tagged = ops.ExpandDims().add_prim_attr("grad_scale", True)
 
 _square_sums = ops.MultitypeFuncGraph("gaccum_ms_square_sums")
@@ -42,16 +42,16 @@ def global_norm(gradients: tuple[ms.Tensor, ...]) -> ms.Tensor:
 
 
 def square_norm(gradients: tuple[ms.Tensor, ...]) -> ms.Tensor:
-    """Its square."""
+    """The square of their global norm."""
     return ops.reduce_sum(ops.concat(ops.HyperMap()(_square_sums, gradients)))
 
 
 def global_norm_of_parts(gradients: tuple[ms.Tensor, ...]) -> ms.Tensor:
-    """The norm, where gradients may be devices' parts, which the compiler would gather to reshape them."""
+    """The norm of gradients that may be devices' parts. It avoids reshapes: for them, the compiler would gather."""
     return ops.reshape(ops.sqrt(ops.addn(ops.HyperMap()(_square_sum_of_part, gradients))), ())
 
 
 def clip_by_norm(gradients: tuple[ms.Tensor, ...], norm: ms.Tensor, max_norm: float) -> tuple[ms.Tensor, ...]:
-    """The gradients, scaled down to global norm `max_norm` where `norm`, their own, is larger; float32."""
+    """The gradients, scaled down to global norm `max_norm` if `norm` , their own norm, is larger; float32."""
     factor = max_norm / ops.maximum(norm, ms.Tensor(max_norm, ms.float32))
     return ops.HyperMap()(ops.partial(_scale, factor), gradients)

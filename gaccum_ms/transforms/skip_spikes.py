@@ -1,4 +1,4 @@
-"""Leaving out updates whose gradient is far larger than usual."""
+"""Skipping updates whose gradient is far larger than usual."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ _NAME = "SkipSpikes"
 
 class SkipSpikes(Transform):
     r"""
-    Leave out an update whose gradient's norm is above so many times its running median, or above a fixed norm.
+    Skip an update if the gradient's norm is above `factor` times its running median, or above a fixed norm.
 
-    What a batch of bad data or a numerical accident would do to weights and moments then does not happen: nothing of
-    weights, optimizer, learning rate and counts of updates changes, and training goes on with the next window. PaLM's
-    training went around its loss spikes by leaving batches out (Chowdhery et al., `PaLM
-    <https://arxiv.org/abs/2204.02311>`_ , 2022, section 5.1); this leaves them out as they come.
+    A batch of bad data or a numerical accident then has no effect: weights, optimizer, learning rate and count of
+    updates stay as they are, and training continues with the next window. PaLM's training avoided its loss spikes by
+    skipping batches after a restart (Chowdhery et al., `PaLM <https://arxiv.org/abs/2204.02311>`_ , 2022, section 5.1);
+    this link skips them as they come.
 
-    The norm is that of the gradient as it comes to this link: put it before those that clip. The median is that of the
-    last `history` norms, of windows that were left out too, so that a gradient that stays large is accepted after half
-    of `history` . A norm that is not finite is left out, and enters no median. All ranks decide by the mean of the
-    norms that they have computed, and so alike.
+    The norm is taken of the gradient at this link: put the link before those that clip. The median is over the last
+    `history` norms, including skipped windows, so that a gradient that stays large is accepted after half of `history`
+    windows. A window whose norm is not finite is skipped, and does not enter the median. All ranks use the mean of
+    their norms, so that they decide alike.
 
-    The step has two Parameters of it, ``skipped_updates`` , int32 of shape :math:`()` , how many were left out so far,
-    and ``judged_norm`` , float32 of shape :math:`()` , the last norm; :class:`WindowMonitor` records both. They are in
-    checkpoints, with the norms, and :func:`resume` goes on with them.
+    The step gets two Parameters: ``skipped_updates`` , int32 of shape :math:`()` , the number of skipped updates so
+    far, and ``judged_norm`` , float32 of shape :math:`()` , the last norm. :class:`WindowMonitor` records both.
+    Checkpoints have them and the norms, and :func:`resume` continues with them.
 
     Args:
-        factor (float, optional): How many times the median a norm may be. Default: ``None`` , no such limit.
+        factor (float, optional): The largest ratio of a norm to the median. Default: ``None`` , no such limit.
 
     Keyword Args:
         norm (float, optional): The largest norm. Default: ``None`` , no such limit.
-        history (int): Norms that the median is taken of. Default: ``128`` .
-        warmup_updates (int): Windows before the median is used. Default: ``16`` .
+        history (int): The number of norms in the median. Default: ``128`` .
+        warmup_updates (int): The number of windows before the median is used. Default: ``16`` .
 
     Inputs:
         - **gradients** (tuple[Tensor]) - The finished gradients, float32.
@@ -52,7 +52,7 @@ class SkipSpikes(Transform):
     Raises:
         TypeError: If a limit is not a number, or `history` or `warmup_updates` not an int.
         ValueError: If neither limit is given, `factor` is not more than 1, `norm` not positive and finite, or an int
-            less than 1; as the step is built, if it comes behind a :class:`ClipByGlobalNorm` or `max_grad_norm` .
+            less than 1; when the step is built, if it comes behind a :class:`ClipByGlobalNorm` or `max_grad_norm` .
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -102,9 +102,9 @@ class SkipSpikes(Transform):
         self.history, self.warmup_updates = history, warmup_updates
 
     def prepare(self, network: nn.Cell | None) -> None:
-        # Infinite where there is none yet: sorted they come last.
+        # Unused places are infinite, so that sorting puts them last.
         self.judged_norms = self.state("judged_norms", np.full(self.history, np.inf, np.float32))
-        self.judged_updates = self.state("judged_updates", np.zeros((), np.int32))  # norms that have entered it
+        self.judged_updates = self.state("judged_updates", np.zeros((), np.int32))  # norms that were entered
         self.judged_norm = self.state("judged_norm", np.zeros((), np.float32))
         self.skipped_updates = self.state("skipped_updates", np.zeros((), np.int32))
         self.places = ms.Tensor(np.arange(self.history), ms.int32)
@@ -120,7 +120,7 @@ class SkipSpikes(Transform):
 
     def allows(self, gradients):
         norm = global_norm(gradients)
-        if self.ranks > 1:  # processors of different kinds may round differently, and one rank must not update alone
+        if self.ranks > 1:  # processors of different kinds may round differently, and no rank may update alone
             norm = self.over_ranks(norm.reshape((1,))).reshape(()) / self.ranks
         finite = ops.isfinite(norm)
         allowed = ops.logical_and(finite, norm <= self.largest())
@@ -140,7 +140,7 @@ class SkipSpikes(Transform):
         entered = self.judged_updates + 0
         last = ops.minimum(entered, ms.Tensor(self.history, ms.int32)) - 1
         ordered, _ = ops.sort(self.judged_norms + 0.0)
-        # The middle one, or the mean of the middle two.
+        # The middle norm, or the mean of the middle two.
         middle = ops.maximum(ops.stack((last // 2, (last + 1) // 2)), ms.Tensor(0, ms.int32))
         median = ops.reduce_mean(ops.gather(ordered, middle, 0))
         known = ops.logical_and(entered >= self.warmup_updates, median > 0)

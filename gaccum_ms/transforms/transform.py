@@ -1,4 +1,4 @@
-"""Transform: one link of the chain that a finished gradient goes through, and the base of one's own."""
+"""Transform: one link of the chain that a finished gradient passes, and the base class of user-defined links."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gaccum_ms.backend.parameters import hold_weights, of_this_rank, own
 
 
 class _KeepsArguments:
-    """What was made of arguments, and can be made of them again."""
+    """Keeps the constructor's arguments, to make an equal object."""
 
     _arguments: tuple[tuple, dict[str, Any]]
 
@@ -22,32 +22,32 @@ class _KeepsArguments:
         return made
 
     def another(self) -> Any:
-        """One of the same arguments, for another step."""
+        """A new object with the same arguments, for another step."""
         args, kwargs = self._arguments
         return type(self)(*args, **kwargs)
 
 
 class Transform(_KeepsArguments, nn.Cell):
     r"""
-    One link of the chain that a finished gradient goes through; a class of one's own begins here.
+    One link of the chain that a finished gradient passes; derive your own links from this class.
 
     The gradient is finished when it is reduced over ranks, divided by the window's total count, and without loss scale.
-    It then goes through `transforms` of :class:`GradAccumulationCell` in order, as through those that `optax.chain
-    <https://optax.readthedocs.io/en/latest/api/combining_optimizers.html>`_ joins, once per update, in the step's own
-    graph. A window that overflowed, or counted nothing, goes through none. A class of one's own has some of these
-    methods, all but `prepare` compiled with the step:
+    It then passes the `transforms` of :class:`GradAccumulationCell` in order, as in `optax.chain
+    <https://optax.readthedocs.io/en/latest/api/combining_optimizers.html>`_ , once per update, in the step's own
+    graph. A window that overflowed, or counted nothing, passes none. A link overrides some of these methods; all but
+    `prepare` are compiled with the step:
 
-    * ``prepare(network)`` , while the step is built: makes state. ``self.weights`` is there by then, in the order of
-      the gradients. `network` is what the cell has, ``None`` in a :class:`GradAccumulator` .
-    * ``allows(gradients)`` returns a bool Tensor of shape :math:`()` : whether there may be an update. It judges the
-      gradients as the links before have left them. Where one link says no, the window is left out: nothing of weights,
-      optimizer, learning rate and counts of updates changes.
-    * ``change(gradients)`` returns the gradients that the next link gets.
-    * ``after_update(after)`` acts when the optimizer has written the weights, and returns `after` , a Tensor, by
-      `mindspore.ops.depend` on what it did. What must move only with an update belongs here.
+    * ``prepare(network)`` creates state, while the step is built. ``self.weights`` is already set, in the order of the
+      gradients. `network` is the cell's network, ``None`` in a :class:`GradAccumulator` .
+    * ``allows(gradients)`` returns a bool Tensor of shape :math:`()` : whether an update is allowed. It gets the
+      gradients from the link before. If any link returns False, the window is skipped: weights, optimizer, learning
+      rate and count of updates stay as they are.
+    * ``change(gradients)`` returns the gradients for the next link.
+    * ``after_update(after)`` runs when the optimizer has written the weights. It returns the Tensor `after` , tied by
+      `mindspore.ops.depend` to its side effects. What must change only with an update belongs here.
 
-    A class of your own takes the arguments that it needs, and calls ``super().__init__()`` in its constructor. All
-    ranks must decide alike. What `state` makes is in checkpoints, and :func:`resume` goes on with it.
+    A derived class takes the arguments that it needs, and calls ``super().__init__()`` in its constructor. All
+    ranks must decide alike. Checkpoints have the Parameters of `state` , and :func:`resume` continues with them.
 
     Args:
         None.
@@ -56,10 +56,10 @@ class Transform(_KeepsArguments, nn.Cell):
         - **gradients** (tuple[Tensor]) - Float32, one of each weight's shape, without loss scale.
 
     Outputs:
-        tuple[Tensor], what `change` returns.
+        tuple[Tensor], the result of `change` .
 
     Raises:
-        ValueError: As the step is built, if another step has it, or if two keep state by one name.
+        ValueError: When the step is built, if another step has this link, or if two links have state of the same name.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -86,17 +86,17 @@ class Transform(_KeepsArguments, nn.Cell):
         self.in_step = False  # whether a step has it
 
     def begin(self, weights: ms.ParameterTuple, network: nn.Cell | None) -> None:
-        """A step is built that has this link."""
+        """Called when a step with this link is built."""
         self.in_step = True
         hold_weights(self, weights)
         self.prepare(network)
 
     def state(self, name: str, value: np.ndarray) -> ms.Parameter:
-        """A Parameter that checkpoints hold, as ``gaccum_ms.<name>`` , and that each rank has for itself.
+        """A Parameter that checkpoints hold, as ``gaccum_ms.<name>`` . Each rank has its own.
 
         Args:
             name (str): Its name, which no other link may have.
-            value (numpy.ndarray): What it begins with; gives shape and dtype.
+            value (numpy.ndarray): The initial value; it defines shape and dtype.
 
         Returns:
             Parameter, not trained.
@@ -104,10 +104,10 @@ class Transform(_KeepsArguments, nn.Cell):
         return of_this_rank(own(name), ms.Tensor(value))
 
     def prepare(self, network: nn.Cell | None) -> None:
-        """Make what is needed, of ``self.weights`` and of the network."""
+        """Create state, from ``self.weights`` and the network."""
 
     def begin_anew(self) -> None:
-        """Forget what training has left, before a checkpoint is loaded that may know nothing of it."""
+        """Reset the state, before a checkpoint is loaded that may lack it."""
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from gaccum_ms.backend.parameters import overwrite
 from gaccum_ms.transforms.transform import Transform
 
 _NAME = "WeightAverage"
-PREFIX = "average."  # of a weight's name, behind our own
+PREFIX = "average."  # between our own prefix and the weight's name
 
 _begin_at = ops.MultitypeFuncGraph("gaccum_ms_begin_average")
 _move_to = ops.MultitypeFuncGraph("gaccum_ms_move_average")
@@ -41,25 +41,24 @@ class WeightAverage(Transform):
     .. math::
         a_n = d_n a_{n-1} + (1 - d_n) w_n
 
-    with :math:`a_0` the weight before the first update (what of a buffer is there then), and :math:`d_n` the decay, or
-    with `warmup` :math:`\min(\text{decay}, (1 + n) / (10 + n))` , as `TensorFlow's ExponentialMovingAverage
-    <https://www.tensorflow.org/api_docs/python/tf/train/ExponentialMovingAverage>`_ has it. It moves once per update:
-    not with a micro-batch, nor with a window that is dropped. So it is the average that training on whole batches
-    would have, to float32 rounding.
+    Here :math:`a_0` is the weight (or buffer) before the first update, and :math:`d_n` the decay, or with `warmup`
+    :math:`\min(\text{decay}, (1 + n) / (10 + n))` , as in `TensorFlow's ExponentialMovingAverage
+    <https://www.tensorflow.org/api_docs/python/tf/train/ExponentialMovingAverage>`_ . The average moves once per
+    update: not with a micro-batch, and not with a dropped window. So it equals, to float32 rounding, the average of
+    training on whole batches.
 
-    ``with step.averaged_weights():`` swaps the averages in, for `Model.eval` , a loop of one's own or an export, and
-    the weights back at its end. The evaluations of `Model.fit` have the averages by themselves. The gradients are left
-    as they are. The averages are float32, whatever the weights; whole on each rank, with a :class:`ShardedOptimizer`
-    too; and in checkpoints, as ``gaccum_ms.average.<weight>`` . A checkpoint without them lets them begin anew with the
-    weights that :func:`resume` has loaded from it.
+    ``with step.averaged_weights():`` swaps the averages in, for `Model.eval` , a hand-written loop or an export, and
+    restores the weights at its end. `Model.fit` evaluates with the averages automatically. The gradients are not
+    changed. The averages are float32, also if the weights are not; they are whole on each rank, also with a
+    :class:`ShardedOptimizer` ; checkpoints have them as ``gaccum_ms.average.<weight>`` . After a :func:`resume` from a
+    checkpoint without averages, they start from the loaded weights.
 
     Args:
-        decay (float): How much of the average an update keeps, at least 0 and less than 1. Default: ``0.9999`` .
+        decay (float): The part of the average that an update keeps, at least 0 and less than 1. Default: ``0.9999`` .
         warmup (Union[bool, float]): Whether the decay begins small; or the number of updates :math:`T` in which it
-            comes near to `decay` . Default: ``False`` .
-        buffers (bool): Whether to average what the network has beside trained weights too, such as the moving
-            statistics of BatchNorm: all its Parameters of a float dtype that the optimizer does not have.
-            Default: ``False`` .
+            approaches `decay` . Default: ``False`` .
+        buffers (bool): Whether to average the network's other Parameters too, such as the moving statistics of
+            BatchNorm: all Parameters of a float dtype that the optimizer does not update. Default: ``False`` .
 
     Inputs:
         - **gradients** (tuple[Tensor]) - The finished gradients, float32.
@@ -69,7 +68,7 @@ class WeightAverage(Transform):
 
     Raises:
         TypeError: If `decay` is not a number, `warmup` neither a bool nor a number, or `buffers` not a bool.
-        ValueError: If `decay` is not at least 0 and less than 1, or `warmup` not positive and finite; as the step is
+        ValueError: If `decay` is not at least 0 and less than 1, or `warmup` not positive and finite; when the step is
             built, if `buffers` is given in a :class:`GradAccumulator` , which has no network.
 
     Supported Platforms:
@@ -107,7 +106,7 @@ class WeightAverage(Transform):
 
     def prepare(self, network: nn.Cell | None) -> None:
         averaged = [*self.weights, *(self._buffers_of(network) if self.with_buffers else ())]
-        # As an attribute only: they are the network's.
+        # Only as an attribute, because these Parameters are the network's.
         object.__setattr__(self, "averaged", ms.ParameterTuple(averaged))
         self.averages = ms.ParameterTuple(
             [self.state(PREFIX + one.name, np.zeros(one.shape, np.float32)) for one in averaged]
@@ -123,7 +122,7 @@ class WeightAverage(Transform):
             )
         trained = {id(weight) for weight in self.weights}
         floats = (ms.float32, ms.float16, ms.bfloat16)
-        # What each rank has for itself, as sums of an open window, is no state of the network.
+        # Parameters of one rank, such as the sums of an open window, are no state of the network.
         return [
             one
             for one in network.get_parameters()
@@ -136,7 +135,7 @@ class WeightAverage(Transform):
     # -- compiled ------------------------------------------------------------------------------------------------------
 
     def change(self, gradients):
-        """Of the first update: the averages begin with the weights before it, whenever those were loaded."""
+        """At the first update, set the averages to the weights before it, which may have been loaded late."""
         begun = ms.Tensor(0.0, ms.float32)
         if self.averaged_updates + 0 == 0:
             begun = ops.depend(begun, self.map(_begin_at, self.averages, self.averaged))
@@ -152,10 +151,10 @@ class WeightAverage(Transform):
         return ops.depend(after, ops.assign(self.averaged_updates, ops.depend(updates, moved)))
 
     def rate_of(self, update):
-        """How far the averages move: one minus the decay of an update, counted from 1."""
+        """One minus the decay of an update. `update` is counted from 1."""
         rate = ms.Tensor(1.0 - self.decay, ms.float32)
         if isinstance(self.warmup, bool):
-            if self.warmup:  # one minus (1 + n) / (10 + n), where that is more
+            if self.warmup:  # 1 - (1 + n) / (10 + n), if it is larger
                 rate = ops.maximum(rate, 9.0 / (10.0 + update))
         else:
             rate = rate + self.decay * ops.exp(-update / self.warmup)
@@ -165,12 +164,12 @@ class WeightAverage(Transform):
 
     @property
     def swapped(self) -> bool:
-        """Whether the averages are where the weights were."""
+        """Whether the averages have replaced the weights."""
         return self._swapped
 
     @contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
-        """Within it the weights have the values of the averages; before the first update these are the same."""
+        """Context manager in which the weights have the averages' values; before the first update both are equal."""
         if self._swapped or not int(self.averaged_updates.asnumpy()):
             yield
             return

@@ -1,7 +1,7 @@
-"""What MindSpore's compiler makes of steps for a device that saturates: ``saturation_graphs.py OUT CASE...``.
+"""Compiles steps for a device that saturates: ``saturation_graphs.py OUT CASE...``.
 
-The compiler finishes each graph and then fails, for the CPU has no operators for the flag. The finished graphs are left
-in ``OUT/CASE.ir`` .
+The compiler finishes each graph and then fails, because the CPU has no operators for the flag. The finished graphs are
+written to ``OUT/CASE.ir`` .
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def compile_case(name: str) -> None:
     scale = ms.Tensor(2.0)
     if name == "loop":
         run = GradAccumulator(optimizer, 2, scale_sense=scale)
-        run.scale(ms.Tensor(1.0))  # it asks that losses are
+        run.scale(ms.Tensor(1.0))  # the accumulator requires scaled losses
         run(tuple(ops.ones_like(weight) for weight in net.trainable_params()))
         return
     cell = GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), **options)

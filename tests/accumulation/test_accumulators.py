@@ -1,4 +1,4 @@
-"""Accumulators: their names and dtypes, and what low precision loses and compensation keeps."""
+"""Accumulators: their names and dtypes, rounding errors of low precision, and compensation."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_float32_by_default_the_weights_own_dtype_on_request(weights):
 
 @pytest.mark.core(mode="graph")
 def test_training_with_the_weights_own_dtype(mode):
-    """float16 accumulators round each sum to 11 bits, and train like float32 ones to that."""
+    """float16 accumulators round each sum to 11 bits, and train like float32 ones within this error."""
     weights = []
     for dtype in (ms.float32, None):
         step = make_step(ms.float16, accumulator_dtype=dtype)
@@ -76,7 +76,7 @@ def test_a_compensation_for_each_accumulator_and_none_unasked():
 
 
 def test_overwriting_where_a_gradient_that_raised_left_the_tape_open(pynative):
-    """There PyNative forbids to write into a weight, as bfloat16, for want of Assign, must."""
+    """PyNative then forbids in-place writes to a weight, which bfloat16 needs, because it has no Assign."""
 
     def raises(x):
         raise KeyboardInterrupt
@@ -89,7 +89,7 @@ def test_overwriting_where_a_gradient_that_raised_left_the_tape_open(pynative):
 
 
 class Given(nn.Cell):
-    """A network whose gradient is its input's mean: what goes into the accumulators can be chosen."""
+    """A network whose gradient is its input's mean, so that a test can choose the accumulators' input."""
 
     def __init__(self):
         super().__init__()
@@ -103,7 +103,7 @@ LARGE_AND_TINY = np.concatenate([[1.0], np.full(10_000, 1e-5)]).astype(np.float3
 
 
 def accumulate(dtype: str, compensated: bool) -> float:
-    """The sum that 1 large and 10,000 tiny gradients, each a micro-batch, leave for the optimizer."""
+    """The sum of 1 large and 10,000 tiny gradients, each from a micro-batch, as the optimizer gets it."""
     network = Given()
     cell = GradAccumulationCell(
         network, micro_batch_size=1, reduction="sum", accumulator_dtype=DTYPES[dtype], compensated=compensated
@@ -118,7 +118,7 @@ TRUTH = float(LARGE_AND_TINY.astype(np.float64).sum())
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_compensation_keeps_what_rounding_takes(dtype):
-    """To float32's rounding, whatever the accumulators' dtype: what is kept is read again, too."""
+    """The sum is exact to float32 rounding for every dtype of the accumulators: the compensation is read, too."""
     assert abs(accumulate(dtype, compensated=True) - TRUTH) <= 1e-6
 
 
@@ -176,7 +176,7 @@ class OwnLookup(nn.Cell):
 
 
 class HeldLookup(nn.Cell):
-    """A layer that is kept where MindSpore does not look for cells."""
+    """A layer in a container that MindSpore does not search for cells."""
 
     def __init__(self, kept):
         super().__init__()
@@ -203,7 +203,7 @@ def gather_rows(table, tokens):
 
 
 class MadeInMethod(nn.Cell):
-    """Makes the primitive in what `construct` calls."""
+    """Makes the primitive in a method that `construct` calls."""
 
     def __init__(self):
         super().__init__()
@@ -261,7 +261,7 @@ PRIMITIVES = {"gather": ops.SparseGatherV2}
 
 
 class HiddenLookup(nn.Cell):
-    """Only the compiler sees what this makes."""
+    """Only the compiler can find the primitive that this makes."""
 
     def __init__(self):
         super().__init__()
@@ -322,7 +322,7 @@ def on_another_device():
 
 
 def test_bfloat16_is_copied_on_cpu_and_assigned_elsewhere(mode, monkeypatch):
-    """MindSpore's CPU back end has no bfloat16 Assign, which its error shows here; the GPU's has, and no such copy."""
+    """MindSpore's CPU back end has no bfloat16 Assign, as its error shows here; the GPU's has it, but no such copy."""
     cell, value = Writing(), Tensor([2.5], ms.bfloat16)
     cell(value)
     assert as_numpy(cell.held) == [2.5]

@@ -1,4 +1,4 @@
-"""``split=EvenSplit(shared=...)``: inputs that all micro-batches have whole. The oracle is the whole batch's step."""
+"""``split=EvenSplit(shared=...)``: inputs that are not cut. The oracle is the whole batch's step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCALE = np.float32(0.7)
 
 
 class WithTable(nn.Cell):
-    """Each sample's squared error, of a prediction that reads a table and a number which all share."""
+    """Squared errors of predictions that use a table and a number, which all samples share."""
 
     def __init__(self):
         super().__init__()
@@ -41,7 +41,7 @@ class WithTable(nn.Cell):
 
 
 def weight_by_table(x, table, scale, y):
-    """What a mean may be over: samples, times a number that depends on all that is shared."""
+    """A count: the samples, times a number that depends on all shared inputs."""
     return x.shape[0] * (table * table).sum() * scale
 
 
@@ -98,7 +98,7 @@ def test_shared_inputs_reach_each_micro_batch_whole(name, mode):
 
 
 def test_windows_of_several_batches_weigh_them_by_their_counts():
-    """Each batch has a table of its own, so that no joined batch exists: gradients are added up by hand."""
+    """Each batch has another table, so that there is no joined batch: gradients are added up by hand."""
     ms.set_context(mode=ms.PYNATIVE_MODE)
     step = make_step(micro_size=2, accumulation_steps=2, count=weight_by_table)
     network = WithTable()
@@ -118,7 +118,7 @@ def test_windows_of_several_batches_weigh_them_by_their_counts():
 
 
 def test_a_table_may_be_as_long_as_the_batch(pynative):
-    """The control: what has as many rows as there are samples is cut, unless it is shared."""
+    """The control: an input with as many rows as samples is cut, unless it is shared."""
     x, _, scale, y = TENSORS[0]
     batch = x, Tensor(np.random.default_rng(4).normal(size=(8, FEATURES)).astype(np.float32)), scale, y
     _, weight = whole([batch])
@@ -154,7 +154,7 @@ def test_one_graph_for_batches_of_all_lengths():
 
 
 class Rows(WithTable):
-    """Representations that all samples of the batch are compared by."""
+    """Representations of a loss that compares all samples of the batch."""
 
     def construct(self, x, table, scale):
         return ops.tanh(x * self.weight) @ table.T * scale

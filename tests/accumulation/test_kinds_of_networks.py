@@ -1,6 +1,5 @@
-"""What else MindSpore's users do in a network, and with a loss scale: each against MindSpore's own step on the whole
-batch. Recomputation, gradients of one's own, parts that `ms.jit` compiles, lengths that are left open, and
-``drop_overflow_update=False`` .
+"""Other features of MindSpore in networks, compared with MindSpore's own step on the whole batch: recomputation,
+user-defined gradients, parts compiled by `ms.jit` , open lengths, and ``drop_overflow_update=False`` .
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ DATA = [
 
 
 class Layer(nn.Cell):
-    """A layer with a weight; a network is made of it, by which its gradient is tried."""
+    """A layer with a weight, the base of the networks whose gradients are tested."""
 
     def __init__(self, weight):
         super().__init__()
@@ -55,7 +54,7 @@ class CallsCompiled(Layer):
 
 
 class HalvedGradient(nn.Cell):
-    """The identity, whose gradient is halved: wrong on purpose, so that a test sees whether it is used."""
+    """The identity with a halved gradient: wrong on purpose, so that a test can check that it is used."""
 
     def construct(self, x):
         return x * 1.0
@@ -82,7 +81,7 @@ def square_gradient(x, out, dout):
 
 
 class CustomOperator(Layer):
-    """`ops.Custom` , run by Python, with a gradient of one's own."""
+    """`ops.Custom` , run by Python, with a user-defined gradient."""
 
     def __init__(self, weight):
         super().__init__(weight)
@@ -95,7 +94,7 @@ class CustomOperator(Layer):
 
 
 class Network(nn.Cell):
-    """Squared errors of what a layer makes of the batch."""
+    """Squared errors of a layer's outputs."""
 
     def __init__(self, layer):
         super().__init__()
@@ -131,7 +130,7 @@ def accumulated(**options):
 
 
 def in_a_loop(network, optimizer):
-    """One's own, of two parts of each batch."""
+    """A hand-written loop, over two parts of each batch."""
     accumulator = GradAccumulator(optimizer, 2)
     value_and_grad = ms.value_and_grad(network, None, optimizer.parameters)
 
@@ -186,7 +185,7 @@ def test_equals_the_whole_batch(kind, way, mode):
 @pytest.mark.core("pynative")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_gradient_of_ones_own_is_used(mode):
-    """The negative control: the same network with MindSpore's gradient trains otherwise."""
+    """The negative control: the same network with MindSpore's gradient trains differently."""
     ms.set_context(mode=MODES[mode])
     own, plain = (weights_after(accumulated(micro_size=3), kind) for kind in (OwnGradient, Layer))
     assert relative_error(own["losses"][:1], plain["losses"][:1]) < TOLERANCE
@@ -210,7 +209,7 @@ class Sequences(nn.Cell):
 @pytest.mark.core("2-2")
 @pytest.mark.parametrize(("micro_size", "spanned"), [(3, 1), (2, 2)])
 def test_one_graph_for_sequences_of_all_lengths(micro_size, spanned):
-    """Samples and lengths change with every batch: nothing is compiled anew, in windows of several batches too."""
+    """Samples and lengths change with every batch, and nothing is compiled anew, also in windows of several batches."""
     ms.set_context(mode=ms.GRAPH_MODE)
     shapes = [(7, 5), (4, 9), (9, 2), (5, 5)]
     data = [
@@ -240,7 +239,7 @@ def test_one_graph_for_sequences_of_all_lengths(micro_size, spanned):
 @pytest.mark.core("pynative")
 @pytest.mark.parametrize("mode", MODES)
 def test_an_overflow_is_not_dropped_where_that_is_asked_for(mode):
-    """As MindSpore's own step, which then does not look: the weights are no numbers any more."""
+    """As in MindSpore's own step, which then does not check: the weights become NaN or infinite."""
     ms.set_context(mode=MODES[mode])
     manager = ms.amp.FixedLossScaleManager(128.0, drop_overflow_update=False)
     found = []

@@ -52,7 +52,7 @@ def whole_step():
 
 
 def whole_batches(data) -> Run:
-    """The reference: MindSpore's own step, in graph mode, whatever the mode."""
+    """The reference: MindSpore's own step, always in graph mode."""
     mode = ms.get_context("mode")
     ms.set_context(mode=ms.GRAPH_MODE)
     step = whole_step()
@@ -161,7 +161,7 @@ def test_clipping_under_a_scale_that_the_optimizer_removes(options, pynative):
 
 
 def layers():
-    """Layers alone: at O1 MindSpore rewrites the network's source, and then knows no names of its module."""
+    """Only layers: at O1 MindSpore rewrites the network's source, which then has no access to its module's names."""
     network = nn.SequentialCell(nn.Dense(12, 16), nn.Tanh(), nn.Dense(16, 5))
     for parameter in network.get_parameters():
         parameter.set_data(Tensor(np.random.default_rng(7).normal(size=parameter.shape) * 0.4, ms.float32))
@@ -171,8 +171,8 @@ def layers():
 @pytest.mark.core(level="O2")
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "auto"])
 def test_amp_levels_train_like_the_whole_batch(level):
-    """Against MindSpore's own step at the same level, in float16's precision; O2 brings a dynamic loss scale, which
-    MindSpore refuses on CPU, so there the reference has none."""
+    """Compared with MindSpore's own step at the same level, within float16's precision. O2 has a dynamic loss scale,
+    which MindSpore refuses on CPU, so the reference has none there."""
     finals = []
     for accumulate in (False, True):
         network = layers()
@@ -186,7 +186,7 @@ def test_amp_levels_train_like_the_whole_batch(level):
         skipped = 0
         for batch in DATA:
             outputs = step(*map(Tensor, batch))
-            while isinstance(outputs, tuple) and outputs[1].asnumpy():  # 2 ** 24 is too much for float16: it comes down
+            while isinstance(outputs, tuple) and outputs[1].asnumpy():  # 2 ** 24 is too large for float16
                 skipped += 1
                 outputs = step(*map(Tensor, batch))
         assert (skipped > 0) == (accumulate and level == "O2")
@@ -226,7 +226,7 @@ def test_an_overflow_drops_the_window_exactly(optimizer, position, value):
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("position", list(POISONED))
 def test_an_overflow_is_seen_in_the_norm_that_clips(position, value):
-    """There is no other search for it where weights are float32."""
+    """With float32 weights, there is no other check."""
     step = reused_step(max_grad_norm=1.0)
     before = everything(step)
     _, overflow, _ = step(*poisoned(POISONED[position], value))
@@ -254,7 +254,7 @@ def test_an_overflow_drops_the_window_in_pynative_mode(position, value, pynative
 
 @pytest.mark.core(mode="pynative")
 def test_a_window_that_counts_nothing_says_nothing_about_the_scale(mode):
-    """Nor does a flush of an empty one: no gradient was there to overflow. Each good window doubles it here."""
+    """Nor does a flush of an empty window: it has no gradient to overflow. Here each good window doubles the scale."""
 
     def nothing(x, y):
         return (x[:, 0] > 1e9).sum()
@@ -273,7 +273,7 @@ def test_a_window_that_counts_nothing_says_nothing_about_the_scale(mode):
 
 
 class Faint(nn.Cell):
-    """Its gradient is so small that its sum is finite where what it is divided by is not."""
+    """Its gradient is so small that its sum is finite, but its divisor is not."""
 
     def __init__(self):
         super().__init__()
@@ -330,7 +330,7 @@ def test_set_sense_scale_reaches_the_compiled_graph(mode):
 
 @pytest.mark.core(mode="pynative")
 def test_without_a_scale_nobody_asks(mode):
-    """As nn.TrainOneStepCell: a NaN reaches the weights."""
+    """As in nn.TrainOneStepCell, a NaN reaches the weights."""
     step = reused_step(scaled=False)
     step(*poisoned(7, float("nan")))
     assert np.isnan(as_numpy(step.weights[0])).any()
@@ -342,7 +342,7 @@ KEPT = {"first": slice(5, 13), "middle": [0, 1, 2, 3, 4, 10, 11, 12], "last": sl
 
 
 def what_is_left(position) -> Run:
-    """The reference: a batch of the kept samples alone."""
+    """The reference: a batch with only the kept samples."""
     x, y = batches(SAMPLES, 1)[0]
     return whole_batches([(x[KEPT[position]], y[KEPT[position]])])
 
@@ -351,7 +351,7 @@ def what_is_left(position) -> Run:
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("position", list(POISONED))
 def test_a_poisoned_micro_batch_is_left_out(position, scaled, mode):
-    """What is left trains as a batch of its own."""
+    """The rest trains like a separate batch."""
     step = reused_step(scaled, overflow="drop_micro_batch")
     outputs = step(*poisoned(POISONED[position], float("nan")))
     left = what_is_left(position)
@@ -381,7 +381,7 @@ class Root(nn.Cell):
 
 @pytest.mark.core(mode="pynative")
 def test_a_micro_batch_is_left_out_whose_loss_is_finite_and_whose_gradient_is_not(mode):
-    """Of x = 1, 0, 4 the gradients are 1/2, 0/0 and 1."""
+    """For x = 1, 0, 4, the gradients are 1/2, 0/0 and 1."""
     network = Root()
     cell = GradAccumulationCell(network, 3, overflow="drop_micro_batch")
     step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.1)).set_train()
@@ -413,7 +413,7 @@ def test_dropping_nothing_equals_the_whole_batch(mode):
 
 
 class NotRenormalised(ByCounts):
-    """Leaves the poisoned micro-batch out, and divides by all samples all the same."""
+    """Leaves the poisoned micro-batch out, but still divides by all samples."""
 
     def reduce(self, gradients, sums, scale, unit):
         gradients, _, loss, counted = super().reduce(gradients, sums, scale, unit)
@@ -455,7 +455,7 @@ def test_set_sense_scale_refuses_what_does_not_fit():
             step.set_sense_scale(scale)
 
 
-# -- what overflows last -----------------------------------------------------------------------------------------------
+# -- late overflows ----------------------------------------------------------------------------------------------------
 
 
 class Slope(nn.Cell):
@@ -486,15 +486,15 @@ def assert_no_update(cell, scale, x, grad_norm):
 
 @pytest.mark.core(mode="pynative")
 def test_a_gradient_that_only_the_weights_float16_cannot_hold_is_an_overflow_where_its_norm_is_finite(mode):
-    """Two micro-batches of gradient 40,000 are 80,000 in their float32 accumulator, a finite norm that is not clipped;
-    the largest number of float16 is 65,504."""
+    """Two micro-batches with gradients of 40,000 sum to 80,000 in the float32 accumulator, and their norm is finite and
+    not clipped; but the largest float16 is 65,504."""
     cell = GradAccumulationCell(Slope("sum", ms.float16), 2, reduction="sum", max_grad_norm=1e6)
     assert_no_update(cell, Tensor(1.0, ms.float32), Tensor([4e4, 4e4], ms.float16), 8e4)
 
 
 @pytest.mark.core(mode="pynative")
 def test_an_infinite_divisor_is_an_overflow_though_the_gradient_that_it_divides_is_finite(mode):
-    """Counts of 1e10 in all, times a scale of 1e30, are more than float32 holds. The gradient of 1e-6, times both, is
-    not; divided by infinity it would be a zero, and an update."""
+    """The total count of 1e10 times the scale of 1e30 exceeds float32. The gradient of 1e-6 times both does not;
+    divided by infinity it would be zero, and would make an update."""
     cell = GradAccumulationCell(Slope("mean"), 2, count=five_billion, max_grad_norm=1.0)
     assert_no_update(cell, Tensor(1e30, ms.float32), Tensor([1e-6, 1e-6], ms.float32), 0.0)

@@ -1,4 +1,4 @@
-"""Where a batch is cut."""
+"""The boundaries of micro-batches."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ OPEN = [Tensor(shape=[None], dtype=ms.float32)] * 2
 
 
 def train(mode, network, options, lengths, inputs=OPEN):
-    """Losses and weight after batches of these lengths, and how often was compiled."""
+    """Losses and weight after batches of these lengths, and the number of compilations."""
     ms.set_context(mode=mode)
     random = np.random.default_rng(5)
     cell = GradAccumulationCell(network(3.0), **options)
@@ -121,7 +121,7 @@ def train(mode, network, options, lengths, inputs=OPEN):
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_one_graph_serves_batches_of_all_lengths(window):
-    """An eager step, in which every length is known, is the reference: the same numbers, and one compilation."""
+    """The reference is an eager step, in which every length is known: results are equal, with one compilation."""
     lengths = (12, 7, 2, 9)  # in threes and in fours: even, ragged, fewer samples than micro-batches
     found, compilations = train(ms.GRAPH_MODE, *WINDOWS[window], lengths)
     expected, _ = train(ms.PYNATIVE_MODE, *WINDOWS[window], lengths)

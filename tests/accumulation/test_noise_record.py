@@ -1,4 +1,4 @@
-"""What is recorded for estimates of the gradient noise, against gradients by hand."""
+"""The records for estimates of the gradient noise, compared with gradients by hand."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from gaccum_ms.accumulation.weighing import BySamples
 
 
 class Quadratic(nn.Cell):
-    """Loss |w - y|^2 / 2, mean or sum over samples, weighted by a mask if there is one: a sample's gradient is w - y,
-    so all is known."""
+    """Loss |w - y|^2 / 2, mean or sum over samples, weighted by a mask if there is one. A sample's gradient is w - y,
+    so all values are known."""
 
     def __init__(self, weight, mean=True):
         super().__init__()
@@ -42,13 +42,13 @@ def targets(samples, seed=0):
 
 
 def gradient_of(part, mask=None):
-    """Summed over items, and how many these are."""
+    """The gradient summed over items, and the number of items."""
     mask = np.ones(len(part)) if mask is None else mask
     return (mask[:, None] * (WEIGHT - part)).sum(axis=0), mask.sum()
 
 
 def noise_by_hand(firsts, window):
-    """Of each rank's first micro-batch and of the window, each given as arguments of `gradient_of` ."""
+    """The record, from each rank's first micro-batch and the window, given as arguments of `gradient_of` ."""
     firsts = [gradient_of(*first) for first in firsts]
     items = sum(count for _, count in firsts)
     gradient, total = gradient_of(*window)
@@ -88,7 +88,7 @@ def test_records_of_a_batch(kind, mode):
     y = targets(12)
     step = make_step(**options)
     assert type(step.window.weighing) is BySamples  # samples are not counted at run time
-    for _ in range(2):  # the second is no sum over both
+    for _ in range(2):  # the second record must not include the first
         step(Tensor(y))
     np.testing.assert_allclose(noise_of(step), noise_by_hand([[y[:first]]], [y]), rtol=1e-5)
     assert step.window.noise.read(1.0).is_known == (first < 12)
@@ -112,7 +112,7 @@ class Unsized(NoiseRecord):
 
 
 class ForgetsTheSize(BySamples):
-    """Takes the first micro-batch for one item."""
+    """Records one item for the first micro-batch."""
 
     def __init__(self, made_of):
         super().__init__(made_of)
@@ -120,7 +120,7 @@ class ForgetsTheSize(BySamples):
 
 
 class NotesTheWholeBatch(BySamples):
-    """After the loop, over what it has noted of the first micro-batch."""
+    """Overwrites the first micro-batch's record after the loop."""
 
     def reduce(self, gradients, sums, scale, unit):
         noted = self.noise.note(gradients, ops.depend(unit, sums), ms.Tensor(12.0, ms.float32))
@@ -149,7 +149,7 @@ def test_negative_controls_are_caught(weighing, mode):
     ],
 )
 def test_records_of_windows_of_several_batches(scale, size, mode):
-    """Of batches of unequal size."""
+    """The batches have unequal sizes."""
     ms.set_context(mode=MODES[mode])
     first, second = targets(7), targets(4, 1)
     step = make_step(
@@ -169,7 +169,7 @@ def test_records_of_windows_of_several_batches(scale, size, mode):
     ids=["1-mean-pynative", "2-sum-graph", "1-sum-pynative", "2-mean-pynative"],
 )
 def test_records_of_counts(mean, accumulation_steps, mode):
-    """One micro-batch counts nothing: where it is the first, the window tells nothing."""
+    """One micro-batch counts nothing: if it is the first, there is no estimate."""
     ms.set_context(mode=MODES[mode])
     y, mask = targets(8), np.array([1, 0.5, 0, 0, 1, 1, 0, 2], np.float32)
     step = make_step(mean=mean, micro_size=4, count=CountMask(), accumulation_steps=accumulation_steps)
@@ -206,7 +206,7 @@ def test_a_flush_records_what_is_there(pynative):
 
 
 def test_a_window_that_failed_leaves_nothing(pynative):
-    """A batch that is refused half-way, in PyNative mode, drops its window and what was noted."""
+    """A batch that fails half-way, in PyNative mode, drops its window and the record."""
     y = targets(8)
     step = make_step(micro_size=2, accumulation_steps=2, count=refuse_the_second_half)
     with pytest.raises(ValueError, match="refused"):
@@ -221,7 +221,7 @@ def refuse_the_second_half(y):
 
 
 def test_a_window_that_is_resumed_keeps_its_records(pynative, tmp_path):
-    """On the rank that saved it, and joined from two ranks that had other units."""
+    """On the rank that saved it, and joined from two ranks with different units."""
     y = targets(20)
     paths = []
     for rank, own in enumerate((y[:8], y[8:14])):
@@ -250,11 +250,11 @@ def test_recording_changes_no_update(mode):
 @pytest.mark.distributed
 @pytest.mark.parametrize("gradients_mean", [True, False], ids=["mean", "sum"])
 def test_records_of_two_ranks(gradients_mean, rank_pair, tmp_path):
-    """By samples, ranks that sum have twice the mean."""
+    """With weights by samples, two ranks that are summed give twice the mean."""
     results = [case(one, f"mean{gradients_mean:d}") for one in rank_pair.worker("noise_worker", tmp_path)]
     y, mask = targets(16), np.array([1, 0.5, 0, 0, 1, 1, 0, 2] * 2, np.float32)
     uneven = noise_by_hand([[y[:2]], [y[6:9]]], [y])
-    # Of the two ranks' means, which is as noisy as a mean over 2^2 / (1 / 6 + 1 / 10) = 15 samples.
+    # The mean of the two ranks' means is as noisy as a mean over 2^2 / (1 / 6 + 1 / 10) = 15 samples.
     uneven[2] = np.square((WEIGHT - y[:6]).mean(axis=0) / 2 + (WEIGHT - y[6:]).mean(axis=0) / 2).sum()
     uneven[3] = 15
     for name, expected in {

@@ -1,4 +1,4 @@
-"""Outputs beside the loss, ``aux=True`` : on one process, against NumPy, and against the same step without them.
+"""Outputs beside the loss, ``aux=True`` , on one process, compared with NumPy and with the same step without them.
 Ranks: test_counted_ranks.py. Callbacks: test_training_metrics.py."""
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ MASK = [1, 1, 0, 0.5, 1, 0, 0, 0]  # in micro-batches of one or two, some count 
 
 
 class Shown(nn.Cell):
-    """Squared errors of w x ~ 1, as `loss` says; with outputs of many kinds: two of equal shape, the second int32, then
-    bool, rows of their own, and a scalar that is the loss once more. All but the integers have gradients."""
+    """Squared errors of w x ~ 1, reduced according to `loss` , with outputs of many kinds: two of equal shape (the
+    second int32), bool, rows of another shape, and a scalar equal to the loss. All but the integers have gradients."""
 
     def __init__(self, loss="mean", shows=True):
         super().__init__()
@@ -46,7 +46,7 @@ class Shown(nn.Cell):
 
 
 class Returning(Shown):
-    """Returns what `kind` says."""
+    """Returns outputs of this `kind` ."""
 
     def __init__(self, kind):
         super().__init__()
@@ -72,7 +72,7 @@ class Returning(Shown):
 
 
 def options_of(loss):
-    """Of the cell, for a network of that kind of loss."""
+    """The cell's options for a network with this kind of loss."""
     reduction = loss if loss in ("sum", "ratio") else "mean"
     return {"reduction": reduction, "count": COUNT_MASK if loss == "masked" else None}
 
@@ -94,7 +94,7 @@ def batch(mask, seed=0):
 
 
 def check_rows(outputs, x, weight=START):
-    """What each sample has, in the batch's order."""
+    """Check each sample's outputs, in the batch's order."""
     values = x.asnumpy() * weight
     errors = values.sum(-1) - 1
     for output, wanted, dtype in zip(
@@ -111,7 +111,7 @@ def check_rows(outputs, x, weight=START):
 @pytest.mark.parametrize("micro_size", [1, 3, 8])
 @pytest.mark.parametrize("loss", ["mean", "sum", "masked", "ratio"])
 def test_outputs_are_the_batchs_and_change_nothing(loss, micro_size, mode):
-    """Also those of samples that count nothing. Three micro-batches are 3 + 3 + 2."""
+    """Samples that count nothing have outputs too. Three micro-batches are 3 + 3 + 2."""
     step, plain = (steps(loss, aux, micro_size=micro_size) for aux in (True, False))
     for seed in range(2):
         weight = as_numpy(step.weights[0])
@@ -142,7 +142,7 @@ def test_negative_control_a_changed_order_is_caught(pynative, monkeypatch):
 @pytest.mark.core("pynative-masked")
 @pytest.mark.parametrize("loss", ["mean", "masked", "ratio"])
 def test_each_batch_of_a_window_has_its_own(loss, mode):
-    """Scalars as the loss of the call, and a tail that is flushed."""
+    """Scalars are averaged as the loss of the call; the tail is flushed."""
     step, plain = (steps(loss, aux, micro_size=2, accumulation_steps=2) for aux in (True, False))
     for seed, mask in enumerate([MASK, [0, 0, 0], MASK[:5]]):
         weight = as_numpy(step.weights[0])
@@ -158,7 +158,7 @@ def test_each_batch_of_a_window_has_its_own(loss, mode):
 
 @pytest.mark.core(mode="graph")
 def test_after_a_loss_scale_and_of_what_is_dropped(mode):
-    """(loss, overflow, scale, *aux), and of a micro-batch that overflows its rows, but no part of a scalar."""
+    """(loss, overflow, scale, *aux): a micro-batch that overflows has rows, but no part in a scalar."""
     step = steps("masked", micro_size=4, scaled=True, overflow="drop_micro_batch")
     x, mask = batch(MASK)
     values = x.asnumpy().copy()
@@ -177,7 +177,7 @@ def test_after_a_loss_scale_and_of_what_is_dropped(mode):
 
 @pytest.mark.parametrize("way", MODES)
 def test_scalars_alone(way):
-    """Of one shape, in the loop with the sums: floats and integers become float32 means."""
+    """Scalars have one shape and are in the loop with the sums: floats and integers become float32 means."""
     ms.set_context(mode=MODES[way])
     x, mask = batch([1] * 7)
     loss, twice, positive, thrice = step_of(Returning("scalars"), aux=True, micro_size=3)(x, mask)

@@ -1,5 +1,5 @@
-"""Overflows on a device that saturates, where no gradient looks infinite: the graphs that are built for it, and what
-steps do in PyNative mode with a stand-in for its flag (saturating.py). Not run on hardware."""
+"""Overflows on a device that saturates, where no gradient looks infinite: the graphs for it, and steps in PyNative mode
+with a simulated flag (saturating.py). Not run on hardware."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def graphs(tmp_path_factory) -> dict[str, str]:
 
 
 class Entry:
-    """The graph that a call runs, and what in it must be there before what."""
+    """The graph that a call runs, and the order of its nodes."""
 
     def __init__(self, text: str) -> None:
         body = next(part for part in text.split("\nsubgraph @") if re.match(r"\S*_construct_\d+\(\) \{", part))
@@ -80,7 +80,7 @@ class Entry:
         return {name for name, (what, _) in self.nodes.items() if re.match(pattern, what)}
 
     def before(self, name: str) -> set[str]:
-        """All that a node waits for."""
+        """All nodes on which a node depends."""
         waited: set[str] = set()
         open_ones = [name]
         while open_ones:
@@ -107,7 +107,7 @@ def test_no_graph_of_another_device_has_any_of_it(graphs):
     ],
 )
 def test_the_flag_is_cleared_before_the_loop_and_read_before_the_update(graphs, name, forward):
-    """A finite norm says nothing here: with clipping too the flag is read."""
+    """A finite norm proves nothing here: with clipping, the flag is read too."""
     entry = Entry(graphs[name])
     (clear,), (get,) = entry.named(CLEAR), entry.named(GET)
     loops = entry.named(forward)
@@ -119,7 +119,7 @@ def test_the_flag_is_cleared_before_the_loop_and_read_before_the_update(graphs, 
 
 
 def test_where_a_size_is_found_the_batchs_own_graph_clears_the_flag(graphs):
-    """It is read in the other graph, in which the window ends."""
+    """The flag is read in the other graph, which ends the window."""
     entry = Entry(graphs["found size"])
     (clear,) = entry.named(CLEAR)
     loops = entry.named(r"call @\S*add_up")
@@ -129,26 +129,27 @@ def test_where_a_size_is_found_the_batchs_own_graph_clears_the_flag(graphs):
 
 
 def test_micro_batches_are_looked_at_by_the_flag_too(graphs):
-    """By MindSpore's `amp.all_finite` : in the loop, beside the reading at the end."""
+    """`amp.all_finite` of MindSpore reads it in the loop, besides the reading at the end."""
     assert len(re.findall(GET, graphs["dropping"])) == 2
     assert len(re.findall(CLEAR, graphs["dropping"])) == 2
 
 
 @pytest.mark.parametrize("name", ["several batches", "loop"])
 def test_an_open_window_keeps_what_each_batch_found(graphs, name):
-    """Read after the batch and at the window's end, once each; in a loop of one's own, cleared at the call's end."""
+    """It is read once after each batch and once at the window's end; in a hand-written loop, it is cleared at the
+    call's end."""
     text, entry = graphs[name], Entry(graphs[name])
     assert len(re.findall(GET, text)) == 2
     assert len(re.findall(CLEAR, text)) == 1
     (clear,) = entry.named(CLEAR)
-    (get,) = entry.named(GET)  # the other is where the window ends
+    (get,) = entry.named(GET)  # the other one is at the window's end
     kept = entry.named(r"PrimFunc_AssignAdd\(%para\d+_gaccum_ms\.saturated_batches")
     assert kept
     assert all(get in entry.before(one) for one in kept)
     assert clear in entry.before(get) if name == "several batches" else kept <= entry.before(clear)
 
 
-# -- what steps do -----------------------------------------------------------------------------------------------------
+# -- steps -------------------------------------------------------------------------------------------------------------
 
 
 def make_step(net, scale=None, **options):
@@ -174,7 +175,7 @@ def test_an_overflow_in_any_micro_batch_drops_the_window(pynative, options):
     with device_that_saturates():
         net = Saturating()
         step = make_step(net, **options)
-        register.is_set = True  # by whatever ran before
+        register.is_set = True  # left by earlier operations
         for overflowing in ([], [0], [7]):
             found = []
             assert updates(net, lambda: found.extend(step(*batch(*overflowing)))) is not bool(overflowing)  # noqa: B023
@@ -186,7 +187,7 @@ def test_an_overflow_in_any_micro_batch_drops_the_window(pynative, options):
 
 
 def test_without_the_flag_nobody_would_notice(pynative):
-    """The control: what saturated is finite, and trains."""
+    """The control: saturated gradients are finite, and train."""
     net = Saturating()
     step = make_step(net)
     loss, overflow, _ = step(*batch(0))
@@ -195,8 +196,8 @@ def test_without_the_flag_nobody_would_notice(pynative):
 
 
 def test_a_window_of_several_batches_remembers(pynative):
-    """Its first batch overflows; other code clears the flag before the second, and sets it before the third window's
-    second, which is none of the window's business."""
+    """The first batch overflows, and other code clears the flag before the second. Before the second batch of the third
+    window, other code sets the flag, which must not affect the window."""
     with device_that_saturates():
         net = Saturating()
         step = make_step(net, accumulation_steps=2)
@@ -218,7 +219,7 @@ def test_a_window_that_is_thrown_away_leaves_nothing(pynative):
 
 
 def test_a_loop_of_ones_own(pynative):
-    """The flag is the backward's, which is over when the accumulator is called; it clears it for the next one's."""
+    """The backward sets the flag before the accumulator is called; the accumulator clears it for the next backward."""
     with device_that_saturates():
         net = Saturating()
         optimizer = nn.SGD(net.trainable_params(), 1e-3)

@@ -1,6 +1,6 @@
-"""Windows of several batches: in the compiled step, and as `ms.Model` and its callbacks see them.
+"""Windows of several batches: in the compiled step, and in `ms.Model` and its callbacks.
 
-The oracle is MindSpore's own step on the batches of each window joined to one; for one weight it is NumPy. Ranks:
+The oracle is MindSpore's own step on one batch that joins the window's; for one weight it is NumPy. Ranks:
 test_window_ranks.py. Records and schedules: test_monitor.py, test_schedule.py.
 """
 
@@ -68,7 +68,7 @@ class Noisy(nn.Optimizer):
         self.normal = ops.StandardNormal(seed=5, seed2=7)
         self.ema = self.parameters.clone(prefix="ema")
 
-    @ms.jit  # as MindSpore's: run eagerly, PyNative's tape may forbid writing into a weight
+    @ms.jit  # as in MindSpore's optimizers: otherwise PyNative's tape may forbid writing into a weight
     def construct(self, gradients):
         updated = ()
         for index in range(len(self.parameters)):
@@ -84,7 +84,7 @@ def make_optimizer(name, parameters):
 
 
 def data_of(loss, sizes):
-    """Distinct random batches of these sizes; masks and ignored labels have a different count in each."""
+    """Distinct random batches of these sizes, each with another count of masks and ignored labels."""
     random = np.random.default_rng(11)
     result = []
     for seed, size in enumerate(sizes):
@@ -97,7 +97,7 @@ def data_of(loss, sizes):
 
 
 def joined(data, windows):
-    """The batches of each window as one batch; `windows` : how many each has."""
+    """The batches of each window joined into one; `windows` : the number of batches of each."""
     ends = np.cumsum(windows)
     return [
         tuple(np.concatenate(column) for column in zip(*data[end - number : end], strict=True))
@@ -112,7 +112,7 @@ class Problem(NamedTuple):
     dtype: str = "float32"
 
     def make(self):
-        """A loss cell and an optimizer, the same each time."""
+        """A loss cell and an optimizer, always with the same values."""
         network = make_network(self.kind, DTYPES[self.dtype])
         return LOSSES[self.loss](network), make_optimizer(self.optimizer, network.trainable_params())
 
@@ -132,7 +132,7 @@ def reused_step(problem=DENSE, scaled=False, **options):
 
 
 def trained(step):
-    """What training changes: the network's parameters and the optimizer's, by name."""
+    """The values that training changes: the network's parameters and the optimizer's, by name."""
     parameters = [*step.network.get_parameters(), *step.optimizer.get_parameters()]
     return {parameter.name: as_numpy(parameter) for parameter in parameters}
 
@@ -152,8 +152,8 @@ def whole_step(problem, clipped):
 
 
 def train_joined(problem, data, clipped=False):
-    """The reference: losses and what training changed, by MindSpore's own step."""
-    make = whole_step.make if problem.dtype == "bfloat16" else whole_step  # which MindSpore cannot assign on CPU
+    """The reference: losses and changed values of MindSpore's own step."""
+    make = whole_step.make if problem.dtype == "bfloat16" else whole_step  # MindSpore cannot assign bfloat16 on CPU
     step = make(problem, clipped)
     losses = [float(step(*map(Tensor, batch)).asnumpy()) for batch in data]
     return np.array(losses), trained(step)
@@ -166,7 +166,7 @@ def reference(problem, sizes, windows, mode, clipped=False):
 
 
 def run_windows(step, data):
-    """Train; the losses of the windows that ended, and what training changed."""
+    """Train; returns the losses of the windows that ended, and the changed values."""
     losses = []
     for batch in data:
         step(*map(Tensor, batch))
@@ -232,7 +232,7 @@ def test_batches_that_share_an_update_equal_the_joined_batch(mode, problem, size
     expected = reference(problem, sizes, (STEPS,) * 2, ms.get_context("mode"), "max_grad_norm" in options)
     assert_same(run, expected, ADAM_TOLERANCE if problem.optimizer == "adam" else TOLERANCE[problem.dtype])
     assert int(step.update_count.asnumpy()) == 2
-    if "max_grad_norm" in options:  # or clipping would be proved by nothing
+    if "max_grad_norm" in options:  # else the test would not exercise clipping
         assert float(step.grad_norm.asnumpy()) > 2 * options["max_grad_norm"]
 
 
@@ -283,7 +283,7 @@ class UpdatesEachBatch(OpenWindow):
 
 
 class DividesByWholeWindows(OpenWindow):
-    """As if a tail had all the batches that a window has."""
+    """Divides a tail as if it had the batches of a whole window."""
 
     def result(self, scale, after):
         gradients, divisor, loss, counted = super().result(scale, after)
@@ -298,7 +298,7 @@ class NeverReset(OpenWindow):
 
 
 class KeepsItsSums(OpenWindow):
-    """Resets the gradients, and forgets to reset what they are divided by."""
+    """Resets the gradients, but not their divisor."""
 
     def reset(self, after):
         cleared = self.accumulators.reset(after)
@@ -314,7 +314,7 @@ def test_negative_control_a_broken_window_is_caught(broken, mode):
 
 
 class MeanOfMeans(ByCounts):
-    """Each micro-batch weighs the same, however many samples it has."""
+    """Weights all micro-batches equally, independent of their samples."""
 
     def items(self, count):
         return 4
@@ -351,8 +351,8 @@ def check_nothing_trained_between_updates(step):
     ("optimizer", "mode"), [("noisy", "graph"), ("adam", "graph"), ("dynamic_lr", "pynative"), ("noisy", "pynative")]
 )
 def test_nothing_that_is_trained_changes_before_the_windows_end(optimizer, mode):
-    """Weights, optimizer state, its step counter, a user's moving average; and noise that a user's optimizer draws
-    comes once for each update, in the order of a run without accumulation."""
+    """Nothing changes in weights, optimizer state, its step counter, and a user's moving average. A user's optimizer
+    draws noise once for each update, in the order of a run without accumulation."""
     ms.set_context(mode=MODES[mode])
     problem = Problem(optimizer=optimizer)
     step = problem.step(micro_size=2)
@@ -372,7 +372,7 @@ def test_negative_control_an_update_before_the_windows_end_is_caught(mode):
 
 
 def test_noise_was_drawn():
-    """Or the comparison of noise above would prove nothing."""
+    """Otherwise the comparison of noise above would prove nothing."""
     noisy, plain = (reference(Problem(optimizer=name), EQUAL, (STEPS,) * 2, ms.GRAPH_MODE) for name in ("noisy", "sgd"))
     assert relative_error(noisy[1]["out.weight"], plain[1]["out.weight"]) > 1e-3
 
@@ -417,7 +417,7 @@ TRACES: list[int] = []
 
 @ops.constexpr(reuse_result=False)
 def trace(shape):
-    """Ordinary Python: in compiled code it runs only while that is compiled."""
+    """Ordinary Python: in compiled code it runs only at compile time."""
     TRACES.append(1)
     return shape
 
@@ -429,7 +429,7 @@ class Traced(Line):
 
 
 def test_the_number_of_batches_is_not_compiled_in():
-    """One graph, whose network is traced at most twice, forward and to differentiate, serves windows of any length."""
+    """One graph runs windows of any length; its network is traced at most twice, forward and to differentiate."""
     step = line_step(2, Traced, micro_size=2)
     TRACES.clear()
     for steps in (2, 50):
@@ -459,7 +459,7 @@ def assert_one_good_window(step):
 
 @pytest.mark.core(mode="graph")
 def test_an_overflow_in_any_batch_drops_its_whole_window_exactly(mode):
-    """And the scale is halved once, at the window's end. The good windows train as if the others had never been."""
+    """The scale is halved once, at the window's end. The good windows train as if the others did not exist."""
     step = reused_step(scaled=True)
     scale = 2.0**10
     dropped = ("scale_sense", "batch_count", "window_loss", "current_iterator_step", "last_overflow_iterator_step")
@@ -512,7 +512,7 @@ def test_a_scale_set_in_mid_window_changes_no_update(mode):
 
 @pytest.mark.core(mode="graph")
 def test_a_bad_count_leaves_its_batch_out_and_the_window_goes_on(mode):
-    """First, in the middle and last in the window: the update is that of the other two batches."""
+    """The bad batch is first, in the middle or last in the window: the other two batches make the update."""
     step = reused_step(MASKED, count=COUNT_MASK)
     good = data_of("masked", EQUAL)
     kept = iter(good)
@@ -589,7 +589,7 @@ def test_a_batch_that_fails_half_way_drops_its_window_and_the_next_is_right(at, 
 
 @pytest.mark.core(mode="pynative")
 def test_a_refused_batch_leaves_the_window_as_it_was(mode):
-    """Of wrong shapes; and in graph mode, where nothing runs before all is compiled, of wrong features."""
+    """The batch has wrong shapes; in graph mode, where compilation comes before running, also wrong features."""
     step = reused_step()
     x, y = map(Tensor, GOOD[0])
     for batch in GOOD:
@@ -615,7 +615,7 @@ class SparseLoss(nn.Cell):
 
 
 def test_a_label_that_fails_inside_the_compiled_step_drops_the_window():
-    """MindSpore refuses to run a graph once it has failed, so that there is no next window to look at."""
+    """MindSpore refuses to run a graph that has failed, so there is no next window to check."""
     cell = GradAccumulationCell(SparseLoss(), 2, accumulation_steps=3)
     step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
     before = everything(step)
@@ -639,7 +639,7 @@ def line_step(steps, line=Line, rate=RATE, **options):
     return TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), rate)).set_train()
 
 
-reused_line_step = Reused(line_step)  # its graph serves whatever callbacks do with it
+reused_line_step = Reused(line_step)  # its graph is reused for all callbacks
 
 
 def place(step):
@@ -647,8 +647,8 @@ def place(step):
 
 
 def line_oracle(windows, batch=4, rate=RATE):
-    """The weight after each update, by NumPy. Batches of LINE_X come round again and again, as epochs do; `windows` :
-    how many each update has. Returns the losses of the batches too."""
+    """The weight after each update, and the batches' losses, by NumPy. The batches of LINE_X repeat, as in epochs;
+    `windows` : the number of batches of each update."""
     weight, weights, losses = 1.0, [], []
     starts = range(0, len(LINE_X), batch)
     epochs = [(LINE_X[start : start + batch], LINE_Y[start : start + batch]) for start in starts] * 20
@@ -666,7 +666,7 @@ def line_data(batch=4, stop=None):
 
 
 class Watch(train.Callback):
-    """What a callback finds after each batch."""
+    """Records what a callback can read after each batch."""
 
     def __init__(self):
         super().__init__()
@@ -746,13 +746,13 @@ def test_a_short_last_batch_weighs_by_its_samples(mode):
 
 
 def test_an_epoch_that_ends_with_a_closed_window_makes_no_extra_update(pynative):
-    """Not even with two callbacks that flush."""
+    """Also not with two callbacks that flush."""
     step = fit([FlushAccumulation(), FlushAccumulation()], data=line_data(7), steps=2)
     assert_line(step, (2, 2, 2, 2), batch=7)
 
 
 class Weight(train.Metric):
-    """What evaluation finds in the network."""
+    """Records the network's weight in an evaluation."""
 
     def clear(self):
         self.weight = None
@@ -788,7 +788,7 @@ def test_evaluation_at_an_epochs_end_sees_the_flushed_weights():
 
 
 def test_the_order_of_callbacks_does_not_matter(tmp_path):
-    """A checkpoint and a watch that come before FlushAccumulation see what it did with the same batch."""
+    """A checkpoint and a watch before FlushAccumulation in the list see its update at the same batch."""
     watch = Watch()
     config = train.CheckpointConfig(save_checkpoint_steps=7, keep_checkpoint_max=9)
     checkpoint = train.ModelCheckpoint("net", str(tmp_path), config)
@@ -810,7 +810,7 @@ def test_a_stop_in_mid_epoch_flushes_what_is_left(each_epoch, stop, windows):
 
 
 def test_a_stop_at_an_epochs_end_flushes_what_is_left():
-    """As EarlyStopping does it, a callback that comes after FlushAccumulation."""
+    """The stop comes from a callback after FlushAccumulation, as with EarlyStopping."""
     assert_line(fit([FlushAccumulation(each_epoch=False), StopAt(epoch=2)], epochs=5), (4, 4, 4, 2))
 
 
@@ -821,7 +821,7 @@ def test_flush_accumulation_refuses_what_is_no_bool():
 
 @pytest.mark.core(mode="graph")
 def test_callbacks_see_each_batchs_own_loss(capsys, mode):
-    """LossMonitor and History count batches, and see batch means at the weights of the batch's window."""
+    """LossMonitor and History count batches, and get batch means with the weights of the batch's window."""
     watch, history = Watch(), train.History()
     fit([watch, history, train.LossMonitor(1), FlushAccumulation()])
     losses = line_oracle((4, 3, 4, 3))[1]

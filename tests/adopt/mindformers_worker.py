@@ -1,5 +1,5 @@
-"""mindformers' own Trainer on a small Llama: ``mindformers_worker.py OUT MODE`` leaves weights, losses and what its
-monitor was told."""
+"""mindformers' own Trainer on a small Llama: ``mindformers_worker.py OUT MODE`` writes weights, losses and the
+arguments of its monitor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The adapters as such: imported when they are used, without their packages; documented as MindSpore's own are."""
+"""The adapters in general: they are imported at their first use, without their packages, and have complete
+docstrings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mindcv's TrainStep and create_trainer: what is wrong with its step, and right with ours in its place."""
+"""mindcv's TrainStep and create_trainer: errors of its step, and correct results with ours."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """mindformers' MFTrainOneStepCell and Trainer: its setting takes effect with our step, on a small Llama of its own.
 
 mindformers 2.0 cannot be installed beside MindSpore 2.10 from the package index: it needs hyper-parallel~=1.0.0, which
-is not there, and does not import without it. What is imported here is mindformers 1.9.0.
+is not there, and cannot be imported without it. These tests import mindformers 1.9.0.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""mindocr's TrainOneStepWrapper: what is wrong with it, and right with ours in its place.
+"""mindocr's TrainOneStepWrapper: its errors, and correct results with our step.
 
 mindocr 0.5.0 as a whole cannot be imported beside MindSpore 2.10 ("No module named 'mindspore.parallel._transformer'"):
 its step is imported without the rest.

@@ -1,4 +1,4 @@
-"""mindone's three training steps: what is wrong with them, and right with ours in their place."""
+"""mindone's three training steps: their errors, and correct results with ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mindyolo's Trainer: what is wrong with its accumulation, and right with our step in it."""
+"""mindyolo's Trainer: errors of its accumulation, and correct results with our step."""
 
 from __future__ import annotations
 

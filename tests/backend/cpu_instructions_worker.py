@@ -1,7 +1,7 @@
-"""What becomes of oneDNN's limit in each way to training: ``cpu_instructions_worker.py OUT CASE...``.
+"""oneDNN's limit in each way to start training: ``cpu_instructions_worker.py OUT CASE...``.
 
-Each case is a fork, in which no kernel has run before. It leaves what it printed in ``OUT/CASE.txt``, and in
-``OUT/CASE.json`` the limit that oneDNN has, the variable that says it, and the warnings.
+Each case is a fork, in which no kernel has run before. It writes its output to ``OUT/CASE.txt``, and oneDNN's limit,
+the variable and the warnings to ``OUT/CASE.json``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a network convolves: layers, operators and functions of MindSpore's, wherever a network has them."""
+"""Finding convolutions in a network: MindSpore's layers, operators and functions, at any place."""
 
 from __future__ import annotations
 

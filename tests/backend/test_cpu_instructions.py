@@ -1,7 +1,7 @@
-"""oneDNN's limit: set by every way to training, where it is wanted and can be, in processes that have none.
+"""oneDNN's limit is set in every way to start training, if it is needed and still possible, in processes without limit.
 
-The cases are in cpu_instructions_worker.py. They need a CPU with AVX-512 and oneDNN 3, of MindSpore 2.9 and later:
-elsewhere nothing is to be set.
+The cases are in cpu_instructions_worker.py. They need a CPU with AVX-512 and oneDNN 3 (MindSpore 2.9 and later);
+elsewhere nothing may be set.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the CPU back end is given instead of AssignAdd, Assign and AllFinite does the same, to the last bit."""
+"""The CPU kernels used instead of AssignAdd, Assign and AllFinite have bit-identical results."""
 
 from __future__ import annotations
 

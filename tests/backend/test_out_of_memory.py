@@ -1,4 +1,4 @@
-"""Which errors say that memory is not enough."""
+"""Which errors mean that memory is not enough."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""MindSpore's private names: each is there, each that the package uses is looked up in backend/, and what is missing is
-named as the package is imported."""
+"""MindSpore's private names: each exists, each that the package uses is looked up in backend/, and missing ones are
+named when the package is imported."""
 
 from __future__ import annotations
 

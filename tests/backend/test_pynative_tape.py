@@ -1,4 +1,4 @@
-"""After an eager gradient that Python has ended, the process goes on as if it had not been."""
+"""An eager gradient that a Python error interrupts has no effect on later operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of records: a weight of the same name keeps its value in checkpoints, and checkpoints of before load."""
+"""Names of records: a weight of the same name keeps its value in checkpoints, and older checkpoints still load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a snapshot puts back, and what it leaves alone."""
+"""What a snapshot restores, and what it does not change."""
 
 from __future__ import annotations
 

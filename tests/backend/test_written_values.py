@@ -1,5 +1,5 @@
-"""Values that are written into Parameters between two calls: every kind of window trains with them, as MindSpore's own
-step does, whose graph has no control flow."""
+"""Every kind of window trains with values that are written into Parameters between two calls, like MindSpore's own
+step, whose graph has no control flow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AdaptiveAccumulation: numbers of batches and rates against a noise scale that is known."""
+"""AdaptiveAccumulation: numbers of batches and rates for a known noise scale."""
 
 from __future__ import annotations
 

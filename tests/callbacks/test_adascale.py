@@ -1,4 +1,4 @@
-"""AdaScale: gains and rates against the paper's formulas in NumPy, its two limits, and what a checkpoint keeps."""
+"""AdaScale: gains and rates against the paper's formulas in NumPy, its two limits, and checkpoints."""
 
 from __future__ import annotations
 

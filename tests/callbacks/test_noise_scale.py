@@ -1,4 +1,4 @@
-"""Estimates of the gradient noise against noise that is known, and what is said and drawn of them."""
+"""Estimates of the gradient noise compared with known noise, the advice, and the picture."""
 
 from __future__ import annotations
 

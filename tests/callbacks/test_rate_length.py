@@ -1,4 +1,4 @@
-"""Rates that were made for batches: the warning before training, what it leaves alone, and what converts them."""
+"""Rates that were made for batches: the warning before training, cases without warning, and the conversion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AccumulationScheduler: which windows it makes, that nothing is compiled anew, and how the learning rate follows."""
+"""AccumulationScheduler: its windows, compilation only once, and the change of the learning rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TrainingMetrics, and the other callbacks where a step returns more than its loss."""
+"""TrainingMetrics, and the other callbacks with a step that returns more than its loss."""
 
 from __future__ import annotations
 

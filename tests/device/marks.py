@@ -1,7 +1,7 @@
-"""Which tests are for a device, read off their marks: ``python tests/device/marks.py`` writes the page of them.
+"""The tests for devices, found by their marks: ``python tests/device/marks.py`` writes their page.
 
-``@pytest.mark.device("what it shows")`` is on a test that ``bash run.sh test device`` runs. When it has passed on a
-device, ``ran="GPU, a date"`` says so, and the page is written anew.
+``bash run.sh test device`` runs the tests with ``@pytest.mark.device("what it shows")``. When one has passed on a
+device, add ``ran="GPU, a date"`` to its mark, and write the page again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""``bash run.sh test device``: says what the machine has, runs the tests for devices there, and writes one report.
+"""``bash run.sh test device``: describes the machine, runs the tests for devices, and writes one report.
 
-Without a device it says so and exits with 3. The variable ``DEVICE`` chooses one; CPU is a rehearsal.
+Without a device it reports this and exits with 3. The variable ``DEVICE`` chooses one; CPU is a rehearsal.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What needs several devices, or a device's own clock. Here on CPU, on two ranks; ``bash run.sh test device`` runs the
-same on as many as there are."""
+"""Tests that need several devices, or a device's own clock. On CPU they run on two ranks; ``bash run.sh test device``
+runs them on all devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of what has never run on hardware is as the marks are; a rehearsal on CPU writes the report."""
+"""The page of tests that have never run on hardware agrees with the marks; a rehearsal on CPU writes the report."""
 
 from __future__ import annotations
 

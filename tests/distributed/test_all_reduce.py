@@ -1,4 +1,4 @@
-"""Buffers: who shares one, what comes back on two ranks, and how many leave per update."""
+"""Buffers of gradients: their members, the results on two ranks, and the number of collectives per update."""
 
 from __future__ import annotations
 

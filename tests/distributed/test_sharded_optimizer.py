@@ -1,4 +1,4 @@
-"""ShardedOptimizer: real ranks against the same training with the optimizer unsharded, and against one process."""
+"""ShardedOptimizer: real ranks compared with the same training with the unsharded optimizer, and with one process."""
 
 from __future__ import annotations
 

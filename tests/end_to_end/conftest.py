@@ -1,4 +1,4 @@
-"""What tests of whole programs share."""
+"""Fixtures of the tests of whole programs."""
 
 from __future__ import annotations
 

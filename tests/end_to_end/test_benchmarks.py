@@ -1,5 +1,5 @@
-"""The benchmark: its arithmetic and verdicts on made-up numbers, its networks and ways against each other, the real
-command on a tiny setting, and a check with generous ratios that accumulation costs little."""
+"""The benchmark: its arithmetic and verdicts on made-up numbers, its networks and ways compared with each other, the
+real command with tiny settings, and a check with generous limits that accumulation costs little."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""README and docstrings tell the truth: every example runs, and prints what it says."""
+"""README, docs and docstrings are correct: every example runs, and prints the output that they show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The equivalence contract: k micro-batches leave what one whole batch leaves. One matrix, and what breaks it."""
+"""The equivalence contract: k micro-batches give the results of one whole batch. One matrix, and its negative
+controls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The samples of sample_code/, each with few updates, and whole by its run.sh, as docs/samples.md shows it."""
+"""The samples of sample_code/, each with few updates, and completely by its run.sh, as docs/samples.md shows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ms.Model`, `build_train_network` and the callbacks see what they see without accumulation."""
+"""`ms.Model`, `build_train_network` and the callbacks work as without accumulation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `import gaccum_ms` gives, in a process of its own: all names, and the hook, whatever the command line says."""
+"""`import gaccum_ms` in a separate process: it has all names and the hook, for any command line."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """mindcv's ResNet-18 and MobileNetV2 and a text classifier through Model.train, with two callbacks each, on one process
-or on two; real_use_worker.py says how each is trained."""
+or on two; real_use_worker.py trains them."""
 
 from __future__ import annotations
 

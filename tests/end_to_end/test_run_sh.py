@@ -1,4 +1,4 @@
-"""What run.sh asks of Python, pip and the launcher: recorded by a `python` that does nothing else."""
+"""How run.sh calls Python, pip and the launcher: recorded by a `python` that does nothing else."""
 
 from __future__ import annotations
 

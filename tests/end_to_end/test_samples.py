@@ -1,4 +1,4 @@
-"""The README's first command, whole: `bash run.sh` , on two processes and on eight; then its parts, on fewer."""
+"""The README's first command, `bash run.sh` , completely on two and on eight processes; then its parts, on fewer."""
 
 from __future__ import annotations
 

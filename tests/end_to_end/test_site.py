@@ -1,4 +1,4 @@
-"""`bash run.sh docs` builds the site, and all that it promises is in it."""
+"""`bash run.sh docs` builds the site, with all its parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MindSpore's own tutorial program trains once its import line names gaccum_ms, and only then."""
+"""MindSpore's own tutorial program trains if its import line names gaccum_ms, and only then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users install: the wheel, in an environment of its own and outside the checkout, trains alone and on ranks."""
+"""The wheel that users install trains in a separate environment outside the checkout, alone and on ranks."""
 
 from __future__ import annotations
 

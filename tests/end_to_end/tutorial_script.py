@@ -1,7 +1,7 @@
-"""MindSpore's tutorial program on gradient accumulation, as a user has it: run, never imported, by test_tutorial.py.
+"""MindSpore's tutorial program on gradient accumulation; test_tutorial.py runs it, and never imports it.
 
-Left out are the tutorial's lines for semi-auto parallel mode, which MindSpore refuses on CPU, and its LossMonitor's
-interval is shorter, as the digits are fewer than MNIST. The last lines print what the test looks at.
+The tutorial's lines for semi-auto parallel mode are left out, because MindSpore refuses them on CPU. LossMonitor's
+interval is shorter, because there are fewer digits than in MNIST. The last lines print the values for the test.
 """
 
 import hashlib

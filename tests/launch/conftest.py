@@ -1,4 +1,4 @@
-"""Several hosts: network namespaces joined by a cable are hosts, as far as any program can tell."""
+"""Several hosts, simulated by connected network namespaces, which programs cannot distinguish from real hosts."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A training that goes on by itself when it is started again, in data parallel mode.
+"""A training in data parallel mode that resumes automatically when it is started again.
 
     python -m gaccum_ms.launch -n 4 --max-restarts 20 recovering_worker.py OUT UPDATES MODE
 
-Each update is of four batches, however many ranks share them. What each rank trained is in OUT/trained.<rank>: one line
-a batch, with the attempt, the update, and a digest of the samples. Its last weights are in OUT/rank<N>.npz.
+Each update has four batches, shared by any number of ranks. OUT/trained.<rank> has one line for each batch that the
+rank trained, with the attempt, the update, and a digest of the samples. Its last weights are in OUT/rank<N>.npz.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""What a launch is made of: the port, the environment and the command of its ranks. No process is started."""
+"""The parts of a launch: the port, the environment and the command of its ranks. No process is started."""
 
 from __future__ import annotations
 

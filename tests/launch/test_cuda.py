@@ -1,4 +1,5 @@
-"""What MindSpore's GPU back end needs. There is no GPU here: its libraries are real, the driver answers 'no device'."""
+"""The requirements of MindSpore's GPU back end, without a GPU: the libraries are real, the driver returns 'no
+device'."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The self-check: what it says of this machine, and of machines on which something is missing."""
+"""The self-check: its report on this machine, and on machines on which something is missing."""
 
 from __future__ import annotations
 

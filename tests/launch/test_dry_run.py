@@ -1,5 +1,5 @@
-"""What --dry-run prints is run: by bash, and by stand-ins for ssh and Slurm that enter a host's network namespace. Open
-MPI's mpirun is the real one."""
+"""Runs the scripts of --dry-run, by bash, and by replacements of ssh and Slurm that enter a host's network namespace.
+Open MPI's mpirun is the real one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's life: its script runs as Python would run it, ends as it would, and leaves when the others may."""
+"""The guard of a rank: the script runs and ends as in Python, and waits for the other ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several hosts: two network namespaces joined by a cable are two hosts, as far as any program can tell."""
+"""Several hosts, simulated by two connected network namespaces."""
 
 from __future__ import annotations
 

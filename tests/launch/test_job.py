@@ -1,4 +1,4 @@
-"""A launch, on scripts that never import MindSpore: what is promised here holds before any training begins."""
+"""A launch of scripts that never import MindSpore."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The launcher, on ranks that train with MindSpore: their cluster is real, and so are the AllReduces that hang."""
+"""The launcher, on ranks that train with MindSpore: the cluster is real, and so are hanging AllReduces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The log folder: one launch at a time uses it, and nothing in it is lost that no launch made."""
+"""The log folder: only one launch at a time uses it, and files that no launch made are kept."""
 
 from __future__ import annotations
 

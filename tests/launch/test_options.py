@@ -1,4 +1,4 @@
-"""Which words are the launcher's and which the script's; mistakes are one line. No process is started."""
+"""Splitting words between the launcher and the script; errors are one line. No process is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that are killed, and hosts that are lost: all begin anew, and train what they would have trained anyway."""
+"""Killed ranks and lost hosts: all restart, with the same training results as without the failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may talk to the launchers of several hosts. Both sides are here, in one process, on the loopback address."""
+"""Authentication between the launchers of several hosts. Both sides are in one process, on the loopback address."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a launch ends when ranks end, fail, or stop: the right one is named, soon. No rank here imports MindSpore."""
+"""The end of a launch when ranks end, fail, or stop: the error soon names the right one. No rank imports MindSpore."""
 
 from __future__ import annotations
 

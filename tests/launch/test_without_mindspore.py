@@ -1,4 +1,4 @@
-"""The launcher does without MindSpore: it works where none is installed, and imports none where one is."""
+"""The launcher does not need MindSpore: it works if MindSpore is not installed, and never imports it."""
 
 from __future__ import annotations
 

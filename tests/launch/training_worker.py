@@ -1,9 +1,9 @@
-"""A rank that trains, in data parallel mode, and forgets to meet the others at its end.
+"""A rank that trains in data parallel mode, and does not wait for the others at its end.
 
     python -m gaccum_ms.launch -n 2 training_worker.py OUT STEPS [FAILING_RANK]
 
-It writes its weights' sum to OUT/rank<N>; before, its process id and the step it has done to OUT/<N>, for tests that
-end it meanwhile. FAILING_RANK raises at step 5, when the others are in that step's AllReduce.
+It writes its process id and its last step to OUT/<N> during training, for tests that kill it, and the sum of its
+weights to OUT/rank<N> at the end. FAILING_RANK raises at step 5, when the others are in that step's AllReduce.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""BatchNorm and Dropout run under accumulation; BatchNorm says what differs."""
+"""BatchNorm and Dropout with accumulation; a warning describes the differences with BatchNorm."""
 
 from __future__ import annotations
 

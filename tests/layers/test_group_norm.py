@@ -1,4 +1,4 @@
-"""BatchNorm replaced by GroupNorm: what is kept, what is dropped, and that accumulation is then exact."""
+"""BatchNorm replaced by GroupNorm: kept and dropped Parameters, and exact accumulation afterwards."""
 
 from __future__ import annotations
 

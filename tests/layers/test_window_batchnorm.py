@@ -1,4 +1,4 @@
-"""WindowBatchNorm: its moving statistics are the whole batch's, moved once per update, and by no other window."""
+"""WindowBatchNorm: its moving statistics are the whole batch's, and move only once per update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One process that trains a WithBatchLossCell, for what only a process of its own can show.
+"""Trains a WithBatchLossCell in a separate process.
 
 batch_loss_program.py graph MICRO_SIZE SAMPLES                  makes one update; the environment has it save graphs
 batch_loss_program.py memory WAY MICRO_SIZE SAMPLES             prints by how many MB two updates raised the peak

@@ -1,7 +1,4 @@
-"""Searches where memory really runs out: this process's address space is limited.
-
-Run by tests/memory/test_search.py.
-"""
+"""A search in which memory really runs out: this process's address space is limited. Run by test_search.py."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Reports on a network with large intermediate values, without a limit, and with one below the whole batch's peak:
-``FILE`` gets both. Run by test_memory_report.py: what a trial needs beside an old process differs by 100 MB."""
+``FILE`` gets both. Run by test_memory_report.py, in a new process: in an old one, a trial's memory differs by 100
+MB."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forecast makes of trials: of those that ended because of the limit, too. No trial runs here."""
+"""Forecasts from the results of trials, also of those that the limit ended. No trial runs here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The C library's heap, in processes of their own that import no MindSpore."""
+"""The C library's heap, in separate processes that do not import MindSpore."""
 
 from __future__ import annotations
 

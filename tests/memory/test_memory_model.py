@@ -1,4 +1,4 @@
-"""The line through small micro-batches, by hand."""
+"""Linear predictions from small micro-batches, compared with hand calculations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""memory_report: known sizes, predictions against what is measured, the verdict, and that nothing changes."""
+"""memory_report: known sizes, predictions compared with measurements, the verdict, and that nothing changes."""
 
 from __future__ import annotations
 

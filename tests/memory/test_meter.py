@@ -1,5 +1,4 @@
-"""What a run uses, against what it is known to use; and the limits of containers, from files as the kernel writes
-them."""
+"""Measured memory of runs with known memory, and limits of containers, from files in the kernel's format."""
 
 from __future__ import annotations
 

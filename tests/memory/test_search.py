@@ -1,4 +1,4 @@
-"""find_micro_batch_size: the largest that fits, by limit and by running out of memory; what is put back; ranks."""
+"""find_micro_batch_size: the largest size that fits, by a limit and by running out of memory; restored state; ranks."""
 
 from __future__ import annotations
 

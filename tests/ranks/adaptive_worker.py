@@ -1,4 +1,4 @@
-"""What a rank of test_adaptive.py runs (support/ranks.py): windows that follow the noise over two ranks."""
+"""The cases of test_adaptive.py on ranks (support/ranks.py): windows that adapt to the noise over two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains where memory really runs out: this process's address space is limited. Run by test_auto_size.py."""
+"""A training in which memory really runs out: this process's address space is limited. Run by test_auto_size.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank of the tests of batch losses runs (support/ranks.py)."""
+"""The cases of the tests of batch losses on ranks (support/ranks.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank of test_window_batchnorm.py runs (support/ranks.py): each trains on its half of each batch."""
+"""The cases of test_window_batchnorm.py on ranks (support/ranks.py): each trains on its half of each batch."""
 
 from __future__ import annotations
 

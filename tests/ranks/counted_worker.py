@@ -1,8 +1,8 @@
-"""What a rank of test_counted_ranks.py runs (support/ranks.py), and the scenarios: data that this file trains on
-and the test works out.
+"""The cases of test_counted_ranks.py on ranks (support/ranks.py), and their scenarios: the data for training here, and
+for the calculation in the test.
 
-Each scenario is one step called on a series of windows, so that what a window leaves behind (momentum, the learning
-rate's step, accumulators, the loss scale) shows in the next.
+Each scenario calls one step on a series of windows, so that the state after a window (momentum, the learning rate's
+step, accumulators, the loss scale) affects the next.
 """
 
 from __future__ import annotations

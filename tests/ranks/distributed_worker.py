@@ -1,4 +1,4 @@
-"""What a rank of the distributed tests runs (support/ranks.py): it trains in data parallel mode."""
+"""The cases of the distributed tests on ranks (support/ranks.py): trainings in data parallel mode."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a rank of tests/distributed/test_all_reduce.py runs (support/ranks.py), with MindSpore saving its finished
-graphs: it reduces, and trains, with buffers so small that every kind of them occurs.
+"""The cases of test_all_reduce.py on ranks (support/ranks.py): reductions and trainings with buffers so small that
+every kind of buffer occurs. MindSpore saves its finished graphs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs in copies of this process: what they reach, what is left of them, and how they fail. Run by
+"""Runs in copies of this process: their peak memory, their remains, and their failures. Run by
 tests/memory/test_meter.py."""
 
 from __future__ import annotations

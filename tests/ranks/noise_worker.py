@@ -1,4 +1,4 @@
-"""What a rank of test_noise_record.py runs (support/ranks.py): records of the gradient noise over two ranks."""
+"""The cases of test_noise_record.py on ranks (support/ranks.py): records of the gradient noise over two ranks."""
 
 from __future__ import annotations
 

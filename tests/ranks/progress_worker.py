@@ -1,5 +1,4 @@
-"""What a rank of test_progress.py runs (support/ranks.py): it trains with a bar that writes where a test can read
-it."""
+"""The cases of test_progress.py on ranks (support/ranks.py): trainings with a bar in a file, for the test."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Real networks trained through Model.train, as scripts do it: by one process, or by each of several ranks, with its
-share of the same samples (support/ranks.py).
+"""Real networks trained through Model.train, as in scripts, by one process, or by several ranks, each with its share of
+the same samples (support/ranks.py).
 
-Cases are by network: mindcv's with their BatchNorm, which micro-batches change; one with GroupNorm and without dropout,
-and a text classifier, which equal training on whole batches. A rank trains "whole" batches by itself.
+The cases are networks: mindcv's with BatchNorm, whose results depend on micro-batches; one with GroupNorm and without
+dropout, and a text classifier, which equal training on whole batches. A single rank trains "whole" batches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a rank of the sharding tests runs (support/ranks.py): it trains with ShardedOptimizer and without."""
+"""The cases of the sharding tests on ranks (support/ranks.py): trainings with ShardedOptimizer and without."""
 
 from __future__ import annotations
 

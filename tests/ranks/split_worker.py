@@ -1,5 +1,5 @@
-"""What a rank of test_split_ranks.py runs (support/ranks.py): ``split=`` a function, whose micro-batches differ in
-number over two ranks."""
+"""The cases of test_split_ranks.py on ranks (support/ranks.py): a function as ``split=`` , with different numbers of
+micro-batches on two ranks."""
 
 from __future__ import annotations
 

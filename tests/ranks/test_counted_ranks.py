@@ -1,6 +1,6 @@
 """Counts, several losses, loss scaling and overflow on two ranks with unequal counts, against NumPy.
 
-The oracle below knows neither micro-batches nor ranks, except to leave dropped ones out: it puts all tokens together.
+The oracle below joins all tokens. It uses micro-batches and ranks only to leave dropped micro-batches out.
 """
 
 from __future__ import annotations

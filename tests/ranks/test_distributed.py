@@ -1,4 +1,4 @@
-"""Data parallel: two real processes against MindSpore's own step on the same ranks, and against one process."""
+"""Data parallel: two real processes compared with MindSpore's own step on the same ranks, and with one process."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""``split=`` a function on two ranks, each with its own number of micro-batches: two real processes against MindSpore's
-own step on all that is in each window."""
+"""A function as ``split=`` on two ranks with different numbers of micro-batches: two real processes compared with
+MindSpore's own step on each window's joined samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transforms on two ranks, against whole batches of all ranks on one process: all ranks decide alike."""
+"""Transforms on two ranks, compared with the joined batches on one process: all ranks decide alike."""
 
 from __future__ import annotations
 

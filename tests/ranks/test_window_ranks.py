@@ -1,6 +1,6 @@
-"""Windows of several batches on two ranks: two real processes against MindSpore's own step on what is in each window.
+"""Windows of several batches on two ranks: two real processes compared with MindSpore's own step.
 
-The oracle is one process and one batch: all that all ranks put into the window.
+The oracle is one process with one batch, which joins the window's batches of all ranks.
 """
 
 from __future__ import annotations

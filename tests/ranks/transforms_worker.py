@@ -1,4 +1,5 @@
-"""What a rank of test_transforms_ranks.py runs (support/ranks.py): transforms, where each rank has its part."""
+"""The cases of test_transforms_ranks.py on ranks (support/ranks.py): transforms, with part of each batch on each
+rank."""
 
 from __future__ import annotations
 

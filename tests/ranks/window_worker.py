@@ -1,5 +1,5 @@
-"""What a rank of test_window_ranks.py runs (support/ranks.py), and what it trains on: windows of several batches
-on two ranks."""
+"""The cases of test_window_ranks.py on ranks (support/ranks.py), and their data: windows of several batches on two
+ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank of test_written_values.py gets, with MindSpore's step and with ours: losses and weights."""
+"""The cases of test_written_values.py on ranks: losses and weights, with MindSpore's step and with ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gaccum-ms report`: what it makes of records of every kind, whole and broken, and how the page is made."""
+"""`gaccum-ms report`: pages of records of every kind, complete and broken."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Rank 0 of eight compiles training steps of `CASES` for eight GPUs and leaves each finished graph; the other ranks are
-only there. It compiles those whose names it gets, or, without names, one after the other those whose names come as
-files in ``OUT/wanted``, until ``OUT/done`` is there. There is no GPU: the compiler runs all its passes and then asks
-for the device in vain."""
+"""Rank 0 of eight compiles training steps of `CASES` for eight GPUs and saves each finished graph; the other ranks do
+nothing. It compiles the named cases; without names, it waits for names as files in ``OUT/wanted``, until ``OUT/done``
+exists. There is no GPU: the compiler runs all its passes and then fails to find the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the compiler makes of the training steps that compile_worker.py names: compile them, and find what it left."""
+"""Compiles the training steps of compile_worker.py, and finds the finished graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The finished graphs, each compiled once, when a test first needs it."""
+"""The finished graphs. Each is compiled once, when a test first needs it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Read a finished graph: what MindSpore's compiler hands to the back end, as ``*_validate_*.ir`` has it.
+"""Reads a finished graph, which MindSpore's compiler passes to the back end, from ``*_validate_*.ir`` .
 
-A line ``%7(name) = Op(%3, I64(0)) ... primitive_attrs: {...}`` is a node; ``subgraph @name(...) {`` begins a graph that
-others call, and the last graph of the file, or the one named in ``# IR entry``, is the whole.
+A line ``%7(name) = Op(%3, I64(0)) ... primitive_attrs: {...}`` is a node. ``subgraph @name(...) {`` begins a graph that
+others call. The last graph of the file, or the one named in ``# IR entry``, is the entry.
 """
 
 from __future__ import annotations

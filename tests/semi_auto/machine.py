@@ -1,7 +1,7 @@
-"""A machine of several devices, in NumPy, that runs a finished graph: what its devices would compute, to the number.
+"""A simulation of several devices in NumPy, which runs a finished graph and computes each device's numbers.
 
-All ranks go through the graph of rank 0 in step, each with its own inputs and its own part of each Parameter; where a
-collective is, they meet. The groups of the other ranks are rank 0's, shifted as the device matrix has them.
+All ranks run the graph of rank 0 in lockstep, each with its own inputs and its own part of each Parameter, and meet at
+collectives. The groups of the other ranks are rank 0's, shifted by the device matrix.
 """
 
 from __future__ import annotations

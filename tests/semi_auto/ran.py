@@ -1,4 +1,4 @@
-"""A finished graph, run on the machine (machine.py), and what NumPy makes of the same update."""
+"""A finished graph, run by the simulation (machine.py), and the same update in NumPy."""
 
 from __future__ import annotations
 

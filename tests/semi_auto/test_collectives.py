@@ -1,5 +1,5 @@
-"""What is in the graphs that MindSpore's compiler makes of our step for eight devices: collectives, accumulators,
-and the order of micro-batches."""
+"""The contents of our step's graphs, compiled by MindSpore for eight devices: collectives, accumulators, and the order
+of micro-batches."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What MindSpore's compiler makes of our step for eight devices, read and run without one: the same update as the whole
-batch's, as eight devices would compute it (machine.py). What is in the graph: test_collectives.py."""
+"""Our step's graphs, compiled by MindSpore for eight devices and simulated without one (machine.py), make the whole
+batch's update. The contents of the graphs: test_collectives.py."""
 
 from __future__ import annotations
 

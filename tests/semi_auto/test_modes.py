@@ -1,5 +1,5 @@
-"""Semi-auto and auto parallel mode, as far as Python sees them: what is refused before anything is compiled. What the
-compiler makes of the rest is in parallel/test_graphs.py."""
+"""Semi-auto and auto parallel mode in Python: errors before anything is compiled. The compiled graphs are tested in
+test_graphs.py."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What several test files need, and the programs that they start."""
+"""Helpers of several test files, and the programs that tests start."""

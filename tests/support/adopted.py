@@ -1,4 +1,4 @@
-"""What the tests of adapters have in common: three batches that are to train as the one that they make together."""
+"""Shared by the tests of adapters: three batches must train like the one batch that joins them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mindspore import Tensor, nn
 from support.reference import FEATURES, Regression, as_numpy
 
 K = 3  # batches that share an update
-ROUNDING = 1e-6  # of weights below 1
+ROUNDING = 1e-6  # absolute error of weights below 1
 
 Batches = Sequence[tuple[np.ndarray, np.ndarray]]
 
@@ -30,13 +30,13 @@ def few_batches(number: int = 2 * K, samples: int = 4, seed: int = 3) -> list[tu
 
 
 def joined(batches: Batches, number: int = K) -> list[tuple[np.ndarray, ...]]:
-    """Each `number` of them as one; the last from what is left."""
+    """Joins each `number` of batches into one; the last has the rest."""
     parts = [batches[start : start + number] for start in range(0, len(batches), number)]
     return [tuple(np.concatenate(values) for values in zip(*part, strict=True)) for part in parts]
 
 
 class Trained(NamedTuple):
-    """What a training leaves."""
+    """The results of a training."""
 
     weights: dict[str, np.ndarray]
     outputs: list[Any]
@@ -64,7 +64,7 @@ def apart(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
 
 
 def assert_takes_arguments_of(ours: Callable, theirs: Callable) -> None:
-    """By their names, in their order, and with their defaults; more may follow."""
+    """Check that names, order and defaults are the same; more arguments may follow."""
     given = [one for one in inspect.signature(theirs).parameters.values() if one.name not in ("self", "kwargs")]
     taken = list(inspect.signature(ours).parameters.values())[: len(given)]
     assert [one.name for one in taken] == [one.name for one in given]
@@ -74,5 +74,5 @@ def assert_takes_arguments_of(ours: Callable, theirs: Callable) -> None:
 
 
 def losses(outputs: Sequence[Any]) -> list[float]:
-    """The losses that steps have returned, alone or with other things."""
+    """The losses in the steps' outputs, alone or in tuples."""
     return [float((one[0] if isinstance(one, tuple) else one).asnumpy()) for one in outputs]

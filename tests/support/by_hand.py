@@ -1,4 +1,4 @@
-"""Whole-batch training in which NumPy does what transforms do: what they are compared with."""
+"""Whole-batch training with the transforms written in NumPy, as a reference."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Arrays = list[np.ndarray]
 
 
 class ByHand(nn.Optimizer):
-    """An optimizer behind rules, each of which maps gradients and weights to gradients, or to None: no update.
+    """An optimizer after rules. Each rule maps gradients and weights to gradients, or to None, which skips the update.
 
-    Runs eagerly. `after` sees the weights after each update.
+    It runs eagerly. `after` gets the weights after each update.
     """
 
     def __init__(self, inner: nn.Optimizer, rules: Sequence[Callable], after: Sequence[Callable] = ()) -> None:
@@ -42,7 +42,7 @@ class ByHand(nn.Optimizer):
 
 
 def train_whole(network: nn.Cell, optimizer: ByHand, data: Sequence) -> Arrays:
-    """The weights after each batch of MindSpore's own step, laid into one vector."""
+    """The weights after each batch of MindSpore's own step, as one vector."""
     mode = ms.get_context("mode")
     ms.set_context(mode=ms.PYNATIVE_MODE)
     step = nn.TrainOneStepCell(network, optimizer).set_train()
@@ -67,7 +67,7 @@ def value(low: float, high: float) -> Callable:
 
 
 def adaptive(clipping: float, eps: float = 1e-3, exclude: Sequence[int] = ()) -> Callable:
-    """Row by row, as the paper has it."""
+    """Adaptive gradient clipping row by row, as in the paper."""
 
     def rule(gradients, weights):
         changed = [one.copy() for one in gradients]
@@ -98,7 +98,7 @@ def spikes(factor: float = np.inf, norm: float = np.inf, history: int = 128, war
 
 
 class Average:
-    """An exponential moving average of weights, which begins with those at its making."""
+    """An exponential moving average of weights, which begins with the present weights."""
 
     def __init__(self, weights: Arrays, decay: float, warmup: bool | float = False) -> None:
         self.values = [one.astype(np.float64) for one in weights]

@@ -19,7 +19,7 @@ def unit_length(values):
 
 
 class Towers(nn.Cell):
-    """Two inputs, two towers, two embeddings, as CLIP has them."""
+    """Two inputs, two towers, two embeddings, as in CLIP."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,7 @@ class Towers(nn.Cell):
 
 
 class InfoNCE(nn.Cell):
-    """Symmetric, with a temperature that is learnt: a Parameter of the loss."""
+    """Symmetric InfoNCE with a learnt temperature: a Parameter of the loss."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ class InfoNCE(nn.Cell):
 
 
 class Labelled(nn.Cell):
-    """One tower, and the labels handed through, of which the loss needs all."""
+    """One tower, which also returns the labels: the loss needs all of them."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +55,7 @@ class Labelled(nn.Cell):
 
 
 class SupCon(nn.Cell):
-    """Khosla et al., 2020 (arXiv:2004.11362): the others of a sample's label are its positives."""
+    """Khosla et al., 2020 (arXiv:2004.11362): other samples with the same label are a sample's positives."""
 
     def construct(self, values, labels):
         logits = values @ values.T / 0.5
@@ -78,7 +78,7 @@ class Single(nn.Cell):
 
 
 class Spread(nn.Cell):
-    """A loss that wants the embeddings of a batch to have a given covariance: no sum over samples, nor over pairs."""
+    """A loss for the embeddings' covariance in the batch: neither a sum over samples, nor over pairs."""
 
     def construct(self, values):
         off = values - values.mean(axis=0, keep_dims=True)
@@ -94,7 +94,7 @@ KINDS: dict[str, tuple[type[nn.Cell], type[nn.Cell]]] = {
 
 
 def make_parts(kind: str) -> tuple[nn.Cell, nn.Cell]:
-    """A backbone and a loss, with weights that depend on nothing but the kind."""
+    """A backbone and a loss, with weights that depend only on the kind."""
     backbone, loss_fn = (one() for one in KINDS[kind])
     random = np.random.default_rng(7)
     for parameter in backbone.get_parameters():
@@ -115,7 +115,7 @@ def batches(kind: str, samples: int, number: int = 6) -> list[tuple[np.ndarray, 
 
 
 class Whole(nn.Cell):
-    """The whole batch's network as a user would write it without this project: what MindSpore's own step trains."""
+    """The whole batch's network as a user would write it without this project; MindSpore's own step trains it."""
 
     def __init__(self, backbone: nn.Cell, loss_fn: nn.Cell) -> None:
         super().__init__(auto_prefix=False)

@@ -1,4 +1,4 @@
-"""A small language model on padded sequences of very different lengths: what `count=` is for."""
+"""A small language model on padded sequences of very different lengths, which needs `count=` ."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IGNORED = -100
 
 
 class Block(nn.Cell):
-    """Causal self-attention and a feed-forward network, each normalised before and added to what goes past it."""
+    """Causal self-attention and a feed-forward network, each with normalisation before and a skip connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def batch(update: int) -> tuple[np.ndarray, np.ndarray]:
         tokens[:, place] = (3 * tokens[:, place - 1] + 1) % VOCABULARY
     lengths = random.permutation([1, 1, 2, 3, 6, LENGTH, LENGTH, LENGTH])
     if update % 4 == 0:
-        lengths = np.sort(lengths)  # a whole micro-batch without labels, a rank with far fewer than the other
+        lengths = np.sort(lengths)  # one micro-batch then has no labels, and one rank far fewer than the other
     labels = np.full_like(tokens, IGNORED)
     labels[:, :-1] = tokens[:, 1:]
     labels[np.arange(LENGTH) >= lengths[:, None] - 1] = IGNORED

@@ -1,7 +1,7 @@
-"""A machine that has NVIDIA's CUDA libraries, a driver, and no GPU: enough for MindSpore to compile for GPUs.
+"""A machine with NVIDIA's CUDA libraries and a driver, but no GPU: enough for MindSpore to compile for GPUs.
 
-The libraries are NVIDIA's packages for CUDA 11, the extra 'gpu'. The driver is a library whose every function says that
-there is no device, made here by the C compiler.
+The libraries are NVIDIA's packages for CUDA 11, the extra 'gpu'. The driver is a library whose functions all return "no
+device"; the C compiler builds it here.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ def compiler() -> str | None:
 
 
 def why_not() -> str | None:
-    """What is missing to compile for GPUs, if anything is."""
+    """What is missing to compile for GPUs; empty if nothing is."""
     if missing := cuda.missing_packages():
         return f"{', '.join(missing)} not installed: {cuda.REMEDY}"
     return None if compiler() else "there is no C compiler to make a driver without devices with"
 
 
 def make_driver(folder: Path) -> None:
-    """Put the driver into a folder."""
+    """Build the driver in a folder."""
     source = folder / "driver.c"
     source.write_text("".join(f"int {name}(void) {{ return {NO_DEVICE}; }}\n" for name in FUNCTIONS))
     subprocess.run([str(compiler()), "-shared", "-fPIC", "-o", folder / cuda.DRIVER, source], check=True, timeout=600)
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """The environment in which MindSpore compiles for GPUs; `folder` gets what it looks for."""
+    """The environment in which MindSpore compiles for GPUs; its CUDA files are made in `folder` ."""
     make_driver(folder)
     return {**os.environ, **cuda.lay_out(folder / "cuda", {"LD_LIBRARY_PATH": str(folder)})}

@@ -1,4 +1,4 @@
-"""Packages whose own steps are compared with ours: they are imported, or their tests skipped with the reason."""
+"""Imports packages whose steps are compared with ours, or skips their tests with the reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 
 def package(module: str, extra: str) -> ModuleType:
-    """A package's module. Skips the tests of the file where it is not there.
+    """A package's module. If it is not installed, the tests of the file are skipped.
 
     Args:
         module (str): Its name.
@@ -21,15 +21,15 @@ def package(module: str, extra: str) -> ModuleType:
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the package's dependencies
+            warnings.simplefilter("ignore")  # the package's dependencies warn
             return importlib.import_module(module)
     except ImportError as error:
         pytest.skip(f"{module} cannot be imported: {error}. {extra}", allow_module_level=True)
 
 
 def modules_alone(package_name: str, *names: str) -> list[ModuleType]:
-    """Modules of a package that as a whole cannot be imported: without its own `__init__` . Skips the tests of the file
-    where the package is not there."""
+    """Modules of a package that cannot be imported as a whole: they are imported without its `__init__` . If it is not
+    installed, the tests of the file are skipped."""
     try:
         found = importlib.util.find_spec(package_name)
     except (ImportError, ValueError):

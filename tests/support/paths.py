@@ -1,5 +1,5 @@
-"""Where the tests' modules lie. Workers and tests import each other by name alone, whichever folder of ``tests/`` they
-are in; what several of them need is in the package ``support`` ."""
+"""The folders of the tests' modules. Workers and tests in all folders of ``tests/`` import each other only by name;
+shared helpers are in the package ``support`` ."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _FOLDERS = [TESTS, *sorted({file.parent for file in TESTS.glob("*/*.py")} - {TES
 
 
 def add_folders() -> None:
-    """Let this process import them."""
+    """Make these modules importable in this process."""
     sys.path += [str(folder) for folder in _FOLDERS if str(folder) not in sys.path]
 
 
 def python_path() -> str:
-    """The variable ``PYTHONPATH`` with which another process can."""
+    """The ``PYTHONPATH`` with which another process can import them."""
     return os.pathsep.join([str(ROOT), *map(str, _FOLDERS), os.environ.get("PYTHONPATH", "")])
 
 
 def worker(name: str) -> Path:
-    """A program of ``tests/`` that a test starts."""
+    """The path of a program in ``tests/`` ."""
     (found,) = TESTS.glob(f"*/{name}")
     return found

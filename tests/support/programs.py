@@ -1,6 +1,7 @@
-"""Users' programs, each in a process of its own that need not import MindSpore: it is a copy of one that has.
+"""Runs users' programs, each in a separate process, which is forked from a process that has imported MindSpore already.
 
-Run by itself, this file is that one: a line on its standard input names a program, and it answers with an exit code.
+Run as a program, this file is that process: a line on its standard input names a program, and it answers with the exit
+code.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ TIME_LIMIT = 600  # seconds
 
 
 class Programs:
-    """It is a context that ends the process which waits."""
+    """Runs programs. As a context manager, it ends the waiting process."""
 
     def __init__(self) -> None:
         self.waiting: subprocess.Popen | None = None
 
     def run(self, script: Path, *arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
-        """As ``python SCRIPT ARGUMENTS`` in this folder, which gets two files of what it said."""
+        """Run ``python SCRIPT ARGUMENTS`` in this folder; its output is written to two files there."""
         if self.waiting is None:
             path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
             self.waiting = subprocess.Popen(
@@ -47,7 +48,7 @@ class Programs:
         return subprocess.CompletedProcess(program[0], code, *(file.read_text() for file in said))
 
     def end(self) -> None:
-        """End the process that waits, and with it what it runs."""
+        """End the waiting process, and the program that it runs."""
         if self.waiting is not None:
             self.waiting.kill()
             self.waiting.communicate()
@@ -61,7 +62,7 @@ class Programs:
 
 
 def wait() -> None:
-    """Run the programs that are named, one after the other."""
+    """Run the named programs, one after another."""
     import mindspore  # noqa: F401
     from mindspore._c_expression import fork_utils
 
@@ -77,7 +78,7 @@ def wait() -> None:
 
 
 def run(words: list[str], folder: str, environment: dict[str, str], said: list[str]) -> Any:
-    """Be the program, and end as it does."""
+    """Become the program, and end with its exit code."""
     for number, file in enumerate(said, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.chdir(folder)

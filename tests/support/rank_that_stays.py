@@ -1,7 +1,7 @@
-"""One of the ranks of ranks.py: runs the cases that it is asked for, one after the other.
+"""One of the ranks of ranks.py: runs the requested cases, one after another.
 
-Run by ``python -m gaccum_ms.launch -n 2 rank_that_stays.py FOLDER PID``: requests come as files into the folder, and
-when the process PID is gone nobody asks any more.
+It is started by ``python -m gaccum_ms.launch -n 2 rank_that_stays.py FOLDER PID``. Requests are files in the folder;
+the rank ends when the process PID is gone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mindspore.communication import get_rank, init
 
 
 def request(file: Path, asking: int) -> dict[str, str] | None:
-    """The next request; None if there is none to come."""
+    """The next request; None if there will be none."""
     while not file.exists():
         if not psutil.pid_exists(asking):
             return None
@@ -37,7 +37,7 @@ def main(folder: Path, asking: int) -> None:
         init()
     rank, number = get_rank() if launched else 0, 0
     gc.collect()
-    gc.freeze()  # MindSpore collects garbage with each compilation: what is there by now is none
+    gc.freeze()  # MindSpore collects garbage at each compilation; present objects are excluded
     while asked := request(folder / f"{number}.json", asking):
         ms.set_context(mode=ms.GRAPH_MODE)
         if launched:

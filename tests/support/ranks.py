@@ -1,10 +1,11 @@
-"""Ranks that stay, and run what tests ask for.
+"""Long-lived ranks, which run cases that tests request.
 
-Starting ranks takes longer than most of what they do, and a test needs few of a worker's cases. So a session starts two
-ranks once, when a test first asks for a case. Both run it and write what they got; then they wait for the next.
+Starting ranks takes longer than most cases, and a test needs few of a worker's cases. So a session starts two ranks
+once, at the first request. Both run the case and write their results; then they wait for the next request.
 
-A worker is a module of ``tests/`` with ``CASES`` : names, and functions that take a folder and return arrays by names
-which begin with the case's own: ``"adam"`` returns ``"adam/weights"`` . One function may serve several names.
+A worker is a module of ``tests/`` with ``CASES`` : a dict from names to functions, which take a folder and return
+arrays by name. These names begin with the case's name: ``"adam"`` returns ``"adam/weights"`` . Several names may have
+the same function.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ import psutil
 
 from support import paths
 
-TIME_LIMIT = 3600  # seconds that ranks stay; the tests' own end comes first, unless it is a kill
-CASE_LIMIT = 600  # seconds for a case; the longest takes one free core half a minute
+TIME_LIMIT = 3600  # seconds that ranks live; the tests normally end them before
+CASE_LIMIT = 600  # seconds for a case; the longest takes half a minute on a free core
 
 
 class Ranks:
-    """So many ranks, started by the project's own launcher when they are first needed; one is a process without a
-    launcher. It is a context that ends them.
+    """Ranks, started by the project's own launcher when they are first needed. A single rank is a process without
+    launcher. As a context manager, it ends them.
 
-    A rank that raises ends its launch, and the test that asked fails with what the launcher says; the next case starts
-    the ranks anew.
+    A rank that raises ends its launch, and the requesting test fails with the launcher's error; the next case starts
+    the ranks again.
     """
 
     def __init__(self, folder: Path, number: int = 2, environment: Mapping[str, str | None] | None = None) -> None:
@@ -43,14 +44,14 @@ class Ranks:
         self.launcher: subprocess.Popen | None = None
 
     def worker(self, module: str, out: Path) -> list[Asked]:
-        """What each rank gets of a worker's cases, which may leave files in `out` ."""
+        """Each rank's results of a worker's cases, which may write files into `out` ."""
         answers = [Asked() for _ in range(self.number)]
         for one in answers:
             one.ask = Case(self, module, out, answers)
         return answers
 
     def run(self, module: str, case: str, out: Path) -> list[dict[str, np.ndarray]]:
-        """Have all ranks run one case."""
+        """Run one case on all ranks."""
         if self.launcher is None:
             self._start()
         request = self.place / f"{self.requests}.json"
@@ -86,13 +87,13 @@ class Ranks:
 
     @staticmethod
     def _write(file: Path, text: str) -> None:
-        """All of it, or nothing, is to be seen."""
+        """Write a file atomically."""
         new = file.with_suffix(".new")
         new.write_text(text)
         new.replace(file)
 
     def _end(self) -> str:
-        """End the ranks by force, and return what the launcher said."""
+        """Kill the ranks, and return the launcher's output."""
         self.launcher.terminate()
         self.launcher.wait(timeout=120)
         self.launcher = None
@@ -114,12 +115,12 @@ class Ranks:
 
 
 class Case:
-    """Asks all ranks for the case of a result's name."""
+    """Requests the case of a result's name from all ranks."""
 
     def __init__(self, ranks: Ranks, module: str, out: Path, answers: list[Asked]) -> None:
         self.ranks, self.module, self.out, self.answers = ranks, module, out, answers
         self.functions: Mapping[str, Any] = importlib.import_module(module).CASES
-        self.failed: dict[Any, str] = {}  # not tried again: it takes new ranks
+        self.failed: dict[Any, str] = {}  # these are not run again, because that would need new ranks
 
     def __call__(self, result: str) -> None:
         name = result.partition("/")[0]
@@ -138,7 +139,7 @@ class Case:
 
 
 class Asked(dict[str, np.ndarray]):
-    """What one rank got, by names; what is not there yet is asked for."""
+    """One rank's results, by name; missing ones are requested."""
 
     ask: Case
 

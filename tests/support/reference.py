@@ -1,4 +1,4 @@
-"""What the tests compare with: small networks, distinct random batches, and the whole batch's own training step."""
+"""The reference of the tests: small networks, distinct random batches, and MindSpore's step on the whole batch."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ConvNet(Classifier):
 
 
 class BatchNormInEvalNet(ConvNet):
-    """BatchNorm that normalises by its moving statistics couples no samples."""
+    """BatchNorm that normalises by its moving statistics, and so couples no samples."""
 
     def __init__(self):
         super().__init__()
@@ -93,7 +93,7 @@ class UnusedParameterNet(DenseNet):
 
 
 class CastWeightsNet(Classifier):
-    """Low-precision weights, float32 arithmetic: MindSpore's CPU back end multiplies no bfloat16 matrices."""
+    """Low-precision weights with float32 arithmetic: MindSpore's CPU back end multiplies no bfloat16 matrices."""
 
     def __init__(self):
         super().__init__()
@@ -115,7 +115,7 @@ NETWORKS: dict[str, type[Classifier]] = {
 
 
 def make_network(kind: str, dtype: ms.Type = ms.float32) -> Classifier:
-    """A network with weights that depend on nothing but its kind."""
+    """A network with weights that depend only on its kind."""
     network = NETWORKS[kind]()
     random = np.random.default_rng(7)
     for parameter in network.get_parameters():
@@ -129,7 +129,7 @@ def make_network(kind: str, dtype: ms.Type = ms.float32) -> Classifier:
 
 
 def batches(samples: int, number: int = 10, seed: int = 3) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Distinct random batches. The label depends on the sample, so gradients of micro-batches differ much."""
+    """Distinct random batches. The label depends on the sample, so that gradients of micro-batches differ strongly."""
     random = np.random.default_rng(seed)
     result = []
     for _ in range(number):
@@ -161,7 +161,7 @@ class Line(nn.Cell):
 class Regression(nn.Cell):
     """A small network with its loss: squared errors, their mean, or, with a mask, the mean weighted by it.
 
-    Compiled or run eagerly, it takes half the time of a classifier with cross entropy.
+    Compiled or eager, it takes half the time of a classifier with cross entropy.
     """
 
     def __init__(self):
@@ -180,7 +180,7 @@ class Regression(nn.Cell):
 class PlainSGD(nn.Optimizer):
     """SGD for weights of any dtype: MindSpore has no bfloat16 optimizer, nor Assign, on CPU."""
 
-    @ms.jit  # as MindSpore's: run eagerly, PyNative's tape may forbid writing into a weight
+    @ms.jit  # as in MindSpore's optimizers: otherwise PyNative's tape may forbid writing into a weight
     def construct(self, gradients):
         updated = ()
         for index in range(len(self.parameters)):
@@ -202,14 +202,14 @@ OPTIMIZERS: dict[str, Callable] = {
 
 
 class Run(NamedTuple):
-    """What a training run leaves: losses, parameters and the optimizer's state, by name."""
+    """The results of a training run: losses, parameters and the optimizer's state, by name."""
 
     losses: np.ndarray
     state: dict[str, np.ndarray]
 
 
 def as_numpy(parameter: ms.Parameter) -> np.ndarray:
-    """A float32 copy: asnumpy() alone may be a view that training goes on to change."""
+    """A float32 copy; asnumpy() may be a view, which training would change."""
     return np.array(parameter.astype(ms.float32).asnumpy())
 
 
@@ -223,7 +223,7 @@ def train(make_step: Callable, network: nn.Cell, optimizer: nn.Optimizer, data: 
 
 
 def step_with(**kinds: type) -> type[TrainOneStepWithGradAccumulationCell]:
-    """Our step, of whose window some parts are of other kinds: how the negative controls break it."""
+    """Our step with other classes for some parts of its window, which negative controls use to break it."""
 
     class Step(TrainOneStepWithGradAccumulationCell):
         def _kinds_of_window(self):
@@ -245,7 +245,7 @@ def accumulated(step_class: type = TrainOneStepWithGradAccumulationCell, **optio
 def whole_batch(
     kind: str, optimizer: str, samples: int, mode: int, dtype: ms.Type = ms.float32, updates: int = 10
 ) -> Run:
-    """The reference: MindSpore's own step on the whole batch. `mode`, the context's, is part of the cache's key."""
+    """The reference: MindSpore's own step on the whole batch. `mode` is the context's, as part of the cache's key."""
     assert ms.get_context("mode") == mode
     network = make_network(kind, dtype)
     data = batches(samples, updates)

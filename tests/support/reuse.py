@@ -1,4 +1,4 @@
-"""Steps that are compiled once for many tests: compiling takes a second, and what differs is the data."""
+"""Steps that are compiled once for many tests: compiling takes a second, and only the data differ."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from mindspore import Tensor, nn, ops
 
 
 class Reused:
-    """Calls `make` once for each mode and arguments; each call returns that step with all Parameters as they were made.
+    """Calls `make` once for each mode and arguments. Each call returns this step with its initial Parameters.
 
-    They are put back by ``ops.assign`` , because a compiled graph need not see what is written in another way.
+    ``ops.assign`` restores them, because a compiled graph may not see values that are written in another way.
     """
 
     def __init__(self, make: Callable[..., nn.Cell]) -> None:

@@ -1,7 +1,8 @@
-"""A device that saturates, for tests: a network whose values stop at float16's largest, and a register that notes it.
+"""Simulates a device that saturates: a network whose values are limited to float16's largest, and a register that
+records it.
 
-There is no such device here. In PyNative mode Python stands in for it: the register takes the place of the two
-operators that clear and read the device's.
+The register replaces the two operators that clear and read the device's flag. This works in PyNative mode, where Python
+runs the operators.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Saturating(nn.Cell):
 
 @contextmanager
 def device_that_saturates() -> Iterator[Register]:
-    """As if this were a 910A."""
+    """Make the package see a 910A."""
     register.is_set, register.cleared = False, 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "ascend_target", yes)
@@ -70,7 +71,7 @@ def device_that_saturates() -> Iterator[Register]:
 
 
 def batch(*overflowing: int, samples: int = 8) -> tuple[Tensor, Tensor]:
-    """Inputs of 1, and of 1e5 in the samples named."""
+    """Inputs of 1, and of 1e5 in the given samples."""
     x = np.ones((samples, 3), np.float32)
     x[list(overflowing)] = 1e5
     return Tensor(x), Tensor(np.zeros((samples, 1), np.float32))

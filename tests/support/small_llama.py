@@ -1,11 +1,11 @@
-"""A Llama of mindformers' that CPU can train, and texts for it."""
+"""A Llama of mindformers that can be trained on CPU, and texts for it."""
 
 from __future__ import annotations
 
 import numpy as np
 from mindspore import Tensor, nn
 
-TEXTS = 6  # of a batch
+TEXTS = 6  # in a batch
 WORDS = 64
 RATE = 0.1
 
@@ -28,7 +28,7 @@ def small_llama(per_token: bool = False) -> nn.Cell:
 
 
 def tokens(batches: int, padded: bool = False) -> np.ndarray:
-    """Distinct random texts; of the padded ones in a batch each has another length."""
+    """Distinct random texts; the padded ones in a batch have different lengths."""
     random = np.random.default_rng(3)
     result = random.integers(1, WORDS, size=(batches, TEXTS, 9)).astype(np.int32)
     if padded:

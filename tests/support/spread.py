@@ -1,15 +1,16 @@
-"""Which tests are thorough, and how processes share the tests: by groups, the longest first.
+"""Selects the thorough tests, and distributes tests over processes: by groups, the longest first.
 
-``@pytest.mark.thorough`` is on what only ``bash run.sh test all`` runs. Of a test with parameters,
-``@pytest.mark.core(mode="graph", size=[1, 4])`` names those that run always; ``core("graph-1", "graph-4")`` names them
-by their ids. The others are thorough.
+``@pytest.mark.thorough`` marks tests that only ``bash run.sh test all`` runs. For a test with parameters,
+``@pytest.mark.core(mode="graph", size=[1, 4])`` selects the parameters that always run; ``core("graph-1", "graph-4")``
+selects them by their ids. The others are thorough.
 
-Tests that share a fixture of their module, which may start ranks or train, are one group, so that one process makes it
-once. All other tests of a file are another. ``@pytest.mark.xdist_group(name)`` makes groups that are smaller or larger.
+Tests that share a fixture of their module, which may start ranks or train, are one group, so that one process makes the
+fixture once. All other tests of a file are another group. ``@pytest.mark.xdist_group(name)`` makes smaller or larger
+groups.
 
-A run leaves two tables in ``build/``: ``each_test.tsv`` has the seconds of each test, and ``groups.tsv`` those of each
-group. A copy of the second is ``tests/groups.tsv``, which says what is longest; a group that it does not have comes
-first, because nobody can say how long it takes.
+A run writes two tables into ``build/``: ``each_test.tsv`` has the seconds of each test, and ``groups.tsv`` those of
+each group. ``tests/groups.tsv`` is a copy of the second, and defines the order; a group that is missing there comes
+first, because its time is unknown.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def _shares_a_fixture(item: pytest.Item) -> bool:
 
 
 def is_core(item: pytest.Item) -> bool:
-    """Whether a test's parameters are those that its mark `core` names, if it has one."""
+    """Whether a test's parameters are selected by its mark `core` , or it has no such mark."""
     mark, call = item.get_closest_marker("core"), getattr(item, "callspec", None)
     if mark is None:
         return True
@@ -56,13 +57,13 @@ def is_core(item: pytest.Item) -> bool:
 
 
 def known_seconds(file: Path, quick: bool) -> dict[str, float]:
-    """How long each group takes: its quick tests, or all."""
+    """The seconds of each group, for its quick tests or for all."""
     rows = (line.split("\t") for line in file.read_text().splitlines()[1:])
     return {group: float(of_quick if quick else whole) for whole, of_quick, group in rows}
 
 
 class Spread:
-    """A plugin of pytest: it orders the tests, notes how long each takes, and writes the tables."""
+    """A plugin of pytest, which orders the tests, measures their times, and writes the tables."""
 
     def __init__(self, tests: Path = TESTS) -> None:
         self.known = tests / "groups.tsv"
@@ -94,7 +95,7 @@ class Spread:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if session.config.getoption("dist", "no") != "loadgroup" or not self.seconds:
-            return  # one of several processes, or one that had no need to share
+            return  # one of several processes, or a single one
         self.build.mkdir(exist_ok=True)
         groups: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         lines = []

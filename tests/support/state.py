@@ -1,4 +1,4 @@
-"""What a step has in its Parameters, and comparisons of it; a loss scale that adjusts itself."""
+"""A step's Parameters, comparisons of them, and a loss scale that adjusts itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def everything(cell: nn.Cell) -> dict[str, np.ndarray]:
 
 
 def assert_identical(one: State, other: State, but: Collection[str] = ()) -> None:
-    """To the last bit."""
+    """Check that all arrays are bit-identical."""
     assert one.keys() == other.keys()
     for name in one:
         if name not in but:
@@ -26,12 +26,12 @@ def assert_identical(one: State, other: State, but: Collection[str] = ()) -> Non
 
 
 def assert_close(one: State, other: State, tolerance: float = 1e-5) -> None:
-    """To rounding, relative to each array's largest number."""
+    """Check that all arrays are equal to rounding, relative to each array's largest number."""
     assert one.keys() == other.keys()
     errors = {name: relative_error(one[name], other[name]) for name in one}
     assert max(errors.values()) < tolerance, errors
 
 
 def manager(value: float = 2.0**10, window: int = 1000) -> nn.Cell:
-    """A loss scale that halves with each overflow, and doubles after so many good updates."""
+    """A loss scale that halves at each overflow, and doubles after a number of good updates."""
     return nn.DynamicLossScaleUpdateCell(loss_scale_value=value, scale_factor=2, scale_window=window)

@@ -1,4 +1,4 @@
-"""What the tests rest on: who runs which, and ranks that stay."""
+"""Tests of the tests' own helpers: the selection of tests, and long-lived ranks."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_tiers_share_the_tests_and_none_is_in_both(tmp_path):
     assert [name for name, _ in run(tmp_path, "-m", "thorough")] == sorted(THOROUGH)
 
 
-# -- ranks, here of one process, which need no launcher ----------------------------------------------------------------
+# -- ranks, here a single process, which needs no launcher -------------------------------------------------------------
 
 
 def noted(name):
@@ -121,13 +121,13 @@ def test_a_case_runs_when_it_is_asked_for_and_once(tmp_path):
             results["raises/number"]
         with pytest.raises(AssertionError, match="ValueError: the case's own error"):
             results["raises/number"]
-        assert ranks.launches == 1  # what raised is not tried again
-        assert results["three/number"] == 5  # and others run all the same
+        assert ranks.launches == 1  # a case that raised is not run again
+        assert results["three/number"] == 5  # other cases still run
         assert ranks.launches == 2
 
 
 def test_a_program_is_one_of_its_own(tmp_path):
-    """With its arguments, folder and variables; what it changes the next one does not see, and it ends as it says."""
+    """It has its own arguments, folder and variables; its changes do not affect the next; its exit code is kept."""
     script = tmp_path / "program.py"
     script.write_text(
         "import os, sys\n"

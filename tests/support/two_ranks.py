@@ -1,4 +1,4 @@
-"""Starts a worker script on ranks with the project's own launcher, or by itself, and reads back what each wrote."""
+"""Starts a worker script on ranks with the project's own launcher, or alone, and reads each rank's results."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def run_on_two_ranks(worker: str, out: Path, *arguments: str, time_limit: int = 
 
 
 def run_on_ranks(ranks: int, worker: str, out: Path, *arguments: str, time_limit: int = 600) -> list[Results]:
-    """The arrays that each rank of ``worker OUT ARGUMENTS`` left in ``OUT/rank<N>.npz``; no process is left.
+    """The arrays in each rank's ``OUT/rank<N>.npz`` , after ``worker OUT ARGUMENTS`` ; no process is left.
 
-    After `time_limit` seconds, when ranks wait for each other for ever, it fails. One rank is a process without a
-    launcher.
+    It fails after `time_limit` seconds, for instance if ranks wait for each other for ever. A single rank is a process
+    without launcher.
     """
     command = [sys.executable]
     if ranks > 1:
@@ -49,7 +49,7 @@ def _words(process: psutil.Process) -> list[str]:
 
 
 def leave(out: Path, rank: int, results: Results) -> None:
-    """What a worker ends with: it hands over its results, and meets the others, because a rank that leaves first breaks
+    """The end of a worker: writes its results, and waits for the other ranks, because a rank that leaves first breaks
     the others' last collective."""
     import mindspore as ms
     from mindspore import ops
@@ -60,7 +60,7 @@ def leave(out: Path, rank: int, results: Results) -> None:
 
 
 def case(results: Results, name: str) -> Results:
-    """What was kept under ``name/``."""
+    """The arrays whose names begin with ``name/`` ."""
     if isinstance(results, Asked):
         results.ask(name)
     found = {key.removeprefix(name + "/"): value for key, value in results.items() if key.startswith(name + "/")}

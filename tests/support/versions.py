@@ -1,4 +1,4 @@
-"""Which MindSpore the tests run with."""
+"""The MindSpore version of the tests."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import mindspore as ms
 
 
 def before(*version: int) -> bool:
-    """Whether it is an older one."""
+    """Whether MindSpore is older than this version."""
     return tuple(map(int, re.findall(r"\d+", ms.__version__)[:3])) < version

@@ -1,6 +1,6 @@
-"""What `WindowMonitor` must record, worked out in NumPy: one weight, trained in windows of any kind.
+"""The expected records of `WindowMonitor` , computed in NumPy for one weight and windows of any kind.
 
-The arithmetic has nothing of the project's: gradients are written out, windows are lists of batches, all in float64.
+It uses no code of the project: gradients are explicit formulas, windows are lists of batches, and all is float64.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Batch = tuple[np.ndarray, ...]
 
 RATES = [0.1, 0.05, 0.2, 0.1, 0.15, 0.05, 0.1, 0.2, 0.1, 0.05]  # of the updates
 COUNT_BOTH = (CountMask(), None)
-# Of a record: those that ranks may share or not, and that no other test on ranks has.
+# Fields of a record that may be equal on all ranks or not, and that no other test on ranks checks.
 FIELDS = ("updated", "losses", "loss", "counts", "count", "loss_terms", "dropped_micro_batches", "grad_norm")
 
 
@@ -70,13 +70,13 @@ class Scale(Weight):
 
 
 class Spread(nn.Cell):
-    """A loss of the whole batch: the variance of its representations, over two."""
+    """A loss of the whole batch: half the variance of its representations."""
 
     def construct(self, r):
         return ops.square(r - r.mean()).mean() / 2
 
 
-# -- the same in NumPy: mean loss, its gradient, and its items, of some samples ----------------------------------------
+# -- the same in NumPy: mean loss, its gradient, and its items, for some samples ---------------------------------------
 
 
 def squares(w, x, y, *mask):
@@ -100,7 +100,7 @@ def spread(w, x, *others):
 
 @dataclass(frozen=True)
 class Plan:
-    """How windows are made, in the cell's words."""
+    """How windows are made, with the names of the cell's options."""
 
     terms: tuple[Any, ...] = (squares,)
     weights: tuple[float, ...] = (1.0,)
@@ -119,13 +119,13 @@ class Plan:
         return [tuple(one[at : at + size] for one in batch) for at in range(0, len(batch[0]), size)]
 
     def count_of(self, sums: Sums) -> float:
-        """A batch that is a window by itself has the window's count, of what is in its mean, where counts are given."""
+        """The count of a batch. If the batch is a window and counts are given, it is the window's count."""
         return sums.kept if self.counts and self.steps == 1 else sums.items
 
 
 @dataclass
 class Sums:
-    """Of micro-batches: of loss times items, of gradient times items, of the items that are in them, and of all."""
+    """Sums over micro-batches: loss times items, gradient times items, the included items, and all items."""
 
     loss: float = 0.0
     gradient: float = 0.0
@@ -157,7 +157,7 @@ def sums_of(plan: Plan, term: Any, w: float, batches: Sequence[Batch]) -> Sums:
 
 
 def expected_records(plan: Plan, epochs: Sequence[Sequence[Batch]]) -> tuple[list, float]:
-    """The fields of each record but ``seconds`` , and the weight in the end."""
+    """The fields of each record except ``seconds`` , and the final weight."""
     w, updates, scale, window, records = 1.0, 0, plan.scale, [], []
     with np.errstate(all="ignore"):
         for epoch, data in enumerate(epochs, start=1):
@@ -202,20 +202,20 @@ def expected_records(plan: Plan, epochs: Sequence[Sequence[Batch]]) -> tuple[lis
     return records, w
 
 
-# -- a step, and the oracle's words for it -----------------------------------------------------------------------------
+# -- a step, and the oracle's description of it ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Case:
     plan: Plan
-    options: dict[str, Any]  # of the cell
+    options: dict[str, Any]  # the cell's
     network: type
     mode: str  # "graph", "pynative" or "jit"
-    poisoned: Sequence[tuple[int, int]]  # batches and their samples that are infinite
-    fixed_scale: bool  # one that the optimizer's `loss_scale` takes out of the gradient again
+    poisoned: Sequence[tuple[int, int]]  # (batch, sample) of infinite inputs
+    fixed_scale: bool  # the optimizer's `loss_scale` removes it from the gradient
 
     def batches(self, sizes: Sequence[int]) -> list[Batch]:
-        """x, y and a mask that leaves samples out, the last two of the first batch among them."""
+        """x, y and a mask that leaves samples out, including the last two of the first batch."""
         random, result = np.random.default_rng(0), []
         for number, size in enumerate(sizes):
             x, y = random.uniform(0.5, 1.5, (2, size)).astype(np.float32)
@@ -249,7 +249,7 @@ def case(
     flushes: bool = False,
     **options: Any,
 ) -> Case:
-    """Of options of the cell, and of what surrounds it."""
+    """A case, from options of the cell and of its surroundings."""
     terms = {Masked: (masked,), MaskedAndMean: (masked, mean), MeanAndMean: (squares, mean), Spread: (spread,)}
     terms_of = terms.get(network, (squares,))
     if network is Sum:

@@ -1,4 +1,4 @@
-"""Ranks that have equally many tokens: what each gets, in one epoch and the next, and in a data set."""
+"""Ranks with equal numbers of tokens: the samples of each, in successive epochs, and in a data set."""
 
 from __future__ import annotations
 

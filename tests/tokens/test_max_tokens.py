@@ -1,4 +1,4 @@
-"""MaxTokens: trained, the whole padded batch's weights; never more graphs than widths; and what it refuses."""
+"""MaxTokens: training gives the whole padded batch's weights, with never more graphs than widths; errors."""
 
 from __future__ import annotations
 

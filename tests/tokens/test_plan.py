@@ -1,4 +1,4 @@
-"""Widths and plans against brute force, and by what every plan must hold."""
+"""Widths and plans, compared with brute force and with the properties of every plan."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A training that can be killed, for test_resume.py: `resume_worker.py FOLDER KIND FORMAT KILL_AFTER [CHECKPOINT]`.
 
-It saves a checkpoint into FOLDER/saved after every batch, writes what each batch left to FOLDER/seen.jsonl, and kills
-itself after the batch KILL_AFTER of the whole training, 0 for never. With CHECKPOINT it goes on from there.
+It saves a checkpoint into FOLDER/saved after every batch, appends each batch's results to FOLDER/seen.jsonl, and kills
+itself after batch KILL_AFTER of the whole training (0: never). With CHECKPOINT it resumes from this file.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from support.reference import batches, make_network
 from gaccum_ms import FlushAccumulation, GradAccumulationCell, resume
 
 BATCH, BATCHES, EPOCHS, STEPS = 6, 7, 3, 4
-# Windows are the batches 1-4, 5-8, 9-12, 13-16, 17-20 and one left; flushed, 1-4, 5-7, 8-11, 12-14, 15-18, 19-21.
+# Windows are batches 1-4, 5-8, 9-12, 13-16, 17-20, and one remains; with flush 1-4, 5-7, 8-11, 12-14, 15-18, 19-21.
 KINDS = {"open": [], "flushed": [FlushAccumulation]}
 
 
 class LoudLoss(nn.Cell):
-    """Gradients that overflow at some loss scale, whose total count does not yet."""
+    """Its gradients overflow at some loss scale at which the divisor does not."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,7 @@ class LoudLoss(nn.Cell):
 
 
 def make_model() -> ms.Model:
-    """All that has a state: Adam, a learning rate that depends on global_step, a loss scale that goes up and down."""
+    """A model with much state: Adam, a rate that depends on global_step, a loss scale that goes up and down."""
     network = make_network("dense")
     optimizer = nn.Adam(network.trainable_params(), nn.CosineDecayLR(0.001, 0.05, 8), weight_decay=0.01)
     cell = GradAccumulationCell(nn.WithLossCell(network, LoudLoss()), 2, accumulation_steps=STEPS, max_grad_norm=0.5)
@@ -61,7 +61,7 @@ def everything(step: nn.Cell) -> dict[str, np.ndarray]:
 
 
 class Seen(train.Callback):
-    """What each batch left: its number, the step's outputs, a digest of all Parameters; and which samples it had."""
+    """Each batch's results: its number, the step's outputs, a digest of all Parameters, and its samples."""
 
     def __init__(self, file: Path | None = None):
         super().__init__()
@@ -93,7 +93,7 @@ class KillAfter(train.Callback):
 
 def main(folder: Path, kind: str, file_format: str, kill_after: int, checkpoint: Path | None = None) -> None:
     ms.set_context(mode=ms.GRAPH_MODE)
-    ms.manual_seed(5 if checkpoint is None else 6)  # what is resumed has the first run's, whatever this one would have
+    ms.manual_seed(5 if checkpoint is None else 6)  # a resumed run must get the first run's generator state
     model, data_set = make_model(), make_data_set()
     finished = 0 if checkpoint is None else resume(model, checkpoint, data_set)
     config = train.CheckpointConfig(save_checkpoint_steps=1, keep_checkpoint_max=100, format=file_format)

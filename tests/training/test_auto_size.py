@@ -1,8 +1,8 @@
-"""``micro_batch_size="auto"``: the same training as with the number written down; and when memory runs out in training,
-what was begun is put back, and goes on with half.
+"""``micro_batch_size="auto"`` trains as with an explicit number. If memory runs out in training, the batch is undone,
+and repeated with half the size.
 
-Running out is injected into real graphs: MindSpore's Assert fails while the graph runs, after its first micro-batches
-were added. A process with a real limit does it for MindSpore's allocator. What finds the number: test_search.py.
+Running out is injected into real graphs: MindSpore's Assert fails while the graph runs, after the first micro-batches
+were added. One test uses a process with a real limit for MindSpore's allocator. The search is in test_search.py.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from gaccum_ms.backend.snapshot import Snapshot
 from gaccum_ms.training.auto_size import AutoSize
 
 PLENTY = 1 << 40
-MARK = 0.125  # in a sample's first feature: its micro-batch needs much memory
+MARK = 0.125  # the first feature of a marked sample, whose micro-batch "needs much memory"
 
 
 class RunsOut(nn.Cell):
     """A network with its loss that runs out of memory, at run time, in micro-batches of more than `largest` samples
-    with a marked one among them."""
+    that include a marked one."""
 
     def __init__(self, network):
         super().__init__()
@@ -57,13 +57,13 @@ class RunsOut(nn.Cell):
 
 
 def says_assert_failed(error: BaseException) -> bool:
-    ms.manual_seed(99)  # a try that failed may have drawn from the default generator, or worse
+    ms.manual_seed(99)  # a failed try may have changed the default generator
     return "assert failed" in str(error)
 
 
 class WithStatistics(nn.Cell):
-    """Layers that keep something of each micro-batch, and some that reads its first sample: after an eager gradient
-    that failed, MindSpore knows no int as index any more."""
+    """Layers that keep state of each micro-batch, and one that reads its first sample: after a failed eager gradient,
+    MindSpore accepts no int as an index."""
 
     def __init__(self):
         super().__init__()
@@ -102,7 +102,7 @@ def state(step):
     return buffers | {one.name: as_numpy(one) for one in step.get_parameters()}
 
 
-# -- as with the number written down -----------------------------------------------------------------------------------
+# -- as with an explicit number ----------------------------------------------------------------------------------------
 
 # The mode, and the cell's options.
 OPTIONS = {
@@ -117,14 +117,14 @@ OPTIONS = {
 
 
 def auto_step(size, **options):
-    """One that has found its size, without a search."""
+    """A step that has its size, without a search."""
     step = make_step(make_network("dense"), micro_batch_size="auto", **options)
     step._auto._begin(size)
     return step
 
 
 def assert_auto_is_the_number(size, data, scale=lambda: None, **options):
-    """To the last bits, in which kernels on CPU differ by where weights lie in memory."""
+    """Check equality except for the last bits, in which CPU kernels depend on the weights' addresses."""
     runs = []
     for make in (auto_step, lambda size, **options: make_step(make_network("dense"), micro_batch_size=size, **options)):
         step = make(size, scale=scale(), **options)
@@ -141,8 +141,8 @@ def assert_auto_is_the_number(size, data, scale=lambda: None, **options):
 @pytest.mark.core("loss scale", "window")
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_trains_as_with_the_number(kind):
-    """Micro-batches of six samples, in batches of which a window's last is short. Both return the loss scale alike,
-    which goes up at every other update."""
+    """Micro-batches have six samples, and a window's last batch is short. Both steps return the same loss scale, which
+    grows at every second update."""
     mode, options = OPTIONS[kind]
     ms.set_context(mode=mode)
     last = batches(5 if kind == "window" else 16, 1, seed=8)
@@ -151,12 +151,12 @@ def test_trains_as_with_the_number(kind):
 
 
 def test_a_batch_that_fits_whole_is_not_split(pynative):
-    """With the number, nothing is accumulated; with "auto" the accumulators are there in any case."""
+    """With the number, there are no accumulators; with "auto" there always are."""
     assert_auto_is_the_number(16, batches(16, 3))
 
 
 def test_the_size_is_found_once_at_the_first_batch(monkeypatch, pynative):
-    """A flush before it finds nothing."""
+    """An earlier flush has nothing to do."""
     from gaccum_ms.memory.trial import Trials
 
     tried = []
@@ -188,7 +188,7 @@ def test_what_training_has_halved_is_remembered(pynative):
 
 
 def test_windows_that_span_batches_from_the_first_batch_on(pynative):
-    """As callbacks ask for it: the window is another when the size is found than when the step was built."""
+    """Callbacks request it, so the window changes after the step was built and before the size is found."""
     data = batches(16, 4)
     auto, number = (make_step(make_network("dense"), micro_batch_size=size) for size in ("auto", 6))
     for step in (auto, number):
@@ -222,7 +222,7 @@ def marked(batch):
 
 
 def halving_step(network=None, search=False, **options):
-    """A step of micro-batches of 16 samples, found by a search or as if it had been, and what lets them not fit."""
+    """A step with micro-batches of 16 samples, found by a search or set, and the number that makes them not fit."""
     loss = RunsOut(network or make_network("dense"))
     step = make_step(loss, micro_batch_size="auto", is_out_of_memory=says_assert_failed, **options)
     if not search:
@@ -233,8 +233,8 @@ def halving_step(network=None, search=False, **options):
 @pytest.mark.core("graph-window")
 @pytest.mark.parametrize("options", [{}, {"accumulation_steps": 2}], ids=["one batch", "window"])
 def test_halves_and_goes_on(options, mode):
-    """The batch is not lost, and none counts twice: weights are where the whole batches take them. In a window of two
-    batches, the first of which is already added up, it is the second that fails."""
+    """No batch is lost or counted twice: the weights equal those of training on whole batches. In a window of two
+    batches, the second fails, when the first is already added up."""
     data = [marked(one) for one in batches(16, 4)]
     loss, step = halving_step(**options)
     losses = run(step, data[:1])
@@ -257,7 +257,7 @@ def test_halves_and_goes_on(options, mode):
 
 @pytest.fixture
 def restored(monkeypatch):
-    """States of the step each time that it is about to halve."""
+    """The step's state each time before it halves."""
     states = []
     shrink = AutoSize._shrink
 
@@ -297,7 +297,7 @@ WARNS_OF_BATCHNORM = pytest.mark.filterwarnings("ignore:.*BatchNorm:UserWarning"
 @WARNS_OF_BATCHNORM
 @pytest.mark.parametrize("options", [{}, {"accumulation_steps": 4, "compensated": True}], ids=["one batch", "window"])
 def test_all_is_put_back_bit_for_bit(options, restored, mode):
-    """Weights, optimizer, accumulators and their compensations, statistics of BatchNorm, of the window's too, counts,
+    """Weights, optimizer, accumulators and their compensations, statistics of BatchNorm and WindowBatchNorm, counts,
     and the default generator, from which the failing try has drawn."""
     fail_and_compare(restored, options)
 
@@ -403,17 +403,17 @@ def test_model_train_with_callbacks(pynative):
 
 
 def test_a_real_limit_of_the_address_space(tmp_path):
-    """In a process of its own: a batch of longer samples comes, MindSpore fails to allocate, and training goes on."""
+    """In a separate process, MindSpore fails to allocate memory for a batch of longer samples, and training goes on."""
     (found,) = run_on_ranks(1, "auto_size_worker.py", tmp_path, time_limit=600)
     assert found["sizes"][:2].tolist() == [32, 32]
     assert found["sizes"][2] in (8, 16)
     assert found["errors"].size
     assert all("bad_alloc" in error or "Memory not enough" in error for error in found["errors"]), found["errors"]
-    # A mean over 268 million float32 is not exact; a batch twice, or half of one, would be off by five in a hundred.
+    # A mean over 268 million float32 is not exact; counting a batch twice, or half of it, would be an error of 5 %.
     np.testing.assert_allclose(found["weights"], found["expected"], rtol=5e-3)
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -436,7 +436,7 @@ def test_options_that_are_refused(options, error, message):
 
 
 def test_is_refused_in_another_graph():
-    """As where data sinking puts the step into a graph with the data set's."""
+    """Data sinking puts the step into such a graph."""
     step = make_step(make_network("dense"), micro_batch_size="auto")
     with pytest.raises(RuntimeError, match=r"'auto' needs Python between the batches, .*dataset_sink_mode=False"):
         Outer(step)(*map(Tensor, batches(8, 1)[0]))
@@ -455,7 +455,7 @@ def test_is_refused_by_audit():
 @pytest.mark.thorough
 @pytest.mark.distributed
 def test_ranks_halve_together(tmp_path):
-    """Rank 1 runs out, rank 0 does not: both go on with half, once, where the whole batches take them."""
+    """Rank 1 runs out of memory, rank 0 does not: both halve the size once, and train as on whole batches."""
     ranks = run_on_two_ranks("auto_size_ranks_worker.py", tmp_path, time_limit=600)
     for rank, results in enumerate(ranks):
         assert "SyncBatchNorm layers" in str(results["refused"])
@@ -464,7 +464,7 @@ def test_ranks_halve_together(tmp_path):
             assert relative_error(found["auto"], found["whole"]) < 1e-5, kind
             assert found["auto_updates"] == found["whole_updates"], kind
         assert case(results, "one batch")["sizes"].tolist() == [16, 16, 8, 8]
-        # In a window of two batches, rank 0 hears of it at the window's end.
+        # In a window of two batches, rank 0 is informed at the window's end.
         assert case(results, "window")["sizes"].tolist() == [[16, 16, 16, 8], [16, 16, 8, 8]][rank]
         assert case(results, "flush")["sizes"].tolist()[-1] == 8
         assert "not enough on rank(s) [1]" in str(results["error"])

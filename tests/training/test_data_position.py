@@ -1,4 +1,4 @@
-"""Where a data set goes on in loops of one's own, against the same loop that was never interrupted."""
+"""The data set's position in resumed hand-written loops, compared with the same loop without interruption."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make_generator(shuffle: bool = False) -> Any:
 
 
 class Accumulated:
-    """A training by hand: gradients come from a function, and go to a GradAccumulator."""
+    """A hand-written training: a function computes gradients for a GradAccumulator."""
 
     mode = ms.PYNATIVE_MODE
 
@@ -67,7 +67,7 @@ class Stepped:
 
 @functools.cache
 def shared(kind: type) -> Any:
-    """One for all tests: it resumes whatever it has trained on."""
+    """One model for all tests: it can resume at any time."""
     return kind()
 
 
@@ -93,7 +93,7 @@ def plain(data_set, first):
 
 
 def peeking(data_set, first):
-    """As find_micro_batch_size is given a batch, and who prints one."""
+    """Reads a batch before the loop, as for find_micro_batch_size."""
     next(iter(data_set.create_tuple_iterator()))
     yield from fresh(data_set, first)
 
@@ -128,7 +128,7 @@ def train(train_on: Any, loop: Loop, data_set: Any, first: int = 0) -> list[list
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Files after so many batches, by what trains."""
+    """Checkpoints after numbers of batches, for each kind of training."""
     folder, files = tmp_path_factory.mktemp("checkpoints"), {}
     for kind in (Stepped, Accumulated):
         ms.set_context(mode=kind.mode)
@@ -179,7 +179,7 @@ def test_model_train_after_a_resumed_loop_begins_at_the_beginning(checkpoints):
     monitor = WindowMonitor()
     ms.Model(step).train(2, data_set, callbacks=[monitor, FlushAccumulation()])
     assert int(step.batch_count.asnumpy()) == 3 * SIZE
-    # The six batches before have left two in the window.
+    # After six batches, two are in the window.
     assert [(record.epoch, record.batches) for record in monitor.records] == [(1, 4), (1, 4), (2, 4), (2, 2)]
 
 

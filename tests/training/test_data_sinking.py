@@ -1,9 +1,9 @@
-"""The graph that data sinking makes of the training step: a loop that fetches its own batches, with no Python between.
+"""The training step's graph with data sinking: a loop that fetches its own batches, without Python between them.
 
-MindSpore sinks data on Ascend and GPU alone: on CPU ``Model.train(dataset_sink_mode=True)`` feeds batches from Python,
-`ms.data_sink` refuses, and the operator that fetches from the device's queue has no kernel. Here the wrapper that
-MindSpore puts around the step is the real one, and fetches from Parameters in place of the queue. Not tested: the queue
-itself, and what callbacks do between two sinks.
+MindSpore sinks data only on Ascend and GPU: on CPU ``Model.train(dataset_sink_mode=True)`` feeds batches from Python,
+`ms.data_sink` refuses, and the operator that reads the device's queue has no kernel. Here MindSpore's real wrapper is
+around the step, but it reads Parameters instead of the queue. The queue itself, and callbacks between two sinks, are
+not tested.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Queue(nn.Cell):
 
 
 class Sink(nn.Cell):
-    """A sink of so many batches, as the device runs it: the last step's outputs."""
+    """A sink of several batches, as the device runs it; returns the last step's outputs."""
 
     def __init__(self, step, batches, size):
         super().__init__(auto_prefix=False)
@@ -109,7 +109,7 @@ def test_a_step_that_loses_a_micro_batch_in_a_sink_is_caught():
 
 
 def test_a_bad_count_in_a_sink_is_not_reported_and_does_not_update():
-    """No Python runs that could raise: the second batch counts NaN."""
+    """The second batch counts NaN; no Python runs that could raise an error."""
     case = oracle.case(oracle.Masked, micro_size=3, count=CountMask())
     batches = case.batches((5,) * 2)
     good, bad = batches

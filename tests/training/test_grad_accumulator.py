@@ -28,7 +28,7 @@ from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGra
 from gaccum_ms.accumulation.open_window import OpenWindow
 from gaccum_ms.accumulation.reduction import CountedReduction
 
-# How a loop may run: "compiled" is PyNative mode with jit=True; "jit" a user's compiled function around all of it.
+# How a loop runs: "compiled" is PyNative mode with jit=True; "jit" is a user's compiled function around everything.
 WAYS = {"graph": ms.GRAPH_MODE, "pynative": ms.PYNATIVE_MODE, "compiled": ms.PYNATIVE_MODE, "jit": ms.PYNATIVE_MODE}
 CALLED = ["graph", "pynative", "compiled"]
 EQUAL, UNEQUAL = (9, 9, 9), (13, 5, 9)  # samples of a window's batches
@@ -84,7 +84,7 @@ class Loop:
 
 
 def trained(optimizer) -> dict[str, np.ndarray]:
-    """All that an update changes: the weights, and the optimizer's state with its place in the schedule."""
+    """Everything that an update changes: the weights, and the optimizer's state with its position in the schedule."""
     return {p.name: as_numpy(p) for p in [*optimizer.parameters, *optimizer.get_parameters()]}
 
 
@@ -96,12 +96,12 @@ def reused_accumulator(optimizer, way, scale, **options) -> GradAccumulator:
         options["scale_sense"] = manager() if scale == "manager" else Tensor(scale, ms.float32)
     accumulator = GradAccumulator(optimizer, 2, jit=way == "compiled", **options)
     if scale is not None:
-        accumulator.scale(Tensor(1.0, ms.float32))  # a test writes its gradients with the scale in them
+        accumulator.scale(Tensor(1.0, ms.float32))  # the test's gradients include the scale
     return accumulator
 
 
 def make_accumulator(steps=2, optimizer=None, way="pynative", scale=None, **options) -> GradAccumulator:
-    """Of a weight (10, 20) and SGD with rate 1: what the weight loses is the update's gradient."""
+    """An accumulator for a weight (10, 20) and SGD with rate 1: the weight decreases by the update's gradient."""
     ms.set_context(mode=WAYS[way])
     # Accumulators of bfloat16 are made anew: MindSpore cannot assign them on CPU.
     make = reused_accumulator.make if "accumulator_dtype" in options else reused_accumulator
@@ -187,14 +187,14 @@ class ForgetsCounts(GradAccumulator):
 
 
 class NeverReset(OpenWindow):
-    """Forgets where it is, not what it holds."""
+    """Resets its position, but not its sums."""
 
     def reset(self, after):
         return ops.depend(after, ops.assign(self.window_position, ops.depend(ms.Tensor(0, ms.int32), after)))
 
 
 class SumOfBatches(CountedReduction):
-    """Off by the number of batches: their sum in place of their mean."""
+    """Wrong by the number of batches: their sum instead of their mean."""
 
     def construct(self, gradients, sums, unit, scale):
         gradients, divisor, loss, counted = super().construct(gradients, sums, unit, scale)
@@ -214,7 +214,7 @@ def test_negative_control_a_broken_accumulator_is_caught(broken, way, monkeypatc
         assert_equivalent(run, joined_batch("momentum"), TOLERANCE)
 
 
-# -- what a call returns, and what it leaves alone ---------------------------------------------------------------------
+# -- results of a call, and values that it does not change -------------------------------------------------------------
 
 
 def test_returns_true_at_updates_alone_and_tells_its_place(way):
@@ -429,7 +429,7 @@ def test_a_scale_set_between_the_batches_of_a_window_counts_for_the_batches_afte
 @pytest.mark.core(way=["pynative", "jit"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_scale_that_no_loss_was_multiplied_by_is_refused(way):
-    """Gradients would be divided by what they were never multiplied by."""
+    """Gradients would be divided by a scale that they do not contain."""
     ms.set_context(mode=WAYS[way])
     weight = ms.Parameter(Tensor([10.0, 20.0], ms.float32), name="weight")
     scaled = {"scale_sense": Tensor(8.0, ms.float32)}
@@ -471,7 +471,7 @@ def test_a_loop_may_multiply_by_the_scale_itself(way):
 @pytest.mark.core("graph-1024.0", "pynative-None")
 @pytest.mark.parametrize("scale", [None, 1024.0])
 def test_a_window_that_counts_nothing_does_not_update(scale, mode):
-    """A mean over nothing is NaN: it must not get in, also not beside batches that count."""
+    """A mean over no items is NaN: it must not be added, also not to batches that count something."""
     accumulator = make_accumulator(2, "momentum", mode, scale)
     before = trained(accumulator.optimizer)
     nothing = gradient(float("nan"), float("nan"))
@@ -530,7 +530,7 @@ TRACES: list[int] = []
 
 @ops.constexpr(reuse_result=False)
 def trace(number):
-    """Ordinary Python: in compiled code it runs only while that is compiled."""
+    """Ordinary Python: in compiled code it runs only at compile time."""
     TRACES.append(1)
     return number
 
@@ -544,7 +544,7 @@ class Traced(nn.SGD):
 @pytest.mark.core(way=["graph", "jit"])
 @pytest.mark.parametrize("way", ["graph", "compiled", "jit"])
 def test_compiles_once_whatever_changes(way):
-    """Gradients, counts, place, number of steps, cleared and held windows: all are values, none a constant."""
+    """Gradients, counts, position, number of steps, cleared and held windows are values, not constants."""
     ms.set_context(mode=WAYS[way])
     weight = ms.Parameter(Tensor([10.0, 20.0], ms.float32), name="weight")
     accumulator = GradAccumulator(Traced([weight], 1.0), 2, jit=way == "compiled")
@@ -565,7 +565,7 @@ def test_compiles_once_whatever_changes(way):
         if i == 0:
             compiled = len(TRACES)
     assert 1 <= compiled == len(TRACES)
-    if way != "jit":  # whose graph is the function's
+    if way != "jit":  # there, the graph is the function's
         assert len(accumulator.compile_cache) == 1
 
 
@@ -617,8 +617,8 @@ def saved_and_fresh(tmp_path, way, file_format, calls_before_loading=0):
 @pytest.mark.core("graph-ckpt")
 @pytest.mark.parametrize(("way", "file_format"), [("graph", "ckpt"), ("pynative", "safetensors")])
 def test_goes_on_from_a_checkpoint_in_mid_window(way, file_format, tmp_path):
-    """What is loaded is identical to the last bit. What comes after differs in the last bit by where weights lie in
-    memory: kernels on CPU add up in another order."""
+    """Loaded values are bit-identical. Later ones differ in the last bit, because CPU kernels add in an order that
+    depends on the weights' addresses."""
     saved, fresh, data = saved_and_fresh(tmp_path, way, file_format)
     assert place(fresh.accumulator) == (0, 2)
     assert_identical(everything(fresh.accumulator), everything(saved.accumulator))
@@ -753,7 +753,7 @@ def test_refuses_parallel_modes_that_cut_the_graph(parallel_mode):
         ms.reset_auto_parallel_context()
 
 
-# -- the loop that PyTorch users know ----------------------------------------------------------------------------------
+# -- PyTorch's usual loop ----------------------------------------------------------------------------------------------
 
 
 def torch_loop(data, n):

@@ -56,7 +56,7 @@ def values_of(network, optimizer):
 
 
 def train(make_train, kind):
-    """Updates of a rate that halves after each; weights and the optimizer's state."""
+    """Train with a rate that halves after each update; returns weights and the optimizer's state."""
     network = Regression()
     optimizer = KINDS[kind](network.trainable_params())
     scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -105,7 +105,7 @@ def test_updates_are_those_of_the_whole_batch_at_the_schedulers_rates(kind, way)
     mode, make = WAYS[way]
     if kind.startswith("mint") and way.endswith("pynative"):
         pytest.skip("refused, as a test below shows")
-    ms.set_context(mode=ms.GRAPH_MODE)  # the reference too: PyNative mode writes nothing by some of mint's
+    ms.set_context(mode=ms.GRAPH_MODE)  # the reference too: in PyNative mode, some of mint's optimizers write nothing
     reference = train(nn.TrainOneStepCell, kind)
     ms.set_context(mode=mode)
     values = train(make, kind)
@@ -132,7 +132,7 @@ def test_a_rate_that_is_not_read_would_be_found():
     assert relative_error(train(frozen, "SGD")["hidden"], reference["hidden"]) > 1e-3
 
 
-# -- what does not train on CPU ----------------------------------------------------------------------------------------
+# -- optimizers that do not train on CPU -------------------------------------------------------------------------------
 
 
 def test_an_optimizer_without_kernels_is_refused():
@@ -147,7 +147,7 @@ def test_an_optimizer_without_kernels_is_refused():
 
 @pytest.mark.parametrize("name", ["SGD", "Adam"])
 def test_an_optimizer_that_writes_nothing_is_refused_before_the_first_batch(name, pynative):
-    """MindSpore's own step trains nothing with it, and says nothing."""
+    """MindSpore's own step silently trains nothing with it."""
     network = Regression()
     optimizer = getattr(mint.optim, name)(network.trainable_params(), lr=0.1)
     weights = values_of(network, optimizer)
@@ -184,7 +184,7 @@ SCHEDULERS = {
 
 
 def expected_rates(kind, updates):
-    """What MindSpore's schedulers make of the rate, stepped once per update."""
+    """The rates of MindSpore's schedulers, stepped once per update."""
     optimizer = optim.Adam(Regression().trainable_params(), 0.05)
     schedulers, rates = SCHEDULERS[kind](optimizer), []
     for _ in range(updates):
@@ -245,7 +245,7 @@ def test_rates_and_maxima_are_in_checkpoints_without_a_callback_too(tmp_path, py
 
 
 def test_a_checkpoint_without_rates_is_still_gone_on_with(tmp_path, pynative):
-    """One of a version that did not save them, or of a training without a scheduler."""
+    """It is from a version that did not save them, or from a training without scheduler."""
     model, _ = model_of("exponential")
     file = str(tmp_path / "step.ckpt")
     saved = [

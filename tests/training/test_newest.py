@@ -1,5 +1,5 @@
-"""A folder of checkpoints: the newest that all ranks have is gone on from, and what only some have is set aside. Ranks
-that are killed: tests/launch/test_restarts.py."""
+"""A folder of checkpoints: training resumes from the newest that all ranks have, and those that only some ranks have
+are set aside. Killed ranks: tests/launch/test_restarts.py."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_step():
 
 
 def saved(folder: Path, updates: int, suffix: str = "ckpt") -> dict:
-    """What a step is after each update, with a checkpoint of it."""
+    """The step's state after each update, with a checkpoint of it."""
     step, states = make_step(), {}
     for number, batch in enumerate(batches(8, updates), start=1):
         step(*map(Tensor, batch))
@@ -76,7 +76,7 @@ def test_what_is_not_whole_is_passed_over_and_stays_a_file(three, tmp_path):
 
 
 def ranks_say(monkeypatch, *others: list) -> None:
-    """Let other ranks have these."""
+    """Simulate the keys of other ranks."""
     monkeypatch.setattr(newest, "gather_json", lambda keys: [keys, *others])
 
 

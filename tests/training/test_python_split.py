@@ -1,6 +1,6 @@
-"""``split=`` a function: micro-batches that an even cut of axis 0 cannot make, each set of shapes compiled once.
+"""A function as ``split=`` , for micro-batches that are not even cuts of axis 0; each set of shapes compiles once.
 
-The oracle is MindSpore's own step on the whole batch, or on the batches of a window joined to one. Ranks:
+The oracle is MindSpore's own step on the whole batch, or on one batch that joins a window's. Ranks:
 test_split_ranks.py.
 """
 
@@ -58,7 +58,7 @@ def uneven(*batch):
 
 
 def masked(data):
-    """With a mask that leaves samples out: all of the first micro-batch's of every other batch."""
+    """With a mask that leaves samples out: in every second batch, the whole first micro-batch."""
     random = np.random.default_rng(5)
     result = []
     for number, (x, y) in enumerate(data):
@@ -81,7 +81,7 @@ def reused_step(**options):
 
 
 class Clipped(nn.Cell):
-    """In the place of a reducer, where there is nothing to reduce."""
+    """Clips in place of a reducer, which has nothing to do on one rank."""
 
     def __init__(self, max_norm):
         super().__init__(auto_prefix=False)
@@ -92,7 +92,7 @@ class Clipped(nn.Cell):
 
 
 def whole(data, network=Regression, max_norm=None):
-    """What MindSpore's step makes of whole batches: losses and state."""
+    """Losses and state of MindSpore's step on whole batches."""
     mode = ms.get_context("mode")
     ms.set_context(mode=ms.PYNATIVE_MODE)  # nothing to compile
     loss_cell = network()
@@ -117,7 +117,7 @@ def loss_of(output):
 
 
 def graphs(step):
-    """How many were compiled: of micro-steps, and of the window's end."""
+    """The numbers of compiled graphs: micro-steps, and ends of a window."""
     return len(step._split._graph.compile_cache), len(step.end_window.compile_cache)
 
 
@@ -166,7 +166,7 @@ def doubled(*batch):
 
 @pytest.mark.parametrize("broken", [lost, doubled])
 def test_a_split_that_loses_or_doubles_samples_is_found(broken, pynative):
-    """The control: the comparison above tells."""
+    """The control of the comparison above."""
     step = make_step(broken)
     for batch in DATA[:2]:
         step(*map(Tensor, batch))
@@ -176,7 +176,7 @@ def test_a_split_that_loses_or_doubles_samples_is_found(broken, pynative):
 
 
 class Boxes(nn.Cell):
-    """A detector: of each box, with the number of its image in front, the squared error; the mean over all boxes."""
+    """A detector: the mean over all boxes of squared errors. Each box begins with the number of its image."""
 
     def __init__(self):
         super().__init__()
@@ -202,7 +202,7 @@ def number_of_boxes(images, boxes):
 
 
 class Sequences(nn.Cell):
-    """Packed sequences: each token is compared with the mean of its sequence; the mean over tokens."""
+    """Packed sequences: each token is compared with the mean of its sequence; the loss is the mean over tokens."""
 
     def __init__(self):
         super().__init__()
@@ -215,7 +215,7 @@ class Sequences(nn.Cell):
 
 
 class UpToTokens:
-    """An object that can be called: whole sequences, of so many tokens together."""
+    """A callable object: whole sequences, up to a number of tokens together."""
 
     def __init__(self, most):
         self.most = most
@@ -317,7 +317,7 @@ def test_a_new_number_of_batches_is_for_windows_to_come(windows):
 
 
 def test_a_window_is_gone_on_with(windows, tmp_path):
-    """In a step that has run, of a split that makes other micro-batches: what is added up is the same."""
+    """In a step that has run, with a split into other micro-batches: the sums are the same."""
     for batch in DATA[:4]:
         windows(*map(Tensor, batch))
     file = tmp_path / "in_mid_window.ckpt"
@@ -334,7 +334,7 @@ def test_a_window_is_gone_on_with(windows, tmp_path):
 @pytest.mark.core("pynative")
 @pytest.mark.parametrize("mode", MODES)
 def test_what_fails_half_way_drops_its_window(mode):
-    """And what fails before anything is added leaves it as it was."""
+    """A failure before anything is added does not change the window."""
     ms.set_context(mode=MODES[mode])
     fails = {}
 
@@ -402,7 +402,7 @@ def test_a_bad_count_spoils_its_window_and_no_other(pynative):
     assert_close(state(step.optimizer), whole(data)[1])
 
 
-# -- Model.train, and what callbacks see -------------------------------------------------------------------------------
+# -- Model.train and its callbacks -------------------------------------------------------------------------------------
 
 
 @pytest.mark.thorough

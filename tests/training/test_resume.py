@@ -1,4 +1,4 @@
-"""A training that is killed and resumed leaves what it would have left anyway. Two ranks: test_window_ranks.py."""
+"""A training that is killed and resumed has the same results as without interruption. Ranks: test_window_ranks.py."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def edited(source: Path, target: Path, edit) -> Path:
 
 
 def losing(*prefixes: str):
-    """An edit that takes out what begins so."""
+    """An edit that removes entries with these prefixes."""
 
     def edit(values):
         for name in [name for name in values if name.startswith(prefixes)]:
@@ -61,7 +61,7 @@ def losing(*prefixes: str):
 
 
 class Reference(NamedTuple):
-    """A training that nothing interrupted, and the compiled model that made it."""
+    """A training without interruption, and its compiled model."""
 
     model: ms.Model
     folder: Path
@@ -84,7 +84,7 @@ def go_on(model: ms.Model, kind: str, data_set=None, finished: int = 0, *callbac
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory):
-    """Both kinds of trainings, made when they are first asked for."""
+    """Both kinds of trainings, run when they are first needed."""
     made = {}
 
     def reference(kind: str) -> Reference:
@@ -104,7 +104,7 @@ def references(tmp_path_factory):
 
 
 def resumed(reference: Reference, kind: str, checkpoint: Path, fresh: bool) -> tuple[list[list], dict, list[bytes]]:
-    """What a training leaves that goes on from the checkpoint, in a new model or in the reference's own."""
+    """The results of a training resumed from the checkpoint, in a new model or in the reference's own."""
     model = make_model() if fresh else reference.model
     if not fresh:
         resume(model, reference.start)
@@ -115,7 +115,7 @@ def resumed(reference: Reference, kind: str, checkpoint: Path, fresh: bool) -> t
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_training_that_is_interrupted_here_has_all_that_could_be_lost(references, kind):
-    """Or the tests below would show less than they say: the loss scale has gone down and up, an update was skipped."""
+    """Otherwise the tests below would prove less: the loss scale has gone down and up, and an update was skipped."""
     reference = references(kind)
     assert [row[0] for row in reference.rows] == list(range(1, LAST + 1))
     scales = [float.fromhex(row[3]) for row in reference.rows]
@@ -133,7 +133,7 @@ def test_the_training_that_is_interrupted_here_has_all_that_could_be_lost(refere
     assert len(set(reference.inputs)) == LAST  # shuffled anew in each epoch
 
 
-# Each place in a window; an epoch's last batch and first; the last but one of all. For "flushed", both in the tail too.
+# Each position in a window; an epoch's last batch and first; the second last of all. For "flushed", also in the tail.
 PLACES = {"open": (1, 2, 3, 4, 7, 8, 20), "flushed": (1, 4, 5, 6, 7, 8, 20)}
 
 
@@ -141,7 +141,7 @@ PLACES = {"open": (1, 2, 3, 4, 7, 8, 20), "flushed": (1, 4, 5, 6, 7, 8, 20)}
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("batches", ["some", "all others"])
 def test_resumed_after_any_batch_is_bit_identical_in_a_step_that_has_run(references, kind, batches):
-    """Every later batch's outputs, inputs and digest of all Parameters; no compilation for any of them."""
+    """The outputs, inputs and digest of all Parameters are equal for every later batch, without any compilation."""
     reference = references(kind)
     compiled = len(reference.model.train_network.compile_cache)
     some = PLACES[kind]
@@ -184,8 +184,8 @@ def run_worker(folder: Path, *arguments) -> subprocess.CompletedProcess:
 @pytest.mark.core("open-kills0")
 @pytest.mark.parametrize(("kind", "kills"), [("open", (6,)), ("flushed", (5, 14))])
 def test_killed_by_kill_9_is_bit_identical(references, tmp_path, kind, kills):
-    """A process is killed in mid-window, the next is resumed (flushed: and killed by the last batch of an epoch), the
-    last is resumed to the end."""
+    """A process is killed in mid-window; the next is resumed (with flush, it is killed at an epoch's last batch); the
+    last is resumed and runs to the end."""
     reference = references(kind)
     rows, checkpoint = [], []
     for number, kill_after in enumerate((*kills, 0)):
@@ -230,8 +230,8 @@ def test_each_file_that_keep_checkpoint_max_leaves_is_enough(references, tmp_pat
 @pytest.mark.parametrize(
     ("lost", "weights_differ"),
     [
-        ((), False),  # the same, or the rest would show nothing
-        (("accu_grads.", "gaccum_ms.window_sums"), True),  # as an accumulation that keeps no Parameters would be saved
+        ((), False),  # unchanged, as the control of the others
+        (("accu_grads.", "gaccum_ms.window_sums"), True),  # an accumulation without Parameters would be saved like this
         (("accu_grads.",), True),
         (("current_iterator_step",), False),  # the loss scale, a power of 2, is then adjusted at another update
     ],
@@ -239,7 +239,7 @@ def test_each_file_that_keep_checkpoint_max_leaves_is_enough(references, tmp_pat
 def test_negative_control_a_checkpoint_with_something_missing_is_not_bit_identical(
     references, tmp_path, lost, weights_differ
 ):
-    """The check of the tests above finds it. (window_unit: see the negative control of unequal batches below.)"""
+    """The comparison of the tests above finds it (window_unit: see the negative control of unequal batches below)."""
     reference = references("open")
     batch = 14
     file = edited(reference.checkpoint(batch), tmp_path / "edited.ckpt", losing(*lost) if lost else lambda values: None)
@@ -319,7 +319,7 @@ class MaskedLoss(nn.Cell):
 
 
 def make_step(optimizer="sgd", masked=False, factor=1.0, **options) -> TrainOneStepWithGradAccumulationCell:
-    """A step on weights that are the reference's times a factor: 0 for those that a checkpoint is to overwrite."""
+    """A step on the reference's weights times a factor, which is 0 for weights that a checkpoint will overwrite."""
     loss_cell = MaskedLoss() if masked else nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss())
     for parameter in loss_cell.get_parameters():
         parameter.set_data(parameter * factor)
@@ -327,11 +327,11 @@ def make_step(optimizer="sgd", masked=False, factor=1.0, **options) -> TrainOneS
     return accumulated(**options)(loss_cell, OPTIMIZERS[optimizer](loss_cell.trainable_params())).set_train()
 
 
-SIZES = (6, 4, 7)  # of the batches in the window that is saved; 5 of all later ones
+SIZES = (6, 4, 7)  # samples of the batches in the saved window; all later batches have 5
 
 
 def batch_of(number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Batch `number` of all, with a mask that keeps 3 of 6, 2 of 4, 5 of 7, and 4 of 5 samples from then on."""
+    """Batch number `number` , with a mask that keeps 3 of 6, 2 of 4, 5 of 7, and then always 4 of 5 samples."""
     x, y = batches(SIZES[number] if number < len(SIZES) else 5, 1, seed=100 + number)[0]
     mask = (np.arange(len(x)) % (number + 2) != 0).astype(np.float32)
     return x, y, mask
@@ -351,7 +351,8 @@ SAVED = {
 
 @pytest.fixture(scope="module")
 def in_mid_window(tmp_path_factory):
-    """Checkpoints after three batches of a window of four, by what saved them. PyNative mode: nothing to compile."""
+    """Checkpoints after three batches of a window of four, by options of the saving step. PyNative mode compiles
+    nothing."""
     made = {}
 
     def file(name: str) -> Path:
@@ -387,7 +388,7 @@ def numpy_updates(windows: list[list[int]], masked: bool, rate: float = 0.05) ->
 
 
 def assert_updates(step, windows: list[list[int]], tolerance: float, masked: bool = False) -> None:
-    """What the updates changed, not the weights, which would hide much of a wrong gradient."""
+    """Compare the changes of the weights, because the weights themselves would hide much of a wrong gradient."""
     begun, expected = numpy_updates([], masked), numpy_updates(windows, masked)
     for weight in step.weights:
         name = weight.name.removeprefix("network.")
@@ -414,7 +415,7 @@ def assert_updates(step, windows: list[list[int]], tolerance: float, masked: boo
     ids=lambda value: "-".join(f"{key}={one}" for key, one in value.items()) if isinstance(value, dict) else None,
 )
 def test_a_window_is_finished_on_its_true_counts_whatever_the_options_are_now(in_mid_window, saved, options, tolerance):
-    """Against NumPy on the joined batches: the open window keeps its four batches, later ones have what the cell says.
+    """Compared with NumPy on the joined batches: the open window keeps its four batches, later ones have the cell's.
 
     The window was begun in PyNative mode by micro_size=2, with batches of 6, 4 and 7; here a batch of 5 ends it.
     """
@@ -449,7 +450,7 @@ def test_negative_control_a_window_of_unequal_batches_without_its_unit_or_sums_i
 
 
 class ByHand(NamedTuple):
-    """A step that was saved after batches 3, 4 and 5; and what batches 6 to 11 left."""
+    """A step that was saved after batches 3, 4 and 5, and the results of batches 6 to 11."""
 
     step: nn.Cell
     files: dict[str, str]
@@ -472,7 +473,7 @@ def by_hand(tmp_path_factory) -> ByHand:
 @pytest.mark.core("resume-safetensors")
 @pytest.mark.parametrize(("way", "file_format"), [("load_checkpoint", "ckpt"), ("resume", "safetensors")])
 def test_a_step_saved_by_hand_goes_on_bit_identically_in_a_new_step(by_hand, file_format, way):
-    """By MindSpore's own load_checkpoint too, into a step that has not run."""
+    """Also with MindSpore's own load_checkpoint, into a step that has not run."""
     assert int(by_hand.end["gaccum_ms.update_count"]) == 2
     other, file = make_step("momentum", factor=0.0), by_hand.files[file_format]
     if way == "resume":
@@ -487,7 +488,7 @@ def test_a_step_saved_by_hand_goes_on_bit_identically_in_a_new_step(by_hand, fil
     "load", [lambda step, file: resume(step, file), lambda step, file: ms.load_checkpoint(file, step)]
 )
 def test_a_step_that_has_run_goes_on_from_what_is_loaded(by_hand, load):
-    """By `resume` , and by MindSpore's own load: see gaccum_ms/backend/storage.py."""
+    """With `resume` , and with MindSpore's own functions: see gaccum_ms/backend/storage.py."""
     step = by_hand.step
     run(step, range(12, 15))
     load(step, by_hand.files["ckpt"])
@@ -496,7 +497,7 @@ def test_a_step_that_has_run_goes_on_from_what_is_loaded(by_hand, load):
     assert len(step.compile_cache) == 1
 
 
-# -- what cannot be gone on with is refused, and nothing changes -------------------------------------------------------
+# -- checkpoints that cannot be resumed are refused, and nothing changes -----------------------------------------------
 
 WRONG_RANK = np.array([1, 2], np.int32)
 
@@ -594,7 +595,7 @@ def test_what_mindspore_loaded_is_refused_at_the_first_call_and_every_other(
 
 
 def test_files_of_different_updates_are_refused(in_mid_window, tmp_path):
-    """As two ranks' are whose checkpoints were taken at different times."""
+    """For instance, checkpoints of two ranks from different times."""
 
     def claim(rank):
         def edit(values):
@@ -647,7 +648,7 @@ def test_a_step_that_has_run_single_batches_takes_what_is_between_two_windows_al
 
 
 def test_a_resumed_step_takes_a_batch_shorter_than_micro_size_as_the_one_that_was_saved_would(tmp_path, pynative):
-    """It is an epoch's last, where it would be a mistake as the first batch of all."""
+    """It is an epoch's last batch; as the very first batch it would be an error."""
     x, y, _ = batch_of(3)
     steps = [make_step(micro_size=4) for _ in range(2)]
     run(steps[0], [3])
@@ -661,7 +662,7 @@ def test_a_resumed_step_takes_a_batch_shorter_than_micro_size_as_the_one_that_wa
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path, pynative):
-    """Its state would stay what it was."""
+    """The present optimizer's state would not be replaced."""
     saved, other = make_step("sgd"), make_step("adam")
     for step in (saved, other):
         run(step, [3])
@@ -671,7 +672,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path, pynative):
 
 
 def test_an_accumulator_does_not_finish_a_cells_window(in_mid_window):
-    """Its batches weigh the same, or by counts, never by samples."""
+    """An accumulator weights batches equally, or by counts, never by samples."""
     accumulator = GradAccumulator(OPTIMIZERS["sgd"](make_network("dense").trainable_params()), 4)
     message = "whose micro-batches weigh by samples, where here they weigh by batches or counts"
     assert_refused(accumulator, lambda: resume(accumulator, in_mid_window("samples")), ValueError, message)
@@ -685,7 +686,7 @@ def plain_data_set(number=4):
 
 
 def test_a_checkpoint_of_a_training_without_accumulation_trains_on_in_our_step(tmp_path):
-    """Against the same training, not interrupted: Momentum's state must come along, and the dataset begins anew."""
+    """Compared with the same training without interruption: Momentum's state is loaded, and the dataset restarts."""
     network = make_network("dense")
     optimizer = OPTIMIZERS["momentum"](network.trainable_params())
     plain = ms.Model(nn.WithLossCell(network, nn.CrossEntropyLoss()), optimizer=optimizer)
@@ -727,7 +728,7 @@ def test_a_checkpoint_in_mid_window_loads_into_mindspores_own_step_and_into_the_
 @pytest.mark.core(saved="not compensated")
 @pytest.mark.parametrize("saved", ["without accumulation", "single batches", "not compensated"])
 def test_nothing_of_the_window_that_was_open_before_is_left_after_a_resume(in_mid_window, tmp_path, saved, pynative):
-    """Into a step that is in mid-window, from a file that has fewer Parameters than it."""
+    """The step is in mid-window, and the file has fewer Parameters than the step."""
     step = make_step(micro_size=2, accumulation_steps=2, accumulator_dtype=ms.float16, compensated=True)
     run(step, [7, 8, 9])
     compensations = [p for p in step.get_parameters() if p.name.startswith("accu_compensation.")]
@@ -756,10 +757,10 @@ def test_nothing_of_the_window_that_was_open_before_is_left_after_a_resume(in_mi
 
 
 def test_the_default_generators_state_is_restored(tmp_path, mode):
-    """The state alone: MindSpore 2.10 has no CPU kernel that draws by it."""
+    """Only the state is checked: MindSpore 2.10 has no CPU kernel that uses it."""
     step = make_step()
     state = np.zeros(16, np.uint8)
-    state[0], state[8] = 7, 4  # a seed, and how far its stream is
+    state[0], state[8] = 7, 4  # a seed, and the position in its stream
     ms.set_rng_state(Tensor(state))
     file = tmp_path / "random.ckpt"
     ms.save_checkpoint(step, str(file))

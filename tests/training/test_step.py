@@ -143,7 +143,7 @@ def test_any_number_of_inputs(mode):
 
 
 class Named(nn.Cell):
-    """Parameters of a network are often named after what they are, and so are our cells' attributes."""
+    """A network whose Parameters have the same names as attributes of our cells."""
 
     def __init__(self):
         super().__init__()
@@ -171,7 +171,7 @@ def test_weights_may_have_the_names_of_our_attributes(accumulation_steps, mode):
 
 @pytest.mark.core(mode="graph")
 def test_accumulators_are_zero_after_every_update_and_used_within(mode):
-    """And there is one compilation per shape."""
+    """There is also one compilation per shape."""
 
     class Peek(BySamples):
         def reduce(self, gradients, sums, scale, unit):
@@ -227,7 +227,7 @@ TRACES: list[int] = []
 
 @ops.constexpr(reuse_result=False)
 def trace(shape):
-    """Ordinary Python: runs on every call of eager code, and in compiled code only while it is compiled."""
+    """Ordinary Python: it runs at every call of eager code, and in compiled code only at compile time."""
     TRACES.append(1)
     return shape
 
@@ -271,7 +271,7 @@ def add_100(cell, inputs, loss):
 
 
 def test_jit_runs_the_step_by_graph_modes_path(pynative):
-    """And not by `mindspore.jit` , which would keep the graph elsewhere: see test_graphs.py."""
+    """It does not use `mindspore.jit` , which would store the graph elsewhere: see test_graphs.py."""
     cell = GradAccumulationCell(Counted(), 3, jit=True)
     step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
     step.register_forward_hook(add_100)
@@ -282,7 +282,7 @@ def test_jit_runs_the_step_by_graph_modes_path(pynative):
 @pytest.mark.core("jit")
 @pytest.mark.parametrize("jit", [None, True], ids=["graph", "jit"])
 def test_weights_that_are_loaded_into_a_step_that_has_run_are_trained_on(jit):
-    """In PyNative mode with `jit` too, where a function under `mindspore.jit` goes on with the weights it had."""
+    """Also in PyNative mode with `jit` , where a function under `mindspore.jit` would continue with its old weights."""
     ms.set_context(mode=ms.PYNATIVE_MODE if jit else ms.GRAPH_MODE)
     network = nn.Dense(12, 1)
     cell = GradAccumulationCell(nn.WithLossCell(network, nn.MSELoss()), 3, jit=jit)
@@ -308,14 +308,14 @@ class Unrolled(Window):
 
 
 def compile_graphs() -> None:
-    """What the next test runs in a process of its own: MindSpore reads only at its start that it is to save graphs."""
+    """The next test runs this in a separate process, because MindSpore reads its option to save graphs only once."""
     ms.set_context(mode=ms.GRAPH_MODE)
     for window, micro_size in ((Window, 2), (Window, 9), (Unrolled, 9)):
         cell = GradAccumulationCell(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), micro_size)
         step_with(window=window)(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()(*batch(18))
 
 
-@pytest.mark.thorough  # that the network is traced twice at most, whatever its window: test_windows.py
+@pytest.mark.thorough  # test_windows.py checks quickly that the network is traced twice at most
 def test_the_graph_does_not_grow_with_the_number_of_micro_batches(tmp_path):
     saving = {"MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_SAVE_GRAPHS_PATH": str(tmp_path), "PYTHONPATH": paths.python_path()}
     command = [sys.executable, "-c", "import test_step; test_step.compile_graphs()"]

@@ -1,4 +1,4 @@
-"""Averages in the place of weights, in evaluations and exports; and what checkpoints hold of transforms."""
+"""Averages instead of weights in evaluations and exports, and transforms in checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a finished gradient goes through: each link, and chains of them, against NumPy on whole batches."""
+"""Transforms of a finished gradient: each link, and chains, compared with NumPy on whole batches."""
 
 from __future__ import annotations
 
