@@ -110,3 +110,48 @@ def test_a_loop_reads_a_view_as_what_it_is(mode):
         expected = given.asnumpy().sum(dtype=np.float64)
         rows = Tensor(given.shape[0], ms.int32)
         assert float(graph.run_alone(view(Tensor(x)), rows).asnumpy()) == pytest.approx(expected, abs=1e-4), name
+
+
+# -- what MindSpore's compiler loses -----------------------------------------------------------------------------------
+
+faults: list[str] = []
+
+
+@ops.constexpr
+def compiled():
+    """Python runs it with each compilation. A real loss cannot be had at will: one test in a thousand met it."""
+    seen.append("compiled")
+    if faults:
+        raise RuntimeError(faults.pop())
+    return 1
+
+
+class AddParameter(OwnGraph):
+    def __init__(self):
+        super().__init__(jit=True)
+        self.weight = ms.Parameter(Tensor([1.0, 1.0]), name="weight")
+
+    def construct(self, x):
+        return ops.assign_add(self.weight, x * compiled())
+
+
+LOST = "Illegal AnfNode for evaluating, node: @construct:param_weight(type:Parameter)"
+
+
+@pytest.mark.parametrize(
+    ("messages", "compilations"),
+    [([LOST], 2), ([LOST, LOST], 2), (["another"], 1)],
+    ids=["once", "twice", "another error"],
+)
+def test_a_parameter_that_the_compiler_lost_is_looked_for_once_more(messages, compilations, mode):
+    seen.clear()
+    faults[:] = messages
+    cell = AddParameter()
+    if messages == [LOST]:
+        np.testing.assert_array_equal(cell.run_alone(Tensor([1.0, 2.0])).asnumpy(), [2.0, 3.0])
+    else:
+        with pytest.raises(RuntimeError, match=messages[0][:20]):
+            cell.run_alone(Tensor([1.0, 2.0]))
+        np.testing.assert_array_equal(cell.weight.asnumpy(), [1.0, 1.0])
+    assert len(seen) == compilations
+    faults.clear()
