@@ -62,6 +62,7 @@ def test_a_loss_of_the_whole_batch_trains_after_it(pynative):
     assert np.isfinite(run.losses).all()
 
 
+@pytest.mark.thorough
 def test_a_search_that_python_ended(pynative):
     class OutOfMemory(Interrupted):
         def construct(self, x, y):

@@ -28,6 +28,7 @@ def run_page(name: str, folder: Path) -> tuple[str, str]:
     return printed, code_blocks(page, "text")[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.device("data parallel mode on all devices, with NCCL or HCCL: the weights of one process")
 def test_data_parallel_ranks_train_as_one_process(tmp_path):
     printed, shown = run_page("howto/devices.md", tmp_path)

@@ -508,31 +508,42 @@ def test_two_processes_make_the_whole_batchs_updates(way):
 # -- regression --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
-def test_accumulation_costs_little():
-    """Ratios far above what is measured on a quiet machine, so that only a mistake exceeds them: micro-steps that run
-    eagerly, a graph that grows with the number of micro-batches, a copy of the gradients for each of them. Of the
-    fastest updates and first calls, because other tests run meanwhile."""
-    sizes = (1, 2, 16, 64)
-    settings = [Setting("mlp", "whole", 1, 256), *(Setting("mlp", "ours", size, 256) for size in sizes)]
-    settings += [Setting("mlp", "boost", 16, 256)]
+def times_exceeded(settings: list[Setting]) -> tuple[set[str], dict[int, rows.Row]]:
+    """The bounds that updates exceed, and the rows of our ways."""
     whole, *ours, boost = controller.measure(settings, "mlp", rounds=3, turn=0.1, limit=600, log=lambda text: None)
     assert not any(row.note for row in (whole, *ours, boost))
-    found = dict(zip(sizes, ours, strict=True))
+    found = {row.micro_size: row for row in ours}
 
     def fastest(row: rows.Row) -> float:
         return min(min(turn) for turn in row.turns)
 
-    assert fastest(found[1]) <= 2 * fastest(whole)
-    assert fastest(found[16]) <= 6 * fastest(whole)
-    assert fastest(found[16]) <= 1.5 * fastest(boost)  # a call from Python for each micro-batch
+    bounds = {
+        "1": fastest(found[1]) <= 2 * fastest(whole),
+        "16": fastest(found[16]) <= 6 * fastest(whole),
+        "boost": fastest(found[16]) <= 1.5 * fastest(boost),  # a call from Python for each micro-batch
+    }
+    return {name for name, kept in bounds.items() if not kept}, found
+
+
+@pytest.mark.thorough
+def test_accumulation_costs_little():
+    """Ratios far above what is measured on a quiet machine, so that only a mistake exceeds them, and each time:
+    micro-steps that run eagerly, a graph that grows with the number of micro-batches, a copy of the gradients for each
+    of them. Of the fastest updates and first calls, because other tests run meanwhile."""
+    settings = [Setting("mlp", "whole", 1, 256), *(Setting("mlp", "ours", size, 256) for size in (1, 2, 16, 64))]
+    settings += [Setting("mlp", "boost", 16, 256)]
+    exceeded, found = times_exceeded(settings)
+    for _ in range(2):
+        if exceeded:
+            exceeded &= times_exceeded(settings)[0]
+    assert not exceeded
     first_calls = {size: [found[size].first_call] for size in (2, 64)}
     if first_calls[64][0] > 2 * first_calls[2][0]:  # again: other tests run meanwhile
         for size, seconds in first_calls.items():
             with Worker(Setting("mlp", "ours", size, 256), limit=600) as worker:
                 seconds.append(worker.first_call)
     assert min(first_calls[64]) <= 2 * min(first_calls[2])
-    assert found[64].peak - found[2].peak <= 16 * whole.weight_bytes  # 62 more micro-batches
+    assert found[64].peak - found[2].peak <= 16 * found[64].weight_bytes  # 62 more micro-batches
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------

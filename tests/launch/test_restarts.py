@@ -114,7 +114,9 @@ def test_a_rank_that_is_killed_is_started_again_and_nothing_is_trained_twice(tmp
         time.sleep(0.01)
     for rank in range(2):  # as a rank may leave them that is killed, or a host that loses power
         (folder / "saved" / str(rank) / "net-9_9.tmp").write_bytes(b"half a check")
-        (folder / "saved" / str(rank) / "net-9_9.ckpt").write_bytes(b"half a check")
+        half = folder / "saved" / str(rank) / "net-9_9.ckpt"
+        half.write_bytes(b"half a check")
+        os.utime(half, (time.time() + 60, time.time() + 60))  # newer than what the ranks save until one is killed
     (killed, *_) = ranks_of_attempt(launched, 0)
     killed.kill()
     done = launched.finish(SECONDS)

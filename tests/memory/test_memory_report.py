@@ -141,6 +141,7 @@ def test_a_wrong_model_does_not_predict(wide):
         assert_predicts(rows, 0.25)
 
 
+@pytest.mark.thorough
 def test_pynative_mode(pynative):
     rows = report_worker.report(micro_sizes=[1, 2, report_worker.SAMPLES]).rows
     assert_predicts(rows, 0.4)
@@ -166,6 +167,7 @@ def test_nothing_fits_a_limit_below_the_framework():
     assert all(row.peak >= 1_000_000 and row.peak_measured is None for row in report.rows)
 
 
+@pytest.mark.thorough
 def test_out_of_memory_while_measuring_does_not_fit():
     from test_search import Limited
 
@@ -214,6 +216,7 @@ def trained(asks: bool):
     return losses, {one.name: as_numpy(one) for one in step.get_parameters()}
 
 
+@pytest.mark.core("graph")
 def test_nothing_changes_and_training_goes_on_as_without(mode):
     """With an open window: accumulators are the training's, momentum is, and so are BatchNorm's statistics; what
     dropout draws afterwards, too, in graph mode."""

@@ -237,6 +237,7 @@ def test_failures_are_not_kept(monkeypatch):
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_ranks_agree_on_the_smallest(tmp_path):
     """Rank 1 is out of memory above 6 samples: of 16, in three micro-batches, both take 6. Where it has nothing at all,
