@@ -84,7 +84,7 @@ def max_tokens_split(data: Data) -> Any:
 class MindSporeWay:
     """Our step, with an even split or `MaxTokens` ."""
 
-    def __init__(self, data: Data, by_length: bool) -> None:
+    def __init__(self, data: Data, by_length: bool, layers: int = LAYERS) -> None:
         import mindspore as ms
         from mindspore import nn
 
@@ -93,13 +93,13 @@ class MindSporeWay:
         ms.set_context(mode=ms.GRAPH_MODE)
         self.tensor = ms.Tensor
         self.split = max_tokens_split(data) if by_length else None
-        network = sample("train").LanguageModel(VOCABULARY, data.sizes.longest, WIDTH, HEADS, LAYERS)
+        network = sample("train").LanguageModel(VOCABULARY, data.sizes.longest, WIDTH, HEADS, layers)
         cut = {"split": self.split} if by_length else {"micro_batch_size": data.sizes.max_tokens // data.sizes.longest}
         cell = GradAccumulationCell(network, count=CountNotIgnored(sample("corpus").IGNORED), **cut)
         self.step = TrainOneStepWithGradAccumulationCell(cell, nn.Adam(network.trainable_params())).set_train()
 
-    def update(self, batch: Batch) -> None:
-        self.step(*map(self.tensor, batch)).asnumpy()
+    def update(self, batch: Batch) -> float:
+        return float(self.step(*map(self.tensor, batch)).asnumpy())
 
     def plan(self, batch: Batch) -> None:
         if self.split is not None:

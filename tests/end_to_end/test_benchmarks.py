@@ -4,6 +4,7 @@ real command with tiny settings, and a check with generous limits that accumulat
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from benchmarks import (
     report,
     rows,
     targets,
+    tokens,
 )
 from benchmarks.__main__ import ALL
 from benchmarks.controller import Worker, WorkerError
@@ -740,3 +742,32 @@ def test_all_ways_of_the_lengths_benchmark_train_alike():
     for way, values in losses.items():
         np.testing.assert_allclose(values, losses["nn.TrainOneStepCell"], rtol=1e-5, err_msg=way)
     assert losses["a bare loop"][2] < losses["a bare loop"][0]
+
+
+# -- micro-batches by length -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.thorough
+@pytest.mark.distributed
+def test_the_tokens_benchmark_measures_each_split(capsys):
+    tokens.main(["--batch", "24", "--longest", "32", "--max-tokens", "128", "--rounds", "1"])
+    title, *lines = capsys.readouterr().out.splitlines()
+    columns = title.split()[:5]
+    table = {line[:26].strip(): dict(zip(columns, line[26:].split(), strict=False)) for line in lines}
+    ways = [name for name in tokens.WAYS if "PyTorch" not in name or importlib.util.find_spec("torch")]
+    assert list(table) == ways
+    padding = {name: float(row["padding"].rstrip("%")) for name, row in table.items()}
+    assert padding["MaxTokens"] < padding["even split"]
+    assert padding["MaxTokens, equal lengths"] == padding["even split, equal lengths"] == 0
+    assert all(float(row["tokens/s"]) > 0 for row in table.values())
+
+
+def test_the_tokens_benchmark_trains_both_splits_alike():
+    sizes = tokens.Sizes(batch=8, longest=16, max_tokens=64)
+    losses = []
+    for by_length in (False, True):
+        ms.set_seed(3)
+        data = tokens.Data(sizes, equal=False)
+        way = tokens.MindSporeWay(data, by_length, layers=1)
+        losses.append([way.update(data.next()) for _ in range(3)])
+    np.testing.assert_allclose(*losses, rtol=1e-4)
