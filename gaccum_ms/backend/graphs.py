@@ -15,10 +15,6 @@ from mindspore import nn
 from gaccum_ms.backend import cell_graph_executor, no_grad
 from gaccum_ms.backend.storage import Storage, keep_in_place
 
-# In a process that has compiled hundreds of graphs, MindSpore's compiler rarely takes a Parameter for the one that it
-# copied it from, and raises this. The order of its work depends on addresses; the next compilation has others.
-_LOST_PARAMETER = "Illegal AnfNode for evaluating"
-
 _storage: weakref.WeakKeyDictionary[nn.Cell, tuple[int, Storage]] = weakref.WeakKeyDictionary()
 
 
@@ -51,12 +47,10 @@ def run(cell: nn.Cell, jit: bool, *inputs: Any) -> Any:
         return nn.Cell.__call__(cell, *inputs)
     _let_go_of_moved(cell)
     inputs = tuple(_of_its_own(value) for value in inputs)
-    try:
-        outputs = _run_graph(cell, *inputs)
-    except RuntimeError as error:
-        if _LOST_PARAMETER not in str(error):
-            raise
-        outputs = _run_graph(cell, *inputs)
+    if ms.get_context("mode") == ms.PYNATIVE_MODE:
+        outputs = _run_graph_in_pynative_mode(cell, *inputs)
+    else:
+        outputs = nn.Cell.__call__(cell, *inputs)
     _note_storage(cell)
     return outputs
 
@@ -75,9 +69,7 @@ def _of_its_own(value: Any) -> Any:
         return value.copy()
 
 
-def _run_graph(cell: nn.Cell, *inputs: Any) -> Any:
-    if ms.get_context("mode") == ms.GRAPH_MODE:
-        return nn.Cell.__call__(cell, *inputs)
+def _run_graph_in_pynative_mode(cell: nn.Cell, *inputs: Any) -> Any:
     if not cell.compile_cache:  # before its first compilation, graph mode does this too
         cell.check_names_and_refresh_name()
         cell.__compile_cell_hook__ = True
