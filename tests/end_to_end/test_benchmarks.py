@@ -355,8 +355,8 @@ def two_updates(way: str, micro_size: int) -> Trained:
 
 
 def two_updates_alone(way: str, micro_size: int) -> Trained:
-    """In a process of its own. After `boost` , whose graph has a Parameter's ``+=`` , and a graph of open lengths,
-    MindSpore 2.10 fails to compile test_a_loss_of_the_whole_batch ("Illegal AnfNode for evaluating")."""
+    """In a process of its own. After `boost` , whose graph has a Parameter's ``+=`` , MindSpore 2.10 fails to compile
+    others: see test_after_a_parameters_augmented_assignment in tests/losses/test_batch_loss.py."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(two_updates, way, micro_size).result(timeout=300)
 
