@@ -6,11 +6,9 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import multiprocessing
 import subprocess
 import sys
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -354,13 +352,6 @@ def two_updates(way: str, micro_size: int) -> Trained:
     return Trained(before, program.weight(), losses, program.weight_bytes)
 
 
-def two_updates_alone(way: str, micro_size: int) -> Trained:
-    """In a process of its own. After `boost` , whose graph has a Parameter's ``+=`` , MindSpore 2.10 fails to compile
-    others: see test_after_a_parameters_augmented_assignment in tests/losses/test_batch_loss.py."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(two_updates, way, micro_size).result(timeout=300)
-
-
 @functools.cache
 def whole_batch() -> Trained:
     return two_updates("whole", 1)
@@ -373,7 +364,7 @@ def test_each_way_of_mindspore_makes_the_whole_batchs_update(way):
     here, and the bare forward and backward is not to."""
     if not controller.is_installed(WAYS[way]):
         pytest.skip(f"not installed: {', '.join(WAYS[way].packages)}")
-    trained, whole = two_updates_alone(way, 4) if way == "boost" else two_updates(way, 4), whole_batch()
+    trained, whole = two_updates(way, 4), whole_batch()
     np.testing.assert_array_equal(trained.before, whole.before)
     assert trained.weight_bytes == whole.weight_bytes == 4 * (785 * 512 + 513 * 512 + 513 * 10)
     if way == "mindspore" or not WAYS[way].updates:
