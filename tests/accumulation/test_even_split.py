@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
+from support.alone import alone
 from support.modes import MODES
 from support.reference import FEATURES, as_numpy, batches, relative_error
 from support.reuse import Reused
@@ -165,19 +167,26 @@ class Spread(nn.Cell):
         return ops.square(rows - rows.mean(axis=0)).mean()
 
 
+def trained_with_a_loss_of_the_whole_batch(mode, micro_size):
+    ms.set_context(mode=MODES[mode])
+    network = WithBatchLossCell(Rows(), Spread())
+    optimizer = nn.Momentum(network.trainable_params(), 0.01, 0.9)
+    cell = GradAccumulationCell(network, micro_size, split=SHARED)
+    step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
+    losses = [float(step(*batch[:3]).asnumpy()) for batch in TENSORS]
+    return np.array([*losses, *as_numpy(optimizer.parameters[0])])
+
+
 @pytest.mark.core("pynative")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_loss_of_the_whole_batch(mode):
-    ms.set_context(mode=MODES[mode])
-    found = []
-    for micro_size in (3, 1):
-        network = WithBatchLossCell(Rows(), Spread())
-        optimizer = nn.Momentum(network.trainable_params(), 0.01, 0.9)
-        cell = GradAccumulationCell(network, micro_size, split=SHARED)
-        step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
-        losses = [float(step(*batch[:3]).asnumpy()) for batch in TENSORS]
-        found.append(np.array([*losses, *as_numpy(optimizer.parameters[0])]))
-    assert relative_error(*found) < TOLERANCE
+    """In graph mode in a process of its own. MindSpore 2.10 fails to compile this one graph ("Illegal AnfNode for
+    evaluating") in a process that has compiled ``+=`` of a Parameter, as boost's and mindcv's steps have it, and then
+    our step with open shapes; each alone is harmless."""
+    train = trained_with_a_loss_of_the_whole_batch
+    if mode == "graph":
+        train = functools.partial(alone, train)
+    assert relative_error(train(mode, 3), train(mode, 1)) < TOLERANCE
 
 
 def test_an_audit_has_nothing_to_say():
