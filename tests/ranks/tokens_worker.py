@@ -65,10 +65,11 @@ def play(name: str) -> Callable[[Path], Results]:
 
 
 def search(_: Path) -> Results:
-    """Batches of rank 1 have a larger width. Rank 1 has memory for less; or both for one row."""
+    """Batches of rank 1 have a larger width. Rank 1 has memory for less; or both for one row. No trial may wait for the
+    other rank's weights."""
     rank, widths = get_rank(), ((12, LENGTH - 4), (LENGTH,))
     ms.set_context(mode=ms.GRAPH_MODE)
-    ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
+    ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True, parameter_broadcast=True)
     found, losses = [], []
     for memory in ((70, 30), (30, 30)):
         split = max_tokens(max_tokens="auto", widths=widths[rank])
@@ -77,6 +78,7 @@ def search(_: Path) -> Results:
             tokens, labels = batch(10 * rank + number, width=widths[rank][-1])
             losses.append(float(step(Tensor(tokens), Tensor(labels)).asnumpy()))
         found.append(split.max_tokens)
+    ms.set_auto_parallel_context(parameter_broadcast=False)
     return {"search/tokens": np.array(found), "search/losses": np.array(losses)}
 
 
