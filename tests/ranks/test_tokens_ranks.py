@@ -6,8 +6,7 @@ from __future__ import annotations
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import nn, ops
-from support.reference import as_numpy, relative_error
+from support.reference import Clipped, as_numpy, relative_error
 from support.two_ranks import case
 from test_max_tokens import run, whole_step
 from tokens_worker import KINDS, NUMBER, data_of
@@ -18,17 +17,6 @@ pytestmark = pytest.mark.distributed
 @pytest.fixture(scope="module")
 def trained(rank_pair, tmp_path_factory):
     return rank_pair.worker("tokens_worker", tmp_path_factory.mktemp("tokens"))
-
-
-class Clip(nn.Cell):
-    """In the place where MindSpore's step reduces the gradient."""
-
-    def __init__(self, max_grad_norm):
-        super().__init__()
-        self.max_grad_norm = max_grad_norm
-
-    def construct(self, gradients):
-        return ops.clip_by_global_norm(gradients, self.max_grad_norm)
 
 
 def windows(steps):
@@ -43,7 +31,7 @@ def whole(steps, max_grad_norm=None):
     ms.set_context(mode=ms.PYNATIVE_MODE)
     step = whole_step()
     if max_grad_norm is not None:
-        step.grad_reducer = Clip(max_grad_norm)
+        step.grad_reducer = Clipped(max_grad_norm)
     losses = run(step, windows(steps))
     return losses, np.concatenate([as_numpy(one).ravel() for one in step.weights])
 

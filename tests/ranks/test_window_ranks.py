@@ -12,10 +12,10 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn
 from support import window_oracle as oracle
 from support.ranks import Ranks
-from support.reference import Regression, relative_error
+from support.reference import Clipped, Regression, relative_error
 from support.two_ranks import Results, case
 from window_worker import (
     ACCUMULATOR_CALLS,
@@ -82,17 +82,6 @@ def resumed(out, trained, tmp_path_factory):
             return trained if kind == "counts" else new.worker("window_worker", out)
 
         yield of
-
-
-class Clipped(nn.Cell):
-    """In the place of a reducer, where there is nothing to reduce."""
-
-    def __init__(self, max_norm: float) -> None:
-        super().__init__(auto_prefix=False)
-        self.max_norm = max_norm
-
-    def construct(self, gradients):
-        return ops.clip_by_global_norm(gradients, self.max_norm)
 
 
 class Oracle:

@@ -15,7 +15,7 @@ import pytest
 from mindspore import Tensor, nn, ops
 from mindspore.dataset import GeneratorDataset
 from support.modes import MODES
-from support.reference import FEATURES, Outer, Regression, as_numpy, batches, relative_error
+from support.reference import FEATURES, Clipped, Outer, Regression, as_numpy, batches, relative_error
 from support.reuse import Reused
 from support.state import assert_identical, everything, manager
 
@@ -78,17 +78,6 @@ def make_step(split=uneven, network=Regression, scale_sense=None, **options):
 def reused_step(**options):
     scaled = options.pop("scaled", False)
     return make_step(scale_sense=manager() if scaled else None, **options)
-
-
-class Clipped(nn.Cell):
-    """Clips in place of a reducer, which has nothing to do on one rank."""
-
-    def __init__(self, max_norm):
-        super().__init__(auto_prefix=False)
-        self.max_norm = max_norm
-
-    def construct(self, gradients):
-        return ops.clip_by_global_norm(gradients, self.max_norm)
 
 
 def whole(data, network=Regression, max_norm=None):
