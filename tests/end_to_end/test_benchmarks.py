@@ -520,9 +520,8 @@ def times_exceeded(settings: list[Setting]) -> tuple[set[str], dict[int, rows.Ro
         return min(min(turn) for turn in row.turns)
 
     bounds = {
-        "1": fastest(found[1]) <= 2 * fastest(whole),
-        "16": fastest(found[16]) <= 6 * fastest(whole),
-        "boost": fastest(found[16]) <= 1.5 * fastest(boost),  # a call from Python for each micro-batch
+        "1": fastest(found[1]) <= 3 * fastest(whole),
+        "16": fastest(found[16]) <= 1.5 * fastest(boost),  # a call from Python for each micro-batch
     }
     return {name for name, kept in bounds.items() if not kept}, found
 
@@ -531,7 +530,9 @@ def times_exceeded(settings: list[Setting]) -> tuple[set[str], dict[int, rows.Ro
 def test_accumulation_costs_little():
     """Ratios far above what is measured on a quiet machine, so that only a mistake exceeds them, and each time:
     micro-steps that run eagerly, a graph that grows with the number of micro-batches, a copy of the gradients for each
-    of them. Of the fastest updates and first calls, because other tests run meanwhile."""
+    of them. Of the fastest updates and first calls, because other tests run meanwhile. An update of 16 micro-batches is
+    compared with boost's, which has as many small kernels: beside other programs those take much longer than the whole
+    batch's few."""
     settings = [Setting("mlp", "whole", 1, 256), *(Setting("mlp", "ours", size, 256) for size in (1, 2, 16, 64))]
     settings += [Setting("mlp", "boost", 16, 256)]
     exceeded, found = times_exceeded(settings)
