@@ -1,0 +1,62 @@
+"""The adapters' steps on two ranks, compared with the joined batches on one process.
+
+tests/adopt/ compares each adapter with its package's own step. Here no package is needed, because the adapters take
+only the arguments of their package.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from adopted_worker import CASES, MAX_NORM, MAX_NORM_OF_SUM, SAMPLES, BatchTimesLoss, Predictor, data, momentum
+from mindspore import nn
+from support.adopted import K
+from support.by_hand import ByHand, global_norm, norm_of, train_whole
+from support.reference import Regression, relative_error
+from support.two_ranks import case
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def ranks(rank_pair, tmp_path_factory):
+    return rank_pair.worker("adopted_worker", tmp_path_factory.mktemp("adopted"))
+
+
+class WholeBatchOfMindyolo(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.network, self.loss = Predictor(), BatchTimesLoss()
+
+    def construct(self, x, y):
+        return self.loss(self.network(x), y, x)[0]
+
+
+def whole(network, max_norm):
+    """The weights after each window, of one process on the batches of both ranks."""
+    batches = [one for pair in zip(data(0), data(1), strict=True) for one in pair]
+    windows = [
+        tuple(np.concatenate(column) for column in zip(*batches[start : start + 2 * K], strict=True))
+        for start in range(0, len(batches), 2 * K)
+    ]
+    assert {len(x) for x, _ in windows} == {2 * K * SAMPLES}
+    norms = []
+
+    def note(gradients, _):
+        norms.append(norm_of(gradients))
+        return gradients
+
+    rows = train_whole(network, ByHand(momentum(network), [note, global_norm(max_norm)]), windows)
+    assert norms[0] > max_norm > norms[1], norms  # a wrong factor shows only where nothing is clipped
+    return rows
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_train_as_one_process(ranks, name):
+    is_sum = name.startswith("mindyolo")
+    rows = whole(WholeBatchOfMindyolo(), MAX_NORM_OF_SUM) if is_sum else whole(Regression(), MAX_NORM)
+    both = [case(one, name) for one in ranks]
+    for one in both:
+        assert one["updates"] == 2
+        assert max(map(relative_error, one["weights"], rows)) < 1e-5
+    np.testing.assert_array_equal(both[0]["weights"], both[1]["weights"])
