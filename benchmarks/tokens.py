@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import multiprocessing
-import re
 import statistics
 import sys
 import time
@@ -23,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from benchmarks.worker import peak_memory
 
 SAMPLE = Path(__file__).resolve().parents[1] / "sample_code" / "language_model"
 VOCABULARY, WIDTH, HEADS, LAYERS = 2000, 256, 8, 4
@@ -171,6 +172,11 @@ WAYS: dict[str, tuple[Callable[..., Any], bool, bool]] = {
 }
 
 
+def installed_ways() -> list[str]:
+    """The names of the ways whose packages are installed."""
+    return [name for name in WAYS if not name.startswith("PyTorch") or importlib.util.find_spec("torch")]
+
+
 def work(name: str, sizes: Sizes, pipe: Any) -> None:
     """In the process of one way: one update for each word from the controller, until it says no more."""
     kind, by_length, equal = WAYS[name]
@@ -189,12 +195,11 @@ def work(name: str, sizes: Sizes, pipe: Any) -> None:
         tokens = int(lengths_of(batch[1]).sum())
         padding = way.padding if way.padding is not None else 1 - tokens / batch[1].size
         pipe.send((end - begin, planning, tokens, padding))
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    pipe.send((int(re.search(r"VmHWM:\s+(\d+)", status)[1]) / 1000, way.graphs))  # type: ignore[index]
+    pipe.send((peak_memory(), way.graphs))
 
 
 def measure(sizes: Sizes, rounds: int, names: list[str]) -> dict[str, tuple[list[tuple], tuple]]:
-    """Of each way what `work` says of its updates, and its peak memory, in MB, and number of graphs."""
+    """For each way: what `work` measured of its updates; its peak memory in bytes, and its number of graphs."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = {}, []
     found: dict[str, tuple[list[tuple], tuple]] = {}
@@ -229,14 +234,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args(arguments)
     sizes = Sizes(options.batch, options.longest, options.max_tokens)
-    names = [one for one in WAYS if not one.startswith("PyTorch") or importlib.util.find_spec("torch")]
     print(f"{'':26}{'padding':>9}{'tokens/s':>10}{'ms/update':>11}{'peak MB':>9}{'graphs':>8}{'planning':>10}")
-    for name, (rounds, (peak, graphs)) in measure(sizes, options.rounds, names).items():
+    for name, (rounds, (peak, graphs)) in measure(sizes, options.rounds, installed_ways()).items():
         seconds, planning, tokens, padding = map(np.array, zip(*rounds, strict=True))
         speed = statistics.median(tokens / seconds)
         share = statistics.median(planning / seconds)
         print(
-            f"{name:26}{padding.mean():9.1%}{speed:10.0f}{1000 * statistics.median(seconds):11.0f}{peak:9.0f}"
+            f"{name:26}{padding.mean():9.1%}{speed:10.0f}{1000 * statistics.median(seconds):11.0f}{peak / 1e6:9.0f}"
             f"{graphs or '':>8}{share:10.2%}"
         )
 

@@ -24,8 +24,8 @@ import numpy as np
 from benchmarks.ways import WAYS, Setting
 
 
-def _peak_memory() -> int:
-    """The peak from VmHWM; getrusage would begin with the parent's size at the fork."""
+def peak_memory() -> int:
+    """The peak of this process in bytes, from VmHWM; getrusage would begin with the parent's size at the fork."""
     with open("/proc/self/status") as status:
         line = next(line for line in status if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
@@ -58,7 +58,7 @@ def main(setting: Setting, address: str) -> None:
             elif command == "loss":
                 answer(program.step())
             else:
-                answer(_peak_memory())
+                answer(peak_memory())
 
 
 if __name__ == "__main__":

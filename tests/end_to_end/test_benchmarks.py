@@ -4,7 +4,6 @@ real command with tiny settings, and a check with generous limits that accumulat
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import subprocess
 import sys
@@ -46,8 +45,8 @@ SHORT = "--rounds 1 --seconds 0 --turn 0.05 --first-calls 0"
 
 # -- arithmetic and verdicts, on made-up numbers -----------------------------------------------------------------------
 
-# Each number that a target is about, a little better than its limit: seconds of an update in units of the whole
-# batch's, PyTorch being twice as fast at convolutions, and megabytes of growth, of 1000 for the whole batch.
+# The numbers behind all targets, each a little better than its limit: an update's seconds, relative to the whole
+# batch's, and megabytes of growth, where the whole batch has 1000. PyTorch is twice as fast at convolutions.
 GOOD: dict[str, float] = {
     **{"mlp ours 16": 1.9, "mlp torch 16": 1.8, "cnn ours 16": 0.89, "cnn torch 16": 0.43},
     **{"resnet18 ours 16": 1.01, "resnet18 torch 16": 0.49, "transformer ours 16": 0.95, "transformer torch 16": 0.96},
@@ -69,7 +68,7 @@ def made_up(numbers: dict[str, float]) -> Results:
     found: list[Row] = []
     for network in NETWORKS:
         group = {"batch": 256, "trains": True, "weight_bytes": 45 * MB, "base_peak": 500 * MB}
-        # Each group of 16 ran on a machine half as fast as that of 1: only ratios within a group mean anything.
+        # The machine was half as fast for groups of 16 as for groups of 1: only ratios within a group mean anything.
         whole = Row(network, "whole", 1, group="1", turns=[[1.0]] * 3, peak=1500 * MB, **group)
         found += [whole, replace(whole, group="16", turns=[[2.0]] * 3)]
         for way in ("ours", "torch", "jit", "noise"):
@@ -117,7 +116,7 @@ def test_targets_pass_on_good_numbers():
 @pytest.mark.parametrize(
     ("bad", "target"),
     [
-        # Where a number is part of several targets, those are given room by numbers of their own.
+        # If a number is part of several targets, a second number keeps the other targets within their limits.
         ({"mlp ours 16": 2.02, "mlp torch 16": 2.02}, "mlp: update at 16, of the whole batch's"),
         ({"cnn ours 16": 0.91, "cnn torch 16": 0.5}, "cnn: update at 16, of the whole batch's"),
         ({"resnet18 ours 16": 1.03, "resnet18 torch 16": 0.6}, "resnet18: update at 16, of the whole batch's"),
@@ -207,7 +206,7 @@ def test_ratio_pairs_the_rounds():
 
 
 def test_ratio_of_two_groups_is_by_the_whole_batch_in_each():
-    """The machine was four times as slow for the second group; one network's whole batch says nothing of another's."""
+    """The machine was four times as slow for the second group. Another network's whole batch cannot replace it."""
     first, second = ([Row("mlp", "whole", 1, group=group, turns=[[t]])] for group, t in (("1", 1.0), ("2", 4.0)))
     ours, torch = Row("mlp", "ours", 4, group="1", turns=[[3.0]]), Row("mlp", "torch", 4, group="2", turns=[[8.0]])
     assert rows.time_ratio([*first, *second], ours, torch) == 1.5
@@ -261,7 +260,7 @@ def test_a_group_is_the_whole_batch_and_all_ways_at_one_micro_size():
     found = controller.groups("mlp", list(WAYS), [1, 4, 16, 64], [1], 32, "tuned")
     assert [[one.way for one in group] for group in found] == [
         ["whole", *(way for way in list(WAYS)[1:] if size in (WAYS[way].micro_sizes or (size,)))] for size in (1, 4, 16)
-    ]  # 64 are more than the batch
+    ]  # 64 exceeds the batch
     assert [{one.micro_size for one in group[1:]} for group in found] == [{1}, {4}, {16}]
     assert all(group[0].micro_size == 1 for group in found)
 
@@ -282,7 +281,7 @@ def test_ranks_share_a_batch_and_take_turns():
 
 
 def test_picture_has_a_line_for_each_way():
-    """The median of a program's groups, each compared with its own whole batch."""
+    """A point is the median over a program's groups, each relative to its own whole batch."""
     found = [
         Row("mlp", "whole", 1, group="a", turns=[[1.0]]),
         Row("mlp", "whole", 1, group="b", turns=[[2.0]]),
@@ -305,7 +304,7 @@ def test_picture_has_a_line_for_each_way():
 @pytest.mark.core("mlp")
 @pytest.mark.parametrize("name", [name for name, network in NETWORKS.items() if not network.package])
 def test_both_frameworks_have_the_same_network(name):
-    """The same weights in the same order, and with the same numbers in them the same outputs, loss and gradients."""
+    """The weights have the same order. With the same values, the outputs, the loss and the gradients are the same."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     torch.manual_seed(0)
     network = NETWORKS[name]
@@ -330,7 +329,7 @@ def test_both_frameworks_have_the_same_network(name):
     np.testing.assert_allclose(loss.asnumpy(), value.detach().numpy(), rtol=1e-4)
     for gradient, weight in zip(gradients, theirs.parameters(), strict=True):
         expected = weight.grad.numpy()
-        # Usually 1e-5; but where rounding moves an activation across a ReLU's edge, BatchNorm of 3 samples spreads it.
+        # Usually 1e-5. If rounding moves an activation across a ReLU's edge, BatchNorm of 3 samples spreads the error.
         assert np.linalg.norm(gradient.asnumpy() - expected) <= 1e-2 * np.linalg.norm(expected), weight.shape
 
 
@@ -360,8 +359,8 @@ def whole_batch() -> Trained:
 @pytest.mark.core(way="ours")
 @pytest.mark.parametrize("way", [name for name, way in WAYS.items() if way.framework == "mindspore"])
 def test_each_way_of_mindspore_makes_the_whole_batchs_update(way):
-    """Twice: what is left in accumulators or counts shows in the second update. MindSpore's own cell never trains
-    here, and the bare forward and backward is not to."""
+    """There are two updates, because the second shows remains in accumulators or counts. MindSpore's own cell never
+    trains here, and the bare forward and backward must not train."""
     if not controller.is_installed(WAYS[way]):
         pytest.skip(f"not installed: {', '.join(WAYS[way].packages)}")
     trained, whole = two_updates(way, 4), whole_batch()
@@ -399,7 +398,7 @@ def test_a_worker_that_fails_or_hangs_becomes_a_note():
 
 
 def run_module(module: str, output: Path, options: str) -> subprocess.CompletedProcess[str]:
-    """A command whose result is kept as it is printed."""
+    """Run a command, and check that its file has what it prints."""
     command = [sys.executable, "-m", module, *options.split(), "--output", str(output)]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert finished.returncode == 0, finished.stderr
@@ -408,7 +407,7 @@ def run_module(module: str, output: Path, options: str) -> subprocess.CompletedP
 
 
 def run_command(output: Path, options: str) -> list[str]:
-    """The lines of the result, with the picture beside it."""
+    """Run the benchmark, check its picture, and return the lines of its result."""
     finished = run_module("benchmarks", output, options)
     if "no picture" in finished.stderr:
         pytest.importorskip("matplotlib", reason="matplotlib is not installed")
@@ -446,7 +445,7 @@ def test_the_command_measures_every_program(tmp_path):
 
 @pytest.mark.thorough
 def test_first_calls_are_measured_in_turns(monkeypatch):
-    """Of ours, and of MindSpore's own cell."""
+    """Our step and MindSpore's own cell take turns."""
     assert {way for way, _ in targets.FIRST_CALLS} == {"ours", "mindspore"}
     few = (("ours", 2), ("mindspore", 2))
     monkeypatch.setattr(controller, "FIRST_CALLS", few)
@@ -464,7 +463,7 @@ def test_first_calls_are_measured_in_turns(monkeypatch):
 
 @pytest.mark.thorough
 def test_rounds_go_on_for_their_seconds_and_a_program_that_fails_has_no_rounds(monkeypatch):
-    """The second program fails in its third round; the first has at least as many rounds as asked for."""
+    """The second program fails in its third round; the first has at least the required number of rounds."""
     turn, turns = Worker.turn, []
 
     def fails(worker: Worker, seconds: float) -> list[float]:
@@ -480,7 +479,7 @@ def test_rounds_go_on_for_their_seconds_and_a_program_that_fails_has_no_rounds(m
     good, bad = controller.measure(settings, "mlp", **times, log=log.append)
     assert (len(good.turns), good.note) == (3, "")
     assert (bad.turns, bad.note, bad.peak) == ([], "> 1 s", None)
-    assert turns[:4] == [1, 2, 2, 1]  # each round begins with another, and the first counts for nothing
+    assert turns[:4] == [1, 2, 2, 1]  # each round begins with another program, and the first does not count
     assert log[-4:] == [f"mlp: round {number}" for number in range(4)]
     (longer,) = controller.measure(settings[:1], "mlp", **{**times, "seconds": 100}, log=log.append)
     assert len(longer.turns) == 15
@@ -511,7 +510,7 @@ def test_two_processes_make_the_whole_batchs_updates(way):
 
 
 def times_exceeded(settings: list[Setting]) -> tuple[set[str], dict[int, rows.Row]]:
-    """The bounds that updates exceed, and the rows of our ways."""
+    """The bounds that updates exceed, and our rows by micro_size."""
     whole, *ours, boost = controller.measure(settings, "mlp", rounds=3, turn=0.1, limit=600, log=lambda text: None)
     assert not any(row.note for row in (whole, *ours, boost))
     found = {row.micro_size: row for row in ours}
@@ -521,18 +520,18 @@ def times_exceeded(settings: list[Setting]) -> tuple[set[str], dict[int, rows.Ro
 
     bounds = {
         "1": fastest(found[1]) <= 3 * fastest(whole),
-        "16": fastest(found[16]) <= 1.5 * fastest(boost),  # a call from Python for each micro-batch
+        "16": fastest(found[16]) <= 1.5 * fastest(boost),  # boost calls each micro-batch from Python
     }
     return {name for name, kept in bounds.items() if not kept}, found
 
 
 @pytest.mark.thorough
 def test_accumulation_costs_little():
-    """Ratios far above what is measured on a quiet machine, so that only a mistake exceeds them, and each time:
+    """The limits are far above the ratios of a quiet machine, so that only a mistake exceeds them, and each time:
     micro-steps that run eagerly, a graph that grows with the number of micro-batches, a copy of the gradients for each
-    of them. Of the fastest updates and first calls, because other tests run meanwhile. An update of 16 micro-batches is
-    compared with boost's, which has as many small kernels: beside other programs those take much longer than the whole
-    batch's few."""
+    micro-batch. The fastest updates and first calls count, because other tests run meanwhile. An update of 16
+    micro-batches is compared with boost's, which has as many small kernels: beside other programs, small kernels take
+    much longer than the whole batch's few kernels."""
     settings = [Setting("mlp", "whole", 1, 256), *(Setting("mlp", "ours", size, 256) for size in (1, 2, 16, 64))]
     settings += [Setting("mlp", "boost", 16, 256)]
     exceeded, found = times_exceeded(settings)
@@ -554,7 +553,7 @@ def test_accumulation_costs_little():
 
 @pytest.mark.thorough
 def test_the_command_says_where_an_update_goes(tmp_path, monkeypatch, capsys):
-    """Adding up and clipping are accumulation's, products are the network's."""
+    """Adding up and clipping count as accumulation; products count as the network."""
     measured: dict[str, dict[str, Any]] = {}
     measure = kernels.measure
 
@@ -572,7 +571,7 @@ def test_the_command_says_where_an_update_goes(tmp_path, monkeypatch, capsys):
     assert len(lines) == 2  # without clipping and with
     for row in lines:
         update, in_kernels, in_none, share = (float(number.rstrip("%")) for number in row[:4])
-        assert 0 < in_kernels < update * 30  # timed apart, on a busy machine too
+        assert 0 < in_kernels < update * 30  # timed separately, perhaps on a busy machine
         assert in_none < 100
         assert 0 < share < 100
         assert in_none == pytest.approx(100 * (1 - in_kernels / update), rel=0.02, abs=1)
@@ -617,7 +616,7 @@ def test_one_micro_batch_is_the_plain_step_and_three_kernels_of_one_number(tmp_p
 
 
 def test_nothing_set_is_compared_with_the_best_value():
-    """Of those that answered; in each round, and not by the medians over all."""
+    """Only values with times count. The ratio is taken in each round, not of the medians over all rounds."""
 
     def row(*seconds: float) -> Row:
         return Row("cnn", "ours", 4, group="one", turns=[[one] for one in seconds])
@@ -634,7 +633,7 @@ def test_nothing_set_is_compared_with_the_best_value():
 
 @pytest.mark.thorough
 def test_the_command_runs_a_network_with_nothing_set_and_with_a_value(tmp_path, monkeypatch):
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")  # which is not to count
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")  # must have no effect
     options = "--networks mlp --values AVX2 --batch 8 --rounds 1 --turn 0.01"
     lines = run_module("benchmarks.instructions", tmp_path / "result.txt", options).stdout.splitlines()
     assert not any("SSE41" in line for line in lines)
@@ -694,7 +693,7 @@ def test_ratios_of_reductions_pair_the_rounds():
 
 @pytest.mark.thorough
 def test_the_command_counts_what_two_processes_send(tmp_path):
-    """The MLP's weights and biases, and with accumulation_steps three sums, are float32."""
+    """The MLP's weights and biases are sent as float32. With accumulation_steps, three float32 sums are added."""
     options = "--networks mlp --micro-sizes 2 --accumulation-steps 1 2 --rounds 0"
     finished = run_module("benchmarks.collectives", tmp_path / "result.txt", options)
     size = 4 * (785 * 512 + 513 * 512 + 513 * 10)
@@ -714,7 +713,7 @@ def test_the_command_counts_what_two_processes_send(tmp_path):
 def test_limits_lie_between_what_needs_a_quarter_and_half_of_the_batch():
     assert memory_limit.neighbours(32) == [8, 11, 16, 32]
     assert memory_limit.limit_of({8: 1000, 11: 1500, 16: 1200, 32: 1400}, 32) == 1100
-    # Two that cannot be told apart: all is to fit.
+    # If memory does not tell the sizes apart, all of them must fit.
     assert memory_limit.limit_of({8: 1000, 11: 1005, 16: 1010, 32: 1050}, 32) == 1071
 
 
@@ -731,12 +730,12 @@ def test_an_open_length_is_compiled_once():
     seconds = lengths.measure(2, 2, 4, _small_network)
     assert [len(each) for each in seconds.values()] == [2] * 4
     compiled = [sum(clock for clock, _ in seconds[way][1:]) for way in ("nn.TrainOneStepCell", "gaccum_ms, set_inputs")]
-    assert compiled[1] < compiled[0]  # a compilation, and none
+    assert compiled[1] < compiled[0]  # the first compiles again, the second does not
 
 
 @pytest.mark.thorough
 def test_all_ways_of_the_lengths_benchmark_train_alike():
-    """What is compared does the same: a bare loop that forgot to clear, or to add, would compile faster."""
+    """All ways do the same work: a bare loop that did not clear, or did not add, would compile faster."""
     ms.set_context(mode=ms.GRAPH_MODE)
     tokens = [ms.Tensor(np.arange(24).reshape(4, 6) % VOCABULARY, ms.int32) for _ in range(2)]
     losses = {way: [float(step(*tokens)) for _ in range(3)] for way, step in lengths.steps(_small_network, 2).items()}
@@ -755,8 +754,7 @@ def test_the_tokens_benchmark_measures_each_split(capsys):
     title, *lines = capsys.readouterr().out.splitlines()
     columns = title.split()[:5]
     table = {line[:26].strip(): dict(zip(columns, line[26:].split(), strict=False)) for line in lines}
-    ways = [name for name in tokens.WAYS if "PyTorch" not in name or importlib.util.find_spec("torch")]
-    assert list(table) == ways
+    assert list(table) == tokens.installed_ways()
     padding = {name: float(row["padding"].rstrip("%")) for name, row in table.items()}
     assert padding["MaxTokens"] < padding["even split"]
     assert padding["MaxTokens, equal lengths"] == padding["even split, equal lengths"] == 0
