@@ -1,4 +1,4 @@
-"""find_micro_batch_size: the largest micro-batch that fits, by prediction and few trials, the same on all ranks."""
+"""find_micro_batch_size: finds the largest micro-batch that fits on all ranks, by prediction and few trials."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell as Step
 
 _NAME = "find_micro_batch_size"
-_FEW = (2, 4)  # samples: what a line to larger ones begins with; with one sample, kernels are others
-# What was found, on this rank: by network, and then by all else that decides.
+_FEW = (2, 4)  # samples: a line through these predicts larger sizes; one sample runs other kernels
+# The sizes found on this rank: by network, and then by everything else that they depend on.
 _found: WeakKeyDictionary[nn.Cell, dict[tuple, int]] = WeakKeyDictionary()
 
 
@@ -37,44 +37,45 @@ def find_micro_batch_size(
     r"""
     Find the largest micro-batch that fits into memory: for `micro_batch_size` of :class:`GradAccumulationCell` .
 
-    A static graph is compiled for each shape, so few are tried: micro-batches of 4 and 2 samples, then the largest that
-    is predicted from these to fit, and again, from what that one has shown. Where one does not fit, the sizes below it
-    are bisected. Only sizes that divide the batch as evenly as their number of micro-batches allows are considered: 100
-    samples in two are 50 and 50, which need less than 60 and 40.
+    A static graph is compiled for each shape, so few sizes are tried: first 4 and 2 samples, then the largest size that
+    is predicted from these to fit, and so on with the new measurement. If a size does not fit, the sizes below it are
+    bisected. Only sizes that divide the batch as evenly as possible are considered: two micro-batches of 100 samples
+    have 50 each, which need less memory than 60 and 40.
 
-    A trial trains as the training will, updates included. On CPU it runs in a copy of this process, which ends before
-    both together pass the limit; see :func:`memory_report` . In data parallel mode a collective: each rank tries by
-    itself, without any communication, and all return the smallest of what the ranks have found. What is found is kept,
-    for the same network, optimizer, options, shapes, dtypes, device and limit, as long as the network lives.
+    A trial trains as the training will, updates included. On CPU it runs in a copy of this process, which is stopped
+    before both together exceed the limit; see :func:`memory_report` . In data parallel mode this is a collective: each
+    rank tries by itself, without communication, and all ranks return the smallest size that any of them has found. The
+    result is kept for the same network, optimizer, options, shapes, dtypes, device and limit, as long as the network
+    exists.
 
-    For a cell with :class:`MaxTokens` as `split` , its number of tokens is ignored, and the largest that fits is found
-    in the same way, among the multiples of the largest width: a trial trains a full micro-batch of each width.
+    If `split` of the cell is a :class:`MaxTokens` , its number of tokens is ignored. The largest number that fits is
+    found in the same way, among the multiples of the largest width: a trial trains on a full micro-batch of each width.
 
-    Trials leave nothing: weights, optimizer state, accumulators, BatchNorm's moving statistics, buffers and what else
-    the network's `construct` writes, the cells' flags and the default generator are what they were, bit for bit.
+    Trials change nothing: weights, optimizer state, accumulators, BatchNorm's moving statistics, buffers, other state
+    that the network's `construct` writes, the cells' flags and the default generator are restored, bit for bit.
 
     Args:
         cell (GradAccumulationCell): The network with its loss and the options; its number of micro-batches is ignored.
-        optimizer (Optimizer): The optimizer that is to train it.
+        optimizer (Optimizer): The optimizer of the training.
         batch (Sequence[Tensor]): The inputs of one batch of this rank, each of shape :math:`(N, ...)`.
-        memory_limit (int, optional): Bytes that this rank may have: of the process on CPU, of MindSpore on
-            accelerators. Default: ``None`` , what the device has free, on CPU the rank's share of the container's
-            limit, or of what the host has free.
-        is_out_of_memory (Callable, optional): Says of an error whether it means that memory is not enough; all others
-            are raised. Default: ``None`` , MemoryError, and RuntimeError in the words of MindSpore's allocators.
+        memory_limit (int, optional): The memory limit of this rank, in bytes: of the process on CPU, of MindSpore on
+            accelerators. Default: ``None`` : the free memory of the device; on CPU, the rank's share of the container's
+            limit or of the host's free memory.
+        is_out_of_memory (Callable, optional): Returns whether an error means that memory is not enough; all other
+            errors are raised. Default: ``None`` : MemoryError, and RuntimeErrors of MindSpore's allocators.
 
     Returns:
-        int, number of samples, from 1 to :math:`N`, the same on all ranks; with :class:`MaxTokens` , of tokens.
+        int, the number of samples, from 1 to :math:`N`, the same on all ranks; with :class:`MaxTokens` , the number of
+        tokens.
 
     Raises:
         TypeError: If `cell` is not a GradAccumulationCell, `optimizer` not an Optimizer, `batch` not a sequence, an
-            input not a Tensor,
-            `memory_limit` not an int, or `is_out_of_memory` not callable.
+            input not a Tensor, `memory_limit` not an int, or `is_out_of_memory` not callable.
         ValueError: If the batch is empty, its inputs differ in length, or `memory_limit` is less than 1; if the network
-            is a WithBatchLossCell; if it has SyncBatchNorm layers, on several ranks; if the cell's `split` is another
-            function than :class:`MaxTokens` .
-        RuntimeError: If not even one sample fits, on any rank; in semi-auto and auto parallel mode, where the compiler
-            lays out memory over devices; on a CPU whose system does not say which memory is used.
+            is a WithBatchLossCell; if it has SyncBatchNorm layers, on several ranks; if the cell's `split` is a
+            function other than :class:`MaxTokens` .
+        RuntimeError: If one sample does not fit on some rank; in semi-auto and auto parallel mode, in which the
+            compiler distributes memory over devices; on a CPU whose system does not report the used memory.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -92,7 +93,7 @@ def find_micro_batch_size(
         8
         >>> cell = GradAccumulationCell(network, micro_batch_size=size)
     """
-    if not isinstance(batch, Sequence):  # a Tensor would give its rows as inputs
+    if not isinstance(batch, Sequence):  # the rows of a Tensor would be taken as inputs
         raise TypeError(
             f"For '{_NAME}', the argument 'batch' must be a tuple or list of Tensors, but got a "
             f"'{type(batch).__name__}'. Pass a network's only input as (batch,)."
@@ -110,13 +111,13 @@ def found_size(
     fails: Callable[[BaseException], bool],
     step: Step | None = None,
 ) -> int:
-    """What :func:`find_micro_batch_size` returns; for a step that finds its size itself, with it."""
+    """What :func:`find_micro_batch_size` returns. Trials may train with `step` , which finds its size."""
     check_trial(_NAME, cell, optimizer, batch, memory_limit)
     refuse_sync_batch_norm(_NAME, cell.network)
     found = _found.setdefault(cell.network, {})
     key = search_key(cell, optimizer, batch, memory_limit, fails)
     if key not in found:
-        alone = rank_and_ranks()[1] == 1  # on ranks the step has collectives, for which a trial has no partner
+        alone = rank_and_ranks()[1] == 1  # with several ranks the step has collectives, and a trial has no partners
         forecast = Forecast(owner, cell, optimizer, batch, memory_limit, fails, step if alone else None)
         found[key] = _largest(forecast) * forecast.unit
     try:
@@ -133,7 +134,7 @@ def search_key(
     memory_limit: int | None,
     fails: Callable[[BaseException], bool],
 ) -> tuple:
-    """All that decides what is found for a network."""
+    """Everything that the size found for a network depends on."""
     options = (
         cell.accumulation_steps > 1,
         cell.finds_size,
@@ -149,27 +150,27 @@ def search_key(
     weights = tuple((one.name, tuple(one.shape), str(one.dtype)) for one in optimizer.get_parameters())
     flags = (one.get_flags() for _, one in cell.network.cells_and_names())
     casts = tuple(tuple(flag.get(dtype) for dtype in ("fp16", "fp32", "bf16")) for flag in flags)
-    # Not the function itself: what it refers to, perhaps the network, would live as long as what was found.
+    # Not the function itself: it may refer to the network, which would then never be freed.
     test = fails.__qualname__ if hasattr(fails, "__qualname__") else type(fails).__qualname__, id(fails)
     return shapes, weights, casts, str(cell.accumulator_dtype), options, where, memory_limit, test
 
 
 def _widths(cell: GradAccumulationCell, batch: Sequence[ms.Tensor]) -> tuple | None:
-    """What is tried with `MaxTokens` ."""
+    """With `MaxTokens` , what the trials depend on: the widths, and the largest number of tokens."""
     worst = cell.split.worst_case(*batch) if cell.trims else None
     return None if worst is None else (worst.widths, worst.most)
 
 
 def found_less(network: nn.Cell, key: tuple, size: int) -> None:
-    """Training has shown that only `size` fits."""
+    """Replace the size that was found: training has run out of memory with it, on some rank."""
     _found[network][key] = size
 
 
 def _largest(forecast: Forecast) -> int:
-    """What this rank finds; 0 if nothing fits."""
+    """The largest size that fits on this rank; 0 if none fits."""
     sizes = forecast.sizes
     few = [size for size in sizes if size in _FEW]
-    for size in few[::-1]:  # a line to larger ones
+    for size in few[::-1]:  # from these, larger sizes are predicted
         forecast.measure(size)
     fitting = [size for size in few if forecast.may_fit(size)]
     if not fitting and 1 not in few:
@@ -177,7 +178,7 @@ def _largest(forecast: Forecast) -> int:
         fitting = [1] * forecast.may_fit(1)
     if not fitting:
         return 0
-    # First those whose graph has no second part for a smaller micro-batch at the end, and with it less memory.
+    # First the sizes without a smaller last micro-batch: their graph has one part less, and needs less memory.
     largest = _climb(forecast, [size for size in sizes if not forecast.is_ragged(size)], max(fitting))
     largest = _climb(forecast, sizes, largest)
     if forecast.samples not in forecast.measured:
@@ -187,10 +188,10 @@ def _largest(forecast: Forecast) -> int:
 
 
 def _climb(forecast: Forecast, sizes: list[int], largest: int) -> int:
-    """The largest of these, or what was known to fit: each time the largest that is predicted to is tried."""
+    """The largest of these sizes that fits, or `largest` . Each time, the largest size predicted to fit is tried."""
     failures = 0
     while larger := [size for size in sizes if size > largest and forecast.may_fit(size)]:
-        # What failed has shown predictions to be too small: from then on halve what is left.
+        # After a failure, predictions are known to be too small: bisect the remaining sizes.
         size = larger[len(larger) // 2] if failures else larger[-1]
         forecast.measure(size)
         if forecast.may_fit(size):
@@ -201,12 +202,12 @@ def _climb(forecast: Forecast, sizes: list[int], largest: int) -> int:
 
 
 def agreed_size(owner: str, size: int, memory_limit: int | None) -> int:
-    """The smallest of all ranks' sizes. A collective, where there are several.
+    """The smallest size of all ranks. A collective, if there are several ranks.
 
     Args:
-        owner (str): What the error names.
-        size (int): This rank's; 0: not even one sample fits.
-        memory_limit (int or None): For the error.
+        owner (str): The name in the error.
+        size (int): The size on this rank; 0: not even one sample fits.
+        memory_limit (int or None): The limit in the error.
 
     Raises:
         RuntimeError: On all ranks, if not even one sample fits on one of them.

@@ -1,5 +1,5 @@
-"""A trial of a number of tokens, for a cell that splits by `MaxTokens` : a full micro-batch of each width, and an
-update. Sizes are multiples of the largest width.
+"""A trial of a number of tokens, for a cell that splits by `MaxTokens` : it trains on a full micro-batch of each width,
+and updates. A size is a multiple of the largest width.
 """
 
 from __future__ import annotations

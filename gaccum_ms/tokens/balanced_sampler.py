@@ -1,4 +1,4 @@
-"""BalancedSampler: deals each global batch to the ranks so that all have equally much to do."""
+"""BalancedSampler: deals each global batch to the ranks, with nearly equal work for each."""
 
 from __future__ import annotations
 
@@ -19,34 +19,37 @@ class BalancedSampler(dataset.Sampler):
     r"""
     Sampler for `mindspore.dataset.GeneratorDataset
     <https://www.mindspore.cn/docs/en/master/api_python/dataset/mindspore.dataset.GeneratorDataset.html>`_ that gives
-    each rank its part of each global batch, so that the tokens of all parts are as even as can be.
+    each rank its part of each global batch. All parts have nearly the same number of tokens.
 
-    All ranks shuffle alike, by seed and epoch, and cut the order into global batches of
-    :math:`\text{batch\_size} \times \text{num\_shards}` samples. The samples of one are dealt by the largest
+    All ranks compute the same order from seed and epoch, and cut it into global batches of
+    :math:`\text{batch\_size} \times \text{num\_shards}` samples. Each global batch is dealt by the largest
     differencing method of Karmarkar and Karp ("The differencing method of set partitioning", 1982), in its balanced
-    form, in which all ranks get equally many samples (Yakir, "The differencing algorithm LDM for partitioning", 1996).
-    In each epoch each sample comes once, on one rank. Give ``.batch(batch_size)`` to the data set, not `num_shards` .
+    form, which gives all ranks equally many samples (Yakir, "The differencing algorithm LDM for partitioning", 1996).
+    Each sample comes once per epoch, on one rank. Call ``.batch(batch_size)`` on the data set, which must not have
+    `num_shards` .
 
     Args:
         lengths (Sequence[int]): The lengths of all samples of the data set, in its order.
-        batch_size (int): Samples of a batch on one rank.
+        batch_size (int): The number of samples in a batch on one rank.
         num_shards (int): The number of ranks.
         shard_id (int): This rank's number, from 0.
 
     Keyword Args:
         shuffle (bool): Whether to shuffle before each epoch. Default: ``True`` .
-        seed (int): Of the shuffling. Default: ``0`` .
-        quadratic (float): What a sample costs is :math:`l + \text{quadratic} \cdot l^2` with :math:`l` its length;
-            attention over long sequences grows with the square. Default: ``0.0`` , tokens.
+        seed (int): The seed of the shuffling. Default: ``0`` .
+        quadratic (float): A sample of length :math:`l` costs :math:`l + \text{quadratic} \cdot l^2` ; the cost of
+            attention over long sequences grows with the square. Default: ``0.0`` : the cost is the number of tokens.
 
     Note:
-        The samples that are left for the last batch of an epoch are dealt as evenly as their number allows. Where they
-        are fewer than ranks, some ranks have one batch less: :class:`FlushAccumulation` evens them out.
+        The last global batch of an epoch may be smaller. It is dealt as evenly as its number of samples allows. If it
+        has fewer samples than there are ranks, some ranks have one batch less: :class:`FlushAccumulation` evens this
+        out.
 
     Raises:
         TypeError: If `batch_size` , `num_shards` , `shard_id` or `seed` is not an int, or `shuffle` not a bool.
-        ValueError: If there are no lengths, or not in one dimension, or one is negative or not finite; if `shard_id` is
-            not from 0 to `num_shards` - 1; if `quadratic` is negative.
+        ValueError: If `lengths` is empty, not one-dimensional or not numeric, or has a negative or non-finite value; if
+            `batch_size` or `num_shards` is less than 1; if `shard_id` is not from 0 to `num_shards` - 1; if `quadratic`
+            is negative.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -103,8 +106,8 @@ class BalancedSampler(dataset.Sampler):
         super().__init__(len(self._of_epoch(0)))
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be that of an epoch, counted from 0. A data set's iterator begins with it: call it
-        after a resume, and in a loop of your own that makes an iterator for each epoch."""
+        """Set the epoch of the next iteration, counted from 0. Each new iterator of the data set begins with it: call
+        this method after a resume, and in a loop of your own that makes an iterator for each epoch."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -116,7 +119,7 @@ class BalancedSampler(dataset.Sampler):
         return len(self._of_epoch(self._epoch))
 
     def _of_epoch(self, epoch: int) -> list[int]:
-        """The numbers of this rank's samples, batch by batch."""
+        """The indices of this rank's samples, batch by batch."""
         samples = np.arange(self._costs.size)
         if self._shuffle:
             samples = np.random.default_rng((self._seed, epoch)).permutation(samples)
@@ -128,14 +131,14 @@ class BalancedSampler(dataset.Sampler):
 
 
 def dealt(costs: np.ndarray, parts: int) -> list[list[int]]:
-    """The places of some costs in so many parts, of equally many each, whose sums are nearly even.
+    """The indices of the costs, dealt to `parts` parts with equal numbers of costs and nearly equal sums.
 
-    Balanced largest differencing: the costs, in order, are cut into rows of `parts` , each a partition by itself. The
-    two that are least even are joined, the largest part of one to the smallest of the other, until one is left. A row
-    that is not full gives some parts one place less.
+    Balanced largest differencing: the costs, from the largest to the smallest, are cut into rows of `parts` . Each row
+    is a partition. The two least even partitions are joined, the largest part of one with the smallest of the other,
+    until one is left. The costs of an incomplete last row go to the parts with the smallest sums, one to each.
     """
     order = np.argsort(-costs, kind="stable").tolist()
-    number = itertools.count()  # decides between equals, the same on all ranks
+    number = itertools.count()  # breaks ties, in the same way on all ranks
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
     last = len(order) % parts
     full = order[: len(order) - last]
@@ -153,6 +156,6 @@ def dealt(costs: np.ndarray, parts: int) -> list[list[int]]:
 
 
 def _push(heap: list, number: Iterator[int], partition: list[tuple[float, list[int]]]) -> None:
-    """With the largest part first, and the least even partition on top."""
+    """Sort the partition, its largest part first, and push it: the least even partition is on top of the heap."""
     partition.sort(key=lambda part: (-part[0], part[1]))
     heapq.heappush(heap, (partition[-1][0] - partition[0][0], next(number), partition))

@@ -1,4 +1,4 @@
-"""What `MaxTokens` is given: one clear error before anything is split."""
+"""Checks the arguments and inputs of `MaxTokens` , before anything is split."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAME = "MaxTokens"
 
 
 def checked_tokens(max_tokens: Any) -> int | None:
-    """None: they are to be found."""
+    """The checked number; None for ``"auto"`` ."""
     if isinstance(max_tokens, str) and max_tokens == "auto":
         return None
     check_positive_int(NAME, "max_tokens", max_tokens)
@@ -54,7 +54,7 @@ def whole_numbers(name: str, array: np.ndarray, samples: int | None, largest: in
 
 
 def checked_arrays(inputs: Any) -> list[np.ndarray]:
-    """Of a batch whose first input is of shape (N, W, ...)."""
+    """The inputs as arrays. The first must have shape (N, W, ...)."""
     arrays = [_array(position, value) for position, value in enumerate(inputs)]
     if not arrays or arrays[0].ndim < 2:
         raise ValueError(

@@ -19,52 +19,56 @@ from gaccum_ms.tokens.worst_case import WorstCase
 
 class MaxTokens:
     r"""
-    Split each batch by the lengths of its samples, into micro-batches of at most so many tokens.
+    Split each batch by the lengths of its samples, into micro-batches with a bounded number of tokens.
 
-    A batch of sequences is padded to its longest one. `MaxTokens` sorts its samples by length, trims each to the
-    smallest of few widths that holds it, and fills micro-batches of :math:`\lfloor \text{max\_tokens} / w \rfloor` rows
-    of each width :math:`w` . So there are at most `widths` shapes, and compilations, whatever comes. Rows that are left
-    over hold padding alone. Weights, optimizer state and loss are those of the whole padded batch, where `count` counts
-    no padding and the network does not read any: :func:`audit` finds one that does.
+    A batch of sequences is padded to its longest one. `MaxTokens` sorts its samples by length, trims them to few
+    widths, and fills micro-batches of :math:`\lfloor \text{max\_tokens} / w \rfloor` rows at each width :math:`w` . So
+    there are at most `widths` shapes, and compilations, for all batches. Unused rows hold padding only. Weights,
+    optimizer state and loss equal those of the whole padded batch if `count` counts no padding and the network reads
+    none: :func:`audit` finds a network that does.
 
-    Filling batches up to a number of tokens is what fairseq's ``--max-tokens`` does for whole batches (Ott et al.,
-    2019, `arXiv:1904.01038 <https://arxiv.org/abs/1904.01038>`_).
+    fairseq's ``--max-tokens`` fills whole batches up to a number of tokens (Ott et al., 2019, `arXiv:1904.01038
+    <https://arxiv.org/abs/1904.01038>`_).
 
     Args:
-        max_tokens (Union[int, str]): Tokens of a micro-batch, padding included, at most. ``"auto"`` : as many as fit,
-            which the training finds at its first batch, as :func:`find_micro_batch_size` does; where memory runs out
-            later, the batch is split anew with half of them, and all ranks go on with that. The attribute
-            ``max_tokens`` is then their number, and ``None`` before. It is at least the largest width, and at most
-            what makes all samples of a width one micro-batch: more would be padding.
+        max_tokens (Union[int, str]): The largest number of tokens in a micro-batch, padding included. ``"auto"`` : the
+            training finds the largest number that fits into memory at its first batch, as
+            :func:`find_micro_batch_size` does. If memory runs out later, the batch is split anew with half the number,
+            and all ranks go on with it. The attribute ``max_tokens`` is ``None`` before the first batch, and then the
+            number. It is at least the largest width, and at most large enough for all samples of a width in one
+            micro-batch: more would be padding.
         length (Union[int, Callable]): The lengths of a batch's samples: a function of its inputs that returns a Tensor
             or array of shape :math:`(N,)`, or the position of the input that holds them. Everything behind a sample's
             length is padding.
-        widths (Union[int, Sequence[int]]): The widths to trim to; a number: at most so many, chosen at the first batch
-            so that the padding is least, of which the largest is the first batch's. Default: ``4`` .
+        widths (Union[int, Sequence[int]]): The widths to trim to, or the largest number of widths. With a number, the
+            widths with the least padding are chosen at the first batch; the largest is the first batch's width, or
+            `max_tokens` if that is smaller. Default: ``4`` .
 
     Keyword Args:
-        lengths (Sequence[int], optional): The lengths of all samples of the data set, from which the widths are chosen
-            in place of the first batch's. Default: ``None`` .
-        padding (Sequence[float], optional): What each input holds where there is nothing. Default: ``None`` , what it
-            holds behind the first sample that is shorter than the batch; 0 where it has no axis to trim.
+        lengths (Sequence[int], optional): The lengths of all samples of the data set. The widths are chosen for these
+            instead of the first batch's. Default: ``None`` .
+        padding (Sequence[float], optional): The padding value of each input. Default: ``None`` : the value that the
+            input of the first batch holds behind its shortest sample; 0 if no sample has padding, and for inputs whose
+            axis 1 is not trimmed.
         axes (Mapping[int, Sequence[int]], optional): For the inputs at these positions, the axes to trim, such as
-            ``{2: (1, 2)}`` for masks of shape :math:`(N, W, W)`. Default: ``None`` , of each input axis 1, where it is
-            as long as axis 1 of the first input.
+            ``{2: (1, 2)}`` for masks of shape :math:`(N, W, W)`. Default: ``None`` : axis 1 of each input in which it
+            is as long as axis 1 of the first input.
 
     Inputs:
-        - **\*inputs** (Tensor) - The batch, each of shape :math:`(N, ...)`, the first of shape :math:`(N, W, ...)`.
+        - **\*inputs** (Tensor) - The inputs of the batch, of shape :math:`(N, ...)`; the first of shape
+          :math:`(N, W, ...)`.
 
     Outputs:
         list[tuple[Tensor]], the inputs of each micro-batch. ``plan`` is then the :class:`TokenPlan` of this batch, to
-        print and to draw. Outputs of a network with `aux` come back in the batch's order; those whose axis 1 is the
-        micro-batch's width are filled up with zeros to :math:`W` .
+        print and to draw. Outputs of a network with `aux` come back in the batch's order; an output whose axis 1 is the
+        micro-batch's width is padded with zeros to :math:`W` .
 
     Raises:
         TypeError: If an argument is of a wrong type.
         RuntimeError: If it is called by itself with ``"auto"`` , before the training has found a number.
         ValueError: If `max_tokens` or a width is less than 1, or `widths` are not ascending; if the lengths of a batch
-            are not one finite number of 0 to :math:`W` for each sample; if a sample is longer than `max_tokens` or the
-            largest width; if `padding` has not one value for each input.
+            are not one whole number from 0 to :math:`W` for each sample; if a sample is longer than `max_tokens` or the
+            largest width; if `padding` does not have one value for each input.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -86,8 +90,8 @@ class MaxTokens:
         padded to 8, without a plan: 52.1%
     """
 
-    needs_count = True  # rows that are filled up are samples, too
-    keeps_inputs = True  # the batch is the network's inputs: `audit` can train it whole
+    needs_count = True  # rows of padding would count as samples
+    keeps_inputs = True  # the network also accepts the whole batch: `audit` can train on it
 
     def __init__(
         self,
@@ -125,7 +129,7 @@ class MaxTokens:
 
     @property
     def widths(self) -> tuple[int, ...] | None:
-        """The widths that are compiled, ascending; ``None`` before the first batch decides."""
+        """The widths that may be compiled, ascending; ``None`` until they are chosen at the first batch."""
         return self._widths
 
     def __call__(self, *inputs: Any) -> list[tuple[ms.Tensor, ...]]:
@@ -135,7 +139,7 @@ class MaxTokens:
                 f"training step finds at its first batch. Train a batch, or give a number."
             )
         rows, widths = self._read(inputs, self.max_tokens)
-        if self.finds_tokens:  # on another rank, of narrower batches
+        if self.finds_tokens:  # another rank, with narrower batches, may have found fewer tokens
             self.max_tokens = max(self.max_tokens, widths[-1])
         self._check(rows.lengths, widths)
         if not self._filler_is_checked:
@@ -145,13 +149,13 @@ class MaxTokens:
         return [rows.micro_batch(samples, width) for width, samples in self.plan.parts]
 
     def worst_case(self, *inputs: Any) -> WorstCase:
-        """What a search for the number of tokens tries with a batch, which changes nothing here."""
+        """The micro-batches that a search for the number of tokens tries with a batch. Nothing changes here."""
         rows, widths = self._read(inputs, None)
         self._check_widest(rows.lengths, widths)
         return WorstCase(rows, widths)
 
     def in_order(self, outputs: Sequence[np.ndarray]) -> np.ndarray:
-        """Outputs of the last batch's samples, of all micro-batches, in the batch's order and at its width."""
+        """Join the outputs of the last batch's micro-batches, in the batch's order and at its width."""
         if self.plan is None:
             raise RuntimeError(f"For '{_NAME}', outputs must be those of a batch that was split, but none was.")
         widths = [width for width, _ in self.plan.parts]
@@ -161,10 +165,10 @@ class MaxTokens:
         return np.concatenate(outputs)[self.plan.order]
 
     def check_count(self, count: Callable) -> None:
-        """Once, after a batch was split: rows that are filled up must count nothing.
+        """Check once, after a batch was split, that rows of padding count nothing.
 
         Raises:
-            ValueError: If they do.
+            ValueError: If they count something.
         """
         if self._filler_is_checked or self._filler is None:
             return
@@ -187,7 +191,7 @@ class MaxTokens:
         return rows, self._widths_for(lengths, before, max_tokens)
 
     def _lengths(self, inputs: Sequence[Any], samples: int, before: int) -> np.ndarray:
-        """One for each sample, at least 1: also an empty one has a row."""
+        """The length of each sample, at least 1: an empty sample has a row too."""
         if callable(self._length):
             given = self._length(*inputs)
         elif 0 <= self._length < len(inputs):
@@ -227,7 +231,7 @@ class MaxTokens:
     def _fillers(
         self, arrays: Sequence[np.ndarray], axes: Sequence[Sequence[int]], lengths: np.ndarray, before: int
     ) -> tuple[Any, ...]:
-        """What each input holds where there is nothing."""
+        """The padding value of each input."""
         if self._padding is not None:
             if len(self._padding) != len(arrays):
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""How the samples of one batch are laid out: which go into which micro-batch, and at what width."""
+"""The layout of one batch: the micro-batch of each sample, and the width of each micro-batch."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from pathlib import Path
 
 import numpy as np
 
-NOBODY = -1  # in place of a sample's number: a row that counts nothing
+NOBODY = -1  # instead of a sample's index: a row of padding
 
 
 @dataclass(frozen=True)
 class TokenPlan:
     """
-    How :class:`MaxTokens` has laid out a batch; prints as a table. ``tokens`` is their number without padding,
-    ``padding`` the share of padding in all micro-batches, and ``padding_before`` that of the batch as it came.
+    The layout of a batch by :class:`MaxTokens` ; prints as a table. ``tokens`` is the number of tokens without padding,
+    ``padding`` the share of padding in all micro-batches, and ``padding_before`` the share of padding in the batch
+    before it was split.
 
     Args:
         lengths (ndarray): The lengths of the batch's samples, in tokens, of shape :math:`(N,)`.
         before (int): The width to which the batch is padded, in tokens.
         widths (tuple[int, ...]): The widths that may be compiled, ascending.
-        max_tokens (int): Tokens of a micro-batch, padding included, at most.
-        parts (tuple): Of each micro-batch its width, and the number in the batch of the sample in each row; -1 in rows
-            that hold padding alone.
+        max_tokens (int): The largest number of tokens in a micro-batch, padding included.
+        parts (tuple): For each micro-batch its width, and the index in the batch of each row's sample; -1 for rows of
+            padding.
 
     Raises:
         ImportError: If :meth:`draw` is called and matplotlib is not installed.
@@ -48,7 +49,7 @@ class TokenPlan:
 
     @property
     def tokens(self) -> int:
-        """Without padding."""
+        """The number of tokens, without padding."""
         return int(self.lengths.sum())
 
     @property
@@ -58,19 +59,19 @@ class TokenPlan:
 
     @property
     def padding_before(self) -> float:
-        """The share of padding in the batch as it came."""
+        """The share of padding in the batch before it was split."""
         return 1 - self.tokens / (self.before * self.lengths.size)
 
     @property
     def order(self) -> np.ndarray:
-        """Where each sample of the batch is, among the rows of all micro-batches."""
+        """The position of each sample of the batch among the rows of all micro-batches."""
         rows = np.concatenate([rows for _, rows in self.parts])
         places = np.flatnonzero(rows != NOBODY)
         return places[np.argsort(rows[places], kind="stable")]
 
     def table(self) -> list[tuple[int, int, int, int, float]]:
-        """Of each width that is used: the width, rows of a micro-batch, micro-batches, samples, and the share of
-        padding."""
+        """For each used width: the width, and the numbers of rows in a micro-batch, micro-batches and samples, and the
+        share of padding."""
         found = []
         for width in self.widths:
             here = [rows for other, rows in self.parts if other == width]
@@ -92,10 +93,10 @@ class TokenPlan:
         return "\n".join(lines)
 
     def draw(self, path: str | Path) -> None:
-        """Draw each micro-batch as its rows, tokens and padding apart, into a file such as ``plan.png`` .
+        """Draw the rows of each micro-batch, with tokens and padding in two colours, into a file such as ``plan.png`` .
 
         Args:
-            path (str): The file; its ending says the format.
+            path (str): The file; its extension selects the format.
 
         Raises:
             ImportError: If matplotlib is not installed.
@@ -119,22 +120,22 @@ class TokenPlan:
 
 
 def plan_tokens(lengths: np.ndarray, before: int, widths: Sequence[int], max_tokens: int) -> TokenPlan:
-    """Lay out a batch in micro-batches of one number of rows for each width.
+    """Lay out a batch in micro-batches. All micro-batches of a width have the same number of rows.
 
-    From the largest width down: what is left of its last micro-batch takes the longest of the shorter samples, for
-    which it is padding anyway. Only the last micro-batch of all may have rows without a sample. A width that would have
-    few samples may cost more than it saves, so each choice among the widths is tried.
+    The micro-batches are filled from the largest width down. The free rows of a width's last micro-batch take the
+    longest of the shorter samples: otherwise these rows would be padding. Only the very last micro-batch may have rows
+    without a sample. A width with few samples may cost more than it saves, so each choice of widths is tried.
 
     Args:
-        lengths (ndarray): The lengths of its samples, of which none is larger than the last width.
-        before (int): The width to which it is padded.
-        widths (Sequence[int]): Ascending.
+        lengths (ndarray): The lengths of the samples, at most the largest width.
+        before (int): The width to which the batch is padded.
+        widths (Sequence[int]): The widths, ascending.
         max_tokens (int): As in `MaxTokens` .
     """
     longest_first = np.argsort(-lengths, kind="stable")
-    # Of each width: how many samples are longer than it.
+    # For each width, the number of longer samples.
     longer = [int((lengths > width).sum()) for width in widths]
-    smallest = longer.index(0)  # that holds all
+    smallest = longer.index(0)  # the smallest width that holds all samples
     choices = (
         (*few, smallest) for size in range(smallest + 1) for few in itertools.combinations(range(smallest), size)
     )
@@ -153,7 +154,7 @@ def plan_tokens(lengths: np.ndarray, before: int, widths: Sequence[int], max_tok
 def _layout(
     choice: Sequence[int], widths: Sequence[int], longer: Sequence[int], max_tokens: int, samples: int
 ) -> list[tuple[int, int, int]]:
-    """Width, rows and number of the micro-batches of each width that is chosen, the largest first."""
+    """For each chosen width, the largest first: the width, the rows of a micro-batch, and the micro-batches."""
     found, taken = [], 0
     for place, next_one in itertools.zip_longest(choice[::-1], choice[-2::-1]):
         rows = max_tokens // widths[place]

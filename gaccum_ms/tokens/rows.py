@@ -1,4 +1,4 @@
-"""The rows of a batch, and micro-batches made of some of them, trimmed to a width."""
+"""The rows of a batch, and micro-batches of some of these rows, trimmed to a width."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Rows(NamedTuple):
     """A batch.
 
     Args:
-        arrays (list[ndarray]): Its inputs, of which axis 0 counts samples.
-        axes (list[Sequence[int]]): The axes of each that are trimmed.
-        fillers (tuple): What each holds where there is nothing.
-        lengths (ndarray): Of its samples, at least 1.
-        before (int): The width to which it is padded.
+        arrays (list[ndarray]): The inputs; axis 0 counts samples.
+        axes (list[Sequence[int]]): The axes of each input that are trimmed.
+        fillers (tuple): The padding value of each input.
+        lengths (ndarray): The lengths of the samples, at least 1.
+        before (int): The width to which the batch is padded.
     """
 
     arrays: list[np.ndarray]
@@ -29,13 +29,13 @@ class Rows(NamedTuple):
     before: int
 
     def micro_batch(self, samples: np.ndarray, width: int) -> tuple[ms.Tensor, ...]:
-        """Its inputs: of these samples, trimmed or lengthened to a width."""
+        """The inputs of a micro-batch of these samples, trimmed or padded to a width."""
         inputs = zip(self.arrays, self.axes, self.fillers, strict=True)
         return tuple(ms.Tensor(_taken(*one, samples, width, self.before)) for one in inputs)
 
 
 def axes_of(array: np.ndarray, width: int) -> tuple[int, ...]:
-    """Those that are trimmed where nothing else is said."""
+    """The axes that are trimmed by default."""
     return (1,) if array.ndim > 1 and array.shape[1] == width else ()
 
 

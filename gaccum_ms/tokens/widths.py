@@ -1,4 +1,4 @@
-"""Which widths to compile for: those that make the padding least, found exactly by dynamic programming."""
+"""Choose the widths to compile for: the ones with the least padding, found exactly by dynamic programming."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import numpy as np
 
 
 def best_widths(lengths: np.ndarray, number: int, largest: int | None = None) -> tuple[int, ...]:
-    """At most `number` widths, ascending, with the fewest tokens when each length is padded to the smallest of them
-    that holds it.
+    """At most `number` widths, ascending, with the fewest tokens when each length is padded to the smallest width that
+    holds it.
 
-    The last width is the largest length. Of the others each is a length that occurs: any other could shrink to the next
-    length below it. With the lengths sorted, the best `k` widths for the first `j` of them are the best `k - 1` for the
-    first `i` and one more, for the best `i` .
+    The last width is the largest length, or `largest` . Each other width is a length that occurs: a different width
+    could shrink to the next length below it. With the lengths sorted, the best `k` widths for the first `j` lengths are
+    the best `k - 1` widths for the first `i` lengths and one more width, for the best `i` .
 
     Args:
         lengths (ndarray): The lengths of all samples, ints of at least 1.
         number (int): The largest number of widths.
-        largest (int, optional): A width that must be there, at least as large as all lengths. Default: ``None`` .
+        largest (int, optional): A width that must be included, at least as large as all lengths. Default: ``None`` .
     """
     values, times = np.unique(lengths, return_counts=True)
     if largest is not None and largest > values[-1]:
         values, times = np.append(values, largest), np.append(times, 0)
-    before = np.concatenate([[0], np.cumsum(times)])  # samples of the first j values
-    tokens = np.full(len(values) + 1, np.inf)  # of the first j values, with as many widths as the turns so far
+    before = np.concatenate([[0], np.cumsum(times)])  # the number of samples with the first j values
+    tokens = np.full(len(values) + 1, np.inf)  # for the first j values, with one width per turn so far
     tokens[0] = 0
-    begins: list[np.ndarray] = []  # for each turn and j: the values that its last width does not hold
+    begins: list[np.ndarray] = []  # for each turn and j: the number of values below those of the last width
     for _ in range(min(number, len(values))):
         with_one_more = np.full_like(tokens, np.inf)
         begin = np.zeros(len(values) + 1, int)
@@ -44,6 +44,6 @@ def best_widths(lengths: np.ndarray, number: int, largest: int | None = None) ->
 
 
 def padding(lengths: np.ndarray, widths: tuple[int, ...]) -> float:
-    """The share of padding among the tokens, when each length is padded to the smallest width that holds it."""
+    """The share of padding in all tokens, when each length is padded to the smallest width that holds it."""
     padded = np.asarray(widths)[np.searchsorted(widths, lengths)]
     return 1 - lengths.sum() / padded.sum()

@@ -1,4 +1,4 @@
-"""Which numbers of tokens are worth trying for a batch, and the largest micro-batches that come of one."""
+"""The numbers of tokens that are worth trying for a batch, and the largest micro-batches that a number allows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gaccum_ms.tokens.rows import Rows
 
 
 class WorstCase:
-    """Numbers that are multiples of the largest width: others would leave a part of its micro-batches unused.
+    """The numbers are multiples of the largest width: others would leave a part of its micro-batches unused.
 
     Args:
         rows (Rows): The batch.
@@ -24,13 +24,13 @@ class WorstCase:
         self._rows = rows
         self.widths = widths
         self.unit = widths[-1]
-        # With these, all samples of each width are one micro-batch: of more tokens only padding would come.
+        # With this many, all samples of each width fit into one micro-batch: more tokens would only add padding.
         samples = np.bincount(np.searchsorted(widths, rows.lengths), minlength=len(widths))
         self.most = max(1, -(-int((samples * widths).max()) // self.unit))  # multiples
 
     def of(self, tokens: int) -> Callable[..., list[tuple[ms.Tensor, ...]]]:
-        """What makes of this batch a full micro-batch of each width. A smaller width is not always less: a kernel may
-        need more for more rows."""
+        """A function that returns a full micro-batch of each width, made of this batch's samples. A smaller width may
+        need more memory: it has more rows."""
 
         def micro_batches(*_: Any) -> list[tuple[ms.Tensor, ...]]:
             return [self._rows.micro_batch(self._samples(width, tokens // width), width) for width in self.widths]
@@ -38,7 +38,7 @@ class WorstCase:
         return micro_batches
 
     def _samples(self, width: int, number: int) -> np.ndarray:
-        """The longest that such a micro-batch may hold, over and over."""
+        """The samples that the width holds, from the longest to the shortest, repeated up to this number."""
         lengths = self._rows.lengths
         fitting = np.flatnonzero(lengths <= width)
         return np.resize(fitting[np.argsort(-lengths[fitting])] if fitting.size else [NOBODY], number)

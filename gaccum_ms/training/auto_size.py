@@ -1,13 +1,13 @@
 """``micro_batch_size="auto"``: the size of micro-batches is found at the first batch, and halved when memory runs out.
 
-Where other steps have one graph, this one has two:
+Other steps have one graph; this one has two:
 
     each rank by itself:        split; for each micro-batch: forward, backward, add
-                                out of memory? put all back, halve, and again
-    a window's last batch?      all ranks: from the next batch on, the smallest of their sizes
+                                out of memory? restore everything, halve the size, and try again
+    a window's last batch?      all ranks: from the next batch on, use the smallest size of all ranks
     all ranks:                  reduce, divide, clip, update, clear                             (update.py)
 
-How a size is found, put back and halved, is in halving.py.
+halving.py finds and halves the size, and restores what a failed batch has changed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class AddBatch(OwnGraph):
-    """A batch, on this rank alone. Returns what must be known when the window ends, outputs, and the loss scale."""
+    """Adds a batch, on this rank alone. Returns the loss, or the sums and their unit; the outputs; the loss scale."""
 
     def __init__(self, window: nn.Cell, update: Update, jit: bool) -> None:
         super().__init__(jit)
@@ -48,7 +48,7 @@ class AddBatch(OwnGraph):
 
 
 class EndBatch(OwnGraph):
-    """The rest, where each batch is a window. Returns the loss, and whether the window overflowed."""
+    """Updates after a batch, if each batch is a window. Returns the loss, and whether the window overflowed."""
 
     def __init__(self, window: nn.Cell, update: Update, jit: bool) -> None:
         super().__init__(jit)
@@ -60,12 +60,12 @@ class EndBatch(OwnGraph):
 
 
 class AutoSize(Halving):
-    """The number of samples in a step's micro-batches, and how it trains by it."""
+    """Finds the number of samples in a step's micro-batches, and trains with it."""
 
     _of = "micro_batch_size"
 
     def __call__(self, inputs: Sequence[ms.Tensor]) -> Any:
-        """Train with a batch; returns what the step does."""
+        """Train on a batch; returns what the step returns."""
         step = self._step
         if self.size is None:
             self._find(inputs)
@@ -82,7 +82,7 @@ class AutoSize(Halving):
         return step.update.returned(loss, overflow, scale, shown)
 
     def rehearse(self, size: int) -> None:
-        """In a trial: train with this size, and fail where it does not fit."""
+        """In a trial: train with this size, and raise the error if it does not fit."""
         self._fails = _never
         self._begin(size)
 
@@ -94,13 +94,13 @@ class AutoSize(Halving):
         window = self._step.window
         self.size = size
         window.cut_into(size)
-        # Of each size a Cell of its own: the old one takes its graphs, and their memory, along.
+        # Each size has its own Cell: the graphs of the old Cell, and their memory, are freed with it.
         self._graph = AddBatch(window, self._step.update, bool(self._cell.jit))
         gc.collect()
 
     def _add(self, inputs: Sequence[ms.Tensor]) -> tuple[Any, bool]:
         kept = self._graph.run_alone(*inputs)
-        return kept, bool(kept[0].asnumpy().any())  # waits: it may fail later than it is called
+        return kept, bool(kept[0].asnumpy().any())  # waits: the error may come after the call
 
     def _used(self, samples: int) -> int:
         return min(self.size or NO_BATCH, samples)

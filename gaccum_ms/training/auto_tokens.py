@@ -1,5 +1,6 @@
 """``MaxTokens("auto")``: the number of tokens in a micro-batch is found at the first batch, and halved when memory runs
-out. How, is in halving.py."""
+out (halving.py).
+"""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class AutoTokens(Halving):
-    """The number of tokens in a step's micro-batches, and how it trains by it.
+    """Finds the number of tokens in a step's micro-batches, and trains with it.
 
     Args:
         step (TrainOneStepWithGradAccumulationCell): The step.
-        cell (GradAccumulationCell): Its options.
-        split (PythonSplit): Trains with a number of tokens.
+        cell (GradAccumulationCell): The options.
+        split (PythonSplit): Trains on the micro-batches that `MaxTokens` makes.
     """
 
     _of = "max_tokens"
@@ -34,7 +35,7 @@ class AutoTokens(Halving):
         self._tokens: Any = cell.split  # the MaxTokens
 
     def parts(self, batch: Sequence[Any]) -> list[tuple[ms.Tensor, ...]]:
-        """The micro-batches of a batch, checked."""
+        """The checked micro-batches of a batch."""
         if self.size is None:
             self._find(batch)
         made = self.split.parts(batch)
@@ -42,7 +43,7 @@ class AutoTokens(Halving):
         return made
 
     def __call__(self, batch: Sequence[Any], parts: Sequence[tuple[ms.Tensor, ...]]) -> Any:
-        """Train with a batch, of which these are the micro-batches; returns what the step does."""
+        """Train on a batch, given as its micro-batches too; returns what the step returns."""
         made = [parts]
 
         def add() -> tuple[Any, bool]:
@@ -55,7 +56,7 @@ class AutoTokens(Halving):
         return self.split.end(added)
 
     def rehearse(self, split: Callable) -> None:
-        """In a trial: train with what this makes of a batch, and fail where it does not fit."""
+        """In a trial: train on the micro-batches that `split` makes, and raise the error if they do not fit."""
         self.split.split_by(split)
         self._step._split = self.split
 

@@ -1,12 +1,12 @@
-"""What fits: a size of micro-batches that is found at the first batch, and halved when memory runs out in training.
+"""A size of micro-batches that fits into memory: found at the first batch, and halved when memory runs out in training.
 
-    each rank by itself:        the batch, of which neither weights nor optimizer change
-                                out of memory? put all back, halve, and again
-    a window's last batch?      all ranks: from the next batch on, the smallest of their sizes
+    each rank by itself:        add the batch; weights and optimizer state do not change
+                                out of memory? restore everything, halve the size, and try again
+    a window's last batch?      all ranks: from the next batch on, use the smallest size of all ranks
 
-Putting back what a batch has changed needs no copy of weights and optimizer; and a rank can try again alone, while the
-others wait for it where the sizes are exchanged: what they have added up stays right, since the sizes of micro-batches
-do not change what they add up to.
+Restoring what a batch has changed needs no copy of weights and optimizer state. A rank can try again alone, while the
+others wait for it where the sizes are exchanged. Their sums stay right, because sums do not depend on the size of
+micro-batches.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ if TYPE_CHECKING:
 
 _NAME = "GradAccumulationCell"
 _search: Any = None  # memory/search.py
-NO_BATCH = 2**31 - 1  # what a rank says that has not had a batch: any size will do
+NO_BATCH = 2**31 - 1  # the size of a rank that has not had a batch: any size fits
 
 
 def search_by(search: Any) -> None:
-    """Let sizes be found by this module. Its trials train by a step, to which this file belongs."""
+    """Set the module that finds sizes. It cannot be imported here: its trials use the step, which imports this file."""
     global _search
     _search = search
 
 
 class Halving:
-    """The size of a step's micro-batches. A subclass says of what, and trains by it.
+    """Finds and halves the size of a step's micro-batches. A subclass defines the unit of the size, and trains with it.
 
     Args:
         step (TrainOneStepWithGradAccumulationCell): The step.
-        cell (GradAccumulationCell): Its options.
+        cell (GradAccumulationCell): The options.
     """
 
-    _of: str  # the option that the size is a value of
-    _least = 1  # below which it cannot go
+    _of: str  # the option that has the size as its value
+    _least = 1  # the smallest possible size
 
     def __init__(self, step: Step, cell: GradAccumulationCell) -> None:
         self._step = step
@@ -57,8 +57,8 @@ class Halving:
         self.size: int | None = None  # None: not found yet
 
     def agree(self) -> None:
-        """Before a window's end: go on with the smallest size of all ranks. A collective, where there are several."""
-        if self.size is None:  # a flush, on a rank without a batch: others may find their first size meanwhile
+        """Before a window's end: go on with the smallest size of all ranks. With several ranks, a collective."""
+        if self.size is None:  # a flush, on a rank without a batch: others may be finding their first size
             size = _search.agreed_size(_NAME, NO_BATCH, self._limit)
             if size < NO_BATCH:
                 self._begin(size)
@@ -70,7 +70,7 @@ class Halving:
     # -- the size ------------------------------------------------------------------------------------------------------
 
     def _begin(self, size: int) -> None:
-        """With the first size."""
+        """Start with the first size."""
         self._set(size)
 
     def _set(self, size: int) -> None:
@@ -97,11 +97,11 @@ class Halving:
     # -- one batch, on this rank alone ---------------------------------------------------------------------------------
 
     def _as_it_fits(self, add: Callable[[], tuple[Any, bool]], samples: int) -> Any:
-        """Add a batch of so many samples to the window, as often as memory runs out, with smaller micro-batches.
+        """Add a batch to the window. Whenever memory runs out, try again with smaller micro-batches.
 
         Args:
-            add (Callable): Does it, waits for it, and returns something and whether there was anything to add.
-            samples (int): For the warning.
+            add (Callable): Adds the batch, waits for the result, and returns it, and whether the batch added anything.
+            samples (int): The samples of the batch, for the size and the warning.
         """
         while True:
             self._note()
@@ -115,7 +115,7 @@ class Halving:
                 if self._constants is None and some:
                     self._find_constants()
                 return added
-            gc.collect()  # what the failed try held, its frames and the error included
+            gc.collect()  # frees what the failed try held, its frames and the error included
             self._put_back()
             size = self._used(samples)
             if size <= self._least:
@@ -124,18 +124,18 @@ class Halving:
             self._shrink(max(-(-size // 2), self._least), f"({failed}) for {samples} samples")
 
     def _used(self, samples: int) -> int:
-        """The size that a batch of so many samples was trained with."""
+        """The size that a batch of this many samples was trained with."""
         return self.size or NO_BATCH
 
     def _agree_at_the_end(self) -> None:
         try:
             self.agree()
         except RuntimeError:
-            self._put_back()  # on the rank on which it does not fit, the batch is not in the window either
+            self._put_back()  # as on the rank on which the batch does not fit: it is in no window
             raise
 
     def _note(self) -> None:
-        """Keep all that a batch on this rank alone may change."""
+        """Keep a copy of everything that a batch on this rank alone may change."""
         window = self._step.window
         left_out = [*self._step.weights, *(self._constants or ())]
         if not int(self._step.window_position.asnumpy()):  # they are zero
@@ -147,7 +147,7 @@ class Halving:
         self._before.restore()
 
     def _find_constants(self) -> None:
-        """What is not trained, and what a batch has not changed: frozen Parameters and constants, which may be many."""
+        """Find what a batch has not changed: frozen Parameters and constants, which may be many. They need no copy."""
         network = {id(one) for one in self._step.network.get_parameters()}
         self._constants = [
             one for one in self._before.unchanged() if id(one) in network or not isinstance(one, ms.Parameter)

@@ -1,14 +1,14 @@
-"""``split=`` a function: Python cuts each batch, and hands its micro-batches to compiled micro-steps, one at a time.
+"""A function as `split` : Python cuts each batch, and passes its micro-batches to compiled micro-steps, one at a time.
 
-Where other steps have one graph, this one has one for each set of shapes that a micro-batch has, and one for the end:
+Other steps have one graph; this one has a graph for each set of input shapes of a micro-batch, and one for the end:
 
-    Python:                     split; all is checked before anything runs
+    Python:                     split; everything is checked before anything runs
     each rank by itself:        for each micro-batch: forward, backward, add                    (window.py)
     a window's last batch?
     all ranks:                  reduce, divide, clip, update, clear                             (update.py)
 
-A window that is one batch is an open window too (open_window.py): what a rank has added up stays on it until all have
-theirs, however many micro-batches these are. Batches are what is counted, here as elsewhere.
+A window of one batch is an open window too (open_window.py): each rank keeps its sums until all ranks have added their
+micro-batches, however many these are. A window's length is counted in batches, as elsewhere.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell as Step
 
 _NAME = "GradAccumulationCell"
-_SUMS = 4  # of a batch: losses, counts, dropped micro-batches, and items
+_SUMS = 4  # for a batch: losses, counts, dropped micro-batches, and items
 
 
 class AddMicroBatch(OwnGraph):
-    """A micro-batch, on this rank alone. Returns the sums so far, the mean loss, and outputs."""
+    """Adds a micro-batch, on this rank alone. Returns the batch's sums and mean loss so far, and the outputs."""
 
     def __init__(self, window: nn.Cell, update: Update, jit: bool) -> None:
         super().__init__(jit)
@@ -56,11 +56,11 @@ class Added(NamedTuple):
 
 
 class PythonSplit:
-    """How a step trains with batches that a function splits.
+    """Trains on batches that a function splits.
 
     Args:
         step (TrainOneStepWithGradAccumulationCell): The step, with its window.
-        options (Options): Its cell's. Their `split` is called with a batch and returns its micro-batches.
+        options (Options): The options of its cell. Their `split` returns the micro-batches of a batch.
     """
 
     def __init__(self, step: Step, options: Options) -> None:
@@ -73,27 +73,27 @@ class PythonSplit:
         self.renew_graphs()
 
     def split_by(self, split: Any) -> None:
-        """Let batches to come be split by this function."""
+        """Split later batches by this function."""
         self._split = split
         self._check_count = getattr(split, "check_count", None)
 
     def renew_graphs(self) -> None:
-        """Let other shapes come: the old ones take their graphs, and their memory, along."""
+        """Discard the graphs of the old shapes, which frees their memory."""
         self._graph = AddMicroBatch(self._step.window, self._step.update, self._jit)
 
     def parts(self, batch: Sequence[Any]) -> list[tuple[ms.Tensor, ...]]:
-        """The micro-batches of a batch, checked."""
+        """The checked micro-batches of a batch."""
         made = micro_batches_of(self._split, batch, self._by_samples)
-        if self._check_count is not None and self._count is not None:  # a ratio is counted in the network
+        if self._check_count is not None and self._count is not None:  # with a ratio, the network counts
             self._check_count(self._count)
         return made
 
     def __call__(self, batch: Sequence[Any], parts: Sequence[tuple[ms.Tensor, ...]]) -> Any:
-        """Train with a batch, of which these are the micro-batches; returns what the step does."""
+        """Train on a batch, given as its micro-batches too; returns what the step returns."""
         return self.end(self.add(parts))
 
     def add(self, parts: Sequence[tuple[ms.Tensor, ...]]) -> Added:
-        """Add micro-batches of a batch to the window, on this rank alone."""
+        """Add the micro-batches of a batch to the window, on this rank alone."""
         window = self._step.window.open
         window.begin_eagerly()
         sums, loss = ops.zeros((_SUMS,), ms.float32), None
@@ -105,7 +105,7 @@ class PythonSplit:
         return Added(sums, loss, outputs)
 
     def end(self, added: Added) -> Any:
-        """What comes after a batch, on all ranks where its window ends; returns what the step does."""
+        """Finish a batch; if its window ends, update on all ranks. Returns what the step returns."""
         step, window = self._step, self._step.window.open
         sums, loss, outputs = added
         scale = step.update.scale()
@@ -120,8 +120,8 @@ class PythonSplit:
         return step.update.returned(loss, overflow, scale, shown)
 
     def _joined(self, parts: Sequence[ms.Tensor], sums: ms.Tensor, scale: ms.Tensor, unit: ms.Tensor) -> ms.Tensor:
-        """One output of all micro-batches: those of shape () as their mean, those of samples behind each other, where
-        `split` does not know the batch's order."""
+        """One output, joined over all micro-batches: the mean of outputs of shape (); others are concatenated, or put
+        into the batch's order if `split` has the method `in_order` ."""
         if parts[0].ndim == 0:
             return self._step.window.weighing.own_mean(ops.addn(list(parts)), sums, scale, unit)
         in_order = getattr(self._split, "in_order", None)
@@ -129,8 +129,8 @@ class PythonSplit:
         return ms.Tensor(np.concatenate(arrays) if in_order is None else in_order(arrays), parts[0].dtype)
 
     def _times(self, parts: Sequence[tuple[ms.Tensor, ...]]) -> list[float]:
-        """For each micro-batch, how many times as much as it the batch is expected to count: the first that counts
-        anything decides what sums are multiples of."""
+        """For each micro-batch, the expected ratio of the batch's count to its own. The first micro-batch that counts
+        anything sets the unit of the sums."""
         if not self._by_samples:
             return [float(len(parts))] * len(parts)
         samples = [one[0].shape[0] for one in parts]
@@ -138,17 +138,17 @@ class PythonSplit:
 
 
 def micro_batches_of(split: Callable, batch: Sequence[Any], by_samples: bool) -> list[tuple[ms.Tensor, ...]]:
-    """What a function makes of a batch: the inputs of each micro-batch.
+    """The inputs of each micro-batch that a function makes of a batch.
 
     Args:
         split (Callable): The function, or an object that can be called.
-        batch (Sequence): What the step was called with.
-        by_samples (bool): Whether micro-batches weigh by their samples.
+        batch (Sequence): The inputs of the step.
+        by_samples (bool): Whether micro-batches are weighted by their samples.
 
     Raises:
-        TypeError: If it returns something else than a list of tuples of Tensors.
-        ValueError: If there is no micro-batch, or they differ in the number of inputs, or, where samples must be
-            known, the first input does not say how many there are.
+        TypeError: If it returns something other than a list of tuples of Tensors.
+        ValueError: If there is no micro-batch; if they differ in the number of inputs; with `by_samples` , if the first
+            input has no axis 0 or no samples.
     """
     made: Any = split(*batch)
     if not isinstance(made, (tuple, list)):
