@@ -28,13 +28,13 @@ def pytest_runtest_setup(item):
         pytest.skip(f"it needs {mark.kwargs['devices']} devices, and there are {COUNT}")
 
 
-# On a CPU with AVX-512, after the first computation it is too late to limit oneDNN for later tests' convolutions, which
-# would warn. test_cpu_instructions.py has processes in which nothing is set.
+# On a CPU with AVX-512, oneDNN can be limited only before the first computation; later tests with convolutions would
+# warn. test_cpu_instructions.py starts processes without this variable.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
 
 def pytest_collection_finish():
-    """MindSpore collects garbage at each of thousands of compilations; present objects are excluded."""
+    """Exclude the present objects from garbage collection, which MindSpore starts at each of many compilations."""
     gc.collect()
     gc.freeze()
 

@@ -5,7 +5,7 @@
 * circles: modules that import themselves through others;
 * files of more than 300 lines, and the total number of lines.
 
-Imports that are only for type checkers do not count, nor do those of a package's `__init__` .
+Imports that are only for type checkers, and imports in a package's `__init__` , do not count.
 """
 
 from __future__ import annotations

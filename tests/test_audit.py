@@ -150,7 +150,7 @@ class BatchNormNet(ConvNet):
 
 @pytest.mark.core(mode="pynative")
 def test_catches_batch_norm_and_names_the_layer(mode):
-    """There is no warning either; in these tests it would be an error."""
+    """There is no warning: in these tests it would be an error."""
     report = run(fill(BatchNormNet()))
     assert report.batch_norm_layers == ("_backbone.norm",)
     assert report.couples_samples
@@ -161,7 +161,7 @@ def test_catches_batch_norm_and_names_the_layer(mode):
 
 
 class InBatchNegatives(nn.Cell):
-    """The InfoNCE loss: each sample's counterpart against the counterparts of all others."""
+    """The InfoNCE loss, which compares each sample's counterpart with the counterparts of all others."""
 
     def __init__(self):
         super().__init__()
@@ -225,7 +225,7 @@ def not_finite():
 
 
 class MeanOverNothing(DenseNet):
-    """The first micro-batch has no item, and so 0 / 0; the whole batch is finite."""
+    """The first micro-batch has no item, so its loss is 0 / 0; the whole batch's loss is finite."""
 
     def construct(self, x, y):
         mask = (ops.abs(x[:, 0]) < 1e3).astype(ms.float32)
@@ -267,7 +267,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_passes(monkeypatch, pynative):
             yield run(in_loss(fill(NormalisedNet())), *map(Tensor, batches(10, 1, seed)[0]))
 
     assert all(report.ok for report in itertools.islice(reports(), 2))
-    # Relative to its own size it would not; on a single batch, both roundings may happen to be equal.
+    # Relative to its own size it would fail. On a single batch, both roundings may happen to be equal.
     monkeypatch.setattr("gaccum_ms.audit_report._SMALLEST_SCALE", 0.0)
     assert any("in shift" in problem for report in reports() for problem in report.problems)
 

@@ -103,7 +103,7 @@ def taken_of_a_function_around_it(function, weights):
     ],
 )
 def test_a_functional_gradient_is_refused(taken, training, message, mode):
-    """In training mode or not; later calls are not affected."""
+    """The gradient is refused in training mode or not, and later calls are not affected."""
     x, y = Tensor([1.0, 2.0], ms.float32), Tensor([0.0, 0.0], ms.float32)
     network = Line(3.0)
     cell = GradAccumulationCell(network, 2).set_train(training)

@@ -20,7 +20,8 @@ AUTO = {"micro_batch_size": "auto"}
 BY_FUNCTION = {"split": list}
 
 
-# For each rule, in order: options that break it and none before it, the words of the error, and a loss of the batch.
+# For each rule, in order: options that break it and no rule before it, the words of the error, and "batch" for a loss
+# of the batch, or "distributed" for semi-auto and auto parallel mode.
 BROKEN = [
     ({"reduction": "sum", **TWO}, "reduction='sum' with 'loss_weights' needs .* got count=None"),
     ({"reduction": "ratio", "count": CountMask()}, r"reduction='ratio' .* got count=CountMask.*, 1 loss.es. and"),

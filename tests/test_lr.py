@@ -42,7 +42,7 @@ BY_HAND = {
 
 
 class Sum(nn.Cell):
-    """The sum of three weights, from 0: each one's gradient is 1."""
+    """The sum of three weights, which start at 0: the gradient of each is 1."""
 
     def __init__(self):
         super().__init__()
@@ -113,7 +113,7 @@ def test_rates_by_hand(kind, rule, warmup_updates, pynative):
         np.testing.assert_allclose([one.asnumpy() for one in found], expected, rtol=1e-6, atol=1e-6)
 
 
-# Each kind, rule and warm-up in each mode, and a schedule with all of them in graph mode.
+# Each mode has each kind, each rule and each warm-up. Graph mode has a schedule with all rules and warm-ups.
 IN_A_STEP = {
     "graph": [("number", "linear", 0), ("list", "sqrt", 4), *(one for one in BY_HAND if one[0] == "schedule")],
     "pynative": [("number", "sqrt", 4), ("list", "linear", 0), ("schedule", "sqrt", 4)],

@@ -41,7 +41,7 @@ def test_the_changelog_has_the_usual_headings():
 
 
 def test_the_workflow_calls_run_sh_and_nothing_else():
-    """On each Python with each MindSpore that setup.py accepts."""
+    """It covers each Python that setup.py accepts, and MindSpore from the oldest version that setup.py accepts."""
     jobs = yaml.safe_load(read(".github/workflows/tests.yml"))["jobs"]
     commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
     assert commands == ["bash run.sh lint", "bash run.sh docs", 'bash run.sh test --mindspore "$MINDSPORE"']

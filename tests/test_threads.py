@@ -13,7 +13,7 @@ from gaccum_ms import tune_cpu, tune_cpu_threads
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# The threads after a graph has run, by MindSpore's names.
+# This counts the threads after a graph has run, by MindSpore's names.
 _COUNT = """
 from pathlib import Path
 import mindspore as ms
@@ -60,7 +60,7 @@ def test_cores_are_an_argument_or_the_launchers(tmp_path, argument, environment,
 
 
 def test_the_programs_own_numbers_are_kept_and_a_second_call_is_allowed(tmp_path):
-    """MindSpore keeps them: it refuses a second number with the error that this call expects."""
+    """MindSpore keeps them: it refuses a second number with the error that the program expects."""
     before = (
         "ms.runtime.dispatch_threads_num(2); ms.device_context.cpu.op_tuning.threads_num(1)\n"
         "for again in ms.runtime.dispatch_threads_num, ms.device_context.cpu.op_tuning.threads_num:\n"

@@ -61,7 +61,7 @@ def configuration(out: Path) -> MindFormerConfig:
 
 
 class Watch(ms.Callback):
-    """What the other callbacks are told, and what the Trainer's monitor divides the loss by."""
+    """Records the step's outputs, as the other callbacks get them."""
 
     def __init__(self):
         super().__init__()
@@ -83,7 +83,7 @@ def main(out: Path, ours: bool) -> None:
     os.chdir(out)
     if ours:
         adopted.use_in_trainer()
-        adopted.use_in_trainer()  # once more does nothing
+        adopted.use_in_trainer()  # a second call does nothing
     network = small_llama()
     config = configuration(out)
     texts = tokens(2 * ranks).reshape(2, ranks, TEXTS, -1)[:, rank].reshape(2 * TEXTS, -1)
@@ -95,7 +95,7 @@ def main(out: Path, ours: bool) -> None:
     failed = ""
     try:
         trainer.train(dataset=data.batch(TEXTS), **given)
-    except RuntimeError as error:  # mindformers' step has no kernel for its test of overflows on CPU
+    except RuntimeError as error:  # mindformers' test for overflows has no kernel on CPU
         failed = str(error)
     leave(
         out,

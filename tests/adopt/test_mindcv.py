@@ -60,14 +60,14 @@ def test_the_average_moves_once_per_update():
     assert int(ours.step.update_count.asnumpy()) == 2
     names = {one.name for one in ours.step.get_parameters()}
     assert {"hidden", "ema.hidden"} <= names
-    assert "hidden" not in {one.name for one in micro.step.get_parameters()}  # but optimizer.hidden, in checkpoints too
+    assert "hidden" not in {one.name for one in micro.step.get_parameters()}  # but optimizer.hidden, in files too
     with ours.step.averaged_weights():
         swapped = {f"ema.{one.name}": as_numpy(one) for one in ours.step.update.weights}
     assert apart(swapped, averages(whole.step)) < ROUNDING
 
 
 def test_resume_goes_on_with_the_average(tmp_path):
-    """In the middle of a window."""
+    """The checkpoint is from the middle of a window."""
     batches, ema = few_batches(), {"ema": True, "ema_decay": 0.9}
     whole = trained(of_ours(**ema), batches)
     ms.save_checkpoint(trained(of_ours(**ema), batches[:4]).step, str(tmp_path / "four.ckpt"))
@@ -83,7 +83,7 @@ def test_resume_goes_on_with_the_average(tmp_path):
 
 
 class TrainStepOnCpu(theirs.TrainStep):
-    """mindcv's, with a test for overflows of which CPU has the kernels."""
+    """mindcv's step, with a test for overflows that has kernels on CPU."""
 
     def start_overflow_check(self, pre_cond, compute_input):
         return pre_cond, compute_input
@@ -104,7 +104,7 @@ def test_an_overflow_drops_its_window_and_does_not_lengthen_it():
     ours = trained(of_ours(scale=nn.DynamicLossScaleUpdateCell(64.0, 2, 1000)), batches)
     second = trained(of_mindcv(1), joined(batches)[1:])
     assert apart(ours.weights, second.weights) < ROUNDING  # the window of batches 4 to 6
-    assert apart(micro.weights, second.weights) > 1e-2  # one of batches 1, 3 and 4; 5 and 6 are left
+    assert apart(micro.weights, second.weights) > 1e-2  # its window has batches 1, 3 and 4; 5 and 6 remain
     assert int(micro.step.gradient_accumulation._accumulation_step.asnumpy()) == 2
     assert [bool(overflow.asnumpy()) for _, overflow, _ in ours.outputs] == [False, False, True, False, False, False]
     assert float(ours.step.scale_sense.asnumpy()) == 32.0
@@ -166,16 +166,16 @@ def monitored(make_monitor, model, folder):
     )  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:getName:DeprecationWarning")  # MindSpore's, as it saves a checkpoint
+@pytest.mark.filterwarnings("ignore:getName:DeprecationWarning")  # raised by MindSpore when it saves a checkpoint
 def test_create_trainer_and_state_monitor(tmp_path):
-    """Its evaluation is that of the averages, and changes nothing."""
+    """The monitor evaluates the averages, and changes no weight."""
     given = {"ema": True, "ema_decay": 0.9, "clip_grad": True, "clip_value": 0.3}
     networks = fixed_network(), fixed_network()
     whole = factory.create_trainer(**arguments(networks[0], **given))
     model = adopted.create_trainer(**arguments(networks[1], gradient_accumulation_steps=K, **given))
     assert isinstance(model.train_network, TrainOneStepWithGradAccumulationCell)
     own_monitor = monitored(callbacks.StateMonitor, whole, tmp_path)
-    with pytest.raises(TypeError, match="'str' and 'Parameter'"):  # mindcv's, with MindSpore 2.10
+    with pytest.raises(TypeError, match="'str' and 'Parameter'"):  # mindcv's monitor fails with MindSpore 2.10
         whole.train(1, data_set(4 * K), callbacks=[own_monitor], dataset_sink_mode=False)
     monitor = monitored(adopted.state_monitor, model, tmp_path)
     model.train(1, data_set(4), callbacks=[monitor], dataset_sink_mode=False)

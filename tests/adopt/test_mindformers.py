@@ -21,7 +21,7 @@ from support.two_ranks import run_on_ranks
 
 from gaccum_ms.adopt import mindformers as adopted
 
-os.environ.setdefault("LOG_MF_PATH", tempfile.mkdtemp())  # else mindformers writes into the folder it is run in
+os.environ.setdefault("LOG_MF_PATH", tempfile.mkdtemp())  # otherwise mindformers writes into the working folder
 EXTRA = "Install mindformers 1.9.0 without its dependencies, and those that it then lacks"
 wrapper = package("mindformers.wrapper.wrapper", EXTRA)
 package("mindformers.models.llama", EXTRA)
@@ -30,7 +30,7 @@ ROUNDING = 2e-6
 
 
 class OnCpu(wrapper.MFTrainOneStepCell):
-    """mindformers', with a test for overflows of which CPU has the kernels."""
+    """mindformers' step, with a test for overflows that has kernels on CPU."""
 
     def start_overflow_check(self, pre_cond, compute_input):
         return pre_cond, compute_input
@@ -70,7 +70,7 @@ def test_micro_batches_train_as_the_whole_batch_with_all_five_outputs():
 
 
 def test_windows_of_several_batches_too(pynative):
-    """Beside the micro-batches of each."""
+    """Each batch is split into micro-batches too."""
     given = {"use_clip_grad": True, "max_grad_norm": 0.3}
     whole, _, _ = train(lambda net, optimizer: OnCpu(net, optimizer, **given), [Tensor(tokens(2).reshape(-1, 9))])
     ours, outputs, step = train(
@@ -85,7 +85,7 @@ def test_windows_of_several_batches_too(pynative):
 
 
 def test_tokens_weigh_alike_where_texts_have_padding():
-    """Of means over micro-batches' tokens one makes the mean of all with the model's own sums and counts."""
+    """With the model's own sums and counts, the step computes the mean over the tokens of all micro-batches."""
     batches = texts(2, padded=True)
     whole, theirs, _ = train(
         lambda net, optimizer: OnCpu(net, optimizer, calculate_per_token_loss=True), batches, per_token=True
@@ -106,7 +106,7 @@ def test_tokens_weigh_alike_where_texts_have_padding():
 
 
 class Parts(nn.Cell):
-    """What mindformers' newer models return: a loss in four parts, or two pairs of sums and numbers, and two more."""
+    """Returns a loss as mindformers' newer models do: four means, or two pairs of sum and count and two more sums."""
 
     def __init__(self, per_token):
         super().__init__()
@@ -128,7 +128,7 @@ class Parts(nn.Cell):
 
 @pytest.mark.parametrize("per_token", [False, True])
 def test_losses_in_parts(per_token, monkeypatch):
-    """`use_legacy: False` in mindformers' configuration."""
+    """The models of `use_legacy: False` in mindformers' configuration."""
     for module in (wrapper, package("mindformers.core.context.build_context", EXTRA)):
         monkeypatch.setattr(module, "is_legacy_model", lambda: False)
     given = {"calculate_per_token_loss": per_token}
@@ -161,7 +161,7 @@ def test_a_spike_is_left_out():
 
 @pytest.fixture(scope="module")
 def whole_batches():
-    """Two batches, each of all ranks' texts, and mindformers' step."""
+    """A function that trains with mindformers' step on two batches, each with the texts of all ranks."""
 
     def train_whole(ranks: int):
         batches = [Tensor(batch) for batch in tokens(2 * ranks).reshape(2, -1, 9)]
@@ -182,7 +182,7 @@ def test_the_trainers_setting_takes_effect(ranks, whole_batches, tmp_path):
         ours = {name.removeprefix("weight/"): value for name, value in result.items() if name.startswith("weight/")}
         assert apart(ours, weights) < ROUNDING
         np.testing.assert_allclose(result["outputs"][:, 1:], np.array(outputs)[:, 1:], rtol=1e-5)
-        if ranks == 1:  # else the loss is the rank's own
+        if ranks == 1:  # on two ranks the loss is the rank's own
             np.testing.assert_allclose(result["outputs"][:, 0], np.array(outputs)[:, 0], rtol=1e-5)
 
 

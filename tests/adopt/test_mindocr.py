@@ -51,7 +51,7 @@ def test_the_average_moves_once_per_update(mode):
 
 
 def test_there_is_one_more_copy_of_the_weights_and_not_two():
-    """With clipping, and the three outputs of mindocr's."""
+    """The step clips, and has the three outputs of mindocr's step."""
     batches = few_batches()
     clip = {"clip_grad": True, "clip_norm": 0.3}
     whole = trained(of_mindocr(1, **clip), joined(batches))
@@ -64,7 +64,7 @@ def test_there_is_one_more_copy_of_the_weights_and_not_two():
         for make_step in (of_mindocr, of_ours)
     }
     weights = sum(value.size for value in whole.weights.values())
-    assert held[of_mindocr] - held[of_ours] > weights / 2  # mindocr's zeros
+    assert held[of_mindocr] - held[of_ours] > weights / 2  # mindocr's step also holds zeros
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,8 @@ def by_rates(weights):
 
 
 def test_trainers_rates_are_per_update_in_both(mode):
-    """mindone's FIXME: "get_lr() will not increase global step". Its rates do not advance with batches, so that it
-    equals K = 1 on the joined batch, as ours does."""
+    """mindone's FIXME says "get_lr() will not increase global step". Its rates advance with updates, not with batches,
+    so it equals K = 1 on the joined batch, as ours does."""
     batches = few_batches()
     clip = {"clip_grad": True, "clip_norm": 0.3}
     whole = trained(of_mindone(1, **clip), joined(batches), by_rates)
@@ -102,7 +102,7 @@ def test_transformers_accumulates_at_all(clip_grad):
 
 
 class Regressing(diffusers.TrainStep):
-    """A user's own."""
+    """A user's own training step."""
 
     def forward(self, x, y):
         loss = self.scale_loss(self.model(x, y))
@@ -131,9 +131,9 @@ def test_diffusers_the_epochs_tail_is_divided_by_its_own_batches(mode):
     assert ours.step.sync_gradients
     for (loss, returned), (x, _) in zip(ours.outputs, batches, strict=True):
         assert loss.shape == ()
-        np.testing.assert_array_equal(returned.asnumpy(), x)  # what else `forward` returns
+        np.testing.assert_array_equal(returned.asnumpy(), x)  # the second value that `forward` returns
     assert int(ours.step.update_count.asnumpy()) == 2
-    if mode == "graph":  # in PyNative mode mindone's lacks a kernel on CPU, ZerosLikeExt
+    if mode == "graph":  # in PyNative mode mindone needs ZerosLikeExt, which has no kernel on CPU
         assert apart(trained(of_diffusers(max_grad_norm=2.0), batches).weights, whole.weights) > 5e-3
 
 
@@ -143,7 +143,7 @@ def test_diffusers_loss_scaler():
     for scaler in (ms.amp.StaticLossScaler(64.0), ms.amp.DynamicLossScaler(64.0, 2, 2)):
         ours = trained(of_ours_for_diffusers(loss_scaler=scaler), batches)
         assert apart(ours.weights, whole.weights) < ROUNDING
-    assert float(ours.step.scale_sense.asnumpy()) == 128.0  # after two updates, as the package's own, by updates
+    assert float(ours.step.scale_sense.asnumpy()) == 128.0  # doubled after two updates, not two batches
 
 
 def test_errors():
@@ -179,7 +179,7 @@ def test_arguments():
 
 
 def test_trainers_zero_communicates_each_micro_batch(pynative):
-    """On one process `cal_gradients` has nothing to send; it is called where ZeRO's stages 1 and 2 do send."""
+    """On one process `cal_gradients` sends nothing. On several, ZeRO's stages 1 and 2 send in the same calls."""
 
     class Counting(zero.ZeroHelper):
         calls = 0

@@ -33,7 +33,7 @@ class Network(nn.Cell):
 
 
 class MeanLoss(nn.Cell):
-    """As those of YOLOv4 and YOLOX: over the batch's samples."""
+    """A mean over the batch's samples, like the losses of YOLOv4 and YOLOX."""
 
     def construct(self, predicted, labels, images):
         loss = ops.square(predicted - labels).mean() / 4
@@ -41,7 +41,7 @@ class MeanLoss(nn.Cell):
 
 
 class BatchTimesLoss(MeanLoss):
-    """As mindyolo's others: that, times the batch's size."""
+    """The mean times the batch's size, like mindyolo's other losses."""
 
     def construct(self, predicted, labels, images):
         loss, items = super().construct(predicted, labels, images)
@@ -58,7 +58,7 @@ class CountingReducer:
 
 
 class Watch(callbacks.BaseCallback):
-    """The parts of the loss that mindyolo's callbacks are told."""
+    """Records the parts of the loss, as mindyolo's callbacks get them."""
 
     def __init__(self):
         self.items = []
@@ -68,7 +68,7 @@ class Watch(callbacks.BaseCallback):
 
 
 class Run:
-    """One training by mindyolo's Trainer; `ours` : with our step in it."""
+    """One training by mindyolo's Trainer; `ours` selects our step."""
 
     def __init__(self, batches, accumulate, ours=False, loss=MeanLoss, scaler=None, average=False, **given):
         network = Network()
@@ -105,7 +105,7 @@ def test_a_mean_over_a_batch_is_a_mean_over_the_window(mode):
     assert apart(ours.weights, whole.weights) < ROUNDING
     assert apart(micro.weights, whole.weights) > 2e-2  # three times the gradient
     np.testing.assert_allclose(ours.items[:K], micro.items[:K], rtol=1e-5)
-    assert micro.reducer.calls == 2 * K  # with each batch; ours reduces by itself, once per update
+    assert micro.reducer.calls == 2 * K  # once per batch; our step reduces by itself, once per update
     assert ours.updates == micro.updates == 2
 
 

@@ -1,7 +1,7 @@
 """oneDNN's limit in each way to start training: ``cpu_instructions_worker.py OUT CASE...``.
 
-Each case is a fork, in which no kernel has run before. It writes its output to ``OUT/CASE.txt``, and oneDNN's limit,
-the variable and the warnings to ``OUT/CASE.json``.
+Each case runs in a fork, in which no kernel has run before. It writes its output to ``OUT/CASE.txt``, and oneDNN's
+limit, the variable and the warnings to ``OUT/CASE.json``.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def build_two_steps_too_late() -> None:
 
 
 def effective_isa() -> int:
-    """A number that holds oneDNN's bit for AVX-512, or not; read last, for it fixes the limit."""
+    """oneDNN's instruction sets, with a bit for AVX-512. It is read last, because reading it fixes the limit."""
     (library,) = (Path(ms.__file__).parent / "lib").glob("libdnnl.so*")
     return ctypes.CDLL(str(library)).dnnl_get_effective_cpu_isa()
 

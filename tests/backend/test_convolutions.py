@@ -66,7 +66,7 @@ class MakesThePrimitive(nn.Cell):
 
 
 class Holds(nn.Cell):
-    """In an attribute."""
+    """Holds an object in an attribute."""
 
     def __init__(self, held):
         super().__init__()
@@ -82,7 +82,7 @@ class OfItsOwnLayer(nn.Conv2d):
 
 
 class Looks(nn.Cell):
-    """Has names of convolutions, and none."""
+    """Has names that look like convolutions, but no convolution."""
 
     def __init__(self):
         super().__init__()

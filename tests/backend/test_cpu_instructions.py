@@ -1,7 +1,7 @@
-"""oneDNN's limit is set in every way to start training, if it is needed and still possible, in processes without limit.
+"""Every way to start training sets oneDNN's limit, if it is needed and still possible.
 
-The cases are in cpu_instructions_worker.py. They need a CPU with AVX-512 and oneDNN 3 (MindSpore 2.9 and later);
-elsewhere nothing may be set.
+The cases are in cpu_instructions_worker.py, in processes without a limit. They need a CPU with AVX-512 and oneDNN 3
+(MindSpore 2.9 and later); elsewhere nothing may be set.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ with_avx512 = pytest.mark.skipif(
 
 
 def run(out: Path, *cases: str, **variables: str) -> dict[str, dict[str, Any]]:
-    """What each case left, and what it printed."""
+    """The record and the output of each case."""
     env = {k: v for k, v in os.environ.items() if k not in (VARIABLE, OLD_VARIABLE, "GLOG_v")}
     env |= {"PYTHONPATH": str(ROOT), "ONEDNN_VERBOSE": "1", **variables}
     command = [sys.executable, str(Path(__file__).with_name("cpu_instructions_worker.py")), str(out), *cases]
@@ -58,14 +58,14 @@ def run(out: Path, *cases: str, **variables: str) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory) -> dict[str, dict[str, Any]]:
-    """In an environment that says nothing."""
+    """All cases, in an environment without the variable."""
     return run(tmp_path_factory.mktemp("bare"), *LIMIT, *LEAVE, TOO_LATE)
 
 
 @with_avx512
 @pytest.mark.parametrize("case", LIMIT)
 def test_a_network_that_convolves_is_kept_from_avx512_and_one_line_says_so(bare, case):
-    """The variable is for the processes that this one starts."""
+    """The variable is set for the processes that this one starts."""
     found = bare[case]
     assert (found["avx512"], found["variable"], found["warnings"]) == (False, "AVX2", [])
     lines = [line for line in found["printed"].splitlines() if VARIABLE in line]
@@ -77,13 +77,13 @@ def test_a_network_that_convolves_is_kept_from_avx512_and_one_line_says_so(bare,
 
 def convolution_kernels(printed: str) -> set[str]:
     fields = [line.split(",") for line in printed.splitlines() if ",exec,cpu,convolution," in line]
-    return {one[one.index("convolution") + 1] for one in fields}  # after more words in oneDNN 3 than in 2
+    return {one[one.index("convolution") + 1] for one in fields}  # oneDNN 3 has more fields before it than oneDNN 2
 
 
 @with_avx512
 @pytest.mark.parametrize("case", TRAIN)
 def test_no_convolution_runs_by_the_reference_kernel(bare, case):
-    """By oneDNN's own record of what it ran."""
+    """oneDNN's own record lists the kernels that ran."""
     kernels = convolution_kernels(bare[case]["printed"])
     assert kernels
     assert not any("ref" in kernel for kernel in kernels), kernels
@@ -99,7 +99,7 @@ def test_a_network_that_does_not_convolve_is_left_alone(bare, case):
 
 @with_avx512
 def test_where_a_kernel_has_run_one_warning_says_what_to_do(bare):
-    """Two steps are built. Nothing is left in the environment of a process whose limit is another one."""
+    """Two steps are built. The variable stays unset, because it would not be this process's limit."""
     found = bare[TOO_LATE]
     assert (found["avx512"], found["variable"]) == (True, None)
     (warning,) = found["warnings"]
@@ -110,7 +110,7 @@ def test_where_a_kernel_has_run_one_warning_says_what_to_do(bare):
 @with_avx512
 @pytest.mark.parametrize("variable", [VARIABLE, OLD_VARIABLE])
 def test_what_the_environment_says_is_kept(tmp_path, variable):
-    """With ALL convolutions run by the reference kernel: when that is no more so, there is nothing left to limit."""
+    """With ALL, convolutions run by the reference kernel. If that changes, the limit is no longer needed."""
     for case, found in run(tmp_path, "train", "tune", TOO_LATE, **{variable: "ALL"}).items():
         expected = "ALL" if variable == VARIABLE else None
         assert (found["avx512"], found["variable"], found["warnings"]) == (True, expected, []), case
@@ -123,7 +123,7 @@ def test_what_the_environment_says_is_kept(tmp_path, variable):
     ("flags", "found"),
     [
         ("flags\t\t: fpu avx2 avx512f avx512dq avx512bw avx512vl avx512_vnni", True),
-        ("flags\t\t: fpu avx2 avx512f avx512dq avx512cd", False),  # as Xeon Phi, for which oneDNN stays at AVX2
+        ("flags\t\t: fpu avx2 avx512f avx512dq avx512cd", False),  # Xeon Phi, where oneDNN uses AVX2
         ("flags\t\t: fpu avx avx2", False),
         ("Features\t: fp asimd sve", False),  # ARM
         ("", False),
@@ -156,7 +156,7 @@ def test_check_says_what_becomes_of_convolutions(monkeypatch):
 
 @pytest.mark.skipif(not (has_avx512() and is_onednn_2()), reason="AVX-512 with oneDNN 2, of MindSpore before 2.9")
 def test_onednn_2_needs_no_limit(tmp_path):
-    """Its own record, in which it calls itself by its old name, has no reference kernel."""
+    """The record of oneDNN 2, which uses its old name DNNL, has no reference kernel."""
     found = run(tmp_path, "train", DNNL_VERBOSE="1")["train"]
     assert (found["avx512"], found["variable"], found["warnings"]) == (True, None, [])
     kernels = convolution_kernels(found["printed"])

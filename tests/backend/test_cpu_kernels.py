@@ -38,13 +38,13 @@ class Checking(nn.Cell):
 @pytest.mark.parametrize("dtype", [ms.float32, ms.float16])
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (33, 785), (2, 3, 4, 5, 6)], ids=str)
 def test_sums_are_those_of_assign_add(mode, shape, dtype):
-    """Large and small, infinite, NaN, denormal and zeros of both signs. Of float16 and scalars the kernel knows
-    nothing: there it is AssignAdd itself."""
+    """Values are large, small, infinite, NaN, denormal, and zeros of both signs. For float16 and for scalars,
+    `add_in_place` is AssignAdd itself."""
     cell = Adding(shape, dtype)
     rng = np.random.default_rng(0)
     for step in range(8):
         value = np.asarray(rng.standard_normal(shape) * 10.0 ** rng.integers(-4, 4), np.float32)
-        if step == 0:  # added to the zeros of before
+        if step == 0:  # zeros of both signs, added to the initial zeros
             value = np.copysign(np.zeros_like(value), value)
         if step == 5 and value.size > 6:
             value.flat[:6] = [np.inf, -np.inf, np.nan, 1e-42, -0.0, 3e38]
@@ -68,7 +68,7 @@ def test_zero_clears_what_is_not_finite(mode, shape, dtype):
 
 @pytest.mark.parametrize("dtype", [ms.float64, ms.float32, ms.float16, ms.bfloat16])
 def test_one_number_that_is_not_finite_is_found(mode, dtype):
-    """Wherever it is; the largest finite numbers, whose sum is infinite, are finite."""
+    """It may be at either end of any gradient. The largest finite numbers, whose sum is infinite, count as finite."""
     limits = {ms.float64: np.finfo(np.float64).max, ms.float32: np.finfo(np.float32).max}
     largest = limits.get(dtype, 65504.0 if dtype == ms.float16 else 3.3895314e38)
     kept = np.float64 if dtype == ms.float64 else np.float32
@@ -91,7 +91,7 @@ def test_one_number_that_is_not_finite_is_found(mode, dtype):
 
 
 class Zeros(nn.Cell):
-    """Of what is computed, so that the compiler does not fold them."""
+    """Makes zeros like its inputs, so that the compiler does not fold them."""
 
     def construct(self, values):
         return ops.HyperMap()(zeros_like, values)

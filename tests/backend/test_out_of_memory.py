@@ -1,4 +1,4 @@
-"""Which errors mean that memory is not enough."""
+"""The errors that mean that memory is not enough."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How graphs are run from Python: compiled or not, to their end, and without other ranks."""
+"""Python runs graphs compiled or eagerly, to their end, and without other ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ seen: list[str] = []
 
 @ops.constexpr
 def note(what):
-    """Python runs it: each time that the code around it is run eagerly, once if that is compiled."""
+    """Python runs this once if the code around it is compiled, and at each run if that code is run eagerly."""
     seen.append(what)
     return 1
 
@@ -45,8 +45,8 @@ class Training(OwnGraph):
 
 
 def test_compiled_in_pynative_mode_it_returns_when_all_is_done(pynative):
-    """And not earlier, as a function under `mindspore.jit` , the control: Python then waits in a loop of its own, and
-    takes a core from what it waits for."""
+    """The control, a function under `mindspore.jit` , returns earlier. Python then waits in a busy loop, which takes a
+    core from the computation."""
     network = nn.SequentialCell(nn.Dense(1024, 1024), nn.ReLU(), nn.Dense(1024, 1))
     optimizer = nn.Momentum(network.trainable_params(), 1e-3, 0.9)
     step = nn.TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), optimizer).set_train()
@@ -101,7 +101,7 @@ VIEWS = {
 
 @pytest.mark.parametrize("mode", [ms.GRAPH_MODE, ms.PYNATIVE_MODE])
 def test_a_loop_reads_a_view_as_what_it_is(mode):
-    """Which MindSpore's does not: it reads the Tensor of which it is a view, from somewhere."""
+    """MindSpore's own loop does not: it reads the Tensor behind the view, at a wrong place."""
     ms.set_context(mode=mode)
     x = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
     graph = SumOfRows(jit=True)

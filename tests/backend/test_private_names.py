@@ -24,7 +24,7 @@ def is_private(name: str) -> bool:
 
 
 def own_names(tree: ast.AST) -> Iterator[str]:
-    """The names that a module of ours gives to something."""
+    """The names that a module of the package defines."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name
@@ -51,7 +51,7 @@ def test_no_other_module_imports_a_private_name():
 
 
 def test_each_private_attribute_is_looked_up():
-    own = {name for tree in TREES.values() for name in own_names(tree)} - {"_user_parameters"}  # which ours adds to
+    own = {name for tree in TREES.values() for name in own_names(tree)} - {"_user_parameters"}  # MindSpore's own
     pythons = {"_asdict", "_replace", "_exit"}
     used = {
         node.attr

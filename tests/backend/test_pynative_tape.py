@@ -80,7 +80,7 @@ def test_a_search_that_python_ended(pynative):
 
 @pytest.mark.xfail(before(2, 8), reason="MindSpore 2.7 forgets it by itself", raises=pytest.fail.Exception)
 def test_does_not_without(pynative, monkeypatch):
-    """The control: should MindSpore mend it one day, this file can go."""
+    """The control. If it fails because MindSpore is mended, delete this file."""
     monkeypatch.setattr("gaccum_ms.training.python_call.forget_interrupted_gradient", lambda error: None)
     try:
         with pytest.raises(TypeError, match="Only support integers"):

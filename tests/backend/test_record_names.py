@@ -16,7 +16,7 @@ X = np.random.default_rng(0).normal(size=(7, 4, 3)).astype(np.float32)
 
 
 class Named(nn.Cell):
-    """Its weights have the names that are given."""
+    """A network whose weights have the names in `names` ."""
 
     def __init__(self, names=("weight",)):
         super().__init__()
@@ -47,7 +47,7 @@ def everything(step) -> dict[str, np.ndarray]:
 
 
 def of_before(file: Path, target: Path) -> str:
-    """The checkpoint as a version before 0.2 wrote it."""
+    """Rewrite a checkpoint as a version before 0.2 would have saved it."""
     saved = ms.load_checkpoint(str(file))
     ms.save_checkpoint([{"name": name.removeprefix(PREFIX), "data": one} for name, one in saved.items()], str(target))
     return str(target)
@@ -55,7 +55,7 @@ def of_before(file: Path, target: Path) -> str:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> dict:
-    """A training whose checkpoint was saved in mid-window, and what became of it."""
+    """The checkpoints of a training between windows and in mid-window, rewritten, and its later results."""
     folder = tmp_path_factory.mktemp("saved")
     step = make_step()
     between = str(folder / "between.ckpt")
@@ -73,7 +73,7 @@ def saved(tmp_path_factory) -> dict:
 
 
 def test_weights_that_are_named_as_records_train_and_are_saved(tmp_path):
-    """All names that a step has: each weight's value is what a network with other names comes to."""
+    """The weights have the names of all records. Each gets the same value as in a network with other names."""
     counted = GradAccumulationCell(Named(), 2, count=CountMask(0))
     counted = TrainOneStepWithGradAccumulationCell(counted, nn.SGD(counted.trainable_params(), 0.1))
     names = {one.name for step in (make_step(), counted) for one in step.get_parameters()}
@@ -112,7 +112,7 @@ def test_a_checkpoint_of_before_resumes_with_one_warning(saved):
 
 def test_mindspores_load_of_an_open_window_of_before_is_refused_at_the_next_call(saved):
     step = make_step()
-    train(step, [0])  # has run
+    train(step, [0])  # the step runs before it loads
     step.window.open.reset_eagerly()
     ms.load_checkpoint(saved["window"], step)
     before = everything(step)

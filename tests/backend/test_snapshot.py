@@ -53,7 +53,7 @@ def test_leaves_out_what_it_is_told_to():
 
 
 def test_keeps_copies_not_views():
-    """What training writes into a Parameter later must not reach what was kept."""
+    """Later writes into a Parameter must not change the kept copy."""
     parameter = ms.Parameter(Tensor(np.zeros(3), ms.float32))
     kept = as_numpy(parameter)
     overwrite(parameter, Tensor(np.ones(3), ms.float32))
@@ -62,7 +62,7 @@ def test_keeps_copies_not_views():
 
 @pytest.mark.parametrize("training", [True, False])
 def test_puts_back_each_cells_flags_and_the_generator(training):
-    """Each cell's own: a BatchNorm that is kept out of training must stay so."""
+    """Each cell gets its own flags back: a BatchNorm that is kept out of training must stay so."""
     net = Net()
     net.set_train(training)
     net.norm.set_train(not training)
@@ -111,7 +111,7 @@ def test_puts_back_buffers_and_attributes_that_construct_writes(mode):
     assert state_of(net) != before
     kept.restore()
     assert state_of(net) == before
-    net(2 * x)  # what is compiled goes on from there
+    net(2 * x)  # the compiled graph goes on from the restored values
     assert net.calls.asnumpy().tolist() == [2.0, 2.0]
     assert net.count == 2
 

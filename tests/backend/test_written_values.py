@@ -49,7 +49,7 @@ class TwoLosses(Bootstrap):
 
 
 class Backbone(nn.Cell):
-    """The same, for a loss that is taken over the outputs of the whole batch."""
+    """The same networks, for a loss over the outputs of the whole batch."""
 
     def __init__(self):
         super().__init__()
@@ -190,7 +190,7 @@ def trained(run: Training, folder, writes=WRITES) -> Training:
 
 @pytest.fixture(scope="module")
 def whole_batch(tmp_path_factory):
-    """MindSpore's step in graph mode, by clipping norm, with every write between two of its calls."""
+    """Trainings by MindSpore's step in graph mode, by clipping norm, with each write between two calls."""
     ms.set_context(mode=ms.GRAPH_MODE)
     folder = tmp_path_factory.mktemp("whole")
     return {norm: trained(Training(None, max_grad_norm=norm), folder) for norm in (None, 0.5)}
@@ -220,7 +220,7 @@ def test_in_pynative_mode(window, jit, whole_batch, tmp_path, pynative):
 @pytest.mark.core("samples")
 @pytest.mark.parametrize("window", ["samples", "counts"])
 def test_the_comparison_finds_values_that_a_graph_does_not_see(window, whole_batch, tmp_path, monkeypatch):
-    """Negative control: MindSpore's graphs with control flow, left to themselves."""
+    """Negative control: MindSpore's graphs with control flow, without the package's measures."""
     monkeypatch.setattr(provenance, "keep_in_place", lambda *arguments: None)
     monkeypatch.setattr(graphs, "_note_storage", lambda cell: None)
     run = trained(Training(window, **WINDOWS[window]), tmp_path)
@@ -229,7 +229,7 @@ def test_the_comparison_finds_values_that_a_graph_does_not_see(window, whole_bat
 
 
 def write_past_set_data(run, folder):
-    """What no class of MindSpore's does, but its methods allow."""
+    """Replace the storage, which MindSpore's methods allow, but no class of MindSpore does."""
     type(run.both.target.weight).assign_value(run.both.target.weight, Tensor(values((OUTPUTS, FEATURES), 4)))
 
 
@@ -254,7 +254,8 @@ def test_a_step_within_another_graph_sees_what_was_written(whole_batch, tmp_path
 
 
 def test_a_write_compiles_nothing_anew_and_shares_no_storage(tmp_path):
-    """What is written stays its owner's: MindSpore's `set_data` makes a target network one with the online network."""
+    """A written Parameter keeps its own storage. By itself, MindSpore's `set_data` makes the target network share the
+    online network's storage."""
     run = trained(Training("counts", count=count), tmp_path, WRITES[:1])
     graphs = set(run.step.compile_cache)
     online, target = run.both.online.weight, run.both.target.weight
@@ -285,7 +286,7 @@ def test_grad_accumulator_updates_what_was_written(jit, whole_batch, tmp_path, p
 
 
 def test_early_stopping_restores_the_best_weights():
-    """Through ms.Model: what it restores is what the step goes on with."""
+    """In a training by ms.Model, the step goes on with the restored weights."""
     run = Training("counts", count=count)
     x, y = JOINED[0]
     data_set = ms.dataset.NumpySlicesDataset((x, y), shuffle=False).batch(SAMPLES)
@@ -325,10 +326,10 @@ def test_early_stopping_restores_the_best_weights():
 @pytest.mark.distributed
 @pytest.mark.parametrize("way", ["samples", "counts", "jit"])
 def test_on_two_ranks(rank_pair, tmp_path, way):
-    """The rank's own loss where samples decide; with counts that of all ranks."""
+    """With counts, a rank reports the loss of all ranks; otherwise it reports its own."""
     results = rank_pair.worker("written_worker", tmp_path)
     for rank in results:
-        rank[f"{way}/losses"], rank["whole/losses"]  # has the cases run
+        rank[f"{way}/losses"], rank["whole/losses"]  # runs the cases
     together = np.mean([rank["whole/losses"] for rank in results], axis=0)
     for rank in results:
         losses = together if way == "counts" else rank["whole/losses"]

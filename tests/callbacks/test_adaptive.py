@@ -25,7 +25,7 @@ from gaccum_ms import (
 )
 from gaccum_ms.learning_rate import current_learning_rate
 
-RATE = 1e-6  # the weights stay where the noise scale is 40
+RATE = 1e-6  # so small that the weights, and the noise scale of 40, hardly change
 
 
 def make_step(rate=RATE, **options):
@@ -60,7 +60,7 @@ def steps_of(callback):
 @pytest.mark.core(rule="linear")
 @pytest.mark.parametrize(("rule", "factor"), [("linear", 5.0), ("sqrt", 5**0.5), (None, 1.0)])
 def test_windows_grow_to_the_noise_scale_and_the_rate_follows(rule, factor, tmp_path):
-    """A batch of 8 becomes one of 40, by doubling; the number that it ends with is within the tolerance of 5."""
+    """A batch of 8 samples grows to about 40, by doubling; the final number of batches is within the tolerance of 5."""
     callback = AdaptiveAccumulation(learning_rate=rule, smoothing=0.999, json_lines=tmp_path / "log" / "steps.jsonl")
     monitor = WindowMonitor()
     step = fit(callback, callbacks=[monitor])
@@ -73,7 +73,7 @@ def test_windows_grow_to_the_noise_scale_and_the_rate_follows(rule, factor, tmp_
     rates = [RATE * number**exponent for number in steps]
     np.testing.assert_allclose([record.learning_rate for record in callback.records], rates, rtol=1e-5)
     np.testing.assert_allclose(current_learning_rate(step.optimizer), rates[-1], rtol=1e-5)
-    # each change between two windows, at a comparison, and for what its record says
+    # each change comes between two windows, at a comparison, and matches its record
     assert all(record.update % 20 == 0 for record in callback.records)
     sizes = {record.update: (record.batches, record.count, record.learning_rate) for record in monitor.records}
     for before, record in zip([1, *steps], callback.records, strict=False):
@@ -101,7 +101,7 @@ def test_windows_grow_to_the_noise_scale_and_the_rate_follows(rule, factor, tmp_
     ids=["most", "fewer", "least", "one micro-batch is not enough", "nor at first", "no room", "tolerance", "bounds"],
 )
 def test_bounds(options, micro_size, own, expected):
-    """One micro-batch alone, a window of one batch of one, would tell nothing, and stay for ever."""
+    """A window of a single micro-batch gives no estimate: such windows would stay for ever."""
     callback = AdaptiveAccumulation(smoothing=0.999, **options)
     fit(callback, samples=3000, micro_size=micro_size, accumulation_steps=own)
     assert steps_of(callback) == expected
@@ -127,7 +127,7 @@ def test_a_resumed_step_goes_on_with_its_number_and_rate(tmp_path):
     assert steps_of(callback) == []
     assert int(step.window_steps.asnumpy()) == 4
     np.testing.assert_allclose(current_learning_rate(step.optimizer), RATE * 4, rtol=1e-5)
-    # and so does one of a cell with another number, from which the rate goes on
+    # so does a step of a cell with another number: its rate follows from the resumed one
     resume(later, tmp_path / "step.ckpt")
     callback = AdaptiveAccumulation(min_steps=2, max_steps=2)
     fit(callback, model=later, samples=800)
@@ -137,7 +137,7 @@ def test_a_resumed_step_goes_on_with_its_number_and_rate(tmp_path):
 
 @pytest.mark.distributed
 def test_two_ranks_do_the_same(rank_pair, tmp_path):
-    """Rank 1's own estimate is another; without agreement the ranks would wait for each other for ever."""
+    """Rank 1's own estimate differs; without agreement the ranks would wait for each other for ever."""
     results = rank_pair.worker("adaptive_worker", tmp_path)
     for name in ("follow", "astray"):
         first, second = (case(rank, name) for rank in results)

@@ -40,8 +40,8 @@ def fit(y, batch, callback, epochs=1, model=None, callbacks=(), **options):
 
 
 def adascale(windows, smoothing, schedule=lambda steps: 1.0, rate=RATE):
-    """The paper's algorithm for micro-batches of equal size, its gain one update late, and its variance from the first
-    alone: weights, gains, progress."""
+    """The paper's algorithm for micro-batches of equal size. The gain is one update late, and the variance is computed
+    from the first micro-batch only. Returns the weights, the gains and the progress."""
     weight, gain, progress = START.astype(np.float64), 1.0, 0.0
     variance = square = total = 0.0
     gains, progresses = [], []
@@ -71,7 +71,7 @@ def adascale(windows, smoothing, schedule=lambda steps: 1.0, rate=RATE):
 )
 @pytest.mark.parametrize("smoothing", [None, 0.5])
 def test_rates_follow_the_paper(options, batch, smoothing, mode):
-    y = 3 * targets(48)  # noisy enough that each window's estimate tells something
+    y = 3 * targets(48)  # noisy enough for an estimate from each window
     callback = AdaScale(smoothing=smoothing)
     step = fit(y, batch, callback, **options)
     windows = y.reshape(6, 4, 2, 3)
@@ -91,7 +91,7 @@ def test_without_noise_the_gain_is_one_and_of_noise_alone_it_is_the_number_of_mi
     fit(np.ones((32, 3), np.float32), 8, callback)
     assert [record.gain for record in callback.records] == pytest.approx([1] * 4, abs=1e-5)
     assert callback.progress == pytest.approx(4, abs=1e-4)
-    # Micro-batches' gradients cancel: the window's is zero, and no estimate of the true one is positive.
+    # The micro-batches' gradients cancel: the window's gradient is zero, and no estimate of the true one is positive.
     y = START + np.repeat(np.array([1, -1, 2, -2], np.float32), 2)[:, None] * np.ones((8, 3), np.float32)
     callback = AdaScale()
     fit(np.tile(y, (4, 1)), 8, callback)
@@ -124,7 +124,7 @@ def test_a_schedule_of_ours_is_multiplied(pynative):
 
 
 def test_a_flushed_window_has_its_own_number_of_micro_batches(pynative):
-    """Two windows of four micro-batches that cancel, and one of two."""
+    """Two windows of four micro-batches, and one of two; the gradients of each window cancel."""
     y = START + np.repeat(np.array([1, -1, 2, -2, 1, -1, 2, -2, 1, -1], np.float32), 2)[:, None]
     callback = AdaScale()
     fit(y.astype(np.float32), 4, callback, callbacks=[FlushAccumulation()], micro_size=2, accumulation_steps=2)

@@ -44,7 +44,7 @@ class WeightedLine(Line):
 
 
 def fit(columns=(X, Y), batch=2, epochs=2, line=Line, scale_sense=None, callbacks=(), monitor=None, **options):
-    """Train one weight, from 1, at rate 0.1; the records and the step."""
+    """Train one weight, from 1, at rate 0.1. Returns the records and the step."""
     cell = GradAccumulationCell(line(1.0), **options)
     step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1), scale_sense)
     monitor = monitor or WindowMonitor()
@@ -54,10 +54,9 @@ def fit(columns=(X, Y), batch=2, epochs=2, line=Line, scale_sense=None, callback
 
 
 def assert_record(record, rtol=1e-6, **expected):
-    """Each field, numbers to float32's rounding, any infinity or NaN for another; `seconds` must be there and
-    positive."""
+    """Compare each field: numbers to float32's rounding; infinities and NaN are equal. `seconds` must be positive."""
     fields = asdict(record)
-    expected = {"skipped_updates": 0} | expected  # by SkipSpikes, which transforms/test_transforms.py has
+    expected = {"skipped_updates": 0} | expected  # of SkipSpikes: see transforms/test_transforms.py
     assert 0 < fields.pop("seconds") < 600
     assert fields.keys() == expected.keys()
     for name, value in expected.items():
@@ -117,7 +116,7 @@ def test_counts_are_the_users(options, pynative):
 
 @pytest.mark.core(mode="pynative")
 def test_an_overflow_is_a_record_that_did_not_update(mode):
-    """Windows of one good batch and one that overflows, then of good ones: the fourth of six samples is infinite."""
+    """Three windows of two batches of one sample. The fourth sample is infinite: the second window overflows."""
     x = np.array([1, 2, 4, np.inf, 1, 2], np.float32)
     y = np.array([0, 1, 1, 0, 0, 1], np.float32)
     records, step = fit((x, y), batch=1, epochs=1, accumulation_steps=2, scale_sense=manager())
@@ -146,7 +145,7 @@ def test_dropped_micro_batches_are_counted_over_the_window(pynative):
 
 @pytest.mark.core(mode="pynative")
 def test_the_learning_rate_is_that_of_the_windows_own_update(mode):
-    """Three updates at 0.1, 0.2 and 0.3: seen after the update, the rate would be the next one's."""
+    """Three updates at 0.1, 0.2 and 0.3: read after an update, the rate would be the next update's."""
     cell = GradAccumulationCell(Line(1.0), accumulation_steps=2)
     step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), [0.1, 0.2, 0.3, 0.4]))
     monitor = WindowMonitor()
@@ -156,7 +155,7 @@ def test_the_learning_rate_is_that_of_the_windows_own_update(mode):
 
 
 def test_the_learning_rate_is_that_of_the_update_also_when_a_callback_changes_it_in_mid_window(pynative):
-    """MindSpore's LearningRateScheduler sets it after each batch; the weights tell what the updates used."""
+    """MindSpore's LearningRateScheduler sets it after each batch; the weights show the rates of the updates."""
     cell = GradAccumulationCell(Line(1.0), accumulation_steps=2)
     model = ms.Model(cell, optimizer=nn.SGD(cell.trainable_params(), 0.1))
     monitor = WindowMonitor()
@@ -170,7 +169,7 @@ def test_the_learning_rate_is_that_of_the_update_also_when_a_callback_changes_it
 
 
 class Meddler(train.Callback):
-    """Sets the rate wherever a callback may, and stops in mid-window."""
+    """Sets the rate wherever a callback may, and stops in mid-epoch."""
 
     def __init__(self, optimizer):
         super().__init__()
@@ -189,8 +188,8 @@ class Meddler(train.Callback):
 
 
 def test_the_rate_of_each_update_is_recorded_whoever_changes_it_and_when(pynative):
-    """Windows of two single samples, of three after a schedule that lets the rate follow, and one that a stop flushes:
-    the weights tell which rates the updates used."""
+    """A window of two batches of one sample, a flushed one and, after the schedule's change, two windows of one batch
+    until a stop. The weights show the rates of the updates."""
     cell = GradAccumulationCell(Line(1.0), accumulation_steps=2)
     optimizer = nn.SGD(cell.trainable_params(), 0.1)
     monitor = WindowMonitor()
@@ -226,7 +225,7 @@ class Records(train.Callback):
 
 
 def test_callbacks_find_the_record_of_a_window_that_has_just_ended(pynative):
-    """Given before the monitor, too: ours run first. Three batches in windows of two, flushed."""
+    """Also callbacks before the monitor in the list: this package's run first. Three batches, in windows of two."""
     watch = Records()
     records, _ = fit(batch=1, accumulation_steps=2, callbacks=[watch, FlushAccumulation()])
     assert [record.batches for record in records] == [2, 1, 2, 1]
@@ -247,7 +246,7 @@ def test_a_window_flushed_by_a_stop_in_mid_epoch_is_recorded(pynative):
 
 
 def test_a_window_that_another_training_began_is_recorded_as_a_whole(pynative):
-    """Its losses are those of the batches that this training has seen."""
+    """Its losses are only those of this training's batches."""
     cell = GradAccumulationCell(Line(1.0), accumulation_steps=2)
     step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1))
     monitor = WindowMonitor()
@@ -261,7 +260,7 @@ def test_a_window_that_another_training_began_is_recorded_as_a_whole(pynative):
 
 
 def test_the_noise_scale_is_that_of_gradnoisescale(pynative):
-    """After each update; unknown where a window has one micro-batch alone, and not recorded without the option."""
+    """After each update; NaN if a window has a single micro-batch."""
     random = np.random.default_rng(0)
     columns = random.normal(1, 1, 32).astype(np.float32), random.normal(size=32).astype(np.float32)
     noise = GradNoiseScale()
@@ -363,7 +362,7 @@ def as_json(record):
 
 
 def test_json_lines_are_the_records_and_are_appended(tmp_path, pynative):
-    """What is not finite, such as an overflow's loss, is null."""
+    """Values that are not finite, such as the loss of an overflow, are null."""
     path = tmp_path / "made" / "windows.jsonl"
     expected = []
     for kind in (Path, str):
@@ -393,7 +392,7 @@ SCALARS = ("updated", "epoch", "batches", "dropped_micro_batches", "skipped_upda
 
 
 def events(path):
-    """The payloads of a file of TensorBoard's format: length, checksum, payload, checksum."""
+    """The payloads of a file in TensorBoard's format: length, checksum, payload, checksum."""
     content = path.read_bytes()
     while content:
         (length,) = struct.unpack("<Q", content[:8])
@@ -457,7 +456,7 @@ if __name__ == "__main__":
 
 
 def group_lives(group):
-    """Whether there is a process left of the session that the script began."""
+    """Whether a process of the script's session is left."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
@@ -527,7 +526,7 @@ def test_refuses_another_network(pynative):
 
 
 def test_refuses_data_sinking():
-    """By the callback's own call: on CPU MindSpore never sinks data."""
+    """The test calls the callback, because MindSpore never sinks data on CPU."""
     cell = GradAccumulationCell(Line(1.0), accumulation_steps=2)
     parameters = _InternalCallbackParam()
     parameters.train_network = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1))

@@ -20,7 +20,7 @@ from gaccum_ms.callbacks.noise_scale import ScaleRecord
 
 
 def known_noise(samples, seed=2):
-    """Targets of 20 features around the origin, weights at distance 1 of it: |G|^2 = 1, and tr Sigma = 40."""
+    """Targets of 20 features around the origin, and weights at distance 1 from it: |G|^2 = 1, and tr Sigma = 40."""
     random = np.random.default_rng(seed)
     deviations = np.sqrt(np.arange(1, 21) * 40 / 210)
     return (random.normal(size=(samples, 20)) * deviations).astype(np.float32), np.full(20, 20**-0.5, np.float32)
@@ -44,13 +44,13 @@ def test_on_a_quadratic_problem_the_estimate_is_within_ten_percent(options, caps
     assert len(noise.records) == 32000 // batch
     assert noise.records[-1] == (32000 // batch, batch, noise.noise_scale)
     assert capsys.readouterr().out == noise.advice + "\n"
-    # a negative control: the window's own norm, taken for the true gradient's, is far off
+    # a negative control: the norm of the window's gradient differs much from the true gradient's
     assert step.grad_norm.asnumpy() ** 2 / noise.true_square_norm.value > 1.1
 
 
 def test_estimates_are_unbiased_for_unequal_counts():
-    """The two formulas on their expectations: with |G|^2 = 2 and tr Sigma = 12, two ranks' first micro-batches of 1 and
-    5 items, weighed by these, and 24 items in all."""
+    """The two formulas, applied to expected values: |G|^2 = 2 and tr Sigma = 12; first micro-batches of 1 and 5 items
+    on two ranks, weighted by these numbers; 24 items in all."""
     first, items = (1 * (2 + 12 / 1) + 5 * (2 + 12 / 5)) / 6, (1 + 5) / 2
     noise = WindowNoise(first, items, 2 + 12 / 24, 24)
     assert noise.variance == pytest.approx(12)
@@ -63,7 +63,7 @@ def test_averages_have_no_bias_towards_zero():
     for value in (4.0, 4.0):
         average.add(value, 0.9)
         assert average.value == pytest.approx(4)
-    average.add(10.0, 0.5)  # 0.19 of 4 becomes half of it, and 10 gets half
+    average.add(10.0, 0.5)  # the weight of 4, 0.19, is halved, and 10 gets the weight 0.5
     assert average.value == pytest.approx((0.095 * 4 + 0.5 * 10) / 0.595)
 
 
@@ -100,7 +100,7 @@ def test_each_window_counts_once_and_a_dropped_one_not_at_all(pynative):
     manager = nn.DynamicLossScaleUpdateCell(2.0**4, 2, 1000)
     step = make_step(micro_size=1, accumulation_steps=2, scale_sense=manager)
     noise = GradNoiseScale()
-    # windows: 0-3; 4-7, dropped; 8-9, flushed, of one micro-batch
+    # windows of samples 0-3; 4-7, dropped; 8-9, flushed, a single micro-batch
     data = NumpySlicesDataset((y,), shuffle=False).batch(2)
     ms.Model(step).train(1, data, callbacks=[noise, FlushAccumulation()])
     assert [record.update for record in noise.records] == [1, 2]
@@ -113,7 +113,7 @@ def test_each_window_counts_once_and_a_dropped_one_not_at_all(pynative):
 
 
 def drawn(folder, scales, batch=64):
-    """The picture's pixels, and where each panel's half of them has a colour."""
+    """Draw the picture. Returns a function of a panel and a colour: the pixels of this colour in the panel's half."""
     pytest.importorskip("matplotlib", reason="matplotlib is in the extra 'plot'")
     from matplotlib.colors import to_rgb
     from matplotlib.image import imread
@@ -134,7 +134,7 @@ def drawn(folder, scales, batch=64):
 
 def test_the_picture_has_the_curves(tmp_path):
     def slope(places):
-        """Rows that a curve rises from left to right, its legend left out."""
+        """By how many pixels a curve rises from left to right."""
         rows, columns = places[:, 0], places[:, 1]
         left, right = np.quantile(columns, [0.2, 0.8])
         return np.median(rows[columns < left]) - np.median(rows[columns > right])
@@ -148,7 +148,7 @@ def test_the_picture_has_the_curves(tmp_path):
         updates, examples = places("sizes", "#0072B2"), places("sizes", "#009E73")
         assert slope(updates) < -80  # fewer with larger batches
         assert slope(examples) > 80
-    # a noise scale that does not change is a level line
+    # a constant noise scale is a level line
     assert abs(slope(drawn(tmp_path, [100.0] * 50)("updates", "#D55E00"))) < 40
 
 

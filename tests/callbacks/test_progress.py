@@ -45,7 +45,7 @@ def fit(bar, step=None, epochs=2, callbacks=(), batch=2, **options):
 
 
 def drawn(file):
-    """What was drawn, one text each."""
+    """The texts that were drawn."""
     return [text for text in re.split(r"[\r\n]+", file.getvalue()) if text.strip()]
 
 
@@ -56,7 +56,7 @@ def every_batch(**options):
 
 @pytest.mark.core(mode="graph")
 def test_each_batch_is_drawn_with_its_numbers(mode):
-    """Windows of two batches of a line, w = 1: losses 0.5 and 4.5 | ..., by hand."""
+    """Windows of two batches, by hand at w = 1: the first two batches have the losses 0.5 and 2.5."""
     bar, file = every_batch()
     step = fit(bar, make_step(accumulation_steps=2, max_grad_norm=100.0))
     texts = drawn(file)
@@ -108,7 +108,7 @@ def on_a_terminal(columns, **options):
     with open(slave, "w", encoding="utf-8") as terminal:
         fit(ProgressBar(terminal), **options)
     read = b""
-    with contextlib.suppress(OSError):  # how a terminal says that nobody writes any more
+    with contextlib.suppress(OSError):  # raised when the other end is closed
         while data := os.read(master, 1 << 16):
             read += data
     os.close(master)
@@ -144,7 +144,7 @@ SHOWN |= {"epoch": "Epoch", "speed": "12345", "norm": "norm", "rate": "lr", "lef
 
 
 def test_numbers_of_a_long_training_fit_too():
-    """Only what is least important is missing, in the order that is documented."""
+    """Only the least important parts are missing, in the documented order."""
     numbers = {"update": "update 12345", "loss": "loss 0.1234", "rate": "lr 0.0001234", "norm": "norm 1.234"}
     numbers["speed"] = "12345 samples/s"
     bar = tqdm(total=20000, file=io.StringIO(), desc="Epoch 10/100")
@@ -238,7 +238,7 @@ def test_a_training_that_begins_at_a_later_epoch():
 
 
 def test_data_sinking_moves_the_bar_by_sinks(pynative):
-    """MindSpore sinks no data on CPU; these are the calls that it makes elsewhere, around a real step."""
+    """MindSpore sinks no data on CPU: the test makes the calls that it makes elsewhere, with a real step."""
     bar, file = every_batch()
     step = make_step(micro_size=2)
     parameters = _InternalCallbackParam()

@@ -1,4 +1,4 @@
-"""Rates that were made for batches: the warning before training, cases without warning, and the conversion."""
+"""Learning rates made for batches: the warning before training, cases without warning, and the conversion."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UPDATES = ALL // STEPS
 
 
 class Own(LearningRateSchedule):
-    """A schedule of the user's, with one of MindSpore's in it."""
+    """A user's schedule, with one of MindSpore's in it."""
 
     def __init__(self, steps):
         super().__init__()
@@ -78,7 +78,7 @@ def test_each_training_of_a_step_is_compared_with_all_batches_so_far():
         ([0.01] * UPDATES, STEPS, nn.SGD),
         (nn.CosineDecayLR(0.0, 0.01, UPDATES), STEPS, nn.SGD),
         (scale_learning_rate(nn.CosineDecayLR(0.0, 0.01, ALL), STEPS, "none", per="batch"), STEPS, nn.SGD),
-        (nn.ExponentialDecayLR(0.01, 0.9, ALL), STEPS, nn.SGD),  # which never ends
+        (nn.ExponentialDecayLR(0.01, 0.9, ALL), STEPS, nn.SGD),  # it never ends
         (0.01, STEPS, nn.SGD),
         ([0.01] * ALL, 1, nn.SGD),
         (0.01, STEPS, optim.SGD),

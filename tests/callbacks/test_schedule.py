@@ -32,7 +32,7 @@ from gaccum_ms.accumulation.open_window import OpenWindow
 
 @Reused
 def reused_step(own):
-    """For all tests of a number: none compiles anew."""
+    """One step for all tests with the same number of batches, so that none compiles anew."""
     if own > 1:
         return line_step(own)
     step = line_step(own, micro_size=2)
@@ -41,7 +41,7 @@ def reused_step(own):
 
 
 def fit(scheduler, own=1, epochs=4, each_epoch=True, rate=RATE, step=None):
-    """Train on seven batches an epoch, from a cell with `own` accumulation_steps; the step, and what happened."""
+    """Train on seven batches per epoch, with a cell of `own` accumulation_steps. Returns the step and the records."""
     step = step or (reused_step(own) if rate is RATE else line_step(own, rate=rate))
     monitor = WindowMonitor()
     ms.Model(step).train(epochs, line_data(), callbacks=[monitor, scheduler, FlushAccumulation(each_epoch)])
@@ -49,7 +49,7 @@ def fit(scheduler, own=1, epochs=4, each_epoch=True, rate=RATE, step=None):
 
 
 def assert_windows(step, records, windows, rate=RATE):
-    """Callbacks were told of these windows, and the compiled step had them: the weight is that of joined batches."""
+    """The records have these windows, and so had the compiled step: the weight equals training on joined batches."""
     assert [record.batches for record in records] == windows
     assert place(step) == (0, len(windows))
     np.testing.assert_allclose(as_numpy(step.weights[0]), line_oracle(windows, rate=rate)[0][-1], rtol=1e-5)
@@ -79,7 +79,7 @@ def fit_line(optimizer, **schedule):
 
 
 def line_weight(rates):
-    """The weight in the end, by NumPy."""
+    """The final weight, by NumPy."""
     weight = 1.0
     for (start, stop), rate in zip([(0, 2), (2, 4), (4, 6), (6, 8), (0, 4), (4, 8)], rates, strict=True):
         x, y = LINE_X[start:stop].astype(np.float64), LINE_Y[start:stop]
@@ -135,7 +135,7 @@ def test_before_the_first_entry_the_number_is_the_cells_own():
 
 
 def test_a_second_training_begins_with_the_cells_own_number_again():
-    """And not with the one that the first has ended with."""
+    """It does not begin with the number with which the first training ended."""
     step, monitor = reused_step(3), WindowMonitor()
     for _ in range(2):
         callbacks = [monitor, AccumulationScheduler({1: 4}, "linear"), FlushAccumulation()]
@@ -159,13 +159,13 @@ def test_by_a_function_of_the_number_of_updates(own):
         return 1 + update % 3
 
     step, records = fit(AccumulationScheduler(schedule), own, epochs=2, each_epoch=False)
-    assert_windows(step, records, [1, 2, 3, 1, 2, 3, 1, 1])  # the last flushed: no more batches
+    assert_windows(step, records, [1, 2, 3, 1, 2, 3, 1, 1])  # the last is flushed: no batches are left
     assert sorted(set(asked)) == list(range(len(records)))
 
 
 @pytest.mark.core(mode="graph")
 def test_a_change_that_comes_due_in_mid_window_waits_for_its_end(mode):
-    """The second epoch begins in a window of three, which updates at the rate for three."""
+    """The second epoch begins within a window of three, which updates at the rate for three."""
     scheduler = AccumulationScheduler({0: 3, 1: 2}, learning_rate="linear")
     step, records = fit(scheduler, own=3, epochs=2, each_epoch=False)
     assert_windows(step, records, [3, 3, 3, 2, 2, 1], rate=lambda update: RATE if update < 3 else RATE * 2 / 3)
@@ -201,14 +201,14 @@ def test_negative_control_a_window_that_follows_at_once_is_caught(monkeypatch, p
 
 # -- the learning rate -------------------------------------------------------------------------------------------------
 
-WINDOWS = [2, 2, 2, 1, 4, 3] + [1] * 7  # of {1: 4, 2: 1} and a cell with 2
+WINDOWS = [2, 2, 2, 1, 4, 3] + [1] * 7  # with the schedule {1: 4, 2: 1} and a cell with 2
 RATIOS = [1] * 4 + [2] * 2 + [0.5] * 7
 
 
 @pytest.mark.core("graph-linear", "graph-sqrt")
 @pytest.mark.parametrize("rule", ["linear", "sqrt"])
 def test_the_learning_rate_follows(rule, mode):
-    """The rate given to the optimizer is that for the cell's own number; a compiled step sees each new one."""
+    """The rate given to the optimizer is for the cell's own number; a compiled step sees each new rate."""
     step, records = fit(AccumulationScheduler({1: 4, 2: 1}, learning_rate=rule), own=2, epochs=3)
     rates = [RATE * (ratio if rule == "linear" else ratio**0.5) for ratio in RATIOS]
     np.testing.assert_allclose([record.learning_rate for record in records], rates, rtol=1e-6)
@@ -218,7 +218,7 @@ def test_the_learning_rate_follows(rule, mode):
 
 
 def test_the_learning_rate_follows_what_it_was_for_not_the_cells_own_number(tmp_path):
-    """Saved at a rate for four batches, and resumed by a cell of two: the rate is for four already."""
+    """Saved at a rate for four batches, and resumed by a cell with two: the rate is already for four."""
     schedule = AccumulationScheduler({0: 1, 1: 4}, learning_rate="linear")
     step, _ = fit(schedule, epochs=2)
     ms.save_checkpoint(step, str(tmp_path / "four.ckpt"))
@@ -238,7 +238,7 @@ def test_without_a_rule_the_learning_rate_stays():
 
 
 def test_a_schedule_of_rates_follows_by_the_update(pynative):
-    """The schedule goes on counting updates; its rates are multiplied."""
+    """The schedule still counts updates; its rates are multiplied."""
     rate = scale_learning_rate(nn.PolynomialDecayLR(0.1, 0.01, 13, 1.0), 1)
     step, records = fit(AccumulationScheduler({1: 4, 2: 1}, learning_rate="linear"), own=2, epochs=3, rate=rate)
     rates = [(0.1 - 0.09 * update / 13) * ratio for update, ratio in enumerate(RATIOS)]

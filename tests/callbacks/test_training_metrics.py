@@ -1,4 +1,4 @@
-"""TrainingMetrics, and the other callbacks with a step that returns more than its loss."""
+"""TrainingMetrics, and other callbacks with a step that returns more than its loss."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ACCURACY = train.Accuracy()
 
 
 class WithLogits(nn.Cell):
-    """The loss, with what a metric needs; or as a sum and its count."""
+    """Returns the loss, as a mean or as a sum and its count, and the outputs that a metric needs."""
 
     def __init__(self, ratio=False):
         super().__init__(auto_prefix=False)
@@ -46,7 +46,7 @@ def accuracy(logits, labels):
 
 
 def trained(callbacks, epochs=2, scaled=False, ratio=False, sink=False, **options):
-    """Batches of six samples, the last of five."""
+    """Train on batches of six samples; the last has five."""
     options = {"micro_size": 2, "reduction": "ratio" if ratio else "mean", **options}
     cell = GradAccumulationCell(WithLogits(ratio), aux=True, **options)
     scale = nn.DynamicLossScaleUpdateCell(2.0**8, 2, 100) if scaled else None
@@ -58,7 +58,7 @@ def trained(callbacks, epochs=2, scaled=False, ratio=False, sink=False, **option
 
 
 class Seen(train.Callback):
-    """Right answers and samples of each batch, from the weights before it, by the network itself."""
+    """The numbers of right answers and of samples in each batch, by the network with the weights before the batch."""
 
     def __init__(self):
         super().__init__()
@@ -81,7 +81,7 @@ class Seen(train.Callback):
     "options", [{"scaled": True, "ratio": True, "accumulation_steps": 3}, {}], ids=["scaled ratio in windows", "plain"]
 )
 def test_training_accuracy(options, pynative, capsys):
-    """Of ragged batches, by MindSpore's metric and by a function; the other callbacks work as without outputs."""
+    """With ragged batches, by MindSpore's metric and by a function; other callbacks work as without outputs."""
     f1 = train.F1()
     seen, monitor, file = Seen(), WindowMonitor(), io.StringIO()
     metrics = TrainingMetrics({"accuracy": ACCURACY, "top": train.Top1CategoricalAccuracy(), "f": accuracy, "F1": f1})

@@ -56,7 +56,7 @@ class Marked(NamedTuple):
 
 
 def marked() -> list[Marked]:
-    """All of them, in the order of their files."""
+    """All tests for devices, in the order of their files."""
     found = []
     for file in sorted((ROOT / "tests").glob("*/test_*.py")):
         for node in ast.parse(file.read_text()).body:

@@ -25,7 +25,7 @@ REHEARSAL_RANKS = 2
 
 
 def said_by(command: list[str]) -> str:
-    """What a program prints; why it does not."""
+    """The output of a program, or the reason that it cannot run."""
     if shutil.which(command[0]) is None:
         return f"{command[0]} is not installed\n"
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, errors="replace")
@@ -33,7 +33,7 @@ def said_by(command: list[str]) -> str:
 
 
 def count(device: str) -> int:
-    """How many devices there are."""
+    """The number of devices, or of ranks in a rehearsal."""
     if device == "GPU":
         return said_by(["nvidia-smi", "-L"]).count("GPU ")
     if device == "Ascend":
@@ -42,7 +42,7 @@ def count(device: str) -> int:
 
 
 def chosen(machine: str) -> str | None:
-    """The device: that which is asked for, or the first that works."""
+    """The working device that ``DEVICE`` names, or without it the first that works; None if there is none."""
     works = [device for device in (*DEVICES, "CPU") if re.search(rf"^{device} +works$", machine, re.MULTILINE)]
     asked = os.environ.get("DEVICE")
     if asked:
@@ -51,7 +51,7 @@ def chosen(machine: str) -> str | None:
 
 
 def results(file: Path) -> list[str]:
-    """The tests' part of the report, from the results that pytest has left."""
+    """The tests' part of the report, from pytest's file of results."""
     rows, details = [], []
     for case in ElementTree.parse(file).iter("testcase"):
         bad = next((one for kind in ("failure", "error", "skipped") for one in case.iter(kind)), None)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.distributed
 
 
 def run_page(name: str, folder: Path) -> tuple[str, str]:
-    """What a page's first program prints on rank 0 of all ranks, and what it prints on the page."""
+    """The output of a page's first program on rank 0, and the output that the page shows."""
     page = ROOT / "docs" / name
     script = folder / "program.py"
     script.write_text(code_blocks(page, "python")[0])

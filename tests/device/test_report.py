@@ -24,7 +24,7 @@ def test_the_page_has_all_marked_tests():
         "device",
         *sorted({one.file for one in marked()}),
     ]
-    env = {**os.environ, "PYTEST_ADDOPTS": ""}  # which may change how tests are listed
+    env = {**os.environ, "PYTEST_ADDOPTS": ""}  # the user's options may change how tests are listed
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
     collected = {line.partition("::")[2].partition("[")[0] for line in done.stdout.splitlines() if "::" in line}
     assert collected == names

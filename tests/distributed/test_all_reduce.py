@@ -38,8 +38,8 @@ def test_plan(sizes, limit, buffers):
 
 
 def test_parameters_cannot_lie_side_by_side():
-    """Why a large gradient goes alone: the day that MindSpore lays Parameters in one memory, neighbours can share it
-    without a copy. A named Parameter is a copy of the Tensor that it is made from, even of a view."""
+    """The reason that a large gradient has a buffer of its own. If MindSpore ever lays Parameters side by side, they
+    can share a buffer without a copy. Now a named Parameter copies the Tensor that it is made from, even a view."""
     assert not hasattr(ms.nn.Cell, "flatten_weights")
     memory = np.zeros(64, np.float32)
     for name, start in (("first", 0), ("second", 32)):
@@ -50,7 +50,7 @@ def test_parameters_cannot_lie_side_by_side():
 
 
 def test_plans_of_random_sizes():
-    """Each is in one buffer; a shared one keeps the limit; and two successive shared ones would not fit in one."""
+    """Each gradient is in one buffer. A shared buffer keeps the limit, and has no room for the next one's first."""
     random = np.random.default_rng(0)
     for _ in range(300):
         limit = int(random.integers(1, 100))
@@ -67,9 +67,9 @@ def test_plans_of_random_sizes():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_buffers_of_a_reducer(monkeypatch, kind):
-    """Float32 goes over the wire: a float16 counts four bytes. What is the rank's own is in no buffer."""
+    """Gradients are sent as float32, so a float16 counts four bytes. A rank's own gradients are in no buffer."""
     monkeypatch.setattr(fused_reduction, "BUFFER_BYTES", LIMIT)
-    monkeypatch.setattr(fused_reduction.ops, "AllReduce", lambda group: None)  # of which there are none in one process
+    monkeypatch.setattr(fused_reduction.ops, "AllReduce", lambda group: None)  # one process has no collectives
     reducer = FusedReducer(KINDS[kind].weights(), True, 2)
     assert tuple(sorted((*((one,) for one in reducer.alone), *reducer.shared))) == tuple(sorted(KINDS[kind].buffers))
     assert reducer.own == tuple(KINDS[kind].own)
@@ -98,7 +98,7 @@ ELSEWHERE = {"GPT-2 medium": 50, "GPT-3 6.7B": 195}
 
 @pytest.mark.parametrize(("device", "collectives"), [("CPU", ON_CPU), ("GPU", ELSEWHERE), ("Ascend", ELSEWHERE)])
 def test_large_models_leave_in_buffers_of_25_mib_but_on_cpu(monkeypatch, device, collectives):
-    """Of the 6.7B model most weights have 64 MiB and more, which go alone in PyTorch too."""
+    """Most weights of the 6.7B model have 64 MiB or more. They have buffers of their own in PyTorch too."""
     monkeypatch.setattr(fused_reduction.ms, "get_context", {"device_target": device}.get)
     limit = fused_reduction.buffer_bytes()
     found = {name: len(plan_buffers([4 * number for number in numbers], limit)) for name, numbers in LARGE.items()}
@@ -106,7 +106,8 @@ def test_large_models_leave_in_buffers_of_25_mib_but_on_cpu(monkeypatch, device,
 
 
 def test_pytorchs_plan_beside_ours():
-    """Its buckets pass their limit by what fills them, ours do not: a third fewer, of up to twice the size."""
+    """PyTorch's buckets exceed their limit by the weight that fills them; our buffers do not. So PyTorch has a quarter
+    fewer for GPT-2 medium."""
     theirs = {name: torch_buckets([4 * number for number in numbers], 25 * 2**20) for name, numbers in LARGE.items()}
     assert theirs == {"GPT-2 medium": 37, "GPT-3 6.7B": 194}
 
@@ -116,7 +117,7 @@ def test_pytorchs_plan_beside_ours():
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What each of two ranks gets, by case."""
+    """The results of each of two ranks, by case."""
     out = tmp_path_factory.mktemp("fused")
     saving = {"MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_DUMP_IR_PASSES": "validate"}
     with Ranks(out, environment={**saving, "MS_DEV_SAVE_GRAPHS_PATH": str(out / "graphs")}) as two:
@@ -124,7 +125,7 @@ def ranks(tmp_path_factory):
 
 
 def both(results: Results, name: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """What ours and MindSpore's reducer returned."""
+    """The results of our reducer and of MindSpore's reducer."""
     ours, theirs = case(results, f"{name}/ours"), case(results, f"{name}/MindSpore's")
     return [ours[key] for key in sorted(ours)], [theirs[key] for key in sorted(theirs)]
 
@@ -134,7 +135,7 @@ def both(results: Results, name: str) -> tuple[list[np.ndarray], list[np.ndarray
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_bit_by_bit_what_mindspores_reducer_returns(ranks, kind, mode):
-    """With two ranks there is but one order to add up in."""
+    """Two ranks add up in only one order."""
     for rank, results in enumerate(ranks):
         ours, theirs = both(results, f"{kind}, {mode}")
         given = [one.astype(ms.float64).asnumpy() for one in KINDS[kind].of_rank(rank)]
@@ -161,7 +162,7 @@ def test_the_mean_is_the_sum_over_the_number_of_ranks(ranks, mode):
 
 @pytest.mark.distributed
 def test_what_is_not_finite_spreads_to_its_own_gradient_on_all_ranks_and_to_no_other(ranks):
-    """Of four gradients in one buffer, the second has a NaN and the third an infinity on rank 1."""
+    """One buffer holds four gradients. On rank 1 the second has a NaN and the third an infinity."""
     means = both(ranks[0], "all small, graph")[0]
     for results in ranks:
         got = case(results, "poisoned/all small, graph/ours")
@@ -176,7 +177,8 @@ def test_what_is_not_finite_spreads_to_its_own_gradient_on_all_ranks_and_to_no_o
 @pytest.mark.distributed
 @pytest.mark.parametrize(("micro_size", "steps"), [(1, 1), (4, 1), (1, 4), (16, 4)])
 def test_collectives_and_bytes_per_update_are_those_of_the_buffers(ranks, micro_size, steps):
-    """Ran, in the graph, bytes: the same for all. Windows of several batches have three sums, 12 bytes, along."""
+    """All settings have the same collectives that ran, collectives in the graph, and bytes. Windows of several batches
+    also send three sums, 12 bytes."""
     for results in ranks:
         got = results[f"collectives {micro_size} {steps}"].tolist()
         assert got == [COLLECTIVES, COLLECTIVES, BYTES + 12 * (steps > 1)]
@@ -193,7 +195,8 @@ def test_collectives_and_bytes_per_update_are_those_of_the_buffers(ranks, micro_
     ],
 )
 def test_the_counts_tell_steps_that_send_more(ranks, name, ran, in_graph):
-    """MindSpore's step and reducer: one for each weight. One that reduces in the loop has no more in its graph."""
+    """MindSpore's step and its reducer run one collective for each weight. A step that reduces in the loop runs more
+    than its graph shows."""
     for results in ranks:
         assert results[f"collectives {name}"].tolist() == [ran, in_graph, BYTES]
 

@@ -23,7 +23,7 @@ from gaccum_ms.distributed.sharded_optimizer import PART
 from gaccum_ms.distributed.whole_state import not_saved_alone
 
 TOLERANCE = 1e-6
-RANKS_TOLERANCE = 1e-5  # between numbers of ranks, which add up in another order
+RANKS_TOLERANCE = 1e-5  # between different numbers of ranks, which add up in another order
 
 
 def assert_same(one: Results, other: Results, tolerance: float = TOLERANCE) -> None:
@@ -37,7 +37,7 @@ def assert_same(one: Results, other: Results, tolerance: float = TOLERANCE) -> N
 
 
 def test_only_a_save_is_taken_for_one(tmp_path):
-    """Since MindSpore 2.8 a wrapper is around it that others have too, `load_checkpoint` for one."""
+    """Since MindSpore 2.8 `save_checkpoint` has a wrapper that other functions have too, such as `load_checkpoint` ."""
     file, net = str(tmp_path / "net.ckpt"), nn.Dense(2, 1)
     ms.save_checkpoint(net, file)
     assert ms.load_checkpoint(file, choice_func=lambda name: not_saved_alone(lambda: name == "weight")).keys() == {
@@ -65,7 +65,7 @@ def updated(kind, arguments: dict, values: list[np.ndarray], gradients: list[lis
 
 
 def by_slices_and_whole(kind, arguments: dict) -> tuple[np.ndarray, np.ndarray]:
-    """A weight after three updates, and the same weight given to the optimizer in two rows."""
+    """A weight after three updates, and the same weight if the optimizer gets it in two slices."""
     random = np.random.default_rng(1)
     value, *gradients = (random.normal(size=(4, 3)).astype(np.float32) for _ in range(4))
     (whole,) = updated(kind, arguments, [value], [[gradient] for gradient in gradients])
@@ -82,17 +82,17 @@ def test_optimizers_that_get_slices_treat_each_element_by_itself(kind, pynative)
 
 @pytest.mark.parametrize("kind", [nn.AdaFactor, TrustRatio])
 def test_optimizers_that_look_at_whole_parameters_do_not_work_on_slices(kind, pynative):
-    """The control: the comparison above would find them."""
+    """The control: the comparison above finds such optimizers."""
     whole, slices = by_slices_and_whole(kind, {"learning_rate": None} if kind is nn.AdaFactor else {})
     assert relative_error(slices, whole) > 100 * TOLERANCE
 
 
 class SpecialAdam(nn.Adam):
-    """May do anything."""
+    """A subclass of an allowed optimizer: it may do anything."""
 
 
 def as_rank(monkeypatch, rank: int, ranks: int) -> None:
-    """As this rank sees it, where nothing is sent."""
+    """Set this process's rank and the number of ranks; nothing is sent."""
     for module in ("distributed.sharded_optimizer", "accumulation.sharded_accumulators"):
         monkeypatch.setattr(f"gaccum_ms.{module}.rank_and_ranks", lambda: (rank, ranks))
 
@@ -173,7 +173,7 @@ def test_stand_alone_it_is_the_plain_optimizer(mode):
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 9, 64, 100])
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_slices_are_put_together_again(size, ranks):
-    """As `whole` does it, whose gathering is the only thing that is left out."""
+    """This does what `whole` does, except for the gathering."""
     like = ms.Tensor(np.arange(size, dtype=np.float32))
     layouts = [Layout([like], [None], rank, ranks) for rank in range(ranks)]
     rows = [layout.own([like])[0] for layout in layouts]
@@ -186,11 +186,11 @@ def test_owners_are_balanced():
     sizes = [100, 60, 50, 40, 30, 20, 5]
     owners = balanced_owners(sizes, 3)
     loads = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == rank) for rank in range(3)]
-    assert sorted(loads) == [95, 100, 110]  # of 305
+    assert sorted(loads) == [95, 100, 110]  # 305 in all
 
 
 def bytes_of(optimizer: nn.Optimizer) -> tuple[int, int]:
-    """Of the optimizer's state, and of its copies of weights."""
+    """The bytes of the optimizer's state, and of its copies of weights."""
     weights = {id(weight) for weight in optimizer.parameters}
     own = [one for one in optimizer.get_parameters() if id(one) not in weights]
     copies = sum(one.nbytes for one in own if one.name.startswith(PART))
@@ -199,9 +199,9 @@ def bytes_of(optimizer: nn.Optimizer) -> tuple[int, int]:
 
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_each_rank_has_its_share(monkeypatch, ranks):
-    """Of the state and the accumulators. By parameters as evenly as these go: the largest of five has most of the
-    weights."""
-    network = nn.SequentialCell(nn.Dense(383, 253), nn.Dense(253, 251), nn.Dense(251, 9))  # nothing divides by 8
+    """Each rank has its share of the state and of the accumulators. By parameters the shares are uneven, because one
+    of the six Parameters has most of the weights; only their sum is bounded."""
+    network = nn.SequentialCell(nn.Dense(383, 253), nn.Dense(253, 251), nn.Dense(251, 9))  # no size is a multiple of 8
     params = network.trainable_params()
     weights = sum(weight.nbytes for weight in params)
     whole, no_copies = bytes_of(nn.Adam(params))
@@ -230,7 +230,7 @@ def stepped(network: nn.Cell, optimizer: nn.Optimizer, **options) -> TrainOneSte
 
 @pytest.fixture(scope="module")
 def trained(rank_pair, tmp_path_factory) -> list[Results]:
-    """What each of two ranks gets, by case."""
+    """The results of each of two ranks, by case."""
     return rank_pair.worker("sharding_worker", tmp_path_factory.mktemp("equality"))
 
 
@@ -260,9 +260,9 @@ def trained(rank_pair, tmp_path_factory) -> list[Results]:
     ],
 )
 def test_equals_the_optimizer_that_is_not_sharded(trained, name, reference):
-    """Weights, the whole state and losses, on both ranks. Counts differ between ranks and micro-batches; sharded
-    accumulators, "shards", know the window's exactly all the same. In "by parameters", "shards" and "pynative" the
-    ranks begin with different weights, which are broadcast."""
+    """On both ranks, weights, the whole state and losses equal the unsharded training's. Counts differ between ranks
+    and micro-batches; sharded accumulators, "shards", still use the window's exact count. In "by parameters", "shards"
+    and "pynative" the ranks begin with different weights, and rank 0's are broadcast."""
     for results in trained:
         assert_same(case(results, f"{name}/sharded"), case(results, f"{reference}/whole"))
 
@@ -280,7 +280,7 @@ def test_an_overflow_on_one_rank_skips_the_update_on_both(trained):
 @pytest.mark.distributed
 @pytest.mark.parametrize("broken", ["forgets", "neighbour", "unit"])
 def test_the_comparison_finds_what_is_broken(trained, broken):
-    """A rank that forgets to gather; one that updates its neighbour's slice; accumulators in units of their own."""
+    """A rank forgets to gather, a rank updates its neighbour's slice, or each rank accumulates in its own unit."""
     for results in trained:
         with pytest.raises(AssertionError):
             assert_same(case(results, f"broken: {broken}"), case(results, "counted/whole"))
@@ -297,7 +297,7 @@ def test_learning_rates_are_those_of_all_groups_on_all_ranks(trained):
 
 
 class OneRank:
-    """What one process makes of plain optimizers: a checkpoint after two updates, and how it goes on."""
+    """One process with a plain optimizer: its checkpoint after two updates, and its results after two more."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -327,7 +327,7 @@ def ranks_with_files(rank_pair, one_rank) -> list[Results]:
 
 @pytest.fixture
 def saved(ranks_with_files, one_rank) -> list[Results]:
-    """What each of two ranks gets, by case; each has the checkpoint of one process."""
+    """The results of each of two ranks, by case. The ranks find the checkpoint of one process."""
     one_rank("adam")
     return ranks_with_files
 
@@ -342,8 +342,8 @@ def went_on(results: Results, name: str) -> Results:
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["resumed", "mindspore's load", "to plain"])
 def test_goes_on_from_what_modelcheckpoint_and_updatecheckpoint_saved(saved, name):
-    """`resume` , MindSpore's own `load_checkpoint` , and into an optimizer that is not sharded."""
-    assert case(saved[0], "resumed")  # they have saved
+    """Loaded by `resume` , by MindSpore's own `load_checkpoint` , and into an optimizer that is not sharded."""
+    assert case(saved[0], "resumed")  # this case saves
     for results in saved:
         assert_same(went_on(results, name), went_on(results, "adam went on"))
 
@@ -352,7 +352,7 @@ def test_goes_on_from_what_modelcheckpoint_and_updatecheckpoint_saved(saved, nam
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["adam", "adafactor"])
 def test_two_ranks_go_on_from_one(saved, one_rank, kind):
-    """A plain optimizer's checkpoint, of one process."""
+    """The checkpoint is of one process with a plain optimizer."""
     alone = one_rank(kind)
     for results in saved:
         assert_same(went_on(results, f"{kind} from one"), alone, RANKS_TOLERANCE)
@@ -364,7 +364,7 @@ def test_two_ranks_go_on_from_one(saved, one_rank, kind):
 def test_one_rank_goes_on_from_two(saved, one_rank, kind, sharded):
     """Its checkpoint has the names and shapes that one process saves with a plain optimizer."""
     alone = one_rank(kind)
-    assert case(saved[0], f"{kind} went on")  # it has saved
+    assert case(saved[0], f"{kind} went on")  # this case saves
     by_hand = one_rank.folder / f"{kind}-by-hand.ckpt"
     wanted, found = (
         {name: value.shape for name, value in ms.load_checkpoint(str(file)).items()}
@@ -414,7 +414,7 @@ def four(one_rank, tmp_path_factory):
 @pytest.mark.thorough
 @pytest.mark.distributed
 def test_four_ranks_go_on_from_two(saved, four, one_rank):
-    """With weights that have fewer elements than there are ranks; both with sharded accumulators."""
-    assert case(saved[0], "resumed")  # they have saved
+    """Some weights have fewer elements than there are ranks. Both trainings have sharded accumulators."""
+    assert case(saved[0], "resumed")  # this case saves
     for results in four:
         assert_same(went_on(results, "from two"), one_rank("adam"), RANKS_TOLERANCE)

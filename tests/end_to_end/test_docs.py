@@ -59,7 +59,7 @@ def test_everything_exported_exists_and_nothing_else_is_public():
 
 
 def numbers_apart(text: str) -> tuple[str, list[float]]:
-    """The text with its numbers taken out, and the numbers: the last digits depend on the machine."""
+    """The text without its numbers, and the numbers, whose last digits depend on the machine."""
     number = r"\d+\.\d+"
     return re.sub(number, "#", text.strip()), [float(found) for found in re.findall(number, text)]
 
@@ -75,7 +75,7 @@ PROGRAMS = [
 
 @pytest.fixture
 def run_program(programs, tmp_path):
-    """What a program prints."""
+    """A function that runs a program and returns its output."""
 
     def run(source: str) -> str:
         script = tmp_path / "program.py"
@@ -99,7 +99,7 @@ def test_programs_print_what_the_docs_show(source, shown, run_program):
 
 
 def test_programs_and_what_they_print_come_in_pairs():
-    """A program without its output would run nowhere."""
+    """The tests would not run a program that has no output."""
     for page in PAGES:
         fences = [fence for fence in re.findall(r"```(\w+)", page.read_text()) if fence in ("python", "text")]
         assert fences == ["python", "text"] * (len(fences) // 2), page.name
@@ -115,7 +115,7 @@ def test_what_is_read_first_is_short():
 
 @pytest.fixture
 def rows_of_pytorchs_page():
-    """Its PyTorch loop, ours, and the weights that ours shows after each update."""
+    """The page's PyTorch loop, our loop, and the weights that ours prints after each update."""
     pytest.importorskip("torch", reason="PyTorch is in the extra 'torch'", exc_type=ImportError)
     page = HOWTO / "pytorch.md"
     (torchs,) = code_blocks(page, "py")
@@ -137,7 +137,7 @@ def test_pytorchs_loop_prints_it_on_two_processes_too(rows_of_pytorchs_page, tmp
     torchs, _, weights = rows_of_pytorchs_page
     script = tmp_path / "program.py"
     script.write_text(torchs)
-    # Not torchrun: its rendezvous asks for this host's name, which need not resolve.
+    # torchrun is not used: its rendezvous needs this host's name, which may not resolve.
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -23,18 +23,18 @@ from gaccum_ms.accumulation.window import Window
 
 DIVISIBLE, RAGGED = 24, 13
 DTYPES = {"float32": ms.float32, "float16": ms.float16, "bfloat16": ms.bfloat16}
-# Float32 sums in another order differ by rounding; float16 and bfloat16 round each micro-batch's gradient, 11 and 8
+# Float32 sums in another order differ by rounding; float16 and bfloat16 round each micro-batch's gradient to 11 and 8
 # bits. Adam divides by the root of its second moment, which magnifies the rounding of gradients near zero.
 TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 ADAM_TOLERANCE = 1e-4
 
 
-UPDATES = {"graph": 10, "pynative": 3}  # where each call takes time
+UPDATES = {"graph": 10, "pynative": 3}  # PyNative calls take longer
 
 
 def _matrix():
-    """One network x micro_size x ragged in full, the others in pairs, with an optimizer each; then, in PyNative mode
-    and in low precision, lines through it."""
+    """One network with every micro_size, divisible and ragged; the other networks with two combinations each; then
+    some combinations in PyNative mode and in low precision."""
     for micro_size in (1, 2, 3, 8):
         for samples in (DIVISIBLE, RAGGED):
             yield "dense", micro_size, samples, "sgd", "graph", "float32"
@@ -98,7 +98,7 @@ def test_micro_batch_size_equals_the_whole_batch(micro_batch_size):
 
 @pytest.mark.core(mode="graph")
 def test_short_last_batches_and_frozen_parameters(mode):
-    """The last batch of an epoch is smaller, and smaller than micro_size; what is frozen stays."""
+    """An epoch's last batch has fewer samples than micro_size. Frozen Parameters do not change."""
     data = [batches(samples, 1, seed)[0] for seed, samples in enumerate((RAGGED, 2, RAGGED, 2))]
     runs = []
     for make_step in (nn.TrainOneStepCell, accumulated(micro_size=4)):

@@ -1,4 +1,4 @@
-"""The samples of sample_code/, each with few updates, and completely by its run.sh, as docs/samples.md shows it."""
+"""Each sample of sample_code/ runs with few updates, and completely by its run.sh, as docs/samples.md shows it."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ FEW_UPDATES = {
     "contrastive": ("--epochs", "1", "--pairs", "64", "--batch-size", "32"),
     "any_batch_size": ("--epochs", "1", "--samples", "256"),
 }
-LIMIT = 1500  # seconds, of which an idle machine needs a tenth
+LIMIT = 1500  # seconds; an idle machine needs a tenth
 
 for module in ("matplotlib", "mindcv", "sklearn"):
     pytest.importorskip(module, reason=f"{module} is in the extras 'gallery' and 'test'", exc_type=ImportError)
 
 
 def shown(name: str) -> str:
-    """What the page shows of a sample."""
+    """The output of a sample that the page shows."""
     return re.search(rf"```console\n\$ bash sample_code/{name}/run.sh\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
 
 
 def lines(text: str) -> list[str]:
-    """One of each kind, without the numbers, which depend on the machine; not the launcher's own line, and not advice,
-    whose words depend on them."""
+    """The different lines without their numbers, which depend on the machine. The launcher's own line is left out, and
+    so is advice, whose words depend on the numbers."""
     kinds = {re.sub(r"[\d.,]+|\s+", " ", line).strip() for line in text.splitlines() if not line.startswith("batch ")}
     return sorted(re.sub(r" +", " ", kind) for kind in kinds if "logs:" not in kind)
 
@@ -65,7 +65,7 @@ def test_few_updates(name, programs, tmp_path):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """What a sample prints, started by its run.sh in another folder."""
+    """A function that starts a sample by its run.sh in another folder, checks its output, and returns it."""
 
     def run(name: str) -> str:
         folder = tmp_path_factory.mktemp(name)

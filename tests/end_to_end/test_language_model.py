@@ -21,13 +21,13 @@ def test_micro_batches_train_as_the_whole_batch(micro_size):
 
 
 def test_the_reference_learns():
-    """Equality of runs that go nowhere would say little."""
+    """Equality of trainings that learn nothing would show little."""
     losses, _ = language_model.whole_batch()
     assert losses[-1] < 0.9 * losses[0]
 
 
 def test_mean_of_means_is_caught():
-    """The control: samples as weights, on a batch whose halves both have labels, so that nothing is NaN."""
+    """The control weighs by samples. Both halves of its batch have labels, so that nothing is NaN."""
     assert all(labels_in_each(0, micro_size=2))
     losses, _ = language_model.train(language_model.accumulated(2, count=None), updates=1)
     assert relative_error(losses, language_model.whole_batch()[0][:1]) > 1e-2
@@ -39,6 +39,6 @@ def labels_in_each(update: int, micro_size: int) -> list[bool]:
 
 
 def test_some_micro_batches_have_no_labels():
-    """What the equality above is to cover."""
+    """The equality above must cover such micro-batches."""
     empty = [update for update in range(UPDATES) if not all(labels_in_each(update, micro_size=SEQUENCES // 2))]
     assert len(empty) >= 5

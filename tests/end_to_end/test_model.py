@@ -24,7 +24,7 @@ RAGGED = 6  # samples of a short batch, which 4 micro-batches cannot share equal
 
 
 def data_set(last: int = BATCH):
-    """Of an epoch's batches the last may be a short one."""
+    """The last batch of an epoch may be short."""
     samples = BATCH * (BATCHES - 1) + last
     return NumpySlicesDataset(batches(samples, 1)[0], ["x", "y"], shuffle=False).batch(BATCH)
 
@@ -56,7 +56,7 @@ def by_model_with_options(loss_cell, optimizer):
 
 
 class Models(Reused):
-    """Models whose graphs are compiled once; each call returns one as it was made."""
+    """Models whose graphs are compiled once; each call returns a model in its initial state."""
 
     def __init__(self):
         super().__init__(self.make_step)
@@ -156,8 +156,8 @@ def test_what_would_not_accumulate_is_refused_before_the_first_step(mode):
 
 
 def test_mindspores_callbacks_see_the_same(tmp_path, capsys):
-    """LossMonitor and History the losses, TimeMonitor each epoch; what ModelCheckpoint saves loads into a network
-    without accumulation."""
+    """LossMonitor and History see the losses, and TimeMonitor sees each epoch. ModelCheckpoint's files load into a
+    network without accumulation."""
     losses, epochs, weights = {}, {}, {}
     for make_model in (plain, by_model):
         folder, history = tmp_path / make_model.__name__, train.History()
@@ -220,7 +220,7 @@ def test_fit_with_an_eval_network_and_early_stopping(capsys):
 
 
 class Read(train.Callback):
-    """What a callback finds in the step after each batch."""
+    """Reads the step's norm and its dropped micro-batches after each batch."""
 
     def __init__(self):
         super().__init__()

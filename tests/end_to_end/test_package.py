@@ -34,7 +34,7 @@ print("all there")
     ids=" ".join,
 )
 def test_a_plain_import_gives_all_names_and_the_hook(tmp_path, words):
-    """The launcher alone leaves them out, which imports the package by ``-m gaccum_ms.launch``."""
+    """Only the launcher, ``-m gaccum_ms.launch``, imports the package without them."""
     (tmp_path / "script.py").write_text(PROGRAM)
     env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, *words]

@@ -20,7 +20,7 @@ mindcv = pytest.importorskip("mindcv", reason="mindcv is in the extra 'test'", e
 
 pytestmark = [pytest.mark.distributed]
 
-UPDATES = 8  # of images: 4 epochs of 2 batches
+UPDATES = 8  # on images: 4 epochs of 2 batches
 TEXT_UPDATES = 18  # 6 epochs of 12 batches, in windows of 5, 5 and, flushed, 2
 ON = [1, 2]
 
@@ -37,7 +37,7 @@ class Trained(NamedTuple):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """By the number of processes."""
+    """The launches by their number of processes."""
     with contextlib.ExitStack() as stack:
         found = {}
         for processes in ON:
@@ -53,7 +53,7 @@ def assert_ranks_agree(ranks: list[Results]) -> None:
 
 
 def assert_learns(losses: np.ndarray) -> None:
-    """The losses of the last two updates beside the first two."""
+    """Compare the losses of the last two updates with the first two."""
     assert np.isfinite(losses).all()
     assert losses[-2:].mean() < 0.7 * losses[:2].mean(), losses
 
@@ -69,12 +69,12 @@ def test_resnet18_with_lossmonitor_and_checkpoints(trained, processes):
     assert_ranks_agree(ranks)
     assert [int(results["updates"]) for results in ranks] == [UPDATES] * processes
     assert all(len(printed_losses(results)) == UPDATES for results in ranks)
-    assert_learns(np.mean([printed_losses(results) for results in ranks], axis=0))  # each prints its own samples'
+    assert_learns(np.mean([printed_losses(results) for results in ranks], axis=0))  # each prints its own loss
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("processes", [2])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # mindcv's imports
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by mindcv's imports
 def test_resnet18s_checkpoints_load_into_the_bare_network(trained, processes):
     for rank, results in enumerate(trained[processes].of("resnet18")):
         files = sorted((trained[processes].out / f"checkpoints{rank}").glob("*.ckpt"))
@@ -100,11 +100,11 @@ def test_mobilenet_with_timemonitor_and_windowmonitor(trained, processes):
         assert int(results["updates"]) == UPDATES
         assert str(results["printed"]).count("Train epoch time") == 4
         assert (results["norms"] > 0).all()
-        np.testing.assert_array_equal(results["norms"], ranks[0]["norms"])  # of the reduced gradient
+        np.testing.assert_array_equal(results["norms"], ranks[0]["norms"])  # norms of the reduced gradient
     assert_learns(np.mean([results["losses"] for results in ranks], axis=0))
     lines = (trained[processes].out / "windows.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    assert [record["update"] for record in records] == list(range(1, UPDATES + 1))  # one rank writes
+    assert [record["update"] for record in records] == list(range(1, UPDATES + 1))  # only one rank writes
     assert {record["count"] for record in records} == {24 / processes}
     np.testing.assert_allclose([record["loss"] for record in records], ranks[0]["losses"])
 
@@ -131,7 +131,7 @@ def test_mobilenet_with_group_norm_equals_whole_batches(trained, processes):
     for results in ranks:
         assert (
             relative_error(results["change"], whole["change"]) < 2e-3
-        )  # of the weights: they hardly move in two updates
+        )  # the change of the weights, which hardly move in two updates
 
 
 @pytest.mark.core("2")
@@ -139,7 +139,7 @@ def test_mobilenet_with_group_norm_equals_whole_batches(trained, processes):
 def test_the_text_classifier_equals_one_batch_for_each_window(trained, processes):
     whole = case(trained[2].ranks[0], "whole text")
     for results in trained[processes].of("text"):
-        # Adam divides by the gradient's own size, which makes more of rounding than SGD does.
+        # Adam divides by the gradient's own size, which magnifies rounding more than SGD does.
         assert relative_error(results["weights"], whole["weights"]) < 1e-3
 
 

@@ -1,4 +1,4 @@
-"""How run.sh calls Python, pip and the launcher: recorded by a `python` that does nothing else."""
+"""The calls of run.sh to Python, pip and the launcher, recorded by a `python` that does nothing else."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ TOOLS = ("bash", "cat", "cksum", "cp", "dirname", "flock", "grep", "ls", "mkdir"
 
 
 class Recorder:
-    """A project whose `python` records its calls. It has every module but those that are named in `lacks`, which
-    ``pip install`` gives to it; `answers` says what some of its calls exit with."""
+    """A project whose `python` records its calls. It has every module except the ones in `lacks`, which ``pip install``
+    adds; `answers` has the exit codes of some calls."""
 
     def __init__(self, folder: Path) -> None:
         self.project = folder / "the project"
@@ -35,7 +35,7 @@ class Recorder:
         self._answers.touch()
         self._tools = folder / "bin"
         self._tools.mkdir()
-        for name in TOOLS:  # and no other Python
+        for name in TOOLS:  # there is no other Python
             (self._tools / name).symlink_to(shutil.which(name))
         python = self._tools / "python"
         python.write_text(
@@ -65,11 +65,11 @@ exit 0
         python.chmod(0o755)
 
     def lacks(self, *modules: str) -> None:
-        """Say what the active Python lacks."""
+        """Set the modules that the active Python lacks."""
         (self._tools / "lacks").write_text("".join(f"{module}\n" for module in modules))
 
     def lacking(self) -> str:
-        """What it lacks now."""
+        """The modules that it lacks now."""
         return (self._tools / "lacks").read_text()
 
     def tool(self, name: str, text: str) -> None:
@@ -78,7 +78,7 @@ exit 0
         (self._tools / name).chmod(0o755)
 
     def script(self) -> Path:
-        """Make a script of one's own."""
+        """Make a user's script."""
         script = self.project / "a script.py"
         script.touch()
         return script
@@ -101,14 +101,14 @@ exit 0
         return self._calls.read_text().splitlines()
 
     def launched(self) -> argparse.Namespace:
-        """What the launcher makes of its words, in the last call."""
+        """The options of the last call, as the launcher parses them."""
         option, module, *words = Path(f"{self._calls}.last").read_text().split("\0")[:-1]
         assert (option, module) == ("-m", "gaccum_ms.launch")
         return parse(words)
 
 
 def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
-    """Wait for it; end it where it does not end."""
+    """Wait for a process, and kill it if it does not end."""
     with process:
         try:
             out, err = process.communicate(timeout=60)
@@ -150,7 +150,7 @@ def test_arguments_of_pytest_run_some_tests_of_any_tier_in_one_process(recorder)
 
 
 def test_another_mindspore_has_an_environment_of_its_own(recorder):
-    """The active one, which has all that is needed, is left alone."""
+    """The active environment is left alone, although it has every module."""
     words = ["test", "--mindspore", "2.8.0", "-k", "launch"]
     assert recorder.run(*words).returncode == 0
     made, installed, pytest_ = recorder.calls()
@@ -266,7 +266,7 @@ def test_help_is_shown_wherever_it_is_asked_for(recorder):
 
 @pytest.mark.parametrize("extra", ["", "[sample]"])
 def test_an_active_environment_is_left_as_it_is(recorder, extra):
-    """What it lacks goes into .venv, once; a script of one's own needs no scikit-learn."""
+    """The missing packages are installed into .venv, once. A user's script needs no scikit-learn."""
     missing = ["tqdm", "sklearn"] if extra else ["tqdm"]
     recorder.lacks("tqdm", "sklearn")
     words = ["--epochs", "3"] if extra else [str(recorder.script())]
@@ -315,7 +315,7 @@ def test_a_broken_python_and_one_that_is_too_new_are_passed_over(recorder):
 
 
 def test_an_environment_on_top_of_the_active_one_has_its_packages(tmp_path):
-    """By a real Python, which pip is not let install anything with."""
+    """A real Python makes the environment; pip has no index to install from."""
     for name in ("run.sh", "setup.py"):
         shutil.copy(ROOT / name, tmp_path)
     for name in ("gaccum_ms", "sample_code"):

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.distributed]
 
 @pytest.fixture
 def run(tmp_path) -> Callable[..., subprocess.CompletedProcess]:
-    """Run a command in `tmp_path`, with this Python's environment active; no process of it may outlive it."""
+    """Run a command in `tmp_path`, with this Python's environment active. No process that it starts may outlive it."""
     mark = uuid.uuid4().hex
 
     def left() -> list[psutil.Process]:
@@ -50,14 +50,14 @@ def run(tmp_path) -> Callable[..., subprocess.CompletedProcess]:
         finally:
             for process in left():
                 process.send_signal(signal.SIGKILL)
-        print(done.stdout, done.stderr[-5000:])  # shown where an assertion fails
+        print(done.stdout, done.stderr[-5000:])  # shown if an assertion fails
         return done
 
     return call
 
 
 def settings(output: str) -> dict[str, float]:
-    """The values a run of train.py says it takes."""
+    """The settings that a run of train.py prints."""
     return ast.literal_eval(re.search(r"^data: .*?({'epochs'.*?})", output, re.MULTILINE)[1])
 
 
@@ -66,7 +66,7 @@ def settings(output: str) -> dict[str, float]:
     ("processes", "arguments"), [(8, []), (2, ["--processes", "2", "--epochs", "4"])], ids=["eight", "two"]
 )
 def test_processes_train_on_the_digits(run, tmp_path, processes, arguments):
-    """The same number of updates on both: two have four times the batches in an epoch."""
+    """Eight processes make 180 updates in 15 epochs; two make 192 in 4 epochs, which have four times the batches."""
     # The sample folder's run.sh hands over to the project's, so both are run here.
     logs = tmp_path / "the logs"
     done = run("bash", SAMPLE / "run.sh", "--log-dir", logs, "--timeout", "500", *arguments, limit=540)
@@ -120,7 +120,7 @@ def test_default_epochs_of_the_tutorial(programs, tmp_path):
 
 def test_data_made_by_several_processes_at_once_are_whole(run, tmp_path):
     one = f"'{sys.executable}' '{SAMPLE}/prepare_data.py' data &"
-    # By number: `wait -n` says 127 of one that has ended before.
+    # They are waited for by number: `wait -n` returns 127 for a process that has already ended.
     script = f"{one} a=$!; {one} b=$!; wait $a && wait $b"
     assert run("bash", "-c", script, limit=600).returncode == 0
     assert [path.name for path in tmp_path.iterdir()] == ["data"], "nothing half-made stays"

@@ -66,7 +66,7 @@ def test_entries_have_their_sections_and_formulas(site):
 
 
 def test_charts_are_drawn_of_the_pages_own_numbers(site):
-    """The control: a number that is changed in the table moves a point."""
+    """The control: a changed number in the table moves a point."""
     sys.path.insert(0, str(DOCS))
     try:
         import charts

@@ -21,7 +21,7 @@ WORKER = paths.worker("training_worker.py")
 VARIABLES = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
 pytestmark = pytest.mark.distributed
 
-# Put at a script's end: which files of ours it has run with.
+# This is added to a script: it prints the package's files that the script has imported.
 WHERE_FROM = """
 import sys
 files = [module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] == "gaccum_ms"]
@@ -31,7 +31,7 @@ print("files", *files, sep="\\n")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Built in a copy, because setuptools leaves its own there."""
+    """The wheel, built in a copy of the project, because setuptools leaves files there."""
     for name in ("pip", "setuptools", "wheel"):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"'{name}' is in the extra 'test'")
@@ -46,7 +46,7 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(wheel, tmp_path_factory) -> Path:
-    """One with the wheel, and on top of this Python's packages: by their folders alone, because what lies there for an
+    """An environment with the wheel and this Python's packages. Only their folders are added, because the files of an
     editable install would lead back to the checkout."""
     environment = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True, timeout=120)
@@ -64,8 +64,8 @@ def pip(*words: str | Path) -> None:
 
 
 def run(environment: Path, folder: Path, *words: str | Path) -> str:
-    """What a Python program of the environment prints; all that it has run of ours is the wheel's."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # msrun
+    """The output of a Python program in the environment; all files of the package that it imports are the wheel's."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # for msrun
     env = {**VARIABLES, "PATH": path}
     command = [str(environment / "bin" / "python"), *map(str, words)]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
@@ -97,7 +97,7 @@ def test_the_readmes_example_trains(environment, tmp_path):
 
 
 def test_the_command_starts_ranks_and_draws_what_they_have_recorded(environment, tmp_path):
-    """Without the checkout. The script is that of the page on several devices."""
+    """The checkout is not used. The script is the program of the page on several devices."""
     script = tmp_path / "train.py"
     script.write_text(code_blocks(HOWTO / "devices.md", "python")[0] + WHERE_FROM)
     said = command(environment, tmp_path, "run", "--processes", "2", "--timeout", "500", "train.py")
@@ -113,7 +113,7 @@ def test_the_command_starts_ranks_and_draws_what_they_have_recorded(environment,
 
 
 def command(environment: Path, folder: Path, *words: str) -> str:
-    """What the installed program prints."""
+    """The output of the installed program."""
     env = {**VARIABLES, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
     program = environment / "bin" / "gaccum-ms"
     done = subprocess.run([program, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=600)

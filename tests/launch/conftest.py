@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture
 def hosts() -> Iterator[list[list[str]]]:
-    """The prefix of commands that run on host 0, and that of host 1."""
+    """For each of the two hosts, the prefix of a command that runs on it."""
     if shutil.which("ip") is None:
         pytest.skip("there is no 'ip' to make network namespaces with")
     mark = uuid.uuid4().hex[:8]

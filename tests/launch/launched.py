@@ -16,15 +16,15 @@ import pytest
 import gaccum_ms
 
 ROOT = Path(gaccum_ms.__file__).resolve().parents[1]
-PYTHONPATH = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"  # ours, from any folder
+PYTHONPATH = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"  # finds the package from any folder
 
-# The launcher ends its own processes after TIMEOUT; should it fail to, the test ends after LIMIT and fails.
+# The launcher ends its own processes after TIMEOUT. If it does not, the test ends after LIMIT and fails.
 TIMEOUT, LIMIT = 400, 500
-ADDRESS = "10.231.77.1"  # host 0's, in `hosts` of conftest.py
+ADDRESS = "10.231.77.1"  # of host 0, in `hosts` of conftest.py
 
 
 def write(path: Path, text: str) -> Path:
-    """Write a script that knows its rank; it is run once more as the scheduler, which has none."""
+    """Write a script with its rank in `rank` . It also runs as the scheduler, where it exits."""
     path.parent.mkdir(parents=True, exist_ok=True)
     prologue = 'import os, sys, time\nif os.environ["MS_ROLE"] == "MS_SCHED": sys.exit()\n'
     path.write_text(prologue + 'rank = int(os.environ["RANK_ID"])\n' + text)
@@ -32,7 +32,7 @@ def write(path: Path, text: str) -> Path:
 
 
 def ranks_that_wait(folder: Path, number: int) -> Launched:
-    """So many ranks, of which each has left its process's number in ``pid.<rank>`` , and waits for ever."""
+    """Start `number` ranks. Each has written its process id into ``pid.<rank>`` , and waits for ever."""
     script = write(folder / "script.py", 'open(f"pid.{rank}", "x").write(str(os.getpid()))\ntime.sleep(1000)')
     launched = Launched(script, "-n", str(number))
     for rank in range(number):
@@ -43,8 +43,8 @@ def ranks_that_wait(folder: Path, number: int) -> Launched:
 class Launched:
     """A running launcher whose processes can be found, even those that left its tree.
 
-    It is started in `cwd`, by default the script's folder, by ``python -m gaccum_ms.launch``, or by `program`
-    (``bash run.sh``, say), after `prefix`, which runs the words after it somewhere else.
+    It starts in `cwd`, by default the script's folder. The command is ``python -m gaccum_ms.launch`` or `program`
+    (``bash run.sh``, for example), after `prefix`, which may run it somewhere else.
     """
 
     def __init__(self, script: Path, *options: str, args=(), env=None, cwd=None, prefix=(), program=None) -> None:
@@ -93,7 +93,7 @@ def start(hosts: list[list[str]], script: Path, cwd: Path, number: int, *options
 
 
 def in_mounts_of_its_own(mount: str) -> list[str]:
-    """A prefix that runs a command after `mount`, a line of shell, which nobody else gets to see."""
+    """A prefix that runs a command after `mount`, a line of shell. No other process sees the mount."""
     prefix = ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh"]
     tried = shutil.which("unshare") and subprocess.run([*prefix, "true"], capture_output=True, text=True, timeout=60)
     if not tried or tried.returncode != 0:

@@ -23,7 +23,7 @@ BATCH, BATCHES, EPOCHS = 4, 4, 2
 
 
 class Trained(train.Callback):
-    """Notes what is trained on."""
+    """Records the samples of each batch."""
 
     def __init__(self, file):
         super().__init__()
@@ -57,7 +57,7 @@ def main(out, updates, mode):
     folder = f"{out}/saved/{rank}"
     finished = resume(model, folder, data_set)
     callbacks = [Trained(Path(out) / f"trained.{rank}"), UpdateCheckpoint(1, prefix="net", directory=folder)]
-    if finished < EPOCHS:  # a rank may have been killed when all was done
+    if finished < EPOCHS:  # a rank may have been killed after the last epoch
         model.train(EPOCHS, data_set, callbacks=callbacks, initial_epoch=finished, dataset_sink_mode=False)
     np.savez(f"{out}/rank{rank}.npz", **{one.name: one.asnumpy() for one in model.train_network.get_parameters()})
 

@@ -18,7 +18,7 @@ def test_a_held_port_is_a_free_one_and_stays_free_for_the_scheduler_alone():
             assert port != taken.getsockname()[1]
             with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
                 other.bind(("127.0.0.1", port))
-            with socket.socket() as scheduler:  # sets what MindSpore's sets
+            with socket.socket() as scheduler:  # with the option that MindSpore's scheduler sets
                 scheduler.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 scheduler.bind(("127.0.0.1", port))
                 scheduler.listen()
@@ -80,7 +80,7 @@ def test_ranks_wait_for_one_another_longer_than_mindspore_would_or_as_long_as_th
     assert timeouts({}) == {"MS_CPU_COMM_OP_TIMEOUT": "300"}
     for own in ({"MS_CPU_COMM_OP_TIMEOUT": "20"}, {"MS_NODE_TIMEOUT": "20"}):
         assert timeouts(own) == own
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.9.0")  # which knows the second alone
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.9.0")  # it has only MS_NODE_TIMEOUT
     assert timeouts({})["MS_NODE_TIMEOUT"] == "300"
     assert timeouts({"MS_CPU_COMM_OP_TIMEOUT": "20"})["MS_NODE_TIMEOUT"] == "20"
     assert timeouts({"MS_NODE_TIMEOUT": "20"}) == {"MS_NODE_TIMEOUT": "20"}

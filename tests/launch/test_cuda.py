@@ -62,7 +62,7 @@ def test_missing_packages_are_named_as_pip_knows_them(monkeypatch, tmp_path):
 
 
 def test_every_library_of_the_back_end_is_found(libraries, driver, tmp_path):
-    """By the loader itself, which lists what it finds for MindSpore's plug-ins."""
+    """The loader itself lists the libraries that it finds for MindSpore's plug-ins."""
     variables = cuda.lay_out(tmp_path / "cu da", {"LD_LIBRARY_PATH": str(driver)})
     plugins = cuda._package("mindspore") / "lib" / "plugin"
     for name in ("libmindspore_gpu.so.11.6", "gpu11.6/libnvidia_collective.so", "gpu/libcuda_ops.so.11"):

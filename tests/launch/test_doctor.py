@@ -77,7 +77,7 @@ def test_a_driver_without_the_libraries_is_broken(monkeypatch):
 
 @pytest.mark.parametrize("driver", [True, False])
 def test_a_cuda_home_of_another_version_is_named(tmp_path, monkeypatch, driver):
-    """With a driver it is broken; without one nothing would help, but it is said all the same."""
+    """With a driver there is a remedy. Without a driver nothing would help, but the finding names it too."""
     monkeypatch.setattr(cuda, "has_driver", lambda: driver)
     monkeypatch.setattr(cuda, "missing_packages", lambda: [])
     (tmp_path / "mindspore.py").write_text("raise ImportError('this back end does not load')")

@@ -16,7 +16,7 @@ from launched import ADDRESS, PYTHONPATH, Launched, write
 
 OTHER = "10.231.77.2"
 ENV = {**os.environ, "PYTHONPATH": PYTHONPATH}
-# What a rank has, for the tests to compare: its variables, and which host it is on.
+# A rank writes its variables and its host, which the tests compare.
 SAYS = (
     'import json\nnames = ["RANK_ID", "RANK_SIZE", "DEVICE_ID", "MS_NODE_ID", "MS_WORKER_NUM", "MS_SCHED_HOST", '
     '"MS_SCHED_PORT", "RANK_TABLE_FILE"]\nsaid = {name: os.environ.get(name) for name in names}\n'
@@ -33,7 +33,7 @@ def printed(script: Path, *options: str, args=(), code: int = 0) -> str:
 
 
 def run(text: str, folder: Path, prefix=(), **env: str) -> Launched:
-    """A printed script, by a bash of a host."""
+    """Run a printed script by bash, on the host of `prefix` ."""
     (folder / "printed.sh").write_text(text)
     return Launched(None, program=[*prefix, "bash", str(folder / "printed.sh")], env=env, cwd=folder)
 
@@ -44,7 +44,7 @@ def said(folder: Path, ranks: int) -> list[dict]:
 
 @pytest.fixture
 def stand_ins(hosts, tmp_path) -> dict[str, str]:
-    """Variables with which ssh, srun and scontrol are found that know the two hosts."""
+    """Variables that lead to replacements of ssh, srun and scontrol for the two hosts."""
     tools = tmp_path / "tools"
     tools.mkdir()
     enter = [" ".join(prefix) for prefix in hosts]
@@ -67,7 +67,7 @@ def stand_ins(hosts, tmp_path) -> dict[str, str]:
 
 
 def start_as(form: str, folder: Path, text: str, hosts, stand_ins) -> Launched:
-    """As it is started where it is meant for: mpirun on host 0; the others from anywhere."""
+    """Start a printed script where its form must start: mpirun on host 0, the others anywhere."""
     if form == "openmpi" and shutil.which("mpirun") is None:
         pytest.skip("mpirun is not installed")
     return run(text, folder, hosts[0] if form == "openmpi" else (), **stand_ins)
@@ -95,7 +95,7 @@ def test_the_launcher_is_started_on_each_host(form, hosts, stand_ins, tmp_path):
 
 
 def test_each_rank_is_started_by_hand_with_the_devices_of_ascends_table(hosts, tmp_path):
-    """The scheduler too, which sees the script like the ranks; a failing rank gives its exit code."""
+    """The scheduler is started too, with the same script. The exit code is a failing rank's."""
     table = tmp_path / "table.json"
     devices = iter([(4, "0"), (5, "1"), (2, "2"), (3, "3")])
     server = [
@@ -126,8 +126,8 @@ def test_each_rank_is_started_by_hand_with_the_devices_of_ascends_table(hosts, t
 @pytest.mark.thorough
 @pytest.mark.parametrize("form", ["ranks", "ssh", "slurm", "openmpi"])
 def test_the_ranks_train(form, hosts, stand_ins, tmp_path):
-    """The script is the same in all forms. It ends with an AllReduce, so that no rank leaves another that still needs
-    it: without the launcher nobody else sees to that."""
+    """The script is the same in all forms. It ends with an AllReduce, so that no rank ends while another still needs
+    it: in the form "ranks" there is no launcher that ensures this."""
     source = Path(__file__).with_name("training_worker.py").read_text()
     script = tmp_path / "script.py"
     script.write_text(source + "ops.AllReduce()(ms.Tensor([1.0])).asnumpy()\n")

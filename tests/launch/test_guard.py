@@ -17,7 +17,7 @@ pytestmark = pytest.mark.distributed
 
 
 def test_the_script_runs_as_python_runs_it(tmp_path):
-    """In the rank's process: its own `__main__`, folder, arguments and exit code, and what pickling it needs."""
+    """The script has its own `__main__` , folder, arguments and exit code, and its classes can be pickled."""
     script = write(
         tmp_path / "script.py",
         """
@@ -39,7 +39,7 @@ if __name__ == "__main__":
 
 
 def test_no_rank_leaves_before_all_have_come_to_their_end(tmp_path):
-    # What a rank does when its process ends shows when that was. One that fails waits for nobody.
+    # A rank's exit handler shows when its process ends. A rank that fails waits for nobody.
     script = write(
         tmp_path / "script.py",
         "import atexit\n"
@@ -53,7 +53,7 @@ def test_no_rank_leaves_before_all_have_come_to_their_end(tmp_path):
 
 
 def test_a_rank_does_not_wait_for_ever_for_one_that_goes_on(tmp_path):
-    # It may be waited for in turn, in a collective to which it never comes: that must fail, not hang.
+    # The other may wait in turn, in a collective to which this rank never comes: that must fail, not hang.
     script = write(
         tmp_path / "script.py",
         "import atexit\nbegin = time.monotonic()\n"
@@ -74,12 +74,12 @@ def test_ranks_end_when_the_launcher_is_killed(tmp_path):
     until = time.monotonic() + 30
     while launched.running() and time.monotonic() < until:
         time.sleep(0.2)
-    launched.finish()  # asserts that none is left
+    launched.finish()  # asserts that no process is left
 
 
 @pytest.mark.parametrize(("options", "shown"), [((), ""), (("--tune-cpu",), "CpuThreads(dispatch=1, kernels=")])
 def test_threads_are_tuned_when_asked_and_only_then(tmp_path, options, shown):
-    """MindSpore says whether its threads have been set."""
+    """MindSpore's own record shows whether its threads have been set."""
     script = write(
         tmp_path / "script.py",
         "from mindspore._c_expression import RuntimeConf\n"
@@ -112,5 +112,5 @@ def test_a_rank_that_fails_says_what_python_says_and_ends_as_it_does(tmp_path, e
     python, ours = (subprocess.run(way, env=env, capture_output=True, text=True, timeout=60) for way in ways)
     assert ours.returncode == python.returncode != 0
     assert ours.stdout == python.stdout
-    if end != "raise KeyboardInterrupt":  # which Python prints itself, with our lines
+    if end != "raise KeyboardInterrupt":  # Python prints that traceback itself, with the guard's lines
         assert ours.stderr == python.stderr

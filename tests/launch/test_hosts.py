@@ -33,7 +33,7 @@ def test_two_hosts_train_as_one(hosts, tmp_path):
 @pytest.mark.core("3")
 @pytest.mark.parametrize("failing", [0, 3])
 def test_a_failing_rank_ends_both_hosts_which_name_it_with_its_log(hosts, tmp_path, failing):
-    # The others are in no collective, so nothing but the launchers can tell them.
+    # The others are in no collective, so only the launchers can end them.
     script = write(
         tmp_path / "script.py",
         'assert os.environ["RANK_SIZE"] == "4"\nopen(f"up.{rank}", "x")\n'
@@ -114,7 +114,7 @@ def test_a_host_that_is_cut_off_ends_both(hosts, tmp_path):
 
 @pytest.mark.thorough
 def test_ranks_of_both_hosts_leave_together(hosts, tmp_path):
-    # Each says how long after the last one it left: not before it, nor much later, when it would have lost patience.
+    # Each rank prints how long it ended after the last one was done: not before, and not only when its wait ran out.
     script = write(
         tmp_path / "script.py",
         'import atexit\natexit.register(lambda: print(time.time() - os.path.getmtime("last"), flush=True))\n'
@@ -164,7 +164,7 @@ def test_a_host_with_other_numbers_is_refused(hosts, tmp_path, options, message)
 
 def test_a_taken_port_is_named(hosts, tmp_path):
     script = write(tmp_path / "script.py", "time.sleep(1000)")
-    for port in (8118, 8119):  # MindSpore's, and the launchers'
+    for port in (8118, 8119):  # MindSpore's port, and the launchers' port
         listens = f"import socket; held = socket.create_server(('{ADDRESS}', {port})); print('up', flush=True); input()"
         taker = subprocess.Popen(
             [*hosts[0], sys.executable, "-c", listens], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

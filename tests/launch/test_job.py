@@ -96,7 +96,7 @@ def test_a_killed_rank_ends_the_others(tmp_path):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_leaves_no_process(tmp_path, number, code):
-    # Ranks that ignore the polite signal, and one with a process of its own in another session, must go too.
+    # Ranks that ignore SIGTERM, and their own processes in other sessions, must end too.
     script = write(
         tmp_path / "script.py",
         "import signal, subprocess\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -118,7 +118,7 @@ def test_time_runs_out(tmp_path):
 
 
 def test_msruns_own_options_reach_it(tmp_path):
-    """Its own check of cores comes through, and then cores and table are what was given."""
+    """The ranks get the given cores and table. An error of msrun's own check is shown."""
     table = tmp_path / "a table.json"
     table.write_text("{}")
     script = write(

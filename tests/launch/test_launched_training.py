@@ -18,7 +18,7 @@ WORKER = Path(__file__).resolve().with_name("training_worker.py")
 FOR_EVER = "1000000"
 pytestmark = pytest.mark.distributed
 
-# What an outer launch of each kind would leave, each value wrong for this one.
+# The variables that an outer launch of each kind would leave. Each value is wrong for this launch.
 STALE = {
     **{"MS_ROLE": "MS_SCHED", "MS_SCHED_HOST": "192.0.2.1", "MS_SCHED_PORT": "1", "MS_WORKER_NUM": "9"},
     **{"MS_NODE_ID": "5", "MS_WORKER_IP": "192.0.2.1", "MS_TOPO_TIMEOUT": "1", "MS_SERVER_NUM": "3"},
@@ -29,7 +29,7 @@ STALE = {
 
 
 def assert_trained(out: Path, ranks: int) -> None:
-    """All ranks are there, and have the same weights, which only what they sent each other can have made."""
+    """All ranks have trained, and have the same weights. Their data differ, so they must have communicated."""
     sizes, totals = zip(*((out / f"rank{rank}").read_text().split() for rank in range(ranks)), strict=True)
     assert set(sizes) == {str(ranks)}
     assert len(set(totals)) == 1
@@ -46,7 +46,7 @@ def wait_for_step(launched: Launched, out: Path, rank: int, step: int) -> int:
 
 
 def test_two_launches_at_once_with_spaces_in_every_path_and_variables_of_another_cluster(tmp_path):
-    """From a copy of the project, by its run.sh, called from another folder; both train."""
+    """Both launches train, by the run.sh of a copy of the project, called from another folder."""
     project, elsewhere = tmp_path / "a project", tmp_path / "some where"
     shutil.copytree(ROOT / "gaccum_ms", project / "gaccum_ms", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "run.sh", project)
@@ -88,7 +88,7 @@ def test_a_rank_that_ends_in_training_ends_the_others_in_their_allreduce(tmp_pat
 @pytest.mark.thorough
 @pytest.mark.parametrize("waits", [None, "5"])
 def test_a_rank_may_be_late_for_a_collective(tmp_path, waits, monkeypatch):
-    """By more than the 30 s that MindSpore's own default would allow; the control waits less."""
+    """It may be later than the 30 s of MindSpore's own default. The control has a limit of 5 s."""
     for name in ("MS_CPU_COMM_OP_TIMEOUT", "MS_NODE_TIMEOUT"):
         monkeypatch.delenv(name, raising=False)
     script = tmp_path / "script.py"
@@ -127,7 +127,7 @@ def test_a_rank_that_never_comes_is_named_after_the_start_timeout(tmp_path):
 
 @pytest.mark.thorough
 def test_a_rank_that_ends_early_ends_the_others_in_their_collective(tmp_path):
-    """One waits in a graph, asleep; another in PyNative mode, where it computes as it waits."""
+    """One rank waits in a graph, and sleeps; another waits in PyNative mode, in a busy loop."""
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\nimport mindspore as ms\nfrom mindspore import ops\n"
@@ -146,7 +146,7 @@ def test_a_rank_that_ends_early_ends_the_others_in_their_collective(tmp_path):
 
 @pytest.fixture(scope="module")
 def mpirun() -> None:
-    """Open MPI, installed if it is not there and can be."""
+    """Open MPI, which apt-get installs if it is missing."""
     if shutil.which("mpirun") is None:
         reason = "mpirun is not installed, and there is no apt-get to install openmpi-bin with"
         if shutil.which("apt-get"):
@@ -173,8 +173,8 @@ def test_mpirun_trains_and_keeps_logs_as_msrun_does(tmp_path, mpirun):
 
 @pytest.mark.thorough
 def test_more_ranks_than_samples_train(tmp_path):
-    """MindSpore gives each rank a sample, here both the same. The cell refuses to split it in the sample's default of
-    4 micro-batches, as it would any batch of one; with 1 the sample trains."""
+    """MindSpore gives both ranks the same image. The cell refuses to split a batch of one into train.py's default of 4
+    micro-batches; with 1 micro-batch train.py trains."""
     for name in ("train", "t10k"):
         (tmp_path / f"{name}-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 2051, 1, 28, 28) + bytes(28 * 28))
         (tmp_path / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, 1) + bytes(1))

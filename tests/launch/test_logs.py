@@ -28,7 +28,7 @@ def test_a_log_folder_that_cannot_be_made_is_named(tmp_path):
 
 
 def test_a_log_folder_on_a_file_system_that_is_read_only_is_named(tmp_path):
-    # A file system's own refusal: permissions do not stop root, who often runs the tests.
+    # The file system itself must refuse: permissions do not stop root, who often runs the tests.
     script = write(tmp_path / "script.py", "")
     (tmp_path / "mount").mkdir()
     prefix = in_mounts_of_its_own(f"mount -t tmpfs -o ro none '{tmp_path}/mount'")
@@ -63,7 +63,7 @@ def test_logs_of_an_older_launch_with_more_ranks_are_removed(tmp_path):
     ids=lambda path: path.replace("/", "-"),
 )
 def test_a_folder_that_no_launch_made_is_not_replaced(tmp_path, path):
-    """Nor the files that lie beside it; and the launch says so before it starts or removes anything."""
+    """The files beside it are kept too. The launch reports the error before it starts or removes anything."""
     script, runs = write(tmp_path / "script.py", ""), tmp_path / "runs"
     (runs / "1" / "rank.7").mkdir(parents=True) if path != "1" else runs.mkdir()
     files = [runs / path, *(runs / name for name in (".lock", ".probe", "msrun.log", "scheduler.log"))]

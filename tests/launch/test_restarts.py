@@ -19,8 +19,8 @@ from gaccum_ms.launch.restarts import Restarts
 
 WORKER = Path(__file__).resolve().with_name("recovering_worker.py")
 KILLS = 20
-KEEPS = ["sh", "-c", 'exec "$@" 2>stderr', "sh"]  # nobody reads a pipe meanwhile, and it would be full
-SECONDS = 3000  # for twenty restarts, on a machine that does much else
+KEEPS = ["sh", "-c", 'exec "$@" 2>stderr', "sh"]  # nobody reads a pipe meanwhile, and it would fill up
+SECONDS = 3000  # for twenty restarts on a busy machine
 pytestmark = pytest.mark.distributed
 
 
@@ -30,7 +30,7 @@ def trained(folder: Path, ranks: int) -> list[dict[str, np.ndarray]]:
 
 
 def rows_of(folder: Path, rank: int) -> list[list]:
-    """Attempt, update and samples of each batch that a rank trained on; a line may be cut short by its end."""
+    """Attempt, update and samples of each batch that a rank trained on. An incomplete last line is left out."""
     file = folder / f"trained.{rank}"
     return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
 
@@ -50,12 +50,12 @@ def undisturbed(folder: Path, ranks: int, updates: int, mode: str) -> Path:
 
 
 def said(folder: Path) -> str:
-    """What the launcher has said of failures."""
+    """The launcher's messages on stderr."""
     return (folder / "stderr").read_text()
 
 
 def ranks_of_attempt(launched: Launched, attempt: int) -> list[psutil.Process]:
-    """The processes of the ranks themselves, not of those who watch them."""
+    """The ranks' own processes, without their guards."""
     found = []
     for process in launched.running():
         try:
@@ -85,8 +85,8 @@ def kill_one(launched: Launched, folder: Path, attempt: int, ranks: int, chance:
 
 
 def assert_trained_once(folder: Path, reference: Path, ranks: int) -> None:
-    """Every update on the samples that it has in an undisturbed training; and every attempt's updates in succession,
-    of which the first follows on one that was there to go on from."""
+    """Check that every update has the samples of an undisturbed training, and that each attempt makes its updates
+    in succession, from where the earlier attempts ended."""
     for rank in range(ranks):
         rows = rows_of(folder, rank)
         right = {update: (samples, size) for _, update, samples, size in rows_of(reference, rank)}
@@ -112,7 +112,7 @@ def test_a_rank_that_is_killed_is_started_again_and_nothing_is_trained_twice(tmp
     launched = begin(folder, 2, 6, "--max-restarts", "1", mode="graph")
     while len(rows_of(folder, 1)) < 5 and launched.process.poll() is None:
         time.sleep(0.01)
-    for rank in range(2):  # as a rank may leave them that is killed, or a host that loses power
+    for rank in range(2):  # a killed rank, or a host that loses power, may leave such files
         (folder / "saved" / str(rank) / "net-9_9.tmp").write_bytes(b"half a check")
         half = folder / "saved" / str(rank) / "net-9_9.ckpt"
         half.write_bytes(b"half a check")
@@ -151,7 +151,7 @@ def test_twenty_kills_at_random_moments_leave_the_weights_of_an_undisturbed_trai
 
 @pytest.mark.thorough
 def test_the_ranks_that_are_left_make_the_same_updates_to_rounding(tmp_path):
-    """The last rank of four fails twice in succession; three do not share the samples, so two go on."""
+    """The last rank of four fails twice in succession, then the last of three, so two ranks go on."""
     reference = undisturbed(tmp_path / "reference", 4, 6, "graph")
     launched = begin(tmp_path / "fewer", 4, 6, "--max-restarts", "9", "--min-processes", "2", mode="graph")
     folder = tmp_path / "fewer"
@@ -284,7 +284,7 @@ def wait_for_attempt(launched: Launched, folder: Path, attempt: int, ranks: int)
 
 
 def wait_until_gone(killed: Launched) -> None:
-    """The guards of a launcher that is killed end their ranks."""
+    """Wait until the guards of a killed launcher have ended their ranks."""
     until = time.monotonic() + 60
     while killed.running() and time.monotonic() < until:
         time.sleep(0.2)

@@ -36,7 +36,7 @@ def host_0(secret: bytes = SECRET) -> Iterator[Host0]:
 
 @pytest.fixture
 def other(monkeypatch) -> Iterator:
-    """Makes host 1, which takes the loopback address for another host's."""
+    """A function that makes host 1, which takes the loopback address for another host's address."""
     monkeypatch.setattr(hosts, "is_local", lambda address: False)
     with contextlib.ExitStack() as stack:
         yield lambda host, secret=SECRET: stack.enter_context(
@@ -45,7 +45,7 @@ def other(monkeypatch) -> Iterator:
 
 
 def both_talk(host: Host0, other: OtherHost) -> list:
-    """What host 0 has heard when host 1 has joined it, which takes some turns of both."""
+    """The messages that host 0 gets when host 1 has joined. Joining takes some turns of both."""
 
     other.send({"rank": 1, "code": 0})
     joins = Thread(target=other.receive)
@@ -61,13 +61,13 @@ def both_talk(host: Host0, other: OtherHost) -> list:
 
 @contextlib.contextmanager
 def stranger(host: Host0, *sent: bytes) -> Iterator[socket.socket]:
-    """Connects to host 0, and sends what it is given when it has been challenged."""
+    """Connects to host 0, and sends `sent` after the challenge."""
     with socket.create_connection(("127.0.0.1", host.cluster.master_port + 1), timeout=5) as connection:
         time.sleep(0.05)
         assert host.receive() == []
         assert len(connection.recv(100)) == 33, "host 0 speaks first"
         for data in sent:
-            with contextlib.suppress(OSError):  # it may have been cut off
+            with contextlib.suppress(OSError):  # host 0 may have closed the connection
                 connection.sendall(data)
                 time.sleep(0.05)
                 assert host.receive() == []
@@ -188,7 +188,7 @@ def test_a_host_with_another_secret_says_so_and_host_0_goes_on(other, capsys, ou
 
 
 def test_one_who_is_not_host_0_is_not_obeyed(other):
-    """It takes the port, and answers without knowing the secret."""
+    """A stranger listens at the port, and answers without the secret."""
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(10)

@@ -54,7 +54,7 @@ def test_a_rank_that_ends_while_others_wait_ends_all(tmp_path, how):
 
 
 def test_ranks_that_go_on_alone_may(tmp_path):
-    """One that computes, then one that waits for a child, then one whose file grows; and it all counts anew."""
+    """The rank computes for 4 s, waits 4 s for a child, and sleeps 1 s. It never stands still for 2.5 s."""
     script = write(
         tmp_path / "script.py",
         "import subprocess\nif rank: sys.exit()\nend = time.monotonic() + 4\n"
@@ -83,11 +83,11 @@ def test_no_rank_that_comes_to_init_in_time(tmp_path):
     assert done.stderr.count("    waiting for a disk") == 2
 
 
-# -- what is said, decided from messages alone -------------------------------------------------------------------------
+# -- errors, decided from messages alone -------------------------------------------------------------------------------
 
 
 def why(tmp_path, *messages, seconds=0.0, **options) -> str:
-    """The error that messages to host 0 lead to, the last of them `seconds` after the others."""
+    """The error that follows from messages to host 0. The last message comes `seconds` after the others."""
     ranks = Ranks(Cluster(processes=4, master_port=1, **options), tmp_path)
     for message in messages[:-1]:
         ranks.note(message)

@@ -17,7 +17,7 @@ TOOLS = ("bash", "dirname", "ls", "cat")
 
 @pytest.fixture
 def bare(tmp_path) -> Path:
-    """A Python that finds no package at all, in a folder with nothing else that run.sh could take."""
+    """A Python that finds no package at all, in a folder with no other Python that run.sh could use."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in TOOLS:
@@ -47,13 +47,13 @@ def test_its_options_are_shown_and_read_where_nothing_is_installed(bare, tmp_pat
 
 @pytest.mark.parametrize("words", [["check"], ["--processes=2", "--help"], ["--proceses=2", "x"]], ids=" ".join)
 def test_run_sh_does_what_needs_no_package_in_a_fresh_clone(bare, tmp_path, words):
-    """From any folder, even one whose files have the names of Python's modules."""
+    """It works from any folder, even one whose files have the names of Python's modules."""
     clone, elsewhere = tmp_path / "a clone", tmp_path / "else where"
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "gaccum_ms", clone / "gaccum_ms", ignore=ignore)
     shutil.copy(ROOT / "run.sh", clone)
     elsewhere.mkdir()
-    for name in ("socket", "argparse") if hasattr(sys.flags, "safe_path") else ():  # Python 3.10 takes them
+    for name in ("socket", "argparse") if hasattr(sys.flags, "safe_path") else ():  # Python 3.10 would import them
         (elsewhere / f"{name}.py").write_text("raise SystemExit('this is not Python\\'s own')")
     clean = {"PATH": str(bare.parent), "PYENV_ROOT": str(bare.parent), "PYTHONPATH": ""}
     done = run(bare.parent / "bash", clone / "run.sh", *words, cwd=elsewhere, **clean)
@@ -70,7 +70,7 @@ def test_run_sh_does_what_needs_no_package_in_a_fresh_clone(bare, tmp_path, word
 
 
 def test_where_mindspore_is_installed_it_is_not_imported(tmp_path):
-    """By Python's own record, through a whole launch. The control: the rest of the package does import it."""
+    """Python's own record of imports covers a whole launch. The control: the rest of the package does import it."""
     script = tmp_path / "script.py"
     script.write_text("print('ran')")
     imports = [sys.executable, "-X", "importtime"]

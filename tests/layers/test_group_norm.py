@@ -25,7 +25,7 @@ from gaccum_ms.layers.batchnorm import batch_norm_names
 
 
 class NormsNet(Classifier):
-    """BatchNorm for inputs of two, four and five axes, in a container, shared, and in a list of the user's."""
+    """BatchNorm for inputs of two, four and five axes, in a container, shared, and in a plain list."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ def norms_net():
 
 
 def group_norm(x, groups, gamma, beta, eps=1e-5):
-    """In NumPy."""
+    """GroupNorm in NumPy."""
     rows = x.reshape(x.shape[0], groups, -1).astype(np.float64)
     rows = (rows - rows.mean(axis=2, keepdims=True)) / np.sqrt(rows.var(axis=2, keepdims=True) + eps)
     shape = (1, -1) + (1,) * (x.ndim - 2)
@@ -226,7 +226,7 @@ def test_groups_that_do_not_divide_are_refused_before_anything_changes():
     text = str(caught.value)
     for part in ("but got 4", "head.1 (6), blocks.0.1 (6), blocks.1.1 (6), volume (6)", "divided by 6"):
         assert part in text
-    assert "row" not in text  # 72 is divided
+    assert "row" not in text  # 4 divides 72
     assert batch_norm_names(network) == LAYERS
 
 
@@ -244,7 +244,7 @@ def test_bad_networks_are_refused():
     with pytest.raises(ValueError, match="the layer 'BatchNorm2d' itself"):
         convert_batchnorm_to_groupnorm(nn.BatchNorm2d(4), 2)
     network = nn.SequentialCell(nn.BatchNorm2d(4))
-    network[0].format = "NHWC"  # MindSpore makes such a layer on GPU alone
+    network[0].format = "NHWC"  # MindSpore makes such a layer only on GPU
     with pytest.raises(ValueError, match=r"data_format='NHWC' of 0. Nothing was replaced"):
         convert_batchnorm_to_groupnorm(network, 2)
     assert type(network[0]) is nn.BatchNorm2d

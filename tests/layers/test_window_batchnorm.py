@@ -13,7 +13,7 @@ from gaccum_ms.layers.window_batchnorm import WindowStatistics
 
 
 class Net(nn.Cell):
-    """The layer comes first, so that what it sees depends on no other layer's statistics."""
+    """The layer comes first, so that its input does not depend on another layer's statistics."""
 
     def __init__(self, norm):
         super().__init__()
@@ -22,7 +22,7 @@ class Net(nn.Cell):
         self.fail_at = 0
 
     def construct(self, x, y):
-        if self.fail_at > 0:  # in PyNative mode, micro-batches to go
+        if self.fail_at > 0:  # in PyNative mode: micro-batches until the failure
             self.fail_at -= 1
             if self.fail_at == 0:
                 raise ZeroDivisionError
@@ -31,7 +31,7 @@ class Net(nn.Cell):
 
 
 def data(samples, number=2):
-    """Far from zero mean, and micro-batches that differ."""
+    """Data with a mean far from zero, and micro-batches that differ."""
     return [(x + 5 + np.linspace(-2, 2, samples)[:, None].astype(np.float32), y) for x, y in batches(samples, number)]
 
 
@@ -53,7 +53,7 @@ def statistics(step):
 
 
 def whole_batch(given, momentum=0.9):
-    """By hand, as MindSpore's own layer moves on whole batches: the variance is the unbiased one."""
+    """The moving statistics of MindSpore's own layer on whole batches, by hand: the variance is unbiased."""
     moving = np.array([[0.0, 0.0], [1.0, 1.0]])
     for x, _ in given:
         values = x.astype(np.float64).reshape(-1, 2, 6).transpose(1, 0, 2).reshape(2, -1)
@@ -63,7 +63,7 @@ def whole_batch(given, momentum=0.9):
 
 @pytest.mark.filterwarnings("ignore:For 'GradAccumulationCell', the network has 1 BatchNorm")
 def test_mindspores_own_layer_moves_so_on_whole_batches_and_otherwise_on_micro_batches(pynative):
-    """What the reference here rests on, and a negative control."""
+    """Confirms the reference of these tests, with a negative control."""
     given = data(12)
     assert relative_error(run(make_step(nn.BatchNorm2d(2), micro_size=1), given), whole_batch(given)) < 1e-6
     assert relative_error(run(make_step(nn.BatchNorm2d(2), micro_size=4), given), whole_batch(given)) > 1e-2
@@ -80,7 +80,7 @@ def test_moving_statistics_are_the_whole_batchs(options, mode):
 
 @pytest.mark.core(mode="pynative")
 def test_windows_of_several_batches(mode):
-    """Of unequal batches; nothing moves before the window's end."""
+    """The batches are unequal; nothing moves before the window's end."""
     given = data(12)
     step = make_step(WindowBatchNorm(2), micro_batch_size=3, accumulation_steps=2)
     parts = [part for x, y in given for part in ((x[:8], y[:8]), (x[8:], y[8:]))]
@@ -111,7 +111,7 @@ def test_a_window_that_overflows_moves_nothing_and_leaves_nothing(mode):
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
 @pytest.mark.filterwarnings("ignore:For 'GradAccumulationCell', a batch failed half-way")
 def test_a_batch_that_fails_half_way_leaves_nothing(accumulation_steps, pynative):
-    """In a window of two it takes the first batch with it."""
+    """In a window of two, the first batch is lost too."""
     given = data(12)
     step = make_step(WindowBatchNorm(2), micro_size=4, accumulation_steps=accumulation_steps)
     run(step, given[: accumulation_steps - 1])
@@ -133,7 +133,7 @@ def test_a_dropped_micro_batch_is_left_out(mode):
 
 
 def test_momentum_for_a_batch_size(pynative):
-    """Twelve samples at 0.9 for each four keep 0.9^3."""
+    """With 0.9 for each four samples, twelve samples keep 0.9^3."""
     given = data(12)
     step = make_step(WindowBatchNorm(2, batch_size=4), micro_size=2)
     assert relative_error(run(step, given), whole_batch(given, momentum=0.9**3)) < 1e-6
@@ -157,7 +157,7 @@ def test_evaluation_normalises_by_them(mode):
 @pytest.mark.core(mode="pynative")
 @pytest.mark.parametrize("shape", [(6, 4), (6, 4, 5), (6, 4, 3, 2), (6, 4, 2, 3, 2)])
 def test_in_training_it_normalises_and_trains_as_mindspores_layer(shape, mode):
-    """Gradients of the input and of scale and shift too."""
+    """The gradients of the input, the scale and the shift are compared too."""
     random = np.random.default_rng(3)
     x, weights = (Tensor(random.normal(size=shape).astype(np.float32)) for _ in range(2))
     ours = WindowBatchNorm(4).set_train()

@@ -1,6 +1,6 @@
 """Trains a WithBatchLossCell in a separate process.
 
-batch_loss_program.py graph MICRO_SIZE SAMPLES                  makes one update; the environment has it save graphs
+batch_loss_program.py graph MICRO_SIZE SAMPLES                  makes one update; the environment turns on saved graphs
 batch_loss_program.py memory WAY MICRO_SIZE SAMPLES             prints by how many MB two updates raised the peak
 """
 
@@ -15,7 +15,7 @@ from support.contrastive import InfoNCE, unit_length
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WithBatchLossCell
 
-WIDTH = 2**16  # of the activations: 64 MB each for 256 samples
+WIDTH = 2**16  # the width of the activations, of which each has 64 MB for 256 samples
 
 
 class WideTower(nn.Cell):

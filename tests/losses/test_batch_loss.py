@@ -1,4 +1,4 @@
-"""WithBatchLossCell: a loss of the whole batch under micro-batches equals the whole batch's. Ranks:
+"""WithBatchLossCell: a loss of the whole batch, trained with micro-batches, equals training on the whole batch. Ranks:
 test_batch_loss_ranks.py."""
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def run(kind="towers", samples=RAGGED, way="graph", optimizer=None, **options):
 
 
 def _matrix():
-    """One network x micro_size x ragged in graph mode in full, the others in pairs; eagerly, and compiled in PyNative
-    mode, on lines through it."""
+    """For one network all combinations of micro_size and samples, in graph mode. For the other networks, PyNative mode
+    and compiled PyNative mode, a few combinations."""
     for micro_size in (1, 2, 3, 8):
         for samples in (DIVISIBLE, RAGGED):
             yield "towers", micro_size, samples, "graph"
@@ -93,7 +93,7 @@ def test_equals_the_whole_batch(kind, micro_size, samples, way):
 
 
 def test_the_reference_learns_and_so_does_the_temperature():
-    """Or the tests here would show less than they say."""
+    """Otherwise the tests here would show little."""
     for kind in contrastive.KINDS:
         reference = whole_batch(kind, RAGGED)
         before = {one.name: as_numpy(one) for part in make_parts(kind) for one in part.trainable_params()}
@@ -129,7 +129,7 @@ def test_options_of_the_cell_change_nothing(options, way):
 
 @pytest.mark.thorough
 def test_low_precision_accumulators():
-    """What they lose; compensated they lose nothing, as the test above shows."""
+    """They lose precision; with compensation they lose none, as the test above shows."""
     narrow, reference = run("single", micro_size=3, accumulator_dtype=ms.float16), whole_batch("single", RAGGED)
     assert_equivalent(narrow, reference, 4e-3)
     with pytest.raises(AssertionError):
@@ -144,7 +144,7 @@ def test_another_optimizer():
 
 
 class Clipped(nn.Cell):
-    """By hand: MindSpore's own makes a scalar's gradient one of shape (1,), which its SGD does not take."""
+    """Clips by hand: MindSpore's function gives a scalar's gradient the shape (1,), which its SGD does not accept."""
 
     def construct(self, gradients):
         squares = 0.0
@@ -168,7 +168,7 @@ def clipped_whole(backbone, loss_fn, optimizer):
 def test_clips_the_finished_gradient(mode):
     reference = contrastive.train(clipped_whole, "single", batches("single", RAGGED, UPDATES))
     assert_equivalent(run("single", way=mode, micro_size=3, max_grad_norm=0.05), reference, TOLERANCE)
-    with pytest.raises(AssertionError):  # it does clip
+    with pytest.raises(AssertionError):  # the clip has an effect
         assert_equivalent(whole_batch("single", RAGGED), reference, TOLERANCE)
 
 
@@ -217,7 +217,7 @@ def test_called_by_itself_it_is_the_whole_batchs_network(mode):
 
 
 class LossOfEachMicroBatch(OneLoss):
-    """What accumulation without the second pass is: a micro-batch's negatives are its own alone."""
+    """Accumulation without the second pass: a micro-batch sees only its own negatives."""
 
 
 class SecondPassOfTheLastAlone(BySamples):
@@ -226,7 +226,7 @@ class SecondPassOfTheLastAlone(BySamples):
 
 
 class OtherOrder(TwoPasses):
-    """The representations of the last micro-batch, the first to be there, come first."""
+    """Puts new representations before the earlier ones, so that the last micro-batch comes first."""
 
     def appended(self, state, new, rows):
         following: tuple = (state[0] + rows,)
@@ -300,8 +300,8 @@ def test_an_overflow_changes_nothing_and_lowers_the_scale(mode):
 @pytest.mark.core(level="O2")
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "auto"])
 def test_amp_levels_train_like_the_whole_batch(level):
-    """Against MindSpore's own step at the same level, in float16's precision. That the level takes effect shows in a
-    difference to float32."""
+    """Compared with MindSpore's own step at the same level, to float16's precision. The difference from float32 shows
+    that the level takes effect."""
     finals = []
     for accumulate in (False, True):
         backbone, loss_fn = make_parts("single")
@@ -322,12 +322,12 @@ def test_amp_levels_train_like_the_whole_batch(level):
 
 
 def data_set(samples):
-    """Three batches, the last of which may be smaller."""
+    """Three batches; the last may be smaller."""
     return ms.dataset.NumpySlicesDataset(batches("single", samples, 1)[0], ["x"], shuffle=False).batch(RAGGED)
 
 
 def make_spread():
-    """Without a bias, on which a covariance does not depend: its moments would be nothing but rounding."""
+    """Without a trained bias: a covariance does not depend on it, and its moments would be rounding errors."""
     backbone, loss_fn = make_parts("single")
     backbone.tower.bias.requires_grad = False
     return backbone, loss_fn
@@ -401,7 +401,7 @@ def test_audit_passes_and_leaves_no_trace(kind, way):
 
 
 class Centred(Single):
-    """Compares samples where only one micro-batch is seen."""
+    """Compares samples in the backbone, which sees only one micro-batch."""
 
     def construct(self, x):
         values = self.tower(x)
@@ -444,7 +444,7 @@ def test_batch_norm_draws_the_warning_that_says_twice():
 
 @pytest.mark.core(mode="pynative")
 def test_window_batch_norm_counts_once(mode):
-    """Its moving statistics are the whole batch's, by MindSpore's own layer, unbiased variance and all."""
+    """Its moving statistics equal those of MindSpore's own layer on the whole batch, unbiased variance included."""
     x = Tensor(batches("single", RAGGED, 1)[0][0] * 2 + 1)
     plain = WithLayer(nn.BatchNorm1d(12))
     nn.TrainOneStepCell(Whole(plain, Spread()), nn.SGD(plain.trainable_params(), 0.1)).set_train()(x)
@@ -471,9 +471,9 @@ class HalfSquares(nn.Cell):
 
 
 def kept_twice(samples, layer, **options):
-    """Of half the squares of dropped weights, the gradient is the weight times the masks of both passes, each of which
-    doubles what it keeps. How many of the weights are kept in both, of a thousand in each sample, in three updates: a
-    half of them if the masks are the same, a quarter if not."""
+    """The share of the 1,000 weights that both passes keep, in each of three updates: a half if the masks are the same,
+    a quarter if not. The gradient of half the squares of the dropped weights is the weight times the masks of both
+    passes; each mask doubles what it keeps."""
     backbone = Dropped(layer)
     optimizer = nn.SGD(backbone.trainable_params(), 0.01)
     step = accumulated(micro_batch_size=2, **options)(backbone, HalfSquares(), optimizer).set_train()
@@ -510,7 +510,7 @@ def test_dropout_without_a_second_pass_or_a_rate_draws_no_warning(pynative):
 
 
 def program(*arguments, folder=None, **variables):
-    """What batch_loss_program.py prints, in a process of its own."""
+    """What batch_loss_program.py prints, in a separate process."""
     result = subprocess.run(
         [sys.executable, str(paths.worker("batch_loss_program.py")), *map(str, arguments)],
         cwd=folder,
@@ -526,8 +526,8 @@ def program(*arguments, folder=None, **variables):
 @pytest.mark.thorough
 @pytest.mark.parametrize(("micro_size", "samples", "count"), [(16, 32, 3), (16, 31, 4)])
 def test_the_graph_does_not_grow_with_micro_size(micro_size, samples, count, tmp_path):
-    """Erf, which the backbone alone has, in the finished graph: once in each loop and once for the last micro-batch, in
-    the first pass; in the second, where the last micro-batch is smaller."""
+    """Only the backbone has Erf. The finished graph has it once in each pass's loop, once for the first pass's last
+    micro-batch and, if the last micro-batch is smaller, once more in the second pass."""
     program("graph", micro_size, samples, folder=tmp_path, MS_DEV_SAVE_GRAPHS="2", MS_DEV_SAVE_GRAPHS_PATH="ir")
     (graph,) = sorted(tmp_path.glob("ir/**/*_validate_*.ir"))[-1:]
     assert len(re.findall(r"= (?:PrimFunc_)?Erf\(", graph.read_text())) == count
@@ -544,8 +544,8 @@ def test_one_compilation_for_each_shape_of_batch():
 @pytest.mark.thorough
 @pytest.mark.parametrize(("way", "samples"), [("graph", 250), ("pynative", 256)])
 def test_the_activations_of_one_micro_batch_are_in_memory(way, samples):
-    """Growth of the process's peak from before the first update, of which activations are nearly all. Graph mode gives
-    the loop and the last micro-batch outside of it memory of their own."""
+    """The growth of the process's peak since before the first update, nearly all of it activations. In graph mode the
+    loop and the last micro-batch outside of it have separate memory."""
     whole_growth = float(program("memory", way, 1, samples))
     growth = float(program("memory", way, 16, samples))
     assert whole_growth > 500
@@ -628,15 +628,15 @@ class PerSample(nn.Cell):
         return ops.square(values).sum(axis=1)
 
 
-def test_refuses_a_loss_that_is_no_scalar():  # in PyNative mode MindSpore trains no more after such an error
+def test_refuses_a_loss_that_is_no_scalar():  # in PyNative mode MindSpore cannot train after such an error
     with pytest.raises(ValueError, match=r"the network must return a scalar loss of shape \(\), but got shape \(13,\)"):
         step_of(Single(), PerSample(), micro_size=3)(*map(Tensor, batches("single", RAGGED, 1)[0]))
 
 
 @pytest.mark.core(mode="pynative")
 def test_a_batch_that_fails_leaves_nothing_behind(mode):
-    """A batch whose second input is too wide fails; what comes next is as if it had not been. `gather_ranks` changes
-    nothing, stand-alone."""
+    """A batch whose second input is too wide fails; the next batches train as without it. In stand-alone mode
+    `gather_ranks` changes nothing."""
     reference = whole_batch("towers", RAGGED)
     ms.set_context(mode=WAYS[mode])
     backbone, loss_fn = make_parts("towers")

@@ -22,7 +22,7 @@ RATE = 0.5
 
 
 class Masked(nn.Cell):
-    """Squared error of w x ~ 1: its mean over the samples that the mask keeps, or their sum."""
+    """The squared error of w x ~ 1: its mean over the samples that the mask keeps, or its sum."""
 
     def __init__(self, reduction="mean"):
         super().__init__()
@@ -38,7 +38,7 @@ class Masked(nn.Cell):
 
 
 class MaskedAndMean(Masked):
-    """The masked mean, and the mean prediction of all samples."""
+    """The masked mean, and the mean error of all samples, without the mask."""
 
     def construct(self, x, mask):
         errors = self.errors(x)
@@ -62,7 +62,7 @@ def mean_oracle(x):
 
 
 def make_step(network, weighing=None, **options):
-    """`network` or one of its class."""
+    """A step of `network` , which is a Cell or its class."""
     cell = GradAccumulationCell(network() if isinstance(network, type) else network, **options)
     step_class = step_with(weighing=weighing) if weighing else TrainOneStepWithGradAccumulationCell
     return step_class(cell, nn.Momentum(cell.trainable_params(), RATE, 0.9)).set_train()
@@ -72,7 +72,7 @@ steps = Reused(make_step)
 
 
 def gradient(step):
-    """Momentum's first update is the gradient times the rate."""
+    """The gradient, from momentum's first update, which is the gradient times the rate."""
     return (START - as_numpy(step.weights[0])) / RATE
 
 
@@ -144,7 +144,7 @@ KINDS_OF_WINDOWS = {
     ],
 )
 def test_a_count_may_be_a_number(count, window, way):
-    """Where the mask keeps all, rows, half of them and the mask's sum are one and the same weight."""
+    """If the mask keeps all samples, their number, half of it and the mask's sum give the same weights."""
     ms.set_context(mode=MODES[way])
     options = KINDS_OF_WINDOWS[window]
     batches = options.get("accumulation_steps", 1)
@@ -173,7 +173,7 @@ def test_a_count_that_is_no_number_is_refused(count, kind, pynative):
 
 
 class Returning(Masked):
-    """Returns its loss as `kind` says."""
+    """Returns its loss as the given kind of output."""
 
     def __init__(self, kind):
         super().__init__()
@@ -265,7 +265,7 @@ def test_a_count_that_is_no_scalar_is_refused(count, pynative):
 
 
 class Half(nn.Cell):
-    """2,000 tokens a sample, in float16, with gradients near 1."""
+    """2,000 tokens for each sample, in float16, with gradients near 1."""
 
     def __init__(self):
         super().__init__()
@@ -279,7 +279,7 @@ class Half(nn.Cell):
 @pytest.mark.core("pynative-accumulator_dtype1")
 @pytest.mark.parametrize("accumulator_dtype", [ms.float32, ms.float16])
 def test_counted_gradients_are_as_small_as_the_whole_batchs_in_low_precision(accumulator_dtype, mode):
-    """Seeded with counts as they are, gradients of 4 x 2,000 tokens at scale 1,024 would be 8 million, not float16."""
+    """With counts as seeds, gradients of 4 x 2,000 tokens at scale 1,024 would be 8 million: too much for float16."""
     x = np.random.default_rng(0).normal(size=(4, 2000, 4)).astype(np.float32) + 1
     cell = GradAccumulationCell(Half(), 2, count=CountMask(), accumulator_dtype=accumulator_dtype)
     optimizer = nn.SGD(cell.trainable_params(), 0.25)
@@ -304,7 +304,7 @@ def test_losses_that_are_sums(counted, mode):
 @pytest.mark.core("graph-8", "pynative-3")
 @pytest.mark.parametrize("micro_size", [1, 3, 8])
 def test_each_of_several_losses_has_its_own_total(micro_size, mode):
-    """With UNEVEN in eight micro-batches the masked loss is NaN in four, where the other one must go back alone."""
+    """With UNEVEN in eight micro-batches the masked loss is NaN in four: only the other loss has a gradient there."""
     x, mask = data(UNEVEN)
     step = make_step(MaskedAndMean(), micro_size=micro_size, count=(CountMask(), None), loss_weights=(1.0, 0.25))
     loss = step(Tensor(x), Tensor(mask))

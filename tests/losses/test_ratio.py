@@ -18,8 +18,8 @@ from gaccum_ms.accumulation.weighing import ByCountsWithOutputs
 
 
 class Ratio(nn.Cell):
-    """Squared errors of w x ~ 1: their sum over what the mask keeps, and how much that is. Where it keeps nothing the
-    sum is NaN, and so is its gradient."""
+    """The sum of the squared errors of w x ~ 1 over what the mask keeps, and its count. If the mask keeps nothing, the
+    sum and its gradient are NaN."""
 
     def __init__(self):
         super().__init__()
@@ -28,12 +28,12 @@ class Ratio(nn.Cell):
     def construct(self, x, mask):
         count = mask.sum()
         total = (ops.square((x * self.weight).sum(-1) - 1) * mask).sum()
-        # The count has a gradient, which must not be taken.
+        # The count has a gradient, which must be ignored.
         return total / count * count, count + (self.weight - ops.stop_gradient(self.weight)).sum()
 
 
 class Returning(Ratio):
-    """Returns what `kind` says."""
+    """Returns the given kind of output."""
 
     def __init__(self, kind):
         super().__init__()
@@ -82,7 +82,7 @@ def test_equals_the_whole_batch(micro_size, mode):
 
 
 class EachTheSame(ByCountsWithOutputs):
-    """Takes each micro-batch's denominator for 1."""
+    """Treats each micro-batch's denominator as 1."""
 
     def taken(self, noted, unit, count, seeded_loss, gradients):
         return super().taken(noted, unit, count / count, seeded_loss, gradients)
@@ -132,7 +132,7 @@ def test_a_bad_denominator_is_an_error_and_changes_nothing(bad, mode):
 
 @pytest.mark.core(mode="pynative")
 def test_batches_that_share_an_update_equal_the_joined_batch(mode):
-    """And a flushed tail."""
+    """So does a flushed tail."""
     step = steps(micro_size=2, accumulation_steps=2)
     parts = [data(mask, seed) for seed, mask in enumerate([[1, 0, 0, 0, 1], [0, 0, 0], [2, 0.5]])]
     x, mask = (np.concatenate(column) for column in zip(*parts[:2], strict=True))
@@ -183,7 +183,7 @@ def test_what_is_no_ratio_is_refused(kind, error, got, pynative):
 
 
 def test_a_window_may_be_finished_by_a_count(tmp_path, pynative):
-    """Both weigh by counts: the sums of a window that a ratio began mean the same."""
+    """Both are weighted by counts: the sums of a window that a ratio began have the same meaning."""
     (x, mask), (more, kept) = data(UNEVEN), data([1, 0, 2], 1)
     began = make_step(micro_size=2, accumulation_steps=2)
     run(began, x, mask)
@@ -205,7 +205,7 @@ def test_a_window_may_be_finished_by_a_count(tmp_path, pynative):
 @pytest.mark.core(way="pynative")
 @pytest.mark.parametrize("way", MODES)
 def test_audit(way):
-    """It passes a ratio, and not a numerator that is a mean already."""
+    """It accepts a ratio, and rejects a numerator that is already a mean."""
     ms.set_context(mode=MODES[way])
 
     class Twice(Ratio):

@@ -1,4 +1,4 @@
-"""A search in which memory really runs out: this process's address space is limited. Run by test_search.py."""
+"""A search in which memory really runs out, because this process's address space is limited. Run by test_search.py."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ HEADROOM = 900_000_000
 
 
 class FourthPower(nn.Cell):
-    """A tensor of 64 bytes times the fourth power of the samples: 67 MB for 32, and for 64 more, at once, than there
-    is. What fails half-way through many smaller ones would leave MindSpore holding them."""
+    """A tensor of 64 bytes times the fourth power of the samples: 67 MB for 32 samples, and more than the limit for 64.
+    It is one allocation: if one of many smaller allocations failed, MindSpore would keep the others."""
 
     def __init__(self):
         super().__init__()
@@ -36,7 +36,7 @@ def main() -> None:
     optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
     batch = [Tensor(np.ones((SAMPLES, 1), np.float32))]
     cell = GradAccumulationCell(network, 1)
-    TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()(batch[0][:4])  # MindSpore's pool and threads
+    TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()(batch[0][:4])  # for MindSpore's pool and threads
     before = {one.name: as_numpy(one) for one in (*optimizer.get_parameters(), network.weight)}
     held = int(re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
     resource.setrlimit(resource.RLIMIT_AS, (held + HEADROOM, held + HEADROOM))

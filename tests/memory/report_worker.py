@@ -1,6 +1,6 @@
-"""Reports on a network with large intermediate values, without a limit, and with one below the whole batch's peak:
-``FILE`` gets both. Run by test_memory_report.py, in a new process: in an old one, a trial's memory differs by 100
-MB."""
+"""Writes two reports on a network with large intermediate values to ``FILE`` : one without a limit, and one with a
+limit below the whole batch's peak. Run by test_memory_report.py, in a new process: in an old one, a trial's memory
+differs by 100 MB."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BELOW = 70_000_000  # bytes
 
 
 class Wide(nn.Cell):
-    """Intermediate values of more than a MB for each sample: those of few samples tell."""
+    """Intermediate values of more than 1 MB for each sample: a few samples are enough to measure."""
 
     def __init__(self):
         super().__init__()

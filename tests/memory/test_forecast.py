@@ -1,4 +1,4 @@
-"""Forecasts from the results of trials, also of those that the limit ended. No trial runs here."""
+"""Forecasts from the results of trials, including trials that the limit ended. No trial runs here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MB = 1_000_000
 
 
 def forecast(limit: int, measured: dict[int, int | None], ended: dict[int, int], samples: int = 32) -> Forecast:
-    """Sizes in samples, the rest in MB."""
+    """A forecast from these results: sizes in samples, memory in MB."""
     network = make_network("dense")
     cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), 1)
     batch = [Tensor(value) for value in batches(samples, 1)[0]]
@@ -29,9 +29,9 @@ EVEN = {2: 640, 4: 650}  # 5 MB for each sample: 8 samples are predicted to need
 @pytest.mark.parametrize(
     ("limit", "reached", "fits"),
     [
-        (690, 665, True),  # the trial ended before what is predicted, and one and a half per cent are left
-        (690, 675, False),  # it came farther than is predicted: the prediction is wrong
-        (675, 665, False),  # too little is left for a prediction
+        (690, 665, True),  # the trial ended below the prediction, which leaves at least 1.5 % of the limit
+        (690, 675, False),  # the trial reached more than the prediction, which is therefore wrong
+        (675, 665, False),  # the prediction leaves less than 1.5 %
     ],
 )
 def test_a_trial_that_ended_near_the_limit_may_have_fitted(limit, reached, fits):
@@ -44,9 +44,9 @@ def test_it_takes_a_measurement_of_half_the_samples():
 
 
 def test_a_ragged_size_is_not_taken_untested_by_what_even_ones_need():
-    """Seven samples of 32 leave four, for which the graph has a second part, of a size that none of them tells."""
+    """32 samples in sevens leave four, for which the graph has a second part: even sizes do not tell its memory."""
     assert not forecast(690, {**EVEN, 7: None}, {7: 640}).may_fit(7)
-    assert not forecast(690, {**EVEN, 3: 655, 7: None}, {7: 640}).may_fit(7)  # three are fewer than half of seven
+    assert not forecast(690, {**EVEN, 3: 655, 7: None}, {7: 640}).may_fit(7)  # 3 is less than half of 7
     assert forecast(720, {**EVEN, 5: 665, 7: None}, {7: 640}).may_fit(7)
 
 

@@ -37,7 +37,7 @@ print(text.value.decode().count("<heap nr="))
 
 
 def heaps(kind: str) -> int:
-    """How many heaps four threads have made, and the main one."""
+    """The number of heaps after four threads have allocated, the main heap included."""
     command = [sys.executable, "-c", HEAPS, str(paths.ROOT / "gaccum_ms/memory/heap.py"), kind]
     return int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout)
 

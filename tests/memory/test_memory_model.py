@@ -41,7 +41,7 @@ def test_probes_go_on_while_they_say_little(samples, per_sample, expected):
     [(1, 100), (2, 110), (4, 130), (10, 190), (16, 250), (17, 260), (256, 2650)],
 )
 def test_straight_lines_through_what_was_measured_and_on(size, expected):
-    """From 1 to 4 samples ten bytes each, and ten each from 4 on."""
+    """Each sample adds ten bytes, from 1 to 4 samples and from 4 on."""
     assert predict({1: 100, 4: 130, 16: 250}, size) == expected
 
 

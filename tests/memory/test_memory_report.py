@@ -37,7 +37,7 @@ class Greedy(nn.SGD):
 
 
 class Forgetful(nn.Cell):
-    """What a micro-step may change beside weights: BatchNorm's statistics; and what is random."""
+    """A network with state besides weights, BatchNorm's statistics, and with random numbers, dropout's."""
 
     def __init__(self):
         super().__init__()
@@ -101,7 +101,7 @@ def test_one_micro_batch_needs_no_accumulators_unless_windows_span_batches():
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory) -> tuple[MemoryReport, MemoryReport]:
-    """Of a wide network, without a limit and with one, made by a process of their own."""
+    """Reports on a wide network, without and with a limit, from a separate process."""
     file = tmp_path_factory.mktemp("reports") / "reports"
     command = [sys.executable, str(Path(__file__).with_name("report_worker.py")), str(file)]
     subprocess.run(command, env={**os.environ, "PYTHONPATH": paths.python_path()}, check=True, timeout=600)
@@ -114,7 +114,7 @@ def wide(reports) -> MemoryReport:
 
 
 def assert_predicts(rows, tolerance):
-    """The growth above the smallest micro-batches, of sizes far beyond those that were measured to predict them."""
+    """Compare the predicted and measured growth above the smallest micro-batches, for sizes beyond the probed ones."""
     first = rows[-1]
     for row in rows[:2]:
         growth = row.intermediate_measured - first.intermediate_measured
@@ -123,18 +123,18 @@ def assert_predicts(rows, tolerance):
 
 @pytest.mark.device("memory_report predicts what is measured")
 def test_predicts_what_is_measured(wide):
-    """Micro-batches of 256 and 128 samples from those of at most 64: the update hides what few samples need."""
+    """Sizes of 256 and 128 samples are predicted from at most 64. The update's peak hides the memory of few samples."""
     assert wide.probed == (1, 2, 4, 16, 64)
     assert [row.micro_batch_size for row in wide.rows] == [256, 128, 1]
     assert_predicts(wide.rows, 0.25)
-    # At least what tanh keeps for its gradient, and the gradient; at most some more of their size.
+    # At least the values that tanh keeps for its gradient, and the gradient; at most a few more of this size.
     largest, smallest = wide.rows[0], wide.rows[-1]
     growth = largest.intermediate_measured - smallest.intermediate_measured
     assert 2 < growth / (255 * report_worker.HIDDEN * 4) < 8
 
 
 def test_a_wrong_model_does_not_predict(wide):
-    """The control: in proportion to the samples, constant part and all."""
+    """The control: a prediction that is proportional to the samples, the constant part included."""
     sample = wide.rows[-1].intermediate
     rows = [dataclasses.replace(row, intermediate=sample * row.micro_batch_size) for row in wide.rows]
     with pytest.raises(AssertionError):
@@ -151,7 +151,7 @@ def test_pynative_mode(pynative):
 
 
 def test_what_does_not_fit_is_not_run(reports):
-    """A limit 70 MB below the peak of the whole batch, some 200 MB above that of 8 micro-batches."""
+    """The limit is 70 MB below the peak of the whole batch, and some 200 MB above the peak of 8 micro-batches."""
     _, report = reports
     assert report.fits_from == 8, str(report)
     assert [row.fits for row in report.rows] == [False, True, True]
@@ -180,7 +180,7 @@ def test_out_of_memory_while_measuring_does_not_fit():
 
 
 def test_the_update_is_in_the_peak():
-    """With an optimizer that makes a large intermediate value of its own."""
+    """One of the two optimizers makes a large intermediate value."""
     peaks = []
     for kind in (nn.SGD, Greedy):
         network = make_network("dense")
@@ -193,7 +193,7 @@ def test_the_update_is_in_the_peak():
 
 
 def trained(asks: bool):
-    """Three batches, and between them a report or none; what the first call of dropout draws is seeded."""
+    """Train on three batches, make a report or none, and train on two more. Dropout's first masks are seeded."""
     ms.set_seed(5)
     network = Forgetful()
     with pytest.warns(UserWarning, match="BatchNorm"):
@@ -218,8 +218,8 @@ def trained(asks: bool):
 
 @pytest.mark.core("graph")
 def test_nothing_changes_and_training_goes_on_as_without(mode):
-    """With an open window: accumulators are the training's, momentum is, and so are BatchNorm's statistics; what
-    dropout draws afterwards, too, in graph mode."""
+    """With an open window: accumulators, momentum and BatchNorm's statistics stay the same. In graph mode, dropout's
+    later masks stay the same too, and so does all further training."""
     losses, state = trained(asks=True)
     if mode == "pynative":
         return

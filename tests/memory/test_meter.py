@@ -1,4 +1,4 @@
-"""Measured memory of runs with known memory, and limits of containers, from files in the kernel's format."""
+"""Measured memory of runs whose memory is known, and limits of containers, from files in the kernel's format."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MB = 1_000_000
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """In a process of its own, which has nothing else to give back."""
+    """From a separate process, which has no other memory to free."""
     (results,) = run_on_ranks(1, "memory_meter_worker.py", tmp_path_factory.mktemp("meter"), time_limit=100)
     return results
 
 
 @pytest.mark.parametrize("size", [64 * 1024, 25 * MB])
 def test_measures_what_a_run_reaches(measured, size):
-    """100 MB, in blocks that stay with the process when they are freed, and in those that do not."""
+    """100 MB, in blocks that the process keeps when they are freed, and in blocks that it returns."""
     assert measured[f"peak_{size}"] == pytest.approx(100 * MB, rel=0.1)
 
 
@@ -33,12 +33,12 @@ def test_a_run_leaves_nothing_in_this_process(measured):
 
 
 def test_large_parameters_that_a_run_writes_do_not_count_twice(measured):
-    """Of 100 MB of weights, all written, both processes together have little more than before."""
+    """The run writes 100 MB of weights. Both processes together then have little more memory than before."""
     assert measured["written_together"] < 30 * MB
 
 
 def test_a_run_ends_before_it_has_too_much(measured):
-    """Of blocks of 1 MB, so many that the system would have ended it."""
+    """The run would take 2 GB, in blocks of 1 MB; its limit is 130 MB above the process's memory."""
     assert "may have" in str(measured["too_much"])
     assert 100 * MB < measured["reached"] < 200 * MB
 
@@ -62,12 +62,12 @@ def test_says_what_is_missing_where_the_system_does_not_tell(monkeypatch):
         ProcessMeter()
 
 
-# -- accelerators, of which there is none ------------------------------------------------------------------------------
+# -- accelerators, simulated -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def driver(tmp_path):
-    """A library of a vendor's runtime: 5,000 bytes free on device 3, an error on all others."""
+    """A library in place of a vendor's runtime: 5,000 bytes free on device 3, an error on all other devices."""
     source = """
     #include <stddef.h>
     static int device = -1;
@@ -108,7 +108,7 @@ def test_says_that_there_is_no_runtime(tmp_path):
 
 @pytest.fixture
 def root(tmp_path):
-    """A file system with these files, by path."""
+    """Writes a file system with these files, by path."""
 
     def write(files: dict[str, str]):
         for name, text in files.items():
@@ -130,7 +130,7 @@ def test_limits_of_version_2(root):
 
 
 def test_limits_of_version_2_inside_a_container(root):
-    """The container sees its group as the root, whose file has the limit."""
+    """The container sees its group as the root; the root's file has the limit."""
     assert container_limits(root({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "500\n"})) == [500]
 
 

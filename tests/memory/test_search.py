@@ -23,7 +23,7 @@ PLENTY = 1 << 40
 
 
 class Limited(nn.Cell):
-    """A network with its loss that is out of memory, in MindSpore's words, above so many samples."""
+    """A network with its loss that raises MindSpore's out-of-memory error above `largest` samples."""
 
     def __init__(self, network, largest, words="std::bad_alloc"):
         super().__init__()
@@ -50,7 +50,7 @@ def search(network, samples=32, **arguments):
 
 @pytest.fixture
 def tried(monkeypatch) -> list[tuple[int, int]]:
-    """Of each trial, in order, the samples of a micro-batch and of a batch."""
+    """For each trial, in order: the samples of a micro-batch and of the batch."""
     from gaccum_ms.memory.trial import Trials
 
     sizes: list[tuple[int, int]] = []
@@ -64,7 +64,7 @@ OF_100 = [*range(1, 11), 12, 13, 15, 17, 20, 25, 34, 50, 100]
 
 @pytest.mark.parametrize(("samples", "expected"), [(1, [1]), (2, [1, 2]), (10, [1, 2, 3, 4, 5, 10]), (100, OF_100)])
 def test_even_sizes(samples, expected):
-    """100 in eleven micro-batches are at most 10 each, as in ten; in nine 12, in eight 13, in seven 15, in six 17."""
+    """100 samples in ten or eleven micro-batches: at most 10 in each; in nine 12, eight 13, seven 15, six 17."""
     assert even_sizes(samples) == expected
 
 
@@ -73,7 +73,7 @@ def test_even_sizes(samples, expected):
 @pytest.mark.parametrize("largest", [1, 10])
 def test_finds_the_largest_that_is_not_out_of_memory(largest, tried):
     assert search(Limited(make_network("dense"), largest)) == max(one for one in even_sizes(32) if one <= largest)
-    assert len(tried) <= 2 + 1 + 4 + 2  # a line, the whole, a bisection of eleven sizes, and a line for the whole
+    assert len(tried) <= 2 + 1 + 4 + 2  # a line, the whole batch, a bisection of eleven sizes, a line for the whole
     assert len(set(tried)) == len(tried)
 
 
@@ -88,12 +88,12 @@ def run_worker(tmp_path, *arguments):
 
 @pytest.mark.parametrize("way", ["find", pytest.param("auto", marks=pytest.mark.thorough)])
 def test_keeps_a_limit_and_finds_what_fits(way, tmp_path):
-    """Processes of their own, 230 MB above what they have before. Neither the search, its trials' processes included,
-    nor the training after it passes the limit; training alone with twice the samples would."""
+    """In separate processes, with a limit of 230 MB above their memory at the start. Neither the search, its trials'
+    processes included, nor the training after it exceeds the limit; training alone with twice the samples would."""
     found = run_worker(tmp_path, way, 230_000_000)
     assert found["search_peak"] <= found["limit"]
     assert found["training_peak"] <= found["limit"]
-    # Weights, optimizer state and what else training leaves in a process are not there after a search.
+    # Training leaves weights, optimizer state and other memory in a process; a search does not.
     assert found["after_search"] - found["before"] < 20_000_000
     assert 1 < found["size"] < 1024
     if way == "find":
@@ -139,7 +139,7 @@ def test_a_batch_that_is_no_tuple_is_refused(batch):
 
 
 def test_a_real_limit_of_the_address_space():
-    """In a process of its own: MindSpore fails to allocate, the search goes on, and so does training."""
+    """In a separate process: MindSpore fails to allocate, the search goes on, and so does training."""
     done = subprocess.run(
         [sys.executable, str(paths.worker("find_size_worker.py"))],
         env={**os.environ, "PYTHONPATH": paths.python_path()},
@@ -190,7 +190,7 @@ def test_nothing_changes(mode):
 
 @pytest.fixture
 def here(monkeypatch):
-    """Trials in this process, as on accelerators; where MindSpore's allocator tells nothing, all sizes need nothing."""
+    """Trials in this process, as on accelerators. On CPU, MindSpore's allocator reports no memory for any size."""
     monkeypatch.setattr("gaccum_ms.memory.meter.meter", AllocatorMeter)
 
 
@@ -240,8 +240,8 @@ def test_failures_are_not_kept(monkeypatch):
 @pytest.mark.thorough
 @pytest.mark.distributed
 def test_ranks_agree_on_the_smallest(tmp_path):
-    """Rank 1 is out of memory above 6 samples: of 16, in three micro-batches, both take 6. Where it has nothing at all,
-    both say so. Training goes on as with the number written down, on weights that the search has left alone."""
+    """Rank 1 is out of memory above 6 samples: both ranks find 6, for 16 samples in three micro-batches. If nothing
+    fits on rank 1, both ranks raise an error. Training goes on as with the number given, with unchanged weights."""
     ranks = run_on_two_ranks("find_size_ranks_worker.py", tmp_path, time_limit=600)
     for results in ranks:
         assert results["less on rank 1"] == 6

@@ -56,7 +56,7 @@ def main(out: Path) -> None:
         compare("window", accumulation_steps=2)
         compare("flush", accumulation_steps=8, flush=True)
 
-        # Not even one sample, in the second batch of a window that ends with it.
+        # Not even one sample fits in the second batch, which ends the window.
         warnings.filterwarnings("ignore", ".*BatchNorm")
         loss, step = halving_step(WithStatistics(), accumulation_steps=2)
         run(step, data[:1])

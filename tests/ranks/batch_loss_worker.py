@@ -21,14 +21,14 @@ PER_RANK, UPDATES = 7, 3  # 7 samples are ragged in 3 micro-batches
 
 
 class RanksCountTwice(TwoPasses):
-    """Negative control: every rank's loss is one of its own."""
+    """Negative control: the step counts each rank's loss as a separate loss."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.share_of_ranks = 1.0
 
 
-# Of cells with gather_ranks: each with gradients_mean and without.
+# The options of cells with gather_ranks, each with and without gradients_mean.
 GATHERED = {
     "graph-3": {"micro_size": 3},
     "graph-1": {"micro_size": 1},
@@ -118,7 +118,7 @@ def trained(kind: str, make_step: Callable, optimizer: Callable | None = None) -
 
 
 def as_case(name: str, way: str, mean: bool, task: Callable, *arguments) -> Callable[[Path], Results]:
-    """`task` in a way and with or without `gradients_mean` ; what it returns begins with the name."""
+    """`task` in a way, with or without `gradients_mean` . The names of its results begin with `name` ."""
 
     def case(out: Path) -> Results:
         set_way(way, mean)

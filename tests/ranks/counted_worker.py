@@ -41,7 +41,7 @@ def cut(batch: Batch) -> list[Batch]:
 
 
 class Tokens(nn.Cell):
-    """Squared errors of y ~ x w: the mean over tokens, weighted by a mask, or over each sample's first tokens, or both.
+    """Squared errors of y ~ x w: the mean over tokens weighted by a mask, the mean over first tokens, or both.
 
     The mean over a mask of zeros is 0 / 0, as it is in user code.
     """
@@ -58,7 +58,7 @@ class Tokens(nn.Cell):
         result = self.the_losses(x, y, mask)
         if self.ratio:
             count = mask.sum()
-            result = (result / count * count, count)  # of nothing NaN
+            result = (result / count * count, count)  # NaN if nothing counts
         if self.shows:
             result = (*result, result[0]) if self.ratio else (result, result)
             result = (*result, (x * self.weight).sum(-1))
@@ -80,7 +80,7 @@ class Tokens(nn.Cell):
 
 
 class Labels(nn.Cell):
-    """Cross entropy of one class per feature, logits x w; labels come first and IGNORED is none."""
+    """Cross entropy with one class per feature and logits x w. Labels are the first input; IGNORED is no label."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Labels(nn.Cell):
 
 
 class Window(NamedTuple):
-    """The batches of both ranks, and what should come of them: "update", "skip", "overflow" or "error"."""
+    """The batches of both ranks, and the expected result: "update", "skip", "overflow" or "error"."""
 
     name: str
     ranks: tuple[Batch, Batch]
@@ -158,7 +158,7 @@ ALL = [(rank, micro) for rank in range(2) for micro in range(MICRO_SIZE)]
 
 
 def counted_windows() -> tuple[Window, ...]:
-    """Zero counts of every extent, and counts that are none. The last window sees what they left behind."""
+    """Counts of zero, in some micro-batches up to all, and invalid counts. The last window shows any remains."""
     return (
         Window("first", plain(0)),
         Window("second", plain(1)),
@@ -175,7 +175,7 @@ def counted_windows() -> tuple[Window, ...]:
 
 
 def overflow_windows(places: list[tuple[int, int]], expect: str = "overflow") -> tuple[Window, ...]:
-    """Infinity and NaN at each place, sound windows among them."""
+    """Windows with infinity and with NaN at each place, and sound windows between them."""
     windows = [Window("first", plain(0))]
     for number, (rank, micro) in enumerate(places):
         for value in (np.inf, np.nan):
@@ -208,7 +208,7 @@ def label_windows() -> tuple[Window, ...]:
 
 
 def two_loss_windows() -> tuple[Window, ...]:
-    """Where no token counts, the loss over samples still updates. Most telling first."""
+    """If no token counts, the loss over samples still updates. The most telling windows come first."""
     windows = [w._replace(expect="update") if w.expect == "skip" else w for w in counted_windows()]
     return (*windows[2:], *SOUND)
 
@@ -225,7 +225,7 @@ SHOWN = {"aux": True}
 TWO = ("tokens", "samples")
 FEW = [(0, 1), (1, 2)]
 SOUND = (Window("first", plain(0)), Window("second", plain(1)))
-BAD_COUNTS = counted_windows()[5:]  # and counts of nothing
+BAD_COUNTS = counted_windows()[5:]  # and counts of zero on all ranks
 COUNT_ZERO = counted_windows()[3:6]  # one rank, the other, and both
 FEW_DROPPED = dropped_windows([])[:4]
 
@@ -281,7 +281,7 @@ def make_step(scenario: Scenario) -> TrainOneStepWithGradAccumulationCell:
 
 
 def play(scenario: Scenario, rank: int) -> Iterator[dict[str, Any]]:
-    """What there is to see after each window."""
+    """The visible results of each window."""
     ms.set_context(mode=ms.GRAPH_MODE if scenario.mode == "graph" else ms.PYNATIVE_MODE)
     ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=scenario.gradients_mean)
     step = make_step(scenario)
@@ -323,7 +323,7 @@ def look(step: TrainOneStepWithGradAccumulationCell, scenario: Scenario) -> dict
 
 
 def reductions(scenario: Scenario, rank: int) -> np.ndarray:
-    """The size of each buffer that leaves for the other rank."""
+    """The size of each buffer that is sent to the other rank."""
     ms.set_context(mode=ms.PYNATIVE_MODE)
     step = make_step(scenario)
     noted = [
@@ -337,7 +337,7 @@ def reductions(scenario: Scenario, rank: int) -> np.ndarray:
 
 
 def audited(count: nn.Cell | None, rank: int, **options: bool) -> bool:
-    """Whether audit passes the masked mean, counted so, on this rank's share of the first window."""
+    """Whether audit passes the masked mean with this `count` , on this rank's share of the first window."""
     ms.set_context(mode=ms.PYNATIVE_MODE)
     network = Tokens(("tokens",), "mean")
     cell = GradAccumulationCell(network, MICRO_SIZE, count=count, **options)
@@ -382,7 +382,7 @@ def audits(out: Path) -> Results:
         sharded.append(self)
         return original(self, gradients)
 
-    ShardedAccumulators.add = add  # run eagerly, so that it is called
+    ShardedAccumulators.add = add  # the step is run eagerly, so that Python calls it
     try:
         passed = [audited(None, rank), audited(CountMask(), rank, shard_accumulators=True)]
     finally:

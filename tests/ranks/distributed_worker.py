@@ -23,7 +23,7 @@ PER_RANK, UPDATES = 7, 3  # 7 samples are ragged in 3 micro-batches
 
 
 class ReducesEachMicroBatch(BySamples):
-    """Negative control for the number of collectives: right result, one reduction per micro-batch."""
+    """Negative control for the number of collectives: the result is right, but each micro-batch is reduced."""
 
     def run(self, noted, unit, prepared, size, *micro_batch):
         part, gradients = super().run(noted, unit, prepared, size, *micro_batch)
@@ -34,7 +34,7 @@ class ReducesEachMicroBatch(BySamples):
 
 
 class NotedAllReduce:
-    """In the place of a reducer's AllReduce in an eagerly run step: notes the size of each buffer that leaves."""
+    """Replaces a reducer's AllReduce in an eagerly run step, and records the size of each buffer that is sent."""
 
     def __init__(self, reducer: FusedReducer) -> None:
         self.all_reduce = reducer.all_reduce
@@ -117,7 +117,7 @@ def hand_worked(mean: bool) -> float:
 
 def train_by_model(start: int = 0) -> Results:
     """Two epochs of ms.Model on this rank's shard, as in a user's script; `start` sets the ranks' weights apart.
-    Returns a weight before and after, and of which rank of how many the step says that its window is."""
+    Returns a weight before and after, and the rank and the number of ranks in the step's record of its window."""
     network, (rank, size) = Regression(), (get_rank(), get_group_size())
     for parameter in network.get_parameters():
         parameter.set_data(parameter + start * rank)

@@ -32,7 +32,7 @@ def main(out: Path) -> None:
             results[name] = np.array(str(error))
         else:
             results[name] = np.array(size)
-            # And goes on: the same training with the number that was found, and with it written down.
+            # The network of the search, and a new one, train with the number that was found.
             for way, trained in (("searched", network.network), ("given", make_network("dense"))):
                 run = train(
                     accumulated(micro_batch_size=size),

@@ -22,14 +22,14 @@ from gaccum_ms import GradAccumulationCell
 from gaccum_ms.accumulation.weighing import BySamples
 from gaccum_ms.distributed import all_reduce as fused_reduction
 
-LIMIT = 100  # bytes: of the network "dense", 768 and 320 go alone, and 64 + 20 together
+LIMIT = 100  # bytes: of the network "dense", 768 and 320 are sent alone, 64 and 20 together
 COLLECTIVES, BYTES = 3, 768 + 320 + 64 + 20
 SAMPLES = 16
 MODES = {"graph": ms.GRAPH_MODE, "pynative": ms.PYNATIVE_MODE, "jit": ms.PYNATIVE_MODE}
 
 
 class Gradients(NamedTuple):
-    """Shapes and dtypes, which of them are the rank's own, and the buffers that should come of a limit of 100 bytes."""
+    """Shapes and dtypes, the indices of the rank's own, and the expected buffers for a limit of 100 bytes."""
 
     shapes: Sequence[tuple[int, ...]]
     buffers: tuple[tuple[int, ...], ...]
@@ -62,16 +62,16 @@ KINDS = {
 }
 
 
-SUM = "sum of dtypes"  # the one of all reductions that is not a mean
+SUM = "sum of dtypes"  # the only reduction that is not a mean
 REDUCED = {**{name: (kind, True) for name, kind in KINDS.items()}, SUM: (KINDS["dtypes"], False)}
 
 
 class Eager(nn.Cell):
-    """Calls reducers, in the mode that is set: all of them in one graph, which takes little longer than one.
+    """Calls reducers in the current mode. All of them are in one graph, which takes little longer to compile than one.
 
     Args:
-        reducers (list[Cell]): What reduces.
-        numbers (list[int]): How many gradients each of them gets.
+        reducers (list[Cell]): The reducers.
+        numbers (list[int]): The number of gradients for each reducer.
     """
 
     def __init__(self, reducers: list[nn.Cell], numbers: list[int]) -> None:
@@ -87,7 +87,7 @@ class Eager(nn.Cell):
         results = ()
         for number, reducer in enumerate(self.reducers):
             given = gradients[self.starts[number] : self.ends[number]]
-            if number > 0:  # one after the other, on all ranks alike
+            if number > 0:  # in the same order on all ranks
                 given = ops.depend(given, results)
             results = results + reducer(given)
         return results
@@ -100,7 +100,7 @@ class Compiled(Eager):
 
 
 def reduce(mode: str, rank: int) -> Results:
-    """What ours and MindSpore's make of the same gradients, of all kinds."""
+    """The results of our reducer and of MindSpore's reducer for the same gradients, of all kinds."""
     reducers, keys, gradients, numbers = [], [], [], []
     for name, (kind, mean) in REDUCED.items():
         weights = kind.weights()
@@ -163,7 +163,7 @@ def collectives(name: str, rank: int, out: Path) -> dict[str, np.ndarray]:
 
 
 def train(name: str, micro_size: int | None, rank: int) -> dict[str, np.ndarray]:
-    """Weights after three updates, with one that is the rank's own."""
+    """The weights after three updates. One of them is the rank's own."""
     network = make_network("dense")
     network.hidden.bias.layerwise_parallel = True
     step = make_step(network, micro_size, 1)

@@ -1,5 +1,5 @@
-"""Searches and trains under a limit, ``OUT find|auto BYTES`` above what the process has, or trains alone, ``OUT alone
-SAMPLES`` . Run by tests/memory/test_search.py."""
+"""Searches and trains under a limit of BYTES above the process's memory, ``OUT find|auto BYTES`` , or only trains,
+``OUT alone SAMPLES`` . Run by tests/memory/test_search.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Pictures(nn.Cell):
 
 
 class Watch(threading.Thread):
-    """The most that this process and its children have had together, by the kernel."""
+    """Records the largest memory of this process and its children together, as the kernel reports it."""
 
     def __init__(self):
         super().__init__(daemon=True)

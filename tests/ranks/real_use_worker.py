@@ -33,7 +33,7 @@ from gaccum_ms import (
     tune_cpu,
 )
 
-CLASSES, SIZE, IMAGES, IMAGE_BATCH, IMAGE_EPOCHS = 3, 32, 48, 24, 4  # batches are those of all ranks together
+CLASSES, SIZE, IMAGES, IMAGE_BATCH, IMAGE_EPOCHS = 3, 32, 48, 24, 4  # a batch is of all ranks together
 IMAGE_UPDATES = IMAGE_EPOCHS * IMAGES // IMAGE_BATCH
 
 WORDS, LENGTH, WIDTH = 40, 12, 16
@@ -45,7 +45,7 @@ TEXT_WINDOWS = [(0, 120), (120, 240), (240, 288)]  # of an epoch's 12 batches: 5
 
 
 def images() -> tuple[np.ndarray, np.ndarray]:
-    """Each class has a pattern, under noise."""
+    """Each class has a pattern; noise is added."""
     random = np.random.default_rng(0)
     labels = random.permutation(np.arange(IMAGES) % CLASSES).astype(np.int32)
     patterns = random.normal(size=(CLASSES, 3, SIZE, SIZE))
@@ -53,7 +53,7 @@ def images() -> tuple[np.ndarray, np.ndarray]:
 
 
 def sentences(number: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of 3 to 12 words, then padding (0). Words 1 to 8 praise, 9 to 16 blame; the label says what there is more of."""
+    """Sentences of 3 to 12 words, then padding (0). Words 1 to 8 praise, 9 to 16 blame; label 1 means more praise."""
     random = np.random.default_rng(seed)
     tokens = random.integers(1, WORDS, size=(4 * number, LENGTH)).astype(np.int32)
     tokens[np.arange(LENGTH) >= random.integers(3, LENGTH + 1, size=(4 * number, 1))] = 0
@@ -63,7 +63,7 @@ def sentences(number: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def share(columns: tuple[np.ndarray, ...], batch: int, rank: int, ranks: int) -> Any:
-    """This rank's data set: a batch of all ranks together is the same samples, however many ranks there are."""
+    """This rank's data set. A batch of all ranks together has the same samples for any number of ranks."""
     data_set = ms.dataset.NumpySlicesDataset(columns, shuffle=False, num_shards=ranks, shard_id=rank)
     return data_set.batch(batch // ranks)
 
@@ -72,7 +72,7 @@ def share(columns: tuple[np.ndarray, ...], batch: int, rank: int, ranks: int) ->
 
 
 class TextClassifier(nn.Cell):
-    """A transformer encoder that does not look at padding, and the mean over the words."""
+    """A transformer encoder that masks padding, and the mean over the words."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,13 +90,13 @@ class TextClassifier(nn.Cell):
 
 def mobilenet_with_group_norm() -> nn.Cell:
     network = mindcv.create_model("mobilenet_v2_100", num_classes=CLASSES)
-    network.classifier[0].p = 0.0  # its dropout
+    network.classifier[0].p = 0.0  # no dropout
     convert_batchnorm_to_groupnorm(network, 8)
     return network
 
 
 def weights(network: nn.Cell) -> np.ndarray:
-    """All that is trained, in one vector."""
+    """All trainable Parameters, in one vector."""
     return np.concatenate([as_numpy(parameter).ravel() for parameter in network.trainable_params()])
 
 
@@ -104,7 +104,7 @@ def weights(network: nn.Cell) -> np.ndarray:
 
 
 def resnet18(out: Path, rank: int, ranks: int) -> Results:
-    """In graph mode, with MindSpore's LossMonitor and our checkpoints."""
+    """Train in graph mode, with MindSpore's LossMonitor and our checkpoints."""
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_seed(1)
     network = mindcv.create_model("resnet18", num_classes=CLASSES)
@@ -124,7 +124,7 @@ def resnet18(out: Path, rank: int, ranks: int) -> Results:
 
 
 def mobilenet(out: Path, rank: int, ranks: int) -> Results:
-    """In PyNative mode, run eagerly, with its dropout, clipped, with MindSpore's TimeMonitor and our WindowMonitor."""
+    """Train eagerly in PyNative mode, with dropout and clipping, MindSpore's TimeMonitor and our WindowMonitor."""
     ms.set_context(mode=ms.PYNATIVE_MODE)
     ms.set_seed(1)
     network = mindcv.create_model("mobilenet_v2_100", num_classes=CLASSES)
@@ -145,8 +145,8 @@ def mobilenet(out: Path, rank: int, ranks: int) -> Results:
 
 
 def exact_mobilenet(out: Path, rank: int, ranks: int) -> Results:
-    """With nothing in it that depends on how a batch is split; in graph mode. Two updates: at the kinks of ReLU6
-    rounding decides, and each further update makes twenty times as much of it."""
+    """Train a network that does not depend on how a batch is split, in graph mode. There are only two updates: at the
+    kinks of ReLU6 rounding decides, and each further update magnifies the difference twentyfold."""
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_seed(1)
     network = mobilenet_with_group_norm()
@@ -159,8 +159,8 @@ def exact_mobilenet(out: Path, rank: int, ranks: int) -> Results:
 
 
 def text_classifier(out: Path, rank: int, ranks: int) -> Results:
-    """In windows of five batches, an epoch's last of two: with our FlushAccumulation and ProgressBar. Graph mode on one
-    process, compiled in PyNative mode on several."""
+    """Train in windows of five batches, with two in an epoch's last, with FlushAccumulation and ProgressBar. One
+    process trains in graph mode; several train in PyNative mode, compiled."""
     ms.set_context(mode=ms.GRAPH_MODE if ranks == 1 else ms.PYNATIVE_MODE)
     ms.set_seed(1)
     network = TextClassifier()
@@ -205,7 +205,7 @@ def _loss(run_context: Any) -> float:
 
 
 def whole_text_classifier(out: Path, rank: int, ranks: int) -> Results:
-    """A batch for each window. Of several ranks the first trains, by itself."""
+    """Train on one batch for each window. Of several ranks, only rank 0 trains, alone."""
     if rank > 0:
         return {}
     ms.reset_auto_parallel_context()
@@ -225,7 +225,7 @@ def whole_text_classifier(out: Path, rank: int, ranks: int) -> Results:
 
 
 def text_classifier_of_strangers(out: Path, rank: int, ranks: int) -> Results:
-    """The control: ranks that do not know of each other."""
+    """The control: ranks that do not communicate."""
     ms.reset_auto_parallel_context()
     return text_classifier(out, rank, ranks)
 

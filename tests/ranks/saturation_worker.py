@@ -16,7 +16,7 @@ from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 
 
 def train(rank: int, **options) -> np.ndarray:
-    """Of three windows: whether it overflowed, and the first weight after it."""
+    """For each of three windows: whether it overflowed, and the first weight after it."""
     net = Saturating()
     cell = GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), 4, **options)
     scale = nn.FixedLossScaleUpdateCell(2.0)

@@ -31,11 +31,11 @@ from gaccum_ms.learning_rate import current_learning_rate, multiply_learning_rat
 PER_RANK = 6
 UPDATES = 3
 WIDTH = 3  # odd, and less than the four ranks that some tests have
-JOINED = 24  # samples of a batch on all ranks together, where numbers of ranks are compared
+JOINED = 24  # samples of a batch on all ranks together, to compare different numbers of ranks
 
 
 class NormedNet(Classifier):
-    """LayerNorm's `gamma` and `beta` are what MindSpore's optimizers do not decay, by their names."""
+    """Has LayerNorm's `gamma` and `beta` . MindSpore's optimizers do not decay Parameters of these names."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +55,7 @@ def make_network() -> NormedNet:
 
 
 class TrustRatio(nn.Optimizer):
-    """Looks at whole parameters, as Lamb and LARS do, which MindSpore has no CPU kernels for."""
+    """Looks at whole parameters, like Lamb and LARS, which have no CPU kernels."""
 
     def __init__(self, params, learning_rate=0.1, weight_decay=0.0):
         super().__init__(learning_rate, params, weight_decay)
@@ -138,7 +138,7 @@ class Trainer:
         apart: bool = False,
         **options,
     ):
-        """With `apart` rank 1 begins with other weights, which rank 0's are to replace."""
+        """With `apart` rank 1 begins with other weights, which rank 0's weights must replace."""
         ms.set_auto_parallel_context(parameter_broadcast=apart)
         network = make_network()
         for parameter in network.get_parameters():
@@ -174,7 +174,7 @@ class Trainer:
 
 
 class CountedLoss(nn.Cell):
-    """The mean over the samples whose first feature is positive: ranks count differently."""
+    """The mean over the samples whose first feature is positive, so that the ranks' counts differ."""
 
     def __init__(self, network, loss):
         super().__init__()
@@ -192,7 +192,7 @@ def count(x, y):
 
 
 class RepeatsOwnPart(nn.Cell):
-    """In the place of AllGather: a rank that forgets to gather."""
+    """Replaces AllGather: the rank repeats its own part and does not gather."""
 
     def __init__(self, ranks):
         super().__init__(auto_prefix=False)
@@ -229,7 +229,7 @@ def counted_and_overflow(trainer: Trainer) -> None:
 
 
 def small_buffers(trainer: Trainer) -> None:
-    """Many buffers, both ways, which must come in the same order on all ranks, whose graphs differ by parameters."""
+    """Many buffers are reduced and gathered, in the same order on all ranks, although by parameters graphs differ."""
     trainer.train("small buffers/whole", "adam_weight_decay", False)
     large = shards.BUFFER_BYTES, fused_reduction.BUFFER_BYTES
     shards.BUFFER_BYTES = fused_reduction.BUFFER_BYTES = 64
@@ -254,7 +254,7 @@ def by_jit(trainer: Trainer) -> None:
 
 
 def training(name: str, kind: str, **options) -> Callable[[Trainer], object]:
-    """With the optimizer sharded, and counts."""
+    """A task that trains with the optimizer sharded, and with counts."""
     return lambda trainer: trainer.train(name, kind, True, **COUNTED, **options)
 
 
@@ -297,7 +297,7 @@ def rates(trainer: Trainer) -> None:
 
 
 def joined_data(start: int, end: int) -> list[list[np.ndarray]]:
-    """This rank's share of batches that all numbers of ranks have in common."""
+    """This rank's share of batches that are the same for any number of ranks."""
     rank, ranks = shards.rank_and_ranks()
     return [[value[rank::ranks] for value in batch] for batch in batches(JOINED, 4)[start:end]]
 
@@ -321,7 +321,7 @@ def data_set(batches_of_rank: int = 4) -> ms.dataset.Dataset:
 
 
 def model_of(step) -> ms.Model:
-    """As ms.Model would build it: a step is a model of its own."""
+    """An ms.Model that trains by this step."""
     return ms.Model(step)
 
 
@@ -335,10 +335,10 @@ def said(task: Callable[[], object]) -> np.ndarray:
 
 
 def one_step(trainer: Trainer, out: Path) -> None:
-    """One step, which is compiled once: it goes on from one process, trains by itself, and goes on from that."""
+    """One step, compiled once, goes on from one process, then trains from the start, and goes on from its own files."""
     mine, steps = out / f"rank{trainer.rank}", Reused(make_step)
     step = steps()
-    resume(step, out / "one-rank-adam.ckpt")  # into a step that is new
+    resume(step, out / "one-rank-adam.ckpt")  # into a new step
     trainer.keep("adam from one", run(step, 2, 4))
 
     step = steps()
@@ -381,14 +381,14 @@ def adafactor(trainer: Trainer, out: Path) -> None:
 
 
 def to_plain(trainer: Trainer, out: Path) -> None:
-    """What `one_step` has saved."""
+    """A plain optimizer goes on from the file of `one_step` ."""
     step = make_step(False)
     resume(step, out / f"rank{trainer.rank}" / "updates-1_2.ckpt")
     trainer.keep("to plain", run(step, 2, 4))
 
 
 def save_in_window(step, file: str) -> dict[str, np.ndarray]:
-    """Save in mid-window; what is there at its end."""
+    """Save in mid-window, and return the state at the window's end."""
     run(step, 0, 3)
     with step.optimizer.whole_state():
         ms.save_checkpoint(step, file)
@@ -396,7 +396,7 @@ def save_in_window(step, file: str) -> dict[str, np.ndarray]:
 
 
 def in_window(trainer: Trainer, out: Path) -> None:
-    """With the accumulators in slices. Gone on in the same step, which is compiled, and in another state."""
+    """With sharded accumulators. The same step goes on; it is compiled, and has another state."""
     file, name = str(out / f"window{trainer.rank}.ckpt"), "window with sharded accumulators"
     step = make_step(accumulation_steps=2, shard_accumulators=True)
     trainer.keep(f"{name}/whole", save_in_window(step, file))
@@ -407,7 +407,7 @@ def in_window(trainer: Trainer, out: Path) -> None:
 
 
 def in_window_with_whole_accumulators(trainer: Trainer, out: Path) -> None:
-    """Gone on in a new step."""
+    """A new step goes on."""
     file = str(out / f"window-whole{trainer.rank}.ckpt")
     trainer.keep("window/whole", save_in_window(make_step(accumulation_steps=2), file))
     step = make_step(accumulation_steps=2)
@@ -416,7 +416,7 @@ def in_window_with_whole_accumulators(trainer: Trainer, out: Path) -> None:
 
 
 def refusals(trainer: Trainer, out: Path) -> None:
-    """Each on both ranks, and none waits for the other."""
+    """Both ranks raise each error, and none waits for the other."""
     rank, errors = trainer.rank, {}
     mine = out / f"refused{rank}"
     checkpoint = functools.partial(train.ModelCheckpoint, "x", str(mine))

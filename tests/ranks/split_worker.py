@@ -17,8 +17,8 @@ from support.two_ranks import Results
 
 from gaccum_ms import CountMask, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, resume
 
-SIZES = (6, 10)  # samples of a rank's batches
-NUMBER = 4  # of batches
+SIZES = (6, 10)  # samples in each rank's batches
+NUMBER = 4  # batches of each rank
 SCALE = 2.0**10
 # mode, gradients_mean, options
 SPLITS = {
@@ -34,7 +34,7 @@ def halves(*batch):
 
 
 def many(*batch):
-    """One sample, and micro-batches of three."""
+    """A micro-batch of one sample, then micro-batches of three."""
     starts = (0, 1, 4, 7, 10)
     return [tuple(one[start:end] for one in batch) for start, end in itertools.pairwise(starts)]
 
@@ -69,7 +69,7 @@ def play(name: str) -> Callable[[Path], Results]:
             if name == "count" and number == 3:  # in mid-window
                 file = out / f"split{rank}.ckpt"
                 ms.save_checkpoint(step, str(file))
-                held.append(step)  # with a Cell that goes MindSpore forgets what others have compiled for such inputs
+                held.append(step)  # a Cell that is deleted takes other Cells' graphs for such inputs with it
                 step = make_step(name, rank)
                 resume(step, file)
             step(*map(Tensor, batch))

@@ -21,7 +21,7 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(scope="module")
 def ranks(rank_pair, tmp_path_factory) -> list[Results]:
-    """What each of two ranks gets, by case."""
+    """The results of each of two ranks, by case."""
     return rank_pair.worker("batch_loss_worker", tmp_path_factory.mktemp("batch_loss"))
 
 
@@ -32,7 +32,7 @@ def error(one: dict, other: dict) -> float:
 
 @functools.cache
 def joined(kind: str, make_step=whole, optimizer=None) -> dict[str, np.ndarray]:
-    """One process that has the batches of both ranks whole, and MindSpore's own step."""
+    """The results of one process, with MindSpore's own step on the joined batches of both ranks."""
     run = contrastive.train(make_step, kind, batches(kind, 2 * PER_RANK, UPDATES), optimizer)
     return {"losses": run.losses, **run.state}
 
@@ -46,7 +46,7 @@ def joined(kind: str, make_step=whole, optimizer=None) -> dict[str, np.ndarray]:
     ],
 )
 def test_gathered_equals_one_process_on_the_joined_batch(ranks, way, mean):
-    """Loss, weights, the loss's temperature too, whatever gradients_mean says."""
+    """The loss, the weights and the loss's temperature are equal, with and without gradients_mean."""
     reference = joined("towers", clipped_whole if way == "graph-clipped" else whole)
     for results in ranks:
         assert error(case(results, f"gathered-towers-{way}-mean{mean}"), reference) < 2 * TOLERANCE
@@ -62,7 +62,7 @@ def test_labels_are_gathered_too(ranks, mode, mean):
 
 @pytest.mark.thorough
 def test_negative_control_ranks_that_each_count_the_joined_loss(ranks):
-    """Without gradients_mean it is twice the gradient; and each rank's own loss is another one."""
+    """Without gradients_mean the gradient is twice as large. Each rank's own loss is not the joined loss either."""
     reference = joined("towers")
     for results in ranks:
         assert error(case(results, "gathered-towers-graph-broken-mean0"), reference) > 100 * TOLERANCE

@@ -35,7 +35,7 @@ CONTROLS = [name for name in SCENARIOS if name.startswith("control")]
 
 @pytest.fixture(scope="module")
 def ranks(rank_pair, tmp_path_factory) -> list[Results]:
-    """What each of two ranks gets, by scenario."""
+    """The results of each of two ranks, by scenario."""
     return rank_pair.worker("counted_worker", tmp_path_factory.mktemp("counted"))
 
 
@@ -43,7 +43,7 @@ def ranks(rank_pair, tmp_path_factory) -> list[Results]:
 
 
 def sums(loss: str, batch: Batch, weight: np.ndarray) -> np.ndarray:
-    """Sum of the loss over a batch, number of its items, and sum of the gradient, in one vector: what adds up."""
+    """Sum of the loss over a batch, number of its items, and sum of the gradient, in one vector that adds up."""
     if loss == "labels":
         labels, x = batch[0].reshape(-1), batch[1].reshape(-1, FEATURES).astype(np.float64)
         x, labels = x[labels != IGNORED], labels[labels != IGNORED]
@@ -59,7 +59,7 @@ def sums(loss: str, batch: Batch, weight: np.ndarray) -> np.ndarray:
 
 
 def together(loss: str, scenario: Scenario, batches: list[Batch], weight: np.ndarray) -> tuple[np.ndarray, int]:
-    """`sums` of all that is not dropped, and how many micro-batches are."""
+    """`sums` of everything that is not dropped, and the number of dropped micro-batches."""
     if not scenario.drops:
         return sum(sums(loss, batch, weight) for batch in batches), 0
     each = [sums(loss, micro_batch, weight) for batch in batches for micro_batch in cut(batch)]
@@ -72,7 +72,7 @@ def over(total: np.ndarray, count: float) -> np.ndarray:
 
 
 def expected(scenario: Scenario, rank: int) -> list[dict[str, Any]]:
-    """What there should be to see on `rank` after each window; None where nothing is promised."""
+    """The expected results on `rank` after each window; None for a result that is not defined."""
     weight, moment, updates, scale = np.array(START), np.zeros(FEATURES), 0, SCALE
     losses = scenario.losses or ("labels",)
     weights = scenario.options.get("loss_weights", (1.0,) * len(losses))
@@ -98,7 +98,7 @@ def expected(scenario: Scenario, rank: int) -> list[dict[str, Any]]:
         if window.expect == "update":
             if counted or scenario.drops:
                 means = [over(total, total[1]) for total in totals]
-            else:  # each rank's own mean, or sum, and these averaged: nn.TrainOneStepCell on the same ranks
+            else:  # the ranks' own means, or sums, averaged: nn.TrainOneStepCell on the same ranks
                 each = [[sums(loss, batch, weight) for batch in window.ranks] for loss in losses]
                 means = [sum(one if sums_stay else over(one, one[1]) for one in ranks) / 2 for ranks in each]
             factor = 1 if counted or scenario.gradients_mean else 2
@@ -121,7 +121,7 @@ def expected(scenario: Scenario, rank: int) -> list[dict[str, Any]]:
 
 
 def check(seen: Results, scenario: Scenario, rank: int) -> None:
-    """Each window did what it should have done, and nothing else."""
+    """Check that each window has the expected effects, and no others."""
     for index, (window, wanted) in enumerate(zip(scenario.windows, expected(scenario, rank), strict=True)):
         assert seen["error"][index] == (window.expect == "error"), window.name
         if scenario.scaled and window.expect != "error":
@@ -162,7 +162,7 @@ def test_gradients_mean_changes_no_counted_result(ranks):
 
 @pytest.mark.parametrize("name", CONTROLS)
 def test_the_check_catches_a_wrong_step(ranks, name):
-    """A mean of means, and a step that looks for no overflow."""
+    """One step takes a mean of means; the other does not look for overflows."""
     scenario = SCENARIOS[name]
     counted = Scenario(scenario.windows, {**scenario.options, "count": SCENARIOS["count"].options["count"]})
     for rank in range(2):
@@ -171,7 +171,7 @@ def test_the_check_catches_a_wrong_step(ranks, name):
 
 
 def test_a_mean_over_ranks_of_means_is_something_else():
-    """The data tell a window divided on each rank, then averaged, from one divided by the count of all ranks."""
+    """With these data, dividing on each rank and then averaging differs from dividing by the count of all ranks."""
     weight = np.array(START)
     each = [sums("tokens", batch, weight) for batch in plain(0)]
     of_means = sum(one[2:] / one[1] for one in each) / 2
@@ -179,7 +179,7 @@ def test_a_mean_over_ranks_of_means_is_something_else():
 
 
 def test_one_reduction_per_update(ranks):
-    """One buffer has the one weight's gradient and the window's three sums; two losses' counts go before the loop."""
+    """One buffer has the weight's gradient and the window's three sums. Two losses' counts are sent before the loop."""
     for results in ranks:
         assert results["reductions/one loss"].tolist() == [FEATURES + 3] * 2
         assert results["reductions/two losses"].tolist() == [2, FEATURES + 2] * 2
@@ -200,7 +200,7 @@ def test_micro_batches_are_as_many_as_the_scenarios_think():
 
 @pytest.mark.thorough
 def test_audit_on_two_ranks(ranks):
-    """It passes the counted mean, in accumulators that stay sharded, and not the same network without its count."""
+    """Audit passes the counted mean, with accumulators that stay sharded, but not the network without its count."""
     for results in ranks:
         assert results["audit"].tolist() == [False, True]
         assert results["audit, sharded"] > 0

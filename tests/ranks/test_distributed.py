@@ -17,7 +17,7 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(scope="module")
 def ranks(rank_pair, tmp_path_factory) -> list[Results]:
-    """What each of two ranks gets, by case."""
+    """The results of each of two ranks, by case."""
     return rank_pair.worker("distributed_worker", tmp_path_factory.mktemp("distributed"))
 
 
@@ -44,7 +44,8 @@ def test_jit_and_clipping_equal_the_whole_batch(ranks):
 
 
 def test_two_ranks_equal_one_process_on_the_joined_batch(ranks):
-    """With gradients_mean, and the mean over ranks of the losses; without it, ranks sum: not the joined batch's."""
+    """With gradients_mean, the weights and the mean of the ranks' losses are equal. Without it the weights differ,
+    because ranks sum."""
     network = Regression()
     joined = train(
         nn.TrainOneStepCell, network, OPTIMIZERS["momentum"](network.trainable_params()), batches(2 * PER_RANK, UPDATES)
@@ -60,7 +61,7 @@ def test_two_ranks_equal_one_process_on_the_joined_batch(ranks):
 
 
 def test_one_reduction_per_update(ranks):
-    """Run eagerly: as many collectives as updates, in 3 micro-batches. The control reduces each."""
+    """An eager run has one collective for an update of 3 micro-batches. The control reduces each micro-batch."""
     for results in ranks:
         assert results["reductions/BySamples"] == UPDATES
         assert results["reductions/ReducesEachMicroBatch"] == 3 * UPDATES
@@ -69,8 +70,8 @@ def test_one_reduction_per_update(ranks):
 @pytest.mark.core("BySamples-1")
 @pytest.mark.parametrize(("weighing", "each"), [("BySamples", 1), ("ReducesEachMicroBatch", 7)])
 def test_one_reduction_per_update_in_the_compiled_graph(ranks, weighing, each):
-    """Counted by MindSpore's profiler while it runs: one AllReduce for all weights and 7 micro-batches. The control
-    reduces each."""
+    """MindSpore's profiler counts one AllReduce for all weights and 7 micro-batches. The control reduces each
+    micro-batch."""
     for results in ranks:
         assert results[f"executed {weighing}"] == each * UPDATES
 
@@ -78,8 +79,8 @@ def test_one_reduction_per_update_in_the_compiled_graph(ranks, weighing, each):
 @pytest.mark.core("graph")
 @pytest.mark.parametrize("mode", ["graph", "pynative"])
 def test_parameter_broadcast_starts_all_ranks_alike(ranks, mode):
-    """Through ms.Model, which broadcasts rank 0's weights: as if all had begun with these. What a rank notes of itself
-    stays its own."""
+    """ms.Model broadcasts rank 0's weights, and the ranks train as if they had begun with them. A rank's record of
+    itself stays its own."""
     found = [case(results, f"model broadcast {mode}") for results in ranks]
     assert relative_error(found[0]["before"], found[1]["before"]) > 0.1
     for rank, one in enumerate(found):
@@ -88,7 +89,7 @@ def test_parameter_broadcast_starts_all_ranks_alike(ranks, mode):
 
 
 def test_model_train_on_two_ranks_equals_one_process(ranks):
-    """Rank r reads samples r, r + 2, ...: twice 6 samples an epoch on each rank are twice 12 in one process."""
+    """Rank r reads samples r, r + 2, ... An epoch has 2 batches of 6 on each rank, and 2 of 12 in one process."""
     network = Regression()
     x, y = batches(24, 1)[0]
     data_set = ms.dataset.NumpySlicesDataset((x, y), shuffle=False).batch(12)
@@ -98,6 +99,6 @@ def test_model_train_on_two_ranks_equals_one_process(ranks):
 
 
 def test_hand_worked_gradient_on_two_ranks(ranks):
-    """Two ranks with the losses' means 1.5 and 12 of tests/training/test_step.py: see `hand` in the worker."""
+    """The ranks' gradients are 1.5 and 12: see `hand_worked` in the worker."""
     for results in ranks:
         np.testing.assert_allclose(results["hand"], [1 - 0.1 * 6.75, 1 - 0.1 * 13.5], rtol=1e-6)

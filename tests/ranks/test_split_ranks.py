@@ -46,8 +46,8 @@ def test_ranks_have_different_numbers_of_micro_batches():
 @pytest.mark.core("samples, sum over ranks", "count", "overflow")
 @pytest.mark.parametrize("name", SPLITS)
 def test_a_window_equals_all_its_batches_on_one_process(trained, name):
-    """By samples, as ranks weigh in windows of several batches; and by counts, gone on with in mid-window. A window
-    that overflowed on rank 1 is left out on both."""
+    """Ranks are weighted by samples, as in windows of several batches, or by counts. With counts, they resume in
+    mid-window. A window that overflowed on rank 1 is left out on both."""
     summed = 1 if SPLITS[name][1] or name == "count" else 2
     losses, weights = whole(name, summed * 0.05)
     for results in trained:

@@ -27,7 +27,7 @@ def windows(steps):
 
 
 def whole(steps, max_grad_norm=None):
-    """The losses and weights that MindSpore's step ends with."""
+    """The losses and the last weights of MindSpore's step."""
     ms.set_context(mode=ms.PYNATIVE_MODE)
     step = whole_step()
     if max_grad_norm is not None:
@@ -39,8 +39,8 @@ def whole(steps, max_grad_norm=None):
 @pytest.mark.core("window", "halves")
 @pytest.mark.parametrize("name", KINDS)
 def test_a_window_equals_all_its_samples_on_one_process(trained, name):
-    """By the tokens that count, of which rank 1 has many times as many as rank 0; also where rank 1 alone runs out of
-    memory, in the second batch."""
+    """Ranks are weighted by the tokens that count, and rank 1 has several times as many as rank 0. In "halves" rank 1
+    alone runs out of memory, in the second batch."""
     _, steps, options = KINDS[name]
     losses, weights = whole(steps, **options)
     few, many = (case(results, name)["micro-batches"] for results in trained)
@@ -54,15 +54,15 @@ def test_a_window_equals_all_its_samples_on_one_process(trained, name):
 
 
 def test_ranks_halve_together(trained):
-    """Rank 1 goes on at once, rank 0 from the next window on."""
+    """Rank 1 halves at once, and rank 0 from the next window on."""
     tokens = [case(results, "halves")["tokens"].tolist() for results in trained]
     assert tokens == [[96, 96, 48, 48, 48], [96, 48, 48, 48, 48]]
 
 
 @pytest.mark.thorough
 def test_ranks_agree_on_the_smallest_number_that_fits(trained):
-    """Rank 0 finds 60 tokens, three rows of its largest width, and rank 1 one row, which are 24. Where rank 0 finds 20,
-    one row, rank 1 keeps its own."""
+    """First, rank 0 finds 60 tokens, three rows of its largest width, and rank 1 finds 24, one row. Then rank 0 finds
+    20, one row, and rank 1 keeps its own 24."""
     first, second = (case(results, "search") for results in trained)
     assert first["tokens"].tolist() == [24, 20]
     assert second["tokens"].tolist() == [24, 24]

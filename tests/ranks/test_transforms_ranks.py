@@ -41,7 +41,7 @@ def ranks(rank_pair, out):
 
 
 def whole(steps):
-    """Weights after each window, and averages, of one process on the batches of both ranks."""
+    """The weights after each window and the averages, of one process with the batches of both ranks."""
     parts = [data(rank, steps) for rank in (0, 1)]
     windows = [
         tuple(np.concatenate(column) for column in zip(*(parts[0][at : at + steps] + parts[1][at : at + steps])))  # noqa: B905
@@ -79,7 +79,7 @@ def test_ranks_whose_norms_differ_decide_by_their_mean(ranks):
 
 
 def joined():
-    """The batches of one process, in which both ranks' are."""
+    """The batches of one process, which join the batches of both ranks."""
     pairs = zip(*(data(rank, 2) for rank in (0, 1)), strict=True)
     return [[Tensor(np.concatenate(column)) for column in zip(*pair, strict=True)] for pair in pairs]
 
@@ -93,7 +93,7 @@ def assert_went_on(got):
 
 
 def test_one_process_goes_on_with_the_transforms_of_two_ranks(ranks, out):
-    case(ranks[0], "windows, sharded")  # which saves
+    case(ranks[0], "windows, sharded")  # this case saves
     step = make_step(2, False)
     resume(step, [file_of(out, rank) for rank in (0, 1)])
     for batch in joined()[SAVED:]:

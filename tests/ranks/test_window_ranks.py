@@ -65,14 +65,14 @@ def out(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(rank_pair, out) -> list[Results]:
-    """What each of two ranks gets."""
+    """The results of each of two ranks."""
     return rank_pair.worker("window_worker", out)
 
 
 @pytest.fixture(scope="module")
 def resumed(out, trained, tmp_path_factory):
-    """By kind, what two ranks get that go on from the checkpoints of the first two and of one process: new models in
-    the same ranks, and, for samples, in two new ranks."""
+    """By kind, the results of two ranks that go on from the checkpoints of the first two and of one process. They are
+    new models in the same ranks; for samples, in two new ranks."""
     with Ranks(tmp_path_factory.mktemp("new")) as new:
 
         @functools.cache
@@ -88,7 +88,7 @@ class Oracle:
     """MindSpore's own step on one process, where a window is one batch."""
 
     def __init__(self, masked: bool, rate: float = RATE, max_norm: float | None = None) -> None:
-        self.mode = ms.PYNATIVE_MODE  # windows differ in length, and each would be compiled
+        self.mode = ms.PYNATIVE_MODE  # windows differ in length, and graph mode would compile each length
         ms.set_context(mode=self.mode)
         loss_cell = Regression()
         self.optimizer = momentum(loss_cell, rate)
@@ -107,7 +107,7 @@ class Oracle:
 
 
 def windows_of(ranks: list[list[Batch]], steps: int) -> list[Window]:
-    """The ranks' k-th windows together. The last has what is left; a rank may have nothing left."""
+    """The k-th windows of all ranks, joined. The last has the remaining batches; a rank may have none."""
     cut = [[data[start : start + steps] for start in range(0, len(data), steps)] for data in ranks]
     return [[batch for part in parts for batch in part] for parts in zip_longest(*cut, fillvalue=[])]
 
@@ -132,7 +132,8 @@ def ends(calls: Calls, rank: int) -> list[int]:
 @pytest.mark.core(name=CORE_CALLS)
 @pytest.mark.parametrize("name", ALL_CALLS)
 def test_a_window_on_two_ranks_equals_all_its_batches_on_one_process(trained, name):
-    """With gradients_mean, and with count in any case. Without either ranks add up, as with twice the learning rate.
+    """They are equal with gradients_mean, and always with count. Without either, ranks add up, so the process needs
+    twice the learning rate.
 
     A window in which a batch of one rank overflowed is left out on both.
     """
@@ -172,7 +173,7 @@ def test_batches_that_do_not_end_a_window_change_no_bit_of_weights_and_optimizer
 @pytest.mark.core(name=CORE_CALLS)
 @pytest.mark.parametrize("name", [name for name, calls in ALL_CALLS.items() if calls.mode == "pynative"])
 def test_one_reduction_at_the_end_of_each_window_and_none_before(trained, name):
-    """Collectives that leave, in PyNative mode."""
+    """The collectives are counted in PyNative mode."""
     for rank, results in enumerate(trained):
         made = np.diff(case(results, name)["reductions"])
         assert (np.flatnonzero(made) + 1).tolist() == ends(ALL_CALLS[name], rank)
@@ -189,12 +190,12 @@ def test_a_step_that_reduces_each_batch_is_caught(trained):
 
 @pytest.mark.thorough
 def test_no_collective_runs_in_the_compiled_step_before_the_windows_end(trained):
-    """By MindSpore's profiler: none, then one for all weights and the sums, however many batches there are."""
+    """MindSpore's profiler counts none, then one for all weights and the sums, for any number of batches."""
     for results in trained:
         got = case(results, "collectives")
         for name in ("3 2", "5 2"):  # accumulation_steps and micro_size
             assert got[f"Window {name}"].tolist() == [0, 2], name
-        # The control reduces each batch, too: two batches, and two windows of three.
+        # The control also reduces each batch: two batches, then two windows of three batches.
         assert got["ReducesEachBatch 3 2"].tolist() == [2, 6 + 2]
 
 
@@ -223,7 +224,7 @@ def test_flush_of_grad_accumulator_on_a_rank_with_an_empty_window_takes_part_wit
 
 @pytest.fixture(scope="module")
 def expected_trainings() -> dict[str, tuple[list[np.ndarray], int]]:
-    """Of each training the weights after each epoch, and the number of updates."""
+    """For each training, the weights after each epoch and the number of updates."""
     oracle, expected = Oracle(masked=False), {}
     for name, training in TRAININGS.items():
         epochs = 1 if training.stop else training.epochs
@@ -264,7 +265,7 @@ def test_each_window_has_one_record_on_every_rank_also_where_a_rank_had_nothing_
 
 
 def recorded(name: str, rank: int) -> dict[str, np.ndarray]:
-    """What a rank's monitor must record: with counts all ranks' means, without them its own."""
+    """The expected records of a rank's monitor: with counts the means of all ranks, without them its own."""
     network, options = RECORDED[name]
     terms = {oracle.Mean: [oracle.squares], oracle.Masked: [oracle.masked]}
     terms = terms.get(network, [oracle.masked, oracle.mean])
@@ -329,7 +330,7 @@ def test_different_numbers_of_batches_without_a_flush_are_refused_on_both_ranks_
 
 
 def indices(number: int, rank: int, ranks: int) -> np.ndarray:
-    """The samples in a rank's batch, the first of the first epoch being 0."""
+    """The samples in a rank's batch `number` , which is counted from the first epoch on."""
     number %= EPOCH // ranks
     return (number * BATCH + np.arange(BATCH)) * ranks + rank
 
@@ -353,7 +354,7 @@ def expected_windows(saved: int, old: int, new: int) -> list[list[np.ndarray]]:
 
 
 def assert_went_on(got: Results, kind: str, saved: int, old: int, new: int, rank: int = 0) -> None:
-    """Weights, optimizer state, updates and the samples seen are those of the oracle."""
+    """Check that weights, optimizer state, updates and the samples seen equal the oracle's."""
     _, masked = KINDS[kind]
     data, windows = samples(masked), expected_windows(saved, old, new)
     joined = [[tuple(column[index] for column in data) for index in window] for window in windows]
@@ -366,14 +367,14 @@ def assert_went_on(got: Results, kind: str, saved: int, old: int, new: int, rank
 
 def assert_saw_the_right_samples(got: Results, saved: int, old: int, new: int, rank: int) -> None:
     first = samples(False)[0][:, 0]
-    assert len(set(first)) == len(first)  # tells which sample it is
+    assert len(set(first)) == len(first)  # it identifies the sample
     ids = [np.array([np.flatnonzero(first == value)[0] for value in batch]) for batch in got["seen"]]
     expected = [indices(number, rank, new) for number in range(saved * old // new, EPOCHS * EPOCH // new)]
     np.testing.assert_array_equal(ids, expected)
 
 
 def test_the_samples_before_and_after_a_resume_make_up_the_epoch_and_none_comes_twice(out, trained):
-    """What the oracle's samples rest on: two ranks before, and one process after."""
+    """The oracle's samples rely on this. Two ranks train before the resume, and one process after it."""
     for saved in (SAVED, 3 * SAVED):
         begun = saved // (EPOCH // 2) * EPOCH // 2
         before = [indices(number, rank, 2) for number in range(begun, saved) for rank in range(2)]
@@ -393,7 +394,8 @@ def test_the_run_that_is_not_interrupted_equals_the_joined_windows(trained, kind
 @pytest.mark.parametrize("saved", [SAVED, 2 * SAVED, 3 * SAVED])
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_that_resume_each_from_its_own_file_go_on_as_if_not_interrupted(trained, resumed, kind, saved):
-    """Bit by bit, in mid-window, between windows and in mid-window of the second epoch, on the batches to come."""
+    """The results are bit-identical, in mid-window, between windows and in mid-window of the second epoch, and only
+    the later batches are seen."""
     for rank, results in enumerate(resumed(kind)):
         assert_not_interrupted(
             case(results, f"{kind} after {saved}"), case(trained[rank], f"uninterrupted {kind}"), saved
@@ -416,8 +418,8 @@ def test_the_files_of_all_ranks_may_be_given_to_each_in_any_order(trained, resum
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_process_finishes_the_window_of_two_ranks(out, trained, kind):
-    """In mid-window, between windows, and in mid-window of the second epoch; then all on the same model."""
-    case(trained[0], f"uninterrupted {kind}")  # which saves
+    """The files are from mid-window, from between two windows, and from mid-window of the second epoch."""
+    case(trained[0], f"uninterrupted {kind}")  # this case saves
     mode, masked = KINDS[kind]
     for saved in (SAVED, 2 * SAVED, 3 * SAVED):
         ms.set_context(mode=MODES[mode])
@@ -429,7 +431,7 @@ def test_one_process_finishes_the_window_of_two_ranks(out, trained, kind):
 
 def test_one_process_goes_on_with_the_losses_of_both_ranks(out, trained):
     for results in trained:
-        case(results, "uninterrupted counts")  # which saves
+        case(results, "uninterrupted counts")  # this case saves
     mode, masked = KINDS["counts"]
     ms.set_context(mode=MODES[mode])
     files = [file_of(out, "counts", SAVED, rank) for rank in range(2)]
@@ -454,7 +456,7 @@ def test_two_ranks_finish_the_window_of_one_process(resumed, kind):
 @pytest.mark.core(kind="counts")
 @pytest.mark.parametrize("kind", KINDS)
 def test_rank_0s_file_in_mid_window_is_refused_on_rank_1_and_on_one_process(out, resumed, kind):
-    """Rank 0 cannot know what rank 1 was given: to it the file is its own."""
+    """Rank 0 does not refuse the file, because it is its own."""
     got = case(resumed(kind)[1], f"{kind}, rank 0's file")
     assert "all 2 rank(s)' are needed to finish it on rank 1 of 2" in str(got["message"])
     assert "of rank 0 of 2" in str(got["message"])
@@ -479,7 +481,7 @@ def test_rank_0s_file_in_mid_window_loaded_plainly_on_rank_1_is_refused_at_the_f
 @pytest.mark.core(kind="counts")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_between_windows_resumes_anywhere(out, trained, resumed, kind):
-    """Rank 0's on both ranks."""
+    """Both ranks resume from rank 0's checkpoint."""
     for rank, results in enumerate(resumed(kind)):
         got = case(results, f"{kind}, between windows, rank 0's file")
         assert_not_interrupted(got, case(trained[rank], f"uninterrupted {kind}"), 2 * SAVED)
@@ -488,7 +490,7 @@ def test_a_checkpoint_between_windows_resumes_anywhere(out, trained, resumed, ki
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_rank_1s_checkpoint_between_windows_resumes_on_one_process(out, trained, kind):
-    case(trained[1], f"uninterrupted {kind}")  # which saves
+    case(trained[1], f"uninterrupted {kind}")  # this case saves
     mode, masked = KINDS[kind]
     ms.set_context(mode=MODES[mode])
     model = make_model(masked, accumulation_steps=STEPS)
@@ -518,7 +520,7 @@ def test_a_position_that_does_not_divide_by_the_ranks_is_refused_with_both_numbe
 
 def test_a_data_set_of_another_length_is_refused_with_both_numbers(out, trained):
     model = make_model(True, accumulation_steps=STEPS)
-    assert case(trained[0], "uninterrupted counts")  # it has saved
+    assert case(trained[0], "uninterrupted counts")  # this case saves
     files = [file_of(out, "counts", SAVED, rank) for rank in range(2)]
     with pytest.raises(ValueError, match=r"got 10 an epoch on each of 1 rank\(s\), .* has 10 on each of 2"):
         resume(model, files, share(True, 0, 2))

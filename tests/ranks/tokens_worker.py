@@ -1,4 +1,4 @@
-"""What a rank of test_tokens_ranks.py runs (support/ranks.py): micro-batches by length, which differ in number over two
+"""The cases of test_tokens_ranks.py on ranks (support/ranks.py): micro-batches by length, different in number on two
 ranks."""
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from support.two_ranks import Results
 from test_auto_tokens import Limited, auto_step, marked
 from test_max_tokens import LENGTH, batch, make_step, max_tokens
 
-SAMPLES = (6, 24)  # of a rank's batches
-NUMBER = 4  # of batches
+SAMPLES = (6, 24)  # in each rank's batches
+NUMBER = 4  # batches of each rank
 # mode, batches of a window, options
 KINDS = {
     "one batch": ("graph", 1, {"max_grad_norm": 0.05}),
@@ -65,8 +65,8 @@ def play(name: str) -> Callable[[Path], Results]:
 
 
 def search(_: Path) -> Results:
-    """Batches of rank 1 have a larger width. Rank 1 has memory for less; or both for one row. No trial may wait for the
-    other rank's weights."""
+    """Batches of rank 1 have a larger width. First, rank 1 has less memory than rank 0; then both have memory for one
+    row. No trial may wait for the other rank's weights."""
     rank, widths = get_rank(), ((12, LENGTH - 4), (LENGTH,))
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True, parameter_broadcast=True)

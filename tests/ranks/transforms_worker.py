@@ -35,7 +35,7 @@ TRAININGS: dict[str, tuple[str, int, bool, dict]] = {
     "windows, sharded": ("graph", 2, True, {}),
 }
 WINDOWS, SAMPLES = 5, 6
-SAVED = 5  # batches, in the middle of the window with far targets, where windows have two
+SAVED = 5  # batches before the checkpoint: with windows of two, the middle of window SPIKE
 
 
 def data(rank: int, steps: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -62,7 +62,7 @@ def set_up(mode: str) -> None:
 
 
 def make_step(steps: int, sharded: bool, **options) -> TrainOneStepWithGradAccumulationCell:
-    """Its transforms are a judge, a clip and an average."""
+    """A step whose transforms are a judge, a clip and an average."""
     network = Regression()
     cell = GradAccumulationCell(
         network,
@@ -75,7 +75,7 @@ def make_step(steps: int, sharded: bool, **options) -> TrainOneStepWithGradAccum
 
 
 def left(step: TrainOneStepWithGradAccumulationCell) -> Results:
-    """What training has left in the weights and in the transforms."""
+    """The state of the weights and of the transforms after training."""
     average = step.update.links[-1]
     with step.averaged_weights():
         swapped = vector(step.weights)
@@ -95,7 +95,7 @@ def file_of(out: Path, who: int | str) -> str:
 
 
 def go_on(out: Path) -> Results:
-    """Two ranks finish what one process has begun."""
+    """Two ranks finish the training that one process has begun."""
     set_up("graph")
     step = make_step(2, False)
     resume(step, file_of(out, "alone"))
@@ -131,8 +131,8 @@ def train(name: str, out: Path) -> Results:
 
 
 def disagree() -> Results:
-    """Gradients that differ by rank, as norms do by a rounding: on both sides of a limit. With a ShardedOptimizer an
-    update by one rank alone would wait for the other for ever."""
+    """The ranks' norms are on both sides of a limit, as rounding may make them. With a ShardedOptimizer, one rank that
+    updates alone would wait for the other for ever."""
     set_up("graph")
     size = 1.0 if get_rank() == 0 else 2.0
 
@@ -140,7 +140,7 @@ def disagree() -> Results:
         return gradients[0] * 0.0 + size, gradients[1] * 0.0
 
     results = {}
-    for name, factor in (("below", 1.4), ("above", 1.6)):  # of rank 0's norm; the mean is 1.5 times that
+    for name, factor in (("below", 1.4), ("above", 1.6)):  # times rank 0's norm; the mean of both is 1.5 times it
         network = Regression()
         limit = float(factor * np.sqrt(network.hidden.size))
         cell = GradAccumulationCell(network, 2, transforms=(by_rank, SkipSpikes(norm=limit)))
@@ -151,7 +151,7 @@ def disagree() -> Results:
 
 
 def accumulate() -> Results:
-    """The same chain in a loop of one's own."""
+    """The same transforms in a hand-written loop."""
     set_up("pynative")
     network, average = Regression(), WeightAverage(DECAY)
     optimizer = momentum(network, False)

@@ -121,7 +121,7 @@ def set_up(calls: Calls) -> None:
 
 
 class Log:
-    """What there is to see before the first call and after each."""
+    """The visible state before the first call and after each call."""
 
     def __init__(self, seen: Callable[[], dict[str, Any]]) -> None:
         self.seen = seen
@@ -174,7 +174,7 @@ def play_accumulator(calls: Calls, rank: int) -> Log:
     for batch in calls.data(rank):
         count = (float(batch[2].sum()),) if calls.masked else ()
         if calls.masked and not count[0]:
-            batch = (*batch[:2], np.ones_like(batch[2]))  # its gradient would be NaN; counted 0, it must not matter
+            batch = (*batch[:2], np.ones_like(batch[2]))  # the gradient is not NaN then; its count is 0
         _, gradients = grad_fn(*map(Tensor, batch))
         updated = accumulator(gradients, *count)
         log.look()
@@ -188,7 +188,7 @@ def play_accumulator(calls: Calls, rank: int) -> Log:
 
 
 class ReducesEachBatch(Window):
-    """Negative control for the number of collectives: adds up right, and reduces too early."""
+    """Negative control for the number of collectives: it adds up right, but reduces too early."""
 
     def add_up(self, inputs, plan, scale, unit):
         sums, shown = super().add_up(inputs, plan, scale, unit)
@@ -204,12 +204,12 @@ def executed_all_reduces(step: nn.Cell, data: Sequence[Batch], folder: Path) -> 
     (table,) = folder.glob("**/cpu_op_type_info_*.csv")
     with table.open() as file:
         kernels = {row["op_type"]: int(row["type_occurrences"]) for row in csv.DictReader(file)}
-    assert kernels["MatMul"] >= len(data), kernels  # it did see the calls
+    assert kernels["MatMul"] >= len(data), kernels  # the profiler has seen the calls
     return kernels.get("AllReduce", 0)
 
 
 def collectives(rank: int, out: Path) -> dict[str, np.ndarray]:
-    """By accumulation_steps and micro_size: AllReduces of a window's batches but the last, and of two windows."""
+    """The AllReduces of a window without its last batch, and of two windows, by accumulation_steps and micro_size."""
     calls = CALLS["graph"]
     set_up(calls)
     batch = calls.data(rank)[0]
@@ -235,12 +235,12 @@ STEPS = 4  # of all models below
 
 
 class Training(NamedTuple):
-    """One model.train; each goes on from the one before."""
+    """One call of model.train, which continues the one before."""
 
     batches: tuple[int, int]
     epochs: int = 1
     schedule: dict[int, int] | None = None
-    stop: int | None = None  # after so many batches of the first epoch, on each rank that has so many
+    stop: int | None = None  # batches of the first epoch, on each rank that has as many
 
     def data(self, rank: int) -> list[Batch]:
         return batches(SAMPLES, self.batches[rank], seed=1000 * sum(self.batches) + rank)
@@ -257,12 +257,12 @@ TRAININGS = {
     "2 and 3: rank 0 is shorter, no window is full": Training((2, 3), 2),
     "6 and 6": Training((6, 6), 2),
     "9 and 7, scheduled": Training((9, 7), 3, {0: 4, 1: 2, 2: 3}),
-    # A stop before the epoch's end leaves ranks with fewer batches than they had said.
+    # A stop before the epoch's end leaves ranks with fewer batches than they announced.
     "9 and 7, stopped after 5": Training((9, 7), 2, stop=5),
     "9 and 7, stopped after 8": Training((9, 7), stop=8),
 }
 
-REFUSED: dict[str, tuple[bool, list[Callback]]] = {  # whether with accumulation_steps, and callbacks
+REFUSED: dict[str, tuple[bool, list[Callback]]] = {  # whether accumulation_steps is set, and callbacks
     "no flush": (True, []),
     "flush of the last epoch alone": (True, [FlushAccumulation(each_epoch=False)]),
     "no accumulation_steps": (False, [FlushAccumulation()]),
@@ -271,7 +271,7 @@ REFUSED: dict[str, tuple[bool, list[Callback]]] = {  # whether with accumulation
 
 
 class Watch(Callback):
-    """Notes the weights at each epoch's end and the first feature of each sample seen; stops when told to."""
+    """Records the weights at each epoch's end and the first feature of each sample seen; stops after `stop` batches."""
 
     def __init__(self, stop: int | None = None) -> None:
         super().__init__()
@@ -302,7 +302,7 @@ def as_data_set(data: Sequence[Batch]) -> Any:
 
 
 def refusal(action: Callable[[], Any]) -> str:
-    """What the ValueError says; nothing if there was none."""
+    """The message of the ValueError; empty if there was none."""
     try:
         action()
     except ValueError as error:
@@ -316,7 +316,7 @@ def train_models(rank: int) -> dict[str, np.ndarray]:
     step, results = model.train_network, {}
     for name, training in TRAININGS.items():
         watch, monitor = Watch(training.stop), WindowMonitor()
-        # Two of them must not flush twice as often.
+        # Two FlushAccumulation callbacks must not flush twice as often.
         callbacks = [watch, monitor, *(FlushAccumulation() for _ in range(1 + (name == "8 and 2")))]
         if training.schedule:
             callbacks.append(AccumulationScheduler(training.schedule))
@@ -356,7 +356,7 @@ def refuse_to_train(rank: int) -> dict[str, np.ndarray]:
 
 # -- records -----------------------------------------------------------------------------------------------------------
 
-RECORDED: dict[str, tuple[type[nn.Cell], dict[str, Any]]] = {  # windows whose fields ranks share, and whose they do not
+RECORDED: dict[str, tuple[type[nn.Cell], dict[str, Any]]] = {  # windows with fields that ranks share, or do not share
     "counts": (window_oracle.Masked, {"count": CountMask()}),
     "dropped": (window_oracle.Mean, {"overflow": "drop_micro_batch"}),
     "several batches": (window_oracle.Masked, {"count": CountMask(), "accumulation_steps": 2}),
@@ -365,7 +365,7 @@ RECORDED: dict[str, tuple[type[nn.Cell], dict[str, Any]]] = {  # windows whose f
 
 
 def recorded_data(name: str, rank: int) -> list[Batch]:
-    """Two batches; in one of rank 1's a micro-batch is infinite, where it is to be dropped."""
+    """Two batches. In "dropped", a micro-batch of rank 1 is infinite, and must be dropped."""
     random = np.random.default_rng(70 + rank)
     result = [tuple(random.uniform(0.5, 1.5, (3, 4)).astype(np.float32)) for _ in range(2)]
     if name == "dropped" and rank == 1:
@@ -390,10 +390,10 @@ def record_fields(rank: int) -> dict[str, np.ndarray]:
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
-KINDS = {"counts": ("graph", True), "samples": ("pynative", False)}  # what micro-batches weigh by: mode, masked
+KINDS = {"counts": ("graph", True), "samples": ("pynative", False)}  # what weights micro-batches: mode, masked
 BATCH, EPOCH, EPOCHS = 3, 20, 2  # samples of a batch, batches of an epoch of all ranks together
-SAVED = 6  # a checkpoint after so many batches of each rank: in mid-window, between windows, in mid-window of epoch 2
-SAVED_ALONE = (5, 6)  # by one process, likewise
+SAVED = 6  # batches of each rank between checkpoints: in mid-window, between windows, in mid-window of epoch 2
+SAVED_ALONE = (5, 6)  # batches of one process before its checkpoints
 
 
 def samples(masked: bool) -> Batch:
@@ -415,7 +415,7 @@ def file_of(out: Path, kind: str, saved: int, who: int | str) -> str:
 
 
 def train_and_save(kind: str, out: Path, rank: int) -> dict[str, np.ndarray]:
-    """The run that is not interrupted."""
+    """Train without an interruption, and save checkpoints."""
     mode, masked = KINDS[kind]
     set_up(Calls(SAME, mode))
     model, watch = make_model(masked, accumulation_steps=STEPS), Watch()
@@ -425,7 +425,7 @@ def train_and_save(kind: str, out: Path, rank: int) -> dict[str, np.ndarray]:
 
 
 def save_alone(kind: str, out: Path) -> None:
-    """What one process saves in mid-window."""
+    """One process trains, and saves in mid-window."""
     mode, masked = KINDS[kind]
     ms.set_context(mode=MODES[mode])
     step = make_model(masked, accumulation_steps=STEPS).train_network
@@ -444,7 +444,7 @@ def finished(name: str, model: ms.Model, watch: Watch) -> dict[str, np.ndarray]:
 
 
 def go_on(name: str, model: ms.Model, files: Any, data_set: Any) -> dict[str, np.ndarray]:
-    """Resume and train to the end of the last epoch; what is left of a window then updates too."""
+    """Resume and train to the end of the last epoch, where an incomplete window updates too."""
     watch = Watch()
     epoch = resume(model, files, data_set)
     model.train(EPOCHS, data_set, callbacks=[watch, FlushAccumulation(each_epoch=False)], initial_epoch=epoch)
@@ -471,7 +471,7 @@ def resume_on_ranks(kind: str, out: Path, rank: int) -> dict[str, np.ndarray]:
         before = state(model.train_network.optimizer)
         results[f"{kind}, {name}/message"] = np.array(refusal(lambda: resume(model, file, data_set)))  # noqa: B023
         if name == "rank 0's file" and rank == 0:
-            continue  # to rank 0 it is its own
+            continue  # rank 0 accepts its own file
         results[f"{kind}, {name}/changed"] = np.array(
             not all(map(np.array_equal, before, state(model.train_network.optimizer)))
         )
@@ -479,7 +479,7 @@ def resume_on_ranks(kind: str, out: Path, rank: int) -> dict[str, np.ndarray]:
 
 
 def load_plainly(out: Path, rank: int) -> dict[str, np.ndarray]:
-    """Rank 0's files on both ranks by MindSpore's own functions, in mid-window and between windows."""
+    """Load rank 0's files on both ranks by MindSpore's own functions, in mid-window and between windows."""
     set_up(Calls(SAME))
     results = {}
     batch = tuple(column[:BATCH] for column in samples(True))

@@ -38,7 +38,7 @@ def record(tmp_path):
 
 
 class Page(HTMLParser):
-    """What a browser finds: that elements are closed, the SVG of each section, and all addresses."""
+    """Parses a page: checks that all elements are closed, and collects the sections and all addresses."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def lines(self, title: str) -> int:
-        """The number of lines that a chart has, but for those of its legend."""
+        """The number of lines in a chart, without its legend."""
         chart = ElementTree.fromstring(re.search(r"<svg.*</svg>", self.sections[title], re.DOTALL)[0])
         paths = [one.get("d") for one in chart.iter("path") if one.get("class") == "line"]
         return sum("h18" not in path for path in paths)
@@ -173,7 +173,7 @@ def test_the_page_is_beside_the_record_by_default(record, capsys):
 
 
 def test_a_long_training_is_a_small_page(record):
-    """Of 50,000 windows each peak is drawn."""
+    """The only peak of 50,000 windows is drawn."""
     lines = [line(n, loss=100.0 if n == 31_234 else 1 + math.sin(n) / 2) for n in range(1, 50_001)]
     path = record(*lines)
     page = report(path)

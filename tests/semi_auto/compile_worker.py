@@ -22,9 +22,9 @@ from gaccum_ms import GradAccumulation, GradAccumulationCell, PerSampleLoss, Tra
 from gaccum_ms.backend import cell_graph_executor
 from gaccum_ms.semi_auto.modes import settings_of
 
-SAMPLES = 16  # of each device: few, because the files say "..." for what longer constants hold
+SAMPLES = 16  # of each device; few, because the files abbreviate longer constants by "..."
 X, Y = (SAMPLES, 12), (SAMPLES, 1)
-# What the device's absence makes MindSpore say, once the graph is finished.
+# Parts of MindSpore's errors when the graph is finished and there is no device.
 NO_DEVICE = ("cudaGetLastError", "CUDA driver", "no CUDA-capable device")
 
 
@@ -61,7 +61,7 @@ class Net(nn.Cell):
 
 
 def laid(matmul_1, matmul_2, frozen=(), lazy=False):
-    """A network whose products lie on the devices as these say, by numbers or by a Layout's names."""
+    """A network with these shardings of its products, by numbers or by a Layout's names."""
     network = LazyNet() if lazy else Net()
     network.matmul_1.shard(matmul_1)
     network.matmul_2.shard(matmul_2)
@@ -71,7 +71,7 @@ def laid(matmul_1, matmul_2, frozen=(), lazy=False):
 
 
 class LazyNet(Net):
-    """MindSpore's way to compile a network once, however often it is called."""
+    """Uses MindSpore's way to compile a network once for all its calls."""
 
     @ms.lazy_inline
     def __init__(self, **options):
@@ -99,7 +99,7 @@ class LazyDense(Dense):
 
 
 def positive(x, y):
-    """A count that the data decide: labels above zero."""
+    """A count that depends on the data: the number of labels above zero."""
     return ops.reduce_sum(ops.cast(y > 0, ms.float32))
 
 
@@ -129,14 +129,14 @@ def ours(network, micro_size, scale=None, auto=False, model=False, **options):
 
 
 def documented(network):
-    """As MindSpore's tutorial has it."""
+    """The program of MindSpore's tutorial."""
     cell = AutoParallel(GradAccumulation(network, 4))
     cell.hsdp()
     return ms.Model(cell, optimizer=sgd(network)).train_network
 
 
 def in_two_stages(network):
-    """An AutoParallel with a pipeline, which what is set beside it says nothing of."""
+    """An AutoParallel with a pipeline, which the parallel context does not have."""
     ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel")
     cell = AutoParallel(GradAccumulationCell(network, 4))
     cell.pipeline(stages=2)
@@ -144,7 +144,7 @@ def in_two_stages(network):
 
 
 def functional(training):
-    """A loop of one's own over the cell, as MindSpore's documentation has it for its own."""
+    """A hand-written loop over the cell, as MindSpore's documentation shows for its own cell."""
     cell = GradAccumulation(Net(), 4).set_train(training)
     optimizer = sgd(cell)
     gradients = ops.value_and_grad(cell, None, optimizer.parameters)
@@ -182,7 +182,7 @@ WEIGHT_SHARDS = {
     "enable_parallel_optimizer": True,
     "parallel_optimizer_config": {"parallel_optimizer_threshold": 0, "optimizer_weight_shard_size": 4},
 }
-# By numbers: the layers on different numbers of devices; none in data parallel; on (4, 2) devices, by names.
+# Shardings by numbers: layers on different numbers of devices, and no data parallel. By names: on (4, 2) devices.
 UNEVEN = ((8, 1), (1, 1)), ((4, 1), (1, 1))
 NO_DATA_PARALLEL = ((1, 1), (1, 8)), ((1, 8), (8, 1))
 DEVICES = Layout((4, 2), ("data", "model"))
@@ -255,7 +255,7 @@ CASES = {
     "AutoParallel around the step": (lambda: AutoParallel(ours(Net(), 4)), {"AutoParallel": True}),
 }
 
-# What only the benchmark compares: compiled where it is asked for by name.
+# Only the benchmark compares these cases. They are compiled when they are requested by name.
 BENCHMARKED = {
     "framework, 1": (lambda: frameworks(Net(), 1), {}),
     "lazy, 1": (lambda: ours(LazyNet(), 1), {}),
@@ -268,7 +268,7 @@ for k in (1, 4, 16):
 
 
 def compile_case(name, make, settings, graphs, out):
-    """Compile; keep the finished graph, the Parameters' values, and what MindSpore said."""
+    """Compile a case; save the finished graph, the Parameters' values, and MindSpore's message."""
     ms.reset_auto_parallel_context()
     if "AutoParallel" not in settings:
         mode = {"parallel_mode": "semi_auto_parallel", "gradients_mean": True, **settings}
@@ -286,7 +286,7 @@ def compile_case(name, make, settings, graphs, out):
     values = {parameter.name: parameter.asnumpy() for parameter in step.get_parameters()}
     np.savez(folder / "parameters.npz", **values)
     inputs = [Tensor(np.zeros(shape, np.float32)) for shape in local_shapes(settings)]
-    # Of the processor: what else runs on the machine makes a clock's useless.
+    # This is processor time: other programs on the machine would distort the clock's time.
     begin, message = time.process_time(), "the device was there"
     try:
         with settings_of(getattr(step, "_given", [step])[0]):
@@ -302,7 +302,7 @@ def compile_case(name, make, settings, graphs, out):
 
 
 def local_shapes(settings):
-    """What one device has of x and y."""
+    """The shapes of one device's parts of x and y."""
     if settings.get("full_batch"):
         return (8 * SAMPLES, 12), (8 * SAMPLES, 1)
     if "dataset_strategy" in settings:
@@ -311,7 +311,7 @@ def local_shapes(settings):
 
 
 def wanted(out):
-    """Names as they come, each once."""
+    """The requested names, each once."""
     seen = set()
     while not (out / "done").exists():
         for file in (out / "wanted").iterdir():
@@ -323,7 +323,7 @@ def wanted(out):
 
 def main(out, graphs, names):
     ms.set_context(mode=ms.GRAPH_MODE)
-    ms.set_context(device_target="CPU")  # by set_device() MindSpore 2.7 and 2.8 would stay with it
+    ms.set_context(device_target="CPU")  # after set_device() MindSpore 2.7 and 2.8 would keep CPU
     init()
     create_group("nccl_world_group", list(range(get_group_size())))
     ms.set_context(device_target="GPU")
@@ -336,7 +336,7 @@ def main(out, graphs, names):
     while not (out / "done").exists():
         time.sleep(0.2)
     sys.stdout.flush()
-    os._exit(0)  # without the device MindSpore cannot end in order
+    os._exit(0)  # without a device MindSpore cannot end normally
 
 
 if __name__ == "__main__":

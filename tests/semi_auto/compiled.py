@@ -20,7 +20,7 @@ TIME_LIMIT = 1800  # seconds; all cases take two free cores about three minutes
 
 
 class Case(NamedTuple):
-    """What the compiler made of one training step."""
+    """The compiler's results for one training step."""
 
     folder: Path
 
@@ -48,9 +48,9 @@ _read = functools.cache(finished_graph.read)  # tests share graphs, and none cha
 
 
 class Compiler:
-    """Eight ranks of which the first compiles cases by their names, each when it is first called for.
+    """Eight ranks, of which the first compiles cases by their names, each when it is first requested.
 
-    It is a context: at its end, after an error too, the ranks are ended. They end by themselves after `TIME_LIMIT`.
+    As a context manager, it ends the ranks, also after an error. They end by themselves after `TIME_LIMIT` .
     """
 
     def __init__(self, folder: Path, *names: str) -> None:
@@ -91,12 +91,12 @@ class Compiler:
 
     def __exit__(self, *_: object) -> None:
         (self.out / "done").touch()
-        # Without the device the ranks cannot leave in order; what counts is what rank 0 has left.
+        # Without a device the ranks cannot end normally; only the files of rank 0 count.
         self.launcher.wait(timeout=TIME_LIMIT + 60)
 
 
 def compile_cases(folder: Path, *names: str) -> Path:
-    """Compile the cases of these names: a folder of each in the result."""
+    """Compile the cases of these names. The result has a folder for each."""
     with Compiler(folder, *names) as compiler:
         compiler.finish()
     return compiler.out

@@ -10,7 +10,7 @@ from support import no_device
 
 @pytest.fixture(scope="session")
 def cases(tmp_path_factory):
-    """The function from a case's name to what eight ranks' compiler made of it."""
+    """A function that compiles a case, by its name, for eight ranks."""
     if reason := no_device.why_not():
         pytest.skip(reason)
     with Compiler(tmp_path_factory.mktemp("parallel")) as compiler:

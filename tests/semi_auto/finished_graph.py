@@ -23,15 +23,15 @@ class Node(NamedTuple):
 
     name: str  # "%7", unique in its graph
     op: str  # "MatMul"; "call" where another graph is called
-    callee: str | None  # what is called: a graph's name, or the node that holds it
+    callee: str | None  # the called graph's name, or the node that holds the graph
     arguments: tuple[str, ...]
     attributes: str
     shape: tuple[int, ...]  # of the result, on rank 0; () if it is no Tensor
-    scope: str  # where in the network it is from
+    scope: str  # its place in the network
 
     @property
     def group(self) -> tuple[int, ...]:
-        """The ranks that a collective of rank 0 is over."""
+        """The ranks of a collective of rank 0."""
         ranks = re.search(r"(?:group_rank_ids|rank_list): \(([\d, ]*)\)", self.attributes)
         assert ranks, f"no group in {self}"
         return tuple(int(rank) for rank in ranks.group(1).replace(" ", "").split(",") if rank)
@@ -43,7 +43,7 @@ class Node(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """Nodes in an order in which each comes after what it needs."""
+    """Nodes, each after the nodes that it needs."""
 
     name: str
     parameters: tuple[str, ...]
@@ -60,7 +60,7 @@ class Program(NamedTuple):
 
 
 def split_top(text: str) -> list[str]:
-    """Split at commas that are in no parentheses."""
+    """Split at commas outside parentheses."""
     parts, depth, begin = [], 0, 0
     for position, letter in enumerate(text):
         depth += (letter in "([{") - (letter in ")]}")
@@ -93,7 +93,7 @@ def _node(name: str, body: str) -> Node:
 
 
 def _joined(text: str) -> Iterator[str]:
-    """Lines, with those that a constant's value is broken into put together."""
+    """The lines of a file; the lines of one constant's value are joined."""
     held = ""
     for line in text.splitlines():
         held = f"{held} {line.strip()}" if held else line

@@ -15,7 +15,7 @@ from finished_graph import COLLECTIVES, Graph, Node, Program, split_top
 
 
 class Ref(NamedTuple):
-    """A Parameter, not its value: what is done to it is seen by whoever reads it later."""
+    """A Parameter, not its value: later reads see what was written to it."""
 
     name: str
 
@@ -35,14 +35,14 @@ class Elided(NamedTuple):
 
 
 class Executed(NamedTuple):
-    """A node that ran, in the order in which they ran."""
+    """A node that has run."""
 
     node: Node
     bytes: int  # of the first operand, on one rank
 
 
 def groups_like(group: Sequence[int], ranks: int) -> list[list[int]]:
-    """Every rank's group: rank 0's has a stride, by which all others follow."""
+    """Every rank's group. Rank 0's group has a stride, from which all others follow."""
     stride = group[1] - group[0] if len(group) > 1 else 1
     assert list(group) == [index * stride for index in range(len(group))], f"rank 0's group {group} is irregular"
     return [
@@ -70,7 +70,7 @@ def constant(text: str) -> Any:
         values = [float(one) for one in re.findall(r"[-+.\w]+", numbers)]
         if "..." not in found.group(3):
             return np.array(values, dtype).reshape(shape)
-        # Of a long one the file has the first and the last; where these are alike it is a `fill` .
+        # Of a long constant the file has the first and last numbers; if they are equal, it is a `fill` .
         return np.full(shape, values[0], dtype) if len(set(values)) == 1 else Elided(shape, dtype)
     if text.startswith("("):
         return tuple(constant(one) for one in split_top(text[1:-1]))
@@ -86,9 +86,9 @@ class Machine:
         program (Program): The graph.
         ranks (int): The number of devices.
         parameters (Mapping): The whole value of each Parameter.
-        parts (Mapping): For a Parameter that lies on several devices, what rank `r` has of it: `parts[name](whole, r)`.
-            By default, where the graph's own shape is smaller, equal parts along axis 0.
-        samples_in (int): In how many parts the samples lie on the devices; neighbours have the same.
+        parts (Mapping): For a Parameter that is split over the devices, the part of rank `r`: `parts[name](whole, r)`.
+            By default, if the graph's own shape is smaller, equal parts along axis 0.
+        samples_in (int): The number of parts of the samples on the devices; neighbours have the same part.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Machine:
         self.state: dict[str, list[np.ndarray]] = {}
         self.executed: list[Executed] = []
         self.samples_in = samples_in
-        self._own_parts: set[str] = set()  # of the slices that cut those, MindSpore's ids
+        self._own_parts: set[str] = set()  # MindSpore's ids of the slices that cut a rank's own part
         self.inputs: list[str] = []
         for token, shape in program.shapes.items():
             name = token.split("_", 1)[1]
@@ -117,7 +117,7 @@ class Machine:
             assert self.state[name][0].shape == shape, f"{name}: {self.state[name][0].shape}, not {shape}"
 
     def step(self, *batch: Sequence[np.ndarray]) -> list[Any]:
-        """Run the graph once. `batch`: each input, as what each rank has of it. Returns each rank's result."""
+        """Run the graph once. `batch` has each rank's part of each input. Returns each rank's result."""
         self.executed = []
         environment: dict[str, list[Any]] = {
             token: [Ref(token.split("_", 1)[1])] * self.ranks for token in self.program.shapes
@@ -127,7 +127,7 @@ class Machine:
         return [self._value(one, rank) for rank, one in enumerate(self._run(self.program.entry, environment))]
 
     def whole(self, name: str) -> np.ndarray:
-        """A Parameter from its parts along axis 0, or, where all ranks have all of it, rank 0's."""
+        """Rank 0's value of a Parameter."""
         return self.state[name][0]
 
     # -- graphs ----------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ class Machine:
         first = values[0][0]
         self.executed.append(Executed(node, first.nbytes if isinstance(first, np.ndarray) else 0))
         if node.op == "StridedSlice" and "redistribution_op" in node.attributes:
-            self._own_parts.update(_UNIQUE.findall(node.attributes))  # none where there is no backward
+            self._own_parts.update(_UNIQUE.findall(node.attributes))  # none if there is no backward
             return [self._own_part(*one[:3], rank) for rank, one in enumerate(zip(*values, strict=True))]
         if node.op == "StridedSliceGrad" and self._own_parts.intersection(_FORWARD.findall(node.attributes)):
             return [self._from_own_part(*one[:4], rank) for rank, one in enumerate(zip(*values, strict=True))]
@@ -177,8 +177,8 @@ class Machine:
             return [np.asarray(_ARITHMETIC[node.op](*one)) for one in zip(*values, strict=True)]
 
     def _own_part(self, value: np.ndarray, begin: tuple, end: tuple, rank: int) -> np.ndarray:
-        """What a rank takes of a value that it has whole: of rank 0's graph, where the first part is cut. Where there
-        are fewer parts than ranks, neighbours have different ones, but for parts as many as the samples are in."""
+        """The part that a rank takes of a whole value; rank 0's graph takes the first part. If there are fewer parts
+        than ranks, neighbours take different parts, but the same part if there are as many parts as of the samples."""
         (axis,) = (index for index, last in enumerate(end) if last < value.shape[index])
         parts = value.shape[axis] // end[axis]
         assert not any(begin) and end[axis] * parts == value.shape[axis] and self.ranks % parts == 0, "no equal parts"
@@ -186,7 +186,7 @@ class Machine:
         return np.split(value, parts, axis)[own]
 
     def _from_own_part(self, gradient: np.ndarray, shape: tuple, begin: tuple, end: tuple, rank: int) -> np.ndarray:
-        """Backward of that."""
+        """The backward of `_own_part` ."""
         whole = np.zeros(shape, gradient.dtype)
         self._own_part(whole, begin, end, rank)[...] = gradient
         return whole
@@ -203,12 +203,12 @@ class Machine:
     def _write(self, node: Node, arguments: tuple, rank: int) -> Any:
         ref, *values = arguments
         if not isinstance(ref, Ref):
-            return ref  # MindSpore's own step also clears what it has made of its accumulators
+            return ref  # MindSpore's own step also clears values computed from its accumulators
         state = {key: self.state[key] for key in (one.name for one in arguments if isinstance(one, Ref))}
         old, value = state[ref.name][rank], self._value(values[0], rank)
         if isinstance(value, Elided):
             assert "accu_grads." in ref.name, f"{node} writes what the file does not hold"
-            value = np.zeros(value.shape, value.dtype)  # by which a step clears
+            value = np.zeros(value.shape, value.dtype)  # with which a step clears
         assert np.shape(value) == old.shape, f"{node.op} of {np.shape(value)} to {ref.name} of {old.shape}"
         if node.op == "Assign":
             new = value
@@ -240,7 +240,7 @@ class Machine:
 
 
 def rows(shape: tuple[int, ...]) -> Callable[[np.ndarray, int], np.ndarray]:
-    """What a rank has of a value if its part has this shape: the whole, or equal parts along axis 0."""
+    """A function for a rank's part, which has this shape: the whole value, or one of equal parts along axis 0."""
 
     def part(whole: np.ndarray, rank: int) -> np.ndarray:
         if whole.shape == shape:

@@ -10,7 +10,7 @@ from machine import Machine
 
 RANKS = 8
 WEIGHTS = ("first", "bias", "second")
-SPLIT = {  # where (4, 2) devices have the columns of one layer and the rows of the next
+SPLIT = {  # (4, 2) devices, with the columns of one layer and the rows of the next
     "first": lambda whole, rank: np.split(whole, 2, axis=1)[rank % 2],
     "bias": lambda whole, rank: np.split(whole, 2)[rank % 2],
     "second": lambda whole, rank: np.split(whole, 2)[rank % 2],
@@ -21,12 +21,12 @@ X, Y = (rng.normal(size=(RANKS * SAMPLES, width)).astype(np.float32) for width i
 
 
 def shards(parts: int, *arrays):
-    """Each input as what each rank has of it, where samples lie in `parts` parts on the ranks."""
+    """Each rank's part of each input, if the samples are in `parts` parts on the ranks."""
     return [[np.split(array, parts)[rank * parts // RANKS] for rank in range(RANKS)] for array in arrays]
 
 
 class Ran:
-    """A case's graph, run once, or several times, on the machine."""
+    """A case's graph, after one or several runs on the machine."""
 
     def __init__(self, case, parts=RANKS, batch=(X, Y), layout=None, changed=None, steps=1):
         self.machine = Machine(case.program, RANKS, {**case.parameters, **(changed or {})}, layout, parts)
@@ -43,7 +43,7 @@ class Ran:
         return [result[0] if isinstance(result, tuple) else result for result in self.results]
 
     def adds(self):
-        """How often something is added to each accumulator."""
+        """The number of additions to each accumulator."""
         return Counter(
             executed.node.arguments[0].split("_", 1)[1]
             for executed in self.machine.executed
@@ -51,7 +51,7 @@ class Ran:
         )
 
     def gradient_collectives(self):
-        """Reductions of gradients: those that the compiler puts where weights are used, "mirrors" of them."""
+        """The reductions of gradients, which the compiler adds where weights are used, and calls "mirrors"."""
         return [
             executed
             for executed in self.machine.executed
@@ -61,7 +61,7 @@ class Ran:
 
 
 def same_update(ours: Ran, theirs: Ran, tolerance=1e-5) -> bool:
-    """Whether both leave every weight, on every rank, where the other does, and report the same loss."""
+    """Whether both have the same weights on every rank, and report the same loss."""
     left, right = ([*(one for name in WEIGHTS for one in ran.parameter(name)), *ran.losses] for ran in (ours, theirs))
     return all(np.allclose(one, other, rtol=tolerance, atol=tolerance) for one, other in zip(left, right, strict=True))
 

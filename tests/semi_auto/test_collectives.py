@@ -28,7 +28,7 @@ def test_gradients_are_reduced_once_per_weight_and_update(cases, name):
 
 def test_no_input_is_gathered(cases):
     assert Ran(cases("ours, 4")).counts["AllGather"] == 0
-    assert Ran(cases("framework, 4")).counts["AllGather"] == 2  # MindSpore's own cell: each input
+    assert Ran(cases("framework, 4")).counts["AllGather"] == 2  # MindSpore's own cell gathers each input
 
 
 @pytest.mark.thorough
@@ -38,8 +38,8 @@ def test_no_input_is_gathered_where_nobody_says_how_many_devices_there_are(cases
 
 @pytest.mark.thorough
 def test_no_fusion_joins_the_losses_reductions(cases, plain):
-    """The experiment with MindSpore's own means: its fusion of AllReduces takes those that have one ``fusion`` number,
-    as gradients have; a loss's has 0, "alone", also where fusion is on."""
+    """MindSpore's own fusion joins AllReduces that have the same ``fusion`` number, as gradients have. A loss's
+    AllReduce has 0, "alone", even if fusion is on."""
     ran = Ran(cases("communication fused"))
     losses = [one.node for one in ran.machine.executed if one.node.op == "AllReduce" and not one.node.shape]
     assert len(losses) == 4 + 1  # of four micro-batches, and the loss's backward
@@ -50,15 +50,15 @@ def test_no_fusion_joins_the_losses_reductions(cases, plain):
 @pytest.mark.core("4")
 @pytest.mark.parametrize("k", [1, 4])
 def test_losses_per_sample_are_reduced_once(cases, plain, k):
-    """As many collectives as the whole batch has: one for each weight, one for the loss, and the loss's backward."""
+    """The whole batch has as many collectives: one for each weight, one for the loss, and the loss's backward."""
     assert Ran(cases(f"per sample, {k}")).counts["AllReduce"] == plain.counts["AllReduce"]
 
 
 @pytest.mark.core(name=["ours, 4", "framework, 4"])
 @pytest.mark.parametrize(("name", "k"), [("ours, 4", 4), ("ours, 16", 16), ("framework, 4", 4), ("lazy, 4", 4)])
 def test_a_scalar_loss_is_reduced_by_each_micro_batch(cases, plain, name, k):
-    """What the compiler's passes do to a mean that the network takes itself, in MindSpore's own cell as well: the
-    sum over devices is part of the mean's own operator, and no pass moves it behind the Add that follows."""
+    """If the network takes the mean itself, the sum over devices is part of the mean's operator, in MindSpore's own
+    cell too. No pass of the compiler moves it behind the Add that follows."""
     assert Ran(cases(name)).counts["AllReduce"] >= plain.counts["AllReduce"] + k - 1
 
 
@@ -85,7 +85,7 @@ def test_sharded_gradients_need_a_part_of_the_accumulators(cases):
 @pytest.mark.parametrize(("name", "k"), [("ours, 4", 4), ("ours, 16", 16), ("lazy, 4", 4), ("per sample, 4", 4)])
 def test_accumulators_are_added_to_micro_size_times_and_cleared_once(cases, name, k):
     ran = Ran(cases(name))
-    if "lazy" not in name:  # where a Parameter has another name in the network's graph
+    if "lazy" not in name:  # there a Parameter has another name in the network's graph
         assert ran.adds() == {f"accu_grads.{weight}": k for weight in WEIGHTS}
     assert sum(executed.node.op == "AssignAdd" for executed in ran.machine.executed) == k * len(WEIGHTS) + 3
     cleared = [
@@ -128,7 +128,7 @@ def test_a_micro_batchs_forward_waits_for_the_backward_before_it(cases, name):
 
 
 def ready_first(program):
-    """The nodes in the order in which a back end runs them that takes whatever is ready, first come, first served."""
+    """The nodes in the order of a back end that runs them as they become ready, and each node's users."""
     waiting = {
         node.name: {one for one in node.arguments if one.startswith("%") and not one.startswith("%para")}
         for node in program.entry.nodes
@@ -152,8 +152,8 @@ def ready_first(program):
 @pytest.mark.core("ours, 4")
 @pytest.mark.parametrize("name", ["ours, 4", "ours, 16", "per sample, 4"])
 def test_activations_of_one_micro_batch_live_at_a_time(cases, name):
-    """Run ready first: when the next micro-batch begins, all that is left of one is a gradient on its way into its
-    accumulator, and its losses on their way into the batch's."""
+    """In the order of `ready_first` , when a micro-batch begins, only gradients on their way into accumulators, and
+    losses on their way into the batch's loss, remain of the one before."""
     program = cases(name).program
     order, users = ready_first(program)
     nodes = {node.name: node for node in program.entry.nodes}
@@ -176,13 +176,13 @@ def test_activations_of_one_micro_batch_live_at_a_time(cases, name):
 
 @pytest.mark.thorough
 def test_lazy_inline_bounds_what_is_compiled(cases):
-    """The time that it takes is in the benchmark, `python -m benchmarks.semi_auto` ."""
+    """The benchmark, `python -m benchmarks.semi_auto` , measures the compilation's time."""
 
     def nodes(name):
         return sum(len(graph.nodes) for graph in cases(name).program.graphs.values())
 
     programs = [cases(f"lazy deep, {k}").program for k in (2, 8)]
     forward = [max(len(graph.nodes) for graph in one.graphs.values() if graph is not one.entry) for one in programs]
-    assert abs(forward[0] - forward[1]) < 5  # the network is there once, however often it is called
+    assert abs(forward[0] - forward[1]) < 5  # the network is there once for all its calls
     added, added_lazily = nodes("deep, 8") - nodes("deep, 2"), nodes("lazy deep, 8") - nodes("lazy deep, 2")
-    assert added_lazily < added / 2  # what is left are slices and sums
+    assert added_lazily < added / 2  # only slices and sums are added

@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("parallel")]
 @pytest.mark.core(name="plain")
 @pytest.mark.parametrize(("name", "factor"), [("plain", 1 / RANKS), ("plain, sum of ranks", 1.0)])
 def test_the_machine_computes_what_numpy_does(cases, name, factor):
-    """MindSpore's own step for the whole batch: one SGD update at rate 0.1 of the mean over all ranks. A loss that is a
-    mean is one over all ranks already; with ``gradients_mean`` the gradient is divided by their number once more."""
+    """MindSpore's own step makes one SGD update at rate 0.1, with the mean over all ranks. A mean loss is a mean over
+    all ranks already; with ``gradients_mean`` the gradient is divided by the number of ranks once more."""
     values, ran = cases(name).parameters, Ran(cases(name))
     loss, gradients = by_hand(values)
     np.testing.assert_allclose(ran.losses, [loss] * RANKS, rtol=1e-5)
@@ -50,7 +50,7 @@ def test_the_machine_computes_what_numpy_does(cases, name, factor):
 def test_equals_the_whole_batch(cases, name, whole):
     ours, theirs = Ran(cases(name)), Ran(cases(whole))
     assert same_update(ours, theirs)
-    assert not same_update(ours, Ran(cases(whole), batch=(X, -Y)))  # another update is seen
+    assert not same_update(ours, Ran(cases(whole), batch=(X, -Y)))  # another update is detected
 
 
 @pytest.mark.core(name="optimizer parallel, 4")
@@ -68,7 +68,7 @@ def test_equals_the_whole_batch_where_weights_or_batches_lie_otherwise(cases, na
 
 @pytest.mark.thorough
 def test_equals_numpy_where_weights_are_split(cases):
-    """Columns of one layer and rows of the next on (4, 2) devices, the batch in 4 parts."""
+    """The columns of one layer and the rows of the next are split on (4, 2) devices, and the batch in 4 parts."""
     values, ran = cases("split").parameters, Ran(cases("split"), 4, layout=SPLIT)
     loss, gradients = by_hand(values)
     np.testing.assert_allclose(ran.losses, [loss] * RANKS, rtol=1e-5)
@@ -79,12 +79,12 @@ def test_equals_numpy_where_weights_are_split(cases):
 
 
 def part(number, axis=0):
-    """Equal parts along an axis; neighbours have different ones."""
+    """Equal parts along an axis; neighbours have different parts."""
     return lambda whole, rank: np.split(whole, number, axis)[rank % number]
 
 
 def lies(**layout):
-    """The weights' parts, and those of the optimizer's state."""
+    """The parts of the weights and of the optimizer's state."""
     return layout | {f"{state}.{name}": one for state in ("accum", "stat") for name, one in layout.items()}
 
 
@@ -102,7 +102,7 @@ def lies(**layout):
     ],
 )
 def test_mindspores_own_cases_equal_the_whole_batch(cases, name, parts, layout):
-    """Those of its unit tests of its own cell, which look at no number."""
+    """The cases are from MindSpore's unit tests of its own cell, which check no number."""
     ours, theirs = (Ran(cases(f"{name}, {how}"), parts, layout=layout) for how in ("4", "whole"))
     assert same_update(ours, theirs)
     assert not same_update(ours, Ran(cases(f"{name}, whole"), parts, batch=(X, -Y), layout=layout))
@@ -111,13 +111,13 @@ def test_mindspores_own_cases_equal_the_whole_batch(cases, name, parts, layout):
 
 
 def test_the_wrapped_network_predicts(cases):
-    """Called by itself, it is the network, on the whole batch. MindSpore's own cell fails here."""
+    """Called by itself, the cell computes the network on the whole batch. MindSpore's own cell fails here."""
     ran = Ran(cases("predict"), 1)
     np.testing.assert_allclose(ran.losses, [by_hand(cases("predict").parameters)[0]] * RANKS, rtol=1e-5)
 
 
 def test_a_step_that_does_not_clear_is_seen(cases, plain):
-    """Negative control: twice the accumulators' content, and the second update is not the whole batch's."""
+    """Negative control: if the accumulators begin with other values than 0, the update is not the whole batch's."""
     left_over = {"accu_grads." + name: np.full_like(cases("ours, 4").parameters[name], 0.01) for name in WEIGHTS}
     assert not same_update(Ran(cases("ours, 4"), changed=left_over), plain)
 
@@ -141,7 +141,7 @@ def test_two_updates_clear_between_them(cases, name, whole):
 @pytest.mark.core("count")
 @pytest.mark.parametrize("name", ["count", "optimizer parallel, count"])
 def test_counts_are_of_all_devices(cases, name):
-    """The sum over all labels above zero on all ranks, whose numbers differ from rank to rank."""
+    """The count is the number of labels above zero on all ranks, which differs from rank to rank."""
     y = Y - np.linspace(-1, 1, RANKS * SAMPLES, dtype=np.float32)[:, None]
     per_rank = [int((part > 0).sum()) for part in np.split(y, RANKS)]
     assert len(set(per_rank)) > 1
@@ -160,7 +160,7 @@ def test_counts_are_of_all_devices(cases, name):
 
 @pytest.mark.thorough
 def test_a_mean_weighs_by_its_micro_batchs_count(cases):
-    """Micro-batch i is the i-th quarter of each rank's samples; its mean weighs as much as it has labels above zero."""
+    """Micro-batch i is the i-th quarter of each rank's samples. Its mean is weighted by its labels above zero."""
     y = Y - np.tile(np.repeat([-1.0, 0.0, 0.5, 1.0], SAMPLES // 4), RANKS).astype(np.float32)[:, None]
     quarters = [np.arange(RANKS * SAMPLES) % SAMPLES // (SAMPLES // 4) == quarter for quarter in range(4)]
     counts = [(y[quarter] > 0).sum() for quarter in quarters]
@@ -215,7 +215,7 @@ def test_clips_by_the_norm_of_the_whole_gradient(cases, name, parts, layout, fac
     ],
 )
 def test_an_overflow_on_one_rank_is_one_on_all(cases, name, parts, layout):
-    """The machine stops where ranks take different ways; here they take the same, and none updates."""
+    """The machine fails if ranks take different branches. Here they take the same branch, and none updates."""
     x = X.copy()
     x[3] = np.inf  # a sample of one rank, or of two that share it
     ran = Ran(cases(name), parts, batch=(x, Y), layout=layout)
@@ -241,7 +241,7 @@ def test_the_mean_of_sharded_gradients_is_refused(cases):
 
 @pytest.mark.thorough
 def test_mindspores_own_cell_takes_the_mean_of_some_sharded_gradients(cases):
-    """Of weights that lie whole on each rank, and the sum of the others: why ours refuses."""
+    """It takes the mean for weights that lie whole on each rank, and the sum for the others, so ours refuses."""
     theirs, whole = Ran(cases("sharded gradients, mean, framework")), Ran(cases("plain, optimizer parallel"))
     before = cases("plain").parameters
     moved = {
@@ -261,7 +261,7 @@ def test_casts_of_weights_need_lazy_inline(cases):
 
 @pytest.mark.thorough
 def test_casts_of_weights_with_lazy_inline(cases):
-    assert "Cannot find micro info" in cases("half, framework").message  # what MindSpore says of its own cell
+    assert "Cannot find micro info" in cases("half, framework").message  # MindSpore's error for its own cell
     assert cases("half, lazy").program.entry.nodes
     assert cases("half, lazy inside").program.entry.nodes
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WEIGHTS = 4 * (12 * 32 + 32 + 32)  # bytes
 INPUTS = 4 * SAMPLES * (12 + 1)  # of one device
 WHOLE = {("AllReduce", "gradients"): (3, WEIGHTS), ("AllReduce", "losses"): (1, 4)}
-BACKWARD = {("AllReduce", "others"): (1, 4)}  # of the loss, where the compiler does not fold it away
+BACKWARD = {("AllReduce", "others"): (1, 4)}  # of the loss, if the compiler does not fold it away
 
 
 def numbers(row):
@@ -43,7 +43,7 @@ def numbers(row):
             )
         ),
         *((f"per sample, {k}", k, WHOLE) for k in (1, 4)),
-        # A network that is called has its loss's backward in each call.
+        # A lazy network has its loss's backward in each call.
         ("lazy, 4", 4, {**WHOLE, ("AllReduce", "losses"): (4, 16), ("AllReduce", "others"): (4, 16)}),
     ],
 )

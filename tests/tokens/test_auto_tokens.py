@@ -1,5 +1,5 @@
-"""``MaxTokens("auto")``: what fits is found, on all widths; trained as with the number written down; and where memory
-runs out in training, what was begun is put back, and the batch split anew into half as many tokens."""
+"""``MaxTokens("auto")``: it finds what fits on all widths, and trains as with the same number given. If memory runs out
+in training, it restores what the batch has changed, and splits it anew with half as many tokens."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from gaccum_ms.memory.meter import AllocatorMeter
 from gaccum_ms.training.auto_tokens import AutoTokens
 
 PLENTY = 1 << 40
-MARK = 1  # a token of the shortest samples: its micro-batch needs much memory
+MARK = 1  # a token in the shortest samples: its micro-batch runs out of memory
 
 
 class RunsOut(nn.Cell):
-    """A network that runs out of memory, at run time, in micro-batches of more than `largest` tokens with a marked one
-    among them. It keeps how often it ran."""
+    """A network that runs out of memory, at run time, in micro-batches of more than `largest` tokens with a marked
+    token among them. It counts its runs."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ class RunsOut(nn.Cell):
 
 
 def marked(batch):
-    """With the token in the two shortest samples alone, which come last."""
+    """The batch with the marked token in the two shortest samples only, which come last."""
     tokens, labels = batch[0].copy(), batch[1]
     tokens[tokens == MARK] = MARK + 1
     tokens[np.argsort((tokens != 0).sum(1))[:2], 0] = MARK
@@ -58,7 +58,7 @@ MARKED = [marked(one) for one in DATA]
 
 
 def auto_step(tokens, widths=2, **options):
-    """A step that has found this number, without a search; and its network."""
+    """A step that has this number as if found, without a search; and its network."""
     network = RunsOut()
     options = {"memory_limit": PLENTY, "is_out_of_memory": says_assert_failed, **options}
     step = make_step(max_tokens(max_tokens="auto", widths=widths), network, **options)
@@ -81,7 +81,7 @@ def assert_alike(one, other, tolerance):
 
 
 class Limited(nn.Cell):
-    """Out of memory, in MindSpore's words, where micro-batches have more than so many tokens, or rows."""
+    """Raises MindSpore's out-of-memory error for micro-batches of more than `tokens` tokens or `rows` rows."""
 
     def __init__(self, tokens=10**6, rows=10**6):
         super().__init__()
@@ -96,7 +96,7 @@ class Limited(nn.Cell):
 
 @pytest.fixture
 def tried(monkeypatch):
-    """Of each trial the size."""
+    """The size of each trial."""
     from gaccum_ms.memory.trial import Trials
 
     sizes, one_trial = [], Trials.run
@@ -105,7 +105,7 @@ def tried(monkeypatch):
 
 
 def test_finds_the_number_that_fits_on_all_widths_once(tried):
-    """At width 24 four rows would fit; but with 96 tokens there would be eight of width 12."""
+    """At width 24, four rows would fit, which are 96 tokens; but at width 12, 96 tokens are eight rows."""
     network = Limited(rows=5)
     split = max_tokens(max_tokens="auto", widths=(12, LENGTH))
     step, whole = make_step(split, network, memory_limit=PLENTY), whole_step()
@@ -117,7 +117,7 @@ def test_finds_the_number_that_fits_on_all_widths_once(tried):
     assert_alike(step, whole, 1e-5)
     assert len(step._auto.split._graph.compile_cache) == 2
     assert tried == [4, 2, 3]
-    # As a number to write down, of a cell that has one; what is known is not tried again.
+    # Also for a cell with a given number, which is ignored.
     given = GradAccumulationCell(network, split=max_tokens(widths=(12, LENGTH)), count=CountNotIgnored(IGNORED))
     optimizer = nn.SGD(network.trainable_params(), 0.1)
     before = [as_numpy(one) for one in network.get_parameters()]
@@ -138,7 +138,7 @@ def test_finds_the_number_in_pynative_mode(pynative):
 
 @pytest.mark.thorough
 def test_nothing_changes_where_trials_run_in_this_process(monkeypatch):
-    """As on accelerators; where MindSpore's allocator tells nothing, all sizes need nothing."""
+    """As on accelerators. On CPU, MindSpore's allocator reports no memory: all sizes seem to need none."""
     monkeypatch.setattr("gaccum_ms.memory.meter.meter", AllocatorMeter)
     split = max_tokens(max_tokens="auto", widths=(12, LENGTH))
     step, other = make_step(split, Limited(rows=5), memory_limit=PLENTY), make_step(max_tokens(), jit=True)
@@ -181,7 +181,7 @@ def test_the_worst_case_is_a_full_micro_batch_of_each_width():
 @pytest.mark.thorough
 @pytest.mark.parametrize("options", [{}, {"accumulation_steps": 2}], ids=["one batch", "window"])
 def test_trains_as_with_the_number(options, mode):
-    """To the last bits, in which kernels on CPU differ by where weights lie in memory."""
+    """Except for the last bits: kernels on CPU round differently by the addresses of weights."""
     _, step = auto_step(48, **options)
     other = make_step(max_tokens(widths=2), RunsOut(), jit=True, **options)
     np.testing.assert_allclose(run(step, MARKED[:4]), run(other, MARKED[:4]), rtol=1e-6)
@@ -194,7 +194,7 @@ def test_trains_as_with_the_number(options, mode):
 
 @pytest.fixture
 def restored(monkeypatch):
-    """States of the step each time that it is about to halve."""
+    """The states of the step, each time before it halves."""
     states, shrink = [], AutoTokens._shrink
 
     def note(self, *arguments):
@@ -206,7 +206,7 @@ def restored(monkeypatch):
 
 
 def fail_in_the_second_batch(restored, options, widths=2):
-    """In its last micro-batch, twice. What was begun is put back each time, bit for bit."""
+    """Fails twice, in the last micro-batch. What the batch has changed is restored each time, bit for bit."""
     network, step = auto_step(96, widths, **options)
     losses = run(step, MARKED[:1])
     graph = weakref.ref(step._auto.split._graph)
@@ -234,8 +234,8 @@ def fail_in_the_second_batch(restored, options, widths=2):
 @pytest.mark.core("graph-window")
 @pytest.mark.parametrize("options", [{}, {"accumulation_steps": 2, "compensated": True}], ids=["one batch", "window"])
 def test_halves_and_goes_on(options, restored, mode):
-    """Put back are weights, optimizer, accumulators with the window's first batch and their compensations, what the
-    network keeps, the window's place and sums, and the default generator. No batch is lost, and none counts twice."""
+    """Weights, optimizer state, the accumulators with the window's first batch and their compensations, the network's
+    state, the window's position and sums, and the default generator are restored. No batch is lost or counted twice."""
     step, losses = fail_in_the_second_batch(restored, options)
     split = step.options.split
     assert split.max_tokens == split.plan.max_tokens == 24

@@ -1,4 +1,4 @@
-"""Ranks with equal numbers of tokens: the samples of each, in successive epochs, and in a data set."""
+"""BalancedSampler: each rank's samples, in successive epochs and in a data set; ranks have nearly equal tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RANKS, BATCH = 8, 16
 
 
 def corpus(samples=1500):
-    """Lengths that differ by two orders."""
+    """Lengths between 3 and 300."""
     return np.exp(np.random.default_rng(3).uniform(np.log(3), np.log(300), samples)).astype(int)
 
 
@@ -28,7 +28,7 @@ def joined(parts):
 
 
 def unevenness(costs, order_of_ranks, batch=BATCH):
-    """Of each full global batch: what the rank with most has, over the mean."""
+    """For each full global batch: the largest sum of a rank, divided by the mean of all ranks."""
     found = []
     for start in range(0, min(map(len, order_of_ranks)) - batch + 1, batch):
         sums = [costs[order[start : start + batch]].sum() for order in order_of_ranks]
@@ -94,7 +94,7 @@ def test_a_data_set_gives_each_rank_its_batches_epoch_by_epoch():
             epochs.append(joined(row["number"].tolist() for row in rows))
         assert epochs == [list(expected), list(expected)]
         seen.append(epochs)
-        sampler.set_epoch(1)  # as each new iterator begins with it, a loop of one's own sets it
+        sampler.set_epoch(1)  # each new iterator begins with this epoch: a user's own loop sets it
         again = data.create_dict_iterator(output_numpy=True, num_epochs=1)
         assert joined(row["number"].tolist() for row in again) == epochs[1]
     for epoch in range(2):

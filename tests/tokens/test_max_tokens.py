@@ -1,4 +1,4 @@
-"""MaxTokens: training gives the whole padded batch's weights, with never more graphs than widths; errors."""
+"""MaxTokens: training gives the weights of the whole padded batch, with at most one graph for each width; errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLACES = np.arange(LENGTH)
 
 
 class Causal(nn.Cell):
-    """Each place sees the mean of all before it; the loss is a mean over the labels that are not padding."""
+    """Each place sees the mean of all places up to it. The loss is a mean over the labels that are not padding."""
 
     def __init__(self, reads_padding=False):
         super().__init__()
@@ -52,7 +52,7 @@ class Causal(nn.Cell):
 
 
 def batch(seed, samples=20, width=LENGTH):
-    """Sequences whose lengths differ by an order, one of them full, one without a label."""
+    """Sequences of lengths from 1 to `width` , one of them full, one without a label."""
     random = np.random.default_rng(seed)
     lengths = np.exp(random.uniform(np.log(2), np.log(width), samples)).astype(int)
     lengths[random.permutation(samples)[:2]] = width, 1
@@ -120,7 +120,7 @@ def test_equals_the_whole_padded_batch_in_at_most_as_many_graphs_as_widths(mode)
 
 
 class Shown(nn.Cell):
-    """The loss; of each token and of each sample a number; and one for all."""
+    """The loss; a number for each token and for each sample; and one for all."""
 
     def __init__(self):
         super().__init__()
@@ -196,7 +196,7 @@ def test_a_plan_that_loses_or_doubles_a_sample_is_found():
     ids=["clipping", "loss scale"],
 )
 def test_as_the_even_split_with_options(options, scale, pynative):
-    """Which equals the whole batch with each of them, by other tests."""
+    """Other tests show that the even split with each option equals the whole batch."""
     ours = make_step(scale=scale and scale(), **options)
     even = make_step(EvenSplit(), scale=scale and scale(), micro_size=2, **options)
     np.testing.assert_allclose(run(ours, DATA), run(even, DATA), rtol=1e-5)
@@ -254,7 +254,7 @@ def test_lengths_may_be_an_input_and_widths_given_or_chosen_from_the_data_set():
 
 
 def test_audit_finds_a_network_that_reads_its_padding(pynative):
-    """Trimming is exact for networks that do not: `audit` tells them apart."""
+    """Trimming is exact for networks that do not read it."""
     for reads in (False, True):
         network = Causal(reads_padding=reads)
         cell = GradAccumulationCell(network, split=max_tokens(), count=CountNotIgnored(IGNORED))

@@ -59,7 +59,7 @@ def test_evaluation_sees_them_and_the_weights_come_back(trained):
     own_error = model.eval(data_set())["mae"]
     with step.averaged_weights():
         error = model.eval(data_set())["mae"]
-        with step.averaged_weights():  # again: nothing more
+        with step.averaged_weights():  # nested: no effect
             np.testing.assert_array_equal(as_numpy(net.weight), averages[0])
         np.testing.assert_array_equal(as_numpy(net.weight), averages[0])
     assert error == pytest.approx(error_of(*averages), rel=1e-5)
@@ -105,7 +105,7 @@ def test_before_the_first_update_they_are_the_weights():
 
 
 class Watch(Callback):
-    """Notes the weights where an evaluation begins and ends, and at each epoch's beginning."""
+    """Notes the weights when an evaluation begins and ends, and when an epoch begins."""
 
     def __init__(self, net, fails=False):
         super().__init__()
@@ -166,7 +166,7 @@ SPIKY = [*BATCHES[:3], (X[:6], Y[:6] * 1000), *BATCHES, (X[6:12], Y[6:12] * 1000
 
 @pytest.mark.parametrize("load", ["resume", "mindspore"])
 def test_a_training_goes_on_with_all_of_their_state(load, tmp_path):
-    """Into a step that has run: median, counts and averages are those of the training that was never stopped."""
+    """Loaded into a step that has run: median, counts and averages equal those of an uninterrupted training."""
     step, other = (make_model(*links())[0].train_network for _ in range(2))
     train(step, SPIKY[:5])
     file = str(tmp_path / "step.ckpt")
@@ -184,7 +184,7 @@ def test_a_training_goes_on_with_all_of_their_state(load, tmp_path):
 
 
 def test_a_checkpoint_without_them_lets_them_begin_anew(tmp_path):
-    """With the weights that were loaded, and not with those of before."""
+    """They begin with the loaded weights, not with the earlier ones."""
     plain, _ = make_model()
     train(plain.train_network, BATCHES[:2])
     file = str(tmp_path / "plain.ckpt")
@@ -203,7 +203,7 @@ def test_a_checkpoint_without_them_lets_them_begin_anew(tmp_path):
 
 
 def test_values_written_from_outside_are_seen():
-    """By a graph that has run: of weights, of averages, and of norms."""
+    """A graph that has run sees new values of weights, averages and norms."""
     spikes, average = SkipSpikes(3.0, history=3, warmup_updates=2), WeightAverage(0.5)
     step = make_model(spikes, average)[0].train_network
     train(step, BATCHES[:3])
@@ -211,10 +211,10 @@ def test_values_written_from_outside_are_seen():
     step.weights[1].set_data(Tensor(np.full(1, 0.25, np.float32)))
     spikes.judged_norms.set_data(Tensor(np.full(3, 1e6, np.float32)))
     before = int(step.update_count.asnumpy())
-    train(step, [(X[:6], Y[:6] * 100)])  # no spike any more
+    train(step, [(X[:6], Y[:6] * 100)])  # no longer a spike
     assert int(step.update_count.asnumpy()) == before + 1
     expected = (100 + as_numpy(step.weights[0])) / 2
     np.testing.assert_allclose(as_numpy(average.averages[0]), expected, rtol=1e-5)
     spikes.judged_norms.set_data(Tensor(np.full(3, 1e-6, np.float32)))
-    train(step, BATCHES[:1])  # all is one now
+    train(step, BATCHES[:1])  # now every batch is a spike
     assert int(step.update_count.asnumpy()) == before + 1

@@ -37,7 +37,7 @@ SPIKES = {"factor": 3.0, "history": 4, "warmup_updates": 2}
 
 
 def data(number=9, spikes=(3, 7), samples=SAMPLES):
-    """Batches of regression; spikes have targets that are far off."""
+    """Regression batches; the targets of spikes are far off."""
     result = []
     for index, (x, y) in enumerate(batches(samples, number)):
         result.append((x, (y * (50 if index in spikes else 1)).astype(np.float32)))
@@ -133,7 +133,7 @@ def test_equals_the_rule_on_whole_batches(name, mode):
 
 
 def test_the_order_of_the_chain_matters():
-    """The same two links; what each order must be is in the test above."""
+    """The same two links in both orders; the test above checks the result of each."""
     rules = [by_hand.global_norm(0.1), by_hand.value(-0.05, 0.05)]
     orders = [whole(order, data(3, ())) for order in (rules, rules[::-1])]
     assert relative_error(orders[0][-1], orders[1][-1]) > 1e-3
@@ -191,7 +191,7 @@ def test_averages_are_those_of_whole_batches(warmup):
 
 
 def test_averages_begin_with_the_weights_before_the_first_update():
-    """Which may have been loaded after the step was built."""
+    """The weights may have been loaded after the step was built."""
     transform = WeightAverage(0.75)
     step = make_step(transform, micro_size=1)
     for weight in step.weights:
@@ -203,7 +203,7 @@ def test_averages_begin_with_the_weights_before_the_first_update():
 
 
 class Normed(nn.Cell):
-    """With moving statistics, which are no trained weights."""
+    """A network with moving statistics, which are not trained."""
 
     def __init__(self):
         super().__init__()
@@ -222,7 +222,7 @@ def test_buffers_are_averaged_on_request(pynative):
     names = [one.name for one in transform.averages]
     assert own("average.norm.moving_mean") in names and own("average.norm.moving_variance") in names
     assert len(names) == len(step.weights) + 2
-    expected = None  # what they are at the first update
+    expected = None  # the average begins with the value at the first update
     for batch in data(3):
         step(*map(Tensor, batch))
         now = as_numpy(network.norm.moving_mean)
@@ -259,7 +259,7 @@ def test_averages_of_narrow_weights_are_float32(pynative):
 
 @pytest.mark.core(mode="graph")
 def test_windows_of_several_batches_and_a_flush(mode):
-    """Windows of two batches, of which the second is a spike, and one that is flushed."""
+    """Windows of two batches, the second window a spike, and a flushed window of one batch."""
     given = data(7, spikes=(2, 3))
     joined = [tuple(map(np.concatenate, zip(*given[at : at + 2], strict=True))) for at in (0, 2, 4, 6)]
     network = Regression()
@@ -279,7 +279,7 @@ def test_windows_of_several_batches_and_a_flush(mode):
 
 
 def test_a_window_that_is_dropped_moves_nothing():
-    """An overflow is none of a transform's: it is not judged, not averaged and not counted."""
+    """Transforms ignore an overflow: it is not judged, not averaged and not counted."""
     step = make_step(SkipSpikes(**SPIKES), ClipByValue(0.1), WeightAverage(0.5), scale_sense=manager())
     given = data(3, ())
     run(step, given[:2])
@@ -309,7 +309,7 @@ def test_a_window_that_is_left_out_changes_neither_weights_nor_optimizer(mode):
 
 
 def test_a_norm_that_is_not_finite_is_left_out(pynative):
-    """Without a loss scale nobody else looks."""
+    """Without a loss scale, nothing else checks the gradient."""
     step = make_step(SkipSpikes(10.0))
     x, y = data(1)[0]
     run(step, [(x, y), (x * np.nan, y)])
@@ -331,7 +331,7 @@ def test_a_gradient_that_stays_large_is_accepted_in_the_end(pynative):
 
 
 def test_links_see_the_gradient_without_the_scale_that_is_left_to_the_optimizer():
-    """drop_overflow_update=False: the optimizer's own `loss_scale` takes it out."""
+    """With drop_overflow_update=False, the optimizer's own `loss_scale` divides the scale out."""
     network = Regression()
     cell = GradAccumulationCell(network, 2, transforms=(SkipSpikes(norm=3.0), ClipByValue(0.05)))
     optimizer = nn.Momentum(network.trainable_params(), RATE, 0.9, loss_scale=1024.0)
@@ -519,7 +519,7 @@ def test_a_function_that_returns_something_else_is_refused_before_anything_chang
 
 
 class EverySecond(Transform):
-    """Of one's own: state, a veto and a change."""
+    """A user's own transform, with state, a veto and a change."""
 
     def prepare(self, network):
         self.seen = self.state("seen", np.zeros((), np.int32))
@@ -550,7 +550,7 @@ def test_a_transform_of_ones_own(mode):
 
 @pytest.mark.thorough
 def test_a_search_for_a_size_tries_them_without_using_them(pynative):
-    """Before the step is built, and after it: trials have links of their own."""
+    """Before and after the step is built: trials have their own links."""
     network = Regression()
     average = WeightAverage(0.5)
     clip = AdaptiveGradientClip(0.1, exclude=[network.out])
