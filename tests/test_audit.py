@@ -436,7 +436,7 @@ def test_negative_control_the_audit_does_train(monkeypatch, pynative):
     assert flags(cell, optimizer) != before_flags
 
 
-@pytest.mark.core("ours-graph")
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "mode"), [("ours", "graph"), ("MindSpore's", "graph"), ("MindSpore's", "pynative")])
 def test_a_compiled_step_goes_on_from_the_right_values(kind, mode):
     ms.set_context(mode=MODES[mode])

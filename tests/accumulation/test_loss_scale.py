@@ -168,7 +168,7 @@ def layers():
     return network
 
 
-@pytest.mark.core(level="O2")
+@pytest.mark.thorough
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "auto"])
 def test_amp_levels_train_like_the_whole_batch(level):
     """Compared with MindSpore's own step at the same level, within float16's precision. O2 has a dynamic loss scale,

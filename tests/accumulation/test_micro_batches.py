@@ -119,6 +119,7 @@ def train(mode, network, options, lengths, inputs=OPEN):
     return [*losses, float(as_numpy(step.weights[0])), *noise], len(step.compile_cache)
 
 
+@pytest.mark.core("losses")
 @pytest.mark.parametrize("window", WINDOWS)
 def test_one_graph_serves_batches_of_all_lengths(window):
     """The reference is an eager step, in which every length is known: results are equal, with one compilation."""

@@ -209,7 +209,8 @@ def test_in_a_graph_for_all_lengths():
     assert len(step.compile_cache) == 1
 
 
-@pytest.mark.parametrize("spans", [1, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("spans", [1, 2])
 def test_with_sizes_that_are_found(spans):
     ms.set_context(mode=ms.GRAPH_MODE)
     step = step_of(Shown(), True, aux=True, micro_batch_size="auto", memory_limit=2**40, accumulation_steps=spans)

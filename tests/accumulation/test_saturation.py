@@ -93,6 +93,7 @@ class Entry:
 CLEAR, GET = r"PrimFunc_NPUClearFloatStatusV2\(", r"PrimFunc_NPUGetFloatStatusV2\("
 
 
+@pytest.mark.thorough
 def test_no_graph_of_another_device_has_any_of_it(graphs):
     assert "NPU" not in graphs["on cpu"]
 

@@ -110,6 +110,7 @@ def test_a_checkpoint_of_before_resumes_with_one_warning(saved):
         np.testing.assert_array_equal(value, saved["end"][name], name)
 
 
+@pytest.mark.thorough
 def test_mindspores_load_of_an_open_window_of_before_is_refused_at_the_next_call(saved):
     step = make_step()
     train(step, [0])  # the step runs before it loads

@@ -85,7 +85,7 @@ def test_windows_grow_to_the_noise_scale_and_the_rate_follows(rule, factor, tmp_
     assert lines == [record._asdict() for record in callback.records]
 
 
-@pytest.mark.core("most", "least", "bounds")
+@pytest.mark.core("bounds")
 @pytest.mark.parametrize(
     ("options", "micro_size", "own", "expected"),
     [
@@ -135,6 +135,7 @@ def test_a_resumed_step_goes_on_with_its_number_and_rate(tmp_path):
     np.testing.assert_allclose(current_learning_rate(later.train_network.optimizer), RATE * 2, rtol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_two_ranks_do_the_same(rank_pair, tmp_path):
     """Rank 1's own estimate differs; without agreement the ranks would wait for each other for ever."""

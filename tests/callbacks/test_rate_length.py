@@ -72,6 +72,7 @@ def test_each_training_of_a_step_is_compared_with_all_batches_so_far():
     assert warned(step, epochs=2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("rate", "steps", "optimizer"),
     [
@@ -92,6 +93,7 @@ def test_other_rates_are_left_alone(rate, steps, optimizer):
 RATES = [0.08, 0.04, 0.06, 0.02, 0.05, 0.01, 0.03]
 
 
+@pytest.mark.core("list")
 @pytest.mark.parametrize("kind", ["list", "schedule"])
 def test_converted_rates_train_as_the_rates_of_the_windows_first_batches(kind):
     ms.set_context(mode=ms.GRAPH_MODE)

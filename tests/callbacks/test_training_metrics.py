@@ -111,6 +111,7 @@ def test_a_metric_may_choose_its_outputs(pynative):
     assert metrics.history == [{"logits less themselves": 0.0}]
 
 
+@pytest.mark.thorough
 def test_with_data_sinking_the_last_outputs_are_there():
     ms.set_context(mode=ms.GRAPH_MODE)
 

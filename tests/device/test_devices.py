@@ -61,6 +61,7 @@ def test_benchmarks_measure(tmp_path, record_property):
     assert "mlp" in done.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(DEVICE != "CPU", reason="there is a device")
 def test_without_a_device_the_command_says_so_and_exits_with_3(tmp_path):
     env = {**os.environ, "DEVICE": "", "GACCUM_MS_DEVICE_REPORT": str(tmp_path / "report"), "CUDA_VISIBLE_DEVICES": ""}

@@ -201,7 +201,7 @@ def test_the_counts_tell_steps_that_send_more(ranks, name, ran, in_graph):
         assert results[f"collectives {name}"].tolist() == [ran, in_graph, BYTES]
 
 
-@pytest.mark.core("graph")
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize("mode", ["graph", "pynative"])
 def test_trains_as_mindspores_step_with_a_weight_that_is_the_ranks_own(ranks, mode):

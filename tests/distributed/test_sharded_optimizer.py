@@ -234,7 +234,7 @@ def trained(rank_pair, tmp_path_factory) -> list[Results]:
     return rank_pair.worker("sharding_worker", tmp_path_factory.mktemp("equality"))
 
 
-@pytest.mark.core("counted", "by parameters", "shards", "experimental")
+@pytest.mark.core("counted", "by parameters")
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "reference"),

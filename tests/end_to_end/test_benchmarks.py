@@ -761,6 +761,7 @@ def test_the_tokens_benchmark_measures_each_split(capsys):
     assert all(float(row["tokens/s"]) > 0 for row in table.values())
 
 
+@pytest.mark.thorough
 def test_the_tokens_benchmark_trains_both_splits_alike():
     sizes = tokens.Sizes(batch=8, longest=16, max_tokens=64)
     losses = []

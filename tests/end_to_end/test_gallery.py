@@ -55,6 +55,7 @@ def test_each_sample_is_tested_and_has_its_place_on_the_page():
         assert picture.stat().st_size < 100_000
 
 
+@pytest.mark.core("contrastive")
 @pytest.mark.parametrize("name", FEW_UPDATES)
 def test_few_updates(name, programs, tmp_path):
     done = programs.run(SAMPLES / name / "train.py", *FEW_UPDATES[name], folder=tmp_path)

@@ -109,7 +109,7 @@ def test_mobilenet_with_timemonitor_and_windowmonitor(trained, processes):
     np.testing.assert_allclose([record["loss"] for record in records], ranks[0]["losses"])
 
 
-@pytest.mark.core("2")
+@pytest.mark.thorough
 @pytest.mark.parametrize("processes", ON)
 def test_text_classifier_with_flush_and_progress_bar(trained, processes):
     ranks = trained[processes].of("text")

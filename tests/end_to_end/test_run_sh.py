@@ -314,6 +314,7 @@ def test_a_broken_python_and_one_that_is_too_new_are_passed_over(recorder):
     assert recorder.calls()[0] == f"-m venv {recorder.project}/.venv"
 
 
+@pytest.mark.thorough
 def test_an_environment_on_top_of_the_active_one_has_its_packages(tmp_path):
     """A real Python makes the environment; pip has no index to install from."""
     for name in ("run.sh", "setup.py"):

@@ -96,6 +96,7 @@ def test_the_readmes_example_trains(environment, tmp_path):
     assert numbers == pytest.approx(shown_numbers, rel=2e-3)
 
 
+@pytest.mark.thorough
 def test_the_command_starts_ranks_and_draws_what_they_have_recorded(environment, tmp_path):
     """The checkout is not used. The script is the program of the page on several devices."""
     script = tmp_path / "train.py"

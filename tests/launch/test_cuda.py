@@ -97,6 +97,7 @@ def test_the_launcher_hands_the_environment_to_the_ranks(libraries, driver, tmp_
     assert f"{home}/lib64" in search.split(os.pathsep)
 
 
+@pytest.mark.thorough
 def test_check_names_a_gpu_that_cannot_be_used(libraries, driver):
     """Two of the self-check's lines; all of it is run in test_doctor.py."""
     program = (

@@ -22,6 +22,7 @@ def run(*arguments: str, **env: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, timeout=400)
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_this_machine_can_train_and_check_says_so():
     done = run(MS_ROLE="MS_SCHED", RANK_ID="7")

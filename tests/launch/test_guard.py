@@ -38,6 +38,7 @@ if __name__ == "__main__":
     assert script.exists()
 
 
+@pytest.mark.thorough
 def test_no_rank_leaves_before_all_have_come_to_their_end(tmp_path):
     # A rank's exit handler shows when its process ends. A rank that fails waits for nobody.
     script = write(
@@ -52,6 +53,7 @@ def test_no_rank_leaves_before_all_have_come_to_their_end(tmp_path):
     assert [(logs / f"rank.{number}" / "stdout").read_text() for number in range(3)] == ["True\n"] * 3
 
 
+@pytest.mark.thorough
 def test_a_rank_does_not_wait_for_ever_for_one_that_goes_on(tmp_path):
     # The other may wait in turn, in a collective to which this rank never comes: that must fail, not hang.
     script = write(
@@ -77,6 +79,7 @@ def test_ranks_end_when_the_launcher_is_killed(tmp_path):
     launched.finish()  # asserts that no process is left
 
 
+@pytest.mark.core("options1-CpuThreads(dispatch=1, kernels=")
 @pytest.mark.parametrize(("options", "shown"), [((), ""), (("--tune-cpu",), "CpuThreads(dispatch=1, kernels=")])
 def test_threads_are_tuned_when_asked_and_only_then(tmp_path, options, shown):
     """MindSpore's own record shows whether its threads have been set."""

@@ -15,6 +15,7 @@ WORKER = Path(__file__).resolve().with_name("training_worker.py")
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.thorough
 def test_two_hosts_train_as_one(hosts, tmp_path):
     env = {"GACCUM_MS_SECRET": "known to both of them"}
     both = [start(hosts, WORKER, tmp_path, number, args=[str(tmp_path), "5"], env=env) for number in range(2)]
@@ -54,6 +55,7 @@ def test_a_failing_rank_ends_both_hosts_which_name_it_with_its_log(hosts, tmp_pa
     assert time.monotonic() - begin < 30
 
 
+@pytest.mark.thorough
 def test_no_rank_is_started_before_all_hosts_are_there(hosts, tmp_path):
     script = write(tmp_path / "script.py", 'open(f"up.{rank}", "x")')
     other = start(hosts, script, tmp_path, 1)
@@ -63,7 +65,7 @@ def test_no_rank_is_started_before_all_hosts_are_there(hosts, tmp_path):
     assert (tmp_path / "up.2").exists()
 
 
-@pytest.mark.core("0")
+@pytest.mark.thorough
 @pytest.mark.parametrize("ending", [0, 2])
 def test_a_rank_that_ends_while_those_of_both_hosts_wait_ends_both(hosts, tmp_path, ending):
     script = write(tmp_path / "script.py", f"if rank == {ending}: os._exit(0)\ntime.sleep(1000)")
@@ -78,7 +80,7 @@ def test_a_rank_that_ends_while_those_of_both_hosts_wait_ends_both(hosts, tmp_pa
         assert what in done.stderr
 
 
-@pytest.mark.core("1")
+@pytest.mark.thorough
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_host_whose_launcher_is_killed_ends_the_other(hosts, tmp_path, lost):
     script = write(tmp_path / "script.py", 'open(f"up.{rank}", "x")\ntime.sleep(1000)')
@@ -130,7 +132,7 @@ def test_ranks_of_both_hosts_leave_together(hosts, tmp_path):
         assert 0 <= float((tmp_path / f"host {rank // 2}" / "1" / f"rank.{rank}" / "stdout").read_text()) < 5
 
 
-@pytest.mark.core("1")
+@pytest.mark.thorough
 @pytest.mark.parametrize("present", [0, 1])
 def test_a_host_that_never_comes_is_named(hosts, tmp_path, present):
     script = write(tmp_path / "script.py", "time.sleep(1000)")

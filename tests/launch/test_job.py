@@ -46,6 +46,7 @@ def test_two_launches_at_once_do_not_meet(tmp_path):
     assert len(ports) == 2
 
 
+@pytest.mark.thorough
 def test_a_scheduler_that_fails_ends_the_ranks(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -94,6 +95,7 @@ def test_a_killed_rank_ends_the_others(tmp_path):
     assert time.monotonic() - begin < 30
 
 
+@pytest.mark.core("15-143")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_leaves_no_process(tmp_path, number, code):
     # Ranks that ignore SIGTERM, and their own processes in other sessions, must end too.
@@ -110,6 +112,7 @@ def test_a_signal_leaves_no_process(tmp_path, number, code):
     assert launched.finish().returncode == code
 
 
+@pytest.mark.thorough
 def test_time_runs_out(tmp_path):
     script = write(tmp_path / "script.py", "time.sleep(1000 * rank)")
     done = Launched(script, "-n", "2", "--timeout", "8").finish()

@@ -45,6 +45,7 @@ def wait_for_step(launched: Launched, out: Path, rank: int, step: int) -> int:
         time.sleep(0.05)
 
 
+@pytest.mark.thorough
 def test_two_launches_at_once_with_spaces_in_every_path_and_variables_of_another_cluster(tmp_path):
     """Both launches train, by the run.sh of a copy of the project, called from another folder."""
     project, elsewhere = tmp_path / "a project", tmp_path / "some where"

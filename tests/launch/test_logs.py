@@ -50,6 +50,7 @@ def test_a_full_disk_is_named(tmp_path, size, code):
     assert ("rank 0 failed with exit code" in done.stderr) == (code == 1)
 
 
+@pytest.mark.thorough
 def test_logs_of_an_older_launch_with_more_ranks_are_removed(tmp_path):
     script = write(tmp_path / "script.py", "")
     for ranks in ("2", "1"):

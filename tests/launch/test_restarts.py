@@ -106,6 +106,7 @@ def assert_identical(folder: Path, reference: Path, ranks: int) -> None:
             np.testing.assert_array_equal(got[name], right[name], name)
 
 
+@pytest.mark.thorough
 def test_a_rank_that_is_killed_is_started_again_and_nothing_is_trained_twice(tmp_path):
     reference = undisturbed(tmp_path / "reference", 2, 6, "graph")
     folder = tmp_path / "disturbed"
@@ -175,6 +176,7 @@ def test_the_ranks_that_are_left_make_the_same_updates_to_rounding(tmp_path):
 # -- without training --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_rank_that_fails_each_time_fails_the_launch_when_no_restart_is_left(tmp_path):
     script = write(
         tmp_path / "script.py",
@@ -197,7 +199,7 @@ def test_a_rank_that_fails_each_time_fails_the_launch_when_no_restart_is_left(tm
     assert sorted(path.name for path in (tmp_path / "log_output").iterdir() if path.is_dir()) == ["1", "msrun"]
 
 
-@pytest.mark.core("msrun")
+@pytest.mark.thorough
 @pytest.mark.parametrize("which", ["msrun", "--guard"])
 def test_what_stands_between_launcher_and_ranks_may_be_killed(tmp_path, which):
     script = write(
@@ -215,6 +217,7 @@ def test_what_stands_between_launcher_and_ranks_may_be_killed(tmp_path, which):
     assert "note: all begin anew: restart 1 of 1." in done.stderr
 
 
+@pytest.mark.thorough
 def test_a_signal_and_time_that_runs_out_end_all_though_restarts_are_left(tmp_path):
     script = write(tmp_path / "script.py", 'open(f"up.{rank}", "w")\ntime.sleep(1000)')
     launched = Launched(script, "-n", "2", "--max-restarts", "9")
@@ -291,6 +294,7 @@ def wait_until_gone(killed: Launched) -> None:
     killed.finish()
 
 
+@pytest.mark.thorough
 def test_a_rank_that_fails_restarts_both_hosts(hosts, tmp_path):
     script = write(tmp_path / "script.py", COUNTS + 'if count == "0": time.sleep(1000 * (rank != 3)); sys.exit(3)')
     both = [start(hosts, script, tmp_path, number, "--max-restarts", "1") for number in range(2)]
@@ -302,7 +306,7 @@ def test_a_rank_that_fails_restarts_both_hosts(hosts, tmp_path):
         assert f"host {number}/2/rank.N" in done.stdout
 
 
-@pytest.mark.core("2")
+@pytest.mark.thorough
 @pytest.mark.parametrize("least", [2, 4])
 def test_a_host_that_is_lost_is_done_without_or_may_come_again(hosts, tmp_path, least):
     script = write(tmp_path / "script.py", COUNTS + 'if count == "0": time.sleep(1000)')

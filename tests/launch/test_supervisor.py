@@ -31,6 +31,7 @@ def test_a_rank_that_fails_beside_a_thread_that_lives_on_ends_all(tmp_path):
     assert "ValueError: no such thing" in done.stderr
 
 
+@pytest.mark.thorough
 def test_exit_handlers_of_a_rank_that_fails_have_time(tmp_path):
     script = write(
         tmp_path / "script.py",
@@ -42,6 +43,7 @@ def test_exit_handlers_of_a_rank_that_fails_have_time(tmp_path):
     assert (tmp_path / "last").exists()
 
 
+@pytest.mark.core("sys.exit(0)")
 @pytest.mark.parametrize("how", ["sys.exit(0)", "os._exit(0)"])
 def test_a_rank_that_ends_while_others_wait_ends_all(tmp_path, how):
     script = write(tmp_path / "script.py", f"{GO_ON}{how}")
@@ -53,6 +55,7 @@ def test_a_rank_that_ends_while_others_wait_ends_all(tmp_path, how):
     assert done.stderr.startswith(f"error: {what} (in {script}, line 4); all ranks were ended.")
 
 
+@pytest.mark.thorough
 def test_ranks_that_go_on_alone_may(tmp_path):
     """The rank computes for 4 s, waits 4 s for a child, and sleeps 1 s. It never stands still for 2.5 s."""
     script = write(
@@ -64,6 +67,7 @@ def test_ranks_that_go_on_alone_may(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.thorough
 def test_a_stopped_rank_is_named(tmp_path):
     launched = ranks_that_wait(tmp_path, 2)
     begin = time.monotonic()
@@ -74,6 +78,7 @@ def test_a_stopped_rank_is_named(tmp_path):
     assert done.stderr.startswith("error: rank 1 is stopped (SIGSTOP) for 15 s, and others go on; all ranks were ended")
 
 
+@pytest.mark.thorough
 def test_no_rank_that_comes_to_init_in_time(tmp_path):
     script = write(tmp_path / "script.py", 'print("waiting for a disk", flush=True)\ntime.sleep(1000)')
     done = Launched(script, "-n", "2", "--start-timeout", "8").finish()

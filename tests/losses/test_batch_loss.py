@@ -297,7 +297,7 @@ def test_an_overflow_changes_nothing_and_lowers_the_scale(mode):
     assert np.isfinite(float(loss)) and not overflow and float(scale) == 512
 
 
-@pytest.mark.core(level="O2")
+@pytest.mark.thorough
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "auto"])
 def test_amp_levels_train_like_the_whole_batch(level):
     """Compared with MindSpore's own step at the same level, to float16's precision. The difference from float32 shows

@@ -75,6 +75,7 @@ def test_known_sizes_by_hand():
     assert report.rank == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "factor"),
     [
@@ -87,6 +88,7 @@ def test_accumulators_by_their_dtype(options, factor):
     assert report_of(make_network("dense"), samples=2, options=options, measure=False).accumulators == factor * WEIGHTS
 
 
+@pytest.mark.thorough
 def test_one_micro_batch_needs_no_accumulators_unless_windows_span_batches():
     network = make_network("dense")
     for options, own in (({"micro_size": 2}, 0), ({"accumulation_steps": 2}, 4 * WEIGHTS)):
@@ -121,6 +123,7 @@ def assert_predicts(rows, tolerance):
         assert row.intermediate - first.intermediate == pytest.approx(growth, rel=tolerance), row
 
 
+@pytest.mark.thorough
 @pytest.mark.device("memory_report predicts what is measured")
 def test_predicts_what_is_measured(wide):
     """Sizes of 256 and 128 samples are predicted from at most 64. The update's peak hides the memory of few samples."""
@@ -179,6 +182,7 @@ def test_out_of_memory_while_measuring_does_not_fit():
     assert report.fits_from == 8
 
 
+@pytest.mark.thorough
 def test_the_update_is_in_the_peak():
     """One of the two optimizers makes a large intermediate value."""
     peaks = []

@@ -21,6 +21,7 @@ def measured(tmp_path_factory):
     return results
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [64 * 1024, 25 * MB])
 def test_measures_what_a_run_reaches(measured, size):
     """100 MB, in blocks that the process keeps when they are freed, and in blocks that it returns."""

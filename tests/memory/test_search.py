@@ -86,7 +86,8 @@ def run_worker(tmp_path, *arguments):
     return results
 
 
-@pytest.mark.parametrize("way", ["find", pytest.param("auto", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", ["find", "auto"])
 def test_keeps_a_limit_and_finds_what_fits(way, tmp_path):
     """In separate processes, with a limit of 230 MB above their memory at the start. Neither the search, its trials'
     processes included, nor the training after it exceeds the limit; training alone with twice the samples would."""
@@ -138,6 +139,7 @@ def test_a_batch_that_is_no_tuple_is_refused(batch):
     )
 
 
+@pytest.mark.thorough
 def test_a_real_limit_of_the_address_space():
     """In a separate process: MindSpore fails to allocate, the search goes on, and so does training."""
     done = subprocess.run(
@@ -209,6 +211,7 @@ def test_statistics_change_where_they_are_not_put_back(here, monkeypatch):
 # -- what is kept ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_is_found_once(tried):
     network = Limited(make_network("dense"), 2)
     assert search(network, samples=3) == 2

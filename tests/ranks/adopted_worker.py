@@ -40,7 +40,7 @@ def momentum(network: nn.Cell) -> nn.Optimizer:
     return nn.Momentum(network.trainable_params(), 0.01, 0.9)
 
 
-def step_of_mindyolo(**options) -> nn.Cell:
+def step_of_mindyolo() -> nn.Cell:
     network = Predictor()
     return mindyolo.train_step(
         "detect",
@@ -54,7 +54,6 @@ def step_of_mindyolo(**options) -> nn.Cell:
         clip_grad_value=MAX_NORM_OF_SUM,
         accumulate=K,
         reduction="sum",
-        **options,
     )
 
 

@@ -37,7 +37,7 @@ def joined(kind: str, make_step=whole, optimizer=None) -> dict[str, np.ndarray]:
     return {"losses": run.losses, **run.state}
 
 
-@pytest.mark.core("graph-3-0", "graph-sharded-1")
+@pytest.mark.core("graph-3-0")
 @pytest.mark.parametrize(
     ("way", "mean"),
     [
@@ -70,7 +70,7 @@ def test_negative_control_ranks_that_each_count_the_joined_loss(ranks):
         assert relative_error(own["losses"], reference["losses"]) > 100 * TOLERANCE
 
 
-@pytest.mark.core("3-graph-0")
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("way", "mode", "mean"),
     [

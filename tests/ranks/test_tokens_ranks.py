@@ -36,7 +36,7 @@ def whole(steps, max_grad_norm=None):
     return losses, np.concatenate([as_numpy(one).ravel() for one in step.weights])
 
 
-@pytest.mark.core("window", "halves")
+@pytest.mark.core("window")
 @pytest.mark.parametrize("name", KINDS)
 def test_a_window_equals_all_its_samples_on_one_process(trained, name):
     """Ranks are weighted by the tokens that count, and rank 1 has several times as many as rank 0. In "halves" rank 1

@@ -55,6 +55,7 @@ def whole(steps):
     return rows, np.concatenate([one.ravel() for one in average.values])
 
 
+@pytest.mark.core("windows, sharded", "accumulator")
 @pytest.mark.parametrize("name", [*TRAININGS, "accumulator"])
 def test_ranks_decide_alike_and_as_one_process(ranks, name):
     rows, averages = whole(TRAININGS[name][1] if name in TRAININGS else 2)
@@ -92,6 +93,7 @@ def assert_went_on(got):
     np.testing.assert_array_equal(got["swapped"], got["averages"])
 
 
+@pytest.mark.thorough
 def test_one_process_goes_on_with_the_transforms_of_two_ranks(ranks, out):
     case(ranks[0], "windows, sharded")  # this case saves
     step = make_step(2, False)

@@ -231,7 +231,7 @@ def fail_in_the_second_batch(restored, options, widths=2):
     return step, losses
 
 
-@pytest.mark.core("graph-window")
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{}, {"accumulation_steps": 2, "compensated": True}], ids=["one batch", "window"])
 def test_halves_and_goes_on(options, restored, mode):
     """Weights, optimizer state, the accumulators with the window's first batch and their compensations, the network's
@@ -248,6 +248,7 @@ def test_halves_and_goes_on(options, restored, mode):
     assert int(step.update_count.asnumpy()) == (2 if options else 4)
 
 
+@pytest.mark.thorough
 def test_something_changes_where_it_is_not_put_back(restored, monkeypatch):
     """The control."""
     monkeypatch.setattr(Snapshot, "restore", lambda self: None)
@@ -255,6 +256,7 @@ def test_something_changes_where_it_is_not_put_back(restored, monkeypatch):
         fail_in_the_second_batch(restored, {"accumulation_steps": 4}, widths=1)
 
 
+@pytest.mark.thorough
 def test_not_below_the_largest_width(pynative):
     """One error, and nothing is lost: the window keeps its batches, and the batch can be given again."""
     network, step = auto_step(40, widths=1, accumulation_steps=4)

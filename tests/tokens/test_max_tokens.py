@@ -154,6 +154,7 @@ class Ratio(nn.Cell):
         return self.network(tokens, labels), (labels != IGNORED).sum()
 
 
+@pytest.mark.thorough
 def test_a_network_may_count_by_itself(pynative):
     step, whole = make_step(network=Ratio(), reduction="ratio", count=None), whole_step()
     np.testing.assert_allclose(run(step, DATA), run(whole, DATA), rtol=1e-5)
@@ -186,7 +187,7 @@ def test_a_plan_that_loses_or_doubles_a_sample_is_found():
         assert_alike(step, whole)
 
 
-@pytest.mark.core("loss scale")
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "scale"),
     [

@@ -138,7 +138,7 @@ def assert_auto_is_the_number(size, data, scale=lambda: None, **options):
     assert_close(runs[0][1], runs[1][1], 1e-6)
 
 
-@pytest.mark.core("loss scale", "window")
+@pytest.mark.core("window")
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_trains_as_with_the_number(kind):
     """Micro-batches have six samples, and a window's last batch is short. Both steps return the same loss scale, which
@@ -174,6 +174,7 @@ def test_the_size_is_found_once_at_the_first_batch(monkeypatch, pynative):
     assert not tried
 
 
+@pytest.mark.thorough
 def test_what_training_has_halved_is_remembered(pynative):
     data = [marked(one) for one in batches(16, 3)]
     loss, step = halving_step(search=True)
@@ -187,6 +188,7 @@ def test_what_training_has_halved_is_remembered(pynative):
     assert another.micro_batch_size == 4
 
 
+@pytest.mark.thorough
 def test_windows_that_span_batches_from_the_first_batch_on(pynative):
     """Callbacks request it, so the window changes after the step was built and before the size is found."""
     data = batches(16, 4)
@@ -293,7 +295,7 @@ def fail_and_compare(restored, options):
 WARNS_OF_BATCHNORM = pytest.mark.filterwarnings("ignore:.*BatchNorm:UserWarning")
 
 
-@pytest.mark.core("pynative-one batch")
+@pytest.mark.thorough
 @WARNS_OF_BATCHNORM
 @pytest.mark.parametrize("options", [{}, {"accumulation_steps": 4, "compensated": True}], ids=["one batch", "window"])
 def test_all_is_put_back_bit_for_bit(options, restored, mode):
@@ -302,7 +304,7 @@ def test_all_is_put_back_bit_for_bit(options, restored, mode):
     fail_and_compare(restored, options)
 
 
-@pytest.mark.core("window")
+@pytest.mark.thorough
 @WARNS_OF_BATCHNORM
 @pytest.mark.parametrize("options", [{}, {"accumulation_steps": 4}], ids=["one batch", "window"])
 def test_something_changes_where_it_is_not_put_back(options, restored, monkeypatch, pynative):
@@ -330,6 +332,7 @@ def test_accumulators_change_where_they_are_not_put_back(restored, monkeypatch, 
         fail_and_compare(restored, {})
 
 
+@pytest.mark.thorough
 def test_not_even_one_sample(pynative):
     """Nothing is lost: the window keeps its batches, and the batch can be given again."""
     data = [marked(one) for one in batches(3, 4)]
@@ -376,6 +379,7 @@ class LargestMicroBatch(train.Callback):
             self.loss.set_largest(5)
 
 
+@pytest.mark.thorough
 def test_model_train_with_callbacks(pynative):
     """Two epochs of batches of which the last is short; all callbacks see every batch."""
     data = [marked(one) for one in [*batches(16, 3), *batches(6, 1)]]

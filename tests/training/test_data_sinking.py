@@ -91,6 +91,7 @@ def assert_as_the_oracle(step, loss, expected):
     assert int(step.batch_count.asnumpy()) == BATCHES
 
 
+@pytest.mark.core("counts, scaled-6", "several batches-1")
 @pytest.mark.parametrize(("kind", "size"), [*((kind, BATCHES) for kind in CASES), ("several batches", 1)])
 def test_the_graph_of_a_sink_trains_as_the_whole_batches_do(kind, size):
     assert_as_the_oracle(*train(CASES[kind], size=size))

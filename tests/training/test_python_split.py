@@ -122,7 +122,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.core("samples-graph", "windows-graph", "drops-pynative", "sum-pynative")
+@pytest.mark.core("windows-graph", "sum-pynative")
 @pytest.mark.parametrize("mode", ["graph", "pynative", "jit"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_uneven_split_equals_the_whole_batch(name, mode):
@@ -219,6 +219,7 @@ class UpToTokens:
         return [[Tensor(tokens[start:end]), Tensor(of_sequence[start:end])] for start, end in itertools.pairwise(cuts)]
 
 
+@pytest.mark.thorough
 def test_boxes_that_carry_the_number_of_their_image():
     ms.set_context(mode=ms.GRAPH_MODE)
     random = np.random.default_rng(3)

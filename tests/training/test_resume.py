@@ -470,7 +470,7 @@ def by_hand(tmp_path_factory) -> ByHand:
     return ByHand(step, files, run(step, range(6, 12)), everything(step))
 
 
-@pytest.mark.core("resume-safetensors")
+@pytest.mark.thorough
 @pytest.mark.parametrize(("way", "file_format"), [("load_checkpoint", "ckpt"), ("resume", "safetensors")])
 def test_a_step_saved_by_hand_goes_on_bit_identically_in_a_new_step(by_hand, file_format, way):
     """Also with MindSpore's own load_checkpoint, into a step that has not run."""

@@ -118,7 +118,7 @@ LINKS = {
 }
 
 
-@pytest.mark.core("graph-value", "graph-adaptive", "graph-fixed norm", "graph-all", "pynative-all")
+@pytest.mark.core("graph-value", "graph-adaptive", "graph-fixed norm", "graph-all")
 @pytest.mark.parametrize("name", LINKS)
 def test_equals_the_rule_on_whole_batches(name, mode):
     make, by_rules = LINKS[name]
