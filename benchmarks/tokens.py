@@ -1,11 +1,12 @@
 """Micro-batches by length beside the even split: ``python -m benchmarks.tokens [--rounds 5]`` .
 
 The data are the language-model sample's, the docstrings of Python's standard library; the network is its transformer,
-with four layers. An update has one batch. Each way has a process of its own, and they take turns. Where PyTorch is
-installed a loop by hand trains the same micro-batches. The last two ways train texts that are all equally long.
+with four layers. An update has one batch. Each way has a process of its own, and they take turns. The way "MindSpore,
+by length" is MindSpore's own step on the same micro-batches, with an update for each. If PyTorch is installed, a loop
+by hand trains on the same micro-batches too. The last two ways train on texts that are all equally long.
 
-Printed are the share of padding, tokens per second without padding, the peak memory of the process, compiled graphs,
-and the share of an update that laying out the batch takes.
+It prints the share of padding, the tokens per second without padding, the peak memory of the process, the number of
+compiled graphs, and the share of an update's time that laying out the batch takes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from benchmarks.worker import peak_memory
 
 SAMPLE = Path(__file__).resolve().parents[1] / "sample_code" / "language_model"
 VOCABULARY, WIDTH, HEADS, LAYERS = 2000, 256, 8, 4
-WIDTHS = 4
 WARM_UP = 2  # updates
 
 Batch = tuple[np.ndarray, np.ndarray]
@@ -35,11 +35,14 @@ Batch = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Texts of a batch, words of a text at most, and tokens of a micro-batch at most."""
+    """The texts of a batch, the most words of a text, and the most tokens of a micro-batch: with the even split, and
+    by length."""
 
     batch: int
     longest: int
+    even_tokens: int
     max_tokens: int
+    widths: int = 4
 
 
 def sample(module: str) -> Any:
@@ -76,7 +79,7 @@ def max_tokens_split(data: Data) -> Any:
     return MaxTokens(
         data.sizes.max_tokens,
         length=lambda tokens, labels: lengths_of(labels.asnumpy()),
-        widths=WIDTHS,
+        widths=data.sizes.widths,
         lengths=[data.sizes.longest] if data.equal else [*data.corpus.lengths, data.sizes.longest],
         padding=(sample("corpus").NOTHING, sample("corpus").IGNORED),
     )
@@ -95,7 +98,7 @@ class MindSporeWay:
         self.tensor = ms.Tensor
         self.split = max_tokens_split(data) if by_length else None
         network = sample("train").LanguageModel(VOCABULARY, data.sizes.longest, WIDTH, HEADS, layers)
-        cut = {"split": self.split} if by_length else {"micro_batch_size": data.sizes.max_tokens // data.sizes.longest}
+        cut = {"split": self.split} if by_length else {"micro_batch_size": data.sizes.even_tokens // data.sizes.longest}
         cell = GradAccumulationCell(network, count=CountNotIgnored(sample("corpus").IGNORED), **cut)
         self.step = TrainOneStepWithGradAccumulationCell(cell, nn.Adam(network.trainable_params())).set_train()
 
@@ -119,6 +122,36 @@ class MindSporeWay:
         return sum(len(one.compile_cache) for one in cells.values())
 
 
+class PlainWay:
+    """MindSpore's own step, with an update for each micro-batch that `MaxTokens` lays out: what the network's forward
+    and backward take in MindSpore."""
+
+    def __init__(self, data: Data, by_length: bool) -> None:
+        import mindspore as ms
+        from mindspore import nn
+
+        ms.set_context(mode=ms.GRAPH_MODE)
+        self.tensor = ms.Tensor
+        self.split = max_tokens_split(data)
+        network = sample("train").LanguageModel(VOCABULARY, data.sizes.longest, WIDTH, HEADS, LAYERS)
+        self.step = nn.TrainOneStepCell(network, nn.SGD(network.trainable_params())).set_train()
+
+    def update(self, batch: Batch) -> None:
+        for micro_batch in self.split(*map(self.tensor, batch)):
+            self.step(*micro_batch).asnumpy()
+
+    def plan(self, batch: Batch) -> None:
+        pass
+
+    @property
+    def padding(self) -> float:
+        return self.split.plan.padding
+
+    @property
+    def graphs(self) -> int:
+        return len(self.step.compile_cache)
+
+
 class TorchWay:
     """A loop by hand that adds up gradients, of equal micro-batches or of those that `MaxTokens` lays out."""
 
@@ -137,7 +170,7 @@ class TorchWay:
         self.padding: float | None = None
 
     def micro_batches(self, batch: Batch) -> list[Batch]:
-        rows = self.sizes.max_tokens // self.sizes.longest
+        rows = self.sizes.even_tokens // self.sizes.longest
         if self.split is None:
             return [(batch[0][i : i + rows], batch[1][i : i + rows]) for i in range(0, len(batch[0]), rows)]
         from gaccum_ms.tokens.plan import plan_tokens
@@ -165,6 +198,7 @@ class TorchWay:
 WAYS: dict[str, tuple[Callable[..., Any], bool, bool]] = {
     "even split": (MindSporeWay, False, False),
     "MaxTokens": (MindSporeWay, True, False),
+    "MindSpore, by length": (PlainWay, True, False),
     "PyTorch, even split": (TorchWay, False, False),
     "PyTorch, by length": (TorchWay, True, False),
     "even split, equal lengths": (MindSporeWay, False, True),
@@ -230,12 +264,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--batch", type=int, default=256, help="texts")
     parser.add_argument("--longest", type=int, default=128, help="words of a text; the rest is cut off")
-    parser.add_argument("--max-tokens", type=int, default=1024, help="of a micro-batch, padding included")
+    parser.add_argument("--even-tokens", type=int, default=1024, help="of a micro-batch, with the even split")
+    parser.add_argument("--max-tokens", type=int, default=1024, help="of a micro-batch by length, padding included")
+    parser.add_argument("--widths", type=int, default=4, help="the most widths")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, help="default: all whose packages are installed")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args(arguments)
-    sizes = Sizes(options.batch, options.longest, options.max_tokens)
+    sizes = Sizes(options.batch, options.longest, options.even_tokens, options.max_tokens, options.widths)
     print(f"{'':26}{'padding':>9}{'tokens/s':>10}{'ms/update':>11}{'peak MB':>9}{'graphs':>8}{'planning':>10}")
-    for name, (rounds, (peak, graphs)) in measure(sizes, options.rounds, installed_ways()).items():
+    for name, (rounds, (peak, graphs)) in measure(sizes, options.rounds, options.ways or installed_ways()).items():
         seconds, planning, tokens, padding = map(np.array, zip(*rounds, strict=True))
         speed = statistics.median(tokens / seconds)
         share = statistics.median(planning / seconds)

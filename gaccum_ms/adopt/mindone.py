@@ -21,7 +21,7 @@ from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 from gaccum_ms.transforms.clip_by_value import ClipByValue
 from gaccum_ms.transforms.transform import Transform
 
-_ZERO = "Our step shards optimizers by gaccum_ms.ShardedOptimizer(optimizer), which reduces once per update."
+_ZERO = "Give gaccum_ms.ShardedOptimizer(nn.AdamWeightDecay, ...) as the optimizer: it reduces once per update."
 _NORMS = ("norm", "l2norm", "l2_norm", "global", "global_norm", "total", "total_norm")
 _VALUES = ("local", "value")
 _SCALERS = ("default", "static", "auto", "dynamic", "none")

@@ -14,31 +14,31 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "hardware.md"
 HEAD = """# What has never run on hardware
 
-No Ascend or GPU was there when this package was written. Each row is a test that passes on CPU, and that waits for a
-device; the second table says what is not shown before it has run there.
+This package was written without an Ascend or a GPU. Each row of the first table is a test that passes on CPU and has
+not run on a device. The second table lists what these tests cannot show.
 
-On the day when a device is there, one command runs them all, and the benchmarks, on as many ranks as there are
-devices, eight at most:
+On a machine with devices, one command runs all of them and the benchmarks, on one rank per device, eight at most:
 
 ```bash
 bash run.sh test device
 ```
 
-It says what the machine has, and writes `build/device/report.md`: the machine, each test with its result and seconds,
-why one failed, and the benchmarks' table. Its exit code is the tests' exit code, or 3 without a device. With
-`DEVICE=CPU` before it, the same tests run on CPU, on two ranks. Words after `device` go to pytest: `-k overflow`.
+It prints the machine's devices, and writes `build/device/report.md`: the machine, each test with its result, its
+seconds and the reason of a failure, and the benchmarks' table. Its exit code is the tests' exit code, or 3 without a
+device. With `DEVICE=CPU` before the command, the same tests run on CPU, on two ranks. Words after `device` go to
+pytest, such as `-k overflow`.
 
 | what is shown | test | ran on |
 | --- | --- | --- |
 """
 LEFT_OPEN = {
-    "speed and memory": "the benchmarks' targets are for two cores of a CPU; on a device they are only measured",
-    "semi-auto parallel mode on large networks": "the compiler's passes are tested by eight devices' finished graphs: "
+    "speed and memory": "The benchmarks' targets are for two cores of a CPU. On a device they only measure.",
+    "semi-auto parallel mode on large networks": "The compiled graphs for eight devices were tested: "
     "[How it was proved](parallel.md#how-it-was-proved)",
-    "several hosts": "were network namespaces of one machine: [Several hosts](launching.md#several-hosts)",
-    "a broken device that is left out": "`CUDA_VISIBLE_DEVICES` and `ASCEND_RT_VISIBLE_DEVICES` are set, and nothing "
-    "was there to read them: [Restarts](launching.md#restarts)",
-    "Slurm, ssh, Ascend's tables of ranks": "stand-ins ran what `--dry-run` prints: "
+    "several hosts": "The hosts were network namespaces of one machine: [Several hosts](launching.md#several-hosts)",
+    "going on without a broken device": "`CUDA_VISIBLE_DEVICES` and `ASCEND_RT_VISIBLE_DEVICES` are set, but no device "
+    "read them: [Restarts](launching.md#restarts)",
+    "Slurm, ssh, Ascend's rank tables": "Programs in their place ran the output of `--dry-run`: "
     "[Under another launcher](launching.md#under-another-launcher)",
 }
 FOOT = """
@@ -71,7 +71,7 @@ def marked() -> list[Marked]:
 def page() -> str:
     """The page, in Markdown."""
     rows = [f"| {one.what} | `{one.name}` in `{one.file}` | {one.ran} |" for one in marked()]
-    rows += ["", "| what these tests leave open | |", "| --- | --- |"]
+    rows += ["", "| what these tests cannot show | what was tested instead |", "| --- | --- |"]
     rows += [f"| {what} | {why} |" for what, why in LEFT_OPEN.items()]
     return HEAD + "\n".join(rows) + "\n" + FOOT
 

@@ -750,7 +750,7 @@ def test_all_ways_of_the_lengths_benchmark_train_alike():
 @pytest.mark.thorough
 @pytest.mark.distributed
 def test_the_tokens_benchmark_measures_each_split(capsys):
-    tokens.main(["--batch", "24", "--longest", "32", "--max-tokens", "128", "--rounds", "1"])
+    tokens.main(["--batch", "24", "--longest", "32", "--even-tokens", "128", "--max-tokens", "128", "--rounds", "1"])
     title, *lines = capsys.readouterr().out.splitlines()
     columns = title.split()[:5]
     table = {line[:26].strip(): dict(zip(columns, line[26:].split(), strict=False)) for line in lines}
@@ -763,7 +763,7 @@ def test_the_tokens_benchmark_measures_each_split(capsys):
 
 @pytest.mark.thorough
 def test_the_tokens_benchmark_trains_both_splits_alike():
-    sizes = tokens.Sizes(batch=8, longest=16, max_tokens=64)
+    sizes = tokens.Sizes(batch=8, longest=16, even_tokens=64, max_tokens=64)
     losses = []
     for by_length in (False, True):
         ms.set_seed(3)
