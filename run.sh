@@ -191,7 +191,7 @@ become() {
 # at most one for each 3 GB of free memory.
 processes() {
     local cores memory
-    cores=$(($(nproc) + 2))
+    cores=$(($(nproc) + 1))
     memory=$(awk '/MemAvailable/ {print int($2 / 3000000)}' /proc/meminfo)
     echo $((memory < 1 ? 1 : memory < cores ? memory : cores))
 }
