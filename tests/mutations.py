@@ -532,6 +532,49 @@ FAULTS = [
         "        if True:\n",
         "training/test_newest.py -k agree",
     ),
+    # -- micro-batches by length
+    Fault(
+        "rows of padding repeat samples",
+        "tokens/plan.py",
+        "np.concatenate([samples, np.full(rows - samples.size, NOBODY)])",
+        "np.resize(samples, rows)",
+        "tokens/test_max_tokens.py -k equals_the_whole",
+    ),
+    Fault(
+        "outputs stay in the order of the micro-batches",
+        "tokens/plan.py",
+        'return places[np.argsort(rows[places], kind="stable")]',
+        "return places",
+        "tokens/test_max_tokens.py -k outputs_come_back",
+    ),
+    Fault(
+        "a micro-batch has one row too many",
+        "tokens/plan.py",
+        "rows = max_tokens // widths[place]",
+        "rows = max_tokens // widths[place] + 1",
+        "tokens/test_plan.py",
+    ),
+    Fault(
+        "labels are padded with zeros",
+        "tokens/rows.py",
+        "shape[1:]), filler, array.dtype)",
+        "shape[1:]), 0, array.dtype)",
+        "tokens/test_max_tokens.py -k equals_the_whole",
+    ),
+    Fault(
+        "a trial trains on the largest width alone",
+        "tokens/worst_case.py",
+        "for width in self.widths]",
+        "for width in self.widths[-1:]]",
+        "tokens/test_auto_tokens.py -k worst_case",
+    ),
+    Fault(
+        "large parts are joined with large ones",
+        "tokens/balanced_sampler.py",
+        "zip(one, reversed(other), strict=True)",
+        "zip(one, other, strict=True)",
+        "tokens/test_balanced_sampler.py",
+    ),
 ]
 
 

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 from support.reference import Outer, as_numpy, relative_error
+from support.two_ranks import run_on_ranks
 from test_auto_size import says_assert_failed, state
 from test_max_tokens import DATA, IGNORED, LENGTH, Causal, make_step, max_tokens, run, whole_step
+from token_limit_worker import TEXTS, WIDTHS
 
 from gaccum_ms import CountNotIgnored, GradAccumulationCell, audit, find_micro_batch_size, memory_report
 from gaccum_ms.backend.parameters import overwrite
@@ -146,6 +148,19 @@ def test_nothing_changes_where_trials_run_in_this_process(monkeypatch):
     assert split.max_tokens == 2 * LENGTH
     np.testing.assert_allclose(losses, run(other, DATA[:2]), rtol=1e-5)
     assert_alike(step, other, 1e-5)
+
+
+@pytest.mark.thorough
+def test_keeps_a_real_limit(tmp_path):
+    """In separate processes, with a limit of 300 MB above their memory at the start. Search and training keep it;
+    training alone with twice the tokens would not."""
+    more = 300_000_000
+    (found,) = run_on_ranks(1, "token_limit_worker.py", tmp_path, "auto", str(more), time_limit=280)
+    assert found["with_trials"] <= found["limit"]
+    assert found["peak"] <= found["limit"]
+    assert WIDTHS[-1] < found["tokens"] < TEXTS * WIDTHS[-1]
+    (alone,) = run_on_ranks(1, "token_limit_worker.py", tmp_path, "alone", str(2 * int(found["tokens"])))
+    assert alone["peak"] - alone["before"] > more
 
 
 def test_what_does_not_fit_at_all_changes_nothing():

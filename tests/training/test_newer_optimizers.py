@@ -211,7 +211,7 @@ def fit(model, scheduler, epochs, **options):
     return [record.learning_rate for record in monitor.records]
 
 
-@pytest.mark.core("sequential-graph")
+@pytest.mark.core("exponential-graph")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_schedulers_step_once_per_update_and_go_on_from_a_checkpoint(kind, mode, tmp_path):
