@@ -1,14 +1,14 @@
-"""From a small batch to a large one: what the gradient noise says, and two ways of doing as it says.
+"""From a small batch to a large one: measures the gradient noise, and follows it in two ways.
 
-    bash run.sh                        some 55 seconds of the CPU
+    bash run.sh                        takes about 55 seconds of CPU time
 
 Four trainings on the same handwritten digits:
 
 * batches of 16
-* AdaptiveAccumulation   1 to 16 such batches share an update, as many as the noise scale says; the rate follows
-* batches of 128         8 of them do, with the same rate
-* AdaScale               as well, but the rate is multiplied by what the larger batch is worth, until all updates are
-                         worth as many as the first training made
+* AdaptiveAccumulation   1 to 16 of these batches share an update, according to the noise scale; the rate follows
+* batches of 128         8 of them share an update, with the same rate
+* AdaScale               8 of them share an update, and the rate is multiplied by the gain of the larger batch; training
+                         ends when the gains add up to the number of updates in the first training
 """
 
 import argparse
@@ -33,7 +33,7 @@ RATE = 0.04  # of SGD, for batches of 16
 
 
 def digits():
-    """scikit-learn's 1,797 digits, 64 numbers each: images and labels to train on, and to hold out."""
+    """scikit-learn's 1,797 digits, 64 numbers each: training images and labels, and held-out ones."""
     data = load_digits()
     order = np.random.default_rng(0).permutation(len(data.target))
     images, labels = data.data[order].astype(np.float32) / 8 - 1, data.target[order].astype(np.int32)
@@ -41,7 +41,7 @@ def digits():
 
 
 class Curve(ms.Callback):
-    """After each epoch: updates so far, and the loss on held-out digits."""
+    """Records after each epoch the number of updates and the loss on held-out digits."""
 
     def __init__(self, network, held_out):
         super().__init__()
@@ -56,7 +56,7 @@ class Curve(ms.Callback):
 
 
 def train(data, epochs, batches=1, micro_batch_size=8, more=()):
-    """Let so many batches of 16 share an update, and return the curve and the noise."""
+    """Train with `batches` batches of 16 in each update; return the curve and the noise."""
     ms.set_seed(1)
     ms.dataset.config.set_seed(1)
     train_set, held_out = data
@@ -76,7 +76,7 @@ def train(data, epochs, batches=1, micro_batch_size=8, more=()):
 
 
 def draw(curves, noise, path):
-    """Loss over updates; and of AdaptiveAccumulation the batch, and the noise scale that it follows."""
+    """Draw the loss over updates, and the batch of AdaptiveAccumulation beside the noise scale that it follows."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     for name, curve in curves.items():
@@ -94,7 +94,7 @@ def draw(curves, noise, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--samples", type=int, help="train on so many")
+    parser.add_argument("--samples", type=int, help="number of training samples, by default all")
     parser.add_argument("--picture", default="any_batch_size.png")
     args = parser.parse_args()
     ms.set_context(mode=ms.GRAPH_MODE)
@@ -114,7 +114,7 @@ def main():
     curve, noise = train(data, args.epochs, more=[adaptive])
     show("AdaptiveAccumulation", curve)
     show("batches of 128", train(data, args.epochs, batches=8)[0])
-    # What a larger batch is worth is counted in micro-batches: let these be of 16 too.
+    # AdaScale measures the gain over one micro-batch, so micro-batches have 16 samples too.
     ada_scale = AdaScale(steps=small.updates[-1])
     show("AdaScale", train(data, 5 * args.epochs, batches=8, micro_batch_size=16, more=[ada_scale])[0])
 

@@ -1,9 +1,9 @@
-"""Two towers learn which right half belongs to which left half of a handwritten digit, from all others of the batch.
+"""Two towers learn to match the left and right halves of handwritten digits, with a contrastive loss.
 
-    bash run.sh                        some 45 seconds of the CPU
+    bash run.sh                        takes about 45 seconds of CPU time
 
-The loss compares each half with all others of the batch. `WithBatchLossCell` takes it over the whole batch, with one
-micro-batch in memory. The second training has a loss of its own in each micro-batch, for comparison.
+The loss compares each half with all others of the batch. `WithBatchLossCell` computes it over the whole batch, with one
+micro-batch in memory. For comparison, the second training computes a separate loss for each micro-batch.
 """
 
 import argparse
@@ -19,14 +19,14 @@ from gaccum_ms import GradAccumulationCell, ProgressBar, WithBatchLossCell, tune
 
 
 def halves():
-    """Left and right halves of scikit-learn's digits, 8×4 pixels: 1,437 pairs to train on, and 360 to hold out."""
+    """Left and right halves of scikit-learn's digits, 8×4 pixels: 1,437 training pairs, and 360 held-out pairs."""
     images = load_digits().images.astype(np.float32) / 8 - 1
     images = images[np.random.default_rng(0).permutation(len(images))]
     return [(part[:, :, :4], part[:, :, 4:]) for part in (images[:1437], images[1437:])]
 
 
 class Towers(nn.Cell):
-    """A tower for each half; both end in vectors of length 1."""
+    """A tower for each half. Both return vectors of length 1."""
 
     def __init__(self, size=32):
         super().__init__()
@@ -39,7 +39,7 @@ class Towers(nn.Cell):
 
 
 class InfoNCE(nn.Cell):
-    """Each half's own counterpart against all others, both ways."""
+    """Classifies each half's counterpart among all halves of the batch, in both directions."""
 
     def __init__(self):
         super().__init__()
@@ -52,7 +52,7 @@ class InfoNCE(nn.Cell):
 
 
 class LossOfEachMicroBatch(nn.Cell):
-    """What accumulation is without `WithBatchLossCell` : the others are those of one micro-batch."""
+    """Accumulation without `WithBatchLossCell` : each half is compared only with the others of its micro-batch."""
 
     def __init__(self, towers, loss_fn):
         super().__init__(auto_prefix=False)
@@ -64,7 +64,7 @@ class LossOfEachMicroBatch(nn.Cell):
 
 
 class Retrieval(ms.Callback):
-    """After each epoch: how often a held-out left half has its right half among the five that are nearest."""
+    """Records after each epoch how often the right half of a held-out digit is among the five nearest to the left."""
 
     def __init__(self, towers, held_out):
         super().__init__()
@@ -83,7 +83,7 @@ class Retrieval(ms.Callback):
 
 
 def train(network, args, pairs, held_out):
-    """Train towers with a loss, in this kind of network, and return what they find after each epoch."""
+    """Train towers with this kind of network and loss; return the retrieval rates after each epoch."""
     ms.set_seed(1)
     ms.dataset.config.set_seed(1)
     towers = Towers()
@@ -97,7 +97,7 @@ def train(network, args, pairs, held_out):
 
 
 def draw(curves, retrieval, held_out, path):
-    """How often halves are found, over epochs; and some left halves with the right halves nearest to them."""
+    """Draw the retrieval rates over epochs, and some left halves with the nearest right halves."""
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     for name, found in curves.items():
@@ -122,7 +122,7 @@ def main():
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--batch-size", type=int, default=480, help="pairs that are compared")
     parser.add_argument("--micro-batch-size", type=int, default=16, help="pairs in memory at once")
-    parser.add_argument("--pairs", type=int, help="train on so many")
+    parser.add_argument("--pairs", type=int, help="number of training pairs, by default all")
     parser.add_argument("--picture", default="contrastive.png")
     args = parser.parse_args()
     ms.set_context(mode=ms.GRAPH_MODE)

@@ -3,8 +3,8 @@
     python train.py                    one process
     bash run.sh                        eight processes
 
-Several processes train in semi-auto parallel mode where MindSpore has it, on GPU and Ascend, else in data parallel.
-DATA_PATH names a folder with MNIST's files; without it scikit-learn's digits are used.
+Several processes train in semi-auto parallel mode on GPU and Ascend, and in data parallel mode on CPU, where MindSpore
+has no semi-auto mode. DATA_PATH names a folder with MNIST's files; without it, scikit-learn's digits are used.
 """
 
 import argparse
@@ -40,7 +40,7 @@ class Network(nn.Cell):
 
 
 def create_dataset(folder, usage, batch_size, drop_remainder=False, **shard):
-    """Return batches of normalized images and int32 labels; `shard` picks this rank's part of them."""
+    """Return batches of normalized images and int32 labels; `shard` selects this rank's samples."""
     dataset = ds.MnistDataset(str(folder), usage=usage, **shard)
     image_transforms = [
         ds.vision.Rescale(1.0 / 255.0, 0),
@@ -53,7 +53,7 @@ def create_dataset(folder, usage, batch_size, drop_remainder=False, **shard):
 
 
 def parse_arguments():
-    """Read the arguments. MNIST takes the tutorial's values; the digits are 40 times fewer and take their own."""
+    """Read the arguments. The defaults for MNIST are the tutorial's; scikit-learn has 40 times fewer digits."""
     mnist = "DATA_PATH" in os.environ
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -64,26 +64,26 @@ def parse_arguments():
     parser.add_argument("--accumulation-steps", type=int, default=1, help="batches that share an update")
     parser.add_argument("--learning-rate", type=float, default=1e-2 if mnist else 0.1, help="of SGD")
     parser.add_argument("--device", default=ms.get_context("device_target"), help="CPU, GPU or Ascend")
-    parser.add_argument("--parallel-mode", default="semi_auto_parallel", help="of several processes, or data_parallel")
+    parser.add_argument("--parallel-mode", default="semi_auto_parallel", help="or data_parallel; for several processes")
     parser.add_argument("--print-every", type=int, default=100 if mnist else 12, help="steps between two losses")
     return parser.parse_args()
 
 
 def set_parallel_mode(wanted, device):
-    """Set the mode, and return it: data parallel where MindSpore does not know the one that is wanted."""
+    """Set the parallel mode, and return it: data parallel if MindSpore lacks the wanted one."""
     mode = wanted
     if wanted == "semi_auto_parallel" and device == "CPU":
         mode = "data_parallel"
         print("notice: MindSpore has no semi-auto parallel mode on CPU; training in data parallel mode", flush=True)
-    # In semi-auto parallel mode the loss is the mean over all devices, and so is its gradient, without being told.
+    # In semi-auto parallel mode the loss is the mean over all devices, and its gradient needs no further mean.
     ms.set_auto_parallel_context(parallel_mode=mode, gradients_mean=mode == "data_parallel")
     return mode
 
 
 def meet():
-    """Wait for all ranks: one that leaves early breaks the last AllReduce of the others.
+    """Wait for all ranks: a rank that leaves early breaks the last AllReduce of the others.
 
-    An AllReduce ends nowhere before every rank has come to it; MindSpore's own barrier does nothing on CPU.
+    An AllReduce ends on no rank before all ranks have started it. MindSpore's own barrier does nothing on CPU.
     """
     ops.AllReduce()(ms.Tensor([1.0])).asnumpy()
 
@@ -100,7 +100,7 @@ def main():
     shard, ragged = {}, True
     if distributed:
         init()
-        # The compiler of semi-auto parallel mode cuts batches into equal parts; data parallel mode takes any.
+        # Semi-auto parallel mode cuts batches into equal parts; data parallel mode takes batches of any size.
         ragged = set_parallel_mode(args.parallel_mode, args.device) == "data_parallel"
         shard = {"num_shards": get_group_size(), "shard_id": get_rank()}
     folder = Path(os.environ["DATA_PATH"]) if "DATA_PATH" in os.environ else prepare()
@@ -118,7 +118,7 @@ def main():
     model.train(args.epochs, data_set, callbacks=callbacks, dataset_sink_mode=False)
 
     if distributed and not ragged:
-        ms.reset_auto_parallel_context()  # every device has all weights: what follows is for one alone
+        ms.reset_auto_parallel_context()  # each device has all weights, so one of them can evaluate alone
     if shard.get("shard_id", 0) == 0:
         held_out = create_dataset(folder, "test", batch_size=1000)
         result = ms.Model(net, loss_fn, metrics={"accuracy"}).eval(held_out, dataset_sink_mode=False)

@@ -1,8 +1,8 @@
-"""A network of mindcv's on handwritten digits, in mindcv's training step made ours.
+"""Trains a mindcv network on handwritten digits, with our step for the arguments of mindcv's `TrainStep` .
 
-    bash run.sh                        some 90 seconds of the CPU
+    bash run.sh                        takes about 90 seconds of CPU time
 
-Four batches share an update. The average of the weights is evaluated beside the weights.
+Four batches share an update. The weights and their average are evaluated after each epoch.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from gaccum_ms.adopt.mindcv import train_step
 
 
 def digits():
-    """scikit-learn's 1,797 digits, 8×8 pixels, enlarged to 32×32: images and labels to train on, and to hold out."""
+    """scikit-learn's 1,797 digits, 8×8 pixels, enlarged to 32×32: training images and labels, and held-out ones."""
     data = load_digits()
     order = np.random.default_rng(0).permutation(len(data.target))
     images = np.kron(data.images[order], np.ones((4, 4)))[:, None].astype(np.float32) / 8 - 1
@@ -29,7 +29,7 @@ def digits():
 
 
 class Evaluation(ms.Callback):
-    """After each epoch, the accuracy of the weights and that of their averages."""
+    """Records after each epoch the accuracy with the weights and with their averages."""
 
     def __init__(self, network, images, labels):
         super().__init__()
@@ -56,7 +56,7 @@ class Evaluation(ms.Callback):
 
 
 def draw(evaluation, held_out, guesses, path):
-    """The accuracies over epochs, and the first digits that are held out, with what the network takes them for."""
+    """Draw the accuracies over epochs, and the first held-out digits with the network's predictions."""
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     epochs = range(1, len(evaluation.weights) + 1)
@@ -65,7 +65,7 @@ def draw(evaluation, held_out, guesses, path):
     left.set(xlabel="epochs", ylabel="accuracy on held-out digits")
     left.legend()
     images, labels = held_out
-    tiles = np.pad(images[:24, 0, ::4, ::4], ((0, 0), (1, 1), (6, 1)), constant_values=-1)  # room for a number
+    tiles = np.pad(images[:24, 0, ::4, ::4], ((0, 0), (1, 1), (6, 1)), constant_values=-1)  # room for the prediction
     right.imshow(np.vstack([np.hstack(tiles[start : start + 8]) for start in range(0, 24, 8)]), cmap="gray_r")
     for place, (guess, label) in enumerate(zip(guesses[:24], labels[:24], strict=True)):
         color = "tab:green" if guess == label else "tab:red"
@@ -79,11 +79,11 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--network", default="shufflenet_v2_x0_5", help="any of mindcv's that takes small images")
+    parser.add_argument("--network", default="shufflenet_v2_x0_5", help="a network of mindcv for small images")
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--batch-size", type=int, default=32, help="samples in memory at once")
     parser.add_argument("--accumulation-steps", type=int, default=4, help="batches that share an update")
-    parser.add_argument("--samples", type=int, help="train on so many")
+    parser.add_argument("--samples", type=int, help="number of training samples, by default all")
     parser.add_argument("--picture", default="image_classification.png")
     args = parser.parse_args()
 
@@ -95,7 +95,7 @@ def main():
     data_set = ms.dataset.NumpySlicesDataset(tuple(train), shuffle=True).batch(args.batch_size)
 
     network = mindcv.create_model(args.network, num_classes=10, in_channels=1)
-    # Its BatchNorm normalises by each batch, as it does in mindcv's step, and not by all four that share an update.
+    # BatchNorm normalises each batch, as in mindcv's step, and not the four batches of an update together.
     warnings.filterwarnings("ignore", "For 'GradAccumulationCell', the network has .* BatchNorm")
     step = train_step(  # the arguments of mindcv's own TrainStep
         nn.WithLossCell(network, nn.CrossEntropyLoss()),
@@ -103,7 +103,7 @@ def main():
         clip_grad=True,
         clip_value=5.0,
         gradient_accumulation_steps=args.accumulation_steps,
-        # In the place of ema=True, mindcv's average, which takes 2,000 updates to come up. These are some 100.
+        # Instead of ema=True: mindcv's average needs 2,000 updates to warm up, and this training makes about 100.
         transforms=(WeightAverage(0.9, warmup=True, buffers=True),),
     )
     evaluation = Evaluation(network, *held_out)

@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
-NOTHING, BEGIN, RARE = 0, 1, 2  # padding, the beginning of a text, and words that are no part of the vocabulary
+NOTHING, BEGIN, RARE = 0, 1, 2  # padding, the beginning of a text, and words outside the vocabulary
 SPECIAL = 3
 IGNORED = -100
 
 
 def docstrings() -> list[str]:
-    """One text for each module, class and function that has one, in the order of the files."""
+    """The docstring of each module, class and function, in the order of the files."""
     return [text for file in _files() for text in _texts_of(file)]
 
 
@@ -30,7 +30,7 @@ def _files() -> Iterator[Path]:
 def _texts_of(file: Path) -> Iterator[str]:
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
-    except (SyntaxError, UnicodeDecodeError):  # files that show such faults
+    except (SyntaxError, UnicodeDecodeError):  # some files of the library are wrong on purpose
         return
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -38,16 +38,16 @@ def _texts_of(file: Path) -> Iterator[str]:
 
 
 def words_of(text: str) -> list[str]:
-    """Words and single signs."""
+    """Words and single punctuation marks."""
     return re.findall(r"\w+|[^\w\s]", text)
 
 
 class Corpus:
-    """All texts as sequences of numbers.
+    """All texts as sequences of token numbers.
 
     Args:
-        longest (int): Words of a text, at most; the rest of it is cut off.
-        vocabulary (int): Different numbers, for the most frequent words.
+        longest (int): The largest number of tokens in a text; the rest is cut off.
+        vocabulary (int): The number of different tokens; the most frequent words have their own.
     """
 
     def __init__(self, longest: int = 128, vocabulary: int = 2000) -> None:
@@ -59,14 +59,14 @@ class Corpus:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sequence that have a label: all but the last."""
+        """The number of labelled tokens of each sequence: all but the last."""
         return [len(one) - 1 for one in self.sequences]
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and labels, the next token of each, both of shape (longest,)."""
+        """Tokens and labels, both of shape (longest,). The label of a token is the next token."""
         sequence = self.sequences[int(index)]
         tokens = np.full(self.longest, NOTHING, np.int32)
         labels = np.full(self.longest, IGNORED, np.int32)

@@ -1,10 +1,10 @@
-"""A small transformer on the docstrings of Python's standard library, in micro-batches of at most so many tokens.
+"""Trains a small transformer on the docstrings of Python's standard library, in micro-batches by length.
 
-    bash run.sh                        two processes; some 155 seconds of the CPU
+    bash run.sh                        two processes; takes about 155 seconds of CPU time
     python train.py                    one process
 
-Texts differ in length: `BalancedSampler` deals each batch to the ranks so that all have equally many tokens,
-`MaxTokens` makes micro-batches of texts that are about as long, and `CountNotIgnored` lets each token weigh the same.
+Texts differ in length. `BalancedSampler` deals each batch to the ranks, with nearly equal numbers of tokens.
+`MaxTokens` makes micro-batches of texts of similar length. `CountNotIgnored` gives each token the same weight.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from gaccum_ms import BalancedSampler, CountNotIgnored, GradAccumulationCell, Ma
 
 
 class Block(nn.Cell):
-    """Attention to what comes before, and two dense layers."""
+    """Causal attention, and two dense layers."""
 
     def __init__(self, size, heads):
         super().__init__()
@@ -42,14 +42,14 @@ class Block(nn.Cell):
 
 
 class LanguageModel(nn.Cell):
-    """The mean loss over the tokens that have a label."""
+    """Returns the mean loss over the labelled tokens."""
 
     def __init__(self, vocabulary, longest, size=64, heads=4, blocks=2):
         super().__init__()
         self.vocabulary = vocabulary
         self.tokens = nn.Embedding(vocabulary, size)
         self.places = nn.Embedding(longest, size)
-        self.hidden = Tensor(np.triu(np.full((longest, longest), -1e9, np.float32), 1))  # what comes later
+        self.hidden = Tensor(np.triu(np.full((longest, longest), -1e9, np.float32), 1))  # hides later tokens
         self.blocks = nn.CellList([Block(size, heads) for _ in range(blocks)])
         self.head = nn.SequentialCell(nn.LayerNorm([size]), nn.Dense(size, vocabulary))
         self.loss = nn.CrossEntropyLoss(ignore_index=IGNORED)
@@ -66,7 +66,7 @@ def number_of_labels(tokens, labels):
 
 
 class Speed(ms.Callback):
-    """The loss after each update; now and then, tokens per second of this rank."""
+    """Records the loss after each update, and prints the tokens per second of this rank at intervals."""
 
     def __init__(self, split, print_every):
         super().__init__()
@@ -80,7 +80,7 @@ class Speed(ms.Callback):
         if len(self.losses) == 1:
             print(self.split.plan, flush=True)  # how the first batch was split
             self.start = time.perf_counter()
-            return  # most of its time went into compiling
+            return  # most of the first update's time was compilation
         self.tokens += self.split.plan.tokens
         if len(self.losses) % self.print_every == 0:
             speed = self.tokens / (time.perf_counter() - self.start)
@@ -90,7 +90,7 @@ class Speed(ms.Callback):
 
 
 def draw(losses, plan, path):
-    """The loss over updates; and the last batch's micro-batches, row by row."""
+    """Draw the loss over updates, and the last batch's micro-batches, row by row."""
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.plot(range(1, len(losses) + 1), losses)
@@ -112,7 +112,7 @@ def main():
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--epochs", type=int, default=3, help="passes over the texts")
-    parser.add_argument("--batches", type=int, help="batches of an epoch, where these are to be fewer")
+    parser.add_argument("--batches", type=int, help="number of batches in an epoch, by default all")
     parser.add_argument("--batch-size", type=int, default=128, help="texts of a batch on each rank")
     parser.add_argument("--max-tokens", type=int, default=1024, help="tokens in memory at once")
     parser.add_argument("--print-every", type=int, default=10, help="updates between two lines")
@@ -144,7 +144,7 @@ def main():
         draw(speed.losses, split.plan, args.picture)
         print(f"picture: {args.picture}", flush=True)
     if ranks > 1:
-        ops.AllReduce()(Tensor([1.0])).asnumpy()  # wait for all: one that leaves early breaks the others' last one
+        ops.AllReduce()(Tensor([1.0])).asnumpy()  # a rank that leaves early breaks the others' last one
 
 
 if __name__ == "__main__":
