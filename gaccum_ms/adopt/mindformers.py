@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import mindspore as ms
+import numpy as np
 from mindspore import nn, ops
 
 from gaccum_ms.adopt.common import build, clip_norm_of, refuse, scale_of
@@ -97,8 +98,8 @@ def train_step(
             then the mean over all tokens of the window and of all ranks. Default: ``False`` : the model returns a mean
             over its tokens, and micro-batches are weighted by their samples, or by `count` .
         global_norm_spike_threshold (float): See below. Default: ``1.0`` .
-        use_skip_data_by_global_norm (bool): Whether to skip updates whose global norm, before clipping, is above
-            `global_norm_spike_threshold` . Default: ``False`` .
+        use_skip_data_by_global_norm (bool): Whether to skip updates whose global norm, before clipping, is
+            `global_norm_spike_threshold` or more. Default: ``False`` .
         print_separate_loss (bool): Has no effect: the parts of the loss are not recorded. Default: ``False`` .
         gradient_accumulation_steps (int): The number of micro-batches of each batch. The Trainer's setting of this name
             makes batches larger by this factor. Default: ``1`` .
@@ -130,7 +131,7 @@ def train_step(
     if use_skip_data_by_global_norm:
         clip = () if max_norm is None else (ClipByGlobalNorm(max_norm),)
         own = check_transforms(_NAME, options.get("transforms", ()))
-        options["transforms"] = (SkipSpikes(norm=global_norm_spike_threshold), *clip, *own)
+        options["transforms"] = (SkipSpikes(norm=_just_below(global_norm_spike_threshold)), *clip, *own)
         max_norm = None
     if calculate_per_token_loss:
         options["reduction"] = "ratio"
@@ -148,6 +149,13 @@ def train_step(
     )
     step.judges = bool(use_skip_data_by_global_norm)
     return step
+
+
+def _just_below(threshold: Any) -> Any:
+    """The next smaller float32: mindformers skips an update at the threshold, `SkipSpikes` only above its norm."""
+    if not isinstance(threshold, (int, float)) or threshold <= 0:
+        return threshold  # refused by SkipSpikes
+    return float(np.nextafter(np.float32(threshold), np.float32(0)))
 
 
 def _is_legacy() -> bool:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _UNPREDICTABLE = 4  # samples: up to this size kernels vary, so sizes are tried even if predicted not to fit
 _SPARE = 0.005  # of the limit: how much a training of many updates may exceed one of two updates
+_WRONG = 0.05  # of the limit: how much too large a prediction may be for which a trial is still worth it
 _UNSURE = 0.01  # of the limit: how much a peak may exceed its prediction
 
 
@@ -160,7 +161,22 @@ class Forecast:
         larger = [one for one in failed if not self.is_ragged(one) and not self._is_whole(one)]
         if size in failed or (size > min(larger, default=size) and not self._is_whole(size)):
             return False
-        return self.peak(size) <= self.limit * (1 - _SPARE)
+        return self.keeps(self.peak(size))
+
+    def keeps(self, peak: int) -> bool:
+        """Whether a training with a peak of so many bytes keeps the limit."""
+        return peak <= self.limit * (1 - _SPARE)
+
+    def is_close(self, size: int) -> bool:
+        """Whether a ragged size that was not tried may fit after all: it was ruled out by a prediction from even sizes,
+        or by a smaller size that reached the limit, and its prediction exceeds the limit by little."""
+        if not self.is_ragged(size):
+            return False
+        predicted = self.predict(size)
+        failed = [one for one, found in self.measured.items() if found is None]
+        if any(one not in self._ended for one in failed):
+            return False  # it failed in another way: larger sizes will fail too
+        return bool(failed or not self.keeps(predicted)) and predicted <= self.limit * (1 + _WRONG)
 
     def _ended_near(self, size: int) -> bool:
         """Whether a trial was ended though training, without a second process, will probably fit. The prediction must

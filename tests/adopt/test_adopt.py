@@ -6,7 +6,10 @@ from __future__ import annotations
 import inspect
 import re
 
+import mindspore as ms
+import numpy as np
 import pytest
+from mindspore import Tensor, nn
 from support.programs import Programs
 
 from gaccum_ms import adopt
@@ -57,3 +60,28 @@ def test_docstrings_name_all_arguments(function):
     assert documented == set(inspect.signature(function).parameters)
     for section in ("Args:", "Returns:", "Raises:"):
         assert section in text
+
+
+class Line(nn.Cell):
+    """A loss whose gradient is the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = ms.Parameter(Tensor([1.0]), name="weight")
+
+    def construct(self, x):
+        return (self.weight * x).mean()
+
+
+@pytest.mark.parametrize(("threshold", "weight"), [(2.0, 1.0), (float(np.nextafter(np.float32(2), 3)), -1.0)])
+def test_mindformers_skips_an_update_whose_norm_is_the_threshold(threshold, weight):
+    """As its own step, which updates if the norm is less."""
+    network = Line()
+    step = adopt.mindformers.train_step(
+        network,
+        nn.SGD(network.trainable_params(), 1.0),
+        use_skip_data_by_global_norm=True,
+        global_norm_spike_threshold=threshold,
+    ).set_train()
+    step(Tensor([2.0]))
+    assert network.weight.asnumpy() == [weight]

@@ -8,6 +8,7 @@ from support.reference import OPTIMIZERS, batches, make_network
 
 from gaccum_ms import GradAccumulationCell
 from gaccum_ms.memory.forecast import Forecast
+from gaccum_ms.memory.search import _largest, beyond
 
 MB = 1_000_000
 
@@ -53,3 +54,50 @@ def test_a_ragged_size_is_not_taken_untested_by_what_even_ones_need():
 def test_a_ragged_size_that_was_too_much_says_nothing_of_even_ones():
     assert forecast(690, {**EVEN, 7: None}, {}).may_fit(8)
     assert not forecast(690, {**EVEN, 8: None}, {}).may_fit(16)
+
+
+@pytest.mark.parametrize(
+    ("of_four", "needed", "found"),
+    [
+        (660, 690, 11),  # 11 samples are predicted to need 712 MB, but fit
+        (660, 698, 8),
+        (660, None, 8),  # the trial was ended
+        (400, 690, 8),  # 11 samples are predicted to need 907 MB: not tried
+    ],
+)
+def test_a_size_far_above_is_tried_if_its_prediction_may_be_wrong(of_four, needed, found, monkeypatch):
+    """Eight of 32 samples fit. No size between 8 and 11 divides the batch evenly."""
+    made = forecast(700, {4: of_four, 8: 690}, {})
+    tried = []
+    monkeypatch.setattr(made, "_tried", lambda size, _: tried.append(size) or (needed and needed * MB))
+    assert beyond(made, 8) == found
+    assert tried == [11] * (of_four == 660)
+
+
+def test_a_ragged_size_is_tried_beyond_an_even_one_that_reached_the_limit(monkeypatch):
+    made = forecast(700, {3: 660, 6: 670, 8: None}, {8: 699})
+    tried = []
+    monkeypatch.setattr(made, "_tried", lambda size, _: tried.append(size) or 690 * MB)
+    assert beyond(made, 6) == 11
+    assert tried == [11]
+
+
+def test_no_size_is_tried_beyond_one_that_failed_for_another_reason(monkeypatch):
+    made = forecast(700, {3: 660, 6: 670, 8: None}, {})
+    monkeypatch.setattr(made, "_tried", None)
+    assert beyond(made, 6) == 6
+
+
+def test_no_trial_is_far_larger_than_what_fits(monkeypatch):
+    """Two samples happen to need more than four, so the first line falls: by it, all 16384 samples would fit."""
+    made = forecast(700, {}, {}, samples=16384)
+    needed = {}
+
+    def tried(size, _):
+        needed[size] = 586 * MB if size == 2 else 581 * MB + size * MB // 50
+        return needed[size] if needed[size] <= made.limit else None
+
+    monkeypatch.setattr(made, "_tried", tried)
+    assert _largest(made) == 5462
+    assert all(size <= 64 * max(other for other in needed if other < size) for size in needed if size > 4)
+    assert max(needed.values()) <= 1.1 * made.limit  # without the bound, 909 MB
