@@ -1,6 +1,6 @@
 """From a small batch to a large one: measures the gradient noise, and follows it in two ways.
 
-    bash run.sh                        takes about 55 seconds of CPU time
+    bash run.sh                        35 seconds on two cores
 
 Four trainings on the same handwritten digits:
 

@@ -1,6 +1,6 @@
 """Trains a mindcv network on handwritten digits, with our step for the arguments of mindcv's `TrainStep` .
 
-    bash run.sh                        takes about 90 seconds of CPU time
+    bash run.sh                        55 seconds on two cores
 
 Four batches share an update. The weights and their average are evaluated after each epoch.
 """
