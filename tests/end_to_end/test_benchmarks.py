@@ -37,6 +37,7 @@ from benchmarks.networks import COMPARED, NETWORKS, VOCABULARY
 from benchmarks.rows import Results, Row
 from benchmarks.targets import Target
 from benchmarks.ways import WAYS, Setting
+from gaccum_ms.tokens.widths import best_widths, padding
 
 ROOT = Path(__file__).resolve().parents[2]
 MB = 1_000_000
@@ -771,3 +772,11 @@ def test_the_tokens_benchmark_trains_both_splits_alike():
         way = tokens.MindSporeWay(data, by_length, layers=1)
         losses.append([way.update(data.next()) for _ in range(3)])
     np.testing.assert_allclose(*losses, rtol=1e-4)
+
+
+@pytest.mark.thorough
+def test_four_widths_leave_a_quarter_of_padding():
+    """The shares of docs/by_length.md. test_plan.py shows that no other widths leave less."""
+    lengths = np.array(tokens.sample("corpus").Corpus(128, tokens.VOCABULARY).lengths)
+    shares = [padding(lengths, best_widths(lengths, number)) for number in (4, 8, 10)]
+    assert shares == pytest.approx([0.24, 0.12, 0.10], abs=0.01)  # another Python has other docstrings
