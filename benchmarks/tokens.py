@@ -85,6 +85,14 @@ def max_tokens_split(data: Data) -> Any:
     )
 
 
+def language_model(data: Data, layers: int = LAYERS) -> Any:
+    """The sample's network, in graph mode."""
+    import mindspore as ms
+
+    ms.set_context(mode=ms.GRAPH_MODE)
+    return sample("train").LanguageModel(VOCABULARY, data.sizes.longest, WIDTH, HEADS, layers)
+
+
 class MindSporeWay:
     """Our step, with an even split or `MaxTokens` ."""
 
@@ -94,10 +102,9 @@ class MindSporeWay:
 
         from gaccum_ms import CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 
-        ms.set_context(mode=ms.GRAPH_MODE)
         self.tensor = ms.Tensor
         self.split = max_tokens_split(data) if by_length else None
-        network = sample("train").LanguageModel(VOCABULARY, data.sizes.longest, WIDTH, HEADS, layers)
+        network = language_model(data, layers)
         cut = {"split": self.split} if by_length else {"micro_batch_size": data.sizes.even_tokens // data.sizes.longest}
         cell = GradAccumulationCell(network, count=CountNotIgnored(sample("corpus").IGNORED), **cut)
         self.step = TrainOneStepWithGradAccumulationCell(cell, nn.Adam(network.trainable_params())).set_train()
@@ -130,10 +137,9 @@ class PlainWay:
         import mindspore as ms
         from mindspore import nn
 
-        ms.set_context(mode=ms.GRAPH_MODE)
         self.tensor = ms.Tensor
         self.split = max_tokens_split(data)
-        network = sample("train").LanguageModel(VOCABULARY, data.sizes.longest, WIDTH, HEADS, LAYERS)
+        network = language_model(data)
         self.step = nn.TrainOneStepCell(network, nn.SGD(network.trainable_params())).set_train()
 
     def update(self, batch: Batch) -> None:
@@ -266,7 +272,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--longest", type=int, default=128, help="words of a text; the rest is cut off")
     parser.add_argument("--even-tokens", type=int, default=1024, help="of a micro-batch, with the even split")
     parser.add_argument("--max-tokens", type=int, default=1024, help="of a micro-batch by length, padding included")
-    parser.add_argument("--widths", type=int, default=4, help="the most widths")
+    parser.add_argument("--widths", type=int, default=Sizes.widths, help="the most widths")
     parser.add_argument("--ways", nargs="+", choices=WAYS, help="default: all whose packages are installed")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args(arguments)

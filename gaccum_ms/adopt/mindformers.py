@@ -153,7 +153,7 @@ def train_step(
 
 def _just_below(threshold: Any) -> Any:
     """The next smaller float32: mindformers skips an update at the threshold, `SkipSpikes` only above its norm."""
-    if not isinstance(threshold, (int, float)) or threshold <= 0:
+    if type(threshold) not in (int, float) or not 0 < threshold < np.inf:
         return threshold  # refused by SkipSpikes
     return float(np.nextafter(np.float32(threshold), np.float32(0)))
 

@@ -187,7 +187,7 @@ def _largest(forecast: Forecast) -> int:
     if forecast.samples not in forecast.measured:
         forecast.probe_whole()
         largest = _climb(forecast, sizes[-1:], largest)
-    return beyond(forecast, largest)
+    return _beyond(forecast, largest)
 
 
 def _climb(forecast: Forecast, sizes: list[int], largest: int) -> int:
@@ -205,7 +205,7 @@ def _climb(forecast: Forecast, sizes: list[int], largest: int) -> int:
     return largest
 
 
-def beyond(forecast: Forecast, largest: int) -> int:
+def _beyond(forecast: Forecast, largest: int) -> int:
     """A larger ragged size, if it is far from `largest` and fits, contrary to its prediction: its graph has other parts
     than those of even sizes, and may need less."""
     for size in forecast.sizes:

@@ -5,11 +5,21 @@ from __future__ import annotations
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn, ops
+from mindspore import nn
 from mindspore.amp import DynamicLossScaler, StaticLossScaler
-from support.adopted import ROUNDING, K, apart, assert_takes_arguments_of, few_batches, joined
+from support.adopted import (
+    ROUNDING,
+    BatchTimesLoss,
+    K,
+    MeanLoss,
+    Predictor,
+    apart,
+    assert_takes_arguments_of,
+    few_batches,
+    joined,
+)
 from support.package import package
-from support.reference import FEATURES, as_numpy
+from support.reference import as_numpy
 
 from gaccum_ms import TrainOneStepWithGradAccumulationCell
 from gaccum_ms.adopt import mindyolo as adopted
@@ -19,33 +29,6 @@ trainer_factory = package("mindyolo.utils.trainer_factory", EXTRA)
 step_factory = package("mindyolo.utils.train_step_factory", EXTRA)
 callbacks = package("mindyolo.utils.callback", EXTRA)
 averaging = package("mindyolo.optim.ema", EXTRA)
-
-
-class Network(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        random = np.random.default_rng(7)
-        self.hidden = ms.Parameter(Tensor(random.normal(size=(FEATURES, 8)) * 0.4, ms.float32), name="hidden")
-        self.out = ms.Parameter(Tensor(random.normal(size=8) * 0.4, ms.float32), name="out")
-
-    def construct(self, x):
-        return (ops.tanh(x @ self.hidden) * self.out).sum(-1)
-
-
-class MeanLoss(nn.Cell):
-    """A mean over the batch's samples, like the losses of YOLOv4 and YOLOX."""
-
-    def construct(self, predicted, labels, images):
-        loss = ops.square(predicted - labels).mean() / 4
-        return loss, ops.stop_gradient(ops.stack((loss, loss * 2)))
-
-
-class BatchTimesLoss(MeanLoss):
-    """The mean times the batch's size, like mindyolo's other losses."""
-
-    def construct(self, predicted, labels, images):
-        loss, items = super().construct(predicted, labels, images)
-        return loss * images.shape[0], items
 
 
 class CountingReducer:
@@ -71,11 +54,11 @@ class Run:
     """One training by mindyolo's Trainer; `ours` selects our step."""
 
     def __init__(self, batches, accumulate, ours=False, loss=MeanLoss, scaler=None, average=False, **given):
-        network = Network()
+        network = Predictor()
         optimizer = nn.Momentum(network.trainable_params(), 0.02, 0.9)
         scaler = scaler or StaticLossScaler(64.0)
         self.reducer = CountingReducer()
-        self.ema = averaging.EMA(network, Network(), decay=0.9) if average else None
+        self.ema = averaging.EMA(network, Predictor(), decay=0.9) if average else None
         arguments = ("detect", network, loss(), optimizer, 1.0, scaler, self.reducer, self.ema)
         if ours:
             reduction = "mean" if loss is MeanLoss else "sum"
@@ -146,7 +129,7 @@ def test_its_own_average_and_a_dynamic_scale(ms_jit, pynative):
     ],
 )
 def test_errors(given, words):
-    network = Network()
+    network = Predictor()
     arguments = {"task": "detect", "scaler": StaticLossScaler(1.0), "reduction": "mean", **given}
     with pytest.raises(ValueError, match=words):
         adopted.train_step(

@@ -520,7 +520,7 @@ def times_exceeded(settings: list[Setting]) -> tuple[set[str], dict[int, rows.Ro
         return min(min(turn) for turn in row.turns)
 
     bounds = {
-        "1": fastest(found[1]) <= 3 * fastest(whole),
+        "1": fastest(found[1]) <= 2 * fastest(whole),
         "16": fastest(found[16]) <= 1.5 * fastest(boost),  # boost calls each micro-batch from Python
     }
     return {name for name, kept in bounds.items() if not kept}, found

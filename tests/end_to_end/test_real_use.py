@@ -13,7 +13,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from support.ranks import Ranks
-from support.reference import as_numpy, relative_error
+from support.reference import as_numpy, relative_error, vector
 from support.two_ranks import Results, case
 
 mindcv = pytest.importorskip("mindcv", reason="mindcv is in the extra 'test'", exc_type=ImportError)
@@ -84,7 +84,7 @@ def test_resnet18s_checkpoints_load_into_the_bare_network(trained, processes):
             network = mindcv.create_model("resnet18", num_classes=3)
             missing, _ = ms.load_param_into_net(network, ms.load_checkpoint(str(file)))
             assert missing == []
-            loaded.append(np.concatenate([as_numpy(one).ravel() for one in network.trainable_params()]))
+            loaded.append(vector(network.trainable_params()))
             moving_mean = as_numpy(network.bn1.moving_mean)
         np.testing.assert_array_equal(loaded[1], results["weights"])
         np.testing.assert_array_equal(moving_mean, results["moving_mean"])

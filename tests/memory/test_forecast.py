@@ -8,7 +8,7 @@ from support.reference import OPTIMIZERS, batches, make_network
 
 from gaccum_ms import GradAccumulationCell
 from gaccum_ms.memory.forecast import Forecast
-from gaccum_ms.memory.search import _largest, beyond
+from gaccum_ms.memory.search import _beyond, _largest
 
 MB = 1_000_000
 
@@ -70,7 +70,7 @@ def test_a_size_far_above_is_tried_if_its_prediction_may_be_wrong(of_four, neede
     made = forecast(700, {4: of_four, 8: 690}, {})
     tried = []
     monkeypatch.setattr(made, "_tried", lambda size, _: tried.append(size) or (needed and needed * MB))
-    assert beyond(made, 8) == found
+    assert _beyond(made, 8) == found
     assert tried == [11] * (of_four == 660)
 
 
@@ -78,14 +78,14 @@ def test_a_ragged_size_is_tried_beyond_an_even_one_that_reached_the_limit(monkey
     made = forecast(700, {3: 660, 6: 670, 8: None}, {8: 699})
     tried = []
     monkeypatch.setattr(made, "_tried", lambda size, _: tried.append(size) or 690 * MB)
-    assert beyond(made, 6) == 11
+    assert _beyond(made, 6) == 11
     assert tried == [11]
 
 
 def test_no_size_is_tried_beyond_one_that_failed_for_another_reason(monkeypatch):
     made = forecast(700, {3: 660, 6: 670, 8: None}, {})
     monkeypatch.setattr(made, "_tried", None)
-    assert beyond(made, 6) == 6
+    assert _beyond(made, 6) == 6
 
 
 def test_no_trial_is_far_larger_than_what_fits(monkeypatch):

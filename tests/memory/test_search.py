@@ -92,7 +92,7 @@ def test_keeps_a_limit_and_finds_what_fits(way, tmp_path):
     """In separate processes, with a limit of 230 MB above their memory at the start. Neither the search, its trials'
     processes included, nor the training after it exceeds the limit; training alone with twice the samples would."""
     found = run_worker(tmp_path, way, 230_000_000)
-    assert found["search_peak"] <= 1.02 * found["limit"]  # a busy machine may look late: docs/memory.md
+    assert found["search_peak"] <= found["limit"]
     assert found["training_peak"] <= found["limit"]
     # Training leaves weights, optimizer state and other memory in a process; a search does not.
     assert found["after_search"] - found["before"] < 20_000_000

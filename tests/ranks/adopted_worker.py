@@ -7,11 +7,11 @@ from pathlib import Path
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn
 from mindspore.communication import get_group_size, get_rank
-from support.adopted import K, few_batches
+from support.adopted import BatchTimesLoss, K, Predictor, few_batches
 from support.modes import MODES
-from support.reference import Regression, as_numpy
+from support.reference import Regression, as_numpy, vector
 from support.two_ranks import Results
 
 from gaccum_ms.adopt import mindcv, mindocr, mindone, mindyolo
@@ -19,21 +19,6 @@ from gaccum_ms.adopt import mindcv, mindocr, mindone, mindyolo
 SAMPLES = 4  # on each rank, in each batch
 MAX_NORM = 1.0  # between the norms of the two windows
 MAX_NORM_OF_SUM = 2 * K * SAMPLES * MAX_NORM  # mindyolo's loss is multiplied by the number of samples
-
-
-class Predictor(Regression):
-    """The network without its loss."""
-
-    def construct(self, x):
-        return (ops.tanh(x @ self.hidden) * self.out).sum(-1)
-
-
-class BatchTimesLoss(nn.Cell):
-    """The mean of the batch's samples times their number, like most of mindyolo's losses."""
-
-    def construct(self, predicted, labels, images):
-        loss = ops.square(predicted - labels).mean() / 4
-        return loss * images.shape[0], ops.stop_gradient(ops.stack((loss, loss * 2)))
 
 
 def momentum(network: nn.Cell) -> nn.Optimizer:
@@ -88,7 +73,7 @@ def train(name: str, mode: str) -> Results:
     for number, batch in enumerate(data(get_rank()), start=1):
         step(*map(Tensor, batch))
         if number % K == 0:
-            rows.append(np.concatenate([as_numpy(one).ravel() for one in step.weights]))
+            rows.append(vector(step.weights))
     return {f"{name}, {mode}/weights": np.stack(rows), f"{name}, {mode}/updates": as_numpy(step.update_count)}
 
 

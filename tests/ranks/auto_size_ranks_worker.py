@@ -10,13 +10,13 @@ import mindspore as ms
 import numpy as np
 from mindspore import mint, nn
 from mindspore.communication import get_rank, init
-from support.reference import as_numpy, batches, make_network
+from support.reference import batches, make_network, vector
 from support.two_ranks import leave
 from test_auto_size import WithStatistics, halving_step, make_step, marked, run, state
 
 
 def weights(step):
-    return np.concatenate([as_numpy(one).ravel() for one in step.weights])
+    return vector(step.weights)
 
 
 def main(out: Path) -> None:

@@ -18,7 +18,7 @@ from distributed_worker import NotedAllReduce
 from mindspore import Tensor, nn, ops
 from mindspore.communication import get_group_size, get_rank
 from support import language_model
-from support.reference import as_numpy
+from support.reference import as_numpy, vector
 from support.two_ranks import Results
 
 from gaccum_ms import CountMask, CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, audit
@@ -309,7 +309,7 @@ def look(step: TrainOneStepWithGradAccumulationCell, scenario: Scenario) -> dict
         "moment": as_numpy(optimizer.moments[0]),
         "updates": as_numpy(optimizer.global_step).ravel()[0],
         "state": np.concatenate(state),
-        "accumulators": np.concatenate([as_numpy(one).ravel() for one in step.accu_grads]),
+        "accumulators": vector(step.accu_grads),
     }
     if scenario.scaled:
         seen["scale_after"] = as_numpy(step.scale_sense).ravel()[0]

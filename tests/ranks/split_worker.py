@@ -12,7 +12,7 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore.communication import get_rank
 from support.modes import MODES
-from support.reference import Regression, as_numpy, batches
+from support.reference import Regression, as_numpy, batches, vector
 from support.two_ranks import Results
 
 from gaccum_ms import CountMask, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, resume
@@ -74,7 +74,7 @@ def play(name: str) -> Callable[[Path], Results]:
                 resume(step, file)
             step(*map(Tensor, batch))
         return {
-            f"{name}/weights": np.concatenate([as_numpy(one).ravel() for one in step.weights]),
+            f"{name}/weights": vector(step.weights),
             f"{name}/updates": as_numpy(step.update_count),
             f"{name}/count": as_numpy(step.window_count),
             f"{name}/loss": as_numpy(step.window_loss),

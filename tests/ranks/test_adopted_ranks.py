@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from adopted_worker import CASES, MAX_NORM, MAX_NORM_OF_SUM, SAMPLES, BatchTimesLoss, Predictor, data, momentum
+from adopted_worker import CASES, MAX_NORM, MAX_NORM_OF_SUM, SAMPLES, data, momentum
 from mindspore import nn
-from support.adopted import K
+from support.adopted import BatchTimesLoss, K, Predictor, joined
 from support.by_hand import ByHand, global_norm, norm_of, train_whole
 from support.reference import Regression, relative_error
 from support.two_ranks import case
@@ -35,10 +35,7 @@ class WholeBatchOfMindyolo(nn.Cell):
 def whole(network, max_norm):
     """The weights after each window, of one process on the batches of both ranks."""
     batches = [one for pair in zip(data(0), data(1), strict=True) for one in pair]
-    windows = [
-        tuple(np.concatenate(column) for column in zip(*batches[start : start + 2 * K], strict=True))
-        for start in range(0, len(batches), 2 * K)
-    ]
+    windows = joined(batches, 2 * K)
     assert {len(x) for x, _ in windows} == {2 * K * SAMPLES}
     norms = []
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn
 from split_worker import NUMBER, SIZES, SPLITS, data_of, halves, many
-from support.reference import Regression, as_numpy, relative_error
+from support.reference import Regression, relative_error, vector
 from support.two_ranks import case
 
 pytestmark = pytest.mark.distributed
@@ -30,7 +30,7 @@ def whole(name, rate):
     network = Regression()
     step = nn.TrainOneStepCell(network, nn.Momentum(network.trainable_params(), rate, 0.9)).set_train()
     losses = [float(step(*map(Tensor, batch)).asnumpy()) for batch in windows_of(name)]
-    return losses, np.concatenate([as_numpy(one).ravel() for one in network.get_parameters()])
+    return losses, vector(network.get_parameters())
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,8 @@ from __future__ import annotations
 import mindspore as ms
 import numpy as np
 import pytest
-from support.reference import Clipped, as_numpy, relative_error
+from support.ranks import Ranks
+from support.reference import Clipped, relative_error, vector
 from support.two_ranks import case
 from test_max_tokens import run, whole_step
 from tokens_worker import KINDS, NUMBER, data_of
@@ -19,21 +20,30 @@ def trained(rank_pair, tmp_path_factory):
     return rank_pair.worker("tokens_worker", tmp_path_factory.mktemp("tokens"))
 
 
-def windows(steps):
-    """The batches of both ranks in each window, as one padded batch."""
-    ranks = [data_of(rank) for rank in range(2)]
+def windows(steps, number):
+    """The batches of all ranks in each window, as one padded batch."""
+    ranks = [data_of(rank) for rank in range(number)]
     of_windows = [[one for data in ranks for one in data[start : start + steps]] for start in range(0, NUMBER, steps)]
     return [tuple(map(np.concatenate, zip(*window, strict=True))) for window in of_windows]
 
 
-def whole(steps, max_grad_norm=None):
+def whole(steps, ranks=2, max_grad_norm=None):
     """The losses and the last weights of MindSpore's step."""
     ms.set_context(mode=ms.PYNATIVE_MODE)
     step = whole_step()
     if max_grad_norm is not None:
         step.grad_reducer = Clipped(max_grad_norm)
-    losses = run(step, windows(steps))
-    return losses, np.concatenate([as_numpy(one).ravel() for one in step.weights])
+    losses = run(step, windows(steps, ranks))
+    return losses, vector(step.weights)
+
+
+def assert_as_one_process(results, of_whole):
+    losses, weights = of_whole
+    for got in results:
+        assert relative_error(got["weights"], weights) < 1e-5
+        assert int(got["updates"]) == len(losses)
+        assert float(got["loss"]) == pytest.approx(losses[-1], rel=1e-5)
+        np.testing.assert_array_equal(got["weights"], results[0]["weights"])
 
 
 @pytest.mark.core("window")
@@ -42,15 +52,17 @@ def test_a_window_equals_all_its_samples_on_one_process(trained, name):
     """Ranks are weighted by the tokens that count, and rank 1 has several times as many as rank 0. In "halves" rank 1
     alone runs out of memory, in the second batch."""
     _, steps, options = KINDS[name]
-    losses, weights = whole(steps, **options)
     few, many = (case(results, name)["micro-batches"] for results in trained)
     assert (few < many).all()
-    for results in trained:
-        got = case(results, name)
-        assert relative_error(got["weights"], weights) < 1e-5
-        assert int(got["updates"]) == len(losses)
-        assert float(got["loss"]) == pytest.approx(losses[-1], rel=1e-5)
-        np.testing.assert_array_equal(got["weights"], case(trained[0], name)["weights"])
+    assert_as_one_process([case(results, name) for results in trained], whole(steps, **options))
+
+
+@pytest.mark.thorough
+def test_eight_ranks_train_as_one_process(tmp_path):
+    with Ranks(tmp_path, 8) as ranks:
+        results = [case(one, "window") for one in ranks.worker("tokens_worker", tmp_path)]
+    assert len({tuple(one["micro-batches"]) for one in results}) > 2
+    assert_as_one_process(results, whole(KINDS["window"][1], ranks=8))
 
 
 def test_ranks_halve_together(trained):

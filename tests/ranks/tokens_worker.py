@@ -12,12 +12,12 @@ import numpy as np
 from mindspore import Tensor
 from mindspore.communication import get_rank
 from support.modes import MODES
-from support.reference import as_numpy
+from support.reference import as_numpy, vector
 from support.two_ranks import Results
 from test_auto_tokens import Limited, auto_step, marked
 from test_max_tokens import LENGTH, batch, make_step, max_tokens
 
-SAMPLES = (6, 24)  # in each rank's batches
+SAMPLES = (6, 24)  # in the batches of even and of odd ranks; later pairs of ranks have more
 NUMBER = 4  # batches of each rank
 # mode, batches of a window, options
 KINDS = {
@@ -28,7 +28,7 @@ KINDS = {
 
 
 def data_of(rank: int) -> list[tuple[np.ndarray, ...]]:
-    return [marked(batch(100 * rank + number, SAMPLES[rank])) for number in range(NUMBER)]
+    return [marked(batch(100 * rank + number, SAMPLES[rank % 2] + rank // 2)) for number in range(NUMBER)]
 
 
 def play(name: str) -> Callable[[Path], Results]:
@@ -54,7 +54,7 @@ def play(name: str) -> Callable[[Path], Results]:
             tokens.append(split.plan.max_tokens)
         ms.set_auto_parallel_context(parameter_broadcast=False)
         return {
-            f"{name}/weights": np.concatenate([as_numpy(one).ravel() for one in step.weights]),
+            f"{name}/weights": vector(step.weights),
             f"{name}/updates": as_numpy(step.update_count),
             f"{name}/loss": as_numpy(step.window_loss),
             f"{name}/micro-batches": np.array(numbers),

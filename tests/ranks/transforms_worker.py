@@ -11,7 +11,7 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore.communication import get_rank
 from support.modes import MODES
-from support.reference import Regression, as_numpy, batches
+from support.reference import Regression, as_numpy, batches, vector
 from support.two_ranks import Results
 
 from gaccum_ms import (
@@ -50,10 +50,6 @@ def data(rank: int, steps: int) -> list[tuple[np.ndarray, np.ndarray]]:
 def momentum(network: nn.Cell, sharded: bool) -> nn.Optimizer:
     make = functools.partial(ShardedOptimizer, nn.Momentum) if sharded else nn.Momentum
     return make(network.trainable_params(), RATE, 0.9)
-
-
-def vector(parameters) -> np.ndarray:
-    return np.concatenate([as_numpy(one).ravel() for one in parameters])
 
 
 def set_up(mode: str) -> None:

@@ -17,7 +17,7 @@ from mindspore.profiler import ProfilerActivity, profile, tensorboard_trace_hand
 from mindspore.train import Callback, CheckpointConfig, ModelCheckpoint
 from support import window_oracle
 from support.modes import MODES
-from support.reference import Regression, as_numpy, batches, step_with
+from support.reference import Regression, as_numpy, batches, step_with, vector
 from support.two_ranks import Results
 
 from gaccum_ms import (
@@ -43,9 +43,7 @@ def momentum(loss_cell: nn.Cell, rate: float = RATE) -> nn.Momentum:
 
 def state(optimizer: nn.Momentum) -> Batch:
     """Weights, moments and the number of updates, each in one vector."""
-    weights, moments = (
-        np.concatenate([as_numpy(one).ravel() for one in many]) for many in (optimizer.parameters, optimizer.moments)
-    )
+    weights, moments = (vector(many) for many in (optimizer.parameters, optimizer.moments))
     return weights, moments, as_numpy(optimizer.global_step)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 
 from support.reference import FEATURES, Regression, as_numpy
 
@@ -33,6 +33,29 @@ def joined(batches: Batches, number: int = K) -> list[tuple[np.ndarray, ...]]:
     """Joins each `number` of batches into one; the last has the rest."""
     parts = [batches[start : start + number] for start in range(0, len(batches), number)]
     return [tuple(np.concatenate(values) for values in zip(*part, strict=True)) for part in parts]
+
+
+class Predictor(Regression):
+    """The network without its loss, for mindyolo."""
+
+    def construct(self, x):
+        return (ops.tanh(x @ self.hidden) * self.out).sum(-1)
+
+
+class MeanLoss(nn.Cell):
+    """A mean over the batch's samples, like the losses of YOLOv4 and YOLOX."""
+
+    def construct(self, predicted, labels, images):
+        loss = ops.square(predicted - labels).mean() / 4
+        return loss, ops.stop_gradient(ops.stack((loss, loss * 2)))
+
+
+class BatchTimesLoss(MeanLoss):
+    """The mean times the batch's size, like mindyolo's other losses."""
+
+    def construct(self, predicted, labels, images):
+        loss, items = super().construct(predicted, labels, images)
+        return loss * images.shape[0], items
 
 
 class Trained(NamedTuple):

@@ -224,6 +224,11 @@ def as_numpy(parameter: ms.Parameter) -> np.ndarray:
     return np.array(parameter.astype(ms.float32).asnumpy())
 
 
+def vector(parameters) -> np.ndarray:
+    """All values of some Parameters, one after the other."""
+    return np.concatenate([as_numpy(one).ravel() for one in parameters])
+
+
 def train(make_step: Callable, network: nn.Cell, optimizer: nn.Optimizer, data: Sequence) -> Run:
     """Train on `data` with the step that ``make_step(loss_cell, optimizer)`` returns."""
     loss_cell = network if isinstance(network, Regression) else nn.WithLossCell(network, nn.CrossEntropyLoss())

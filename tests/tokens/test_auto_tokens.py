@@ -156,7 +156,7 @@ def test_keeps_a_real_limit(tmp_path):
     training alone with twice the tokens would not."""
     more = 300_000_000
     (found,) = run_on_ranks(1, "token_limit_worker.py", tmp_path, "auto", str(more), time_limit=280)
-    assert found["with_trials"] <= 1.02 * found["limit"]  # a busy machine may look late: docs/memory.md
+    assert found["with_trials"] <= found["limit"]
     assert found["peak"] <= found["limit"]
     assert WIDTHS[-1] < found["tokens"] < TEXTS * WIDTHS[-1]
     (alone,) = run_on_ranks(1, "token_limit_worker.py", tmp_path, "alone", str(2 * int(found["tokens"])))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from mindspore.dataset import GeneratorDataset
 
+from benchmarks import tokens
 from gaccum_ms import BalancedSampler
 from gaccum_ms.tokens.balanced_sampler import dealt
 
@@ -36,9 +37,14 @@ def unevenness(costs, order_of_ranks, batch=BATCH):
     return found
 
 
-@pytest.mark.parametrize("quadratic", [0.0, 0.01])
-def test_ranks_have_equally_much_to_do(quadratic):
-    lengths = corpus()
+def docstrings():
+    """The lengths of the language-model sample's texts."""
+    return np.array(tokens.sample("corpus").Corpus(128, tokens.VOCABULARY).lengths)
+
+
+@pytest.mark.parametrize(("lengths", "quadratic"), [(corpus, 0.0), (corpus, 0.01), (docstrings, 0.0)])
+def test_ranks_have_equally_much_to_do(lengths, quadratic):
+    lengths = lengths()
     costs = lengths + quadratic * lengths.astype(float) ** 2
     orders = [list(one) for one in of_ranks(lengths, quadratic=quadratic)]
     assert max(unevenness(costs, orders)) <= 1.05

@@ -99,6 +99,8 @@ def assert_alike(step, other, tolerance=1e-5):
     assert len(ours) == len(step.weights) == len(other.weights)
     for one, whole in zip(step.weights, other.weights, strict=True):
         assert relative_error(as_numpy(one), as_numpy(whole)) < tolerance, one.name
+    for one, whole in zip(step.optimizer.moments, other.optimizer.moments, strict=True):
+        assert relative_error(as_numpy(one), as_numpy(whole)) < tolerance, one.name
 
 
 DATA = [batch(seed) for seed in range(6)]

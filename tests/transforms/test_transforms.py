@@ -10,7 +10,7 @@ import pytest
 from mindspore import Tensor, nn, ops
 from support import by_hand
 from support.by_hand import ByHand, train_whole
-from support.reference import FEATURES, PlainSGD, Regression, as_numpy, batches, make_network, relative_error
+from support.reference import FEATURES, PlainSGD, Regression, as_numpy, batches, make_network, relative_error, vector
 from support.state import assert_identical, everything, manager
 
 from gaccum_ms import (
@@ -56,7 +56,7 @@ def make_step(*transforms, network=None, scale_sense=None, optimizer=momentum, *
 
 
 def weights_of(step):
-    return np.concatenate([as_numpy(one).ravel() for one in step.weights])
+    return vector(step.weights)
 
 
 def run(step, given):
@@ -198,7 +198,7 @@ def test_averages_begin_with_the_weights_before_the_first_update():
         weight.set_data(Tensor(as_numpy(weight) * 3 + 1))
     before = weights_of(step)
     step(*map(Tensor, data(1)[0]))
-    averages = np.concatenate([as_numpy(one).ravel() for one in transform.averages])
+    averages = vector(transform.averages)
     assert relative_error(averages, 0.75 * before + 0.25 * weights_of(step)) < 1e-6
 
 
