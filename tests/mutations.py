@@ -512,6 +512,13 @@ FAULTS = [
         "memory/test_search.py",
     ),
     Fault(
+        "a trial goes on unwatched",
+        "memory/child.py",
+        "    with in_turns():\n        run()\n",
+        "    run()\n",
+        "memory/test_meter.py -k looked_at_rarely",
+    ),
+    Fault(
         "ranks share no cores",
         "launch/cluster.py",
         "str(max(1, cores // self.processes))",

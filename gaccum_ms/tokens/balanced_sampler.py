@@ -13,6 +13,7 @@ from mindspore import dataset
 from gaccum_ms.backend.checks import check_bool, check_positive_int
 
 _NAME = "BalancedSampler"
+_EVEN = 1e-3  # parts are even when the largest sum is above the mean by at most this part of it
 
 
 class BalancedSampler(dataset.Sampler):
@@ -25,8 +26,8 @@ class BalancedSampler(dataset.Sampler):
     :math:`\text{batch\_size} \times \text{num\_shards}` samples. Each global batch is dealt by the largest
     differencing method of Karmarkar and Karp ("The differencing method of set partitioning", 1982), in its balanced
     form, which gives all ranks equally many samples (Yakir, "The differencing algorithm LDM for partitioning", 1996).
-    Each sample comes once per epoch, on one rank. Call ``.batch(batch_size)`` on the data set, which must not have
-    `num_shards` .
+    Swaps of samples between ranks then even out what is left. Each sample comes once per epoch, on one rank. Call
+    ``.batch(batch_size)`` on the data set, which must not have `num_shards` .
 
     Args:
         lengths (Sequence[int]): The lengths of all samples of the data set, in its order.
@@ -103,7 +104,7 @@ class BalancedSampler(dataset.Sampler):
         self._batch_size, self._shards, self._shard = batch_size, num_shards, shard_id
         self._shuffle, self._seed = shuffle, seed
         self._epoch = 0
-        super().__init__(len(self._of_epoch(0)))
+        super().__init__(len(self))
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, counted from 0. Each new iterator of the data set begins with it: call
@@ -116,7 +117,8 @@ class BalancedSampler(dataset.Sampler):
         return iter(order)
 
     def __len__(self) -> int:
-        return len(self._of_epoch(self._epoch))
+        full, rest = divmod(self._costs.size, self._batch_size * self._shards)
+        return full * self._batch_size + len(range(self._shard, rest, self._shards))
 
     def _of_epoch(self, epoch: int) -> list[int]:
         """The indices of this rank's samples, batch by batch."""
@@ -135,7 +137,8 @@ def dealt(costs: np.ndarray, parts: int) -> list[list[int]]:
 
     Balanced largest differencing: the costs, from the largest to the smallest, are cut into rows of `parts` . Each row
     is a partition. The two least even partitions are joined, the largest part of one with the smallest of the other,
-    until one is left. The costs of an incomplete last row go to the parts with the smallest sums, one to each.
+    until one is left. The costs of an incomplete last row go to the parts with the smallest sums, one to each. What is
+    still uneven, where few of the costs make up most of the sum, is mended by swaps.
     """
     order = np.argsort(-costs, kind="stable").tolist()
     number = itertools.count()  # breaks ties, in the same way on all ranks
@@ -152,7 +155,30 @@ def dealt(costs: np.ndarray, parts: int) -> list[list[int]]:
     result = [list(places) for _, places in sorted(even, key=lambda part: (part[0], part[1]))]
     for part, place in zip(result, order[len(order) - last :], strict=False):
         part.append(place)
+    _swap(costs, result)
     return sorted(result, key=lambda places: (-len(places), min(places, default=len(order))))
+
+
+def _swap(costs: np.ndarray, parts: list[list[int]]) -> None:
+    """Let the largest part swap a cost for a smaller one of another part, until the parts are even or no swap helps.
+
+    The other part is the smallest one that has such a cost. The pair is the one that brings both sums closest.
+    """
+    while True:
+        sums = [float(costs[part].sum()) for part in parts]
+        *others, largest = np.argsort(sums, kind="stable").tolist()
+        if sums[largest] <= (1 + _EVEN) * np.mean(sums):
+            return
+        for other in filter(parts.__getitem__, others):
+            gap = sums[largest] - sums[other]
+            moved = costs[parts[largest]][:, None] - costs[parts[other]]
+            i, j = np.unravel_index(np.abs(moved - gap / 2).argmin(), moved.shape)
+            # Both bounds keep away from 0 and gap: rounded sums could otherwise swap the same pair for ever.
+            if _EVEN * gap < moved[i, j] < (1 - _EVEN) * gap:
+                parts[largest][i], parts[other][j] = parts[other][j], parts[largest][i]
+                break
+        else:
+            return
 
 
 def _push(heap: list, number: Iterator[int], partition: list[tuple[float, list[int]]]) -> None:

@@ -42,7 +42,9 @@ def docstrings():
     return np.array(tokens.sample("corpus").Corpus(128, tokens.VOCABULARY).lengths)
 
 
-@pytest.mark.parametrize(("lengths", "quadratic"), [(corpus, 0.0), (corpus, 0.01), (docstrings, 0.0)])
+@pytest.mark.parametrize(
+    ("lengths", "quadratic"), [(corpus, 0.0), (corpus, 0.01), (docstrings, 0.0), (docstrings, 0.01)]
+)
 def test_ranks_have_equally_much_to_do(lengths, quadratic):
     lengths = lengths()
     costs = lengths + quadratic * lengths.astype(float) ** 2
