@@ -13,9 +13,12 @@ from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer  # t
 
 from gaccum_ms.backend.parameters import own
 
-# On CPU, AdamW has no kernel (FusedAdamW cannot even be created). SGD and Adam silently write nothing unless compiled.
+# On CPU, AdamW has no kernel (FusedAdamW cannot even be created). SGD silently writes nothing unless compiled; neither
+# does Adam, but for MindSpore 2.8 and 2.9.
 _WITHOUT_KERNELS = (mint.optim.AdamW,)
-_COMPILED_ONLY = (mint.optim.SGD, mint.optim.Adam)
+_COMPILED_ONLY: tuple[type, ...] = (mint.optim.SGD,)
+if not ms.__version__.startswith(("2.8.", "2.9.")):
+    _COMPILED_ONLY += (mint.optim.Adam,)
 
 FIXED_RATE = "lr_float"  # a number that mint.optim.SGD uses instead of its Parameter
 
