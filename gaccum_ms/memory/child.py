@@ -12,7 +12,8 @@ alone. There are two exceptions, which are handled here:
 
 Linux reports the memory of both together, but slowly. So it is read again only when the copy has grown by half of the
 remaining room. Near the limit, the copy runs in short turns, and is stopped for each reading. It is ended if the
-remaining room could be used up before the next reading.
+remaining room could be used up before the next reading. Where this process has to wait for a core and looks later, the
+copy has stopped itself (turns.py).
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ import mindspore as ms
 import numpy as np
 
 from gaccum_ms.backend import fork_utils
+from gaccum_ms.memory.turns import in_turns
 
 _PAGE = mmap.PAGESIZE
 _REPEATED = 128 * 1024  # bytes: the smallest Parameter that is repeated
 _PARTS = 16  # the largest number of repetitions
 _PART = 64 * 1024  # bytes: the smallest repeated part
-_LOOKS_EVERY = 0.002  # seconds between two readings
-_BETWEEN_LOOKS = 10_000_000  # bytes that the copy takes in this time at most, besides a tensor of a Parameter's size
+_LOOKS_EVERY = 0.001  # seconds between two readings
+_BETWEEN_LOOKS = 10_000_000  # bytes that the copy takes until it stops itself, besides a tensor of a Parameter's size
 _TURN = 0.0005  # seconds of a turn near the limit; half of _BETWEEN_LOOKS is kept free then
 _NOTHING = 1_000_000  # bytes that are not worth another reading
 _BEHIND = 4  # `nice` steps of the copy below this process, which watches it
@@ -166,7 +168,8 @@ def _measured(
     for parameter in written:
         _repeat(parameter)
     forget_peak()
-    run()
+    with in_turns():
+        run()
     return Usage(bytes_of("VmHWM"), bytes_of("VmRSS"))
 
 
@@ -215,8 +218,10 @@ def _read(owner: str, pipe: Any, child: int, limit: int, between: int) -> bytes:
                 message = f"For '{owner}', a trial reached {reached} bytes, but may have {limit}."
                 raise TooMuchMemory(message, used)
             looks_at = used + room // 2
-        os.kill(child, signal.SIGCONT)
-        if (work := _seconds_of_work(child)) > worked:
+        state, work = _state_and_work(child)
+        if state == "T":  # stopped, by itself or here
+            os.kill(child, signal.SIGCONT)
+        if work > worked:
             worked, at = work, time.monotonic()
         elif time.monotonic() - at > _HANGS_AFTER:
             raise RuntimeError(
@@ -264,6 +269,7 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def _seconds_of_work(process: int) -> float:
+def _state_and_work(process: int) -> tuple[str, float]:
+    """The letter of the process's state, and its seconds on the CPU."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

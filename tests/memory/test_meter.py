@@ -44,6 +44,12 @@ def test_a_run_ends_before_it_has_too_much(measured):
     assert 100 * MB < measured["reached"] < 200 * MB
 
 
+def test_a_run_that_is_looked_at_rarely_stops_itself_until_then(measured):
+    """It takes 1 GB as fast as it can, and is looked at every 0.3 s. The control is not looked at before it has all."""
+    assert 100 * MB < measured["rarely"] < 200 * MB
+    assert measured["rarely_without_turns"] > 900 * MB
+
+
 def test_errors_come_back_as_they_are(measured):
     assert str(measured["error"]) == "ValueError: as it is"
     assert str(measured["killed"]) == "TooMuchMemory"

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import mindspore as ms
@@ -15,6 +16,7 @@ from memory_limit_worker import Watch
 from mindspore import Tensor
 from support.two_ranks import Results, leave
 
+from gaccum_ms.memory import child
 from gaccum_ms.memory.child import TooMuchMemory, bytes_of, run_in_child
 from gaccum_ms.memory.meter import ProcessMeter
 
@@ -46,19 +48,29 @@ def fail() -> None:
     raise ValueError("as it is")
 
 
-def too_much() -> Results:
-    def run() -> None:
-        held = []
-        for _ in range(2000):
-            held.append(np.ones(MB, np.uint8))
-            time.sleep(0.001)
+def take_a_gigabyte(pause: float) -> None:
+    held = []
+    for _ in range(1000):
+        held.append(np.ones(MB, np.uint8))
+        time.sleep(pause)
 
+
+def too_much(pause: float = 0.001) -> Results:
     limit = bytes_of("VmRSS") + 130 * MB
     try:
-        run_in_child("a test", run, (), limit)
+        run_in_child("a test", lambda: take_a_gigabyte(pause), (), limit)
     except TooMuchMemory as error:
         return {"too_much": np.array(str(error)), "reached": np.array(error.reached - bytes_of("VmRSS"))}
-    return {"too_much": np.array("nothing")}
+    return {"too_much": np.array("nothing"), "reached": np.array(1000 * MB)}
+
+
+def looked_at_rarely() -> Results:
+    """As if this process had to wait for a core. Then the same for a run that does not stop itself."""
+    child._LOOKS_EVERY = 0.3
+    results = {"rarely": too_much(0)["reached"]}
+    child._LOOKS_EVERY = 30  # time enough to take all of it, on a busy machine too
+    child.in_turns = nullcontext
+    return {**results, "rarely_without_turns": too_much(0)["reached"]}
 
 
 def written() -> Results:
@@ -89,6 +101,7 @@ def main(out: Path) -> None:
         "left": np.array(error_of(lambda: os._exit(3))),
         "grown": np.array(bytes_of("VmRSS") - before),
     }
+    results |= looked_at_rarely()
     leave(out, 0, results)
 
 
