@@ -168,14 +168,14 @@ class Forecast:
         return peak <= self.limit * (1 - _SPARE)
 
     def is_close(self, size: int) -> bool:
-        """Whether a ragged size that was not tried may fit after all: it was ruled out by a prediction from even sizes,
-        or by a smaller size that reached the limit, and its prediction exceeds the limit by little."""
-        if not self.is_ragged(size):
-            return False
+        """Whether a size that was not tried may fit after all: its prediction exceeds the limit by little, and no even
+        size has failed; or it is ragged, and smaller sizes have reached the limit."""
         predicted = self.predict(size)
         failed = [one for one, found in self.measured.items() if found is None]
         if any(one not in self._ended for one in failed):
             return False  # it failed in another way: larger sizes will fail too
+        if not self.is_ragged(size) and not all(map(self.is_ragged, failed)):
+            return False
         return bool(failed or not self.keeps(predicted)) and predicted <= self.limit * (1 + _WRONG)
 
     def _ended_near(self, size: int) -> bool:

@@ -239,12 +239,13 @@ def memory_report(
 
 def _row(forecast: Forecast, micro_size: int, by: int) -> MemoryRow:
     size = -(-forecast.samples // micro_size)
-    rest, peak = forecast.rest(size), forecast.predict(size, by)
+    rest = forecast.rest(size)
+    peak = max(rest, forecast.predict(size, by))
     found = forecast.measured.get(size)
     return MemoryRow(
         micro_size=micro_size,
         micro_batch_size=size,
-        intermediate=max(0, peak - rest),
+        intermediate=peak - rest,
         intermediate_measured=None if found is None else max(0, found - rest),
         peak=peak,
         peak_measured=found,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _NAME = "find_micro_batch_size"
 _FEW = (2, 4)  # samples: a line through these predicts larger sizes; one sample runs other kernels
 _JUMP = 64  # times the largest size that fits: a line through small sizes says little about much larger ones
-_FAR = 1.25  # a size this many times the found one is worth a trial, even if it is predicted not to fit
+_FAR = 1.25  # a size this many times the found one is worth a trial, even if it is predicted not quite to fit
 # The sizes found on this rank: by network, and then by everything else that they depend on.
 _found: WeakKeyDictionary[nn.Cell, dict[tuple, int]] = WeakKeyDictionary()
 
@@ -41,9 +41,9 @@ def find_micro_batch_size(
 
     A static graph is compiled for each shape, so few sizes are tried: first 4 and 2 samples, then the largest size that
     is predicted from these to fit, and so on with the new measurement. If a size does not fit, the sizes below it are
-    bisected. Finally, a size with a smaller last micro-batch is tried if it is at least 1.25 times the found one and is
-    predicted to exceed the limit by at most 5 %. Only sizes that divide the batch as evenly as possible are considered:
-    two micro-batches of 100 samples have 50 each, which need less memory than 60 and 40.
+    bisected. Finally, one larger size is tried, and one with a smaller last micro-batch, if they are at least 1.25
+    times the found one and predicted to exceed the limit by at most 5 %. Only sizes that divide the batch as evenly as
+    possible are considered: two micro-batches of 100 samples have 50 each, which need less memory than 60 and 40.
 
     A trial trains as the training will, updates included. On CPU it runs in a copy of this process, which is stopped
     before both together exceed the limit; see :func:`memory_report` . In data parallel mode this is a collective: each
@@ -206,12 +206,15 @@ def _climb(forecast: Forecast, sizes: list[int], largest: int) -> int:
 
 
 def _beyond(forecast: Forecast, largest: int) -> int:
-    """A larger ragged size, if it is far from `largest` and fits, contrary to its prediction: its graph has other parts
-    than those of even sizes, and may need less."""
-    for size in forecast.sizes:
-        if size >= _FAR * largest and size not in forecast.measured and forecast.is_close(size):
-            found = forecast.measure(size)
-            return largest if found is None or not forecast.keeps(found) else size
+    """A larger size, if it is far from `largest` and fits, contrary to its prediction. One even size is tried, and one
+    ragged size, whose graph has other parts and may need less."""
+    for ragged in (False, True):
+        for size in forecast.sizes:
+            is_new = size >= _FAR * largest and size not in forecast.measured
+            if forecast.is_ragged(size) == ragged and is_new and forecast.is_close(size):
+                found = forecast.measure(size)
+                largest = size if found is not None and forecast.keeps(found) else largest
+                break
     return largest
 
 

@@ -120,7 +120,7 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
         RuntimeError: In hybrid parallel mode, or with pipeline stages; in semi-auto and auto parallel mode, in PyNative
             mode or on CPU; if the parallel mode has changed between the step's building and its run; with
             ``micro_batch_size="auto"`` , if not even one sample fits into memory, or as part of another graph; with an
-            optimizer that writes no weights there: `mint.optim.Adam` in PyNative mode on CPU.
+            optimizer that writes no weights there: `mint.optim.SGD` in PyNative mode on CPU.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``

@@ -74,6 +74,26 @@ def test_a_size_far_above_is_tried_if_its_prediction_may_be_wrong(of_four, neede
     assert tried == [11] * (of_four == 660)
 
 
+@pytest.mark.parametrize(("needed", "found"), [(1208, 512), (1225, 256), (None, 256)])
+def test_an_even_size_is_tried_if_it_is_predicted_to_need_a_little_too_much(needed, found, monkeypatch):
+    """512 samples are predicted to need 1224 MB, of which 1222 MB are used."""
+    made = forecast(1228, {4: 1149, 256: 1186.5}, {}, samples=512)
+    tried = []
+    monkeypatch.setattr(made, "_tried", lambda size, _: tried.append(size) or (needed and needed * MB))
+    made.always_accumulates = True  # as with "auto": the whole batch has no graph of its own
+    assert not made.may_fit(512)
+    assert _beyond(made, 256) == found
+    assert tried == [512]
+
+
+def test_no_even_size_is_tried_beyond_one_that_reached_the_limit(monkeypatch):
+    made = forecast(700, {4: 690, 8: None}, {8: 699})
+    tried = []
+    monkeypatch.setattr(made, "_tried", lambda size, _: tried.append(size))
+    assert _beyond(made, 4) == 4
+    assert all(map(made.is_ragged, tried))
+
+
 def test_a_ragged_size_is_tried_beyond_an_even_one_that_reached_the_limit(monkeypatch):
     made = forecast(700, {3: 660, 6: 670, 8: None}, {8: 699})
     tried = []

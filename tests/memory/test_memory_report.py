@@ -136,6 +136,7 @@ def test_predicts_what_is_measured(wide):
     assert 2 < growth / (255 * report_worker.HIDDEN * 4) < 8
 
 
+@pytest.mark.thorough
 def test_a_wrong_model_does_not_predict(wide):
     """The control: a prediction that is proportional to the samples, the constant part included."""
     sample = wide.rows[-1].intermediate

@@ -121,6 +121,7 @@ def test_other_errors_are_raised():
         search(Limited(make_network("dense"), 0, "a bug in the network"))
 
 
+@pytest.mark.thorough
 def test_the_test_is_injectable():
     network = Limited(make_network("dense"), 2, "the device says: enough")
     assert search(network, samples=3, is_out_of_memory=lambda error: "enough" in str(error)) == 2
@@ -228,6 +229,7 @@ def test_is_found_once(tried):
     assert len(tried) > number
 
 
+@pytest.mark.thorough
 def test_failures_are_not_kept(monkeypatch):
     network = make_with_loss()
     with pytest.raises(RuntimeError, match="one sample must fit"):

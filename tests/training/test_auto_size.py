@@ -138,7 +138,7 @@ def assert_auto_is_the_number(size, data, scale=lambda: None, **options):
     assert_close(runs[0][1], runs[1][1], 1e-6)
 
 
-@pytest.mark.core("window")
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_trains_as_with_the_number(kind):
     """Micro-batches have six samples, and a window's last batch is short. Both steps return the same loss scale, which
@@ -155,6 +155,7 @@ def test_a_batch_that_fits_whole_is_not_split(pynative):
     assert_auto_is_the_number(16, batches(16, 3))
 
 
+@pytest.mark.thorough
 def test_the_size_is_found_once_at_the_first_batch(monkeypatch, pynative):
     """An earlier flush has nothing to do."""
     from gaccum_ms.memory.trial import Trials
@@ -232,8 +233,13 @@ def halving_step(network=None, search=False, **options):
     return loss, step
 
 
-@pytest.mark.core("graph-window")
-@pytest.mark.parametrize("options", [{}, {"accumulation_steps": 2}], ids=["one batch", "window"])
+@pytest.mark.core("window-graph")
+@pytest.mark.parametrize(
+    ("options", "mode"),
+    [({"accumulation_steps": 2}, "graph"), ({}, "pynative")],
+    indirect=["mode"],
+    ids=["window-graph", "one batch-pynative"],
+)
 def test_halves_and_goes_on(options, mode):
     """No batch is lost or counted twice: the weights equal those of training on whole batches. In a window of two
     batches, the second fails, when the first is already added up."""
@@ -297,7 +303,12 @@ WARNS_OF_BATCHNORM = pytest.mark.filterwarnings("ignore:.*BatchNorm:UserWarning"
 
 @pytest.mark.thorough
 @WARNS_OF_BATCHNORM
-@pytest.mark.parametrize("options", [{}, {"accumulation_steps": 4, "compensated": True}], ids=["one batch", "window"])
+@pytest.mark.parametrize(
+    ("options", "mode"),
+    [({}, "graph"), ({"accumulation_steps": 4, "compensated": True}, "pynative")],
+    indirect=["mode"],
+    ids=["one batch-graph", "window-pynative"],
+)
 def test_all_is_put_back_bit_for_bit(options, restored, mode):
     """Weights, optimizer, accumulators and their compensations, statistics of BatchNorm and WindowBatchNorm, counts,
     and the default generator, from which the failing try has drawn."""
