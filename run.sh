@@ -187,11 +187,11 @@ become() {
     exec "$python" ${safe:+"$safe"} -m "$@"
 }
 
-# processes: print the number of test processes: one more than the cores, because the launcher's tests mostly wait, but
+# processes: print the number of test processes: two more than the cores, because the launcher's tests mostly wait, but
 # at most one for each 3 GB of free memory.
 processes() {
     local cores memory
-    cores=$(($(nproc) + 1))
+    cores=$(($(nproc) + 2))
     memory=$(awk '/MemAvailable/ {print int($2 / 3000000)}' /proc/meminfo)
     echo $((memory < 1 ? 1 : memory < cores ? memory : cores))
 }

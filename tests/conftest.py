@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import gc
-import os
 
 import mindspore as ms
 import pytest
-from support import paths
+from support import environment, paths
 from support.device import COUNT, DEVICE
 from support.modes import MODES
 from support.ranks import Ranks
 from support.spread import Spread
 
 paths.add_folders()
+environment.of_tests()
 
 
 def pytest_configure(config):
@@ -26,11 +26,6 @@ def pytest_runtest_setup(item):
     mark = item.get_closest_marker("device")
     if mark is not None and mark.kwargs.get("devices", 1) > COUNT:
         pytest.skip(f"it needs {mark.kwargs['devices']} devices, and there are {COUNT}")
-
-
-# On a CPU with AVX-512, oneDNN can be limited only before the first computation; later tests with convolutions would
-# warn. test_cpu_instructions.py starts processes without this variable.
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
 
 def pytest_collection_finish():

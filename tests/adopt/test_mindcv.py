@@ -9,6 +9,7 @@ from mindspore import Tensor, nn, ops
 from support.adopted import ROUNDING, K, apart, assert_takes_arguments_of, few_batches, joined, losses, trained
 from support.package import package
 from support.reference import CLASSES, FEATURES, DenseNet, as_numpy
+from support.versions import before
 
 from gaccum_ms import TrainOneStepWithGradAccumulationCell, resume
 from gaccum_ms.adopt import mindcv as adopted
@@ -66,6 +67,7 @@ def test_the_average_moves_once_per_update():
     assert apart(swapped, averages(whole.step)) < ROUNDING
 
 
+@pytest.mark.thorough
 def test_resume_goes_on_with_the_average(tmp_path):
     """The checkpoint is from the middle of a window."""
     batches, ema = few_batches(), {"ema": True, "ema_decay": 0.9}
@@ -118,6 +120,7 @@ def test_pynative_mode(pynative):
     assert apart(trained(of_ours(), batches).weights, whole.weights) < ROUNDING
 
 
+@pytest.mark.thorough
 def test_a_fixed_scale_updates_in_spite_of_an_overflow_as_mindcv_does():
     batches = few_batches(1)
     scale = Tensor(64.0, ms.float32)
@@ -175,8 +178,11 @@ def test_create_trainer_and_state_monitor(tmp_path):
     model = adopted.create_trainer(**arguments(networks[1], gradient_accumulation_steps=K, **given))
     assert isinstance(model.train_network, TrainOneStepWithGradAccumulationCell)
     own_monitor = monitored(callbacks.StateMonitor, whole, tmp_path)
-    with pytest.raises(TypeError, match="'str' and 'Parameter'"):  # mindcv's monitor fails with MindSpore 2.10
-        whole.train(1, data_set(4 * K), callbacks=[own_monitor], dataset_sink_mode=False)
+    if before(2, 8):  # mindcv's own monitor runs, and changes weights
+        whole.train(1, data_set(4 * K), dataset_sink_mode=False)
+    else:  # it fails
+        with pytest.raises(TypeError, match="'str' and 'Parameter'"):
+            whole.train(1, data_set(4 * K), callbacks=[own_monitor], dataset_sink_mode=False)
     monitor = monitored(adopted.state_monitor, model, tmp_path)
     model.train(1, data_set(4), callbacks=[monitor], dataset_sink_mode=False)
     weights = [{one.name: as_numpy(one) for one in network.trainable_params()} for network in networks]

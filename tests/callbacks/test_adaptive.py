@@ -107,6 +107,7 @@ def test_bounds(options, micro_size, own, expected):
     assert steps_of(callback) == expected
 
 
+@pytest.mark.thorough
 def test_negative_control_without_tolerance_and_averages_it_wavers():
     calm = AdaptiveAccumulation(smoothing=0.999, interval=5)
     hasty = AdaptiveAccumulation(smoothing=0.0, interval=1, tolerance=1.001)
@@ -116,6 +117,7 @@ def test_negative_control_without_tolerance_and_averages_it_wavers():
     assert len(hasty.records) > 25
 
 
+@pytest.mark.thorough
 def test_a_resumed_step_goes_on_with_its_number_and_rate(tmp_path):
     step = fit(AdaptiveAccumulation(max_steps=4, smoothing=0.999), samples=2000)
     assert int(step.accumulation_steps.asnumpy()) == 4

@@ -26,7 +26,7 @@ def known_noise(samples, seed=2):
     return (random.normal(size=(samples, 20)) * deviations).astype(np.float32), np.full(20, 20**-0.5, np.float32)
 
 
-@pytest.mark.core("ragged")
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [{"micro_batch_size": 5}, {"micro_batch_size": 5, "accumulation_steps": 2}],

@@ -9,9 +9,9 @@ from support.language_model import IGNORED, SEQUENCES, UPDATES
 from support.reference import relative_error
 
 TOLERANCE = 1e-5
+pytestmark = pytest.mark.thorough
 
 
-@pytest.mark.core("2")
 @pytest.mark.parametrize("micro_size", [1, 2, 4])
 def test_micro_batches_train_as_the_whole_batch(micro_size):
     losses, weights = language_model.train(language_model.accumulated(micro_size))

@@ -134,7 +134,7 @@ def test_mobilenet_with_group_norm_equals_whole_batches(trained, processes):
         )  # the change of the weights, which hardly move in two updates
 
 
-@pytest.mark.core("2")
+@pytest.mark.thorough
 @pytest.mark.parametrize("processes", ON)
 def test_the_text_classifier_equals_one_batch_for_each_window(trained, processes):
     whole = case(trained[2].ranks[0], "whole text")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.environment import of_users
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = ROOT / "sample_code" / "distributed_gradient_accumulation"
@@ -41,7 +42,7 @@ def run(tmp_path) -> Callable[..., subprocess.CompletedProcess]:
 
     def call(*command: str | Path, limit: float, **env: str) -> subprocess.CompletedProcess:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        inherited = {k: v for k, v in os.environ.items() if k not in ("DATA_PATH", "PROCESSES", "LAUNCHER", "SCRIPT")}
+        inherited = {k: v for k, v in of_users().items() if k not in ("DATA_PATH", "PROCESSES", "LAUNCHER", "SCRIPT")}
         env = {**inherited, "PATH": path, "PYTHONPATH": str(ROOT), "TEST_MARK": mark, **env}
         words = [str(word) for word in command]
         try:

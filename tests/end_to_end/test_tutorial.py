@@ -14,6 +14,7 @@ MINDSPORES = "from mindspore.nn.wrap.cell_wrapper import GradAccumulationCell\n"
 OURS = "from gaccum_ms import GradAccumulationCell\n"
 LOSS = re.compile(r"^epoch: \d+ step: \d+, loss is (\S+)$", re.MULTILINE)
 LOOK = re.compile(r"^(before|after): weights (\w+) accuracy (\S+)$", re.MULTILINE)
+pytestmark = pytest.mark.thorough
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +45,7 @@ def run(programs, digits, tmp_path):
 
 @pytest.mark.parametrize(
     "import_line",
-    [
-        OURS,
-        pytest.param("from gaccum_ms import GradAccumulation as GradAccumulationCell\n", marks=pytest.mark.thorough),
-    ],
+    [OURS, "from gaccum_ms import GradAccumulation as GradAccumulationCell\n"],
     ids=["GradAccumulationCell", "GradAccumulation"],
 )
 def test_with_our_import_it_trains(run, import_line):
@@ -60,7 +58,6 @@ def test_with_our_import_it_trains(run, import_line):
     assert accuracy_after > accuracy_before + 0.2
 
 
-@pytest.mark.thorough
 def test_with_mindspores_import_no_weight_moves(run):
     losses, looks = run(MINDSPORES)
     assert losses, "it did run"

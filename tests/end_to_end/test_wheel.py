@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 from support import paths
+from support.environment import of_users
 from test_docs import HOWTO, README, code_blocks, numbers_apart
 
 import gaccum_ms
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = paths.worker("training_worker.py")
-VARIABLES = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-pytestmark = pytest.mark.distributed
+VARIABLES = {name: value for name, value in of_users().items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 
 # This is added to a script: it prints the package's files that the script has imported.
 WHERE_FROM = """
@@ -96,7 +97,6 @@ def test_the_readmes_example_trains(environment, tmp_path):
     assert numbers == pytest.approx(shown_numbers, rel=2e-3)
 
 
-@pytest.mark.thorough
 def test_the_command_starts_ranks_and_draws_what_they_have_recorded(environment, tmp_path):
     """The checkout is not used. The script is the program of the page on several devices."""
     script = tmp_path / "train.py"
