@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 
 import mindspore as ms
 import pytest
@@ -14,6 +15,10 @@ from support.spread import Spread
 
 paths.add_folders()
 environment.of_tests()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--minutes", type=float, default=math.inf, help="skip the tests that would begin later")
 
 
 def pytest_configure(config):

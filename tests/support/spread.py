@@ -4,6 +4,8 @@
 ``@pytest.mark.core(mode="graph", size=[1, 4])`` selects the parameters that always run; ``core("graph-1", "graph-4")``
 selects them by their ids. The others are thorough.
 
+``--minutes 30`` skips the tests that would begin after that time, so that a slow machine reports what it had time for.
+
 Tests that share a fixture of their module, which may start ranks or train, are one group, so that one process makes the
 fixture once. All other tests of a file are another group. ``@pytest.mark.xdist_group(name)`` makes smaller or larger
 groups.
@@ -16,6 +18,7 @@ first, because its time is unknown.
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -56,6 +59,18 @@ def is_core(item: pytest.Item) -> bool:
     )
 
 
+def missing_core(items: list[pytest.Item]) -> dict[str, set[str]]:
+    """The ids in marks `core` that do not exist, by test."""
+    missing = defaultdict(set)
+    for item in items:
+        mark = item.get_closest_marker("core")
+        missing[item.nodeid.partition("[")[0]].update(mark.args if mark else ())
+    for item in items:
+        test, _, parameters = item.nodeid.partition("[")
+        missing[test].discard(parameters.removesuffix("]"))
+    return {test: ids for test, ids in missing.items() if ids}
+
+
 def known_seconds(file: Path, quick: bool) -> dict[str, float]:
     """The seconds of each group, for its quick tests or for all."""
     rows = (line.split("\t") for line in file.read_text().splitlines()[1:])
@@ -71,9 +86,23 @@ class Spread:
         self.seconds: dict[str, float] = defaultdict(float)
         self.groups: dict[str, str] = {}
         self.thorough: set[str] = set()
+        self.missing: dict[str, set[str]] = {}
+        self.until = math.inf
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        self.until = time.monotonic() + 60 * session.config.getoption("minutes")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if ids := self.missing.get(item.nodeid.partition("[")[0]):
+            pytest.fail(f"the mark 'core' names ids that this test does not have: {', '.join(ids)}")
+        if time.monotonic() > self.until:
+            pytest.skip("the time given by --minutes is over")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        if not any("::" in argument for argument in config.args):  # otherwise, not all of a test is here
+            self.missing = missing_core(items)
         for item in items:
             if not is_core(item):
                 item.add_marker(THOROUGH)

@@ -18,6 +18,9 @@ CONFTEST = """
 from pathlib import Path
 from support.spread import Spread
 
+def pytest_addoption(parser):
+    parser.addoption("--minutes", type=float, default=9)
+
 def pytest_configure(config):
     config.pluginmanager.register(Spread(Path(__file__).parent))
     for mark in ("thorough", "core"):
@@ -51,22 +54,26 @@ def test_apart(): pass
 """
 
 
-def run(folder: Path, *options: str) -> list[tuple[str, str]]:
-    """The tests that ran, with their tiers, and a table of the groups."""
+def run(folder: Path, *options: str, file: str = FILE) -> subprocess.CompletedProcess[str]:
     tests = folder / "tests"
     tests.mkdir(exist_ok=True)
     (tests / "conftest.py").write_text(CONFTEST)
-    (tests / "test_it.py").write_text(FILE)
+    (tests / "test_it.py").write_text(file)
     (tests / "groups.tsv").write_text("all\tquick\tgroup\n1\t1\ttest_it\n9\t9\tapart\n")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--numprocesses", "2", "--dist", "loadgroup"]
-    done = subprocess.run(
-        [*command, "--no-loadscope-reorder", "-v", *options, "tests"],
+    return subprocess.run(
+        [*command, "--no-loadscope-reorder", "-rs", *options, "tests"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": paths.python_path()},
         capture_output=True,
         text=True,
         timeout=600,
     )
+
+
+def tiers(folder: Path, *options: str) -> list[tuple[str, str]]:
+    """The tests that ran, and the tier of each."""
+    done = run(folder, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = (line.split("\t") for line in (folder / "build" / "each_test.tsv").read_text().splitlines()[1:])
     return sorted((name.partition("::")[2], tier) for _, tier, name in rows)
@@ -80,12 +87,26 @@ THOROUGH += ["test_by_values[list]", "test_thorough"]
 
 def test_tiers_share_the_tests_and_none_is_in_both(tmp_path):
     both = [(name, "") for name in QUICK] + [(name, "thorough") for name in THOROUGH]
-    assert run(tmp_path) == sorted(both)
+    assert tiers(tmp_path) == sorted(both)
     assert (tmp_path / "made").read_text() == "once ", "a group's tests are in one process, which makes fixtures once"
     groups = [line.split("\t")[2] for line in (tmp_path / "build" / "groups.tsv").read_text().splitlines()[1:]]
     assert sorted(groups) == ["apart", "test_it", "test_it, fixtures"]
-    assert [name for name, _ in run(tmp_path, "-m", "not thorough")] == sorted(QUICK)
-    assert [name for name, _ in run(tmp_path, "-m", "thorough")] == sorted(THOROUGH)
+    assert [name for name, _ in tiers(tmp_path, "-m", "not thorough")] == sorted(QUICK)
+    assert [name for name, _ in tiers(tmp_path, "-m", "thorough")] == sorted(THOROUGH)
+
+
+def test_after_the_given_minutes_tests_are_skipped_with_the_reason(tmp_path):
+    done = run(tmp_path, "--minutes", "0")
+    assert done.returncode == 0, done.stderr
+    assert "SKIPPED [12]" in done.stdout
+    assert "the time given by --minutes is over" in done.stdout
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_core_id_that_does_not_exist_fails_its_test(tmp_path):
+    done = run(tmp_path, file=FILE.replace("graph-0", "graph-7"))
+    assert done.stdout.count("the mark 'core' names ids that this test does not have: graph-7") == 6
+    assert "6 passed, 6 errors" in done.stdout
 
 
 # -- ranks, here a single process, which needs no launcher -------------------------------------------------------------
