@@ -30,6 +30,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +48,7 @@ _LOOKS_EVERY = 0.001  # seconds between two readings
 _BETWEEN_LOOKS = 10_000_000  # bytes that the copy takes until it stops itself, besides a tensor of a Parameter's size
 _TURN = 0.0005  # seconds of a turn near the limit; half of _BETWEEN_LOOKS is kept free then
 _NOTHING = 1_000_000  # bytes that are not worth another reading
-_BEHIND = 4  # `nice` steps of the copy below this process, which watches it
+_BEHIND = 4  # `nice` steps of the copy below this process, near the limit
 _HANGS_AFTER = 60  # seconds without any work
 
 
@@ -133,7 +134,6 @@ def _answer(pipe: int, run: Callable[[], Any]) -> None:
     gc.freeze()  # a collection would write into all objects, and so duplicate their pages
     try:
         fork_utils.prctl_set_pdeathsig(signal.SIGKILL)
-        os.nice(_BEHIND)
         Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, the system ends the copy
         fork_utils.child_at_fork()
         if ms.get_context("mode") == ms.PYNATIVE_MODE:  # drops graphs that `mindspore.jit` compiled for the parent
@@ -211,7 +211,9 @@ def _read(owner: str, pipe: Any, child: int, limit: int, between: int) -> bytes:
         used = bytes_of("VmRSS", child)
         if used > looks_at:
             together = _together(child)
-            near = near or limit - together - between < _NOTHING
+            if not near and limit - together - between < _NOTHING:
+                near = True
+                _put_behind(child)
             reached = together + (between // 2 if near else between)
             room = limit - reached
             if room < _NOTHING:
@@ -235,6 +237,14 @@ def _together(child: int) -> int:
     """Bytes of this process and the copy together, with shared memory counted once. The copy is stopped."""
     os.kill(child, signal.SIGSTOP)
     return bytes_of("VmRSS") + bytes_of("(?:Private_Clean|Private_Dirty|Pss_Shmem)", child, "smaps_rollup")
+
+
+def _put_behind(child: int) -> None:
+    """Let this process, which watches the copy, run as soon as it wakes. It costs the copy time beside other programs,
+    so it is not done before."""
+    for thread in os.listdir(f"/proc/{child}/task"):
+        with suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, int(thread), os.getpriority(os.PRIO_PROCESS, 0) + _BEHIND)
 
 
 def _file_pages() -> list[tuple[int, int, np.ndarray]]:
