@@ -34,6 +34,10 @@ def pytest_runtest_setup(item):
 
 
 def pytest_collection_finish():
+    exclude_from_collection()
+
+
+def exclude_from_collection() -> None:
     """Exclude the present objects from garbage collection, which MindSpore starts at each of many compilations."""
     gc.collect()
     gc.freeze()
@@ -50,6 +54,7 @@ def _recycled_memory():
     """Free MindSpore's graphs, about 11 MB each, which it would keep until the process ends."""
     yield
     ms.ms_memory_recycle()
+    exclude_from_collection()
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ code.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -68,6 +69,8 @@ def wait() -> None:
     import mindspore  # noqa: F401
     from mindspore._c_expression import fork_utils
 
+    gc.collect()
+    gc.freeze()  # MindSpore collects garbage at each compilation; present objects are excluded
     for line in sys.stdin:
         fork_utils.prepare_before_fork()
         child = os.fork()
