@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks.worker import peak_memory
 
 SAMPLE = Path(__file__).resolve().parents[1] / "sample_code" / "language_model"
-VOCABULARY, WIDTH, HEADS, LAYERS = 2000, 256, 8, 4
+VOCABULARY, WIDTH, HEADS = 2000, 256, 8
 WARM_UP = 2  # updates
 
 Batch = tuple[np.ndarray, np.ndarray]
@@ -35,14 +35,15 @@ Batch = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Sizes:
-    """The texts of a batch, the most words of a text, and the most tokens of a micro-batch: with the even split, and
-    by length."""
+    """The texts of a batch, the most words of a text, the most tokens of a micro-batch (with the even split, and by
+    length), the most widths, and the network's layers."""
 
     batch: int
     longest: int
     even_tokens: int
     max_tokens: int
     widths: int = 4
+    layers: int = 4
 
 
 def sample(module: str) -> Any:
@@ -85,18 +86,18 @@ def max_tokens_split(data: Data) -> Any:
     )
 
 
-def language_model(data: Data, layers: int = LAYERS) -> Any:
+def language_model(data: Data) -> Any:
     """The sample's network, in graph mode."""
     import mindspore as ms
 
     ms.set_context(mode=ms.GRAPH_MODE)
-    return sample("train").LanguageModel(VOCABULARY, data.sizes.longest, WIDTH, HEADS, layers)
+    return sample("train").LanguageModel(VOCABULARY, data.sizes.longest, WIDTH, HEADS, data.sizes.layers)
 
 
 class MindSporeWay:
     """Our step, with an even split or `MaxTokens` ."""
 
-    def __init__(self, data: Data, by_length: bool, layers: int = LAYERS) -> None:
+    def __init__(self, data: Data, by_length: bool) -> None:
         import mindspore as ms
         from mindspore import nn
 
@@ -104,7 +105,7 @@ class MindSporeWay:
 
         self.tensor = ms.Tensor
         self.split = max_tokens_split(data) if by_length else None
-        network = language_model(data, layers)
+        network = language_model(data)
         cut = {"split": self.split} if by_length else {"micro_batch_size": data.sizes.even_tokens // data.sizes.longest}
         cell = GradAccumulationCell(network, count=CountNotIgnored(sample("corpus").IGNORED), **cut)
         self.step = TrainOneStepWithGradAccumulationCell(cell, nn.Adam(network.trainable_params())).set_train()
@@ -170,7 +171,7 @@ class TorchWay:
 
         self.torch, self.sizes = torch, data.sizes
         self.split = max_tokens_split(data) if by_length else None
-        self.network = Transformer(VOCABULARY, data.sizes.longest)
+        self.network = Transformer(VOCABULARY, data.sizes.longest, data.sizes.layers)
         self.optimizer = torch.optim.Adam(self.network.parameters())
         self.loss = torch.nn.CrossEntropyLoss(ignore_index=sample("corpus").IGNORED, reduction="sum")
         self.padding: float | None = None
@@ -273,10 +274,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--even-tokens", type=int, default=1024, help="of a micro-batch, with the even split")
     parser.add_argument("--max-tokens", type=int, default=1024, help="of a micro-batch by length, padding included")
     parser.add_argument("--widths", type=int, default=Sizes.widths, help="the most widths")
+    parser.add_argument("--layers", type=int, default=Sizes.layers, help="of the transformer")
     parser.add_argument("--ways", nargs="+", choices=WAYS, help="default: all whose packages are installed")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args(arguments)
-    sizes = Sizes(options.batch, options.longest, options.even_tokens, options.max_tokens, options.widths)
+    sizes = Sizes(
+        options.batch, options.longest, options.even_tokens, options.max_tokens, options.widths, options.layers
+    )
     print(f"{'':26}{'padding':>9}{'tokens/s':>10}{'ms/update':>11}{'peak MB':>9}{'graphs':>8}{'planning':>10}")
     for name, (rounds, (peak, graphs)) in measure(sizes, options.rounds, options.ways or installed_ways()).items():
         seconds, planning, tokens, padding = map(np.array, zip(*rounds, strict=True))

@@ -130,11 +130,11 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """For sequences of at most so many tokens."""
 
-    def __init__(self, vocabulary: int = VOCABULARY, tokens: int = TOKENS) -> None:
+    def __init__(self, vocabulary: int = VOCABULARY, tokens: int = TOKENS, layers: int = LAYERS) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, WIDTH)
         self.position = nn.Embedding(tokens, WIDTH)
-        self.blocks = nn.Sequential(*(Block(tokens) for _ in range(LAYERS)))
+        self.blocks = nn.Sequential(*(Block(tokens) for _ in range(layers)))
         self.norm = nn.LayerNorm((WIDTH,), eps=EPSILON)
         self.out = nn.Linear(WIDTH, vocabulary)
         self.register_buffer("places", torch.arange(tokens))
