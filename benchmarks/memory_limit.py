@@ -124,11 +124,14 @@ def _watched(arguments: Sequence[Any], limit: float) -> Outcome:
 
 
 def _together(process: int) -> int:
-    """Resident bytes of a process, plus the bytes of its children that they do not share with it."""
+    """Resident bytes of a process, plus the bytes of its children that they do not share with it. A process that ends
+    is read slowly, up to 0.1 s, so this process is read before and after, and the smaller size counts."""
+    own_file = f"/proc/{process}/status"
     try:
+        before = _kilobytes(own_file, "VmRSS")
         children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
         own = [_kilobytes(f"/proc/{child}/smaps_rollup", *_OWN) for child in children]
-        return _kilobytes(f"/proc/{process}/status", "VmRSS") + sum(own)
+        return min(before, _kilobytes(own_file, "VmRSS")) + sum(own)
     except (FileNotFoundError, ProcessLookupError):  # it has just ended
         return 0
 
