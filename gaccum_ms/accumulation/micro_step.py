@@ -51,12 +51,15 @@ def _check_losses(kinds, shapes, number):
             )
 
 
+def shape_or_none(value):
+    return value.shape if isinstance(value, ms.Tensor) else None
+
+
 def float32_losses(losses, number):
     """The network's losses (a Tensor or a tuple) as a list of float32 Tensors, checked to be `number` scalars."""
     if not isinstance(losses, (tuple, list)):
         losses = (losses,)
-    shapes = [loss.shape if isinstance(loss, ms.Tensor) else None for loss in losses]
-    _check_losses([typeof(loss) for loss in losses], shapes, number)
+    _check_losses([typeof(loss) for loss in losses], [shape_or_none(loss) for loss in losses], number)
     return [ops.cast(loss, ms.float32) for loss in losses]
 
 

@@ -317,11 +317,12 @@ def test_all_is_put_back_bit_for_bit(options, restored, mode):
 
 @pytest.mark.thorough
 @WARNS_OF_BATCHNORM
-def test_something_changes_where_it_is_not_put_back(restored, monkeypatch, pynative):
+@pytest.mark.parametrize("options", [{}, {"accumulation_steps": 4}], ids=["one batch", "window"])
+def test_something_changes_where_it_is_not_put_back(options, restored, monkeypatch, pynative):
     """The control."""
     monkeypatch.setattr(Snapshot, "restore", lambda self: None)
     with pytest.raises(AssertionError, match=r"moving_|window_|buffer"):
-        fail_and_compare(restored, {"accumulation_steps": 4})
+        fail_and_compare(restored, options)
 
 
 @pytest.mark.thorough
