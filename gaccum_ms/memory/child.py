@@ -242,9 +242,10 @@ def _together(child: int) -> int:
 def _put_behind(child: int) -> None:
     """Let this process, which watches the copy, run as soon as it wakes. It costs the copy time beside other programs,
     so it is not done before."""
+    behind = os.getpriority(os.PRIO_PROCESS, 0) + _BEHIND
     for thread in os.listdir(f"/proc/{child}/task"):
         with suppress(ProcessLookupError):
-            os.setpriority(os.PRIO_PROCESS, int(thread), os.getpriority(os.PRIO_PROCESS, 0) + _BEHIND)
+            os.setpriority(os.PRIO_PROCESS, int(thread), behind)
 
 
 def _file_pages() -> list[tuple[int, int, np.ndarray]]:

@@ -98,7 +98,8 @@ class Chain(nn.Cell):
         if scale != 1.0:
             gradients = self.map(ops.partial(_scaled, 1.0 / scale), gradients)
         allowed = ms.Tensor(True, ms.bool_)
-        for index, link in enumerate(self.links):
+        for index in range(len(self.links)):  # no `enumerate` : see micro_batches.py
+            link = self.links[index]
             if self.may_forbid[index]:
                 allowed = ops.logical_and(allowed, link.allows(gradients))
             gradients = self.checked(link.change(gradients), self.names[index])

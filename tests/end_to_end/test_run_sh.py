@@ -345,8 +345,6 @@ def test_an_environment_on_top_of_the_active_one_has_its_packages(tmp_path):
 
 
 OLDEST = "test --mindspore 2.7.2"
-
-
 REST = "test rest --minutes 7[45]"  # a pattern: 75, less what the others took
 
 
