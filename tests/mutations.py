@@ -519,6 +519,13 @@ FAULTS = [
         "memory/test_meter.py -k looked_at_rarely",
     ),
     Fault(
+        "a trial that is looked at late has no more room",
+        "memory/watch.py",
+        "max(between // 2 if near else between, int(_GROWS * self._grown))",
+        "(between // 2 if near else between)",
+        "memory/test_meter.py -k grows_between_two_looks",
+    ),
+    Fault(
         "ranks share no cores",
         "launch/cluster.py",
         "str(max(1, cores // self.processes))",

@@ -9,11 +9,6 @@ alone. There are two exceptions, which are handled here:
 * An optimizer writes all weights and its state, which would duplicate these pages. So in the copy, all addresses of a
   large Parameter are mapped to repetitions of its first part: the addresses and the resident size are the same, but it
   needs little memory. The results of such weights are wrong, but nothing uses them.
-
-Linux reports the memory of both together, but slowly. So it is read again only when the copy has grown by half of the
-remaining room. Near the limit, the copy runs in short turns, and is stopped for each reading. It is ended if the
-remaining room could be used up before the next reading. Where this process has to wait for a core and looks later, the
-copy has stopped itself (turns.py).
 """
 
 from __future__ import annotations
@@ -23,14 +18,10 @@ import gc
 import mmap
 import os
 import pickle
-import re
-import select
 import signal
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,17 +30,12 @@ import numpy as np
 
 from gaccum_ms.backend import fork_utils
 from gaccum_ms.memory.turns import in_turns
+from gaccum_ms.memory.watch import TooMuchMemory, Watch, bytes_of, forget_peak
 
 _PAGE = mmap.PAGESIZE
 _REPEATED = 128 * 1024  # bytes: the smallest Parameter that is repeated
 _PARTS = 16  # the largest number of repetitions
 _PART = 64 * 1024  # bytes: the smallest repeated part
-_LOOKS_EVERY = 0.001  # seconds between two readings
-_BETWEEN_LOOKS = 10_000_000  # bytes that the copy takes until it stops itself, besides a tensor of a Parameter's size
-_TURN = 0.0005  # seconds of a turn near the limit; half of _BETWEEN_LOOKS is kept free then
-_NOTHING = 1_000_000  # bytes that are not worth another reading
-_BEHIND = 4  # `nice` steps of the copy below this process, near the limit
-_HANGS_AFTER = 60  # seconds without any work
 
 
 class Usage(NamedTuple):
@@ -59,27 +45,13 @@ class Usage(NamedTuple):
     held: int  # after the run
 
 
-class TooMuchMemory(MemoryError):
-    """The copy was ended, by this module or by the system, because it exceeded the limit.
-
-    Args:
-        message (str): The message.
-        reached (int): Resident bytes of the copy.
-    """
-
-    def __init__(self, message: str, reached: int) -> None:
-        super().__init__(message)
-        self.reached = reached
-
-
-def run_in_child(owner: str, run: Callable[[], Any], written: Iterable[ms.Parameter], limit: int) -> Usage:
+def run_in_child(watch: Watch, run: Callable[[], Any], written: Iterable[ms.Parameter]) -> Usage:
     """Run a function in a copy of this process.
 
     Args:
-        owner (str): The name in errors.
+        watch (Watch): Ends the copy before both processes exceed the memory limit.
         run (Callable): The function; its result is lost.
         written (Iterable[Parameter]): The Parameters that it writes: see the head of this file.
-        limit (int): The limit of both processes together, in bytes.
 
     Returns:
         Usage, of the copy.
@@ -105,7 +77,7 @@ def run_in_child(owner: str, run: Callable[[], Any], written: Iterable[ms.Parame
         fork_utils.parent_at_fork()
         os.close(answer)
         with os.fdopen(answers, "rb") as pipe:
-            text = _read(owner, pipe, child, limit, _BETWEEN_LOOKS + at_once)
+            text = watch.answer(pipe, child, at_once)
         ended = True
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     finally:
@@ -113,10 +85,12 @@ def run_in_child(owner: str, run: Callable[[], Any], written: Iterable[ms.Parame
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
     if status == -signal.SIGKILL:
-        raise TooMuchMemory(f"For '{owner}', the system ended a trial, as it does when memory runs out.", limit)
+        raise TooMuchMemory(
+            f"For '{watch.owner}', the system ended a trial, as it does when memory runs out.", watch.limit
+        )
     if not text:
         raise RuntimeError(
-            f"For '{owner}', a trial must run in a copy of this process, but got one that ended with exit code "
+            f"For '{watch.owner}', a trial must run in a copy of this process, but got one that ended with exit code "
             f"{status}. Search in a program's beginning, before it starts threads of its own."
         )
     succeeded, value = pickle.loads(text)
@@ -195,59 +169,6 @@ def _repeat(parameter: ms.Parameter) -> None:
 # -- in this process ---------------------------------------------------------------------------------------------------
 
 
-def _read(owner: str, pipe: Any, child: int, limit: int, between: int) -> bytes:
-    """The copy's answer. Raises an error if the copy would exceed the limit, or does nothing any more."""
-    text = b""
-    looks_at, near = 0, False
-    worked, at = 0.0, time.monotonic()
-    while True:
-        if select.select([pipe], [], [], _TURN if near else _LOOKS_EVERY)[0]:
-            more = os.read(pipe.fileno(), 1 << 16)
-            text += more
-            if not more:
-                return text
-        if near:
-            os.kill(child, signal.SIGSTOP)
-        used = bytes_of("VmRSS", child)
-        if used > looks_at:
-            together = _together(child)
-            if not near and limit - together - between < _NOTHING:
-                near = True
-                _put_behind(child)
-            reached = together + (between // 2 if near else between)
-            room = limit - reached
-            if room < _NOTHING:
-                message = f"For '{owner}', a trial reached {reached} bytes, but may have {limit}."
-                raise TooMuchMemory(message, used)
-            looks_at = used + room // 2
-        state, work = _state_and_work(child)
-        if state == "T":  # stopped, by itself or here
-            os.kill(child, signal.SIGCONT)
-        if work > worked:
-            worked, at = work, time.monotonic()
-        elif time.monotonic() - at > _HANGS_AFTER:
-            raise RuntimeError(
-                f"For '{owner}', a trial runs in a copy of this process, which has none of its other threads, but got "
-                f"a copy that waits for something for {_HANGS_AFTER} s. Search in a program's beginning, before it "
-                f"starts threads and iterates over data sets."
-            )
-
-
-def _together(child: int) -> int:
-    """Bytes of this process and the copy together, with shared memory counted once. The copy is stopped."""
-    os.kill(child, signal.SIGSTOP)
-    return bytes_of("VmRSS") + bytes_of("(?:Private_Clean|Private_Dirty|Pss_Shmem)", child, "smaps_rollup")
-
-
-def _put_behind(child: int) -> None:
-    """Let this process, which watches the copy, run as soon as it wakes. It costs the copy time beside other programs,
-    so it is not done before."""
-    behind = os.getpriority(os.PRIO_PROCESS, 0) + _BEHIND
-    for thread in os.listdir(f"/proc/{child}/task"):
-        with suppress(ProcessLookupError):
-            os.setpriority(os.PRIO_PROCESS, int(thread), behind)
-
-
 def _file_pages() -> list[tuple[int, int, np.ndarray]]:
     """The resident pages of files: for each range its start, its length, and the pages' offsets in it."""
     found = []
@@ -264,23 +185,3 @@ def _file_pages() -> list[tuple[int, int, np.ndarray]]:
             if places.size:
                 found.append((start, end - start, places))
     return found
-
-
-def bytes_of(name: str, process: int | str = "self", file: str = "status") -> int:
-    """Bytes in /proc/<process>/<file> , summed over names that match a regular expression; 0 if the process ended."""
-    try:
-        text = Path(f"/proc/{process}/{file}").read_text()
-    except ProcessLookupError:
-        return 0
-    return sum(map(int, re.findall(rf"^{name}:\s+(\d+) kB$", text, re.MULTILINE))) * 1024
-
-
-def forget_peak() -> None:
-    """Reset ``VmHWM`` , the peak of the resident size."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def _state_and_work(process: int) -> tuple[str, float]:
-    """The letter of the process's state, and its seconds on the CPU."""
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -17,9 +17,9 @@ from gaccum_ms.backend.out_of_memory import is_out_of_memory
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.distributed.layout import rank_and_ranks
 from gaccum_ms.memory import meter, model
-from gaccum_ms.memory.child import TooMuchMemory
 from gaccum_ms.memory.token_trial import TokenTrials
 from gaccum_ms.memory.trial import Trials
+from gaccum_ms.memory.watch import TooMuchMemory
 
 if TYPE_CHECKING:
     from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell as Step

@@ -17,8 +17,9 @@ from mindspore import ops
 
 from gaccum_ms.backend import no_grad
 from gaccum_ms.distributed.layout import rank_and_ranks
-from gaccum_ms.memory.child import Usage, bytes_of, forget_peak
+from gaccum_ms.memory.child import Usage
 from gaccum_ms.memory.heap import keep_heap_small
+from gaccum_ms.memory.watch import bytes_of, forget_peak
 
 
 class ProcessMeter:

@@ -25,6 +25,7 @@ from gaccum_ms.distributed.layout import rank_and_ranks
 from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer
 from gaccum_ms.memory.child import Usage, run_in_child
 from gaccum_ms.memory.meter import AllocatorMeter, ProcessMeter
+from gaccum_ms.memory.watch import Watch
 from gaccum_ms.transforms.chain import others
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Trials:
         self.optimizer = optimizer
         self.batch = batch
         self.meter = meter
-        self.limit = limit
+        self._watch = Watch(owner, limit)
         self.step = step
         self.most = batch[0].shape[0]  # the largest size
         limit_instructions_for(cell.network)  # here, for all copies of the process
@@ -93,7 +94,7 @@ class Trials:
             Exception: The error of training.
         """
         if isinstance(self.meter, ProcessMeter):
-            return run_in_child(self.owner, lambda: self._train(size, samples), self._written(), self.limit)
+            return run_in_child(self._watch, lambda: self._train(size, samples), self._written())
         before = Snapshot(self.cell, self.optimizer)
         self.step = None  # not the step of the real training, which would keep the trial's window
         try:

@@ -8,8 +8,8 @@ import pytest
 from support.no_device import compiler
 from support.two_ranks import run_on_ranks
 
-from gaccum_ms.memory.child import bytes_of
 from gaccum_ms.memory.meter import ProcessMeter, container_limits, device_memory_free
+from gaccum_ms.memory.watch import bytes_of
 
 MB = 1_000_000
 
@@ -48,6 +48,12 @@ def test_a_run_that_is_looked_at_rarely_stops_itself_until_then(measured):
     """It takes 1 GB as fast as it can, and is looked at every 0.3 s. The control is not looked at before it has all."""
     assert 100 * MB < measured["rarely"] < 200 * MB
     assert measured["rarely_without_turns"] > 900 * MB
+
+
+def test_what_grows_between_two_looks_is_kept_free(measured):
+    """It takes 45 MB each 0.4 s, and is looked at as often. The control, with a reserve of 5 MB, passes its 130 MB."""
+    assert measured["in_spurts"] < 130 * MB
+    assert measured["in_spurts_without_reserve"] > 130 * MB
 
 
 def test_errors_come_back_as_they_are(measured):

@@ -14,8 +14,8 @@ from mindspore import Tensor, nn
 from support.two_ranks import leave
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, find_micro_batch_size
-from gaccum_ms.memory.child import bytes_of, forget_peak
 from gaccum_ms.memory.heap import keep_heap_small
+from gaccum_ms.memory.watch import bytes_of, forget_peak
 
 SAMPLES = 1024
 

@@ -13,8 +13,8 @@ from mindspore import Tensor, nn
 from support.two_ranks import leave
 
 from gaccum_ms import CountNotIgnored, GradAccumulationCell, MaxTokens, TrainOneStepWithGradAccumulationCell
-from gaccum_ms.memory.child import bytes_of, forget_peak
 from gaccum_ms.memory.heap import keep_heap_small
+from gaccum_ms.memory.watch import bytes_of, forget_peak
 
 TEXTS, WIDTHS, CLASSES, IGNORED = 512, (8, 32), 5, -100
 
