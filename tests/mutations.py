@@ -519,7 +519,7 @@ FAULTS = [
         "memory/test_meter.py -k looked_at_rarely",
     ),
     Fault(
-        "a trial that is looked at late has no more room",
+        "nothing more is kept free for a trial that is looked at late",
         "memory/watch.py",
         "max(between // 2 if near else between, int(_GROWS * self._grown))",
         "(between // 2 if near else between)",

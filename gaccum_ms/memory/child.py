@@ -1,4 +1,4 @@
-"""Runs a function in a copy of this process (``fork`` ), which is ended before it exceeds a memory limit.
+"""Runs a function in a copy of this process (``fork`` ), which watch.py ends before both exceed a memory limit.
 
 Nothing that the copy writes affects this process: weights, statistics, generators, Python's objects, and MindSpore's
 graphs. Both share all memory that neither has written since, so that together they use little more than the copy would
@@ -29,8 +29,9 @@ import mindspore as ms
 import numpy as np
 
 from gaccum_ms.backend import fork_utils
+from gaccum_ms.memory.proc import forget_peak, own
 from gaccum_ms.memory.turns import in_turns
-from gaccum_ms.memory.watch import TooMuchMemory, Watch, bytes_of, forget_peak
+from gaccum_ms.memory.watch import TooMuchMemory, Watch
 
 _PAGE = mmap.PAGESIZE
 _REPEATED = 128 * 1024  # bytes: the smallest Parameter that is repeated
@@ -77,7 +78,8 @@ def run_in_child(watch: Watch, run: Callable[[], Any], written: Iterable[ms.Para
         fork_utils.parent_at_fork()
         os.close(answer)
         with os.fdopen(answers, "rb") as pipe:
-            text = watch.answer(pipe, child, at_once)
+            text = watch.read_answer(pipe, child, at_once)
+        os.kill(child, signal.SIGCONT)  # it may have been stopped just before its end
         ended = True
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     finally:
@@ -144,7 +146,7 @@ def _measured(
     forget_peak()
     with in_turns():
         run()
-    return Usage(bytes_of("VmHWM"), bytes_of("VmRSS"))
+    return Usage(own("VmHWM"), own("VmRSS"))
 
 
 def _repeat(parameter: ms.Parameter) -> None:

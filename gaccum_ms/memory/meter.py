@@ -19,7 +19,7 @@ from gaccum_ms.backend import no_grad
 from gaccum_ms.distributed.layout import rank_and_ranks
 from gaccum_ms.memory.child import Usage
 from gaccum_ms.memory.heap import keep_heap_small
-from gaccum_ms.memory.watch import bytes_of, forget_peak
+from gaccum_ms.memory.proc import forget_peak, own, sizes_in
 
 
 class ProcessMeter:
@@ -31,7 +31,7 @@ class ProcessMeter:
         try:
             forget_peak()
             Path("/proc/self/pagemap").open("rb").close()
-            if not bytes_of("VmHWM"):
+            if not own("VmHWM"):
                 raise OSError("/proc/self/status has no line 'VmHWM'")
         except OSError as error:
             raise RuntimeError(
@@ -43,9 +43,9 @@ class ProcessMeter:
 
     def limit(self) -> int:
         """Bytes for this process: this rank's share of the container's limit, or of the host's free memory."""
-        free = _kilobytes(Path("/proc/meminfo"), "MemAvailable")
+        free = sizes_in("/proc/meminfo")["MemAvailable"]
         ranks = rank_and_ranks()[1]
-        return min([bytes_of("VmRSS") + free // ranks, *(limit // ranks for limit in container_limits())])
+        return min([own("VmRSS") + free // ranks, *(limit // ranks for limit in container_limits())])
 
 
 class AllocatorMeter:
@@ -126,11 +126,3 @@ def container_limits(root: Path = Path("/")) -> list[int]:
             if text.isdigit() and int(text) < 1 << 60:  # version 1 writes a huge number for no limit
                 found.append(int(text))
     return found
-
-
-def _kilobytes(file: Path, name: str) -> int:
-    """The value of a name in a file of /proc, in bytes."""
-    match = re.search(rf"^{name}:\s+(\d+) kB$", file.read_text(), re.MULTILINE)
-    if match is None:
-        raise OSError(f"{file} has no line '{name}'")
-    return int(match[1]) * 1024

@@ -65,7 +65,6 @@ class Trials:
         limit: int,
         step: Step | None = None,
     ) -> None:
-        self.owner = owner
         self.cell = cell
         self.optimizer = optimizer
         self.batch = batch

@@ -10,23 +10,25 @@ import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import mindspore as ms
 import numpy as np
-from memory_limit_worker import Watch
+from memory_limit_worker import Watch as MemoryThread
 from mindspore import Tensor
 from support.two_ranks import Results, leave
 
 from gaccum_ms.memory import child, watch
 from gaccum_ms.memory.meter import ProcessMeter
-from gaccum_ms.memory.watch import TooMuchMemory, bytes_of
+from gaccum_ms.memory.proc import own
+from gaccum_ms.memory.watch import TooMuchMemory, Watch
 
 MB = 1_000_000
 PLENTY = 1 << 40
 
 
-def run_in_child(run, written=(), limit=PLENTY) -> child.Usage:
-    return child.run_in_child(watch.Watch("a test", limit), run, written)
+def usage(run, written=(), limit=PLENTY) -> child.Usage:
+    return child.run_in_child(Watch("a test", limit), run, written)
 
 
 def blocks(size: int) -> None:
@@ -37,7 +39,7 @@ def blocks(size: int) -> None:
 
 def error_of(run) -> str:
     try:
-        run_in_child(run)
+        usage(run)
     except TooMuchMemory:
         return "TooMuchMemory"
     except Exception as error:
@@ -49,61 +51,64 @@ def fail() -> None:
     raise ValueError("as it is")
 
 
-def take_a_gigabyte(pause: float) -> None:
+def take(blocks: int, size: int, waits: bool = True) -> None:
+    """Take memory; after each block, it may wait until it was looked at."""
     held = []
-    for _ in range(1000):
-        held.append(np.ones(MB, np.uint8))
-        time.sleep(pause)
+    for _ in range(blocks):
+        held.append(np.ones(size, np.uint8))
+        if waits:
+            os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def take_in_spurts() -> None:
-    """45 MB at once, each 0.4 s."""
-    held = []
-    for _ in range(8):
-        held.append(np.ones(45 * MB, np.uint8))
-        time.sleep(0.4)
+a_gigabyte = partial(take, 1000, MB)
+spurts = partial(take, 8, 48 * MB)
 
 
-def too_much(run) -> Results:
+def too_much(run, by: Watch | None = None) -> Results:
+    """What a run had reached when it was ended, with a limit of 130 MB above the memory that this process has."""
+    by = by or watch_of_130_mb()
     try:
-        run_in_child(run, limit=bytes_of("VmRSS") + 130 * MB)
+        child.run_in_child(by, run, ())
     except TooMuchMemory as error:
-        return {"too_much": np.array(str(error)), "reached": np.array(error.reached - bytes_of("VmRSS"))}
+        return {"too_much": np.array(str(error)), "reached": np.array(error.reached - own("VmRSS"))}
     return {"too_much": np.array("nothing"), "reached": np.array(1000 * MB)}
+
+
+def watch_of_130_mb() -> Watch:
+    return Watch("a test", own("VmRSS") + 130 * MB)
 
 
 def looked_at_rarely() -> Results:
     """As if this process had to wait for a core. Then the same for a run that does not stop itself. Both without the
     reserve for what it grows by between two looks, which keeps the limit too, and earlier."""
-    grows, watch._GROWS = watch._GROWS, 0
-    at_full_speed = partial(take_a_gigabyte, 0)
-    watch._LOOKS_EVERY = 0.3
-    results = {"rarely": too_much(at_full_speed)["reached"]}
-    watch._LOOKS_EVERY = 30  # time enough to take all of it, on a busy machine too
-    child.in_turns = nullcontext
-    results["rarely_without_turns"] = too_much(at_full_speed)["reached"]
-    watch._GROWS = grows
-    return results
+    at_full_speed = partial(a_gigabyte, waits=False)
+    with mock.patch.multiple(watch, _LOOKS_EVERY=0.3, _GROWS=0):
+        results = {"rarely": too_much(at_full_speed)["reached"]}
+    # The control has time enough to take all of it, on a busy machine too.
+    with mock.patch.object(watch, "_LOOKS_EVERY", 30), mock.patch.object(child, "in_turns", nullcontext):
+        return {**results, "rarely_without_turns": too_much(at_full_speed)["reached"]}
 
 
 def in_spurts() -> Results:
-    """Between two looks it grows by more than what is usually kept free. The control keeps no more free then."""
-    child.in_turns = nullcontext
-    watch._LOOKS_EVERY = watch._TURN = 0.4
-    results = {"in_spurts": too_much(take_in_spurts)["reached"]}
-    watch._GROWS = 0
-    return {**results, "in_spurts_without_reserve": too_much(take_in_spurts)["reached"]}
+    """It grows by 48 MB between two looks. The control keeps no more memory free then."""
+    slowly, by = partial(take, 80, MB), watch_of_130_mb()
+    with mock.patch.object(child, "in_turns", nullcontext), mock.patch.multiple(watch, _LOOKS_EVERY=0.4, _TURN=0.4):
+        results = {"in_spurts": too_much(spurts)["reached"]}
+        too_much(partial(take, 1, 48 * MB), by)
+        with mock.patch.object(watch, "_GROWS", 0):
+            results["in_spurts_without_reserve"] = too_much(spurts)["reached"]
+    return {**results, "slowly": too_much(slowly)["reached"], "slowly_after_a_spurt": too_much(slowly, by)["reached"]}
 
 
 def written() -> Results:
     weight = ms.Parameter(Tensor(np.ones(100 * MB // 4, np.float32)))
     weight.asnumpy()
 
-    before = bytes_of("VmRSS")
-    watch = Watch()
-    peak = run_in_child(lambda: weight.asnumpy().fill(2.0) or time.sleep(0.3), [weight]).peak
+    before = own("VmRSS")
+    memory = MemoryThread()
+    peak = usage(lambda: weight.asnumpy().fill(2.0) or time.sleep(0.3), [weight]).peak
     return {
-        "written_together": np.array(watch.most - before),
+        "written_together": np.array(memory.most - before),
         "written_peak": np.array(peak - before),
         "weight_unchanged": np.array((weight.asnumpy() == 1).all()),
     }
@@ -112,16 +117,16 @@ def written() -> Results:
 def main(out: Path) -> None:
     ProcessMeter()
     results = written()
-    nothing = run_in_child(lambda: None).peak
-    before = bytes_of("VmRSS")
+    nothing = usage(lambda: None).peak
+    before = own("VmRSS")
     for size in (64 * 1024, 25 * MB):
-        results[f"peak_{size}"] = np.array(run_in_child(lambda size=size: blocks(size)).peak - nothing)
-    results |= too_much(partial(take_a_gigabyte, 0.001))
+        results[f"peak_{size}"] = np.array(usage(lambda size=size: blocks(size)).peak - nothing)
+    results |= too_much(a_gigabyte)
     results |= {
         "error": np.array(error_of(fail)),
         "killed": np.array(error_of(lambda: os.kill(os.getpid(), signal.SIGKILL))),
         "left": np.array(error_of(lambda: os._exit(3))),
-        "grown": np.array(bytes_of("VmRSS") - before),
+        "grown": np.array(own("VmRSS") - before),
     }
     results |= looked_at_rarely() | in_spurts()
     leave(out, 0, results)

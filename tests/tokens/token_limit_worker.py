@@ -14,7 +14,7 @@ from support.two_ranks import leave
 
 from gaccum_ms import CountNotIgnored, GradAccumulationCell, MaxTokens, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.memory.heap import keep_heap_small
-from gaccum_ms.memory.watch import bytes_of, forget_peak
+from gaccum_ms.memory.proc import forget_peak, own
 
 TEXTS, WIDTHS, CLASSES, IGNORED = 512, (8, 32), 5, -100
 
@@ -42,7 +42,7 @@ def main(out: Path, way: str, number: int) -> None:
     optimizer = nn.Adam(network.trainable_params())
     keep_heap_small()
     forget_peak()
-    before = bytes_of("VmRSS")
+    before = own("VmRSS")
     results = {"before": before}
     split = MaxTokens(
         "auto" if way == "auto" else number,
@@ -59,7 +59,7 @@ def main(out: Path, way: str, number: int) -> None:
     step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
     for _ in range(3):
         step(*batch).asnumpy()
-    results |= {"tokens": split.max_tokens, "with_trials": watch.most, "peak": bytes_of("VmHWM")}
+    results |= {"tokens": split.max_tokens, "with_trials": watch.most, "peak": own("VmHWM")}
     leave(out, 0, {name: np.array(value) for name, value in results.items()})
 
 
