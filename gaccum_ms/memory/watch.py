@@ -5,8 +5,8 @@ remaining room. Near the limit, the copy runs in short turns, and is stopped for
 remaining room could be used up before the next reading.
 
 On a busy machine this process has to wait for a core, and looks late. Two things keep the limit there. The copy stops
-itself after a while (turns.py). And the reserve is larger than the most that a copy has grown between two looks so far.
-On an idle machine this is less than the reserve that is always kept.
+itself after a while (turns.py). And once a copy has grown between two looks by more than the usual reserve, the reserve
+is larger than that.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from gaccum_ms.memory.proc import own, sizes_in
 _LOOKS_EVERY = 0.001  # seconds between two looks
 _BETWEEN_LOOKS = 10_000_000  # bytes that the copy takes between two looks, besides a tensor of a Parameter's size
 _TURN = 0.0005  # seconds of a turn near the limit; half as many bytes are kept free then
-_GROWS = 1.5  # times the most that a copy has grown between two looks: what it may take until the next one
+_GROWS = 1.5  # times the most that a copy has grown between two late looks: what it may take until the next one
 _NOTHING = 1_000_000  # bytes that are not worth another reading
-_BEHIND = 4  # `nice` steps of the copy below this process, near the limit
+_BEHIND = 10  # `nice` steps of the copy below this process, near the limit
 _HANGS_AFTER = 60  # seconds without any work
 
 
@@ -82,9 +82,8 @@ class Watch:
                 os.kill(child, signal.SIGSTOP)
             sizes = sizes_in(f"/proc/{child}/status")
             # Not of VmRSS: it grows with the pages of files that the copy reads too, which this process has already.
-            if sizes["RssAnon"] - before > self._grown:
-                self._grown = sizes["RssAnon"] - before
-                looks_at = 0
+            if self._is_most(sizes["RssAnon"] - before):
+                looks_at = 0  # with a larger reserve, both have to be read again
             before = sizes["RssAnon"]
             if sizes["VmRSS"] > looks_at:
                 together = _together(child)
@@ -113,8 +112,16 @@ class Watch:
     def _room(self, together: int, at_once: int, near: bool) -> int:
         """Bytes that both processes may still grow, besides what the copy may take until the next look."""
         between = _BETWEEN_LOOKS + at_once
-        reserve = max(between // 2 if near else between, int(_GROWS * self._grown))
+        reserve = between // 2 if near else between
+        if self._grown > between:  # this process looks late here
+            reserve = int(_GROWS * self._grown)
         return self.limit - together - reserve
+
+    def _is_most(self, grown: int) -> bool:
+        """Whether a copy has grown by more bytes between two looks than ever before. It is remembered."""
+        is_most = grown > self._grown
+        self._grown = max(self._grown, grown)
+        return is_most
 
 
 def _together(child: int) -> int:
