@@ -5,8 +5,7 @@ remaining room. Near the limit, the copy runs in short turns, and is stopped for
 remaining room could be used up before the next reading.
 
 On a busy machine this process has to wait for a core, and looks late. Two things keep the limit there. The copy stops
-itself after a while (turns.py). And once a copy has grown between two looks by more than the usual reserve, the reserve
-is larger than that.
+itself after a while (turns.py). And after a late look the reserve is larger than what a copy has grown by until then.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from gaccum_ms.memory.proc import own, sizes_in
 _LOOKS_EVERY = 0.001  # seconds between two looks
 _BETWEEN_LOOKS = 10_000_000  # bytes that the copy takes between two looks, besides a tensor of a Parameter's size
 _TURN = 0.0005  # seconds of a turn near the limit; half as many bytes are kept free then
+_LATE = 0.01  # seconds: a look that is later by more than this is late; on an idle machine there are few
 _GROWS = 1.5  # times the most that a copy has grown between two late looks: what it may take until the next one
 _NOTHING = 1_000_000  # bytes that are not worth another reading
 _BEHIND = 10  # `nice` steps of the copy below this process, near the limit
@@ -54,7 +54,7 @@ class Watch:
     def __init__(self, owner: str, limit: int) -> None:
         self.owner = owner
         self.limit = limit
-        self._grown = 0  # bytes: the most between two looks, in all copies so far
+        self._grown = 0  # bytes: the most until a late look, in all copies so far
 
     def read_answer(self, pipe: Any, child: int, at_once: int) -> bytes:
         """What a copy writes into a pipe until it closes it.
@@ -73,7 +73,8 @@ class Watch:
         looks_at, near = 0, False
         worked, at = 0.0, time.monotonic()
         while True:
-            if select.select([pipe], [], [], _TURN if near else _LOOKS_EVERY)[0]:
+            waits, began = _TURN if near else _LOOKS_EVERY, time.monotonic()
+            if select.select([pipe], [], [], waits)[0]:
                 more = os.read(pipe.fileno(), 1 << 16)
                 text += more
                 if not more:
@@ -82,7 +83,7 @@ class Watch:
                 os.kill(child, signal.SIGSTOP)
             sizes = sizes_in(f"/proc/{child}/status")
             # Not of VmRSS: it grows with the pages of files that the copy reads too, which this process has already.
-            if self._is_most(sizes["RssAnon"] - before):
+            if time.monotonic() - began > waits + _LATE and self._is_most(sizes["RssAnon"] - before):
                 looks_at = 0  # with a larger reserve, both have to be read again
             before = sizes["RssAnon"]
             if sizes["VmRSS"] > looks_at:
@@ -113,12 +114,10 @@ class Watch:
         """Bytes that both processes may still grow, besides what the copy may take until the next look."""
         between = _BETWEEN_LOOKS + at_once
         reserve = between // 2 if near else between
-        if self._grown > between:  # this process looks late here
-            reserve = int(_GROWS * self._grown)
-        return self.limit - together - reserve
+        return self.limit - together - max(reserve, int(_GROWS * self._grown))
 
     def _is_most(self, grown: int) -> bool:
-        """Whether a copy has grown by more bytes between two looks than ever before. It is remembered."""
+        """Whether a copy has grown by more bytes until a late look than ever before. It is remembered."""
         is_most = grown > self._grown
         self._grown = max(self._grown, grown)
         return is_most

@@ -95,9 +95,12 @@ def looked_at_rarely() -> Results:
 
 
 def in_spurts() -> Results:
-    """It grows by 48 MB between two looks. The control keeps no more memory free then."""
+    """It grows by 48 MB between two looks, which all count as late. The control keeps no more memory free then."""
     slowly, by = partial(take, 100, MB), watch_of_130_mb()
-    with mock.patch.object(child, "in_turns", nullcontext), mock.patch.multiple(watch, _LOOKS_EVERY=0.4, _TURN=0.4):
+    with (
+        mock.patch.object(child, "in_turns", nullcontext),
+        mock.patch.multiple(watch, _LOOKS_EVERY=0.4, _TURN=0.4, _LATE=-1),
+    ):
         results = {"in_spurts": too_much(spurts)["reached"]}
         too_much(partial(take, 1, 48 * MB), by)
         with mock.patch.object(Watch, "_is_most", never):
