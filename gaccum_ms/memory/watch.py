@@ -1,11 +1,12 @@
 """Watches the copy of this process in which a trial runs (child.py), and ends it before both exceed the memory limit.
 
 Linux reports the memory of both together, but slowly. So it is read again only when the copy has grown by half of the
-remaining room. Near the limit, the copy runs in short turns, and is stopped for each reading. It is ended if the
-remaining room could be used up before the next reading.
+remaining room. It is ended if the remaining room could be used up before the next reading.
 
-On a busy machine this process has to wait for a core, and looks late. Two things keep the limit there. The copy stops
-itself after a while (turns.py). And after a late look the reserve is larger than what a copy has grown by until then.
+On an idle machine this process looks on time. Near the limit, the copy then runs in short turns, and is stopped for
+each look. On a busy machine this process has to wait for a core, and looks late. Two things keep the limit there. The
+copy stops itself after a while (turns.py). And closer to the limit both processes run on one core: while this one waits
+for it, the copy waits too. The copy runs in no turns there, which could end before it gets the core.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from gaccum_ms.memory.proc import own, sizes_in
 _LOOKS_EVERY = 0.001  # seconds between two looks
 _BETWEEN_LOOKS = 10_000_000  # bytes that the copy takes between two looks, besides a tensor of a Parameter's size
 _TURN = 0.0005  # seconds of a turn near the limit; half as many bytes are kept free then
-_LATE = 0.01  # seconds: a look that is later by more than this is late; on an idle machine there are few
-_GROWS = 1.5  # times the most that a copy has grown between two late looks: what it may take until the next one
+_LATE = 0.01  # seconds: after a look that is later by more than this, the machine is busy
+_STARVED = 0.2  # seconds without any work, in turns: other programs have the cores, and the machine is busy too
+_CLOSE = 100_000_000  # bytes of room: on a busy machine, both run on one core within this
 _NOTHING = 1_000_000  # bytes that are not worth another reading
-_BEHIND = 10  # `nice` steps of the copy below this process, near the limit
 _HANGS_AFTER = 60  # seconds without any work
 
 
@@ -54,7 +55,7 @@ class Watch:
     def __init__(self, owner: str, limit: int) -> None:
         self.owner = owner
         self.limit = limit
-        self._grown = 0  # bytes: the most until a late look, in all copies so far
+        self._busy = False  # whether a look has come late, or a copy got no core
 
     def read_answer(self, pipe: Any, child: int, at_once: int) -> bytes:
         """What a copy writes into a pipe until it closes it.
@@ -68,36 +69,45 @@ class Watch:
             TooMuchMemory: If the limit would be exceeded.
             RuntimeError: If the copy does nothing for a minute.
         """
+        cores = os.sched_getaffinity(0)
+        try:
+            return self._answer(pipe, child, _BETWEEN_LOOKS + at_once)
+        finally:
+            os.sched_setaffinity(0, cores)
+
+    def _answer(self, pipe: Any, child: int, between: int) -> bytes:
+        """`between` : bytes that the copy may take between two looks."""
         text = b""
-        before = own("RssAnon")  # the copy begins with as much
-        looks_at, near = 0, False
+        looks_at, in_turns, on_one_core = 0, False, False
         worked, at = 0.0, time.monotonic()
         while True:
-            waits, began = _TURN if near else _LOOKS_EVERY, time.monotonic()
+            waits, began = _TURN if in_turns else _LOOKS_EVERY, time.monotonic()
             if select.select([pipe], [], [], waits)[0]:
                 more = os.read(pipe.fileno(), 1 << 16)
                 text += more
                 if not more:
                     return text
-            if near:
+            late = time.monotonic() - began > waits + _LATE
+            if not self._busy and (late or (in_turns and began - at > _STARVED)):
+                self._busy = True
+                looks_at, in_turns = 0, False  # both are read again, with the whole reserve
+            if in_turns:
                 os.kill(child, signal.SIGSTOP)
-            sizes = sizes_in(f"/proc/{child}/status")
-            # Not of VmRSS: it grows with the pages of files that the copy reads too, which this process has already.
-            if time.monotonic() - began > waits + _LATE and self._is_most(sizes["RssAnon"] - before):
-                looks_at = 0  # with a larger reserve, both have to be read again
-            before = sizes["RssAnon"]
-            if sizes["VmRSS"] > looks_at:
-                together = _together(child)
-                far, near = not near, near or self._room(together, at_once, False) < _NOTHING
-                room = self._room(together, at_once, near)
+            size = sizes_in(f"/proc/{child}/status")["VmRSS"]
+            if size > looks_at:
+                room = self.limit - _together(child) - (between // 2 if in_turns else between)
+                if room < _NOTHING and not self._busy and not in_turns:
+                    in_turns = True
+                    room += between - between // 2
                 if room < _NOTHING:
-                    message = (
-                        f"For '{self.owner}', a trial reached {self.limit - room} bytes, but may have {self.limit}."
+                    raise TooMuchMemory(
+                        f"For '{self.owner}', a trial reached {self.limit - room} bytes, but may have {self.limit}.",
+                        size,
                     )
-                    raise TooMuchMemory(message, sizes["VmRSS"])
-                if far and near:
-                    _put_behind(child)
-                looks_at = sizes["VmRSS"] + room // 2
+                if room < _CLOSE and self._busy and not on_one_core:
+                    on_one_core = True
+                    _run_on_one_core(child)
+                looks_at = size + room // 2
             state, work = _state_and_work(child)
             if state == "T":  # stopped, by itself or here
                 os.kill(child, signal.SIGCONT)
@@ -110,18 +120,6 @@ class Watch:
                     f"before it starts threads and iterates over data sets."
                 )
 
-    def _room(self, together: int, at_once: int, near: bool) -> int:
-        """Bytes that both processes may still grow, besides what the copy may take until the next look."""
-        between = _BETWEEN_LOOKS + at_once
-        reserve = between // 2 if near else between
-        return self.limit - together - max(reserve, int(_GROWS * self._grown))
-
-    def _is_most(self, grown: int) -> bool:
-        """Whether a copy has grown by more bytes until a late look than ever before. It is remembered."""
-        is_most = grown > self._grown
-        self._grown = max(self._grown, grown)
-        return is_most
-
 
 def _together(child: int) -> int:
     """Bytes of this process and the copy together, with shared memory counted once. The copy is stopped."""
@@ -130,16 +128,21 @@ def _together(child: int) -> int:
     return own("VmRSS") + sum(sizes[name] for name in ("Private_Clean", "Private_Dirty", "Pss_Shmem"))
 
 
-def _put_behind(child: int) -> None:
-    """Let this process, which watches the copy, run as soon as it wakes. It costs the copy time beside other programs,
-    so it is not done before."""
-    behind = os.getpriority(os.PRIO_PROCESS, 0) + _BEHIND
+def _run_on_one_core(child: int) -> None:
+    """Bind this thread, and all threads of the copy, to the core on which this thread runs."""
+    core = int(_fields_of_stat("thread-self")[36])
+    os.sched_setaffinity(0, {core})
     for thread in os.listdir(f"/proc/{child}/task"):
         with suppress(ProcessLookupError):
-            os.setpriority(os.PRIO_PROCESS, int(thread), behind)
+            os.sched_setaffinity(int(thread), {core})
 
 
 def _state_and_work(process: int) -> tuple[str, float]:
     """The letter of the process's state, and its seconds on the CPU."""
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    fields = _fields_of_stat(str(process))
     return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _fields_of_stat(process: str) -> list[str]:
+    """The fields from the third on, which is the state; before it is the name, which may have spaces."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()

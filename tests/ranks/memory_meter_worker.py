@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from contextlib import nullcontext
 from functools import partial
@@ -61,14 +62,12 @@ def take(blocks: int, size: int, waits: bool = True) -> None:
 
 
 a_gigabyte = partial(take, 1000, MB)
-spurts = partial(take, 8, 48 * MB)
 
 
-def too_much(run, by: Watch | None = None) -> Results:
+def too_much(run) -> Results:
     """What a run had reached when it was ended, with a limit of 130 MB above the memory that this process has."""
-    by = by or watch_of_130_mb()
     try:
-        child.run_in_child(by, run, ())
+        child.run_in_child(watch_of_130_mb(), run, ())
     except TooMuchMemory as error:
         return {"too_much": np.array(str(error)), "reached": np.array(error.reached - own("VmRSS"))}
     return {"too_much": np.array("nothing"), "reached": np.array(1000 * MB)}
@@ -78,34 +77,47 @@ def watch_of_130_mb() -> Watch:
     return Watch("a test", own("VmRSS") + 130 * MB)
 
 
-def never(self, grown: int) -> bool:
-    """In place of Watch._is_most: forgets what a copy has grown by between two looks."""
-    return False
-
-
 def looked_at_rarely() -> Results:
-    """As if this process had to wait for a core. Then the same for a run that does not stop itself. Both without the
-    reserve for what it grows by between two looks, which keeps the limit too, and earlier."""
+    """As if this process had to wait for a core. Then the same for a run that does not stop itself."""
     at_full_speed = partial(a_gigabyte, waits=False)
-    with mock.patch.object(watch, "_LOOKS_EVERY", 0.3), mock.patch.object(Watch, "_is_most", never):
+    with mock.patch.object(watch, "_LOOKS_EVERY", 0.3):
         results = {"rarely": too_much(at_full_speed)["reached"]}
     # The control has time enough to take all of it, on a busy machine too.
     with mock.patch.object(watch, "_LOOKS_EVERY", 30), mock.patch.object(child, "in_turns", nullcontext):
         return {**results, "rarely_without_turns": too_much(at_full_speed)["reached"]}
 
 
-def in_spurts() -> Results:
-    """It grows by 48 MB between two looks, which all count as late. The control keeps no more memory free then."""
-    slowly, by = partial(take, 100, MB), watch_of_130_mb()
-    with (
-        mock.patch.object(child, "in_turns", nullcontext),
-        mock.patch.multiple(watch, _LOOKS_EVERY=0.4, _TURN=0.4, _LATE=-1),
-    ):
-        results = {"in_spurts": too_much(spurts)["reached"]}
-        too_much(partial(take, 1, 48 * MB), by)
-        with mock.patch.object(Watch, "_is_most", never):
-            results["in_spurts_without_reserve"] = too_much(spurts)["reached"]
-    return {**results, "slowly": too_much(slowly)["reached"], "slowly_after_a_spurt": too_much(slowly, by)["reached"]}
+def cores_after(blocks: int) -> None:
+    """Take memory, in blocks of 1 MB, and then say in an error on how many cores this process's threads may run."""
+    ended = threading.Event()
+    other = threading.Thread(target=ended.wait, daemon=True)
+    other.start()
+    take(blocks, MB)
+    cores = set().union(*(os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")))
+    ended.set()
+    raise ValueError(len(cores))
+
+
+def cores_of(blocks: int) -> int:
+    try:
+        child.run_in_child(watch_of_130_mb(), partial(cores_after, blocks), ())
+    except ValueError as error:
+        return int(str(error))
+    return 0
+
+
+def busy_and_idle() -> Results:
+    """As if all looks came late, and none."""
+    cores = os.sched_getaffinity(0)
+    results = {"cores": np.array(len(cores))}
+    for name, late in (("busy", -1), ("idle", 1000)):
+        with mock.patch.object(watch, "_LATE", late):
+            results |= {
+                f"{name}_reached": too_much(a_gigabyte)["reached"],
+                f"{name}_cores_far": np.array(cores_of(5)),
+                f"{name}_cores_close": np.array(cores_of(70)),
+            }
+    return {**results, "own_cores_again": np.array(os.sched_getaffinity(0) == cores)}
 
 
 def written() -> Results:
@@ -136,7 +148,7 @@ def main(out: Path) -> None:
         "left": np.array(error_of(lambda: os._exit(3))),
         "grown": np.array(own("VmRSS") - before),
     }
-    results |= looked_at_rarely() | in_spurts()
+    results |= looked_at_rarely() | busy_and_idle()
     leave(out, 0, results)
 
 
