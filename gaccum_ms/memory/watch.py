@@ -25,7 +25,7 @@ _LOOKS_EVERY = 0.001  # seconds between two looks
 _BETWEEN_LOOKS = 10_000_000  # bytes that the copy takes between two looks, besides a tensor of a Parameter's size
 _TURN = 0.0005  # seconds of a turn near the limit; half as many bytes are kept free then
 _LATE = 0.01  # seconds: after a look that is later by more than this, the machine is busy
-_STARVED = 0.2  # seconds without any work, in turns: other programs have the cores, and the machine is busy too
+_STARVED = 400  # turns without any work: other programs have the cores, and the machine is busy too
 _CLOSE = 100_000_000  # bytes of room: on a busy machine, both run on one core within this
 _NOTHING = 1_000_000  # bytes that are not worth another reading
 _HANGS_AFTER = 60  # seconds without any work
@@ -79,7 +79,7 @@ class Watch:
         """`between` : bytes that the copy may take between two looks."""
         text = b""
         looks_at, in_turns, on_one_core = 0, False, False
-        worked, at = 0.0, time.monotonic()
+        worked, at, turns = 0.0, time.monotonic(), 0
         while True:
             waits, began = _TURN if in_turns else _LOOKS_EVERY, time.monotonic()
             if select.select([pipe], [], [], waits)[0]:
@@ -88,10 +88,11 @@ class Watch:
                 if not more:
                     return text
             late = time.monotonic() - began > waits + _LATE
-            if not self._busy and (late or (in_turns and began - at > _STARVED)):
+            if not self._busy and (late or turns > _STARVED):
                 self._busy = True
                 looks_at, in_turns = 0, False  # both are read again, with the whole reserve
             if in_turns:
+                turns += 1
                 os.kill(child, signal.SIGSTOP)
             size = sizes_in(f"/proc/{child}/status")["VmRSS"]
             if size > looks_at:
@@ -112,7 +113,7 @@ class Watch:
             if state == "T":  # stopped, by itself or here
                 os.kill(child, signal.SIGCONT)
             if work > worked:
-                worked, at = work, time.monotonic()
+                worked, at, turns = work, time.monotonic(), 0
             elif time.monotonic() - at > _HANGS_AFTER:
                 raise RuntimeError(
                     f"For '{self.owner}', a trial runs in a copy of this process, which has none of its other threads, "
