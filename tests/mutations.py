@@ -526,6 +526,13 @@ FAULTS = [
         "memory/test_meter.py -k share_a_core",
     ),
     Fault(
+        "a trial whose copy waits for ever is given up",
+        "memory/child.py",
+        "    for _ in range(_COPIES - 1):\n",
+        "    for _ in range(0):\n",
+        "memory/test_meter.py -k that_it_lacks",
+    ),
+    Fault(
         "ranks share no cores",
         "launch/cluster.py",
         "str(max(1, cores // self.processes))",

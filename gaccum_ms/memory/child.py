@@ -9,6 +9,9 @@ alone. There are two exceptions, which are handled here:
 * An optimizer writes all weights and its state, which would duplicate these pages. So in the copy, all addresses of a
   large Parameter are mapped to repetitions of its first part: the addresses and the resident size are the same, but it
   needs little memory. The results of such weights are wrong, but nothing uses them.
+
+A copy has none of the other threads. If one of them holds a lock at the moment of the copy, the copy waits for it for
+ever. That is rare, so the run is then tried in another copy.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,12 +35,13 @@ import numpy as np
 from gaccum_ms.backend import fork_utils
 from gaccum_ms.memory.proc import forget_peak, own
 from gaccum_ms.memory.turns import in_turns
-from gaccum_ms.memory.watch import TooMuchMemory, Watch
+from gaccum_ms.memory.watch import StuckError, TooMuchMemory, Watch
 
 _PAGE = mmap.PAGESIZE
 _REPEATED = 128 * 1024  # bytes: the smallest Parameter that is repeated
 _PARTS = 16  # the largest number of repetitions
 _PART = 64 * 1024  # bytes: the smallest repeated part
+_COPIES = 3  # one after the other, if they wait for something
 
 
 class Usage(NamedTuple):
@@ -59,10 +64,18 @@ def run_in_child(watch: Watch, run: Callable[[], Any], written: Iterable[ms.Para
 
     Raises:
         TooMuchMemory: If they would exceed the limit.
-        RuntimeError: If the copy ended without an answer, or does nothing for a minute.
+        StuckError: If three copies do nothing for 20 seconds each.
+        RuntimeError: If the copy ended without an answer.
         Exception: The error of `run` .
     """
     written = list(written)
+    for _ in range(_COPIES - 1):
+        with suppress(StuckError):
+            return _run_in_copy(watch, run, written)
+    return _run_in_copy(watch, run, written)
+
+
+def _run_in_copy(watch: Watch, run: Callable[[], Any], written: list[ms.Parameter]) -> Usage:
     at_once = max((one.nbytes for one in written), default=0)  # zeros or a gradient, written at ten GB per second
     pages = _file_pages()
     gc.collect()

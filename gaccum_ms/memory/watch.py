@@ -28,7 +28,7 @@ _LATE = 0.01  # seconds: after a look that is later by more than this, the machi
 _STARVED = 400  # turns without any work: other programs have the cores, and the machine is busy too
 _CLOSE = 100_000_000  # bytes of room: on a busy machine, both run on one core within this
 _NOTHING = 1_000_000  # bytes that are not worth another reading
-_HANGS_AFTER = 60  # seconds without any work
+_STUCK_AFTER = 20  # seconds without any work
 
 
 class TooMuchMemory(MemoryError):
@@ -42,6 +42,10 @@ class TooMuchMemory(MemoryError):
     def __init__(self, message: str, reached: int) -> None:
         super().__init__(message)
         self.reached = reached
+
+
+class StuckError(RuntimeError):
+    """The copy was ended because it waited for something that only another thread of this process could do."""
 
 
 class Watch:
@@ -67,7 +71,7 @@ class Watch:
 
         Raises:
             TooMuchMemory: If the limit would be exceeded.
-            RuntimeError: If the copy does nothing for a minute.
+            StuckError: If the copy does nothing for 20 seconds.
         """
         cores = os.sched_getaffinity(0)
         try:
@@ -114,10 +118,10 @@ class Watch:
                 os.kill(child, signal.SIGCONT)
             if work > worked:
                 worked, at, turns = work, time.monotonic(), 0
-            elif time.monotonic() - at > _HANGS_AFTER:
-                raise RuntimeError(
+            elif time.monotonic() - at > _STUCK_AFTER:
+                raise StuckError(
                     f"For '{self.owner}', a trial runs in a copy of this process, which has none of its other threads, "
-                    f"but got a copy that waits for something for {_HANGS_AFTER} s. Search in a program's beginning, "
+                    f"but got a copy that waits for something for {_STUCK_AFTER} s. Search in a program's beginning, "
                     f"before it starts threads and iterates over data sets."
                 )
 

@@ -68,6 +68,13 @@ def test_errors_come_back_as_they_are(measured):
     assert "exit code 3" in str(measured["left"])
 
 
+def test_a_copy_that_waits_for_a_thread_that_it_lacks_is_replaced(measured):
+    """Twice; a third copy's error is raised."""
+    assert str(measured["stuck_1"]) == "none"
+    assert "StuckError" in str(measured["stuck_3"])
+    assert "has none of its other threads, but got a copy that waits for something for 1 s" in str(measured["stuck_3"])
+
+
 def test_a_limit_is_at_least_what_the_process_holds():
     assert own("VmRSS") < ProcessMeter().limit()
 

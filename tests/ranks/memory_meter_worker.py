@@ -134,6 +134,19 @@ def written() -> Results:
     }
 
 
+def stuck(copies: int, started: Path) -> str:
+    """The error of a run that waits for ever in the first copies. Each copy notes that it has started."""
+
+    def run() -> None:
+        with started.open("a") as file:
+            file.write("x")
+        if started.stat().st_size <= copies:
+            threading.Event().wait()
+
+    with mock.patch.object(watch, "_STUCK_AFTER", 1):
+        return error_of(run)
+
+
 def main(out: Path) -> None:
     ProcessMeter()
     results = written()
@@ -146,6 +159,7 @@ def main(out: Path) -> None:
         "error": np.array(error_of(fail)),
         "killed": np.array(error_of(lambda: os.kill(os.getpid(), signal.SIGKILL))),
         "left": np.array(error_of(lambda: os._exit(3))),
+        **{f"stuck_{copies}": np.array(stuck(copies, out / f"stuck.{copies}")) for copies in (1, 3)},
         "grown": np.array(own("VmRSS") - before),
     }
     results |= looked_at_rarely() | busy_and_idle()
