@@ -43,6 +43,7 @@ def main(out, updates, mode):
     ms.set_device("CPU")
     ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
     ms.set_seed(1)
+    ms.manual_seed(1)  # MindSpore 2.7 would begin each process with another state
     init()
     rank, ranks = get_rank(), get_group_size()
     ms.set_auto_parallel_context(parallel_mode=ms.ParallelMode.DATA_PARALLEL, gradients_mean=True)
