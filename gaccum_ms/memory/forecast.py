@@ -181,12 +181,17 @@ class Forecast:
     def _ended_near(self, size: int) -> bool:
         """Whether a trial was ended though training, without a second process, will probably fit. The prediction must
         use a measured size of at least half the samples, with a graph of the same parts. It must be at least the bytes
-        that the trial reached, and below the limit by some margin."""
+        that the trial reached, and below the limit by some margin. So must a line from the smallest measured size: the
+        two largest, which the prediction uses, may differ too little by chance."""
         if size not in self._ended or self._is_whole(size):
             return False
-        if not any(2 * one >= size and self.is_ragged(one) == self.is_ragged(size) for one in self._known()):
+        alike = {one: found for one, found in self._known().items() if self.is_ragged(one) == self.is_ragged(size)}
+        if 2 * max(alike, default=0) < size:
             return False
-        return self._ended[size] <= self.predict(size) <= self.limit * (1 - _SPARE - _UNSURE)
+        from_the_smallest = model.predict({one: alike[one] for one in (min(alike), max(alike))}, size)
+        predicted = self.predict(size)
+        most = self.limit * (1 - _SPARE - _UNSURE)
+        return self._ended[size] <= predicted <= most and from_the_smallest <= most
 
 
 def _bytes(parameters: Iterable[ms.Parameter]) -> int:

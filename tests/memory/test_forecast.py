@@ -44,6 +44,12 @@ def test_it_takes_a_measurement_of_half_the_samples():
     assert not forecast(720, {**EVEN, 16: None}, {16: 665}).may_fit(16)
 
 
+def test_it_takes_a_line_from_the_smallest_size_too():
+    """Eight samples are predicted to need 660 MB from the two largest sizes, but 673 MB from the smallest and 4."""
+    assert not forecast(680, {1: 627, 2: 640, 4: 647, 8: None}, {8: 655}).may_fit(8)
+    assert forecast(680, {1: 634, 2: 640, 4: 647, 8: None}, {8: 655}).may_fit(8)
+
+
 def test_a_ragged_size_is_not_taken_untested_by_what_even_ones_need():
     """32 samples in sevens leave four, for which the graph has a second part: even sizes do not tell its memory."""
     assert not forecast(690, {**EVEN, 7: None}, {7: 640}).may_fit(7)
