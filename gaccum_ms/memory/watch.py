@@ -59,7 +59,8 @@ class Watch:
     def __init__(self, owner: str, limit: int) -> None:
         self.owner = owner
         self.limit = limit
-        self._busy = False  # whether a look has come late, or a copy got no core
+        # Whether more programs run than there are cores. Later also: whether a look came late, or a copy got no core.
+        self._busy = os.getloadavg()[0] > (os.cpu_count() or 1)
 
     def read_answer(self, pipe: Any, child: int, at_once: int) -> bytes:
         """What a copy writes into a pipe until it closes it.

@@ -107,11 +107,13 @@ def cores_of(blocks: int) -> int:
 
 
 def busy_and_idle() -> Results:
-    """As if all looks came late, and none. Turns are long, so that a run gets a core in each."""
+    """As if all looks came late, as if the machine's load were high, and neither. Turns are long, so that a run gets a
+    core in each."""
     cores = os.sched_getaffinity(0)
     results = {"cores": np.array(len(cores))}
-    for name, late in (("busy", -1), ("idle", 1000)):
-        with mock.patch.multiple(watch, _LATE=late, _TURN=0.02):
+    for name, late, load in (("busy", -1, 0), ("loaded", 1000, 1000), ("idle", 1000, 0)):
+        loads = mock.patch.object(os, "getloadavg", lambda load=load: (load, 0, 0))
+        with loads, mock.patch.multiple(watch, _LATE=late, _TURN=0.02):
             results |= {
                 f"{name}_reached": too_much(a_gigabyte)["reached"],
                 f"{name}_cores_far": np.array(cores_of(5)),
