@@ -761,7 +761,7 @@ def test_all_ways_of_the_lengths_benchmark_train_alike():
 @pytest.mark.thorough
 @pytest.mark.distributed
 def test_the_tokens_benchmark_measures_each_split(capsys):
-    small = "--batch 24 --longest 32 --even-tokens 128 --max-tokens 128 --layers 1 --rounds 1"
+    small = "--batch 24 --longest 32 --even-tokens 128 --max-tokens 128 --widths 2 --layers 1 --rounds 1"
     tokens.main(small.split())
     title, *lines = capsys.readouterr().out.splitlines()
     columns = title.split()[:5]

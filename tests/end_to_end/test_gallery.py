@@ -1,4 +1,4 @@
-"""Each sample of sample_code/ runs by its run.sh, as docs/samples.md shows it, and one with few updates."""
+"""Each sample of sample_code/ runs by its run.sh, and prints what docs/samples.md shows; one runs with few updates."""
 
 from __future__ import annotations
 
@@ -62,13 +62,14 @@ def test_few_updates(programs, tmp_path):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A function that starts a sample by its run.sh in another folder, checks its output, and returns it."""
+    """A function that starts a sample by its run.sh in another folder, checks its output, and returns it. Fewer epochs
+    than the page's suffice where they reach the same bounds."""
 
-    def run(name: str) -> str:
+    def run(name: str, *options: str) -> str:
         folder = tmp_path_factory.mktemp(name)
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         env = {key: value for key, value in of_users().items() if key not in ("PROCESSES", "LAUNCHER", "SCRIPT")}
-        command = ["bash", str(SAMPLES / name / "run.sh")]
+        command = ["bash", str(SAMPLES / name / "run.sh"), *options]
         done = subprocess.run(
             command, env={**env, "PATH": path}, cwd=folder, capture_output=True, text=True, timeout=LIMIT
         )
@@ -86,9 +87,9 @@ def numbers(pattern: str, text: str) -> list[float]:
 
 @pytest.mark.thorough
 def test_image_classification(whole):
-    text = whole("image_classification")
+    text = whole("image_classification", "--epochs", "5")
     weights, averages = numbers(r"accuracy ([\d.]+)%", text), numbers(r"averages ([\d.]+)%", text)
-    assert len(weights) == 8
+    assert len(weights) == 5
     assert averages[-1] > 93
     assert sum(averages[1:]) > sum(weights[1:])
 
@@ -96,7 +97,7 @@ def test_image_classification(whole):
 @pytest.mark.thorough
 @pytest.mark.distributed
 def test_language_model(whole):
-    text = whole("language_model")
+    text = whole("language_model", "--", "--epochs", "2")
     (ranks,) = numbers(r"tokens; (\d+) ranks", text)
     assert ranks == 2
     losses = numbers(r"loss ([\d.]+),", text)
