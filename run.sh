@@ -187,13 +187,6 @@ become() {
     exec "$python" ${safe:+"$safe"} -m "$@"
 }
 
-# faster_allocator: print the file of mimalloc, if it is installed, for LD_PRELOAD, which allows no space and no colon.
-faster_allocator() {
-    "$python" -c 'import os, re, sys
-files = (folder + "/cmeel.prefix/lib/libmimalloc.so" for folder in sys.path if not re.search("[ :]", folder))
-print(next(filter(os.path.exists, files), ""))'
-}
-
 # processes: print the number of test processes: two more than the cores, because the launcher's tests mostly wait, but
 # at most one for each 3 GB of free memory.
 processes() {
@@ -231,10 +224,6 @@ test)
     fi
     use test pytest xdist sklearn tensorboardX matplotlib mindcv sphinx myst_parser furo sphinx_copybutton
     cd "$here"
-    if [ "${2-}" != device ] && [ -z "${LD_PRELOAD-}" ]; then # what runs on devices runs as users run it
-        LD_PRELOAD=$(faster_allocator)
-        export LD_PRELOAD
-    fi
     case ${2-} in
     '') tier=(-m "not thorough") ;;
     all) tier=() ;;

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -27,7 +28,6 @@ from support.contrastive import (
     make_parts,
     whole,
 )
-from support.environment import with_usual_heap
 from support.reference import OPTIMIZERS, as_numpy, assert_equivalent, relative_error, step_with, vector
 
 from gaccum_ms import (
@@ -514,7 +514,7 @@ def program(*arguments, folder=None, **variables):
     result = subprocess.run(
         [sys.executable, str(paths.worker("batch_loss_program.py")), *map(str, arguments)],
         cwd=folder,
-        env={**with_usual_heap(), "PYTHONPATH": paths.python_path(), **variables},
+        env={**os.environ, "PYTHONPATH": paths.python_path(), **variables},
         capture_output=True,
         text=True,
         timeout=600,

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 from support import paths
-from support.environment import with_usual_heap
 
 HEAPS = """
 import ctypes, runpy, sys, threading
@@ -40,8 +39,7 @@ print(text.value.decode().count("<heap nr="))
 def heaps(kind: str) -> int:
     """The number of heaps after four threads have allocated, the main heap included."""
     command = [sys.executable, "-c", HEAPS, str(paths.ROOT / "gaccum_ms/memory/heap.py"), kind]
-    done = subprocess.run(command, env=with_usual_heap(), check=True, capture_output=True, text=True, timeout=60)
-    return int(done.stdout)
+    return int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout)
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="the C library is not glibc")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+import os
 import pickle
 import subprocess
 import sys
@@ -15,7 +16,6 @@ import pytest
 import report_worker
 from mindspore import Tensor, nn, ops
 from support import paths
-from support.environment import with_usual_heap
 from support.reference import FEATURES, OPTIMIZERS, as_numpy, batches, make_network
 
 from gaccum_ms import (
@@ -106,7 +106,7 @@ def reports(tmp_path_factory) -> tuple[MemoryReport, MemoryReport]:
     """Reports on a wide network, without and with a limit, from a separate process."""
     file = tmp_path_factory.mktemp("reports") / "reports"
     command = [sys.executable, str(Path(__file__).with_name("report_worker.py")), str(file)]
-    subprocess.run(command, env={**with_usual_heap(), "PYTHONPATH": paths.python_path()}, check=True, timeout=600)
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": paths.python_path()}, check=True, timeout=600)
     return pickle.loads(file.read_bytes())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -11,7 +12,6 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn
 from support import paths
-from support.environment import with_usual_heap
 from support.reference import OPTIMIZERS, as_numpy, batches, make_network
 from support.two_ranks import case, run_on_ranks, run_on_two_ranks
 
@@ -145,7 +145,7 @@ def test_a_real_limit_of_the_address_space():
     """In a separate process: MindSpore fails to allocate, the search goes on, and so does training."""
     done = subprocess.run(
         [sys.executable, str(paths.worker("find_size_worker.py"))],
-        env={**with_usual_heap(), "PYTHONPATH": paths.python_path()},
+        env={**os.environ, "PYTHONPATH": paths.python_path()},
         capture_output=True,
         text=True,
         timeout=600,

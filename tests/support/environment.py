@@ -7,9 +7,6 @@ programs of docs/ and sample_code/ run with these threads, as a user's do, and s
 
 On a CPU with AVX-512, oneDNN can be limited only before the first computation; later tests with convolutions would
 warn. test_cpu_instructions.py starts processes without this variable.
-
-``bash run.sh test`` preloads another allocator, mimalloc, with which MindSpore compiles with a fifth less CPU time.
-Processes whose memory is measured or limited have the C library's, as users' processes do.
 """
 
 from __future__ import annotations
@@ -27,10 +24,5 @@ def of_tests() -> None:
 
 
 def of_users() -> dict[str, str]:
-    """The environment of users: with MindSpore's threads, unless the variable was given, and the C library's heap."""
-    return {name: value for name, value in with_usual_heap().items() if name != BLOCKING or _given}
-
-
-def with_usual_heap() -> dict[str, str]:
-    """The environment without the allocator that run.sh preloads."""
-    return {name: value for name, value in os.environ.items() if name != "LD_PRELOAD" or "mimalloc" not in value}
+    """The environment with MindSpore's threads, unless the variable was given."""
+    return {name: value for name, value in os.environ.items() if name != BLOCKING or _given}

@@ -11,7 +11,6 @@ import numpy as np
 import psutil
 
 from support import paths
-from support.environment import with_usual_heap
 from support.ranks import Asked
 
 Results = dict[str, np.ndarray]
@@ -25,16 +24,15 @@ def run_on_ranks(ranks: int, worker: str, out: Path, *arguments: str, time_limit
     """The arrays in each rank's ``OUT/rank<N>.npz`` , after ``worker OUT ARGUMENTS`` ; no process is left.
 
     It fails after `time_limit` seconds, for instance if ranks wait for each other for ever. A single rank is a process
-    without launcher, and with the heap of users, because most such workers measure memory.
+    without launcher.
     """
     command = [sys.executable]
-    variables = dict(os.environ) if ranks > 1 else with_usual_heap()
     if ranks > 1:
         command += ["-m", "gaccum_ms.launch", "-n", str(ranks), "--log-dir", str(out / "log")]
         command += ["--timeout", str(time_limit)]
     finished = subprocess.run(
         [*command, str(paths.worker(worker)), str(out), *arguments],
-        env={**variables, "PYTHONPATH": paths.python_path()},
+        env={**os.environ, "PYTHONPATH": paths.python_path()},
         cwd=out,
         capture_output=True,
         text=True,
