@@ -74,30 +74,24 @@ class Window(nn.Cell):
         divisor; the loss; whether anything was counted), and the outputs beside the loss."""
         plan = self.plan(inputs)
         _, size, _, _, whole, _ = plan
+        unit = self.weighing.seed_per_item(inputs, plan, scale)
         if whole and not self.may_skip and not self.store.reduces:
             # With one micro-batch, the gradients need no accumulators.
-            unit = self.weighing.seed_per_item(inputs, plan, scale)
             sums, gradients = self.weighing.run(self.records_noise, unit, (), size, *inputs)
             shown = ()
             if self.has_outputs:
                 shown = self.means(sums[1:], sums[0], scale, unit)
                 sums = sums[0]
             return self.weighing.reduce(gradients, sums, scale, unit), shown
-        sums, unit, shown = self.accumulate(inputs, plan, scale)
+        sums, shown = self.accumulate(inputs, plan, scale, unit)
         return self.finish(sums, unit, scale), shown
 
     def plan(self, inputs):
         """Where the batch is cut."""
         return micro_batches.graph_plan(inputs, self.micro_size, self.micro_batch_size, self.shared)
 
-    def accumulate(self, inputs, plan, scale):
-        """The first part of `run` ; returns the sums, their unit, and the outputs."""
-        unit = self.weighing.seed_per_item(inputs, plan, scale)
-        sums, shown = self.add_up(inputs, plan, scale, unit)
-        return sums, unit, shown
-
     def finish(self, sums, unit, scale):
-        """The rest of `run` ."""
+        """The end of `run` , after `accumulate` ."""
         return self.weighing.reduce(self.store.read(sums), sums, scale, unit)
 
     def add_batch(self, inputs, scale):
@@ -109,9 +103,9 @@ class Window(nn.Cell):
         sums = self.weighing.zero_sums()
         shown = ()
         if self.weighing.weighs_samples or self.weighing.runs_all:
-            sums, shown = self.add_up(inputs, plan, scale, unit)
+            sums, shown = self.accumulate(inputs, plan, scale, unit)
         elif expected >= 0:  # a bad count is NaN here, and its batch is left out
-            sums, _ = self.add_up(inputs, plan, scale, unit)
+            sums, _ = self.accumulate(inputs, plan, scale, unit)
         ended = self.open.end_batch(sums, self.weighing.counted(sums, total))
         return ops.depend(self.weighing.own_mean(ops.unstack(sums)[0], sums, scale, unit), ended), shown
 
@@ -134,7 +128,7 @@ class Window(nn.Cell):
         mean = self.weighing.own_mean(ops.unstack(sums)[0], sums[:3], scale, unit)
         return (sums, mean, *shown)
 
-    def add_up(self, inputs, plan, scale, unit):
+    def accumulate(self, inputs, plan, scale, unit):
         """Forward, backward and add for each micro-batch of a batch; returns the batch's sums and outputs."""
         sums, prepared, inputs = self.micro_step.prepare(self.weighing.zero_sums(), unit, inputs, plan)
         if self.has_outputs:

@@ -43,7 +43,9 @@ class AddBatch(OwnGraph):
         if self.spans_batches:
             loss, shown = self.window.add_batch(inputs, scale)
             return (loss, *shown, scale)
-        sums, unit, shown = self.window.accumulate(inputs, self.window.plan(inputs), scale)
+        plan = self.window.plan(inputs)
+        unit = self.window.weighing.seed_per_item(inputs, plan, scale)
+        sums, shown = self.window.accumulate(inputs, plan, scale, unit)
         return (sums, unit, *shown, scale)
 
 

@@ -188,8 +188,8 @@ def play_accumulator(calls: Calls, rank: int) -> Log:
 class ReducesEachBatch(Window):
     """Negative control for the number of collectives: it adds up right, but reduces too early."""
 
-    def add_up(self, inputs, plan, scale, unit):
-        sums, shown = super().add_up(inputs, plan, scale, unit)
+    def accumulate(self, inputs, plan, scale, unit):
+        sums, shown = super().accumulate(inputs, plan, scale, unit)
         reduced = self.weighing.reduction.sum_over_ranks(self.store.read(sums), sums)
         return ops.depend(sums, reduced), shown
 

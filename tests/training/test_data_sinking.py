@@ -100,8 +100,8 @@ def test_the_graph_of_a_sink_trains_as_the_whole_batches_do(kind, size):
 class LosesTheLast(Window):
     """Negative control: without the smaller last micro-batch."""
 
-    def add_up(self, inputs, plan, scale, unit):
-        return super().add_up(inputs, (*plan[:3], 0, *plan[4:]), scale, unit)
+    def accumulate(self, inputs, plan, scale, unit):
+        return super().accumulate(inputs, (*plan[:3], 0, *plan[4:]), scale, unit)
 
 
 def test_a_step_that_loses_a_micro_batch_in_a_sink_is_caught():

@@ -299,7 +299,7 @@ def test_weights_that_are_loaded_into_a_step_that_has_run_are_trained_on(jit):
 class Unrolled(Window):
     """Negative control: the loop in Python, as graph mode unrolls it."""
 
-    def add_up(self, inputs, plan, scale, unit):
+    def accumulate(self, inputs, plan, scale, unit):
         sums = self.weighing.zero_sums()
         for start in range(0, 18, 18 // self.micro_size):
             part = [value[start : start + 18 // self.micro_size] for value in inputs]
