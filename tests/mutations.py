@@ -264,8 +264,8 @@ FAULTS = [
     Fault(
         "what is shared is cut",
         "accumulation/micro_batches.py",
-        "value if position in shared else ops.gather(value, rows, 0) for",
-        "ops.gather(value, rows, 0) for",
+        "inputs[i] if i in shared else ops.gather(inputs[i], rows, 0) for",
+        "ops.gather(inputs[i], rows, 0) for",
         "accumulation/test_even_split.py -k as_long_as",
     ),
     # -- counts and several losses

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from mutations import FAULTS
 
 import gaccum_ms
 
@@ -62,3 +63,9 @@ def test_a_bug_needs_what_check_prints():
 def test_before_each_commit_run_sh_lints():
     (repository,) = yaml.safe_load(read(".pre-commit-config.yaml"))["repos"]
     assert [hook["entry"] for hook in repository["hooks"]] == ["bash run.sh lint"]
+
+
+def test_each_fault_of_mutations_has_its_place():
+    """Otherwise the code has changed, and the fault is not tried any more."""
+    found = {one.what: (ROOT / "gaccum_ms" / one.file).read_text().count(one.right) for one in FAULTS}
+    assert [what for what, places in found.items() if places != 1] == []
