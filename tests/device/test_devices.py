@@ -35,6 +35,8 @@ def test_data_parallel_ranks_train_as_one_process(tmp_path):
     (text, numbers), (shown_text, shown_numbers) = numbers_apart(printed), numbers_apart(shown)
     assert text == shown_text
     assert numbers == pytest.approx(shown_numbers, rel=2e-3)
+    for rank in range(RANKS):
+        assert {file.name for file in (tmp_path / "checkpoints" / str(rank)).iterdir()} >= {"net-5_4.ckpt"}
 
 
 @pytest.mark.thorough

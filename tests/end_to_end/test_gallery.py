@@ -108,14 +108,14 @@ def test_language_model(whole):
 
 @pytest.mark.thorough
 def test_contrastive(whole):
-    each, whole_batch = numbers(r": ([\d.]+)% of", whole("contrastive"))
+    each, whole_batch = numbers(r": ([\d.]+)% of", whole("contrastive", "--epochs", "20"))
     assert whole_batch > each + 2
     assert each > 40
 
 
 @pytest.mark.thorough
 def test_any_batch_size(whole):
-    text = whole("any_batch_size")
+    text = whole("any_batch_size", "--epochs", "10")
     small, adaptive, large, ada_scale = numbers(r": loss ([\d.]+) after", text)
     updates = numbers(r"after (\d+) updates", text)
     assert adaptive < 1.5 * small
