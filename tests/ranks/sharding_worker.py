@@ -480,9 +480,7 @@ TASKS: dict[tuple[str, ...], Task] = {
     ("shards by parameters",): training("shards by parameters/sharded", "trust_ratio", **SHARDED_ACCUMULATORS),
     ("flush", "shards flush"): flush,
     ("broken: forgets",): training("broken: forgets", "adam", broken=forget_to_gather),
-    ("broken: neighbour",): in_pynative_mode(
-        training("broken: neighbour", "adam", broken=take_the_neighbours_slice)
-    ),
+    ("broken: neighbour",): in_pynative_mode(training("broken: neighbour", "adam", broken=take_the_neighbours_slice)),
     ("broken: unit",): in_pynative_mode(
         training("broken: unit", "adam", broken=weigh_by_own_unit, **SHARDED_ACCUMULATORS)
     ),
