@@ -168,9 +168,15 @@ class Trainer:
         print(name, flush=True)
         self.keep(name, state, losses)
 
-    def both(self, name: str, kind: str, sharded_options: dict | None = None, **options) -> tuple:
-        whole = self.train(f"{name}/whole", kind, False, **options)
-        return whole, self.train(f"{name}/sharded", kind, True, **options, **(sharded_options or {}))
+    def both(self, name: str, kind: str, **options) -> tuple:
+        return self.train(f"{name}/whole", kind, False, **options), self.train(f"{name}/sharded", kind, True, **options)
+
+    def reference(self, name: str, kind: str, **options) -> None:
+        """The unsharded training in PyNative mode, which compiles no step. "counted" compares two graphs."""
+        mode = ms.get_context("mode")
+        ms.set_context(mode=ms.PYNATIVE_MODE)
+        self.train(f"{name}/whole", kind, False, **options)
+        ms.set_context(mode=mode)
 
 
 class CountedLoss(nn.Cell):
@@ -230,7 +236,7 @@ def counted_and_overflow(trainer: Trainer) -> None:
 
 def small_buffers(trainer: Trainer) -> None:
     """Many buffers are reduced and gathered, in the same order on all ranks, although by parameters graphs differ."""
-    trainer.train("small buffers/whole", "adam_weight_decay", False)
+    trainer.reference("small buffers", "adam_weight_decay")
     large = shards.BUFFER_BYTES, fused_reduction.BUFFER_BYTES
     shards.BUFFER_BYTES = fused_reduction.BUFFER_BYTES = 64
     try:
@@ -243,14 +249,26 @@ def small_buffers(trainer: Trainer) -> None:
 
 def flush(trainer: Trainer) -> None:
     options = {"accumulation_steps": 2, "flush": True, **COUNTED}
-    trainer.both("flush", "sgd", **options)
     trainer.train("shards flush/sharded", "sgd", True, **SHARDED_ACCUMULATORS, **options)
+    trainer.reference("flush", "sgd", **options)
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    trainer.train("flush/sharded", "sgd", True, **options)
 
 
 def by_jit(trainer: Trainer) -> None:
-    trainer.train("jit/whole", "asgd", False)
+    trainer.reference("jit", "asgd")
     ms.set_context(mode=ms.PYNATIVE_MODE)
     trainer.train("jit/sharded", "asgd", True, jit=True)
+
+
+def with_reference(name: str, kind: str) -> Callable[[Trainer], object]:
+    """A task that trains with the optimizer whole and sharded, and with counts."""
+
+    def task(trainer: Trainer) -> None:
+        trainer.reference(name, kind, **COUNTED)
+        trainer.train(f"{name}/sharded", kind, True, **COUNTED)
+
+    return task
 
 
 def training(name: str, kind: str, **options) -> Callable[[Trainer], object]:
@@ -268,6 +286,7 @@ def in_pynative_mode(task: Callable[[Trainer], object]) -> Callable[[Trainer], o
 
 def loop_of_ones_own(trainer: Trainer) -> None:
     for sharded in (False, True):
+        ms.set_context(mode=ms.GRAPH_MODE if sharded else ms.PYNATIVE_MODE)
         network = make_network()
         optimizer = make_optimizer("momentum", network, sharded)
         gradient = ms.value_and_grad(nn.WithLossCell(network, nn.CrossEntropyLoss()), None, optimizer.parameters)
@@ -372,6 +391,7 @@ def save_by_hand(trainer: Trainer, step, file: Path) -> None:
 
 
 def adafactor(trainer: Trainer, out: Path) -> None:
+    ms.set_context(mode=ms.PYNATIVE_MODE)
     step = make_step(kind="adafactor")
     run(step, 0, 2)
     save_by_hand(trainer, step, out / "adafactor-by-hand.ckpt")
@@ -382,6 +402,7 @@ def adafactor(trainer: Trainer, out: Path) -> None:
 
 def to_plain(trainer: Trainer, out: Path) -> None:
     """A plain optimizer goes on from the file of `one_step` ."""
+    ms.set_context(mode=ms.PYNATIVE_MODE)
     step = make_step(False)
     resume(step, out / f"rank{trainer.rank}" / "updates-1_2.ckpt")
     trainer.keep("to plain", run(step, 2, 4))
@@ -407,7 +428,8 @@ def in_window(trainer: Trainer, out: Path) -> None:
 
 
 def in_window_with_whole_accumulators(trainer: Trainer, out: Path) -> None:
-    """A new step goes on."""
+    """A new step goes on, in PyNative mode; `in_window` shows the graph."""
+    ms.set_context(mode=ms.PYNATIVE_MODE)
     file = str(out / f"window-whole{trainer.rank}.ckpt")
     trainer.keep("window/whole", save_in_window(make_step(accumulation_steps=2), file))
     step = make_step(accumulation_steps=2)
@@ -439,6 +461,8 @@ def refusals(trainer: Trainer, out: Path) -> None:
 
 
 def from_two(trainer: Trainer, out: Path) -> None:
+    """In PyNative mode, because the layout counts here; two ranks show the graph."""
+    ms.set_context(mode=ms.PYNATIVE_MODE)
     step = make_step(shard_accumulators=True)
     resume(step, out / "rank0" / "updates-1_2.ckpt")
     trainer.keep("from two", run(step, 2, 4))
@@ -450,14 +474,16 @@ Task = Callable[[Trainer], object]
 TASKS: dict[tuple[str, ...], Task] = {
     ("counted", "overflow"): counted_and_overflow,
     ("by parameters",): training("by parameters/sharded", "adam", apart=True, optimizer_options=BY_PARAMETERS),
-    ("trust_ratio",): lambda trainer: trainer.both("trust_ratio", "trust_ratio", **COUNTED),
-    ("experimental",): lambda trainer: trainer.both("experimental", "experimental", **COUNTED),
+    ("trust_ratio",): with_reference("trust_ratio", "trust_ratio"),
+    ("experimental",): with_reference("experimental", "experimental"),
     ("shards",): training("shards/sharded", "adam", apart=True, **SHARDED_ACCUMULATORS),
     ("shards by parameters",): training("shards by parameters/sharded", "trust_ratio", **SHARDED_ACCUMULATORS),
     ("flush", "shards flush"): flush,
     ("broken: forgets",): training("broken: forgets", "adam", broken=forget_to_gather),
-    ("broken: neighbour",): training("broken: neighbour", "adam", broken=take_the_neighbours_slice),
-    ("broken: unit",): training("broken: unit", "adam", broken=weigh_by_own_unit, **SHARDED_ACCUMULATORS),
+    ("broken: neighbour",): in_pynative_mode(training("broken: neighbour", "adam", broken=take_the_neighbours_slice)),
+    ("broken: unit",): in_pynative_mode(
+        training("broken: unit", "adam", broken=weigh_by_own_unit, **SHARDED_ACCUMULATORS)
+    ),
     ("small buffers", "small buffers by parameters"): small_buffers,
     ("pynative",): in_pynative_mode(training("pynative/sharded", "adam", apart=True)),
     ("pynative by parameters",): in_pynative_mode(training("pynative by parameters/sharded", "trust_ratio")),
