@@ -107,11 +107,20 @@ def check_rows(outputs, x, weight=START):
         np.testing.assert_allclose(output.asnumpy().astype(np.float64), wanted, rtol=1e-5, atol=1e-6)
 
 
+# Each pair of a mode, a loss and a number of micro-batches.
+COMBINED = {
+    "graph": [("mean", 1), ("mean", 3), ("mean", 8), ("sum", 8), ("masked", 3), ("ratio", 3)],
+    "pynative": [("mean", 3), ("masked", 1), ("masked", 8), ("sum", 1), ("sum", 3), ("ratio", 1), ("ratio", 8)],
+}
+
+
 @pytest.mark.core("graph-mean-3", "pynative-masked-8", "pynative-sum-1", "pynative-ratio-1")
-@pytest.mark.parametrize("micro_size", [1, 3, 8])
-@pytest.mark.parametrize("loss", ["mean", "sum", "masked", "ratio"])
-def test_outputs_are_the_batchs_and_change_nothing(loss, micro_size, mode):
+@pytest.mark.parametrize(
+    ("mode", "loss", "micro_size"), [(mode, *one) for mode, found in COMBINED.items() for one in found]
+)
+def test_outputs_are_the_batchs_and_change_nothing(mode, loss, micro_size):
     """Samples that count nothing have outputs too. Three micro-batches are 3 + 3 + 2."""
+    ms.set_context(mode=MODES[mode])
     step, plain = (steps(loss, aux, micro_size=micro_size) for aux in (True, False))
     for seed in range(2):
         weight = as_numpy(step.weights[0])
@@ -140,11 +149,17 @@ def test_negative_control_a_changed_order_is_caught(pynative, monkeypatch):
 
 
 @pytest.mark.core("pynative-masked")
-@pytest.mark.parametrize("loss", ["mean", "masked", "ratio"])
-def test_each_batch_of_a_window_has_its_own(loss, mode):
-    """Scalars are averaged as the loss of the call; the tail is flushed."""
+@pytest.mark.parametrize(
+    ("mode", "loss"),
+    [("graph", "mean"), ("graph", "masked"), ("pynative", "mean"), ("pynative", "masked"), ("pynative", "ratio")],
+)
+def test_each_batch_of_a_window_has_its_own(mode, loss):
+    """Scalars are averaged as the loss of the call; the tail is flushed. A graph is compiled for each length, so that
+    in graph mode the batches have one."""
+    ms.set_context(mode=MODES[mode])
+    masks = [MASK, [0] * 8, MASK[::-1]] if mode == "graph" else [MASK, [0, 0, 0], MASK[:5]]
     step, plain = (steps(loss, aux, micro_size=2, accumulation_steps=2) for aux in (True, False))
-    for seed, mask in enumerate([MASK, [0, 0, 0], MASK[:5]]):
+    for seed, mask in enumerate(masks):
         weight = as_numpy(step.weights[0])
         x, mask = batch(mask, seed)
         step_loss, *rows, scalar = step(x, mask)
@@ -210,10 +225,8 @@ def test_in_a_graph_for_all_lengths():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("spans", [1, 2])
-def test_with_sizes_that_are_found(spans):
-    ms.set_context(mode=ms.GRAPH_MODE)
-    step = step_of(Shown(), True, aux=True, micro_batch_size="auto", memory_limit=2**40, accumulation_steps=spans)
+def test_with_sizes_that_are_found():
+    step = step_of(Shown(), True, aux=True, micro_batch_size="auto", memory_limit=2**40, accumulation_steps=2)
     x, mask = batch(MASK)
     loss, overflow, _, *rows, scalar = step(x, mask)
     check_rows(rows, x)
