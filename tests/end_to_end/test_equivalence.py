@@ -148,8 +148,8 @@ class MeanOfMeans(BySamples):
 @pytest.mark.parametrize(
     ("broken", "mode"),
     [
-        (FactorK, "pynative"),
-        (LastMicroBatchOnly, "pynative"),
+        (FactorK, "graph"),
+        (LastMicroBatchOnly, "graph"),
         (NeverReset, "graph"),
         (MeanOfMeans, "graph"),
         (NeverReset, "pynative"),
