@@ -47,9 +47,9 @@ zero = ops.MultitypeFuncGraph("gaccum_ms_zero")
 
 @add_to.register("Tensor", "Tensor")
 def _add_to(accumulator: ms.Parameter, gradient: ms.Tensor) -> ms.Tensor:
-    if accumulator.dtype == ms.bfloat16:
-        return write(accumulator, accumulator + ops.cast(gradient, accumulator.dtype))
-    return add_in_place(accumulator, ops.cast(gradient, accumulator.dtype))
+    if accumulator.dtype != ms.bfloat16:
+        return add_in_place(accumulator, ops.cast(gradient, accumulator.dtype))
+    return write(accumulator, accumulator + ops.cast(gradient, accumulator.dtype))
 
 
 @add_compensated_to.register("Tensor", "Tensor", "Tensor")
@@ -116,22 +116,22 @@ class Accumulators(nn.Cell):
         self.map = ops.HyperMap(reverse=True)
 
     def add(self, gradients):
-        if self.compensated:
-            return self.map(add_compensated_to, self.sums, self.compensations, gradients)
-        return self.map(add_to, self.sums, gradients)
+        if not self.compensated:
+            return self.map(add_to, self.sums, gradients)
+        return self.map(add_compensated_to, self.sums, self.compensations, gradients)
 
     def read(self, after):
         """The sums, once `after` is computed."""
-        if self.compensated:
-            return self.map(read_compensated, ops.depend(self.sums, after), ops.depend(self.compensations, after))
-        return ops.depend(self.sums, after)
+        if not self.compensated:
+            return ops.depend(self.sums, after)
+        return self.map(read_compensated, ops.depend(self.sums, after), ops.depend(self.compensations, after))
 
     def reset(self, after):
         """Zero everything, once `after` is computed."""
         cleared = self.map(zero, ops.depend(self.sums, after))
-        if self.compensated:
-            cleared = self.map(zero, ops.depend(self.compensations, cleared))
-        return ops.depend(after, cleared)
+        if not self.compensated:
+            return ops.depend(after, cleared)
+        return ops.depend(after, self.map(zero, ops.depend(self.compensations, cleared)))
 
     # -- not compiled --------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import mindspore as ms
 from mindspore import nn, ops
 
 from gaccum_ms.accumulation import micro_batches
-from gaccum_ms.accumulation.micro_step import OneLoss, float32_losses
+from gaccum_ms.accumulation.micro_step import OneLoss, float32_loss
 from gaccum_ms.backend import no_grad
 from gaccum_ms.distributed.layout import gather_json
 from gaccum_ms.layers.window_batchnorm import window_statistics
@@ -130,7 +130,7 @@ class TwoPasses(nn.Cell):
         return loss, slopes, loss_slopes
 
     def seeded_batch_loss(self, unit, *representations):
-        return float32_losses(self.network.loss(*representations), 1)[0] * unit
+        return float32_loss(self.network.loss(*representations)) * unit
 
     def along_slopes(self, share, loss_slopes, number, *part):
         """A scalar whose gradient with respect to the weights is what this micro-batch adds."""

@@ -121,9 +121,24 @@ def _known_plan(shapes, micro_size, micro_batch_size, shared):
     return GraphPlan(samples, size, full * size, rest, full == 1 and rest == 0, shared)
 
 
+# A map over the inputs: for a comprehension, graph mode compiles ten small functions for each input.
+_shape_of = ops.MultitypeFuncGraph("gaccum_ms_shape_of")
+_gather_rows = ops.MultitypeFuncGraph("gaccum_ms_gather_rows")
+
+
+@_shape_of.register("Tensor")
+def _shape_of_one(value):
+    return value.shape
+
+
+@_gather_rows.register("Tensor", "Tensor")
+def _gather_rows_of_one(rows, value):
+    return ops.gather(value, rows, 0)
+
+
 def graph_plan(inputs, micro_size, micro_batch_size, shared):
     """Where a graph cuts its batch."""
-    plan = _known_plan([value.shape for value in inputs], micro_size, micro_batch_size, shared)
+    plan = _known_plan(ops.HyperMap()(_shape_of, inputs), micro_size, micro_batch_size, shared)
     if plan is not None:
         return plan
     samples = samples_of(inputs)
@@ -143,11 +158,11 @@ def take(
     inputs: Sequence[ms.Tensor], start: ms.Tensor, size: int | ms.Tensor, shared: tuple[int, ...]
 ) -> list[ms.Tensor]:
     """The `size` samples from sample `start` on, and the shared inputs. `start` : int32 of shape ()."""
-    if isinstance(size, ms.Tensor):
-        rows = ops.range(start, start + size, ms.Tensor(1, ms.int32))
-    else:
-        rows = start + ms.Tensor(_first_rows(size), ms.int32)
-    # No `enumerate` : graph mode would parse it too, which made the first call of a small network 4 % longer.
+    is_open = isinstance(size, ms.Tensor)
+    one = ms.Tensor(1, ms.int32)
+    rows = ops.range(start, start + size, one) if is_open else start + ms.Tensor(_first_rows(size), ms.int32)
+    if not shared:
+        return ops.HyperMap()(ops.partial(_gather_rows, rows), inputs)
     return [inputs[i] if i in shared else ops.gather(inputs[i], rows, 0) for i in range(len(inputs))]
 
 
@@ -165,9 +180,7 @@ def add_up(turn, sums, inputs, plan, start, loops, *given):
             rows = rows_from(start, size, looped)
             sums = sums + turn(*given, rows, *take(inputs, start, rows, shared))
             start = start + rows
-    if rest > 0:
-        sums = sums + turn(*given, rest, *take_rest(inputs, looped, shared))
-    return sums
+    return sums + turn(*given, rest, *take_rest(inputs, looped, shared)) if rest > 0 else sums
 
 
 def add_up_and_join(turn, noted, inputs, plan, *given):

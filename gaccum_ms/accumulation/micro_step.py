@@ -63,6 +63,14 @@ def float32_losses(losses, number):
     return [ops.cast(loss, ms.float32) for loss in losses]
 
 
+def float32_loss(loss):
+    """The network's only loss as a float32 Tensor, checked to be a scalar."""
+    if not isinstance(loss, (tuple, list)):
+        _check_losses((typeof(loss),), (shape_or_none(loss),), 1)
+        return ops.cast(loss, ms.float32)
+    return float32_losses(loss, 1)[0]
+
+
 class OneLoss(nn.Cell):
     """The network returns one loss. A micro-batch's part of the sums is the loss times its seed."""
 
@@ -81,7 +89,7 @@ class OneLoss(nn.Cell):
     def seeded_loss(self, seed, *micro_batch):
         """The loss times its seed. Scaling the backward's seed costs no pass over the gradients. In low precision, too,
         each sample then has the same gradient as in the whole batch."""
-        return float32_losses(self.network(*micro_batch), 1)[0] * seed
+        return float32_loss(self.network(*micro_batch)) * seed
 
     # -- not compiled --------------------------------------------------------------------------------------------------
 

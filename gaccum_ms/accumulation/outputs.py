@@ -12,7 +12,7 @@ from mindspore import nn, ops
 from mindspore.ops.functional import typeof
 
 from gaccum_ms.accumulation import micro_batches
-from gaccum_ms.accumulation.micro_step import float32_losses, shape_or_none
+from gaccum_ms.accumulation.micro_step import float32_loss, shape_or_none
 from gaccum_ms.losses import counts
 from gaccum_ms.options import Options
 
@@ -84,7 +84,7 @@ class LossWithOutputs(nn.Cell):
             shapes = [shape_or_none(one) for one in outputs]
         known_rows = None if isinstance(rows, ms.Tensor) else rows
         _check_outputs(kinds, shapes, self.ratio, self.aux, known_rows)
-        result: tuple = (float32_losses(outputs[0], 1)[0] * seed,)
+        result: tuple = (float32_loss(outputs[0]) * seed,)
         if self.ratio:
             result = (*result, counts.valid_or_nan(outputs[1]))
         for index in range(self.first_aux, len(outputs)):

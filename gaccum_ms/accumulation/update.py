@@ -48,6 +48,18 @@ def _cast_like_one(gradient, weight):
     return ops.cast(gradient, weight.dtype)
 
 
+def _loss_alone(loss, overflow, scale, outputs):
+    return loss
+
+
+def _with_outputs(loss, overflow, scale, outputs):
+    return (loss, *outputs)
+
+
+def _with_scale(loss, overflow, scale, outputs):
+    return (loss, overflow, scale, *outputs)
+
+
 class Update(nn.Cell):
     """Update the weights with a window's gradients.
 
@@ -83,7 +95,6 @@ class Update(nn.Cell):
         if transforms:
             self.transforms = Chain(owner, transforms, max_grad_norm is not None, weights, network)
         self.drops = options.drops
-        self.shows_outputs = options.aux
         self.is_sharded = window.is_sharded
         self.sens = 1.0  # see `leave_scale_to_optimizer`
         self.scaled = scale_sense is not None
@@ -91,12 +102,14 @@ class Update(nn.Cell):
         self.manager: Any = None
         if scale_sense is not None:
             self.scale_sense, self.manager = scale_parameter(owner, scale_sense)
+        # What the step returns for a batch, compiled or not.
+        self.returned = _with_scale if self.scaled else _with_outputs if options.aux else _loss_alone
         statistics = window_statistics(network) if network is not None else None
         self.has_statistics = statistics is not None
         if statistics is not None:
             self.statistics = statistics
-        self.keeps_norm = options.record_noise
-        if max_grad_norm is not None or self.keeps_norm:
+        self.has_norm = max_grad_norm is not None or options.record_noise
+        if self.has_norm:
             self.grad_norm = record("grad_norm")
         # If the norm is finite, the gradients are, and stay so in float32: they need no second check.
         self.norm_tells = (
@@ -150,60 +163,51 @@ class Update(nn.Cell):
 
     def construct(self, gradients, divisor, loss, counted):
         """Takes what a window's `run` or `result` returns. Returns the loss, and whether the window overflowed."""
-        if self.is_sharded and self.scaled:  # a product: the compiler's pass for norms does not recognise quotients
-            gradients = self.map(ops.partial(scale_by, self.sens / divisor), gradients)
-        elif self.scaled or self.window.needs_division:
-            gradients = self.map(ops.partial(_divide, divisor / self.sens), gradients)
+        if self.scaled or self.window.needs_division:
+            gradients = self._divided(gradients, divisor)
         norm_is_finite = True
-        if self.max_grad_norm is not None:
-            gradients, loss, norm_is_finite = self._clip(gradients, loss, self.max_grad_norm)
-        elif self.keeps_norm:
-            loss = ops.depend(loss, ops.assign(self.grad_norm, norms.global_norm(gradients) / self.sens))
+        if self.has_norm:
+            gradients, loss, norm_is_finite = self._clipped(gradients, loss)
         finished = self.map(_cast_like, gradients, self.weights)
         overflow = self._overflow(finished, loss, counted, divisor, norm_is_finite)
-        if not self.has_transforms:
-            gradients = finished
+        gradients = gradients if self.has_transforms else finished
         if self.window.may_skip or self.scaled:
             if ops.logical_and(counted, ops.logical_not(overflow)):
                 loss = self._update(gradients, loss)
         else:
             loss = self._update(gradients, loss)
-        if self.manager is not None:
-            loss = ops.depend(loss, self._adjust_scale(overflow, loss))
-        if self.has_statistics:
-            loss = self.statistics.reset(loss)
+        loss = ops.depend(loss, self._adjust_scale(overflow, loss)) if self.manager is not None else loss
+        loss = self.statistics.reset(loss) if self.has_statistics else loss
         return self.window.reset(loss), overflow
 
-    def returned(self, loss, overflow, scale, outputs):
-        """What the step returns for a batch, compiled or not. `outputs` : the outputs beside the loss."""
-        if self.scaled:
-            return (loss, overflow, scale, *outputs)
-        return (loss, *outputs) if self.shows_outputs else loss
-
     def _update(self, gradients, loss):
-        if self.has_transforms:
-            gradients, allowed = self.transforms.change(gradients, self.sens)
-            gradients = self.map(_cast_like, gradients, self.weights)
-            if self.transforms.vetoes:
-                if allowed:
-                    loss = self._move(gradients, loss)
-            else:
-                loss = self._move(gradients, loss)
+        if not self.has_transforms:
+            return self._move(gradients, loss)
+        gradients, allowed = self.transforms.change(gradients, self.sens)
+        gradients = self.map(_cast_like, gradients, self.weights)
+        if self.transforms.vetoes:
+            if allowed:
+                loss = self.transforms.after_update(self._move(gradients, loss))
         else:
-            loss = self._move(gradients, loss)
+            loss = self.transforms.after_update(self._move(gradients, loss))
         return loss
 
     def _move(self, gradients, loss):
         updated = self.optimizer(gradients)
         loss = ops.depend(loss, (updated, ops.assign_add(self.update_count, ms.Tensor(1, ms.int32))))
-        if self.has_statistics:
-            loss = self.statistics.move(loss)
-        return self.transforms.after_update(loss) if self.has_transforms else loss
+        return self.statistics.move(loss) if self.has_statistics else loss
 
-    def _clip(self, gradients, loss, max_norm):
+    def _divided(self, gradients, divisor):
+        if self.is_sharded and self.scaled:  # a product: the compiler's pass for norms does not recognise quotients
+            return self.map(ops.partial(scale_by, self.sens / divisor), gradients)
+        return self.map(ops.partial(_divide, divisor / self.sens), gradients)
+
+    def _clipped(self, gradients, loss):
         norm = norms.global_norm_of_parts(gradients) if self.is_sharded else norms.global_norm(gradients)
         loss = ops.depend(loss, ops.assign(self.grad_norm, norm / self.sens))
-        return norms.clip_by_norm(gradients, norm, max_norm * self.sens), loss, ops.isfinite(norm)
+        if self.max_grad_norm is None:  # the norm is only recorded
+            return gradients, loss, True
+        return norms.clip_by_norm(gradients, norm, self.max_grad_norm * self.sens), loss, ops.isfinite(norm)
 
     def _overflow(self, gradients, loss, counted, divisor, norm_is_finite):
         """Whether an overflow forbids the update. It does if the finished gradient (equal on all ranks), its norm or

@@ -88,10 +88,10 @@ class BySamples(nn.Cell):
 
     def reduce(self, gradients, sums, scale, unit):
         loss = sums / scale
-        if self.records_noise:
-            gradients, kept = self.noise.reduce(self.grad_reducer, gradients, unit / scale, loss)
-            return gradients, scale, ops.depend(loss, kept), True
-        return self.grad_reducer(gradients), scale, loss, True
+        if not self.records_noise:
+            return self.grad_reducer(gradients), scale, loss, True
+        gradients, kept = self.noise.reduce(self.grad_reducer, gradients, unit / scale, loss)
+        return gradients, scale, ops.depend(loss, kept), True
 
 
 class BySamplesWithOutputs(BySamples):

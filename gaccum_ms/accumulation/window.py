@@ -157,8 +157,7 @@ class Window(nn.Cell):
 
     def reset(self, after):
         """Zero the accumulators, once `after` is computed."""
-        if self.records_noise:
-            after = ops.depend(after, self.noise.reset(after))
+        after = ops.depend(after, self.noise.reset(after)) if self.records_noise else after
         return self.store.reset(after)
 
     # -- not compiled --------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import mindspore as ms
 from mindspore import nn, ops
 
 from gaccum_ms.accumulation.accumulators import Accumulators, NoAccumulators
-from gaccum_ms.accumulation.micro_step import float32_losses
+from gaccum_ms.accumulation.micro_step import float32_loss
 from gaccum_ms.backend.parameters import hold_weights, record
 from gaccum_ms.compatibility import Setup
 from gaccum_ms.losses import counts
@@ -82,7 +82,7 @@ class BatchLoss(nn.Cell):
     def share(self, micro_batch, total):
         """The part of the batch's loss from one micro-batch."""
         loss = self.network(*micro_batch)
-        loss = ops.cast(loss, ms.float32) if self.per_sample else float32_losses(loss, 1)[0]
+        loss = ops.cast(loss, ms.float32) if self.per_sample else float32_loss(loss)
         if not self.counted:
             return loss * (1.0 / self.micro_size) if self.loss_is_mean else loss
         count = counts.valid_or_nan(self.count(*micro_batch)) if self.loss_is_mean else 1.0

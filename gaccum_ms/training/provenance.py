@@ -16,7 +16,7 @@ from mindspore.communication import get_group_size, get_rank
 
 from gaccum_ms.backend.graphs import runs_eagerly
 from gaccum_ms.backend.newer_optimizers import list_rates, refuse_uncompiled
-from gaccum_ms.backend.parameters import counter, of_this_rank, overwrite, own
+from gaccum_ms.backend.parameters import counter, of_this_rank, overwrite, overwrite_changed, own
 from gaccum_ms.backend.storage import keep_in_place, parameters_of
 from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer, whole_state
 from gaccum_ms.training.averages import Averaged
@@ -64,7 +64,7 @@ class Provenance(nn.Cell):
 
     def keep_random_state(self) -> None:
         """Keep the default generator's state for the next checkpoint."""
-        self.random_state.set_data(ms.get_rng_state())
+        overwrite_changed(self.random_state, ms.get_rng_state())
 
     def note_load(self) -> None:
         """Note that an open window's Parameters were written."""
@@ -146,13 +146,13 @@ class Provenance(nn.Cell):
         """Record this run as the origin. If the saving cell had other `accumulation_steps` , later windows get this
         run's."""
         if window is not None:
-            overwrite(window.updates_held, ms.Tensor(0, ms.int32))
+            overwrite_changed(window.updates_held, ms.Tensor(0, ms.int32))
             if int(self.configured_steps.asnumpy()) != self.own_steps:
                 window.set_steps(self.own_steps)
-        overwrite(self.window_origin, ms.Tensor([self.rank, self.ranks], ms.int32))
+        overwrite_changed(self.window_origin, ms.Tensor([self.rank, self.ranks], ms.int32))
         if len(self.rules) == 1:
-            overwrite(self.window_rule, ms.Tensor(RULES.index(self.rules[0]), ms.int32))
-        overwrite(self.configured_steps, ms.Tensor(self.own_steps, ms.int32))
+            overwrite_changed(self.window_rule, ms.Tensor(RULES.index(self.rules[0]), ms.int32))
+        overwrite_changed(self.configured_steps, ms.Tensor(self.own_steps, ms.int32))
 
 
 class Resumable(Averaged):
