@@ -121,7 +121,6 @@ def _known_plan(shapes, micro_size, micro_batch_size, shared):
     return GraphPlan(samples, size, full * size, rest, full == 1 and rest == 0, shared)
 
 
-# A map over the inputs: for a comprehension, graph mode compiles ten small functions for each input.
 _shape_of = ops.MultitypeFuncGraph("gaccum_ms_shape_of")
 _gather_rows = ops.MultitypeFuncGraph("gaccum_ms_gather_rows")
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _divide = ops.MultitypeFuncGraph("gaccum_ms_divide")
 _cast_like = ops.MultitypeFuncGraph("gaccum_ms_cast_like")
+_cast = ops.Cast()  # for each weight, one function less in a graph than `ops.cast`
 
 
 @_divide.register("Tensor", "Tensor")
@@ -45,7 +46,7 @@ def _divide_one(divisor, gradient):
 
 @_cast_like.register("Tensor", "Tensor")
 def _cast_like_one(gradient, weight):
-    return ops.cast(gradient, weight.dtype)
+    return _cast(gradient, weight.dtype)
 
 
 def _loss_alone(loss, overflow, scale, outputs):
