@@ -97,14 +97,11 @@ def steps(network: Callable[[], nn.Cell], micro_size: int) -> dict[str, nn.Cell]
     return {way: step.set_train() for way, step in ways.items()}
 
 
-def measure(
-    lengths: int, micro_size: int, batch: int, network: Callable[[], nn.Cell] = transformer
-) -> dict[str, list[tuple[float, float]]]:
-    """Wall-clock and CPU seconds of the first call with each length, by way."""
+def measure(taking_turns: dict[str, nn.Cell], lengths: int, batch: int) -> dict[str, list[tuple[float, float]]]:
+    """Wall-clock and CPU seconds of the first call of each step with each length, by way."""
     ms.set_context(mode=ms.GRAPH_MODE)
     random = np.random.default_rng(0)
     seconds: dict[str, list[tuple[float, float]]] = {}
-    taking_turns = steps(network, micro_size)
     for length in range(SHORTEST, SHORTEST + lengths):
         tokens = [Tensor(random.integers(0, VOCABULARY, (batch, length), dtype=np.int32)) for _ in range(2)]
         for way, step in taking_turns.items():
@@ -121,7 +118,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--micro-size", type=int, default=4)
     parser.add_argument("--batch", type=int, default=8, help="sequences")
     options = parser.parse_args(arguments)
-    for way, (first, *others) in measure(options.lengths, options.micro_size, options.batch).items():
+    measured = measure(steps(transformer, options.micro_size), options.lengths, options.batch)
+    for way, (first, *others) in measured.items():
         clock, cpu = (statistics.median(values) for values in zip(*others, strict=True))
         print(f"{way:24} first length {first[0]:5.1f} s, each other {clock:5.2f} s, {cpu:5.2f} s of CPU (medians)")
 

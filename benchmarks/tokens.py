@@ -53,18 +53,23 @@ def sample(module: str) -> Any:
     return importlib.import_module(module)
 
 
+def corpus_of(longest: int) -> Any:
+    """The sample's texts. To read them takes seconds."""
+    return sample("corpus").Corpus(longest, VOCABULARY)
+
+
 def lengths_of(labels: np.ndarray) -> np.ndarray:
     return (labels != sample("corpus").IGNORED).sum(1)
 
 
 class Data:
-    """Batches without end, in an order that is always the same."""
+    """Batches of a corpus without end, in an order that is always the same."""
 
-    def __init__(self, sizes: Sizes, equal: bool) -> None:
+    def __init__(self, corpus: Any, sizes: Sizes, equal: bool) -> None:
         self.sizes = sizes
         self.equal = equal
         self.random = np.random.default_rng(0)
-        self.corpus = sample("corpus").Corpus(sizes.longest, VOCABULARY)
+        self.corpus = corpus
 
     def next(self) -> Batch:
         if self.equal:
@@ -218,10 +223,10 @@ def installed_ways() -> list[str]:
     return [name for name in WAYS if not name.startswith("PyTorch") or importlib.util.find_spec("torch")]
 
 
-def work(name: str, sizes: Sizes, pipe: Any) -> None:
+def work(name: str, corpus: Any, sizes: Sizes, pipe: Any) -> None:
     """In the process of one way: one update for each word from the controller, until it says no more."""
     kind, by_length, equal = WAYS[name]
-    data = Data(sizes, equal)
+    data = Data(corpus, sizes, equal)
     way = kind(data, by_length)
     for _ in range(WARM_UP):
         way.update(data.next())
@@ -241,13 +246,13 @@ def work(name: str, sizes: Sizes, pipe: Any) -> None:
 
 def measure(sizes: Sizes, rounds: int, names: list[str]) -> dict[str, tuple[list[tuple], tuple]]:
     """For each way: what `work` measured of its updates; its peak memory in bytes, and its number of graphs."""
-    context = multiprocessing.get_context("spawn")
+    context, corpus = multiprocessing.get_context("spawn"), corpus_of(sizes.longest)
     pipes, processes = {}, []
     found: dict[str, tuple[list[tuple], tuple]] = {}
     try:
         for name in names:  # one after the other: compilations disturb each other
             pipes[name], other = context.Pipe()
-            processes.append(context.Process(target=work, args=(name, sizes, other), daemon=True))
+            processes.append(context.Process(target=work, args=(name, corpus, sizes, other), daemon=True))
             processes[-1].start()
             other.close()
             pipes[name].recv()

@@ -26,7 +26,7 @@ def test_the_reference_learns():
     assert losses[-1] < 0.9 * losses[0]
 
 
-def test_mean_of_means_is_caught():
+def test_mean_of_means_is_caught(pynative):
     """The control weighs by samples. Both halves of its batch have labels, so that nothing is NaN."""
     assert all(labels_in_each(0, micro_size=2))
     losses, _ = language_model.train(language_model.accumulated(2, count=None), updates=1)

@@ -34,10 +34,10 @@ GATHERED = {
     "graph-1": {"micro_size": 1},
     "pynative-3": {"micro_size": 3},
     "jit-3": {"micro_size": 3, "jit": True},
-    "graph-scaled": {"micro_size": 3, "scale_sense": Tensor(256.0, ms.float32)},
-    "graph-clipped": {"micro_size": 3, "max_grad_norm": 0.05},
+    "pynative-scaled": {"micro_size": 3, "scale_sense": Tensor(256.0, ms.float32)},
+    "pynative-clipped": {"micro_size": 3, "max_grad_norm": 0.05},
     "graph-sharded": {"micro_size": 3, "shard_accumulators": True},
-    "graph-broken": {"micro_size": 3, "step_class": step_with(micro_step=RanksCountTwice)},
+    "pynative-broken": {"micro_size": 3, "step_class": step_with(micro_step=RanksCountTwice)},
 }
 
 
