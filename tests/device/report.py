@@ -65,8 +65,13 @@ def results(file: Path) -> list[str]:
     return ["| test | result | seconds |", "| --- | --- | --- |", *rows, "", *details]
 
 
-def main(words: list[str]) -> int:
-    machine = said_by([sys.executable, "-m", "gaccum_ms.launch.doctor"])
+def check() -> str:
+    """What this machine has, and which devices work."""
+    return said_by([sys.executable, "-m", "gaccum_ms.launch.doctor"])
+
+
+def main(words: list[str], machine: str) -> int:
+    """Test the chosen device of a machine that `check` has described, and return the exit code."""
     print(machine, end="", flush=True)
     device = chosen(machine)
     if device is None:
@@ -88,4 +93,4 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], check()))

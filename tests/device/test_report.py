@@ -9,6 +9,7 @@ import sys
 import pytest
 import report
 from marks import PAGE, ROOT, marked, page
+from support.device import DEVICE
 
 
 def test_the_page_has_all_marked_tests():
@@ -55,16 +56,38 @@ def test_results_that_failed_say_why(tmp_path):
     assert "table\n\n```text\n1 2\n```" in text
 
 
-@pytest.mark.thorough
-def test_a_rehearsal_on_cpu_writes_the_report(tmp_path):
-    env = {**os.environ, "DEVICE": "CPU", "GACCUM_MS_DEVICE_REPORT": str(tmp_path / "out")}
-    words = ["-k", "test_benchmarks_measure or (equals_the_whole_batch and dense-2-13)", "-p", "no:cacheprovider"]
+@pytest.fixture(scope="module")
+def rehearsal(tmp_path_factory) -> str:
+    """The report of a rehearsal on CPU, of two tests."""
+    out = tmp_path_factory.mktemp("rehearsal") / "out"
+    env = {**os.environ, "DEVICE": "CPU", "GACCUM_MS_DEVICE_REPORT": str(out), "CUDA_VISIBLE_DEVICES": ""}
+    words = ["tests/device/test_devices.py", "tests/end_to_end/test_equivalence.py", "-p", "no:cacheprovider"]
+    words += ["-k", "test_benchmarks_measure or (equals_the_whole_batch and dense-2-13-sgd)"]
     command = [sys.executable, str(ROOT / "tests" / "device" / "report.py"), *words]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
-    text = (tmp_path / "out" / "report.md").read_text()
-    assert text.startswith("# 2 × CPU, ")
-    assert "mindspore  " in text
-    assert "test_equals_the_whole_batch[dense-2-13-sgd-graph-float32]` | passed |" in text
-    assert "test_benchmarks_measure` | passed |" in text
-    assert "test_benchmarks_measure: table" in text
+    return (out / "report.md").read_text()
+
+
+@pytest.mark.thorough
+def test_a_rehearsal_on_cpu_writes_the_report(rehearsal):
+    assert rehearsal.startswith("# 2 × CPU, ")
+    assert "mindspore  " in rehearsal
+    assert "test_equals_the_whole_batch[dense-2-13-sgd-graph-float32]` | passed |" in rehearsal
+    assert "test_benchmarks_measure` | passed |" in rehearsal
+    assert "test_benchmarks_measure: table" in rehearsal
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(DEVICE != "CPU", reason="there is a device")
+def test_without_a_device_the_command_says_so_and_exits_with_3(rehearsal, tmp_path, monkeypatch, capsys):
+    """The machine is this one, as the rehearsal describes it."""
+    machine = rehearsal.split("```text\n")[1].partition("```")[0]
+    monkeypatch.setenv("DEVICE", "")
+    monkeypatch.setattr(report, "FOLDER", tmp_path / "report")
+    assert report.chosen(machine) is None
+    assert report.main([], machine) == 3
+    said = capsys.readouterr()
+    assert "no device: neither Ascend nor GPU works here, so nothing was tested.\n" in said.err
+    assert "Ascend     no: " in said.out
+    assert not (tmp_path / "report").exists()

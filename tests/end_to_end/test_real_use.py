@@ -76,12 +76,12 @@ def test_resnet18_with_lossmonitor_and_checkpoints(trained, processes):
 @pytest.mark.parametrize("processes", [2])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by mindcv's imports
 def test_resnet18s_checkpoints_load_into_the_bare_network(trained, processes):
+    network = mindcv.create_model("resnet18", num_classes=3)
     for rank, results in enumerate(trained[processes].of("resnet18")):
         files = sorted((trained[processes].out / f"checkpoints{rank}").glob("*.ckpt"))
         assert [file.name for file in files] == ["resnet18-2_2.ckpt", "resnet18-4_2.ckpt"]  # after 4 and 8 updates
         loaded = []
         for file in files:
-            network = mindcv.create_model("resnet18", num_classes=3)
             missing, _ = ms.load_param_into_net(network, ms.load_checkpoint(str(file)))
             assert missing == []
             loaded.append(vector(network.trainable_params()))

@@ -3,7 +3,9 @@
     python -m gaccum_ms.launch -n 4 --max-restarts 20 recovering_worker.py OUT UPDATES MODE
 
 Each update has four batches, shared by any number of ranks. OUT/trained.<rank> has one line for each batch that the
-rank trained, with the attempt, the update, and a digest of the samples. Its last weights are in OUT/rank<N>.npz.
+rank trained, with the attempt, the update, and a digest of the samples. Its last weights are in OUT/rank<N>.npz. Then
+the same processes train once more, from the first batch to the last, without a checkpoint: OUT/undisturbed.<rank> and
+OUT/undisturbed<N>.npz.
 """
 
 import hashlib
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import mindspore as ms
 import numpy as np
-from mindspore import nn, train
+from mindspore import Tensor, nn, train
 from mindspore.communication import get_group_size, get_rank, init
 
 from gaccum_ms import GradAccumulationCell, UpdateCheckpoint, resume
@@ -39,28 +41,51 @@ class Trained(train.Callback):
             file.write(json.dumps(row) + "\n")
 
 
+def samples_of_an_epoch(updates):
+    random = np.random.default_rng(0)
+    x = random.normal(size=(updates // EPOCHS * BATCHES * BATCH, 5)).astype(np.float32)
+    return x, np.tanh(x).sum(axis=1, keepdims=True)
+
+
+def make_network():
+    """A network with its loss, and its optimizer."""
+    random = np.random.default_rng(1)
+    net = nn.SequentialCell(nn.Dense(5, 7), nn.Tanh(), nn.Dense(7, 1))
+    for one in net.get_parameters():
+        one.set_data(Tensor(random.normal(size=one.shape) * 0.4, ms.float32))
+    return nn.WithLossCell(net, nn.MSELoss()), nn.Momentum(net.trainable_params(), 0.05, momentum=0.9)
+
+
+def train_all(updates, rows, saved=None):
+    """Train to the end, from the checkpoint in the folder `saved` if there is one, and return all Parameters."""
+    ms.set_seed(1)
+    ms.manual_seed(1)  # MindSpore 2.7 would begin each process with another state
+    rank, ranks = get_rank(), get_group_size()
+    columns = samples_of_an_epoch(updates)
+    data_set = ms.dataset.NumpySlicesDataset(columns, shuffle=False, num_shards=ranks, shard_id=rank).batch(BATCH)
+    network, optimizer = make_network()
+    cell = GradAccumulationCell(network, 2, accumulation_steps=BATCHES // ranks)
+    model = ms.Model(cell, optimizer=optimizer)
+    finished, callbacks = 0, [Trained(rows)]
+    if saved:
+        finished = resume(model, saved, data_set)
+        callbacks.append(UpdateCheckpoint(1, prefix="net", directory=saved))
+    if finished < EPOCHS:  # a rank may have been killed after the last epoch
+        model.train(EPOCHS, data_set, callbacks=callbacks, initial_epoch=finished, dataset_sink_mode=False)
+    return {one.name: one.asnumpy() for one in model.train_network.get_parameters()}
+
+
 def main(out, updates, mode):
     ms.set_device("CPU")
     ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
-    ms.set_seed(1)
-    ms.manual_seed(1)  # MindSpore 2.7 would begin each process with another state
     init()
-    rank, ranks = get_rank(), get_group_size()
     ms.set_auto_parallel_context(parallel_mode=ms.ParallelMode.DATA_PARALLEL, gradients_mean=True)
-    random = np.random.default_rng(0)
-    x = random.normal(size=(int(updates) // EPOCHS * BATCHES * BATCH, 5)).astype(np.float32)
-    y = np.tanh(x).sum(axis=1, keepdims=True)
-    data_set = ms.dataset.NumpySlicesDataset((x, y), shuffle=False, num_shards=ranks, shard_id=rank).batch(BATCH)
-    net = nn.SequentialCell(nn.Dense(5, 7), nn.Tanh(), nn.Dense(7, 1))
-    optimizer = nn.Momentum(net.trainable_params(), 0.05, momentum=0.9)
-    cell = GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), 2, accumulation_steps=BATCHES // ranks)
-    model = ms.Model(cell, optimizer=optimizer)
-    folder = f"{out}/saved/{rank}"
-    finished = resume(model, folder, data_set)
-    callbacks = [Trained(Path(out) / f"trained.{rank}"), UpdateCheckpoint(1, prefix="net", directory=folder)]
-    if finished < EPOCHS:  # a rank may have been killed after the last epoch
-        model.train(EPOCHS, data_set, callbacks=callbacks, initial_epoch=finished, dataset_sink_mode=False)
-    np.savez(f"{out}/rank{rank}.npz", **{one.name: one.asnumpy() for one in model.train_network.get_parameters()})
+    out, rank = Path(out), get_rank()
+    np.savez(out / f"rank{rank}.npz", **train_all(int(updates), out / f"trained.{rank}", f"{out}/saved/{rank}"))
+    rows, last = out / f"undisturbed.{rank}", out / f"undisturbed{rank}.npz"
+    if not last.exists():
+        rows.unlink(missing_ok=True)  # of an attempt that was killed here
+        np.savez(last, **train_all(int(updates), rows))
 
 
 if __name__ == "__main__":

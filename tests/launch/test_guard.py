@@ -88,7 +88,7 @@ def test_threads_are_tuned_when_asked_and_only_then(tmp_path, options, shown):
         "from mindspore._c_expression import RuntimeConf\n"
         'print("set", RuntimeConf.get_instance().is_dispatch_threads_num_configured())',
     )
-    done = Launched(script, "-n", "2", *options).finish()
+    done = Launched(script, "-n", "1", *options).finish()
     assert done.returncode == 0, done.stderr
     assert shown in done.stdout
     assert f"set {bool(options)}" in done.stdout

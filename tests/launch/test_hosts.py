@@ -18,7 +18,8 @@ pytestmark = pytest.mark.distributed
 @pytest.mark.thorough
 def test_two_hosts_train_as_one(hosts, tmp_path):
     env = {"GACCUM_MS_SECRET": "known to both of them"}
-    both = [start(hosts, WORKER, tmp_path, number, args=[str(tmp_path), "5"], env=env) for number in range(2)]
+    arguments = [str(tmp_path), "5", "pynative"]
+    both = [start(hosts, WORKER, tmp_path, number, args=arguments, env=env) for number in range(2)]
     for number, launched in enumerate(both):
         done = launched.finish()
         assert done.returncode == 0, done.stderr
@@ -56,16 +57,6 @@ def test_a_failing_rank_ends_both_hosts_which_name_it_with_its_log(hosts, tmp_pa
 
 
 @pytest.mark.thorough
-def test_no_rank_is_started_before_all_hosts_are_there(hosts, tmp_path):
-    script = write(tmp_path / "script.py", 'open(f"up.{rank}", "x")')
-    other = start(hosts, script, tmp_path, 1)
-    time.sleep(4)
-    assert not (tmp_path / "up.2").exists()
-    assert [one.finish().returncode for one in (start(hosts, script, tmp_path, 0), other)] == [0, 0]
-    assert (tmp_path / "up.2").exists()
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("ending", [0, 2])
 def test_a_rank_that_ends_while_those_of_both_hosts_wait_ends_both(hosts, tmp_path, ending):
     script = write(tmp_path / "script.py", f"if rank == {ending}: os._exit(0)\ntime.sleep(1000)")
@@ -83,8 +74,10 @@ def test_a_rank_that_ends_while_those_of_both_hosts_wait_ends_both(hosts, tmp_pa
 @pytest.mark.thorough
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_host_whose_launcher_is_killed_ends_the_other(hosts, tmp_path, lost):
+    """Host 1 cannot go on without host 0, though restarts are left."""
     script = write(tmp_path / "script.py", 'open(f"up.{rank}", "x")\ntime.sleep(1000)')
-    both = [start(hosts, script, tmp_path, number) for number in range(2)]
+    options = [] if lost else ["--max-restarts", "2", "--min-processes", "2"]
+    both = [start(hosts, script, tmp_path, number, *options) for number in range(2)]
     for rank in range(4):
         both[rank // 2].wait_for(tmp_path / f"up.{rank}")
     begin = time.monotonic()
@@ -115,16 +108,20 @@ def test_a_host_that_is_cut_off_ends_both(hosts, tmp_path):
 
 
 @pytest.mark.thorough
-def test_ranks_of_both_hosts_leave_together(hosts, tmp_path):
+def test_ranks_of_both_hosts_come_and_leave_together(hosts, tmp_path):
     # Each rank prints how long it ended after the last one was done: not before, and not only when its wait ran out.
     script = write(
         tmp_path / "script.py",
-        'import atexit\natexit.register(lambda: print(time.time() - os.path.getmtime("last"), flush=True))\n'
+        'import atexit\nopen(f"up.{rank}", "x")\n'
+        'atexit.register(lambda: print(time.time() - os.path.getmtime("last"), flush=True))\n'
         'if rank == 3: time.sleep(4); open("last", "x")',
     )
-    both = [start(hosts, script, tmp_path, number) for number in range(2)]
-    done = [launched.finish() for launched in both]
+    other = start(hosts, script, tmp_path, 1)
+    time.sleep(4)
+    assert not (tmp_path / "up.2").exists(), "it waits for host 0"
+    done = [launched.finish() for launched in (start(hosts, script, tmp_path, 0), other)]
     assert [one.returncode for one in done] == [0, 0]
+    assert (tmp_path / "up.2").exists()
     who = f"whoever can reach {ADDRESS}, port 8119, can end this launch"
     assert f"note: without GACCUM_MS_SECRET or --secret-file {who}\n" in done[0].stdout
     assert "note: " not in done[1].stdout

@@ -59,7 +59,7 @@ def test_two_launches_at_once_with_spaces_in_every_path_and_variables_of_another
     both = []
     for name in ("out one", "out two"):
         (elsewhere / name).mkdir(parents=True)
-        options = ["--log-dir", f"logs {name}", name, "5"]
+        options = ["--log-dir", f"logs {name}", name, "5", "pynative"]
         both.append(Launched(None, *options, program=program, env=env, cwd=elsewhere))
     for launched, name in zip(both, ("out one", "out two"), strict=True):
         done = launched.finish()
@@ -71,7 +71,8 @@ def test_two_launches_at_once_with_spaces_in_every_path_and_variables_of_another
 @pytest.mark.core("killed")
 @pytest.mark.parametrize("end", ["killed", "raises"])
 def test_a_rank_that_ends_in_training_ends_the_others_in_their_allreduce(tmp_path, end):
-    arguments = [str(tmp_path), FOR_EVER, *(["1"] if end == "raises" else [])]
+    """One rank waits in a compiled step, another in a step of PyNative mode."""
+    arguments = [str(tmp_path), FOR_EVER, *(["pynative", "1"] if end == "raises" else ["graph"])]
     launched = Launched(WORKER, "-n", "2", args=arguments, cwd=tmp_path)
     rank_1 = wait_for_step(launched, tmp_path, rank=1, step=4)
     begin = time.monotonic()
@@ -163,7 +164,7 @@ def test_mpirun_trains_and_keeps_logs_as_msrun_does(tmp_path, mpirun):
     script = tmp_path / "a script.py"
     shutil.copy(WORKER, script)
     options = ["-n", "2", "--launcher", "mpirun", "--log-dir", "log output"]
-    done = Launched(script, *options, args=[str(tmp_path), "5"], env=STALE).finish()
+    done = Launched(script, *options, args=[str(tmp_path), "5", "pynative"], env=STALE).finish()
     assert done.returncode == 0, done.stderr
     assert_trained(tmp_path, 2)
     logs = tmp_path / "log output" / "1"

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -13,6 +14,9 @@ import numpy as np
 import psutil
 import pytest
 from launched import Launched, start, write
+from mindspore import Tensor, nn
+from recovering_worker import BATCHES, EPOCHS, make_network, samples_of_an_epoch
+from support.reference import as_numpy
 
 from gaccum_ms.launch.cluster import Cluster, LaunchError
 from gaccum_ms.launch.restarts import Restarts
@@ -24,14 +28,14 @@ SECONDS = 3000  # for twenty restarts on a busy machine
 pytestmark = pytest.mark.distributed
 
 
-def trained(folder: Path, ranks: int) -> list[dict[str, np.ndarray]]:
+def weights(folder: Path, ranks: int, training: str = "rank") -> list[dict[str, np.ndarray]]:
     """All Parameters of each rank, at the end."""
-    return [dict(np.load(folder / f"rank{rank}.npz")) for rank in range(ranks)]
+    return [dict(np.load(folder / f"{training}{rank}.npz")) for rank in range(ranks)]
 
 
-def rows_of(folder: Path, rank: int) -> list[list]:
+def rows_of(folder: Path, rank: int, training: str = "trained") -> list[list]:
     """Attempt, update and samples of each batch that a rank trained on. An incomplete last line is left out."""
-    file = folder / f"trained.{rank}"
+    file = folder / f"{training}.{rank}"
     return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
 
 
@@ -41,12 +45,6 @@ def begin(folder: Path, ranks: int, updates: int, *options: str, mode: str) -> L
     return Launched(
         WORKER, "-n", str(ranks), "--timeout", str(SECONDS), *options, args=arguments, cwd=folder, prefix=KEEPS
     )
-
-
-def undisturbed(folder: Path, ranks: int, updates: int, mode: str) -> Path:
-    done = begin(folder, ranks, updates, mode=mode).finish(SECONDS)
-    assert done.returncode == 0, said(folder)
-    return folder
 
 
 def said(folder: Path) -> str:
@@ -73,7 +71,7 @@ def kill_one(launched: Launched, folder: Path, attempt: int, ranks: int, chance:
     until = time.monotonic() + SECONDS
     while len(ranks_of_attempt(launched, attempt)) < ranks and launched.process.poll() is None:
         assert time.monotonic() < until
-        time.sleep(0.1)
+        time.sleep(0.3)
     if batches is None:
         time.sleep(chance.uniform(0, 3))
     else:
@@ -84,31 +82,46 @@ def kill_one(launched: Launched, folder: Path, attempt: int, ranks: int, chance:
     chance.choice(ranks_of_attempt(launched, attempt)).kill()
 
 
-def assert_trained_once(folder: Path, reference: Path, ranks: int) -> None:
-    """Check that every update has the samples of an undisturbed training, and that each attempt makes its updates
+def assert_trained_once(folder: Path, ranks: int, updates: int) -> None:
+    """Check that every update has the samples of the undisturbed training, and that each attempt makes its updates
     in succession, from where the earlier attempts ended."""
     for rank in range(ranks):
         rows = rows_of(folder, rank)
-        right = {update: (samples, size) for _, update, samples, size in rows_of(reference, rank)}
+        right = {update: (samples, size) for _, update, samples, size in rows_of(folder, rank, "undisturbed")}
         assert all(right[update] == (samples, size) for _, update, samples, size in rows)
         for attempt in {row[0] for row in rows}:
-            updates = [row[1] for row in rows if row[0] == attempt]
+            made = [row[1] for row in rows if row[0] == attempt]
             before = max((row[1] for row in rows if row[0] < attempt), default=0)
-            assert updates == list(range(updates[0], updates[0] + len(updates)))
-            assert before <= updates[0] <= before + 2
-        assert rows[-1][1] == max(right)
+            assert made == list(range(made[0], made[0] + len(made)))
+            assert before <= made[0] <= before + 2
+        assert rows[-1][1] == updates
 
 
-def assert_identical(folder: Path, reference: Path, ranks: int) -> None:
-    for got, right in zip(trained(folder, ranks), trained(reference, ranks), strict=True):
+def assert_identical(folder: Path, ranks: int, updates: int) -> None:
+    """Compare all Parameters with the undisturbed training, which made all updates in one attempt."""
+    for rank in range(ranks):
+        rows = rows_of(folder, rank, "undisturbed")
+        assert (len(rows), rows[-1][1]) == (updates * BATCHES // ranks, updates)
+        assert len({row[0] for row in rows}) == 1
+    for got, right in zip(weights(folder, ranks), weights(folder, ranks, "undisturbed"), strict=True):
         assert got.keys() == right.keys()
         for name in right:
             np.testing.assert_array_equal(got[name], right[name], name)
 
 
+def whole_batches(updates: int) -> nn.Cell:
+    """The network, trained by MindSpore's own step in this process, on the samples of each update as one batch."""
+    network, optimizer = make_network()
+    step = nn.TrainOneStepCell(network, optimizer).set_train()
+    x, y = samples_of_an_epoch(updates)
+    for _ in range(EPOCHS):
+        for batch in zip(np.split(x, updates // EPOCHS), np.split(y, updates // EPOCHS), strict=True):
+            step(*map(Tensor, batch))
+    return network
+
+
 @pytest.mark.thorough
 def test_a_rank_that_is_killed_is_started_again_and_nothing_is_trained_twice(tmp_path):
-    reference = undisturbed(tmp_path / "reference", 2, 6, "graph")
     folder = tmp_path / "disturbed"
     launched = begin(folder, 2, 6, "--max-restarts", "1", mode="graph")
     while len(rows_of(folder, 1)) < 5 and launched.process.poll() is None:
@@ -128,13 +141,17 @@ def test_a_rank_that_is_killed_is_started_again_and_nothing_is_trained_twice(tmp
     assert "net-9_9.ckpt' is passed over" in (folder / "log_output" / "2" / "rank.0" / "stderr").read_text()
     for attempt in ("1", "2"):
         assert (folder / "log_output" / attempt / "rank.1" / "stdout").exists()
-    assert_identical(folder, reference, 2)
+    assert_identical(folder, 2, 6)
+    rows = [rows_of(folder, rank) for rank in range(2)]
+    (folder / "rank0.npz").unlink()
+    assert begin(folder, 2, 6, mode="graph").finish(SECONDS).returncode == 0, said(folder)
+    assert [rows_of(folder, rank) for rank in range(2)] == rows, "all is done already"
+    assert_identical(folder, 2, 6)
 
 
 @pytest.mark.thorough
 def test_twenty_kills_at_random_moments_leave_the_weights_of_an_undisturbed_training(tmp_path):
     ranks, updates = 4, 60
-    reference = undisturbed(tmp_path / "reference", ranks, updates, "pynative")
     folder, chance = tmp_path / "disturbed", random.Random(20)
     launched = begin(folder, ranks, updates, "--max-restarts", str(KILLS), mode="pynative")
     for attempt in range(KILLS):
@@ -142,20 +159,15 @@ def test_twenty_kills_at_random_moments_leave_the_weights_of_an_undisturbed_trai
     done = launched.finish(SECONDS)
     assert done.returncode == 0, said(folder)
     assert said(folder).count("note: all begin anew") == KILLS
-    assert_trained_once(folder, reference, ranks)
-    assert_identical(folder, reference, ranks)
-    (folder / "rank0.npz").unlink()
-    assert undisturbed(folder, ranks, updates, "pynative"), "all is done already"
-    assert_trained_once(folder, reference, ranks)
-    assert_identical(folder, reference, ranks)
+    assert_trained_once(folder, ranks, updates)
+    assert_identical(folder, ranks, updates)
 
 
 @pytest.mark.thorough
-def test_the_ranks_that_are_left_make_the_same_updates_to_rounding(tmp_path):
+def test_the_ranks_that_are_left_make_the_same_updates_to_rounding(tmp_path, pynative):
     """The last rank of four fails twice in succession, then the last of three, so two ranks go on."""
-    reference = undisturbed(tmp_path / "reference", 4, 6, "graph")
-    launched = begin(tmp_path / "fewer", 4, 6, "--max-restarts", "9", "--min-processes", "2", mode="graph")
     folder = tmp_path / "fewer"
+    launched = begin(folder, 4, 6, "--max-restarts", "9", "--min-processes", "2", mode="pynative")
     while len(rows_of(folder, 1)) < 2 and launched.process.poll() is None:
         time.sleep(0.01)
     for attempt, local in enumerate((3, 3, 2, 2)):
@@ -167,13 +179,23 @@ def test_the_ranks_that_are_left_make_the_same_updates_to_rounding(tmp_path):
     done = launched.finish(SECONDS)
     assert done.returncode == 0, said(folder)
     assert done.stdout.splitlines()[-1].startswith("2 ranks finished")
-    (right, *_), got = trained(reference, 4), trained(folder, 2)
-    for one in got:
+    right = {one.name: as_numpy(one) for one in whole_batches(6).trainable_params()}
+    for got in weights(folder, 2):
         for name in ("0.weight", "0.bias", "2.weight", "2.bias"):
-            np.testing.assert_allclose(one[name], right[name], rtol=1e-4, atol=1e-6)
+            np.testing.assert_allclose(got[name], right[name], rtol=1e-4, atol=1e-6)
 
 
 # -- without training --------------------------------------------------------------------------------------------------
+
+COUNTS = (
+    'count = os.environ["GACCUM_MS_RESTART_COUNT"]\nprint(os.environ["RANK_SIZE"], flush=True)\n'
+    'open(f"up.{count}.{rank}", "w")\n'
+)
+
+
+def wait_for_attempt(launched: Launched, folder: Path, attempt: int, ranks: int) -> None:
+    for rank in range(ranks):
+        launched.wait_for(folder / f"up.{attempt}.{rank}")
 
 
 @pytest.mark.thorough
@@ -185,36 +207,32 @@ def test_a_rank_that_fails_each_time_fails_the_launch_when_no_restart_is_left(tm
         'if rank == 1:\n    while not os.path.exists(f"up.{count}.0"): time.sleep(0.1)\n    sys.exit(3)\n'
         "time.sleep(1000)",
     )
-    done = Launched(script, "-n", "2", "--max-restarts", "2").finish()
+    done = Launched(script, "-n", "2", "--max-restarts", "1").finish()
     assert done.returncode == 1
-    assert done.stderr.count("rank 1 failed with exit code 3; all ranks were ended.") == 3
-    assert done.stderr.count("note: all begin anew: restart") == 2
-    assert "error: rank 1 failed" in done.stderr.split("restart 2 of 2.")[1]
-    for attempt in range(3):
+    assert done.stderr.count("rank 1 failed with exit code 3; all ranks were ended.") == 2
+    assert done.stderr.count("note: all begin anew: restart") == 1
+    assert "error: rank 1 failed" in done.stderr.split("restart 1 of 1.")[1]
+    for attempt in range(2):
         said = (tmp_path / "log_output" / str(attempt + 1) / "rank.0" / "stdout").read_text()
-        assert said == f"attempt {attempt} of 2\n"
+        assert said == f"attempt {attempt} of 1\n"
         assert (tmp_path / "log_output" / ("msrun" if not attempt else f"msrun.{attempt + 1}")).is_dir()
-        assert f"attempt {attempt} of 2\n" in done.stdout, "rank 0 is shown in each"
+        assert f"attempt {attempt} of 1\n" in done.stdout, "rank 0 is shown in each"
     assert Launched(write(script, ""), "-n", "1").finish().returncode == 0
     assert sorted(path.name for path in (tmp_path / "log_output").iterdir() if path.is_dir()) == ["1", "msrun"]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("which", ["msrun", "--guard"])
-def test_what_stands_between_launcher_and_ranks_may_be_killed(tmp_path, which):
-    script = write(
-        tmp_path / "script.py",
-        'if os.environ["GACCUM_MS_RESTART_COUNT"] == "0": open(f"up.{rank}", "w"); time.sleep(1000)',
-    )
-    launched = Launched(script, "-n", "2", "--max-restarts", "1")
-    for rank in range(2):
-        launched.wait_for(tmp_path / f"up.{rank}")
-    between = [one for one in launched.running() if any(word.endswith(which) for word in one.cmdline()[:5])]
-    assert between
-    between[-1].kill()
+def test_what_stands_between_launcher_and_ranks_may_be_killed(tmp_path):
+    script = write(tmp_path / "script.py", COUNTS + 'if count < "2": time.sleep(1000)')
+    launched = Launched(script, "-n", "2", "--max-restarts", "2")
+    for attempt, which in enumerate(("msrun", "--guard")):
+        wait_for_attempt(launched, tmp_path, attempt, 2)
+        between = [one for one in launched.running() if any(word.endswith(which) for word in one.cmdline()[:5])]
+        between[-1].kill()
     done = launched.finish()
     assert done.returncode == 0, done.stderr
-    assert "note: all begin anew: restart 1 of 1." in done.stderr
+    for restart in (1, 2):
+        assert f"note: all begin anew: restart {restart} of 2." in done.stderr
 
 
 @pytest.mark.thorough
@@ -261,6 +279,8 @@ def test_what_follows_on_a_failure():
     assert decide(third, failed(2), 1) is None, "no restart is left"
     env = third.environment({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, cores=2)
     assert (env["CUDA_VISIBLE_DEVICES"], env["ASCEND_RT_VISIBLE_DEVICES"]) == ("4,5,7", "0,1,3")
+    decide, all_needed = Restarts().after, Cluster(processes=4, max_restarts=2)
+    assert decide(decide(all_needed, failed(1), 1), failed(1), 1).size == 4, "none may be left out"
 
 
 def test_a_host_is_left_out_whose_rank_fails_twice_but_not_host_0():
@@ -275,55 +295,52 @@ def test_a_host_is_left_out_whose_rank_fails_twice_but_not_host_0():
 
 # -- several hosts -----------------------------------------------------------------------------------------------------
 
-COUNTS = (
-    'count = os.environ["GACCUM_MS_RESTART_COUNT"]\nprint(os.environ["RANK_SIZE"], flush=True)\n'
-    'open(f"up.{count}.{rank}", "w")\n'
-)
 
-
-def wait_for_attempt(launched: Launched, folder: Path, attempt: int, ranks: int) -> None:
-    for rank in range(ranks):
-        launched.wait_for(folder / f"up.{attempt}.{rank}")
-
-
-def wait_until_gone(killed: Launched) -> None:
+def wait_until_gone(killed: Launched) -> subprocess.CompletedProcess:
     """Wait until the guards of a killed launcher have ended their ranks."""
     until = time.monotonic() + 60
     while killed.running() and time.monotonic() < until:
         time.sleep(0.2)
-    killed.finish()
+    return killed.finish()
 
 
 @pytest.mark.thorough
-def test_a_rank_that_fails_restarts_both_hosts(hosts, tmp_path):
-    script = write(tmp_path / "script.py", COUNTS + 'if count == "0": time.sleep(1000 * (rank != 3)); sys.exit(3)')
-    both = [start(hosts, script, tmp_path, number, "--max-restarts", "1") for number in range(2)]
-    for number, launched in enumerate(both):
-        done = launched.finish()
-        assert done.returncode == 0, done.stderr
-        assert "rank 3 on host 1 failed with exit code 3" in done.stderr
-        assert "note: all begin anew: restart 1 of 1." in done.stderr
-        assert f"host {number}/2/rank.N" in done.stdout
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("least", [2, 4])
-def test_a_host_that_is_lost_is_done_without_or_may_come_again(hosts, tmp_path, least):
+def test_a_host_that_is_lost_is_done_without(hosts, tmp_path):
     script = write(tmp_path / "script.py", COUNTS + 'if count == "0": time.sleep(1000)')
-    options = ["--max-restarts", "2", "--min-processes", str(least)]
+    options = ["--max-restarts", "2", "--min-processes", "2"]
     both = [start(hosts, script, tmp_path, number, *options) for number in range(2)]
     wait_for_attempt(both[0], tmp_path, 0, 4)
     both[1].process.kill()
     wait_until_gone(both[1])
-    if least == 4:
-        time.sleep(3)
-        assert not (tmp_path / "up.1.0").exists(), "host 0 waits for it"
-        again = start(hosts, script, tmp_path, 1, *options)
-        assert again.finish().returncode == 0
     done = both[0].finish()
     assert done.returncode == 0, done.stderr
     assert "host 1 (ranks 2 to 3) is lost" in done.stderr
-    assert (tmp_path / "host 0" / "2" / "rank.0" / "stdout").read_text() == f"{least}\n"
+    assert (tmp_path / "host 0" / "2" / "rank.0" / "stdout").read_text() == "2\n"
+
+
+@pytest.mark.thorough
+def test_a_rank_that_fails_restarts_both_hosts_and_a_lost_host_may_come_again(hosts, tmp_path):
+    script = write(
+        tmp_path / "script.py",
+        COUNTS + 'if count == "0": time.sleep(1000 * (rank != 3)); sys.exit(3)\nif count == "1": time.sleep(1000)',
+    )
+    options = ["--max-restarts", "2", "--min-processes", "4"]
+    both = [start(hosts, script, tmp_path, number, *options) for number in range(2)]
+    wait_for_attempt(both[0], tmp_path, 1, 4)
+    both[1].process.kill()
+    lost = wait_until_gone(both[1])
+    time.sleep(3)
+    assert not (tmp_path / "up.2.0").exists(), "host 0 waits for it"
+    again = start(hosts, script, tmp_path, 1, *options).finish()
+    done = both[0].finish()
+    for number, one in enumerate((done, again)):
+        assert one.returncode == 0, one.stderr
+        assert f"host {number}/3/rank.N" in one.stdout
+    for one in (done, lost):
+        assert "rank 3 on host 1 failed with exit code 3" in one.stderr
+        assert "note: all begin anew: restart 1 of 2." in one.stderr
+    assert "host 1 (ranks 2 to 3) is lost" in done.stderr
+    assert (tmp_path / "host 0" / "3" / "rank.0" / "stdout").read_text() == "4\n"
 
 
 @pytest.mark.thorough
@@ -346,16 +363,3 @@ def test_a_host_that_comes_again_later_takes_part_from_the_next_start_on(hosts, 
     assert [one.finish().returncode for one in (both[0], again)] == [0, 0]
     sizes = [(tmp_path / "host 0" / str(attempt) / "rank.0" / "stdout").read_text() for attempt in (1, 2, 3)]
     assert sizes == ["4\n", "2\n", "4\n"]
-
-
-@pytest.mark.thorough
-def test_host_0_that_is_lost_ends_the_others(hosts, tmp_path):
-    script = write(tmp_path / "script.py", COUNTS + "time.sleep(1000)")
-    options = ["--max-restarts", "2", "--min-processes", "2"]
-    both = [start(hosts, script, tmp_path, number, *options) for number in range(2)]
-    wait_for_attempt(both[0], tmp_path, 0, 4)
-    os.kill(both[0].process.pid, signal.SIGKILL)
-    done = both[1].finish()
-    assert done.returncode == 1
-    assert "host 0 is lost" in done.stderr
-    wait_until_gone(both[0])

@@ -1,6 +1,6 @@
 """A rank that trains in data parallel mode, and does not wait for the others at its end.
 
-    python -m gaccum_ms.launch -n 2 training_worker.py OUT STEPS [FAILING_RANK]
+    python -m gaccum_ms.launch -n 2 training_worker.py OUT STEPS MODE [FAILING_RANK]
 
 It writes its process id and its last step to OUT/<N> during training, for tests that kill it, and the sum of its
 weights to OUT/rank<N> at the end. FAILING_RANK raises at step 5, when the others are in that step's AllReduce.
@@ -18,9 +18,9 @@ from mindspore.communication import get_group_size, get_rank, init
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 
 
-def main(out, steps, failing_rank=-1):
+def main(out, steps, mode, failing_rank=-1):
     ms.set_device("CPU")
-    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
     ms.set_seed(1)
     init()
     rank = get_rank()
