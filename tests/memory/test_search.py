@@ -122,7 +122,7 @@ def test_other_errors_are_raised():
 
 
 @pytest.mark.thorough
-def test_the_test_is_injectable():
+def test_the_test_is_injectable(pynative):
     network = Limited(make_network("dense"), 2, "the device says: enough")
     assert search(network, samples=3, is_out_of_memory=lambda error: "enough" in str(error)) == 2
     with pytest.raises(TypeError, match=r"'is_out_of_memory' must be a function of an error, but got 3"):
@@ -213,7 +213,7 @@ def test_statistics_change_where_they_are_not_put_back(here, monkeypatch):
 
 
 @pytest.mark.thorough
-def test_is_found_once(tried):
+def test_is_found_once(tried, pynative):
     network = Limited(make_network("dense"), 2)
     assert search(network, samples=3) == 2
     number = len(tried)
@@ -230,7 +230,7 @@ def test_is_found_once(tried):
 
 
 @pytest.mark.thorough
-def test_failures_are_not_kept(monkeypatch):
+def test_failures_are_not_kept(monkeypatch, pynative):
     network = make_with_loss()
     with pytest.raises(RuntimeError, match="one sample must fit"):
         monkeypatch.setattr(ProcessMeter, "limit", lambda self: 1_000_000)
