@@ -749,9 +749,8 @@ def test_a_window_goes_on_in_the_next_training():
     assert_line(step, (4, 4, 4))
 
 
-@pytest.mark.core(mode="pynative")
-def test_a_short_last_batch_weighs_by_its_samples(mode):
-    """28 samples in batches of five: the sixth has three."""
+def test_a_short_last_batch_weighs_by_its_samples(pynative):
+    """28 samples in batches of five: the sixth has three. In graph mode, LINES have batches of unequal sizes."""
     assert_line(fit([FlushAccumulation()], data=line_data(5), epochs=1), (4, 2), batch=5)
 
 
