@@ -395,8 +395,8 @@ def test_with_a_size_that_is_found():
 # -- GradAccumulator, audit, the monitor -------------------------------------------------------------------------------
 
 
-@pytest.mark.core(mode="graph")
-def test_in_a_loop_of_ones_own(mode):
+def test_in_a_loop_of_ones_own(pynative):
+    """The accumulator is compiled."""
     given = data(6, spikes=(2, 3))
     network = Regression()
     optimizer = momentum(network)
@@ -404,7 +404,6 @@ def test_in_a_loop_of_ones_own(mode):
     accumulator = GradAccumulator(
         optimizer, 2, transforms=(SkipSpikes(norm=3.0), ClipByGlobalNorm(0.2), transform), jit=True
     )
-    ms.set_context(mode=ms.PYNATIVE_MODE)
     grad_fn = ms.value_and_grad(network, None, optimizer.parameters)
     updated = [accumulator(grad_fn(*map(Tensor, batch))[1]) for batch in given]
     assert updated == [False, True, False, False, False, True]
