@@ -13,7 +13,7 @@ import pytest
 from mindspore import Tensor, nn
 from support import paths
 from support.reference import OPTIMIZERS, as_numpy, batches, make_network
-from support.two_ranks import case, run_on_ranks, run_on_two_ranks
+from support.two_ranks import case, run_on_ranks
 
 from gaccum_ms import GradAccumulationCell, find_micro_batch_size
 from gaccum_ms.memory.meter import AllocatorMeter, ProcessMeter
@@ -244,11 +244,11 @@ def test_failures_are_not_kept(monkeypatch, pynative):
 
 @pytest.mark.thorough
 @pytest.mark.distributed
-def test_ranks_agree_on_the_smallest(tmp_path):
+def test_ranks_agree_on_the_smallest(rank_pair, tmp_path):
     """Rank 1 is out of memory above 6 samples: both ranks find 6, for 16 samples in three micro-batches. If nothing
     fits on rank 1, both ranks raise an error. Training goes on as with the number given, with unchanged weights."""
-    ranks = run_on_two_ranks("find_size_ranks_worker.py", tmp_path, time_limit=600)
-    for results in ranks:
+    for rank in rank_pair.worker("find_size_ranks_worker", tmp_path):
+        results = case(rank, "search")
         assert results["less on rank 1"] == 6
         assert "not enough on rank(s) [1]" in str(results["nothing on rank 1"])
         searched, given = case(results, "searched"), case(results, "given")
