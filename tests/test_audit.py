@@ -22,6 +22,7 @@ from support.reference import (
     relative_error,
     step_with,
 )
+from support.reuse import Reused
 
 from gaccum_ms import CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.accumulation.weighing import BySamples
@@ -73,8 +74,7 @@ def test_a_clean_network_passes(optimizer, mode):
     assert max(report.gradients.values()) < 1e-5
 
 
-@pytest.mark.core(mode="pynative")
-def test_the_whole_batchs_loss_is_mindspores_own(mode):
+def test_the_whole_batchs_loss_is_mindspores_own(pynative):
     network = make_network("dense")
     x, y = batches(10, 1)[0]
     hidden = np.tanh(x @ as_numpy(network.hidden.weight).T + as_numpy(network.hidden.bias))
@@ -272,8 +272,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_passes(monkeypatch, pynative):
     assert any("in shift" in problem for report in reports() for problem in report.problems)
 
 
-@pytest.mark.core(mode="pynative")
-def test_negative_control_a_broken_step_is_caught_behind_adam(monkeypatch, mode):
+def test_negative_control_a_broken_step_is_caught_behind_adam(monkeypatch, pynative):
     """Gradients are four times too large, and the loss is right. The gradients show it, Adam's update hardly does."""
 
     class Larger(BySamples):
@@ -436,26 +435,29 @@ def test_negative_control_the_audit_does_train(monkeypatch, pynative):
     assert flags(cell, optimizer) != before_flags
 
 
+@Reused
+def compiled_step(kind):
+    network = in_loss(make_network("conv"))
+    optimizer = OPTIMIZERS["momentum"](network.trainable_params())
+    if kind == "ours":
+        return TrainOneStepWithGradAccumulationCell(GradAccumulationCell(network, 3), optimizer).set_train()
+    return nn.TrainOneStepCell(network, optimizer).set_train()
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "mode"), [("ours", "graph"), ("MindSpore's", "graph"), ("MindSpore's", "pynative")])
 def test_a_compiled_step_goes_on_from_the_right_values(kind, mode):
     ms.set_context(mode=MODES[mode])
     runs = []
-    for audited in (True, False):
-        network = make_network("conv")
-        cell = GradAccumulationCell(in_loss(network), 3)
-        optimizer = OPTIMIZERS["momentum"](cell.trainable_params())
-        if kind == "ours":
-            step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
-        else:
-            step = nn.TrainOneStepCell(cell.network, optimizer).set_train()
+    for audited in (False, True):
+        step = compiled_step(kind)
         losses = [float(step(*batch()))]
         compiled = len(step.compile_cache)
         if audited:
-            assert audit(cell, optimizer, *batch(7)).ok
+            assert audit(GradAccumulationCell(step.network, 3), step.optimizer, *batch(7)).ok
         losses += [float(step(*batch())), float(step(*batch()))]
         assert len(step.compile_cache) == compiled
-        runs.append((losses, as_numpy(network.conv.weight)))
+        runs.append((losses, as_numpy(step.weights[0])))
     assert runs[0][0] == pytest.approx(runs[1][0], rel=1e-6)
     assert runs[0][0][2] < runs[0][0][1] < runs[0][0][0]
     assert relative_error(runs[0][1], runs[1][1]) < 1e-6

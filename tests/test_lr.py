@@ -193,8 +193,8 @@ def test_groups_in_a_function_under_jit(pynative):
     assert [as_numpy(weight)[0] for weight in network.trainable_params()] == [-1.5, -2.5, -4.5]
 
 
-@pytest.mark.core(mode="pynative")
-def test_updates_are_counted_and_not_batches(mode):
+def test_updates_are_counted_and_not_batches(pynative):
+    """In graph mode, test_windows.py trains with a schedule."""
     cell = GradAccumulationCell(Sum(), accumulation_steps=3)
     rate = scale_learning_rate(0.5, 4, warmup_updates=4)
     step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), rate)).set_train()
@@ -238,8 +238,7 @@ def test_a_step_sees_a_multiplied_rate_and_the_current_rate_is_that_of_the_next_
     assert len(step.compile_cache) == (mode == "graph")
 
 
-@pytest.mark.core(mode="pynative")
-def test_the_current_rate_follows_the_order_of_parameters(mode):
+def test_the_current_rate_follows_the_order_of_parameters(pynative):
     def make_optimizer(network):
         groups = [{"params": [network.a], "lr": 0.25}, {"params": [network.c, network.b]}]
         return nn.SGD([*groups, {"order_params": [network.c, network.a, network.b]}], 0.5)
@@ -294,8 +293,8 @@ def test_a_list_of_rates_is_multiplied_and_the_compiled_step_sees_it(mode):
     assert len(step.compile_cache) == (mode == "graph")
 
 
-@pytest.mark.core(mode="pynative")
-def test_the_remedy_makes_a_schedule_that_can_be_multiplied(mode):
+def test_the_remedy_makes_a_schedule_that_can_be_multiplied(pynative):
+    """In graph mode, OPTIMIZERS have such schedules."""
     step = make_step(sgd(scale_learning_rate(nn.CosineDecayLR(0.0, 1.0, 4), 1)))
     first = updates(step)
     multiply_learning_rate(step.optimizer, 4.0)

@@ -127,9 +127,8 @@ class NotesTheWholeBatch(BySamples):
         return super().reduce(gradients, ops.depend(sums, noted), scale, unit)
 
 
-@pytest.mark.core(mode="pynative")
 @pytest.mark.parametrize("weighing", [ForgetsTheSize, NotesTheWholeBatch])
-def test_negative_controls_are_caught(weighing, mode):
+def test_negative_controls_are_caught(weighing, pynative):
     y = targets(12)
     cell = GradAccumulationCell(Quadratic(WEIGHT), 4, record_noise=True)
     step = step_with(weighing=weighing)(cell, nn.SGD(cell.trainable_params(), 0.0)).set_train()
@@ -185,8 +184,7 @@ def test_records_of_counts(mean, accumulation_steps, mode):
     assert not step.window.noise.read(1.0).is_known
 
 
-@pytest.mark.core(mode="pynative")
-def test_a_dropped_micro_batch_is_none(mode):
+def test_a_dropped_micro_batch_is_none(pynative):
     y = targets(8)
     y[5] = np.inf
     step = make_step(micro_size=4, overflow="drop_micro_batch")
@@ -236,8 +234,9 @@ def test_a_window_that_is_resumed_keeps_its_records(pynative, tmp_path):
     np.testing.assert_allclose(noise_of(later), noise_by_hand([[y[:4]], [y[8:11]]], [y]), rtol=1e-5)
 
 
-@pytest.mark.core(mode="pynative")
-def test_recording_changes_no_update(mode):
+def test_recording_changes_no_update(pynative):
+    """In graph mode, "noise" of backend/test_written_values.py trains like the whole batch."""
+
     def run(**more):
         network = make_network("conv")
         optimizer = nn.Momentum(network.trainable_params(), 0.05, 0.9)

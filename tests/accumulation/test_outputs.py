@@ -107,9 +107,9 @@ def check_rows(outputs, x, weight=START):
         np.testing.assert_allclose(output.asnumpy().astype(np.float64), wanted, rtol=1e-5, atol=1e-6)
 
 
-# Each pair of a mode, a loss and a number of micro-batches.
+# Each mode has each loss and each number of micro-batches: the outputs do not depend on how the loss is weighted.
 COMBINED = {
-    "graph": [("mean", 1), ("mean", 3), ("mean", 8), ("sum", 8), ("masked", 3), ("ratio", 3)],
+    "graph": [("mean", 3), ("sum", 1), ("masked", 3), ("ratio", 8)],
     "pynative": [("mean", 3), ("masked", 1), ("masked", 8), ("sum", 1), ("sum", 3), ("ratio", 1), ("ratio", 8)],
 }
 
@@ -151,7 +151,7 @@ def test_negative_control_a_changed_order_is_caught(pynative, monkeypatch):
 @pytest.mark.core("pynative-masked")
 @pytest.mark.parametrize(
     ("mode", "loss"),
-    [("graph", "mean"), ("graph", "masked"), ("pynative", "mean"), ("pynative", "masked"), ("pynative", "ratio")],
+    [("graph", "masked"), ("pynative", "mean"), ("pynative", "masked"), ("pynative", "ratio")],
 )
 def test_each_batch_of_a_window_has_its_own(mode, loss):
     """Scalars are averaged as the loss of the call; the tail is flushed. A graph is compiled for each length, so that
@@ -227,7 +227,7 @@ def test_in_a_graph_for_all_lengths():
 @pytest.mark.thorough
 def test_with_sizes_that_are_found():
     step = step_of(Shown(), True, aux=True, micro_batch_size="auto", memory_limit=2**40, accumulation_steps=2)
-    x, mask = batch(MASK)
+    x, mask = batch(MASK[:2])  # few samples: few sizes are tried
     loss, overflow, _, *rows, scalar = step(x, mask)
     check_rows(rows, x)
     assert not overflow.asnumpy()

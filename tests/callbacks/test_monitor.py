@@ -71,9 +71,10 @@ def assert_record(record, rtol=1e-6, **expected):
 
 # -- the records -------------------------------------------------------------------------------------------------------
 
+# By hand, in PyNative mode. In graph mode, test_every_field_is_the_oracles has clipping, overflows and rates.
 
-@pytest.mark.core(mode="pynative")
-def test_hand_worked_windows(mode):
+
+def test_hand_worked_windows(pynative):
     """x = 1, 2 | 4 and y = 0, 1 | 1, at w = 1: losses 0.5, 0.5 | 4.5, gradients x (w x - y) = 1, 2 | 12, mean 5. Then
     w = 0.5: losses 0.125, 0 | 0.5, gradients 0.5, 0 | 4, mean 1.5. Clipped to 2, the first update is 0.2, not 0.5."""
     records, step = fit(accumulation_steps=2, max_grad_norm=100.0)
@@ -91,8 +92,7 @@ def test_the_norm_is_that_before_clipping(pynative):
     np.testing.assert_allclose(as_numpy(step.weights[0]), 0.8, rtol=1e-6)
 
 
-@pytest.mark.core(mode="pynative")
-def test_without_accumulation_steps_each_batch_is_a_window(mode):
+def test_without_accumulation_steps_each_batch_is_a_window(pynative):
     records, _ = fit(micro_size=2, epochs=1)
     common = {"updated": True, "epoch": 1, "batches": 1, "dropped_micro_batches": 0, "grad_norm": None}
     common |= {"loss_terms": None, "noise_scale": None, "loss_scale": None, "learning_rate": 0.1}
@@ -114,8 +114,7 @@ def test_counts_are_the_users(options, pynative):
         np.testing.assert_allclose(records[0].loss, (0.5 * 0.5 + 2 * 4.5) / 2.5, rtol=1e-6)
 
 
-@pytest.mark.core(mode="pynative")
-def test_an_overflow_is_a_record_that_did_not_update(mode):
+def test_an_overflow_is_a_record_that_did_not_update(pynative):
     """Three windows of two batches of one sample. The fourth sample is infinite: the second window overflows."""
     x = np.array([1, 2, 4, np.inf, 1, 2], np.float32)
     y = np.array([0, 1, 1, 0, 0, 1], np.float32)
@@ -143,8 +142,7 @@ def test_dropped_micro_batches_are_counted_over_the_window(pynative):
     assert (records[0].dropped_micro_batches, records[0].count, records[0].updated) == (4, 0, False)
 
 
-@pytest.mark.core(mode="pynative")
-def test_the_learning_rate_is_that_of_the_windows_own_update(mode):
+def test_the_learning_rate_is_that_of_the_windows_own_update(pynative):
     """Three updates at 0.1, 0.2 and 0.3: read after an update, the rate would be the next update's."""
     cell = GradAccumulationCell(Line(1.0), accumulation_steps=2)
     step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), [0.1, 0.2, 0.3, 0.4]))
@@ -309,7 +307,7 @@ EACH_KIND = {
         oracle.MaskedAndMean, "graph", micro_size=3, count=oracle.COUNT_BOTH, loss_weights=(1.0, 0.5), max_grad_norm=0.2
     ),
     "two losses, scaled": oracle.case(
-        oracle.MaskedAndMean, "jit", [(1, 2)], micro_size=2, count=oracle.COUNT_BOTH, scale=1024.0
+        oracle.MaskedAndMean, poisoned=[(1, 2)], micro_size=2, count=oracle.COUNT_BOTH, scale=1024.0
     ),
     "two losses, samples": oracle.case(oracle.MeanAndMean, micro_size=3, loss_weights=(0.5, 2.0)),
     "loss of the batch": oracle.case(oracle.Spread, micro_size=2, max_grad_norm=0.2, scale=1024.0),

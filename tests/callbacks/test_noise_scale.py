@@ -33,7 +33,8 @@ def known_noise(samples, seed=2):
     ids=["ragged", "spanning"],
 )
 def test_on_a_quadratic_problem_the_estimate_is_within_ten_percent(options, capsys):
-    y, weight = known_noise(32000)
+    samples = 20800
+    y, weight = known_noise(samples)
     step = make_step(weight=weight, **options)
     noise = GradNoiseScale(smoothing=0.9995)
     ms.Model(step).train(1, NumpySlicesDataset((y,), shuffle=False).batch(16), callbacks=[noise])
@@ -41,8 +42,8 @@ def test_on_a_quadratic_problem_the_estimate_is_within_ten_percent(options, caps
     assert noise.variance.value == pytest.approx(40, rel=0.1)
     assert noise.true_square_norm.value == pytest.approx(1, rel=0.1)
     batch = 16 * options.get("accumulation_steps", 1)
-    assert len(noise.records) == 32000 // batch
-    assert noise.records[-1] == (32000 // batch, batch, noise.noise_scale)
+    assert len(noise.records) == samples // batch
+    assert noise.records[-1] == (samples // batch, batch, noise.noise_scale)
     assert capsys.readouterr().out == noise.advice + "\n"
     # a negative control: the norm of the window's gradient differs much from the true gradient's
     assert step.grad_norm.asnumpy() ** 2 / noise.true_square_norm.value > 1.1

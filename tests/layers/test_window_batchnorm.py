@@ -6,6 +6,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
+from support.modes import MODES
 from support.reference import as_numpy, batches, relative_error
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WindowBatchNorm
@@ -69,9 +70,19 @@ def test_mindspores_own_layer_moves_so_on_whole_batches_and_otherwise_on_micro_b
     assert relative_error(run(make_step(nn.BatchNorm2d(2), micro_size=4), given), whole_batch(given)) > 1e-2
 
 
-@pytest.mark.core("graph-options0", "pynative-options1")
-@pytest.mark.parametrize("options", [{"micro_size": 4}, {"micro_batch_size": 5}, {"micro_size": 1}])
+@pytest.mark.core("graph-even", "pynative-ragged")
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("graph", {"micro_size": 4}),
+        ("graph", {"micro_batch_size": 5}),
+        ("pynative", {"micro_batch_size": 5}),
+        ("pynative", {"micro_size": 1}),
+    ],
+    ids=["graph-even", "graph-ragged", "pynative-ragged", "pynative-one"],
+)
 def test_moving_statistics_are_the_whole_batchs(options, mode):
+    ms.set_context(mode=MODES[mode])
     given = data(12)
     step = make_step(WindowBatchNorm(2), **options)
     assert relative_error(run(step, given), whole_batch(given)) < 1e-6
@@ -122,8 +133,7 @@ def test_a_batch_that_fails_half_way_leaves_nothing(accumulation_steps, pynative
     np.testing.assert_array_equal(statistics(step), [[0, 0], [1, 1]])
 
 
-@pytest.mark.core(mode="pynative")
-def test_a_dropped_micro_batch_is_left_out(mode):
+def test_a_dropped_micro_batch_is_left_out(pynative):
     x, y = data(12, 1)[0]
     bad = x.copy()
     bad[3:6] = np.nan
@@ -143,9 +153,11 @@ def test_momentum_for_a_batch_size(pynative):
 def test_evaluation_normalises_by_them(mode):
     given = data(12, 1)
     norm = WindowBatchNorm(2, momentum=0.0)
+    ms.set_context(mode=ms.PYNATIVE_MODE)  # compiles nothing for the training
     step = make_step(norm, micro_size=4)
     mean, variance = run(step, given)
     step.set_train(False)
+    ms.set_context(mode=MODES[mode])
     x = given[0][0].reshape(-1, 2, 3, 2)
     shape = (1, 2, 1, 1)
     gamma, beta = as_numpy(norm.gamma).reshape(shape), as_numpy(norm.beta).reshape(shape)
@@ -155,15 +167,20 @@ def test_evaluation_normalises_by_them(mode):
 
 
 @pytest.mark.core(mode="pynative")
-@pytest.mark.parametrize("shape", [(6, 4), (6, 4, 5), (6, 4, 3, 2), (6, 4, 2, 3, 2)])
+@pytest.mark.parametrize(
+    ("mode", "shape"),
+    [("graph", (6, 4, 3, 2)), *(("pynative", one) for one in [(6, 4), (6, 4, 5), (6, 4, 3, 2), (6, 4, 2, 3, 2)])],
+)
 def test_in_training_it_normalises_and_trains_as_mindspores_layer(shape, mode):
-    """The gradients of the input, the scale and the shift are compared too."""
+    """The gradients of the input, the scale and the shift are compared too. The reference runs in PyNative mode."""
     random = np.random.default_rng(3)
     x, weights = (Tensor(random.normal(size=shape).astype(np.float32)) for _ in range(2))
     ours = WindowBatchNorm(4).set_train()
     theirs = (nn.BatchNorm3d if len(shape) == 5 else nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d)(4)
-    results = [gradients_of(norm, x, weights) for norm in (ours, theirs.set_train())]
-    for own, reference in zip(*results, strict=True):
+    ms.set_context(mode=MODES[mode])
+    found = gradients_of(ours, x, weights)
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    for own, reference in zip(found, gradients_of(theirs.set_train(), x, weights), strict=True):
         assert relative_error(own, reference) < 1e-4
 
 

@@ -1,6 +1,6 @@
-"""Writes two reports on a network with large intermediate values to ``FILE`` : one without a limit, and one with a
-limit below the whole batch's peak. Run by test_memory_report.py, in a new process: in an old one, a trial's memory
-differs by 100 MB."""
+"""Writes three reports on a network with large intermediate values to ``FILE`` : one in graph mode, one in PyNative
+mode, and one with a limit below the whole batch's peak, in PyNative mode, where a trial compiles nothing. Run by
+test_memory_report.py, in a new process: in an old one, a trial's memory differs by 100 MB."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ def report(**arguments) -> MemoryReport:
 
 if __name__ == "__main__":
     ms.set_context(mode=ms.GRAPH_MODE)
-    whole = report(micro_sizes=[1, 2, SAMPLES])
-    limited = report(micro_sizes=[1, 8, SAMPLES], memory_limit=whole.rows[0].peak - BELOW)
-    Path(sys.argv[1]).write_bytes(pickle.dumps((whole, limited)))
+    compiled = report(micro_sizes=[1, 2, SAMPLES])
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    eager = report(micro_sizes=[1, 2, SAMPLES])
+    limited = report(micro_sizes=[1, 8, SAMPLES], memory_limit=eager.rows[0].peak - BELOW)
+    Path(sys.argv[1]).write_bytes(pickle.dumps((compiled, eager, limited)))

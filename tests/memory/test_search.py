@@ -13,7 +13,7 @@ import pytest
 from mindspore import Tensor, nn
 from support import paths
 from support.reference import OPTIMIZERS, as_numpy, batches, make_network
-from support.two_ranks import case, run_on_ranks, run_on_two_ranks
+from support.two_ranks import case, run_on_ranks
 
 from gaccum_ms import GradAccumulationCell, find_micro_batch_size
 from gaccum_ms.memory.meter import AllocatorMeter, ProcessMeter
@@ -122,7 +122,7 @@ def test_other_errors_are_raised():
 
 
 @pytest.mark.thorough
-def test_the_test_is_injectable():
+def test_the_test_is_injectable(pynative):
     network = Limited(make_network("dense"), 2, "the device says: enough")
     assert search(network, samples=3, is_out_of_memory=lambda error: "enough" in str(error)) == 2
     with pytest.raises(TypeError, match=r"'is_out_of_memory' must be a function of an error, but got 3"):
@@ -213,7 +213,7 @@ def test_statistics_change_where_they_are_not_put_back(here, monkeypatch):
 
 
 @pytest.mark.thorough
-def test_is_found_once(tried):
+def test_is_found_once(tried, pynative):
     network = Limited(make_network("dense"), 2)
     assert search(network, samples=3) == 2
     number = len(tried)
@@ -230,7 +230,7 @@ def test_is_found_once(tried):
 
 
 @pytest.mark.thorough
-def test_failures_are_not_kept(monkeypatch):
+def test_failures_are_not_kept(monkeypatch, pynative):
     network = make_with_loss()
     with pytest.raises(RuntimeError, match="one sample must fit"):
         monkeypatch.setattr(ProcessMeter, "limit", lambda self: 1_000_000)
@@ -244,11 +244,11 @@ def test_failures_are_not_kept(monkeypatch):
 
 @pytest.mark.thorough
 @pytest.mark.distributed
-def test_ranks_agree_on_the_smallest(tmp_path):
+def test_ranks_agree_on_the_smallest(rank_pair, tmp_path):
     """Rank 1 is out of memory above 6 samples: both ranks find 6, for 16 samples in three micro-batches. If nothing
     fits on rank 1, both ranks raise an error. Training goes on as with the number given, with unchanged weights."""
-    ranks = run_on_two_ranks("find_size_ranks_worker.py", tmp_path, time_limit=600)
-    for results in ranks:
+    for rank in rank_pair.worker("find_size_ranks_worker", tmp_path):
+        results = case(rank, "search")
         assert results["less on rank 1"] == 6
         assert "not enough on rank(s) [1]" in str(results["nothing on rank 1"])
         searched, given = case(results, "searched"), case(results, "given")

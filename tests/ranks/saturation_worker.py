@@ -1,16 +1,15 @@
-"""One rank of test_saturation.py: an overflow on rank 1 alone, on a device that saturates."""
+"""The case of test_saturation.py on ranks (support/ranks.py): rank 1 alone overflows, on a device that saturates."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import mindspore as ms
 import numpy as np
 from mindspore import nn
-from mindspore.communication import get_rank, init
+from mindspore.communication import get_rank
 from support.saturating import Saturating, batch, device_that_saturates
-from support.two_ranks import leave
+from support.two_ranks import Results
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 
@@ -29,16 +28,11 @@ def train(rank: int, **options) -> np.ndarray:
     return np.array(found)
 
 
-def main(out: Path) -> None:
+def overflow(out: Path) -> Results:
     ms.set_context(mode=ms.PYNATIVE_MODE)
-    ms.set_device("CPU")
-    init()
     rank = get_rank()
-    ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
     with device_that_saturates():
-        results = {"one batch": train(rank), "two batches": train(rank, accumulation_steps=2)}
-    leave(out, rank, results)
+        return {"overflow/one batch": train(rank), "overflow/two batches": train(rank, accumulation_steps=2)}
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+CASES = {"overflow": overflow}

@@ -110,15 +110,18 @@ def test_finds_the_number_that_fits_on_all_widths_once(tried):
     """At width 24, four rows would fit, which are 96 tokens; but at width 12, 96 tokens are eight rows."""
     network = Limited(rows=5)
     split = max_tokens(max_tokens="auto", widths=(12, LENGTH))
-    step, whole = make_step(split, network, memory_limit=PLENTY), whole_step()
+    step = make_step(split, network, memory_limit=PLENTY)
     assert split.max_tokens is None
     losses = run(step, DATA[:1])
     assert split.max_tokens == 2 * LENGTH
     assert tried == [4, 2, 3]
-    np.testing.assert_allclose([*losses, *run(step, DATA[1:3])], run(whole, DATA[:3]), rtol=1e-5)
-    assert_alike(step, whole, 1e-5)
+    losses += run(step, DATA[1:3])
     assert len(step._auto.split._graph.compile_cache) == 2
     assert tried == [4, 2, 3]
+    ms.set_context(mode=ms.PYNATIVE_MODE)  # compiles nothing for the reference and the other search
+    whole = whole_step()
+    np.testing.assert_allclose(losses, run(whole, DATA[:3]), rtol=1e-5)
+    assert_alike(step, whole, 1e-5)
     # Also for a cell with a given number, which is ignored.
     given = GradAccumulationCell(network, split=max_tokens(widths=(12, LENGTH)), count=CountNotIgnored(IGNORED))
     optimizer = nn.SGD(network.trainable_params(), 0.1)
@@ -142,19 +145,21 @@ def test_finds_the_number_in_pynative_mode(pynative):
 def test_nothing_changes_where_trials_run_in_this_process(monkeypatch):
     """As on accelerators. On CPU, MindSpore's allocator reports no memory: all sizes seem to need none."""
     monkeypatch.setattr("gaccum_ms.memory.meter.meter", AllocatorMeter)
-    split = max_tokens(max_tokens="auto", widths=(12, LENGTH))
-    step, other = make_step(split, Limited(rows=5), memory_limit=PLENTY), make_step(max_tokens(), jit=True)
+    split = max_tokens(max_tokens="auto", widths=1)
+    step = make_step(split, Limited(rows=2), memory_limit=PLENTY)
     losses = run(step, DATA[:2])
     assert split.max_tokens == 2 * LENGTH
-    np.testing.assert_allclose(losses, run(other, DATA[:2]), rtol=1e-5)
-    assert_alike(step, other, 1e-5)
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    whole = whole_step()
+    np.testing.assert_allclose(losses, run(whole, DATA[:2]), rtol=1e-5)
+    assert_alike(step, whole, 1e-5)
 
 
 @pytest.mark.thorough
 def test_keeps_a_real_limit(tmp_path):
-    """In separate processes, with a limit of 300 MB above their memory at the start. Search and training keep it;
+    """In separate processes, with a limit of 200 MB above their memory at the start. Search and training keep it;
     training alone with twice the tokens would not."""
-    more = 300_000_000
+    more = 200_000_000
     (found,) = run_on_ranks(1, "token_limit_worker.py", tmp_path, "auto", str(more), time_limit=600)
     assert found["with_trials"] <= found["limit"]
     assert found["peak"] <= found["limit"]
@@ -203,8 +208,10 @@ def test_the_worst_case_is_a_full_micro_batch_of_each_width():
 def test_trains_as_with_the_number(options, mode):
     """Except for the last bits: kernels on CPU round differently by the addresses of weights."""
     _, step = auto_step(48, **options)
-    other = make_step(max_tokens(widths=2), RunsOut(), jit=True, **options)
-    np.testing.assert_allclose(run(step, MARKED[:4]), run(other, MARKED[:4]), rtol=1e-6)
+    losses = run(step, MARKED[:4])
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    other = make_step(max_tokens(widths=2), RunsOut(), **options)
+    np.testing.assert_allclose(losses, run(other, MARKED[:4]), rtol=1e-6)
     assert_alike(step, other, 1e-6)
     assert step._auto.split._split.widths == other._split._split.widths
 
@@ -253,19 +260,20 @@ def fail_in_the_second_batch(restored, options, widths=2):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("options", "mode"),
-    [({}, "graph"), ({"accumulation_steps": 2, "compensated": True}, "pynative")],
+    ("options", "widths", "mode"),
+    [({}, 2, "graph"), ({"accumulation_steps": 2, "compensated": True}, 1, "pynative")],
     indirect=["mode"],
     ids=["one batch-graph", "window-pynative"],
 )
-def test_halves_and_goes_on(options, restored, mode):
+def test_halves_and_goes_on(options, widths, restored, mode):
     """Weights, optimizer state, the accumulators with the window's first batch and their compensations, the network's
     state, the window's position and sums, and the default generator are restored. No batch is lost or counted twice."""
-    step, losses = fail_in_the_second_batch(restored, options)
+    step, losses = fail_in_the_second_batch(restored, options, widths)
     split = step.options.split
     assert split.max_tokens == split.plan.max_tokens == 24
     losses += run(step, MARKED[2:4])
-    assert len(step._auto.split._graph.compile_cache) <= len(split.widths) == 2
+    assert len(step._auto.split._graph.compile_cache) <= len(split.widths) == widths
+    ms.set_context(mode=ms.PYNATIVE_MODE)
     whole = make_step(max_tokens(), Causal(), **options) if options else whole_step()
     np.testing.assert_allclose(losses, run(whole, MARKED[:4]), rtol=1e-5)
     assert_alike(step, whole, 1e-5)

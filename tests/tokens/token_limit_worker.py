@@ -16,7 +16,7 @@ from gaccum_ms import CountNotIgnored, GradAccumulationCell, MaxTokens, TrainOne
 from gaccum_ms.memory.heap import keep_heap_small
 from gaccum_ms.memory.proc import forget_peak, own
 
-TEXTS, WIDTHS, CLASSES, IGNORED = 512, (8, 32), 5, -100
+TEXTS, WIDTHS, CLASSES, IGNORED = 64, (64, 256), 5, -100
 
 
 class Tagger(nn.Cell):
@@ -57,7 +57,7 @@ def main(out: Path, way: str, number: int) -> None:
     watch = Watch()
     cell = GradAccumulationCell(network, split=split, count=CountNotIgnored(IGNORED), **limited)
     step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
-    for _ in range(3):
+    for _ in range(2):
         step(*batch).asnumpy()
     results |= {"tokens": split.max_tokens, "with_trials": watch.most, "peak": own("VmHWM")}
     leave(out, 0, {name: np.array(value) for name, value in results.items()})

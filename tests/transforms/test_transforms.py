@@ -183,8 +183,9 @@ def test_adaptive_clipping_of_filters(pynative):
 # -- averages ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("warmup", [False, True, 3.0])
-def test_averages_are_those_of_whole_batches(warmup):
+@pytest.mark.parametrize(("warmup", "mode"), [(False, "pynative"), (True, "pynative"), (3.0, "graph")])
+def test_averages_are_those_of_whole_batches(warmup, mode):
+    ms.set_context(mode=MODES[mode])
     network = Regression()
     optimizer = ByHand(momentum(network), [])
     average = by_hand.Average(optimizer.weights(), 0.5, warmup)
@@ -358,10 +359,10 @@ def samples(x, y):
 
 OPTIONS = {
     "one micro-batch": ("pynative", {"micro_size": 1}),
-    "noise": ("graph", {"record_noise": True}),
+    "noise": ("pynative", {"record_noise": True}),
     "dropped micro-batches": ("graph", {"overflow": "drop_micro_batch"}),
     "count": ("pynative", {"count": samples}),
-    "compensated": ("graph", {"accumulator_dtype": ms.float16, "compensated": True}),
+    "compensated": ("pynative", {"accumulator_dtype": ms.float16, "compensated": True}),
     "sizes": ("pynative", {"micro_size": None, "micro_batch_size": 4}),
     "clipped first": ("pynative", {"max_grad_norm": 1e9}),
 }
@@ -385,16 +386,17 @@ def test_compiled_in_pynative_mode(pynative):
 
 @pytest.mark.thorough
 def test_with_a_size_that_is_found():
-    links = LINKS["all"][0]()
+    links, rules = (make() for make in LINKS["all"])
+    given = data(samples=2)  # few samples: few sizes are tried
     step = make_step(*links, micro_size=None, micro_batch_size="auto", is_out_of_memory=lambda error: False)
-    assert_same(run(step, data()), by_rules_of("all"))
+    assert_same(run(step, given), whole(rules, given))
 
 
 # -- GradAccumulator, audit, the monitor -------------------------------------------------------------------------------
 
 
-@pytest.mark.core(mode="graph")
-def test_in_a_loop_of_ones_own(mode):
+def test_in_a_loop_of_ones_own(pynative):
+    """The accumulator is compiled."""
     given = data(6, spikes=(2, 3))
     network = Regression()
     optimizer = momentum(network)
@@ -402,7 +404,6 @@ def test_in_a_loop_of_ones_own(mode):
     accumulator = GradAccumulator(
         optimizer, 2, transforms=(SkipSpikes(norm=3.0), ClipByGlobalNorm(0.2), transform), jit=True
     )
-    ms.set_context(mode=ms.PYNATIVE_MODE)
     grad_fn = ms.value_and_grad(network, None, optimizer.parameters)
     updated = [accumulator(grad_fn(*map(Tensor, batch))[1]) for batch in given]
     assert updated == [False, True, False, False, False, True]
