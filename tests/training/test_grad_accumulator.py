@@ -12,6 +12,7 @@ from mindspore import Tensor, nn, ops
 from support.reference import (
     OPTIMIZERS,
     Line,
+    Regression,
     Run,
     as_numpy,
     assert_equivalent,
@@ -47,14 +48,12 @@ class Loop:
 
     def __init__(self, way, steps=3, optimizer="momentum", **options):
         ms.set_context(mode=WAYS[way])
-        self.network = make_network("dense")
-        self.optimizer = OPTIMIZERS[optimizer](self.network.trainable_params())
-        self.accumulator = GradAccumulator(self.optimizer, steps, jit=way == "compiled", **options)
-        loss_cell = nn.WithLossCell(self.network, nn.CrossEntropyLoss())
-        accumulator = self.accumulator
+        network = Regression()
+        self.optimizer = OPTIMIZERS[optimizer](network.trainable_params())
+        self.accumulator = accumulator = GradAccumulator(self.optimizer, steps, jit=way == "compiled", **options)
 
         def forward(x, y):
-            loss = loss_cell(x, y)
+            loss = network(x, y)
             return accumulator.scale(loss), loss
 
         grad_fn = ms.value_and_grad(forward, None, self.optimizer.parameters, has_aux=True)
@@ -127,9 +126,9 @@ def place(accumulator) -> tuple[int, int]:
 
 @functools.cache
 def joined_batch(optimizer) -> Run:
-    """The reference: MindSpore's own step on whole windows, in graph mode."""
-    ms.set_context(mode=ms.GRAPH_MODE)
-    network = make_network("dense")
+    """The reference: MindSpore's own step on whole windows. PyNative mode compiles nothing."""
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    network = Regression()
     return train(nn.TrainOneStepCell, network, OPTIMIZERS[optimizer](network.trainable_params()), DATA)
 
 
