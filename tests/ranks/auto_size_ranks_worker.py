@@ -60,7 +60,7 @@ def main(out: Path) -> None:
 
         # Not even one sample fits in the second batch, which ends the window.
         warnings.filterwarnings("ignore", ".*BatchNorm")
-        loss, step = halving_step(WithStatistics(), accumulation_steps=2)
+        loss, step = halving_step(WithStatistics(), size=2, accumulation_steps=2)
         run(step, data[:1])
         if rank == 1:
             loss.set_largest(0)
