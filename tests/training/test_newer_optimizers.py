@@ -108,14 +108,17 @@ WAYS = {
 
 
 def cases():
-    """Each way for SGD with groups, and for those that write nothing in PyNative mode; two of the ways, in turns, for
-    each of the others, one by a step and one by a loop."""
+    """Each way for SGD with groups; two of the ways, in turns, for each of the others, one by a step and one by a loop.
+    Optimizers of mint may write nothing in PyNative mode."""
     ways = list(WAYS)
+    of_kind = {
+        "SGD": ways,
+        "mint Adam": ("step-graph", "step-pynative", "loop-jit"),
+        "mint SGD": ("step-jit", "loop-graph", "loop-jit"),
+    }
     for number, kind in enumerate(KINDS):
-        two = ways[(number + 1) % 3], ways[3 + (number + 2) % 3]
-        for way in WAYS:
-            if kind in ("SGD", *ONLY_COMPILED) or way in two:
-                yield pytest.param(kind, way, marks=_MARKS.get(kind, ()))
+        for way in of_kind.get(kind, (ways[(number + 1) % 3], ways[3 + (number + 2) % 3])):
+            yield pytest.param(kind, way, marks=_MARKS.get(kind, ()))
 
 
 @pytest.mark.core(*CORE)
@@ -234,7 +237,7 @@ def fit(model, scheduler, epochs, **options):
 @pytest.mark.core("exponential-graph")
 @pytest.mark.parametrize(
     ("kind", "mode"),
-    [("exponential", "graph"), ("restarts", "pynative"), ("sequential", "graph"), ("two", "pynative")],
+    [("exponential", "graph"), ("restarts", "pynative"), ("sequential", "pynative"), ("two", "pynative")],
 )
 def test_schedulers_step_once_per_update_and_go_on_from_a_checkpoint(kind, mode, tmp_path):
     ms.set_context(mode=MODES[mode])
