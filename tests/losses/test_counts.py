@@ -102,7 +102,8 @@ also_kept = lambda x, mask: mask.sum()  # noqa: E731
 
 @pytest.mark.core("kept-graph", "<lambda>-pynative")
 @pytest.mark.parametrize(
-    ("count", "way"), [(kept, "graph"), (also_kept, "pynative"), (also_kept, "graph"), (CountMask(position=1), "graph")]
+    ("count", "way"),
+    [(kept, "graph"), (also_kept, "pynative"), (also_kept, "graph"), (CountMask(position=1), "pynative")],
 )
 def test_a_function_counts_like_the_ready_made_cell(count, way):
     ms.set_context(mode=MODES[way])
@@ -157,8 +158,7 @@ def test_a_count_may_be_a_number(count, window, way):
     assert float(step.window_count.asnumpy()) == 8.0 * batches / (2 if count is half_rows else 1)
 
 
-@pytest.mark.core(mode="pynative")
-def test_each_of_several_losses_may_count_a_number(mode):
+def test_each_of_several_losses_may_count_a_number(pynative):
     x, mask = data([1] * 8)
     step = make_step(MaskedAndMean(), micro_size=3, count=(half_rows, rows))
     step(Tensor(x), Tensor(mask))
@@ -291,8 +291,7 @@ def test_counted_gradients_are_as_small_as_the_whole_batchs_in_low_precision(acc
     np.testing.assert_allclose((START - as_numpy(step.weights[0])) / 0.25, x.mean(axis=(0, 1)), rtol=1e-2)
 
 
-@pytest.mark.core("graph-False", "pynative-True")
-@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize(("counted", "mode"), [(False, "graph"), (True, "pynative")], indirect=["mode"])
 def test_losses_that_are_sums(counted, mode):
     """A sum stays the whole batch's sum; with a count it is divided by the total."""
     x, mask = data(UNEVEN)
