@@ -1,7 +1,7 @@
 """Trains a WithBatchLossCell in a separate process.
 
-batch_loss_program.py graph MICRO_SIZE SAMPLES                  makes one update; the environment turns on saved graphs
-batch_loss_program.py memory WAY MICRO_SIZE SAMPLES             prints by how many MB two updates raised the peak
+batch_loss_program.py graph MICRO_SIZE SAMPLES ...     makes one update for each size; the environment saves graphs
+batch_loss_program.py memory WAY MICRO_SIZE SAMPLES    prints by how many MB two updates raised the peak
 """
 
 from __future__ import annotations
@@ -70,14 +70,15 @@ def make_step(backbone: nn.Cell, micro_size: int) -> nn.Cell:
 def main(what: str, *arguments: str) -> None:
     ms.set_context(mode=ms.PYNATIVE_MODE if arguments[0] == "pynative" else ms.GRAPH_MODE)
     ms.set_seed(1)
-    micro_size, samples = map(int, arguments[what == "memory" :])
-    step = make_step(WideTowers() if what == "memory" else SmallTowers(), micro_size)
-    random = np.random.default_rng(1)
-    batch = [Tensor(random.normal(size=(samples, 64)).astype(np.float32)) for _ in range(2)]
-    before = peak()
-    for _ in range(2 if what == "memory" else 1):
-        step(*batch).asnumpy()
-    print(peak() - before)
+    micro_size, *sizes = map(int, arguments[what == "memory" :])
+    for samples in sizes:
+        step = make_step(WideTowers() if what == "memory" else SmallTowers(), micro_size)
+        random = np.random.default_rng(1)
+        batch = [Tensor(random.normal(size=(samples, 64)).astype(np.float32)) for _ in range(2)]
+        before = peak()
+        for _ in range(2 if what == "memory" else 1):
+            step(*batch).asnumpy()
+        print(peak() - before)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support.modes import MODES
 from support.reference import as_numpy, step_with
 from support.reuse import Reused
 from support.state import assert_identical, everything
@@ -134,7 +133,7 @@ def test_a_bad_denominator_is_an_error_and_changes_nothing(bad, mode):
 def test_batches_that_share_an_update_equal_the_joined_batch(mode):
     """So does a flushed tail."""
     step = steps(micro_size=2, accumulation_steps=2)
-    parts = [data(mask, seed) for seed, mask in enumerate([[1, 0, 0, 0, 1], [0, 0, 0], [2, 0.5]])]
+    parts = [data(mask, seed) for seed, mask in enumerate([[1, 0, 0, 0, 1], [0] * 5, [2, 0.5, 0, 0, 0]])]
     x, mask = (np.concatenate(column) for column in zip(*parts[:2], strict=True))
     losses = [float(run(step, *part).asnumpy()) for part in parts[:2]]
     np.testing.assert_allclose(losses, [oracle(*parts[0])[0], 0.0], rtol=1e-5)
@@ -149,11 +148,11 @@ def test_batches_that_share_an_update_equal_the_joined_batch(mode):
 
 @pytest.mark.core(mode="pynative")
 def test_a_bad_denominator_spoils_its_window_alone(mode):
-    x, mask = data([1, 0.5, 1, 1])
+    x, mask = data([1, 0.5, 1, 1, 0])
     step = steps(micro_size=2, accumulation_steps=2)
     before = as_numpy(step.weights[0])
     with pytest.raises(ValueError, match="The window that the batch is in does not update"):
-        run(step, x, [1, 1, -1, 0])
+        run(step, x, [1, 1, 1, -1, 0])
     run(step, x, mask)
     np.testing.assert_array_equal(as_numpy(step.weights[0]), before)
     assert int(step.window_position.asnumpy()) == 0
@@ -202,19 +201,29 @@ def test_a_window_may_be_finished_by_a_count(tmp_path, pynative):
     np.testing.assert_allclose(gradient(step), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.core(way="pynative")
-@pytest.mark.parametrize("way", MODES)
-def test_audit(way):
-    """It accepts a ratio, and rejects a numerator that is already a mean."""
-    ms.set_context(mode=MODES[way])
+class AlreadyMean(Ratio):
+    def construct(self, x, mask):
+        total, count = super().construct(x, mask)
+        return total / count, count
 
-    class Twice(Ratio):
-        def construct(self, x, mask):
-            total, count = super().construct(x, mask)
-            return total / count, count
 
+def number_as_count():
+    return Returning("number")
+
+
+@pytest.mark.core(mode="pynative")
+@pytest.mark.parametrize(
+    ("make", "ok", "mode"),
+    [
+        (Ratio, True, "graph"),
+        (Ratio, True, "pynative"),
+        (number_as_count, True, "pynative"),
+        (AlreadyMean, False, "pynative"),
+    ],
+    indirect=["mode"],
+)
+def test_audit_accepts_a_ratio_and_rejects_a_numerator_that_is_already_a_mean(make, ok, mode):
     x, mask = data([1, 1, 0.5, 1, 2, 1])
-    for network, ok in ((Ratio(), True), (Returning("number"), True), (Twice(), False)):
-        cell = GradAccumulationCell(network, 2, reduction="ratio")
-        report = audit(cell, nn.SGD(cell.trainable_params(), RATE), Tensor(x), Tensor(mask))
-        assert report.ok is ok, report
+    cell = GradAccumulationCell(make(), 2, reduction="ratio")
+    report = audit(cell, nn.SGD(cell.trainable_params(), RATE), Tensor(x), Tensor(mask))
+    assert report.ok is ok, report

@@ -10,7 +10,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import mint, nn
 from mindspore.communication import get_rank, init
-from support.reference import batches, make_network, vector
+from support.reference import Regression, batches, vector
 from support.two_ranks import leave
 from test_auto_size import WithStatistics, halving_step, make_step, marked, run, state
 
@@ -41,10 +41,12 @@ def main(out: Path) -> None:
         if flush:
             assert step.flush()
             sizes.append(step.micro_batch_size)
-        whole = make_step(make_network("dense"), micro_size=1, **options)
+        ms.set_context(mode=ms.PYNATIVE_MODE)  # nothing to compile
+        whole = make_step(Regression(), micro_size=1, **options)
         run(whole, own)
         if flush:
             assert whole.flush()
+        ms.set_context(mode=ms.GRAPH_MODE)
         results[f"{kind}/sizes"] = np.array(sizes)
         for name, one in (("auto", step), ("whole", whole)):
             results[f"{kind}/{name}"] = weights(one)
@@ -58,7 +60,7 @@ def main(out: Path) -> None:
 
         # Not even one sample fits in the second batch, which ends the window.
         warnings.filterwarnings("ignore", ".*BatchNorm")
-        loss, step = halving_step(WithStatistics(), accumulation_steps=2)
+        loss, step = halving_step(WithStatistics(), size=2, accumulation_steps=2)
         run(step, data[:1])
         if rank == 1:
             loss.set_largest(0)

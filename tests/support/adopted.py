@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
@@ -78,6 +79,15 @@ def trained(
     step.set_train()
     outputs = [step(*map(Tensor, batch)) for batch in batches]
     return Trained({name: as_numpy(one) for name, one in weights.items()}, outputs, step, optimizer)
+
+
+def trained_eagerly(*arguments: Any) -> Trained:
+    """As `trained` , in PyNative mode, which compiles nothing."""
+    mode = ms.get_context("mode")
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    result = trained(*arguments)
+    ms.set_context(mode=mode)
+    return result
 
 
 def apart(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:

@@ -23,9 +23,14 @@ TIME_LIMIT = 600  # seconds
 
 
 class Programs:
-    """Runs programs. As a context manager, it ends the waiting process."""
+    """Runs programs. As a context manager, it ends the waiting process.
 
-    def __init__(self) -> None:
+    Args:
+        path (str): Folders of modules that the programs import.
+    """
+
+    def __init__(self, path: str = str(ROOT)) -> None:
+        self.path = path
         self.waiting: subprocess.Popen | None = None
 
     def run(self, script: Path, *arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
@@ -33,7 +38,7 @@ class Programs:
         if self.waiting is None:
             from support.environment import of_users  # not above: as a program, this file does not find it
 
-            path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+            path = os.pathsep.join([self.path, os.environ.get("PYTHONPATH", "")])
             self.waiting = subprocess.Popen(
                 [sys.executable, str(Path(__file__).resolve())],
                 env={**of_users(), "PYTHONPATH": path},

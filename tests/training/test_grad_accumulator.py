@@ -12,6 +12,7 @@ from mindspore import Tensor, nn, ops
 from support.reference import (
     OPTIMIZERS,
     Line,
+    Regression,
     Run,
     as_numpy,
     assert_equivalent,
@@ -47,14 +48,12 @@ class Loop:
 
     def __init__(self, way, steps=3, optimizer="momentum", **options):
         ms.set_context(mode=WAYS[way])
-        self.network = make_network("dense")
-        self.optimizer = OPTIMIZERS[optimizer](self.network.trainable_params())
-        self.accumulator = GradAccumulator(self.optimizer, steps, jit=way == "compiled", **options)
-        loss_cell = nn.WithLossCell(self.network, nn.CrossEntropyLoss())
-        accumulator = self.accumulator
+        network = Regression()
+        self.optimizer = OPTIMIZERS[optimizer](network.trainable_params())
+        self.accumulator = accumulator = GradAccumulator(self.optimizer, steps, jit=way == "compiled", **options)
 
         def forward(x, y):
-            loss = loss_cell(x, y)
+            loss = network(x, y)
             return accumulator.scale(loss), loss
 
         grad_fn = ms.value_and_grad(forward, None, self.optimizer.parameters, has_aux=True)
@@ -127,9 +126,9 @@ def place(accumulator) -> tuple[int, int]:
 
 @functools.cache
 def joined_batch(optimizer) -> Run:
-    """The reference: MindSpore's own step on whole windows, in graph mode."""
-    ms.set_context(mode=ms.GRAPH_MODE)
-    network = make_network("dense")
+    """The reference: MindSpore's own step on whole windows. PyNative mode compiles nothing."""
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    network = Regression()
     return train(nn.TrainOneStepCell, network, OPTIMIZERS[optimizer](network.trainable_params()), DATA)
 
 
@@ -289,11 +288,10 @@ def test_flush_of_an_empty_window_does_nothing(way):
         accumulator(gradient(2.0))
 
 
-@pytest.mark.core(way=["graph", "pynative"])
-def test_a_cleared_window_might_never_have_been(way):
+def test_a_cleared_window_might_never_have_been(mode):
     values = []
     for cleared in (True, False):
-        accumulator = make_accumulator(3, "momentum", way, accumulator_dtype=ms.bfloat16, compensated=True)
+        accumulator = make_accumulator(3, "momentum", mode, accumulator_dtype=ms.bfloat16, compensated=True)
         if cleared:
             accumulator(gradient(7.3, 1e-3), 5)
             accumulator(gradient(float("nan")), 2)
@@ -351,10 +349,14 @@ def test_no_update_ends_with_its_outermost_block_also_by_an_exception():
 # -- clipping ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.core("graph-1.0-expected2-1024.0", "pynative-1.0-expected0-None", "pynative-6.0-expected1-1024.0")
 @pytest.mark.parametrize(
-    ("max_norm", "expected", "scale"),
-    [(1.0, [0.6, 0.8], None), (6.0, [3.0, 4.0], 1024.0), (1.0, [0.6, 0.8], 1024.0)],
+    ("max_norm", "expected", "scale", "mode"),
+    [
+        (1.0, [0.6, 0.8], None, "pynative"),
+        (6.0, [3.0, 4.0], 1024.0, "pynative"),
+        (1.0, [0.6, 0.8], 1024.0, "graph"),
+    ],
+    indirect=["mode"],
 )
 def test_clips_the_windows_mean_gradient_once(max_norm, expected, scale, mode):
     """The mean of (6, 0) and (0, 8) is (3, 4), of norm 5; each clipped to 1 their mean would be (0.5, 0.5)."""
@@ -468,8 +470,7 @@ def test_a_loop_may_multiply_by_the_scale_itself(way):
     assert moved(accumulator) == [1.0, 2.0]
 
 
-@pytest.mark.core("graph-1024.0", "pynative-None")
-@pytest.mark.parametrize("scale", [None, 1024.0])
+@pytest.mark.parametrize(("scale", "mode"), [(None, "pynative"), (1024.0, "graph")], indirect=["mode"])
 def test_a_window_that_counts_nothing_does_not_update(scale, mode):
     """A mean over no items is NaN: it must not be added, also not to batches that count something."""
     accumulator = make_accumulator(2, "momentum", mode, scale)
@@ -484,8 +485,7 @@ def test_a_window_that_counts_nothing_does_not_update(scale, mode):
     assert float(accumulator.window_count.asnumpy()) == 4.0
 
 
-@pytest.mark.core("graph-True", "pynative-False")
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(("scaled", "mode"), [(False, "pynative"), (True, "graph")], indirect=["mode"])
 def test_drop_micro_batch_leaves_one_batch_out_and_divides_by_what_is_left(scaled, mode):
     scale = 1024.0 if scaled else 1.0
     options = {"scale": "manager" if scaled else None, "overflow": "drop_micro_batch"}
