@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import math
 
 import mindspore as ms
@@ -25,6 +26,7 @@ def pytest_configure(config):
     if DEVICE != "CPU":
         ms.set_device(DEVICE)
     config.pluginmanager.register(Spread())
+    remember_sources()
 
 
 def pytest_runtest_setup(item):
@@ -41,6 +43,23 @@ def exclude_from_collection() -> None:
     """Exclude the present objects from garbage collection, which MindSpore starts at each of many compilations."""
     gc.collect()
     gc.freeze()
+
+
+def remember_sources() -> None:
+    """Keep the source of each function, which MindSpore would split into tokens at each of many compilations."""
+    read, known = inspect.getsourcelines, {}
+
+    def remembered(thing):
+        code = getattr(inspect.unwrap(thing), "__code__", None)
+        if code is None:  # a class or a module
+            return read(thing)
+        key = code.co_filename, code
+        if key not in known:
+            known[key] = read(thing)
+        lines, number = known[key]
+        return list(lines), number
+
+    inspect.getsourcelines = remembered
 
 
 def pytest_unconfigure():

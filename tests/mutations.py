@@ -50,8 +50,8 @@ FAULTS = [
     Fault(
         "the smaller last micro-batch is not run",
         "accumulation/micro_batches.py",
-        "    if rest > 0:\n        sums =",
-        "    if rest > 99:\n        sums =",
+        "if rest > 0 else sums",
+        "if rest > 99 else sums",
         "end_to_end/test_equivalence.py -k dense-3-13-sgd-graph",
     ),
     Fault(
@@ -100,8 +100,8 @@ FAULTS = [
     Fault(
         "the compensation is not cleared",
         "accumulation/accumulators.py",
-        "cleared = self.map(zero, ops.depend(self.compensations, cleared))",
-        "cleared = ops.depend(self.sums, cleared)",
+        "return ops.depend(after, self.map(zero, ops.depend(self.compensations, cleared)))",
+        "return ops.depend(after, cleared)",
         "accumulation/test_accumulators.py",
     ),
     Fault(
@@ -150,15 +150,15 @@ FAULTS = [
     Fault(
         "the averages never move",
         "accumulation/update.py",
-        "return self.transforms.after_update(loss) if self.has_transforms else loss",
-        "return loss",
+        "        else:\n            loss = self.transforms.after_update(self._move(gradients, loss))",
+        "        else:\n            loss = self._move(gradients, loss)",
         "transforms/test_transforms.py -k averages_are_those",
     ),
     Fault(
         "a veto is not heeded",
         "accumulation/update.py",
-        "                if allowed:\n",
-        "                if ops.logical_or(allowed, ops.logical_not(allowed)):\n",
+        "            if allowed:\n",
+        "            if ops.logical_or(allowed, ops.logical_not(allowed)):\n",
         "transforms/test_transforms.py -k left_out_changes",
     ),
     Fault(
@@ -199,8 +199,8 @@ FAULTS = [
     Fault(
         "moving statistics do not move",
         "accumulation/update.py",
-        "loss = self.statistics.move(loss)",
-        "loss = loss + 0",
+        "return self.statistics.move(loss) if self.has_statistics else loss",
+        "return loss",
         "layers/test_window_batchnorm.py -k moving_statistics",
     ),
     # -- windows of several batches

@@ -67,7 +67,7 @@ def ranks_of_attempt(launched: Launched, attempt: int) -> list[psutil.Process]:
 
 def kill_one(launched: Launched, folder: Path, attempt: int, ranks: int, chance: random.Random) -> None:
     """Kill a rank of this attempt at a random moment: while it starts, or some batches after it has begun to train."""
-    batches = chance.choice([None, 1, 2, 3])
+    batches = chance.choice([None, None, 1, 2])
     until = time.monotonic() + SECONDS
     while len(ranks_of_attempt(launched, attempt)) < ranks and launched.process.poll() is None:
         assert time.monotonic() < until

@@ -187,16 +187,16 @@ def test_the_size_is_found_once_at_the_first_batch(monkeypatch, pynative):
 
 @pytest.mark.thorough
 def test_what_training_has_halved_is_remembered(pynative):
-    data = [marked(one) for one in batches(16, 3)]
+    data = [marked(one) for one in batches(4, 3)]
     loss, step = halving_step(search=True)
     run(step, data[:2])
-    assert step.micro_batch_size == 16
-    loss.set_largest(8)
+    assert step.micro_batch_size == 4
+    loss.set_largest(2)
     with pytest.warns(UserWarning, match="goes on with"):
         run(step, data[2:])
     another = make_step(loss, micro_batch_size="auto", is_out_of_memory=says_assert_failed)
     run(another, data[:1])
-    assert another.micro_batch_size == 8
+    assert another.micro_batch_size == 2
 
 
 @pytest.mark.thorough
@@ -390,13 +390,13 @@ class LargestMicroBatch(train.Callback):
 
     def on_train_step_end(self, run_context):
         if run_context.original_args().cur_step_num == 2:
-            self.loss.set_largest(8)
+            self.loss.set_largest(2)
 
 
 @pytest.mark.thorough
 def test_model_train_with_callbacks(pynative):
     """Two epochs of batches of which the last is short; all callbacks see every batch."""
-    data = [marked(one) for one in [*batches(16, 3), *batches(6, 1)]]
+    data = [marked(one) for one in [*batches(4, 3), *batches(3, 1)]]
     loss = RunsOut(Regression())
     optimizer = OPTIMIZERS["momentum"](loss.trainable_params())
     options = {"memory_limit": PLENTY, "is_out_of_memory": says_assert_failed, "accumulation_steps": 3}
@@ -408,7 +408,7 @@ def test_model_train_with_callbacks(pynative):
     step = model.train_network
     assert int(step.batch_count.asnumpy()) == 8
     assert int(step.update_count.asnumpy()) == 4
-    assert step.micro_batch_size == 8
+    assert step.micro_batch_size == 2
     plain = Regression()
     whole = ms.Model(
         GradAccumulationCell(plain, accumulation_steps=3), optimizer=OPTIMIZERS["momentum"](plain.trainable_params())

@@ -569,13 +569,13 @@ def test_a_search_for_a_size_tries_them_without_using_them(pynative):
     clip = AdaptiveGradientClip(0.1, exclude=[network.out])
     cell = GradAccumulationCell(network, micro_batch_size=2, transforms=(clip, average))
     optimizer = momentum(network)
-    batch = [*map(Tensor, data(1)[0])]
-    assert find_micro_batch_size(cell, optimizer, batch) == SAMPLES
+    batch = [Tensor(one[:2]) for one in data(1)[0]]  # few samples: few sizes are tried
+    assert find_micro_batch_size(cell, optimizer, batch) == 2
     assert not average.in_step
     step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
     run(step, data(2))
     before = everything(step)
-    assert find_micro_batch_size(cell, optimizer, batch) == SAMPLES
+    assert find_micro_batch_size(cell, optimizer, batch) == 2
     run(make_step(*others(cell.transforms), network=network), data(1))  # as on an accelerator, in this process
     run(step, data(3)[2:])
     assert int(average.averaged_updates.asnumpy()) == 3
