@@ -6,9 +6,9 @@ selects them by their ids. The others are thorough.
 
 ``--minutes 30`` skips the tests that would begin after that time, so that a slow machine reports what it had time for.
 
-Tests of the two ranks that stay (the fixture `rank_pair` ) are one group, so that these start once. Tests that share a
-fixture of their module, which may start ranks or train, are one group too. All other tests of a file are another group.
-``@pytest.mark.xdist_group(name)`` makes smaller or larger groups.
+Tests that share a fixture of their module, which may start ranks or train, are one group, so that one process makes the
+fixture once. All other tests of a file are another group. ``@pytest.mark.xdist_group(name)`` makes smaller or larger
+groups.
 
 A run writes two tables into ``build/``: ``each_test.tsv`` has the seconds of each test, and ``groups.tsv`` those of
 each group. ``tests/groups.tsv`` is a copy of the second, and defines the order; a group that is missing there comes
@@ -33,8 +33,6 @@ def group_of(item: pytest.Item) -> str:
     mark = item.get_closest_marker("xdist_group")
     if mark is not None:
         return mark.args[0]
-    if "rank_pair" in getattr(item, "fixturenames", ()):
-        return "ranks that stay"
     file = item.nodeid.partition("::")[0].removeprefix("tests/").removesuffix(".py")
     return file + ", fixtures" * _shares_a_fixture(item)
 
