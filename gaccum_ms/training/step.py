@@ -28,9 +28,6 @@ in it. The loop's body is compiled once, so compile time and memory do not grow 
 * `ops.depend` orders side effects.
 * Python values decide, at compile time, what depends on shapes and options.
 * An ``if`` on a Tensor decides what depends on data. The skipped branch costs nothing.
-* A small network's first call takes as long as graph mode has small functions to infer. A call is one; a constant
-  ``if`` is one if its usual branch comes first and returns, or in an expression, else two; a comprehension is ten for
-  each item, so `ops.HyperMap` takes its place.
 * No global that a method uses has the name of a method of its class: graph mode would use the method.
 """
 
