@@ -150,15 +150,15 @@ FAULTS = [
     Fault(
         "the averages never move",
         "accumulation/update.py",
-        "        else:\n            loss = self.transforms.after_update(self._move(gradients, loss))",
-        "        else:\n            loss = self._move(gradients, loss)",
+        "return self.transforms.after_update(loss) if self.has_transforms else loss",
+        "return loss",
         "transforms/test_transforms.py -k averages_are_those",
     ),
     Fault(
         "a veto is not heeded",
         "accumulation/update.py",
-        "            if allowed:\n",
-        "            if ops.logical_or(allowed, ops.logical_not(allowed)):\n",
+        "        if allowed:\n",
+        "        if ops.logical_or(allowed, ops.logical_not(allowed)):\n",
         "transforms/test_transforms.py -k left_out_changes",
     ),
     Fault(
@@ -199,8 +199,8 @@ FAULTS = [
     Fault(
         "moving statistics do not move",
         "accumulation/update.py",
-        "return self.statistics.move(loss) if self.has_statistics else loss",
-        "return loss",
+        "loss = self.statistics.move(loss) if self.has_statistics else loss",
+        "loss = loss + 0",
         "layers/test_window_batchnorm.py -k moving_statistics",
     ),
     # -- windows of several batches

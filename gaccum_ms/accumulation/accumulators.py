@@ -49,9 +49,10 @@ _cast = ops.Cast()  # for each weight, one function less in a graph than `ops.ca
 
 @add_to.register("Tensor", "Tensor")
 def _add_to(accumulator: ms.Parameter, gradient: ms.Tensor) -> ms.Tensor:
+    gradient = _cast(gradient, accumulator.dtype)
     if accumulator.dtype != ms.bfloat16:
-        return add_in_place(accumulator, _cast(gradient, accumulator.dtype))
-    return write(accumulator, accumulator + ops.cast(gradient, accumulator.dtype))
+        return add_in_place(accumulator, gradient)
+    return write(accumulator, accumulator + gradient)
 
 
 @add_compensated_to.register("Tensor", "Tensor", "Tensor")

@@ -186,17 +186,17 @@ class Update(nn.Cell):
             return self._move(gradients, loss)
         gradients, allowed = self.transforms.change(gradients, self.sens)
         gradients = self.map(_cast_like, gradients, self.weights)
-        if self.transforms.vetoes:
-            if allowed:
-                loss = self.transforms.after_update(self._move(gradients, loss))
-        else:
-            loss = self.transforms.after_update(self._move(gradients, loss))
+        if not self.transforms.vetoes:
+            return self._move(gradients, loss)
+        if allowed:
+            loss = self._move(gradients, loss)
         return loss
 
     def _move(self, gradients, loss):
         updated = self.optimizer(gradients)
         loss = ops.depend(loss, (updated, ops.assign_add(self.update_count, ms.Tensor(1, ms.int32))))
-        return self.statistics.move(loss) if self.has_statistics else loss
+        loss = self.statistics.move(loss) if self.has_statistics else loss
+        return self.transforms.after_update(loss) if self.has_transforms else loss
 
     def _divided(self, gradients, divisor):
         if self.is_sharded and self.scaled:  # a product: the compiler's pass for norms does not recognise quotients
