@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 from support.alone import alone
-from support.modes import MODES
+from support.modes import MODES, eagerly
 from support.reference import FEATURES, as_numpy, batches, relative_error
 from support.reuse import Reused
 
@@ -68,13 +68,11 @@ def make_step(scale_sense=None, **options):
 reused_step = Reused(make_step)
 
 
+@eagerly()
 def whole(data):
-    mode = ms.get_context("mode")
-    ms.set_context(mode=ms.PYNATIVE_MODE)
     network = WithTable()
     step = nn.TrainOneStepCell(network, nn.Momentum(network.trainable_params(), 0.001, 0.9)).set_train()
     losses = [float(step(*batch).asnumpy()) for batch in data]
-    ms.set_context(mode=mode)
     return losses, as_numpy(network.weight)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 from mindspore.amp import DynamicLossScaleManager, FixedLossScaleManager
-from support.modes import MODES
+from support.modes import MODES, eagerly
 from support.reference import (
     OPTIMIZERS,
     Run,
@@ -51,13 +51,11 @@ def whole_step():
     return nn.TrainOneStepCell(loss_cell, OPTIMIZERS["momentum"](network.trainable_params())).set_train()
 
 
+@eagerly()
 def whole_batches(data) -> Run:
-    """The reference: MindSpore's own step, in PyNative mode, which compiles nothing for another number of samples."""
-    mode = ms.get_context("mode")
-    ms.set_context(mode=ms.PYNATIVE_MODE)
+    """The reference: MindSpore's own step."""
     step = whole_step()
     losses = [float(step(*map(Tensor, batch)).asnumpy()) for batch in data]
-    ms.set_context(mode=mode)
     return Run(np.array(losses), everything(step))
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from mindspore import nn
 from sharding_worker import UPDATES, TrustRatio, make_step, run
+from support.modes import eagerly
 from support.ranks import Ranks
 from support.reference import make_network as make_dense
 from support.reference import relative_error
@@ -296,8 +297,7 @@ def test_learning_rates_are_those_of_all_groups_on_all_ranks(trained):
 
 
 class OneRank:
-    """One process with a plain optimizer: its checkpoint after two updates, and its results after two more. PyNative
-    mode compiles nothing."""
+    """One process with a plain optimizer: its checkpoint after two updates, and its results after two more."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -306,15 +306,13 @@ class OneRank:
     def file(self, kind: str) -> Path:
         return self.folder / f"one-rank-{kind}.ckpt"
 
+    @eagerly()
     def __call__(self, kind: str) -> Results:
         if kind not in self.results:
-            mode = ms.get_context("mode")
-            ms.set_context(mode=ms.PYNATIVE_MODE)
             step = steps(False, kind)
             run(step, 0, 2)
             ms.save_checkpoint(step, str(self.file(kind)))
             self.results[kind] = run(step, 2, 4)
-            ms.set_context(mode=mode)
         return self.results[kind]
 
 

@@ -26,6 +26,7 @@ from support.contrastive import (
     make_parts,
     whole,
 )
+from support.modes import eagerly
 from support.programs import Programs
 from support.reference import OPTIMIZERS, as_numpy, assert_equivalent, relative_error, step_with, vector
 
@@ -51,13 +52,10 @@ TOLERANCE = 1e-5
 WAYS = {"graph": ms.GRAPH_MODE, "pynative": ms.PYNATIVE_MODE, "jit": ms.PYNATIVE_MODE}
 
 
+@eagerly()
 def train_whole(kind, data, make_step=whole, optimizer=None):
-    """MindSpore's own step on whole batches. PyNative mode compiles nothing."""
-    mode = ms.get_context("mode")
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    result = contrastive.train(make_step, kind, data, optimizer)
-    ms.set_context(mode=mode)
-    return result
+    """MindSpore's own step on whole batches."""
+    return contrastive.train(make_step, kind, data, optimizer)
 
 
 @functools.cache

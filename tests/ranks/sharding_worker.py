@@ -11,6 +11,7 @@ import numpy as np
 from mindspore import nn, ops, train
 from mindspore.communication import get_group_size, get_rank
 from mindspore.experimental import optim
+from support.modes import eagerly
 from support.reference import CLASSES, FEATURES, Classifier, _decayed, as_numpy, batches
 from support.reuse import Reused
 from support.two_ranks import Results
@@ -171,12 +172,10 @@ class Trainer:
     def both(self, name: str, kind: str, **options) -> tuple:
         return self.train(f"{name}/whole", kind, False, **options), self.train(f"{name}/sharded", kind, True, **options)
 
+    @eagerly()
     def reference(self, name: str, kind: str, **options) -> None:
-        """The unsharded training in PyNative mode, which compiles no step. "counted" compares two graphs."""
-        mode = ms.get_context("mode")
-        ms.set_context(mode=ms.PYNATIVE_MODE)
+        """The unsharded training. "counted" compares two graphs."""
         self.train(f"{name}/whole", kind, False, **options)
-        ms.set_context(mode=mode)
 
 
 class CountedLoss(nn.Cell):
@@ -271,14 +270,6 @@ def experimental(trainer: Trainer) -> None:
 def training(name: str, kind: str, **options) -> Callable[[Trainer], object]:
     """A task that trains with the optimizer sharded, and with counts."""
     return lambda trainer: trainer.train(name, kind, True, **COUNTED, **options)
-
-
-def in_pynative_mode(task: Callable[..., object]) -> Callable[..., object]:
-    def run(trainer: Trainer, *out: Path) -> None:
-        ms.set_context(mode=ms.PYNATIVE_MODE)
-        task(trainer, *out)
-
-    return run
 
 
 def loop_of_ones_own(trainer: Trainer) -> None:
@@ -471,27 +462,25 @@ TASKS: dict[tuple[str, ...], Task] = {
     ("shards",): training("shards/sharded", "adam", apart=True, **SHARDED_ACCUMULATORS),
     ("shards by parameters",): training("shards by parameters/sharded", "trust_ratio", **SHARDED_ACCUMULATORS),
     ("flush", "shards flush"): flush,
-    ("broken: forgets",): in_pynative_mode(training("broken: forgets", "adam", broken=forget_to_gather)),
-    ("broken: neighbour",): in_pynative_mode(training("broken: neighbour", "adam", broken=take_the_neighbours_slice)),
-    ("broken: unit",): in_pynative_mode(
-        training("broken: unit", "adam", broken=weigh_by_own_unit, **SHARDED_ACCUMULATORS)
-    ),
+    ("broken: forgets",): eagerly()(training("broken: forgets", "adam", broken=forget_to_gather)),
+    ("broken: neighbour",): eagerly()(training("broken: neighbour", "adam", broken=take_the_neighbours_slice)),
+    ("broken: unit",): eagerly()(training("broken: unit", "adam", broken=weigh_by_own_unit, **SHARDED_ACCUMULATORS)),
     ("small buffers", "small buffers by parameters"): small_buffers,
-    ("pynative",): in_pynative_mode(training("pynative/sharded", "adam", apart=True)),
-    ("pynative by parameters",): in_pynative_mode(training("pynative by parameters/sharded", "trust_ratio")),
-    ("pynative shards",): in_pynative_mode(training("pynative shards/sharded", "adam", **SHARDED_ACCUMULATORS)),
+    ("pynative",): eagerly()(training("pynative/sharded", "adam", apart=True)),
+    ("pynative by parameters",): eagerly()(training("pynative by parameters/sharded", "trust_ratio")),
+    ("pynative shards",): eagerly()(training("pynative shards/sharded", "adam", **SHARDED_ACCUMULATORS)),
     ("jit",): by_jit,
     ("by hand",): loop_of_ones_own,
     ("rates",): rates,
 }
 WITH_FILES: dict[tuple[str, ...], Callable[[Trainer, Path], object]] = {
     ("adam from one", "adam went on", "alone", "alone again", "resumed", "mindspore's load", "update within"): one_step,
-    ("adafactor went on", "adafactor from one"): in_pynative_mode(adafactor),
-    ("to plain",): in_pynative_mode(to_plain),
+    ("adafactor went on", "adafactor from one"): eagerly()(adafactor),
+    ("to plain",): eagerly()(to_plain),
     ("window with sharded accumulators", "other accumulators"): in_window,
-    ("window",): in_pynative_mode(in_window_with_whole_accumulators),  # `in_window` shows the graph
+    ("window",): eagerly()(in_window_with_whole_accumulators),  # `in_window` shows the graph
     ("one rank", "by time", "uneven", "uneven shards", "micro-batches", "plain step"): refusals,
-    ("from two",): in_pynative_mode(from_two),  # the layout counts here; two ranks show the graph
+    ("from two",): eagerly()(from_two),  # the layout counts here; two ranks show the graph
 }
 
 

@@ -6,10 +6,10 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
+from support.modes import eagerly
 from support.reference import FEATURES, Regression, as_numpy
 
 K = 3  # batches that share an update
@@ -81,13 +81,7 @@ def trained(
     return Trained({name: as_numpy(one) for name, one in weights.items()}, outputs, step, optimizer)
 
 
-def trained_eagerly(*arguments: Any) -> Trained:
-    """As `trained` , in PyNative mode, which compiles nothing."""
-    mode = ms.get_context("mode")
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    result = trained(*arguments)
-    ms.set_context(mode=mode)
-    return result
+trained_eagerly = eagerly()(trained)
 
 
 def apart(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:

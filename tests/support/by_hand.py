@@ -8,6 +8,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
+from support.modes import eagerly
 from support.reference import as_numpy
 
 Arrays = list[np.ndarray]
@@ -41,16 +42,14 @@ class ByHand(nn.Optimizer):
         return [as_numpy(weight) for weight in self.inner.parameters]
 
 
+@eagerly()
 def train_whole(network: nn.Cell, optimizer: ByHand, data: Sequence) -> Arrays:
     """The weights after each batch of MindSpore's own step, as one vector."""
-    mode = ms.get_context("mode")
-    ms.set_context(mode=ms.PYNATIVE_MODE)
     step = nn.TrainOneStepCell(network, optimizer).set_train()
     rows = []
     for batch in data:
         step(*map(Tensor, batch))
         rows.append(np.concatenate([one.ravel() for one in optimizer.weights()]))
-    ms.set_context(mode=mode)
     return rows
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from gaccum_ms import CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from support.modes import eagerly
 from support.reference import as_numpy
 
 VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS = 50, 12, 16, 2, 1
@@ -98,10 +99,7 @@ def accumulated(micro_size: int, **options) -> Callable:
 
 
 @functools.cache
+@eagerly()
 def whole_batch() -> tuple[np.ndarray, np.ndarray]:
-    """The reference: MindSpore's own step on whole batches, in one process. PyNative mode compiles nothing."""
-    mode = ms.get_context("mode")
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    results = train(nn.TrainOneStepCell)
-    ms.set_context(mode=mode)
-    return results
+    """The reference: MindSpore's own step on whole batches, in one process."""
+    return train(nn.TrainOneStepCell)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 from mindspore.dataset import GeneratorDataset
-from support.modes import MODES
+from support.modes import MODES, eagerly
 from support.reference import FEATURES, Clipped, Outer, Regression, as_numpy, batches, relative_error
 from support.reuse import Reused
 from support.state import assert_identical, everything, manager
@@ -80,17 +80,15 @@ def reused_step(**options):
     return make_step(scale_sense=manager() if scaled else None, **options)
 
 
+@eagerly()
 def whole(data, network=Regression, max_norm=None):
     """Losses and state of MindSpore's step on whole batches."""
-    mode = ms.get_context("mode")
-    ms.set_context(mode=ms.PYNATIVE_MODE)  # nothing to compile
     loss_cell = network()
     optimizer = momentum(loss_cell)
     step = nn.TrainOneStepCell(loss_cell, optimizer).set_train()
     if max_norm is not None:
         step.grad_reducer = Clipped(max_norm)
     losses = [float(step(*map(Tensor, batch)).asnumpy()) for batch in data]
-    ms.set_context(mode=mode)
     return losses, state(optimizer)
 
 

@@ -16,6 +16,7 @@ from mindspore import Tensor, nn, train
 from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
 from resume_worker import BATCH, BATCHES, EPOCHS, KINDS, Seen, everything, make_data_set, make_model
 from support import paths
+from support.modes import eagerly
 from support.programs import Programs
 from support.reference import (
     CLASSES,
@@ -346,19 +347,16 @@ SAVED = {
 
 @pytest.fixture(scope="module")
 def in_mid_window(tmp_path_factory):
-    """Checkpoints after three batches of a window of four, by options of the saving step. PyNative mode compiles
-    nothing."""
+    """Checkpoints after three batches of a window of four, by options of the saving step."""
     made = {}
 
+    @eagerly()
     def file(name: str) -> Path:
         if name not in made:
-            mode = ms.get_context("mode")
-            ms.set_context(mode=ms.PYNATIVE_MODE)
             step = make_step(masked=name == "counts", accumulation_steps=4, **SAVED[name])
             run(step, range(3), name == "counts")
             made[name] = tmp_path_factory.mktemp(name) / "three_of_four.ckpt"
             ms.save_checkpoint(step, str(made[name]))
-            ms.set_context(mode=mode)
         return made[name]
 
     return file

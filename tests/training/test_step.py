@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 from support import paths
+from support.modes import eagerly
 from support.reference import (
     FEATURES,
     OPTIMIZERS,
@@ -346,10 +347,8 @@ def test_the_graph_does_not_grow_with_the_number_of_micro_batches(tmp_path):
 def test_clips_the_whole_batchs_gradient_once(max_norm, mode):
     """Equal to ops.clip_by_global_norm on the whole batch's gradient, applied by SGD."""
     network = Regression()
-    current = ms.get_context("mode")
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    gradients = ms.grad(network, None, tuple(network.trainable_params()))(*batch(13))
-    ms.set_context(mode=current)
+    with eagerly():
+        gradients = ms.grad(network, None, tuple(network.trainable_params()))(*batch(13))
     norm = np.sqrt(sum((g.asnumpy() ** 2).sum() for g in gradients))
     clipped = ops.clip_by_global_norm(gradients, max_norm)
     expected = [as_numpy(w) - 0.05 * g.asnumpy() for w, g in zip(network.trainable_params(), clipped, strict=True)]
