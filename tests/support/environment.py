@@ -1,8 +1,9 @@
 """The environment of the tests' processes, and of a user's programs.
 
-In PyNative mode, MindSpore's threads spin while they wait for each other. With as many processes as cores, spinning
-took a quarter of all CPU time. So operators run in Python's thread, here and in the processes that tests start. The
-programs of docs/ and sample_code/ run with these threads, as a user's do, and so do all tests if the environment has
+MindSpore's threads spin while they wait for each other. With more processes than cores, spinning took a quarter of all
+CPU time in PyNative mode, and a tenth in graph mode. So operators run in Python's thread in PyNative mode, here and in
+the processes that tests start. In graph mode, a kernel has one thread, here and in the ranks of ranks.py. The programs
+of docs/ and sample_code/ run with MindSpore's own threads, as a user's do, and so do all tests if the environment has
 ``MS_DEV_HOST_BLOCKING_RUN=0`` .
 
 On a CPU with AVX-512, oneDNN can be limited only before the first computation; later tests with convolutions would
@@ -13,6 +14,10 @@ from __future__ import annotations
 
 import os
 
+import mindspore as ms
+
+from support.device import DEVICE
+
 BLOCKING = "MS_DEV_HOST_BLOCKING_RUN"
 _given = BLOCKING in os.environ
 
@@ -21,6 +26,14 @@ def of_tests() -> None:
     """Set the variables, before the first operator."""
     os.environ.setdefault(BLOCKING, "1")
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
+    of_graphs()
+
+
+def of_graphs() -> None:
+    """Give one thread to each kernel, before the first graph runs."""
+    if DEVICE == "CPU" and os.environ.get(BLOCKING) == "1":
+        ms.runtime.dispatch_threads_num(1)
+        ms.device_context.cpu.op_tuning.threads_num(1)
 
 
 def of_users() -> dict[str, str]:

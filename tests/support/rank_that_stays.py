@@ -20,6 +20,8 @@ import psutil
 from mindspore import ops
 from mindspore.communication import get_rank, init
 
+from support import environment
+
 
 def request(file: Path, asking: int) -> dict[str, str] | None:
     """The next request; None if there will be none."""
@@ -32,6 +34,7 @@ def request(file: Path, asking: int) -> dict[str, str] | None:
 
 def main(folder: Path, asking: int) -> None:
     ms.set_device(os.environ.get("GACCUM_MS_DEVICE", "CPU"))
+    environment.of_graphs()
     launched = "MS_ROLE" in os.environ
     if launched:
         init()
