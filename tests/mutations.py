@@ -376,6 +376,13 @@ FAULTS = [
         "losses/test_batch_loss.py -k test_equals_the_whole_batch",
     ),
     Fault(
+        "the first pass is a plain call, which MindSpore's compiler takes for the second pass",
+        "accumulation/grad_cache.py",
+        "return self.with_gradient(ms.Tensor(0.0, ms.float32), *inputs)[0][1:]",
+        "return self.network.represent(*inputs)",
+        "losses/test_batch_loss.py -k adds_in_place",
+    ),
+    Fault(
         "every rank counts the joined loss",
         "accumulation/grad_cache.py",
         "self.share_of_ranks = 1.0 if mean else 1.0 / self.network.ranks",

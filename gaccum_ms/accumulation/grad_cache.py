@@ -27,18 +27,28 @@ from gaccum_ms.options import Options
 
 
 class _Forward(nn.Cell):
-    """The backbone without a backward. After a gradient raised, PyNative's open tape would keep activations."""
+    """The backbone without a backward.
+
+    In PyNative mode nothing is recorded: after a gradient raised, the open tape would keep activations. In a graph, the
+    representations are an auxiliary output of a gradient that needs no backward. As a plain call, MindSpore's compiler
+    would take it for the forward of the second pass, and lose a Parameter ("Illegal AnfNode for evaluating"), in a
+    process that has compiled ``x += y`` and ``x[0]`` of a Tensor.
+    """
 
     def __init__(self, network: WithBatchLossCell) -> None:
         super().__init__(auto_prefix=False)
         self.network = network
+        self.with_gradient = ops.value_and_grad(self.beside, 0, None, has_aux=True)
 
     def __call__(self, *inputs):
         with no_grad():
-            return super().__call__(*inputs)
+            return self.network.represent(*inputs)
 
     def construct(self, *inputs):
-        return self.network.represent(*inputs)
+        return self.with_gradient(ms.Tensor(0.0, ms.float32), *inputs)[0][1:]
+
+    def beside(self, zero, *inputs):
+        return (zero, *self.network.represent(*inputs))
 
 
 class TwoPasses(nn.Cell):
@@ -75,12 +85,12 @@ class TwoPasses(nn.Cell):
 
     def prepare(self, sums, unit, inputs, plan):
         """The first pass, and the loss. A batch of one micro-batch needs no first pass."""
-        samples, size, _, _, whole, shared = plan
-        if whole:
+        if plan[micro_batches.WHOLE]:
             return sums, (), inputs
+        samples, size = plan[micro_batches.SAMPLES], plan[micro_batches.SIZE]
         last = samples - (samples - 1) // size * size
         seed = unit * self.share_of_ranks
-        loss, slopes, loss_slopes = self.slopes(seed, self.representations(inputs, samples - last, size, shared))
+        loss, slopes, loss_slopes = self.slopes(seed, self.representations(inputs, samples - last, plan))
         if self.statistics is not None:
             loss = self.statistics.reset(loss)  # the second pass adds them again
         return sums + loss / self.share_of_ranks, (samples, len(inputs), loss_slopes), (*inputs, *slopes)
@@ -91,11 +101,11 @@ class TwoPasses(nn.Cell):
             loss, gradients = self.one_loss.run(seed * self.share_of_ranks, prepared, size, *part)
             return loss / self.share_of_ranks, gradients
         samples, number, loss_slopes = prepared
-        _, gradients = self.pull_back(size / samples, loss_slopes, number, *part)
-        return ops.zeros_like(seed), gradients
+        return ops.zeros_like(seed), self.pull_back(size / samples, loss_slopes, number, *part)[1]
 
-    def representations(self, inputs, before, size, shared):
+    def representations(self, inputs, before, plan):
         """The first pass. Returns the representations of the batch. `before` : samples before the last micro-batch."""
+        size, shared = plan[micro_batches.SIZE], plan[micro_batches.SHARED]
         last = self.forward(*micro_batches.take_rest(inputs, before, shared))
         # One tuple, with a scalar in it: graph mode forgets the length of a tuple of equal shapes that a loop carries.
         state: tuple = (ms.Tensor(0, ms.int32),)

@@ -111,6 +111,11 @@ class GraphPlan(NamedTuple):
     shared: tuple[int, ...]  # positions of inputs that are not cut
 
 
+# A graph with Tensors makes a plain tuple. Its items are taken by number: of items that a statement names and nothing
+# uses, MindSpore may warn that "side effect nodes were eliminated by mistake".
+SAMPLES, SIZE, LOOPED, REST, WHOLE, SHARED = range(len(GraphPlan._fields))
+
+
 @ops.constexpr(check=False)  # the check warns about open shapes
 def _known_plan(shapes, micro_size, micro_batch_size, shared):
     """None where `set_inputs` has left the length of an input open."""
@@ -173,7 +178,7 @@ def take_rest(inputs: Sequence[ms.Tensor], start: int, shared: tuple[int, ...]) 
 def add_up(turn, sums, inputs, plan, start, loops, *given):
     """The loop over a batch: adds ``turn(*given, rows, *micro_batch)`` to `sums` for each micro-batch from sample
     `start` on. `loops` : whether any micro-batch comes before the smaller last one."""
-    _, size, looped, rest, _, shared = plan
+    size, looped, rest, shared = plan[SIZE], plan[LOOPED], plan[REST], plan[SHARED]
     if loops:
         while start < looped:
             rows = rows_from(start, size, looped)
@@ -185,7 +190,7 @@ def add_up(turn, sums, inputs, plan, start, loops, *given):
 def add_up_and_join(turn, noted, inputs, plan, *given):
     """As `add_up` , if ``turn(noted, *given, rows, *micro_batch)`` returns a part of the sums and a micro-batch's
     outputs. Returns the sums and the batch's outputs."""
-    samples, size, looped, rest, _, shared = plan
+    samples, size, looped, rest, shared = plan[SAMPLES], plan[SIZE], plan[LOOPED], plan[REST], plan[SHARED]
     # A loop carries Tensors of fixed shapes, and the network's outputs are known only after its first run. So the first
     # micro-batch runs before the loop. The network is then in the graph twice, which costs only compile time.
     start = ms.Tensor(0, ms.int32)

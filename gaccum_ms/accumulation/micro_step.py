@@ -131,12 +131,12 @@ class SeveralLosses(nn.Cell):
         return sums, (), inputs
 
     def run(self, seeds, prepared, size, *micro_batch):
-        (_, parts), gradients = self.backward(seeds, *micro_batch)
-        return parts, gradients
+        value, gradients = self.backward(seeds, *micro_batch)
+        return value[1], gradients
 
     def run_alone(self, term, seeds, *micro_batch):
-        (_, part), gradients = self.backward_of[term](seeds, *micro_batch)
-        return part, gradients
+        value, gradients = self.backward_of[term](seeds, *micro_batch)
+        return value[1], gradients
 
     def seeded_losses(self, seeds, *micro_batch):
         """The weighted sum, from which backward runs, and each loss's part of its window mean."""

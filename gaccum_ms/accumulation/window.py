@@ -77,9 +77,9 @@ class Window(nn.Cell):
         """Forward, backward and add for a window of one batch. Returns (the gradients, reduced over ranks; their
         divisor; the loss; whether anything was counted), and the outputs beside the loss."""
         plan = self.plan(inputs)
-        _, size, _, _, whole, _ = plan
+        size = plan[micro_batches.SIZE]
         unit = self.weighing.seed_per_item(inputs, plan, scale)
-        if whole and not self.may_skip and not self.store.reduces:
+        if plan[micro_batches.WHOLE] and not self.may_skip and not self.store.reduces:
             # With one micro-batch, the gradients need no accumulators.
             sums, gradients = self.weighing.run(self.records_noise, unit, (), size, *inputs)
             shown = ()
@@ -144,11 +144,11 @@ class Window(nn.Cell):
         if self.records_noise:
             # The first micro-batch runs before the loop, so the network is in the graph twice. A branch in the loop
             # would cost time in each turn.
-            _, size, looped, _, _, shared = plan
-            first = micro_batches.take(inputs, start, size, shared)
+            size = plan[micro_batches.SIZE]
+            first = micro_batches.take(inputs, start, size, plan[micro_batches.SHARED])
             sums = sums + self.weighing.turn(True, unit, prepared, size, *first)
             start = start + size
-            loops = looped > size
+            loops = plan[micro_batches.LOOPED] > size
         return micro_batches.add_up(self.weighing.turn, sums, inputs, plan, start, loops, False, unit, prepared), ()
 
     def means(self, shown, sums, scale, unit):

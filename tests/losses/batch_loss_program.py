@@ -2,6 +2,8 @@
 
 batch_loss_program.py graph MICRO_SIZE SAMPLES ...     makes one update for each size; the environment saves graphs
 batch_loss_program.py memory WAY MICRO_SIZE SAMPLES    prints by how many MB two updates raised the peak
+batch_loss_program.py residual SAMPLES ...             adds in place, and prints how far each update is from the whole
+                                                       batch's
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ import sys
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
-from support.contrastive import InfoNCE, unit_length
+from support.contrastive import InfoNCE, Spread, Whole, unit_length
+from support.modes import eagerly
+from support.reference import relative_error, vector
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WithBatchLossCell
 
@@ -55,19 +59,58 @@ class SmallTowers(nn.Cell):
         return unit_length(ops.erf(self.one(x))), unit_length(self.other(y))
 
 
+class Residual(nn.Cell):
+    """Adds in place, as many networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Dense(4, 4)
+        self.out = nn.Dense(12, 6)
+
+    def construct(self, x):
+        x = x.reshape((-1, 3, 4))
+        x += self.inner(x)
+        return self.out(x.reshape((-1, 12)))
+
+
+class AddedInPlace(nn.Cell):
+    def construct(self, x):
+        y = x * 2
+        y += x
+        return y[0]
+
+
+def update_residual(samples: int) -> float:
+    """The relative error of an update."""
+    x = Tensor(np.random.default_rng(0).normal(size=(samples, 12)).astype(np.float32))
+    ours, plain = Residual(), Residual()
+    ms.load_param_into_net(plain, {one.name: one.clone() for one in ours.get_parameters()})
+    before = vector(plain.trainable_params())
+    make_step(ours, 3, Spread(), 1.0)(x)
+    with eagerly():
+        nn.TrainOneStepCell(Whole(plain, Spread()), nn.SGD(plain.trainable_params(), 1.0)).set_train()(x)
+    return relative_error(*(vector(one.trainable_params()) - before for one in (ours, plain)))
+
+
 def peak() -> float:
     with open("/proc/self/status") as status:
         line = next(line for line in status if line.startswith("VmHWM"))
     return int(line.split()[1]) / 1024
 
 
-def make_step(backbone: nn.Cell, micro_size: int) -> nn.Cell:
-    network = WithBatchLossCell(backbone, InfoNCE())
-    optimizer = nn.SGD(network.trainable_params(), 0.01)
+def make_step(backbone: nn.Cell, micro_size: int, loss_fn: nn.Cell | None = None, rate: float = 0.01) -> nn.Cell:
+    network = WithBatchLossCell(backbone, loss_fn or InfoNCE())
+    optimizer = nn.SGD(network.trainable_params(), rate)
     return TrainOneStepWithGradAccumulationCell(GradAccumulationCell(network, micro_size), optimizer).set_train()
 
 
 def main(what: str, *arguments: str) -> None:
+    if what == "residual":
+        ms.set_context(mode=ms.GRAPH_MODE)
+        AddedInPlace()(Tensor(np.ones((2, 2), np.float32)))
+        for samples in map(int, arguments):
+            print(update_residual(samples))
+        return
     ms.set_context(mode=ms.PYNATIVE_MODE if arguments[0] == "pynative" else ms.GRAPH_MODE)
     ms.set_seed(1)
     micro_size, *sizes = map(int, arguments[what == "memory" :])

@@ -528,10 +528,19 @@ def program(tmp_path_factory):
         script = paths.worker("batch_loss_program.py")
         result = programs.run(script, *map(str, arguments), folder=folder, MS_DEV_HOST_BLOCKING_RUN="1", **variables)
         assert result.returncode == 0, result.stderr[-3000:]
+        assert "eliminated by mistake" not in result.stderr, "MindSpore's warning of items that are named but not used"
         return result.stdout
 
     with Programs(paths.python_path()) as programs:
         yield printed
+
+
+def test_a_network_that_adds_in_place_where_a_tensor_is_indexed(program):
+    """MindSpore's compiler then keeps functions that it otherwise folds away. As a plain call, the first pass made it
+    lose a Parameter: "Illegal AnfNode for evaluating"."""
+    errors = [float(error) for error in program("residual", RAGGED, 12).split()]
+    assert len(errors) == 2
+    assert max(errors) < TOLERANCE
 
 
 @pytest.mark.thorough
