@@ -6,7 +6,8 @@ remaining room. It is ended if the remaining room could be used up before the ne
 On an idle machine this process looks on time. Near the limit, the copy then runs in short turns, and is stopped for
 each look. On a busy machine this process has to wait for a core, and looks late. Two things keep the limit there. The
 copy stops itself after a while (turns.py). And closer to the limit both processes run on one core: while this one waits
-for it, the copy waits too. The copy runs in no turns there, which could end before it gets the core.
+for it, the copy waits too. The copy runs in no turns there, which could end before it gets the core. It then runs until it
+stops itself, and can take more between two looks, so twice as many bytes are kept free.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ class Watch:
                 os.kill(child, signal.SIGSTOP)
             size = sizes_in(f"/proc/{child}/status")["VmRSS"]
             if size > looks_at:
-                room = self.limit - _together(child) - (between // 2 if in_turns else between)
+                kept_free = between // 2 if in_turns else 2 * between if self._busy else between
+                room = self.limit - _together(child) - kept_free
                 if room < _NOTHING and not self._busy and not in_turns:
                     in_turns = True
                     room += between - between // 2
