@@ -23,7 +23,7 @@ _HERE = Path(__file__).resolve().parent
 sys.path += [str(_HERE.parent / "tests" / "semi_auto"), str(_HERE.parent / "tests")]
 
 from compile_worker import SAMPLES  # noqa: E402
-from compiled import RANKS, Case, compile_cases  # noqa: E402
+from compiled import RANKS, Case, Compiler  # noqa: E402
 from finished_graph import COLLECTIVES, Graph, Node, Program  # noqa: E402
 from machine import Machine  # noqa: E402
 from support import no_device  # noqa: E402
@@ -205,10 +205,10 @@ def main() -> None:
     head = report.machine("Semi-auto parallel mode: an update as the compiler makes it for eight devices", packages)
     compared = [(WHOLE, WHOLE_TITLE, False, 1), *names(COMPARED, options.micro_sizes)]
     deep = names(DEEP, [size for size in options.micro_sizes if size == DEEP_MICRO_SIZE])
-    with tempfile.TemporaryDirectory(prefix="gaccum_ms_semi_auto_") as folder:
-        out = compile_cases(Path(folder), *(name for name, *_ in compared + deep))
-        rows = [measure(Case(out / name), *rest) for name, *rest in compared]
-        deep_rows = [measure(Case(out / name), *rest, runs=False) for name, *rest in deep]
+    place = tempfile.TemporaryDirectory(prefix="gaccum_ms_semi_auto_")
+    with place as folder, Compiler(Path(folder)) as compiled:
+        rows = [measure(compiled(name), *rest) for name, *rest in compared]
+        deep_rows = [measure(compiled(name), *rest, runs=False) for name, *rest in deep]
     parts = [head, collectives_table(rows), compile_table(rows + deep_rows), _EXPLANATIONS, "\n".join(targets(rows))]
     text = "\n\n".join(parts) + "\n"
     print(text, end="")

@@ -321,18 +321,17 @@ def wanted(out):
         time.sleep(0.05)
 
 
-def main(out, graphs, names):
+def main(out, graphs):
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_context(device_target="CPU")  # after set_device() MindSpore 2.7 and 2.8 would keep CPU
     init()
     create_group("nccl_world_group", list(range(get_group_size())))
     ms.set_context(device_target="GPU")
     if get_rank() == 0:
-        for name in names or wanted(out):
+        for name in wanted(out):
             compile_case(name, *(BENCHMARKED | CASES)[name], graphs, out)
             (out / f"{name}.compiled").touch()
             print(name, flush=True)
-        (out / "done").touch()
     while not (out / "done").exists():
         time.sleep(0.2)
     sys.stdout.flush()
@@ -340,4 +339,4 @@ def main(out, graphs, names):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(os.environ["MS_DEV_SAVE_GRAPHS_PATH"]), sys.argv[2:])
+    main(Path(sys.argv[1]), Path(os.environ["MS_DEV_SAVE_GRAPHS_PATH"]))

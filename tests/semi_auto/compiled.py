@@ -53,7 +53,7 @@ class Compiler:
     As a context manager, it ends the ranks, also after an error. They end by themselves after `TIME_LIMIT` .
     """
 
-    def __init__(self, folder: Path, *names: str) -> None:
+    def __init__(self, folder: Path) -> None:
         environment = {
             **no_device.environment(folder),
             "PYTHONPATH": str(Path(gaccum_ms.__file__).parents[1]),
@@ -65,7 +65,7 @@ class Compiler:
         (self.out / "wanted").mkdir(parents=True)
         worker = Path(__file__).with_name("compile_worker.py")
         command = [sys.executable, "-m", "gaccum_ms.launch", "--processes", str(RANKS)]
-        command += ["--log-dir", str(folder / "log"), "--timeout", str(TIME_LIMIT), str(worker), str(self.out), *names]
+        command += ["--log-dir", str(folder / "log"), "--timeout", str(TIME_LIMIT), str(worker), str(self.out)]
         with self.said.open("w") as said:
             self.launcher = subprocess.Popen(
                 command, env=environment, cwd=folder, stdout=said, stderr=subprocess.STDOUT
@@ -73,18 +73,12 @@ class Compiler:
 
     def __call__(self, name: str) -> Case:
         (self.out / "wanted" / name).touch()
-        self._wait_for(f"{name}.compiled")
-        return Case(self.out / name)
-
-    def _wait_for(self, file: str) -> None:
-        while not (self.out / file).exists():
-            if self.launcher.poll() is not None and not (self.out / file).exists():
+        compiled = self.out / f"{name}.compiled"
+        while not compiled.exists():
+            if self.launcher.poll() is not None and not compiled.exists():
                 raise RuntimeError(f"compile_worker.py failed:\n{self.said.read_text()[-6000:]}")
             time.sleep(0.05)
-
-    def finish(self) -> None:
-        """Wait until all cases whose names were given at the start are compiled."""
-        self._wait_for("done")
+        return Case(self.out / name)
 
     def __enter__(self) -> Compiler:
         return self
@@ -93,10 +87,3 @@ class Compiler:
         (self.out / "done").touch()
         # Without a device the ranks cannot end normally; only the files of rank 0 count.
         self.launcher.wait(timeout=TIME_LIMIT + 60)
-
-
-def compile_cases(folder: Path, *names: str) -> Path:
-    """Compile the cases of these names. The result has a folder for each."""
-    with Compiler(folder, *names) as compiler:
-        compiler.finish()
-    return compiler.out
