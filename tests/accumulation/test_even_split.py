@@ -8,7 +8,6 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support.alone import alone
 from support.modes import MODES, eagerly
 from support.reference import FEATURES, as_numpy, batches, relative_error
 from support.reuse import Reused
@@ -185,12 +184,7 @@ def trained_with_a_loss_of_the_whole_batch(mode):
 @pytest.mark.core("pynative")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_loss_of_the_whole_batch(mode):
-    """In graph mode in a process of its own. MindSpore 2.10 fails to compile this one graph ("Illegal AnfNode for
-    evaluating") in a process that has compiled ``+=`` of a Parameter, as boost's and mindcv's steps have it, and then
-    our step with open shapes; each alone is harmless."""
-    train = trained_with_a_loss_of_the_whole_batch
-    found = alone(train, mode) if mode == "graph" else train(mode)
-    assert relative_error(*found) < TOLERANCE
+    assert relative_error(*trained_with_a_loss_of_the_whole_batch(mode)) < TOLERANCE
 
 
 def test_an_audit_has_nothing_to_say(pynative):
