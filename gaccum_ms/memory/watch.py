@@ -6,8 +6,8 @@ remaining room. It is ended if the remaining room could be used up before the ne
 On an idle machine this process looks on time. Near the limit, the copy then runs in short turns, and is stopped for
 each look. On a busy machine this process has to wait for a core, and looks late. Two things keep the limit there. The
 copy stops itself after a while (turns.py). And closer to the limit both processes run on one core: while this one waits
-for it, the copy waits too. The copy runs in no turns there, which could end before it gets the core. It then runs until it
-stops itself, and can take more between two looks, so twice as many bytes are kept free.
+for it, the copy waits too. The copy runs in no turns there, which could end before it gets the core. It runs until it
+stops itself, and can take more between two looks; so twice as many bytes are kept free.
 """
 
 from __future__ import annotations
