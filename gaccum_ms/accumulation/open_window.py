@@ -78,7 +78,7 @@ class OpenWindow(nn.Cell):
         mean's size."""
         first = self.window_position == 0
         steps = ops.select(first, self.accumulation_steps + 0, self.window_steps + 0)
-        unit, _ = self.unit_of(scale, count, steps)
+        unit = self.unit_of(scale, count, steps)[0]
         begun = ops.depend(ops.assign(self.window_steps, steps), unit)
         begun = ops.assign(self.window_unit, ops.depend(unit, begun))
         begun = ops.assign(self.window_position, ops.depend(self.window_position + 1, begun))

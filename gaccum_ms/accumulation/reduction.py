@@ -78,8 +78,10 @@ class CountedReduction(nn.Cell):
             over_ranks = self.sum_over_ranks.alone(ops.depend(sums, gradients))
         else:
             gradients, over_ranks = self.sum_over_ranks(gradients, sums)
-        _, total, dropped = ops.unstack(over_ranks[:SUMS])
-        loss, count, _ = ops.unstack((sums if self.by_samples else over_ranks)[:SUMS])
+        all_sums = ops.unstack(over_ranks[:SUMS])
+        total, dropped = all_sums[1], all_sums[2]
+        shown = ops.unstack((sums if self.by_samples else over_ranks)[:SUMS])
+        loss, count = shown[0], shown[1]
         divisor = ops.select(total > 0, total, ops.ones_like(total)) * scale / self.factor
         if not self.is_mean:
             count = ops.ones_like(count)
