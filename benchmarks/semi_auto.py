@@ -200,7 +200,6 @@ def main() -> None:
     options = parser.parse_args()
     if reason := no_device.why_not():
         parser.exit(2, f"error: {reason}\n")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     packages = ("mindspore", "numpy", "nvidia-cuda-runtime-cu11", "nvidia-cudnn-cu11")
     head = report.machine("Semi-auto parallel mode: an update as the compiler makes it for eight devices", packages)
     compared = [(WHOLE, WHOLE_TITLE, False, 1), *names(COMPARED, options.micro_sizes)]
@@ -216,4 +215,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the ranks
     main()

@@ -113,7 +113,7 @@ class GraphPlan(NamedTuple):
 
 # A graph with Tensors makes a plain tuple. Its items are taken by number: of items that a statement names and nothing
 # uses, MindSpore may warn that "side effect nodes were eliminated by mistake".
-SAMPLES, SIZE, LOOPED, REST, WHOLE, SHARED = range(len(GraphPlan._fields))
+SAMPLES, SIZE, LOOPED, REST, WHOLE, SHARED = range(6)
 
 
 @ops.constexpr(check=False)  # the check warns about open shapes
