@@ -13,7 +13,7 @@ import sys
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
-from support.contrastive import InfoNCE, Spread, Whole, unit_length
+from support.contrastive import InfoNCE, Spread, accumulated, unit_length, whole
 from support.modes import eagerly
 from support.reference import relative_error, vector
 
@@ -86,9 +86,9 @@ def update_residual(samples: int) -> float:
     ours, plain = Residual(), Residual()
     ms.load_param_into_net(plain, {one.name: one.clone() for one in ours.get_parameters()})
     before = vector(plain.trainable_params())
-    make_step(ours, 3, Spread(), 1.0)(x)
+    accumulated(micro_size=3)(ours, Spread(), nn.SGD(ours.trainable_params(), 1.0)).set_train()(x)
     with eagerly():
-        nn.TrainOneStepCell(Whole(plain, Spread()), nn.SGD(plain.trainable_params(), 1.0)).set_train()(x)
+        whole(plain, Spread(), nn.SGD(plain.trainable_params(), 1.0)).set_train()(x)
     return relative_error(*(vector(one.trainable_params()) - before for one in (ours, plain)))
 
 
@@ -98,21 +98,19 @@ def peak() -> float:
     return int(line.split()[1]) / 1024
 
 
-def make_step(backbone: nn.Cell, micro_size: int, loss_fn: nn.Cell | None = None, rate: float = 0.01) -> nn.Cell:
-    network = WithBatchLossCell(backbone, loss_fn or InfoNCE())
-    optimizer = nn.SGD(network.trainable_params(), rate)
+def make_step(backbone: nn.Cell, micro_size: int) -> nn.Cell:
+    network = WithBatchLossCell(backbone, InfoNCE())
+    optimizer = nn.SGD(network.trainable_params(), 0.01)
     return TrainOneStepWithGradAccumulationCell(GradAccumulationCell(network, micro_size), optimizer).set_train()
 
 
 def main(what: str, *arguments: str) -> None:
-    if what == "residual":
-        ms.set_context(mode=ms.GRAPH_MODE)
-        AddedInPlace()(Tensor(np.ones((2, 2), np.float32)))
-        for samples in map(int, arguments):
-            print(update_residual(samples))
-        return
     ms.set_context(mode=ms.PYNATIVE_MODE if arguments[0] == "pynative" else ms.GRAPH_MODE)
     ms.set_seed(1)
+    if what == "residual":
+        AddedInPlace()(Tensor(np.ones((2, 2), np.float32)))
+        print(*(update_residual(int(samples)) for samples in arguments))
+        return
     micro_size, *sizes = map(int, arguments[what == "memory" :])
     for samples in sizes:
         step = make_step(WideTowers() if what == "memory" else SmallTowers(), micro_size)

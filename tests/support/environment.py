@@ -23,7 +23,7 @@ _given = BLOCKING in os.environ
 
 
 def of_tests() -> None:
-    """Set the variables, before the first operator."""
+    """Set the variables and the threads, before the first operator."""
     os.environ.setdefault(BLOCKING, "1")
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
     of_graphs()

@@ -21,6 +21,7 @@ from mindspore import ops
 from mindspore.communication import get_rank, init
 
 from support import environment
+from support.device import DEVICE
 
 
 def request(file: Path, asking: int) -> dict[str, str] | None:
@@ -33,7 +34,7 @@ def request(file: Path, asking: int) -> dict[str, str] | None:
 
 
 def main(folder: Path, asking: int) -> None:
-    ms.set_device(os.environ.get("GACCUM_MS_DEVICE", "CPU"))
+    ms.set_device(DEVICE)
     environment.of_graphs()
     launched = "MS_ROLE" in os.environ
     if launched:
