@@ -109,7 +109,7 @@ class Window(nn.Cell):
         if self.weighing.weighs_samples or self.weighing.runs_all:
             sums, shown = self.accumulate(inputs, plan, scale, unit)
         elif expected >= 0:  # a bad count is NaN here, and its batch is left out
-            sums, _ = self.accumulate(inputs, plan, scale, unit)
+            sums = self.accumulate(inputs, plan, scale, unit)[0]
         ended = self.open.end_batch(sums, self.weighing.counted(sums, total))
         return ops.depend(self.weighing.own_mean(ops.unstack(sums)[0], sums, scale, unit), ended), shown
 

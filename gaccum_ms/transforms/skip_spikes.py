@@ -139,7 +139,7 @@ class SkipSpikes(Transform):
             return fixed
         entered = self.judged_updates + 0
         last = ops.minimum(entered, ms.Tensor(self.history, ms.int32)) - 1
-        ordered, _ = ops.sort(self.judged_norms + 0.0)
+        ordered = ops.sort(self.judged_norms + 0.0)[0]
         # The middle norm, or the mean of the middle two.
         middle = ops.maximum(ops.stack((last // 2, (last + 1) // 2)), ms.Tensor(0, ms.int32))
         median = ops.reduce_mean(ops.gather(ordered, middle, 0))
