@@ -67,14 +67,15 @@ a_gigabyte = partial(take, 1000, MB)
 def too_much(run) -> Results:
     """What a run had reached when it was ended, with a limit of 130 MB above the memory that this process has."""
     try:
-        child.run_in_child(watch_of_130_mb(), run, ())
+        child.run_in_child(watch_of(130 * MB), run, ())
     except TooMuchMemory as error:
         return {"too_much": np.array(str(error)), "reached": np.array(error.reached - own("VmRSS"))}
     return {"too_much": np.array("nothing"), "reached": np.array(1000 * MB)}
 
 
-def watch_of_130_mb() -> Watch:
-    return Watch("a test", own("VmRSS") + 130 * MB)
+def watch_of(room: int) -> Watch:
+    """A copy may take so many bytes."""
+    return Watch("a test", own("VmRSS") + room)
 
 
 def looked_at_rarely() -> Results:
@@ -100,7 +101,7 @@ def cores_after(blocks: int) -> None:
 
 def cores_of(blocks: int) -> int:
     try:
-        child.run_in_child(watch_of_130_mb(), partial(cores_after, blocks), ())
+        child.run_in_child(watch_of(200 * MB), partial(cores_after, blocks), ())
     except ValueError as error:
         return int(str(error))
     return 0
@@ -117,7 +118,7 @@ def busy_and_idle() -> Results:
             results |= {
                 f"{name}_reached": too_much(a_gigabyte)["reached"],
                 f"{name}_cores_far": np.array(cores_of(5)),
-                f"{name}_cores_close": np.array(cores_of(70)),
+                f"{name}_cores_close": np.array(cores_of(150)),
             }
     return {**results, "own_cores_again": np.array(os.sched_getaffinity(0) == cores)}
 
