@@ -134,11 +134,11 @@ class Window(nn.Cell):
 
     def accumulate(self, inputs, plan, scale, unit):
         """Forward, backward and add for each micro-batch of a batch; returns the batch's sums and outputs."""
-        sums, prepared, inputs = self.micro_step.prepare(self.weighing.zero_sums(), unit, inputs, plan)
-        if self.has_outputs:
+        if self.has_outputs:  # no loss of the whole batch, so there is nothing to prepare
             turn = self.weighing.turn
-            sums, shown = micro_batches.add_up_and_join(turn, self.records_noise, inputs, plan, unit, prepared)
+            sums, shown = micro_batches.add_up_and_join(turn, self.records_noise, inputs, plan, unit, ())
             return sums, self.means(shown, sums, scale, unit)
+        sums, prepared, inputs = self.micro_step.prepare(self.weighing.zero_sums(), unit, inputs, plan)
         start = ms.Tensor(0, ms.int32)
         loops = True
         if self.records_noise:
