@@ -17,6 +17,7 @@ from mindspore import nn, ops
 from gaccum_ms import compatibility
 from gaccum_ms.accumulation import accumulators, micro_batches
 from gaccum_ms.audit_report import AuditReport, Evidence, Update, judged
+from gaccum_ms.backend.eager_means import mean_of_elements
 from gaccum_ms.backend.snapshot import Snapshot, as_numpy
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.compatibility import Setup
@@ -25,7 +26,6 @@ from gaccum_ms.layers.dropout import dropouts
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
 from gaccum_ms.rules import AUDIT
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
-from gaccum_ms.transforms import norms
 
 _NARROW = (ms.float16, ms.bfloat16)
 _SEED = 1
@@ -178,7 +178,7 @@ class _Recorder(nn.Cell):
     def construct(self, gradients):
         gradients = ops.depend(gradients, self.map(accumulators.add_to, self.gradients, gradients))
         if self.max_grad_norm is not None:
-            gradients = norms.clip_by_norm(gradients, norms.global_norm(gradients), self.max_grad_norm)
+            gradients = ops.clip_by_global_norm(gradients, self.max_grad_norm)
         return self.optimizer(gradients)
 
 
@@ -204,7 +204,8 @@ class _Losses(nn.Cell):
 
 def _run(step: nn.Cell, recorder: _Recorder, batch: tuple[ms.Tensor, ...]) -> Update:
     ms.manual_seed(_SEED)
-    loss = step(*batch)
+    with mean_of_elements():  # for MindSpore's own step in PyNative mode; ours does so itself
+        loss = step(*batch)
     return Update(
         float(as_numpy(loss[0] if isinstance(loss, tuple) else loss)),
         [as_numpy(gradient) for gradient in recorder.gradients],

@@ -510,6 +510,13 @@ FAULTS = [
         "norms.square_norm(gradients) / (unit * unit)",
         "accumulation/test_noise_record.py -k records_of_a_batch",
     ),
+    Fault(
+        "a mean's eager gradient is divided by the first micro-batch's size",
+        "backend/graphs.py",
+        "        with mean_of_elements():\n            return nn.Cell.__call__(cell, *inputs)\n",
+        "        return nn.Cell.__call__(cell, *inputs)\n",
+        "backend/test_eager_means.py",
+    ),
     # -- tools and processes
     Fault(
         "the search stops at the smallest sizes",

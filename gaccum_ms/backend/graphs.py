@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
+import textwrap
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +16,7 @@ import mindspore as ms
 from mindspore import nn
 
 from gaccum_ms.backend import cell_graph_executor, no_grad
+from gaccum_ms.backend.eager_means import mean_of_elements
 from gaccum_ms.backend.storage import Storage, keep_in_place
 
 _storage: weakref.WeakKeyDictionary[nn.Cell, tuple[int, Storage]] = weakref.WeakKeyDictionary()
@@ -39,12 +43,33 @@ def runs_eagerly(jit: bool) -> bool:
     return os.getenv("MS_JIT") == "0" or (not jit and ms.get_context("mode") == ms.PYNATIVE_MODE)
 
 
+def check_compilable(owner: str, jit: Any, name: str, functions: Iterable[Any]) -> None:
+    """Refuse a lambda that a graph cannot contain: MindSpore parses the lines of source in which it stands."""
+    for one in () if runs_eagerly(bool(jit)) else functions:
+        if getattr(one, "__name__", "") == "<lambda>" and not _stands_alone(one):
+            code = one.__code__
+            raise TypeError(
+                f"For '{owner}', a function as '{name}' is compiled from its lines of source, in which a lambda must "
+                f"stand alone, but got a lambda within other code, in line {code.co_firstlineno} of "
+                f"{code.co_filename}. Define the function by 'def'."
+            )
+
+
+def _stands_alone(function: Any) -> bool:
+    try:
+        statement = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    except (OSError, SyntaxError):
+        return False
+    return isinstance(statement, (ast.Assign, ast.Expr)) and isinstance(statement.value, ast.Lambda)
+
+
 def run(cell: nn.Cell, jit: bool, *inputs: Any) -> Any:
     """Call a Cell; with `jit` it is compiled in PyNative mode too, unless MindSpore's ``MS_JIT=0`` forbids it. The
     graph runs as in graph mode, not by `mindspore.jit` , which runs a graph without a loop in another thread while
     Python's thread spins. A graph sees every value that was written into its Parameters since its last run."""
     if runs_eagerly(jit):
-        return nn.Cell.__call__(cell, *inputs)
+        with mean_of_elements():
+            return nn.Cell.__call__(cell, *inputs)
     _let_go_of_moved(cell)
     inputs = tuple(_of_its_own(value) for value in inputs)
     if ms.get_context("mode") == ms.PYNATIVE_MODE:
