@@ -77,7 +77,8 @@ class GradAccumulationCell(nn.Cell):
             ``gradients_mean`` ; a count of 0 contributes nothing, and a window with total 0 does not update. A count
             must be finite and not negative. With data sinking, where no Python runs between steps, a bad count is not
             reported, but never updates. For a network that returns a tuple of losses, give one count for each;
-            ``None`` counts samples. Default: ``None`` , samples.
+            ``None`` counts samples. Define a function by ``def`` : graph mode compiles no lambda within other code.
+            Default: ``None`` , samples.
         loss_weights (Sequence[float], optional): For a network that returns a tuple of losses, the weight of each in
             their sum. Default: ``None`` , 1 for each.
         max_grad_norm (float, optional): Scale the finished, reduced gradient down to this global norm if its norm is

@@ -36,7 +36,8 @@ def _check_losses(kinds, shapes, number):
     if len(shapes) != number:
         raise ValueError(
             f"For 'GradAccumulationCell', the network must return {number} loss(es), by 'count' and 'loss_weights', "
-            f"but got {len(shapes)} output(s). Give one entry of 'loss_weights' for each loss, and return losses alone."
+            f"but got {len(shapes)} output(s). Give one entry of 'loss_weights' for each loss, and set "
+            f"aux=True if the others are no losses."
         )
     for kind, shape in zip(kinds, shapes, strict=True):
         if shape != ():

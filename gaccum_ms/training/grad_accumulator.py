@@ -141,6 +141,7 @@ class GradAccumulator(Resumable, nn.Cell):
         super().__init__(auto_prefix=False)
         check_positive_int(_NAME, "accumulation_steps", accumulation_steps)
         options = accumulator_options(max_grad_norm, transforms, accumulator_dtype, compensated, overflow, jit)
+        graphs.check_compilable(_NAME, jit, "transforms", options.transforms)
         weights = admit_weights(_NAME, optimizer)
         self._scaling = _Scaling(needed=scale_sense is not None)
         self.optimizer = optimizer

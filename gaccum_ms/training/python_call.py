@@ -44,12 +44,19 @@ class CalledFromPython:
 
     def _choose_graphs(self: Any, cell: GradAccumulationCell) -> None:
         """The parts that Python runs, for a step of several graphs."""
+        graphs.check_compilable("GradAccumulationCell", self._jit, "count", cell.counts)
+        graphs.check_compilable("GradAccumulationCell", self._jit, "transforms", cell.transforms)
         self._auto = AutoSize(self, cell) if cell.finds_size else None
         self._split = PythonSplit(self, cell.options) if cell.splits_in_python else None
         if cell.finds_tokens:
             self._auto = self._split = AutoTokens(self, cell, self._split)
 
-    def __call__(self, *inputs):
+    def __call__(self, *inputs, **named):
+        if named:
+            raise TypeError(
+                f"For '{type(self).__name__}', a batch must be given by position, in the order of the network's "
+                f"'construct', but got {', '.join(named)} by name."
+            )
         self._begin()
         batch = self._checked(inputs)
         try:

@@ -38,7 +38,8 @@ def resume(
     Loads weights, optimizer state, loss scale, the open window with its counts, the counts of batches and updates, and
     the state of MindSpore's default generator. The step may be new, or have run. The window is finished with its true
     counts, also if `micro_size` and `accumulation_steps` have changed. If the number of ranks has changed, give the
-    checkpoints of all old ranks.
+    checkpoints of all old ranks. With a checkpoint of the network alone, or of a training without accumulation, the
+    window and all counts begin anew, and optimizer state that it lacks stays as it is.
 
     Two things are not in a checkpoint, because MindSpore gives no access to them: the next random numbers of operators
     on CPU, such as the masks of `nn.Dropout` ; and random numbers of Python and NumPy in datasets.

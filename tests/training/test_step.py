@@ -25,7 +25,7 @@ from support.reference import (
 )
 from support.state import everything
 
-from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.accumulation.micro_step import OneLoss
 from gaccum_ms.accumulation.weighing import BySamples
 from gaccum_ms.accumulation.window import Window
@@ -75,6 +75,62 @@ def test_a_loss_that_is_no_scalar_is_refused_before_anything_changes(mode):
             step(*batch(6))
         after = everything(step)
         assert all((before[name] == after[name]).all() for name in before)
+
+
+def test_inputs_by_name_are_refused_before_anything_changes(pynative):
+    step = make_step()
+    before = everything(step)
+    with pytest.raises(TypeError, match=r"TrainOneStepWithGradAccumulationCell', a batch .* got label by name"):
+        step(batch(6)[0], label=batch(6)[1])
+    after = everything(step)
+    assert all((before[name] == after[name]).all() for name in before)
+
+
+def test_a_lambda_that_cannot_be_compiled_is_refused_where_it_would_be(mode):
+    """MindSpore parses the lines in which it stands. In the first form it can."""
+    alone = lambda x, y: y.shape[0]  # noqa: E731
+    assert np.isfinite(make_step(micro_size=3, count=alone)(*batch(6)).asnumpy())
+    # fmt: off
+    options = [
+        {"count": lambda x, y: y.shape[0]},
+        {
+            "count":
+                lambda x, y: y.shape[0],
+        },
+        {"transforms": (lambda gradients: gradients,)},
+    ]
+    # fmt: on
+    for one in options:
+        for jit in (None, True):
+            if mode == "pynative" and not jit:
+                assert np.isfinite(make_step(micro_size=3, **one)(*batch(6)).asnumpy())
+                continue
+            with pytest.raises(TypeError, match=rf"'{next(iter(one))}' .*alone, but got .* line \d+ of .*test_step.py"):
+                make_step(micro_size=3, jit=jit, **one)
+    if mode == "graph":
+        weights = make_network("dense").trainable_params()
+        with pytest.raises(TypeError, match=r"For 'GradAccumulator', .*'transforms'"):
+            GradAccumulator(nn.SGD(weights, 0.1), 2, transforms=(lambda gradients: gradients,))
+
+
+class LossAndLogits(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.network = make_network("dense")
+
+    def construct(self, x, y):
+        logits = self.network(x)
+        return ops.cross_entropy(logits, y), logits
+
+
+def test_outputs_beside_the_loss_are_refused_with_their_option(pynative):
+    cell = GradAccumulationCell(LossAndLogits(), 3)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+    before = everything(step)
+    with pytest.raises(ValueError, match=r"must return 1 loss\(es\), .* but got 2 output\(s\).* set aux=True"):
+        step(*batch(6))
+    after = everything(step)
+    assert all((before[name] == after[name]).all() for name in before)
 
 
 def test_refuses_a_network_that_is_not_our_cell():
