@@ -74,7 +74,8 @@ class GradAccumulationCell(nn.Cell):
             of items in its mean, a number or a scalar Tensor: valid tokens, unpadded pixels, the sum
             of weights (:class:`CountNotIgnored` and :class:`CountMask` are ready made). Gradient and loss of a window
             are then :math:`\sum_i L_i c_i / \sum_i c_i` over all micro-batches **and ranks**, with either value of
-            ``gradients_mean`` ; a count of 0 contributes nothing, and a window with total 0 does not update. A count
+            ``gradients_mean`` ; a count of 0 contributes nothing, and a window with total 0 does not update. (In
+            semi-auto and auto parallel mode a mean over no items is NaN, and its whole batch does not update.) A count
             must be finite and not negative. With data sinking, where no Python runs between steps, a bad count is not
             reported, but never updates. For a network that returns a tuple of losses, give one count for each;
             ``None`` counts samples. Define a function by ``def`` : graph mode compiles no lambda within other code.
@@ -207,31 +208,28 @@ class GradAccumulationCell(nn.Cell):
                 f"'{type(network).__name__}'. Wrap the network and its loss in 'nn.WithLossCell'."
             )
         refuse_accumulation_inside(network)
-        options = checked(
-            Options(
-                micro_size=micro_size,
-                micro_batch_size=micro_batch_size,
-                accumulation_steps=accumulation_steps,
-                reduction=reduction,
-                count=count,
-                loss_weights=loss_weights,
-                max_grad_norm=max_grad_norm,
-                transforms=transforms,
-                accumulator_dtype=accumulator_dtype,
-                compensated=compensated,
-                overflow=overflow,
-                shard_accumulators=shard_accumulators,
-                record_noise=record_noise,
-                aux=aux,
-                memory_limit=memory_limit,
-                is_out_of_memory=is_out_of_memory,
-                jit=jit,
-                split=split,
-            )
-        )
-        compatibility.check(CELL, _NAME, Setup(options, network))
-        self.options = dataclasses.replace(options, jit=True) if options.searches else options
         self.network = network
+        self.options = Options(
+            micro_size=micro_size,
+            micro_batch_size=micro_batch_size,
+            accumulation_steps=accumulation_steps,
+            reduction=reduction,
+            count=count,
+            loss_weights=loss_weights,
+            max_grad_norm=max_grad_norm,
+            transforms=transforms,
+            accumulator_dtype=accumulator_dtype,
+            compensated=compensated,
+            overflow=overflow,
+            shard_accumulators=shard_accumulators,
+            record_noise=record_noise,
+            aux=aux,
+            memory_limit=memory_limit,
+            is_out_of_memory=is_out_of_memory,
+            jit=jit,
+            split=split,
+        )
+        self.check_options()
         self._get_attr_from_cell(network)
         self._undifferentiated = _Undifferentiated()
 
@@ -251,6 +249,12 @@ class GradAccumulationCell(nn.Cell):
         if name in _OPTIONS:
             name, value = "options", dataclasses.replace(self.options, **{name: value})
         super().__setattr__(name, value)
+
+    def check_options(self) -> None:
+        """Check all options together: some may have been assigned since the cell was made."""
+        options = checked(self.options)
+        compatibility.check(CELL, _NAME, Setup(options, self.network))
+        super().__setattr__("options", dataclasses.replace(options, jit=True) if options.searches else options)
 
     def keep_options(self) -> None:
         """Forbid changes of the options, because a training step was built with them."""

@@ -27,7 +27,7 @@ class Setup(NamedTuple):
     @property
     def sum_without_count(self) -> bool:
         """Whether the loss is a sum without a count of its items."""
-        return self.o.reduction == "sum" and self.o.count is None
+        return self.o.reduction == "sum" and self.o.own_count is None
 
 
 RULES = (*OF_OPTIONS, *OF_PLACES)

@@ -71,7 +71,9 @@ def build_train_network(
         refuse_casts(cell.network, by_level=level)
     process = functools.partial(backend.auto_mixed_precision_process, config=config, level=level)
     of_batch = isinstance(cell.network, WithBatchLossCell)
-    cell.network = cell.network.map_parts(process) if of_batch else process(cell.network)
+    processed = cell.network.map_parts(process) if of_batch else process(cell.network)
+    if processed is not cell.network:  # a cell that has a step refuses another network
+        cell.network = processed
     manager = config["loss_scale_manager"]
     if manager is None:
         return TrainOneStepWithGradAccumulationCell(network, optimizer).set_train()

@@ -24,8 +24,8 @@ _NAME = "GradAccumulationCell"
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The arguments of :class:`GradAccumulationCell` besides the network, under the same names. Some classes have only
-    some of them."""
+    """The arguments of :class:`GradAccumulationCell` besides the network, under the same names. A
+    :class:`GradAccumulator` has those of them that do not concern how a batch is cut and weighted."""
 
     micro_size: int | None = None
     micro_batch_size: int | str | None = None

@@ -69,6 +69,6 @@ def for_auto(name: str) -> Rule:
         f"`{name}`",
         f"no {AUTO}, and no {AUTO_TOKENS}",
         lambda s: not s.o.searches and getattr(s.o, name) is not None,
-        f"the argument '{name}' is for micro_batch_size='auto', but got {name}={{o.{name}!r}} and "
-        f"micro_batch_size={{o.micro_batch_size!r}}. Leave it out, or give 'auto'.",
+        f"the argument '{name}' is for micro_batch_size='auto' or split=MaxTokens('auto', ...), but got "
+        f"{name}={{o.{name}!r}} and micro_batch_size={{o.micro_batch_size!r}}. Leave it out, or give 'auto'.",
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from mindspore import nn
+
 from gaccum_ms.rules import (
     AUTO,
     AUTO_TOKENS,
@@ -35,6 +37,12 @@ _BESIDE_BATCH_LOSS = {
     ),
     "overflow": ("drop_window", "a micro-batch cannot be left out, because all others are compared with it"),
 }
+
+
+def _pools_statistics(network: nn.Cell) -> bool:
+    return any(one.name.endswith("window_statistics") for one in network.get_parameters())
+
+
 OF_OPTIONS = (
     Rule(
         CELL,
@@ -90,6 +98,15 @@ OF_OPTIONS = (
         "a mean, or a sum with 'count', and whole accumulators, but got {o.losses} loss(es), "
         "reduction='{o.reduction}', count={o.count} and shard_accumulators={o.shard_accumulators}. Use "
         "reduction='mean', add losses up in the network, and leave 'shard_accumulators' out.",
+    ),
+    Rule(
+        CELL,
+        "`WindowBatchNorm`",
+        "three or more losses with a `count`",
+        lambda s: s.o.losses > 2 and s.o.own_count is not None and _pools_statistics(s.network),
+        "'WindowBatchNorm' pools a micro-batch's statistics in each forward, and where one of three or more losses "
+        "counts nothing, forward runs once for each other loss, but got {o.losses} losses. Add losses up in the "
+        "network, or use nn.GroupNorm.",
     ),
     Rule(
         CELL,

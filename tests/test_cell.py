@@ -162,10 +162,39 @@ def test_options_are_refused_once_a_step_is_built_with_them(option, value):
     step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1))
     with pytest.raises(AttributeError, match=f"For 'GradAccumulationCell', the option '{option}' must be set before"):
         setattr(cell, option, value)
-    assert getattr(cell, option, None) is before
+    assert getattr(cell, option, None) == before
     cell.note = "not an option"
     step.set_accumulation_steps(2)
     assert int(step.accumulation_steps.asnumpy()) == 2
+
+
+@pytest.mark.parametrize(
+    ("assigned", "error", "message"),
+    [
+        ({"micro_batch_size": 2}, ValueError, "exactly one of 'micro_size'"),
+        ({"micro_size": -2}, ValueError, "'micro_size' must be at least 1"),
+        ({"max_grad_norm": -1.0}, ValueError, "'max_grad_norm' must be positive"),
+        ({"reduction": "Mean"}, ValueError, "'reduction' must be one of"),
+        ({"overflow": "drop_micro_batch", "shard_accumulators": True}, ValueError, "'shard_accumulators' reduces each"),
+    ],
+)
+def test_assigned_options_are_checked_when_a_step_is_built(assigned, error, message):
+    cell = GradAccumulationCell(loss_cell(), 2)
+    for option, value in assigned.items():
+        setattr(cell, option, value)
+    with pytest.raises(error, match=message):
+        TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1))
+    cell = GradAccumulationCell(loss_cell(), 2)
+    cell.micro_size, cell.micro_batch_size = None, 2  # one after the other
+    assert TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).micro_batch_size == 2
+
+
+def test_a_second_model_takes_the_same_cell():
+    """For example in a notebook, with another optimizer."""
+    cell = GradAccumulationCell(loss_cell(), 2)
+    for rate in (0.1, 0.2):
+        model = ms.Model(cell, optimizer=nn.SGD(cell.trainable_params(), rate))
+        assert model.train_network.network is cell.network
 
 
 def test_mindspores_own_training_steps_refuse_it():

@@ -8,7 +8,7 @@ import mindspore as ms
 import pytest
 from mindspore import nn
 
-from gaccum_ms import CountMask, EvenSplit, MaxTokens, WithBatchLossCell
+from gaccum_ms import CountMask, EvenSplit, MaxTokens, WindowBatchNorm, WithBatchLossCell
 from gaccum_ms.compatibility import RULES, Setup
 from gaccum_ms.compatibility import refused as first_refused
 from gaccum_ms.options import Options
@@ -16,12 +16,13 @@ from gaccum_ms.rules import AUDIT, CELL, IN_ONE_GRAPH, REPORT, SEMI_AUTO, SPAN_L
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 TWO = {"loss_weights": (1.0, 0.5)}
+THREE = {"loss_weights": (1.0,) * 3, "count": (None, None, CountMask())}
 AUTO = {"micro_batch_size": "auto"}
 BY_FUNCTION = {"split": list}
 
 
 # For each rule, in order: options that break it and no rule before it, the words of the error, and "batch" for a loss
-# of the batch, or "distributed" for semi-auto and auto parallel mode.
+# of the batch, "distributed" for semi-auto and auto parallel mode, or "pools" for a network with WindowBatchNorm.
 BROKEN = [
     ({"reduction": "sum", **TWO}, "reduction='sum' with 'loss_weights' needs .* got count=None"),
     ({"reduction": "ratio", "count": CountMask()}, r"reduction='ratio' .* got count=CountMask.*, 1 loss.es. and"),
@@ -29,6 +30,7 @@ BROKEN = [
     ({"accumulation_steps": 2, **TWO}, "must be 1 .* got accumulation_steps=2 and 2 losses"),
     ({"shard_accumulators": True, **TWO}, "reduces each micro-batch .* got 2 loss.es. and overflow='drop_window'"),
     ({"record_noise": True, "reduction": "sum"}, "'record_noise' .* got 1 loss.es., reduction='sum', count=None"),
+    (THREE, "pools a micro-batch's statistics in each forward, .* but got 3 losses. Add", "pools"),
     ({"aux": True, **TWO}, "aux=True the network must return one loss .* got 2 loss.es. and .* 'WithLossCell'"),
     ({"accumulation_steps": 3}, "'accumulation_steps' must be 1, but got 3: the loss needs", "batch"),
     ({"count": (CountMask(),)}, r"'count' must be None, but got CountMask\(\): the loss is", "batch"),
@@ -78,6 +80,8 @@ def test_each_rule_has_its_own_error(number):
     rule, (options, words, *kind) = RULES[number], BROKEN[number]
     net = nn.Dense(1, 1)
     network = WithBatchLossCell(net, net) if kind == ["batch"] else nn.WithLossCell(net, nn.MSELoss())
+    if kind == ["pools"]:
+        network = nn.WithLossCell(nn.SequentialCell(WindowBatchNorm(1), net), nn.MSELoss())
     setup = Setup(Options(**options), network, kind == ["distributed"])
     ms.set_context(mode=ms.PYNATIVE_MODE if "PyNative" in rule.what else ms.GRAPH_MODE)
     error = first_refused(rule.place, "Owner", setup)

@@ -37,7 +37,7 @@ class Counting(nn.Cell):
         """The counts of this rank's batch. Each micro-batch is counted separately, so that a bad count is noticed."""
         total = ops.zeros(self.shape, ms.float32)
         if self.by_samples:
-            return total + plan[0]
+            return total + plan[micro_batches.SAMPLES]
         return micro_batches.add_up(self.turn, total, inputs, plan, ms.Tensor(0, ms.int32), True)
 
     def turn(self, size, *micro_batch):

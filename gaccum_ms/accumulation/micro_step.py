@@ -1,10 +1,11 @@
 """The micro-step of a window: forward and backward of one micro-batch, with one loss or several.
 
 There are two more kinds: outputs.py has the one for networks that return more than losses, grad_cache.py the one for a
-loss that needs all samples of the batch at once. A micro-step has two methods:
+loss that needs all samples of the batch at once. A micro-step has three methods:
 
 * `prepare` runs before the loop. It returns the initial sums, what all micro-batches share, and the inputs to cut.
 * `run` runs for each micro-batch. It returns the micro-batch's part of the sums, and its gradients.
+* `check_plan` runs in Python, before a batch.
 """
 
 from __future__ import annotations

@@ -154,8 +154,10 @@ class OpenWindow(nn.Cell):
         return full and not int(self.updates_held.asnumpy())
 
     def drop_if_torn(self) -> None:
-        """Drop the window after a batch that began and did not end: its gradients cannot be separated from the rest."""
-        if self.batches == int(self.window_sums.asnumpy()[3]):
+        """Drop the window after a batch that began and failed, in its forward and backward or in the update: its
+        gradients cannot be separated from the rest."""
+        began_no_batch = self.batches == int(self.window_sums.asnumpy()[3]) and not self.is_full
+        if began_no_batch:
             return
         dropped = self.batches - 1
         self.reset_eagerly()

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import mindspore as ms
 from mindspore import nn, ops
 
+from gaccum_ms.accumulation import micro_batches
 from gaccum_ms.accumulation.counting import Counting
 from gaccum_ms.accumulation.noise import NoiseRecord
 from gaccum_ms.accumulation.reduction import CountedReduction
@@ -61,7 +62,7 @@ class BySamples(nn.Cell):
             self.noise = NoiseRecord(grad_reducer, position=position)
 
     def seed_per_item(self, inputs, plan, scale):
-        return scale / plan[0] if self.loss_is_mean else scale
+        return scale / plan[micro_batches.SAMPLES] if self.loss_is_mean else scale
 
     def items(self, size):
         """The factor between `unit` and a micro-batch's seed."""

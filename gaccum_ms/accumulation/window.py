@@ -177,7 +177,7 @@ class Window(nn.Cell):
 
     def reset_eagerly(self) -> None:
         """Outside of a graph, after a batch failed: zero the accumulators. A window of several batches stays as it is
-        if the batch was refused before it ran."""
+        only if the batch never began."""
         if self.spans_batches:
             self.open.drop_if_torn()
             return

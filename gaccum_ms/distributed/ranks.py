@@ -8,8 +8,10 @@ the sums of losses and counts are sent with the gradients. all_reduce.py sends t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import mindspore as ms
+import numpy as np
 from mindspore import nn, ops
 from mindspore.communication import get_group_size, get_rank
 
@@ -24,8 +26,18 @@ def broadcast_parameters(step: nn.Cell) -> None:
         from_rank_0 = ops.Broadcast(0)
         for parameter in step.get_parameters():
             if not parameter.layerwise_parallel:
-                (value,) = from_rank_0((parameter.astype(ms.float32),))
-                overwrite(parameter, value.astype(parameter.dtype))
+                overwrite(parameter, _sent(parameter, from_rank_0))
+
+
+def _sent(parameter: ms.Parameter, from_rank_0: Any) -> ms.Tensor:
+    """Rank 0's value. Not all devices send all dtypes, so it travels in one that loses nothing."""
+    if parameter.dtype in (ms.float16, ms.bfloat16, ms.float32):
+        (value,) = from_rank_0((parameter.astype(ms.float32),))
+        return value.astype(parameter.dtype)
+    own = parameter.asnumpy()
+    words = np.frombuffer(own.tobytes() + bytes(-own.nbytes % 4), np.int32)
+    (value,) = from_rank_0((ms.Tensor(words),))
+    return ms.Tensor(np.frombuffer(value.asnumpy().tobytes()[: own.nbytes], own.dtype).reshape(own.shape))
 
 
 def rank_or_0() -> int:

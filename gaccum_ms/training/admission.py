@@ -38,6 +38,7 @@ def admit(owner: str, cell: Any, optimizer: nn.Optimizer) -> Setup:
             f"For '{owner}', the argument 'network' must be a gaccum_ms.GradAccumulationCell, or AutoParallel around "
             f"one, but got '{type(cell).__name__}'."
         )
+    cell.check_options()
     check_optimizer(owner, cell, optimizer)
     refuse_without_kernels(owner, optimizer)
     check_parallel_mode("GradAccumulationCell", compiler_distributes=True)

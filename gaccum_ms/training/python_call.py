@@ -139,7 +139,7 @@ class CalledFromPython:
         parts = batch[1] if self._split is not None else self._cut(batch)
         counted = [[float(count(*part)) for part in parts] for count in self._setup.o.counts if count is not None]
         others = "" if self.spans_batches else "Where these are fine, another rank's are not. "
-        was_added = self.window.weighing.runs_all
+        was_added = self.spans_batches and self.window.weighing.runs_all
         if self._split is not None:
             others, was_added = "Where these are fine, another rank's or batch's of the window are not. ", True
         raise ValueError(

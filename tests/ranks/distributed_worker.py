@@ -18,6 +18,7 @@ from support.two_ranks import Results
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.accumulation.weighing import BySamples
 from gaccum_ms.distributed.all_reduce import FusedReducer
+from gaccum_ms.distributed.ranks import broadcast_parameters
 
 PER_RANK, UPDATES = 7, 3  # 7 samples are ragged in 3 micro-batches
 
@@ -171,6 +172,25 @@ def by_broadcast(mode: str) -> Callable[[Path], Results]:
     return case
 
 
+def by_dtype(out: Path) -> Results:
+    """Parameters that rank 1 has as zeros, after rank 0 has sent them."""
+    cell = nn.Cell()
+    for name, value in SENT.items():
+        cell.insert_param_to_cell(name, ms.Parameter(ms.Tensor(value * (get_rank() == 0))))
+    ms.set_auto_parallel_context(parameter_broadcast=True)
+    broadcast_parameters(cell)
+    return {f"dtypes/{name}": getattr(cell, name).asnumpy() for name in SENT}
+
+
+SENT = {
+    "float64": np.array([[1 / 3], [1e300]]),
+    "float32": np.array([1 / 3, 1e-40], np.float32),
+    "float16": np.array([0.1, 65504], np.float16),
+    "int64": np.array([2**40 + 1, -(2**62)], np.int64),
+    "int32": np.array([2**31 - 1, 2**24 + 1, -7], np.int32),
+    "uint8": np.array([[1, 2, 255]], np.uint8),
+    "bool": np.array([True, False, True]),
+}
 STEPS: dict[str, Callable] = {
     "whole": nn.TrainOneStepCell,
     "1": accumulated(micro_size=1),
@@ -194,4 +214,5 @@ CASES: dict[str, Callable[[Path], Results]] = {
     **{f"executed {weighing.__name__}": executed(weighing) for weighing in (BySamples, ReducesEachMicroBatch)},
     "model": by_model,
     **{f"model broadcast {mode}": by_broadcast(mode) for mode in MODES},
+    "dtypes": by_dtype,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mindspore as ms
 import numpy as np
 import pytest
-from distributed_worker import PER_RANK, UPDATES
+from distributed_worker import PER_RANK, SENT, UPDATES
 from mindspore import nn
 from support.reference import OPTIMIZERS, Regression, as_numpy, batches, relative_error, train
 from support.state import assert_close
@@ -86,6 +86,14 @@ def test_parameter_broadcast_starts_all_ranks_alike(ranks, mode):
     for rank, one in enumerate(found):
         assert relative_error(one["after"], ranks[0]["model/after"]) < TOLERANCE
         assert one["origin"].tolist() == [rank, 2]
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_parameter_broadcast_sends_each_dtype_as_it_is(ranks, name):
+    for results in ranks:
+        found = case(results, "dtypes")[name]
+        assert found.dtype == SENT[name].dtype
+        np.testing.assert_array_equal(found, SENT[name])
 
 
 def test_model_train_on_two_ranks_equals_one_process(ranks):

@@ -7,7 +7,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
-from support.reference import make_network
+from support.reference import batches, make_network
 
 from gaccum_ms import (
     AccumulationScheduler,
@@ -30,6 +30,18 @@ def parallel_mode(request):
 def make_step(**options):
     cell = GradAccumulationCell(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), **options)
     return TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1))
+
+
+def test_a_bad_count_is_one_clear_error():
+    """After the graph, which needs devices and is not run, has noted that the count was bad."""
+
+    def count(x, y):
+        return -1.0
+
+    step = make_step(micro_size=2, count=count)
+    step.window_count.set_data(Tensor(np.nan, ms.float32))
+    with pytest.raises(ValueError, match=r"'count' must return .* got \[\[-1.0, -1.0\]\].*Nothing was changed"):
+        step._check_count([Tensor(value) for value in batches(4, 1)[0]])
 
 
 @pytest.mark.parametrize(

@@ -323,6 +323,24 @@ def test_a_batch_that_fails_half_way_drops_its_window_and_the_next_is_right(pyna
     assert moved(accumulator) == [2.0, 0.0]
 
 
+def test_an_update_that_fails_drops_its_window_and_the_next_is_right(pynative):
+    """Its last batch may be given again, and must not count twice."""
+    failures = [KeyboardInterrupt]
+
+    def fail_once(gradients):
+        if failures:
+            raise failures.pop()
+        return gradients
+
+    accumulator = make_accumulator(2, way="pynative", transforms=(fail_once,))
+    accumulator(gradient(7.0))
+    with pytest.warns(UserWarning, match=r"the 1 batch\(es\) before it"), pytest.raises(KeyboardInterrupt):
+        accumulator(gradient(9.0))
+    assert place(accumulator) == (0, 0)
+    assert [accumulator(gradient(x)) for x in (1.0, 3.0)] == [False, True]
+    assert moved(accumulator) == [2.0, 0.0]
+
+
 def test_no_update_lets_a_window_go_on_until_the_first_call_after_it(mode):
     accumulator = make_accumulator(2, way=mode)
     before = trained(accumulator.optimizer)

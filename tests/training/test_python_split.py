@@ -357,6 +357,28 @@ def test_what_fails_half_way_drops_its_window(mode):
     assert_close(state(step.optimizer), whole(joined(DATA[3:], 3))[1])
 
 
+@pytest.mark.filterwarnings("ignore:.*failed half-way")
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("split", [uneven, None])
+def test_an_update_that_fails_leaves_nothing_of_its_batch(split, steps, pynative):
+    failures = [MemoryError("in the update")]
+
+    def fail_once(gradients):
+        if failures:
+            raise failures.pop()
+        return gradients
+
+    sizes = {} if split else {"micro_size": 3}
+    step = make_step(split, accumulation_steps=steps, transforms=(fail_once,), **sizes)
+    with pytest.raises(MemoryError):
+        for batch in DATA[:steps]:
+            step(*map(Tensor, batch))
+    for batch in DATA[2 : 2 + steps]:
+        step(*map(Tensor, batch))
+    assert int(step.update_count.asnumpy()) == 1
+    assert_close(state(step.optimizer), whole(joined(DATA[2 : 2 + steps], steps))[1])
+
+
 def test_an_overflow_drops_the_window_or_its_micro_batch(pynative):
     poisoned = [tuple(np.array(one) for one in batch) for batch in DATA[:2]]
     poisoned[0][0][3] = np.inf  # the second micro-batch, of one sample
