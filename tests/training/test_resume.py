@@ -522,7 +522,7 @@ def assert_refused(step, action, error, message) -> None:
 @pytest.mark.parametrize(
     ("edit", "options", "make_data_set", "message"),
     [
-        (None, {"micro_size": 2, "count": lambda x, y: x.shape[0] * 1.0}, None, "weigh by samples, .* by counts"),
+        (None, {"micro_size": 2, "count": CountMask()}, None, "weigh by samples, .* by counts"),
         (
             None,
             {"micro_size": 2, "accumulation_steps": 4, "reduction": "sum"},
@@ -568,7 +568,7 @@ def test_resume_refuses_and_changes_nothing(in_mid_window, tmp_path, edit, optio
         ),
         (
             None,
-            {"micro_size": 2, "accumulation_steps": 4, "count": lambda x, y: x.shape[0] * 1.0},
+            {"micro_size": 2, "accumulation_steps": 4, "count": CountMask()},
             "a checkpoint whose micro-batches weigh by samples, where here they weigh by counts",
         ),
         (claim_another_rank, {}, "got the sums of rank 1 of 2 on rank 0 of 1"),
