@@ -4,7 +4,7 @@ Both call the function `build_train_network` of `mindspore.train.amp`. It recogn
 ``GradAccumulationCell`` and would give them a private step that trains only in semi-auto parallel mode. The function
 here replaces it: a network with our cell gets our step or a clear error, and any other network goes to the original.
 For each training with our step, `ms.Model` also gets two callbacks: one watches open windows, and one evaluates
-averages. Importing the package replaces nothing else in MindSpore.
+averages. Importing the package replaces these two functions of MindSpore, and nothing else.
 """
 
 from __future__ import annotations

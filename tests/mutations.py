@@ -582,6 +582,13 @@ FAULTS = [
         "launch/test_restarts.py -k what_follows",
     ),
     Fault(
+        "batches are counted by the ranks that saved them",
+        "training/resume.py",
+        "    return values | {name: np.array(value, values[name].dtype) for name, value in here.items()}\n",
+        "    return values\n",
+        "training/test_resume.py -k second_resume",
+    ),
+    Fault(
         "ranks go on from what not all have",
         "training/newest.py",
         "        if all(key in keys for keys in others):\n",

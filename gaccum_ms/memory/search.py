@@ -115,8 +115,8 @@ def found_size(
     step: Step | None = None,
 ) -> int:
     """What :func:`find_micro_batch_size` returns. Trials may train with `step` , which finds its size."""
-    check_trial(_NAME, cell, optimizer, batch, memory_limit)
-    refuse_sync_batch_norm(_NAME, cell.network)
+    check_trial(owner, cell, optimizer, batch, memory_limit)
+    refuse_sync_batch_norm(owner, cell.network)
     found = _found.setdefault(cell.network, {})
     key = search_key(cell, optimizer, batch, memory_limit, fails)
     if key not in found:
@@ -124,7 +124,7 @@ def found_size(
         forecast = Forecast(owner, cell, optimizer, batch, memory_limit, fails, step if alone else None)
         found[key] = _largest(forecast) * forecast.unit
     try:
-        return agreed_size(_NAME, found[key], memory_limit)
+        return agreed_size(owner, found[key], memory_limit)
     except RuntimeError:
         del found[key]
         raise
@@ -147,6 +147,12 @@ def search_key(
         _widths(cell, batch),
         cell.shard_accumulators,
         cell.compensated,
+        cell.reduction,
+        cell.overflow,
+        cell.record_noise,
+        cell.aux,
+        cell.max_grad_norm is not None,
+        tuple(type(one).__qualname__ for one in cell.transforms),
     )
     where = ms.get_context("device_target"), ms.get_context("device_id"), ms.get_context("mode"), bool(cell.jit)
     shapes = tuple((tuple(value.shape), str(value.dtype)) for value in batch)

@@ -1,4 +1,4 @@
-"""The checkpoint of a folder from which training resumes: the newest one that all ranks have.
+"""The checkpoint of a folder from which training resumes: the newest one, by the files' times, that all ranks have.
 
 Ranks that are killed do not leave the same files: one may have saved an update that another has not. The difference is
 small, because each update needs all ranks. A rank sets aside checkpoints that others lack. Training will save these
@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import warnings
 from pathlib import Path
 
 import mindspore as ms
 
-from gaccum_ms.backend.parameters import own
+from gaccum_ms.backend.parameters import PREFIX, own
 from gaccum_ms.distributed.layout import gather_json
 
 SUFFIXES = (".ckpt", ".safetensors")
 AHEAD = 2  # checkpoints that one rank may have and another lacks; one of the two is due to asynchronous saving
 SET_ASIDE = ".not_on_all_ranks"
 _RECORDS = [own(name) for name in ("update_count", "window_position", "batch_count", "window_origin")]
+_OLD = [name.removeprefix(PREFIX) for name in _RECORDS]  # before version 0.2
 Key = list[int]  # updates made, batches in the open window, batches seen, number of ranks
 
 
@@ -44,6 +46,12 @@ def newest_checkpoint(folder: Path, ranks: int) -> list[Path]:
         agreed, over = common_key(gather_json(keys) if ranks > 1 else [keys], last=number > 1)
         if over:
             break
+    if files and not mine:
+        raise ValueError(
+            f"For 'resume', the folder '{folder}' must have a checkpoint of a step of gaccum_ms, or none, but got "
+            f"{len(files)} file(s) that cannot be read or have no such records. Remove them to begin anew; or give the "
+            f"file of a training without accumulation itself."
+        )
     if agreed is None:
         newer, chosen = [path for path, _ in mine], []
     else:
@@ -72,16 +80,18 @@ def common_key(keys_of_ranks: list[list[Key]], last: bool) -> tuple[Key | None, 
     return None, last
 
 
-def _time(path: Path) -> int:
-    return path.stat().st_mtime_ns
+def _time(path: Path) -> tuple[int, list[int]]:
+    """The file's time; for equal times, the numbers in its name."""
+    return path.stat().st_mtime_ns, [int(number) for number in re.findall(r"\d+", path.name)]
 
 
 def _key(path: Path) -> Key | None:
     """The key of a checkpoint; None if the file cannot be read."""
     kind = path.suffix.removeprefix(".")
     try:
-        records = ms.load_checkpoint(str(path), format=kind, choice_func=lambda name: name in _RECORDS)
-        values = [records[name].asnumpy().reshape(-1) for name in _RECORDS]
+        records = ms.load_checkpoint(str(path), format=kind, choice_func=lambda name: name in (*_RECORDS, *_OLD))
+        names = _RECORDS if _RECORDS[0] in records else _OLD
+        values = [records[name].asnumpy().reshape(-1) for name in names]
     except Exception as error:  # MindSpore raises several types for an incomplete file
         warnings.warn(f"For 'resume', '{path}' is passed over: {error}", UserWarning, stacklevel=5)
         return None

@@ -37,7 +37,7 @@ def rule_of(options: Options, on_ranks: bool) -> str:
 
 
 class Provenance(nn.Cell):
-    """The record of who saved a checkpoint. Its Parameters are used by no graph; they are in every checkpoint.
+    """The record of who saved a checkpoint. No graph reads its Parameters; they are in every checkpoint.
 
     Args:
         owner (str): The class that errors name.

@@ -49,8 +49,9 @@ def resume(
         checkpoint (Union[str, Path, Sequence]): A file of `mindspore.save_checkpoint` of the step, or of
             `mindspore.train.ModelCheckpoint` ; its suffix decides between ckpt and safetensors. Or the files of all
             ranks that saved, in any order. Or a folder, one for each rank or one for all: all ranks then resume from
-            the newest checkpoint that all of them have. If the folder is empty or missing, training begins at the
-            beginning. A name that ends with neither ``.ckpt`` nor ``.safetensors`` is a folder.
+            the newest checkpoint, by the files' times, that all of them have; copy folders with their times. If the
+            folder is empty or missing, training begins at the beginning. A name that ends with neither ``.ckpt`` nor
+            ``.safetensors`` is a folder.
         data_set (Dataset, optional): It is set to the batch after the last one that was trained on. Once a batch is
             trained on, its iterators begin at the beginning again. Its seed must be the same, and `dataset_sink_mode`
             False. If the number of ranks has changed, it must divide the same batches among the new ranks.
@@ -68,7 +69,8 @@ def resume(
             of the optimizer; if one has another shape; if the window cannot be finished here, because other
             ranks' files are missing, micro-batches are weighted by another rule, or accumulators are sharded otherwise;
             if the data set has another number of batches, or the batches that were seen do not divide by the number of
-            ranks; if the ranks' folders have no checkpoint in common. Nothing has changed then.
+            ranks; if the ranks' folders have no checkpoint in common, or files of which none can be read. Nothing has
+            changed then.
         RuntimeError: If the checkpoint is in a window, and the step was compiled for windows of one batch.
 
     Supported Platforms:
@@ -123,6 +125,7 @@ def _go_on(step: Any, paths: Sequence[Path], data_set: Any) -> int:
     provenance = step.provenance
     values = of_rank(files, provenance.rank, provenance.ranks)
     position = _position(files, values, data_set, provenance.ranks) if data_set is not None else None
+    values = _counted_here(values, origin(files[0][1])[1], provenance.ranks)
     batches = int(values.get(own("window_position"), 0))
     if batches:
         rank, ranks = origin(values)
@@ -229,6 +232,16 @@ def _check_parameters(step: nn.Cell, path: Path, values: Values) -> None:
                 f"For 'resume', a parameter must have the shape that it has in the checkpoint, but got "
                 f"{parameter.name} of shape {parameter.shape}, and {values[parameter.name].shape} in '{path}'."
             )
+
+
+def _counted_here(values: Values, saved_ranks: int, ranks: int) -> Values:
+    """The values, with the batches of the present number of ranks, which the next checkpoint is of: those that each
+    rank has seen, and those of an epoch (0, for unknown, if they do not divide)."""
+    seen, epoch = own("batch_count"), own("epoch_batches")
+    here = {name: values[name] * saved_ranks // ranks for name in (seen, epoch) if name in values}
+    if epoch in here and (values[epoch] * saved_ranks % ranks).any():
+        here[epoch] = values[epoch] * 0
+    return values | {name: np.array(value, values[name].dtype) for name, value in here.items()}
 
 
 def _position(files: list[tuple[Path, Values]], values: Values, data_set: Any, ranks: int) -> int:

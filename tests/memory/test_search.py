@@ -15,7 +15,7 @@ from support import paths
 from support.reference import OPTIMIZERS, as_numpy, batches, make_network
 from support.two_ranks import case, run_on_ranks
 
-from gaccum_ms import GradAccumulationCell, find_micro_batch_size
+from gaccum_ms import ClipByValue, GradAccumulationCell, find_micro_batch_size
 from gaccum_ms.memory.meter import AllocatorMeter, ProcessMeter
 from gaccum_ms.memory.trial import even_sizes
 
@@ -42,10 +42,11 @@ def batch(samples):
     return [Tensor(value) for value in batches(samples, 1)[0]]
 
 
-def search(network, samples=32, **arguments):
+def search(network, samples=32, options=None, **arguments):
     optimizer = OPTIMIZERS["momentum"](network.trainable_params())
     arguments = {"memory_limit": PLENTY, **arguments}
-    return find_micro_batch_size(GradAccumulationCell(network, 1), optimizer, batch(samples), **arguments)
+    cell = GradAccumulationCell(network, 1, **(options or {}))
+    return find_micro_batch_size(cell, optimizer, batch(samples), **arguments)
 
 
 @pytest.fixture
@@ -224,6 +225,10 @@ def test_is_found_once(tried, pynative):
     number = len(tried)
     search(network, samples=2, memory_limit=PLENTY + 1)
     assert len(tried) > number
+    for options in ({"max_grad_norm": 1.0}, {"transforms": (ClipByValue(1.0),)}, {"record_noise": True}):
+        number = len(tried)
+        search(network, samples=2, options=options)  # they need memory too
+        assert len(tried) > number, options
     number = len(tried)
     assert search(Limited(make_network("dense"), 1), samples=2) == 1  # another network
     assert len(tried) > number

@@ -58,6 +58,38 @@ def test_a_folder_that_is_empty_or_not_there_is_the_beginning(tmp_path):
     assert_identical(everything(step), before)
 
 
+def test_a_folder_with_nothing_that_can_be_read_is_refused(three, tmp_path):
+    """Training from the beginning would soon delete what is there."""
+    (tmp_path / "net-1_4.ckpt").write_bytes(b"damaged")
+    step = make_step()
+    with (
+        pytest.warns(UserWarning, match="is passed over"),
+        pytest.raises(ValueError, match=r"the folder .* but got 1 file\(s\) that cannot be read .* Remove them"),
+    ):
+        resume(step, tmp_path)
+
+
+def test_a_folder_of_a_version_before_0_2_is_read(three, tmp_path):
+    folder, states = three
+    values = ms.load_checkpoint(str(folder / "net-1_2.ckpt"))
+    old = [{"name": name.removeprefix("gaccum_ms."), "data": value} for name, value in values.items()]
+    ms.save_checkpoint(old, str(tmp_path / "net-1_2.ckpt"))
+    step = make_step()
+    with pytest.warns(UserWarning, match="saved by a version before"):
+        resume(step, tmp_path)
+    assert_identical(everything(step), states["net-1_2.ckpt"])
+
+
+def test_of_equal_times_the_numbers_in_the_names_decide(three, tmp_path):
+    folder, states = three
+    for name, number in (("net-1_1.ckpt", 9), ("net-1_2.ckpt", 10)):
+        (tmp_path / f"net-1_{number}.ckpt").write_bytes((folder / name).read_bytes())
+        os.utime(tmp_path / f"net-1_{number}.ckpt", (5, 5))
+    step = make_step()
+    resume(step, tmp_path)
+    assert_identical(everything(step), states["net-1_2.ckpt"])
+
+
 def test_what_is_not_whole_is_passed_over_and_stays_a_file(three, tmp_path):
     folder, states = three
     for name in states:

@@ -602,6 +602,35 @@ def test_files_of_different_updates_are_refused(in_mid_window, tmp_path):
     assert_refused(step, lambda: resume(step, files), ValueError, r"must be of the same update, but got updates \[")
 
 
+def test_a_second_resume_after_a_change_of_ranks_goes_on_at_the_batch_after(tmp_path, pynative):
+    """Two ranks saw two batches each. One goes on with the fifth of eight, and after two more with the seventh."""
+
+    def claim(rank):
+        def edit(values):
+            values["gaccum_ms.window_origin"] = np.array([rank, 2], np.int32)
+            values["gaccum_ms.epoch_batches"] = np.array(4, np.int32)
+
+        return edit
+
+    step = make_step(micro_size=2)
+    run(step, [0, 1])
+    ms.save_checkpoint(step, str(tmp_path / "both.ckpt"))
+    files = [edited(tmp_path / "both.ckpt", tmp_path / f"{rank}.ckpt", claim(rank)) for rank in range(2)]
+    samples = batches(5 * 8, 1)[0][0]
+    for seen in (4, 6):
+        data_set = plain_data_set(8)
+        step = make_step(micro_size=2)
+        assert resume(step, files, data_set) == 0
+        assert int(step.batch_count.asnumpy()) == seen
+        iterator = data_set.create_tuple_iterator(num_epochs=1)
+        for number in (seen, seen + 1):
+            x, y = next(iterator)
+            np.testing.assert_array_equal(x.asnumpy(), samples[5 * number : 5 * number + 5])
+            step(x, y)
+        files = [tmp_path / f"{seen}.ckpt"]
+        ms.save_checkpoint(step, str(files[0]))
+
+
 def test_resume_refuses_no_file_a_file_that_is_not_there_and_models_of_others(in_mid_window, tmp_path):
     step = make_step()
     assert_refused(step, lambda: resume(step, []), ValueError, "'checkpoint' must be at least one file, but got none")
