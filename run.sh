@@ -51,12 +51,14 @@ A Python on PATH that has all that is needed is used as it is. What is missing g
 END
 }
 
-# find_python: print a Python 3.10 to 3.12 that can make an environment. Each is run, because a pyenv shim may not run.
+# find_python: print a Python 3.10 to 3.12 that can make .venv, which is not .venv's own. Each is run, because a pyenv
+# shim may not run.
 find_python() {
     local candidate
     { type -ap python3.11 python3.12 python3.10 python3 python || true
-      ls -d "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[012].*/bin/python3 2>/dev/null || true
+      ls -d "${PYENV_ROOT:-${HOME-}/.pyenv}"/versions/3.1[012].*/bin/python3 2>/dev/null || true
     } | while IFS= read -r candidate; do
+        [ "$(dirname "$candidate")" -ef "$venv/bin" ] && continue
         if "$candidate" -c 'import sys, venv, ensurepip
 sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null </dev/null; then
             printf '%s\n' "$candidate"
@@ -138,20 +140,28 @@ stamp() {
     echo "$venv/.installed-${used[0]:-nothing-more}"
 }
 
-fill() { # fill ACTIVE: make .venv, based on the packages of this Python if given, and install what is missing
+# fill ACTIVE: make .venv, based on the packages of this Python if given, and install what is missing. A .venv whose
+# Python runs may be the user's own, so it is kept; without pip, as `uv venv` makes it, it gets pip.
+fill() {
     local base
-    if ! has "$python" pip; then
+    if ! "$python" -c '' 2>/dev/null; then
         base=${1:-$(find_python)}
         [ -n "$base" ] || no_python
         rm -rf "$venv"
-        "$base" -m venv "$venv"
-        if [ -n "$1" ]; then
+        if [ -n "$1" ]; then # before the rest, so that a run which is interrupted here is taken up as it began
+            mkdir "$venv"
             "$1" -c 'import site
 for folder in site.getsitepackages() + site.ENABLE_USER_SITE * [site.getusersitepackages()]:
     print(f"import site; site.addsitedir({folder!r})")' >"$venv/on-top"
-            "$python" -c 'import site, sys
-open(site.getsitepackages()[0] + "/on-top.pth", "w").write(sys.stdin.read())' <"$venv/on-top"
         fi
+        "$base" -m venv "$venv"
+    elif ! has "$python" pip && ! "$python" -m ensurepip >/dev/null; then
+        echo "error: $venv has no pip. Install pip there, or remove that folder: run.sh then makes it anew." >&2
+        exit 2
+    fi
+    if [ -e "$venv/on-top" ]; then
+        "$python" -c 'import site, sys
+open(site.getsitepackages()[0] + "/on-top.pth", "w").write(sys.stdin.read())' <"$venv/on-top"
     fi
     if ! filled; then
         echo "installing gaccum_ms${used[0]:+[${used[0]}]} into $venv"
@@ -278,5 +288,5 @@ elif [ "$(dirname "$script")/.." -ef "$here/sample_code" ]; then
     use_gallery
 else
     use ''
-fi
+fi >&2 # standard output is the launcher's alone: with --dry-run, a script
 become gaccum_ms.launch "${words[@]}"

@@ -134,7 +134,7 @@ class AdaptiveAccumulation(NoiseWatch):
         self.interval = interval
         self.smoothing = smoothing
         self.records: list[StepsRecord] = []
-        self._json_lines = None if json_lines is None else Path(json_lines)
+        self._json_lines = None if json_lines is None else Path(json_lines).absolute()  # os.chdir may follow
 
     def on_train_begin(self, run_context: RunContext) -> None:
         super().on_train_begin(run_context)

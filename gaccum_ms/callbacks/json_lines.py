@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,17 @@ def check_json_lines(owner: str, json_lines: Any) -> None:
 
 
 def begin_json_lines(path: Path) -> None:
-    """Create the file, so that an unwritable one is an error now, not after the first window."""
+    """Create the file, so that an unwritable one is an error now, not after the first window.
+
+    A last line that a killed training has cut short is ended, so that the next record has a line of its own.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
+    if path.is_file() and path.stat().st_size:  # not a pipe, which has no last byte
+        with path.open("a+b") as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                file.write(b"\n")
 
 
 def append_json_line(path: Path, record: dict[str, Any]) -> None:

@@ -113,7 +113,7 @@ class WindowMonitor(Callback):
                 f"SummaryWriter, but got '{type(summary).__name__}'."
             )
         self.records: list[WindowRecord] = []
-        self._json_lines = None if json_lines is None else Path(json_lines)
+        self._json_lines = None if json_lines is None else Path(json_lines).absolute()  # os.chdir may follow
         self._summary = summary
         self._losses: list[float] = []
         self._counts: list[float] = []

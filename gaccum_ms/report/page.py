@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from gaccum_ms.report.chart import STYLE, Axis, Series, line_chart
 from gaccum_ms.report.records import Record, Window
 
+DOCTYPE = "<!DOCTYPE html>"  # a file that begins so may be overwritten
 PAGE_STYLE = """\
 :root { color-scheme: light dark; }
 body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 1380px; padding: 1rem; }
@@ -38,7 +39,7 @@ def page(records: Sequence[Record]) -> str:
     sections = [_section(*chart, records) for chart in _charts(records)]
     return "\n".join(
         [
-            "<!DOCTYPE html>",
+            DOCTYPE,
             '<html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{html.escape(names)}</title>",

@@ -125,6 +125,7 @@ class MaxTokens:
             self._widths = checked_widths(widths, self.max_tokens)
         if lengths is not None and self._number:
             array = whole_numbers("lengths", np.asarray(lengths), None)
+            self._check_longest(array)
             self._widths = best_widths(np.maximum(array, 1), self._number)
 
     @property
@@ -211,6 +212,10 @@ class MaxTokens:
         return best_widths(lengths, self._number, largest=max(lengths.max(), largest))
 
     def _check(self, lengths: np.ndarray, widths: tuple[int, ...]) -> None:
+        self._check_longest(lengths)
+        self._check_widest(lengths, widths)
+
+    def _check_longest(self, lengths: np.ndarray) -> None:
         longest = int(lengths.max())
         if self.max_tokens is not None and longest > self.max_tokens and not self.finds_tokens:
             raise ValueError(
@@ -218,7 +223,6 @@ class MaxTokens:
                 f"max_tokens={self.max_tokens} and a sample of {longest} tokens. Cut such samples, or give a larger "
                 f"'max_tokens'."
             )
-        self._check_widest(lengths, widths)
 
     def _check_widest(self, lengths: np.ndarray, widths: tuple[int, ...]) -> None:
         longest = int(lengths.max())

@@ -375,6 +375,27 @@ def test_json_lines_are_the_records_and_are_appended(tmp_path, pynative):
     assert expected[1]["losses"] == [None, pytest.approx((0.75 * 4) ** 2 / 2)]
 
 
+def test_a_line_that_was_cut_short_costs_no_other(tmp_path, pynative):
+    """A killed training may leave half a line, without its end. The next training begins a line of its own."""
+    path = tmp_path / "windows.jsonl"
+    fit(monitor=WindowMonitor(path), accumulation_steps=2)
+    whole = path.read_text(encoding="utf-8")
+    path.write_text(whole[:-10], encoding="utf-8")
+    records, _ = fit(monitor=WindowMonitor(path), accumulation_steps=2)
+    assert path.read_text(encoding="utf-8").startswith(whole[:-10] + "\n")
+    lines = path.read_text(encoding="utf-8").splitlines()[-len(records) :]
+    assert [strict(line) for line in lines] == [as_json(record) for record in records]
+
+
+def test_the_file_stays_the_same_when_the_working_folder_changes(tmp_path, pynative, monkeypatch):
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    move = train.LambdaCallback(on_train_epoch_end=lambda _: os.chdir(tmp_path / "other"))
+    records, _ = fit(monitor=WindowMonitor("windows.jsonl"), accumulation_steps=2, callbacks=[move])
+    assert len((tmp_path / "windows.jsonl").read_text(encoding="utf-8").splitlines()) == len(records) > 1
+    assert not (tmp_path / "other" / "windows.jsonl").exists()
+
+
 def test_a_file_that_cannot_be_written_is_an_error_before_training(tmp_path, pynative):
     (tmp_path / "file").touch()
     cell = GradAccumulationCell(Line(1.0), accumulation_steps=2)

@@ -35,6 +35,7 @@ class Recorder:
         self._answers.touch()
         self._tools = folder / "bin"
         self._tools.mkdir()
+        self.path = str(self._tools)
         for name in TOOLS:  # there is no other Python
             (self._tools / name).symlink_to(shutil.which(name))
         python = self._tools / "python"
@@ -45,6 +46,7 @@ if [ "$1" = -c ]; then
     for name in "${{@:3}}"; do grep -qsx "$name" "$(dirname "$0")/lacks" && printf '%s ' "$name"; done | sed 's/ $//'
     exit 0
 fi
+[[ $1 == *prepare_data.py ]] && echo "data: a folder"
 [ "$3" = --print-script ] && exec '{sys.executable}' "$@"
 where=''; [ "$(dirname "$0")" -ef '{self._tools}' ] || where=' in .venv'
 echo "$*$where" >>'{self._calls}'
@@ -83,19 +85,27 @@ exit 0
         script.touch()
         return script
 
+    def environment(self, python: str = "python") -> Path:
+        """Make a .venv that lacks pip and MindSpore, with a Python of this name, and return its folder of programs."""
+        folder = self.project / ".venv" / "bin"
+        folder.mkdir(parents=True)
+        shutil.copy(self._tools / "python", folder / python)
+        (folder / "lacks").write_text("pip\nmindspore\n")
+        return folder
+
     def start(self, *arguments: str, **env: str) -> subprocess.Popen:
         """Start run.sh in another folder."""
-        env = {**os.environ, "PATH": str(self._tools), "PYENV_ROOT": str(self._tools), **env}
+        env = {**os.environ, "PATH": self.path, "PYENV_ROOT": str(self._tools), **env}
         for name in ("PROCESSES", "LAUNCHER", "SCRIPT", "LOG_DIR", "TIMEOUT", "DATA_PATH"):
             env.pop(name, None)
         command = [str(self._tools / "bash"), str(self.project / "run.sh"), *arguments]
         return subprocess.Popen(command, env=env, cwd="/", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
-    def run(self, *arguments: str, answers: dict[str, int] | None = None) -> subprocess.CompletedProcess:
+    def run(self, *arguments: str, answers: dict[str, int] | None = None, **env: str) -> subprocess.CompletedProcess:
         """Run run.sh from another folder."""
         self._calls.write_text("")
         self._answers.write_text("".join(f"{code} {words}\n" for words, code in (answers or {}).items()))
-        return finish(self.start(*arguments))
+        return finish(self.start(*arguments, **env))
 
     def calls(self) -> list[str]:
         return self._calls.read_text().splitlines()
@@ -275,8 +285,8 @@ def test_an_active_environment_is_left_as_it_is(recorder, extra):
     said = (
         f"bin/python lacks {', '.join(missing)} and is left as it is: {recorder.project}/.venv gets what is missing\n"
     )
-    assert said in done.stdout
-    assert f"installing gaccum_ms{extra} into {recorder.project}/.venv\n" in done.stdout
+    assert said in done.stderr
+    assert f"installing gaccum_ms{extra} into {recorder.project}/.venv\n" in done.stderr
     made, installed, *launched = recorder.calls()
     assert made == f"-m venv {recorder.project}/.venv"
     assert installed.endswith(f"--editable {recorder.project}{extra} in .venv")
@@ -302,7 +312,7 @@ def test_the_first_run_twice_at_once_makes_one_environment(recorder):
     both = [recorder.start(str(recorder.script())) for _ in range(2)]
     done = [finish(process) for process in both]
     assert [one.returncode for one in done] == [0, 0], done
-    assert sum("waiting for another run.sh, which fills .venv" in one.stdout for one in done) == 1
+    assert sum("waiting for another run.sh, which fills .venv" in one.stderr for one in done) == 1
     assert sorted(call.split()[1] for call in recorder.calls()[:-2]) == ["pip", "venv"]
 
 
@@ -312,6 +322,51 @@ def test_a_broken_python_and_one_that_is_too_new_are_passed_over(recorder):
         recorder.tool(name, f"#!/bin/bash\nexit {code}\n")
     assert recorder.run(str(recorder.script())).returncode == 0
     assert recorder.calls()[0] == f"-m venv {recorder.project}/.venv"
+
+
+@pytest.mark.parametrize("is_active", [False, True])
+def test_an_environment_without_pip_is_kept_and_gets_pip(recorder, is_active):
+    """As `uv venv` makes it. The user may have made it, and it may be the active one."""
+    recorder.lacks("mindspore")
+    folder = recorder.environment()
+    (folder.parent / "mine").touch()
+    env = {"PATH": f"{folder}{os.pathsep}{recorder.path}"} if is_active else {}
+    script = str(recorder.script())
+    done = recorder.run(script, answers={"ensurepip": 1}, **env)
+    assert (done.returncode, recorder.calls()) == (2, ["-m ensurepip in .venv"])
+    assert done.stderr.endswith(
+        f"error: {folder.parent} has no pip. Install pip there, or remove that folder: run.sh then makes it anew.\n"
+    )
+    done = recorder.run(script, **env)
+    assert done.returncode == 0, done.stderr
+    assert [call.split()[1] for call in recorder.calls()] == ["ensurepip", "pip", "gaccum_ms.launch"]
+    assert (folder.parent / "mine").exists()
+
+
+def test_an_environment_is_not_made_by_a_python_inside_it(recorder):
+    recorder.lacks("mindspore")
+    folder = recorder.environment("python3.11")  # without its `python`, it does not run
+    done = recorder.run(str(recorder.script()), PATH=f"{folder}{os.pathsep}{recorder.path}")
+    assert done.returncode == 0, done.stderr
+    assert recorder.calls()[0] == f"-m venv {recorder.project}/.venv"
+
+
+def test_a_python_is_found_without_a_home(recorder, monkeypatch):
+    """As with `env -i` ."""
+    recorder.lacks("mindspore")
+    monkeypatch.delenv("HOME", raising=False)
+    done = recorder.run(str(recorder.script()), PYENV_ROOT="")
+    assert (done.returncode, "HOME" in done.stderr) == (0, False)
+    assert recorder.calls()[0] == f"-m venv {recorder.project}/.venv"
+
+
+def test_standard_output_is_the_launchers_alone(recorder):
+    """A dry run's script can be piped, although the sample's data are prepared and packages installed."""
+    recorder.lacks("tqdm")
+    done = recorder.run("--dry-run", "slurm")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "installing gaccum_ms[sample]" in done.stderr
+    assert "data: a folder\n" in done.stderr
 
 
 @pytest.mark.thorough
@@ -336,7 +391,7 @@ def test_an_environment_on_top_of_the_active_one_has_its_packages(tmp_path):
     done = subprocess.run(
         ["bash", "run.sh", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
     )
-    assert f"{active}/bin/python lacks tqdm and is left as it is" in done.stdout
+    assert f"{active}/bin/python lacks tqdm and is left as it is" in done.stderr
     assert done.returncode != 0, "there was nothing that pip could install tqdm from"
     code = "import mindspore, mine; print(mindspore.__file__)"
     python = [tmp_path / ".venv" / "bin" / "python", "-c", code]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
@@ -164,6 +165,32 @@ def test_what_cannot_be_read_or_written_is_named(record, tmp_path, capsys):
         assert re.fullmatch("error: [^\n]*(cannot read|cannot write|required)[^\n]*\n", capsys.readouterr().err)
     with pytest.raises(RecordError, match="Is a directory"):
         read(tmp_path)
+
+
+def test_a_record_is_not_overwritten(record, tmp_path, capsys):
+    """A shell may put two records behind `-o` ."""
+    first, second = (record(line(n), name=f"r{n}.jsonl") for n in (1, 2))
+    as_page = record(line(3), name="r3.html")
+    (tmp_path / "link").symlink_to(second)
+    for words, why in (
+        (["-o", first, second], "it exists and is no HTML page"),
+        (["-o", tmp_path / "link", second], "it is a record"),
+        ([as_page], "it is a record"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            command.main([*map(str, words)])
+        assert ended.value.code == 2
+        assert re.fullmatch(f"error: cannot write '[^']*': {why}[^\n]*\n", capsys.readouterr().err)
+    assert [path.read_text() for path in (first, second, as_page)] == [line(1), line(2), line(3)]
+
+
+def test_a_page_is_written_anew(record, tmp_path):
+    path, page = record(line(1)), tmp_path / "page.html"
+    page.touch()  # as mktemp does
+    for _ in range(2):
+        assert command.main([str(path), "-o", str(page)]) == 0
+    assert Page(page.read_text()).sections
+    assert command.main([str(path), "-o", os.devnull]) == 0
 
 
 def test_the_page_is_beside_the_record_by_default(record, capsys):

@@ -329,6 +329,7 @@ def test_rows_that_are_filled_up_must_count_nothing(pynative):
         ({"widths": [8, 4]}, ValueError, r"'widths' must be ascending, from 1 to max_tokens=48, but got \[8, 4\]"),
         ({"widths": [4, 49]}, ValueError, "'widths' must be ascending, from 1 to max_tokens=48"),
         ({"lengths": [1.5]}, ValueError, "'lengths' must give whole numbers"),
+        ({"lengths": [3, 49]}, ValueError, "'max_tokens' must be .* but got max_tokens=48 and a sample of 49 tokens"),
     ],
 )
 def test_bad_arguments(arguments, error, why):
