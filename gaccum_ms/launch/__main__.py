@@ -13,7 +13,6 @@ the rank that failed first in the same way with either launcher.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 import signal
 import sys
@@ -32,6 +31,16 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
+def _why_no_psutil() -> str:
+    """Why psutil cannot be used, or an empty string."""
+    try:
+        from psutil import Process
+    except ImportError:
+        return "'psutil' is not installed (pip install psutil)."
+    old = not hasattr(Process, "net_connections")  # it came with psutil 6
+    return "'psutil' is older than 6 (pip install 'psutil>=6')." if old else ""
+
+
 def main(argv: list[str] | None = None, prog: str = "python -m gaccum_ms.launch") -> int:
     """Read the command line of `prog` , launch, and return the exit code."""
     options = parse(sys.argv[1:] if argv is None else argv, prog)
@@ -44,16 +53,18 @@ def main(argv: list[str] | None = None, prog: str = "python -m gaccum_ms.launch"
     log_dir, command = options.log_dir.resolve(), [options.script, *options.args]
     if options.dry_run:
         try:
-            show(DryRun(cluster, command, log_dir, options.hosts, options.words).text(options.dry_run).encode())
+            text = DryRun(cluster, command, log_dir, options.hosts, options.words).text(options.dry_run)
         except LaunchError as error:
             print(f"error: {error}", file=sys.stderr)
             return error.code
-        return 0
-    if importlib.util.find_spec("psutil") is None:
-        print("error: 'psutil' is not installed (pip install psutil).", file=sys.stderr)
+        return 0 if show(text.encode()) else 1
+    if why := _why_no_psutil():
+        print(f"error: {why}", file=sys.stderr)
         return 2
     for number in SIGNALS:
-        signal.signal(number, _stop)
+        # nohup has this program ignore SIGHUP. Ctrl-C is ignored too in a background job of a script, but ends it.
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _stop)
     notes = left_out(os.environ)
     if cluster.nodes > 1 and cluster.node_rank == 0 and not cluster.secret:
         who = f"whoever can reach {cluster.master_addr}, port {cluster.master_port + 1}, can end this launch"

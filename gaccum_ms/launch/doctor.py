@@ -8,11 +8,13 @@ a remedy, and makes the exit code 1. A part that is only absent (a GPU, mpirun) 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import itertools
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -110,7 +112,7 @@ def check_program(name: str, remedy: str, otherwise: str) -> Finding:
 
 def check_ranks() -> Finding:
     """Whether two ranks, started by the launcher, can add up a number."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # after Ctrl-C, the ranks may still write
         # As in this program, modules in the working folder must not replace Python's own.
         safe = ["-P"] * getattr(sys.flags, "safe_path", False)
         command = [*safe, "-m", "gaccum_ms.launch", "-n", "2", "--start-timeout", "60"]
@@ -142,7 +144,17 @@ def main(argv: list[str] | None = None, prog: str = "python -m gaccum_ms.launch.
     """Run all checks, print the findings, and return the exit code."""
     parser = Parser(prog=prog, usage="%(prog)s", description=DESCRIPTION)
     parser.parse_args(argv)
-    failed = []
+    failed: list[Finding] = []
+    with contextlib.suppress(KeyboardInterrupt):
+        _check_all(failed)
+        for finding in failed:
+            print(f"broken: {finding.name}. {finding.remedy}", file=sys.stderr)
+        return 1 if failed else 0
+    return 128 + signal.SIGINT
+
+
+def _check_all(failed: list[Finding]) -> None:
+    """Run all checks, print the findings, and add those that need a remedy to `failed` ."""
 
     def report(finding: Finding) -> Finding:
         show(f"{finding.name:10} {finding.text}\n".encode())
@@ -152,7 +164,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m gaccum_ms.launch.
 
     report(check_python())
     report(check_package("numpy", lambda version: version[0] == "1", "numpy<2"))
-    report(check_package("psutil", lambda version: True, "psutil"))
+    report(check_package("psutil", lambda version: int(version[0]) >= 6, "psutil>=6"))
     mindspore = report(check_mindspore())
     report(check_onednn())
     report(check_program("msrun", "" if mindspore.remedy else "reinstall MindSpore: " + install(MINDSPORE), ""))
@@ -164,9 +176,6 @@ def main(argv: list[str] | None = None, prog: str = "python -m gaccum_ms.launch.
             for device in ("CPU", "GPU", "Ascend"):
                 report(check_device(device, env))
         report(check_ranks())
-    for finding in failed:
-        print(f"broken: {finding.name}. {finding.remedy}", file=sys.stderr)
-    return 1 if failed else 0
 
 
 if __name__ == "__main__":

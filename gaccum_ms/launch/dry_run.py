@@ -28,7 +28,7 @@ FORMS = ("ranks", "ssh", "slurm", "openmpi")
 _WAIT_FOR_ALL = ("code=0", 'for job in $(jobs -p); do wait "$job" || code=$?; done', 'exit "$code"')
 PASSED_ON = ("PYTHONPATH", "PYTHONSAFEPATH")  # variables that a launcher on another host needs
 _OPTIONS = (
-    *("timeout", "start_timeout", "end_timeout", "max_restarts", "min_processes"),
+    *("launcher", "timeout", "start_timeout", "end_timeout", "max_restarts", "min_processes"),
     *("secret_file", "rank_table_file", "bind_core", "tune_cpu_threads"),
 )
 
@@ -68,9 +68,9 @@ class DryRun:
     # -- every rank ----------------------------------------------------------------------------------------------------
 
     def _ranks(self) -> list[str]:
-        for name in ("tune_cpu_threads", "max_restarts", "bind_core"):
-            if getattr(self.cluster, name):
-                option = f"--{name.replace('_', '-')}"
+        given = [word.partition("=")[0] for word in self.words]
+        for option in ("--tune-cpu", "--timeout", "--end-timeout", "--max-restarts", "--min-processes", "--bind-core"):
+            if option in given:
                 raise LaunchError(f"{option} is done by the launcher, which --dry-run ranks leaves out.", code=2)
         lines = []
         for node in range(self.cluster.nodes):
@@ -192,4 +192,5 @@ class DryRun:
 def words_of(options: argparse.Namespace, defaults: Callable[[str], object]) -> list[str]:
     """The options of a command line that are the same on all hosts, and differ from their defaults."""
     given = {name: getattr(options, name) for name in _OPTIONS if getattr(options, name) != defaults(name)}
-    return [f"--{k.replace('_', '-')}" + ("" if v is True else f"={v}") for k, v in given.items()]
+    names = {name: f"--{name.replace('_', '-')}" for name in given} | {"tune_cpu_threads": "--tune-cpu"}
+    return [names[k] + ("" if v is True else f"={v}") for k, v in given.items()]

@@ -17,6 +17,7 @@ import builtins
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -33,15 +34,20 @@ SCHEDULER = -1  # MindSpore's scheduler is no rank, but is guarded like one
 # How long a rank waits for the others at its end, at most. Ranks that are still in the last collective with it need
 # little time. A rank that has started another collective would wait for ever, and must fail.
 MEET_SECONDS = 10.0
+SEND_SECONDS = 10.0  # how long a message may wait for the launcher, if it need not arrive
 
 LET_GO, ASK = b"!", b"?"  # the launcher's messages to a rank: it may leave; report whether it stands still
 IDLE_SHARE = 0.02  # of one core: a process that uses less is idle
 
 
 def tell(job: str, **message: object) -> None:
-    """Send the launcher a message, which is lost if the launcher is gone."""
+    """Send the launcher a message, which is lost if the launcher is gone.
+
+    The launcher may stand still for long: it is stopped, or its output is shown page by page. The messages that it
+    cannot do without wait until it takes them; if it dies meanwhile, the system ends the sending with an error.
+    """
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as to_launcher:
-        to_launcher.settimeout(MEET_SECONDS)
+        to_launcher.settimeout(None if message.keys() & {"pid", "code"} else SEND_SECONDS)
         to_launcher.sendto(json.dumps(message).encode(), f"\0{job}")
 
 
@@ -71,10 +77,30 @@ def _wait(process: subprocess.Popen, job: str) -> int:
     launcher = Path(f"/proc/{job.split('-')[0]}/stat")
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            code = process.wait(timeout=1)
+            process.wait(timeout=1)
+        if not _alive(launcher):  # it was killed, and could not end the processes
+            _kill_all(job)
+        code = process.returncode
+        if code is not None:
             return code if code >= 0 else 128 - code
-        if not _alive(launcher):  # it was killed, and could not end this process
-            process.kill()
+
+
+def _kill_all(job: str) -> None:
+    """Kill all processes of a launch, in other sessions too, except the guards, which do the same, and then end.
+
+    msrun and mpirun have a guard's words in their command too. They end after the guards.
+    """
+    mark, guards = f"{JOB}={job}".encode(), f"{__file__}\0--guard\0".encode()
+    found = True
+    while found:
+        found = False
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                ours = mark in (process / "environ").read_bytes().split(b"\0")
+                if ours and guards not in (process / "cmdline").read_bytes():
+                    found = True
+                    os.kill(int(process.name), signal.SIGKILL)
+        time.sleep(0.1 * found)
 
 
 def _alive(stat: Path) -> bool:

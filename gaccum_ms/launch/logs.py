@@ -42,14 +42,16 @@ def prepare(cluster: Cluster, log_dir: Path) -> None:
     attempts = range(2, cluster.max_restarts + 2)
     needed = {*FOLDERS, *map(str, attempts), *(f"{cluster.launcher}.{attempt}" for attempt in attempts)}
     old = []
-    for entry in log_dir.iterdir():
-        ours = _made_by_a_launch(entry)
-        if entry.name in needed and not ours:
-            why = f"'{entry}' was not made by a launch, and would have to be replaced"
-            raise LaunchError(f"{why}. Name another --log-dir, or move it away.", code=2)
-        if ours and (entry.name in needed or (LATER.fullmatch(entry.name) and any(entry.iterdir()))):
-            old.append(entry)
     try:
+        for entry in log_dir.iterdir():
+            if entry.name not in needed and not LATER.fullmatch(entry.name):
+                continue  # not even looked into: it may be another user's
+            ours = _made_by_a_launch(entry)
+            if entry.name in needed and not ours:
+                why = f"'{entry}' was not made by a launch, and would have to be replaced"
+                raise LaunchError(f"{why}. Name another --log-dir, or move it away.", code=2)
+            if ours and (entry.name in needed or any(entry.iterdir())):
+                old.append(entry)
         for entry in old:
             shutil.rmtree(entry)
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -9,7 +10,11 @@ from typing import IO
 
 
 class Tail:
-    """Copies a growing file to this program's standard output, until nobody reads that."""
+    """Copies a growing file to this program's standard output.
+
+    `unread` says that its reader has gone away (a broken pipe). Another error, for example of a full disk or of a
+    terminal that is gone, is no wish to end the ranks: only the copy is lost.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -21,16 +26,25 @@ class Tail:
         if self._file is None and self._path.exists():
             self._file = self._path.open("rb")
         if self._file is not None and not self.unread:
-            self.unread = not show(self._file.read())
+            self.unread = isinstance(_write(self._file.read()), BrokenPipeError)
 
 
 def show(data: bytes) -> bool:
-    """Write to standard output; return whether somebody reads it."""
+    """Write to standard output; return whether that was possible."""
+    return _write(data) is None
+
+
+def _write(data: bytes) -> OSError | None:
+    """Write to standard output; return the error. After an error, everything else is written nowhere."""
+    if sys.stdout is None:  # this program was started without one
+        return OSError(errno.EBADF, os.strerror(errno.EBADF))
     try:
         sys.stdout.buffer.write(data)
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
         with Path(os.devnull).open("wb") as nowhere:  # for the rest of the buffer, at this program's end
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
-        return False
-    return True
+        if not isinstance(error, BrokenPipeError):
+            print(f"note: standard output takes no more: {error.strerror}", file=sys.stderr, flush=True)
+        return error
+    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,24 @@ def test_a_machine_without_mindspore_gets_the_remedy(tmp_path):
     assert "mindspore  not installed" in done.stdout
     assert "broken: mindspore. bash run.sh lets pip install it" in done.stderr
     assert "AllReduce" not in done.stdout, "nothing is tried that cannot work"
+
+
+def test_ctrl_c_ends_the_check_without_a_traceback(tmp_path):
+    (tmp_path / "mindspore.py").write_text("import time\ntime.sleep(100)")  # the check of the CPU waits for it
+    # A background job, as these tests may be, ignores Ctrl-C, and so would its children.
+    program = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    check = [sys.executable, "-m", "gaccum_ms.launch.doctor"]
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{PYTHONPATH}"}
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *check], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        while not process.stdout.readline().startswith(("mpirun", "psutil")):
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "")
 
 
 def test_wrong_versions_are_named():

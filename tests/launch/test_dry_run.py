@@ -152,7 +152,10 @@ def test_the_ranks_train(form, hosts, stand_ins, tmp_path):
         (["--dry-run", "ssh", "--nodes", "2", "--master-addr", ADDRESS], "--dry-run ssh needs --hosts"),
         (["--dry-run", "openmpi"], "--dry-run openmpi needs --hosts"),
         (["--dry-run", "ranks", "--max-restarts", "2"], "--max-restarts is done by the launcher"),
-        (["--dry-run", "ranks", "--tune-cpu"], "--tune-cpu-threads is done by the launcher"),
+        (["--dry-run", "ranks", "--timeout", "7"], "--timeout is done by the launcher"),
+        (["--dry-run", "ranks", "--end-timeout", "0"], "--end-timeout is done by the launcher"),
+        (["--dry-run", "ranks", "--min-processes", "1", "--max-restarts", "1"], "is done by the launcher"),
+        (["--dry-run", "ranks", "--tune-cpu"], "--tune-cpu is done by the launcher"),
         (["--dry-run", "ranks", "--rank-table-file", "script.py"], "is no table of ranks"),
         (["--hosts", "a,b"], "--hosts needs --dry-run"),
         (["--hosts", "a,b", "--nodes", "3", "--dry-run", "ssh"], "--hosts must be --nodes = 3 names, but got 2"),
@@ -170,7 +173,22 @@ def test_nothing_is_started_and_no_secret_is_printed(tmp_path, monkeypatch):
     monkeypatch.setitem(ENV, "GACCUM_MS_SECRET", "do not tell anybody")
     script = write(tmp_path / "script.py", "")
     for form in ("ranks", "ssh", "slurm", "openmpi"):
-        text = printed(script, "--hosts", "a,b", "--dry-run", form, "--timeout", "7")
+        text = printed(script, "--hosts", "a,b", "--dry-run", form)
         assert "tell" not in text
-        assert ("--timeout=7.0" in text) == (form != "ranks")
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
+
+
+def test_the_launchers_options_are_passed_on(tmp_path):
+    options = ["--launcher", "mpirun", "--timeout", "7", "--tune-cpu"]
+    for form in ("ssh", "slurm", "openmpi"):
+        text = printed(write(tmp_path / "script.py", ""), *options, "--hosts", "a", "--dry-run", form)
+        assert "--launcher=mpirun --timeout=7.0 --tune-cpu --nodes 1" in text
+
+
+def test_a_script_that_cannot_be_printed_is_no_success(tmp_path):
+    command = [sys.executable, "-m", "gaccum_ms.launch", "--dry-run", "ranks", str(write(tmp_path / "script.py", ""))]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            command, cwd=tmp_path, env=ENV, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100
+        )
+    assert (done.returncode, done.stderr) == (1, "note: standard output takes no more: No space left on device\n")

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -67,8 +73,74 @@ def test_a_rank_does_not_wait_for_ever_for_one_that_goes_on(tmp_path):
     assert guard.MEET_SECONDS - 1 < waited < guard.MEET_SECONDS + 3
 
 
+@pytest.mark.parametrize("message", [{"rank": 0, "pid": 1}, {"rank": 0, "code": 0}], ids=["pid", "code"])
+def test_what_a_launcher_needs_waits_until_it_reads(monkeypatch, message):
+    """Its queue is full, and it reads only after the time in which other messages are lost."""
+    monkeypatch.setattr(guard, "SEND_SECONDS", 0.1)
+    job = f"{os.getpid()}-{uuid.uuid4().hex}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as launcher:
+        launcher.bind(f"\0{job}")
+        launcher.settimeout(30)
+        fill(job)
+        guard.tell(job, rank=0, still=1.0)  # lost
+        sender = threading.Thread(target=guard.tell, args=(job,), kwargs=message, daemon=True)
+        sender.start()
+        sender.join(0.5)
+        assert sender.is_alive()
+        while (said := launcher.recv(4096)) == b"filled":
+            pass
+        assert json.loads(said) == message
+        sender.join(30)
+    assert not sender.is_alive()
+
+
+def test_a_message_does_not_wait_for_a_launcher_that_dies():
+    job = f"{os.getpid()}-{uuid.uuid4().hex}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as launcher:
+        launcher.bind(f"\0{job}")
+        fill(job)
+        sender = threading.Thread(target=guard.tell, args=(job,), kwargs={"rank": 0, "code": 0}, daemon=True)
+        sender.start()
+        sender.join(0.5)
+        assert sender.is_alive()
+    sender.join(30)
+    assert not sender.is_alive()
+
+
+def fill(job: str) -> None:
+    """Send a launcher messages until it takes no more."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender, contextlib.suppress(BlockingIOError):
+        sender.setblocking(False)
+        while True:
+            sender.sendto(b"filled", f"\0{job}")
+
+
+@pytest.mark.thorough
+def test_a_launcher_that_stands_still_while_the_ranks_end_learns_their_codes(tmp_path):
+    """There are more ranks than messages for which Linux has room, by default 10."""
+    number = 16
+    script = write(
+        tmp_path / "script.py",
+        'open(f"up.{rank}", "x")\nwhile not os.path.exists("go"): time.sleep(0.1)\nos._exit(0)',
+    )
+    launched = Launched(script, "-n", str(number))
+    for rank in range(number):
+        launched.wait_for(tmp_path / f"up.{rank}")
+    launched.process.send_signal(signal.SIGSTOP)
+    (tmp_path / "go").touch()
+    time.sleep(guard.SEND_SECONDS + 5)
+    launched.process.send_signal(signal.SIGCONT)
+    done = launched.finish()
+    assert done.returncode == 0, done.stderr
+
+
 def test_ranks_end_when_the_launcher_is_killed(tmp_path):
-    script = write(tmp_path / "script.py", 'open(f"up.{rank}", "x")\ntime.sleep(1000)')
+    """So do their own processes, in other sessions too."""
+    script = write(
+        tmp_path / "script.py",
+        'import subprocess\nsubprocess.Popen(["sleep", "1000"], start_new_session=True)\n'
+        'open(f"up.{rank}", "x")\ntime.sleep(1000)',
+    )
     launched = Launched(script, "-n", "2")
     for rank in range(2):
         launched.wait_for(tmp_path / f"up.{rank}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import time
 
 import pytest
@@ -112,6 +113,16 @@ def test_a_signal_leaves_no_process(tmp_path, number, code):
     assert launched.finish().returncode == code
 
 
+def test_a_launch_under_nohup_goes_on_after_sighup(tmp_path):
+    script = write(tmp_path / "script.py", 'open("up", "x")\nwhile not os.path.exists("go"): time.sleep(0.1)')
+    launched = Launched(script, "-n", "1", prefix=["nohup"])
+    launched.wait_for(tmp_path / "up")
+    launched.process.send_signal(signal.SIGHUP)
+    (tmp_path / "go").touch()
+    done = launched.finish()
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.thorough
 def test_time_runs_out(tmp_path):
     script = write(tmp_path / "script.py", "time.sleep(1000 * rank)")
@@ -147,3 +158,23 @@ def test_a_reader_that_goes_away_ends_all_without_a_traceback(tmp_path):
     left = launched.running()
     assert (launched.process.returncode, err) == (128 + signal.SIGPIPE, "")
     assert not left
+
+
+# This program is on a terminal whose other end is closed.
+TERMINAL = "import os, sys; os.dup2(os.openpty()[1], 1); os.execvp(sys.argv[1], sys.argv[1:])"
+
+
+@pytest.mark.parametrize(
+    ("prefix", "note"),
+    [
+        (["sh", "-c", 'exec "$@" >/dev/full', "sh"], "note: standard output takes no more: No space left on device\n"),
+        (["sh", "-c", 'exec "$@" >&-', "sh"], ""),
+        ([sys.executable, "-c", TERMINAL], "note: standard output takes no more: Input/output error\n"),
+    ],
+    ids=["full", "closed", "terminal"],
+)
+def test_an_output_that_takes_nothing_does_not_end_the_ranks(tmp_path, prefix, note):
+    script = write(tmp_path / "script.py", 'print("line", flush=True)\ntime.sleep(1)\nprint("last")')
+    done = Launched(script, "-n", "1", prefix=prefix).finish()
+    assert (done.returncode, done.stderr) == (0, note)
+    assert (tmp_path / "log_output" / "1" / "rank.0" / "stdout").read_text() == "line\nlast\n"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 from launched import Launched, in_mounts_of_its_own, write
 
@@ -76,6 +79,31 @@ def test_a_folder_that_no_launch_made_is_not_replaced(tmp_path, path):
     assert f"'{runs / path.split('/')[0]}' was not made by a launch, and would have to be replaced" in done.stderr
     assert [file.read_text() for file in files] == ["mine"] * len(files)
     assert path == "1" or (runs / "1" / "rank.7").exists()
+
+
+@pytest.mark.parametrize("name", ["work", "1", "2"])
+def test_a_folder_that_cannot_be_read_matters_only_if_it_may_be_ours(tmp_path, name):
+    # Its paths are too long for Linux: permissions do not stop root, who often runs the tests.
+    script, logs = write(tmp_path / "script.py", ""), tmp_path / "runs"
+    make_unreadable(logs / name)
+    done = Launched(script, "-n", "1", "--log-dir", "runs").finish()
+    if name == "work":
+        assert done.returncode == 0, done.stderr
+    else:
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"error: cannot write logs to '{logs}': File name too long. Name another")
+        assert done.stderr.count("\n") == 2
+
+
+def make_unreadable(folder: Path) -> None:
+    """Make a folder with folders in it, so deep that their paths are too long."""
+    folder.mkdir(parents=True)
+    place = os.open(folder, os.O_RDONLY)
+    for _ in range(20):
+        os.mkdir("x" * 250, dir_fd=place)
+        outer, place = place, os.open("x" * 250, os.O_RDONLY, dir_fd=place)
+        os.close(outer)
+    os.close(place)
 
 
 def test_a_link_to_a_folder_of_a_launch_is_not_followed(tmp_path):

@@ -45,6 +45,25 @@ def test_its_options_are_shown_and_read_where_nothing_is_installed(bare, tmp_pat
     assert (refused.returncode, refused.stderr) == (2, "error: 'psutil' is not installed (pip install psutil).\n")
 
 
+def test_an_old_psutil_is_refused_before_anything_is_started(bare, tmp_path):
+    (tmp_path / "psutil.py").write_text("class Process:\n    def connections(self): pass\n")
+    path = f"{tmp_path}{os.pathsep}{PYTHONPATH}"
+    refused = run(bare, "-m", "gaccum_ms.launch", __file__, cwd=tmp_path, PYTHONPATH=path)
+    assert (refused.returncode, refused.stderr) == (2, "error: 'psutil' is older than 6 (pip install 'psutil>=6').\n")
+    assert not (tmp_path / "log_output").exists()
+
+
+def test_the_check_names_an_old_psutil(bare, tmp_path):
+    (tmp_path / "psutil-5.9.8.dist-info").mkdir()
+    (tmp_path / "psutil-5.9.8.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: psutil\nVersion: 5.9.8\n"
+    )
+    path = f"{tmp_path}{os.pathsep}{PYTHONPATH}"
+    done = run(bare, "-m", "gaccum_ms.launch.doctor", cwd=tmp_path, PYTHONPATH=path)
+    assert "psutil     5.9.8\n" in done.stdout
+    assert "broken: psutil. pip install 'psutil>=6'\n" in done.stderr
+
+
 @pytest.mark.parametrize("words", [["check"], ["--processes=2", "--help"], ["--proceses=2", "x"]], ids=" ".join)
 def test_run_sh_does_what_needs_no_package_in_a_fresh_clone(bare, tmp_path, words):
     """It works from any folder, even one whose files have the names of Python's modules."""
