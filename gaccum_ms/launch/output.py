@@ -30,8 +30,9 @@ class Tail:
 
 
 def show(data: bytes) -> bool:
-    """Write to standard output; return whether that was possible."""
-    return _write(data) is None
+    """Write to standard output; return whether it worked, or its reader has gone away ( `| head` )."""
+    error = _write(data)
+    return error is None or isinstance(error, BrokenPipeError)
 
 
 def _write(data: bytes) -> OSError | None:
