@@ -40,6 +40,7 @@ _BESIDE_BATCH_LOSS = {
 
 
 def _pools_statistics(network: nn.Cell) -> bool:
+    """Whether a layer has WindowBatchNorm's record. Its class would make the longest chain of imports longer."""
     return any(one.name.endswith("window_statistics") for one in network.get_parameters())
 
 

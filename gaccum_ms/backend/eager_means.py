@@ -14,18 +14,18 @@ from typing import Any
 from mindspore import ops
 
 _Operator = ops.BCEWithLogitsLoss
+_MEAN, _ELEMENTS = _Operator("mean"), _Operator("none")
 
 
 @contextmanager
 def mean_of_elements() -> Iterator[None]:
     """Within it, the operator's mean is the mean of its elements, taken by another operator."""
     given = _Operator.__call__
-    mean, elements = _Operator("mean"), _Operator("none")
 
     def call(operator: Any, *inputs: Any, **named: Any) -> Any:
-        if operator.reduction != mean.reduction:
+        if operator.reduction != _MEAN.reduction:
             return given(operator, *inputs, **named)
-        return given(elements, *inputs, **named).mean()
+        return given(_ELEMENTS, *inputs, **named).mean()
 
     _Operator.__call__ = call
     try:

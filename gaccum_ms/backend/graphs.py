@@ -45,7 +45,9 @@ def runs_eagerly(jit: bool) -> bool:
 
 def check_compilable(owner: str, jit: Any, name: str, functions: Iterable[Any]) -> None:
     """Refuse a lambda that a graph cannot contain: MindSpore parses the lines of source in which it stands."""
-    for one in () if runs_eagerly(bool(jit)) else functions:
+    if runs_eagerly(bool(jit)):
+        return
+    for one in functions:
         if getattr(one, "__name__", "") == "<lambda>" and not _stands_alone(one):
             code = one.__code__
             raise TypeError(

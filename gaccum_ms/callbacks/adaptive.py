@@ -16,7 +16,7 @@ from mindspore.train import RunContext
 from gaccum_ms.accumulation.noise import WindowNoise
 from gaccum_ms.backend import no_grad
 from gaccum_ms.backend.checks import check_one_of, check_positive_int
-from gaccum_ms.callbacks.json_lines import append_json_line, begin_json_lines, check_json_lines
+from gaccum_ms.callbacks.json_lines import append_json_line, begin_json_lines, json_lines_path
 from gaccum_ms.callbacks.noise_scale import NoiseWatch, check_smoothing, noise_step
 from gaccum_ms.callbacks.schedule import check_ranks_batches, prepare_steps, set_steps
 from gaccum_ms.learning_rate import RULES, current_learning_rate
@@ -126,7 +126,7 @@ class AdaptiveAccumulation(NoiseWatch):
             check_one_of(_NAME, "learning_rate", learning_rate, RULES)
         _check_above("tolerance", tolerance, 1)
         check_smoothing(_NAME, smoothing)
-        check_json_lines(_NAME, json_lines)
+        self._json_lines = json_lines_path(_NAME, json_lines)
         self.target = target
         self.min_steps, self.max_steps = min_steps, max_steps
         self.learning_rate = learning_rate
@@ -134,7 +134,6 @@ class AdaptiveAccumulation(NoiseWatch):
         self.interval = interval
         self.smoothing = smoothing
         self.records: list[StepsRecord] = []
-        self._json_lines = None if json_lines is None else Path(json_lines).absolute()  # os.chdir may follow
 
     def on_train_begin(self, run_context: RunContext) -> None:
         super().on_train_begin(run_context)

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 
-def check_json_lines(owner: str, json_lines: Any) -> None:
+def json_lines_path(owner: str, json_lines: Any) -> Path | None:
+    """The checked path, absolute because the working folder may change in mid-training."""
     if json_lines is not None and not isinstance(json_lines, (str, Path)):
         raise TypeError(
             f"For '{owner}', the argument 'json_lines' must be a path, but got {json_lines!r} of type "
             f"'{type(json_lines).__name__}'."
         )
+    return None if json_lines is None else Path(json_lines).absolute()
 
 
 def begin_json_lines(path: Path) -> None:

@@ -11,7 +11,7 @@ import mindspore as ms
 import numpy as np
 from mindspore.train import Callback, RunContext
 
-from gaccum_ms.callbacks.json_lines import append_json_line, begin_json_lines, check_json_lines
+from gaccum_ms.callbacks.json_lines import append_json_line, begin_json_lines, json_lines_path
 from gaccum_ms.callbacks.noise_estimate import SMOOTHING, NoiseEstimate
 from gaccum_ms.callbacks.window_watch import training_step
 from gaccum_ms.learning_rate import current_learning_rate
@@ -106,14 +106,13 @@ class WindowMonitor(Callback):
 
     def __init__(self, json_lines: str | Path | None = None, summary: Any = None) -> None:
         super().__init__()
-        check_json_lines("WindowMonitor", json_lines)
+        self._json_lines = json_lines_path("WindowMonitor", json_lines)
         if summary is not None and not isinstance(summary, ms.SummaryRecord) and not hasattr(summary, "add_scalar"):
             raise TypeError(
                 f"For 'WindowMonitor', the argument 'summary' must be a mindspore.SummaryRecord or TensorBoard's "
                 f"SummaryWriter, but got '{type(summary).__name__}'."
             )
         self.records: list[WindowRecord] = []
-        self._json_lines = None if json_lines is None else Path(json_lines).absolute()  # os.chdir may follow
         self._summary = summary
         self._losses: list[float] = []
         self._counts: list[float] = []

@@ -88,7 +88,8 @@ def _wait(process: subprocess.Popen, job: str) -> int:
 def _kill_all(job: str) -> None:
     """Kill all processes of a launch, in other sessions too, except the guards, which do the same, and then end.
 
-    msrun and mpirun have a guard's words in their command too. They end after the guards.
+    msrun and mpirun have a guard's words in their command too. They end after the guards. job.py does the same for a
+    launcher that lives, by psutil, which a guard does not import.
     """
     mark, guards = f"{JOB}={job}".encode(), f"{__file__}\0--guard\0".encode()
     found = True

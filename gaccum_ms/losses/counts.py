@@ -167,4 +167,6 @@ def valid_or_nan(count: ms.Tensor | float) -> ms.Tensor:
 
 def ratio_or_zero(value: ms.Tensor, count: ms.Tensor) -> ms.Tensor:
     """``value / count``, or zero if the count is zero."""
-    return ops.select(count > 0, value / ops.select(count > 0, count, ops.ones_like(count)), ops.zeros_like(value))
+    counted = count > 0
+    divisor = ops.select(counted, count, ops.ones_like(count))
+    return ops.select(counted, value / divisor, ops.zeros_like(value))

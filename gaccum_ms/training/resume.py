@@ -124,7 +124,8 @@ def _go_on(step: Any, paths: Sequence[Path], data_set: Any) -> int:
         _check_parameters(step, path, values)
     provenance = step.provenance
     values = of_rank(files, provenance.rank, provenance.ranks)
-    position = _position(files, values, data_set, provenance.ranks) if data_set is not None else None
+    if data_set is not None:
+        _check_data_set(files, values, data_set, provenance.ranks)
     values = _counted_here(values, origin(files[0][1])[1], provenance.ranks)
     batches = int(values.get(own("window_position"), 0))
     if batches:
@@ -135,8 +136,9 @@ def _go_on(step: Any, paths: Sequence[Path], data_set: Any) -> int:
         if isinstance(step, TrainOneStepWithGradAccumulationCell):
             step.let_windows_span_batches()
     step.load(values)
-    if position is None:
+    if data_set is None:
         return 0
+    position = int(values.get(own("batch_count"), 0))
     begin_at(data_set, position, lambda: int(step.batch_count.asnumpy()))
     return position // data_set.get_dataset_size()
 
@@ -244,8 +246,8 @@ def _counted_here(values: Values, saved_ranks: int, ranks: int) -> Values:
     return values | {name: np.array(value, values[name].dtype) for name, value in here.items()}
 
 
-def _position(files: list[tuple[Path, Values]], values: Values, data_set: Any, ranks: int) -> int:
-    """The batches that each rank has seen, converted to the present number of ranks."""
+def _check_data_set(files: list[tuple[Path, Values]], values: Values, data_set: Any, ranks: int) -> None:
+    """Check that the data set goes on after the batches that each rank has seen."""
     saved_ranks, batches = origin(files[0][1])[1], int(values.get(own("batch_count"), 0))
     size, saved_size = data_set.get_dataset_size(), int(values.get(own("epoch_batches"), 0))
     if saved_size and saved_size * saved_ranks != size * ranks:
@@ -260,4 +262,3 @@ def _position(files: list[tuple[Path, Values]], values: Values, data_set: Any, r
             f"each of {saved_ranks} rank(s), and now {ranks}. Resume on a number that divides them, or without "
             f"'data_set', which then begins anew."
         )
-    return batches * saved_ranks // ranks if saved_ranks != ranks else batches

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
@@ -279,3 +279,15 @@ def assert_equivalent(run: Run, reference: Run, tolerance: float) -> None:
     assert run.state.keys() == reference.state.keys()
     errors = {name: relative_error(run.state[name], reference.state[name]) for name in reference.state}
     assert max(errors.values()) < tolerance, errors
+
+
+def fails_once(error: BaseException) -> Callable[[Any], Any]:
+    """A function of the gradients, for `transforms` , that raises this error in the first update."""
+    failures = [error]
+
+    def transform(gradients):
+        if failures:
+            raise failures.pop()
+        return gradients
+
+    return transform

@@ -17,6 +17,7 @@ from support.reference import (
     as_numpy,
     assert_equivalent,
     batches,
+    fails_once,
     make_network,
     relative_error,
     train,
@@ -325,14 +326,7 @@ def test_a_batch_that_fails_half_way_drops_its_window_and_the_next_is_right(pyna
 
 def test_an_update_that_fails_drops_its_window_and_the_next_is_right(pynative):
     """Its last batch may be given again, and must not count twice."""
-    failures = [KeyboardInterrupt]
-
-    def fail_once(gradients):
-        if failures:
-            raise failures.pop()
-        return gradients
-
-    accumulator = make_accumulator(2, way="pynative", transforms=(fail_once,))
+    accumulator = make_accumulator(2, way="pynative", transforms=(fails_once(KeyboardInterrupt()),))
     accumulator(gradient(7.0))
     with pytest.warns(UserWarning, match=r"the 1 batch\(es\) before it"), pytest.raises(KeyboardInterrupt):
         accumulator(gradient(9.0))

@@ -15,7 +15,7 @@ import pytest
 from mindspore import Tensor, nn, ops
 from mindspore.dataset import GeneratorDataset
 from support.modes import MODES, eagerly
-from support.reference import FEATURES, Clipped, Outer, Regression, as_numpy, batches, relative_error
+from support.reference import FEATURES, Clipped, Outer, Regression, as_numpy, batches, fails_once, relative_error
 from support.reuse import Reused
 from support.state import assert_identical, everything, manager
 
@@ -361,15 +361,9 @@ def test_what_fails_half_way_drops_its_window(mode):
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("split", [uneven, None])
 def test_an_update_that_fails_leaves_nothing_of_its_batch(split, steps, pynative):
-    failures = [MemoryError("in the update")]
-
-    def fail_once(gradients):
-        if failures:
-            raise failures.pop()
-        return gradients
-
     sizes = {} if split else {"micro_size": 3}
-    step = make_step(split, accumulation_steps=steps, transforms=(fail_once,), **sizes)
+    transforms = (fails_once(MemoryError("in the update")),)
+    step = make_step(split, accumulation_steps=steps, transforms=transforms, **sizes)
     with pytest.raises(MemoryError):
         for batch in DATA[:steps]:
             step(*map(Tensor, batch))

@@ -23,7 +23,7 @@ from support.reference import (
     relative_error,
     step_with,
 )
-from support.state import everything
+from support.state import assert_identical, everything
 
 from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.accumulation.micro_step import OneLoss
@@ -61,9 +61,7 @@ def test_bad_batches_are_refused_before_anything_changes(inputs, error, message,
     before = everything(step)
     with pytest.raises(error, match=f"For 'GradAccumulationCell', .*{message}"):
         step(*inputs())
-    after = everything(step)
-    assert before.keys() == after.keys()
-    assert all((before[name] == after[name]).all() for name in before)
+    assert_identical(everything(step), before)
 
 
 @pytest.mark.core(mode="graph")
@@ -73,8 +71,7 @@ def test_a_loss_that_is_no_scalar_is_refused_before_anything_changes(mode):
         before = everything(step)
         with pytest.raises(ValueError, match=r"scalar loss of shape \(\), but got shape \(\d,\)"):
             step(*batch(6))
-        after = everything(step)
-        assert all((before[name] == after[name]).all() for name in before)
+        assert_identical(everything(step), before)
 
 
 def test_inputs_by_name_are_refused_before_anything_changes(pynative):
@@ -82,8 +79,7 @@ def test_inputs_by_name_are_refused_before_anything_changes(pynative):
     before = everything(step)
     with pytest.raises(TypeError, match=r"TrainOneStepWithGradAccumulationCell', a batch .* got label by name"):
         step(batch(6)[0], label=batch(6)[1])
-    after = everything(step)
-    assert all((before[name] == after[name]).all() for name in before)
+    assert_identical(everything(step), before)
 
 
 def test_a_lambda_that_cannot_be_compiled_is_refused_where_it_would_be(mode):
@@ -129,8 +125,7 @@ def test_outputs_beside_the_loss_are_refused_with_their_option(pynative):
     before = everything(step)
     with pytest.raises(ValueError, match=r"must return 1 loss\(es\), .* but got 2 output\(s\).* set aux=True"):
         step(*batch(6))
-    after = everything(step)
-    assert all((before[name] == after[name]).all() for name in before)
+    assert_identical(everything(step), before)
 
 
 def test_refuses_a_network_that_is_not_our_cell():
