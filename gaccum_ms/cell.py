@@ -63,7 +63,8 @@ class GradAccumulationCell(nn.Cell):
         accumulation_steps (int, optional): Successive batches that share an update; the window has `micro_size` times
             as many micro-batches. Ranks are then weighted by their samples or counts, and the loss of each call is the
             batch's own mean, on this rank. Only the window's last batch reduces and updates: see
-            :class:`FlushAccumulation` for the batches that remain at the end. Default: ``1`` .
+            :class:`FlushAccumulation` for the batches that remain at the end. Given alone, 1 too, each batch is one
+            micro-batch. Default: ``None`` , 1.
         reduction (str, optional): How the network's loss combines its inputs, ``"mean"`` or ``"sum"`` . A sum without
             `count` stays a sum, over the whole batch; with `count` it is divided by the total count. ``"ratio"`` : the
             network returns a tuple (numerator, denominator), a sum and the count of its items, both scalars; use it if
@@ -74,12 +75,18 @@ class GradAccumulationCell(nn.Cell):
             of items in its mean, a number or a scalar Tensor: valid tokens, unpadded pixels, the sum
             of weights (:class:`CountNotIgnored` and :class:`CountMask` are ready made). Gradient and loss of a window
             are then :math:`\sum_i L_i c_i / \sum_i c_i` over all micro-batches **and ranks**, with either value of
-            ``gradients_mean`` ; a count of 0 contributes nothing, and a window with total 0 does not update. (In
-            semi-auto and auto parallel mode a mean over no items is NaN, and its whole batch does not update.) A count
+            ``gradients_mean`` . A mean over no items is NaN, so a micro-batch that counts nothing is left out; a sum or
+            a numerator over no items is a number, and is added. A window with total 0 does not update, unless
+            `min_count` is given. (In semi-auto and auto parallel mode the whole batch of a mean over no items does not
+            update.) A count
             must be finite and not negative. With data sinking, where no Python runs between steps, a bad count is not
             reported, but never updates. For a network that returns a tuple of losses, give one count for each;
             ``None`` counts samples. Define a function by ``def`` : graph mode compiles no lambda within other code.
             Default: ``None`` , samples.
+        min_count (float, optional): The least total of counts that a window is divided by, over all ranks:
+            :math:`\max(\text{min\_count}, \sum_i c_i)` . Detection losses divide so, by the number of positives or 1:
+            use ``reduction="ratio", min_count=1`` , or ``reduction="sum"`` with `count` . A window of total 0 then
+            updates too. With several losses it holds for each. Default: ``None`` .
         loss_weights (Sequence[float], optional): For a network that returns a tuple of losses, the weight of each in
             their sum. Default: ``None`` , 1 for each.
         max_grad_norm (float, optional): Scale the finished, reduced gradient down to this global norm if its norm is
@@ -137,21 +144,21 @@ class GradAccumulationCell(nn.Cell):
         calls the network.
 
     Raises:
-        TypeError: If `network` is not a Cell, a size or `memory_limit` not an int, `max_grad_norm` not a number,
-            `transforms` not a sequence of Transforms and functions, `count` or `is_out_of_memory` not callable, `split`
-            neither an EvenSplit nor a function, `loss_weights` not numbers, `accumulator_dtype` not a dtype, or
+        TypeError: If `network` is not a Cell, a size or `memory_limit` not an int, `max_grad_norm` or `min_count` not a
+            number, `transforms` not a sequence of Transforms and functions, `count` or `is_out_of_memory` not callable,
+            `split` neither an EvenSplit nor a function, `loss_weights` not numbers, `accumulator_dtype` not a dtype, or
             `compensated` , `shard_accumulators` , `record_noise` , `aux` or `jit` not a bool.
         ValueError: If `network` holds a cell that accumulates or trains by itself, such as MindSpore's; if both or
             neither of `micro_size` and `micro_batch_size` are given, or one with a function as `split` , which goes
             neither with several losses nor with `shard_accumulators` or a WithBatchLossCell; if one is less than 1; if
-            `max_grad_norm` is not positive and finite, a loss weight not finite, `reduction` , `overflow` or
-            `accumulator_dtype` not one of the values above; if `count` and `loss_weights` differ in length; if
-            ``overflow="drop_micro_batch"`` is given with several losses, or with a sum that has no count; if sums are
-            given `loss_weights` without a count for each; if several losses are given `accumulation_steps` ; if
-            `shard_accumulators` is given with several losses or ``overflow="drop_micro_batch"`` ; if `record_noise` is
-            given with several losses, with a sum that has no count, or with `shard_accumulators` ; if
+            `max_grad_norm` or `min_count` is not positive and finite, a loss weight not finite, `reduction` ,
+            `overflow` or `accumulator_dtype` not one of the values above; if `count` and `loss_weights` differ in
+            length; if ``overflow="drop_micro_batch"`` is given with several losses, or with a sum that has no count; if
+            sums are given `loss_weights` without a count for each; if several losses are given `accumulation_steps` ;
+            if `shard_accumulators` is given with several losses or ``overflow="drop_micro_batch"`` ; if `record_noise`
+            is given with several losses, with a sum that has no count, or with `shard_accumulators` ; if
             ``reduction="ratio"`` is given with `count` , several losses or a WithBatchLossCell, or `aux` with one of
-            the last two; if
+            the last two; if `min_count` is given with neither `count` nor a ratio, or with a WithBatchLossCell; if
             ``micro_batch_size="auto"`` is given with several losses, `shard_accumulators` or a WithBatchLossCell, or
             ``jit=False`` , or `memory_limit` or `is_out_of_memory` without it; if `network` is a WithBatchLossCell, for
             `accumulation_steps` , `count` , `loss_weights` , `record_noise` and ``overflow="drop_micro_batch"`` .
@@ -184,9 +191,10 @@ class GradAccumulationCell(nn.Cell):
         micro_size: int | None = None,
         *,
         micro_batch_size: int | str | None = None,
-        accumulation_steps: int = 1,
+        accumulation_steps: int | None = None,
         reduction: str = "mean",
         count: Callable | Sequence[Callable | None] | None = None,
+        min_count: float | None = None,
         loss_weights: Sequence[float] | None = None,
         max_grad_norm: float | None = None,
         transforms: Sequence[Any] = (),
@@ -215,6 +223,7 @@ class GradAccumulationCell(nn.Cell):
             accumulation_steps=accumulation_steps,
             reduction=reduction,
             count=count,
+            min_count=min_count,
             loss_weights=loss_weights,
             max_grad_norm=max_grad_norm,
             transforms=transforms,

@@ -13,6 +13,7 @@ from gaccum_ms.backend.checks import (
     check_accumulation_options,
     check_bool,
     check_one_of,
+    check_positive_finite,
     check_positive_int,
     check_transforms,
 )
@@ -29,9 +30,10 @@ class Options:
 
     micro_size: int | None = None
     micro_batch_size: int | str | None = None
-    accumulation_steps: int = 1
+    accumulation_steps: Any = 1  # int, once it is checked; None: not given
     reduction: str = "mean"
     count: Callable | Sequence[Callable | None] | None = None
+    min_count: float | None = None
     loss_weights: Any = (1.0,)  # Sequence[float], once it is checked
     max_grad_norm: float | None = None
     transforms: Any = ()  # tuple[Transform | Callable, ...], once it is checked
@@ -138,13 +140,16 @@ def checked(given: Options) -> Options:
         ValueError: If one has a wrong value; if both sizes are given or neither; if there are not as many counts as
             losses.
     """
-    check_positive_int(_NAME, "accumulation_steps", given.accumulation_steps)
+    if given.accumulation_steps is not None:
+        check_positive_int(_NAME, "accumulation_steps", given.accumulation_steps)
     check_split(_NAME, given.split)
     micro_size = _checked_sizes(given)
     check_accumulation_options(
         _NAME, given.max_grad_norm, given.accumulator_dtype, given.compensated, given.overflow, given.jit
     )
     check_one_of(_NAME, "reduction", given.reduction, ("mean", "sum", "ratio"))
+    if given.min_count is not None:
+        check_positive_finite(_NAME, "min_count", given.min_count)
     weights = _loss_weights(given.count, given.loss_weights)
     transforms = check_transforms(_NAME, given.transforms)
     for name in ("shard_accumulators", "record_noise", "aux"):
@@ -153,7 +158,13 @@ def checked(given: Options) -> Options:
         if given.memory_limit is not None:
             check_positive_int(_NAME, "memory_limit", given.memory_limit)
         check_test(_NAME, given.is_out_of_memory)
-    return dataclasses.replace(given, micro_size=micro_size, transforms=transforms, loss_weights=weights)
+    return dataclasses.replace(
+        given,
+        micro_size=micro_size,
+        accumulation_steps=given.accumulation_steps or 1,
+        transforms=transforms,
+        loss_weights=weights,
+    )
 
 
 def _checked_sizes(given: Options) -> int | None:
@@ -167,7 +178,7 @@ def _checked_sizes(given: Options) -> int | None:
                 f"micro_batch_size={micro_batch_size}. Leave both out, or the function."
             )
         return None
-    if micro_size is None and micro_batch_size is None and given.accumulation_steps > 1:
+    if micro_size is None and micro_batch_size is None and given.accumulation_steps is not None:
         micro_size = 1
     if (micro_size is None) == (micro_batch_size is None):
         raise ValueError(

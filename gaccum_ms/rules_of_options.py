@@ -64,6 +64,15 @@ OF_OPTIONS = (
     ),
     Rule(
         CELL,
+        "`min_count`",
+        f"neither `count` nor {RATIO}, {BATCH_LOSS}",
+        lambda s: s.o.min_count is not None and (not s.o.counts_items or s.of_batch),
+        "'min_count' is the least count of items that a window is divided by, which needs a 'count' or "
+        "reduction='ratio', but got min_count={o.min_count}, count={o.count}, reduction='{o.reduction}' and a network "
+        "of class '{network}'. Leave it out, or give 'count' or a ratio.",
+    ),
+    Rule(
+        CELL,
         DROPS,
         "several losses, a sum without `count`",
         lambda s: s.o.drops and (s.o.several_losses or s.sum_without_count),
@@ -78,8 +87,9 @@ OF_OPTIONS = (
         lambda s: s.o.accumulation_steps > 1 and s.o.several_losses,
         "'accumulation_steps' must be 1 for a network of several losses, because each is divided by a total of its "
         "own, which one accumulator cannot be once the first batches are in it, but got "
-        "accumulation_steps={o.accumulation_steps} and {o.losses} losses. Use larger batches and 'micro_size'; or add "
-        "the losses up in the network, where one total serves all.",
+        "accumulation_steps={o.accumulation_steps} and {o.losses} losses. Use larger batches and 'micro_size'. Or add "
+        "the losses up in the network: where one total serves all; or each divided by its window's total, which is an "
+        "input of each batch that EvenSplit shares, with reduction='sum'.",
     ),
     Rule(
         CELL,

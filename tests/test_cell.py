@@ -27,7 +27,7 @@ def loss_cell():
         ({"micro_batch_size": False}, TypeError, "'micro_batch_size' must be an int, but got False"),
         ({"micro_batch_size": 0}, ValueError, "'micro_batch_size' must be at least 1, but got 0"),
         ({"micro_size": 2, "micro_batch_size": 2}, ValueError, "exactly one of .*micro_size=2, micro_batch_size=2"),
-        ({}, ValueError, "exactly one of .*micro_size=None, micro_batch_size=None and accumulation_steps=1"),
+        ({}, ValueError, "exactly one of .*micro_size=None, micro_batch_size=None and accumulation_steps=None"),
         ({"accumulation_steps": 0}, ValueError, "'accumulation_steps' must be at least 1, but got 0"),
         ({"accumulation_steps": 2.0}, TypeError, "'accumulation_steps' must be an int, but got 2.0 of type 'float'"),
         (

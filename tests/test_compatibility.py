@@ -26,6 +26,7 @@ BY_FUNCTION = {"split": list}
 BROKEN = [
     ({"reduction": "sum", **TWO}, "reduction='sum' with 'loss_weights' needs .* got count=None"),
     ({"reduction": "ratio", "count": CountMask()}, r"reduction='ratio' .* got count=CountMask.*, 1 loss.es. and"),
+    ({"min_count": 1.0}, "least count of items .* got min_count=1.0, count=None, reduction='mean' and a network"),
     ({"overflow": "drop_micro_batch", **TWO}, "drop_micro_batch' divides .* got 2 loss.es., reduction='mean'"),
     ({"accumulation_steps": 2, **TWO}, "must be 1 .* got accumulation_steps=2 and 2 losses"),
     ({"shard_accumulators": True, **TWO}, "reduces each micro-batch .* got 2 loss.es. and overflow='drop_window'"),

@@ -16,6 +16,7 @@ from mindspore import nn, ops
 
 from gaccum_ms.backend.parameters import overwrite, record
 from gaccum_ms.distributed.all_reduce import FusedReducer
+from gaccum_ms.losses import counts
 from gaccum_ms.transforms import norms
 
 SUMS = 3  # squared norms times items, first micro-batches, and their items
@@ -85,8 +86,10 @@ class NoiseRecord(nn.Cell):
         return noted
 
     def keep_first(self, gradients, unit, items):
-        times_items = norms.square_norm(gradients) / (unit * unit * items)
-        return ops.assign(self.window_first, ops.stack((times_items, ops.ones_like(items), items)))
+        # One that counts nothing is the mean of nothing, which has no norm.
+        times_items = counts.ratio_or_zero(norms.square_norm(gradients) / (unit * unit), items)
+        is_counted = ops.cast(items > 0, ms.float32)
+        return ops.assign(self.window_first, ops.stack((times_items, is_counted, items)))
 
     def reduce(self, grad_reducer, gradients, share, after):
         """Reduce gradients over ranks with equal weight. `share` : one over this rank's items. Returns the reduced

@@ -36,6 +36,7 @@ class CountedReduction(nn.Cell):
             decides between mean and sum over ranks, and each rank reports its own loss, as without accumulation.
         is_mean (bool): Whether to divide by the count. False for a loss that is a sum and has no count.
         reduced (bool): Whether gradients are already sums over all ranks, which then share one unit.
+        min_count (float or None): The least total to divide by.
         records_noise (bool): Whether to reduce the sums for estimates of the gradient noise too.
         position (Parameter or None): The same as `NoiseRecord` takes.
     """
@@ -46,6 +47,7 @@ class CountedReduction(nn.Cell):
         by_samples: bool,
         is_mean: bool = True,
         reduced: bool = False,
+        min_count: float | None = None,
         records_noise: bool = False,
         position: ms.Parameter | None = None,
     ) -> None:
@@ -53,6 +55,7 @@ class CountedReduction(nn.Cell):
         self.by_samples = by_samples
         self.is_mean = is_mean
         self.reduced = reduced
+        self.min_count = min_count
         self.map = ops.HyperMap()
         self.records_noise = records_noise
         self.size = SUMS + NOISE_SUMS * records_noise
@@ -66,7 +69,7 @@ class CountedReduction(nn.Cell):
 
     def construct(self, gradients, sums, unit, scale):
         """Gradients and loss are multiples of `unit` , this rank's own. Returns the gradients' sums times the loss
-        scale, their divisor, the loss, and whether anything was counted."""
+        scale, their divisor, the loss, and whether there is anything to divide by."""
         # Zero if this rank has counted nothing: it then has no unit.
         per_unit = counts.ratio_or_zero(scale, unit)
         sums = sums * ops.stack((per_unit, ops.ones_like(per_unit), ops.ones_like(per_unit)))
@@ -81,8 +84,9 @@ class CountedReduction(nn.Cell):
         all_sums = ops.unstack(over_ranks[:SUMS])
         total, dropped = all_sums[1], all_sums[2]
         shown = ops.unstack((sums if self.by_samples else over_ranks)[:SUMS])
-        loss, count = shown[0], shown[1]
-        divisor = ops.select(total > 0, total, ops.ones_like(total)) * scale / self.factor
+        loss, count = shown[0], counts.at_least(shown[1], self.min_count)
+        least = counts.at_least(total, self.min_count)
+        divisor = ops.select(least > 0, least, ops.ones_like(least)) * scale / self.factor
         if not self.is_mean:
             count = ops.ones_like(count)
             divisor = scale * self.ranks / self.factor
@@ -90,8 +94,10 @@ class CountedReduction(nn.Cell):
         loss = ops.depend(loss, ops.assign(self.window_count, total))
         loss = ops.depend(loss, ops.assign(self.dropped_micro_batches, dropped))
         if self.records_noise:
-            loss = ops.depend(loss, self.noise.keep(over_ranks[SUMS:], total))
-        return gradients, divisor, loss, total > 0
+            # A sum that is divided by more than its items is no mean, from which no noise is known.
+            items = ops.select(least > total, ops.zeros_like(total), total)
+            loss = ops.depend(loss, self.noise.keep(over_ranks[SUMS:], items))
+        return gradients, divisor, loss, least > 0
 
     def mean_over_ranks(self, count):
         """The mean of the ranks' counts, from which their common unit is computed."""

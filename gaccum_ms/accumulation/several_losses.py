@@ -38,6 +38,7 @@ class ByCountsOfEach(nn.Cell):
         self.grad_reducer = grad_reducer
         self.loss_is_mean = micro_step.loss_is_mean
         self.counting = Counting(options)
+        self.min_count = options.min_count
         self.number = options.losses
         self.loss_weights = ms.Tensor(options.loss_weights, ms.float32)
         self.sum_over_ranks = SumOverRanks(weights, (self.number,))
@@ -50,25 +51,39 @@ class ByCountsOfEach(nn.Cell):
         if not self.counting.by_samples:
             totals = self.sum_over_ranks.alone(totals)
         totals = ops.depend(totals, ops.assign(self.window_count, totals))
-        return counts.ratio_or_zero(scale * ops.ones_like(totals), totals)
+        return counts.ratio_or_zero(scale * ops.ones_like(totals), counts.at_least(totals, self.min_count))
 
     def zero_sums(self):
         return ops.zeros((self.number,), ms.float32)
 
     def turn(self, noted, unit, prepared, size, *micro_batch):
         items = self.counting.of(*micro_batch)
-        seeds = unit * items if self.loss_is_mean else unit
-        sums = self.zero_sums()
-        if (items > 0).all():
-            sums, gradients = self.micro_step.run(seeds, prepared, size, *micro_batch)
-            sums = ops.depend(sums, self.store.add(gradients))
+        if self.loss_is_mean:
+            # A mean over no items is NaN, and a zero seed times NaN is NaN: only losses with items go backward.
+            seeds, belongs = unit * items, items > 0
+            if belongs.all():
+                sums, gradients = self.micro_step.run(seeds, prepared, size, *micro_batch)
+                sums = ops.depend(sums, self.store.add(gradients))
+            else:
+                sums = self.each_alone(belongs, seeds, *micro_batch)
         else:
-            # A mean over no items is NaN, and a zero seed times NaN is NaN. So backward runs for each loss with items.
-            items_of = ops.unstack(items)
-            for term in range(self.number):
-                if items_of[term] > 0:
-                    part, gradients = self.micro_step.run_alone(term, seeds, *micro_batch)
-                    sums = sums + ops.depend(part, self.store.add(gradients))
+            # A sum over no items is a number, unless it is such a mean times their number.
+            sums, gradients = self.micro_step.run(unit, prepared, size, *micro_batch)
+            belongs = ops.logical_or(items > 0, sums == sums)
+            if belongs.all():
+                sums = ops.depend(sums, self.store.add(gradients))
+            else:
+                sums = self.each_alone(belongs, unit, *micro_batch)
+        return sums
+
+    def each_alone(self, belongs, seeds, *micro_batch):
+        """Backward for each loss that belongs to the window, one at a time."""
+        sums = self.zero_sums()
+        belongs_of = ops.unstack(belongs)
+        for term in range(self.number):
+            if belongs_of[term]:
+                part, gradients = self.micro_step.run_alone(term, seeds, *micro_batch)
+                sums = sums + ops.depend(part, self.store.add(gradients))
         return sums
 
     def reduce(self, gradients, sums, scale, unit):
@@ -79,5 +94,5 @@ class ByCountsOfEach(nn.Cell):
         terms = sums / scale
         loss = ops.reduce_sum(terms * self.loss_weights)
         loss = ops.depend(loss, ops.assign(self.loss_terms, terms))
-        total = ops.depend(self.window_count, loss)
+        total = counts.at_least(ops.depend(self.window_count, loss) + 0.0, self.min_count)
         return gradients, scale, loss, ops.logical_and((total >= 0).all(), (total > 0).any())

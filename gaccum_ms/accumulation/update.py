@@ -177,7 +177,7 @@ class Update(nn.Cell):
                 loss = self._update(gradients, loss)
         else:
             loss = self._update(gradients, loss)
-        loss = ops.depend(loss, self._adjust_scale(overflow, loss)) if self.manager is not None else loss
+        loss = ops.depend(loss, self._adjust_scale(overflow, counted, loss)) if self.manager is not None else loss
         loss = self.statistics.reset(loss) if self.has_statistics else loss
         return self.window.reset(loss), overflow
 
@@ -240,16 +240,16 @@ class Update(nn.Cell):
     def _dropped(self, after):
         return ops.depend(self.window.dropped_micro_batches, after) > 0
 
-    def _adjust_scale(self, overflow, loss):
+    def _adjust_scale(self, overflow, counted, loss):
         """Call the manager, which adjusts the scale. The scale stays as it is if the window's count was bad, or if the
-        window counted nothing and nothing overflowed."""
+        window has nothing to divide by and nothing overflowed."""
         if self.drops:
             overflow = ops.logical_or(overflow, self._dropped(loss))
         overflow = ops.depend(overflow, loss)
         if not self.window.may_skip:
             return self.manager(self.scale_sense, overflow)
         total = ops.depend(self.window.window_count, loss) + 0.0
-        if ops.logical_and((total >= 0).all(), ops.logical_or((total > 0).any(), overflow)):
+        if ops.logical_and((total >= 0).all(), ops.logical_or(counted, overflow)):
             overflow = ops.depend(overflow, self.manager(self.scale_sense, overflow))
         return overflow
 

@@ -130,8 +130,9 @@ class ByCounts(nn.Cell):
         self.weighs_samples = not options.counts_items
         # A loss that is a sum without a count has no divisor; windows that span batches allow it.
         self.is_mean = self.loss_is_mean or not self.weighs_samples
+        self.min_count = options.min_count
         self.reduction = CountedReduction(
-            weights, self.weighs_samples, self.is_mean, store.reduces, options.record_noise, position
+            weights, self.weighs_samples, self.is_mean, store.reduces, self.min_count, options.record_noise, position
         )
         if options.record_noise:
             self.noise = self.reduction.noise
@@ -148,10 +149,11 @@ class ByCounts(nn.Cell):
     def expected(self, total):
         """The total from which the unit is computed. If ranks add to the same sums, it is the mean of their totals,
         else this rank's own. NaN if a count is bad."""
-        return self.reduction.mean_over_ranks(total) if self.store.reduces else total
+        return self.for_unit(self.reduction.mean_over_ranks(total) if self.store.reduces else total)
 
-    def items(self, count):
-        return count if self.loss_is_mean else 1
+    def for_unit(self, count):
+        """A count that can set the unit, if anything is added with it."""
+        return count if self.loss_is_mean else counts.one_if_zero(count)
 
     def zero_sums(self):
         return ms.Tensor([0.0, 0.0, 0.0], ms.float32)
@@ -161,7 +163,9 @@ class ByCounts(nn.Cell):
         # A mean over no items is NaN, and so is its gradient: such a micro-batch does not run. A NaN count is added,
         # because it must reach the total.
         sums = ops.stack((ops.zeros_like(count), count, ops.zeros_like(count)))
-        if self.store.reduces:
+        if not self.loss_is_mean:
+            sums = self.weighed(noted, unit, count, *self.micro_step.run(unit, prepared, size, *micro_batch))
+        elif self.store.reduces:
             sums = self.reduced_turn(unit, prepared, size, count, *micro_batch)
         elif count > 0:
             sums = self.counted_turn(noted, unit, prepared, size, count, *micro_batch)
@@ -172,15 +176,36 @@ class ByCounts(nn.Cell):
         seeded_loss = ops.zeros_like(count)
         gradients = self.map(zeros_like, self.weights)
         if count > 0:
-            seeded_loss, gradients = self.micro_step.run(unit * self.items(count), prepared, size, *micro_batch)
+            seeded_loss, gradients = self.micro_step.run(unit * count, prepared, size, *micro_batch)
         return ops.depend(ops.stack((seeded_loss, count, ops.zeros_like(count))), self.store.add(gradients))
 
     def counted_turn(self, noted, unit, prepared, size, count, *micro_batch):
-        seeded_loss, gradients = self.micro_step.run(unit * self.items(count), prepared, size, *micro_batch)
+        seeded_loss, gradients = self.micro_step.run(unit * count, prepared, size, *micro_batch)
         return self.taken(noted, unit, count, seeded_loss, gradients)
 
+    def belongs(self, count, seeded_loss):
+        """Whether a micro-batch that ran belongs to the window. A mean over no items does not. A sum or a numerator
+        over no items is a number, and does; NaN there is a mean over no items that was multiplied by their number."""
+        return count > 0 if self.loss_is_mean else ops.logical_or(count > 0, seeded_loss == seeded_loss)
+
+    def weighed(self, noted, unit, count, seeded_loss, gradients):
+        """Adds a micro-batch that ran, if it belongs to the window."""
+        sums = ops.stack((ops.zeros_like(count), count, ops.zeros_like(count)))
+        if self.store.reduces:
+            sums = self.added_on_all_ranks(sums, count, seeded_loss, gradients)
+        elif self.belongs(count, seeded_loss):
+            sums = self.taken(noted, unit, count, seeded_loss, gradients)
+        return sums
+
+    def added_on_all_ranks(self, sums, count, seeded_loss, gradients):
+        added = self.map(zeros_like, self.weights)
+        if self.belongs(count, seeded_loss):
+            sums = ops.stack((seeded_loss, count, ops.zeros_like(count)))
+            added = gradients
+        return ops.depend(sums, self.store.add(added))
+
     def taken(self, noted, unit, count, seeded_loss, gradients):
-        """Adds a micro-batch that counts something, unless it overflowed and overflows are dropped."""
+        """Adds a micro-batch, unless it overflowed and overflows are dropped."""
         sums = ops.stack((seeded_loss, count, ops.zeros_like(count)))
         if self.drops:
             if ops.logical_and(all_finite(gradients), ops.isfinite(seeded_loss)):
@@ -198,7 +223,7 @@ class ByCounts(nn.Cell):
 
     def own_mean(self, parts, sums, scale, unit):
         """This rank's mean of the loss, or of an output of shape (), from its summed parts, without loss scale."""
-        kept = ops.unstack(sums)[1]
+        kept = counts.at_least(ops.unstack(sums)[1], self.min_count)
         return counts.ratio_or_zero(parts, unit * kept if self.is_mean else unit)
 
     def counted(self, sums, total):
@@ -226,22 +251,14 @@ class ByCountsWithOutputs(ByCounts):
             count, shown = outputs[1], outputs[2:]
         else:
             count = self.counting.of(*micro_batch)
-            outputs, gradients = self.micro_step.run(unit * self.items(count), prepared, size, *micro_batch)
+            seed = unit * count if self.loss_is_mean else unit
+            outputs, gradients = self.micro_step.run(seed, prepared, size, *micro_batch)
             shown = outputs[1:]
-        # A NaN count must reach the total.
-        sums = ops.stack((ops.zeros_like(count), count, ops.zeros_like(count)))
-        if self.store.reduces:
-            sums = self.added_on_all_ranks(sums, count, outputs[0], gradients)
-        elif count > 0:
-            sums = self.taken(noted, unit, count, outputs[0], gradients)
-        return (sums, *of_taken(shown, ops.unstack(sums)[1] > 0)) if self.aux else sums
-
-    def added_on_all_ranks(self, sums, count, seeded_loss, gradients):
-        added = self.map(zeros_like, self.weights)
-        if count > 0:
-            sums = ops.stack((seeded_loss, count, ops.zeros_like(count)))
-            added = gradients
-        return ops.depend(sums, self.store.add(added))
+        sums = self.weighed(noted, unit, count, outputs[0], gradients)
+        if not self.aux:
+            return sums
+        taken = ops.logical_and(self.belongs(count, outputs[0]), ops.unstack(sums)[2] == 0)
+        return (sums, *of_taken(shown, taken))
 
     def counted(self, sums, total):
         return ops.unstack(sums)[1] if self.ratio else total

@@ -118,7 +118,7 @@ class Window(nn.Cell):
         count `times` as much. `sums` : the batch's sums so far, then its items. Returns the new `sums` , the batch's
         mean loss so far, and the outputs."""
         count = self.weighing.counting.of(*micro_batch)
-        unit, is_first = self.open.unit_of(scale, count * times, self.open.window_steps + 0)
+        unit, is_first = self.open.unit_of(scale, self.weighing.for_unit(count) * times, self.open.window_steps + 0)
         unit = ops.depend(unit, ops.assign(self.open.window_unit, unit))
         noted = is_first if self.records_noise else False
         rows = micro_batch[0].shape[0] if micro_batch[0].ndim > 0 else 1

@@ -165,6 +165,18 @@ def valid_or_nan(count: ms.Tensor | float) -> ms.Tensor:
     return ops.select(valid, count, ops.full_like(count, float("nan")))
 
 
+def at_least(total, min_count):
+    """The divisor for a total: `min_count` if the total is less. NaN stays, so that a bad count forbids the update."""
+    if min_count is None:
+        return total
+    return ops.select(total < min_count, ops.full_like(total, min_count), total)
+
+
+def one_if_zero(count):
+    """The count, or 1 if nothing was counted."""
+    return ops.select(count == 0, ops.ones_like(count), count)
+
+
 def ratio_or_zero(value: ms.Tensor, count: ms.Tensor) -> ms.Tensor:
     """``value / count``, or zero if the count is zero."""
     counted = count > 0

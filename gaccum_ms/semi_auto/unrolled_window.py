@@ -65,6 +65,7 @@ class BatchLoss(nn.Cell):
         self.micro_size = options.micro_size or 1
         self.loss_is_mean = options.loss_is_mean
         self.counted = options.counted
+        self.min_count = options.min_count
         self.count = counts.count_cell(options.counts[0])
         self.slices = nn.CellList([_Slices(i, self.micro_size) for i in range(self.micro_size)], auto_prefix=False)
         self.adds = [ops.Add().add_prim_attr("forward_end", i) for i in range(1, self.micro_size)]
@@ -86,7 +87,7 @@ class BatchLoss(nn.Cell):
         if not self.counted:
             return loss * (1.0 / self.micro_size) if self.loss_is_mean else loss
         count = counts.valid_or_nan(self.count(*micro_batch)) if self.loss_is_mean else 1.0
-        return loss * (count / ops.maximum(total, 1e-30))
+        return loss * (count / ops.maximum(total, self.min_count or 1e-30))
 
     def result(self, losses, total):
         loss = self.reducer.reduce(losses) if self.per_sample else losses
@@ -144,7 +145,8 @@ class UnrolledWindow(nn.Cell):
         loss, total = ops.unstack(result)
         loss = ops.depend(loss, ops.assign(self.window_count, total))
         # If a micro-batch counts nothing, its mean and thus the loss are NaN.
-        return (gradients, scale, loss, ops.logical_and(total > 0, ops.isfinite(loss))), ()
+        counted = total >= 0 if self.batch_loss.min_count else total > 0
+        return (gradients, scale, loss, ops.logical_and(counted, ops.isfinite(loss))), ()
 
     def on_any_rank(self, condition):
         """Whether any device has found `condition` in its parts of the gradients."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,14 @@ import mindspore as ms
 from mindspore import nn
 
 from gaccum_ms import compatibility
-from gaccum_ms.backend.checks import check_accumulation_options, check_optimizer, check_transforms, described
+from gaccum_ms.backend.checks import (
+    check_accumulation_options,
+    check_one_of,
+    check_optimizer,
+    check_positive_finite,
+    check_transforms,
+    described,
+)
 from gaccum_ms.backend.convolutions import limit_instructions_for, limit_instructions_for_weights
 from gaccum_ms.backend.newer_optimizers import refuse_without_kernels
 from gaccum_ms.cell import GradAccumulationCell
@@ -64,6 +72,25 @@ def warn_late(network: nn.Cell) -> None:
     warn_about_batch_norm(network)
 
 
+class NoCount:
+    """The warning, said once, about a window that counted nothing on any rank, and so made no update."""
+
+    def __init__(self, min_count: float | None) -> None:
+        self._is_due = min_count is None
+
+    def warn(self, owner: str, window_count: ms.Parameter, dropped: ms.Parameter | None) -> None:
+        """Warn if the window that has just ended counted nothing, and not because its micro-batches were dropped."""
+        if self._is_due and not window_count.asnumpy().any() and not (dropped is not None and dropped.asnumpy().any()):
+            self._is_due = False
+            warnings.warn(
+                f"For '{owner}', a window counted nothing on any rank, and made no update. If the loss of such a "
+                f"window has a meaning, as a detection loss has without any object, give min_count=1, with "
+                f"reduction='ratio', or 'sum' and counts: the total is then at least 1. This is said once.",
+                UserWarning,
+                stacklevel=4,
+            )
+
+
 def admit_weights(owner: str, optimizer: Any) -> ms.ParameterTuple:
     """The weights that an optimizer updates, for the accumulator, which has no network.
 
@@ -83,12 +110,24 @@ def admit_weights(owner: str, optimizer: Any) -> ms.ParameterTuple:
 
 
 def accumulator_options(
-    max_grad_norm: Any, transforms: Any, accumulator_dtype: Any, compensated: Any, overflow: Any, jit: Any
+    max_grad_norm: Any,
+    transforms: Any,
+    accumulator_dtype: Any,
+    compensated: Any,
+    overflow: Any,
+    jit: Any,
+    reduction: Any,
+    min_count: Any,
 ) -> Options:
     """The options of a GradAccumulator, checked."""
     owner = "GradAccumulator"
     check_accumulation_options(owner, max_grad_norm, accumulator_dtype, compensated, overflow, jit)
+    check_one_of(owner, "reduction", reduction, ("mean", "sum"))
+    if min_count is not None:
+        check_positive_finite(owner, "min_count", min_count)
     return Options(
+        reduction=reduction,
+        min_count=min_count,
         max_grad_norm=max_grad_norm,
         transforms=check_transforms(owner, transforms),
         accumulator_dtype=accumulator_dtype,

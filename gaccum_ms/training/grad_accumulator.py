@@ -23,10 +23,20 @@ from gaccum_ms.backend.checks import check_positive_int
 from gaccum_ms.backend.cpu_kernels import all_finite
 from gaccum_ms.backend.parameters import counter, hold_weights, overwrite, show_records
 from gaccum_ms.losses import counts
-from gaccum_ms.training.admission import accumulator_options, admit_weights, check_gradients, checked_count
+from gaccum_ms.training.admission import (
+    NoCount,
+    accumulator_options,
+    admit_weights,
+    check_gradients,
+    checked_count,
+)
 from gaccum_ms.training.provenance import RULES, Provenance, Resumable
 
 _NAME = "GradAccumulator"
+_NEEDS_COUNT = (
+    "For 'GradAccumulator', with reduction='sum' or 'min_count' each call must have a 'count', the number of items in "
+    "its batch, by whose total the gradients are divided, but got none. Nothing was added."
+)
 BATCHES, COUNTS = RULES.index("batches"), RULES.index("counts")
 
 
@@ -78,11 +88,16 @@ class GradAccumulator(Resumable, nn.Cell):
             :class:`TrainOneStepWithGradAccumulationCell` ; the loss must then go through :meth:`scale` before it is
             differentiated, or be multiplied by this cell's ``scale_sense`` . Default: ``None`` .
         jit (bool, optional): Compile the accumulator in PyNative mode too. Default: ``None`` , run it eagerly.
+        reduction (str, optional): What the gradients are of: ``"mean"`` , a batch's mean loss; ``"sum"`` , a sum over
+            its items, divided by the window's total count. A sum over no items is added, a mean is not.
+            Default: ``"mean"`` .
+        min_count (float, optional): The least total count that a window is divided by, over all ranks. A window of
+            total 0 then updates too. Default: ``None`` , such a window makes no update.
 
     Inputs:
-        - **gradients** (tuple[Tensor]) - The gradients of the batch's mean loss, not reduced over ranks: one for each
+        - **gradients** (tuple[Tensor]) - The gradients of the batch's loss, not reduced over ranks: one for each
           of the optimizer's parameters, of its shape.
-        - **count** (Union[Tensor, float], optional) - The number of items in the mean, shape :math:`()`. Give it
+        - **count** (Union[Tensor, float], optional) - The number of items in the mean or sum, shape :math:`()`. Give it
           with every batch of a window or with none; inside `mindspore.jit` this is not checked, and a batch with a bad
           count is left out silently. With counts, the mean is exact over all ranks. Without them, each batch has equal
           weight, and MindSpore's ``gradients_mean`` decides between mean and sum over ranks. Default: ``None`` .
@@ -98,7 +113,7 @@ class GradAccumulator(Resumable, nn.Cell):
 
     Raises:
         TypeError: If `optimizer` is not an Optimizer, `accumulation_steps` not an int, or an option or gradient of the
-            wrong type.
+            wrong type; if there is no count, with ``reduction="sum"`` or `min_count` .
         ValueError: If `accumulation_steps` is less than 1; if an option has a wrong value; if gradients do not match
             the optimizer's parameters in number and shapes; if a count is negative or not finite.
         RuntimeError: In semi-auto, auto and hybrid parallel mode, or with pipeline stages; at the first gradients, if
@@ -137,10 +152,14 @@ class GradAccumulator(Resumable, nn.Cell):
         overflow: str = "drop_window",
         scale_sense: nn.Cell | ms.Tensor | None = None,
         jit: bool | None = None,
+        reduction: str = "mean",
+        min_count: float | None = None,
     ) -> None:
         super().__init__(auto_prefix=False)
         check_positive_int(_NAME, "accumulation_steps", accumulation_steps)
-        options = accumulator_options(max_grad_norm, transforms, accumulator_dtype, compensated, overflow, jit)
+        options = accumulator_options(
+            max_grad_norm, transforms, accumulator_dtype, compensated, overflow, jit, reduction, min_count
+        )
         graphs.check_compilable(_NAME, jit, "transforms", options.transforms)
         weights = admit_weights(_NAME, optimizer)
         self._scaling = _Scaling(needed=scale_sense is not None)
@@ -148,12 +167,15 @@ class GradAccumulator(Resumable, nn.Cell):
         hold_weights(self, weights)
         self._jit = bool(jit)
         self.drops = options.drops
+        self.loss_is_mean = options.loss_is_mean
+        self.needs_count = not options.loss_is_mean or min_count is not None
+        self._no_count = NoCount(min_count)
         self.map = ops.HyperMap()
         self.window_position = counter("window_position")
         self.window = OpenWindow(
             _NAME,
             Accumulators(weights, accumulator_dtype, compensated),
-            CountedReduction(weights, by_samples=False),
+            CountedReduction(weights, by_samples=False, min_count=min_count),
             self.window_position,
             accumulation_steps,
         )
@@ -231,6 +253,8 @@ class GradAccumulator(Resumable, nn.Cell):
         self._scaling.check()
         if count is not None:
             count = checked_count(count)
+        elif self.needs_count:
+            raise TypeError(_NEEDS_COUNT)
         self._begin()
         rule = RULES[int(self.provenance.window_rule.asnumpy())]
         if (rule == "counts") != (count is not None) and self.window.batches:
@@ -246,6 +270,8 @@ class GradAccumulator(Resumable, nn.Cell):
         except BaseException:
             self.window.drop_if_torn()
             raise
+        if not self.window.batches:  # the window has ended
+            self._no_count.warn(_NAME, self.window_count, self.dropped_micro_batches)
         return bool(updated.asnumpy())
 
     def _open_window(self) -> OpenWindow:
@@ -254,17 +280,24 @@ class GradAccumulator(Resumable, nn.Cell):
     # -- compiled ------------------------------------------------------------------------------------------------------
 
     def construct(self, gradients, count=None):
+        if self.needs_count and count is None:  # within a function under `mindspore.jit` : at compile time
+            raise TypeError(_NEEDS_COUNT)
         self._check_scaling()
         scale = self.update.scale()
         # Without counts, and with gradients_mean=False, ranks are summed: the mean times the number of ranks.
         factor = self.summed_ranks if count is None else 1.0
         items = ops.ones((), ms.float32) if count is None else counts.valid_or_nan(count)
-        unit = self.window.begin_batch(scale, items)
         kept = ops.zeros_like(items)
         dropped = ops.zeros_like(items)
-        if items > 0:
-            weight = unit * items * factor / scale  # the gradients contain the scale
-            kept, dropped = self._add(gradients, weight, items)
+        if self.loss_is_mean:
+            unit = self.window.begin_batch(scale, items)
+            if items > 0:
+                weight = unit * items * factor / scale  # the gradients contain the scale
+                kept, dropped = self._add(gradients, weight, items)
+        else:  # a sum over no items is a number, and is added
+            unit = self.window.begin_batch(scale, counts.one_if_zero(items))
+            if items >= 0:
+                kept, dropped = self._add(gradients, unit / scale, items)
         seen = ops.assign_add(self.batch_count, ms.Tensor(1, ms.int32))
         rule = BATCHES if count is None else COUNTS
         seen = ops.depend(seen, ops.assign(self.provenance.window_rule, ms.Tensor(rule, ms.int32)))
@@ -279,9 +312,11 @@ class GradAccumulator(Resumable, nn.Cell):
     def _add(self, gradients, weight, items):
         """Returns the count that was added, and the number of dropped batches, 0 or 1."""
         kept = items
+        dropped = ops.zeros_like(items)
         if not self.drops or all_finite(gradients):
             weighed = self.map(ops.partial(scale_by, weight), gradients)
             kept = ops.depend(items, self.window.accumulators.add(weighed))
         else:
             kept = ops.zeros_like(items)
-        return kept, ops.cast(kept < items, ms.float32)
+            dropped = ops.ones_like(items)
+        return kept, dropped

@@ -14,6 +14,7 @@ from gaccum_ms.backend.pynative_tape import forget_interrupted_gradient
 from gaccum_ms.distributed.ranks import broadcast_parameters
 from gaccum_ms.layers.sparse import explain_sparse_gradients
 from gaccum_ms.semi_auto import modes as auto_parallel
+from gaccum_ms.training.admission import NoCount
 from gaccum_ms.training.auto_size import AutoSize
 from gaccum_ms.training.auto_tokens import AutoTokens
 from gaccum_ms.training.python_split import PythonSplit
@@ -34,6 +35,7 @@ class CalledFromPython:
     _split: Any
     _ranks_agree: bool
     _unrolled: bool
+    _no_count: NoCount
     batch_count: ms.Parameter
     batch_items: ms.Parameter
     spans_batches: bool
@@ -47,6 +49,7 @@ class CalledFromPython:
         graphs.check_compilable("GradAccumulationCell", self._jit, "count", cell.counts)
         graphs.check_compilable("GradAccumulationCell", self._jit, "transforms", cell.transforms)
         self._auto = AutoSize(self, cell) if cell.finds_size else None
+        self._no_count = NoCount(cell.min_count)
         self._split = PythonSplit(self, cell.options) if cell.splits_in_python else None
         if cell.finds_tokens:
             self._auto = self._split = AutoTokens(self, cell, self._split)
@@ -124,9 +127,13 @@ class CalledFromPython:
 
     def _check_count(self, batch: Sequence[Any]) -> None:
         """Raise an error for a bad count; the graph did not update with it on any rank."""
-        of_window = not self.spans_batches or (self._split is not None and not int(self.window_position.asnumpy()))
+        ended = not self.spans_batches or not int(self.window_position.asnumpy())
+        of_window = ended and (not self.spans_batches or self._split is not None)
         total = (self.window_count if of_window else self.batch_items).asnumpy()
         if (total == total).all():
+            if ended:
+                dropped = getattr(self, "dropped_micro_batches", None)  # several losses drop none
+                self._no_count.warn("GradAccumulationCell", self.window_count, dropped)
             return
         if self._setup.o.returns_ratio:
             raise ValueError(
