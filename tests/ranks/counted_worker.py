@@ -41,7 +41,8 @@ def cut(batch: Batch) -> list[Batch]:
 
 
 class Tokens(nn.Cell):
-    """Squared errors of y ~ x w: the mean over tokens weighted by a mask, the mean over first tokens, or both.
+    """Squared errors of y ~ x w: the mean over tokens weighted by a mask, the mean over first tokens, or both; or the
+    sum over all tokens, which a detector divides by the sum of the mask.
 
     The mean over a mask of zeros is 0 / 0, as it is in user code.
     """
@@ -58,7 +59,8 @@ class Tokens(nn.Cell):
         result = self.the_losses(x, y, mask)
         if self.ratio:
             count = mask.sum()
-            result = (result / count * count, count)  # NaN if nothing counts
+            # NaN if nothing counts, unless the sum is over all tokens
+            result = (result if "all tokens" in self.losses else result / count * count, count)
         if self.shows:
             result = (*result, result[0]) if self.ratio else (result, result)
             result = (*result, (x * self.weight).sum(-1))
@@ -67,7 +69,9 @@ class Tokens(nn.Cell):
     def the_losses(self, x, y, mask):
         result = ()
         for loss in self.losses:
-            result = (*result, self.tokens(x, y, mask) if loss == "tokens" else self.samples(x, y))
+            if loss == "all tokens":
+                mask = ops.ones_like(mask)
+            result = (*result, self.samples(x, y) if loss == "samples" else self.tokens(x, y, mask))
         return result if len(self.losses) > 1 else result[0]
 
     def tokens(self, x, y, mask):
@@ -213,6 +217,11 @@ def two_loss_windows() -> tuple[Window, ...]:
     return (*windows[2:], *SOUND)
 
 
+def detector_windows() -> tuple[Window, ...]:
+    """A window without any item updates, too."""
+    return tuple(window._replace(expect="update") for window in COUNT_ZERO)
+
+
 def number_of_samples(x, y, mask):
     return ops.ones_like(y[:, 0]).sum()
 
@@ -225,6 +234,7 @@ SHOWN = {"aux": True}
 TWO = ("tokens", "samples")
 FEW = [(0, 1), (1, 2)]
 SOUND = (Window("first", plain(0)), Window("second", plain(1)))
+DETECTOR = {"min_count": 4.0}  # more than no positives, less than those of a window
 BAD_COUNTS = counted_windows()[5:]  # and counts of zero on all ranks
 COUNT_ZERO = counted_windows()[3:6]  # one rank, the other, and both
 FEW_DROPPED = dropped_windows([])[:4]
@@ -242,6 +252,13 @@ SCENARIOS: dict[str, Scenario] = {
     "sum": Scenario(SOUND, {"reduction": "sum"}, mode="pynative"),
     "sum, mean over ranks": Scenario(SOUND, {"reduction": "sum"}, gradients_mean=True, mode="pynative"),
     "sum with count": Scenario(COUNT_ZERO, {**MASK, "reduction": "sum"}, mode="pynative"),
+    "detector, sum": Scenario(
+        detector_windows(), {**MASK, **DETECTOR, "reduction": "sum"}, ("all tokens",), mode="pynative"
+    ),
+    "detector, ratio": Scenario(detector_windows(), {**RATIO, **DETECTOR}, ("all tokens",), scaled=True),
+    "detector, ratio, sharded": Scenario(
+        detector_windows(), {**RATIO, **DETECTOR, "shard_accumulators": True}, ("all tokens",), mode="pynative"
+    ),
     "two losses": Scenario(two_loss_windows(), BOTH, TWO),
     "two losses, mean over ranks": Scenario(two_loss_windows()[:3], BOTH, TWO, gradients_mean=True, mode="pynative"),
     "two losses, scaled": Scenario(overflow_windows(FEW[1:]), BOTH, TWO, scaled=True, mode="pynative"),

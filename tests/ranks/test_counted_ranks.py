@@ -54,8 +54,10 @@ def sums(loss: str, batch: Batch, weight: np.ndarray) -> np.ndarray:
     x, y, mask = (value.astype(np.float64) for value in batch)
     if loss == "samples":
         x, y, mask = x[:, :1], y[:, :1], np.ones((len(x), 1))
-    error = x @ weight - y
-    return np.array([(mask * error**2).sum() / 2, mask.sum(), *((mask * error)[..., None] * x).sum((0, 1))])
+    items, error = mask.sum(), x @ weight - y
+    if loss == "all tokens":
+        mask = np.ones_like(mask)
+    return np.array([(mask * error**2).sum() / 2, items, *((mask * error)[..., None] * x).sum((0, 1))])
 
 
 def together(loss: str, scenario: Scenario, batches: list[Batch], weight: np.ndarray) -> tuple[np.ndarray, int]:
@@ -67,7 +69,8 @@ def together(loss: str, scenario: Scenario, batches: list[Batch], weight: np.nda
     return sum(kept, np.zeros(2 + FEATURES)), len(each) - len(kept)
 
 
-def over(total: np.ndarray, count: float) -> np.ndarray:
+def over(total: np.ndarray, count: float, least: float = 0.0) -> np.ndarray:
+    count = max(count, least)
     return total / count if count else 0 * total
 
 
@@ -76,6 +79,7 @@ def expected(scenario: Scenario, rank: int) -> list[dict[str, Any]]:
     weight, moment, updates, scale = np.array(START), np.zeros(FEATURES), 0, SCALE
     losses = scenario.losses or ("labels",)
     weights = scenario.options.get("loss_weights", (1.0,) * len(losses))
+    least = scenario.options.get("min_count", 0.0)
     max_norm = scenario.options.get("max_grad_norm", np.inf)
     # Without counts, ranks add up their gradients or average them, and each reports its own loss, as in MindSpore.
     counted = scenario.counted
@@ -94,10 +98,10 @@ def expected(scenario: Scenario, rank: int) -> list[dict[str, Any]]:
             "shown": x @ weight if x.shape[-1:] == weight.shape else None,
             "own_loss": over(own[0], own[0][1])[0],
         }
-        shown = [one if sums_stay else over(one, one[1]) for one in (totals if counted else own)]
+        shown = [one if sums_stay else over(one, one[1], least) for one in (totals if counted else own)]
         if window.expect == "update":
             if counted or scenario.drops:
-                means = [over(total, total[1]) for total in totals]
+                means = [over(total, total[1], least) for total in totals]
             else:  # the ranks' own means, or sums, averaged: nn.TrainOneStepCell on the same ranks
                 each = [[sums(loss, batch, weight) for batch in window.ranks] for loss in losses]
                 means = [sum(one if sums_stay else over(one, one[1]) for one in ranks) / 2 for ranks in each]
@@ -143,7 +147,7 @@ def check(seen: Results, scenario: Scenario, rank: int) -> None:
 # -- the tests ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.core(name=["sum", "drop micro-batch", "ratio", "outputs, ratio"])
+@pytest.mark.core(name=["sum", "detector, ratio", "drop micro-batch", "ratio", "outputs, ratio"])
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in CONTROLS])
 def test_equals_all_tokens_in_one_batch(ranks, name):
     for rank in range(2):
