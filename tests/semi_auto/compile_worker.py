@@ -219,6 +219,7 @@ CASES = {
     "split": (lambda: ours(Net(split=SPLIT), 4), SPLIT_DATA),
     "full batch": (lambda: ours(Net(), 4), {"full_batch": True}),
     "count": (lambda: ours(Net("sum"), 4, reduction="sum", count=positive), {}),
+    "count, clamped": (lambda: ours(Net("sum"), 4, reduction="sum", count=positive, min_count=1000.0), {}),
     "count of means": (lambda: ours(Net(), 4, count=positive), {}),
     "scale": (lambda: ours(Net(), 4, manager(), max_grad_norm=0.1), {}),
     "split, scale": (lambda: ours(Net(split=SPLIT), 4, manager(), max_grad_norm=0.1), SPLIT_DATA),

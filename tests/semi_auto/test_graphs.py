@@ -172,6 +172,20 @@ def test_a_mean_weighs_by_its_micro_batchs_count(cases):
     np.testing.assert_allclose(ran.losses, [np.average(means, weights=counts)] * RANKS, rtol=1e-5)
 
 
+@pytest.mark.thorough
+def test_min_count_is_the_least_total_of_all_devices(cases):
+    """Also of a batch that counts nothing, which then updates."""
+    for y in (Y, -np.abs(Y)):
+        clamped, summed = Ran(cases("count, clamped"), batch=(X, y)), Ran(cases("plain, sum"), batch=(X, y))
+        np.testing.assert_allclose(clamped.losses, np.array(summed.losses) / 1000, rtol=1e-5)
+        for weight in WEIGHTS:
+            before = cases("count, clamped").parameters[weight]
+            expected = before + (summed.parameter(weight)[0] - before) / 1000
+            assert not np.array_equal(expected, before)
+            for after in clamped.parameter(weight):
+                np.testing.assert_allclose(after, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_a_batch_that_counts_nothing_does_not_update(cases):
     ran = Ran(cases("count"), batch=(X, -np.abs(Y)))
     for name in WEIGHTS:
