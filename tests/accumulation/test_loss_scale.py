@@ -250,6 +250,7 @@ def test_an_overflow_drops_the_window_in_pynative_mode(position, value, pynative
     assert not any(as_numpy(a).any() for a in step.accu_grads)
 
 
+@pytest.mark.filterwarnings("ignore:.*a window counted nothing")
 @pytest.mark.core(mode="pynative")
 def test_a_window_that_counts_nothing_says_nothing_about_the_scale(mode):
     """Nor does a flush of an empty window: it has no gradient to overflow. Here each good window doubles the scale."""

@@ -543,6 +543,7 @@ def test_a_bad_count_leaves_its_batch_out_and_the_window_goes_on(mode):
     assert_same((losses, trained(step)), (losses, state))
 
 
+@pytest.mark.filterwarnings("ignore:.*a window counted nothing")
 def test_a_window_that_counts_nothing_does_not_update(pynative):
     problem = Problem(loss="masked", optimizer="adam")
     step = problem.step(count=COUNT_MASK, accumulation_steps=2)

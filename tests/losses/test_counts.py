@@ -229,6 +229,7 @@ def test_negative_control_a_mean_of_means_is_caught(pynative):
         np.testing.assert_allclose(gradient(step), oracle(x, mask)[1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.*a window counted nothing")
 def test_a_window_that_counts_nothing_does_not_update(mode):
     x, mask = data(UNEVEN)
     step = steps(Masked, micro_size=3, count=COUNT_MASK)

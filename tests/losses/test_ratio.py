@@ -103,6 +103,7 @@ def test_a_denominator_may_be_a_number(mode):
     np.testing.assert_allclose(gradient(step), oracle(x, mask)[1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.*a window counted nothing")
 def test_a_window_of_zero_does_not_update(mode):
     x, mask = data(UNEVEN)
     step = steps(micro_size=3)

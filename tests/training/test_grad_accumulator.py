@@ -482,6 +482,7 @@ def test_a_loop_may_multiply_by_the_scale_itself(way):
     assert moved(accumulator) == [1.0, 2.0]
 
 
+@pytest.mark.filterwarnings("ignore:.*a window counted nothing")
 @pytest.mark.parametrize(("scale", "mode"), [(None, "pynative"), (1024.0, "graph")], indirect=["mode"])
 def test_a_window_that_counts_nothing_does_not_update(scale, mode):
     """A mean over no items is NaN: it must not be added, also not to batches that count something."""
