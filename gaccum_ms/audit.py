@@ -25,6 +25,7 @@ from gaccum_ms.layers.batchnorm import batch_norm_names
 from gaccum_ms.layers.dropout import dropouts
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
 from gaccum_ms.rules import AUDIT
+from gaccum_ms.split import UNCUT, cut_axes
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
 _NARROW = (ms.float16, ms.bfloat16)
@@ -114,7 +115,10 @@ def audit(
         before.restore_values()
         once, again = losses.on(batch), losses.on(batch)
         twice = losses.on(
-            [value if position in cell.shared else ops.concat((value, value)) for position, value in enumerate(batch)]
+            [
+                value if axis == UNCUT else ops.concat((value, value), axis)
+                for value, axis in zip(batch, cut_axes(len(batch), cell.shared, cell.axis), strict=True)
+            ]
         )
     finally:
         before.restore()
@@ -154,7 +158,7 @@ def _check(cell: GradAccumulationCell, optimizer: nn.Optimizer, batch: tuple, to
     shapes = micro_batches.batch_shapes(batch)
     if cell.trims:
         return
-    plan = micro_batches.plan_split(shapes, cell.micro_size, cell.micro_batch_size, cell.shared)
+    plan = micro_batches.plan_split(shapes, cell.micro_size, cell.micro_batch_size, cell.shared, cell.axis)
     if plan.samples == plan.size:
         raise ValueError(
             f"For 'audit', the argument 'batch' must be split into at least two micro-batches, but got a batch of "

@@ -54,6 +54,16 @@ class Options:
         return tuple(self.split.shared) if isinstance(self.split, EvenSplit) else ()
 
     @property
+    def axis(self) -> Any:
+        """The axis of samples: an int for all inputs, or a tuple with one for each."""
+        return self.split.axis if isinstance(self.split, EvenSplit) else 0
+
+    @property
+    def first_axis(self) -> int:
+        """The axis of samples of the first input."""
+        return self.axis if isinstance(self.axis, int) else self.axis[0]
+
+    @property
     def splits_in_python(self) -> bool:
         """Whether a function makes the micro-batches."""
         return self.split is not None and not isinstance(self.split, EvenSplit)

@@ -154,7 +154,7 @@ OF_PLACES = (
         SEMI_AUTO,
         "`split`, but for `EvenSplit()`",
         SEMI_AUTO,
-        lambda s: s.o.splits_in_python or bool(s.o.shared),
+        lambda s: s.o.splits_in_python or bool(s.o.shared) or s.o.axis != 0,
         "in semi-auto and auto parallel mode the argument 'split' must be None or EvenSplit(), but got {o.split!r}: "
         "the compiler itself cuts all inputs along axis 0. Data parallel mode has no such limit.",
     ),

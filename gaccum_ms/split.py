@@ -6,21 +6,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+UNCUT = -1  # in place of an axis: the input is shared
+
 
 @dataclass(frozen=True)
 class EvenSplit:
     r"""
-    Split each batch along axis 0 into micro-batches that are as equal as one shape allows, as
+    Split each batch into micro-batches that are as equal as one shape allows, along axis 0, as
     :class:`GradAccumulationCell` does where nothing is given as its `split` .
 
     Args:
         shared (Sequence[int], optional): The positions of inputs that are no samples: a mask, a table, a number. All
             micro-batches get them whole; they may have any shape, :math:`()` too. Not 0: the first input says how
-            many samples there are. Default: ``()`` , all inputs are split.
+            many samples there are. Default: ``()`` , all inputs are split. An input that is not named here is split,
+            even if it has as many rows as there are samples by chance.
+        axis (Union[int, Sequence[int]], optional): The axis that counts samples, of all inputs or of each: 1 for
+            sequences of shape :math:`(T, N, ...)`, the default of `nn.GRU` and `nn.LSTM` . The number of samples is
+            its length. For an input that is shared, the entry has no meaning. Default: ``0`` .
 
     Raises:
-        TypeError: If `shared` is not a tuple or list of ints.
-        ValueError: If a position is less than 1.
+        TypeError: If `shared` is not a tuple or list of ints, or `axis` neither an int nor one.
+        ValueError: If a position is less than 1, or an axis less than 0.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -47,6 +53,7 @@ class EvenSplit:
     """
 
     shared: Sequence[int] = ()
+    axis: int | Sequence[int] = 0
 
     def __post_init__(self) -> None:
         shared: Any = self.shared
@@ -63,6 +70,25 @@ class EvenSplit:
                 f"number 0, says how many samples there are, but got {shared!r}. Give an input of samples first."
             )
         object.__setattr__(self, "shared", tuple(sorted(set(shared))))
+        axis: Any = self.axis
+        axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
+        if any(isinstance(number, bool) or not isinstance(number, int) for number in axes):
+            raise TypeError(
+                f"For 'EvenSplit', the argument 'axis' must be an int, the axis of samples, or a tuple with one for "
+                f"each input, but got {axis!r}."
+            )
+        if any(number < 0 for number in axes):
+            raise ValueError(
+                f"For 'EvenSplit', the argument 'axis' must count axes from 0 on, but got {axis!r}. Inputs without an "
+                f"axis of samples are named by 'shared'."
+            )
+        object.__setattr__(self, "axis", axes if isinstance(axis, (tuple, list)) else axis)
+
+
+def cut_axes(inputs: int, shared: tuple[int, ...], axis: int | tuple[int, ...]) -> tuple[int, ...]:
+    """The axis of samples of each input, or `UNCUT` . `inputs` : their number."""
+    axes = (axis,) * inputs if isinstance(axis, int) else axis
+    return tuple(UNCUT if position in shared else one for position, one in enumerate(axes))
 
 
 def check_split(owner: str, split: Any) -> None:

@@ -19,7 +19,9 @@ class Counting(nn.Cell):
 
     def __init__(self, options: Options) -> None:
         super().__init__(auto_prefix=False)
-        self.counts = nn.CellList([counts.count_cell(count) for count in options.counts], auto_prefix=False)
+        self.counts = nn.CellList(
+            [counts.count_cell(count, options.first_axis) for count in options.counts], auto_prefix=False
+        )
         self.by_samples = options.own_count is None
         self.number = options.losses
         self.several = options.several_losses

@@ -9,20 +9,32 @@ By the chain rule the sum is the whole batch's gradient: the loss depends on the
 representations and through the Parameters of `loss_fn` . The second loop adds the latter's gradient in shares.
 
 Representations are gathered without an index: each micro-batch's rows are appended, and as many rows are removed in
-front. The last micro-batch runs first, outside the loop, because it shows the shapes and dtypes.
+front. For that, samples are moved to axis 0. The last micro-batch runs first, outside the loop, because it shows the
+shapes and dtypes. A representation that does not depend on the samples is kept once (`UNCUT` ).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import mindspore as ms
 from mindspore import nn, ops
 
 from gaccum_ms.accumulation import micro_batches
+from gaccum_ms.accumulation.micro_batches import axis_at
 from gaccum_ms.accumulation.micro_step import OneLoss, float32_loss
+from gaccum_ms.accumulation.output_axes import Output
 from gaccum_ms.backend import no_grad
 from gaccum_ms.distributed.layout import gather_json
 from gaccum_ms.layers.window_batchnorm import window_statistics
-from gaccum_ms.losses.batch_loss import FLOATS, MOST_REPRESENTATIONS, WithBatchLossCell, check_ranks
+from gaccum_ms.losses.batch_loss import (
+    FLOATS,
+    MOST_REPRESENTATIONS,
+    WithBatchLossCell,
+    axes_of,
+    check_ranks,
+    check_samples,
+)
 from gaccum_ms.options import Options
 
 
@@ -38,17 +50,34 @@ class _Forward(nn.Cell):
     def __init__(self, network: WithBatchLossCell) -> None:
         super().__init__(auto_prefix=False)
         self.network = network
+        self.axes: tuple[int, ...] | None = None  # of the samples of each representation; None: not yet found
         self.with_gradient = ops.value_and_grad(self.beside, 0, None, has_aux=True)
 
     def __call__(self, *inputs):
         with no_grad():
-            return self.network.represent(*inputs)
+            return self.moved(*inputs)
 
     def construct(self, *inputs):
         return self.with_gradient(ms.Tensor(0.0, ms.float32), *inputs)[0][1:]
 
     def beside(self, zero, *inputs):
-        return (zero, *self.network.represent(*inputs))
+        return (zero, *self.moved(*inputs))
+
+    def moved(self, *inputs):
+        """The representations, with samples on axis 0."""
+        return self.swapped(self.network.represent(*inputs))
+
+    def swapped(self, representations):
+        """The representations with axis 0 and the axis of samples swapped, which undoes itself."""
+        result: tuple = ()
+        for index in range(len(representations)):
+            axis = self.axis(index)
+            one = representations[index]
+            result = (*result, ops.swapaxes(one, 0, axis) if axis > 0 else one)
+        return result
+
+    def axis(self, index):
+        return axis_at(self.axes or (), index)
 
 
 class TwoPasses(nn.Cell):
@@ -87,45 +116,55 @@ class TwoPasses(nn.Cell):
         """The first pass, and the loss. A batch of one micro-batch needs no first pass."""
         if plan[micro_batches.WHOLE]:
             return sums, (), inputs
-        samples, size = plan[micro_batches.SAMPLES], plan[micro_batches.SIZE]
-        last = samples - (samples - 1) // size * size
+        samples, last = plan[micro_batches.SAMPLES], micro_batches.rows_at_the_end(plan)
         seed = unit * self.share_of_ranks
-        loss, slopes, loss_slopes = self.slopes(seed, self.representations(inputs, samples - last, plan))
+        representations = self.representations(inputs, samples - last, last, plan)
+        loss, slopes, shared_slopes, loss_slopes = self.slopes(seed, representations)
         if self.statistics is not None:
             loss = self.statistics.reset(loss)  # the second pass adds them again
-        return sums + loss / self.share_of_ranks, (samples, len(inputs), loss_slopes), (*inputs, *slopes)
+        prepared = (samples, len(inputs), shared_slopes, loss_slopes)
+        return sums + loss / self.share_of_ranks, prepared, (*inputs, *slopes)
 
     def run(self, seed, prepared, size, *part):
         """The second pass; its part of the sums is zero."""
         if len(prepared) == 0:
             loss, gradients = self.one_loss.run(seed * self.share_of_ranks, prepared, size, *part)
             return loss / self.share_of_ranks, gradients
-        samples, number, loss_slopes = prepared
-        return ops.zeros_like(seed), self.pull_back(size / samples, loss_slopes, number, *part)[1]
+        samples, number, shared_slopes, loss_slopes = prepared
+        return ops.zeros_like(seed), self.pull_back(size / samples, shared_slopes, loss_slopes, number, *part)[1]
 
-    def representations(self, inputs, before, plan):
+    def representations(self, inputs, before, rows_of_last, plan):
         """The first pass. Returns the representations of the batch. `before` : samples before the last micro-batch."""
-        size, shared = plan[micro_batches.SIZE], plan[micro_batches.SHARED]
-        last = self.forward(*micro_batches.take_rest(inputs, before, shared))
+        size, axes = plan[micro_batches.SIZE], plan[micro_batches.AXES]
+        last = self.forward(*micro_batches.take_rest(inputs, before, axes))
+        known_rows = None if isinstance(rows_of_last, ms.Tensor) else rows_of_last
+        check_samples([one.shape for one in last], self.forward.axes or (), known_rows)
         # One tuple, with a scalar in it: graph mode forgets the length of a tuple of equal shapes that a loop carries.
         state: tuple = (ms.Tensor(0, ms.int32),)
-        for one in last:
+        for index in range(len(last)):
+            one = last[index]
             rows = int(before)  # a Tensor if the batch has open length; MindSpore 2.7's zeros take none
-            state = (*state, ops.zeros((rows, *one.shape[1:]), one.dtype))
+            if self.forward.axis(index) >= 0:
+                one = ops.zeros((rows, *one.shape[1:]), one.dtype)
+            state = (*state, one)
         while state[0] < before:
-            state = self.appended(state, self.forward(*micro_batches.take(inputs, state[0], size, shared)), size)
+            state = self.appended(state, self.forward(*micro_batches.take(inputs, state[0], size, axes)), size)
         return self.appended(state, last, 0)[1:]
 
     def appended(self, state, new, rows):
         """The start of the next micro-batch, and the Tensors without their first `rows` rows, with `new` appended."""
         following: tuple = (state[0] + rows,)
         for index in range(len(new)):
-            following = (*following, ops.concat((state[index + 1][rows:], new[index])))
+            held = state[index + 1]
+            if self.forward.axis(index) >= 0:
+                following = (*following, ops.concat((held[rows:], new[index])))
+            else:
+                following = (*following, micro_batches.same_or_raise(held, new[index]))
         return following
 
     def slopes(self, unit, representations):
-        """The loss of the batch times its seed, and its gradients with respect to each representation of a float dtype
-        and to the Parameters of `loss_fn` ."""
+        """The loss of the batch times its seed, and its gradients with respect to each representation of a float dtype,
+        those that all micro-batches share apart, and to the Parameters of `loss_fn` ."""
         loss_slopes: tuple = ()
         if self.loss_has_weights:
             loss, (gradients, loss_slopes) = self.slopes_of[len(representations) - 1](unit, *representations)
@@ -134,28 +173,54 @@ class TwoPasses(nn.Cell):
         if isinstance(gradients, ms.Tensor):  # one representation gives no tuple
             gradients = (gradients,)
         slopes: tuple = ()
+        shared_slopes: tuple = ()
         for index in range(len(representations)):
             if representations[index].dtype in FLOATS:
-                slopes = (*slopes, gradients[index])
-        return loss, slopes, loss_slopes
+                if self.forward.axis(index) >= 0:
+                    slopes = (*slopes, gradients[index])
+                else:
+                    shared_slopes = (*shared_slopes, gradients[index])
+        return loss, slopes, shared_slopes, loss_slopes
 
     def seeded_batch_loss(self, unit, *representations):
-        return float32_loss(self.network.loss(*representations)) * unit
+        return float32_loss(self.network.loss(*self.forward.swapped(representations))) * unit
 
-    def along_slopes(self, share, loss_slopes, number, *part):
+    def along_slopes(self, share, shared_slopes, loss_slopes, number, *part):
         """A scalar whose gradient with respect to the weights is what this micro-batch adds."""
         total = ms.Tensor(0.0, ms.float32)
         slope = number
-        for one in self.network.represent(*part[:number]):
+        shared = 0
+        representations = self.forward.moved(*part[:number])
+        for index in range(len(representations)):
+            one = representations[index]
             if one.dtype in FLOATS:
-                total = total + ops.reduce_sum(ops.cast(one, ms.float32) * ops.cast(part[slope], ms.float32))
-                slope = slope + 1
+                one = ops.cast(one, ms.float32)
+                if self.forward.axis(index) >= 0:
+                    total = total + ops.reduce_sum(one * ops.cast(part[slope], ms.float32))
+                    slope = slope + 1
+                else:
+                    total = total + ops.reduce_sum(one * ops.cast(shared_slopes[shared], ms.float32)) * share
+                    shared = shared + 1
         for index in range(len(self.loss_weights)):
             weight = ops.cast(self.loss_weights[index], ms.float32)
             total = total + ops.reduce_sum(weight * ops.cast(loss_slopes[index], ms.float32)) * share
         return total
 
     # -- not compiled --------------------------------------------------------------------------------------------------
+
+    @property
+    def axes(self) -> tuple[int, ...] | None:
+        """Those of the samples of each representation."""
+        return self.forward.axes
+
+    @property
+    def forward_alone(self) -> nn.Cell:
+        """What has the representations."""
+        return self.network.backbone
+
+    def take_axes(self, outputs: Sequence[Output | None]) -> None:
+        """Keep the axes of the representations, as they are at two numbers of samples."""
+        self.forward.axes = axes_of(outputs, self.network.ranks)
 
     def check_plan(self, plan: micro_batches.SplitPlan) -> None:
         """Before a batch. A collective if several ranks share one loss."""

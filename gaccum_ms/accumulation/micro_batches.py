@@ -1,11 +1,14 @@
 """A batch and its micro-batches: where the boundaries are, and how a compiled loop takes one slice.
 
-All inputs of a batch are cut along axis 0 at the same boundaries, except those that `EvenSplit` shares. All
-micro-batches have ``ceil(N / micro_size)`` samples, so that one compiled loop body runs them all; the remaining samples
-are one smaller micro-batch at the end. Ten samples in four micro-batches are 3 + 3 + 3 + 1, nine in four are 3 + 3 + 3:
-there are never more micro-batches than requested, and never a larger one.
+All inputs of a batch are cut at the same boundaries, along the axis that `EvenSplit` names, except those that it
+shares. All micro-batches have ``ceil(N / micro_size)`` samples, so that one compiled loop body runs them all; the
+remaining samples are one smaller micro-batch at the end. Ten samples in four micro-batches are 3 + 3 + 3 + 1, nine in
+four are 3 + 3 + 3: there are never more micro-batches than requested, and never a larger one.
 
-Where `set_inputs` leaves the length of axis 0 open, the graph computes the boundaries as Tensors, and the smaller
+A BatchNorm that trains needs two samples. No micro-batch of a short batch then has one: ten samples in four are 3 + 3 +
+4, five in eight are 2 + 3. Only the last micro-batch is larger, by one sample.
+
+Where `set_inputs` leaves the number of samples open, the graph computes the boundaries as Tensors, and the last
 micro-batch is the loop's last turn. The boundaries are the same, and one graph runs batches of all lengths.
 """
 
@@ -20,10 +23,12 @@ from mindspore import ops
 
 from gaccum_ms.backend.checks import described
 from gaccum_ms.losses.counts import samples_of
+from gaccum_ms.split import UNCUT, cut_axes
 
 
 class SplitPlan(NamedTuple):
-    """How one batch is cut: ``full`` micro-batches of ``size`` samples, then one of ``rest`` samples if not 0."""
+    """How one batch is cut: ``full`` micro-batches of ``size`` samples, then one of ``rest`` samples if not 0. It is
+    smaller, or one sample larger."""
 
     samples: int
     size: int
@@ -41,9 +46,10 @@ def batch_shapes(inputs: tuple[Any, ...]) -> list[tuple[int, ...]]:
             )
         if not isinstance(value, ms.Tensor):
             raise TypeError(
-                f"For 'GradAccumulationCell', every input must be a Tensor whose axis 0 counts samples, but input "
-                f"{position} got {described(value)}. Give the Tensors of a tuple or dict as inputs of their own; make "
-                f"anything else an attribute of the network, or a Tensor with one entry for each sample."
+                f"For 'GradAccumulationCell', every input must be a Tensor, but input {position} got "
+                f"{described(value)}. Give the Tensors of a tuple, list or dict as inputs of their own, and make a "
+                f"Tensor of anything else. It has an entry for each sample, or split=EvenSplit(shared=({position},)) "
+                f"gives it whole to each micro-batch."
             )
     return [value.shape for value in inputs]
 
@@ -56,7 +62,12 @@ def _is_text(value: Any) -> bool:
 
 
 def plan_split(
-    shapes: Any, micro_size: int | None, micro_batch_size: int | None, shared: tuple[int, ...] = ()
+    shapes: Any,
+    micro_size: int | None,
+    micro_batch_size: int | None,
+    shared: tuple[int, ...] = (),
+    axis: int | tuple[int, ...] = 0,
+    least: int = 1,
 ) -> SplitPlan:
     """Where a batch with inputs of these shapes is cut.
 
@@ -65,36 +76,81 @@ def plan_split(
         micro_size (int or None): Largest number of micro-batches.
         micro_batch_size (int or None): Largest number of samples in a micro-batch; used if `micro_size` is None.
         shared (tuple[int, ...]): The positions of inputs that are not cut, and may have any shape. Not the first.
+        axis (int or tuple[int, ...]): The axis of samples, of all inputs or of each.
+        least (int): 2: no micro-batch of one sample is left, unless `micro_batch_size` is 1 or the batch has one
+            sample. 1: it may be.
 
     Raises:
-        ValueError: If there is no input, a position in `shared` has no input, an input has no axis 0, the first axes
-            differ, or the batch is empty.
+        ValueError: If there is no input, a position in `shared` has no input, `axis` has not one entry for each input,
+            an input does not have its axis of samples, these axes differ in length, or the batch is empty.
     """
     if not shapes:
         raise ValueError("For 'GradAccumulationCell', a batch must have at least one input, but got none.")
+    samples = _samples_in(shapes, shared, axis)
+    if micro_size is not None:
+        size = max(-(-samples // micro_size), min(least, samples))
+    else:
+        size = min(micro_batch_size or samples, samples)
+    full, rest = divmod(samples, size)
+    if rest == 1 < least:
+        full, rest = full - 1, size + 1
+    return SplitPlan(samples, size, full, rest) if full else SplitPlan(samples, samples, 1, 0)
+
+
+def _samples_in(shapes: Any, shared: tuple[int, ...], axis: int | tuple[int, ...]) -> int:
+    """The number of samples of a batch, which is checked."""
     if max(shared, default=0) >= len(shapes):
         raise ValueError(
             f"For 'GradAccumulationCell', 'split' must share inputs that the batch has, but got "
             f"EvenSplit(shared={shared}) and a batch of {len(shapes)} input(s)."
         )
-    cut = {position: shape for position, shape in enumerate(shapes) if position not in shared}
-    for position, shape in cut.items():
-        if not shape:
-            raise ValueError(
-                f"For 'GradAccumulationCell', every input must have an axis 0 that counts samples, but input "
-                f"{position} got shape (). Make a scalar an attribute of the network, or repeat it for each sample."
-            )
-    samples = shapes[0][0]
-    if any(shape[0] != samples for shape in cut.values()):
+    if not isinstance(axis, int) and len(axis) != len(shapes):
         raise ValueError(
-            f"For 'GradAccumulationCell', axis 0 of all inputs must have the same length, because all are split at "
-            f"the same boundaries, but got shapes {[tuple(shape) for shape in shapes]}."
+            f"For 'GradAccumulationCell', 'split' must have one axis for all inputs, or one for each, but got "
+            f"EvenSplit(axis={axis}) and a batch of {len(shapes)} input(s)."
+        )
+    lengths: dict[int, int] = {}
+    for position, cut in enumerate(cut_axes(len(shapes), shared, axis)):
+        if cut >= len(shapes[position]):
+            raise ValueError(
+                f"For 'GradAccumulationCell', every input must have an axis {cut} that counts samples, but input "
+                f"{position} got shape {tuple(shapes[position])}. {_if_shared(shared, [position])}"
+            )
+        if cut != UNCUT:
+            lengths[position] = shapes[position][cut]
+    samples = lengths[0]
+    others = [position for position, length in lengths.items() if length != samples]
+    if others:
+        where = f"axis {axis}" if isinstance(axis, int) else f"the axes {axis}"
+        raise ValueError(
+            f"For 'GradAccumulationCell', {where} of all inputs must have the same length, because all are split at "
+            f"the same boundaries, but got shapes {[tuple(shape) for shape in shapes]}. {_if_shared(shared, others)} "
+            f"If samples are on another axis, EvenSplit(axis=...) names it."
         )
     if samples < 1:
         raise ValueError(f"For 'GradAccumulationCell', a batch must not be empty, but got shapes {list(shapes)}.")
-    size = -(-samples // micro_size) if micro_size is not None else min(micro_batch_size or samples, samples)
-    full = samples // size
-    return SplitPlan(samples, size, full, samples - full * size)
+    return samples
+
+
+def _if_shared(shared: tuple[int, ...], positions: list[int]) -> str:
+    if 0 in positions:
+        return "The first input must have samples: give such an input first."
+    others = tuple(sorted({*shared, *positions}))
+    return f"What all samples share is given to each micro-batch whole by split=EvenSplit(shared={others})."
+
+
+def cut(inputs: Sequence[ms.Tensor], plan: SplitPlan, axes: Sequence[int]) -> list[list[ms.Tensor]]:
+    """The micro-batches of a batch, outside of a graph. `axes` : the axis of samples of each input, or `UNCUT` ."""
+    starts = [plan.size * number for number in range(plan.full + (plan.rest > 0))]
+    return [
+        [value if axis == UNCUT else value[between(start, end, axis)] for value, axis in zip(inputs, axes, strict=True)]
+        for start, end in zip(starts, [*starts[1:], plan.samples], strict=True)
+    ]
+
+
+def between(start: int, end: int, axis: int) -> tuple[slice, ...]:
+    """The index of these samples of an input."""
+    return (*[slice(None)] * axis, slice(start, end))
 
 
 # -- compiled ----------------------------------------------------------------------------------------------------------
@@ -108,22 +164,30 @@ class GraphPlan(NamedTuple):
     looped: Any  # samples that the loop takes, `size` at a time
     rest: int  # samples after the loop
     whole: bool  # whether the batch is one micro-batch
-    shared: tuple[int, ...]  # positions of inputs that are not cut
+    axes: tuple[int, ...]  # the axis of samples of each input, or UNCUT; () if it is axis 0 of all
+    least: int  # as in plan_split
 
 
 # A graph with Tensors makes a plain tuple. Its items are taken by number: of items that a statement names and nothing
 # uses, MindSpore may warn that "side effect nodes were eliminated by mistake".
-SAMPLES, SIZE, LOOPED, REST, WHOLE, SHARED = range(6)
+SAMPLES, SIZE, LOOPED, REST, WHOLE, AXES, LEAST = range(7)
 
 
 @ops.constexpr(check=False)  # the check warns about open shapes
-def _known_plan(shapes, micro_size, micro_batch_size, shared):
+def _axes(number, shared, axis):
+    axes = cut_axes(number, shared, axis)
+    return axes if any(axes) else ()
+
+
+@ops.constexpr(check=False)  # the check warns about open shapes
+def _known_plan(shapes, micro_size, micro_batch_size, shared, axis, least):
     """None where `set_inputs` has left the length of an input open."""
-    cut = [shape for position, shape in enumerate(shapes) if position not in shared]
-    if any(shape is None or (shape and shape[0] is None) for shape in cut):
-        return None
-    samples, size, full, rest = plan_split(shapes, micro_size, micro_batch_size, shared)
-    return GraphPlan(samples, size, full * size, rest, full == 1 and rest == 0, shared)
+    axes = cut_axes(len(shapes), shared, axis)
+    for shape, cut_at in zip(shapes, axes, strict=True):
+        if cut_at != UNCUT and (shape is None or (len(shape) > cut_at and shape[cut_at] is None)):
+            return None
+    samples, size, full, rest = plan_split(shapes, micro_size, micro_batch_size, shared, axis, least)
+    return GraphPlan(samples, size, full * size, rest, full == 1 and rest == 0, axes if any(axes) else (), least)
 
 
 _shape_of = ops.MultitypeFuncGraph("gaccum_ms_shape_of")
@@ -140,84 +204,139 @@ def _gather_rows_of_one(rows, value):
     return ops.gather(value, rows, 0)
 
 
-def graph_plan(inputs, micro_size, micro_batch_size, shared):
+def graph_plan(inputs, micro_size, micro_batch_size, shared, axis, least):
     """Where a graph cuts its batch."""
-    plan = _known_plan(ops.HyperMap()(_shape_of, inputs), micro_size, micro_batch_size, shared)
+    plan = _known_plan(ops.HyperMap()(_shape_of, inputs), micro_size, micro_batch_size, shared, axis, least)
     if plan is not None:
         return plan
-    samples = samples_of(inputs)
+    axes = _axes(len(inputs), shared, axis)
+    samples = samples_of(inputs, axis_at(axes, 0))
     if micro_size is not None:
-        size = (samples + (micro_size - 1)) // micro_size
+        size = ops.maximum((samples + (micro_size - 1)) // micro_size, ops.minimum(samples, ms.Tensor(least, ms.int32)))
     else:
         size = ops.minimum(samples, ms.Tensor(micro_batch_size, ms.int32))
-    return samples, size, samples, 0, micro_size == 1, shared
+    if least > 1:  # if one sample is left, the only micro-batch takes it
+        size = ops.select(samples == size + 1, samples, size)
+    return samples, size, samples, 0, micro_size == 1, axes, least
 
 
-def rows_from(start, size, looped):
+def axis_at(axes, position):
+    """The axis of samples of an input. Tensors after the batch's inputs have it in front."""
+    return axes[position] if position < len(axes) else 0
+
+
+def rows_from(start, plan):
     """The number of samples in the loop's micro-batch that begins at sample `start` ."""
-    return ops.minimum(size, looped - start) if isinstance(size, ms.Tensor) else size
+    size = plan[SIZE]
+    if not isinstance(size, ms.Tensor):
+        return size
+    left = plan[LOOPED] - start
+    if plan[LEAST] > 1:  # the last micro-batch takes a single sample that would be left
+        return ops.select(left == size + 1, left, ops.minimum(size, left))
+    return ops.minimum(size, left)
+
+
+def rows_at_the_end(plan):
+    """The number of samples in the last micro-batch."""
+    samples, size, rest = plan[SAMPLES], plan[SIZE], plan[REST]
+    if not isinstance(size, ms.Tensor):
+        return rest if rest > 0 else size
+    last = (samples - 1) % size + 1
+    if plan[LEAST] > 1:
+        return ops.select(ops.logical_and(last == 1, samples > 1), size + 1, last)
+    return last
 
 
 def take(
-    inputs: Sequence[ms.Tensor], start: ms.Tensor, size: int | ms.Tensor, shared: tuple[int, ...]
+    inputs: Sequence[ms.Tensor], start: ms.Tensor, size: int | ms.Tensor, axes: tuple[int, ...]
 ) -> list[ms.Tensor]:
     """The `size` samples from sample `start` on, and the shared inputs. `start` : int32 of shape ()."""
     is_open = isinstance(size, ms.Tensor)
     one = ms.Tensor(1, ms.int32)
     rows = ops.range(start, start + size, one) if is_open else start + ms.Tensor(_first_rows(size), ms.int32)
-    if not shared:
+    if not axes:
         return ops.HyperMap()(ops.partial(_gather_rows, rows), inputs)
-    return [inputs[i] if i in shared else ops.gather(inputs[i], rows, 0) for i in range(len(inputs))]
+    return [_gathered(inputs[i], rows, axis_at(axes, i)) for i in range(len(inputs))]
 
 
-def take_rest(inputs: Sequence[ms.Tensor], start: int, shared: tuple[int, ...]) -> list[ms.Tensor]:
-    """The samples from `start` on (the smaller last micro-batch of a ragged batch), and the shared inputs."""
-    return [inputs[i] if i in shared else inputs[i][start:] for i in range(len(inputs))]
+def _gathered(value, rows, axis):
+    return value if axis < 0 else ops.gather(value, rows, axis)
+
+
+def take_rest(inputs: Sequence[ms.Tensor], start: int, axes: tuple[int, ...]) -> list[ms.Tensor]:
+    """The samples from `start` on (the last micro-batch of a ragged batch), and the shared inputs."""
+    return [_without_first(inputs[i], start, axis_at(axes, i)) for i in range(len(inputs))]
+
+
+def _without_first(value, start, axis):
+    if axis < 0:
+        return value
+    return value[start:] if axis == 0 else ops.swapaxes(ops.swapaxes(value, 0, axis)[start:], 0, axis)
 
 
 def add_up(turn, sums, inputs, plan, start, loops, *given):
     """The loop over a batch: adds ``turn(*given, rows, *micro_batch)`` to `sums` for each micro-batch from sample
-    `start` on. `loops` : whether any micro-batch comes before the smaller last one."""
-    size, looped, rest, shared = plan[SIZE], plan[LOOPED], plan[REST], plan[SHARED]
+    `start` on. `loops` : whether any micro-batch comes before the last one of another size."""
+    looped, rest, axes = plan[LOOPED], plan[REST], plan[AXES]
     if loops:
         while start < looped:
-            rows = rows_from(start, size, looped)
-            sums = sums + turn(*given, rows, *take(inputs, start, rows, shared))
+            rows = rows_from(start, plan)
+            sums = sums + turn(*given, rows, *take(inputs, start, rows, axes))
             start = start + rows
-    return sums + turn(*given, rest, *take_rest(inputs, looped, shared)) if rest > 0 else sums
+    return sums + turn(*given, rest, *take_rest(inputs, looped, axes)) if rest > 0 else sums
 
 
-def add_up_and_join(turn, noted, inputs, plan, *given):
+def add_up_and_join(turn, noted, inputs, plan, output_axes, *given):
     """As `add_up` , if ``turn(noted, *given, rows, *micro_batch)`` returns a part of the sums and a micro-batch's
-    outputs. Returns the sums and the batch's outputs."""
-    samples, size, looped, rest, shared = plan[SAMPLES], plan[SIZE], plan[LOOPED], plan[REST], plan[SHARED]
+    outputs. Returns the sums and the batch's outputs. `output_axes` : UNCUT for those that all micro-batches share;
+    others have samples on axis 0, or shape ()."""
+    samples, size, looped, rest, axes = plan[SAMPLES], plan[SIZE], plan[LOOPED], plan[REST], plan[AXES]
     # A loop carries Tensors of fixed shapes, and the network's outputs are known only after its first run. So the first
     # micro-batch runs before the loop. The network is then in the graph twice, which costs only compile time.
     start = ms.Tensor(0, ms.int32)
-    first = turn(noted, *given, size, *take(inputs, start, size, shared))
+    first = turn(noted, *given, size, *take(inputs, start, size, axes))
     # Each output is as long as the batch, with the first micro-batch's rows at its end. A turn appends its rows and
     # removes as many in front. The tuple begins with an int32, because graph mode forgets the length of a tuple of
     # equal shapes that a loop carries.
     state: tuple = (start + size, first[0])
     for index in range(1, len(first)):
         one = first[index]
-        state = (*state, one if one.ndim == 0 else ops.gather(one, _rows_at_end(samples, size), 0))
+        if one.ndim > 0 and axis_at(output_axes, index - 1) >= 0:
+            one = ops.gather(one, _rows_at_end(samples, size), 0)
+        state = (*state, one)
     if isinstance(size, ms.Tensor) or looped > size:
         while state[0] < looped:
-            rows = rows_from(state[0], size, looped)
-            micro_batch = take(inputs, state[0], rows, shared)
-            state = _following(state, turn(False, *given, rows, *micro_batch), rows)
+            rows = rows_from(state[0], plan)
+            micro_batch = take(inputs, state[0], rows, axes)
+            state = _following(state, turn(False, *given, rows, *micro_batch), rows, output_axes)
     if rest > 0:
-        state = _following(state, turn(False, *given, rest, *take_rest(inputs, looped, shared)), rest)
+        state = _following(state, turn(False, *given, rest, *take_rest(inputs, looped, axes)), rest, output_axes)
     return state[1], state[2:]
 
 
-def _following(state, turned, rows):
+def _following(state, turned, rows, output_axes):
     result: tuple = (state[0] + rows, state[1] + turned[0])
     for index in range(1, len(turned)):
         held, new = state[index + 1], turned[index]
-        result = (*result, held + new if new.ndim == 0 else ops.concat((held[rows:], new)))
+        if new.ndim == 0:
+            result = (*result, held + new)
+        elif axis_at(output_axes, index - 1) < 0:
+            result = (*result, same_or_raise(held, new))
+        else:
+            result = (*result, ops.concat((held[rows:], new)))
     return result
+
+
+def same_or_raise(held, new):
+    """An output of two micro-batches that must be the same for all."""
+    same = ops.logical_or(held == new, ops.logical_and(held != held, new != new))
+    if not same.all():
+        raise ValueError(
+            "For 'GradAccumulationCell', an output without an axis that counts samples must be the same for all "
+            "micro-batches, but got another value for a later one. Return a mean of shape (), or an entry for each "
+            "sample. Nothing was updated."
+        )
+    return held
 
 
 def _rows_at_end(samples, size):

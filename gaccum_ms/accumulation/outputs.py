@@ -1,18 +1,23 @@
 """What a network returns beside its loss: the loss's denominator, and outputs for the user. None of it enters the
 gradient.
 
-An output has one row for each sample of the micro-batch, or shape (). Rows are concatenated in the batch's order
-(micro_batches.py); scalars are added up and divided as the loss is.
+An output has an axis of the micro-batch's samples, or shape (), or is the same for all micro-batches. Samples are
+concatenated in the batch's order (micro_batches.py), along the axis that output_axes.py finds; scalars are added up and
+divided as the loss is.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import mindspore as ms
 from mindspore import nn, ops
 from mindspore.ops.functional import typeof
 
 from gaccum_ms.accumulation import micro_batches
+from gaccum_ms.accumulation.micro_batches import axis_at
 from gaccum_ms.accumulation.micro_step import float32_loss, shape_or_none
+from gaccum_ms.accumulation.output_axes import Output
 from gaccum_ms.losses import counts
 from gaccum_ms.options import Options
 
@@ -21,14 +26,15 @@ _WANTED = {
     (False, True): "(loss, *aux)",
     (True, True): "(numerator, denominator, *aux)",
 }
+_OUTPUT = "each of 'aux' has shape (), or one axis that counts the micro-batch's samples"
+_REMEDY = "Return a mean of shape (), or an entry for each sample."
 
 
 @ops.constexpr(check=False)  # the check warns about open shapes
-def _check_outputs(kinds, shapes, ratio, aux, rows):
+def _check_outputs(kinds, shapes, ratio, aux, rows, axes):
     """`rows` : the micro-batch's number of samples; None if it is open."""
     first_aux = 1 + ratio
-    options = "reduction='ratio'" * ratio + " and " * (ratio and aux) + "aux=True" * aux
-    wanted = f"For 'GradAccumulationCell', with {options} the network must return {_WANTED[ratio, aux]}"
+    options, wanted = _wanted(ratio, aux)
     if kinds is None or len(kinds) < first_aux + aux or (len(kinds) > first_aux and not aux):
         got = "one output" if kinds is None else f"a tuple of {len(kinds)}"
         raise ValueError(f"{wanted}, a tuple, but got {got}. Return such a tuple, or leave {options} out.")
@@ -47,11 +53,17 @@ def _check_outputs(kinds, shapes, ratio, aux, rows):
                 f"{wanted}, where each of 'aux' is a Tensor, but output {position} got '{kinds[position]}'. Return the "
                 f"Tensors of a tuple or dict as outputs of their own."
             )
-        if shape and rows is not None and shape[0] is not None and shape[0] not in (rows, -1):
+        axis = axes[position - first_aux] if axes else 0
+        if shape and axis >= 0 and rows is not None and shape[axis] is not None and shape[axis] not in (rows, -1):
             raise ValueError(
-                f"{wanted}, where each of 'aux' has shape (), or the micro-batch's {rows} samples along axis 0, but "
-                f"output {position} got shape {shape}. Return a mean of shape (), or a row for each sample."
+                f"{wanted}, where {_OUTPUT}, but output {position} got shape {shape} for {rows} sample(s). {_REMEDY}"
             )
+
+
+def _wanted(ratio: bool, aux: bool) -> tuple[str, str]:
+    """The options, and what they need."""
+    options = "reduction='ratio'" * ratio + " and " * (ratio and aux) + "aux=True" * aux
+    return options, f"For 'GradAccumulationCell', with {options} the network must return {_WANTED[ratio, aux]}"
 
 
 class LossWithOutputs(nn.Cell):
@@ -65,6 +77,8 @@ class LossWithOutputs(nn.Cell):
         self.ratio = options.returns_ratio
         self.aux = options.aux
         self.first_aux = 1 + self.ratio
+        # The axis of samples of each output, or UNCUT. None: not yet found, as in another graph, and taken for 0.
+        self.axes: tuple[int, ...] | None = None if self.aux else ()
         # Only the first output has a gradient.
         self.backward = ops.value_and_grad(self.seeded_outputs, None, weights, has_aux=True)
 
@@ -83,18 +97,42 @@ class LossWithOutputs(nn.Cell):
             kinds = [typeof(one) for one in outputs]
             shapes = [shape_or_none(one) for one in outputs]
         known_rows = None if isinstance(rows, ms.Tensor) else rows
-        _check_outputs(kinds, shapes, self.ratio, self.aux, known_rows)
+        _check_outputs(kinds, shapes, self.ratio, self.aux, known_rows, self.axes or ())
         result: tuple = (float32_loss(outputs[0]) * seed,)
         if self.ratio:
             result = (*result, counts.valid_or_nan(outputs[1]))
         for index in range(self.first_aux, len(outputs)):
             one = outputs[index]
+            axis = axis_at(self.axes or (), index - self.first_aux)
             if one.ndim == 0:
                 one = ops.cast(one, ms.float32) * seed
+            elif axis > 0:
+                one = ops.swapaxes(one, 0, axis)
             result = (*result, one)
         return result
 
     # -- not compiled --------------------------------------------------------------------------------------------------
+
+    @property
+    def forward_alone(self) -> nn.Cell:
+        """What has the outputs."""
+        return self.network
+
+    def take_axes(self, outputs: Sequence[Output | None]) -> None:
+        """Keep the axes of the outputs, as they are at two numbers of samples."""
+        axes = []
+        for output in outputs[self.first_aux :]:
+            if output is None or not output.shapes[0]:
+                axes.append(0)
+                continue
+            axis = output.axis()
+            if axis is None:
+                raise ValueError(
+                    f"{_wanted(self.ratio, self.aux)[1]}, where {_OUTPUT}, or is the same for all micro-batches, but "
+                    f"{output.text}. {_REMEDY}"
+                )
+            axes.append(axis)
+        self.axes = tuple(axes)
 
     def check_plan(self, plan: micro_batches.SplitPlan) -> None:
         """Before a batch: it may be cut in any way."""

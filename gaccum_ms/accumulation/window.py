@@ -18,14 +18,18 @@ so `ops.HyperMap` takes its place. tests/training/test_first_call.py counts them
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
 from mindspore import nn, ops
 
 from gaccum_ms.accumulation import micro_batches
+from gaccum_ms.accumulation.output_axes import outputs_of, two_numbers
 from gaccum_ms.backend.parameters import show_records
+from gaccum_ms.layers.batchnorm import trains_batch_norm
 from gaccum_ms.options import Options
+from gaccum_ms.split import cut_axes
 
 if TYPE_CHECKING:
     from gaccum_ms.accumulation.open_window import OpenWindow
@@ -54,7 +58,9 @@ class Window(nn.Cell):
     ) -> None:
         super().__init__(auto_prefix=False)
         self.micro_size = options.micro_size
-        self.shared = options.shared
+        self.shared, self.axis = options.shared, options.axis
+        self.least_samples: int | None = None  # of a micro-batch; None: Python has not seen a batch
+        self.is_unjudged = True  # whether no batch came yet that may be cut into more than single samples
         self.micro_batch_size: Any = None if options.finds_size else options.micro_batch_size
         self.micro_step = micro_step
         self.weighing = weighing
@@ -92,7 +98,8 @@ class Window(nn.Cell):
 
     def plan(self, inputs):
         """Where the batch is cut."""
-        return micro_batches.graph_plan(inputs, self.micro_size, self.micro_batch_size, self.shared)
+        size, number = self.micro_batch_size, self.micro_size
+        return micro_batches.graph_plan(inputs, number, size, self.shared, self.axis, self.least)
 
     def finish(self, sums, unit, scale):
         """The end of `run` , after `accumulate` ."""
@@ -136,7 +143,8 @@ class Window(nn.Cell):
         """Forward, backward and add for each micro-batch of a batch; returns the batch's sums and outputs."""
         if self.has_outputs:  # no loss of the whole batch, so there is nothing to prepare
             turn = self.weighing.turn
-            sums, shown = micro_batches.add_up_and_join(turn, self.records_noise, inputs, plan, unit, ())
+            axes = self.micro_step.axes or ()
+            sums, shown = micro_batches.add_up_and_join(turn, self.records_noise, inputs, plan, axes, unit, ())
             return sums, self.means(shown, sums, scale, unit)
         sums, prepared, inputs = self.micro_step.prepare(self.weighing.zero_sums(), unit, inputs, plan)
         start = ms.Tensor(0, ms.int32)
@@ -145,18 +153,23 @@ class Window(nn.Cell):
             # The first micro-batch runs before the loop, so the network is in the graph twice. A branch in the loop
             # would cost time in each turn.
             size = plan[micro_batches.SIZE]
-            first = micro_batches.take(inputs, start, size, plan[micro_batches.SHARED])
+            first = micro_batches.take(inputs, start, size, plan[micro_batches.AXES])
             sums = sums + self.weighing.turn(True, unit, prepared, size, *first)
             start = start + size
             loops = plan[micro_batches.LOOPED] > size
         return micro_batches.add_up(self.weighing.turn, sums, inputs, plan, start, loops, False, unit, prepared), ()
 
     def means(self, shown, sums, scale, unit):
-        """The outputs; those of shape () are divided as this rank's loss is."""
+        """The outputs; those of shape () are divided as this rank's loss is. Others get samples back to their axis."""
         result: tuple = ()
         for index in range(len(shown)):
             one = shown[index]
-            result = (*result, self.weighing.own_mean(one, sums, scale, unit) if one.ndim == 0 else one)
+            axis = micro_batches.axis_at(self.micro_step.axes or (), index)
+            if one.ndim == 0:
+                one = self.weighing.own_mean(one, sums, scale, unit)
+            elif axis > 0:
+                one = ops.swapaxes(one, 0, axis)
+            result = (*result, one)
         return result
 
     def reset(self, after):
@@ -166,6 +179,24 @@ class Window(nn.Cell):
 
     # -- not compiled --------------------------------------------------------------------------------------------------
 
+    @property
+    def least(self) -> int:
+        """The fewest samples of a micro-batch, where the user's choice does not force fewer. A graph has it when it is
+        compiled: what a layer does in training may change after the step was built."""
+        if self.least_samples is None:  # a part of another graph
+            return 2 if trains_batch_norm(self.micro_step.network) else 1
+        return self.least_samples
+
+    def plan_in_python(self, shapes: Sequence[tuple[int, ...]]) -> micro_batches.SplitPlan:
+        """Where a batch with inputs of these shapes is cut. As long as the user's choice makes micro-batches of one
+        sample, they stay."""
+        arguments = shapes, self.micro_size, self.micro_batch_size, self.shared, self.axis
+        if self.is_unjudged:
+            size = micro_batches.plan_split(*arguments).size
+            self.is_unjudged = size == 1
+            self.least_samples = 2 if size > 1 and trains_batch_norm(self.micro_step.network) else 1
+        return micro_batches.plan_split(*arguments, self.least)
+
     def cut_into(self, micro_batch_size: int) -> None:
         """Set the number of samples in a micro-batch, for graphs that are not compiled yet."""
         self.micro_batch_size = micro_batch_size
@@ -174,6 +205,18 @@ class Window(nn.Cell):
         """Before a batch: check what must be equal on all ranks. Some kinds of window use a collective for it."""
         self.store.check_plan(plan)
         self.micro_step.check_plan(plan)
+
+    def find_output_axes(
+        self, inputs: Sequence[ms.Tensor], plan: micro_batches.SplitPlan, weights: Sequence[ms.Parameter]
+    ) -> None:
+        """Before the first batch: find the axes of samples of what the network returns beside its loss."""
+        if getattr(self.micro_step, "axes", ()) is not None:
+            return
+        if self.micro_size is None and self.micro_batch_size is None:  # the size is not found yet: a small one
+            plan = micro_batches.plan_split([(plan.samples,)], None, 2)
+        runs, samples = two_numbers(inputs, plan, cut_axes(len(inputs), self.shared, self.axis))
+        step = self.micro_step
+        step.take_axes(outputs_of(step.forward_alone, runs, samples, weights))
 
     def reset_eagerly(self) -> None:
         """Outside of a graph, after a batch failed: zero the accumulators. A window of several batches stays as it is

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 
-from mindspore import mint, nn
+from mindspore import mint, nn, ops
 
 from gaccum_ms.distributed.layout import rank_and_ranks
+from gaccum_ms.layers.window_batchnorm import WindowBatchNorm
 
 _SYNC_BATCH_NORMS = (nn.SyncBatchNorm, mint.nn.SyncBatchNorm)
 _BATCH_NORMS = (
@@ -73,3 +74,19 @@ def warn_about_batch_norm(network: nn.Cell, times: str = "once") -> None:
             UserWarning,
             stacklevel=4,
         )
+
+
+def trains_batch_norm(network: nn.Cell) -> bool:
+    """Whether the network, as it is now, normalises by the statistics of a micro-batch: by a layer in training mode, or
+    by the operator in a Cell of the user's own."""
+    if any(
+        layer.training or getattr(layer, "use_batch_statistics", None)
+        for layer in map(layer_of_parameters, batch_norms(network).values())
+    ):
+        return True
+    others = [cell for _, cell in network.cells_and_names() if cell.training and not isinstance(cell, _BATCH_NORMS)]
+    return any(
+        isinstance(cell, WindowBatchNorm)
+        or any(isinstance(one, ops.BatchNorm) and one.is_training for one in cell._primitives.values())
+        for cell in others
+    )

@@ -4,6 +4,7 @@ micro-batches."""
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import mindspore as ms
@@ -15,6 +16,11 @@ from gaccum_ms.layers.dropout import dropouts
 
 _NAME = "WithBatchLossCell"
 MOST_REPRESENTATIONS = 16
+_NEEDS_SAMPLES = (
+    f"For '{_NAME}', each representation that 'backbone' returns must have one axis that counts samples, or be the "
+    f"same for all micro-batches, but "
+)
+_OF_BATCH = " What is one for the whole batch belongs to 'loss_fn'."
 FLOATS = (ms.float32, ms.float16, ms.bfloat16, ms.float64)
 
 
@@ -32,9 +38,10 @@ class WithBatchLossCell(nn.Cell):
     With `gather_ranks` , create it after `mindspore.set_auto_parallel_context` .
 
     Args:
-        backbone (Cell): Maps the inputs to representations, a Tensor or a tuple of at most 16, each with one entry for
-            each sample along axis 0: embeddings, and other inputs of the loss, such as labels, passed through.
-            Representations that are not of a float dtype get no gradient.
+        backbone (Cell): Maps the inputs to representations, a Tensor or a tuple of at most 16, each with one axis that
+            counts samples: embeddings, and other inputs of the loss, such as labels, passed through. What does not
+            depend on the samples, such as a temperature, needs no such axis. Representations that are not of a float
+            dtype get no gradient.
         loss_fn (Cell): Maps the representations of a whole batch to its loss, a scalar of shape :math:`()`. It may
             have Parameters, such as a temperature.
 
@@ -52,8 +59,9 @@ class WithBatchLossCell(nn.Cell):
 
     Raises:
         TypeError: If `backbone` or `loss_fn` is not a Cell, or `gather_ranks` not a bool.
-        ValueError: If a representation has no axis 0, or not one entry for each sample; if none is of a float dtype, or
-            there are more than 16; if, with `gather_ranks` , the ranks' batches differ in size.
+        ValueError: If a representation depends on samples and no axis counts them; if none is of a float dtype, or
+            there are more than 16; if, with `gather_ranks` , the ranks' batches differ in size, or samples are not on
+            axis 0 of each representation.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -107,7 +115,7 @@ class WithBatchLossCell(nn.Cell):
         found = self.backbone(*inputs)
         if isinstance(found, ms.Tensor):
             found = (found,)
-        _check_representations([one.shape for one in found], [one.dtype for one in found], inputs[0].shape[0])
+        _check_representations([one.dtype for one in found])
         return found
 
     def loss(self, *representations):
@@ -152,23 +160,43 @@ class _Gather(nn.Cell):
 
 
 @ops.constexpr
-def _check_representations(shapes, dtypes, samples):
-    if any(not shape or shape[0] != samples for shape in shapes):
-        raise ValueError(
-            f"For '{_NAME}', each representation that 'backbone' returns must have one entry for each sample along "
-            f"axis 0, but got shapes {[tuple(shape) for shape in shapes]} for {samples} sample(s). What is one for the "
-            f"whole batch belongs to 'loss_fn'."
-        )
+def _check_representations(dtypes):
     if not any(dtype in FLOATS for dtype in dtypes):
         raise ValueError(
             f"For '{_NAME}', 'backbone' must return at least one representation of a float dtype, from which it can "
             f"learn, but got {[str(dtype) for dtype in dtypes]}."
         )
-    if len(shapes) > MOST_REPRESENTATIONS:
+    if len(dtypes) > MOST_REPRESENTATIONS:
         raise ValueError(
             f"For '{_NAME}', 'backbone' must return at most {MOST_REPRESENTATIONS} representations, but got "
-            f"{len(shapes)}. Join some along their last axis."
+            f"{len(dtypes)}. Join some along their last axis."
         )
+
+
+@ops.constexpr(check=False)  # the check warns about open shapes
+def check_samples(shapes, axes, samples):
+    """Check that the representations of a micro-batch have its samples on axis 0, to which they were moved. `axes` :
+    those of samples before, or `UNCUT` ; (): unknown, and taken for 0. `samples` : their number, None if it is open."""
+    for position, shape in enumerate(shapes):
+        has_samples = shape and (samples is None or shape[0] in (samples, None, -1))
+        if not has_samples and not (axes and axes[position] < 0):
+            raise ValueError(f"{_NEEDS_SAMPLES}output {position} got shape {shape} for {samples} sample(s).{_OF_BATCH}")
+
+
+def axes_of(outputs: Sequence[Any], ranks: int) -> tuple[int, ...]:
+    """The axes of samples of the representations, of which each is an `Output` ."""
+    axes = []
+    for output in outputs:
+        axis = 0 if output is None else output.axis()
+        if axis is None:
+            raise ValueError(f"{_NEEDS_SAMPLES}{output.text}.{_OF_BATCH}")
+        if axis != 0 and ranks > 1:
+            raise ValueError(
+                f"For '{_NAME}', with 'gather_ranks' each representation that 'backbone' returns must have the samples "
+                f"on axis 0, along which ranks are joined, but {output.text}. Move them there."
+            )
+        axes.append(axis)
+    return tuple(axes)
 
 
 def check_ranks(network: WithBatchLossCell) -> None:

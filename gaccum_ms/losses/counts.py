@@ -96,10 +96,14 @@ class CountMask(nn.Cell):
 
 
 class CountSamples(nn.Cell):
-    """Count for a loss that is a mean over samples."""
+    """Count for a loss that is a mean over samples. `axis` : that of the samples of the first input."""
+
+    def __init__(self, axis: int = 0) -> None:
+        super().__init__()
+        self.axis = axis
 
     def construct(self, *inputs):
-        return float32(samples_of(inputs))
+        return float32(samples_of(inputs, self.axis))
 
 
 class CountBy(nn.Cell):
@@ -113,21 +117,22 @@ class CountBy(nn.Cell):
         return self.functions[0](*inputs)
 
 
-def count_cell(count: Callable | None) -> nn.Cell:
+def count_cell(count: Callable | None, axis: int = 0) -> nn.Cell:
     """The user's count of one loss, as a Cell: in graph mode a tuple's entries must be of one kind."""
     if count is None:
-        return CountSamples()
+        return CountSamples(axis)
     return count if isinstance(count, nn.Cell) else CountBy(count)
 
 
 # -- compiled ----------------------------------------------------------------------------------------------------------
 
 
-def samples_of(inputs):
-    """Samples in a batch: an int, or an int32 Tensor of shape () where `set_inputs` leaves it open."""
-    samples = inputs[0].shape[0]
+def samples_of(inputs, axis):
+    """Samples in a batch: an int, or an int32 Tensor of shape () where `set_inputs` leaves it open. `axis` : that of
+    the samples of the first input."""
+    samples = inputs[0].shape[axis]
     if not ops.isconstant(samples):
-        samples = ops.cast(_shape_of(inputs[0])[0], ms.int32)
+        samples = ops.cast(_shape_of(inputs[0])[axis], ms.int32)
     return samples
 
 

@@ -216,7 +216,7 @@ def memory_report(
     """
     check_trial(_NAME, cell, optimizer, batch, memory_limit)
     compatibility.check(REPORT, _NAME, Setup(cell.options, cell.network))
-    sizes = _micro_sizes(micro_sizes, batch[0].shape[0])
+    sizes = _micro_sizes(micro_sizes, batch[0].shape[cell.first_axis])
     forecast = Forecast(_NAME, cell, optimizer, batch, memory_limit)
     forecast.probe()
     probed = tuple(size for size, found in sorted(forecast.measured.items()) if found is not None)
@@ -277,6 +277,6 @@ def check_trial(owner: str, cell: Any, optimizer: Any, batch: Sequence[Any], mem
     refuse_without_kernels(owner, optimizer)
     compatibility.check(TRIAL, owner, Setup(cell.options, cell.network, compiler_distributes()))
     check_parallel_mode(owner)
-    micro_batches.plan_split(micro_batches.batch_shapes(tuple(batch)), 1, None, cell.shared)
+    micro_batches.plan_split(micro_batches.batch_shapes(tuple(batch)), 1, None, cell.shared, cell.axis)
     if memory_limit is not None:
         check_positive_int(owner, "memory_limit", memory_limit)

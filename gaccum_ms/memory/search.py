@@ -144,6 +144,7 @@ def search_key(
         cell.counted,
         cell.loss_weights,
         cell.shared,
+        cell.axis,
         _widths(cell, batch),
         cell.shard_accumulators,
         cell.compensated,

@@ -23,9 +23,11 @@ from gaccum_ms.backend.snapshot import Snapshot, as_numpy
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.distributed.layout import rank_and_ranks
 from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer
+from gaccum_ms.layers.batchnorm import trains_batch_norm
 from gaccum_ms.memory.child import Usage, run_in_child
 from gaccum_ms.memory.meter import AllocatorMeter, ProcessMeter
 from gaccum_ms.memory.watch import Watch
+from gaccum_ms.split import UNCUT, cut_axes
 from gaccum_ms.transforms.chain import others
 
 if TYPE_CHECKING:
@@ -71,7 +73,7 @@ class Trials:
         self.meter = meter
         self._watch = Watch(owner, limit)
         self.step = step
-        self.most = batch[0].shape[0]  # the largest size
+        self.most = batch[0].shape[cell.first_axis]  # the largest size
         limit_instructions_for(cell.network)  # here, for all copies of the process
 
     unit = 1  # what a size is a multiple of
@@ -110,9 +112,9 @@ class Trials:
         return list({id(one): one for one in held}.values())
 
     def _train(self, size: int, samples: int) -> None:
-        batch = self._first(size, samples)
         with _as_if_alone(), compiling_alone():
             step = self._step_of(size)
+            batch = self._first(size, samples)
             for _ in range(_UPDATES):
                 loss = step(*batch)
             (loss[0] if isinstance(loss, tuple) else loss).asnumpy()  # waits
@@ -141,13 +143,15 @@ class Trials:
 
     def _first(self, size: int, samples: int) -> list[ms.Tensor]:
         """The batch; if it has many micro-batches, two of them, and the smaller last one."""
-        plan = micro_batches.plan_split([(samples,)], None, size)
-        number = samples if plan.full <= 4 else 2 * size + plan.rest
-        if number == self.batch[0].shape[0]:
+        least = 2 if trains_batch_norm(self.cell.network) else 1
+        plan = micro_batches.plan_split([(samples,)], None, size, least=least)
+        number = samples if plan.full <= 4 else 2 * plan.size + plan.rest
+        if number == self.most:
             return list(self.batch)
+        axes = cut_axes(len(self.batch), self.cell.shared, self.cell.axis)
         return [
-            value if position in self.cell.shared else ms.Tensor(as_numpy(value)[:number], value.dtype)
-            for position, value in enumerate(self.batch)
+            value if axis == UNCUT else ms.Tensor(as_numpy(value)[micro_batches.between(0, number, axis)], value.dtype)
+            for value, axis in zip(self.batch, axes, strict=True)
         ]
 
 

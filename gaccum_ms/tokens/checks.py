@@ -61,6 +61,11 @@ def checked_arrays(inputs: Any) -> list[np.ndarray]:
             f"For '{NAME}', the first input must be of shape (N, W, ...), of which axis 1 holds the tokens, but got "
             f"{described(inputs)}."
         )
+    if len({array.shape[0] for array in arrays}) > 1:
+        raise ValueError(
+            f"For '{NAME}', axis 0 of all inputs must have the same length, the number of samples, but got shapes "
+            f"{[array.shape for array in arrays]}. Make a Tensor with a row for each sample of what all samples share."
+        )
     return arrays
 
 

@@ -60,15 +60,16 @@ class MaxTokens:
 
     Outputs:
         list[tuple[Tensor]], the inputs of each micro-batch. ``plan`` is then the :class:`TokenPlan` of this batch, to
-        print and to draw. Outputs of a network with `aux` come back in the batch's order; an output whose axis 1 is the
-        micro-batch's width is padded with zeros to :math:`W` .
+        print and to draw. Outputs of a network with `aux` come back in the batch's order; an axis of tokens is padded
+        with zeros, or cut, to :math:`W` .
 
     Raises:
         TypeError: If an argument is of a wrong type.
         RuntimeError: If it is called by itself with ``"auto"`` , before the training has found a number.
-        ValueError: If `max_tokens` or a width is less than 1, or `widths` are not ascending; if the lengths of a batch
-            are not one whole number from 0 to :math:`W` for each sample; if a sample is longer than `max_tokens` or the
-            largest width; if `padding` does not have one value for each input.
+        ValueError: If `max_tokens` or a width is less than 1, or `widths` are not ascending; if the inputs of a batch
+            differ in their number of samples; if the lengths of a batch are not one whole number from 0 to :math:`W`
+            for each sample; if a sample is longer than `max_tokens` or the largest width; if `padding` does not have
+            one value for each input.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -155,15 +156,42 @@ class MaxTokens:
         self._check_widest(rows.lengths, widths)
         return WorstCase(rows, widths)
 
-    def in_order(self, outputs: Sequence[np.ndarray]) -> np.ndarray:
-        """Join the outputs of the last batch's micro-batches, in the batch's order and at its width."""
+    def two_sizes(self, *inputs: Any) -> tuple[list[tuple[ms.Tensor, ...]], tuple[int, int], tuple[int, int]]:
+        """Two micro-batches that differ in their rows and widths, these numbers of rows, and the widths. Nothing
+        changes here."""
+        rows, possible = self._read(inputs, self.max_tokens)
+        width = possible[-1]
+        other = next((one for one in (rows.before, *possible) if one != width), max(width - 1, 1))
+        numbers = (2, 4) if (width, other) == (2, 3) else (2, 3)
+        samples = [np.resize(np.arange(rows.lengths.size), number) for number in numbers]
+        runs = [rows.micro_batch(*one) for one in zip(samples, (width, other), strict=True)]
+        return runs, numbers, (width, other)
+
+    def in_order(self, outputs: Sequence[np.ndarray], axis: int = 0, tokens: Sequence[int] | None = None) -> np.ndarray:
+        """Join the outputs of the last batch's micro-batches, in the batch's order and at its width.
+
+        Args:
+            outputs (Sequence[ndarray]): The output, of each micro-batch.
+            axis (int): That of samples; -1 if all micro-batches have the same output.
+            tokens (Sequence[int], optional): The axes of tokens. Default: ``None`` , axis 1 if it is as long as the
+                micro-batches are wide.
+        """
         if self.plan is None:
             raise RuntimeError(f"For '{_NAME}', outputs must be those of a batch that was split, but none was.")
-        widths = [width for width, _ in self.plan.parts]
-        if all(one.ndim > 1 and one.shape[1] == width for one, width in zip(outputs, widths, strict=True)):
-            rest = [(0, 0)] * (outputs[0].ndim - 2)
-            outputs = [np.pad(one, [(0, 0), (0, self.plan.before - one.shape[1]), *rest]) for one in outputs]
-        return np.concatenate(outputs)[self.plan.order]
+        if axis < 0:
+            if any(not np.array_equal(one, outputs[0], equal_nan=one.dtype.kind in "fc") for one in outputs):
+                raise ValueError(
+                    f"For '{_NAME}', an output without an axis that counts samples must be the same for all "
+                    f"micro-batches, but got another value for a later one. Return a mean of shape (), or an entry for "
+                    f"each sample. Nothing was updated."
+                )
+            return outputs[0]
+        if tokens is None:
+            widths = [width for width, _ in self.plan.parts]
+            is_wide = all(one.ndim > 1 and one.shape[1] == width for one, width in zip(outputs, widths, strict=True))
+            tokens = (1,) * is_wide
+        joined = np.concatenate([_at_width(one, tokens, self.plan.before) for one in outputs], axis)
+        return joined.take(self.plan.order, axis)
 
     def check_count(self, count: Callable) -> None:
         """Check once, after a batch was split, that rows of padding count nothing.
@@ -250,3 +278,9 @@ class MaxTokens:
             one[short].reshape((before, -1))[lengths[short], 0] if 1 in trimmed else 0
             for one, trimmed in zip(arrays, axes, strict=True)
         )
+
+
+def _at_width(output: np.ndarray, axes: Sequence[int], width: int) -> np.ndarray:
+    """The output with these axes padded with zeros, or cut, to a width."""
+    kept = output[tuple(slice(width) if axis in axes else slice(None) for axis in range(output.ndim))]
+    return np.pad(kept, [(0, width - size) if axis in axes else (0, 0) for axis, size in enumerate(kept.shape)])

@@ -35,6 +35,7 @@ class WorstCase:
         def micro_batches(*_: Any) -> list[tuple[ms.Tensor, ...]]:
             return [self._rows.micro_batch(self._samples(width, tokens // width), width) for width in self.widths]
 
+        micro_batches.joins = False  # type: ignore[attr-defined]  # their outputs are of no use
         return micro_batches
 
     def _samples(self, width: int, number: int) -> np.ndarray:

@@ -71,7 +71,7 @@ class AutoSize(Halving):
         step = self._step
         if self.size is None:
             self._find(inputs)
-        *kept, scale = self._as_it_fits(lambda: self._add(inputs), inputs[0].shape[0])
+        *kept, scale = self._as_it_fits(lambda: self._add(inputs), inputs[0].shape[self._cell.first_axis])
         kept, shown = (kept[:1], kept[1:]) if step.spans_batches else (kept[:2], kept[2:])
         loss, overflow = kept[0], ms.Tensor(False, ms.bool_)
         if not step.spans_batches or step.window.open.is_full:

@@ -14,6 +14,7 @@ from gaccum_ms.backend.pynative_tape import forget_interrupted_gradient
 from gaccum_ms.distributed.ranks import broadcast_parameters
 from gaccum_ms.layers.sparse import explain_sparse_gradients
 from gaccum_ms.semi_auto import modes as auto_parallel
+from gaccum_ms.split import cut_axes
 from gaccum_ms.training.admission import NoCount
 from gaccum_ms.training.auto_size import AutoSize
 from gaccum_ms.training.auto_tokens import AutoTokens
@@ -40,6 +41,7 @@ class CalledFromPython:
     batch_items: ms.Parameter
     spans_batches: bool
     update: Any
+    weights: Any
     window: Any
     window_count: ms.Parameter
     window_position: ms.Parameter
@@ -114,7 +116,7 @@ class CalledFromPython:
             auto_parallel.check_batch(shapes, self._setup.o.micro_size)
             return
         micro_size = self._setup.o.micro_size
-        plan = micro_batches.plan_split(shapes, micro_size, self.window.micro_batch_size, self._setup.o.shared)
+        plan = self.window.plan_in_python(shapes)
         self.window.check_plan(plan)  # first, because all ranks must
         too_short = micro_size is not None and micro_size > plan.samples
         if too_short and not int(self.batch_count.asnumpy()):
@@ -124,6 +126,7 @@ class CalledFromPython:
                 f"sample(s). Use a larger batch or a smaller 'micro_size'; samples per micro-batch are set by "
                 f"'micro_batch_size'."
             )
+        self.window.find_output_axes(inputs, plan, self.weights)
 
     def _check_count(self, batch: Sequence[Any]) -> None:
         """Raise an error for a bad count; the graph did not update with it on any rank."""
@@ -157,13 +160,8 @@ class CalledFromPython:
 
     def _cut(self, inputs: Sequence[ms.Tensor]) -> list[list[ms.Tensor]]:
         """The micro-batches of a batch, as the graph cuts it."""
-        shared = self._setup.o.shared
-        shapes = micro_batches.batch_shapes(tuple(inputs))
-        plan = micro_batches.plan_split(shapes, self._setup.o.micro_size, self.window.micro_batch_size, shared)
-        return [
-            [value if position in shared else value[start : start + plan.size] for position, value in enumerate(inputs)]
-            for start in range(0, plan.samples, plan.size)
-        ]
+        plan = self.window.plan_in_python(micro_batches.batch_shapes(tuple(inputs)))
+        return micro_batches.cut(inputs, plan, cut_axes(len(inputs), self._setup.o.shared, self._setup.o.axis))
 
 
 def _consequence(spans_batches: bool, was_added: bool) -> str:

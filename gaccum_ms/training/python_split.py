@@ -20,6 +20,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
 
+from gaccum_ms.accumulation.output_axes import outputs_of
 from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.backend.checks import described
 from gaccum_ms.backend.graphs import OwnGraph
@@ -48,11 +49,11 @@ class AddMicroBatch(OwnGraph):
 
 
 class Added(NamedTuple):
-    """A batch that was added to the window: its sums, its mean loss, and the outputs of each micro-batch."""
+    """A batch that was added to the window: its sums, its mean loss, and its outputs."""
 
     sums: ms.Tensor
     loss: Any
-    outputs: list[list[ms.Tensor]]
+    outputs: list[ms.Tensor]
 
 
 class PythonSplit:
@@ -67,7 +68,10 @@ class PythonSplit:
         self._step = step
         self._count = options.own_count
         self._by_samples = self._count is None
-        self._one_batch = options.accumulation_steps == 1
+        self._has_outputs = options.aux
+        self._first_output = 1 + options.returns_ratio  # its position in what the network returns
+        # How the outputs of a MaxTokens are joined: the axis of samples of each, and those of tokens.
+        self._axes: list[tuple[int, tuple[int, ...]]] | None = None
         self._jit = bool(options.jit)
         self.split_by(options.split)
         self.renew_graphs()
@@ -86,7 +90,27 @@ class PythonSplit:
         made = micro_batches_of(self._split, batch, self._by_samples)
         if self._check_count is not None and self._count is not None:  # with a ratio, the network counts
             self._check_count(self._count)
+        if self._has_outputs and self._axes is None and hasattr(self._split, "two_sizes"):
+            self._find_axes(batch)
         return made
+
+    def _find_axes(self, batch: Sequence[Any]) -> None:
+        runs, samples, widths = self._split.two_sizes(*batch)
+        outputs = outputs_of(self._step.network.network, runs, samples, self._step.weights)
+        axes: list[tuple[int, tuple[int, ...]]] = []
+        for output in outputs[self._first_output :]:
+            if output is None or not output.shapes[0]:
+                axes.append((0, ()))
+                continue
+            axis = output.axis(widths)
+            if axis is None:
+                raise ValueError(
+                    f"For '{_NAME}', with aux=True each output beside the loss must have shape (), or one axis that "
+                    f"counts the micro-batch's samples, or be the same for all micro-batches, but {output.text}, of "
+                    f"{widths[0]} and {widths[1]} token(s). Return a mean of shape (), or an entry for each sample."
+                )
+            axes.append((axis, output.axes_of(widths)))
+        self._axes = axes
 
     def __call__(self, batch: Sequence[Any], parts: Sequence[tuple[ms.Tensor, ...]]) -> Any:
         """Train on a batch, given as its micro-batches too; returns what the step returns."""
@@ -101,32 +125,57 @@ class PythonSplit:
         for micro_batch, times in zip(parts, self._times(parts), strict=True):
             sums, loss, *shown = self._graph.run_alone(sums, ms.Tensor(times, ms.float32), *micro_batch)
             outputs.append(shown)
+        # Before the batch is in the window: an output that cannot be joined is an error without an update.
+        joined = [
+            self._joined(number, of_all, parts, sums[:3]) for number, of_all in enumerate(zip(*outputs, strict=True))
+        ]
         window.end_eagerly(sums)
-        return Added(sums, loss, outputs)
+        return Added(sums, loss, joined)
 
     def end(self, added: Added) -> Any:
         """Finish a batch; if its window ends, update on all ranks. Returns what the step returns."""
         step, window = self._step, self._step.window.open
-        sums, loss, outputs = added
+        _, loss, outputs = added
         scale = step.update.scale()
-        unit = window.window_unit.copy()  # the window's end zeroes it
         overflow = ms.Tensor(False, ms.bool_)
         if window.is_full:
+            is_one_batch = int(window.window_steps.asnumpy()) == 1
             overflow = step.end_window.run_alone(loss)
-            if self._one_batch:
-                loss = window.window_loss.copy()
+            if is_one_batch:
+                loss = window.window_loss + 0.0  # a copy of a Parameter is a Parameter
         overwrite(step.batch_count, step.batch_count + 1)
-        shown = [self._joined(parts_of, sums[:3], scale, unit) for parts_of in zip(*outputs, strict=True)]
-        return step.update.returned(loss, overflow, scale, shown)
+        return step.update.returned(loss, overflow, scale, outputs)
 
-    def _joined(self, parts: Sequence[ms.Tensor], sums: ms.Tensor, scale: ms.Tensor, unit: ms.Tensor) -> ms.Tensor:
+    def _joined(
+        self,
+        number: int,
+        outputs: Sequence[ms.Tensor],
+        parts: Sequence[tuple[ms.Tensor, ...]],
+        sums: ms.Tensor,
+    ) -> Any:
         """One output, joined over all micro-batches: the mean of outputs of shape (); others are concatenated, or put
         into the batch's order if `split` has the method `in_order` ."""
-        if parts[0].ndim == 0:
-            return self._step.window.weighing.own_mean(ops.addn(list(parts)), sums, scale, unit)
-        in_order = getattr(self._split, "in_order", None)
-        arrays = [one.asnumpy() for one in parts]
-        return ms.Tensor(np.concatenate(arrays) if in_order is None else in_order(arrays), parts[0].dtype)
+        if outputs[0].ndim == 0:
+            unit = self._step.window.open.window_unit + 0.0
+            scale = self._step.update.scale()
+            return self._step.window.weighing.own_mean(ops.addn(list(outputs)), sums, scale, unit)
+        if not getattr(self._split, "joins", True):  # a trial
+            return outputs[0]
+        arrays = [one.asnumpy() for one in outputs]
+        if self._axes is not None:
+            joined = self._split.in_order(arrays, *self._axes[number])
+        elif hasattr(self._split, "in_order"):
+            joined = self._split.in_order(arrays)
+        else:
+            axis = _axis_to_join([one.shape for one in arrays], [part[0].shape for part in parts])
+            if axis is None:
+                raise ValueError(
+                    f"For '{_NAME}', with a function as 'split' the micro-batches' shapes of an output must differ "
+                    f"along one axis at most, along which they are joined, but got {[one.shape for one in arrays]} for "
+                    f"output {self._first_output + number}. Pad it, or return a mean of shape ()."
+                )
+            joined = np.concatenate(arrays, axis)
+        return ms.Tensor(joined, outputs[0].dtype)
 
     def _times(self, parts: Sequence[tuple[ms.Tensor, ...]]) -> list[float]:
         """For each micro-batch, the expected ratio of the batch's count to its own. The first micro-batch that counts
@@ -135,6 +184,18 @@ class PythonSplit:
             return [float(len(parts))] * len(parts)
         samples = [one[0].shape[0] for one in parts]
         return [sum(samples) / number for number in samples]
+
+
+def _axis_to_join(shapes: Sequence[tuple[int, ...]], inputs: Sequence[tuple[int, ...]]) -> int | None:
+    """The axis of samples of an output, from its shapes for all micro-batches and those of their first inputs; None if
+    it cannot be joined. A function may make micro-batches of anything, so that their sizes alone can say it."""
+    if len({len(shape) for shape in shapes}) > 1:
+        return None
+    differing = [axis for axis, lengths in enumerate(zip(*shapes, strict=True)) if len(set(lengths)) > 1]
+    if differing:
+        return differing[0] if len(differing) == 1 else None
+    rows = {shape[:1] for shape in inputs}
+    return next((axis for axis, length in enumerate(shapes[0]) if rows == {(length,)}), 0)
 
 
 def micro_batches_of(split: Callable, batch: Sequence[Any], by_samples: bool) -> list[tuple[ms.Tensor, ...]]:

@@ -230,7 +230,7 @@ def test_what_can_be_shared(shared, error, words):
 
 def test_positions_are_a_set():
     assert EvenSplit([2, 1, 2]) == EvenSplit((1, 2))
-    assert repr(EvenSplit([2])) == "EvenSplit(shared=(2,))"
+    assert repr(EvenSplit([2])) == "EvenSplit(shared=(2,), axis=0)"
 
 
 def test_a_plan_looks_at_what_is_cut_alone():

@@ -135,7 +135,7 @@ def test_outputs_are_the_batchs_and_change_nothing(mode, loss, micro_size):
 
 
 def test_negative_control_a_changed_order_is_caught(pynative, monkeypatch):
-    def in_front(state, turned, rows):
+    def in_front(state, turned, rows, axes):
         following = (state[0] + rows, state[1] + turned[0])
         for held, new in zip(state[2:], turned[1:], strict=True):
             following = (*following, held + new if new.shape == () else ops.concat((new, held[: len(held) - rows])))
@@ -249,7 +249,7 @@ def test_with_the_noise_recorded(pynative):
     [
         ("alone", ValueError, "a tuple, but got one output. Return such"),
         ("nothing", ValueError, "a tuple, but got a tuple of 1. Return such"),
-        ("part", ValueError, r"micro-batch's 4 samples along axis 0, but output 1 got shape \(1,\). Return"),
+        ("part", ValueError, r"output 1 got shape \(1,\) for 4 sample\(s\) and shape \(1,\) for 8. Return"),
         ("tuple", TypeError, "each of 'aux' is a Tensor, but output 1 got 'Tuple.*'. Return"),
         ("text", TypeError, "each of 'aux' is a Tensor, but output 1 got 'String'. Return"),
     ],

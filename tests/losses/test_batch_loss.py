@@ -629,8 +629,8 @@ class Returns(Single):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("mean", r"one entry for each sample along axis 0, but got shapes \[\(., 6\), \(6,\)\]"),
-        ("scalar", r"one entry for each sample along axis 0, but got shapes \[\(\)\]"),
+        ("mean", r"but output 1 got shape \(6,\) for . sample\(s\) and shape \(6,\) for .\. What is one"),
+        ("scalar", r"the same for all micro-batches, but output 0 got shape \(\) for"),
         ("ints", r"at least one representation of a float dtype"),
         ("many", r"at most 16 representations, but got 17"),
     ],

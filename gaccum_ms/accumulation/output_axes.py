@@ -1,0 +1,123 @@
+"""The axis of an output that counts samples: the one that grows when there are more of them.
+
+A length that equals the number of samples by chance says nothing. So the network runs forward on two numbers of
+samples, once, before the first batch. It runs eagerly and without a gradient, and everything that it wrote is restored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn, ops
+
+from gaccum_ms.accumulation.micro_batches import SplitPlan
+from gaccum_ms.backend import no_grad
+from gaccum_ms.backend.snapshot import Snapshot, as_numpy
+from gaccum_ms.split import UNCUT
+
+
+class Output(NamedTuple):
+    """An output at two numbers of samples. Without a second run, both are the same."""
+
+    position: int  # among the network's outputs
+    samples: tuple[int, int]
+    values: tuple[np.ndarray, np.ndarray]
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.values[0].shape, self.values[1].shape
+
+    @property
+    def text(self) -> str:
+        """Where it is, and its shapes."""
+        (few, many), (shape, other) = self.samples, self.shapes
+        more = "" if few == many else f" and shape {other} for {many}"
+        return f"output {self.position} got shape {shape} for {few} sample(s){more}"
+
+    def axis(self, lengths: tuple[int, int] = (0, 0)) -> int | None:
+        """The axis of samples; `UNCUT` if nothing about the output depends on the samples; None if neither.
+
+        Args:
+            lengths (tuple[int, int]): The width of tokens in the first run and in the second, which another axis may
+                have.
+        """
+        shape, other = self.shapes
+        if len(shape) != len(other):
+            return None
+        pairs = list(zip(shape, other, strict=True))
+        grown = [axis for axis, pair in enumerate(pairs) if pair == self.samples]
+        few, many = self.samples
+        if few == many:
+            return grown[0] if grown else None
+        others = {pair for pair in pairs if pair[0] != pair[1]} - {self.samples, lengths}
+        if others or len(grown) > 1:
+            return None
+        if grown:
+            return grown[0]
+        return UNCUT if np.array_equal(*self.values, equal_nan=self.values[0].dtype.kind in "fc") else None
+
+    def axes_of(self, lengths: tuple[int, int]) -> tuple[int, ...]:
+        """The axes of these lengths in both runs."""
+        shape, other = self.shapes
+        if self.samples[0] == self.samples[1]:  # there was one run
+            return (1,) if len(shape) > 1 and shape[1] == lengths[0] else ()
+        return tuple(axis for axis, pair in enumerate(zip(shape, other, strict=True)) if pair == lengths)
+
+
+def outputs_of(
+    network: nn.Cell,
+    runs: Sequence[Sequence[ms.Tensor]],
+    samples: tuple[int, int],
+    weights: Sequence[ms.Parameter],
+) -> list[Output | None]:
+    """The network's outputs at two numbers of samples; None for what is no Tensor. A network that takes only the first
+    number is asked about it alone.
+
+    Args:
+        network (Cell): The network.
+        runs (Sequence): The inputs of both runs.
+        samples (tuple[int, int]): Their numbers of samples.
+        weights (Sequence[Parameter]): What forward does not write.
+    """
+    before = Snapshot(network, leave_out=weights)
+    mode = ms.get_context("mode")
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    try:
+        with no_grad():
+            first = _values(network(*runs[0]))
+            try:
+                second = _values(network(*runs[1]))
+            except Exception:  # such as a reshape to one number of samples
+                second, samples = first, (samples[0], samples[0])
+    finally:
+        ms.set_context(mode=mode)
+        before.restore()
+    if len(first) != len(second):
+        return []
+    return [
+        None if one is None or other is None else Output(position, samples, (one, other))
+        for position, (one, other) in enumerate(zip(first, second, strict=True))
+    ]
+
+
+def _values(outputs: Any) -> list[np.ndarray | None]:
+    outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+    return [as_numpy(one) if isinstance(one, ms.Tensor) else None for one in outputs]
+
+
+def two_numbers(
+    inputs: Sequence[ms.Tensor], plan: SplitPlan, axes: Sequence[int]
+) -> tuple[list[list[ms.Tensor]], tuple[int, int]]:
+    """Micro-batches of two sizes: those of the plan, else a full one and one of twice its samples."""
+    many = plan.rest or 2 * plan.size
+    places = np.arange(plan.size), np.arange(plan.samples - plan.rest, plan.samples - plan.rest + many) % plan.samples
+    rows = [ms.Tensor(one, ms.int32) for one in places]
+    with no_grad():
+        runs = [
+            [value if axis == UNCUT else ops.gather(value, one, axis) for value, axis in zip(inputs, axes, strict=True)]
+            for one in rows
+        ]
+    return runs, (plan.size, many)
