@@ -14,6 +14,7 @@ __all__ = [
     "BalancedSampler",
     "ClipByGlobalNorm",
     "ClipByValue",
+    "CountClassWeights",
     "CountMask",
     "CountNotIgnored",
     "EvenSplit",
@@ -76,7 +77,8 @@ if not _is_command:
     from gaccum_ms.layers.window_batchnorm import WindowBatchNorm
     from gaccum_ms.learning_rate import scale_learning_rate
     from gaccum_ms.losses.batch_loss import WithBatchLossCell
-    from gaccum_ms.losses.counts import CountMask, CountNotIgnored
+    from gaccum_ms.losses.counts import CountMask
+    from gaccum_ms.losses.counts_of_labels import CountClassWeights, CountNotIgnored
     from gaccum_ms.losses.per_sample_loss import PerSampleLoss
     from gaccum_ms.memory import search as _search
     from gaccum_ms.memory import trial as _trial

@@ -13,13 +13,17 @@ from mindspore import nn
 _MOST_SHOWN = 4  # entries of a dict, tuple or list
 
 
-def check_positive_int(owner: str, name: str, value: Any) -> None:
+def check_positive_int(owner: str, name: str, value: Any, least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(
             f"For '{owner}', the argument '{name}' must be an int, but got {value!r} of type '{type(value).__name__}'."
         )
-    if value < 1:
-        raise ValueError(f"For '{owner}', the argument '{name}' must be at least 1, but got {value}.")
+    if value < least:
+        raise ValueError(f"For '{owner}', the argument '{name}' must be at least {least}, but got {value}.")
+
+
+def check_not_negative_int(owner: str, name: str, value: Any) -> None:
+    check_positive_int(owner, name, value, least=0)
 
 
 def check_accumulation_options(

@@ -40,6 +40,21 @@ def _sent(parameter: ms.Parameter, from_rank_0: Any) -> ms.Tensor:
     return ms.Tensor(np.frombuffer(value.asnumpy().tobytes()[: own.nbytes], own.dtype).reshape(own.shape))
 
 
+def advice_about_ranks(owner: str) -> str | None:
+    """What to say where several processes train and nothing joins them; None otherwise."""
+    try:
+        ranks = get_group_size()
+    except (RuntimeError, ValueError):  # `init` was not called
+        return None
+    if ranks == 1 or ms.get_auto_parallel_context("parallel_mode") != ms.ParallelMode.STAND_ALONE:
+        return None
+    return (
+        f"For '{owner}', gradients are reduced over ranks in data parallel mode, but got {ranks} ranks in mode "
+        f"'stand_alone': each trains by itself, and their weights drift apart. After init(), and before the network is "
+        f"made, call mindspore.set_auto_parallel_context(parallel_mode='data_parallel', gradients_mean=True)."
+    )
+
+
 def rank_or_0() -> int:
     """This rank; 0 if `init` was not called."""
     try:

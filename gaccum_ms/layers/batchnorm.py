@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Sequence
 
 from mindspore import mint, nn, ops
 
+from gaccum_ms.backend.held_cells import held_values
 from gaccum_ms.distributed.layout import rank_and_ranks
 from gaccum_ms.layers.window_batchnorm import WindowBatchNorm
 
@@ -38,9 +39,33 @@ def batch_norms(network: nn.Cell) -> dict[str, nn.Cell]:
     }
 
 
-def batch_norm_names(network: nn.Cell) -> list[str]:
-    """The names of these layers."""
-    return list(batch_norms(network))
+def batch_norm_names(network: nn.Cell, as_now: bool = False) -> list[str]:
+    """The names of these layers, and of Cells of one's own that use MindSpore's operator.
+
+    Args:
+        network (Cell): The network.
+        as_now (bool): Leave out the layers that are in evaluation mode now.
+    """
+    layers = batch_norms(network)
+    own = {name: cell for name, cell in network.cells_and_names() if _modes_of_own(cell)[0]}
+    return [name for name, cell in {**layers, **own}.items() if not as_now or _normalises_by_batch(cell)]
+
+
+def _normalises_by_batch(layer: nn.Cell) -> bool:
+    of_own = _modes_of_own(layer)
+    if of_own[0]:
+        return layer.training or not of_own[1]  # with an operator for each mode, the mode chooses
+    layer = layer_of_parameters(layer)
+    keeps_none = getattr(layer, "running_mean", layer) is None  # of mint.nn, with track_running_stats=False
+    return layer.training or keeps_none or bool(getattr(layer, "use_batch_statistics", None))
+
+
+def _modes_of_own(cell: nn.Cell) -> tuple[bool, bool]:
+    """Whether a Cell of one's own has an `ops.BatchNorm` for training, and one for evaluation."""
+    if type(cell).__module__.startswith("mindspore.") or isinstance(cell, (*_BATCH_NORMS, nn.BatchNorm3d)):
+        return False, False
+    modes = {bool(value.is_training) for _, value in held_values(cell) if isinstance(value, ops.BatchNorm)}
+    return True in modes, False in modes
 
 
 def refuse_sync_batch_norm(owner: str, network: nn.Cell) -> None:
@@ -55,38 +80,52 @@ def refuse_sync_batch_norm(owner: str, network: nn.Cell) -> None:
         )
 
 
-def warn_about_batch_norm(network: nn.Cell, times: str = "once") -> None:
-    """Warn once, for all layers, about the differences from training on the whole batch.
+def advice_about_batch_norm(network: nn.Cell, times: str = "once") -> str | None:
+    """What to say, for all layers, about the differences from training on the whole batch; None without such layers.
 
     Args:
-        network (Cell): The network with the layers.
+        network (Cell): The network with the layers, in the mode in which it trains.
         times (str): How often a micro-batch runs forward.
     """
-    names = batch_norm_names(network)
-    if names:
-        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        warnings.warn(
-            f"For 'GradAccumulationCell', the network has {len(names)} BatchNorm layer(s) ({shown}). In training each "
-            f"normalises by the mean and variance of one micro-batch, not of the whole batch, and its moving "
-            f"statistics are updated {times} per micro-batch: gradients and results differ from the whole batch's. For "
-            f"equal results use convert_batchnorm_to_groupnorm(network, num_groups), nn.GroupNorm or nn.LayerNorm, or "
-            f"use_batch_statistics=False.",
-            UserWarning,
-            stacklevel=4,
-        )
+    names = batch_norm_names(network, as_now=True)
+    if not names:
+        return None
+    return (
+        f"For 'GradAccumulationCell', the network has {len(names)} BatchNorm layer(s) ({_shown(names)}). In training "
+        f"each normalises by the mean and variance of one micro-batch, not of the whole batch, and its moving "
+        f"statistics are updated {times} per micro-batch: gradients and results differ from the whole batch's. For "
+        f"equal results use convert_batchnorm_to_groupnorm(network, num_groups), nn.GroupNorm or nn.LayerNorm, or "
+        f"use_batch_statistics=False."
+    )
+
+
+def advice_about_one_value(network: nn.Cell, sizes: Sequence[int]) -> str | None:
+    """What to say about micro-batches of one sample, whose variance divides by zero; None if there are none, or no
+    BatchNorm layer that it concerns.
+
+    Args:
+        network (Cell): The network with the layers, in the mode in which it trains.
+        sizes (Sequence[int]): The numbers of samples in the micro-batches.
+    """
+    names = batch_norm_names(network, as_now=True) if 1 in sizes else []
+    if rank_and_ranks()[1] > 1:  # SyncBatchNorm then has the samples of all ranks
+        together = {name for name, cell in network.cells_and_names() if isinstance(cell, _SYNC_BATCH_NORMS)}
+        names = [name for name in names if name not in together]
+    if not names:
+        return None
+    return (
+        f"For 'GradAccumulationCell', a micro-batch has one sample, and the network has {len(names)} BatchNorm "
+        f"layer(s) ({_shown(names)}). For feature maps of more than one pixel this is harmless; but a layer with one "
+        f"value per channel has no variance: its output is constant, and its moving variance becomes NaN for good. Use "
+        f"micro-batches of two samples or more, or nn.GroupNorm or nn.LayerNorm."
+    )
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def trains_batch_norm(network: nn.Cell) -> bool:
-    """Whether the network, as it is now, normalises by the statistics of a micro-batch: by a layer in training mode, or
-    by the operator in a Cell of the user's own."""
-    if any(
-        layer.training or getattr(layer, "use_batch_statistics", None)
-        for layer in map(layer_of_parameters, batch_norms(network).values())
-    ):
-        return True
-    others = [cell for _, cell in network.cells_and_names() if cell.training and not isinstance(cell, _BATCH_NORMS)]
-    return any(
-        isinstance(cell, WindowBatchNorm)
-        or any(isinstance(one, ops.BatchNorm) and one.is_training for one in cell._primitives.values())
-        for cell in others
-    )
+    """Whether the network, as it is now, normalises by the statistics of a micro-batch."""
+    pooled = any(isinstance(cell, WindowBatchNorm) and cell.training for _, cell in network.cells_and_names())
+    return pooled or bool(batch_norm_names(network, as_now=True))

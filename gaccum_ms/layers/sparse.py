@@ -7,13 +7,11 @@ cells and primitives that it holds, and the code of its `construct` .
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
-from types import FunctionType, ModuleType
 from typing import Any
 
 from mindspore import nn, ops
 
+from gaccum_ms.backend.code_of_cells import functions_of
 from gaccum_ms.backend.held_cells import held_cells, held_values
 
 _SPARSE = (ops.SparseGatherV2, ops.EmbeddingLookup)
@@ -51,30 +49,8 @@ def _is_sparse(cell: nn.Cell) -> bool:
         return True
     if type(cell).__module__.startswith("mindspore."):
         return False
-    return any(_makes_sparse(value) for value in _named_in(type(cell).construct, type(cell), set()))
+    return any(_makes_sparse(value) for _, values in functions_of(cell) for value in values)
 
 
 def _makes_sparse(value: Any) -> bool:
     return issubclass(value, _SPARSE) if isinstance(value, type) else isinstance(value, _SPARSE)
-
-
-def _named_in(function: Callable, owner: type, seen: set[int]) -> Iterator[Any]:
-    """The objects that a method's code names, and those that the user's functions and methods name that it calls."""
-    function = inspect.unwrap(function)
-    if not isinstance(function, FunctionType) or function.__module__.startswith("mindspore.") or id(function) in seen:
-        return
-    seen.add(id(function))
-    names = inspect.getclosurevars(function)
-    values = [*names.globals.values(), *names.nonlocals.values()]
-    holders = [owner, *(value for value in values if isinstance(value, ModuleType))]
-    values += [_attribute(holder, name) for holder in holders for name in function.__code__.co_names]
-    for value in values:
-        yield value
-        if isinstance(value, FunctionType):
-            yield from _named_in(value, owner, seen)
-
-
-def _attribute(holder: Any, name: str) -> Any:
-    """The attribute as it is stored: reading it may call a module's `__getattr__` , which in NumPy's case warns."""
-    value = inspect.getattr_static(holder, name, None)
-    return getattr(value, "__func__", value)  # unwraps a staticmethod or classmethod

@@ -3,7 +3,6 @@ micro-batches."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -214,26 +213,20 @@ def check_ranks(network: WithBatchLossCell) -> None:
         )
 
 
-def passes(cell: Any) -> str:
-    """How often this GradAccumulationCell runs a micro-batch forward: "once" or "twice"."""
-    return "twice" if isinstance(cell.network, WithBatchLossCell) else "once"
+def passes(network: nn.Cell) -> str:
+    """How often a micro-batch runs forward: "once" or "twice"."""
+    return "twice" if isinstance(network, WithBatchLossCell) else "once"
 
 
-def warn_about_two_passes(cell: Any) -> None:
-    """Warn once about the layers whose two forward passes differ.
-
-    Args:
-        cell (GradAccumulationCell): The network.
-    """
-    if not isinstance(cell.network, WithBatchLossCell):
-        return
-    names = list(dropouts(cell.network.backbone))
-    if names:
-        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        warnings.warn(
-            f"For '{_NAME}', the backbone has {len(names)} Dropout layer(s) ({shown}) that draw other masks when a "
-            f"micro-batch goes forward for the second time: the gradient is then not that of the loss. Set p=0 or "
-            f"remove them.",
-            UserWarning,
-            stacklevel=4,
-        )
+def advice_about_two_passes(network: nn.Cell) -> str | None:
+    """What to say about layers whose two forward passes differ; None if there are none."""
+    layers = dropouts(network.backbone) if isinstance(network, WithBatchLossCell) else {}
+    names = [name for name, layer in layers.items() if layer.training]
+    if not names:
+        return None
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return (
+        f"For '{_NAME}', the backbone has {len(names)} Dropout layer(s) ({shown}) that draw other masks when a "
+        f"micro-batch goes forward for the second time: the gradient is then not that of the loss. Set p=0 or remove "
+        f"them."
+    )

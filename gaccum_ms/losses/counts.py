@@ -1,4 +1,4 @@
-r"""The divisor of a window's sums, and the ready-made counts.
+r"""The divisor of a window's sums, and what may count it; counts_of_labels.py has the counts of labels.
 
 A network's loss is a mean over some items of its micro-batch: samples, or the items of ``count=`` (valid tokens,
 unpadded pixels). If :math:`L_i` is the mean over :math:`c_i` items, the window's loss is
@@ -19,46 +19,6 @@ from mindspore import nn, ops
 from mindspore.ops.functional import typeof
 
 _shape_of = ops.TensorShape()
-
-
-class CountNotIgnored(nn.Cell):
-    r"""
-    Count for a loss that skips a label, as `nn.CrossEntropyLoss` skips `ignore_index` : the number of labels it keeps.
-
-    The rule follows `mindspore.nn.CrossEntropyLoss <https://www.mindspore.cn/docs/en/master/api_python/nn/
-    mindspore.nn.CrossEntropyLoss.html>`_: with reduction 'mean' the sum is divided by the number of labels that differ
-    from `ignore_index` . With its `weight` the divisor is another; write your own count then.
-
-    Args:
-        ignore_index (int): The label that is skipped. Default: ``-100`` , as in `nn.CrossEntropyLoss` .
-        position (int): Which of the network's inputs holds the labels. Default: ``-1`` , the last.
-
-    Inputs:
-        - **\*inputs** (Tensor) - The network's inputs.
-
-    Outputs:
-        Tensor of shape :math:`()`, float32: number of labels that are not `ignore_index` .
-
-    Raises:
-        IndexError: If there is no input number `position` .
-
-    Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
-
-    Examples:
-        >>> from mindspore import Tensor
-        >>> from gaccum_ms import CountNotIgnored
-        >>> print(CountNotIgnored()(Tensor([[1.0], [2.0], [3.0]]), Tensor([4, -100, 7])))
-        2.0
-    """
-
-    def __init__(self, ignore_index: int = -100, position: int = -1) -> None:
-        super().__init__()
-        self.ignore_index = ignore_index
-        self.position = position
-
-    def construct(self, *inputs):
-        return ops.reduce_sum(ops.cast(inputs[self.position] != self.ignore_index, ms.float32))
 
 
 class CountMask(nn.Cell):

@@ -7,7 +7,6 @@ trains in this process, and everything that it wrote is restored. Other ranks ta
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -123,10 +122,9 @@ class Trials:
         step = self.step
         if step is None:
             optimizer = _Nothing(self.optimizer) if isinstance(self.optimizer, ShardedOptimizer) else self.optimizer
-            with warnings.catch_warnings():  # the step of the real training warns
-                warnings.filterwarnings("ignore", message="For 'GradAccumulationCell', the network has .* BatchNorm")
-                cell = self.cell.with_options(transforms=others(self.cell.transforms), **self._options(size))
-                step = _step_class(cell, optimizer).set_train()
+            cell = self.cell.with_options(transforms=others(self.cell.transforms), **self._options(size))
+            step = _step_class(cell, optimizer).set_train()
+            step.advice.silence()  # the step of the real training speaks
         if step.spans_batches:
             step.set_accumulation_steps(1)  # so that each batch ends in an update
         if step._auto is not None:

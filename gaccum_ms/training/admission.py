@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import mindspore as ms
 from mindspore import nn
 
 from gaccum_ms import compatibility
+from gaccum_ms.advice import Advice
 from gaccum_ms.backend.checks import (
     check_accumulation_options,
     check_one_of,
@@ -22,12 +22,12 @@ from gaccum_ms.backend.checks import (
 )
 from gaccum_ms.backend.convolutions import limit_instructions_for, limit_instructions_for_weights
 from gaccum_ms.backend.newer_optimizers import refuse_without_kernels
+from gaccum_ms.backend.user_warnings import warn_user
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.compatibility import Setup
 from gaccum_ms.distributed.ranks import check_parallel_mode
-from gaccum_ms.layers.batchnorm import refuse_sync_batch_norm, warn_about_batch_norm
+from gaccum_ms.layers.batchnorm import refuse_sync_batch_norm
 from gaccum_ms.layers.sparse import refuse_sparse_gradients
-from gaccum_ms.losses.batch_loss import passes, warn_about_two_passes
 from gaccum_ms.options import Options
 from gaccum_ms.rules import SEMI_AUTO
 from gaccum_ms.semi_auto import modes
@@ -61,15 +61,9 @@ def admit(owner: str, cell: Any, optimizer: nn.Optimizer) -> Setup:
     return setup
 
 
-def warn(cell: GradAccumulationCell) -> None:
-    """Warn about layers that behave differently when a batch is split."""
-    warn_about_batch_norm(cell, passes(cell))
-    warn_about_two_passes(cell)
-
-
-def warn_late(network: nn.Cell) -> None:
-    """The same, for a network whose batches were not split so far."""
-    warn_about_batch_norm(network)
+def advice_on(setup: Setup) -> Advice:
+    """What to tell the user about the network, at the first run."""
+    return Advice(setup)
 
 
 class NoCount:
@@ -82,12 +76,10 @@ class NoCount:
         """Warn if the window that has just ended counted nothing, and not because its micro-batches were dropped."""
         if self._is_due and not window_count.asnumpy().any() and not (dropped is not None and dropped.asnumpy().any()):
             self._is_due = False
-            warnings.warn(
+            warn_user(
                 f"For '{owner}', a window counted nothing on any rank, and made no update. If the loss of such a "
                 f"window has a meaning, as a detection loss has without any object, give min_count=1, with "
-                f"reduction='ratio', or 'sum' and counts: the total is then at least 1. This is said once.",
-                UserWarning,
-                stacklevel=4,
+                f"reduction='ratio', or 'sum' and counts: the total is then at least 1. This is said once."
             )
 
 

@@ -21,6 +21,7 @@ from gaccum_ms.training.auto_tokens import AutoTokens
 from gaccum_ms.training.python_split import PythonSplit
 
 if TYPE_CHECKING:
+    from gaccum_ms.advice import Advice
     from gaccum_ms.cell import GradAccumulationCell
     from gaccum_ms.compatibility import Setup
 
@@ -34,6 +35,7 @@ class CalledFromPython:
     _jit: bool
     _setup: Setup
     _split: Any
+    advice: Advice
     _ranks_agree: bool
     _unrolled: bool
     _no_count: NoCount
@@ -105,16 +107,19 @@ class CalledFromPython:
         """The batch to train on, or one clear error before anything runs. It is a tuple of inputs; with a function as
         `split` , these and the list of micro-batches."""
         if self._split is not None:
-            return inputs, self._split.parts(inputs)
-        self._check_batch(inputs)
+            parts = self._split.parts(inputs)
+            self.advice.look(self.spans_batches, [part[0].shape[0] if part[0].ndim else 1 for part in parts])
+            return inputs, parts
+        self.advice.look(self.spans_batches, self._check_batch(inputs), inputs)
         return inputs
 
-    def _check_batch(self, inputs: tuple[Any, ...]) -> None:
-        """A first batch smaller than `micro_size` is an error; a later one is a short last batch."""
+    def _check_batch(self, inputs: tuple[Any, ...]) -> tuple[int, ...]:
+        """The sizes of the batch's micro-batches, if it is cut here. A first batch smaller than `micro_size` is an
+        error; a later one is a short last batch."""
         shapes = micro_batches.batch_shapes(inputs)
         if self._unrolled:
             auto_parallel.check_batch(shapes, self._setup.o.micro_size)
-            return
+            return ()
         micro_size = self._setup.o.micro_size
         plan = self.window.plan_in_python(shapes)
         self.window.check_plan(plan)  # first, because all ranks must
@@ -127,6 +132,7 @@ class CalledFromPython:
                 f"'micro_batch_size'."
             )
         self.window.find_output_axes(inputs, plan, self.weights)
+        return plan.size, plan.rest
 
     def _check_count(self, batch: Sequence[Any]) -> None:
         """Raise an error for a bad count; the graph did not update with it on any rank."""

@@ -147,8 +147,6 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
             cell = auto_parallel.held_cell(network)
             self._build(cell, optimizer, scale_sense)
         cell.keep_options()
-        if cell.accumulates:
-            admission.warn(cell)
         self._given = (network,)  # AutoParallel's settings apply at each call; in a tuple, to be no child of the step
 
     def _build(self, network: nn.Cell, optimizer: nn.Optimizer, scale_sense: nn.Cell | ms.Tensor | None) -> None:
@@ -156,6 +154,8 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
         super().__init__(setup.network, optimizer)
         hold_weights(self, self.weights)
         self._setup = setup
+        self.advice = admission.advice_on(setup)
+        self._look = ops.constexpr(self.advice.look_at_compile_time, check=False)  # the check warns about open shapes
         options, _, self._unrolled = setup
         if self.reducer_flag:
             self.grad_reducer = fused_reducer(options, self)
@@ -209,8 +209,6 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
                 "first step, but got a step that has run, of a cell with accumulation_steps=1. Give the cell "
                 "accumulation_steps > 1."
             )
-        if not self._setup.o.accumulates:
-            admission.warn_late(self.network)
         self.spans_batches = True
         self.window = self._make_window()
         self.update.take_window(self.window.open)
@@ -285,6 +283,7 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
         if self._not_one_graph:
             raise RuntimeError(self._not_one_graph)
         auto_parallel.check_built_for(self._unrolled)
+        self._look(self.spans_batches, inputs[0].shape)
         scale = self.update.scale()
         inputs = clear_flag(inputs)
         if self.spans_batches:

@@ -7,10 +7,10 @@ import warnings
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn
-from support.reference import BatchNormInEvalNet, ConvNet, as_numpy, batches, relative_error
+from mindspore import Tensor, nn, ops
+from support.reference import CLASSES, BatchNormInEvalNet, ConvNet, as_numpy, batches, relative_error
 
-from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WindowBatchNorm
 
 
 class BatchNormNet(ConvNet):
@@ -29,9 +29,17 @@ def make_step(network, micro_size=2):
     return TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.05)).set_train()
 
 
-def test_batch_norm_draws_one_warning_that_says_what_differs():
+def batch(samples=8):
+    return map(Tensor, batches(samples, 1)[0])
+
+
+def test_batch_norm_draws_one_warning_that_says_what_differs(mode):
+    """At the first run, on the caller's line; never again."""
+    step = make_step(BatchNormNet())
     with pytest.warns(UserWarning) as caught:
-        make_step(BatchNormNet())
+        step(*batch())
+        step(*batch())
+        step(*batch(7))
     assert len(caught) == 1
     text = str(caught[0].message)
     assert text.startswith("For 'GradAccumulationCell', the network has 2 BatchNorm layer(s) (")
@@ -40,17 +48,113 @@ def test_batch_norm_draws_one_warning_that_says_what_differs():
     assert caught[0].filename == __file__
 
 
-def test_the_warning_comes_when_a_schedule_makes_windows_of_several_batches():
+def test_the_warning_comes_when_a_schedule_makes_windows_of_several_batches(pynative):
     step = make_step(BatchNormNet(), micro_size=1)
+    step.set_accumulation_steps(2)
     with pytest.warns(UserWarning, match=r"the network has 2 BatchNorm layer\(s\)"):
-        step.set_accumulation_steps(2)
+        step(*batch())
 
 
 @pytest.mark.parametrize(("network", "micro_size"), [(BatchNormInEvalNet, 2), (ConvNet, 2), (BatchNormNet, 1)])
-def test_no_warning_where_nothing_differs(network, micro_size):
+def test_no_warning_where_nothing_differs(network, micro_size, pynative):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        make_step(network(), micro_size)
+        make_step(network(), micro_size)(*batch())
+
+
+def test_layers_are_judged_by_their_mode_at_the_first_run(pynative):
+    """A frozen layer is left out; one that was made in evaluation mode, and trains by then, is not."""
+    network = BatchNormNet()
+    step = make_step(network)
+    network.norm2.set_train(False)
+    with pytest.warns(UserWarning, match=r"the network has 1 BatchNorm layer\(s\) \(_backbone.norm\)"):
+        step(*batch())
+    network = BatchNormNet().set_train(False)
+    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), 2)
+    data = ms.dataset.NumpySlicesDataset(batches(8, 1)[0], shuffle=False).batch(8)
+    with pytest.warns(UserWarning, match=r"the network has 2 BatchNorm layer\(s\)"):
+        ms.Model(cell, optimizer=nn.SGD(cell.trainable_params(), 0.05)).train(1, data)
+
+
+class WithStep(nn.Cell):
+    def __init__(self, step):
+        super().__init__(auto_prefix=False)
+        self.step = step
+
+    def construct(self, x, y):
+        return self.step(x, y)
+
+
+def test_the_warnings_come_where_another_graph_compiles_the_step():
+    """As data sinking does, which never calls the step from Python."""
+    with pytest.warns(UserWarning) as caught:
+        WithStep(make_step(BatchNormNet(), 8)).set_train()(*batch())
+    texts = [str(one.message) for one in caught]
+    assert len(texts) == 2
+    assert "2 BatchNorm layer(s)" in texts[0] and "a micro-batch has one sample" in texts[1]
+
+
+class OwnBatchNorm(ConvNet):
+    """MindSpore's operator in a Cell of one's own, one for each mode or one alone."""
+
+    def __init__(self, for_each_mode):
+        super().__init__()
+        self.scale, self.mean = (ms.Parameter(Tensor(np.ones(CLASSES, np.float32)), name=name) for name in "ab")
+        self.shift, self.variance = (ms.Parameter(Tensor(np.ones(CLASSES, np.float32)), name=name) for name in "cd")
+        self.in_training = ops.BatchNorm(is_training=True)
+        self.in_evaluation = ops.BatchNorm(is_training=False) if for_each_mode else None
+
+    def logits(self, x):
+        normalise = self.in_training if self.training or self.in_evaluation is None else self.in_evaluation
+        return normalise(super().logits(x), self.scale, self.shift, self.mean, self.variance)[0]
+
+
+@pytest.mark.parametrize(("for_each_mode", "training"), [(True, True), (True, False), (False, False)])
+def test_the_operator_in_a_cell_of_ones_own_is_seen(for_each_mode, training, pynative):
+    network = OwnBatchNorm(for_each_mode)
+    step = make_step(network)
+    network.set_train(training)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(*batch())
+    warned = [str(one.message) for one in caught if "1 BatchNorm layer(s) (_backbone)" in str(one.message)]
+    assert len(warned) == (training or not for_each_mode)
+
+
+@pytest.mark.filterwarnings("ignore:For 'GradAccumulationCell', the network has . BatchNorm")
+@pytest.mark.parametrize(
+    ("samples", "options", "warns"),
+    [
+        (4, {"micro_batch_size": 1}, True),
+        (4, {"micro_size": 4}, True),
+        (1, {"micro_batch_size": 3}, True),
+        (4, {"micro_size": 2}, False),
+        (4, {"micro_size": 1, "accumulation_steps": 2}, False),
+        (1, {"micro_size": 1, "accumulation_steps": 2}, True),
+    ],
+)
+def test_one_warning_says_when_one_sample_is_harmful(samples, options, warns, pynative):
+    network = BatchNormNet()
+    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), **options)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.05)).set_train()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("always", message=".*a micro-batch has one sample")
+        for _ in range(2):
+            step(*batch(samples))
+    assert len([one for one in caught if "a micro-batch has one sample" in str(one.message)]) == warns
+    # What the warning says: with pixels nothing happens, with one value per channel there is no variance.
+    assert np.isfinite(as_numpy(network.norm.moving_variance)).all()
+    assert np.isfinite(as_numpy(network.norm2.moving_variance)).all() != warns
+
+
+def test_frozen_layers_and_window_batch_norm_draw_no_warning_of_one_sample(pynative):
+    for network in (BatchNormNet(), ConvNet()):
+        network.norm3 = WindowBatchNorm(3)
+        step = make_step(network, 4)
+        network.set_train(False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step(*batch(4))
 
 
 @pytest.mark.core(mode="graph")

@@ -1,0 +1,80 @@
+"""What a training step says about its network, once, at its first run: each kind of layer and loss has its own text.
+
+It looks when the step first runs, and not when the step is built: by then layers are frozen, and `ms.Model.train` has
+set the network to training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from gaccum_ms.backend.user_warnings import warn_user
+from gaccum_ms.distributed.ranks import advice_about_ranks
+from gaccum_ms.layers.batchnorm import advice_about_batch_norm, advice_about_one_value
+from gaccum_ms.layers.state import advice_about_state
+from gaccum_ms.layers.summaries import advice_about_summaries
+from gaccum_ms.losses.batch_loss import advice_about_two_passes, passes
+from gaccum_ms.losses.known_losses import advice_about_losses
+
+if TYPE_CHECKING:
+    from gaccum_ms.compatibility import Setup
+
+
+class Advice:
+    """The advice of one step. It is no part of the step, so that the step does not refer to itself.
+
+    Args:
+        setup (Setup): The network and its options.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._looked = self._looked_at_one_value = False
+
+    def silence(self) -> None:
+        """Say nothing: the step is a trial of another one, which says it."""
+        self._looked = self._looked_at_one_value = True
+
+    def look(self, spans_batches: bool, sizes: Sequence[int] = (), batch: Sequence[Any] | None = None) -> None:
+        """Warn of what was not warned of before.
+
+        Args:
+            spans_batches (bool): Whether windows may have several batches.
+            sizes (Sequence[int]): The numbers of samples in this batch's micro-batches, if they are known.
+            batch (Sequence[Tensor]): The batch, if it is known.
+        """
+        accumulates = spans_batches or self._setup.o.accumulates
+        if not self._looked:
+            self._looked = True
+            for text in self._texts(accumulates, batch):
+                if text is not None:
+                    warn_user(text)
+        if accumulates and 1 in sizes and not self._looked_at_one_value:
+            text = advice_about_one_value(self._setup.network, sizes)
+            self._looked_at_one_value = text is not None
+            if text is not None:
+                warn_user(text)
+
+    def look_at_compile_time(self, spans_batches: bool, shape: Sequence[int | None]) -> None:
+        """The same, where another graph or data sinking compiles the step. `shape` : of the first input."""
+        options, samples = self._setup.o, shape[0] if len(shape) else None
+        if not isinstance(samples, int) or samples < 1 or options.searches or options.splits_in_python:
+            self.look(spans_batches)
+        else:
+            size: Any = options.micro_batch_size or -(-samples // (options.micro_size or 1))
+            self.look(spans_batches, (min(size, samples),))
+
+    def _texts(self, accumulates: bool, batch: Sequence[Any] | None) -> list[str | None]:
+        network, options = self._setup.network, self._setup.o
+        texts = [advice_about_ranks("GradAccumulationCell")]
+        if accumulates:
+            texts += [
+                advice_about_batch_norm(network, passes(network)),
+                advice_about_two_passes(network),
+                advice_about_state(network),
+                advice_about_summaries(network),
+            ]
+            if options.loss_is_mean:
+                texts += advice_about_losses(network, options.counts, batch)
+        return texts

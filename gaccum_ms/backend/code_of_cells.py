@@ -1,0 +1,110 @@
+"""What the code of a Cell's `construct` names, and which of the Cell's values it writes.
+
+It is read, not run: objects that are reached in another way, such as by an alias, are not seen.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from types import FunctionType, ModuleType
+from typing import Any
+
+import mindspore as ms
+from mindspore import nn
+
+
+def functions_of(cell: nn.Cell) -> Iterator[tuple[FunctionType, list[Any]]]:
+    """A Cell's `construct` , and the user's functions and methods that it calls, each with the objects that it names.
+    Code of MindSpore itself is left out."""
+    yield from _reached(type(cell).construct, type(cell), set())
+
+
+def _reached(function: Callable, owner: type, seen: set[int]) -> Iterator[tuple[FunctionType, list[Any]]]:
+    function = inspect.unwrap(function)
+    if not isinstance(function, FunctionType) or function.__module__.startswith("mindspore.") or id(function) in seen:
+        return
+    seen.add(id(function))
+    names = inspect.getclosurevars(function)
+    values = [*names.globals.values(), *names.nonlocals.values()]
+    holders = [owner, *(value for value in values if isinstance(value, ModuleType))]
+    values += [_attribute(holder, name) for holder in holders for name in function.__code__.co_names]
+    yield function, values
+    for value in values:
+        if isinstance(value, FunctionType):
+            yield from _reached(value, owner, seen)
+
+
+def _attribute(holder: Any, name: str) -> Any:
+    """The attribute as it is stored: reading it may call a module's `__getattr__` , which in NumPy's case warns."""
+    value = inspect.getattr_static(holder, name, None)
+    return getattr(value, "__func__", value)  # unwraps a staticmethod or classmethod
+
+
+def written_by(cell: nn.Cell, writers: tuple[Any, ...]) -> list[str]:
+    """The Parameters and other Tensors that a Cell's code writes, as the code calls them.
+
+    Args:
+        cell (Cell): The Cell.
+        writers (tuple): MindSpore's functions and primitive classes that write their first argument.
+    """
+    found: list[str] = []
+    for function, _ in functions_of(cell):
+        for node in ast.walk(_tree(function)):
+            if isinstance(node, ast.Call):
+                found += _written_by_call(node, function, cell, writers)
+            elif isinstance(node, (ast.Assign, ast.AugAssign)):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                found += [ast.unparse(target) for target in targets if _is_tensor_of(target, cell)]
+    return list(dict.fromkeys(found))
+
+
+@functools.cache
+def _tree(function: FunctionType) -> ast.AST:
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):  # it has no source
+        return ast.Module([], [])
+
+
+def _written_by_call(call: ast.Call, function: FunctionType, cell: nn.Cell, writers: tuple[Any, ...]) -> list[str]:
+    called = call.func
+    if isinstance(called, ast.Attribute) and _writes_in_place(called.attr) and _is_tensor_of(called.value, cell):
+        return [ast.unparse(called.value)]
+    made = called.func if isinstance(called, ast.Call) else called  # ops.Assign()(...)
+    writer = _object(made, function, cell)
+    # A primitive that the Cell holds is an object of a class; a bound primitive's class writes.
+    if any(writer is one or type(writer) is one for one in writers):
+        return [ast.unparse(call.args[0]) if call.args else ast.unparse(call)]
+    return []
+
+
+def _writes_in_place(method: str) -> bool:
+    return method in ("set_data", "assign_value") or (method.endswith("_") and not method.startswith("_"))
+
+
+def _is_tensor_of(node: ast.AST, cell: nn.Cell) -> bool:
+    """Whether the code `self.one.other` , or `self.one.other[index]` , is a Tensor that the Cell now has."""
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return isinstance(node, ast.Attribute) and isinstance(_object(node, None, cell), ms.Tensor)
+
+
+def _object(node: ast.AST, function: FunctionType | None, cell: nn.Cell) -> Any:
+    """The object that code such as `ops.assign` or `self.center` means; None if it cannot be known."""
+    if isinstance(node, ast.Attribute):
+        holder = _object(node.value, function, cell)
+        if isinstance(holder, nn.Cell):
+            return getattr(holder, node.attr, None)  # its Parameters and Cells are found only so
+        return _attribute(holder, node.attr) if isinstance(holder, (ModuleType, type)) else None
+    if not isinstance(node, ast.Name):
+        return None
+    if node.id == "self":
+        return cell
+    if function is None:
+        return None
+    names = inspect.getclosurevars(function)
+    return {**names.globals, **names.nonlocals}.get(node.id)

@@ -1,0 +1,106 @@
+"""MindSpore's losses whose value is no mean over samples: finding them in a network, and the remedy for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import mint, nn
+
+from gaccum_ms.backend.held_cells import held_cells
+from gaccum_ms.losses.batch_loss import WithBatchLossCell
+from gaccum_ms.losses.counts import CountSamples
+from gaccum_ms.losses.counts_of_labels import CountNotIgnored
+
+_OF_LABELS = (nn.CrossEntropyLoss, nn.NLLLoss, mint.nn.CrossEntropyLoss, mint.nn.NLLLoss)
+_OF_BATCH = {
+    nn.RMSELoss: "a root of a mean",
+    nn.DiceLoss: "a quotient of sums",
+    nn.MultiClassDiceLoss: "a mean of quotients of sums",
+}
+_INTEGERS = (ms.int8, ms.int16, ms.int32, ms.int64, ms.uint8, ms.uint16, ms.uint32, ms.uint64)
+
+
+def losses_of_labels(network: nn.Cell) -> dict[str, nn.Cell]:
+    """The losses, by name, that are a mean over labels: of class weights, or of those that are not ignored."""
+    return {
+        name: cell for name, cell in held_cells(network) if isinstance(cell, _OF_LABELS) and cell.reduction == "mean"
+    }
+
+
+def advice_about_losses(
+    network: nn.Cell, counts: Sequence[Any], batch: Sequence[ms.Tensor] | None = None
+) -> list[str]:
+    """What to say about known losses that are weighed in a wrong way.
+
+    Args:
+        network (Cell): The network with its loss, a mean.
+        counts (Sequence): The counts of its losses; None counts samples.
+        batch (Sequence[Tensor]): A batch, if it is known.
+    """
+    if isinstance(network, WithBatchLossCell):
+        return []
+    told = [_of_batch(name, kind) for name, cell in held_cells(network) if (kind := _kind(cell)) is not None]
+    by_samples = all(count is None or isinstance(count, CountSamples) for count in counts)
+    by_labels = all(type(count) is CountNotIgnored for count in counts)
+    for name, loss in losses_of_labels(network).items():
+        if loss.weight is not None:
+            if (by_samples or by_labels) and (batch is None or _integers(batch)):
+                told.append(_of_class_weights(name, loss))
+        elif by_samples and batch is not None:
+            position = _ignored(loss, batch)
+            told += [] if position is None else [_of_ignored(name, loss, position, len(batch))]
+    return told
+
+
+def _kind(cell: nn.Cell) -> str | None:
+    return next((kind for loss, kind in _OF_BATCH.items() if isinstance(cell, loss)), None)
+
+
+def _of_batch(name: str, kind: str) -> str:
+    return (
+        f"For 'GradAccumulationCell', the loss '{name}' is {kind} over the whole batch, and the mean of those of "
+        f"micro-batches is another number. Give the cell gaccum_ms.WithBatchLossCell(backbone, loss), which is exact."
+    )
+
+
+def _of_class_weights(name: str, loss: nn.Cell) -> str:
+    return (
+        f"For 'GradAccumulationCell', the loss '{name}' has class weights and divides by the weights of the labels' "
+        f"classes, which micro-batches have in different amounts: they must be counted so. Give the cell "
+        f"count=gaccum_ms.CountClassWeights(weight{_other_index(loss)})."
+    )
+
+
+def _of_ignored(name: str, loss: nn.Cell, position: int, inputs: int) -> str:
+    index = "" if loss.ignore_index == -100 else str(loss.ignore_index)
+    where = "" if position == inputs - 1 else f"position={position}"
+    return (
+        f"For 'GradAccumulationCell', the loss '{name}' is a mean over the labels that are not {loss.ignore_index}, "
+        f"which samples have in different numbers: they must be counted so. Give the cell "
+        f"count=gaccum_ms.CountNotIgnored({', '.join(filter(None, (index, where)))}); with shift=1 if the network "
+        f"compares each output with the next label."
+    )
+
+
+def _other_index(loss: nn.Cell) -> str:
+    return "" if loss.ignore_index == -100 else f", {loss.ignore_index}"
+
+
+def _integers(batch: Sequence[Any]) -> list[int]:
+    """The positions of inputs that may be labels; labels of a float dtype are probabilities, over which a loss with
+    class weights is a mean over samples."""
+    return [index for index, value in enumerate(batch) if isinstance(value, ms.Tensor) and value.dtype in _INTEGERS]
+
+
+def _ignored(loss: nn.Cell, batch: Sequence[ms.Tensor]) -> int | None:
+    """The position of the labels, if samples have different numbers of ignored ones."""
+    for position in reversed(_integers(batch)):
+        labels = batch[position].asnumpy()
+        if labels.ndim:
+            ignored = (labels == loss.ignore_index).reshape((len(labels), -1)).sum(axis=1)
+            if np.ptp(ignored) if len(ignored) else False:
+                return position
+    return None
