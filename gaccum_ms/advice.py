@@ -21,6 +21,21 @@ if TYPE_CHECKING:
     from gaccum_ms.compatibility import Setup
 
 
+class AdviceAboutRanks:
+    """What an accumulator says, which has no network, and a step too. `owner` : the class that it names."""
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self._looked = False
+
+    def look(self) -> None:
+        """Warn once of ranks that nothing joins."""
+        text = None if self._looked else advice_about_ranks(self._owner)
+        self._looked = True
+        if text is not None:
+            warn_user(text)
+
+
 class Advice:
     """The advice of one step. It is no part of the step, so that the step does not refer to itself.
 

@@ -14,6 +14,7 @@ from gaccum_ms.backend.checks import described
 from gaccum_ms.backend.held_cells import held_cells
 from gaccum_ms.backend.pynative_tape import close_tape
 from gaccum_ms.compatibility import Setup
+from gaccum_ms.distributed.ranks import refuse_wrapped_network
 from gaccum_ms.options import Options, checked
 from gaccum_ms.rules import CELL
 from gaccum_ms.split import EvenSplit
@@ -148,7 +149,7 @@ class GradAccumulationCell(nn.Cell):
             number, `transforms` not a sequence of Transforms and functions, `count` or `is_out_of_memory` not callable,
             `split` neither an EvenSplit nor a function, `loss_weights` not numbers, `accumulator_dtype` not a dtype, or
             `compensated` , `shard_accumulators` , `record_noise` , `aux` or `jit` not a bool.
-        ValueError: If `network` holds a cell that accumulates or trains by itself, such as MindSpore's; if both or
+        ValueError: If `network` holds a cell that accumulates, trains or reduces by itself; if both or
             neither of `micro_size` and `micro_batch_size` are given, or one with a function as `split` , which goes
             neither with several losses nor with `shard_accumulators` or a WithBatchLossCell; if one is less than 1; if
             `max_grad_norm` or `min_count` is not positive and finite, a loss weight not finite, `reduction` ,
@@ -215,6 +216,7 @@ class GradAccumulationCell(nn.Cell):
                 f"For 'GradAccumulationCell', the argument 'network' must be a Cell, but got "
                 f"'{type(network).__name__}'. Wrap the network and its loss in 'nn.WithLossCell'."
             )
+        refuse_wrapped_network(_NAME, network)
         refuse_accumulation_inside(network)
         self.network = network
         self.options = Options(

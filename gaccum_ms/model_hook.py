@@ -26,6 +26,7 @@ from gaccum_ms.callbacks.schedule import AccumulationScheduler
 from gaccum_ms.callbacks.update_scheduler import UpdateScheduler
 from gaccum_ms.callbacks.window_watch import WindowWatch
 from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.distributed.ranks import refuse_wrapped_network
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
 from gaccum_ms.semi_auto.modes import compiler_distributes, held_cell, refuse_casts
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
@@ -50,6 +51,7 @@ def build_train_network(
     if not _holds_our_cell(network):
         return _original(network, optimizer, loss_fn, level, boost_level, **kwargs)
     cell = held_cell(network)  # the network may be an AutoParallel around the cell
+    refuse_wrapped_network("GradAccumulationCell", network)
     if not isinstance(cell, GradAccumulationCell):
         raise ValueError(
             f"For 'GradAccumulationCell', the cell must be the outermost one when a model is built with an optimizer, "

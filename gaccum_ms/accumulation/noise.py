@@ -112,11 +112,12 @@ class NoiseRecord(nn.Cell):
         """Reset, outside of a graph."""
         overwrite(self.window_first, ops.zeros_like(self.window_first))
 
-    def read(self, grad_norm: float) -> WindowNoise:
-        """The last window's two gradients. `grad_norm` : the norm of the window's."""
+    def read(self, grad_norm: float, scale: float = 1.0) -> WindowNoise:
+        """The last window's two gradients. `grad_norm` : the norm of the window's. `scale` : a factor of gradients
+        that this norm lacks."""
         squares, number, first_items, items = map(float, self.noise_sums.asnumpy())
         if self.ranks_weigh_the_same:
             items = self.ranks**2 / (items * self.ranks if self.means else items)
-        first = squares / first_items * self.factor**2 if first_items > 0 else math.nan
+        first = squares / first_items * (self.factor / scale) ** 2 if first_items > 0 else math.nan
         # Shares are float32; rounding gives 256 items, and not 255.99999.
         return WindowNoise(first, first_items / max(number, 1e-30), grad_norm**2, float(f"{items:.6g}"))

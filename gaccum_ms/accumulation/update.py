@@ -99,6 +99,9 @@ class Update(nn.Cell):
         self.is_sharded = window.is_sharded
         self.sens = 1.0  # see `leave_scale_to_optimizer`
         self.scaled = scale_sense is not None
+        # A factor of the finished gradients, for which norms do not count it: the user scales the loss by hand, or the
+        # step does, and the optimizer removes it.
+        self.held_scale = 1.0 if self.scaled else float(getattr(optimizer, "loss_scale", 1.0))
         self.looks_for_overflow = self.scaled or self.drops
         self.manager: Any = None
         if scale_sense is not None:
@@ -131,6 +134,11 @@ class Update(nn.Cell):
         return ms.Tensor(self.sens, ms.float32)
 
     @property
+    def user_scale(self) -> float:
+        """The part of `held_scale` that is in the user's loss already."""
+        return self.held_scale / self.sens
+
+    @property
     def links(self) -> tuple[nn.Cell, ...]:
         """The transforms, without clipping at the front."""
         return tuple(self.transforms.links) if self.has_transforms else ()
@@ -146,7 +154,7 @@ class Update(nn.Cell):
 
     def leave_scale_to_optimizer(self, scale: float) -> None:
         """Leave a scale in the gradients; an optimizer with ``loss_scale`` divides by it."""
-        self.sens = scale
+        self.sens = self.held_scale = scale
 
     def update_in_spite_of_overflow(self) -> None:
         """Update even if the gradient is not finite, with a fixed loss scale: some packages have this option."""
@@ -184,7 +192,7 @@ class Update(nn.Cell):
     def _update(self, gradients, loss):
         if not self.has_transforms:
             return self._move(gradients, loss)
-        gradients, allowed = self.transforms.change(gradients, self.sens)
+        gradients, allowed = self.transforms.change(gradients, self.held_scale)
         gradients = self.map(_cast_like, gradients, self.weights)
         if not self.transforms.vetoes:
             return self._move(gradients, loss)
@@ -205,10 +213,10 @@ class Update(nn.Cell):
 
     def _clipped(self, gradients, loss):
         norm = norms.global_norm_of_parts(gradients) if self.is_sharded else norms.global_norm(gradients)
-        loss = ops.depend(loss, ops.assign(self.grad_norm, norm / self.sens))
+        loss = ops.depend(loss, ops.assign(self.grad_norm, norm / self.held_scale))
         if self.max_grad_norm is None:  # the norm is only recorded
             return gradients, loss, True
-        return norms.clip_by_norm(gradients, norm, self.max_grad_norm * self.sens), loss, ops.isfinite(norm)
+        return norms.clip_by_norm(gradients, norm, self.max_grad_norm * self.held_scale), loss, ops.isfinite(norm)
 
     def _overflow(self, gradients, loss, counted, divisor, norm_is_finite):
         """Whether an overflow forbids the update. It does if the finished gradient (equal on all ranks), its norm or

@@ -193,7 +193,7 @@ class WindowMonitor(Callback):
             count = self._counts[-1]
         records_noise = hasattr(step, "noise_sums")
         if records_noise and updated:
-            self._noise.keep(step.window.noise.read(float(step.grad_norm.asnumpy())), SMOOTHING)
+            self._noise.keep(step.window.noise.read(float(step.grad_norm.asnumpy()), step.update.user_scale), SMOOTHING)
         record = WindowRecord(
             update=update,
             updated=updated,

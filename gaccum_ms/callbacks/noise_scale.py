@@ -43,7 +43,9 @@ class NoiseWatch(NoiseEstimate, Callback):
         if updates == self._updates:  # the window is open, or was dropped
             return
         self._updates = updates
-        self.on_noise(step.window.noise.read(float(step.grad_norm.asnumpy())), step, run_context)
+        self.on_noise(
+            step.window.noise.read(float(step.grad_norm.asnumpy()), step.update.user_scale), step, run_context
+        )
 
     def on_noise(self, noise: WindowNoise, step: TrainOneStepWithGradAccumulationCell, run_context: RunContext) -> None:
         raise NotImplementedError

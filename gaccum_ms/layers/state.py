@@ -11,10 +11,9 @@ from mindspore import nn, ops
 from gaccum_ms.backend.code_of_cells import written_by
 from gaccum_ms.backend.held_cells import held_cells, held_values
 
+_SCATTERS = (f"scatter_{kind}{name}" for kind in ("", "nd_") for name in ("add", "sub", "mul", "div", "max", "min"))
+_NAMES = ("assign", "assign_add", "assign_sub", "scatter_update", "scatter_nd_update", *_SCATTERS)
 # Not all versions have all of them.
-_NAMES = ("assign", "assign_add", "assign_sub", "scatter_update", "scatter_nd_update") + tuple(
-    f"scatter_{kind}{name}" for kind in ("", "nd_") for name in ("add", "sub", "mul", "div", "max", "min")
-)
 _FUNCTIONS = tuple(getattr(ops, name) for name in _NAMES if hasattr(ops, name))
 _CLASSES = ("".join(word.capitalize() for word in name.split("_")) for name in _NAMES)
 _PRIMITIVES = tuple(getattr(ops, name) for name in _CLASSES if hasattr(ops, name))

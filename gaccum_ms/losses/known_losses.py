@@ -30,9 +30,7 @@ def losses_of_labels(network: nn.Cell) -> dict[str, nn.Cell]:
     }
 
 
-def advice_about_losses(
-    network: nn.Cell, counts: Sequence[Any], batch: Sequence[ms.Tensor] | None = None
-) -> list[str]:
+def advice_about_losses(network: nn.Cell, counts: Sequence[Any], batch: Sequence[ms.Tensor] | None = None) -> list[str]:
     """What to say about known losses that are weighed in a wrong way.
 
     Args:
@@ -42,7 +40,9 @@ def advice_about_losses(
     """
     if isinstance(network, WithBatchLossCell):
         return []
-    told = [_of_batch(name, kind) for name, cell in held_cells(network) if (kind := _kind(cell)) is not None]
+    of_batch = {name: kind for name, cell in held_cells(network) if (kind := _kind(cell)) is not None}
+    # MultiClassDiceLoss has a DiceLoss.
+    told = [_of_batch(name, kind) for name, kind in of_batch.items() if name.rpartition(".")[0] not in of_batch]
     by_samples = all(count is None or isinstance(count, CountSamples) for count in counts)
     by_labels = all(type(count) is CountNotIgnored for count in counts)
     for name, loss in losses_of_labels(network).items():

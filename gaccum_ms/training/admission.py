@@ -11,7 +11,7 @@ import mindspore as ms
 from mindspore import nn
 
 from gaccum_ms import compatibility
-from gaccum_ms.advice import Advice
+from gaccum_ms.advice import Advice, AdviceAboutRanks
 from gaccum_ms.backend.checks import (
     check_accumulation_options,
     check_one_of,
@@ -25,7 +25,7 @@ from gaccum_ms.backend.newer_optimizers import refuse_without_kernels
 from gaccum_ms.backend.user_warnings import warn_user
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.compatibility import Setup
-from gaccum_ms.distributed.ranks import check_parallel_mode
+from gaccum_ms.distributed.ranks import check_parallel_mode, refuse_hooked_weights
 from gaccum_ms.layers.batchnorm import refuse_sync_batch_norm
 from gaccum_ms.layers.sparse import refuse_sparse_gradients
 from gaccum_ms.options import Options
@@ -49,6 +49,7 @@ def admit(owner: str, cell: Any, optimizer: nn.Optimizer) -> Setup:
     cell.check_options()
     check_optimizer(owner, cell, optimizer)
     refuse_without_kernels(owner, optimizer)
+    refuse_hooked_weights("GradAccumulationCell", optimizer.parameters)
     check_parallel_mode("GradAccumulationCell", compiler_distributes=True)
     setup = Setup(cell.options, cell.network, modes.compiler_distributes())
     if setup.compiler_distributes:
@@ -95,6 +96,7 @@ def admit_weights(owner: str, optimizer: Any) -> ms.ParameterTuple:
             f"For '{owner}', the argument 'optimizer' must be an nn.Optimizer, but got '{type(optimizer).__name__}'."
         )
     refuse_without_kernels(owner, optimizer)
+    refuse_hooked_weights(owner, optimizer.parameters)
     check_parallel_mode(owner)
     weights = ms.ParameterTuple(optimizer.parameters)
     limit_instructions_for_weights(weights)
@@ -127,6 +129,11 @@ def accumulator_options(
         overflow=overflow,
         jit=jit,
     )
+
+
+def accumulator_advice() -> AdviceAboutRanks:
+    """What to tell the user of a GradAccumulator at the first gradients."""
+    return AdviceAboutRanks("GradAccumulator")
 
 
 def check_gradients(gradients: Any, weights: Sequence[ms.Parameter]) -> None:

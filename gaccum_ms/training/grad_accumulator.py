@@ -25,6 +25,7 @@ from gaccum_ms.backend.parameters import counter, hold_weights, overwrite, show_
 from gaccum_ms.losses import counts
 from gaccum_ms.training.admission import (
     NoCount,
+    accumulator_advice,
     accumulator_options,
     admit_weights,
     check_gradients,
@@ -95,8 +96,9 @@ class GradAccumulator(Resumable, nn.Cell):
             total 0 then updates too. Default: ``None`` , such a window makes no update.
 
     Inputs:
-        - **gradients** (tuple[Tensor]) - The gradients of the batch's loss, not reduced over ranks: one for each
-          of the optimizer's parameters, of its shape.
+        - **gradients** (tuple[Tensor]) - The gradients of the batch's loss: one for each of the optimizer's parameters,
+          of its shape. They must not be reduced over ranks, which is not checked: leave out
+          `nn.DistributedGradReducer` .
         - **count** (Union[Tensor, float], optional) - The number of items in the mean or sum, shape :math:`()`. Give it
           with every batch of a window or with none; inside `mindspore.jit` this is not checked, and a batch with a bad
           count is left out silently. With counts, the mean is exact over all ranks. Without them, each batch has equal
@@ -116,6 +118,7 @@ class GradAccumulator(Resumable, nn.Cell):
             wrong type; if there is no count, with ``reduction="sum"`` or `min_count` .
         ValueError: If `accumulation_steps` is less than 1; if an option has a wrong value; if gradients do not match
             the optimizer's parameters in number and shapes; if a count is negative or not finite.
+            Also if the weights are in a DistributedDataParallel, as far as they show it.
         RuntimeError: In semi-auto, auto and hybrid parallel mode, or with pipeline stages; at the first gradients, if
             there is a `scale_sense` and no loss was scaled.
 
@@ -191,6 +194,8 @@ class GradAccumulator(Resumable, nn.Cell):
         # Python runs these in PyNative mode, and at compile time in graph mode.
         self._note_scaling = ops.constexpr(self._scaling.note)
         self._check_scaling = ops.constexpr(self._scaling.check)
+        self._advice = accumulator_advice()
+        self._look = ops.constexpr(self._advice.look)
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
@@ -251,6 +256,7 @@ class GradAccumulator(Resumable, nn.Cell):
     def __call__(self, gradients: Sequence[ms.Tensor], count: Any = None) -> bool:
         check_gradients(gradients, self.weights)
         self._scaling.check()
+        self._advice.look()
         if count is not None:
             count = checked_count(count)
         elif self.needs_count:
@@ -283,6 +289,7 @@ class GradAccumulator(Resumable, nn.Cell):
         if self.needs_count and count is None:  # within a function under `mindspore.jit` : at compile time
             raise TypeError(_NEEDS_COUNT)
         self._check_scaling()
+        self._look()
         scale = self.update.scale()
         # Without counts, and with gradients_mean=False, ranks are summed: the mean times the number of ranks.
         factor = self.summed_ranks if count is None else 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from support.modes import MODES
 from support.reference import OPTIMIZERS, Line, Regression, accumulated, as_numpy, batches, step_with, train
 from support.two_ranks import Results
 
-from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.accumulation.weighing import BySamples
 from gaccum_ms.distributed.all_reduce import FusedReducer
 from gaccum_ms.distributed.ranks import broadcast_parameters
@@ -133,6 +134,35 @@ def train_by_model(start: int = 0) -> Results:
     return {"before": before, "after": as_numpy(network.out), "origin": origin}
 
 
+def apart(mode: str) -> Callable[[Path], Results]:
+    """Training without a parallel mode: the numbers of warnings of the step and of an accumulator, over three batches
+    each; and the weight, which then is each rank's own."""
+
+    def case(out: Path) -> Results:
+        ms.set_context(mode=MODES[mode])
+        ms.set_auto_parallel_context(parallel_mode="stand_alone")
+        x, y = map(ms.Tensor, batches(6, 1, seed=get_rank())[0])
+        network = Regression()
+        cell = GradAccumulationCell(network, 2)
+        optimizer = nn.SGD(network.trainable_params(), 0.1)
+        step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
+        accumulator = GradAccumulator(optimizer, 2)
+        gradients = ms.grad(network, None, optimizer.parameters)(x, y)
+        warned = []
+        for train in (lambda: step(x, y), lambda: accumulator(gradients)):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for _ in range(3):
+                    train()
+            texts = [str(one.message) for one in caught]
+            assert all("set_auto_parallel_context(parallel_mode='data_parallel'" in text for text in texts), texts
+            warned.append(len(texts))
+        name = f"apart {mode}"
+        return {f"{name}/warned": np.array(warned), f"{name}/weight": as_numpy(network.out)}
+
+    return case
+
+
 # -- all cases ---------------------------------------------------------------------------------------------------------
 
 
@@ -215,4 +245,5 @@ CASES: dict[str, Callable[[Path], Results]] = {
     "model": by_model,
     **{f"model broadcast {mode}": by_broadcast(mode) for mode in MODES},
     "dtypes": by_dtype,
+    **{f"apart {mode}": apart(mode) for mode in MODES},
 }

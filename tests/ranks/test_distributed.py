@@ -110,3 +110,11 @@ def test_hand_worked_gradient_on_two_ranks(ranks):
     """The ranks' gradients are 1.5 and 12: see `hand_worked` in the worker."""
     for results in ranks:
         np.testing.assert_allclose(results["hand"], [1 - 0.1 * 6.75, 1 - 0.1 * 13.5], rtol=1e-6)
+
+
+@pytest.mark.core("pynative")
+@pytest.mark.parametrize("mode", ["graph", "pynative"])
+def test_ranks_that_nothing_joins_are_told_so_once(ranks, mode):
+    first, second = (case(results, f"apart {mode}") for results in ranks)
+    assert first["warned"].tolist() == second["warned"].tolist() == [1, 1]
+    assert relative_error(first["weight"], second["weight"]) > 1e-3

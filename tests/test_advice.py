@@ -1,0 +1,361 @@
+"""What a step says about its network at the first run, with a remedy; and that the remedy is exact."""
+
+from __future__ import annotations
+
+import warnings
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, mint, nn, ops
+from support.reference import FEATURES, Regression, as_numpy, batches, relative_error
+
+from gaccum_ms import (
+    CountClassWeights,
+    CountNotIgnored,
+    GradAccumulationCell,
+    GradAccumulator,
+    TrainOneStepWithGradAccumulationCell,
+    WindowBatchNorm,
+    WithBatchLossCell,
+)
+from gaccum_ms.layers.state import advice_about_state
+from gaccum_ms.losses.known_losses import advice_about_losses
+
+TOLERANCE = 1e-5
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(8, FEATURES)).astype(np.float32)
+WEIGHTS = Tensor(np.array([1.0, 5.0, 20.0], np.float32))
+LABELS = np.array([0, 0, 0, 1, 0, 2, 1, 2], np.int32)
+IGNORED = np.where([1, 1, 0, 0, 1, 0, 0, 0], -100, LABELS).astype(np.int32)
+ONE_HOT = np.eye(3, dtype=np.float32)[LABELS]
+
+
+def dense(outputs=3, activation=None):
+    return nn.Dense(FEATURES, outputs, weight_init=Tensor(linear(outputs)), bias_init="zeros", activation=activation)
+
+
+def linear(outputs):
+    return np.linspace(-1, 1, outputs * FEATURES).reshape(outputs, FEATURES).astype(np.float32)
+
+
+def make_step(network, **options):
+    cell = GradAccumulationCell(network, **(options or {"micro_size": 4}))
+    return TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+
+
+def told(step, *batch) -> list[str]:
+    """The texts of all warnings in three calls, which have the lines of this file."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            step(*map(Tensor, batch))
+    assert all(one.filename == __file__ for one in caught)
+    return [str(one.message) for one in caught]
+
+
+def update_of(make, network, *batch):
+    """The loss, and the weights after one update."""
+    step = make(network)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss = step(*map(Tensor, batch))
+    return np.concatenate([as_numpy(loss).ravel(), *(as_numpy(one).ravel() for one in network.trainable_params())])
+
+
+def whole(network):
+    return nn.TrainOneStepCell(network, nn.SGD(network.trainable_params(), 0.1)).set_train()
+
+
+# -- losses that a look at the network reveals -------------------------------------------------------------------------
+
+
+class WithLabels(nn.Cell):
+    """A network that passes the labels on, as the backbone of a WithBatchLossCell."""
+
+    def __init__(self, net):
+        super().__init__(auto_prefix=False)
+        self.net = net
+
+    def construct(self, x, y):
+        return self.net(x), y
+
+
+CLASS_WEIGHTS = {
+    "cross entropy": lambda: (dense(), nn.CrossEntropyLoss(weight=WEIGHTS)),
+    "nll": lambda: (nn.SequentialCell(dense(), nn.LogSoftmax()), nn.NLLLoss(weight=WEIGHTS)),
+}
+OF_BATCH = {
+    "rmse": lambda: (dense(), nn.RMSELoss()),
+    "dice": lambda: (dense(activation="sigmoid"), nn.DiceLoss()),
+    "dice of classes": lambda: (dense(activation="sigmoid"), nn.MultiClassDiceLoss()),
+}
+
+
+@pytest.mark.parametrize("kind", CLASS_WEIGHTS)
+def test_class_weights_are_told_and_their_count_is_exact(kind, pynative):
+    for labels in (LABELS, IGNORED):
+        texts = told(make_step(nn.WithLossCell(*CLASS_WEIGHTS[kind]())), X, labels)
+        assert len(texts) == 1
+        assert "the loss '_loss_fn' has class weights" in texts[0]
+        assert "count=gaccum_ms.CountClassWeights(weight)" in texts[0]
+        wanted = update_of(whole, nn.WithLossCell(*CLASS_WEIGHTS[kind]()), X, labels)
+        counted = nn.WithLossCell(*CLASS_WEIGHTS[kind]())
+        step = make_step(counted, micro_size=4, count=CountClassWeights(WEIGHTS))
+        assert relative_error(update_of(lambda _, step=step: step, counted, X, labels), wanted) < TOLERANCE
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step(Tensor(X), Tensor(labels))
+        naive = update_of(lambda network: make_step(network), nn.WithLossCell(*CLASS_WEIGHTS[kind]()), X, labels)
+        assert not relative_error(naive, wanted) < 0.1
+
+
+@pytest.mark.core("graph-dice", "pynative-rmse", "pynative-dice of classes")
+@pytest.mark.parametrize("kind", OF_BATCH)
+def test_losses_of_the_whole_batch_are_told_and_exact_as_such(kind, mode):
+    texts = told(make_step(nn.WithLossCell(*OF_BATCH[kind]())), X, ONE_HOT)
+    assert len(texts) == 1
+    assert "over the whole batch" in texts[0] and "gaccum_ms.WithBatchLossCell(backbone, loss)" in texts[0]
+    wanted = update_of(whole, nn.WithLossCell(*OF_BATCH[kind]()), X, ONE_HOT)
+    net, loss = OF_BATCH[kind]()
+    of_batch = WithBatchLossCell(WithLabels(net), loss)
+    step = make_step(of_batch, micro_size=3)
+    assert relative_error(update_of(lambda _: step, of_batch, X, ONE_HOT), wanted) < TOLERANCE
+    assert told(step, X, ONE_HOT) == []
+    naive = update_of(lambda network: make_step(network), nn.WithLossCell(*OF_BATCH[kind]()), X, ONE_HOT)
+    assert relative_error(naive, wanted) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("loss", "labels", "options", "said"),
+    [
+        (nn.CrossEntropyLoss(weight=WEIGHTS), LABELS, {"count": CountNotIgnored()}, "CountClassWeights(weight)"),
+        (nn.CrossEntropyLoss(weight=WEIGHTS, ignore_index=2), LABELS, {}, "CountClassWeights(weight, 2)"),
+        (nn.CrossEntropyLoss(), IGNORED, {}, "count=gaccum_ms.CountNotIgnored();"),
+        (nn.CrossEntropyLoss(ignore_index=2), LABELS, {}, "count=gaccum_ms.CountNotIgnored(2);"),
+        (nn.NLLLoss(), IGNORED, {}, "count=gaccum_ms.CountNotIgnored();"),
+        # No false alarm: nothing is ignored, a sum, the user's own count, probabilities as labels.
+        (nn.CrossEntropyLoss(), LABELS, {}, None),
+        (nn.CrossEntropyLoss(), IGNORED, {"count": CountNotIgnored()}, None),
+        (nn.CrossEntropyLoss(weight=WEIGHTS, reduction="sum"), LABELS, {"reduction": "sum"}, None),
+        (nn.CrossEntropyLoss(weight=WEIGHTS), LABELS, {"count": lambda x, y: 1.0}, None),
+        (nn.CrossEntropyLoss(weight=WEIGHTS), ONE_HOT, {}, None),
+        (nn.DiceLoss(), ONE_HOT, {"micro_size": 1}, None),
+    ],
+)
+def test_the_remedy_fits_the_loss(loss, labels, options, said, pynative):
+    texts = told(make_step(nn.WithLossCell(dense(), loss), **{"micro_size": 4, **options}), X, labels)
+    assert len(texts) == (said is not None), texts
+    assert all(said in text for text in texts)
+
+
+def test_losses_of_mint_are_known_too():
+    """MindSpore has no kernels for them on CPU."""
+    for kind in (mint.nn.CrossEntropyLoss, mint.nn.NLLLoss):
+        for loss, labels, said in ((kind(WEIGHTS), LABELS, "CountClassWeights"), (kind(), IGNORED, "CountNotIgnored")):
+            (text,) = advice_about_losses(nn.WithLossCell(dense(), loss), (None,), (Tensor(X), Tensor(labels)))
+            assert said in text
+        assert advice_about_losses(nn.WithLossCell(dense(), kind()), (None,), (Tensor(X), Tensor(LABELS))) == []
+
+
+class LanguageModel(nn.Cell):
+    """Labels at the front, shifted inside."""
+
+    def __init__(self):
+        super().__init__()
+        table = np.linspace(-1, 1, 44).reshape(11, 4).astype(np.float32)
+        self.embedding = nn.Embedding(11, 4, embedding_table=Tensor(table))
+        self.head = nn.Dense(4, 11, weight_init=Tensor(table[::-1].copy()), bias_init="zeros")
+        self.loss = nn.CrossEntropyLoss()
+
+    def construct(self, labels, tokens):
+        logits = self.head(self.embedding(tokens))[:, :-1]
+        return self.loss(logits.reshape((-1, 11)), labels[:, 1:].reshape((-1,)))
+
+
+TOKENS = RANDOM.integers(1, 11, size=(6, 7)).astype(np.int32)
+LENGTHS = np.array([[7], [2], [2], [7], [3], [1]])
+SHIFTED = np.where(np.arange(7) < LENGTHS, TOKENS, -100).astype(np.int32)
+
+
+@pytest.mark.core(mode="graph")
+def test_shifted_labels_are_counted_exactly(mode):
+    (text,) = told(make_step(LanguageModel(), micro_size=3), SHIFTED, TOKENS)
+    assert "CountNotIgnored(position=0); with shift=1" in text
+    wanted = update_of(whole, LanguageModel(), SHIFTED, TOKENS)
+    for shift, exact in ((1, True), (0, False)):
+        count = CountNotIgnored(position=0, shift=shift)
+        found = update_of(
+            lambda network, c=count: make_step(network, micro_size=3, count=c), LanguageModel(), SHIFTED, TOKENS
+        )
+        assert (relative_error(found, wanted) < TOLERANCE) == exact
+
+
+def test_labels_that_all_samples_ignore_alike_draw_no_warning(pynative):
+    labels = np.where(np.arange(7) < 1, -100, TOKENS).astype(np.int32)
+    assert told(make_step(LanguageModel(), micro_size=3), labels, TOKENS) == []
+
+
+# -- state and summaries -----------------------------------------------------------------------------------------------
+
+
+class Stateful(nn.Cell):
+    """The base of networks that write something in their forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = dense()
+        self.center = ms.Parameter(Tensor(np.zeros(3, np.float32)), name="center", requires_grad=False)
+        self.matched = ms.Parameter(Tensor(0, ms.int32), name="matched", requires_grad=False)
+
+    def construct(self, x):
+        out = self.dense(x)
+        return ops.square(self.written(out) - self.center).mean()
+
+    def written(self, out):
+        return out
+
+
+class ByFunction(Stateful):
+    def written(self, out):
+        return ops.depend(out, ops.assign(self.center, 0.9 * self.center + 0.1 * out.mean(axis=0)))
+
+
+class ByPrimitive(Stateful):
+    def __init__(self):
+        super().__init__()
+        self.assign_add = ops.AssignAdd()
+
+    def written(self, out):
+        return ops.depend(out, self.assign_add(self.matched, Tensor(1, ms.int32)))
+
+
+def move(center, value):
+    return ops.assign(center, value)
+
+
+class ByHelper(Stateful):
+    def written(self, out):
+        return ops.depend(out, move(self.center, out.mean(axis=0)))
+
+
+class InPlace(Stateful):
+    def written(self, out):
+        self.center.copy_(ops.stop_gradient(out.mean(axis=0)))
+        return out
+
+
+class ByAssignment(Stateful):
+    def written(self, out):
+        self.center = ops.stop_gradient(out.mean(axis=0))
+        return out
+
+
+class Assigner:
+    def assign(self, out):
+        return out
+
+
+ASSIGNER = Assigner()
+
+
+class OnlyNamedAlike(Stateful):
+    """No state: a function of another one's by the name of MindSpore's, an attribute that is no Tensor, an activation
+    that is changed in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.shape = None
+
+    def written(self, out):
+        self.shape = out.shape
+        out = ASSIGNER.assign(out) + ops.zeros_like(out)
+        return out.add_(0.0)
+
+
+@pytest.mark.parametrize(
+    ("network", "where"),
+    [
+        (ByFunction, "self.center of 'ByFunction'"),
+        (ByPrimitive, "self.matched of 'ByPrimitive'"),
+        (ByHelper, "center of 'ByHelper'"),
+        (InPlace, "self.center of 'InPlace'"),
+        (ByAssignment, "self.center of 'ByAssignment'"),
+        (Stateful, None),
+        (OnlyNamedAlike, None),
+    ],
+)
+def test_state_that_construct_writes_is_told(network, where, pynative):
+    texts = told(make_step(network()), X)
+    assert len(texts) == (where is not None), texts
+    assert all(f"writes state in 'construct' ({where})" in text and "after_update" in text for text in texts)
+    assert told(make_step(network(), micro_size=1), X) == []
+
+
+def test_batch_norm_and_window_batch_norm_are_no_state_of_ones_own(pynative):
+    for layer in (mint.nn.BatchNorm1d(3), nn.BatchNorm1d(3), WindowBatchNorm(3)):
+        assert advice_about_state(nn.SequentialCell(dense(), layer)) is None
+
+
+class WithSummary(nn.Cell):
+    def __init__(self, kind):
+        super().__init__()
+        self.dense = dense()
+        self.summary = kind()
+        self.tensors = kind is ops.TensorSummary
+
+    def construct(self, x):
+        loss = ops.square(self.dense(x)).mean()
+        self.summary("loss", loss.reshape((1,)) if self.tensors else loss)
+        return loss
+
+
+@pytest.mark.parametrize("kind", [ops.ScalarSummary, ops.TensorSummary])
+def test_summaries_are_told_to_be_of_the_last_micro_batch(kind):
+    texts = told(make_step(WithSummary(kind)), X)
+    assert len(texts) == 1
+    assert "records summaries (WithSummary), and of a batch only the last micro-batch's is kept" in texts[0]
+
+
+# -- MindSpore's DistributedDataParallel -------------------------------------------------------------------------------
+
+
+class DistributedDataParallel(nn.Cell):
+    """Stands for MindSpore's, which runs on Ascend only: its name, and its hooks on weights."""
+
+    def __init__(self, network, hooks=True):
+        super().__init__(auto_prefix=False)
+        self.network = network
+        for weight in network.trainable_params() if hooks else ():
+            weight.register_hook(self.reduce)
+
+    def reduce(self, gradient):
+        return gradient * 1.0
+
+    def construct(self, *inputs):
+        return self.network(*inputs)
+
+
+def test_distributed_data_parallel_is_refused_with_the_mode_that_replaces_it(pynative):
+    remedy = r"parallel_mode='data_parallel', gradients_mean=True"
+    with pytest.raises(ValueError, match=f"the network must not be in a DistributedDataParallel.*{remedy}"):
+        GradAccumulationCell(nn.WithLossCell(DistributedDataParallel(dense(), False), nn.CrossEntropyLoss()), 2)
+    cell = GradAccumulationCell(Regression(), 2)
+    with pytest.raises(ValueError, match=f"the network must not be in a DistributedDataParallel.*{remedy}"):
+        ms.amp.build_train_network(DistributedDataParallel(cell, False), nn.SGD(cell.trainable_params(), 0.1))
+    DistributedDataParallel(cell.network)  # the weights are hooked, though the cell has not the wrapper
+    optimizer = nn.SGD(cell.trainable_params(), 0.1)
+    for make in (lambda: TrainOneStepWithGradAccumulationCell(cell, optimizer), lambda: GradAccumulator(optimizer, 2)):
+        with pytest.raises(ValueError, match=f"'hidden' and 1 other.* in a DistributedDataParallel.*{remedy}"):
+            make()
+    network = Regression()
+    network.hidden.register_hook(lambda gradient: gradient)  # a hook of the user's own is none of ours
+    GradAccumulator(nn.SGD(network.trainable_params(), 0.1), 2)
+
+
+# -- the advice is silent in trials ------------------------------------------------------------------------------------
+
+
+def test_nothing_is_said_where_nothing_is_accumulated(pynative):
+    assert told(make_step(nn.WithLossCell(dense(), nn.DiceLoss()), micro_size=1), X, ONE_HOT) == []
+    assert told(make_step(Regression(), micro_size=2), *batches(8, 1)[0][:1], np.ones(8, np.float32)) == []
