@@ -131,7 +131,7 @@ def check_parallel_mode(owner: str, compiler_distributes: bool = False) -> None:
         )
 
 
-# -- MindSpore's DistributedDataParallel ---------------------------------------------------------------------------------
+# -- MindSpore's DistributedDataParallel -----------------------------------------------------------------------------
 
 # Its hook on a weight adds the gradient to a bucket, reduces the bucket, and returns what the bucket holds: the second
 # micro-batch's gradient then contains the first one's.

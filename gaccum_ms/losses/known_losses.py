@@ -47,7 +47,7 @@ def advice_about_losses(network: nn.Cell, counts: Sequence[Any], batch: Sequence
     by_labels = all(type(count) is CountNotIgnored for count in counts)
     for name, loss in losses_of_labels(network).items():
         if loss.weight is not None:
-            if (by_samples or by_labels) and (batch is None or _integers(batch)):
+            if (by_samples or by_labels) and (batch is None or integer_inputs(batch)):
                 told.append(_of_class_weights(name, loss))
         elif by_samples and batch is not None:
             position = _ignored(loss, batch)
@@ -89,7 +89,7 @@ def _other_index(loss: nn.Cell) -> str:
     return "" if loss.ignore_index == -100 else f", {loss.ignore_index}"
 
 
-def _integers(batch: Sequence[Any]) -> list[int]:
+def integer_inputs(batch: Sequence[Any]) -> list[int]:
     """The positions of inputs that may be labels; labels of a float dtype are probabilities, over which a loss with
     class weights is a mean over samples."""
     return [index for index, value in enumerate(batch) if isinstance(value, ms.Tensor) and value.dtype in _INTEGERS]
@@ -97,7 +97,7 @@ def _integers(batch: Sequence[Any]) -> list[int]:
 
 def _ignored(loss: nn.Cell, batch: Sequence[ms.Tensor]) -> int | None:
     """The position of the labels, if samples have different numbers of ignored ones."""
-    for position in reversed(_integers(batch)):
+    for position in reversed(integer_inputs(batch)):
         labels = batch[position].asnumpy()
         if labels.ndim:
             ignored = (labels == loss.ignore_index).reshape((len(labels), -1)).sum(axis=1)

@@ -152,7 +152,7 @@ class CalledFromPython:
                 + _consequence(self.spans_batches, True)
                 + ": correct the network and go on."
             )
-        parts = batch[1] if self._split is not None else self._cut(batch)
+        parts = batch[1] if self._split is not None else self.micro_batches_of(batch)
         counted = [[float(count(*part)) for part in parts] for count in self._setup.o.counts if count is not None]
         others = "" if self.spans_batches else "Where these are fine, another rank's are not. "
         was_added = self.spans_batches and self.window.weighing.runs_all
@@ -164,7 +164,7 @@ class CalledFromPython:
             f"{_consequence(self.spans_batches, was_added)}: correct 'count' and go on."
         )
 
-    def _cut(self, inputs: Sequence[ms.Tensor]) -> list[list[ms.Tensor]]:
+    def micro_batches_of(self, inputs: Sequence[ms.Tensor]) -> list[list[ms.Tensor]]:
         """The micro-batches of a batch, as the graph cuts it."""
         plan = self.window.plan_in_python(micro_batches.batch_shapes(tuple(inputs)))
         return micro_batches.cut(inputs, plan, cut_axes(len(inputs), self._setup.o.shared, self._setup.o.axis))

@@ -149,11 +149,11 @@ def apart(mode: str) -> Callable[[Path], Results]:
         accumulator = GradAccumulator(optimizer, 2)
         gradients = ms.grad(network, None, optimizer.parameters)(x, y)
         warned = []
-        for train in (lambda: step(x, y), lambda: accumulator(gradients)):
+        for call in (lambda: step(x, y), lambda: accumulator(gradients)):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 for _ in range(3):
-                    train()
+                    call()
             texts = [str(one.message) for one in caught]
             assert all("set_auto_parallel_context(parallel_mode='data_parallel'" in text for text in texts), texts
             warned.append(len(texts))

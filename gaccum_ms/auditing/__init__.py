@@ -1,0 +1,1 @@
+"""What `audit` does: measures two updates, tries remedies, and judges."""

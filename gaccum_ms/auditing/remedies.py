@@ -1,0 +1,210 @@
+"""Remedies for a cell whose update is not the whole batch's: each is tried on the batch, and the first that makes the
+updates equal is named.
+
+A count is first judged by losses alone: a weighted mean of the micro-batches' losses must be the whole batch's. Those
+that pass, and what cannot be judged so, run one update.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn, ops
+
+from gaccum_ms.auditing.evidence import Evidence, Update
+from gaccum_ms.backend.held_cells import held_cells, held_values
+from gaccum_ms.backend.snapshot import as_numpy
+from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.losses.batch_loss import WithBatchLossCell
+from gaccum_ms.losses.counts import CountMask, CountSamples
+from gaccum_ms.losses.counts_of_labels import CountClassWeights, CountNotIgnored
+from gaccum_ms.losses.known_losses import integer_inputs, losses_of_labels
+from gaccum_ms.split import EvenSplit
+
+_MOST_TRIED = 16  # updates, each of which may compile a graph
+_RATIO = (
+    'reduction="ratio", min_count=1 in place of a count, where the network returns the sum and {count}: a micro-batch '
+    "that counts nothing has a loss, and belongs in"
+)
+
+
+class Trial(NamedTuple):
+    """A cell and a batch to train with once."""
+
+    remedy: str
+    cell: GradAccumulationCell
+    batch: Sequence[ms.Tensor]
+
+
+def find_remedy(
+    evidence: Evidence,
+    cell: GradAccumulationCell,
+    batch: Sequence[ms.Tensor],
+    parts: Sequence[Sequence[ms.Tensor]],
+    loss_of: Callable[[Sequence[ms.Tensor]], float],
+    train: Callable[[GradAccumulationCell, Sequence[ms.Tensor]], Update],
+) -> str | None:
+    """The first remedy that makes the updates equal; None if there is none among those known.
+
+    Args:
+        evidence (Evidence): The whole batch's update.
+        cell (GradAccumulationCell): The cell, without clipping and transforms.
+        batch (Sequence[Tensor]): The batch.
+        parts (Sequence): Its micro-batches.
+        loss_of (Callable): The network's loss on a micro-batch.
+        train (Callable): One update with a cell on a batch.
+    """
+    trials: Iterator[Trial | str] = itertools.chain(
+        _counts(evidence, cell, batch, parts, loss_of) if cell.loss_is_mean and not cell.several_losses else (),
+        _shared(cell, batch),
+        _axes(cell, batch),
+        _of_batch(cell, batch),
+    )
+    for trial in itertools.islice(trials, _MOST_TRIED):
+        if isinstance(trial, str):
+            return trial
+        try:
+            if evidence.agrees(train(trial.cell, trial.batch)):
+                return trial.remedy
+        except Exception:  # the network cannot run so, in one of MindSpore's many ways
+            continue
+    return None
+
+
+# -- what to count -----------------------------------------------------------------------------------------------------
+
+
+def _counts(
+    evidence: Evidence,
+    cell: GradAccumulationCell,
+    batch: Sequence[ms.Tensor],
+    parts: Sequence[Sequence[ms.Tensor]],
+    loss_of: Callable[[Sequence[ms.Tensor]], float],
+) -> Iterator[Trial | str]:
+    """Counts with which the micro-batches' losses have the whole batch's as their mean. A str needs no update: with it,
+    the losses have it as their ratio."""
+    try:
+        losses = np.array([loss_of(part) for part in parts])
+    except Exception:  # the network cannot run on them
+        return
+    for name, count in _known_counts(cell, batch):
+        try:
+            items = np.array([float(as_numpy(ops.cast(ms.Tensor(count(*part)), ms.float32))) for part in parts])
+        except Exception:  # it does not fit the inputs
+            continue
+        if not (np.isfinite(items).all() and (items >= 0).all() and items.sum() > 0):
+            continue
+        some = items > 0
+        if evidence.agrees_on_loss(float((losses * items)[some].sum() / items.sum())):
+            given = None if isinstance(count, CountSamples) else count
+            yield Trial(name, cell.with_options(count=given), batch)
+        elif not some.all() and np.isfinite(losses).all():
+            ratio = (losses * np.maximum(items, 1)).sum() / max(items.sum(), 1)
+            if evidence.agrees_on_loss(float(ratio)):
+                yield _RATIO.format(count="what 'count' counts" if count is cell.own_count else name)
+
+
+def _known_counts(cell: GradAccumulationCell, batch: Sequence[ms.Tensor]) -> Iterator[tuple[str, Any]]:
+    """Counts, each with the words that give it to the cell."""
+    if cell.own_count is not None:
+        yield "count=None", CountSamples()
+        yield "count", cell.own_count
+    last = len(batch) - 1
+    known = losses_of_labels(cell.network).values()
+    ignored = list(dict.fromkeys([loss.ignore_index for loss in known] + [-100]))
+    labels = list(itertools.product(reversed(integer_inputs(batch)), ignored, (0, 1)))
+    for position, index, shift in labels:
+        words = _words(ignore_index=(index, -100), position=(position, last), shift=(shift, 0))
+        yield f"count=CountNotIgnored({words})", CountNotIgnored(index, position, shift)
+    for where, weight in _class_weights(cell.network):
+        for position, index, shift in labels:
+            words = _words(ignore_index=(index, -100), position=(position, last), shift=(shift, 0))
+            more = f", {words}" if words else ""
+            yield f"count=CountClassWeights({where}{more})", CountClassWeights(weight, index, position, shift)
+    for position in reversed(range(len(batch))):
+        yield f"count=CountMask({_words(position=(position, last))})", CountMask(position)
+
+
+def _class_weights(network: nn.Cell) -> Iterator[tuple[str, ms.Tensor]]:
+    """Vectors that the network holds, as losses hold the weights of classes."""
+    for name, cell in held_cells(network):
+        for attribute, value in held_values(cell):
+            is_weight = isinstance(value, ms.Tensor) and not isinstance(value, ms.Parameter)
+            if is_weight and value.ndim == 1 and value.dtype in (ms.float32, ms.float16):
+                yield f"{name}.{attribute}" if name else attribute, value
+
+
+def _words(**arguments: tuple[int, int]) -> str:
+    """The arguments that are not as by default."""
+    return ", ".join(f"{name}={value}" for name, (value, default) in arguments.items() if value != default)
+
+
+# -- how to cut --------------------------------------------------------------------------------------------------------
+
+
+def _shared(cell: GradAccumulationCell, batch: Sequence[ms.Tensor]) -> Iterator[Trial]:
+    """Inputs that belong to each micro-batch as a whole."""
+    if cell.splits_in_python:
+        return
+    others = [position for position in range(1, len(batch)) if position not in cell.shared]
+    for more in itertools.chain(itertools.combinations(others, 1), itertools.combinations(others, 2)):
+        shared = tuple(sorted((*cell.shared, *more)))
+        split = dataclasses.replace(cell.split or EvenSplit(), shared=shared)
+        yield Trial(f"split=EvenSplit(shared={shared})", cell.with_options(split=split), batch)
+
+
+def _axes(cell: GradAccumulationCell, batch: Sequence[ms.Tensor]) -> Iterator[Trial]:
+    """Inputs whose samples are on axis 1, such as sequences with time in front."""
+    if cell.splits_in_python or cell.shared:
+        return
+    for axes in itertools.product(*((1, 0) if value.ndim > 1 else (0,) for value in batch)):
+        lengths = {value.shape[axis] for axis, value in zip(axes, batch, strict=True)}
+        if any(axes) and len(lengths) == 1:
+            moved = [ops.swapaxes(value, 0, axis) if axis else value for axis, value in zip(axes, batch, strict=True)]
+            options = {**vars(cell.options), "split": None}
+            words = "1" if all(axes) else str(axes)
+            inner = GradAccumulationCell(_Moved(cell.network, axes), **options)
+            yield Trial(f"split=EvenSplit(axis={words})", inner, moved)
+
+
+class _Moved(nn.Cell):
+    """A network whose inputs have their samples on axis 0, though it wants some of them on axis 1."""
+
+    def __init__(self, network: nn.Cell, axes: Sequence[int]) -> None:
+        super().__init__(auto_prefix=False)
+        self.network = network
+        self.axes = tuple(axes)
+
+    def construct(self, *inputs):
+        moved: tuple = ()
+        for index in range(len(self.axes)):
+            value = inputs[index]
+            moved = (*moved, ops.swapaxes(value, 0, 1) if self.axes[index] == 1 else value)
+        return self.network(*moved)
+
+
+# -- a loss of the whole batch -----------------------------------------------------------------------------------------
+
+
+def _of_batch(cell: GradAccumulationCell, batch: Sequence[ms.Tensor]) -> Iterator[Trial]:
+    network = cell.network
+    if isinstance(network, nn.WithLossCell) and not (cell.several_losses or cell.splits_in_python):
+        of_batch = WithBatchLossCell(_WithLabels(network._backbone), network._loss_fn)
+        sizes = {name: getattr(cell.options, name) for name in ("micro_size", "micro_batch_size", "split", "jit")}
+        yield Trial("WithBatchLossCell(backbone, loss)", GradAccumulationCell(of_batch, **sizes), batch)
+
+
+class _WithLabels(nn.Cell):
+    """A backbone that passes the labels on to the loss."""
+
+    def __init__(self, backbone: nn.Cell) -> None:
+        super().__init__(auto_prefix=False)
+        self.backbone = backbone
+
+    def construct(self, data, labels):
+        return self.backbone(data), labels
