@@ -13,11 +13,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import mindspore as ms
-from mindspore import nn
+from mindspore import nn, ops
 
 from gaccum_ms.backend import cell_graph_executor, no_grad
 from gaccum_ms.backend.eager_means import mean_of_elements
 from gaccum_ms.backend.storage import Storage, keep_in_place
+
+_BY_PYTHON = "called_by_python"  # an attribute of a Cell, for its `construct` : whether `run` calls it
 
 _storage: weakref.WeakKeyDictionary[nn.Cell, tuple[int, Storage]] = weakref.WeakKeyDictionary()
 
@@ -74,10 +76,14 @@ def run(cell: nn.Cell, jit: bool, *inputs: Any) -> Any:
             return nn.Cell.__call__(cell, *inputs)
     _let_go_of_moved(cell)
     inputs = tuple(_of_its_own(value) for value in inputs)
-    if ms.get_context("mode") == ms.PYNATIVE_MODE:
-        outputs = _run_graph_in_pynative_mode(cell, *inputs)
-    else:
-        outputs = nn.Cell.__call__(cell, *inputs)
+    vars(cell)[_BY_PYTHON] = True
+    try:
+        if ms.get_context("mode") == ms.PYNATIVE_MODE:
+            outputs = _run_graph_in_pynative_mode(cell, *inputs)
+        else:
+            outputs = nn.Cell.__call__(cell, *inputs)
+    finally:
+        vars(cell)[_BY_PYTHON] = False
     _note_storage(cell)
     return outputs
 
@@ -145,3 +151,18 @@ def compiling_alone() -> Iterator[None]:
     finally:
         if asked_for:
             ms.set_auto_parallel_context(parameter_broadcast=True)
+
+
+# -- compiled ----------------------------------------------------------------------------------------------------------
+
+_copy = ops.MultitypeFuncGraph("gaccum_ms_copy")
+
+
+@_copy.register("Tensor")
+def _copy_one(value):
+    return value.copy()
+
+
+def with_own_storage(inputs):
+    """As `_of_its_own` , for the inputs of a Cell that is compiled into another graph."""
+    return ops.HyperMap()(_copy, inputs)

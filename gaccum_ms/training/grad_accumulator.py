@@ -296,15 +296,15 @@ class GradAccumulator(Resumable, nn.Cell):
         items = ops.ones((), ms.float32) if count is None else counts.valid_or_nan(count)
         kept = ops.zeros_like(items)
         dropped = ops.zeros_like(items)
+        # A sum over no items is a number, and belongs in; a mean over none does not.
+        unit = self.window.begin_batch(scale, items if self.loss_is_mean else counts.one_if_zero(items))
+        weight = unit / scale  # the gradients contain the scale
         if self.loss_is_mean:
-            unit = self.window.begin_batch(scale, items)
-            if items > 0:
-                weight = unit * items * factor / scale  # the gradients contain the scale
-                kept, dropped = self._add(gradients, weight, items)
-        else:  # a sum over no items is a number, and is added
-            unit = self.window.begin_batch(scale, counts.one_if_zero(items))
-            if items >= 0:
-                kept, dropped = self._add(gradients, unit / scale, items)
+            weight = weight * items * factor
+        # Before the branch: within it, a graph reads some views at a wrong address (see graphs.py).
+        weighed = self.map(ops.partial(scale_by, weight), gradients)
+        if items > 0 if self.loss_is_mean else items >= 0:
+            kept, dropped = self._add(weighed, items)
         seen = ops.assign_add(self.batch_count, ms.Tensor(1, ms.int32))
         rule = BATCHES if count is None else COUNTS
         seen = ops.depend(seen, ops.assign(self.provenance.window_rule, ms.Tensor(rule, ms.int32)))
@@ -316,12 +316,11 @@ class GradAccumulator(Resumable, nn.Cell):
             updated = ops.depend(self.update_count, overflow) > updates
         return clear_flag(updated)  # for the next batch's backward, which is the user's
 
-    def _add(self, gradients, weight, items):
+    def _add(self, weighed, items):
         """Returns the count that was added, and the number of dropped batches, 0 or 1."""
         kept = items
         dropped = ops.zeros_like(items)
-        if not self.drops or all_finite(gradients):
-            weighed = self.map(ops.partial(scale_by, weight), gradients)
+        if not self.drops or all_finite(weighed):
             kept = ops.depend(items, self.window.accumulators.add(weighed))
         else:
             kept = ops.zeros_like(items)

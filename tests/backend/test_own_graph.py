@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 
@@ -12,6 +13,7 @@ from mindspore import Tensor, nn, ops
 from support.alone import alone
 from support.environment import BLOCKING
 
+from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.backend.graphs import OwnGraph, compiling_alone
 
 seen: list[str] = []
@@ -121,3 +123,92 @@ def test_a_loop_reads_a_view_as_what_it_is(mode):
         expected = given.asnumpy().sum(dtype=np.float64)
         rows = Tensor(given.shape[0], ms.int32)
         assert float(graph.run_alone(view(Tensor(x)), rows).asnumpy()) == pytest.approx(expected, abs=1e-4), name
+
+
+# -- a Cell of ours that is compiled into a graph of the user's --------------------------------------------------------
+
+X = np.random.default_rng(0).normal(size=(8, 4, 5)).astype(np.float32)
+Y = X.sum(axis=2, keepdims=True) * 2
+
+
+def views_of(array):
+    """Eight batches, all of them views of other Tensors."""
+    tensor = Tensor(array)
+    transposed = Tensor(np.ascontiguousarray(array.transpose(0, 2, 1)))
+    rows = tensor.reshape((32, -1))
+    return [
+        tensor[0],
+        rows[4:8],
+        ops.split(rows, 4)[2],
+        ops.chunk(rows, 8)[3],
+        transposed[4].T,
+        transposed[5].swapaxes(0, 1),
+        *ops.unstack(tensor)[6:],
+    ]
+
+
+class Outer(nn.Cell):
+    def __init__(self, step):
+        super().__init__()
+        self.step = step
+
+    def construct(self, x, y):
+        return self.step(x, y) * 1
+
+
+def in_jit(step):
+    @ms.jit
+    def train(x, y):
+        return step(x, y) * 1
+
+    return train
+
+
+def by_turns(step):
+    """Directly, and within a graph."""
+    ways = itertools.cycle((step, in_jit(step)))
+    return lambda x, y: next(ways)(x, y)
+
+
+def losses(call, batches, **options):
+    network = nn.WithLossCell(nn.Dense(5, 1, "ones", "zeros"), nn.MSELoss())
+    cell = GradAccumulationCell(network, 2, **options)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.01)).set_train()
+    train = call(step)
+    return [float(train(x, y)) for x, y in batches]
+
+
+@pytest.mark.parametrize(
+    ("call", "options"),
+    [
+        (in_jit, {}),
+        (Outer, {}),
+        pytest.param(in_jit, {"accumulation_steps": 3}, marks=pytest.mark.thorough),
+        pytest.param(in_jit, {"record_noise": True}, marks=pytest.mark.thorough),
+        pytest.param(by_turns, {}, marks=pytest.mark.thorough),
+    ],
+    ids=["jit", "Cell", "window", "noise", "by turns"],
+)
+def test_a_step_within_a_graph_trains_on_the_views_that_it_is_given(call, options, mode):
+    """MindSpore's loop reads a view of a later call where that of the first call was."""
+    copies = [(Tensor(x), Tensor(y)) for x, y in zip(X, Y, strict=True)]
+    views = list(zip(views_of(X), views_of(Y), strict=True))
+    expected = losses(lambda step: step, copies, **options)
+    assert losses(call, views, **options) == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_accumulator_within_a_graph_adds_the_views_that_it_is_given(mode):
+    found = []
+    for gradients in ([Tensor(x) for x in X], views_of(X)):
+        weight = ms.Parameter(Tensor(np.zeros((4, 5), np.float32)), name="weight")
+        accumulator = GradAccumulator(nn.SGD([weight], 1.0), 2)
+
+        @ms.jit
+        def add(gradient, count, accumulator=accumulator):
+            return accumulator((gradient,), count)
+
+        for gradient in gradients:
+            add(gradient, Tensor(2.0))
+        found.append(weight.asnumpy())
+    np.testing.assert_allclose(found[1], found[0], atol=1e-6)
+    np.testing.assert_allclose(found[0], -X.sum(axis=0) / 2, atol=1e-5)
