@@ -17,7 +17,7 @@ from mindspore.common.initializer import initializer
 from gaccum_ms.accumulation.micro_batches import SplitPlan
 from gaccum_ms.backend import no_grad
 from gaccum_ms.backend.cpu_kernels import add_in_place, zero_in_place
-from gaccum_ms.backend.parameters import of_this_rank, write
+from gaccum_ms.backend.parameters import of_this_rank, on_cpu, write
 
 PREFIX = "accu_grads."
 COMPENSATION_PREFIX = "accu_compensation."
@@ -107,6 +107,9 @@ class Accumulators(nn.Cell):
         super().__init__(auto_prefix=False)
         self.sums = allocate(weights, dtype, prefix)
         self.compensated = compensated
+        self.adds_in_branch = on_cpu() and any(one.dtype == ms.bfloat16 for one in self.sums)
+        if self.adds_in_branch:
+            self.always = ms.Tensor(True)
         if compensated:
             self.compensations = allocate(weights, ms.float32, compensation_prefix)
         # The last layer first, as backward computes gradients. Additions keep program order; in the other order every
@@ -114,6 +117,17 @@ class Accumulators(nn.Cell):
         self.map = ops.HyperMap(reverse=True)
 
     def add(self, gradients):
+        return self.add_in_branch(*gradients) if self.adds_in_branch else self.add_here(gradients)
+
+    def add_in_branch(self, *gradients):
+        """A graph that reads an accumulator twice copies it in between, for which MindSpore has no bfloat16 kernel on
+        CPU. A branch has a graph of its own."""
+        added = ops.zeros((), ms.float32)
+        if ops.depend(self.always, gradients[0]):  # no constant of the graph
+            added = ops.depend(added, self.add_here(gradients))
+        return added
+
+    def add_here(self, gradients):
         if not self.compensated:
             return self.map(add_to, self.sums, gradients)
         return self.map(add_compensated_to, self.sums, self.compensations, gradients)
