@@ -303,7 +303,8 @@ class GradAccumulator(Resumable, nn.Cell):
             weight = weight * items * factor
         # Before the branch: within it, a graph reads some views at a wrong address (see graphs.py).
         weighed = self.map(ops.partial(scale_by, weight), gradients)
-        if items > 0 if self.loss_is_mean else items >= 0:
+        belongs = items > 0 if self.loss_is_mean else items >= 0
+        if belongs:
             kept, dropped = self._add(weighed, items)
         seen = ops.assign_add(self.batch_count, ms.Tensor(1, ms.int32))
         rule = BATCHES if count is None else COUNTS
