@@ -1,4 +1,4 @@
-"""WithBatchLossCell: a network whose loss compares the samples of a whole batch. grad_cache.py trains it in
+"""WithBatchLossCell: a network whose loss needs the samples of a whole batch. grad_cache.py trains it in
 micro-batches."""
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ FLOATS = (ms.float32, ms.float16, ms.bfloat16, ms.float64)
 
 class WithBatchLossCell(nn.Cell):
     r"""
-    Combine a network with a loss that needs all samples of a batch at once, such as a contrastive loss, whose
-    negatives are the batch's other samples.
+    Combine a network with a loss that needs all samples of a batch at once. It is exact for any such loss: a
+    contrastive one, whose negatives are the batch's other samples; `nn.DiceLoss` , `nn.MultiClassDiceLoss` and
+    `nn.RMSELoss` ; the balancing of a mixture's experts; the mining of hard examples; whitened advantages.
 
     In a :class:`GradAccumulationCell` the loss is exact under micro-batches, by GradCache (`Gao et al., 2021
     <https://arxiv.org/abs/2101.06983>`_): each micro-batch runs forward; the loss is computed from all representations;
