@@ -119,19 +119,18 @@ class TwoPasses(nn.Cell):
         samples, last = plan[micro_batches.SAMPLES], micro_batches.rows_at_the_end(plan)
         seed = unit * self.share_of_ranks
         representations = self.representations(inputs, samples - last, last, plan)
-        loss, slopes, shared_slopes, loss_slopes = self.slopes(seed, representations)
+        loss, slopes, loss_slopes = self.slopes(seed, representations)
         if self.statistics is not None:
             loss = self.statistics.reset(loss)  # the second pass adds them again
-        prepared = (samples, len(inputs), shared_slopes, loss_slopes)
-        return sums + loss / self.share_of_ranks, prepared, (*inputs, *slopes)
+        return sums + loss / self.share_of_ranks, (samples, len(inputs), loss_slopes), (*inputs, *slopes)
 
     def run(self, seed, prepared, size, *part):
         """The second pass; its part of the sums is zero."""
         if len(prepared) == 0:
             loss, gradients = self.one_loss.run(seed * self.share_of_ranks, prepared, size, *part)
             return loss / self.share_of_ranks, gradients
-        samples, number, shared_slopes, loss_slopes = prepared
-        return ops.zeros_like(seed), self.pull_back(size / samples, shared_slopes, loss_slopes, number, *part)[1]
+        samples, number, loss_slopes = prepared
+        return ops.zeros_like(seed), self.pull_back(size / samples, loss_slopes, number, *part)[1]
 
     def representations(self, inputs, before, rows_of_last, plan):
         """The first pass. Returns the representations of the batch. `before` : samples before the last micro-batch."""
@@ -164,7 +163,7 @@ class TwoPasses(nn.Cell):
 
     def slopes(self, unit, representations):
         """The loss of the batch times its seed, and its gradients with respect to each representation of a float dtype,
-        those that all micro-batches share apart, and to the Parameters of `loss_fn` ."""
+        and to what all micro-batches share: the Parameters of `loss_fn` , then representations without samples."""
         loss_slopes: tuple = ()
         if self.loss_has_weights:
             loss, (gradients, loss_slopes) = self.slopes_of[len(representations) - 1](unit, *representations)
@@ -173,23 +172,22 @@ class TwoPasses(nn.Cell):
         if isinstance(gradients, ms.Tensor):  # one representation gives no tuple
             gradients = (gradients,)
         slopes: tuple = ()
-        shared_slopes: tuple = ()
         for index in range(len(representations)):
             if representations[index].dtype in FLOATS:
                 if self.forward.axis(index) >= 0:
                     slopes = (*slopes, gradients[index])
                 else:
-                    shared_slopes = (*shared_slopes, gradients[index])
-        return loss, slopes, shared_slopes, loss_slopes
+                    loss_slopes = (*loss_slopes, gradients[index])
+        return loss, slopes, loss_slopes
 
     def seeded_batch_loss(self, unit, *representations):
         return float32_loss(self.network.loss(*self.forward.swapped(representations))) * unit
 
-    def along_slopes(self, share, shared_slopes, loss_slopes, number, *part):
+    def along_slopes(self, share, loss_slopes, number, *part):
         """A scalar whose gradient with respect to the weights is what this micro-batch adds."""
         total = ms.Tensor(0.0, ms.float32)
         slope = number
-        shared = 0
+        shared = len(self.loss_weights)
         representations = self.forward.moved(*part[:number])
         for index in range(len(representations)):
             one = representations[index]
@@ -199,7 +197,7 @@ class TwoPasses(nn.Cell):
                     total = total + ops.reduce_sum(one * ops.cast(part[slope], ms.float32))
                     slope = slope + 1
                 else:
-                    total = total + ops.reduce_sum(one * ops.cast(shared_slopes[shared], ms.float32)) * share
+                    total = total + ops.reduce_sum(one * ops.cast(loss_slopes[shared], ms.float32)) * share
                     shared = shared + 1
         for index in range(len(self.loss_weights)):
             weight = ops.cast(self.loss_weights[index], ms.float32)

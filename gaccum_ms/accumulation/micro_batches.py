@@ -210,6 +210,7 @@ def graph_plan(inputs, micro_size, micro_batch_size, shared, axis, least):
     if plan is not None:
         return plan
     axes = _axes(len(inputs), shared, axis)
+    least = 1 if micro_batch_size == 1 else least
     samples = samples_of(inputs, axis_at(axes, 0))
     if micro_size is not None:
         size = ops.maximum((samples + (micro_size - 1)) // micro_size, ops.minimum(samples, ms.Tensor(least, ms.int32)))

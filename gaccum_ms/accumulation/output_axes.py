@@ -15,6 +15,7 @@ from mindspore import nn, ops
 
 from gaccum_ms.accumulation.micro_batches import SplitPlan
 from gaccum_ms.backend import no_grad
+from gaccum_ms.backend.pynative_tape import close_tape
 from gaccum_ms.backend.snapshot import Snapshot, as_numpy
 from gaccum_ms.split import UNCUT
 
@@ -91,7 +92,11 @@ def outputs_of(
             try:
                 second = _values(network(*runs[1]))
             except Exception:  # such as a reshape to one number of samples
+                close_tape()  # no gradient is open, but MindSpore has begun to count this call
                 second, samples = first, (samples[0], samples[0])
+    except BaseException:
+        close_tape()
+        raise
     finally:
         ms.set_context(mode=mode)
         before.restore()

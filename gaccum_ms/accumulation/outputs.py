@@ -77,6 +77,7 @@ class LossWithOutputs(nn.Cell):
         self.ratio = options.returns_ratio
         self.aux = options.aux
         self.first_aux = 1 + self.ratio
+        self.joined_in_python = options.splits_in_python
         # The axis of samples of each output, or UNCUT. None: not yet found, as in another graph, and taken for 0.
         self.axes: tuple[int, ...] | None = None if self.aux else ()
         # Only the first output has a gradient.
@@ -96,7 +97,7 @@ class LossWithOutputs(nn.Cell):
         if isinstance(outputs, (tuple, list)):
             kinds = [typeof(one) for one in outputs]
             shapes = [shape_or_none(one) for one in outputs]
-        known_rows = None if isinstance(rows, ms.Tensor) else rows
+        known_rows = None if self.joined_in_python or isinstance(rows, ms.Tensor) else rows
         _check_outputs(kinds, shapes, self.ratio, self.aux, known_rows, self.axes or ())
         result: tuple = (float32_loss(outputs[0]) * seed,)
         if self.ratio:
@@ -108,6 +109,8 @@ class LossWithOutputs(nn.Cell):
                 one = ops.cast(one, ms.float32) * seed
             elif axis > 0:
                 one = ops.swapaxes(one, 0, axis)
+            elif axis < 0:
+                one = ops.concat((one,))  # a copy: it may be a Parameter, which changes later
             result = (*result, one)
         return result
 

@@ -96,7 +96,7 @@ class PythonSplit:
 
     def _find_axes(self, batch: Sequence[Any]) -> None:
         runs, samples, widths = self._split.two_sizes(*batch)
-        outputs = outputs_of(self._step.network.network, runs, samples, self._step.weights)
+        outputs = outputs_of(self._step.network, runs, samples, self._step.weights)
         axes: list[tuple[int, tuple[int, ...]]] = []
         for output in outputs[self._first_output :]:
             if output is None or not output.shapes[0]:
@@ -167,14 +167,7 @@ class PythonSplit:
         elif hasattr(self._split, "in_order"):
             joined = self._split.in_order(arrays)
         else:
-            axis = _axis_to_join([one.shape for one in arrays], [part[0].shape for part in parts])
-            if axis is None:
-                raise ValueError(
-                    f"For '{_NAME}', with a function as 'split' the micro-batches' shapes of an output must differ "
-                    f"along one axis at most, along which they are joined, but got {[one.shape for one in arrays]} for "
-                    f"output {self._first_output + number}. Pad it, or return a mean of shape ()."
-                )
-            joined = np.concatenate(arrays, axis)
+            joined = _joined_by_shapes(self._first_output + number, arrays, [part[0].shape for part in parts])
         return ms.Tensor(joined, outputs[0].dtype)
 
     def _times(self, parts: Sequence[tuple[ms.Tensor, ...]]) -> list[float]:
@@ -186,16 +179,31 @@ class PythonSplit:
         return [sum(samples) / number for number in samples]
 
 
-def _axis_to_join(shapes: Sequence[tuple[int, ...]], inputs: Sequence[tuple[int, ...]]) -> int | None:
-    """The axis of samples of an output, from its shapes for all micro-batches and those of their first inputs; None if
-    it cannot be joined. A function may make micro-batches of anything, so that their sizes alone can say it."""
-    if len({len(shape) for shape in shapes}) > 1:
-        return None
-    differing = [axis for axis, lengths in enumerate(zip(*shapes, strict=True)) if len(set(lengths)) > 1]
-    if differing:
-        return differing[0] if len(differing) == 1 else None
-    rows = {shape[:1] for shape in inputs}
-    return next((axis for axis, length in enumerate(shapes[0]) if rows == {(length,)}), 0)
+def _joined_by_shapes(position: int, arrays: Sequence[np.ndarray], inputs: Sequence[tuple[int, ...]]) -> np.ndarray:
+    """An output of micro-batches that a function made, of which no other sizes can be tried. It is joined along the
+    axis in which they differ, or which is as long as the first input of each.
+
+    Args:
+        position (int): Of the output, among those of the network.
+        arrays (Sequence[ndarray]): The output of each micro-batch.
+        inputs (Sequence[tuple[int, ...]]): The shape of the first input of each.
+    """
+    shapes = [one.shape for one in arrays]
+    if len({len(shape) for shape in shapes}) == 1:
+        lengths = list(zip(*shapes, strict=True))
+        differing = [axis for axis, each in enumerate(lengths) if len(set(each)) > 1]
+        rows = tuple(shape[0] if shape else 1 for shape in inputs)
+        axes = differing or [axis for axis, each in enumerate(lengths) if each == rows][:1]
+        if len(axes) == 1:
+            return np.concatenate(arrays, axes[0])
+        if all(np.array_equal(one, arrays[0]) for one in arrays):
+            return arrays[0]
+    raise ValueError(
+        f"For '{_NAME}', with a function as 'split' an output beside the loss must have shape (), or one axis in which "
+        f"micro-batches differ or that is as long as their first input, or be the same for all, but output {position} "
+        f"got shapes {shapes} for first inputs of shapes {list(inputs)}. Return a mean of shape (), or an entry for "
+        f"each sample. Nothing was updated."
+    )
 
 
 def micro_batches_of(split: Callable, batch: Sequence[Any], by_samples: bool) -> list[tuple[ms.Tensor, ...]]:

@@ -211,6 +211,142 @@ def test_sizes_are_tried_with_it(pynative):
     assert relative_error(as_numpy(network.weight), weight) < TOLERANCE
 
 
+# -- samples on another axis -------------------------------------------------------------------------------------------
+
+
+class TimeMajor(nn.Cell):
+    """nn.GRU's default: inputs of shape (T, N, C). The mask (T, C) is shared."""
+
+    def __init__(self):
+        super().__init__()
+        self.recurrent = nn.GRU(3, 4)
+        self.head = nn.Dense(4, 1)
+        random = np.random.default_rng(1)
+        for one in self.trainable_params():
+            one.set_data(Tensor(random.normal(size=one.shape) * 0.5, ms.float32))
+
+    def construct(self, x, mask, y):
+        steps, _ = self.recurrent(x * mask.expand_dims(1))
+        return ops.square(self.head(steps[-1]) - y).mean()
+
+
+def time_major(*sizes):
+    random = np.random.default_rng(3)
+    shapes = [((6, size, 3), (6, 3), (size, 1)) for size in sizes]
+    return [tuple(Tensor(random.normal(size=shape), ms.float32) for shape in one) for one in shapes]
+
+
+def length_weighted(x, mask, y):
+    return x.shape[1] * (mask * mask).sum()
+
+
+def time_major_step(**options):
+    network = TimeMajor()
+    split = EvenSplit(shared=(1,), axis=(1, 0, 0))
+    cell = GradAccumulationCell(network, split=split, **options)
+    return TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.1)).set_train()
+
+
+@eagerly()
+def whole_time_major(data):
+    network = TimeMajor()
+    step = nn.TrainOneStepCell(network, nn.SGD(network.trainable_params(), 0.1)).set_train()
+    return [float(step(*batch).asnumpy()) for batch in data], [as_numpy(one) for one in step.weights]
+
+
+@pytest.mark.core("samples")
+@pytest.mark.parametrize(
+    ("options", "mode"),
+    [
+        ({"micro_size": 3}, "graph"),
+        ({"micro_size": 3}, "pynative"),
+        ({"micro_batch_size": 3, "count": length_weighted}, "pynative"),
+        ({"micro_size": 4, "overflow": "drop_micro_batch"}, "pynative"),
+    ],
+    ids=["graph", "samples", "count", "counted samples"],
+)
+def test_samples_on_axis_1(options, mode):
+    """Eight samples in three are 3 + 3 + 2; six time steps and three features are no samples."""
+    ms.set_context(mode=MODES[mode])
+    data = time_major(8, 8) if mode == "graph" else time_major(8, 7)
+    step = time_major_step(**options)
+    losses = [float(step(*batch).asnumpy()) for batch in data]
+    whole_losses, weights = whole_time_major(data)
+    np.testing.assert_allclose(losses, whole_losses, rtol=TOLERANCE)
+    assert max(map(relative_error, map(as_numpy, step.weights), weights)) < TOLERANCE
+
+
+def test_windows_weigh_batches_by_samples_on_axis_1(pynative):
+    first, second = time_major(8, 4)
+    second = (second[0], first[1], second[2])  # the same mask, so that the batches can be joined
+    step = time_major_step(micro_size=2, accumulation_steps=2)
+    step(*first), step(*second)
+    joined = ops.concat((first[0], second[0]), 1), first[1], ops.concat((first[2], second[2]))
+    losses, weights = whole_time_major([joined])
+    assert float(step.window_loss.asnumpy()) == pytest.approx(losses[0], rel=TOLERANCE)
+    assert max(map(relative_error, map(as_numpy, step.weights), weights)) < TOLERANCE
+
+
+def test_one_graph_for_all_lengths_of_axis_1():
+    ms.set_context(mode=ms.GRAPH_MODE)
+    data = time_major(8, 5)
+
+    class Summed(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.weight = ms.Parameter(Tensor(np.ones(3), ms.float32), name="weight")
+
+        def construct(self, x, mask, y):
+            return ops.square((x * mask.expand_dims(1) * self.weight).sum(axis=(0, 2)) - y[:, 0]).mean()
+
+    found = []
+    for micro_size in (3, 1):
+        network = Summed()
+        cell = GradAccumulationCell(network, micro_size, split=EvenSplit(shared=(1,), axis=(1, 0, 0)))
+        step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.01)).set_train()
+        if micro_size == 3:
+            open_shapes = [Tensor(shape=shape, dtype=ms.float32) for shape in ([6, None, 3], [6, 3], [None, 1])]
+            step.set_inputs(*open_shapes)
+        else:
+            ms.set_context(mode=ms.PYNATIVE_MODE)
+        found.append([*(float(step(*batch).asnumpy()) for batch in data), *as_numpy(network.weight)])
+        assert micro_size == 1 or len(step.compile_cache) == 1
+    np.testing.assert_allclose(*found, rtol=TOLERANCE)
+
+
+def test_audit_and_search_use_that_axis(pynative):
+    step = time_major_step(micro_size=2)
+    cell = GradAccumulationCell(step.network, 2, split=EvenSplit(shared=(1,), axis=(1, 0, 0)))
+    report = audit(cell, step.optimizer, *time_major(4)[0])
+    assert report.ok, str(report)
+    assert report.loss_behaves_as == "mean"
+    report = memory_report(cell, step.optimizer, *time_major(8)[0], measure=False)
+    assert [row.micro_batch_size for row in report.rows] == [8, 4, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("axis", "error", "words"),
+    [
+        ("1", TypeError, "must be an int, the axis of samples, or a tuple with one for each input, but got '1'."),
+        ((0, True), TypeError, "but got (0, True)."),
+        (-1, ValueError, "must count axes from 0 on, but got -1."),
+    ],
+)
+def test_what_an_axis_can_be(axis, error, words):
+    with pytest.raises(error, match=f"For 'EvenSplit', the argument 'axis' .*{re.escape(words)}"):
+        EvenSplit(axis=axis)
+
+
+def test_axes_that_a_batch_does_not_have():
+    assert plan_split([(5, 8), (8, 2), ()], 3, None, (2,), (1, 0, 0)) == SplitPlan(8, 3, 2, 2)
+    with pytest.raises(ValueError, match=r"one for each, but got EvenSplit\(axis=\(1, 0\)\) and a batch of 1 input"):
+        plan_split([(5, 8)], 3, None, (), (1, 0))
+    with pytest.raises(ValueError, match=r"must have an axis 1 that counts samples, but input 1 got shape \(8,\)"):
+        plan_split([(5, 8), (8,)], 3, None, (), 1)
+    with pytest.raises(ValueError, match=r"the axes \(1, 0\) of all inputs must have the same length"):
+        plan_split([(5, 8), (5, 8)], 3, None, (), (1, 0))
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 

@@ -39,6 +39,52 @@ def test_micro_batch_size(samples, full, rest):
     assert (plan.full, plan.rest, plan.size) == (full, rest, min(4, samples))
 
 
+def sizes_of(plan):
+    return [plan.size] * plan.full + [plan.rest] * (plan.rest > 0)
+
+
+@pytest.mark.parametrize("micro_size", [1, 2, 3, 4, 7, 8, 16])
+def test_no_single_sample_is_left_to_what_needs_two(micro_size):
+    """With `least` , at most half as many micro-batches as samples, and one sample more than without it."""
+    for samples in range(2, 70):
+        plan = micro_batches.plan_split([(samples, 3)], micro_size, None, least=2)
+        sizes = sizes_of(plan)
+        assert sum(sizes) == samples
+        assert len(sizes) <= min(micro_size, samples // 2)
+        assert min(sizes) >= 2
+        full = -(-max(samples, 2 * micro_size) // micro_size)  # in a batch that is full
+        assert max(sizes) <= full + 1
+        without = micro_batches.plan_split([(samples, 3)], micro_size, None)
+        if 1 not in sizes_of(without):
+            assert plan == without
+    assert sizes_of(micro_batches.plan_split([(1,)], micro_size, None, least=2)) == [1]
+
+
+@pytest.mark.parametrize(
+    ("samples", "size", "sizes"),
+    [(8, 4, [4, 4]), (9, 4, [4, 5]), (5, 4, [5]), (6, 4, [4, 2]), (1, 4, [1]), (3, 2, [3]), (3, 1, [1, 1, 1])],
+)
+def test_the_same_by_micro_batch_size(samples, size, sizes):
+    """The user's own choice of one sample is obeyed."""
+    assert sizes_of(micro_batches.plan_split([(samples,)], None, size, least=2)) == sizes
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_a_graph_of_open_shapes_cuts_as_python_does(least, pynative):
+    for sizes in ((4, None), (8, None), (None, 3), (None, 4), (None, 1)):
+        for samples in range(1, 24):
+            plan = micro_batches.plan_split([(samples,)], *sizes, least=least)
+            size = ms.Tensor(plan.size, ms.int32)
+            known = least if sizes[1] != 1 else 1
+            opened = (ms.Tensor(samples, ms.int32), size, ms.Tensor(samples, ms.int32), 0, False, (), known)
+            found, start = [], 0
+            while start < samples:
+                found.append(int(micro_batches.rows_from(ms.Tensor(start, ms.int32), opened)))
+                start += found[-1]
+            assert found == sizes_of(plan)
+            assert int(micro_batches.rows_at_the_end(opened)) == found[-1]
+
+
 def test_slices_are_the_batch_in_order(pynative):
     x, y = np.arange(30).reshape(10, 3).astype(np.float32), np.arange(10).astype(np.int32)
     pieces = [micro_batches.take((Tensor(x), Tensor(y)), Tensor(i), 4, ()) for i in (0, 4)] + [
@@ -52,8 +98,10 @@ def test_slices_are_the_batch_in_order(pynative):
     ("shapes", "message"),
     [
         ([], "at least one input, but got none"),
-        ([(4, 2), ()], r"input 1 got shape \(\)"),
-        ([(4, 2), (3,)], r"same boundaries, but got shapes \[\(4, 2\), \(3,\)\]"),
+        ([(4, 2), ()], r"input 1 got shape \(\)\. What all samples share is .* by split=EvenSplit\(shared=\(1,\)\)"),
+        ([(), (4, 2)], r"input 0 got shape \(\)\. The first input must have samples"),
+        ([(4, 2), (3,)], r"same boundaries, but got shapes \[\(4, 2\), \(3,\)\].*split=EvenSplit\(shared=\(1,\)\)"),
+        ([(4, 2), (3,), (4,), (5, 1)], r"split=EvenSplit\(shared=\(1, 3\)\)"),
         ([(0, 2)], "must not be empty"),
     ],
 )
@@ -176,6 +224,8 @@ def test_inputs_are_refused_without_printing_what_is_in_them(value, message):
     with pytest.raises(TypeError, match=f"For 'GradAccumulationCell', every input .*{message}") as error:
         micro_batches.batch_shapes((Tensor(np.ones((8, 3))), value))
     assert len(str(error.value)) < 700
+    assert "of numbers" in str(error.value) or "split=EvenSplit(shared=(1,)) gives it whole" in str(error.value)
+    assert "attribute" not in str(error.value)
 
 
 def test_nested_values_are_described_in_few_words():

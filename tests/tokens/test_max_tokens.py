@@ -149,6 +149,60 @@ def test_outputs_come_back_in_the_batchs_order(mode):
         np.testing.assert_allclose(of_all.asnumpy(), 2 * loss.asnumpy(), rtol=1e-6)
 
 
+class Tokens(nn.Cell):
+    """Outputs for each token: on axis 1, on both axes of a map, and beside features that are as many as the tokens of a
+    width by chance; time-major; and a table that no batch changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = ms.Parameter(Tensor(np.ones(8), ms.float32), name="weight")
+
+    def construct(self, tokens, labels):
+        found = tokens.astype(ms.float32)
+        valid = (labels != IGNORED).astype(ms.float32)
+        loss = (found * valid * self.weight.sum()).sum() / valid.sum()
+        features = found.sum(1, keepdims=True) * self.weight
+        return loss, found, found.expand_dims(1) * found.expand_dims(2), features, found.T, self.weight
+
+
+@pytest.mark.core("pynative-8-24", "pynative-8-5")
+@pytest.mark.parametrize(("first", "second"), [(8, 24), (8, 5), (24, 7), (8, 8)])
+def test_outputs_per_token_come_back_at_the_batchs_own_width(first, second, mode):
+    """Each batch is padded to its own longest sequence, which may be less or more than the widths."""
+    split = max_tokens(widths=[3, 8, LENGTH] if first == LENGTH or second == LENGTH else [3, 8])
+    network = Tokens()
+    cell = GradAccumulationCell(network, split=split, count=CountNotIgnored(IGNORED), aux=True)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.0)).set_train()
+    for number, width in enumerate((first, second)):
+        tokens, labels = batch(number, 7, width)
+        outputs = [one.asnumpy() for one in step(Tensor(tokens), Tensor(labels))[1:]]
+        found = tokens.astype(np.float32)
+        np.testing.assert_array_equal(outputs[0], found)
+        np.testing.assert_array_equal(outputs[1], found[:, None] * found[:, :, None])
+        np.testing.assert_array_equal(outputs[2], np.repeat(found.sum(1, keepdims=True), 8, axis=1))
+        np.testing.assert_array_equal(outputs[3], found.T)
+        np.testing.assert_array_equal(outputs[4], np.ones(8))
+    assert int(step.update_count.asnumpy()) == 2
+
+
+class Together(Tokens):
+    """An output of the whole micro-batch."""
+
+    def construct(self, tokens, labels):
+        loss, found, *_ = super().construct(tokens, labels)
+        return loss, found.sum(0)
+
+
+def test_an_output_that_cannot_be_joined_is_refused_before_an_update(pynative):
+    network = Together()
+    cell = GradAccumulationCell(network, split=max_tokens(), count=CountNotIgnored(IGNORED), aux=True)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.1)).set_train()
+    with pytest.raises(ValueError, match=r"but output 1 got shape \(24,\) for 2 sample\(s\) and shape .* for 3, of 24"):
+        step(*map(Tensor, DATA[0]))
+    assert int(step.update_count.asnumpy()) == 0
+    np.testing.assert_array_equal(as_numpy(network.weight), np.ones(8))
+
+
 class Ratio(nn.Cell):
     """The sum over the labels that are not padding, and their number."""
 
@@ -308,6 +362,19 @@ def test_what_is_too_long_changes_nothing():
         max_tokens(widths=[4, 9])(*map(Tensor, DATA[0]))
     for one, value in zip(step.get_parameters(), before, strict=True):
         np.testing.assert_array_equal(as_numpy(one), value)
+
+
+@pytest.mark.parametrize("labels", [40, 19, 1])
+def test_inputs_of_unequal_lengths_change_nothing(labels, pynative):
+    step = make_step()
+    tokens, more = batch(0, 20)[0], batch(1, labels if labels > 1 else 2)[1][:labels]
+    before = [as_numpy(one) for one in step.get_parameters()]
+    with pytest.raises(ValueError, match=rf"number of samples, but got shapes \[\(20, 24\), \({labels}, 24\)\]"):
+        step(Tensor(tokens), Tensor(more))
+    for one, value in zip(step.get_parameters(), before, strict=True):
+        np.testing.assert_array_equal(as_numpy(one), value)
+    assert step._split._split.plan is None
+    run(step, DATA[:1])
 
 
 def test_rows_that_are_filled_up_must_count_nothing(pynative):

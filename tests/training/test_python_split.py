@@ -108,6 +108,107 @@ def graphs(step):
     return len(step._split._graph.compile_cache), len(step.end_window.compile_cache)
 
 
+# -- what a step returns -----------------------------------------------------------------------------------------------
+
+
+class Returning(nn.Cell):
+    """A mean, and outputs: rows, an input, and a number that changes later."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = ms.Parameter(Tensor([1.0, 2.0]), name="weight")
+        self.number = ms.Parameter(Tensor(5.0), name="number", requires_grad=False)
+
+    def construct(self, x, y):
+        loss = ops.square(x * self.weight - y).mean()
+        loss = ops.depend(loss, ops.assign_add(self.number, Tensor(1.0)))
+        return loss, x * self.weight, y, self.number
+
+
+def halves(x, y):
+    return [(x[:2], y[:2]), (x[2:], y[2:])]
+
+
+KINDS = {
+    "whole": {"micro_size": 1},
+    "even": {"micro_size": 2},
+    "function": {"split": halves},
+    "even window": {"micro_size": 2, "accumulation_steps": 2},
+    "function window": {"split": halves, "accumulation_steps": 2},
+}
+
+
+@pytest.mark.core("function-pynative")
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_output_is_a_tensor_of_its_own(kind, mode):
+    network = Returning()
+    cell = GradAccumulationCell(network, aux=True, **KINDS[kind])
+    optimizer = nn.SGD([network.weight], 0.1)
+    step = TrainOneStepWithGradAccumulationCell(cell, optimizer, nn.DynamicLossScaleUpdateCell(4.0, 2, 1)).set_train()
+    returned = []
+    for number in range(3):
+        x, y = np.full((4, 2), number + 1, np.float32), np.full((4, 2), number, np.float32)
+        outputs = step(Tensor(x), Tensor(y))
+        assert [type(one) for one in outputs] == [Tensor] * 6
+        returned.append((outputs, [one.asnumpy().copy() for one in outputs]))
+    for outputs, values in returned:
+        for one, value in zip(outputs, values, strict=True):
+            np.testing.assert_array_equal(one.asnumpy(), value)
+
+
+@pytest.mark.parametrize("split", [None, halves], ids=["even", "function"])
+def test_each_batch_of_a_window_that_is_asked_for_later_returns_its_own_mean(split, mode):
+    network = nn.Dense(1, 1, weight_init="zeros", bias_init="zeros")
+    options = {"micro_size": 2} if split is None else {"split": split}
+    cell = GradAccumulationCell(nn.WithLossCell(network, nn.MSELoss()), **options)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.1)).set_train()
+    step.set_accumulation_steps(3)
+    losses = [step(Tensor(np.ones((4, 1), np.float32)), Tensor(np.full((4, 1), k, np.float32))) for k in range(1, 4)]
+    assert [float(one.asnumpy()) for one in losses] == [1, 4, 9]
+    assert all(type(one) is Tensor for one in losses)
+    assert int(step.update_count.asnumpy()) == 1
+
+
+class States(nn.Cell):
+    """An output with samples on axis 1, and one whose shape differs in two axes."""
+
+    def __init__(self, wide=False):
+        super().__init__()
+        self.dense = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
+        self.wide = wide
+
+    def construct(self, x, y):
+        loss = ops.square(self.dense(x)).mean()
+        return loss, ops.stack((x, y, x + y)), x @ x.T if self.wide else x
+
+
+def thirds(x, y):
+    return [(x[:1], y[:1]), (x[1:], y[1:])]
+
+
+@pytest.mark.parametrize("split", [halves, thirds])
+def test_outputs_of_a_function_are_joined_where_micro_batches_differ(split, pynative):
+    network = States()
+    cell = GradAccumulationCell(network, split=split, aux=True)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.1)).set_train()
+    x, y = np.arange(8.0, dtype=np.float32).reshape(4, 2), np.ones((4, 2), np.float32)
+    _, states, rows = step(Tensor(x), Tensor(y))
+    np.testing.assert_array_equal(states.asnumpy(), np.stack((x, y, x + y)))
+    np.testing.assert_array_equal(rows.asnumpy(), x)
+
+
+def test_outputs_that_cannot_be_joined_are_refused_before_the_update(pynative):
+    network = States(wide=True)
+    cell = GradAccumulationCell(network, split=thirds, aux=True)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.1)).set_train()
+    x = Tensor(np.ones((4, 2), np.float32))
+    with pytest.raises(ValueError, match=r"but output 2 got shapes \[\(1, 1\), \(3, 3\)\] for first"):
+        step(x, x)
+    assert int(step.update_count.asnumpy()) == 0
+    np.testing.assert_array_equal(as_numpy(network.dense.weight), np.ones((1, 2), np.float32))
+    assert not any(as_numpy(one).any() for one in step.accu_grads)
+
+
 # -- equality with the whole batch -------------------------------------------------------------------------------------
 
 DATA = batches(7, 6)
