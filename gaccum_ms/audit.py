@@ -6,13 +6,13 @@ import mindspore as ms
 from mindspore import nn
 
 from gaccum_ms import compatibility
-from gaccum_ms.accumulation import micro_batches
 from gaccum_ms.auditing.measure import Recorder, measured, rounding
 from gaccum_ms.auditing.report import AuditReport, judged
 from gaccum_ms.backend.snapshot import Snapshot
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.compatibility import Setup
 from gaccum_ms.rules import AUDIT
+from gaccum_ms.split import batch_shapes, plan_split
 
 
 def audit(
@@ -105,10 +105,10 @@ def _check(cell: GradAccumulationCell, optimizer: nn.Optimizer, batch: tuple, to
     if tolerance is not None and not tolerance > 0:
         raise ValueError(f"For 'audit', the argument 'tolerance' must be positive, but got {tolerance!r}.")
     compatibility.check(AUDIT, "audit", Setup(cell.options, cell.network))
-    shapes = micro_batches.batch_shapes(batch)
+    shapes = batch_shapes(batch)
     if cell.trims:
         return
-    plan = micro_batches.plan_split(shapes, cell.micro_size, cell.micro_batch_size, cell.shared, cell.axis)
+    plan = plan_split(shapes, cell.micro_size, cell.micro_batch_size, cell.shared, cell.axis)
     if plan.samples == plan.size:
         raise ValueError(
             f"For 'audit', the argument 'batch' must be split into at least two micro-batches, but got a batch of "

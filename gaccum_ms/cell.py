@@ -115,10 +115,10 @@ class GradAccumulationCell(nn.Cell):
             :class:`AdaptiveAccumulation` and :class:`AdaScale` . Default: ``False`` .
         aux (bool, optional): Whether the network returns more than its loss: a tuple (loss, \*aux), or (numerator,
             denominator, \*aux). The training step returns `aux` after its own outputs; `aux` has no gradient. A Tensor
-            with the micro-batch's samples along axis 0 is joined over all micro-batches, in the batch's order; one of
-            shape :math:`()` becomes float32, and is added up and divided as the loss is, over this rank's batch. The
-            network then runs also for micro-batches that count nothing, so that all samples have outputs. It is
-            compiled twice: see :class:`TrainingMetrics` . Default: ``False`` .
+            with an axis of samples is joined along it over all micro-batches, in the batch's order; one that no sample
+            changes is returned once; one of shape :math:`()` becomes float32, and is added up and divided as the loss
+            is, over this rank's batch. The network then runs also for micro-batches that count nothing, so that all
+            samples have outputs. It is compiled twice: see :class:`TrainingMetrics` . Default: ``False`` .
         memory_limit (int, optional): With ``"auto"`` , here or of :class:`MaxTokens` , this rank's memory
             limit in bytes, as in :func:`find_micro_batch_size` . Default: ``None`` , the available memory.
         is_out_of_memory (Callable, optional): With ``"auto"`` , a function of an error: whether it means that memory is
@@ -127,14 +127,14 @@ class GradAccumulationCell(nn.Cell):
             that breakpoints work. Graph mode always compiles, and so does ``"auto"`` . A compiled step keeps each
             layer's `set_train` at compile time.
         split (Union[EvenSplit, Callable], optional): How a batch becomes micro-batches. :class:`EvenSplit` cuts all
-            inputs along axis 0, except those that it shares. Use a function if micro-batches are not rows of the
-            inputs (targets with image numbers, packed sequences, graphs, dicts): it is called with the batch, and
-            returns a list of micro-batches, each a tuple of Tensors, the network's inputs. `micro_size` and
-            `micro_batch_size` are then left out. Python calls it, and runs the compiled micro-step for each
-            micro-batch. The micro-step is compiled once for each set of shapes, so pad to a few shapes.
-            Ranks may have different numbers of micro-batches, and are weighted by their samples or counts. Without
-            `count` , the length of axis 0 of a micro-batch's first input is its number of samples; a bad `count` leaves
-            the whole window out. Default: ``None`` , ``EvenSplit()`` .
+            inputs along axis 0, or the axis that it names, except those that it shares. Use a function if micro-batches
+            are not rows of the inputs (targets with image numbers, packed sequences, graphs, dicts): it is called with
+            the batch, and returns a list of micro-batches, each a tuple of Tensors, the network's inputs. `micro_size`
+            and `micro_batch_size` are then left out. Python calls it, and runs the compiled micro-step for each
+            micro-batch. The micro-step is compiled once for each set of shapes, so pad to a few shapes. Ranks may have
+            different numbers of micro-batches, and are weighted by their samples or counts. Without `count` , the
+            length of axis 0 of a micro-batch's first input is its number of samples; a bad `count` leaves the whole
+            window out. Default: ``None`` , ``EvenSplit()`` .
 
     Inputs:
         - **\*inputs** (Tensor) - The network's inputs, each of shape :math:`(N, ...)`, except those that `split`

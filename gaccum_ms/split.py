@@ -1,10 +1,13 @@
-"""How a batch becomes micro-batches, beside a function of one's own: evenly, in the graph."""
+"""How a batch becomes micro-batches, beside a function of one's own: evenly. This file has the option, and where Python
+knows the boundaries to be; accumulation/micro_batches.py has the graph's part."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import mindspore as ms
 
 UNCUT = -1  # in place of an axis: the input is shared
 
@@ -100,3 +103,105 @@ def check_split(owner: str, split: Any) -> None:
             f"For '{owner}', the argument 'split' must be an EvenSplit, a function that makes of a batch a list of "
             f"micro-batches, or None, but got {split!r}."
         )
+
+
+class SplitPlan(NamedTuple):
+    """How one batch is cut: ``full`` micro-batches of ``size`` samples, then one of ``rest`` samples if not 0. It is
+    smaller, or one sample larger."""
+
+    samples: int
+    size: int
+    full: int
+    rest: int
+
+
+def plan_split(
+    shapes: Any,
+    micro_size: int | None,
+    micro_batch_size: int | None,
+    shared: tuple[int, ...] = (),
+    axis: int | tuple[int, ...] = 0,
+    least: int = 1,
+) -> SplitPlan:
+    """Where a batch with inputs of these shapes is cut.
+
+    Args:
+        shapes (sequence of tuples): The shape of each input.
+        micro_size (int or None): Largest number of micro-batches.
+        micro_batch_size (int or None): Largest number of samples in a micro-batch; used if `micro_size` is None.
+        shared (tuple[int, ...]): The positions of inputs that are not cut, and may have any shape. Not the first.
+        axis (int or tuple[int, ...]): The axis of samples, of all inputs or of each.
+        least (int): 2: no micro-batch of one sample is left, unless `micro_batch_size` is 1 or the batch has one
+            sample. 1: it may be.
+
+    Raises:
+        ValueError: If there is no input, a position in `shared` has no input, `axis` has not one entry for each input,
+            an input does not have its axis of samples, these axes differ in length, or the batch is empty.
+    """
+    if not shapes:
+        raise ValueError("For 'GradAccumulationCell', a batch must have at least one input, but got none.")
+    samples = _samples_in(shapes, shared, axis)
+    if micro_size is not None:
+        size = max(-(-samples // micro_size), min(least, samples))
+    else:
+        size = min(micro_batch_size or samples, samples)
+    full, rest = divmod(samples, size)
+    if rest == 1 < least:
+        full, rest = full - 1, size + 1
+    return SplitPlan(samples, size, full, rest) if full else SplitPlan(samples, samples, 1, 0)
+
+
+def _samples_in(shapes: Any, shared: tuple[int, ...], axis: int | tuple[int, ...]) -> int:
+    """The number of samples of a batch, which is checked."""
+    if max(shared, default=0) >= len(shapes):
+        raise ValueError(
+            f"For 'GradAccumulationCell', 'split' must share inputs that the batch has, but got "
+            f"EvenSplit(shared={shared}) and a batch of {len(shapes)} input(s)."
+        )
+    if not isinstance(axis, int) and len(axis) != len(shapes):
+        raise ValueError(
+            f"For 'GradAccumulationCell', 'split' must have one axis for all inputs, or one for each, but got "
+            f"EvenSplit(axis={axis}) and a batch of {len(shapes)} input(s)."
+        )
+    lengths: dict[int, int] = {}
+    for position, cut in enumerate(cut_axes(len(shapes), shared, axis)):
+        if cut >= len(shapes[position]):
+            raise ValueError(
+                f"For 'GradAccumulationCell', every input must have an axis {cut} that counts samples, but input "
+                f"{position} got shape {tuple(shapes[position])}. {_if_shared(shared, [position])}"
+            )
+        if cut != UNCUT:
+            lengths[position] = shapes[position][cut]
+    samples = lengths[0]
+    others = [position for position, length in lengths.items() if length != samples]
+    if others:
+        where = f"axis {axis}" if isinstance(axis, int) else f"the axes {axis}"
+        raise ValueError(
+            f"For 'GradAccumulationCell', {where} of all inputs must have the same length, because all are split at "
+            f"the same boundaries, but got shapes {[tuple(shape) for shape in shapes]}. {_if_shared(shared, others)} "
+            f"If samples are on another axis, EvenSplit(axis=...) names it."
+        )
+    if samples < 1:
+        raise ValueError(f"For 'GradAccumulationCell', a batch must not be empty, but got shapes {list(shapes)}.")
+    return samples
+
+
+def _if_shared(shared: tuple[int, ...], positions: list[int]) -> str:
+    if 0 in positions:
+        return "The first input must have samples: give such an input first."
+    others = tuple(sorted({*shared, *positions}))
+    return f"What all samples share is given to each micro-batch whole by split=EvenSplit(shared={others})."
+
+
+def cut(inputs: Sequence[ms.Tensor], plan: SplitPlan, axes: Sequence[int]) -> list[list[ms.Tensor]]:
+    """The micro-batches of a batch, outside of a graph. `axes` : the axis of samples of each input, or `UNCUT` ."""
+    starts = [plan.size * number for number in range(plan.full + (plan.rest > 0))]
+    return [
+        [value if axis == UNCUT else value[between(start, end, axis)] for value, axis in zip(inputs, axes, strict=True)]
+        for start, end in zip(starts, [*starts[1:], plan.samples], strict=True)
+    ]
+
+
+def between(start: int, end: int, axis: int) -> tuple[slice, ...]:
+    """The index of these samples of an input."""
+    return (*[slice(None)] * axis, slice(start, end))

@@ -35,16 +35,16 @@ FAULTS = [
     # -- micro-batches and windows
     Fault(
         "micro-batches are rounded down",
-        "accumulation/micro_batches.py",
-        "size = -(-samples // micro_size)",
+        "split.py",
+        "size = max(-(-samples // micro_size), min(least, samples))",
         "size = max(samples // micro_size, 1)",
         "accumulation/test_micro_batches.py",
     ),
     Fault(
         "what is left over is forgotten",
-        "accumulation/micro_batches.py",
-        "return SplitPlan(samples, size, full, samples - full * size)",
-        "return SplitPlan(samples, size, full, 0)",
+        "split.py",
+        "return SplitPlan(samples, size, full, rest) if full",
+        "return SplitPlan(samples, size, full, 0) if full",
         "accumulation/test_micro_batches.py",
     ),
     Fault(
@@ -285,8 +285,8 @@ FAULTS = [
     Fault(
         "what is shared is cut",
         "accumulation/micro_batches.py",
-        "inputs[i] if i in shared else ops.gather(inputs[i], rows, 0) for",
-        "ops.gather(inputs[i], rows, 0) for",
+        "return value if axis < 0 else ops.gather(value, rows, axis)",
+        "return ops.gather(value, rows, max(axis, 0))",
         "accumulation/test_even_split.py -k as_long_as",
     ),
     # -- counts and several losses

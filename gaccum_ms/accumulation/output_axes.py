@@ -13,11 +13,10 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
 
-from gaccum_ms.accumulation.micro_batches import SplitPlan
 from gaccum_ms.backend import no_grad
 from gaccum_ms.backend.pynative_tape import close_tape
 from gaccum_ms.backend.snapshot import Snapshot, as_numpy
-from gaccum_ms.split import UNCUT
+from gaccum_ms.split import UNCUT, SplitPlan
 
 
 class Output(NamedTuple):

@@ -106,3 +106,28 @@ def described(value: Any) -> str:
         return f"a {type(value).__name__} of {len(value)} ({shown}{more})"
     shown = repr(value)
     return f"{shown if len(shown) < 80 else shown[:77] + '...'} of type '{type(value).__name__}'"
+
+
+def batch_shapes(inputs: tuple[Any, ...]) -> list[tuple[int, ...]]:
+    """The shapes of a batch's inputs; a TypeError for an input that cannot be split."""
+    for position, value in enumerate(inputs):
+        if _is_text(value):
+            raise TypeError(
+                f"For 'GradAccumulationCell', every input must be a Tensor of numbers, but input {position} got "
+                f"{described(value)}. Encode strings as numbers in the data set, or leave their column out."
+            )
+        if not isinstance(value, ms.Tensor):
+            raise TypeError(
+                f"For 'GradAccumulationCell', every input must be a Tensor, but input {position} got "
+                f"{described(value)}. Give the Tensors of a tuple, list or dict as inputs of their own, and make a "
+                f"Tensor of anything else. It has an entry for each sample, or split=EvenSplit(shared=({position},)) "
+                f"gives it whole to each micro-batch."
+            )
+    return [value.shape for value in inputs]
+
+
+def _is_text(value: Any) -> bool:
+    """Whether `value` is a string, or an array of strings, as data sets return them."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "SU"
+    return isinstance(value, str) or (isinstance(value, ms.Tensor) and value.dtype == ms.string)

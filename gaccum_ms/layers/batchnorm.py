@@ -8,7 +8,6 @@ from mindspore import mint, nn, ops
 
 from gaccum_ms.backend.held_cells import held_values
 from gaccum_ms.distributed.layout import rank_and_ranks
-from gaccum_ms.layers.window_batchnorm import WindowBatchNorm
 
 _SYNC_BATCH_NORMS = (nn.SyncBatchNorm, mint.nn.SyncBatchNorm)
 _BATCH_NORMS = (
@@ -127,5 +126,5 @@ def _shown(names: Sequence[str]) -> str:
 
 def trains_batch_norm(network: nn.Cell) -> bool:
     """Whether the network, as it is now, normalises by the statistics of a micro-batch."""
-    pooled = any(isinstance(cell, WindowBatchNorm) and cell.training for _, cell in network.cells_and_names())
-    return pooled or bool(batch_norm_names(network, as_now=True))
+    pools = any(hasattr(cell, "window_statistics") and cell.training for _, cell in network.cells_and_names())
+    return pools or bool(batch_norm_names(network, as_now=True))  # a WindowBatchNorm, or others

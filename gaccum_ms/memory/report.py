@@ -11,7 +11,6 @@ import mindspore as ms
 from mindspore import nn
 
 from gaccum_ms import compatibility
-from gaccum_ms.accumulation import micro_batches
 from gaccum_ms.backend.checks import check_optimizer, check_positive_int
 from gaccum_ms.backend.newer_optimizers import refuse_without_kernels
 from gaccum_ms.cell import GradAccumulationCell
@@ -21,6 +20,7 @@ from gaccum_ms.distributed.ranks import check_parallel_mode
 from gaccum_ms.memory.forecast import Forecast
 from gaccum_ms.rules import REPORT, TRIAL
 from gaccum_ms.semi_auto.modes import compiler_distributes
+from gaccum_ms.split import batch_shapes, plan_split
 
 _NAME = "memory_report"
 
@@ -277,6 +277,6 @@ def check_trial(owner: str, cell: Any, optimizer: Any, batch: Sequence[Any], mem
     refuse_without_kernels(owner, optimizer)
     compatibility.check(TRIAL, owner, Setup(cell.options, cell.network, compiler_distributes()))
     check_parallel_mode(owner)
-    micro_batches.plan_split(micro_batches.batch_shapes(tuple(batch)), 1, None, cell.shared, cell.axis)
+    plan_split(batch_shapes(tuple(batch)), 1, None, cell.shared, cell.axis)
     if memory_limit is not None:
         check_positive_int(owner, "memory_limit", memory_limit)

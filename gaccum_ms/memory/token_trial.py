@@ -26,7 +26,7 @@ class TokenTrials(Trials):
     def is_ragged(self, size: int) -> bool:
         return False
 
-    def _first(self, size: int, samples: int) -> list[ms.Tensor]:
+    def _first(self, step: Any, size: int, samples: int) -> list[ms.Tensor]:
         return list(self.batch)
 
     def _options(self, size: int) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import mindspore as ms
 from mindspore import nn
 
-from gaccum_ms.accumulation import micro_batches
 from gaccum_ms.backend.convolutions import limit_instructions_for
 from gaccum_ms.backend.graphs import compiling_alone
 from gaccum_ms.backend.pynative_tape import forget_interrupted_gradient
@@ -22,11 +21,10 @@ from gaccum_ms.backend.snapshot import Snapshot, as_numpy
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.distributed.layout import rank_and_ranks
 from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer
-from gaccum_ms.layers.batchnorm import trains_batch_norm
 from gaccum_ms.memory.child import Usage, run_in_child
 from gaccum_ms.memory.meter import AllocatorMeter, ProcessMeter
 from gaccum_ms.memory.watch import Watch
-from gaccum_ms.split import UNCUT, cut_axes
+from gaccum_ms.split import UNCUT, between, cut_axes, plan_split
 from gaccum_ms.transforms.chain import others
 
 if TYPE_CHECKING:
@@ -113,7 +111,7 @@ class Trials:
     def _train(self, size: int, samples: int) -> None:
         with _as_if_alone(), compiling_alone():
             step = self._step_of(size)
-            batch = self._first(size, samples)
+            batch = self._first(step, size, samples)
             for _ in range(_UPDATES):
                 loss = step(*batch)
             (loss[0] if isinstance(loss, tuple) else loss).asnumpy()  # waits
@@ -139,16 +137,15 @@ class Trials:
         """What a step that finds its size itself rehearses with."""
         return size
 
-    def _first(self, size: int, samples: int) -> list[ms.Tensor]:
+    def _first(self, step: Step, size: int, samples: int) -> list[ms.Tensor]:
         """The batch; if it has many micro-batches, two of them, and the smaller last one."""
-        least = 2 if trains_batch_norm(self.cell.network) else 1
-        plan = micro_batches.plan_split([(samples,)], None, size, least=least)
+        plan = plan_split([(samples,)], None, size, least=step.window.least)
         number = samples if plan.full <= 4 else 2 * plan.size + plan.rest
         if number == self.most:
             return list(self.batch)
         axes = cut_axes(len(self.batch), self.cell.shared, self.cell.axis)
         return [
-            value if axis == UNCUT else ms.Tensor(as_numpy(value)[micro_batches.between(0, number, axis)], value.dtype)
+            value if axis == UNCUT else ms.Tensor(as_numpy(value)[between(0, number, axis)], value.dtype)
             for value, axis in zip(self.batch, axes, strict=True)
         ]
 

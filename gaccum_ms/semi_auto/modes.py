@@ -15,8 +15,8 @@ from mindspore import nn, ops
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from gaccum_ms import backend
-from gaccum_ms.accumulation import micro_batches
 from gaccum_ms.layers.window_batchnorm import WindowBatchNorm
+from gaccum_ms.split import plan_split
 
 _NAME = "GradAccumulationCell"
 
@@ -150,7 +150,7 @@ def check_batch(shapes: list[tuple[int, ...]], micro_size: int | None) -> None:
         ValueError: If the samples of one do not divide by it.
     """
     for shape in shapes:
-        samples = micro_batches.plan_split([shape], 1, None).samples
+        samples = plan_split([shape], 1, None).samples
         if samples % (micro_size or 1):
             raise ValueError(
                 f"For '{_NAME}', in semi-auto and auto parallel mode each device's samples must divide by "

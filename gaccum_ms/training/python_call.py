@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
 
-from gaccum_ms.accumulation import micro_batches
 from gaccum_ms.backend import graphs
+from gaccum_ms.backend.checks import batch_shapes
 from gaccum_ms.backend.pynative_tape import forget_interrupted_gradient
 from gaccum_ms.distributed.ranks import broadcast_parameters
 from gaccum_ms.layers.sparse import explain_sparse_gradients
 from gaccum_ms.semi_auto import modes as auto_parallel
-from gaccum_ms.split import cut_axes
+from gaccum_ms.split import cut, cut_axes
 from gaccum_ms.training.admission import NoCount
 from gaccum_ms.training.auto_size import AutoSize
 from gaccum_ms.training.auto_tokens import AutoTokens
@@ -116,7 +116,7 @@ class CalledFromPython:
     def _check_batch(self, inputs: tuple[Any, ...]) -> tuple[int, ...]:
         """The sizes of the batch's micro-batches, if it is cut here. A first batch smaller than `micro_size` is an
         error; a later one is a short last batch."""
-        shapes = micro_batches.batch_shapes(inputs)
+        shapes = batch_shapes(inputs)
         if self._unrolled:
             auto_parallel.check_batch(shapes, self._setup.o.micro_size)
             return ()
@@ -166,8 +166,8 @@ class CalledFromPython:
 
     def micro_batches_of(self, inputs: Sequence[ms.Tensor]) -> list[list[ms.Tensor]]:
         """The micro-batches of a batch, as the graph cuts it."""
-        plan = self.window.plan_in_python(micro_batches.batch_shapes(tuple(inputs)))
-        return micro_batches.cut(inputs, plan, cut_axes(len(inputs), self._setup.o.shared, self._setup.o.axis))
+        plan = self.window.plan_in_python(batch_shapes(tuple(inputs)))
+        return cut(inputs, plan, cut_axes(len(inputs), self._setup.o.shared, self._setup.o.axis))
 
 
 def _consequence(spans_batches: bool, was_added: bool) -> str:

@@ -7,10 +7,11 @@ import warnings
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, mint, nn, ops
 from support.reference import CLASSES, BatchNormInEvalNet, ConvNet, as_numpy, batches, relative_error
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WindowBatchNorm
+from gaccum_ms.layers.batchnorm import trains_batch_norm
 
 
 class BatchNormNet(ConvNet):
@@ -198,3 +199,100 @@ def test_dropout_draws_a_new_mask_for_each_micro_batch(mode):
     np.testing.assert_allclose(gradient * 2, kept, atol=1e-2)
     share = np.bincount(kept, minlength=5) / 1000
     np.testing.assert_allclose(share, [1 / 16, 4 / 16, 6 / 16, 4 / 16, 1 / 16], atol=0.06)
+
+
+# -- how a batch is cut ------------------------------------------------------------------------------------------------
+
+
+class OwnNorm(nn.Cell):
+    """The operator in a Cell of one's own."""
+
+    def __init__(self, is_training=True):
+        super().__init__()
+        self.norm = ops.BatchNorm(is_training=is_training)
+
+
+@pytest.mark.parametrize(
+    ("layer", "trains"),
+    [
+        (lambda: nn.BatchNorm1d(3).set_train(), True),
+        (lambda: nn.BatchNorm3d(3).set_train(), True),
+        (lambda: mint.nn.BatchNorm2d(3).set_train(), True),
+        (lambda: WindowBatchNorm(3).set_train(), True),
+        (lambda: OwnNorm().set_train(), True),
+        (lambda: OwnNorm(False).set_train(), False),
+        (lambda: nn.BatchNorm2d(3, use_batch_statistics=False).set_train(), False),
+        (lambda: nn.BatchNorm2d(3, use_batch_statistics=True).set_train(False), True),
+        (lambda: nn.BatchNorm2d(3).set_train(False), False),
+        (lambda: mint.nn.BatchNorm2d(3).set_train(False), False),
+        (lambda: nn.GroupNorm(1, 3).set_train(), False),
+    ],
+)
+def test_which_networks_normalise_by_a_micro_batch_now(layer, trains):
+    network = nn.SequentialCell(nn.Dense(3, 3), layer())
+    assert trains_batch_norm(network) is trains
+
+
+class Normalised(nn.Cell):
+    def __init__(self, norm):
+        super().__init__()
+        self.dense, self.norm, self.head = nn.Dense(5, 6), norm, nn.Dense(6, 1)
+
+    def construct(self, x, y):
+        return ops.square(self.head(self.norm(self.dense(x))) - y).mean()
+
+
+def norm_step(norm, **options):
+    network = Normalised(norm)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cell = GradAccumulationCell(network, **options)
+        return TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.1)).set_train()
+
+
+def rows_of(samples, seed=0):
+    random = np.random.default_rng(seed)
+    return [Tensor(random.normal(size=(samples, width)), ms.float32) for width in (5, 1)]
+
+
+@pytest.mark.parametrize(
+    ("options", "lengths"),
+    [({"micro_size": 3}, (7,)), ({"micro_batch_size": 3}, (7,)), ({"micro_size": 4, "accumulation_steps": 2}, (9, 5))],
+    ids=["number", "size", "window"],
+)
+def test_no_remainder_makes_the_moving_variance_nan(options, lengths, mode):
+    step = norm_step(nn.BatchNorm1d(6), **options)
+    for samples in lengths:
+        step(*rows_of(samples))
+    assert np.isfinite(step.network.norm.moving_variance.asnumpy()).all()
+
+
+def test_no_remainder_of_open_length_either():
+    ms.set_context(mode=ms.GRAPH_MODE)
+    step = norm_step(nn.BatchNorm1d(6), micro_size=8)
+    step.set_inputs(*(Tensor(shape=[None, width], dtype=ms.float32) for width in (5, 1)))
+    for samples in (16, 9, 8, 5, 3, 2):
+        step(*rows_of(samples))
+    assert np.isfinite(step.network.norm.moving_variance.asnumpy()).all()
+    assert len(step.compile_cache) == 1
+
+
+def sizes_of(step, samples):
+    plan = step.window.plan_in_python([one.shape for one in rows_of(samples)])
+    return [plan.size] * plan.full + [plan.rest] * (plan.rest > 0)
+
+
+def test_it_is_judged_at_the_first_run_and_the_users_choice_stays(pynative):
+    """A layer that is frozen after the step was built is cut as any other; as many micro-batches as samples, or one
+    sample each, are the user's choice."""
+    step = norm_step(nn.BatchNorm1d(6), micro_size=3)
+    step.network.norm.set_train(False)
+    step(*rows_of(7))
+    assert sizes_of(step, 7) == [3, 3, 1]
+    for options, samples in (({"micro_size": 4}, 4), ({"micro_batch_size": 1}, 4)):
+        step = norm_step(nn.BatchNorm1d(6), **options)
+        assert sizes_of(step, samples) == [1] * 4
+    step = norm_step(nn.BatchNorm1d(6), micro_size=4)
+    assert [sizes_of(step, samples) for samples in (8, 4, 7)] == [[2] * 4, [2, 2], [2, 2, 3]]
+    step = norm_step(nn.LayerNorm((6,)), micro_size=4)
+    assert [sizes_of(step, samples) for samples in (8, 4, 7)] == [[2] * 4, [1] * 4, [2, 2, 2, 1]]
