@@ -8,11 +8,12 @@ from mindspore import nn
 from gaccum_ms import compatibility
 from gaccum_ms.auditing.measure import Recorder, measured, rounding
 from gaccum_ms.auditing.report import AuditReport, judged
+from gaccum_ms.backend.checks import batch_shapes
 from gaccum_ms.backend.snapshot import Snapshot
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.compatibility import Setup
 from gaccum_ms.rules import AUDIT
-from gaccum_ms.split import batch_shapes, plan_split
+from gaccum_ms.split import plan_split
 
 
 def audit(

@@ -17,6 +17,7 @@ from mindspore import nn, ops
 
 from gaccum_ms.backend import cell_graph_executor, no_grad
 from gaccum_ms.backend.eager_means import mean_of_elements
+from gaccum_ms.backend.pynative_tape import close_tape
 from gaccum_ms.backend.storage import Storage, keep_in_place
 
 _BY_PYTHON = "called_by_python"  # an attribute of a Cell, for its `construct` : whether `run` calls it
@@ -72,6 +73,7 @@ def run(cell: nn.Cell, jit: bool, *inputs: Any) -> Any:
     graph runs as in graph mode, not by `mindspore.jit` , which runs a graph without a loop in another thread while
     Python's thread spins. A graph sees every value that was written into its Parameters since its last run."""
     if runs_eagerly(jit):
+        close_tape()  # a gradient that is not ours may have left it open
         with mean_of_elements():
             return nn.Cell.__call__(cell, *inputs)
     _let_go_of_moved(cell)

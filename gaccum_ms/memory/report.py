@@ -11,7 +11,7 @@ import mindspore as ms
 from mindspore import nn
 
 from gaccum_ms import compatibility
-from gaccum_ms.backend.checks import check_optimizer, check_positive_int
+from gaccum_ms.backend.checks import batch_shapes, check_optimizer, check_positive_int
 from gaccum_ms.backend.newer_optimizers import refuse_without_kernels
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.compatibility import Setup
@@ -20,7 +20,7 @@ from gaccum_ms.distributed.ranks import check_parallel_mode
 from gaccum_ms.memory.forecast import Forecast
 from gaccum_ms.rules import REPORT, TRIAL
 from gaccum_ms.semi_auto.modes import compiler_distributes
-from gaccum_ms.split import batch_shapes, plan_split
+from gaccum_ms.split import plan_split
 
 _NAME = "memory_report"
 

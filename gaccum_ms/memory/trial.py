@@ -16,7 +16,7 @@ from mindspore import nn
 
 from gaccum_ms.backend.convolutions import limit_instructions_for
 from gaccum_ms.backend.graphs import compiling_alone
-from gaccum_ms.backend.pynative_tape import forget_interrupted_gradient
+from gaccum_ms.backend.pynative_tape import close_tape
 from gaccum_ms.backend.snapshot import Snapshot, as_numpy
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.distributed.layout import rank_and_ranks
@@ -97,8 +97,8 @@ class Trials:
         self.step = None  # not the step of the real training, which would keep the trial's window
         try:
             return self.meter.usage(lambda: self._train(size, samples))
-        except BaseException as error:
-            forget_interrupted_gradient(error)
+        except BaseException:
+            close_tape()
             raise
         finally:
             before.restore()

@@ -10,7 +10,7 @@ import mindspore as ms
 
 from gaccum_ms.backend import graphs
 from gaccum_ms.backend.checks import batch_shapes
-from gaccum_ms.backend.pynative_tape import forget_interrupted_gradient
+from gaccum_ms.backend.pynative_tape import close_tape
 from gaccum_ms.distributed.ranks import broadcast_parameters
 from gaccum_ms.layers.sparse import explain_sparse_gradients
 from gaccum_ms.semi_auto import modes as auto_parallel
@@ -69,7 +69,7 @@ class CalledFromPython:
         try:
             outputs = self._run(*batch)
         except BaseException as error:
-            forget_interrupted_gradient(error)
+            close_tape()
             self.window.reset_eagerly()  # else the next batch would be added to what this one left
             if self.update.has_statistics and not int(self.window_position.asnumpy()):
                 self.update.statistics.reset_eagerly()

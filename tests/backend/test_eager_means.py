@@ -8,8 +8,8 @@ import pytest
 from mindspore import Tensor, mint, nn, ops
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, audit
+from gaccum_ms.backend import pynative_executor
 from gaccum_ms.backend.eager_means import mean_of_elements
-from gaccum_ms.backend.pynative_tape import close_tape
 
 ONES = Tensor(np.ones(2, np.float32))
 LOSSES = {
@@ -45,7 +45,7 @@ def gradient(network, x, y, name="nn"):
 @pytest.fixture(autouse=True)
 def no_first_size(pynative):
     """MindSpore forgets the first size of the process."""
-    close_tape()
+    pynative_executor.clear_res()
 
 
 def of_mindspore(network, size):
