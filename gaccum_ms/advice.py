@@ -71,9 +71,10 @@ class Advice:
             if text is not None:
                 warn_user(text)
 
-    def look_at_compile_time(self, spans_batches: bool, shape: Sequence[int | None]) -> None:
-        """The same, where another graph or data sinking compiles the step. `shape` : of the first input."""
-        options, samples = self._setup.o, shape[0] if len(shape) else None
+    def look_at_compile_time(self, spans_batches: bool, shape: Sequence[int | None] | None) -> None:
+        """The same, where another graph or data sinking compiles the step. `shape` : of the first input; None if the
+        number of its axes is open."""
+        options, samples = self._setup.o, shape[0] if shape else None
         if not isinstance(samples, int) or samples < 1 or options.searches or options.splits_in_python:
             self.look(spans_batches)
         else:

@@ -67,7 +67,7 @@ BROKEN = [
     (BY_FUNCTION, "needs Python at each batch, .* but the training step is part of another graph"),
     (
         {"split": EvenSplit(shared=(1,))},
-        r"or EvenSplit\(\), but got EvenSplit\(shared=\(1,\)\): the",
+        r"or EvenSplit\(\), but got EvenSplit\(shared=\(1,\), axis=0\): the",
     ),
     (BY_FUNCTION, "must be the network's inputs, .* but got a function as 'split': only"),
     (BY_FUNCTION, "must be so many samples of the batch, .* but got a function as 'split': only"),

@@ -35,6 +35,30 @@ if TYPE_CHECKING:
     from gaccum_ms.accumulation.open_window import OpenWindow
 
 
+class _LeastSamples:
+    """The fewest samples of a micro-batch: two if a BatchNorm trains, unless the user's choice forces one. It is judged
+    at the first batch, because what a layer does in training may change after the step was built. It is no part of the
+    window, which would refer to itself."""
+
+    def __init__(self, network: nn.Cell) -> None:
+        self._network = network
+        self._number: int | None = None
+        self._is_open = True  # whether no batch came yet that the user's choice cuts into more than single samples
+
+    def judge(self, size: int) -> None:
+        """Take a batch into account, which is cut into micro-batches of `size` samples."""
+        if self._is_open:
+            self._is_open = size == 1
+            self._number = self._needed() if size > 1 else 1
+
+    def read(self) -> int:
+        """The number, which a graph has when it is compiled."""
+        return self._needed() if self._number is None else self._number  # None: within another graph
+
+    def _needed(self) -> int:
+        return 2 if trains_batch_norm(self._network) else 1
+
+
 class Window(nn.Cell):
     """The loop over micro-batches, and what surrounds it.
 
@@ -59,10 +83,10 @@ class Window(nn.Cell):
         super().__init__(auto_prefix=False)
         self.micro_size = options.micro_size
         self.shared, self.axis = options.shared, options.axis
-        self.least_samples: int | None = None  # of a micro-batch; None: Python has not seen a batch
-        self.is_unjudged = True  # whether no batch came yet that may be cut into more than single samples
         self.micro_batch_size: Any = None if options.finds_size else options.micro_batch_size
         self.micro_step = micro_step
+        self._least = _LeastSamples(micro_step.network)
+        self.least = ops.constexpr(self._least.read)
         self.weighing = weighing
         self.store = store
         self.spans_batches = open_window is not None
@@ -99,7 +123,7 @@ class Window(nn.Cell):
     def plan(self, inputs):
         """Where the batch is cut."""
         size, number = self.micro_batch_size, self.micro_size
-        return micro_batches.graph_plan(inputs, number, size, self.shared, self.axis, self.least)
+        return micro_batches.graph_plan(inputs, number, size, self.shared, self.axis, self.least())
 
     def finish(self, sums, unit, scale):
         """The end of `run` , after `accumulate` ."""
@@ -179,23 +203,11 @@ class Window(nn.Cell):
 
     # -- not compiled --------------------------------------------------------------------------------------------------
 
-    @property
-    def least(self) -> int:
-        """The fewest samples of a micro-batch, where the user's choice does not force fewer. A graph has it when it is
-        compiled: what a layer does in training may change after the step was built."""
-        if self.least_samples is None:  # a part of another graph
-            return 2 if trains_batch_norm(self.micro_step.network) else 1
-        return self.least_samples
-
     def plan_in_python(self, shapes: Sequence[tuple[int, ...]]) -> micro_batches.SplitPlan:
-        """Where a batch with inputs of these shapes is cut. As long as the user's choice makes micro-batches of one
-        sample, they stay."""
+        """Where a batch with inputs of these shapes is cut."""
         arguments = shapes, self.micro_size, self.micro_batch_size, self.shared, self.axis
-        if self.is_unjudged:
-            size = micro_batches.plan_split(*arguments).size
-            self.is_unjudged = size == 1
-            self.least_samples = 2 if size > 1 and trains_batch_norm(self.micro_step.network) else 1
-        return micro_batches.plan_split(*arguments, self.least)
+        self._least.judge(micro_batches.plan_split(*arguments).size)
+        return micro_batches.plan_split(*arguments, self._least.read())
 
     def cut_into(self, micro_batch_size: int) -> None:
         """Set the number of samples in a micro-batch, for graphs that are not compiled yet."""

@@ -139,7 +139,7 @@ class Trials:
 
     def _first(self, step: Step, size: int, samples: int) -> list[ms.Tensor]:
         """The batch; if it has many micro-batches, two of them, and the smaller last one."""
-        plan = plan_split([(samples,)], None, size, least=step.window.least)
+        plan = plan_split([(samples,)], None, size, least=step.window.least())
         number = samples if plan.full <= 4 else 2 * plan.size + plan.rest
         if number == self.most:
             return list(self.batch)

@@ -255,6 +255,7 @@ def rows_of(samples, seed=0):
     return [Tensor(random.normal(size=(samples, width)), ms.float32) for width in (5, 1)]
 
 
+@pytest.mark.filterwarnings("ignore:.*has 1 BatchNorm layer")
 @pytest.mark.parametrize(
     ("options", "lengths"),
     [({"micro_size": 3}, (7,)), ({"micro_batch_size": 3}, (7,)), ({"micro_size": 4, "accumulation_steps": 2}, (9, 5))],
@@ -267,6 +268,7 @@ def test_no_remainder_makes_the_moving_variance_nan(options, lengths, mode):
     assert np.isfinite(step.network.norm.moving_variance.asnumpy()).all()
 
 
+@pytest.mark.filterwarnings("ignore:.*has 1 BatchNorm layer")
 def test_no_remainder_of_open_length_either():
     ms.set_context(mode=ms.GRAPH_MODE)
     step = norm_step(nn.BatchNorm1d(6), micro_size=8)
