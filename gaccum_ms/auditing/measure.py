@@ -203,8 +203,14 @@ class _State:
             value.name if isinstance(value, ms.Parameter) else f"{name}.{key}".strip("."): as_numpy(value)
             for name, cell in self._cells
             for key, value in held_values(cell)
-            if isinstance(value, ms.Tensor) and id(value) not in self._weights
+            if isinstance(value, ms.Tensor) and self._is_state(cell, key, value)
         }
+
+    def _is_state(self, cell: nn.Cell, key: str, value: ms.Tensor) -> bool:
+        if isinstance(value, ms.Parameter) or key.startswith("_buffers."):
+            return id(value) not in self._weights
+        # MindSpore's layers keep Tensors that were never computed, such as nn.Embedding's `init_tensor` .
+        return not type(cell).__module__.startswith("mindspore.") and not value.has_init
 
 
 def _run(step: nn.Cell, recorder: Recorder, state: _State, batch: Sequence[ms.Tensor]) -> Update:

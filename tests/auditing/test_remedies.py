@@ -91,7 +91,8 @@ class Shifted(nn.Cell):
 
     def __init__(self):
         super().__init__()
-        self.embedding = nn.Embedding(11, 4, embedding_table=constant(11, 4))
+        self.embedding = nn.Embedding(11, 4)  # MindSpore's layer keeps an `init_tensor` , whose value means nothing
+        self.embedding.embedding_table.set_data(constant(11, 4))
         self.head = dense(4, 11)
 
     def construct(self, tokens, labels):

@@ -828,3 +828,26 @@ def test_ten_updates_of_pytorchs_classic_loop_give_the_same_weights(ours, mode):
     for name, value in expected.items():
         assert relative_error(weights[name], value) < TOLERANCE, name
         assert relative_error(start[name], value) > 0.1, name
+
+
+@pytest.mark.parametrize("by", ["max_grad_norm", "transforms"])
+def test_a_scale_that_the_optimizer_removes_is_left_out_of_norms(by, pynative):
+    """A loop that multiplies its loss by the optimizer's `loss_scale` clips the gradient that the optimizer applies."""
+    clip = {"max_grad_norm": 0.5} if by == "max_grad_norm" else {"transforms": (largest_half,)}
+    weights = []
+    for scale in (1.0, 128.0):
+        network = Regression()
+        optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9, loss_scale=scale)
+        accumulator = GradAccumulator(optimizer, 2, **clip)
+        gradient = ms.grad(lambda x, y, n=network, s=scale: n(x, y) * s * 50.0, None, optimizer.parameters)
+        for x, y in batches(6, 4):
+            accumulator(gradient(Tensor(x), Tensor(y.astype(np.float32))))
+        weights.append(np.concatenate([as_numpy(one).ravel() for one in network.get_parameters()]))
+    before = np.concatenate([as_numpy(one).ravel() for one in Regression().get_parameters()])
+    assert relative_error(weights[1], weights[0]) < 1e-6
+    assert np.abs(weights[0] - before).max() > 1e-3
+
+
+def largest_half(gradients):
+    """Clips each number, as a transform."""
+    return tuple(ops.clamp(one, -0.5, 0.5) for one in gradients)
