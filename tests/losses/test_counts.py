@@ -11,7 +11,13 @@ from support.reference import as_numpy, step_with
 from support.reuse import Reused
 from support.state import assert_identical, everything
 
-from gaccum_ms import CountMask, CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms import (
+    CountClassWeights,
+    CountMask,
+    CountNotIgnored,
+    GradAccumulationCell,
+    TrainOneStepWithGradAccumulationCell,
+)
 from gaccum_ms.accumulation.counting import Counting
 from gaccum_ms.accumulation.several_losses import ByCountsOfEach
 from gaccum_ms.accumulation.weighing import ByCounts
@@ -411,3 +417,28 @@ def test_count_not_ignored_is_cross_entropys_own_divisor(ignore_index, pynative)
 def test_refuses_bad_options(options, error, message):
     with pytest.raises(error, match=f"For 'GradAccumulationCell', .*{message}"):
         GradAccumulationCell(Masked(), 2, **options)
+
+
+@pytest.mark.core(mode="pynative")
+def test_counts_of_labels_leave_out_what_the_loss_leaves_out(mode):
+    labels = Tensor(np.array([[2, 0, -100, 1], [-100, 2, 2, -100]]), ms.int32)
+    weight = Tensor([1.0, 5.0, 20.0])
+    other = Tensor(np.ones((2, 1)), ms.float32)
+    assert float(CountNotIgnored()(other, labels)) == 5
+    assert float(CountNotIgnored(2, position=0, shift=1)(labels, other)) == 4
+    assert float(CountClassWeights(weight)(other, labels)) == 66
+    assert float(CountClassWeights(weight, 1, 0, shift=2)(Tensor([[0, 0, 1, 2], [1, 1, 0, 1]]), other)) == 21
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: CountNotIgnored(shift=-1), ValueError, "'shift' must be at least 0, but got -1"),
+        (lambda: CountNotIgnored(shift=1.0), TypeError, "'shift' must be an int"),
+        (lambda: CountClassWeights([1.0]), TypeError, "'weight' must be a Tensor, but got a list"),
+        (lambda: CountClassWeights(Tensor([[1.0]])), ValueError, r"must have shape \(C,\).*but got shape \(1, 1\)"),
+    ],
+)
+def test_counts_of_labels_refuse_bad_arguments(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
