@@ -330,7 +330,7 @@ FAULTS = [
         "auditing/remedies.py",
         "if evidence.agrees(train(trial.cell, trial.batch)):",
         "if train(trial.cell, trial.batch) is not None:",
-        "auditing/test_remedies.py -k shared",
+        "test_audit.py -k coupled_samples",
     ),
     Fault(
         "a negative count is taken",
