@@ -3,7 +3,6 @@ false alarm where nothing is wrong."""
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 
 import mindspore as ms
@@ -25,7 +24,6 @@ from gaccum_ms import (
     audit,
     convert_batchnorm_to_groupnorm,
 )
-from gaccum_ms.options import Options
 
 RANDOM = np.random.default_rng(0)
 TRIED = "This was tried, and makes it equal: "
@@ -56,11 +54,6 @@ def options_of(remedy, network) -> dict:
     """The remedy's words as the cell's options. The names of the network's Cells are those of its attributes."""
     known = {one.__name__: one for one in (CountNotIgnored, CountClassWeights, CountMask, EvenSplit)}
     return eval(f"dict({remedy})", {**known, **network._cells, **vars(network)})
-
-
-def waits_for(option, holder):
-    missing = option not in {field.name for field in dataclasses.fields(holder)}
-    return pytest.mark.skipif(missing, reason=f"{holder.__name__} has no '{option}' yet")
 
 
 # -- what a loss is a mean over ----------------------------------------------------------------------------------------
@@ -186,7 +179,6 @@ def test_names_the_ratio_where_a_micro_batch_counts_nothing_but_has_a_loss(count
     assert said in remedy
 
 
-@waits_for("min_count", Options)
 def test_the_ratio_makes_it_pass(mode):
     assert report_of(Focal(returns_ratio=True), X, POSITIVES, reduction="ratio", min_count=1).ok
 
@@ -254,7 +246,6 @@ def test_names_the_axis_of_samples(pynative):
     assert remedy_of(report_of(TimeMajor(), SEQUENCES, TARGETS)) == "split=EvenSplit(axis=(1, 0))"
 
 
-@waits_for("axis", EvenSplit)
 def test_the_axis_makes_it_pass(mode):
     assert report_of(TimeMajor(), SEQUENCES, TARGETS, split=EvenSplit(axis=(1, 0))).ok
 
