@@ -138,7 +138,7 @@ KINDS = {
 }
 
 
-@pytest.mark.core("function-pynative")
+@pytest.mark.core("pynative-function")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_output_is_a_tensor_of_its_own(kind, mode):
     network = Returning()
