@@ -148,19 +148,19 @@ def _without_first(value, start, axis):
     return value[start:] if axis == 0 else ops.swapaxes(ops.swapaxes(value, 0, axis)[start:], 0, axis)
 
 
-def add_up(turn, sums, inputs, plan, start, loops, *given):
+def add_up(turn, last_turn, sums, inputs, plan, start, loops, *given):
     """The loop over a batch: adds ``turn(*given, rows, *micro_batch)`` to `sums` for each micro-batch from sample
-    `start` on. `loops` : whether any micro-batch comes before the last one of another size."""
+    `start` on, and `last_turn` for the last one of another size. `loops` : whether any comes before that."""
     looped, rest, axes = plan[LOOPED], plan[REST], plan[AXES]
     if loops:
         while start < looped:
             rows = rows_from(start, plan)
             sums = sums + turn(*given, rows, *take(inputs, start, rows, axes))
             start = start + rows
-    return sums + turn(*given, rest, *take_rest(inputs, looped, axes)) if rest > 0 else sums
+    return sums + last_turn(*given, rest, *take_rest(inputs, looped, axes)) if rest > 0 else sums
 
 
-def add_up_and_join(turn, noted, inputs, plan, output_axes, *given):
+def add_up_and_join(first_turn, turn, last_turn, noted, inputs, plan, output_axes, *given):
     """As `add_up` , if ``turn(noted, *given, rows, *micro_batch)`` returns a part of the sums and a micro-batch's
     outputs. Returns the sums and the batch's outputs. `output_axes` : UNCUT for those that all micro-batches share;
     others have samples on axis 0, or shape ()."""
@@ -168,7 +168,7 @@ def add_up_and_join(turn, noted, inputs, plan, output_axes, *given):
     # A loop carries Tensors of fixed shapes, and the network's outputs are known only after its first run. So the first
     # micro-batch runs before the loop. The network is then in the graph twice, which costs only compile time.
     start = ms.Tensor(0, ms.int32)
-    first = turn(noted, *given, size, *take(inputs, start, size, axes))
+    first = first_turn(noted, *given, size, *take(inputs, start, size, axes))
     # Each output is as long as the batch, with the first micro-batch's rows at its end. A turn appends its rows and
     # removes as many in front. The tuple begins with an int32, because graph mode forgets the length of a tuple of
     # equal shapes that a loop carries.
@@ -184,7 +184,7 @@ def add_up_and_join(turn, noted, inputs, plan, output_axes, *given):
             micro_batch = take(inputs, state[0], rows, axes)
             state = _following(state, turn(False, *given, rows, *micro_batch), rows, output_axes)
     if rest > 0:
-        state = _following(state, turn(False, *given, rest, *take_rest(inputs, looped, axes)), rest, output_axes)
+        state = _following(state, last_turn(False, *given, rest, *take_rest(inputs, looped, axes)), rest, output_axes)
     return state[1], state[2:]
 
 

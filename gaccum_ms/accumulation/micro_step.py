@@ -126,7 +126,11 @@ class SeveralLosses(nn.Cell):
         self.number = options.losses
         self.loss_weights = ms.Tensor(options.loss_weights, ms.float32)
         self.backward = ops.value_and_grad(self.seeded_losses, None, weights, has_aux=True)
-        alone = [_LossAlone(network, term, options.loss_weights) for term in range(self.number)]
+        self.run_alone_on([network] * self.number, options, weights)
+
+    def run_alone_on(self, networks: Sequence[nn.Cell], options: Options, weights: ms.ParameterTuple) -> None:
+        """Run each loss alone on its copy of the network, which draws its own random numbers."""
+        alone = [_LossAlone(network, term, options.loss_weights) for term, network in enumerate(networks)]
         self.backward_of = tuple(ops.value_and_grad(one, None, weights, has_aux=True) for one in alone)
 
     def prepare(self, sums, unit, inputs, plan):

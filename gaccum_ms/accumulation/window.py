@@ -25,6 +25,7 @@ import mindspore as ms
 from mindspore import nn, ops
 
 from gaccum_ms.accumulation import micro_batches
+from gaccum_ms.accumulation.copies import Copies
 from gaccum_ms.accumulation.output_axes import outputs_of, two_numbers
 from gaccum_ms.backend.parameters import show_records
 from gaccum_ms.layers.batchnorm import trains_batch_norm
@@ -68,6 +69,7 @@ class Window(nn.Cell):
         weighing (Cell): The weight of a micro-batch.
         store (Cell): Where gradients are added up.
         open_window (OpenWindow or None): The state between the batches of a window; None: each batch is a window.
+        copies (Copies or None): For a network that draws random numbers: its copies in one graph.
     """
 
     is_sharded = False  # whether gradients are this device's parts alone
@@ -79,8 +81,10 @@ class Window(nn.Cell):
         weighing: nn.Cell,
         store: nn.Cell,
         open_window: OpenWindow | None = None,
+        copies: Copies | None = None,
     ) -> None:
         super().__init__(auto_prefix=False)
+        self.copies = copies or Copies()
         self.micro_size = options.micro_size
         self.shared, self.axis = options.shared, options.axis
         self.micro_batch_size: Any = None if options.finds_size else options.micro_batch_size
@@ -101,6 +105,12 @@ class Window(nn.Cell):
             self.noise = weighing.noise
         show_records(self, weighing, weighing.noise if options.record_noise else None)
 
+    def __getattr__(self, name: str) -> Any:
+        """At each compilation, `weighing_of_first` , `weighing_of_loop` and `weighing_of_rest` : see copies.py."""
+        if name.startswith("weighing_of_"):
+            return self.copies.of(name, self.weighing)
+        return super().__getattr__(name)
+
     # -- compiled ------------------------------------------------------------------------------------------------------
 
     def run(self, inputs, scale):
@@ -111,7 +121,7 @@ class Window(nn.Cell):
         unit = self.weighing.seed_per_item(inputs, plan, scale)
         if plan[micro_batches.WHOLE] and not self.may_skip and not self.store.reduces:
             # With one micro-batch, the gradients need no accumulators.
-            sums, gradients = self.weighing.run(self.records_noise, unit, (), size, *inputs)
+            sums, gradients = self.weighing_of_loop.run(self.records_noise, unit, (), size, *inputs)
             shown = ()
             if self.has_outputs:
                 shown = self.means(sums[1:], sums[0], scale, unit)
@@ -153,7 +163,7 @@ class Window(nn.Cell):
         unit = ops.depend(unit, ops.assign(self.open.window_unit, unit))
         noted = is_first if self.records_noise else False
         rows = micro_batch[0].shape[0] if micro_batch[0].ndim > 0 else 1
-        part = self.weighing.turn(noted, unit, (), rows, *micro_batch)
+        part = self.weighing_of_loop.turn(noted, unit, (), rows, *micro_batch)
         shown = ()
         if self.has_outputs:
             shown = part[1:]
@@ -166,9 +176,9 @@ class Window(nn.Cell):
     def accumulate(self, inputs, plan, scale, unit):
         """Forward, backward and add for each micro-batch of a batch; returns the batch's sums and outputs."""
         if self.has_outputs:  # no loss of the whole batch, so there is nothing to prepare
-            turn = self.weighing.turn
+            turns = self.weighing_of_first.turn, self.weighing_of_loop.turn, self.weighing_of_rest.turn
             axes = self.micro_step.axes or ()
-            sums, shown = micro_batches.add_up_and_join(turn, self.records_noise, inputs, plan, axes, unit, ())
+            sums, shown = micro_batches.add_up_and_join(*turns, self.records_noise, inputs, plan, axes, unit, ())
             return sums, self.means(shown, sums, scale, unit)
         sums, prepared, inputs = self.micro_step.prepare(self.weighing.zero_sums(), unit, inputs, plan)
         start = ms.Tensor(0, ms.int32)
@@ -178,10 +188,11 @@ class Window(nn.Cell):
             # would cost time in each turn.
             size = plan[micro_batches.SIZE]
             first = micro_batches.take(inputs, start, size, plan[micro_batches.AXES])
-            sums = sums + self.weighing.turn(True, unit, prepared, size, *first)
+            sums = sums + self.weighing_of_first.turn(True, unit, prepared, size, *first)
             start = start + size
             loops = plan[micro_batches.LOOPED] > size
-        return micro_batches.add_up(self.weighing.turn, sums, inputs, plan, start, loops, False, unit, prepared), ()
+        turn, last_turn = self.weighing_of_loop.turn, self.weighing_of_rest.turn
+        return micro_batches.add_up(turn, last_turn, sums, inputs, plan, start, loops, False, unit, prepared), ()
 
     def means(self, shown, sums, scale, unit):
         """The outputs; those of shape () are divided as this rank's loss is. Others get samples back to their axis."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import mindspore as ms
 from mindspore import nn, ops
 
+from gaccum_ms.accumulation.copies import Copies
 from gaccum_ms.accumulation.grad_cache import TwoPasses
 from gaccum_ms.accumulation.micro_step import OneLoss, SeveralLosses
 from gaccum_ms.accumulation.noise import ALL_SUMS
@@ -22,6 +23,8 @@ from gaccum_ms.accumulation.weighing import (
     MadeOf,
 )
 from gaccum_ms.accumulation.window import Window
+from gaccum_ms.backend.graphs import gradients_allowed
+from gaccum_ms.backend.random_operators import draws, shallow_copy, with_other_seeds
 from gaccum_ms.compatibility import Setup
 from gaccum_ms.distributed.all_reduce import FusedReducer
 from gaccum_ms.options import Options
@@ -77,7 +80,21 @@ def combined(
     if kinds.open_window is not None:
         steps = options.accumulation_steps
         open_window = kinds.open_window("GradAccumulationCell", store, weighing.reduction, position, steps)
-    return kinds.window(options, micro_step, weighing, store, open_window)
+
+    def copy_of_weighing(number: int) -> nn.Cell | None:
+        if not draws(setup.network):
+            return None
+        first = number * (1 + options.losses)
+        network = with_other_seeds(setup.network, first) if number else setup.network
+        with gradients_allowed():
+            micro_step = kinds.micro_step(options, network, weights)
+            if options.several_losses:
+                alone = [with_other_seeds(network, first + 1 + term) for term in range(options.losses)]
+                micro_step.run_alone_on(alone, options, weights)
+        return shallow_copy(weighing, micro_step=micro_step)
+
+    copies = None if setup.of_batch else Copies(copy_of_weighing)  # its two passes must draw the same
+    return kinds.window(options, micro_step, weighing, store, open_window, copies)
 
 
 def fused_reducer(options: Options, step: nn.TrainOneStepCell) -> FusedReducer:

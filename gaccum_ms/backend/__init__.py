@@ -72,7 +72,7 @@ _attributes("Parameter", ms.Parameter(ms.Tensor(0.0)), "assign_value", "data_ptr
 _attributes("GroupNorm", nn.GroupNorm, "_cal_output")
 _attributes("Model", Model, "_train", "_transform_callbacks")
 _attributes("_cell_graph_executor", cell_graph_executor, "_graph_executor.get_params")
-_attributes("_pynative_executor", pynative_executor, "clear_res", "grad_flag")
+_attributes("_pynative_executor", pynative_executor, "clear_res", "enable_grad", "grad_flag", "set_enable_grad")
 _context = auto_parallel_context and auto_parallel_context()
 _attributes("auto_parallel_context()", _context, "get_auto_parallel_new_interface")
 _attributes("fork_utils", fork_utils, "prepare_before_fork", "parent_at_fork", "child_at_fork", "prctl_set_pdeathsig")

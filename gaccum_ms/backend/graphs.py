@@ -15,7 +15,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms.backend import cell_graph_executor, no_grad
+from gaccum_ms.backend import cell_graph_executor, no_grad, pynative_executor
 from gaccum_ms.backend.eager_means import mean_of_elements
 from gaccum_ms.backend.pynative_tape import close_tape
 from gaccum_ms.backend.storage import Storage, keep_in_place
@@ -39,6 +39,23 @@ class OwnGraph(nn.Cell):
     def run_alone(self, *inputs: Any) -> Any:
         """Call it from Python."""
         return run(self, self._jit, *inputs)
+
+
+_eager_runs: list[None] = []
+
+
+@contextmanager
+def _eagerly() -> Iterator[None]:
+    _eager_runs.append(None)
+    try:
+        yield
+    finally:
+        _eager_runs.pop()
+
+
+def runs_eagerly_now() -> bool:
+    """Whether this is called by a Cell that `run` runs eagerly, and not while a graph is compiled."""
+    return bool(_eager_runs)
 
 
 def runs_eagerly(jit: bool) -> bool:
@@ -74,7 +91,7 @@ def run(cell: nn.Cell, jit: bool, *inputs: Any) -> Any:
     Python's thread spins. A graph sees every value that was written into its Parameters since its last run."""
     if runs_eagerly(jit):
         close_tape()  # a gradient that is not ours may have left it open
-        with mean_of_elements():
+        with mean_of_elements(), _eagerly():
             return nn.Cell.__call__(cell, *inputs)
     _let_go_of_moved(cell)
     inputs = tuple(_of_its_own(value) for value in inputs)
@@ -111,6 +128,17 @@ def _run_graph_in_pynative_mode(cell: nn.Cell, *inputs: Any) -> Any:
     # If an earlier eager gradient has left PyNative's tape open, it would record this.
     with no_grad(), compiling_alone():
         return cell.compile_and_run(*inputs)
+
+
+@contextmanager
+def gradients_allowed() -> Iterator[None]:
+    """Within `no_grad` : `ops.value_and_grad` may be called, as while a graph is compiled in PyNative mode."""
+    allowed = pynative_executor.enable_grad()
+    pynative_executor.set_enable_grad(True)
+    try:
+        yield
+    finally:
+        pynative_executor.set_enable_grad(allowed)
 
 
 def _note_storage(cell: nn.Cell) -> None:

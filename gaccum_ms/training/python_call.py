@@ -66,6 +66,8 @@ class CalledFromPython:
             )
         self._begin()
         batch = self._checked(inputs)
+        if not self._unrolled:
+            self.window.copies.begin_call()
         try:
             outputs = self._run(*batch)
         except BaseException as error:

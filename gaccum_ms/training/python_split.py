@@ -123,6 +123,7 @@ class PythonSplit:
         sums, loss = ops.zeros((_SUMS,), ms.float32), None
         outputs = []
         for micro_batch, times in zip(parts, self._times(parts), strict=True):
+            self._step.window.copies.begin_call()
             sums, loss, *shown = self._graph.run_alone(sums, ms.Tensor(times, ms.float32), *micro_batch)
             outputs.append(shown)
         # Before the batch is in the window: an output that cannot be joined is an error without an update.

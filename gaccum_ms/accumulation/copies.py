@@ -1,0 +1,45 @@
+"""The copies of a network in a step's graphs, if it draws random numbers.
+
+A graph runs the network in its loop, for the first micro-batch before it where that must be known, and for the smaller
+last one after it. A batch of another shape has another graph. Each of these is a copy with seeds of its own, so that no
+two micro-batches have the same dropout masks. Copies are made at each compilation, so that they have the network's
+flags of that time. Run eagerly, and without random numbers, there is one network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mindspore import nn
+
+from gaccum_ms.backend.graphs import runs_eagerly_now
+
+
+class Copies:
+    """The weighings of a window, each with a copy of the network.
+
+    Args:
+        make (Callable, optional): Returns the weighing on the copy of a number, 0 for the network itself; None if the
+            network draws no random numbers.
+    """
+
+    def __init__(self, make: Callable[[int], nn.Cell | None] | None = None) -> None:
+        self._make = make
+        self._number = 0
+        self._made: dict[str, nn.Cell] = {}
+
+    def of(self, place: str, weighing: nn.Cell) -> nn.Cell:
+        """The weighing for a place in the graph that is being compiled."""
+        if self._make is None or runs_eagerly_now():
+            return weighing
+        if place not in self._made:
+            made = self._make(self._number)
+            if made is None:
+                return weighing
+            self._made[place] = made
+            self._number += 1
+        return self._made[place]
+
+    def begin_call(self) -> None:
+        """Before each call: a graph that it compiles has new copies."""
+        self._made.clear()

@@ -1,0 +1,187 @@
+"""Another copy of a network for the same graph, which draws other random numbers.
+
+In graph mode a random operator has the seeds that it was made with, or gets when its code is compiled. If the network
+is in a graph twice, both copies of each operator would therefore draw the same numbers: the same dropout masks.
+`with_other_seeds` returns a network that shares everything with the first, Parameters too, but for the cells whose
+operators or code draw, and the cells around them: their operators have other seeds, and their code is compiled again.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import random
+import types
+from typing import Any
+
+from mindspore import Tensor, nn, ops
+
+from gaccum_ms.backend.held_cells import held_cells, held_values
+
+_SEEDS = ("seed", "seed0", "seed1", "seed2", "Seed0", "Seed1")
+_MARK = "__function_forbid_reuse__"  # of MindSpore's functions that draw: each use in a graph has seeds of its own
+_METHODS = frozenset(name for name in dir(Tensor) if hasattr(getattr(Tensor, name, None), _MARK))
+# Their kernels on CPU have no seed: each begins with the same numbers.
+_OF_CHANNELS = (ops.Dropout2D, ops.Dropout3D)
+
+
+def draws(network: nn.Cell) -> bool:
+    """Whether the network has operators that draw random numbers."""
+    return any(_draws(cell) for _, cell in held_cells(network))
+
+
+def with_other_seeds(network: nn.Cell, copy: int) -> nn.Cell:
+    """The network with other random numbers. The same `copy` gives the same numbers."""
+    return _Copies(copy).of(network)
+
+
+def shallow_copy(cell: nn.Cell, **children: nn.Cell) -> nn.Cell:
+    """A cell with the same attributes, but for these children."""
+    kind: Any = type(cell)
+    copied = kind.__new__(kind)
+    flags, attributes = cell.__getstate__()
+    copied.__setstate__((flags, {**attributes, "_cells": cell._cells | children, "_compile_cache": None}))
+    return copied
+
+
+def _draws(cell: nn.Cell) -> bool:
+    kind: Any = type(cell)
+    return (
+        isinstance(cell, nn.Dropout1d)
+        or _calls_random_function(kind)
+        or any(_is_random(value) for _, value in held_values(cell))
+    )
+
+
+def _is_random(value: Any) -> bool:
+    return isinstance(value, ops.Primitive) and (isinstance(value, _OF_CHANNELS) or bool(_seeds(value)))
+
+
+def _seeds(operator: ops.Primitive) -> dict[str, int]:
+    known = {**vars(operator), **operator.attrs}
+    return {name: known[name] for name in _SEEDS if isinstance(known.get(name), int)}
+
+
+@functools.cache
+def _calls_random_function(kind: Any) -> bool:
+    """Whether the code of a class may call a function that draws, by itself or in the functions that it calls."""
+    of_class = [one for one in kind.__mro__ if one is not nn.Cell]
+    methods = [method for one in of_class for name, method in vars(one).items() if name != "__init__"]
+    return any(_calls(one, set()) for one in methods if isinstance(one, types.FunctionType))
+
+
+def _calls(function: Any, seen: set[Any]) -> bool:
+    function = inspect.unwrap(function)
+    if function in seen:
+        return False
+    seen.add(function)
+    named, methods = _named_in(function)
+    drawing = [one for one in named if hasattr(one, _MARK) or _calls(one, seen)]
+    for one in drawing:  # else all copies would share one graph of this function, with one set of seeds
+        setattr(one, _MARK, True)
+    return bool(drawing) or not _METHODS.isdisjoint(methods)
+
+
+def _named_in(function: types.FunctionType) -> tuple[list[types.FunctionType], set[str]]:
+    """The functions that a function's code names, through modules too; and the names of methods of other things."""
+    functions, methods = [], set()
+    value: Any = None
+    for step in dis.get_instructions(function):
+        if step.opname == "LOAD_GLOBAL":
+            value = function.__globals__.get(step.argval)
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(value, types.ModuleType):
+            value = getattr(value, step.argval, None)
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and value != "self":
+            methods.add(step.argval)
+        else:
+            value = step.argval if step.opname.startswith("LOAD_FAST") else None
+        if isinstance(value, types.FunctionType):
+            functions.append(value)
+    return functions, methods
+
+
+class _Copies:
+    """Copies of cells, by id; a cell that several cells hold has one copy."""
+
+    def __init__(self, copy: int) -> None:
+        self.copy = copy
+        self.number = 0  # of operators
+        self.made: dict[int, tuple[Any, Any]] = {}
+
+    def of(self, value: Any) -> Any:
+        """The copy of a cell, operator, method or container; the value itself, if it does not draw."""
+        if isinstance(value, nn.Cell):
+            return self._of_cell(value) if draws(value) else value
+        if _is_random(value):
+            return self._of_operator(value)
+        if type(value) in (list, tuple):
+            return self._unless_same(value, type(value)(self.of(one) for one in value))
+        if isinstance(value, dict):
+            return self._of_dict(value)
+        if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Cell):
+            return types.MethodType(value.__func__, self.of(value.__self__))
+        return value
+
+    def _unless_same(self, value: Any, copied: Any) -> Any:
+        return value if all(new is old for new, old in zip(copied, value, strict=True)) else copied
+
+    def _of_dict(self, value: dict) -> dict:
+        copied = type(value)((name, self.of(one)) for name, one in value.items())
+        return value if all(copied[name] is value[name] for name in value) else copied
+
+    def _of_cell(self, cell: nn.Cell) -> nn.Cell:
+        if id(cell) not in self.made:
+            if isinstance(cell, nn.Dropout1d):
+                copied: nn.Cell = _Dropout1d(cell, self._other(self.number))
+            else:
+                copied = shallow_copy(cell)
+            self.made[id(cell)] = cell, copied  # before its contents, which may hold it
+            vars(copied).update({name: self.of(value) for name, value in vars(copied).items()})
+        return self.made[id(cell)][1]
+
+    def _of_operator(self, operator: ops.Primitive) -> Any:
+        if id(operator) not in self.made:
+            if isinstance(operator, _OF_CHANNELS):
+                copied: Any = _DropChannels(operator.keep_prob, self._other(self.number))
+            else:
+                copied = self._seeded(operator)
+            self.made[id(operator)] = operator, copied
+        return self.made[id(operator)][1]
+
+    def _seeded(self, operator: ops.Primitive) -> ops.Primitive:
+        arguments = {name: value for name, value in operator.init_attrs.items() if name != "name"}
+        seeds = {name: self._other(seed) for name, seed in _seeds(operator).items() if seed}  # 0: the kernel chooses
+        copied = type(operator)(**{**arguments, **seeds})
+        for name in operator.attrs.keys() - arguments.keys() - seeds.keys():
+            copied.add_prim_attr(name, operator.attrs[name])
+        return copied
+
+    def _other(self, seed: int) -> int:
+        self.number += 1
+        return random.Random(f"{seed} {self.copy} {self.number}").randrange(1, 2**31)
+
+
+class _DropChannels(nn.Cell):
+    """What `ops.Dropout2D` and `ops.Dropout3D` compute, with a seed. Returns the result, and what was kept."""
+
+    def __init__(self, keep_prob: float, seed: int) -> None:
+        super().__init__(auto_prefix=False)
+        self.dropout = ops.Dropout(keep_prob, seed, seed)
+
+    def construct(self, x):
+        axes = 2 if x.ndim > 2 else 1
+        factors = self.dropout(ops.ones(x.shape[:axes] + (1,) * (x.ndim - axes), x.dtype))[0]
+        return x * factors, ops.broadcast_to(factors > 0, x.shape)
+
+
+class _Dropout1d(nn.Cell):
+    """What `nn.Dropout1d` computes, with a seed."""
+
+    def __init__(self, layer: nn.Dropout1d, seed: int) -> None:
+        super().__init__(auto_prefix=False)
+        self.drops = layer.training and layer.prob > 0
+        self.channels = _DropChannels(1.0 - layer.prob, seed)
+
+    def construct(self, x):
+        return self.channels(x)[0] if self.drops else x

@@ -1,0 +1,164 @@
+"""All micro-batches draw their own random numbers, wherever in its graphs a step runs them."""
+
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+
+from gaccum_ms import EvenSplit, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms.backend.random_operators import draws, with_other_seeds
+
+CALLS = 3  # of a step with at most four micro-batches
+NUMBERS = 16  # that each operator draws for a sample
+
+
+def dropped(x):
+    return ops.dropout(x, 0.5)
+
+
+class Draws(nn.Cell):
+    """Appends to `drawn` what each of its operators draws for the first sample of a micro-batch."""
+
+    def __init__(self, outputs=1):
+        super().__init__()
+        self.dense = nn.Dense(NUMBERS, 1)
+        self.outputs = outputs
+        self.dropout = nn.Dropout(p=0.5)
+        self.dropout_1d, self.dropout_2d, self.dropout_3d = nn.Dropout1d(), nn.Dropout2d(), nn.Dropout3d()
+        self.layers = nn.CellList([nn.SequentialCell(nn.Dropout(p=0.5))])
+        self.normal = ops.StandardNormal(seed=3, seed2=5)
+        self.operators = {"real": (ops.UniformReal(seed=7),)}
+        self.method = self.dropout.construct
+        self.drawn = ms.Parameter(ops.zeros((CALLS * 4, 12), ms.float32), "drawn", requires_grad=False)
+
+    def draw(self, x):
+        rows = x.shape[0]
+        return (
+            self.dropout(x),
+            self.dropout_1d(x.reshape((rows, NUMBERS, 1))),
+            self.dropout_2d(x.reshape((rows, NUMBERS, 1, 1))),
+            self.dropout_3d(x.reshape((rows, NUMBERS, 1, 1, 1))),
+            self.layers[0](x),
+            ops.dropout(x, 0.5),
+            ops.dropout(x, 0.5, True, 3),
+            dropped(x),
+            self.normal((rows, NUMBERS)),
+            self.operators["real"][0]((rows, NUMBERS)),
+            ops.uniform((rows, NUMBERS), Tensor(0.0), Tensor(1.0), seed=4),
+            self.method(x),
+        )
+
+    def construct(self, x, y):
+        ones = ops.stop_gradient(x * 0 + 1)
+        powers = Tensor(2.0 ** np.arange(NUMBERS), ms.float32)
+        keys = ops.stack([(one.reshape((-1, NUMBERS))[0] * powers).sum() for one in self.draw(ones)])
+        kept = ops.assign(self.drawn, ops.concat((self.drawn[1:], keys.reshape((1, -1)))))
+        loss = ops.depend(((self.dense(self.dropout(x)) - y) ** 2).mean(), kept)
+        if self.outputs == 1:
+            return loss
+        return (loss, ops.tile(keys.reshape((1, -1)), (x.shape[0], 1))) if self.outputs == 2 else (loss, loss * 2)
+
+
+def rows_of_several_sizes(x, y):
+    return [(x[start:end], y[start:end]) for start, end in ((0, 4), (4, 6), (6, 9), (9, 10))]
+
+
+def first_count(x, y):
+    return (y >= 4).sum()
+
+
+def second_count(x, y):
+    return (y < 4).sum()
+
+
+def drawn(options, mode=ms.GRAPH_MODE):
+    """What each operator drew, for each micro-batch of three batches of ten samples."""
+    ms.set_seed(1)
+    ms.set_context(mode=mode)
+    outputs = 2 if "aux" in options else 3 if "loss_weights" in options else 1
+    network = Draws(outputs).set_train()
+    cell = GradAccumulationCell(network, **options)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.01)).set_train()
+    x = Tensor(np.random.default_rng(0).normal(size=(10, NUMBERS)).astype(np.float32))
+    y = Tensor(np.arange(10, dtype=np.float32).reshape(10, 1))
+    outputs = [step(x, y) for _ in range(CALLS)]
+    if "aux" in options:
+        return np.concatenate([one[1].asnumpy()[:: -(-10 // options["micro_size"])] for one in outputs])
+    found = network.drawn.asnumpy()
+    return found[found.any(axis=1)]
+
+
+OPTIONS = {
+    "aux": ({"micro_size": 4, "aux": True}, 4, False),
+    "noise": ({"micro_size": 3, "record_noise": True, "aux": True}, 3, True),
+    "ragged": ({"micro_size": 3}, 3, True),
+    "even": ({"micro_size": 2}, 2, True),
+    "even aux": ({"micro_size": 2, "aux": True}, 2, True),
+    "window": ({"micro_size": 3, "accumulation_steps": 2, "record_noise": True}, 3, True),
+    "dropping": ({"micro_size": 3, "overflow": "drop_micro_batch", "aux": True}, 3, True),
+    "shared": ({"micro_size": 3, "split": EvenSplit()}, 3, True),
+    "function": ({"split": rows_of_several_sizes}, 4, True),
+    "losses": ({"micro_size": 3, "loss_weights": (1.0, 1.0), "count": (first_count, second_count)}, 3, True),
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "number"),
+    [
+        pytest.param(options, number, id=name, marks=[pytest.mark.thorough] * thorough)
+        for name, (options, number, thorough) in OPTIONS.items()
+    ],
+)
+def test_no_two_micro_batches_draw_the_same(options, number):
+    found = drawn(options)
+    assert len(found) == CALLS * number
+    for operator in range(found.shape[1]):
+        values = found[:, operator]
+        assert len(np.unique(values)) > len(values) - 2, (
+            operator,
+            values,
+        )  # two of 65,536 masks may be equal by chance
+
+
+@pytest.mark.thorough
+def test_the_same_in_a_step_that_is_compiled_in_pynative_mode():
+    found = drawn({**OPTIONS["ragged"][0], "jit": True}, ms.PYNATIVE_MODE)
+    assert all(len(np.unique(values)) > len(values) - 2 for values in found.T)
+
+
+class Plain(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.SequentialCell(nn.Dense(4, 4), nn.LayerNorm((4,)), nn.BatchNorm1d(4), nn.Dropout(p=0.5))
+        self.head = nn.Dense(4, 1)
+        self.parent = [self.head]
+
+    def construct(self, x):
+        return self.head(self.layers(x))
+
+
+def test_a_copy_shares_everything_that_does_not_draw():
+    network = Plain()
+    copied = with_other_seeds(network, 1)
+    assert draws(network) and not any(draws(one) for one in (network.layers[1], network.layers[2], network.head))
+    assert copied.head is network.head and copied.parent is network.parent and copied.layers[0] is network.layers[0]
+    assert [id(one) for one in copied.get_parameters()] == [id(one) for one in network.get_parameters()]
+    ours, theirs = copied.layers[3], network.layers[3]
+    assert ours is not theirs and ours.p == theirs.p and ours.dropout.Seed1 != theirs.dropout.Seed1
+    copied.set_train()
+    assert ours.training and not theirs.training
+
+
+@pytest.mark.thorough
+def test_a_copy_has_the_flags_of_its_compilation():
+    """A dropout that the user stops after the step was built drops nothing in any micro-batch."""
+    network = nn.WithLossCell(nn.SequentialCell(nn.Dropout(p=0.5), nn.Dense(4, 1, "ones", "zeros")), nn.MSELoss())
+    cell = GradAccumulationCell(network, 3)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.0)).set_train()
+    x, y = Tensor(np.ones((10, 4), np.float32)), Tensor(np.zeros((10, 1), np.float32))
+    network.set_train(False)
+    assert float(step(x, y)) == 16
+    network.set_train()
+    assert float(step(Tensor(np.ones((7, 4), np.float32)), Tensor(np.zeros((7, 1), np.float32)))) != 16
