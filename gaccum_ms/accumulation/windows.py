@@ -87,11 +87,13 @@ def combined(
         first = number * (1 + options.losses)
         network = with_other_seeds(setup.network, first) if number else setup.network
         with gradients_allowed():
-            micro_step = kinds.micro_step(options, network, weights)
+            copied = kinds.micro_step(options, network, weights)
             if options.several_losses:
                 alone = [with_other_seeds(network, first + 1 + term) for term in range(options.losses)]
-                micro_step.run_alone_on(alone, options, weights)
-        return shallow_copy(weighing, micro_step=micro_step)
+                copied.run_alone_on(alone, options, weights)
+        if options.aux:
+            copied.axes = micro_step.axes  # found before the first batch
+        return shallow_copy(weighing, micro_step=copied)
 
     copies = None if setup.of_batch else Copies(copy_of_weighing)  # its two passes must draw the same
     return kinds.window(options, micro_step, weighing, store, open_window, copies)

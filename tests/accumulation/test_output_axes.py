@@ -13,6 +13,7 @@ from gaccum_ms import EvenSplit, GradAccumulationCell, TrainOneStepWithGradAccum
 from gaccum_ms.accumulation.output_axes import Output
 from gaccum_ms.split import UNCUT
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*writes state in 'construct'")
 TIME, FEATURES, HIDDEN = 5, 3, 4
 
 
@@ -34,6 +35,17 @@ class Recurrent(nn.Cell):
         loss = ops.square(self.head(steps[-1]) - y).mean()
         loss = ops.depend(loss, ops.assign_add(self.runs, Tensor(1.0)))
         return loss, state, steps, loss * 2, self.head.weight
+
+
+class Drawing(Recurrent):
+    """The same, with a random operator that changes nothing. A graph has copies of such a network."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(p=0.5)
+
+    def construct(self, x, y):
+        return super().construct(x + 0 * self.drop(x), y)
 
 
 class LossAlone(nn.Cell):
@@ -77,6 +89,13 @@ def test_each_output_is_joined_along_its_axis_of_samples(samples, mode):
     assert [type(one) for one in outputs] == [Tensor] * 5  # never the Parameter, which the update has changed
     assert relative_error(as_numpy(network.head.weight), as_numpy(whole.head.weight)) < 1e-5
     assert float(network.runs.asnumpy()) == 2, "what looks at the network leaves no trace"
+
+
+def test_copies_of_a_network_have_its_axes():
+    batch = data(7)
+    outputs = [as_numpy(one) for network in (Recurrent, Drawing) for one in make_step(network(), micro_size=2)(*batch)]
+    for plain, drawing in zip(outputs[:5], outputs[5:], strict=True):
+        np.testing.assert_allclose(drawing, plain, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.thorough
