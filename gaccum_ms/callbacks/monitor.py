@@ -13,7 +13,7 @@ from mindspore.train import Callback, RunContext
 
 from gaccum_ms.callbacks.json_lines import append_json_line, begin_json_lines, json_lines_path
 from gaccum_ms.callbacks.noise_estimate import SMOOTHING, NoiseEstimate
-from gaccum_ms.callbacks.window_watch import training_step
+from gaccum_ms.callbacks.window_watch import samples_of_batch, training_step
 from gaccum_ms.learning_rate import current_learning_rate
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
@@ -152,7 +152,7 @@ class WindowMonitor(Callback):
         if step.update.scaled:
             self._scale = _float(outputs[2])  # callbacks may have set it since the step's beginning
         self._losses.append(_float(outputs[0] if isinstance(outputs, tuple) else outputs))
-        self._counts += _counts(step, parameters.train_dataset_element[0].shape[0])
+        self._counts += _counts(step, samples_of_batch(run_context))
         if not int(step.window_position.asnumpy()):
             parameters.window_record = self._record(step, parameters.cur_epoch_num)
         self._look(step)

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 from mindspore.train import Callback, RunContext
 from tqdm import tqdm
 
-from gaccum_ms.callbacks.window_watch import skipped_batches, training_step
+from gaccum_ms.callbacks.window_watch import samples_of_batch, skipped_batches, training_step
 from gaccum_ms.distributed.ranks import rank_or_0
 from gaccum_ms.learning_rate import current_learning_rate
 from gaccum_ms.tokens.plan import TokenPlan
@@ -142,7 +142,7 @@ class ProgressBar(Callback):
         elif (plan := _token_plan(run_context)) is not None:
             self._items += plan.tokens
         else:
-            self._items += parameters.train_dataset_element[0].shape[0]
+            self._items += samples_of_batch(run_context)
         self._batches = batches
         if not time.perf_counter() - self._drawn < self._refresh_seconds:  # the first is NaN
             self._draw(self._bar, run_context)

@@ -10,7 +10,7 @@ from mindspore.train import Callback, Metric, RunContext
 
 from gaccum_ms.backend.checks import check_bool
 from gaccum_ms.backend.snapshot import as_numpy
-from gaccum_ms.callbacks.window_watch import training_step
+from gaccum_ms.callbacks.window_watch import samples_of_batch, training_step
 from gaccum_ms.distributed.ranks import rank_or_0
 
 _NAME = "TrainingMetrics"
@@ -100,7 +100,7 @@ class TrainingMetrics(Callback):
         parameters, step = run_context.original_args(), training_step(run_context)
         assert step is not None  # on_train_begin has checked it
         outputs = parameters.net_outputs[3 if step.update.scaled else 1 :]
-        samples = parameters.train_dataset_element[0].shape[0]
+        samples = samples_of_batch(run_context)
         for metric in self._metrics.values():
             if isinstance(metric, _Mean):
                 metric.add(samples, outputs)

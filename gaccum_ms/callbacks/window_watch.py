@@ -20,6 +20,13 @@ from gaccum_ms.training.data_position import begin_anew
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
 
+def samples_of_batch(run_context: RunContext) -> int:
+    """The number of samples of the batch that a step has just trained on."""
+    step = training_step(run_context)
+    axis = step.options.first_axis if step is not None else 0
+    return run_context.original_args().train_dataset_element[0].shape[axis]
+
+
 def training_step(run_context: RunContext) -> TrainOneStepWithGradAccumulationCell | None:
     """Our step inside the network that `ms.Model` trains; data sinking wraps it."""
     network = run_context.original_args().train_network

@@ -27,6 +27,7 @@ from support.state import manager
 from gaccum_ms import (
     AccumulationScheduler,
     CountMask,
+    EvenSplit,
     FlushAccumulation,
     GradAccumulationCell,
     GradNoiseScale,
@@ -67,6 +68,22 @@ def assert_record(record, rtol=1e-6, **expected):
             assert fields[name] is not None, name
             got, wanted = (np.where(np.isfinite(one), one, np.nan) for one in (fields[name], value))
             np.testing.assert_allclose(got, wanted, rtol=rtol, err_msg=name)
+
+
+class Sequences(Line):
+    """Reads sequences of three numbers, time-major."""
+
+    def construct(self, x):
+        return ops.square(self.weight * x[0]).mean()
+
+
+def test_samples_are_counted_along_their_axis(pynative):
+    sequences = GeneratorDataset([(np.ones((3, samples), np.float32),) for samples in (4, 5)], ["x"], shuffle=False)
+    cell = GradAccumulationCell(Sequences(1.0), 2, split=EvenSplit(axis=1))
+    monitor = WindowMonitor()
+    model = ms.Model(cell, optimizer=nn.SGD(cell.trainable_params(), 0.1))
+    model.train(1, sequences, callbacks=[monitor], dataset_sink_mode=False)
+    assert [record.counts for record in monitor.records] == [(4.0,), (5.0,)]
 
 
 # -- the records -------------------------------------------------------------------------------------------------------
