@@ -405,8 +405,8 @@ FAULTS = [
     Fault(
         "a batch without counts weighs alike",
         "training/grad_accumulator.py",
-        "weight = unit * items * factor / scale",
-        "weight = unit * factor / scale",
+        "weight = unit * items / scale",
+        "weight = unit / scale",
         "training/test_grad_accumulator.py -k counted",
     ),
     # -- losses of the whole batch

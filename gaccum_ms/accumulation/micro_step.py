@@ -108,11 +108,11 @@ class _LossAlone(nn.Cell):
         self.term = term
         self.weight = loss_weights[term]
         self.number = len(loss_weights)
-        self.place = ms.Tensor([float(other == term) for other in range(self.number)], ms.float32)
 
     def construct(self, seeds, *micro_batch):
         part = float32_losses(self.network(*micro_batch), self.number)[self.term] * ops.unstack(seeds)[self.term]
-        return part * self.weight, part * self.place
+        zero = ops.zeros_like(part)  # not zero times the part, which may be infinite
+        return part * self.weight, ops.stack((zero,) * self.term + (part,) + (zero,) * (self.number - 1 - self.term))
 
 
 class SeveralLosses(nn.Cell):

@@ -159,15 +159,21 @@ class OpenWindow(nn.Cell):
         began_no_batch = self.batches == int(self.window_sums.asnumpy()[3]) and not self.is_full
         if began_no_batch:
             return
-        dropped = self.batches - 1
+        before = self.batches - 1
         self.reset_eagerly()
-        if dropped > 0:
-            warnings.warn(
-                f"For '{self.owner}', a batch failed half-way, and with it the {dropped} batch(es) before it "
-                f"in its window were dropped. The next batch begins a new window.",
-                UserWarning,
-                stacklevel=4,
-            )
+        if before > 0:
+            self._warn_of(f"a batch failed half-way, and with it the {before} batch(es) before it in its window")
+
+    def drop_used(self) -> None:
+        """Drop the window after its flush failed, when the optimizer may have written: no update must repeat it."""
+        used = self.batches
+        self.reset_eagerly()
+        if used > 0:
+            self._warn_of(f"a flush failed when the optimizer may have written, and the {used} batch(es) of its window")
+
+    def _warn_of(self, dropped: str) -> None:
+        message = f"For '{self.owner}', {dropped} were dropped. The next batch begins a new window."
+        warnings.warn(message, UserWarning, stacklevel=5)
 
     def reset_eagerly(self) -> None:
         """Empty the window."""

@@ -22,9 +22,8 @@ from mindspore import nn, ops
 from gaccum_ms.accumulation.loss_scale import check_scale, scale_parameter
 from gaccum_ms.accumulation.reduction import scale_by
 from gaccum_ms.accumulation.saturation import read_flag, saturates
-from gaccum_ms.backend import no_grad
+from gaccum_ms.backend import graphs
 from gaccum_ms.backend.cpu_kernels import all_finite
-from gaccum_ms.backend.graphs import OwnGraph
 from gaccum_ms.backend.parameters import counter, hold_weights, overwrite, record
 from gaccum_ms.layers.window_batchnorm import window_statistics
 from gaccum_ms.transforms import norms
@@ -201,6 +200,7 @@ class Update(nn.Cell):
         return loss
 
     def _move(self, gradients, loss):
+        gradients = self.transforms.before_update(gradients) if self.has_transforms else gradients
         updated = self.optimizer(gradients)
         loss = ops.depend(loss, (updated, ops.assign_add(self.update_count, ms.Tensor(1, ms.int32))))
         loss = self.statistics.move(loss) if self.has_statistics else loss
@@ -262,7 +262,7 @@ class Update(nn.Cell):
         return overflow
 
 
-class WindowEnd(OwnGraph):
+class WindowEnd(graphs.OwnGraph):
     """Reduce what an open window has accumulated, and update: at its last batch, or earlier, as a flush.
 
     Args:
@@ -290,6 +290,13 @@ class WindowEnd(OwnGraph):
         if not self.window.batches and not self.window.reduction.sum_over_ranks.reduces:
             return False
         before = int(self.update.update_count.asnumpy())
-        with no_grad():  # an eager gradient may have left PyNative's tape open, which would record this
-            self.run_alone(ms.Tensor(0.0, ms.float32))
+        with graphs.noted_calls(self.update.optimizer, self._jit) as calls:
+            try:
+                self.run_alone(ms.Tensor(0.0, ms.float32))
+            except BaseException:
+                if calls:  # else nothing is lost: the window stays
+                    self.window.drop_used()
+                    if self.update.has_statistics:
+                        self.update.statistics.reset_eagerly()
+                raise
         return int(self.update.update_count.asnumpy()) > before

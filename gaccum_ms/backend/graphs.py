@@ -63,6 +63,21 @@ def runs_eagerly(jit: bool) -> bool:
     return os.getenv("MS_JIT") == "0" or (not jit and ms.get_context("mode") == ms.PYNATIVE_MODE)
 
 
+@contextmanager
+def noted_calls(cell: nn.Cell, jit: bool) -> Iterator[list[nn.Cell]]:
+    """Within it, each call of the cell is noted before it begins. How far a compiled one came is not known, so the cell
+    is then noted at once."""
+    if not runs_eagerly(jit):
+        yield [cell]
+        return
+    calls: list[nn.Cell] = []
+    hook = cell.register_forward_pre_hook(lambda called, inputs: calls.append(called))
+    try:
+        yield calls
+    finally:
+        hook.remove()
+
+
 def check_compilable(owner: str, jit: Any, name: str, functions: Iterable[Any]) -> None:
     """Refuse a lambda that a graph cannot contain: MindSpore parses the lines of source in which it stands."""
     if runs_eagerly(bool(jit)):

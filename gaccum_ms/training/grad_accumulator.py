@@ -15,10 +15,9 @@ from mindspore import nn, ops
 
 from gaccum_ms.accumulation.accumulators import Accumulators
 from gaccum_ms.accumulation.open_window import OpenWindow
-from gaccum_ms.accumulation.reduction import CountedReduction, scale_by
 from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.accumulation.update import Update, WindowEnd
-from gaccum_ms.backend import graphs, no_grad
+from gaccum_ms.backend import graphs
 from gaccum_ms.backend.checks import check_positive_int
 from gaccum_ms.backend.cpu_kernels import all_finite
 from gaccum_ms.backend.parameters import counter, hold_weights, overwrite, show_records
@@ -31,6 +30,7 @@ from gaccum_ms.training.admission import (
     check_gradients,
     checked_count,
 )
+from gaccum_ms.training.batch_reduction import BATCHES, COUNTS, BatchReduction
 from gaccum_ms.training.provenance import RULES, Provenance, Resumable
 
 _NAME = "GradAccumulator"
@@ -38,7 +38,6 @@ _NEEDS_COUNT = (
     "For 'GradAccumulator', with reduction='sum' or 'min_count' each call must have a 'count', the number of items in "
     "its batch, by whose total the gradients are divided, but got none. Nothing was added."
 )
-BATCHES, COUNTS = RULES.index("batches"), RULES.index("counts")
 
 
 class _Scaling:
@@ -173,23 +172,23 @@ class GradAccumulator(Resumable, nn.Cell):
         self.loss_is_mean = options.loss_is_mean
         self.needs_count = not options.loss_is_mean or min_count is not None
         self._no_count = NoCount(min_count)
-        self.map = ops.HyperMap()
         self.window_position = counter("window_position")
+        batch_reduction = BatchReduction(weights, min_count)
         self.window = OpenWindow(
             _NAME,
             Accumulators(weights, accumulator_dtype, compensated),
-            CountedReduction(weights, by_samples=False, min_count=min_count),
+            batch_reduction,
             self.window_position,
             accumulation_steps,
         )
         self.update = Update(_NAME, optimizer, weights, self.window, options, scale_sense)
         self.end_window = WindowEnd(self.window, self.update, self._jit)
-        self.summed_ranks = self.window.reduction.sum_over_ranks.summed_ranks()
         self.accu_grads = self.window.accumulators.sums
         show_records(self, self.window, self.update, *self.update.links)
         self.batch_count = counter("batch_count")
         distributed = self.window.reduction.sum_over_ranks.reduces
         self.provenance = Provenance(_NAME, ("batches", "counts"), accumulation_steps, distributed)
+        batch_reduction.window_rule = self.provenance.window_rule
         self._keep_in_place()
         # Python runs these in PyNative mode, and at compile time in graph mode.
         self._note_scaling = ops.constexpr(self._scaling.note)
@@ -209,8 +208,9 @@ class GradAccumulator(Resumable, nn.Cell):
         return loss * self.update.scale()
 
     def flush(self) -> bool:
-        """Update with the batches of the open window; without batches, do nothing. All ranks must call it equally
-        often; a rank without batches contributes a count of zero.
+        """Update with the batches of the open window; without batches, train nothing. All ranks must call it equally
+        often; a rank without batches contributes a count of zero. Without any, the last window's records become 0.
+        An interrupted flush keeps the window, or drops it with a warning if the optimizer may have written.
 
         Returns:
             bool, whether there was an update.
@@ -271,8 +271,7 @@ class GradAccumulator(Resumable, nn.Cell):
         gradients = ms.mutable(tuple(gradients))  # else a constant, and each call would compile a graph
         inputs = (gradients,) if count is None else (gradients, count)
         try:
-            with no_grad():  # PyNative's tape may still be open from the gradients, and would record this
-                updated = graphs.run(self, self._jit, *inputs)
+            updated = graphs.run(self, self._jit, *inputs)
         except BaseException:
             self.window.drop_if_torn()
             raise
@@ -291,8 +290,6 @@ class GradAccumulator(Resumable, nn.Cell):
         self._check_scaling()
         self._look()
         scale = self.update.scale()
-        # Without counts, and with gradients_mean=False, ranks are summed: the mean times the number of ranks.
-        factor = self.summed_ranks if count is None else 1.0
         items = ops.ones((), ms.float32) if count is None else counts.valid_or_nan(count)
         kept = ops.zeros_like(items)
         dropped = ops.zeros_like(items)
@@ -300,9 +297,9 @@ class GradAccumulator(Resumable, nn.Cell):
         unit = self.window.begin_batch(scale, items if self.loss_is_mean else counts.one_if_zero(items))
         weight = unit / scale  # the gradients contain the scale
         if self.loss_is_mean:
-            weight = weight * items * factor
+            weight = weight * items
         # Before the branch: within it, a graph reads some views at a wrong address (see graphs.py).
-        weighed = self.map(ops.partial(scale_by, weight), gradients)
+        weighed = self.window.reduction.weighed(gradients, weight)
         belongs = items > 0 if self.loss_is_mean else items >= 0
         if belongs:
             kept, dropped = self._add(weighed, items)
@@ -321,6 +318,7 @@ class GradAccumulator(Resumable, nn.Cell):
         """Returns the count that was added, and the number of dropped batches, 0 or 1."""
         kept = items
         dropped = ops.zeros_like(items)
+        # Not of `gradients` : beside transforms, MindSpore compiles no such check of a graph's inputs.
         if not self.drops or all_finite(weighed):
             kept = ops.depend(items, self.window.accumulators.add(weighed))
         else:

@@ -51,9 +51,12 @@ def _joined(files: list[Values], first_rank: bool) -> Values:
     factors = [unit / one if one > 0 else 0.0 for one in units]
     position = max(int(values[own("window_position")]) for values in files)
     joined = {name: value for name, value in files[0].items() if name != own("random_state")}
-    for name in joined:
-        if name.startswith((accumulators.PREFIX, accumulators.COMPENSATION_PREFIX)):
-            joined[name] = sum(factor * values[name] for factor, values in zip(factors, files, strict=True))
+    for name in [name for name in joined if name.startswith(accumulators.PREFIX)]:
+        # Whole sums, in float64; without compensations, which loading computes for the dtype that is summed in here.
+        lost = accumulators.COMPENSATION_PREFIX + name.removeprefix(accumulators.PREFIX)
+        wholes = [values[name].astype(np.float64) + values.get(lost, 0.0) for values in files]
+        joined[name] = sum(factor * whole for factor, whole in zip(factors, wholes, strict=True)).astype(np.float32)
+        joined.pop(lost, None)
     sums = np.stack([values[own("window_sums")] for values in files])
     joined[own("window_sums")] = sums.sum(axis=0) if first_rank else np.zeros_like(sums[0])
     joined[own("window_sums")][0] = np.dot(factors, sums[:, 0])

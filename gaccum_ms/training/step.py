@@ -260,10 +260,11 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
             self.window.open.set_steps(accumulation_steps)
 
     def flush(self) -> bool:
-        """Update with the batches of the open window, divided by their count; without batches, do nothing.
+        """Update with the batches of the open window, divided by their count; without batches, train nothing.
 
-        This is a collective in data parallel mode: all ranks must call it equally often. There is an update if any rank
-        has an open window; the others contribute a count of zero.
+        All ranks must call this equally often. There is an update if any has an open window; others contribute a count
+        of zero. Without any, the last window's records become 0. An interrupted flush keeps the window, or drops it
+        with a warning if the optimizer may have written.
 
         Returns:
             bool, whether an update was made.

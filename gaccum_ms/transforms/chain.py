@@ -4,8 +4,9 @@ For each finite window, in update.py:
 
     for each link:                              does it allow the update? then change the gradients
     if all allow it:
+        for each link:                          act before the update
         update
-        for each link:                          act after the update
+        for each link:                          act after it
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ class Chain(nn.Cell):
         self.shapes = tuple(tuple(weight.shape) for weight in weights)
         self.may_forbid = tuple(type(one).allows is not Transform.allows for one in links)
         self.vetoes = any(self.may_forbid)
+        self.acts_before = tuple(type(one).before_update is not Transform.before_update for one in links)
         self.map = ops.HyperMap()
 
     # -- compiled ------------------------------------------------------------------------------------------------------
@@ -116,6 +118,12 @@ class Chain(nn.Cell):
                 shapes = (*shapes, gradients[index].shape)
         _check_changed(name, number, shapes, self.shapes)
         return tuple(gradients)
+
+    def before_update(self, gradients):
+        for index in range(len(self.links)):
+            if self.acts_before[index]:
+                gradients = self.links[index].before_update(gradients)
+        return gradients
 
     def after_update(self, after):
         for link in self.links:

@@ -13,7 +13,8 @@ _clip = ops.MultitypeFuncGraph("gaccum_ms_clip_by_value")
 
 @_clip.register("Tensor", "Tensor", "Tensor")
 def _clip_one(low: ms.Tensor, high: ms.Tensor, gradient: ms.Tensor) -> ms.Tensor:
-    return ops.minimum(ops.maximum(gradient, low), high)
+    clipped = ops.minimum(ops.maximum(gradient, low), high)
+    return ops.select(ops.isnan(gradient), gradient, clipped)  # on CPU, `ops.maximum` turns NaN into `low`
 
 
 class ClipByValue(Transform):
@@ -22,7 +23,7 @@ class ClipByValue(Transform):
 
     It applies `mindspore.ops.clip_by_value
     <https://www.mindspore.cn/docs/en/master/api_python/ops/mindspore.ops.clip_by_value.html>`_ to the finished
-    gradient. The gradient's direction changes.
+    gradient. The gradient's direction changes. NaN stays NaN, on CPU too.
 
     Args:
         max_value (float): The largest value.

@@ -43,6 +43,8 @@ class Transform(_KeepsArguments, nn.Cell):
       gradients from the link before. If any link returns False, the window is skipped: weights, optimizer, learning
       rate and count of updates stay as they are.
     * ``change(gradients)`` returns the gradients for the next link.
+    * ``before_update(gradients)`` runs if all links allow the update, before the optimizer. It returns the gradients,
+      tied by `mindspore.ops.depend` to its side effects.
     * ``after_update(after)`` runs when the optimizer has written the weights. It returns the Tensor `after` , tied by
       `mindspore.ops.depend` to its side effects. What must change only with an update belongs here.
 
@@ -115,6 +117,9 @@ class Transform(_KeepsArguments, nn.Cell):
         return True
 
     def change(self, gradients):
+        return gradients
+
+    def before_update(self, gradients):
         return gradients
 
     def after_update(self, after):

@@ -22,9 +22,14 @@ _begin_at = ops.MultitypeFuncGraph("gaccum_ms_begin_average")
 _move_to = ops.MultitypeFuncGraph("gaccum_ms_move_average")
 
 
+def _or_begin(average, value):
+    """Before the first update: the average where one was written, else the value. NaN: nothing was written."""
+    return ops.select(ops.isnan(average), ops.cast(value, ms.float32), average)
+
+
 @_begin_at.register("Tensor", "Tensor")
 def _begin_one(average: ms.Parameter, value: ms.Tensor) -> ms.Tensor:
-    return ops.assign(average, ops.cast(value, ms.float32))
+    return ops.assign(average, _or_begin(average, value))
 
 
 @_move_to.register("Tensor", "Tensor", "Tensor")
@@ -41,11 +46,11 @@ class WeightAverage(Transform):
     .. math::
         a_n = d_n a_{n-1} + (1 - d_n) w_n
 
-    Here :math:`a_0` is the weight (or buffer) before the first update, and :math:`d_n` the decay, or with `warmup`
-    :math:`\min(\text{decay}, (1 + n) / (10 + n))` , as in `TensorFlow's ExponentialMovingAverage
-    <https://www.tensorflow.org/api_docs/python/tf/train/ExponentialMovingAverage>`_ . The average moves once per
-    update: not with a micro-batch, and not with a dropped window. So it equals, to float32 rounding, the average of
-    training on whole batches.
+    Here :math:`a_0` is the weight (or buffer) before the first update, or what was written into the average before it,
+    and :math:`d_n` the decay, or with `warmup` :math:`\min(\text{decay}, (1 + n) / (10 + n))` , as in `TensorFlow's
+    ExponentialMovingAverage <https://www.tensorflow.org/api_docs/python/tf/train/ExponentialMovingAverage>`_ . The
+    average moves once per update: not with a micro-batch, and not with a dropped window. So it equals, to float32
+    rounding, the average of training on whole batches.
 
     ``with step.averaged_weights():`` swaps the averages in, for `Model.eval` , a hand-written loop or an export, and
     restores the weights at its end. `Model.fit` evaluates with the averages automatically. The gradients are not
@@ -109,7 +114,7 @@ class WeightAverage(Transform):
         # Only as an attribute, because these Parameters are the network's.
         object.__setattr__(self, "averaged", ms.ParameterTuple(averaged))
         self.averages = ms.ParameterTuple(
-            [self.state(PREFIX + one.name, np.zeros(one.shape, np.float32)) for one in averaged]
+            [self.state(PREFIX + one.name, np.full(one.shape, np.nan, np.float32)) for one in averaged]
         )
         self.averaged_updates = self.state("averaged_updates", np.zeros((), np.int32))
         self.map = ops.HyperMap()
@@ -131,11 +136,14 @@ class WeightAverage(Transform):
 
     def begin_anew(self) -> None:
         overwrite(self.averaged_updates, ops.zeros_like(self.averaged_updates))
+        for average in self.averages:
+            overwrite(average, ops.full_like(average, float("nan")))
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 
-    def change(self, gradients):
-        """At the first update, set the averages to the weights before it, which may have been loaded late."""
+    def before_update(self, gradients):
+        """At the first update, set the averages to the weights before it, which may have been loaded late; an average
+        that was written stays."""
         begun = ms.Tensor(0.0, ms.float32)
         if self.averaged_updates + 0 == 0:
             begun = ops.depend(begun, self.map(_begin_at, self.averages, self.averaged))
@@ -169,16 +177,18 @@ class WeightAverage(Transform):
 
     @contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
-        """Context manager in which the weights have the averages' values; before the first update both are equal."""
-        if self._swapped or not int(self.averaged_updates.asnumpy()):
+        """Context manager in which the weights have the averages' values. Before the first update, an average that was
+        not written equals its weight."""
+        if self._swapped:
             yield
             return
+        begun = int(self.averaged_updates.asnumpy()) > 0
         with no_grad():
             before = [one.copy() for one in self.averaged]
         self._swapped = True
         try:
             for one, average in zip(self.averaged, self.averages, strict=True):
-                overwrite(one, average.astype(one.dtype))
+                overwrite(one, (average if begun else _or_begin(average, one)).astype(one.dtype))
             yield
         finally:
             for one, value in zip(self.averaged, before, strict=True):

@@ -442,3 +442,22 @@ def test_counts_of_labels_leave_out_what_the_loss_leaves_out(mode):
 def test_counts_of_labels_refuse_bad_arguments(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+class InfiniteMean(MaskedAndMean):
+    """An input may make the mean infinite."""
+
+    def construct(self, x, mask, add):
+        masked, mean = super().construct(x, mask)
+        return masked, mean + add.sum()
+
+
+def test_an_infinite_loss_leaves_the_others_of_its_micro_batch(mode):
+    """In the micro-batches where the masked loss counts nothing, the other one is infinite."""
+    x, mask = data(UNEVEN)
+    add = np.where(mask == 0, np.inf, 0).astype(np.float32)
+    step = make_step(InfiniteMean(), micro_size=len(x), count=(CountMask(1), None), loss_weights=(1.0, 0.25))
+    step(*map(Tensor, (x, mask, add)))
+    masked, mean = step.loss_terms.asnumpy()
+    np.testing.assert_allclose(masked, oracle(x, mask)[0], rtol=1e-5)
+    assert mean == np.inf

@@ -36,6 +36,8 @@ from window_worker import (
     TRAININGS,
     Batch,
     Calls,
+    accumulator_by_hand,
+    accumulator_file,
     file_of,
     go_on,
     make_model,
@@ -443,6 +445,25 @@ def test_one_process_goes_on_with_the_losses_of_both_ranks(out, trained):
     joined = float(values[own("window_sums")][0]) / float(values[own("window_unit")])
     assert min(losses) > 0
     assert joined == pytest.approx(sum(losses), rel=1e-6)
+
+
+def test_accumulators_without_counts_finish_a_window_on_another_number_of_ranks(out, trained):
+    """With gradients_mean=False the mean is times the ranks that finish the window, as in the step."""
+    alone, _, add = accumulator_by_hand()
+    for gradient in (1.0, 3.0):
+        add(gradient)
+    ms.save_checkpoint(alone, accumulator_file(out, "alone"))
+    for results in trained:
+        got = case(results, "accumulators on other ranks")
+        assert got["flush"] == -2 * np.mean([1, 3])
+        assert got["batches"] == -2 * np.mean([1, 3, 6, 8, 6, 8])
+    for more in ((), (7.0, 9.0)):
+        accumulator, weight, add = accumulator_by_hand()
+        resume(accumulator, [accumulator_file(out, rank) for rank in range(2)])
+        for gradient in more:
+            add(gradient)
+        accumulator.flush()
+        np.testing.assert_allclose(weight.asnumpy(), -np.mean([1, 3, 2, 4, *more]), rtol=1e-6)
 
 
 @pytest.mark.core(kind="counts")

@@ -352,6 +352,36 @@ def refuse_to_train(rank: int) -> dict[str, np.ndarray]:
     return results
 
 
+def accumulator_by_hand(steps: int = 4) -> tuple[GradAccumulator, ms.Parameter, Any]:
+    """An accumulator without counts for a weight of 0 and SGD with rate 1, and a call that adds a gradient."""
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    weight = ms.Parameter(Tensor([0.0], ms.float32), name="weight")
+    accumulator = GradAccumulator(nn.SGD([weight], 1.0), steps)
+    return accumulator, weight, lambda gradient: accumulator((Tensor([gradient], ms.float32),))
+
+
+def accumulator_file(out: Path, who: int | str) -> str:
+    return str(out / f"accumulator-{who}.ckpt")
+
+
+def save_and_resume_accumulators(out: Path, rank: int) -> Results:
+    """Ranks save in the middle of a window, and finish one that one process has begun. Ranks are summed."""
+    ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=False)
+    accumulator, weight, add = accumulator_by_hand()
+    for number in range(2):
+        add(1.0 + rank + 2 * number)  # 1 and 3, 2 and 4
+    ms.save_checkpoint(accumulator, accumulator_file(out, rank))
+    results = {}
+    for name, more in (("flush", ()), ("batches", (6.0, 8.0))):
+        accumulator, weight, add = accumulator_by_hand()
+        resume(accumulator, accumulator_file(out, "alone"))
+        for gradient in more:
+            add(gradient)
+        accumulator.flush()
+        results[f"accumulators on other ranks/{name}"] = weight.asnumpy()
+    return results
+
+
 # -- records -----------------------------------------------------------------------------------------------------------
 
 RECORDED: dict[str, tuple[type[nn.Cell], dict[str, Any]]] = {  # windows with fields that ranks share, or do not share
@@ -510,6 +540,7 @@ CASES: dict[str, Callable[[Path], Results]] = {
     "control: reduces each batch": as_case(
         lambda rank: play(CONTROLLED, rank, ReducesEachBatch).arrays("control: reduces each batch")
     ),
+    "accumulators on other ranks": as_case_with_files(save_and_resume_accumulators),
     "collectives": as_case_with_files(lambda out, rank: collectives(rank, out)),
     **dict.fromkeys(TRAININGS, as_case(train_models)),
     "spanned by a schedule": as_case(train_by_schedule),

@@ -26,9 +26,20 @@ from support.reuse import Reused
 from support.state import assert_close, assert_identical, everything, manager
 
 import gaccum_ms.training.grad_accumulator
-from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell, resume
+from gaccum_ms import (
+    AdaptiveGradientClip,
+    ClipByGlobalNorm,
+    ClipByValue,
+    GradAccumulationCell,
+    GradAccumulator,
+    SkipSpikes,
+    TrainOneStepWithGradAccumulationCell,
+    WeightAverage,
+    resume,
+)
 from gaccum_ms.accumulation.open_window import OpenWindow
 from gaccum_ms.accumulation.reduction import CountedReduction
+from gaccum_ms.training.batch_reduction import BatchReduction
 
 # How a loop runs: "compiled" is PyNative mode with jit=True; "jit" is a user's compiled function around everything.
 WAYS = {"graph": ms.GRAPH_MODE, "pynative": ms.PYNATIVE_MODE, "compiled": ms.PYNATIVE_MODE, "jit": ms.PYNATIVE_MODE}
@@ -196,6 +207,11 @@ class NeverReset(OpenWindow):
 class SumOfBatches(CountedReduction):
     """Wrong by the number of batches: their sum instead of their mean."""
 
+    weighed = BatchReduction.weighed
+
+    def __init__(self, weights):
+        super().__init__(weights, by_samples=False)
+
     def construct(self, gradients, sums, unit, scale):
         gradients, divisor, loss, counted = super().construct(gradients, sums, unit, scale)
         return gradients, divisor / 3, loss, counted
@@ -208,7 +224,8 @@ def test_negative_control_a_broken_accumulator_is_caught(broken, way, monkeypatc
     if broken is ForgetsCounts:
         monkeypatch.setitem(globals(), "GradAccumulator", broken)
     else:
-        monkeypatch.setattr(gaccum_ms.training.grad_accumulator, broken.__base__.__name__, broken)
+        name = "OpenWindow" if broken is NeverReset else "BatchReduction"
+        monkeypatch.setattr(gaccum_ms.training.grad_accumulator, name, broken)
     run = Loop(way).run(UNEQUAL, counted=True)
     with pytest.raises(AssertionError):
         assert_equivalent(run, joined_batch("momentum"), TOLERANCE)
@@ -511,6 +528,36 @@ def test_drop_micro_batch_leaves_one_batch_out_and_divides_by_what_is_left(scale
     assert float(accumulator.window_count.asnumpy()) == 4
     if scaled:
         assert float(accumulator.scale_sense.asnumpy()) == 512.0
+
+
+TRANSFORMS = {
+    "average": lambda: WeightAverage(0.9),
+    "value": lambda: ClipByValue(100.0),
+    "spikes": lambda: SkipSpikes(norm=100.0),
+    "units": lambda: AdaptiveGradientClip(100.0),
+    "norm behind": lambda: (ClipByValue(100.0), ClipByGlobalNorm(100.0)),
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [
+        ("graph", "average"),
+        ("compiled", "value"),
+        *(pytest.param("graph", name, marks=pytest.mark.thorough) for name in list(TRANSFORMS)[1:]),
+    ],
+)
+def test_drop_micro_batch_beside_transforms(way, name):
+    """MindSpore compiled no check of the inputs beside that of the finished gradients."""
+    made = TRANSFORMS[name]()
+    made = made if isinstance(made, tuple) else (made,)
+    ms.set_context(mode=WAYS[way])
+    accumulator = reused_accumulator.make(None, way, None, overflow="drop_micro_batch", transforms=made)
+    assert [accumulator(gradient(*one)) for one in ((1.0, 2.0), (np.nan, 1.0))] == [False, True]
+    assert moved(accumulator) == [1.0, 2.0]
+    assert float(accumulator.dropped_micro_batches.asnumpy()) == 1
+    assert [accumulator(gradient(*one)) for one in ((np.inf, 1.0), (np.nan, 1.0))] == [False, False]
+    assert moved(accumulator) == [1.0, 2.0]
 
 
 @pytest.mark.core(mode="pynative")

@@ -631,6 +631,33 @@ def test_a_second_resume_after_a_change_of_ranks_goes_on_at_the_batch_after(tmp_
         ms.save_checkpoint(step, str(files[0]))
 
 
+@pytest.mark.parametrize("dtype", [ms.float16, pytest.param(ms.bfloat16, marks=pytest.mark.thorough)], ids=str)
+def test_joined_windows_of_two_ranks_keep_their_compensation(dtype, tmp_path, pynative):
+    """Each rank's sums lose in the narrow dtype what its compensation has."""
+    random = np.random.default_rng(5)
+    added = random.normal(size=(2, 3, 50)).astype(np.float32)  # ranks, batches
+
+    def make():
+        weight = ms.Parameter(Tensor(np.zeros(50), ms.float32), name="weight")
+        options = {"accumulator_dtype": dtype, "compensated": True}
+        return GradAccumulator(nn.SGD([weight], 1.0), 8, **options), weight
+
+    files = []
+    for rank in range(2):
+        accumulator, _ = make()
+        for one in added[rank]:
+            accumulator((Tensor(one),))
+        accumulator.provenance.window_origin.set_data(Tensor([rank, 2], ms.int32))
+        files.append(tmp_path / f"{rank}.ckpt")
+        ms.save_checkpoint(accumulator, str(files[-1]))
+    accumulator, weight = make()
+    resume(accumulator, files)
+    assert accumulator.accu_grads[0].dtype == dtype
+    assert accumulator.flush()
+    expected = -added.astype(np.float64).mean(axis=(0, 1))
+    assert np.abs(weight.asnumpy() - expected).max() < 1e-6 * np.abs(expected).max()
+
+
 def test_resume_refuses_no_file_a_file_that_is_not_there_and_models_of_others(in_mid_window, tmp_path):
     step = make_step()
     assert_refused(step, lambda: resume(step, []), ValueError, "'checkpoint' must be at least one file, but got none")

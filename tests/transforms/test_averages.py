@@ -104,6 +104,64 @@ def test_before_the_first_update_they_are_the_weights():
         np.testing.assert_array_equal(as_numpy(net.weight), before)
 
 
+def written(net, names):
+    values = {"weight": np.full((1, FEATURES), 5.0, np.float32), "bias": np.zeros(1, np.float32)}
+    return {name: values[name] for name in names}, {one.name: as_numpy(one) for one in net.trainable_params()}
+
+
+@pytest.mark.core("graph-set_data")
+@pytest.mark.parametrize("by", ["set_data", "mindspore", "resume"])
+def test_averages_that_were_written_before_the_first_update_stay(by, mode, tmp_path):
+    """Also zeros; those that were not written are the weights before the first update."""
+    average = WeightAverage(0.5)
+    model, net = make_model(average)
+    step = model.train_network
+    values, before = written(net, ["weight", "bias"] if by != "set_data" else ["weight"])
+    net.bias.set_data(Tensor([0.75], ms.float32))
+    before["bias"] = np.array([0.75], np.float32)
+    if by == "set_data":
+        average.averages[0].set_data(Tensor(values["weight"]))
+    else:
+        other_average = WeightAverage(0.5)
+        other = make_model(other_average)[0].train_network
+        for one, name in zip(other_average.averages, ("weight", "bias"), strict=True):
+            one.set_data(Tensor(values[name]))
+        other.weights[1].set_data(Tensor([0.75], ms.float32))
+        file = str(tmp_path / "written.ckpt")
+        ms.save_checkpoint(other, file)
+        resume(step, file) if by == "resume" else ms.load_checkpoint(file, step)
+    expected = before | values
+    with step.averaged_weights():
+        for one in net.trainable_params():
+            np.testing.assert_array_equal(as_numpy(one), expected[one.name])
+    for one in net.trainable_params():
+        np.testing.assert_array_equal(as_numpy(one), before[one.name])
+    train(step, BATCHES[:1])
+    for one, moved in zip(net.trainable_params(), average.averages, strict=True):
+        np.testing.assert_allclose(as_numpy(moved), (expected[one.name] + as_numpy(one)) / 2, rtol=1e-5)
+
+
+def test_a_window_that_is_left_out_does_not_begin_them(mode):
+    """Weights that are loaded after it count as those before the first update."""
+    average = WeightAverage(0.5)
+    model, net = make_model(average, SkipSpikes(norm=100.0))
+    train(model.train_network, [(X[:6], Y[:6] * 1e6)])
+    assert int(model.train_network.skipped_updates.asnumpy()) == 1
+    net.weight.set_data(Tensor(np.full((1, FEATURES), 2.0, np.float32)))
+    train(model.train_network, BATCHES[:1])
+    np.testing.assert_allclose(as_numpy(average.averages[0]), (2.0 + as_numpy(net.weight)) / 2, rtol=1e-5)
+
+
+def test_no_training_within_before_the_first_update_too(pynative):
+    step = make_model(WeightAverage(0.5))[0].train_network
+    before = everything(step)
+    words = "there must be no training within 'averaged_weights"
+    with pytest.raises(RuntimeError, match=words), step.averaged_weights():
+        train(step, BATCHES[:1])
+    assert_identical(before, everything(step))
+    train(step, BATCHES[:1])
+
+
 class Watch(Callback):
     """Notes the weights when an evaluation begins and ends, and when an epoch begins."""
 

@@ -330,6 +330,36 @@ def test_a_norm_that_is_not_finite_is_left_out(pynative):
     assert int(step.update_count.asnumpy()) == 1
 
 
+@pytest.mark.parametrize(
+    "link",
+    [ClipByValue(0.5), ClipByValue(0.5, -0.25), ClipByGlobalNorm(1.0)],
+    ids=["value", "two values", "norm"],
+)
+def test_nan_stays_nan(link, mode):
+    (clipped,) = link((Tensor([np.nan, np.inf, 0.25, -np.inf], ms.float32),))
+    assert np.isnan(clipped.asnumpy()[0])
+    if isinstance(link, ClipByValue):
+        np.testing.assert_array_equal(clipped.asnumpy()[1:], [0.5, 0.25, link.low.asnumpy()])
+
+
+def test_units_of_nan_stay_nan(pynative):
+    step = make_step(AdaptiveGradientClip(0.01))
+    x, y = data(1)[0]
+    x[0, 0] = np.nan
+    step(Tensor(x), Tensor(y))
+    assert np.isnan(as_numpy(step.weights[0])).any()
+
+
+@pytest.mark.core(mode="graph")
+def test_a_spike_of_nan_is_seen_behind_a_clip_by_value(mode):
+    step = make_step(ClipByValue(0.5), SkipSpikes(norm=1e6))
+    before = weights_of(step)
+    x, y = data(1)[0]
+    step(Tensor(np.full_like(x, np.nan)), Tensor(y))
+    np.testing.assert_array_equal(weights_of(step), before)
+    assert (int(step.skipped_updates.asnumpy()), int(step.update_count.asnumpy())) == (1, 0)
+
+
 def test_a_gradient_that_stays_large_is_accepted_in_the_end(pynative):
     step = make_step(SkipSpikes(2.0, history=4, warmup_updates=2))
     x, y = data(1, ())[0]

@@ -1,0 +1,36 @@
+"""The reduction of a GradAccumulator's windows, whose batches weigh by counts or all alike."""
+
+from __future__ import annotations
+
+import mindspore as ms
+from mindspore import ops
+
+from gaccum_ms.accumulation.reduction import CountedReduction, scale_by
+from gaccum_ms.training.provenance import RULES
+
+BATCHES, COUNTS = RULES.index("batches"), RULES.index("counts")
+
+
+class BatchReduction(CountedReduction):
+    """Without counts, and with ``gradients_mean=False`` , ranks are summed: the mean times the number of ranks.
+
+    The window's end multiplies, as in the step: the window may have begun on another number of ranks.
+    """
+
+    window_rule: ms.Parameter
+
+    def __init__(self, weights: ms.ParameterTuple, min_count: float | None) -> None:
+        super().__init__(weights, by_samples=False, min_count=min_count)
+        self.summed_ranks = self.sum_over_ranks.summed_ranks()
+
+    # -- compiled ------------------------------------------------------------------------------------------------------
+
+    def weighed(self, gradients, weight):
+        """The gradients of a batch, as its window adds them."""
+        return self.map(ops.partial(scale_by, weight), gradients)
+
+    def construct(self, gradients, sums, unit, scale):
+        gradients, divisor, loss, counted = super().construct(gradients, sums, unit, scale)
+        if self.summed_ranks != 1.0:
+            divisor = ops.select(self.window_rule == BATCHES, divisor / self.summed_ranks, divisor)
+        return gradients, divisor, loss, counted
