@@ -262,9 +262,8 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
     def flush(self) -> bool:
         """Update with the batches of the open window, divided by their count; without batches, train nothing.
 
-        All ranks must call this equally often. There is an update if any has an open window; others contribute a count
-        of zero. Without any, the last window's records become 0. An interrupted flush keeps the window, or drops it
-        with a warning if the optimizer may have written.
+        All ranks must call this equally often; some may have no batches. If none has any, the last window's records
+        become 0. An interrupted flush keeps the window, or drops it if the optimizer may have written.
 
         Returns:
             bool, whether an update was made.
