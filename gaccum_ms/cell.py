@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -251,7 +252,7 @@ class GradAccumulationCell(nn.Cell):
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _SET and self.__dict__.get("_has_step", False):
+        if name in _SET and self.has_step:
             raise AttributeError(
                 f"For 'GradAccumulationCell', the option '{name}' must be set before the training step is built from "
                 f"the cell, which has it compiled in, but got {described(value)} afterwards. Build another cell and "
@@ -271,9 +272,27 @@ class GradAccumulationCell(nn.Cell):
         """Forbid changes of the options, because a training step was built with them."""
         self._has_step = True
 
+    @property
+    def has_step(self) -> bool:
+        """Whether a training step was built from the cell."""
+        return self.__dict__.get("_has_step", False)
+
     def with_options(self, **changed: Any) -> GradAccumulationCell:
         """A cell on the same network, with some options changed."""
         return GradAccumulationCell(self.network, **vars(dataclasses.replace(self.options, **changed)))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradAccumulationCell:
+        """A cell without a step, on a copy of the network."""
+        options = {name: copy.deepcopy(value, memo) for name, value in vars(self.options).items()}
+        options["accumulator_dtype"] = self.options.accumulator_dtype
+        copied = type(self)(copy.deepcopy(self.network, memo), **options)
+        return copied.add_flags(training=self.training)
+
+    def _refuse_hook(self, *hook: Any, **named: Any) -> None:
+        raise RuntimeError(_HOOKED)
+
+    register_forward_pre_hook = register_forward_hook = _refuse_hook
+    register_backward_pre_hook = register_backward_hook = _refuse_hook
 
     def set_grad(self, requires_grad: bool = True) -> GradAccumulationCell:
         """Refuse to be trained as an ordinary network: `nn.TrainOneStepCell` makes this call."""
@@ -304,6 +323,12 @@ def refuse_accumulation_inside(network: nn.Cell) -> None:
                 f"that it wraps."
             )
 
+
+_HOOKED = (
+    "For 'GradAccumulationCell', a hook must be registered on the network, because the training step calls the network "
+    "of the cell and never the cell, but got one for the cell. Use cell.network.register_forward_hook(...), or the "
+    "method of this name that you need."
+)
 
 # A functional gradient accumulates nothing either.
 _DIFFERENTIATED = (

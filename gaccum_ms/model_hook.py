@@ -4,12 +4,14 @@ Both call the function `build_train_network` of `mindspore.train.amp`. It recogn
 ``GradAccumulationCell`` and would give them a private step that trains only in semi-auto parallel mode. The function
 here replaces it: a network with our cell gets our step or a clear error, and any other network goes to the original.
 For each training with our step, `ms.Model` also gets two callbacks: one watches open windows, and one evaluates
-averages. Importing the package replaces these two functions of MindSpore, and nothing else.
+averages. `auto_mixed_precision` and `custom_mixed_precision` of `mindspore.amp` , given our cell, convert the network
+in it, which the step calls. Importing the package replaces these functions of MindSpore, and nothing else.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import mindspore.amp
@@ -64,13 +66,22 @@ def build_train_network(
             f"loss, but got '{type(loss_fn).__name__}'. Use GradAccumulationCell(nn.WithLossCell(net, loss_fn), ...)."
         )
     if boost_level != "O0":
-        raise ValueError(f"For 'GradAccumulationCell', 'boost_level' must be 'O0', but got '{boost_level}'.")
+        raise ValueError(
+            f"For 'GradAccumulationCell', 'boost_level' must be 'O0', but got '{boost_level}': boost builds training "
+            f"steps of its own, which do not accumulate. Leave 'boost_level' out."
+        )
     backend.check_level(level, boost_level)
     backend.check_kwargs(kwargs)
     # The same steps as the original, for each level, on the network inside our cell.
     config = {**backend.config_level[level], **kwargs}
     if compiler_distributes() and level in ("O1", "auto"):
         refuse_casts(cell.network, by_level=level)
+    if cell.has_step and level in ("O1", "O2", "O3"):
+        raise ValueError(
+            f"For 'GradAccumulationCell', each model with amp_level='{level}' must have a cell of its own, because the "
+            f"level changes the cell's network, but got a cell that already has a training step. Make a network and a "
+            f"cell for this model, or give ms.Model the step of the first: model.train_network."
+        )
     process = functools.partial(backend.auto_mixed_precision_process, config=config, level=level)
     of_batch = isinstance(cell.network, WithBatchLossCell)
     processed = cell.network.map_parts(process) if of_batch else process(cell.network)
@@ -85,6 +96,19 @@ def build_train_network(
         # drop_overflow_update=False: the optimizer's loss_scale removes it.
         step.update.leave_scale_to_optimizer(float(manager.get_loss_scale()))
     return step.set_train()
+
+
+def _of_the_network(convert: Callable[..., nn.Cell]) -> Callable[..., nn.Cell]:
+    """A function of MindSpore that changes a network's dtypes; of our cell, it changes the network inside."""
+
+    @functools.wraps(convert)
+    def convert_inside(network: Any, *arguments: Any, **named: Any) -> nn.Cell:
+        if not isinstance(network, GradAccumulationCell):
+            return convert(network, *arguments, **named)
+        network.network = convert(network.network, *arguments, **named)
+        return network
+
+    return convert_inside
 
 
 _original_train = mindspore.train.Model._train  # both Model.train and Model.fit call it
@@ -108,4 +132,9 @@ def install_model_hook() -> None:
     """Put our function where MindSpore's own modules look it up. Importing the package calls this, once."""
     for module in (amp, mindspore.amp, mindspore.train):
         module.build_train_network = build_train_network
+    for name in ("auto_mixed_precision", "custom_mixed_precision"):
+        convert = _of_the_network(getattr(amp, name))
+        for module in (amp, mindspore.amp, mindspore.train):
+            if hasattr(module, name):
+                setattr(module, name, convert)
     mindspore.train.Model._train = _train

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mindspore as ms
+import numpy as np
 
 from gaccum_ms.backend.checks import (
     check_accumulation_options,
@@ -150,6 +151,7 @@ def checked(given: Options) -> Options:
         ValueError: If one has a wrong value; if both sizes are given or neither; if there are not as many counts as
             losses.
     """
+    given = _of_python(given)
     if given.accumulation_steps is not None:
         check_positive_int(_NAME, "accumulation_steps", given.accumulation_steps)
     check_split(_NAME, given.split)
@@ -175,6 +177,12 @@ def checked(given: Options) -> Options:
         transforms=transforms,
         loss_weights=weights,
     )
+
+
+def _of_python(given: Options) -> Options:
+    """NumPy's numbers become Python's, which a graph can hold."""
+    arrays = {name: value.item() for name, value in vars(given).items() if isinstance(value, np.generic)}
+    return dataclasses.replace(given, **arrays)
 
 
 def _checked_sizes(given: Options) -> int | None:

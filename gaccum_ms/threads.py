@@ -82,7 +82,7 @@ def tune_cpu(cores: int | None = None, network: nn.Cell | None = None) -> CpuThr
     if network is not None and not isinstance(network, nn.Cell):
         raise TypeError(f"For 'tune_cpu', the argument 'network' must be a Cell, but got '{type(network).__name__}'.")
     # MindSpore refuses more data threads than the host has cores, and does not benefit from more of the others.
-    cores = min(cores, os.cpu_count() or 1)
+    cores = min(int(cores), os.cpu_count() or 1)
     threads = CpuThreads(1, cores, cores)
     # MindSpore raises a RuntimeError if the program has set the value before; that choice is kept.
     with contextlib.suppress(RuntimeError):

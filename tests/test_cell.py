@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -203,3 +205,79 @@ def test_mindspores_own_training_steps_refuse_it():
     for step in (nn.TrainOneStepCell, nn.wrap.cell_wrapper._TrainGradAccuStepCell):
         with pytest.raises(RuntimeError, match=r"gaccum_ms.TrainOneStepWithGradAccumulationCell\(cell, optimizer\)"):
             step(cell, optimizer)
+
+
+# -- what a user may do with a cell before it is trained ---------------------------------------------------------------
+
+
+def test_sizes_may_be_numbers_of_numpy():
+    cell = GradAccumulationCell(loss_cell(), np.int64(4), accumulation_steps=np.int32(2), max_grad_norm=np.float32(0.5))
+    assert [type(getattr(cell, name)) for name in ("micro_size", "accumulation_steps", "max_grad_norm")] == [
+        int,
+        int,
+        float,
+    ]
+    with pytest.raises(ValueError, match="'micro_size' must be at least 1, but got 0"):
+        GradAccumulationCell(loss_cell(), np.int64(0))
+    with pytest.raises(TypeError, match="'micro_size' must be an int, but got 4"):
+        GradAccumulationCell(loss_cell(), np.float64(4))
+
+
+class Square(nn.Cell):
+    """A loss of one product, which mixed precision rounds."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Dense(3, 1, "ones", "zeros")
+
+    def construct(self, x):
+        return self.dense(x * (1 + 2**-12)).astype(ms.float32).mean()
+
+
+def trained(cell, convert_step=lambda step: step):
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+    assert convert_step(step) is step
+    x = Tensor(np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32))
+    found = [float(step(x)) for _ in range(3)]
+    assert all(not one.asnumpy().any() for one in step.accu_grads)
+    return found
+
+
+def of_network(convert):
+    network = Square()
+    return trained(GradAccumulationCell(convert(network), 3))
+
+
+def test_to_float_of_the_step_or_cell_is_that_of_the_network(mode):
+    half = of_network(lambda network: network.to_float(ms.float16))
+    assert half != of_network(lambda network: network)
+    assert trained(GradAccumulationCell(Square(), 3), lambda step: step.to_float(ms.float16)) == half
+    assert trained(GradAccumulationCell(Square(), 3).to_float(ms.float16)) == half
+
+
+@pytest.mark.parametrize("level", ["auto", pytest.param("O1", marks=pytest.mark.thorough), "O2"])
+def test_mixed_precision_of_the_cell_is_that_of_the_network(level):
+    cell = ms.amp.auto_mixed_precision(GradAccumulationCell(Square(), 3), level)
+    assert isinstance(cell, GradAccumulationCell)
+    low = of_network(lambda network: ms.amp.auto_mixed_precision(network, level))
+    assert trained(cell) == low != of_network(lambda network: network)
+
+
+@pytest.mark.parametrize("kind", ["forward_pre", "forward", "backward_pre", "backward"])
+def test_a_hook_of_the_cell_is_refused(kind):
+    with pytest.raises(RuntimeError, match="a hook must be registered on the network, because"):
+        getattr(GradAccumulationCell(loss_cell(), 2), f"register_{kind}_hook")(print)
+
+
+def test_a_copy_has_a_network_of_its_own_and_no_step(mode):
+    cell = GradAccumulationCell(Square(), 3, accumulation_steps=1, transforms=(abs,)).set_train()
+    TrainOneStepWithGradAccumulationCell(GradAccumulationCell(cell.network, 2), nn.SGD(cell.trainable_params(), 0.1))
+    cell.keep_options()
+    copied = copy.deepcopy(cell)
+    assert vars(copied.options) == vars(cell.options)
+    assert copied.training
+    copied.transforms = ()
+    before = cell.network.dense.weight.asnumpy().copy()
+    trained(copied)
+    np.testing.assert_array_equal(cell.network.dense.weight.asnumpy(), before)
+    assert (copied.network.dense.weight.asnumpy() != before).any()

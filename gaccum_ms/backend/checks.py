@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import numbers
 from typing import Any
 
 import mindspore as ms
@@ -14,7 +15,8 @@ _MOST_SHOWN = 4  # entries of a dict, tuple or list
 
 
 def check_positive_int(owner: str, name: str, value: Any, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+    """NumPy's integers are welcome, too."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(
             f"For '{owner}', the argument '{name}' must be an int, but got {value!r} of type '{type(value).__name__}'."
         )

@@ -104,20 +104,26 @@ def run(cell: nn.Cell, jit: bool, *inputs: Any) -> Any:
     """Call a Cell; with `jit` it is compiled in PyNative mode too, unless MindSpore's ``MS_JIT=0`` forbids it. The
     graph runs as in graph mode, not by `mindspore.jit` , which runs a graph without a loop in another thread while
     Python's thread spins. A graph sees every value that was written into its Parameters since its last run."""
-    if runs_eagerly(jit):
-        close_tape()  # a gradient that is not ours may have left it open
-        with mean_of_elements(), _eagerly():
-            return nn.Cell.__call__(cell, *inputs)
-    _let_go_of_moved(cell)
-    inputs = tuple(_of_its_own(value) for value in inputs)
     vars(cell)[_BY_PYTHON] = True
     try:
-        if ms.get_context("mode") == ms.PYNATIVE_MODE:
-            outputs = _run_graph_in_pynative_mode(cell, *inputs)
-        else:
-            outputs = nn.Cell.__call__(cell, *inputs)
+        return _run_eagerly(cell, *inputs) if runs_eagerly(jit) else _run_graph(cell, *inputs)
     finally:
         vars(cell)[_BY_PYTHON] = False
+
+
+def _run_eagerly(cell: nn.Cell, *inputs: Any) -> Any:
+    close_tape()  # a gradient that is not ours may have left it open
+    with mean_of_elements(), _eagerly():
+        return nn.Cell.__call__(cell, *inputs)
+
+
+def _run_graph(cell: nn.Cell, *inputs: Any) -> Any:
+    _let_go_of_moved(cell)
+    inputs = tuple(_of_its_own(value) for value in inputs)
+    if ms.get_context("mode") == ms.PYNATIVE_MODE:
+        outputs = _run_graph_in_pynative_mode(cell, *inputs)
+    else:
+        outputs = nn.Cell.__call__(cell, *inputs)
     _note_storage(cell)
     return outputs
 
@@ -178,7 +184,7 @@ def _let_go_of_moved(cell: nn.Cell) -> None:
         f"'ops.assign', which leave their storage where the compiled graph reads it, but got other storage for "
         f"{', '.join(moved[:5])}{', ...' if len(moved) > 5 else ''}. The graph is compiled anew, to see the values.",
         UserWarning,
-        stacklevel=4,
+        stacklevel=5,
     )
     cell.compile_cache.clear()
     del _storage[cell]

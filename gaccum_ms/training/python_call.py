@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 class CalledFromPython:
     """Mixin of the step, which has the window, the update and the options."""
 
+    called_by_python = False  # see graphs.py
     _auto: Any
     _begin: Any
     _given: tuple
@@ -80,6 +81,15 @@ class CalledFromPython:
         if self._setup.o.counts_items:
             self._check_count(batch)
         return outputs
+
+    def own_inputs(self, inputs):
+        """Compiled: the inputs as a loop can read them."""
+        return graphs.with_own_storage(inputs)
+
+    def to_float(self: Any, dst_type: ms.Type) -> Any:
+        """Cast the network as `nn.Cell.to_float` does. Loss, accumulators and optimizer keep their dtypes."""
+        self.network.to_float(dst_type)
+        return self
 
     def _run(self, *inputs: ms.Tensor) -> Any:
         if self._unrolled:

@@ -43,7 +43,6 @@ from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.accumulation.update import Update, WindowEnd
 from gaccum_ms.accumulation.windows import Kinds, combined, fused_reducer, kinds_of
 from gaccum_ms.backend.checks import check_positive_int
-from gaccum_ms.backend.graphs import with_own_storage
 from gaccum_ms.backend.parameters import counter, hold_weights, record, show_records
 from gaccum_ms.rules import IN_ONE_GRAPH, SPAN_LATER
 from gaccum_ms.semi_auto import modes as auto_parallel
@@ -153,7 +152,6 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
     def _build(self, network: nn.Cell, optimizer: nn.Optimizer, scale_sense: nn.Cell | ms.Tensor | None) -> None:
         setup = admission.admit(_NAME, network, optimizer)
         super().__init__(setup.network, optimizer)
-        self.called_by_python = False
         hold_weights(self, self.weights)
         self._setup = setup
         self.advice = admission.advice_on(setup)
@@ -287,7 +285,7 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
         auto_parallel.check_built_for(self._unrolled)
         self._look(self.spans_batches, inputs[0].shape)
         scale = self.update.scale()
-        inputs = clear_flag(inputs if self.called_by_python else with_own_storage(inputs))
+        inputs = clear_flag(inputs if self.called_by_python else self.own_inputs(inputs))
         if self.spans_batches:
             loss, shown = self.window.add_batch(inputs, scale)
             overflow = ms.Tensor(False, ms.bool_)
