@@ -52,4 +52,5 @@ def test_a_plain_step_runs_through_the_seven_files_that_contributing_names():
     text = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
     named = re.findall(r"(\w+\.py)`", text[text.index("read seven files") : text.index("`test_structure.py`\nwatches")])
     assert len(named) == 7
-    assert ran - {"saturation.py"} == set(named)
+    # Nothing on most devices; and the copies of a network that draws random numbers, of which there are none here.
+    assert ran - {"saturation.py", "copies.py", "windows.py"} == set(named)
