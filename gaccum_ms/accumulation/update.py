@@ -177,7 +177,7 @@ class Update(nn.Cell):
         if self.has_norm:
             gradients, loss, norm_is_finite = self._clipped(gradients, loss)
         finished = self.map(_cast_like, gradients, self.weights)
-        overflow = self._overflow(finished, loss, counted, divisor, norm_is_finite)
+        overflow = self._overflow(finished, loss, divisor, norm_is_finite)
         gradients = gradients if self.has_transforms else finished
         if self.window.may_skip or self.scaled:
             if ops.logical_and(counted, ops.logical_not(overflow)):
@@ -218,9 +218,10 @@ class Update(nn.Cell):
             return gradients, loss, True
         return norms.clip_by_norm(gradients, norm, self.max_grad_norm * self.held_scale), loss, ops.isfinite(norm)
 
-    def _overflow(self, gradients, loss, counted, divisor, norm_is_finite):
+    def _overflow(self, gradients, loss, divisor, norm_is_finite):
         """Whether an overflow forbids the update. It does if the finished gradient (equal on all ranks), its norm or
-        its divisor is not finite, or if every micro-batch overflowed. Without loss scaling or dropping: False."""
+        its divisor is not finite, or if every micro-batch that counts something overflowed, with `min_count` too.
+        Without loss scaling or dropping: False."""
         if not self.looks_for_overflow:
             return ms.Tensor(False, ms.bool_)
         # An infinite divisor (total count times scale) would turn finite gradients into zeros.
@@ -233,7 +234,8 @@ class Update(nn.Cell):
         if self.is_sharded:
             overflow = self.window.on_any_rank(overflow)
         if self.drops:
-            overflow = ops.logical_or(overflow, ops.logical_and(self._dropped(loss), ops.logical_not(counted)))
+            nothing_left = ops.depend(self.window.window_count, loss) == 0
+            overflow = ops.logical_or(overflow, ops.logical_and(self._dropped(loss), nothing_left))
         return overflow
 
     def _nothing_saturated(self, after):

@@ -156,6 +156,18 @@ def test_min_count_is_the_least_total(way, mode):
 
 
 @pytest.mark.core(mode="pynative")
+def test_a_window_that_overflowed_as_a_whole_makes_no_update_in_spite_of_min_count(mode):
+    """An update with a gradient of zero would move the weights by their momentum."""
+    step = steps(min_count=2.5, **WAYS["sum, drops"])
+    step(*tensors(data(POSITIVES)))
+    before = everything(step)
+    step(Tensor(np.full((len(POSITIVES), 4), np.nan, np.float32)), Tensor(np.array(POSITIVES, np.float32)))
+    assert int(step.dropped_micro_batches.asnumpy()) > 0
+    records = ("batch_count", "window_count", "dropped_micro_batches")
+    assert_identical(everything(step), before, but=[f"gaccum_ms.{name}" for name in records])
+
+
+@pytest.mark.core(mode="pynative")
 def test_batches_that_share_an_update(mode):
     """The first batch of a window, which sets the unit, and its first micro-batches count nothing."""
     options = {**WAYS["sum"], "accumulation_steps": 2, "min_count": 1.0}
