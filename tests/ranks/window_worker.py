@@ -18,6 +18,7 @@ from mindspore.train import Callback, CheckpointConfig, ModelCheckpoint
 from support import window_oracle
 from support.modes import MODES
 from support.reference import Regression, as_numpy, batches, step_with, vector
+from support.state import everything
 from support.two_ranks import Results
 
 from gaccum_ms import (
@@ -26,6 +27,7 @@ from gaccum_ms import (
     FlushAccumulation,
     GradAccumulationCell,
     GradAccumulator,
+    TrainOneStepWithGradAccumulationCell,
     WindowMonitor,
     resume,
 )
@@ -382,6 +384,27 @@ def save_and_resume_accumulators(out: Path, rank: int) -> Results:
     return results
 
 
+def flush_nothing(rank: int) -> Results:
+    """Flushes when no rank has batches, with `min_count` , which makes updates of windows that count nothing."""
+    set_up(Calls(SAME, "pynative"))
+    results = {}
+    cell = GradAccumulationCell(
+        window_oracle.Masked(), 2, count=CountMask(), min_count=1.0, accumulation_steps=2, max_grad_norm=1.0
+    )
+    step = TrainOneStepWithGradAccumulationCell(cell, momentum(cell))
+    batch = [Tensor(np.full(4, 1.0 + rank), ms.float32)] * 3
+    results["flush of nothing/first"] = np.array(step.flush())
+    step(*batch)
+    step(*batch)
+    before = everything(step)
+    results["flush of nothing/then"] = np.array(step.flush())
+    after = everything(step)
+    results["flush of nothing/changed"] = np.array([name for name in after if (after[name] != before[name]).any()], str)
+    step(*batch)
+    results["flush of nothing/last"] = np.array(step.flush())
+    return results
+
+
 # -- records -----------------------------------------------------------------------------------------------------------
 
 RECORDED: dict[str, tuple[type[nn.Cell], dict[str, Any]]] = {  # windows with fields that ranks share, or do not share
@@ -541,6 +564,7 @@ CASES: dict[str, Callable[[Path], Results]] = {
         lambda rank: play(CONTROLLED, rank, ReducesEachBatch).arrays("control: reduces each batch")
     ),
     "accumulators on other ranks": as_case_with_files(save_and_resume_accumulators),
+    "flush of nothing": as_case(flush_nothing),
     "collectives": as_case_with_files(lambda out, rank: collectives(rank, out)),
     **dict.fromkeys(TRAININGS, as_case(train_models)),
     "spanned by a schedule": as_case(train_by_schedule),
