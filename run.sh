@@ -23,31 +23,11 @@ bash run.sh test --mindspore 2.8.0 [any of these]  the same with that MindSpore,
 bash run.sh lint                                   ruff, mypy, import-linter, and zizmor for the workflows
 bash run.sh docs [folder]                          build the site, by default in build/site
 
-options (or the variable in brackets), each also as --option=value:
-  --processes N            number of processes on this host (PROCESSES, default 8)
-  --launcher NAME          msrun or mpirun (LAUNCHER, default msrun)
-  --script FILE            the program to run (SCRIPT, default the sample's train.py)
-  --log-dir FOLDER         gets 1/rank.N/stdout and stderr (LOG_DIR, default ./log_output)
-  --timeout SECONDS        end all processes after so long (TIMEOUT, default never)
-  --start-timeout SECONDS  wait so long for processes and hosts that do not come (default 600)
-  --end-timeout SECONDS    wait so long for processes that stand still once another has ended (default 15)
-  --max-restarts N         start all processes again, at most so often, when one or a host fails (default 0)
-  --min-processes N        go on with so few, on all hosts together, where devices or hosts are broken (default all)
-  --dry-run FORM           start nothing: print a script that does; FORM is ranks, ssh, slurm or openmpi
-  --hosts HOST,HOST        for that: the names of the hosts
-  --tune-cpu               call gaccum_ms.tune_cpu() on each process before the program
-  --bind-core VALUE        msrun's option: True, or a JSON object of the cores of each process
-  --rank-table-file FILE   msrun's option
-
-with several hosts, the same on each but for R:
-  --nodes N --node-rank R --master-addr ADDRESS [--master-port P]
-                           R is this host's number from 0, ADDRESS is one of host 0's; P and P + 1
-                           (default 8118) must be free and open there
-  --secret-file FILE       what the hosts know each other by (or the variable GACCUM_MS_SECRET)
-
 The first word that is no option begins the script's own words; -- ends the options before that.
 DATA_PATH names a folder with MNIST's four files; without it scikit-learn's digits are used.
 A Python on PATH that has all that is needed is used as it is. What is missing goes into .venv, here, never there.
+The launcher's options follow. PROCESSES, LAUNCHER, SCRIPT, LOG_DIR and TIMEOUT in the environment are their defaults.
+
 END
 }
 
@@ -209,7 +189,8 @@ processes() {
 case ${1-} in
 -h | --help)
     usage
-    exit
+    some_python
+    become gaccum_ms.launch --help
     ;;
 check | report)
     some_python

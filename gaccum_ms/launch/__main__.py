@@ -1,4 +1,4 @@
-"""Start a script on several processes, of one host or of several, and end them together.
+"""Start a script on several processes, and end them together.
 
     gaccum-ms run --processes 8 train.py --epochs 3        or: python -m gaccum_ms.launch --processes 8 ...
 
@@ -12,6 +12,7 @@ the rank that failed first in the same way with either launcher.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -19,12 +20,13 @@ import sys
 import time
 from types import FrameType
 
-from gaccum_ms.launch.cluster import SECRET, Cluster, LaunchError, left_out
+from gaccum_ms.launch.cluster import Cluster, LaunchError, left_out
 from gaccum_ms.launch.dry_run import DryRun
-from gaccum_ms.launch.job import SIGNALS, launch
+from gaccum_ms.launch.job import SIGNALS, Steps, launch
 from gaccum_ms.launch.logs import rank_folder
 from gaccum_ms.launch.options import parse
 from gaccum_ms.launch.output import show
+from gaccum_ms.launch.restarts import Restarts
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -47,9 +49,8 @@ def main(argv: list[str] | None = None, prog: str = "python -m gaccum_ms.launch"
     if options.print_script:
         show(f"{options.script}\n".encode())
         return 0
-    given = vars(options)
-    names = [field.name for field in dataclasses.fields(Cluster)]
-    cluster = Cluster(**{name: given[name] for name in names if name in given})
+    fields = {field.name for field in dataclasses.fields(Cluster)}
+    cluster = Cluster(**{name: value for name, value in vars(options).items() if name in fields})
     log_dir, command = options.log_dir.resolve(), [options.script, *options.args]
     if options.dry_run:
         try:
@@ -65,20 +66,27 @@ def main(argv: list[str] | None = None, prog: str = "python -m gaccum_ms.launch"
         # nohup has this program ignore SIGHUP. Ctrl-C is ignored too in a background job of a script, but ends it.
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _stop)
-    notes = left_out(os.environ)
-    if cluster.nodes > 1 and cluster.node_rank == 0 and not cluster.secret:
-        who = f"whoever can reach {cluster.master_addr}, port {cluster.master_port + 1}, can end this launch"
-        notes.append(f"without {SECRET} or --secret-file {who}")
-    show("".join(f"note: {note}\n" for note in notes).encode())
+    show("".join(f"note: {note}\n" for note in left_out(os.environ)).encode())
     begin = time.monotonic()
     try:
-        cluster = launch(cluster, command, log_dir, options.timeout)
+        restarts = Restarts() if options.restarts_here else None
+        with contextlib.closing(launch(cluster, command, log_dir, options.timeout, restarts=restarts)) as steps:
+            cluster = _run(steps)
     except LaunchError as error:
         print(f"error: {error}\nlogs: {log_dir}", file=sys.stderr)
         return error.code
     seconds_taken, logs = time.monotonic() - begin, rank_folder(log_dir, "N", cluster.attempt)
-    show(f"{cluster.size} ranks finished in {seconds_taken:.0f} s; logs: {logs}\n".encode())
+    where = f" of host {cluster.node_rank}" if cluster.nodes > 1 else ""
+    show(f"{cluster.processes} ranks{where} finished in {seconds_taken:.0f} s; logs: {logs}\n".encode())
     return 0
+
+
+def _run(steps: Steps) -> Cluster:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
 
 
 if __name__ == "__main__":

@@ -11,10 +11,11 @@ import re
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from gaccum_ms.launch.guard import JOB, TUNE
+from gaccum_ms.launch.guard import JOB, NO_SCHEDULER
 
 MASTER_PORT = 8118  # msrun's own default
 
@@ -26,9 +27,7 @@ VISIBLE_DEVICES = ("ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 CLUSTER_PREFIXES = ("RANK_", "MS_SCHED_", "OMPI_", "PMIX_", "PMI_", "PRTE_")
 CLUSTER_NAMES = {"MS_ROLE", "MS_WORKER_NUM", "MS_SERVER_NUM", "MS_NODE_ID", "MS_NODE_RANK"}
 CLUSTER_NAMES |= {"MS_TOPO_TIMEOUT", "MS_SIMULATION_LEVEL", "MS_ENABLE_RECOVERY", "MS_RECOVERY_PATH"}
-CLUSTER_NAMES |= {"DEVICE_ID", "DEVICE_NUM", "MSRUN_CPU_LIST", "MSRUN_BIND_FILE", JOB}
-SECRET = "GACCUM_MS_SECRET"  # only for the launchers: the ranks do not get it
-CLUSTER_NAMES |= {SECRET}
+CLUSTER_NAMES |= {"DEVICE_ID", "DEVICE_NUM", "MSRUN_CPU_LIST", "MSRUN_BIND_FILE", JOB, NO_SCHEDULER}
 # Variables that a user may set for this cluster: the network card of a host's ranks, and Ascend's table of devices.
 # They are kept if they fit this host.
 WORKER_IP, RANK_TABLE = "MS_WORKER_IP", "RANK_TABLE_FILE"
@@ -52,12 +51,13 @@ class LaunchError(Exception):
         message (str): The message.
         code (int): The exit code of this program.
         rank (int or None): The rank that failed, if one did.
-        again (bool or None): Host 0's decision whether all start again. None: it is not made yet.
+        since (float or None): When it failed, by ``time.monotonic()`` . None: now.
     """
 
-    def __init__(self, message: str, code: int = 1, rank: int | None = None, again: bool | None = None) -> None:
+    def __init__(self, message: str, code: int = 1, rank: int | None = None, since: float | None = None) -> None:
         super().__init__(message)
-        self.code, self.rank, self.again = code, rank, again
+        self.code, self.rank = code, rank
+        self.since = time.monotonic() if since is None else since
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,18 +70,14 @@ class Cluster:
         nodes (int): The number of hosts.
         node_rank (int): The number of this host, from 0.
         master_addr (str): The address of host 0, where MindSpore's scheduler runs.
-        master_port (int): The scheduler's port there. The launchers of several hosts use the next port.
-        start_timeout (float): Seconds from the start in which all hosts must join, and all ranks reach ``init()`` .
+        master_port (int): The scheduler's port there. 0: any free port.
+        start_timeout (float): Seconds from the start in which all ranks must reach ``init()`` .
         end_timeout (float): Seconds for which the other ranks may stand still after one has ended. 0: for ever.
-        tune_cpu_threads (bool): Whether each rank calls `gaccum_ms.tune_cpu` before its script.
         rank_table_file (str): For msrun's option of this name.
         bind_core (str): For msrun's option of this name.
-        secret (bytes): The shared secret, by which the launchers of several hosts authenticate each other.
         max_restarts (int): The largest number of restarts after a failure.
         min_processes (int): The least number of ranks, on all hosts, after a restart. 0: all of them.
         attempt (int): The number of the attempt, from 1.
-        hosts (tuple[int, ...]): The ``--node-rank`` numbers of the hosts that take part. Empty: all.
-        without (tuple[int, ...]): The numbers of the hosts that are excluded.
         devices (tuple[int, ...]): The devices of this host that take part. Empty: the first ones.
     """
 
@@ -93,15 +89,11 @@ class Cluster:
     master_port: int = 0
     start_timeout: float = 600
     end_timeout: float = 15
-    tune_cpu_threads: bool = False
     rank_table_file: str = ""
     bind_core: str = ""
-    secret: bytes = dataclasses.field(default=b"", repr=False)
     max_restarts: int = 0
     min_processes: int = 0
     attempt: int = 1
-    hosts: tuple[int, ...] = ()
-    without: tuple[int, ...] = ()
     devices: tuple[int, ...] = ()
 
     @property
@@ -117,16 +109,6 @@ class Cluster:
     def ranks_of(self, node: int) -> range:
         """The ranks on one host."""
         return range(node * self.processes, (node + 1) * self.processes)
-
-    def names_of(self, host: int) -> str:
-        """The ranks on one host, by its number, as text."""
-        ranks = self.ranks_of(self.hosts.index(host) if self.hosts else host)
-        return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
-
-    def host_of(self, rank: int) -> int:
-        """The ``--node-rank`` number of a rank's host."""
-        node = rank // self.processes
-        return self.hosts[node] if self.hosts else node
 
     def device_of(self, rank: int) -> int:
         """The number of a rank's device on its host."""
@@ -154,8 +136,8 @@ class Cluster:
         if NODE_TIMEOUT not in env:
             seconds = env.setdefault(COLLECTIVE_TIMEOUT, str(COLLECTIVE_TIMEOUT_SECONDS))
             env |= {NODE_TIMEOUT: seconds} if _before_2_10() else {}
-        env |= {TUNE: "1"} if self.tune_cpu_threads else {}
         env |= {RESTART_COUNT: str(self.attempt - 1), MAX_RESTARTS: str(self.max_restarts)}
+        env |= {NO_SCHEDULER: "1"} if self.node_rank else {}
         if self.devices:
             env |= {name: _visible(env.get(name), self.devices) for name in VISIBLE_DEVICES}
         env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
@@ -185,9 +167,9 @@ class Cluster:
         count = [f"--worker_num={self.size}", f"--local_worker_num={self.processes}", f"--node_rank={self.node_rank}"]
         address = [f"--master_addr={self.master_addr}", f"--master_port={self.master_port}"]
         waits = [f"--cluster_time_out={self._mindspores_timeout()}", "--join=True"]
-        given = [f"--{name}={getattr(self, name)}" for name in ("rank_table_file", "bind_core") if getattr(self, name)]
+        more = [f"--{name}={getattr(self, name)}" for name in ("rank_table_file", "bind_core") if getattr(self, name)]
         own_logs = [f"--log_dir={logs}", "--tail_worker_log=0"]
-        return [path, *count, *address, *waits, *given, *own_logs, "python3"]
+        return [path, *count, *address, *waits, *more, *own_logs, "python3"]
 
     def _mindspores_timeout(self) -> int:
         return int(min(self.start_timeout + MINDSPORE_WAITS_LONGER_SECONDS, MINDSPORE_WAITS_SECONDS))
@@ -198,9 +180,9 @@ def of_another_cluster(name: str) -> bool:
     return name in CLUSTER_NAMES or name.startswith(CLUSTER_PREFIXES)
 
 
-def _visible(given: str | None, devices: tuple[int, ...]) -> str:
+def _visible(value: str | None, devices: tuple[int, ...]) -> str:
     """The names of some devices. If the variable is set, devices are counted among those that it names."""
-    names = given.split(",") if given else []
+    names = value.split(",") if value else []
     return ",".join(names[device] if device < len(names) else str(device) for device in devices)
 
 
@@ -222,7 +204,7 @@ def _strange(name: str, parent: Mapping[str, str]) -> str:
 
 
 @contextlib.contextmanager
-def held_port(address: str, port: int = 0) -> Iterator[int]:
+def reserved_port(address: str, port: int = 0) -> Iterator[int]:
     """Find a free TCP port, or take the given one, and reserve it until MindSpore's scheduler listens there, seconds
     later.
 
@@ -232,32 +214,23 @@ def held_port(address: str, port: int = 0) -> Iterator[int]:
     Raises:
         LaunchError: If the port is taken, or the address is not this host's.
     """
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bind(holder, address, port)
-        yield holder.getsockname()[1]
-
-
-def bind(to_bind: socket.socket, address: str, port: int) -> None:
-    """Bind a socket.
-
-    Raises:
-        LaunchError: If the port is taken, or the address is not this host's.
-    """
-    try:
-        to_bind.bind((address, port))
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            why = f"port {port} of {address} is taken. Name another --master-port, the same on all hosts."
-        else:
-            why = f"this host has no address '{address}' ({error.strerror}). --master-addr is one of host 0's."
-        raise LaunchError(why, code=2) from None
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as reserves:
+        reserves.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            reserves.bind((address, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                why = f"port {port} of {address} is taken. Name another --master-port, the same on all hosts."
+            else:
+                why = f"this host has no address '{address}' ({error.strerror}). --master-addr is one of host 0's."
+            raise LaunchError(why, code=2) from None
+        yield reserves.getsockname()[1]
 
 
 def is_local(address: str) -> bool:
     """Whether an address is this host's."""
     try:
-        with held_port(address):
+        with reserved_port(address):
             return True
     except LaunchError:
         return False

@@ -1,4 +1,4 @@
-"""Splits a command line into the launcher's options, the script, and the script's own arguments.
+"""Reads a command line by argparse: the launcher's options, the script, and the script's own arguments.
 
     [options] [--] SCRIPT [its arguments]        or        [options] --script SCRIPT [--] [its arguments]
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
-from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from gaccum_ms.launch.output import show
@@ -22,17 +21,10 @@ ALIKE = 0.8  # difflib's ratio from which two words resemble each other
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, and which separates its options from the script's words."""
+    """An argument parser whose errors are one line."""
 
     def __init__(self, **options: Any) -> None:
-        self._options: dict[str, argparse.Action] = {}
         super().__init__(allow_abbrev=False, **options)
-
-    def add_argument(self, *names: Any, group: Any = None, **options: Any) -> argparse.Action:
-        """Add an option, if `group` is given to this group of the help."""
-        action = super().add_argument(*names, **options) if group is None else group.add_argument(*names, **options)
-        self._options |= dict.fromkeys(action.option_strings, action)
-        return action
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}; see --help\n".replace("\n", " ").rstrip() + "\n")
@@ -40,42 +32,27 @@ class Parser(argparse.ArgumentParser):
     def print_help(self, file: Any = None) -> None:
         show(self.format_help().encode())
 
-    def split(self, words: list[str]) -> tuple[list[str], list[str]]:
-        """Split words into the launcher's options, for `parse_args` , and the rest."""
-        own: list[str] = []
-        rest = list(words)
-        while rest and rest[0].startswith("-") and rest[0] != "-":
-            word = rest.pop(0)
-            if word == "--":
-                break
-            name, equals, _ = word.partition("=")
-            if name not in self._options and name[:2] in self._options:  # -n8
-                name, equals = name[:2], "="
-            if name not in self._options:
-                if near := self._near(name):
-                    self.error(f"there is no option {name}; is {near} meant? A script's own options come after '--'")
-                return own, [word, *rest]
-            if self._options[name].nargs != 0 and not equals:
-                if not rest or rest[0].partition("=")[0] in self._options:
-                    self.error(f"{name} needs a value")
-                own += [word, rest.pop(0)] if not name.startswith("--") else [f"{word}={rest.pop(0)}"]
-            else:
-                own.append(word)
-        return own, rest
+    def split(self, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Parse the options, and return them and the other words; the parser must have no positional argument."""
+        self.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+        options, unknown = self.parse_known_args(words)
+        if not unknown:
+            return options, options.rest[1:] if options.rest[:1] == ["--"] else options.rest
+        if near := self._near(unknown[0].partition("=")[0]):
+            self.error(f"there is no option {unknown[0].partition('=')[0]}; is {near} meant? "
+                       "A script's own options come after '--'")  # fmt: skip
+        place = words.index(unknown[0])
+        return self.parse_args(words[:place]), words[place:]
 
     def _near(self, name: str) -> str | None:
         """The option that a word resembles; None if there is none."""
-        if not name.startswith("--"):
-            return None
-        shown = [option for option, action in self._options.items() if action.help != argparse.SUPPRESS]
-        plain = {_plain(option): option for option in shown if option.startswith("--")}
-        if len(_plain(name)) >= ABBREVIATION_LETTERS:
-            starts: Iterable[str] = (option for option in plain if option.startswith(_plain(name)))
-        else:
-            starts = ()
-        ends = (option for option in plain if _plain(name).endswith(f"-{option}"))  # --num-processes
-        found = [*starts, *ends, *difflib.get_close_matches(_plain(name), plain, n=1, cutoff=ALIKE)]
-        return plain[found[0]] if found else None
+        options = [a.option_strings for a in self._actions if a.help != argparse.SUPPRESS]
+        plain = {_plain(option): option for names in options for option in names if option.startswith("--")}
+        name = _plain(name) if name.startswith("--") else ""
+        starts = [option for option in plain if len(name) >= ABBREVIATION_LETTERS and option.startswith(name)]
+        ends = [option for option in plain if name.endswith(f"-{option}")]  # --num-processes
+        near = [*starts, *ends, *difflib.get_close_matches(name, plain, n=1, cutoff=ALIKE)]
+        return plain[near[0]] if near else None
 
 
 def _plain(option: str) -> str:

@@ -3,11 +3,10 @@
 | form | what is printed |
 | --- | --- |
 | ``ranks`` | for each host, MindSpore's scheduler and every rank, with their variables, without the launcher |
-| ``ssh`` | the launcher on each host, by ssh |
 | ``slurm`` | a batch file for sbatch: the launcher once on each host, by srun |
 | ``openmpi`` | the same by mpirun |
 
-The last three list each rank's variables in comments. All run the user's script unchanged.
+All run the user's script unchanged.
 """
 
 from __future__ import annotations
@@ -21,15 +20,14 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from gaccum_ms.launch.cluster import RANK_TABLE, SECRET, Cluster, LaunchError, of_another_cluster
+from gaccum_ms.launch.cluster import RANK_TABLE, Cluster, LaunchError, of_another_cluster
 from gaccum_ms.launch.logs import launcher_folder, rank_folder
 
-FORMS = ("ranks", "ssh", "slurm", "openmpi")
-_WAIT_FOR_ALL = ("code=0", 'for job in $(jobs -p); do wait "$job" || code=$?; done', 'exit "$code"')
+FORMS = ("ranks", "slurm", "openmpi")
 PASSED_ON = ("PYTHONPATH", "PYTHONSAFEPATH")  # variables that a launcher on another host needs
 _OPTIONS = (
-    *("launcher", "timeout", "start_timeout", "end_timeout", "max_restarts", "min_processes"),
-    *("secret_file", "rank_table_file", "bind_core", "tune_cpu_threads"),
+    *("launcher", "timeout", "start_timeout", "end_timeout"),
+    *("max_restarts", "min_processes", "rank_table_file", "bind_core"),
 )
 
 
@@ -41,7 +39,7 @@ class DryRun:
         cluster (Cluster): Its ranks.
         command (list[str]): The script that each rank runs, and its arguments.
         log_dir (Path): The folder of the logs.
-        hosts (list[str]): The hosts' names, for ssh and mpirun; empty: they are not known.
+        hosts (list[str]): The hosts' names, for mpirun; empty: they are not known.
         words (list[str]): The launcher's options that are the same on all hosts.
     """
 
@@ -57,20 +55,14 @@ class DryRun:
         Raises:
             LaunchError: If the hosts' names are needed and not known, or a rank table does not fit the ranks.
         """
-        lines = {"ranks": self._ranks, "ssh": self._ssh, "slurm": self._slurm, "openmpi": self._openmpi}[form]()
-        if form != "ranks":
-            scheduler = "$first" if form == "slurm" else self.cluster.master_addr
-            common = self._common(dataclasses.replace(self.cluster, master_addr=scheduler))
-            lines += ["", f"# All ranks get {' '.join(f'{name}={value}' for name, value in common.items())}"]
-            lines += [f"# rank {rank}, {self._host(rank)}: {self._own(rank)}" for rank in range(self.cluster.size)]
+        lines = {"ranks": self._ranks, "slurm": self._slurm, "openmpi": self._openmpi}[form]()
         return "\n".join(["#!/bin/bash", *lines, ""])
 
     # -- every rank ----------------------------------------------------------------------------------------------------
 
     def _ranks(self) -> list[str]:
-        given = [word.partition("=")[0] for word in self.words]
-        for option in ("--tune-cpu", "--timeout", "--end-timeout", "--max-restarts", "--min-processes", "--bind-core"):
-            if option in given:
+        for option in ("--timeout", "--end-timeout", "--max-restarts", "--min-processes", "--bind-core"):
+            if any(word.startswith(f"{option}=") for word in self.words):
                 raise LaunchError(f"{option} is done by the launcher, which --dry-run ranks leaves out.", code=2)
         lines = []
         for node in range(self.cluster.nodes):
@@ -92,7 +84,7 @@ class DryRun:
             folder = rank_folder(self.log_dir, rank)
             output = " ".join(f"{n}>{shlex.quote(str(folder / name))}" for n, name in ((1, "stdout"), (2, "stderr")))
             lines.append(f"{self._own(rank)} {script} {output} &")
-        return [*lines, *_WAIT_FOR_ALL]
+        return [*lines, "code=0", 'for job in $(jobs -p); do wait "$job" || code=$?; done', 'exit "$code"']
 
     def _common(self, here: Cluster) -> dict[str, str]:
         """The variables of all ranks of a host, and of the scheduler."""
@@ -113,84 +105,62 @@ class DryRun:
             return {}
         try:
             servers: list[Mapping] = json.loads(Path(file).read_text())["server_list"]
-            found = [{int(one["rank_id"]): int(one["device_id"]) for one in server["device"]} for server in servers]
+            hosts = [{int(each["rank_id"]): int(each["device_id"]) for each in host["device"]} for host in servers]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise LaunchError(f"--rank-table-file: '{file}' is no table of ranks ({error!r}).", code=2) from None
         wanted = [set(self.cluster.ranks_of(node)) for node in range(self.cluster.nodes)]
-        if [set(ranks) for ranks in found] != wanted:
-            shape = f"--nodes {len(found)} --processes {len(found[0]) if found else 0}"
+        if [set(ranks) for ranks in hosts] != wanted:
+            shape = f"--nodes {len(hosts)} --processes {len(hosts[0]) if hosts else 0}"
             ours = f"--nodes {self.cluster.nodes} --processes {self.cluster.processes}"
             why = f"the table '{file}' must have the ranks of each host in succession, as {ours} has"
             raise LaunchError(f"{why}, but got a table for {shape}, or another order.", code=2)
-        return {rank: device for ranks in found for rank, device in ranks.items()}
+        return {rank: device for ranks in hosts for rank, device in ranks.items()}
 
     # -- the launcher on each host -------------------------------------------------------------------------------------
 
-    def _ssh(self) -> list[str]:
-        if not self.hosts:
-            raise LaunchError("--dry-run ssh needs --hosts, the names of the hosts, from host 0 on.", code=2)
-        lines = self._about_secret()
-        for node, name in enumerate(self.hosts):
-            words = f"cd {shlex.quote(os.getcwd())} && exec {self._launcher(str(node), self.cluster.master_addr)}"
-            lines.append(f"ssh {shlex.quote(name)} {shlex.quote(words)} &")
-        return [*lines, *_WAIT_FOR_ALL]
-
     def _slurm(self) -> list[str]:
-        words = self._launcher('"$SLURM_NODEID"', '"$0"')
+        start = 'srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_ON_NODE"'
+        restarts = self.cluster.max_restarts if self.cluster.nodes > 1 else 0  # one host's launcher restarts by itself
+        count = "${SLURM_RESTART_COUNT:-0}"
+        again = f'[ $code -eq 0 ] || [ {count} -ge {restarts} ] || scontrol requeue "$SLURM_JOB_ID"'
         return [
             f"#SBATCH --nodes={self.cluster.nodes}",
             "#SBATCH --ntasks-per-node=1",
             "#SBATCH --exclusive",
-            *self._about_secret(),
+            *["#SBATCH --requeue"] * (restarts > 0),
             f"cd {shlex.quote(os.getcwd())}",
             'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-            f'srun --nodes={self.cluster.nodes} --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" \\',
-            f'    bash -c {shlex.quote(f"exec {words}")} "$first"',
+            *self._launcher(
+                start, '"$SLURM_NODEID"', '"$0"', f"--attempt $(({count} + 1)) " * (restarts > 0), '"$first"'
+            ),
+            *["code=$?", again, "exit $code"] * (restarts > 0),
         ]
 
     def _openmpi(self) -> list[str]:
         if not self.hosts:
             raise LaunchError("--dry-run openmpi needs --hosts, the names of the hosts, from host 0 on.", code=2)
-        words = self._launcher('"$OMPI_COMM_WORLD_RANK"', self.cluster.master_addr)
-        places = ",".join(f"{name}:1" for name in self.hosts)
-        secret = f" -x {SECRET}" if SECRET in os.environ else ""
+        places = shlex.quote(",".join(f"{name}:1" for name in self.hosts))
         as_root = " --allow-run-as-root" if os.geteuid() == 0 else ""
-        start = (
-            f"mpirun -n {len(self.hosts)} --host {shlex.quote(places)} --map-by node --bind-to none{as_root}{secret}"
-        )
-        return [
-            *self._about_secret(),
-            f"cd {shlex.quote(os.getcwd())}",
-            f"{start} \\",
-            f"    bash -c {shlex.quote(f'exec {words}')}",
-        ]
+        start = f"mpirun -n {len(self.hosts)} --host {places} --map-by node --bind-to none{as_root}"
+        words = self._launcher(start, '"$OMPI_COMM_WORLD_RANK"', self.cluster.master_addr, "")
+        return [f"cd {shlex.quote(os.getcwd())}", *words]
 
-    def _launcher(self, node: str, address: str) -> str:
-        """The launcher's command on one host, as shell words. `node` and `address` may be expressions of the shell."""
+    def _launcher(self, start: str, node: str, address: str, more: str, *arguments: str) -> list[str]:
+        """The launcher's command on each host. `node` and `address` may be expressions of the shell there."""
         passed = [f"{name}={shlex.quote(os.environ[name])}" for name in PASSED_ON if os.environ.get(name)]
-        begin = ["env", *passed] if passed else []
-        own = ["-m", "gaccum_ms.launch", "--processes", str(self.cluster.processes), *self.words]
+        own = [sys.executable, "-m", "gaccum_ms.launch", "--processes", str(self.cluster.processes), *self.words]
         logs = shlex.quote(str(self.log_dir)) + (f"/host.{node}" if self.cluster.nodes > 1 else "")
-        many = f" --nodes {self.cluster.nodes} --node-rank {node} --master-addr {address}"
-        many += f" --master-port {self.cluster.master_port} --log-dir {logs}"
+        host = f"--nodes {self.cluster.nodes} --node-rank {node} --master-addr {address}"
+        host += f" --master-port {self.cluster.master_port} --log-dir {logs} {more}".rstrip()
         script = shlex.join(["--script", self.command[0], "--", *self.command[1:]])
-        return f"{' '.join([*begin, shlex.quote(sys.executable)])} {shlex.join(own)}{many} {script}"
-
-    def _about_secret(self) -> list[str]:
-        if self.cluster.nodes == 1 or any(word.startswith("--secret-file") for word in self.words):
-            return []
-        return [f"# Hosts know each other by --secret-file, or by {SECRET} in the environment of each."]
+        words = " ".join(["exec env", *passed, shlex.join(own), host, script])
+        return [f"{start} \\", "    " + " ".join(["bash -c", shlex.quote(words), *arguments])]
 
     def _named(self, node: int) -> str:
         return f", {self.hosts[node]}" if self.hosts else f", {self.cluster.master_addr}" if node == 0 else ""
 
-    def _host(self, rank: int) -> str:
-        node = rank // self.cluster.processes
-        return f"on host {node}{self._named(node)}"
-
 
 def words_of(options: argparse.Namespace, defaults: Callable[[str], object]) -> list[str]:
     """The options of a command line that are the same on all hosts, and differ from their defaults."""
-    given = {name: getattr(options, name) for name in _OPTIONS if getattr(options, name) != defaults(name)}
-    names = {name: f"--{name.replace('_', '-')}" for name in given} | {"tune_cpu_threads": "--tune-cpu"}
-    return [names[k] + ("" if v is True else f"={v}") for k, v in given.items()]
+    values = {name: getattr(options, name) for name in _OPTIONS if getattr(options, name) != defaults(name)}
+    return [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]

@@ -27,8 +27,8 @@ import types
 from pathlib import Path
 from types import FrameType
 
-TUNE = "GACCUM_MS_TUNE_CPU_THREADS"  # set: call tune_cpu() before the script
 JOB = "GACCUM_MS_JOB"  # "<pid of the launcher>-<random>": marks all processes of one launch
+NO_SCHEDULER = "GACCUM_MS_NO_SCHEDULER"  # set on all hosts but host 0
 SCHEDULER = -1  # MindSpore's scheduler is no rank, but is guarded like one
 
 # How long a rank waits for the others at its end, at most. Ranks that are still in the last collective with it need
@@ -57,6 +57,8 @@ def guard(logs: Path, command: list[str]) -> int:
     job = env[JOB]
     command = [sys.executable, __file__, *command]
     if env.get("MS_ROLE") == "MS_SCHED":
+        if NO_SCHEDULER in env:  # msrun starts one wherever the address is local, as where two hosts share a machine
+            return 0
         code = _wait(subprocess.Popen(command, env=env), job)
         tell(job, rank=SCHEDULER, code=code)
         return code
@@ -92,16 +94,16 @@ def _kill_all(job: str) -> None:
     launcher that lives, by psutil, which a guard does not import.
     """
     mark, guards = f"{JOB}={job}".encode(), f"{__file__}\0--guard\0".encode()
-    found = True
-    while found:
-        found = False
+    some_left = True
+    while some_left:
+        some_left = False
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it has ended, or is another user's
                 ours = mark in (process / "environ").read_bytes().split(b"\0")
                 if ours and guards not in (process / "cmdline").read_bytes():
-                    found = True
+                    some_left = True
                     os.kill(int(process.name), signal.SIGKILL)
-        time.sleep(0.1 * found)
+        time.sleep(0.1 * some_left)
 
 
 def _alive(stat: Path) -> bool:
@@ -123,10 +125,6 @@ def run(script: str, arguments: list[str]) -> None:
     sys.argv = [script, *arguments]
     if not getattr(sys.flags, "safe_path", False):  # with this flag, Python does not add the script's folder
         sys.path[0] = str(path.resolve().parent)
-    if os.environ.pop(TUNE, None) and role != "MS_SCHED":  # removed, so that the script's child processes do not get it
-        from gaccum_ms import tune_cpu
-
-        print(tune_cpu(), flush=True)
     try:
         exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(main))
         code = 0

@@ -1,4 +1,5 @@
-"""One launch: starts its processes together, watches them, ends them together, and restarts them if requested.
+"""One launch on this host: starts its processes together, watches them, ends them together, and restarts them if
+requested.
 
 All its processes have one environment variable, by which they are found and ended: ending msrun alone leaves its
 workers running.
@@ -15,12 +16,11 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 
 from gaccum_ms.launch import cuda, guard
-from gaccum_ms.launch.cluster import JOB, Cluster, LaunchError, held_port
-from gaccum_ms.launch.hosts import Link, link
+from gaccum_ms.launch.cluster import JOB, Cluster, LaunchError, reserved_port
 from gaccum_ms.launch.logs import (
     last_lines,
     launcher_folder,
@@ -32,24 +32,40 @@ from gaccum_ms.launch.logs import (
     rank_logs,
     why_full,
 )
-from gaccum_ms.launch.output import Tail
+from gaccum_ms.launch.output import Tail, write
 from gaccum_ms.launch.restarts import Restarts
-from gaccum_ms.launch.supervisor import Ranks, Reports
-from gaccum_ms.launch.wire import Message
+from gaccum_ms.launch.supervisor import Message, Ranks, Reports
 
 POLL_SECONDS = 0.2
 LOOK_SECONDS = 1.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
+Over = frozenset[int]  # the ranks whose script has ended well
+Steps = Generator[Over, Over | None, Cluster]
 
-def launch(cluster: Cluster, command: list[str], log_dir: Path, timeout: float = 0) -> Cluster:
-    """Run `command` on every rank until all have ended, showing the output of this host's first rank meanwhile.
+
+def launch(
+    cluster: Cluster,
+    command: list[str],
+    log_dir: Path,
+    timeout: float = 0,
+    parent: Mapping[str, str] = os.environ,
+    out: Callable[[bytes], OSError | None] = write,
+    restarts: Restarts | None = None,
+) -> Steps:
+    """Run `command` on this host's ranks until all have ended, showing the output of the first one meanwhile.
+
+    It is a generator, which goes on for a moment at each step. It yields this host's ranks whose script has ended, and
+    may be sent those of all hosts. Closing it ends all processes.
 
     Args:
         cluster (Cluster): The ranks and hosts.
         command (list[str]): The script that each rank runs, and its arguments.
         log_dir (Path): The folder of the logs. Only one launch at a time can use it.
         timeout (float): Seconds after which all ranks are ended, over all restarts. 0: never.
+        parent (Mapping[str, str]): The environment that the ranks get, without another cluster's variables.
+        out (Callable): Shows the output, and returns the error if that failed.
+        restarts (Restarts or None): Decides on restarts. None: there are none.
 
     Returns:
         Cluster, of the attempt that succeeded.
@@ -62,94 +78,71 @@ def launch(cluster: Cluster, command: list[str], log_dir: Path, timeout: float =
         try:
             with contextlib.ExitStack() as stack:
                 if cluster.node_rank == 0:
-                    port = stack.enter_context(held_port(cluster.master_addr, cluster.master_port))
+                    port = stack.enter_context(reserved_port(cluster.master_addr, cluster.master_port))
                     cluster = dataclasses.replace(cluster, master_port=port)
-                hosts = stack.enter_context(link(cluster))
                 deadline = time.monotonic() + timeout if timeout else math.inf
-                restarts, following = Restarts(), cluster
                 while True:
-                    cluster = _meet(hosts, following, deadline)
+                    begin = time.monotonic()
                     with Reports(f"{os.getpid()}-{uuid.uuid4().hex}") as reports:
-                        attempt = _Attempt(cluster, log_dir, hosts, reports, deadline, timeout)
-                        then = attempt.run(command, restarts)
-                    if then is None:
-                        return cluster
-                    following = then
+                        attempt = _Attempt(cluster, log_dir, reports, deadline, timeout, out)
+                        try:
+                            yield from attempt.run(command, parent)
+                            return cluster
+                        except LaunchError as error:
+                            seconds = time.monotonic() - begin
+                            following = None if restarts is None else restarts.after(cluster, error, seconds)
+                            if following is None:
+                                raise
+                            anew = f"note: all begin anew: restart {cluster.attempt} of {cluster.max_restarts}."
+                            print(f"{error}\n{anew}", file=sys.stderr, flush=True)
+                    cluster = following
         except LaunchError as error:
             full = why_full(log_dir)
-            raise LaunchError(f"{error}\n{full}", error.code) if full else error from None
-
-
-def _meet(hosts: Link, cluster: Cluster, deadline: float) -> Cluster:
-    """Wait until all hosts have joined."""
-    end: Message = {"end": True, "error": f"host {hosts.cluster.node_rank} was told to end.", "code": 1}
-    try:
-        while True:
-            if met := hosts.meet(cluster):
-                return met
-            if time.monotonic() > deadline:
-                raise LaunchError("time ran out: not all hosts were there.", 124)
-            time.sleep(POLL_SECONDS)
-    except LaunchError as error:
-        end |= {"error": str(error), "code": error.code}
-        hosts.send(end)
-        raise
-    except SystemExit:
-        hosts.send(end)
-        raise
+            raise LaunchError(f"{error}\n{full}", error.code, error.rank, error.since) if full else error from None
 
 
 class _Attempt:
     """One attempt: all ranks of this host, from their start to their end."""
 
     def __init__(
-        self, cluster: Cluster, log_dir: Path, hosts: Link, reports: Reports, deadline: float, timeout: float
+        self,
+        cluster: Cluster,
+        log_dir: Path,
+        reports: Reports,
+        deadline: float,
+        timeout: float,
+        out: Callable[[bytes], OSError | None],
     ) -> None:
-        self._cluster, self._log_dir, self._hosts, self._reports = cluster, log_dir, hosts, reports
-        self._deadline, self._timeout = deadline, timeout
+        self._cluster, self._log_dir, self._reports = cluster, log_dir, reports
+        self._deadline, self._timeout, self._out = deadline, timeout, out
         self._ranks = Ranks(cluster, log_dir)
-        self._begin = self._looked = time.monotonic()
+        self._looked = time.monotonic()
 
-    def run(self, command: list[str], restarts: Restarts) -> Cluster | None:
-        """Run the ranks; if they fail, return the cluster of the restart.
+    def run(self, command: list[str], parent: Mapping[str, str]) -> Generator[Over, Over | None, None]:
+        """Run the ranks.
 
         Raises:
-            LaunchError: If there is no restart.
+            LaunchError: If one fails.
         """
-        host, attempt = self._hosts.cluster.node_rank, self._cluster.attempt
-        tail = Tail(rank_folder(self._log_dir, self._cluster.local_ranks[0], attempt) / "stdout")
-        word: Message = {"end": True, "error": f"host {host} was told to end.", "code": 1}
-        then = None
+        tail = Tail(rank_folder(self._log_dir, self._cluster.local_ranks[0], self._cluster.attempt) / "stdout")
         try:
-            process = self._start(command)
+            process = self._start(command, parent)
             while not self._ranks.ended:
-                self._pass_on(self._news(process))
-                tail.copy()
+                self._process(self._news(process))
+                tail.copy(self._out)
                 if tail.unread:  # for example `| head` has ended
-                    word["error"] = f"nobody reads the output of host {host}."
                     raise SystemExit(128 + signal.SIGPIPE)
                 self._ranks.check()
-            word = {"end": True}
-        except LaunchError as error:
-            word |= {"error": str(error), "code": error.code}
-            then = restarts.after(self._cluster, error, time.monotonic() - self._begin)
-            if then is None:
-                raise
-            word = {"again": attempt, "error": str(error), "code": error.code}
+                self._ranks.note_over((yield self._ranks.over) or ())
         finally:
-            with _left_alone():
-                self._hosts.send(word)
+            with _signals_ignored():
                 end_all(self._reports.job)
-                tail.copy()
-        if then is not None:
-            anew = f"note: all begin anew: restart {attempt} of {self._cluster.max_restarts}."
-            print(f"{word['error']}\n{anew}", file=sys.stderr, flush=True)
-        return then
+                tail.copy(self._out)
 
-    def _start(self, command: list[str]) -> subprocess.Popen:
+    def _start(self, command: list[str], parent: Mapping[str, str]) -> subprocess.Popen:
         """Start `command` on this host's ranks, and MindSpore's scheduler with mpirun; msrun starts it itself."""
         make_folders(self._cluster, self._log_dir)
-        env = self._cluster.environment(os.environ, len(os.sched_getaffinity(0))) | {JOB: self._reports.job}
+        env = self._cluster.environment(parent, len(os.sched_getaffinity(0))) | {JOB: self._reports.job}
         of_cuda = cuda.environment(self._log_dir / ".cuda", env)
         if of_cuda:
             mark(self._log_dir / ".cuda")
@@ -165,15 +158,15 @@ class _Attempt:
         return _spawn([*prefix, *guarded], logs / f"{self._cluster.launcher}.log", env)
 
     def _news(self, process: subprocess.Popen) -> list[Message]:
-        """The events on this host, after waiting a moment for one."""
+        """The events, after waiting a moment for one."""
         ended = process.poll() is not None  # checked first: then all messages of its guards have arrived
         news = self._reports.read(POLL_SECONDS)
         now = time.monotonic()
         if now - self._looked > LOOK_SECONDS:
             news += self._ranks.look()
             self._looked = now
-            if self._ranks.one_is_over:
-                for number in set(self._ranks.running()) & set(self._cluster.local_ranks):
+            if self._ranks.over:
+                for number in self._ranks.running():
                     self._reports.ask(number)
         for message in news:
             if message.get("code") or "fails" in message:
@@ -190,25 +183,18 @@ class _Attempt:
             news.append({"error": what, "code": 124})
         return news
 
-    def _pass_on(self, news: list[Message]) -> None:
-        """Process the events here and on other hosts, and pass them on."""
-        if self._cluster.node_rank != 0:
-            for message in news:
-                self._hosts.send(message)
-        had_leave, had_over = self._ranks.may_leave, self._ranks.one_is_over
-        for message in [*news, *self._hosts.receive()]:
+    def _process(self, news: list[Message]) -> None:
+        """Process the events, and tell the ranks when they may leave."""
+        waited = not self._ranks.may_leave
+        for message in news:
             self._ranks.note(message)
-        if self._cluster.node_rank == 0 and self._ranks.one_is_over and not had_over:
-            self._hosts.send({"over": True})
-        if self._ranks.may_leave and not had_leave:
-            if self._cluster.node_rank == 0:
-                self._hosts.send({"go": True})
+        if self._ranks.may_leave and waited:
             for number in self._cluster.local_ranks:
                 self._reports.let_go(number)
 
 
 @contextlib.contextmanager
-def _left_alone() -> Iterator[None]:
+def _signals_ignored() -> Iterator[None]:
     """Ignore signals: a second Ctrl+C must not leave processes behind."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
     try:

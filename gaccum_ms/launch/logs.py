@@ -13,8 +13,7 @@ from pathlib import Path
 
 from gaccum_ms.launch.cluster import Cluster, LaunchError
 
-FOLDERS = ("1", "msrun", "mpirun", ".cuda")  # in the log folder; each launch replaces them
-LATER = re.compile(r"\d+|(msrun|mpirun)\.\d+")  # the folders of the second and later attempts
+FOLDER = re.compile(r"(\d+)|(?:msrun|mpirun)(?:\.(\d+))?|\.cuda")  # in the log folder, with an attempt's number
 MARK = ".made-by-gaccum_ms"  # a file in each folder that a launch makes; folders without it are the user's, and stay
 PROBE_BYTES = 65536
 TAIL_LINES = 20
@@ -38,19 +37,19 @@ def locked(log_dir: Path) -> Iterator[None]:
 
 
 def prepare(cluster: Cluster, log_dir: Path) -> None:
-    """Remove the logs of an older launch."""
-    attempts = range(2, cluster.max_restarts + 2)
-    needed = {*FOLDERS, *map(str, attempts), *(f"{cluster.launcher}.{attempt}" for attempt in attempts)}
+    """Remove the logs of an older launch; those of earlier attempts of this launch stay."""
     old = []
     try:
         for entry in log_dir.iterdir():
-            if entry.name not in needed and not LATER.fullmatch(entry.name):
+            name = FOLDER.fullmatch(entry.name)
+            attempt = int(name[1] or name[2] or 1) if name else 0
+            if attempt < cluster.attempt:
                 continue  # not even looked into: it may be another user's
-            ours = _made_by_a_launch(entry)
-            if entry.name in needed and not ours:
+            ours, is_needed = _made_by_a_launch(entry), attempt <= cluster.max_restarts + 1
+            if is_needed and not ours:
                 why = f"'{entry}' was not made by a launch, and would have to be replaced"
                 raise LaunchError(f"{why}. Name another --log-dir, or move it away.", code=2)
-            if ours and (entry.name in needed or any(entry.iterdir())):
+            if ours and (is_needed or any(entry.iterdir())):
                 old.append(entry)
         for entry in old:
             shutil.rmtree(entry)

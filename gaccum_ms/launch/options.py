@@ -5,22 +5,19 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 from pathlib import Path
 
-from gaccum_ms.launch.cluster import MASTER_PORT, SECRET
+from gaccum_ms.launch.cluster import MASTER_PORT
 from gaccum_ms.launch.command_line import Parser, seconds
 from gaccum_ms.launch.dry_run import FORMS, words_of
 
 LOCAL = "127.0.0.1"
-SECRET_BYTES = 16  # the shortest secret
 
 
 def parse(argv: list[str], prog: str = "python -m gaccum_ms.launch") -> argparse.Namespace:
     """Read a command line of `prog` . A mistake in it ends this program with one line of error."""
     parser = _parser(prog)
-    own, rest = parser.split(argv)
-    options = parser.parse_args(own)
+    options, rest = parser.split(argv)
     if options.script is None:
         if rest and not rest[0].startswith("-"):
             options.script = rest.pop(0)
@@ -45,8 +42,8 @@ def parse(argv: list[str], prog: str = "python -m gaccum_ms.launch") -> argparse
         parser.error("--start-timeout must be greater than 0, but got 0")
     if not 0 <= options.node_rank < options.nodes:
         parser.error(f"--node-rank must be from 0 to --nodes - 1 = {options.nodes - 1}, but got {options.node_rank}")
-    if not 0 <= options.master_port < 65535:
-        parser.error(f"--master-port must be from 1 to 65534, but got {options.master_port}")
+    if not 0 <= options.master_port < 65536:
+        parser.error(f"--master-port must be from 1 to 65535, but got {options.master_port}")
     if options.nodes > 1:
         if options.launcher == "mpirun":
             parser.error("--nodes needs --launcher msrun")
@@ -55,6 +52,7 @@ def parse(argv: list[str], prog: str = "python -m gaccum_ms.launch") -> argparse
     if options.nodes > 1 or options.dry_run:
         options.master_port = options.master_port or MASTER_PORT
     _check_restarts(parser, options)
+    options.restarts_here, options.attempt = options.attempt == 0, max(1, options.attempt)
     for name, value in (("--rank-table-file", options.rank_table_file), ("--bind-core", options.bind_core)):
         if value and options.launcher == "mpirun":
             parser.error(f"{name} needs --launcher msrun")
@@ -64,10 +62,6 @@ def parse(argv: list[str], prog: str = "python -m gaccum_ms.launch") -> argparse
         options.rank_table_file = str(Path(options.rank_table_file).resolve())
     if options.bind_core and options.bind_core.lower() not in ("true", "false") and not _is_object(options.bind_core):
         parser.error(f"--bind-core must be True, False or a JSON object, but got {options.bind_core}")
-    try:
-        options.secret = _secret(options.secret_file)
-    except ValueError as error:
-        parser.error(str(error))
     return options
 
 
@@ -75,51 +69,49 @@ def _parser(prog: str) -> Parser:
     parser = Parser(
         prog=prog,
         usage="%(prog)s [options] script [its arguments]",
-        description="Start a script on several processes, of one host or of several, and end them together.",
+        description="Start a script on several processes, and end them together.",
     )
     ranks = parser.add_argument_group("the ranks")
-    add = functools.partial(parser.add_argument, group=ranks)
+    add = ranks.add_argument
     add("-n", "--processes", type=int, default=8, metavar="N", help="number of ranks on this host (default: 8)")
     add("--script", metavar="FILE", help="the program that each rank runs, if it does not come after the options")
     add("--launcher", choices=("msrun", "mpirun"), default="msrun", help="what starts the ranks (default: msrun)")
     add("--log-dir", type=Path, default=Path("log_output"), metavar="FOLDER", help="default: log_output")
-    names = ("--tune-cpu", "--tune-cpu-threads")  # the second is its former name
-    add(*names, dest="tune_cpu_threads", action="store_true", help="call gaccum_ms.tune_cpu() before the script")
     names = ("--bind-core", "--bind_core")
     add(*names, default="", metavar="CORES", help="msrun's option: True, or the cores of each rank as JSON")
     add("--rank-table-file", "--rank_table_file", default="", metavar="FILE", help="msrun's option, for Ascend")
 
     limits = parser.add_argument_group("time limits, in seconds")
-    add = functools.partial(parser.add_argument, group=limits, type=seconds, metavar="S")
+    add = functools.partial(limits.add_argument, type=seconds, metavar="S")
     add("--timeout", default=0, help="end all ranks after this time (default: never)")
-    add("--start-timeout", default=600, help="end all ranks if one or a host has not come by then (default: 600)")
+    add("--start-timeout", default=600, help="end all ranks if one has not come by then (default: 600)")
     add(
         "--end-timeout",
         default=15,
         help="once a rank has ended, end the others if they stand still for so long (default: 15; 0: never)",
     )
 
-    restarts = parser.add_argument_group("restarts after a rank or a host has failed")
-    add = functools.partial(parser.add_argument, group=restarts, type=int, default=0)
+    restarts = parser.add_argument_group("restarts after a rank has failed, on one host")
+    add = functools.partial(restarts.add_argument, type=int, default=0)
     add("--max-restarts", metavar="N", help="start all ranks again, at most N times (default: 0)")
-    add("--min-processes", metavar="N", help="then go on with N ranks or more, on all hosts together (default: all)")
+    add("--min-processes", metavar="N", help="then go on with N ranks or more (default: all)")
 
     hosts = parser.add_argument_group("several hosts: start the same command on each")
-    add = functools.partial(parser.add_argument, group=hosts)
+    add = hosts.add_argument
     add("--nodes", type=int, default=1, metavar="N", help="number of hosts (default: 1)")
     add("--node-rank", type=int, default=0, metavar="R", help="number of this host, from 0")
     add("--master-addr", default=LOCAL, metavar="ADDRESS", help="an address of host 0; needed with several hosts")
-    port = f"this port of host 0 and the next one are used (default: {MASTER_PORT}; on one host: any free port)"
+    port = f"port of MindSpore's scheduler on host 0 (default: {MASTER_PORT}; on one host: any free port)"
     add("--master-port", type=int, default=0, metavar="PORT", help=port)
-    secret = f"file with the secret that all hosts share (default: the variable {SECRET})"
-    add("--secret-file", type=Path, metavar="FILE", help=secret)
 
     print_only = parser.add_argument_group("print a script instead of starting anything")
-    add = functools.partial(parser.add_argument, group=print_only)
+    add = print_only.add_argument
     add("--dry-run", choices=FORMS, help="print a script of bash that starts all ranks by these means")
     add("--hosts", type=_names, default=[], metavar="HOST,HOST", help="with --dry-run: the names of the hosts")
 
-    # For run.sh: the script if none is given, and printing the chosen script.
+    # For run.sh: the script if none is given, and printing the chosen script. For Slurm, which restarts the launcher:
+    # the number of this attempt.
+    parser.add_argument("--attempt", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--default-script", help=argparse.SUPPRESS)
     parser.add_argument("--print-script", action="store_true", help=argparse.SUPPRESS)
     return parser
@@ -129,9 +121,12 @@ def _check_restarts(parser: Parser, options: argparse.Namespace) -> None:
     """Check the options for restarts."""
     if options.max_restarts < 0:
         parser.error(f"--max-restarts must be at least 0, but got {options.max_restarts}")
+    by_engine = options.attempt or options.dry_run == "slurm"
+    if options.nodes > 1 and (options.min_processes or (options.max_restarts and not by_engine)):
+        parser.error("--max-restarts and --min-processes need one host, or an engine: --dry-run slurm")
     if not options.min_processes:
         return
-    size = options.nodes * options.processes
+    size = options.processes
     if not 1 <= options.min_processes <= size:
         parser.error(f"--min-processes must be from 1 to all {size} ranks, but got {options.min_processes}")
     if not options.max_restarts:
@@ -150,20 +145,3 @@ def _is_object(text: str) -> bool:
         return isinstance(json.loads(text), dict)
     except ValueError:
         return False
-
-
-def _secret(file: Path | None) -> bytes:
-    """The secret that the hosts share; empty if there is none."""
-    if file is None:
-        name, secret = SECRET, os.environ.get(SECRET, "").strip().encode()
-        if not secret:
-            return b""
-    else:
-        name = "--secret-file"
-        try:
-            secret = file.read_bytes().strip()
-        except OSError as error:
-            raise ValueError(f"--secret-file: cannot read '{file}': {error.strerror}") from None
-    if len(secret) < SECRET_BYTES:
-        raise ValueError(f"{name} must hold at least {SECRET_BYTES} characters, but got {len(secret)}")
-    return secret

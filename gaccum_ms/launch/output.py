@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
 
 class Tail:
-    """Copies a growing file to this program's standard output.
+    """Copies a growing file, to this program's standard output for example.
 
     `unread` says that its reader has gone away (a broken pipe). Another error, for example of a full disk or of a
     terminal that is gone, is no wish to end the ranks: only the copy is lost.
@@ -21,21 +22,21 @@ class Tail:
         self._file: IO[bytes] | None = None
         self.unread = False
 
-    def copy(self) -> None:
+    def copy(self, out: Callable[[bytes], OSError | None]) -> None:
         """Copy what was added since the last call."""
         if self._file is None and self._path.exists():
             self._file = self._path.open("rb")
         if self._file is not None and not self.unread:
-            self.unread = isinstance(_write(self._file.read()), BrokenPipeError)
+            self.unread = isinstance(out(self._file.read()), BrokenPipeError)
 
 
 def show(data: bytes) -> bool:
     """Write to standard output; return whether it worked, or its reader has gone away ( `| head` )."""
-    error = _write(data)
+    error = write(data)
     return error is None or isinstance(error, BrokenPipeError)
 
 
-def _write(data: bytes) -> OSError | None:
+def write(data: bytes) -> OSError | None:
     """Write to standard output; return the error. After an error, everything else is written nowhere."""
     if sys.stdout is None:  # this program was started without one
         return OSError(errno.EBADF, os.strerror(errno.EBADF))

@@ -8,12 +8,14 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from gaccum_ms.launch.cluster import Cluster, LaunchError
 from gaccum_ms.launch.guard import ASK, LET_GO, SCHEDULER
 from gaccum_ms.launch.logs import last_lines, launcher_folder, rank_logs
-from gaccum_ms.launch.wire import Message
+
+Message = dict[str, object]
 
 SCHEDULER_GRACE_SECONDS = 5.0  # a rank's failure may end the scheduler first, but the rank's error says more
 EXIT_SECONDS = 5.0  # for the exit handlers of a script that has failed; then its process is ended
@@ -60,10 +62,10 @@ class Reports:
 
 
 class Ranks:
-    """The state of a launch.
+    """The state of this host's ranks.
 
     Args:
-        cluster (Cluster): Its ranks.
+        cluster (Cluster): All ranks.
         log_dir (Path): The folder of this host's logs.
     """
 
@@ -72,7 +74,7 @@ class Ranks:
         self._log_dir = log_dir
         self._pids: dict[int, int] = {}
         self._in_init: set[int] = set()  # ranks that have reached init()
-        self._over: dict[int, float] = {}  # ranks whose script or process has ended well, and when
+        self._over: dict[int, float] = {}  # ranks, of any host, whose script or process has ended well, and when
         self._fails: dict[int, tuple[int, float, str]] = {}  # the reported exit code, when, and the log
         self._codes: dict[int, int] = {}
         self._stopped: dict[int, float] = {}  # stopped ranks, and since when
@@ -80,12 +82,30 @@ class Ranks:
         self._error: LaunchError | None = None
         self._begin = time.monotonic()
         self._scheduler_failed = 0.0
-        self.ended = False
-        self.may_leave = False
-        self.one_is_over = False
+        self._all_ended = f"all ranks{' of this host' * (cluster.nodes > 1)} were ended."
+
+    @property
+    def over(self) -> frozenset[int]:
+        """The ranks whose script has ended well."""
+        return frozenset(self._over)
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether the scripts of all ranks, on all hosts, have ended."""
+        return self._over.keys() | self._codes.keys() >= set(range(self._cluster.size))
+
+    @property
+    def ended(self) -> bool:
+        """Whether this host's ranks have ended well."""
+        return all(self._codes.get(rank) == 0 for rank in self._cluster.local_ranks)
+
+    def note_over(self, ranks: Iterable[int]) -> None:
+        """Note that the scripts of these ranks, of any host, have ended well."""
+        for rank in ranks:
+            self._over.setdefault(rank, time.monotonic())
 
     def note(self, message: Message) -> None:
-        """Process a message of a guard, of a rank, or of another host's launcher."""
+        """Process a message of a guard or of a rank."""
         rank, code = int(str(message.get("rank", SCHEDULER))), int(str(message.get("code", 0)))
         if "pid" in message:
             self._pids[rank] = int(str(message["pid"]))
@@ -98,7 +118,7 @@ class Ranks:
         if "still" in message:
             self._still[rank] = float(str(message["still"])), str(message["place"])
         if "at_end" in message or ("code" in message and code == 0 and rank != SCHEDULER):
-            self._over.setdefault(rank, time.monotonic())
+            self.note_over([rank])
         if "fails" in message:
             self._fails.setdefault(rank, (int(str(message["fails"])), time.monotonic(), str(message.get("log", ""))))
         if "rank" in message and "code" in message:
@@ -108,15 +128,8 @@ class Ranks:
                 self._scheduler_failed = time.monotonic()
             elif code:
                 self._fail(self._why_failed(rank, code, str(message.get("log", ""))))
-        word = "end" in message or "again" in message
-        if word:  # host 0's decision, which is based on the first error of all hosts
-            self._error = None
         if message.get("error"):
-            self._fail(LaunchError(str(message["error"]), code or 1, again=("again" in message) if word else None))
-        every = range(self._cluster.size)
-        self.one_is_over = self.one_is_over or "over" in message or bool(self._over)
-        self.may_leave = self.may_leave or "go" in message or self._over.keys() | self._codes.keys() >= set(every)
-        self.ended = self.ended or word or all(self._codes.get(rank) == 0 for rank in every)
+            self._fail(LaunchError(str(message["error"]), code or 1))
 
     def _fail(self, error: LaunchError) -> None:
         """Keep the first error: it usually causes the others."""
@@ -124,21 +137,22 @@ class Ranks:
 
     def _why_failed(self, rank: int, code: int, log: str) -> LaunchError:
         """The error when this rank's process has failed. The cause may be a rank that failed or stopped before."""
+        since = time.monotonic()
         earlier = min(self._fails, key=lambda other: self._fails[other][1], default=rank)
         if earlier != rank:
-            rank, (code, _, log) = earlier, self._fails[earlier]
+            rank, (code, since, log) = earlier, self._fails[earlier]
         why = f"{self._names([rank])} failed with {_exit_code(code)}"
         stopped, now = sorted(self._stopped.keys() - {rank}), time.monotonic()
-        over = [other for other, since in sorted(self._over.items()) if now - since > LONG_OVER_SECONDS]
+        over = [other for other, end in sorted(self._over.items()) if now - end > LONG_OVER_SECONDS]
         if stopped:
             why = f"{self._names(stopped)} {_is(stopped)} stopped (SIGSTOP), and {why}"
         elif over:
             seconds = now - min(self._over.values())
             why += f", {seconds:.0f} s after {self._names(over)} had ended with exit code 0"
-        return LaunchError(f"{why}; all ranks were ended.{log}", rank=rank)
+        return LaunchError(f"{why}; {self._all_ended}{log}", rank=rank, since=since)
 
     def _host(self, rank: int) -> str:
-        return f" on host {self._cluster.host_of(rank)}" if self._cluster.nodes > 1 else ""
+        return f" on host {rank // self._cluster.processes}" if self._cluster.nodes > 1 else ""
 
     def _names(self, ranks: list[int]) -> str:
         """The names of ranks, in an error."""
@@ -146,20 +160,19 @@ class Ranks:
         return ", ".join([f"rank {rank}{self._host(rank)}" for rank in ranks[:NAMES]] + more)
 
     def running(self) -> list[int]:
-        """The ranks that have not ended: on host 0 of all hosts, elsewhere of this host."""
-        known = range(self._cluster.size) if self._cluster.node_rank == 0 else self._cluster.local_ranks
-        return [rank for rank in known if rank not in self._codes and rank not in self._over]
+        """This host's ranks that have not ended."""
+        return [rank for rank in self._cluster.local_ranks if rank not in self._codes and rank not in self._over]
 
     def silent(self, news: list[Message]) -> list[int]:
-        """This host's ranks without an exit code, also in `news` ."""
+        """The ranks without an exit code, also in `news` ."""
         told = self._codes.keys() | {message.get("rank") for message in news if "code" in message}
         return [rank for rank in self._cluster.local_ranks if rank not in told]
 
     def look(self) -> list[Message]:
-        """Check this host's ranks: which have reached ``init()`` , are stopped, or have failed and do not end."""
+        """Check the ranks: which have reached ``init()`` , are stopped, or have failed and do not end."""
         import psutil
 
-        found: list[Message] = []
+        news: list[Message] = []
         for rank, pid in self._pids.items():
             if rank in self._codes:
                 continue
@@ -167,31 +180,29 @@ class Ranks:
                 process = psutil.Process(pid)
                 stopped = process.status() == psutil.STATUS_STOPPED
                 if stopped != (rank in self._stopped):
-                    found.append({"rank": rank, "stopped": stopped})
+                    news.append({"rank": rank, "stopped": stopped})
                 if rank not in self._in_init:  # init() connects a rank to MindSpore's scheduler
                     ports = [c.raddr.port for c in process.net_connections("tcp") if c.raddr]
                     if self._cluster.master_port in ports:
-                        found.append({"rank": rank, "in_init": True})
+                        news.append({"rank": rank, "in_init": True})
             code, since, _ = self._fails.get(rank, (0, 0.0, ""))
             if code and time.monotonic() - since > EXIT_SECONDS:
-                found.append({"rank": rank, "code": code})
-        return found
+                news.append({"rank": rank, "code": code})
+        return news
 
     def check(self) -> None:
-        """Raise the error that ends the attempt, if there is one. Host 0 decides for all."""
+        """Raise the error that ends the attempt, if there is one."""
         now, limit = time.monotonic(), self._cluster.start_timeout
-        if self._error and (self.ended or self._cluster.node_rank == 0):
+        if self._error:
             raise self._error
-        if self._cluster.node_rank != 0:
-            return
         if self._scheduler_failed and now - self._scheduler_failed > SCHEDULER_GRACE_SECONDS:
             log = launcher_folder(self._log_dir, self._cluster) / "scheduler.log"
-            why = f"MindSpore's scheduler failed with {_exit_code(self._codes[SCHEDULER])}; all ranks were ended."
+            why = f"MindSpore's scheduler failed with {_exit_code(self._codes[SCHEDULER])}; {self._all_ended}"
             raise LaunchError(why + last_lines(log))
         missing = [rank for rank in self.running() if rank not in self._in_init]
         if missing and now - self._begin > limit:
-            why = f"did not come to init() within {limit:g} s: {self._names(missing)}; all ranks were ended."
-            if len(missing) == self._cluster.size:
+            why = f"did not come to init() within {limit:g} s: {self._names(missing)}; {self._all_ended}"
+            if len(missing) == self._cluster.processes:
                 why += " A script that never calls init() needs a longer --start-timeout."
             raise LaunchError(
                 why + "".join(rank_logs(self._log_dir, rank, self._cluster.attempt) for rank in missing[:NAMES]),
@@ -202,13 +213,13 @@ class Ranks:
     def _check_others_wait(self, now: float) -> None:
         """Raise an error if ranks wait for a rank that is stopped or has ended."""
         stopped = [rank for rank, since in sorted(self._stopped.items()) if now - since > STOPPED_SECONDS]
-        if stopped and len(self._stopped) < self._cluster.size:  # a whole launch may be stopped
+        if stopped and len(self._stopped) < self._cluster.processes:  # a whole launch may be stopped
             why = f"{self._names(stopped)} {_is(stopped)} stopped (SIGSTOP) for {STOPPED_SECONDS:g} s"
-            raise LaunchError(f"{why}, and others go on; all ranks were ended.")
+            raise LaunchError(f"{why}, and others go on; {self._all_ended}")
         limit, going = self._cluster.end_timeout, self.running()
         if limit and self._over and going and all(self._still.get(rank, (0, ""))[0] >= limit for rank in going):
             why = f"{self._names(sorted(self._over))} ended with exit code 0, and {self._names(going)} {_has(going)}"
-            where = f"stood still for {limit:g} s since (in {self._still[going[0]][1]}); all ranks were ended."
+            where = f"stood still for {limit:g} s since (in {self._still[going[0]][1]}); {self._all_ended}"
             raise LaunchError(f"{why} {where} If that is meant, give --end-timeout 0.")
 
 

@@ -7,14 +7,14 @@ import socket
 
 import pytest
 
-from gaccum_ms.launch.cluster import Cluster, LaunchError, held_port, left_out
+from gaccum_ms.launch.cluster import Cluster, LaunchError, left_out, reserved_port
 
 
-def test_a_held_port_is_a_free_one_and_stays_free_for_the_scheduler_alone():
+def test_a_reserved_port_is_a_free_one_and_stays_free_for_the_scheduler_alone():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with held_port("127.0.0.1") as port:
+        with reserved_port("127.0.0.1") as port:
             assert port != taken.getsockname()[1]
             with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
                 other.bind(("127.0.0.1", port))
@@ -29,16 +29,16 @@ def test_a_taken_port_and_a_strange_address_are_named():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(LaunchError, match=f"port {port} of 127.0.0.1 is taken"), held_port("127.0.0.1", port):
+        with pytest.raises(LaunchError, match=f"port {port} of 127.0.0.1 is taken"), reserved_port("127.0.0.1", port):
             pass
-    with pytest.raises(LaunchError, match=r"this host has no address '192\.0\.2\.1'"), held_port("192.0.2.1"):
+    with pytest.raises(LaunchError, match=r"this host has no address '192\.0\.2\.1'"), reserved_port("192.0.2.1"):
         pass
 
 
 def test_another_clusters_variables_are_dropped_and_other_variables_kept():
     stale = {"MS_ROLE", "MS_SCHED_HOST", "MS_SCHED_PORT", "MS_WORKER_NUM", "MS_NODE_ID", "RANK_ID", "RANK_SIZE"}
     stale |= {"MS_WORKER_IP", "MS_SERVER_NUM", "MS_ENABLE_RECOVERY", "MS_TOPO_TIMEOUT", "RANK_TABLE_FILE", "PMIX_RANK"}
-    stale |= {"OMPI_COMM_WORLD_RANK", "DEVICE_ID", "MS_SIMULATION_LEVEL", "GACCUM_MS_SECRET"}
+    stale |= {"OMPI_COMM_WORLD_RANK", "DEVICE_ID", "MS_SIMULATION_LEVEL", "GACCUM_MS_NO_SCHEDULER"}
     kept = {"HOME": "/root", "GLOG_v": "3", "MS_DEV_SAVE_GRAPHS": "1", "DATA_PATH": "/data"}
     env = Cluster().environment(dict.fromkeys(stale, "7") | kept, cores=2)
     assert not stale & env.keys()

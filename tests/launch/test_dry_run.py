@@ -1,5 +1,5 @@
-"""Runs the scripts of --dry-run, by bash, and by replacements of ssh and Slurm that enter a host's network namespace.
-Open MPI's mpirun is the real one."""
+"""Runs the scripts of --dry-run, by bash and by Open MPI, on hosts that are network namespaces. Slurm is in
+test_slurm.py."""
 
 from __future__ import annotations
 
@@ -43,55 +43,41 @@ def said(folder: Path, ranks: int) -> list[dict]:
 
 
 @pytest.fixture
-def stand_ins(hosts, tmp_path) -> dict[str, str]:
-    """Variables that lead to replacements of ssh, srun and scontrol for the two hosts."""
-    tools = tmp_path / "tools"
-    tools.mkdir()
+def mpirun(hosts, tmp_path) -> dict[str, str]:
+    """Variables with which Open MPI enters a host's network namespace, where it would use ssh."""
+    if shutil.which("mpirun") is None:
+        pytest.skip("Open MPI is not installed: apt-get install openmpi-bin")
     enter = [" ".join(prefix) for prefix in hosts]
-    ssh = 'while [ "${1#-}" != "$1" ]; do shift; done\nhost=$1; shift\n'
-    ssh += f'if [ "$host" = {ADDRESS} ]; then set -- {enter[0]} sh -c "$*"; '
-    ssh += f'else set -- {enter[1]} sh -c "$*"; fi\nexec "$@"\n'
-    srun = 'while [ "${1#-}" != "$1" ]; do shift; done\n'
-    for number, words in enumerate(enter):
-        variables = f"SLURM_NODEID={number} SLURM_PROCID={number} SLURM_LOCALID=0 SLURM_NNODES=2 SLURM_NTASKS=2"
-        srun += f'{variables} {words} "$@" & pid{number}=$!\n'
-    srun += "wait $pid0 && wait $pid1\n"
-    scontrol = f'[ "$*" = "show hostnames nodes[0-1]" ] && echo {ADDRESS} && echo {OTHER}\n'
-    for name, text in (("ssh", ssh), ("srun", srun), ("scontrol", scontrol)):
-        (tools / name).write_text(f"#!/bin/bash\n{text}")
-        (tools / name).chmod(0o755)
-    return {
-        **{"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "OMPI_MCA_plm_rsh_agent": str(tools / "ssh")},
-        **{"SLURM_JOB_NODELIST": "nodes[0-1]", "SLURM_CPUS_ON_NODE": "2"},
-    }
+    ssh = tmp_path / "ssh"
+    ssh.write_text(
+        '#!/bin/bash\nwhile [ "${1#-}" != "$1" ]; do shift; done\nhost=$1; shift\n'
+        f'if [ "$host" = {ADDRESS} ]; then exec {enter[0]} sh -c "$*"; fi\nexec {enter[1]} sh -c "$*"\n'
+    )
+    ssh.chmod(0o755)
+    return {"OMPI_MCA_plm_rsh_agent": str(ssh)}
 
 
-def start_as(form: str, folder: Path, text: str, hosts, stand_ins) -> Launched:
-    """Start a printed script where its form must start: mpirun on host 0, the others anywhere."""
-    if form == "openmpi" and shutil.which("mpirun") is None:
-        pytest.skip("mpirun is not installed")
-    return run(text, folder, hosts[0] if form == "openmpi" else (), **stand_ins)
-
-
-@pytest.mark.core("slurm")
-@pytest.mark.parametrize("form", ["ssh", "slurm", "openmpi"])
-def test_the_launcher_is_started_on_each_host(form, hosts, stand_ins, tmp_path):
+def test_open_mpi_starts_the_launcher_on_each_host(hosts, mpirun, tmp_path):
     folder = tmp_path / "a folder's"
     script = write(folder / "script.py", SAYS + 'assert sys.argv[1:] == ["it\'s", "$HOME *"]')
-    text = printed(script, "-n", "2", "--hosts", f"{ADDRESS},{OTHER}", "--dry-run", form, args=["it's", "$HOME *"])
-    done = start_as(form, folder, text, hosts, stand_ins).finish()
+    options = ["-n", "2", "--hosts", f"{ADDRESS},{OTHER}", "--dry-run", "openmpi"]
+    done = run(printed(script, *options, args=["it's", "$HOME *"]), folder, hosts[0], **mpirun).finish()
     assert done.returncode == 0, done.stderr
     got = said(folder, 4)
-    assert len({one["host"] for one in got[:2]}) == len({one["host"] for one in got[2:]}) == 1
-    assert got[0]["host"] != got[2]["host"]
-    common = dict(word.split("=", 1) for word in re.search("# All ranks get (.*)", text)[1].split())
-    common["MS_SCHED_HOST"] = common["MS_SCHED_HOST"].replace("$first", ADDRESS)
-    for rank, one in enumerate(got):
-        own = dict(word.split("=") for word in re.search(rf"# rank {rank}, .*: (.*)", text)[1].split())
-        for name, value in (common | own).items():
-            assert one.get(name, value) == value, "the comments say what each rank has"
-        assert one["RANK_ID"] == one["MS_NODE_ID"] == str(rank)
+    assert got[0]["host"] == got[1]["host"] != got[2]["host"] == got[3]["host"]
+    for rank in range(4):
+        assert got[rank]["RANK_ID"] == got[rank]["MS_NODE_ID"] == str(rank)
+        assert (got[rank]["MS_WORKER_NUM"], got[rank]["MS_SCHED_HOST"]) == ("4", ADDRESS)
     assert sorted(path.name for path in (folder / "log_output").iterdir()) == ["host.0", "host.1"]
+
+
+def test_open_mpi_ends_all_hosts_when_a_rank_fails(hosts, mpirun, tmp_path):
+    script = write(tmp_path / "script.py", 'if rank == 1: raise ValueError("no such thing")\ntime.sleep(1000)')
+    text = printed(script, "-n", "1", "--hosts", f"{ADDRESS},{OTHER}", "--dry-run", "openmpi")
+    done = run(text, tmp_path, hosts[0], **mpirun).finish()
+    assert done.returncode != 0
+    assert "rank 1 on host 1 failed with exit code 1; all ranks of this host were ended." in done.stderr
+    assert "ValueError: no such thing" in done.stderr
 
 
 def test_each_rank_is_started_by_hand_with_the_devices_of_ascends_table(hosts, tmp_path):
@@ -113,9 +99,9 @@ def test_each_rank_is_started_by_hand_with_the_devices_of_ascends_table(hosts, t
     codes = [run(part, tmp_path, prefix).finish().returncode for part, prefix in zip(parts, hosts, strict=True)]
     assert codes == [3, 0]
     got = said(tmp_path, 4)
-    assert [one["DEVICE_ID"] for one in got] == ["4", "5", "2", "3"]
-    assert {one["RANK_TABLE_FILE"] for one in got} == {str(table)}
-    assert {one["MS_WORKER_NUM"] for one in got} == {"4"}
+    assert [variables["DEVICE_ID"] for variables in got] == ["4", "5", "2", "3"]
+    assert {variables["RANK_TABLE_FILE"] for variables in got} == {str(table)}
+    assert {variables["MS_WORKER_NUM"] for variables in got} == {"4"}
     assert got[0]["host"] != got[2]["host"]
     assert (tmp_path / "log_output" / "1" / "rank.3" / "stdout").read_text() == "3\n"
     message = printed(script, *options, code=2)
@@ -124,9 +110,9 @@ def test_each_rank_is_started_by_hand_with_the_devices_of_ascends_table(hosts, t
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("form", ["ranks", "ssh", "slurm", "openmpi"])
-def test_the_ranks_train(form, hosts, stand_ins, tmp_path):
-    """The script is the same in all forms, on one rank of each host. It ends with an AllReduce, so that no rank ends
+@pytest.mark.parametrize("form", ["ranks", "openmpi"])
+def test_the_ranks_train(form, hosts, tmp_path, request):
+    """The script is the same in both forms, on one rank of each host. It ends with an AllReduce, so that no rank ends
     while another still needs it: in the form "ranks" there is no launcher that ensures this."""
     source = Path(__file__).with_name("training_worker.py").read_text()
     script = tmp_path / "script.py"
@@ -139,8 +125,8 @@ def test_the_ranks_train(form, hosts, stand_ins, tmp_path):
         other = run(parts[1], tmp_path / "other", hosts[1])
         done = [run(parts[0], tmp_path, hosts[0]).finish(), other.finish()]
     else:
-        done = [start_as(form, tmp_path, text, hosts, stand_ins).finish()]
-    assert [one.returncode for one in done] == [0] * len(done), done
+        done = [run(text, tmp_path, hosts[0], **request.getfixturevalue("mpirun")).finish()]
+    assert [each.returncode for each in done] == [0] * len(done), done
     results = {(tmp_path / f"rank{rank}").read_text() for rank in range(2)}
     assert len(results) == 1
     assert results.pop().startswith("2 ")
@@ -149,17 +135,16 @@ def test_the_ranks_train(form, hosts, stand_ins, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--dry-run", "ssh", "--nodes", "2", "--master-addr", ADDRESS], "--dry-run ssh needs --hosts"),
         (["--dry-run", "openmpi"], "--dry-run openmpi needs --hosts"),
         (["--dry-run", "ranks", "--max-restarts", "2"], "--max-restarts is done by the launcher"),
         (["--dry-run", "ranks", "--timeout", "7"], "--timeout is done by the launcher"),
         (["--dry-run", "ranks", "--end-timeout", "0"], "--end-timeout is done by the launcher"),
         (["--dry-run", "ranks", "--min-processes", "1", "--max-restarts", "1"], "is done by the launcher"),
-        (["--dry-run", "ranks", "--tune-cpu"], "--tune-cpu is done by the launcher"),
         (["--dry-run", "ranks", "--rank-table-file", "script.py"], "is no table of ranks"),
         (["--hosts", "a,b"], "--hosts needs --dry-run"),
-        (["--hosts", "a,b", "--nodes", "3", "--dry-run", "ssh"], "--hosts must be --nodes = 3 names, but got 2"),
-        (["--dry-run", "pbs"], "argument --dry-run: invalid choice: 'pbs'"),
+        (["--hosts", "a,b", "--nodes", "3", "--dry-run", "openmpi"], "--hosts must be --nodes = 3 names, but got 2"),
+        (["--dry-run", "ssh"], "argument --dry-run: invalid choice: 'ssh'"),
+        (["--dry-run", "openmpi", "--hosts", "a,b", "--max-restarts", "1"], "--max-restarts and --min-processes need"),
     ],
 )
 def test_what_cannot_be_printed_is_one_line(options, message, tmp_path):
@@ -169,20 +154,18 @@ def test_what_cannot_be_printed_is_one_line(options, message, tmp_path):
     assert said.count("\n") == 1
 
 
-def test_nothing_is_started_and_no_secret_is_printed(tmp_path, monkeypatch):
-    monkeypatch.setitem(ENV, "GACCUM_MS_SECRET", "do not tell anybody")
+def test_nothing_is_started(tmp_path):
     script = write(tmp_path / "script.py", "")
-    for form in ("ranks", "ssh", "slurm", "openmpi"):
-        text = printed(script, "--hosts", "a,b", "--dry-run", form)
-        assert "tell" not in text
+    for form in ("ranks", "slurm", "openmpi"):
+        assert printed(script, "--hosts", "a,b", "--dry-run", form).startswith("#!/bin/bash\n")
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
 
 
 def test_the_launchers_options_are_passed_on(tmp_path):
-    options = ["--launcher", "mpirun", "--timeout", "7", "--tune-cpu"]
-    for form in ("ssh", "slurm", "openmpi"):
-        text = printed(write(tmp_path / "script.py", ""), *options, "--hosts", "a", "--dry-run", form)
-        assert "--launcher=mpirun --timeout=7.0 --tune-cpu --nodes 1" in text
+    for form in ("slurm", "openmpi"):
+        options = ["--launcher", "mpirun", "--timeout", "7", "--hosts", "a", "--dry-run", form]
+        text = printed(write(tmp_path / "script.py", ""), *options)
+        assert "--launcher=mpirun --timeout=7.0 --nodes 1" in text
 
 
 def test_a_script_that_cannot_be_printed_is_no_success(tmp_path):

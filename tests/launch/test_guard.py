@@ -151,21 +151,6 @@ def test_ranks_end_when_the_launcher_is_killed(tmp_path):
     launched.finish()  # asserts that no process is left
 
 
-@pytest.mark.core("options1-CpuThreads(dispatch=1, kernels=")
-@pytest.mark.parametrize(("options", "shown"), [((), ""), (("--tune-cpu",), "CpuThreads(dispatch=1, kernels=")])
-def test_threads_are_tuned_when_asked_and_only_then(tmp_path, options, shown):
-    """MindSpore's own record shows whether its threads have been set."""
-    script = write(
-        tmp_path / "script.py",
-        "from mindspore._c_expression import RuntimeConf\n"
-        'print("set", RuntimeConf.get_instance().is_dispatch_threads_num_configured())',
-    )
-    done = Launched(script, "-n", "1", *options).finish()
-    assert done.returncode == 0, done.stderr
-    assert shown in done.stdout
-    assert f"set {bool(options)}" in done.stdout
-
-
 @pytest.mark.parametrize(
     "end",
     [

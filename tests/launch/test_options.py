@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+from launched import PYTHONPATH, ROOT
 
 from gaccum_ms.launch import options
 
@@ -22,8 +28,8 @@ def test_options_and_script_in_every_form(words, script):
 
 
 def test_options_may_follow_the_option_script():
-    parsed = parse("--script", SCRIPT, "--processes=2", "--tune-cpu-threads", "--epochs", "3")
-    assert (parsed.processes, parsed.tune_cpu_threads, parsed.args) == (2, True, ["--epochs", "3"])
+    parsed = parse("--script", SCRIPT, "--processes=2", "--timeout", "7", "--epochs", "3", "--processes=9")
+    assert (parsed.processes, parsed.timeout, parsed.args) == (2, 7, ["--epochs", "3", "--processes=9"])
 
 
 def test_the_default_script_is_the_last_resort():
@@ -47,9 +53,9 @@ def test_the_default_script_is_the_last_resort():
         (["--LOG-DIR", "x", SCRIPT], "there is no option --LOG-DIR; is --log-dir meant?"),
         (["--script", SCRIPT, "--master_adr=x"], "there is no option --master_adr; is --master-addr meant?"),
         (["--epochs", "3"], "there is no option --epochs; see --help"),
-        (["--timeout"], "--timeout needs a value"),
-        (["--timeout", "--processes", "2", SCRIPT], "--timeout needs a value"),
-        (["--tune-cpu-threads=1", SCRIPT], "argument --tune-cpu/--tune-cpu-threads: ignored explicit argument '1'"),
+        (["--timeout"], "argument --timeout: expected one argument"),
+        (["--timeout", "--processes", "2", SCRIPT], "argument --timeout: expected one argument"),
+        (["--print-script=1", SCRIPT], "argument --print-script: ignored explicit argument '1'"),
         ([], "the script is missing"),
         (["--"], "the script is missing"),
         (["missing.py"], "no such script: missing.py"),
@@ -68,13 +74,15 @@ def test_the_default_script_is_the_last_resort():
         (["--nodes", "2", "--node-rank", "2", SCRIPT], "--node-rank must be from 0 to --nodes - 1 = 1, but got 2"),
         (["--nodes", "2", SCRIPT], "--nodes needs --master-addr"),
         (["--nodes", "2", "--launcher", "mpirun", SCRIPT], "--nodes needs --launcher msrun"),
-        (["--master-port", "65535", SCRIPT], "--master-port must be from 1 to 65534, but got 65535"),
+        (["--master-port", "65536", SCRIPT], "--master-port must be from 1 to 65535, but got 65536"),
         (["--rank_table_file", "missing.json", SCRIPT], "--rank-table-file: no such file: missing.json"),
         (["--bind_core", "some", SCRIPT], "--bind-core must be True, False or a JSON object, but got some"),
         (["--bind-core", "[1]", SCRIPT], "--bind-core must be True, False or a JSON object, but got [1]"),
         (["--bind-core=True", "--launcher=mpirun", SCRIPT], "--bind-core needs --launcher msrun"),
-        (["--secret-file", "missing", SCRIPT], "--secret-file: cannot read 'missing': No such file or directory"),
-        (["--secret-file", "/dev/null", SCRIPT], "--secret-file must hold at least 16 characters, but got 0"),
+        *(
+            (["--nodes=2", "--master-addr=a", *words, SCRIPT], "--max-restarts and --min-processes need one host, or")
+            for words in (["--max-restarts=1"], ["--max-restarts=1", "--min-processes=8"])
+        ),
     ],
 )
 def test_a_mistake_is_one_line(words, message, capsys):
@@ -86,17 +94,14 @@ def test_a_mistake_is_one_line(words, message, capsys):
     assert said.count("\n") == 1
 
 
-def test_a_short_secret_in_the_environment_is_refused_and_a_long_one_taken(monkeypatch, tmp_path):
-    monkeypatch.setenv("GACCUM_MS_SECRET", "0123456789abcdef")
-    assert parse(SCRIPT).secret == b"0123456789abcdef"
-    (tmp_path / "secret").write_text("fedcba9876543210\n")
-    assert parse("--secret-file", str(tmp_path / "secret"), SCRIPT).secret == b"fedcba9876543210"
-    monkeypatch.setenv("GACCUM_MS_SECRET", "short")
-    with pytest.raises(SystemExit):
-        parse(SCRIPT)
+def test_help_run_sh_and_docs_have_one_list_of_options():
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH, "COLUMNS": "80", "PATH": os.environ["PATH"]}
 
+    def shown(*command) -> str:
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=True).stdout
 
-@pytest.mark.parametrize("name", ["--tune-cpu", "--tune-cpu-threads"])
-def test_the_option_to_tune_has_its_old_name_too(name):
-    assert parse(name, SCRIPT).tune_cpu_threads
-    assert not parse(SCRIPT).tune_cpu_threads
+    launcher = shown(sys.executable, "-m", "gaccum_ms", "run", "--help")
+    options = launcher[launcher.index("the ranks:") :]
+    assert "--max-restarts N" in options
+    assert options in shown("bash", str(ROOT / "run.sh"), "--help")
+    assert options in Path(ROOT / "docs" / "launching.md").read_text()

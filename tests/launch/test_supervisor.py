@@ -163,7 +163,7 @@ def test_a_launch_that_is_stopped_as_a_whole_may_wait(tmp_path, monkeypatch):
 
 
 def test_many_ranks_make_a_short_error(tmp_path):
-    ranks = Ranks(Cluster(processes=8, nodes=16, master_port=1, start_timeout=0.01), tmp_path)
+    ranks = Ranks(Cluster(processes=128, master_port=1, start_timeout=0.01), tmp_path)
     time.sleep(0.05)
-    with pytest.raises(LaunchError, match=r"within 0.01 s: rank 0 on host 0, .*, rank 3 on host 0, 124 more; all"):
+    with pytest.raises(LaunchError, match=r"within 0.01 s: rank 0, .*, rank 3, 124 more; all"):
         ranks.check()
