@@ -38,10 +38,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command that the words name, and return the exit code."""
     words = sys.argv[1:] if argv is None else argv
     if words[:1] in (["-h"], ["--help"]):
-        show(HELP.encode())
+        show(HELP)
         return 0
     if words[:1] == ["--version"]:
-        show(f"{PROG} {__version__}\n".encode())
+        show(f"{PROG} {__version__}\n")
         return 0
     if not words or words[0] not in COMMANDS:
         print(f"error: {_mistake(words)}; see --help", file=sys.stderr)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -69,3 +71,31 @@ def test_each_fault_of_mutations_has_its_place():
     """Otherwise the code has changed, and the fault is not tried any more."""
     found = {one.what: (ROOT / "gaccum_ms" / one.file).read_text().count(one.right) for one in FAULTS}
     assert [what for what, places in found.items() if places != 1] == []
+
+
+def test_whatever_the_package_prints_is_ascii():
+    """So a terminal, a log or a pipe of any encoding can take it. Docstrings and comments are not printed."""
+    for file in (ROOT / "gaccum_ms").rglob("*.py"):
+        tree = ast.parse(file.read_text())
+        docstrings = {
+            id(node.body[0].value)
+            for node in ast.walk(tree)
+            if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef))
+            and node.body
+            and isinstance(node.body[0], ast.Expr)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+                assert node.value.isascii(), f"{file}, line {node.lineno}: {node.value!r}"
+
+
+def test_scripts_keep_their_line_ends_on_windows():
+    """With others, bash says `set: pipefail: invalid option name`."""
+    scripts = [
+        str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.sh"), *ROOT.glob("sample_code/*/*.sh"), ROOT / ".ci/run"]
+    ]
+    command = ["git", "check-attr", "eol", *scripts]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        pytest.skip("this folder is no git checkout")
+    assert done.stdout.splitlines() == [f"{script}: eol: lf" for script in scripts]

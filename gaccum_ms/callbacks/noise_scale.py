@@ -136,7 +136,7 @@ class GradNoiseScale(NoiseWatch):
         >>> data_set = ms.dataset.NumpySlicesDataset((x, y), shuffle=False).batch(16)
         >>> noise = GradNoiseScale(smoothing=0.999)
         >>> ms.Model(cell, optimizer=optimizer).train(1, data_set, callbacks=[noise])
-        batch 16 is 15 × above the critical size 1: a smaller one learns nearly as much from each update
+        batch 16 is 15 times above the critical size 1: a smaller one learns nearly as much from each update
         >>> print(0.9 < noise.noise_scale < 1.1)
         True
     """
@@ -229,4 +229,4 @@ def _shown(items: float, digits: int = 6) -> str:
 
 
 def _times(ratio: float) -> str:
-    return f"{ratio:,.0f} ×" if ratio >= 3 else f"{ratio:.1f} ×"
+    return f"{ratio:,.0f} times" if ratio >= 3 else f"{ratio:.1f} times"

@@ -2,7 +2,8 @@
 
 Each update reduces over ranks, so all ranks must make the same number of updates. Before training, the ranks compare
 their numbers of batches. If they differ and no callback evens them out, all ranks raise an error; otherwise they would
-wait for each other for ever. At the end, it warns if a window is still open.
+wait for each other for ever. So do ranks that would save to the same checkpoint files. At the end, it warns if a window
+is still open.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from mindspore import ops
 from mindspore.train import Callback, RunContext
 
 from gaccum_ms.backend.parameters import overwrite
+from gaccum_ms.callbacks.checkpoint_folders import refuse_shared_folders
 from gaccum_ms.callbacks.rate_length import warn_of_rates_for_batches
 from gaccum_ms.training.data_position import begin_anew
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
@@ -72,6 +74,7 @@ class WindowWatch(Callback):
         overwrite(step.provenance.epoch_batches, ms.Tensor(parameters.batch_num, ms.int32))
         if not step.reducer_flag:
             return
+        refuse_shared_folders(parameters.list_callback)
         window_steps = int(step.window_steps.asnumpy()) if step.spans_batches else 1
         own = RankBatches(
             parameters.batch_num, skipped_batches(parameters), int(step.window_position.asnumpy()), window_steps

@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m gaccum_ms.launch"
     """Read the command line of `prog` , launch, and return the exit code."""
     options = parse(sys.argv[1:] if argv is None else argv, prog)
     if options.print_script:
-        show(f"{options.script}\n".encode())
+        show(f"{options.script}\n")
         return 0
     fields = {field.name for field in dataclasses.fields(Cluster)}
     cluster = Cluster(**{name: value for name, value in vars(options).items() if name in fields})
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m gaccum_ms.launch"
         except LaunchError as error:
             print(f"error: {error}", file=sys.stderr)
             return error.code
-        return 0 if show(text.encode()) else 1
+        return 0 if show(text) else 1
     if why := _why_no_psutil():
         print(f"error: {why}", file=sys.stderr)
         return 2
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m gaccum_ms.launch"
         # nohup has this program ignore SIGHUP. Ctrl-C is ignored too in a background job of a script, but ends it.
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _stop)
-    show("".join(f"note: {note}\n" for note in left_out(os.environ)).encode())
+    show("".join(f"note: {note}\n" for note in left_out(os.environ)))
     begin = time.monotonic()
     try:
         restarts = Restarts() if options.restarts_here else None
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m gaccum_ms.launch"
         return error.code
     seconds_taken, logs = time.monotonic() - begin, rank_folder(log_dir, "N", cluster.attempt)
     where = f" of host {cluster.node_rank}" if cluster.nodes > 1 else ""
-    show(f"{cluster.processes} ranks{where} finished in {seconds_taken:.0f} s; logs: {logs}\n".encode())
+    show(f"{cluster.processes} ranks{where} finished in {seconds_taken:.0f} s; logs: {logs}\n")
     return 0
 
 

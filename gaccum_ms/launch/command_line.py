@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}; see --help\n".replace("\n", " ").rstrip() + "\n")
 
     def print_help(self, file: Any = None) -> None:
-        show(self.format_help().encode())
+        show(self.format_help())
 
     def split(self, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         """Parse the options, and return them and the other words; the parser must have no positional argument."""

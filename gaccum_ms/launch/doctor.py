@@ -157,7 +157,7 @@ def _check_all(failed: list[Finding]) -> None:
     """Run all checks, print the findings, and add those that need a remedy to `failed` ."""
 
     def report(finding: Finding) -> Finding:
-        show(f"{finding.name:10} {finding.text}\n".encode())
+        show(f"{finding.name:10} {finding.text}\n")
         if finding.remedy:
             failed.append(finding)
         return finding

@@ -30,9 +30,12 @@ class Tail:
             self.unread = isinstance(out(self._file.read()), BrokenPipeError)
 
 
-def show(data: bytes) -> bool:
-    """Write to standard output; return whether it worked, or its reader has gone away ( `| head` )."""
-    error = write(data)
+def show(text: str) -> bool:
+    """Write to standard output; return whether it worked, or its reader has gone away ( `| head` ).
+
+    It is UTF-8 with any locale, and a path that is none stays as it is.
+    """
+    error = write(text.encode(errors="surrogateescape"))
     return error is None or isinstance(error, BrokenPipeError)
 
 

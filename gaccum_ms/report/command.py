@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None, prog: str = "gaccum-ms report") -> int:
     for note in (note for record in records for note in record.notes):
         print(f"note: {note}", file=sys.stderr)
     if options.output == "-":
-        return 0 if show(text.encode()) else 1
+        return 0 if show(text) else 1
     output_path = Path(options.output) if options.output else options.record[0].with_suffix(".html")
     try:
         if any(output_path.exists() and output_path.samefile(path) for path in options.record):
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None, prog: str = "gaccum-ms report") -> int:
     except OSError as error:
         parser.error(f"cannot write '{output_path}': {error.strerror}")
     windows = sum(len(record.windows) for record in records)
-    show(f"{windows:,} windows: {output_path}\n".encode())
+    show(f"{windows:,} windows: {output_path}\n")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
 import sys
@@ -77,14 +78,22 @@ def advice(scale, batch):
 
 
 def test_the_advice_is_one_line():
-    assert advice(1600, 256) == "batch 256 is 6 × below the critical size 1,600: accumulate over 6"
-    assert advice(1583, 1000) == "batch 1,000 is 1.6 × below the critical size 1,600: accumulate over 2"
+    assert advice(1600, 256) == "batch 256 is 6 times below the critical size 1,600: accumulate over 6"
+    assert advice(1583, 1000) == "batch 1,000 is 1.6 times below the critical size 1,600: accumulate over 2"
     assert advice(80, 256) == (
-        "batch 256 is 3 × above the critical size 80: a smaller one learns nearly as much from each update"
+        "batch 256 is 3 times above the critical size 80: a smaller one learns nearly as much from each update"
     )
     assert advice(200, 256) == "batch 256 is near the critical size 200: keep it"
     assert advice(0, 256) == "batch 256 has no noise that can be told: a smaller one learns as much from each update"
     assert GradNoiseScale().advice.startswith("the gradient noise is not known")
+
+
+def test_the_advice_survives_any_encoding():
+    """With Python's own way to print: a character that the encoding lacks would raise at the end of the training."""
+    for scale, batch in ((1600, 256), (1583, 1000), (80, 256), (200, 256), (0, 256)):
+        stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+        print(advice(scale, batch), file=stream, flush=True)
+        assert stream.buffer.getvalue()
 
 
 def test_one_micro_batch_tells_nothing(pynative, capsys):

@@ -105,3 +105,15 @@ def test_help_run_sh_and_docs_have_one_list_of_options():
     assert "--max-restarts N" in options
     assert options in shown("bash", str(ROOT / "run.sh"), "--help")
     assert options in Path(ROOT / "docs" / "launching.md").read_text()
+
+
+def test_a_path_that_no_encoding_has_is_printed_as_it_is(tmp_path):
+    script = os.fsencode(tmp_path) + "/\u00e4 ".encode() + b"\xff.py"
+    open(script, "x").close()
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "gaccum_ms.launch", "--print-script"]
+    done = subprocess.run([*command, script], env=env, capture_output=True, timeout=100)
+    assert done.stdout == script + b"\n", done.stderr
+    done = subprocess.run([*command, script + b"x"], env=env, capture_output=True, timeout=100)
+    assert (done.returncode, done.stderr.count(b"\n")) == (2, 1)
+    assert done.stderr.startswith(b"error: no such script: ")

@@ -31,6 +31,7 @@ from window_worker import (
     SAMPLES,
     SAVED,
     SAVED_ALONE,
+    SAVING,
     SCALE,
     STEPS,
     TRAININGS,
@@ -331,6 +332,18 @@ def test_different_numbers_of_batches_without_a_flush_are_refused_on_both_ranks_
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_save_under_the_same_names_are_refused_before_training(trained, out):
+    for results in trained:
+        message = str(case(results, "saving: one folder")["message"])
+        assert "got ranks 0, 1 with the folder" in message
+        assert f"'{(out / 'one folder' / 'all').resolve()}' and the prefix 'net'" in message
+        assert 'Use directory=f"checkpoints/{rank}"' in message
+        assert case(results, "saving: one folder")["batch_count"] == 0, "nothing was trained"
+        for number, name in enumerate(SAVING):
+            assert (str(case(results, f"saving: {name}")["message"]) == "") == (number > 0)
+            assert case(results, f"saving: {name}")["batch_count"] == 6 * number
 
 
 def indices(number: int, rank: int, ranks: int) -> np.ndarray:

@@ -405,6 +405,29 @@ def flush_nothing(rank: int) -> Results:
     return results
 
 
+SAVING = {  # the folder and prefix in which a rank saves
+    "one folder": lambda rank: ("all", "net"),
+    "folders of their own": lambda rank: (str(rank), "net"),
+    "prefixes of their own": lambda rank: ("all", f"net{rank}"),
+    "rank 0 alone": lambda rank: ("all", "net") if rank == 0 else None,
+}
+
+
+def save_checkpoints(out: Path, rank: int) -> Results:
+    set_up(CALLS["graph"])
+    model = make_model(accumulation_steps=STEPS)
+    results = {}
+    for name, place in SAVING.items():
+        savers = []
+        if place(rank) is not None:
+            folder, prefix = place(rank)
+            savers.append(ModelCheckpoint(prefix, str(out / name / folder), CheckpointConfig(1, keep_checkpoint_max=2)))
+        data_set = as_data_set(Training((2, 2)).data(rank))
+        results[f"saving: {name}/message"] = np.array(refusal(lambda: model.train(3, data_set, callbacks=savers)))  # noqa: B023
+        results[f"saving: {name}/batch_count"] = as_numpy(model.train_network.batch_count)
+    return results
+
+
 # -- records -----------------------------------------------------------------------------------------------------------
 
 RECORDED: dict[str, tuple[type[nn.Cell], dict[str, Any]]] = {  # windows with fields that ranks share, or do not share
@@ -570,6 +593,7 @@ CASES: dict[str, Callable[[Path], Results]] = {
     "spanned by a schedule": as_case(train_by_schedule),
     **dict.fromkeys((f"records of {name}" for name in RECORDED), as_case(record_fields)),
     **dict.fromkeys(REFUSED, as_case(refuse_to_train)),
+    **dict.fromkeys((f"saving: {name}" for name in SAVING), as_case_with_files(save_checkpoints)),
     **dict.fromkeys((f"plain {saved}" for saved in (SAVED, 2 * SAVED)), as_case_with_files(load_plainly)),
 }
 for kind in KINDS:
