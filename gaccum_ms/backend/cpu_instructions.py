@@ -67,14 +67,12 @@ def chosen() -> str:
 
 
 def description() -> str:
-    """How convolutions run on this CPU, in one line."""
-    if not has_avx512():
-        return "no AVX-512, so convolutions run by its fast kernels"
-    if is_onednn_2():
-        return "oneDNN 2, whose convolutions are fast with AVX-512 too"
+    """How convolutions run on this CPU, for `gaccum-ms check` ."""
+    if not has_avx512() or is_onednn_2():
+        return "convolutions are fast"
     if chosen():
-        return f"{chosen()} is set, and kept"
-    return f"AVX-512: gaccum_ms sets {VARIABLE}={AVX2} for networks that convolve; {VARIABLE}=ALL refuses"
+        return f"{chosen()} decides how fast convolutions are"
+    return f"convolutions are fast, because gaccum_ms sets {VARIABLE}={AVX2}"
 
 
 def limit_instructions() -> None:

@@ -102,17 +102,17 @@ def lay_out(folder: Path, env: Mapping[str, str]) -> dict[str, str]:
 
 def _libraries() -> list[Path]:
     """The shared libraries in NVIDIA's packages."""
-    return sorted(library for folder in _folders("nvidia") for library in folder.glob("*/lib/*.so*"))
+    return sorted(library for folder in folders("nvidia") for library in folder.glob("*/lib/*.so*"))
 
 
 def _package(name: str) -> Path:
     """The folder of an installed package, which is not imported."""
-    if folders := _folders(name):
-        return folders[0]
+    if places := folders(name):
+        return places[0]
     raise FileNotFoundError(name)
 
 
-def _folders(name: str) -> list[Path]:
+def folders(name: str) -> list[Path]:
     """All folders of a package: NVIDIA's may be in several environments, one based on the other."""
     spec = importlib.util.find_spec(name)
     return [Path(folder) for folder in (spec and spec.submodule_search_locations) or []]

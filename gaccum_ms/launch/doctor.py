@@ -8,6 +8,7 @@ a remedy, and makes the exit code 1. A part that is only absent (a GPU, mpirun) 
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib.metadata
 import itertools
@@ -18,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -35,7 +37,12 @@ DESCRIPTION = (
 )
 DEVICE_SECONDS = 120
 RANKS_SECONDS = 180
-MINDSPORE = "mindspore>=2.7.2,<2.11"
+MINDSPORE, SUPPORTED = "mindspore>=2.7.2,<2.11", "2.7.2 to 2.10"
+# MindSpore's own table of the CANN that it goes with, which it checks when it is imported on Ascend.
+CANN_TABLE = "mindspore/run_check/_check_version.py"
+CANN_VERSIONS = r"class AscendEnvChecker.*?self\.version = (\[.*?\])"
+CANN_SCRIPTS = ("/usr/local/Ascend/ascend-toolkit/set_env.sh", "/usr/local/Ascend/cann/set_env.sh")
+COLUMNS = 80
 
 
 def install(package: str) -> str:
@@ -73,7 +80,32 @@ def check_mindspore() -> Finding:
     def right(version: list[str]) -> bool:
         return (2, 7, 2) <= tuple(map(int, re.findall(r"\d+", ".".join(version))[:3])) < (2, 11)
 
-    return check_package("mindspore", right, MINDSPORE)
+    name, version, remedy = check_package("mindspore", right, MINDSPORE)
+    if version == "not installed":
+        return Finding(name, version, remedy)
+    return Finding(name, f"{version}, {'not ' * bool(remedy)}supported (gaccum_ms needs {SUPPORTED})", remedy)
+
+
+def check_cann(env: Mapping[str, str]) -> Finding:
+    """The CANN that is there, and whether MindSpore goes with it, by MindSpore's own table."""
+    home = env.get("ASCEND_HOME_PATH")
+    if not home:
+        script = next((path for path in CANN_SCRIPTS if Path(path).is_file()), "")
+        return Finding(
+            "CANN", f"not found: ASCEND_HOME_PATH is not set{script and f'. Run this first: source {script}'}"
+        )
+    files = (Path(home) / part / "version.info" for part in ("compiler", "runtime", "opp", "."))
+    info = next((file.read_text(errors="replace") for file in files if file.is_file()), "")
+    version = re.search(r"^Version=(\d+\.\d+)", info, re.MULTILINE)
+    if version is None:
+        return Finding("CANN", f"not found: there is no version.info in ASCEND_HOME_PATH={home}")
+    tables = [file for folder in cuda.folders("mindspore") if (file := folder.parent / CANN_TABLE).is_file()]
+    table = re.search(CANN_VERSIONS, tables[0].read_text(errors="replace"), re.DOTALL) if tables else None
+    if table is None:
+        return Finding("CANN", f"{version[1]} in {home}; the installed MindSpore has no table of CANN's versions")
+    fits = "goes with MindSpore" if version[1] in ast.literal_eval(table[1]) else "does not go with MindSpore"
+    needed = ", ".join(ast.literal_eval(table[1]))
+    return Finding("CANN", f"{version[1]} in {home}; it {fits}, which needs {needed} (its table: {CANN_TABLE})")
 
 
 def check_device(device: str, env: Mapping[str, str]) -> Finding:
@@ -93,15 +125,16 @@ def check_device(device: str, env: Mapping[str, str]) -> Finding:
         if missing := cuda.missing_packages():
             return Finding(device, f"no: {', '.join(missing)} missing", cuda.REMEDY)
         return Finding(device, f"no: {_first_reason(said)}", "see nvidia-smi")
+    if not any(Path("/dev").glob("davinci[0-9]*")):
+        return Finding(device, "no: there is no Ascend device (/dev/davinci0)")
     load_error = re.search(r"libmindspore_ascend\S* failed\. (.*)", said)
     reason = load_error[1] if load_error else _first_reason(said)
-    there = any(Path("/dev").glob("davinci[0-9]*"))
-    return Finding(device, f"no: {reason}", "install CANN and source its set_env.sh" if there else "")
+    return Finding(device, f"no: {reason}", "install CANN and source its set_env.sh")
 
 
-def check_onednn() -> Finding:
+def check_cpu_speed() -> Finding:
     """How convolutions run on this CPU."""
-    return Finding("oneDNN", _run(["-I", str(CPU_INSTRUCTIONS)], os.environ, DEVICE_SECONDS).stdout.strip())
+    return Finding("CPU speed", _run(["-I", str(CPU_INSTRUCTIONS)], os.environ, DEVICE_SECONDS).stdout.strip())
 
 
 def check_program(name: str, remedy: str, otherwise: str) -> Finding:
@@ -122,6 +155,13 @@ def check_ranks() -> Finding:
     if done.returncode == 0:
         return Finding("AllReduce", "works on 2 processes")
     return Finding("AllReduce", f"fails on 2 processes:\n{done.stderr}", "see the error above")
+
+
+def _lines(finding: Finding) -> str:
+    """A finding as text that fits a terminal; what a program said stays as it is."""
+    first, *said = finding.text.split("\n")
+    wrapped = textwrap.wrap(first, COLUMNS - 11, break_long_words=False, break_on_hyphens=False) or [""]
+    return "\n".join([f"{finding.name:10} " + f"\n{' ' * 11}".join(wrapped), *said])
 
 
 def _run(arguments: list[str], env: Mapping[str, str], seconds: float) -> subprocess.CompletedProcess:
@@ -157,7 +197,7 @@ def _check_all(failed: list[Finding]) -> None:
     """Run all checks, print the findings, and add those that need a remedy to `failed` ."""
 
     def report(finding: Finding) -> Finding:
-        show(f"{finding.name:10} {finding.text}\n")
+        show(f"{_lines(finding)}\n")
         if finding.remedy:
             failed.append(finding)
         return finding
@@ -166,9 +206,10 @@ def _check_all(failed: list[Finding]) -> None:
     report(check_package("numpy", lambda version: version[0] == "1", "numpy<2"))
     report(check_package("psutil", lambda version: int(version[0]) >= 6, "psutil>=6"))
     mindspore = report(check_mindspore())
-    report(check_onednn())
+    report(check_cann(os.environ))
+    report(check_cpu_speed())
     report(check_program("msrun", "" if mindspore.remedy else "reinstall MindSpore: " + install(MINDSPORE), ""))
-    report(check_program("mpirun", "", ", which only --launcher mpirun needs (on Debian: openmpi-bin)"))
+    report(check_program("mpirun", "", " (only --launcher mpirun needs it)"))
     if not failed:
         with tempfile.TemporaryDirectory() as folder:
             env = Cluster().environment(os.environ, 1)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from launched import PYTHONPATH, ROOT
+from mindspore.run_check._check_version import AscendEnvChecker
 
 from gaccum_ms.backend import cpu_instructions
 from gaccum_ms.launch import cuda, doctor
@@ -29,12 +30,14 @@ def test_this_machine_can_train_and_check_says_so():
     done = run(MS_ROLE="MS_SCHED", RANK_ID="7")
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
     assert done.returncode == 0, done.stdout + done.stderr
-    assert lines["mindspore"] == importlib.metadata.version("mindspore")
+    version = importlib.metadata.version("mindspore")
+    assert lines["mindspore"] == f"{version}, supported (gaccum_ms needs 2.7.2 to 2.10)"
     assert lines["numpy"] == importlib.metadata.version("numpy")
     assert lines["Python"].startswith(sys.version.split()[0])
     assert lines["msrun"].endswith("bin/msrun")
-    assert lines["CPU"] == "works"
-    assert lines["oneDNN"] == cpu_instructions.description()
+    assert "CPU        works\n" in done.stdout
+    assert f"CPU speed  {cpu_instructions.description()}\n" in done.stdout
+    assert all(len(line) <= 80 or "/" in line for line in done.stdout.splitlines()), "only a path is longer"
     if not cuda.has_driver():
         assert lines["GPU"] == f"no: there is no NVIDIA driver ({cuda.DRIVER})"
     assert lines["AllReduce"] == "works on 2 processes"
@@ -84,8 +87,40 @@ def test_wrong_versions_are_named():
 def test_mindspore_is_of_a_version_that_is_supported(version, right, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     finding = doctor.check_mindspore()
-    assert finding.text == version
+    assert finding.text == f"{version}, {'' if right else 'not '}supported (gaccum_ms needs 2.7.2 to 2.10)"
     assert finding.remedy == ("" if right else "pip install 'mindspore>=2.7.2,<2.11'")
+
+
+CANN_FILES = ["compiler/version.info", "runtime/version.info", "opp/version.info", "version.info"]
+
+
+@pytest.mark.parametrize("file", CANN_FILES)
+def test_cann_is_compared_with_mindspores_own_table(tmp_path, file):
+    """The installed MindSpore has such a table in its own check, which this package only reads."""
+    ours = AscendEnvChecker(None).version
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    for version, says in (
+        (f"{ours[0]}.RC1", "it goes with"),
+        ("7.0.0", "it does not go with"),
+        (f"{ours[-1]}.0", "it goes"),
+    ):
+        (tmp_path / file).write_text(f"name=x\nVersion={version}\n")
+        finding = doctor.check_cann({"ASCEND_HOME_PATH": str(tmp_path)})
+        assert finding.text.startswith(f"{version[:3]} in {tmp_path}; {says}")
+        assert f"which needs {', '.join(ours)} (its table: mindspore/run_check/_check_version.py)" in finding.text
+
+
+def test_a_cann_that_is_not_there_or_not_on_the_path_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "CANN_SCRIPTS", (str(tmp_path / "set_env.sh"),))
+    assert doctor.check_cann({}).text == "not found: ASCEND_HOME_PATH is not set"
+    (tmp_path / "set_env.sh").touch()
+    assert doctor.check_cann({}).text.endswith(f"is not set. Run this first: source {tmp_path}/set_env.sh")
+    text = doctor.check_cann({"ASCEND_HOME_PATH": str(tmp_path)}).text
+    assert text == f"not found: there is no version.info in ASCEND_HOME_PATH={tmp_path}"
+    (tmp_path / "version.info").write_text("Version=8.5.0\n")
+    monkeypatch.setattr(cuda, "folders", lambda name: [tmp_path])
+    text = doctor.check_cann({"ASCEND_HOME_PATH": str(tmp_path)}).text
+    assert text == f"8.5 in {tmp_path}; the installed MindSpore has no table of CANN's versions"
 
 
 def test_a_driver_without_the_libraries_is_broken(monkeypatch):
