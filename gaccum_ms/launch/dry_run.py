@@ -121,7 +121,10 @@ class DryRun:
     def _slurm(self) -> list[str]:
         start = 'srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_ON_NODE"'
         restarts = self.cluster.max_restarts if self.cluster.nodes > 1 else 0  # one host's launcher restarts by itself
-        count = "${SLURM_RESTART_COUNT:-0}"
+        count, address = "${SLURM_RESTART_COUNT:-0}", shlex.quote(self.cluster.master_addr)
+        if address == Cluster().master_addr:  # it was not given
+            address = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+        more = f"--attempt $(({count} + 1))" * (restarts > 0)
         again = f'[ $code -eq 0 ] || [ {count} -ge {restarts} ] || scontrol requeue "$SLURM_JOB_ID"'
         return [
             f"#SBATCH --nodes={self.cluster.nodes}",
@@ -129,10 +132,8 @@ class DryRun:
             "#SBATCH --exclusive",
             *["#SBATCH --requeue"] * (restarts > 0),
             f"cd {shlex.quote(os.getcwd())}",
-            'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-            *self._launcher(
-                start, '"$SLURM_NODEID"', '"$0"', f"--attempt $(({count} + 1)) " * (restarts > 0), '"$first"'
-            ),
+            f"first={address}",
+            *self._launcher(start, '"$SLURM_NODEID"', '"$0"', more, '"$first"'),
             *["code=$?", again, "exit $code"] * (restarts > 0),
         ]
 

@@ -1,0 +1,185 @@
+"""`--dry-run slurm`, with Slurm itself: two nodes on this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from launched import LIMIT, PYTHONPATH, write
+
+WORKER = Path(__file__).resolve().with_name("recovering_worker.py")
+DAEMONS = ("munged", "slurmctld", "slurmd")
+PATH = f"{os.environ['PATH']}{os.pathsep}/usr/sbin"  # a user's PATH may lack the daemons
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(
+        not all(shutil.which(name, path=PATH) for name in DAEMONS),
+        reason="Slurm is not installed: apt-get install slurm-wlm munge",
+    ),
+    pytest.mark.skipif(os.geteuid() != 0, reason="Slurm's daemons need root here"),
+]
+
+CONFIGURATION = """
+ClusterName=two_nodes
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+SelectType=select/cons_tres
+MpiDefault=none
+ReturnToService=2
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]}
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]}
+PartitionName=all Nodes=n1,n2 Default=YES
+"""
+
+
+class Slurm:
+    """Two nodes. Its programs find it by an environment variable."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.env = {**os.environ, "PATH": PATH, "PYTHONPATH": PYTHONPATH, "SLURM_CONF": str(folder / "slurm.conf")}
+
+    def say(self, *command: str, cwd: Path | None = None) -> str:
+        """What one of Slurm's programs prints."""
+        done = subprocess.run(command, env=self.env, cwd=cwd, capture_output=True, text=True, timeout=LIMIT)
+        return done.stdout.strip()
+
+    def submit(self, script: Path, *options: str, args: tuple[str, ...] = ()) -> str:
+        """Submit what `--dry-run slurm` prints for one rank on each node, and return the job's number."""
+        # The names of these nodes are no host names, so the address is given.
+        command = [sys.executable, "-m", "gaccum_ms.launch", "--processes=1", "--nodes=2", "--master-addr=localhost"]
+        command += ["--master-port", str(free_ports(1)[0]), *options, "--dry-run=slurm", str(script), *args]
+        text = subprocess.run(command, env=self.env, cwd=script.parent, capture_output=True, text=True, check=True)
+        (script.parent / "job").write_text(text.stdout)
+        return self.say("sbatch", "--parsable", "--output=job.out", "--open-mode=append", "job", cwd=script.parent)
+
+    def state(self, job: str) -> str:
+        fields = dict(field.partition("=")[::2] for field in self.say("scontrol", "show", "job", job).split())
+        return fields.get("JobState", "")
+
+    def wait(self, job: str, *states: str) -> str:
+        """Wait until the job is in one of these states."""
+        until = time.monotonic() + LIMIT
+        while (state := self.state(job)) not in states and time.monotonic() < until:
+            time.sleep(0.3)
+        return state
+
+
+def free_ports(number: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
+        return [each.getsockname()[1] for each in sockets]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory) -> Iterator[Slurm]:
+    folder = tmp_path_factory.mktemp("slurm")
+    folder.chmod(0o755)
+    for name in ("state", "n1", "n2"):
+        (folder / name).mkdir()
+    (folder / "key").write_bytes(os.urandom(128))
+    (folder / "key").chmod(0o600)
+    host = socket.gethostname().split(".")[0]
+    (folder / "slurm.conf").write_text(CONFIGURATION.format(host=host, ports=free_ports(3), folder=folder))
+    munged = ["munged", "--foreground", "--force", f"--key-file={folder}/key", f"--socket={folder}/munge.socket"]
+    munged += [f"--{name}={folder}/munge.{name[:4]}" for name in ("pid-file", "seed-file", "log-file")]
+    cluster, daemons = Slurm(folder), []
+    with (folder / "daemons.log").open("w") as log:
+        try:
+            for command in (munged, ["slurmctld", "-D"], ["slurmd", "-D", "-N", "n1"], ["slurmd", "-D", "-N", "n2"]):
+                daemons.append(subprocess.Popen(command, env=cluster.env, stdout=log, stderr=log))
+                while command == munged and not (folder / "munge.socket").exists():
+                    assert daemons[0].poll() is None, (folder / "daemons.log").read_text()
+                    time.sleep(0.1)
+            until = time.monotonic() + LIMIT
+            while cluster.say("sinfo", "-h", "-o", "%T %D") != "idle 2":
+                assert time.monotonic() < until, (folder / "daemons.log").read_text()
+                time.sleep(0.3)
+            yield cluster
+        finally:
+            cluster.say("scancel", "--full", "--signal=KILL", "--state=RUNNING")
+            left = [child for daemon in daemons for child in psutil.Process(daemon.pid).children(recursive=True)]
+            for daemon in reversed(daemons):
+                daemon.terminate()
+            for daemon in daemons:
+                daemon.wait(LIMIT)
+            for process in psutil.wait_procs(left, timeout=60)[1]:
+                process.kill()
+
+
+def processes_of(script: Path) -> list[psutil.Process]:
+    """The processes that run this script."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            found += [process] if str(script) in process.cmdline() else []
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_a_rank_that_fails_ends_the_job_on_both_nodes(slurm, tmp_path):
+    script = write(
+        tmp_path / "a folder's" / "script.py",
+        'assert sys.argv[1:] == ["it\'s", "$HOME *"]\n'
+        'open(f"up.{rank}", "w").write(f"{os.environ[\'SLURMD_NODENAME\']} {os.environ[\'RANK_SIZE\']}")\n'
+        'while not os.path.exists(f"up.{1 - rank}"): time.sleep(0.1)\n'
+        'if rank == 1: raise ValueError("no such thing")\ntime.sleep(1000)',
+    )
+    job = slurm.submit(script, args=("it's", "$HOME *"))
+    assert slurm.wait(job, *ENDED) == "FAILED", (script.parent / "job.out").read_text()
+    assert [(script.parent / f"up.{rank}").read_text() for rank in range(2)] == ["n1 2", "n2 2"]
+    said = (script.parent / "job.out").read_text()
+    assert "error: rank 1 on host 1 failed with exit code 1; all ranks of this host were ended." in said
+    assert "ValueError: no such thing" in said
+    until = time.monotonic() + LIMIT
+    while processes_of(script) and time.monotonic() < until:  # Slurm ends the other node's after the job's end
+        time.sleep(0.3)
+    assert processes_of(script) == []
+
+
+def test_a_requeued_job_resumes(slurm, tmp_path):
+    """A rank is killed; the job then trains to the end from the newest checkpoint, with the weights of an undisturbed
+    training."""
+    script = Path(shutil.copy(WORKER, tmp_path))
+    job = slurm.submit(script, "--max-restarts=1", args=(str(tmp_path), "8", "pynative"))
+    until = time.monotonic() + LIMIT
+    rows = [tmp_path / f"trained.{rank}" for rank in range(2)]
+    while not (rows[1].exists() and len(rows[1].read_text().splitlines()) > 3) and time.monotonic() < until:
+        time.sleep(0.05)
+    ranks = [process for process in processes_of(script) if process.environ().get("RANK_ID") == "1"]
+    ranks[-1].kill()
+    assert slurm.wait(job, "PENDING", *ENDED) == "PENDING", (tmp_path / "job.out").read_text()
+    slurm.say("scontrol", "update", f"JobId={job}", "StartTime=now")  # else Slurm lets two minutes pass
+    assert slurm.wait(job, *ENDED) == "COMPLETED", (tmp_path / "job.out").read_text()
+    attempts = [[row.partition(",")[0][1:] for row in file.read_text().splitlines()] for file in rows]
+    assert [sorted(set(each)) for each in attempts] == [["0", "1"], ["0", "1"]]
+    for rank in range(2):
+        assert (tmp_path / "log_output" / f"host.{rank}" / "2" / f"rank.{rank}" / "stdout").exists()
+        assert (tmp_path / "log_output" / f"host.{rank}" / "1" / f"rank.{rank}" / "stdout").exists()
+        got, right = (dict(np.load(tmp_path / f"{name}{rank}.npz")) for name in ("rank", "undisturbed"))
+        assert got.keys() == right.keys()
+        for name in right:
+            np.testing.assert_array_equal(got[name], right[name], name)
