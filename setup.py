@@ -64,6 +64,7 @@ setup(
             "nvidia-cusolver-cu11",
             "nvidia-cusparse-cu11",
         ],
+        "ray": ["ray>=2.40,<3"],  # gaccum-ms run --on ray; tested with 2.60
         "dev": ["import-linter>=2", "mypy", "pre-commit", "ruff", "zizmor==1.*"],
         "docs": DOCS,
         "release": ["build", "twine>=6"],

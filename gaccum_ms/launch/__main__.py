@@ -1,13 +1,8 @@
-"""Start a script on several processes, and end them together.
-
-    gaccum-ms run --processes 8 train.py --epochs 3        or: python -m gaccum_ms.launch --processes 8 ...
-
-starts one tree of processes::
+"""`gaccum-ms run` , or ``python -m gaccum_ms.launch`` : starts one tree of processes, and ends them together.
 
     this program ── msrun or mpirun ── one guard per rank (`guard.py`) ── the rank, which runs the script
 
-Each rank's output is in ``log_output/1/rank.N/stdout`` and ``stderr``. The guards report to this program, so it finds
-the rank that failed first in the same way with either launcher.
+The guards report to this program, so it finds the rank that failed first in the same way with either launcher.
 """
 
 from __future__ import annotations
@@ -26,6 +21,7 @@ from gaccum_ms.launch.job import SIGNALS, Steps, launch
 from gaccum_ms.launch.logs import rank_folder
 from gaccum_ms.launch.options import parse
 from gaccum_ms.launch.output import show
+from gaccum_ms.launch.ray_engine import OnRay
 from gaccum_ms.launch.restarts import Restarts
 
 
@@ -69,15 +65,20 @@ def main(argv: list[str] | None = None, prog: str = "python -m gaccum_ms.launch"
     show("".join(f"note: {note}\n" for note in left_out(os.environ)))
     begin = time.monotonic()
     try:
-        restarts = Restarts() if options.restarts_here else None
-        with contextlib.closing(launch(cluster, command, log_dir, options.timeout, restarts=restarts)) as steps:
-            cluster = _run(steps)
+        if options.on:
+            ray = OnRay(options.ray_address, options.ray_resources, options.ray_working_dir, options.checkpoints)
+            cluster = ray.run(cluster, command, log_dir, options.timeout)
+            ranks, logs = f"{cluster.size} ranks", log_dir / "host.N"
+        else:
+            restarts = Restarts() if options.restarts_here else None
+            with contextlib.closing(launch(cluster, command, log_dir, options.timeout, restarts=restarts)) as steps:
+                cluster = _run(steps)
+            ranks, logs = f"{cluster.processes} ranks{f' of host {cluster.node_rank}' * (cluster.nodes > 1)}", log_dir
     except LaunchError as error:
         print(f"error: {error}\nlogs: {log_dir}", file=sys.stderr)
         return error.code
-    seconds_taken, logs = time.monotonic() - begin, rank_folder(log_dir, "N", cluster.attempt)
-    where = f" of host {cluster.node_rank}" if cluster.nodes > 1 else ""
-    show(f"{cluster.processes} ranks{where} finished in {seconds_taken:.0f} s; logs: {logs}\n")
+    folder = rank_folder(logs, "N", cluster.attempt)
+    show(f"{ranks} finished in {time.monotonic() - begin:.0f} s; logs: {folder}\n")
     return 0
 
 

@@ -47,11 +47,7 @@ MINDSPORE_WAITS_SECONDS = 1_000_000  # the limit: MindSpore counts milliseconds 
 class LaunchError(Exception):
     """A launch that cannot start or did not succeed.
 
-    Args:
-        message (str): The message.
-        code (int): The exit code of this program.
-        rank (int or None): The rank that failed, if one did.
-        since (float or None): When it failed, by ``time.monotonic()`` . None: now.
+    It has this program's exit code, the rank that failed, if one did, and when it failed, by ``time.monotonic()`` .
     """
 
     def __init__(self, message: str, code: int = 1, rank: int | None = None, since: float | None = None) -> None:
@@ -62,39 +58,22 @@ class LaunchError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """The ranks of a launch.
+    """The ranks of a launch."""
 
-    Args:
-        launcher (str): ``"msrun"`` or ``"mpirun"``.
-        processes (int): The number of ranks on each host.
-        nodes (int): The number of hosts.
-        node_rank (int): The number of this host, from 0.
-        master_addr (str): The address of host 0, where MindSpore's scheduler runs.
-        master_port (int): The scheduler's port there. 0: any free port.
-        start_timeout (float): Seconds from the start in which all ranks must reach ``init()`` .
-        end_timeout (float): Seconds for which the other ranks may stand still after one has ended. 0: for ever.
-        rank_table_file (str): For msrun's option of this name.
-        bind_core (str): For msrun's option of this name.
-        max_restarts (int): The largest number of restarts after a failure.
-        min_processes (int): The least number of ranks, on all hosts, after a restart. 0: all of them.
-        attempt (int): The number of the attempt, from 1.
-        devices (tuple[int, ...]): The devices of this host that take part. Empty: the first ones.
-    """
-
-    launcher: str = "msrun"
-    processes: int = 8
-    nodes: int = 1
-    node_rank: int = 0
-    master_addr: str = "127.0.0.1"
-    master_port: int = 0
-    start_timeout: float = 600
-    end_timeout: float = 15
-    rank_table_file: str = ""
-    bind_core: str = ""
+    launcher: str = "msrun"  # or "mpirun"
+    processes: int = 8  # ranks on each host
+    nodes: int = 1  # hosts
+    node_rank: int = 0  # the number of this host
+    master_addr: str = "127.0.0.1"  # an address of host 0, where MindSpore's scheduler runs
+    master_port: int = 0  # the scheduler's port there; 0: any free port
+    start_timeout: float = 600  # seconds in which all ranks must reach `init()`
+    end_timeout: float = 15  # seconds for which ranks may stand still after one has ended; 0: for ever
+    rank_table_file: str = ""  # msrun's option
+    bind_core: str = ""  # msrun's option
     max_restarts: int = 0
-    min_processes: int = 0
+    min_processes: int = 0  # the least number of ranks, on all hosts, after a restart; 0: all of them
     attempt: int = 1
-    devices: tuple[int, ...] = ()
+    devices: tuple[int, ...] = ()  # the devices of this host that take part; empty: the first ones
 
     @property
     def size(self) -> int:
@@ -116,17 +95,8 @@ class Cluster:
         return self.devices[local] if self.devices else local
 
     def environment(self, parent: Mapping[str, str], cores: int) -> dict[str, str]:
-        """Return the environment of the processes to start.
-
-        Args:
-            parent (Mapping[str, str]): The environment of this program.
-            cores (int): The number of cores that this host's ranks share.
-
-        Returns:
-            dict[str, str], `parent` without another cluster's variables. It has as many threads for each process as
-            cores (at least 1), and the time that ranks wait for each other; values in `parent` are kept. This
-            Python's folder is first in ``PATH``.
-        """
+        """The environment of the processes to start: `parent` without another cluster's variables, with a share of this
+        host's `cores` for each process, and the time that ranks wait for each other; values in `parent` are kept."""
         env = {k: v for k, v in parent.items() if not of_another_cluster(k)}
         env.pop(WORKER_IP, None)
         env |= {name: parent[name] for name in (WORKER_IP, RANK_TABLE) if name in parent and not _strange(name, parent)}
@@ -148,15 +118,7 @@ class Cluster:
         return env
 
     def command(self, logs: Path, env: Mapping[str, str]) -> list[str]:
-        """Return the command that starts a Python program on each of this host's ranks, without that program.
-
-        Args:
-            logs (Path): The folder of the launcher's own logs.
-            env (Mapping[str, str]): The launcher's environment.
-
-        Raises:
-            LaunchError: If the launcher is not installed.
-        """
+        """Return the command that starts a Python program on each of this host's ranks, without that program."""
         path = shutil.which(self.launcher, path=env["PATH"])
         if path is None:
             remedy = "on Debian: apt-get install openmpi-bin" if self.launcher == "mpirun" else "pip install mindspore"
@@ -205,14 +167,10 @@ def _strange(name: str, parent: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def reserved_port(address: str, port: int = 0) -> Iterator[int]:
-    """Find a free TCP port, or take the given one, and reserve it until MindSpore's scheduler listens there, seconds
-    later.
+    """Find a free TCP port, or take the given one, and reserve it until MindSpore's scheduler listens there.
 
     A socket that is bound and does not listen reserves the port: the system assigns it to no program that requests any
     free port. The scheduler requests this port and sets SO_REUSEADDR, as we do, and so gets it.
-
-    Raises:
-        LaunchError: If the port is taken, or the address is not this host's.
     """
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as reserves:
         reserves.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -229,11 +187,9 @@ def reserved_port(address: str, port: int = 0) -> Iterator[int]:
 
 def is_local(address: str) -> bool:
     """Whether an address is this host's."""
-    try:
-        with reserved_port(address):
-            return True
-    except LaunchError:
-        return False
+    with contextlib.suppress(LaunchError), reserved_port(address):
+        return True
+    return False
 
 
 def _before_2_10() -> bool:

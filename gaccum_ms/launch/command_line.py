@@ -2,9 +2,8 @@
 
     [options] [--] SCRIPT [its arguments]        or        [options] --script SCRIPT [--] [its arguments]
 
-The launcher's options end at the first word that is none of them: all following words belong to the script. A word
-that resembles an option of the launcher is an error, because it is probably a typing mistake. If a script's own option
-resembles one, put it after ``--`` or after the script.
+The options end at the first word that is none of them. A word that resembles one is an error, because it is probably a
+typing mistake. If a script's own option resembles one, put it after ``--`` or after the script.
 """
 
 from __future__ import annotations
@@ -28,6 +27,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}; see --help\n".replace("\n", " ").rstrip() + "\n")
+
+    def refuse(self, wrong: object, why: str) -> None:
+        """End this program with an error, if something is wrong."""
+        if wrong:
+            self.error(why)
 
     def print_help(self, file: Any = None) -> None:
         show(self.format_help())

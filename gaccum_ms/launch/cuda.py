@@ -1,9 +1,8 @@
 """Makes a CUDA folder for MindSpore's GPU back end, from the CUDA 11 libraries of the extra ``gpu``.
 
 MindSpore chooses the back end by the version that ``$CUDA_HOME/bin/nvcc`` prints, and loads it if all its libraries are
-found. A machine with only NVIDIA's driver has neither. The libraries come from PyPI, each in a separate folder, without
-a compiler. So this file makes a folder that resembles CUDA's: links to the libraries, and an ``nvcc`` that prints the
-version.
+found. The libraries from PyPI come each in a folder of its own, without a compiler. So this file makes a folder that
+resembles CUDA's: links to the libraries, and an ``nvcc`` that prints the version.
 """
 
 from __future__ import annotations
@@ -67,15 +66,7 @@ def wrong_cuda_home(env: Mapping[str, str]) -> str:
 
 
 def environment(folder: Path, env: Mapping[str, str]) -> dict[str, str]:
-    """Make the folder, and return the variables with which MindSpore finds it.
-
-    Args:
-        folder (Path): The folder to make.
-        env (Mapping[str, str]): The environment to change. It stays as it is if it has a ``CUDA_HOME`` .
-
-    Returns:
-        dict[str, str], the variables to change; none without driver, or if a library is missing.
-    """
+    """Make the folder, and return the variables with which MindSpore finds it."""
     if "CUDA_HOME" in env or not has_driver() or missing_packages():
         return {}
     return lay_out(folder, env)

@@ -1,15 +1,12 @@
-"""Checks whether this machine can train: installed packages, MindSpore's devices, communication between ranks.
+"""`gaccum-ms check` : whether this machine can train. It looks at packages, devices, and ranks that communicate.
 
-    gaccum-ms check        in a checkout: bash run.sh check
-
-Each part is tried in a separate process, with the environment that the launcher sets. Each broken part is reported with
-a remedy, and makes the exit code 1. A part that is only absent (a GPU, mpirun) does not.
+Each part is tried in a process of its own, with the environment that the launcher sets. Each broken part is reported
+with a remedy, and makes the exit code 1. A part that is only absent (a GPU, mpirun) does not.
 """
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import importlib.metadata
 import itertools
 import os
@@ -20,11 +17,11 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from gaccum_ms.launch import cuda, probe
+from gaccum_ms.launch import cuda
 from gaccum_ms.launch.cluster import COLLECTIVE_TIMEOUT, Cluster
 from gaccum_ms.launch.command_line import Parser
 from gaccum_ms.launch.output import show
@@ -43,11 +40,19 @@ CANN_TABLE = "mindspore/run_check/_check_version.py"
 CANN_VERSIONS = r"class AscendEnvChecker.*?self\.version = (\[.*?\])"
 CANN_SCRIPTS = ("/usr/local/Ascend/ascend-toolkit/set_env.sh", "/usr/local/Ascend/cann/set_env.sh")
 COLUMNS = 80
-
-
-def install(package: str) -> str:
-    """How to install a package."""
-    return f"bash run.sh lets pip install it; by hand: pip install '{package}'"
+# These import nothing of ours, so their failures are MindSpore's.
+COMPUTES = """
+import sys, mindspore as ms
+ms.set_device(sys.argv[1])
+assert float((ms.Tensor([1.0]) + 1.0).asnumpy()[0]) == 2.0, "1 + 1 is not 2"
+"""
+COMMUNICATES = """
+import mindspore as ms
+from mindspore.communication import get_group_size, init
+ms.set_device("CPU")
+init()
+assert float(ms.ops.AllReduce()(ms.Tensor([1.0])).asnumpy()[0]) == get_group_size(), "the sum over ranks is wrong"
+"""
 
 
 class Finding(NamedTuple):
@@ -58,11 +63,16 @@ class Finding(NamedTuple):
     remedy: str = ""
 
 
+def install(package: str) -> str:
+    """How to install a package."""
+    return f"bash run.sh lets pip install it; by hand: pip install '{package}'"
+
+
 def check_python() -> Finding:
     """Python's version."""
-    text = f"{sys.version.split()[0]}  {sys.executable}"
     right = (3, 10) <= sys.version_info[:2] <= (3, 12)
-    return Finding("Python", text, "" if right else "gaccum_ms needs Python 3.10, 3.11 or 3.12")
+    remedy = "" if right else "gaccum_ms needs Python 3.10, 3.11 or 3.12"
+    return Finding("Python", f"{sys.version.split()[0]}  {sys.executable}", remedy)
 
 
 def check_package(name: str, right: Callable[[list[str]], bool], needed: str) -> Finding:
@@ -78,22 +88,21 @@ def check_mindspore() -> Finding:
     """Whether setup.py accepts MindSpore's version."""
 
     def right(version: list[str]) -> bool:
-        return (2, 7, 2) <= tuple(map(int, re.findall(r"\d+", ".".join(version))[:3])) < (2, 11)
+        return [2, 7, 2] <= [*map(int, re.findall(r"\d+", ".".join(version))[:3])] < [2, 11]
 
-    name, version, remedy = check_package("mindspore", right, MINDSPORE)
-    if version == "not installed":
-        return Finding(name, version, remedy)
-    return Finding(name, f"{version}, {'not ' * bool(remedy)}supported (gaccum_ms needs {SUPPORTED})", remedy)
+    finding = check_package("mindspore", right, MINDSPORE)
+    if finding.text == "not installed":
+        return finding
+    supported = f"{'not ' * bool(finding.remedy)}supported (gaccum_ms needs {SUPPORTED})"
+    return finding._replace(text=f"{finding.text}, {supported}")
 
 
 def check_cann(env: Mapping[str, str]) -> Finding:
     """The CANN that is there, and whether MindSpore goes with it, by MindSpore's own table."""
     home = env.get("ASCEND_HOME_PATH")
     if not home:
-        script = next((path for path in CANN_SCRIPTS if Path(path).is_file()), "")
-        return Finding(
-            "CANN", f"not found: ASCEND_HOME_PATH is not set{script and f'. Run this first: source {script}'}"
-        )
+        remedies = [f". Run this first: source {path}" for path in CANN_SCRIPTS if Path(path).is_file()]
+        return Finding("CANN", f"not found: ASCEND_HOME_PATH is not set{''.join(remedies[:1])}")
     files = (Path(home) / part / "version.info" for part in ("compiler", "runtime", "opp", "."))
     info = next((file.read_text(errors="replace") for file in files if file.is_file()), "")
     version = re.search(r"^Version=(\d+\.\d+)", info, re.MULTILINE)
@@ -110,26 +119,26 @@ def check_cann(env: Mapping[str, str]) -> Finding:
 
 def check_device(device: str, env: Mapping[str, str]) -> Finding:
     """Whether MindSpore computes on a device, and if not, why."""
-    done = _run([probe.__file__, device], env, DEVICE_SECONDS)
+    done = _run(["-c", COMPUTES, device], env, DEVICE_SECONDS)
     if done.returncode == 0:
         return Finding(device, "works")
-    said = done.stdout + done.stderr
+    reason, remedy = _first_reason(done.stdout + done.stderr), "reinstall MindSpore: " + install(MINDSPORE)
     if device == "CPU":
-        return Finding(device, f"fails: {_first_reason(said)}", "reinstall MindSpore: " + install(MINDSPORE))
+        return Finding(device, f"fails: {reason}", remedy)
     if device == "GPU":
-        wrong = cuda.wrong_cuda_home(env)
+        remedy, wrong, missing = "see nvidia-smi", cuda.wrong_cuda_home(env), cuda.missing_packages()
         if not cuda.has_driver():
-            return Finding(device, f"no: there is no NVIDIA driver ({cuda.DRIVER})" + (f"; {wrong}" if wrong else ""))
-        if wrong:
-            return Finding(device, f"no: {wrong}", "unset CUDA_HOME, or set it to a CUDA 11")
-        if missing := cuda.missing_packages():
-            return Finding(device, f"no: {', '.join(missing)} missing", cuda.REMEDY)
-        return Finding(device, f"no: {_first_reason(said)}", "see nvidia-smi")
-    if not any(Path("/dev").glob("davinci[0-9]*")):
-        return Finding(device, "no: there is no Ascend device (/dev/davinci0)")
-    load_error = re.search(r"libmindspore_ascend\S* failed\. (.*)", said)
-    reason = load_error[1] if load_error else _first_reason(said)
-    return Finding(device, f"no: {reason}", "install CANN and source its set_env.sh")
+            reason, remedy = f"there is no NVIDIA driver ({cuda.DRIVER}){wrong and f'; {wrong}'}", ""
+        elif wrong:
+            reason, remedy = wrong, "unset CUDA_HOME, or set it to a CUDA 11"
+        elif missing:
+            reason, remedy = f"{', '.join(missing)} missing", cuda.REMEDY
+    elif not any(Path("/dev").glob("davinci[0-9]*")):
+        reason, remedy = "there is no Ascend device (/dev/davinci0)", ""
+    else:
+        load_error = re.search(r"libmindspore_ascend\S* failed\. (.*)", done.stdout + done.stderr)
+        reason, remedy = load_error[1] if load_error else reason, "install CANN and source its set_env.sh"
+    return Finding(device, f"no: {reason}", remedy)
 
 
 def check_cpu_speed() -> Finding:
@@ -149,7 +158,8 @@ def check_ranks() -> Finding:
         # As in this program, modules in the working folder must not replace Python's own.
         safe = ["-P"] * getattr(sys.flags, "safe_path", False)
         command = [*safe, "-m", "gaccum_ms.launch", "-n", "2", "--start-timeout", "60"]
-        command += ["--timeout", str(RANKS_SECONDS - 30), "--log-dir", folder, probe.__file__]
+        (script := Path(folder) / "ranks.py").write_text(COMMUNICATES)
+        command += ["--timeout", str(RANKS_SECONDS - 30), "--log-dir", folder, str(script)]
         env = {**os.environ, COLLECTIVE_TIMEOUT: "30"}  # MindSpore's error comes before the launcher's
         done = _run(command, env, RANKS_SECONDS)
     if done.returncode == 0:
@@ -182,41 +192,36 @@ def _first_reason(said: str) -> str:
 
 def main(argv: list[str] | None = None, prog: str = "python -m gaccum_ms.launch.doctor") -> int:
     """Run all checks, print the findings, and return the exit code."""
-    parser = Parser(prog=prog, usage="%(prog)s", description=DESCRIPTION)
-    parser.parse_args(argv)
+    Parser(prog=prog, usage="%(prog)s", description=DESCRIPTION).parse_args(argv)
     failed: list[Finding] = []
-    with contextlib.suppress(KeyboardInterrupt):
-        _check_all(failed)
-        for finding in failed:
-            print(f"broken: {finding.name}. {finding.remedy}", file=sys.stderr)
-        return 1 if failed else 0
-    return 128 + signal.SIGINT
+    try:
+        for finding in _findings(failed):
+            show(f"{_lines(finding)}\n")
+            failed += [finding] if finding.remedy else []
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    for finding in failed:
+        print(f"broken: {finding.name}. {finding.remedy}", file=sys.stderr)
+    return 1 if failed else 0
 
 
-def _check_all(failed: list[Finding]) -> None:
-    """Run all checks, print the findings, and add those that need a remedy to `failed` ."""
-
-    def report(finding: Finding) -> Finding:
-        show(f"{_lines(finding)}\n")
-        if finding.remedy:
-            failed.append(finding)
-        return finding
-
-    report(check_python())
-    report(check_package("numpy", lambda version: version[0] == "1", "numpy<2"))
-    report(check_package("psutil", lambda version: int(version[0]) >= 6, "psutil>=6"))
-    mindspore = report(check_mindspore())
-    report(check_cann(os.environ))
-    report(check_cpu_speed())
-    report(check_program("msrun", "" if mindspore.remedy else "reinstall MindSpore: " + install(MINDSPORE), ""))
-    report(check_program("mpirun", "", " (only --launcher mpirun needs it)"))
+def _findings(failed: list[Finding]) -> Iterator[Finding]:
+    """All findings. What cannot work is not tried."""
+    yield check_python()
+    yield check_package("numpy", lambda version: version[0] == "1", "numpy<2")
+    yield check_package("psutil", lambda version: int(version[0]) >= 6, "psutil>=6")
+    yield (mindspore := check_mindspore())
+    yield check_cann(os.environ)
+    yield check_cpu_speed()
+    yield check_program("msrun", "" if mindspore.remedy else "reinstall MindSpore: " + install(MINDSPORE), "")
+    yield check_program("mpirun", "", " (only --launcher mpirun needs it)")
     if not failed:
         with tempfile.TemporaryDirectory() as folder:
             env = Cluster().environment(os.environ, 1)
             env |= cuda.environment(Path(folder), env)
             for device in ("CPU", "GPU", "Ascend"):
-                report(check_device(device, env))
-        report(check_ranks())
+                yield check_device(device, env)
+        yield check_ranks()
 
 
 if __name__ == "__main__":

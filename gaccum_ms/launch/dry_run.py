@@ -1,13 +1,5 @@
-"""Prints a launch as a bash script, to start it by other means, or to inspect it.
-
-| form | what is printed |
-| --- | --- |
-| ``ranks`` | for each host, MindSpore's scheduler and every rank, with their variables, without the launcher |
-| ``slurm`` | a batch file for sbatch: the launcher once on each host, by srun |
-| ``openmpi`` | the same by mpirun |
-
-All run the user's script unchanged.
-"""
+"""Prints a launch as a bash script: each rank with its variables, without the launcher ( ``ranks`` ), or the launcher
+on each host, by ``slurm`` or ``openmpi`` ."""
 
 from __future__ import annotations
 
@@ -33,28 +25,16 @@ _OPTIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class DryRun:
-    """A launch to print.
-
-    Args:
-        cluster (Cluster): Its ranks.
-        command (list[str]): The script that each rank runs, and its arguments.
-        log_dir (Path): The folder of the logs.
-        hosts (list[str]): The hosts' names, for mpirun; empty: they are not known.
-        words (list[str]): The launcher's options that are the same on all hosts.
-    """
+    """A launch to print."""
 
     cluster: Cluster
-    command: list[str]
+    command: list[str]  # the script that each rank runs, and its arguments
     log_dir: Path
-    hosts: list[str]
-    words: list[str]
+    hosts: list[str]  # their names, if they are known
+    words: list[str]  # the launcher's options that are the same on all hosts
 
     def text(self, form: str) -> str:
-        """Return the script.
-
-        Raises:
-            LaunchError: If the hosts' names are needed and not known, or a rank table does not fit the ranks.
-        """
+        """Return the script."""
         lines = {"ranks": self._ranks, "slurm": self._slurm, "openmpi": self._openmpi}[form]()
         return "\n".join(["#!/bin/bash", *lines, ""])
 

@@ -1,14 +1,11 @@
 """A guard process for each rank, and the wrapper that runs the script in the rank's own process.
 
-The launcher starts ``guard.py --guard LOGS SCRIPT ...`` for each rank. The guard writes the rank's output to
-``LOGS/rank.N/stdout`` and ``stderr``, reports its process id and exit code to the launcher, in the same way under msrun
-and mpirun, and kills it if the launcher is gone. It starts ``guard.py SCRIPT ...``, the wrapper, which runs the script
-as Python would.
-
-The wrapper reports when the script has failed or ended. The process itself may end much later, because Python waits for
-threads. After the script, the wrapper waits for the other ranks: a rank that leaves first can break the collective that
-the others are still in, because its sent data are lost. While the script runs, a thread answers the launcher, which
-checks whether a rank stands still after another has ended.
+``guard.py --guard LOGS SCRIPT ...`` writes a rank's output to ``LOGS/rank.N``, reports its process id and exit code to
+the launcher, in the same way under msrun and mpirun, and kills it if the launcher is gone. It starts ``guard.py SCRIPT
+...``, the wrapper, which runs the script as Python would, and reports when the script has failed or ended: the process
+may end much later, because Python waits for threads. Then the wrapper waits for the other ranks: a rank that leaves
+first can break the collective that the others are still in, because its sent data are lost. While the script runs, a
+thread answers the launcher, which checks whether a rank stands still after another has ended.
 """
 
 from __future__ import annotations
@@ -41,11 +38,8 @@ IDLE_SHARE = 0.02  # of one core: a process that uses less is idle
 
 
 def tell(job: str, **message: object) -> None:
-    """Send the launcher a message, which is lost if the launcher is gone.
-
-    The launcher may stand still for long: it is stopped, or its output is shown page by page. The messages that it
-    cannot do without wait until it takes them; if it dies meanwhile, the system ends the sending with an error.
-    """
+    """Send the launcher a message, which is lost if the launcher is gone. If it stands still, because it is stopped or
+    its output is shown page by page, messages that it cannot do without wait until it takes them or dies."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as to_launcher:
         to_launcher.settimeout(None if message.keys() & {"pid", "code"} else SEND_SECONDS)
         to_launcher.sendto(json.dumps(message).encode(), f"\0{job}")
@@ -87,23 +81,27 @@ def _wait(process: subprocess.Popen, job: str) -> int:
             return code if code >= 0 else 128 - code
 
 
-def _kill_all(job: str) -> None:
-    """Kill all processes of a launch, in other sessions too, except the guards, which do the same, and then end.
+def processes_of(job: str, without: bytes = b"") -> list[int]:
+    """The processes of a launch, in other sessions too, but those with these words in their command."""
+    pids, mark = [], f"{JOB}={job}".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            ours = mark in (process / "environ").read_bytes().split(b"\0")
+            if ours and not (without and without in (process / "cmdline").read_bytes()):
+                pids.append(int(process.name))
+    return pids
 
-    msrun and mpirun have a guard's words in their command too. They end after the guards. job.py does the same for a
-    launcher that lives, by psutil, which a guard does not import.
+
+def _kill_all(job: str) -> None:
+    """Kill all processes of a launch, except the guards, which do the same, and then end.
+
+    msrun and mpirun have a guard's words in their command too. They end after the guards.
     """
-    mark, guards = f"{JOB}={job}".encode(), f"{__file__}\0--guard\0".encode()
-    some_left = True
-    while some_left:
-        some_left = False
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended, or is another user's
-                ours = mark in (process / "environ").read_bytes().split(b"\0")
-                if ours and guards not in (process / "cmdline").read_bytes():
-                    some_left = True
-                    os.kill(int(process.name), signal.SIGKILL)
-        time.sleep(0.1 * some_left)
+    while left := processes_of(job, f"{__file__}\0--guard\0".encode()):
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
 
 
 def _alive(stat: Path) -> bool:

@@ -11,11 +11,8 @@ from typing import IO
 
 
 class Tail:
-    """Copies a growing file, to this program's standard output for example.
-
-    `unread` says that its reader has gone away (a broken pipe). Another error, for example of a full disk or of a
-    terminal that is gone, is no wish to end the ranks: only the copy is lost.
-    """
+    """Copies a growing file. `unread` says that the reader of the copy has gone away (a broken pipe). Another error, as
+    of a full disk or a terminal that is gone, is no wish to end the ranks: only the copy is lost."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -31,10 +28,8 @@ class Tail:
 
 
 def show(text: str) -> bool:
-    """Write to standard output; return whether it worked, or its reader has gone away ( `| head` ).
-
-    It is UTF-8 with any locale, and a path that is none stays as it is.
-    """
+    """Write to standard output, in UTF-8 with any locale; a path that is none stays as it is. Return whether it worked,
+    or the reader has gone away ( `| head` )."""
     error = write(text.encode(errors="surrogateescape"))
     return error is None or isinstance(error, BrokenPipeError)
 

@@ -18,13 +18,7 @@ class Restarts:
         self._failed: int | None = None  # the device of the last rank that failed
 
     def after(self, cluster: Cluster, error: LaunchError, seconds: float) -> Cluster | None:
-        """Return the cluster of the next attempt; None if there is none.
-
-        Args:
-            cluster (Cluster): The cluster of the failed attempt.
-            error (LaunchError): Its error.
-            seconds (float): How long it ran.
-        """
+        """Return the cluster of the next attempt; None if there is none."""
         if error.code != 1 or cluster.attempt > cluster.max_restarts:
             return None
         anew = dataclasses.replace(cluster, attempt=cluster.attempt + 1)

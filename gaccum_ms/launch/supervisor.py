@@ -33,10 +33,8 @@ class Reports:
         self._socket.bind(f"\0{job}")  # no file, so neither a full disk nor a long path can stop a message
         self._socket.setblocking(False)
 
-    def __enter__(self) -> Reports:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """Receive no more."""
         self._socket.close()
 
     def read(self, seconds: float) -> list[Message]:
@@ -62,12 +60,7 @@ class Reports:
 
 
 class Ranks:
-    """The state of this host's ranks.
-
-    Args:
-        cluster (Cluster): All ranks.
-        log_dir (Path): The folder of this host's logs.
-    """
+    """The state of this host's ranks."""
 
     def __init__(self, cluster: Cluster, log_dir: Path) -> None:
         self._cluster = cluster
@@ -109,8 +102,6 @@ class Ranks:
         rank, code = int(str(message.get("rank", SCHEDULER))), int(str(message.get("code", 0)))
         if "pid" in message:
             self._pids[rank] = int(str(message["pid"]))
-        if "in_init" in message:
-            self._in_init.add(rank)
         if "stopped" in message:
             self._stopped.pop(rank, None)
             if message["stopped"]:
@@ -127,13 +118,8 @@ class Ranks:
             if code and rank == SCHEDULER:
                 self._scheduler_failed = time.monotonic()
             elif code:
-                self._fail(self._why_failed(rank, code, str(message.get("log", ""))))
-        if message.get("error"):
-            self._fail(LaunchError(str(message["error"]), code or 1))
-
-    def _fail(self, error: LaunchError) -> None:
-        """Keep the first error: it usually causes the others."""
-        self._error = self._error or error
+                # The first error usually causes the others.
+                self._error = self._error or self._why_failed(rank, code, str(message.get("log", "")))
 
     def _why_failed(self, rank: int, code: int, log: str) -> LaunchError:
         """The error when this rank's process has failed. The cause may be a rank that failed or stopped before."""
@@ -145,34 +131,31 @@ class Ranks:
         stopped, now = sorted(self._stopped.keys() - {rank}), time.monotonic()
         over = [other for other, end in sorted(self._over.items()) if now - end > LONG_OVER_SECONDS]
         if stopped:
-            why = f"{self._names(stopped)} {_is(stopped)} stopped (SIGSTOP), and {why}"
+            why = f"{self._names(stopped, ' is', ' are')} stopped (SIGSTOP), and {why}"
         elif over:
             seconds = now - min(self._over.values())
             why += f", {seconds:.0f} s after {self._names(over)} had ended with exit code 0"
         return LaunchError(f"{why}; {self._all_ended}{log}", rank=rank, since=since)
 
-    def _host(self, rank: int) -> str:
-        return f" on host {rank // self._cluster.processes}" if self._cluster.nodes > 1 else ""
-
-    def _names(self, ranks: list[int]) -> str:
-        """The names of ranks, in an error."""
-        more = [f"{len(ranks) - NAMES} more"] if len(ranks) > NAMES else []
-        return ", ".join([f"rank {rank}{self._host(rank)}" for rank in ranks[:NAMES]] + more)
+    def _names(self, ranks: list[int], after_one: str = "", after_many: str = "") -> str:
+        """The names of ranks, in an error, and what follows them."""
+        several, size = self._cluster.nodes > 1, self._cluster.processes
+        names = [f"rank {rank}{f' on host {rank // size}' * several}" for rank in ranks[:NAMES]]
+        names += [f"{len(ranks) - NAMES} more"] * (len(ranks) > NAMES)
+        return ", ".join(names) + (after_one if len(ranks) == 1 else after_many)
 
     def running(self) -> list[int]:
         """This host's ranks that have not ended."""
         return [rank for rank in self._cluster.local_ranks if rank not in self._codes and rank not in self._over]
 
-    def silent(self, news: list[Message]) -> list[int]:
-        """The ranks without an exit code, also in `news` ."""
-        told = self._codes.keys() | {message.get("rank") for message in news if "code" in message}
-        return [rank for rank in self._cluster.local_ranks if rank not in told]
+    def silent(self) -> list[int]:
+        """This host's ranks without an exit code."""
+        return [rank for rank in self._cluster.local_ranks if rank not in self._codes]
 
-    def look(self) -> list[Message]:
+    def look(self) -> None:
         """Check the ranks: which have reached ``init()`` , are stopped, or have failed and do not end."""
         import psutil
 
-        news: list[Message] = []
         for rank, pid in self._pids.items():
             if rank in self._codes:
                 continue
@@ -180,15 +163,14 @@ class Ranks:
                 process = psutil.Process(pid)
                 stopped = process.status() == psutil.STATUS_STOPPED
                 if stopped != (rank in self._stopped):
-                    news.append({"rank": rank, "stopped": stopped})
+                    self.note({"rank": rank, "stopped": stopped})
                 if rank not in self._in_init:  # init() connects a rank to MindSpore's scheduler
                     ports = [c.raddr.port for c in process.net_connections("tcp") if c.raddr]
                     if self._cluster.master_port in ports:
-                        news.append({"rank": rank, "in_init": True})
+                        self._in_init.add(rank)
             code, since, _ = self._fails.get(rank, (0, 0.0, ""))
             if code and time.monotonic() - since > EXIT_SECONDS:
-                news.append({"rank": rank, "code": code})
-        return news
+                self.note({"rank": rank, "code": code, "log": rank_logs(self._log_dir, rank, self._cluster.attempt)})
 
     def check(self) -> None:
         """Raise the error that ends the attempt, if there is one."""
@@ -204,31 +186,23 @@ class Ranks:
             why = f"did not come to init() within {limit:g} s: {self._names(missing)}; {self._all_ended}"
             if len(missing) == self._cluster.processes:
                 why += " A script that never calls init() needs a longer --start-timeout."
-            raise LaunchError(
-                why + "".join(rank_logs(self._log_dir, rank, self._cluster.attempt) for rank in missing[:NAMES]),
-                code=124,
-            )
+            logs = [rank_logs(self._log_dir, rank, self._cluster.attempt) for rank in missing[:NAMES]]
+            raise LaunchError("".join([why, *logs]), code=124)
         self._check_others_wait(now)
 
     def _check_others_wait(self, now: float) -> None:
         """Raise an error if ranks wait for a rank that is stopped or has ended."""
         stopped = [rank for rank, since in sorted(self._stopped.items()) if now - since > STOPPED_SECONDS]
-        if stopped and len(self._stopped) < self._cluster.processes:  # a whole launch may be stopped
-            why = f"{self._names(stopped)} {_is(stopped)} stopped (SIGSTOP) for {STOPPED_SECONDS:g} s"
+        if stopped and len(self._stopped) < self._cluster.size:  # a whole launch may be stopped
+            why = f"{self._names(stopped, ' is', ' are')} stopped (SIGSTOP) for {STOPPED_SECONDS:g} s"
             raise LaunchError(f"{why}, and others go on; {self._all_ended}")
+        if self._cluster.nodes > 1:  # the others may wait for another host's rank, which goes on
+            return
         limit, going = self._cluster.end_timeout, self.running()
         if limit and self._over and going and all(self._still.get(rank, (0, ""))[0] >= limit for rank in going):
-            why = f"{self._names(sorted(self._over))} ended with exit code 0, and {self._names(going)} {_has(going)}"
+            why = f"{self._names(sorted(self._over))} ended with exit code 0, and {self._names(going, ' has', ' have')}"
             where = f"stood still for {limit:g} s since (in {self._still[going[0]][1]}); {self._all_ended}"
             raise LaunchError(f"{why} {where} If that is meant, give --end-timeout 0.")
-
-
-def _is(ranks: list[int]) -> str:
-    return "is" if len(ranks) == 1 else "are"
-
-
-def _has(ranks: list[int]) -> str:
-    return "has" if len(ranks) == 1 else "have"
 
 
 def _exit_code(code: int) -> str:

@@ -35,12 +35,11 @@ LEFT_OPEN = {
     "speed and memory": "The benchmarks' targets are for two cores of a CPU. On a device they only measure.",
     "semi-auto parallel mode on large networks": "The compiled graphs for eight devices were tested: "
     "[How it was proved](parallel.md#how-it-was-proved)",
-    "several hosts": "The hosts were network namespaces, or nodes of Slurm, on one machine: "
+    "several hosts": "The hosts were nodes of Ray and of Slurm, and network namespaces, on one machine: "
     "[Several hosts](launching.md#several-hosts)",
     "going on without a broken device": "`CUDA_VISIBLE_DEVICES` and `ASCEND_RT_VISIBLE_DEVICES` are set, but no device "
     "read them: [Restarts](launching.md#restarts)",
-    "Ascend's rank tables": "Ranks without devices got them: "
-    "[Under another launcher](launching.md#under-another-launcher)",
+    "Ascend's rank tables": "Ranks without devices got them: [Several hosts](launching.md#several-hosts)",
 }
 FOOT = """
 This page is written by `python tests/device/marks.py`.

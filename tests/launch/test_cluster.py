@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import socket
+import sys
 
 import pytest
 
 from gaccum_ms.launch.cluster import Cluster, LaunchError, left_out, reserved_port
+from gaccum_ms.launch.ray_engine import OnRay
 
 
 def test_a_reserved_port_is_a_free_one_and_stays_free_for_the_scheduler_alone():
@@ -89,3 +91,10 @@ def test_ranks_wait_for_one_another_longer_than_mindspore_would_or_as_long_as_th
 def test_a_launcher_that_is_not_installed_is_named(tmp_path):
     with pytest.raises(LaunchError, match="'mpirun' is not installed"):
         Cluster(launcher="mpirun").command(tmp_path, {"PATH": str(tmp_path)})
+
+
+def test_ray_is_named_where_it_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)  # importing it fails
+    with pytest.raises(LaunchError, match=r"'ray' is not installed \(pip install 'gaccum_ms\[ray\]'\)") as error:
+        OnRay("", {"CPU": 1}, "", ".").run(Cluster(), ["script.py"], tmp_path, 0)
+    assert error.value.code == 2

@@ -79,6 +79,12 @@ def test_the_default_script_is_the_last_resort():
         (["--bind_core", "some", SCRIPT], "--bind-core must be True, False or a JSON object, but got some"),
         (["--bind-core", "[1]", SCRIPT], "--bind-core must be True, False or a JSON object, but got [1]"),
         (["--bind-core=True", "--launcher=mpirun", SCRIPT], "--bind-core needs --launcher msrun"),
+        (["--ray-address=a", SCRIPT], "--ray-address needs --on ray"),
+        (["--checkpoints=a", SCRIPT], "--checkpoints needs --on ray"),
+        (["--on=ray", "--node-rank=1", "--nodes=2", SCRIPT], "--node-rank is for hosts started by hand"),
+        (["--on=ray", "--dry-run=slurm", SCRIPT], "--on ray does not go with --dry-run"),
+        (["--on=ray", "--ray-resources=CPU", SCRIPT], "argument --ray-resources: must be NAME=N,NAME=N, but got CPU"),
+        (["--on=ray", "--ray-working-dir=/nowhere", SCRIPT], "the script must be in --ray-working-dir /nowhere"),
         *(
             (["--nodes=2", "--master-addr=a", *words, SCRIPT], "--max-restarts and --min-processes need one host, or")
             for words in (["--max-restarts=1"], ["--max-restarts=1", "--min-processes=8"])
@@ -104,7 +110,7 @@ def test_help_run_sh_and_docs_have_one_list_of_options():
     options = launcher[launcher.index("the ranks:") :]
     assert "--max-restarts N" in options
     assert options in shown("bash", str(ROOT / "run.sh"), "--help")
-    assert options in Path(ROOT / "docs" / "launching.md").read_text()
+    assert options in Path(ROOT / "docs" / "launch_options.md").read_text()
 
 
 def test_a_path_that_no_encoding_has_is_printed_as_it_is(tmp_path):
@@ -117,3 +123,12 @@ def test_a_path_that_no_encoding_has_is_printed_as_it_is(tmp_path):
     done = subprocess.run([*command, script + b"x"], env=env, capture_output=True, timeout=100)
     assert (done.returncode, done.stderr.count(b"\n")) == (2, 1)
     assert done.stderr.startswith(b"error: no such script: ")
+
+
+def test_the_options_of_ray():
+    options = ["--on=ray", "--nodes=2", "--max-restarts=1", "--min-processes=8", "--ray-resources=CPU=2,NPU=1"]
+    parsed = parse(*options, SCRIPT)
+    assert (parsed.on, parsed.nodes, parsed.master_port) == ("ray", 2, 0)
+    assert parsed.ray_resources == {"CPU": 2, "NPU": 1}
+    folder = os.path.dirname(SCRIPT)
+    assert parse("--on=ray", f"--ray-working-dir={folder}", SCRIPT).script == os.path.basename(SCRIPT)

@@ -149,6 +149,10 @@ def test_ranks_that_go_on_are_left_alone_unless_all_stand_still(tmp_path):
     for_ever.note({"rank": 1, "code": 0})
     for_ever.note({"rank": 0, "still": 1e6, "place": "a"})
     for_ever.check()
+    on_two_hosts = Ranks(Cluster(processes=2, nodes=2, master_port=1), tmp_path)
+    on_two_hosts.note({"rank": 1, "code": 0})
+    on_two_hosts.note({"rank": 0, "still": 1e6, "place": "a"})
+    on_two_hosts.check()  # it may wait for a rank of the other host, which goes on
 
 
 def test_a_launch_that_is_stopped_as_a_whole_may_wait(tmp_path, monkeypatch):
@@ -159,6 +163,14 @@ def test_a_launch_that_is_stopped_as_a_whole_may_wait(tmp_path, monkeypatch):
     ranks.check()
     ranks.note({"rank": 1, "stopped": False})
     with pytest.raises(LaunchError, match=r"^rank 0 is stopped \(SIGSTOP\)"):
+        ranks.check()
+
+
+def test_a_host_whose_ranks_are_all_stopped_is_not_the_whole_launch(tmp_path, monkeypatch):
+    monkeypatch.setattr("gaccum_ms.launch.supervisor.STOPPED_SECONDS", -1.0)
+    ranks = Ranks(Cluster(processes=1, nodes=2, node_rank=1, master_port=1), tmp_path)
+    ranks.note({"rank": 1, "stopped": True})
+    with pytest.raises(LaunchError, match=r"^rank 1 on host 1 is stopped \(SIGSTOP\)"):
         ranks.check()
 
 

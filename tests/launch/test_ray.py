@@ -1,0 +1,247 @@
+"""`--on ray`, with Ray itself: a cluster of two nodes on this machine, which stand for two hosts."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from launched import LIMIT, PYTHONPATH, Launched, in_mounts_of_its_own, write
+
+HERE = Path(__file__).resolve().parent
+CLUSTER, TRAINS, RECOVERS = (HERE / f"{name}.py" for name in ("ray_cluster", "training_worker", "recovering_worker"))
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install '.[ray]'"),
+]
+
+
+class RayCluster:
+    """A running cluster, in processes of its own."""
+
+    def __init__(self, log: Path, folder: Path | None = None) -> None:
+        command = [sys.executable, str(CLUSTER), *([str(folder)] if folder else [])]
+        env = {**os.environ, "PYTHONPATH": PYTHONPATH, "RAY_USAGE_STATS_ENABLED": "0"}
+        with log.open("w") as errors:
+            self.process = subprocess.Popen(
+                command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
+        self.address = self.process.stdout.readline().strip()
+        assert self.address, log.read_text()
+
+    def remove_a_node(self) -> None:
+        self.process.stdin.write("remove\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == "removed\n"
+
+    def end(self) -> None:
+        left = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.communicate("end\n", timeout=LIMIT)
+        for process in psutil.wait_procs(left, timeout=60)[1]:
+            process.kill()
+
+    def launch(self, script: Path, *options: str, args=(), cwd: Path, env=None, **more) -> Launched:
+        where = ["--on", "ray", "--ray-address", self.address, "--nodes", "2", "-n", "1"]
+        return Launched(script, *where, *options, args=args, cwd=cwd, env=env, **more)
+
+
+@contextmanager
+def cluster(*arguments: Path) -> Iterator[RayCluster]:
+    running = RayCluster(*arguments)
+    try:
+        yield running
+    finally:
+        running.end()
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory) -> Iterator[RayCluster]:
+    with cluster(tmp_path_factory.mktemp("ray") / "log") as running:
+        yield running
+
+
+def ranks_of(launched: Launched) -> list[psutil.Process]:
+    """The ranks' own processes: Ray's workers do not have the mark of the test in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            mine = process.environ().get("TEST_MARK") == launched.mark
+            found += [process] if mine and process.pid != launched.process.pid else []
+        except psutil.Error:
+            continue
+    return found
+
+
+def wait_until(condition) -> None:
+    until = time.monotonic() + LIMIT
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.2)
+    assert condition()
+
+
+def test_two_hosts_of_one_rank_train_as_one_host_of_two(hosts, tmp_path):
+    for name in ("ray", "here"):
+        (tmp_path / name).mkdir()
+    arguments = {name: [str(tmp_path / name), "5", "pynative"] for name in ("ray", "here")}
+    both = [
+        hosts.launch(TRAINS, args=arguments["ray"], cwd=tmp_path / "ray").finish(),
+        Launched(TRAINS, "-n", "2", args=arguments["here"], cwd=tmp_path / "here").finish(),
+    ]
+    for done in both:
+        assert done.returncode == 0, done.stderr
+        assert "2 ranks finished" in done.stdout
+    weights = {(tmp_path / name / f"rank{rank}").read_text() for name in ("ray", "here") for rank in range(2)}
+    assert len(weights) == 1
+    assert weights.pop().startswith("2 ")
+    for rank in range(2):
+        assert (tmp_path / "ray" / "log_output" / f"host.{rank}" / "1" / f"rank.{rank}" / "stdout").exists()
+
+
+def test_a_rank_that_raises_is_named_and_ends_all(hosts, tmp_path):
+    """Rank 0's output is shown until then. Both hosts' ranks have the variables of this program."""
+    script = write(
+        tmp_path / "script.py",
+        'print(rank, os.environ["RANK_SIZE"], os.environ["TEST_VALUE"], sys.argv[1:], os.getcwd(), flush=True)\n'
+        'open(f"up.{rank}", "x")\nwhile not os.path.exists(f"up.{1 - rank}"): time.sleep(0.1)\n'
+        'if rank == 1: raise ValueError("no such thing")\ntime.sleep(1000)',
+    )
+    done = hosts.launch(script, args=["it's", "$HOME *"], cwd=tmp_path, env={"TEST_VALUE": "a b"}).finish()
+    assert done.returncode == 1
+    assert done.stdout == f"0 2 a b [\"it's\", '$HOME *'] {tmp_path}\n"
+    assert done.stderr.startswith("error: rank 1 on host 1 failed with exit code 1")
+    assert f"the end of {tmp_path}/log_output/host.1/1/rank.1/stderr" in done.stderr
+    assert "ValueError: no such thing" in done.stderr
+
+
+@pytest.mark.thorough
+def test_a_rank_that_raises_in_training_is_named_although_the_other_fails_too(hosts, tmp_path):
+    arguments = [str(tmp_path), "1000000", "pynative", "1"]
+    done = hosts.launch(TRAINS, args=arguments, cwd=tmp_path).finish()
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: rank 1 on host 1 failed with exit code 1"), done.stderr
+    assert "ValueError: no step 5 on rank 1" in done.stderr
+
+
+WAITS = 'print("up", flush=True)\nopen(f"up.{rank}", "x")\ntime.sleep(1000)'
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)], ids=["Ctrl-C", "killed"])
+def test_the_end_of_this_program_ends_every_rank(hosts, tmp_path, number, code):
+    launched = hosts.launch(write(tmp_path / "script.py", WAITS), cwd=tmp_path)
+    for rank in range(2):
+        launched.wait_for(tmp_path / f"up.{rank}")
+    assert launched.process.stdout.readline() == "up\n"
+    assert len(ranks_of(launched)) >= 4  # msrun, a guard and a script on each host
+    launched.process.send_signal(number)
+    assert launched.process.wait(LIMIT) == code
+    if number == signal.SIGKILL:  # Ray ends the actors, and the guards notice
+        wait_until(lambda: not ranks_of(launched))
+    launched.finish()  # asserts that no process is left
+
+
+def test_a_folder_is_sent_to_the_hosts(hosts, tmp_path):
+    """The variable RAY_ADDRESS names the cluster."""
+    script = write(tmp_path / "sent" / "script.py", "print(os.getcwd(), sys.argv[0])")
+    options = ["--on", "ray", "--nodes", "2", "-n", "1", "--ray-working-dir", str(script.parent)]
+    done = Launched(script, *options, cwd=tmp_path, env={"RAY_ADDRESS": hosts.address}).finish()
+    assert done.returncode == 0, done.stderr
+    folder, script = done.stdout.split()[:2]
+    assert script == "script.py"
+    assert "/runtime_resources/working_dir_files/" in folder
+
+
+def test_resources_that_no_host_has_are_named(hosts, tmp_path):
+    script = write(tmp_path / "script.py", "")
+    needs = ["--ray-resources", "CPU=1,NPU=1", "--start-timeout", "2"]
+    done = hosts.launch(script, *needs, cwd=tmp_path).finish()
+    assert done.returncode == 124
+    why = "2 hosts with CPU 1, NPU 1 were not free within 2 s; 0 of Ray's 2 hosts have that much."
+    assert done.stderr.startswith(f"error: {why}")
+
+
+@pytest.mark.thorough
+def test_a_cluster_that_is_not_there_is_named(tmp_path):
+    env = {"RAY_ADDRESS": "127.0.0.1:1", "RAY_gcs_rpc_server_connect_timeout_s": "1", "RAY_NUM_REDIS_GET_RETRIES": "1"}
+    done = Launched(write(tmp_path / "script.py", ""), "--on", "ray", "--nodes", "2", env=env).finish()
+    assert done.returncode == 2
+    assert "error: Ray's cluster cannot be used: " in done.stderr, "after Ray's own warnings"
+
+
+# -- restarts ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_host_that_is_lost_is_done_without_and_training_goes_on(tmp_path):
+    """With the weights of an undisturbed training, to the rounding of another number of ranks: `recovering_worker`
+    makes the same updates with any."""
+    with cluster(tmp_path / "ray.log") as hosts:
+        options = ["--max-restarts", "1", "--min-processes", "1"]
+        arguments, env = [str(tmp_path), "6", "pynative"], {"TEST_STOP_AT": "3"}
+        launched = hosts.launch(RECOVERS, *options, args=arguments, cwd=tmp_path, env=env)
+        rows = tmp_path / "trained.1"
+        wait_until(lambda: rows.exists() and len(rows.read_text().splitlines()) > 5)  # two batches are an update
+        hosts.remove_a_node()
+        done = launched.finish()
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"host \d, [\d.]+, is lost; all ranks were ended\.\n", done.stderr)
+    assert "note: all begin anew: restart 1 of 1." in done.stderr
+    assert done.stdout.splitlines()[-1].startswith("1 ranks finished")
+    rows = [json.loads(line) for line in (tmp_path / "trained.0").read_text().splitlines()]
+    assert {row[0] for row in rows} == {0, 1}
+    assert rows[-1][1] == 6
+    got, right = (dict(np.load(tmp_path / f"{name}0.npz")) for name in ("rank", "undisturbed"))
+    for name in ("0.weight", "0.bias", "2.weight", "2.bias"):
+        np.testing.assert_allclose(got[name], right[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.thorough
+def test_a_rank_that_fails_starts_all_again_on_both_hosts(hosts, tmp_path):
+    script = write(
+        tmp_path / "script.py",
+        'count = os.environ["GACCUM_MS_RESTART_COUNT"]\nprint(count, os.environ["RANK_SIZE"], flush=True)\n'
+        'if rank == 0: open(f"up.{count}", "x")\nwhile not os.path.exists(f"up.{count}"): time.sleep(0.1)\n'
+        'if count == "0": time.sleep(1000 * (rank == 0)); sys.exit(3)',
+    )
+    done = hosts.launch(script, "--max-restarts", "2", cwd=tmp_path).finish()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("0 2\n1 2\n")
+    assert "rank 1 on host 1 failed with exit code 3" in done.stderr
+    assert "note: all begin anew: restart 1 of 2." in done.stderr
+    for attempt in ("1", "2"):
+        assert (tmp_path / "log_output" / "host.1" / attempt / "rank.1" / "stdout").exists()
+
+
+def test_hosts_with_disks_of_their_own(tmp_path):
+    """The second host sees another folder: restarts are refused, unless the checkpoints are in one that both see. Its
+    disk is small, and gets full of logs."""
+    own, shared = tmp_path / "own", tmp_path / "shared"
+    own.mkdir()
+    in_mounts_of_its_own(f"mount -t tmpfs none '{own}'")
+    waits = f'if not os.path.ismount({str(own)!r}): time.sleep(1000)\nwhile True: print("x" * 1000)'
+    script, fills = write(tmp_path / "script.py", ""), write(tmp_path / "fills.py", waits)
+    with cluster(tmp_path / "ray.log", own) as hosts:
+        done = hosts.launch(script, "--max-restarts", "1", "--checkpoints", str(own), cwd=tmp_path).finish()
+        assert done.returncode == 2
+        why = f"error: --max-restarts needs a folder that all hosts see, but each has its own '{own}'."
+        assert done.stderr.startswith(why)
+        assert list(own.iterdir()) == []
+        done = hosts.launch(script, "--max-restarts", "1", "--checkpoints", str(shared), cwd=tmp_path).finish()
+        assert done.returncode == 0, done.stderr
+        lacks = write(own / "script.py", "")
+        done = hosts.launch(lacks, cwd=tmp_path).finish()
+        assert done.returncode == 2
+        assert re.match(r"error: host \d, [\d.]+, cannot start the ranks: no file ", done.stderr)
+        done = hosts.launch(fills, "--log-dir", str(own / "logs"), cwd=tmp_path).finish()
+        assert done.returncode == 1
+        host = re.match(r"error: rank (\d) on host \1 failed with exit code", done.stderr)[1]
+        assert f"'{own}/logs/host.{host}' takes no more logs: No space left on device" in done.stderr
