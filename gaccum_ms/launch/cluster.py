@@ -160,9 +160,13 @@ def left_out(parent: Mapping[str, str]) -> list[str]:
 def _strange(name: str, parent: Mapping[str, str]) -> str:
     """Why one of these variables does not fit this host, or an empty string."""
     value = parent.get(name, "")
-    if name == WORKER_IP:
-        return "" if not value or is_local(value) else "it is no address of this host"
-    return "" if not value or Path(value).is_file() else "there is no such file"
+    if not value or (name == RANK_TABLE and Path(value).is_file()):
+        return ""
+    if name == RANK_TABLE:
+        return "there is no such file"
+    with contextlib.suppress(LaunchError), reserved_port(value):
+        return ""
+    return "it is no address of this host"
 
 
 @contextlib.contextmanager
@@ -183,13 +187,6 @@ def reserved_port(address: str, port: int = 0) -> Iterator[int]:
                 why = f"this host has no address '{address}' ({error.strerror}). --master-addr is one of host 0's."
             raise LaunchError(why, code=2) from None
         yield reserves.getsockname()[1]
-
-
-def is_local(address: str) -> bool:
-    """Whether an address is this host's."""
-    with contextlib.suppress(LaunchError), reserved_port(address):
-        return True
-    return False
 
 
 def _before_2_10() -> bool:

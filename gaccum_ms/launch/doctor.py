@@ -141,11 +141,6 @@ def check_device(device: str, env: Mapping[str, str]) -> Finding:
     return Finding(device, f"no: {reason}", remedy)
 
 
-def check_cpu_speed() -> Finding:
-    """How convolutions run on this CPU."""
-    return Finding("CPU speed", _run(["-I", str(CPU_INSTRUCTIONS)], os.environ, DEVICE_SECONDS).stdout.strip())
-
-
 def check_program(name: str, remedy: str, otherwise: str) -> Finding:
     """Whether a launcher is installed."""
     path = shutil.which(name, path=Cluster().environment(os.environ, 1)["PATH"])
@@ -212,7 +207,7 @@ def _findings(failed: list[Finding]) -> Iterator[Finding]:
     yield check_package("psutil", lambda version: int(version[0]) >= 6, "psutil>=6")
     yield (mindspore := check_mindspore())
     yield check_cann(os.environ)
-    yield check_cpu_speed()
+    yield Finding("CPU speed", _run(["-I", str(CPU_INSTRUCTIONS)], os.environ, DEVICE_SECONDS).stdout.strip())
     yield check_program("msrun", "" if mindspore.remedy else "reinstall MindSpore: " + install(MINDSPORE), "")
     yield check_program("mpirun", "", " (only --launcher mpirun needs it)")
     if not failed:

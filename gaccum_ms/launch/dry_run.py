@@ -44,39 +44,30 @@ class DryRun:
         for option in ("--timeout", "--end-timeout", "--max-restarts", "--min-processes", "--bind-core"):
             if any(word.startswith(f"{option}=") for word in self.words):
                 raise LaunchError(f"{option} is done by the launcher, which --dry-run ranks leaves out.", code=2)
-        lines = []
-        for node in range(self.cluster.nodes):
-            where = "" if self.cluster.nodes == 1 else f"# Host {node}{self._named(node)}:\n"
-            lines.append(where + "\n".join(["(", *self._on_host(node), ")"]))
-        return lines
+        several = self.cluster.nodes > 1
+        heads = [f"# Host {node}{self._named(node)}:\n" * several for node in range(self.cluster.nodes)]
+        return [head + "\n".join(["(", *self._on_host(node), ")"]) for node, head in enumerate(heads)]
 
     def _on_host(self, node: int) -> list[str]:
-        here = dataclasses.replace(self.cluster, node_rank=node)
-        script = shlex.join([sys.executable, *self.command])
-        logs = launcher_folder(self.log_dir, here)
+        # With mpirun, we set MindSpore's variables.
+        here, devices = dataclasses.replace(self.cluster, node_rank=node, launcher="mpirun"), self._devices()
+        env = here.environment(os.environ, len(os.sched_getaffinity(0)))
+        env |= {RANK_TABLE: here.rank_table_file} if here.rank_table_file else {}
+        script, logs = shlex.join([sys.executable, *self.command]), launcher_folder(self.log_dir, self.cluster)
         folders = [logs, *(rank_folder(self.log_dir, rank) for rank in here.local_ranks)]
         lines = [f"cd {shlex.quote(os.getcwd())}", f"mkdir -p {shlex.join(map(str, folders))}"]
         lines += [f"unset {name}" for name in sorted(os.environ) if of_another_cluster(name)]
-        lines += [f"export {name}={shlex.quote(value)}" for name, value in self._common(here).items()]
+        for name, value in env.items():
+            if name in PASSED_ON or (os.environ.get(name) != value and name != "PATH"):
+                lines.append(f"export {name}={shlex.quote(value)}")
         if node == 0:
             lines.append(f"MS_ROLE=MS_SCHED RANK_ID=0 {script} >{shlex.quote(str(logs / 'scheduler.log'))} 2>&1 &")
         for rank in here.local_ranks:
-            folder = rank_folder(self.log_dir, rank)
+            folder, device = rank_folder(self.log_dir, rank), devices.get(rank, here.device_of(rank))
+            own = f"MS_ROLE=MS_WORKER MS_NODE_ID={rank} RANK_ID={rank} DEVICE_ID={device}"
             output = " ".join(f"{n}>{shlex.quote(str(folder / name))}" for n, name in ((1, "stdout"), (2, "stderr")))
-            lines.append(f"{self._own(rank)} {script} {output} &")
+            lines.append(f"{own} {script} {output} &")
         return [*lines, "code=0", 'for job in $(jobs -p); do wait "$job" || code=$?; done', 'exit "$code"']
-
-    def _common(self, here: Cluster) -> dict[str, str]:
-        """The variables of all ranks of a host, and of the scheduler."""
-        by_hand = dataclasses.replace(here, launcher="mpirun")  # with mpirun, we set MindSpore's variables
-        env = by_hand.environment(os.environ, len(os.sched_getaffinity(0)))
-        env |= {RANK_TABLE: here.rank_table_file} if here.rank_table_file else {}
-        return {k: v for k, v in env.items() if k in PASSED_ON or (os.environ.get(k) != v and k != "PATH")}
-
-    def _own(self, rank: int) -> str:
-        """One rank's variables, as shell words."""
-        device = self._devices().get(rank, self.cluster.device_of(rank))
-        return f"MS_ROLE=MS_WORKER MS_NODE_ID={rank} RANK_ID={rank} DEVICE_ID={device}"
 
     def _devices(self) -> dict[int, int]:
         """Each rank's device, from Ascend's rank table."""

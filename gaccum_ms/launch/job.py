@@ -95,8 +95,7 @@ def _attempt(
             if time.monotonic() - looked > LOOK_SECONDS:
                 looked = time.monotonic()
                 ranks.look()
-                for number in ranks.running() if ranks.over else ():
-                    reports.ask(number)
+                reports.send(ranks.running() if ranks.over else (), guard.ASK)
             tail.copy(out)
             if tail.unread:  # for example `| head` has ended
                 raise SystemExit(128 + signal.SIGPIPE)
@@ -111,8 +110,7 @@ def _attempt(
                 raise LaunchError(f"time ran out: {late}; all were ended.", 124)
             if ranks.may_leave and not left:
                 left = True
-                for number in cluster.local_ranks:
-                    reports.let_go(number)
+                reports.send(cluster.local_ranks, guard.LET_GO)
             ranks.note_over((yield ranks.over) or ())
     finally:
         with signals_ignored():

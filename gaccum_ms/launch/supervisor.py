@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from gaccum_ms.launch.cluster import Cluster, LaunchError
-from gaccum_ms.launch.guard import ASK, LET_GO, SCHEDULER
+from gaccum_ms.launch.guard import SCHEDULER
 from gaccum_ms.launch.logs import last_lines, launcher_folder, rank_logs
 
 Message = dict[str, object]
@@ -46,25 +46,18 @@ class Reports:
                     messages.append(json.loads(self._socket.recv(4096)))
         return messages
 
-    def let_go(self, rank: int) -> None:
-        """Tell a rank that waits at its end that it may leave."""
-        self._send(rank, LET_GO)
-
-    def ask(self, rank: int) -> None:
-        """Ask a rank whether it stands still."""
-        self._send(rank, ASK)
-
-    def _send(self, rank: int, word: bytes) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.sendto(word, f"\0{self.job}-{rank}")
+    def send(self, ranks: Iterable[int], word: bytes) -> None:
+        """Send a word to ranks of this host."""
+        for rank in ranks:
+            with contextlib.suppress(OSError):
+                self._socket.sendto(word, f"\0{self.job}-{rank}")
 
 
 class Ranks:
     """The state of this host's ranks."""
 
     def __init__(self, cluster: Cluster, log_dir: Path) -> None:
-        self._cluster = cluster
-        self._log_dir = log_dir
+        self._cluster, self._log_dir = cluster, log_dir
         self._pids: dict[int, int] = {}
         self._in_init: set[int] = set()  # ranks that have reached init()
         self._over: dict[int, float] = {}  # ranks, of any host, whose script or process has ended well, and when
@@ -117,8 +110,7 @@ class Ranks:
             self._stopped.pop(rank, None)
             if code and rank == SCHEDULER:
                 self._scheduler_failed = time.monotonic()
-            elif code:
-                # The first error usually causes the others.
+            elif code:  # the first error usually causes the others
                 self._error = self._error or self._why_failed(rank, code, str(message.get("log", "")))
 
     def _why_failed(self, rank: int, code: int, log: str) -> LaunchError:
