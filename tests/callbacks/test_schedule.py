@@ -57,6 +57,15 @@ def assert_windows(step, records, windows, rate=RATE):
     np.testing.assert_allclose(as_numpy(step.weights[0]), line_oracle(windows, rate=rate)[0][-1], rtol=1e-5)
 
 
+@pytest.mark.core(mode="pynative")
+def test_a_given_number_of_one_is_a_choice_like_any_other(mode):
+    """It is all that is given, as in ``max(round(64 / batch), 1)`` , and a schedule may begin there."""
+    cell = GradAccumulationCell(Line(1.0), accumulation_steps=1)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), RATE))
+    _, records = fit(AccumulationScheduler({0: 1, 1: 3}), epochs=2, step=step)
+    assert_windows(step, records, [1] * 7 + [3, 3, 1])
+
+
 # -- MindSpore's newer optimizers, which have no `global_step` ---------------------------------------------------------
 
 NEWER = {
