@@ -116,8 +116,8 @@ def two_numbers(
     inputs: Sequence[ms.Tensor], plan: SplitPlan, axes: Sequence[int]
 ) -> tuple[list[list[ms.Tensor]], tuple[int, int]]:
     """Micro-batches of two sizes: those of the plan, else a full one and one of twice its samples."""
-    many = plan.rest or 2 * plan.size
-    places = np.arange(plan.size), np.arange(plan.samples - plan.rest, plan.samples - plan.rest + many) % plan.samples
+    many, start = (plan.rest, plan.samples - plan.rest) if plan.rest else (2 * plan.size, 1)
+    places = np.arange(plan.size), np.arange(start, start + many) % plan.samples
     rows = [ms.Tensor(one, ms.int32) for one in places]
     with no_grad():
         runs = [

@@ -38,7 +38,7 @@ class CountedReduction(nn.Cell):
         reduced (bool): Whether gradients are already sums over all ranks, which then share one unit.
         min_count (float or None): The least total to divide by.
         records_noise (bool): Whether to reduce the sums for estimates of the gradient noise too.
-        position (Parameter or None): The same as `NoiseRecord` takes.
+        position (Parameter or None): If windows have several batches, the number of batches so far.
     """
 
     def __init__(
@@ -58,7 +58,12 @@ class CountedReduction(nn.Cell):
         self.min_count = min_count
         self.map = ops.HyperMap()
         self.records_noise = records_noise
-        self.size = SUMS + NOISE_SUMS * records_noise
+        # With `min_count` a window of no items is an update, but not the flush of a window that no rank has begun.
+        self.counts_batches = min_count is not None and position is not None
+        if self.counts_batches:
+            self.window_position = position
+        self.noise_from = SUMS + self.counts_batches
+        self.size = self.noise_from + NOISE_SUMS * records_noise
         self.sum_over_ranks = SumOverRanks(weights, (self.size,))
         self.factor = self.sum_over_ranks.summed_ranks() if by_samples else 1.0
         if records_noise:
@@ -73,6 +78,9 @@ class CountedReduction(nn.Cell):
         # Zero if this rank has counted nothing: it then has no unit.
         per_unit = counts.ratio_or_zero(scale, unit)
         sums = sums * ops.stack((per_unit, ops.ones_like(per_unit), ops.ones_like(per_unit)))
+        if self.counts_batches:
+            batches = ops.cast(ops.depend(self.window_position, sums), ms.float32)
+            sums = ops.concat((sums, batches.reshape((1,))))
         if self.records_noise:
             sums = ops.concat((sums, ops.depend(self.noise.window_first, sums) + 0.0))
         gradients = self.map(ops.partial(scale_by, per_unit), gradients)
@@ -86,6 +94,8 @@ class CountedReduction(nn.Cell):
         shown = ops.unstack((sums if self.by_samples else over_ranks)[:SUMS])
         loss, count = shown[0], counts.at_least(shown[1], self.min_count)
         least = counts.at_least(total, self.min_count)
+        if self.counts_batches:
+            least = ops.select(ops.unstack(over_ranks)[SUMS] > 0, least, ops.zeros_like(least))
         divisor = ops.select(least > 0, least, ops.ones_like(least)) * scale / self.factor
         if not self.is_mean:
             count = ops.ones_like(count)
@@ -96,7 +106,7 @@ class CountedReduction(nn.Cell):
         if self.records_noise:
             # A sum that is divided by more than its items is no mean, from which no noise is known.
             items = ops.select(least > total, ops.zeros_like(total), total)
-            loss = ops.depend(loss, self.noise.keep(over_ranks[SUMS:], items))
+            loss = ops.depend(loss, self.noise.keep(over_ranks[self.noise_from :], items))
         return gradients, divisor, loss, least > 0
 
     def mean_over_ranks(self, count):

@@ -289,7 +289,7 @@ class WindowEnd(graphs.OwnGraph):
         Returns:
             bool, whether there was an update.
         """
-        if not self._any_batches():
+        if not self.window.batches and not self.window.reduction.sum_over_ranks.reduces:
             return False
         before = int(self.update.update_count.asnumpy())
         with graphs.noted_calls(self.update.optimizer, self._jit) as calls:
@@ -302,8 +302,3 @@ class WindowEnd(graphs.OwnGraph):
                         self.update.statistics.reset_eagerly()
                 raise
         return int(self.update.update_count.asnumpy()) > before
-
-    def _any_batches(self) -> bool:
-        """Whether there are batches in this rank's window, or another's."""
-        batches = ms.Tensor([self.window.batches], ms.float32)
-        return float(self.window.reduction.sum_over_ranks.alone(batches).asnumpy()[0]) > 0

@@ -76,8 +76,10 @@ _attributes("_pynative_executor", pynative_executor, "clear_res", "enable_grad",
 _context = auto_parallel_context and auto_parallel_context()
 _attributes("auto_parallel_context()", _context, "get_auto_parallel_new_interface")
 _attributes("fork_utils", fork_utils, "prepare_before_fork", "parent_at_fork", "child_at_fork", "prctl_set_pdeathsig")
-if "_config" not in ModelCheckpoint.__init__.__code__.co_names:  # an instance would search for files
-    missing.append("ModelCheckpoint._config")
+_attributes("WithLossCell", nn.WithLossCell(_cell, _cell), "_backbone", "_loss_fn")
+for _name in ("_config", "_directory", "_prefix"):
+    if _name not in ModelCheckpoint.__init__.__code__.co_names:  # an instance would search for files
+        missing.append(f"ModelCheckpoint.{_name}")
 
 if missing:
     raise ImportError(

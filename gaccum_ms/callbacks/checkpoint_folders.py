@@ -5,10 +5,16 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Sequence
+from typing import Any
 
 from mindspore.train import Callback, ModelCheckpoint
 
 from gaccum_ms.distributed.layout import gather_json
+
+
+def _function(saver: ModelCheckpoint, what: str) -> Any:
+    """The function that makes a folder or prefix; older versions of MindSpore have none."""
+    return getattr(saver, f"_{what}_func", None)
 
 
 def refuse_shared_folders(callbacks: Sequence[Callback]) -> None:
@@ -22,7 +28,7 @@ def refuse_shared_folders(callbacks: Sequence[Callback]) -> None:
     own = [
         [platform.node(), os.path.realpath(each._directory), each._prefix]
         for each in callbacks
-        if isinstance(each, ModelCheckpoint) and each._directory_func is None and each._prefix_func is None
+        if isinstance(each, ModelCheckpoint) and not (_function(each, "directory") or _function(each, "prefix"))
     ]
     ranks_of: dict[tuple[str, ...], list[int]] = {}
     for rank, places in enumerate(gather_json(own)):

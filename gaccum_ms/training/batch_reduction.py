@@ -19,8 +19,8 @@ class BatchReduction(CountedReduction):
 
     window_rule: ms.Parameter
 
-    def __init__(self, weights: ms.ParameterTuple, min_count: float | None) -> None:
-        super().__init__(weights, by_samples=False, min_count=min_count)
+    def __init__(self, weights: ms.ParameterTuple, min_count: float | None, position: ms.Parameter) -> None:
+        super().__init__(weights, by_samples=False, min_count=min_count, position=position)
         self.summed_ranks = self.sum_over_ranks.summed_ranks()
 
     # -- compiled ------------------------------------------------------------------------------------------------------

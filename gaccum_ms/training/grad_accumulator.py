@@ -173,7 +173,7 @@ class GradAccumulator(Resumable, nn.Cell):
         self.needs_count = not options.loss_is_mean or min_count is not None
         self._no_count = NoCount(min_count)
         self.window_position = counter("window_position")
-        batch_reduction = BatchReduction(weights, min_count)
+        batch_reduction = BatchReduction(weights, min_count, self.window_position)
         self.window = OpenWindow(
             _NAME,
             Accumulators(weights, accumulator_dtype, compensated),
@@ -208,9 +208,9 @@ class GradAccumulator(Resumable, nn.Cell):
         return loss * self.update.scale()
 
     def flush(self) -> bool:
-        """Update with the batches of the open window; without batches, do nothing. All ranks must call it equally
-        often; a rank without batches contributes a count of zero. An interrupted flush keeps the window, or drops it
-        with a warning if the optimizer may have written.
+        """Update with the batches of the open window; without batches, train nothing. All ranks must call it equally
+        often; a rank without batches contributes a count of zero. Without any, the last window's records become 0.
+        An interrupted flush keeps the window, or drops it with a warning if the optimizer may have written.
 
         Returns:
             bool, whether there was an update.

@@ -258,10 +258,10 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
             self.window.open.set_steps(accumulation_steps)
 
     def flush(self) -> bool:
-        """Update with the batches of the open window, divided by their count; without batches, do nothing.
+        """Update with the batches of the open window, divided by their count; without batches, train nothing.
 
-        All ranks must call this equally often; some may have no batches. An interrupted flush keeps the window, or
-        drops it if the optimizer may have written.
+        All ranks must call this equally often; some may have no batches. If none has any, the last window's records
+        become 0. An interrupted flush keeps the window, or drops it if the optimizer may have written.
 
         Returns:
             bool, whether an update was made.

@@ -18,6 +18,9 @@ def dropped(x):
     return ops.dropout(x, 0.5)
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*writes state in 'construct'")
+
+
 class Draws(nn.Cell):
     """Appends to `drawn` what each of its operators draws for the first sample of a micro-batch."""
 

@@ -448,7 +448,7 @@ def step_of(backbone, loss_fn, **options):
 
 def test_batch_norm_draws_the_warning_that_says_twice():
     with pytest.warns(UserWarning, match="statistics are updated twice per micro-batch"):
-        step_of(WithLayer(nn.BatchNorm1d(12)), Spread(), micro_size=3)
+        step_of(WithLayer(nn.BatchNorm1d(12)), Spread(), micro_size=3)(Tensor(batches("single", RAGGED, 1)[0][0]))
 
 
 @pytest.mark.core(mode="pynative")

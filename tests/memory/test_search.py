@@ -180,7 +180,7 @@ def search_and_compare():
     before = {name: as_numpy(one) for name, one in held.items()}
     generator = ms.get_rng_state().asnumpy()
     flags = [(one.training, one.requires_grad) for _, one in cell.cells_and_names()]
-    assert find_micro_batch_size(cell, optimizer, batch(3), PLENTY) == 2
+    assert find_micro_batch_size(cell, optimizer, batch(4), PLENTY) == 2
     for name, one in held.items():
         np.testing.assert_array_equal(as_numpy(one), before[name], err_msg=name)
     np.testing.assert_array_equal(ms.get_rng_state().asnumpy(), generator)

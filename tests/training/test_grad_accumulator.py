@@ -209,7 +209,7 @@ class SumOfBatches(CountedReduction):
 
     weighed = BatchReduction.weighed
 
-    def __init__(self, weights):
+    def __init__(self, weights, min_count, position):
         super().__init__(weights, by_samples=False)
 
     def construct(self, gradients, sums, unit, scale):
