@@ -265,6 +265,8 @@ class History:
         expected = Expected(dict(before), outputs={"updated": False})
         if self.spans and self.oracle.position:
             self.oracle.finish(expected, self.rank)
+        elif self.ranks > 1:  # all take part, and the records become those of no window
+            expected.unknown |= RECORDS
         self.check(before, expected, {"updated": self.trainer.flush()})
 
     def set_steps(self) -> None:
