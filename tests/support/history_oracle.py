@@ -364,7 +364,7 @@ class Oracle:
         self.setup, self.names, self.spans = setup, list(names), spans
         self.windows: list[list[list[Part]]] = [[] for _ in range(ranks)]  # of each rank, its batches' micro-batches
         self.steps = 0  # batches in the open window, once it has one
-        self.own_losses = setup.steps > 1 or (spans and setup.split is None)  # a call returns its own batch's mean
+        self.own_losses = spans and setup.split is None  # a call returns its own batch's mean
         self.joined = False  # whether the open window had begun on another number of ranks
         self.held = False  # whether windows go on past their last batch
 
@@ -422,10 +422,9 @@ class Oracle:
             expected.outputs["rows"] = np.concatenate([part.rows for part in batches[rank]])
         if setup.split != "tokens":  # a mean over a micro-batch of MaxTokens is also one over its padding
             expected.outputs["scalar"] = scalar
-        expected.tolerance["loss"] = 1e-5 + 1e-4 * float(np.nan_to_num(abs(loss), posinf=0.0))
+        expected.tolerance["loss"] = _of(loss)
         if self.spans:
-            names = {OWN + "window_position": len(self.windows[rank]), OWN + "window_steps": self.steps}
-            expected.change(names)
+            expected.change({OWN + "window_position": len(self.windows[rank]), OWN + "window_steps": self.steps})
         if not self.spans or (len(self.windows[rank]) >= self.steps and not self.held):
             self.finish(expected, rank)
         return expected
@@ -442,88 +441,99 @@ class Oracle:
 
     def finish(self, expected: Expected, rank: int) -> None:
         """The end of a window on all ranks: reduce, divide, transform, update."""
-        self._finish(expected, rank)
-        self.clear()
-
-    def _finish(self, expected: Expected, rank: int) -> None:
         setup, state = self.setup, expected.state
         parts = [[part for batch in window for part in batch] for window in self.windows]
         kept = [[part for part in some if not part.dropped] for some in parts]
         everyone = [part for some in kept for part in some]
         dropped = sum(map(len, parts)) - len(everyone)
         terms = len(setup.counts)
-        weights = setup.loss_weights or (1.0,) * terms
-        summed = 1.0 if setup.gradients_mean else float(self.ranks)  # where a sum over ranks is meant
         equal = not (self.spans or setup.counted or setup.drops)  # each rank has its own mean, of equal weight
         totals = sum((part.counts for part in everyone), np.zeros(terms))
-        own_totals = sum((part.counts for part in kept[rank]), np.zeros(terms))
-        own_values = sum((part.values for part in kept[rank]), np.zeros(terms))
-        all_values = sum((part.values for part in everyone), np.zeros(terms))
-        divided = [max(setup.min_count or 0.0, total) for total in totals]  # NaN is kept
-        gradient, size = [np.zeros_like(one) for one in self.weights(state)], 0.0
-        for some in kept:
-            for term in range(terms):
-                if equal:
-                    divisor = 1.0 if setup.bare_sum else sum(part.counts[term] for part in some)
-                    factor = weights[term] / divisor / self.ranks * summed
-                elif setup.bare_sum:
-                    factor = summed / self.ranks
-                elif divided[term] == 0:
-                    factor = 0.0
-                else:
-                    factor = weights[term] / divided[term] * (1.0 if setup.counted else summed)
-                for part in some:
-                    gradient = [a + b * factor for a, b in zip(gradient, part.gradients[term], strict=True)]
-                    largest = max(np.abs(one).max() for one in part.gradients[term]) * abs(factor)
-                    size += largest if np.isfinite(largest) else 0.0
-        bad = bool(np.isnan(totals).any())
+        divided = [max(setup.min_count or 0.0, total) for total in totals]
+        gradient, size = self._gradient(state, kept, divided, equal)
+        finite, bad = _finite(gradient), bool(np.isnan(totals).any())
         counted = not bad and (equal or max(divided) > 0)
-        finite = _finite(gradient)
         overflow = (setup.scale is not None or setup.drops) and (not finite or (dropped > 0 and not totals[0] > 0))
-        over_ranks = setup.counted
-        mean_of = (all_values, totals) if over_ranks else (own_values, own_totals)
-        losses = [self.mean(value, total) for value, total in zip(*mean_of, strict=True)]
-        loss = float(np.dot(weights, losses))
+
+        seen = everyone if setup.counted else kept[rank]  # by what a rank reports
+        counts, values = (sum((getattr(part, of) for part in seen), np.zeros(terms)) for of in ("counts", "values"))
+        losses = [self.mean(value, count) for value, count in zip(values, counts, strict=True)]
+        loss = float(np.dot(setup.loss_weights or (1.0,) * terms, losses))
         records: State = {}
-        if not equal or terms > 1:
-            records["window_count"] = (totals if over_ranks or not equal else own_totals) if terms > 1 else totals[0]
-        if not equal and terms == 1:
-            records["dropped_micro_batches"] = dropped
         if terms > 1:
-            records["loss_terms"] = np.array(losses)
+            records |= {"window_count": counts, "loss_terms": np.array(losses)}
+        elif not equal:
+            records |= {"window_count": totals[0], "dropped_micro_batches": dropped}
         if self.spans:
             records |= {"window_position": 0.0, "window_loss": loss, "window_batches": len(self.windows[rank])}
         if setup.front_norm is not None or setup.noise:
             records["grad_norm"] = norm_of(gradient)
         expected.change({OWN + name: value for name, value in records.items()})
-        if setup.noise and (self.ranks == 1 or setup.counted) and setup.split is None and not (bad or self.joined):
-            known = sum(divided) == sum(totals) and finite
-            expected.outputs["noise"] = _noise([some[0] for some in parts if some], totals[0] if known else 0.0)
+
         low = 0.0 if setup.compensated else EPSILON[setup.dtype] * (2 + max(map(len, parts)))
-        wrong = 2e-5 * size + low * size + (1e-5 if setup.dtype != "float32" else 1e-7)
-        of_loss = 1e-5 + 1e-4 * float(np.nan_to_num(abs(loss), posinf=0.0))
-        expected.tolerance |= {OWN + "grad_norm": 8 * wrong, OWN + "window_loss": of_loss, OWN + "loss_terms": 1e-4}
-        if not self.own_losses:
-            expected.outputs["loss"], expected.tolerance["loss"] = loss, of_loss
+        wrong = (2e-5 + low) * size + (1e-5 if setup.dtype != "float32" else 1e-7)  # what rounding may do to it
+        expected.tolerance |= {OWN + "grad_norm": 8 * wrong, OWN + "window_loss": _of(loss), OWN + "loss_terms": 1e-4}
+        if not self.own_losses and self.steps == 1:
+            expected.outputs["loss"], expected.tolerance["loss"] = loss, _of(loss)
         expected.outputs |= {"overflow": overflow, "updated": False}
         if setup.split is not None:  # a bad count is found when it reaches the total
             expected.outputs["raises"] = bad
         if bad:
-            expected.outputs.pop("overflow", None), expected.outputs.pop("loss", None)
-            expected.unknown |= {OWN + name for name in ("grad_norm", "window_loss", "window_count")}
-        elif not counted:  # there is nothing to divide by
-            expected.unknown.add(OWN + "grad_norm")
+            expected.outputs = {"raises": expected.outputs.get("raises")}
+        if not counted:  # there is nothing to divide by
+            expected.unknown |= {OWN + name for name in ("grad_norm", *("window_loss", "window_count") * bad)}
+        if setup.noise and (self.ranks == 1 or setup.counted) and setup.split is None and not (bad or self.joined):
+            known = finite and sum(divided) == sum(totals)
+            expected.outputs["noise"] = _noise([some[0] for some in parts if some], totals[0] if known else 0.0)
         if counted and not overflow:
-            new = finished_update(setup, self.names, state, gradient)
-            expected.outputs["updated"] = OWN + "update_count" in new
-            for sign in (-1, 1):  # the tolerance is what the rounding of the gradient may change
-                other = finished_update(setup, self.names, state, [one + sign * wrong for one in gradient])
-                for name in new.keys() & other.keys():
-                    change = np.nan_to_num(np.abs(np.asarray(other[name]) - np.asarray(new[name])))
-                    expected.tolerance[name] = np.maximum(expected.tolerance.get(name, 0.0), 2 * change.max())
-            expected.change(new)
-        if setup.scale is not None and len(setup.scale) > 1 and not bad and (equal or counted or overflow or dropped):
+            self._update(expected, gradient, wrong)
+        if setup.scale is not None and len(setup.scale) > 1 and not bad and (counted or overflow or dropped):
             expected.change(adjusted_scale(setup, state, overflow or dropped > 0))
+        self.clear()
+
+    def _gradient(
+        self, state: State, kept: Sequence[Sequence[Part]], divided: Sequence[float], equal: bool
+    ) -> tuple[Arrays, float]:
+        """The finished gradient, and the sum of the sizes of its parts, which says how much rounding matters."""
+        setup = self.setup
+        summed = 1.0 if setup.gradients_mean else float(self.ranks)  # where a sum over ranks is meant
+        gradient, size = [np.zeros_like(one) for one in self.weights(state)], 0.0
+        for some in kept:
+            for term, weight in enumerate(setup.loss_weights or (1.0,) * len(setup.counts)):
+                if setup.bare_sum:
+                    factor = summed / self.ranks
+                elif equal:
+                    factor = weight / sum(part.counts[term] for part in some) / self.ranks * summed
+                elif setup.counted:
+                    factor = weight / divided[term] if divided[term] > 0 else 0.0
+                else:
+                    factor = summed / divided[term] if divided[term] > 0 else 0.0
+                for part in some:
+                    gradient = [a + b * factor for a, b in zip(gradient, part.gradients[term], strict=True)]
+                    largest = max(np.abs(one).max() for one in part.gradients[term]) * factor
+                    size += largest if np.isfinite(largest) else 0.0
+        return gradient, size
+
+    def _update(self, expected: Expected, gradient: Arrays, wrong: float) -> None:
+        """Expect an update. Its tolerance is what a gradient that is wrong by so much would change."""
+        new = finished_update(self.setup, self.names, expected.state, gradient)
+        for sign in (-1, 1):
+            shifted = [one + sign * wrong for one in gradient]
+            other = finished_update(self.setup, self.names, expected.state, shifted)
+            if new.keys() != other.keys():  # as near as that to being skipped: both are right
+                expected.unknown |= new.keys() | other.keys()
+                expected.outputs = {}
+                return
+            for name in new:
+                change = np.nan_to_num(np.abs(np.asarray(other[name]) - np.asarray(new[name])))
+                expected.tolerance[name] = np.maximum(expected.tolerance.get(name, 0.0), 2 * change.max())
+        expected.change(new)
+        expected.outputs["updated"] = OWN + "update_count" in new
+
+
+def _of(loss: float) -> float:
+    """The tolerance of a loss."""
+    return 1e-5 + 1e-4 * float(np.nan_to_num(abs(loss), posinf=0.0))
 
 
 def _noise(first: Sequence[Part], items: float) -> np.ndarray:
