@@ -50,6 +50,7 @@ from support.ranks import Ranks
 from support.reference import as_numpy
 
 from gaccum_ms import TrainOneStepWithGradAccumulationCell, resume
+from gaccum_ms.backend.parameters import overwrite
 
 # Of the step's Parameters, those that hold the open window in the code's own units, or say where it comes from.
 _IN_UNITS = ("window_unit", "window_sums", "window_first", "batch_items", "noise_sums", "random_state", "window_rule")
@@ -80,7 +81,7 @@ def trainer_for(setup: Setup, seed: int, step_class: type, number: int) -> tuple
         values = {one.name: Tensor(as_numpy(one), ms.float32).astype(one.dtype) for one in trainer.get_parameters()}
         _compiled[key] = trainer, network, values
     for parameter in trainer.get_parameters():
-        ops.assign(parameter, values[parameter.name])
+        overwrite(parameter, values[parameter.name])
     return trainer, network
 
 
@@ -399,6 +400,8 @@ class History:
             expected = self.oracle.train(before, self.parts(before, batches), self.rank)
         elif position:
             self.oracle.finish(expected, self.rank)
+        elif self.ranks > 1:
+            expected.unknown |= RECORDS
         if place == "token":  # the operator itself raises
             batches[self.rank][0][0, 0] = 99
             error = RuntimeError()
