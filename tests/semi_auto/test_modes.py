@@ -111,8 +111,9 @@ def test_a_step_runs_in_the_mode_it_was_built_for():
 def test_batch_norm_is_warned_about():
     network = nn.SequentialCell(nn.Dense(12, 8), nn.BatchNorm1d(8), nn.Dense(8, 5))
     cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), 2)
-    with pytest.warns(UserWarning, match="BatchNorm"):
-        TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1))
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1))
+    with pytest.warns(UserWarning, match="BatchNorm"), pytest.raises(RuntimeError, match="need GPUs or Ascend"):
+        step(Tensor(np.zeros((8, 12), np.float32)), Tensor(np.zeros(8, np.int32)))
 
 
 def test_cpu_is_refused_with_the_remedy():
