@@ -24,6 +24,7 @@ from gaccum_ms.losses import counts
 from gaccum_ms.losses.per_sample_loss import PerSampleLoss
 from gaccum_ms.semi_auto import modes as auto_parallel
 from gaccum_ms.semi_auto.shard_slice import ShardSlice
+from gaccum_ms.split import SplitPlan, plan_split
 
 
 def cloned(weights: Sequence[ms.Parameter], dtype: ms.Type | None, prefix: str) -> ms.ParameterTuple:
@@ -156,6 +157,10 @@ class UnrolledWindow(nn.Cell):
     def reset(self, after):
         """Zero the accumulators, once `after` is computed."""
         return self.store.reset(after)
+
+    def plan_in_python(self, shapes: Sequence[tuple[int, ...]]) -> SplitPlan:
+        """Where a batch with inputs of these shapes is cut."""
+        return plan_split(shapes, self.batch_loss.micro_size, None)
 
     def reset_eagerly(self) -> None:
         """Nothing: the compiler's graph clears the accumulators at its end."""
