@@ -366,6 +366,7 @@ class Oracle:
         self.steps = 0  # batches in the open window, once it has one
         self.own_losses = spans and setup.split is None  # a call returns its own batch's mean
         self.joined = False  # whether the open window had begun on another number of ranks
+        self.rounding = 0.0  # of the accumulators, in the open window
         self.held = False  # whether windows go on past their last batch
 
     @property
@@ -380,7 +381,7 @@ class Oracle:
         return [state[name] for name in self.names]
 
     def clear(self) -> None:
-        self.windows, self.joined = [[] for _ in self.windows], False
+        self.windows, self.joined, self.rounding = [[] for _ in self.windows], False, 0.0
 
     def on(self, ranks: int) -> None:
         """Continue on another number of ranks: the first one has all micro-batches of the open window."""
@@ -409,6 +410,7 @@ class Oracle:
         own = batches[rank]
         if own is None:
             return expected
+        self.rounding = max(self.rounding, 0.0 if setup.compensated else EPSILON[setup.dtype])
         expected.change({OWN + "batch_count": state[OWN + "batch_count"] + 1})
         if any(part.bad for part in own) and self._leaves_out():
             own = []
@@ -470,7 +472,7 @@ class Oracle:
             records["grad_norm"] = norm_of(gradient)
         expected.change({OWN + name: value for name, value in records.items()})
 
-        low = 0.0 if setup.compensated else EPSILON[setup.dtype] * (2 + max(map(len, parts)))
+        low = self.rounding * (2 + max(map(len, parts)))
         wrong = (2e-5 + low) * size + (1e-5 if setup.dtype != "float32" else 1e-7)  # what rounding may do to it
         expected.tolerance |= {OWN + "grad_norm": 8 * wrong, OWN + "window_loss": _of(loss), OWN + "loss_terms": 1e-4}
         if not self.own_losses and self.steps == 1:
