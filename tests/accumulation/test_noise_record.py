@@ -96,10 +96,7 @@ def test_records_of_a_batch(kind, mode):
 
 @pytest.mark.core("pynative-dtype1")
 @pytest.mark.parametrize("dtype", [ms.float16, ms.bfloat16])
-def test_records_with_low_precision_accumulators(dtype, mode, request):
-    if dtype == ms.bfloat16 and mode == "graph":
-        reason = "MindSpore cannot copy bfloat16 on CPU, and does so where the network is in the graph twice"
-        request.applymarker(pytest.mark.xfail(reason=reason, raises=TypeError, strict=True))
+def test_records_with_low_precision_accumulators(dtype, mode):
     y = targets(12)
     step = make_step(micro_size=4, accumulator_dtype=dtype)
     step(Tensor(y))

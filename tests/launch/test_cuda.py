@@ -52,7 +52,7 @@ def test_missing_packages_are_named_as_pip_knows_them(monkeypatch, tmp_path):
     for folder, library in (("cublas", "libcublas.so.11"), ("cudnn", "libcudnn.so.9")):
         (tmp_path / "nvidia" / folder / "lib").mkdir(parents=True)
         (tmp_path / "nvidia" / folder / "lib" / library).touch()
-    monkeypatch.setattr(cuda, "_folders", lambda name: [tmp_path / name])
+    monkeypatch.setattr(cuda, "folders", lambda name: [tmp_path / name])
     missing = cuda.missing_packages()
     assert "nvidia-cublas-cu11" not in missing
     assert "nvidia-cudnn-cu11" in missing, "version 9 is not version 8"

@@ -228,6 +228,7 @@ def whole_text_classifier(out: Path, rank: int, ranks: int) -> Results:
 def text_classifier_of_strangers(out: Path, rank: int, ranks: int) -> Results:
     """The control: ranks that do not communicate."""
     ms.reset_auto_parallel_context()
+    warnings.filterwarnings("ignore", ".*their weights drift apart")
     return text_classifier(out, rank, ranks)
 
 
