@@ -185,7 +185,7 @@ class TorchWay:
         rows = self.sizes.even_tokens // self.sizes.longest
         if self.split is None:
             return [(batch[0][i : i + rows], batch[1][i : i + rows]) for i in range(0, len(batch[0]), rows)]
-        from gaccum_ms.tokens.plan import plan_tokens
+        from gaccum_ms.splitting.token_plan import plan_tokens
 
         lengths = np.maximum(lengths_of(batch[1]), 1)
         plan = plan_tokens(lengths, self.sizes.longest, self.split.widths, self.sizes.max_tokens)

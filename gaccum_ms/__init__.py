@@ -60,7 +60,7 @@ else:
 if not _is_command:
     from gaccum_ms import adopt as adopt
     from gaccum_ms import model_hook as _model
-    from gaccum_ms.audit import audit
+    from gaccum_ms.auditing.audit import audit
     from gaccum_ms.callbacks.adaptive import AdaptiveAccumulation
     from gaccum_ms.callbacks.adascale import AdaScale
     from gaccum_ms.callbacks.checkpoint import UpdateCheckpoint
@@ -84,11 +84,11 @@ if not _is_command:
     from gaccum_ms.memory import trial as _trial
     from gaccum_ms.memory.report import memory_report
     from gaccum_ms.memory.search import find_micro_batch_size
-    from gaccum_ms.split import EvenSplit
+    from gaccum_ms.splitting.balanced_sampler import BalancedSampler
+    from gaccum_ms.splitting.even_split import EvenSplit
+    from gaccum_ms.splitting.max_tokens import MaxTokens
+    from gaccum_ms.splitting.token_plan import TokenPlan
     from gaccum_ms.threads import tune_cpu, tune_cpu_threads
-    from gaccum_ms.tokens.balanced_sampler import BalancedSampler
-    from gaccum_ms.tokens.max_tokens import MaxTokens
-    from gaccum_ms.tokens.plan import TokenPlan
     from gaccum_ms.training import halving as _halving
     from gaccum_ms.training.grad_accumulator import GradAccumulator
     from gaccum_ms.training.resume import resume

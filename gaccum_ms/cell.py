@@ -10,15 +10,15 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn
 
-from gaccum_ms import compatibility
-from gaccum_ms.backend.checks import described
 from gaccum_ms.backend.held_cells import held_cells
 from gaccum_ms.backend.pynative_tape import close_tape
-from gaccum_ms.compatibility import Setup
+from gaccum_ms.checks.arguments import described
 from gaccum_ms.distributed.ranks import refuse_wrapped_network
-from gaccum_ms.options import Options, checked
-from gaccum_ms.rules import CELL
-from gaccum_ms.split import EvenSplit
+from gaccum_ms.options import compatibility
+from gaccum_ms.options.compatibility import Setup
+from gaccum_ms.options.options import Options, checked
+from gaccum_ms.options.rules import CELL
+from gaccum_ms.splitting.even_split import EvenSplit
 
 _NAME = "GradAccumulationCell"
 

@@ -20,9 +20,9 @@ from mindspore import nn, ops
 from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer  # the base of mindspore.mint.optim's too
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
-from gaccum_ms.backend.checks import check_one_of
 from gaccum_ms.backend.newer_optimizers import FIXED_RATE, refuse_fixed_rates, without_shards
 from gaccum_ms.backend.parameters import overwrite, record
+from gaccum_ms.checks.arguments import check_one_of
 
 RULES = ("linear", "sqrt")
 PER = ("update", "batch")

@@ -10,9 +10,9 @@ import mindspore as ms
 import mindspore.dataset as ds
 from mindspore import nn
 
-from gaccum_ms.backend.checks import check_positive_int
 from gaccum_ms.backend.convolutions import convolves
 from gaccum_ms.backend.cpu_instructions import limit_instructions
+from gaccum_ms.checks.arguments import check_positive_int
 
 
 class CpuThreads(NamedTuple):

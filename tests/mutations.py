@@ -35,14 +35,14 @@ FAULTS = [
     # -- micro-batches and windows
     Fault(
         "micro-batches are rounded down",
-        "split.py",
+        "splitting/even_split.py",
         "size = max(-(-samples // micro_size), min(least, samples))",
         "size = max(samples // micro_size, 1)",
         "accumulation/test_micro_batches.py",
     ),
     Fault(
         "what is left over is forgotten",
-        "split.py",
+        "splitting/even_split.py",
         "return SplitPlan(samples, size, full, rest) if full",
         "return SplitPlan(samples, size, full, 0) if full",
         "accumulation/test_micro_batches.py",
@@ -287,7 +287,7 @@ FAULTS = [
         "accumulation/micro_batches.py",
         "return value if axis < 0 else ops.gather(value, rows, axis)",
         "return ops.gather(value, rows, max(axis, 0))",
-        "accumulation/test_even_split.py -k as_long_as",
+        "splitting/test_even_split.py -k as_long_as",
     ),
     # -- counts and several losses
     Fault(
@@ -330,7 +330,7 @@ FAULTS = [
         "auditing/remedies.py",
         "if evidence.agrees(train(trial.cell, trial.batch)):",
         "if train(trial.cell, trial.batch) is not None:",
-        "test_audit.py -k coupled_samples",
+        "auditing/test_audit.py -k coupled_samples",
     ),
     Fault(
         "a negative count is taken",
@@ -626,45 +626,45 @@ FAULTS = [
     # -- micro-batches by length
     Fault(
         "rows of padding repeat samples",
-        "tokens/plan.py",
+        "splitting/token_plan.py",
         "np.concatenate([samples, np.full(rows - samples.size, NOBODY)])",
         "np.resize(samples, rows)",
-        "tokens/test_max_tokens.py -k equals_the_whole",
+        "splitting/test_max_tokens.py -k equals_the_whole",
     ),
     Fault(
         "outputs stay in the order of the micro-batches",
-        "tokens/plan.py",
+        "splitting/token_plan.py",
         'return places[np.argsort(rows[places], kind="stable")]',
         "return places",
-        "tokens/test_max_tokens.py -k outputs_come_back",
+        "splitting/test_max_tokens.py -k outputs_come_back",
     ),
     Fault(
         "a micro-batch has one row too many",
-        "tokens/plan.py",
+        "splitting/token_plan.py",
         "rows = max_tokens // widths[place]",
         "rows = max_tokens // widths[place] + 1",
-        "tokens/test_plan.py",
+        "splitting/test_token_plan.py",
     ),
     Fault(
         "labels are padded with zeros",
-        "tokens/rows.py",
+        "splitting/token_rows.py",
         "shape[1:]), filler, array.dtype)",
         "shape[1:]), 0, array.dtype)",
-        "tokens/test_max_tokens.py -k equals_the_whole",
+        "splitting/test_max_tokens.py -k equals_the_whole",
     ),
     Fault(
         "a trial trains on the largest width alone",
-        "tokens/worst_case.py",
+        "splitting/worst_case.py",
         "for width in self.widths]",
         "for width in self.widths[-1:]]",
-        "tokens/test_auto_tokens.py -k worst_case",
+        "splitting/test_auto_tokens.py -k worst_case",
     ),
     Fault(
         "large parts are joined with large ones",
-        "tokens/balanced_sampler.py",
+        "splitting/balanced_sampler.py",
         "zip(one, reversed(other), strict=True)",
         "zip(one, other, strict=True)",
-        "tokens/test_balanced_sampler.py",
+        "splitting/test_balanced_sampler.py",
     ),
 ]
 

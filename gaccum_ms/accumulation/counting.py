@@ -7,7 +7,7 @@ from mindspore import nn, ops
 
 from gaccum_ms.accumulation import micro_batches
 from gaccum_ms.losses import counts
-from gaccum_ms.options import Options
+from gaccum_ms.options.options import Options
 
 
 class Counting(nn.Cell):

@@ -35,7 +35,7 @@ from gaccum_ms.losses.batch_loss import (
     check_ranks,
     check_samples,
 )
-from gaccum_ms.options import Options
+from gaccum_ms.options.options import Options
 
 
 class _Forward(nn.Cell):

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import mindspore as ms
 from mindspore import ops
 
-from gaccum_ms.backend.checks import batch_shapes as batch_shapes
+from gaccum_ms.checks.arguments import batch_shapes as batch_shapes
 from gaccum_ms.losses.counts import samples_of
-from gaccum_ms.split import UNCUT, cut_axes
-from gaccum_ms.split import SplitPlan as SplitPlan
-from gaccum_ms.split import plan_split as plan_split
+from gaccum_ms.splitting.even_split import UNCUT, cut_axes
+from gaccum_ms.splitting.even_split import SplitPlan as SplitPlan
+from gaccum_ms.splitting.even_split import plan_split as plan_split
 
 # -- compiled ----------------------------------------------------------------------------------------------------------
 

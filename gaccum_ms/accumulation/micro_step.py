@@ -16,8 +16,8 @@ import mindspore as ms
 from mindspore import nn, ops
 from mindspore.ops.functional import typeof
 
-from gaccum_ms.options import Options
-from gaccum_ms.split import SplitPlan
+from gaccum_ms.options.options import Options
+from gaccum_ms.splitting.even_split import SplitPlan
 
 # Graph mode's type names, for values that a network may return by mistake.
 _KINDS = {"Dict": "a dict", "TypeNone": "None", "Float": "a number", "Int": "a number", "Bool": "a bool"}

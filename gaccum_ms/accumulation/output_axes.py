@@ -16,7 +16,7 @@ from mindspore import nn, ops
 from gaccum_ms.backend import no_grad
 from gaccum_ms.backend.pynative_tape import close_tape
 from gaccum_ms.backend.snapshot import Snapshot, as_numpy
-from gaccum_ms.split import UNCUT, SplitPlan
+from gaccum_ms.splitting.even_split import UNCUT, SplitPlan
 
 
 class Output(NamedTuple):

@@ -19,7 +19,7 @@ from gaccum_ms.accumulation.micro_batches import axis_at
 from gaccum_ms.accumulation.micro_step import float32_loss, shape_or_none
 from gaccum_ms.accumulation.output_axes import Output
 from gaccum_ms.losses import counts
-from gaccum_ms.options import Options
+from gaccum_ms.options.options import Options
 
 _WANTED = {
     (True, False): "(numerator, denominator)",

@@ -16,7 +16,7 @@ from gaccum_ms.accumulation.accumulators import Accumulators, NoAccumulators
 from gaccum_ms.accumulation.micro_batches import SplitPlan
 from gaccum_ms.backend import no_grad
 from gaccum_ms.distributed.layout import Layout, rank_and_ranks
-from gaccum_ms.options import Options
+from gaccum_ms.options.options import Options
 
 # Followed by the weight's name. They differ from the whole accumulators' prefixes: neither may be loaded as the other.
 PARTS = "accu_grads_part."

@@ -31,7 +31,7 @@ from gaccum_ms.transforms.chain import Chain, without_front_clip
 
 if TYPE_CHECKING:
     from gaccum_ms.accumulation.open_window import OpenWindow
-    from gaccum_ms.options import Options
+    from gaccum_ms.options.options import Options
 
 _divide = ops.MultitypeFuncGraph("gaccum_ms_divide")
 _cast_like = ops.MultitypeFuncGraph("gaccum_ms_cast_like")

@@ -29,7 +29,7 @@ from gaccum_ms.accumulation.reduction import CountedReduction
 from gaccum_ms.backend.cpu_kernels import all_finite, zeros_like
 from gaccum_ms.backend.parameters import hold_weights
 from gaccum_ms.losses import counts
-from gaccum_ms.options import Options
+from gaccum_ms.options.options import Options
 
 
 class MadeOf(NamedTuple):

@@ -29,8 +29,8 @@ from gaccum_ms.accumulation.copies import Copies
 from gaccum_ms.accumulation.output_axes import outputs_of, two_numbers
 from gaccum_ms.backend.parameters import show_records
 from gaccum_ms.layers.batchnorm import trains_batch_norm
-from gaccum_ms.options import Options
-from gaccum_ms.split import cut_axes
+from gaccum_ms.options.options import Options
+from gaccum_ms.splitting.even_split import cut_axes
 
 if TYPE_CHECKING:
     from gaccum_ms.accumulation.open_window import OpenWindow

@@ -25,9 +25,9 @@ from gaccum_ms.accumulation.weighing import (
 from gaccum_ms.accumulation.window import Window
 from gaccum_ms.backend.graphs import gradients_allowed
 from gaccum_ms.backend.random_operators import draws, shallow_copy, with_other_seeds
-from gaccum_ms.compatibility import Setup
 from gaccum_ms.distributed.all_reduce import FusedReducer
-from gaccum_ms.options import Options
+from gaccum_ms.options.compatibility import Setup
+from gaccum_ms.options.options import Options
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import mindspore as ms
 from mindspore import nn, ops
 from mindspore.amp import DynamicLossScaler, LossScaler, StaticLossScaler
 
-from gaccum_ms.backend.checks import check_positive_int, check_transforms, described
 from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.checks.arguments import check_positive_int, check_transforms, described
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 from gaccum_ms.transforms.transform import Transform
 

@@ -16,7 +16,7 @@ import mindspore as ms
 from mindspore import nn
 
 from gaccum_ms.adopt.common import MovedAverage, build, refuse, scale_of, wrapper_step
-from gaccum_ms.backend.checks import check_one_of, described
+from gaccum_ms.checks.arguments import check_one_of, described
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 from gaccum_ms.transforms.clip_by_value import ClipByValue
 from gaccum_ms.transforms.transform import Transform

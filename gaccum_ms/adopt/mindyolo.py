@@ -12,7 +12,7 @@ from typing import Any
 from mindspore import nn, ops
 
 from gaccum_ms.adopt.common import MovedAverage, build, clip_norm_of, refuse, scale_of
-from gaccum_ms.backend.checks import check_one_of
+from gaccum_ms.checks.arguments import check_one_of
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
 _NAME = "gaccum_ms.adopt.mindyolo.train_step"

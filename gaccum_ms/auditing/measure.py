@@ -26,7 +26,7 @@ from gaccum_ms.layers.dropout import dropouts
 from gaccum_ms.layers.window_batchnorm import WindowBatchNorm
 from gaccum_ms.losses import counts
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
-from gaccum_ms.split import UNCUT, cut_axes
+from gaccum_ms.splitting.even_split import UNCUT, cut_axes
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
 _NARROW = (ms.float16, ms.bfloat16)

@@ -24,7 +24,7 @@ from gaccum_ms.losses.batch_loss import WithBatchLossCell
 from gaccum_ms.losses.counts import CountMask, CountSamples
 from gaccum_ms.losses.counts_of_labels import CountClassWeights, CountNotIgnored
 from gaccum_ms.losses.known_losses import integer_inputs, losses_of_labels
-from gaccum_ms.split import EvenSplit
+from gaccum_ms.splitting.even_split import EvenSplit
 
 _MOST_TRIED = 16  # updates, each of which may compile a graph
 _RATIO = (

@@ -15,10 +15,10 @@ from mindspore.train import RunContext
 
 from gaccum_ms.accumulation.noise import WindowNoise
 from gaccum_ms.backend import no_grad
-from gaccum_ms.backend.checks import check_one_of, check_positive_int
 from gaccum_ms.callbacks.json_lines import append_json_line, begin_json_lines, json_lines_path
 from gaccum_ms.callbacks.noise_scale import NoiseWatch, check_smoothing, noise_step
 from gaccum_ms.callbacks.schedule import check_ranks_batches, prepare_steps, set_steps
+from gaccum_ms.checks.arguments import check_one_of, check_positive_int
 from gaccum_ms.learning_rate import RULES, current_learning_rate
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 

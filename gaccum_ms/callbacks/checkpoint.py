@@ -8,8 +8,8 @@ from typing import Any
 from mindspore import nn
 from mindspore.train import Callback, ModelCheckpoint, RunContext
 
-from gaccum_ms.backend.checks import check_positive_int
 from gaccum_ms.callbacks.window_watch import training_step
+from gaccum_ms.checks.arguments import check_positive_int
 from gaccum_ms.distributed.layout import gather_json
 from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer
 

@@ -12,8 +12,8 @@ from typing import Any
 from mindspore.communication import get_rank
 from mindspore.train import Callback, RunContext
 
-from gaccum_ms.backend.checks import check_bool
 from gaccum_ms.callbacks.window_watch import skipped_batches, training_step
+from gaccum_ms.checks.arguments import check_bool
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from gaccum_ms.callbacks.window_watch import samples_of_batch, skipped_batches, training_step
 from gaccum_ms.distributed.ranks import rank_or_0
 from gaccum_ms.learning_rate import current_learning_rate
-from gaccum_ms.tokens.plan import TokenPlan
+from gaccum_ms.splitting.token_plan import TokenPlan
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
 _NAME = "ProgressBar"

@@ -8,9 +8,9 @@ from typing import Any
 import mindspore as ms
 from mindspore.train import Callback, RunContext
 
-from gaccum_ms.backend.checks import check_one_of, check_positive_int
 from gaccum_ms.backend.parameters import overwrite
 from gaccum_ms.callbacks.window_watch import training_step
+from gaccum_ms.checks.arguments import check_one_of, check_positive_int
 from gaccum_ms.learning_rate import RULES, multiply_learning_rate, scaling_factor
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 

@@ -8,9 +8,9 @@ from typing import Any
 import mindspore as ms
 from mindspore.train import Callback, Metric, RunContext
 
-from gaccum_ms.backend.checks import check_bool
 from gaccum_ms.backend.snapshot import as_numpy
 from gaccum_ms.callbacks.window_watch import samples_of_batch, training_step
+from gaccum_ms.checks.arguments import check_bool
 from gaccum_ms.distributed.ranks import rank_or_0
 
 _NAME = "TrainingMetrics"

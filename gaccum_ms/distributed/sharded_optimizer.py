@@ -21,9 +21,9 @@ import mindspore as ms
 from mindspore import nn, ops
 
 from gaccum_ms.backend import no_grad
-from gaccum_ms.backend.checks import check_one_of
 from gaccum_ms.backend.newer_optimizers import list_rates
 from gaccum_ms.backend.parameters import write
+from gaccum_ms.checks.arguments import check_one_of
 from gaccum_ms.distributed.layout import Layout, balanced_owners, rank_and_ranks
 from gaccum_ms.distributed.optimizer_groups import PLACEHOLDER, in_order, own_groups, rate_places, takes_slices
 from gaccum_ms.distributed.whole_state import WholeState, not_saved_alone

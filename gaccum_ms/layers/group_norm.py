@@ -11,7 +11,7 @@ from typing import NamedTuple
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms.backend.checks import check_positive_int
+from gaccum_ms.checks.arguments import check_positive_int
 from gaccum_ms.layers.batchnorm import batch_norms, layer_of_parameters
 
 _NAME = "convert_batchnorm_to_groupnorm"

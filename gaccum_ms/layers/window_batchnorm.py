@@ -19,8 +19,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
 
-from gaccum_ms.backend.checks import check_positive_int
 from gaccum_ms.backend.parameters import of_this_rank, overwrite
+from gaccum_ms.checks.arguments import check_positive_int
 
 _NAME = "WindowBatchNorm"
 

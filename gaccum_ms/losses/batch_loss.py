@@ -9,7 +9,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms.backend.checks import check_bool
+from gaccum_ms.checks.arguments import check_bool
 from gaccum_ms.distributed.layout import rank_and_ranks
 from gaccum_ms.layers.dropout import dropouts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms.backend.checks import check_not_negative_int, described
+from gaccum_ms.checks.arguments import check_not_negative_int, described
 
 
 class CountNotIgnored(nn.Cell):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mindspore import nn, ops
 
-from gaccum_ms.backend.checks import check_one_of
+from gaccum_ms.checks.arguments import check_one_of
 
 _NAME = "PerSampleLoss"
 

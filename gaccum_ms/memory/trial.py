@@ -24,7 +24,7 @@ from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer
 from gaccum_ms.memory.child import Usage, run_in_child
 from gaccum_ms.memory.meter import AllocatorMeter, ProcessMeter
 from gaccum_ms.memory.watch import Watch
-from gaccum_ms.split import UNCUT, between, cut_axes, plan_split
+from gaccum_ms.splitting.even_split import UNCUT, between, cut_axes, plan_split
 from gaccum_ms.transforms.chain import others
 
 if TYPE_CHECKING:

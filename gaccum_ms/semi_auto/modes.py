@@ -16,7 +16,7 @@ from mindspore.parallel.auto_parallel import AutoParallel
 
 from gaccum_ms import backend
 from gaccum_ms.layers.window_batchnorm import WindowBatchNorm
-from gaccum_ms.split import plan_split
+from gaccum_ms.splitting.even_split import plan_split
 
 _NAME = "GradAccumulationCell"
 

@@ -19,12 +19,12 @@ from mindspore import nn, ops
 from gaccum_ms.accumulation.accumulators import Accumulators, NoAccumulators
 from gaccum_ms.accumulation.micro_step import float32_loss
 from gaccum_ms.backend.parameters import hold_weights, record
-from gaccum_ms.compatibility import Setup
 from gaccum_ms.losses import counts
 from gaccum_ms.losses.per_sample_loss import PerSampleLoss
+from gaccum_ms.options.compatibility import Setup
 from gaccum_ms.semi_auto import modes as auto_parallel
 from gaccum_ms.semi_auto.shard_slice import ShardSlice
-from gaccum_ms.split import SplitPlan, plan_split
+from gaccum_ms.splitting.even_split import SplitPlan, plan_split
 
 
 def cloned(weights: Sequence[ms.Parameter], dtype: ms.Type | None, prefix: str) -> ms.ParameterTuple:

@@ -10,9 +10,11 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn
 
-from gaccum_ms import compatibility
-from gaccum_ms.advice import Advice, AdviceAboutRanks
-from gaccum_ms.backend.checks import (
+from gaccum_ms.backend.convolutions import limit_instructions_for, limit_instructions_for_weights
+from gaccum_ms.backend.newer_optimizers import refuse_without_kernels
+from gaccum_ms.backend.user_warnings import warn_user
+from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.checks.arguments import (
     check_accumulation_options,
     check_one_of,
     check_optimizer,
@@ -20,17 +22,15 @@ from gaccum_ms.backend.checks import (
     check_transforms,
     described,
 )
-from gaccum_ms.backend.convolutions import limit_instructions_for, limit_instructions_for_weights
-from gaccum_ms.backend.newer_optimizers import refuse_without_kernels
-from gaccum_ms.backend.user_warnings import warn_user
-from gaccum_ms.cell import GradAccumulationCell
-from gaccum_ms.compatibility import Setup
 from gaccum_ms.distributed.ranks import check_parallel_mode, refuse_hooked_weights
 from gaccum_ms.layers.batchnorm import refuse_sync_batch_norm
 from gaccum_ms.layers.sparse import refuse_sparse_gradients
-from gaccum_ms.options import Options
-from gaccum_ms.rules import SEMI_AUTO
+from gaccum_ms.options import compatibility
+from gaccum_ms.options.compatibility import Setup
+from gaccum_ms.options.options import Options
+from gaccum_ms.options.rules import SEMI_AUTO
 from gaccum_ms.semi_auto import modes
+from gaccum_ms.training.advice import Advice, AdviceAboutRanks
 
 
 def admit(owner: str, cell: Any, optimizer: nn.Optimizer) -> Setup:

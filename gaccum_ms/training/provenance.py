@@ -23,7 +23,7 @@ from gaccum_ms.training.averages import Averaged
 
 if TYPE_CHECKING:
     from gaccum_ms.accumulation.open_window import OpenWindow
-    from gaccum_ms.options import Options
+    from gaccum_ms.options.options import Options
 
 SHARDED = ", in sharded accumulators"
 _WEIGHTS = ("samples", "counts", "sums", "batches")  # how micro-batches are weighted; "batches": equally

@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Any
 import mindspore as ms
 
 from gaccum_ms.backend import graphs
-from gaccum_ms.backend.checks import batch_shapes
 from gaccum_ms.backend.pynative_tape import close_tape
+from gaccum_ms.checks.arguments import batch_shapes
 from gaccum_ms.distributed.ranks import broadcast_parameters
 from gaccum_ms.layers.sparse import explain_sparse_gradients
 from gaccum_ms.semi_auto import modes as auto_parallel
-from gaccum_ms.split import cut, cut_axes
+from gaccum_ms.splitting.even_split import cut, cut_axes
 from gaccum_ms.training.admission import NoCount
 from gaccum_ms.training.auto_size import AutoSize
 from gaccum_ms.training.auto_tokens import AutoTokens
 from gaccum_ms.training.python_split import PythonSplit
 
 if TYPE_CHECKING:
-    from gaccum_ms.advice import Advice
     from gaccum_ms.cell import GradAccumulationCell
-    from gaccum_ms.compatibility import Setup
+    from gaccum_ms.options.compatibility import Setup
+    from gaccum_ms.training.advice import Advice
 
 
 class CalledFromPython:

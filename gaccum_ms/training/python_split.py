@@ -22,13 +22,13 @@ from mindspore import nn, ops
 
 from gaccum_ms.accumulation.output_axes import outputs_of
 from gaccum_ms.accumulation.saturation import clear_flag
-from gaccum_ms.backend.checks import described
 from gaccum_ms.backend.graphs import OwnGraph
 from gaccum_ms.backend.parameters import overwrite
+from gaccum_ms.checks.arguments import described
 
 if TYPE_CHECKING:
     from gaccum_ms.accumulation.update import Update
-    from gaccum_ms.options import Options
+    from gaccum_ms.options.options import Options
     from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell as Step
 
 _NAME = "GradAccumulationCell"

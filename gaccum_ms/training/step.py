@@ -38,13 +38,13 @@ from typing import TYPE_CHECKING
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms import compatibility
 from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.accumulation.update import Update, WindowEnd
 from gaccum_ms.accumulation.windows import Kinds, combined, fused_reducer, kinds_of
-from gaccum_ms.backend.checks import check_positive_int
 from gaccum_ms.backend.parameters import counter, hold_weights, record, show_records
-from gaccum_ms.rules import IN_ONE_GRAPH, SPAN_LATER
+from gaccum_ms.checks.arguments import check_positive_int
+from gaccum_ms.options import compatibility
+from gaccum_ms.options.rules import IN_ONE_GRAPH, SPAN_LATER
 from gaccum_ms.semi_auto import modes as auto_parallel
 from gaccum_ms.semi_auto.unrolled_window import UnrolledWindow
 from gaccum_ms.training import admission
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from gaccum_ms.accumulation.open_window import OpenWindow
     from gaccum_ms.accumulation.window import Window
     from gaccum_ms.cell import GradAccumulationCell
-    from gaccum_ms.options import Options
+    from gaccum_ms.options.options import Options
 
 _NAME = "TrainOneStepWithGradAccumulationCell"
 

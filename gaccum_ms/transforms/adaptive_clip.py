@@ -8,7 +8,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms.backend.checks import check_positive_finite
+from gaccum_ms.checks.arguments import check_positive_finite
 from gaccum_ms.transforms.transform import Transform
 
 _NAME = "AdaptiveGradientClip"

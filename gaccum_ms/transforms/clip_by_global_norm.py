@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gaccum_ms.backend.checks import check_positive_finite
+from gaccum_ms.checks.arguments import check_positive_finite
 from gaccum_ms.transforms.norms import clip_by_norm, global_norm
 from gaccum_ms.transforms.transform import Transform
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mindspore as ms
 from mindspore import ops
 
-from gaccum_ms.backend.checks import check_finite
+from gaccum_ms.checks.arguments import check_finite
 from gaccum_ms.transforms.transform import Transform
 
 _clip = ops.MultitypeFuncGraph("gaccum_ms_clip_by_value")

@@ -8,8 +8,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
 
-from gaccum_ms.backend.checks import check_positive_finite, check_positive_int
 from gaccum_ms.backend.parameters import overwrite
+from gaccum_ms.checks.arguments import check_positive_finite, check_positive_int
 from gaccum_ms.distributed.layout import rank_and_ranks
 from gaccum_ms.transforms.norms import global_norm
 from gaccum_ms.transforms.transform import Transform

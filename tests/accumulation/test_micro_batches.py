@@ -10,7 +10,7 @@ from support.reference import Line, as_numpy
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WithBatchLossCell
 from gaccum_ms.accumulation import micro_batches
-from gaccum_ms.backend.checks import described
+from gaccum_ms.checks.arguments import described
 
 
 @pytest.mark.parametrize("samples", range(1, 40))

@@ -11,7 +11,7 @@ from support.reference import as_numpy, relative_error
 
 from gaccum_ms import EvenSplit, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WithBatchLossCell
 from gaccum_ms.accumulation.output_axes import Output
-from gaccum_ms.split import UNCUT
+from gaccum_ms.splitting.even_split import UNCUT
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*writes state in 'construct'")
 TIME, FEATURES, HIDDEN = 5, 3, 4

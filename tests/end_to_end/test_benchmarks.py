@@ -41,7 +41,7 @@ from benchmarks.networks import COMPARED, NETWORKS, VOCABULARY
 from benchmarks.rows import Results, Row
 from benchmarks.targets import Target
 from benchmarks.ways import WAYS, Setting
-from gaccum_ms.tokens.widths import best_widths, padding
+from gaccum_ms.splitting.widths import best_widths, padding
 
 ROOT = Path(__file__).resolve().parents[2]
 MB = 1_000_000

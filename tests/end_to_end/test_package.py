@@ -19,6 +19,7 @@ assert build_train_network is gaccum_ms.model_hook.build_train_network, "the hoo
 assert Model._train is gaccum_ms.model_hook._train
 
 import pickle
+import gaccum_ms.auditing.audit
 from gaccum_ms import *
 
 assert set(gaccum_ms.__all__) <= set(dir(gaccum_ms)) & set(globals())

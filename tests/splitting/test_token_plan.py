@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from gaccum_ms.tokens.plan import NOBODY, plan_tokens
-from gaccum_ms.tokens.widths import best_widths, padding
+from gaccum_ms.splitting.token_plan import NOBODY, plan_tokens
+from gaccum_ms.splitting.widths import best_widths, padding
 
 
 def padded(lengths, widths):

@@ -5,15 +5,15 @@ from __future__ import annotations
 import mindspore as ms
 from mindspore import nn
 
-from gaccum_ms import compatibility
 from gaccum_ms.auditing.measure import Recorder, measured, rounding
 from gaccum_ms.auditing.report import AuditReport, judged
-from gaccum_ms.backend.checks import batch_shapes
 from gaccum_ms.backend.snapshot import Snapshot
 from gaccum_ms.cell import GradAccumulationCell
-from gaccum_ms.compatibility import Setup
-from gaccum_ms.rules import AUDIT
-from gaccum_ms.split import plan_split
+from gaccum_ms.checks.arguments import batch_shapes
+from gaccum_ms.options import compatibility
+from gaccum_ms.options.compatibility import Setup
+from gaccum_ms.options.rules import AUDIT
+from gaccum_ms.splitting.even_split import plan_split
 
 
 def audit(

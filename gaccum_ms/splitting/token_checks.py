@@ -7,7 +7,7 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 
-from gaccum_ms.backend.checks import check_positive_int, described
+from gaccum_ms.checks.arguments import check_positive_int, described
 
 NAME = "MaxTokens"
 

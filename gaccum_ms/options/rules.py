@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import mindspore as ms
 
 if TYPE_CHECKING:
-    from gaccum_ms.compatibility import Setup
+    from gaccum_ms.options.compatibility import Setup
 
 # The places at which something is refused, in the docs' words.
 CELL = "the cell"

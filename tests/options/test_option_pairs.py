@@ -16,9 +16,9 @@ from mindspore import Tensor, nn, ops
 
 from gaccum_ms import ClipByValue, EvenSplit, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.backend.out_of_memory import is_out_of_memory
-from gaccum_ms.compatibility import Setup, refused
-from gaccum_ms.options import Options, checked
-from gaccum_ms.rules import CELL
+from gaccum_ms.options.compatibility import Setup, refused
+from gaccum_ms.options.options import Options, checked
+from gaccum_ms.options.rules import CELL
 
 ROWS = 5  # of a batch: three and two in two micro-batches
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mindspore import nn
 
-from gaccum_ms.rules import (
+from gaccum_ms.options.rules import (
     AUTO,
     AUTO_TOKENS,
     BATCH_LOSS,

@@ -1,5 +1,5 @@
 """Trains by length with a limit of BYTES above the process's memory, ``OUT auto BYTES`` , or with a number of tokens,
-``OUT alone TOKENS`` . Run by tests/tokens/test_auto_tokens.py."""
+``OUT alone TOKENS`` . Run by tests/splitting/test_auto_tokens.py."""
 
 from __future__ import annotations
 

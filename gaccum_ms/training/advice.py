@@ -18,7 +18,7 @@ from gaccum_ms.losses.batch_loss import advice_about_two_passes, passes
 from gaccum_ms.losses.known_losses import advice_about_losses
 
 if TYPE_CHECKING:
-    from gaccum_ms.compatibility import Setup
+    from gaccum_ms.options.compatibility import Setup
 
 
 class AdviceAboutRanks:

@@ -8,8 +8,8 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 
-from gaccum_ms.tokens.plan import NOBODY
-from gaccum_ms.tokens.rows import Rows
+from gaccum_ms.splitting.token_plan import NOBODY
+from gaccum_ms.splitting.token_rows import Rows
 
 
 class WorstCase:

@@ -10,7 +10,7 @@ from mindspore.dataset import GeneratorDataset
 
 from benchmarks import tokens
 from gaccum_ms import BalancedSampler
-from gaccum_ms.tokens.balanced_sampler import dealt
+from gaccum_ms.splitting.balanced_sampler import dealt
 
 RANKS, BATCH = 8, 16
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 
 import mindspore as ms
@@ -26,10 +25,9 @@ from support.reuse import Reused
 
 from gaccum_ms import CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.accumulation.weighing import BySamples
-from gaccum_ms.audit import audit
-
-audit_module = importlib.import_module("gaccum_ms.audit")  # the package's attribute of this name is the function
-measure = importlib.import_module("gaccum_ms.auditing.measure")
+from gaccum_ms.auditing import audit as audit_module
+from gaccum_ms.auditing import measure
+from gaccum_ms.auditing.audit import audit
 
 
 def fill(network):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mindspore as ms
 
-from gaccum_ms.rules import (
+from gaccum_ms.options.rules import (
     AUDIT,
     AUTO,
     AUTO_TOKENS,

@@ -10,7 +10,8 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 
-from gaccum_ms.backend.checks import (
+from gaccum_ms.backend.out_of_memory import check_test
+from gaccum_ms.checks.arguments import (
     check_accumulation_options,
     check_bool,
     check_one_of,
@@ -18,8 +19,7 @@ from gaccum_ms.backend.checks import (
     check_positive_int,
     check_transforms,
 )
-from gaccum_ms.backend.out_of_memory import check_test
-from gaccum_ms.split import EvenSplit, check_split
+from gaccum_ms.splitting.even_split import EvenSplit, check_split
 
 _NAME = "GradAccumulationCell"
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from mindspore import dataset
 
-from gaccum_ms.backend.checks import check_bool, check_positive_int
+from gaccum_ms.checks.arguments import check_bool, check_positive_int
 
 _NAME = "BalancedSampler"
 _EVEN = 1e-3  # parts are even when the largest sum is above the mean by at most this part of it

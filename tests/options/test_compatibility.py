@@ -9,12 +9,12 @@ import pytest
 from mindspore import nn
 
 from gaccum_ms import CountMask, EvenSplit, MaxTokens, WindowBatchNorm, WithBatchLossCell
-from gaccum_ms.compatibility import RULES, Setup
-from gaccum_ms.compatibility import refused as first_refused
-from gaccum_ms.options import Options
-from gaccum_ms.rules import AUDIT, CELL, IN_ONE_GRAPH, REPORT, SEMI_AUTO, SPAN_LATER, TRIAL
+from gaccum_ms.options.compatibility import RULES, Setup
+from gaccum_ms.options.compatibility import refused as first_refused
+from gaccum_ms.options.options import Options
+from gaccum_ms.options.rules import AUDIT, CELL, IN_ONE_GRAPH, REPORT, SEMI_AUTO, SPAN_LATER, TRIAL
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
 TWO = {"loss_weights": (1.0, 0.5)}
 THREE = {"loss_weights": (1.0,) * 3, "count": (None, None, CountMask())}
 AUTO = {"micro_batch_size": "auto"}
@@ -117,7 +117,7 @@ def table():
 
 
 def test_the_page_has_the_table():
-    """`python tests/test_compatibility.py` prints the table."""
+    """`python tests/options/test_compatibility.py` prints the table."""
     assert table() in PAGE.read_text()
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import mindspore as ms
 import numpy as np
 
-from gaccum_ms.tokens.plan import NOBODY
+from gaccum_ms.splitting.token_plan import NOBODY
 
 
 class Rows(NamedTuple):

@@ -8,13 +8,13 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 
-from gaccum_ms.backend.checks import check_positive_int
-from gaccum_ms.tokens.checks import NAME as _NAME
-from gaccum_ms.tokens.checks import checked_arrays, checked_tokens, checked_widths, whole_numbers
-from gaccum_ms.tokens.plan import NOBODY, TokenPlan, plan_tokens
-from gaccum_ms.tokens.rows import Rows, axes_of
-from gaccum_ms.tokens.widths import best_widths
-from gaccum_ms.tokens.worst_case import WorstCase
+from gaccum_ms.checks.arguments import check_positive_int
+from gaccum_ms.splitting.token_checks import NAME as _NAME
+from gaccum_ms.splitting.token_checks import checked_arrays, checked_tokens, checked_widths, whole_numbers
+from gaccum_ms.splitting.token_plan import NOBODY, TokenPlan, plan_tokens
+from gaccum_ms.splitting.token_rows import Rows, axes_of
+from gaccum_ms.splitting.widths import best_widths
+from gaccum_ms.splitting.worst_case import WorstCase
 
 
 class MaxTokens:

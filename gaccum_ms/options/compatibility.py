@@ -7,9 +7,9 @@ from typing import NamedTuple
 from mindspore import nn
 
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
-from gaccum_ms.options import Options
-from gaccum_ms.rules_of_options import OF_OPTIONS
-from gaccum_ms.rules_of_places import OF_PLACES
+from gaccum_ms.options.options import Options
+from gaccum_ms.options.rules_of_options import OF_OPTIONS
+from gaccum_ms.options.rules_of_places import OF_PLACES
 
 
 class Setup(NamedTuple):

@@ -1,0 +1,1 @@
+"""Checks of arguments and inputs, for all packages."""

@@ -1,0 +1,1 @@
+"""The options of accumulation: each one, and which of them go together."""

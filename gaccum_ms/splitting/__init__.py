@@ -1,0 +1,1 @@
+"""How a batch becomes micro-batches: evenly, by length, or by a function; and ranks with equally many tokens."""
