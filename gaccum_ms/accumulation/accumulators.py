@@ -71,7 +71,7 @@ def _read_compensated(accumulator: ms.Parameter, compensation: ms.Parameter) -> 
     return ops.cast(accumulator, ms.float32) + compensation
 
 
-class NoAccumulators(nn.Cell):
+class NoSums(nn.Cell):
     """For a window that always is one micro-batch: its gradients need no accumulators."""
 
     reduces = False
@@ -90,7 +90,7 @@ class NoAccumulators(nn.Cell):
         """Nothing."""
 
 
-class Accumulators(nn.Cell):
+class GradientSums(nn.Cell):
     """The accumulators of a window, with or without compensation: add, read, reset."""
 
     reduces = False  # whether each addition reduces over all ranks

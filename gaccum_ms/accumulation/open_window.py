@@ -18,7 +18,7 @@ from gaccum_ms.accumulation.saturation import read_flag, saturates
 from gaccum_ms.backend.parameters import counter, overwrite, record
 
 if TYPE_CHECKING:
-    from gaccum_ms.accumulation.accumulators import Accumulators
+    from gaccum_ms.accumulation.accumulators import GradientSums
     from gaccum_ms.accumulation.reduction import CountedReduction
 
 
@@ -27,7 +27,7 @@ class OpenWindow(nn.Cell):
 
     Args:
         owner (str): The class that warnings name.
-        accumulators (Accumulators): Where the gradients of its batches are added up.
+        accumulators (GradientSums): Where the gradients of its batches are added up.
         reduction (CountedReduction): Computes their mean over all batches and ranks.
         position (Parameter): Batches of the open window so far, int32 of shape ().
         accumulation_steps (int): Batches of each window.
@@ -41,7 +41,7 @@ class OpenWindow(nn.Cell):
     def __init__(
         self,
         owner: str,
-        accumulators: Accumulators,
+        accumulators: GradientSums,
         reduction: CountedReduction,
         position: ms.Parameter,
         accumulation_steps: int,

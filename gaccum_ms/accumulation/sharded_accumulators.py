@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms.accumulation.accumulators import Accumulators, NoAccumulators
+from gaccum_ms.accumulation.accumulators import GradientSums, NoSums
 from gaccum_ms.accumulation.micro_batches import SplitPlan
 from gaccum_ms.backend import no_grad
 from gaccum_ms.distributed.layout import Layout, rank_and_ranks
@@ -24,8 +24,8 @@ COMPENSATION_PARTS = "accu_compensation_part."
 ALL_PARTS = (PARTS, COMPENSATION_PARTS)
 
 
-class ShardedAccumulators(Accumulators):
-    """The methods of `Accumulators` , with sums over ranks.
+class ShardedSums(GradientSums):
+    """The methods of `GradientSums` , with sums over ranks.
 
     Args:
         weights (Sequence[Parameter]): The weights whose gradients are added up.
@@ -85,9 +85,9 @@ def check_micro_batches(number: int) -> None:
 def store_of(options: Options, weights: ms.ParameterTuple, accumulates: bool, sums: bool) -> nn.Cell:
     """Where a window's gradients are added up. `sums` : ranks are summed, also with ``gradients_mean=True`` ."""
     if not accumulates:
-        return NoAccumulators()
+        return NoSums()
     kept_by = options.accumulator_dtype, options.compensated
     if options.shard_accumulators and rank_and_ranks()[1] > 1:
         means = not sums and ms.get_auto_parallel_context("gradients_mean")
-        return ShardedAccumulators(weights, *kept_by, means)
-    return Accumulators(weights, *kept_by)
+        return ShardedSums(weights, *kept_by, means)
+    return GradientSums(weights, *kept_by)

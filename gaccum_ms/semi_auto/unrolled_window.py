@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms.accumulation.accumulators import Accumulators, NoAccumulators
+from gaccum_ms.accumulation.accumulators import GradientSums, NoSums
 from gaccum_ms.accumulation.micro_step import float32_loss
 from gaccum_ms.backend.parameters import hold_weights, record
 from gaccum_ms.losses import counts
@@ -125,9 +125,9 @@ class UnrolledWindow(nn.Cell):
         self.backward = ops.GradOperation(get_by_list=True, sens_param=True)
         self.may_skip = options.counted
         self.accumulates = self.batch_loss.micro_size > 1
-        self.store = NoAccumulators()
+        self.store = NoSums()
         if self.accumulates:
-            self.store = Accumulators(weights, options.accumulator_dtype, False, allocate=cloned)
+            self.store = GradientSums(weights, options.accumulator_dtype, False, allocate=cloned)
         # With optimizer parallel, backward returns this device's reduced part; else the accumulators hold it.
         self.optimizer_is_sharded = bool(ms.get_auto_parallel_context("enable_parallel_optimizer"))
         self.sum_over_devices = ops.AllReduce()

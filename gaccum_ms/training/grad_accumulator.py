@@ -13,7 +13,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms.accumulation.accumulators import Accumulators
+from gaccum_ms.accumulation.accumulators import GradientSums
 from gaccum_ms.accumulation.open_window import OpenWindow
 from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.accumulation.update import Update, WindowEnd
@@ -176,7 +176,7 @@ class GradAccumulator(Resumable, nn.Cell):
         batch_reduction = BatchReduction(weights, min_count, self.window_position)
         self.window = OpenWindow(
             _NAME,
-            Accumulators(weights, accumulator_dtype, compensated),
+            GradientSums(weights, accumulator_dtype, compensated),
             batch_reduction,
             self.window_position,
             accumulation_steps,

@@ -22,7 +22,7 @@ from support.reference import as_numpy, vector
 from support.two_ranks import Results
 
 from gaccum_ms import CountMask, CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, audit
-from gaccum_ms.accumulation.sharded_accumulators import ShardedAccumulators
+from gaccum_ms.accumulation.sharded_accumulators import ShardedSums
 
 SAMPLES = (7, 5)  # of each rank; in three micro-batches 3 + 3 + 1 and 2 + 2 + 1
 MICRO_SIZE, LENGTH, FEATURES = 3, 4, 3
@@ -393,17 +393,17 @@ def trained_language_model(out: Path) -> Results:
 def audits(out: Path) -> Results:
     rank = get_rank()
     sharded = []
-    original = ShardedAccumulators.add
+    original = ShardedSums.add
 
     def add(self, gradients):
         sharded.append(self)
         return original(self, gradients)
 
-    ShardedAccumulators.add = add  # the step is run eagerly, so that Python calls it
+    ShardedSums.add = add  # the step is run eagerly, so that Python calls it
     try:
         passed = [audited(None, rank), audited(CountMask(), rank, shard_accumulators=True)]
     finally:
-        ShardedAccumulators.add = original
+        ShardedSums.add = original
     return {"audit": np.array(passed), "audit, sharded": np.array(len(sharded))}
 
 

@@ -341,7 +341,7 @@ def test_the_generator_has_gone_on_where_it_is_not_put_back(monkeypatch, pynativ
 @WARNS
 def test_accumulators_change_where_they_are_not_put_back(monkeypatch, pynative):
     """Another: in a window's first batch they are zeroed, not copied."""
-    monkeypatch.setattr("gaccum_ms.accumulation.accumulators.Accumulators.reset_eagerly", lambda self: None)
+    monkeypatch.setattr("gaccum_ms.accumulation.accumulators.GradientSums.reset_eagerly", lambda self: None)
     with pytest.raises(AssertionError, match="accu_grads"):
         fail_and_compare(monkeypatch, {})
 
