@@ -217,7 +217,7 @@ def _numbers(step: TrainOneStepWithGradAccumulationCell, outputs: Any) -> dict[s
 def _token_plan(run_context: RunContext) -> TokenPlan | None:
     """The layout of the last batch, if micro-batches are made by length."""
     step = training_step(run_context)
-    return None if step is None else getattr(step.options.split, "plan", None)
+    return step.options.split.plan if step is not None and step.options.splits_in_python else None
 
 
 def _last(tensor: Any) -> float:

@@ -19,7 +19,8 @@ from gaccum_ms.checks.arguments import (
     check_positive_int,
     check_transforms,
 )
-from gaccum_ms.splitting.even_split import EvenSplit, check_split
+from gaccum_ms.splitting.even_split import EvenSplit
+from gaccum_ms.splitting.splitter import check_split, splitter_of
 
 _NAME = "GradAccumulationCell"
 
@@ -47,7 +48,10 @@ class Options:
     memory_limit: int | None = None
     is_out_of_memory: Callable[[BaseException], bool] | None = None
     jit: bool | None = None
-    split: EvenSplit | Callable | None = None
+    split: Any = None  # EvenSplit | Splitter | None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "split", splitter_of(self.split))
 
     @property
     def shared(self) -> tuple[int, ...]:
@@ -72,12 +76,12 @@ class Options:
     @property
     def trims(self) -> bool:
         """Whether that function only leaves padding out, so that the batch may be trained whole, too."""
-        return getattr(self.split, "keeps_inputs", False)
+        return self.splits_in_python and self.split.keeps_inputs
 
     @property
     def finds_tokens(self) -> bool:
         """Whether the training step is to find how many tokens that function puts into a micro-batch."""
-        return getattr(self.split, "finds_tokens", False)
+        return self.splits_in_python and self.split.auto is not None
 
     @property
     def losses(self) -> int:

@@ -153,7 +153,7 @@ OF_OPTIONS = (
         CELL,
         "`split=MaxTokens(...)`",
         "samples as weights: it needs `count`",
-        lambda s: getattr(s.o.split, "needs_count", False) and not s.o.counts_items,
+        lambda s: s.o.splits_in_python and s.o.split.needs_count and not s.o.counts_items,
         "'split' of class 'MaxTokens' fills micro-batches up with rows of padding, which must weigh nothing, but got "
         "count=None, by which they weigh as samples. Give a 'count' of tokens that are not padding, such as "
         "gaccum_ms.CountNotIgnored(), or reduction='ratio'.",

@@ -94,17 +94,6 @@ def cut_axes(inputs: int, shared: tuple[int, ...], axis: int | tuple[int, ...]) 
     return tuple(UNCUT if position in shared else one for position, one in enumerate(axes))
 
 
-def check_split(owner: str, split: Any) -> None:
-    """Refuse what is no way to split a batch."""
-    if split is None or isinstance(split, EvenSplit):
-        return
-    if isinstance(split, type) or not callable(split):
-        raise TypeError(
-            f"For '{owner}', the argument 'split' must be an EvenSplit, a function that makes of a batch a list of "
-            f"micro-batches, or None, but got {split!r}."
-        )
-
-
 class SplitPlan(NamedTuple):
     """How one batch is cut: ``full`` micro-batches of ``size`` samples, then one of ``rest`` samples if not 0. It is
     smaller, or one sample larger."""

@@ -9,15 +9,17 @@ import mindspore as ms
 import numpy as np
 
 from gaccum_ms.checks.arguments import check_positive_int
+from gaccum_ms.splitting.auto_size import AutoSize, auto_size_of
+from gaccum_ms.splitting.splitter import MicroBatches, Splitter
 from gaccum_ms.splitting.token_checks import NAME as _NAME
-from gaccum_ms.splitting.token_checks import checked_arrays, checked_tokens, checked_widths, whole_numbers
+from gaccum_ms.splitting.token_checks import checked_arrays, checked_widths, whole_numbers
 from gaccum_ms.splitting.token_plan import NOBODY, TokenPlan, plan_tokens
 from gaccum_ms.splitting.token_rows import Rows, axes_of
 from gaccum_ms.splitting.widths import best_widths
 from gaccum_ms.splitting.worst_case import WorstCase
 
 
-class MaxTokens:
+class MaxTokens(Splitter):
     r"""
     Split each batch by the lengths of its samples, into micro-batches with a bounded number of tokens.
 
@@ -31,12 +33,10 @@ class MaxTokens:
     <https://arxiv.org/abs/1904.01038>`_).
 
     Args:
-        max_tokens (Union[int, str]): The largest number of tokens in a micro-batch, padding included. ``"auto"`` : the
-            training finds the largest number that fits into memory at its first batch, as
-            :func:`find_micro_batch_size` does. If memory runs out later, the batch is split anew with half the number,
-            and all ranks go on with it. The attribute ``max_tokens`` is ``None`` before the first batch, and then the
-            number. It is at least the largest width, and at most large enough for all samples of a width in one
-            micro-batch: more would be padding.
+        max_tokens (Union[int, AutoSize, str]): The largest number of tokens in a micro-batch, padding included.
+            :class:`AutoSize` , or ``"auto"`` for short: the largest number that fits into memory. The attribute
+            ``max_tokens`` is ``None`` before the first batch, and then the number. It is at least the largest width,
+            and at most large enough for all samples of a width in one micro-batch: more would be padding.
         length (Union[int, Callable]): The lengths of a batch's samples: a function of its inputs that returns a Tensor
             or array of shape :math:`(N,)`, or the position of the input that holds them. Everything behind a sample's
             length is padding.
@@ -96,7 +96,7 @@ class MaxTokens:
 
     def __init__(
         self,
-        max_tokens: int | str,
+        max_tokens: int | str | AutoSize,
         length: int | Callable,
         widths: int | Sequence[int] = 4,
         *,
@@ -104,8 +104,12 @@ class MaxTokens:
         padding: Sequence[float] | None = None,
         axes: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
-        self.max_tokens = checked_tokens(max_tokens)
-        self.finds_tokens = self.max_tokens is None
+        size: Any = auto_size_of(max_tokens)
+        self.auto = size if isinstance(size, AutoSize) else None
+        self.max_tokens: int | None = None
+        if not self.auto:
+            check_positive_int(_NAME, "max_tokens", size)
+            self.max_tokens = size
         if isinstance(length, bool) or not (isinstance(length, int) or callable(length)):
             raise TypeError(
                 f"For '{_NAME}', the argument 'length' must be a function of the batch's inputs, or the position of "
@@ -134,14 +138,14 @@ class MaxTokens:
         """The widths that may be compiled, ascending; ``None`` until they are chosen at the first batch."""
         return self._widths
 
-    def __call__(self, *inputs: Any) -> list[tuple[ms.Tensor, ...]]:
+    def __call__(self, *inputs: Any) -> MicroBatches:
         if self.max_tokens is None:
             raise RuntimeError(
                 f"For '{_NAME}', 'max_tokens' must be known before a batch is split, but got 'auto', which the "
                 f"training step finds at its first batch. Train a batch, or give a number."
             )
         rows, widths = self._read(inputs, self.max_tokens)
-        if self.finds_tokens:  # another rank, with narrower batches, may have found fewer tokens
+        if self.auto:  # another rank, with narrower batches, may have found fewer tokens
             self.max_tokens = max(self.max_tokens, widths[-1])
         self._check(rows.lengths, widths)
         if not self._filler_is_checked:
@@ -156,9 +160,8 @@ class MaxTokens:
         self._check_widest(rows.lengths, widths)
         return WorstCase(rows, widths)
 
-    def two_sizes(self, *inputs: Any) -> tuple[list[tuple[ms.Tensor, ...]], tuple[int, int], tuple[int, int]]:
-        """Two micro-batches that differ in their rows and widths, these numbers of rows, and the widths. Nothing
-        changes here."""
+    def two_sizes(self, *inputs: Any) -> tuple[MicroBatches, tuple[int, int], tuple[int, int]]:
+        """Nothing changes here."""
         rows, possible = self._read(inputs, self.max_tokens)
         width = possible[-1]
         other = next((one for one in (rows.before, *possible) if one != width), max(width - 1, 1))
@@ -167,14 +170,13 @@ class MaxTokens:
         runs = [rows.micro_batch(*one) for one in zip(samples, (width, other), strict=True)]
         return runs, numbers, (width, other)
 
-    def in_order(self, outputs: Sequence[np.ndarray], axis: int = 0, tokens: Sequence[int] | None = None) -> np.ndarray:
+    def in_order(self, outputs: Sequence[np.ndarray], axis: int, tokens: Sequence[int]) -> np.ndarray:
         """Join the outputs of the last batch's micro-batches, in the batch's order and at its width.
 
         Args:
             outputs (Sequence[ndarray]): The output, of each micro-batch.
             axis (int): That of samples; -1 if all micro-batches have the same output.
-            tokens (Sequence[int], optional): The axes of tokens. Default: ``None`` , axis 1 if it is as long as the
-                micro-batches are wide.
+            tokens (Sequence[int]): The axes of tokens.
         """
         if self.plan is None:
             raise RuntimeError(f"For '{_NAME}', outputs must be those of a batch that was split, but none was.")
@@ -186,10 +188,6 @@ class MaxTokens:
                     f"each sample. Nothing was updated."
                 )
             return outputs[0]
-        if tokens is None:
-            widths = [width for width, _ in self.plan.parts]
-            is_wide = all(one.ndim > 1 and one.shape[1] == width for one, width in zip(outputs, widths, strict=True))
-            tokens = (1,) * is_wide
         joined = np.concatenate([_at_width(one, tokens, self.plan.before) for one in outputs], axis)
         return joined.take(self.plan.order, axis)
 
@@ -236,7 +234,7 @@ class MaxTokens:
     def _widths_for(self, lengths: np.ndarray, before: int, max_tokens: int | None) -> tuple[int, ...]:
         if self._widths is not None:
             return self._widths
-        largest = before if max_tokens is None or self.finds_tokens else min(before, max_tokens)
+        largest = before if max_tokens is None or self.auto else min(before, max_tokens)
         return best_widths(lengths, self._number, largest=max(lengths.max(), largest))
 
     def _check(self, lengths: np.ndarray, widths: tuple[int, ...]) -> None:
@@ -245,7 +243,7 @@ class MaxTokens:
 
     def _check_longest(self, lengths: np.ndarray) -> None:
         longest = int(lengths.max())
-        if self.max_tokens is not None and longest > self.max_tokens and not self.finds_tokens:
+        if self.max_tokens is not None and longest > self.max_tokens and not self.auto:
             raise ValueError(
                 f"For '{_NAME}', the argument 'max_tokens' must be at least as large as the longest sample, but got "
                 f"max_tokens={self.max_tokens} and a sample of {longest} tokens. Cut such samples, or give a larger "

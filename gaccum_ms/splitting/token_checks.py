@@ -7,17 +7,9 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 
-from gaccum_ms.checks.arguments import check_positive_int, described
+from gaccum_ms.checks.arguments import described
 
 NAME = "MaxTokens"
-
-
-def checked_tokens(max_tokens: Any) -> int | None:
-    """The checked number; None for ``"auto"`` ."""
-    if isinstance(max_tokens, str) and max_tokens == "auto":
-        return None
-    check_positive_int(NAME, "max_tokens", max_tokens)
-    return max_tokens
 
 
 def checked_widths(widths: Any, max_tokens: int | None) -> tuple[int, ...]:

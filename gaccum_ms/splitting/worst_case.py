@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import mindspore as ms
 import numpy as np
 
+from gaccum_ms.splitting.splitter import MicroBatches, OfFunction, Splitter
 from gaccum_ms.splitting.token_plan import NOBODY
 from gaccum_ms.splitting.token_rows import Rows
+
+
+class _Trial(OfFunction):
+    joins = False
 
 
 class WorstCase:
@@ -28,15 +31,14 @@ class WorstCase:
         samples = np.bincount(np.searchsorted(widths, rows.lengths), minlength=len(widths))
         self.most = max(1, -(-int((samples * widths).max()) // self.unit))  # multiples
 
-    def of(self, tokens: int) -> Callable[..., list[tuple[ms.Tensor, ...]]]:
-        """A function that returns a full micro-batch of each width, made of this batch's samples. A smaller width may
+    def of(self, tokens: int) -> Splitter:
+        """Returns a full micro-batch of each width, made of this batch's samples. A smaller width may
         need more memory: it has more rows."""
 
-        def micro_batches(*_: Any) -> list[tuple[ms.Tensor, ...]]:
+        def micro_batches(*_: Any) -> MicroBatches:
             return [self._rows.micro_batch(self._samples(width, tokens // width), width) for width in self.widths]
 
-        micro_batches.joins = False  # type: ignore[attr-defined]  # their outputs are of no use
-        return micro_batches
+        return _Trial(micro_batches)
 
     def _samples(self, width: int, number: int) -> np.ndarray:
         """The samples that the width holds, from the longest to the shortest, repeated up to this number."""

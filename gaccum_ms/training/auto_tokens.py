@@ -5,7 +5,7 @@ out (halving.py).
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
@@ -14,6 +14,7 @@ from gaccum_ms.training.halving import Halving
 
 if TYPE_CHECKING:
     from gaccum_ms.cell import GradAccumulationCell
+    from gaccum_ms.splitting.splitter import Splitter
     from gaccum_ms.training.python_split import PythonSplit
     from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell as Step
 
@@ -55,8 +56,8 @@ class AutoTokens(Halving):
             self._agree_at_the_end()
         return self.split.end(added)
 
-    def rehearse(self, split: Callable) -> None:
-        """In a trial: train on the micro-batches that `split` makes, and raise the error if they do not fit."""
+    def rehearse(self, split: Splitter) -> None:
+        """In a trial: train on the micro-batches of `split` , and raise the error if they do not fit."""
         self.split.split_by(split)
         self._step._split = self.split
 

@@ -29,6 +29,7 @@ from gaccum_ms.checks.arguments import described
 if TYPE_CHECKING:
     from gaccum_ms.accumulation.update import Update
     from gaccum_ms.options.options import Options
+    from gaccum_ms.splitting.splitter import Splitter
     from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell as Step
 
 _NAME = "GradAccumulationCell"
@@ -76,10 +77,9 @@ class PythonSplit:
         self.split_by(options.split)
         self.renew_graphs()
 
-    def split_by(self, split: Any) -> None:
-        """Split later batches by this function."""
+    def split_by(self, split: Splitter) -> None:
+        """Split later batches so."""
         self._split = split
-        self._check_count = getattr(split, "check_count", None)
 
     def renew_graphs(self) -> None:
         """Discard the graphs of the old shapes, which frees their memory."""
@@ -88,14 +88,17 @@ class PythonSplit:
     def parts(self, batch: Sequence[Any]) -> list[tuple[ms.Tensor, ...]]:
         """The checked micro-batches of a batch."""
         made = micro_batches_of(self._split, batch, self._by_samples)
-        if self._check_count is not None and self._count is not None:  # with a ratio, the network counts
-            self._check_count(self._count)
-        if self._has_outputs and self._axes is None and hasattr(self._split, "two_sizes"):
+        if self._count is not None:  # with a ratio, the network counts
+            self._split.check_count(self._count)
+        if self._has_outputs and self._axes is None:
             self._find_axes(batch)
         return made
 
     def _find_axes(self, batch: Sequence[Any]) -> None:
-        runs, samples, widths = self._split.two_sizes(*batch)
+        sizes = self._split.two_sizes(*batch)
+        if sizes is None:
+            return
+        runs, samples, widths = sizes
         outputs = outputs_of(self._step.network, runs, samples, self._step.weights)
         axes: list[tuple[int, tuple[int, ...]]] = []
         for output in outputs[self._first_output :]:
@@ -155,18 +158,16 @@ class PythonSplit:
         sums: ms.Tensor,
     ) -> Any:
         """One output, joined over all micro-batches: the mean of outputs of shape (); others are concatenated, or put
-        into the batch's order if `split` has the method `in_order` ."""
+        into the batch's order by `split` ."""
         if outputs[0].ndim == 0:
             unit = self._step.window.open.window_unit + 0.0
             scale = self._step.update.scale()
             return self._step.window.weighing.own_mean(ops.addn(list(outputs)), sums, scale, unit)
-        if not getattr(self._split, "joins", True):  # a trial
+        if not self._split.joins:
             return outputs[0]
         arrays = [one.asnumpy() for one in outputs]
         if self._axes is not None:
             joined = self._split.in_order(arrays, *self._axes[number])
-        elif hasattr(self._split, "in_order"):
-            joined = self._split.in_order(arrays)
         else:
             joined = _joined_by_shapes(self._first_output + number, arrays, [part[0].shape for part in parts])
         return ms.Tensor(joined, outputs[0].dtype)

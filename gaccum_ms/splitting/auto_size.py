@@ -1,0 +1,58 @@
+"""AutoSize: asks the training to find how much fits into a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gaccum_ms.backend.out_of_memory import check_test
+from gaccum_ms.checks.arguments import check_positive_int
+
+
+@dataclass(frozen=True)
+class AutoSize:
+    r"""
+    Let the training find the largest micro-batch that fits into memory, at its first batch, as
+    :func:`find_micro_batch_size` does. If memory runs out later, all ranks go on with half the size, from the same
+    batch on. It is the `micro_batch_size` of a :class:`GradAccumulationCell` , or the `max_tokens` of a
+    :class:`MaxTokens` ; ``"auto"`` is short for ``AutoSize()`` .
+
+    Args:
+        memory_limit (int, optional): This rank's memory limit in bytes, as in :func:`find_micro_batch_size` .
+            Default: ``None`` , the available memory.
+        is_out_of_memory (Callable, optional): A function of an error: whether it means that memory is not enough.
+            Default: ``None`` , MemoryError, and RuntimeError with a message of MindSpore's allocators.
+
+    Raises:
+        TypeError: If `memory_limit` is not an int, or `is_out_of_memory` not callable.
+        ValueError: If `memory_limit` is less than 1.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import numpy as np
+        >>> from mindspore import Tensor, nn
+        >>> from gaccum_ms import AutoSize, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+        >>> net = nn.Dense(3, 1)
+        >>> optimizer = nn.SGD(net.trainable_params(), learning_rate=0.1)
+        >>> auto = AutoSize(memory_limit=1 << 40)
+        >>> cell = GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), micro_batch_size=auto)
+        >>> step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
+        >>> loss = step(Tensor(np.ones((8, 3), np.float32)), Tensor(np.zeros((8, 1), np.float32)))
+        >>> print(step.micro_batch_size)  # of a few bytes for each sample, all fit
+        8
+    """
+
+    memory_limit: int | None = None
+    is_out_of_memory: Callable[[BaseException], bool] | None = None
+
+    def __post_init__(self) -> None:
+        if self.memory_limit is not None:
+            check_positive_int("AutoSize", "memory_limit", self.memory_limit)
+        check_test("AutoSize", self.is_out_of_memory)
+
+
+def auto_size_of(size: object) -> object:
+    """AutoSize() for ``"auto"`` ; everything else as it is."""
+    return AutoSize() if isinstance(size, str) and size == "auto" else size

@@ -1,0 +1,77 @@
+"""What the training asks of an object that splits batches in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import mindspore as ms
+import numpy as np
+
+from gaccum_ms.splitting.auto_size import AutoSize
+from gaccum_ms.splitting.even_split import EvenSplit
+
+if TYPE_CHECKING:
+    from gaccum_ms.splitting.token_plan import TokenPlan
+    from gaccum_ms.splitting.worst_case import WorstCase
+
+MicroBatches = list[tuple[ms.Tensor, ...]]
+
+
+class Splitter:
+    """Makes micro-batches of a batch. What is written here holds for a plain function, of which nothing is known but
+    the micro-batches that it returns."""
+
+    auto: AutoSize | None = None  # the search for the size of micro-batches, if there is one
+    needs_count = False  # whether micro-batches have rows that must weigh nothing
+    keeps_inputs = False  # whether micro-batches only lack padding, so that the network accepts the whole batch too
+    joins = True  # whether the network's outputs are joined; of a trial they are of no use
+    plan: TokenPlan | None = None  # the layout of the last batch
+
+    def __call__(self, *batch: Any) -> Any:
+        """The micro-batches, each a tuple of Tensors."""
+        raise NotImplementedError
+
+    def check_count(self, count: Callable) -> None:
+        """Check, after a batch was split, that rows without a sample count nothing."""
+
+    def two_sizes(self, *batch: Any) -> tuple[MicroBatches, tuple[int, int], tuple[int, int]] | None:
+        """Two micro-batches that differ in their rows and widths, the numbers of rows, and the widths; None: no other
+        sizes can be tried."""
+        return None
+
+    def in_order(self, outputs: Sequence[np.ndarray], axis: int, tokens: Sequence[int]) -> np.ndarray:
+        """The outputs of all micro-batches, joined in the batch's order, where `two_sizes` has shown their axes."""
+        raise NotImplementedError
+
+    def worst_case(self, *batch: Any) -> WorstCase:
+        """The micro-batches that a search for their size tries, where `keeps_inputs` ."""
+        raise NotImplementedError
+
+
+class OfFunction(Splitter):
+    """A function that makes micro-batches of a batch."""
+
+    def __init__(self, function: Callable) -> None:
+        self._function = function
+
+    def __call__(self, *batch: Any) -> Any:
+        return self._function(*batch)
+
+    def __repr__(self) -> str:
+        return repr(self._function)
+
+
+def splitter_of(split: Any) -> Any:
+    """A splitter in place of a function; everything else as it is."""
+    is_function = callable(split) and not isinstance(split, (Splitter, type))
+    return OfFunction(split) if is_function else split
+
+
+def check_split(owner: str, split: Any) -> None:
+    """Refuse what is no way to split a batch."""
+    if split is not None and not isinstance(split, (EvenSplit, Splitter)):
+        raise TypeError(
+            f"For '{owner}', the argument 'split' must be an EvenSplit, a function that makes of a batch a list of "
+            f"micro-batches, or None, but got {split!r}."
+        )
