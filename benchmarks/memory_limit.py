@@ -49,6 +49,7 @@ def _program(kind: str, name: str, samples: int, number: int) -> dict[str, Any]:
 
     from benchmarks.memory_networks import CASES
     from gaccum_ms import (
+        AutoSize,
         GradAccumulationCell,
         TrainOneStepWithGradAccumulationCell,
         find_micro_batch_size,
@@ -70,7 +71,7 @@ def _program(kind: str, name: str, samples: int, number: int) -> dict[str, Any]:
         size = find_micro_batch_size(GradAccumulationCell(network, 1), optimizer, batch, number)
     if not kind.startswith("find"):
         keep_heap_small()  # as after a search
-    options = {"micro_batch_size": "auto", "memory_limit": number} if "auto" in kind else {"micro_batch_size": size}
+    options = {"micro_batch_size": AutoSize(number)} if "auto" in kind else {"micro_batch_size": size}
     cell = GradAccumulationCell(network, **options)
     step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
     if kind == "alone auto":

@@ -8,9 +8,12 @@ __version__ = "0.2.0"
 
 __all__ = [
     "AccumulationScheduler",
+    "Accumulators",
     "AdaScale",
     "AdaptiveAccumulation",
     "AdaptiveGradientClip",
+    "AuditReport",
+    "AutoSize",
     "BalancedSampler",
     "ClipByGlobalNorm",
     "ClipByValue",
@@ -24,6 +27,7 @@ __all__ = [
     "GradAccumulator",
     "GradNoiseScale",
     "MaxTokens",
+    "MemoryReport",
     "PerSampleLoss",
     "ProgressBar",
     "ShardedOptimizer",
@@ -61,6 +65,7 @@ if not _is_command:
     from gaccum_ms import adopt as adopt
     from gaccum_ms import model_hook as _model
     from gaccum_ms.auditing.audit import audit
+    from gaccum_ms.auditing.report import AuditReport
     from gaccum_ms.callbacks.adaptive import AdaptiveAccumulation
     from gaccum_ms.callbacks.adascale import AdaScale
     from gaccum_ms.callbacks.checkpoint import UpdateCheckpoint
@@ -82,8 +87,10 @@ if not _is_command:
     from gaccum_ms.losses.per_sample_loss import PerSampleLoss
     from gaccum_ms.memory import search as _search
     from gaccum_ms.memory import trial as _trial
-    from gaccum_ms.memory.report import memory_report
+    from gaccum_ms.memory.report import MemoryReport, memory_report
     from gaccum_ms.memory.search import find_micro_batch_size
+    from gaccum_ms.options.accumulators import Accumulators
+    from gaccum_ms.splitting.auto_size import AutoSize
     from gaccum_ms.splitting.balanced_sampler import BalancedSampler
     from gaccum_ms.splitting.even_split import EvenSplit
     from gaccum_ms.splitting.max_tokens import MaxTokens

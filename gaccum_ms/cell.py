@@ -15,14 +15,17 @@ from gaccum_ms.backend.pynative_tape import close_tape
 from gaccum_ms.checks.arguments import described
 from gaccum_ms.distributed.ranks import refuse_wrapped_network
 from gaccum_ms.options import compatibility
+from gaccum_ms.options.accumulators import Accumulators
+from gaccum_ms.options.checked import checked
 from gaccum_ms.options.compatibility import Setup
-from gaccum_ms.options.options import Options, checked
+from gaccum_ms.options.options import Options, each_option
 from gaccum_ms.options.rules import CELL
+from gaccum_ms.splitting.auto_size import AutoSize
 from gaccum_ms.splitting.even_split import EvenSplit
 
 _NAME = "GradAccumulationCell"
 
-_OPTIONS = frozenset(field.name for field in dataclasses.fields(Options))
+_OPTIONS = frozenset(each_option(Options))
 _READ = frozenset(name for name in (*_OPTIONS, *vars(Options)) if not name.startswith("_"))
 _SET = _OPTIONS | {"network", "options", "counts"}  # these are compiled into the training step
 # Cells that accumulate by themselves: MindSpore's in nn, parallel.nn and boost, and ours.
@@ -58,10 +61,9 @@ class GradAccumulationCell(nn.Cell):
             :math:`\lceil N / \text{micro_size} \rceil` samples; the last may be smaller. Default: ``None`` .
 
     Keyword Args:
-        micro_batch_size (Union[int, str], optional): Number of samples in a micro-batch, instead of `micro_size` ;
-            the last may be smaller. ``"auto"`` : the largest size that fits, found at the first batch as by
-            :func:`find_micro_batch_size` ; if memory runs out later, all ranks continue with half of it, from the same
-            batch on. Default: ``None`` .
+        micro_batch_size (Union[int, AutoSize, str], optional): Number of samples in a micro-batch, instead of
+            `micro_size` ; the last may be smaller. :class:`AutoSize` , or ``"auto"`` for short: the largest size that
+            fits into memory. Default: ``None`` .
         accumulation_steps (int, optional): Successive batches that share an update; the window has `micro_size` times
             as many micro-batches. Ranks are then weighted by their samples or counts, and the loss of each call is the
             batch's own mean, on this rank. Only the window's last batch reduces and updates: see
@@ -85,10 +87,10 @@ class GradAccumulationCell(nn.Cell):
             reported, but never updates. For a network that returns a tuple of losses, give one count for each;
             ``None`` counts samples. Define a function by ``def`` : graph mode compiles no lambda within other code.
             Default: ``None`` , samples.
-        min_count (float, optional): The least total of counts that a window is divided by, over all ranks:
-            :math:`\max(\text{min\_count}, \sum_i c_i)` . Detection losses divide so, by the number of positives or 1:
-            use ``reduction="ratio", min_count=1`` , or ``reduction="sum"`` with `count` . A window of total 0 then
-            updates too. With several losses it holds for each. Default: ``None`` .
+        min_count (float, optional): The least total of counts that a window is divided by, over all ranks. It is then
+            divided by :math:`\max(\text{min\_count}, \sum_i c_i)` . Detection losses divide so, by the number of
+            positives or 1: use ``reduction="ratio", min_count=1`` , or ``reduction="sum"`` with `count` . A window of
+            total 0 then updates too. With several losses it holds for each. Default: ``None`` .
         loss_weights (Sequence[float], optional): For a network that returns a tuple of losses, the weight of each in
             their sum. Default: ``None`` , 1 for each.
         max_grad_norm (float, optional): Scale the finished, reduced gradient down to this global norm if its norm is
@@ -98,19 +100,12 @@ class GradAccumulationCell(nn.Cell):
             :class:`SkipSpikes` , :class:`WeightAverage` , your own :class:`Transform` , or a function that maps
             the tuple of gradients, float32 and without loss scale, to such a tuple. `max_grad_norm` comes before them.
             Default: ``()`` .
-        accumulator_dtype (mindspore.dtype, optional): Dtype of the accumulators, float32, float16 or bfloat16; ``None``
-            gives each the dtype of its weight. In windows of several batches, sums are scaled by the first
-            batch's count; float16 overflows if a later batch counts thousands of times more.
-            Default: ``mindspore.float32`` .
-        compensated (bool, optional): Sum with Kahan's compensation, which keeps the rounding error of each
-            accumulator in a float32 Parameter. Default: ``False`` .
+        accumulators (Accumulators, optional): How gradients are kept while they add up: dtype, Kahan's compensation,
+            in whole or sharded over ranks. Default: ``None`` , ``Accumulators()`` .
         overflow (str, optional): The effect of a gradient that is not finite. ``"drop_window"`` : with a loss scale,
             the window does not update. ``"drop_micro_batch"`` : the micro-batch is left out, only on its rank, and the
             rest is divided by the remaining total of all ranks; ranks are then weighted by their samples or counts. A
             dynamic loss scale is reduced too. Default: ``"drop_window"`` .
-        shard_accumulators (bool, optional): In data parallel mode, each rank keeps only its part of the accumulators.
-            Each micro-batch's gradient is then reduced over ranks at once: communication grows with the number
-            of micro-batches, which must be the same on all ranks. Default: ``False`` .
         record_noise (bool, optional): Record the squared gradient norms of the window's first micro-batch and of the
             window, in ``noise_sums`` and ``grad_norm`` of the step, for :class:`GradNoiseScale` ,
             :class:`AdaptiveAccumulation` and :class:`AdaScale` . Default: ``False`` .
@@ -120,10 +115,6 @@ class GradAccumulationCell(nn.Cell):
             changes is returned once; one of shape :math:`()` becomes float32, and is added up and divided as the loss
             is, over this rank's batch. The network then runs also for micro-batches that count nothing, so that all
             samples have outputs. It is compiled twice: see :class:`TrainingMetrics` . Default: ``False`` .
-        memory_limit (int, optional): With ``"auto"`` , here or of :class:`MaxTokens` , this rank's memory
-            limit in bytes, as in :func:`find_micro_batch_size` . Default: ``None`` , the available memory.
-        is_out_of_memory (Callable, optional): With ``"auto"`` , a function of an error: whether it means that memory is
-            not enough. Default: ``None`` , MemoryError, and RuntimeError with a message of MindSpore's allocators.
         jit (bool, optional): Compile the training step in PyNative mode too. Default: ``None`` , run it eagerly, so
             that breakpoints work. Graph mode always compiles, and so does ``"auto"`` . A compiled step keeps each
             layer's `set_train` at compile time.
@@ -146,24 +137,11 @@ class GradAccumulationCell(nn.Cell):
         calls the network.
 
     Raises:
-        TypeError: If `network` is not a Cell, a size or `memory_limit` not an int, `max_grad_norm` or `min_count` not a
-            number, `transforms` not a sequence of Transforms and functions, `count` or `is_out_of_memory` not callable,
-            `split` neither an EvenSplit nor a function, `loss_weights` not numbers, `accumulator_dtype` not a dtype, or
-            `compensated` , `shard_accumulators` , `record_noise` , `aux` or `jit` not a bool.
-        ValueError: If `network` holds a cell that accumulates, trains or reduces by itself; if both or
-            neither of `micro_size` and `micro_batch_size` are given, or one with a function as `split` , which goes
-            neither with several losses nor with `shard_accumulators` or a WithBatchLossCell; if one is less than 1; if
-            `max_grad_norm` or `min_count` is not positive and finite, a loss weight not finite, `reduction` ,
-            `overflow` or `accumulator_dtype` not one of the values above; if `count` and `loss_weights` differ in
-            length; if ``overflow="drop_micro_batch"`` is given with several losses, or with a sum that has no count; if
-            sums are given `loss_weights` without a count for each; if several losses are given `accumulation_steps` ;
-            if `shard_accumulators` is given with several losses or ``overflow="drop_micro_batch"`` ; if `record_noise`
-            is given with several losses, with a sum that has no count, or with `shard_accumulators` ; if
-            ``reduction="ratio"`` is given with `count` , several losses or a WithBatchLossCell, or `aux` with one of
-            the last two; if `min_count` is given with neither `count` nor a ratio, or with a WithBatchLossCell; if
-            ``micro_batch_size="auto"`` is given with several losses, `shard_accumulators` or a WithBatchLossCell, or
-            ``jit=False`` , or `memory_limit` or `is_out_of_memory` without it; if `network` is a WithBatchLossCell, for
-            `accumulation_steps` , `count` , `loss_weights` , `record_noise` and ``overflow="drop_micro_batch"`` .
+        TypeError: If `network` is not a Cell, or an option of another type than above.
+        ValueError: If `network` holds a cell that accumulates, trains or reduces by itself; if an option has another
+            value than above; if both or neither of `micro_size` and `micro_batch_size` are given, or one with a
+            function as `split` ; if `count` and `loss_weights` differ in length; if options do not go together, which
+            ``docs/options.md`` lists, with the remedies.
         RuntimeError: If the cell itself is trained, by a training cell that does not accumulate, or
             differentiated, as by `mindspore.value_and_grad` .
         AttributeError: If an option is assigned after the training step was built from the cell.
@@ -192,7 +170,7 @@ class GradAccumulationCell(nn.Cell):
         network: nn.Cell,
         micro_size: int | None = None,
         *,
-        micro_batch_size: int | str | None = None,
+        micro_batch_size: int | AutoSize | str | None = None,
         accumulation_steps: int | None = None,
         reduction: str = "mean",
         count: Callable | Sequence[Callable | None] | None = None,
@@ -200,14 +178,10 @@ class GradAccumulationCell(nn.Cell):
         loss_weights: Sequence[float] | None = None,
         max_grad_norm: float | None = None,
         transforms: Sequence[Any] = (),
-        accumulator_dtype: ms.Type | None = ms.float32,
-        compensated: bool = False,
+        accumulators: Accumulators | None = None,
         overflow: str = "drop_window",
-        shard_accumulators: bool = False,
         record_noise: bool = False,
         aux: bool = False,
-        memory_limit: int | None = None,
-        is_out_of_memory: Callable[[BaseException], bool] | None = None,
         jit: bool | None = None,
         split: EvenSplit | Callable | None = None,
     ) -> None:
@@ -230,14 +204,10 @@ class GradAccumulationCell(nn.Cell):
             loss_weights=loss_weights,
             max_grad_norm=max_grad_norm,
             transforms=transforms,
-            accumulator_dtype=accumulator_dtype,
-            compensated=compensated,
+            accumulators=accumulators,
             overflow=overflow,
-            shard_accumulators=shard_accumulators,
             record_noise=record_noise,
             aux=aux,
-            memory_limit=memory_limit,
-            is_out_of_memory=is_out_of_memory,
             jit=jit,
             split=split,
         )
@@ -266,7 +236,7 @@ class GradAccumulationCell(nn.Cell):
         """Check all options together: some may have been assigned since the cell was made."""
         options = checked(self.options)
         compatibility.check(CELL, _NAME, Setup(options, self.network))
-        super().__setattr__("options", dataclasses.replace(options, jit=True) if options.searches else options)
+        super().__setattr__("options", dataclasses.replace(options, jit=True) if options.auto else options)
 
     def keep_options(self) -> None:
         """Forbid changes of the options, because a training step was built with them."""
@@ -284,7 +254,6 @@ class GradAccumulationCell(nn.Cell):
     def __deepcopy__(self, memo: dict[int, Any]) -> GradAccumulationCell:
         """A cell without a step, on a copy of the network."""
         options = {name: copy.deepcopy(value, memo) for name, value in vars(self.options).items()}
-        options["accumulator_dtype"] = self.options.accumulator_dtype
         copied = type(self)(copy.deepcopy(self.network, memo), **options)
         return copied.add_flags(training=self.training)
 

@@ -76,9 +76,9 @@ def check_micro_batches(number: int) -> None:
         numbers = ops.AllGather()(ms.Tensor([number], ms.int32)).asnumpy().tolist()
     if any(other != number for other in numbers):
         raise ValueError(
-            f"For 'GradAccumulationCell', with 'shard_accumulators' all ranks must have the same number of "
+            f"For 'GradAccumulationCell', with Accumulators(sharded=True) all ranks must have the same number of "
             f"micro-batches in a batch, because each is reduced over all of them, but got {numbers} of the ranks. "
-            f"Nothing was added. Give all ranks batches of the same size, or leave 'shard_accumulators' out."
+            f"Nothing was added. Give all ranks batches of the same size, or leave 'sharded' out."
         )
 
 
@@ -86,8 +86,8 @@ def store_of(options: Options, weights: ms.ParameterTuple, accumulates: bool, su
     """Where a window's gradients are added up. `sums` : ranks are summed, also with ``gradients_mean=True`` ."""
     if not accumulates:
         return NoSums()
-    kept_by = options.accumulator_dtype, options.compensated
-    if options.shard_accumulators and rank_and_ranks()[1] > 1:
+    kept_by = options.accumulators.dtype, options.accumulators.compensated
+    if options.accumulators.sharded and rank_and_ranks()[1] > 1:
         means = not sums and ms.get_auto_parallel_context("gradients_mean")
         return ShardedSums(weights, *kept_by, means)
     return GradientSums(weights, *kept_by)

@@ -9,7 +9,8 @@ from mindspore import nn, ops
 from mindspore.amp import DynamicLossScaler, LossScaler, StaticLossScaler
 
 from gaccum_ms.cell import GradAccumulationCell
-from gaccum_ms.checks.arguments import check_positive_int, check_transforms, described
+from gaccum_ms.checks.arguments import check_positive_int, described
+from gaccum_ms.options.checks import check_transforms
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 from gaccum_ms.transforms.transform import Transform
 
@@ -98,7 +99,9 @@ def build(
         )
     if options.get("micro_batch_size") is None:
         options.setdefault("micro_size", 1)
-    options["transforms"] = (*check_transforms(owner, options.get("transforms", ())), *links)
+    own = options.get("transforms", ())
+    check_transforms(owner, "transforms", own)
+    options["transforms"] = (*own, *links)
     step = kind(GradAccumulationCell(network, **options), optimizer, scale_sense)
     if not drop_overflow_update:
         step.update.update_in_spite_of_overflow()

@@ -17,7 +17,8 @@ import numpy as np
 from mindspore import nn, ops
 
 from gaccum_ms.adopt.common import build, clip_norm_of, refuse, scale_of
-from gaccum_ms.checks.arguments import check_positive_int, check_transforms
+from gaccum_ms.checks.arguments import check_positive_int
+from gaccum_ms.options.checks import check_transforms
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 from gaccum_ms.transforms.clip_by_global_norm import ClipByGlobalNorm
 from gaccum_ms.transforms.skip_spikes import SkipSpikes
@@ -130,7 +131,8 @@ def train_step(
     max_norm = clip_norm_of(_NAME, use_clip_grad, "use_clip_grad", max_grad_norm)
     if use_skip_data_by_global_norm:
         clip = () if max_norm is None else (ClipByGlobalNorm(max_norm),)
-        own = check_transforms(_NAME, options.get("transforms", ()))
+        own = options.get("transforms", ())
+        check_transforms(_NAME, "transforms", own)
         options["transforms"] = (SkipSpikes(norm=_just_below(global_norm_spike_threshold)), *clip, *own)
         max_norm = None
     if calculate_per_token_loss:

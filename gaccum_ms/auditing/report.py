@@ -11,22 +11,48 @@ from gaccum_ms.auditing.evidence import Evidence, relative_error
 
 @dataclass(frozen=True)
 class AuditReport:
-    """The result of :func:`audit` ; ``print(report)`` shows it as a table.
+    r"""
+    The result of :func:`audit` ; ``print(report)`` shows it as a table, and ``report.ok`` is True without problems.
 
     All errors are the largest absolute difference between the accumulated and the whole batch's values of one
     parameter, relative to the latter's largest entry, without unit. NaN means that a value was not finite.
+
+    Args:
+        gradients (dict[str, float]): For each parameter's name, the error of its finished gradient, before clipping.
+        parameters (dict[str, float]): Likewise, of its value after one update with the optimizer.
+        loss_whole (float): The loss of the whole batch.
+        loss_accumulated (float): The loss that the training step returns.
+        loss_behaves_as (str): ``"mean"`` , ``"sum"`` or ``"neither"`` ; ``"batch"`` for a WithBatchLossCell.
+        reduction (str): The cell's option.
+        batch_norm_layers (tuple[str, ...]): Their names.
+        couples_samples (bool): Whether results depend on which samples share a micro-batch, apart from a wrong
+            `reduction` .
+        dropout_layers (tuple[str, ...]): The names of those that were switched off for the audit.
+        problems (tuple[str, ...]): For each problem, a description and a remedy.
+
+    Raises:
+        TypeError: If a field is left out.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from gaccum_ms import AuditReport
+        >>> report = AuditReport({}, {}, 2.0, 4.0, "sum", "mean", (), False, (), ("a sum: give reduction='sum'",))
+        >>> print(report.ok)
+        False
     """
 
-    gradients: dict[str, float]  # parameter name -> error of its finished gradient, before clipping
-    parameters: dict[str, float]  # parameter name -> error of its value after one update with the optimizer
+    gradients: dict[str, float]
+    parameters: dict[str, float]
     loss_whole: float
     loss_accumulated: float
-    loss_behaves_as: str  # "mean", "sum" or "neither"; "batch" if the network is a WithBatchLossCell
-    reduction: str  # the cell's option
+    loss_behaves_as: str
+    reduction: str
     batch_norm_layers: tuple[str, ...]
-    couples_samples: bool  # whether results depend on which samples share a micro-batch, apart from a wrong reduction=
-    dropout_layers: tuple[str, ...]  # switched off for the audit
-    problems: tuple[str, ...]  # for each problem, a description and a remedy
+    couples_samples: bool
+    dropout_layers: tuple[str, ...]
+    problems: tuple[str, ...]
 
     @property
     def ok(self) -> bool:

@@ -93,7 +93,7 @@ class WindowWatch(Callback):
         ]
         remedy = "; or, with 'accumulation_steps' larger than 1, give model.train the callback FlushAccumulation()"
         if step.window.store.reduces:
-            remedy = "; or leave 'shard_accumulators' out, and use FlushAccumulation()"
+            remedy = "; or leave 'sharded' of the accumulators out, and use FlushAccumulation()"
         raise ValueError(
             f"For 'GradAccumulationCell', all ranks must have the same number of batches in an epoch, because each "
             f"update reduces over all of them, but got {', '.join(shown)}. Nothing was trained. Give all ranks equally "

@@ -28,19 +28,6 @@ def check_not_negative_int(owner: str, name: str, value: Any) -> None:
     check_positive_int(owner, name, value, least=0)
 
 
-def check_accumulation_options(
-    owner: str, max_grad_norm: Any, accumulator_dtype: Any, compensated: Any, overflow: Any, jit: Any
-) -> None:
-    """The options that decide how gradients are added up and what becomes of the sum."""
-    if max_grad_norm is not None:
-        check_positive_finite(owner, "max_grad_norm", max_grad_norm)
-    if jit is not None and not isinstance(jit, bool):
-        raise TypeError(f"For '{owner}', the argument 'jit' must be a bool or None, but got {jit!r}.")
-    check_bool(owner, "compensated", compensated)
-    check_one_of(owner, "overflow", overflow, ("drop_window", "drop_micro_batch"))
-    check_one_of(owner, "accumulator_dtype", accumulator_dtype, (ms.float32, ms.float16, ms.bfloat16, None))
-
-
 def check_one_of(owner: str, name: str, value: Any, allowed: tuple) -> None:
     if not any(value is one or (isinstance(value, str) and value == one) for one in allowed):
         raise ValueError(f"For '{owner}', the argument '{name}' must be one of {list(allowed)}, but got {value!r}.")
@@ -68,17 +55,6 @@ def check_positive_finite(owner: str, name: str, value: Any) -> None:
 def check_bool(owner: str, name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"For '{owner}', the argument '{name}' must be a bool, but got {value!r}.")
-
-
-def check_transforms(owner: str, transforms: Any) -> tuple:
-    """The transforms as a tuple. Classes are refused, though they are callable."""
-    given = isinstance(transforms, (tuple, list))
-    if not given or not all(callable(one) and not isinstance(one, type) for one in transforms):
-        raise TypeError(
-            f"For '{owner}', the argument 'transforms' must be a tuple of Transforms, such as WeightAverage(0.999), "
-            f"and functions of the gradients, but got {described(transforms)}."
-        )
-    return tuple(transforms)
 
 
 def check_optimizer(owner: str, network: nn.Cell, optimizer: nn.Optimizer) -> None:

@@ -65,9 +65,9 @@ class Forecast:
         ranks = rank_and_ranks()[1]
         self.parameters = _bytes(network)
         self.optimizer_state = _bytes(one for one in optimizer.get_parameters() if id(one) not in known)
-        sums = sum(one.size * _item_bytes(cell.accumulator_dtype or one.dtype) for one in optimizer.parameters)
-        lost = sum(one.size * 4 for one in optimizer.parameters) if cell.compensated else 0
-        self.accumulators = (sums + lost) // (ranks if cell.shard_accumulators else 1)
+        sums = sum(one.size * _item_bytes(cell.accumulators.dtype or one.dtype) for one in optimizer.parameters)
+        lost = sum(one.size * 4 for one in optimizer.parameters) if cell.accumulators.compensated else 0
+        self.accumulators = (sums + lost) // (ranks if cell.accumulators.sharded else 1)
         kinds = cell.accumulation_steps > 1, cell.counted, cell.several_losses, cell.finds_size
         self.always_accumulates = any(kinds)
         self.batch = sum(value.nbytes for value in batch)

@@ -41,20 +41,48 @@ class MemoryRow:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """The result of :func:`memory_report` ; ``print(report)`` shows a table, ``report.draw(path)`` a picture.
+    r"""
+    The result of :func:`memory_report` ; ``print(report)`` shows a table, ``report.draw(path)`` a picture.
 
-    All sizes are in bytes, on this rank.
+    All sizes are in bytes, on this rank. ``fits_from`` is the smallest number of micro-batches from which on all fit,
+    or ``None`` .
+
+    Args:
+        rank (int): This rank.
+        what (str): The kind of memory that is measured.
+        parameters (int): The size of the parameters.
+        optimizer_state (int): The size of the optimizer's state.
+        accumulators (int): Present if there is more than one micro-batch.
+        batch (int): The size of the batch.
+        framework (int): The remainder: the framework, its compiled graphs, the process.
+        memory_limit (int): The limit.
+        probed (tuple[int, ...]): The measured sizes, in samples, from which others are predicted.
+        rows (tuple): For each number of micro-batches: ``micro_size`` , the number; ``micro_batch_size`` , the samples
+            in each; ``intermediate`` and ``peak`` , predicted, of intermediate values and of everything;
+            ``intermediate_measured`` and ``peak_measured`` , ``None`` if it was not run; and ``fits`` .
+
+    Raises:
+        TypeError: If a field is left out.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from gaccum_ms import MemoryReport
+        >>> report = MemoryReport(0, "resident memory", 400, 400, 400, 64, 9000, 20000, (), ())
+        >>> print(report.fits_from)
+        None
     """
 
     rank: int
-    what: str  # the kind of memory that is measured
+    what: str
     parameters: int
     optimizer_state: int
-    accumulators: int  # present if there is more than one micro-batch
+    accumulators: int
     batch: int
-    framework: int  # the remainder: the framework, its compiled graphs, the process
+    framework: int
     memory_limit: int
-    probed: tuple[int, ...]  # the measured sizes, in samples, from which others are predicted
+    probed: tuple[int, ...]
     rows: tuple[MemoryRow, ...]
 
     @property

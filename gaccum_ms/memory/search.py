@@ -138,31 +138,14 @@ def search_key(
     fails: Callable[[BaseException], bool],
 ) -> tuple:
     """Everything that the size found for a network depends on."""
-    options = (
-        cell.accumulation_steps > 1,
-        cell.finds_size,
-        cell.counted,
-        cell.loss_weights,
-        cell.shared,
-        cell.axis,
-        _widths(cell, batch),
-        cell.shard_accumulators,
-        cell.compensated,
-        cell.reduction,
-        cell.overflow,
-        cell.record_noise,
-        cell.aux,
-        cell.max_grad_norm is not None,
-        tuple(type(one).__qualname__ for one in cell.transforms),
-    )
-    where = ms.get_context("device_target"), ms.get_context("device_id"), ms.get_context("mode"), bool(cell.jit)
+    where = ms.get_context("device_target"), ms.get_context("device_id"), ms.get_context("mode")
     shapes = tuple((tuple(value.shape), str(value.dtype)) for value in batch)
     weights = tuple((one.name, tuple(one.shape), str(one.dtype)) for one in optimizer.get_parameters())
     flags = (one.get_flags() for _, one in cell.network.cells_and_names())
     casts = tuple(tuple(flag.get(dtype) for dtype in ("fp16", "fp32", "bf16")) for flag in flags)
     # Not the function itself: it may refer to the network, which would then never be freed.
     test = fails.__qualname__ if hasattr(fails, "__qualname__") else type(fails).__qualname__, id(fails)
-    return shapes, weights, casts, str(cell.accumulator_dtype), options, where, memory_limit, test
+    return shapes, weights, casts, cell.options.for_memory(), _widths(cell, batch), where, memory_limit, test
 
 
 def _widths(cell: GradAccumulationCell, batch: Sequence[ms.Tensor]) -> tuple | None:
@@ -246,7 +229,7 @@ def agreed_size(owner: str, size: int, memory_limit: int | None) -> int:
         limit = "the memory that there is" if memory_limit is None else f"memory_limit={memory_limit}"
         raise RuntimeError(
             f"For '{owner}', a micro-batch of one sample must fit, but got {limit}, which is not enough on rank(s) "
-            f"{ranks}. Use a smaller network or lower precision, accumulator_dtype=None, or "
+            f"{ranks}. Use a smaller network or lower precision, Accumulators(dtype=None), or "
             f"gaccum_ms.ShardedOptimizer; 'memory_report' says what needs how much."
         )
     return min(sizes)

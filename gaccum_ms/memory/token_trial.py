@@ -30,7 +30,7 @@ class TokenTrials(Trials):
         return list(self.batch)
 
     def _options(self, size: int) -> dict[str, Any]:
-        return {"split": self._cut(size), "memory_limit": None, "is_out_of_memory": None}
+        return {"split": self._cut(size)}
 
     def _cut(self, size: int) -> Any:
         return self._worst.of(size * self.unit)

@@ -1,28 +1,87 @@
-"""The options of accumulation, as one immutable value. compatibility.py decides which of them go together."""
+"""The options of accumulation, each once: its type, its default, its check, what of it matters for memory, and what it
+does not go with. The signature and docstring of `GradAccumulationCell` are compared with this; errors, the table in the
+docs and the key of found sizes are made from it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import mindspore as ms
 import numpy as np
+from mindspore import nn
 
-from gaccum_ms.backend.out_of_memory import check_test
-from gaccum_ms.checks.arguments import (
-    check_accumulation_options,
-    check_bool,
-    check_one_of,
-    check_positive_finite,
-    check_positive_int,
+from gaccum_ms.checks.arguments import check_bool, check_one_of, check_positive_finite, check_positive_int
+from gaccum_ms.layers.window_batchnorm import WindowBatchNorm
+from gaccum_ms.options.accumulators import Accumulators
+from gaccum_ms.options.checks import (
+    check_accumulators,
+    check_count,
+    check_loss_weights,
+    check_micro_batch_size,
     check_transforms,
+    optional,
 )
+from gaccum_ms.options.rules import (
+    AUDIT,
+    AUTO,
+    AUTO_TOKENS,
+    BATCH_LOSS,
+    CELL,
+    DROPS,
+    FUNCTION,
+    IN_ONE_GRAPH,
+    RATIO,
+    REPORT,
+    SEMI_AUTO,
+    SEVERAL,
+    SHARDED,
+    TRIAL,
+    Rule,
+    only_in_semi_auto,
+    only_of_batch_loss,
+)
+from gaccum_ms.splitting.auto_size import AutoSize, auto_size_of
 from gaccum_ms.splitting.even_split import EvenSplit
 from gaccum_ms.splitting.splitter import check_split, splitter_of
 
-_NAME = "GradAccumulationCell"
+
+class Option(NamedTuple):
+    """What is known of an option besides its name and default."""
+
+    check: Callable[[str, str, Any], None]  # of the class in errors, the option's name, and its value
+    rules: tuple[Rule, ...]  # what it does not go with
+    for_memory: Callable[[Any], Any]  # what of the value decides which size of micro-batches fits
+    given: str | None  # the type that a user gives, if that of the field is Any
+
+
+def option(
+    check: Callable[[str, str, Any], None],
+    *rules: Rule,
+    default: Any = None,
+    for_memory: Callable[[Any], Any] = repr,
+    given: str | None = None,
+) -> Any:
+    """The field of an option."""
+    return dataclasses.field(default=default, metadata={"option": Option(check, rules, for_memory, given)})
+
+
+def _nothing(value: Any) -> None:
+    """A trial chooses the size by itself."""
+
+
+def _is_given(value: Any) -> Any:
+    """Whether there is one; of several losses, for each."""
+    return tuple(map(_is_given, value)) if isinstance(value, (tuple, list)) else value is not None
+
+
+def _classes(values: Any) -> tuple[str, ...]:
+    return tuple(type(value).__qualname__ for value in values)
+
+
+def _pools_statistics(network: nn.Cell) -> bool:
+    return any(isinstance(cell, WindowBatchNorm) for _, cell in network.cells_and_names())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,28 +89,352 @@ class Options:
     """The arguments of :class:`GradAccumulationCell` besides the network, under the same names. A
     :class:`GradAccumulator` has those of them that do not concern how a batch is cut and weighted."""
 
-    micro_size: int | None = None
-    micro_batch_size: int | str | None = None
-    accumulation_steps: Any = 1  # int, once it is checked; None: not given
-    reduction: str = "mean"
-    count: Callable | Sequence[Callable | None] | None = None
-    min_count: float | None = None
-    loss_weights: Any = (1.0,)  # Sequence[float], once it is checked
-    max_grad_norm: float | None = None
-    transforms: Any = ()  # tuple[Transform | Callable, ...], once it is checked
-    accumulator_dtype: ms.Type | None = ms.float32
-    compensated: bool = False
-    overflow: str = "drop_window"
-    shard_accumulators: bool = False
-    record_noise: bool = False
-    aux: bool = False
-    memory_limit: int | None = None
-    is_out_of_memory: Callable[[BaseException], bool] | None = None
-    jit: bool | None = None
-    split: Any = None  # EvenSplit | Splitter | None
+    micro_size: int | None = option(optional(check_positive_int), for_memory=_nothing)
+    micro_batch_size: Any = option(
+        check_micro_batch_size,
+        Rule(
+            CELL,
+            AUTO,
+            "`jit=False`",
+            lambda s: s.o.finds_size and s.o.jit is False,
+            "micro_batch_size='auto' compiles in PyNative mode too, because MindSpore's eager gradient does not "
+            "survive running out of memory, but got jit=False. Leave 'jit' out, or give a number of samples.",
+        ),
+        Rule(
+            CELL,
+            AUTO,
+            f"several losses, {SHARDED}, {BATCH_LOSS}",
+            lambda s: s.o.finds_size and (s.o.several_losses or s.o.accumulators.sharded or s.of_batch),
+            "micro_batch_size='auto' needs one loss that is a mean or sum over samples, and whole accumulators, so "
+            "that each rank can try a batch again by itself, but got {o.losses} loss(es), "
+            "sharded={o.accumulators.sharded} and a network of class '{network}'. Give the number of samples; "
+            "'find_micro_batch_size' finds it for what is not a 'WithBatchLossCell'.",
+        ),
+        Rule(
+            IN_ONE_GRAPH,
+            AUTO,
+            IN_ONE_GRAPH,
+            lambda s: s.o.finds_size,
+            "micro_batch_size='auto' needs Python between the batches, to try again what ran out of memory, but the "
+            "training step is part of another graph, as with data sinking. Use model.train(..., "
+            "dataset_sink_mode=False), or the number that gaccum_ms.find_micro_batch_size returns.",
+            RuntimeError,
+        ),
+        only_in_semi_auto(
+            "micro_batch_size",
+            None,
+            "the compiler must know the number of micro-batches before it sees a batch; give 'micro_size'",
+        ),
+        Rule(
+            AUDIT,
+            AUTO,
+            AUDIT,
+            lambda s: s.o.finds_size,
+            "the number of micro-batches must be given, because with it the batch is compared, but got "
+            "micro_batch_size='auto'. Give 'micro_size', or a 'micro_batch_size' such as 'find_micro_batch_size' "
+            "returns.",
+        ),
+        for_memory=lambda size: isinstance(size, AutoSize),
+        given="int | AutoSize | str | None",
+    )
+    accumulation_steps: Any = option(
+        optional(check_positive_int),
+        Rule(
+            CELL,
+            "`accumulation_steps`",
+            SEVERAL,
+            lambda s: s.o.accumulation_steps > 1 and s.o.several_losses,
+            "'accumulation_steps' must be 1 for a network of several losses, because each is divided by a total of "
+            "its own, which one accumulator cannot be once the first batches are in it, but got "
+            "accumulation_steps={o.accumulation_steps} and {o.losses} losses. Use larger batches and 'micro_size'. Or "
+            "add the losses up in the network: where one total serves all; or each divided by its window's total, "
+            "which is an input of each batch that EvenSplit shares, with reduction='sum'.",
+        ),
+        only_of_batch_loss(
+            "accumulation_steps",
+            1,
+            "the loss needs all samples of the window at once, and the first batches of a window are gone when the "
+            "last one comes; use larger batches and a larger 'micro_size', which need no more memory",
+        ),
+        only_in_semi_auto(
+            "accumulation_steps",
+            1,
+            "the compiler reduces over devices at the end of each batch's backward; give larger batches and a larger "
+            "'micro_size', which need no more memory",
+        ),
+        for_memory=lambda steps: steps > 1,
+        given="int | None",
+    )
+    reduction: str = option(
+        lambda owner, name, value: check_one_of(owner, name, value, ("mean", "sum", "ratio")),
+        Rule(
+            CELL,
+            '`reduction="sum"`',
+            "several losses, without a `count` for each",
+            lambda s: s.o.reduction == "sum" and s.o.several_losses and None in s.o.counts,
+            "reduction='sum' with 'loss_weights' needs a 'count' for each loss, but got count={o.count}. Give a count "
+            "for each, or means.",
+        ),
+        Rule(
+            CELL,
+            RATIO,
+            f"`count`, several losses, {BATCH_LOSS}",
+            lambda s: s.o.returns_ratio and (s.o.count is not None or s.o.several_losses or s.of_batch),
+            "with reduction='ratio' the network returns its numerator and what that is divided by, and nothing else "
+            "says it, but got count={o.count}, {o.losses} loss(es) and a network of class '{network}'. Leave 'count' "
+            "and 'loss_weights' out; or return means or sums, and give reduction='mean' or 'sum'.",
+        ),
+        Rule(
+            SEMI_AUTO,
+            RATIO,
+            SEMI_AUTO,
+            lambda s: s.o.returns_ratio,
+            "in semi-auto and auto parallel mode the argument 'reduction' must be 'mean' or 'sum', but got 'ratio': "
+            "the compiler runs each micro-batch's backward before it runs the next one's forward, so that the sum of "
+            "all denominators comes too late. Give 'count', a function of the network's inputs. Data parallel mode "
+            "has no such limit.",
+        ),
+        default="mean",
+    )
+    count: Callable | Sequence[Callable | None] | None = option(
+        check_count,
+        Rule(
+            CELL,
+            "`count`",
+            BATCH_LOSS,
+            lambda s: s.of_batch and s.o.own_count is not None,
+            "with a network of class 'WithBatchLossCell' the argument 'count' must be None, but got {o.count}: the "
+            "loss is not a mean over micro-batches, which could weigh by their counts; 'loss_fn' itself divides by "
+            "what it likes.",
+        ),
+        for_memory=_is_given,
+    )
+    min_count: float | None = option(
+        optional(check_positive_finite),
+        Rule(
+            CELL,
+            "`min_count`",
+            f"neither `count` nor {RATIO}, {BATCH_LOSS}",
+            lambda s: s.o.min_count is not None and (not s.o.counts_items or s.of_batch),
+            "'min_count' is the least count of items that a window is divided by, which needs a 'count' or "
+            "reduction='ratio', but got min_count={o.min_count}, count={o.count}, reduction='{o.reduction}' and a "
+            "network of class '{network}'. Leave it out, or give 'count' or a ratio.",
+        ),
+        for_memory=_is_given,
+    )
+    loss_weights: Any = option(
+        check_loss_weights,
+        Rule(
+            CELL,
+            "`WindowBatchNorm`",
+            "three or more losses with a `count`",
+            lambda s: s.o.losses > 2 and s.o.own_count is not None and _pools_statistics(s.network),
+            "'WindowBatchNorm' pools a micro-batch's statistics in each forward, and where one of three or more losses "
+            "counts nothing, forward runs once for each other loss, but got {o.losses} losses. Add losses up in the "
+            "network, or use nn.GroupNorm.",
+        ),
+        only_of_batch_loss("loss_weights", (1.0,), "add the losses up in 'loss_fn'", SEVERAL),
+        only_in_semi_auto("loss_weights", (1.0,), "the compiler knows one loss; add them up in the network", SEVERAL),
+        given="Sequence[float] | None",
+    )
+    max_grad_norm: float | None = option(optional(check_positive_finite), for_memory=_is_given)
+    transforms: Any = option(
+        check_transforms,
+        only_in_semi_auto(
+            "transforms", (), "a gradient is one device's part there; 'max_grad_norm' clips by the norm of the whole"
+        ),
+        default=(),
+        for_memory=_classes,
+        given="Sequence[Any]",
+    )
+    accumulators: Any = option(
+        check_accumulators,
+        Rule(
+            CELL,
+            SHARDED,
+            f"several losses, {DROPS}",
+            lambda s: s.o.accumulators.sharded and (s.o.several_losses or s.o.drops),
+            "Accumulators(sharded=True) reduces each micro-batch over all ranks, which needs one loss, and that no "
+            "rank leaves a micro-batch out by itself, but got {o.losses} loss(es) and overflow='{o.overflow}'. Use "
+            "overflow='drop_window', and add losses up in the network.",
+        ),
+        Rule(
+            SEMI_AUTO,
+            "`Accumulators(compensated=True)`",
+            SEMI_AUTO,
+            lambda s: s.o.accumulators.compensated,
+            "in semi-auto and auto parallel mode 'accumulators' must have compensated=False, but got "
+            "{o.accumulators}: the compiler's own pass adds the gradients; give Accumulators(mindspore.float32). Data "
+            "parallel mode has no such limit.",
+        ),
+        Rule(
+            SEMI_AUTO,
+            SHARDED,
+            SEMI_AUTO,
+            lambda s: s.o.accumulators.sharded,
+            "in semi-auto and auto parallel mode 'accumulators' must have sharded=False, but got {o.accumulators}: "
+            "the compiler shards accumulators itself, with 'gradient_accumulation_shard' in "
+            "parallel_optimizer_config. Data parallel mode has no such limit.",
+        ),
+        given="Accumulators | None",
+    )
+    overflow: str = option(
+        lambda owner, name, value: check_one_of(owner, name, value, ("drop_window", "drop_micro_batch")),
+        Rule(
+            CELL,
+            DROPS,
+            "several losses, a sum without `count`",
+            lambda s: s.o.drops and (s.o.several_losses or s.sum_without_count),
+            "overflow='drop_micro_batch' divides what is left by its count, which must be one loss's mean, or a sum "
+            "with 'count', but got {o.losses} loss(es), reduction='{o.reduction}' and count={o.count}. Use "
+            "overflow='drop_window'.",
+        ),
+        only_of_batch_loss(
+            "overflow",
+            "drop_window",
+            "a micro-batch cannot be left out, because all others are compared with it",
+            DROPS,
+        ),
+        only_in_semi_auto(
+            "overflow", "drop_window", "the compiler's own pass adds the gradients, and leaves none out", DROPS
+        ),
+        default="drop_window",
+    )
+    record_noise: bool = option(
+        check_bool,
+        Rule(
+            CELL,
+            "`record_noise`",
+            f"several losses, {SHARDED}, a sum without `count`",
+            lambda s: s.o.record_noise and (s.o.several_losses or s.o.accumulators.sharded or s.sum_without_count),
+            "'record_noise' compares the mean gradient of one micro-batch with the window's, which needs one loss "
+            "that is a mean, or a sum with 'count', and whole accumulators, but got {o.losses} loss(es), "
+            "reduction='{o.reduction}', count={o.count} and sharded={o.accumulators.sharded}. Use reduction='mean', "
+            "add losses up in the network, and leave 'sharded' out.",
+        ),
+        only_of_batch_loss(
+            "record_noise",
+            False,
+            "a micro-batch's part of the gradient is not an estimate of the whole: it depends on all other samples",
+        ),
+        only_in_semi_auto("record_noise", False, "the compiler's own pass adds the gradients, and none is seen"),
+        default=False,
+    )
+    aux: bool = option(
+        check_bool,
+        Rule(
+            CELL,
+            "`aux`",
+            f"several losses, {BATCH_LOSS}",
+            lambda s: s.o.aux and (s.o.several_losses or s.of_batch),
+            "with aux=True the network must return one loss before its other outputs, from one forward of each "
+            "micro-batch, but got {o.losses} loss(es) and a network of class '{network}'. Add losses up in the "
+            "network, and return each as an output of shape (); of a 'WithBatchLossCell' call the backbone itself.",
+        ),
+        only_in_semi_auto(
+            "aux", False, "the compiler's graph of a batch returns its loss alone; leave other outputs out"
+        ),
+        default=False,
+    )
+    jit: bool | None = option(optional(check_bool), for_memory=bool)
+    split: Any = option(
+        check_split,
+        Rule(
+            CELL,
+            "`split=MaxTokens(...)`",
+            "samples as weights: it needs `count`",
+            lambda s: s.o.splits_in_python and s.o.split.needs_count and not s.o.counts_items,
+            "'split' of class 'MaxTokens' fills micro-batches up with rows of padding, which must weigh nothing, but "
+            "got count=None, by which they weigh as samples. Give a 'count' of tokens that are not padding, such as "
+            "gaccum_ms.CountNotIgnored(), or reduction='ratio'.",
+        ),
+        Rule(
+            CELL,
+            AUTO_TOKENS,
+            "`jit=False`",
+            lambda s: s.o.finds_tokens and s.o.jit is False,
+            "MaxTokens('auto', ...) compiles in PyNative mode too, because MindSpore's eager gradient does not survive "
+            "running out of memory, but got jit=False. Leave 'jit' out, or give a number of tokens.",
+        ),
+        Rule(
+            CELL,
+            FUNCTION,
+            f"several losses, {SHARDED}, {BATCH_LOSS}",
+            lambda s: s.o.splits_in_python and (s.o.several_losses or s.o.accumulators.sharded or s.of_batch),
+            "a function as 'split' needs one loss that is a mean or sum over samples, and whole accumulators, because "
+            "each rank adds micro-batches one at a time, as many as it has, but got {o.losses} loss(es), "
+            "sharded={o.accumulators.sharded} and a network of class '{network}'. Add losses up in the network, leave "
+            "'sharded' out, or use EvenSplit.",
+        ),
+        Rule(
+            IN_ONE_GRAPH,
+            FUNCTION,
+            IN_ONE_GRAPH,
+            lambda s: s.o.splits_in_python,
+            "a function as 'split' needs Python at each batch, which calls it, but the training step is part of "
+            "another graph, as with data sinking. Use model.train(..., dataset_sink_mode=False), or EvenSplit.",
+            RuntimeError,
+        ),
+        Rule(
+            SEMI_AUTO,
+            "`split`, but for `EvenSplit()`",
+            SEMI_AUTO,
+            lambda s: s.o.splits_in_python or bool(s.o.shared) or s.o.axis != 0,
+            "in semi-auto and auto parallel mode the argument 'split' must be None or EvenSplit(), but got "
+            "{o.split!r}: the compiler itself cuts all inputs along axis 0. Data parallel mode has no such limit.",
+        ),
+        Rule(
+            AUDIT,
+            FUNCTION,
+            AUDIT,
+            lambda s: s.o.splits_in_python and not s.o.trims,
+            "the batch must be the network's inputs, so that the whole batch can be trained with too, but got a "
+            "function as 'split': only the function is known to make inputs of it. Train one step each with this "
+            "function and with one that returns the batch as one micro-batch, and compare the weights.",
+        ),
+        Rule(
+            TRIAL,
+            TRIAL,
+            FUNCTION,
+            lambda s: s.o.splits_in_python and not s.o.trims,
+            "micro-batches must be so many samples of the batch, of which other numbers can be tried, but got a "
+            "function as 'split': only the function is known to make micro-batches. Ask about a cell with "
+            "'micro_size', and a batch as large as the function's largest micro-batch.",
+        ),
+        Rule(
+            AUDIT,
+            AUTO_TOKENS,
+            AUDIT,
+            lambda s: s.o.finds_tokens,
+            "the number of tokens in a micro-batch must be given, because with it the batch is compared, but got "
+            "MaxTokens('auto', ...). Give a number such as 'find_micro_batch_size' returns.",
+        ),
+        Rule(
+            REPORT,
+            REPORT,
+            "`split=MaxTokens(...)`",
+            lambda s: s.o.splits_in_python,
+            "micro-batches must be so many samples of the batch, of which each number is a row of the report, but got "
+            "'split' of class 'MaxTokens', whose micro-batches are so many tokens. 'find_micro_batch_size' finds how "
+            "many fit.",
+        ),
+        for_memory=lambda split: repr(split) if isinstance(split, EvenSplit) else None,
+        given="EvenSplit | Callable | None",
+    )
 
     def __post_init__(self) -> None:
+        """Short forms become what they stand for, and NumPy's numbers Python's, which a graph can hold."""
+        for name, value in vars(self).items():
+            if isinstance(value, np.generic):
+                object.__setattr__(self, name, value.item())
+        object.__setattr__(self, "micro_batch_size", auto_size_of(self.micro_batch_size))
         object.__setattr__(self, "split", splitter_of(self.split))
+        if self.accumulators is None:
+            object.__setattr__(self, "accumulators", Accumulators())
+
+    def for_memory(self) -> tuple:
+        """What of the options decides which size of micro-batches fits."""
+        return tuple(known.for_memory(getattr(self, name)) for name, known in each_option(type(self)).items())
 
     @property
     def shared(self) -> tuple[int, ...]:
@@ -79,9 +462,16 @@ class Options:
         return self.splits_in_python and self.split.keeps_inputs
 
     @property
+    def auto(self) -> AutoSize | None:
+        """The search for the size of micro-batches, in samples or tokens, if the training step is to find it."""
+        if self.splits_in_python:
+            return self.split.auto
+        return self.micro_batch_size if self.finds_size else None
+
+    @property
     def finds_tokens(self) -> bool:
-        """Whether the training step is to find how many tokens that function puts into a micro-batch."""
-        return self.splits_in_python and self.split.auto is not None
+        """Whether the training step finds how many tokens that function puts into a micro-batch."""
+        return self.splits_in_python and self.auto is not None
 
     @property
     def losses(self) -> int:
@@ -104,12 +494,7 @@ class Options:
     @property
     def finds_size(self) -> bool:
         """Whether the training step finds the number of samples in a micro-batch."""
-        return self.micro_batch_size == "auto"
-
-    @property
-    def searches(self) -> bool:
-        """Whether the training step is to find the size of micro-batches, in samples or tokens."""
-        return self.finds_size or self.finds_tokens
+        return isinstance(self.micro_batch_size, AutoSize)
 
     @property
     def returns_ratio(self) -> bool:
@@ -147,99 +532,12 @@ class Options:
         return self.micro_size != 1 or self.accumulation_steps > 1 or self.counted or self.several_losses
 
 
-def checked(given: Options) -> Options:
-    """The user's options, each checked by itself and normalised.
-
-    Raises:
-        TypeError: If one is of a wrong type.
-        ValueError: If one has a wrong value; if both sizes are given or neither; if there are not as many counts as
-            losses.
-    """
-    given = _of_python(given)
-    if given.accumulation_steps is not None:
-        check_positive_int(_NAME, "accumulation_steps", given.accumulation_steps)
-    check_split(_NAME, given.split)
-    micro_size = _checked_sizes(given)
-    check_accumulation_options(
-        _NAME, given.max_grad_norm, given.accumulator_dtype, given.compensated, given.overflow, given.jit
-    )
-    check_one_of(_NAME, "reduction", given.reduction, ("mean", "sum", "ratio"))
-    if given.min_count is not None:
-        check_positive_finite(_NAME, "min_count", given.min_count)
-    weights = _loss_weights(given.count, given.loss_weights)
-    transforms = check_transforms(_NAME, given.transforms)
-    for name in ("shard_accumulators", "record_noise", "aux"):
-        check_bool(_NAME, name, getattr(given, name))
-    if given.searches:
-        if given.memory_limit is not None:
-            check_positive_int(_NAME, "memory_limit", given.memory_limit)
-        check_test(_NAME, given.is_out_of_memory)
-    return dataclasses.replace(
-        given,
-        micro_size=micro_size,
-        accumulation_steps=given.accumulation_steps or 1,
-        transforms=transforms,
-        loss_weights=weights,
-    )
+def each_option(kind: type[Options]) -> dict[str, Option]:
+    """All options, by name."""
+    return {field.name: field.metadata["option"] for field in dataclasses.fields(kind)}
 
 
-def _of_python(given: Options) -> Options:
-    """NumPy's numbers become Python's, which a graph can hold."""
-    arrays = {name: value.item() for name, value in vars(given).items() if isinstance(value, np.generic)}
-    return dataclasses.replace(given, **arrays)
-
-
-def _checked_sizes(given: Options) -> int | None:
-    """The number of micro-batches; None: another option decides."""
-    micro_size, micro_batch_size = given.micro_size, given.micro_batch_size
-    if given.splits_in_python:
-        if micro_size is not None or micro_batch_size is not None:
-            raise ValueError(
-                f"For '{_NAME}', with a function as 'split', which makes the micro-batches, neither 'micro_size' nor "
-                f"'micro_batch_size' must be given, but got micro_size={micro_size} and "
-                f"micro_batch_size={micro_batch_size}. Leave both out, or the function."
-            )
-        return None
-    if micro_size is None and micro_batch_size is None and given.accumulation_steps is not None:
-        micro_size = 1
-    if (micro_size is None) == (micro_batch_size is None):
-        raise ValueError(
-            f"For '{_NAME}', exactly one of 'micro_size' (number of micro-batches) and 'micro_batch_size' (samples in "
-            f"one) must be given, or neither with 'accumulation_steps' (batches that share an update), but got "
-            f"micro_size={given.micro_size}, micro_batch_size={given.micro_batch_size} and "
-            f"accumulation_steps={given.accumulation_steps}."
-        )
-    for name, value in (("micro_size", micro_size), ("micro_batch_size", micro_batch_size)):
-        if value is not None and (name, value) != ("micro_batch_size", "auto"):
-            check_positive_int(_NAME, name, value)
-    return micro_size
-
-
-def _loss_weights(count: Any, loss_weights: Any) -> tuple[float, ...]:
-    """One weight for each loss of the network."""
-    several = isinstance(count, (tuple, list))
-    counts = tuple(count) if several else (count,)
-    for one in counts:
-        if one is not None and not callable(one):
-            raise TypeError(
-                f"For '{_NAME}', the argument 'count' must be a function or Cell that maps the network's inputs to a "
-                f"number of items, or one for each loss, but got {one!r}."
-            )
-    if loss_weights is None:
-        loss_weights = (1.0,) * len(counts)
-    if not isinstance(loss_weights, (tuple, list)) or any(
-        isinstance(weight, bool) or not isinstance(weight, (int, float)) for weight in loss_weights
-    ):
-        raise TypeError(
-            f"For '{_NAME}', the argument 'loss_weights' must be a sequence of floats, but got {loss_weights!r}."
-        )
-    if not loss_weights or not all(math.isfinite(weight) for weight in loss_weights):
-        raise ValueError(
-            f"For '{_NAME}', the argument 'loss_weights' must be finite, one for each loss, but got {loss_weights!r}."
-        )
-    if count is not None and len(counts) != len(loss_weights):
-        raise ValueError(
-            f"For '{_NAME}', 'count' and 'loss_weights' must have one entry for each loss, but got {len(counts)} "
-            f"count(s) and {len(loss_weights)} weight(s)."
-        )
-    return tuple(float(weight) for weight in loss_weights)
+def check_each(owner: str, options: Options) -> None:
+    """Check each option by itself; `owner` is the class in errors."""
+    for name, known in each_option(type(options)).items():
+        known.check(owner, name, getattr(options, name))

@@ -1,4 +1,4 @@
-"""The rules of the table in compatibility.py, and the docs' words that several rules share."""
+"""A rule that something does not go together, and the docs' words that several rules share."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ BATCH_LOSS = "`WithBatchLossCell`"
 AUTO = '`micro_batch_size="auto"`'
 DROPS = '`overflow="drop_micro_batch"`'
 SEVERAL = "several losses"
+SHARDED = "`Accumulators(sharded=True)`"
 FUNCTION = "`split`, a function"
 AUTO_TOKENS = '`split=MaxTokens("auto", ...)`'
 RATIO = '`reduction="ratio"`'
@@ -48,27 +49,25 @@ class Rule:
         return f"For '{owner}', {text}"
 
 
-def one_value(place: str, name: str, allowed: Any, why: str) -> Rule:
-    """A rule that an option must have one value, at a place, or with a WithBatchLossCell."""
-    semi_auto = place == SEMI_AUTO
-    where = f"in {place}" if semi_auto else "with a network of class 'WithBatchLossCell'"
-    more = " Data parallel mode has no such limit." * semi_auto
-    given = "own_count" if name == "count" else name
+def only_in_semi_auto(name: str, allowed: Any, why: str, what: str | None = None) -> Rule:
+    """In semi-auto and auto parallel mode the option must have this value. `what` : the option, in the docs' words."""
     return Rule(
-        place,
-        {"overflow": DROPS, "loss_weights": SEVERAL}.get(name, f"`{name}`"),
-        SEMI_AUTO if semi_auto else BATCH_LOSS,
-        lambda s: (semi_auto or s.of_batch) and getattr(s.o, given) != allowed,
-        f"{where} the argument '{name}' must be {allowed!r}, but got {{o.{given}!r}}: {why}.{more}",
+        SEMI_AUTO,
+        what or f"`{name}`",
+        SEMI_AUTO,
+        lambda s: getattr(s.o, name) != allowed,
+        f"in {SEMI_AUTO} the argument '{name}' must be {allowed!r}, but got {{o.{name}!r}}: {why}. Data parallel mode "
+        f"has no such limit.",
     )
 
 
-def for_auto(name: str) -> Rule:
+def only_of_batch_loss(name: str, allowed: Any, why: str, what: str | None = None) -> Rule:
+    """With a loss of the whole batch the option must have this value. `what` : the option, in the docs' words."""
     return Rule(
         CELL,
-        f"`{name}`",
-        f"no {AUTO}, and no {AUTO_TOKENS}",
-        lambda s: not s.o.searches and getattr(s.o, name) is not None,
-        f"the argument '{name}' is for micro_batch_size='auto' or split=MaxTokens('auto', ...), but got "
-        f"{name}={{o.{name}!r}} and micro_batch_size={{o.micro_batch_size!r}}. Leave it out, or give 'auto'.",
+        what or f"`{name}`",
+        BATCH_LOSS,
+        lambda s: s.of_batch and getattr(s.o, name) != allowed,
+        f"with a network of class 'WithBatchLossCell' the argument '{name}' must be {allowed!r}, but got "
+        f"{{o.{name}!r}}: {why}.",
     )

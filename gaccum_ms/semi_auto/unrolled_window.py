@@ -127,7 +127,7 @@ class UnrolledWindow(nn.Cell):
         self.accumulates = self.batch_loss.micro_size > 1
         self.store = NoSums()
         if self.accumulates:
-            self.store = GradientSums(weights, options.accumulator_dtype, False, allocate=cloned)
+            self.store = GradientSums(weights, options.accumulators.dtype, False, allocate=cloned)
         # With optimizer parallel, backward returns this device's reduced part; else the accumulators hold it.
         self.optimizer_is_sharded = bool(ms.get_auto_parallel_context("enable_parallel_optimizer"))
         self.sum_over_devices = ops.AllReduce()

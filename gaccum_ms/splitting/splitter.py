@@ -68,10 +68,10 @@ def splitter_of(split: Any) -> Any:
     return OfFunction(split) if is_function else split
 
 
-def check_split(owner: str, split: Any) -> None:
+def check_split(owner: str, name: str, split: Any) -> None:
     """Refuse what is no way to split a batch."""
     if split is not None and not isinstance(split, (EvenSplit, Splitter)):
         raise TypeError(
-            f"For '{owner}', the argument 'split' must be an EvenSplit, a function that makes of a batch a list of "
+            f"For '{owner}', the argument '{name}' must be an EvenSplit, a function that makes of a batch a list of "
             f"micro-batches, or None, but got {split!r}."
         )

@@ -15,11 +15,7 @@ from gaccum_ms.backend.newer_optimizers import refuse_without_kernels
 from gaccum_ms.backend.user_warnings import warn_user
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.checks.arguments import (
-    check_accumulation_options,
-    check_one_of,
     check_optimizer,
-    check_positive_finite,
-    check_transforms,
     described,
 )
 from gaccum_ms.distributed.ranks import check_parallel_mode, refuse_hooked_weights
@@ -27,7 +23,6 @@ from gaccum_ms.layers.batchnorm import refuse_sync_batch_norm
 from gaccum_ms.layers.sparse import refuse_sparse_gradients
 from gaccum_ms.options import compatibility
 from gaccum_ms.options.compatibility import Setup
-from gaccum_ms.options.options import Options
 from gaccum_ms.options.rules import SEMI_AUTO
 from gaccum_ms.semi_auto import modes
 from gaccum_ms.training.advice import Advice, AdviceAboutRanks
@@ -56,7 +51,7 @@ def admit(owner: str, cell: Any, optimizer: nn.Optimizer) -> Setup:
         compatibility.check(SEMI_AUTO, "GradAccumulationCell", setup)
         modes.check_network(cell.network)
     refuse_sparse_gradients(cell)
-    if cell.searches:
+    if cell.auto:
         refuse_sync_batch_norm("GradAccumulationCell", cell)
     limit_instructions_for(cell.network)
     return setup
@@ -101,34 +96,6 @@ def admit_weights(owner: str, optimizer: Any) -> ms.ParameterTuple:
     weights = ms.ParameterTuple(optimizer.parameters)
     limit_instructions_for_weights(weights)
     return weights
-
-
-def accumulator_options(
-    max_grad_norm: Any,
-    transforms: Any,
-    accumulator_dtype: Any,
-    compensated: Any,
-    overflow: Any,
-    jit: Any,
-    reduction: Any,
-    min_count: Any,
-) -> Options:
-    """The options of a GradAccumulator, checked."""
-    owner = "GradAccumulator"
-    check_accumulation_options(owner, max_grad_norm, accumulator_dtype, compensated, overflow, jit)
-    check_one_of(owner, "reduction", reduction, ("mean", "sum"))
-    if min_count is not None:
-        check_positive_finite(owner, "min_count", min_count)
-    return Options(
-        reduction=reduction,
-        min_count=min_count,
-        max_grad_norm=max_grad_norm,
-        transforms=check_transforms(owner, transforms),
-        accumulator_dtype=accumulator_dtype,
-        compensated=compensated,
-        overflow=overflow,
-        jit=jit,
-    )
 
 
 def accumulator_advice() -> AdviceAboutRanks:

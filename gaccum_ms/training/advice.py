@@ -75,7 +75,7 @@ class Advice:
         """The same, where another graph or data sinking compiles the step. `shape` : of the first input; None if the
         number of its axes is open."""
         options, samples = self._setup.o, shape[0] if shape else None
-        if not isinstance(samples, int) or samples < 1 or options.searches or options.splits_in_python:
+        if not isinstance(samples, int) or samples < 1 or options.auto or options.splits_in_python:
             self.look(spans_batches)
         else:
             size: Any = options.micro_batch_size or -(-samples // (options.micro_size or 1))

@@ -22,10 +22,11 @@ from gaccum_ms.backend.cpu_kernels import all_finite
 from gaccum_ms.backend.parameters import counter, hold_weights, overwrite, show_records
 from gaccum_ms.checks.arguments import check_positive_int
 from gaccum_ms.losses import counts
+from gaccum_ms.options.accumulators import Accumulators
+from gaccum_ms.options.checked import accumulator_options
 from gaccum_ms.training.admission import (
     NoCount,
     accumulator_advice,
-    accumulator_options,
     admit_weights,
     check_gradients,
     checked_count,
@@ -78,9 +79,8 @@ class GradAccumulator(Resumable, nn.Cell):
         max_grad_norm (float, optional): Scale the finished, reduced gradient down to this global norm if its norm is
             larger. Default: ``None`` , no clipping.
         transforms (Sequence, optional): As in :class:`GradAccumulationCell` . Default: ``()`` .
-        accumulator_dtype (mindspore.dtype, optional): As in :class:`GradAccumulationCell` .
-            Default: ``mindspore.float32`` .
-        compensated (bool, optional): As in :class:`GradAccumulationCell` . Default: ``False`` .
+        accumulators (Accumulators, optional): How gradients are kept while they add up; not ``sharded`` .
+            Default: ``None`` , ``Accumulators()`` .
         overflow (str, optional): The effect of a gradient that is not finite. ``"drop_window"`` : with a loss scale,
             the window does not update. ``"drop_micro_batch"`` : the batch is left out, only on its rank.
             Default: ``"drop_window"`` .
@@ -149,8 +149,7 @@ class GradAccumulator(Resumable, nn.Cell):
         *,
         max_grad_norm: float | None = None,
         transforms: Sequence[Any] = (),
-        accumulator_dtype: ms.Type | None = ms.float32,
-        compensated: bool = False,
+        accumulators: Accumulators | None = None,
         overflow: str = "drop_window",
         scale_sense: nn.Cell | ms.Tensor | None = None,
         jit: bool | None = None,
@@ -160,7 +159,13 @@ class GradAccumulator(Resumable, nn.Cell):
         super().__init__(auto_prefix=False)
         check_positive_int(_NAME, "accumulation_steps", accumulation_steps)
         options = accumulator_options(
-            max_grad_norm, transforms, accumulator_dtype, compensated, overflow, jit, reduction, min_count
+            max_grad_norm=max_grad_norm,
+            transforms=transforms,
+            accumulators=accumulators,
+            overflow=overflow,
+            jit=jit,
+            reduction=reduction,
+            min_count=min_count,
         )
         graphs.check_compilable(_NAME, jit, "transforms", options.transforms)
         weights = admit_weights(_NAME, optimizer)
@@ -176,7 +181,7 @@ class GradAccumulator(Resumable, nn.Cell):
         batch_reduction = BatchReduction(weights, min_count, self.window_position)
         self.window = OpenWindow(
             _NAME,
-            GradientSums(weights, accumulator_dtype, compensated),
+            GradientSums(weights, options.accumulators.dtype, options.accumulators.compensated),
             batch_reduction,
             self.window_position,
             accumulation_steps,

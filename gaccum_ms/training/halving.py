@@ -50,8 +50,8 @@ class Halving:
     def __init__(self, step: Step, cell: GradAccumulationCell) -> None:
         self._step = step
         self._cell = cell
-        self._fails = cell.is_out_of_memory or is_out_of_memory
-        self._limit = cell.memory_limit
+        self._fails = cell.auto.is_out_of_memory or is_out_of_memory
+        self._limit = cell.auto.memory_limit
         self._search_key: tuple | None = None
         self._constants: list[ms.Tensor] | None = None
         self.size: int | None = None  # None: not found yet

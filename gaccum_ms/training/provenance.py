@@ -33,7 +33,7 @@ RULES = (*_WEIGHTS, *(rule + SHARDED for rule in _WEIGHTS))
 def rule_of(options: Options, on_ranks: bool) -> str:
     """How a step weights its micro-batches; on several ranks also, whether the accumulators are sharded."""
     weighs_by = "counts" if options.counts_items else "samples" if options.loss_is_mean else "sums"
-    return weighs_by + SHARDED * (options.shard_accumulators and on_ranks)
+    return weighs_by + SHARDED * (options.accumulators.sharded and on_ranks)
 
 
 class Provenance(nn.Cell):

@@ -211,7 +211,7 @@ def _check_parts(files: list[tuple[Path, Values]], ranks: int) -> None:
         saved_ranks = origin(values)[1]
         if saved_ranks != ranks and any(name.startswith(ALL_PARTS) for name in values):
             raise ValueError(
-                f"For 'resume', a window with 'shard_accumulators' must be finished on as many ranks as it was saved "
+                f"For 'resume', a window with sharded accumulators must be finished on as many ranks as it was saved "
                 f"on, but got '{path}' of {saved_ranks} rank(s), and now {ranks}. Save between two windows, as "
                 f"UpdateCheckpoint does."
             )

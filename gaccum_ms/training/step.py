@@ -17,7 +17,7 @@
 
 With ``micro_batch_size="auto"`` the loop is a separate graph, which runs again if memory runs out (auto_size.py).
 With a function as `split` , Python loops over micro-steps, which are separate graphs (python_split.py).
-A loss of the whole batch has two loops, the first forward only (grad_cache.py). With `shard_accumulators` each
+A loss of the whole batch has two loops, the first forward only (grad_cache.py). With sharded accumulators each
 micro-batch is reduced (sharded_accumulators.py). In semi-auto and auto parallel mode there is no loop: MindSpore's
 compiler accumulates and reduces (unrolled_window.py). From the division on, all modes are the same.
 
@@ -70,7 +70,7 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
     README lists the exceptions. In data parallel mode, gradients are reduced once per update, in few large buffers, and
     averaged or summed according to ``gradients_mean`` ; with `count` , which is exact over ranks, they are always
     summed. A batch that does not end its window changes neither weights nor optimizer; it reduces nothing without
-    `shard_accumulators` .
+    ``Accumulators(sharded=True)`` .
 
     In semi-auto and auto parallel mode MindSpore's compiler distributes the graph and accumulates. What needs a loop
     (ragged batches, windows of several batches) is refused before compiling.

@@ -8,7 +8,7 @@ import pytest
 from mindspore import Tensor, nn, ops
 from support.reference import as_numpy, make_network, relative_error
 
-from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms import Accumulators, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.accumulation import accumulators
 from gaccum_ms.backend import parameters
 from gaccum_ms.layers.sparse import refuse_sparse_gradients
@@ -48,8 +48,8 @@ def test_no_accumulators_when_there_is_nothing_to_accumulate_over():
 @pytest.mark.parametrize("weights", [ms.float32, ms.float16])
 def test_float32_by_default_the_weights_own_dtype_on_request(weights):
     assert {a.dtype for a in make_step(weights).accu_grads} == {ms.float32}
-    assert {a.dtype for a in make_step(weights, accumulator_dtype=None).accu_grads} == {weights}
-    assert {a.dtype for a in make_step(weights, accumulator_dtype=ms.bfloat16).accu_grads} == {ms.bfloat16}
+    assert {a.dtype for a in make_step(weights, accumulators=Accumulators(None)).accu_grads} == {weights}
+    assert {a.dtype for a in make_step(weights, accumulators=Accumulators(ms.bfloat16)).accu_grads} == {ms.bfloat16}
 
 
 @pytest.mark.core(mode="graph")
@@ -57,7 +57,7 @@ def test_training_with_the_weights_own_dtype(mode):
     """float16 accumulators round each sum to 11 bits, and train like float32 ones within this error."""
     weights = []
     for dtype in (ms.float32, None):
-        step = make_step(ms.float16, accumulator_dtype=dtype)
+        step = make_step(ms.float16, accumulators=Accumulators(dtype))
         x = np.random.default_rng(0).normal(size=(9, 12)).astype(np.float32)
         for _ in range(3):
             step(Tensor(x), Tensor(np.arange(9, dtype=np.int32) % 5))
@@ -67,7 +67,7 @@ def test_training_with_the_weights_own_dtype(mode):
 
 
 def test_a_compensation_for_each_accumulator_and_none_unasked():
-    names = [p.name for p in make_step(compensated=True).get_parameters()]
+    names = [p.name for p in make_step(accumulators=Accumulators(compensated=True)).get_parameters()]
     weights = [w.name for w in make_step().weights]
     assert [name for name in names if name.startswith("accu_compensation.")] == [
         "accu_compensation." + name for name in weights
@@ -106,7 +106,7 @@ def accumulate(dtype: str, compensated: bool) -> float:
     """The sum of 1 large and 10,000 tiny gradients, each from a micro-batch, as the optimizer gets it."""
     network = Given()
     cell = GradAccumulationCell(
-        network, micro_batch_size=1, reduction="sum", accumulator_dtype=DTYPES[dtype], compensated=compensated
+        network, micro_batch_size=1, reduction="sum", accumulators=Accumulators(DTYPES[dtype], compensated=compensated)
     )
     step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 1.0)).set_train()
     step(Tensor(LARGE_AND_TINY.reshape(-1, 1)))
@@ -129,28 +129,37 @@ def test_negative_control_the_plain_sum_loses_every_tiny_gradient(dtype):
 
 @pytest.mark.core(mode="graph")
 def test_low_precision_and_compensated_accumulators_are_zero_after_every_update(mode):
-    for options in ({"accumulator_dtype": ms.bfloat16}, {"accumulator_dtype": ms.float16, "compensated": True}):
+    for options in (
+        {"accumulators": Accumulators(ms.bfloat16)},
+        {"accumulators": Accumulators(ms.float16, compensated=True)},
+    ):
         step = make_step(**options)
         x = np.random.default_rng(0).normal(size=(9, 12)).astype(np.float32)
         y = np.arange(9, dtype=np.int32) % 5
         for _ in range(2):
             step(Tensor(x), Tensor(y))
             held = [p for p in step.get_parameters() if p.name.startswith("accu_")]
-            assert len(held) == len(step.weights) * (2 if "compensated" in options else 1)
+            assert len(held) == len(step.weights) * (2 if options["accumulators"].compensated else 1)
             assert not any(as_numpy(p).any() for p in held)
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"accumulator_dtype": ms.int32}, ValueError, "'accumulator_dtype' must be one of .* but got"),
-        ({"accumulator_dtype": "float32"}, ValueError, "'accumulator_dtype' must be one of .* but got 'float32'"),
+        ({"dtype": ms.int32}, ValueError, "'dtype' must be one of .* but got"),
+        ({"dtype": "float32"}, ValueError, "'dtype' must be one of .* but got 'float32'"),
         ({"compensated": 1}, TypeError, "'compensated' must be a bool, but got 1"),
+        ({"sharded": 1}, TypeError, "'sharded' must be a bool, but got 1"),
     ],
 )
-def test_refuses_bad_options(options, error, message):
-    with pytest.raises(error, match=message):
-        make_step(**options)
+def test_refuses_bad_values(options, error, message):
+    with pytest.raises(error, match=f"For 'Accumulators', the argument {message}"):
+        Accumulators(**options)
+
+
+def test_refuses_what_is_no_accumulators():
+    with pytest.raises(TypeError, match=r"'accumulators' must be gaccum_ms.Accumulators\(...\), but got"):
+        make_step(accumulators=ms.float32)
 
 
 # -- sparse gradients --------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from support.modes import MODES
 from support.reference import accumulated, assert_equivalent, batches, make_network, step_with, train
 from support.two_ranks import case
 
-from gaccum_ms import CountMask, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, resume
+from gaccum_ms import Accumulators, CountMask, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, resume
 from gaccum_ms.accumulation.noise import NoiseRecord
 from gaccum_ms.accumulation.weighing import BySamples
 
@@ -74,7 +74,7 @@ RECORDED = {
     "one": ({"micro_size": 1}, 12),
     "clipped": ({"micro_size": 4, "max_grad_norm": 1e-3}, 3),
     "scaled": ({"micro_batch_size": 5, "scale_sense": Tensor([2.0**16])}, 5),
-    "compensated": ({"micro_batch_size": 5, "compensated": True}, 5),
+    "compensated": ({"micro_batch_size": 5, "accumulators": Accumulators(compensated=True)}, 5),
 }
 
 
@@ -98,7 +98,7 @@ def test_records_of_a_batch(kind, mode):
 @pytest.mark.parametrize("dtype", [ms.float16, ms.bfloat16])
 def test_records_with_low_precision_accumulators(dtype, mode):
     y = targets(12)
-    step = make_step(micro_size=4, accumulator_dtype=dtype)
+    step = make_step(micro_size=4, accumulators=Accumulators(dtype))
     step(Tensor(y))
     np.testing.assert_allclose(noise_of(step), noise_by_hand([[y[:3]]], [y]), rtol=2e-2)
 
@@ -275,7 +275,7 @@ def test_records_of_two_ranks(gradients_mean, rank_pair, tmp_path):
         ({"record_noise": 1}, TypeError, "'record_noise' must be a bool, but got 1"),
         ({"reduction": "sum"}, ValueError, "got 1 loss(es), reduction='sum', count=None"),
         ({"loss_weights": (1.0, 2.0)}, ValueError, "needs one loss that is a mean"),
-        ({"shard_accumulators": True}, ValueError, "shard_accumulators=True"),
+        ({"accumulators": Accumulators(sharded=True)}, ValueError, "sharded=True"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused(options, error, text):

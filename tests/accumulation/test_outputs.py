@@ -11,7 +11,7 @@ from support.modes import MODES
 from support.reference import as_numpy
 from support.reuse import Reused
 
-from gaccum_ms import CountMask, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms import AutoSize, CountMask, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.accumulation import micro_batches
 
 START = np.linspace(-1, 1, 4)
@@ -226,7 +226,7 @@ def test_in_a_graph_for_all_lengths():
 
 @pytest.mark.thorough
 def test_with_sizes_that_are_found():
-    step = step_of(Shown(), True, aux=True, micro_batch_size="auto", memory_limit=2**40, accumulation_steps=2)
+    step = step_of(Shown(), True, aux=True, micro_batch_size=AutoSize(2**40), accumulation_steps=2)
     x, mask = batch(MASK[:2])  # few samples: few sizes are tried
     loss, overflow, _, *rows, scalar = step(x, mask)
     check_rows(rows, x)

@@ -22,6 +22,7 @@ from support.reuse import Reused
 from support.state import assert_identical, everything, manager
 
 from gaccum_ms import (
+    Accumulators,
     CountMask,
     CountNotIgnored,
     FlushAccumulation,
@@ -197,7 +198,7 @@ MASKED = Problem(loss="masked")
 LINES = [
     ("graph", Problem(optimizer="sgd"), RAGGED, {"micro_size": 2}),
     ("graph", Problem("conv"), EQUAL, {"micro_batch_size": 3}),
-    ("graph", Problem(optimizer="grouped"), EQUAL, {"compensated": True}),
+    ("graph", Problem(optimizer="grouped"), EQUAL, {"accumulators": Accumulators(compensated=True)}),
     ("graph", MASKED, EQUAL, {"micro_size": 2, "count": COUNT_MASK}),
     ("graph", Problem(optimizer="sgd", loss="sum"), EQUAL, {"micro_size": 2, "reduction": "sum"}),
     ("graph", DENSE, EQUAL, {"micro_size": 2, "max_grad_norm": 0.3}),
@@ -581,7 +582,7 @@ class Interrupted(nn.Cell):
 @pytest.mark.parametrize("at", [2, 4, 6], ids=["first batch", "second batch", "last batch"])
 def test_a_batch_that_fails_half_way_drops_its_window_and_the_next_is_right(at, pynative):
     network = Interrupted(at)
-    cell = GradAccumulationCell(network, 2, accumulation_steps=3, compensated=True)
+    cell = GradAccumulationCell(network, 2, accumulation_steps=3, accumulators=Accumulators(compensated=True))
     step = TrainOneStepWithGradAccumulationCell(cell, OPTIMIZERS["momentum"](cell.trainable_params())).set_train()
     before = everything(step)
     good = at // 2 - 1

@@ -23,7 +23,7 @@ from support.reference import (
 )
 from support.reuse import Reused
 
-from gaccum_ms import CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms import Accumulators, CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.accumulation.weighing import BySamples
 from gaccum_ms.auditing import audit as audit_module
 from gaccum_ms.auditing import measure
@@ -103,7 +103,7 @@ def with_ignored(samples=10):
         (make_network("batchnorm_eval"), (), {"micro_size": 2}),
         (make_network("dense", ms.float16), (), {"micro_size": 4}),
         (make_network("cast_weights", ms.bfloat16), (), {"micro_size": 4, "optimizer": "plain_sgd"}),
-        (make_network("dense"), (), {"micro_size": 3, "accumulator_dtype": ms.bfloat16}),
+        (make_network("dense"), (), {"micro_size": 3, "accumulators": Accumulators(ms.bfloat16)}),
         (make_network("dense"), (), {"micro_size": 3, "reduction": "sum", "loss": SUM}),
         (fill(TwoLosses()), batch(), {"micro_size": 4, "loss_weights": (1.0, 0.3)}),
         (in_loss(make_network("dense")), with_ignored(), {"micro_size": 4, "count": CountNotIgnored()}),

@@ -17,7 +17,7 @@ from support.reference import relative_error
 from support.reuse import Reused
 from support.two_ranks import Results, case
 
-from gaccum_ms import GradAccumulationCell, ShardedOptimizer, TrainOneStepWithGradAccumulationCell, resume
+from gaccum_ms import Accumulators, GradAccumulationCell, ShardedOptimizer, TrainOneStepWithGradAccumulationCell, resume
 from gaccum_ms.distributed.layout import Layout, balanced_owners
 from gaccum_ms.distributed.optimizer_groups import _ELEMENTWISE
 from gaccum_ms.distributed.sharded_optimizer import PART
@@ -155,10 +155,8 @@ def test_bad_arguments_are_one_clear_error():
 def test_options_of_sharded_accumulators():
     network = make_dense("dense")
     for options in ({"loss_weights": (1.0, 0.5)}, {"overflow": "drop_micro_batch"}):
-        with pytest.raises(ValueError, match="'shard_accumulators' reduces each micro-batch"):
-            GradAccumulationCell(network, 2, shard_accumulators=True, **options)
-    with pytest.raises(TypeError, match="'shard_accumulators' must be a bool"):
-        GradAccumulationCell(network, 2, shard_accumulators=1)
+        with pytest.raises(ValueError, match=r"Accumulators\(sharded=True\) reduces each micro-batch"):
+            GradAccumulationCell(network, 2, accumulators=Accumulators(sharded=True), **options)
 
 
 steps = Reused(make_step)
@@ -216,7 +214,7 @@ def test_each_rank_has_its_share(monkeypatch, ranks):
             optimizer = ShardedOptimizer(nn.Adam, params)
             state, copies = bytes_of(optimizer)
             assert state <= whole * share and copies <= weights * share
-            step = stepped(network, optimizer, shard_accumulators=True)
+            step = stepped(network, optimizer, accumulators=Accumulators(sharded=True))
             assert sum(one.nbytes for one in step.accu_grads) <= whole_accumulators * share
     assert by_parameters <= whole * 1.05
 
@@ -394,7 +392,7 @@ ERRORS = {
     "by time": "ValueError: For 'ShardedOptimizer', all ranks must have the same checkpoints, by steps or updates",
     "uneven": "ValueError: For 'ShardedOptimizer', all ranks must have the same number of batches",
     "uneven shards": "ValueError: For 'GradAccumulationCell', all ranks must have the same number of batches",
-    "micro-batches": "ValueError: For 'GradAccumulationCell', with 'shard_accumulators' all ranks must have the same",
+    "micro-batches": "ValueError: For 'GradAccumulationCell', with Accumulators(sharded=True) all ranks must",
     "other accumulators": "ValueError: For 'TrainOneStepWithGradAccumulationCell', a window must be finished by the",
     "update within": "RuntimeError: For 'ShardedOptimizer', there must be no update within 'whole_state()'",
 }

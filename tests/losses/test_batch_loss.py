@@ -32,6 +32,7 @@ from support.reference import OPTIMIZERS, as_numpy, assert_equivalent, relative_
 
 from gaccum_ms import (
     AccumulationScheduler,
+    Accumulators,
     FlushAccumulation,
     GradAccumulationCell,
     TrainOneStepWithGradAccumulationCell,
@@ -108,7 +109,7 @@ def test_the_reference_learns_and_so_does_the_temperature():
 
 
 SCALE = Tensor(1024.0, ms.float32)
-TOGETHER = {"reduction": "sum", "accumulator_dtype": ms.float16, "compensated": True, "scale_sense": SCALE}
+TOGETHER = {"reduction": "sum", "accumulators": Accumulators(ms.float16, compensated=True), "scale_sense": SCALE}
 
 
 @pytest.mark.core("together-graph")
@@ -118,7 +119,7 @@ TOGETHER = {"reduction": "sum", "accumulator_dtype": ms.float16, "compensated": 
         *(({"micro_size": 3, **TOGETHER}, way) for way in ("graph", "pynative")),
         ({"micro_batch_size": 5}, "graph"),
         ({"micro_batch_size": 50}, "pynative"),
-        ({"micro_size": 3, "accumulator_dtype": None}, "pynative"),
+        ({"micro_size": 3, "accumulators": Accumulators(None)}, "pynative"),
         ({"micro_size": 1, "scale_sense": SCALE}, "graph"),
         ({"micro_size": 1, "scale_sense": SCALE}, "pynative"),
     ],
@@ -134,7 +135,7 @@ def test_options_of_the_cell_change_nothing(options, way):
 @pytest.mark.thorough
 def test_low_precision_accumulators():
     """They lose precision; with compensation they lose none, as the test above shows."""
-    narrow = run("single", way="pynative", micro_size=3, accumulator_dtype=ms.float16)
+    narrow = run("single", way="pynative", micro_size=3, accumulators=Accumulators(ms.float16))
     reference = whole_batch("single", RAGGED)
     assert_equivalent(narrow, reference, 4e-3)
     with pytest.raises(AssertionError):

@@ -12,6 +12,7 @@ from support.reuse import Reused
 from support.state import assert_identical, everything
 
 from gaccum_ms import (
+    Accumulators,
     CountClassWeights,
     CountMask,
     CountNotIgnored,
@@ -285,13 +286,11 @@ class Half(nn.Cell):
 
 
 @pytest.mark.core(mode="pynative")
-@pytest.mark.parametrize(
-    ("accumulator_dtype", "mode"), [(ms.float32, "graph"), (ms.float16, "pynative")], indirect=["mode"]
-)
-def test_counted_gradients_are_as_small_as_the_whole_batchs_in_low_precision(accumulator_dtype, mode):
+@pytest.mark.parametrize(("dtype", "mode"), [(ms.float32, "graph"), (ms.float16, "pynative")], indirect=["mode"])
+def test_counted_gradients_are_as_small_as_the_whole_batchs_in_low_precision(dtype, mode):
     """With counts as seeds, gradients of 4 x 2,000 tokens at scale 1,024 would be 8 million: too much for float16."""
     x = np.random.default_rng(0).normal(size=(4, 2000, 4)).astype(np.float32) + 1
-    cell = GradAccumulationCell(Half(), 2, count=CountMask(), accumulator_dtype=accumulator_dtype)
+    cell = GradAccumulationCell(Half(), 2, count=CountMask(), accumulators=Accumulators(dtype))
     optimizer = nn.SGD(cell.trainable_params(), 0.25)
     step = TrainOneStepWithGradAccumulationCell(cell, optimizer, Tensor(1024.0, ms.float32)).set_train()
     _, overflow, _ = step(Tensor(x), Tensor(np.ones((4, 2000), np.float32)))

@@ -19,6 +19,7 @@ from support import paths
 from support.reference import FEATURES, OPTIMIZERS, as_numpy, batches, make_network
 
 from gaccum_ms import (
+    Accumulators,
     GradAccumulationCell,
     TrainOneStepWithGradAccumulationCell,
     WithBatchLossCell,
@@ -79,8 +80,8 @@ def test_known_sizes_by_hand(pynative):
 @pytest.mark.parametrize(
     ("options", "factor"),
     [
-        ({"micro_size": 2, "accumulator_dtype": ms.float16}, 2),
-        ({"micro_size": 2, "accumulator_dtype": ms.bfloat16, "compensated": True}, 6),
+        ({"micro_size": 2, "accumulators": Accumulators(ms.float16)}, 2),
+        ({"micro_size": 2, "accumulators": Accumulators(ms.bfloat16, compensated=True)}, 6),
     ],
     ids=["float16", "compensated"],
 )

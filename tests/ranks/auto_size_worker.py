@@ -14,7 +14,7 @@ from mindspore import Tensor, nn, ops
 from support.reference import as_numpy
 from support.two_ranks import leave
 
-from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms import AutoSize, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.backend.out_of_memory import is_out_of_memory
 
 HEADROOM = 900_000_000
@@ -44,7 +44,7 @@ def main(out: Path) -> None:
         errors.append(repr(error)[:300])
         return is_out_of_memory(error)
 
-    cell = GradAccumulationCell(network, micro_batch_size="auto", memory_limit=1 << 50, is_out_of_memory=notes_and_says)
+    cell = GradAccumulationCell(network, micro_batch_size=AutoSize(1 << 50, notes_and_says))
     step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
     batches = [np.full((32, features), 0.1 * features, np.float32) for features in (1, 1, 16, 16)]
     expected, moment = as_numpy(network.weight), 0.0

@@ -14,7 +14,7 @@ from support.contrastive import accumulated, batches, make_parts, whole
 from support.reference import OPTIMIZERS, as_numpy, step_with
 from support.two_ranks import Results
 
-from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WithBatchLossCell, audit
+from gaccum_ms import Accumulators, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WithBatchLossCell, audit
 from gaccum_ms.accumulation.grad_cache import TwoPasses
 
 PER_RANK, UPDATES = 7, 3  # 7 samples are ragged in 3 micro-batches
@@ -36,7 +36,7 @@ GATHERED = {
     "jit-3": {"micro_size": 3, "jit": True},
     "pynative-scaled": {"micro_size": 3, "scale_sense": Tensor(256.0, ms.float32)},
     "pynative-clipped": {"micro_size": 3, "max_grad_norm": 0.05},
-    "graph-sharded": {"micro_size": 3, "shard_accumulators": True},
+    "graph-sharded": {"micro_size": 3, "accumulators": Accumulators(sharded=True)},
     "pynative-broken": {"micro_size": 3, "step_class": step_with(micro_step=RanksCountTwice)},
 }
 
@@ -131,7 +131,7 @@ OWN: dict[str, Callable] = {
     "whole": whole,
     "3": accumulated(micro_size=3),
     "1": accumulated(micro_size=1),
-    "sharded": accumulated(micro_size=3, shard_accumulators=True),
+    "sharded": accumulated(micro_size=3, accumulators=Accumulators(sharded=True)),
 }
 TASKS: dict[str, tuple] = {  # way, gradients_mean, task and its arguments
     "model": ("graph", False, by_model),

@@ -21,7 +21,14 @@ from support import language_model
 from support.reference import as_numpy, vector
 from support.two_ranks import Results
 
-from gaccum_ms import CountMask, CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, audit
+from gaccum_ms import (
+    Accumulators,
+    CountMask,
+    CountNotIgnored,
+    GradAccumulationCell,
+    TrainOneStepWithGradAccumulationCell,
+    audit,
+)
 from gaccum_ms.accumulation.sharded_accumulators import ShardedSums
 
 SAMPLES = (7, 5)  # of each rank; in three micro-batches 3 + 3 + 1 and 2 + 2 + 1
@@ -244,9 +251,9 @@ SCENARIOS: dict[str, Scenario] = {
     "count, mean over ranks": Scenario(COUNT_ZERO, MASK, gradients_mean=True, mode="pynative"),
     "count, jit": Scenario(SOUND, {**MASK, "jit": True}, mode="pynative"),
     "count, clipped": Scenario(SOUND, {**MASK, "max_grad_norm": 0.1}, scaled=True, mode="pynative"),
-    "count, compensated float16": Scenario(SOUND, {**MASK, "accumulator_dtype": ms.float16, "compensated": True}),
+    "count, compensated float16": Scenario(SOUND, {**MASK, "accumulators": Accumulators(ms.float16, compensated=True)}),
     "count, compensated bfloat16": Scenario(
-        SOUND, {**MASK, "accumulator_dtype": ms.bfloat16, "compensated": True}, mode="pynative"
+        SOUND, {**MASK, "accumulators": Accumulators(ms.bfloat16, compensated=True)}, mode="pynative"
     ),
     "count of labels": Scenario(label_windows(), {"count": CountNotIgnored(IGNORED, 0)}, (), mode="pynative"),
     "sum": Scenario(SOUND, {"reduction": "sum"}, mode="pynative"),
@@ -257,7 +264,10 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "detector, ratio": Scenario(detector_windows(), {**RATIO, **DETECTOR}, ("all tokens",), scaled=True),
     "detector, ratio, sharded": Scenario(
-        detector_windows(), {**RATIO, **DETECTOR, "shard_accumulators": True}, ("all tokens",), mode="pynative"
+        detector_windows(),
+        {**RATIO, **DETECTOR, "accumulators": Accumulators(sharded=True)},
+        ("all tokens",),
+        mode="pynative",
     ),
     "two losses": Scenario(two_loss_windows(), BOTH, TWO),
     "two losses, mean over ranks": Scenario(two_loss_windows()[:3], BOTH, TWO, gradients_mean=True, mode="pynative"),
@@ -269,10 +279,12 @@ SCENARIOS: dict[str, Scenario] = {
     "ratio": Scenario(COUNT_ZERO + BAD_COUNTS, RATIO, mode="pynative"),
     "ratio, clipped": Scenario(overflow_windows(FEW), {**RATIO, "max_grad_norm": 0.1}, scaled=True, mode="pynative"),
     "ratio, drop micro-batch": Scenario(dropped_windows(FEW) + BAD_COUNTS, {**RATIO, **DROP}, scaled=True),
-    "ratio, sharded": Scenario(SOUND + COUNT_ZERO + BAD_COUNTS, {**RATIO, "shard_accumulators": True}),
+    "ratio, sharded": Scenario(SOUND + COUNT_ZERO + BAD_COUNTS, {**RATIO, "accumulators": Accumulators(sharded=True)}),
     "outputs": Scenario(SOUND, SHOWN, ("samples",), mode="pynative"),
     "outputs, count": Scenario(COUNT_ZERO, {**MASK, **SHOWN}, mode="pynative"),
-    "outputs, count, sharded": Scenario(SOUND, {**MASK, **SHOWN, "shard_accumulators": True}, mode="pynative"),
+    "outputs, count, sharded": Scenario(
+        SOUND, {**MASK, **SHOWN, "accumulators": Accumulators(sharded=True)}, mode="pynative"
+    ),
     "outputs, ratio": Scenario(SOUND + COUNT_ZERO, {**RATIO, **SHOWN}, scaled=True),
     "drop window": Scenario(overflow_windows(ALL) + counted_windows()[2:], MASK, scaled=True),
     "drop window, eager": Scenario(overflow_windows(FEW[:1]), MASK, scaled=True, mode="pynative"),
@@ -401,7 +413,7 @@ def audits(out: Path) -> Results:
 
     ShardedSums.add = add  # the step is run eagerly, so that Python calls it
     try:
-        passed = [audited(None, rank), audited(CountMask(), rank, shard_accumulators=True)]
+        passed = [audited(None, rank), audited(CountMask(), rank, accumulators=Accumulators(sharded=True))]
     finally:
         ShardedSums.add = original
     return {"audit": np.array(passed), "audit, sharded": np.array(len(sharded))}

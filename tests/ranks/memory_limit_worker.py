@@ -13,7 +13,7 @@ import numpy as np
 from mindspore import Tensor, nn
 from support.two_ranks import leave
 
-from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, find_micro_batch_size
+from gaccum_ms import AutoSize, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, find_micro_batch_size
 from gaccum_ms.memory.heap import keep_heap_small
 from gaccum_ms.memory.proc import forget_peak, own
 
@@ -76,7 +76,7 @@ def main(out: Path, way: str, number: int) -> None:
         results |= {"search_peak": watch.most, "after_search": own("VmRSS")}
     cell = GradAccumulationCell(network, micro_batch_size=size)
     if way == "auto":
-        cell = GradAccumulationCell(network, micro_batch_size="auto", memory_limit=limit)
+        cell = GradAccumulationCell(network, micro_batch_size=AutoSize(limit))
         watch = Watch()
     step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
     for _ in range(3):

@@ -17,6 +17,7 @@ from support.reuse import Reused
 from support.two_ranks import Results
 
 from gaccum_ms import (
+    Accumulators,
     FlushAccumulation,
     GradAccumulationCell,
     GradAccumulator,
@@ -224,7 +225,7 @@ def weigh_by_own_unit(optimizer: ShardedOptimizer, step) -> None:
 
 
 COUNTED = {"loss_cell": CountedLoss, "count": count, "max_grad_norm": 0.5}
-SHARDED_ACCUMULATORS = {"shard_accumulators": True}
+SHARDED_ACCUMULATORS = {"accumulators": Accumulators(sharded=True)}
 BY_PARAMETERS = {"partition": "parameters"}
 
 
@@ -405,7 +406,7 @@ def save_in_window(step, file: str) -> dict[str, np.ndarray]:
 def in_window(trainer: Trainer, out: Path) -> None:
     """With sharded accumulators. The same step goes on; it is compiled, and has another state."""
     file, name = str(out / f"window{trainer.rank}.ckpt"), "window with sharded accumulators"
-    step = make_step(accumulation_steps=2, shard_accumulators=True)
+    step = make_step(accumulation_steps=2, accumulators=Accumulators(sharded=True))
     trainer.keep(f"{name}/whole", save_in_window(step, file))
     resume(step, file)
     trainer.keep(f"{name}/resumed", run(step, 3, 4))
@@ -434,10 +435,10 @@ def refusals(trainer: Trainer, out: Path) -> None:
     flush = FlushAccumulation()
     spanning = make_step(accumulation_steps=2)
     errors["uneven"] = said(lambda: model_of(spanning).train(1, data_set(4 - rank), callbacks=[flush, checkpoint()]))
-    spanning = make_step(accumulation_steps=2, shard_accumulators=True)
+    spanning = make_step(accumulation_steps=2, accumulators=Accumulators(sharded=True))
     errors["uneven shards"] = said(lambda: model_of(spanning).train(1, data_set(4 - rank), callbacks=[flush]))
     batch = [ms.Tensor(value[: 3 - rank]) for value in joined_data(0, 1)[0]]
-    errors["micro-batches"] = said(lambda: make_step(shard_accumulators=True)(*batch))
+    errors["micro-batches"] = said(lambda: make_step(accumulators=Accumulators(sharded=True))(*batch))
     plain = nn.TrainOneStepCell(nn.WithLossCell(make_network(), nn.CrossEntropyLoss()), make_step().optimizer)
     errors["plain step"] = said(lambda: ms.save_checkpoint(plain, str(mine / "plain.ckpt")))
 
@@ -446,7 +447,7 @@ def refusals(trainer: Trainer, out: Path) -> None:
 
 
 def from_two(trainer: Trainer, out: Path) -> None:
-    step = make_step(shard_accumulators=True)
+    step = make_step(accumulators=Accumulators(sharded=True))
     resume(step, out / "rank0" / "updates-1_2.ckpt")
     trainer.keep("from two", run(step, 2, 4))
 

@@ -17,6 +17,8 @@ from support.two_ranks import Results
 from test_auto_tokens import Limited, auto_step, marked
 from test_max_tokens import LENGTH, batch, make_step, max_tokens
 
+from gaccum_ms import AutoSize
+
 SAMPLES = (6, 24)  # in the batches of even and of odd ranks; later pairs of ranks have more
 NUMBER = 4  # batches of each rank
 # mode, batches of a window, options
@@ -72,8 +74,8 @@ def search(_: Path) -> Results:
     ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True, parameter_broadcast=True)
     found, losses = [], []
     for memory in ((70, 30), (30, 30)):
-        split = max_tokens(max_tokens="auto", widths=widths[rank])
-        step = make_step(split, Limited(tokens=memory[rank]), memory_limit=1 << 40)
+        split = max_tokens(max_tokens=AutoSize(1 << 40), widths=widths[rank])
+        step = make_step(split, Limited(tokens=memory[rank]))
         for number in range(2):
             tokens, labels = batch(10 * rank + number, width=widths[rank][-1])
             losses.append(float(step(Tensor(tokens), Tensor(labels)).asnumpy()))

@@ -15,6 +15,7 @@ from support.reference import Regression, as_numpy, batches, vector
 from support.two_ranks import Results
 
 from gaccum_ms import (
+    Accumulators,
     ClipByGlobalNorm,
     GradAccumulationCell,
     GradAccumulator,
@@ -31,7 +32,7 @@ SPIKE = 2  # the window whose targets are far off, on rank 1 alone
 TRAININGS: dict[str, tuple[str, int, bool, dict]] = {
     "graph": ("graph", 1, False, {}),
     "eager": ("pynative", 1, False, {}),
-    "sharded": ("graph", 1, True, {"shard_accumulators": True}),
+    "sharded": ("graph", 1, True, {"accumulators": Accumulators(sharded=True)}),
     "windows, sharded": ("graph", 2, True, {}),
 }
 WINDOWS, SAMPLES = 5, 6

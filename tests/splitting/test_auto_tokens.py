@@ -17,7 +17,15 @@ from test_auto_size import says_assert_failed, state
 from test_max_tokens import DATA, IGNORED, LENGTH, Causal, make_step, max_tokens, run, whole_step
 from token_limit_worker import TEXTS, WIDTHS
 
-from gaccum_ms import CountNotIgnored, GradAccumulationCell, audit, find_micro_batch_size, memory_report
+from gaccum_ms import (
+    Accumulators,
+    AutoSize,
+    CountNotIgnored,
+    GradAccumulationCell,
+    audit,
+    find_micro_batch_size,
+    memory_report,
+)
 from gaccum_ms.backend.parameters import overwrite
 from gaccum_ms.backend.snapshot import Snapshot
 from gaccum_ms.memory.meter import AllocatorMeter
@@ -62,8 +70,8 @@ MARKED = [marked(one) for one in DATA]
 def auto_step(tokens, widths=2, **options):
     """A step that has this number as if found, without a search; and its network."""
     network = RunsOut()
-    options = {"memory_limit": PLENTY, "is_out_of_memory": says_assert_failed, **options}
-    step = make_step(max_tokens(max_tokens="auto", widths=widths), network, **options)
+    auto = AutoSize(PLENTY, says_assert_failed)
+    step = make_step(max_tokens(max_tokens=auto, widths=widths), network, **options)
     step._auto._begin(tokens)
     return network, step
 
@@ -109,8 +117,8 @@ def tried(monkeypatch):
 def test_finds_the_number_that_fits_on_all_widths_once(tried):
     """At width 24, four rows would fit, which are 96 tokens; but at width 12, 96 tokens are eight rows."""
     network = Limited(rows=5)
-    split = max_tokens(max_tokens="auto", widths=(12, LENGTH))
-    step = make_step(split, network, memory_limit=PLENTY)
+    split = max_tokens(max_tokens=AutoSize(PLENTY), widths=(12, LENGTH))
+    step = make_step(split, network)
     assert split.max_tokens is None
     losses = run(step, DATA[:1])
     assert split.max_tokens == 2 * LENGTH
@@ -135,8 +143,8 @@ def test_finds_the_number_that_fits_on_all_widths_once(tried):
 
 @pytest.mark.thorough
 def test_finds_the_number_in_pynative_mode(pynative):
-    split = max_tokens(max_tokens="auto", widths=1)
-    step = make_step(split, Limited(tokens=LENGTH), memory_limit=PLENTY)
+    split = max_tokens(max_tokens=AutoSize(PLENTY), widths=1)
+    step = make_step(split, Limited(tokens=LENGTH))
     run(step, DATA[:1])
     assert split.max_tokens == LENGTH
 
@@ -145,8 +153,8 @@ def test_finds_the_number_in_pynative_mode(pynative):
 def test_nothing_changes_where_trials_run_in_this_process(monkeypatch):
     """As on accelerators. On CPU, MindSpore's allocator reports no memory: all sizes seem to need none."""
     monkeypatch.setattr("gaccum_ms.memory.meter.meter", AllocatorMeter)
-    split = max_tokens(max_tokens="auto", widths=1)
-    step = make_step(split, Limited(rows=2), memory_limit=PLENTY)
+    split = max_tokens(max_tokens=AutoSize(PLENTY), widths=1)
+    step = make_step(split, Limited(rows=2))
     losses = run(step, DATA[:2])
     assert split.max_tokens == 2 * LENGTH
     ms.set_context(mode=ms.PYNATIVE_MODE)
@@ -169,8 +177,8 @@ def test_keeps_a_real_limit(tmp_path):
 
 
 def test_what_does_not_fit_at_all_changes_nothing():
-    split = max_tokens(max_tokens="auto", widths=1)
-    step = make_step(split, Limited(tokens=LENGTH - 1), memory_limit=PLENTY)
+    split = max_tokens(max_tokens=AutoSize(PLENTY), widths=1)
+    step = make_step(split, Limited(tokens=LENGTH - 1))
     before = state(step)
     with pytest.raises(RuntimeError, match=r"one sample must fit, but got .* not enough on rank\(s\) \[0\]"):
         run(step, DATA[:1])
@@ -261,7 +269,7 @@ def fail_in_the_second_batch(restored, options, widths=2):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "widths", "mode"),
-    [({}, 2, "graph"), ({"accumulation_steps": 2, "compensated": True}, 1, "pynative")],
+    [({}, 2, "graph"), ({"accumulation_steps": 2, "accumulators": Accumulators(compensated=True)}, 1, "pynative")],
     indirect=["mode"],
     ids=["one batch-graph", "window-pynative"],
 )
@@ -325,10 +333,6 @@ def test_what_is_refused(pynative):
     network = Causal()
     with pytest.raises(ValueError, match=r"MaxTokens\('auto', ...\) compiles in PyNative mode too, .* got jit=False"):
         make_step(max_tokens(max_tokens="auto"), jit=False)
-    with pytest.raises(ValueError, match="'memory_limit' is for micro_batch_size='auto'"):
-        make_step(max_tokens(), memory_limit=PLENTY)
-    with pytest.raises(ValueError, match="'memory_limit' must be at least 1"):
-        make_step(max_tokens(max_tokens="auto"), memory_limit=0)
     with pytest.raises(TypeError, match="'max_tokens' must be an int, but got 'automatic'"):
         max_tokens(max_tokens="automatic")
     with pytest.raises(ValueError, match=r"'widths' must be ascending, from 1 on, but got \[8, 4\]"):

@@ -14,6 +14,7 @@ from support.modes import MODES
 from support.reference import as_numpy, relative_error
 
 from gaccum_ms import (
+    Accumulators,
     BalancedSampler,
     CountNotIgnored,
     EvenSplit,
@@ -252,7 +253,7 @@ def test_a_plan_that_loses_or_doubles_a_sample_is_found(pynative):
 @pytest.mark.parametrize(
     ("options", "scale"),
     [
-        ({"max_grad_norm": 0.05, "compensated": True}, None),
+        ({"max_grad_norm": 0.05, "accumulators": Accumulators(compensated=True)}, None),
         ({"overflow": "drop_micro_batch"}, lambda: nn.DynamicLossScaleUpdateCell(2.0**10, 2, 100)),
     ],
     ids=["clipping", "loss scale"],

@@ -12,7 +12,7 @@ from memory_limit_worker import Watch
 from mindspore import Tensor, nn
 from support.two_ranks import leave
 
-from gaccum_ms import CountNotIgnored, GradAccumulationCell, MaxTokens, TrainOneStepWithGradAccumulationCell
+from gaccum_ms import AutoSize, CountNotIgnored, GradAccumulationCell, MaxTokens, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.memory.heap import keep_heap_small
 from gaccum_ms.memory.proc import forget_peak, own
 
@@ -44,18 +44,16 @@ def main(out: Path, way: str, number: int) -> None:
     forget_peak()
     before = own("VmRSS")
     results = {"before": before}
+    if way == "auto":
+        results["limit"] = before + number
     split = MaxTokens(
-        "auto" if way == "auto" else number,
+        AutoSize(before + number) if way == "auto" else number,
         length=lambda x, y: (y.asnumpy() != IGNORED).sum(1),
         widths=WIDTHS,
         padding=(0, IGNORED),
     )
-    limited = {}
-    if way == "auto":
-        results["limit"] = before + number
-        limited["memory_limit"] = before + number
     watch = Watch()
-    cell = GradAccumulationCell(network, split=split, count=CountNotIgnored(IGNORED), **limited)
+    cell = GradAccumulationCell(network, split=split, count=CountNotIgnored(IGNORED))
     step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
     for _ in range(2):
         step(*batch).asnumpy()

@@ -11,6 +11,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from gaccum_ms import (
+    Accumulators,
     ClipByGlobalNorm,
     ClipByValue,
     CountMask,
@@ -174,8 +175,7 @@ def accumulator_options(setup: Setup) -> dict[str, Any]:
     return {
         "max_grad_norm": setup.max_norm,
         "transforms": tuple(make_transform(*link) for link in setup.transforms),
-        "accumulator_dtype": DTYPES[setup.dtype],
-        "compensated": setup.compensated,
+        "accumulators": Accumulators(DTYPES[setup.dtype], setup.compensated, setup.sharded),
         "overflow": "drop_micro_batch" if setup.drops else "drop_window",
         "jit": True if setup.mode == "jit" else None,
     }
@@ -201,7 +201,6 @@ def make_cell(setup: Setup, seed: int) -> GradAccumulationCell:
         min_count=setup.min_count,
         count=count if len(count) > 1 and any(count) else count[0],
         loss_weights=setup.loss_weights,
-        shard_accumulators=setup.sharded,
         record_noise=setup.noise,
         aux=setup.aux,
         **options,

@@ -19,6 +19,8 @@ from support.state import assert_close, assert_identical
 from support.two_ranks import case, run_on_ranks, run_on_two_ranks
 
 from gaccum_ms import (
+    Accumulators,
+    AutoSize,
     CountNotIgnored,
     FlushAccumulation,
     GradAccumulationCell,
@@ -29,7 +31,7 @@ from gaccum_ms import (
 )
 from gaccum_ms.backend.parameters import overwrite
 from gaccum_ms.backend.snapshot import Snapshot
-from gaccum_ms.training.auto_size import AutoSize
+from gaccum_ms.training.auto_size import AutoSize as FoundSize
 
 PLENTY = 1 << 40
 MARK = 0.125  # the first feature of a marked sample, whose micro-batch "needs much memory"
@@ -78,8 +80,6 @@ def make_step(network, scale=None, **options):
     """A step of a network that returns its loss."""
     ms.set_seed(4)
     optimizer = OPTIMIZERS["momentum"](network.trainable_params())
-    if options.get("micro_batch_size") == "auto":
-        options = {"memory_limit": PLENTY, **options}
     cell = GradAccumulationCell(network, **options)
     return TrainOneStepWithGradAccumulationCell(cell, optimizer, scale).set_train()
 
@@ -105,7 +105,7 @@ OPTIONS = {
     "sum": (ms.GRAPH_MODE, {"reduction": "sum", "max_grad_norm": 0.5}),
     "window": (
         ms.PYNATIVE_MODE,
-        {"count": CountNotIgnored(), "compensated": True, "accumulation_steps": 2},
+        {"count": CountNotIgnored(), "accumulators": Accumulators(compensated=True), "accumulation_steps": 2},
     ),
     "noise": (ms.GRAPH_MODE, {"record_noise": True, "overflow": "drop_micro_batch"}),
 }
@@ -113,7 +113,7 @@ OPTIONS = {
 
 def auto_step(size, **options):
     """A step that has its size, without a search."""
-    step = make_step(Regression(), micro_batch_size="auto", **options)
+    step = make_step(Regression(), micro_batch_size=AutoSize(PLENTY), **options)
     step._auto._begin(size)
     return step
 
@@ -173,7 +173,7 @@ def test_the_size_is_found_once_at_the_first_batch(monkeypatch, pynative):
     tried = []
     one_trial = Trials.run
     monkeypatch.setattr(Trials, "run", lambda self, *size: tried.append(size) or one_trial(self, *size))
-    step = make_step(RaisesAboveTwo(), micro_batch_size="auto", accumulation_steps=2)
+    step = make_step(RaisesAboveTwo(), micro_batch_size=AutoSize(PLENTY), accumulation_steps=2)
     assert not step.flush()
     assert step.micro_batch_size is None
     run(step, batches(3, 1))
@@ -194,7 +194,7 @@ def test_what_training_has_halved_is_remembered(pynative):
     loss.set_largest(2)
     with pytest.warns(UserWarning, match="goes on with"):
         run(step, data[2:])
-    another = make_step(loss, micro_batch_size="auto", is_out_of_memory=says_assert_failed)
+    another = make_step(loss, micro_batch_size=AutoSize(PLENTY, says_assert_failed))
     run(another, data[:1])
     assert another.micro_batch_size == 2
 
@@ -237,7 +237,7 @@ def marked(batch):
 def halving_step(network=None, search=False, size=16, **options):
     """A network whose `set_largest` makes memory run out, and its step, whose size is found by a search or set."""
     loss = RunsOut(network or Regression())
-    step = make_step(loss, micro_batch_size="auto", is_out_of_memory=says_assert_failed, **options)
+    step = make_step(loss, micro_batch_size=AutoSize(PLENTY, says_assert_failed), **options)
     if not search:
         step._auto._begin(size)
     return loss, step
@@ -286,7 +286,7 @@ def fail_and_compare(monkeypatch, options):
     before, generator = state(step), ms.get_rng_state().asnumpy().copy()
     assert "buffer network.seen" in before
     compared = []
-    shrink = AutoSize._shrink
+    shrink = FoundSize._shrink
 
     def compare_and_shrink(self, *arguments):
         compared.append(self.size)
@@ -294,7 +294,7 @@ def fail_and_compare(monkeypatch, options):
         np.testing.assert_array_equal(ms.get_rng_state().asnumpy(), generator)
         shrink(self, *arguments)
 
-    monkeypatch.setattr(AutoSize, "_shrink", compare_and_shrink)
+    monkeypatch.setattr(FoundSize, "_shrink", compare_and_shrink)
     run(step, data[2:])
     assert compared == [8, 4]
     constants = {one.name.rpartition(".")[2] for one in step._auto._constants if isinstance(one, ms.Parameter)}
@@ -308,7 +308,7 @@ WARNS = pytest.mark.filterwarnings("ignore:.*(BatchNorm|memory ran out|failed ha
 @WARNS
 @pytest.mark.parametrize(
     ("options", "mode"),
-    [({}, "graph"), ({"accumulation_steps": 4, "compensated": True}, "pynative")],
+    [({}, "graph"), ({"accumulation_steps": 4, "accumulators": Accumulators(compensated=True)}, "pynative")],
     indirect=["mode"],
     ids=["one batch-graph", "window-pynative"],
 )
@@ -399,8 +399,7 @@ def test_model_train_with_callbacks(pynative):
     data = [marked(one) for one in [*batches(4, 3), *batches(3, 1)]]
     loss = RunsOut(Regression())
     optimizer = OPTIMIZERS["momentum"](loss.trainable_params())
-    options = {"memory_limit": PLENTY, "is_out_of_memory": says_assert_failed, "accumulation_steps": 3}
-    cell = GradAccumulationCell(loss, micro_batch_size="auto", **options)
+    cell = GradAccumulationCell(loss, micro_batch_size=AutoSize(PLENTY, says_assert_failed), accumulation_steps=3)
     model = ms.Model(cell, optimizer=optimizer)
     with pytest.warns(UserWarning, match="goes on with"):
         callbacks = [train.LossMonitor(), FlushAccumulation(), LargestMicroBatch(loss)]
@@ -436,19 +435,32 @@ def test_a_real_limit_of_the_address_space(tmp_path):
     ("options", "error", "message"),
     [
         ({"loss_weights": (1.0, 2.0)}, ValueError, r"needs one loss .* but got 2 loss\(es\)"),
-        ({"shard_accumulators": True}, ValueError, r"but got .* shard_accumulators=True"),
-        ({"memory_limit": 0}, ValueError, "'memory_limit' must be at least 1"),
-        ({"memory_limit": "1 GB"}, TypeError, "'memory_limit' must be an int"),
+        (
+            {"accumulators": Accumulators(sharded=True)},
+            ValueError,
+            r"but got .* sharded=True",
+        ),
         ({"jit": False}, ValueError, "'auto' compiles in PyNative mode too, .* but got jit=False"),
-        ({"is_out_of_memory": 3}, TypeError, "'is_out_of_memory' must be a function of an error, but got 3"),
         ({"micro_size": 2}, ValueError, "exactly one of 'micro_size'"),
         ({"micro_batch_size": "automatic"}, TypeError, "'micro_batch_size' must be an int, but got 'automatic'"),
-        ({"micro_batch_size": 4, "memory_limit": 10}, ValueError, "'memory_limit' is for micro_batch_size='auto'"),
     ],
 )
 def test_options_that_are_refused(options, error, message):
     with pytest.raises(error, match=message):
         make_step(Regression(), **{"micro_batch_size": "auto", **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"memory_limit": 0}, ValueError, "'memory_limit' must be at least 1"),
+        ({"memory_limit": "1 GB"}, TypeError, "'memory_limit' must be an int"),
+        ({"is_out_of_memory": 3}, TypeError, "'is_out_of_memory' must be a function of an error, but got 3"),
+    ],
+)
+def test_values_that_are_refused(options, error, message):
+    with pytest.raises(error, match=f"For 'AutoSize', the argument {message}"):
+        AutoSize(**options)
 
 
 def test_is_refused_in_another_graph():

@@ -27,6 +27,7 @@ from support.state import assert_close, assert_identical, everything, manager
 
 import gaccum_ms.training.grad_accumulator
 from gaccum_ms import (
+    Accumulators,
     AdaptiveGradientClip,
     ClipByGlobalNorm,
     ClipByValue,
@@ -115,7 +116,7 @@ def make_accumulator(steps=2, optimizer=None, way="pynative", scale=None, **opti
     """An accumulator for a weight (10, 20) and SGD with rate 1: the weight decreases by the update's gradient."""
     ms.set_context(mode=WAYS[way])
     # Accumulators of bfloat16 are made anew: MindSpore cannot assign them on CPU.
-    make = reused_accumulator.make if "accumulator_dtype" in options else reused_accumulator
+    make = reused_accumulator.make if "accumulators" in options else reused_accumulator
     accumulator = make(optimizer, way, scale, **options)
     accumulator.set_accumulation_steps(steps)
     return accumulator
@@ -309,7 +310,7 @@ def test_flush_of_an_empty_window_does_nothing(way):
 def test_a_cleared_window_might_never_have_been(mode):
     values = []
     for cleared in (True, False):
-        accumulator = make_accumulator(3, "momentum", mode, accumulator_dtype=ms.bfloat16, compensated=True)
+        accumulator = make_accumulator(3, "momentum", mode, accumulators=Accumulators(ms.bfloat16, compensated=True))
         if cleared:
             accumulator(gradient(7.3, 1e-3), 5)
             accumulator(gradient(float("nan")), 2)
@@ -576,7 +577,7 @@ def test_nothing_updates_where_every_batch_was_dropped(mode):
 @pytest.mark.parametrize("compensated", [True, False])
 def test_compensated_bfloat16_keeps_what_bfloat16_loses(compensated, mode):
     """A hundredth is less than half a unit in bfloat16's last place once 64 of it are 1's size."""
-    accumulator = make_accumulator(64, way=mode, accumulator_dtype=ms.bfloat16, compensated=compensated)
+    accumulator = make_accumulator(64, way=mode, accumulators=Accumulators(ms.bfloat16, compensated=compensated))
     values = np.random.default_rng(5).uniform(0.5, 1.5, 64)
     for value in values:
         accumulator(gradient(value))
@@ -660,7 +661,11 @@ def test_another_number_of_steps_is_for_windows_to_come(mode):
 
 def saved_and_fresh(tmp_path, way, file_format, calls_before_loading=0):
     """A loop saved after two of three batches, and another that has loaded it."""
-    options = {"scale_sense": manager(), "accumulator_dtype": ms.bfloat16, "compensated": True, "max_grad_norm": 0.5}
+    options = {
+        "scale_sense": manager(),
+        "accumulators": Accumulators(ms.bfloat16, compensated=True),
+        "max_grad_norm": 0.5,
+    }
     data = batches(9, 6)
     saved, fresh = (Loop(way, 3, "adam", **options) for _ in range(2))
     for batch in data[:2]:
@@ -721,10 +726,10 @@ def test_resume_takes_effect_in_the_middle_of_training(way, tmp_path):
         ({"accumulation_steps": 2.0}, TypeError, "'accumulation_steps' must be an int, but got 2.0 of type 'float'"),
         ({"accumulation_steps": True}, TypeError, "'accumulation_steps' must be an int, but got True"),
         ({"max_grad_norm": -1.0}, ValueError, "'max_grad_norm' must be positive and finite, but got -1.0"),
-        ({"accumulator_dtype": ms.int32}, ValueError, "'accumulator_dtype' must be one of "),
-        ({"compensated": 1}, TypeError, "'compensated' must be a bool, but got 1"),
+        ({"accumulators": ms.float16}, TypeError, r"'accumulators' must be gaccum_ms.Accumulators\(...\), but got"),
+        ({"accumulators": Accumulators(sharded=True)}, ValueError, "'accumulators' must have sharded=False, because"),
         ({"overflow": "drop"}, ValueError, "'overflow' must be one of .* but got 'drop'"),
-        ({"jit": 1}, TypeError, "'jit' must be a bool or None, but got 1"),
+        ({"jit": 1}, TypeError, "'jit' must be a bool, but got 1"),
     ],
 )
 def test_refuses_bad_arguments(arguments, error, message):

@@ -20,6 +20,7 @@ from support.reuse import Reused
 from support.state import assert_identical, everything, manager
 
 from gaccum_ms import (
+    Accumulators,
     CountMask,
     EvenSplit,
     FlushAccumulation,
@@ -216,7 +217,7 @@ DATA = batches(7, 6)
 OPTIONS = {
     "samples": {},
     "count": {"count": MASK, "max_grad_norm": 0.1},
-    "drops": {"overflow": "drop_micro_batch", "scaled": True, "compensated": True},
+    "drops": {"overflow": "drop_micro_batch", "scaled": True, "accumulators": Accumulators(compensated=True)},
     "windows": {"accumulation_steps": 2, "count": MASK, "scaled": True},
     "sum": {"reduction": "sum", "network": SummedRegression},
 }

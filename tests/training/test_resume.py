@@ -31,7 +31,14 @@ from support.reference import (
 )
 from support.state import assert_identical
 
-from gaccum_ms import CountMask, GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell, resume
+from gaccum_ms import (
+    Accumulators,
+    CountMask,
+    GradAccumulationCell,
+    GradAccumulator,
+    TrainOneStepWithGradAccumulationCell,
+    resume,
+)
 
 LAST = EPOCHS * BATCHES
 FORMATS = {"open": "ckpt", "flushed": "safetensors"}
@@ -340,8 +347,8 @@ def run(step, numbers, masked=False) -> list[float]:
 SAVED = {
     "samples": {"micro_size": 2},
     "counts": {"micro_size": 2, "count": CountMask()},
-    "bfloat16": {"micro_size": 2, "accumulator_dtype": ms.bfloat16},
-    "compensated": {"micro_size": 2, "accumulator_dtype": ms.float16, "compensated": True},
+    "bfloat16": {"micro_size": 2, "accumulators": Accumulators(ms.bfloat16)},
+    "compensated": {"micro_size": 2, "accumulators": Accumulators(ms.float16, compensated=True)},
 }
 
 
@@ -396,7 +403,12 @@ def assert_updates(step, windows: list[list[int]], tolerance: float, masked: boo
         ("samples", {"micro_size": 3, "accumulation_steps": 4}, 1e-4, "graph"),
         ("samples", {"micro_batch_size": 2, "accumulation_steps": 8}, 1e-4, "pynative"),
         ("samples", {"micro_size": 2}, 1e-4, "graph"),
-        ("samples", {"micro_size": 2, "accumulation_steps": 3, "accumulator_dtype": ms.float16}, 1e-3, "pynative"),
+        (
+            "samples",
+            {"micro_size": 2, "accumulation_steps": 3, "accumulators": Accumulators(ms.float16)},
+            1e-3,
+            "pynative",
+        ),
         ("counts", {"micro_batch_size": 1, "accumulation_steps": 2, "count": CountMask()}, 1e-4, "pynative"),
         ("counts", {"micro_batch_size": 2, "count": CountMask()}, 1e-4, "graph"),
         ("bfloat16", {"micro_size": 2, "accumulation_steps": 4}, 1e-2, "pynative"),
@@ -639,7 +651,7 @@ def test_joined_windows_of_two_ranks_keep_their_compensation(dtype, tmp_path, py
 
     def make():
         weight = ms.Parameter(Tensor(np.zeros(50), ms.float32), name="weight")
-        options = {"accumulator_dtype": dtype, "compensated": True}
+        options = {"accumulators": Accumulators(dtype, compensated=True)}
         return GradAccumulator(nn.SGD([weight], 1.0), 8, **options), weight
 
     files = []
@@ -780,7 +792,7 @@ def test_a_checkpoint_in_mid_window_loads_into_mindspores_own_step_and_into_the_
 @pytest.mark.parametrize("saved", ["without accumulation", "single batches", "not compensated"])
 def test_nothing_of_the_window_that_was_open_before_is_left_after_a_resume(in_mid_window, tmp_path, saved, pynative):
     """The step is in mid-window, and the file has fewer Parameters than the step."""
-    step = make_step(micro_size=2, accumulation_steps=2, accumulator_dtype=ms.float16, compensated=True)
+    step = make_step(micro_size=2, accumulation_steps=2, accumulators=Accumulators(ms.float16, compensated=True))
     run(step, [7, 8, 9])
     compensations = [p for p in step.get_parameters() if p.name.startswith("accu_compensation.")]
     assert all(as_numpy(p).any() for p in compensations)

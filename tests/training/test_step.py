@@ -25,7 +25,7 @@ from support.reference import (
 )
 from support.state import assert_identical, everything
 
-from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell
+from gaccum_ms import Accumulators, GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.accumulation.micro_step import OneLoss
 from gaccum_ms.accumulation.weighing import BySamples
 from gaccum_ms.accumulation.window import Window
@@ -269,7 +269,7 @@ class Interrupted(nn.Cell):
 def test_an_interrupted_window_leaves_nothing_behind(pynative):
     steps = []
     for network in (Interrupted(), nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss())):
-        cell = GradAccumulationCell(network, 3, compensated=True)
+        cell = GradAccumulationCell(network, 3, accumulators=Accumulators(compensated=True))
         steps.append(TrainOneStepWithGradAccumulationCell(cell, OPTIMIZERS["momentum"](cell.trainable_params())))
     with pytest.raises(KeyboardInterrupt):
         steps[0](*batch(9))

@@ -16,7 +16,9 @@ from support.reference import FEATURES, PlainSGD, Regression, as_numpy, batches,
 from support.state import assert_identical, everything, manager
 
 from gaccum_ms import (
+    Accumulators,
     AdaptiveGradientClip,
+    AutoSize,
     ClipByGlobalNorm,
     ClipByValue,
     GradAccumulationCell,
@@ -392,7 +394,7 @@ OPTIONS = {
     "noise": ("pynative", {"record_noise": True}),
     "dropped micro-batches": ("graph", {"overflow": "drop_micro_batch"}),
     "count": ("pynative", {"count": samples}),
-    "compensated": ("pynative", {"accumulator_dtype": ms.float16, "compensated": True}),
+    "compensated": ("pynative", {"accumulators": Accumulators(ms.float16, compensated=True)}),
     "sizes": ("pynative", {"micro_size": None, "micro_batch_size": 4}),
     "clipped first": ("pynative", {"max_grad_norm": 1e9}),
 }
@@ -418,7 +420,7 @@ def test_compiled_in_pynative_mode(pynative):
 def test_with_a_size_that_is_found():
     links, rules = (make() for make in LINKS["all"])
     given = data(samples=2)  # few samples: few sizes are tried
-    step = make_step(*links, micro_size=None, micro_batch_size="auto", is_out_of_memory=lambda error: False)
+    step = make_step(*links, micro_size=None, micro_batch_size=AutoSize(is_out_of_memory=lambda error: False))
     assert_same(run(step, given), whole(rules, given))
 
 

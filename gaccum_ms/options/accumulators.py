@@ -1,0 +1,57 @@
+"""Accumulators: how the gradients of a window are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mindspore as ms
+
+from gaccum_ms.checks.arguments import check_bool, check_one_of
+
+_NAME = "Accumulators"
+
+
+@dataclass(frozen=True)
+class Accumulators:
+    r"""
+    How the gradients of a window are kept while they add up: the `accumulators` of a :class:`GradAccumulationCell` or
+    :class:`GradAccumulator` .
+
+    Args:
+        dtype (mindspore.dtype, optional): float32, float16 or bfloat16; ``None`` gives each accumulator the dtype of
+            its weight. In windows of several batches, sums are scaled by the first batch's count; float16 overflows if
+            a later batch counts thousands of times more. Default: ``mindspore.float32`` .
+        compensated (bool, optional): Sum with Kahan's compensation, which keeps the rounding error of each accumulator
+            in a float32 Parameter. Default: ``False`` .
+        sharded (bool, optional): In data parallel mode, each rank keeps only its part of the accumulators. Each
+            micro-batch's gradient is then reduced over ranks at once: communication grows with the number of
+            micro-batches, which must be the same on all ranks. Not for a :class:`GradAccumulator` .
+            Default: ``False`` .
+
+    Raises:
+        TypeError: If `compensated` or `sharded` is not a bool.
+        ValueError: If `dtype` is none of these.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import mindspore as ms
+        >>> from mindspore import nn
+        >>> from gaccum_ms import Accumulators, GradAccumulationCell
+        >>> network = nn.WithLossCell(nn.Dense(3, 1), nn.MSELoss())
+        >>> cell = GradAccumulationCell(network, 4, accumulators=Accumulators(ms.bfloat16, compensated=True))
+    """
+
+    dtype: ms.Type | None = ms.float32
+    compensated: bool = False
+    sharded: bool = False
+
+    def __post_init__(self) -> None:
+        check_one_of(_NAME, "dtype", self.dtype, (ms.float32, ms.float16, ms.bfloat16, None))
+        check_bool(_NAME, "compensated", self.compensated)
+        check_bool(_NAME, "sharded", self.sharded)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accumulators:
+        return self  # a copy of MindSpore's dtype is another dtype

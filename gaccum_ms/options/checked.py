@@ -1,0 +1,81 @@
+"""The user's options: checked, and completed by what follows from them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from gaccum_ms.checks.arguments import check_one_of
+from gaccum_ms.options.options import Options, check_each
+
+_NAME = "GradAccumulationCell"
+
+
+def checked(given: Options) -> Options:
+    """The options of a cell. compatibility.py decides which of them go together.
+
+    Raises:
+        TypeError: If one is of a wrong type.
+        ValueError: If one has a wrong value; if both sizes are given or neither; if there are not as many counts as
+            losses.
+    """
+    check_each(_NAME, given)
+    return dataclasses.replace(
+        given,
+        micro_size=_micro_size(given),
+        accumulation_steps=given.accumulation_steps or 1,
+        transforms=tuple(given.transforms),
+        loss_weights=_loss_weights(given),
+    )
+
+
+def accumulator_options(**given: Any) -> Options:
+    """The checked options of a `GradAccumulator` ."""
+    owner = "GradAccumulator"
+    check_one_of(owner, "reduction", given["reduction"], ("mean", "sum"))
+    options = Options(loss_weights=(1.0,), **given)
+    check_each(owner, options)
+    if options.accumulators.sharded:
+        raise ValueError(
+            f"For '{owner}', 'accumulators' must have sharded=False, because a loop of your own may add on some ranks "
+            f"only, but got {options.accumulators}. Leave 'sharded' out; gaccum_ms.ShardedOptimizer shards what an "
+            f"optimizer keeps."
+        )
+    return dataclasses.replace(options, transforms=tuple(options.transforms))
+
+
+def _micro_size(given: Options) -> int | None:
+    """The number of micro-batches; None: another option decides."""
+    micro_size, micro_batch_size = given.micro_size, given.micro_batch_size
+    if given.splits_in_python:
+        if micro_size is not None or micro_batch_size is not None:
+            raise ValueError(
+                f"For '{_NAME}', with a function as 'split', which makes the micro-batches, neither 'micro_size' nor "
+                f"'micro_batch_size' must be given, but got micro_size={micro_size} and "
+                f"micro_batch_size={micro_batch_size}. Leave both out, or the function."
+            )
+        return None
+    if micro_size is None and micro_batch_size is None and given.accumulation_steps is not None:
+        micro_size = 1
+    if (micro_size is None) == (micro_batch_size is None):
+        raise ValueError(
+            f"For '{_NAME}', exactly one of 'micro_size' (number of micro-batches) and 'micro_batch_size' (samples in "
+            f"one) must be given, or neither with 'accumulation_steps' (batches that share an update), but got "
+            f"micro_size={given.micro_size}, micro_batch_size={given.micro_batch_size} and "
+            f"accumulation_steps={given.accumulation_steps}."
+        )
+    return micro_size
+
+
+def _loss_weights(given: Options) -> tuple[float, ...]:
+    """One weight for each loss of the network."""
+    count: Any = given.count
+    number = len(count) if isinstance(count, (tuple, list)) else 1
+    if given.loss_weights is None:
+        return (1.0,) * number
+    if count is not None and number != len(given.loss_weights):
+        raise ValueError(
+            f"For '{_NAME}', 'count' and 'loss_weights' must have one entry for each loss, but got {number} count(s) "
+            f"and {len(given.loss_weights)} weight(s)."
+        )
+    return tuple(float(weight) for weight in given.loss_weights)

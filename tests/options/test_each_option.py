@@ -1,0 +1,373 @@
+"""Each option is written once, in `Options` : the cell's signature and docstring and the docs agree with it; each rule
+has an error of its own; and options that no rule refuses go together: each pair is compiled, and trains.
+
+A new option fails here until it has values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+
+from gaccum_ms import (
+    Accumulators,
+    AutoSize,
+    ClipByValue,
+    CountMask,
+    EvenSplit,
+    GradAccumulationCell,
+    GradAccumulator,
+    MaxTokens,
+    TrainOneStepWithGradAccumulationCell,
+    WindowBatchNorm,
+    WithBatchLossCell,
+)
+from gaccum_ms.checks.arguments import check_bool
+from gaccum_ms.options.checked import checked
+from gaccum_ms.options.compatibility import RULES, Setup
+from gaccum_ms.options.compatibility import refused as first_refused
+from gaccum_ms.options.options import Options, check_each, each_option, option
+from gaccum_ms.options.rules import AUDIT, CELL, IN_ONE_GRAPH, REPORT, SEMI_AUTO, SPAN_LATER, TRIAL
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
+
+# -- signature, docstring, checks and the key of found sizes -----------------------------------------------------------
+
+
+def arguments(kind):
+    return {
+        name: argument
+        for name, argument in inspect.signature(kind.__init__).parameters.items()
+        if name not in ("self", "network")
+    }
+
+
+def fields():
+    return {field.name: field for field in dataclasses.fields(Options)}
+
+
+def test_the_signature_has_the_options():
+    """It is literal text, because type checkers and editors read it."""
+    assert list(arguments(GradAccumulationCell)) == list(fields())
+
+
+@pytest.mark.parametrize("kind", [GradAccumulationCell, GradAccumulator])
+def test_defaults_and_types_are_those_of_the_options(kind):
+    shared = arguments(kind).keys() & fields().keys()
+    assert len(shared) >= 7
+    for name in shared - {"accumulation_steps"} if kind is GradAccumulator else shared:
+        field, argument = fields()[name], arguments(kind)[name]
+        assert argument.default == field.default, name
+        assert argument.annotation == (field.metadata["option"].given or field.type), name
+
+
+def described_options():
+    """Of the cell's docstring, for each option: its first sentence, and its default."""
+    text = inspect.getdoc(GradAccumulationCell)
+    text = text[text.index("micro_size (int") : text.index("Inputs:")]
+    found = {}
+    for name, body in re.findall(
+        r"^ *(\w+) \([^)]*optional\): (.*?)(?=^ *\w+ \([^)]*optional\): |\Z)", text, re.M | re.S
+    ):
+        words = " ".join(body.split())
+        default = re.search(r"Default: ``(.*?)``", words)
+        first = re.split(r"(?<=[\w)`]) ?\. (?=[A-Z:`*])", words)[0]
+        found[name] = first, default and default[1]
+    return found
+
+
+def test_the_docstring_has_the_options():
+    found = described_options()
+    assert list(found) == list(fields())
+    for name, (sentence, default) in found.items():
+        assert default == repr(fields()[name].default).replace("'", '"'), name
+        assert sentence, name
+
+
+def test_a_new_option_is_checked_and_makes_another_key():
+    """Nothing but its field has to be written for that."""
+
+    @dataclasses.dataclass(frozen=True)
+    class More(Options):
+        newest: bool = option(check_bool, default=False)
+
+    with pytest.raises(TypeError, match="For 'Owner', the argument 'newest' must be a bool, but got 3"):
+        check_each("Owner", dataclasses.replace(More(accumulation_steps=1), newest=3))
+    plain = More(accumulation_steps=1)
+    assert plain.for_memory() == More(accumulation_steps=1).for_memory()
+    assert dataclasses.replace(plain, newest=True).for_memory() != plain.for_memory()
+
+
+# -- which go together -------------------------------------------------------------------------------------------------
+
+TWO = {"loss_weights": (1.0, 0.5)}
+THREE = {"loss_weights": (1.0,) * 3, "count": (None, None, CountMask())}
+AUTO = {"micro_batch_size": "auto"}
+SHARDED = {"accumulators": Accumulators(sharded=True)}
+
+
+def in_two(x, y):
+    return [(x[:2], y[:2]), (x[2:], y[2:])]
+
+
+BY_FUNCTION = {"split": in_two}
+
+# For each rule, in order: options that break it and no rule before it, the words of the error, and "batch" for a loss
+# of the batch, "distributed" for semi-auto and auto parallel mode, or "pools" for a network with WindowBatchNorm.
+BROKEN = [
+    ({}, "need graph mode, because .* but got PyNative mode. Use"),
+    ({}, "which take each micro-batch once, but got a network of class", "batch"),
+    ({}, "that outlive a batch, but in semi-auto and auto parallel mode the compiler reduces", "distributed"),
+    (TWO, "need a network of one loss, .* but got one of several losses.$"),
+    ({}, "need a loss that is a mean or sum .* 'WithBatchLossCell', whose", "batch"),
+    ({}, "that one micro-batch can be tried with, but got a 'WithBatchLossCell'", "batch"),
+    ({}, "must be 'stand_alone' or 'data_parallel', but got 'stand_alone': there", "distributed"),
+    ({**AUTO, "jit": False}, "compiles in PyNative mode too, .* got jit=False. Leave 'jit' out"),
+    ({**AUTO, **SHARDED}, "got 1 loss.es., sharded=True .* class 'WithLossCell'"),
+    (AUTO, "needs Python between the batches, .* but the training step is part of another graph"),
+    ({"micro_batch_size": 2}, "'micro_batch_size' must be None, but got 2: the compiler"),
+    (AUTO, "but got micro_batch_size='auto'. Give 'micro_size'"),
+    ({"accumulation_steps": 2, **TWO}, "must be 1 .* got accumulation_steps=2 and 2 losses"),
+    ({"accumulation_steps": 3}, "'accumulation_steps' must be 1, but got 3: the loss needs", "batch"),
+    ({"accumulation_steps": 2}, "'accumulation_steps' must be 1, but got 2: the compiler"),
+    ({"reduction": "sum", **TWO}, "reduction='sum' with 'loss_weights' needs .* got count=None"),
+    ({"reduction": "ratio", "count": CountMask()}, r"reduction='ratio' .* got count=CountMask.*, 1 loss.es. and"),
+    ({"reduction": "ratio"}, "'reduction' must be 'mean' or 'sum', but got 'ratio': the compiler"),
+    ({"count": (CountMask(),)}, r"'count' must be None, but got \(CountMask.*\): the loss is", "batch"),
+    ({"min_count": 1.0}, "least count of items .* got min_count=1.0, count=None, reduction='mean' and a network"),
+    (THREE, "pools a micro-batch's statistics in each forward, .* but got 3 losses. Add", "pools"),
+    (TWO, r"'loss_weights' must be \(1.0,\), but got \(1.0, 0.5\): add", "batch"),
+    (TWO, r"'loss_weights' must be \(1.0,\), but got \(1.0, 0.5\): the compiler"),
+    ({"transforms": (abs,)}, r"'transforms' must be \(\), but got \(<built-in function abs>,\): a gradient is one"),
+    ({**SHARDED, **TWO}, "reduces each micro-batch .* got 2 loss.es. and overflow='drop_window'"),
+    ({"accumulators": Accumulators(compensated=True)}, r"must have compensated=False, but got Accumulators\(.*: the"),
+    (SHARDED, r"must have sharded=False, but got Accumulators\(.*: the compiler"),
+    ({"overflow": "drop_micro_batch", **TWO}, "drop_micro_batch' divides .* got 2 loss.es., reduction='mean'"),
+    ({"overflow": "drop_micro_batch"}, "'overflow' must be 'drop_window', but got 'drop_micro_batch': a", "batch"),
+    ({"overflow": "drop_micro_batch"}, "must be 'drop_window', but got 'drop_micro_batch': the compiler"),
+    ({"record_noise": True, "reduction": "sum"}, "'record_noise' .* got 1 loss.es., reduction='sum', count=None"),
+    ({"record_noise": True}, "'record_noise' must be False, but got True: a micro-batch's", "batch"),
+    ({"record_noise": True}, "'record_noise' must be False, but got True: the compiler"),
+    ({"aux": True, **TWO}, "aux=True the network must return one loss .* got 2 loss.es. and .* 'WithLossCell'"),
+    ({"aux": True}, "'aux' must be False, but got True: the compiler"),
+    ({"split": MaxTokens(8, 0)}, "fills micro-batches up with rows of padding, .* but got count=None"),
+    ({"split": MaxTokens("auto", 0), "count": CountMask(), "jit": False}, "compiles in PyNative mode .* got jit=False"),
+    ({**BY_FUNCTION, **SHARDED}, "got 1 loss.es., sharded=True .* class 'WithLossCell'"),
+    (BY_FUNCTION, "needs Python at each batch, .* but the training step is part of another graph"),
+    (
+        {"split": EvenSplit(shared=(1,))},
+        r"or EvenSplit\(\), but got EvenSplit\(shared=\(1,\), axis=0\): the",
+    ),
+    (BY_FUNCTION, "must be the network's inputs, .* but got a function as 'split': only"),
+    (BY_FUNCTION, "must be so many samples of the batch, .* but got a function as 'split': only"),
+    ({"split": MaxTokens("auto", 0)}, r"must be given, because .* but got MaxTokens\('auto', ...\). Give a number"),
+    ({"split": MaxTokens(8, 0)}, "each number is a row of the report, but got 'split' of class 'MaxTokens', whose"),
+]
+
+
+def options_of(options):
+    return Options(**{"accumulation_steps": 1, "loss_weights": (1.0,), **options})
+
+
+@pytest.mark.parametrize("number", range(len(RULES)))
+def test_each_rule_has_its_own_error(number):
+    rule, (options, words, *kind) = RULES[number], BROKEN[number]
+    net = nn.Dense(1, 1)
+    network = WithBatchLossCell(net, net) if kind == ["batch"] else nn.WithLossCell(net, nn.MSELoss())
+    if kind == ["pools"]:
+        network = nn.WithLossCell(nn.SequentialCell(WindowBatchNorm(1), net), nn.MSELoss())
+    setup = Setup(options_of(options), network, kind == ["distributed"])
+    ms.set_context(mode=ms.PYNATIVE_MODE if "PyNative" in rule.what else ms.GRAPH_MODE)
+    error = first_refused(rule.place, "Owner", setup)
+    assert type(error) is rule.error
+    with pytest.raises(rule.error, match=f"For 'Owner', .*{words}"):
+        raise error
+    assert str(error) == rule.message("Owner", setup)
+
+
+def test_each_rule_has_an_example():
+    assert len(BROKEN) == len(RULES)
+
+
+@pytest.mark.parametrize("place", [CELL, SEMI_AUTO, SPAN_LATER, IN_ONE_GRAPH, AUDIT, TRIAL, REPORT])
+def test_the_plain_options_go_together_everywhere(place):
+    ms.set_context(mode=ms.GRAPH_MODE)
+    assert first_refused(place, "Owner", Setup(options_of({"micro_size": 2}), nn.Dense(1, 1))) is None
+
+
+def reason(text):
+    """The part of a rule's text in the docs: the reason and the remedy."""
+    must_be, _, rest = text.partition(", but ")
+    given, _, remedy = rest.partition(". ")
+    why = given.partition(": ")[2] or must_be
+    return f"{why.removesuffix('.')}. {remedy}".strip()
+
+
+def rules():
+    rows = [(rule.what, rule.beside, reason(rule.text)) for rule in RULES]
+    return [("what", "does not go with", "because, and what to do instead"), *rows]
+
+
+def options():
+    """The docs' words: those of the docstring, without its marks."""
+    rows = [("option", "default", "what it is")]
+    for name, (sentence, default) in described_options().items():
+        words = re.sub(r":\w+:(`[^`]*`)", r"\1", sentence).replace("``", "`").replace("` ,", "`,").replace("` ;", "`;")
+        rows.append((f"`{name}`", f"`{default}`", words.removesuffix(".") + "."))
+    return rows
+
+
+def table(rows):
+    header, *others = rows
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ("---",) * len(header), *others))
+
+
+def test_the_page_has_both_tables():
+    """`python tests/options/test_each_option.py` prints them."""
+    text = PAGE.read_text()
+    assert table(options()) in text
+    assert table(rules()) in text
+
+
+# -- each pair ---------------------------------------------------------------------------------------------------------
+
+ROWS = 5  # of a batch: three and two in two micro-batches
+
+
+def count(x, y):
+    return (x[:, 0] > -9).sum()
+
+
+# For each field: what a user may give, with all that it needs.
+VALUES: dict[str, list[dict[str, Any]]] = {
+    "micro_size": [{"micro_size": 2}],
+    "micro_batch_size": [{"micro_batch_size": 3}, AUTO, {"micro_batch_size": AutoSize(2**40)}],
+    "accumulation_steps": [{"accumulation_steps": 2}],
+    "reduction": [{"reduction": "sum"}, {"reduction": "ratio"}],
+    "count": [{"count": count}],
+    "min_count": [{"min_count": 9.0, "count": count}, {"min_count": 9.0, "reduction": "ratio"}],
+    "loss_weights": [{"loss_weights": (1.0, 0.5)}],
+    "max_grad_norm": [{"max_grad_norm": 0.5}],
+    "transforms": [{"transforms": (ClipByValue(0.5),)}],
+    "accumulators": [
+        {"accumulators": Accumulators(ms.bfloat16)},
+        {"accumulators": Accumulators(ms.float16)},
+        {"accumulators": Accumulators(compensated=True)},
+        SHARDED,
+    ],
+    "overflow": [{"overflow": "drop_micro_batch"}],
+    "record_noise": [{"record_noise": True}],
+    "aux": [{"aux": True}],
+    "jit": [{"jit": True}],
+    "split": [{"split": EvenSplit(shared=(1,))}, {"split": in_two}],
+}
+PAIRS = [
+    {**one, **other}
+    for first, second in itertools.combinations(VALUES, 2)
+    for one, other in itertools.product(VALUES[first], VALUES[second])
+    if not any(one[name] != other[name] for name in one.keys() & other.keys())
+]
+QUICK = (
+    {"accumulators": Accumulators(ms.bfloat16), "record_noise": True},
+    {"accumulators": Accumulators(ms.bfloat16), "micro_size": 2},
+    {"aux": True, "accumulation_steps": 2},
+    {"overflow": "drop_micro_batch", "transforms": VALUES["transforms"][0]["transforms"]},
+)
+
+
+class Network(nn.Cell):
+    """Returns what the options ask for."""
+
+    def __init__(self, ratio, losses, aux):
+        super().__init__()
+        self.dense = nn.Dense(3, 1, "ones", "zeros")
+        self.ratio, self.losses, self.aux = ratio, losses, aux
+
+    def construct(self, x, y):
+        errors = ops.square(self.dense(x) - y)
+        loss = errors.sum() if self.ratio else errors.mean()
+        outputs: tuple = (loss,)
+        if self.ratio:
+            outputs = (*outputs, errors.shape[0])
+        if self.losses > 1:
+            outputs = (*outputs, loss * 2)
+        if self.aux:
+            outputs = (*outputs, x[:, 0])
+        return outputs if len(outputs) > 1 else loss
+
+
+def named(options):
+    return "-".join(f"{name}={getattr(value, '__name__', value)}" for name, value in options.items())
+
+
+def complete(options):
+    """With a size, if the pair has none."""
+    has_size = {"micro_size", "micro_batch_size"} & options.keys() or callable(options.get("split"))
+    return options if has_size else {**options, "micro_size": 2}
+
+
+def trains(options):
+    """Whether the options are accepted; then they must train."""
+    options = complete(options)
+    network = Network(options.get("reduction") == "ratio", len(options.get("loss_weights", (1,))), "aux" in options)
+    if "loss_weights" in options and "count" in options:
+        options = {**options, "count": (count, count)}
+    given = Options(**options)
+    error: Exception | None = None
+    try:
+        error = first_refused(CELL, "GradAccumulationCell", Setup(checked(given), network))
+    except ValueError as wrong:  # a size, and a function that makes micro-batches
+        assert callable(options.get("split")) or {"micro_size", "micro_batch_size"} <= options.keys(), options
+        error = wrong
+    if error is not None:
+        with pytest.raises(type(error)) as raised:
+            GradAccumulationCell(network, **options)
+        assert str(raised.value) == str(error)
+        return False
+    if "transforms" in options:  # each belongs to one step
+        options = {**options, "transforms": (ClipByValue(0.5),)}
+    cell = GradAccumulationCell(network, **options)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.01)).set_train()
+    if cell.finds_size:
+        step._auto.rehearse(3)  # in place of a search
+    x = np.random.default_rng(0).normal(size=(ROWS, 3)).astype(np.float32)
+    y = np.ones((1 if isinstance(options.get("split"), EvenSplit) else ROWS, 1), np.float32)
+    for _ in range(2):
+        outputs = step(Tensor(x), Tensor(y))
+    loss = outputs[0] if isinstance(outputs, tuple) else outputs
+    assert np.isfinite(loss.asnumpy()), options
+    assert int(step.update_count.asnumpy()) == 2 // options.get("accumulation_steps", 1), options
+    weight = network.dense.weight.asnumpy()
+    assert np.isfinite(weight).all(), options
+    assert (weight != 1).any(), options
+    return True
+
+
+def test_each_option_has_values():
+    assert list(VALUES) == list(each_option(Options))
+
+
+@pytest.mark.parametrize("options", QUICK, ids=named)
+def test_these_pairs_train(options):
+    assert trains(options)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("first", list(VALUES))
+def test_each_pair_trains_or_is_refused_by_the_table(first):
+    """All pairs of an option with those after it: a process compiles many small graphs."""
+    found = [trains(pair) for pair in PAIRS if next(name for name in VALUES if name in pair) == first]
+    assert not found or any(found)
+
+
+if __name__ == "__main__":
+    print(table(options()), table(rules()), sep="\n\n")
