@@ -77,6 +77,7 @@ if not _is_command:
     from gaccum_ms.callbacks.training_metrics import TrainingMetrics
     from gaccum_ms.callbacks.update_scheduler import UpdateScheduler
     from gaccum_ms.cell import GradAccumulationCell
+    from gaccum_ms.checkpoint.resume import resume
     from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer
     from gaccum_ms.layers.group_norm import convert_batchnorm_to_groupnorm
     from gaccum_ms.layers.window_batchnorm import WindowBatchNorm
@@ -85,10 +86,7 @@ if not _is_command:
     from gaccum_ms.losses.counts import CountMask
     from gaccum_ms.losses.counts_of_labels import CountClassWeights, CountNotIgnored
     from gaccum_ms.losses.per_sample_loss import PerSampleLoss
-    from gaccum_ms.memory import search as _search
-    from gaccum_ms.memory import trial as _trial
-    from gaccum_ms.memory.report import MemoryReport, memory_report
-    from gaccum_ms.memory.search import find_micro_batch_size
+    from gaccum_ms.memory.report import MemoryReport
     from gaccum_ms.options.accumulators import Accumulators
     from gaccum_ms.splitting.auto_size import AutoSize
     from gaccum_ms.splitting.balanced_sampler import BalancedSampler
@@ -96,9 +94,9 @@ if not _is_command:
     from gaccum_ms.splitting.max_tokens import MaxTokens
     from gaccum_ms.splitting.token_plan import TokenPlan
     from gaccum_ms.threads import tune_cpu, tune_cpu_threads
-    from gaccum_ms.training import halving as _halving
+    from gaccum_ms.training.find_micro_batch_size import find_micro_batch_size
     from gaccum_ms.training.grad_accumulator import GradAccumulator
-    from gaccum_ms.training.resume import resume
+    from gaccum_ms.training.memory_report import memory_report
     from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
     from gaccum_ms.transforms.adaptive_clip import AdaptiveGradientClip
     from gaccum_ms.transforms.clip_by_global_norm import ClipByGlobalNorm
@@ -109,7 +107,4 @@ if not _is_command:
 
     GradAccumulation = GradAccumulationCell  # the name in mindspore.parallel.nn, which MindSpore keeps
 
-    # A trial uses the step, and the step may find its size by trials. Neither imports the other.
-    _trial.train_by(TrainOneStepWithGradAccumulationCell)
-    _halving.search_by(_search)
     _model.install_model_hook()

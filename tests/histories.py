@@ -272,7 +272,7 @@ class History:
 
     def set_steps(self) -> None:
         steps = int(self.random.integers(1, 4))
-        if not self.spans and steps > 1 and (self.trainer.provenance.begun or len(self.setup.counts) > 1):
+        if not self.spans and steps > 1 and (self.trainer.run_record.begun or len(self.setup.counts) > 1):
             return
         self.log.append(f"set_accumulation_steps({steps})")
         before = self.state()

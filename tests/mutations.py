@@ -491,7 +491,7 @@ FAULTS = [
     # -- resuming, callbacks, rates
     Fault(
         "a checkpoint is without the rates of experimental optimizers",
-        "training/provenance.py",
+        "record/run_record.py",
         "        list_rates(self.optimizer)\n",
         "",
         "training/test_newer_optimizers.py -k go_on_from_a_checkpoint[exponential-graph]",

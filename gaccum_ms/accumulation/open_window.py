@@ -15,6 +15,7 @@ import numpy as np
 from mindspore import nn, ops
 
 from gaccum_ms.accumulation.saturation import read_flag, saturates
+from gaccum_ms.accumulation.sums import BATCHES, SUMS
 from gaccum_ms.backend.parameters import counter, overwrite, record
 
 if TYPE_CHECKING:
@@ -111,9 +112,9 @@ class OpenWindow(nn.Cell):
     def result(self, scale, after):
         """The window's gradients and loss, as `Window.run` returns them, once `after` is computed."""
         sums = ops.depend(self.window_sums, after) + 0.0
-        # Not sums[3]: after two interrupted eager gradients, MindSpore accepts no int as an index.
-        sums = ops.depend(sums, ops.assign(self.window_batches, ops.unstack(sums)[3]))
-        return self.reduction(self.accumulators.read(sums), sums[:3], self.window_unit + 0.0, scale)
+        # Not sums[BATCHES]: after two interrupted eager gradients, MindSpore accepts no int as an index.
+        sums = ops.depend(sums, ops.assign(self.window_batches, ops.unstack(sums)[BATCHES]))
+        return self.reduction(self.accumulators.read(sums), sums[:SUMS], self.window_unit + 0.0, scale)
 
     def reset(self, after):
         """Empty the window, once `after` is computed."""
@@ -156,7 +157,7 @@ class OpenWindow(nn.Cell):
     def drop_if_torn(self) -> None:
         """Drop the window after a batch that began and failed, in its forward and backward or in the update: its
         gradients cannot be separated from the rest."""
-        began_no_batch = self.batches == int(self.window_sums.asnumpy()[3]) and not self.is_full
+        began_no_batch = self.batches == int(self.window_sums.asnumpy()[BATCHES]) and not self.is_full
         if began_no_batch:
             return
         before = self.batches - 1

@@ -13,11 +13,10 @@ from mindspore import nn, ops
 
 from gaccum_ms.accumulation.noise import SUMS as NOISE_SUMS
 from gaccum_ms.accumulation.noise import NoiseRecord
+from gaccum_ms.accumulation.sums import COUNT, DROPPED, LOSS, SUMS
 from gaccum_ms.backend.parameters import record
 from gaccum_ms.distributed.ranks import SumOverRanks
 from gaccum_ms.losses import counts
-
-SUMS = 3  # of losses, counts and dropped micro-batches
 
 scale_by = ops.MultitypeFuncGraph("gaccum_ms_scale_by")
 
@@ -90,9 +89,9 @@ class CountedReduction(nn.Cell):
         else:
             gradients, over_ranks = self.sum_over_ranks(gradients, sums)
         all_sums = ops.unstack(over_ranks[:SUMS])
-        total, dropped = all_sums[1], all_sums[2]
+        total, dropped = all_sums[COUNT], all_sums[DROPPED]
         shown = ops.unstack((sums if self.by_samples else over_ranks)[:SUMS])
-        loss, count = shown[0], counts.at_least(shown[1], self.min_count)
+        loss, count = shown[LOSS], counts.at_least(shown[COUNT], self.min_count)
         least = counts.at_least(total, self.min_count)
         if self.counts_batches:
             least = ops.select(ops.unstack(over_ranks)[SUMS] > 0, least, ops.zeros_like(least))

@@ -26,6 +26,7 @@ from gaccum_ms.accumulation import micro_batches
 from gaccum_ms.accumulation.counting import Counting
 from gaccum_ms.accumulation.noise import NoiseRecord
 from gaccum_ms.accumulation.reduction import CountedReduction
+from gaccum_ms.accumulation.sums import COUNT, DROPPED
 from gaccum_ms.backend.cpu_kernels import all_finite, zeros_like
 from gaccum_ms.backend.parameters import hold_weights
 from gaccum_ms.losses import counts
@@ -223,7 +224,7 @@ class ByCounts(nn.Cell):
 
     def own_mean(self, parts, sums, scale, unit):
         """This rank's mean of the loss, or of an output of shape (), from its summed parts, without loss scale."""
-        kept = counts.at_least(ops.unstack(sums)[1], self.min_count)
+        kept = counts.at_least(ops.unstack(sums)[COUNT], self.min_count)
         return counts.ratio_or_zero(parts, unit * kept if self.is_mean else unit)
 
     def counted(self, sums, total):
@@ -257,11 +258,11 @@ class ByCountsWithOutputs(ByCounts):
         sums = self.weighed(noted, unit, count, outputs[0], gradients)
         if not self.aux:
             return sums
-        taken = ops.logical_and(self.belongs(count, outputs[0]), ops.unstack(sums)[2] == 0)
+        taken = ops.logical_and(self.belongs(count, outputs[0]), ops.unstack(sums)[DROPPED] == 0)
         return (sums, *of_taken(shown, taken))
 
     def counted(self, sums, total):
-        return ops.unstack(sums)[1] if self.ratio else total
+        return ops.unstack(sums)[COUNT] if self.ratio else total
 
 
 # -- compiled ----------------------------------------------------------------------------------------------------------

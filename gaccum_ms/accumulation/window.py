@@ -27,6 +27,7 @@ from mindspore import nn, ops
 from gaccum_ms.accumulation import micro_batches
 from gaccum_ms.accumulation.copies import Copies
 from gaccum_ms.accumulation.output_axes import outputs_of, two_numbers
+from gaccum_ms.accumulation.sums import LOSS, SUMS
 from gaccum_ms.backend.parameters import show_records
 from gaccum_ms.layers.batchnorm import trains_batch_norm
 from gaccum_ms.options.options import Options
@@ -152,7 +153,7 @@ class Window(nn.Cell):
         elif expected >= 0:  # a bad count is NaN here, and its batch is left out
             sums = self.accumulate(inputs, plan, scale, unit)[0]
         ended = self.open.end_batch(sums, self.weighing.counted(sums, total))
-        return ops.depend(self.weighing.own_mean(ops.unstack(sums)[0], sums, scale, unit), ended), shown
+        return ops.depend(self.weighing.own_mean(ops.unstack(sums)[LOSS], sums, scale, unit), ended), shown
 
     def add_micro_batch(self, sums, times, micro_batch, scale):
         """Forward, backward and add for one micro-batch of a batch that Python cuts. The whole batch is expected to
@@ -170,7 +171,7 @@ class Window(nn.Cell):
             part = part[0]
         items = self.weighing.counted(part, count).reshape((1,))
         sums = self.open.after_micro_batch(sums + ops.concat((part, items)))
-        mean = self.weighing.own_mean(ops.unstack(sums)[0], sums[:3], scale, unit)
+        mean = self.weighing.own_mean(ops.unstack(sums)[LOSS], sums[:SUMS], scale, unit)
         return (sums, mean, *shown)
 
     def accumulate(self, inputs, plan, scale, unit):

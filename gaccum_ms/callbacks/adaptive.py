@@ -141,7 +141,7 @@ class AdaptiveAccumulation(NoiseWatch):
         prepare_steps(step, self.learning_rate)
         if self.learning_rate is not None:  # in a resumed step, both may differ from the cell's
             set_steps(step, int(step.rate_steps.asnumpy()), self.learning_rate)
-        if self._json_lines is not None and step.provenance.rank == 0:
+        if self._json_lines is not None and step.run_record.rank == 0:
             begin_json_lines(self._json_lines)
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
@@ -159,7 +159,7 @@ class AdaptiveAccumulation(NoiseWatch):
         rate = current_learning_rate(step.optimizer)
         record = StepsRecord(self._updates, wanted, rate, self.noise_scale, noise.items)
         self.records.append(record)
-        if self._json_lines is not None and step.provenance.rank == 0:
+        if self._json_lines is not None and step.run_record.rank == 0:
             append_json_line(self._json_lines, record._asdict())
 
     def _wanted(self, noise: WindowNoise, steps: int, batches: int) -> int:

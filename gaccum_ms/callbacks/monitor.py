@@ -132,7 +132,7 @@ class WindowMonitor(Callback):
                 f"dataset_sink_mode={parameters.dataset_sink_mode}."
             )
         self._losses, self._counts = [], []
-        if self._json_lines is not None and step.provenance.rank == 0:
+        if self._json_lines is not None and step.run_record.rank == 0:
             begin_json_lines(self._json_lines)
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
@@ -215,7 +215,7 @@ class WindowMonitor(Callback):
         )
         self.records.append(record)
         self._losses, self._counts = [], []
-        if step.provenance.rank == 0:
+        if step.run_record.rank == 0:
             self._write(record)
         return record
 

@@ -111,7 +111,7 @@ class AccumulationScheduler(Callback):
             return self.schedule(int(step.update_count.asnumpy()))
         begun = [first for first in self.schedule if first <= epoch]
         # Not the step's present number, which may be from an earlier training.
-        return self.schedule[max(begun)] if begun else step.provenance.own_steps
+        return self.schedule[max(begun)] if begun else step.run_record.own_steps
 
 
 def prepare_steps(step: TrainOneStepWithGradAccumulationCell, learning_rate: str | None) -> None:

@@ -18,7 +18,7 @@ from mindspore.train import Callback, RunContext
 from gaccum_ms.backend.parameters import overwrite
 from gaccum_ms.callbacks.checkpoint_folders import refuse_shared_folders
 from gaccum_ms.callbacks.rate_length import warn_of_rates_for_batches
-from gaccum_ms.training.data_position import begin_anew
+from gaccum_ms.checkpoint.data_position import begin_anew
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
 
@@ -71,7 +71,7 @@ class WindowWatch(Callback):
         batches = parameters.epoch_num * parameters.batch_num - parameters.skipped_batches
         flushed = any(getattr(one, "evens_out_ranks", False) for one in parameters.list_callback)
         warn_of_rates_for_batches(step, batches, flushes=flushed * parameters.epoch_num)
-        overwrite(step.provenance.epoch_batches, ms.Tensor(parameters.batch_num, ms.int32))
+        overwrite(step.run_record.epoch_batches, ms.Tensor(parameters.batch_num, ms.int32))
         if not step.reducer_flag:
             return
         refuse_shared_folders(parameters.list_callback)
@@ -105,7 +105,7 @@ class WindowWatch(Callback):
             return
         step = training_step(run_context)
         if step is not None:
-            step.provenance.keep_random_state()  # saving the wrapper runs no hook of the step
+            step.run_record.keep_random_state()  # saving the wrapper runs no hook of the step
 
     def on_train_end(self, run_context: RunContext) -> None:
         begin_anew(run_context.original_args().train_dataset)  # if resume has set a position

@@ -8,7 +8,6 @@ the rest of the peak is intermediate values.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import mindspore as ms
 from mindspore import nn
@@ -18,11 +17,8 @@ from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.distributed.layout import rank_and_ranks
 from gaccum_ms.memory import meter, model
 from gaccum_ms.memory.token_trial import TokenTrials
-from gaccum_ms.memory.trial import Trials
+from gaccum_ms.memory.trial import MakeStep, RealTraining, Trials
 from gaccum_ms.memory.watch import TooMuchMemory
-
-if TYPE_CHECKING:
-    from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell as Step
 
 _UNPREDICTABLE = 4  # samples: up to this size kernels vary, so sizes are tried even if predicted not to fit
 _SPARE = 0.005  # of the limit: how much a training of many updates may exceed one of two updates
@@ -38,9 +34,10 @@ class Forecast:
         cell (GradAccumulationCell): The network and the options.
         optimizer (Optimizer): The optimizer.
         batch (Sequence[Tensor]): The inputs of one batch.
+        make_step (Callable): See `Trials` .
         memory_limit (int or None): Bytes for the peak; None: the meter's limit.
         fails (Callable): Whether an error means that memory is not enough.
-        step (TrainOneStepWithGradAccumulationCell, optional): See `Trials` .
+        training (RealTraining, optional): See `Trials` .
     """
 
     def __init__(
@@ -49,15 +46,16 @@ class Forecast:
         cell: GradAccumulationCell,
         optimizer: nn.Optimizer,
         batch: Sequence[ms.Tensor],
+        make_step: MakeStep,
         memory_limit: int | None = None,
         fails: Callable[[BaseException], bool] = is_out_of_memory,
-        step: Step | None = None,
+        training: RealTraining | None = None,
     ) -> None:
         self.meter = meter.meter()
         self.limit = self.meter.limit() if memory_limit is None else memory_limit
         self._fails = fails
         kind = TokenTrials if cell.trims else Trials
-        self._trials = kind(owner, cell, optimizer, batch, self.meter, self.limit, step)
+        self._trials = kind(owner, cell, optimizer, batch, self.meter, self.limit, make_step, training)
         self.samples, self.sizes, self.unit = self._trials.most, self._trials.sizes, self._trials.unit
         self.is_ragged = self._trials.is_ragged
         network = list(cell.network.get_parameters())

@@ -16,6 +16,7 @@ from gaccum_ms.checks.arguments import batch_shapes, check_optimizer, check_posi
 from gaccum_ms.distributed.layout import rank_and_ranks
 from gaccum_ms.distributed.ranks import check_parallel_mode
 from gaccum_ms.memory.forecast import Forecast
+from gaccum_ms.memory.trial import MakeStep
 from gaccum_ms.options import compatibility
 from gaccum_ms.options.compatibility import Setup
 from gaccum_ms.options.rules import REPORT, TRIAL
@@ -177,75 +178,20 @@ def _mb(size: int | None) -> str:
     return "-" if size is None else f"{size / 1e6:.1f}"
 
 
-def memory_report(
+def measured(
     cell: GradAccumulationCell,
     optimizer: nn.Optimizer,
-    *batch: ms.Tensor,
-    memory_limit: int | None = None,
-    micro_sizes: Sequence[int] | None = None,
-    measure: bool = True,
+    batch: Sequence[ms.Tensor],
+    make_step: MakeStep,
+    memory_limit: int | None,
+    micro_sizes: Sequence[int] | None,
+    measure: bool,
 ) -> MemoryReport:
-    r"""
-    Predict a training step's memory for each number of micro-batches, and find the numbers that fit.
-
-    Trials train a few micro-batches of 1, 2, 4 and 16 samples, updates included. Their peaks are extrapolated linearly,
-    because they grow by the same amount for each sample; if this is little, more samples are tried, up to a quarter of
-    the batch. A batch that is one micro-batch has another graph and a separate line. Sizes that are predicted to fit
-    are then measured too, in ascending order. Each trial compiles a graph.
-
-    On CPU, a trial runs in a copy of this process, and the peak of its resident memory is measured. The copy is ended
-    before both together exceed the limit. This process does not change, except that its C library returns freed memory
-    to the system at once from then on, also in training. On accelerators, a trial runs in this process, and the peak of
-    MindSpore's allocator is measured; weights, optimizer state, buffers, other attributes of cells, their flags and the
-    default generator are restored, bit for bit. Call it before training: on CPU, memory that training has freed may
-    count as used.
-
-    Args:
-        cell (GradAccumulationCell): The network with its loss and the options; its number of micro-batches is ignored.
-        optimizer (Optimizer): The optimizer that is to train it.
-        *batch (Tensor): The inputs of one batch of this rank, each of shape :math:`(N, ...)`.
-
-    Keyword Args:
-        memory_limit (int, optional): This rank's memory limit in bytes: for the process on CPU, for MindSpore on
-            accelerators. Default: ``None`` , the device's free memory; on CPU the rank's share of the container's
-            limit, or of the host's free memory.
-        micro_sizes (Sequence[int], optional): Numbers of micro-batches. Default: ``None`` , 1, 2, 4, ... up to the
-            samples of the batch.
-        measure (bool, optional): Whether to measure sizes that are predicted to fit. Default: ``True`` .
-
-    Returns:
-        MemoryReport, a dataclass that prints as a table: ``parameters`` , ``optimizer_state`` , ``accumulators`` ,
-        ``batch`` and ``framework`` (the rest of the process) in bytes; ``rows`` , one for each number of
-        micro-batches; ``memory_limit`` ; ``fits_from`` , the smallest number from which on all fit, or None.
-        ``draw(path)`` draws it, if matplotlib is installed.
-
-    Raises:
-        TypeError: If `cell` is not a GradAccumulationCell, `optimizer` not an Optimizer, an input not a Tensor, or a
-            number not an int.
-        ValueError: If the batch is empty, its inputs differ in length, or a number is less than 1 or, of micro-batches,
-            more than the samples; if the network is a WithBatchLossCell.
-        RuntimeError: In semi-auto and auto parallel mode, where the compiler distributes memory over devices; on a CPU
-            whose system does not report the peak of a process.
-
-    Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
-
-    Examples:
-        >>> import numpy as np
-        >>> from mindspore import Tensor, nn
-        >>> from gaccum_ms import GradAccumulationCell, memory_report
-        >>> net = nn.Dense(1000, 10)
-        >>> optimizer = nn.Momentum(net.trainable_params(), 0.1, 0.9)
-        >>> cell = GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), 4)
-        >>> x, y = Tensor(np.ones((8, 1000), np.float32)), Tensor(np.ones((8, 10), np.float32))
-        >>> report = memory_report(cell, optimizer, x, y, measure=False)
-        >>> print(report.parameters, report.accumulators, [row.micro_batch_size for row in report.rows])
-        40040 40040 [8, 4, 2, 1]
-    """
+    """What :func:`memory_report` returns; `make_step` makes the step of a trial."""
     check_trial(_NAME, cell, optimizer, batch, memory_limit)
     compatibility.check(REPORT, _NAME, Setup(cell.options, cell.network))
     sizes = _micro_sizes(micro_sizes, batch[0].shape[cell.first_axis])
-    forecast = Forecast(_NAME, cell, optimizer, batch, memory_limit)
+    forecast = Forecast(_NAME, cell, optimizer, batch, make_step, memory_limit)
     forecast.probe()
     probed = tuple(size for size, found in sorted(forecast.measured.items()) if found is not None)
     for size in [-(-forecast.samples // micro_size) for micro_size in sizes[::-1]]:  # in ascending order

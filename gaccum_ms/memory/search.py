@@ -1,108 +1,29 @@
-"""find_micro_batch_size: finds the largest micro-batch that fits on all ranks, by prediction and few trials."""
+"""The search of `find_micro_batch_size` and of automatic sizes: the largest micro-batch that fits on all ranks, by
+prediction and few trials.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import mindspore as ms
 from mindspore import nn, ops
 
 from gaccum_ms.backend import no_grad
-from gaccum_ms.backend.out_of_memory import check_test
-from gaccum_ms.backend.out_of_memory import is_out_of_memory as says_out_of_memory
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.distributed.layout import rank_and_ranks
 from gaccum_ms.layers.batchnorm import refuse_sync_batch_norm
 from gaccum_ms.memory.forecast import Forecast
 from gaccum_ms.memory.report import check_trial
+from gaccum_ms.memory.trial import MakeStep, RealTraining
 
-if TYPE_CHECKING:
-    from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell as Step
-
-_NAME = "find_micro_batch_size"
 _FEW = (2, 4)  # samples: a line through these predicts larger sizes; one sample runs other kernels
 _JUMP = 64  # times the largest size that fits: a line through small sizes says little about much larger ones
 _FAR = 1.25  # a size this many times the found one is worth a trial, even if it is predicted not quite to fit
 # The sizes found on this rank: by network, and then by everything else that they depend on.
 _found: WeakKeyDictionary[nn.Cell, dict[tuple, int]] = WeakKeyDictionary()
-
-
-def find_micro_batch_size(
-    cell: GradAccumulationCell,
-    optimizer: nn.Optimizer,
-    batch: Sequence[ms.Tensor],
-    memory_limit: int | None = None,
-    is_out_of_memory: Callable[[BaseException], bool] | None = None,
-) -> int:
-    r"""
-    Find the largest micro-batch that fits into memory: for `micro_batch_size` of :class:`GradAccumulationCell` .
-
-    A static graph is compiled for each shape, so few sizes are tried: first 4 and 2 samples, then the largest size that
-    is predicted from these to fit, and so on with the new measurement. If a size does not fit, the sizes below it are
-    bisected. Finally, one larger size is tried, and one with a smaller last micro-batch, if they are at least 1.25
-    times the found one and predicted to exceed the limit by at most 5 %. Only sizes that divide the batch as evenly as
-    possible are considered: two micro-batches of 100 samples have 50 each, which need less memory than 60 and 40.
-
-    A trial trains as the training will, updates included. On CPU it runs in a copy of this process, which is stopped
-    before both together exceed the limit; see :func:`memory_report` . In data parallel mode this is a collective: each
-    rank tries by itself, without communication, and all ranks return the smallest size that any of them has found. The
-    result is kept for the same network, optimizer, options, shapes, dtypes, device and limit, as long as the network
-    exists.
-
-    If `split` of the cell is a :class:`MaxTokens` , its number of tokens is ignored. The largest number that fits is
-    found in the same way, among the multiples of the largest width: a trial trains on a full micro-batch of each width.
-
-    Trials change nothing: weights, optimizer state, accumulators, BatchNorm's moving statistics, buffers, other state
-    that the network's `construct` writes, the cells' flags and the default generator are restored, bit for bit.
-
-    Args:
-        cell (GradAccumulationCell): The network with its loss and the options; its number of micro-batches is ignored.
-        optimizer (Optimizer): The optimizer of the training.
-        batch (Sequence[Tensor]): The inputs of one batch of this rank, each of shape :math:`(N, ...)`.
-        memory_limit (int, optional): The memory limit of this rank, in bytes: of the process on CPU, of MindSpore on
-            accelerators. Default: ``None`` : the free memory of the device; on CPU, the rank's share of the container's
-            limit or of the host's free memory.
-        is_out_of_memory (Callable, optional): Returns whether an error means that memory is not enough; all other
-            errors are raised. Default: ``None`` : MemoryError, and RuntimeErrors of MindSpore's allocators.
-
-    Returns:
-        int, the number of samples, from 1 to :math:`N`, the same on all ranks; with :class:`MaxTokens` , the number of
-        tokens.
-
-    Raises:
-        TypeError: If `cell` is not a GradAccumulationCell, `optimizer` not an Optimizer, `batch` not a sequence, an
-            input not a Tensor, `memory_limit` not an int, or `is_out_of_memory` not callable.
-        ValueError: If the batch is empty, its inputs differ in length, or `memory_limit` is less than 1; if the network
-            is a WithBatchLossCell; if it has SyncBatchNorm layers, on several ranks; if the cell's `split` is a
-            function other than :class:`MaxTokens` .
-        RuntimeError: If one sample does not fit on some rank; in semi-auto and auto parallel mode, in which the
-            compiler distributes memory over devices; on a CPU whose system does not report the used memory.
-
-    Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
-
-    Examples:
-        >>> import numpy as np
-        >>> from mindspore import Tensor, nn
-        >>> from gaccum_ms import GradAccumulationCell, find_micro_batch_size
-        >>> net = nn.Dense(1000, 10)
-        >>> optimizer = nn.Momentum(net.trainable_params(), 0.1, 0.9)
-        >>> network = nn.WithLossCell(net, nn.MSELoss())
-        >>> batch = Tensor(np.ones((8, 1000), np.float32)), Tensor(np.ones((8, 10), np.float32))
-        >>> size = find_micro_batch_size(GradAccumulationCell(network, 1), optimizer, batch)
-        >>> print(size)  # of a few KB for each sample, all fit
-        8
-        >>> cell = GradAccumulationCell(network, micro_batch_size=size)
-    """
-    if not isinstance(batch, Sequence):  # the rows of a Tensor would be taken as inputs
-        raise TypeError(
-            f"For '{_NAME}', the argument 'batch' must be a tuple or list of Tensors, but got a "
-            f"'{type(batch).__name__}'. Pass a network's only input as (batch,)."
-        )
-    check_test(_NAME, is_out_of_memory)
-    return found_size(_NAME, cell, optimizer, batch, memory_limit, is_out_of_memory or says_out_of_memory)
 
 
 def found_size(
@@ -112,16 +33,17 @@ def found_size(
     batch: Sequence[ms.Tensor],
     memory_limit: int | None,
     fails: Callable[[BaseException], bool],
-    step: Step | None = None,
+    make_step: MakeStep,
+    training: RealTraining | None = None,
 ) -> int:
-    """What :func:`find_micro_batch_size` returns. Trials may train with `step` , which finds its size."""
+    """What :func:`find_micro_batch_size` returns. `make_step` and `training` : see `Trials` ."""
     check_trial(owner, cell, optimizer, batch, memory_limit)
     refuse_sync_batch_norm(owner, cell.network)
     found = _found.setdefault(cell.network, {})
     key = search_key(cell, optimizer, batch, memory_limit, fails)
     if key not in found:
         alone = rank_and_ranks()[1] == 1  # with several ranks the step has collectives, and a trial has no partners
-        forecast = Forecast(owner, cell, optimizer, batch, memory_limit, fails, step if alone else None)
+        forecast = Forecast(owner, cell, optimizer, batch, make_step, memory_limit, fails, training if alone else None)
         found[key] = _largest(forecast) * forecast.unit
     try:
         return agreed_size(owner, found[key], memory_limit)

@@ -7,9 +7,9 @@ trains in this process, and everything that it wrote is restored. Other ranks ta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import mindspore as ms
 from mindspore import nn
@@ -28,16 +28,30 @@ from gaccum_ms.splitting.even_split import UNCUT, between, cut_axes, plan_split
 from gaccum_ms.transforms.chain import others
 
 if TYPE_CHECKING:
-    from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell as Step
+    from gaccum_ms.accumulation.window import Window
 
-_step_class: Any = None
 _UPDATES = 2  # the first compiles; after the second the peak rises by less than 0.1 %
 
 
-def train_by(step_class: type[Step]) -> None:
-    """Set the step class of trials. It cannot be imported here, because it imports trials to find its size."""
-    global _step_class
-    _step_class = step_class
+class StepOnTrial(Protocol):
+    """A training step that updates after each batch."""
+
+    window: Window
+
+    def __call__(self, *batch: ms.Tensor) -> Any: ...
+
+
+MakeStep = Callable[[GradAccumulationCell, nn.Optimizer, Any], StepOnTrial]  # of a cell, with the size that is tried
+
+
+class RealTraining(Protocol):
+    """The training that looks for its size."""
+
+    def get_parameters(self) -> Iterable[ms.Parameter]:
+        """What it writes."""
+
+    def rehearsed(self, size: Any) -> StepOnTrial:
+        """In a copy of the process: its own step, with the size that is tried."""
 
 
 class Trials:
@@ -50,8 +64,8 @@ class Trials:
         batch (Sequence[Tensor]): The inputs of one batch.
         meter (ProcessMeter or AllocatorMeter): The meter.
         limit (int): The memory limit of a trial, in bytes.
-        step (TrainOneStepWithGradAccumulationCell, optional): The step of the real training, with
-            ``micro_batch_size="auto"`` . Default: ``None`` , each trial makes a step.
+        make_step (Callable): Makes the step of a trial.
+        training (RealTraining, optional): In a copy of this process, a trial needs no other step. Default: ``None`` .
     """
 
     def __init__(
@@ -62,14 +76,16 @@ class Trials:
         batch: Sequence[ms.Tensor],
         meter: ProcessMeter | AllocatorMeter,
         limit: int,
-        step: Step | None = None,
+        make_step: MakeStep,
+        training: RealTraining | None = None,
     ) -> None:
         self.cell = cell
         self.optimizer = optimizer
         self.batch = batch
         self.meter = meter
         self._watch = Watch(owner, limit)
-        self.step = step
+        self._make_step = make_step
+        self._training = training
         self.most = batch[0].shape[cell.first_axis]  # the largest size
         limit_instructions_for(cell.network)  # here, for all copies of the process
 
@@ -94,7 +110,7 @@ class Trials:
         if isinstance(self.meter, ProcessMeter):
             return run_in_child(self._watch, lambda: self._train(size, samples), self._written())
         before = Snapshot(self.cell, self.optimizer)
-        self.step = None  # not the step of the real training, which would keep the trial's window
+        self._training = None  # its step would keep the trial's window
         try:
             return self.meter.usage(lambda: self._train(size, samples))
         except BaseException:
@@ -104,7 +120,7 @@ class Trials:
             before.restore()
 
     def _written(self) -> list[ms.Parameter]:
-        steps = (self.step,) if self.step is not None else ()
+        steps = (self._training,) if self._training is not None else ()
         held = (one for cell in (self.optimizer, self.cell, *steps) for one in cell.get_parameters())
         return list({id(one): one for one in held}.values())
 
@@ -116,18 +132,12 @@ class Trials:
                 loss = step(*batch)
             (loss[0] if isinstance(loss, tuple) else loss).asnumpy()  # waits
 
-    def _step_of(self, size: int) -> Step:
-        step = self.step
-        if step is None:
-            optimizer = _Nothing(self.optimizer) if isinstance(self.optimizer, ShardedOptimizer) else self.optimizer
-            cell = self.cell.with_options(transforms=others(self.cell.transforms), **self._options(size))
-            step = _step_class(cell, optimizer).set_train()
-            step.advice.silence()  # the step of the real training speaks
-        if step.spans_batches:
-            step.set_accumulation_steps(1)  # so that each batch ends in an update
-        if step._auto is not None:
-            step._auto.rehearse(self._cut(size))
-        return step
+    def _step_of(self, size: int) -> StepOnTrial:
+        if self._training is not None:
+            return self._training.rehearsed(self._cut(size))
+        optimizer = _Nothing(self.optimizer) if isinstance(self.optimizer, ShardedOptimizer) else self.optimizer
+        cell = self.cell.with_options(transforms=others(self.cell.transforms), **self._options(size))
+        return self._make_step(cell, optimizer, self._cut(size))
 
     def _options(self, size: int) -> dict[str, Any]:
         """Those of the cell with which a new step has this size."""
@@ -137,7 +147,7 @@ class Trials:
         """What a step that finds its size itself rehearses with."""
         return size
 
-    def _first(self, step: Step, size: int, samples: int) -> list[ms.Tensor]:
+    def _first(self, step: StepOnTrial, size: int, samples: int) -> list[ms.Tensor]:
         """The batch; if it has many micro-batches, two of them, and the smaller last one."""
         plan = plan_split([(samples,)], None, size, least=step.window.least())
         number = samples if plan.full <= 4 else 2 * plan.size + plan.rest

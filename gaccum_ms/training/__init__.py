@@ -1,1 +1,1 @@
-"""The training step, the accumulator for hand-written loops, and resuming from a checkpoint."""
+"""The training step with its runners, and the accumulator for hand-written loops."""

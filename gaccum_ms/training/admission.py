@@ -12,7 +12,6 @@ from mindspore import nn
 
 from gaccum_ms.backend.convolutions import limit_instructions_for, limit_instructions_for_weights
 from gaccum_ms.backend.newer_optimizers import refuse_without_kernels
-from gaccum_ms.backend.user_warnings import warn_user
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.checks.arguments import (
     check_optimizer,
@@ -60,23 +59,6 @@ def admit(owner: str, cell: Any, optimizer: nn.Optimizer) -> Setup:
 def advice_on(setup: Setup) -> Advice:
     """What to tell the user about the network, at the first run."""
     return Advice(setup)
-
-
-class NoCount:
-    """The warning, said once, about a window that counted nothing on any rank, and so made no update."""
-
-    def __init__(self, min_count: float | None) -> None:
-        self._is_due = min_count is None
-
-    def warn(self, owner: str, window_count: ms.Parameter, dropped: ms.Parameter | None) -> None:
-        """Warn if the window that has just ended counted nothing, and not because its micro-batches were dropped."""
-        if self._is_due and not window_count.asnumpy().any() and not (dropped is not None and dropped.asnumpy().any()):
-            self._is_due = False
-            warn_user(
-                f"For '{owner}', a window counted nothing on any rank, and made no update. If the loss of such a "
-                f"window has a meaning, as a detection loss has without any object, give min_count=1, with "
-                f"reduction='ratio', or 'sum' and counts: the total is then at least 1. This is said once."
-            )
 
 
 def admit_weights(owner: str, optimizer: Any) -> ms.ParameterTuple:

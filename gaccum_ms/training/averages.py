@@ -12,42 +12,29 @@ if TYPE_CHECKING:
     from gaccum_ms.accumulation.update import Update
 
 
-class Averaged:
-    """Base of the step and the accumulator."""
+def average_of(update: Update) -> WeightAverage | None:
+    """The WeightAverage among the transforms, if there is one."""
+    return next((link for link in update.links if isinstance(link, WeightAverage)), None)
 
-    update: Update
 
-    def _average(self) -> WeightAverage | None:
-        return next((link for link in self.update.links if isinstance(link, WeightAverage)), None)
+def refuse_to_train_averages(update: Update) -> None:
+    """Raise an error within `averaged_weights` ."""
+    average = average_of(update)
+    if average is not None and average.swapped:
+        raise RuntimeError(
+            f"For '{update.owner}', there must be no training within 'averaged_weights()', where the weights are their "
+            f"averages, but got a batch or a flush. Nothing was changed. Train after its end."
+        )
 
-    @property
-    def has_averages(self) -> bool:
-        """Whether there is a WeightAverage."""
-        return self._average() is not None
 
-    def _refuse_to_train_averages(self) -> None:
-        average = self._average()
-        if average is not None and average.swapped:
-            raise RuntimeError(
-                f"For '{type(self).__name__}', there must be no training within 'averaged_weights()', where the "
-                f"weights are their averages, but got a batch or a flush. Nothing was changed. Train after its end."
-            )
-
-    @contextmanager
-    def averaged_weights(self) -> Iterator[None]:
-        """Context manager in which the weights have the values of their averages: for evaluation, export, or a
-        checkpoint of the network. At its end, also after an error, the weights are restored. `Model.fit` evaluates
-        within it automatically.
-
-        Raises:
-            ValueError: If `transforms` has no :class:`WeightAverage` .
-            RuntimeError: If something is trained in it.
-        """
-        average = self._average()
-        if average is None:
-            raise ValueError(
-                f"For '{type(self).__name__}', 'averaged_weights' needs averages, but got none among 'transforms'. "
-                f"Give transforms=(..., WeightAverage(0.9999))."
-            )
-        with average.in_place_of_weights():
-            yield
+@contextmanager
+def averaged_weights(update: Update) -> Iterator[None]:
+    """Context manager in which the weights have the values of their averages."""
+    average = average_of(update)
+    if average is None:
+        raise ValueError(
+            f"For '{update.owner}', 'averaged_weights' needs averages, but got none among 'transforms'. Give "
+            f"transforms=(..., WeightAverage(0.9999))."
+        )
+    with average.in_place_of_weights():
+        yield

@@ -6,7 +6,7 @@ import mindspore as ms
 from mindspore import ops
 
 from gaccum_ms.accumulation.reduction import CountedReduction, scale_by
-from gaccum_ms.training.provenance import RULES
+from gaccum_ms.record.run_record import RULES
 
 BATCHES, COUNTS = RULES.index("batches"), RULES.index("counts")
 

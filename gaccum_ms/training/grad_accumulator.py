@@ -7,10 +7,11 @@ both use open_window.py, reduction.py and update.py.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import mindspore as ms
+import numpy as np
 from mindspore import nn, ops
 
 from gaccum_ms.accumulation.accumulators import GradientSums
@@ -24,15 +25,17 @@ from gaccum_ms.checks.arguments import check_positive_int
 from gaccum_ms.losses import counts
 from gaccum_ms.options.accumulators import Accumulators
 from gaccum_ms.options.checked import accumulator_options
+from gaccum_ms.record.run_record import RULES, RunRecord
 from gaccum_ms.training.admission import (
-    NoCount,
     accumulator_advice,
     admit_weights,
     check_gradients,
     checked_count,
 )
+from gaccum_ms.training.averages import average_of, averaged_weights
+from gaccum_ms.training.bad_counts import NoCount
 from gaccum_ms.training.batch_reduction import BATCHES, COUNTS, BatchReduction
-from gaccum_ms.training.provenance import RULES, Provenance, Resumable
+from gaccum_ms.training.lifecycle import Lifecycle
 
 _NAME = "GradAccumulator"
 _NEEDS_COUNT = (
@@ -61,7 +64,7 @@ class _Scaling:
             )
 
 
-class GradAccumulator(Resumable, nn.Cell):
+class GradAccumulator(nn.Cell):
     r"""
     Add up gradients over successive batches, and update once for `accumulation_steps` of them.
 
@@ -192,9 +195,10 @@ class GradAccumulator(Resumable, nn.Cell):
         show_records(self, self.window, self.update, *self.update.links)
         self.batch_count = counter("batch_count")
         distributed = self.window.reduction.sum_over_ranks.reduces
-        self.provenance = Provenance(_NAME, ("batches", "counts"), accumulation_steps, distributed)
-        batch_reduction.window_rule = self.provenance.window_rule
-        self._keep_in_place()
+        self.run_record = RunRecord(_NAME, ("batches", "counts"), accumulation_steps, distributed)
+        batch_reduction.window_rule = self.run_record.window_rule
+        self._lifecycle = Lifecycle(self.run_record, self.update, self.window, self.window_position, self._jit)
+        self._lifecycle.keep_in_place(self)
         # Python runs these in PyNative mode, and at compile time in graph mode.
         self._note_scaling = ops.constexpr(self._scaling.note)
         self._check_scaling = ops.constexpr(self._scaling.check)
@@ -220,19 +224,19 @@ class GradAccumulator(Resumable, nn.Cell):
         Returns:
             bool, whether there was an update.
         """
-        self._begin()
+        self._lifecycle.begin_call()
         return self.end_window.flush()
 
     def clear(self) -> None:
         """Discard the open window and its batches. All ranks must call this."""
-        self._begin()
+        self._lifecycle.begin_call()
         self.window.reset_eagerly()
 
     @contextlib.contextmanager
     def no_update(self) -> Iterator[None]:
         """Context manager in which calls only add: a window continues past its last batch, and ends with the first call
         after it. All ranks must enter it."""
-        self._begin()
+        self._lifecycle.begin_call()
         overwrite(self.window.updates_held, self.window.updates_held + 1)
         try:
             yield
@@ -250,7 +254,7 @@ class GradAccumulator(Resumable, nn.Cell):
             ValueError: If it is less than 1.
         """
         check_positive_int(_NAME, "accumulation_steps", accumulation_steps)
-        self._begin()
+        self._lifecycle.begin_call()
         self.window.set_steps(accumulation_steps)
 
     def set_sense_scale(self, sens: ms.Tensor) -> None:
@@ -266,8 +270,8 @@ class GradAccumulator(Resumable, nn.Cell):
             count = checked_count(count)
         elif self.needs_count:
             raise TypeError(_NEEDS_COUNT)
-        self._begin()
-        rule = RULES[int(self.provenance.window_rule.asnumpy())]
+        self._lifecycle.begin_call()
+        rule = RULES[int(self.run_record.window_rule.asnumpy())]
         if (rule == "counts") != (count is not None) and self.window.batches:
             raise ValueError(
                 f"For 'GradAccumulator', 'count' must be given with every batch of a window or with none, but got "
@@ -284,8 +288,23 @@ class GradAccumulator(Resumable, nn.Cell):
             self._no_count.warn(_NAME, self.window_count, self.dropped_micro_batches)
         return bool(updated.asnumpy())
 
-    def _open_window(self) -> OpenWindow:
-        return self.window
+    @property
+    def has_averages(self) -> bool:
+        """Whether `transforms` has a :class:`WeightAverage` ."""
+        return average_of(self.update) is not None
+
+    def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Context manager in which the weights have the values of their averages, as that of the training step."""
+        return averaged_weights(self.update)
+
+    def init_parameters_data(self, *args, **kwargs):
+        """MindSpore calls this before it saves a checkpoint."""
+        self._lifecycle.prepare_save()
+        return super().init_parameters_data(*args, **kwargs)
+
+    def load(self, values: Mapping[str, np.ndarray]) -> None:
+        """Load a checkpoint's values, by name, also in the middle of training; `gaccum_ms.resume` checks them."""
+        self._lifecycle.load(self, values)
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 
@@ -310,7 +329,7 @@ class GradAccumulator(Resumable, nn.Cell):
             kept, dropped = self._add(weighed, items)
         seen = ops.assign_add(self.batch_count, ms.Tensor(1, ms.int32))
         rule = BATCHES if count is None else COUNTS
-        seen = ops.depend(seen, ops.assign(self.provenance.window_rule, ms.Tensor(rule, ms.int32)))
+        seen = ops.depend(seen, ops.assign(self.run_record.window_rule, ms.Tensor(rule, ms.int32)))
         ended = self.window.end_batch(ops.stack((ops.zeros_like(items), kept, dropped)), ops.depend(items, seen))
         updates = self.update_count + 0
         updated = ops.depend(updates, ended) > updates

@@ -22,18 +22,17 @@ from mindspore import nn, ops
 
 from gaccum_ms.accumulation.output_axes import outputs_of
 from gaccum_ms.accumulation.saturation import clear_flag
+from gaccum_ms.accumulation.sums import SUMS
 from gaccum_ms.backend.graphs import OwnGraph
-from gaccum_ms.backend.parameters import overwrite
 from gaccum_ms.checks.arguments import described
+from gaccum_ms.training.runner import Batch
 
 if TYPE_CHECKING:
     from gaccum_ms.accumulation.update import Update
-    from gaccum_ms.options.options import Options
     from gaccum_ms.splitting.splitter import Splitter
-    from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell as Step
+    from gaccum_ms.training.parts import Parts
 
 _NAME = "GradAccumulationCell"
-_SUMS = 4  # for a batch: losses, counts, dropped micro-batches, and items
 
 
 class AddMicroBatch(OwnGraph):
@@ -61,12 +60,13 @@ class PythonSplit:
     """Trains on batches that a function splits.
 
     Args:
-        step (TrainOneStepWithGradAccumulationCell): The step, with its window.
-        options (Options): The options of its cell. Their `split` returns the micro-batches of a batch.
+        parts (Parts): The parts of the step. Their options' `split` returns the micro-batches of a batch.
     """
 
-    def __init__(self, step: Step, options: Options) -> None:
-        self._step = step
+    def __init__(self, parts: Parts) -> None:
+        options = parts.options
+        self._parts = parts
+        self._end_window: Any = parts.end_window
         self._count = options.own_count
         self._by_samples = self._count is None
         self._has_outputs = options.aux
@@ -83,23 +83,23 @@ class PythonSplit:
 
     def renew_graphs(self) -> None:
         """Discard the graphs of the old shapes, which frees their memory."""
-        self._graph = AddMicroBatch(self._step.window, self._step.update, self._jit)
+        self._graph = AddMicroBatch(self._parts.window, self._parts.update, self._jit)
 
-    def parts(self, batch: Sequence[Any]) -> list[tuple[ms.Tensor, ...]]:
-        """The checked micro-batches of a batch."""
-        made = micro_batches_of(self._split, batch, self._by_samples)
+    def prepare(self, inputs: tuple[Any, ...]) -> Batch:
+        micro_batches = micro_batches_of(self._split, inputs, self._by_samples)
         if self._count is not None:  # with a ratio, the network counts
             self._split.check_count(self._count)
         if self._has_outputs and self._axes is None:
-            self._find_axes(batch)
-        return made
+            self._find_axes(inputs)
+        sizes = [part[0].shape[0] if part[0].ndim else 1 for part in micro_batches]
+        return Batch(inputs, sizes, lambda: micro_batches)
 
     def _find_axes(self, batch: Sequence[Any]) -> None:
         sizes = self._split.two_sizes(*batch)
         if sizes is None:
             return
         runs, samples, widths = sizes
-        outputs = outputs_of(self._step.network, runs, samples, self._step.weights)
+        outputs = outputs_of(self._parts.network, runs, samples, self._parts.weights)
         axes: list[tuple[int, tuple[int, ...]]] = []
         for output in outputs[self._first_output :]:
             if output is None or not output.shapes[0]:
@@ -115,69 +115,73 @@ class PythonSplit:
             axes.append((axis, output.axes_of(widths)))
         self._axes = axes
 
-    def __call__(self, batch: Sequence[Any], parts: Sequence[tuple[ms.Tensor, ...]]) -> Any:
-        """Train on a batch, given as its micro-batches too; returns what the step returns."""
-        return self.end(self.add(parts))
+    def run(self, batch: Batch) -> Any:
+        return self.end(self.add(batch))
 
-    def add(self, parts: Sequence[tuple[ms.Tensor, ...]]) -> Added:
+    def agree(self) -> None:
+        """Nothing: at a window's end, sums are all that ranks must agree on."""
+
+    def add(self, batch: Batch) -> Added:
         """Add the micro-batches of a batch to the window, on this rank alone."""
-        window = self._step.window.open
+        micro_batches: Any = batch.micro_batches()
+        window = self._parts.window.open
         window.begin_eagerly()
-        sums, loss = ops.zeros((_SUMS,), ms.float32), None
+        sums, loss = ops.zeros((SUMS + 1,), ms.float32), None
         outputs = []
-        for micro_batch, times in zip(parts, self._times(parts), strict=True):
-            self._step.window.copies.begin_call()
-            sums, loss, *shown = self._graph.run_alone(sums, ms.Tensor(times, ms.float32), *micro_batch)
-            outputs.append(shown)
+        for micro_batch, times in zip(micro_batches, self._times(micro_batches), strict=True):
+            self._parts.window.copies.begin_call()
+            sums, loss, *own_outputs = self._graph.run_alone(sums, ms.Tensor(times, ms.float32), *micro_batch)
+            outputs.append(own_outputs)
         # Before the batch is in the window: an output that cannot be joined is an error without an update.
         joined = [
-            self._joined(number, of_all, parts, sums[:3]) for number, of_all in enumerate(zip(*outputs, strict=True))
+            self._joined(number, of_all, micro_batches, sums[:SUMS])
+            for number, of_all in enumerate(zip(*outputs, strict=True))
         ]
         window.end_eagerly(sums)
         return Added(sums, loss, joined)
 
     def end(self, added: Added) -> Any:
         """Finish a batch; if its window ends, update on all ranks. Returns what the step returns."""
-        step, window = self._step, self._step.window.open
+        parts, window = self._parts, self._parts.window.open
         _, loss, outputs = added
-        scale = step.update.scale()
+        scale = parts.update.scale()
         overflow = ms.Tensor(False, ms.bool_)
         if window.is_full:
             is_one_batch = int(window.window_steps.asnumpy()) == 1
-            overflow = step.end_window.run_alone(loss)
+            overflow = self._end_window.run_alone(loss)
             if is_one_batch:
                 loss = window.window_loss + 0.0  # a copy of a Parameter is a Parameter
-        overwrite(step.batch_count, step.batch_count + 1)
-        return step.update.returned(loss, overflow, scale, outputs)
+        parts.count_batch()
+        return parts.update.returned(loss, overflow, scale, outputs)
 
     def _joined(
         self,
         number: int,
         outputs: Sequence[ms.Tensor],
-        parts: Sequence[tuple[ms.Tensor, ...]],
+        micro_batches: Sequence[tuple[ms.Tensor, ...]],
         sums: ms.Tensor,
     ) -> Any:
         """One output, joined over all micro-batches: the mean of outputs of shape (); others are concatenated, or put
         into the batch's order by `split` ."""
         if outputs[0].ndim == 0:
-            unit = self._step.window.open.window_unit + 0.0
-            scale = self._step.update.scale()
-            return self._step.window.weighing.own_mean(ops.addn(list(outputs)), sums, scale, unit)
+            unit = self._parts.window.open.window_unit + 0.0
+            scale = self._parts.update.scale()
+            return self._parts.window.weighing.own_mean(ops.addn(list(outputs)), sums, scale, unit)
         if not self._split.joins:
             return outputs[0]
         arrays = [one.asnumpy() for one in outputs]
         if self._axes is not None:
             joined = self._split.in_order(arrays, *self._axes[number])
         else:
-            joined = _joined_by_shapes(self._first_output + number, arrays, [part[0].shape for part in parts])
+            joined = _joined_by_shapes(self._first_output + number, arrays, [part[0].shape for part in micro_batches])
         return ms.Tensor(joined, outputs[0].dtype)
 
-    def _times(self, parts: Sequence[tuple[ms.Tensor, ...]]) -> list[float]:
+    def _times(self, micro_batches: Sequence[tuple[ms.Tensor, ...]]) -> list[float]:
         """For each micro-batch, the expected ratio of the batch's count to its own. The first micro-batch that counts
         anything sets the unit of the sums."""
         if not self._by_samples:
-            return [float(len(parts))] * len(parts)
-        samples = [one[0].shape[0] for one in parts]
+            return [float(len(micro_batches))] * len(micro_batches)
+        samples = [micro_batch[0].shape[0] for micro_batch in micro_batches]
         return [sum(samples) / number for number in samples]
 
 

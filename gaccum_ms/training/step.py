@@ -15,7 +15,7 @@
         adjust the loss scale
         reset the accumulators
 
-With ``micro_batch_size="auto"`` the loop is a separate graph, which runs again if memory runs out (auto_size.py).
+With ``micro_batch_size="auto"`` the loop is a separate graph, which runs again if memory runs out (found_size.py).
 With a function as `split` , Python loops over micro-steps, which are separate graphs (python_split.py).
 A loss of the whole batch has two loops, the first forward only (grad_cache.py). With sharded accumulators each
 micro-batch is reduced (sharded_accumulators.py). In semi-auto and auto parallel mode there is no loop: MindSpore's
@@ -33,34 +33,52 @@ in it. The loop's body is compiled once, so compile time and memory do not grow 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
+import numpy as np
 from mindspore import nn, ops
 
 from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.accumulation.update import Update, WindowEnd
 from gaccum_ms.accumulation.windows import Kinds, combined, fused_reducer, kinds_of
+from gaccum_ms.backend import graphs
 from gaccum_ms.backend.parameters import counter, hold_weights, record, show_records
+from gaccum_ms.backend.pynative_tape import close_tape
 from gaccum_ms.checks.arguments import check_positive_int
+from gaccum_ms.distributed.ranks import broadcast_parameters
+from gaccum_ms.layers.sparse import explain_sparse_gradients
 from gaccum_ms.options import compatibility
 from gaccum_ms.options.rules import IN_ONE_GRAPH, SPAN_LATER
+from gaccum_ms.record.run_record import RunRecord, rule_of
 from gaccum_ms.semi_auto import modes as auto_parallel
 from gaccum_ms.semi_auto.unrolled_window import UnrolledWindow
 from gaccum_ms.training import admission
-from gaccum_ms.training.provenance import Provenance, Resumable, rule_of
-from gaccum_ms.training.python_call import CalledFromPython
+from gaccum_ms.training.automatic_size import AutomaticSize
+from gaccum_ms.training.averages import average_of, averaged_weights
+from gaccum_ms.training.bad_counts import Counts
+from gaccum_ms.training.found_size import FoundSize
+from gaccum_ms.training.found_tokens import FoundTokens
+from gaccum_ms.training.lifecycle import Lifecycle
+from gaccum_ms.training.on_trial import RehearsedStep
+from gaccum_ms.training.one_graph import CompilerGraph, OneGraph
+from gaccum_ms.training.parts import Parts
+from gaccum_ms.training.python_split import PythonSplit
+from gaccum_ms.training.runner import Runner
 
 if TYPE_CHECKING:
     from gaccum_ms.accumulation.open_window import OpenWindow
     from gaccum_ms.accumulation.window import Window
     from gaccum_ms.cell import GradAccumulationCell
+    from gaccum_ms.memory.trial import StepOnTrial
     from gaccum_ms.options.options import Options
 
 _NAME = "TrainOneStepWithGradAccumulationCell"
 
 
-class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.TrainOneStepCell):
+class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
     r"""
     The training step of a :class:`GradAccumulationCell`. Each call trains on one batch; every `accumulation_steps`
     batches there is one update.
@@ -140,14 +158,17 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
         [[0.4 0.4 0.4]]
     """
 
+    called_by_python = False  # see graphs.py
+
     def __init__(
         self, network: GradAccumulationCell, optimizer: nn.Optimizer, scale_sense: nn.Cell | ms.Tensor | None = None
     ) -> None:
         with auto_parallel.settings_of(network):
             cell = auto_parallel.held_cell(network)
             self._build(cell, optimizer, scale_sense)
+            self._choose_runner = lambda parts: runner_of(parts, cell, network, self._run_graph)
+            self._assemble()
         cell.keep_options()
-        self._given = (network,)  # AutoParallel's settings apply at each call; in a tuple, to be no child of the step
 
     def _build(self, network: nn.Cell, optimizer: nn.Optimizer, scale_sense: nn.Cell | ms.Tensor | None) -> None:
         setup = admission.admit(_NAME, network, optimizer)
@@ -162,24 +183,20 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
         # A string, because graph mode must be able to raise it.
         self._not_one_graph = str(compatibility.refused(IN_ONE_GRAPH, "GradAccumulationCell", setup) or "")
         self._jit, self._ranks_agree = bool(options.jit), not self.reducer_flag
+        graphs.check_compilable("GradAccumulationCell", self._jit, "count", options.counts)
+        graphs.check_compilable("GradAccumulationCell", self._jit, "transforms", options.transforms)
         self.window_position = counter("window_position")
         self.batch_count = counter("batch_count")
         self.rate_steps = counter("rate_steps", options.accumulation_steps)  # the rate is for windows of this length
         if options.record_noise:  # AdaScale's factor of the rate, and the training progress that it has made
             self.rate_factor = record("rate_factor", value=1.0)
             self.rate_progress = record("rate_progress")
+        rules = (rule_of(options, self.reducer_flag),)
+        self.run_record = RunRecord(_NAME, rules, options.accumulation_steps, self.reducer_flag)
         self.spans_batches = options.accumulation_steps > 1 or options.splits_in_python
         self.window = self._make_window()
-        rules = (rule_of(options, self.reducer_flag),)
-        self.provenance = Provenance(_NAME, rules, options.accumulation_steps, self.reducer_flag)
         ended = self._open_window() or self.window
         self.update = Update(_NAME, optimizer, self.weights, ended, options, scale_sense, setup.network)
-        self._prepare_window()
-        self._choose_graphs(network)
-        if self._unrolled:
-            self.set_train()  # the compiler's passes need it
-        else:
-            self._keep_in_place()
 
     def _make_window(self) -> Window | UnrolledWindow:
         if self._unrolled:
@@ -190,11 +207,26 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
     def _kinds_of_window(self) -> Kinds:
         return kinds_of(self._setup, self.spans_batches)
 
-    def _prepare_window(self) -> None:
-        if self.spans_batches:
-            self.end_window = WindowEnd(self.window.open, self.update, self._jit)
+    def _assemble(self) -> None:
+        """Connect the parts, of which the window may be new."""
+        open_window, end_window = self._open_window(), None
+        if open_window is not None:
+            end_window = self.end_window = WindowEnd(open_window, self.update, self._jit)
         self.accu_grads = self.window.store.sums
-        show_records(self, self.window, self._open_window(), self.update, *self.update.links)
+        show_records(self, self.window, open_window, self.update, *self.update.links)
+        counters = self.batch_count, self.window_position
+        parts = Parts(self.options, self.network, self.weights, self.window, self.update, end_window, *counters)
+        self._parts = parts
+        self._counts = Counts(parts)
+        self._lifecycle = Lifecycle(self.run_record, self.update, open_window, self.window_position, self._jit)
+        self._runner: Runner = self._choose_runner(parts)
+        if self._unrolled:
+            self.set_train()  # the compiler's passes need it
+        else:
+            self._lifecycle.keep_in_place(self)
+
+    def _open_window(self) -> OpenWindow | None:
+        return self.window.open if self.spans_batches else None
 
     def let_windows_span_batches(self) -> None:
         """Prepare the step for :meth:`set_accumulation_steps` , if the cell has no `accumulation_steps` . This is
@@ -203,7 +235,7 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
         if self.spans_batches:
             return
         compatibility.check(SPAN_LATER, _NAME, self._setup)
-        if self.provenance.begun:
+        if self.run_record.begun:
             raise RuntimeError(
                 "For 'TrainOneStepWithGradAccumulationCell', windows of several batches must be asked for before the "
                 "first step, but got a step that has run, of a cell with accumulation_steps=1. Give the cell "
@@ -212,8 +244,7 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
         self.spans_batches = True
         self.window = self._make_window()
         self.update.take_window(self.window.open)
-        self._prepare_window()
-        self._keep_in_place()
+        self._assemble()
 
     @property
     def options(self) -> Options:
@@ -254,7 +285,7 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
         if accumulation_steps > 1:
             self.let_windows_span_batches()
         if self.spans_batches:
-            self._begin()
+            self._lifecycle.begin_call()
             self.window.open.set_steps(accumulation_steps)
 
     def flush(self) -> bool:
@@ -266,16 +297,76 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
         Returns:
             bool, whether an update was made.
         """
-        self._begin()
+        self._lifecycle.begin_call()
         if not self.spans_batches:
             return False
         with self._on_ranks_that_agree():
-            if self._auto is not None:
-                self._auto.agree()
+            self._runner.agree()
             return self.end_window.flush()
 
-    def _open_window(self) -> OpenWindow | None:
-        return self.window.open if self.spans_batches else None
+    def to_float(self, dst_type: ms.Type) -> Any:
+        """Cast the network as `nn.Cell.to_float` does. Loss, accumulators and optimizer keep their dtypes."""
+        self.network.to_float(dst_type)
+        return self
+
+    @property
+    def has_averages(self) -> bool:
+        """Whether `transforms` has a :class:`WeightAverage` ."""
+        return average_of(self.update) is not None
+
+    def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Context manager in which the weights have the values of their averages: for evaluation, export, or a
+        checkpoint of the network. At its end, also after an error, the weights are restored. `Model.fit` evaluates
+        within it automatically.
+
+        Raises:
+            ValueError: If `transforms` has no :class:`WeightAverage` .
+            RuntimeError: If something is trained in it.
+        """
+        return averaged_weights(self.update)
+
+    def init_parameters_data(self, *args, **kwargs):
+        """MindSpore calls this before it saves a checkpoint."""
+        self._lifecycle.prepare_save()
+        return super().init_parameters_data(*args, **kwargs)
+
+    def load(self, values: Mapping[str, np.ndarray]) -> None:
+        """Load a checkpoint's values, by name, also in the middle of training; `gaccum_ms.resume` checks them."""
+        self._lifecycle.load(self, values)
+
+    def __call__(self, *inputs, **named):
+        if named:
+            raise TypeError(
+                f"For '{_NAME}', a batch must be given by position, in the order of the network's 'construct', but got "
+                f"{', '.join(named)} by name."
+            )
+        self._lifecycle.begin_call()
+        batch = self._runner.prepare(inputs)
+        self.advice.look(self.spans_batches, batch.sizes, batch.inputs)
+        try:
+            with self._on_ranks_that_agree():
+                outputs = self._runner.run(batch)
+        except BaseException as error:
+            close_tape()
+            self.window.reset_eagerly()  # else the next batch would be added to what this one left
+            if self.update.has_statistics and not int(self.window_position.asnumpy()):
+                self.update.statistics.reset_eagerly()
+            explain_sparse_gradients(error)
+            raise
+        self._counts.check(batch)
+        return outputs
+
+    @contextlib.contextmanager
+    def _on_ranks_that_agree(self) -> Iterator[None]:
+        """Broadcast the weights once, if ``parameter_broadcast`` is set: ranks need not compile at the same time."""
+        if not self._ranks_agree:
+            broadcast_parameters(self)
+        self._ranks_agree = True
+        with contextlib.nullcontext() if self._unrolled else graphs.compiling_alone():
+            yield
+
+    def _run_graph(self, *inputs: ms.Tensor) -> Any:
+        return graphs.run(self, self._jit, *inputs)
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 
@@ -285,7 +376,7 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
         auto_parallel.check_built_for(self._unrolled)
         self._look(self.spans_batches, inputs[0].shape)
         scale = self.update.scale()
-        inputs = clear_flag(inputs if self.called_by_python else self.own_inputs(inputs))
+        inputs = clear_flag(inputs if self.called_by_python else graphs.with_own_storage(inputs))
         if self.spans_batches:
             loss, shown = self.window.add_batch(inputs, scale)
             overflow = ms.Tensor(False, ms.bool_)
@@ -297,3 +388,39 @@ class TrainOneStepWithGradAccumulationCell(CalledFromPython, Resumable, nn.Train
             loss, overflow = self.update(*window)
         loss = ops.depend(loss, ops.assign_add(self.batch_count, ms.Tensor(1, ms.int32)))
         return self.update.returned(loss, overflow, scale, shown)
+
+
+# -- not compiled ------------------------------------------------------------------------------------------------------
+
+
+def runner_of(parts: Parts, cell: GradAccumulationCell, network: nn.Cell, run_graph: Callable) -> Runner:
+    """How Python calls the step.
+
+    Args:
+        parts (Parts): The parts of the step.
+        cell (GradAccumulationCell): The network and the options.
+        network (Cell): The cell, or an AutoParallel around it.
+        run_graph (Callable): Runs the step's own graph.
+    """
+    if isinstance(parts.window, UnrolledWindow):
+        return CompilerGraph(network, parts, run_graph)
+    if cell.finds_size:
+        return FoundSize(parts, cell, step_on_trial)
+    if not cell.splits_in_python:
+        return OneGraph(parts, run_graph)
+    split = PythonSplit(parts)
+    return FoundTokens(parts, cell, step_on_trial, split) if cell.finds_tokens else split
+
+
+def step_on_trial(cell: GradAccumulationCell, optimizer: nn.Optimizer, size: Any) -> StepOnTrial:
+    """A step for a trial: each batch ends in an update, and the step of the real training gives the advice.
+
+    Args:
+        cell (GradAccumulationCell): The network and the options.
+        optimizer (Optimizer): The optimizer.
+        size (int): The size, if the cell is one that finds it.
+    """
+    step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
+    step.advice.silence()
+    runner = step._runner
+    return runner.rehearsed(size) if isinstance(runner, AutomaticSize) else RehearsedStep(step._parts, runner)

@@ -222,7 +222,7 @@ def test_a_window_that_is_resumed_keeps_its_records(pynative, tmp_path):
     for rank, own in enumerate((y[:8], y[8:14])):
         step = make_step(micro_size=2, accumulation_steps=2)
         step(Tensor(own))
-        step.provenance.window_origin.set_data(Tensor([rank, 2], ms.int32))
+        step.run_record.window_origin.set_data(Tensor([rank, 2], ms.int32))
         paths.append(tmp_path / f"{rank}.ckpt")
         ms.save_checkpoint(step, str(paths[-1]))
     later = make_step(micro_size=2, accumulation_steps=2)

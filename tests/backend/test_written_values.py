@@ -16,7 +16,7 @@ from support.two_ranks import case
 
 from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell, WithBatchLossCell
 from gaccum_ms.backend import graphs
-from gaccum_ms.training import provenance
+from gaccum_ms.training import lifecycle
 
 FEATURES, OUTPUTS, SAMPLES = 3, 2, 6
 TOLERANCE = 1e-5
@@ -221,7 +221,7 @@ def test_in_pynative_mode(window, jit, whole_batch, tmp_path, pynative):
 @pytest.mark.parametrize("window", ["samples", "counts"])
 def test_the_comparison_finds_values_that_a_graph_does_not_see(window, whole_batch, tmp_path, monkeypatch):
     """Negative control: MindSpore's graphs with control flow, without the package's measures."""
-    monkeypatch.setattr(provenance, "keep_in_place", lambda *arguments: None)
+    monkeypatch.setattr(lifecycle, "keep_in_place", lambda *arguments: None)
     monkeypatch.setattr(graphs, "_note_storage", lambda cell: None)
     run = trained(Training(window, **WINDOWS[window]), tmp_path)
     with pytest.raises(AssertionError):

@@ -130,7 +130,7 @@ def train_by_model(start: int = 0) -> Results:
     ms.set_auto_parallel_context(gradients_mean=True)
     model = ms.Model(cell, optimizer=nn.SGD(network.trainable_params(), 0.1))
     model.train(2, data_set)
-    origin = as_numpy(model.train_network.provenance.window_origin)
+    origin = as_numpy(model.train_network.run_record.window_origin)
     return {"before": before, "after": as_numpy(network.out), "origin": origin}
 
 

@@ -29,7 +29,7 @@ from gaccum_ms import (
 from gaccum_ms.backend.parameters import overwrite
 from gaccum_ms.backend.snapshot import Snapshot
 from gaccum_ms.memory.meter import AllocatorMeter
-from gaccum_ms.training.auto_tokens import AutoTokens
+from gaccum_ms.training.found_tokens import AutoTokens
 
 PLENTY = 1 << 40
 MARK = 1  # a token in the shortest samples: its micro-batch runs out of memory

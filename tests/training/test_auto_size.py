@@ -31,7 +31,7 @@ from gaccum_ms import (
 )
 from gaccum_ms.backend.parameters import overwrite
 from gaccum_ms.backend.snapshot import Snapshot
-from gaccum_ms.training.auto_size import AutoSize as FoundSize
+from gaccum_ms.training.found_size import FoundSize
 
 PLENTY = 1 << 40
 MARK = 0.125  # the first feature of a marked sample, whose micro-batch "needs much memory"

@@ -18,12 +18,12 @@ from mindspore import nn
 from gaccum_ms.accumulation.sharded_accumulators import ALL_PARTS
 from gaccum_ms.backend.newer_optimizers import may_lack
 from gaccum_ms.backend.parameters import PREFIX, own
+from gaccum_ms.checkpoint.data_position import begin_at
+from gaccum_ms.checkpoint.newest import SUFFIXES, newest_checkpoint
+from gaccum_ms.checkpoint.rank_files import Values, of_rank, origin
 from gaccum_ms.distributed.sharded_optimizer import whole_state
 from gaccum_ms.learning_rate import MULTIPLIER_PREFIX
-from gaccum_ms.training.data_position import begin_at
 from gaccum_ms.training.grad_accumulator import GradAccumulator
-from gaccum_ms.training.newest import SUFFIXES, newest_checkpoint
-from gaccum_ms.training.rank_files import Values, of_rank, origin
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
 
@@ -108,7 +108,7 @@ def resume(
     step = _step_of(model)
     paths = [Path(checkpoint)] if isinstance(checkpoint, (str, Path)) else [Path(path) for path in checkpoint]
     if len(paths) == 1 and paths[0].suffix not in SUFFIXES:
-        paths = newest_checkpoint(paths[0], step.provenance.ranks)
+        paths = newest_checkpoint(paths[0], step.run_record.ranks)
         if not paths:
             return 0
     if not paths:
@@ -119,20 +119,18 @@ def resume(
 
 def _go_on(step: Any, paths: Sequence[Path], data_set: Any) -> int:
     files = [(path, _without_parts(_under_own_names(step, _with_prefix(step, path, _read(path))))) for path in paths]
-    _check_parts(files, step.provenance.ranks)
+    _check_parts(files, step.run_record.ranks)
     for path, values in files:
         _check_parameters(step, path, values)
-    provenance = step.provenance
-    values = of_rank(files, provenance.rank, provenance.ranks)
+    record = step.run_record
+    values = of_rank(files, record.rank, record.ranks)
     if data_set is not None:
-        _check_data_set(files, values, data_set, provenance.ranks)
-    values = _counted_here(values, origin(files[0][1])[1], provenance.ranks)
+        _check_data_set(files, values, data_set, record.ranks)
+    values = _counted_here(values, origin(files[0][1])[1], record.ranks)
     batches = int(values.get(own("window_position"), 0))
     if batches:
         rank, ranks = origin(values)
-        provenance.check(
-            True, batches, rank, ranks, int(values[own("window_rule")]), int(values[own("configured_steps")])
-        )
+        record.check(True, batches, rank, ranks, int(values[own("window_rule")]), int(values[own("configured_steps")]))
         if isinstance(step, TrainOneStepWithGradAccumulationCell):
             step.let_windows_span_batches()
     step.load(values)

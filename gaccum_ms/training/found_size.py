@@ -7,7 +7,7 @@ Other steps have one graph; this one has two:
     a window's last batch?      all ranks: from the next batch on, use the smallest size of all ranks
     all ranks:                  reduce, divide, clip, update, clear                             (update.py)
 
-halving.py finds and halves the size, and restores what a failed batch has changed.
+automatic_size.py finds and halves the size, and restores what a failed batch has changed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from mindspore import nn
 
 from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.backend.graphs import OwnGraph
-from gaccum_ms.backend.parameters import overwrite
-from gaccum_ms.training.halving import NO_BATCH, Halving
+from gaccum_ms.training.automatic_size import NO_BATCH, AutomaticSize
+from gaccum_ms.training.on_trial import RehearsedStep
+from gaccum_ms.training.one_graph import even_batch
+from gaccum_ms.training.runner import Batch
 
 if TYPE_CHECKING:
     from gaccum_ms.accumulation.update import Update
+    from gaccum_ms.memory.trial import StepOnTrial
 
 
 class AddBatch(OwnGraph):
@@ -61,48 +64,54 @@ class EndBatch(OwnGraph):
         return self.update(*self.window.finish(sums, unit, scale))
 
 
-class AutoSize(Halving):
+class FoundSize(AutomaticSize):
     """Finds the number of samples in a step's micro-batches, and trains with it."""
 
     _of = "micro_batch_size"
 
-    def __call__(self, inputs: Sequence[ms.Tensor]) -> Any:
-        """Train on a batch; returns what the step returns."""
-        step = self._step
+    def prepare(self, inputs: tuple[Any, ...]) -> Batch:
+        return even_batch(self._parts, inputs)
+
+    def run(self, batch: Batch) -> Any:
+        parts, inputs = self._parts, batch.inputs
         if self.size is None:
             self._find(inputs)
-        *kept, scale = self._as_it_fits(lambda: self._add(inputs), inputs[0].shape[self._cell.first_axis])
-        kept, shown = (kept[:1], kept[1:]) if step.spans_batches else (kept[:2], kept[2:])
-        loss, overflow = kept[0], ms.Tensor(False, ms.bool_)
-        if not step.spans_batches or step.window.open.is_full:
+        *added, scale = self._as_it_fits(lambda: self._add(inputs), inputs[0].shape[self._cell.first_axis])
+        if parts.end_window is not None:
+            loss, *outputs = added
+        else:
+            sums, unit, *outputs = added
+        overflow = ms.Tensor(False, ms.bool_)
+        if parts.end_window is None:
             self._agree_at_the_end()
-            if step.spans_batches:
-                overflow = step.end_window.run_alone(loss)
-            else:
-                loss, overflow = self._end.run_alone(*kept, scale)
-        overwrite(step.batch_count, step.batch_count + 1)
-        return step.update.returned(loss, overflow, scale, shown)
+            loss, overflow = self._end.run_alone(sums, unit, scale)
+        elif parts.window.open.is_full:
+            self._agree_at_the_end()
+            overflow = parts.end_window.run_alone(loss)
+        parts.count_batch()
+        return parts.update.returned(loss, overflow, scale, outputs)
 
-    def rehearse(self, size: int) -> None:
-        """In a trial: train with this size, and raise the error if it does not fit."""
+    def rehearsed(self, size: Any) -> StepOnTrial:
         self._fails = _never
         self._begin(size)
+        return RehearsedStep(self._parts, self)
 
     def _begin(self, size: int) -> None:
-        self._end = EndBatch(self._step.window, self._step.update, bool(self._cell.jit))
+        self._end = EndBatch(self._parts.window, self._parts.update, bool(self._cell.jit))
         self._set(size)
 
     def _set(self, size: int) -> None:
-        window = self._step.window
+        window = self._parts.window
         self.size = size
         window.cut_into(size)
         # Each size has its own Cell: the graphs of the old Cell, and their memory, are freed with it.
-        self._graph = AddBatch(window, self._step.update, bool(self._cell.jit))
+        self._graph = AddBatch(window, self._parts.update, bool(self._cell.jit))
         gc.collect()
 
     def _add(self, inputs: Sequence[ms.Tensor]) -> tuple[Any, bool]:
-        kept = self._graph.run_alone(*inputs)
-        return kept, bool(kept[0].asnumpy().any())  # waits: the error may come after the call
+        self._parts.window.copies.begin_call()
+        added = self._graph.run_alone(*inputs)
+        return added, bool(added[0].asnumpy().any())  # waits: the error may come after the call
 
     def _used(self, samples: int) -> int:
         return min(self.size or NO_BATCH, samples)

@@ -659,7 +659,7 @@ def test_joined_windows_of_two_ranks_keep_their_compensation(dtype, tmp_path, py
         accumulator, _ = make()
         for one in added[rank]:
             accumulator((Tensor(one),))
-        accumulator.provenance.window_origin.set_data(Tensor([rank, 2], ms.int32))
+        accumulator.run_record.window_origin.set_data(Tensor([rank, 2], ms.int32))
         files.append(tmp_path / f"{rank}.ckpt")
         ms.save_checkpoint(accumulator, str(files[-1]))
     accumulator, weight = make()

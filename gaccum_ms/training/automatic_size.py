@@ -20,36 +20,33 @@ import mindspore as ms
 
 from gaccum_ms.backend.out_of_memory import is_out_of_memory
 from gaccum_ms.backend.snapshot import Snapshot
+from gaccum_ms.memory import search
 
 if TYPE_CHECKING:
     from gaccum_ms.cell import GradAccumulationCell
-    from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell as Step
+    from gaccum_ms.memory.trial import MakeStep, StepOnTrial
+    from gaccum_ms.training.parts import Parts
 
 _NAME = "GradAccumulationCell"
-_search: Any = None  # memory/search.py
 NO_BATCH = 2**31 - 1  # the size of a rank that has not had a batch: any size fits
 
 
-def search_by(search: Any) -> None:
-    """Set the module that finds sizes. It cannot be imported here: its trials use the step, which imports this file."""
-    global _search
-    _search = search
-
-
-class Halving:
+class AutomaticSize:
     """Finds and halves the size of a step's micro-batches. A subclass defines the unit of the size, and trains with it.
 
     Args:
-        step (TrainOneStepWithGradAccumulationCell): The step.
-        cell (GradAccumulationCell): The options.
+        parts (Parts): The parts of the step.
+        cell (GradAccumulationCell): The network and the options.
+        make_step (Callable): Makes another step, for a trial.
     """
 
     _of: str  # the option that has the size as its value
     _least = 1  # the smallest possible size
 
-    def __init__(self, step: Step, cell: GradAccumulationCell) -> None:
-        self._step = step
+    def __init__(self, parts: Parts, cell: GradAccumulationCell, make_step: MakeStep) -> None:
+        self._parts = parts
         self._cell = cell
+        self._make_step = make_step
         self._fails = cell.auto.is_out_of_memory or is_out_of_memory
         self._limit = cell.auto.memory_limit
         self._search_key: tuple | None = None
@@ -59,13 +56,23 @@ class Halving:
     def agree(self) -> None:
         """Before a window's end: go on with the smallest size of all ranks. With several ranks, a collective."""
         if self.size is None:  # a flush, on a rank without a batch: others may be finding their first size
-            size = _search.agreed_size(_NAME, NO_BATCH, self._limit)
+            size = search.agreed_size(_NAME, NO_BATCH, self._limit)
             if size < NO_BATCH:
                 self._begin(size)
         size = self.size or NO_BATCH
-        smallest = max(_search.agreed_size(_NAME, size, self._limit), self._least)
+        smallest = max(search.agreed_size(_NAME, size, self._limit), self._least)
         if smallest < size:
             self._shrink(smallest, "on another rank")
+
+    def get_parameters(self) -> list[ms.Parameter]:
+        """What training writes."""
+        parts = self._parts
+        cells = parts.network, parts.window, parts.update
+        return [parts.batch_count, parts.window_position, *(each for cell in cells for each in cell.get_parameters())]
+
+    def rehearsed(self, size: Any) -> StepOnTrial:
+        """In a trial: the step of this training, with a size. It raises the error if that does not fit."""
+        raise NotImplementedError
 
     # -- the size ------------------------------------------------------------------------------------------------------
 
@@ -78,15 +85,15 @@ class Halving:
         raise NotImplementedError
 
     def _find(self, inputs: Sequence[ms.Tensor]) -> None:
-        step = self._step
-        self._search_key = _search.search_key(self._cell, step.optimizer, inputs, self._limit, self._fails)
-        self._begin(_search.found_size(_NAME, self._cell, step.optimizer, inputs, self._limit, self._fails, step))
+        what = self._cell, self._parts.update.optimizer, inputs, self._limit, self._fails
+        self._search_key = search.search_key(*what)
+        self._begin(search.found_size(_NAME, *what, self._make_step, self))
 
     def _shrink(self, size: int, where: str) -> None:
         before = self.size
         self._set(size)
         if self._search_key is not None:
-            _search.found_less(self._cell.network, self._search_key, size)
+            search.found_less(self._cell.network, self._search_key, size)
         warnings.warn(
             f"For '{_NAME}', memory ran out {where} with {self._of}={before}, found by 'auto': "
             f"training goes on with {size}, on all ranks. No batch is lost.",
@@ -120,7 +127,7 @@ class Halving:
             size = self._used(samples)
             if size <= self._least:
                 self._set(self.size or size)  # a graph that has failed does not run again
-                _search.agreed_size(_NAME, 0, self._limit)  # raises, on all ranks
+                search.agreed_size(_NAME, 0, self._limit)  # raises, on all ranks
             self._shrink(max(-(-size // 2), self._least), f"({failed}) for {samples} samples")
 
     def _used(self, samples: int) -> int:
@@ -136,19 +143,19 @@ class Halving:
 
     def _note(self) -> None:
         """Keep a copy of everything that a batch on this rank alone may change."""
-        window = self._step.window
-        left_out = [*self._step.weights, *(self._constants or ())]
-        if not int(self._step.window_position.asnumpy()):  # they are zero
+        window = self._parts.window
+        left_out = [*self._parts.weights, *(self._constants or ())]
+        if self._parts.is_between_windows:  # they are zero
             left_out += window.store.get_parameters()
         self._before = Snapshot(window, leave_out=left_out)
 
     def _put_back(self) -> None:
-        self._step.window.store.reset_eagerly()
+        self._parts.window.store.reset_eagerly()
         self._before.restore()
 
     def _find_constants(self) -> None:
         """Find what a batch has not changed: frozen Parameters and constants, which may be many. They need no copy."""
-        network = {id(one) for one in self._step.network.get_parameters()}
+        network = {id(one) for one in self._parts.network.get_parameters()}
         self._constants = [
             one for one in self._before.unchanged() if id(one) in network or not isinstance(one, ms.Parameter)
         ]

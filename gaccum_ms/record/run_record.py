@@ -14,12 +14,7 @@ import numpy as np
 from mindspore import nn
 from mindspore.communication import get_group_size, get_rank
 
-from gaccum_ms.backend.graphs import runs_eagerly
-from gaccum_ms.backend.newer_optimizers import list_rates, refuse_uncompiled
 from gaccum_ms.backend.parameters import counter, of_this_rank, overwrite, overwrite_changed, own
-from gaccum_ms.backend.storage import keep_in_place, parameters_of
-from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer, whole_state
-from gaccum_ms.training.averages import Averaged
 
 if TYPE_CHECKING:
     from gaccum_ms.accumulation.open_window import OpenWindow
@@ -36,8 +31,8 @@ def rule_of(options: Options, on_ranks: bool) -> str:
     return weighs_by + SHARDED * (options.accumulators.sharded and on_ranks)
 
 
-class Provenance(nn.Cell):
-    """The record of who saved a checkpoint. No graph reads its Parameters; they are in every checkpoint.
+class RunRecord(nn.Cell):
+    """The record of the run that saves a checkpoint. No graph reads its Parameters; they are in every checkpoint.
 
     Args:
         owner (str): The class that errors name.
@@ -153,44 +148,3 @@ class Provenance(nn.Cell):
         if len(self.rules) == 1:
             overwrite_changed(self.window_rule, ms.Tensor(RULES.index(self.rules[0]), ms.int32))
         overwrite_changed(self.configured_steps, ms.Tensor(self.own_steps, ms.int32))
-
-
-class Resumable(Averaged):
-    """Mixin of the step and the accumulator: saving and resuming."""
-
-    _jit: bool
-    optimizer: nn.Optimizer
-    provenance: Provenance
-    window_position: ms.Parameter
-
-    def _open_window(self) -> OpenWindow | None:
-        """The window that stays open between batches, if there is one."""
-        raise NotImplementedError
-
-    def init_parameters_data(self, *args, **kwargs):
-        """MindSpore calls this before it saves a checkpoint; state outside of Parameters is copied into them here."""
-        self.provenance.keep_random_state()
-        if isinstance(self.optimizer, ShardedOptimizer):
-            self.optimizer.prepare_save()
-        return super().init_parameters_data(*args, **kwargs)  # type: ignore[misc]
-
-    def load(self, values: Mapping[str, np.ndarray]) -> None:
-        """Load a checkpoint's values, by name, also in the middle of training; `gaccum_ms.resume` checks them."""
-        with whole_state(self.optimizer):
-            self.update.begin_anew()
-            self.provenance.load(self, values, self._open_window())
-
-    def _keep_in_place(self) -> None:
-        """Make compiled graphs see writes into Parameters, also graphs of which the step becomes a part."""
-        list_rates(self.optimizer)
-        window = self._open_window()
-        accumulators = window.accumulators.get_parameters() if window is not None else ()
-        keep_in_place([self.provenance.window_origin, *accumulators], self.provenance.note_load)
-        keep_in_place(parameters_of(self))
-
-    def _begin(self) -> None:
-        self._refuse_to_train_averages()
-        if runs_eagerly(self._jit):
-            refuse_uncompiled(self.provenance.owner, self.optimizer)
-        if not self.provenance.begun or self.provenance.loaded:
-            self.provenance.begin(self._open_window(), int(self.window_position.asnumpy()))

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from gaccum_ms.accumulation import accumulators
+from gaccum_ms.accumulation.sums import BATCHES, LOSS
 from gaccum_ms.backend.parameters import own
 
 Values = dict[str, np.ndarray]
@@ -59,8 +60,8 @@ def _joined(files: list[Values], first_rank: bool) -> Values:
         joined.pop(lost, None)
     sums = np.stack([values[own("window_sums")] for values in files])
     joined[own("window_sums")] = sums.sum(axis=0) if first_rank else np.zeros_like(sums[0])
-    joined[own("window_sums")][0] = np.dot(factors, sums[:, 0])
-    joined[own("window_sums")][3] = position
+    joined[own("window_sums")][LOSS] = np.dot(factors, sums[:, LOSS])
+    joined[own("window_sums")][BATCHES] = position
     if all(own("window_first") in values for values in files):
         first = np.stack([values[own("window_first")] for values in files])
         joined[own("window_first")] = first.sum(axis=0) if first_rank else np.zeros_like(first[0])

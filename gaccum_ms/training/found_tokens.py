@@ -1,0 +1,64 @@
+"""``MaxTokens("auto")``: the number of tokens in a micro-batch is found at the first batch, and halved when memory runs
+out (automatic_size.py).
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Any
+
+from gaccum_ms.training.automatic_size import AutomaticSize
+from gaccum_ms.training.on_trial import RehearsedStep
+from gaccum_ms.training.runner import Batch
+
+if TYPE_CHECKING:
+    from gaccum_ms.cell import GradAccumulationCell
+    from gaccum_ms.memory.trial import MakeStep, StepOnTrial
+    from gaccum_ms.training.parts import Parts
+    from gaccum_ms.training.python_split import PythonSplit
+
+
+class FoundTokens(AutomaticSize):
+    """Finds the number of tokens in a step's micro-batches, and trains with it.
+
+    Args:
+        parts (Parts): The parts of the step.
+        cell (GradAccumulationCell): The network and the options; its `split` is a MaxTokens.
+        make_step (Callable): Makes another step, for a trial.
+        split (PythonSplit): Trains on the micro-batches that `MaxTokens` makes.
+    """
+
+    _of = "max_tokens"
+
+    def __init__(self, parts: Parts, cell: GradAccumulationCell, make_step: MakeStep, split: PythonSplit) -> None:
+        super().__init__(parts, cell, make_step)
+        self._split = split
+        self._tokens: Any = cell.split  # the MaxTokens
+
+    def prepare(self, inputs: tuple[Any, ...]) -> Batch:
+        if self.size is None:
+            self._find(inputs)
+        batch = self._split.prepare(inputs)
+        self.size, self._least = self._tokens.max_tokens, self._tokens.widths[-1]
+        return batch
+
+    def run(self, batch: Batch) -> Any:
+        batches = [batch]
+
+        def add() -> tuple[Any, bool]:
+            added = self._split.add(batches.pop() if batches else self.prepare(tuple(batch.inputs)))
+            return added, bool(added[0].asnumpy().any())
+
+        added = self._as_it_fits(add, batch.inputs[0].shape[0])
+        if self._parts.window.open.is_full:
+            self._agree_at_the_end()
+        return self._split.end(added)
+
+    def rehearsed(self, size: Any) -> StepOnTrial:
+        self._split.split_by(size)
+        return RehearsedStep(self._parts, self._split)
+
+    def _set(self, size: int) -> None:
+        self._tokens.max_tokens = self.size = size
+        self._split.renew_graphs()
+        gc.collect()

@@ -1,0 +1,70 @@
+"""The life of a training step or an accumulator: it begins to train, is saved, and is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn
+
+from gaccum_ms.backend.graphs import runs_eagerly
+from gaccum_ms.backend.newer_optimizers import list_rates, refuse_uncompiled
+from gaccum_ms.backend.storage import keep_in_place, parameters_of
+from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer, whole_state
+from gaccum_ms.training.averages import refuse_to_train_averages
+
+if TYPE_CHECKING:
+    from gaccum_ms.accumulation.open_window import OpenWindow
+    from gaccum_ms.accumulation.update import Update
+    from gaccum_ms.record.run_record import RunRecord
+
+
+class Lifecycle:
+    """What precedes training, saving and loading.
+
+    Args:
+        record (RunRecord): The record of the run, which is in each checkpoint.
+        update (Update): The end of a window.
+        open_window (OpenWindow or None): The window that stays open between batches, if there is one.
+        position (Parameter): Batches in the open window, int32 of shape (): a checkpoint may be of such a window, too,
+            if windows have one batch here.
+        jit (bool): Whether the step is compiled in PyNative mode, too.
+    """
+
+    def __init__(
+        self, record: RunRecord, update: Update, open_window: OpenWindow | None, position: ms.Parameter, jit: bool
+    ) -> None:
+        self._record = record
+        self._update = update
+        self._open_window = open_window
+        self._position = position
+        self._jit = jit
+
+    def begin_call(self) -> None:
+        """Before each batch, flush and change: refuse what cannot be trained or continued."""
+        refuse_to_train_averages(self._update)
+        if runs_eagerly(self._jit):
+            refuse_uncompiled(self._record.owner, self._update.optimizer)
+        if not self._record.begun or self._record.loaded:
+            self._record.begin(self._open_window, int(self._position.asnumpy()))
+
+    def keep_in_place(self, cell: nn.Cell) -> None:
+        """Make compiled graphs see writes into the Parameters of `cell` , also graphs of which it becomes a part."""
+        list_rates(self._update.optimizer)
+        accumulators = self._open_window.accumulators.get_parameters() if self._open_window is not None else ()
+        keep_in_place([self._record.window_origin, *accumulators], self._record.note_load)
+        keep_in_place(parameters_of(cell))
+
+    def prepare_save(self) -> None:
+        """Before a checkpoint is saved: copy state outside of Parameters into them."""
+        self._record.keep_random_state()
+        if isinstance(self._update.optimizer, ShardedOptimizer):
+            self._update.optimizer.prepare_save()
+
+    def load(self, cell: nn.Cell, values: Mapping[str, np.ndarray]) -> None:
+        """Load a checkpoint's values into the Parameters of `cell` , by name; `gaccum_ms.resume` has checked them."""
+        with whole_state(self._update.optimizer):
+            self._update.begin_anew()
+            self._record.load(cell, values, self._open_window)

@@ -1,0 +1,38 @@
+"""How Python calls a training step: a runner for each way, with the same methods.
+
+OneGraph        the step's own graph                                    (one_graph.py)
+CompilerGraph   the step's graph, in semi-auto and auto parallel mode   (one_graph.py)
+PythonSplit     a function cuts the batch                               (python_split.py)
+FoundSize       the size of micro-batches is found                      (found_size.py)
+FoundTokens     the number of tokens in micro-batches is found          (found_tokens.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mindspore as ms
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A checked batch."""
+
+    inputs: Sequence[Any]
+    sizes: Sequence[int]  # the numbers of samples of its micro-batches; none, if a compiler cuts it
+    micro_batches: Callable[[], Sequence[Sequence[ms.Tensor]]]
+
+
+class Runner(Protocol):
+    """Trains a step on one batch."""
+
+    def prepare(self, inputs: tuple[Any, ...]) -> Batch:
+        """The checked batch. What is wrong with it is one clear error, before anything runs."""
+
+    def run(self, batch: Batch) -> Any:
+        """Train on the batch; returns what the step returns."""
+
+    def agree(self) -> None:
+        """Before a flush: what all ranks must agree on. With several ranks, possibly a collective."""
