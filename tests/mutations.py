@@ -264,8 +264,8 @@ FAULTS = [
     Fault(
         "a batch that Python cuts is not expected to be larger than its first micro-batch",
         "training/python_split.py",
-        "samples = [one[0].shape[0] for one in parts]",
-        "return [1.0] * len(parts)",
+        "samples = [micro_batch[0].shape[0] for micro_batch in micro_batches]",
+        "return [1.0] * len(micro_batches)",
         "training/test_python_split.py -k flush",
     ),
     Fault(
@@ -491,8 +491,8 @@ FAULTS = [
     # -- resuming, callbacks, rates
     Fault(
         "a checkpoint is without the rates of experimental optimizers",
-        "record/run_record.py",
-        "        list_rates(self.optimizer)\n",
+        "training/lifecycle.py",
+        "        list_rates(self._update.optimizer)\n",
         "",
         "training/test_newer_optimizers.py -k go_on_from_a_checkpoint[exponential-graph]",
     ),
@@ -505,24 +505,24 @@ FAULTS = [
     ),
     Fault(
         "the data set begins anew",
-        "training/resume.py",
+        "checkpoint/resume.py",
         "begin_at(data_set, position, ",
         "begin_at(data_set, 0, ",
-        "training/test_resume.py -k resumed_in_a_new_model",
+        "checkpoint/test_resume.py -k resumed_in_a_new_model",
     ),
     Fault(
         "files of different updates are joined",
-        "training/rank_files.py",
+        "checkpoint/rank_files.py",
         'if len({int(values.get(own("update_count"), 0)) for _, values in files}) > 1:',
         "if not files:",
-        "training/test_resume.py -k different_updates",
+        "checkpoint/test_resume.py -k different_updates",
     ),
     Fault(
         "other ranks' losses are lost when a window is joined",
-        "training/rank_files.py",
-        'joined[own("window_sums")][0] = np.dot(factors, sums[:, 0])',
-        'joined[own("window_sums")][0] = sums[0, 0]',
-        "training/test_resume.py ranks/test_window_ranks.py -k 'one_process or joined'",
+        "checkpoint/rank_files.py",
+        'joined[own("window_sums")][LOSS] = np.dot(factors, sums[:, LOSS])',
+        'joined[own("window_sums")][LOSS] = sums[0, LOSS]',
+        "checkpoint/test_resume.py ranks/test_window_ranks.py -k 'one_process or joined'",
     ),
     Fault(
         "an epoch's tail is not flushed",
@@ -611,17 +611,17 @@ FAULTS = [
     ),
     Fault(
         "batches are counted by the ranks that saved them",
-        "training/resume.py",
+        "checkpoint/resume.py",
         "    return values | {name: np.array(value, values[name].dtype) for name, value in here.items()}\n",
         "    return values\n",
-        "training/test_resume.py -k second_resume",
+        "checkpoint/test_resume.py -k second_resume",
     ),
     Fault(
         "ranks go on from what not all have",
-        "training/newest.py",
+        "checkpoint/newest.py",
         "        if all(key in keys for keys in others):\n",
         "        if True:\n",
-        "training/test_newest.py -k agree",
+        "checkpoint/test_newest.py -k agree",
     ),
     # -- micro-batches by length
     Fault(

@@ -14,7 +14,6 @@ import numpy as np
 from mindspore import nn, ops
 from mindspore.common.initializer import initializer
 
-from gaccum_ms.accumulation.micro_batches import SplitPlan
 from gaccum_ms.backend import no_grad
 from gaccum_ms.backend.cpu_kernels import add_in_place, zero_in_place
 from gaccum_ms.backend.parameters import of_this_rank, on_cpu, write
@@ -86,9 +85,6 @@ class NoSums(nn.Cell):
     def reset_eagerly(self) -> None:
         """Nothing."""
 
-    def check_plan(self, plan: SplitPlan) -> None:
-        """Nothing."""
-
 
 class GradientSums(nn.Cell):
     """The accumulators of a window, with or without compensation: add, read, reset."""
@@ -152,9 +148,6 @@ class GradientSums(nn.Cell):
         with no_grad():
             for held in (*self.sums, *(self.compensations if self.compensated else ())):
                 zero_in_place(held)
-
-    def check_plan(self, plan: SplitPlan) -> None:
-        """Nothing: each rank adds by itself."""
 
     def hold_something(self) -> bool:
         """Whether any of them is not zero."""

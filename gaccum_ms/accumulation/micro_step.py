@@ -5,7 +5,7 @@ loss that needs all samples of the batch at once. A micro-step has three methods
 
 * `prepare` runs before the loop. It returns the initial sums, what all micro-batches share, and the inputs to cut.
 * `run` runs for each micro-batch. It returns the micro-batch's part of the sums, and its gradients.
-* `check_plan` runs in Python, before a batch.
+* `check_plan` , if a kind has it, runs in Python before a batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from mindspore import nn, ops
 from mindspore.ops.functional import typeof
 
 from gaccum_ms.options.options import Options
-from gaccum_ms.splitting.even_split import SplitPlan
 
 # Graph mode's type names, for values that a network may return by mistake.
 _KINDS = {"Dict": "a dict", "TypeNone": "None", "Float": "a number", "Int": "a number", "Bool": "a bool"}
@@ -95,9 +94,6 @@ class OneLoss(nn.Cell):
 
     # -- not compiled --------------------------------------------------------------------------------------------------
 
-    def check_plan(self, plan: SplitPlan) -> None:
-        """Before a batch: it may be cut in any way."""
-
 
 class _LossAlone(nn.Cell):
     """One of several losses, with its own backward graph, which a NaN of another loss cannot enter."""
@@ -150,6 +146,3 @@ class SeveralLosses(nn.Cell):
         return ops.reduce_sum(parts * self.loss_weights), parts
 
     # -- not compiled --------------------------------------------------------------------------------------------------
-
-    def check_plan(self, plan: SplitPlan) -> None:
-        """Before a batch: it may be cut in any way."""

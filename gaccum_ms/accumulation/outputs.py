@@ -14,7 +14,6 @@ import mindspore as ms
 from mindspore import nn, ops
 from mindspore.ops.functional import typeof
 
-from gaccum_ms.accumulation import micro_batches
 from gaccum_ms.accumulation.micro_batches import axis_at
 from gaccum_ms.accumulation.micro_step import float32_loss, shape_or_none
 from gaccum_ms.accumulation.output_axes import Output
@@ -136,6 +135,3 @@ class LossWithOutputs(nn.Cell):
                 )
             axes.append(axis)
         self.axes = tuple(axes)
-
-    def check_plan(self, plan: micro_batches.SplitPlan) -> None:
-        """Before a batch: it may be cut in any way."""

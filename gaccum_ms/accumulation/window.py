@@ -94,6 +94,7 @@ class Window(nn.Cell):
         self.least = ops.constexpr(self._least.read)
         self.weighing = weighing
         self.store = store
+        self._checking = tuple(part for part in (store, micro_step) if hasattr(part, "check_plan"))
         self.spans_batches = open_window is not None
         if open_window is not None:
             self.open = open_window
@@ -227,8 +228,8 @@ class Window(nn.Cell):
 
     def check_plan(self, plan: micro_batches.SplitPlan) -> None:
         """Before a batch: check what must be equal on all ranks. Some kinds of window use a collective for it."""
-        self.store.check_plan(plan)
-        self.micro_step.check_plan(plan)
+        for part in self._checking:
+            part.check_plan(plan)
 
     def find_output_axes(
         self, inputs: Sequence[ms.Tensor], plan: micro_batches.SplitPlan, weights: Sequence[ms.Parameter]

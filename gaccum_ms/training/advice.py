@@ -45,6 +45,7 @@ class Advice:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
+        self._cuts = setup.o.accumulates
         self._looked = self._looked_at_one_value = False
 
     def silence(self) -> None:
@@ -59,7 +60,7 @@ class Advice:
             sizes (Sequence[int]): The numbers of samples in this batch's micro-batches, if they are known.
             batch (Sequence[Tensor]): The batch, if it is known.
         """
-        accumulates = spans_batches or self._setup.o.accumulates
+        accumulates = spans_batches or self._cuts
         if not self._looked:
             self._looked = True
             for text in self._texts(accumulates, batch):

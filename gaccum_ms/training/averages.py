@@ -17,12 +17,11 @@ def average_of(update: Update) -> WeightAverage | None:
     return next((link for link in update.links if isinstance(link, WeightAverage)), None)
 
 
-def refuse_to_train_averages(update: Update) -> None:
+def refuse_to_train(owner: str, average: WeightAverage) -> None:
     """Raise an error within `averaged_weights` ."""
-    average = average_of(update)
-    if average is not None and average.swapped:
+    if average.swapped:
         raise RuntimeError(
-            f"For '{update.owner}', there must be no training within 'averaged_weights()', where the weights are their "
+            f"For '{owner}', there must be no training within 'averaged_weights()', where the weights are their "
             f"averages, but got a batch or a flush. Nothing was changed. Train after its end."
         )
 

@@ -13,7 +13,7 @@ from gaccum_ms.backend.graphs import runs_eagerly
 from gaccum_ms.backend.newer_optimizers import list_rates, refuse_uncompiled
 from gaccum_ms.backend.storage import keep_in_place, parameters_of
 from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer, whole_state
-from gaccum_ms.training.averages import refuse_to_train_averages
+from gaccum_ms.training.averages import average_of, refuse_to_train
 
 if TYPE_CHECKING:
     from gaccum_ms.accumulation.open_window import OpenWindow
@@ -38,13 +38,15 @@ class Lifecycle:
     ) -> None:
         self._record = record
         self._update = update
+        self._average = average_of(update)
         self._open_window = open_window
         self._position = position
         self._jit = jit
 
     def begin_call(self) -> None:
         """Before each batch, flush and change: refuse what cannot be trained or continued."""
-        refuse_to_train_averages(self._update)
+        if self._average is not None:
+            refuse_to_train(self._record.owner, self._average)
         if runs_eagerly(self._jit):
             refuse_uncompiled(self._record.owner, self._update.optimizer)
         if not self._record.begun or self._record.loaded:

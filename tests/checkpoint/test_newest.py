@@ -14,8 +14,8 @@ from support.reference import OPTIMIZERS, accumulated, batches, make_network
 from support.state import assert_identical, everything
 
 from gaccum_ms import resume
+from gaccum_ms.checkpoint import newest
 from gaccum_ms.checkpoint.newest import AHEAD, SET_ASIDE, common_key, newest_checkpoint
-from gaccum_ms.training import newest
 
 
 def make_step():

@@ -78,7 +78,7 @@ def play(name: str) -> Callable[[Path], Results]:
             f"{name}/updates": as_numpy(step.update_count),
             f"{name}/count": as_numpy(step.window_count),
             f"{name}/loss": as_numpy(step.window_loss),
-            f"{name}/graphs": np.array(len(step._split._graph.compile_cache)),
+            f"{name}/graphs": np.array(len(step._runner._graph.compile_cache)),
         }
 
     return case

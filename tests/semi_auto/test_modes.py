@@ -42,7 +42,7 @@ def test_a_bad_count_is_one_clear_error():
     step = make_step(micro_size=2, count=count)
     step.window_count.set_data(Tensor(np.nan, ms.float32))
     with pytest.raises(ValueError, match=r"'count' must return .* got \[\[-1.0, -1.0\]\].*Nothing was changed"):
-        step._check_count([Tensor(value) for value in batches(4, 1)[0]])
+        step._counts.check(step._runner.prepare(tuple(Tensor(value) for value in batches(4, 1)[0])))
 
 
 @pytest.mark.parametrize(

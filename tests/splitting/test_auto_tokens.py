@@ -29,7 +29,7 @@ from gaccum_ms import (
 from gaccum_ms.backend.parameters import overwrite
 from gaccum_ms.backend.snapshot import Snapshot
 from gaccum_ms.memory.meter import AllocatorMeter
-from gaccum_ms.training.found_tokens import AutoTokens
+from gaccum_ms.training.found_tokens import FoundTokens
 
 PLENTY = 1 << 40
 MARK = 1  # a token in the shortest samples: its micro-batch runs out of memory
@@ -72,7 +72,7 @@ def auto_step(tokens, widths=2, **options):
     network = RunsOut()
     auto = AutoSize(PLENTY, says_assert_failed)
     step = make_step(max_tokens(max_tokens=auto, widths=widths), network, **options)
-    step._auto._begin(tokens)
+    step._runner._begin(tokens)
     return network, step
 
 
@@ -124,7 +124,7 @@ def test_finds_the_number_that_fits_on_all_widths_once(tried):
     assert split.max_tokens == 2 * LENGTH
     assert tried == [4, 2, 3]
     losses += run(step, DATA[1:3])
-    assert len(step._auto.split._graph.compile_cache) == 2
+    assert len(step._runner._split._graph.compile_cache) == 2
     assert tried == [4, 2, 3]
     ms.set_context(mode=ms.PYNATIVE_MODE)  # compiles nothing for the reference and the other search
     whole = whole_step()
@@ -221,7 +221,7 @@ def test_trains_as_with_the_number(options, mode):
     other = make_step(max_tokens(widths=2), RunsOut(), **options)
     np.testing.assert_allclose(losses, run(other, MARKED[:4]), rtol=1e-6)
     assert_alike(step, other, 1e-6)
-    assert step._auto.split._split.widths == other._split._split.widths
+    assert step._runner._split._split.widths == other._runner._split.widths
 
 
 # -- when memory runs out in training ----------------------------------------------------------------------------------
@@ -230,13 +230,13 @@ def test_trains_as_with_the_number(options, mode):
 @pytest.fixture
 def restored(monkeypatch):
     """The states of the step, each time before it halves."""
-    states, shrink = [], AutoTokens._shrink
+    states, shrink = [], FoundTokens._shrink
 
     def note(self, *arguments):
         states.append((state(self._step), ms.get_rng_state().asnumpy().copy()))
         return shrink(self, *arguments)
 
-    monkeypatch.setattr(AutoTokens, "_shrink", note)
+    monkeypatch.setattr(FoundTokens, "_shrink", note)
     return states
 
 
@@ -244,7 +244,7 @@ def fail_in_the_second_batch(restored, options, widths=2):
     """Fails twice, in the last micro-batch. What the batch has changed is restored each time, bit for bit."""
     network, step = auto_step(96, widths, **options)
     losses = run(step, MARKED[:1])
-    graph = weakref.ref(step._auto.split._graph)
+    graph = weakref.ref(step._runner._split._graph)
     network.set_largest(30)
     ms.manual_seed(7)
     before, generator = state(step), ms.get_rng_state().asnumpy().copy()
@@ -280,7 +280,7 @@ def test_halves_and_goes_on(options, widths, restored, mode):
     split = step.options.split
     assert split.max_tokens == split.plan.max_tokens == 24
     losses += run(step, MARKED[2:4])
-    assert len(step._auto.split._graph.compile_cache) <= len(split.widths) == widths
+    assert len(step._runner._split._graph.compile_cache) <= len(split.widths) == widths
     ms.set_context(mode=ms.PYNATIVE_MODE)
     whole = make_step(max_tokens(), Causal(), **options) if options else whole_step()
     np.testing.assert_allclose(losses, run(whole, MARKED[:4]), rtol=1e-5)

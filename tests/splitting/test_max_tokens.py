@@ -121,9 +121,9 @@ def test_equals_the_whole_padded_batch_in_at_most_as_many_graphs_as_widths(mode)
     assert split.widths[-1] == LENGTH
     assert len(split.widths) <= 3
     if mode == "graph":
-        assert 1 < len(step._split._graph.compile_cache) <= 3
+        assert 1 < len(step._runner._graph.compile_cache) <= 3
         run(step, [batch(seed, samples) for seed, samples in enumerate((2, 3, 11, 40, 64), start=50)])
-        assert len(step._split._graph.compile_cache) <= 3, "whatever comes"
+        assert len(step._runner._graph.compile_cache) <= 3, "whatever comes"
         assert len(step.end_window.compile_cache) == 1
 
 
@@ -374,7 +374,7 @@ def test_inputs_of_unequal_lengths_change_nothing(labels, pynative):
         step(Tensor(tokens), Tensor(more))
     for one, value in zip(step.get_parameters(), before, strict=True):
         np.testing.assert_array_equal(as_numpy(one), value)
-    assert step._split._split.plan is None
+    assert step._runner._split.plan is None
     run(step, DATA[:1])
 
 

@@ -114,7 +114,7 @@ OPTIONS = {
 def auto_step(size, **options):
     """A step that has its size, without a search."""
     step = make_step(Regression(), micro_batch_size=AutoSize(PLENTY), **options)
-    step._auto._begin(size)
+    step._runner._begin(size)
     return step
 
 
@@ -206,7 +206,7 @@ def test_windows_that_span_batches_from_the_first_batch_on(pynative):
     auto, number = (make_step(Regression(), micro_batch_size=size) for size in ("auto", 6))
     for step in (auto, number):
         step.set_accumulation_steps(2)
-    auto._auto._begin(6)
+    auto._runner._begin(6)
     np.testing.assert_allclose(run(auto, data), run(number, data), rtol=1e-6)
     assert int(auto.update_count.asnumpy()) == int(number.update_count.asnumpy()) == 2
 
@@ -239,7 +239,7 @@ def halving_step(network=None, search=False, size=16, **options):
     loss = RunsOut(network or Regression())
     step = make_step(loss, micro_batch_size=AutoSize(PLENTY, says_assert_failed), **options)
     if not search:
-        step._auto._begin(size)
+        step._runner._begin(size)
     return loss, step
 
 
@@ -297,7 +297,7 @@ def fail_and_compare(monkeypatch, options):
     monkeypatch.setattr(FoundSize, "_shrink", compare_and_shrink)
     run(step, data[2:])
     assert compared == [8, 4]
-    constants = {one.name.rpartition(".")[2] for one in step._auto._constants if isinstance(one, ms.Parameter)}
+    constants = {one.name.rpartition(".")[2] for one in step._runner._constants if isinstance(one, ms.Parameter)}
     assert {"gain", "largest"} < constants  # and what WindowBatchNorm moves with the update
 
 
@@ -375,7 +375,7 @@ def test_other_errors_are_raised(pynative):
     loss, step = halving_step()
     data = [marked(one) for one in batches(16, 2)]
     run(step, data[:1])
-    step._auto._fails = lambda error: False
+    step._runner._fails = lambda error: False
     loss.set_largest(5)
     with pytest.raises(RuntimeError, match="assert failed"):
         run(step, data[1:])

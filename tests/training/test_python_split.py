@@ -106,7 +106,7 @@ def loss_of(output):
 
 def graphs(step):
     """The numbers of compiled graphs: micro-steps, and ends of a window."""
-    return len(step._split._graph.compile_cache), len(step.end_window.compile_cache)
+    return len(step._runner._graph.compile_cache), len(step.end_window.compile_cache)
 
 
 # -- what a step returns -----------------------------------------------------------------------------------------------
@@ -573,7 +573,7 @@ RETURNED = {
 def test_what_a_function_must_return(name, pynative):
     returned, error, words = RETURNED[name]
     step = reused_step_of_returned()
-    step._split._split = lambda x, y: returned
+    step._runner._split = lambda x, y: returned
     before = everything(step)
     with pytest.raises(error, match=f"For 'GradAccumulationCell', the function 'split' .*{words}"):
         step(X, Y)
