@@ -37,9 +37,9 @@ def accumulator_options(**given: Any) -> Options:
     check_each(owner, options)
     if options.accumulators.sharded:
         raise ValueError(
-            f"For '{owner}', 'accumulators' must have sharded=False, because a loop of your own may add on some ranks "
-            f"only, but got {options.accumulators}. Leave 'sharded' out; gaccum_ms.ShardedOptimizer shards what an "
-            f"optimizer keeps."
+            f"For '{owner}', the argument 'accumulators' must have sharded=False, because a loop of your own may add "
+            f"on some ranks only, but got {options.accumulators}. Leave 'sharded' out; gaccum_ms.ShardedOptimizer "
+            f"shards what an optimizer keeps."
         )
     return dataclasses.replace(options, transforms=tuple(options.transforms))
 

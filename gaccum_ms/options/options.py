@@ -263,7 +263,7 @@ class Options:
             "`Accumulators(compensated=True)`",
             SEMI_AUTO,
             lambda s: s.o.accumulators.compensated,
-            "in semi-auto and auto parallel mode 'accumulators' must have compensated=False, but got "
+            "in semi-auto and auto parallel mode the argument 'accumulators' must have compensated=False, but got "
             "{o.accumulators}: the compiler's own pass adds the gradients; give Accumulators(mindspore.float32). Data "
             "parallel mode has no such limit.",
         ),
@@ -272,8 +272,8 @@ class Options:
             SHARDED,
             SEMI_AUTO,
             lambda s: s.o.accumulators.sharded,
-            "in semi-auto and auto parallel mode 'accumulators' must have sharded=False, but got {o.accumulators}: "
-            "the compiler shards accumulators itself, with 'gradient_accumulation_shard' in "
+            "in semi-auto and auto parallel mode the argument 'accumulators' must have sharded=False, but got "
+            "{o.accumulators}: the compiler shards accumulators itself, with 'gradient_accumulation_shard' in "
             "parallel_optimizer_config. Data parallel mode has no such limit.",
         ),
         given="Accumulators | None",
