@@ -49,7 +49,6 @@ __all__ = [
     "resume",
     "scale_learning_rate",
     "tune_cpu",
-    "tune_cpu_threads",
 ]
 
 # The command, `gaccum-ms` or `python -m gaccum_ms`, and its launcher, `python -m gaccum_ms.launch`, do not need
@@ -78,6 +77,7 @@ if not _is_command:
     from gaccum_ms.callbacks.update_scheduler import UpdateScheduler
     from gaccum_ms.cell import GradAccumulationCell
     from gaccum_ms.checkpoint.resume import resume
+    from gaccum_ms.cpu.threads import tune_cpu
     from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer
     from gaccum_ms.layers.group_norm import convert_batchnorm_to_groupnorm
     from gaccum_ms.layers.window_batchnorm import WindowBatchNorm
@@ -93,7 +93,6 @@ if not _is_command:
     from gaccum_ms.splitting.even_split import EvenSplit
     from gaccum_ms.splitting.max_tokens import MaxTokens
     from gaccum_ms.splitting.token_plan import TokenPlan
-    from gaccum_ms.threads import tune_cpu, tune_cpu_threads
     from gaccum_ms.training.find_micro_batch_size import find_micro_batch_size
     from gaccum_ms.training.grad_accumulator import GradAccumulator
     from gaccum_ms.training.memory_report import memory_report

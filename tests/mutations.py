@@ -106,17 +106,17 @@ FAULTS = [
     ),
     Fault(
         "half of a gradient is added",
-        "backend/cpu_kernels.py",
+        "cpu/kernels.py",
         "(parameter, -1.0, 0.0, 0.0, value)",
         "(parameter, -0.5, 0.0, 0.0, value)",
-        "backend/test_cpu_kernels.py",
+        "cpu/test_kernels.py",
     ),
     Fault(
         "all numbers are finite",
-        "backend/cpu_kernels.py",
+        "cpu/kernels.py",
         "gradients)) == 0",
         "gradients)) != 1",
-        "backend/test_cpu_kernels.py",
+        "cpu/test_kernels.py",
     ),
     # -- the update
     Fault(

@@ -15,8 +15,8 @@ from mindspore import nn, ops
 from mindspore.common.initializer import initializer
 
 from gaccum_ms.backend import no_grad
-from gaccum_ms.backend.cpu_kernels import add_in_place, zero_in_place
 from gaccum_ms.backend.parameters import of_this_rank, on_cpu, write
+from gaccum_ms.cpu.kernels import add_in_place, zero_in_place
 
 PREFIX = "accu_grads."
 COMPENSATION_PREFIX = "accu_compensation."

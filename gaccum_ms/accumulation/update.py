@@ -23,8 +23,8 @@ from gaccum_ms.accumulation.loss_scale import check_scale, scale_parameter
 from gaccum_ms.accumulation.reduction import scale_by
 from gaccum_ms.accumulation.saturation import read_flag, saturates
 from gaccum_ms.backend import graphs
-from gaccum_ms.backend.cpu_kernels import all_finite
 from gaccum_ms.backend.parameters import counter, hold_weights, overwrite, record
+from gaccum_ms.cpu.kernels import all_finite
 from gaccum_ms.layers.window_batchnorm import window_statistics
 from gaccum_ms.transforms import norms
 from gaccum_ms.transforms.chain import Chain, without_front_clip

@@ -27,8 +27,8 @@ from gaccum_ms.accumulation.counting import Counting
 from gaccum_ms.accumulation.noise import NoiseRecord
 from gaccum_ms.accumulation.reduction import CountedReduction
 from gaccum_ms.accumulation.sums import COUNT, DROPPED
-from gaccum_ms.backend.cpu_kernels import all_finite, zeros_like
 from gaccum_ms.backend.parameters import hold_weights
+from gaccum_ms.cpu.kernels import all_finite, zeros_like
 from gaccum_ms.losses import counts
 from gaccum_ms.options.options import Options
 

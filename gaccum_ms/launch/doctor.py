@@ -27,7 +27,7 @@ from gaccum_ms.launch.command_line import Parser
 from gaccum_ms.launch.output import show
 
 # Training's own rule, run as a separate program, because the launcher does not import the other packages.
-CPU_INSTRUCTIONS = Path(__file__).parents[1] / "backend" / "cpu_instructions.py"
+CPU_INSTRUCTIONS = Path(__file__).parents[1] / "cpu" / "instructions.py"
 DESCRIPTION = (
     "Say what is installed, which devices MindSpore can use, and whether two ranks can add numbers. Whatever is "
     "broken is named with its remedy, and the exit code is then 1. Nothing is installed or changed."

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import mindspore as ms
 from mindspore import nn
 
-from gaccum_ms.backend.convolutions import limit_instructions_for
 from gaccum_ms.backend.graphs import compiling_alone
 from gaccum_ms.backend.pynative_tape import close_tape
 from gaccum_ms.backend.snapshot import Snapshot, as_numpy
 from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.cpu.convolutions import limit_instructions_for
 from gaccum_ms.distributed.layout import rank_and_ranks
 from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer
 from gaccum_ms.memory.child import Usage, run_in_child

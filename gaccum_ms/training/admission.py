@@ -10,13 +10,13 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn
 
-from gaccum_ms.backend.convolutions import limit_instructions_for, limit_instructions_for_weights
 from gaccum_ms.backend.newer_optimizers import refuse_without_kernels
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.checks.arguments import (
     check_optimizer,
     described,
 )
+from gaccum_ms.cpu.convolutions import limit_instructions_for, limit_instructions_for_weights
 from gaccum_ms.distributed.ranks import check_parallel_mode, refuse_hooked_weights
 from gaccum_ms.layers.batchnorm import refuse_sync_batch_norm
 from gaccum_ms.layers.sparse import refuse_sparse_gradients

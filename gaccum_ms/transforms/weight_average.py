@@ -10,9 +10,9 @@ import numpy as np
 from mindspore import nn, ops
 
 from gaccum_ms.backend import no_grad
-from gaccum_ms.backend.cpu_kernels import add_in_place
 from gaccum_ms.backend.parameters import overwrite
 from gaccum_ms.checks.arguments import check_bool, check_number, check_positive_finite
+from gaccum_ms.cpu.kernels import add_in_place
 from gaccum_ms.transforms.transform import Transform
 
 _NAME = "WeightAverage"

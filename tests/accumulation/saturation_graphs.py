@@ -17,7 +17,7 @@ from support.saturating import yes
 
 from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell, backend
 from gaccum_ms.accumulation import accumulators
-from gaccum_ms.backend import cpu_kernels
+from gaccum_ms.cpu import kernels
 
 
 def count(x, y):
@@ -62,7 +62,7 @@ def main(out: Path, names: list[str]) -> None:
         if name != "on cpu":
             amp._ascend_target = amp._ascend_910a_target = yes  # MindSpore's own ...
             backend.ascend_target = backend.ascend_910a_target = yes  # ... and ours
-            cpu_kernels.on_cpu = accumulators.on_cpu = no
+            kernels.on_cpu = accumulators.on_cpu = no
         message = "compiled"
         try:
             compile_case(name)

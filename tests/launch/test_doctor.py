@@ -13,7 +13,7 @@ import pytest
 from launched import PYTHONPATH, ROOT
 from mindspore.run_check._check_version import AscendEnvChecker
 
-from gaccum_ms.backend import cpu_instructions
+from gaccum_ms.cpu import instructions
 from gaccum_ms.launch import cuda, doctor
 
 
@@ -36,7 +36,7 @@ def test_this_machine_can_train_and_check_says_so():
     assert lines["Python"].startswith(sys.version.split()[0])
     assert lines["msrun"].endswith("bin/msrun")
     assert "CPU        works\n" in done.stdout
-    assert f"CPU speed  {cpu_instructions.description()}\n" in done.stdout
+    assert f"CPU speed  {instructions.description()}\n" in done.stdout
     assert all(len(line) <= 80 or "/" in line for line in done.stdout.splitlines()), "only a path is longer"
     if not cuda.has_driver():
         assert lines["GPU"] == f"no: there is no NVIDIA driver ({cuda.DRIVER})"

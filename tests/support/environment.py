@@ -7,7 +7,7 @@ of docs/ and sample_code/ run with MindSpore's own threads, as a user's do, and 
 ``MS_DEV_HOST_BLOCKING_RUN=0`` .
 
 On a CPU with AVX-512, oneDNN can be limited only before the first computation; later tests with convolutions would
-warn. test_cpu_instructions.py starts processes without this variable.
+warn. test_instructions.py starts processes without this variable.
 """
 
 from __future__ import annotations

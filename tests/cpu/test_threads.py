@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gaccum_ms import tune_cpu, tune_cpu_threads
+from gaccum_ms import tune_cpu
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 # This counts the threads after a graph has run, by MindSpore's names.
 _COUNT = """
@@ -85,10 +85,6 @@ def test_refuses_what_is_no_number_of_cores(cores, error):
 def test_refuses_what_is_no_network():
     with pytest.raises(TypeError, match="For 'tune_cpu', the argument 'network' must be a Cell, but got 'function'"):
         tune_cpu(1, network=printed)
-
-
-def test_the_old_name_is_the_same_function():
-    assert tune_cpu_threads is tune_cpu
 
 
 @pytest.mark.parametrize("given", ["two", "-1", "0", ""])

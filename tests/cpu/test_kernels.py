@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
-from gaccum_ms.backend.cpu_kernels import add_in_place, all_finite, zero_in_place, zeros_like
+from gaccum_ms.cpu.kernels import add_in_place, all_finite, zero_in_place, zeros_like
 
 
 class Adding(nn.Cell):

@@ -1,4 +1,4 @@
-"""oneDNN's limit in each way to start training: ``cpu_instructions_worker.py OUT CASE...``.
+"""oneDNN's limit in each way to start training: ``instructions_worker.py OUT CASE...``.
 
 Each case runs in a fork, in which no kernel has run before. It writes its output to ``OUT/CASE.txt``, and oneDNN's
 limit, the variable and the warnings to ``OUT/CASE.json``.
@@ -20,7 +20,7 @@ from mindspore import Tensor, nn, ops
 
 import gaccum_ms
 from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell
-from gaccum_ms.backend.cpu_instructions import VARIABLE
+from gaccum_ms.cpu.instructions import VARIABLE
 
 BATCH = Tensor(np.ones((4, 3, 8, 8), np.float32)), Tensor(np.ones((4, 8 * 8 * 8), np.float32))
 
@@ -86,10 +86,6 @@ def audit() -> None:
 
 def tune() -> None:
     gaccum_ms.tune_cpu()
-
-
-def tune_by_the_old_name() -> None:
-    gaccum_ms.tune_cpu_threads(1)
 
 
 def tune_for_a_network_that_convolves() -> None:

@@ -11,7 +11,7 @@ from mindspore import mint, nn, ops
 from mindspore.ops import conv2d as by_another_name
 
 from gaccum_ms import WithBatchLossCell
-from gaccum_ms.backend.convolutions import convolves
+from gaccum_ms.cpu.convolutions import convolves
 
 
 def helper(x):

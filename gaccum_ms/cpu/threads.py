@@ -10,9 +10,9 @@ import mindspore as ms
 import mindspore.dataset as ds
 from mindspore import nn
 
-from gaccum_ms.backend.convolutions import convolves
-from gaccum_ms.backend.cpu_instructions import limit_instructions
 from gaccum_ms.checks.arguments import check_positive_int
+from gaccum_ms.cpu.convolutions import convolves
+from gaccum_ms.cpu.instructions import limit_instructions
 
 
 class CpuThreads(NamedTuple):
@@ -51,8 +51,6 @@ def tune_cpu(cores: int | None = None, network: nn.Cell | None = None) -> CpuThr
     the process's first matrix product or convolution; later, there is a UserWarning that it is too late. Our training
     steps do the same for a network with convolutions, and not for others: a transformer took 1.2 times as long with
     AVX2.
-
-    ``tune_cpu_threads`` , its former name, still works.
 
     Args:
         cores (int, optional): The number of cores for this process, at most the host's. Default: ``None`` ,
@@ -93,9 +91,6 @@ def tune_cpu(cores: int | None = None, network: nn.Cell | None = None) -> CpuThr
     if network is None or convolves(network):
         limit_instructions()
     return threads
-
-
-tune_cpu_threads = tune_cpu  # the former name
 
 
 def _cores_of_this_process() -> int:

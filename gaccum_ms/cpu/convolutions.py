@@ -16,14 +16,14 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms.backend.cpu_instructions import limit_instructions
+from gaccum_ms.cpu.instructions import limit_instructions
 
 # Conv2D, conv1d, Conv3dTranspose, conv_transpose2d, Convolution, conv_tbc; not Convert.
 _CONVOLUTION = re.compile(r"conv(\d|olution|_?transpose|_?tbc)", re.IGNORECASE)
 
 
 def limit_instructions_for(network: nn.Cell) -> None:
-    """Limit oneDNN (see cpu_instructions.py) before the first kernel, if a network on CPU has convolutions."""
+    """Limit oneDNN (see instructions.py) before the first kernel, if a network on CPU has convolutions."""
     if ms.get_context("device_target") == "CPU" and convolves(network):
         limit_instructions()
 

@@ -1,6 +1,6 @@
 """Every way to start training sets oneDNN's limit, if it is needed and still possible.
 
-The cases are in cpu_instructions_worker.py, in processes without a limit. They need a CPU with AVX-512 and oneDNN 3
+The cases are in instructions_worker.py, in processes without a limit. They need a CPU with AVX-512 and oneDNN 3
 (MindSpore 2.9 and later); elsewhere nothing may be set.
 """
 
@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from gaccum_ms.backend import cpu_instructions
-from gaccum_ms.backend.cpu_instructions import VARIABLE, description, has_avx512, is_onednn_2
+from gaccum_ms.cpu import instructions
+from gaccum_ms.cpu.instructions import VARIABLE, description, has_avx512, is_onednn_2
 
 ROOT = Path(__file__).resolve().parents[2]
 OLD_VARIABLE = "DNNL_MAX_CPU_ISA"
@@ -31,7 +31,6 @@ LIMIT = (
     "report_memory",
     "audit",
     "tune",
-    "tune_by_the_old_name",
     "tune_for_a_network_that_convolves",
 )
 LEAVE = ("tune_for_one_that_does_not", "build_steps_that_do_not_convolve")
@@ -46,7 +45,7 @@ def run(out: Path, *cases: str, **variables: str) -> dict[str, dict[str, Any]]:
     """The record and the output of each case."""
     env = {k: v for k, v in os.environ.items() if k not in (VARIABLE, OLD_VARIABLE, "GLOG_v")}
     env |= {"PYTHONPATH": str(ROOT), "ONEDNN_VERBOSE": "1", **variables}
-    command = [sys.executable, str(Path(__file__).with_name("cpu_instructions_worker.py")), str(out), *cases]
+    command = [sys.executable, str(Path(__file__).with_name("instructions_worker.py")), str(out), *cases]
     finished = subprocess.run(command, env=env, cwd=out, capture_output=True, text=True, timeout=300)
     found = {}
     for case in cases:
@@ -143,14 +142,14 @@ def test_check_says_what_becomes_of_convolutions(monkeypatch):
     """What `bash run.sh check` prints."""
     for name in (VARIABLE, OLD_VARIABLE):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(cpu_instructions, "has_avx512", lambda: True)
+    monkeypatch.setattr(instructions, "has_avx512", lambda: True)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.9.0")
     assert description() == f"convolutions are fast, because gaccum_ms sets {VARIABLE}=AVX2"
     monkeypatch.setenv(OLD_VARIABLE, "AVX")
     assert description() == f"{OLD_VARIABLE}=AVX decides how fast convolutions are"
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.8.0")
     assert description() == "convolutions are fast"
-    monkeypatch.setattr(cpu_instructions, "has_avx512", lambda: False)
+    monkeypatch.setattr(instructions, "has_avx512", lambda: False)
     assert description() == "convolutions are fast"
 
 
