@@ -34,7 +34,6 @@ import numpy as np
 
 from gaccum_ms.backend import fork_utils
 from gaccum_ms.memory.proc import forget_peak, own
-from gaccum_ms.memory.turns import in_turns
 from gaccum_ms.memory.watch import StuckError, TooMuchMemory, Watch
 
 _PAGE = mmap.PAGESIZE
@@ -76,7 +75,6 @@ def run_in_child(watch: Watch, run: Callable[[], Any], written: Iterable[ms.Para
 
 
 def _run_in_copy(watch: Watch, run: Callable[[], Any], written: list[ms.Parameter]) -> Usage:
-    at_once = max((one.nbytes for one in written), default=0)  # zeros or a gradient, written at ten GB per second
     pages = _file_pages()
     gc.collect()
     sys.stdout.flush()
@@ -91,8 +89,7 @@ def _run_in_copy(watch: Watch, run: Callable[[], Any], written: list[ms.Paramete
         fork_utils.parent_at_fork()
         os.close(answer)
         with os.fdopen(answers, "rb") as pipe:
-            text = watch.read_answer(pipe, child, at_once)
-        os.kill(child, signal.SIGCONT)  # it may have been stopped just before its end
+            text = watch.read_answer(pipe, child)
         ended = True
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     finally:
@@ -157,8 +154,7 @@ def _measured(
     for parameter in written:
         _repeat(parameter)
     forget_peak()
-    with in_turns():
-        run()
+    run()
     return Usage(own("VmHWM"), own("VmRSS"))
 
 

@@ -29,11 +29,11 @@ def memory_report(
     are then measured too, in ascending order. Each trial compiles a graph.
 
     On CPU, a trial runs in a copy of this process, and the peak of its resident memory is measured. The copy is ended
-    before both together exceed the limit. This process does not change, except that its C library returns freed memory
-    to the system at once from then on, also in training. On accelerators, a trial runs in this process, and the peak of
-    MindSpore's allocator is measured; weights, optimizer state, buffers, other attributes of cells, their flags and the
-    default generator are restored, bit for bit. Call it before training: on CPU, memory that training has freed may
-    count as used.
+    before both together exceed the limit, on a machine without other load to 3 %. This process does not change, except
+    that its C library returns freed memory to the system at once from then on, also in training. On accelerators, a
+    trial runs in this process, and the peak of MindSpore's allocator is measured; weights, optimizer state, buffers,
+    other attributes of cells, their flags and the default generator are restored, bit for bit. Call it before training:
+    on CPU, memory that training has freed may count as used.
 
     Args:
         cell (GradAccumulationCell): The network with its loss and the options; its number of micro-batches is ignored.

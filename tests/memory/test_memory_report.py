@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
-import os
-import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import mindspore as ms
 import numpy as np
 import pytest
-import report_worker
 from mindspore import Tensor, nn, ops
-from support import paths
+from support.alone import alone
 from support.reference import FEATURES, OPTIMIZERS, as_numpy, batches, make_network
 
 from gaccum_ms import (
@@ -26,7 +20,9 @@ from gaccum_ms import (
     find_micro_batch_size,
     memory_report,
 )
-from gaccum_ms.memory.report import MemoryReport
+from gaccum_ms.memory.heap import keep_heap_small
+from gaccum_ms.memory.proc import own
+from gaccum_ms.memory.report import MemoryReport, MemoryRow
 
 
 class Greedy(nn.SGD):
@@ -92,9 +88,9 @@ def test_accumulators_by_their_dtype(options, factor, pynative):
 @pytest.mark.thorough
 def test_one_micro_batch_needs_no_accumulators_unless_windows_span_batches(pynative):
     network = make_network("dense")
-    for options, own in (({"micro_size": 2}, 0), ({"accumulation_steps": 2}, 4 * WEIGHTS)):
+    for options, own_sums in (({"micro_size": 2}, 0), ({"accumulation_steps": 2}, 4 * WEIGHTS)):
         whole, half = report_of(network, samples=2, options=options, measure=False).rows
-        for row, accumulators in ((whole, own), (half, 4 * WEIGHTS)):
+        for row, accumulators in ((whole, own_sums), (half, 4 * WEIGHTS)):
             rest = row.peak - row.intermediate
             assert rest - (half.peak - half.intermediate) == accumulators - 4 * WEIGHTS
 
@@ -102,18 +98,32 @@ def test_one_micro_batch_needs_no_accumulators_unless_windows_span_batches(pynat
 # -- predictions -------------------------------------------------------------------------------------------------------
 
 
+HIDDEN = 100_000
+
+
+class Wide(nn.Cell):
+    """Intermediate values of more than 1 MB for each sample: a few samples are enough to measure."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.SequentialCell(nn.Dense(FEATURES, HIDDEN), nn.Tanh(), nn.Dense(HIDDEN, 5))
+
+    def construct(self, x):
+        return self.layers(x)
+
+
+def wide_report(mode: int, micro_sizes: list[int], room: int | None = None) -> MemoryReport:
+    """In a new process, because in an old one a trial's memory differs by 100 MB. It may have `room` bytes more."""
+    ms.set_context(mode=mode)
+    network = Wide()
+    keep_heap_small()
+    limit = None if room is None else own("VmRSS") + room
+    return report_of(network, samples=256, micro_sizes=micro_sizes, memory_limit=limit)
+
+
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory) -> tuple[MemoryReport, MemoryReport, MemoryReport]:
-    """Reports on a wide network, in graph mode, in PyNative mode and with a limit, from a separate process."""
-    file = tmp_path_factory.mktemp("reports") / "reports"
-    command = [sys.executable, str(Path(__file__).with_name("report_worker.py")), str(file)]
-    subprocess.run(command, env={**os.environ, "PYTHONPATH": paths.python_path()}, check=True, timeout=600)
-    return pickle.loads(file.read_bytes())
-
-
-@pytest.fixture
-def wide(reports) -> MemoryReport:
-    return reports[0]
+def wide() -> MemoryReport:
+    return alone(wide_report, ms.GRAPH_MODE, [1, 2, 256])
 
 
 def assert_predicts(rows, tolerance):
@@ -134,7 +144,7 @@ def test_predicts_what_is_measured(wide):
     # At least the values that tanh keeps for its gradient, and the gradient; at most a few more of this size.
     largest, smallest = wide.rows[0], wide.rows[-1]
     growth = largest.intermediate_measured - smallest.intermediate_measured
-    assert 2 < growth / (255 * report_worker.HIDDEN * 4) < 8
+    assert 2 < growth / (255 * HIDDEN * 4) < 8
 
 
 @pytest.mark.thorough
@@ -147,17 +157,16 @@ def test_a_wrong_model_does_not_predict(wide):
 
 
 @pytest.mark.thorough
-def test_pynative_mode(reports):
-    _, report, _ = reports
-    assert_predicts(report.rows, 0.4)
+def test_predicts_in_pynative_mode():
+    assert_predicts(alone(wide_report, ms.PYNATIVE_MODE, [1, 2, 256]).rows, 0.4)
 
 
 # -- what fits ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_does_not_fit_is_not_run(reports):
-    """The limit is 70 MB below the peak of the whole batch, and some 200 MB above the peak of 8 micro-batches."""
-    _, _, report = reports
+def test_what_does_not_fit_is_not_run():
+    """The limit is some 200 MB below the peak of the whole batch, and above the peak of 8 micro-batches."""
+    report = alone(wide_report, ms.PYNATIVE_MODE, [1, 8, 256], 300_000_000)
     assert report.fits_from == 8, str(report)
     assert [row.fits for row in report.rows] == [False, True, True]
     assert [row.peak_measured is None for row in report.rows] == [True, False, False]
@@ -213,7 +222,7 @@ def trained(asks: bool):
         before = {one.name: as_numpy(one) for one in step.get_parameters()}
         flags = [(cell.training, cell.requires_grad) for _, cell in step.cells_and_names()]
         generator = ms.get_rng_state().asnumpy()
-        memory_report(cell_of(network), step.optimizer, *data[0])
+        memory_report(cell_of(network), step.optimizer, *data[0], micro_sizes=[2])
         for one in step.get_parameters():
             np.testing.assert_array_equal(as_numpy(one), before[one.name], err_msg=one.name)
         assert [(cell.training, cell.requires_grad) for _, cell in step.cells_and_names()] == flags
@@ -222,7 +231,7 @@ def trained(asks: bool):
     return losses, {one.name: as_numpy(one) for one in step.get_parameters()}
 
 
-@pytest.mark.core("graph")
+@pytest.mark.thorough
 def test_nothing_changes_and_training_goes_on_as_without(mode):
     """With an open window: accumulators, momentum and BatchNorm's statistics stay the same. In graph mode, dropout's
     later masks stay the same too, and so does all further training."""
@@ -238,12 +247,26 @@ def test_nothing_changes_and_training_goes_on_as_without(mode):
 # -- the picture, bad input --------------------------------------------------------------------------------------------
 
 
-def test_draws(wide, tmp_path):
-    wide.draw(tmp_path / "report.png")
+REPORT = MemoryReport(
+    rank=0,
+    what="resident memory of the process",
+    parameters=20,
+    optimizer_state=20,
+    accumulators=20,
+    batch=1,
+    framework=100,
+    memory_limit=250,
+    probed=(1, 2),
+    rows=(MemoryRow(1, 4, 160, None, 301, None, False), MemoryRow(2, 2, 80, 79, 241, 240, True)),
+)
+
+
+def test_draws(tmp_path):
+    REPORT.draw(tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_says_that_matplotlib_is_missing(wide, tmp_path, monkeypatch):
+def test_says_that_matplotlib_is_missing(tmp_path, monkeypatch):
     original = builtins.__import__
 
     def without(name, *arguments, **keywords):
@@ -253,8 +276,8 @@ def test_says_that_matplotlib_is_missing(wide, tmp_path, monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ImportError, match=r"'draw' needs matplotlib.*pip install matplotlib"):
-        wide.draw(tmp_path / "report.png")
-    assert "fits from" in str(wide)
+        REPORT.draw(tmp_path / "report.png")
+    assert "fits from micro_size=2" in str(REPORT)
 
 
 @pytest.mark.parametrize(

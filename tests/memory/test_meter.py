@@ -2,79 +2,166 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import mindspore as ms
+import numpy as np
 import pytest
+from mindspore import Tensor
+from support.alone import alone
 from support.no_device import compiler
-from support.two_ranks import run_on_ranks
 
+from gaccum_ms.memory import watch
+from gaccum_ms.memory.child import run_in_child
 from gaccum_ms.memory.meter import ProcessMeter, container_limits, device_memory_free
-from gaccum_ms.memory.proc import own
+from gaccum_ms.memory.proc import own, sizes_in
+from gaccum_ms.memory.watch import Watch
 
 MB = 1_000_000
 
 
+# -- in a new process, which has no other memory to free ---------------------------------------------------------------
+
+
+def peak(run: Callable[[], Any], written: tuple = (), room: int = 1 << 40) -> int:
+    """The peak of a run in a copy, which may have so many bytes more than this process."""
+    return run_in_child(Watch("a test", own("VmRSS") + room), run, written).peak
+
+
+def error_of(run: Callable[[], Any], *arguments: Any) -> str:
+    try:
+        peak(run, *arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def take(blocks: int, size: int, seconds: float = 0.0) -> None:
+    """Take memory, and wait so long after each block."""
+    taken = []
+    for _ in range(blocks):
+        taken.append(np.ones(size, np.uint8))
+        time.sleep(seconds)
+
+
+def fail() -> None:
+    raise ValueError("as it is")
+
+
+def bytes_of_its_own(written: bool) -> int:
+    """The memory that a copy does not share after it has written a weight of 100 MB."""
+    weight = ms.Parameter(Tensor(np.ones(100 * MB // 4, np.float32)))
+    weight.asnumpy()
+
+    def run() -> None:
+        weight.asnumpy().fill(2.0)
+        raise ValueError(sizes_in("/proc/self/smaps_rollup")["Private_Dirty"])
+
+    private = error_of(run, (weight,) if written else ())
+    assert (weight.asnumpy() == 1).all()
+    return int(private.removeprefix("ValueError: "))
+
+
+def stuck(copies: int, started: Path) -> str:
+    """The error of a run that waits for ever in the first copies. Each copy notes that it has started."""
+
+    def run() -> None:
+        with started.open("a") as file:
+            file.write("x")
+        if started.stat().st_size <= copies:
+            threading.Event().wait()
+
+    with mock.patch.object(watch, "_STUCK_AFTER", 1):
+        return error_of(run)
+
+
+def reached(reading: float) -> tuple[str, int]:
+    """The error of a run that takes 1 GB, a MB every 4 ms, and may have 600 MB; and how many bytes it has taken. It is
+    looked at five times a second, so that a look that is late on a busy machine changes little. To read the memory of
+    both takes at least so many seconds."""
+    before, together = own("VmRSS"), watch._together
+
+    def slowly(child: int) -> int:
+        size = together(child)
+        time.sleep(reading)
+        return size
+
+    with mock.patch.multiple(watch, _LOOKS_EVERY=0.2, _together=slowly):
+        try:
+            peak(lambda: take(1000, MB, 0.004), room=600 * MB)
+        except watch.TooMuchMemory as error:
+            return str(error), error.reached - before
+    return "none", 1000 * MB
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    ProcessMeter()
+    nothing = peak(lambda: None)
+    before = own("VmRSS")
+    return {
+        "peaks": [peak(lambda size=size: take(100 * MB // size, size)) - nothing for size in (64 * 1024, 25 * MB)],
+        "reached": reached(0.0),
+        "read slowly": reached(1.0),
+        "error": error_of(fail),
+        "killed": error_of(lambda: os.kill(os.getpid(), signal.SIGKILL)),
+        "left": error_of(lambda: os._exit(3)),
+        "stuck": {copies: stuck(copies, folder / f"stuck.{copies}") for copies in (1, 3)},
+        "grown": own("VmRSS") - before,
+        "own": {written: bytes_of_its_own(written) for written in (True, False)},
+    }
+
+
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    """From a separate process, which has no other memory to free."""
-    (results,) = run_on_ranks(1, "memory_meter_worker.py", tmp_path_factory.mktemp("meter"), time_limit=100)
-    return results
+def measured(tmp_path_factory) -> dict[str, Any]:
+    return alone(measure, tmp_path_factory.mktemp("meter"))
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("size", [64 * 1024, 25 * MB])
-def test_measures_what_a_run_reaches(measured, size):
+def test_measures_what_a_run_reaches_and_leaves_nothing(measured):
     """100 MB, in blocks that the process keeps when they are freed, and in blocks that it returns."""
-    assert measured[f"peak_{size}"] == pytest.approx(100 * MB, rel=0.1)
-
-
-def test_a_run_leaves_nothing_in_this_process(measured):
+    assert measured["peaks"] == pytest.approx([100 * MB, 100 * MB], rel=0.1)
     assert measured["grown"] < 5 * MB
-    assert measured["weight_unchanged"]
 
 
 def test_large_parameters_that_a_run_writes_do_not_count_twice(measured):
-    """The run writes 100 MB of weights. Both processes together then have little more memory than before."""
-    assert measured["written_together"] < 30 * MB
+    """Those that the copy knows of; the control knows of none."""
+    assert measured["own"][True] < 50 * MB
+    assert measured["own"][False] > 100 * MB
 
 
 def test_a_run_ends_before_it_has_too_much(measured):
-    """The run would take 1 GB, in blocks of 1 MB; its limit is 130 MB above the process's memory."""
-    assert "may have" in str(measured["too_much"])
-    assert 100 * MB < measured["reached"] < 200 * MB
+    """Before, not after: it is ended while it could not pass the limit before the next look."""
+    message, reached = measured["reached"]
+    assert "may have" in message
+    assert reached < 550 * MB
 
 
-def test_a_run_that_is_looked_at_rarely_stops_itself_until_then(measured):
-    """It takes 1 GB as fast as it can, and is looked at every 0.3 s. The control is not looked at before it has all."""
-    assert 100 * MB < measured["rarely"] < 200 * MB
-    assert measured["rarely_without_turns"] > 900 * MB
-
-
-def test_on_a_busy_machine_both_processes_share_a_core_close_to_the_limit(measured):
-    """Within 100 MB: after 150 of 200 MB, but not after 5 MB. Afterwards this process has all its cores again."""
-    for name in ("busy", "loaded"):
-        assert [measured[f"{name}_cores_{where}"] for where in ("far", "close")] == [measured["cores"], 1]
-    assert [measured[f"idle_cores_{where}"] for where in ("far", "close")] == [measured["cores"], measured["cores"]]
-    assert measured["own_cores_again"]
-
-
-def test_on_a_busy_machine_the_reserve_is_four_times_as_large(measured):
-    """20 MB in place of 5 MB. The run is looked at after each MB."""
-    for name in ("busy", "loaded"):
-        assert measured["idle_reached"] - measured[f"{name}_reached"] == pytest.approx(15 * MB, abs=3 * MB)
+def test_what_a_run_takes_between_two_readings_counts(measured):
+    """It would take half of what is free during a third reading."""
+    message, _ = measured["read slowly"]
+    assert "may have" in message
 
 
 def test_errors_come_back_as_they_are(measured):
-    assert str(measured["error"]) == "ValueError: as it is"
-    assert str(measured["killed"]) == "TooMuchMemory"
-    assert "exit code 3" in str(measured["left"])
+    assert measured["error"] == "ValueError: as it is"
+    assert measured["killed"].startswith("TooMuchMemory: For 'a test', the system ended a trial")
+    assert "exit code 3" in measured["left"]
 
 
 def test_a_copy_that_waits_for_a_thread_that_it_lacks_is_replaced(measured):
     """Twice; a third copy's error is raised."""
-    assert str(measured["stuck_1"]) == "none"
-    assert "StuckError" in str(measured["stuck_3"])
-    assert "has none of its other threads, but got a copy that waits for something for 1 s" in str(measured["stuck_3"])
+    assert measured["stuck"][1] == "none"
+    assert "has none of its other threads, but got a copy that waits for something for 1 s" in measured["stuck"][3]
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_limit_is_at_least_what_the_process_holds():
@@ -134,43 +221,28 @@ def test_says_that_there_is_no_runtime(tmp_path):
         device_memory_free(0, tmp_path / "maps")
 
 
-@pytest.fixture
-def root(tmp_path):
-    """Writes a file system with these files, by path."""
-
-    def write(files: dict[str, str]):
-        for name, text in files.items():
-            path = tmp_path / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-        return tmp_path
-
-    return write
+HUGE = "9223372036854771712\n"  # version 1 writes it for no limit
 
 
-def test_limits_of_version_2(root):
-    files = {
-        "proc/self/cgroup": "0::/a/b\n",
-        "sys/fs/cgroup/a/memory.max": "3000\n",
-        "sys/fs/cgroup/a/b/memory.max": "max\n",
-    }
-    assert container_limits(root(files)) == [3000]
-
-
-def test_limits_of_version_2_inside_a_container(root):
-    """The container sees its group as the root; the root's file has the limit."""
-    assert container_limits(root({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "500\n"})) == [500]
-
-
-def test_limits_of_version_1(root):
-    files = {
-        "proc/self/cgroup": "9:name=systemd:/\n4:cpu,memory:/x\n0::/\n",
-        "sys/fs/cgroup/memory/x/memory.limit_in_bytes": "700\n",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-    }
-    assert container_limits(root(files)) == [700]
-
-
-def test_no_limits(root):
-    assert container_limits(root({"proc/self/cgroup": "0::/\n"})) == []
-    assert container_limits(root({}) / "nothing") == []
+@pytest.mark.parametrize(
+    ("group", "files", "limits"),
+    [
+        ("0::/a/b\n", {"a/memory.max": "3000\n", "a/b/memory.max": "max\n"}, [3000]),
+        ("0::/\n", {"memory.max": "500\n"}, [500]),
+        (
+            "9:name=systemd:/\n4:cpu,memory:/x\n0::/\n",
+            {"memory/x/memory.limit_in_bytes": "700\n", "memory/memory.limit_in_bytes": HUGE},
+            [700],
+        ),
+        ("0::/\n", {}, []),
+        (None, {}, []),
+    ],
+    ids=["version 2", "version 2 in a container", "version 1", "no limit", "no groups"],
+)
+def test_limits_of_containers(group, files, limits, tmp_path):
+    """In a container of version 2, the process's group looks like the root, whose file has the limit."""
+    texts = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    for name, text in (texts | ({} if group is None else {"proc/self/cgroup": group})).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert container_limits(tmp_path) == limits

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
-from support import paths
+from support.alone import alone
 from support.reference import OPTIMIZERS, as_numpy, batches, make_network
-from support.two_ranks import case, run_on_ranks
+from support.two_ranks import case
 
-from gaccum_ms import ClipByValue, GradAccumulationCell, find_micro_batch_size
+from gaccum_ms import (
+    ClipByValue,
+    GradAccumulationCell,
+    TrainOneStepWithGradAccumulationCell,
+    find_micro_batch_size,
+)
+from gaccum_ms.memory.heap import keep_heap_small
 from gaccum_ms.memory.meter import AllocatorMeter, ProcessMeter
+from gaccum_ms.memory.proc import forget_peak, own
 from gaccum_ms.memory.trial import even_sizes
 
 PLENTY = 1 << 40
@@ -70,40 +72,58 @@ def test_even_sizes(samples, expected):
 
 
 @pytest.mark.device("find_micro_batch_size finds the largest size that fits")
-@pytest.mark.core("10")
+@pytest.mark.core(mode="pynative", largest=10)
 @pytest.mark.parametrize("largest", [1, 10])
-def test_finds_the_largest_that_is_not_out_of_memory(largest, tried):
+def test_finds_the_largest_that_is_not_out_of_memory(largest, tried, mode):
     assert search(Limited(make_network("dense"), largest)) == max(one for one in even_sizes(32) if one <= largest)
     assert len(tried) <= 2 + 1 + 4 + 2  # a line, the whole batch, a bisection of eleven sizes, a line for the whole
     assert len(set(tried)) == len(tried)
 
 
-def test_in_pynative_mode(pynative):
-    assert search(Limited(make_network("dense"), 2), samples=3) == 2
+class Pictures(nn.Cell):
+    """Some 130 KB of intermediate values for each sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.SequentialCell(nn.Dense(12, 12_000), nn.Tanh(), nn.Dense(12_000, 5))
+
+    def construct(self, x):
+        return self.layers(x)
 
 
-def run_worker(tmp_path, *arguments):
-    (results,) = run_on_ranks(1, "memory_limit_worker.py", tmp_path, *map(str, arguments), time_limit=280)
-    return results
+def trained(way: str, number: int) -> tuple[int, int]:
+    """In a new process: the size of a training, and its peak above the memory before it. It finds its size with so many
+    bytes more than the process has; or it is ``"alone"`` , with so many samples."""
+    ms.set_context(mode=ms.GRAPH_MODE)
+    network = nn.WithLossCell(Pictures(), nn.CrossEntropyLoss())
+    optimizer, data = nn.Adam(network.trainable_params()), batch(1024)
+    keep_heap_small()
+    forget_peak()
+    before = own("VmRSS")
+    options = {"micro_batch_size": number}
+    if way == "find":
+        size = find_micro_batch_size(GradAccumulationCell(network, 1), optimizer, data, before + number)
+        options = {"micro_batch_size": size}
+    elif way == "auto":
+        options = {"micro_batch_size": "auto", "memory_limit": before + number}
+    step = TrainOneStepWithGradAccumulationCell(GradAccumulationCell(network, **options), optimizer).set_train()
+    for _ in range(3):
+        step(*data).asnumpy()
+    return step.micro_batch_size, own("VmHWM") - before
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("way", ["find", "auto"])
-def test_keeps_a_limit_and_finds_what_fits(way, tmp_path):
-    """In separate processes, with a limit of 230 MB above their memory at the start. Neither the search, its trials'
-    processes included, nor the training after it exceeds the limit; training alone with twice the samples would."""
-    found = run_worker(tmp_path, way, 230_000_000)
-    assert found["search_peak"] <= found["limit"]
-    assert found["training_peak"] <= found["limit"]
-    # Training leaves weights, optimizer state and other memory in a process; a search does not.
-    assert found["after_search"] - found["before"] < 20_000_000
-    assert 1 < found["size"] < 1024
+def test_what_is_found_fits(way):
+    """Training keeps the limit; with twice the samples it would not. benchmarks/memory_limit.py watches the search."""
+    size, peak = alone(trained, way, 230_000_000)
+    assert 1 < size < 1024
+    assert peak <= 230_000_000
     if way == "find":
-        alone = run_worker(tmp_path, "alone", 2 * int(found["size"]))
-        assert alone["training_peak"] - alone["before"] > 230_000_000
+        assert alone(trained, "alone", 2 * size)[1] > 230_000_000
 
 
-def test_not_even_one_sample():
+def test_not_even_one_sample(pynative):
     with pytest.raises(RuntimeError, match=r"one sample must fit, but got memory_limit=1000000, .*on rank\(s\) \[0\]"):
         search(make_with_loss(), memory_limit=1_000_000)
     with pytest.raises(RuntimeError, match=r"one sample must fit, .* on rank\(s\) \[0\]"):
@@ -117,7 +137,7 @@ def make_with_loss():
 # -- what counts as out of memory --------------------------------------------------------------------------------------
 
 
-def test_other_errors_are_raised():
+def test_other_errors_are_raised(pynative):
     with pytest.raises(RuntimeError, match="a bug in the network"):
         search(Limited(make_network("dense"), 0, "a bug in the network"))
 
@@ -139,25 +159,6 @@ def test_a_batch_that_is_no_tuple_is_refused(batch):
         "For 'find_micro_batch_size', the argument 'batch' must be a tuple or list of Tensors, but got a "
         f"'{type(batch).__name__}'. Pass a network's only input as (batch,)."
     )
-
-
-@pytest.mark.thorough
-def test_a_real_limit_of_the_address_space():
-    """In a separate process: MindSpore fails to allocate, the search goes on, and so does training."""
-    done = subprocess.run(
-        [sys.executable, str(paths.worker("find_size_worker.py"))],
-        env={**os.environ, "PYTHONPATH": paths.python_path()},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["size"] == 32, found
-    assert found["errors"], found
-    assert all("bad_alloc" in error or "Memory not enough" in error for error in found["errors"]), found
-    assert found["unchanged"], found
-    assert np.isfinite(found["loss"]), found
 
 
 # -- what is put back --------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-SECONDS = 300
+SECONDS = 600
 
 
 def alone(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -8,15 +8,19 @@ were added. One test uses a process with a real limit for MindSpore's allocator.
 from __future__ import annotations
 
 import re
+import resource
+import warnings
+from typing import Any
 
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops, train
 from mindspore.dataset import GeneratorDataset
+from support.alone import alone
 from support.reference import OPTIMIZERS, Outer, Regression, as_numpy, batches, relative_error
 from support.state import assert_close, assert_identical
-from support.two_ranks import case, run_on_ranks, run_on_two_ranks
+from support.two_ranks import case, run_on_two_ranks
 
 from gaccum_ms import (
     Accumulators,
@@ -29,8 +33,10 @@ from gaccum_ms import (
     audit,
     resume,
 )
+from gaccum_ms.backend.out_of_memory import is_out_of_memory
 from gaccum_ms.backend.parameters import overwrite
 from gaccum_ms.backend.snapshot import Snapshot
+from gaccum_ms.memory.proc import sizes_in
 from gaccum_ms.training.found_size import FoundSize
 
 PLENTY = 1 << 40
@@ -417,15 +423,62 @@ def test_model_train_with_callbacks(pynative):
         assert relative_error(as_numpy(one), as_numpy(other)) < 1e-5
 
 
-def test_a_real_limit_of_the_address_space(tmp_path):
-    """In a separate process, MindSpore fails to allocate memory for a batch of longer samples, and training goes on."""
-    (found,) = run_on_ranks(1, "auto_size_worker.py", tmp_path, time_limit=600)
-    assert found["sizes"][:2].tolist() == [32, 32]
-    assert found["sizes"][2] in (8, 16)
-    assert found["errors"].size
-    assert all("bad_alloc" in error or "Memory not enough" in error for error in found["errors"]), found["errors"]
+class FourthPower(nn.Cell):
+    """Computes a tensor of 64 bytes times the features times the fourth power of the samples: 67 MB for 32 samples of
+    one feature, and 1.07 GB, more than there is, for 64 samples, or for 32 samples of sixteen features. It is a single
+    tensor, because MindSpore keeps the memory of smaller ones if a later one fails."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = ms.Parameter(Tensor(np.linspace(1, 2, 16), ms.float32), name="weight")
+
+    def construct(self, x):
+        tiled = ops.tile(self.weight, (x.shape[0] ** 4 * x.shape[1],))
+        return tiled.mean() * x.mean() + 0.5 * ops.square(self.weight).sum()
+
+
+def train_in_a_small_address_space() -> tuple[list[int], list[str], np.ndarray, np.ndarray]:
+    """In a new process: the sizes of four batches, MindSpore's errors, and the weights with what they must be."""
+    ms.set_context(mode=ms.GRAPH_MODE)
+    errors, sizes = [], []
+
+    def notes_and_says(error: BaseException) -> bool:
+        errors.append(repr(error)[:300])
+        return is_out_of_memory(error)
+
+    def step_of(network: nn.Cell, **options: Any) -> TrainOneStepWithGradAccumulationCell:
+        cell = GradAccumulationCell(network, **options)
+        optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
+        return TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
+
+    # A training of few samples makes MindSpore's threads, before there is a limit.
+    step_of(FourthPower(), micro_size=1)(Tensor(np.ones((4, 1), np.float32))).asnumpy()
+    network = FourthPower()
+    step = step_of(network, micro_batch_size=AutoSize(1 << 50, notes_and_says))
+    room = sizes_in("/proc/self/status")["VmSize"] + 900_000_000
+    resource.setrlimit(resource.RLIMIT_AS, (room, room))
+    expected, moment = as_numpy(network.weight), 0.0
+    for features in (1, 1, 16, 16):
+        batch = np.full((64, features), 0.1 * features, np.float32)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "For 'GradAccumulationCell', memory ran out")
+            step(Tensor(batch)).asnumpy()
+        sizes.append(step.micro_batch_size)
+        moment = 0.9 * moment + batch.mean() / 16 + expected
+        expected = expected - 0.1 * moment
+    return sizes, errors, as_numpy(network.weight), expected
+
+
+@pytest.mark.thorough
+def test_a_real_limit_of_the_address_space():
+    """MindSpore fails to allocate memory in the search, and later for a batch of longer samples; training goes on."""
+    sizes, errors, weights, expected = alone(train_in_a_small_address_space)
+    assert sizes[:2] == [32, 32]
+    assert sizes[2] in (8, 16)
+    assert len(errors) > 1
+    assert all("bad_alloc" in error or "Memory not enough" in error for error in errors), errors
     # A mean over 268 million float32 is not exact; counting a batch twice, or half of it, would be an error of 5 %.
-    np.testing.assert_allclose(found["weights"], found["expected"], rtol=5e-3)
+    np.testing.assert_allclose(weights, expected, rtol=5e-3)
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
