@@ -582,6 +582,13 @@ FAULTS = [
         "memory/test_meter.py -k before_it_has_too_much",
     ),
     Fault(
+        "a trial is watched before its large Parameters are repeated",
+        "memory/watch.py",
+        "            if size > reads_at and text:\n",
+        "            if size > reads_at:\n",
+        "memory/test_meter.py -k before_it_has_too_much",
+    ),
+    Fault(
         "what a trial takes between two readings does not count",
         "memory/watch.py",
         "                free -= size - before\n",

@@ -83,7 +83,7 @@ def _run_in_copy(watch: Watch, run: Callable[[], Any], written: list[ms.Paramete
     fork_utils.prepare_before_fork()
     child = os.fork()
     if child == 0:
-        _answer(answer, lambda: _measured(run, written, pages))
+        _answer(answer, lambda: _measured(run, written, pages, answer))
     ended = False
     try:
         fork_utils.parent_at_fork()
@@ -100,12 +100,12 @@ def _run_in_copy(watch: Watch, run: Callable[[], Any], written: list[ms.Paramete
         raise TooMuchMemory(
             f"For '{watch.owner}', the system ended a trial, as it does when memory runs out.", watch.limit
         )
-    if not text:
+    if len(text) < 2:
         raise RuntimeError(
             f"For '{watch.owner}', a trial must run in a copy of this process, but got one that ended with exit code "
             f"{status}. Search in a program's beginning, before it starts threads of its own."
         )
-    succeeded, value = pickle.loads(text)
+    succeeded, value = pickle.loads(text[1:])
     if not succeeded:
         raise value
     return value
@@ -147,13 +147,14 @@ def _pickled(error: BaseException) -> bytes:
 
 
 def _measured(
-    run: Callable[[], Any], written: Iterable[ms.Parameter], pages: list[tuple[int, int, np.ndarray]]
+    run: Callable[[], Any], written: Iterable[ms.Parameter], pages: list[tuple[int, int, np.ndarray]], pipe: int
 ) -> Usage:
     for start, length, places in pages:
         np.frombuffer((ctypes.c_char * length).from_address(start), np.uint8)[places].max()
     for parameter in written:
         _repeat(parameter)
     forget_peak()
+    os.write(pipe, b"0")  # from here on, it is watched
     run()
     return Usage(own("VmHWM"), own("VmRSS"))
 

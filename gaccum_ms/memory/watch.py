@@ -53,7 +53,7 @@ class Watch:
         self.limit = limit
 
     def read_answer(self, pipe: Any, child: int) -> bytes:
-        """What a copy writes into a pipe until it closes it.
+        """What a copy writes into a pipe until it closes it: a byte when its run begins, and the answer.
 
         Args:
             pipe (file): The pipe's end for reading.
@@ -70,16 +70,17 @@ class Watch:
         while True:
             if select.select([pipe], [], [], _LOOKS_EVERY)[0]:
                 more = os.read(pipe.fileno(), 1 << 16)
-                text += more
                 if not more:
                     return text
+                text += more
+                size = 0  # as at the beginning: speed counts from here
             before, began, looked_at = size, looked_at, time.monotonic()
             sizes = sizes_in(f"/proc/{child}/status")
             size = sizes["RssAnon"]
-            if before:
+            if before and text:
                 speed = max(speed, (size - before) / (looked_at - began))
                 free -= size - before
-            if size > reads_at:
+            if size > reads_at and text:
                 free = self.limit - _together(child)
                 taken_meanwhile = speed * (time.monotonic() - looked_at)
                 reads_at = size + free / 2 if free / 2 > taken_meanwhile else math.inf

@@ -19,7 +19,7 @@ from mindspore import Tensor
 from support.alone import alone
 from support.no_device import compiler
 
-from gaccum_ms.memory import watch
+from gaccum_ms.memory import child, watch
 from gaccum_ms.memory.child import run_in_child
 from gaccum_ms.memory.meter import ProcessMeter, container_limits, device_memory_free
 from gaccum_ms.memory.proc import own, sizes_in
@@ -83,20 +83,27 @@ def stuck(copies: int, started: Path) -> str:
         return error_of(run)
 
 
-def reached(reading: float) -> tuple[str, int]:
+def reached(reading: float = 0.0) -> tuple[str, int]:
     """The error of a run that takes 1 GB, a MB every 4 ms, and may have 600 MB; and how many bytes it has taken. It is
     looked at five times a second, so that a look that is late on a busy machine changes little. To read the memory of
-    both takes at least so many seconds."""
-    before, together = own("VmRSS"), watch._together
+    both takes at least so many seconds. A copy that repeats a weight of 300 MB, slowly, seems to lose these."""
+    weight = ms.Parameter(Tensor(np.ones(300 * MB // 4, np.float32)))
+    weight.asnumpy()
+    before, together, repeat = own("VmRSS"), watch._together, child._repeat
 
-    def slowly(child: int) -> int:
-        size = together(child)
+    def read_slowly(process: int) -> int:
+        size = together(process)
         time.sleep(reading)
         return size
 
-    with mock.patch.multiple(watch, _LOOKS_EVERY=0.2, _together=slowly):
+    def repeat_slowly(parameter: ms.Parameter) -> None:
+        time.sleep(0.5)
+        repeat(parameter)
+
+    looks = mock.patch.multiple(watch, _LOOKS_EVERY=0.2, _together=read_slowly)
+    with looks, mock.patch.object(child, "_repeat", repeat_slowly):
         try:
-            peak(lambda: take(1000, MB, 0.004), room=600 * MB)
+            peak(lambda: weight.asnumpy().max() and take(1000, MB, 0.004), (weight,), room=600 * MB)
         except watch.TooMuchMemory as error:
             return str(error), error.reached - before
     return "none", 1000 * MB
@@ -108,7 +115,7 @@ def measure(folder: Path) -> dict[str, Any]:
     before = own("VmRSS")
     return {
         "peaks": [peak(lambda size=size: take(100 * MB // size, size)) - nothing for size in (64 * 1024, 25 * MB)],
-        "reached": reached(0.0),
+        "reached": reached(),
         "read slowly": reached(1.0),
         "error": error_of(fail),
         "killed": error_of(lambda: os.kill(os.getpid(), signal.SIGKILL)),
