@@ -40,7 +40,9 @@ __all__ = [
     "UpdateScheduler",
     "WeightAverage",
     "WindowBatchNorm",
+    "WindowCallback",
     "WindowMonitor",
+    "WindowRecord",
     "WithBatchLossCell",
     "audit",
     "convert_batchnorm_to_groupnorm",
@@ -88,6 +90,8 @@ if not _is_command:
     from gaccum_ms.losses.per_sample_loss import PerSampleLoss
     from gaccum_ms.memory.report import MemoryReport
     from gaccum_ms.options.accumulators import Accumulators
+    from gaccum_ms.record.window_callback import WindowCallback
+    from gaccum_ms.record.window_record import WindowRecord
     from gaccum_ms.splitting.auto_size import AutoSize
     from gaccum_ms.splitting.balanced_sampler import BalancedSampler
     from gaccum_ms.splitting.even_split import EvenSplit

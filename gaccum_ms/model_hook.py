@@ -3,9 +3,10 @@
 Both call the function `build_train_network` of `mindspore.train.amp`. It recognises cells by the class name
 ``GradAccumulationCell`` and would give them a private step that trains only in semi-auto parallel mode. The function
 here replaces it: a network with our cell gets our step or a clear error, and any other network goes to the original.
-For each training with our step, `ms.Model` also gets two callbacks: one watches open windows, and one evaluates
-averages. `auto_mixed_precision` and `custom_mixed_precision` of `mindspore.amp` , given our cell, convert the network
-in it, which the step calls. Importing the package replaces these functions of MindSpore, and nothing else.
+For each training with our step, `ms.Model` also gets three callbacks: one calls `on_window_end` of the others, one
+checks ranks and open windows, and one evaluates averages. `auto_mixed_precision` and `custom_mixed_precision` of
+`mindspore.amp` , given our cell, convert the network in it, which the step calls. Importing the package replaces these
+functions of MindSpore, and nothing else.
 """
 
 from __future__ import annotations
@@ -23,21 +24,16 @@ from gaccum_ms import backend
 from gaccum_ms.callbacks.averages import AveragesInEvaluation
 from gaccum_ms.callbacks.checkpoint import let_checkpoints_save
 from gaccum_ms.callbacks.flush import FlushAccumulation
-from gaccum_ms.callbacks.monitor import WindowMonitor
-from gaccum_ms.callbacks.schedule import AccumulationScheduler
-from gaccum_ms.callbacks.update_scheduler import UpdateScheduler
-from gaccum_ms.callbacks.window_watch import WindowWatch
+from gaccum_ms.callbacks.window_watch import WindowWatch, step_in
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.distributed.ranks import refuse_wrapped_network
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
+from gaccum_ms.record.recorder import WindowRecorder
+from gaccum_ms.record.window_callback import refuse_other_networks
 from gaccum_ms.semi_auto.modes import compiler_distributes, held_cell, refuse_casts
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
 _OURS = (GradAccumulationCell, TrainOneStepWithGradAccumulationCell)
-# In the order in which they must run: the monitor must see an update before a scheduler changes the rate, and a batch
-# before a flush ends its window; the watch must see the windows that the AccumulationScheduler lets span batches; all
-# other callbacks come after these.
-_CALLBACKS = (WindowMonitor, UpdateScheduler, AccumulationScheduler, WindowWatch, FlushAccumulation)
 _original = amp.build_train_network
 
 
@@ -116,12 +112,16 @@ _original_train = mindspore.train.Model._train  # both Model.train and Model.fit
 
 @functools.wraps(_original_train)
 def _train(self: mindspore.train.Model, epoch: int, train_dataset: Any, callbacks: Any = None, **kwargs: Any) -> None:
-    if _holds_our_cell(self.train_network):
-        given = [WindowWatch(), AveragesInEvaluation(), *self._transform_callbacks(callbacks)]
-        ours = [one for kind in _CALLBACKS for one in given if isinstance(one, kind)]
-        callbacks = [*ours, *(one for one in given if one not in ours)]
-        callbacks = let_checkpoints_save(callbacks, getattr(self.train_network, "optimizer", None))
-    _original_train(self, epoch, train_dataset, callbacks=callbacks, **kwargs)
+    callbacks, step = self._transform_callbacks(callbacks), step_in(self.train_network)
+    if step is None:
+        refuse_other_networks(callbacks, self.train_network)
+        return _original_train(self, epoch, train_dataset, callbacks=callbacks, **kwargs)
+    recorder = WindowRecorder(step)
+    # A flush comes before callbacks that must see its update, such as checkpoints, wherever they are in the list.
+    callbacks = sorted(callbacks, key=lambda callback: not isinstance(callback, FlushAccumulation))
+    callbacks = [recorder, WindowWatch(step), AveragesInEvaluation(), *callbacks]
+    with recorder.sees_flushes():
+        _original_train(self, epoch, train_dataset, callbacks=let_checkpoints_save(callbacks, step.optimizer), **kwargs)
 
 
 def _holds_our_cell(network: Any) -> bool:

@@ -9,7 +9,6 @@ window's gradients. Kernels on single numbers cost as much to start as others. S
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import mindspore as ms
 from mindspore import nn, ops
@@ -17,36 +16,11 @@ from mindspore import nn, ops
 from gaccum_ms.backend.parameters import overwrite, record
 from gaccum_ms.distributed.all_reduce import FusedReducer
 from gaccum_ms.losses import counts
+from gaccum_ms.record.noise_estimate import NoiseEstimate, WindowNoise
 from gaccum_ms.transforms import norms
 
 SUMS = 3  # squared norms times items, first micro-batches, and their items
 ALL_SUMS = SUMS + 1  # and the window's items; if ranks have equal weight, the sum of one over each rank's items
-
-
-class WindowNoise(NamedTuple):
-    """Two gradients of one window over all ranks: the first micro-batches' mean, and the whole window's mean."""
-
-    first_square_norm: float
-    first_items: float
-    square_norm: float
-    items: float
-
-    @property
-    def is_known(self) -> bool:
-        """Whether an estimate is possible: not if the first micro-batch was all, counted nothing, or overflowed."""
-        return 0 < self.first_items < self.items * (1 - 1e-6) and all(map(math.isfinite, self))
-
-    @property
-    def variance(self) -> float:
-        """The trace of the covariance of one item's gradient."""
-        return (self.first_square_norm - self.square_norm) / (1 / self.first_items - 1 / self.items)
-
-    @property
-    def true_square_norm(self) -> float:
-        """The squared norm of the gradient without noise."""
-        return (self.items * self.square_norm - self.first_items * self.first_square_norm) / (
-            self.items - self.first_items
-        )
 
 
 class NoiseRecord(nn.Cell):
@@ -70,6 +44,7 @@ class NoiseRecord(nn.Cell):
         self.spans_batches = position is not None
         if position is not None:
             self.window_position = position
+        self.estimate = NoiseEstimate()  # of the windows that WindowRecorder has seen
         self.window_first = record("window_first", (SUMS,))  # this rank's, without loss scale
         self.noise_sums = record("noise_sums", (ALL_SUMS,))  # the last window's, of all ranks
 

@@ -1,11 +1,7 @@
-"""AdaptiveAccumulation: the gradient noise decides how many batches share an update.
-
-noise_estimate.py has the estimates; schedule.py changes the number and the learning rate.
-"""
+"""AdaptiveAccumulation: the gradient noise decides how many batches share an update."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,13 +9,16 @@ import mindspore as ms
 from mindspore import ops
 from mindspore.train import RunContext
 
-from gaccum_ms.accumulation.noise import WindowNoise
 from gaccum_ms.backend import no_grad
 from gaccum_ms.callbacks.json_lines import append_json_line, begin_json_lines, json_lines_path
-from gaccum_ms.callbacks.noise_scale import NoiseWatch, check_smoothing, noise_step
-from gaccum_ms.callbacks.schedule import check_ranks_batches, prepare_steps, set_steps
-from gaccum_ms.checks.arguments import check_one_of, check_positive_int
-from gaccum_ms.learning_rate import RULES, current_learning_rate
+from gaccum_ms.callbacks.noise_scale import NoiseCallback, check_smoothing
+from gaccum_ms.callbacks.schedule import AccumulationScheduler
+from gaccum_ms.callbacks.window_watch import training_step
+from gaccum_ms.checks.arguments import check_finite, check_positive_finite, check_positive_int
+from gaccum_ms.distributed.ranks import rank_or_0
+from gaccum_ms.learning_rate import current_learning_rate
+from gaccum_ms.record.noise_estimate import WindowNoise
+from gaccum_ms.record.window_record import WindowRecord
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
 _NAME = "AdaptiveAccumulation"
@@ -36,7 +35,7 @@ class StepsRecord(NamedTuple):
     batch_size: float
 
 
-class AdaptiveAccumulation(NoiseWatch):
+class AdaptiveAccumulation(NoiseCallback, AccumulationScheduler):
     r"""
     Adapt `accumulation_steps` to the gradient noise scale, and the learning rate to `accumulation_steps` .
 
@@ -113,8 +112,8 @@ class AdaptiveAccumulation(NoiseWatch):
         smoothing: float = 0.99,
         json_lines: str | Path | None = None,
     ) -> None:
-        super().__init__()
-        _check_above("target", target, 0)
+        super().__init__(lambda updates: self._next_steps, learning_rate)
+        check_positive_finite(_NAME, "target", target)
         for name, value in (("min_steps", min_steps), ("max_steps", max_steps), ("interval", interval)):
             check_positive_int(_NAME, name, value)
         if max_steps < min_steps:
@@ -122,14 +121,13 @@ class AdaptiveAccumulation(NoiseWatch):
                 f"For '{_NAME}', the argument 'max_steps' must not be less than 'min_steps', but got {max_steps} and "
                 f"{min_steps}."
             )
-        if learning_rate is not None:
-            check_one_of(_NAME, "learning_rate", learning_rate, RULES)
-        _check_above("tolerance", tolerance, 1)
+        check_finite(_NAME, "tolerance", tolerance)
+        if tolerance <= 1:
+            raise ValueError(f"For '{_NAME}', the argument 'tolerance' must be larger than 1, but got {tolerance}.")
         check_smoothing(_NAME, smoothing)
         self._json_lines = json_lines_path(_NAME, json_lines)
         self.target = target
         self.min_steps, self.max_steps = min_steps, max_steps
-        self.learning_rate = learning_rate
         self.tolerance = tolerance
         self.interval = interval
         self.smoothing = smoothing
@@ -137,30 +135,30 @@ class AdaptiveAccumulation(NoiseWatch):
 
     def on_train_begin(self, run_context: RunContext) -> None:
         super().on_train_begin(run_context)
-        step = noise_step(_NAME, run_context)
-        prepare_steps(step, self.learning_rate)
-        if self.learning_rate is not None:  # in a resumed step, both may differ from the cell's
-            set_steps(step, int(step.rate_steps.asnumpy()), self.learning_rate)
-        if self._json_lines is not None and step.run_record.rank == 0:
+        step: Any = training_step(run_context)
+        # In a resumed step, both may differ from the cell's.
+        present = step.accumulation_steps if self.learning_rate is None else step.rate_steps
+        self._next_steps = int(present.asnumpy())
+        if self._json_lines is not None and rank_or_0() == 0:
             begin_json_lines(self._json_lines)
 
-    def on_train_epoch_begin(self, run_context: RunContext) -> None:
-        check_ranks_batches(run_context, f"For '{_NAME}', all ranks must have the same number of batches")
-
-    def on_noise(self, noise: WindowNoise, step: TrainOneStepWithGradAccumulationCell, run_context: RunContext) -> None:
-        self.keep(noise, self.smoothing)
-        if self._updates % self.interval:
+    def on_window_end(self, run_context: RunContext, record: WindowRecord) -> None:
+        if record.noise is None:
             return
+        self.estimate.add(record.noise, self.smoothing)
+        if record.update % self.interval:
+            return
+        step: Any = training_step(run_context)
         steps = int(step.accumulation_steps.asnumpy())
-        wanted = _of_rank_0(self._wanted(noise, steps, int(step.window_batches.asnumpy())), step)
-        if wanted == steps:
+        self._next_steps = _of_rank_0(self._wanted(record.noise, steps, record.batches), step)
+        if self._next_steps == steps:
             return
-        set_steps(step, wanted, self.learning_rate)
+        self._follow(run_context)
         rate = current_learning_rate(step.optimizer)
-        record = StepsRecord(self._updates, wanted, rate, self.noise_scale, noise.items)
-        self.records.append(record)
-        if self._json_lines is not None and step.run_record.rank == 0:
-            append_json_line(self._json_lines, record._asdict())
+        change = StepsRecord(record.update, self._next_steps, rate, self.noise_scale, record.noise.items)
+        self.records.append(change)
+        if self._json_lines is not None and rank_or_0() == 0:
+            append_json_line(self._json_lines, change._asdict())
 
     def _wanted(self, noise: WindowNoise, steps: int, batches: int) -> int:
         """The number of batches for later windows, after a window of `batches` batches."""
@@ -184,13 +182,3 @@ def _of_rank_0(wanted: int, step: TrainOneStepWithGradAccumulationCell) -> int:
     with no_grad():
         (agreed,) = ops.Broadcast(0)((ms.Tensor([wanted], ms.int32),))
     return int(agreed.asnumpy()[0])
-
-
-def _check_above(name: str, value: Any, bound: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(
-            f"For '{_NAME}', the argument '{name}' must be a number, but got {value!r} of type "
-            f"'{type(value).__name__}'."
-        )
-    if not (math.isfinite(value) and value > bound):
-        raise ValueError(f"For '{_NAME}', the argument '{name}' must be finite and above {bound}, but got {value}.")

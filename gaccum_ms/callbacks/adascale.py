@@ -1,23 +1,24 @@
 """AdaScale: scales the learning rate by the measured gain of a larger batch, during training.
 
 Johnson, Agrawal, Gu and Guestrin, "AdaScale SGD: A User-Friendly Algorithm for Distributed Training", ICML 2020,
-arXiv:2007.05105. noise_estimate.py has the estimates.
+arXiv:2007.05105.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mindspore as ms
 from mindspore.train import RunContext
 
-from gaccum_ms.accumulation.noise import WindowNoise
 from gaccum_ms.backend.parameters import overwrite
-from gaccum_ms.callbacks.noise_scale import NoiseWatch, check_smoothing, noise_step
+from gaccum_ms.callbacks.noise_scale import NoiseCallback, check_smoothing
+from gaccum_ms.callbacks.window_watch import training_step
+from gaccum_ms.checks.arguments import check_positive_finite
 from gaccum_ms.learning_rate import multiply_learning_rate
-from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
+from gaccum_ms.record.noise_estimate import WindowNoise
+from gaccum_ms.record.window_record import WindowRecord
 
 _NAME = "AdaScale"
 
@@ -30,7 +31,7 @@ class GainRecord(NamedTuple):
     progress: float
 
 
-class AdaScale(NoiseWatch):
+class AdaScale(NoiseCallback):
     r"""
     Multiply the learning rate by AdaScale's gain, between 1 and the number of micro-batches of an update.
 
@@ -99,7 +100,7 @@ class AdaScale(NoiseWatch):
         if schedule is not None and not callable(schedule):
             raise TypeError(f"For '{_NAME}', the argument 'schedule' must be callable, but got {schedule!r}.")
         if steps is not None:
-            _check_positive("steps", steps)
+            check_positive_finite(_NAME, "steps", steps)
         if smoothing is not None:
             check_smoothing(_NAME, smoothing)
         self.schedule = schedule
@@ -111,25 +112,29 @@ class AdaScale(NoiseWatch):
 
     def on_train_begin(self, run_context: RunContext) -> None:
         super().on_train_begin(run_context)
-        step = noise_step(_NAME, run_context)
+        step: Any = training_step(run_context)
         self.progress = float(step.rate_progress.asnumpy())
         self.gain = float(step.rate_factor.asnumpy()) / self._factor() if self.progress else 1.0
         self._set_rate(step)
 
-    def on_noise(self, noise: WindowNoise, step: TrainOneStepWithGradAccumulationCell, run_context: RunContext) -> None:
+    def on_window_end(self, run_context: RunContext, record: WindowRecord) -> None:
+        noise = record.noise
+        if noise is None:
+            return
         self.progress += self.gain
         if noise.is_known:
             paper = max(1 - noise.items / noise.first_items / 1000, 0.0)
-            self.keep(noise, paper if self.smoothing is None else self.smoothing)
+            self.estimate.add(noise, paper if self.smoothing is None else self.smoothing)
         self.gain = self._gain(noise)
-        self._set_rate(step)
-        self.records.append(GainRecord(self._updates, self.gain, self.progress))
+        self._set_rate(training_step(run_context))
+        self.records.append(GainRecord(record.update, self.gain, self.progress))
         if self.steps is not None and self.progress >= self.steps:
             run_context.request_stop()
 
     def _gain(self, noise: WindowNoise) -> float:
         """The gain for windows of this size."""
-        variance, square = max(self.variance.value, 0.0), max(self.true_square_norm.value, 0.0)
+        variance = max(self.estimate.variance.value, 0.0)
+        square = max(self.estimate.true_square_norm.value, 0.0)
         if not noise.first_items > 0 or not variance + square > 0:  # NaN before there is any
             return 1.0
         return (variance / noise.first_items + square) / (variance / noise.items + square)
@@ -138,21 +143,11 @@ class AdaScale(NoiseWatch):
         if self.schedule is None:
             return 1.0
         factor = self.schedule(int(self.progress))
-        _check_positive("schedule", factor)
+        check_positive_finite(_NAME, "schedule", factor)
         return float(factor)
 
-    def _set_rate(self, step: TrainOneStepWithGradAccumulationCell) -> None:
+    def _set_rate(self, step: Any) -> None:
         factor = self.gain * self._factor()
         multiply_learning_rate(step.optimizer, factor / float(step.rate_factor.asnumpy()))
         overwrite(step.rate_factor, ms.Tensor(factor, ms.float32))
         overwrite(step.rate_progress, ms.Tensor(self.progress, ms.float32))
-
-
-def _check_positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(
-            f"For '{_NAME}', the argument '{name}' must be a number, or return one, but got {value!r} of type "
-            f"'{type(value).__name__}'."
-        )
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"For '{_NAME}', the argument '{name}' must be positive and finite, but got {value}.")

@@ -12,9 +12,11 @@ from gaccum_ms.callbacks.window_watch import training_step
 from gaccum_ms.checks.arguments import check_positive_int
 from gaccum_ms.distributed.layout import gather_json
 from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer
+from gaccum_ms.record.window_callback import WindowCallback
+from gaccum_ms.record.window_record import WindowRecord
 
 
-class UpdateCheckpoint(ModelCheckpoint):
+class UpdateCheckpoint(WindowCallback, ModelCheckpoint):
     r"""
     Save a checkpoint after every `updates` updates, at a window's end, and when training ends.
 
@@ -29,7 +31,8 @@ class UpdateCheckpoint(ModelCheckpoint):
 
     Raises:
         TypeError: If `updates` is not an int.
-        ValueError: If `updates` is less than 1, or `config` has another `save_checkpoint_steps` than 1.
+        ValueError: If `updates` is less than 1, or `config` has another `save_checkpoint_steps` than 1; if training
+            begins without our step.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -63,17 +66,18 @@ class UpdateCheckpoint(ModelCheckpoint):
                 f"but got {self._config.save_checkpoint_steps}. Give the number of updates as 'updates'."
             )
         self._updates = updates
-        self._saved_update = 0
 
     def begin(self, run_context: RunContext) -> None:
-        step = training_step(run_context)
-        self._saved_update = 0 if step is None else int(step.update_count.asnumpy())
+        step: Any = training_step(run_context)
+        self._saved_update = self._last_update = int(step.update_count.asnumpy())
+
+    def on_window_end(self, run_context: RunContext, record: WindowRecord) -> None:
+        self._last_update = record.update
 
     def step_end(self, run_context: RunContext) -> None:
-        step = training_step(run_context)
-        update = run_context.original_args().cur_step_num if step is None else int(step.update_count.asnumpy())
-        if update >= self._saved_update + self._updates:
-            self._saved_update = update
+        # Not at the window's end: other callbacks may then still change the rate, which the checkpoint holds.
+        if self._last_update >= self._saved_update + self._updates:
+            self._saved_update = self._last_update
             super().step_end(run_context)
 
 
@@ -89,7 +93,7 @@ class _Saves(Callback):
         super().__init__()
         self.turn = optimizer.begin_saves if begins else optimizer.end_saves
 
-    def on_train_begin(self, run_context: RunContext) -> None:
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
         ranks = run_context.original_args().get("rank_batches") or []
         if any(rank != ranks[0] for rank in ranks):
             raise ValueError(

@@ -94,9 +94,6 @@ class FlushAccumulation(Callback):
         parameters.flushed_epoch = parameters.cur_epoch_num
         for _ in range(self._flushes(step, parameters)):
             step.flush()
-            for callback in parameters.list_callback:
-                if hasattr(callback, "on_window_flushed"):
-                    callback.on_window_flushed(run_context)
 
     def _flushes(self, step: TrainOneStepWithGradAccumulationCell, parameters: Any) -> int:
         """The number of updates in which this rank must still take part."""

@@ -6,70 +6,45 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mindspore.train import Callback, RunContext
+from mindspore.train import RunContext
 
-from gaccum_ms.accumulation.noise import WindowNoise
-from gaccum_ms.callbacks.noise_estimate import SMOOTHING, NoiseEstimate
 from gaccum_ms.callbacks.window_watch import training_step
+from gaccum_ms.checks.arguments import check_number
 from gaccum_ms.distributed.ranks import rank_or_0
-from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
+from gaccum_ms.record.noise_estimate import SMOOTHING, NoiseEstimate
+from gaccum_ms.record.window_callback import WindowCallback
+from gaccum_ms.record.window_record import WindowRecord
 
 _NAME = "GradNoiseScale"
 _NEAR = 1.5  # the largest ratio, in either direction, that counts as near the critical size
 
 
-class NoiseWatch(NoiseEstimate, Callback):
-    """Base of callbacks that use the gradient noise: `on_noise` gets each window that updated."""
+class NoiseCallback(WindowCallback):
+    """Base of callbacks that use the gradient noise. `arguments` are the next class's."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._updates = 0
+    every_window = True
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.estimate = NoiseEstimate()
+
+    @property
+    def noise_scale(self) -> float:
+        """The estimate, in items; NaN before the first window, infinite if the gradient cannot be distinguished from
+        zero."""
+        return self.estimate.noise_scale
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        self._updates = int(noise_step(type(self).__name__, run_context).update_count.asnumpy())
-
-    def on_train_step_end(self, run_context: RunContext) -> None:
-        self._look(run_context)
-
-    def on_window_flushed(self, run_context: RunContext) -> None:
-        """Called by `FlushAccumulation` ."""
-        self._look(run_context)
-
-    def _look(self, run_context: RunContext) -> None:
-        step = training_step(run_context)
-        if step is None:
-            return
-        updates = int(step.update_count.asnumpy())
-        if updates == self._updates:  # the window is open, or was dropped
-            return
-        self._updates = updates
-        self.on_noise(
-            step.window.noise.read(float(step.grad_norm.asnumpy()), step.update.user_scale), step, run_context
-        )
-
-    def on_noise(self, noise: WindowNoise, step: TrainOneStepWithGradAccumulationCell, run_context: RunContext) -> None:
-        raise NotImplementedError
-
-
-def noise_step(owner: str, run_context: RunContext) -> TrainOneStepWithGradAccumulationCell:
-    """Our step, checked to record the noise."""
-    parameters, step = run_context.original_args(), training_step(run_context)
-    if step is None or not hasattr(step, "noise_sums") or parameters.dataset_sink_mode:
-        given = "without" if step is None or not hasattr(step, "noise_sums") else "with"
-        raise ValueError(
-            f"For '{owner}', the trained network must be a GradAccumulationCell with record_noise=True, and "
-            f"'dataset_sink_mode' False, but got '{type(parameters.train_network).__name__}' {given} records of the "
-            f"noise and dataset_sink_mode={parameters.dataset_sink_mode}."
-        )
-    return step
+        if not hasattr(training_step(run_context), "noise_sums"):
+            raise ValueError(
+                f"For '{type(self).__name__}', the GradAccumulationCell must have record_noise=True, but got "
+                f"record_noise=False."
+            )
+        super().on_train_begin(run_context)
 
 
 def check_smoothing(owner: str, smoothing: Any) -> None:
-    if isinstance(smoothing, bool) or not isinstance(smoothing, (int, float)):
-        raise TypeError(
-            f"For '{owner}', the argument 'smoothing' must be a float, but got {smoothing!r} of type "
-            f"'{type(smoothing).__name__}'."
-        )
+    check_number(owner, "smoothing", smoothing)
     if not 0 <= smoothing < 1:
         raise ValueError(
             f"For '{owner}', the argument 'smoothing' must be at least 0 and below 1, but got {smoothing}."
@@ -84,7 +59,7 @@ class ScaleRecord(NamedTuple):
     noise_scale: float
 
 
-class GradNoiseScale(NoiseWatch):
+class GradNoiseScale(NoiseCallback):
     r"""
     Estimate the gradient noise scale during training, and derive advice on the batch size.
 
@@ -146,7 +121,7 @@ class GradNoiseScale(NoiseWatch):
         check_smoothing(_NAME, smoothing)
         self.smoothing = smoothing
         self.records: list[ScaleRecord] = []
-        self._steps = 1  # batches of a window
+        self._batches = 1  # of the last window
 
     @property
     def advice(self) -> str:
@@ -160,7 +135,7 @@ class GradNoiseScale(NoiseWatch):
             return f"batch {_shown(batch)} has no noise that can be told: a smaller one learns as much from each update"
         ratio, critical = scale / batch, f"the critical size {_shown(scale, 2)}"
         if ratio > _NEAR:
-            steps = max(round(ratio * self._steps), self._steps + 1)
+            steps = max(round(ratio * self._batches), self._batches + 1)
             return f"batch {_shown(batch)} is {_times(ratio)} below {critical}: accumulate over {steps:,}"
         if ratio < 1 / _NEAR:
             return (
@@ -208,10 +183,11 @@ class GradNoiseScale(NoiseWatch):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=100)
 
-    def on_noise(self, noise: WindowNoise, step: TrainOneStepWithGradAccumulationCell, run_context: RunContext) -> None:
-        self.keep(noise, self.smoothing)
-        self.records.append(ScaleRecord(self._updates, noise.items, self.noise_scale))
-        self._steps = int(step.window_steps.asnumpy()) if step.spans_batches else 1
+    def on_window_end(self, run_context: RunContext, record: WindowRecord) -> None:
+        if record.noise is not None:
+            self.estimate.add(record.noise, self.smoothing)
+            self.records.append(ScaleRecord(record.update, record.noise.items, self.noise_scale))
+            self._batches = record.batches
 
     def on_train_end(self, run_context: RunContext) -> None:
         if rank_or_0() == 0:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mindspore as ms
-from mindspore.train import Callback, RunContext
+from mindspore.train import RunContext
 
 from gaccum_ms.backend.parameters import overwrite
-from gaccum_ms.callbacks.window_watch import training_step
+from gaccum_ms.callbacks.window_watch import RankBatches, training_step
 from gaccum_ms.checks.arguments import check_one_of, check_positive_int
 from gaccum_ms.learning_rate import RULES, multiply_learning_rate, scaling_factor
+from gaccum_ms.record.window_callback import WindowCallback
+from gaccum_ms.record.window_record import WindowRecord
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
 
-class AccumulationScheduler(Callback):
+class AccumulationScheduler(WindowCallback):
     r"""
     Change `accumulation_steps` during training: small batches first, large ones when the gradient is noisy.
 
@@ -78,76 +80,54 @@ class AccumulationScheduler(Callback):
                 f"batches, or a function of the number of updates, but got {schedule!r}."
             )
         if learning_rate is not None:
-            check_one_of("AccumulationScheduler", "learning_rate", learning_rate, tuple(RULES))
+            check_one_of(type(self).__name__, "learning_rate", learning_rate, tuple(RULES))
         self.schedule = schedule
         self.learning_rate = learning_rate
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        prepare_steps(_step(run_context), self.learning_rate)
+        """Check that `accumulation_steps` and the rate can be changed, so that an error comes before training."""
+        step: Any = training_step(run_context)
+        step.let_windows_span_batches()
+        if self.learning_rate is not None:
+            multiply_learning_rate(step.optimizer, 1.0)
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         if callable(self.schedule):
-            check_ranks_batches(
-                run_context,
-                "For 'AccumulationScheduler', the argument 'schedule' must be a dict of epochs where ranks have "
-                "different numbers of batches",
-                "a function, and ",
-            )
+            self._refuse_uneven_ranks(run_context.original_args().get("rank_batches") or [])
         self._follow(run_context)
 
-    def on_train_step_end(self, run_context: RunContext) -> None:
+    def on_window_end(self, run_context: RunContext, record: WindowRecord) -> None:
         self._follow(run_context)
+
+    def _refuse_uneven_ranks(self, ranks: Sequence[RankBatches]) -> None:
+        """They plan an epoch's windows from `accumulation_steps` , which here depends on updates that are not known
+        yet."""
+        if len(set(ranks)) > 1:
+            raise ValueError(
+                f"For '{type(self).__name__}', all ranks must have the same number of batches, or the argument "
+                f"'schedule' of AccumulationScheduler must be a dict of epochs, because ranks cannot agree on the "
+                f"windows of an epoch otherwise, but got a function of the updates and "
+                f"{[rank.batches - rank.skipped for rank in ranks]} batches."
+            )
 
     def _follow(self, run_context: RunContext) -> None:
-        step = _step(run_context)
+        """Between two windows: set the number of batches of later windows, and the learning rate by its rule."""
+        step: Any = training_step(run_context)
         if int(step.window_position.asnumpy()):
             return
-        wanted = self._wanted(step, run_context.original_args().cur_epoch_num - 1)
-        check_positive_int("AccumulationScheduler", "schedule", wanted)
-        set_steps(step, wanted, self.learning_rate)
+        steps = self._steps(step, run_context.original_args().cur_epoch_num - 1)
+        check_positive_int(type(self).__name__, "schedule", steps)
+        if steps != int(step.accumulation_steps.asnumpy()):
+            step.set_accumulation_steps(steps)
+        # Compared with `rate_steps` , not with the old steps: a checkpoint's rate may be for another number.
+        rate_steps = int(step.rate_steps.asnumpy())
+        if self.learning_rate is not None and steps != rate_steps:
+            multiply_learning_rate(step.optimizer, scaling_factor(steps / rate_steps, self.learning_rate))
+            overwrite(step.rate_steps, ms.Tensor(steps, ms.int32))
 
-    def _wanted(self, step: TrainOneStepWithGradAccumulationCell, epoch: int) -> Any:
+    def _steps(self, step: TrainOneStepWithGradAccumulationCell, epoch: int) -> Any:
         if callable(self.schedule):
             return self.schedule(int(step.update_count.asnumpy()))
         begun = [first for first in self.schedule if first <= epoch]
         # Not the step's present number, which may be from an earlier training.
         return self.schedule[max(begun)] if begun else step.run_record.own_steps
-
-
-def prepare_steps(step: TrainOneStepWithGradAccumulationCell, learning_rate: str | None) -> None:
-    """Before training: check that `accumulation_steps` and the rate can be changed, so that an error comes early."""
-    step.let_windows_span_batches()
-    if learning_rate is not None:
-        multiply_learning_rate(step.optimizer, 1.0)
-
-
-def check_ranks_batches(run_context: RunContext, demand: str, given: str = "") -> None:
-    """Refuse ranks with different numbers of batches. They plan an epoch's windows from `accumulation_steps` , which
-    here depends on updates that are not known yet."""
-    ranks = run_context.original_args().get("rank_batches") or []
-    if len(set(ranks)) > 1:
-        raise ValueError(
-            f"{demand}, because they cannot agree on the windows of an epoch otherwise, but got {given}"
-            f"{[rank.batches - rank.skipped for rank in ranks]} batches."
-        )
-
-
-def set_steps(step: TrainOneStepWithGradAccumulationCell, wanted: int, learning_rate: str | None) -> None:
-    """Between two windows: set the number of batches of later windows, and the learning rate by its rule."""
-    if wanted != int(step.accumulation_steps.asnumpy()):
-        step.set_accumulation_steps(wanted)
-    # Compared with `rate_steps` , not with the old steps: a checkpoint's rate may be for another number.
-    rate_steps = int(step.rate_steps.asnumpy())
-    if learning_rate is not None and wanted != rate_steps:
-        multiply_learning_rate(step.optimizer, scaling_factor(wanted / rate_steps, learning_rate))
-        overwrite(step.rate_steps, ms.Tensor(wanted, ms.int32))
-
-
-def _step(run_context: RunContext) -> TrainOneStepWithGradAccumulationCell:
-    step = training_step(run_context)
-    if step is None:
-        raise ValueError(
-            f"For 'AccumulationScheduler', the trained network must be a GradAccumulationCell, but got "
-            f"'{type(run_context.original_args().train_network).__name__}'."
-        )
-    return step

@@ -6,17 +6,19 @@ from typing import Any
 
 import mindspore as ms
 from mindspore.experimental.optim.lr_scheduler import LRScheduler, SequentialLR
-from mindspore.train import Callback, RunContext
+from mindspore.train import RunContext
 
 from gaccum_ms.backend import no_grad
 from gaccum_ms.backend.newer_optimizers import list_schedulers, refuse_fixed_rates, without_shards
 from gaccum_ms.backend.parameters import counter, overwrite
 from gaccum_ms.callbacks.window_watch import training_step
+from gaccum_ms.record.window_callback import WindowCallback
+from gaccum_ms.record.window_record import WindowRecord
 
 _NAME = "UpdateScheduler"
 
 
-class UpdateScheduler(Callback):
+class UpdateScheduler(WindowCallback):
     r"""
     Call ``step()`` of schedulers once per update, and not once per batch.
 
@@ -78,29 +80,22 @@ class UpdateScheduler(Callback):
         list_schedulers(self.optimizer, schedulers, self.updates)
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        step = training_step(run_context)
-        if step is None or without_shards(step.optimizer) is not self.optimizer:
+        step: Any = training_step(run_context)
+        if without_shards(step.optimizer) is not self.optimizer:
             raise ValueError(
                 f"For '{_NAME}', the argument 'schedulers' must be of the optimizer that a GradAccumulationCell is "
                 f"trained with, but got schedulers of another '{type(self.optimizer).__name__}'."
             )
         if int(self.updates.asnumpy()) < 0:
             overwrite(self.updates, step.update_count)
-        self._follow(run_context)  # a checkpoint may have been saved between an update and its scheduler step
+        self._follow(int(step.update_count.asnumpy()))  # a checkpoint may be from between an update and its schedulers
 
-    def on_train_step_end(self, run_context: RunContext) -> None:
-        self._follow(run_context)
+    def on_window_end(self, run_context: RunContext, record: WindowRecord) -> None:
+        self._follow(record.update)
 
-    def on_train_epoch_end(self, run_context: RunContext) -> None:
-        self._follow(run_context)  # a flush may have made an update
-
-    def on_train_end(self, run_context: RunContext) -> None:
-        self._follow(run_context)
-
-    def _follow(self, run_context: RunContext) -> None:
-        step: Any = training_step(run_context)
-        for seen in range(int(self.updates.asnumpy()), int(step.update_count.asnumpy())):
+    def _follow(self, updates: int) -> None:
+        for update in range(int(self.updates.asnumpy()), updates):
             with no_grad():
                 for scheduler in self.schedulers:
                     scheduler.step()
-            overwrite(self.updates, ms.Tensor(seen + 1, ms.int32))
+            overwrite(self.updates, ms.Tensor(update + 1, ms.int32))

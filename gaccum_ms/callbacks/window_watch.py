@@ -12,7 +12,7 @@ import warnings
 from typing import Any, NamedTuple
 
 import mindspore as ms
-from mindspore import ops
+from mindspore import nn, ops
 from mindspore.train import Callback, RunContext
 
 from gaccum_ms.backend.parameters import overwrite
@@ -30,8 +30,11 @@ def samples_of_batch(run_context: RunContext) -> int:
 
 
 def training_step(run_context: RunContext) -> TrainOneStepWithGradAccumulationCell | None:
-    """Our step inside the network that `ms.Model` trains; data sinking wraps it."""
-    network = run_context.original_args().train_network
+    """Our step inside the network that `ms.Model` trains; data sinking wraps it. A `WindowCallback` always has one."""
+    return step_in(run_context.original_args().train_network)
+
+
+def step_in(network: nn.Cell) -> TrainOneStepWithGradAccumulationCell | None:
     steps = (cell for _, cell in network.cells_and_names() if isinstance(cell, TrainOneStepWithGradAccumulationCell))
     return next(steps, None)
 
@@ -59,19 +62,35 @@ class RankBatches(NamedTuple):
 
 
 class WindowWatch(Callback):
-    """Checks before, during and after every training with our step."""
+    """Checks before, during and after every training with our step.
+
+    Args:
+        step (TrainOneStepWithGradAccumulationCell): The step.
+    """
+
+    def __init__(self, step: TrainOneStepWithGradAccumulationCell) -> None:
+        super().__init__()
+        self._step = step
+        self._begun = False
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Refuse ranks with different numbers of batches, unless a callback evens them out."""
-        parameters, step = run_context.original_args(), training_step(run_context)
+        parameters = run_context.original_args()
         # Read now: an evaluation on the same data set, in Model.fit, resets it.
         parameters.skipped_batches = parameters.train_dataset.get_init_step() % max(parameters.batch_num, 1)
-        if step is None:
-            return
+        overwrite(self._step.run_record.epoch_batches, ms.Tensor(parameters.batch_num, ms.int32))
+
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        """Before the first epoch: other callbacks may have let windows span batches when the training began."""
+        if not self._begun:
+            self._begun = True
+            self._check(run_context.original_args())
+
+    def _check(self, parameters: Any) -> None:
+        """Refuse ranks with different numbers of batches, unless a callback evens them out."""
+        step = self._step
         batches = parameters.epoch_num * parameters.batch_num - parameters.skipped_batches
         flushed = any(getattr(one, "evens_out_ranks", False) for one in parameters.list_callback)
         warn_of_rates_for_batches(step, batches, flushes=flushed * parameters.epoch_num)
-        overwrite(step.run_record.epoch_batches, ms.Tensor(parameters.batch_num, ms.int32))
         if not step.reducer_flag:
             return
         refuse_shared_folders(parameters.list_callback)
@@ -84,7 +103,7 @@ class WindowWatch(Callback):
         if all(one == own for one in batches_of):
             return
         evens_out = step.spans_batches and not step.window.store.reduces  # else ranks need equal micro-batches
-        if evens_out and any(getattr(one, "evens_out_ranks", False) for one in parameters.list_callback):
+        if evens_out and flushed:
             return
         shown = [
             f"{one.batches - one.skipped} on rank {rank}"
@@ -101,16 +120,13 @@ class WindowWatch(Callback):
         )
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        if not run_context.original_args().dataset_sink_mode:
-            return
-        step = training_step(run_context)
-        if step is not None:
-            step.run_record.keep_random_state()  # saving the wrapper runs no hook of the step
+        if run_context.original_args().dataset_sink_mode:
+            self._step.run_record.keep_random_state()  # saving the wrapper runs no hook of the step
 
     def on_train_end(self, run_context: RunContext) -> None:
+        step = self._step
         begin_anew(run_context.original_args().train_dataset)  # if resume has set a position
-        step = training_step(run_context)
-        if step is None or not step.spans_batches or not int(step.window_position.asnumpy()):
+        if not step.spans_batches or not int(step.window_position.asnumpy()):
             return
         if any(hasattr(one, "evens_out_ranks") for one in run_context.original_args().list_callback):
             return  # a FlushAccumulation will end the window in its on_train_end

@@ -159,6 +159,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
     """
 
     called_by_python = False  # see graphs.py
+    around_flush = contextlib.nullcontext  # while ms.Model trains, WindowRecorder's
 
     def __init__(
         self, network: GradAccumulationCell, optimizer: nn.Optimizer, scale_sense: nn.Cell | ms.Tensor | None = None
@@ -300,7 +301,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         self._lifecycle.begin_call()
         if not self.spans_batches:
             return False
-        with self._on_ranks_that_agree():
+        with self.around_flush(), self._on_ranks_that_agree():
             self._runner.agree()
             return self.end_window.flush()
 

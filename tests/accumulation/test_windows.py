@@ -29,6 +29,7 @@ from gaccum_ms import (
     GradAccumulationCell,
     TrainOneStepWithGradAccumulationCell,
     UpdateCheckpoint,
+    WindowCallback,
     scale_learning_rate,
 )
 from gaccum_ms.accumulation.open_window import OpenWindow
@@ -791,12 +792,16 @@ def test_evaluation_at_an_epochs_end_sees_the_flushed_weights():
     model = ms.Model(step, eval_network=Prediction(step.network), eval_indexes=[0, 1, 2], metrics={"weight": Weight()})
     seen = []
 
-    class Evaluated(train.Callback):
+    class Evaluated(WindowCallback):
+        def on_window_end(self, run_context, record):
+            seen.append(record.batches)
+
         def on_eval_end(self, run_context):
             seen.append(run_context.original_args().metrics["weight"])
 
     model.fit(2, line_data(), line_data(), callbacks=[Evaluated(), FlushAccumulation()], dataset_sink_mode=False)
-    np.testing.assert_allclose(seen, line_oracle((4, 3, 4, 3))[0][[1, 3]], rtol=1e-5)
+    first, second = line_oracle((4, 3, 4, 3))[0][[1, 3]]
+    np.testing.assert_allclose(seen, [4, 3, first, 4, 3, second], rtol=1e-5)
 
 
 def test_the_order_of_callbacks_does_not_matter(tmp_path):

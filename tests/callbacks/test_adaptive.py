@@ -162,11 +162,11 @@ def test_two_ranks_do_the_same(rank_pair, tmp_path):
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"target": "1"}, TypeError, "'target' must be a number, but got '1'"),
-        ({"target": 0}, ValueError, "'target' must be finite and above 0, but got 0"),
-        ({"target": float("inf")}, ValueError, "'target' must be finite and above 0, but got inf"),
-        ({"tolerance": 1.0}, ValueError, "'tolerance' must be finite and above 1, but got 1.0"),
-        ({"tolerance": True}, TypeError, "'tolerance' must be a number, but got True"),
+        ({"target": "1"}, TypeError, "'target' must be a float, but got '1'"),
+        ({"target": 0}, ValueError, "'target' must be positive and finite, but got 0"),
+        ({"target": float("inf")}, ValueError, "'target' must be positive and finite, but got inf"),
+        ({"tolerance": 1.0}, ValueError, "'tolerance' must be larger than 1, but got 1.0"),
+        ({"tolerance": True}, TypeError, "'tolerance' must be a float, but got True"),
         ({"min_steps": 0}, ValueError, "'min_steps' must be at least 1, but got 0"),
         ({"max_steps": 2.0}, TypeError, "'max_steps' must be an int, but got 2.0"),
         (

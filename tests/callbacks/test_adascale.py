@@ -161,8 +161,8 @@ def test_a_checkpoint_keeps_what_the_rate_was_multiplied_by(pynative, tmp_path):
     ("options", "error", "text"),
     [
         ({"schedule": 0.1}, TypeError, "'schedule' must be callable, but got 0.1"),
-        ({"steps": "9"}, TypeError, "'steps' must be a number, or return one, but got '9'"),
-        ({"steps": True}, TypeError, "'steps' must be a number, or return one, but got True"),
+        ({"steps": "9"}, TypeError, "'steps' must be a float, but got '9'"),
+        ({"steps": True}, TypeError, "'steps' must be a float, but got True"),
         ({"steps": 0}, ValueError, "'steps' must be positive and finite, but got 0"),
         ({"smoothing": 1}, ValueError, "'smoothing' must be at least 0 and below 1, but got 1"),
     ],

@@ -15,9 +15,8 @@ from mindspore.dataset import NumpySlicesDataset
 from test_noise_record import make_step, targets
 
 from gaccum_ms import FlushAccumulation, GradNoiseScale
-from gaccum_ms.accumulation.noise import WindowNoise
-from gaccum_ms.callbacks.noise_estimate import Average
 from gaccum_ms.callbacks.noise_scale import ScaleRecord
+from gaccum_ms.record.noise_estimate import Average, WindowNoise
 
 
 def known_noise(samples, seed=2):
@@ -40,14 +39,14 @@ def test_on_a_quadratic_problem_the_estimate_is_within_ten_percent(options, caps
     noise = GradNoiseScale(smoothing=0.9995)
     ms.Model(step).train(1, NumpySlicesDataset((y,), shuffle=False).batch(16), callbacks=[noise])
     assert noise.noise_scale == pytest.approx(40, rel=0.1)
-    assert noise.variance.value == pytest.approx(40, rel=0.1)
-    assert noise.true_square_norm.value == pytest.approx(1, rel=0.1)
+    assert noise.estimate.variance.value == pytest.approx(40, rel=0.1)
+    assert noise.estimate.true_square_norm.value == pytest.approx(1, rel=0.1)
     batch = 16 * options.get("accumulation_steps", 1)
     assert len(noise.records) == samples // batch
     assert noise.records[-1] == (samples // batch, batch, noise.noise_scale)
     assert capsys.readouterr().out == noise.advice + "\n"
     # a negative control: the norm of the window's gradient differs much from the true gradient's
-    assert step.grad_norm.asnumpy() ** 2 / noise.true_square_norm.value > 1.1
+    assert step.grad_norm.asnumpy() ** 2 / noise.estimate.true_square_norm.value > 1.1
 
 
 def test_estimates_are_unbiased_for_unequal_counts():
@@ -71,7 +70,7 @@ def test_averages_have_no_bias_towards_zero():
 
 def advice(scale, batch):
     noise = GradNoiseScale()
-    noise.keep(WindowNoise(1 + scale, 1, 1 + scale / 2, 2), 0.5)  # |G|^2 = 1, and tr Sigma is the scale
+    noise.estimate.add(WindowNoise(1 + scale, 1, 1 + scale / 2, 2), 0.5)  # |G|^2 = 1, and tr Sigma is the scale
     noise.records.append(ScaleRecord(1, batch, scale))
     assert noise.noise_scale == pytest.approx(scale)
     return noise.advice
@@ -116,7 +115,7 @@ def test_each_window_counts_once_and_a_dropped_one_not_at_all(pynative):
     assert [record.update for record in noise.records] == [1, 2]
     assert [record.batch_size for record in noise.records] == [4, 2]
     assert noise.records[0].noise_scale == noise.records[1].noise_scale
-    assert math.isfinite(noise.variance.value)
+    assert math.isfinite(noise.estimate.variance.value)
 
 
 # -- the curve ---------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from mindspore.communication import get_rank
@@ -15,10 +16,11 @@ from gaccum_ms import AdaptiveAccumulation, FlushAccumulation
 class Astray(AdaptiveAccumulation):
     """Finds ten times the noise on rank 1."""
 
-    def keep(self, noise, smoothing):
+    def on_window_end(self, run_context, record):
         if get_rank() == 1:
-            noise = noise._replace(first_square_norm=10 * noise.first_square_norm)
-        super().keep(noise, smoothing)
+            noise = record.noise._replace(first_square_norm=10 * record.noise.first_square_norm)
+            record = dataclasses.replace(record, noise=noise)
+        super().on_window_end(run_context, record)
 
 
 def follow(out: Path) -> Results:

@@ -26,10 +26,35 @@ fewer for a gradient of few weights and little noise. But it would cost a pass o
 from __future__ import annotations
 
 import math
-
-from gaccum_ms.accumulation.noise import WindowNoise
+from typing import NamedTuple
 
 SMOOTHING = 0.99  # the default part of an average that each update keeps
+
+
+class WindowNoise(NamedTuple):
+    """Two gradients of one window over all ranks: the first micro-batches' mean, and the whole window's mean."""
+
+    first_square_norm: float
+    first_items: float
+    square_norm: float
+    items: float
+
+    @property
+    def is_known(self) -> bool:
+        """Whether an estimate is possible: not if the first micro-batch was all, counted nothing, or overflowed."""
+        return 0 < self.first_items < self.items * (1 - 1e-6) and all(map(math.isfinite, self))
+
+    @property
+    def variance(self) -> float:
+        """The trace of the covariance of one item's gradient."""
+        return (self.first_square_norm - self.square_norm) / (1 / self.first_items - 1 / self.items)
+
+    @property
+    def true_square_norm(self) -> float:
+        """The squared norm of the gradient without noise."""
+        return (self.items * self.square_norm - self.first_items * self.first_square_norm) / (
+            self.items - self.first_items
+        )
 
 
 class Average:
@@ -62,7 +87,7 @@ class NoiseEstimate:
             return math.nan
         return max(variance, 0.0) / square if square > 0 else math.inf
 
-    def keep(self, noise: WindowNoise, smoothing: float) -> None:
+    def add(self, noise: WindowNoise, smoothing: float = SMOOTHING) -> None:
         if noise.is_known:
             self.variance.add(noise.variance, smoothing)
             self.true_square_norm.add(noise.true_square_norm, smoothing)
