@@ -175,7 +175,6 @@ def test_two_ranks_do_the_same(rank_pair, tmp_path):
             "'max_steps' must not be less than 'min_steps', but got 2 and 4",
         ),
         ({"interval": 0}, ValueError, "'interval' must be at least 1, but got 0"),
-        ({"learning_rate": "cubic"}, ValueError, "but got 'cubic'"),
         ({"smoothing": 1.0}, ValueError, "'smoothing' must be at least 0 and below 1, but got 1.0"),
         ({"json_lines": 1}, TypeError, "'json_lines' must be a path, but got 1"),
     ],
@@ -184,19 +183,3 @@ def test_bad_arguments_are_refused(options, error, text):
     with pytest.raises(error, match=re.escape(text)) as caught:
         AdaptiveAccumulation(**options)
     assert str(caught.value).startswith("For 'AdaptiveAccumulation', ")
-
-
-def test_what_cannot_follow_is_refused_before_training(pynative):
-    with pytest.raises(ValueError, match="record_noise=True"):
-        fit(AdaptiveAccumulation(), samples=16, record_noise=False)
-    model = make_model(rate=nn.CosineDecayLR(0.0, 0.1, 10))
-    with pytest.raises(ValueError, match="scale_learning_rate"):
-        fit(AdaptiveAccumulation(), samples=16, model=model)
-    assert int(model.train_network.batch_count.asnumpy()) == 0
-    model = make_model()
-    fit(AdaptiveAccumulation(), samples=16, model=model)
-    model = make_model()
-    y, _ = known_noise(16)
-    model.train(1, NumpySlicesDataset((y,), shuffle=False).batch(8))
-    with pytest.raises(RuntimeError, match="a step that has run"):
-        fit(AdaptiveAccumulation(), samples=16, model=model)

@@ -173,8 +173,6 @@ def test_bad_arguments_are_refused(options, error, text):
 
 
 def test_what_cannot_follow_is_refused_before_training(pynative):
-    with pytest.raises(ValueError, match="record_noise=True"):
-        fit(targets(8), 8, AdaScale(), record_noise=False)
     model = make_model(rate=nn.CosineDecayLR(0.0, 0.1, 10))
     with pytest.raises(ValueError, match="scale_learning_rate"):
         fit(targets(8), 8, AdaScale(), model=model)

@@ -14,7 +14,7 @@ from mindspore import nn
 from mindspore.dataset import NumpySlicesDataset
 from test_noise_record import make_step, targets
 
-from gaccum_ms import FlushAccumulation, GradNoiseScale
+from gaccum_ms import AdaptiveAccumulation, AdaScale, FlushAccumulation, GradNoiseScale
 from gaccum_ms.callbacks.noise_scale import ScaleRecord
 from gaccum_ms.record.noise_estimate import Average, WindowNoise
 
@@ -192,7 +192,8 @@ def test_bad_smoothing_is_refused(smoothing, error, text):
         GradNoiseScale(smoothing)
 
 
-def test_a_step_without_records_is_refused():
+@pytest.mark.parametrize("kind", [GradNoiseScale, AdaptiveAccumulation, AdaScale])
+def test_a_step_without_records_is_refused(kind):
     step = make_step(micro_size=2, record_noise=False)
-    with pytest.raises(ValueError, match="record_noise=True"):
-        ms.Model(step).train(1, NumpySlicesDataset((targets(8),)).batch(4), callbacks=[GradNoiseScale()])
+    with pytest.raises(ValueError, match=f"For '{kind.__name__}', .* record_noise=True"):
+        ms.Model(step).train(1, NumpySlicesDataset((targets(8),)).batch(4), callbacks=[kind()])
