@@ -10,12 +10,11 @@ from mindspore import ops
 from mindspore.train import RunContext
 
 from gaccum_ms.backend import no_grad
-from gaccum_ms.callbacks.json_lines import append_json_line, begin_json_lines, json_lines_path
+from gaccum_ms.callbacks.json_lines import JsonLines
 from gaccum_ms.callbacks.noise_scale import NoiseCallback, check_smoothing
 from gaccum_ms.callbacks.schedule import AccumulationScheduler
 from gaccum_ms.callbacks.window_watch import training_step
 from gaccum_ms.checks.arguments import check_finite, check_positive_finite, check_positive_int
-from gaccum_ms.distributed.ranks import rank_or_0
 from gaccum_ms.learning_rate import current_learning_rate
 from gaccum_ms.record.noise_estimate import WindowNoise
 from gaccum_ms.record.window_record import WindowRecord
@@ -125,7 +124,7 @@ class AdaptiveAccumulation(NoiseCallback, AccumulationScheduler):
         if tolerance <= 1:
             raise ValueError(f"For '{_NAME}', the argument 'tolerance' must be larger than 1, but got {tolerance}.")
         check_smoothing(_NAME, smoothing)
-        self._json_lines = json_lines_path(_NAME, json_lines)
+        self._json_lines = JsonLines(_NAME, json_lines)
         self.target = target
         self.min_steps, self.max_steps = min_steps, max_steps
         self.tolerance = tolerance
@@ -139,8 +138,7 @@ class AdaptiveAccumulation(NoiseCallback, AccumulationScheduler):
         # In a resumed step, both may differ from the cell's.
         present = step.accumulation_steps if self.learning_rate is None else step.rate_steps
         self._next_steps = int(present.asnumpy())
-        if self._json_lines is not None and rank_or_0() == 0:
-            begin_json_lines(self._json_lines)
+        self._json_lines.begin()
 
     def on_window_end(self, run_context: RunContext, record: WindowRecord) -> None:
         if record.noise is None:
@@ -157,8 +155,7 @@ class AdaptiveAccumulation(NoiseCallback, AccumulationScheduler):
         rate = current_learning_rate(step.optimizer)
         change = StepsRecord(record.update, self._next_steps, rate, self.noise_scale, record.noise.items)
         self.records.append(change)
-        if self._json_lines is not None and rank_or_0() == 0:
-            append_json_line(self._json_lines, change._asdict())
+        self._json_lines.append(change._asdict())
 
     def _wanted(self, noise: WindowNoise, steps: int, batches: int) -> int:
         """The number of batches for later windows, after a window of `batches` batches."""

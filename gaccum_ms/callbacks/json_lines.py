@@ -8,34 +8,46 @@ import os
 from pathlib import Path
 from typing import Any
 
-
-def json_lines_path(owner: str, json_lines: Any) -> Path | None:
-    """The checked path, absolute because the working folder may change in mid-training."""
-    if json_lines is not None and not isinstance(json_lines, (str, Path)):
-        raise TypeError(
-            f"For '{owner}', the argument 'json_lines' must be a path, but got {json_lines!r} of type "
-            f"'{type(json_lines).__name__}'."
-        )
-    return None if json_lines is None else Path(json_lines).absolute()
+from gaccum_ms.distributed.ranks import rank_or_0
 
 
-def begin_json_lines(path: Path) -> None:
-    """Create the file, so that an unwritable one is an error now, not after the first window.
+class JsonLines:
+    """A file to which rank 0 appends records. Without a path, and on other ranks, nothing is written.
 
-    A last line that a killed training has cut short is ended, so that the next record has a line of its own.
+    Args:
+        owner (str): The class that errors name.
+        path (Union[str, Path], optional): The file.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
-    if path.is_file() and path.stat().st_size:  # not a pipe, which has no last byte
-        with path.open("a+b") as file:
-            file.seek(-1, os.SEEK_END)
-            if file.read() != b"\n":
-                file.write(b"\n")
 
+    def __init__(self, owner: str, path: Any) -> None:
+        if path is not None and not isinstance(path, (str, Path)):
+            raise TypeError(
+                f"For '{owner}', the argument 'json_lines' must be a path, but got {path!r} of type "
+                f"'{type(path).__name__}'."
+            )
+        # Absolute, because the working folder may change in mid-training.
+        self._path = None if path is None else Path(path).absolute()
 
-def append_json_line(path: Path, record: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
+    def begin(self) -> None:
+        """Create the file, so that an unwritable one is an error now, not after the first window.
+
+        A last line that a killed training has cut short is ended, so that the next record has a line of its own.
+        """
+        path = self._path
+        if path is None or rank_or_0() != 0:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        if path.is_file() and path.stat().st_size:  # not a pipe, which has no last byte
+            with path.open("a+b") as file:
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":
+                    file.write(b"\n")
+
+    def append(self, record: dict[str, Any]) -> None:
+        if self._path is not None and rank_or_0() == 0:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
 
 
 def _finite(value: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import mindspore as ms
 from mindspore.train import RunContext
 
-from gaccum_ms.callbacks.json_lines import append_json_line, begin_json_lines, json_lines_path
+from gaccum_ms.callbacks.json_lines import JsonLines
 from gaccum_ms.distributed.ranks import rank_or_0
 from gaccum_ms.record.window_callback import WindowCallback
 from gaccum_ms.record.window_record import WindowRecord
@@ -59,7 +59,7 @@ class WindowMonitor(WindowCallback):
 
     def __init__(self, json_lines: str | Path | None = None, summary: Any = None) -> None:
         super().__init__()
-        self._json_lines = json_lines_path("WindowMonitor", json_lines)
+        self._json_lines = JsonLines("WindowMonitor", json_lines)
         if summary is not None and not isinstance(summary, ms.SummaryRecord) and not hasattr(summary, "add_scalar"):
             raise TypeError(
                 f"For 'WindowMonitor', the argument 'summary' must be a mindspore.SummaryRecord or TensorBoard's "
@@ -69,30 +69,25 @@ class WindowMonitor(WindowCallback):
         self._summary = summary
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        if self._json_lines is not None and rank_or_0() == 0:
-            begin_json_lines(self._json_lines)
+        self._json_lines.begin()
 
     def on_window_end(self, run_context: RunContext, record: WindowRecord) -> None:
         self.records.append(record)
-        if rank_or_0() == 0:
-            self._write(record)
-
-    def _write(self, record: WindowRecord) -> None:
         numbers = asdict(record)
         del numbers["noise"]  # `noise_scale` tells what it means
-        if self._json_lines is not None:
-            append_json_line(self._json_lines, numbers)
-        if self._summary is not None:
-            scalars = {
-                f"window/{name}": float(value)
-                for name, value in numbers.items()
-                if isinstance(value, (bool, int, float)) and name != "update"
-            }
-            scalars |= {f"window/loss_terms/{term}": loss for term, loss in enumerate(record.loss_terms or ())}
-            for name, value in scalars.items():
-                if isinstance(self._summary, ms.SummaryRecord):
-                    self._summary.add_value("scalar", name, ms.Tensor(value, ms.float32))
-                else:
-                    self._summary.add_scalar(name, value, record.update)
+        self._json_lines.append(numbers)
+        if self._summary is None or rank_or_0() != 0:
+            return
+        scalars = {
+            f"window/{name}": float(value)
+            for name, value in numbers.items()
+            if isinstance(value, (bool, int, float)) and name != "update"
+        }
+        scalars |= {f"window/loss_terms/{term}": loss for term, loss in enumerate(record.loss_terms or ())}
+        for name, value in scalars.items():
             if isinstance(self._summary, ms.SummaryRecord):
-                self._summary.record(record.update)
+                self._summary.add_value("scalar", name, ms.Tensor(value, ms.float32))
+            else:
+                self._summary.add_scalar(name, value, record.update)
+        if isinstance(self._summary, ms.SummaryRecord):
+            self._summary.record(record.update)

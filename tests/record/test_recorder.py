@@ -78,6 +78,7 @@ def test_samples_are_counted_along_their_axis(pynative):
 
 # -- the records -------------------------------------------------------------------------------------------------------
 
+
 def test_hand_worked_windows(pynative):
     """x = 1, 2 | 4 and y = 0, 1 | 1, at w = 1: losses 0.5, 0.5 | 4.5, gradients x (w x - y) = 1, 2 | 12, mean 5. Then
     w = 0.5: losses 0.125, 0 | 0.5, gradients 0.5, 0 | 4, mean 1.5."""
