@@ -18,7 +18,6 @@ from gaccum_ms import (
     GradAccumulationCell,
     TrainOneStepWithGradAccumulationCell,
     resume,
-    scale_learning_rate,
 )
 from gaccum_ms.learning_rate import current_learning_rate
 
@@ -116,30 +115,12 @@ def test_schedule_and_stop_count_scale_invariant_steps(pynative):
     np.testing.assert_allclose(current_learning_rate(step.optimizer), RATE * 0.5 * gains[-1], rtol=1e-4)
 
 
-def test_a_schedule_of_ours_is_multiplied(pynative):
-    callback = AdaScale(smoothing=0.5)
-    step = fit(targets(48), 8, callback, rate=scale_learning_rate(nn.PolynomialDecayLR(RATE, 0.01, 100, 1.0), 1))
-    decayed = 0.01 + (RATE - 0.01) * 0.94
-    np.testing.assert_allclose(current_learning_rate(step.optimizer), decayed * callback.gain, rtol=1e-4)
-
-
 def test_a_flushed_window_has_its_own_number_of_micro_batches(pynative):
     """Two windows of four micro-batches, and one of two; the gradients of each window cancel."""
     y = START + np.repeat(np.array([1, -1, 2, -2, 1, -1, 2, -2, 1, -1], np.float32), 2)[:, None]
     callback = AdaScale()
     fit(y.astype(np.float32), 4, callback, callbacks=[FlushAccumulation()], micro_size=2, accumulation_steps=2)
     assert [record.gain for record in callback.records] == pytest.approx([4, 4, 2], abs=1e-4)
-
-
-def test_a_second_training_goes_on_with_the_first_ones_gain(pynative):
-    model, callback = make_model(), AdaScale(smoothing=0.5)
-    fit(targets(24), 8, callback, model=model)
-    gain, progress = callback.gain, callback.progress
-    assert gain > 1.05
-    fresh = AdaScale(smoothing=0.5)
-    step = fit(targets(8), 8, fresh, model=model)
-    assert fresh.records[0].progress == pytest.approx(progress + gain, rel=1e-5)
-    np.testing.assert_allclose(current_learning_rate(step.optimizer), RATE * fresh.gain, rtol=1e-4)
 
 
 def test_a_checkpoint_keeps_what_the_rate_was_multiplied_by(pynative, tmp_path):

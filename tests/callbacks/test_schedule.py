@@ -130,16 +130,11 @@ def test_a_rate_that_is_compiled_in_is_refused_before_it_trains():
 def test_by_epoch_without_compiling_anew(own, mode):
     """Also from a cell without accumulation_steps. Epochs end with a short window, because they are flushed."""
     ms.set_context(mode=MODES[mode])
-    step, records = fit(AccumulationScheduler({0: 1, 1: 2, 3: 20}), step=line_step(own, micro_size=2))
+    step, records = fit(AccumulationScheduler({3: 20, 0: 1, 1: 2}), step=line_step(own, micro_size=2))
     assert_windows(step, records, [1] * 7 + [2, 2, 2, 1] * 2 + [7])
     assert [record.epoch for record in records] == [1] * 7 + [2] * 4 + [3] * 4 + [4]
     if mode == "graph":
         assert len(step.compile_cache) == 1
-
-
-def test_before_the_first_entry_the_number_is_the_cells_own():
-    step, records = fit(AccumulationScheduler({1: 4}), own=3, epochs=2)
-    assert_windows(step, records, [3, 3, 1, 4, 3])
 
 
 def test_a_second_training_begins_with_the_cells_own_number_again():
@@ -151,11 +146,6 @@ def test_a_second_training_begins_with_the_cells_own_number_again():
     assert [record.batches for record in monitor.records] == [3, 3, 1, 4, 3] * 2
     rates = np.array([1, 1, 1, 4 / 3, 4 / 3] * 2) * RATE
     np.testing.assert_allclose([record.learning_rate for record in monitor.records], rates, rtol=1e-5)
-
-
-def test_epochs_of_the_dict_in_any_order():
-    step, records = fit(AccumulationScheduler({2: 7, 0: 3, 1: 4}), own=2, epochs=3)
-    assert_windows(step, records, [3, 3, 1, 4, 3, 7])
 
 
 @pytest.mark.parametrize("own", [1, 2])
@@ -209,7 +199,8 @@ def test_negative_control_a_window_that_follows_at_once_is_caught(monkeypatch, p
 
 # -- the learning rate -------------------------------------------------------------------------------------------------
 
-WINDOWS = [2, 2, 2, 1, 4, 3] + [1] * 7  # with the schedule {1: 4, 2: 1} and a cell with 2
+# With the schedule {1: 4, 2: 1} and a cell with 2, which is the number before the first entry.
+WINDOWS = [2, 2, 2, 1, 4, 3] + [1] * 7
 RATIOS = [1] * 4 + [2] * 2 + [0.5] * 7
 
 
