@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import inspect
 import math
+import os
 
 import mindspore as ms
+import psutil
 import pytest
 from support import environment, paths
 from support.device import COUNT, DEVICE
@@ -20,6 +22,12 @@ environment.of_tests()
 
 def pytest_addoption(parser):
     parser.addoption("--minutes", type=float, default=math.inf, help="skip the tests that would begin later")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """Two processes more than cores, because the launcher's tests mostly wait. Each may need 3 GB."""
+    return max(1, min(len(os.sched_getaffinity(0)) + 2, psutil.virtual_memory().available // 3_000_000_000))
 
 
 def pytest_configure(config):

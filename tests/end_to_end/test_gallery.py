@@ -69,11 +69,9 @@ def whole(tmp_path_factory):
     def run(name: str, *options: str) -> str:
         folder = tmp_path_factory.mktemp(name)
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        env = {key: value for key, value in of_users().items() if key not in ("PROCESSES", "LAUNCHER", "SCRIPT")}
+        env = {**of_users(), "PATH": path}
         command = ["bash", str(SAMPLES / name / "run.sh"), *options]
-        done = subprocess.run(
-            command, env={**env, "PATH": path}, cwd=folder, capture_output=True, text=True, timeout=LIMIT
-        )
+        done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=LIMIT)
         assert done.returncode == 0, done.stderr[-3000:]
         assert is_a_picture(folder / f"{name}.png")
         print(done.stdout)  # shown if an assertion fails

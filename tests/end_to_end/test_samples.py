@@ -42,7 +42,7 @@ def run(tmp_path) -> Callable[..., subprocess.CompletedProcess]:
 
     def call(*command: str | Path, limit: float, **env: str) -> subprocess.CompletedProcess:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        inherited = {k: v for k, v in of_users().items() if k not in ("DATA_PATH", "PROCESSES", "LAUNCHER", "SCRIPT")}
+        inherited = {k: v for k, v in of_users().items() if k != "DATA_PATH"}
         env = {**inherited, "PATH": path, "PYTHONPATH": str(ROOT), "TEST_MARK": mark, **env}
         words = [str(word) for word in command]
         try:
@@ -137,7 +137,8 @@ def test_data_made_by_several_processes_at_once_are_whole(run, tmp_path):
 def test_run_sh_starts_the_script_it_is_given_and_fails_as_it_does(run, tmp_path):
     script = tmp_path / "my script.py"
     script.write_text('import os, sys\nsys.exit(os.environ["RANK_ID"] == "1" and "no good: " + sys.argv[1])')
-    done = run("bash", ROOT / "run.sh", "--script", script, "a b", limit=600, PROCESSES="2", TIMEOUT="500")
+    options = ["--processes", "2", "--timeout", "500", "--script", script]
+    done = run("bash", ROOT / "run.sh", *options, "a b", limit=600)
     assert done.returncode == 1
     assert "rank 1 failed with exit code 1" in done.stderr
     assert "no good: a b" in done.stderr
