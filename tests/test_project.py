@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from mutations import FAULTS
+from mutations import FAULTS, sample
 
 import gaccum_ms
 
@@ -54,6 +54,20 @@ def test_the_workflow_calls_run_sh_and_nothing_else():
     versions = [tuple(map(int, version.split("."))) for version in matrix["mindspore"]]
     assert versions[0] == tuple(map(int, least.split(".")))
     assert all(version < tuple(map(int, above.split("."))) for version in versions)
+
+
+def test_all_faults_of_mutations_are_tried_by_schedule():
+    workflow = yaml.safe_load(read(".github/workflows/mutations.yml"))
+    assert "schedule" in workflow[True], "YAML reads the key `on` as true"
+    assert workflow["jobs"]["mutations"]["steps"][-1] == {"run": "bash run.sh test mutations"}
+
+
+def test_a_sample_of_faults_is_the_same_each_time_and_from_many_files():
+    drawn = sample(FAULTS, 10, seed=0)
+    assert sample(FAULTS, 10, seed=0) == drawn
+    assert sample(FAULTS, 10, seed=1) != drawn
+    assert len({fault.file for fault in drawn}) == 10
+    assert set(sample(FAULTS, len(FAULTS), seed=0)) == set(FAULTS)
 
 
 def test_a_bug_needs_what_check_prints():
