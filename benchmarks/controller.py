@@ -24,22 +24,20 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rows import WHOLE, FirstCalls, Row
-from benchmarks.targets import FIRST_CALLS
+from benchmarks.rows import WHOLE, Row
 from benchmarks.ways import WAYS, Setting, Way
 
 _ROOT = Path(__file__).resolve().parents[1]
 _WORKER = Path(__file__).with_name("worker.py")
-_ALIVE_RANKS = 10  # roughly, at one time, besides the ranks of the whole batch
 MOST_ROUNDS = 15
 _BASELINE_UPDATES = 3
 _POLL_SECONDS = 0.1
 _RANKS_LIMIT_SECONDS = 3600  # for the launcher, if this program is killed while ranks wait for each other
 _GRACE_SECONDS = 30
-INSTRUCTIONS = "ONEDNN_MAX_CPU_ISA"  # limits the instructions of oneDNN, the library of MindSpore's kernels
 Log = Callable[[str], None]
 
 
@@ -50,12 +48,11 @@ class WorkerError(Exception):
 def environment(setting: Setting) -> dict[str, str]:
     """The environment of our programs: the user's, and a few more variables."""
     own = {"GLOG_v": "3"}
-    if _is_of(setting, "torch") and setting.processes > 1:
+    if setting.processes > 1 and setting.is_of("torch"):
         # torchrun would set 1; our launcher gives each rank its share.
         own["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // setting.processes))
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
-    chosen = {INSTRUCTIONS: setting.instructions} if setting.instructions else {}
-    return {**own, **os.environ, **chosen, "PYTHONPATH": path}
+    return {**own, **os.environ, "PYTHONPATH": path}
 
 
 class Worker:
@@ -67,7 +64,7 @@ class Worker:
         # A separate folder, because MindSpore writes files into the working folder.
         self._folder = tempfile.TemporaryDirectory(prefix="gaccum_ms_benchmark_")
         self._messages = Path(self._folder.name, "messages.txt")
-        self._ranks: list[socket.socket] = []
+        self._ranks: list[Connection] = []
         address = f"gaccum_ms_benchmark-{uuid.uuid4().hex}"
         try:
             with socket.socket(socket.AF_UNIX) as listener:
@@ -95,7 +92,7 @@ class Worker:
 
     def updates(self, number: int) -> list[float]:
         """The seconds of each update, on its slowest rank."""
-        return [max(times) for times in zip(*self._ask(f"updates {number}"), strict=True)]
+        return [max(times) for times in zip(*self._ask("updates", number), strict=True)]
 
     def loss(self) -> float:
         """The loss of one more update, over all ranks."""
@@ -103,6 +100,10 @@ class Worker:
 
     def peak(self) -> int:
         return max(self._ask("peak"))
+
+    def details(self) -> dict[str, Any]:
+        """What its first rank says of its updates."""
+        return self._ask("details")[0]
 
     def close(self) -> None:
         for rank in self._ranks:
@@ -125,14 +126,14 @@ class Worker:
 
     def _start(self, address: str) -> subprocess.Popen:
         command = [sys.executable]
-        if self.setting.processes > 1 and _is_of(self.setting, "torch"):
+        if self.setting.processes > 1 and self.setting.is_of("torch"):
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.setting.processes}"]
         elif self.setting.processes > 1:
             command += ["-m", "gaccum_ms.launch", "-n", str(self.setting.processes)]
             command += ["--log-dir", str(Path(self._folder.name, "log")), "--timeout", str(_RANKS_LIMIT_SECONDS)]
         with self._messages.open("wb") as messages:
             return subprocess.Popen(
-                [*command, str(_WORKER), json.dumps(asdict(self.setting)), address],
+                [*command, str(_WORKER), self.setting.module, json.dumps(asdict(self.setting)), address],
                 stdin=subprocess.DEVNULL,
                 stdout=messages,
                 stderr=messages,
@@ -140,37 +141,32 @@ class Worker:
                 env=environment(self.setting),
             )
 
-    def _accept(self, listener: socket.socket, deadline: float) -> socket.socket:
+    def _accept(self, listener: socket.socket, deadline: float) -> Connection:
         while not select.select([listener], [], [], _POLL_SECONDS)[0]:
             if self._process.poll() is not None:
                 raise WorkerError(f"failed: {self._last_words()}")
             if time.monotonic() > deadline:
                 raise WorkerError(f"> {self._limit:.0f} s")
-        return listener.accept()[0]
+        return Connection(listener.accept()[0].detach())
 
-    def _ask(self, command: str) -> list[Any]:
+    def _ask(self, command: str, number: int = 0) -> list[Any]:
         """Every rank's answer."""
         for rank in self._ranks:
-            try:
-                rank.sendall(command.encode() + b"\n")
-            except OSError:
-                raise WorkerError(f"failed: {self._last_words()}") from None
+            with contextlib.suppress(OSError):  # it has ended: so it does not answer
+                rank.send((command, number))
         return self._answers()
 
     def _answers(self) -> list[Any]:
         deadline = time.monotonic() + self._limit
-        return [self._answer(rank, deadline) for rank in self._ranks]
-
-    def _answer(self, rank: socket.socket, deadline: float) -> Any:
-        line = b""
-        while not line.endswith(b"\n"):
-            if not select.select([rank], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        answers = []
+        for rank in self._ranks:
+            if not rank.poll(max(0.0, deadline - time.monotonic())):
                 raise WorkerError(f"> {self._limit:.0f} s")
-            received = rank.recv(65536)
-            if not received:
-                raise WorkerError(f"failed: {self._last_words()}")
-            line += received
-        return json.loads(line)
+            try:
+                answers.append(rank.recv())
+            except (EOFError, OSError):
+                raise WorkerError(f"failed: {self._last_words()}") from None
+        return answers
 
     def _last_words(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -187,13 +183,13 @@ def last_words(messages: str) -> str:
 
 
 def groups(
-    network: str, ways: Sequence[str], micro_sizes: Sequence[int], processes: Sequence[int], batch: int, threads: str
+    network: str, ways: Sequence[str], micro_sizes: Sequence[int], processes: Sequence[int], batch: int
 ) -> list[list[Setting]]:
     """The programs to measure, in groups; each has the whole batch. Programs of several ranks are in separate groups,
-    with all numbers of ranks together, and with several micro_sizes if these are few processes."""
+    with all numbers of ranks together."""
 
     def setting(way: str, micro_size: int, ranks: int = 1) -> Setting:
-        return Setting(network, way, micro_size, batch, threads, ranks)
+        return Setting(network, way, micro_size, batch, processes=ranks)
 
     base = [WHOLE] if WHOLE in ways else []
     others = [way for way in ways if way != WHOLE]
@@ -203,26 +199,16 @@ def groups(
         found.append([setting(way, 1) for way in base] + [setting(way, size) for way in fitting])
     ranks = [number for number in processes if 1 < number <= batch]
     parallel = [way for way in others if WAYS[way].parallel]
-    at_once = max(1, _ALIVE_RANKS // max(1, sum(ranks) * len(parallel)))
-    for start in range(0, len(micro_sizes) if ranks else 0, at_once):
+    for size in micro_sizes if ranks else []:
         group = [setting(way, 1, number) for way in base for number in ranks]
-        for size in micro_sizes[start : start + at_once]:
-            group += [setting(way, min(size, batch // number), number) for way in parallel for number in ranks]
-        group = list(dict.fromkeys(group))
+        group += [setting(way, min(size, batch // number), number) for way in parallel for number in ranks]
         if group not in found:
-            found.append(group)
+            found.append(list(dict.fromkeys(group)))
     return found
 
 
 def measure(
-    settings: Sequence[Setting],
-    group: str,
-    *,
-    rounds: int,
-    turn: float,
-    limit: float,
-    seconds: float = 0,
-    log: Log,
+    settings: Sequence[Setting], group: str, *, rounds: int, turn: float, limit: float, log: Log, seconds: float = 0
 ) -> list[Row]:
     """One row for each program of the group: its turns, of about `turn` seconds each, and then its peak memory. There
     are at least `rounds` rounds, and up to `MOST_ROUNDS` within `seconds` ."""
@@ -230,7 +216,7 @@ def measure(
     with ExitStack() as stack:
         workers: dict[int, Worker] = {}
         for index, (row, setting) in enumerate(zip(rows, settings, strict=True)):
-            if not is_installed(WAYS[row.way]):
+            if not is_installed(setting.described):
                 row.note = "not installed"
                 continue
             log(f"{group}: first call of {row.way}, micro_size {row.micro_size}, {row.processes} process(es)")
@@ -241,7 +227,7 @@ def measure(
                 continue
             workers[index] = worker
             row.first_call = worker.first_call
-            row.trains = worker.trains if WAYS[row.way].updates else None
+            row.trains = worker.trains
             vars(row).update(worker.about)
         number, begin = 0, time.monotonic()
         while workers and (number <= rounds or (number <= MOST_ROUNDS and time.monotonic() - begin < seconds)):
@@ -259,20 +245,20 @@ def measure(
             number += 1
         for index, worker in workers.items():
             try:
-                rows[index].peak = worker.peak()
+                rows[index].peak, rows[index].details = worker.peak(), worker.details()
             except WorkerError as error:
                 rows[index].note = f"memory {error}"
     return rows
 
 
-def measure_base_peaks(rows: Iterable[Row], *, threads: str, limit: float, log: Log) -> None:
+def measure_base_peaks(rows: Iterable[Row], *, limit: float, log: Log) -> None:
     """Peak memory of the same programs with micro-batches of one sample: the framework, compilation, weights, the
     optimizer's state and accumulators. Programs of several ranks are left out."""
     peaks: dict[Setting, int | str] = {}
     for row in rows:
         if row.peak is None or row.processes > 1 or row.micro_size >= row.batch:
             continue  # several ranks, or already micro-batches of one sample
-        setting = Setting(row.network, row.way, row.micro_size, row.micro_size, threads)
+        setting = Setting(row.network, row.way, row.micro_size, row.micro_size)
         if setting not in peaks:
             log(f"{row.network}: memory of {row.way} at {row.micro_size} micro-batches of one sample")
             try:
@@ -286,25 +272,6 @@ def measure_base_peaks(rows: Iterable[Row], *, threads: str, limit: float, log: 
             row.note = found
         else:
             row.base_peak = found
-
-
-def measure_first_calls(network: str, *, batch: int, threads: str, repeats: int, limit: float, log: Log) -> FirstCalls:
-    """Seconds of first calls in fresh processes, in turns."""
-    seconds: FirstCalls = {(network, way, size): [] for way, size in FIRST_CALLS}
-    for number in range(repeats):
-        # The order alternates, because the second program finds a warmer machine.
-        for way, size in FIRST_CALLS if number % 2 == 0 else reversed(FIRST_CALLS):
-            log(f"{network}: first call of {way} in a fresh process, micro_size {size} ({number + 1} of {repeats})")
-            try:
-                with Worker(Setting(network, way, size, batch, threads), limit) as worker:
-                    seconds[network, way, size].append(worker.first_call)
-            except WorkerError as error:
-                log(f"{network}, {way}, micro_size {size}: {error}")
-    return seconds
-
-
-def _is_of(setting: Setting, framework: str) -> bool:
-    return setting.way in WAYS and WAYS[setting.way].framework == framework
 
 
 def is_installed(way: Way) -> bool:

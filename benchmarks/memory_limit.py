@@ -5,9 +5,7 @@ process; shared memory counts once. For each network:
 
 * alone       training with micro-batches of each size, and nothing before it: the true peak. There are separate true
               peaks for ``micro_batch_size="auto"`` , which always accumulates, in two graphs, with each size given;
-* predicted   the first of these peaks by `memory_report(measure=False)` , from one process. The peak of the process is
-              compared, because the limit applies to it. The growth above the smallest size is a difference of two
-              processes, each uncertain by 25 MB; it is compared if this is less than the allowed error;
+* predicted   the first of these peaks by `memory_report(measure=False)` , from one process;
 * searched    `find_micro_batch_size` and ``"auto"`` , each with a limit midway between the true peaks of two
               neighbouring sizes, or just above all if these differ by too little, and then training with the result.
 """
@@ -22,23 +20,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import report
+from benchmarks.networks import NETWORKS
 from benchmarks.targets import Target
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCHES = {"unet": 32, "mlp": 16384, "cnn": 64, "transformer": 32, "embedding": 64, "dense": 512}
+ADAM = ("unet", "embedding", "dense")  # the others train with Momentum
+WAYS = {"find": "alone", "auto": "alone auto"}  # a search, and the training that has no search
 _UPDATES = 3
 _LOOKS_EVERY = 0.02  # seconds
 _OWN = ("Private_Clean", "Private_Dirty", "Pss_Shmem")  # the memory that a trial's process does not share
 _APART = 0.02  # of a peak: the least difference of two neighbours with a limit between them
 _PREDICTED_WITHIN = 0.15
-_KEPT_WITHIN = 1.03  # of the limit, on a machine without other load
-_COMPARED = 25e6 / _PREDICTED_WITHIN  # bytes: smaller growth is not compared
 
 
 # -- the programs, each in a separate process --------------------------------------------------------------------------
@@ -47,8 +44,8 @@ _COMPARED = 25e6 / _PREDICTED_WITHIN  # bytes: smaller growth is not compared
 def _program(kind: str, name: str, samples: int, number: int) -> dict[str, Any]:
     """`number` : the size for "alone" and "alone auto"; the limit for the others."""
     import mindspore as ms
+    from mindspore import nn
 
-    from benchmarks.memory_networks import CASES
     from gaccum_ms import (
         AutoSize,
         GradAccumulationCell,
@@ -60,30 +57,27 @@ def _program(kind: str, name: str, samples: int, number: int) -> dict[str, Any]:
 
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_device("CPU")
-    case = CASES[name]
-    network, optimizer = case.make()
-    batch = [ms.Tensor(value) for value in case.data(samples)]
-    before = _peak()
+    ms.set_seed(1)
+    network = NETWORKS[name].mindspore()
+    weights = network.trainable_params()
+    optimizer = nn.Adam(weights, 1e-3) if name in ADAM else nn.Momentum(weights, 0.01, 0.9)
+    network = nn.WithLossCell(network, NETWORKS[name].mindspore_loss())
+    batch = [ms.Tensor(value) for value in NETWORKS[name].data(samples)]
     if kind == "report":
         found = memory_report(GradAccumulationCell(network, 2), optimizer, *batch, memory_limit=number, measure=False)
         return {"predicted": {row.micro_batch_size: row.peak for row in found.rows}, "probed": found.probed}
     size = number
     if kind == "find":
         size = find_micro_batch_size(GradAccumulationCell(network, 1), optimizer, batch, number)
-    if not kind.startswith("find"):
+    else:
         keep_heap_small()  # as after a search
     options = {"micro_batch_size": AutoSize(number)} if "auto" in kind else {"micro_batch_size": size}
-    cell = GradAccumulationCell(network, **options)
-    step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
+    step = TrainOneStepWithGradAccumulationCell(GradAccumulationCell(network, **options), optimizer).set_train()
     if kind == "alone auto":
         step._auto._begin(size)
     for _ in range(_UPDATES):
         step(*batch).asnumpy()
-    return {"size": step.micro_batch_size, "peak": _peak(), "before": before}
-
-
-def _peak() -> int:
-    return _kilobytes("/proc/self/status", "VmHWM")
+    return {"size": step.micro_batch_size, "peak": _kilobytes("/proc/self/status", "VmHWM")}
 
 
 def _kilobytes(file: str, *names: str) -> int:
@@ -95,14 +89,15 @@ def _kilobytes(file: str, *names: str) -> int:
 # -- watching them -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
+    """The program's answer; the peak of the process and its trial's process together, in bytes; the seconds."""
+
     answer: dict[str, Any]
-    both: int  # the peak of the process and its trial's process together, in bytes
+    both: int
     seconds: float
 
 
-def _watched(arguments: Sequence[Any], limit: float) -> Outcome:
+def _watched(seconds: float, *arguments: Any) -> Outcome:
     environment = {"ONEDNN_MAX_CPU_ISA": "AVX2", **os.environ, "PYTHONPATH": str(ROOT)}
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gaccum_ms_memory_") as folder, tempfile.TemporaryFile("w+") as said:
@@ -112,8 +107,8 @@ def _watched(arguments: Sequence[Any], limit: float) -> Outcome:
         try:
             while process.poll() is None:
                 both = max(both, _together(process.pid))
-                if time.monotonic() - start > limit:
-                    raise TimeoutError(f"{arguments} took more than {limit} s")
+                if time.monotonic() - start > seconds:
+                    raise TimeoutError(f"{arguments} took more than {seconds} s")
                 time.sleep(_LOOKS_EVERY)
         finally:
             process.kill()
@@ -141,15 +136,9 @@ def _together(process: int) -> int:
 # -- one network -------------------------------------------------------------------------------------------------------
 
 
-def sizes_of(samples: int) -> list[int]:
-    """The sizes whose peaks are compared with predictions, besides those of `neighbours` ."""
-    return sorted({2, samples // 16})
-
-
 def neighbours(samples: int) -> list[int]:
     """A quarter of the batch, half of it, all sizes between that divide it, and the whole batch."""
-    numbers = {samples // 4, -(-samples // 3), samples // 2, samples}
-    return sorted(numbers)
+    return sorted({samples // 4, -(-samples // 3), samples // 2, samples})
 
 
 def limit_of(alone: dict[int, int], samples: int) -> int:
@@ -158,62 +147,54 @@ def limit_of(alone: dict[int, int], samples: int) -> int:
     return (quarter + half) // 2 if half - quarter > _APART * quarter else round(max(alone.values()) * (1 + _APART))
 
 
-def _lines(name: str, runs: int, seconds: float, log: Any) -> list[str]:
-    samples = BATCHES[name]
-    alone: dict[str, dict[int, int]] = {"find": {}, "auto": {}}
-    for way, kind in (("find", "alone"), ("auto", "alone auto")):
-        for size in sorted({*neighbours(samples), *(sizes_of(samples) if way == "find" else ())}):
-            alone[way][size] = _watched((kind, name, samples, size), seconds).answer["peak"]
-            log(f"{name}: {kind}, {size} samples: {_mb(alone[way][size])}")
-    predicted = _watched(("report", name, samples, 1 << 40), seconds).answer
-    lines = [f"{name}, batch {samples}, predicted from {predicted['probed']} samples"]
-    lines += ["", "samples  alone MB  predicted MB  predicted / alone  predicted growth / growth  auto alone MB"]
-    targets = []
-    for size, peak in sorted(alone["find"].items()):
-        auto = _mb(alone["auto"][size]) if size in alone["auto"] else "-"
-        expected = predicted["predicted"].get(str(size))
-        if expected is None:  # no row of the report has this size
-            lines.append(f"{size:7}  {_mb(peak):>8}  {'-':>12}  {'-':>17}  {'-':>25}  {auto:>13}")
-            continue
-        first = min(alone["find"])
-        growth, expected_growth = peak - alone["find"][first], expected - predicted["predicted"][str(first)]
-        ratio = f"{expected_growth / growth:.3f}" if growth > _COMPARED else "-"
-        columns = f"{_mb(expected):>12}  {expected / peak:17.3f}  {ratio:>25}  {auto:>13}"
-        lines.append(f"{size:7}  {_mb(peak):>8}  {columns}")
-        compared = {"peak": expected / peak} | ({"growth": expected_growth / growth} if growth > _COMPARED else {})
-        for what, ratio in compared.items():
-            text = f"{name}: {what} at {size} samples, predicted off by"
+def measure(name: str, samples: int, runs: int, seconds: float) -> str:
+    """The tables and targets of one network."""
+    alone: dict[str, dict[int, int]] = {}
+    for way, kind in WAYS.items():
+        sizes = neighbours(samples) + [2, samples // 16] * (way == "find")  # these are only predicted
+        alone[way] = {size: _watched(seconds, kind, name, samples, size).answer["peak"] for size in sorted({*sizes})}
+    report.log(f"{name}: alone {alone}")
+    answer = _watched(seconds, "report", name, samples, 1 << 40).answer
+    targets, predicted = [], []
+    for size, peak in alone["find"].items():
+        expected = answer["predicted"].get(str(size))  # None: no row of the report has this size
+        ratio = expected and expected / peak
+        texts = [report.number(bytes_, 1, 1e-6) for bytes_ in (peak, expected, alone["auto"].get(size))]
+        predicted.append([size, *texts[:2], report.number(ratio, 3), texts[2]])
+        if ratio:
+            text = f"{name}: peak at {size} samples, predicted off by"
             targets.append(Target(text, abs(ratio - 1), _PREDICTED_WITHIN))
-    lines += ["", "way   limit MB  what fits  found  search's peak MB  training's peak MB  seconds"]
+    searched = []
     for way, peaks in alone.items():
         limit = limit_of(peaks, samples)
         fits = max(size for size, peak in peaks.items() if peak <= limit)
-        highest, found = [], []
-        for _ in range(runs):
-            outcome = _watched((way, name, samples, limit), seconds)
-            found.append(outcome.answer["size"])
-            highest.append(max(outcome.both, outcome.answer["peak"]))
-            columns = (
-                f"{found[-1]:5}  {_mb(outcome.both):>16}  {_mb(outcome.answer['peak']):>18}  {outcome.seconds:7.0f}"
-            )
-            lines.append(f"{way}  {_mb(limit):>8}  {fits:9}  {columns}")
-            log(f"{name}: {lines[-1]}")
-        text = f"{name}, {way}: the peak of both, search and training, of the limit"
-        targets.append(Target(text, max(highest) / limit, _KEPT_WITHIN))
+        outcomes = [_watched(seconds, way, name, samples, limit) for _ in range(runs)]
+        found = [outcome.answer["size"] for outcome in outcomes]
+        highest = [max(outcome.both, outcome.answer["peak"]) for outcome in outcomes]
+        for outcome, size in zip(outcomes, found, strict=True):
+            peaks_ = [report.number(bytes_, 1, 1e-6) for bytes_ in (outcome.both, outcome.answer["peak"])]
+            searched.append([way, report.number(limit, 1, 1e-6), fits, size, *peaks_, f"{outcome.seconds:.0f}"])
+        targets.append(Target(f"{name}, {way}: the peak of search and training, of the limit", max(highest) / limit, 1))
         targets.append(Target(f"{name}, {way}: what fits, over the least found", fits / min(found), 1 / 0.8))
-        if runs > 1:
-            text = f"{name}, {way}: sizes found in {runs} runs"
-            targets.append(Target(text, len(set(found)), 2))
-    return [*lines, "", *(target.line() for target in targets), ""]
-
-
-def _mb(size: float) -> str:
-    return f"{size / 1e6:.1f}"
+        targets.append(Target(f"{name}, {way}: sizes found in {runs} runs", len(set(found)), 2))
+    return "\n".join(
+        [
+            f"{name}, batch {samples}, predicted from {answer['probed']} samples\n",
+            report.columns(("samples", "alone MB", "predicted MB", "predicted / alone", "auto alone MB"), predicted),
+            "",
+            report.columns(
+                ("way", "limit MB", "what fits", "found", "search's peak MB", "training's peak MB", "seconds"), searched
+            ),
+            "",
+            *(target.line() for target in targets),
+        ]
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory_limit", description=__doc__)
     parser.add_argument("--networks", nargs="+", choices=BATCHES, default=list(BATCHES))
+    parser.add_argument("--batch", type=int, help="samples (default: each network's own)")
     parser.add_argument("--runs", type=int, default=1, help="searches of each network and way (default: 1)")
     parser.add_argument("--limit", type=float, default=600, help="seconds a program may take (default: 600)")
     parser.add_argument("--output", type=Path, help="file for the result (default: in benchmarks/results)")
@@ -223,13 +204,11 @@ def main() -> None:
         print(json.dumps(_program(*json.loads(options.program))))
         return
     text = report.machine("A memory limit, kept by searches and by the training after them", ("mindspore", "numpy"))
-    output = options.output or report.place("memory_limit")
     for name in options.networks:
-        lines = _lines(name, options.runs, options.limit, lambda text: print(text, file=sys.stderr, flush=True))
-        print("\n".join(lines), flush=True)
-        text += "\n\n" + "\n".join(lines)
-        report.keep(text.rstrip() + "\n", output)
-    print(f"kept in {output}", file=sys.stderr)
+        part = measure(name, options.batch or BATCHES[name], options.runs, options.limit)
+        print(part, flush=True)
+        text += f"\n\n{part}"
+        report.keep(text + "\n", options.output or report.place("memory_limit"))
 
 
 if __name__ == "__main__":

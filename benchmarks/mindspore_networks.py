@@ -1,4 +1,5 @@
-"""The networks for MindSpore; torch_networks.py has the same networks, in the same order, for PyTorch."""
+"""The networks for MindSpore, and training cells that are written by hand; graph mode reads their source from this
+file. torch_networks.py has the compared networks, in the same order, for PyTorch."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ from itertools import pairwise
 
 import mindspore as ms
 import numpy as np
-from mindspore import nn, ops
+from mindspore import boost, nn, ops
 
-from benchmarks.networks import CLASSES, TOKENS, VOCABULARY
+from benchmarks.networks import CLASSES, TOKENS, VOCABULARY, WORDS
 
 
 class TokenLoss(nn.Cell):
@@ -22,8 +23,7 @@ class TokenLoss(nn.Cell):
         return self.loss(logits.reshape((-1, VOCABULARY)), labels.reshape((-1,)))
 
 
-def loss(tokens: bool) -> nn.Cell:
-    return TokenLoss() if tokens else nn.CrossEntropyLoss()
+LOSSES = {"classes": nn.CrossEntropyLoss, "tokens": TokenLoss, "squares": nn.MSELoss}
 
 
 def _dense(*widths: int) -> nn.Cell:
@@ -39,6 +39,10 @@ def mlp() -> nn.Cell:
 
 def wide() -> nn.Cell:
     return _dense(*[4096] * 5, CLASSES)
+
+
+def dense() -> nn.Cell:
+    return nn.SequentialCell([nn.Dense(2048, 2048) for _ in range(8)])
 
 
 # -- convolutions ------------------------------------------------------------------------------------------------------
@@ -109,13 +113,6 @@ def resnet18() -> nn.Cell:
     return nn.SequentialCell([*layers, GlobalMean(), nn.Dense(channels, CLASSES)])
 
 
-def mobilenet_v2() -> nn.Cell:
-    """mindcv's MobileNetV2; mindcv is an optional dependency."""
-    import mindcv
-
-    return mindcv.create_model("mobilenet_v2_100", num_classes=CLASSES)
-
-
 # -- transformer -------------------------------------------------------------------------------------------------------
 
 LAYERS, WIDTH, HEADS, WIDE = 4, 256, 8, 1024
@@ -164,3 +161,92 @@ class Transformer(nn.Cell):
 
 def transformer() -> nn.Cell:
     return Transformer()
+
+
+class Embedding(nn.Cell):
+    """A transformer of two layers with 30,000 embeddings: they and the output layer are most of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 512, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2)
+        self.out = nn.Dense(WIDTH, WORDS)
+
+    def construct(self, tokens):
+        return self.out(self.layers(self.embedding(tokens)).mean(1))
+
+
+def embedding() -> nn.Cell:
+    return Embedding()
+
+
+# -- U-Net -------------------------------------------------------------------------------------------------------------
+
+
+class Down(nn.Cell):
+    """Two convolutions."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.layers = nn.SequentialCell(
+            nn.Conv2d(inputs, outputs, 3),
+            nn.GroupNorm(8, outputs),
+            nn.ReLU(),
+            nn.Conv2d(outputs, outputs, 3),
+            nn.ReLU(),
+        )
+
+    def construct(self, x):
+        return self.layers(x)
+
+
+class Up(nn.Cell):
+    """A transposed convolution, and two convolutions of its output joined with the skip connection."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.grow = nn.Conv2dTranspose(inputs, outputs, 2, 2, pad_mode="valid")
+        self.layers = Down(2 * outputs, outputs)
+
+    def construct(self, x, skip):
+        return self.layers(ops.concat((self.grow(x), skip), 1))
+
+
+class UNet(nn.Cell):
+    """Four levels of 64, 32, 16 and 8 pixels; predicts its input's three channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.last = Down(3, 16), Down(16, 32), Down(32, 64), Down(64, 128)
+        self.pool = nn.MaxPool2d(2, 2)
+        self.up_third, self.up_second, self.up_first = Up(128, 64), Up(64, 32), Up(32, 16)
+        self.out = nn.Conv2d(16, 3, 1)
+
+    def construct(self, x):
+        first = self.first(x)
+        second = self.second(self.pool(first))
+        third = self.third(self.pool(second))
+        last = self.last(self.pool(third))
+        return self.out(self.up_first(self.up_second(self.up_third(last, third), second), first))
+
+
+def unet() -> nn.Cell:
+    return UNet()
+
+
+# -- training cells ----------------------------------------------------------------------------------------------------
+
+
+class BoostStep(nn.TrainOneStepCell):
+    """The step around `boost.GradientAccumulation` in MindSpore's tutorial. It updates every `micro_size` calls."""
+
+    def __init__(self, network: nn.Cell, optimizer: nn.Optimizer, micro_size: int) -> None:
+        super().__init__(network, optimizer)
+        self.gradient_accumulation = boost.GradientAccumulation(micro_size, optimizer)
+
+    def construct(self, *inputs):
+        loss = self.network(*inputs)
+        seed = ops.fill(loss.dtype, loss.shape, self.sens)
+        grads = self.grad_reducer(self.grad(self.network, self.weights)(*inputs, seed))
+        return self.gradient_accumulation(loss, grads)

@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ _MEGABYTE = 1e6
 _VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")
 
 
-def machine(title: str, packages: Iterable[str], threads: str = "as the frameworks choose") -> str:
+def machine(title: str, packages: Iterable[str]) -> str:
     """The machine and the software, without which the numbers mean nothing."""
     cores = os.cpu_count()
     if hasattr(os, "sched_getaffinity"):
@@ -34,7 +35,6 @@ def machine(title: str, packages: Iterable[str], threads: str = "as the framewor
             f"versions  {_revision()}, python {platform.python_version()}, "
             + ", ".join(f"{name} {_version(name)}" for name in packages),
             f"machine   {_cpu_model()}, {cores} cores, load average {os.getloadavg()[0]:.1f} when the run began",
-            f"threads   {threads}",
             f"variables {variables or 'none set'}",
         ]
     )
@@ -43,11 +43,7 @@ def machine(title: str, packages: Iterable[str], threads: str = "as the framewor
 def header(*, rounds: int, seconds: float, turn: float) -> str:
     return "\n".join(
         [
-            machine(
-                "Gradient accumulation: time, first call and memory",
-                ("mindspore", "torch", "mindcv", "numpy"),
-                "above each table",
-            ),
+            machine("Gradient accumulation: time, first call and memory", ("mindspore", "torch", "mindcv", "numpy")),
             f"settings  Momentum, float32, graph mode but where the way says PyNative; at least {rounds} rounds, and "
             f"up to {controller.MOST_ROUNDS} as long as {seconds:g} s have not passed, in each every program of a "
             f"group in turn for {turn:g} s, at least one update; a round before them counts for nothing",
@@ -55,70 +51,67 @@ def header(*, rounds: int, seconds: float, turn: float) -> str:
     )
 
 
+def columns(titles: Sequence[str], lines: Iterable[Sequence[object] | None]) -> str:
+    """A table: the first column is aligned left, the others right; a None draws a rule."""
+    texts = [line and [str(cell) for cell in line] for line in (titles, None, *lines)]
+    widths = [max(map(len, cells)) for cells in zip(*filter(None, texts), strict=True)]
+    rule = "-" * (sum(widths) + 2 * len(widths) - 2)
+    rows = [
+        "  ".join(
+            [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
+        )
+        if line
+        else rule
+        for line in texts
+    ]
+    return "\n".join(row.rstrip() for row in rows)
+
+
+def number(value: float | None, digits: int, scale: float = 1.0, unit: str = "") -> str:
+    return "-" if value is None else f"{value * scale:.{digits}f}{unit}"
+
+
+TITLES = ("way", "processes", "micro_size", "ms/update", "x whole", "x torch", "first call")
+TITLES += ("memory MB", "x whole", "trains", "")
+
+
 def table(rows: Sequence[Row]) -> str:
-    """One block for each network and number of processes, with one part for each group of programs that took turns. The
-    whole batch is first in each part; ratios are relative to it."""
+    """One block for each network, on one process and on several, with one part for each group of programs that took
+    turns. The whole batch is first in each part; ratios are relative to it."""
     lines = []
     for network, parallel in dict.fromkeys((row.network, row.processes > 1) for row in rows):
         own = [row for row in rows if (row.network, row.processes > 1) == (network, parallel)]
         lines += ["", f"{network}: {NETWORKS[network].title}; batch {own[0].batch}"]
         lines += ["in data parallel mode, the batch shared by the processes"] if parallel else []
         lines += [f"threads: {used}" for used in dict.fromkeys(row.threads for row in own if row.threads)]
-        lines.append(_titles())
+        cells: list[Sequence[object] | None] = []
         for group in dict.fromkeys(row.group for row in own):
-            lines.append("-" * len(_titles()))
-            lines += [_line(row, rows) for row in own if row.group == group]
+            cells += [None] * bool(cells) + [_cells(row, rows) for row in own if row.group == group]
+        lines.append(columns(TITLES, cells))
     return "\n".join(lines)
 
 
-def explanations() -> str:
-    return "\n".join(
-        [
-            "ms/update    median over rounds; 'x whole' is the median of the ratios within each round to the whole",
-            "             batch, which took turns with the rows below it; 'x torch' is to PyTorch's loop at the same",
-            "             micro_size, on as many processes, and of the bare forward and backward to PyTorch's own",
-            "first call   compiling and one update, importing not counted. Of ways that are called once for each",
-            "             micro-batch, all calls of the first update",
-            "memory       growth of the process's peak resident size above the same program's at micro-batches of one",
-            "             sample: the framework, compiling, weights, optimizer state and accumulators are in both;",
-            "             where micro-batches are of one sample, there is nothing to compare",
-            "trains       whether the first update changed the weights. MindSpore's nn.GradAccumulationCell trains in",
-            "             semi-auto and auto parallel mode alone: here it never does, so it is not charged for adding",
-            "             gradients up. The bare forward and backward has no optimizer and no accumulators: the",
-            "             framework's kernels, and as many calls from Python as there are micro-batches, each of which",
-            "             returns all gradients",
-        ]
-    )
+EXPLANATIONS = """\
+ms/update    median over rounds; 'x whole' is the median of the ratios within each round to the whole batch, which took
+             turns with the rows below it; 'x torch' is to PyTorch's loop at the same micro_size
+first call   compiling and one update, importing not counted
+memory       growth of the process's peak resident size above the same program's at micro-batches of one sample
+trains       whether the first update changed the weights. MindSpore's nn.GradAccumulationCell trains in semi-auto and
+             auto parallel mode alone"""
 
 
-def _titles() -> str:
-    return (
-        f"{'way':<40}{'processes':>10}{'micro_size':>11}{'ms/update':>11}{'x whole':>9}{'x torch':>9}{'first call':>12}"
-        f"{'memory MB':>11}{'x whole':>9}{'trains':>8}"
-    )
-
-
-def _line(row: Row, rows: Sequence[Row]) -> str:
-    whole = whole_of(rows, row)
-    theirs = "torch" if WAYS[row.way].updates else "torch_forward_backward"
-    program = theirs, row.micro_size, row.processes
-    other = beside(rows, row, *program) or find(rows, row.network, *program)
-    cells = [
-        f"{WAYS[row.way].title:<40}{row.processes:>10}{row.micro_size:>11}",
-        _number(row.seconds, 11, 1, 1e3),
-        _number(time_ratio(rows, row, whole), 9, 2),
-        _number(time_ratio(rows, row, other), 9, 2),
-        _number(row.first_call, 10, 2) + (" s" if row.first_call is not None else "  "),
-        _number(row.growth, 11, 1, 1 / _MEGABYTE),
-        _number(growth_ratio(row, find(rows, row.network, WHOLE)), 9, 3),
-        f"{'-' if row.trains is None else 'yes' if row.trains else 'NO':>8}",
-        f"  {row.note}" if row.note else "",
+def _cells(row: Row, rows: Sequence[Row]) -> Sequence[object]:
+    return [
+        *(WAYS[row.way].title, row.processes, row.micro_size),
+        number(row.seconds, 1, 1e3),
+        number(time_ratio(row, whole_of(rows, row)), 2),
+        number(time_ratio(row, beside(rows, row, "torch", row.micro_size, row.processes)), 2),
+        number(row.first_call, 2, unit=" s"),
+        number(row.growth, 1, 1 / _MEGABYTE),
+        number(growth_ratio(row, find(rows, row.network, WHOLE)), 3),
+        "-" if row.trains is None else "yes" if row.trains else "NO",
+        row.note,
     ]
-    return "".join(cells)
-
-
-def _number(value: float | None, width: int, digits: int, scale: float = 1.0) -> str:
-    return f"{'-':>{width}}" if value is None else f"{value * scale:>{width}.{digits}f}"
 
 
 def _revision() -> str:
@@ -151,6 +144,10 @@ def _cpu_model() -> str:
 def place(name: str) -> Path:
     """The path of a result, from its name and today's date."""
     return _RESULTS / f"{name}_{datetime.date.today()}.txt"
+
+
+def log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def keep(text: str, output: Path) -> None:

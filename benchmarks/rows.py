@@ -1,18 +1,13 @@
-"""The measurements of each program, the ratios between them, and their file."""
+"""The measurements of each program, and the ratios between them."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 WHOLE = "whole"  # the reference way
-
-# Seconds of first calls in fresh processes, by network, way and micro_size.
-FirstCalls = dict[tuple[str, str, int], list[float]]
 
 
 @dataclass
@@ -35,6 +30,7 @@ class Row:
     base_peak: int | None = None  # the same program's peak with micro-batches of one sample
     weight_bytes: int = 0
     threads: str = ""
+    details: dict[str, Any] = field(default_factory=dict)  # what the program says of its updates
     note: str = ""
 
     @property
@@ -46,26 +42,6 @@ class Row:
     def growth(self) -> int | None:
         """The growth of peak memory in bytes, from micro-batches of one sample to the measured size."""
         return None if self.peak is None or self.base_peak is None else self.peak - self.base_peak
-
-
-@dataclass
-class Results:
-    """All measurements of one run. `kernels` has the results of kernels.py, by network."""
-
-    head: str
-    rows: list[Row] = field(default_factory=list)
-    first_calls: FirstCalls = field(default_factory=dict)
-    kernels: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def save(self, path: Path) -> None:
-        calls = [[*key, seconds] for key, seconds in self.first_calls.items()]
-        path.write_text(json.dumps({**asdict(self), "first_calls": calls}))
-
-    @classmethod
-    def load(cls, path: Path) -> Results:
-        kept = json.loads(path.read_text())
-        first_calls = {(network, way, size): seconds for network, way, size, seconds in kept["first_calls"]}
-        return cls(kept["head"], [Row(**row) for row in kept["rows"]], first_calls, kept["kernels"])
 
 
 def find(rows: Iterable[Row], network: str, way: str, micro_size: int = 1, processes: int = 1) -> Row | None:
@@ -81,22 +57,10 @@ def round_ratios(row: Row | None, base: Row | None) -> list[float]:
     return [median(own) / median(other) for own, other in zip(row.turns, base.turns, strict=True)]
 
 
-def time_ratio(rows: Sequence[Row], row: Row | None, base: Row | None) -> float | None:
-    """The ratio of a row's time to that of `base` . If they are in different groups, each is divided by the time of the
-    whole batch in its own group."""
-    if row is None or base is None:
-        return None
-    if row.group == base.group:
-        return _median(round_ratios(row, base))
-    own, other = whole_of(rows, row), whole_of(rows, base)
-    if own is None or other is None or (own.network, own.processes) != (other.network, other.processes):
-        return None
-    above, below = _median(round_ratios(row, own)), _median(round_ratios(base, other))
-    return above / below if above and below else None
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return median(values) if values else None
+def time_ratio(row: Row | None, base: Row | None) -> float | None:
+    """The median of the ratios in each round."""
+    ratios = round_ratios(row, base)
+    return median(ratios) if ratios else None
 
 
 def growth_ratio(row: Row | None, base: Row | None) -> float | None:

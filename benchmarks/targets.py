@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from benchmarks.networks import COMPARED
-from benchmarks.rows import WHOLE, Results, Row, beside, find, growth_ratio, round_ratios, time_ratio, whole_of
+from benchmarks.rows import WHOLE, Row, beside, find, growth_ratio, round_ratios, time_ratio
 
 SIZE = 16  # the number of micro-batches in most targets
-_FEW, _MANY = 2, 64  # numbers of micro-batches whose first calls must take equal time
-CLIPPED = {"": None, ", clipping": 1.0}  # the suffix of a network's name in `Results.kernels` , and its max_grad_norm
-# The ways and micro_sizes of additional first calls, besides the one of each program before its updates.
-FIRST_CALLS = (("ours", _FEW), ("ours", _MANY), ("ours", SIZE), ("mindspore", SIZE))
+_FEW, _MANY = 4, 64  # numbers of micro-batches whose first calls must take equal time
 
 
 @dataclass(frozen=True)
@@ -39,15 +35,9 @@ class Target:
         return f"{verdict:<12}  {self.text}: {value}{limit}{spread}"
 
 
-def targets(results: Results) -> list[Target]:
+def targets(rows: Sequence[Row]) -> list[Target]:
     """The project's targets, computed from this run alone."""
-    return [
-        *_times(results.rows),
-        *_processes(results.rows),
-        *_first_calls(results),
-        *_memory(results.rows),
-        *_kernels(results),
-    ]
+    return [*_times(rows), *_processes(rows), *_first_calls(rows), *_memory(rows)]
 
 
 def _divided(above: float | None, below: float | None) -> float | None:
@@ -56,10 +46,9 @@ def _divided(above: float | None, below: float | None) -> float | None:
 
 def _times(rows: Sequence[Row]) -> Iterator[Target]:
     def target(network: str, text: str, one: tuple[str, int], other: tuple[str, int], limit: float) -> Target:
-        row, base = find(rows, network, *one), find(rows, network, *other)
-        if other == (WHOLE, 1) and row is not None:  # each group has it
-            base = whole_of(rows, row)
-        return Target(f"{network}: {text}", time_ratio(rows, row, base), limit, round_ratios(row, base))
+        row = find(rows, network, *one)
+        base = beside(rows, row, *other, 1) if row else None
+        return Target(f"{network}: {text}", time_ratio(row, base), limit, round_ratios(row, base))
 
     for network, limit in {"mlp": 2, "cnn": 0.9, "resnet18": 1.02, "transformer": 1.02}.items():
         yield target(network, f"update at {SIZE}, of the whole batch's", ("ours", SIZE), (WHOLE, 1), limit)
@@ -67,8 +56,8 @@ def _times(rows: Sequence[Row]) -> Iterator[Target]:
         yield target(network, f"update at {SIZE}, of PyTorch's at {SIZE}", ("ours", SIZE), ("torch", SIZE), limit)
     for network in ("cnn", "resnet18"):  # convolutions dominate
         text = f"{network}: update at {SIZE}, of PyTorch's at {SIZE}; as a part of the same ratio of whole batches"
-        at_16 = time_ratio(rows, find(rows, network, "ours", SIZE), find(rows, network, "torch", SIZE))
-        floor = time_ratio(rows, find(rows, network, WHOLE), find(rows, network, "torch"))
+        at_16 = time_ratio(find(rows, network, "ours", SIZE), find(rows, network, "torch", SIZE))
+        floor = time_ratio(find(rows, network, WHOLE), find(rows, network, "torch"))
         yield Target(text, _divided(at_16, floor), 1.05)
     for network in COMPARED:
         yield target(network, "update at 1, of nn.TrainOneStepCell's", ("ours", 1), (WHOLE, 1), 1.02)
@@ -86,19 +75,20 @@ def _processes(rows: Sequence[Row]) -> Iterator[Target]:
         eight = find(rows, network, "ours", SIZE, 8)
         two = eight and beside(rows, eight, "ours", SIZE, 2)
         text = f"{network}: 8 processes, of 2 processes, the same batch, at {SIZE}"
-        yield Target(text, time_ratio(rows, eight, two), 1.5, round_ratios(eight, two))
+        yield Target(text, time_ratio(eight, two), 1.5, round_ratios(eight, two))
 
 
-def _first_calls(results: Results) -> Iterator[Target]:
-    medians = {program: median(seconds) for program, seconds in results.first_calls.items() if seconds}
+def _first_calls(rows: Sequence[Row]) -> Iterator[Target]:
+    def seconds(network: str, way: str, size: int) -> float | None:
+        row = find(rows, network, way, size)
+        return row and row.first_call
+
     for network in COMPARED:
-        text = f"{network}: first call at {_MANY}, of that at {_FEW}"
-        ratio = _divided(medians.get((network, "ours", _MANY)), medians.get((network, "ours", _FEW)))
-        yield Target(text, ratio, 1.1)
+        ratio = _divided(seconds(network, "ours", _MANY), seconds(network, "ours", _FEW))
+        yield Target(f"{network}: first call at {_MANY}, of that at {_FEW}", ratio, 1.1)
     for network in COMPARED:
-        text = f"{network}: first call at {SIZE}, of MindSpore's own cell's"
-        ratio = _divided(medians.get((network, "ours", SIZE)), medians.get((network, "mindspore", SIZE)))
-        yield Target(text, ratio, 0.4)
+        ratio = _divided(seconds(network, "ours", SIZE), seconds(network, "mindspore", SIZE))
+        yield Target(f"{network}: first call at {SIZE}, of MindSpore's own cell's", ratio, 0.4)
 
 
 def _memory(rows: Sequence[Row]) -> Iterator[Target]:
@@ -113,15 +103,3 @@ def _memory(rows: Sequence[Row]) -> Iterator[Target]:
         value = (ours.peak - plain.base_peak) / ours.weight_bytes
     text = f"wide: memory at {_MANY} micro-batches of one sample, beyond nn.TrainOneStepCell's at a batch of one"
     yield Target(f"{text}, in weights", value, 1)
-
-
-def _kernels(results: Results) -> Iterator[Target]:
-    def measured(network: str, what: str) -> float | None:
-        return results.kernels.get(network, {}).get(what)
-
-    for network, limit in {"mlp": 0.15, "cnn": 0.01}.items():
-        for clipped in CLIPPED:
-            text = f"{network}{clipped}: time in accumulation's kernels at {SIZE}, of that in all kernels"
-            yield Target(text, measured(network + clipped, "share"), limit)
-    text = f"mlp: time of an update at {SIZE} that is in no kernel"
-    yield Target(text, measured("mlp", "dispatch"), 0.25)

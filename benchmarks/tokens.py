@@ -1,49 +1,54 @@
 """Micro-batches by length beside the even split: ``python -m benchmarks.tokens [--rounds 5]`` .
 
 The data are the language-model sample's, the docstrings of Python's standard library; the network is its transformer,
-with four layers. An update has one batch. Each way has a process of its own, and they take turns. The way "MindSpore,
-by length" is MindSpore's own step on the same micro-batches, with an update for each. If PyTorch is installed, a loop
-by hand trains on the same micro-batches too. The last two ways train on texts that are all equally long.
+with four layers. An update has one batch. The way "MindSpore, by length" is MindSpore's own step on the same
+micro-batches, with an update for each. If PyTorch is installed, a loop by hand trains on the same micro-batches too.
+The last two ways train on texts that are all equally long.
 
-It prints the share of padding, the tokens per second without padding, the peak memory of the process, the number of
-compiled graphs, and the share of an update's time that laying out the batch takes.
+It prints the share of padding, the tokens per second without padding, the peak memory of the process, and the share of
+an update's time that laying out the batch takes.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import multiprocessing
-import statistics
+import functools
+import importlib
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
 
-from benchmarks.worker import peak_memory
+from benchmarks import controller, report, ways
+from benchmarks.rows import Row
+from benchmarks.ways import Program, Way
+from benchmarks.worker import timed
 
 SAMPLE = Path(__file__).resolve().parents[1] / "sample_code" / "language_model"
 VOCABULARY, WIDTH, HEADS = 2000, 256, 8
-WARM_UP = 2  # updates
 
 Batch = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """The texts of a batch, the most words of a text, the most tokens of a micro-batch (with the even split, and by
-    length), the most widths, and the network's layers."""
+class Setting(ways.Setting):
+    """Also the most words of a text, the most tokens of a micro-batch (with the even split, and by length), the most
+    widths, and the network's layers. `batch` counts texts."""
 
-    batch: int
-    longest: int
-    even_tokens: int
-    max_tokens: int
+    longest: int = 128
+    even_tokens: int = 1024
+    max_tokens: int = 1024
     widths: int = 4
     layers: int = 4
+    module = "benchmarks.tokens"
+
+    @property
+    def described(self) -> Way:
+        return WAYS[self.way]
 
 
 def sample(module: str) -> Any:
@@ -53,6 +58,7 @@ def sample(module: str) -> Any:
     return importlib.import_module(module)
 
 
+@functools.cache
 def corpus_of(longest: int) -> Any:
     """The sample's texts. To read them takes seconds."""
     return sample("corpus").Corpus(longest, VOCABULARY)
@@ -62,214 +68,164 @@ def lengths_of(labels: np.ndarray) -> np.ndarray:
     return (labels != sample("corpus").IGNORED).sum(1)
 
 
-class Data:
-    """Batches of a corpus without end, in an order that is always the same."""
+def batches(setting: Setting, equal: bool) -> Callable[[], Batch]:
+    """A function that returns the next batch of the corpus, or of random texts that are equally long. They have no end,
+    and an order that is always the same."""
+    random, corpus = np.random.default_rng(0), corpus_of(setting.longest)
 
-    def __init__(self, corpus: Any, sizes: Sizes, equal: bool) -> None:
-        self.sizes = sizes
-        self.equal = equal
-        self.random = np.random.default_rng(0)
-        self.corpus = corpus
-
-    def next(self) -> Batch:
-        if self.equal:
-            tokens = self.random.integers(3, VOCABULARY, (2, self.sizes.batch, self.sizes.longest), dtype=np.int32)
+    def following() -> Batch:
+        if equal:
+            tokens = random.integers(3, VOCABULARY, (2, setting.batch, setting.longest), dtype=np.int32)
             return tokens[0], tokens[1]
-        texts = [self.corpus[index] for index in self.random.choice(len(self.corpus), self.sizes.batch, replace=False)]
-        return np.stack([one[0] for one in texts]), np.stack([one[1] for one in texts])
+        texts = [corpus[index] for index in random.choice(len(corpus), setting.batch, replace=False)]
+        return np.stack([text[0] for text in texts]), np.stack([text[1] for text in texts])
+
+    return following
 
 
-def max_tokens_split(data: Data) -> Any:
+def max_tokens_split(setting: Setting, equal: bool) -> Any:
     from gaccum_ms import MaxTokens
 
     return MaxTokens(
-        data.sizes.max_tokens,
+        setting.max_tokens,
         length=lambda tokens, labels: lengths_of(labels.asnumpy()),
-        widths=data.sizes.widths,
-        lengths=[data.sizes.longest] if data.equal else [*data.corpus.lengths, data.sizes.longest],
+        widths=setting.widths,
+        lengths=[setting.longest] if equal else [*corpus_of(setting.longest).lengths, setting.longest],
         padding=(sample("corpus").NOTHING, sample("corpus").IGNORED),
     )
 
 
-def language_model(data: Data) -> Any:
+def laid_out(split: Any, batch: Batch) -> list[tuple[Any, ...]]:
+    """The micro-batches of a batch, as Tensors of MindSpore."""
+    import mindspore as ms
+
+    return split(*map(ms.Tensor, batch))
+
+
+def _program(
+    setting: Setting, equal: bool, weight: Callable[[], np.ndarray], update: Callable[[Batch], float], split: Any
+) -> Program:
+    """Shared by all ways. `split` lays out a batch, and then knows its plan; None for the even split."""
+    following = batches(setting, equal)
+    updates: list[tuple[int, float]] = []  # of each update the tokens, and the share of padding
+
+    def step() -> float:
+        batch = following()
+        loss = update(batch)
+        tokens = int(lengths_of(batch[1]).sum())
+        updates.append((tokens, 1 - tokens / batch[1].size if split is None else split.plan.padding))
+        return loss
+
+    def details() -> dict[str, Any]:
+        batch = following()
+        planning = 0.0 if split is None else median(timed(lambda: laid_out(split, batch)) for _ in range(5))
+        return {"updates": updates, "planning": planning}
+
+    return Program(step, weight, weight().nbytes, "as the framework chooses", details)
+
+
+def language_model(setting: Setting) -> Any:
     """The sample's network, in graph mode."""
     import mindspore as ms
 
     ms.set_context(mode=ms.GRAPH_MODE)
-    return sample("train").LanguageModel(VOCABULARY, data.sizes.longest, WIDTH, HEADS, data.sizes.layers)
+    return sample("train").LanguageModel(VOCABULARY, setting.longest, WIDTH, HEADS, setting.layers)
 
 
-class MindSporeWay:
+def _mindspore_program(setting: Setting, equal: bool, network: Any, update: Callable[..., Any], split: Any) -> Program:
+    (weight, *_) = network.trainable_params()
+    return _program(setting, equal, lambda: weight.asnumpy().copy(), update, split)
+
+
+def ours(setting: Setting, by_length: bool = False, equal: bool = False) -> Program:
     """Our step, with an even split or `MaxTokens` ."""
+    import mindspore as ms
+    from mindspore import nn
 
-    def __init__(self, data: Data, by_length: bool) -> None:
-        import mindspore as ms
-        from mindspore import nn
+    from gaccum_ms import CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 
-        from gaccum_ms import CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
-
-        self.tensor = ms.Tensor
-        self.split = max_tokens_split(data) if by_length else None
-        network = language_model(data)
-        cut = {"split": self.split} if by_length else {"micro_batch_size": data.sizes.even_tokens // data.sizes.longest}
-        cell = GradAccumulationCell(network, count=CountNotIgnored(sample("corpus").IGNORED), **cut)
-        self.step = TrainOneStepWithGradAccumulationCell(cell, nn.Adam(network.trainable_params())).set_train()
-
-    def update(self, batch: Batch) -> float:
-        return float(self.step(*map(self.tensor, batch)).asnumpy())
-
-    def plan(self, batch: Batch) -> None:
-        if self.split is not None:
-            self.split(*map(self.tensor, batch))
-
-    @property
-    def padding(self) -> float | None:
-        return None if self.split is None else self.split.plan.padding
-
-    @property
-    def graphs(self) -> int:
-        cells = {id(one): one for _, one in self.step.cells_and_names()}
-        split = getattr(self.step, "_split", None)
-        if split is not None:
-            cells[id(split._graph)] = split._graph
-        return sum(len(one.compile_cache) for one in cells.values())
+    split = max_tokens_split(setting, equal) if by_length else None
+    network = language_model(setting)
+    cut = {"split": split} if by_length else {"micro_batch_size": setting.even_tokens // setting.longest}
+    cell = GradAccumulationCell(network, count=CountNotIgnored(sample("corpus").IGNORED), **cut)
+    step = TrainOneStepWithGradAccumulationCell(cell, nn.Adam(network.trainable_params())).set_train()
+    return _mindspore_program(setting, equal, network, lambda batch: float(step(*map(ms.Tensor, batch))), split)
 
 
-class PlainWay:
+def plain(setting: Setting) -> Program:
     """MindSpore's own step, with an update for each micro-batch that `MaxTokens` lays out: what the network's forward
     and backward take in MindSpore."""
+    from mindspore import nn
 
-    def __init__(self, data: Data, by_length: bool) -> None:
-        import mindspore as ms
-        from mindspore import nn
+    split, network = max_tokens_split(setting, False), language_model(setting)
+    step = nn.TrainOneStepCell(network, nn.SGD(network.trainable_params())).set_train()
 
-        self.tensor = ms.Tensor
-        self.split = max_tokens_split(data)
-        network = language_model(data)
-        self.step = nn.TrainOneStepCell(network, nn.SGD(network.trainable_params())).set_train()
+    def update(batch: Batch) -> float:
+        return mean(float(step(*micro_batch)) for micro_batch in laid_out(split, batch))
 
-    def update(self, batch: Batch) -> None:
-        for micro_batch in self.split(*map(self.tensor, batch)):
-            self.step(*micro_batch).asnumpy()
-
-    def plan(self, batch: Batch) -> None:
-        pass
-
-    @property
-    def padding(self) -> float:
-        return self.split.plan.padding
-
-    @property
-    def graphs(self) -> int:
-        return len(self.step.compile_cache)
+    return _mindspore_program(setting, False, network, update, split)
 
 
-class TorchWay:
-    """A loop by hand that adds up gradients, of equal micro-batches or of those that `MaxTokens` lays out."""
+def torchs(setting: Setting, by_length: bool = False) -> Program:
+    """A loop by hand that adds up gradients, of equal micro-batches or of those that `MaxTokens` lays out, without
+    their rows of padding."""
+    import torch
 
-    graphs = 0
+    from benchmarks.torch_networks import Transformer
 
-    def __init__(self, data: Data, by_length: bool) -> None:
-        import torch
+    split = max_tokens_split(setting, False) if by_length else None
+    network = Transformer(VOCABULARY, setting.longest, setting.layers)
+    optimizer = torch.optim.Adam(network.parameters())
+    loss_fn = torch.nn.CrossEntropyLoss(ignore_index=sample("corpus").IGNORED, reduction="sum")
+    rows = setting.even_tokens // setting.longest
 
-        from benchmarks.torch_networks import Transformer
-
-        self.torch, self.sizes = torch, data.sizes
-        self.split = max_tokens_split(data) if by_length else None
-        self.network = Transformer(VOCABULARY, data.sizes.longest, data.sizes.layers)
-        self.optimizer = torch.optim.Adam(self.network.parameters())
-        self.loss = torch.nn.CrossEntropyLoss(ignore_index=sample("corpus").IGNORED, reduction="sum")
-        self.padding: float | None = None
-
-    def micro_batches(self, batch: Batch) -> list[Batch]:
-        rows = self.sizes.even_tokens // self.sizes.longest
-        if self.split is None:
+    def micro_batches(batch: Batch) -> list[Batch]:
+        if split is None:
             return [(batch[0][i : i + rows], batch[1][i : i + rows]) for i in range(0, len(batch[0]), rows)]
-        from gaccum_ms.splitting.token_plan import plan_tokens
+        arrays = [(tokens.asnumpy(), labels.asnumpy()) for tokens, labels in laid_out(split, batch)]
+        return [(tokens[lengths_of(labels) > 0], labels[lengths_of(labels) > 0]) for tokens, labels in arrays]
 
-        lengths = np.maximum(lengths_of(batch[1]), 1)
-        plan = plan_tokens(lengths, self.sizes.longest, self.split.widths, self.sizes.max_tokens)
-        self.padding = plan.padding
-        made = [(rows[rows >= 0], width) for width, rows in plan.parts]
-        return [(batch[0][rows, :width], batch[1][rows, :width]) for rows, width in made]
+    def update(batch: Batch) -> float:
+        total, loss = lengths_of(batch[1]).sum(), 0.0
+        optimizer.zero_grad()
+        for tokens, labels in micro_batches(batch):
+            scores = network(torch.from_numpy(tokens).long()).reshape(-1, VOCABULARY)
+            part = loss_fn(scores, torch.from_numpy(labels).long().reshape(-1)) / total
+            part.backward()
+            loss += part.item()
+        optimizer.step()
+        return loss
 
-    def update(self, batch: Batch) -> None:
-        total = lengths_of(batch[1]).sum()
-        self.optimizer.zero_grad()
-        for tokens, labels in self.micro_batches(batch):
-            scores = self.network(self.torch.from_numpy(tokens).long())
-            wanted = self.torch.from_numpy(labels).long().reshape(-1)
-            (self.loss(scores.reshape(-1, VOCABULARY), wanted) / total).backward()
-        self.optimizer.step()
-
-    def plan(self, batch: Batch) -> None:
-        self.micro_batches(batch)
+    weight = next(network.parameters())
+    return _program(setting, False, lambda: weight.detach().numpy().copy(), update, split)
 
 
-# Kind, whether by length, whether all texts are equally long.
-WAYS: dict[str, tuple[Callable[..., Any], bool, bool]] = {
-    "even split": (MindSporeWay, False, False),
-    "MaxTokens": (MindSporeWay, True, False),
-    "MindSpore, by length": (PlainWay, True, False),
-    "PyTorch, even split": (TorchWay, False, False),
-    "PyTorch, by length": (TorchWay, True, False),
-    "even split, equal lengths": (MindSporeWay, False, True),
-    "MaxTokens, equal lengths": (MindSporeWay, True, True),
+_MINDSPORE, _TORCH = ("mindspore",), ("torch", "mindspore")
+WAYS: dict[str, Way] = {
+    "even split": Way("even split", _MINDSPORE, ours),
+    "MaxTokens": Way("MaxTokens", _MINDSPORE, functools.partial(ours, by_length=True)),
+    "MindSpore, by length": Way("MindSpore, by length", _MINDSPORE, plain),
+    "PyTorch, even split": Way("PyTorch, even split", _TORCH, torchs),
+    "PyTorch, by length": Way("PyTorch, by length", _TORCH, functools.partial(torchs, by_length=True)),
+    "even split, equal lengths": Way("even split", _MINDSPORE, functools.partial(ours, equal=True)),
+    "MaxTokens, equal lengths": Way("MaxTokens", _MINDSPORE, functools.partial(ours, by_length=True, equal=True)),
 }
 
 
-def installed_ways() -> list[str]:
-    """The names of the ways whose packages are installed."""
-    return [name for name in WAYS if not name.startswith("PyTorch") or importlib.util.find_spec("torch")]
-
-
-def work(name: str, corpus: Any, sizes: Sizes, pipe: Any) -> None:
-    """In the process of one way: one update for each word from the controller, until it says no more."""
-    kind, by_length, equal = WAYS[name]
-    data = Data(corpus, sizes, equal)
-    way = kind(data, by_length)
-    for _ in range(WARM_UP):
-        way.update(data.next())
-    pipe.send(None)
-    while pipe.recv():
-        batch = data.next()
-        begin = time.perf_counter()
-        way.update(batch)
-        end = time.perf_counter()
-        way.plan(batch)
-        planning = time.perf_counter() - end
-        tokens = int(lengths_of(batch[1]).sum())
-        padding = way.padding if way.padding is not None else 1 - tokens / batch[1].size
-        pipe.send((end - begin, planning, tokens, padding))
-    pipe.send((peak_memory(), way.graphs))
-
-
-def measure(sizes: Sizes, rounds: int, names: list[str]) -> dict[str, tuple[list[tuple], tuple]]:
-    """For each way: what `work` measured of its updates; its peak memory in bytes, and its number of graphs."""
-    context, corpus = multiprocessing.get_context("spawn"), corpus_of(sizes.longest)
-    pipes, processes = {}, []
-    found: dict[str, tuple[list[tuple], tuple]] = {}
-    try:
-        for name in names:  # one after the other: compilations disturb each other
-            pipes[name], other = context.Pipe()
-            processes.append(context.Process(target=work, args=(name, corpus, sizes, other), daemon=True))
-            processes[-1].start()
-            other.close()
-            pipes[name].recv()
-            found[name] = ([], ())
-        for _ in range(rounds):
-            for name in names:
-                pipes[name].send(True)
-                found[name][0].append(pipes[name].recv())
-        for name in names:
-            pipes[name].send(False)
-            found[name] = (found[name][0], pipes[name].recv())
-        return found
-    finally:
-        for process in processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
+def _cells(row: Row) -> list[object]:
+    if not row.turns:
+        return [row.way, *"-" * 5, row.note]
+    seconds = [turn[0] for turn in row.turns]
+    updates = row.details["updates"][-len(seconds) :]
+    return [
+        row.way,
+        f"{mean(padding for _, padding in updates):.1%}",
+        report.number(median(tokens / each for (tokens, _), each in zip(updates, seconds, strict=True)), 0),
+        report.number(median(seconds), 0, 1e3),
+        report.number(row.peak, 0, 1e-6),
+        f"{row.details['planning'] / median(seconds):.2%}",
+        row.note,
+    ]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -278,23 +234,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--longest", type=int, default=128, help="words of a text; the rest is cut off")
     parser.add_argument("--even-tokens", type=int, default=1024, help="of a micro-batch, with the even split")
     parser.add_argument("--max-tokens", type=int, default=1024, help="of a micro-batch by length, padding included")
-    parser.add_argument("--widths", type=int, default=Sizes.widths, help="the most widths")
-    parser.add_argument("--layers", type=int, default=Sizes.layers, help="of the transformer")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, help="default: all whose packages are installed")
+    parser.add_argument("--widths", type=int, default=4, help="the most widths")
+    parser.add_argument("--layers", type=int, default=4, help="of the transformer")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args(arguments)
-    sizes = Sizes(
-        options.batch, options.longest, options.even_tokens, options.max_tokens, options.widths, options.layers
-    )
-    print(f"{'':26}{'padding':>9}{'tokens/s':>10}{'ms/update':>11}{'peak MB':>9}{'graphs':>8}{'planning':>10}")
-    for name, (rounds, (peak, graphs)) in measure(sizes, options.rounds, options.ways or installed_ways()).items():
-        seconds, planning, tokens, padding = map(np.array, zip(*rounds, strict=True))
-        speed = statistics.median(tokens / seconds)
-        share = statistics.median(planning / seconds)
-        print(
-            f"{name:26}{padding.mean():9.1%}{speed:10.0f}{1000 * statistics.median(seconds):11.0f}{peak / 1e6:9.0f}"
-            f"{graphs or '':>8}{share:10.2%}"
-        )
+    options = vars(parser.parse_args(arguments))
+    names, rounds = options.pop("ways"), options.pop("rounds")
+    settings = [Setting("language model", name, 0, **options) for name in names]
+    rows = controller.measure(settings, "tokens", rounds=rounds, turn=0, limit=600, log=report.log)
+    titles = ("", "padding", "tokens/s", "ms/update", "peak MB", "planning", "")
+    print(report.columns(titles, map(_cells, rows)))
 
 
 if __name__ == "__main__":

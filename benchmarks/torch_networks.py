@@ -21,8 +21,7 @@ class TokenLoss(nn.Module):
         return self.loss(logits.reshape((-1, VOCABULARY)), labels.reshape((-1,)))
 
 
-def loss(tokens: bool) -> nn.Module:
-    return TokenLoss() if tokens else nn.CrossEntropyLoss()
+LOSSES = {"classes": nn.CrossEntropyLoss, "tokens": TokenLoss}
 
 
 def _dense(*widths: int) -> nn.Module:
@@ -34,10 +33,6 @@ def _dense(*widths: int) -> nn.Module:
 
 def mlp() -> nn.Module:
     return _dense(784, 512, 512, CLASSES)
-
-
-def wide() -> nn.Module:
-    return _dense(*[4096] * 5, CLASSES)
 
 
 # -- convolutions ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The compared ways of training. Each builds one program, a step that makes one update of the whole batch.
 
-All use the same network, data, loss (cross entropy) and optimizer (Momentum). Two make no update, and show the cost of
-the bare forward and backward. Frameworks are imported inside the builders, so that a process has only its own way's.
+All use the same network, data, loss (cross entropy) and optimizer (Momentum). Frameworks are imported inside the
+builders, so that a process has only its own way's.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from benchmarks.networks import NETWORKS
 
 LEARNING_RATE = 0.01
 MOMENTUM = 0.9
-THREADS = ("tuned", "default")
 
 
 @dataclass(frozen=True)
@@ -29,52 +29,50 @@ class Setting:
     way: str
     micro_size: int
     batch: int
-    threads: str = "tuned"
+    threads: str = "tuned"  # or "default": without tune_cpu()
     processes: int = 1
-    max_grad_norm: float | None = None  # only for our step
-    instructions: str = ""  # a value of ONEDNN_MAX_CPU_ISA; empty: the user's value, if any
+    module = "benchmarks.ways"  # in its process, this module has the class and its way
 
     @property
-    def share(self) -> int:
-        """The samples of each rank."""
-        return self.batch // self.processes
+    def described(self) -> Way:
+        return WAYS[self.way]
+
+    def is_of(self, framework: str) -> bool:
+        return self.described.packages[0] == framework
 
     def data(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """A rank's inputs and labels."""
         inputs, labels = NETWORKS[self.network].data(self.batch)
-        own = slice(rank * self.share, (rank + 1) * self.share)
+        share = self.batch // self.processes
+        own = slice(rank * share, (rank + 1) * share)
         return inputs[own], labels[own]
 
 
 @dataclass(frozen=True)
 class Program:
     """A built training program. `step` returns only when the update is done; `weight` reads the first weight,
-    `weight_bytes` is the size of all weights, `threads` describes its threads."""
+    `weight_bytes` is the size of all weights, `threads` describes its threads, `details` its updates."""
 
     step: Callable[[], float]
     weight: Callable[[], np.ndarray]
     weight_bytes: int
     threads: str
+    details: Callable[[], dict[str, Any]] = dict
 
 
 @dataclass(frozen=True)
 class Way:
     """A way of training, and the packages that it needs; the first is its framework.
 
-    If `micro_sizes` is given, it is measured only with these: a way without micro-batches has only 1. `updates` is
-    False if it makes no update, `parallel` True if it supports data parallel mode.
+    If `micro_sizes` is given, it is measured only with these: a way without micro-batches has only 1. `parallel` is
+    True if it supports data parallel mode.
     """
 
     title: str
     packages: tuple[str, ...]
     build: Callable[[Setting], Program]
     micro_sizes: tuple[int, ...] | None = None
-    updates: bool = True
     parallel: bool = False
-
-    @property
-    def framework(self) -> str:
-        return self.packages[0]
 
 
 # -- MindSpore ---------------------------------------------------------------------------------------------------------
@@ -147,28 +145,15 @@ def _whole(setting: Setting) -> Program:
     return _mindspore_program(setting, lambda net, optimizer: nn.TrainOneStepCell(net, optimizer).set_train())
 
 
-def _ours(setting: Setting, graph: bool = True, record_noise: bool = False) -> Program:
+def _ours(setting: Setting, **options: Any) -> Program:
+    """`options` : more of the cell's options."""
     from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 
     def build_step(net: Any, optimizer: Any) -> Any:
-        cell = GradAccumulationCell(
-            net,
-            setting.micro_size,
-            max_grad_norm=setting.max_grad_norm,
-            record_noise=record_noise,
-            jit=None if graph else True,
-        )
+        cell = GradAccumulationCell(net, setting.micro_size, **options)
         return TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
 
-    return _mindspore_program(setting, build_step, graph=graph)
-
-
-def _jit(setting: Setting) -> Program:
-    return _ours(setting, graph=False)
-
-
-def _recording_noise(setting: Setting) -> Program:
-    return _ours(setting, record_noise=True)
+    return _mindspore_program(setting, build_step, graph="jit" not in options)
 
 
 def _framework(setting: Setting) -> Program:
@@ -181,7 +166,7 @@ def _framework(setting: Setting) -> Program:
 
 
 def _boost(setting: Setting) -> Program:
-    from benchmarks.steps import BoostStep
+    from benchmarks.mindspore_networks import BoostStep
 
     def build_step(net: Any, optimizer: Any) -> Any:
         return BoostStep(net, optimizer, setting.micro_size).set_train()
@@ -201,20 +186,10 @@ def _mindcv(setting: Setting) -> Program:
     return _mindspore_program(setting, build_step, successive=True)
 
 
-def _forward_backward(setting: Setting) -> Program:
-    from benchmarks.steps import ForwardBackward
-
-    def build_step(net: Any, _: Any) -> Any:
-        compute = ForwardBackward(net).set_train()
-        return lambda *batch: compute(*batch)[0]  # the gradients are freed at once
-
-    return _mindspore_program(setting, build_step, successive=True)
-
-
 # -- PyTorch -----------------------------------------------------------------------------------------------------------
 
 
-def _torch_program(setting: Setting, update: bool) -> Program:
+def _torch(setting: Setting) -> Program:
     import torch
 
     torch.manual_seed(0)
@@ -235,15 +210,12 @@ def _torch_program(setting: Setting, update: bool) -> Program:
         optimizer.zero_grad()
         total = 0.0
         for number, (inputs, labels) in enumerate(micro_batches, 1):
-            if not update:
-                optimizer.zero_grad()
             shared = setting.processes == 1 or number == len(micro_batches)  # gradients are reduced once
             with contextlib.nullcontext() if shared else net.no_sync():
                 loss = loss_fn(net(inputs), labels) / setting.micro_size
                 loss.backward()
             total += loss.item()
-        if update:
-            optimizer.step()
+        optimizer.step()
         return total
 
     weights: Sequence[Any] = list(net.parameters())
@@ -255,30 +227,17 @@ def _torch_program(setting: Setting, update: bool) -> Program:
     )
 
 
-def _torch(setting: Setting) -> Program:
-    return _torch_program(setting, update=True)
-
-
-def _torch_forward_backward(setting: Setting) -> Program:
-    return _torch_program(setting, update=False)
-
-
+_OF_MINDSPORE = ("mindspore",)
 _FEW_SIZES = (1, 16)  # enough for these ways
 
 # The first is the reference of the others.
 WAYS: dict[str, Way] = {
-    "whole": Way("whole batch, nn.TrainOneStepCell", ("mindspore",), _whole, micro_sizes=(1,), parallel=True),
-    "ours": Way("gaccum_ms", ("mindspore",), _ours, parallel=True),
-    "jit": Way("gaccum_ms, PyNative, jit=True", ("mindspore",), _jit, _FEW_SIZES),
-    "noise": Way("gaccum_ms, recording noise", ("mindspore",), _recording_noise, (16,)),
+    "whole": Way("whole batch, nn.TrainOneStepCell", _OF_MINDSPORE, _whole, micro_sizes=(1,), parallel=True),
+    "ours": Way("gaccum_ms", _OF_MINDSPORE, _ours, parallel=True),
+    "jit": Way("gaccum_ms, PyNative, jit=True", _OF_MINDSPORE, partial(_ours, jit=True), _FEW_SIZES),
+    "noise": Way("gaccum_ms, recording noise", _OF_MINDSPORE, partial(_ours, record_noise=True), (16,)),
     "torch": Way("PyTorch, eager loop", ("torch",), _torch, parallel=True),
-    "forward_backward": Way(
-        "MindSpore, bare forward and backward", ("mindspore",), _forward_backward, _FEW_SIZES, updates=False
-    ),
-    "torch_forward_backward": Way(
-        "PyTorch, bare forward and backward", ("torch",), _torch_forward_backward, _FEW_SIZES, updates=False
-    ),
-    "mindspore": Way("MindSpore's nn.GradAccumulationCell", ("mindspore",), _framework, parallel=True),
-    "boost": Way("boost.GradientAccumulation", ("mindspore",), _boost, parallel=True),
+    "mindspore": Way("MindSpore's nn.GradAccumulationCell", _OF_MINDSPORE, _framework, parallel=True),
+    "boost": Way("boost.GradientAccumulation", _OF_MINDSPORE, _boost, parallel=True),
     "mindcv": Way("mindcv.utils.TrainStep", ("mindspore", "mindcv"), _mindcv, parallel=True),
 }

@@ -1,27 +1,27 @@
-"""One measured program in one process, or one rank of it: ``worker.py <setting as JSON> <address of the controller>``.
+"""One measured program in one process, or one rank of it: ``worker.py MODULE SETTING ADDRESS``. The module has the
+setting's class; the setting is JSON, and the address the controller's.
 
-It makes the first call and reports it. Then it reads one command per line from the controller's socket, and answers
-each with a line of JSON:
+It makes the first call and reports it. Then it gets commands, each with a number, and answers each:
 
-    updates <number>    make that many updates; answers the seconds that each took
-    loss                make one update; answers its loss, on this rank
-    peak                answers the largest resident size of the process so far, in bytes
+    updates     make that many updates; answers the seconds that each took
+    loss        make one update; answers its loss, on this rank
+    peak        answers the largest resident size of the process so far, in bytes
+    details     answers what the program says of its updates
 
-The controller sets the number of updates, because ranks must agree on it. The worker ends when its socket is closed, so
-it cannot outlive its controller by more than one command.
+The controller sets the number of updates, because ranks must agree on it. The worker ends when the controller does, so
+it cannot outlive it by more than one command.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
-import socket
 import sys
 import time
+from multiprocessing.connection import Client
 from typing import Any
 
 import numpy as np
-
-from benchmarks.ways import WAYS, Setting
 
 
 def peak_memory() -> int:
@@ -37,29 +37,27 @@ def timed(step: Any) -> float:
     return time.perf_counter() - start
 
 
-def main(setting: Setting, address: str) -> None:
-    program = WAYS[setting.way].build(setting)  # first, because MindSpore's scheduler, which is no rank, stops here
-    with socket.socket(socket.AF_UNIX) as controller:
-        controller.connect(f"\0{address}")
-        lines = controller.makefile("r")
-
-        def answer(value: Any) -> None:
-            controller.sendall(json.dumps(value).encode() + b"\n")
-
+def main(setting: Any, address: str) -> None:
+    program = setting.described.build(setting)  # first: MindSpore's scheduler, which is no rank, stops here
+    answers = {
+        "updates": lambda number: [timed(program.step) for _ in range(number)],
+        "loss": lambda _: program.step(),
+        "peak": lambda _: peak_memory(),
+        "details": lambda _: program.details(),
+    }
+    with Client(f"\0{address}", "AF_UNIX") as controller:
         before = program.weight()
         first_call = timed(program.step)
         trains = not np.array_equal(before, program.weight())
         about = {"weight_bytes": program.weight_bytes, "threads": program.threads}
-        answer({"first_call": first_call, "trains": trains, **about})
-        for line in lines:
-            command, *arguments = line.split()
-            if command == "updates":
-                answer([timed(program.step) for _ in range(int(arguments[0]))])
-            elif command == "loss":
-                answer(program.step())
-            else:
-                answer(peak_memory())
+        controller.send({"first_call": first_call, "trains": trains, **about})
+        while True:
+            try:
+                command, number = controller.recv()
+            except (EOFError, OSError):
+                return
+            controller.send(answers[command](number))
 
 
 if __name__ == "__main__":
-    main(Setting(**json.loads(sys.argv[1])), sys.argv[2])
+    main(importlib.import_module(sys.argv[1]).Setting(**json.loads(sys.argv[2])), sys.argv[3])

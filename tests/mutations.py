@@ -2,8 +2,7 @@
 ``python tests/mutations.py [--sample 10] [words]``.
 
 Each fault replaces one piece of text, and only the named tests run. A fault that they do not find is a survivor: a test
-is missing. A fault whose text no longer exists is a survivor too: write it anew. A sample has the same faults each time:
-`.ci/run` tries ten, and a scheduled workflow tries all.
+is x
 """
 
 from __future__ import annotations

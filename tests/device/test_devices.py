@@ -52,7 +52,7 @@ def test_semi_auto_ranks_train_as_one_process(tmp_path):
 @pytest.mark.skipif("GACCUM_MS_DEVICE" not in os.environ, reason="on CPU the rehearsal runs it: test_report.py")
 @pytest.mark.device("the benchmarks: an update's time, beside the whole batch's")
 def test_benchmarks_measure(tmp_path, record_property):
-    words = ["--ways", "whole", "ours", "--first-calls", "0", "--limit", "500", "--networks", "mlp"]
+    words = ["--ways", "whole", "ours", "--limit", "500", "--networks", "mlp"]
     if DEVICE == "CPU":
         words += ["--micro-sizes", "4", "--processes", "1", "--rounds", "1", "--seconds", "0"]
     else:

@@ -4,8 +4,11 @@ every kind of buffer occurs. MindSpore saves its finished graphs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+import csv
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,17 +17,18 @@ import numpy as np
 from distributed_worker import ReducesEachMicroBatch
 from mindspore import Tensor, nn, ops
 from mindspore.communication import get_group_size, get_rank
+from mindspore.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 from support.reference import as_numpy, batches, make_network, step_with
 from support.two_ranks import Results
 
-from benchmarks.collectives_worker import Graphs, make_step, sent_per_update
-from gaccum_ms import GradAccumulationCell
+from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.accumulation.weighing import BySamples
 from gaccum_ms.distributed import all_reduce as fused_reduction
 
 LIMIT = 100  # bytes: of the network "dense", 768 and 320 are sent alone, 64 and 20 together
 COLLECTIVES, BYTES = 3, 768 + 320 + 64 + 20
 SAMPLES = 16
+_SIZES = {"Float32": 4, "Float16": 2, "BFloat16": 2}  # bytes
 MODES = {"graph": ms.GRAPH_MODE, "pynative": ms.PYNATIVE_MODE, "jit": ms.PYNATIVE_MODE}
 
 
@@ -125,6 +129,64 @@ def reduce(mode: str, rank: int) -> Results:
             gradients[place + 1 : place + 3] = map(Tensor, (nan, infinite))
         found |= {f"poisoned/{key}": value for key, value in results().items()}
     return found
+
+
+# -- counting ----------------------------------------------------------------------------------------------------------
+
+
+def executed_all_reduces(call: Callable[[], Any], folder: Path) -> int:
+    """The number of AllReduce kernels in the call, according to MindSpore's profiler."""
+    with profile(activities=[ProfilerActivity.CPU], on_trace_ready=tensorboard_trace_handler(str(folder))):
+        call()
+    (table,) = folder.glob("**/cpu_op_type_info_*.csv")
+    with table.open() as file:
+        kernels = {row["op_type"]: int(row["type_occurrences"]) for row in csv.DictReader(file)}
+    assert kernels.get("MatMul"), kernels  # the profiler has recorded the call
+    return kernels.get("AllReduce", 0)
+
+
+class Graphs:
+    """The finished graphs that MindSpore saves as it compiles."""
+
+    def __init__(self) -> None:
+        self.folder = Path(os.environ["MS_DEV_SAVE_GRAPHS_PATH"], f"rank_{get_rank()}")
+        self.seen: set[Path] = set()
+        self.all_reduces()
+
+    def all_reduces(self) -> list[int]:
+        """The bytes of each AllReduce in the graphs saved since the last call."""
+        new = set(self.folder.glob("*_validate_*.ir")) - self.seen
+        self.seen |= new
+        return [one for file in new for one in self._sizes(file.read_text())]
+
+    @staticmethod
+    def _sizes(text: str) -> Iterator[int]:
+        for line, types in pairwise(text.splitlines()):
+            if " = AllReduce(" in line:
+                dtype, shape = re.match(r"\s*: \(<Tensor\[(\w+)\], \(([\d, ]*)\)", types).groups()
+                yield _SIZES[dtype] * int(np.prod([int(length) for length in shape.split(",") if length.strip()]))
+
+
+def make_step(network: nn.Cell, micro_size: int | None, accumulation_steps: int) -> nn.Cell:
+    """Ours; without a `micro_size` , MindSpore's."""
+    optimizer = nn.Momentum(network.trainable_params(), 0.01, 0.9)
+    loss_cell = nn.WithLossCell(network, nn.CrossEntropyLoss())
+    if micro_size is None:
+        return nn.TrainOneStepCell(loss_cell, optimizer).set_train()
+    cell = GradAccumulationCell(loss_cell, micro_size, accumulation_steps=accumulation_steps)
+    return TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
+
+
+def sent_per_update(step: nn.Cell, batch: Sequence[Any], steps: int, graphs: Graphs, folder: Path) -> dict[str, Any]:
+    """Collectives and bytes of an update of `steps` batches."""
+
+    def update() -> None:
+        for _ in range(steps):
+            step(*batch).asnumpy()
+
+    update()  # compiles
+    in_graph = graphs.all_reduces()
+    return {"executed": executed_all_reduces(update, folder), "in_graph": len(in_graph), "bytes": sum(in_graph)}
 
 
 def data_of(rank: int) -> tuple[Tensor, ...]:

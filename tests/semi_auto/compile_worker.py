@@ -256,17 +256,6 @@ CASES = {
     "AutoParallel around the step": (lambda: AutoParallel(ours(Net(), 4)), {"AutoParallel": True}),
 }
 
-# Only the benchmark compares these cases. They are compiled when they are requested by name.
-BENCHMARKED = {
-    "framework, 1": (lambda: frameworks(Net(), 1), {}),
-    "lazy, 1": (lambda: ours(LazyNet(), 1), {}),
-}
-for k in (1, 4, 16):
-    BENCHMARKED |= {
-        f"framework lazy, {k}": (lambda k=k: frameworks(LazyNet(), k), {}),
-        f"per sample lazy, {k}": (lambda k=k: ours(PerSampleLoss(LazyNet(reduction="none")), k), {}),
-    }
-
 
 def compile_case(name, make, settings, graphs, out):
     """Compile a case; save the finished graph, the Parameters' values, and MindSpore's message."""
@@ -330,7 +319,7 @@ def main(out, graphs):
     ms.set_context(device_target="GPU")
     if get_rank() == 0:
         for name in wanted(out):
-            compile_case(name, *(BENCHMARKED | CASES)[name], graphs, out)
+            compile_case(name, *CASES[name], graphs, out)
             (out / f"{name}.compiled").touch()
             print(name, flush=True)
     while not (out / "done").exists():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from finished_graph import COLLECTIVES
 from ran import RANKS, WEIGHTS, Ran
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("parallel")]
@@ -60,6 +61,20 @@ def test_a_scalar_loss_is_reduced_by_each_micro_batch(cases, plain, name, k):
     """If the network takes the mean itself, the sum over devices is part of the mean's operator, in MindSpore's own
     cell too. No pass of the compiler moves it behind the Add that follows."""
     assert Ran(cases(name)).counts["AllReduce"] >= plain.counts["AllReduce"] + k - 1
+
+
+@pytest.mark.core(name=["plain", "ours, 4", "framework, 4", "per sample, 4"])
+@pytest.mark.parametrize(
+    ("name", "reduced", "gathered"),
+    [
+        *(("plain", 4, 0), ("per sample, 4", 4, 0)),
+        *(("ours, 4", 8, 0), ("ours, 16", 20, 0), ("framework, 4", 8, 2), ("framework, 16", 20, 2)),
+    ],
+)
+def test_an_update_has_as_many_collectives_as_docs_parallel_shows(cases, name, reduced, gathered):
+    ran = Ran(cases(name))
+    counts = {kind: ran.counts[kind] for kind in COLLECTIVES if ran.counts[kind]}
+    assert counts == {"AllReduce": reduced} | ({"AllGather": gathered} if gathered else {})
 
 
 @pytest.mark.thorough
@@ -176,8 +191,6 @@ def test_activations_of_one_micro_batch_live_at_a_time(cases, name):
 
 @pytest.mark.thorough
 def test_lazy_inline_bounds_what_is_compiled(cases):
-    """The benchmark, `python -m benchmarks.semi_auto` , measures the compilation's time."""
-
     def nodes(name):
         return sum(len(graph.nodes) for graph in cases(name).program.graphs.values())
 
