@@ -27,7 +27,17 @@ def test_chains_and_circles_of_a_small_package():
     assert longest_chain({"a": {"b"}, "b": {"a"}})[1] == ["b -> a"]
 
 
-def test_a_plain_step_runs_through_the_seven_files_that_contributing_names():
+def test_the_architecture_names_each_package_in_the_order_of_imports():
+    text = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    named = re.findall(r"^\| `(\w+)/` \|", text, re.MULTILINE)
+    packages = {folder.parent.name for folder in PACKAGE.glob("*/__init__.py")}
+    assert packages - set(named) <= {"tokens"}  # which becomes a part of splitting/
+    contract = (PACKAGE.parent / "pyproject.toml").read_text()
+    layers = re.findall(r'"(\w+)"', contract[contract.index("layers = [") :].partition("]")[0])
+    assert [layer for layer in reversed(layers) if layer in named] == [name for name in named if name in layers]
+
+
+def test_a_plain_step_runs_through_the_seven_files_that_the_architecture_names():
     ran = set()
     watched = ("training", "accumulation", "transforms")
 
@@ -49,7 +59,7 @@ def test_a_plain_step_runs_through_the_seven_files_that_contributing_names():
         step.construct(*batch)
     finally:
         sys.setprofile(None)
-    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
+    text = (PACKAGE.parent / "docs" / "architecture.md").read_text()
     named = re.findall(r"(\w+\.py)`", text[text.index("read seven files") : text.index("`test_structure.py`\nwatches")])
     assert len(named) == 7
     # Nothing on most devices; and the copies of a network that draws random numbers, of which there are none here.
