@@ -63,7 +63,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(words, message, capsys):
 
 @pytest.mark.parametrize("words", [*COMMANDS, ["--version"]], ids=" ".join)
 def test_it_imports_no_mindspore(words, tmp_path):
-    """Checked by Python's own record of imports. The control is in launch/test_without_mindspore.py."""
+    """Checked by Python's own record of imports. The control is in launch/test_doctor.py."""
     done = run(*words, *([] if words == ["--version"] else ["--help"]), cwd=tmp_path, python=("-X", "importtime"))
     assert done.returncode == 0, done.stderr
     assert "gaccum_ms.launch.doctor" in done.stderr

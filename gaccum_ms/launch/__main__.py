@@ -9,34 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import os
 import signal
 import sys
 import time
-from types import FrameType
 
 from gaccum_ms.launch.cluster import Cluster, LaunchError, left_out
 from gaccum_ms.launch.dry_run import DryRun
-from gaccum_ms.launch.job import SIGNALS, Steps, launch
+from gaccum_ms.launch.job import SIGNALS, Job
 from gaccum_ms.launch.logs import rank_folder
 from gaccum_ms.launch.options import parse
 from gaccum_ms.launch.output import show
 from gaccum_ms.launch.ray_engine import OnRay
 from gaccum_ms.launch.restarts import Restarts
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
-
-
-def _why_no_psutil() -> str:
-    """Why psutil cannot be used, or an empty string."""
-    try:
-        from psutil import Process
-    except ImportError:
-        return "'psutil' is not installed (pip install psutil)."
-    old = not hasattr(Process, "net_connections")  # it came with psutil 6
-    return "'psutil' is older than 6 (pip install 'psutil>=6')." if old else ""
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m gaccum_ms.launch") -> int:
@@ -55,39 +41,35 @@ def main(argv: list[str] | None = None, prog: str = "python -m gaccum_ms.launch"
             print(f"error: {error}", file=sys.stderr)
             return error.code
         return 0 if show(text) else 1
-    if why := _why_no_psutil():
-        print(f"error: {why}", file=sys.stderr)
+    if importlib.util.find_spec("psutil") is None:
+        print("error: 'psutil' is not installed (pip install psutil).", file=sys.stderr)
         return 2
     for number in SIGNALS:
         # nohup has this program ignore SIGHUP. Ctrl-C is ignored too in a background job of a script, but ends it.
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _stop)
-    show("".join(f"note: {note}\n" for note in left_out(os.environ)))
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    for name, why in left_out(os.environ).items():
+        show(f"note: {name}={os.environ[name]} is not passed on: {why}\n")
     begin = time.monotonic()
     try:
         if options.on:
             ray = OnRay(options.ray_address, options.ray_resources, options.ray_working_dir, options.checkpoints)
             cluster = ray.run(cluster, command, log_dir, options.timeout)
-            ranks, logs = f"{cluster.size} ranks", log_dir / "host.N"
+            ranks, logs = cluster.size, log_dir / "host.N"
         else:
             restarts = Restarts() if options.restarts_here else None
-            with contextlib.closing(launch(cluster, command, log_dir, options.timeout, restarts=restarts)) as steps:
-                cluster = _run(steps)
-            ranks, logs = f"{cluster.processes} ranks{f' of host {cluster.node_rank}' * (cluster.nodes > 1)}", log_dir
+            job = Job(command, log_dir, options.timeout, restarts=restarts)
+            with contextlib.closing(job.run(cluster)) as steps:
+                for attempt, _ in steps:
+                    cluster = attempt
+            ranks, logs = cluster.processes, log_dir
     except LaunchError as error:
         print(f"error: {error}\nlogs: {log_dir}", file=sys.stderr)
         return error.code
     folder = rank_folder(logs, "N", cluster.attempt)
-    show(f"{ranks} finished in {time.monotonic() - begin:.0f} s; logs: {folder}\n")
+    host = f" of host {cluster.node_rank}" * (cluster.nodes > 1 and not options.on)
+    show(f"{ranks} ranks{host} finished in {time.monotonic() - begin:.0f} s; logs: {folder}\n")
     return 0
-
-
-def _run(steps: Steps) -> Cluster:
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
 
 
 if __name__ == "__main__":

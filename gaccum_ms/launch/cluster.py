@@ -97,9 +97,8 @@ class Cluster:
     def environment(self, parent: Mapping[str, str], cores: int) -> dict[str, str]:
         """The environment of the processes to start: `parent` without another cluster's variables, with a share of this
         host's `cores` for each process, and the time that ranks wait for each other; values in `parent` are kept."""
-        env = {k: v for k, v in parent.items() if not of_another_cluster(k)}
-        env.pop(WORKER_IP, None)
-        env |= {name: parent[name] for name in (WORKER_IP, RANK_TABLE) if name in parent and not _strange(name, parent)}
+        unfit = left_out(parent)
+        env = {k: v for k, v in parent.items() if k not in unfit and (k == RANK_TABLE or not of_another_cluster(k))}
         for name in THREAD_NAMES:
             env.setdefault(name, str(max(1, cores // self.processes)))
         env.setdefault("PYTHONUNBUFFERED", "1")
@@ -148,25 +147,17 @@ def _visible(value: str | None, devices: tuple[int, ...]) -> str:
     return ",".join(names[device] if device < len(names) else str(device) for device in devices)
 
 
-def left_out(parent: Mapping[str, str]) -> list[str]:
-    """Return notes on the user's variables for this cluster that are not passed on to the ranks, and why."""
-    return [
-        f"{name}={parent[name]} is not passed on: {why}"
-        for name in (WORKER_IP, RANK_TABLE)
-        if (why := _strange(name, parent))
-    ]
-
-
-def _strange(name: str, parent: Mapping[str, str]) -> str:
-    """Why one of these variables does not fit this host, or an empty string."""
-    value = parent.get(name, "")
-    if not value or (name == RANK_TABLE and Path(value).is_file()):
-        return ""
-    if name == RANK_TABLE:
-        return "there is no such file"
-    with contextlib.suppress(LaunchError), reserved_port(value):
-        return ""
-    return "it is no address of this host"
+def left_out(parent: Mapping[str, str]) -> dict[str, str]:
+    """The user's variables for this cluster that do not fit this host, and are not passed on to the ranks, and why."""
+    reasons = {}
+    if parent.get(RANK_TABLE) and not Path(parent[RANK_TABLE]).is_file():
+        reasons[RANK_TABLE] = "there is no such file"
+    try:
+        with reserved_port(parent.get(WORKER_IP) or Cluster.master_addr):
+            pass
+    except LaunchError:
+        reasons[WORKER_IP] = "it is no address of this host"
+    return reasons
 
 
 @contextlib.contextmanager

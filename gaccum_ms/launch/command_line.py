@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import math
 from typing import Any, NoReturn
 
 from gaccum_ms.launch.output import show
@@ -61,14 +60,3 @@ class Parser(argparse.ArgumentParser):
 
 def _plain(option: str) -> str:
     return option.lstrip("-").replace("_", "-").lower()
-
-
-def seconds(text: str) -> float:
-    """A number of seconds, for argparse."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a finite number of seconds, at least 0, but got {text}")
-    return value

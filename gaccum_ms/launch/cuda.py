@@ -11,6 +11,7 @@ import ctypes
 import importlib.util
 import os
 import re
+import shlex
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,12 +52,7 @@ def wrong_cuda_home(env: Mapping[str, str]) -> str:
     home = env.get("CUDA_HOME")
     if not home:
         return ""
-    try:
-        nvcc = [str(Path(home) / "bin" / "nvcc"), "--version"]
-        said = subprocess.run(nvcc, capture_output=True, text=True, timeout=30, errors="replace").stdout
-    except (OSError, subprocess.TimeoutExpired):
-        said = ""
-    version = re.search(r"release (\d+)\.(\d+)", said)
+    version = re.search(r"release (\d+)\.(\d+)", subprocess.getoutput(shlex.join([f"{home}/bin/nvcc", "--version"])))
     needed = f"MindSpore's back end needs CUDA {CUDA_VERSION.partition('.')[0]}"
     if version is None:
         return f"CUDA_HOME={home} has no bin/nvcc that tells its version, and {needed}"
@@ -69,11 +65,6 @@ def environment(folder: Path, env: Mapping[str, str]) -> dict[str, str]:
     """Make the folder, and return the variables with which MindSpore finds it."""
     if "CUDA_HOME" in env or not has_driver() or missing_packages():
         return {}
-    return lay_out(folder, env)
-
-
-def lay_out(folder: Path, env: Mapping[str, str]) -> dict[str, str]:
-    """As `environment` , but without checking for driver and libraries."""
     nvcc, libraries = folder / "bin" / "nvcc", folder / "lib64"
     nvcc.parent.mkdir(parents=True, exist_ok=True)
     major, minor, _ = CUDA_VERSION.split(".")
@@ -81,12 +72,12 @@ def lay_out(folder: Path, env: Mapping[str, str]) -> dict[str, str]:
     nvcc.chmod(0o755)
     libraries.mkdir(exist_ok=True)
     for library in _libraries():
-        (libraries / library.name).unlink(missing_ok=True)
-        (libraries / library.name).symlink_to(library)
-        if library.name == "libcudart.so.11.0":  # MindSpore reads the version from this file's name
-            (libraries / f"libcudart.so.{CUDA_VERSION}").unlink(missing_ok=True)
-            (libraries / f"libcudart.so.{CUDA_VERSION}").symlink_to(library)
-    plugins = _package("mindspore") / "lib" / "plugin"
+        # MindSpore reads the version from a file's name.
+        with_version = [f"libcudart.so.{CUDA_VERSION}"] * (library.name == "libcudart.so.11.0")
+        for name in (library.name, *with_version):
+            (libraries / name).unlink(missing_ok=True)
+            (libraries / name).symlink_to(library)
+    plugins = folders("mindspore")[0] / "lib" / "plugin"
     search = [libraries, plugins / f"gpu{major}.{minor}", plugins / "gpu", *filter(None, [env.get("LD_LIBRARY_PATH")])]
     return {"CUDA_HOME": str(folder), "LD_LIBRARY_PATH": os.pathsep.join(map(str, search))}
 
@@ -94,13 +85,6 @@ def lay_out(folder: Path, env: Mapping[str, str]) -> dict[str, str]:
 def _libraries() -> list[Path]:
     """The shared libraries in NVIDIA's packages."""
     return sorted(library for folder in folders("nvidia") for library in folder.glob("*/lib/*.so*"))
-
-
-def _package(name: str) -> Path:
-    """The folder of an installed package, which is not imported."""
-    if places := folders(name):
-        return places[0]
-    raise FileNotFoundError(name)
 
 
 def folders(name: str) -> list[Path]:

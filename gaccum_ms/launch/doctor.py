@@ -1,7 +1,7 @@
 """`gaccum-ms check` : whether this machine can train. It looks at packages, devices, and ranks that communicate.
 
 Each part is tried in a process of its own, with the environment that the launcher sets. Each broken part is reported
-with a remedy, and makes the exit code 1. A part that is only absent (a GPU, mpirun) does not.
+with a remedy, and makes the exit code 1. A part that is only absent, such as a GPU, does not.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import importlib.metadata
 import itertools
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,7 +33,12 @@ DESCRIPTION = (
 )
 DEVICE_SECONDS = 120
 RANKS_SECONDS = 180
-MINDSPORE, SUPPORTED = "mindspore>=2.7.2,<2.11", "2.7.2 to 2.10"
+MINDSPORE = "mindspore>=2.7.2,<2.11"
+PACKAGES = (  # what pip installs, the first version that is right and the first that is not, and what is said of it
+    ("numpy<2", [1], [2], ""),
+    ("psutil", [0], [1000], ""),
+    (MINDSPORE, [2, 7, 2], [2, 11], ", {}supported (gaccum_ms needs 2.7.2 to 2.10)"),
+)
 # MindSpore's own table of the CANN that it goes with, which it checks when it is imported on Ascend.
 CANN_TABLE = "mindspore/run_check/_check_version.py"
 CANN_VERSIONS = r"class AscendEnvChecker.*?self\.version = (\[.*?\])"
@@ -75,26 +79,16 @@ def check_python() -> Finding:
     return Finding("Python", f"{sys.version.split()[0]}  {sys.executable}", remedy)
 
 
-def check_package(name: str, right: Callable[[list[str]], bool], needed: str) -> Finding:
-    """An installed package's version."""
+def check_package(needed: str, low: list[int], high: list[int], note: str) -> Finding:
+    """An installed package's version, and whether it is right."""
+    name = re.split("[<>=]", needed)[0]
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return Finding(name, "not installed", install(needed))
-    return Finding(name, version, "" if right(version.split(".")) else f"pip install '{needed}'")
-
-
-def check_mindspore() -> Finding:
-    """Whether setup.py accepts MindSpore's version."""
-
-    def right(version: list[str]) -> bool:
-        return [2, 7, 2] <= [*map(int, re.findall(r"\d+", ".".join(version))[:3])] < [2, 11]
-
-    finding = check_package("mindspore", right, MINDSPORE)
-    if finding.text == "not installed":
-        return finding
-    supported = f"{'not ' * bool(finding.remedy)}supported (gaccum_ms needs {SUPPORTED})"
-    return finding._replace(text=f"{finding.text}, {supported}")
+    right = low <= [int(number) for number in re.findall(r"\d+", version)[: len(low)]] < high
+    remedy = "" if right else f"pip install '{needed}'"
+    return Finding(name, version + note.format("" if right else "not "), remedy)
 
 
 def check_cann(env: Mapping[str, str]) -> Finding:
@@ -139,12 +133,6 @@ def check_device(device: str, env: Mapping[str, str]) -> Finding:
         load_error = re.search(r"libmindspore_ascend\S* failed\. (.*)", done.stdout + done.stderr)
         reason, remedy = load_error[1] if load_error else reason, "install CANN and source its set_env.sh"
     return Finding(device, f"no: {reason}", remedy)
-
-
-def check_program(name: str, remedy: str, otherwise: str) -> Finding:
-    """Whether a launcher is installed."""
-    path = shutil.which(name, path=Cluster().environment(os.environ, 1)["PATH"])
-    return Finding(name, path or f"not installed{otherwise}", "" if path else remedy)
 
 
 def check_ranks() -> Finding:
@@ -203,13 +191,9 @@ def main(argv: list[str] | None = None, prog: str = "python -m gaccum_ms.launch.
 def _findings(failed: list[Finding]) -> Iterator[Finding]:
     """All findings. What cannot work is not tried."""
     yield check_python()
-    yield check_package("numpy", lambda version: version[0] == "1", "numpy<2")
-    yield check_package("psutil", lambda version: int(version[0]) >= 6, "psutil>=6")
-    yield (mindspore := check_mindspore())
+    yield from itertools.starmap(check_package, PACKAGES)
     yield check_cann(os.environ)
     yield Finding("CPU speed", _run(["-I", str(CPU_INSTRUCTIONS)], os.environ, DEVICE_SECONDS).stdout.strip())
-    yield check_program("msrun", "" if mindspore.remedy else "reinstall MindSpore: " + install(MINDSPORE), "")
-    yield check_program("mpirun", "", " (only --launcher mpirun needs it)")
     if not failed:
         with tempfile.TemporaryDirectory() as folder:
             env = Cluster().environment(os.environ, 1)

@@ -3,24 +3,17 @@ on each host, by ``slurm`` or ``openmpi`` ."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from gaccum_ms.launch.cluster import RANK_TABLE, Cluster, LaunchError, of_another_cluster
+from gaccum_ms.launch.cluster import Cluster, LaunchError, of_another_cluster
 from gaccum_ms.launch.logs import launcher_folder, rank_folder
 
 FORMS = ("ranks", "slurm", "openmpi")
 PASSED_ON = ("PYTHONPATH", "PYTHONSAFEPATH")  # variables that a launcher on another host needs
-_OPTIONS = (
-    *("launcher", "timeout", "start_timeout", "end_timeout"),
-    *("max_restarts", "min_processes", "rank_table_file", "bind_core"),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,51 +34,33 @@ class DryRun:
     # -- every rank ----------------------------------------------------------------------------------------------------
 
     def _ranks(self) -> list[str]:
-        for option in ("--timeout", "--end-timeout", "--max-restarts", "--min-processes", "--bind-core"):
-            if any(word.startswith(f"{option}=") for word in self.words):
+        for option in (word.partition("=")[0] for word in self.words):
+            if option not in ("--launcher", "--start-timeout"):
                 raise LaunchError(f"{option} is done by the launcher, which --dry-run ranks leaves out.", code=2)
         several = self.cluster.nodes > 1
-        heads = [f"# Host {node}{self._named(node)}:\n" * several for node in range(self.cluster.nodes)]
+        names = [f", {name}" for name in self.hosts] or [""] * self.cluster.nodes
+        heads = [f"# Host {node}{name}:\n" * several for node, name in enumerate(names)]
         return [head + "\n".join(["(", *self._on_host(node), ")"]) for node, head in enumerate(heads)]
 
     def _on_host(self, node: int) -> list[str]:
         # With mpirun, we set MindSpore's variables.
-        here, devices = dataclasses.replace(self.cluster, node_rank=node, launcher="mpirun"), self._devices()
+        here = dataclasses.replace(self.cluster, node_rank=node, launcher="mpirun")
         env = here.environment(os.environ, len(os.sched_getaffinity(0)))
-        env |= {RANK_TABLE: here.rank_table_file} if here.rank_table_file else {}
         script, logs = shlex.join([sys.executable, *self.command]), launcher_folder(self.log_dir, self.cluster)
         folders = [logs, *(rank_folder(self.log_dir, rank) for rank in here.local_ranks)]
         lines = [f"cd {shlex.quote(os.getcwd())}", f"mkdir -p {shlex.join(map(str, folders))}"]
         lines += [f"unset {name}" for name in sorted(os.environ) if of_another_cluster(name)]
         for name, value in env.items():
-            if name in PASSED_ON or (os.environ.get(name) != value and name != "PATH"):
+            same = os.environ.get(name) == value and name not in PASSED_ON and not of_another_cluster(name)
+            if not same and name != "PATH":
                 lines.append(f"export {name}={shlex.quote(value)}")
         if node == 0:
             lines.append(f"MS_ROLE=MS_SCHED RANK_ID=0 {script} >{shlex.quote(str(logs / 'scheduler.log'))} 2>&1 &")
         for rank in here.local_ranks:
-            folder, device = rank_folder(self.log_dir, rank), devices.get(rank, here.device_of(rank))
-            own = f"MS_ROLE=MS_WORKER MS_NODE_ID={rank} RANK_ID={rank} DEVICE_ID={device}"
+            folder, own = rank_folder(self.log_dir, rank), f"MS_ROLE=MS_WORKER MS_NODE_ID={rank} RANK_ID={rank}"
             output = " ".join(f"{n}>{shlex.quote(str(folder / name))}" for n, name in ((1, "stdout"), (2, "stderr")))
-            lines.append(f"{own} {script} {output} &")
+            lines.append(f"{own} DEVICE_ID={here.device_of(rank)} {script} {output} &")
         return [*lines, "code=0", 'for job in $(jobs -p); do wait "$job" || code=$?; done', 'exit "$code"']
-
-    def _devices(self) -> dict[int, int]:
-        """Each rank's device, from Ascend's rank table."""
-        file = self.cluster.rank_table_file
-        if not file:
-            return {}
-        try:
-            servers: list[Mapping] = json.loads(Path(file).read_text())["server_list"]
-            hosts = [{int(each["rank_id"]): int(each["device_id"]) for each in host["device"]} for host in servers]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise LaunchError(f"--rank-table-file: '{file}' is no table of ranks ({error!r}).", code=2) from None
-        wanted = [set(self.cluster.ranks_of(node)) for node in range(self.cluster.nodes)]
-        if [set(ranks) for ranks in hosts] != wanted:
-            shape = f"--nodes {len(hosts)} --processes {len(hosts[0]) if hosts else 0}"
-            ours = f"--nodes {self.cluster.nodes} --processes {self.cluster.processes}"
-            why = f"the table '{file}' must have the ranks of each host in succession, as {ours} has"
-            raise LaunchError(f"{why}, but got a table for {shape}, or another order.", code=2)
-        return {rank: device for ranks in hosts for rank, device in ranks.items()}
 
     # -- the launcher on each host -------------------------------------------------------------------------------------
 
@@ -127,12 +102,3 @@ class DryRun:
         script = shlex.join(["--script", self.command[0], "--", *self.command[1:]])
         words = " ".join(["exec env", *passed, shlex.join(own), host, script])
         return [f"{start} \\", "    " + " ".join(["bash -c", shlex.quote(words), *arguments])]
-
-    def _named(self, node: int) -> str:
-        return f", {self.hosts[node]}" if self.hosts else f", {self.cluster.master_addr}" if node == 0 else ""
-
-
-def words_of(options: argparse.Namespace, defaults: Callable[[str], object]) -> list[str]:
-    """The options of a command line that are the same on all hosts, and differ from their defaults."""
-    values = {name: getattr(options, name) for name in _OPTIONS if getattr(options, name) != defaults(name)}
-    return [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]

@@ -24,8 +24,11 @@ import types
 from pathlib import Path
 from types import FrameType
 
-JOB = "GACCUM_MS_JOB"  # "<pid of the launcher>-<random>": marks all processes of one launch
+JOB = "GACCUM_MS_JOB"  # marks all processes of one attempt, and names the launcher's socket
 NO_SCHEDULER = "GACCUM_MS_NO_SCHEDULER"  # set on all hosts but host 0
+# In the commands of guards, which all do the same when the launcher is gone, and then end. msrun and mpirun have these
+# words in their commands too, and end after the guards.
+GUARDS = f"{__file__}\0--guard\0".encode()
 SCHEDULER = -1  # MindSpore's scheduler is no rank, but is guarded like one
 
 # How long a rank waits for the others at its end, at most. Ranks that are still in the last collective with it need
@@ -70,46 +73,30 @@ def guard(logs: Path, command: list[str]) -> int:
 
 
 def _wait(process: subprocess.Popen, job: str) -> int:
-    launcher = Path(f"/proc/{job.split('-')[0]}/stat")
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=1)
-        if not _alive(launcher):  # it was killed, and could not end the processes
-            _kill_all(job)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as to_launcher:
+            if to_launcher.connect_ex(f"\0{job}"):  # it was killed, and could not end the processes
+                end_all(job, spared=GUARDS)
         code = process.returncode
         if code is not None:
             return code if code >= 0 else 128 - code
 
 
-def processes_of(job: str, without: bytes = b"") -> list[int]:
-    """The processes of a launch, in other sessions too, but those with these words in their command."""
-    pids, mark = [], f"{JOB}={job}".encode()
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            ours = mark in (process / "environ").read_bytes().split(b"\0")
-            if ours and not (without and without in (process / "cmdline").read_bytes()):
-                pids.append(int(process.name))
-    return pids
-
-
-def _kill_all(job: str) -> None:
-    """Kill all processes of a launch, except the guards, which do the same, and then end.
-
-    msrun and mpirun have a guard's words in their command too. They end after the guards.
-    """
-    while left := processes_of(job, f"{__file__}\0--guard\0".encode()):
-        for pid in left:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.1)
-
-
-def _alive(stat: Path) -> bool:
-    """Whether the process of this ``/proc`` entry runs: it exists, and is no zombie."""
-    try:
-        return stat.read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
+def end_all(job: str, grace_seconds: float = 0.0, spared: bytes = b"") -> None:
+    """End every process of a launch, in other sessions too: SIGTERM, `grace_seconds` later SIGKILL, until none is left.
+    Processes with the words `spared` in their command may stay."""
+    kill_from, mark, left = time.monotonic() + grace_seconds, f"{JOB}={job}".encode(), True
+    while left:
+        left, number = False, signal.SIGTERM if time.monotonic() < kill_from else signal.SIGKILL
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                ours = mark in (process / "environ").read_bytes().split(b"\0")
+                if ours and not (spared and spared in (process / "cmdline").read_bytes()):
+                    left = True
+                    os.kill(int(process.name), number)
+        time.sleep(0.1 * left)
 
 
 def run(script: str, arguments: list[str]) -> None:

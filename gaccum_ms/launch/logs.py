@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import re
 import shutil
@@ -17,7 +16,7 @@ FOLDER = re.compile(r"(\d+)|(?:msrun|mpirun)(?:\.(\d+))?|\.cuda")  # in the log 
 MARK = ".made-by-gaccum_ms"  # a file in each folder that a launch makes; folders without it are the user's, and stay
 PROBE_BYTES = 65536
 TAIL_LINES = 20
-TAIL_LINE_BYTES = 2000
+TAIL_BYTES = 40_000
 
 
 @contextlib.contextmanager
@@ -65,8 +64,7 @@ def make_folders(cluster: Cluster, log_dir: Path) -> None:
             folder.mkdir(parents=True)
             mark(folder)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise _unwritable(log_dir, error) from error
+        raise _unwritable(log_dir, error) from error
     if full := why_full(log_dir):
         raise LaunchError(full, 2)
 
@@ -86,17 +84,16 @@ def mark(folder: Path) -> None:
 def why_full(log_dir: Path) -> str:
     """Why the log folder takes no more data, or an empty string. Ranks that cannot write fail without an error."""
     try:
-        with tempfile.TemporaryFile(dir=log_dir, buffering=0) as probe:
-            left = PROBE_BYTES
-            while left:
-                left -= probe.write(bytes(left))
+        with tempfile.TemporaryFile(dir=log_dir) as probe:
+            probe.write(bytes(PROBE_BYTES))
     except OSError as error:
-        return f"'{log_dir}' takes no more logs: {error.strerror}. Make room there, or name another --log-dir."
+        return str(_unwritable(log_dir, error))
     return ""
 
 
 def _unwritable(log_dir: Path, error: OSError) -> LaunchError:
-    return LaunchError(f"cannot write logs to '{log_dir}': {error.strerror}. Name another --log-dir.", code=2)
+    why = f"cannot write logs to '{log_dir}': {error.strerror}"
+    return LaunchError(f"{why}. Make room there, or name another --log-dir.", code=2)
 
 
 def rank_folder(log_dir: Path, rank: int | str, attempt: int = 1) -> Path:
@@ -110,17 +107,12 @@ def launcher_folder(log_dir: Path, cluster: Cluster) -> Path:
     return log_dir / f"{cluster.launcher}{later}"
 
 
-def rank_logs(log_dir: Path, rank: int, attempt: int = 1) -> str:
-    """Return the ends of one rank's logs."""
-    return "".join(last_lines(rank_folder(log_dir, rank, attempt) / name) for name in ("stdout", "stderr"))
-
-
-def last_lines(path: Path, count: int = TAIL_LINES) -> str:
+def last_lines(path: Path) -> str:
     """Return the end of a log, indented, under its path; an empty string if the log is empty."""
     end = b""
     if path.exists():
         with path.open("rb") as log:
-            log.seek(max(0, path.stat().st_size - count * TAIL_LINE_BYTES))
+            log.seek(max(0, path.stat().st_size - TAIL_BYTES))
             end = log.read()
-    lines = end.decode(errors="replace").splitlines()[-count:]
+    lines = end.decode(errors="replace").splitlines()[-TAIL_LINES:]
     return "\n".join(["", f"the end of {path}:", *(f"    {line}" for line in lines)]) if lines else ""

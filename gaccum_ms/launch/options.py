@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
+import math
 import os
 from pathlib import Path
 
-from gaccum_ms.launch.cluster import MASTER_PORT
-from gaccum_ms.launch.command_line import Parser, seconds
-from gaccum_ms.launch.dry_run import FORMS, words_of
+from gaccum_ms.launch.cluster import MASTER_PORT, Cluster
+from gaccum_ms.launch.command_line import Parser
+from gaccum_ms.launch.dry_run import FORMS
 
-LOCAL = "127.0.0.1"
+LOCAL = Cluster.master_addr
 OF_MSRUN = ("rank_table_file", "bind_core")
+OF_ALL_HOSTS = ("launcher", "timeout", "start_timeout", "end_timeout", "max_restarts", "min_processes", *OF_MSRUN)
 FOR_RAY = ("ray_address", "ray_resources", "ray_working_dir", "checkpoints")
 BY_HAND = ("node_rank", "master_addr", "master_port")
 
@@ -26,7 +27,8 @@ def parse(argv: list[str], prog: str = "python -m gaccum_ms.launch") -> argparse
         options.script = rest.pop(0) if rest and not rest[0].startswith("-") else options.default_script
     parser.refuse(options.script is None, f"there is no option {rest[0]}" if rest else "the script is missing")
     options.args = rest
-    options.words = words_of(options, parser.get_default)
+    values = {name: getattr(options, name) for name in OF_ALL_HOSTS}
+    options.words = [f"{_option(name)}={values[name]}" for name in values if values[name] != parser.get_default(name)]
     if options.hosts:
         parser.refuse(not options.dry_run, "--hosts needs --dry-run; by hand, each host gets --nodes and --node-rank")
         wrong = f"--hosts must be --nodes = {options.nodes} names, but got {len(options.hosts)}"
@@ -47,9 +49,13 @@ def parse(argv: list[str], prog: str = "python -m gaccum_ms.launch") -> argparse
 
 def _check(parser: Parser, options: argparse.Namespace) -> None:
     """Refuse values that are wrong, or do not go together."""
-    refuse, nodes, table, cores = parser.refuse, options.nodes, options.rank_table_file, options.bind_core
+    refuse, nodes, table = parser.refuse, options.nodes, options.rank_table_file
     refuse(options.processes < 1, f"--processes must be at least 1, but got {options.processes}")
     refuse(not Path(options.script).is_file(), f"no such script: {options.script}")
+    for name in ("timeout", "start_timeout", "end_timeout"):
+        value = getattr(options, name)
+        wrong = f"{_option(name)} must be a finite number of seconds, at least 0, but got {value:g}"
+        refuse(not 0 <= value < math.inf, wrong)
     refuse(options.start_timeout == 0, "--start-timeout must be greater than 0, but got 0")
     wrong = f"--node-rank must be from 0 to --nodes - 1 = {nodes - 1}, but got {options.node_rank}"
     refuse(not 0 <= options.node_rank < nodes, wrong)
@@ -62,14 +68,9 @@ def _check(parser: Parser, options: argparse.Namespace) -> None:
         refuse(getattr(options, name) != parser.get_default(name), f"{_option(name)} {why}")
     no_address = nodes > 1 and options.master_addr == LOCAL and options.dry_run != "slurm" and not options.on
     refuse(no_address, "--nodes needs --master-addr, an address of host 0 that the other hosts can reach")
-    folder = options.ray_working_dir
-    outside = folder and os.path.relpath(options.script, folder).startswith(os.pardir)
-    refuse(outside, f"the script must be in --ray-working-dir {folder}, but got {options.script}")
     for name in OF_MSRUN:
         refuse(getattr(options, name) and options.launcher == "mpirun", f"{_option(name)} needs --launcher msrun")
     refuse(table and not Path(table).is_file(), f"--rank-table-file: no such file: {table}")
-    strange = cores and cores.lower() not in ("true", "false") and not _is_object(cores)
-    refuse(strange, f"--bind-core must be True, False or a JSON object, but got {cores}")
 
 
 def _check_restarts(parser: Parser, options: argparse.Namespace) -> None:
@@ -108,7 +109,7 @@ def _parser(prog: str) -> Parser:
     add("--rank-table-file", "--rank_table_file", default="", metavar="FILE", help="msrun's option, for Ascend")
 
     add = parser.add_argument_group("time limits, in seconds").add_argument
-    add = functools.partial(add, type=seconds, metavar="S")
+    add = functools.partial(add, type=float, metavar="S")
     add("--timeout", default=0, help="end all ranks after this time (default: never)")
     add("--start-timeout", default=600, help="end all ranks if one has not come by then (default: 600)")
     still = "once a rank has ended, end the others if they stand still for so long (default: 15; 0: never)"
@@ -123,7 +124,7 @@ def _parser(prog: str) -> Parser:
     add("--on", choices=("ray",), help="start --nodes times --processes ranks on hosts of Ray's cluster, from here")
     add("--ray-address", default="", metavar="ADDRESS", help="the cluster (default: RAY_ADDRESS, or this host's)")
     needs = "what each rank needs, by Ray's names, such as CPU=2,NPU=1 (default: CPU=1)"
-    add("--ray-resources", type=_amounts, default={"CPU": 1.0}, metavar="NAME=N", help=needs)
+    add("--ray-resources", type=resources, default={"CPU": 1.0}, metavar="NAME=N", help=needs)
     add("--ray-working-dir", default="", metavar="FOLDER", help="send this folder to all hosts, and run there")
     shared = "the folder that all hosts must see, for --max-restarts (default: the folder where ranks run)"
     add("--checkpoints", default=".", metavar="FOLDER", help=shared)
@@ -131,13 +132,19 @@ def _parser(prog: str) -> Parser:
     add = parser.add_argument_group("several hosts, by hand: start the same command on each").add_argument
     add("--nodes", type=int, default=1, metavar="N", help="number of hosts (default: 1)")
     add("--node-rank", type=int, default=0, metavar="R", help="number of this host, from 0")
-    add("--master-addr", default=LOCAL, metavar="ADDRESS", help="an address of host 0; needed with several hosts")
+    add(
+        "--master-addr",
+        default=LOCAL,
+        metavar="ADDRESS",
+        help="an address of host 0; needed with several hosts",
+    )
     port = f"port of MindSpore's scheduler on host 0 (default: {MASTER_PORT}; on one host: any free port)"
     add("--master-port", type=int, default=0, metavar="PORT", help=port)
 
     add = parser.add_argument_group("print a script instead of starting anything").add_argument
     add("--dry-run", choices=FORMS, help="print a script of bash that starts all ranks by these means")
-    add("--hosts", type=_names, default=[], metavar="HOST,HOST", help="with --dry-run: the names of the hosts")
+    hosts = "with --dry-run: the names of the hosts"
+    add("--hosts", type=lambda text: [*filter(None, text.split(","))], default=[], metavar="HOST,HOST", help=hosts)
 
     # For Slurm, which restarts the launcher: the number of this attempt. For run.sh: the script if none is given, and
     # printing the chosen script.
@@ -147,20 +154,6 @@ def _parser(prog: str) -> Parser:
     return parser
 
 
-def _amounts(text: str) -> dict[str, float]:
-    """Ray's resources, for argparse."""
-    try:
-        return {name: float(amount) for name, amount in (word.split("=") for word in text.split(","))}
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be NAME=N,NAME=N, but got {text}") from None
-
-
-def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except ValueError:
-        return False
+def resources(text: str) -> dict[str, float]:
+    """Ray's resources, for argparse, whose error has this function's name."""
+    return {name: float(amount) for name, amount in (word.split("=") for word in text.split(","))}

@@ -5,26 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import IO
-
-
-class Tail:
-    """Copies a growing file. `unread` says that the reader of the copy has gone away (a broken pipe). Another error, as
-    of a full disk or a terminal that is gone, is no wish to end the ranks: only the copy is lost."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: IO[bytes] | None = None
-        self.unread = False
-
-    def copy(self, out: Callable[[bytes], OSError | None]) -> None:
-        """Copy what was added since the last call."""
-        if self._file is None and self._path.exists():
-            self._file = self._path.open("rb")
-        if self._file is not None and not self.unread:
-            self.unread = isinstance(out(self._file.read()), BrokenPipeError)
 
 
 def show(text: str) -> bool:

@@ -1,7 +1,7 @@
 """Several hosts by Ray: on each, an actor runs the launcher for the host's ranks, and this program decides.
 
-The actors go on step by step. This program asks for each step, so it learns of a rank that failed, and of a host that
-is lost, and then ends all. If this program dies, Ray ends the actors, and the guards end the ranks.
+The actors go on step by step, all together. This program asks for each step, so it learns of a rank that failed, and of
+a host that is lost, and then ends all. If this program dies, Ray ends the actors, and the guards end the ranks.
 """
 
 from __future__ import annotations
@@ -9,25 +9,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import importlib.util
 import math
 import os
 import signal
 import sys
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from gaccum_ms.launch.cluster import VISIBLE_DEVICES, Cluster, LaunchError, reserved_port
-from gaccum_ms.launch.job import SIGNALS, Over, launch, signals_ignored
+from gaccum_ms.launch.job import SIGNALS, Job, Over, signals_ignored
 from gaccum_ms.launch.output import write
+from gaccum_ms.launch.restarts import Restarts
 
 PLACE_SECONDS = 10.0  # in which Ray places actors on hosts that are free
 WAIT_SECONDS = 1.0
 END_SECONDS = 60.0  # in which a host ends its ranks
-SEE_SECONDS = 10.0  # in which a network's file system shows a new file
 REMEDY = "The project and the same Python must be at the same paths on each host; --ray-working-dir sends a folder."
 
 
@@ -45,27 +45,27 @@ class OnRay(NamedTuple):
             import ray
         except ImportError:
             raise LaunchError("'ray' is not installed (pip install 'gaccum_ms[ray]').", 2) from None
-        sends = {"working_dir": self.working_dir} if self.working_dir else None
         handlers = {number: signal.getsignal(number) for number in SIGNALS}
         try:
+            sends = {"working_dir": self.working_dir} if self.working_dir else None
             ray.init(self.address or "auto", runtime_env=sends, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise LaunchError(f"Ray's cluster cannot be used: {error} ('ray start --head' starts one.)", 2) from None
         for number, handler in handlers.items():  # Ray has set its own
             signal.signal(number, handler)
-        deadline = time.monotonic() + timeout if timeout else math.inf
+        deadline, restarts = time.monotonic() + timeout if timeout else math.inf, Restarts()
         try:
             while True:
+                begin, hosts = time.monotonic(), _Hosts(ray, self, cluster)
                 try:
-                    with _Hosts(ray, self, cluster) as hosts:
+                    with hosts.reserved(restarts.broken_hosts):
                         hosts.run(command, log_dir, deadline)
                         return hosts.cluster
                 except LaunchError as error:
-                    if error.code != 1 or cluster.attempt > cluster.max_restarts:
+                    following = restarts.after(cluster, error, time.monotonic() - begin, hosts.ids)
+                    if following is None:
                         raise
-                    anew = f"note: all begin anew: restart {cluster.attempt} of {cluster.max_restarts}."
-                    print(f"{error}\n{anew}", file=sys.stderr, flush=True)
-                cluster = dataclasses.replace(cluster, attempt=cluster.attempt + 1)
+                    cluster = following
         finally:
             with signals_ignored():
                 ray.shutdown()
@@ -75,99 +75,98 @@ class OnRay(NamedTuple):
 
 
 class _Hosts:
-    """The hosts of one attempt; their ranks end with the ``with`` statement."""
+    """The hosts of one attempt."""
 
     def __init__(self, ray: ModuleType, on: OnRay, cluster: Cluster) -> None:
         self._ray, self._on, self.cluster = ray, on, cluster
         self._needs = {name: amount * cluster.processes for name, amount in on.resources.items()}  # of a host's ranks
-        self._actors: list[Any] = []
+        self.ids: list[str] = []  # Ray's, of each host
 
-    def __enter__(self) -> _Hosts:
+    @contextlib.contextmanager
+    def reserved(self, broken: set[str]) -> Iterator[None]:
+        """Reserve hosts, with an actor on each; at the end of the ``with`` statement, end their ranks."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self._group, needs = self._place(), dict(self._needs)
+        group, needs = self._place(broken), dict(self._needs)
         own = {"num_cpus": needs.pop("CPU", 0), "num_gpus": needs.pop("GPU", 0), "resources": needs}
-        for node in range(self.cluster.nodes):
-            where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=node)
-            self._actors.append(self._ray.remote(_actor()).options(scheduling_strategy=where, **own).remote())
-        return self
+        places = [PlacementGroupSchedulingStrategy(group, number) for number in range(self.cluster.nodes)]
+        actor = self._ray.remote(_actor())
+        self._actors = [actor.options(scheduling_strategy=place, **own).remote() for place in places]
+        try:
+            yield
+        finally:
+            with signals_ignored():
+                ends = [actor.call.remote("end") for actor in self._actors]
+                self._ray.wait(ends, num_returns=len(ends), timeout=END_SECONDS)
+                with contextlib.suppress(self._ray.exceptions.RayError):
+                    write(self._ray.get(ends[0], timeout=0))
+                for actor in self._actors:
+                    self._ray.kill(actor)
+                self._ray.util.remove_placement_group(group)
 
-    def __exit__(self, *error: object) -> None:
-        with signals_ignored():
-            ends = [actor.call.remote("end") for actor in self._actors]
-            self._ray.wait(ends, num_returns=len(ends), timeout=END_SECONDS)
-            with contextlib.suppress(self._ray.exceptions.RayError):
-                write(self._ray.get(ends[0], timeout=0))
-            for actor in self._actors:
-                self._ray.kill(actor)
-            self._ray.util.remove_placement_group(self._group)
-
-    def _place(self) -> Any:
-        """Reserve hosts; for a restart, as few as `min_processes` allows."""
+    def _place(self, broken: set[str]) -> Any:
+        """Reserve hosts: for a restart, as few as `min_processes` allows; `broken` ones, if no others are left."""
         cluster, give_up = self.cluster, time.monotonic() + self.cluster.start_timeout
         least = cluster.min_processes if cluster.attempt > 1 and cluster.min_processes else cluster.size
+        fewest, needs = math.ceil(least / cluster.processes), self._needs
         while True:
-            hosts = [node for node in self._ray.nodes() if node["Alive"]]
-            able = [all(host["Resources"].get(name, 0) >= need for name, need in self._needs.items()) for host in hosts]
-            count = min(cluster.nodes, sum(able))
-            if count and count * cluster.processes >= least:
-                group = self._ray.util.placement_group([self._needs] * count, strategy="STRICT_SPREAD")
+            hosts = {host["NodeID"]: host for host in self._ray.nodes() if host["Alive"]}
+            able = {each for each, host in hosts.items() if all(host["Resources"].get(n, 0) >= needs[n] for n in needs)}
+            avoided = sorted(broken) if len(able - broken) >= fewest else []
+            count = min(cluster.nodes, len(able.difference(avoided)))
+            if count >= fewest:
+                labels = [{"ray.io/node-id": f"!in({','.join(avoided)})"}] * count if avoided else None
+                group = self._ray.util.placement_group([needs] * count, "STRICT_SPREAD", bundle_label_selector=labels)
                 if group.wait(PLACE_SECONDS):
                     self.cluster = dataclasses.replace(cluster, nodes=count)
                     places = self._ray.util.placement_group_table(group)["bundles_to_node_id"]
-                    addresses = {host["NodeID"]: host["NodeManagerAddress"] for host in hosts}
-                    self._names = [f"host {node}, {addresses.get(places[node])}," for node in range(count)]
+                    self.ids = [places[node] for node in range(count)]
+                    addresses = [hosts.get(name, {}).get("NodeManagerAddress") for name in self.ids]
+                    self._names = [f"host {node}, {address}," for node, address in enumerate(addresses)]
                     return group
                 self._ray.util.remove_placement_group(group)
             if time.monotonic() > give_up:
-                needs = ", ".join(f"{name} {need:g}" for name, need in self._needs.items())
-                why = f"{cluster.nodes} hosts with {needs} were not free within {cluster.start_timeout:g} s"
-                raise LaunchError(f"{why}; {sum(able)} of Ray's {len(hosts)} hosts have that much.", 124)
+                what = ", ".join(f"{name} {need:g}" for name, need in needs.items())
+                why = f"{cluster.nodes} hosts with {what} were not free within {cluster.start_timeout:g} s"
+                raise LaunchError(f"{why}; {len(able)} of Ray's {len(hosts)} hosts have that much.", 124)
             time.sleep(WAIT_SECONDS)
 
     def run(self, command: list[str], log_dir: Path, deadline: float) -> None:
         """Run the ranks until all have ended."""
         self._start(command, log_dir)
         over: Over = frozenset()
-        steps = {actor.call.remote("step", over): node for node, actor in enumerate(self._actors)}
-        while steps:
-            if time.monotonic() > deadline:
-                raise LaunchError("time ran out: not all ranks had ended; all were ended.", 124)
-            for step in self._ray.wait(list(steps), timeout=WAIT_SECONDS)[0]:
-                node = steps.pop(step)
-                try:
-                    output, ended, more = self._get(step, node)
-                except LaunchError as error:
-                    raise self._first(error, steps) from None
-                over |= frozenset(self.cluster.ranks_of(node)) if ended else more
-                if node == 0 and isinstance(write(output), BrokenPipeError):
-                    raise SystemExit(128 + signal.SIGPIPE)
-                if not ended:
-                    steps[self._actors[node].call.remote("step", over)] = node
-
-    def _first(self, error: LaunchError, steps: dict[Any, int]) -> LaunchError:
-        """The first of all errors: another host's may come later, because its ranks had to be ended before."""
-        errors = [error]
-        if steps:
-            self._ray.wait(list(steps), num_returns=len(steps), timeout=END_SECONDS)
-        for step, node in steps.items():
-            try:
-                self._get(step, node)
-            except LaunchError as another:
-                errors.append(another)
-        return min(errors, key=lambda each: each.since)
+        running = set(range(self.cluster.nodes))
+        while running:
+            steps = {self._actors[node].call.remote("step", over): node for node in sorted(running)}
+            errors = []
+            while steps:
+                if time.monotonic() > deadline:
+                    raise LaunchError("time ran out: not all ranks had ended; all were ended.", 124)
+                for step in self._ray.wait(list(steps), timeout=WAIT_SECONDS)[0]:
+                    node = steps.pop(step)
+                    try:
+                        output, ended, more = self._get(step, node)
+                    except LaunchError as error:
+                        errors.append(error)
+                        continue
+                    over |= frozenset(self.cluster.ranks_of(node)) if ended else more
+                    running -= {node} if ended else set()
+                    if node == 0 and isinstance(write(output), BrokenPipeError):
+                        raise SystemExit(128 + signal.SIGPIPE)
+            if errors:  # the first usually causes the others
+                raise min(errors, key=lambda error: error.since)
 
     def _start(self, command: list[str], log_dir: Path) -> None:
         folder, project = "" if self._on.working_dir else os.getcwd(), str(Path(__file__).parents[2])
         ready = [actor.prepare.remote(project, folder, command[0]) for actor in self._actors]
-        for node, why in enumerate(map(self._get, ready, range(len(ready)))):
-            if why:
-                raise LaunchError(f"{self._names[node]} cannot start the ranks: {why}. {REMEDY}", 2)
+        for node, result in enumerate(ready):
+            self._get(result, node)
         if self.cluster.max_restarts and self.cluster.nodes > 1:
             file = Path(self._on.checkpoints) / f".{uuid.uuid4().hex}"
-            seen = [self._call(node, "sees", file, node == 0) for node in range(self.cluster.nodes)]
-            self._call(0, "remove", file)
-            if not all(seen):
+            makers = [node for node in range(self.cluster.nodes) if self._call(node, "makes", file)]
+            for node in makers:
+                self._call(node, "remove", file)
+            if len(makers) > 1:
                 why = f"--max-restarts needs a folder that all hosts see, but each has its own '{self._on.checkpoints}'"
                 raise LaunchError(f"{why}. Name one on a shared disk by --checkpoints, and save checkpoints there.", 2)
         address, port = self._call(0, "free_address")
@@ -187,10 +186,12 @@ class _Hosts:
         except errors.RayActorError:
             raise LaunchError(f"{self._names[node]} is lost; all ranks were ended.") from None
         except errors.RayTaskError as error:
-            if not isinstance(error.cause, LaunchError):
-                raise
-            error.cause.since = time.monotonic() - error.cause.since  # an age, because hosts have clocks of their own
-            raise error.cause from None
+            if isinstance(error.cause, OSError | ImportError):
+                raise LaunchError(f"{self._names[node]} cannot start the ranks: {error.cause}. {REMEDY}", 2) from None
+            if isinstance(error.cause, LaunchError):
+                error.cause.since = time.monotonic() - error.cause.since  # an age: hosts have clocks of their own
+                raise error.cause from None
+            raise
         except errors.RayError as error:
             raise LaunchError(f"Ray cannot start {self._names[node]} {error}", 2) from None
 
@@ -202,17 +203,13 @@ def _actor() -> type:
     """The class of the actors. It is local, so Ray sends its code: importing it could fail there without a word."""
 
     class Actor:
-        def prepare(self, project: str, folder: str, script: str) -> str:
-            """Make this process ready; return why it cannot start the ranks, or an empty string."""
+        def prepare(self, project: str, folder: str, script: str) -> None:
+            """Make this process ready to start the ranks."""
             sys.argv = ["gaccum-ms"]  # by this name, the package does not import MindSpore
             sys.path.append(project)
-            try:
-                os.chdir(folder or os.getcwd())
-                self._host = importlib.import_module("gaccum_ms.launch.ray_engine").OnHost()
-                missing = [name for name in ("mindspore", "psutil") if not importlib.util.find_spec(name)]
-            except (OSError, ImportError) as error:
-                return str(error)
-            return f"there is no {missing[0]}" if missing else "" if os.path.isfile(script) else f"no file '{script}'"
+            self._host = importlib.import_module("gaccum_ms.launch.ray_engine").OnHost()
+            os.chdir(folder or os.getcwd())
+            os.stat(script)
 
         def call(self, method: str, *arguments: Any) -> Any:
             return getattr(self._host, method)(*arguments)
@@ -230,42 +227,35 @@ class OnHost:
         with reserved_port(address := ray.util.get_node_ip_address()) as port:
             return address, port
 
-    def sees(self, file: Path, makes: bool) -> bool:
-        """Whether this host sees a file, or can make it."""
-        until = time.monotonic() + SEE_SECONDS
-        with contextlib.suppress(OSError):
-            if makes:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.touch()
-            while file.name not in os.listdir(file.parent):
-                if time.monotonic() > until:
-                    return False
-                time.sleep(0.2)
+    def makes(self, file: Path) -> bool:
+        """Make a file, and return whether it was not there: of hosts with one disk, only one makes it."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            file.touch(exist_ok=False)
             return True
         return False
 
     def remove(self, file: Path) -> None:
         """Remove that file."""
-        with contextlib.suppress(OSError):
-            file.unlink()
+        file.unlink()
 
     def begin(self, cluster: Cluster, command: list[str], log_dir: Path, env: dict[str, str], devices: Any) -> None:
-        """Prepare the launch. The ranks see the devices that Ray has given to this actor."""
+        """Begin the launch. The ranks see the devices that Ray has given to this actor."""
         env |= {name: os.environ[name] for name in devices if name in os.environ}
         self._output: list[bytes] = []
-        self._over: Over | None = None
-        self._steps = launch(cluster, command, log_dir, parent=env, out=self._output.append)
+        self._steps = Job(command, log_dir, parent=env, out=self._output.append).run(cluster)
+        next(self._steps)
 
     def step(self, over: Over) -> tuple[bytes, bool, Over]:
-        """Go on for a moment, and return new output, whether the ranks have ended, and which are done."""
+        """Go on for a moment, and return new output, whether the ranks have ended, and whose script has."""
         try:
-            self._over, ended = self._steps.send(None if self._over is None else over), False
+            _, done = self._steps.send(over)
         except StopIteration:
-            ended = True
+            return self._shown(), True, over
         except LaunchError as error:
             error.since = time.monotonic() - error.since
             raise
-        return self._shown(), ended, self._over or frozenset()
+        return self._shown(), False, done
 
     def end(self) -> bytes:
         """End the ranks, and return their last output."""

@@ -10,12 +10,13 @@ import socket
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from gaccum_ms.launch.cluster import Cluster, LaunchError
 from gaccum_ms.launch.guard import SCHEDULER
-from gaccum_ms.launch.logs import last_lines, launcher_folder, rank_logs
+from gaccum_ms.launch.logs import last_lines, launcher_folder, rank_folder
 
-Message = dict[str, object]
+Message = dict[str, Any]
 
 SCHEDULER_GRACE_SECONDS = 5.0  # a rank's failure may end the scheduler first, but the rank's error says more
 EXIT_SECONDS = 5.0  # for the exit handlers of a script that has failed; then its process is ended
@@ -28,7 +29,7 @@ class Reports:
     """Receives the messages of one launch's guards and ranks."""
 
     def __init__(self, job: str) -> None:
-        self.job = job
+        self._job = job
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(f"\0{job}")  # no file, so neither a full disk nor a long path can stop a message
         self._socket.setblocking(False)
@@ -50,7 +51,7 @@ class Reports:
         """Send a word to ranks of this host."""
         for rank in ranks:
             with contextlib.suppress(OSError):
-                self._socket.sendto(word, f"\0{self.job}-{rank}")
+                self._socket.sendto(word, f"\0{self._job}-{rank}")
 
 
 class Ranks:
@@ -60,8 +61,8 @@ class Ranks:
         self._cluster, self._log_dir = cluster, log_dir
         self._pids: dict[int, int] = {}
         self._in_init: set[int] = set()  # ranks that have reached init()
-        self._over: dict[int, float] = {}  # ranks, of any host, whose script or process has ended well, and when
-        self._fails: dict[int, tuple[int, float, str]] = {}  # the reported exit code, when, and the log
+        self.over: dict[int, float] = {}  # ranks, of any host, whose script has ended well, and when
+        self._fails: dict[int, tuple[int, float]] = {}  # the reported exit code, and when
         self._codes: dict[int, int] = {}
         self._stopped: dict[int, float] = {}  # stopped ranks, and since when
         self._still: dict[int, tuple[float, str]] = {}  # for how many seconds ranks have stood still, and where
@@ -70,64 +71,53 @@ class Ranks:
         self._scheduler_failed = 0.0
         self._all_ended = f"all ranks{' of this host' * (cluster.nodes > 1)} were ended."
 
-    @property
-    def over(self) -> frozenset[int]:
-        """The ranks whose script has ended well."""
-        return frozenset(self._over)
-
-    @property
-    def may_leave(self) -> bool:
-        """Whether the scripts of all ranks, on all hosts, have ended."""
-        return self._over.keys() | self._codes.keys() >= set(range(self._cluster.size))
-
-    @property
-    def ended(self) -> bool:
-        """Whether this host's ranks have ended well."""
-        return all(self._codes.get(rank) == 0 for rank in self._cluster.local_ranks)
-
     def note_over(self, ranks: Iterable[int]) -> None:
         """Note that the scripts of these ranks, of any host, have ended well."""
         for rank in ranks:
-            self._over.setdefault(rank, time.monotonic())
+            self.over.setdefault(rank, time.monotonic())
 
     def note(self, message: Message) -> None:
         """Process a message of a guard or of a rank."""
-        rank, code = int(str(message.get("rank", SCHEDULER))), int(str(message.get("code", 0)))
+        rank, code = message["rank"], message.get("code", 0)
         if "pid" in message:
-            self._pids[rank] = int(str(message["pid"]))
+            self._pids[rank] = message["pid"]
         if "stopped" in message:
             self._stopped.pop(rank, None)
             if message["stopped"]:
                 self._stopped[rank] = time.monotonic()
         if "still" in message:
-            self._still[rank] = float(str(message["still"])), str(message["place"])
+            self._still[rank] = message["still"], message["place"]
         if "at_end" in message or ("code" in message and code == 0 and rank != SCHEDULER):
             self.note_over([rank])
         if "fails" in message:
-            self._fails.setdefault(rank, (int(str(message["fails"])), time.monotonic(), str(message.get("log", ""))))
-        if "rank" in message and "code" in message:
+            self._fails.setdefault(rank, (message["fails"], time.monotonic()))
+        if "code" in message:
             self._codes[rank] = code
             self._stopped.pop(rank, None)
             if code and rank == SCHEDULER:
                 self._scheduler_failed = time.monotonic()
             elif code:  # the first error usually causes the others
-                self._error = self._error or self._why_failed(rank, code, str(message.get("log", "")))
+                self._error = self._error or self._why_failed(rank, code)
 
-    def _why_failed(self, rank: int, code: int, log: str) -> LaunchError:
+    def _why_failed(self, rank: int, code: int) -> LaunchError:
         """The error when this rank's process has failed. The cause may be a rank that failed or stopped before."""
         since = time.monotonic()
         earlier = min(self._fails, key=lambda other: self._fails[other][1], default=rank)
         if earlier != rank:
-            rank, (code, since, log) = earlier, self._fails[earlier]
+            rank, (code, since) = earlier, self._fails[earlier]
         why = f"{self._names([rank])} failed with {_exit_code(code)}"
         stopped, now = sorted(self._stopped.keys() - {rank}), time.monotonic()
-        over = [other for other, end in sorted(self._over.items()) if now - end > LONG_OVER_SECONDS]
+        over = [other for other, end in sorted(self.over.items()) if now - end > LONG_OVER_SECONDS]
         if stopped:
             why = f"{self._names(stopped, ' is', ' are')} stopped (SIGSTOP), and {why}"
         elif over:
-            seconds = now - min(self._over.values())
+            seconds = now - min(self.over.values())
             why += f", {seconds:.0f} s after {self._names(over)} had ended with exit code 0"
-        return LaunchError(f"{why}; {self._all_ended}{log}", rank=rank, since=since)
+        return LaunchError(f"{why}; {self._all_ended}{self._log(rank)}", rank=rank, since=since)
+
+    def _log(self, rank: int) -> str:
+        folder = rank_folder(self._log_dir, rank, self._cluster.attempt)
+        return last_lines(folder / "stdout") + last_lines(folder / "stderr")
 
     def _names(self, ranks: list[int], after_one: str = "", after_many: str = "") -> str:
         """The names of ranks, in an error, and what follows them."""
@@ -138,7 +128,7 @@ class Ranks:
 
     def running(self) -> list[int]:
         """This host's ranks that have not ended."""
-        return [rank for rank in self._cluster.local_ranks if rank not in self._codes and rank not in self._over]
+        return [rank for rank in self._cluster.local_ranks if rank not in self._codes and rank not in self.over]
 
     def silent(self) -> list[int]:
         """This host's ranks without an exit code."""
@@ -157,12 +147,13 @@ class Ranks:
                 if stopped != (rank in self._stopped):
                     self.note({"rank": rank, "stopped": stopped})
                 if rank not in self._in_init:  # init() connects a rank to MindSpore's scheduler
-                    ports = [c.raddr.port for c in process.net_connections("tcp") if c.raddr]
+                    connections = getattr(process, "net_connections", None) or process.connections  # in psutil 5
+                    ports = [c.raddr.port for c in connections("tcp") if c.raddr]
                     if self._cluster.master_port in ports:
                         self._in_init.add(rank)
-            code, since, _ = self._fails.get(rank, (0, 0.0, ""))
+            code, since = self._fails.get(rank, (0, 0.0))
             if code and time.monotonic() - since > EXIT_SECONDS:
-                self.note({"rank": rank, "code": code, "log": rank_logs(self._log_dir, rank, self._cluster.attempt)})
+                self.note({"rank": rank, "code": code})
 
     def check(self) -> None:
         """Raise the error that ends the attempt, if there is one."""
@@ -178,8 +169,7 @@ class Ranks:
             why = f"did not come to init() within {limit:g} s: {self._names(missing)}; {self._all_ended}"
             if len(missing) == self._cluster.processes:
                 why += " A script that never calls init() needs a longer --start-timeout."
-            logs = [rank_logs(self._log_dir, rank, self._cluster.attempt) for rank in missing[:NAMES]]
-            raise LaunchError("".join([why, *logs]), code=124)
+            raise LaunchError("".join([why, *map(self._log, missing[:NAMES])]), code=124)
         self._check_others_wait(now)
 
     def _check_others_wait(self, now: float) -> None:
@@ -191,8 +181,8 @@ class Ranks:
         if self._cluster.nodes > 1:  # the others may wait for another host's rank, which goes on
             return
         limit, going = self._cluster.end_timeout, self.running()
-        if limit and self._over and going and all(self._still.get(rank, (0, ""))[0] >= limit for rank in going):
-            why = f"{self._names(sorted(self._over))} ended with exit code 0, and {self._names(going, ' has', ' have')}"
+        if limit and self.over and going and all(self._still.get(rank, (0, ""))[0] >= limit for rank in going):
+            why = f"{self._names(sorted(self.over))} ended with exit code 0, and {self._names(going, ' has', ' have')}"
             where = f"stood still for {limit:g} s since (in {self._still[going[0]][1]}); {self._all_ended}"
             raise LaunchError(f"{why} {where} If that is meant, give --end-timeout 0.")
 

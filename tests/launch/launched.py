@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -17,10 +20,10 @@ import gaccum_ms
 
 ROOT = Path(gaccum_ms.__file__).resolve().parents[1]
 PYTHONPATH = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"  # finds the package from any folder
+TRAINS = Path(__file__).resolve().with_name("training_rank.py")
 
 # The launcher ends its own processes after TIMEOUT. If it does not, the test ends after LIMIT and fails.
 TIMEOUT, LIMIT = 400, 500
-ADDRESS = "10.231.77.1"  # of host 0, in `hosts` of conftest.py
 
 
 def write(path: Path, text: str) -> Path:
@@ -31,13 +34,28 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def ranks_that_wait(folder: Path, number: int) -> Launched:
-    """Start `number` ranks. Each has written its process id into ``pid.<rank>`` , and waits for ever."""
-    script = write(folder / "script.py", 'open(f"pid.{rank}", "x").write(str(os.getpid()))\ntime.sleep(1000)')
-    launched = Launched(script, "-n", str(number))
-    for rank in range(number):
-        launched.wait_for(folder / f"pid.{rank}")
-    return launched
+def wait_until(condition: Callable[[], object]) -> None:
+    """Wait until this becomes true; fail after a long time."""
+    until = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def processes(right: Callable[[psutil.Process], object]) -> list[psutil.Process]:
+    """The processes for which this is true, of those that may be looked at."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            found += [process] if right(process) else []
+    return found
+
+
+def free_ports(number: int) -> list[int]:
+    """Ports on which nothing listens."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
+        return [each.getsockname()[1] for each in sockets]
 
 
 class Launched:
@@ -70,26 +88,22 @@ class Launched:
         return subprocess.CompletedProcess(self.process.args, self.process.returncode, out, err)
 
     def running(self) -> list[psutil.Process]:
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("TEST_MARK") == self.mark and process.pid != self.process.pid:
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
+        """The processes that were started, but not the launcher itself, nor Ray's."""
+        return processes(lambda each: each.environ().get("TEST_MARK") == self.mark and each.pid != self.process.pid)
 
-    def wait_for(self, path: Path) -> None:
-        until = time.monotonic() + LIMIT
-        while not path.exists() and self.process.poll() is None and time.monotonic() < until:
-            time.sleep(0.1)
-        assert path.exists(), f"{path} never came: {self.process.poll()}"
+    def wait_for(self, *paths: Path) -> None:
+        """Wait until these files are there, while the launcher runs."""
+        wait_until(lambda: self.process.poll() is not None or all(path.exists() for path in paths))
+        assert all(path.exists() for path in paths), f"{paths} never came: {self.process.poll()}"
 
 
-def start(hosts: list[list[str]], script: Path, cwd: Path, number: int, *options: str, args=(), env=None) -> Launched:
-    """Start the launcher on one host, with logs in a folder of its own."""
-    where = ["--nodes", "2", "--node-rank", str(number), "--master-addr", ADDRESS, "--log-dir", f"host {number}"]
-    return Launched(script, "-n", "2", *where, *options, args=args, env=env, cwd=cwd, prefix=hosts[number])
+def printed(script: Path, *options: str, args=(), code: int = 0) -> str:
+    """What the launcher prints with `--dry-run` : the script, or the error."""
+    command = [sys.executable, "-m", "gaccum_ms.launch", *options, str(script), *args]
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    done = subprocess.run(command, cwd=script.parent, env=env, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == code, done.stderr
+    return done.stderr if code else done.stdout
 
 
 def in_mounts_of_its_own(mount: str) -> list[str]:

@@ -37,6 +37,12 @@ def with_driver(driver: Path, *command: str, **variables: str) -> subprocess.Com
     return subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=600)
 
 
+def laid_out(tmp_path: Path, driver: Path, monkeypatch) -> dict[str, str]:
+    """The environment that the launcher would make with that driver."""
+    monkeypatch.setattr(cuda, "DRIVER", str(driver / cuda.DRIVER))
+    return cuda.environment(tmp_path / "cu da", {"LD_LIBRARY_PATH": str(driver)})
+
+
 def test_without_a_driver_nothing_is_changed(tmp_path, monkeypatch):
     monkeypatch.setattr(cuda, "DRIVER", "libcuda_that_is_not_there.so.1")
     assert cuda.environment(tmp_path / "cuda", {}) == {}
@@ -61,10 +67,10 @@ def test_missing_packages_are_named_as_pip_knows_them(monkeypatch, tmp_path):
     assert all(f'"{package}' in setup for package in cuda.LIBRARIES.values())
 
 
-def test_every_library_of_the_back_end_is_found(libraries, driver, tmp_path):
+def test_every_library_of_the_back_end_is_found(libraries, driver, tmp_path, monkeypatch):
     """The loader itself lists the libraries that it finds for MindSpore's plug-ins."""
-    variables = cuda.lay_out(tmp_path / "cu da", {"LD_LIBRARY_PATH": str(driver)})
-    plugins = cuda._package("mindspore") / "lib" / "plugin"
+    variables = laid_out(tmp_path, driver, monkeypatch)
+    plugins = cuda.folders("mindspore")[0] / "lib" / "plugin"
     for name in ("libmindspore_gpu.so.11.6", "gpu11.6/libnvidia_collective.so", "gpu/libcuda_ops.so.11"):
         command = ["ldd", str(plugins / name)]
         listed = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=600)
@@ -73,12 +79,12 @@ def test_every_library_of_the_back_end_is_found(libraries, driver, tmp_path):
         assert name != "libmindspore_gpu.so.11.6" or f"=> {tmp_path}/cu da/lib64/libcublas.so.11 " in listed.stdout
 
 
-def test_mindspore_loads_its_gpu_back_end_and_misses_nothing_but_the_device(libraries, driver, tmp_path):
+def test_mindspore_loads_its_gpu_back_end_and_misses_nothing_but_the_device(libraries, driver, tmp_path, monkeypatch):
     script = tmp_path / "script.py"
     script.write_text("import mindspore as ms\nms.set_device('GPU')\nprint(ms.Tensor([1.0]) + 1)")
     bare = with_driver(driver, str(script))
     assert "Unsupported device target GPU" in bare.stderr, "without the environment there is no such back end"
-    variables = cuda.lay_out(tmp_path / "cu da", {"LD_LIBRARY_PATH": str(driver)})
+    variables = laid_out(tmp_path, driver, monkeypatch)
     done = with_driver(driver, str(script), **variables)
     assert done.returncode != 0
     assert "Unsupported device target" not in done.stderr
@@ -95,16 +101,3 @@ def test_the_launcher_hands_the_environment_to_the_ranks(libraries, driver, tmp_
     home, search, *_ = done.stdout.splitlines()
     assert home == f"{tmp_path}/log/.cuda"
     assert f"{home}/lib64" in search.split(os.pathsep)
-
-
-@pytest.mark.thorough
-def test_check_names_a_gpu_that_cannot_be_used(libraries, driver):
-    """Two of the self-check's lines; all of it is run in test_doctor.py."""
-    program = (
-        "import os, tempfile\nfrom pathlib import Path\nfrom gaccum_ms.launch import cuda, doctor\n"
-        "env = dict(os.environ)\nenv |= cuda.environment(Path(tempfile.mkdtemp()), env)\n"
-        "print(doctor.check_device('GPU', env))"
-    )
-    done = with_driver(driver, "-c", program)
-    assert "CUDA driver version is insufficient" in done.stdout
-    assert "nvidia-smi" in done.stdout

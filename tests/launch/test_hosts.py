@@ -1,24 +1,60 @@
-"""Several hosts, started by hand: each launcher watches its own ranks. The hosts are network namespaces."""
+"""Several hosts without Ray or Slurm: started by hand, by Open MPI, and without a launcher. The hosts are connected
+network namespaces, which programs cannot distinguish from real hosts."""
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 import signal
 import subprocess
-import sys
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launched import ADDRESS, start, write
+from launched import TRAINS, Launched, printed, write
 
-WORKER = Path(__file__).resolve().with_name("training_worker.py")
+ADDRESSES = ("10.231.77.1", "10.231.77.2")
 pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[list[str]]]:
+    """For each of the two hosts, the prefix of a command that runs on it."""
+    if shutil.which("ip") is None:
+        pytest.skip("there is no 'ip' to make network namespaces with")
+    mark = uuid.uuid4().hex[:8]
+    names = [f"gaccum-{mark}-{number}" for number in range(2)]
+    ends = [f"g{mark}{number}" for number in range(2)]
+    try:
+        for line in (
+            *(f"netns add {name}" for name in names),
+            f"link add {ends[0]} netns {names[0]} type veth peer name {ends[1]} netns {names[1]}",
+            *(f"-n {names[i]} addr add {ADDRESSES[i]}/24 dev {ends[i]}" for i in range(2)),
+            *(f"-n {names[i]} link set {device} up" for i in range(2) for device in ("lo", ends[i])),
+        ):
+            done = subprocess.run(["ip", *line.split()], capture_output=True, text=True, timeout=60)
+            if done.returncode != 0:
+                pytest.skip(f"this machine allows no network namespaces: ip {line}: {done.stderr.strip()}")
+        yield [["ip", "netns", "exec", name] for name in names]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=60)
+
+
+def by_hand(hosts: list[list[str]], script: Path, cwd: Path, args=()) -> list[Launched]:
+    """Start the launcher on both hosts, with two ranks on each."""
+    where = [["--nodes", "2", "--node-rank", str(i), "--master-addr", ADDRESSES[0], "-n", "2"] for i in range(2)]
+    return [
+        Launched(script, *where[i], "--log-dir", f"host {i}", args=args, cwd=cwd, prefix=hosts[i]) for i in range(2)
+    ]
 
 
 @pytest.mark.thorough
 def test_two_hosts_train_as_one(hosts, tmp_path):
     """Ranks wait at their end, because no launcher knows the other's ranks; so the last collective is complete."""
-    both = [start(hosts, WORKER, tmp_path, number, args=[str(tmp_path), "5", "pynative"]) for number in range(2)]
-    for number, launched in enumerate(both):
+    for number, launched in enumerate(by_hand(hosts, TRAINS, tmp_path, ["steps", str(tmp_path), "5", "pynative"])):
         done = launched.finish()
         assert done.returncode == 0, done.stderr
         assert f"2 ranks of host {number} finished" in done.stdout
@@ -36,9 +72,9 @@ def test_a_launcher_ends_and_names_its_own_ranks(hosts, tmp_path):
         'while not os.path.exists("go"): time.sleep(0.1)\n'
         'if rank == 3: raise ValueError(f"no such thing on rank {rank}")\ntime.sleep(1000)',
     )
-    both = [start(hosts, script, tmp_path, number) for number in range(2)]
-    for rank in range(4):
-        both[rank // 2].wait_for(tmp_path / f"up.{rank}")
+    both = by_hand(hosts, script, tmp_path)
+    for host, launched in enumerate(both):
+        launched.wait_for(*(tmp_path / f"up.{rank}" for rank in (2 * host, 2 * host + 1)))
     (tmp_path / "go").touch()
     done = both[1].finish()
     assert done.returncode == 1
@@ -50,16 +86,74 @@ def test_a_launcher_ends_and_names_its_own_ranks(hosts, tmp_path):
     assert both[0].finish().returncode == 143
 
 
-def test_a_taken_port_is_named(hosts, tmp_path):
-    script = write(tmp_path / "script.py", "time.sleep(1000)")
-    listens = f"import socket; listener = socket.create_server(('{ADDRESS}', 8118)); print('up', flush=True); input()"
-    taker = subprocess.Popen(
-        [*hosts[0], sys.executable, "-c", listens], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+# -- printed scripts ---------------------------------------------------------------------------------------------------
+
+TWO = ["--hosts", ",".join(ADDRESSES)]
+
+
+def run(text: str, folder: Path, prefix=(), **env: str) -> Launched:
+    """Run a printed script by bash, on the host of `prefix` ."""
+    (folder / "printed.sh").write_text(text)
+    return Launched(None, program=[*prefix, "bash", str(folder / "printed.sh")], env=env, cwd=folder)
+
+
+@pytest.fixture
+def mpirun(hosts, tmp_path) -> dict[str, str]:
+    """Variables with which Open MPI enters a host's network namespace, where it would use ssh."""
+    if shutil.which("mpirun") is None:
+        pytest.skip("Open MPI is not installed: apt-get install openmpi-bin")
+    enter = [" ".join(prefix) for prefix in hosts]
+    ssh = tmp_path / "ssh"
+    ssh.write_text(
+        '#!/bin/bash\nwhile [ "${1#-}" != "$1" ]; do shift; done\nhost=$1; shift\n'
+        f'if [ "$host" = {ADDRESSES[0]} ]; then exec {enter[0]} sh -c "$*"; fi\nexec {enter[1]} sh -c "$*"\n'
     )
-    try:
-        assert taker.stdout.readline() == "up\n"
-        done = start(hosts, script, tmp_path, 0).finish()
-    finally:
-        taker.communicate("\n", timeout=60)
-    assert done.returncode == 2
-    assert f"port 8118 of {ADDRESS} is taken. Name another --master-port" in done.stderr
+    ssh.chmod(0o755)
+    return {"OMPI_MCA_plm_rsh_agent": str(ssh)}
+
+
+def test_open_mpi_starts_the_launcher_on_each_host(hosts, mpirun, tmp_path):
+    folder = tmp_path / "a folder's"
+    script = write(
+        folder / "script.py",
+        'import json\nassert sys.argv[1:] == ["it\'s", "$HOME *"]\n'
+        'said = {name: os.environ[name] for name in ("RANK_ID", "MS_NODE_ID", "MS_WORKER_NUM", "MS_SCHED_HOST")}\n'
+        'said["host"] = os.readlink("/proc/self/ns/net")\nopen(f"said.{rank}", "w").write(json.dumps(said))\n',
+    )
+    text = printed(script, "-n", "2", *TWO, "--dry-run", "openmpi", args=["it's", "$HOME *"])
+    done = run(text, folder, hosts[0], **mpirun).finish()
+    assert done.returncode == 0, done.stderr
+    got = [json.loads((folder / f"said.{rank}").read_text()) for rank in range(4)]
+    assert got[0]["host"] == got[1]["host"] != got[2]["host"] == got[3]["host"]
+    for rank in range(4):
+        assert got[rank]["RANK_ID"] == got[rank]["MS_NODE_ID"] == str(rank)
+        assert (got[rank]["MS_WORKER_NUM"], got[rank]["MS_SCHED_HOST"]) == ("4", ADDRESSES[0])
+    assert sorted(path.name for path in (folder / "log_output").iterdir()) == ["host.0", "host.1"]
+
+
+def test_open_mpi_ends_all_hosts_when_a_rank_fails(hosts, mpirun, tmp_path):
+    script = write(tmp_path / "script.py", 'if rank == 1: raise ValueError("no such thing")\ntime.sleep(1000)')
+    text = printed(script, "-n", "1", *TWO, "--dry-run", "openmpi")
+    done = run(text, tmp_path, hosts[0], **mpirun).finish()
+    assert done.returncode != 0
+    assert "rank 1 on host 1 failed with exit code 1; all ranks of this host were ended." in done.stderr
+    assert "ValueError: no such thing" in done.stderr
+
+
+@pytest.mark.thorough
+def test_ranks_train_without_a_launcher(hosts, tmp_path, monkeypatch):
+    """The script ends with an AllReduce, so that no rank ends while another still needs it. The exit code is a failing
+    rank's. Variables of another cluster do not mislead the ranks, even if they have this cluster's values."""
+    monkeypatch.setenv("MS_SCHED_HOST", ADDRESSES[0])
+    monkeypatch.setenv("RANK_ID", "7")
+    script = tmp_path / "script.py"
+    ends = "    ops.AllReduce()(Tensor([1.0])).asnumpy()\n    sys.exit(3 * get_rank())\n"
+    script.write_text(TRAINS.read_text() + ends)
+    text = printed(script, "-n", "1", *TWO, "--dry-run", "ranks", args=["steps", str(tmp_path), "5", "pynative"])
+    parts = re.split("^# Host .*:$", text, flags=re.MULTILINE)[1:]
+    (tmp_path / "other").mkdir()
+    both = [run(parts[0], tmp_path, hosts[0]), run(parts[1], tmp_path / "other", hosts[1])]
+    assert [launched.finish().returncode for launched in both] == [0, 3]
+    results = {(tmp_path / f"rank{rank}").read_text() for rank in range(2)}
+    assert len(results) == 1
+    assert results.pop().startswith("2 ")

@@ -1,50 +1,51 @@
-"""A launch of scripts that never import MindSpore."""
+"""A launch on one host: of scripts that never import MindSpore, and of ranks that train."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import struct
 import sys
-import time
+from pathlib import Path
 
 import pytest
-from launched import LIMIT, Launched, ranks_that_wait, write
+from launched import LIMIT, ROOT, TRAINS, Launched, wait_until, write
 
 pytestmark = pytest.mark.distributed
 
+# The variables that an outer launch of each kind would leave. Each value is wrong for this launch.
+STALE = {
+    **{"MS_ROLE": "MS_SCHED", "MS_SCHED_HOST": "192.0.2.1", "MS_SCHED_PORT": "1", "MS_WORKER_NUM": "9"},
+    **{"MS_NODE_ID": "5", "MS_WORKER_IP": "192.0.2.1", "MS_TOPO_TIMEOUT": "1", "MS_SERVER_NUM": "3"},
+    **{"MS_ENABLE_RECOVERY": "1", "MS_SIMULATION_LEVEL": "1", "DEVICE_ID": "7"},
+    **{"RANK_ID": "7", "RANK_SIZE": "9", "RANK_TABLE_FILE": "/nowhere/table.json"},
+    **{"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "9", "OMPI_COMM_WORLD_LOCAL_RANK": "5", "PMIX_RANK": "5"},
+}
 
-def test_each_rank_has_its_own_logs_and_rank_0_is_shown(tmp_path):
+
+def test_each_rank_has_its_own_logs_and_rank_0_is_shown_while_it_runs(tmp_path):
     script = write(
         tmp_path / "a folder" / "my script.py",
-        'print("out", rank, sys.argv[1:])\nprint("err", rank, file=sys.stderr)\nassert os.environ["RANK_SIZE"] == "3"',
+        'print("out", rank, sys.argv[1:], flush=True)\nprint("err", rank, file=sys.stderr)\n'
+        'assert os.environ["RANK_SIZE"] == "3"\nwhile not os.path.exists("go"): time.sleep(0.1)',
     )
-    stale = {"RANK_ID": "7", "RANK_SIZE": "9", "MS_ROLE": "MS_SCHED", "OMPI_COMM_WORLD_RANK": "5"}
-    done = Launched(script, "-n", "3", "--log-dir", "my logs", args=["--two words", "b c"], env=stale).finish()
+    launched = Launched(script, "-n", "3", "--log-dir", "my logs", args=["--two words", "b c"], env=STALE)
+    notes = [launched.process.stdout.readline() for _ in range(2)]
+    assert [note.partition("=")[0] for note in notes] == ["note: RANK_TABLE_FILE", "note: MS_WORKER_IP"]
+    assert launched.process.stdout.readline() == "out 0 ['--two words', 'b c']\n"
+    assert launched.process.poll() is None
+    (script.parent / "go").touch()
+    done = launched.finish()
     assert done.returncode == 0, done.stderr
     logs = script.parent / "my logs" / "1"
     assert sorted(path.name for path in logs.iterdir()) == ["rank.0", "rank.1", "rank.2"]
     for rank in range(3):
         assert (logs / f"rank.{rank}" / "stdout").read_text() == f"out {rank} ['--two words', 'b c']\n"
         assert (logs / f"rank.{rank}" / "stderr").read_text() == f"err {rank}\n"
-    assert "out 0" in done.stdout
     assert "out 1" not in done.stdout
     assert str(logs) in done.stdout.splitlines()[-1]
-
-
-@pytest.mark.thorough
-def test_two_launches_at_once_do_not_meet(tmp_path):
-    script = write(
-        tmp_path / "script.py",
-        'print(os.environ["MS_SCHED_PORT"])\n'
-        'open(f"{sys.argv[1]}.{rank}", "x")\n'
-        'while not os.path.exists(f"one.{rank}") or not os.path.exists(f"two.{rank}"): time.sleep(0.1)',
-    )
-    both = [Launched(script, "-n", "2", "--log-dir", name, args=[name]) for name in ("one", "two")]
-    done = [launched.finish() for launched in both]
-    assert [one.returncode for one in done] == [0, 0], done
-    ports = {(tmp_path / name / "1" / "rank.0" / "stdout").read_text() for name in ("one", "two")}
-    assert len(ports) == 2
 
 
 @pytest.mark.thorough
@@ -60,42 +61,6 @@ def test_a_scheduler_that_fails_ends_the_ranks(tmp_path):
     assert "no scheduling today" in done.stderr
 
 
-def test_rank_0_is_shown_while_it_runs(tmp_path):
-    script = write(
-        tmp_path / "script.py", 'print("first", flush=True)\nwhile not os.path.exists("go"): time.sleep(0.1)'
-    )
-    launched = Launched(script, "-n", "2")
-    assert launched.process.stdout.readline() == "first\n"
-    assert launched.process.poll() is None
-    (tmp_path / "go").touch()
-    assert launched.finish().returncode == 0
-
-
-def test_a_failing_rank_is_named_with_the_end_of_its_log_and_ends_the_others(tmp_path):
-    script = write(
-        tmp_path / "script.py",
-        'if rank != 1: time.sleep(1000)\nfor i in range(50): print("item", i)\nraise ValueError("no such thing")',
-    )
-    begin = time.monotonic()
-    done = Launched(script, "-n", "3").finish()
-    assert done.returncode == 1
-    assert "rank 1 failed with exit code 1" in done.stderr
-    assert "ValueError: no such thing" in done.stderr
-    assert re.findall(r"item \d+", done.stderr) == [f"item {i}" for i in range(30, 50)]
-    assert str(tmp_path / "log_output" / "1" / "rank.1" / "stderr") in done.stderr
-    assert time.monotonic() - begin < 30
-
-
-def test_a_killed_rank_ends_the_others(tmp_path):
-    launched = ranks_that_wait(tmp_path, 3)
-    begin = time.monotonic()
-    os.kill(int((tmp_path / "pid.2").read_text()), signal.SIGKILL)
-    done = launched.finish()
-    assert "rank 2 failed with exit code 137 (SIGKILL)" in done.stderr
-    assert done.returncode == 1
-    assert time.monotonic() - begin < 30
-
-
 @pytest.mark.core("15-143")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_leaves_no_process(tmp_path, number, code):
@@ -106,8 +71,7 @@ def test_a_signal_leaves_no_process(tmp_path, number, code):
         'subprocess.Popen(["sleep", "1000"], start_new_session=True)\nopen(f"up.{rank}", "x")\ntime.sleep(1000)',
     )
     launched = Launched(script, "-n", "2")
-    for rank in range(2):
-        launched.wait_for(tmp_path / f"up.{rank}")
+    launched.wait_for(tmp_path / "up.0", tmp_path / "up.1")
     assert len(launched.running()) >= 7  # msrun, a guard, a script and a sleep for each rank
     launched.process.send_signal(number)
     assert launched.finish().returncode == code
@@ -121,14 +85,6 @@ def test_a_launch_under_nohup_goes_on_after_sighup(tmp_path):
     (tmp_path / "go").touch()
     done = launched.finish()
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.thorough
-def test_time_runs_out(tmp_path):
-    script = write(tmp_path / "script.py", "time.sleep(1000 * rank)")
-    done = Launched(script, "-n", "2", "--timeout", "8").finish()
-    assert done.returncode == 124
-    assert "ranks [1] had not ended after 8 s" in done.stderr
 
 
 def test_msruns_own_options_reach_it(tmp_path):
@@ -145,8 +101,10 @@ def test_msruns_own_options_reach_it(tmp_path):
     for rank in range(2):
         said = (tmp_path / "log_output" / "1" / f"rank.{rank}" / "stdout").read_text()
         assert said == f"{rank} [{core}] {table}\n"
-    done = Launched(script, "-n", "1", "--bind-core", '{"gpu0": [0]}').finish()
-    assert "Key gpu0 must be in format 'scheduler' or 'deviceX'" in done.stderr
+    for wrong in ('{"gpu0": [0]}', "some"):
+        done = Launched(script, "-n", "1", "--bind-core", wrong).finish()
+        assert done.returncode == 1
+        assert "--bind_core" in done.stderr, "msrun names what it refuses"
 
 
 def test_a_reader_that_goes_away_ends_all_without_a_traceback(tmp_path):
@@ -178,3 +136,208 @@ def test_an_output_that_takes_nothing_does_not_end_the_ranks(tmp_path, prefix, n
     done = Launched(script, "-n", "1", prefix=prefix).finish()
     assert (done.returncode, done.stderr) == (0, note)
     assert (tmp_path / "log_output" / "1" / "rank.0" / "stdout").read_text() == "line\nlast\n"
+
+
+# -- a rank fails, ends or stops: the error names the right one --------------------------------------------------------
+
+GO_ON = 'if rank != 1: open("waits", "w"); time.sleep(1000)\nwhile not os.path.exists("waits"): time.sleep(0.1)\n'
+
+
+def test_a_rank_that_fails_beside_a_thread_that_lives_on_ends_all(tmp_path):
+    """The end of its log is shown."""
+    script = write(
+        tmp_path / "script.py",
+        f"import threading\n{GO_ON}threading.Thread(target=time.sleep, args=(1000,)).start()\n"
+        'for i in range(50): print("item", i)\nraise ValueError("no such thing")',
+    )
+    done = Launched(script, "-n", "3").finish()
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: rank 1 failed with exit code 1; all ranks were ended.")
+    assert "ValueError: no such thing" in done.stderr
+    assert re.findall(r"item \d+", done.stderr) == [f"item {i}" for i in range(30, 50)]
+    assert str(tmp_path / "log_output" / "1" / "rank.1" / "stderr") in done.stderr
+
+
+@pytest.mark.thorough
+def test_exit_handlers_of_a_rank_that_fails_have_time(tmp_path):
+    script = write(
+        tmp_path / "script.py",
+        f'import atexit\n{GO_ON}def last(): time.sleep(2.5); open("last", "x")\n'
+        'atexit.register(last)\nraise ValueError("no such thing")',
+    )
+    done = Launched(script, "-n", "2").finish()
+    assert done.stderr.startswith("error: rank 1 failed with exit code 1;")
+    assert (tmp_path / "last").exists()
+
+
+@pytest.mark.core("sys.exit(0)")
+@pytest.mark.parametrize("how", ["sys.exit(0)", "os._exit(0)"])
+def test_a_rank_that_ends_while_others_wait_ends_all(tmp_path, how):
+    script = write(tmp_path / "script.py", f"{GO_ON}{how}")
+    done = Launched(script, "-n", "3", "--end-timeout", "3").finish()
+    assert done.returncode == 1
+    what = "rank 1 ended with exit code 0, and rank 0, rank 2 have stood still for 3 s since"
+    assert done.stderr.startswith(f"error: {what} (in {script}, line 4); all ranks were ended.")
+
+
+@pytest.mark.thorough
+def test_ranks_that_go_on_alone_may(tmp_path):
+    """The rank computes for 4 s, waits 4 s for a child, and sleeps 1 s. It never stands still for long."""
+    script = write(
+        tmp_path / "script.py",
+        "import subprocess\nif rank: sys.exit()\nend = time.monotonic() + 4\n"
+        'while time.monotonic() < end: sum(range(1000))\nsubprocess.run(["sleep", "4"])\ntime.sleep(1)',
+    )
+    done = Launched(script, "-n", "2", "--end-timeout", "2.5").finish()
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.thorough
+def test_a_stopped_rank_is_named(tmp_path):
+    script = write(tmp_path / "script.py", 'open(f"pid.{rank}", "x").write(str(os.getpid()))\ntime.sleep(1000)')
+    launched = Launched(script, "-n", "2")
+    launched.wait_for(tmp_path / "pid.0", tmp_path / "pid.1")
+    wait_until((tmp_path / "pid.1").read_text)
+    os.kill(int((tmp_path / "pid.1").read_text()), signal.SIGSTOP)
+    done = launched.finish()
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: rank 1 is stopped (SIGSTOP) for 15 s, and others go on; all ranks were ended")
+
+
+# -- ranks that train: the cluster is real, and so are hanging AllReduces ----------------------------------------------
+
+
+def assert_trained(out: Path, ranks: int) -> None:
+    """All ranks have trained, and have the same weights. Their data differ, so they must have communicated."""
+    sizes, totals = zip(*((out / f"rank{rank}").read_text().split() for rank in range(ranks)), strict=True)
+    assert set(sizes) == {str(ranks)}
+    assert len(set(totals)) == 1
+
+
+@pytest.mark.thorough
+def test_two_launches_at_once_with_spaces_in_every_path_and_variables_of_another_cluster(tmp_path):
+    """Both launches train, by the run.sh of a copy of the project, called from another folder."""
+    project, elsewhere = tmp_path / "a project", tmp_path / "some where"
+    shutil.copytree(ROOT / "gaccum_ms", project / "gaccum_ms", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "run.sh", project)
+    (project / "sample_code").mkdir()
+    script = shutil.copy(TRAINS, project / "sample_code" / "a script.py")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**STALE, "PATH": path, "PYTHONPATH": ""}
+    program = ["bash", "../a project/run.sh", "--timeout", "90", "--processes", "2", "--script", str(script)]
+    both = []
+    for name in ("out one", "out two"):
+        (elsewhere / name).mkdir(parents=True)
+        options = ["--log-dir", f"logs {name}", "steps", name, "5", "pynative"]
+        both.append(Launched(None, *options, program=program, env=env, cwd=elsewhere))
+    for launched, name in zip(both, ("out one", "out two"), strict=True):
+        done = launched.finish()
+        assert done.returncode == 0, done.stderr
+        assert_trained(elsewhere / name, 2)
+        assert (elsewhere / f"logs {name}" / "1" / "rank.1" / "stderr").exists()
+
+
+@pytest.mark.core("killed")
+@pytest.mark.parametrize("end", ["killed", "raises"])
+def test_a_rank_that_ends_in_training_ends_the_others_in_their_allreduce(tmp_path, end):
+    """One rank waits in a compiled step, another in a step of PyNative mode."""
+    arguments = ["steps", str(tmp_path), "1000000", *(["pynative", "1"] if end == "raises" else ["graph"])]
+    launched = Launched(TRAINS, "-n", "2", args=arguments, cwd=tmp_path)
+    launched.wait_for(tmp_path / "1")
+    if end == "killed":
+        wait_until(lambda: int((tmp_path / "1").read_text().split()[1]) >= 4)
+        os.kill(int((tmp_path / "1").read_text().split()[0]), signal.SIGKILL)
+    done = launched.finish()
+    assert done.returncode == 1
+    code = "137 (SIGKILL)" if end == "killed" else "1"
+    assert done.stderr.startswith(f"error: rank 1 failed with exit code {code}; all ranks were ended.")
+    assert f"the end of {tmp_path}/log_output/1/rank.1/stderr" in done.stderr
+    assert ("ValueError: no step 5 on rank 1" in done.stderr) == (end == "raises")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("waits", [None, "5"])
+def test_a_rank_may_be_late_for_a_collective(tmp_path, waits, monkeypatch):
+    """It may be later than the 30 s of MindSpore's own default. The control has a limit of 5 s."""
+    for name in ("MS_CPU_COMM_OP_TIMEOUT", "MS_NODE_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, time\nimport mindspore as ms\nfrom mindspore import ops\n"
+        'from mindspore.communication import get_rank, init\nms.set_device("CPU")\ninit()\n'
+        "time.sleep(float(sys.argv[1]) * get_rank())\n"
+        "print(ops.AllReduce()(ms.Tensor([1.0])).asnumpy())"
+    )
+    env = {"MS_CPU_COMM_OP_TIMEOUT": waits} if waits else {}
+    done = Launched(script, "-n", "2", args=["15" if waits else "42"], env=env).finish()
+    if waits:
+        assert done.stderr.startswith("error: rank 0 failed with exit code 1"), done.stderr
+        assert "Launch kernel failed, name:Default/AllReduce" in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+        assert "[2.]" in done.stdout
+
+
+@pytest.mark.thorough
+def test_a_rank_that_never_comes_is_named_after_the_start_timeout(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, time\nfrom mindspore.communication import init\n"
+        'if os.environ["MS_ROLE"] == "MS_WORKER" and os.environ["RANK_ID"] == "1":\n'
+        '    print("waiting for a disk that never comes", flush=True)\n    time.sleep(1000)\n'
+        'import mindspore\nmindspore.set_device("CPU")\ninit()'
+    )
+    done = Launched(script, "-n", "2", "--start-timeout", "40").finish()
+    assert done.returncode == 124
+    assert done.stderr.startswith("error: did not come to init() within 40 s: rank 1; all ranks were ended.\n")
+    assert "    waiting for a disk that never comes" in done.stderr
+
+
+@pytest.mark.thorough
+def test_a_rank_that_ends_early_ends_the_others_in_their_collective(tmp_path):
+    """One rank waits in a graph, and sleeps; another waits in PyNative mode, in a busy loop."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nimport mindspore as ms\nfrom mindspore import ops\n"
+        'from mindspore.communication import get_rank, init\nms.set_device("CPU")\ninit()\n'
+        "add = ops.AllReduce()\n"
+        "for step in range(3):\n    print(add(ms.Tensor([1.0])).asnumpy())\n"
+        "if get_rank() == 1: sys.exit(0)\n"
+        "if get_rank() == 2: ms.set_context(mode=ms.GRAPH_MODE); add = ms.jit(add)\n"
+        "add(ms.Tensor([1.0])).asnumpy()"
+    )
+    done = Launched(script, "-n", "3", "--end-timeout", "3").finish()
+    assert done.returncode == 1
+    what = "error: rank 1 ended with exit code 0, and rank 0, rank 2 have stood still for 3 s since"
+    assert done.stderr.startswith(f"{what} (in {script}, line 12)"), done.stderr
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="Open MPI is not installed: apt-get install openmpi-bin")
+def test_mpirun_trains_and_keeps_logs_as_msrun_does(tmp_path):
+    script = tmp_path / "a script.py"
+    shutil.copy(TRAINS, script)
+    options = ["-n", "2", "--launcher", "mpirun", "--log-dir", "log output"]
+    done = Launched(script, *options, args=["steps", str(tmp_path), "5", "pynative"], env=STALE).finish()
+    assert done.returncode == 0, done.stderr
+    assert_trained(tmp_path, 2)
+    logs = tmp_path / "log output" / "1"
+    assert sorted(str(path.relative_to(logs)) for path in logs.rglob("std*")) == [
+        f"rank.{rank}/{name}" for rank in range(2) for name in ("stderr", "stdout")
+    ]
+
+
+@pytest.mark.thorough
+def test_more_ranks_than_samples_train(tmp_path):
+    """MindSpore gives both ranks the same image. The cell refuses to split a batch of one into train.py's default of 4
+    micro-batches; with 1 micro-batch train.py trains."""
+    for name in ("train", "t10k"):
+        (tmp_path / f"{name}-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 2051, 1, 28, 28) + bytes(28 * 28))
+        (tmp_path / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, 1) + bytes(1))
+    sample = ROOT / "sample_code" / "distributed_gradient_accumulation" / "train.py"
+    arguments = ["--epochs", "2", "--print-every", "1", "--micro-size", "1"]
+    env = {"DATA_PATH": str(tmp_path)}
+    done = Launched(sample, "-n", "2", args=arguments, env=env, cwd=tmp_path).finish()
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        assert "epoch: 2 step: 1, loss is" in (tmp_path / f"log_output/1/rank.{rank}/stdout").read_text()

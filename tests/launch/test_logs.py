@@ -48,7 +48,7 @@ def test_a_full_disk_is_named(tmp_path, size, code):
     prefix = in_mounts_of_its_own(f"mount -t tmpfs -o size={size} none '{tmp_path}/mount'")
     done = Launched(script, "-n", "2", "--log-dir", "mount/logs", prefix=prefix).finish()
     assert done.returncode == code
-    assert f"'{tmp_path}/mount/logs' takes no more logs: No space left on device" in done.stderr
+    assert f"cannot write logs to '{tmp_path}/mount/logs': No space left on device. Make room there" in done.stderr
     assert done.stderr.count("error: ") == 1
     assert ("rank 0 failed with exit code" in done.stderr) == (code == 1)
 
@@ -91,7 +91,7 @@ def test_a_folder_that_cannot_be_read_matters_only_if_it_may_be_ours(tmp_path, n
         assert done.returncode == 0, done.stderr
     else:
         assert done.returncode == 2
-        assert done.stderr.startswith(f"error: cannot write logs to '{logs}': File name too long. Name another")
+        assert done.stderr.startswith(f"error: cannot write logs to '{logs}': File name too long. Make room")
         assert done.stderr.count("\n") == 2
 
 

@@ -7,20 +7,17 @@ import json
 import os
 import re
 import signal
-import subprocess
+import socket
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
-from launched import LIMIT, PYTHONPATH, Launched, in_mounts_of_its_own, write
+from launched import LIMIT, PYTHONPATH, TRAINS, Launched, free_ports, in_mounts_of_its_own, wait_until, write
 
-HERE = Path(__file__).resolve().parent
-CLUSTER, TRAINS, RECOVERS = (HERE / f"{name}.py" for name in ("ray_cluster", "training_worker", "recovering_worker"))
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install '.[ray]'"),
@@ -28,37 +25,44 @@ pytestmark = [
 
 
 class RayCluster:
-    """A running cluster, in processes of its own."""
+    """A running cluster. With `prefix` , its second node starts after that prefix of a command."""
 
-    def __init__(self, log: Path, folder: Path | None = None) -> None:
-        command = [sys.executable, str(CLUSTER), *([str(folder)] if folder else [])]
+    def __init__(self, log: Path, prefix: list[str]) -> None:
+        (port,) = free_ports(1)
+        self.address = f"127.0.0.1:{port}"
         env = {**os.environ, "PYTHONPATH": PYTHONPATH, "RAY_USAGE_STATS_ENABLED": "0"}
-        with log.open("w") as errors:
-            self.process = subprocess.Popen(
-                command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
-            )
-        self.address = self.process.stdout.readline().strip()
-        assert self.address, log.read_text()
+        start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1"]
+        head = [*start, "--head", f"--port={port}", "--include-dashboard=false"]
+        self._nodes = []
+        with log.open("w") as output:
+            for command in (head, [*prefix, *start, f"--address={self.address}"]):
+                self._nodes.append(psutil.Popen(command, env=env, stdout=output, stderr=output))
+                wait_until(lambda: listens(port) or self._nodes[0].poll() is not None)
 
     def remove_a_node(self) -> None:
-        self.process.stdin.write("remove\n")
-        self.process.stdin.flush()
-        assert self.process.stdout.readline() == "removed\n"
+        """End the second node, as a host that loses power."""
+        node = self._nodes.pop()
+        for process in (*node.children(recursive=True), node):
+            process.kill()
+        node.wait()
 
     def end(self) -> None:
-        left = psutil.Process(self.process.pid).children(recursive=True)
-        self.process.communicate("end\n", timeout=LIMIT)
-        for process in psutil.wait_procs(left, timeout=60)[1]:
-            process.kill()
+        while self._nodes:
+            self.remove_a_node()
 
     def launch(self, script: Path, *options: str, args=(), cwd: Path, env=None, **more) -> Launched:
         where = ["--on", "ray", "--ray-address", self.address, "--nodes", "2", "-n", "1"]
         return Launched(script, *where, *options, args=args, cwd=cwd, env=env, **more)
 
 
+def listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
 @contextmanager
-def cluster(*arguments: Path) -> Iterator[RayCluster]:
-    running = RayCluster(*arguments)
+def cluster(log: Path, prefix: Sequence[str] = ()) -> Iterator[RayCluster]:
+    running = RayCluster(log, [*prefix])
     try:
         yield running
     finally:
@@ -71,29 +75,10 @@ def hosts(tmp_path_factory) -> Iterator[RayCluster]:
         yield running
 
 
-def ranks_of(launched: Launched) -> list[psutil.Process]:
-    """The ranks' own processes: Ray's workers do not have the mark of the test in their environment."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            mine = process.environ().get("TEST_MARK") == launched.mark
-            found += [process] if mine and process.pid != launched.process.pid else []
-        except psutil.Error:
-            continue
-    return found
-
-
-def wait_until(condition) -> None:
-    until = time.monotonic() + LIMIT
-    while not condition() and time.monotonic() < until:
-        time.sleep(0.2)
-    assert condition()
-
-
 def test_two_hosts_of_one_rank_train_as_one_host_of_two(hosts, tmp_path):
     for name in ("ray", "here"):
         (tmp_path / name).mkdir()
-    arguments = {name: [str(tmp_path / name), "5", "pynative"] for name in ("ray", "here")}
+    arguments = {name: ["steps", str(tmp_path / name), "5", "pynative"] for name in ("ray", "here")}
     both = [
         hosts.launch(TRAINS, args=arguments["ray"], cwd=tmp_path / "ray").finish(),
         Launched(TRAINS, "-n", "2", args=arguments["here"], cwd=tmp_path / "here").finish(),
@@ -126,7 +111,7 @@ def test_a_rank_that_raises_is_named_and_ends_all(hosts, tmp_path):
 
 @pytest.mark.thorough
 def test_a_rank_that_raises_in_training_is_named_although_the_other_fails_too(hosts, tmp_path):
-    arguments = [str(tmp_path), "1000000", "pynative", "1"]
+    arguments = ["steps", str(tmp_path), "1000000", "pynative", "1"]
     done = hosts.launch(TRAINS, args=arguments, cwd=tmp_path).finish()
     assert done.returncode == 1
     assert done.stderr.startswith("error: rank 1 on host 1 failed with exit code 1"), done.stderr
@@ -139,14 +124,13 @@ WAITS = 'print("up", flush=True)\nopen(f"up.{rank}", "x")\ntime.sleep(1000)'
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)], ids=["Ctrl-C", "killed"])
 def test_the_end_of_this_program_ends_every_rank(hosts, tmp_path, number, code):
     launched = hosts.launch(write(tmp_path / "script.py", WAITS), cwd=tmp_path)
-    for rank in range(2):
-        launched.wait_for(tmp_path / f"up.{rank}")
+    launched.wait_for(tmp_path / "up.0", tmp_path / "up.1")
     assert launched.process.stdout.readline() == "up\n"
-    assert len(ranks_of(launched)) >= 4  # msrun, a guard and a script on each host
+    assert len(launched.running()) >= 4  # msrun, a guard and a script on each host
     launched.process.send_signal(number)
     assert launched.process.wait(LIMIT) == code
     if number == signal.SIGKILL:  # Ray ends the actors, and the guards notice
-        wait_until(lambda: not ranks_of(launched))
+        wait_until(lambda: not launched.running())
     launched.finish()  # asserts that no process is left
 
 
@@ -181,13 +165,14 @@ def test_a_cluster_that_is_not_there_is_named(tmp_path):
 # -- restarts ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_host_that_is_lost_is_done_without_and_training_goes_on(tmp_path):
-    """With the weights of an undisturbed training, to the rounding of another number of ranks: `recovering_worker`
+    """With the weights of an undisturbed training, to the rounding of another number of ranks: `training_rank`
     makes the same updates with any."""
     with cluster(tmp_path / "ray.log") as hosts:
         options = ["--max-restarts", "1", "--min-processes", "1"]
-        arguments, env = [str(tmp_path), "6", "pynative"], {"TEST_STOP_AT": "3"}
-        launched = hosts.launch(RECOVERS, *options, args=arguments, cwd=tmp_path, env=env)
+        arguments, env = ["updates", str(tmp_path), "6", "pynative"], {"TEST_STOP_AT": "3"}
+        launched = hosts.launch(TRAINS, *options, args=arguments, cwd=tmp_path, env=env)
         rows = tmp_path / "trained.1"
         wait_until(lambda: rows.exists() and len(rows.read_text().splitlines()) > 5)  # two batches are an update
         hosts.remove_a_node()
@@ -221,15 +206,33 @@ def test_a_rank_that_fails_starts_all_again_on_both_hosts(hosts, tmp_path):
         assert (tmp_path / "log_output" / "host.1" / attempt / "rank.1" / "stdout").exists()
 
 
+@pytest.mark.thorough
+def test_a_host_whose_rank_fails_twice_is_done_without(hosts, tmp_path):
+    """The host is known by its process of Ray, whichever ranks it gets. The other one goes on alone."""
+    script = write(
+        tmp_path / "script.py",
+        "import psutil\n(host,) = [str(each.pid) for each in psutil.Process().parents() if each.name() == 'raylet']\n"
+        'count, size = os.environ["GACCUM_MS_RESTART_COUNT"], int(os.environ["RANK_SIZE"])\nprint(size, flush=True)\n'
+        'if (count, rank) == ("0", 1): open("broken", "w").write(host)\nopen(f"up.{count}.{rank}", "x")\n'
+        'while not all(os.path.exists(f"up.{count}.{each}") for each in range(size)): time.sleep(0.1)\n'
+        'if host == open("broken").read(): sys.exit(3)\ntime.sleep(1000 * (size - 1))',
+    )
+    done = hosts.launch(script, "--max-restarts", "2", "--min-processes", "1", cwd=tmp_path).finish()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("2\n2\n1\n1 ranks finished")
+    assert done.stderr.count("failed with exit code 3") == 2
+
+
+@pytest.mark.thorough
 def test_hosts_with_disks_of_their_own(tmp_path):
     """The second host sees another folder: restarts are refused, unless the checkpoints are in one that both see. Its
     disk is small, and gets full of logs."""
     own, shared = tmp_path / "own", tmp_path / "shared"
     own.mkdir()
-    in_mounts_of_its_own(f"mount -t tmpfs none '{own}'")
+    prefix = in_mounts_of_its_own(f"mount -t tmpfs -o size=2m none '{own}'")
     waits = f'if not os.path.ismount({str(own)!r}): time.sleep(1000)\nwhile True: print("x" * 1000)'
     script, fills = write(tmp_path / "script.py", ""), write(tmp_path / "fills.py", waits)
-    with cluster(tmp_path / "ray.log", own) as hosts:
+    with cluster(tmp_path / "ray.log", prefix) as hosts:
         done = hosts.launch(script, "--max-restarts", "1", "--checkpoints", str(own), cwd=tmp_path).finish()
         assert done.returncode == 2
         why = f"error: --max-restarts needs a folder that all hosts see, but each has its own '{own}'."
@@ -240,8 +243,8 @@ def test_hosts_with_disks_of_their_own(tmp_path):
         lacks = write(own / "script.py", "")
         done = hosts.launch(lacks, cwd=tmp_path).finish()
         assert done.returncode == 2
-        assert re.match(r"error: host \d, [\d.]+, cannot start the ranks: no file ", done.stderr)
+        assert re.match(r"error: host \d, [\d.]+, cannot start the ranks: \[Errno 2\] No such file", done.stderr)
         done = hosts.launch(fills, "--log-dir", str(own / "logs"), cwd=tmp_path).finish()
         assert done.returncode == 1
         host = re.match(r"error: rank (\d) on host \1 failed with exit code", done.stderr)[1]
-        assert f"'{own}/logs/host.{host}' takes no more logs: No space left on device" in done.stderr
+        assert f"cannot write logs to '{own}/logs/host.{host}': No space left on device" in done.stderr

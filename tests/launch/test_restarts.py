@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -12,15 +13,14 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from launched import Launched, write
+from launched import TRAINS, Launched, processes, wait_until, write
 from mindspore import Tensor, nn
-from recovering_worker import BATCHES, EPOCHS, make_network, samples_of_an_epoch
 from support.reference import as_numpy
+from training_rank import BATCHES, EPOCHS, make_network, samples_of_an_epoch
 
 from gaccum_ms.launch.cluster import Cluster, LaunchError
 from gaccum_ms.launch.restarts import Restarts
 
-WORKER = Path(__file__).resolve().with_name("recovering_worker.py")
 KILLS = 20
 KEEPS = ["sh", "-c", 'exec "$@" 2>stderr', "sh"]  # nobody reads a pipe meanwhile, and it would fill up
 SECONDS = 3000  # for twenty restarts on a busy machine
@@ -40,10 +40,9 @@ def rows_of(folder: Path, rank: int, training: str = "trained") -> list[list]:
 
 def begin(folder: Path, ranks: int, updates: int, *options: str, mode: str) -> Launched:
     folder.mkdir(exist_ok=True)
-    arguments = [str(folder), str(updates), mode]
-    return Launched(
-        WORKER, "-n", str(ranks), "--timeout", str(SECONDS), *options, args=arguments, cwd=folder, prefix=KEEPS
-    )
+    options = ("-n", str(ranks), "--timeout", str(SECONDS), *options)
+    arguments = ["updates", str(folder), str(updates), mode]
+    return Launched(TRAINS, *options, args=arguments, cwd=folder, prefix=KEEPS)
 
 
 def said(folder: Path) -> str:
@@ -51,34 +50,38 @@ def said(folder: Path) -> str:
     return (folder / "stderr").read_text()
 
 
-def ranks_of_attempt(launched: Launched, attempt: int) -> list[psutil.Process]:
-    """The ranks' own processes, without their guards."""
-    found = []
-    for process in launched.running():
-        try:
-            env, command = process.environ(), process.cmdline()
-        except psutil.Error:
-            continue
-        if env.get("GACCUM_MS_RESTART_COUNT") == str(attempt) and env.get("MS_ROLE") == "MS_WORKER":
-            found += [process] if "--guard" not in command and str(WORKER) in command else []
+def ranks_of_attempt(launched: Launched, attempt: int, *ranks: int) -> list[psutil.Process]:
+    """The ranks' own processes, without their guards; once all of these ranks are there, or the launcher has ended."""
+    found: list[psutil.Process] = []
+
+    def right(process: psutil.Process) -> bool:
+        env, command = process.environ(), process.cmdline()
+        mine = env.get("TEST_MARK") == launched.mark and env.get("GACCUM_MS_RESTART_COUNT") == str(attempt)
+        rank = mine and env.get("MS_ROLE") == "MS_WORKER" and int(env["RANK_ID"]) in ranks
+        return rank and "--guard" not in command and str(TRAINS) in command
+
+    def all_are_there() -> bool:
+        found[:] = processes(right)
+        return len(found) == len(ranks) or launched.process.poll() is not None
+
+    wait_until(all_are_there)
     return found
 
 
 def kill_one(launched: Launched, folder: Path, attempt: int, ranks: int, chance: random.Random) -> None:
     """Kill a rank of this attempt at a random moment: while it starts, or some batches after it has begun to train."""
     batches = chance.choice([None, None, 1, 2])
-    until = time.monotonic() + SECONDS
-    while len(ranks_of_attempt(launched, attempt)) < ranks and launched.process.poll() is None:
-        assert time.monotonic() < until
-        time.sleep(0.3)
+    found = ranks_of_attempt(launched, attempt, *range(ranks))
     if batches is None:
         time.sleep(chance.uniform(0, 3))
     else:
-        while sum(row[0] == attempt for row in rows_of(folder, 0)) < batches and launched.process.poll() is None:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_until(
+            lambda: (
+                sum(row[0] == attempt for row in rows_of(folder, 0)) >= batches or launched.process.poll() is not None
+            )
+        )
         time.sleep(chance.uniform(0, 0.05))
-    chance.choice(ranks_of_attempt(launched, attempt)).kill()
+    chance.choice(found).kill()
 
 
 def assert_trained_once(folder: Path, ranks: int, updates: int) -> None:
@@ -123,15 +126,13 @@ def whole_batches(updates: int) -> nn.Cell:
 def test_a_rank_that_is_killed_is_started_again_and_nothing_is_trained_twice(tmp_path):
     folder = tmp_path / "disturbed"
     launched = begin(folder, 2, 6, "--max-restarts", "1", mode="graph")
-    while len(rows_of(folder, 1)) < 5 and launched.process.poll() is None:
-        time.sleep(0.01)
+    wait_until(lambda: len(rows_of(folder, 1)) >= 5 or launched.process.poll() is not None)
     for rank in range(2):  # a killed rank, or a host that loses power, may leave such files
         (folder / "saved" / str(rank) / "net-9_9.tmp").write_bytes(b"half a check")
         half = folder / "saved" / str(rank) / "net-9_9.ckpt"
         half.write_bytes(b"half a check")
         os.utime(half, (time.time() + 60, time.time() + 60))  # newer than what the ranks save until one is killed
-    (killed, *_) = ranks_of_attempt(launched, 0)
-    killed.kill()
+    ranks_of_attempt(launched, 0, 0, 1)[0].kill()
     done = launched.finish(SECONDS)
     assert done.returncode == 0, said(folder)
     assert "failed with exit code 137 (SIGKILL); all ranks were ended." in said(folder)
@@ -167,34 +168,19 @@ def test_the_ranks_that_are_left_make_the_same_updates_to_rounding(tmp_path, pyn
     """The last rank of four fails twice in succession, then the last of three, so two ranks go on."""
     folder = tmp_path / "fewer"
     launched = begin(folder, 4, 6, "--max-restarts", "9", "--min-processes", "2", mode="pynative")
-    while len(rows_of(folder, 1)) < 2 and launched.process.poll() is None:
-        time.sleep(0.01)
-    for attempt, local in enumerate((3, 3, 2, 2)):
-        left = []
-        while not left and launched.process.poll() is None:
-            left = [rank for rank in ranks_of_attempt(launched, attempt) if rank.environ()["RANK_ID"] == str(local)]
-            time.sleep(0.05)
-        left[0].kill()
+    wait_until(lambda: len(rows_of(folder, 1)) >= 2 or launched.process.poll() is not None)
+    for attempt, rank in enumerate((3, 3, 2, 2)):
+        ranks_of_attempt(launched, attempt, rank)[0].kill()
     done = launched.finish(SECONDS)
     assert done.returncode == 0, said(folder)
     assert done.stdout.splitlines()[-1].startswith("2 ranks finished")
-    right = {one.name: as_numpy(one) for one in whole_batches(6).trainable_params()}
+    right = {each.name: as_numpy(each) for each in whole_batches(6).trainable_params()}
     for got in weights(folder, 2):
         for name in ("0.weight", "0.bias", "2.weight", "2.bias"):
             np.testing.assert_allclose(got[name], right[name], rtol=1e-4, atol=1e-6)
 
 
 # -- without training --------------------------------------------------------------------------------------------------
-
-COUNTS = (
-    'count = os.environ["GACCUM_MS_RESTART_COUNT"]\nprint(os.environ["RANK_SIZE"], flush=True)\n'
-    'open(f"up.{count}.{rank}", "w")\n'
-)
-
-
-def wait_for_attempt(launched: Launched, folder: Path, attempt: int, ranks: int) -> None:
-    for rank in range(ranks):
-        launched.wait_for(folder / f"up.{attempt}.{rank}")
 
 
 @pytest.mark.thorough
@@ -222,11 +208,15 @@ def test_a_rank_that_fails_each_time_fails_the_launch_when_no_restart_is_left(tm
 
 @pytest.mark.thorough
 def test_what_stands_between_launcher_and_ranks_may_be_killed(tmp_path):
-    script = write(tmp_path / "script.py", COUNTS + 'if count < "2": time.sleep(1000)')
+    script = write(
+        tmp_path / "script.py",
+        'count = os.environ["GACCUM_MS_RESTART_COUNT"]\nopen(f"up.{count}.{rank}", "w")\n'
+        'if count < "2": time.sleep(1000)',
+    )
     launched = Launched(script, "-n", "2", "--max-restarts", "2")
     for attempt, which in enumerate(("msrun", "--guard")):
-        wait_for_attempt(launched, tmp_path, attempt, 2)
-        between = [one for one in launched.running() if any(word.endswith(which) for word in one.cmdline()[:5])]
+        launched.wait_for(*(tmp_path / f"up.{attempt}.{rank}" for rank in range(2)))
+        between = [each for each in launched.running() if any(word.endswith(which) for word in each.cmdline()[:5])]
         between[-1].kill()
     done = launched.finish()
     assert done.returncode == 0, done.stderr
@@ -236,14 +226,14 @@ def test_what_stands_between_launcher_and_ranks_may_be_killed(tmp_path):
 
 @pytest.mark.thorough
 def test_a_signal_and_time_that_runs_out_end_all_though_restarts_are_left(tmp_path):
-    script = write(tmp_path / "script.py", 'open(f"up.{rank}", "w")\ntime.sleep(1000)')
+    script = write(tmp_path / "script.py", 'open(f"up.{rank}", "w")\ntime.sleep(1000 * rank)')
     launched = Launched(script, "-n", "2", "--max-restarts", "9")
-    for rank in range(2):
-        launched.wait_for(tmp_path / f"up.{rank}")
+    launched.wait_for(tmp_path / "up.0", tmp_path / "up.1")
     launched.process.send_signal(signal.SIGTERM)
     assert launched.finish().returncode == 143
-    done = Launched(script, "-n", "2", "--max-restarts", "9", "--timeout", "6").finish()
+    done = Launched(script, "-n", "2", "--max-restarts", "9", "--timeout", "8").finish()
     assert done.returncode == 124
+    assert re.search(r"ranks \[(0, )?1\] had not ended after 8 s", done.stderr)
     assert "begin anew" not in done.stderr
 
 
