@@ -27,17 +27,7 @@ def test_a_log_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     done = Launched(script, "--log-dir", "file/logs").finish()
     assert done.returncode == 2
-    assert str(tmp_path / "file" / "logs") in done.stderr
-
-
-def test_a_log_folder_on_a_file_system_that_is_read_only_is_named(tmp_path):
-    # The file system itself must refuse: permissions do not stop root, who often runs the tests.
-    script = write(tmp_path / "script.py", "")
-    (tmp_path / "mount").mkdir()
-    prefix = in_mounts_of_its_own(f"mount -t tmpfs -o ro none '{tmp_path}/mount'")
-    done = Launched(script, "--log-dir", "mount/logs", prefix=prefix).finish()
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: cannot write logs to '{tmp_path}/mount/logs': Read-only file system")
+    assert done.stderr.startswith(f"error: cannot write logs to '{tmp_path}/file/logs': Not a directory. Make room")
     assert done.stderr.count("\n") == 2
 
 
@@ -51,14 +41,6 @@ def test_a_full_disk_is_named(tmp_path, size, code):
     assert f"cannot write logs to '{tmp_path}/mount/logs': No space left on device. Make room there" in done.stderr
     assert done.stderr.count("error: ") == 1
     assert ("rank 0 failed with exit code" in done.stderr) == (code == 1)
-
-
-@pytest.mark.thorough
-def test_logs_of_an_older_launch_with_more_ranks_are_removed(tmp_path):
-    script = write(tmp_path / "script.py", "")
-    for ranks in ("2", "1"):
-        assert Launched(script, "-n", ranks).finish().returncode == 0
-        assert (tmp_path / "log_output" / "1" / "rank.1").exists() == (ranks == "2")
 
 
 @pytest.mark.parametrize(

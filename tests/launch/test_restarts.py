@@ -269,3 +269,10 @@ def test_what_follows_on_a_failure():
     assert (env["CUDA_VISIBLE_DEVICES"], env["ASCEND_RT_VISIBLE_DEVICES"]) == ("4,5,7", "0,1,3")
     decide, all_needed = Restarts().after, Cluster(processes=4, max_restarts=2)
     assert decide(decide(all_needed, failed(1), 1), failed(1), 1).size == 4, "none may be left out"
+
+
+def test_of_several_hosts_the_one_that_fails_twice_is_known():
+    restarts, cluster = Restarts(), Cluster(processes=2, nodes=2, max_restarts=9)
+    for hosts, rank, broken in ((["a", "b"], 1, set()), (["b", "a"], 0, set()), (["a", "b"], 3, {"b"})):
+        assert restarts.after(cluster, failed(rank), 1, hosts).nodes == 2
+        assert restarts.broken_hosts == broken
