@@ -368,19 +368,26 @@ MUTATIONS = "test mutations --sample 10"
 REST = "test rest --minutes 7[45]"  # a pattern: 75, less what the others took
 
 
-@pytest.mark.parametrize("failing", [None, "lint", "test", f"{OLDEST} parallel -m not thorough", MUTATIONS, REST])
+HAS_RAY = "test --version"
+FAILING = [None, "lint", "test", f"{OLDEST} parallel -m not thorough", MUTATIONS, REST, HAS_RAY]
+
+
+@pytest.mark.parametrize("failing", FAILING)
 def test_ci_runs_the_linters_and_each_test_once(tmp_path, failing):
+    """The tests get the extra `ray` , or go on without it if it cannot be installed."""
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
-    (tmp_path / "run.sh").write_text(f'echo "$*"\nfailing="{failing}"\n[[ "$*" != $failing ]]\n')
+    records = 'echo "${EXTRAS:+with $EXTRAS: }$*"'
+    (tmp_path / "run.sh").write_text(f'{records}\nfailing="{failing}"\n[[ "$*" != $failing ]]\n')
     for name in ("bash", "dirname", "id"):  # no apt-get: nothing is installed
         (tmp_path / name).symlink_to(shutil.which(name))
     command, env = ["bash", str(tmp_path / ".ci" / "run")], {"PATH": str(tmp_path)}
     done = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, timeout=600)
+    ray = "with ray: " * (failing != HAS_RAY)
     *before, core, mutations, rest = done.stdout.splitlines()
-    assert before == ["lint", "test", f"{OLDEST} parallel -m not thorough"]
+    assert before == ["lint", f"with ray: {HAS_RAY}", f"{ray}test", f"{OLDEST} parallel -m not thorough"]
     assert core.startswith(f"{OLDEST} -m not thorough tests/")
     assert all((ROOT / file).exists() for file in core.split()[6:]), core
     assert mutations == MUTATIONS
-    assert re.fullmatch(REST, rest)
-    assert done.returncode == (failing is not None)
+    assert re.fullmatch(ray + REST, rest)
+    assert done.returncode == (failing not in (None, HAS_RAY))
