@@ -209,7 +209,7 @@ def test_an_option_without_its_value_is_named(recorder):
     [
         (["--proceses", "2"], "there is no option --proceses; is --processes meant?"),
         (["chekc"], "no such script: chekc"),
-        (["--timeout=inf"], "argument --timeout: must be a finite number of seconds, at least 0, but got inf"),
+        (["--timeout=inf"], "--timeout must be a finite number of seconds, at least 0, but got inf"),
     ],
 )
 def test_a_mistake_is_one_line_and_nothing_is_installed(recorder, words, message):

@@ -141,8 +141,10 @@ def test_ranks_end_when_the_launcher_is_killed(tmp_path):
     launched = Launched(script, "-n", "2")
     launched.wait_for(tmp_path / "up.0", tmp_path / "up.1")
     launched.process.kill()
-    wait_until(lambda: not launched.running())
-    launched.finish()
+    try:
+        wait_until(lambda: not launched.running())
+    finally:
+        launched.finish()
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,7 @@ def test_ranks_train_without_a_launcher(hosts, tmp_path, monkeypatch):
     ends = "    ops.AllReduce()(Tensor([1.0])).asnumpy()\n    sys.exit(3 * get_rank())\n"
     script.write_text(TRAINS.read_text() + ends)
     text = printed(script, "-n", "1", *TWO, "--dry-run", "ranks", args=["steps", str(tmp_path), "5", "pynative"])
+    assert f"export MS_SCHED_HOST={ADDRESSES[0]}\n" in text, "it was unset before"
     parts = re.split("^# Host .*:$", text, flags=re.MULTILINE)[1:]
     (tmp_path / "other").mkdir()
     both = [run(parts[0], tmp_path, hosts[0]), run(parts[1], tmp_path / "other", hosts[1])]

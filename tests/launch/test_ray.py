@@ -128,10 +128,11 @@ def test_the_end_of_this_program_ends_every_rank(hosts, tmp_path, number, code):
     assert launched.process.stdout.readline() == "up\n"
     assert len(launched.running()) >= 4  # msrun, a guard and a script on each host
     launched.process.send_signal(number)
-    assert launched.process.wait(LIMIT) == code
-    if number == signal.SIGKILL:  # Ray ends the actors, and the guards notice
-        wait_until(lambda: not launched.running())
-    launched.finish()  # asserts that no process is left
+    try:
+        assert launched.process.wait(LIMIT) == code
+        wait_until(lambda: not launched.running() or number == signal.SIGINT)  # Ray ends the actors, guards the ranks
+    finally:
+        launched.finish()  # asserts that no process is left
 
 
 def test_a_folder_is_sent_to_the_hosts(hosts, tmp_path):
