@@ -591,9 +591,9 @@ FAULTS = [
     ),
     Fault(
         "a trial is watched before its large Parameters are repeated",
-        "memory/watch.py",
-        "            if size > reads_at and text:\n",
-        "            if size > reads_at:\n",
+        "memory/child.py",
+        "    for parameter in written:\n        _repeat(parameter)\n    forget_peak()\n    os.write(pipe, _BEGUN)",
+        "    os.write(pipe, _BEGUN)\n    for parameter in written:\n        _repeat(parameter)\n    forget_peak()",
         "memory/test_meter.py -k before_it_has_too_much",
     ),
     Fault(

@@ -41,6 +41,7 @@ _REPEATED = 128 * 1024  # bytes: the smallest Parameter that is repeated
 _PARTS = 16  # the largest number of repetitions
 _PART = 64 * 1024  # bytes: the smallest repeated part
 _COPIES = 3  # one after the other, if they wait for something
+_BEGUN = b"0"  # no pickle begins with it
 
 
 class Usage(NamedTuple):
@@ -89,7 +90,7 @@ def _run_in_copy(watch: Watch, run: Callable[[], Any], written: list[ms.Paramete
         fork_utils.parent_at_fork()
         os.close(answer)
         with os.fdopen(answers, "rb") as pipe:
-            text = watch.read_answer(pipe, child)
+            text = watch.read_answer(pipe, child).removeprefix(_BEGUN)
         ended = True
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     finally:
@@ -100,12 +101,12 @@ def _run_in_copy(watch: Watch, run: Callable[[], Any], written: list[ms.Paramete
         raise TooMuchMemory(
             f"For '{watch.owner}', the system ended a trial, as it does when memory runs out.", watch.limit
         )
-    if len(text) < 2:
+    if not text:
         raise RuntimeError(
             f"For '{watch.owner}', a trial must run in a copy of this process, but got one that ended with exit code "
             f"{status}. Search in a program's beginning, before it starts threads of its own."
         )
-    succeeded, value = pickle.loads(text[1:])
+    succeeded, value = pickle.loads(text)
     if not succeeded:
         raise value
     return value
@@ -154,7 +155,7 @@ def _measured(
     for parameter in written:
         _repeat(parameter)
     forget_peak()
-    os.write(pipe, b"0")  # from here on, it is watched
+    os.write(pipe, _BEGUN)  # from here on, it is watched
     run()
     return Usage(own("VmHWM"), own("VmRSS"))
 
