@@ -252,6 +252,7 @@ def of_network(convert):
     return trained(GradAccumulationCell(convert(network), 3))
 
 
+@pytest.mark.core(mode="pynative")
 def test_to_float_of_the_step_or_cell_is_that_of_the_network(mode):
     half = of_network(lambda network: network.to_float(ms.float16))
     assert half != of_network(lambda network: network)
@@ -259,7 +260,8 @@ def test_to_float_of_the_step_or_cell_is_that_of_the_network(mode):
     assert trained(GradAccumulationCell(Square(), 3).to_float(ms.float16)) == half
 
 
-@pytest.mark.parametrize("level", ["auto", pytest.param("O1", marks=pytest.mark.thorough), "O2"])
+@pytest.mark.core("O2")
+@pytest.mark.parametrize("level", ["auto", "O1", "O2"])
 def test_mixed_precision_of_the_cell_is_that_of_the_network(level):
     cell = ms.amp.auto_mixed_precision(GradAccumulationCell(Square(), 3), level)
     assert isinstance(cell, GradAccumulationCell)

@@ -179,6 +179,7 @@ def test_one_graph_serves_batches_of_all_lengths(window):
     assert compilations == 1
 
 
+@pytest.mark.core("of one input")
 @pytest.mark.parametrize(
     "inputs",
     [[Tensor(shape=None, dtype=ms.float32)] * 2, [OPEN[0], Tensor(shape=[12], dtype=ms.float32)]],

@@ -197,6 +197,7 @@ def test_a_step_within_a_graph_trains_on_the_views_that_it_is_given(call, option
     assert losses(call, views, **options) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.core(mode="graph")
 def test_an_accumulator_within_a_graph_adds_the_views_that_it_is_given(mode):
     found = []
     for gradients in ([Tensor(x) for x in X], views_of(X)):

@@ -215,6 +215,7 @@ def synchronous(pynative):
     ms.set_context(pynative_synchronize=False)
 
 
+@pytest.mark.thorough
 def test_five_bad_batches_in_a_row_that_a_kernel_refuses(synchronous):
     results = [trained("AdamWeightDecay", error, bad=5) for error in (None, "kernel")]
     assert_identical(*results, but={"gaccum_ms.random_state"})
@@ -297,6 +298,7 @@ def everywhere(place, error, steps):
 PLACES = ("forward", "backward", "count", "split", "transform", "optimizer")
 
 
+@pytest.mark.core("forward-1", "optimizer-1")
 @pytest.mark.filterwarnings("ignore:.*a batch failed half-way")
 @pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("place", PLACES)

@@ -127,6 +127,7 @@ def test_mindspores_load_of_an_open_window_of_before_is_refused_at_the_next_call
     assert train(step, [4, 5, 6]) == saved["losses"]
 
 
+@pytest.mark.thorough
 def test_mindspores_load_of_a_checkpoint_of_before_between_two_windows_trains_on(saved):
     step = make_step()
     ms.load_checkpoint(saved["between"], step)

@@ -66,6 +66,7 @@ def test_zero_clears_what_is_not_finite(mode, shape, dtype):
     assert not cell.held.astype(ms.float32).asnumpy().any()
 
 
+@pytest.mark.core("graph-dtype3", "pynative-dtype1")
 @pytest.mark.parametrize("dtype", [ms.float64, ms.float32, ms.float16, ms.bfloat16])
 def test_one_number_that_is_not_finite_is_found(mode, dtype):
     """It may be at either end of any gradient. The largest finite numbers, whose sum is infinite, count as finite."""

@@ -255,6 +255,7 @@ def rows_of(samples, seed=0):
     return [Tensor(random.normal(size=(samples, width)), ms.float32) for width in (5, 1)]
 
 
+@pytest.mark.core("graph-number", "pynative-window")
 @pytest.mark.filterwarnings("ignore:.*has 1 BatchNorm layer")
 @pytest.mark.parametrize(
     ("options", "lengths"),

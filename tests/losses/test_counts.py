@@ -452,6 +452,7 @@ class InfiniteMean(MaskedAndMean):
         return masked, mean + add.sum()
 
 
+@pytest.mark.core("graph")
 def test_an_infinite_loss_leaves_the_others_of_its_micro_batch(mode):
     """In the micro-batches where the masked loss counts nothing, the other one is infinite."""
     x, mask = data(UNEVEN)

@@ -222,6 +222,7 @@ def links():
 SPIKY = [*BATCHES[:3], (X[:6], Y[:6] * 1000), *BATCHES, (X[6:12], Y[6:12] * 1000), BATCHES[0]]
 
 
+@pytest.mark.core("resume")
 @pytest.mark.parametrize("load", ["resume", "mindspore"])
 def test_a_training_goes_on_with_all_of_their_state(load, tmp_path):
     """Loaded into a step that has run: median, counts and averages equal those of an uninterrupted training."""
