@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mindspore as ms
@@ -43,10 +43,10 @@ class OneGraph:
 
     Args:
         parts (Parts): The parts of the step.
-        run_graph (Callable): Runs the graph on the inputs of a batch.
+        run_graph (WeakMethod): Runs the graph on the inputs of a batch.
     """
 
-    def __init__(self, parts: Parts, run_graph: Callable) -> None:
+    def __init__(self, parts: Parts, run_graph: Any) -> None:
         self._parts = parts
         self._run_graph = run_graph
 
@@ -55,7 +55,7 @@ class OneGraph:
 
     def run(self, batch: Batch) -> Any:
         self._parts.window.copies.begin_call()
-        return self._run_graph(*batch.inputs)
+        return self._run_graph()(*batch.inputs)
 
     def agree(self) -> None:
         """Nothing: all ranks run the same graph."""
@@ -67,10 +67,10 @@ class CompilerGraph:
     Args:
         network (Cell): The network as the step got it: an AutoParallel's settings apply at each call.
         parts (Parts): The parts of the step.
-        run_graph (Callable): Runs the graph on the inputs of a batch.
+        run_graph (WeakMethod): Runs the graph on the inputs of a batch.
     """
 
-    def __init__(self, network: Any, parts: Parts, run_graph: Callable) -> None:
+    def __init__(self, network: Any, parts: Parts, run_graph: Any) -> None:
         self._network = network
         self._parts = parts
         self._run_graph = run_graph
@@ -82,7 +82,7 @@ class CompilerGraph:
     def run(self, batch: Batch) -> Any:
         with auto_parallel.settings_of(self._network):
             auto_parallel.check_device()
-            return self._run_graph(*batch.inputs)
+            return self._run_graph()(*batch.inputs)
 
     def agree(self) -> None:
         """Nothing: there is no window to flush."""

@@ -34,7 +34,8 @@ in it. The loop's body is compiled once, so compile time and memory do not grow 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
@@ -62,7 +63,6 @@ from gaccum_ms.training.bad_counts import Counts
 from gaccum_ms.training.found_size import FoundSize
 from gaccum_ms.training.found_tokens import FoundTokens
 from gaccum_ms.training.lifecycle import Lifecycle
-from gaccum_ms.training.on_trial import RehearsedStep
 from gaccum_ms.training.one_graph import CompilerGraph, OneGraph
 from gaccum_ms.training.parts import Parts
 from gaccum_ms.training.python_split import PythonSplit
@@ -167,7 +167,10 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         with auto_parallel.settings_of(network):
             cell = auto_parallel.held_cell(network)
             self._build(cell, optimizer, scale_sense)
-            self._choose_runner = lambda parts: runner_of(parts, cell, network, self._run_graph)
+            # Weak: in a circle the step would live on until Python collects garbage, and MindSpore compiles the graphs
+            # of all other Cells anew when a Cell goes.
+            run_graph = weakref.WeakMethod(self._run_graph)
+            self._choose_runner = lambda parts: runner_of(parts, cell, network, run_graph)
             self._assemble()
         cell.keep_options()
 
@@ -217,7 +220,6 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         show_records(self, self.window, open_window, self.update, *self.update.links)
         counters = self.batch_count, self.window_position
         parts = Parts(self.options, self.network, self.weights, self.window, self.update, end_window, *counters)
-        self._parts = parts
         self._counts = Counts(parts)
         self._lifecycle = Lifecycle(self.run_record, self.update, open_window, self.window_position, self._jit)
         self._runner: Runner = self._choose_runner(parts)
@@ -394,14 +396,14 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
 # -- not compiled ------------------------------------------------------------------------------------------------------
 
 
-def runner_of(parts: Parts, cell: GradAccumulationCell, network: nn.Cell, run_graph: Callable) -> Runner:
+def runner_of(parts: Parts, cell: GradAccumulationCell, network: nn.Cell, run_graph: Any) -> Runner:
     """How Python calls the step.
 
     Args:
         parts (Parts): The parts of the step.
         cell (GradAccumulationCell): The network and the options.
         network (Cell): The cell, or an AutoParallel around it.
-        run_graph (Callable): Runs the step's own graph.
+        run_graph (WeakMethod): Of the step; it runs the step's own graph.
     """
     if isinstance(parts.window, UnrolledWindow):
         return CompilerGraph(network, parts, run_graph)
@@ -423,5 +425,8 @@ def step_on_trial(cell: GradAccumulationCell, optimizer: nn.Optimizer, size: Any
     """
     step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
     step.advice.silence()
-    runner = step._runner
-    return runner.rehearsed(size) if isinstance(runner, AutomaticSize) else RehearsedStep(step._parts, runner)
+    if isinstance(step._runner, AutomaticSize):
+        return step._runner.rehearsed(size)
+    if step.spans_batches:
+        step.set_accumulation_steps(1)
+    return step
