@@ -378,8 +378,8 @@ FAULTS = [
     Fault(
         "a loss without items spoils the others",
         "accumulation/several_losses.py",
-        "seeds, belongs = unit * items, items > 0",
-        "seeds, belongs = unit * items, items >= 0",
+        "seeds, belongs = seed_per_item * items, items > 0",
+        "seeds, belongs = seed_per_item * items, items >= 0",
         "losses/test_counts.py -k own_total",
     ),
     Fault(
@@ -563,8 +563,8 @@ FAULTS = [
     Fault(
         "the noise is that of one item",
         "accumulation/noise.py",
-        "counts.ratio_or_zero(norms.square_norm(gradients) / (unit * unit), items)",
-        "norms.square_norm(gradients) / (unit * unit)",
+        "counts.ratio_or_zero(norms.square_norm(gradients) / (seed_per_item * seed_per_item), items)",
+        "norms.square_norm(gradients) / (seed_per_item * seed_per_item)",
         "accumulation/test_noise_record.py -k records_of_a_batch",
     ),
     Fault(

@@ -160,7 +160,7 @@ def add_up(turn, last_turn, sums, inputs, plan, start, loops, *given):
     return sums + last_turn(*given, rest, *take_rest(inputs, looped, axes)) if rest > 0 else sums
 
 
-def add_up_and_join(first_turn, turn, last_turn, noted, inputs, plan, output_axes, *given):
+def add_up_and_join(first_turn, turn, last_turn, is_first, inputs, plan, output_axes, *given):
     """As `add_up` , if ``turn(noted, *given, rows, *micro_batch)`` returns a part of the sums and a micro-batch's
     outputs. Returns the sums and the batch's outputs. `output_axes` : UNCUT for those that all micro-batches share;
     others have samples on axis 0, or shape ()."""
@@ -168,7 +168,7 @@ def add_up_and_join(first_turn, turn, last_turn, noted, inputs, plan, output_axe
     # A loop carries Tensors of fixed shapes, and the network's outputs are known only after its first run. So the first
     # micro-batch runs before the loop. The network is then in the graph twice, which costs only compile time.
     start = ms.Tensor(0, ms.int32)
-    first = first_turn(noted, *given, size, *take(inputs, start, size, axes))
+    first = first_turn(is_first, *given, size, *take(inputs, start, size, axes))
     # Each output is as long as the batch, with the first micro-batch's rows at its end. A turn appends its rows and
     # removes as many in front. The tuple begins with an int32, because graph mode forgets the length of a tuple of
     # equal shapes that a loop carries.

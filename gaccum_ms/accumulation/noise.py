@@ -50,19 +50,19 @@ class NoiseRecord(nn.Cell):
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 
-    def note(self, gradients, unit, items):
+    def note(self, gradients, seed_per_item, items):
         """Note the first micro-batch's norm, if the batch is its window's first. `gradients` : the gradients of its
-        mean loss, times its items and `unit` ."""
+        mean loss, times its items and `seed_per_item` ."""
         noted = items
         if not self.spans_batches:
-            noted = self.keep_first(gradients, unit, items)
-        elif ops.depend(self.window_position, unit) + 0 == 1:
-            noted = ops.depend(items, self.keep_first(gradients, unit, items))
+            noted = self.keep_first(gradients, seed_per_item, items)
+        elif ops.depend(self.window_position, seed_per_item) + 0 == 1:
+            noted = ops.depend(items, self.keep_first(gradients, seed_per_item, items))
         return noted
 
-    def keep_first(self, gradients, unit, items):
+    def keep_first(self, gradients, seed_per_item, items):
         # One that counts nothing is the mean of nothing, which has no norm.
-        times_items = counts.ratio_or_zero(norms.square_norm(gradients) / (unit * unit), items)
+        times_items = counts.ratio_or_zero(norms.square_norm(gradients) / (seed_per_item * seed_per_item), items)
         is_counted = ops.cast(items > 0, ms.float32)
         return ops.assign(self.window_first, ops.stack((times_items, is_counted, items)))
 

@@ -79,11 +79,11 @@ class OpenWindow(nn.Cell):
         mean's size."""
         first = self.window_position == 0
         steps = ops.select(first, self.accumulation_steps + 0, self.window_steps + 0)
-        unit = self.unit_of(scale, count, steps)[0]
-        begun = ops.depend(ops.assign(self.window_steps, steps), unit)
-        begun = ops.assign(self.window_unit, ops.depend(unit, begun))
+        seed_per_item = self.unit_of(scale, count, steps)[0]
+        begun = ops.depend(ops.assign(self.window_steps, steps), seed_per_item)
+        begun = ops.assign(self.window_unit, ops.depend(seed_per_item, begun))
         begun = ops.assign(self.window_position, ops.depend(self.window_position + 1, begun))
-        return ops.depend(unit, begun)
+        return ops.depend(seed_per_item, begun)
 
     def unit_of(self, scale, count, steps):
         """The window's unit, and whether it was unset. An unset unit is computed for `steps` batches of this count."""

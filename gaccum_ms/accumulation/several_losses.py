@@ -19,7 +19,7 @@ from gaccum_ms.distributed.ranks import SumOverRanks
 from gaccum_ms.losses import counts
 
 if TYPE_CHECKING:
-    from gaccum_ms.accumulation.weighing import MadeOf
+    from gaccum_ms.accumulation.weighing import WeighingParts
 
 
 class ByCountsOfEach(nn.Cell):
@@ -30,9 +30,9 @@ class ByCountsOfEach(nn.Cell):
     weighs_samples = False
     runs_all = False
 
-    def __init__(self, made_of: MadeOf) -> None:
+    def __init__(self, parts: WeighingParts) -> None:
         super().__init__(auto_prefix=False)
-        options, weights, grad_reducer, micro_step, store, _ = made_of
+        options, weights, grad_reducer, micro_step, store, _ = parts
         self.micro_step = micro_step
         self.store = store
         self.grad_reducer = grad_reducer
@@ -56,11 +56,11 @@ class ByCountsOfEach(nn.Cell):
     def zero_sums(self):
         return ops.zeros((self.number,), ms.float32)
 
-    def turn(self, noted, unit, prepared, size, *micro_batch):
+    def turn(self, is_first, seed_per_item, prepared, size, *micro_batch):
         items = self.counting.of(*micro_batch)
         if self.loss_is_mean:
             # A mean over no items is NaN, and a zero seed times NaN is NaN: only losses with items go backward.
-            seeds, belongs = unit * items, items > 0
+            seeds, belongs = seed_per_item * items, items > 0
             if belongs.all():
                 sums, gradients = self.micro_step.run(seeds, prepared, size, *micro_batch)
                 sums = ops.depend(sums, self.store.add(gradients))
@@ -68,12 +68,12 @@ class ByCountsOfEach(nn.Cell):
                 sums = self.each_alone(belongs, seeds, *micro_batch)
         else:
             # A sum over no items is a number, unless it is such a mean times their number.
-            sums, gradients = self.micro_step.run(unit, prepared, size, *micro_batch)
+            sums, gradients = self.micro_step.run(seed_per_item, prepared, size, *micro_batch)
             belongs = ops.logical_or(items > 0, sums == sums)
             if belongs.all():
                 sums = ops.depend(sums, self.store.add(gradients))
             else:
-                sums = self.each_alone(belongs, unit, *micro_batch)
+                sums = self.each_alone(belongs, seed_per_item, *micro_batch)
         return sums
 
     def each_alone(self, belongs, seeds, *micro_batch):
@@ -86,7 +86,7 @@ class ByCountsOfEach(nn.Cell):
                 sums = sums + ops.depend(part, self.store.add(gradients))
         return sums
 
-    def reduce(self, gradients, sums, scale, unit):
+    def reduce(self, gradients, sums, scale, seed_per_item):
         if self.counting.by_samples:
             gradients = self.grad_reducer(gradients)
         else:

@@ -9,7 +9,7 @@
 
 Each kind has these methods, which are compiled:
 
-    seed_per_item       the seed of a micro-batch of one item, called `unit` everywhere
+    seed_per_item       the seed of a micro-batch of one item
     zero_sums           the initial value of the loop's sums
     turn                one turn of the loop: forward, backward and add, unless the micro-batch is left out
     reduce              over ranks: gradients, their divisor, the loss, whether there is an update
@@ -33,7 +33,7 @@ from gaccum_ms.losses import counts
 from gaccum_ms.options.options import Options
 
 
-class MadeOf(NamedTuple):
+class WeighingParts(NamedTuple):
     """The arguments of a weighing."""
 
     options: Options
@@ -51,9 +51,9 @@ class BySamples(nn.Cell):
     needs_division = False  # whether gradients are sums, and their divisor is more than the loss scale
     weighs_samples = False  # whether counts are taken at run time, though they are samples
 
-    def __init__(self, made_of: MadeOf) -> None:
+    def __init__(self, parts: WeighingParts) -> None:
         super().__init__(auto_prefix=False)
-        options, _, grad_reducer, micro_step, store, position = made_of
+        options, _, grad_reducer, micro_step, store, position = parts
         self.micro_step = micro_step
         self.store = store
         self.grad_reducer = nn.Identity() if store.reduces else grad_reducer
@@ -66,49 +66,49 @@ class BySamples(nn.Cell):
         return scale / plan[micro_batches.SAMPLES] if self.loss_is_mean else scale
 
     def items(self, size):
-        """The factor between `unit` and a micro-batch's seed."""
+        """The factor between `seed_per_item` and a micro-batch's seed."""
         return size if self.loss_is_mean else 1
 
     def zero_sums(self):
         return ms.Tensor(0.0, ms.float32)
 
-    def run(self, noted, unit, prepared, size, *micro_batch):
+    def run(self, is_first, seed_per_item, prepared, size, *micro_batch):
         """A micro-batch's part of the sums, and its gradients."""
-        part, gradients = self.micro_step.run(unit * self.items(size), prepared, size, *micro_batch)
-        if noted:
-            part = ops.depend(part, self.noise.note(gradients, unit, counts.float32(size)))
+        part, gradients = self.micro_step.run(seed_per_item * self.items(size), prepared, size, *micro_batch)
+        if is_first:
+            part = ops.depend(part, self.noise.note(gradients, seed_per_item, counts.float32(size)))
         return part, gradients
 
-    def turn(self, noted, unit, prepared, size, *micro_batch):
+    def turn(self, is_first, seed_per_item, prepared, size, *micro_batch):
         # Passed with `*` : graph mode forgets the length of a tuple of equal shapes inside an `if` on a Tensor.
-        part, gradients = self.run(noted, unit, prepared, size, *micro_batch)
+        part, gradients = self.run(is_first, seed_per_item, prepared, size, *micro_batch)
         return ops.depend(part, self.store.add(gradients))
 
-    def own_mean(self, parts, sums, scale, unit):
+    def own_mean(self, parts, sums, scale, seed_per_item):
         """This rank's mean of the loss, or of an output of shape (), from its summed parts, without loss scale."""
         return parts / scale
 
-    def reduce(self, gradients, sums, scale, unit):
+    def reduce(self, gradients, sums, scale, seed_per_item):
         loss = sums / scale
         if not self.records_noise:
             return self.grad_reducer(gradients), scale, loss, True
-        gradients, kept = self.noise.reduce(self.grad_reducer, gradients, unit / scale, loss)
+        gradients, kept = self.noise.reduce(self.grad_reducer, gradients, seed_per_item / scale, loss)
         return gradients, scale, ops.depend(loss, kept), True
 
 
 class BySamplesWithOutputs(BySamples):
     """Weights micro-batches by samples, and returns outputs."""
 
-    def run(self, noted, unit, prepared, size, *micro_batch):
+    def run(self, is_first, seed_per_item, prepared, size, *micro_batch):
         """A micro-batch's part of the sums with its outputs, in a tuple, and its gradients."""
-        outputs, gradients = self.micro_step.run(unit * self.items(size), prepared, size, *micro_batch)
+        outputs, gradients = self.micro_step.run(seed_per_item * self.items(size), prepared, size, *micro_batch)
         part = outputs[0]
-        if noted:
-            part = ops.depend(part, self.noise.note(gradients, unit, counts.float32(size)))
+        if is_first:
+            part = ops.depend(part, self.noise.note(gradients, seed_per_item, counts.float32(size)))
         return (part, *outputs[1:]), gradients
 
-    def turn(self, noted, unit, prepared, size, *micro_batch):
-        outputs, gradients = self.run(noted, unit, prepared, size, *micro_batch)
+    def turn(self, is_first, seed_per_item, prepared, size, *micro_batch):
+        outputs, gradients = self.run(is_first, seed_per_item, prepared, size, *micro_batch)
         return (ops.depend(outputs[0], self.store.add(gradients)), *outputs[1:])
 
 
@@ -119,9 +119,9 @@ class ByCounts(nn.Cell):
     needs_division = True
     runs_all = False  # whether micro-batches that count nothing run too
 
-    def __init__(self, made_of: MadeOf) -> None:
+    def __init__(self, parts: WeighingParts) -> None:
         super().__init__(auto_prefix=False)
-        options, weights, _, micro_step, store, position = made_of
+        options, weights, _, micro_step, store, position = parts
         hold_weights(self, weights)
         self.micro_step = micro_step
         self.store = store
@@ -159,43 +159,45 @@ class ByCounts(nn.Cell):
     def zero_sums(self):
         return ms.Tensor([0.0, 0.0, 0.0], ms.float32)
 
-    def turn(self, noted, unit, prepared, size, *micro_batch):
+    def turn(self, is_first, seed_per_item, prepared, size, *micro_batch):
         count = self.counting.of(*micro_batch)
         # A mean over no items is NaN, and so is its gradient: such a micro-batch does not run. A NaN count is added,
         # because it must reach the total.
         sums = ops.stack((ops.zeros_like(count), count, ops.zeros_like(count)))
         if not self.loss_is_mean:
-            sums = self.weighed(noted, unit, count, *self.micro_step.run(unit, prepared, size, *micro_batch))
+            sums = self.weighed(
+                is_first, seed_per_item, count, *self.micro_step.run(seed_per_item, prepared, size, *micro_batch)
+            )
         elif self.store.reduces:
-            sums = self.reduced_turn(unit, prepared, size, count, *micro_batch)
+            sums = self.reduced_turn(seed_per_item, prepared, size, count, *micro_batch)
         elif count > 0:
-            sums = self.counted_turn(noted, unit, prepared, size, count, *micro_batch)
+            sums = self.counted_turn(is_first, seed_per_item, prepared, size, count, *micro_batch)
         return sums
 
-    def reduced_turn(self, unit, prepared, size, count, *micro_batch):
+    def reduced_turn(self, seed_per_item, prepared, size, count, *micro_batch):
         """Adds even if this rank counts nothing: the other ranks wait for the addition."""
         seeded_loss = ops.zeros_like(count)
         gradients = self.map(zeros_like, self.weights)
         if count > 0:
-            seeded_loss, gradients = self.micro_step.run(unit * count, prepared, size, *micro_batch)
+            seeded_loss, gradients = self.micro_step.run(seed_per_item * count, prepared, size, *micro_batch)
         return ops.depend(ops.stack((seeded_loss, count, ops.zeros_like(count))), self.store.add(gradients))
 
-    def counted_turn(self, noted, unit, prepared, size, count, *micro_batch):
-        seeded_loss, gradients = self.micro_step.run(unit * count, prepared, size, *micro_batch)
-        return self.taken(noted, unit, count, seeded_loss, gradients)
+    def counted_turn(self, is_first, seed_per_item, prepared, size, count, *micro_batch):
+        seeded_loss, gradients = self.micro_step.run(seed_per_item * count, prepared, size, *micro_batch)
+        return self.taken(is_first, seed_per_item, count, seeded_loss, gradients)
 
     def belongs(self, count, seeded_loss):
         """Whether a micro-batch that ran belongs to the window. A mean over no items does not. A sum or a numerator
         over no items is a number, and does; NaN there is a mean over no items that was multiplied by their number."""
         return count > 0 if self.loss_is_mean else ops.logical_or(count > 0, seeded_loss == seeded_loss)
 
-    def weighed(self, noted, unit, count, seeded_loss, gradients):
+    def weighed(self, is_first, seed_per_item, count, seeded_loss, gradients):
         """Adds a micro-batch that ran, if it belongs to the window."""
         sums = ops.stack((ops.zeros_like(count), count, ops.zeros_like(count)))
         if self.store.reduces:
             sums = self.added_on_all_ranks(sums, count, seeded_loss, gradients)
         elif self.belongs(count, seeded_loss):
-            sums = self.taken(noted, unit, count, seeded_loss, gradients)
+            sums = self.taken(is_first, seed_per_item, count, seeded_loss, gradients)
         return sums
 
     def added_on_all_ranks(self, sums, count, seeded_loss, gradients):
@@ -205,34 +207,34 @@ class ByCounts(nn.Cell):
             added = gradients
         return ops.depend(sums, self.store.add(added))
 
-    def taken(self, noted, unit, count, seeded_loss, gradients):
+    def taken(self, is_first, seed_per_item, count, seeded_loss, gradients):
         """Adds a micro-batch, unless it overflowed and overflows are dropped."""
         sums = ops.stack((seeded_loss, count, ops.zeros_like(count)))
         if self.drops:
             if ops.logical_and(all_finite(gradients), ops.isfinite(seeded_loss)):
-                sums = self.added(sums, noted, unit, count, gradients)
+                sums = self.added(sums, is_first, seed_per_item, count, gradients)
             else:
                 sums = ms.Tensor([0.0, 0.0, 1.0], ms.float32)
         else:
-            sums = self.added(sums, noted, unit, count, gradients)
+            sums = self.added(sums, is_first, seed_per_item, count, gradients)
         return sums
 
-    def added(self, sums, noted, unit, count, gradients):
-        if noted:
-            sums = ops.depend(sums, self.noise.note(gradients, unit, count))
+    def added(self, sums, is_first, seed_per_item, count, gradients):
+        if is_first:
+            sums = ops.depend(sums, self.noise.note(gradients, seed_per_item, count))
         return ops.depend(sums, self.store.add(gradients))
 
-    def own_mean(self, parts, sums, scale, unit):
+    def own_mean(self, parts, sums, scale, seed_per_item):
         """This rank's mean of the loss, or of an output of shape (), from its summed parts, without loss scale."""
         kept = counts.at_least(ops.unstack(sums)[COUNT], self.min_count)
-        return counts.ratio_or_zero(parts, unit * kept if self.is_mean else unit)
+        return counts.ratio_or_zero(parts, seed_per_item * kept if self.is_mean else seed_per_item)
 
     def counted(self, sums, total):
         """The count of one batch of several; `total` was counted before the batch ran."""
         return total
 
-    def reduce(self, gradients, sums, scale, unit):
-        return self.reduction(gradients, sums, unit, scale)
+    def reduce(self, gradients, sums, scale, seed_per_item):
+        return self.reduction(gradients, sums, seed_per_item, scale)
 
 
 class ByCountsWithOutputs(ByCounts):
@@ -241,21 +243,21 @@ class ByCountsWithOutputs(ByCounts):
 
     runs_all = True
 
-    def __init__(self, made_of: MadeOf) -> None:
-        super().__init__(made_of)
-        self.ratio = made_of.options.returns_ratio
-        self.aux = made_of.options.aux
+    def __init__(self, parts: WeighingParts) -> None:
+        super().__init__(parts)
+        self.ratio = parts.options.returns_ratio
+        self.aux = parts.options.aux
 
-    def turn(self, noted, unit, prepared, size, *micro_batch):
+    def turn(self, is_first, seed_per_item, prepared, size, *micro_batch):
         if self.ratio:
-            outputs, gradients = self.micro_step.run(unit, prepared, size, *micro_batch)
+            outputs, gradients = self.micro_step.run(seed_per_item, prepared, size, *micro_batch)
             count, shown = outputs[1], outputs[2:]
         else:
             count = self.counting.of(*micro_batch)
-            seed = unit * count if self.loss_is_mean else unit
+            seed = seed_per_item * count if self.loss_is_mean else seed_per_item
             outputs, gradients = self.micro_step.run(seed, prepared, size, *micro_batch)
             shown = outputs[1:]
-        sums = self.weighed(noted, unit, count, outputs[0], gradients)
+        sums = self.weighed(is_first, seed_per_item, count, outputs[0], gradients)
         if not self.aux:
             return sums
         taken = ops.logical_and(self.belongs(count, outputs[0]), ops.unstack(sums)[DROPPED] == 0)

@@ -120,69 +120,72 @@ class Window(nn.Cell):
         divisor; the loss; whether anything was counted), and the outputs beside the loss."""
         plan = self.plan(inputs)
         size = plan[micro_batches.SIZE]
-        unit = self.weighing.seed_per_item(inputs, plan, scale)
+        seed_per_item = self.weighing.seed_per_item(inputs, plan, scale)
         if plan[micro_batches.WHOLE] and not self.may_skip and not self.store.reduces:
             # With one micro-batch, the gradients need no accumulators.
-            sums, gradients = self.weighing_of_loop.run(self.records_noise, unit, (), size, *inputs)
+            sums, gradients = self.weighing_of_loop.run(self.records_noise, seed_per_item, (), size, *inputs)
             shown = ()
             if self.has_outputs:
-                shown = self.means(sums[1:], sums[0], scale, unit)
+                shown = self.means(sums[1:], sums[0], scale, seed_per_item)
                 sums = sums[0]
-            return self.weighing.reduce(gradients, sums, scale, unit), shown
-        sums, shown = self.accumulate(inputs, plan, scale, unit)
-        return self.finish(sums, unit, scale), shown
+            return self.weighing.reduce(gradients, sums, scale, seed_per_item), shown
+        sums, shown = self.accumulate(inputs, plan, scale, seed_per_item)
+        return self.finish(sums, seed_per_item, scale), shown
 
     def plan(self, inputs):
         """Where the batch is cut."""
         size, number = self.micro_batch_size, self.micro_size
         return micro_batches.graph_plan(inputs, number, size, self.shared, self.axis, self.least())
 
-    def finish(self, sums, unit, scale):
+    def finish(self, sums, seed_per_item, scale):
         """The end of `run` , after `accumulate` ."""
-        return self.weighing.reduce(self.store.read(sums), sums, scale, unit)
+        return self.weighing.reduce(self.store.read(sums), sums, scale, seed_per_item)
 
     def add_batch(self, inputs, scale):
         """Forward, backward and add for one batch of several; returns its mean loss on this rank, and its outputs."""
         plan = self.plan(inputs)
         total = self.weighing.counting.total(inputs, plan)
         expected = self.weighing.expected(total)
-        unit = self.open.begin_batch(scale, expected)
+        seed_per_item = self.open.begin_batch(scale, expected)
         sums = self.weighing.zero_sums()
         shown = ()
         if self.weighing.weighs_samples or self.weighing.runs_all:
-            sums, shown = self.accumulate(inputs, plan, scale, unit)
+            sums, shown = self.accumulate(inputs, plan, scale, seed_per_item)
         elif expected >= 0:  # a bad count is NaN here, and its batch is left out
-            sums = self.accumulate(inputs, plan, scale, unit)[0]
+            sums = self.accumulate(inputs, plan, scale, seed_per_item)[0]
         ended = self.open.end_batch(sums, self.weighing.counted(sums, total))
-        return ops.depend(self.weighing.own_mean(ops.unstack(sums)[LOSS], sums, scale, unit), ended), shown
+        return ops.depend(self.weighing.own_mean(ops.unstack(sums)[LOSS], sums, scale, seed_per_item), ended), shown
 
     def add_micro_batch(self, sums, times, micro_batch, scale):
         """Forward, backward and add for one micro-batch of a batch that Python cuts. The whole batch is expected to
         count `times` as much. `sums` : the batch's sums so far, then its items. Returns the new `sums` , the batch's
         mean loss so far, and the outputs."""
         count = self.weighing.counting.of(*micro_batch)
-        unit, is_first = self.open.unit_of(scale, self.weighing.for_unit(count) * times, self.open.window_steps + 0)
-        unit = ops.depend(unit, ops.assign(self.open.window_unit, unit))
-        noted = is_first if self.records_noise else False
+        expected = self.weighing.for_unit(count) * times
+        seed_per_item, is_first = self.open.unit_of(scale, expected, self.open.window_steps + 0)
+        seed_per_item = ops.depend(seed_per_item, ops.assign(self.open.window_unit, seed_per_item))
+        is_first = is_first if self.records_noise else False
         rows = micro_batch[0].shape[0] if micro_batch[0].ndim > 0 else 1
-        part = self.weighing_of_loop.turn(noted, unit, (), rows, *micro_batch)
+        part = self.weighing_of_loop.turn(is_first, seed_per_item, (), rows, *micro_batch)
         shown = ()
         if self.has_outputs:
             shown = part[1:]
             part = part[0]
         items = self.weighing.counted(part, count).reshape((1,))
         sums = self.open.after_micro_batch(sums + ops.concat((part, items)))
-        mean = self.weighing.own_mean(ops.unstack(sums)[LOSS], sums[:SUMS], scale, unit)
+        mean = self.weighing.own_mean(ops.unstack(sums)[LOSS], sums[:SUMS], scale, seed_per_item)
         return (sums, mean, *shown)
 
-    def accumulate(self, inputs, plan, scale, unit):
+    def accumulate(self, inputs, plan, scale, seed_per_item):
         """Forward, backward and add for each micro-batch of a batch; returns the batch's sums and outputs."""
         if self.has_outputs:  # no loss of the whole batch, so there is nothing to prepare
             turns = self.weighing_of_first.turn, self.weighing_of_loop.turn, self.weighing_of_rest.turn
             axes = self.micro_step.axes or ()
-            sums, shown = micro_batches.add_up_and_join(*turns, self.records_noise, inputs, plan, axes, unit, ())
-            return sums, self.means(shown, sums, scale, unit)
-        sums, prepared, inputs = self.micro_step.prepare(self.weighing.zero_sums(), unit, inputs, plan)
+            sums, shown = micro_batches.add_up_and_join(
+                *turns, self.records_noise, inputs, plan, axes, seed_per_item, ()
+            )
+            return sums, self.means(shown, sums, scale, seed_per_item)
+        sums, prepared, inputs = self.micro_step.prepare(self.weighing.zero_sums(), seed_per_item, inputs, plan)
         start = ms.Tensor(0, ms.int32)
         loops = True
         if self.records_noise:
@@ -190,20 +193,22 @@ class Window(nn.Cell):
             # would cost time in each turn.
             size = plan[micro_batches.SIZE]
             first = micro_batches.take(inputs, start, size, plan[micro_batches.AXES])
-            sums = sums + self.weighing_of_first.turn(True, unit, prepared, size, *first)
+            sums = sums + self.weighing_of_first.turn(True, seed_per_item, prepared, size, *first)
             start = start + size
             loops = plan[micro_batches.LOOPED] > size
         turn, last_turn = self.weighing_of_loop.turn, self.weighing_of_rest.turn
-        return micro_batches.add_up(turn, last_turn, sums, inputs, plan, start, loops, False, unit, prepared), ()
+        return micro_batches.add_up(
+            turn, last_turn, sums, inputs, plan, start, loops, False, seed_per_item, prepared
+        ), ()
 
-    def means(self, shown, sums, scale, unit):
+    def means(self, shown, sums, scale, seed_per_item):
         """The outputs; those of shape () are divided as this rank's loss is. Others get samples back to their axis."""
         result: tuple = ()
         for index in range(len(shown)):
             one = shown[index]
             axis = micro_batches.axis_at(self.micro_step.axes or (), index)
             if one.ndim == 0:
-                one = self.weighing.own_mean(one, sums, scale, unit)
+                one = self.weighing.own_mean(one, sums, scale, seed_per_item)
             elif axis > 0:
                 one = ops.swapaxes(one, 0, axis)
             result = (*result, one)

@@ -20,7 +20,7 @@ from gaccum_ms.accumulation.weighing import (
     ByCountsWithOutputs,
     BySamples,
     BySamplesWithOutputs,
-    MadeOf,
+    WeighingParts,
 )
 from gaccum_ms.accumulation.window import Window
 from gaccum_ms.backend.graphs import gradients_allowed
@@ -74,8 +74,8 @@ def combined(
     spans = kinds.open_window is not None
     micro_step = kinds.micro_step(options, setup.network, weights)
     store = store_of(options, weights, options.accumulates or spans, kinds.weighing.needs_division)
-    made_of = MadeOf(options, weights, grad_reducer, micro_step, store, position if spans else None)
-    weighing = kinds.weighing(made_of)
+    parts = WeighingParts(options, weights, grad_reducer, micro_step, store, position if spans else None)
+    weighing = kinds.weighing(parts)
     open_window = None
     if kinds.open_window is not None:
         steps = options.accumulation_steps

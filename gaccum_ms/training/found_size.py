@@ -47,9 +47,9 @@ class AddBatch(OwnGraph):
             loss, shown = self.window.add_batch(inputs, scale)
             return (loss, *shown, scale)
         plan = self.window.plan(inputs)
-        unit = self.window.weighing.seed_per_item(inputs, plan, scale)
-        sums, shown = self.window.accumulate(inputs, plan, scale, unit)
-        return (sums, unit, *shown, scale)
+        seed_per_item = self.window.weighing.seed_per_item(inputs, plan, scale)
+        sums, shown = self.window.accumulate(inputs, plan, scale, seed_per_item)
+        return (sums, seed_per_item, *shown, scale)
 
 
 class EndBatch(OwnGraph):
@@ -60,8 +60,8 @@ class EndBatch(OwnGraph):
         self.window = window
         self.update = update
 
-    def construct(self, sums, unit, scale):
-        return self.update(*self.window.finish(sums, unit, scale))
+    def construct(self, sums, seed_per_item, scale):
+        return self.update(*self.window.finish(sums, seed_per_item, scale))
 
 
 class FoundSize(AutomaticSize):
@@ -80,11 +80,11 @@ class FoundSize(AutomaticSize):
         if parts.end_window is not None:
             loss, *outputs = added
         else:
-            sums, unit, *outputs = added
+            sums, seed_per_item, *outputs = added
         overflow = ms.Tensor(False, ms.bool_)
         if parts.end_window is None:
             self._agree_at_the_end()
-            loss, overflow = self._end.run_alone(sums, unit, scale)
+            loss, overflow = self._end.run_alone(sums, seed_per_item, scale)
         elif parts.window.open.is_full:
             self._agree_at_the_end()
             overflow = parts.end_window.run_alone(loss)

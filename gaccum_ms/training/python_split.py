@@ -164,9 +164,9 @@ class PythonSplit:
         """One output, joined over all micro-batches: the mean of outputs of shape (); others are concatenated, or put
         into the batch's order by `split` ."""
         if outputs[0].ndim == 0:
-            unit = self._parts.window.open.window_unit + 0.0
+            seed_per_item = self._parts.window.open.window_unit + 0.0
             scale = self._parts.update.scale()
-            return self._parts.window.weighing.own_mean(ops.addn(list(outputs)), sums, scale, unit)
+            return self._parts.window.weighing.own_mean(ops.addn(list(outputs)), sums, scale, seed_per_item)
         if not self._split.joins:
             return outputs[0]
         arrays = [one.asnumpy() for one in outputs]

@@ -104,24 +104,24 @@ def test_records_with_low_precision_accumulators(dtype, mode):
 
 
 class Unsized(NoiseRecord):
-    def note(self, gradients, unit, items):
-        return super().note(gradients, unit, ms.Tensor(1.0, ms.float32))
+    def note(self, gradients, seed_per_item, items):
+        return super().note(gradients, seed_per_item, ms.Tensor(1.0, ms.float32))
 
 
 class ForgetsTheSize(BySamples):
     """Records one item for the first micro-batch."""
 
-    def __init__(self, made_of):
-        super().__init__(made_of)
-        self.noise = Unsized(made_of.grad_reducer)
+    def __init__(self, parts):
+        super().__init__(parts)
+        self.noise = Unsized(parts.grad_reducer)
 
 
 class NotesTheWholeBatch(BySamples):
     """Overwrites the first micro-batch's record after the loop."""
 
-    def reduce(self, gradients, sums, scale, unit):
-        noted = self.noise.note(gradients, ops.depend(unit, sums), ms.Tensor(12.0, ms.float32))
-        return super().reduce(gradients, ops.depend(sums, noted), scale, unit)
+    def reduce(self, gradients, sums, scale, seed_per_item):
+        noted = self.noise.note(gradients, ops.depend(seed_per_item, sums), ms.Tensor(12.0, ms.float32))
+        return super().reduce(gradients, ops.depend(sums, noted), scale, seed_per_item)
 
 
 @pytest.mark.parametrize("weighing", [ForgetsTheSize, NotesTheWholeBatch])

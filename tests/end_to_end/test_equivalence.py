@@ -128,8 +128,8 @@ class FactorK(BySamples):
 
 
 class LastMicroBatchOnly(BySamples):
-    def turn(self, noted, unit, prepared, size, *micro_batch):
-        return super().turn(noted, self.store.reset(unit), prepared, size, *micro_batch)
+    def turn(self, noted, seed_per_item, prepared, size, *micro_batch):
+        return super().turn(noted, self.store.reset(seed_per_item), prepared, size, *micro_batch)
 
 
 class NeverReset(Window):

@@ -230,8 +230,8 @@ class LossOfEachMicroBatch(OneLoss):
 
 
 class SecondPassOfTheLastAlone(BySamples):
-    def turn(self, noted, unit, prepared, size, *part):
-        return super().turn(noted, self.store.reset(unit), prepared, size, *part)
+    def turn(self, noted, seed_per_item, prepared, size, *part):
+        return super().turn(noted, self.store.reset(seed_per_item), prepared, size, *part)
 
 
 class OtherOrder(TwoPasses):
@@ -245,14 +245,14 @@ class OtherOrder(TwoPasses):
 
 
 class SlopesOfOthers(TwoPasses):
-    def slopes(self, unit, representations):
-        loss, slopes, loss_slopes = super().slopes(unit, representations)
+    def slopes(self, seed_per_item, representations):
+        loss, slopes, loss_slopes = super().slopes(seed_per_item, representations)
         return loss, [ops.flip(one, (0,)) for one in slopes], loss_slopes
 
 
 class LossesOwnWeightsLeftOut(TwoPasses):
-    def slopes(self, unit, representations):
-        loss, slopes, loss_slopes = super().slopes(unit, representations)
+    def slopes(self, seed_per_item, representations):
+        loss, slopes, loss_slopes = super().slopes(seed_per_item, representations)
         return loss, slopes, [one * 0 for one in loss_slopes]
 
 

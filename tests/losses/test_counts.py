@@ -224,9 +224,9 @@ def test_a_list_of_losses_is_as_good_as_a_tuple(mode):
 
 
 class MeanOfMeans(ByCounts):
-    def counted_turn(self, noted, unit, prepared, size, count, *micro_batch):
-        seeded_loss, gradients = self.micro_step.run(unit * 3.5 / 2, prepared, size, *micro_batch)
-        return self.taken(noted, unit, count, seeded_loss, gradients)
+    def counted_turn(self, noted, seed_per_item, prepared, size, count, *micro_batch):
+        seeded_loss, gradients = self.micro_step.run(seed_per_item * 3.5 / 2, prepared, size, *micro_batch)
+        return self.taken(noted, seed_per_item, count, seeded_loss, gradients)
 
 
 def test_negative_control_a_mean_of_means_is_caught(pynative):
@@ -334,9 +334,9 @@ class FirstTotal(Counting):
 class OneTotalForAll(ByCountsOfEach):
     """Divides every loss by the first one's total."""
 
-    def __init__(self, made_of):
-        super().__init__(made_of)
-        self.counting = FirstTotal(made_of.options)
+    def __init__(self, parts):
+        super().__init__(parts)
+        self.counting = FirstTotal(parts.options)
 
 
 def test_negative_control_one_total_for_all_losses_is_caught(pynative):

@@ -83,8 +83,8 @@ def test_equals_the_whole_batch(micro_size, mode):
 class EachTheSame(ByCountsWithOutputs):
     """Treats each micro-batch's denominator as 1."""
 
-    def taken(self, noted, unit, count, seeded_loss, gradients):
-        return super().taken(noted, unit, count / count, seeded_loss, gradients)
+    def taken(self, noted, seed_per_item, count, seeded_loss, gradients):
+        return super().taken(noted, seed_per_item, count / count, seeded_loss, gradients)
 
 
 def test_negative_control_unread_denominators_are_caught(pynative):
