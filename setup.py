@@ -39,6 +39,8 @@ setup(
         "gallery": ["matplotlib", "mindcv==0.3.*", "scikit-learn"],  # all of sample_code/
         "tensorboard": ["tensorboardX"],
         "test": [
+            "ipykernel",
+            "ipywidgets",
             "mindcv==0.3.*",
             "pytest>=8.4,<9",  # pytest-xdist 3.8 does not support the groups of pytest 9.2
             "pytest-xdist",

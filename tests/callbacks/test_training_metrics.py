@@ -101,7 +101,7 @@ def test_training_accuracy(options, pynative, capsys):
     assert len(losses) == 8
     assert [record.count for record in monitor.records] == ([18, 5] if flush else [6, 6, 6, 5]) * 2
     assert monitor.records[-1].loss_scale == (2.0**8 if flush else None)
-    assert "8/8 batches" in file.getvalue()
+    assert "| 8/8 " in file.getvalue()
     assert int(step.update_count.asnumpy()) == len(monitor.records)
 
 
