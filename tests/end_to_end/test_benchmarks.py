@@ -171,11 +171,11 @@ def test_a_target_says_how_far_its_rounds_are_apart():
 
 
 def test_ratio_pairs_the_rounds():
-    """The machine halves its speed in the second round: the ratio of each round is 2, and so is their median."""
-    whole = Row("mlp", "whole", 1, turns=[[1.0, 1.0, 50.0], [2.0], [1.0]])
-    ours = Row("mlp", "ours", 4, turns=[[2.0], [4.0], [2.0, 2.0, 90.0]])
+    """The machine becomes slower. Of an update's rounds, the median of the ratios counts, not the ratio of medians."""
+    whole = Row("mlp", "whole", 1, turns=[[1.0, 1.0, 50.0], [2.0], [8.0]])
+    ours = Row("mlp", "ours", 4, turns=[[2.0], [3.0], [16.0, 16.0, 90.0]])
     assert rows.time_ratio(ours, whole) == 2.0
-    assert ours.seconds == 2.0
+    assert ours.seconds == 3.0
     assert rows.time_ratio(Row("mlp", "ours", 4, turns=[[2.0]]), whole) is None
 
 
