@@ -74,7 +74,7 @@ def _program(kind: str, name: str, samples: int, number: int) -> dict[str, Any]:
     options = {"micro_batch_size": AutoSize(number)} if "auto" in kind else {"micro_batch_size": size}
     step = TrainOneStepWithGradAccumulationCell(GradAccumulationCell(network, **options), optimizer).set_train()
     if kind == "alone auto":
-        step._auto._begin(size)
+        step._runner._begin(size)
     for _ in range(_UPDATES):
         step(*batch).asnumpy()
     return {"size": step.micro_batch_size, "peak": _kilobytes("/proc/self/status", "VmHWM")}

@@ -31,7 +31,7 @@ def test_the_architecture_names_each_package_in_the_order_of_imports():
     text = (PACKAGE.parent / "docs" / "architecture.md").read_text()
     named = re.findall(r"^\| `(\w+)/` \|", text, re.MULTILINE)
     packages = {folder.parent.name for folder in PACKAGE.glob("*/__init__.py")}
-    assert packages - set(named) <= {"tokens"}  # which becomes a part of splitting/
+    assert packages == set(named)
     contract = (PACKAGE.parent / "pyproject.toml").read_text()
     layers = re.findall(r'"(\w+)"', contract[contract.index("layers = [") :].partition("]")[0])
     assert [layer for layer in reversed(layers) if layer in named] == [name for name in named if name in layers]
