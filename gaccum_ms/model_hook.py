@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import mindspore.amp
@@ -29,7 +30,7 @@ from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.distributed.ranks import refuse_wrapped_network
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
 from gaccum_ms.record.recorder import WindowRecorder
-from gaccum_ms.record.window_callback import refuse_other_networks
+from gaccum_ms.record.window_callback import WindowCallback, refuse_other_networks
 from gaccum_ms.semi_auto.modes import compiler_distributes, held_cell, refuse_casts
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
@@ -116,11 +117,14 @@ def _train(self: mindspore.train.Model, epoch: int, train_dataset: Any, callback
     if step is None:
         refuse_other_networks(callbacks, self.train_network)
         return _original_train(self, epoch, train_dataset, callbacks=callbacks, **kwargs)
-    recorder = WindowRecorder(step)
     # A flush comes before callbacks that must see its update, such as checkpoints, wherever they are in the list.
     callbacks = sorted(callbacks, key=lambda callback: not isinstance(callback, FlushAccumulation))
-    callbacks = [recorder, WindowWatch(step), AveragesInEvaluation(), *callbacks]
-    with recorder.sees_flushes():
+    callbacks = [WindowWatch(step), AveragesInEvaluation(), *callbacks]
+    watching: AbstractContextManager[None] = nullcontext()
+    if any(isinstance(callback, WindowCallback) for callback in callbacks):
+        recorder = WindowRecorder(step)
+        callbacks, watching = [recorder, *callbacks], recorder.sees_flushes()
+    with watching:
         _original_train(self, epoch, train_dataset, callbacks=let_checkpoints_save(callbacks, step.optimizer), **kwargs)
 
 

@@ -26,20 +26,16 @@ class Copies:
     def __init__(self, make: Callable[[int], nn.Cell | None] | None = None) -> None:
         self._make = make
         self._number = 0
-        self._made: dict[str, nn.Cell] = {}
+        self.made: dict[str, nn.Cell] = {}  # by their places, in the graph that is compiled
 
     def of(self, place: str, weighing: nn.Cell) -> nn.Cell:
         """The weighing for a place in the graph that is being compiled."""
         if self._make is None or runs_eagerly_now():
             return weighing
-        if place not in self._made:
+        if place not in self.made:
             made = self._make(self._number)
             if made is None:
                 return weighing
-            self._made[place] = made
+            self.made[place] = made
             self._number += 1
-        return self._made[place]
-
-    def begin_call(self) -> None:
-        """Before each call: a graph that it compiles has new copies."""
-        self._made.clear()
+        return self.made[place]

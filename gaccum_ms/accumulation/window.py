@@ -221,6 +221,10 @@ class Window(nn.Cell):
 
     # -- not compiled --------------------------------------------------------------------------------------------------
 
+    def begin_call(self) -> None:
+        """Before each call: a graph that it compiles has new copies of a network that draws random numbers."""
+        self.copies.made.clear()
+
     def plan_in_python(self, shapes: Sequence[tuple[int, ...]]) -> micro_batches.SplitPlan:
         """Where a batch with inputs of these shapes is cut."""
         arguments = shapes, self.micro_size, self.micro_batch_size, self.shared, self.axis

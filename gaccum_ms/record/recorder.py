@@ -22,7 +22,8 @@ from gaccum_ms.record.window_record import WindowRecord
 class WindowRecorder(Callback):
     """A callback before all others, which may change what a record tells of the window: the rate, the loss scale.
 
-    Reading waits for the device after each batch, as `LossMonitor` does. Without a `WindowCallback` nothing is read.
+    Reading waits for the device after each batch, as `LossMonitor` does. So a training without a `WindowCallback` has
+    none.
 
     Args:
         step (TrainOneStepWithGradAccumulationCell): The step that is trained.
@@ -62,12 +63,9 @@ class WindowRecorder(Callback):
                 )
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
-        if self._callbacks:
-            self._begin()
+        self._begin()
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        if not self._callbacks:
-            return
         step, parameters = self._step, run_context.original_args()
         outputs = parameters.net_outputs
         if step.update.scaled:
@@ -81,9 +79,6 @@ class WindowRecorder(Callback):
 
     @contextlib.contextmanager
     def _around_flush(self) -> Iterator[None]:
-        if not self._callbacks:
-            yield
-            return
         self._begin()
         yield
         # Without batches on any rank, no window has ended. A rank may also take part in other ranks' windows.

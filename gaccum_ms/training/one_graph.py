@@ -54,7 +54,7 @@ class OneGraph:
         return even_batch(self._parts, inputs)
 
     def run(self, batch: Batch) -> Any:
-        self._parts.window.copies.begin_call()
+        self._parts.window.begin_call()
         return self._run_graph()(*batch.inputs)
 
     def agree(self) -> None:

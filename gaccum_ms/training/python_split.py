@@ -129,7 +129,7 @@ class PythonSplit:
         sums, loss = ops.zeros((SUMS + 1,), ms.float32), None
         outputs = []
         for micro_batch, times in zip(micro_batches, self._times(micro_batches), strict=True):
-            self._parts.window.copies.begin_call()
+            self._parts.window.begin_call()
             sums, loss, *own_outputs = self._graph.run_alone(sums, ms.Tensor(times, ms.float32), *micro_batch)
             outputs.append(own_outputs)
         # Before the batch is in the window: an output that cannot be joined is an error without an update.

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
@@ -358,6 +358,10 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
             raise
         self._counts.check(batch)
         return outputs
+
+    def micro_batches_of(self, batch: Sequence[ms.Tensor]) -> Sequence[Sequence[ms.Tensor]]:
+        """The micro-batches of a batch, as the step cuts it."""
+        return self._runner.prepare(tuple(batch)).micro_batches()
 
     @contextlib.contextmanager
     def _on_ranks_that_agree(self) -> Iterator[None]:

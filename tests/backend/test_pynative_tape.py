@@ -94,7 +94,7 @@ def test_a_search_that_python_ended(pynative):
 @pytest.mark.xfail(before(2, 8), reason="MindSpore 2.7 forgets it by itself", raises=pytest.fail.Exception)
 def test_does_not_without(pynative, monkeypatch):
     """The control. If it fails because MindSpore is mended, delete this file."""
-    monkeypatch.setattr("gaccum_ms.training.python_call.close_tape", lambda: None)
+    monkeypatch.setattr("gaccum_ms.training.step.close_tape", lambda: None)
     monkeypatch.setattr("gaccum_ms.backend.graphs.close_tape", lambda: None)
     try:
         with pytest.raises(TypeError, match="Only support integers"):

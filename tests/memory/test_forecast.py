@@ -9,6 +9,7 @@ from support.reference import OPTIMIZERS, batches, make_network
 from gaccum_ms import GradAccumulationCell
 from gaccum_ms.memory.forecast import Forecast
 from gaccum_ms.memory.search import _beyond, _largest
+from gaccum_ms.training.step import step_on_trial
 
 MB = 1_000_000
 
@@ -18,7 +19,7 @@ def forecast(limit: int, measured: dict[int, int | None], ended: dict[int, int],
     network = make_network("dense")
     cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), 1)
     batch = [Tensor(value) for value in batches(samples, 1)[0]]
-    made = Forecast("test", cell, OPTIMIZERS["sgd"](network.trainable_params()), batch, limit * MB)
+    made = Forecast("test", cell, OPTIMIZERS["sgd"](network.trainable_params()), batch, step_on_trial, limit * MB)
     made.measured = {size: found and found * MB for size, found in measured.items()}
     made._ended = {size: reached * MB for size, reached in ended.items()}
     return made

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from unittest import mock
 
 from gaccum_ms.launch import cuda
 
@@ -43,4 +44,5 @@ def make_driver(folder: Path) -> None:
 def environment(folder: Path) -> dict[str, str]:
     """The environment in which MindSpore compiles for GPUs; its CUDA files are made in `folder` ."""
     make_driver(folder)
-    return {**os.environ, **cuda.lay_out(folder / "cuda", {"LD_LIBRARY_PATH": str(folder)})}
+    with mock.patch.object(cuda, "DRIVER", str(folder / cuda.DRIVER)):  # the loader does not look there
+        return {**os.environ, **cuda.environment(folder / "cuda", {"LD_LIBRARY_PATH": str(folder)})}
