@@ -33,6 +33,8 @@ from gaccum_ms.memory.heap import keep_heap_small
 from gaccum_ms.memory.proc import forget_peak, own
 from gaccum_ms.training.found_tokens import FoundTokens
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*writes state in 'construct'")  # networks that count their runs
+
 PLENTY = 1 << 40
 MARK = 1  # a token in the shortest samples: its micro-batch runs out of memory
 
