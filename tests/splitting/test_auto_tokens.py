@@ -245,22 +245,31 @@ def test_trains_as_with_the_number(options, mode):
 # -- when memory runs out in training ----------------------------------------------------------------------------------
 
 
+class States(list):
+    """The states of a step, each time before it halves."""
+
+    step = None
+
+    def note(self):
+        self.append((state(self.step), ms.get_rng_state().asnumpy().copy()))
+
+
 @pytest.fixture
 def restored(monkeypatch):
-    """The states of the step, each time before it halves."""
-    states, shrink = [], FoundTokens._shrink
+    states, shrink = States(), FoundTokens._shrink
 
-    def note(self, *arguments):
-        states.append((state(self._step), ms.get_rng_state().asnumpy().copy()))
+    def note_and_shrink(self, *arguments):
+        states.note()
         return shrink(self, *arguments)
 
-    monkeypatch.setattr(FoundTokens, "_shrink", note)
+    monkeypatch.setattr(FoundTokens, "_shrink", note_and_shrink)
     return states
 
 
 def fail_in_the_second_batch(restored, options, widths=2):
     """Fails twice, in the last micro-batch. What the batch has changed is restored each time, bit for bit."""
     network, step = auto_step(96, widths, **options)
+    restored.step = step
     losses = run(step, MARKED[:1])
     graph = weakref.ref(step._runner._split._graph)
     network.set_largest(30)
