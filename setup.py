@@ -4,12 +4,13 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
+REPORT = ["jinja2>=3", "matplotlib>=3.6"]
 DOCS = [
     "furo==2025.12.19",
-    "matplotlib",
     "myst-parser>=4",
     "sphinx>=8.1",
     "sphinx-copybutton==0.5.2",
+    *REPORT,
 ]
 readme = Path(__file__).with_name("README.md")
 
@@ -24,7 +25,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["gaccum_ms", "gaccum_ms.*"]),
-    package_data={"gaccum_ms": ["py.typed"]},
+    package_data={"gaccum_ms": ["py.typed", "report/page.html"]},
     entry_points={"console_scripts": ["gaccum-ms = gaccum_ms.__main__:main"]},
     python_requires=">=3.10,<3.13",
     install_requires=[
@@ -34,7 +35,7 @@ setup(
         "tqdm>=4.66",
     ],
     extras_require={
-        "plot": ["matplotlib"],  # `draw` of GradNoiseScale and MemoryReport
+        "report": REPORT,  # `gaccum-ms report` and all `draw`
         "sample": ["scikit-learn"],
         "gallery": ["matplotlib", "mindcv==0.3.*", "scikit-learn"],  # all of sample_code/
         "tensorboard": ["tensorboardX"],

@@ -4,36 +4,25 @@ from __future__ import annotations
 
 import html
 import math
-import re
 from pathlib import Path
 
-from gaccum_ms.report.chart import Axis, Series, line_chart
+from gaccum_ms.report.plots import COLOURS, Line, panels, plot, svg
 
 DOCS = Path(__file__).resolve().parent
 MADE = DOCS / "pictures" / "made"  # on each build
-WHOLE, SIZES = 1, (1, 4, 16, 64)
+SIZES = (1, 4, 16, 64)
 ORDER = ("gaccum_ms", "MindSpore's own cell", "boost.GradientAccumulation", "mindcv's TrainStep", "PyTorch's loop")
 
 
 def make_charts() -> None:
-    """Write each chart into a file, which a page takes in."""
+    """Write the charts into a file, which the page takes in."""
     MADE.mkdir(parents=True, exist_ok=True)
     rows = time_rows((DOCS / "performance.md").read_text())
-    figures = [_figure(network, time_chart(network, programs)) for network, programs in rows.items()]
-    (MADE / "performance.html").write_text(f'<div class="charts">\n{"".join(figures)}</div>\n')
-    # Without its own style: on a page of the site its colours are the site's.
-    front = re.sub(r"<style>.*?</style>", "", (DOCS / "pictures" / "front.svg").read_text(), flags=re.DOTALL)
-    charts = re.findall(r"<svg x=.*?</svg>", front, re.DOTALL)
-    titles = ("The loss: the same, update for update", "The memory: what fits is up to you")
-    figures = [
-        _figure(title, re.sub(r' x="\d+" width="\d+" height="\d+"', "", chart, count=1))
-        for title, chart in zip(titles, charts, strict=True)
-    ]
-    (MADE / "front.html").write_text(f'<div class="charts">\n{"".join(figures)}</div>\n')
-
-
-def _figure(title: str, chart: str) -> str:
-    return f"<figure><figcaption>{html.escape(title)}</figcaption>\n{chart}\n</figure>\n"
+    charts = "".join(
+        f"<figure><figcaption>{html.escape(network)}</figcaption>\n{time_chart(programs)}\n</figure>\n"
+        for network, programs in rows.items()
+    )
+    (MADE / "performance.html").write_text(f'<div class="charts">\n{charts}</div>\n')
 
 
 def time_rows(page: str) -> dict[str, dict[str, list[float]]]:
@@ -50,16 +39,15 @@ def time_rows(page: str) -> dict[str, dict[str, list[float]]]:
     return networks
 
 
-def time_chart(network: str, programs: dict[str, list[float]]) -> str:
-    """Time over the number of micro-batches."""
-    series = [
-        Series(program, list(zip(map(float, SIZES), programs[program], strict=True)), colour, "both")
-        for colour, program in enumerate(ORDER)
-    ]
-    title = f"{network}: time of an update, as a multiple of the whole batch's"
-    return line_chart(
-        series,
-        Axis("micro-batches", log=True, ticks=SIZES),
-        Axis("time, × whole batch", log=None, zero=True),
-        title,
-    )
+def time_chart(programs: dict[str, list[float]]) -> str:
+    """Time of an update over the number of micro-batches."""
+    figure, (panel,) = panels(1, 5, 3.3)
+    plot(panel, [Line(SIZES, programs[name], colour, name, "o") for name, colour in zip(ORDER, COLOURS, strict=True)])
+    panel.set_xscale("log")
+    panel.set_xticks(SIZES, map(str, SIZES))
+    panel.minorticks_off()
+    panel.set(xlabel="micro-batches", ylabel="time, × whole batch")
+    if panel.get_yscale() == "linear":
+        panel.set_ylim(bottom=0)
+    figure.legend(loc="outside upper center", ncols=2, fontsize="small")
+    return svg(figure)

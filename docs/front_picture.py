@@ -16,10 +16,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from gaccum_ms.report.plots import ORANGE, Line, panels, plot, svg  # noqa: E402
+
 PICTURE = Path(__file__).with_name("pictures") / "front.svg"
 UPDATES, BATCH = 30, 1024
 SIZES = (1, 2, 4, 8, 16)  # numbers of micro-batches
-WIDTH, HEIGHT = 480, 260
 
 
 def train(micro_size: int) -> tuple[list[float], float]:
@@ -50,30 +51,21 @@ def _peak_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
 
-def draw(losses: dict[int, list[float]], growth: dict[int, float]) -> str:
-    """Two charts beside each other: both curves, and the memory."""
-    from gaccum_ms.report.chart import STYLE, Axis, Series, line_chart
-
-    whole, parts = ([(float(n), loss) for n, loss in enumerate(losses[size], start=1)] for size in (1, 16))
-    curves = line_chart(
-        [Series("whole batch", whole), Series("16 micro-batches", parts, 1, "dots")],
-        Axis("update"),
-        Axis("loss", zero=True),
-        "Loss over 30 updates: the dots of 16 micro-batches lie on the whole batch's curve",
-    )
-    memory = line_chart(
-        [Series("", [(float(size), mb) for size, mb in growth.items()], 1, "both")],
-        Axis("micro-batches", log=True, ticks=SIZES),
-        Axis("memory of training, MB", zero=True),
-        f"Growth of the process: {growth[1]:.0f} MB with the whole batch, {growth[16]:.0f} MB with 16 micro-batches",
-    )
-    places = [
-        chart.replace("<svg ", f'<svg x="{x}" width="{WIDTH}" height="{HEIGHT}" ', 1)
-        for x, chart in ((0, curves), (WIDTH, memory))
-    ]
-    size = f'width="{2 * WIDTH}" height="{HEIGHT}" viewBox="0 0 {2 * WIDTH} {HEIGHT}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>\n{STYLE}</style>'
-    return "\n".join([head, *places, "</svg>\n"])
+def draw(losses: dict[int, list[float]], growth: dict[int, float]) -> None:
+    """Both curves, and the memory."""
+    figure, (curves, memory) = panels(2, 10, 3.2)
+    updates = range(1, UPDATES + 1)
+    whole = Line(updates, losses[1], label="whole batch")
+    parts = Line(updates, losses[16], ORANGE, "16 micro-batches", marker="o", style="none")
+    plot(curves, [whole, parts], zero=True)
+    curves.set(title="The loss: the same, update for update", xlabel="update", ylabel="loss")
+    curves.legend()
+    plot(memory, [Line(list(growth), list(growth.values()), ORANGE, marker="o")], zero=True)
+    memory.set(title="The memory: what fits is up to you", xlabel="micro-batches", ylabel="memory of training, MB")
+    memory.set_xscale("log")
+    memory.set_xticks(SIZES, map(str, SIZES))
+    memory.minorticks_off()
+    PICTURE.write_text(svg(figure))
 
 
 def main() -> None:
@@ -82,7 +74,7 @@ def main() -> None:
         said = subprocess.run([sys.executable, __file__, str(size)], stdout=subprocess.PIPE, check=True)
         losses[size], growth[size] = json.loads(said.stdout.splitlines()[-1])
         print(f"{size} micro-batches: loss {losses[size][0]:.4f} to {losses[size][-1]:.4f}, {growth[size]:.0f} MB")
-    PICTURE.write_text(draw(losses, growth))
+    draw(losses, growth)
 
 
 if __name__ == "__main__":

@@ -80,8 +80,8 @@ class GradNoiseScale(NoiseCallback):
       distinguished from zero;
     * ``advice`` : what to do, in one line; "accumulate over 6" means ``accumulation_steps=6`` ;
     * ``records`` : for each update a named tuple of ``update`` , ``batch_size`` and ``noise_scale`` ;
-    * ``draw(path)`` : draws the curve into a file, by matplotlib (``pip install matplotlib`` ): noise scale and
-      batch over updates, and the updates and examples that each batch size needs, :math:`1 + B_{noise} / B` and
+    * ``draw(path)`` : draws the curve into a file (``pip install 'gaccum_ms[report]'`` ): noise scale and batch over
+      updates, and the updates and examples that each batch size needs, :math:`1 + B_{noise} / B` and
       :math:`1 + B / B_{noise}` times the least, after the paper.
 
     Args:
@@ -146,42 +146,15 @@ class GradNoiseScale(NoiseCallback):
 
     def draw(self, path: str | Path) -> None:
         """Draw noise scale and batch over updates, and the updates and examples that each batch size needs."""
-        try:
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(
-                f"For '{_NAME}', 'draw' needs matplotlib, which cannot be imported ({error}). Install it with: "
-                "pip install matplotlib"
-            ) from error
+        from gaccum_ms.report.plots import draw_noise_scale
+
         known = [record for record in self.records if 0 < record.noise_scale < math.inf]
         if not known:
             raise ValueError(
                 f"For '{_NAME}', 'draw' needs a training whose noise scale is known and not 0 after some update, but "
                 f"got {len(self.records)} update(s) without. Train with at least two micro-batches in each window."
             )
-        figure = Figure(figsize=(11, 4), layout="constrained")
-        FigureCanvasAgg(figure)
-        over_updates, over_sizes = figure.subplots(1, 2)
-        updates = [record.update for record in known]
-        over_updates.plot(updates, [record.noise_scale for record in known], color=_COLORS[0], label="noise scale")
-        sizes = [record.batch_size for record in known]
-        over_updates.plot(updates, sizes, color=_COLORS[1], drawstyle="steps-post", label="batch")
-        over_updates.set(xlabel="update", ylabel="items", yscale="log", title="noise scale, the critical batch size")
-        scale, batch = known[-1].noise_scale, known[-1].batch_size
-        least, most = min(scale, batch) / 16, max(scale, batch) * 16
-        sizes = [least * (most / least) ** (place / 100) for place in range(101)]
-        over_sizes.plot(sizes, [1 + scale / size for size in sizes], color=_COLORS[2], label="updates")
-        over_sizes.plot(sizes, [1 + size / scale for size in sizes], color=_COLORS[3], label="examples")
-        over_sizes.axvline(scale, color=_COLORS[0], linestyle=":", label="critical size")
-        over_sizes.axvline(batch, color=_COLORS[1], linestyle="--", label="batch")
-        over_sizes.set(xlabel="items of a batch", ylabel="times the least", xscale="log", yscale="log")
-        over_sizes.set_title("to the same loss")
-        for panel in (over_updates, over_sizes):
-            panel.grid(alpha=0.3)
-            panel.legend()
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=100)
+        draw_noise_scale(known, path)
 
     def on_window_end(self, run_context: RunContext, record: WindowRecord) -> None:
         if record.noise is not None:
@@ -192,10 +165,6 @@ class GradNoiseScale(NoiseCallback):
     def on_train_end(self, run_context: RunContext) -> None:
         if rank_or_0() == 0:
             print(self.advice)
-
-
-# Okabe and Ito's colours, which most people can distinguish, for noise scale, batch, updates and examples.
-_COLORS = ("#D55E00", "#000000", "#0072B2", "#009E73")
 
 
 def _shown(items: float, digits: int = 6) -> str:

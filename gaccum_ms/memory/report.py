@@ -127,51 +127,9 @@ class MemoryReport:
         Raises:
             ImportError: If matplotlib is not installed.
         """
-        try:
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(
-                "For 'MemoryReport', 'draw' needs matplotlib, which is not installed. Run 'pip install matplotlib', or "
-                "print the report."
-            ) from error
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.subplots()
-        places = range(len(self.rows))
-        parts = {
-            "framework": [self.framework] * len(self.rows),
-            "batch": [self.batch] * len(self.rows),
-            "parameters": [self.parameters] * len(self.rows),
-            "optimizer state": [self.optimizer_state] * len(self.rows),
-            "accumulators": [
-                row.peak - row.intermediate - self.framework - self.parameters - self.optimizer_state - self.batch
-                for row in self.rows
-            ],
-            "intermediate values, predicted": [row.intermediate for row in self.rows],
-        }
-        # Okabe and Ito's colours, which most people can distinguish.
-        colours = ("#999999", "#F0E442", "#0072B2", "#56B4E9", "#009E73", "#D55E00")
-        bottoms = [0.0] * len(self.rows)
-        for (name, sizes), colour in zip(parts.items(), colours, strict=True):
-            heights = [size / 1e6 for size in sizes]
-            axes.bar(places, heights, bottom=bottoms, label=name, color=colour)
-            bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-        measured = [
-            (place, row.peak_measured / 1e6)
-            for place, row in zip(places, self.rows, strict=True)
-            if row.peak_measured is not None
-        ]
-        if measured:
-            axes.plot(*zip(*measured, strict=True), "kx", label="measured")
-        highest = max(bottoms)
-        if self.memory_limit / 1e6 < 2 * highest:  # a much higher limit would make the bars too small
-            axes.axhline(self.memory_limit / 1e6, color="#000000", linestyle="--", label="limit")
-        axes.set_xticks(places, [f"{row.micro_size}\n({row.micro_batch_size})" for row in self.rows])
-        axes.set_xlabel("micro_size (samples in a micro-batch)")
-        axes.set_ylabel(f"{self.what}, MB")
-        axes.legend(loc="upper right", fontsize="small")
-        figure.savefig(Path(path), dpi=100)
+        from gaccum_ms.report.plots import draw_memory
+
+        draw_memory(self, path)
 
 
 def _mb(size: int | None) -> str:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from gaccum_ms.launch.command_line import Parser
 from gaccum_ms.launch.output import show
-from gaccum_ms.report.page import DOCTYPE, page
 from gaccum_ms.report.records import RecordError, read
 
+DOCTYPE = "<!DOCTYPE html>"  # a file that begins so may be overwritten
 DESCRIPTION = (
     "Draw the JSON lines that WindowMonitor('windows.jsonl') has written: loss, gradient norm, noise scale, window "
     "size, learning rate, skipped updates and time of each window. The page is one HTML file and needs no network. "
@@ -28,6 +28,11 @@ def main(argv: list[str] | None = None, prog: str = "gaccum-ms report") -> int:
         records = [read(path) for path in options.record]
     except RecordError as error:
         parser.error(str(error))
+    try:
+        from gaccum_ms.report.page import page
+    except ImportError as error:
+        remedy = "pip install 'gaccum_ms[report]'"
+        parser.error(f"matplotlib and Jinja2 must be installed, but {error.__cause__ or error} ({remedy})")
     text = page(records)
     for note in (note for record in records for note in record.notes):
         print(f"note: {note}", file=sys.stderr)

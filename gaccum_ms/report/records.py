@@ -19,8 +19,8 @@ class RecordError(Exception):
 
 @dataclass
 class Window:
-    """One line: its numbers, NaN if they are not there or not finite. `skipped` and `dropped` count the updates that
-    were skipped and the micro-batches that were dropped so far."""
+    """One line. `skipped` and `dropped` count the updates that were skipped and the micro-batches that were dropped so
+    far."""
 
     values: dict[str, Any]
     skipped: int = 0
@@ -35,12 +35,14 @@ class Window:
         """The update that the window made, or would have made."""
         return int(self.values["update"]) + (not self.updated)
 
-    def number(self, name: str) -> float:
-        return _number(self.values.get(name))
-
     def numbers(self, name: str) -> list[float]:
+        """The numbers of a list, or the only number; NaN for what is none."""
         value = self.values.get(name)
-        return [_number(one) for one in value] if isinstance(value, list) else []
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        return [float(number) if type(number) in (int, float) else math.nan for number in values]
+
+    def number(self, name: str) -> float:
+        return next(iter(self.numbers(name)), math.nan)
 
 
 @dataclass
@@ -51,6 +53,18 @@ class Record:
     windows: list[Window] = field(default_factory=list)
     replaced: list[list[Window]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    def add(self, window: Window) -> None:
+        if self.windows and window.update < self.windows[-1].update + self.windows[-1].updated:
+            count = sum(earlier.update < window.update for earlier in self.windows)
+            self.replaced.append(self.windows[count:])
+            del self.windows[count:]
+        last = self.windows[-1] if self.windows else Window({})
+        dropped = window.number("dropped_micro_batches")
+        window.skipped = last.skipped + (not window.updated)
+        window.dropped = last.dropped + (int(dropped) if math.isfinite(dropped) else 0)
+        window.values["lost"] = [window.skipped or None, window.dropped or None]
+        self.windows.append(window)
 
 
 def read(path: Path) -> Record:
@@ -63,36 +77,23 @@ def read(path: Path) -> Record:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError as error:
         raise RecordError(f"cannot read '{path}': {error.strerror}") from None
-    record, windows, bad = Record(path), [], []
+    record, bad = Record(path), []
     for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
         window = _window(line)
         if window is not None:
-            windows.append(window)
-        else:
+            record.add(window)
+        elif line.strip():
             bad.append(number)
-    if not windows:
+    if not record.windows:
         why = f"line {bad[0]} is no window of a WindowMonitor" if bad else "it is empty: no window has ended yet"
         raise RecordError(f"'{path}' holds no record: {why}")
     if bad:
-        which = "the last line is cut short" if bad == [len(lines)] else f"no window in line {_listed(bad)}"
+        listed = f"{', '.join(map(str, bad[:5]))}{' and more' if bad[5:] else ''}"
+        which = "the last line is cut short" if bad == [len(lines)] else f"no window in line {listed}"
         record.notes.append(f"{path.name}: {which}, which was left out")
-    for window in windows:
-        _add(record, window)
+    if record.replaced:
+        record.notes.append(f"{path.name}: the training was resumed; updates that it made again are faint.")
     return record
-
-
-def _add(record: Record, window: Window) -> None:
-    before = record.windows
-    if before and window.update < before[-1].update + before[-1].updated:
-        kept = [one for one in before if one.update < window.update]
-        record.windows, replaced = kept, before[len(kept) :]
-        record.replaced.append(replaced)
-    last = record.windows[-1] if record.windows else Window({})
-    window.skipped = last.skipped + (not window.updated)
-    window.dropped = last.dropped + int(_finite_or_0(window.number("dropped_micro_batches")))
-    record.windows.append(window)
 
 
 def _window(line: str) -> Window | None:
@@ -100,19 +101,5 @@ def _window(line: str) -> Window | None:
         values = json.loads(line)
     except ValueError:
         return None
-    if not isinstance(values, dict) or "loss" not in values:
-        return None
-    return Window(values) if isinstance(values.get("update"), int) else None
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
-
-
-def _finite_or_0(value: float) -> float:
-    return value if math.isfinite(value) else 0.0
-
-
-def _listed(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:5]))
-    return shown if len(numbers) <= 5 else f"{shown} and {len(numbers) - 5} more"
+    is_window = isinstance(values, dict) and "loss" in values and isinstance(values.get("update"), int)
+    return Window(values) if is_window else None

@@ -101,22 +101,9 @@ class TokenPlan:
         Raises:
             ImportError: If matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError("For 'TokenPlan.draw', matplotlib must be installed: pip install matplotlib.") from error
-        figure = Figure(figsize=(8, 4), layout="constrained")
-        axes = figure.subplots()
-        start = 0
-        for width, rows in self.parts:
-            places = start + np.arange(rows.size)
-            real = np.where(rows == NOBODY, 0, self.lengths[rows])
-            axes.bar(places, np.full(rows.size, width), width=1, color="tab:gray", alpha=0.4)
-            axes.bar(places, real, width=1, color="tab:blue")
-            axes.axvline(start - 0.5, color="black", linewidth=0.5)
-            start += rows.size
-        axes.set(xlabel="rows, micro-batch by micro-batch", ylabel="tokens", title=f"{self.padding:.1%} padding")
-        figure.savefig(path)
+        from gaccum_ms.report.plots import draw_token_plan
+
+        draw_token_plan(self, path)
 
 
 def plan_tokens(lengths: np.ndarray, before: int, widths: Sequence[int], max_tokens: int) -> TokenPlan:

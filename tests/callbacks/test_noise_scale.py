@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 import re
-import sys
 
 import mindspore as ms
 import numpy as np
@@ -123,7 +122,7 @@ def test_each_window_counts_once_and_a_dropped_one_not_at_all(pynative):
 
 def drawn(folder, scales, batch=64):
     """Draw the picture. Returns a function of a panel and a colour: the pixels of this colour in the panel's half."""
-    pytest.importorskip("matplotlib", reason="matplotlib is in the extra 'plot'")
+    pytest.importorskip("matplotlib", reason="matplotlib is in the extra 'report'")
     from matplotlib.colors import to_rgb
     from matplotlib.image import imread
 
@@ -166,13 +165,6 @@ def test_what_is_not_known_is_not_drawn(tmp_path):
         with pytest.raises(ValueError, match=rf"got {len(scales)} update\(s\) without"):
             drawn(tmp_path, scales)
     assert not (tmp_path / "curves").exists()
-
-
-def test_without_matplotlib_there_is_one_clear_error(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    with pytest.raises(ImportError, match=re.escape("pip install matplotlib")):
-        GradNoiseScale().draw(tmp_path / "noise.png")
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------

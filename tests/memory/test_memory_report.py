@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import dataclasses
 
 import mindspore as ms
@@ -264,20 +263,6 @@ REPORT = MemoryReport(
 def test_draws(tmp_path):
     REPORT.draw(tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_says_that_matplotlib_is_missing(tmp_path, monkeypatch):
-    original = builtins.__import__
-
-    def without(name, *arguments, **keywords):
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return original(name, *arguments, **keywords)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=r"'draw' needs matplotlib.*pip install matplotlib"):
-        REPORT.draw(tmp_path / "report.png")
-    assert "fits from micro_size=2" in str(REPORT)
 
 
 @pytest.mark.parametrize(
