@@ -55,7 +55,7 @@ setup(
         # The packages of gaccum_ms/adopt/, if pip can install them beside MindSpore 2.10, and their undeclared
         # dependencies.
         "trainers": ["datasets", "mindcv==0.3.*", "mindone==0.5.*", "mindyolo==0.5.*", "ml_dtypes", "pyarrow<24"],
-        "benchmark": ["matplotlib", "mindcv==0.3.*", "torch==2.13.*"],
+        "benchmark": ["mindcv==0.3.*", "torch==2.13.*"],
         # The libraries of MindSpore's GPU back end, built for CUDA 11.6 and cuDNN 8; see gaccum_ms/launch/cuda.py.
         "gpu": [
             "nvidia-cublas-cu11",

@@ -81,7 +81,7 @@ def assert_of_the_wheel(environment: Path, files: str) -> None:
 
 def test_it_has_every_file_of_the_package(wheel):
     folder = ROOT / "gaccum_ms"
-    files = {str(path.relative_to(ROOT)) for path in folder.rglob("*") if path.suffix in (".py", ".typed")}
+    files = {str(path.relative_to(ROOT)) for path in folder.rglob("*") if path.suffix in (".py", ".typed", ".html")}
     with zipfile.ZipFile(wheel) as opened:
         packed = set(opened.namelist())
     assert {name for name in packed if name.startswith("gaccum_ms/")} == files
