@@ -39,6 +39,8 @@ from gaccum_ms.backend.snapshot import Snapshot
 from gaccum_ms.memory.proc import sizes_in
 from gaccum_ms.training.found_size import FoundSize
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*writes state in 'construct'")  # networks that count their runs
+
 PLENTY = 1 << 40
 MARK = 0.125  # the first feature of a marked sample, whose micro-batch "needs much memory"
 
