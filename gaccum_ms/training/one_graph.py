@@ -8,16 +8,17 @@ from typing import Any
 import mindspore as ms
 
 from gaccum_ms.checks.arguments import batch_shapes
+from gaccum_ms.options.options import Options
 from gaccum_ms.semi_auto import modes as auto_parallel
 from gaccum_ms.splitting.even_split import cut, cut_axes
 from gaccum_ms.training.parts import Parts
 from gaccum_ms.training.runner import Batch
 
 
-def micro_batches_of(parts: Parts, inputs: Sequence[ms.Tensor]) -> list[list[ms.Tensor]]:
+def even_micro_batches(window: Any, options: Options, inputs: Sequence[ms.Tensor]) -> list[list[ms.Tensor]]:
     """The micro-batches of a batch, as the graph cuts it."""
-    plan = parts.window.plan_in_python(batch_shapes(tuple(inputs)))
-    return cut(inputs, plan, cut_axes(len(inputs), parts.options.shared, parts.options.axis))
+    plan = window.plan_in_python(batch_shapes(tuple(inputs)))
+    return cut(inputs, plan, cut_axes(len(inputs), options.shared, options.axis))
 
 
 def even_batch(parts: Parts, inputs: tuple[Any, ...]) -> Batch:
@@ -35,7 +36,7 @@ def even_batch(parts: Parts, inputs: tuple[Any, ...]) -> Batch:
             f"Use a larger batch or a smaller 'micro_size'; samples per micro-batch are set by 'micro_batch_size'."
         )
     window.find_output_axes(inputs, plan, parts.weights)
-    return Batch(inputs, (plan.size, plan.rest), lambda: micro_batches_of(parts, inputs))
+    return Batch(inputs, (plan.size, plan.rest), lambda: even_micro_batches(window, options, inputs), inputs)
 
 
 class OneGraph:
@@ -76,8 +77,9 @@ class CompilerGraph:
         self._run_graph = run_graph
 
     def prepare(self, inputs: tuple[Any, ...]) -> Batch:
-        auto_parallel.check_batch(batch_shapes(inputs), self._parts.options.micro_size)
-        return Batch(inputs, (), lambda: micro_batches_of(self._parts, inputs))
+        window, options = self._parts.window, self._parts.options
+        auto_parallel.check_batch(batch_shapes(inputs), options.micro_size)
+        return Batch(inputs, (), lambda: even_micro_batches(window, options, inputs), inputs)
 
     def run(self, batch: Batch) -> Any:
         with auto_parallel.settings_of(self._network):

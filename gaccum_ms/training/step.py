@@ -63,7 +63,7 @@ from gaccum_ms.training.bad_counts import Counts
 from gaccum_ms.training.found_size import FoundSize
 from gaccum_ms.training.found_tokens import FoundTokens
 from gaccum_ms.training.lifecycle import Lifecycle
-from gaccum_ms.training.one_graph import CompilerGraph, OneGraph
+from gaccum_ms.training.one_graph import CompilerGraph, OneGraph, even_micro_batches
 from gaccum_ms.training.parts import Parts
 from gaccum_ms.training.python_split import PythonSplit
 from gaccum_ms.training.runner import Runner
@@ -345,7 +345,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
             )
         self._lifecycle.begin_call()
         batch = self._runner.prepare(inputs)
-        self.advice.look(self.spans_batches, batch.sizes, batch.inputs)
+        self.advice.look(self.spans_batches, batch.sizes, batch.network_inputs)
         try:
             with self._on_ranks_that_agree():
                 outputs = self._runner.run(batch)
@@ -360,8 +360,8 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         return outputs
 
     def micro_batches_of(self, batch: Sequence[ms.Tensor]) -> Sequence[Sequence[ms.Tensor]]:
-        """The micro-batches of a batch, as the step cuts it."""
-        return self._runner.prepare(tuple(batch)).micro_batches()
+        """The micro-batches of a batch, as the graph cuts it. No collective."""
+        return even_micro_batches(self.window, self.options, batch)
 
     @contextlib.contextmanager
     def _on_ranks_that_agree(self) -> Iterator[None]:

@@ -126,6 +126,10 @@ def test_losses_of_the_whole_batch_are_told_and_exact_as_such(kind, mode):
     assert relative_error(naive, wanted) > 1e-3
 
 
+def without_ignored(x, y):
+    return [(x[number : number + 1], y[number : number + 1]) for number in range(len(x)) if int(y[number]) >= 0]
+
+
 @pytest.mark.parametrize(
     ("loss", "labels", "options", "said"),
     [
@@ -141,6 +145,8 @@ def test_losses_of_the_whole_batch_are_told_and_exact_as_such(kind, mode):
         (nn.CrossEntropyLoss(weight=WEIGHTS), LABELS, {"count": lambda x, y: 1.0}, None),
         (nn.CrossEntropyLoss(weight=WEIGHTS), ONE_HOT, {}, None),
         (nn.DiceLoss(), ONE_HOT, {"micro_size": 1}, None),
+        # The network gets what a function makes of the batch.
+        (nn.CrossEntropyLoss(), IGNORED, {"micro_size": None, "split": without_ignored}, None),
     ],
 )
 def test_the_remedy_fits_the_loss(loss, labels, options, said, pynative):
