@@ -281,6 +281,15 @@ class GradAccumulationCell(nn.Cell):
         return self._undifferentiated(self.network(*inputs))
 
 
+def check_cell(owner: str, cell: Any) -> None:
+    """Refuse anything but a cell of ours, where one is asked for without a training."""
+    if not isinstance(cell, GradAccumulationCell):
+        raise TypeError(
+            f"For '{owner}', the argument 'cell' must be a gaccum_ms.GradAccumulationCell, but got "
+            f"'{type(cell).__name__}'."
+        )
+
+
 def refuse_accumulation_inside(network: nn.Cell) -> None:
     """Refuse a network that contains a cell that accumulates or trains."""
     for name, cell in held_cells(network):

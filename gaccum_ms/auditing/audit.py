@@ -8,8 +8,8 @@ from mindspore import nn
 from gaccum_ms.auditing.measure import Recorder, measured, rounding
 from gaccum_ms.auditing.report import AuditReport, judged
 from gaccum_ms.backend.snapshot import Snapshot
-from gaccum_ms.cell import GradAccumulationCell
-from gaccum_ms.checks.arguments import batch_shapes
+from gaccum_ms.cell import GradAccumulationCell, check_cell
+from gaccum_ms.checks.arguments import batch_shapes, check_is_optimizer
 from gaccum_ms.options import compatibility
 from gaccum_ms.options.compatibility import Setup
 from gaccum_ms.options.rules import AUDIT
@@ -94,15 +94,8 @@ def audit(
 
 
 def _check(cell: GradAccumulationCell, optimizer: nn.Optimizer, batch: tuple, tolerance: float | None) -> None:
-    if not isinstance(cell, GradAccumulationCell):
-        raise TypeError(
-            f"For 'audit', the argument 'cell' must be a gaccum_ms.GradAccumulationCell, but got "
-            f"'{type(cell).__name__}'."
-        )
-    if not isinstance(optimizer, nn.Cell) or getattr(optimizer, "parameters", None) is None:
-        raise TypeError(
-            f"For 'audit', the argument 'optimizer' must be an nn.Optimizer, but got '{type(optimizer).__name__}'."
-        )
+    check_cell("audit", cell)
+    check_is_optimizer("audit", optimizer)
     if tolerance is not None and not tolerance > 0:
         raise ValueError(f"For 'audit', the argument 'tolerance' must be positive, but got {tolerance!r}.")
     compatibility.check(AUDIT, "audit", Setup(cell.options, cell.network))

@@ -57,13 +57,18 @@ def check_bool(owner: str, name: str, value: Any) -> None:
         raise TypeError(f"For '{owner}', the argument '{name}' must be a bool, but got {value!r}.")
 
 
-def check_optimizer(owner: str, network: nn.Cell, optimizer: nn.Optimizer) -> None:
-    """Refuse anything but an optimizer of this network."""
-    parameters = getattr(optimizer, "parameters", None)
-    if parameters is None:
+def check_is_optimizer(owner: str, optimizer: Any) -> None:
+    """Refuse anything but an optimizer."""
+    if not isinstance(optimizer, nn.Cell) or getattr(optimizer, "parameters", None) is None:
         raise TypeError(
             f"For '{owner}', the argument 'optimizer' must be an nn.Optimizer, but got '{type(optimizer).__name__}'."
         )
+
+
+def check_optimizer(owner: str, network: nn.Cell, optimizer: Any) -> None:
+    """Refuse anything but an optimizer of this network."""
+    check_is_optimizer(owner, optimizer)
+    parameters = optimizer.parameters
     own = {id(parameter) for parameter in network.get_parameters()}
     if not any(id(parameter) in own for parameter in parameters):
         raise ValueError(

@@ -12,10 +12,7 @@ from mindspore import nn
 
 from gaccum_ms.backend.newer_optimizers import refuse_without_kernels
 from gaccum_ms.cell import GradAccumulationCell
-from gaccum_ms.checks.arguments import (
-    check_optimizer,
-    described,
-)
+from gaccum_ms.checks.arguments import check_is_optimizer, check_optimizer, described
 from gaccum_ms.cpu.convolutions import limit_instructions_for, limit_instructions_for_weights
 from gaccum_ms.distributed.ranks import check_parallel_mode, refuse_hooked_weights
 from gaccum_ms.layers.batchnorm import refuse_sync_batch_norm
@@ -24,7 +21,6 @@ from gaccum_ms.options import compatibility
 from gaccum_ms.options.compatibility import Setup
 from gaccum_ms.options.rules import SEMI_AUTO
 from gaccum_ms.semi_auto import modes
-from gaccum_ms.training.advice import Advice, AdviceAboutRanks
 
 
 def admit(owner: str, cell: Any, optimizer: nn.Optimizer) -> Setup:
@@ -56,11 +52,6 @@ def admit(owner: str, cell: Any, optimizer: nn.Optimizer) -> Setup:
     return setup
 
 
-def advice_on(setup: Setup) -> Advice:
-    """What to tell the user about the network, at the first run."""
-    return Advice(setup)
-
-
 def admit_weights(owner: str, optimizer: Any) -> ms.ParameterTuple:
     """The weights that an optimizer updates, for the accumulator, which has no network.
 
@@ -68,21 +59,13 @@ def admit_weights(owner: str, optimizer: Any) -> ms.ParameterTuple:
         TypeError: If it is no optimizer.
         RuntimeError: In a parallel mode in which gradients would mean something else.
     """
-    if not isinstance(optimizer, nn.Cell) or getattr(optimizer, "parameters", None) is None:
-        raise TypeError(
-            f"For '{owner}', the argument 'optimizer' must be an nn.Optimizer, but got '{type(optimizer).__name__}'."
-        )
+    check_is_optimizer(owner, optimizer)
     refuse_without_kernels(owner, optimizer)
     refuse_hooked_weights(owner, optimizer.parameters)
     check_parallel_mode(owner)
     weights = ms.ParameterTuple(optimizer.parameters)
     limit_instructions_for_weights(weights)
     return weights
-
-
-def accumulator_advice() -> AdviceAboutRanks:
-    """What to tell the user of a GradAccumulator at the first gradients."""
-    return AdviceAboutRanks("GradAccumulator")
 
 
 def check_gradients(gradients: Any, weights: Sequence[ms.Parameter]) -> None:

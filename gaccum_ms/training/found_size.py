@@ -77,17 +77,16 @@ class FoundSize(AutomaticSize):
         if self.size is None:
             self._find(inputs)
         *added, scale = self._as_it_fits(lambda: self._add(inputs), inputs[0].shape[self._cell.first_axis])
-        if parts.end_window is not None:
-            loss, *outputs = added
-        else:
-            sums, seed_per_item, *outputs = added
-        overflow = ms.Tensor(False, ms.bool_)
         if parts.end_window is None:
+            sums, seed_per_item, *outputs = added
             self._agree_at_the_end()
             loss, overflow = self._end.run_alone(sums, seed_per_item, scale)
-        elif parts.window.open.is_full:
-            self._agree_at_the_end()
-            overflow = parts.end_window.run_alone(loss)
+        else:
+            loss, *outputs = added
+            overflow = ms.Tensor(False, ms.bool_)
+            if parts.window.open.is_full:
+                self._agree_at_the_end()
+                overflow = parts.end_window.run_alone(loss)
         parts.count_batch()
         return parts.update.returned(loss, overflow, scale, outputs)
 

@@ -27,11 +27,11 @@ from gaccum_ms.options.accumulators import Accumulators
 from gaccum_ms.options.checked import accumulator_options
 from gaccum_ms.record.run_record import RULES, RunRecord
 from gaccum_ms.training.admission import (
-    accumulator_advice,
     admit_weights,
     check_gradients,
     checked_count,
 )
+from gaccum_ms.training.advice import AdviceAboutRanks
 from gaccum_ms.training.averages import average_of, averaged_weights
 from gaccum_ms.training.bad_counts import NoCount
 from gaccum_ms.training.batch_reduction import BATCHES, COUNTS, BatchReduction
@@ -202,7 +202,7 @@ class GradAccumulator(nn.Cell):
         # Python runs these in PyNative mode, and at compile time in graph mode.
         self._note_scaling = ops.constexpr(self._scaling.note)
         self._check_scaling = ops.constexpr(self._scaling.check)
-        self._advice = accumulator_advice()
+        self._advice = AdviceAboutRanks(_NAME)
         self._look = ops.constexpr(self._advice.look)
 
     def __getattr__(self, name: str) -> Any:

@@ -57,6 +57,7 @@ from gaccum_ms.record.run_record import RunRecord, rule_of
 from gaccum_ms.semi_auto import modes as auto_parallel
 from gaccum_ms.semi_auto.unrolled_window import UnrolledWindow
 from gaccum_ms.training import admission
+from gaccum_ms.training.advice import Advice
 from gaccum_ms.training.automatic_size import AutomaticSize
 from gaccum_ms.training.averages import average_of, averaged_weights
 from gaccum_ms.training.bad_counts import Counts
@@ -179,7 +180,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         super().__init__(setup.network, optimizer)
         hold_weights(self, self.weights)
         self._setup = setup
-        self.advice = admission.advice_on(setup)
+        self.advice = Advice(setup)
         self._look = ops.constexpr(self.advice.look_at_compile_time, check=False)  # the check warns about open shapes
         options, _, self._unrolled = setup
         if self.reducer_flag:
