@@ -11,6 +11,7 @@ from support.reference import OPTIMIZERS, as_numpy, batches, make_network
 from support.two_ranks import case
 
 from gaccum_ms import (
+    AutoSize,
     ClipByValue,
     GradAccumulationCell,
     TrainOneStepWithGradAccumulationCell,
@@ -105,7 +106,7 @@ def trained(way: str, number: int) -> tuple[int, int]:
         size = find_micro_batch_size(GradAccumulationCell(network, 1), optimizer, data, before + number)
         options = {"micro_batch_size": size}
     elif way == "auto":
-        options = {"micro_batch_size": "auto", "memory_limit": before + number}
+        options = {"micro_batch_size": AutoSize(memory_limit=before + number)}
     step = TrainOneStepWithGradAccumulationCell(GradAccumulationCell(network, **options), optimizer).set_train()
     for _ in range(3):
         step(*data).asnumpy()
