@@ -10,13 +10,13 @@ import os
 import mindspore as ms
 import psutil
 import pytest
-from support import environment, paths
-from support.device import COUNT, DEVICE
-from support.modes import MODES
-from support.ranks import Ranks
-from support.spread import Spread
 
-paths.add_folders()
+from tests.support import environment
+from tests.support.device import COUNT, DEVICE
+from tests.support.modes import MODES
+from tests.support.ranks import Ranks
+from tests.support.spread import Spread
+
 environment.of_tests()
 
 

@@ -30,8 +30,10 @@ from mindspore.communication import get_rank
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from support import environment
-from support.history_oracle import (
+from gaccum_ms import TrainOneStepWithGradAccumulationCell, resume
+from gaccum_ms.backend.parameters import overwrite
+from tests.support import environment
+from tests.support.history_oracle import (
     OWN,
     Expected,
     Inputs,
@@ -44,13 +46,10 @@ from support.history_oracle import (
     part_of,
     shapes_of,
 )
-from support.history_setups import Bomb, make_trainer, random_batch, random_setup
-from support.modes import MODES
-from support.ranks import Ranks
-from support.reference import as_numpy
-
-from gaccum_ms import TrainOneStepWithGradAccumulationCell, resume
-from gaccum_ms.backend.parameters import overwrite
+from tests.support.history_setups import Bomb, make_trainer, random_batch, random_setup
+from tests.support.modes import MODES
+from tests.support.ranks import Ranks
+from tests.support.reference import as_numpy
 
 # Of the step's Parameters, those that hold the open window in the code's own units, or say where it comes from.
 _IN_UNITS = ("window_unit", "window_sums", "window_first", "batch_items", "noise_sums", "random_state", "window_rule")

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, value_and_grad
 from mindspore.parallel.nn import GradAccumulation
-from support.reference import Line, batches, make_network
 
 from gaccum_ms import Accumulators, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from tests.support.reference import Line, batches, make_network
 
 
 def loss_cell():

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
-from support.modes import MODES
-from support.reference import as_numpy
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.learning_rate import current_learning_rate, multiply_learning_rate, scale_learning_rate, scaling_factor
+from tests.support.modes import MODES
+from tests.support.reference import as_numpy
 
 ONE = Tensor([1.0], ms.float32)
 RATES = [0.5, 0.5, 1.0, 1.0, 0.25, 0.25]

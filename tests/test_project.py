@@ -8,9 +8,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from mutations import FAULTS, sample
 
 import gaccum_ms
+from tests.mutations import FAULTS, sample
 
 yaml = pytest.importorskip("yaml", reason="PyYAML comes with the extra 'test'")
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,7 +15,7 @@ from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 
 pytest.importorskip("grimp", reason="grimp comes with import-linter, in the extra 'dev': pip install '.[dev]'")
 
-from structure import PACKAGE, longest_chain, structure
+from tests.structure import PACKAGE, longest_chain, structure
 
 
 def test_no_import_is_circular():

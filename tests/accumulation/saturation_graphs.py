@@ -13,11 +13,11 @@ from pathlib import Path
 
 import mindspore as ms
 from mindspore import amp, nn, ops
-from support.saturating import yes
 
 from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell, backend
 from gaccum_ms.accumulation import accumulators
 from gaccum_ms.cpu import kernels
+from tests.support.saturating import yes
 
 
 def count(x, y):

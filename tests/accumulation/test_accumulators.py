@@ -6,12 +6,12 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support.reference import as_numpy, make_network, relative_error
 
 from gaccum_ms import Accumulators, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.accumulation import accumulators
 from gaccum_ms.backend import parameters
 from gaccum_ms.layers.sparse import refuse_sparse_gradients
+from tests.support.reference import as_numpy, make_network, relative_error
 
 DTYPES = {"float16": ms.float16, "bfloat16": ms.bfloat16, "float32": ms.float32}
 # One unit in the last place at 1: 10, 7 and 23 bits after the point.

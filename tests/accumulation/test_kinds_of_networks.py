@@ -10,10 +10,10 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support.modes import MODES
-from support.reference import FEATURES, Regression, as_numpy, relative_error
 
 from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell
+from tests.support.modes import MODES
+from tests.support.reference import FEATURES, Regression, as_numpy, relative_error
 
 TOLERANCE = 1e-5
 _RANDOM = np.random.default_rng(5)

@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 from mindspore.amp import DynamicLossScaleManager, FixedLossScaleManager
-from support.modes import MODES, eagerly
-from support.reference import (
+
+from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms.accumulation.weighing import ByCounts
+from tests.support.modes import MODES, eagerly
+from tests.support.reference import (
     OPTIMIZERS,
     Run,
     as_numpy,
@@ -20,11 +23,8 @@ from support.reference import (
     relative_error,
     step_with,
 )
-from support.reuse import Reused
-from support.state import everything, manager
-
-from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
-from gaccum_ms.accumulation.weighing import ByCounts
+from tests.support.reuse import Reused
+from tests.support.state import everything, manager
 
 SAMPLES, MICRO_SIZE = 13, 3  # 5 + 5 + 3
 DATA = batches(SAMPLES, 3)

@@ -6,11 +6,11 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support.reference import Line, as_numpy
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WithBatchLossCell
 from gaccum_ms.accumulation import micro_batches
 from gaccum_ms.checks.arguments import described
+from tests.support.reference import Line, as_numpy
 
 
 @pytest.mark.parametrize("samples", range(1, 40))

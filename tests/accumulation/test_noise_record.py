@@ -8,13 +8,13 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support.modes import MODES
-from support.reference import accumulated, assert_equivalent, batches, make_network, step_with, train
-from support.two_ranks import case
 
 from gaccum_ms import Accumulators, CountMask, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, resume
 from gaccum_ms.accumulation.noise import NoiseRecord
 from gaccum_ms.accumulation.weighing import BySamples
+from tests.support.modes import MODES
+from tests.support.reference import accumulated, assert_equivalent, batches, make_network, step_with, train
+from tests.support.two_ranks import case
 
 
 class Quadratic(nn.Cell):
@@ -247,7 +247,7 @@ def test_recording_changes_no_update(pynative):
 @pytest.mark.parametrize("gradients_mean", [True, False], ids=["mean", "sum"])
 def test_records_of_two_ranks(gradients_mean, rank_pair, tmp_path):
     """With weights by samples, two ranks that are summed give twice the mean."""
-    results = [case(one, f"mean{gradients_mean:d}") for one in rank_pair.worker("noise_worker", tmp_path)]
+    results = [case(one, f"mean{gradients_mean:d}") for one in rank_pair.worker("tests.ranks.noise_worker", tmp_path)]
     y, mask = targets(16), np.array([1, 0.5, 0, 0, 1, 1, 0, 2] * 2, np.float32)
     uneven = noise_by_hand([[y[:2]], [y[6:9]]], [y])
     # The mean of the two ranks' means is as noisy as a mean over 2^2 / (1 / 6 + 1 / 10) = 15 samples.

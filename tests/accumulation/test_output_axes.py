@@ -6,12 +6,12 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support.modes import MODES
-from support.reference import as_numpy, relative_error
 
 from gaccum_ms import EvenSplit, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WithBatchLossCell
 from gaccum_ms.accumulation.output_axes import Output
 from gaccum_ms.splitting.even_split import UNCUT
+from tests.support.modes import MODES
+from tests.support.reference import as_numpy, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*writes state in 'construct'")
 TIME, FEATURES, HIDDEN = 5, 3, 4

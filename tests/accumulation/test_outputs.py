@@ -7,12 +7,12 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support.modes import MODES
-from support.reference import as_numpy
-from support.reuse import Reused
 
 from gaccum_ms import AutoSize, CountMask, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.accumulation import micro_batches
+from tests.support.modes import MODES
+from tests.support.reference import as_numpy
+from tests.support.reuse import Reused
 
 START = np.linspace(-1, 1, 4)
 COUNT_MASK = CountMask()

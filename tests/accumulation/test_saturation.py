@@ -12,13 +12,13 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import nn, ops
-from saturation_graphs import CASES
-from support import paths
-from support.saturating import Saturating, batch, device_that_saturates, register, yes
-from support.two_ranks import case
 
 from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell, backend
 from gaccum_ms.accumulation import saturation
+from tests.accumulation.saturation_graphs import CASES
+from tests.support import paths
+from tests.support.saturating import Saturating, batch, device_that_saturates, register, yes
+from tests.support.two_ranks import case
 
 
 @ops.constexpr
@@ -241,7 +241,7 @@ def test_a_loop_of_ones_own(pynative):
 @pytest.mark.thorough
 @pytest.mark.distributed
 def test_an_overflow_on_one_rank_drops_the_window_on_all(rank_pair, tmp_path):
-    first, second = (case(one, "overflow") for one in rank_pair.worker("saturation_worker", tmp_path))
+    first, second = (case(one, "overflow") for one in rank_pair.worker("tests.ranks.saturation_worker", tmp_path))
     for name in ("one batch", "two batches"):
         np.testing.assert_array_equal(first[name], second[name])
         overflow, weight = first[name].T

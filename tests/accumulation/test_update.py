@@ -8,9 +8,9 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support.reference import as_numpy
 
 from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell, Transform
+from tests.support.reference import as_numpy
 
 X = Tensor(np.ones((2, 1), np.float32))
 

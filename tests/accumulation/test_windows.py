@@ -16,10 +16,6 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops, train
 from mindspore.dataset import NumpySlicesDataset
-from support.modes import MODES
-from support.reference import FEATURES, OPTIMIZERS, Line, as_numpy, batches, make_network, relative_error, step_with
-from support.reuse import Reused
-from support.state import assert_identical, everything, manager
 
 from gaccum_ms import (
     Accumulators,
@@ -34,6 +30,19 @@ from gaccum_ms import (
 )
 from gaccum_ms.accumulation.open_window import OpenWindow
 from gaccum_ms.accumulation.weighing import ByCounts
+from tests.support.modes import MODES
+from tests.support.reference import (
+    FEATURES,
+    OPTIMIZERS,
+    Line,
+    as_numpy,
+    batches,
+    make_network,
+    relative_error,
+    step_with,
+)
+from tests.support.reuse import Reused
+from tests.support.state import assert_identical, everything, manager
 
 EQUAL, RAGGED = (8,) * 6, (7, 4) * 3  # windows of three: 24 samples each; 18, 15
 STEPS = 3

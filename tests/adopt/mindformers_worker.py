@@ -16,11 +16,11 @@ import numpy as np
 from mindformers.tools.register import MindFormerConfig
 from mindformers.trainer.causal_language_modeling import CausalLanguageModelingTrainer
 from mindspore import nn
-from support.reference import as_numpy
-from support.small_llama import RATE, TEXTS, small_llama, tokens
-from support.two_ranks import leave
 
 from gaccum_ms.adopt import mindformers as adopted
+from tests.support.reference import as_numpy
+from tests.support.small_llama import RATE, TEXTS, small_llama, tokens
+from tests.support.two_ranks import leave
 
 MICRO = 2  # texts in a micro-batch
 

@@ -10,9 +10,9 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
-from support.programs import Programs
 
 from gaccum_ms import adopt
+from tests.support.programs import Programs
 
 FUNCTIONS = [
     adopt.mindcv.train_step,

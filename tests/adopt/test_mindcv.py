@@ -6,7 +6,10 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support.adopted import (
+
+from gaccum_ms import TrainOneStepWithGradAccumulationCell, resume
+from gaccum_ms.adopt import mindcv as adopted
+from tests.support.adopted import (
     ROUNDING,
     K,
     apart,
@@ -17,12 +20,9 @@ from support.adopted import (
     trained,
     trained_eagerly,
 )
-from support.package import package
-from support.reference import CLASSES, FEATURES, DenseNet, as_numpy
-from support.versions import before
-
-from gaccum_ms import TrainOneStepWithGradAccumulationCell, resume
-from gaccum_ms.adopt import mindcv as adopted
+from tests.support.package import package
+from tests.support.reference import CLASSES, FEATURES, DenseNet, as_numpy
+from tests.support.versions import before
 
 EXTRA = "mindcv is in the extra 'test'"
 theirs = package("mindcv.utils.train_step", EXTRA)

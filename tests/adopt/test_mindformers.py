@@ -13,13 +13,13 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support.adopted import K, apart, assert_takes_arguments_of
-from support.package import package
-from support.reference import as_numpy
-from support.small_llama import RATE, WORDS, small_llama, tokens
-from support.two_ranks import run_on_ranks
 
 from gaccum_ms.adopt import mindformers as adopted
+from tests.support.adopted import K, apart, assert_takes_arguments_of
+from tests.support.package import package
+from tests.support.reference import as_numpy
+from tests.support.small_llama import RATE, WORDS, small_llama, tokens
+from tests.support.two_ranks import run_on_ranks
 
 os.environ.setdefault("LOG_MF_PATH", tempfile.mkdtemp())  # otherwise mindformers writes into the working folder
 EXTRA = "Install mindformers 1.9.0 without its dependencies, and those that it then lacks"

@@ -10,11 +10,11 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
-from support.adopted import ROUNDING, K, apart, assert_takes_arguments_of, few_batches, joined, losses, trained
-from support.package import modules_alone
-from support.reference import as_numpy
 
 from gaccum_ms.adopt import mindocr as adopted
+from tests.support.adopted import ROUNDING, K, apart, assert_takes_arguments_of, few_batches, joined, losses, trained
+from tests.support.package import modules_alone
+from tests.support.reference import as_numpy
 
 theirs, averaging = modules_alone("mindocr", "mindocr.utils.train_step_wrapper", "mindocr.utils.ema")
 ONE = Tensor(1.0, ms.float32)

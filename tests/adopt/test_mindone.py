@@ -6,12 +6,12 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
-from support.adopted import ROUNDING, K, apart, assert_takes_arguments_of, few_batches, joined, losses, trained
-from support.package import package
-from support.reference import Regression, as_numpy
 
 from gaccum_ms import FlushAccumulation
 from gaccum_ms.adopt import mindone as adopted
+from tests.support.adopted import ROUNDING, K, apart, assert_takes_arguments_of, few_batches, joined, losses, trained
+from tests.support.package import package
+from tests.support.reference import Regression, as_numpy
 
 EXTRA = "mindone is in the extra 'trainers'"
 trainers = package("mindone.trainers.train_step", EXTRA)

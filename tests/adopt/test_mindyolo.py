@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 from mindspore import nn
 from mindspore.amp import DynamicLossScaler, StaticLossScaler
-from support.adopted import (
+
+from gaccum_ms import TrainOneStepWithGradAccumulationCell
+from gaccum_ms.adopt import mindyolo as adopted
+from tests.support.adopted import (
     ROUNDING,
     BatchTimesLoss,
     K,
@@ -18,11 +21,8 @@ from support.adopted import (
     few_batches,
     joined,
 )
-from support.package import package
-from support.reference import as_numpy
-
-from gaccum_ms import TrainOneStepWithGradAccumulationCell
-from gaccum_ms.adopt import mindyolo as adopted
+from tests.support.package import package
+from tests.support.reference import as_numpy
 
 EXTRA = "mindyolo is in the extra 'trainers'"
 trainer_factory = package("mindyolo.utils.trainer_factory", EXTRA)

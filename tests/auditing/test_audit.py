@@ -8,8 +8,14 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support.modes import MODES
-from support.reference import (
+
+from gaccum_ms import Accumulators, CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms.accumulation.weighing import BySamples
+from gaccum_ms.auditing import audit as audit_module
+from gaccum_ms.auditing import measure
+from gaccum_ms.auditing.audit import audit
+from tests.support.modes import MODES
+from tests.support.reference import (
     CLASSES,
     FEATURES,
     OPTIMIZERS,
@@ -21,13 +27,7 @@ from support.reference import (
     relative_error,
     step_with,
 )
-from support.reuse import Reused
-
-from gaccum_ms import Accumulators, CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
-from gaccum_ms.accumulation.weighing import BySamples
-from gaccum_ms.auditing import audit as audit_module
-from gaccum_ms.auditing import measure
-from gaccum_ms.auditing.audit import audit
+from tests.support.reuse import Reused
 
 
 def fill(network):

@@ -9,8 +9,6 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support.reference import CLASSES, FEATURES, NETWORKS, OPTIMIZERS, as_numpy, batches, make_network
-from test_kinds_of_networks import DATA, LAYERS, Network
 
 from gaccum_ms import (
     CountClassWeights,
@@ -24,6 +22,8 @@ from gaccum_ms import (
     audit,
     convert_batchnorm_to_groupnorm,
 )
+from tests.accumulation.test_kinds_of_networks import DATA, LAYERS, Network
+from tests.support.reference import CLASSES, FEATURES, NETWORKS, OPTIMIZERS, as_numpy, batches, make_network
 
 RANDOM = np.random.default_rng(0)
 TRIED = "This was tried, and makes it equal: "

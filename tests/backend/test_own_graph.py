@@ -10,11 +10,11 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support.alone import alone
-from support.environment import BLOCKING
 
 from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.backend.graphs import OwnGraph, compiling_alone
+from tests.support.alone import alone
+from tests.support.environment import BLOCKING
 
 seen: list[str] = []
 

@@ -10,10 +10,6 @@ import numpy as np
 import pytest
 from mindspore import Tensor, mint, nn, ops
 from mindspore.experimental import optim
-from support import contrastive
-from support.reference import FEATURES, Regression, as_numpy, batches, make_network
-from support.state import assert_identical, everything
-from support.versions import before
 
 from gaccum_ms import (
     GradAccumulationCell,
@@ -23,6 +19,10 @@ from gaccum_ms import (
     find_micro_batch_size,
 )
 from gaccum_ms.backend import pynative_executor
+from tests.support import contrastive
+from tests.support.reference import FEATURES, Regression, as_numpy, batches, make_network
+from tests.support.state import assert_identical, everything
+from tests.support.versions import before
 
 
 class Interrupted(nn.Cell):

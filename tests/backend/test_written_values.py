@@ -11,12 +11,12 @@ import pytest
 from mindspore import Tensor, nn, ops
 from mindspore.common.initializer import initializer
 from mindspore.train import EarlyStopping
-from support.reference import Outer, relative_error
-from support.two_ranks import case
 
 from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell, WithBatchLossCell
 from gaccum_ms.backend import graphs
 from gaccum_ms.training import lifecycle
+from tests.support.reference import Outer, relative_error
+from tests.support.two_ranks import case
 
 FEATURES, OUTPUTS, SAMPLES = 3, 2, 6
 TOLERANCE = 1e-5
@@ -327,7 +327,7 @@ def test_early_stopping_restores_the_best_weights():
 @pytest.mark.parametrize("way", ["samples", "counts", "jit"])
 def test_on_two_ranks(rank_pair, tmp_path, way):
     """With counts, a rank reports the loss of all ranks; otherwise it reports its own."""
-    results = rank_pair.worker("written_worker", tmp_path)
+    results = rank_pair.worker("tests.ranks.written_worker", tmp_path)
     for rank in results:
         rank[f"{way}/losses"], rank["whole/losses"]  # runs the cases
     together = np.mean([rank["whole/losses"] for rank in results], axis=0)

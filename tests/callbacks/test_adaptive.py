@@ -10,10 +10,6 @@ import numpy as np
 import pytest
 from mindspore import nn
 from mindspore.dataset import NumpySlicesDataset
-from support.reuse import Reused
-from support.two_ranks import case
-from test_noise_record import Quadratic
-from test_noise_scale import known_noise
 
 from gaccum_ms import (
     AdaptiveAccumulation,
@@ -24,6 +20,10 @@ from gaccum_ms import (
     resume,
 )
 from gaccum_ms.learning_rate import current_learning_rate
+from tests.accumulation.test_noise_record import Quadratic
+from tests.callbacks.test_noise_scale import known_noise
+from tests.support.reuse import Reused
+from tests.support.two_ranks import case
 
 RATE = 1e-6  # so small that the weights, and the noise scale of 40, hardly change
 
@@ -143,7 +143,7 @@ def test_a_resumed_step_goes_on_with_its_number_and_rate(tmp_path):
 @pytest.mark.distributed
 def test_two_ranks_do_the_same(rank_pair, tmp_path):
     """Rank 1's own estimate differs; without agreement the ranks would wait for each other for ever."""
-    results = rank_pair.worker("adaptive_worker", tmp_path)
+    results = rank_pair.worker("tests.ranks.adaptive_worker", tmp_path)
     for name in ("follow", "astray"):
         first, second = (case(rank, name) for rank in results)
         assert first["steps"].tolist() == second["steps"].tolist() == [2]  # 2 * 16 of 40

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from mindspore import nn
 from mindspore.dataset import NumpySlicesDataset
-from support.reference import as_numpy
-from test_noise_record import Quadratic, targets
 
 from gaccum_ms import (
     AdaScale,
@@ -20,6 +18,8 @@ from gaccum_ms import (
     resume,
 )
 from gaccum_ms.learning_rate import current_learning_rate
+from tests.accumulation.test_noise_record import Quadratic, targets
+from tests.support.reference import as_numpy
 
 START = np.array([1.0, -0.5, 2.0], np.float32)
 RATE = 0.05

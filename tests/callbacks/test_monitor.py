@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 from mindspore import nn, train
 from mindspore.dataset import NumpySlicesDataset
-from support import paths
-from support import window_oracle as oracle
-from support.reference import Line
-from support.state import manager
-from test_recorder import X, Y, fit
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WindowMonitor, WindowRecord
+from tests.record.test_recorder import X, Y, fit
+from tests.support import paths
+from tests.support import window_oracle as oracle
+from tests.support.reference import Line
+from tests.support.state import manager
 
 
 def strict(text):
@@ -146,7 +146,7 @@ SCRIPT = """
 import json, sys
 from dataclasses import asdict
 import mindspore as ms
-import test_recorder
+from tests.record import test_recorder
 
 if __name__ == "__main__":
     ms.set_context(mode=ms.PYNATIVE_MODE)

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from mindspore import nn
 from mindspore.dataset import NumpySlicesDataset
-from test_noise_record import make_step, targets
 
 from gaccum_ms import AdaptiveAccumulation, AdaScale, FlushAccumulation, GradNoiseScale
 from gaccum_ms.callbacks.noise_scale import ScaleRecord
 from gaccum_ms.record.noise_estimate import Average, WindowNoise
+from tests.accumulation.test_noise_record import make_step, targets
 
 
 def known_noise(samples, seed=2):

@@ -19,10 +19,10 @@ from mindspore import nn
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.train import Callback, LossMonitor, RunContext
 from mindspore.train.callback import _InternalCallbackParam
-from support.reference import Line
-from support.reuse import Reused
 
 from gaccum_ms import FlushAccumulation, GradAccumulationCell, ProgressBar, TrainOneStepWithGradAccumulationCell
+from tests.support.reference import Line
+from tests.support.reuse import Reused
 
 X = np.array([1, 2, 4, 1, 2, 4, 3], np.float32)
 Y = np.array([0, 1, 1, 0, 1, 1, 2], np.float32)
@@ -310,7 +310,7 @@ def test_data_sinking_moves_the_bar_by_sinks(pynative):
 
 @pytest.mark.distributed
 def test_rank_0_alone_draws(rank_pair, tmp_path):
-    first, second = (str(results["drawn"]) for results in rank_pair.worker("progress_worker", tmp_path))
+    first, second = (str(results["drawn"]) for results in rank_pair.worker("tests.ranks.progress_worker", tmp_path))
     assert re.search(r" 8/8 .* update 4\s*$", first)
     assert second == ""
 

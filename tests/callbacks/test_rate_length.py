@@ -11,9 +11,9 @@ from mindspore import Model, nn, train
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.experimental import optim
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
-from support.reference import Line, as_numpy
 
 from gaccum_ms import FlushAccumulation, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, scale_learning_rate
+from tests.support.reference import Line, as_numpy
 
 pytestmark = pytest.mark.usefixtures("pynative")  # rates are compared before anything is compiled
 

@@ -10,11 +10,6 @@ import pytest
 from mindspore import Tensor, mint, nn
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.experimental import optim
-from support.modes import MODES
-from support.reference import Line, as_numpy
-from support.reuse import Reused
-from support.versions import before
-from test_windows import LINE_X, LINE_Y, RATE, line_data, line_oracle, line_step, place
 
 from gaccum_ms import (
     AccumulationScheduler,
@@ -28,6 +23,11 @@ from gaccum_ms import (
 )
 from gaccum_ms.accumulation import windows
 from gaccum_ms.accumulation.open_window import OpenWindow
+from tests.accumulation.test_windows import LINE_X, LINE_Y, RATE, line_data, line_oracle, line_step, place
+from tests.support.modes import MODES
+from tests.support.reference import Line, as_numpy
+from tests.support.reuse import Reused
+from tests.support.versions import before
 
 REFUSED_ON_2_7 = pytest.mark.xfail(before(2, 8), reason="on MindSpore 2.7 mint's SGD is refused")
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from mindspore import nn, train
 from mindspore.dataset import NumpySlicesDataset
-from support.reference import CLASSES, as_numpy, batches, make_network
 
 from gaccum_ms import (
     FlushAccumulation,
@@ -19,6 +18,7 @@ from gaccum_ms import (
     TrainOneStepWithGradAccumulationCell,
     WindowMonitor,
 )
+from tests.support.reference import CLASSES, as_numpy, batches, make_network
 
 X, Y = batches(23, 1)[0]
 ACCURACY = train.Accuracy()

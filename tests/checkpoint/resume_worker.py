@@ -17,9 +17,9 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn, train
 from mindspore.dataset import NumpySlicesDataset
-from support.reference import Regression, batches
 
 from gaccum_ms import FlushAccumulation, GradAccumulationCell, resume
+from tests.support.reference import Regression, batches
 
 BATCH, BATCHES, EPOCHS, STEPS = 6, 7, 3, 4
 # Windows are batches 1-4, 5-8, 9-12, 13-16, 17-20, and one remains; with flush 1-4, 5-7, 8-11, 12-14, 15-18, 19-21.

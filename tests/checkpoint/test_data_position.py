@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from mindspore import nn
 from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
-from support.reference import Line
 
 from gaccum_ms import (
     FlushAccumulation,
@@ -22,6 +21,7 @@ from gaccum_ms import (
     WindowMonitor,
     resume,
 )
+from tests.support.reference import Line
 
 SIZE, EPOCHS = 6, 4  # batches of an epoch, of two samples each
 SAVED = (2, 6, 8, 15)  # batches

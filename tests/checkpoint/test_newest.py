@@ -10,12 +10,12 @@ from pathlib import Path
 import mindspore as ms
 import pytest
 from mindspore import Tensor, nn
-from support.reference import OPTIMIZERS, accumulated, batches, make_network
-from support.state import assert_identical, everything
 
 from gaccum_ms import resume
 from gaccum_ms.checkpoint import newest
 from gaccum_ms.checkpoint.newest import AHEAD, SET_ASIDE, common_key, newest_checkpoint
+from tests.support.reference import OPTIMIZERS, accumulated, batches, make_network
+from tests.support.state import assert_identical, everything
 
 
 def make_step():

@@ -11,14 +11,23 @@ from typing import NamedTuple
 import mindspore as ms
 import numpy as np
 import pytest
-import resume_worker
 from mindspore import Tensor, nn, train
 from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
-from resume_worker import BATCH, BATCHES, EPOCHS, KINDS, Seen, everything, make_data_set, make_model
-from support import paths
-from support.modes import eagerly
-from support.programs import Programs
-from support.reference import (
+
+from gaccum_ms import (
+    Accumulators,
+    CountMask,
+    GradAccumulationCell,
+    GradAccumulator,
+    TrainOneStepWithGradAccumulationCell,
+    resume,
+)
+from tests.checkpoint import resume_worker
+from tests.checkpoint.resume_worker import BATCH, BATCHES, EPOCHS, KINDS, Seen, everything, make_data_set, make_model
+from tests.support import paths
+from tests.support.modes import eagerly
+from tests.support.programs import Programs
+from tests.support.reference import (
     CLASSES,
     FEATURES,
     OPTIMIZERS,
@@ -29,16 +38,7 @@ from support.reference import (
     make_network,
     relative_error,
 )
-from support.state import assert_identical
-
-from gaccum_ms import (
-    Accumulators,
-    CountMask,
-    GradAccumulationCell,
-    GradAccumulator,
-    TrainOneStepWithGradAccumulationCell,
-    resume,
-)
+from tests.support.state import assert_identical
 
 LAST = EPOCHS * BATCHES
 FORMATS = {"open": "ckpt", "flushed": "safetensors"}

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from launched import Launched
-from support.device import DEVICE, RANKS
-from test_docs import code_blocks, numbers_apart
+
+from tests.end_to_end.test_docs import code_blocks, numbers_apart
+from tests.launch.launched import Launched
+from tests.support.device import DEVICE, RANKS
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.distributed

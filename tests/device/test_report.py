@@ -7,9 +7,10 @@ import subprocess
 import sys
 
 import pytest
-import report
-from marks import PAGE, ROOT, marked, page
-from support.device import DEVICE
+
+from tests.device import report
+from tests.device.marks import PAGE, ROOT, marked, page
+from tests.support.device import DEVICE
 
 
 def test_the_page_has_all_marked_tests():

@@ -5,13 +5,13 @@ from __future__ import annotations
 import mindspore as ms
 import numpy as np
 import pytest
-from fused_worker import BYTES, COLLECTIVES, KINDS, LIMIT, MODES, SUM
-from support.ranks import Ranks
-from support.reference import relative_error
-from support.two_ranks import Results, case
 
 from gaccum_ms.distributed import all_reduce as fused_reduction
 from gaccum_ms.distributed.all_reduce import FusedReducer, plan_buffers
+from tests.ranks.fused_worker import BYTES, COLLECTIVES, KINDS, LIMIT, MODES, SUM
+from tests.support.ranks import Ranks
+from tests.support.reference import relative_error
+from tests.support.two_ranks import Results, case
 
 # -- the plan ----------------------------------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ def ranks(tmp_path_factory):
     out = tmp_path_factory.mktemp("fused")
     saving = {"MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_DUMP_IR_PASSES": "validate"}
     with Ranks(out, environment={**saving, "MS_DEV_SAVE_GRAPHS_PATH": str(out / "graphs")}) as two:
-        yield two.worker("fused_worker", out)
+        yield two.worker("tests.ranks.fused_worker", out)
 
 
 def both(results: Results, name: str) -> tuple[list[np.ndarray], list[np.ndarray]]:

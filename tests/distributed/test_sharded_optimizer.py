@@ -9,19 +9,19 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import nn
-from sharding_worker import UPDATES, TrustRatio, make_step, run
-from support.modes import eagerly
-from support.ranks import Ranks
-from support.reference import make_network as make_dense
-from support.reference import relative_error
-from support.reuse import Reused
-from support.two_ranks import Results, case
 
 from gaccum_ms import Accumulators, GradAccumulationCell, ShardedOptimizer, TrainOneStepWithGradAccumulationCell, resume
 from gaccum_ms.distributed.layout import Layout, balanced_owners
 from gaccum_ms.distributed.optimizer_groups import _ELEMENTWISE
 from gaccum_ms.distributed.sharded_optimizer import PART
 from gaccum_ms.distributed.whole_state import not_saved_alone
+from tests.ranks.sharding_worker import UPDATES, TrustRatio, make_step, run
+from tests.support.modes import eagerly
+from tests.support.ranks import Ranks
+from tests.support.reference import make_network as make_dense
+from tests.support.reference import relative_error
+from tests.support.reuse import Reused
+from tests.support.two_ranks import Results, case
 
 TOLERANCE = 1e-6
 RANKS_TOLERANCE = 1e-5  # between different numbers of ranks, which add up in another order
@@ -230,7 +230,7 @@ def stepped(network: nn.Cell, optimizer: nn.Optimizer, **options) -> TrainOneSte
 @pytest.fixture(scope="module")
 def trained(rank_pair, tmp_path_factory) -> list[Results]:
     """The results of each of two ranks, by case."""
-    return rank_pair.worker("sharding_worker", tmp_path_factory.mktemp("equality"))
+    return rank_pair.worker("tests.ranks.sharding_worker", tmp_path_factory.mktemp("equality"))
 
 
 @pytest.mark.core("counted", "by parameters")
@@ -321,7 +321,7 @@ def one_rank(tmp_path_factory) -> OneRank:
 
 @pytest.fixture(scope="module")
 def ranks_with_files(rank_pair, one_rank) -> list[Results]:
-    return rank_pair.worker("sharding_worker", one_rank.folder)
+    return rank_pair.worker("tests.ranks.sharding_worker", one_rank.folder)
 
 
 @pytest.fixture
@@ -408,7 +408,7 @@ def test_what_would_wait_for_ever_or_save_a_part_is_refused_on_both_ranks(saved,
 @pytest.fixture(scope="module")
 def four(one_rank, tmp_path_factory):
     with Ranks(tmp_path_factory.mktemp("four"), 4) as ranks:
-        yield ranks.worker("sharding_worker", one_rank.folder)
+        yield ranks.worker("tests.ranks.sharding_worker", one_rank.folder)
 
 
 @pytest.mark.thorough

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support.programs import Programs
+
+from tests.support.programs import Programs
 
 
 @pytest.fixture(scope="session")

@@ -414,7 +414,7 @@ def test_two_ranks_make_the_whole_batchs_updates(way, rank_pair, tmp_path):
     Above, the command starts two ranks itself."""
     if not controller.is_installed(WAYS[way]):
         pytest.skip(f"not installed: {', '.join(WAYS[way].packages)}")
-    losses = [results[way] for results in rank_pair.worker("test_benchmarks", tmp_path)]
+    losses = [results[way] for results in rank_pair.worker("tests.end_to_end.test_benchmarks", tmp_path)]
     assert np.mean(losses) == pytest.approx(whole_batch().losses[-1], rel=1e-5)
 
 

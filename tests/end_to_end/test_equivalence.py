@@ -6,8 +6,11 @@ from __future__ import annotations
 import mindspore as ms
 import pytest
 from mindspore import nn
-from support.modes import MODES
-from support.reference import (
+
+from gaccum_ms.accumulation.weighing import BySamples
+from gaccum_ms.accumulation.window import Window
+from tests.support.modes import MODES
+from tests.support.reference import (
     OPTIMIZERS,
     accumulated,
     assert_equivalent,
@@ -17,9 +20,6 @@ from support.reference import (
     train,
     whole_batch,
 )
-
-from gaccum_ms.accumulation.weighing import BySamples
-from gaccum_ms.accumulation.window import Window
 
 DIVISIBLE, RAGGED = 24, 13
 DTYPES = {"float32": ms.float32, "float16": ms.float16, "bfloat16": ms.bfloat16}

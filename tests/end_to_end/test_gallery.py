@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.environment import of_users
+
+from tests.support.environment import of_users
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / "sample_code"

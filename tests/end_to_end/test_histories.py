@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import histories
 import pytest
 from mindspore import ops
-from support.ranks import Ranks
 
 from gaccum_ms import TrainOneStepWithGradAccumulationCell
+from tests import histories
+from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:For '(GradAccumulationCell|GradAccumulator|Train)")
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support import language_model
-from support.language_model import IGNORED, SEQUENCES, UPDATES
-from support.reference import relative_error
+
+from tests.support import language_model
+from tests.support.language_model import IGNORED, SEQUENCES, UPDATES
+from tests.support.reference import relative_error
 
 TOLERANCE = 1e-5
 pytestmark = pytest.mark.thorough

@@ -12,12 +12,12 @@ import pytest
 from mindspore import nn, train
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.train import amp
-from support.reference import OPTIMIZERS, Outer, as_numpy, batches, make_network, relative_error
-from support.reuse import Reused
-from support.state import assert_close
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.model_hook import _original, build_train_network
+from tests.support.reference import OPTIMIZERS, Outer, as_numpy, batches, make_network, relative_error
+from tests.support.reuse import Reused
+from tests.support.state import assert_close
 
 BATCH, BATCHES, EPOCHS = 8, 3, 3
 RAGGED = 6  # samples of a short batch, which 4 micro-batches cannot share equally

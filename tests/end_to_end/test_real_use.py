@@ -12,9 +12,10 @@ from typing import NamedTuple
 import mindspore as ms
 import numpy as np
 import pytest
-from support.ranks import Ranks
-from support.reference import as_numpy, relative_error, vector
-from support.two_ranks import Results, case
+
+from tests.support.ranks import Ranks
+from tests.support.reference import as_numpy, relative_error, vector
+from tests.support.two_ranks import Results, case
 
 mindcv = pytest.importorskip("mindcv", reason="mindcv is in the extra 'test'", exc_type=ImportError)
 
@@ -43,7 +44,7 @@ def trained(tmp_path_factory):
         for processes in ON:
             out = tmp_path_factory.mktemp(f"on{processes}")
             ranks = stack.enter_context(Ranks(out, processes, {"ONEDNN_MAX_CPU_ISA": None}))  # users need not set it
-            found[processes] = Trained(out, ranks.worker("real_use_worker", out))
+            found[processes] = Trained(out, ranks.worker("tests.ranks.real_use_worker", out))
         yield found
 
 

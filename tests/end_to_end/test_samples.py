@@ -15,7 +15,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.environment import of_users
+
+from tests.support.environment import of_users
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = ROOT / "sample_code" / "distributed_gradient_accumulation"

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from support import paths
 
 import gaccum_ms
+from tests.support import paths
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = paths.worker("tutorial_script.py")

@@ -11,10 +11,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from support.environment import of_users
-from test_docs import HOWTO, README, code_blocks, numbers_apart
 
 import gaccum_ms
+from tests.end_to_end.test_docs import HOWTO, README, code_blocks, numbers_apart
+from tests.support.environment import of_users
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIABLES = {name: value for name, value in of_users().items() if name not in ("PYTHONPATH", "PYTHONHOME")}

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from launched import PYTHONPATH, ROOT
-from support import no_device
 
 from gaccum_ms.launch import cuda
+from tests.launch.launched import PYTHONPATH, ROOT
+from tests.support import no_device
 
 
 @pytest.fixture(scope="module")

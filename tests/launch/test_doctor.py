@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from launched import PYTHONPATH, ROOT
 from mindspore.run_check._check_version import AscendEnvChecker
 
 from gaccum_ms.cpu import instructions
 from gaccum_ms.launch import cuda, doctor
+from tests.launch.launched import PYTHONPATH, ROOT
 
 
 def run(*command: str | Path, cwd: str | Path = "/", **env: str) -> subprocess.CompletedProcess:

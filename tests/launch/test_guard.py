@@ -15,9 +15,9 @@ import uuid
 from pathlib import Path
 
 import pytest
-from launched import Launched, wait_until, write
 
 from gaccum_ms.launch import guard
+from tests.launch.launched import Launched, wait_until, write
 
 pytestmark = pytest.mark.distributed
 

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launched import TRAINS, Launched, printed, write
+
+from tests.launch.launched import TRAINS, Launched, printed, write
 
 ADDRESSES = ("10.231.77.1", "10.231.77.2")
 pytestmark = pytest.mark.distributed

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launched import LIMIT, ROOT, TRAINS, Launched, wait_until, write
+
+from tests.launch.launched import LIMIT, ROOT, TRAINS, Launched, wait_until, write
 
 pytestmark = pytest.mark.distributed
 

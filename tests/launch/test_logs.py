@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from launched import Launched, in_mounts_of_its_own, write
+
+from tests.launch.launched import Launched, in_mounts_of_its_own, write
 
 pytestmark = pytest.mark.distributed
 

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from launched import PYTHONPATH, ROOT, printed, write
 
 from gaccum_ms.launch import options
+from tests.launch.launched import PYTHONPATH, ROOT, printed, write
 
 SCRIPT = __file__
 

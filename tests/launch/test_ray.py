@@ -16,7 +16,17 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from launched import LIMIT, PYTHONPATH, TRAINS, Launched, free_ports, in_mounts_of_its_own, wait_until, write
+
+from tests.launch.launched import (
+    LIMIT,
+    PYTHONPATH,
+    TRAINS,
+    Launched,
+    free_ports,
+    in_mounts_of_its_own,
+    wait_until,
+    write,
+)
 
 pytestmark = [
     pytest.mark.distributed,

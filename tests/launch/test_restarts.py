@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from launched import TRAINS, Launched, processes, wait_until, write
 from mindspore import Tensor, nn
-from support.reference import as_numpy
-from training_rank import BATCHES, EPOCHS, make_network, samples_of_an_epoch
 
 from gaccum_ms.launch.cluster import Cluster, LaunchError
 from gaccum_ms.launch.restarts import Restarts
+from tests.launch.launched import TRAINS, Launched, processes, wait_until, write
+from tests.launch.training_rank import BATCHES, EPOCHS, make_network, samples_of_an_epoch
+from tests.support.reference import as_numpy
 
 KILLS = 20
 KEEPS = ["sh", "-c", 'exec "$@" 2>stderr', "sh"]  # nobody reads a pipe meanwhile, and it would fill up

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from launched import LIMIT, PYTHONPATH, TRAINS, free_ports, printed, processes, wait_until, write
+
+from tests.launch.launched import LIMIT, PYTHONPATH, TRAINS, free_ports, printed, processes, wait_until, write
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 PATH = f"{os.environ['PATH']}{os.pathsep}/usr/sbin"  # a user's PATH may lack the daemons

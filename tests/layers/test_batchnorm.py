@@ -8,10 +8,10 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, mint, nn, ops
-from support.reference import CLASSES, BatchNormInEvalNet, ConvNet, as_numpy, batches, relative_error
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WindowBatchNorm
 from gaccum_ms.layers.batchnorm import trains_batch_norm
+from tests.support.reference import CLASSES, BatchNormInEvalNet, ConvNet, as_numpy, batches, relative_error
 
 
 class BatchNormNet(ConvNet):

@@ -8,8 +8,11 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, mint, nn, ops
-from support.modes import MODES
-from support.reference import (
+
+from gaccum_ms import GradAccumulationCell, convert_batchnorm_to_groupnorm
+from gaccum_ms.layers.batchnorm import batch_norm_names
+from tests.support.modes import MODES
+from tests.support.reference import (
     CLASSES,
     Classifier,
     accumulated,
@@ -19,9 +22,6 @@ from support.reference import (
     relative_error,
     train,
 )
-
-from gaccum_ms import GradAccumulationCell, convert_batchnorm_to_groupnorm
-from gaccum_ms.layers.batchnorm import batch_norm_names
 
 
 class NormsNet(Classifier):

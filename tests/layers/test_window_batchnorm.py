@@ -6,11 +6,11 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support.modes import MODES
-from support.reference import as_numpy, batches, relative_error
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WindowBatchNorm
 from gaccum_ms.layers.window_batchnorm import WindowStatistics
+from tests.support.modes import MODES
+from tests.support.reference import as_numpy, batches, relative_error
 
 
 class Net(nn.Cell):
@@ -204,7 +204,7 @@ def gradients_of(norm, x, weights):
 def test_two_ranks_pool_their_statistics(rank_pair, tmp_path):
     given = data(12)
     expected = whole_batch(given)
-    for results in rank_pair.worker("batchnorm_worker", tmp_path):
+    for results in rank_pair.worker("tests.ranks.batchnorm_worker", tmp_path):
         for name in ("single", "spanning"):
             assert relative_error(results[name], expected) < 1e-6, name
 

@@ -13,11 +13,11 @@ import sys
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
-from support.contrastive import InfoNCE, Spread, accumulated, unit_length, whole
-from support.modes import eagerly
-from support.reference import relative_error, vector
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WithBatchLossCell
+from tests.support.contrastive import InfoNCE, Spread, accumulated, unit_length, whole
+from tests.support.modes import eagerly
+from tests.support.reference import relative_error, vector
 
 WIDTH = 2**16  # the width of the activations, of which each has 64 MB for 256 samples
 

@@ -14,21 +14,6 @@ import mindspore.amp
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops, train
-from support import contrastive, paths
-from support.contrastive import (
-    InfoNCE,
-    Single,
-    Spread,
-    Towers,
-    Whole,
-    accumulated,
-    batches,
-    make_parts,
-    whole,
-)
-from support.modes import eagerly
-from support.programs import Programs
-from support.reference import OPTIMIZERS, as_numpy, assert_equivalent, relative_error, step_with, vector
 
 from gaccum_ms import (
     AccumulationScheduler,
@@ -46,6 +31,21 @@ from gaccum_ms import (
 from gaccum_ms.accumulation.grad_cache import TwoPasses
 from gaccum_ms.accumulation.micro_step import OneLoss
 from gaccum_ms.accumulation.weighing import BySamples
+from tests.support import contrastive, paths
+from tests.support.contrastive import (
+    InfoNCE,
+    Single,
+    Spread,
+    Towers,
+    Whole,
+    accumulated,
+    batches,
+    make_parts,
+    whole,
+)
+from tests.support.modes import eagerly
+from tests.support.programs import Programs
+from tests.support.reference import OPTIMIZERS, as_numpy, assert_equivalent, relative_error, step_with, vector
 
 DIVISIBLE, RAGGED = 24, 13
 UPDATES = 3

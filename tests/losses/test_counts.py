@@ -6,10 +6,6 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support.modes import MODES
-from support.reference import as_numpy, step_with
-from support.reuse import Reused
-from support.state import assert_identical, everything
 
 from gaccum_ms import (
     Accumulators,
@@ -22,6 +18,10 @@ from gaccum_ms import (
 from gaccum_ms.accumulation.counting import Counting
 from gaccum_ms.accumulation.several_losses import ByCountsOfEach
 from gaccum_ms.accumulation.weighing import ByCounts
+from tests.support.modes import MODES
+from tests.support.reference import as_numpy, step_with
+from tests.support.reuse import Reused
+from tests.support.state import assert_identical, everything
 
 COUNT_MASK = CountMask()
 START = np.linspace(-1, 1, 4)

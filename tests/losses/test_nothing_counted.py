@@ -9,9 +9,6 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support.reference import as_numpy, step_with
-from support.reuse import Reused
-from support.state import assert_identical, everything
 
 from gaccum_ms import (
     EvenSplit,
@@ -20,6 +17,9 @@ from gaccum_ms import (
     TrainOneStepWithGradAccumulationCell,
 )
 from gaccum_ms.accumulation.weighing import ByCounts
+from tests.support.reference import as_numpy, step_with
+from tests.support.reuse import Reused
+from tests.support.state import assert_identical, everything
 
 START = np.linspace(-1, 1, 4)
 RATE = 0.5

@@ -7,13 +7,13 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support.reference import as_numpy, step_with
-from support.reuse import Reused
-from support.state import assert_identical, everything
-from test_counts import RATE, START, UNEVEN, data, gradient, oracle
 
 from gaccum_ms import CountMask, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, audit, resume
 from gaccum_ms.accumulation.weighing import ByCountsWithOutputs
+from tests.losses.test_counts import RATE, START, UNEVEN, data, gradient, oracle
+from tests.support.reference import as_numpy, step_with
+from tests.support.reuse import Reused
+from tests.support.state import assert_identical, everything
 
 
 class Ratio(nn.Cell):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from mindspore import Tensor, nn
-from support.reference import OPTIMIZERS, batches, make_network
 
 from gaccum_ms import GradAccumulationCell
 from gaccum_ms.memory.forecast import Forecast
 from gaccum_ms.memory.search import _beyond, _largest
 from gaccum_ms.training.step import step_on_trial
+from tests.support.reference import OPTIMIZERS, batches, make_network
 
 MB = 1_000_000
 

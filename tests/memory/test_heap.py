@@ -7,7 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from support import paths
+
+from tests.support import paths
 
 HEAPS = """
 import ctypes, runpy, sys, threading

@@ -8,8 +8,6 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support.alone import alone
-from support.reference import FEATURES, OPTIMIZERS, as_numpy, batches, make_network
 
 from gaccum_ms import (
     Accumulators,
@@ -22,6 +20,8 @@ from gaccum_ms import (
 from gaccum_ms.memory.heap import keep_heap_small
 from gaccum_ms.memory.proc import own
 from gaccum_ms.memory.report import MemoryReport, MemoryRow
+from tests.support.alone import alone
+from tests.support.reference import FEATURES, OPTIMIZERS, as_numpy, batches, make_network
 
 
 class Greedy(nn.SGD):
@@ -182,7 +182,7 @@ def test_nothing_fits_a_limit_below_the_framework():
 
 @pytest.mark.thorough
 def test_out_of_memory_while_measuring_does_not_fit(pynative):
-    from test_search import Limited
+    from tests.memory.test_search import Limited
 
     network = Limited(make_network("dense"), 7)
     optimizer = OPTIMIZERS["momentum"](network.trainable_params())

@@ -16,14 +16,14 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor
-from support.alone import alone
-from support.no_device import compiler
 
 from gaccum_ms.memory import child, watch
 from gaccum_ms.memory.child import run_in_child
 from gaccum_ms.memory.meter import ProcessMeter, container_limits, device_memory_free
 from gaccum_ms.memory.proc import own, sizes_in
 from gaccum_ms.memory.watch import Watch
+from tests.support.alone import alone
+from tests.support.no_device import compiler
 
 MB = 1_000_000
 

@@ -6,9 +6,6 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
-from support.alone import alone
-from support.reference import OPTIMIZERS, as_numpy, batches, make_network
-from support.two_ranks import case
 
 from gaccum_ms import (
     AutoSize,
@@ -21,6 +18,9 @@ from gaccum_ms.memory.heap import keep_heap_small
 from gaccum_ms.memory.meter import AllocatorMeter, ProcessMeter
 from gaccum_ms.memory.proc import forget_peak, own
 from gaccum_ms.memory.trial import even_sizes
+from tests.support.alone import alone
+from tests.support.reference import OPTIMIZERS, as_numpy, batches, make_network
+from tests.support.two_ranks import case
 
 PLENTY = 1 << 40
 
@@ -254,7 +254,7 @@ def test_failures_are_not_kept(monkeypatch, pynative):
 def test_ranks_agree_on_the_smallest(rank_pair, tmp_path):
     """Rank 1 is out of memory above 6 samples: both ranks find 6, for 16 samples in three micro-batches. If nothing
     fits on rank 1, both ranks raise an error. Training goes on as with the number given, with unchanged weights."""
-    for rank in rank_pair.worker("find_size_ranks_worker", tmp_path):
+    for rank in rank_pair.worker("tests.ranks.find_size_ranks_worker", tmp_path):
         results = case(rank, "search")
         assert results["less on rank 1"] == 6
         assert "not enough on rank(s) [1]" in str(results["nothing on rank 1"])

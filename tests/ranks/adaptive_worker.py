@@ -6,11 +6,11 @@ import dataclasses
 from pathlib import Path
 
 from mindspore.communication import get_rank
-from support.reference import as_numpy
-from support.two_ranks import Results
-from test_adaptive import fit, steps_of
 
 from gaccum_ms import AdaptiveAccumulation, FlushAccumulation
+from tests.callbacks.test_adaptive import fit, steps_of
+from tests.support.reference import as_numpy
+from tests.support.two_ranks import Results
 
 
 class Astray(AdaptiveAccumulation):

@@ -9,12 +9,12 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 from mindspore.communication import get_group_size, get_rank
-from support.adopted import BatchTimesLoss, K, Predictor, few_batches
-from support.modes import MODES
-from support.reference import Regression, as_numpy, vector
-from support.two_ranks import Results
 
 from gaccum_ms.adopt import mindcv, mindocr, mindone, mindyolo
+from tests.support.adopted import BatchTimesLoss, K, Predictor, few_batches
+from tests.support.modes import MODES
+from tests.support.reference import Regression, as_numpy, vector
+from tests.support.two_ranks import Results
 
 SAMPLES = 4  # on each rank, in each batch
 MAX_NORM = 1.0  # between the norms of the two windows

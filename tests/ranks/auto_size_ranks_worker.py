@@ -10,9 +10,10 @@ import mindspore as ms
 import numpy as np
 from mindspore import mint, nn
 from mindspore.communication import get_rank, init
-from support.reference import Regression, batches, vector
-from support.two_ranks import leave
-from test_auto_size import WithStatistics, halving_step, make_step, marked, run, state
+
+from tests.support.reference import Regression, batches, vector
+from tests.support.two_ranks import leave
+from tests.training.test_auto_size import WithStatistics, halving_step, make_step, marked, run, state
 
 
 def weights(step):

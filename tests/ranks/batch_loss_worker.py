@@ -9,13 +9,13 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 from mindspore.communication import get_group_size, get_rank
-from support import contrastive
-from support.contrastive import accumulated, batches, make_parts, whole
-from support.reference import OPTIMIZERS, as_numpy, step_with
-from support.two_ranks import Results
 
 from gaccum_ms import Accumulators, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WithBatchLossCell, audit
 from gaccum_ms.accumulation.grad_cache import TwoPasses
+from tests.support import contrastive
+from tests.support.contrastive import accumulated, batches, make_parts, whole
+from tests.support.reference import OPTIMIZERS, as_numpy, step_with
+from tests.support.two_ranks import Results
 
 PER_RANK, UPDATES = 7, 3  # 7 samples are ragged in 3 micro-batches
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from mindspore.communication import get_rank
-from support.two_ranks import Results
-from test_window_batchnorm import data, make_step, run
 
 from gaccum_ms import WindowBatchNorm
+from tests.layers.test_window_batchnorm import data, make_step, run
+from tests.support.two_ranks import Results
 
 
 def pooled(out: Path) -> Results:

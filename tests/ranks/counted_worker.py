@@ -14,12 +14,8 @@ from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
-from distributed_worker import NotedAllReduce
 from mindspore import Tensor, nn, ops
 from mindspore.communication import get_group_size, get_rank
-from support import language_model
-from support.reference import as_numpy, vector
-from support.two_ranks import Results
 
 from gaccum_ms import (
     Accumulators,
@@ -30,6 +26,10 @@ from gaccum_ms import (
     audit,
 )
 from gaccum_ms.accumulation.sharded_accumulators import ShardedSums
+from tests.ranks.distributed_worker import NotedAllReduce
+from tests.support import language_model
+from tests.support.reference import as_numpy, vector
+from tests.support.two_ranks import Results
 
 SAMPLES = (7, 5)  # of each rank; in three micro-batches 3 + 3 + 1 and 2 + 2 + 1
 MICRO_SIZE, LENGTH, FEATURES = 3, 4, 3

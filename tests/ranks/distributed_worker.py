@@ -12,14 +12,14 @@ import numpy as np
 from mindspore import nn, ops
 from mindspore.communication import get_group_size, get_rank
 from mindspore.profiler import ProfilerActivity, profile, tensorboard_trace_handler
-from support.modes import MODES
-from support.reference import OPTIMIZERS, Line, Regression, accumulated, as_numpy, batches, step_with, train
-from support.two_ranks import Results
 
 from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.accumulation.weighing import BySamples
 from gaccum_ms.distributed.all_reduce import FusedReducer
 from gaccum_ms.distributed.ranks import broadcast_parameters
+from tests.support.modes import MODES
+from tests.support.reference import OPTIMIZERS, Line, Regression, accumulated, as_numpy, batches, step_with, train
+from tests.support.two_ranks import Results
 
 PER_RANK, UPDATES = 7, 3  # 7 samples are ragged in 3 micro-batches
 

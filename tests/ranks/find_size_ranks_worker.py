@@ -7,11 +7,11 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 from mindspore.communication import get_rank
-from support.reference import OPTIMIZERS, accumulated, batches, make_network, train
-from support.two_ranks import Results
-from test_search import Limited
 
 from gaccum_ms import GradAccumulationCell, find_micro_batch_size
+from tests.memory.test_search import Limited
+from tests.support.reference import OPTIMIZERS, accumulated, batches, make_network, train
+from tests.support.two_ranks import Results
 
 
 def found(largest: int, batch: list[ms.Tensor]) -> tuple[np.ndarray, Limited]:

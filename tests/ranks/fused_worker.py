@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
-from distributed_worker import ReducesEachMicroBatch
 from mindspore import Tensor, nn, ops
 from mindspore.communication import get_group_size, get_rank
 from mindspore.profiler import ProfilerActivity, profile, tensorboard_trace_handler
-from support.reference import as_numpy, batches, make_network, step_with
-from support.two_ranks import Results
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.accumulation.weighing import BySamples
 from gaccum_ms.distributed import all_reduce as fused_reduction
+from tests.ranks.distributed_worker import ReducesEachMicroBatch
+from tests.support.reference import as_numpy, batches, make_network, step_with
+from tests.support.two_ranks import Results
 
 LIMIT = 100  # bytes: of the network "dense", 768 and 320 are sent alone, 64 and 20 together
 COLLECTIVES, BYTES = 3, 768 + 320 + 64 + 20

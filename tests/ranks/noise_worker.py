@@ -9,10 +9,10 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 from mindspore.communication import get_rank
-from support.two_ranks import Results
-from test_noise_record import make_step, noise_of, targets
 
 from gaccum_ms import CountMask
+from tests.accumulation.test_noise_record import make_step, noise_of, targets
+from tests.support.two_ranks import Results
 
 
 def records(gradients_mean: bool) -> Callable[[Path], Results]:

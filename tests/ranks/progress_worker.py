@@ -8,10 +8,10 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 from mindspore import nn
-from support.reference import Line
-from support.two_ranks import Results
 
 from gaccum_ms import GradAccumulationCell, ProgressBar
+from tests.support.reference import Line
+from tests.support.two_ranks import Results
 
 
 def drawn(out: Path) -> Results:

@@ -20,8 +20,6 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops, train
 from mindspore.communication import GlobalComm, get_group_size, get_rank
-from support.reference import as_numpy
-from support.two_ranks import Results
 
 from gaccum_ms import (
     FlushAccumulation,
@@ -32,6 +30,8 @@ from gaccum_ms import (
     convert_batchnorm_to_groupnorm,
     tune_cpu,
 )
+from tests.support.reference import as_numpy
+from tests.support.two_ranks import Results
 
 CLASSES, SIZE, IMAGES, IMAGE_BATCH, IMAGE_EPOCHS = 3, 32, 48, 24, 4  # a batch is of all ranks together
 IMAGE_UPDATES = IMAGE_EPOCHS * IMAGES // IMAGE_BATCH

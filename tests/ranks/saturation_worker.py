@@ -8,10 +8,10 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 from mindspore.communication import get_rank
-from support.saturating import Saturating, batch, device_that_saturates
-from support.two_ranks import Results
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from tests.support.saturating import Saturating, batch, device_that_saturates
+from tests.support.two_ranks import Results
 
 
 def train(rank: int, **options) -> np.ndarray:

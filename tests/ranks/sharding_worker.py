@@ -11,10 +11,6 @@ import numpy as np
 from mindspore import nn, ops, train
 from mindspore.communication import get_group_size, get_rank
 from mindspore.experimental import optim
-from support.modes import eagerly
-from support.reference import CLASSES, FEATURES, Classifier, _decayed, as_numpy, batches
-from support.reuse import Reused
-from support.two_ranks import Results
 
 from gaccum_ms import (
     Accumulators,
@@ -29,6 +25,10 @@ from gaccum_ms import (
 from gaccum_ms.distributed import all_reduce as fused_reduction
 from gaccum_ms.distributed import layout as shards
 from gaccum_ms.learning_rate import current_learning_rate, multiply_learning_rate
+from tests.support.modes import eagerly
+from tests.support.reference import CLASSES, FEATURES, Classifier, _decayed, as_numpy, batches
+from tests.support.reuse import Reused
+from tests.support.two_ranks import Results
 
 PER_RANK = 6
 UPDATES = 3

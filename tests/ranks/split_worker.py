@@ -11,11 +11,11 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 from mindspore.communication import get_rank
-from support.modes import MODES
-from support.reference import Regression, as_numpy, batches, vector
-from support.two_ranks import Results
 
 from gaccum_ms import CountMask, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, resume
+from tests.support.modes import MODES
+from tests.support.reference import Regression, as_numpy, batches, vector
+from tests.support.two_ranks import Results
 
 SIZES = (6, 10)  # samples in each rank's batches
 NUMBER = 4  # batches of each rank

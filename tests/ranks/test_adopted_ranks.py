@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from adopted_worker import CASES, MAX_NORM, MAX_NORM_OF_SUM, SAMPLES, data, momentum
 from mindspore import nn
-from support.adopted import BatchTimesLoss, K, Predictor, joined
-from support.by_hand import ByHand, global_norm, norm_of, train_whole
-from support.reference import Regression, relative_error
-from support.two_ranks import case
+
+from tests.ranks.adopted_worker import CASES, MAX_NORM, MAX_NORM_OF_SUM, SAMPLES, data, momentum
+from tests.support.adopted import BatchTimesLoss, K, Predictor, joined
+from tests.support.by_hand import ByHand, global_norm, norm_of, train_whole
+from tests.support.reference import Regression, relative_error
+from tests.support.two_ranks import case
 
 pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
 def ranks(rank_pair, tmp_path_factory):
-    return rank_pair.worker("adopted_worker", tmp_path_factory.mktemp("adopted"))
+    return rank_pair.worker("tests.ranks.adopted_worker", tmp_path_factory.mktemp("adopted"))
 
 
 class WholeBatchOfMindyolo(nn.Cell):

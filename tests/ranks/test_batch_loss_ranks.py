@@ -7,13 +7,14 @@ import functools
 import mindspore as ms
 import numpy as np
 import pytest
-from batch_loss_worker import PER_RANK, UPDATES
 from mindspore import nn
-from support import contrastive
-from support.contrastive import batches, whole
-from support.reference import relative_error
-from support.two_ranks import Results, case
-from test_batch_loss import clipped_whole
+
+from tests.losses.test_batch_loss import clipped_whole
+from tests.ranks.batch_loss_worker import PER_RANK, UPDATES
+from tests.support import contrastive
+from tests.support.contrastive import batches, whole
+from tests.support.reference import relative_error
+from tests.support.two_ranks import Results, case
 
 pytestmark = pytest.mark.distributed
 TOLERANCE = 1e-5
@@ -22,7 +23,7 @@ TOLERANCE = 1e-5
 @pytest.fixture(scope="module")
 def ranks(rank_pair, tmp_path_factory) -> list[Results]:
     """The results of each of two ranks, by case."""
-    return rank_pair.worker("batch_loss_worker", tmp_path_factory.mktemp("batch_loss"))
+    return rank_pair.worker("tests.ranks.batch_loss_worker", tmp_path_factory.mktemp("batch_loss"))
 
 
 def error(one: dict, other: dict) -> float:

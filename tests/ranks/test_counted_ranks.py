@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from counted_worker import (
+
+from tests.ranks.counted_worker import (
     DECAY,
     FEATURES,
     IGNORED,
@@ -24,9 +25,9 @@ from counted_worker import (
     cut,
     plain,
 )
-from support import language_model
-from support.reference import relative_error
-from support.two_ranks import Results, case
+from tests.support import language_model
+from tests.support.reference import relative_error
+from tests.support.two_ranks import Results, case
 
 pytestmark = pytest.mark.distributed
 TOLERANCE = 1e-5
@@ -36,7 +37,7 @@ CONTROLS = [name for name in SCENARIOS if name.startswith("control")]
 @pytest.fixture(scope="module")
 def ranks(rank_pair, tmp_path_factory) -> list[Results]:
     """The results of each of two ranks, by scenario."""
-    return rank_pair.worker("counted_worker", tmp_path_factory.mktemp("counted"))
+    return rank_pair.worker("tests.ranks.counted_worker", tmp_path_factory.mktemp("counted"))
 
 
 # -- the oracle --------------------------------------------------------------------------------------------------------

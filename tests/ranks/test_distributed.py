@@ -5,11 +5,12 @@ from __future__ import annotations
 import mindspore as ms
 import numpy as np
 import pytest
-from distributed_worker import PER_RANK, SENT, UPDATES
 from mindspore import nn
-from support.reference import OPTIMIZERS, Regression, as_numpy, batches, relative_error, train
-from support.state import assert_close
-from support.two_ranks import Results, case
+
+from tests.ranks.distributed_worker import PER_RANK, SENT, UPDATES
+from tests.support.reference import OPTIMIZERS, Regression, as_numpy, batches, relative_error, train
+from tests.support.state import assert_close
+from tests.support.two_ranks import Results, case
 
 pytestmark = pytest.mark.distributed
 TOLERANCE = 1e-5
@@ -18,7 +19,7 @@ TOLERANCE = 1e-5
 @pytest.fixture(scope="module")
 def ranks(rank_pair, tmp_path_factory) -> list[Results]:
     """The results of each of two ranks, by case."""
-    return rank_pair.worker("distributed_worker", tmp_path_factory.mktemp("distributed"))
+    return rank_pair.worker("tests.ranks.distributed_worker", tmp_path_factory.mktemp("distributed"))
 
 
 @pytest.mark.core("3-graph-0", "3-graph-1", "3-pynative-0")

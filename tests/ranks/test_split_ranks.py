@@ -7,9 +7,10 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
-from split_worker import NUMBER, SIZES, SPLITS, data_of, halves, many
-from support.reference import Regression, relative_error, vector
-from support.two_ranks import case
+
+from tests.ranks.split_worker import NUMBER, SIZES, SPLITS, data_of, halves, many
+from tests.support.reference import Regression, relative_error, vector
+from tests.support.two_ranks import case
 
 pytestmark = pytest.mark.distributed
 TOLERANCE = 1e-5
@@ -35,7 +36,7 @@ def whole(name, rate):
 
 @pytest.fixture(scope="module")
 def trained(rank_pair, tmp_path_factory):
-    return rank_pair.worker("split_worker", tmp_path_factory.mktemp("split"))
+    return rank_pair.worker("tests.ranks.split_worker", tmp_path_factory.mktemp("split"))
 
 
 def test_ranks_have_different_numbers_of_micro_batches():

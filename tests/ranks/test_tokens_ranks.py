@@ -6,18 +6,19 @@ from __future__ import annotations
 import mindspore as ms
 import numpy as np
 import pytest
-from support.ranks import Ranks
-from support.reference import Clipped, relative_error, vector
-from support.two_ranks import case
-from test_max_tokens import run, whole_step
-from tokens_worker import KINDS, NUMBER, data_of
+
+from tests.ranks.tokens_worker import KINDS, NUMBER, data_of
+from tests.splitting.test_max_tokens import run, whole_step
+from tests.support.ranks import Ranks
+from tests.support.reference import Clipped, relative_error, vector
+from tests.support.two_ranks import case
 
 pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
 def trained(rank_pair, tmp_path_factory):
-    return rank_pair.worker("tokens_worker", tmp_path_factory.mktemp("tokens"))
+    return rank_pair.worker("tests.ranks.tokens_worker", tmp_path_factory.mktemp("tokens"))
 
 
 def windows(steps, number):
@@ -60,7 +61,7 @@ def test_a_window_equals_all_its_samples_on_one_process(trained, name):
 @pytest.mark.thorough
 def test_eight_ranks_train_as_one_process(tmp_path):
     with Ranks(tmp_path, 8) as ranks:
-        results = [case(one, "window") for one in ranks.worker("tokens_worker", tmp_path)]
+        results = [case(one, "window") for one in ranks.worker("tests.ranks.tokens_worker", tmp_path)]
     assert len({tuple(one["micro-batches"]) for one in results}) > 2
     assert_as_one_process(results, whole(KINDS["window"][1], ranks=8))
 

@@ -6,11 +6,9 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor
-from support import by_hand
-from support.by_hand import ByHand, train_whole
-from support.reference import Regression, relative_error
-from support.two_ranks import case
-from transforms_worker import (
+
+from gaccum_ms import resume
+from tests.ranks.transforms_worker import (
     DECAY,
     MAX_NORM,
     NORM,
@@ -24,8 +22,10 @@ from transforms_worker import (
     make_step,
     momentum,
 )
-
-from gaccum_ms import resume
+from tests.support import by_hand
+from tests.support.by_hand import ByHand, train_whole
+from tests.support.reference import Regression, relative_error
+from tests.support.two_ranks import case
 
 pytestmark = pytest.mark.distributed
 
@@ -37,7 +37,7 @@ def out(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(rank_pair, out):
-    return rank_pair.worker("transforms_worker", out)
+    return rank_pair.worker("tests.ranks.transforms_worker", out)
 
 
 def whole(steps):

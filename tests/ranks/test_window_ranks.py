@@ -13,11 +13,10 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
-from support import window_oracle as oracle
-from support.ranks import Ranks
-from support.reference import Clipped, Regression, relative_error
-from support.two_ranks import Results, case
-from window_worker import (
+
+from gaccum_ms import resume
+from gaccum_ms.backend.parameters import own
+from tests.ranks.window_worker import (
     ACCUMULATOR_CALLS,
     BATCH,
     CALLS,
@@ -49,9 +48,10 @@ from window_worker import (
     share,
     state,
 )
-
-from gaccum_ms import resume
-from gaccum_ms.backend.parameters import own
+from tests.support import window_oracle as oracle
+from tests.support.ranks import Ranks
+from tests.support.reference import Clipped, Regression, relative_error
+from tests.support.two_ranks import Results, case
 
 pytestmark = pytest.mark.distributed
 TOLERANCE = 1e-5
@@ -69,7 +69,7 @@ def out(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def trained(rank_pair, out) -> list[Results]:
     """The results of each of two ranks."""
-    return rank_pair.worker("window_worker", out)
+    return rank_pair.worker("tests.ranks.window_worker", out)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def resumed(out, trained, tmp_path_factory):
         def of(kind: str) -> list[Results]:
             case(trained[0], f"uninterrupted {kind}")
             save_alone(kind, out)
-            return trained if kind == "counts" else new.worker("window_worker", out)
+            return trained if kind == "counts" else new.worker("tests.ranks.window_worker", out)
 
         yield of
 

@@ -11,13 +11,13 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 from mindspore.communication import get_rank
-from support.modes import MODES
-from support.reference import as_numpy, vector
-from support.two_ranks import Results
-from test_auto_tokens import Limited, auto_step, marked
-from test_max_tokens import LENGTH, batch, make_step, max_tokens
 
 from gaccum_ms import AutoSize
+from tests.splitting.test_auto_tokens import Limited, auto_step, marked
+from tests.splitting.test_max_tokens import LENGTH, batch, make_step, max_tokens
+from tests.support.modes import MODES
+from tests.support.reference import as_numpy, vector
+from tests.support.two_ranks import Results
 
 SAMPLES = (6, 24)  # in the batches of even and of odd ranks; later pairs of ranks have more
 NUMBER = 4  # batches of each rank

@@ -10,9 +10,6 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 from mindspore.communication import get_rank
-from support.modes import MODES
-from support.reference import Regression, as_numpy, batches, vector
-from support.two_ranks import Results
 
 from gaccum_ms import (
     Accumulators,
@@ -25,6 +22,9 @@ from gaccum_ms import (
     WeightAverage,
     resume,
 )
+from tests.support.modes import MODES
+from tests.support.reference import Regression, as_numpy, batches, vector
+from tests.support.two_ranks import Results
 
 RATE, DECAY, NORM, MAX_NORM = 0.05, 0.5, 3.0, 0.3
 SPIKE = 2  # the window whose targets are far off, on rank 1 alone

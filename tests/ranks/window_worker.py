@@ -10,16 +10,10 @@ from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
-from distributed_worker import NotedAllReduce
 from mindspore import Tensor, nn, ops
 from mindspore.communication import get_rank
 from mindspore.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 from mindspore.train import Callback, CheckpointConfig, ModelCheckpoint
-from support import window_oracle
-from support.modes import MODES
-from support.reference import Regression, as_numpy, batches, step_with, vector
-from support.state import everything
-from support.two_ranks import Results
 
 from gaccum_ms import (
     AccumulationScheduler,
@@ -32,6 +26,12 @@ from gaccum_ms import (
     resume,
 )
 from gaccum_ms.accumulation.window import Window
+from tests.ranks.distributed_worker import NotedAllReduce
+from tests.support import window_oracle
+from tests.support.modes import MODES
+from tests.support.reference import Regression, as_numpy, batches, step_with, vector
+from tests.support.state import everything
+from tests.support.two_ranks import Results
 
 RATE, MOMENTUM = 0.05, 0.9
 SCALE = 2.0**20

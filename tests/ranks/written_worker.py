@@ -7,8 +7,9 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 from mindspore.communication import get_rank
-from support.modes import MODES
-from test_written_values import JOINED, WINDOWS, WRITES, Training
+
+from tests.backend.test_written_values import JOINED, WINDOWS, WRITES, Training
+from tests.support.modes import MODES
 
 
 def on_ranks(way: str):

@@ -12,9 +12,6 @@ from mindspore import nn, ops, train
 from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
 from mindspore.train import RunContext
 from mindspore.train.callback import _InternalCallbackParam
-from support import window_oracle as oracle
-from support.reference import Line, as_numpy, make_network
-from support.state import manager
 
 from gaccum_ms import (
     AccumulationScheduler,
@@ -28,6 +25,9 @@ from gaccum_ms import (
     WindowMonitor,
 )
 from gaccum_ms.record.recorder import WindowRecorder
+from tests.support import window_oracle as oracle
+from tests.support.reference import Line, as_numpy, make_network
+from tests.support.state import manager
 
 X = np.array([1, 2, 4], np.float32)
 Y = np.array([0, 1, 1], np.float32)

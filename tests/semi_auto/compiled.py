@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-import finished_graph
 import numpy as np
-from support import no_device
 
 import gaccum_ms
+from tests.semi_auto import finished_graph
+from tests.support import no_device
 
 RANKS = 8
 TIME_LIMIT = 1800  # seconds; all cases take two free cores about three minutes

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from compiled import Compiler
-from ran import Ran
-from support import no_device
+
+from tests.semi_auto.compiled import Compiler
+from tests.semi_auto.ran import Ran
+from tests.support import no_device
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from finished_graph import COLLECTIVES, Graph, Node, Program, split_top
+
+from tests.semi_auto.finished_graph import COLLECTIVES, Graph, Node, Program, split_top
 
 
 class Ref(NamedTuple):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-from compile_worker import SAMPLES
-from machine import Machine
+
+from tests.semi_auto.compile_worker import SAMPLES
+from tests.semi_auto.machine import Machine
 
 RANKS = 8
 WEIGHTS = ("first", "bias", "second")

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from finished_graph import COLLECTIVES
-from ran import RANKS, WEIGHTS, Ran
+
+from tests.semi_auto.finished_graph import COLLECTIVES
+from tests.semi_auto.ran import RANKS, WEIGHTS, Ran
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("parallel")]
 

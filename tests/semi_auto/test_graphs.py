@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from compile_worker import SAMPLES
-from machine import rows
-from ran import RANKS, SPLIT, WEIGHTS, Ran, X, Y, by_hand, part_of, same_update
+
+from tests.semi_auto.compile_worker import SAMPLES
+from tests.semi_auto.machine import rows
+from tests.semi_auto.ran import RANKS, SPLIT, WEIGHTS, Ran, X, Y, by_hand, part_of, same_update
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("parallel")]
 

@@ -7,7 +7,6 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
-from support.reference import batches, make_network
 
 from gaccum_ms import (
     AccumulationScheduler,
@@ -18,6 +17,7 @@ from gaccum_ms import (
     WithBatchLossCell,
 )
 from gaccum_ms.semi_auto import modes as auto_parallel
+from tests.support.reference import batches, make_network
 
 
 @pytest.fixture(autouse=True, params=["semi_auto_parallel", "auto_parallel"])

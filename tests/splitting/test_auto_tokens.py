@@ -11,10 +11,6 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support.alone import alone
-from support.reference import Outer, as_numpy, relative_error
-from test_auto_size import says_assert_failed, state
-from test_max_tokens import DATA, IGNORED, LENGTH, Causal, make_step, max_tokens, run, whole_step
 
 from gaccum_ms import (
     Accumulators,
@@ -32,6 +28,10 @@ from gaccum_ms.backend.snapshot import Snapshot
 from gaccum_ms.memory.heap import keep_heap_small
 from gaccum_ms.memory.proc import forget_peak, own
 from gaccum_ms.training.found_tokens import FoundTokens
+from tests.splitting.test_max_tokens import DATA, IGNORED, LENGTH, Causal, make_step, max_tokens, run, whole_step
+from tests.support.alone import alone
+from tests.support.reference import Outer, as_numpy, relative_error
+from tests.training.test_auto_size import says_assert_failed, state
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*writes state in 'construct'")  # networks that count their runs
 

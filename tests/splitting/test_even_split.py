@@ -8,9 +8,6 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support.modes import MODES, eagerly
-from support.reference import FEATURES, as_numpy, batches, relative_error
-from support.reuse import Reused
 
 from gaccum_ms import (
     EvenSplit,
@@ -22,6 +19,9 @@ from gaccum_ms import (
     memory_report,
 )
 from gaccum_ms.accumulation.micro_batches import SplitPlan, plan_split
+from tests.support.modes import MODES, eagerly
+from tests.support.reference import FEATURES, as_numpy, batches, relative_error
+from tests.support.reuse import Reused
 
 TOLERANCE = 1e-5
 TABLE = np.random.default_rng(1).normal(size=(3, FEATURES)).astype(np.float32)  # fewer rows than there are samples

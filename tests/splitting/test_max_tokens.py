@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 from mindspore.dataset import GeneratorDataset
-from support.modes import MODES
-from support.reference import as_numpy, relative_error
 
 from gaccum_ms import (
     Accumulators,
@@ -25,6 +23,8 @@ from gaccum_ms import (
     audit,
     resume,
 )
+from tests.support.modes import MODES
+from tests.support.reference import as_numpy, relative_error
 
 VOCABULARY, LENGTH, WIDTH, IGNORED = 23, 24, 8, -100
 PLACES = np.arange(LENGTH)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from support.modes import eagerly
-from support.reference import FEATURES, Regression, as_numpy
+from tests.support.modes import eagerly
+from tests.support.reference import FEATURES, Regression, as_numpy
 
 K = 3  # batches that share an update
 ROUNDING = 1e-6  # absolute error of weights below 1

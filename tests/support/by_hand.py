@@ -8,8 +8,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from support.modes import eagerly
-from support.reference import as_numpy
+from tests.support.modes import eagerly
+from tests.support.reference import as_numpy
 
 Arrays = list[np.ndarray]
 

@@ -9,7 +9,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WithBatchLossCell
-from support.reference import Run, as_numpy
+from tests.support.reference import Run, as_numpy
 
 CLASSES = 4
 

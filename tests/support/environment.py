@@ -16,7 +16,7 @@ import os
 
 import mindspore as ms
 
-from support.device import DEVICE
+from tests.support.device import DEVICE
 
 BLOCKING = "MS_DEV_HOST_BLOCKING_RUN"
 _given = BLOCKING in os.environ

@@ -25,7 +25,7 @@ from gaccum_ms import (
     Transform,
     WeightAverage,
 )
-from support.history_oracle import ADAM_EPS, IGNORED, LOSSES, Inputs, Setup, shapes_of, uneven_bounds
+from tests.support.history_oracle import ADAM_EPS, IGNORED, LOSSES, Inputs, Setup, shapes_of, uneven_bounds
 
 DTYPES = {"float32": ms.float32, "float16": ms.float16, "bfloat16": ms.bfloat16}
 

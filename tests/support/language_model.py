@@ -10,8 +10,8 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from gaccum_ms import CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
-from support.modes import eagerly
-from support.reference import as_numpy
+from tests.support.modes import eagerly
+from tests.support.reference import as_numpy
 
 VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS = 50, 12, 16, 2, 1
 SEQUENCES, UPDATES = 8, 20

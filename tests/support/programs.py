@@ -36,7 +36,7 @@ class Programs:
     def run(self, script: Path, *arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
         """Run ``python SCRIPT ARGUMENTS`` in this folder; its output is written to two files there."""
         if self.waiting is None:
-            from support.environment import of_users  # not above: as a program, this file does not find it
+            from tests.support.environment import of_users  # not above: as a program, this file does not find it
 
             path = os.pathsep.join([self.path, os.environ.get("PYTHONPATH", "")])
             self.waiting = subprocess.Popen(

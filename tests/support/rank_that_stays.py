@@ -20,8 +20,8 @@ import psutil
 from mindspore import ops
 from mindspore.communication import get_rank, init
 
-from support import environment
-from support.device import DEVICE
+from tests.support import environment
+from tests.support.device import DEVICE
 
 
 def request(file: Path, asking: int) -> dict[str, str] | None:

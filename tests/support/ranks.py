@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from support import paths
+from tests.support import paths
 
 TIME_LIMIT = 3600  # seconds that ranks live; the tests normally end them before
 CASE_LIMIT = 600  # seconds for a case; the longest takes half a minute on a free core

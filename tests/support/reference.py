@@ -248,6 +248,19 @@ def step_with(**kinds: type) -> type[TrainOneStepWithGradAccumulationCell]:
     return Step
 
 
+def make_step(
+    network: nn.Cell,
+    optimizer: Callable = lambda weights: nn.SGD(weights, 0.1),
+    scale_sense: Any = None,
+    step_class: type = TrainOneStepWithGradAccumulationCell,
+    **options,
+) -> TrainOneStepWithGradAccumulationCell:
+    """Our step of a network that returns its loss, with these options of the cell; ``optimizer(weights)`` makes the
+    optimizer."""
+    cell = GradAccumulationCell(network, **options)
+    return step_class(cell, optimizer(cell.trainable_params()), scale_sense).set_train()
+
+
 def accumulated(step_class: type = TrainOneStepWithGradAccumulationCell, **options) -> Callable:
     """A ``make_step`` for `train`: our step with these options of the cell."""
 

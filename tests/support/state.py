@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 import numpy as np
 from mindspore import nn
 
-from support.reference import as_numpy, relative_error
+from tests.support.reference import as_numpy, relative_error
 
 State = Mapping[str, np.ndarray]
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support import paths
-from support.programs import Programs
-from support.ranks import Ranks
+from tests.support import paths
+from tests.support.programs import Programs
+from tests.support.ranks import Ranks
 
 CONFTEST = """
 from pathlib import Path
-from support.spread import Spread
+from tests.support.spread import Spread
 
 def pytest_addoption(parser):
     parser.addoption("--minutes", type=float, default=9)
@@ -129,7 +129,7 @@ def test_a_case_runs_when_it_is_asked_for_and_once(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     with Ranks(tmp_path, 1) as ranks:
-        (results,) = ranks.worker("support.test_support", out)
+        (results,) = ranks.worker("tests.support.test_support", out)
         assert results["one/number"] == 3
         (out / "one").unlink()
         assert results["one/number"] == 3

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from support import paths
-from support.ranks import Asked
+from tests.support import paths
+from tests.support.ranks import Asked
 
 Results = dict[str, np.ndarray]
 

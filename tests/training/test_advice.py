@@ -8,7 +8,6 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, mint, nn, ops
-from support.reference import FEATURES, Regression, as_numpy, batches, relative_error
 
 from gaccum_ms import (
     CountClassWeights,
@@ -21,6 +20,7 @@ from gaccum_ms import (
 )
 from gaccum_ms.layers.state import advice_about_state
 from gaccum_ms.losses.known_losses import advice_about_losses
+from tests.support.reference import FEATURES, Regression, as_numpy, batches, relative_error
 
 TOLERANCE = 1e-5
 RANDOM = np.random.default_rng(0)

@@ -17,10 +17,6 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops, train
 from mindspore.dataset import GeneratorDataset
-from support.alone import alone
-from support.reference import OPTIMIZERS, Outer, Regression, as_numpy, batches, relative_error
-from support.state import assert_close, assert_identical
-from support.two_ranks import case, run_on_two_ranks
 
 from gaccum_ms import (
     Accumulators,
@@ -38,6 +34,10 @@ from gaccum_ms.backend.parameters import overwrite
 from gaccum_ms.backend.snapshot import Snapshot
 from gaccum_ms.memory.proc import sizes_in
 from gaccum_ms.training.found_size import FoundSize
+from tests.support.alone import alone
+from tests.support.reference import OPTIMIZERS, Outer, Regression, as_numpy, batches, relative_error
+from tests.support.state import assert_close, assert_identical
+from tests.support.two_ranks import case, run_on_two_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*writes state in 'construct'")  # networks that count their runs
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 from mindspore.train.dataset_helper import _DataWrapper
-from support import window_oracle as oracle
-from support.reference import as_numpy, step_with
 
 from gaccum_ms import CountMask, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.accumulation.window import Window
+from tests.support import window_oracle as oracle
+from tests.support.reference import as_numpy, step_with
 
 
 class Queue(nn.Cell):

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import mindspore as ms
 import pytest
-from support.programs import Programs
+
+from tests.support.programs import Programs
 
 PROGRAM = """
 from benchmarks.ways import WAYS, Setting

@@ -9,21 +9,6 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support.reference import (
-    OPTIMIZERS,
-    Line,
-    Regression,
-    Run,
-    as_numpy,
-    assert_equivalent,
-    batches,
-    fails_once,
-    make_network,
-    relative_error,
-    train,
-)
-from support.reuse import Reused
-from support.state import assert_close, assert_identical, everything, manager
 
 import gaccum_ms.training.grad_accumulator
 from gaccum_ms import (
@@ -41,6 +26,21 @@ from gaccum_ms import (
 from gaccum_ms.accumulation.open_window import OpenWindow
 from gaccum_ms.accumulation.reduction import CountedReduction
 from gaccum_ms.training.batch_reduction import BatchReduction
+from tests.support.reference import (
+    OPTIMIZERS,
+    Line,
+    Regression,
+    Run,
+    as_numpy,
+    assert_equivalent,
+    batches,
+    fails_once,
+    make_network,
+    relative_error,
+    train,
+)
+from tests.support.reuse import Reused
+from tests.support.state import assert_close, assert_identical, everything, manager
 
 # How a loop runs: "compiled" is PyNative mode with jit=True; "jit" is a user's compiled function around everything.
 WAYS = {"graph": ms.GRAPH_MODE, "pynative": ms.PYNATIVE_MODE, "compiled": ms.PYNATIVE_MODE, "jit": ms.PYNATIVE_MODE}

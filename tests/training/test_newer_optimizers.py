@@ -11,9 +11,6 @@ from mindspore import Tensor, mint, nn
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.experimental import optim
 from mindspore.experimental.optim import lr_scheduler
-from support.modes import MODES
-from support.reference import FEATURES, Regression, as_numpy, relative_error
-from support.versions import before
 
 from gaccum_ms import (
     FlushAccumulation,
@@ -24,6 +21,9 @@ from gaccum_ms import (
     WindowMonitor,
     resume,
 )
+from tests.support.modes import MODES
+from tests.support.reference import FEATURES, Regression, as_numpy, relative_error
+from tests.support.versions import before
 
 SAMPLES, UPDATES = 6, 3
 _RANDOM = np.random.default_rng(3)

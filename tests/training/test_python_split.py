@@ -14,10 +14,6 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 from mindspore.dataset import GeneratorDataset
-from support.modes import MODES, eagerly
-from support.reference import FEATURES, Clipped, Outer, Regression, as_numpy, batches, fails_once, relative_error
-from support.reuse import Reused
-from support.state import assert_identical, everything, manager
 
 from gaccum_ms import (
     Accumulators,
@@ -30,6 +26,10 @@ from gaccum_ms import (
     WithBatchLossCell,
     resume,
 )
+from tests.support.modes import MODES, eagerly
+from tests.support.reference import FEATURES, Clipped, Outer, Regression, as_numpy, batches, fails_once, relative_error
+from tests.support.reuse import Reused
+from tests.support.state import assert_identical, everything, manager
 
 TOLERANCE = 1e-5
 MASK = CountMask()

@@ -10,9 +10,14 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support import paths
-from support.modes import eagerly
-from support.reference import (
+
+from gaccum_ms import Accumulators, GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell
+from gaccum_ms.accumulation.micro_step import OneLoss
+from gaccum_ms.accumulation.weighing import BySamples
+from gaccum_ms.accumulation.window import Window
+from tests.support import paths
+from tests.support.modes import eagerly
+from tests.support.reference import (
     FEATURES,
     OPTIMIZERS,
     Line,
@@ -23,12 +28,7 @@ from support.reference import (
     relative_error,
     step_with,
 )
-from support.state import assert_identical, everything
-
-from gaccum_ms import Accumulators, GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell
-from gaccum_ms.accumulation.micro_step import OneLoss
-from gaccum_ms.accumulation.weighing import BySamples
-from gaccum_ms.accumulation.window import Window
+from tests.support.state import assert_identical, everything
 
 
 def make_step(loss=None, optimizer="momentum", **options):

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn
 from mindspore.train import MAE, Callback
-from support.reference import FEATURES, as_numpy
-from support.state import assert_identical, everything
 
 from gaccum_ms import GradAccumulationCell, SkipSpikes, WeightAverage, resume
 from gaccum_ms.backend.parameters import own
+from tests.support.reference import FEATURES, as_numpy
+from tests.support.state import assert_identical, everything
 
 X = np.random.default_rng(3).normal(size=(24, FEATURES)).astype(np.float32)
 Y = (X[:, :1] - X[:, 1:2]).astype(np.float32)

@@ -9,11 +9,6 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support import by_hand
-from support.by_hand import ByHand, train_whole
-from support.modes import MODES
-from support.reference import FEATURES, PlainSGD, Regression, as_numpy, batches, make_network, relative_error, vector
-from support.state import assert_identical, everything, manager
 
 from gaccum_ms import (
     Accumulators,
@@ -33,6 +28,20 @@ from gaccum_ms import (
 )
 from gaccum_ms.backend.parameters import own
 from gaccum_ms.transforms.chain import others
+from tests.support import by_hand
+from tests.support.by_hand import ByHand, train_whole
+from tests.support.modes import MODES
+from tests.support.reference import (
+    FEATURES,
+    PlainSGD,
+    Regression,
+    as_numpy,
+    batches,
+    make_network,
+    relative_error,
+    vector,
+)
+from tests.support.state import assert_identical, everything, manager
 
 RATE, SAMPLES = 0.05, 11
 TOLERANCE = 1e-5
