@@ -389,11 +389,11 @@ class History:
         flushes = place in ("transform", "after_update") and self.spans and self.random.random() < 0.5
         batches = self.batches()
         for batch in batches:  # the first micro-batch counts something, and runs, on each rank
-            batch[-1][0] = 1
+            batch[-1].flat[0] = 1
         self.log.append(f"{type(error).__name__} in {place} of " + ("a flush" if flushes else "a batch"))
         before = self.state()
         windows = [list(window) for window in self.oracle.windows]
-        position = self.oracle.position
+        position, rounding = self.oracle.position, self.oracle.rounding
         expected = Expected(dict(before), outputs={"updated": False})
         if not flushes:
             expected = self.oracle.train(before, self.parts(before, batches), self.rank)
@@ -424,7 +424,7 @@ class History:
             expected = Expected(dict(before))
         left = int(now[OWN + "window_position"])
         if self.spans and left == position and not went_on and not (position and now[OWN + "window_steps"] <= position):
-            self.oracle.windows = windows
+            self.oracle.windows, self.oracle.rounding = windows, rounding
         elif left:
             raise Difference(f"window_position is {left}, and was {position} before the error")
         else:

@@ -318,6 +318,7 @@ def random_batch(random: np.random.Generator, setup: Setup, samples: int) -> Inp
         labels = random.integers(0, 5, (samples, width)).astype(np.int32)
         for row, length in enumerate(random.integers(0, width + 1, samples)):
             labels[row, length:] = IGNORED
+        labels[0, width - 1] = IGNORED  # where no sample is short, MaxTokens asks for the value of padding
         labels[nothing[str(empty)]] = IGNORED
         return tokens, labels
     x = random.normal(size=(samples, 3)).astype(np.float32)
