@@ -46,6 +46,7 @@ setup(
             "pytest>=8.4,<9",  # pytest-xdist 3.8 does not support the groups of pytest 9.2
             "pytest-xdist",
             "scikit-learn",
+            "selenium",  # it drives the Chromium that looks at the site
             "setuptools",  # it and wheel build the wheel that is tested
             "tensorboardX",
             "wheel",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from pathlib import Path
 
@@ -59,6 +60,28 @@ def class_signature(app, what, name, item, options, signature, result) -> tuple[
     return str(inspect.Signature(parameters)), result
 
 
+def make_narrow_tables(app, page, template, context, doctree) -> None:
+    """Let long words of code be broken behind punctuation, and nowhere else; name each cell's column, which site.css
+    shows on a narrow page, where each cell has a line of its own."""
+    body = context.get("body", "")
+    body = re.sub(r'(?<=<span class="pre">)[^<]{21,}(?=</span>)', with_breaks, body)
+    context["body"] = re.sub(r'<table class="docutils.*?</table>', with_labels, body, flags=re.DOTALL)
+
+
+def with_breaks(word: re.Match) -> str:
+    return re.sub(r"(?<=\w)([./=(,_])(?=\w)", r"\1<wbr>", word[0])
+
+
+def with_labels(table: re.Match) -> str:
+    heads = [re.sub("<[^>]*>", "", head) for head in re.findall('<th class="head.*?</th>', table[0], re.DOTALL)]
+
+    def row(cells: re.Match) -> str:
+        labels = iter(heads)
+        return re.sub("<td", lambda _: f'<td data-label="{next(labels)}"', cells[0])
+
+    return re.sub("<tr.*?</tr>", row, table[0], flags=re.DOTALL)
+
+
 def draw_charts(app) -> None:
     """Draw the charts that pages take in."""
     from charts import make_charts
@@ -69,4 +92,5 @@ def draw_charts(app) -> None:
 def setup(app) -> None:
     app.add_html_math_renderer("mathml", (inline_math, None), (block_math, None))
     app.connect("autodoc-process-signature", class_signature)
+    app.connect("html-page-context", make_narrow_tables)
     app.connect("builder-inited", draw_charts)
