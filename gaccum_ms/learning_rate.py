@@ -140,7 +140,7 @@ def scale_learning_rate(
     if isinstance(rate, list):
         rate = rate[::batches]
         warmed = [min(update / warmup_updates, 1.0) if warmup_updates else 1.0 for update in range(len(rate))]
-        return [one * (1 - grown + scale * grown) for one, grown in zip(rate, warmed, strict=True)]
+        return [each_rate * (1 - grown + scale * grown) for each_rate, grown in zip(rate, warmed, strict=True)]
     if isinstance(rate, float) and not warmup_updates:
         return rate * scale
     return ScaledLearningRate(rate, scale, warmup_updates, batches)
@@ -180,8 +180,8 @@ def current_learning_rate(optimizer: nn.Optimizer, updates_ago: int = 0) -> floa
         group = optimizer.param_groups[0]
         return float(group.get(FIXED_RATE, group["lr"]))
     step = optimizer.global_step.asnumpy() - updates_ago
-    held = optimizer.get_lr_parameter(optimizer.parameters[0])
-    if _is_list(held) and step[0] >= held.size:
+    rate_parameter = optimizer.get_lr_parameter(optimizer.parameters[0])
+    if _is_list(rate_parameter) and step[0] >= rate_parameter.size:
         return math.nan
     rate = optimizer.learning_rate[0] if optimizer.is_group_lr else optimizer.learning_rate
     if isinstance(rate, nn.Cell):
@@ -195,18 +195,18 @@ def updates_of_rates(optimizer: nn.Optimizer) -> int | None:
     optimizer = _with_rate(optimizer)
     if isinstance(optimizer, ExperimentalOptimizer):
         return None
-    held = optimizer.get_lr_parameter(list(optimizer.parameters))
-    return max((_updates_of(one) for one in held), default=0) or None
+    rates = optimizer.get_lr_parameter(list(optimizer.parameters))
+    return max((_updates_of(rate) for rate in rates), default=0) or None
 
 
-def _updates_of(held: Any) -> int:
+def _updates_of(rate: Any) -> int:
     """The same for one rate; 0 if it does not end."""
-    if isinstance(held, ScaledLearningRate):
-        return -(-_updates_of(held.base) // held.batches)
-    if isinstance(held, nn.Cell):  # a user's schedule may hold another
-        ends = (one.decay_steps for _, one in held.cells_and_names() if isinstance(one, _ENDING))
+    if isinstance(rate, ScaledLearningRate):
+        return -(-_updates_of(rate.base) // rate.batches)
+    if isinstance(rate, nn.Cell):  # a user's schedule may hold another
+        ends = (cell.decay_steps for _, cell in rate.cells_and_names() if isinstance(cell, _ENDING))
         return max(ends, default=0)
-    return held.size if isinstance(held, ms.Parameter) and _is_list(held) else 0
+    return rate.size if isinstance(rate, ms.Parameter) and _is_list(rate) else 0
 
 
 def multiply_learning_rate(optimizer: nn.Optimizer, factor: float) -> None:
@@ -220,26 +220,26 @@ def multiply_learning_rate(optimizer: nn.Optimizer, factor: float) -> None:
     else:
         rates = optimizer.get_lr_parameter(list(optimizer.parameters))
     # Groups without a separate rate share one Parameter.
-    multipliers = {id(held): held for held in rates}
-    for parameter in [_multiplier(held) for held in multipliers.values()]:
+    multipliers = {id(rate): rate for rate in rates}
+    for parameter in [_multiplier(rate) for rate in multipliers.values()]:
         overwrite(parameter, ms.Tensor(parameter.asnumpy() * factor, parameter.dtype))
 
 
-def _multiplier(held: ms.Parameter | LearningRateSchedule) -> ms.Parameter:
+def _multiplier(rate: ms.Parameter | LearningRateSchedule) -> ms.Parameter:
     """The Parameter to which a rate is proportional. MindSpore's numbers and lists have one, its schedules do not."""
-    if isinstance(held, ScaledLearningRate):
-        return held.multiplier
-    if isinstance(held, ms.Parameter):
-        return held
+    if isinstance(rate, ScaledLearningRate):
+        return rate.multiplier
+    if isinstance(rate, ms.Parameter):
+        return rate
     raise ValueError(
         f"For 'multiply_learning_rate', the optimizer's learning rate must be a number, a list, or a schedule made by "
-        f"'scale_learning_rate', but got the schedule '{type(held).__name__}', which cannot be changed while training "
+        f"'scale_learning_rate', but got the schedule '{type(rate).__name__}', which cannot be changed while training "
         f"goes on. Give the optimizer scale_learning_rate(schedule, 1) instead."
     )
 
 
-def _is_list(held: ms.Parameter | LearningRateSchedule) -> bool:
-    return isinstance(held, ms.Parameter) and held.ndim == 1
+def _is_list(rate: ms.Parameter | LearningRateSchedule) -> bool:
+    return isinstance(rate, ms.Parameter) and rate.ndim == 1
 
 
 def _with_rate(optimizer: Any) -> nn.Optimizer:
@@ -269,9 +269,9 @@ def _checked_rate(learning_rate: Any) -> float | list[float] | LearningRateSched
         raise ValueError(
             f"For '{_OWNER}', the argument 'learning_rate' must have a rate for each update, but got none."
         )
-    for index, one in enumerate(learning_rate):
-        _check_number(f"learning_rate[{index}]", one)
-    return [float(one) for one in learning_rate]
+    for index, rate in enumerate(learning_rate):
+        _check_number(f"learning_rate[{index}]", rate)
+    return [float(rate) for rate in learning_rate]
 
 
 def _check_number(name: str, value: Any, kinds: str = "a float", positive: bool = False) -> None:

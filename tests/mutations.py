@@ -208,8 +208,8 @@ FAULTS = [
     Fault(
         "each batch has its own unit",
         "accumulation/open_window.py",
-        "return ops.select(ops.logical_and(held == 0, count > 0), fresh, held), held == 0",
-        "return fresh, held == 0",
+        "return ops.select(ops.logical_and(seed == 0, count > 0), new_seed, seed), seed == 0",
+        "return new_seed, seed == 0",
         "accumulation/test_windows.py -k batches_that_share",
     ),
     Fault(
@@ -322,7 +322,7 @@ FAULTS = [
     Fault(
         "the optimizer's loss scale is left in norms",
         "accumulation/update.py",
-        "self.max_grad_norm * self.held_scale)",
+        "self.max_grad_norm * self.scale_in_gradients)",
         "self.max_grad_norm)",
         "training/test_grad_accumulator.py -k optimizer_removes",
     ),
@@ -392,15 +392,15 @@ FAULTS = [
     Fault(
         "outputs are joined in another order",
         "accumulation/micro_batches.py",
-        "ops.concat((held[rows:], new))",
-        "ops.concat((new, held[rows:]))",
+        "ops.concat((before[rows:], new))",
+        "ops.concat((new, before[rows:]))",
         "accumulation/test_outputs.py -k change_nothing",
     ),
     Fault(
         "scalars have what is left out",
         "accumulation/weighing.py",
-        "one = ops.select(taken, one, ops.zeros_like(one))",
-        "one = one + 0.0",
+        "output = ops.select(taken, output, ops.zeros_like(output))",
+        "output = output + 0.0",
         "accumulation/test_outputs.py -k 'change_nothing and masked'",
     ),
     Fault(
@@ -421,8 +421,8 @@ FAULTS = [
     Fault(
         "representations come in another order",
         "accumulation/grad_cache.py",
-        "ops.concat((held[rows:], new[index]))",
-        "ops.concat((new[index], held[rows:]))",
+        "ops.concat((rows_before[rows:], new[index]))",
+        "ops.concat((new[index], rows_before[rows:]))",
         "losses/test_batch_loss.py -k test_equals_the_whole_batch",
     ),
     Fault(
@@ -556,8 +556,8 @@ FAULTS = [
     Fault(
         "rates per update do not warm up",
         "learning_rate.py",
-        "return [one * (1 - grown + scale * grown)",
-        "return [one * scale",
+        "return [each_rate * (1 - grown + scale * grown)",
+        "return [each_rate * scale",
         "test_lr.py -k 'warm or by_hand'",
     ),
     Fault(
@@ -677,8 +677,8 @@ FAULTS = [
     Fault(
         "large parts are joined with large ones",
         "splitting/balanced_sampler.py",
-        "zip(one, reversed(other), strict=True)",
-        "zip(one, other, strict=True)",
+        "zip(first, reversed(second), strict=True)",
+        "zip(first, second, strict=True)",
         "splitting/test_balanced_sampler.py",
     ),
 ]

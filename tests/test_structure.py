@@ -64,4 +64,4 @@ def test_a_plain_step_runs_through_the_seven_files_that_the_architecture_names()
     assert len(named) == 7
     # Nothing on most devices; the copies of a network that draws random numbers, of which there are none here; and the
     # advice, which a compilation may give.
-    assert ran - {"saturation.py", "copies.py", "windows.py", "advice.py"} == set(named)
+    assert ran - {"saturation.py", "copies.py", "assembly.py", "advice.py"} == set(named)

@@ -61,8 +61,8 @@ def _add_compensated_to(accumulator: ms.Parameter, compensation: ms.Parameter, g
     old = ops.cast(accumulator, ms.float32)
     rounded = ops.cast(old + addend, accumulator.dtype)
     lost = (old - ops.cast(rounded, ms.float32)) + addend
-    kept = ops.assign(compensation, lost)
-    return write(accumulator, ops.depend(rounded, kept))
+    assigned = ops.assign(compensation, lost)
+    return write(accumulator, ops.depend(rounded, assigned))
 
 
 @read_compensated.register("Tensor", "Tensor")
@@ -103,7 +103,7 @@ class GradientSums(nn.Cell):
         super().__init__(auto_prefix=False)
         self.sums = allocate(weights, dtype, prefix)
         self.compensated = compensated
-        self.adds_in_branch = on_cpu() and any(one.dtype == ms.bfloat16 for one in self.sums)
+        self.adds_in_branch = on_cpu() and any(parameter.dtype == ms.bfloat16 for parameter in self.sums)
         if self.adds_in_branch:
             self.always = ms.Tensor(True)
         if compensated:
@@ -146,21 +146,23 @@ class GradientSums(nn.Cell):
     def reset_eagerly(self) -> None:
         """Zero everything, outside of a graph."""
         with no_grad():
-            for held in (*self.sums, *(self.compensations if self.compensated else ())):
-                zero_in_place(held)
+            for parameter in (*self.sums, *(self.compensations if self.compensated else ())):
+                zero_in_place(parameter)
 
     def hold_something(self) -> bool:
         """Whether any of them is not zero."""
-        return any(one.asnumpy().any() for one in (held.astype(ms.float32) for held in self.get_parameters()))
+        return any(
+            value.asnumpy().any() for value in (parameter.astype(ms.float32) for parameter in self.get_parameters())
+        )
 
     def adapt(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """A checkpoint's sums in this form, if only one of the checkpoint and this Cell has compensations."""
         adapted = dict(values)
-        for held in self.sums:
-            lost = COMPENSATION_PREFIX + held.name.removeprefix(PREFIX)
-            if held.name in values and self.compensated != (lost in values):
-                total = values[held.name].astype(np.float32) + values.get(lost, np.float32(0.0))
-                adapted[held.name] = total
+        for accumulator in self.sums:
+            lost = COMPENSATION_PREFIX + accumulator.name.removeprefix(PREFIX)
+            if accumulator.name in values and self.compensated != (lost in values):
+                total = values[accumulator.name].astype(np.float32) + values.get(lost, np.float32(0.0))
+                adapted[accumulator.name] = total
                 if self.compensated:
-                    adapted[lost] = total - ms.Tensor(total, held.dtype).astype(ms.float32).asnumpy()
+                    adapted[lost] = total - ms.Tensor(total, accumulator.dtype).astype(ms.float32).asnumpy()
         return adapted

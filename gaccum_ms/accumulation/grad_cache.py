@@ -72,8 +72,8 @@ class _Forward(nn.Cell):
         result: tuple = ()
         for index in range(len(representations)):
             axis = self.axis(index)
-            one = representations[index]
-            result = (*result, ops.swapaxes(one, 0, axis) if axis > 0 else one)
+            representation = representations[index]
+            result = (*result, ops.swapaxes(representation, 0, axis) if axis > 0 else representation)
         return result
 
     def axis(self, index):
@@ -137,15 +137,15 @@ class TwoPasses(nn.Cell):
         size, axes = plan[micro_batches.SIZE], plan[micro_batches.AXES]
         last = self.forward(*micro_batches.take_rest(inputs, before, axes))
         known_rows = None if isinstance(rows_of_last, ms.Tensor) else rows_of_last
-        check_samples([one.shape for one in last], self.forward.axes or (), known_rows)
+        check_samples([representation.shape for representation in last], self.forward.axes or (), known_rows)
         # One tuple, with a scalar in it: graph mode forgets the length of a tuple of equal shapes that a loop carries.
         state: tuple = (ms.Tensor(0, ms.int32),)
         for index in range(len(last)):
-            one = last[index]
+            representation = last[index]
             rows = int(before)  # a Tensor if the batch has open length; MindSpore 2.7's zeros take none
             if self.forward.axis(index) >= 0:
-                one = ops.zeros((rows, *one.shape[1:]), one.dtype)
-            state = (*state, one)
+                representation = ops.zeros((rows, *representation.shape[1:]), representation.dtype)
+            state = (*state, representation)
         while state[0] < before:
             state = self.appended(state, self.forward(*micro_batches.take(inputs, state[0], size, axes)), size)
         return self.appended(state, last, 0)[1:]
@@ -154,11 +154,11 @@ class TwoPasses(nn.Cell):
         """The start of the next micro-batch, and the Tensors without their first `rows` rows, with `new` appended."""
         following: tuple = (state[0] + rows,)
         for index in range(len(new)):
-            held = state[index + 1]
+            rows_before = state[index + 1]
             if self.forward.axis(index) >= 0:
-                following = (*following, ops.concat((held[rows:], new[index])))
+                following = (*following, ops.concat((rows_before[rows:], new[index])))
             else:
-                following = (*following, micro_batches.same_or_raise(held, new[index]))
+                following = (*following, micro_batches.same_or_raise(rows_before, new[index]))
         return following
 
     def slopes(self, seed_per_item, representations):
@@ -190,14 +190,14 @@ class TwoPasses(nn.Cell):
         shared = len(self.loss_weights)
         representations = self.forward.moved(*part[:number])
         for index in range(len(representations)):
-            one = representations[index]
-            if one.dtype in FLOATS:
-                one = ops.cast(one, ms.float32)
+            representation = representations[index]
+            if representation.dtype in FLOATS:
+                representation = ops.cast(representation, ms.float32)
                 if self.forward.axis(index) >= 0:
-                    total = total + ops.reduce_sum(one * ops.cast(part[slope], ms.float32))
+                    total = total + ops.reduce_sum(representation * ops.cast(part[slope], ms.float32))
                     slope = slope + 1
                 else:
-                    total = total + ops.reduce_sum(one * ops.cast(loss_slopes[shared], ms.float32)) * share
+                    total = total + ops.reduce_sum(representation * ops.cast(loss_slopes[shared], ms.float32)) * share
                     shared = shared + 1
         for index in range(len(self.loss_weights)):
             weight = ops.cast(self.loss_weights[index], ms.float32)

@@ -9,7 +9,7 @@ A BatchNorm that trains needs two samples. No micro-batch of a short batch then 
 4, five in eight are 2 + 3. Only the last micro-batch is larger, by one sample.
 
 Where `set_inputs` leaves the number of samples open, the graph computes the boundaries as Tensors, and the last
-micro-batch is the loop's last turn. The boundaries are the same, and one graph runs batches of all lengths.
+micro-batch is the loop's last iteration. The boundaries are the same, and one graph runs batches of all lengths.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def take(
 ) -> list[ms.Tensor]:
     """The `size` samples from sample `start` on, and the shared inputs. `start` : int32 of shape ()."""
     is_open = isinstance(size, ms.Tensor)
-    one = ms.Tensor(1, ms.int32)
-    rows = ops.range(start, start + size, one) if is_open else start + ms.Tensor(_first_rows(size), ms.int32)
+    step = ms.Tensor(1, ms.int32)
+    rows = ops.range(start, start + size, step) if is_open else start + ms.Tensor(_first_rows(size), ms.int32)
     if not axes:
         return ops.HyperMap()(ops.partial(_gather_rows, rows), inputs)
     return [_gathered(inputs[i], rows, axis_at(axes, i)) for i in range(len(inputs))]
@@ -148,69 +148,71 @@ def _without_first(value, start, axis):
     return value[start:] if axis == 0 else ops.swapaxes(ops.swapaxes(value, 0, axis)[start:], 0, axis)
 
 
-def add_up(turn, last_turn, sums, inputs, plan, start, loops, *given):
-    """The loop over a batch: adds ``turn(*given, rows, *micro_batch)`` to `sums` for each micro-batch from sample
-    `start` on, and `last_turn` for the last one of another size. `loops` : whether any comes before that."""
+def add_up(part_of, part_of_last, sums, inputs, plan, start, loops, *arguments):
+    """The loop over a batch: adds ``part_of(*arguments, rows, *micro_batch)`` to `sums` for each micro-batch from
+    sample `start` on, and `part_of_last` for the last one of another size. `loops` : whether any comes before that."""
     looped, rest, axes = plan[LOOPED], plan[REST], plan[AXES]
     if loops:
         while start < looped:
             rows = rows_from(start, plan)
-            sums = sums + turn(*given, rows, *take(inputs, start, rows, axes))
+            sums = sums + part_of(*arguments, rows, *take(inputs, start, rows, axes))
             start = start + rows
-    return sums + last_turn(*given, rest, *take_rest(inputs, looped, axes)) if rest > 0 else sums
+    return sums + part_of_last(*arguments, rest, *take_rest(inputs, looped, axes)) if rest > 0 else sums
 
 
-def add_up_and_join(first_turn, turn, last_turn, is_first, inputs, plan, output_axes, *given):
-    """As `add_up` , if ``turn(noted, *given, rows, *micro_batch)`` returns a part of the sums and a micro-batch's
-    outputs. Returns the sums and the batch's outputs. `output_axes` : UNCUT for those that all micro-batches share;
-    others have samples on axis 0, or shape ()."""
+def add_up_and_join(part_of_first, part_of, part_of_last, is_first, inputs, plan, output_axes, *arguments):
+    """As `add_up` , if ``part_of(is_first, *arguments, rows, *micro_batch)`` returns a part of the sums and a
+    micro-batch's outputs. Returns the sums and the batch's outputs. `output_axes` : UNCUT for those that all
+    micro-batches share; others have samples on axis 0, or shape ()."""
     samples, size, looped, rest, axes = plan[SAMPLES], plan[SIZE], plan[LOOPED], plan[REST], plan[AXES]
     # A loop carries Tensors of fixed shapes, and the network's outputs are known only after its first run. So the first
     # micro-batch runs before the loop. The network is then in the graph twice, which costs only compile time.
     start = ms.Tensor(0, ms.int32)
-    first = first_turn(is_first, *given, size, *take(inputs, start, size, axes))
-    # Each output is as long as the batch, with the first micro-batch's rows at its end. A turn appends its rows and
-    # removes as many in front. The tuple begins with an int32, because graph mode forgets the length of a tuple of
+    first = part_of_first(is_first, *arguments, size, *take(inputs, start, size, axes))
+    # Each output is as long as the batch, with the first micro-batch's rows at its end. An iteration appends its rows
+    # and removes as many in front. The tuple begins with an int32, because graph mode forgets the length of a tuple of
     # equal shapes that a loop carries.
     state: tuple = (start + size, first[0])
     for index in range(1, len(first)):
-        one = first[index]
-        if one.ndim > 0 and axis_at(output_axes, index - 1) >= 0:
-            one = ops.gather(one, _rows_at_end(samples, size), 0)
-        state = (*state, one)
+        output = first[index]
+        if output.ndim > 0 and axis_at(output_axes, index - 1) >= 0:
+            output = ops.gather(output, _rows_at_end(samples, size), 0)
+        state = (*state, output)
     if isinstance(size, ms.Tensor) or looped > size:
         while state[0] < looped:
             rows = rows_from(state[0], plan)
             micro_batch = take(inputs, state[0], rows, axes)
-            state = _following(state, turn(False, *given, rows, *micro_batch), rows, output_axes)
+            state = _following(state, part_of(False, *arguments, rows, *micro_batch), rows, output_axes)
     if rest > 0:
-        state = _following(state, last_turn(False, *given, rest, *take_rest(inputs, looped, axes)), rest, output_axes)
+        state = _following(
+            state, part_of_last(False, *arguments, rest, *take_rest(inputs, looped, axes)), rest, output_axes
+        )
     return state[1], state[2:]
 
 
-def _following(state, turned, rows, output_axes):
-    result: tuple = (state[0] + rows, state[1] + turned[0])
-    for index in range(1, len(turned)):
-        held, new = state[index + 1], turned[index]
+def _following(state, part, rows, output_axes):
+    result: tuple = (state[0] + rows, state[1] + part[0])
+    for index in range(1, len(part)):
+        before, new = state[index + 1], part[index]
         if new.ndim == 0:
-            result = (*result, held + new)
+            result = (*result, before + new)
         elif axis_at(output_axes, index - 1) < 0:
-            result = (*result, same_or_raise(held, new))
+            result = (*result, same_or_raise(before, new))
         else:
-            result = (*result, ops.concat((held[rows:], new)))
+            result = (*result, ops.concat((before[rows:], new)))
     return result
 
 
-def same_or_raise(held, new):
+def same_or_raise(before, new):
     """An output of two micro-batches that must be the same for all."""
-    same = ops.logical_or(held == new, ops.logical_and(held != held, new != new))
+    same = ops.logical_or(before == new, ops.logical_and(before != before, new != new))
     if not same.all():
         raise ValueError(
             "For 'GradAccumulationCell', an output without an axis that counts samples must be the same for all "
             "micro-batches, but got another value for a later one. Return a mean of shape (), or an entry for each "
             "sample. Nothing was updated."
         )
-    return held
+    return before
 
 
 def _rows_at_end(samples, size):

@@ -127,7 +127,7 @@ class SeveralLosses(nn.Cell):
     def run_alone_on(self, networks: Sequence[nn.Cell], options: Options, weights: ms.ParameterTuple) -> None:
         """Run each loss alone on its copy of the network, which draws its own random numbers."""
         alone = [_LossAlone(network, term, options.loss_weights) for term, network in enumerate(networks)]
-        self.backward_of = tuple(ops.value_and_grad(one, None, weights, has_aux=True) for one in alone)
+        self.backward_of = tuple(ops.value_and_grad(network, None, weights, has_aux=True) for network in alone)
 
     def prepare(self, sums, seed_per_item, inputs, plan):
         return sums, (), inputs

@@ -30,7 +30,7 @@ class NoiseRecord(nn.Cell):
         grad_reducer (Cell or None): Reduces gradients of ranks with equal weight; None: ranks have weight by items.
         factor (float): The reduced gradient is this multiple of the ranks' mean.
         position (Parameter or None): If windows have several batches: the number of the batch that is being added. Only
-            a window's first batch is noted.
+            a window's first batch is recorded.
     """
 
     def __init__(self, grad_reducer: nn.Cell | None, factor: float = 1.0, position: ms.Parameter | None = None) -> None:
@@ -53,12 +53,12 @@ class NoiseRecord(nn.Cell):
     def note(self, gradients, seed_per_item, items):
         """Note the first micro-batch's norm, if the batch is its window's first. `gradients` : the gradients of its
         mean loss, times its items and `seed_per_item` ."""
-        noted = items
+        items_noted = items
         if not self.spans_batches:
-            noted = self.keep_first(gradients, seed_per_item, items)
+            items_noted = self.keep_first(gradients, seed_per_item, items)
         elif ops.depend(self.window_position, seed_per_item) + 0 == 1:
-            noted = ops.depend(items, self.keep_first(gradients, seed_per_item, items))
-        return noted
+            items_noted = ops.depend(items, self.keep_first(gradients, seed_per_item, items))
+        return items_noted
 
     def keep_first(self, gradients, seed_per_item, items):
         # One that counts nothing is the mean of nothing, which has no norm.

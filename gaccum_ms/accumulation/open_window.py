@@ -1,8 +1,8 @@
 """A window that stays open between calls, because several batches share an update.
 
-From one batch to the next, the window keeps the accumulators, its position, its sums, and their unit. All of these are
-Parameters: checkpoints contain them, and a compiled step stays valid when the number of batches of a window changes.
-Without sharded accumulators, nothing is reduced over ranks until the window ends.
+From one batch to the next, the window keeps the accumulators, its position, its sums, and the seed of one item
+(`window_unit` ). All of these are Parameters: checkpoints contain them, and a compiled step stays valid when the number
+of batches of a window changes. Without sharded accumulators, nothing is reduced over ranks until the window ends.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class OpenWindow(nn.Cell):
         self.accumulation_steps = counter("accumulation_steps", accumulation_steps)
         self.window_steps = counter("window_steps", accumulation_steps)
         self.updates_held = counter("updates_held")  # not 0: no window ends
-        # The factor of one item in accumulators and loss. It is constant over a window, even if batch sizes or the loss
-        # scale change; 0 before anything was counted.
+        # The seed of one item, its factor in accumulators and loss. It is constant over a window, even if batch sizes
+        # or the loss scale change; 0 before anything was counted.
         self.window_unit = record("window_unit")
         self.window_sums = record("window_sums", (4,))  # loss, count, dropped micro-batches, batches that were added
         self.batch_items = record("batch_items")  # the last batch's count, NaN if it was bad
@@ -75,21 +75,22 @@ class OpenWindow(nn.Cell):
 
     def begin_batch(self, scale, count):
         """Count the batch before any of it is added, so that `drop_if_torn` recognises a batch that failed half-way.
-        Returns the window's unit, the loss scale over its expected total: the accumulators then hold numbers of a
-        mean's size."""
+        Returns the seed of one item, the loss scale over the window's expected total: the accumulators then hold
+        numbers of a mean's size."""
         first = self.window_position == 0
         steps = ops.select(first, self.accumulation_steps + 0, self.window_steps + 0)
-        seed_per_item = self.unit_of(scale, count, steps)[0]
+        seed_per_item = self.seed_of_window(scale, count, steps)[0]
         begun = ops.depend(ops.assign(self.window_steps, steps), seed_per_item)
         begun = ops.assign(self.window_unit, ops.depend(seed_per_item, begun))
         begun = ops.assign(self.window_position, ops.depend(self.window_position + 1, begun))
         return ops.depend(seed_per_item, begun)
 
-    def unit_of(self, scale, count, steps):
-        """The window's unit, and whether it was unset. An unset unit is computed for `steps` batches of this count."""
-        held = self.window_unit + 0.0
-        fresh = scale / (count * ops.cast(steps, ms.float32))
-        return ops.select(ops.logical_and(held == 0, count > 0), fresh, held), held == 0
+    def seed_of_window(self, scale, count, steps):
+        """The seed of one item, and whether it was unset. An unset one is computed for `steps` batches of this
+        count."""
+        seed = self.window_unit + 0.0
+        new_seed = scale / (count * ops.cast(steps, ms.float32))
+        return ops.select(ops.logical_and(seed == 0, count > 0), new_seed, seed), seed == 0
 
     def after_micro_batch(self, sums):
         """For a batch that Python cuts: other code may clear the device's flag between two micro-batches."""
@@ -99,10 +100,10 @@ class OpenWindow(nn.Cell):
 
     def end_batch(self, sums, count):
         """Keep a batch's sums (loss, count, dropped micro-batches), once all of its gradients are added."""
-        kept = ops.assign(self.window_sums, self.window_sums + ops.concat((sums, ops.ones((1,), ms.float32))))
+        ended = ops.assign(self.window_sums, self.window_sums + ops.concat((sums, ops.ones((1,), ms.float32))))
         if saturates():
-            kept = ops.depend(kept, ops.assign_add(self.saturated_batches, read_flag(sums)))
-        return ops.assign(self.batch_items, ops.depend(count, kept))
+            ended = ops.depend(ended, ops.assign_add(self.saturated_batches, read_flag(sums)))
+        return ops.assign(self.batch_items, ops.depend(count, ended))
 
     def is_complete(self, after):
         """Whether the batch of `after` was the window's last."""
@@ -138,8 +139,8 @@ class OpenWindow(nn.Cell):
 
     def end_eagerly(self, sums: ms.Tensor) -> None:
         """Keep a batch's sums and its count, as `end_batch` does, once all of its gradients are added."""
-        *kept, items = sums.asnumpy()  # waits
-        ended = self.window_sums.asnumpy() + np.array([*kept, 1], np.float32)
+        *sums_of_batch, items = sums.asnumpy()  # waits
+        ended = self.window_sums.asnumpy() + np.array([*sums_of_batch, 1], np.float32)
         overwrite(self.window_sums, ms.Tensor(ended))
         overwrite(self.batch_items, ms.Tensor(items))
 
@@ -180,8 +181,8 @@ class OpenWindow(nn.Cell):
         """Empty the window."""
         self.accumulators.reset_eagerly()
         saturated = (self.saturated_batches,) if saturates() else ()
-        for held in (self.window_position, self.window_unit, self.window_sums, *saturated):
-            overwrite(held, ops.zeros_like(held))
+        for parameter in (self.window_position, self.window_unit, self.window_sums, *saturated):
+            overwrite(parameter, ops.zeros_like(parameter))
         if self.records_noise:
             self.noise.reset_eagerly()
 

@@ -102,14 +102,14 @@ def outputs_of(
     if len(first) != len(second):
         return []
     return [
-        None if one is None or other is None else Output(position, samples, (one, other))
-        for position, (one, other) in enumerate(zip(first, second, strict=True))
+        None if size is None or other_size is None else Output(position, samples, (size, other_size))
+        for position, (size, other_size) in enumerate(zip(first, second, strict=True))
     ]
 
 
 def _values(outputs: Any) -> list[np.ndarray | None]:
     outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-    return [as_numpy(one) if isinstance(one, ms.Tensor) else None for one in outputs]
+    return [as_numpy(output) if isinstance(output, ms.Tensor) else None for output in outputs]
 
 
 def two_numbers(
@@ -118,10 +118,10 @@ def two_numbers(
     """Micro-batches of two sizes: those of the plan, else a full one and one of twice its samples."""
     many, start = (plan.rest, plan.samples - plan.rest) if plan.rest else (2 * plan.size, 1)
     places = np.arange(plan.size), np.arange(start, start + many) % plan.samples
-    rows = [ms.Tensor(one, ms.int32) for one in places]
+    rows = [ms.Tensor(place, ms.int32) for place in places]
     with no_grad():
         runs = [
-            [value if axis == UNCUT else ops.gather(value, one, axis) for value, axis in zip(inputs, axes, strict=True)]
-            for one in rows
+            [value if axis == UNCUT else ops.gather(value, row, axis) for value, axis in zip(inputs, axes, strict=True)]
+            for row in rows
         ]
     return runs, (plan.size, many)

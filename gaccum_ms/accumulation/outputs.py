@@ -94,23 +94,23 @@ class LossWithOutputs(nn.Cell):
         kinds = None
         shapes = None
         if isinstance(outputs, (tuple, list)):
-            kinds = [typeof(one) for one in outputs]
-            shapes = [shape_or_none(one) for one in outputs]
+            kinds = [typeof(output) for output in outputs]
+            shapes = [shape_or_none(output) for output in outputs]
         known_rows = None if self.joined_in_python or isinstance(rows, ms.Tensor) else rows
         _check_outputs(kinds, shapes, self.ratio, self.aux, known_rows, self.axes or ())
         result: tuple = (float32_loss(outputs[0]) * seed,)
         if self.ratio:
             result = (*result, counts.valid_or_nan(outputs[1]))
         for index in range(self.first_aux, len(outputs)):
-            one = outputs[index]
+            output = outputs[index]
             axis = axis_at(self.axes or (), index - self.first_aux)
-            if one.ndim == 0:
-                one = ops.cast(one, ms.float32) * seed
+            if output.ndim == 0:
+                output = ops.cast(output, ms.float32) * seed
             elif axis > 0:
-                one = ops.swapaxes(one, 0, axis)
+                output = ops.swapaxes(output, 0, axis)
             elif axis < 0:
-                one = ops.concat((one,))  # a copy: it may be a Parameter, which changes later
-            result = (*result, one)
+                output = ops.concat((output,))  # a copy: it may be a Parameter, which changes later
+            result = (*result, output)
         return result
 
     # -- not compiled --------------------------------------------------------------------------------------------------

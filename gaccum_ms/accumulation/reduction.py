@@ -34,7 +34,7 @@ class CountedReduction(nn.Cell):
         by_samples (bool): Whether the counts are samples, and not the user's own. MindSpore's ``gradients_mean`` then
             decides between mean and sum over ranks, and each rank reports its own loss, as without accumulation.
         is_mean (bool): Whether to divide by the count. False for a loss that is a sum and has no count.
-        reduced (bool): Whether gradients are already sums over all ranks, which then share one unit.
+        reduced (bool): Whether gradients are already sums over all ranks, which then share one seed per item.
         min_count (float or None): The least total to divide by.
         records_noise (bool): Whether to reduce the sums for estimates of the gradient noise too.
         position (Parameter or None): If windows have several batches, the number of batches so far.
@@ -74,15 +74,15 @@ class CountedReduction(nn.Cell):
     def construct(self, gradients, sums, seed_per_item, scale):
         """Gradients and loss are multiples of `seed_per_item` , this rank's own. Returns the gradients' sums times the
         loss scale, their divisor, the loss, and whether there is anything to divide by."""
-        # Zero if this rank has counted nothing: it then has no unit.
-        per_unit = counts.ratio_or_zero(scale, seed_per_item)
-        sums = sums * ops.stack((per_unit, ops.ones_like(per_unit), ops.ones_like(per_unit)))
+        # Zero if this rank has counted nothing: it then has no seed per item.
+        rescale = counts.ratio_or_zero(scale, seed_per_item)
+        sums = sums * ops.stack((rescale, ops.ones_like(rescale), ops.ones_like(rescale)))
         if self.counts_batches:
             batches = ops.cast(ops.depend(self.window_position, sums), ms.float32)
             sums = ops.concat((sums, batches.reshape((1,))))
         if self.records_noise:
             sums = ops.concat((sums, ops.depend(self.noise.window_first, sums) + 0.0))
-        gradients = self.map(ops.partial(scale_by, per_unit), gradients)
+        gradients = self.map(ops.partial(scale_by, rescale), gradients)
         if self.reduced:
             # After the all-gather of the gradients, so that all ranks have the same order.
             over_ranks = self.sum_over_ranks.alone(ops.depend(sums, gradients))
@@ -90,8 +90,8 @@ class CountedReduction(nn.Cell):
             gradients, over_ranks = self.sum_over_ranks(gradients, sums)
         all_sums = ops.unstack(over_ranks[:SUMS])
         total, dropped = all_sums[COUNT], all_sums[DROPPED]
-        shown = ops.unstack((sums if self.by_samples else over_ranks)[:SUMS])
-        loss, count = shown[LOSS], counts.at_least(shown[COUNT], self.min_count)
+        reported = ops.unstack((sums if self.by_samples else over_ranks)[:SUMS])
+        loss, count = reported[LOSS], counts.at_least(reported[COUNT], self.min_count)
         least = counts.at_least(total, self.min_count)
         if self.counts_batches:
             least = ops.select(ops.unstack(over_ranks)[SUMS] > 0, least, ops.zeros_like(least))
@@ -109,6 +109,6 @@ class CountedReduction(nn.Cell):
         return gradients, divisor, loss, least > 0
 
     def mean_over_ranks(self, count):
-        """The mean of the ranks' counts, from which their common unit is computed."""
+        """The mean of the ranks' counts, from which their common seed per item is computed."""
         only = ops.concat((count.reshape((1,)), ops.zeros((self.size - 1,), ms.float32)))
         return ops.unstack(self.sum_over_ranks.alone(only))[0] / self.ranks

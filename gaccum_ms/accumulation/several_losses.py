@@ -56,7 +56,7 @@ class ByCountsOfEach(nn.Cell):
     def zero_sums(self):
         return ops.zeros((self.number,), ms.float32)
 
-    def turn(self, is_first, seed_per_item, prepared, size, *micro_batch):
+    def run_and_add(self, is_first, seed_per_item, prepared, size, *micro_batch):
         items = self.counting.of(*micro_batch)
         if self.loss_is_mean:
             # A mean over no items is NaN, and a zero seed times NaN is NaN: only losses with items go backward.

@@ -1,7 +1,7 @@
 """Sharded accumulators: each rank keeps its slice, and the gradients of each micro-batch are reduced over ranks.
 
 This is the gradients' part of ZeRO stage 2 (Rajbhandari et al., 2020, arXiv:1910.02054). All ranks must add equally
-often, and multiples of the same unit, because each addition goes into all ranks' accumulators.
+often, and multiples of the same seed, because each addition goes into all ranks' accumulators.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class Update(nn.Cell):
         self.scaled = scale_sense is not None
         # A factor of the finished gradients, for which norms do not count it: the user scales the loss by hand, or the
         # step does, and the optimizer removes it.
-        self.held_scale = 1.0 if self.scaled else float(getattr(optimizer, "loss_scale", 1.0))
+        self.scale_in_gradients = 1.0 if self.scaled else float(getattr(optimizer, "loss_scale", 1.0))
         self.looks_for_overflow = self.scaled or self.drops
         self.manager: Any = None
         if scale_sense is not None:
@@ -135,7 +135,7 @@ class Update(nn.Cell):
     @property
     def user_scale(self) -> float:
         """The part of `held_scale` that is in the user's loss already."""
-        return self.held_scale / self.sens
+        return self.scale_in_gradients / self.sens
 
     @property
     def links(self) -> tuple[nn.Cell, ...]:
@@ -153,7 +153,7 @@ class Update(nn.Cell):
 
     def leave_scale_to_optimizer(self, scale: float) -> None:
         """Leave a scale in the gradients; an optimizer with ``loss_scale`` divides by it."""
-        self.sens = self.held_scale = scale
+        self.sens = self.scale_in_gradients = scale
 
     def update_in_spite_of_overflow(self) -> None:
         """Update even if the gradient is not finite, with a fixed loss scale: some packages have this option."""
@@ -191,7 +191,7 @@ class Update(nn.Cell):
     def _update(self, gradients, loss):
         if not self.has_transforms:
             return self._move(gradients, loss)
-        gradients, allowed = self.transforms.change(gradients, self.held_scale)
+        gradients, allowed = self.transforms.change(gradients, self.scale_in_gradients)
         gradients = self.map(_cast_like, gradients, self.weights)
         if not self.transforms.vetoes:
             return self._move(gradients, loss)
@@ -213,10 +213,14 @@ class Update(nn.Cell):
 
     def _clipped(self, gradients, loss):
         norm = norms.global_norm_of_parts(gradients) if self.is_sharded else norms.global_norm(gradients)
-        loss = ops.depend(loss, ops.assign(self.grad_norm, norm / self.held_scale))
+        loss = ops.depend(loss, ops.assign(self.grad_norm, norm / self.scale_in_gradients))
         if self.max_grad_norm is None:  # the norm is only recorded
             return gradients, loss, True
-        return norms.clip_by_norm(gradients, norm, self.max_grad_norm * self.held_scale), loss, ops.isfinite(norm)
+        return (
+            norms.clip_by_norm(gradients, norm, self.max_grad_norm * self.scale_in_gradients),
+            loss,
+            ops.isfinite(norm),
+        )
 
     def _overflow(self, gradients, loss, divisor, norm_is_finite):
         """Whether an overflow forbids the update. It does if the finished gradient (equal on all ranks), its norm or
@@ -292,7 +296,7 @@ class WindowEnd(graphs.OwnGraph):
         if not self.window.batches and not self.window.reduction.sum_over_ranks.reduces:
             return False
         before = int(self.update.update_count.asnumpy())
-        with graphs.noted_calls(self.update.optimizer, self._jit) as calls:
+        with graphs.recorded_calls(self.update.optimizer, self._jit) as calls:
             try:
                 self.run_alone(ms.Tensor(0.0, ms.float32))
             except BaseException:

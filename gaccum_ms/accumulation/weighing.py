@@ -11,7 +11,7 @@ Each kind has these methods, which are compiled:
 
     seed_per_item       the seed of a micro-batch of one item
     zero_sums           the initial value of the loop's sums
-    turn                one turn of the loop: forward, backward and add, unless the micro-batch is left out
+    run_and_add         forward, backward and add one micro-batch, unless it is left out
     reduce              over ranks: gradients, their divisor, the loss, whether there is an update
 """
 
@@ -79,7 +79,7 @@ class BySamples(nn.Cell):
             part = ops.depend(part, self.noise.note(gradients, seed_per_item, counts.float32(size)))
         return part, gradients
 
-    def turn(self, is_first, seed_per_item, prepared, size, *micro_batch):
+    def run_and_add(self, is_first, seed_per_item, prepared, size, *micro_batch):
         # Passed with `*` : graph mode forgets the length of a tuple of equal shapes inside an `if` on a Tensor.
         part, gradients = self.run(is_first, seed_per_item, prepared, size, *micro_batch)
         return ops.depend(part, self.store.add(gradients))
@@ -92,8 +92,8 @@ class BySamples(nn.Cell):
         loss = sums / scale
         if not self.records_noise:
             return self.grad_reducer(gradients), scale, loss, True
-        gradients, kept = self.noise.reduce(self.grad_reducer, gradients, seed_per_item / scale, loss)
-        return gradients, scale, ops.depend(loss, kept), True
+        gradients, recorded = self.noise.reduce(self.grad_reducer, gradients, seed_per_item / scale, loss)
+        return gradients, scale, ops.depend(loss, recorded), True
 
 
 class BySamplesWithOutputs(BySamples):
@@ -107,7 +107,7 @@ class BySamplesWithOutputs(BySamples):
             part = ops.depend(part, self.noise.note(gradients, seed_per_item, counts.float32(size)))
         return (part, *outputs[1:]), gradients
 
-    def turn(self, is_first, seed_per_item, prepared, size, *micro_batch):
+    def run_and_add(self, is_first, seed_per_item, prepared, size, *micro_batch):
         outputs, gradients = self.run(is_first, seed_per_item, prepared, size, *micro_batch)
         return (ops.depend(outputs[0], self.store.add(gradients)), *outputs[1:])
 
@@ -148,18 +148,18 @@ class ByCounts(nn.Cell):
         return scale / ops.select(total > 0, total, ops.ones_like(total))
 
     def expected(self, total):
-        """The total from which the unit is computed. If ranks add to the same sums, it is the mean of their totals,
-        else this rank's own. NaN if a count is bad."""
-        return self.for_unit(self.reduction.mean_over_ranks(total) if self.store.reduces else total)
+        """The total from which the seed per item is computed. If ranks add to the same sums, it is the mean of their
+        totals, else this rank's own. NaN if a count is bad."""
+        return self.count_for_seed(self.reduction.mean_over_ranks(total) if self.store.reduces else total)
 
-    def for_unit(self, count):
-        """A count that can set the unit, if anything is added with it."""
+    def count_for_seed(self, count):
+        """A count that the seed per item can be computed from, if anything is added with it."""
         return count if self.loss_is_mean else counts.one_if_zero(count)
 
     def zero_sums(self):
         return ms.Tensor([0.0, 0.0, 0.0], ms.float32)
 
-    def turn(self, is_first, seed_per_item, prepared, size, *micro_batch):
+    def run_and_add(self, is_first, seed_per_item, prepared, size, *micro_batch):
         count = self.counting.of(*micro_batch)
         # A mean over no items is NaN, and so is its gradient: such a micro-batch does not run. A NaN count is added,
         # because it must reach the total.
@@ -169,12 +169,12 @@ class ByCounts(nn.Cell):
                 is_first, seed_per_item, count, *self.micro_step.run(seed_per_item, prepared, size, *micro_batch)
             )
         elif self.store.reduces:
-            sums = self.reduced_turn(seed_per_item, prepared, size, count, *micro_batch)
+            sums = self.run_and_add_on_all_ranks(seed_per_item, prepared, size, count, *micro_batch)
         elif count > 0:
-            sums = self.counted_turn(is_first, seed_per_item, prepared, size, count, *micro_batch)
+            sums = self.run_and_add_counted(is_first, seed_per_item, prepared, size, count, *micro_batch)
         return sums
 
-    def reduced_turn(self, seed_per_item, prepared, size, count, *micro_batch):
+    def run_and_add_on_all_ranks(self, seed_per_item, prepared, size, count, *micro_batch):
         """Adds even if this rank counts nothing: the other ranks wait for the addition."""
         seeded_loss = ops.zeros_like(count)
         gradients = self.map(zeros_like, self.weights)
@@ -182,7 +182,7 @@ class ByCounts(nn.Cell):
             seeded_loss, gradients = self.micro_step.run(seed_per_item * count, prepared, size, *micro_batch)
         return ops.depend(ops.stack((seeded_loss, count, ops.zeros_like(count))), self.store.add(gradients))
 
-    def counted_turn(self, is_first, seed_per_item, prepared, size, count, *micro_batch):
+    def run_and_add_counted(self, is_first, seed_per_item, prepared, size, count, *micro_batch):
         seeded_loss, gradients = self.micro_step.run(seed_per_item * count, prepared, size, *micro_batch)
         return self.taken(is_first, seed_per_item, count, seeded_loss, gradients)
 
@@ -226,8 +226,8 @@ class ByCounts(nn.Cell):
 
     def own_mean(self, parts, sums, scale, seed_per_item):
         """This rank's mean of the loss, or of an output of shape (), from its summed parts, without loss scale."""
-        kept = counts.at_least(ops.unstack(sums)[COUNT], self.min_count)
-        return counts.ratio_or_zero(parts, seed_per_item * kept if self.is_mean else seed_per_item)
+        count = counts.at_least(ops.unstack(sums)[COUNT], self.min_count)
+        return counts.ratio_or_zero(parts, seed_per_item * count if self.is_mean else seed_per_item)
 
     def counted(self, sums, total):
         """The count of one batch of several; `total` was counted before the batch ran."""
@@ -238,8 +238,8 @@ class ByCounts(nn.Cell):
 
 
 class ByCountsWithOutputs(ByCounts):
-    """Weights micro-batches by given counts, or by counts that the network returns. In the second case the unit is
-    computed from the batch's samples, and the accumulators hold numbers of the size of one sample's sum."""
+    """Weights micro-batches by given counts, or by counts that the network returns. In the second case the seed per
+    item is computed from the batch's samples, and the accumulators hold numbers of the size of one sample's sum."""
 
     runs_all = True
 
@@ -248,20 +248,20 @@ class ByCountsWithOutputs(ByCounts):
         self.ratio = parts.options.returns_ratio
         self.aux = parts.options.aux
 
-    def turn(self, is_first, seed_per_item, prepared, size, *micro_batch):
+    def run_and_add(self, is_first, seed_per_item, prepared, size, *micro_batch):
         if self.ratio:
             outputs, gradients = self.micro_step.run(seed_per_item, prepared, size, *micro_batch)
-            count, shown = outputs[1], outputs[2:]
+            count, aux = outputs[1], outputs[2:]
         else:
             count = self.counting.of(*micro_batch)
             seed = seed_per_item * count if self.loss_is_mean else seed_per_item
             outputs, gradients = self.micro_step.run(seed, prepared, size, *micro_batch)
-            shown = outputs[1:]
+            aux = outputs[1:]
         sums = self.weighed(is_first, seed_per_item, count, outputs[0], gradients)
         if not self.aux:
             return sums
         taken = ops.logical_and(self.belongs(count, outputs[0]), ops.unstack(sums)[DROPPED] == 0)
-        return (sums, *of_taken(shown, taken))
+        return (sums, *of_taken(aux, taken))
 
     def counted(self, sums, total):
         return ops.unstack(sums)[COUNT] if self.ratio else total
@@ -274,8 +274,8 @@ def of_taken(outputs, taken):
     """The outputs of a micro-batch; if it is left out, its scalars are zero."""
     result: tuple = ()
     for index in range(len(outputs)):
-        one = outputs[index]
-        if one.ndim == 0:
-            one = ops.select(taken, one, ops.zeros_like(one))
-        result = (*result, one)
+        output = outputs[index]
+        if output.ndim == 0:
+            output = ops.select(taken, output, ops.zeros_like(output))
+        result = (*result, output)
     return result

@@ -1,6 +1,6 @@
 """A window: its micro-batches run forward and backward one at a time, and their gradients are added up.
 
-A window has four parts; windows.py combines them:
+A window has four parts; assembly.py combines them:
 
     micro-step      one loss, several, or two passes for a loss of the whole batch (micro_step.py, grad_cache.py)
     weighing        by samples, by counts, by a count for each loss (weighing.py)
@@ -124,13 +124,13 @@ class Window(nn.Cell):
         if plan[micro_batches.WHOLE] and not self.may_skip and not self.store.reduces:
             # With one micro-batch, the gradients need no accumulators.
             sums, gradients = self.weighing_of_loop.run(self.records_noise, seed_per_item, (), size, *inputs)
-            shown = ()
+            outputs = ()
             if self.has_outputs:
-                shown = self.means(sums[1:], sums[0], scale, seed_per_item)
+                outputs = self.means(sums[1:], sums[0], scale, seed_per_item)
                 sums = sums[0]
-            return self.weighing.reduce(gradients, sums, scale, seed_per_item), shown
-        sums, shown = self.accumulate(inputs, plan, scale, seed_per_item)
-        return self.finish(sums, seed_per_item, scale), shown
+            return self.weighing.reduce(gradients, sums, scale, seed_per_item), outputs
+        sums, outputs = self.accumulate(inputs, plan, scale, seed_per_item)
+        return self.finish(sums, seed_per_item, scale), outputs
 
     def plan(self, inputs):
         """Where the batch is cut."""
@@ -148,70 +148,74 @@ class Window(nn.Cell):
         expected = self.weighing.expected(total)
         seed_per_item = self.open.begin_batch(scale, expected)
         sums = self.weighing.zero_sums()
-        shown = ()
+        outputs = ()
         if self.weighing.weighs_samples or self.weighing.runs_all:
-            sums, shown = self.accumulate(inputs, plan, scale, seed_per_item)
+            sums, outputs = self.accumulate(inputs, plan, scale, seed_per_item)
         elif expected >= 0:  # a bad count is NaN here, and its batch is left out
             sums = self.accumulate(inputs, plan, scale, seed_per_item)[0]
         ended = self.open.end_batch(sums, self.weighing.counted(sums, total))
-        return ops.depend(self.weighing.own_mean(ops.unstack(sums)[LOSS], sums, scale, seed_per_item), ended), shown
+        return ops.depend(self.weighing.own_mean(ops.unstack(sums)[LOSS], sums, scale, seed_per_item), ended), outputs
 
     def add_micro_batch(self, sums, times, micro_batch, scale):
         """Forward, backward and add for one micro-batch of a batch that Python cuts. The whole batch is expected to
         count `times` as much. `sums` : the batch's sums so far, then its items. Returns the new `sums` , the batch's
         mean loss so far, and the outputs."""
         count = self.weighing.counting.of(*micro_batch)
-        expected = self.weighing.for_unit(count) * times
-        seed_per_item, is_first = self.open.unit_of(scale, expected, self.open.window_steps + 0)
+        expected = self.weighing.count_for_seed(count) * times
+        seed_per_item, is_first = self.open.seed_of_window(scale, expected, self.open.window_steps + 0)
         seed_per_item = ops.depend(seed_per_item, ops.assign(self.open.window_unit, seed_per_item))
         is_first = is_first if self.records_noise else False
         rows = micro_batch[0].shape[0] if micro_batch[0].ndim > 0 else 1
-        part = self.weighing_of_loop.turn(is_first, seed_per_item, (), rows, *micro_batch)
-        shown = ()
+        part = self.weighing_of_loop.run_and_add(is_first, seed_per_item, (), rows, *micro_batch)
+        outputs = ()
         if self.has_outputs:
-            shown = part[1:]
+            outputs = part[1:]
             part = part[0]
         items = self.weighing.counted(part, count).reshape((1,))
         sums = self.open.after_micro_batch(sums + ops.concat((part, items)))
         mean = self.weighing.own_mean(ops.unstack(sums)[LOSS], sums[:SUMS], scale, seed_per_item)
-        return (sums, mean, *shown)
+        return (sums, mean, *outputs)
 
     def accumulate(self, inputs, plan, scale, seed_per_item):
         """Forward, backward and add for each micro-batch of a batch; returns the batch's sums and outputs."""
         if self.has_outputs:  # no loss of the whole batch, so there is nothing to prepare
-            turns = self.weighing_of_first.turn, self.weighing_of_loop.turn, self.weighing_of_rest.turn
-            axes = self.micro_step.axes or ()
-            sums, shown = micro_batches.add_up_and_join(
-                *turns, self.records_noise, inputs, plan, axes, seed_per_item, ()
+            parts_of = (
+                self.weighing_of_first.run_and_add,
+                self.weighing_of_loop.run_and_add,
+                self.weighing_of_rest.run_and_add,
             )
-            return sums, self.means(shown, sums, scale, seed_per_item)
+            axes = self.micro_step.axes or ()
+            sums, outputs = micro_batches.add_up_and_join(
+                *parts_of, self.records_noise, inputs, plan, axes, seed_per_item, ()
+            )
+            return sums, self.means(outputs, sums, scale, seed_per_item)
         sums, prepared, inputs = self.micro_step.prepare(self.weighing.zero_sums(), seed_per_item, inputs, plan)
         start = ms.Tensor(0, ms.int32)
         loops = True
         if self.records_noise:
             # The first micro-batch runs before the loop, so the network is in the graph twice. A branch in the loop
-            # would cost time in each turn.
+            # would cost time in each iteration.
             size = plan[micro_batches.SIZE]
             first = micro_batches.take(inputs, start, size, plan[micro_batches.AXES])
-            sums = sums + self.weighing_of_first.turn(True, seed_per_item, prepared, size, *first)
+            sums = sums + self.weighing_of_first.run_and_add(True, seed_per_item, prepared, size, *first)
             start = start + size
             loops = plan[micro_batches.LOOPED] > size
-        turn, last_turn = self.weighing_of_loop.turn, self.weighing_of_rest.turn
+        part_of, part_of_last = self.weighing_of_loop.run_and_add, self.weighing_of_rest.run_and_add
         return micro_batches.add_up(
-            turn, last_turn, sums, inputs, plan, start, loops, False, seed_per_item, prepared
+            part_of, part_of_last, sums, inputs, plan, start, loops, False, seed_per_item, prepared
         ), ()
 
-    def means(self, shown, sums, scale, seed_per_item):
+    def means(self, outputs, sums, scale, seed_per_item):
         """The outputs; those of shape () are divided as this rank's loss is. Others get samples back to their axis."""
         result: tuple = ()
-        for index in range(len(shown)):
-            one = shown[index]
+        for index in range(len(outputs)):
+            output = outputs[index]
             axis = micro_batches.axis_at(self.micro_step.axes or (), index)
-            if one.ndim == 0:
-                one = self.weighing.own_mean(one, sums, scale, seed_per_item)
+            if output.ndim == 0:
+                output = self.weighing.own_mean(output, sums, scale, seed_per_item)
             elif axis > 0:
-                one = ops.swapaxes(one, 0, axis)
-            result = (*result, one)
+                output = ops.swapaxes(output, 0, axis)
+            result = (*result, output)
         return result
 
     def reset(self, after):

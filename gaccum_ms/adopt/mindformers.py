@@ -251,7 +251,7 @@ def _wrap(original: Callable, trainer: Any, network: nn.Cell, optimizer: nn.Opti
 def _leave_loss_undivided(original: Callable, trainer: Any, callbacks: list) -> list:
     """Stop mindformers' monitor from dividing the loss: other cells return a sum, but our step returns the mean."""
     if _is_ours(trainer):
-        for one in callbacks:
-            if hasattr(one, "gradient_accumulation_steps"):
-                one.gradient_accumulation_steps = 1
+        for callback in callbacks:
+            if hasattr(callback, "gradient_accumulation_steps"):
+                callback.gradient_accumulation_steps = 1
     return original(callbacks)

@@ -32,10 +32,10 @@ class WithLossItems(nn.Cell):
     def construct(self, images, labels, *segments):
         predicted = self.network(images)
         loss, items = self.loss_fn(predicted, labels, segments[0] if self.segments else images)
-        shown: tuple = ()
+        loss_items: tuple = ()
         for index in range(items.shape[0]):
-            shown = (*shown, items[index])
-        return ((loss * self.loss_ratio).reshape(()), *shown)
+            loss_items = (*loss_items, items[index])
+        return ((loss * self.loss_ratio).reshape(()), *loss_items)
 
 
 class StepOfMindyolo(TrainOneStepWithGradAccumulationCell):

@@ -254,5 +254,5 @@ def _switch_dropout_off(network: nn.Cell) -> tuple[str, ...]:
 def rounding(cell: GradAccumulationCell, weights: Sequence[ms.Parameter]) -> float:
     dtypes = [cell.accumulators.dtype, *(weight.dtype for weight in weights)]
     flags = [layer.get_flags() for _, layer in cell.cells_and_names()]
-    narrow = any(dtype in _NARROW for dtype in dtypes) or any(one.get("fp16") or one.get("bf16") for one in flags)
+    narrow = any(dtype in _NARROW for dtype in dtypes) or any(flag.get("fp16") or flag.get("bf16") for flag in flags)
     return 2e-2 if narrow else 1e-4

@@ -101,8 +101,8 @@ def _counts(
             continue
         some = items > 0
         if evidence.agrees_on_loss(float((losses * items)[some].sum() / items.sum())):
-            given = None if isinstance(count, CountSamples) else count
-            yield Trial(name, cell.with_options(count=given), batch)
+            count_of_loss = None if isinstance(count, CountSamples) else count
+            yield Trial(name, cell.with_options(count=count_of_loss), batch)
         elif not some.all() and np.isfinite(losses).all():
             ratio = (losses * np.maximum(items, 1)).sum() / max(items.sum(), 1)
             if evidence.agrees_on_loss(float(ratio)):

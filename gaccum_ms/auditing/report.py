@@ -157,7 +157,7 @@ def _first_problem(evidence: Evidence, explained: bool) -> tuple[bool, str | Non
         return False, "All gradients are zero: nothing can be compared. Use a batch from which the network learns."
     if evidence.is_random:
         return False, (
-            f"The loss differs from one call to the next, {_shown(evidence.once)} and {_shown(evidence.again)}: "
+            f"The loss differs from one call to the next, {_as_text(evidence.once)} and {_as_text(evidence.again)}: "
             f"something other than a dropout layer is random or keeps a state, and errors may come from it. Switch it "
             f"off for the audit."
         )
@@ -177,8 +177,8 @@ def _first_problem(evidence: Evidence, explained: bool) -> tuple[bool, str | Non
         )
     if behaves_as == "neither":
         return True, (
-            f"The loss is neither a mean nor a sum over samples: {_shown(evidence.once)} on the batch, "
-            f"{_shown(evidence.twice)} on the batch twice over. Either it compares samples of one batch, as in-batch "
+            f"The loss is neither a mean nor a sum over samples: {_as_text(evidence.once)} on the batch, "
+            f"{_as_text(evidence.twice)} on the batch twice over. Either it compares samples of one batch, as in-batch "
             f"negatives do, and needs a WithBatchLossCell, or them in one micro-batch; or it adds a term of its own to "
             f"a sum: make it a mean."
         )
@@ -197,5 +197,5 @@ def _first_problem(evidence: Evidence, explained: bool) -> tuple[bool, str | Non
     )
 
 
-def _shown(losses: np.ndarray) -> str:
+def _as_text(losses: np.ndarray) -> str:
     return ", ".join(f"{loss:.6g}" for loss in losses)

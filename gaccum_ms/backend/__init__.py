@@ -30,11 +30,11 @@ def _private(*places: str) -> Any:
     return None
 
 
-def _attributes(owner: str, one: Any, *names: str) -> None:
+def _attributes(owner: str, value: Any, *names: str) -> None:
     """Note the attributes that `one` lacks. Other files use them directly."""
-    for name in names if one is not None else ():
+    for name in names if value is not None else ():
         try:
-            operator.attrgetter(name)(one)
+            operator.attrgetter(name)(value)
         except AttributeError:
             missing.append(f"{owner}.{name}")
 

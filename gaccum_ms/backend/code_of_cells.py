@@ -51,15 +51,15 @@ def written_by(cell: nn.Cell, writers: tuple[Any, ...]) -> list[str]:
         cell (Cell): The Cell.
         writers (tuple): MindSpore's functions and primitive classes that write their first argument.
     """
-    found: list[str] = []
+    written: list[str] = []
     for function, _ in functions_of(cell):
         for node in ast.walk(_tree(function)):
             if isinstance(node, ast.Call):
-                found += _written_by_call(node, function, cell, writers)
+                written += _written_by_call(node, function, cell, writers)
             elif isinstance(node, (ast.Assign, ast.AugAssign)):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                found += [ast.unparse(target) for target in targets if _is_tensor_of(target, cell)]
-    return list(dict.fromkeys(found))
+                written += [ast.unparse(target) for target in targets if _is_tensor_of(target, cell)]
+    return list(dict.fromkeys(written))
 
 
 @functools.cache
@@ -77,7 +77,7 @@ def _written_by_call(call: ast.Call, function: FunctionType, cell: nn.Cell, writ
     made = called.func if isinstance(called, ast.Call) else called  # ops.Assign()(...)
     writer = _object(made, function, cell)
     # A primitive that the Cell holds is an object of a class; a bound primitive's class writes.
-    if any(writer is one or type(writer) is one for one in writers):
+    if any(writer is known or type(writer) is known for known in writers):
         return [ast.unparse(call.args[0]) if call.args else ast.unparse(call)]
     return []
 

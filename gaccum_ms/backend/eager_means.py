@@ -20,15 +20,15 @@ _MEAN, _ELEMENTS = _Operator("mean"), _Operator("none")
 @contextmanager
 def mean_of_elements() -> Iterator[None]:
     """Within it, the operator's mean is the mean of its elements, taken by another operator."""
-    given = _Operator.__call__
+    original = _Operator.__call__
 
     def call(operator: Any, *inputs: Any, **named: Any) -> Any:
         if operator.reduction != _MEAN.reduction:
-            return given(operator, *inputs, **named)
-        return given(_ELEMENTS, *inputs, **named).mean()
+            return original(operator, *inputs, **named)
+        return original(_ELEMENTS, *inputs, **named).mean()
 
     _Operator.__call__ = call
     try:
         yield
     finally:
-        _Operator.__call__ = given
+        _Operator.__call__ = original

@@ -64,7 +64,7 @@ def runs_eagerly(jit: bool) -> bool:
 
 
 @contextmanager
-def noted_calls(cell: nn.Cell, jit: bool) -> Iterator[list[nn.Cell]]:
+def recorded_calls(cell: nn.Cell, jit: bool) -> Iterator[list[nn.Cell]]:
     """Within it, each call of the cell is noted before it begins. How far a compiled one came is not known, so the cell
     is then noted at once."""
     if not runs_eagerly(jit):
@@ -82,9 +82,9 @@ def check_compilable(owner: str, jit: Any, name: str, functions: Iterable[Any]) 
     """Refuse a lambda that a graph cannot contain: MindSpore parses the lines of source in which it stands."""
     if runs_eagerly(bool(jit)):
         return
-    for one in functions:
-        if getattr(one, "__name__", "") == "<lambda>" and not _stands_alone(one):
-            code = one.__code__
+    for function in functions:
+        if getattr(function, "__name__", "") == "<lambda>" and not _stands_alone(function):
+            code = function.__code__
             raise TypeError(
                 f"For '{owner}', a function as '{name}' is compiled from its lines of source, in which a lambda must "
                 f"stand alone, but got a lambda within other code, in line {code.co_firstlineno} of "
@@ -168,7 +168,9 @@ def _note_storage(cell: nn.Cell) -> None:
     if graphs == len(cell.compile_cache):
         return
     executor = cell_graph_executor._graph_executor
-    parameters = {id(one): one for phase in cell.compile_cache for one in executor.get_params(phase).values()}
+    parameters = {
+        id(parameter): parameter for phase in cell.compile_cache for parameter in executor.get_params(phase).values()
+    }
     keep_in_place(parameters.values())
     _storage[cell] = len(cell.compile_cache), Storage(parameters.values())
 

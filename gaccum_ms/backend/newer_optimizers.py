@@ -68,8 +68,8 @@ def refuse_fixed_rates(owner: str, optimizer: ExperimentalOptimizer) -> None:
 
 def without_shards(optimizer: Any) -> Any:
     """The inner optimizer of a ShardedOptimizer; any other optimizer itself."""
-    held = optimizer.__dict__.get("_hidden")
-    return held[0] if held else optimizer
+    hidden = optimizer.__dict__.get("_hidden")
+    return hidden[0] if hidden else optimizer
 
 
 def list_rates(optimizer: nn.Cell) -> None:
@@ -77,17 +77,24 @@ def list_rates(optimizer: nn.Cell) -> None:
     a scheduler has changed."""
     optimizer = without_shards(optimizer)
     if isinstance(optimizer, ExperimentalOptimizer) and not hasattr(optimizer, _LISTED):
-        held = [one for group in optimizer.param_groups for value in group.values() for one in _parameters_in(value)]
-        listed = {id(one) for one in optimizer.get_parameters()}
-        setattr(optimizer, _LISTED, ms.ParameterTuple(one for one in held if id(one) not in listed))
+        parameters = [
+            parameter
+            for group in optimizer.param_groups
+            for value in group.values()
+            for parameter in _parameters_in(value)
+        ]
+        listed = {id(parameter) for parameter in optimizer.get_parameters()}
+        setattr(
+            optimizer, _LISTED, ms.ParameterTuple(parameter for parameter in parameters if id(parameter) not in listed)
+        )
 
 
 def list_schedulers(optimizer: nn.Cell, schedulers: Iterable[Any], updates: ms.Parameter) -> None:
     """The same for the schedulers' own state, and for their number of updates. The names are ours, because MindSpore
     gives several schedulers the same names."""
     state = [updates]
-    for number, scheduler in enumerate(_with_held(schedulers)):
-        rates = {id(one) for group in optimizer.param_groups for one in _parameters_in(group["lr"])}
+    for number, scheduler in enumerate(_with_inner(schedulers)):
+        rates = {id(rate) for group in optimizer.param_groups for rate in _parameters_in(group["lr"])}
         for name, value in vars(scheduler).items():
             if isinstance(value, ms.Parameter) and id(value) not in rates:
                 value.name = f"{_SCHEDULER}{number}.{name}"
@@ -105,9 +112,9 @@ def may_lack(name: str) -> bool:
 def _parameters_in(value: Any) -> list[ms.Parameter]:
     if isinstance(value, ms.Parameter):
         return [value]
-    return [one for one in value if isinstance(one, ms.Parameter)] if isinstance(value, ms.ParameterTuple) else []
+    return [entry for entry in value if isinstance(entry, ms.Parameter)] if isinstance(value, ms.ParameterTuple) else []
 
 
-def _with_held(schedulers: Iterable[Any]) -> list[Any]:
+def _with_inner(schedulers: Iterable[Any]) -> list[Any]:
     """Schedulers, and the schedulers inside them, as in SequentialLR."""
-    return [one for given in schedulers for one in (given, *_with_held(getattr(given, "_schedulers", ())))]
+    return [scheduler for outer in schedulers for scheduler in (outer, *_with_inner(getattr(outer, "_schedulers", ())))]

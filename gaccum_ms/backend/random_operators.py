@@ -66,9 +66,9 @@ def _seeds(operator: ops.Primitive) -> dict[str, int]:
 @functools.cache
 def _calls_random_function(kind: Any) -> bool:
     """Whether the code of a class may call a function that draws, by itself or in the functions that it calls."""
-    of_class = [one for one in kind.__mro__ if one is not nn.Cell]
-    methods = [method for one in of_class for name, method in vars(one).items() if name != "__init__"]
-    return any(_calls(one, set()) for one in methods if isinstance(one, types.FunctionType))
+    of_class = [base for base in kind.__mro__ if base is not nn.Cell]
+    methods = [method for base in of_class for name, method in vars(base).items() if name != "__init__"]
+    return any(_calls(method, set()) for method in methods if isinstance(method, types.FunctionType))
 
 
 def _calls(function: Any, seen: set[Any]) -> bool:
@@ -77,9 +77,9 @@ def _calls(function: Any, seen: set[Any]) -> bool:
         return False
     seen.add(function)
     named, methods = _named_in(function)
-    drawing = [one for one in named if hasattr(one, _MARK) or _calls(one, seen)]
-    for one in drawing:  # else all copies would share one graph of this function, with one set of seeds
-        setattr(one, _MARK, True)
+    drawing = [called for called in named if hasattr(called, _MARK) or _calls(called, seen)]
+    for called in drawing:  # else all copies would share one graph of this function, with one set of seeds
+        setattr(called, _MARK, True)
     return bool(drawing) or not _METHODS.isdisjoint(methods)
 
 
@@ -116,7 +116,7 @@ class _Copies:
         if _is_random(value):
             return self._of_operator(value)
         if type(value) in (list, tuple):
-            return self._unless_same(value, type(value)(self.of(one) for one in value))
+            return self._unless_same(value, type(value)(self.of(entry) for entry in value))
         if isinstance(value, dict):
             return self._of_dict(value)
         if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Cell):
@@ -127,7 +127,7 @@ class _Copies:
         return value if all(new is old for new, old in zip(copied, value, strict=True)) else copied
 
     def _of_dict(self, value: dict) -> dict:
-        copied = type(value)((name, self.of(one)) for name, one in value.items())
+        copied = type(value)((name, self.of(entry)) for name, entry in value.items())
         return value if all(copied[name] is value[name] for name in value) else copied
 
     def _of_cell(self, cell: nn.Cell) -> nn.Cell:

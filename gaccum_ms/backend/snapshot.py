@@ -29,16 +29,16 @@ class Snapshot:
     """
 
     def __init__(self, *roots: nn.Cell, leave_out: Iterable[ms.Tensor] = ()) -> None:
-        self._left_out = {id(one) for one in leave_out}
+        self._left_out = {id(tensor) for tensor in leave_out}
         # By id: each Tensor, and its value.
         self.parameters: dict[int, tuple[ms.Tensor, np.ndarray]] = {}
         self.tensors: dict[int, tuple[ms.Tensor, np.ndarray]] = {}
         for root in roots:
-            for one in root.get_parameters():
-                self._keep_values(one, self.parameters)
-        cells = {id(one): one for root in roots for _, one in root.cells_and_names()}
-        self.flags = [(one, one.training, one.requires_grad) for one in cells.values()]
-        self._undo = [self._keep_attributes(one) for one in cells.values()]
+            for parameter in root.get_parameters():
+                self._keep_values(parameter, self.parameters)
+        cells = {id(cell): cell for root in roots for _, cell in root.cells_and_names()}
+        self.flags = [(cell, cell.training, cell.requires_grad) for cell in cells.values()]
+        self._undo = [self._keep_attributes(cell) for cell in cells.values()]
         self.generator = ms.get_rng_state()
 
     def restore_values(self) -> None:
@@ -60,26 +60,28 @@ class Snapshot:
 
     def unchanged(self) -> list[ms.Tensor]:
         """The Parameters and other Tensors whose values have not changed."""
-        kept = [*self.parameters.values(), *self.tensors.values()]
-        return [tensor for tensor, value in kept if _same(tensor, value)]
+        saved = [*self.parameters.values(), *self.tensors.values()]
+        return [tensor for tensor, value in saved if _same(tensor, value)]
 
-    def _keep_values(self, tensor: ms.Tensor, kept: dict[int, tuple[ms.Tensor, np.ndarray]]) -> None:
-        if id(tensor) not in self._left_out and id(tensor) not in kept:
-            kept[id(tensor)] = tensor, as_numpy(tensor)
+    def _keep_values(self, tensor: ms.Tensor, saved: dict[int, tuple[ms.Tensor, np.ndarray]]) -> None:
+        if id(tensor) not in self._left_out and id(tensor) not in saved:
+            saved[id(tensor)] = tensor, as_numpy(tensor)
 
     def _keep_attributes(self, cell: nn.Cell) -> Callable[[], None]:
-        held = vars(cell)
-        names = [name for name, value in held.items() if name not in _OF_EVERY_CELL and not _is_kept_elsewhere(value)]
-        kept = {name: (held[name], self._keep(held[name])) for name in names}
-        known = set(held)
+        attributes = vars(cell)
+        names = [
+            name for name, value in attributes.items() if name not in _OF_EVERY_CELL and not _is_kept_elsewhere(value)
+        ]
+        saved = {name: (attributes[name], self._keep(attributes[name])) for name in names}
+        known = set(attributes)
 
         def undo() -> None:
-            for name in set(held) - known - _OF_EVERY_CELL:
+            for name in set(attributes) - known - _OF_EVERY_CELL:
                 if not name.startswith("_"):  # these are MindSpore's notes from compiling
-                    del held[name]
-            for name, (value, undo_value) in kept.items():
-                if held.get(name) is not value:
-                    held[name] = value
+                    del attributes[name]
+            for name, (value, undo_value) in saved.items():
+                if attributes.get(name) is not value:
+                    attributes[name] = value
                 undo_value()
 
         return undo
@@ -92,15 +94,15 @@ class Snapshot:
             array = value.copy()
             return lambda: np.copyto(value, array) if value.flags.writeable else None
         elif type(value) in (list, dict, set, tuple):
-            inner = [self._keep(one) for one in (value.values() if isinstance(value, dict) else value)]
+            inner = [self._keep(entry) for entry in (value.values() if isinstance(value, dict) else value)]
             copy = value.copy() if not isinstance(value, tuple) else value
 
             def undo() -> None:
                 if not isinstance(value, tuple):
                     value.clear()
                     value.extend(copy) if isinstance(value, list) else value.update(copy)
-                for one in inner:
-                    one()
+                for undo_entry in inner:
+                    undo_entry()
 
             return undo
         return _nothing

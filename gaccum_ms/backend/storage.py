@@ -42,13 +42,13 @@ def keep_in_place(parameters: Iterable[ms.Parameter], written: Callable[[], Any]
 
 
 def _assign_in_place(
-    held: weakref.ref[ms.Parameter], told: weakref.WeakMethod | None, value: ms.Tensor
+    reference: weakref.ref[ms.Parameter], told: weakref.WeakMethod | None, value: ms.Tensor
 ) -> ms.Parameter:
     """`Parameter.assign_value` , without new storage if the value fits into the old one."""
     written = told() if told is not None else None
     if written is not None:
         written()
-    parameter: Any = held()
+    parameter: Any = reference()
     if parameter.has_init or (value.shape, value.dtype) != (parameter.shape, parameter.dtype):
         return type(parameter).assign_value(parameter, value)
     overwrite(parameter, value)

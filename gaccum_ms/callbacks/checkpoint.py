@@ -91,7 +91,7 @@ class _Saves(Callback):
 
     def __init__(self, optimizer: ShardedOptimizer, begins: bool) -> None:
         super().__init__()
-        self.turn = optimizer.begin_saves if begins else optimizer.end_saves
+        self.act = optimizer.begin_saves if begins else optimizer.end_saves
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         ranks = run_context.original_args().get("rank_batches") or []
@@ -104,10 +104,10 @@ class _Saves(Callback):
             )
 
     def step_end(self, run_context: RunContext) -> None:
-        self.turn()
+        self.act()
 
     def end(self, run_context: RunContext) -> None:
-        self.turn()
+        self.act()
 
 
 def let_checkpoints_save(callbacks: Sequence[Callback], optimizer: nn.Optimizer | None) -> list[Callback]:
@@ -119,8 +119,11 @@ def let_checkpoints_save(callbacks: Sequence[Callback], optimizer: nn.Optimizer 
     if not isinstance(optimizer, ShardedOptimizer) or optimizer.ranks == 1:
         return list(callbacks)
     optimizer.end_saves()  # a training that failed may have begun some
-    saving = [one for one in callbacks if isinstance(one, ModelCheckpoint)]
-    when = [[type(one).__name__, one._config.save_checkpoint_steps, getattr(one, "_updates", None)] for one in saving]
+    saving = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
+    when = [
+        [type(callback).__name__, callback._config.save_checkpoint_steps, getattr(callback, "_updates", None)]
+        for callback in saving
+    ]
     all_ranks = gather_json(when)
     if any(those != when for those in all_ranks) or any(not steps for those in all_ranks for _, steps, _ in those):
         raise ValueError(
@@ -130,6 +133,7 @@ def let_checkpoints_save(callbacks: Sequence[Callback], optimizer: nn.Optimizer 
             f"a directory of its own; or save within 'with optimizer.whole_state():'."
         )
     bracketed = [
-        [_Saves(optimizer, True), one, _Saves(optimizer, False)] if one in saving else [one] for one in callbacks
+        [_Saves(optimizer, True), callback, _Saves(optimizer, False)] if callback in saving else [callback]
+        for callback in callbacks
     ]
-    return [one for bracket in bracketed for one in bracket]
+    return [callback for bracket in bracketed for callback in bracket]

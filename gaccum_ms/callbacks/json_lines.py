@@ -53,5 +53,5 @@ class JsonLines:
 def _finite(value: Any) -> Any:
     """The value, with None for NaN and infinity, which JSON lacks."""
     if isinstance(value, tuple):
-        return [_finite(one) for one in value]
+        return [_finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

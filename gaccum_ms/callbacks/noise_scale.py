@@ -130,19 +130,21 @@ class GradNoiseScale(NoiseCallback):
             return "the gradient noise is not known: no window of at least two micro-batches has updated"
         batch = self.records[-1].batch_size
         if math.isinf(scale):
-            return f"batch {_shown(batch)} is mostly noise: the gradient cannot be told from zero, larger batches can"
+            return f"batch {_as_text(batch)} is mostly noise: the gradient cannot be told from zero, larger batches can"
         if scale == 0:
-            return f"batch {_shown(batch)} has no noise that can be told: a smaller one learns as much from each update"
-        ratio, critical = scale / batch, f"the critical size {_shown(scale, 2)}"
+            return (
+                f"batch {_as_text(batch)} has no noise that can be told: a smaller one learns as much from each update"
+            )
+        ratio, critical = scale / batch, f"the critical size {_as_text(scale, 2)}"
         if ratio > _NEAR:
             steps = max(round(ratio * self._batches), self._batches + 1)
-            return f"batch {_shown(batch)} is {_times(ratio)} below {critical}: accumulate over {steps:,}"
+            return f"batch {_as_text(batch)} is {_times(ratio)} below {critical}: accumulate over {steps:,}"
         if ratio < 1 / _NEAR:
             return (
-                f"batch {_shown(batch)} is {_times(1 / ratio)} above {critical}: a smaller one learns nearly as much "
+                f"batch {_as_text(batch)} is {_times(1 / ratio)} above {critical}: a smaller one learns nearly as much "
                 f"from each update"
             )
-        return f"batch {_shown(batch)} is near {critical}: keep it"
+        return f"batch {_as_text(batch)} is near {critical}: keep it"
 
     def draw(self, path: str | Path) -> None:
         """Draw noise scale and batch over updates, and the updates and examples that each batch size needs."""
@@ -167,7 +169,7 @@ class GradNoiseScale(NoiseCallback):
             print(self.advice)
 
 
-def _shown(items: float, digits: int = 6) -> str:
+def _as_text(items: float, digits: int = 6) -> str:
     """For example "1,600" and "0.4"."""
     rounded = float(f"{items:.{digits}g}")
     return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"

@@ -68,7 +68,7 @@ class TrainingMetrics(Callback):
     def __init__(self, metrics: Mapping[str, Metric | Callable[..., Any]], show: bool = True) -> None:
         super().__init__()
         if not isinstance(metrics, Mapping) or not all(
-            isinstance(one, Metric) or callable(one) for one in metrics.values()
+            isinstance(metric, Metric) or callable(metric) for metric in metrics.values()
         ):
             raise TypeError(
                 f"For '{_NAME}', the argument 'metrics' must be a dict from names to mindspore.train.Metric or "
@@ -78,7 +78,9 @@ class TrainingMetrics(Callback):
             raise ValueError(f"For '{_NAME}', the argument 'metrics' must not be empty, but got {metrics!r}.")
         check_bool(_NAME, "show", show)
         self.history: list[dict[str, float]] = []
-        self._metrics = {name: one if isinstance(one, Metric) else _Mean(one) for name, one in metrics.items()}
+        self._metrics = {
+            name: metric if isinstance(metric, Metric) else _Mean(metric) for name, metric in metrics.items()
+        }
         self._show = show
 
     def on_train_begin(self, run_context: RunContext) -> None:
@@ -113,8 +115,8 @@ class TrainingMetrics(Callback):
         self.history.append(results)
         parameters.training_metrics = results
         if self._show and rank_or_0() == 0:
-            shown = (f"{name} {_shown(value)}" for name, value in results.items())
-            print(f"epoch {parameters.cur_epoch_num}: {', '.join(shown)}", flush=True)
+            results_as_text = (f"{name} {_as_text(value)}" for name, value in results.items())
+            print(f"epoch {parameters.cur_epoch_num}: {', '.join(results_as_text)}", flush=True)
 
 
 class _Mean:
@@ -135,5 +137,5 @@ class _Mean:
         return self.sum / self.samples if self.samples else float("nan")
 
 
-def _shown(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, (int, float)) else str(value)

@@ -63,14 +63,15 @@ class UpdateScheduler(WindowCallback):
 
     def __init__(self, *schedulers: Any) -> None:
         super().__init__()
-        if not schedulers or not all(isinstance(one, (LRScheduler, SequentialLR)) for one in schedulers):
+        if not schedulers or not all(isinstance(scheduler, (LRScheduler, SequentialLR)) for scheduler in schedulers):
+            kinds = [type(scheduler).__name__ for scheduler in schedulers]
             raise TypeError(
                 f"For '{_NAME}', the argument 'schedulers' must be LRSchedulers of "
-                f"mindspore.experimental.optim.lr_scheduler, but got {[type(one).__name__ for one in schedulers]}."
+                f"mindspore.experimental.optim.lr_scheduler, but got {kinds}."
             )
         self.schedulers = schedulers
         self.optimizer = schedulers[0].optimizer
-        if any(one.optimizer is not self.optimizer for one in schedulers):
+        if any(scheduler.optimizer is not self.optimizer for scheduler in schedulers):
             raise ValueError(
                 f"For '{_NAME}', the argument 'schedulers' must be of one optimizer, but got schedulers of several."
             )

@@ -89,7 +89,7 @@ class WindowWatch(Callback):
         """Refuse ranks with different numbers of batches, unless a callback evens them out."""
         step = self._step
         batches = parameters.epoch_num * parameters.batch_num - parameters.skipped_batches
-        flushed = any(getattr(one, "evens_out_ranks", False) for one in parameters.list_callback)
+        flushed = any(getattr(callback, "evens_out_ranks", False) for callback in parameters.list_callback)
         warn_of_rates_for_batches(step, batches, flushes=flushed * parameters.epoch_num)
         if not step.reducer_flag:
             return
@@ -100,23 +100,23 @@ class WindowWatch(Callback):
         )
         gathered = ops.AllGather()(ms.Tensor([own], ms.int32)).asnumpy()
         parameters.rank_batches = batches_of = [RankBatches(*map(int, row)) for row in gathered]
-        if all(one == own for one in batches_of):
+        if all(other == own for other in batches_of):
             return
         evens_out = step.spans_batches and not step.window.store.reduces  # else ranks need equal micro-batches
         if evens_out and flushed:
             return
-        shown = [
-            f"{one.batches - one.skipped} on rank {rank}"
-            + (f" (and {one.position} in its window)" * bool(one.position))
-            for rank, one in enumerate(batches_of)
+        ranks_as_text = [
+            f"{of_rank.batches - of_rank.skipped} on rank {rank}"
+            + (f" (and {of_rank.position} in its window)" * bool(of_rank.position))
+            for rank, of_rank in enumerate(batches_of)
         ]
         remedy = "; or, with 'accumulation_steps' larger than 1, give model.train the callback FlushAccumulation()"
         if step.window.store.reduces:
             remedy = "; or leave 'sharded' of the accumulators out, and use FlushAccumulation()"
         raise ValueError(
             f"For 'GradAccumulationCell', all ranks must have the same number of batches in an epoch, because each "
-            f"update reduces over all of them, but got {', '.join(shown)}. Nothing was trained. Give all ranks equally "
-            f"many, as 'num_shards' of a dataset does{remedy}."
+            f"update reduces over all of them, but got {', '.join(ranks_as_text)}. Nothing was trained. Give all ranks "
+            f"equally many, as 'num_shards' of a dataset does{remedy}."
         )
 
     def on_train_step_end(self, run_context: RunContext) -> None:
@@ -128,7 +128,7 @@ class WindowWatch(Callback):
         begin_anew(run_context.original_args().train_dataset)  # if resume has set a position
         if not step.spans_batches or not int(step.window_position.asnumpy()):
             return
-        if any(hasattr(one, "evens_out_ranks") for one in run_context.original_args().list_callback):
+        if any(hasattr(callback, "evens_out_ranks") for callback in run_context.original_args().list_callback):
             return  # a FlushAccumulation will end the window in its on_train_end
         batches, steps = int(step.window_position.asnumpy()), int(step.window_steps.asnumpy())
         warnings.warn(

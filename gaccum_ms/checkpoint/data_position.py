@@ -42,13 +42,13 @@ def _at_position(data_set: Any, name: str, is_valid: Callable[[], bool]) -> Call
     def create(*arguments: Any, **named: Any) -> Any:
         if not is_valid():
             begin_anew(data_set)
-        given = signature.bind(data_set, *arguments, **named)
-        given.apply_defaults()
-        position, size, epochs = data_set.get_init_step(), data_set.get_dataset_size(), given.arguments["num_epochs"]
+        call = signature.bind(data_set, *arguments, **named)
+        call.apply_defaults()
+        position, size, epochs = data_set.get_init_step(), data_set.get_dataset_size(), call.arguments["num_epochs"]
         if epochs in (1, _ANY_NUMBER):  # most loops create an iterator for each epoch
             data_set.set_init_step(position % size)
             if epochs == _ANY_NUMBER and position % size:
-                given.arguments["num_epochs"] = _MANY
+                call.arguments["num_epochs"] = _MANY
         elif isinstance(epochs, int) and position >= epochs * size:
             raise ValueError(
                 f"For 'resume', the argument 'num_epochs' of '{name}' must be the number of all epochs, those that are "
@@ -56,7 +56,7 @@ def _at_position(data_set: Any, name: str, is_valid: Callable[[], bool]) -> Call
                 f"the number that the training ends with, or make an iterator for each epoch."
             )
         try:
-            return original(*given.args, **given.kwargs)
+            return original(*call.args, **call.kwargs)
         finally:
             data_set.set_init_step(position)
 

@@ -72,10 +72,10 @@ def common_key(keys_of_ranks: list[list[Key]], last: bool) -> tuple[Key | None, 
     if not any(keys_of_ranks):
         return None, True
     if last and (all(keys_of_ranks) or max(map(len, keys_of_ranks)) > AHEAD):
-        shown = ", ".join(f"rank {rank} {[key[0] for key in keys]}" for rank, keys in enumerate(keys_of_ranks))
+        keys_as_text = ", ".join(f"rank {rank} {[key[0] for key in keys]}" for rank, keys in enumerate(keys_of_ranks))
         raise ValueError(
             f"For 'resume', the folders of all ranks must have a checkpoint in common, but got those of updates "
-            f"{shown}. Let UpdateCheckpoint keep two at least; or give the files themselves."
+            f"{keys_as_text}. Let UpdateCheckpoint keep two at least; or give the files themselves."
         )
     return None, last
 

@@ -25,12 +25,12 @@ def of_rank(files: list[tuple[Path, Values]], rank: int, ranks: int) -> Values:
     _, first = files[0]
     saved_ranks = origin(first)[1]
     is_open = any(int(values.get(own("window_position"), 0)) for _, values in files)
-    shown = ", ".join(f"'{path}' of rank {origin(values)[0]} of {origin(values)[1]}" for path, values in files)
+    paths = ", ".join(f"'{path}' of rank {origin(values)[0]} of {origin(values)[1]}" for path, values in files)
     if any(origin(values)[1] != saved_ranks for _, values in files) or len(by_rank) != len(files):
-        raise ValueError(f"For 'resume', the files must be those of different ranks of one run, but got {shown}.")
+        raise ValueError(f"For 'resume', the files must be those of different ranks of one run, but got {paths}.")
     if len({int(values.get(own("update_count"), 0)) for _, values in files}) > 1:
         counts = [int(values.get(own("update_count"), 0)) for _, values in files]
-        raise ValueError(f"For 'resume', all files must be of the same update, but got updates {counts}: {shown}.")
+        raise ValueError(f"For 'resume', all files must be of the same update, but got updates {counts}: {paths}.")
     if saved_ranks == ranks and rank in by_rank:
         return by_rank[rank]
     if not is_open:
@@ -38,18 +38,18 @@ def of_rank(files: list[tuple[Path, Values]], rank: int, ranks: int) -> Values:
     if len(by_rank) != saved_ranks:
         raise ValueError(
             f"For 'resume', a checkpoint that was saved in a window has the sums of one rank, and all {saved_ranks} "
-            f"rank(s)' are needed to finish it on rank {rank} of {ranks}, but got {shown}."
+            f"rank(s)' are needed to finish it on rank {rank} of {ranks}, but got {paths}."
         )
-    joined = _joined([by_rank[one] for one in range(saved_ranks)], rank == 0)
+    joined = _joined([by_rank[number] for number in range(saved_ranks)], rank == 0)
     joined[own("window_origin")] = np.array([rank, ranks])
     return joined
 
 
 def _joined(files: list[Values], first_rank: bool) -> Values:
     """The sums of all ranks for the first rank, and zeros for the others: the update's mean is over all ranks."""
-    units = [float(values[own("window_unit")]) for values in files]
-    unit = next((one for one in units if one > 0), 0.0) if first_rank else 0.0
-    factors = [unit / one if one > 0 else 0.0 for one in units]
+    seeds = [float(values[own("window_unit")]) for values in files]
+    seed = next((other for other in seeds if other > 0), 0.0) if first_rank else 0.0
+    factors = [seed / other if other > 0 else 0.0 for other in seeds]
     position = max(int(values[own("window_position")]) for values in files)
     joined = {name: value for name, value in files[0].items() if name != own("random_state")}
     for name in [name for name in joined if name.startswith(accumulators.PREFIX)]:
@@ -66,5 +66,5 @@ def _joined(files: list[Values], first_rank: bool) -> Values:
         first = np.stack([values[own("window_first")] for values in files])
         joined[own("window_first")] = first.sum(axis=0) if first_rank else np.zeros_like(first[0])
     joined[own("window_position")] = np.array(position)
-    joined[own("window_unit")] = np.array(unit)
+    joined[own("window_unit")] = np.array(seed)
     return joined

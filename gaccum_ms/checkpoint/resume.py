@@ -155,8 +155,8 @@ def _read(path: Path) -> Values:
     kind = "safetensors" if path.suffix == ".safetensors" else "ckpt"
     loaded = ms.load_checkpoint(str(path), format=kind)
     return {
-        name: np.array((one.astype(ms.float32) if one.dtype == ms.bfloat16 else one).asnumpy())
-        for name, one in loaded.items()
+        name: np.array((value.astype(ms.float32) if value.dtype == ms.bfloat16 else value).asnumpy())
+        for name, value in loaded.items()
     }
 
 
@@ -165,8 +165,12 @@ def _with_prefix(step: nn.Cell, path: Path, values: Values) -> Values:
     without = own("window_origin").removeprefix(PREFIX)
     if without not in values or own(without) in values:
         return values
-    names = {one.name.removeprefix(PREFIX): one.name for one in step.get_parameters() if one.name.startswith(PREFIX)}
-    of_the_users = sorted(one.name for one in step.get_parameters() if one.name in names)
+    names = {
+        parameter.name.removeprefix(PREFIX): parameter.name
+        for parameter in step.get_parameters()
+        if parameter.name.startswith(PREFIX)
+    }
+    of_the_users = sorted(parameter.name for parameter in step.get_parameters() if parameter.name in names)
     if of_the_users:
         raise ValueError(
             f"For 'resume', a checkpoint of a version before 0.2 must be of a network without parameters of these "
@@ -219,7 +223,7 @@ def _check_parameters(step: nn.Cell, path: Path, values: Values) -> None:
     network = step.network.get_parameters() if isinstance(step, TrainOneStepWithGradAccumulationCell) else ()
     needed = [*step.weights, *network]
     if own("batch_count") in values:  # another kind of training may have had another optimizer, or none
-        needed += [one for one in step.optimizer.get_parameters() if not may_lack(one.name)]
+        needed += [parameter for parameter in step.optimizer.get_parameters() if not may_lack(parameter.name)]
     missing = sorted({parameter.name for parameter in needed} - values.keys())
     if missing:
         raise ValueError(

@@ -11,7 +11,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 
-_MOST_SHOWN = 4  # entries of a dict, tuple or list
+_MOST_NAMED = 4  # entries of a dict, tuple or list
 
 
 def check_positive_int(owner: str, name: str, value: Any, least: int = 1) -> None:
@@ -29,7 +29,7 @@ def check_not_negative_int(owner: str, name: str, value: Any) -> None:
 
 
 def check_one_of(owner: str, name: str, value: Any, allowed: tuple) -> None:
-    if not any(value is one or (isinstance(value, str) and value == one) for one in allowed):
+    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in allowed):
         raise ValueError(f"For '{owner}', the argument '{name}' must be one of {list(allowed)}, but got {value!r}.")
 
 
@@ -84,11 +84,11 @@ def described(value: Any) -> str:
         return f"{type(value).__name__} of shape {tuple(value.shape)} and dtype {value.dtype}"
     if isinstance(value, (dict, tuple, list)):
         named = value.items() if isinstance(value, dict) else enumerate(value)
-        shown = ", ".join(f"{name!r}: {described(one)}" for name, one in itertools.islice(named, _MOST_SHOWN))
-        more = ", ..." if len(value) > _MOST_SHOWN else ""
-        return f"a {type(value).__name__} of {len(value)} ({shown}{more})"
-    shown = repr(value)
-    return f"{shown if len(shown) < 80 else shown[:77] + '...'} of type '{type(value).__name__}'"
+        entries = ", ".join(f"{name!r}: {described(entry)}" for name, entry in itertools.islice(named, _MOST_NAMED))
+        more = ", ..." if len(value) > _MOST_NAMED else ""
+        return f"a {type(value).__name__} of {len(value)} ({entries}{more})"
+    text = repr(value)
+    return f"{text if len(text) < 80 else text[:77] + '...'} of type '{type(value).__name__}'"
 
 
 def batch_shapes(inputs: tuple[Any, ...]) -> list[tuple[int, ...]]:

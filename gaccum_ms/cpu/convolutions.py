@@ -37,53 +37,53 @@ def limit_instructions_for_weights(weights: Iterable[ms.Parameter]) -> None:
 def convolves(network: nn.Cell) -> bool:
     """Whether the network reaches a convolution of MindSpore."""
     seen: dict[int, Any] = {}  # the objects are kept alive, so that no id is used twice
-    found: list[Any] = [network]
-    while found:
-        one = found.pop()
-        if id(one) in seen:
+    todo: list[Any] = [network]
+    while todo:
+        value = todo.pop()
+        if id(value) in seen:
             continue
-        seen[id(one)] = one
-        if _is_convolution(one):
+        seen[id(value)] = value
+        if _is_convolution(value):
             return True
-        found += _parts(one)
+        todo += _parts(value)
     return False
 
 
-def _is_convolution(one: Any) -> bool:
-    if isinstance(one, ops.Primitive):
-        return bool(_CONVOLUTION.search(one.name))
-    name = getattr(one, "__name__", "") if callable(one) else ""
-    return isinstance(name, str) and bool(_CONVOLUTION.search(name)) and _is_mindspores(one)
+def _is_convolution(value: Any) -> bool:
+    if isinstance(value, ops.Primitive):
+        return bool(_CONVOLUTION.search(value.name))
+    name = getattr(value, "__name__", "") if callable(value) else ""
+    return isinstance(name, str) and bool(_CONVOLUTION.search(name)) and _is_mindspores(value)
 
 
-def _is_mindspores(one: Any) -> bool:
-    return str(getattr(one, "__module__", "")).partition(".")[0] == "mindspore"
+def _is_mindspores(value: Any) -> bool:
+    return str(getattr(value, "__module__", "")).partition(".")[0] == "mindspore"
 
 
-def _parts(one: Any) -> Iterator[Any]:
+def _parts(value: Any) -> Iterator[Any]:
     """The objects that an object refers to. MindSpore's own functions are not followed: their names are enough."""
-    if isinstance(one, nn.Cell):
-        yield from vars(one).values()
-        for kind in type(one).__mro__:
+    if isinstance(value, nn.Cell):
+        yield from vars(value).values()
+        for kind in type(value).__mro__:
             if _is_mindspores(kind):
                 yield kind
             else:
                 yield from (value for name, value in vars(kind).items() if name != "__init__")
-    elif isinstance(one, Mapping):
-        yield from one.values()
-    elif isinstance(one, (list, tuple)):
-        yield from one
-    elif isinstance(one, functools.partial):
-        yield from (one.func, one.args, one.keywords)
-    elif isinstance(one, MethodType):
-        yield from (one.__func__, one.__self__)
-    elif isinstance(one, (staticmethod, classmethod)):
-        yield one.__func__
-    elif isinstance(one, property):
-        yield one.fget
-    elif isinstance(one, FunctionType) and not _is_mindspores(one):
-        yield inspect.unwrap(one)
-        yield from _referred_to(one)
+    elif isinstance(value, Mapping):
+        yield from value.values()
+    elif isinstance(value, (list, tuple)):
+        yield from value
+    elif isinstance(value, functools.partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, MethodType):
+        yield from (value.__func__, value.__self__)
+    elif isinstance(value, (staticmethod, classmethod)):
+        yield value.__func__
+    elif isinstance(value, property):
+        yield value.fget
+    elif isinstance(value, FunctionType) and not _is_mindspores(value):
+        yield inspect.unwrap(value)
+        yield from _referred_to(value)
 
 
 def _referred_to(function: FunctionType) -> Iterator[Any]:

@@ -94,13 +94,13 @@ def tune_cpu(cores: int | None = None, network: nn.Cell | None = None) -> CpuThr
 
 
 def _cores_of_this_process() -> int:
-    given = os.environ.get("OMP_NUM_THREADS")
-    if given is None:
+    setting = os.environ.get("OMP_NUM_THREADS")
+    if setting is None:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    first = given.split(",")[0].strip()  # OpenMP has a number for each level of nesting
+    first = setting.split(",")[0].strip()  # OpenMP has a number for each level of nesting
     if not first.isdecimal() or not int(first):
         raise ValueError(
             f"For 'tune_cpu', the environment variable OMP_NUM_THREADS must be a positive number, but got "
-            f"'{given}'. Correct or unset it, or give 'cores'."
+            f"'{setting}'. Correct or unset it, or give 'cores'."
         )
     return int(first)

@@ -116,12 +116,12 @@ class FusedReducer(nn.Cell):
         group: str = GlobalComm.WORLD_COMM_GROUP,
     ) -> None:
         super().__init__(auto_prefix=False)
-        reduced = [place for place, one in enumerate(parameters) if not one.layerwise_parallel]
+        reduced = [place for place, parameter in enumerate(parameters) if not parameter.layerwise_parallel]
         sizes = [parameters[place].size for place in reduced]
         buffers = plan_buffers([size * _WIRE_BYTES for size in sizes], buffer_bytes())
-        self.own = tuple(place for place, one in enumerate(parameters) if one.layerwise_parallel)
+        self.own = tuple(place for place, parameter in enumerate(parameters) if parameter.layerwise_parallel)
         self.alone = tuple(reduced[buffer[0]] for buffer in buffers if len(buffer) == 1)
-        self.shared = tuple(tuple(reduced[one] for one in buffer) for buffer in buffers if len(buffer) > 1)
+        self.shared = tuple(tuple(reduced[member] for member in buffer) for buffer in buffers if len(buffer) > 1)
         self.sizes = tuple(tuple(parameters[place].size for place in buffer) for buffer in self.shared)
         self.starts = tuple(tuple(accumulate(sizes, initial=0))[:-1] for sizes in self.sizes)
         # The place of each gradient in the order in which `construct` appends them.

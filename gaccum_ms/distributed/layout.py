@@ -41,7 +41,7 @@ def balanced_owners(sizes: Sequence[int], ranks: int) -> tuple[int, ...]:
     """A rank for each tensor. The largest is placed first, each on the rank with the smallest load."""
     loads = [0] * ranks
     owners = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda one: -sizes[one]):
+    for index in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
         owners[index] = loads.index(min(loads))
         loads[owners[index]] += sizes[index]
     return tuple(owners)
@@ -72,8 +72,8 @@ class Layout(nn.Cell):
         self.rank = rank
         self.ranks = ranks
         self.owners = tuple(owners)
-        self.shapes = tuple(tuple(one.shape) for one in like)
-        self.dtypes = tuple(one.dtype for one in like)
+        self.shapes = tuple(tuple(tensor.shape) for tensor in like)
+        self.dtypes = tuple(tensor.dtype for tensor in like)
         self.sizes = tuple(int(np.prod(shape, dtype=np.int64)) for shape in self.shapes)
         self.columns = tuple(
             -(-size // ranks) if owner is None else size for size, owner in zip(self.sizes, self.owners, strict=True)
@@ -81,7 +81,7 @@ class Layout(nn.Cell):
         self.starts = tuple(
             min(rank * columns, size - columns) for columns, size in zip(self.columns, self.sizes, strict=True)
         )
-        self.held = tuple(index for index, owner in enumerate(self.owners) if owner in (None, rank))
+        self.own_indices = tuple(index for index, owner in enumerate(self.owners) if owner in (None, rank))
         self._fill_buffers()
         self.all_gather = ops.AllGather()
         self.all_reduce = ops.AllReduce()
@@ -114,8 +114,8 @@ class Layout(nn.Cell):
                 members[number].append(index)
         self.places = tuple(places)
         offsets = [0] * len(places)  # the columns of whole tensors, if they were in the same buffers
-        for held in members:
-            for before, index in itertools.pairwise(held):
+        for members_of_buffer in members:
+            for before, index in itertools.pairwise(members_of_buffer):
                 offsets[index] = offsets[before] + self.sizes[before]
         self.offsets = tuple(offsets)
         self.members = tuple(map(tuple, members))
@@ -125,9 +125,9 @@ class Layout(nn.Cell):
     # -- compiled ------------------------------------------------------------------------------------------------------
 
     def own(self, values):
-        """This rank's parts of the tensors; `held` has their indices."""
+        """This rank's parts of the tensors; `own_indices` has theirs."""
         parts: tuple = ()
-        for index in self.held:
+        for index in self.own_indices:
             part = values[index]
             if self.owners[index] is None:
                 start = self.starts[index]
@@ -168,7 +168,7 @@ class Layout(nn.Cell):
         row: tuple = ()
         filled = 0
         for index in self.members[number]:
-            row = (*row, ops.cast(parts[self.held.index(index)], self.wires[number]).reshape((1, -1)))
+            row = (*row, ops.cast(parts[self.own_indices.index(index)], self.wires[number]).reshape((1, -1)))
             filled = filled + self.columns[index]
         if filled < self.widths[number]:
             row = (*row, ops.zeros((1, self.widths[number] - filled), self.wires[number]))

@@ -36,12 +36,12 @@ _ELEMENTWISE = {
 
 
 def _is_grouped(params: list) -> bool:
-    return any(isinstance(one, dict) for one in params)
+    return any(isinstance(group, dict) for group in params)
 
 
 def in_order(params: list) -> list[ms.Parameter]:
     """The weights in the order of the optimizer's `parameters` ."""
-    groups = [one for one in params if isinstance(one, dict)] if _is_grouped(params) else [{"params": params}]
+    groups = [group for group in params if isinstance(group, dict)] if _is_grouped(params) else [{"params": params}]
     weights = [weight for group in groups for weight in group.get("params", ())]
     if not weights or not all(isinstance(weight, ms.Parameter) for weight in weights):
         raise TypeError(
@@ -55,7 +55,7 @@ def in_order(params: list) -> list[ms.Parameter]:
 def takes_slices(optimizer: Any, params: list, partition: str | None) -> bool:
     """Whether the optimizer may get slices. An unknown optimizer gets whole parameters."""
     kind = optimizer.func if isinstance(optimizer, functools.partial) else optimizer
-    centralizes = any(isinstance(one, dict) and one.get("grad_centralization") for one in params)
+    centralizes = any(isinstance(group, dict) and group.get("grad_centralization") for group in params)
     if partition != "slices":
         return partition is None and kind in _ELEMENTWISE and not centralizes
     mindspores = getattr(kind, "__module__", "").startswith("mindspore.")
@@ -75,12 +75,12 @@ def own_groups(params: list, weights: list, own: dict[int, ms.Parameter], rank: 
     placeholders = []
 
     def parts(group: Sequence[ms.Parameter], number: int) -> list[ms.Parameter]:
-        held = [own[places[id(weight)]] for weight in group if places[id(weight)] in own]
-        if not held:
+        own_parts = [own[places[id(weight)]] for weight in group if places[id(weight)] in own]
+        if not own_parts:
             name = f"{PLACEHOLDER}{rank}.{number}"
-            held = [ms.Parameter(ms.Tensor([0.0]), name=name, layerwise_parallel=True)]
-            placeholders.extend(held)
-        return held
+            own_parts = [ms.Parameter(ms.Tensor([0.0]), name=name, layerwise_parallel=True)]
+            placeholders.extend(own_parts)
+        return own_parts
 
     if not _is_grouped(params):
         return parts(params, 0)
@@ -94,7 +94,7 @@ def own_groups(params: list, weights: list, own: dict[int, ms.Parameter], rank: 
 
 def rate_places(params: list, weights: list, groups: list, inner: Any) -> tuple[int, ...]:
     """For each weight, the index of an inner parameter of the same group, which has the same learning rate."""
-    inner_ids = [id(one) for one in inner.parameters]
+    inner_ids = [id(parameter) for parameter in inner.parameters]
     if not _is_grouped(params):
         return (0,) * len(weights)
     places = {}

@@ -129,30 +129,30 @@ class ShardedOptimizer(nn.Optimizer):
             )
         list_rates(inner)
         places = {id(part): place for place, part in enumerate(own.values())}
-        self.slots = tuple(places.get(id(one), -1) for one in inner.parameters)  # -1: a placeholder
+        self.slots = tuple(places.get(id(parameter), -1) for parameter in inner.parameters)  # -1: a placeholder
         self.inner_places = tuple(self.slots.index(place) for place in range(len(own)))
         self._rate_places = rate_places(params, weights, groups, inner)
         if self.ranks > 1:
             for index, part in own.items():
                 if self.sliced:
                     part.name = PART + weights[index].name  # its state has the weight's name already
-            for held in self._state_of(inner):
-                held.layerwise_parallel = True  # ranks' parts differ: MindSpore must not broadcast them
-            for held in (*self._state_of(inner), *(own.values() if self.sliced else ())):
-                held.init_data = functools.partial(not_saved_alone, held.init_data)
+            for parameter in self._state_of(inner):
+                parameter.layerwise_parallel = True  # ranks' parts differ: MindSpore must not broadcast them
+            for parameter in (*self._state_of(inner), *(own.values() if self.sliced else ())):
+                parameter.init_data = functools.partial(not_saved_alone, parameter.init_data)
         self.inner: nn.Cell = inner
         self._hidden = (inner,)  # `self.inner` may be replaced by the whole state
         self._weight_of = self._weights_of_rows(inner)
         self._depth = 0
-        self._shown: Any = None
+        self._whole: Any = None
         self._saves_together = False
-        self._shown_for_save = False
+        self._is_whole_for_save = False
 
     def _own_parameters(self) -> dict[int, ms.Parameter]:
         """The Parameters that the inner optimizer updates, by the weights' indices: this rank's weights, or copies of
         its slices."""
         if not self.sliced:
-            return {index: self.parameters[index] for index in self.layout.held}
+            return {index: self.parameters[index] for index in self.layout.own_indices}
         with no_grad():
             rows = self.layout.own(self.parameters)
         return {
@@ -162,22 +162,26 @@ class ShardedOptimizer(nn.Optimizer):
 
     def _state_of(self, inner: nn.Cell) -> list[ms.Parameter]:
         """The inner optimizer's state: its Parameters except those that it updates, and placeholders."""
-        updated = {id(one) for one in inner.parameters}
-        return [one for one in inner.get_parameters() if id(one) not in updated and PLACEHOLDER not in one.name]
+        updated = {id(parameter) for parameter in inner.parameters}
+        return [
+            parameter
+            for parameter in inner.get_parameters()
+            if id(parameter) not in updated and PLACEHOLDER not in parameter.name
+        ]
 
     def _weights_of_rows(self, inner: nn.Cell) -> dict[int, int]:
         """For each Parameter of the state that is a row, by its id, the index of its weight. Its name ends with the
         weight's name, unless the weight was renamed after the optimizer was made."""
-        found = {}
-        for one in self._state_of(inner) if self.sliced else ():
+        weights = {}
+        for parameter in self._state_of(inner) if self.sliced else ():
             of = [
                 index
                 for index, weight in enumerate(self.parameters)
-                if one.name.endswith(weight.name) and one.shape == (1, self.layout.columns[index])
+                if parameter.name.endswith(weight.name) and parameter.shape == (1, self.layout.columns[index])
             ]
             if of:
-                found[id(one)] = max(of, key=lambda index: len(self.parameters[index].name))
-        return found
+                weights[id(parameter)] = max(of, key=lambda index: len(self.parameters[index].name))
+        return weights
 
     # -- the interface of an optimizer ---------------------------------------------------------------------------------
 
@@ -201,10 +205,12 @@ class ShardedOptimizer(nn.Optimizer):
         """As in `nn.Optimizer` , for the given parameters, also if they are on another rank."""
         ids = [id(weight) for weight in self.parameters]
         wanted = param if isinstance(param, list) else [param]
-        if any(id(one) not in ids for one in wanted):
+        if any(id(parameter) not in ids for parameter in wanted):
             raise ValueError(f"For 'get_lr_parameter', 'param' must be of the optimizer's parameters, but got {param}.")
         inner = self._hidden[0]
-        rates = inner.get_lr_parameter([inner.parameters[self._rate_places[ids.index(id(one))]] for one in wanted])
+        rates = inner.get_lr_parameter(
+            [inner.parameters[self._rate_places[ids.index(id(parameter))]] for parameter in wanted]
+        )
         return rates if isinstance(param, list) else rates[0]
 
     # -- compiled ------------------------------------------------------------------------------------------------------
@@ -220,10 +226,10 @@ class ShardedOptimizer(nn.Optimizer):
             for place in range(len(rows)):
                 copied = write(self.inner.parameters[self.inner_places[place]], rows[place])
                 parts = ops.depend(parts, copied)
-        given: tuple = ()
+        inner_gradients: tuple = ()
         for place in self.slots:
-            given = (*given, parts[place] if place >= 0 else ops.zeros((1,), ms.float32))
-        updated = self.inner(given)
+            inner_gradients = (*inner_gradients, parts[place] if place >= 0 else ops.zeros((1,), ms.float32))
+        updated = self.inner(inner_gradients)
         own: tuple = ()
         for place in self.inner_places:
             own = (*own, self.inner.parameters[place])
@@ -260,28 +266,28 @@ class ShardedOptimizer(nn.Optimizer):
     def prepare_save(self) -> None:
         """Before MindSpore saves a Cell that holds this optimizer."""
         if self._saves_together and not self._depth:
-            self._shown_for_save = True
+            self._is_whole_for_save = True
             self._enter()
 
     def end_saves(self) -> None:
         self._saves_together = False
-        if self._shown_for_save:
-            self._shown_for_save = False
+        if self._is_whole_for_save:
+            self._is_whole_for_save = False
             self._leave(keep=False)
 
     def _enter(self) -> None:
         self._depth += 1
         if self.ranks > 1 and self._depth == 1:
-            self._shown = WholeState(self._state_of(self._hidden[0]), self)
-            self.inner = self._shown
+            self._whole = WholeState(self._state_of(self._hidden[0]), self)
+            self.inner = self._whole
 
     def _leave(self, keep: bool) -> None:
         self._depth -= 1
         if self.ranks > 1 and self._depth == 0:
-            shown, self._shown = self._shown, None
+            whole, self._whole = self._whole, None
             self.inner = self._hidden[0]
             if keep:
-                shown.take_back()
+                whole.take_back()
 
 
 def whole_state(optimizer: nn.Cell) -> contextlib.AbstractContextManager:

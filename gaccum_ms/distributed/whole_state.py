@@ -27,7 +27,9 @@ class WholeState(nn.Cell):
         with no_grad():
             wholes = layout.whole(divided)
         # In nested tuples, which Cells do not search for Parameters.
-        self._common = tuple((one, _copy(one.name, one), one.asnumpy().copy()) for one in common)
+        self._common = tuple(
+            (parameter, _copy(parameter.name, parameter), parameter.asnumpy().copy()) for parameter in common
+        )
         self._divided = tuple(divided)
         self._layout = (layout,)
         self.values = ms.ParameterTuple(
@@ -36,17 +38,17 @@ class WholeState(nn.Cell):
         )
 
     def take_back(self) -> None:
-        for one, _, before in self._common:
-            if not np.array_equal(one.asnumpy(), before, equal_nan=True):
+        for parameter, _, before in self._common:
+            if not np.array_equal(parameter.asnumpy(), before, equal_nan=True):
                 raise RuntimeError(
-                    f"For '{_NAME}', there must be no update within 'whole_state()', but got another '{one.name}' at "
-                    f"its end. Nothing was taken from the whole state."
+                    f"For '{_NAME}', there must be no update within 'whole_state()', but got another "
+                    f"'{parameter.name}' at its end. Nothing was taken from the whole state."
                 )
-        for one, copy, _ in self._common:
-            overwrite(one, copy)
+        for parameter, copy, _ in self._common:
+            overwrite(parameter, copy)
         parts = self._layout[0].own(self.values[len(self._common) :])
-        for one, part in zip(self._divided, parts, strict=True):
-            overwrite(one, part)
+        for parameter, part in zip(self._divided, parts, strict=True):
+            overwrite(parameter, part)
 
     def construct(self, *gradients):
         raise RuntimeError("For 'ShardedOptimizer', there must be no update within 'whole_state()'.")
@@ -80,18 +82,21 @@ def _divided(state: Sequence[ms.Parameter], sharded: Any) -> Any:
     """Returns four things: the Parameters that all ranks have in common; this rank's others; the layout of the latter
     over ranks; and the names of the whole Parameters. A collective."""
     if sharded.sliced:
-        common = [one for one in state if id(one) not in sharded._weight_of]
-        divided = [one for one in state if id(one) in sharded._weight_of]
-        shapes = [sharded.parameters[sharded._weight_of[id(one)]].shape for one in divided]
-        like = [SimpleNamespace(shape=shape, dtype=one.dtype) for shape, one in zip(shapes, divided, strict=True)]
+        common = [parameter for parameter in state if id(parameter) not in sharded._weight_of]
+        divided = [parameter for parameter in state if id(parameter) in sharded._weight_of]
+        shapes = [sharded.parameters[sharded._weight_of[id(parameter)]].shape for parameter in divided]
+        like = [
+            SimpleNamespace(shape=shape, dtype=parameter.dtype)
+            for shape, parameter in zip(shapes, divided, strict=True)
+        ]
         owners: list[int | None] = [None] * len(like)
-        names = [one.name for one in divided]
+        names = [parameter.name for parameter in divided]
     else:
-        said = gather_json([(one.name, list(one.shape), str(one.dtype)) for one in state])
+        said = gather_json([(parameter.name, list(parameter.shape), str(parameter.dtype)) for parameter in state])
         everywhere = set.intersection(*({name for name, _, _ in those} for those in said))
         apart = [(rank, *what) for rank, those in enumerate(said) for what in those if what[0] not in everywhere]
-        common = [one for one in state if one.name in everywhere]
-        divided = [one for one in state if one.name not in everywhere]
+        common = [parameter for parameter in state if parameter.name in everywhere]
+        divided = [parameter for parameter in state if parameter.name not in everywhere]
         dtypes = {str(dtype): dtype for dtype in ms.common.dtype.number_type}
         like = [SimpleNamespace(shape=tuple(shape), dtype=dtypes[dtype]) for _, _, shape, dtype in apart]
         owners = [rank for rank, *_ in apart]

@@ -27,14 +27,14 @@ def layer_of_parameters(layer: nn.Cell) -> nn.Cell:
 
 def batch_norms(network: nn.Cell) -> dict[str, nn.Cell]:
     """The layers, by name, that in training normalise by the statistics of a micro-batch."""
-    found = {
+    layers = {
         name: cell for name, cell in network.cells_and_names() if isinstance(cell, (*_BATCH_NORMS, nn.BatchNorm3d))
     }
-    held = {id(cell.bn2d) for cell in found.values() if isinstance(cell, nn.BatchNorm3d)}
+    inner = {id(cell.bn2d) for cell in layers.values() if isinstance(cell, nn.BatchNorm3d)}
     return {
         name: cell
-        for name, cell in found.items()
-        if id(cell) not in held and getattr(layer_of_parameters(cell), "use_batch_statistics", None) is not False
+        for name, cell in layers.items()
+        if id(cell) not in inner and getattr(layer_of_parameters(cell), "use_batch_statistics", None) is not False
     }
 
 
@@ -90,8 +90,8 @@ def advice_about_batch_norm(network: nn.Cell, times: str = "once") -> str | None
     if not names:
         return None
     return (
-        f"For 'GradAccumulationCell', the network has {len(names)} BatchNorm layer(s) ({_shown(names)}). In training "
-        f"each normalises by the mean and variance of one micro-batch, not of the whole batch, and its moving "
+        f"For 'GradAccumulationCell', the network has {len(names)} BatchNorm layer(s) ({_first_names(names)}). In "
+        f"training each normalises by the mean and variance of one micro-batch, not of the whole batch, and its moving "
         f"statistics are updated {times} per micro-batch: gradients and results differ from the whole batch's. For "
         f"equal results use convert_batchnorm_to_groupnorm(network, num_groups), nn.GroupNorm or nn.LayerNorm, or "
         f"use_batch_statistics=False."
@@ -114,13 +114,13 @@ def advice_about_one_value(network: nn.Cell, sizes: Sequence[int]) -> str | None
         return None
     return (
         f"For 'GradAccumulationCell', a micro-batch has one sample, and the network has {len(names)} BatchNorm "
-        f"layer(s) ({_shown(names)}). For feature maps of more than one pixel this is harmless; but a layer with one "
-        f"value per channel has no variance: its output is constant, and its moving variance becomes NaN for good. Use "
-        f"micro-batches of two samples or more, or nn.GroupNorm or nn.LayerNorm."
+        f"layer(s) ({_first_names(names)}). For feature maps of more than one pixel this is harmless; but a layer with "
+        f"one value per channel has no variance: its output is constant, and its moving variance becomes NaN for good. "
+        f"Use micro-batches of two samples or more, or nn.GroupNorm or nn.LayerNorm."
     )
 
 
-def _shown(names: Sequence[str]) -> str:
+def _first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 

@@ -131,10 +131,12 @@ def _check_layers(network: nn.Cell, layers: dict[str, nn.Cell], num_groups: int)
 
 
 def _describe(name: str, layer: nn.Cell, num_groups: int) -> ConvertedLayer:
-    held = layer_of_parameters(layer)
-    dropped = tuple(parameter.name for key in _STATISTICS if (parameter := getattr(held, key, None)) is not None)
-    kept = tuple(parameter.name for parameter in _gamma_and_beta(held) if parameter is not None)
-    return ConvertedLayer(name, type(layer).__name__, held.num_features, num_groups, kept, dropped)
+    with_parameters = layer_of_parameters(layer)
+    dropped = tuple(
+        parameter.name for key in _STATISTICS if (parameter := getattr(with_parameters, key, None)) is not None
+    )
+    kept = tuple(parameter.name for parameter in _gamma_and_beta(with_parameters) if parameter is not None)
+    return ConvertedLayer(name, type(layer).__name__, with_parameters.num_features, num_groups, kept, dropped)
 
 
 def _gamma_and_beta(layer: nn.Cell) -> tuple[ms.Parameter | None, ms.Parameter | None]:
@@ -143,9 +145,9 @@ def _gamma_and_beta(layer: nn.Cell) -> tuple[ms.Parameter | None, ms.Parameter |
 
 
 def _group_norm(name: str, layer: nn.Cell, num_groups: int) -> nn.GroupNorm:
-    held = layer_of_parameters(layer)
-    group_norm = GroupNorm(num_groups, held.num_features, float(held.eps), affine=False)
-    for key, parameter in zip(("gamma", "beta"), _gamma_and_beta(held), strict=True):
+    with_parameters = layer_of_parameters(layer)
+    group_norm = GroupNorm(num_groups, with_parameters.num_features, float(with_parameters.eps), affine=False)
+    for key, parameter in zip(("gamma", "beta"), _gamma_and_beta(with_parameters), strict=True):
         if parameter is None:  # mint.nn's without affine
             getattr(group_norm, key).name = f"{name}.{key}"
         else:
@@ -159,6 +161,6 @@ def _replace_in(cell: nn.Cell, replaced: dict[int, nn.GroupNorm]) -> None:
     for name, child in cell._cells.items():
         cell._cells[name] = replaced.get(id(child), child)
     for name, value in vars(cell).items():
-        if type(value) in (list, tuple) and any(id(one) in replaced for one in value):
-            vars(cell)[name] = type(value)(replaced.get(id(one), one) for one in value)
+        if type(value) in (list, tuple) and any(id(entry) in replaced for entry in value):
+            vars(cell)[name] = type(value)(replaced.get(id(entry), entry) for entry in value)
     cell.compile_cache.clear()  # graphs with the old layers

@@ -34,9 +34,9 @@ def explain_sparse_gradients(error: BaseException) -> None:
         raise ValueError(_message("a sparse one, a RowTensor, while compiling")) from error
 
 
-def _message(found: str) -> str:
+def _message(what: str) -> str:
     return (
-        f"For 'GradAccumulationCell', gradients must be dense, but got {found}. Use nn.Embedding, or "
+        f"For 'GradAccumulationCell', gradients must be dense, but got {what}. Use nn.Embedding, or "
         f"nn.EmbeddingLookup with target='DEVICE' and sparse=False: an accumulator is as large as its table all the "
         f"same."
     )

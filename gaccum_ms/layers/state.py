@@ -18,7 +18,7 @@ _FUNCTIONS = tuple(getattr(ops, name) for name in _NAMES if hasattr(ops, name))
 _CLASSES = ("".join(word.capitalize() for word in name.split("_")) for name in _NAMES)
 _PRIMITIVES = tuple(getattr(ops, name) for name in _CLASSES if hasattr(ops, name))
 _OTHERS = ("mindspore.", "gaccum_ms.")  # BatchNorm has a warning of its own, and WindowBatchNorm adds up
-_MOST_SHOWN = 3
+_MOST_NAMED = 3
 
 
 def advice_about_state(network: nn.Cell) -> str | None:
@@ -28,9 +28,9 @@ def advice_about_state(network: nn.Cell) -> str | None:
     ]
     if not written:
         return None
-    shown = ", ".join(written[:_MOST_SHOWN]) + (", ..." if len(written) > _MOST_SHOWN else "")
+    names = ", ".join(written[:_MOST_NAMED]) + (", ..." if len(written) > _MOST_NAMED else "")
     return (
-        f"For 'GradAccumulationCell', the network writes state in 'construct' ({shown}), which runs once per "
+        f"For 'GradAccumulationCell', the network writes state in 'construct' ({names}), which runs once per "
         f"micro-batch: the state moves several times per update, and not as with the whole batch. Write it once per "
         f"update: in 'after_update' of a gaccum_ms.Transform, or after the training step from what the network "
         f"returns with aux=True."

@@ -134,10 +134,10 @@ class WindowBatchNorm(nn.Cell):
         off = sums[2 : 2 + self.num_features] / values
         variance = sums[2 + self.num_features :] / values - off * off
         variance = variance * (values / ops.maximum(values - 1, ms.Tensor(1.0, ms.float32)))  # MindSpore's is unbiased
-        kept = ops.ones_like(samples) * self.momentum
+        keeps = ops.ones_like(samples) * self.momentum
         if self.batch_size is not None:
-            kept = ops.pow(kept, samples / self.batch_size)
-        moved = ops.select(some, 1 - kept, ops.zeros_like(kept))
+            keeps = ops.pow(keeps, samples / self.batch_size)
+        moved = ops.select(some, 1 - keeps, ops.zeros_like(keeps))
         old_variance = self.moving_variance + 0.0
         done = ops.assign_add(self.moving_mean, moved * off)
         return ops.depend(done, ops.assign(self.moving_variance, old_variance + moved * (variance - old_variance)))

@@ -112,17 +112,17 @@ class WithBatchLossCell(nn.Cell):
 
     def represent(self, *inputs):
         """The representations, as a tuple."""
-        found = self.backbone(*inputs)
-        if isinstance(found, ms.Tensor):
-            found = (found,)
-        _check_representations([one.dtype for one in found])
-        return found
+        representations = self.backbone(*inputs)
+        if isinstance(representations, ms.Tensor):
+            representations = (representations,)
+        _check_representations([representation.dtype for representation in representations])
+        return representations
 
     def loss(self, *representations):
         """The loss of all samples; with `gather_ranks` , also those of the other ranks."""
         gathered: tuple = ()
-        for one in representations:
-            gathered = (*gathered, self.of_all_ranks(one))
+        for representation in representations:
+            gathered = (*gathered, self.of_all_ranks(representation))
         return self.loss_fn(*gathered)
 
     def map_parts(self, function: Any) -> WithBatchLossCell:
@@ -225,9 +225,9 @@ def advice_about_two_passes(network: nn.Cell) -> str | None:
     names = [name for name, layer in layers.items() if layer.training]
     if not names:
         return None
-    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    first_names = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     return (
-        f"For '{_NAME}', the backbone has {len(names)} Dropout layer(s) ({shown}) that draw other masks when a "
+        f"For '{_NAME}', the backbone has {len(names)} Dropout layer(s) ({first_names}) that draw other masks when a "
         f"micro-batch goes forward for the second time: the gradient is then not that of the loss. Set p=0 or remove "
         f"them."
     )

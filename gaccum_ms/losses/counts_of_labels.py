@@ -113,6 +113,6 @@ class CountClassWeights(CountNotIgnored):
 
     def construct(self, *inputs):
         labels = self.labels(inputs)
-        kept = labels != self.ignore_index
-        weights = ops.gather(self.weight, ops.select(kept, labels, ops.zeros_like(labels)), 0)
-        return ops.reduce_sum(ops.cast(weights, ms.float32) * ops.cast(kept, ms.float32))
+        is_counted = labels != self.ignore_index
+        weights = ops.gather(self.weight, ops.select(is_counted, labels, ops.zeros_like(labels)), 0)
+        return ops.reduce_sum(ops.cast(weights, ms.float32) * ops.cast(is_counted, ms.float32))

@@ -48,7 +48,7 @@ class Usage(NamedTuple):
     """Bytes of the copy, including memory that it shares with this process."""
 
     peak: int  # during the run
-    held: int  # after the run
+    after: int  # after the run
 
 
 def run_in_child(watch: Watch, run: Callable[[], Any], written: Iterable[ms.Parameter]) -> Usage:
@@ -184,17 +184,17 @@ def _repeat(parameter: ms.Parameter) -> None:
 
 def _file_pages() -> list[tuple[int, int, np.ndarray]]:
     """The resident pages of files: for each range its start, its length, and the pages' offsets in it."""
-    found = []
+    maps = []
     with open("/proc/self/pagemap", "rb", buffering=0) as entries:
         for line in Path("/proc/self/maps").read_text().splitlines():
             addresses, permissions, _, _, _, *name = line.split(maxsplit=5)
             if not name or not name[0].startswith("/") or name[0].startswith("/dev/") or permissions[0] != "r":
                 continue
-            start, end = (int(one, 16) for one in addresses.split("-"))
+            start, end = (int(address, 16) for address in addresses.split("-"))
             entries.seek(start // _PAGE * 8)
             bits = np.frombuffer(entries.read((end - start) // _PAGE * 8), np.uint64)
             present_and_of_file = (bits >> 63) & (bits >> 61) & 1
             places = np.flatnonzero(present_and_of_file) * _PAGE
             if places.size:
-                found.append((start, end - start, places))
-    return found
+                maps.append((start, end - start, places))
+    return maps

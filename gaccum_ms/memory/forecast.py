@@ -56,15 +56,20 @@ class Forecast:
         self._fails = fails
         kind = TokenTrials if cell.trims else Trials
         self._trials = kind(owner, cell, optimizer, batch, self.meter, self.limit, make_step, training)
-        self.samples, self.sizes, self.unit = self._trials.most, self._trials.sizes, self._trials.unit
+        self.samples, self.sizes, self.multiple_of = self._trials.most, self._trials.sizes, self._trials.multiple_of
         self.is_ragged = self._trials.is_ragged
         network = list(cell.network.get_parameters())
-        known = {id(one) for one in network}
+        known = {id(parameter) for parameter in network}
         ranks = rank_and_ranks()[1]
         self.parameters = _bytes(network)
-        self.optimizer_state = _bytes(one for one in optimizer.get_parameters() if id(one) not in known)
-        sums = sum(one.size * _item_bytes(cell.accumulators.dtype or one.dtype) for one in optimizer.parameters)
-        lost = sum(one.size * 4 for one in optimizer.parameters) if cell.accumulators.compensated else 0
+        self.optimizer_state = _bytes(
+            parameter for parameter in optimizer.get_parameters() if id(parameter) not in known
+        )
+        sums = sum(
+            parameter.size * _item_bytes(cell.accumulators.dtype or parameter.dtype)
+            for parameter in optimizer.parameters
+        )
+        lost = sum(parameter.size * 4 for parameter in optimizer.parameters) if cell.accumulators.compensated else 0
         self.accumulators = (sums + lost) // (ranks if cell.accumulators.sharded else 1)
         kinds = cell.accumulation_steps > 1, cell.counted, cell.several_losses, cell.finds_size
         self.always_accumulates = any(kinds)
@@ -88,22 +93,22 @@ class Forecast:
         """Measure small batches that are one micro-batch, if their graph is another: it may need much less."""
         if self._is_whole(self.samples) and not self._whole:
             for size in sorted(self._known())[-2:]:
-                if (found := self._tried(size, size)) is not None:
-                    self._whole[size] = found
+                if (peak := self._tried(size, size)) is not None:
+                    self._whole[size] = peak
 
     def _peak(self, size: int, samples: int) -> int:
         used = self._trials.run(size, samples)
         own = self.accumulators if size < samples or self.always_accumulates else 0
-        framework = max(0, used.held - self.parameters - self.optimizer_state - self.batch - own)
+        framework = max(0, used.after - self.parameters - self.optimizer_state - self.batch - own)
         self.framework = min(self.framework or framework, framework)  # that of the smallest graph
         return used.peak + self._over_ranks
 
     def _known(self, by: int | None = None) -> dict[int, int]:
         """The measured sizes of at most `by` samples, without the whole batch if its graph is another."""
         return {
-            size: found
-            for size, found in self.measured.items()
-            if found is not None and size <= (by or size) and not self._is_whole(size)
+            size: peak
+            for size, peak in self.measured.items()
+            if peak is not None and size <= (by or size) and not self._is_whole(size)
         }
 
     def _is_whole(self, size: int) -> bool:
@@ -132,13 +137,13 @@ class Forecast:
             return model.predict(self._whole, size)
         alike: dict[int, int] = {}
         others: dict[int, int] = {}
-        for one, found in self._known(by).items():
-            (alike if self.is_ragged(one) == self.is_ragged(size) else others)[one] = found
+        for other, peak in self._known(by).items():
+            (alike if self.is_ragged(other) == self.is_ragged(size) else others)[other] = peak
         if not alike and not others:
             return max(self.limit, *self._ended.values(), 0)
         if len(alike) > 1 or not others:
             return model.predict(alike, size)
-        beside = [found - model.predict(others, one) for one, found in alike.items()]
+        beside = [peak - model.predict(others, other) for other, peak in alike.items()]
         return model.predict(others, size) + sum(beside)
 
     def rest(self, size: int) -> int:
@@ -148,15 +153,15 @@ class Forecast:
 
     def peak(self, size: int) -> int:
         """Bytes at the peak, measured if available, else predicted."""
-        found = self.measured.get(size)
-        return self.predict(size) if found is None else found
+        peak = self.measured.get(size)
+        return self.predict(size) if peak is None else peak
 
     def may_fit(self, size: int) -> bool:
         """Whether a size may fit: its peak is within the limit, and no smaller comparable size has failed. Failures of
         ragged sizes and of the whole batch do not count against larger sizes: a ragged size may need more than a larger
         one that divides the batch, and that one more than the whole batch."""
-        failed = [one for one, found in self.measured.items() if found is None and not self._ended_near(one)]
-        larger = [one for one in failed if not self.is_ragged(one) and not self._is_whole(one)]
+        failed = [other for other, peak in self.measured.items() if peak is None and not self._ended_near(other)]
+        larger = [other for other in failed if not self.is_ragged(other) and not self._is_whole(other)]
         if size in failed or (size > min(larger, default=size) and not self._is_whole(size)):
             return False
         return self.keeps(self.peak(size))
@@ -169,8 +174,8 @@ class Forecast:
         """Whether a size that was not tried may fit after all: its prediction exceeds the limit by little, and no even
         size has failed; or it is ragged, and smaller sizes have reached the limit."""
         predicted = self.predict(size)
-        failed = [one for one, found in self.measured.items() if found is None]
-        if any(one not in self._ended for one in failed):
+        failed = [other for other, peak in self.measured.items() if peak is None]
+        if any(other not in self._ended for other in failed):
             return False  # it failed in another way: larger sizes will fail too
         if not self.is_ragged(size) and not all(map(self.is_ragged, failed)):
             return False
@@ -183,17 +188,17 @@ class Forecast:
         two largest, which the prediction uses, may differ too little by chance."""
         if size not in self._ended or self._is_whole(size):
             return False
-        alike = {one: found for one, found in self._known().items() if self.is_ragged(one) == self.is_ragged(size)}
+        alike = {other: peak for other, peak in self._known().items() if self.is_ragged(other) == self.is_ragged(size)}
         if 2 * max(alike, default=0) < size:
             return False
-        from_the_smallest = model.predict({one: alike[one] for one in (min(alike), max(alike))}, size)
+        from_the_smallest = model.predict({other: alike[other] for other in (min(alike), max(alike))}, size)
         predicted = self.predict(size)
         most = self.limit * (1 - _SPARE - _UNSURE)
         return self._ended[size] <= predicted <= most and from_the_smallest <= most
 
 
 def _bytes(parameters: Iterable[ms.Parameter]) -> int:
-    return sum(one.nbytes for one in parameters)
+    return sum(parameter.nbytes for parameter in parameters)
 
 
 def _item_bytes(dtype: ms.Type) -> int:

@@ -110,7 +110,7 @@ def meter() -> ProcessMeter | AllocatorMeter:
 def container_limits(root: Path = Path("/")) -> list[int]:
     """The memory limits, in bytes, of this process's control groups, of version 1 and 2, seen from within a container
     and from outside. Groups without limit are left out."""
-    found = []
+    limits = []
     for line in (root / "proc/self/cgroup").read_text().splitlines() if (root / "proc/self/cgroup").exists() else ():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -124,5 +124,5 @@ def container_limits(root: Path = Path("/")) -> list[int]:
         for place in (group, *(parent for parent in group.parents if parent == folder or folder in parent.parents)):
             text = (place / name).read_text().strip() if (place / name).exists() else "max"
             if text.isdigit() and int(text) < 1 << 60:  # version 1 writes a huge number for no limit
-                found.append(int(text))
-    return found
+                limits.append(int(text))
+    return limits

@@ -89,12 +89,12 @@ class MemoryReport:
     @property
     def fits_from(self) -> int | None:
         """The smallest micro_size of the table from which on all sizes fit; None if the last does not."""
-        found = None
+        largest = None
         for row in reversed(self.rows):
             if not row.fits:
                 break
-            found = row.micro_size
-        return found
+            largest = row.micro_size
+        return largest
 
     def __str__(self) -> str:
         exact = {
@@ -151,7 +151,7 @@ def measured(
     sizes = _micro_sizes(micro_sizes, batch[0].shape[cell.first_axis])
     forecast = Forecast(_NAME, cell, optimizer, batch, make_step, memory_limit)
     forecast.probe()
-    probed = tuple(size for size, found in sorted(forecast.measured.items()) if found is not None)
+    probed = tuple(size for size, peak in sorted(forecast.measured.items()) if peak is not None)
     for size in [-(-forecast.samples // micro_size) for micro_size in sizes[::-1]]:  # in ascending order
         if measure and forecast.may_fit(size):
             forecast.measure(size)
@@ -173,29 +173,29 @@ def _row(forecast: Forecast, micro_size: int, by: int) -> MemoryRow:
     size = -(-forecast.samples // micro_size)
     rest = forecast.rest(size)
     peak = max(rest, forecast.predict(size, by))
-    found = forecast.measured.get(size)
+    measured = forecast.measured.get(size)
     return MemoryRow(
         micro_size=micro_size,
         micro_batch_size=size,
         intermediate=peak - rest,
-        intermediate_measured=None if found is None else max(0, found - rest),
+        intermediate_measured=None if measured is None else max(0, measured - rest),
         peak=peak,
-        peak_measured=found,
+        peak_measured=measured,
         fits=forecast.may_fit(size),
     )
 
 
-def _micro_sizes(given: Sequence[int] | None, samples: int) -> list[int]:
-    if given is None:
+def _micro_sizes(micro_sizes: Sequence[int] | None, samples: int) -> list[int]:
+    if micro_sizes is None:
         return [1 << power for power in range(samples.bit_length())]
-    for micro_size in given:
+    for micro_size in micro_sizes:
         check_positive_int(_NAME, "micro_sizes", micro_size)
-    if not given or max(given) > samples:
+    if not micro_sizes or max(micro_sizes) > samples:
         raise ValueError(
             f"For '{_NAME}', the argument 'micro_sizes' must be numbers of micro-batches, at least one and none larger "
-            f"than the batch, but got {list(given)} and a batch of {samples} sample(s)."
+            f"than the batch, but got {list(micro_sizes)} and a batch of {samples} sample(s)."
         )
-    return sorted(set(given))
+    return sorted(set(micro_sizes))
 
 
 def check_trial(owner: str, cell: Any, optimizer: Any, batch: Sequence[Any], memory_limit: Any) -> None:

@@ -23,7 +23,7 @@ _FEW = (2, 4)  # samples: a line through these predicts larger sizes; one sample
 _JUMP = 64  # times the largest size that fits: a line through small sizes says little about much larger ones
 _FAR = 1.25  # a size this many times the found one is worth a trial, even if it is predicted not quite to fit
 # The sizes found on this rank: by network, and then by everything else that they depend on.
-_found: WeakKeyDictionary[nn.Cell, dict[tuple, int]] = WeakKeyDictionary()
+_sizes_of_networks: WeakKeyDictionary[nn.Cell, dict[tuple, int]] = WeakKeyDictionary()
 
 
 def found_size(
@@ -39,16 +39,16 @@ def found_size(
     """What :func:`find_micro_batch_size` returns. `make_step` and `training` : see `Trials` ."""
     check_trial(owner, cell, optimizer, batch, memory_limit)
     refuse_sync_batch_norm(owner, cell.network)
-    found = _found.setdefault(cell.network, {})
+    sizes_found = _sizes_of_networks.setdefault(cell.network, {})
     key = search_key(cell, optimizer, batch, memory_limit, fails)
-    if key not in found:
+    if key not in sizes_found:
         alone = rank_and_ranks()[1] == 1  # with several ranks the step has collectives, and a trial has no partners
         forecast = Forecast(owner, cell, optimizer, batch, make_step, memory_limit, fails, training if alone else None)
-        found[key] = _largest(forecast) * forecast.unit
+        sizes_found[key] = _largest(forecast) * forecast.multiple_of
     try:
-        return agreed_size(owner, found[key], memory_limit)
+        return agreed_size(owner, sizes_found[key], memory_limit)
     except RuntimeError:
-        del found[key]
+        del sizes_found[key]
         raise
 
 
@@ -62,8 +62,10 @@ def search_key(
     """Everything that the size found for a network depends on."""
     where = ms.get_context("device_target"), ms.get_context("device_id"), ms.get_context("mode")
     shapes = tuple((tuple(value.shape), str(value.dtype)) for value in batch)
-    weights = tuple((one.name, tuple(one.shape), str(one.dtype)) for one in optimizer.get_parameters())
-    flags = (one.get_flags() for _, one in cell.network.cells_and_names())
+    weights = tuple(
+        (parameter.name, tuple(parameter.shape), str(parameter.dtype)) for parameter in optimizer.get_parameters()
+    )
+    flags = (inner.get_flags() for _, inner in cell.network.cells_and_names())
     casts = tuple(tuple(flag.get(dtype) for dtype in ("fp16", "fp32", "bf16")) for flag in flags)
     # Not the function itself: it may refer to the network, which would then never be freed.
     test = fails.__qualname__ if hasattr(fails, "__qualname__") else type(fails).__qualname__, id(fails)
@@ -78,7 +80,7 @@ def _widths(cell: GradAccumulationCell, batch: Sequence[ms.Tensor]) -> tuple | N
 
 def found_less(network: nn.Cell, key: tuple, size: int) -> None:
     """Replace the size that was found: training has run out of memory with it, on some rank."""
-    _found[network][key] = size
+    _sizes_of_networks[network][key] = size
 
 
 def _largest(forecast: Forecast) -> int:
@@ -106,7 +108,7 @@ def _climb(forecast: Forecast, sizes: list[int], largest: int) -> int:
     """The largest of these sizes that fits, or `largest` . Each time, the largest size predicted to fit is tried, of at
     most `_JUMP` times the samples: a trial that is far too large could pass the limit before it is ended."""
     failures = 0
-    while larger := [one for one in sizes if largest < one <= _JUMP * largest and forecast.may_fit(one)]:
+    while larger := [size for size in sizes if largest < size <= _JUMP * largest and forecast.may_fit(size)]:
         # After a failure, predictions are known to be too small: bisect the remaining sizes.
         size = larger[len(larger) // 2] if failures else larger[-1]
         forecast.measure(size)
@@ -124,8 +126,8 @@ def _beyond(forecast: Forecast, largest: int) -> int:
         for size in forecast.sizes:
             is_new = size >= _FAR * largest and size not in forecast.measured
             if forecast.is_ragged(size) == ragged and is_new and forecast.is_close(size):
-                found = forecast.measure(size)
-                largest = size if found is not None and forecast.keeps(found) else largest
+                peak = forecast.measure(size)
+                largest = size if peak is not None and forecast.keeps(peak) else largest
                 break
     return largest
 

@@ -17,7 +17,7 @@ class TokenTrials(Trials):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._worst = self.cell.split.worst_case(*self.batch)
-        self.most, self.unit = self._worst.most, self._worst.unit
+        self.most, self.multiple_of = self._worst.most, self._worst.multiple_of
 
     @property
     def sizes(self) -> list[int]:
@@ -33,4 +33,4 @@ class TokenTrials(Trials):
         return {"split": self._cut(size)}
 
     def _cut(self, size: int) -> Any:
-        return self._worst.of(size * self.unit)
+        return self._worst.of(size * self.multiple_of)

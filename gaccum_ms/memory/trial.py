@@ -89,7 +89,7 @@ class Trials:
         self.most = batch[0].shape[cell.first_axis]  # the largest size
         limit_instructions_for(cell.network)  # here, for all copies of the process
 
-    unit = 1  # what a size is a multiple of
+    multiple_of = 1  # what a size is a multiple of
 
     @property
     def sizes(self) -> list[int]:
@@ -121,8 +121,8 @@ class Trials:
 
     def _written(self) -> list[ms.Parameter]:
         steps = (self._training,) if self._training is not None else ()
-        held = (one for cell in (self.optimizer, self.cell, *steps) for one in cell.get_parameters())
-        return list({id(one): one for one in held}.values())
+        parameters = (parameter for cell in (self.optimizer, self.cell, *steps) for parameter in cell.get_parameters())
+        return list({id(parameter): parameter for parameter in parameters}.values())
 
     def _train(self, size: int, samples: int) -> None:
         with _as_if_alone(), compiling_alone():

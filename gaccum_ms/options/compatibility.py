@@ -15,7 +15,7 @@ from gaccum_ms.options.rules import BATCH_LOSS, SEMI_AUTO, SEVERAL, SPAN_LATER, 
 class Setup(NamedTuple):
     """The network and the options of a training."""
 
-    o: Options  # a short name, because the table uses it everywhere
+    options: Options
     network: nn.Cell
     compiler_distributes: bool = False  # in semi-auto or auto parallel mode
 
@@ -27,7 +27,7 @@ class Setup(NamedTuple):
     @property
     def sum_without_count(self) -> bool:
         """Whether the loss is a sum without a count of its items."""
-        return self.o.reduction == "sum" and self.o.own_count is None
+        return self.options.reduction == "sum" and self.options.own_count is None
 
 
 # What a place refuses, whatever the options.
@@ -64,7 +64,7 @@ _OF_PLACES = (
         SPAN_LATER,
         SPAN_LATER,
         SEVERAL,
-        lambda s: s.o.several_losses,
+        lambda s: s.options.several_losses,
         "windows of several batches need a network of one loss, because one accumulator cannot be divided by several "
         "totals, but got one of several losses.",
     ),

@@ -96,7 +96,7 @@ class Options:
             CELL,
             AUTO,
             "`jit=False`",
-            lambda s: s.o.finds_size and s.o.jit is False,
+            lambda s: s.options.finds_size and s.options.jit is False,
             "micro_batch_size='auto' compiles in PyNative mode too, because MindSpore's eager gradient does not "
             "survive running out of memory, but got jit=False. Leave 'jit' out, or give a number of samples.",
         ),
@@ -104,17 +104,19 @@ class Options:
             CELL,
             AUTO,
             f"several losses, {SHARDED}, {BATCH_LOSS}",
-            lambda s: s.o.finds_size and (s.o.several_losses or s.o.accumulators.sharded or s.of_batch),
+            lambda s: (
+                s.options.finds_size and (s.options.several_losses or s.options.accumulators.sharded or s.of_batch)
+            ),
             "micro_batch_size='auto' needs one loss that is a mean or sum over samples, and whole accumulators, so "
-            "that each rank can try a batch again by itself, but got {o.losses} loss(es), "
-            "sharded={o.accumulators.sharded} and a network of class '{network}'. Give the number of samples; "
+            "that each rank can try a batch again by itself, but got {options.losses} loss(es), "
+            "sharded={options.accumulators.sharded} and a network of class '{network}'. Give the number of samples; "
             "'find_micro_batch_size' finds it for what is not a 'WithBatchLossCell'.",
         ),
         Rule(
             IN_ONE_GRAPH,
             AUTO,
             IN_ONE_GRAPH,
-            lambda s: s.o.finds_size,
+            lambda s: s.options.finds_size,
             "micro_batch_size='auto' needs Python between the batches, to try again what ran out of memory, but the "
             "training step is part of another graph, as with data sinking. Use model.train(..., "
             "dataset_sink_mode=False), or the number that gaccum_ms.find_micro_batch_size returns.",
@@ -129,7 +131,7 @@ class Options:
             AUDIT,
             AUTO,
             AUDIT,
-            lambda s: s.o.finds_size,
+            lambda s: s.options.finds_size,
             "the number of micro-batches must be given, because with it the batch is compared, but got "
             "micro_batch_size='auto'. Give 'micro_size', or a 'micro_batch_size' such as 'find_micro_batch_size' "
             "returns.",
@@ -143,12 +145,12 @@ class Options:
             CELL,
             "`accumulation_steps`",
             SEVERAL,
-            lambda s: s.o.accumulation_steps > 1 and s.o.several_losses,
+            lambda s: s.options.accumulation_steps > 1 and s.options.several_losses,
             "'accumulation_steps' must be 1 for a network of several losses, because each is divided by a total of "
             "its own, which one accumulator cannot be once the first batches are in it, but got "
-            "accumulation_steps={o.accumulation_steps} and {o.losses} losses. Use larger batches and 'micro_size'. Or "
-            "add the losses up in the network: where one total serves all; or each divided by its window's total, "
-            "which is an input of each batch that EvenSplit shares, with reduction='sum'.",
+            "accumulation_steps={options.accumulation_steps} and {options.losses} losses. Use larger batches and "
+            "'micro_size'. Or add the losses up in the network: where one total serves all; or each divided by its "
+            "window's total, which is an input of each batch that EvenSplit shares, with reduction='sum'.",
         ),
         only_of_batch_loss(
             "accumulation_steps",
@@ -171,24 +173,26 @@ class Options:
             CELL,
             '`reduction="sum"`',
             "several losses, without a `count` for each",
-            lambda s: s.o.reduction == "sum" and s.o.several_losses and None in s.o.counts,
-            "reduction='sum' with 'loss_weights' needs a 'count' for each loss, but got count={o.count}. Give a count "
-            "for each, or means.",
+            lambda s: s.options.reduction == "sum" and s.options.several_losses and None in s.options.counts,
+            "reduction='sum' with 'loss_weights' needs a 'count' for each loss, but got count={options.count}. Give a "
+            "count for each, or means.",
         ),
         Rule(
             CELL,
             RATIO,
             f"`count`, several losses, {BATCH_LOSS}",
-            lambda s: s.o.returns_ratio and (s.o.count is not None or s.o.several_losses or s.of_batch),
+            lambda s: (
+                s.options.returns_ratio and (s.options.count is not None or s.options.several_losses or s.of_batch)
+            ),
             "with reduction='ratio' the network returns its numerator and what that is divided by, and nothing else "
-            "says it, but got count={o.count}, {o.losses} loss(es) and a network of class '{network}'. Leave 'count' "
-            "and 'loss_weights' out; or return means or sums, and give reduction='mean' or 'sum'.",
+            "says it, but got count={options.count}, {options.losses} loss(es) and a network of class '{network}'. "
+            "Leave 'count' and 'loss_weights' out; or return means or sums, and give reduction='mean' or 'sum'.",
         ),
         Rule(
             SEMI_AUTO,
             RATIO,
             SEMI_AUTO,
-            lambda s: s.o.returns_ratio,
+            lambda s: s.options.returns_ratio,
             "in semi-auto and auto parallel mode the argument 'reduction' must be 'mean' or 'sum', but got 'ratio': "
             "the compiler runs each micro-batch's backward before it runs the next one's forward, so that the sum of "
             "all denominators comes too late. Give 'count', a function of the network's inputs. Data parallel mode "
@@ -202,9 +206,9 @@ class Options:
             CELL,
             "`count`",
             BATCH_LOSS,
-            lambda s: s.of_batch and s.o.own_count is not None,
-            "with a network of class 'WithBatchLossCell' the argument 'count' must be None, but got {o.count}: the "
-            "loss is not a mean over micro-batches, which could weigh by their counts; 'loss_fn' itself divides by "
+            lambda s: s.of_batch and s.options.own_count is not None,
+            "with a network of class 'WithBatchLossCell' the argument 'count' must be None, but got {options.count}: "
+            "the loss is not a mean over micro-batches, which could weigh by their counts; 'loss_fn' itself divides by "
             "what it likes.",
         ),
         for_memory=_is_given,
@@ -215,10 +219,11 @@ class Options:
             CELL,
             "`min_count`",
             f"neither `count` nor {RATIO}, {BATCH_LOSS}",
-            lambda s: s.o.min_count is not None and (not s.o.counts_items or s.of_batch),
+            lambda s: s.options.min_count is not None and (not s.options.counts_items or s.of_batch),
             "'min_count' is the least count of items that a window is divided by, which needs a 'count' or "
-            "reduction='ratio', but got min_count={o.min_count}, count={o.count}, reduction='{o.reduction}' and a "
-            "network of class '{network}'. Leave it out, or give 'count' or a ratio.",
+            "reduction='ratio', but got min_count={options.min_count}, count={options.count}, "
+            "reduction='{options.reduction}' and a network of class '{network}'. Leave it out, or give 'count' or a "
+            "ratio.",
         ),
         for_memory=_is_given,
     )
@@ -228,10 +233,10 @@ class Options:
             CELL,
             "`WindowBatchNorm`",
             "three or more losses with a `count`",
-            lambda s: s.o.losses > 2 and s.o.own_count is not None and _pools_statistics(s.network),
+            lambda s: s.options.losses > 2 and s.options.own_count is not None and _pools_statistics(s.network),
             "'WindowBatchNorm' pools a micro-batch's statistics in each forward, and where one of three or more losses "
-            "counts nothing, forward runs once for each other loss, but got {o.losses} losses. Add losses up in the "
-            "network, or use nn.GroupNorm.",
+            "counts nothing, forward runs once for each other loss, but got {options.losses} losses. Add losses up in "
+            "the network, or use nn.GroupNorm.",
         ),
         only_of_batch_loss("loss_weights", (1.0,), "add the losses up in 'loss_fn'", SEVERAL),
         only_in_semi_auto("loss_weights", (1.0,), "the compiler knows one loss; add them up in the network", SEVERAL),
@@ -253,27 +258,27 @@ class Options:
             CELL,
             SHARDED,
             f"several losses, {DROPS}",
-            lambda s: s.o.accumulators.sharded and (s.o.several_losses or s.o.drops),
+            lambda s: s.options.accumulators.sharded and (s.options.several_losses or s.options.drops),
             "Accumulators(sharded=True) reduces each micro-batch over all ranks, which needs one loss, and that no "
-            "rank leaves a micro-batch out by itself, but got {o.losses} loss(es) and overflow='{o.overflow}'. Use "
-            "overflow='drop_window', and add losses up in the network.",
+            "rank leaves a micro-batch out by itself, but got {options.losses} loss(es) and "
+            "overflow='{options.overflow}'. Use overflow='drop_window', and add losses up in the network.",
         ),
         Rule(
             SEMI_AUTO,
             "`Accumulators(compensated=True)`",
             SEMI_AUTO,
-            lambda s: s.o.accumulators.compensated,
+            lambda s: s.options.accumulators.compensated,
             "in semi-auto and auto parallel mode the argument 'accumulators' must have compensated=False, but got "
-            "{o.accumulators}: the compiler's own pass adds the gradients; give Accumulators(mindspore.float32). Data "
-            "parallel mode has no such limit.",
+            "{options.accumulators}: the compiler's own pass adds the gradients; give Accumulators(mindspore.float32). "
+            "Data parallel mode has no such limit.",
         ),
         Rule(
             SEMI_AUTO,
             SHARDED,
             SEMI_AUTO,
-            lambda s: s.o.accumulators.sharded,
+            lambda s: s.options.accumulators.sharded,
             "in semi-auto and auto parallel mode the argument 'accumulators' must have sharded=False, but got "
-            "{o.accumulators}: the compiler shards accumulators itself, with 'gradient_accumulation_shard' in "
+            "{options.accumulators}: the compiler shards accumulators itself, with 'gradient_accumulation_shard' in "
             "parallel_optimizer_config. Data parallel mode has no such limit.",
         ),
         given="Accumulators | None",
@@ -284,10 +289,10 @@ class Options:
             CELL,
             DROPS,
             "several losses, a sum without `count`",
-            lambda s: s.o.drops and (s.o.several_losses or s.sum_without_count),
+            lambda s: s.options.drops and (s.options.several_losses or s.sum_without_count),
             "overflow='drop_micro_batch' divides what is left by its count, which must be one loss's mean, or a sum "
-            "with 'count', but got {o.losses} loss(es), reduction='{o.reduction}' and count={o.count}. Use "
-            "overflow='drop_window'.",
+            "with 'count', but got {options.losses} loss(es), reduction='{options.reduction}' and "
+            "count={options.count}. Use overflow='drop_window'.",
         ),
         only_of_batch_loss(
             "overflow",
@@ -306,11 +311,14 @@ class Options:
             CELL,
             "`record_noise`",
             f"several losses, {SHARDED}, a sum without `count`",
-            lambda s: s.o.record_noise and (s.o.several_losses or s.o.accumulators.sharded or s.sum_without_count),
+            lambda s: (
+                s.options.record_noise
+                and (s.options.several_losses or s.options.accumulators.sharded or s.sum_without_count)
+            ),
             "'record_noise' compares the mean gradient of one micro-batch with the window's, which needs one loss "
-            "that is a mean, or a sum with 'count', and whole accumulators, but got {o.losses} loss(es), "
-            "reduction='{o.reduction}', count={o.count} and sharded={o.accumulators.sharded}. Use reduction='mean', "
-            "add losses up in the network, and leave 'sharded' out.",
+            "that is a mean, or a sum with 'count', and whole accumulators, but got {options.losses} loss(es), "
+            "reduction='{options.reduction}', count={options.count} and sharded={options.accumulators.sharded}. Use "
+            "reduction='mean', add losses up in the network, and leave 'sharded' out.",
         ),
         only_of_batch_loss(
             "record_noise",
@@ -326,9 +334,9 @@ class Options:
             CELL,
             "`aux`",
             f"several losses, {BATCH_LOSS}",
-            lambda s: s.o.aux and (s.o.several_losses or s.of_batch),
+            lambda s: s.options.aux and (s.options.several_losses or s.of_batch),
             "with aux=True the network must return one loss before its other outputs, from one forward of each "
-            "micro-batch, but got {o.losses} loss(es) and a network of class '{network}'. Add losses up in the "
+            "micro-batch, but got {options.losses} loss(es) and a network of class '{network}'. Add losses up in the "
             "network, and return each as an output of shape (); of a 'WithBatchLossCell' call the backbone itself.",
         ),
         only_in_semi_auto(
@@ -343,7 +351,7 @@ class Options:
             CELL,
             "`split=MaxTokens(...)`",
             "samples as weights: it needs `count`",
-            lambda s: s.o.splits_in_python and s.o.split.needs_count and not s.o.counts_items,
+            lambda s: s.options.splits_in_python and s.options.split.needs_count and not s.options.counts_items,
             "'split' of class 'MaxTokens' fills micro-batches up with rows of padding, which must weigh nothing, but "
             "got count=None, by which they weigh as samples. Give a 'count' of tokens that are not padding, such as "
             "gaccum_ms.CountNotIgnored(), or reduction='ratio'.",
@@ -352,7 +360,7 @@ class Options:
             CELL,
             AUTO_TOKENS,
             "`jit=False`",
-            lambda s: s.o.finds_tokens and s.o.jit is False,
+            lambda s: s.options.finds_tokens and s.options.jit is False,
             "MaxTokens('auto', ...) compiles in PyNative mode too, because MindSpore's eager gradient does not survive "
             "running out of memory, but got jit=False. Leave 'jit' out, or give a number of tokens.",
         ),
@@ -360,17 +368,20 @@ class Options:
             CELL,
             FUNCTION,
             f"several losses, {SHARDED}, {BATCH_LOSS}",
-            lambda s: s.o.splits_in_python and (s.o.several_losses or s.o.accumulators.sharded or s.of_batch),
+            lambda s: (
+                s.options.splits_in_python
+                and (s.options.several_losses or s.options.accumulators.sharded or s.of_batch)
+            ),
             "a function as 'split' needs one loss that is a mean or sum over samples, and whole accumulators, because "
-            "each rank adds micro-batches one at a time, as many as it has, but got {o.losses} loss(es), "
-            "sharded={o.accumulators.sharded} and a network of class '{network}'. Add losses up in the network, leave "
-            "'sharded' out, or use EvenSplit.",
+            "each rank adds micro-batches one at a time, as many as it has, but got {options.losses} loss(es), "
+            "sharded={options.accumulators.sharded} and a network of class '{network}'. Add losses up in the network, "
+            "leave 'sharded' out, or use EvenSplit.",
         ),
         Rule(
             IN_ONE_GRAPH,
             FUNCTION,
             IN_ONE_GRAPH,
-            lambda s: s.o.splits_in_python,
+            lambda s: s.options.splits_in_python,
             "a function as 'split' needs Python at each batch, which calls it, but the training step is part of "
             "another graph, as with data sinking. Use model.train(..., dataset_sink_mode=False), or EvenSplit.",
             RuntimeError,
@@ -379,15 +390,16 @@ class Options:
             SEMI_AUTO,
             "`split`, but for `EvenSplit()`",
             SEMI_AUTO,
-            lambda s: s.o.splits_in_python or bool(s.o.shared) or s.o.axis != 0,
+            lambda s: s.options.splits_in_python or bool(s.options.shared) or s.options.axis != 0,
             "in semi-auto and auto parallel mode the argument 'split' must be None or EvenSplit(), but got "
-            "{o.split!r}: the compiler itself cuts all inputs along axis 0. Data parallel mode has no such limit.",
+            "{options.split!r}: the compiler itself cuts all inputs along axis 0. Data parallel mode has no such "
+            "limit.",
         ),
         Rule(
             AUDIT,
             FUNCTION,
             AUDIT,
-            lambda s: s.o.splits_in_python and not s.o.trims,
+            lambda s: s.options.splits_in_python and not s.options.trims,
             "the batch must be the network's inputs, so that the whole batch can be trained with too, but got a "
             "function as 'split': only the function is known to make inputs of it. Train one step each with this "
             "function and with one that returns the batch as one micro-batch, and compare the weights.",
@@ -396,7 +408,7 @@ class Options:
             TRIAL,
             TRIAL,
             FUNCTION,
-            lambda s: s.o.splits_in_python and not s.o.trims,
+            lambda s: s.options.splits_in_python and not s.options.trims,
             "micro-batches must be so many samples of the batch, of which other numbers can be tried, but got a "
             "function as 'split': only the function is known to make micro-batches. Ask about a cell with "
             "'micro_size', and a batch as large as the function's largest micro-batch.",
@@ -405,7 +417,7 @@ class Options:
             AUDIT,
             AUTO_TOKENS,
             AUDIT,
-            lambda s: s.o.finds_tokens,
+            lambda s: s.options.finds_tokens,
             "the number of tokens in a micro-batch must be given, because with it the batch is compared, but got "
             "MaxTokens('auto', ...). Give a number such as 'find_micro_batch_size' returns.",
         ),
@@ -413,7 +425,7 @@ class Options:
             REPORT,
             REPORT,
             "`split=MaxTokens(...)`",
-            lambda s: s.o.splits_in_python,
+            lambda s: s.options.splits_in_python,
             "micro-batches must be so many samples of the batch, of which each number is a row of the report, but got "
             "'split' of class 'MaxTokens', whose micro-batches are so many tokens. 'find_micro_batch_size' finds how "
             "many fit.",

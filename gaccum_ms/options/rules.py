@@ -39,13 +39,13 @@ class Rule:
     what: str  # the option, in the docs' words
     beside: str  # the options that do not go with it, likewise
     refuses: Callable[[Setup], bool]
-    text: str  # {o}: the options, {network}: its class, {mode}: the parallel mode
+    text: str  # {options}: the options, {network}: its class, {mode}: the parallel mode
     error: type[Exception] = ValueError
 
     def message(self, owner: str, setup: Setup) -> str:
         """The whole text; `owner` is the class that it names."""
         mode = ms.get_auto_parallel_context("parallel_mode")
-        text = self.text.format(o=setup.o, network=type(setup.network).__name__, mode=mode)
+        text = self.text.format(options=setup.options, network=type(setup.network).__name__, mode=mode)
         return f"For '{owner}', {text}"
 
 
@@ -55,9 +55,9 @@ def only_in_semi_auto(name: str, allowed: Any, why: str, what: str | None = None
         SEMI_AUTO,
         what or f"`{name}`",
         SEMI_AUTO,
-        lambda s: getattr(s.o, name) != allowed,
-        f"in {SEMI_AUTO} the argument '{name}' must be {allowed!r}, but got {{o.{name}!r}}: {why}. Data parallel mode "
-        f"has no such limit.",
+        lambda s: getattr(s.options, name) != allowed,
+        f"in {SEMI_AUTO} the argument '{name}' must be {allowed!r}, but got {{options.{name}!r}}: {why}. Data parallel "
+        f"mode has no such limit.",
     )
 
 
@@ -67,7 +67,7 @@ def only_of_batch_loss(name: str, allowed: Any, why: str, what: str | None = Non
         CELL,
         what or f"`{name}`",
         BATCH_LOSS,
-        lambda s: s.of_batch and getattr(s.o, name) != allowed,
+        lambda s: s.of_batch and getattr(s.options, name) != allowed,
         f"with a network of class 'WithBatchLossCell' the argument '{name}' must be {allowed!r}, but got "
-        f"{{o.{name}!r}}: {why}.",
+        f"{{options.{name}!r}}: {why}.",
     )

@@ -119,7 +119,7 @@ class UnrolledWindow(nn.Cell):
 
     def __init__(self, setup: Setup, weights: ms.ParameterTuple) -> None:
         super().__init__(auto_prefix=False)
-        options = setup.o
+        options = setup.options
         self.batch_loss = BatchLoss(setup)
         hold_weights(self, weights)
         self.backward = ops.GradOperation(get_by_list=True, sens_param=True)

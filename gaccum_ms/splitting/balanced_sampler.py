@@ -148,8 +148,8 @@ def dealt(costs: np.ndarray, parts: int) -> list[list[int]]:
     for start in range(0, len(full), parts):
         _push(heap, number, [(float(costs[place]), [place]) for place in full[start : start + parts]])
     while len(heap) > 1:
-        one, other = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
-        joined = [(a + b, p + q) for (a, p), (b, q) in zip(one, reversed(other), strict=True)]
+        first, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+        joined = [(a + b, p + q) for (a, p), (b, q) in zip(first, reversed(second), strict=True)]
         _push(heap, number, joined)
     even: Any = heap[0][2] if heap else [(0.0, []) for _ in range(parts)]
     result = [list(places) for _, places in sorted(even, key=lambda part: (part[0], part[1]))]

@@ -91,7 +91,7 @@ class EvenSplit:
 def cut_axes(inputs: int, shared: tuple[int, ...], axis: int | tuple[int, ...]) -> tuple[int, ...]:
     """The axis of samples of each input, or `UNCUT` . `inputs` : their number."""
     axes = (axis,) * inputs if isinstance(axis, int) else axis
-    return tuple(UNCUT if position in shared else one for position, one in enumerate(axes))
+    return tuple(UNCUT if position in shared else each for position, each in enumerate(axes))
 
 
 class SplitPlan(NamedTuple):

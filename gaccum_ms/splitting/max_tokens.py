@@ -164,10 +164,10 @@ class MaxTokens(Splitter):
         """Nothing changes here."""
         rows, possible = self._read(inputs, self.max_tokens)
         width = possible[-1]
-        other = next((one for one in (rows.before, *possible) if one != width), max(width - 1, 1))
+        other = next((each for each in (rows.before, *possible) if each != width), max(width - 1, 1))
         numbers = (2, 4) if (width, other) == (2, 3) else (2, 3)
         samples = [np.resize(np.arange(rows.lengths.size), number) for number in numbers]
-        runs = [rows.micro_batch(*one) for one in zip(samples, (width, other), strict=True)]
+        runs = [rows.micro_batch(*run) for run in zip(samples, (width, other), strict=True)]
         return runs, numbers, (width, other)
 
     def in_order(self, outputs: Sequence[np.ndarray], axis: int, tokens: Sequence[int]) -> np.ndarray:
@@ -181,14 +181,14 @@ class MaxTokens(Splitter):
         if self.plan is None:
             raise RuntimeError(f"For '{_NAME}', outputs must be those of a batch that was split, but none was.")
         if axis < 0:
-            if any(not np.array_equal(one, outputs[0], equal_nan=one.dtype.kind in "fc") for one in outputs):
+            if any(not np.array_equal(output, outputs[0], equal_nan=output.dtype.kind in "fc") for output in outputs):
                 raise ValueError(
                     f"For '{_NAME}', an output without an axis that counts samples must be the same for all "
                     f"micro-batches, but got another value for a later one. Return a mean of shape (), or an entry for "
                     f"each sample. Nothing was updated."
                 )
             return outputs[0]
-        joined = np.concatenate([_at_width(one, tokens, self.plan.before) for one in outputs], axis)
+        joined = np.concatenate([_at_width(output, tokens, self.plan.before) for output in outputs], axis)
         return joined.take(self.plan.order, axis)
 
     def check_count(self, count: Callable) -> None:
@@ -213,22 +213,22 @@ class MaxTokens(Splitter):
         arrays = checked_arrays(inputs)
         samples, before = arrays[0].shape[:2]
         lengths = self._lengths(inputs, samples, before)
-        axes = [self._axes.get(position, axes_of(one, before)) for position, one in enumerate(arrays)]
+        axes = [self._axes.get(position, axes_of(array, before)) for position, array in enumerate(arrays)]
         rows = Rows(arrays, axes, self._fillers(arrays, axes, lengths, before), lengths, before)
         return rows, self._widths_for(lengths, before, max_tokens)
 
     def _lengths(self, inputs: Sequence[Any], samples: int, before: int) -> np.ndarray:
         """The length of each sample, at least 1: an empty sample has a row too."""
         if callable(self._length):
-            given = self._length(*inputs)
+            lengths = self._length(*inputs)
         elif 0 <= self._length < len(inputs):
-            given = inputs[self._length]
+            lengths = inputs[self._length]
         else:
             raise ValueError(
                 f"For '{_NAME}', the argument 'length' must be the position of an input, but got {self._length} and "
                 f"{len(inputs)} input(s)."
             )
-        array = np.asarray(given.asnumpy() if isinstance(given, ms.Tensor) else given)
+        array = np.asarray(lengths.asnumpy() if isinstance(lengths, ms.Tensor) else lengths)
         return np.maximum(whole_numbers("length", array, samples, before), 1)
 
     def _widths_for(self, lengths: np.ndarray, before: int, max_tokens: int | None) -> tuple[int, ...]:
@@ -273,12 +273,12 @@ class MaxTokens(Splitter):
         if lengths[short] == before:
             return (0,) * len(arrays)
         return tuple(
-            one[short].reshape((before, -1))[lengths[short], 0] if 1 in trimmed else 0
-            for one, trimmed in zip(arrays, axes, strict=True)
+            array[short].reshape((before, -1))[lengths[short], 0] if 1 in trimmed else 0
+            for array, trimmed in zip(arrays, axes, strict=True)
         )
 
 
 def _at_width(output: np.ndarray, axes: Sequence[int], width: int) -> np.ndarray:
     """The output with these axes padded with zeros, or cut, to a width."""
-    kept = output[tuple(slice(width) if axis in axes else slice(None) for axis in range(output.ndim))]
-    return np.pad(kept, [(0, width - size) if axis in axes else (0, 0) for axis, size in enumerate(kept.shape)])
+    cut = output[tuple(slice(width) if axis in axes else slice(None) for axis in range(output.ndim))]
+    return np.pad(cut, [(0, width - size) if axis in axes else (0, 0) for axis, size in enumerate(cut.shape)])

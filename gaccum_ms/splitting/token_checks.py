@@ -13,7 +13,7 @@ NAME = "MaxTokens"
 
 
 def checked_widths(widths: Any, max_tokens: int | None) -> tuple[int, ...]:
-    if not isinstance(widths, (tuple, list)) or not all(type(one) is int for one in widths):
+    if not isinstance(widths, (tuple, list)) or not all(type(width) is int for width in widths):
         raise TypeError(
             f"For '{NAME}', the argument 'widths' must be an int, the largest number of widths, or the widths, a "
             f"list of ints, but got {widths!r}."

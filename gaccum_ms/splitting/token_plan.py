@@ -72,7 +72,7 @@ class TokenPlan:
     def table(self) -> list[tuple[int, int, int, int, float]]:
         """For each used width: the width, and the numbers of rows in a micro-batch, micro-batches and samples, and the
         share of padding."""
-        found = []
+        rows_of_table = []
         for width in self.widths:
             here = [rows for other, rows in self.parts if other == width]
             if here:
@@ -80,8 +80,8 @@ class TokenPlan:
                 samples = samples[samples != NOBODY]
                 all_tokens = width * sum(rows.size for rows in here)
                 share = 1 - self.lengths[samples].sum() / all_tokens
-                found.append((width, here[0].size, len(here), samples.size, float(share)))
-        return found
+                rows_of_table.append((width, here[0].size, len(here), samples.size, float(share)))
+        return rows_of_table
 
     def __str__(self) -> str:
         lines = [f"{'width':>7}{'rows':>7}{'micro-batches':>16}{'samples':>10}{'padding':>10}"]
@@ -142,11 +142,11 @@ def _layout(
     choice: Sequence[int], widths: Sequence[int], longer: Sequence[int], max_tokens: int, samples: int
 ) -> list[tuple[int, int, int]]:
     """For each chosen width, the largest first: the width, the rows of a micro-batch, and the micro-batches."""
-    found, taken = [], 0
+    layout, taken = [], 0
     for place, next_one in itertools.zip_longest(choice[::-1], choice[-2::-1]):
         rows = max_tokens // widths[place]
         left = (samples if next_one is None else longer[next_one]) - taken
         number = max(0, -(-left // rows))
         taken += number * rows
-        found.append((widths[place], rows, number))
-    return found
+        layout.append((widths[place], rows, number))
+    return layout

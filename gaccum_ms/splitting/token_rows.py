@@ -31,7 +31,7 @@ class Rows(NamedTuple):
     def micro_batch(self, samples: np.ndarray, width: int) -> tuple[ms.Tensor, ...]:
         """The inputs of a micro-batch of these samples, trimmed or padded to a width."""
         inputs = zip(self.arrays, self.axes, self.fillers, strict=True)
-        return tuple(ms.Tensor(_taken(*one, samples, width, self.before)) for one in inputs)
+        return tuple(ms.Tensor(_taken(*input_parts, samples, width, self.before)) for input_parts in inputs)
 
 
 def axes_of(array: np.ndarray, width: int) -> tuple[int, ...]:
@@ -43,10 +43,10 @@ def _taken(
     array: np.ndarray, trimmed: Sequence[int], filler: Any, rows: np.ndarray, width: int, before: int
 ) -> np.ndarray:
     present = min(width, before)
-    kept = [slice(present) if axis in trimmed else slice(None) for axis in range(1, array.ndim)]
+    slices = [slice(present) if axis in trimmed else slice(None) for axis in range(1, array.ndim)]
     shape = tuple(width if axis in trimmed else size for axis, size in enumerate(array.shape))
     taken = np.full((rows.size, *shape[1:]), filler, array.dtype)
     real = rows != NOBODY
-    target, source = (np.flatnonzero(real), *kept), (rows[real], *kept)
+    target, source = (np.flatnonzero(real), *slices), (rows[real], *slices)
     taken[target] = array[source]
     return taken

@@ -22,9 +22,9 @@ def best_widths(lengths: np.ndarray, number: int, largest: int | None = None) ->
     if largest is not None and largest > values[-1]:
         values, times = np.append(values, largest), np.append(times, 0)
     before = np.concatenate([[0], np.cumsum(times)])  # the number of samples with the first j values
-    tokens = np.full(len(values) + 1, np.inf)  # for the first j values, with one width per turn so far
+    tokens = np.full(len(values) + 1, np.inf)  # for the first j values, with one width per iteration so far
     tokens[0] = 0
-    begins: list[np.ndarray] = []  # for each turn and j: the number of values below those of the last width
+    begins: list[np.ndarray] = []  # for each iteration and j: the number of values below those of the last width
     for _ in range(min(number, len(values))):
         with_one_more = np.full_like(tokens, np.inf)
         begin = np.zeros(len(values) + 1, int)
@@ -35,11 +35,11 @@ def best_widths(lengths: np.ndarray, number: int, largest: int | None = None) ->
         tokens = with_one_more
         begins.append(begin)
     widths: list[int] = []
-    held = len(values)
+    left = len(values)
     for begin in begins[::-1]:
-        if held:
-            widths.append(int(values[held - 1]))
-            held = int(begin[held])
+        if left:
+            widths.append(int(values[left - 1]))
+            left = int(begin[left])
     return tuple(widths[::-1])
 
 

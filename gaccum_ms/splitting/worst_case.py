@@ -26,10 +26,10 @@ class WorstCase:
     def __init__(self, rows: Rows, widths: tuple[int, ...]) -> None:
         self._rows = rows
         self.widths = widths
-        self.unit = widths[-1]
+        self.multiple_of = widths[-1]
         # With this many, all samples of each width fit into one micro-batch: more tokens would only add padding.
         samples = np.bincount(np.searchsorted(widths, rows.lengths), minlength=len(widths))
-        self.most = max(1, -(-int((samples * widths).max()) // self.unit))  # multiples
+        self.most = max(1, -(-int((samples * widths).max()) // self.multiple_of))  # multiples
 
     def of(self, tokens: int) -> Splitter:
         """Returns a full micro-batch of each width, made of this batch's samples. A smaller width may

@@ -69,11 +69,11 @@ def admit_weights(owner: str, optimizer: Any) -> ms.ParameterTuple:
 
 
 def check_gradients(gradients: Any, weights: Sequence[ms.Parameter]) -> None:
-    if not isinstance(gradients, (tuple, list)) or not all(isinstance(one, ms.Tensor) for one in gradients):
+    if not isinstance(gradients, (tuple, list)) or not all(isinstance(gradient, ms.Tensor) for gradient in gradients):
         raise TypeError(
             f"For 'GradAccumulator', 'gradients' must be a tuple of Tensors, but got {described(gradients)}."
         )
-    shapes, wanted = [one.shape for one in gradients], [weight.shape for weight in weights]
+    shapes, wanted = [gradient.shape for gradient in gradients], [weight.shape for weight in weights]
     if shapes != wanted:
         raise ValueError(
             f"For 'GradAccumulator', 'gradients' must have the number and shapes of the optimizer's parameters, "

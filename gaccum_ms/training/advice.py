@@ -45,7 +45,7 @@ class Advice:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._cuts = setup.o.accumulates
+        self._cuts = setup.options.accumulates
         self._looked = self._looked_at_one_value = False
 
     def silence(self) -> None:
@@ -75,7 +75,7 @@ class Advice:
     def look_at_compile_time(self, spans_batches: bool, shape: Sequence[int | None] | None) -> None:
         """The same, where another graph or data sinking compiles the step. `shape` : of the first input; None if the
         number of its axes is open."""
-        options, samples = self._setup.o, shape[0] if shape else None
+        options, samples = self._setup.options, shape[0] if shape else None
         if not isinstance(samples, int) or samples < 1 or options.auto or options.splits_in_python:
             self.look(spans_batches)
         else:
@@ -83,7 +83,7 @@ class Advice:
             self.look(spans_batches, (min(size, samples),))
 
     def _texts(self, accumulates: bool, batch: Sequence[Any] | None) -> list[str | None]:
-        network, options = self._setup.network, self._setup.o
+        network, options = self._setup.network, self._setup.options
         texts = [advice_about_ranks("GradAccumulationCell")]
         if accumulates:
             texts += [

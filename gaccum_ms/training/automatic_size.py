@@ -155,7 +155,9 @@ class AutomaticSize:
 
     def _find_constants(self) -> None:
         """Find what a batch has not changed: frozen Parameters and constants, which may be many. They need no copy."""
-        network = {id(one) for one in self._parts.network.get_parameters()}
+        network = {id(tensor) for tensor in self._parts.network.get_parameters()}
         self._constants = [
-            one for one in self._before.unchanged() if id(one) in network or not isinstance(one, ms.Parameter)
+            tensor
+            for tensor in self._before.unchanged()
+            if id(tensor) in network or not isinstance(tensor, ms.Parameter)
         ]

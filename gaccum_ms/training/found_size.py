@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 
 class AddBatch(OwnGraph):
-    """Adds a batch, on this rank alone. Returns the loss, or the sums and their unit; the outputs; the loss scale."""
+    """Adds a batch, on this rank alone. Returns the loss, or the sums and their seed per item; the outputs; the loss
+    scale."""
 
     def __init__(self, window: nn.Cell, update: Update, jit: bool) -> None:
         super().__init__(jit)
@@ -44,12 +45,12 @@ class AddBatch(OwnGraph):
         scale = self.update.scale()
         inputs = clear_flag(inputs)
         if self.spans_batches:
-            loss, shown = self.window.add_batch(inputs, scale)
-            return (loss, *shown, scale)
+            loss, outputs = self.window.add_batch(inputs, scale)
+            return (loss, *outputs, scale)
         plan = self.window.plan(inputs)
         seed_per_item = self.window.weighing.seed_per_item(inputs, plan, scale)
-        sums, shown = self.window.accumulate(inputs, plan, scale, seed_per_item)
-        return (sums, seed_per_item, *shown, scale)
+        sums, outputs = self.window.accumulate(inputs, plan, scale, seed_per_item)
+        return (sums, seed_per_item, *outputs, scale)
 
 
 class EndBatch(OwnGraph):

@@ -315,7 +315,7 @@ class GradAccumulator(nn.Cell):
         self._look()
         scale = self.update.scale()
         items = ops.ones((), ms.float32) if count is None else counts.valid_or_nan(count)
-        kept = ops.zeros_like(items)
+        added_count = ops.zeros_like(items)
         dropped = ops.zeros_like(items)
         # A sum over no items is a number, and belongs in; a mean over none does not.
         seed_per_item = self.window.begin_batch(scale, items if self.loss_is_mean else counts.one_if_zero(items))
@@ -326,11 +326,11 @@ class GradAccumulator(nn.Cell):
         weighed = self.window.reduction.weighed(gradients, weight)
         belongs = items > 0 if self.loss_is_mean else items >= 0
         if belongs:
-            kept, dropped = self._add(weighed, items)
+            added_count, dropped = self._add(weighed, items)
         seen = ops.assign_add(self.batch_count, ms.Tensor(1, ms.int32))
         rule = BATCHES if count is None else COUNTS
         seen = ops.depend(seen, ops.assign(self.run_record.window_rule, ms.Tensor(rule, ms.int32)))
-        ended = self.window.end_batch(ops.stack((ops.zeros_like(items), kept, dropped)), ops.depend(items, seen))
+        ended = self.window.end_batch(ops.stack((ops.zeros_like(items), added_count, dropped)), ops.depend(items, seen))
         updates = self.update_count + 0
         updated = ops.depend(updates, ended) > updates
         if self.window.is_complete(ended):
@@ -340,12 +340,12 @@ class GradAccumulator(nn.Cell):
 
     def _add(self, weighed, items):
         """Returns the count that was added, and the number of dropped batches, 0 or 1."""
-        kept = items
+        added_count = items
         dropped = ops.zeros_like(items)
         # Not of `gradients` : beside transforms, MindSpore compiles no such check of a graph's inputs.
         if not self.drops or all_finite(weighed):
-            kept = ops.depend(items, self.window.accumulators.add(weighed))
+            added_count = ops.depend(items, self.window.accumulators.add(weighed))
         else:
-            kept = ops.zeros_like(items)
+            added_count = ops.zeros_like(items)
             dropped = ops.ones_like(items)
-        return kept, dropped
+        return added_count, dropped

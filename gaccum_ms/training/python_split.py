@@ -169,7 +169,7 @@ class PythonSplit:
             return self._parts.window.weighing.own_mean(ops.addn(list(outputs)), sums, scale, seed_per_item)
         if not self._split.joins:
             return outputs[0]
-        arrays = [one.asnumpy() for one in outputs]
+        arrays = [output.asnumpy() for output in outputs]
         if self._axes is not None:
             joined = self._split.in_order(arrays, *self._axes[number])
         else:
@@ -178,7 +178,7 @@ class PythonSplit:
 
     def _times(self, micro_batches: Sequence[tuple[ms.Tensor, ...]]) -> list[float]:
         """For each micro-batch, the expected ratio of the batch's count to its own. The first micro-batch that counts
-        anything sets the unit of the sums."""
+        anything sets the seed per item."""
         if not self._by_samples:
             return [float(len(micro_batches))] * len(micro_batches)
         samples = [micro_batch[0].shape[0] for micro_batch in micro_batches]
@@ -194,7 +194,7 @@ def _joined_by_shapes(position: int, arrays: Sequence[np.ndarray], inputs: Seque
         arrays (Sequence[ndarray]): The output of each micro-batch.
         inputs (Sequence[tuple[int, ...]]): The shape of the first input of each.
     """
-    shapes = [one.shape for one in arrays]
+    shapes = [array.shape for array in arrays]
     if len({len(shape) for shape in shapes}) == 1:
         lengths = list(zip(*shapes, strict=True))
         differing = [axis for axis, each in enumerate(lengths) if len(set(each)) > 1]
@@ -202,7 +202,7 @@ def _joined_by_shapes(position: int, arrays: Sequence[np.ndarray], inputs: Seque
         axes = differing or [axis for axis, each in enumerate(lengths) if each == rows][:1]
         if len(axes) == 1:
             return np.concatenate(arrays, axes[0])
-        if all(np.array_equal(one, arrays[0]) for one in arrays):
+        if all(np.array_equal(array, arrays[0]) for array in arrays):
             return arrays[0]
     raise ValueError(
         f"For '{_NAME}', with a function as 'split' an output beside the loss must have shape (), or one axis in which "
@@ -237,8 +237,8 @@ def micro_batches_of(split: Callable, batch: Sequence[Any], by_samples: bool) ->
             f"{type(made).__name__}. Leave such a batch out of the data set, or return a micro-batch that 'count' maps "
             f"to 0."
         )
-    micro_batches = [_inputs_of(number, one, by_samples) for number, one in enumerate(made)]
-    lengths = [len(one) for one in micro_batches]
+    micro_batches = [_inputs_of(number, micro_batch, by_samples) for number, micro_batch in enumerate(made)]
+    lengths = [len(micro_batch) for micro_batch in micro_batches]
     if len(set(lengths)) > 1:
         raise ValueError(
             f"For '{_NAME}', the function 'split' must return micro-batches with the same number of inputs, but got "

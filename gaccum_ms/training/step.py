@@ -42,9 +42,9 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
 
+from gaccum_ms.accumulation.assembly import Kinds, combined, fused_reducer, kinds_of
 from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.accumulation.update import Update, WindowEnd
-from gaccum_ms.accumulation.windows import Kinds, combined, fused_reducer, kinds_of
 from gaccum_ms.backend import graphs
 from gaccum_ms.backend.parameters import counter, hold_weights, record, show_records
 from gaccum_ms.backend.pynative_tape import close_tape
@@ -253,7 +253,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
     @property
     def options(self) -> Options:
         """The options of the cell."""
-        return self._setup.o
+        return self._setup.options
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -386,16 +386,16 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         scale = self.update.scale()
         inputs = clear_flag(inputs if self.called_by_python else graphs.with_own_storage(inputs))
         if self.spans_batches:
-            loss, shown = self.window.add_batch(inputs, scale)
+            loss, outputs = self.window.add_batch(inputs, scale)
             overflow = ms.Tensor(False, ms.bool_)
             if self.window.open.is_complete(loss):
                 overflow = self.end_window(loss)
                 loss = ops.depend(loss, overflow)
         else:
-            window, shown = self.window.run(inputs, scale)
+            window, outputs = self.window.run(inputs, scale)
             loss, overflow = self.update(*window)
         loss = ops.depend(loss, ops.assign_add(self.batch_count, ms.Tensor(1, ms.int32)))
-        return self.update.returned(loss, overflow, scale, shown)
+        return self.update.returned(loss, overflow, scale, outputs)
 
 
 # -- not compiled ------------------------------------------------------------------------------------------------------

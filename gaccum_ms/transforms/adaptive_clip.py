@@ -67,16 +67,18 @@ class AdaptiveGradientClip(Transform):
         check_positive_finite(_NAME, "eps", eps)
         self.clipping, self.eps = float(clipping), float(eps)
         excluded: Any = exclude
-        if not isinstance(excluded, (tuple, list)) or not all(isinstance(one, ms.Parameter) for one in excluded):
+        if not isinstance(excluded, (tuple, list)) or not all(
+            isinstance(parameter, ms.Parameter) for parameter in excluded
+        ):
             raise TypeError(
                 f"For '{_NAME}', the argument 'exclude' must be a sequence of Parameters, but got {exclude!r}. Give "
                 f"such as net.head.trainable_params()."
             )
-        self._excluded = [(one,) for one in excluded]  # in tuples: no Parameters of this Cell
+        self._excluded = [(parameter,) for parameter in excluded]  # in tuples: no Parameters of this Cell
 
     def prepare(self, network: nn.Cell | None) -> None:
-        excluded = {id(one): one.name for (one,) in self._excluded}
-        missing = sorted(excluded[one] for one in excluded.keys() - {id(weight) for weight in self.weights})
+        excluded = {id(parameter): parameter.name for (parameter,) in self._excluded}
+        missing = sorted(excluded[key] for key in excluded.keys() - {id(weight) for weight in self.weights})
         if missing:
             raise ValueError(
                 f"For '{_NAME}', the argument 'exclude' must have weights of the optimizer, but got "

@@ -74,22 +74,23 @@ class Chain(nn.Cell):
         network: nn.Cell | None,
     ) -> None:
         super().__init__(auto_prefix=False)
-        links = [one if isinstance(one, Transform) else _ByFunction(one) for one in transforms]
+        links = [link if isinstance(link, Transform) else _ByFunction(link) for link in transforms]
         _check_order(owner, links, clipped)
-        for one in links:
-            if one.in_step:
+        for link in links:
+            if link.in_step:
                 raise ValueError(
                     f"For '{owner}', each of 'transforms' must belong to one training step, whose state it has, but "
-                    f"got a '{type(one).__name__}' that another step has, or that stands there twice. Make another one."
+                    f"got a '{type(link).__name__}' that another step has, or that stands there twice. Make "
+                    f"another one."
                 )
-            one.begin(weights, network)
+            link.begin(weights, network)
         _check_names(owner, links, weights)
         self.links = nn.CellList(links, auto_prefix=False)
-        self.names = tuple(_name(one) for one in transforms)
+        self.names = tuple(_name(link) for link in transforms)
         self.shapes = tuple(tuple(weight.shape) for weight in weights)
-        self.may_forbid = tuple(type(one).allows is not Transform.allows for one in links)
+        self.may_forbid = tuple(type(link).allows is not Transform.allows for link in links)
         self.vetoes = any(self.may_forbid)
-        self.acts_before = tuple(type(one).before_update is not Transform.before_update for one in links)
+        self.acts_before = tuple(type(link).before_update is not Transform.before_update for link in links)
         self.map = ops.HyperMap()
 
     # -- compiled ------------------------------------------------------------------------------------------------------
@@ -142,7 +143,7 @@ def without_front_clip(max_grad_norm: float | None, transforms: Sequence[Any]) -
 
 def others(transforms: Sequence[Any]) -> tuple:
     """New links with the same arguments, for a step that is only a trial."""
-    return tuple(one.another() if isinstance(one, Transform) else one for one in transforms)
+    return tuple(link.another() if isinstance(link, Transform) else link for link in transforms)
 
 
 def _check_order(owner: str, links: Sequence[Transform], clipped: bool) -> None:
@@ -158,16 +159,16 @@ def _check_order(owner: str, links: Sequence[Transform], clipped: bool) -> None:
 
 def _check_names(owner: str, links: Sequence[Transform], weights: Sequence[ms.Parameter]) -> None:
     """Refuse equal names: MindSpore finds a checkpoint's values only by name."""
-    kept: dict[str, int] = {weight.name: id(weight) for weight in weights}
+    ids: dict[str, int] = {weight.name: id(weight) for weight in weights}
     for link in links:
-        for one in link.get_parameters():
-            if kept.setdefault(one.name, id(one)) != id(one):
+        for parameter in link.get_parameters():
+            if ids.setdefault(parameter.name, id(parameter)) != id(parameter):
                 raise ValueError(
                     f"For '{owner}', each of 'transforms' must keep its state by names of its own, as checkpoints "
-                    f"know it by, but got two Parameters named '{one.name}', the second of a '{type(link).__name__}'. "
-                    f"Give one of the two, or names of your own."
+                    f"know it by, but got two Parameters named '{parameter.name}', the second of a "
+                    f"'{type(link).__name__}'. Give one of the two, or names of your own."
                 )
 
 
-def _name(one: Any) -> str:
-    return type(one).__name__ if isinstance(one, nn.Cell) else getattr(one, "__name__", repr(one))
+def _name(link: Any) -> str:
+    return type(link).__name__ if isinstance(link, nn.Cell) else getattr(link, "__name__", repr(link))

@@ -113,8 +113,8 @@ class SkipSpikes(Transform):
 
     def begin_anew(self) -> None:
         overwrite(self.judged_norms, ops.full_like(self.judged_norms, float("inf")))
-        for held in (self.judged_updates, self.judged_norm, self.skipped_updates):
-            overwrite(held, ops.zeros_like(held))
+        for parameter in (self.judged_updates, self.judged_norm, self.skipped_updates):
+            overwrite(parameter, ops.zeros_like(parameter))
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 
@@ -126,11 +126,11 @@ class SkipSpikes(Transform):
         allowed = ops.logical_and(finite, norm <= self.largest())
         entered = self.judged_updates + 0
         here = ops.logical_and(self.places == entered % self.history, finite)
-        kept = ops.assign(self.judged_norms, ops.depend(ops.select(here, norm, self.judged_norms + 0.0), allowed))
-        kept = ops.assign(self.judged_updates, ops.depend(entered + ops.cast(finite, ms.int32), kept))
-        kept = ops.depend(kept, ops.assign(self.judged_norm, norm))
+        recorded = ops.assign(self.judged_norms, ops.depend(ops.select(here, norm, self.judged_norms + 0.0), allowed))
+        recorded = ops.assign(self.judged_updates, ops.depend(entered + ops.cast(finite, ms.int32), recorded))
+        recorded = ops.depend(recorded, ops.assign(self.judged_norm, norm))
         skipped = ops.cast(ops.logical_not(allowed), ms.int32)
-        return ops.depend(allowed, (kept, ops.assign_add(self.skipped_updates, skipped)))
+        return ops.depend(allowed, (recorded, ops.assign_add(self.skipped_updates, skipped)))
 
     def largest(self):
         """The largest norm that is no spike."""

@@ -114,7 +114,10 @@ class WeightAverage(Transform):
         # Only as an attribute, because these Parameters are the network's.
         object.__setattr__(self, "averaged", ms.ParameterTuple(averaged))
         self.averages = ms.ParameterTuple(
-            [self.state(PREFIX + one.name, np.full(one.shape, np.nan, np.float32)) for one in averaged]
+            [
+                self.state(PREFIX + parameter.name, np.full(parameter.shape, np.nan, np.float32))
+                for parameter in averaged
+            ]
         )
         self.averaged_updates = self.state("averaged_updates", np.zeros((), np.int32))
         self.map = ops.HyperMap()
@@ -129,9 +132,9 @@ class WeightAverage(Transform):
         floats = (ms.float32, ms.float16, ms.bfloat16)
         # Parameters of one rank, such as the sums of an open window, are no state of the network.
         return [
-            one
-            for one in network.get_parameters()
-            if id(one) not in trained and one.dtype in floats and not one.layerwise_parallel
+            parameter
+            for parameter in network.get_parameters()
+            if id(parameter) not in trained and parameter.dtype in floats and not parameter.layerwise_parallel
         ]
 
     def begin_anew(self) -> None:
@@ -184,13 +187,13 @@ class WeightAverage(Transform):
             return
         begun = int(self.averaged_updates.asnumpy()) > 0
         with no_grad():
-            before = [one.copy() for one in self.averaged]
+            before = [parameter.copy() for parameter in self.averaged]
         self._swapped = True
         try:
-            for one, average in zip(self.averaged, self.averages, strict=True):
-                overwrite(one, (average if begun else _or_begin(average, one)).astype(one.dtype))
+            for parameter, average in zip(self.averaged, self.averages, strict=True):
+                overwrite(parameter, (average if begun else _or_begin(average, parameter)).astype(parameter.dtype))
             yield
         finally:
-            for one, value in zip(self.averaged, before, strict=True):
-                overwrite(one, value)
+            for parameter, value in zip(self.averaged, before, strict=True):
+                overwrite(parameter, value)
             self._swapped = False

@@ -21,7 +21,7 @@ from gaccum_ms import (
     resume,
     scale_learning_rate,
 )
-from gaccum_ms.accumulation import windows
+from gaccum_ms.accumulation import assembly
 from gaccum_ms.accumulation.open_window import OpenWindow
 from tests.accumulation.test_windows import LINE_X, LINE_Y, RATE, line_data, line_oracle, line_step, place
 from tests.support.modes import MODES
@@ -193,7 +193,7 @@ class FollowsAtOnce(OpenWindow):
 
 
 def test_negative_control_a_window_that_follows_at_once_is_caught(monkeypatch, pynative):
-    monkeypatch.setattr(windows, "OpenWindow", FollowsAtOnce)
+    monkeypatch.setattr(assembly, "OpenWindow", FollowsAtOnce)
     assert windows_of(line_step(3)) != [3, 1, 1]
 
 

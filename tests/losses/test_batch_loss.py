@@ -230,8 +230,8 @@ class LossOfEachMicroBatch(OneLoss):
 
 
 class SecondPassOfTheLastAlone(BySamples):
-    def turn(self, noted, seed_per_item, prepared, size, *part):
-        return super().turn(noted, self.store.reset(seed_per_item), prepared, size, *part)
+    def run_and_add(self, is_first, seed_per_item, prepared, size, *part):
+        return super().run_and_add(is_first, self.store.reset(seed_per_item), prepared, size, *part)
 
 
 class OtherOrder(TwoPasses):

@@ -224,9 +224,9 @@ def test_a_list_of_losses_is_as_good_as_a_tuple(mode):
 
 
 class MeanOfMeans(ByCounts):
-    def counted_turn(self, noted, seed_per_item, prepared, size, count, *micro_batch):
+    def run_and_add_counted(self, is_first, seed_per_item, prepared, size, count, *micro_batch):
         seeded_loss, gradients = self.micro_step.run(seed_per_item * 3.5 / 2, prepared, size, *micro_batch)
-        return self.taken(noted, seed_per_item, count, seeded_loss, gradients)
+        return self.taken(is_first, seed_per_item, count, seeded_loss, gradients)
 
 
 def test_negative_control_a_mean_of_means_is_caught(pynative):

@@ -209,7 +209,7 @@ def test_the_worst_case_is_a_full_micro_batch_of_each_width():
     lengths = (tokens != 0).sum(1)
     worst = max_tokens(widths=(4, 12, LENGTH)).worst_case(Tensor(tokens), Tensor(labels))
     number = [(lengths <= 4).sum(), ((lengths > 4) & (lengths <= 12)).sum(), (lengths > 12).sum()]
-    assert worst.unit == LENGTH
+    assert worst.multiple_of == LENGTH
     assert worst.most == max(-(-count * width // LENGTH) for count, width in zip(number, (4, 12, LENGTH), strict=True))
     parts = worst.of(4 * LENGTH)()
     assert [part[0].shape for part in parts] == [(24, 4), (8, 12), (4, LENGTH)]

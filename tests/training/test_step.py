@@ -362,11 +362,11 @@ def test_weights_that_are_loaded_into_a_step_that_has_run_are_trained_on(jit):
 class Unrolled(Window):
     """Negative control: the loop in Python, as graph mode unrolls it."""
 
-    def accumulate(self, inputs, plan, scale, unit):
+    def accumulate(self, inputs, plan, scale, seed_per_item):
         sums = self.weighing.zero_sums()
         for start in range(0, 18, 18 // self.micro_size):
             part = [value[start : start + 18 // self.micro_size] for value in inputs]
-            sums = sums + self.weighing.turn(False, unit, (), 18 // self.micro_size, *part)
+            sums = sums + self.weighing.run_and_add(False, seed_per_item, (), 18 // self.micro_size, *part)
         return sums, ()
 
 

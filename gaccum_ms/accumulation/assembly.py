@@ -44,11 +44,11 @@ def kinds_of(setup: Setup, spans_batches: bool) -> Kinds:
     """The classes for these options."""
     if setup.of_batch:
         return Kinds(micro_step=TwoPasses)
-    if setup.o.several_losses:
+    if setup.options.several_losses:
         return Kinds(SeveralLosses, ByCountsOfEach)
-    counts = setup.o.counted or spans_batches
+    counts = setup.options.counted or spans_batches
     open_window = OpenWindow if spans_batches else None
-    if setup.o.returns_ratio or setup.o.aux:
+    if setup.options.returns_ratio or setup.options.aux:
         weighing = ByCountsWithOutputs if counts else BySamplesWithOutputs
         return Kinds(LossWithOutputs, weighing, open_window=open_window)
     return Kinds(weighing=ByCounts if counts else BySamples, open_window=open_window)
@@ -70,7 +70,7 @@ def combined(
         grad_reducer (Cell): Reduces gradients over ranks.
         position (Parameter): Batches of the open window so far, int32 of shape ().
     """
-    options = setup.o
+    options = setup.options
     spans = kinds.open_window is not None
     micro_step = kinds.micro_step(options, setup.network, weights)
     store = store_of(options, weights, options.accumulates or spans, kinds.weighing.needs_division)
