@@ -61,15 +61,7 @@ def combined(
     grad_reducer: nn.Cell,
     position: ms.Parameter,
 ) -> Window:
-    """The window.
-
-    Args:
-        kinds (Kinds): The classes of its parts.
-        setup (Setup): The options and the network.
-        weights (ParameterTuple): The trained weights.
-        grad_reducer (Cell): Reduces gradients over ranks.
-        position (Parameter): Batches of the open window so far, int32 of shape ().
-    """
+    """The window. `position` : batches of the open window so far, int32 of shape ()."""
     options = setup.options
     spans = kinds.open_window is not None
     micro_step = kinds.micro_step(options, setup.network, weights)

@@ -16,12 +16,8 @@ from gaccum_ms.backend.graphs import runs_eagerly_now
 
 
 class Copies:
-    """The weighings of a window, each with a copy of the network.
-
-    Args:
-        make (Callable, optional): Returns the weighing on the copy of a number, 0 for the network itself; None if the
-            network draws no random numbers.
-    """
+    """The weighings of a window, each with a copy of the network. `make` returns the weighing on the copy of a number,
+    0 for the network itself; None if the network draws no random numbers."""
 
     def __init__(self, make: Callable[[int], nn.Cell | None] | None = None) -> None:
         self._make = make

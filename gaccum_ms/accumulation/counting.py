@@ -11,11 +11,7 @@ from gaccum_ms.options.options import Options
 
 
 class Counting(nn.Cell):
-    """The count of a micro-batch: one number, or with several losses one for each loss.
-
-    Args:
-        options (Options): The options.
-    """
+    """The count of a micro-batch: one number, or with several losses one for each loss."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(auto_prefix=False)

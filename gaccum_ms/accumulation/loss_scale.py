@@ -22,12 +22,8 @@ def check_scale(owner: str, value: ms.Tensor) -> None:
 
 
 def scale_parameter(owner: str, scale_sense: nn.Cell | ms.Tensor) -> tuple[ms.Parameter, nn.Cell | None]:
-    """The scale as a Parameter, and the manager Cell that adjusts it, as `nn.TrainOneStepWithLossScaleCell` takes them.
-
-    Raises:
-        TypeError: If `scale_sense` is neither Cell nor Tensor.
-        ValueError: If it is a Tensor whose shape is not () or (1,), or not a positive finite number.
-    """
+    """The scale as a Parameter, and the manager Cell that adjusts it, as `nn.TrainOneStepWithLossScaleCell` takes
+    them."""
     manager = scale_sense if isinstance(scale_sense, nn.Cell) else None
     if manager is not None:
         value = ms.Tensor(manager.get_loss_scale(), ms.float32)

@@ -24,14 +24,9 @@ ALL_SUMS = SUMS + 1  # and the window's items; if ranks have equal weight, the s
 
 
 class NoiseRecord(nn.Cell):
-    """The sums of one window, kept until the next window ends.
-
-    Args:
-        grad_reducer (Cell or None): Reduces gradients of ranks with equal weight; None: ranks have weight by items.
-        factor (float): The reduced gradient is this multiple of the ranks' mean.
-        position (Parameter or None): If windows have several batches: the number of the batch that is being added. Only
-            a window's first batch is recorded.
-    """
+    """The sums of one window, kept until the next window ends. `grad_reducer` : reduces gradients of ranks with equal
+    weight; None: ranks have weight by items. The reduced gradient is `factor` times the ranks' mean. `position` : the
+    batch of a window of several; only the first is recorded."""
 
     def __init__(self, grad_reducer: nn.Cell | None, factor: float = 1.0, position: ms.Parameter | None = None) -> None:
         super().__init__(auto_prefix=False)

@@ -24,15 +24,7 @@ if TYPE_CHECKING:
 
 
 class OpenWindow(nn.Cell):
-    """A window to which batches are added, until it is complete or flushed.
-
-    Args:
-        owner (str): The class that warnings name.
-        accumulators (GradientSums): Where the gradients of its batches are added up.
-        reduction (CountedReduction): Computes their mean over all batches and ranks.
-        position (Parameter): Batches of the open window so far, int32 of shape ().
-        accumulation_steps (int): Batches of each window.
-    """
+    """A window to which batches are added, until it is complete or flushed."""
 
     may_skip = True  # a window that counts nothing must not update
     needs_division = True

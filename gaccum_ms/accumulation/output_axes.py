@@ -38,12 +38,8 @@ class Output(NamedTuple):
         return f"output {self.position} got shape {shape} for {few} sample(s){more}"
 
     def axis(self, lengths: tuple[int, int] = (0, 0)) -> int | None:
-        """The axis of samples; `UNCUT` if nothing about the output depends on the samples; None if neither.
-
-        Args:
-            lengths (tuple[int, int]): The width of tokens in the first run and in the second, which another axis may
-                have.
-        """
+        """The axis of samples; `UNCUT` if nothing about the output depends on the samples; None if neither. `lengths` :
+        the widths of tokens in both runs, which another axis may have."""
         shape, other = self.shapes
         if len(shape) != len(other):
             return None
@@ -74,14 +70,8 @@ def outputs_of(
     weights: Sequence[ms.Parameter],
 ) -> list[Output | None]:
     """The network's outputs at two numbers of samples; None for what is no Tensor. A network that takes only the first
-    number is asked about it alone.
-
-    Args:
-        network (Cell): The network.
-        runs (Sequence): The inputs of both runs.
-        samples (tuple[int, int]): Their numbers of samples.
-        weights (Sequence[Parameter]): What forward does not write.
-    """
+    number is asked about it alone. `runs` : the inputs of both; `samples` : their numbers of samples; `weights` : what
+    forward does not write."""
     before = Snapshot(network, leave_out=weights)
     mode = ms.get_context("mode")
     ms.set_context(mode=ms.PYNATIVE_MODE)

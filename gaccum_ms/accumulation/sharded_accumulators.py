@@ -25,14 +25,7 @@ ALL_PARTS = (PARTS, COMPENSATION_PARTS)
 
 
 class ShardedSums(GradientSums):
-    """The methods of `GradientSums` , with sums over ranks.
-
-    Args:
-        weights (Sequence[Parameter]): The weights whose gradients are added up.
-        dtype (mindspore.dtype or None): The accumulators' dtype; None: each has its weight's dtype.
-        compensated (bool): Whether to keep what rounding takes away.
-        mean (bool): Whether ranks are averaged, not summed.
-    """
+    """The methods of `GradientSums` , with sums over ranks. `mean` : whether ranks are averaged, not summed."""
 
     reduces = True
 
@@ -67,11 +60,7 @@ class ShardedSums(GradientSums):
 
 
 def check_micro_batches(number: int) -> None:
-    """Check, before a batch, that all ranks have `number` micro-batches. A collective.
-
-    Raises:
-        ValueError: On all ranks, if their numbers of micro-batches differ.
-    """
+    """Check, before a batch, that all ranks have `number` micro-batches. A collective. If not, all raise."""
     with no_grad():
         numbers = ops.AllGather()(ms.Tensor([number], ms.int32)).asnumpy().tolist()
     if any(other != number for other in numbers):

@@ -61,18 +61,7 @@ def _with_scale(loss, overflow, scale, outputs):
 
 
 class Update(nn.Cell):
-    """Update the weights with a window's gradients.
-
-    Args:
-        owner (str): The class that errors name.
-        optimizer (Optimizer): Updates the weights.
-        weights (Sequence[Parameter]): The weights, in the gradients' order.
-        window (Cell): The window, with its counts; it is reset.
-        options (Options): The transforms, whether micro-batches that overflow are left out, and whether to record the
-            gradient's norm without clipping, too.
-        scale_sense (Cell, Tensor or None): Loss scale, as the step takes it.
-        network (Cell or None): Layers in it may have statistics that move once per update.
-    """
+    """Update the weights with a window's gradients. `window` has the counts, and is reset."""
 
     def __init__(
         self,
@@ -269,13 +258,7 @@ class Update(nn.Cell):
 
 
 class WindowEnd(graphs.OwnGraph):
-    """Reduce what an open window has accumulated, and update: at its last batch, or earlier, as a flush.
-
-    Args:
-        window (OpenWindow): The window.
-        update (Update): The update from its sums.
-        jit (bool): Whether to compile a flush in PyNative mode too.
-    """
+    """Reduce what an open window has accumulated, and update: at its last batch, or earlier, as a flush."""
 
     def __init__(self, window: OpenWindow, update: Update, jit: bool) -> None:
         super().__init__(jit)
@@ -288,11 +271,8 @@ class WindowEnd(graphs.OwnGraph):
         return ops.depend(overflow, ops.assign(self.window.window_loss, mean))
 
     def flush(self) -> bool:
-        """End the window now. All ranks must call this; a rank without batches takes part with a count of zero.
-
-        Returns:
-            bool, whether there was an update.
-        """
+        """End the window now. All ranks must call this; a rank without batches takes part with a count of zero. Returns
+        whether there was an update."""
         if not self.window.batches and not self.window.reduction.sum_over_ranks.reduces:
             return False
         before = int(self.update.update_count.asnumpy())

@@ -62,16 +62,8 @@ class _LeastSamples:
 
 
 class Window(nn.Cell):
-    """The loop over micro-batches, and what surrounds it.
-
-    Args:
-        options (Options): Where batches are cut.
-        micro_step (Cell): Forward and backward of a micro-batch.
-        weighing (Cell): The weight of a micro-batch.
-        store (Cell): Where gradients are added up.
-        open_window (OpenWindow or None): The state between the batches of a window; None: each batch is a window.
-        copies (Copies or None): For a network that draws random numbers: its copies in one graph.
-    """
+    """The loop over micro-batches, and what surrounds it. `open_window` : the state between the batches of a window;
+    None: each batch is a window."""
 
     is_sharded = False  # whether gradients are this device's parts alone
 

@@ -16,16 +16,8 @@ from gaccum_ms.transforms.transform import Transform
 
 
 class MovedAverage(Transform):
-    """The package's own EMA, which its callbacks use, moved once per update.
-
-    Args:
-        owner (str): The name in errors.
-        ema (Cell): The EMA.
-        method (str): The method that moves it, ``"update"`` or ``"ema_update"`` .
-
-    Raises:
-        TypeError: If `ema` is no Cell with that method.
-    """
+    """The package's own EMA, which its callbacks use, moved once per update. `method` moves it: ``"update"`` or
+    ``"ema_update"`` ."""
 
     def __init__(self, owner: str, ema: nn.Cell, method: str) -> None:
         super().__init__()
@@ -45,11 +37,7 @@ class MovedAverage(Transform):
 
 
 def scale_of(owner: str, scale: Any, name: str = "scale_sense") -> nn.Cell | ms.Tensor:
-    """A loss scale as our step takes it, from a number, a Tensor, a Cell that adjusts it, or a LossScaler.
-
-    Raises:
-        TypeError: If it is none of these.
-    """
+    """A loss scale as our step takes it, from a number, a Tensor, a Cell that adjusts it, or a LossScaler."""
     if isinstance(scale, DynamicLossScaler):
         value = float(scale.scale_value.asnumpy())
         return nn.DynamicLossScaleUpdateCell(value, int(scale.scale_factor), int(scale.scale_window))
@@ -75,21 +63,8 @@ def build(
     links: tuple[Transform, ...] = (),
     **options: Any,
 ) -> TrainOneStepWithGradAccumulationCell:
-    """Our step.
-
-    Args:
-        owner (str): The name in errors.
-        network (Cell): The network, which returns a loss.
-        optimizer (Optimizer): The optimizer of the network's weights.
-        scale_sense (Cell, Tensor or None): As our step takes it.
-        kind (type): The step's class.
-        drop_overflow_update (bool): Whether a window that is not finite is left out.
-        links (tuple[Transform, ...]): The package's own transforms, behind the user's `transforms` .
-        **options: The cell's options.
-
-    Raises:
-        ValueError: If `drop_overflow_update` is False with a scale that is adjusted.
-    """
+    """Our step. `links` : the package's own transforms, behind the user's; `drop_overflow_update` : whether a window
+    that is not finite is left out."""
     check_positive_int(owner, "gradient_accumulation_steps", options["accumulation_steps"])
     if not drop_overflow_update and isinstance(scale_sense, nn.Cell):
         raise ValueError(

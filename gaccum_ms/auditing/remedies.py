@@ -49,16 +49,8 @@ def find_remedy(
     loss_of: Callable[[Sequence[ms.Tensor]], float],
     train: Callable[[GradAccumulationCell, Sequence[ms.Tensor]], Update],
 ) -> str | None:
-    """The first remedy that makes the updates equal; None if there is none among those known.
-
-    Args:
-        evidence (Evidence): The whole batch's update.
-        cell (GradAccumulationCell): The cell, without clipping and transforms.
-        batch (Sequence[Tensor]): The batch.
-        parts (Sequence): Its micro-batches.
-        loss_of (Callable): The network's loss on a micro-batch.
-        train (Callable): One update with a cell on a batch.
-    """
+    """The first remedy that makes the updates equal; None if there is none among those known. `parts` : the batch's
+    micro-batches; `loss_of` : the network's loss on one; `train` : one update with a cell on a batch."""
     trials: Iterator[Trial | str] = itertools.chain(
         _counts(evidence, cell, batch, parts, loss_of) if cell.loss_is_mean and not cell.several_losses else (),
         _shared(cell, batch),

@@ -45,12 +45,8 @@ def _attribute(holder: Any, name: str) -> Any:
 
 
 def written_by(cell: nn.Cell, writers: tuple[Any, ...]) -> list[str]:
-    """The Parameters and other Tensors that a Cell's code writes, as the code calls them.
-
-    Args:
-        cell (Cell): The Cell.
-        writers (tuple): MindSpore's functions and primitive classes that write their first argument.
-    """
+    """The Parameters and other Tensors that a Cell's code writes, as the code calls them. `writers` : MindSpore's
+    functions and primitive classes that write their first argument."""
     written: list[str] = []
     for function, _ in functions_of(cell):
         for node in ast.walk(_tree(function)):

@@ -26,11 +26,7 @@ _storage: weakref.WeakKeyDictionary[nn.Cell, tuple[int, Storage]] = weakref.Weak
 
 
 class OwnGraph(nn.Cell):
-    """A Cell that Python calls. It is compiled in graph mode and, with `jit` , in PyNative mode too.
-
-    Args:
-        jit (bool): Whether to compile in PyNative mode.
-    """
+    """A Cell that Python calls. It is compiled in graph mode and, with `jit` , in PyNative mode too."""
 
     def __init__(self, jit: bool) -> None:
         super().__init__(auto_prefix=False)

@@ -21,12 +21,8 @@ _OF_EVERY_CELL = frozenset(vars(nn.Cell())) - {"_buffers"}
 
 
 class Snapshot:
-    """Everything that a trial may change in some cells.
-
-    Args:
-        roots (Cell): The cells.
-        leave_out (Iterable[Tensor]): Parameters and other Tensors that the trial does not write; they are not copied.
-    """
+    """Everything that a trial may change in some cells. `leave_out` : what the trial does not write; it is not
+    copied."""
 
     def __init__(self, *roots: nn.Cell, leave_out: Iterable[ms.Tensor] = ()) -> None:
         self._left_out = {id(tensor) for tensor in leave_out}

@@ -29,12 +29,7 @@ def parameters_of(cell: nn.Cell) -> Iterator[ms.Parameter]:
 
 
 def keep_in_place(parameters: Iterable[ms.Parameter], written: Callable[[], Any] | None = None) -> None:
-    """Make every later write go into the storage that the Parameter has at that time.
-
-    Args:
-        parameters (Iterable[Parameter]): Parameters of a graph.
-        written (Callable, optional): A method, called by each write.
-    """
+    """Make every later write go into the storage that the Parameter has at that time. Each write calls `written` ."""
     told = weakref.WeakMethod(written) if written is not None else None
     for parameter in parameters:
         if "assign_value" not in parameter.__dict__:
@@ -56,11 +51,7 @@ def _assign_in_place(
 
 
 class Storage:
-    """The addresses at which a graph reads its Parameters.
-
-    Args:
-        parameters (Iterable[Parameter]): The graph's Parameters.
-    """
+    """The addresses at which a graph reads its Parameters."""
 
     def __init__(self, parameters: Iterable[ms.Parameter]) -> None:
         self.places = [(parameter, parameter.data_ptr()) for parameter in parameters]

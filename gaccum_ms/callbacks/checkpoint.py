@@ -82,12 +82,7 @@ class UpdateCheckpoint(WindowCallback, ModelCheckpoint):
 
 
 class _Saves(Callback):
-    """Runs before and after a checkpoint callback, so that all ranks gather the whole state at the same time.
-
-    Args:
-        optimizer (ShardedOptimizer): The owner of the state.
-        begins (bool): Whether this one runs before the checkpoint.
-    """
+    """Runs before and after a checkpoint callback, so that all ranks gather the whole state at the same time."""
 
     def __init__(self, optimizer: ShardedOptimizer, begins: bool) -> None:
         super().__init__()
@@ -111,11 +106,7 @@ class _Saves(Callback):
 
 
 def let_checkpoints_save(callbacks: Sequence[Callback], optimizer: nn.Optimizer | None) -> list[Callback]:
-    """The callbacks; if the optimizer is sharded, with a `_Saves` before and after each checkpoint. A collective.
-
-    Raises:
-        ValueError: If ranks would not save at the same time: they would wait for each other for ever.
-    """
+    """The callbacks; if the optimizer is sharded, with a `_Saves` before and after each checkpoint. A collective."""
     if not isinstance(optimizer, ShardedOptimizer) or optimizer.ranks == 1:
         return list(callbacks)
     optimizer.end_saves()  # a training that failed may have begun some

@@ -20,11 +20,7 @@ def _function(saver: ModelCheckpoint, what: str) -> Any:
 def refuse_shared_folders(callbacks: Sequence[Callback]) -> None:
     """Raise an error on all ranks if two on one host have the same folder and prefix. A collective.
 
-    A folder or prefix that is a function is not known before it saves, and is not compared.
-
-    Raises:
-        ValueError: If two ranks have the same.
-    """
+    A folder or prefix that is a function is not known before it saves, and is not compared."""
     own = [
         [platform.node(), os.path.realpath(each._directory), each._prefix]
         for each in callbacks

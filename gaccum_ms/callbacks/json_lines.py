@@ -12,12 +12,7 @@ from gaccum_ms.distributed.ranks import rank_or_0
 
 
 class JsonLines:
-    """A file to which rank 0 appends records. Without a path, and on other ranks, nothing is written.
-
-    Args:
-        owner (str): The class that errors name.
-        path (Union[str, Path], optional): The file.
-    """
+    """A file to which rank 0 appends records. Without a path, and on other ranks, nothing is written."""
 
     def __init__(self, owner: str, path: Any) -> None:
         if path is not None and not isinstance(path, (str, Path)):

@@ -15,12 +15,7 @@ _NEAR = 0.01  # of the batches, or one batch: lists may be a little longer or sh
 
 def warn_of_rates_for_batches(step: TrainOneStepWithGradAccumulationCell, batches: int, flushes: int) -> None:
     """Warn if the optimizer has as many rates as there are batches: it would use only the first part of them.
-
-    Args:
-        step (TrainOneStepWithGradAccumulationCell): The training step.
-        batches (int): Batches of this training.
-        flushes (int): How many windows may end early in it.
-    """
+    `flushes` : how many windows may end early."""
     steps = int(step.accumulation_steps.asnumpy()) if step.spans_batches else 1
     rates: Any = updates_of_rates(step.optimizer) if steps > 1 else None
     total = int(step.batch_count.asnumpy()) + batches  # including earlier trainings

@@ -62,11 +62,7 @@ class RankBatches(NamedTuple):
 
 
 class WindowWatch(Callback):
-    """Checks before, during and after every training with our step.
-
-    Args:
-        step (TrainOneStepWithGradAccumulationCell): The step.
-    """
+    """Checks before, during and after every training with our step."""
 
     def __init__(self, step: TrainOneStepWithGradAccumulationCell) -> None:
         super().__init__()

@@ -32,11 +32,7 @@ Key = list[int]  # updates made, batches in the open window, batches seen, numbe
 def newest_checkpoint(folder: Path, ranks: int) -> list[Path]:
     """Return the newest checkpoint in a folder that all ranks have, or an empty list if no rank has any.
 
-    A collective, if there are several ranks.
-
-    Raises:
-        ValueError: If there are checkpoints, but none that all ranks have.
-    """
+    A collective, if there are several ranks."""
     files = [path for path in folder.iterdir() if path.suffix in SUFFIXES] if folder.is_dir() else []
     whole = ((path, key) for path in sorted(files, key=_time, reverse=True) if (key := _key(path)))
     mine: list[tuple[Path, Key]] = []

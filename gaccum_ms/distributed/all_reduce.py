@@ -37,15 +37,7 @@ def plan_buffers(sizes: Sequence[int], limit: int) -> tuple[tuple[int, ...], ...
     """For each buffer, the indices in `sizes` of its members.
 
     A member of size `limit` or more is alone in its buffer. The others, in the given order, fill one buffer after
-    another.
-
-    Args:
-        sizes (Sequence[int]): The size of each.
-        limit (int): The largest size of a shared buffer, in the unit of `sizes` .
-
-    Returns:
-        tuple[tuple[int, ...], ...], the indices.
-    """
+    another."""
     alone = [(place,) for place, size in enumerate(sizes) if size >= limit]
     shared: list[tuple[int, ...]] = []
     room = -1
@@ -93,20 +85,8 @@ def _part_of(buffer, start, size, gradient):
 
 
 class FusedReducer(nn.Cell):
-    """Reduce gradients over ranks, in as few collectives as `buffer_bytes` allows.
-
-    Args:
-        parameters (Sequence[Parameter]): The Parameters of the gradients.
-        mean (bool): Whether to divide the sum by `degree` .
-        degree (int): The number of ranks.
-        group (str): The communication group. Default: all ranks.
-
-    Inputs:
-        - **gradients** (tuple[Tensor]) - One of the shape of each Parameter.
-
-    Outputs:
-        tuple[Tensor], the reduced gradients, in shape, dtype and order of those given.
-    """
+    """Reduce gradients over ranks, in as few collectives as `buffer_bytes` allows. `mean` : whether to divide the sum
+    by `degree` , the number of ranks."""
 
     def __init__(
         self,

@@ -58,14 +58,8 @@ def gather_json(value: Any) -> list[Any]:
 
 
 class Layout(nn.Cell):
-    """The layout of a list of tensors over ranks.
-
-    Args:
-        like (Sequence[Parameter]): Tensors with the shapes and dtypes of the list.
-        owners (Sequence[int or None]): For each tensor, the rank that has it whole; None: all ranks have slices.
-        rank (int): This rank.
-        ranks (int): The number of ranks.
-    """
+    """The layout of a list of tensors over ranks. `owners` : for each tensor, the rank that has it whole; None: all
+    ranks have slices."""
 
     def __init__(self, like: Sequence[ms.Parameter], owners: Sequence[int | None], rank: int, ranks: int) -> None:
         super().__init__(auto_prefix=False)

@@ -65,12 +65,8 @@ def rank_or_0() -> int:
 
 
 class SumOverRanks(nn.Cell):
-    """Sum gradients, and with them a window's sums, over all ranks; on one rank, return them unchanged.
-
-    Args:
-        weights (Sequence[Parameter]): The weights whose gradients are summed.
-        shape (tuple[int, ...]): Shape of the window's sums.
-    """
+    """Sum gradients, and with them a window's sums, over all ranks; on one rank, return them unchanged. `shape` : that
+    of the window's sums."""
 
     def __init__(self, weights: Sequence[ms.Parameter], shape: tuple[int, ...]) -> None:
         super().__init__(auto_prefix=False)
@@ -102,14 +98,7 @@ class SumOverRanks(nn.Cell):
 
 def check_parallel_mode(owner: str, compiler_distributes: bool = False) -> None:
     """Refuse, before anything is built, the modes in which gradients would mean something else.
-
-    Args:
-        owner (str): The class that errors name.
-        compiler_distributes (bool): Whether it supports semi-auto and auto parallel mode.
-
-    Raises:
-        RuntimeError: In hybrid parallel mode, in the modes that `owner` does not support, and with pipeline stages.
-    """
+    `compiler_distributes` : whether the owner supports semi-auto and auto parallel mode."""
     mode = ms.get_auto_parallel_context("parallel_mode")
     known = [ms.ParallelMode.STAND_ALONE, ms.ParallelMode.DATA_PARALLEL]
     if compiler_distributes:
@@ -144,21 +133,13 @@ _REMEDY = (
 
 
 def refuse_wrapped_network(owner: str, network: nn.Cell) -> None:
-    """Refuse a network with such a Cell in it.
-
-    Raises:
-        ValueError: If there is one.
-    """
+    """Refuse a network with such a Cell in it."""
     if any(_wraps(cell) for _, cell in held_cells(network)):
         raise ValueError(f"For '{owner}', the network must not be in a {_CLASS}, but got one. {_REMEDY}")
 
 
 def refuse_hooked_weights(owner: str, weights: Iterable[ms.Parameter]) -> None:
-    """Refuse weights for whose gradients such a Cell has hooks, as far as the weights show it.
-
-    Raises:
-        ValueError: If there is one.
-    """
+    """Refuse weights for whose gradients such a Cell has hooks, as far as the weights show it."""
     names = [weight.name for weight in weights if _is_hooked(weight)]
     if names:
         raise ValueError(

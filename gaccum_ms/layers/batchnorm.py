@@ -39,12 +39,8 @@ def batch_norms(network: nn.Cell) -> dict[str, nn.Cell]:
 
 
 def batch_norm_names(network: nn.Cell, as_now: bool = False) -> list[str]:
-    """The names of these layers, and of Cells of one's own that use MindSpore's operator.
-
-    Args:
-        network (Cell): The network.
-        as_now (bool): Leave out the layers that are in evaluation mode now.
-    """
+    """The names of these layers, and of Cells of one's own that use MindSpore's operator. `as_now` : without layers
+    that are in evaluation mode now."""
     layers = batch_norms(network)
     own = {name: cell for name, cell in network.cells_and_names() if _modes_of_own(cell)[0]}
     return [name for name, cell in {**layers, **own}.items() if not as_now or _normalises_by_batch(cell)]
@@ -81,11 +77,7 @@ def refuse_sync_batch_norm(owner: str, network: nn.Cell) -> None:
 
 def advice_about_batch_norm(network: nn.Cell, times: str = "once") -> str | None:
     """What to say, for all layers, about the differences from training on the whole batch; None without such layers.
-
-    Args:
-        network (Cell): The network with the layers, in the mode in which it trains.
-        times (str): How often a micro-batch runs forward.
-    """
+    `times` : how often a micro-batch runs forward."""
     names = batch_norm_names(network, as_now=True)
     if not names:
         return None
@@ -100,12 +92,7 @@ def advice_about_batch_norm(network: nn.Cell, times: str = "once") -> str | None
 
 def advice_about_one_value(network: nn.Cell, sizes: Sequence[int]) -> str | None:
     """What to say about micro-batches of one sample, whose variance divides by zero; None if there are none, or no
-    BatchNorm layer that it concerns.
-
-    Args:
-        network (Cell): The network with the layers, in the mode in which it trains.
-        sizes (Sequence[int]): The numbers of samples in the micro-batches.
-    """
+    BatchNorm layer that it concerns."""
     names = batch_norm_names(network, as_now=True) if 1 in sizes else []
     if rank_and_ranks()[1] > 1:  # SyncBatchNorm then has the samples of all ranks
         together = {name for name, cell in network.cells_and_names() if isinstance(cell, _SYNC_BATCH_NORMS)}

@@ -18,11 +18,7 @@ _SPARSE = (ops.SparseGatherV2, ops.EmbeddingLookup)
 
 
 def refuse_sparse_gradients(network: nn.Cell) -> None:
-    """Raise for layers with sparse gradients, such as `nn.EmbeddingLookup` with ``sparse=True`` , its default.
-
-    Raises:
-        ValueError: If the network holds such a layer, in a tuple, list or dict too, or makes one in `construct` .
-    """
+    """Raise for layers with sparse gradients, such as `nn.EmbeddingLookup` with ``sparse=True`` , its default."""
     names = [name for name, cell in held_cells(network) if _is_sparse(cell)]
     if names:
         raise ValueError(_message(f"layers with sparse ones: {', '.join(names)}"))

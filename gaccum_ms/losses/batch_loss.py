@@ -200,11 +200,7 @@ def axes_of(outputs: Sequence[Any], ranks: int) -> tuple[int, ...]:
 
 
 def check_ranks(network: WithBatchLossCell) -> None:
-    """Check the ranks before a step is built.
-
-    Raises:
-        RuntimeError: If the number of ranks has changed since the network was made.
-    """
+    """Check the ranks before a step is built. Their number must not have changed since the network was made."""
     ranks = rank_and_ranks()[1]
     if network.gather_ranks and network.ranks != ranks:
         raise RuntimeError(

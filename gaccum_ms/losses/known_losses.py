@@ -31,13 +31,7 @@ def losses_of_labels(network: nn.Cell) -> dict[str, nn.Cell]:
 
 
 def advice_about_losses(network: nn.Cell, counts: Sequence[Any], batch: Sequence[ms.Tensor] | None = None) -> list[str]:
-    """What to say about known losses that are weighed in a wrong way.
-
-    Args:
-        network (Cell): The network with its loss, a mean.
-        counts (Sequence): The counts of its losses; None counts samples.
-        batch (Sequence[Tensor]): A batch, if it is known.
-    """
+    """What to say about known losses that are weighed in a wrong way. `counts` : of its losses; None counts samples."""
     if isinstance(network, WithBatchLossCell):
         return []
     of_batch = {name: kind for name, cell in held_cells(network) if (kind := _kind(cell)) is not None}

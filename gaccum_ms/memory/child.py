@@ -52,22 +52,9 @@ class Usage(NamedTuple):
 
 
 def run_in_child(watch: Watch, run: Callable[[], Any], written: Iterable[ms.Parameter]) -> Usage:
-    """Run a function in a copy of this process.
-
-    Args:
-        watch (Watch): Ends the copy before both processes exceed the memory limit.
-        run (Callable): The function; its result is lost.
-        written (Iterable[Parameter]): The Parameters that it writes: see the head of this file.
-
-    Returns:
-        Usage, of the copy.
-
-    Raises:
-        TooMuchMemory: If they would exceed the limit.
-        StuckError: If three copies do nothing for 20 seconds each.
-        RuntimeError: If the copy ended without an answer.
-        Exception: The error of `run` .
-    """
+    """Run a function in a copy of this process. `written` : the Parameters that the function writes, see the head of
+    this file; its result is lost. Raises its error, or TooMuchMemory; StuckError if three copies do nothing for 20
+    seconds each."""
     written = list(written)
     for _ in range(_COPIES - 1):
         with suppress(StuckError):

@@ -27,18 +27,8 @@ _UNSURE = 0.01  # of the limit: how much a peak may exceed its prediction
 
 
 class Forecast:
-    """Measures the requested sizes, and predicts the others.
-
-    Args:
-        owner (str): The name in errors.
-        cell (GradAccumulationCell): The network and the options.
-        optimizer (Optimizer): The optimizer.
-        batch (Sequence[Tensor]): The inputs of one batch.
-        make_step (Callable): See `Trials` .
-        memory_limit (int or None): Bytes for the peak; None: the meter's limit.
-        fails (Callable): Whether an error means that memory is not enough.
-        training (RealTraining, optional): See `Trials` .
-    """
+    """Measures the requested sizes, and predicts the others. `fails` : whether an error means that memory is not
+    enough."""
 
     def __init__(
         self,

@@ -76,11 +76,7 @@ _LIBRARIES = {
 
 def device_memory_free(device: int, maps: Path = Path("/proc/self/maps")) -> int:
     """Free bytes, from the vendor's runtime that MindSpore has loaded. MindSpore itself reports them only in
-    `mindspore.hal` , which is deprecated, and not on GPU.
-
-    Raises:
-        RuntimeError: If there is no such runtime, or it fails.
-    """
+    `mindspore.hal` , which is deprecated, and not on GPU."""
     for path in re.findall(r"/\S*$", maps.read_text(), re.MULTILINE):
         name = next((name for name in _LIBRARIES if Path(path).name.startswith(name)), None)
         if name is None:

@@ -18,12 +18,7 @@ _FIRST = (1, 2, 4, 16)
 
 def next_probe(measured: Mapping[int, int], samples: int) -> int | None:
     """The size to measure next, or None. Measure 1, 2, 4 and 16 samples; then quadruple while two successive
-    measurements differ by less than the noise, up to a quarter of the batch.
-
-    Args:
-        measured (Mapping[int, int]): Samples, and the bytes that they reached.
-        samples (int): The largest size to measure: the samples of the batch, or one less.
-    """
+    measurements differ by less than the noise, up to a quarter of the batch. `measured` : bytes by samples."""
     known = sorted(measured.items())
     largest = known[-1][0] if known else 0
     if largest < _FIRST[-1]:
@@ -34,12 +29,7 @@ def next_probe(measured: Mapping[int, int], samples: int) -> int | None:
 
 
 def predict(measured: Mapping[int, int], size: int) -> int:
-    """Bytes at the peak.
-
-    Args:
-        measured (Mapping[int, int]): Samples, and the bytes that they reached. At least one entry.
-        size (int): Samples of a micro-batch.
-    """
+    """Bytes at the peak. `measured` : bytes by samples, at least one entry."""
     known = sorted(measured.items())
     if len(known) == 1:
         return known[0][1]

@@ -133,16 +133,8 @@ def _beyond(forecast: Forecast, largest: int) -> int:
 
 
 def agreed_size(owner: str, size: int, memory_limit: int | None) -> int:
-    """The smallest size of all ranks. A collective, if there are several ranks.
-
-    Args:
-        owner (str): The name in the error.
-        size (int): The size on this rank; 0: not even one sample fits.
-        memory_limit (int or None): The limit in the error.
-
-    Raises:
-        RuntimeError: On all ranks, if not even one sample fits on one of them.
-    """
+    """The smallest size of all ranks. A collective, if there are several ranks. All raise if one has 0, not even one
+    sample."""
     sizes = [size]
     if rank_and_ranks()[1] > 1:
         with no_grad():

@@ -55,18 +55,8 @@ class RealTraining(Protocol):
 
 
 class Trials:
-    """Tries sizes of micro-batches, in samples.
-
-    Args:
-        owner (str): The name in errors.
-        cell (GradAccumulationCell): The network and the options.
-        optimizer (Optimizer): The optimizer.
-        batch (Sequence[Tensor]): The inputs of one batch.
-        meter (ProcessMeter or AllocatorMeter): The meter.
-        limit (int): The memory limit of a trial, in bytes.
-        make_step (Callable): Makes the step of a trial.
-        training (RealTraining, optional): In a copy of this process, a trial needs no other step. Default: ``None`` .
-    """
+    """Tries sizes of micro-batches, in samples. `limit` : bytes; with `training` , a trial in a copy of this process
+    needs no other step."""
 
     def __init__(
         self,
@@ -101,12 +91,8 @@ class Trials:
         return self.most % size > 0
 
     def run(self, size: int, samples: int) -> Usage:
-        """Train with micro-batches of `size` samples, of a batch of `samples` or of fewer samples with the same graph.
-
-        Raises:
-            TooMuchMemory: On CPU, if the limit is exceeded.
-            Exception: The error of training.
-        """
+        """Train with micro-batches of `size` samples, of a batch of `samples` or of fewer samples with the same
+        graph."""
         if isinstance(self.meter, ProcessMeter):
             return run_in_child(self._watch, lambda: self._train(size, samples), self._written())
         before = Snapshot(self.cell, self.optimizer)

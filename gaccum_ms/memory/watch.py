@@ -24,12 +24,8 @@ _STUCK_AFTER = 20  # seconds without any work
 
 
 class TooMuchMemory(MemoryError):
-    """The copy was ended because both processes would have exceeded the limit, or by the system.
-
-    Args:
-        message (str): The message.
-        reached (int): Resident bytes of the copy; the limit if the system has ended it.
-    """
+    """The copy was ended because both processes would have exceeded the limit, or by the system. `reached` : resident
+    bytes of the copy; the limit if the system has ended it."""
 
     def __init__(self, message: str, reached: int) -> None:
         super().__init__(message)
@@ -41,28 +37,15 @@ class StuckError(RuntimeError):
 
 
 class Watch:
-    """Watches the copies of a search, one after the other.
-
-    Args:
-        owner (str): The name in errors.
-        limit (int): The limit of this process and a copy together, in bytes.
-    """
+    """Watches the copies of a search, one after the other. `limit` : bytes of this process and a copy together."""
 
     def __init__(self, owner: str, limit: int) -> None:
         self.owner = owner
         self.limit = limit
 
     def read_answer(self, pipe: Any, child: int) -> bytes:
-        """What a copy writes into a pipe until it closes it: a byte when its run begins, and the answer.
-
-        Args:
-            pipe (file): The pipe's end for reading.
-            child (int): The copy's process id.
-
-        Raises:
-            TooMuchMemory: If the limit would be exceeded.
-            StuckError: If the copy does nothing for 20 seconds.
-        """
+        """What a copy writes into a pipe until it closes it: a byte when its run begins, and the answer. Raises
+        TooMuchMemory, or StuckError after 20 seconds of nothing."""
         text = b""
         size, looked_at, speed = 0, time.monotonic(), 0.0  # bytes, seconds, bytes per second
         free, reads_at = 0.0, 0.0  # bytes for both; the copy's size at which they are read again

@@ -23,11 +23,7 @@ class WindowRecorder(Callback):
     """A callback before all others, which may change what a record tells of the window: the rate, the loss scale.
 
     Reading waits for the device after each batch, as `LossMonitor` does. So a training without a `WindowCallback` has
-    none.
-
-    Args:
-        step (TrainOneStepWithGradAccumulationCell): The step that is trained.
-    """
+    none."""
 
     def __init__(self, step: Any) -> None:
         super().__init__()

@@ -33,14 +33,8 @@ def rule_of(options: Options, on_ranks: bool) -> str:
 
 class RunRecord(nn.Cell):
     """The record of the run that saves a checkpoint. No graph reads its Parameters; they are in every checkpoint.
-
-    Args:
-        owner (str): The class that errors name.
-        rules (Sequence[str]): The possible weightings of micro-batches, out of `RULES` ; if several, each window's
-            first batch decides, in `window_rule` .
-        accumulation_steps (int): The cell's own.
-        distributed (bool): Whether there are other ranks.
-    """
+    `rules` : the possible weightings of micro-batches, out of `RULES` ; if several, each window's first batch decides,
+    in `window_rule` ."""
 
     def __init__(self, owner: str, rules: Sequence[str], accumulation_steps: int, distributed: bool) -> None:
         super().__init__(auto_prefix=False)
@@ -67,12 +61,7 @@ class RunRecord(nn.Cell):
 
     def begin(self, window: OpenWindow | None, batches: int) -> None:
         """Refuse a window that cannot be continued. Called before the first step, and before the first one after
-        MindSpore loaded a checkpoint.
-
-        Args:
-            window (OpenWindow or None): The step's window, if it spans batches.
-            batches (int): The number of batches in it.
-        """
+        MindSpore loaded a checkpoint."""
         steps = int(self.configured_steps.asnumpy())
         rank, ranks = self.window_origin.asnumpy().tolist()
         self.check(window is not None, batches, rank, ranks, int(self.window_rule.asnumpy()), steps)

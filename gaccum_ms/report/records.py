@@ -68,11 +68,7 @@ class Record:
 
 
 def read(path: Path) -> Record:
-    """Read a file.
-
-    Raises:
-        RecordError: If it cannot be read, or no line of it is a window.
-    """
+    """Read a file."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError as error:

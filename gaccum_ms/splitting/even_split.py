@@ -112,21 +112,8 @@ def plan_split(
     axis: int | tuple[int, ...] = 0,
     least: int = 1,
 ) -> SplitPlan:
-    """Where a batch with inputs of these shapes is cut.
-
-    Args:
-        shapes (sequence of tuples): The shape of each input.
-        micro_size (int or None): Largest number of micro-batches.
-        micro_batch_size (int or None): Largest number of samples in a micro-batch; used if `micro_size` is None.
-        shared (tuple[int, ...]): The positions of inputs that are not cut, and may have any shape. Not the first.
-        axis (int or tuple[int, ...]): The axis of samples, of all inputs or of each.
-        least (int): 2: no micro-batch of one sample is left, unless `micro_batch_size` is 1 or the batch has one
-            sample. 1: it may be.
-
-    Raises:
-        ValueError: If there is no input, a position in `shared` has no input, `axis` has not one entry for each input,
-            an input does not have its axis of samples, these axes differ in length, or the batch is empty.
-    """
+    """Where a batch with inputs of these shapes is cut. `micro_batch_size` is used if `micro_size` is None. With
+    `least` 2, no micro-batch of one sample is left, unless `micro_batch_size` is 1 or the batch has one sample."""
     if not shapes:
         raise ValueError("For 'GradAccumulationCell', a batch must have at least one input, but got none.")
     samples = _samples_in(shapes, shared, axis)

@@ -112,13 +112,7 @@ def plan_tokens(lengths: np.ndarray, before: int, widths: Sequence[int], max_tok
     The micro-batches are filled from the largest width down. The free rows of a width's last micro-batch take the
     longest of the shorter samples: otherwise these rows would be padding. Only the very last micro-batch may have rows
     without a sample. A width with few samples may cost more than it saves, so each choice of widths is tried.
-
-    Args:
-        lengths (ndarray): The lengths of the samples, at most the largest width.
-        before (int): The width to which the batch is padded.
-        widths (Sequence[int]): The widths, ascending.
-        max_tokens (int): As in `MaxTokens` .
-    """
+    `before` : the width to which the batch is padded; `widths` : ascending."""
     longest_first = np.argsort(-lengths, kind="stable")
     # For each width, the number of longer samples.
     longer = [int((lengths > width).sum()) for width in widths]

@@ -16,12 +16,7 @@ class _Trial(OfFunction):
 
 
 class WorstCase:
-    """The numbers are multiples of the largest width: others would leave a part of its micro-batches unused.
-
-    Args:
-        rows (Rows): The batch.
-        widths (tuple[int, ...]): The widths, ascending.
-    """
+    """The numbers are multiples of the largest width: others would leave a part of its micro-batches unused."""
 
     def __init__(self, rows: Rows, widths: tuple[int, ...]) -> None:
         self._rows = rows

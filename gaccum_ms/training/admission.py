@@ -24,13 +24,7 @@ from gaccum_ms.semi_auto import modes
 
 
 def admit(owner: str, cell: Any, optimizer: nn.Optimizer) -> Setup:
-    """The checked options and network of a training step.
-
-    Raises:
-        TypeError: If `cell` is not a GradAccumulationCell, or `optimizer` not an optimizer.
-        ValueError: If the network, the optimizer or the options cannot be trained; see the step.
-        RuntimeError: If the parallel mode does not allow it; see the step.
-    """
+    """The checked options and network of a training step."""
     if not isinstance(cell, GradAccumulationCell):
         raise TypeError(
             f"For '{owner}', the argument 'network' must be a gaccum_ms.GradAccumulationCell, or AutoParallel around "
@@ -53,12 +47,7 @@ def admit(owner: str, cell: Any, optimizer: nn.Optimizer) -> Setup:
 
 
 def admit_weights(owner: str, optimizer: Any) -> ms.ParameterTuple:
-    """The weights that an optimizer updates, for the accumulator, which has no network.
-
-    Raises:
-        TypeError: If it is no optimizer.
-        RuntimeError: In a parallel mode in which gradients would mean something else.
-    """
+    """The weights that an optimizer updates, for the accumulator, which has no network."""
     check_is_optimizer(owner, optimizer)
     refuse_without_kernels(owner, optimizer)
     refuse_hooked_weights(owner, optimizer.parameters)

@@ -37,11 +37,7 @@ class AdviceAboutRanks:
 
 
 class Advice:
-    """The advice of one step. It is no part of the step, so that the step does not refer to itself.
-
-    Args:
-        setup (Setup): The network and its options.
-    """
+    """The advice of one step. It is no part of the step, so that the step does not refer to itself."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -53,13 +49,7 @@ class Advice:
         self._looked = self._looked_at_one_value = True
 
     def look(self, spans_batches: bool, sizes: Sequence[int] = (), batch: Sequence[Any] | None = None) -> None:
-        """Warn of what was not warned of before.
-
-        Args:
-            spans_batches (bool): Whether windows may have several batches.
-            sizes (Sequence[int]): The numbers of samples in this batch's micro-batches, if they are known.
-            batch (Sequence[Tensor]): The batch, if it is known.
-        """
+        """Warn of what was not warned of before. `sizes` : of this batch's micro-batches."""
         accumulates = spans_batches or self._cuts
         if not self._looked:
             self._looked = True

@@ -32,13 +32,8 @@ NO_BATCH = 2**31 - 1  # the size of a rank that has not had a batch: any size fi
 
 
 class AutomaticSize:
-    """Finds and halves the size of a step's micro-batches. A subclass defines the unit of the size, and trains with it.
-
-    Args:
-        parts (Parts): The parts of the step.
-        cell (GradAccumulationCell): The network and the options.
-        make_step (Callable): Makes another step, for a trial.
-    """
+    """Finds and halves the size of a step's micro-batches. A subclass defines the unit of the size, and trains with
+    it."""
 
     _of: str  # the option that has the size as its value
     _least = 1  # the smallest possible size
@@ -104,12 +99,8 @@ class AutomaticSize:
     # -- one batch, on this rank alone ---------------------------------------------------------------------------------
 
     def _as_it_fits(self, add: Callable[[], tuple[Any, bool]], samples: int) -> Any:
-        """Add a batch to the window. Whenever memory runs out, try again with smaller micro-batches.
-
-        Args:
-            add (Callable): Adds the batch, waits for the result, and returns it, and whether the batch added anything.
-            samples (int): The samples of the batch, for the size and the warning.
-        """
+        """Add a batch to the window. Whenever memory runs out, try again with smaller micro-batches. `add` waits for
+        the result, and returns it, and whether the batch added anything."""
         while True:
             self._note()
             try:

@@ -32,11 +32,7 @@ class NoCount:
 
 
 class Counts:
-    """The counts of a step's last batch and window.
-
-    Args:
-        parts (Parts): The parts of the step.
-    """
+    """The counts of a step's last batch and window."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts

@@ -19,14 +19,7 @@ if TYPE_CHECKING:
 
 
 class FoundTokens(AutomaticSize):
-    """Finds the number of tokens in a step's micro-batches, and trains with it.
-
-    Args:
-        parts (Parts): The parts of the step.
-        cell (GradAccumulationCell): The network and the options; its `split` is a MaxTokens.
-        make_step (Callable): Makes another step, for a trial.
-        split (PythonSplit): Trains on the micro-batches that `MaxTokens` makes.
-    """
+    """Finds the number of tokens in a step's micro-batches, and trains with it."""
 
     _of = "max_tokens"
 

@@ -22,16 +22,8 @@ if TYPE_CHECKING:
 
 
 class Lifecycle:
-    """What precedes training, saving and loading.
-
-    Args:
-        record (RunRecord): The record of the run, which is in each checkpoint.
-        update (Update): The end of a window.
-        open_window (OpenWindow or None): The window that stays open between batches, if there is one.
-        position (Parameter): Batches in the open window, int32 of shape (): a checkpoint may be of such a window, too,
-            if windows have one batch here.
-        jit (bool): Whether the step is compiled in PyNative mode, too.
-    """
+    """What precedes training, saving and loading. `position` : batches in the open window, also of a checkpoint's, if
+    windows have one batch here."""
 
     def __init__(
         self, record: RunRecord, update: Update, open_window: OpenWindow | None, position: ms.Parameter, jit: bool

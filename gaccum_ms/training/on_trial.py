@@ -12,12 +12,7 @@ if TYPE_CHECKING:
 
 
 class RehearsedStep:
-    """Trains as the step does, and updates after each batch.
-
-    Args:
-        parts (Parts): The parts of the step.
-        runner (Runner): Trains with the size that is tried.
-    """
+    """Trains as the step does, and updates after each batch."""
 
     def __init__(self, parts: Parts, runner: Runner) -> None:
         self.window = parts.window

@@ -40,12 +40,7 @@ def even_batch(parts: Parts, inputs: tuple[Any, ...]) -> Batch:
 
 
 class OneGraph:
-    """Runs the step's graph.
-
-    Args:
-        parts (Parts): The parts of the step.
-        run_graph (WeakMethod): Runs the graph on the inputs of a batch.
-    """
+    """Runs the step's graph."""
 
     def __init__(self, parts: Parts, run_graph: Any) -> None:
         self._parts = parts
@@ -63,13 +58,8 @@ class OneGraph:
 
 
 class CompilerGraph:
-    """Runs the step's graph in the modes in which MindSpore's compiler distributes it, cuts and accumulates.
-
-    Args:
-        network (Cell): The network as the step got it: an AutoParallel's settings apply at each call.
-        parts (Parts): The parts of the step.
-        run_graph (WeakMethod): Runs the graph on the inputs of a batch.
-    """
+    """Runs the step's graph in the modes in which MindSpore's compiler distributes it, cuts and accumulates. `network`
+    is as the step got it: an AutoParallel's settings apply at each call."""
 
     def __init__(self, network: Any, parts: Parts, run_graph: Any) -> None:
         self._network = network

@@ -57,11 +57,7 @@ class Added(NamedTuple):
 
 
 class PythonSplit:
-    """Trains on batches that a function splits.
-
-    Args:
-        parts (Parts): The parts of the step. Their options' `split` returns the micro-batches of a batch.
-    """
+    """Trains on batches that a function splits."""
 
     def __init__(self, parts: Parts) -> None:
         options = parts.options
@@ -187,13 +183,8 @@ class PythonSplit:
 
 def _joined_by_shapes(position: int, arrays: Sequence[np.ndarray], inputs: Sequence[tuple[int, ...]]) -> np.ndarray:
     """An output of micro-batches that a function made, of which no other sizes can be tried. It is joined along the
-    axis in which they differ, or which is as long as the first input of each.
-
-    Args:
-        position (int): Of the output, among those of the network.
-        arrays (Sequence[ndarray]): The output of each micro-batch.
-        inputs (Sequence[tuple[int, ...]]): The shape of the first input of each.
-    """
+    axis in which they differ, or which is as long as the first input of each. `position` : of the output among the
+    network's; `inputs` : the shape of the first input of each."""
     shapes = [array.shape for array in arrays]
     if len({len(shape) for shape in shapes}) == 1:
         lengths = list(zip(*shapes, strict=True))
@@ -213,18 +204,8 @@ def _joined_by_shapes(position: int, arrays: Sequence[np.ndarray], inputs: Seque
 
 
 def micro_batches_of(split: Callable, batch: Sequence[Any], by_samples: bool) -> list[tuple[ms.Tensor, ...]]:
-    """The inputs of each micro-batch that a function makes of a batch.
-
-    Args:
-        split (Callable): The function, or an object that can be called.
-        batch (Sequence): The inputs of the step.
-        by_samples (bool): Whether micro-batches are weighted by their samples.
-
-    Raises:
-        TypeError: If it returns something other than a list of tuples of Tensors.
-        ValueError: If there is no micro-batch; if they differ in the number of inputs; with `by_samples` , if the first
-            input has no axis 0 or no samples.
-    """
+    """The inputs of each micro-batch that a function makes of a batch. `by_samples` : whether they are weighted by
+    their samples."""
     made: Any = split(*batch)
     if not isinstance(made, (tuple, list)):
         raise TypeError(

@@ -402,14 +402,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
 
 
 def runner_of(parts: Parts, cell: GradAccumulationCell, network: nn.Cell, run_graph: Any) -> Runner:
-    """How Python calls the step.
-
-    Args:
-        parts (Parts): The parts of the step.
-        cell (GradAccumulationCell): The network and the options.
-        network (Cell): The cell, or an AutoParallel around it.
-        run_graph (WeakMethod): Of the step; it runs the step's own graph.
-    """
+    """How Python calls the step. `network` : the cell, or an AutoParallel around it."""
     if isinstance(parts.window, UnrolledWindow):
         return CompilerGraph(network, parts, run_graph)
     if cell.finds_size:
@@ -421,13 +414,8 @@ def runner_of(parts: Parts, cell: GradAccumulationCell, network: nn.Cell, run_gr
 
 
 def step_on_trial(cell: GradAccumulationCell, optimizer: nn.Optimizer, size: Any) -> StepOnTrial:
-    """A step for a trial: each batch ends in an update, and the step of the real training gives the advice.
-
-    Args:
-        cell (GradAccumulationCell): The network and the options.
-        optimizer (Optimizer): The optimizer.
-        size (int): The size, if the cell is one that finds it.
-    """
+    """A step for a trial: each batch ends in an update, and the step of the real training gives the advice. `size` : if
+    the cell is one that finds it."""
     step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
     step.advice.silence()
     if isinstance(step._runner, AutomaticSize):

@@ -55,15 +55,7 @@ class _ByFunction(Transform):
 
 
 class Chain(nn.Cell):
-    """All links.
-
-    Args:
-        owner (str): The class that errors name.
-        transforms (Sequence): Transforms, functions and Cells.
-        clipped (bool): Whether the gradients are clipped before the chain.
-        weights (ParameterTuple): The weights, in the gradients' order.
-        network (Cell or None): The network, if there is one.
-    """
+    """All links. `clipped` : whether gradients are clipped before the chain."""
 
     def __init__(
         self,
