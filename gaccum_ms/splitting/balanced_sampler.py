@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from mindspore import dataset
@@ -22,12 +19,10 @@ class BalancedSampler(dataset.Sampler):
     <https://www.mindspore.cn/docs/en/master/api_python/dataset/mindspore.dataset.GeneratorDataset.html>`_ that gives
     each rank its part of each global batch. All parts have nearly the same number of tokens.
 
-    All ranks compute the same order from seed and epoch, and cut it into global batches of
-    :math:`\text{batch\_size} \times \text{num\_shards}` samples. Each global batch is dealt by the largest
-    differencing method of Karmarkar and Karp ("The differencing method of set partitioning", 1982), in its balanced
-    form, which gives all ranks equally many samples (Yakir, "The differencing algorithm LDM for partitioning", 1996).
-    Swaps of samples between ranks then even out what is left. Each sample comes once per epoch, on one rank. Call
-    ``.batch(batch_size)`` on the data set, which must not have `num_shards` .
+    All ranks compute the same order from seed and epoch, and cut it into global batches of :math:`\text{batch\_size}
+    \times \text{num\_shards}` samples. Each global batch is dealt from its longest sample to its shortest, back and
+    forth over the ranks. Swaps of samples between ranks then even out what is left. Each sample comes once per epoch,
+    on one rank. Call ``.batch(batch_size)`` on the data set, which must not have `num_shards` .
 
     Args:
         lengths (Sequence[int]): The lengths of all samples of the data set, in its order.
@@ -133,30 +128,14 @@ class BalancedSampler(dataset.Sampler):
 
 
 def dealt(costs: np.ndarray, parts: int) -> list[list[int]]:
-    """The indices of the costs, dealt to `parts` parts with equal numbers of costs and nearly equal sums.
-
-    Balanced largest differencing: the costs, from the largest to the smallest, are cut into rows of `parts` . Each row
-    is a partition. The two least even partitions are joined, the largest part of one with the smallest of the other,
-    until one is left. The costs of an incomplete last row go to the parts with the smallest sums, one to each. What is
-    still uneven, where few of the costs make up most of the sum, is mended by swaps.
-    """
-    order = np.argsort(-costs, kind="stable").tolist()
-    number = itertools.count()  # breaks ties, in the same way on all ranks
-    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
-    last = len(order) % parts
-    full = order[: len(order) - last]
-    for start in range(0, len(full), parts):
-        _push(heap, number, [(float(costs[place]), [place]) for place in full[start : start + parts]])
-    while len(heap) > 1:
-        first, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
-        joined = [(a + b, p + q) for (a, p), (b, q) in zip(first, reversed(second), strict=True)]
-        _push(heap, number, joined)
-    even: Any = heap[0][2] if heap else [(0.0, []) for _ in range(parts)]
-    result = [list(places) for _, places in sorted(even, key=lambda part: (part[0], part[1]))]
-    for part, place in zip(result, order[len(order) - last :], strict=False):
-        part.append(place)
+    """The indices of the costs, dealt to `parts` parts with equal numbers of costs and nearly equal sums: from the
+    largest to the smallest, back and forth over the parts; what is still uneven is mended by swaps."""
+    order = np.argsort(-costs, kind="stable")
+    places = np.arange(costs.size) % (2 * parts)
+    part_of = np.minimum(places, 2 * parts - 1 - places)
+    result = [order[part_of == part].tolist() for part in range(parts)]
     _swap(costs, result)
-    return sorted(result, key=lambda places: (-len(places), min(places, default=len(order))))
+    return sorted(result, key=lambda places: (-len(places), min(places, default=costs.size)))
 
 
 def _swap(costs: np.ndarray, parts: list[list[int]]) -> None:
@@ -179,9 +158,3 @@ def _swap(costs: np.ndarray, parts: list[list[int]]) -> None:
                 break
         else:
             return
-
-
-def _push(heap: list, number: Iterator[int], partition: list[tuple[float, list[int]]]) -> None:
-    """Sort the partition, its largest part first, and push it: the least even partition is on top of the heap."""
-    partition.sort(key=lambda part: (-part[0], part[1]))
-    heapq.heappush(heap, (partition[-1][0] - partition[0][0], next(number), partition))
