@@ -149,12 +149,6 @@ class GradientSums(nn.Cell):
             for parameter in (*self.sums, *(self.compensations if self.compensated else ())):
                 zero_in_place(parameter)
 
-    def hold_something(self) -> bool:
-        """Whether any of them is not zero."""
-        return any(
-            value.asnumpy().any() for value in (parameter.astype(ms.float32) for parameter in self.get_parameters())
-        )
-
     def adapt(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """A checkpoint's sums in this form, if only one of the checkpoint and this Cell has compensations."""
         adapted = dict(values)

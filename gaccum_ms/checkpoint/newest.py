@@ -18,14 +18,13 @@ from pathlib import Path
 
 import mindspore as ms
 
-from gaccum_ms.backend.parameters import PREFIX, own
+from gaccum_ms.backend.parameters import own
 from gaccum_ms.distributed.layout import gather_json
 
 SUFFIXES = (".ckpt", ".safetensors")
 AHEAD = 2  # checkpoints that one rank may have and another lacks; one of the two is due to asynchronous saving
 SET_ASIDE = ".not_on_all_ranks"
 _RECORDS = [own(name) for name in ("update_count", "window_position", "batch_count", "window_origin")]
-_OLD = [name.removeprefix(PREFIX) for name in _RECORDS]  # before version 0.2
 Key = list[int]  # updates made, batches in the open window, batches seen, number of ranks
 
 
@@ -85,9 +84,8 @@ def _key(path: Path) -> Key | None:
     """The key of a checkpoint; None if the file cannot be read."""
     kind = path.suffix.removeprefix(".")
     try:
-        records = ms.load_checkpoint(str(path), format=kind, choice_func=lambda name: name in (*_RECORDS, *_OLD))
-        names = _RECORDS if _RECORDS[0] in records else _OLD
-        values = [records[name].asnumpy().reshape(-1) for name in names]
+        records = ms.load_checkpoint(str(path), format=kind, choice_func=lambda name: name in _RECORDS)
+        values = [records[name].asnumpy().reshape(-1) for name in _RECORDS]
     except Exception as error:  # MindSpore raises several types for an incomplete file
         warnings.warn(f"For 'resume', '{path}' is passed over: {error}", UserWarning, stacklevel=5)
         return None

@@ -1,12 +1,11 @@
 """resume: continue from a checkpoint, also in the middle of a window, on any number of ranks.
 
 MindSpore's `load_checkpoint` loads a step too, but only on the ranks and with the options that saved it. `resume`
-checks a checkpoint before anything changes, and loads it on other ranks, with other options, and from older versions.
+checks a checkpoint before anything changes, and loads it on other ranks and with other options.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from mindspore import nn
 
 from gaccum_ms.accumulation.sharded_accumulators import ALL_PARTS
 from gaccum_ms.backend.newer_optimizers import may_lack
-from gaccum_ms.backend.parameters import PREFIX, own
+from gaccum_ms.backend.parameters import own
 from gaccum_ms.checkpoint.data_position import begin_at
 from gaccum_ms.checkpoint.newest import SUFFIXES, newest_checkpoint
 from gaccum_ms.checkpoint.rank_files import Values, of_rank, origin
@@ -118,7 +117,7 @@ def resume(
 
 
 def _go_on(step: Any, paths: Sequence[Path], data_set: Any) -> int:
-    files = [(path, _without_parts(_under_own_names(step, _with_prefix(step, path, _read(path))))) for path in paths]
+    files = [(path, _without_parts(_under_own_names(step, _read(path)))) for path in paths]
     _check_parts(files, step.run_record.ranks)
     for path, values in files:
         _check_parameters(step, path, values)
@@ -158,31 +157,6 @@ def _read(path: Path) -> Values:
         name: np.array((value.astype(ms.float32) if value.dtype == ms.bfloat16 else value).asnumpy())
         for name, value in loaded.items()
     }
-
-
-def _with_prefix(step: nn.Cell, path: Path, values: Values) -> Values:
-    """The values, whose records get the prefix that their names have since version 0.2."""
-    without = own("window_origin").removeprefix(PREFIX)
-    if without not in values or own(without) in values:
-        return values
-    names = {
-        parameter.name.removeprefix(PREFIX): parameter.name
-        for parameter in step.get_parameters()
-        if parameter.name.startswith(PREFIX)
-    }
-    of_the_users = sorted(parameter.name for parameter in step.get_parameters() if parameter.name in names)
-    if of_the_users:
-        raise ValueError(
-            f"For 'resume', a checkpoint of a version before 0.2 must be of a network without parameters of these "
-            f"names, which records of the training step had too, but got '{path}' and {', '.join(of_the_users)}: "
-            f"it holds one value for both. Load the network's other weights by 'mindspore.load_checkpoint'."
-        )
-    warnings.warn(
-        f"For 'resume', '{path}' was saved by a version before 0.2: records are read by the names that they had.",
-        UserWarning,
-        stacklevel=4,
-    )
-    return {names.get(name, name): value for name, value in values.items()}
 
 
 def _under_own_names(step: nn.Cell, values: Values) -> Values:

@@ -35,24 +35,25 @@ def found_size(
     fails: Callable[[BaseException], bool],
     make_step: MakeStep,
     training: RealTraining | None = None,
-) -> int:
-    """What :func:`find_micro_batch_size` returns. `make_step` and `training` : see `Trials` ."""
+) -> tuple[int, tuple]:
+    """What :func:`find_micro_batch_size` returns, and the key for `found_less` . `make_step` and `training` : see
+    `Trials` ."""
     check_trial(owner, cell, optimizer, batch, memory_limit)
     refuse_sync_batch_norm(owner, cell.network)
     sizes_found = _sizes_of_networks.setdefault(cell.network, {})
-    key = search_key(cell, optimizer, batch, memory_limit, fails)
+    key = _search_key(cell, optimizer, batch, memory_limit, fails)
     if key not in sizes_found:
         alone = rank_and_ranks()[1] == 1  # with several ranks the step has collectives, and a trial has no partners
         forecast = Forecast(owner, cell, optimizer, batch, make_step, memory_limit, fails, training if alone else None)
         sizes_found[key] = _largest(forecast) * forecast.multiple_of
     try:
-        return agreed_size(owner, sizes_found[key], memory_limit)
+        return agreed_size(owner, sizes_found[key], memory_limit), key
     except RuntimeError:
         del sizes_found[key]
         raise
 
 
-def search_key(
+def _search_key(
     cell: GradAccumulationCell,
     optimizer: nn.Optimizer,
     batch: Sequence[ms.Tensor],

@@ -65,12 +65,6 @@ class RunRecord(nn.Cell):
         steps = int(self.configured_steps.asnumpy())
         rank, ranks = self.window_origin.asnumpy().tolist()
         self.check(window is not None, batches, rank, ranks, int(self.window_rule.asnumpy()), steps)
-        if self.loaded and window is not None and not batches and window.accumulators.hold_something():
-            raise ValueError(
-                f"For '{self.owner}', a checkpoint that was saved in a window must have the window's counts beside its "
-                f"accumulators, but got accumulators alone, as from a version before 0.2, whose names were others. "
-                f"Load it by gaccum_ms.resume, which knows them."
-            )
         self._settle(window)
         self.begun = True
         self.loaded = False
@@ -90,19 +84,8 @@ class RunRecord(nn.Cell):
         self._settle(window)
 
     def check(self, spans_batches: bool, batches: int, rank: int, ranks: int, rule: int, steps: int) -> None:
-        """Refuse a window that cannot be finished here.
-
-        Args:
-            spans_batches (bool): Whether the step has windows of several batches.
-            batches (int): Batches in the saved window.
-            rank (int): The rank that saved it.
-            ranks (int): The number of ranks then.
-            rule (int): How its micro-batches are weighted, an index of `RULES` .
-            steps (int): The `accumulation_steps` of the cell that saved it.
-
-        Raises:
-            ValueError: If the window cannot be finished.
-        """
+        """Refuse a window that cannot be finished here. All but `spans_batches` is of the checkpoint; `rule` is an
+        index of `RULES` ."""
         if not batches:
             return
         if not spans_batches:

@@ -81,8 +81,8 @@ class AutomaticSize:
 
     def _find(self, inputs: Sequence[ms.Tensor]) -> None:
         what = self._cell, self._parts.update.optimizer, inputs, self._limit, self._fails
-        self._search_key = search.search_key(*what)
-        self._begin(search.found_size(_NAME, *what, self._make_step, self))
+        size, self._search_key = search.found_size(_NAME, *what, self._make_step, self)
+        self._begin(size)
 
     def _shrink(self, size: int, where: str) -> None:
         before = self.size

@@ -90,4 +90,4 @@ def find_micro_batch_size(
         )
     check_test(_NAME, is_out_of_memory)
     fails = is_out_of_memory or says_out_of_memory
-    return found_size(_NAME, cell, optimizer, batch, memory_limit, fails, step_on_trial)
+    return found_size(_NAME, cell, optimizer, batch, memory_limit, fails, step_on_trial)[0]

@@ -1,15 +1,12 @@
-"""Names of records: a weight of the same name keeps its value in checkpoints, and older checkpoints still load."""
+"""Names of records: a weight of the same name keeps its value in checkpoints."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import mindspore as ms
 import numpy as np
-import pytest
 from mindspore import Tensor, nn
 
-from gaccum_ms import CountMask, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, resume
+from gaccum_ms import CountMask, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 
 PREFIX = "gaccum_ms."
 X = np.random.default_rng(0).normal(size=(7, 4, 3)).astype(np.float32)
@@ -46,32 +43,6 @@ def everything(step) -> dict[str, np.ndarray]:
     return {one.name: one.asnumpy().copy() for one in step.get_parameters()}
 
 
-def of_before(file: Path, target: Path) -> str:
-    """Rewrite a checkpoint as a version before 0.2 would have saved it."""
-    saved = ms.load_checkpoint(str(file))
-    ms.save_checkpoint([{"name": name.removeprefix(PREFIX), "data": one} for name, one in saved.items()], str(target))
-    return str(target)
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> dict:
-    """The checkpoints of a training between windows and in mid-window, rewritten, and its later results."""
-    folder = tmp_path_factory.mktemp("saved")
-    step = make_step()
-    between = str(folder / "between.ckpt")
-    train(step, [0, 1, 2])
-    ms.save_checkpoint(step, between)
-    train(step, [3])
-    ms.save_checkpoint(step, str(folder / "window.ckpt"))
-    losses = train(step, [4, 5, 6])
-    return {
-        "window": of_before(folder / "window.ckpt", folder / "window_of_before.ckpt"),
-        "between": of_before(Path(between), folder / "between_of_before.ckpt"),
-        "losses": losses,
-        "end": everything(step),
-    }
-
-
 def test_weights_that_are_named_as_records_train_and_are_saved(tmp_path):
     """The weights have the names of all records. Each gets the same value as in a network with other names."""
     counted = GradAccumulationCell(Named(), 2, count=CountMask(0))
@@ -98,45 +69,3 @@ def test_no_record_of_a_step_is_without_the_prefix():
     others = {one.name for one in step.get_parameters()} - users - managers
     assert all(name.startswith((PREFIX, "accu_grads.")) for name in others), others
     assert len(others) > 20
-
-
-def test_a_checkpoint_of_before_resumes_with_one_warning(saved):
-    step = make_step()
-    with pytest.warns(UserWarning, match=r"saved by a version before 0\.2") as warned:
-        resume(step, saved["window"])
-    assert len(warned) == 1
-    assert train(step, [4, 5, 6]) == saved["losses"]
-    for name, value in everything(step).items():
-        np.testing.assert_array_equal(value, saved["end"][name], name)
-
-
-@pytest.mark.thorough
-def test_mindspores_load_of_an_open_window_of_before_is_refused_at_the_next_call(saved):
-    step = make_step()
-    train(step, [0])  # the step runs before it loads
-    step.window.open.reset_eagerly()
-    ms.load_checkpoint(saved["window"], step)
-    before = everything(step)
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"accumulators alone, as from a version before 0\.2"):
-            train(step, [4])
-    after = everything(step)
-    assert all(np.array_equal(after[name], value) for name, value in before.items())
-    with pytest.warns(UserWarning, match=r"before 0\.2"):
-        resume(step, saved["window"])
-    assert train(step, [4, 5, 6]) == saved["losses"]
-
-
-@pytest.mark.thorough
-def test_mindspores_load_of_a_checkpoint_of_before_between_two_windows_trains_on(saved):
-    step = make_step()
-    ms.load_checkpoint(saved["between"], step)
-    assert train(step, [3, 4, 5])[1:] == saved["losses"][:2]
-
-
-def test_a_checkpoint_of_before_that_holds_one_value_for_two_is_refused(saved):
-    step = make_step(["weight", "update_count"])
-    before = everything(step)
-    with pytest.raises(ValueError, match=r"without parameters of these names.*update_count"):
-        resume(step, saved["window"])
-    assert all(np.array_equal(value, before[name]) for name, value in everything(step).items())
