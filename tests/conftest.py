@@ -14,6 +14,7 @@ import pytest
 from tests.support import environment
 from tests.support.device import COUNT, DEVICE
 from tests.support.modes import MODES
+from tests.support.programs import Programs
 from tests.support.ranks import Ranks
 from tests.support.spread import Spread
 
@@ -100,6 +101,13 @@ def mode(request) -> str:
 @pytest.fixture
 def pynative() -> None:
     ms.set_context(mode=ms.PYNATIVE_MODE)
+
+
+@pytest.fixture(scope="session")
+def programs():
+    """Users' programs, for all tests of this process."""
+    with Programs() as programs:
+        yield programs
 
 
 @pytest.fixture(scope="session")

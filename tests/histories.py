@@ -606,7 +606,7 @@ def tell(seed: int, mode: str, most: int, pools: Mapping[int, Ranks], folder: Pa
     before = []
     for segment, ranks in enumerate(numbers_of_ranks(seed, most)):
         try:
-            results = pools[ranks].run("histories", f"{seed} {mode} {ranks} {segment}", folder)
+            results = pools[ranks].run("tests.histories", f"{seed} {mode} {ranks} {segment}", folder)
             reports = [str(one["report"]) for one in results]
         except AssertionError as error:  # a rank ended, or did not answer in time
             reports = [str(error)[-3000:]]

@@ -12,7 +12,6 @@ import pytest
 from mindspore import Tensor, nn
 
 from gaccum_ms import adopt
-from tests.support.programs import Programs
 
 FUNCTIONS = [
     adopt.mindcv.train_step,
@@ -25,12 +24,6 @@ FUNCTIONS = [
     adopt.mindone.diffusers_train_step,
     adopt.mindyolo.train_step,
 ]
-
-
-@pytest.fixture(scope="module")
-def programs():
-    with Programs() as programs:
-        yield programs
 
 
 def test_each_module_is_imported_when_it_is_first_used_and_without_its_package(programs, tmp_path):

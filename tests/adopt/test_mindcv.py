@@ -104,6 +104,7 @@ class TrainStepOnCpu(theirs.TrainStep):
         return ops.logical_not(ms.amp.all_finite(compute_output))
 
 
+@pytest.mark.thorough
 def test_an_overflow_drops_its_window_and_does_not_lengthen_it():
     batches = few_batches()
     batches[1] = batches[1][0], np.full(4, np.inf, np.float32)
@@ -128,17 +129,6 @@ def test_pynative_mode(pynative):
         trained(of_mindcv(), batches)
     whole = trained(of_mindcv(1), joined(batches))
     assert apart(trained(of_ours(), batches).weights, whole.weights) < ROUNDING
-
-
-@pytest.mark.thorough
-def test_a_fixed_scale_updates_in_spite_of_an_overflow_as_mindcv_does():
-    batches = few_batches(1)
-    scale = Tensor(64.0, ms.float32)
-    mindcvs = trained_eagerly(of_mindcv(1, scale), batches)
-    assert apart(trained(of_ours(1, scale), batches).weights, mindcvs.weights) < ROUNDING
-    bad = [(batches[0][0], np.full(4, np.inf, np.float32))]
-    for train in (trained(of_ours(1, scale), bad), trained_eagerly(of_mindcv(1, scale), bad)):
-        assert not np.isfinite(train.weights["out"]).all()
 
 
 def classified(number: int = 2 * K):

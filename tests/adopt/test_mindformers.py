@@ -69,21 +69,6 @@ def test_micro_batches_train_as_the_whole_batch_with_all_five_outputs():
         np.testing.assert_allclose(numbers(own), numbers(reference), rtol=1e-5)
 
 
-def test_windows_of_several_batches_too(pynative):
-    """Each batch is split into micro-batches too."""
-    given = {"use_clip_grad": True, "max_grad_norm": 0.3}
-    whole, _, _ = train(lambda net, optimizer: OnCpu(net, optimizer, **given), [Tensor(tokens(2).reshape(-1, 9))])
-    ours, outputs, step = train(
-        lambda net, optimizer: adopted.train_step(
-            net, optimizer, gradient_accumulation_steps=K, accumulation_steps=2, **given
-        ),
-        texts(2),
-    )
-    assert apart(ours, whole) < ROUNDING
-    assert int(step.update_count.asnumpy()) == 1
-    assert [len(output) for output in outputs] == [5, 5]
-
-
 def test_tokens_weigh_alike_where_texts_have_padding():
     """With the model's own sums and counts, the step computes the mean over the tokens of all micro-batches."""
     batches = texts(2, padded=True)
@@ -144,19 +129,6 @@ def test_losses_in_parts(per_token, monkeypatch):
     (theirs, reference), (ours, own) = results
     np.testing.assert_allclose(ours, theirs, atol=ROUNDING)
     np.testing.assert_allclose(own, reference, rtol=1e-5)
-
-
-def test_a_spike_is_left_out():
-    batches = texts(1)
-    _, outputs, step = train(
-        lambda net, optimizer: adopted.train_step(
-            net, optimizer, use_skip_data_by_global_norm=True, global_norm_spike_threshold=1e-3
-        ),
-        batches,
-    )
-    assert float(outputs[0][4].asnumpy()) == float(step.judged_norm.asnumpy()) > 1e-3
-    assert int(step.update_count.asnumpy()) == 0
-    assert int(step.skipped_updates.asnumpy()) == 1
 
 
 @pytest.fixture(scope="module")

@@ -50,8 +50,8 @@ def test_the_average_moves_once_per_update(mode):
     assert apart(averages(micro.step), averages(whole.step)) > 5e-5
 
 
-def test_there_is_one_more_copy_of_the_weights_and_not_two():
-    """The step clips, and has the three outputs of mindocr's step."""
+def test_clipping_is_of_the_window():
+    """The step has the three outputs of mindocr's step."""
     batches = few_batches()
     clip = {"clip_grad": True, "clip_norm": 0.3}
     whole = trained(of_mindocr(1, **clip), joined(batches))
@@ -59,12 +59,6 @@ def test_there_is_one_more_copy_of_the_weights_and_not_two():
     assert apart(ours.weights, whole.weights) < ROUNDING
     assert [len(output) for output in ours.outputs] == [3] * len(batches)
     np.testing.assert_allclose(losses(ours.outputs), losses(trained(of_mindocr(**clip), batches).outputs), rtol=1e-5)
-    held = {
-        make_step: sum(one.size for one in trained(make_step(**clip), batches[:1]).step.get_parameters())
-        for make_step in (of_mindocr, of_ours)
-    }
-    weights = sum(value.size for value in whole.weights.values())
-    assert held[of_mindocr] - held[of_ours] > weights / 2  # mindocr's step also holds zeros
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,13 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn
 
-from gaccum_ms import FlushAccumulation
 from gaccum_ms.adopt import mindone as adopted
 from tests.support.adopted import ROUNDING, K, apart, assert_takes_arguments_of, few_batches, joined, losses, trained
 from tests.support.package import package
-from tests.support.reference import Regression, as_numpy
+from tests.support.reference import as_numpy
 
 EXTRA = "mindone is in the extra 'trainers'"
 trainers = package("mindone.trainers.train_step", EXTRA)
-zero = package("mindone.trainers.zero", EXTRA)
 averaging = package("mindone.trainers.ema", EXTRA)
 adapter = package("mindone.transformers.mindspore_adapter.train_onestep_wrapper", EXTRA)
 diffusers = package("mindone.diffusers.training_utils", EXTRA)
@@ -66,13 +64,6 @@ def test_trainers_rates_are_per_update_in_both(mode):
         run = trained(make_step(**clip), batches, by_rates)
         assert apart(run.weights, whole.weights) < ROUNDING
         assert int(run.optimizer.global_step.asnumpy()[0]) == 2
-
-
-def test_trainers_short_batches_weigh_by_their_samples():
-    batches = [*few_batches(2), *few_batches(1, samples=1, seed=4)]
-    whole = trained(of_mindone(1), joined(batches))
-    assert apart(trained(of_ours(), batches).weights, whole.weights) < ROUNDING
-    assert apart(trained(of_mindone(), batches).weights, whole.weights) > 1e-3
 
 
 def of_adapter(steps=K, **arguments):
@@ -137,15 +128,6 @@ def test_diffusers_the_epochs_tail_is_divided_by_its_own_batches(mode):
         assert apart(trained(of_diffusers(max_grad_norm=2.0), batches).weights, whole.weights) > 5e-3
 
 
-def test_diffusers_loss_scaler():
-    batches = few_batches(5)
-    whole = trained(of_diffusers(1), joined(batches))
-    for scaler in (ms.amp.StaticLossScaler(64.0), ms.amp.DynamicLossScaler(64.0, 2, 2)):
-        ours = trained(of_ours_for_diffusers(loss_scaler=scaler), batches)
-        assert apart(ours.weights, whole.weights) < ROUNDING
-    assert float(ours.step.scale_sense.asnumpy()) == 128.0  # doubled after two updates, not two batches
-
-
 def test_errors():
     for given, error, words in (
         ({"zero_helper": object()}, ValueError, "'zero_helper' must be left out.*ShardedOptimizer"),
@@ -159,37 +141,6 @@ def test_errors():
         adopted.diffusers_train_step(nn.Dense(2, 2))
 
 
-def test_a_tail_in_model_train():
-    """mindone leaves the last two of five batches in its accumulators; FlushAccumulation ends their window."""
-    batches = few_batches(5)
-    whole = trained(of_mindone(1), joined(batches))
-    network = Regression()
-    optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
-    step = of_ours()(network, optimizer)
-    columns = tuple(np.concatenate(values) for values in zip(*batches, strict=True))
-    data = ms.dataset.NumpySlicesDataset(columns, ["x", "y"], shuffle=False).batch(4)
-    ms.Model(step).train(1, data, callbacks=[FlushAccumulation()], dataset_sink_mode=False)
-    assert apart({one.name: as_numpy(one) for one in network.get_parameters()}, whole.weights) < ROUNDING
-    assert apart(trained(of_mindone(), batches).weights, whole.weights) > 1e-2
-
-
 def test_arguments():
     assert_takes_arguments_of(adopted.train_step, trainers.TrainOneStepWrapper.__init__)
     assert_takes_arguments_of(adopted.transformers_train_step, adapter.TrainOneStepWrapper.__init__)
-
-
-def test_trainers_zero_communicates_each_micro_batch(pynative):
-    """On one process `cal_gradients` sends nothing. On several, ZeRO's stages 1 and 2 send in the same calls."""
-
-    class Counting(zero.ZeroHelper):
-        calls = 0
-
-        def cal_gradients(self, gradients):
-            self.calls += 1
-            return super().cal_gradients(gradients)
-
-    run = trained(
-        lambda network, optimizer: of_mindone(zero_helper=Counting(optimizer))(network, optimizer), few_batches()
-    )
-    assert int(run.optimizer.global_step.asnumpy()[0]) == 2
-    assert run.step.zero_helper.calls == 2 * K

@@ -92,14 +92,6 @@ def test_a_mean_over_a_batch_is_a_mean_over_the_window(mode):
     assert ours.updates == micro.updates == 2
 
 
-def test_losses_times_the_batchs_size_are_summed_in_both():
-    """This part of the fault does not reproduce with most of mindyolo's losses."""
-    batches = few_batches()
-    whole = Run(joined(batches), 1, loss=BatchTimesLoss)
-    for ours in (False, True):
-        assert apart(Run(batches, K, ours, loss=BatchTimesLoss).weights, whole.weights) < 2 * ROUNDING
-
-
 def test_clipping_is_of_the_window_not_of_each_batch():
     batches = few_batches()
     clip = {"clip_grad": True, "clip_grad_value": 0.5}

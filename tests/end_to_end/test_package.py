@@ -31,7 +31,7 @@ print("all there")
 
 @pytest.mark.parametrize(
     "words",
-    [["script.py"], ["script.py", "-m", "gaccum_ms.launch"], ["-m", "script", "-m", "gaccum_ms.launch"]],
+    [["script.py", "-m", "gaccum_ms.launch"], ["-m", "script", "-m", "gaccum_ms.launch"]],
     ids=" ".join,
 )
 def test_a_plain_import_gives_all_names_and_the_hook(tmp_path, words):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -65,10 +64,12 @@ def settings(output: str) -> dict[str, float]:
 
 @pytest.mark.core("two")
 @pytest.mark.parametrize(
-    ("processes", "arguments"), [(8, []), (2, ["--processes", "2", "--epochs", "3"])], ids=["eight", "two"]
+    ("processes", "arguments"),
+    [(8, ["--epochs", "2", "--print-every", "4"]), (2, ["--processes", "2", "--epochs", "3"])],
+    ids=["eight", "two"],
 )
 def test_processes_train_on_the_digits(run, tmp_path, processes, arguments):
-    """Eight processes make 180 updates in 15 epochs; two make 144 in 3 epochs, which have four times the batches."""
+    """Eight processes make 24 updates in 2 epochs, so they learn less than two, which make 144 in 3."""
     # The sample folder's run.sh hands over to the project's, so both are run here.
     logs = tmp_path / "the logs"
     done = run("bash", SAMPLE / "run.sh", "--log-dir", logs, "--timeout", "500", *arguments, limit=540)
@@ -76,11 +77,11 @@ def test_processes_train_on_the_digits(run, tmp_path, processes, arguments):
     assert "installing" not in done.stdout
     for rank in range(processes):
         stdout = (logs / "1" / f"rank.{rank}" / "stdout").read_text()
-        assert len(LOSS.findall(stdout)) >= 10
+        assert len(LOSS.findall(stdout)) >= 6
         assert f"{{'num_shards': {processes}, 'shard_id': {rank}}}" in stdout
         assert (logs / "1" / f"rank.{rank}" / "stderr").exists()
     rank_0 = (logs / "1" / "rank.0" / "stdout").read_text()
-    assert float(ACCURACY.search(rank_0)[1]) > 90
+    assert float(ACCURACY.search(rank_0)[1]) > (90 if processes == 2 else 20)
     assert rank_0 in done.stdout
     assert done.stdout.count("notice: MindSpore has no semi-auto parallel mode on CPU; training in data parallel") == 1
     assert f"logs: {logs}/1/rank.N" in done.stdout.splitlines()[-1]
@@ -88,19 +89,8 @@ def test_processes_train_on_the_digits(run, tmp_path, processes, arguments):
 
 
 @pytest.mark.thorough
-def test_one_process_needs_no_launcher_and_no_preparation(programs, tmp_path):
-    copy = shutil.copytree(
-        SAMPLE, tmp_path / "copy", ignore=shutil.ignore_patterns("data", "log_output", "__pycache__")
-    )
-    done = programs.run(copy / "train.py", "--epochs", "2", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert len(LOSS.findall(done.stdout)) == 16
-    assert float(ACCURACY.search(done.stdout)[1]) > 90
-    assert len(list((copy / "data").iterdir())) == 4
-
-
-@pytest.mark.thorough
 def test_mnist_takes_the_tutorials_values_and_arguments_override_them(programs, tmp_path):
+    """One process needs no launcher."""
     data = tmp_path / "my data"
     assert programs.run(SAMPLE / "prepare_data.py", str(data), folder=tmp_path).returncode == 0
     arguments = ["--epochs", "3", "--accumulation-steps", "5"]
@@ -113,9 +103,6 @@ def test_mnist_takes_the_tutorials_values_and_arguments_override_them(programs, 
     # 1,536 images are 48 batches an epoch: the 100th step is the fourth of the third epoch.
     assert len(LOSS.findall(done.stdout)) == 1
     assert "epoch: 3 step: 4, loss is" in done.stdout
-
-
-def test_default_epochs_of_the_tutorial(programs, tmp_path):
     done = programs.run(SAMPLE / "train.py", "--help", folder=tmp_path, DATA_PATH="anywhere")
     assert "--epochs EPOCHS passes over the data (default: 10)" in " ".join(done.stdout.split())
 
@@ -143,23 +130,3 @@ def test_run_sh_starts_the_script_it_is_given_and_fails_as_it_does(run, tmp_path
     assert done.returncode == 1
     assert "rank 1 failed with exit code 1" in done.stderr
     assert "no good: a b" in done.stderr
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed (Debian: openmpi-bin)")
-def test_two_processes_train_under_mpirun(run, tmp_path):
-    arguments = ["--launcher", "mpirun", "--processes", "2", "--timeout", "500", "--epochs", "3"]
-    done = run("bash", ROOT / "run.sh", *arguments, limit=600)
-    assert done.returncode == 0
-    for rank in range(2):
-        stdout = (tmp_path / "log_output" / "1" / f"rank.{rank}" / "stdout").read_text()
-        assert f"{{'num_shards': 2, 'shard_id': {rank}}}" in stdout
-        assert len(LOSS.findall(stdout)) >= 10
-    assert float(ACCURACY.search(done.stdout)[1]) > 90
-
-
-@pytest.mark.skipif(shutil.which("mpirun") is not None, reason="mpirun is installed")
-def test_mpirun_is_missed_by_name(run):
-    done = run("bash", ROOT / "run.sh", "--launcher", "mpirun", limit=600)
-    assert done.returncode == 2
-    assert "'mpirun' is not installed" in done.stderr

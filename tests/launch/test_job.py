@@ -6,13 +6,12 @@ import os
 import re
 import shutil
 import signal
-import struct
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launch.launched import LIMIT, ROOT, TRAINS, Launched, wait_until, write
+from tests.launch.launched import LIMIT, TRAINS, Launched, wait_until, write
 
 pytestmark = pytest.mark.distributed
 
@@ -62,9 +61,7 @@ def test_a_scheduler_that_fails_ends_the_ranks(tmp_path):
     assert "no scheduling today" in done.stderr
 
 
-@pytest.mark.core("15-143")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_leaves_no_process(tmp_path, number, code):
+def test_ctrl_c_leaves_no_process(tmp_path):
     # Ranks that ignore SIGTERM, and their own processes in other sessions, must end too.
     script = write(
         tmp_path / "script.py",
@@ -74,8 +71,8 @@ def test_a_signal_leaves_no_process(tmp_path, number, code):
     launched = Launched(script, "-n", "2")
     launched.wait_for(tmp_path / "up.0", tmp_path / "up.1")
     assert len(launched.running()) >= 7  # msrun, a guard, a script and a sleep for each rank
-    launched.process.send_signal(number)
-    assert launched.finish().returncode == code
+    launched.process.send_signal(signal.SIGINT)
+    assert launched.finish().returncode == 130
 
 
 def test_a_launch_under_nohup_goes_on_after_sighup(tmp_path):
@@ -102,10 +99,9 @@ def test_msruns_own_options_reach_it(tmp_path):
     for rank in range(2):
         said = (tmp_path / "log_output" / "1" / f"rank.{rank}" / "stdout").read_text()
         assert said == f"{rank} [{core}] {table}\n"
-    for wrong in ('{"gpu0": [0]}', "some"):
-        done = Launched(script, "-n", "1", "--bind-core", wrong).finish()
-        assert done.returncode == 1
-        assert "--bind_core" in done.stderr, "msrun names what it refuses"
+    done = Launched(script, "-n", "1", "--bind-core", "some").finish()
+    assert done.returncode == 1
+    assert "--bind_core" in done.stderr, "msrun names what it refuses"
 
 
 def test_a_reader_that_goes_away_ends_all_without_a_traceback(tmp_path):
@@ -123,6 +119,7 @@ def test_a_reader_that_goes_away_ends_all_without_a_traceback(tmp_path):
 TERMINAL = "import os, sys; os.dup2(os.openpty()[1], 1); os.execvp(sys.argv[1], sys.argv[1:])"
 
 
+@pytest.mark.core("full")
 @pytest.mark.parametrize(
     ("prefix", "note"),
     [
@@ -171,10 +168,8 @@ def test_exit_handlers_of_a_rank_that_fails_have_time(tmp_path):
     assert (tmp_path / "last").exists()
 
 
-@pytest.mark.core("sys.exit(0)")
-@pytest.mark.parametrize("how", ["sys.exit(0)", "os._exit(0)"])
-def test_a_rank_that_ends_while_others_wait_ends_all(tmp_path, how):
-    script = write(tmp_path / "script.py", f"{GO_ON}{how}")
+def test_a_rank_that_ends_while_others_wait_ends_all(tmp_path):
+    script = write(tmp_path / "script.py", f"{GO_ON}os._exit(0)")
     done = Launched(script, "-n", "3", "--end-timeout", "3").finish()
     assert done.returncode == 1
     what = "rank 1 ended with exit code 0, and rank 0, rank 2 have stood still for 3 s since"
@@ -216,67 +211,42 @@ def assert_trained(out: Path, ranks: int) -> None:
 
 
 @pytest.mark.thorough
-def test_two_launches_at_once_with_spaces_in_every_path_and_variables_of_another_cluster(tmp_path):
-    """Both launches train, by the run.sh of a copy of the project, called from another folder."""
-    project, elsewhere = tmp_path / "a project", tmp_path / "some where"
-    shutil.copytree(ROOT / "gaccum_ms", project / "gaccum_ms", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "run.sh", project)
-    (project / "sample_code").mkdir()
-    script = shutil.copy(TRAINS, project / "sample_code" / "a script.py")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    env = {**STALE, "PATH": path, "PYTHONPATH": ""}
-    program = ["bash", "../a project/run.sh", "--timeout", "90", "--processes", "2", "--script", str(script)]
+def test_two_launches_at_once_with_variables_of_another_cluster(tmp_path):
     both = []
-    for name in ("out one", "out two"):
-        (elsewhere / name).mkdir(parents=True)
-        options = ["--log-dir", f"logs {name}", "steps", name, "5", "pynative"]
-        both.append(Launched(None, *options, program=program, env=env, cwd=elsewhere))
-    for launched, name in zip(both, ("out one", "out two"), strict=True):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        arguments = ["steps", str(tmp_path / name), "5", "pynative"]
+        both.append(Launched(TRAINS, "-n", "2", args=arguments, env=STALE, cwd=tmp_path / name))
+    for launched, name in zip(both, ("one", "two"), strict=True):
         done = launched.finish()
         assert done.returncode == 0, done.stderr
-        assert_trained(elsewhere / name, 2)
-        assert (elsewhere / f"logs {name}" / "1" / "rank.1" / "stderr").exists()
+        assert_trained(tmp_path / name, 2)
 
 
-@pytest.mark.core("killed")
-@pytest.mark.parametrize("end", ["killed", "raises"])
-def test_a_rank_that_ends_in_training_ends_the_others_in_their_allreduce(tmp_path, end):
-    """One rank waits in a compiled step, another in a step of PyNative mode."""
-    arguments = ["steps", str(tmp_path), "1000000", *(["pynative", "1"] if end == "raises" else ["graph"])]
-    launched = Launched(TRAINS, "-n", "2", args=arguments, cwd=tmp_path)
+def test_a_rank_that_is_killed_in_training_ends_the_others_in_their_allreduce(tmp_path):
+    """They wait in a compiled step."""
+    launched = Launched(TRAINS, "-n", "2", args=["steps", str(tmp_path), "1000000", "graph"], cwd=tmp_path)
     launched.wait_for(tmp_path / "1")
-    if end == "killed":
-        wait_until(lambda: int((tmp_path / "1").read_text().split()[1]) >= 4)
-        os.kill(int((tmp_path / "1").read_text().split()[0]), signal.SIGKILL)
+    wait_until(lambda: int((tmp_path / "1").read_text().split()[1]) >= 4)
+    os.kill(int((tmp_path / "1").read_text().split()[0]), signal.SIGKILL)
     done = launched.finish()
     assert done.returncode == 1
-    code = "137 (SIGKILL)" if end == "killed" else "1"
-    assert done.stderr.startswith(f"error: rank 1 failed with exit code {code}; all ranks were ended.")
+    assert done.stderr.startswith("error: rank 1 failed with exit code 137 (SIGKILL); all ranks were ended.")
     assert f"the end of {tmp_path}/log_output/1/rank.1/stderr" in done.stderr
-    assert ("ValueError: no step 5 on rank 1" in done.stderr) == (end == "raises")
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("waits", [None, "5"])
-def test_a_rank_may_be_late_for_a_collective(tmp_path, waits, monkeypatch):
-    """It may be later than the 30 s of MindSpore's own default. The control has a limit of 5 s."""
-    for name in ("MS_CPU_COMM_OP_TIMEOUT", "MS_NODE_TIMEOUT"):
-        monkeypatch.delenv(name, raising=False)
+def test_a_collective_waits_as_long_as_the_variable_says_that_the_launcher_sets(tmp_path):
+    """test_cluster.py shows which value the launcher sets."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys, time\nimport mindspore as ms\nfrom mindspore import ops\n"
+        "import time\nimport mindspore as ms\nfrom mindspore import ops\n"
         'from mindspore.communication import get_rank, init\nms.set_device("CPU")\ninit()\n'
-        "time.sleep(float(sys.argv[1]) * get_rank())\n"
-        "print(ops.AllReduce()(ms.Tensor([1.0])).asnumpy())"
+        "time.sleep(12 * get_rank())\nprint(ops.AllReduce()(ms.Tensor([1.0])).asnumpy())"
     )
-    env = {"MS_CPU_COMM_OP_TIMEOUT": waits} if waits else {}
-    done = Launched(script, "-n", "2", args=["15" if waits else "42"], env=env).finish()
-    if waits:
-        assert done.stderr.startswith("error: rank 0 failed with exit code 1"), done.stderr
-        assert "Launch kernel failed, name:Default/AllReduce" in done.stderr
-    else:
-        assert done.returncode == 0, done.stderr
-        assert "[2.]" in done.stdout
+    done = Launched(script, "-n", "2", env={"MS_CPU_COMM_OP_TIMEOUT": "3"}).finish()
+    assert done.stderr.startswith("error: rank 0 failed with exit code 1"), done.stderr
+    assert "Launch kernel failed, name:Default/AllReduce" in done.stderr
 
 
 @pytest.mark.thorough
@@ -326,19 +296,3 @@ def test_mpirun_trains_and_keeps_logs_as_msrun_does(tmp_path):
     assert sorted(str(path.relative_to(logs)) for path in logs.rglob("std*")) == [
         f"rank.{rank}/{name}" for rank in range(2) for name in ("stderr", "stdout")
     ]
-
-
-@pytest.mark.thorough
-def test_more_ranks_than_samples_train(tmp_path):
-    """MindSpore gives both ranks the same image. The cell refuses to split a batch of one into train.py's default of 4
-    micro-batches; with 1 micro-batch train.py trains."""
-    for name in ("train", "t10k"):
-        (tmp_path / f"{name}-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 2051, 1, 28, 28) + bytes(28 * 28))
-        (tmp_path / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, 1) + bytes(1))
-    sample = ROOT / "sample_code" / "distributed_gradient_accumulation" / "train.py"
-    arguments = ["--epochs", "2", "--print-every", "1", "--micro-size", "1"]
-    env = {"DATA_PATH": str(tmp_path)}
-    done = Launched(sample, "-n", "2", args=arguments, env=env, cwd=tmp_path).finish()
-    assert done.returncode == 0, done.stderr
-    for rank in range(2):
-        assert "epoch: 2 step: 1, loss is" in (tmp_path / f"log_output/1/rank.{rank}/stdout").read_text()
