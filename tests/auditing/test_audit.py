@@ -95,24 +95,21 @@ def with_ignored(samples=10):
     return x, Tensor(np.where(np.arange(samples) < 4, -100, y.asnumpy()).astype(np.int32))
 
 
-@pytest.mark.core("clip", "sum", "two", "count", "drop", "jit")
+@pytest.mark.core("clip", "sum", "two", "count", "drop")
 @pytest.mark.parametrize(
     ("network", "inputs", "options"),
     [
         (make_network("dense"), (), {"micro_batch_size": 3, "max_grad_norm": 0.1}),
-        (make_network("batchnorm_eval"), (), {"micro_size": 2}),
         (make_network("dense", ms.float16), (), {"micro_size": 4}),
         (make_network("cast_weights", ms.bfloat16), (), {"micro_size": 4, "optimizer": "plain_sgd"}),
         (make_network("dense"), (), {"micro_size": 3, "accumulators": Accumulators(ms.bfloat16)}),
         (make_network("dense"), (), {"micro_size": 3, "reduction": "sum", "loss": SUM}),
         (fill(TwoLosses()), batch(), {"micro_size": 4, "loss_weights": (1.0, 0.3)}),
         (in_loss(make_network("dense")), with_ignored(), {"micro_size": 4, "count": CountNotIgnored()}),
-        (make_network("dense"), (), {"micro_size": 3, "loss_weights": (2.0,)}),
         (make_network("unused"), (), {"micro_size": 4, "overflow": "drop_micro_batch"}),
-        (fill(DenseNet()).to_float(ms.float16), (), {"micro_size": 4}),
         (make_network("dense"), (), {"micro_size": 4, "jit": True}),
     ],
-    ids=["clip", "eval", "float16", "bfloat16", "narrow", "sum", "two", "count", "weight", "drop", "to_float", "jit"],
+    ids=["clip", "float16", "bfloat16", "narrow", "sum", "two", "count", "drop", "jit"],
 )
 def test_the_cells_options_pass(network, inputs, options, pynative):
     report = run(network, *inputs, **options)
@@ -147,8 +144,7 @@ class BatchNormNet(ConvNet):
         return self.out(ops.relu(self.norm(self.conv(x.reshape((-1, 1, 3, 4))))).reshape((-1, 6 * FEATURES)))
 
 
-@pytest.mark.core(mode="pynative")
-def test_catches_batch_norm_and_names_the_layer(mode):
+def test_catches_batch_norm_and_names_the_layer(pynative):
     """There is no warning: in these tests it would be an error."""
     report = run(fill(BatchNormNet()))
     assert report.batch_norm_layers == ("_backbone.norm",)
@@ -192,13 +188,6 @@ def test_catches_coupled_samples_without_a_known_layer(network, behaves_as, pyna
     assert len(report.problems) == 1
     assert "compares samples of one batch" in report.problems[0]
     assert max(report.gradients.values()) > 1e-2
-
-
-def test_catches_a_mean_over_tokens_without_a_count(pynative):
-    network = in_loss(make_network("dense"))
-    report = run(network, *with_ignored(), micro_size=2)
-    assert len(report.problems) == 1
-    assert report.problems[0].endswith("This was tried, and makes it equal: count=CountNotIgnored().")
 
 
 class SumAndPenalty(DenseNet):
@@ -445,9 +434,8 @@ def compiled_step(kind):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("kind", "mode"), [("ours", "graph"), ("MindSpore's", "graph"), ("MindSpore's", "pynative")])
-def test_a_compiled_step_goes_on_from_the_right_values(kind, mode):
-    ms.set_context(mode=MODES[mode])
+@pytest.mark.parametrize("kind", ["ours", "MindSpore's"])
+def test_a_compiled_step_goes_on_from_the_right_values(kind):
     runs = []
     for audited in (False, True):
         step = compiled_step(kind)
@@ -461,13 +449,6 @@ def test_a_compiled_step_goes_on_from_the_right_values(kind, mode):
     assert runs[0][0] == pytest.approx(runs[1][0], rel=1e-6)
     assert runs[0][0][2] < runs[0][0][1] < runs[0][0][0]
     assert relative_error(runs[0][1], runs[1][1]) < 1e-6
-
-
-def test_restores_bfloat16(pynative):
-    network = make_network("cast_weights", ms.bfloat16)
-    before = as_numpy(network.hidden).tobytes()
-    assert run(network, optimizer="plain_sgd").ok
-    assert as_numpy(network.hidden).tobytes() == before
 
 
 def test_restores_when_a_step_fails(monkeypatch, pynative):

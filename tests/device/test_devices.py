@@ -53,11 +53,13 @@ def test_semi_auto_ranks_train_as_one_process(tmp_path):
 @pytest.mark.skipif("GACCUM_MS_DEVICE" not in os.environ, reason="on CPU the rehearsal runs it: test_report.py")
 @pytest.mark.device("the benchmarks: an update's time, beside the whole batch's")
 def test_benchmarks_measure(tmp_path, record_property):
-    words = ["--ways", "whole", "ours", "--limit", "500", "--networks", "mlp"]
+    words = ["--limit", "500", "--networks", "mlp"]
     if DEVICE == "CPU":
-        words += ["--micro-sizes", "4", "--processes", "1", "--rounds", "1", "--seconds", "0"]
+        words += ["--ways", "ours", "--batch", "4", "--micro-sizes", "4", "--processes", "1"]
+        words += ["--rounds", "1", "--seconds", "0"]
     else:
-        words += ["cnn", "--micro-sizes", "1", "4", "16", "--processes", *sorted({"1", str(RANKS)})]
+        words += ["cnn", "--ways", "whole", "ours", "--micro-sizes", "1", "4", "16"]
+        words += ["--processes", *sorted({"1", str(RANKS)})]
     command = [sys.executable, "-m", "benchmarks", *words, "--output", str(tmp_path / "table.txt")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stderr

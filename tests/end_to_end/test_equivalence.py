@@ -65,7 +65,6 @@ def compare(
 @pytest.mark.core(
     "dense-1-13-sgd-graph-float32",
     "dense-3-13-sgd-graph-float32",
-    "embedding-3-13-momentum-graph-float32",
     "unused-3-13-grouped-graph-float32",
     "dense-3-13-sgd-pynative-float32",
     "dense-8-13-momentum-graph-float16",

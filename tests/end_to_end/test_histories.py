@@ -12,7 +12,7 @@ from tests.support.ranks import Ranks
 pytestmark = pytest.mark.filterwarnings("ignore:For '(GradAccumulationCell|GradAccumulator|Train)")
 
 
-@pytest.mark.core(seed=[0, 1])
+@pytest.mark.core(seed=0)
 @pytest.mark.parametrize("seed", range(8))
 def test_histories_of_the_eager_step(seed):
     assert not histories.play(seed)

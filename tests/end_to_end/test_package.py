@@ -29,6 +29,7 @@ print("all there")
 """
 
 
+@pytest.mark.core("-m script -m gaccum_ms.launch")
 @pytest.mark.parametrize(
     "words",
     [["script.py", "-m", "gaccum_ms.launch"], ["-m", "script", "-m", "gaccum_ms.launch"]],

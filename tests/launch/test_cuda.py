@@ -67,6 +67,7 @@ def test_missing_packages_are_named_as_pip_knows_them(monkeypatch, tmp_path):
     assert all(f'"{package}' in setup for package in cuda.LIBRARIES.values())
 
 
+@pytest.mark.thorough
 def test_mindspore_loads_its_gpu_back_end_and_misses_nothing_but_the_device(libraries, driver, tmp_path, monkeypatch):
     script = tmp_path / "script.py"
     script.write_text("import mindspore as ms\nms.set_device('GPU')\nprint(ms.Tensor([1.0]) + 1)")

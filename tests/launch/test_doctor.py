@@ -111,6 +111,7 @@ def test_a_driver_without_the_libraries_is_broken(monkeypatch):
     assert finding == ("GPU", "no: nvidia-cudnn-cu11 missing", cuda.REMEDY)
 
 
+@pytest.mark.core(driver=True)
 @pytest.mark.parametrize("driver", [True, False])
 def test_a_cuda_home_of_another_version_is_named(tmp_path, monkeypatch, driver):
     """With a driver there is a remedy. Without a driver nothing would help, but the finding names it too."""

@@ -126,6 +126,7 @@ def test_ranks_end_when_the_launcher_is_killed(tmp_path):
         launched.finish()
 
 
+@pytest.mark.core(end=["1 / 0", "sys.exit('no such thing')", "sys.exit(300)", "1 +"])
 @pytest.mark.parametrize(
     "end",
     [

@@ -132,6 +132,7 @@ def test_open_mpi_starts_the_launcher_on_each_host(hosts, mpirun, tmp_path):
     assert sorted(path.name for path in (folder / "log_output").iterdir()) == ["host.0", "host.1"]
 
 
+@pytest.mark.thorough
 def test_open_mpi_ends_all_hosts_when_a_rank_fails(hosts, mpirun, tmp_path):
     script = write(tmp_path / "script.py", 'if rank == 1: raise ValueError("no such thing")\ntime.sleep(1000)')
     text = printed(script, "-n", "1", *TWO, "--dry-run", "openmpi")

@@ -63,7 +63,8 @@ def test_a_folder_that_no_launch_made_is_not_replaced(tmp_path, path):
     assert path == "1" or (runs / "1" / "rank.7").exists()
 
 
-@pytest.mark.parametrize("name", ["work", "1", "2"])
+@pytest.mark.core(name="1")
+@pytest.mark.parametrize("name", ["work", "1"])
 def test_a_folder_that_cannot_be_read_matters_only_if_it_may_be_ours(tmp_path, name):
     # Its paths are too long for Linux: permissions do not stop root, who often runs the tests.
     script, logs = write(tmp_path / "script.py", ""), tmp_path / "runs"

@@ -1,32 +1,22 @@
-"""Real networks trained through Model.train, as in scripts, by several ranks, each with its share of the same samples
-(support/ranks.py): mindcv's ResNet-18, and a text classifier, which equals training on whole batches."""
+"""A text classifier trained through Model.train, as in scripts, by several ranks, each with its share of the same
+samples (support/ranks.py), and on whole batches."""
 
 from __future__ import annotations
 
-import contextlib
 import io
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import mindcv
 import mindspore as ms
 import numpy as np
-import pytest
-from mindspore import Tensor, nn, ops, train
+from mindspore import Tensor, nn, ops
 from mindspore.communication import get_group_size, get_rank
 
-from gaccum_ms import (
-    FlushAccumulation,
-    GradAccumulationCell,
-    ProgressBar,
-    UpdateCheckpoint,
-)
+from gaccum_ms import FlushAccumulation, GradAccumulationCell, ProgressBar
 from tests.support.reference import as_numpy, vector
 from tests.support.two_ranks import Results
-
-CLASSES, SIZE, IMAGES, IMAGE_BATCH, IMAGE_EPOCHS = 3, 32, 48, 24, 3  # a batch is of all ranks together
 
 WORDS, LENGTH, WIDTH = 40, 12, 16
 SENTENCES, TEXT_BATCH, TEXT_STEPS, TEXT_EPOCHS = 288, 24, 5, 6
@@ -34,14 +24,6 @@ TEXT_WINDOWS = [(0, 120), (120, 240), (240, 288)]  # of an epoch's 12 batches: 5
 
 
 # -- data --------------------------------------------------------------------------------------------------------------
-
-
-def images() -> tuple[np.ndarray, np.ndarray]:
-    """Each class has a pattern; noise is added."""
-    random = np.random.default_rng(0)
-    labels = random.permutation(np.arange(IMAGES) % CLASSES).astype(np.int32)
-    patterns = random.normal(size=(CLASSES, 3, SIZE, SIZE))
-    return (patterns[labels] + 0.3 * random.normal(size=(IMAGES, 3, SIZE, SIZE))).astype(np.float32), labels
 
 
 def sentences(number: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -81,26 +63,6 @@ class TextClassifier(nn.Cell):
 
 
 # -- trainings ---------------------------------------------------------------------------------------------------------
-
-
-def resnet18(out: Path, rank: int, ranks: int) -> Results:
-    """Train in graph mode, with MindSpore's LossMonitor and our checkpoints."""
-    ms.set_context(mode=ms.GRAPH_MODE)
-    ms.set_seed(1)
-    network = mindcv.create_model("resnet18", num_classes=CLASSES)
-    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), 2)
-    model = ms.Model(cell, optimizer=nn.Momentum(network.trainable_params(), 0.01, 0.9))
-    checkpoints = UpdateCheckpoint(3, prefix="resnet18", directory=str(out / f"checkpoints{rank}"))
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        data_set = share(images(), IMAGE_BATCH, rank, ranks)
-        with pytest.warns(UserWarning, match=r"the network has 20 BatchNorm layer\(s\)"):
-            model.train(IMAGE_EPOCHS, data_set, callbacks=[train.LossMonitor(1), checkpoints])
-    return {
-        "weights": vector(network.trainable_params()),
-        "moving_mean": as_numpy(network.bn1.moving_mean),
-        "updates": as_numpy(model.train_network.update_count),
-        "printed": np.array(printed.getvalue()),
-    }
 
 
 def text_classifier(out: Path, rank: int, ranks: int) -> Results:
@@ -168,7 +130,6 @@ def as_case(name: str, task: Callable[[Path, int, int], Results]) -> Callable[[P
 
 
 TASKS = {
-    "resnet18": resnet18,
     "text": text_classifier,
     "text, each by itself": text_classifier_of_strangers,
     "whole text": whole_text_classifier,

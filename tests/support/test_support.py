@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from tests.support import paths
-from tests.support.programs import Programs
 from tests.support.ranks import Ranks
 
 CONFTEST = """
@@ -92,7 +91,6 @@ def test_tiers_share_the_tests_and_none_is_in_both(tmp_path):
     groups = [line.split("\t")[2] for line in (tmp_path / "build" / "groups.tsv").read_text().splitlines()[1:]]
     assert sorted(groups) == ["apart", "test_it", "test_it, fixtures"]
     assert [name for name, _ in tiers(tmp_path, "-m", "not thorough")] == sorted(QUICK)
-    assert [name for name, _ in tiers(tmp_path, "-m", "thorough")] == sorted(THOROUGH)
 
 
 def test_after_the_given_minutes_tests_are_skipped_with_the_reason(tmp_path):
@@ -147,7 +145,7 @@ def test_a_case_runs_when_it_is_asked_for_and_once(tmp_path):
         assert ranks.launches == 2
 
 
-def test_a_program_is_one_of_its_own(tmp_path):
+def test_a_program_is_one_of_its_own(programs, tmp_path):
     """It has its own arguments, folder and variables; its changes do not affect the next; its exit code is kept."""
     script = tmp_path / "program.py"
     script.write_text(
@@ -157,11 +155,10 @@ def test_a_program_is_one_of_its_own(tmp_path):
         "sys.changed = True\n"
         "sys.exit(sys.argv[1] if sys.argv[1] != '0' else None)\n"
     )
-    with Programs() as programs:
-        one = programs.run(script, "no good", folder=tmp_path, GIVEN="yes")
-        other = programs.run(script, "0", folder=tmp_path)
-        script.write_text("1 / 0")
-        broken = programs.run(script, folder=tmp_path)
-    assert (one.returncode, one.stdout, one.stderr) == (1, "['no good'] True yes False\n", "no good\n")
-    assert (other.returncode, other.stdout) == (0, "['0'] True None False\n")
+    first = programs.run(script, "no good", folder=tmp_path, GIVEN="yes")
+    second = programs.run(script, "0", folder=tmp_path)
+    script.write_text("1 / 0")
+    broken = programs.run(script, folder=tmp_path)
+    assert (first.returncode, first.stdout, first.stderr) == (1, "['no good'] True yes False\n", "no good\n")
+    assert (second.returncode, second.stdout) == (0, "['0'] True None False\n")
     assert broken.returncode == 1 and "ZeroDivisionError" in broken.stderr
