@@ -1,5 +1,5 @@
-"""Deliberate faults in a copy of the project, one at a time, and the quick tests that must find each:
-``python tests/mutations.py [--sample 10] [words]``.
+"""Deliberate faults in copies of the project, one in each, and the quick tests that must find it:
+``python tests/mutations.py [--sample 10] [words]``. There are as many copies at a time as cores.
 
 Each fault replaces one piece of text, and only the named tests run. A fault that they do not find is a survivor: a test
 is x
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import queue
 import random
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -723,15 +725,21 @@ def main() -> int:
     words = options.words
     chosen = [fault for fault in FAULTS if not words or any(word in fault.what for word in words)]
     chosen = chosen if options.sample is None else sample(chosen, options.sample, options.seed)
-    found = 0
-    with tempfile.TemporaryDirectory(prefix="gaccum_ms_mutations_") as name:
-        folder = Path(name) / "project"
-        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".git", ".venv*", "build", "__pycache__", "data"))
-        for fault in chosen:
-            begin = time.monotonic()
-            said = run(fault, folder)
-            found += said.startswith("found")
-            print(f"{fault.what}: {said} ({time.monotonic() - begin:.0f} s)", flush=True)
+    copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    jobs = len(os.sched_getaffinity(0))
+
+    def attempt(fault: Fault) -> bool:
+        folder, begin = copies.get(), time.monotonic()
+        said = run(fault, folder)
+        copies.put(folder)
+        print(f"{fault.what}: {said} ({time.monotonic() - begin:.0f} s)", flush=True)
+        return said == "found"
+
+    ignored = shutil.ignore_patterns(".git", ".venv*", "build", "__pycache__", "data")
+    with tempfile.TemporaryDirectory(prefix="gaccum_ms_mutations_") as name, ThreadPoolExecutor(jobs) as pool:
+        for number in range(jobs):
+            copies.put(Path(shutil.copytree(ROOT, Path(name, str(number), "project"), ignore=ignored)))
+        found = sum(pool.map(attempt, chosen))
     print(f"{found} of {len(chosen)} found")
     return int(found != len(chosen))
 
