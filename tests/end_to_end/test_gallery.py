@@ -68,7 +68,7 @@ def test_contrastive(programs, tmp_path):
     ("name", "options"),
     [
         ("image_classification", "--epochs 2 --samples 128"),
-        ("any_batch_size", "--epochs 2 --samples 704"),
+        ("any_batch_size", "--epochs 2"),
         pytest.param(
             "language_model",
             "-- --epochs 1 --batches 10 --batch-size 32 --max-tokens 512",
@@ -91,4 +91,4 @@ def test_the_others_by_their_run_sh(name, options, tmp_path):
         assert padding < 0.8 * without_plan
     if name == "any_batch_size":
         updates = numbers(r"after (\d+) updates", done.stdout)
-        assert max(updates[1:]) < updates[0] / 2
+        assert max(updates[1:]) < 0.6 * updates[0]

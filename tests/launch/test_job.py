@@ -252,11 +252,25 @@ def test_a_collective_waits_as_long_as_the_variable_says_that_the_launcher_sets(
 
 
 @pytest.mark.thorough
-def test_ranks_that_never_come_are_named_after_the_start_timeout(tmp_path):
-    said = 'print("waiting for a disk that never comes", flush=True)\ntime.sleep(1000)'
-    done = Launched(write(tmp_path / "script.py", said), "-n", "2", "--start-timeout", "5").finish()
+def test_a_rank_that_never_comes_is_named_after_the_start_timeout(tmp_path):
+    """The script listens and connects as `init()` does."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, socket, time\n"
+        'where = os.environ["MS_SCHED_HOST"], int(os.environ["MS_SCHED_PORT"])\n'
+        'if os.environ["MS_ROLE"] == "MS_SCHED":\n'
+        "    scheduler = socket.create_server(where)\n"
+        'elif os.environ["RANK_ID"] == "0":\n'
+        '    while not os.path.exists("up"): time.sleep(0.1)\n'
+        "    rank = socket.create_connection(where)\n"
+        "else:\n"
+        '    print("waiting for a disk that never comes", flush=True)\n'
+        'if os.environ["MS_ROLE"] == "MS_SCHED": open("up", "x")\n'
+        "time.sleep(1000)"
+    )
+    done = Launched(script, "-n", "2", "--start-timeout", "30").finish()
     assert done.returncode == 124
-    assert done.stderr.startswith("error: did not come to init() within 5 s: rank 0, rank 1; all ranks were ended.\n")
+    assert done.stderr.startswith("error: did not come to init() within 30 s: rank 1; all ranks were ended.\n")
     assert "    waiting for a disk that never comes" in done.stderr
 
 
