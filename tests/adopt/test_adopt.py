@@ -69,7 +69,7 @@ class Line(nn.Cell):
 @pytest.mark.parametrize(
     ("threshold", "weight"), [(2.0, 1.0), (float(np.nextafter(np.float32(2), np.float32(3))), -1.0)]
 )
-def test_mindformers_skips_an_update_whose_norm_is_the_threshold(threshold, weight):
+def test_mindformers_skips_an_update_whose_norm_is_the_threshold(threshold, weight, pynative):
     """As its own step, which updates if the norm is less."""
     network = Line()
     step = adopt.mindformers.train_step(

@@ -55,20 +55,13 @@ def test_each_sample_has_its_place_on_the_page():
         assert picture.stat().st_size < 100_000
 
 
-def test_contrastive(programs, tmp_path):
-    few = ("--epochs", "1", "--pairs", "64", "--batch-size", "32")
-    done = programs.run(SAMPLES / "contrastive" / "train.py", *few, folder=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert kinds_of_lines(done.stdout) == kinds_of_lines(output_on_the_page("contrastive"))
-    assert is_a_picture(tmp_path / "contrastive.png")
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "options"),
     [
         ("image_classification", "--epochs 2 --samples 128"),
         ("any_batch_size", "--epochs 2"),
+        ("contrastive", "--epochs 1 --pairs 64 --batch-size 32"),
         pytest.param(
             "language_model",
             "-- --epochs 1 --batches 10 --batch-size 32 --max-tokens 512",
@@ -76,7 +69,7 @@ def test_contrastive(programs, tmp_path):
         ),
     ],
 )
-def test_the_others_by_their_run_sh(name, options, tmp_path):
+def test_it_runs_by_its_run_sh(name, options, tmp_path):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = ["bash", str(SAMPLES / name / "run.sh"), *options.split()]
     env = {**of_users(), "PATH": path}

@@ -93,6 +93,7 @@ def test_tiers_share_the_tests_and_none_is_in_both(tmp_path):
     assert [name for name, _ in tiers(tmp_path, "-m", "not thorough")] == sorted(QUICK)
 
 
+@pytest.mark.thorough
 def test_after_the_given_minutes_tests_are_skipped_with_the_reason(tmp_path):
     done = run(tmp_path, "--minutes", "0")
     assert done.returncode == 0, done.stderr
@@ -101,6 +102,7 @@ def test_after_the_given_minutes_tests_are_skipped_with_the_reason(tmp_path):
     assert not (tmp_path / "made").exists()
 
 
+@pytest.mark.thorough
 def test_a_core_id_that_does_not_exist_fails_its_test(tmp_path):
     done = run(tmp_path, file=FILE.replace("graph-0", "graph-7"))
     assert done.stdout.count("the mark 'core' names ids that this test does not have: graph-7") == 6
