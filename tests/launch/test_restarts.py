@@ -87,16 +87,20 @@ def kill_one(launched: Launched, folder: Path, attempt: int, ranks: int, chance:
 def assert_trained_once(folder: Path, ranks: int, updates: int) -> None:
     """Check that every update has the samples of the undisturbed training, and that each attempt makes its updates
     in succession, from where the earlier attempts ended."""
+    batches = BATCHES // ranks  # of an update, on each rank
     for rank in range(ranks):
+        undisturbed = [row[1:] for row in rows_of(folder, rank, "undisturbed")]
         rows = rows_of(folder, rank)
-        right = {update: (samples, size) for _, update, samples, size in rows_of(folder, rank, "undisturbed")}
-        assert all(right[update] == (samples, size) for _, update, samples, size in rows)
-        for attempt in {row[0] for row in rows}:
-            made = [row[1] for row in rows if row[0] == attempt]
-            before = max((row[1] for row in rows if row[0] < attempt), default=0)
-            assert made == list(range(made[0], made[0] + len(made)))
-            assert before <= made[0] <= before + 2
-        assert rows[-1][1] == updates
+        assert all(row[1:] in undisturbed for row in rows)
+        before = 0
+        for attempt in sorted({row[0] for row in rows}):
+            places = [undisturbed.index(row[1:]) for row in rows if row[0] == attempt]
+            assert places == list(range(places[0], places[0] + len(places)))
+            first, begun = places[0] // batches + 1, places[0] % batches
+            assert begun == 0
+            assert before <= first <= before + 2
+            before = places[-1] // batches + 1
+        assert before == updates
 
 
 def assert_identical(folder: Path, ranks: int, updates: int) -> None:

@@ -9,9 +9,9 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from gaccum_ms import CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms import CountNotIgnored
+from tests.support import reference
 from tests.support.modes import eagerly
-from tests.support.reference import as_numpy
 
 VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS = 50, 12, 16, 2, 1
 SEQUENCES, UPDATES = 8, 20
@@ -85,17 +85,12 @@ def train(make_step: Callable, updates: int = UPDATES, share: slice = slice(None
     network = LanguageModel()
     step = make_step(network, nn.Momentum(network.trainable_params(), 0.1, 0.9)).set_train()
     losses = [float(step(*(Tensor(value[share]) for value in batch(update))).asnumpy()) for update in range(updates)]
-    return np.array(losses), np.concatenate([as_numpy(weight).ravel() for weight in network.trainable_params()])
+    return np.array(losses), reference.vector(network.trainable_params())
 
 
 def accumulated(micro_size: int, **options) -> Callable:
     """A ``make_step`` for `train`: our step, counting labels unless `options` say otherwise."""
-    options = {"count": CountNotIgnored(), **options}
-
-    def make_step(network, optimizer):
-        return TrainOneStepWithGradAccumulationCell(GradAccumulationCell(network, micro_size, **options), optimizer)
-
-    return make_step
+    return reference.accumulated(micro_size=micro_size, **{"count": CountNotIgnored(), **options})
 
 
 @functools.cache
