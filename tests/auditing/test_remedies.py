@@ -277,14 +277,15 @@ def test_names_a_variance_of_one_value(pynative):
     def network():
         return nn.WithLossCell(nn.SequentialCell(dense(5, 4), nn.BatchNorm1d(4), dense(4, 3)), nn.CrossEntropyLoss())
 
-    report = report_of(network(), X, Y, micro_batch_size=1)
+    x, y = X[::3], Y[::3]
+    report = report_of(network(), x, y, micro_batch_size=1)
     assert len(report.problems) == 2
     assert "BatchNorm layer(s) couple" in report.problems[0] and "nn.GroupNorm" in report.problems[0]
     assert report.problems[1].startswith("1.moving_variance become(s) NaN for good")
-    assert not any("NaN" in problem for problem in report_of(network(), X, Y, micro_batch_size=2).problems)
+    assert not any("NaN" in problem for problem in report_of(network(), x, y, micro_batch_size=2).problems)
     converted = network()
     convert_batchnorm_to_groupnorm(converted, 1)
-    assert report_of(converted, X, Y, micro_batch_size=1).ok
+    assert report_of(converted, x, y, micro_batch_size=1).ok
 
 
 class FunctionalBatchNorm(nn.Cell):
