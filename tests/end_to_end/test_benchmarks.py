@@ -4,7 +4,6 @@ the real commands with tiny settings, and a check with generous limits that accu
 from __future__ import annotations
 
 import functools
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -372,14 +371,12 @@ def test_limits_lie_between_what_needs_a_quarter_and_half_of_the_batch():
 
 @pytest.mark.thorough
 @pytest.mark.distributed
-def test_the_tokens_benchmark_measures_each_split(capsys):
-    ways = ["even split", "MaxTokens"]
+def test_the_tokens_benchmark_measures_a_split(capsys):
     small = "--batch 24 --longest 32 --even-tokens 128 --max-tokens 128 --widths 2 --layers 1 --rounds 1"
-    tokens.main([*small.split(), "--ways", *ways])
-    title, _, *lines = capsys.readouterr().out.splitlines()
+    tokens.main([*small.split(), "--ways", "MaxTokens"])
+    title, _, line = capsys.readouterr().out.splitlines()
     assert title.split()[:2] == ["padding", "tokens/s"]
-    table = {name: numbers for name, *numbers in (re.split(" {2,}", line) for line in lines)}
-    assert list(table) == ways
-    padding = {name: float(numbers[0].rstrip("%")) for name, numbers in table.items()}
-    assert padding["MaxTokens"] < padding["even split"]
-    assert all(float(numbers[1]) > 0 for numbers in table.values())
+    name, padding, speed, *_ = line.split()
+    assert name == "MaxTokens"
+    assert 0 < float(padding.rstrip("%")) < 40  # the even split has 44 %
+    assert float(speed) > 0

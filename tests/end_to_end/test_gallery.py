@@ -64,7 +64,7 @@ def test_each_sample_has_its_place_on_the_page():
         ("contrastive", "--epochs 1 --pairs 64 --batch-size 32"),
         pytest.param(
             "language_model",
-            "-- --epochs 1 --batches 10 --batch-size 32 --max-tokens 512",
+            "-- --epochs 1 --batches 2 --print-every 2 --batch-size 16 --max-tokens 256",
             marks=pytest.mark.distributed,
         ),
     ],
