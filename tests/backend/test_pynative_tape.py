@@ -3,12 +3,10 @@ training that never had the bad batch."""
 
 from __future__ import annotations
 
-import inspect
-
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, mint, nn, ops
+from mindspore import Tensor, nn, ops
 from mindspore.experimental import optim
 
 from gaccum_ms import (
@@ -16,11 +14,10 @@ from gaccum_ms import (
     GradAccumulator,
     ShardedOptimizer,
     TrainOneStepWithGradAccumulationCell,
-    find_micro_batch_size,
 )
 from gaccum_ms.backend import pynative_executor
 from tests.support import contrastive
-from tests.support.reference import FEATURES, Regression, as_numpy, batches, make_network
+from tests.support.reference import FEATURES, Regression, as_numpy, batches, make_network, make_step
 from tests.support.state import assert_identical, everything
 from tests.support.versions import before
 
@@ -42,10 +39,7 @@ class Interrupted(nn.Cell):
 
 
 def interrupt(error):
-    network = Interrupted(error)
-    step = TrainOneStepWithGradAccumulationCell(
-        GradAccumulationCell(network, 4), nn.SGD(network.trainable_params(), 0.1)
-    ).set_train()
+    step = make_step(Interrupted(error), micro_size=4)
     batch = [Tensor(value) for value in batches(8, 1)[0]]
     with pytest.raises(type(error)):
         step(*batch)
@@ -56,13 +50,9 @@ def index():
     return float(Tensor(np.array([3.0, 4.0], np.float32))[1])
 
 
-@pytest.mark.core("KeyboardInterrupt()")
-@pytest.mark.parametrize(
-    "error", [KeyboardInterrupt(), ValueError("a bad label"), MemoryError(), RuntimeError("a bad token")], ids=repr
-)
-def test_goes_on(error, pynative):
+def test_goes_on(pynative):
     for _ in range(2):
-        step, batch = interrupt(error)
+        step, batch = interrupt(KeyboardInterrupt())
         assert index() == 4.0
         assert np.isfinite(step(*batch).asnumpy())
 
@@ -73,22 +63,6 @@ def test_a_loss_of_the_whole_batch_trains_after_it(pynative):
     data = contrastive.batches("towers", 6, 1)
     run = contrastive.train(contrastive.accumulated(micro_size=3), "towers", data)
     assert np.isfinite(run.losses).all()
-
-
-@pytest.mark.thorough
-def test_a_search_that_python_ended(pynative):
-    class OutOfMemory(Interrupted):
-        def construct(self, x, y):
-            if x.shape[0] > 2:
-                raise MemoryError
-            return self.network(x, y)
-
-    for _ in range(2):
-        network = OutOfMemory(None)
-        batch = [Tensor(value) for value in batches(8, 1)[0]]
-        optimizer = nn.SGD(network.trainable_params(), 0.1)
-        assert find_micro_batch_size(GradAccumulationCell(network, 1), optimizer, batch, 1 << 40) == 2
-        assert index() == 4.0
 
 
 @pytest.mark.xfail(before(2, 8), reason="MindSpore 2.7 forgets it by itself", raises=pytest.fail.Exception)
@@ -109,39 +83,14 @@ def test_does_not_without(pynative, monkeypatch):
 
 # -- the next update, for each optimizer -------------------------------------------------------------------------------
 
-_NEEDED = {
-    "AdaFactor": {"learning_rate": 0.01, "scale_parameter": False, "relative_step": False},
-    "Momentum": {"learning_rate": 0.01, "momentum": 0.9},
+OPTIMIZERS = {
+    "Adam": lambda weights: nn.Adam(weights, 0.01),
+    "AdamWeightDecay": lambda weights: nn.AdamWeightDecay(weights, 0.01),
+    "AdaFactor": lambda weights: nn.AdaFactor(weights, 0.01, scale_parameter=False, relative_step=False),
+    "Momentum": lambda weights: nn.Momentum(weights, 0.01, 0.9),
+    "experimental AdamW": lambda weights: optim.AdamW(weights, 0.01),
+    "sharded": lambda weights: ShardedOptimizer(nn.AdamWeightDecay, weights, 0.01),
 }
-_SKIPPED = {
-    "AdamOffload": "is for a host beside a device",
-    "LARS": "wraps another optimizer",
-    "Lamb": "has no kernel on CPU",
-    "OptTFTWrapper": "wraps another optimizer",
-    "mint.Adam": "writes nothing in PyNative mode on CPU",
-    "mint.AdamW": "has no kernel on CPU",
-    "mint.FusedAdamW": "has no kernel on CPU",
-    "mint.SGD": "writes nothing in PyNative mode on CPU",
-}
-
-
-def _optimizers():
-    """All classes of the three modules."""
-    for prefix, module in (("", nn), ("experimental.", optim), ("mint.", mint.optim)):
-        for name, kind in sorted(vars(module).items()):
-            if inspect.isclass(kind) and issubclass(kind, (nn.Optimizer, optim.Optimizer)) and name != "Optimizer":
-                yield prefix + name, kind
-
-
-OPTIMIZERS = dict(_optimizers())
-OFTEN = ("Adam", "AdamWeightDecay", "AdaFactor", "Momentum", "experimental.AdamW")
-
-
-def make_optimizer(name, weights):
-    if reason := _SKIPPED.get(name):
-        pytest.skip(f"{name} {reason}")
-    rate = {"learning_rate": 0.01} if issubclass(OPTIMIZERS[name], nn.Optimizer) else {"lr": 0.01}
-    return OPTIMIZERS[name](weights, **_NEEDED.get(name, rate))
 
 
 class Failing(nn.Cell):
@@ -180,19 +129,12 @@ def train(step, network, error, bad=1):
     return everything(step) | {"losses": np.array(losses)}
 
 
-def trained(name, error, bad=1, shards=False):
+def trained(name, error, bad=1):
     network = Failing()
-    network.network.set_train()
-    weights = network.trainable_params()
-    optimizer = ShardedOptimizer(OPTIMIZERS[name], weights, 0.01) if shards else make_optimizer(name, weights)
-    step = TrainOneStepWithGradAccumulationCell(GradAccumulationCell(network, 2), optimizer).set_train()
-    return train(step, network, error, bad)
+    return train(make_step(network, OPTIMIZERS[name], micro_size=2), network, error, bad)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in OFTEN else pytest.mark.thorough) for name in OPTIMIZERS],
-)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_next_update_after_a_runtime_error(name, pynative):
     ms.set_seed(1)
     reference = trained(name, None)
@@ -200,11 +142,6 @@ def test_the_next_update_after_a_runtime_error(name, pynative):
     result = trained(name, RuntimeError("a bad token"))
     assert_identical(result, reference, but={"gaccum_ms.random_state"})
     assert not np.array_equal(result["losses"][2:], result["losses"][:2])
-
-
-def test_the_next_update_of_a_sharded_optimizer(pynative):
-    results = [trained("AdamWeightDecay", error, shards=True) for error in (None, RuntimeError("a bad token"))]
-    assert_identical(*results, but={"gaccum_ms.random_state"})
 
 
 @pytest.fixture
@@ -295,21 +232,19 @@ def everywhere(place, error, steps):
     return {name: value for name, value in left.items() if name not in ignored}
 
 
-PLACES = ("forward", "backward", "count", "split", "transform", "optimizer")
-
-
-@pytest.mark.core("forward-1", "optimizer-1")
+@pytest.mark.core("forward-1", "optimizer-2")
 @pytest.mark.filterwarnings("ignore:.*a batch failed half-way")
-@pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("place", "steps"),
+    [("forward", 1), ("backward", 1), ("count", 2), ("split", 2), ("transform", 2), ("optimizer", 2)],
+)
 def test_the_next_update_wherever_the_error_comes_from(place, steps, pynative):
     reference = everywhere(place, None, steps)
-    for error in (RuntimeError("once"), ValueError("once"), KeyboardInterrupt()):
+    for error in (ValueError("once"), KeyboardInterrupt()):
         assert_identical(everywhere(place, error, steps), reference)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("once"), KeyboardInterrupt()], ids=repr)
-def test_a_gradient_of_ones_own_before_an_accumulator(error, pynative):
+def test_a_gradient_of_ones_own_before_an_accumulator(pynative):
     def run(error):
         network = Failing()
         optimizer = nn.AdamWeightDecay(network.trainable_params(), 0.01)
@@ -329,5 +264,5 @@ def test_a_gradient_of_ones_own_before_an_accumulator(error, pynative):
             losses.append(as_numpy(loss))
         return everything(accumulator) | {"losses": np.array(losses)}
 
-    assert_identical(run(error), run(None), but={"gaccum_ms.random_state"})
+    assert_identical(run(KeyboardInterrupt()), run(None), but={"gaccum_ms.random_state"})
     assert float(Tensor(np.zeros(FEATURES, np.float32))[1]) == 0.0

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from gaccum_ms import EvenSplit, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.backend.random_operators import draws, with_other_seeds
+from tests.support.reference import make_step
 
 CALLS = 3  # of a step with at most four micro-batches
 NUMBERS = 16  # that each operator draws for a sample
@@ -76,59 +76,37 @@ def second_count(x, y):
     return (y < 4).sum()
 
 
-def drawn(options, mode=ms.GRAPH_MODE):
+def drawn(options):
     """What each operator drew, for each micro-batch of three batches of ten samples."""
     ms.set_seed(1)
-    ms.set_context(mode=mode)
     outputs = 2 if "aux" in options else 3 if "loss_weights" in options else 1
-    network = Draws(outputs).set_train()
-    cell = GradAccumulationCell(network, **options)
-    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.01)).set_train()
+    network = Draws(outputs)
+    step = make_step(network, **options)
     x = Tensor(np.random.default_rng(0).normal(size=(10, NUMBERS)).astype(np.float32))
     y = Tensor(np.arange(10, dtype=np.float32).reshape(10, 1))
     outputs = [step(x, y) for _ in range(CALLS)]
     if "aux" in options:
         return np.concatenate([one[1].asnumpy()[:: -(-10 // options["micro_size"])] for one in outputs])
-    found = network.drawn.asnumpy()
-    return found[found.any(axis=1)]
+    rows = network.drawn.asnumpy()
+    return rows[rows.any(axis=1)]
 
 
-OPTIONS = {
-    "aux": ({"micro_size": 4, "aux": True}, 4, False),
-    "noise": ({"micro_size": 3, "record_noise": True, "aux": True}, 3, True),
-    "ragged": ({"micro_size": 3}, 3, True),
-    "even": ({"micro_size": 2}, 2, True),
-    "even aux": ({"micro_size": 2, "aux": True}, 2, True),
-    "window": ({"micro_size": 3, "accumulation_steps": 2, "record_noise": True}, 3, True),
-    "dropping": ({"micro_size": 3, "overflow": "drop_micro_batch", "aux": True}, 3, True),
-    "shared": ({"micro_size": 3, "split": EvenSplit()}, 3, True),
-    "function": ({"split": rows_of_several_sizes}, 4, True),
-    "losses": ({"micro_size": 3, "loss_weights": (1.0, 1.0), "count": (first_count, second_count)}, 3, True),
-}
-
-
+@pytest.mark.core("aux")
 @pytest.mark.parametrize(
     ("options", "number"),
     [
-        pytest.param(options, number, id=name, marks=[pytest.mark.thorough] * thorough)
-        for name, (options, number, thorough) in OPTIONS.items()
+        ({"micro_size": 4, "aux": True}, 4),
+        ({"micro_size": 3, "accumulation_steps": 2, "record_noise": True}, 3),
+        ({"split": rows_of_several_sizes}, 4),
+        ({"micro_size": 3, "loss_weights": (1.0, 1.0), "count": (first_count, second_count)}, 3),
     ],
+    ids=["aux", "window", "function", "losses"],
 )
 def test_no_two_micro_batches_draw_the_same(options, number):
-    found = drawn(options)
-    assert len(found) == CALLS * number
-    for operator in range(found.shape[1]):
-        values = found[:, operator]
-        assert len(np.unique(values)) > len(values) - 2, (
-            operator,
-            values,
-        )  # two of 65,536 masks may be equal by chance
-
-
-@pytest.mark.thorough
-def test_the_same_in_a_step_that_is_compiled_in_pynative_mode():
-    found = drawn({**OPTIONS["ragged"][0], "jit": True}, ms.PYNATIVE_MODE)
-    assert all(len(np.unique(values)) > len(values) - 2 for values in found.T)
+    numbers = drawn(options)
+    assert len(numbers) == CALLS * number
+    for operator, values in enumerate(numbers.T):
+        assert len(np.unique(values)) > len(values) - 2, (operator, values)  # two of 65,536 masks may be equal
 
 
 class Plain(nn.Cell):
@@ -158,8 +136,7 @@ def test_a_copy_shares_everything_that_does_not_draw():
 def test_a_copy_has_the_flags_of_its_compilation():
     """A dropout that the user stops after the step was built drops nothing in any micro-batch."""
     network = nn.WithLossCell(nn.SequentialCell(nn.Dropout(p=0.5), nn.Dense(4, 1, "ones", "zeros")), nn.MSELoss())
-    cell = GradAccumulationCell(network, 3)
-    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.0)).set_train()
+    step = make_step(network, lambda weights: nn.SGD(weights, 0.0), micro_size=3)
     x, y = Tensor(np.ones((10, 4), np.float32)), Tensor(np.zeros((10, 1), np.float32))
     network.set_train(False)
     assert float(step(x, y)) == 16

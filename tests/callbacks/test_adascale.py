@@ -62,14 +62,13 @@ def adascale(windows, smoothing, schedule=lambda steps: 1.0, rate=RATE):
     return weight, gains, progresses
 
 
-@pytest.mark.core("pynative-None-micro-batches", "graph-0.5-spanning")
 @pytest.mark.parametrize(
-    ("options", "batch"),
-    [({}, 8), ({"accumulation_steps": 2, "micro_size": 2}, 4)],
+    ("mode", "options", "batch", "smoothing"),
+    [("pynative", {}, 8, None), ("graph", {"accumulation_steps": 2, "micro_size": 2}, 4, 0.5)],
+    indirect=["mode"],
     ids=["micro-batches", "spanning"],
 )
-@pytest.mark.parametrize("smoothing", [None, 0.5])
-def test_rates_follow_the_paper(options, batch, smoothing, mode):
+def test_rates_follow_the_paper(mode, options, batch, smoothing):
     y = 3 * targets(48)  # noisy enough for an estimate from each window
     callback = AdaScale(smoothing=smoothing)
     step = fit(y, batch, callback, **options)

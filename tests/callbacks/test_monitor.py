@@ -102,8 +102,8 @@ def events(path):
         content = content[16 + length :]
 
 
-def assert_scalars(found, records):
-    """`found` : (tag, step, value) of each scalar."""
+def assert_scalars(scalars, records):
+    """`scalars` : the tag, step and value of each."""
     expected = {
         (f"window/{name}", record.update): float(getattr(record, name))
         for record in records
@@ -115,25 +115,21 @@ def assert_scalars(found, records):
         for record in records
         for term, loss in enumerate(record.loss_terms or ())
     }
-    assert {(tag, step) for tag, step, _ in found} == expected.keys()
-    assert len(found) == len(expected)
-    for tag, step, value in found:
+    assert {(tag, step) for tag, step, _ in scalars} == expected.keys()
+    assert len(scalars) == len(expected)
+    for tag, step, value in scalars:
         np.testing.assert_allclose(value, expected[tag, step], rtol=1e-6, err_msg=tag)
 
 
-@pytest.mark.core(several=True)
-@pytest.mark.parametrize("several", [False, True], ids=["one loss", "two losses"])
-def test_tensorboard_reads_each_number(several, tmp_path, pynative):
+def test_tensorboard_reads_each_number(tmp_path, pynative):
     tensorboard = pytest.importorskip("tensorboardX", reason="TensorBoard's writer is the user's to install")
     from tensorboardX.proto.event_pb2 import Event
 
     writer = tensorboard.SummaryWriter(str(tmp_path))
     monitor = WindowMonitor(summary=writer)
-    options = {"accumulation_steps": 2}
-    if several:
-        options = {"line": oracle.MeanAndMean, "columns": (X, Y, Y), "micro_size": 1, "loss_weights": (1.0, 2.0)}
-        options["epochs"] = 1
-    records, _ = fit(max_grad_norm=100.0, scale_sense=manager(), monitor=monitor, **options)
+    two_losses = {"line": oracle.MeanAndMean, "columns": (X, Y, Y), "loss_weights": (1.0, 2.0)}
+    options = {"micro_size": 1, "max_grad_norm": 100.0, "scale_sense": manager()}
+    records, _ = fit(epochs=1, monitor=monitor, **two_losses, **options)
     writer.close()
     (path,) = tmp_path.iterdir()
     read = [Event.FromString(payload) for payload in events(path)]
@@ -198,8 +194,8 @@ def test_mindspores_summary_holds_each_number(tmp_path):
     assert len(records) == 2
     (path,) = (path for path in folder.iterdir() if path.name.endswith("_MS"))
     read = [summary_pb2.Event.FromString(payload) for payload in events(path)]
-    found = [(value.tag, event.step, value.scalar_value) for event in read for value in event.summary.value]
-    assert_scalars(found, records)
+    scalars = [(value.tag, event.step, value.scalar_value) for event in read for value in event.summary.value]
+    assert_scalars(scalars, records)
 
 
 @pytest.mark.parametrize(

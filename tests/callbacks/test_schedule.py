@@ -24,7 +24,7 @@ from gaccum_ms import (
 from gaccum_ms.accumulation import assembly
 from gaccum_ms.accumulation.open_window import OpenWindow
 from tests.accumulation.test_windows import LINE_X, LINE_Y, RATE, line_data, line_oracle, line_step, place
-from tests.support.modes import MODES
+from tests.support import reference
 from tests.support.reference import Line, as_numpy
 from tests.support.reuse import Reused
 from tests.support.versions import before
@@ -57,11 +57,9 @@ def assert_windows(step, records, windows, rate=RATE):
     np.testing.assert_allclose(as_numpy(step.weights[0]), line_oracle(windows, rate=rate)[0][-1], rtol=1e-5)
 
 
-@pytest.mark.core(mode="pynative")
-def test_a_given_number_of_one_is_a_choice_like_any_other(mode):
-    """It is all that is given, as in ``max(round(64 / batch), 1)`` , and a schedule may begin there."""
-    cell = GradAccumulationCell(Line(1.0), accumulation_steps=1)
-    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), RATE))
+def test_accumulation_steps_of_one_are_a_choice_like_any_other(pynative):
+    """They are all that is set, as in ``max(round(64 / batch), 1)`` , and a schedule may begin there."""
+    step = reference.make_step(Line(1.0), lambda weights: nn.SGD(weights, RATE), accumulation_steps=1)
     _, records = fit(AccumulationScheduler({0: 1, 1: 3}), epochs=2, step=step)
     assert_windows(step, records, [1] * 7 + [3, 3, 1])
 
@@ -69,17 +67,14 @@ def test_a_given_number_of_one_is_a_choice_like_any_other(mode):
 # -- MindSpore's newer optimizers, which have no `global_step` ---------------------------------------------------------
 
 NEWER = {
-    "experimental": lambda weights: optim.SGD(weights, 0.1),
-    "experimental, of groups": lambda weights: optim.SGD([{"params": weights, "lr": 0.1}], 0.5),
+    "experimental": lambda weights: optim.SGD([{"params": weights, "lr": 0.1}], 0.5),
     "mint": lambda weights: mint.optim.SGD(weights, 0.1),
 }
 
 
 def fit_line(optimizer, **schedule):
     """Two epochs, windows of one batch and then of two, watched by all callbacks that read the rate."""
-    ms.set_context(mode=ms.GRAPH_MODE)  # mint's optimizers do nothing on CPU in PyNative mode
-    cell = GradAccumulationCell(Line(1.0), 2)
-    step = TrainOneStepWithGradAccumulationCell(cell, optimizer(cell.trainable_params()))
+    step = reference.make_step(Line(1.0), optimizer, micro_size=2)
     monitor, bar = WindowMonitor(), io.StringIO()
     scheduler = AccumulationScheduler({0: 1, 1: 2}, **schedule)
     data = NumpySlicesDataset((LINE_X[:8], LINE_Y[:8]), shuffle=False).batch(2)
@@ -98,18 +93,15 @@ def line_weight(rates):
     return weight
 
 
-@pytest.mark.core("experimental, of groups", "mint")
-@pytest.mark.parametrize(
-    "kind",
-    ["experimental", "experimental, of groups", pytest.param("mint", marks=REFUSED_ON_2_7)],
-)
-def test_the_rate_of_an_optimizer_without_global_step_is_read(kind):
-    rates, weight = fit_line(NEWER[kind])
+@REFUSED_ON_2_7
+def test_the_rate_of_an_optimizer_without_global_step_is_read():
+    """In graph mode: mint's optimizers do nothing on CPU in PyNative mode."""
+    rates, weight = fit_line(NEWER["mint"])
     np.testing.assert_allclose(rates, [0.1] * 6, rtol=1e-6)
     np.testing.assert_allclose(weight, line_weight([0.1] * 6), rtol=1e-5)
 
 
-def test_the_rate_of_an_optimizer_without_global_step_follows():
+def test_the_rate_of_an_optimizer_without_global_step_follows(pynative):
     rates, weight = fit_line(NEWER["experimental"], learning_rate="linear")
     expected = [0.1] * 4 + [0.2] * 2
     np.testing.assert_allclose(rates, expected, rtol=1e-6)
@@ -125,19 +117,15 @@ def test_a_rate_that_is_compiled_in_is_refused_before_it_trains():
 # -- which windows -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.core("1-graph")
-@pytest.mark.parametrize(("own", "mode"), [(1, "graph"), (4, "graph"), (1, "pynative")])
-def test_by_epoch_without_compiling_anew(own, mode):
+def test_by_epoch_without_compiling_anew():
     """Also from a cell without accumulation_steps. Epochs end with a short window, because they are flushed."""
-    ms.set_context(mode=MODES[mode])
-    step, records = fit(AccumulationScheduler({3: 20, 0: 1, 1: 2}), step=line_step(own, micro_size=2))
+    step, records = fit(AccumulationScheduler({3: 20, 0: 1, 1: 2}), step=line_step(1, micro_size=2))
     assert_windows(step, records, [1] * 7 + [2, 2, 2, 1] * 2 + [7])
     assert [record.epoch for record in records] == [1] * 7 + [2] * 4 + [3] * 4 + [4]
-    if mode == "graph":
-        assert len(step.compile_cache) == 1
+    assert len(step.compile_cache) == 1
 
 
-def test_a_second_training_begins_with_the_cells_own_number_again():
+def test_a_second_training_begins_with_the_cells_own_number_again(pynative):
     """It does not begin with the number with which the first training ended."""
     step, monitor = reused_step(3), WindowMonitor()
     for _ in range(2):
@@ -148,21 +136,19 @@ def test_a_second_training_begins_with_the_cells_own_number_again():
     np.testing.assert_allclose([record.learning_rate for record in monitor.records], rates, rtol=1e-5)
 
 
-@pytest.mark.parametrize("own", [1, 2])
-def test_by_a_function_of_the_number_of_updates(own):
+def test_by_a_function_of_the_number_of_updates(pynative):
     asked = []
 
     def schedule(update):
         asked.append(update)
         return 1 + update % 3
 
-    step, records = fit(AccumulationScheduler(schedule), own, epochs=2, each_epoch=False)
+    step, records = fit(AccumulationScheduler(schedule), epochs=2, each_epoch=False)
     assert_windows(step, records, [1, 2, 3, 1, 2, 3, 1, 1])  # the last is flushed: no batches are left
     assert sorted(set(asked)) == list(range(len(records) + 1))  # after the last window too
 
 
-@pytest.mark.core(mode="graph")
-def test_a_change_that_comes_due_in_mid_window_waits_for_its_end(mode):
+def test_a_change_that_comes_due_in_mid_window_waits_for_its_end(pynative):
     """The second epoch begins within a window of three, which updates at the rate for three."""
     scheduler = AccumulationScheduler({0: 3, 1: 2}, learning_rate="linear")
     step, records = fit(scheduler, own=3, epochs=2, each_epoch=False)
@@ -182,8 +168,7 @@ def windows_of(step):
     return windows
 
 
-@pytest.mark.core(mode="graph")
-def test_an_open_window_keeps_the_number_that_it_began_with(mode):
+def test_an_open_window_keeps_the_number_that_it_began_with(pynative):
     assert windows_of(reused_step(3)) == [3, 1, 1]
 
 
@@ -204,19 +189,17 @@ WINDOWS = [2, 2, 2, 1, 4, 3] + [1] * 7
 RATIOS = [1] * 4 + [2] * 2 + [0.5] * 7
 
 
-@pytest.mark.core("graph-linear", "graph-sqrt")
 @pytest.mark.parametrize("rule", ["linear", "sqrt"])
-def test_the_learning_rate_follows(rule, mode):
-    """The rate given to the optimizer is for the cell's own number; a compiled step sees each new rate."""
+def test_the_learning_rate_follows(rule):
+    """The optimizer's rate is for the cell's own number; a compiled step sees each new rate."""
     step, records = fit(AccumulationScheduler({1: 4, 2: 1}, learning_rate=rule), own=2, epochs=3)
     rates = [RATE * (ratio if rule == "linear" else ratio**0.5) for ratio in RATIOS]
     np.testing.assert_allclose([record.learning_rate for record in records], rates, rtol=1e-6)
     assert_windows(step, records, WINDOWS, rate=lambda update: rates[update])
-    if mode == "graph":
-        assert len(step.compile_cache) == 1
+    assert len(step.compile_cache) == 1
 
 
-def test_the_learning_rate_follows_what_it_was_for_not_the_cells_own_number(tmp_path):
+def test_the_learning_rate_follows_what_it_was_for_not_the_cells_own_number(tmp_path, pynative):
     """Saved at a rate for four batches, and resumed by a cell with two: the rate is already for four."""
     schedule = AccumulationScheduler({0: 1, 1: 4}, learning_rate="linear")
     step, _ = fit(schedule, epochs=2)

@@ -45,7 +45,7 @@ def accuracy(logits, labels):
     return (logits.argmax(1) == labels).mean()
 
 
-def trained(callbacks, epochs=2, scaled=False, ratio=False, sink=False, **options):
+def trained(callbacks, epochs=2, scaled=False, ratio=False, **options):
     """Train on batches of six samples; the last has five."""
     options = {"micro_size": 2, "reduction": "ratio" if ratio else "mean", **options}
     cell = GradAccumulationCell(WithLogits(ratio), aux=True, **options)
@@ -53,7 +53,7 @@ def trained(callbacks, epochs=2, scaled=False, ratio=False, sink=False, **option
     optimizer = nn.SGD(cell.trainable_params(), 0.5)
     model = ms.Model(TrainOneStepWithGradAccumulationCell(cell, optimizer, scale).set_train())
     data_set = NumpySlicesDataset((X, Y), shuffle=False).batch(6)
-    model.train(epochs, data_set, callbacks=callbacks, dataset_sink_mode=sink)
+    model.train(epochs, data_set, callbacks=callbacks, dataset_sink_mode=False)
     return model.train_network
 
 
@@ -109,23 +109,6 @@ def test_a_metric_may_choose_its_outputs(pynative):
     metrics = TrainingMetrics({"logits less themselves": train.MAE().set_indexes([0, 0])}, show=False)
     trained([metrics], 1)
     assert metrics.history == [{"logits less themselves": 0.0}]
-
-
-@pytest.mark.thorough
-def test_with_data_sinking_the_last_outputs_are_there():
-    ms.set_context(mode=ms.GRAPH_MODE)
-
-    class Outputs(train.Callback):
-        def on_train_epoch_end(self, run_context):
-            self.outputs = run_context.original_args().net_outputs
-
-    outputs = Outputs()
-    step = trained([outputs], 1, sink=True)
-    loss, logits, labels = outputs.outputs
-    assert loss.shape == ()
-    assert logits.shape == (5, CLASSES)
-    np.testing.assert_array_equal(labels.asnumpy(), Y[18:])
-    assert int(step.update_count.asnumpy()) == 4
 
 
 class Plain(WithLogits):

@@ -16,10 +16,6 @@ from tests.support.two_ranks import leave
 from tests.training.test_auto_size import WithStatistics, halving_step, make_step, marked, run, state
 
 
-def weights(step):
-    return vector(step.weights)
-
-
 def main(out: Path) -> None:
     ms.set_context(mode=ms.GRAPH_MODE)
     init()
@@ -50,12 +46,11 @@ def main(out: Path) -> None:
         ms.set_context(mode=ms.GRAPH_MODE)
         results[f"{kind}/sizes"] = np.array(sizes)
         for name, one in (("auto", step), ("whole", whole)):
-            results[f"{kind}/{name}"] = weights(one)
+            results[f"{kind}/{name}"] = vector(one.weights)
             results[f"{kind}/{name}_updates"] = one.update_count.asnumpy()
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "For 'GradAccumulationCell', memory ran out")
-        compare("one batch")
         compare("window", accumulation_steps=2)
         compare("flush", accumulation_steps=8, flush=True)
 

@@ -14,7 +14,7 @@ from tests.ranks.transforms_worker import (
     NORM,
     SAVED,
     SPIKE,
-    TRAININGS,
+    STEPS,
     WINDOWS,
     data,
     file_of,
@@ -40,12 +40,12 @@ def ranks(rank_pair, out):
     return rank_pair.worker("tests.ranks.transforms_worker", out)
 
 
-def whole(steps):
+def whole():
     """The weights after each window and the averages, of one process with the batches of both ranks."""
-    parts = [data(rank, steps) for rank in (0, 1)]
+    parts = [data(rank) for rank in (0, 1)]
     windows = [
-        tuple(np.concatenate(column) for column in zip(*(parts[0][at : at + steps] + parts[1][at : at + steps])))  # noqa: B905
-        for at in range(0, WINDOWS * steps, steps)
+        tuple(np.concatenate(column) for column in zip(*(parts[0][at : at + STEPS] + parts[1][at : at + STEPS])))  # noqa: B905
+        for at in range(0, WINDOWS * STEPS, STEPS)
     ]
     network = Regression()
     optimizer = ByHand(momentum(network, False), [by_hand.spikes(norm=NORM), by_hand.global_norm(MAX_NORM)])
@@ -55,10 +55,9 @@ def whole(steps):
     return rows, np.concatenate([one.ravel() for one in average.values])
 
 
-@pytest.mark.core("windows, sharded", "accumulator")
-@pytest.mark.parametrize("name", [*TRAININGS, "accumulator"])
+@pytest.mark.parametrize("name", ["step", "accumulator"])
 def test_ranks_decide_alike_and_as_one_process(ranks, name):
-    rows, averages = whole(TRAININGS[name][1] if name in TRAININGS else 2)
+    rows, averages = whole()
     both = [case(one, name) for one in ranks]
     for one in both:
         assert one["updates"].tolist() == [number + (number < SPIKE) for number in range(WINDOWS)]
@@ -72,8 +71,8 @@ def test_ranks_decide_alike_and_as_one_process(ranks, name):
 
 def test_ranks_whose_norms_differ_decide_by_their_mean(ranks):
     for one in ranks:
-        found = case(one, "disagree")
-        assert (int(found["below"]), int(found["above"])) == (0, 1)
+        updates = case(one, "disagree")
+        assert (int(updates["below"]), int(updates["above"])) == (0, 1)
 
 
 # -- resumed on another number of ranks, in the middle of a window that is left out as a spike ------------------------
@@ -81,30 +80,29 @@ def test_ranks_whose_norms_differ_decide_by_their_mean(ranks):
 
 def joined():
     """The batches of one process, which join the batches of both ranks."""
-    pairs = zip(*(data(rank, 2) for rank in (0, 1)), strict=True)
+    pairs = zip(*(data(rank) for rank in (0, 1)), strict=True)
     return [[Tensor(np.concatenate(column)) for column in zip(*pair, strict=True)] for pair in pairs]
 
 
 def assert_went_on(got):
-    rows, averages = whole(2)
+    rows, averages = whole()
     assert (int(got["updates"]), int(got["averaged"]), int(got["skipped"])) == (WINDOWS - 1, WINDOWS - 1, 1)
     assert relative_error(got["weights"], rows[-1]) < 1e-5
     assert relative_error(got["averages"], averages) < 1e-5
     np.testing.assert_array_equal(got["swapped"], got["averages"])
 
 
-@pytest.mark.thorough
-def test_one_process_goes_on_with_the_transforms_of_two_ranks(ranks, out):
-    case(ranks[0], "windows, sharded")  # this case saves
-    step = make_step(2, False)
+def test_one_process_goes_on_with_the_transforms_of_two_ranks(ranks, out, pynative):
+    case(ranks[0], "step")  # this case saves
+    step = make_step()
     resume(step, [file_of(out, rank) for rank in (0, 1)])
     for batch in joined()[SAVED:]:
         step(*batch)
     assert_went_on(left(step))
 
 
-def test_two_ranks_go_on_with_the_transforms_of_one_process(ranks, out):
-    step = make_step(2, False)
+def test_two_ranks_go_on_with_the_transforms_of_one_process(ranks, out, pynative):
+    step = make_step()
     for batch in joined()[:SAVED]:
         step(*batch)
     ms.save_checkpoint(step, file_of(out, "alone"))

@@ -12,7 +12,6 @@ from mindspore import Tensor, nn
 from mindspore.communication import get_rank
 
 from gaccum_ms import (
-    Accumulators,
     ClipByGlobalNorm,
     GradAccumulationCell,
     GradAccumulator,
@@ -28,22 +27,15 @@ from tests.support.two_ranks import Results
 
 RATE, DECAY, NORM, MAX_NORM = 0.05, 0.5, 3.0, 0.3
 SPIKE = 2  # the window whose targets are far off, on rank 1 alone
-# By name: the mode, batches of a window, the optimizer, and further options.
-TRAININGS: dict[str, tuple[str, int, bool, dict]] = {
-    "graph": ("graph", 1, False, {}),
-    "eager": ("pynative", 1, False, {}),
-    "sharded": ("graph", 1, True, {"accumulators": Accumulators(sharded=True)}),
-    "windows, sharded": ("graph", 2, True, {}),
-}
-WINDOWS, SAMPLES = 5, 6
-SAVED = 5  # batches before the checkpoint: with windows of two, the middle of window SPIKE
+WINDOWS, STEPS, SAMPLES = 5, 2, 6
+SAVED = 5  # batches before the checkpoint: the middle of window SPIKE
 
 
-def data(rank: int, steps: int) -> list[tuple[np.ndarray, np.ndarray]]:
+def data(rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """A rank's batches."""
     result = []
-    for number, (x, y) in enumerate(batches(SAMPLES, WINDOWS * steps, seed=40 + rank)):
-        far = rank == 1 and number // steps == SPIKE
+    for number, (x, y) in enumerate(batches(SAMPLES, WINDOWS * STEPS, seed=40 + rank)):
+        far = rank == 1 and number // STEPS == SPIKE
         result.append((x, (y * (100 if far else 1)).astype(np.float32)))
     return result
 
@@ -58,15 +50,14 @@ def set_up(mode: str) -> None:
     ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
 
 
-def make_step(steps: int, sharded: bool, **options) -> TrainOneStepWithGradAccumulationCell:
+def make_step(sharded: bool = False) -> TrainOneStepWithGradAccumulationCell:
     """A step whose transforms are a judge, a clip and an average."""
     network = Regression()
     cell = GradAccumulationCell(
         network,
         2,
-        accumulation_steps=steps,
+        accumulation_steps=STEPS,
         transforms=(SkipSpikes(norm=NORM), ClipByGlobalNorm(MAX_NORM), WeightAverage(DECAY)),
-        **options,
     )
     return TrainOneStepWithGradAccumulationCell(cell, momentum(network, sharded)).set_train()
 
@@ -93,41 +84,41 @@ def file_of(out: Path, who: int | str) -> str:
 
 def go_on(out: Path) -> Results:
     """Two ranks finish the training that one process has begun."""
-    set_up("graph")
-    step = make_step(2, False)
+    set_up("pynative")
+    step = make_step()
     resume(step, file_of(out, "alone"))
-    for batch in data(get_rank(), 2)[SAVED:]:
+    for batch in data(get_rank())[SAVED:]:
         step(*map(Tensor, batch))
     return {f"from one process/{key}": value for key, value in left(step).items()}
 
 
-def train(name: str, out: Path) -> Results:
-    mode, steps, sharded, options = TRAININGS[name]
-    set_up(mode)
-    step = make_step(steps, sharded, **options)
+def train(out: Path) -> Results:
+    """Windows of two batches, with a sharded optimizer."""
+    set_up("graph")
+    step = make_step(sharded=True)
     average = step.update.links[-1]
     rows, updates = [], []
-    for number, batch in enumerate(data(get_rank(), steps), start=1):
+    for number, batch in enumerate(data(get_rank()), start=1):
         step(*map(Tensor, batch))
-        if steps > 1 and number == SAVED:
+        if number == SAVED:
             with step.optimizer.whole_state():
                 ms.save_checkpoint(step, file_of(out, get_rank()))
-        if number % steps == 0:
+        if number % STEPS == 0:
             rows.append(vector(step.weights))
             updates.append(int(step.update_count.asnumpy()))
     with step.averaged_weights():
         swapped = vector(step.weights)
     return {
-        f"{name}/weights": np.stack(rows),
-        f"{name}/updates": np.array(updates),
-        f"{name}/skipped": as_numpy(step.skipped_updates),
-        f"{name}/norm": as_numpy(step.judged_norm),
-        f"{name}/averages": vector(average.averages),
-        f"{name}/swapped": swapped,
+        "step/weights": np.stack(rows),
+        "step/updates": np.array(updates),
+        "step/skipped": as_numpy(step.skipped_updates),
+        "step/norm": as_numpy(step.judged_norm),
+        "step/averages": vector(average.averages),
+        "step/swapped": swapped,
     }
 
 
-def disagree() -> Results:
+def disagree(out: Path) -> Results:
     """The ranks' norms are on both sides of a limit, as rounding may make them. With a ShardedOptimizer, one rank that
     updates alone would wait for the other for ever."""
     set_up("graph")
@@ -142,12 +133,12 @@ def disagree() -> Results:
         limit = float(factor * np.sqrt(network.hidden.size))
         cell = GradAccumulationCell(network, 2, transforms=(by_rank, SkipSpikes(norm=limit)))
         step = TrainOneStepWithGradAccumulationCell(cell, momentum(network, False)).set_train()
-        step(*map(Tensor, data(get_rank(), 1)[0]))
+        step(*map(Tensor, data(get_rank())[0]))
         results[f"disagree/{name}"] = as_numpy(step.update_count)
     return results
 
 
-def accumulate() -> Results:
+def accumulate(out: Path) -> Results:
     """The same transforms in a hand-written loop."""
     set_up("pynative")
     network, average = Regression(), WeightAverage(DECAY)
@@ -155,7 +146,7 @@ def accumulate() -> Results:
     accumulator = GradAccumulator(optimizer, 2, transforms=(SkipSpikes(norm=NORM), ClipByGlobalNorm(MAX_NORM), average))
     grad_fn = ms.value_and_grad(network, None, optimizer.parameters)
     rows, updates = [], []
-    for number, batch in enumerate(data(get_rank(), 2), start=1):
+    for number, batch in enumerate(data(get_rank()), start=1):
         accumulator(grad_fn(*map(Tensor, batch))[1])
         if number % 2 == 0:
             rows.append(vector(network.trainable_params()))
@@ -170,17 +161,4 @@ def accumulate() -> Results:
     }
 
 
-def _case(name: str):
-    return lambda out: train(name, out)
-
-
-def _alone(task):
-    return lambda out: task()
-
-
-CASES: dict = {
-    **{name: _case(name) for name in TRAININGS},
-    "disagree": _alone(disagree),
-    "from one process": go_on,
-    "accumulator": _alone(accumulate),
-}
+CASES = {"step": train, "disagree": disagree, "from one process": go_on, "accumulator": accumulate}

@@ -20,6 +20,7 @@ from gaccum_ms import (
 )
 from gaccum_ms.layers.state import advice_about_state
 from gaccum_ms.losses.known_losses import advice_about_losses
+from tests.support import reference
 from tests.support.reference import FEATURES, Regression, as_numpy, batches, relative_error
 
 TOLERANCE = 1e-5
@@ -40,8 +41,7 @@ def linear(outputs):
 
 
 def make_step(network, **options):
-    cell = GradAccumulationCell(network, **(options or {"micro_size": 4}))
-    return TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+    return reference.make_step(network, **(options or {"micro_size": 4}))
 
 
 def told(step, *batch) -> list[str]:
@@ -110,9 +110,8 @@ def test_class_weights_are_told_and_their_count_is_exact(kind, pynative):
         assert not relative_error(naive, wanted) < 0.1
 
 
-@pytest.mark.core("graph-dice", "pynative-rmse", "pynative-dice of classes")
 @pytest.mark.parametrize("kind", OF_BATCH)
-def test_losses_of_the_whole_batch_are_told_and_exact_as_such(kind, mode):
+def test_losses_of_the_whole_batch_are_told_and_exact_as_such(kind, pynative):
     texts = told(make_step(nn.WithLossCell(*OF_BATCH[kind]())), X, ONE_HOT)
     assert len(texts) == 1
     assert "over the whole batch" in texts[0] and "gaccum_ms.WithBatchLossCell(backbone, loss)" in texts[0]
@@ -184,17 +183,16 @@ LENGTHS = np.array([[7], [2], [2], [7], [3], [1]])
 SHIFTED = np.where(np.arange(7) < LENGTHS, TOKENS, -100).astype(np.int32)
 
 
-@pytest.mark.core(mode="graph")
-def test_shifted_labels_are_counted_exactly(mode):
+def test_shifted_labels_are_counted_exactly(pynative):
     (text,) = told(make_step(LanguageModel(), micro_size=3), SHIFTED, TOKENS)
     assert "CountNotIgnored(position=0); with shift=1" in text
     wanted = update_of(whole, LanguageModel(), SHIFTED, TOKENS)
     for shift, exact in ((1, True), (0, False)):
         count = CountNotIgnored(position=0, shift=shift)
-        found = update_of(
+        counted = update_of(
             lambda network, c=count: make_step(network, micro_size=3, count=c), LanguageModel(), SHIFTED, TOKENS
         )
-        assert (relative_error(found, wanted) < TOLERANCE) == exact
+        assert (relative_error(counted, wanted) < TOLERANCE) == exact
 
 
 def test_labels_that_all_samples_ignore_alike_draw_no_warning(pynative):
@@ -304,21 +302,19 @@ def test_batch_norm_and_window_batch_norm_are_no_state_of_ones_own(pynative):
 
 
 class WithSummary(nn.Cell):
-    def __init__(self, kind):
+    def __init__(self):
         super().__init__()
         self.dense = dense()
-        self.summary = kind()
-        self.tensors = kind is ops.TensorSummary
+        self.summary = ops.ScalarSummary()
 
     def construct(self, x):
         loss = ops.square(self.dense(x)).mean()
-        self.summary("loss", loss.reshape((1,)) if self.tensors else loss)
+        self.summary("loss", loss)
         return loss
 
 
-@pytest.mark.parametrize("kind", [ops.ScalarSummary, ops.TensorSummary])
-def test_summaries_are_told_to_be_of_the_last_micro_batch(kind):
-    texts = told(make_step(WithSummary(kind)), X)
+def test_summaries_are_told_to_be_of_the_last_micro_batch():
+    texts = told(make_step(WithSummary()), X)
     assert len(texts) == 1
     assert "records summaries (WithSummary), and of a batch only the last micro-batch's is kept" in texts[0]
 

@@ -35,7 +35,7 @@ from gaccum_ms.backend.snapshot import Snapshot
 from gaccum_ms.memory.proc import sizes_in
 from gaccum_ms.training.found_size import FoundSize
 from tests.support.alone import alone
-from tests.support.reference import OPTIMIZERS, Outer, Regression, as_numpy, batches, relative_error
+from tests.support.reference import OPTIMIZERS, Outer, Regression, as_numpy, batches, relative_error, vector
 from tests.support.state import assert_close, assert_identical
 from tests.support.two_ranks import case, run_on_two_ranks
 
@@ -107,17 +107,6 @@ def state(step):
 
 # -- as with an explicit number ----------------------------------------------------------------------------------------
 
-# The mode, and the cell's options.
-OPTIONS = {
-    "loss scale": (ms.GRAPH_MODE, {}),
-    "sum": (ms.GRAPH_MODE, {"reduction": "sum", "max_grad_norm": 0.5}),
-    "window": (
-        ms.PYNATIVE_MODE,
-        {"count": CountNotIgnored(), "accumulators": Accumulators(compensated=True), "accumulation_steps": 2},
-    ),
-    "noise": (ms.GRAPH_MODE, {"record_noise": True, "overflow": "drop_micro_batch"}),
-}
-
 
 def auto_step(size, **options):
     """A step that has its size, without a search."""
@@ -132,11 +121,11 @@ def number_step(size, **options):
     return make_step(Regression(), micro_batch_size=size, **options | {"jit": False})
 
 
-def assert_auto_is_the_number(size, data, scale=lambda: None, **options):
+def assert_auto_is_the_number(size, data, **options):
     """Check equality except for the last bits, in which CPU kernels depend on the weights' addresses."""
     runs = []
     for make in (auto_step, number_step):
-        step = make(size, scale=scale(), **options)
+        step = make(size, **options)
         network = step.network
         losses = run(step, data)
         assert step.micro_batch_size == size
@@ -147,64 +136,17 @@ def assert_auto_is_the_number(size, data, scale=lambda: None, **options):
     assert_close(runs[0][1], runs[1][1], 1e-6)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", OPTIONS)
-def test_trains_as_with_the_number(kind):
-    """Micro-batches have six samples, and a window's last batch is short. Both steps return the same loss scale, which
-    grows at every second update."""
-    mode, options = OPTIONS[kind]
-    ms.set_context(mode=mode)
-    last = batches(5 if kind == "window" else 16, 1, seed=8)
-    scale = (lambda: nn.DynamicLossScaleUpdateCell(2.0**20, 2, 2)) if kind == "loss scale" else lambda: None
-    assert_auto_is_the_number(6, [*batches(16, 3), *last], scale, **options)
-
-
 def test_a_batch_that_fits_whole_is_not_split(pynative):
     """With the number, there are no accumulators; with "auto" there always are."""
     assert_auto_is_the_number(16, batches(16, 3))
 
 
-class RaisesAboveTwo(Regression):
-    """Raises MindSpore's out-of-memory error above two samples."""
-
-    def construct(self, x, y):
-        if x.shape[0] > 2:
-            raise RuntimeError("std::bad_alloc")
-        return super().construct(x, y)
-
-
 @pytest.mark.thorough
-def test_the_size_is_found_once_at_the_first_batch(monkeypatch, pynative):
-    """An earlier flush has nothing to do."""
-    from gaccum_ms.memory.trial import Trials
-
-    tried = []
-    one_trial = Trials.run
-    monkeypatch.setattr(Trials, "run", lambda self, *size: tried.append(size) or one_trial(self, *size))
-    step = make_step(RaisesAboveTwo(), micro_batch_size=AutoSize(PLENTY), accumulation_steps=2)
-    assert not step.flush()
-    assert step.micro_batch_size is None
-    run(step, batches(3, 1))
-    assert step.micro_batch_size == 2
-    assert tried
-    tried.clear()
-    assert step.flush()
-    run(step, batches(3, 2))
-    assert not tried
-
-
-@pytest.mark.thorough
-def test_what_training_has_halved_is_remembered(pynative):
-    data = [marked(one) for one in batches(4, 3)]
-    loss, step = halving_step(search=True)
-    run(step, data[:2])
-    assert step.micro_batch_size == 4
-    loss.set_largest(2)
-    with pytest.warns(UserWarning, match="goes on with"):
-        run(step, data[2:])
-    another = make_step(loss, micro_batch_size=AutoSize(PLENTY, says_assert_failed))
-    run(another, data[:1])
-    assert another.micro_batch_size == 2
+def test_trains_as_with_the_number(pynative):
+    """Micro-batches have six samples, and a window's last batch is short."""
+    data = [*batches(16, 3), *batches(5, 1, seed=8)]
+    options = {"count": CountNotIgnored(), "accumulators": Accumulators(compensated=True), "accumulation_steps": 2}
+    assert_auto_is_the_number(6, data, **options)
 
 
 @pytest.mark.thorough
@@ -228,8 +170,7 @@ def test_resumes_in_a_window_with_another_number(tmp_path, pynative):
     resume(other, tmp_path / "window.ckpt")
     losses = run(other, data[3:])
     np.testing.assert_allclose(losses, run(auto, data[3:]), rtol=1e-5)
-    for one, another in zip(auto.weights, other.weights, strict=True):
-        assert relative_error(as_numpy(another), as_numpy(one)) < 1e-5
+    assert relative_error(vector(other.weights), vector(auto.weights)) < 1e-5
 
 
 # -- when memory runs out in training ----------------------------------------------------------------------------------
@@ -243,7 +184,7 @@ def marked(batch):
 
 
 def halving_step(network=None, search=False, size=16, **options):
-    """A network whose `set_largest` makes memory run out, and its step, whose size is found by a search or set."""
+    """A network whose `set_largest` makes memory run out, and its step, whose size a search finds or `size` sets."""
     loss = RunsOut(network or Regression())
     step = make_step(loss, micro_batch_size=AutoSize(PLENTY, says_assert_failed), **options)
     if not search:
@@ -251,18 +192,11 @@ def halving_step(network=None, search=False, size=16, **options):
     return loss, step
 
 
-@pytest.mark.core("window-graph")
-@pytest.mark.parametrize(
-    ("options", "mode"),
-    [({"accumulation_steps": 2}, "graph"), ({}, "pynative")],
-    indirect=["mode"],
-    ids=["window-graph", "one batch-pynative"],
-)
-def test_halves_and_goes_on(options, mode):
+def test_halves_and_goes_on():
     """No batch is lost or counted twice: the weights equal those of training on whole batches. In a window of two
     batches, the second fails, when the first is already added up."""
     data = [marked(one) for one in batches(16, 4)]
-    loss, step = halving_step(**options)
+    loss, step = halving_step(accumulation_steps=2)
     losses = run(step, data[:1])
     loss.set_largest(5)
     with pytest.warns(UserWarning) as warned:
@@ -275,21 +209,20 @@ def test_halves_and_goes_on(options, mode):
     assert step.micro_batch_size == 4
     losses += run(step, data[2:])
     ms.set_context(mode=ms.PYNATIVE_MODE)
-    whole = make_step(Regression(), micro_size=1, **options)
+    whole = make_step(Regression(), micro_size=1, accumulation_steps=2)
     np.testing.assert_allclose(losses, run(whole, data), rtol=1e-5)
-    for one, other in zip(step.weights, whole.weights, strict=True):
-        assert relative_error(as_numpy(one), as_numpy(other)) < 1e-5, one.name
+    assert relative_error(vector(step.weights), vector(whole.weights)) < 1e-5
     assert int(step.batch_count.asnumpy()) == 4
     assert int(step.update_count.asnumpy()) == int(whole.update_count.asnumpy())
 
 
 def fail_and_compare(monkeypatch, options):
-    """One batch fails twice, each time in its last micro-batch. Each time before the step halves the size, its state
-    must be the one from before the batch."""
+    """One batch fails in its last micro-batch. Before the step halves the size, its state must be the one from before
+    the batch."""
     data = [marked(one) for one in batches(16, 3)]
     loss, step = halving_step(WithStatistics(), size=8, max_grad_norm=1.0, **options)
     run(step, data[:2])
-    loss.set_largest(3)
+    loss.set_largest(4)
     ms.manual_seed(7)
     before, generator = state(step), ms.get_rng_state().asnumpy().copy()
     assert "buffer network.seen" in before
@@ -304,7 +237,7 @@ def fail_and_compare(monkeypatch, options):
 
     monkeypatch.setattr(FoundSize, "_shrink", compare_and_shrink)
     run(step, data[2:])
-    assert compared == [8, 4]
+    assert compared == [8]
     constants = {one.name.rpartition(".")[2] for one in step._runner._constants if isinstance(one, ms.Parameter)}
     assert {"gain", "largest"} < constants  # and what WindowBatchNorm moves with the update
 
@@ -314,26 +247,19 @@ WARNS = pytest.mark.filterwarnings("ignore:.*(BatchNorm|memory ran out|failed ha
 
 @pytest.mark.thorough
 @WARNS
-@pytest.mark.parametrize(
-    ("options", "mode"),
-    [({}, "graph"), ({"accumulation_steps": 4, "accumulators": Accumulators(compensated=True)}, "pynative")],
-    indirect=["mode"],
-    ids=["one batch-graph", "window-pynative"],
-)
-def test_all_is_put_back_bit_for_bit(options, mode, monkeypatch):
+def test_all_is_put_back_bit_for_bit(monkeypatch):
     """Weights, optimizer, accumulators and their compensations, statistics of BatchNorm and WindowBatchNorm, counts,
     and the default generator, from which the failing try has drawn."""
-    fail_and_compare(monkeypatch, options)
+    fail_and_compare(monkeypatch, {"accumulation_steps": 4, "accumulators": Accumulators(compensated=True)})
 
 
 @pytest.mark.thorough
 @WARNS
-@pytest.mark.parametrize("options", [{}, {"accumulation_steps": 4}], ids=["one batch", "window"])
-def test_something_changes_where_it_is_not_put_back(options, monkeypatch, pynative):
+def test_something_changes_where_it_is_not_put_back(monkeypatch, pynative):
     """The control."""
     monkeypatch.setattr(Snapshot, "restore", lambda self: None)
     with pytest.raises(AssertionError, match=r"moving_|window_|buffer"):
-        fail_and_compare(monkeypatch, options)
+        fail_and_compare(monkeypatch, {})
 
 
 @pytest.mark.thorough
@@ -342,7 +268,7 @@ def test_the_generator_has_gone_on_where_it_is_not_put_back(monkeypatch, pynativ
     """Another."""
     monkeypatch.setattr("gaccum_ms.backend.snapshot.ms.set_rng_state", lambda state: None)
     with pytest.raises(AssertionError, match="Mismatched elements"):
-        fail_and_compare(monkeypatch, {"accumulation_steps": 4})
+        fail_and_compare(monkeypatch, {})
 
 
 @pytest.mark.thorough
@@ -374,8 +300,7 @@ def test_not_even_one_sample(pynative):
     run(step, data[2:])
     whole = make_step(Regression(), micro_size=1, accumulation_steps=4)
     run(whole, data)
-    for one, other in zip(step.weights, whole.weights, strict=True):
-        assert relative_error(as_numpy(one), as_numpy(other)) < 1e-5
+    assert relative_error(vector(step.weights), vector(whole.weights)) < 1e-5
 
 
 def test_other_errors_are_raised(pynative):
@@ -402,27 +327,43 @@ class LargestMicroBatch(train.Callback):
 
 
 @pytest.mark.thorough
-def test_model_train_with_callbacks(pynative):
-    """Two epochs of batches of which the last is short; all callbacks see every batch."""
+def test_model_train_searches_once_halves_and_remembers(monkeypatch, pynative):
+    """Two epochs of batches of which the last is short; all callbacks see every batch. A flush before the search has
+    nothing to do. Another step of the network begins with what the training has halved."""
+    from gaccum_ms.memory.trial import Trials
+
+    tried, one_trial = [], Trials.run
+    monkeypatch.setattr(Trials, "run", lambda self, *size: tried.append(size) or one_trial(self, *size))
     data = [marked(one) for one in [*batches(4, 3), *batches(3, 1)]]
     loss = RunsOut(Regression())
     optimizer = OPTIMIZERS["momentum"](loss.trainable_params())
     cell = GradAccumulationCell(loss, micro_batch_size=AutoSize(PLENTY, says_assert_failed), accumulation_steps=3)
     model = ms.Model(cell, optimizer=optimizer)
+    step = model.train_network
+    assert not step.flush()
+    run(step, data[:1])
+    assert step.micro_batch_size == 4
+    assert tried
+    assert step.flush()
+    tried.clear()
     with pytest.warns(UserWarning, match="goes on with"):
         callbacks = [train.LossMonitor(), FlushAccumulation(), LargestMicroBatch(loss)]
         model.train(2, GeneratorDataset(data, ["x", "y"], shuffle=False), callbacks=callbacks)
-    step = model.train_network
-    assert int(step.batch_count.asnumpy()) == 8
-    assert int(step.update_count.asnumpy()) == 4
+    assert not tried
+    assert int(step.batch_count.asnumpy()) == 1 + 8
+    assert int(step.update_count.asnumpy()) == 1 + 4
     assert step.micro_batch_size == 2
     plain = Regression()
     whole = ms.Model(
         GradAccumulationCell(plain, accumulation_steps=3), optimizer=OPTIMIZERS["momentum"](plain.trainable_params())
     )
+    whole.train_network(*map(Tensor, data[0]))
+    whole.train_network.flush()
     whole.train(2, GeneratorDataset(data, ["x", "y"], shuffle=False), callbacks=[FlushAccumulation()])
-    for one, other in zip(step.weights, whole.train_network.weights, strict=True):
-        assert relative_error(as_numpy(one), as_numpy(other)) < 1e-5
+    assert relative_error(vector(step.weights), vector(whole.train_network.weights)) < 1e-5
+    another = make_step(loss, micro_batch_size=AutoSize(PLENTY, says_assert_failed))
+    run(another, data[:1])
+    assert another.micro_batch_size == 2
 
 
 class FourthPower(nn.Cell):
@@ -542,11 +483,10 @@ def test_ranks_halve_together(tmp_path):
     ranks = run_on_two_ranks("auto_size_ranks_worker.py", tmp_path, time_limit=600)
     for rank, results in enumerate(ranks):
         assert "SyncBatchNorm layers" in str(results["refused"])
-        for kind in ("one batch", "window", "flush"):
-            found = case(results, kind)
-            assert relative_error(found["auto"], found["whole"]) < 1e-5, kind
-            assert found["auto_updates"] == found["whole_updates"], kind
-        assert case(results, "one batch")["sizes"].tolist() == [16, 16, 8, 8]
+        for kind in ("window", "flush"):
+            outcome = case(results, kind)
+            assert relative_error(outcome["auto"], outcome["whole"]) < 1e-5, kind
+            assert outcome["auto_updates"] == outcome["whole_updates"], kind
         # In a window of two batches, rank 0 is informed at the window's end.
         assert case(results, "window")["sizes"].tolist() == [[16, 16, 16, 8], [16, 16, 8, 8]][rank]
         assert case(results, "flush")["sizes"].tolist()[-1] == 8
@@ -555,5 +495,5 @@ def test_ranks_halve_together(tmp_path):
         assert any("moving_mean" in name for name in before)
         for name, value in before.items():
             np.testing.assert_array_equal(after[name], value, err_msg=name)
-    for kind in ("one batch", "window", "flush"):
+    for kind in ("window", "flush"):
         np.testing.assert_array_equal(*(case(results, kind)["auto"] for results in ranks), err_msg=kind)

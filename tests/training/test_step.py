@@ -15,7 +15,7 @@ from gaccum_ms import Accumulators, GradAccumulationCell, GradAccumulator, Train
 from gaccum_ms.accumulation.micro_step import OneLoss
 from gaccum_ms.accumulation.weighing import BySamples
 from gaccum_ms.accumulation.window import Window
-from tests.support import paths
+from tests.support import paths, reference
 from tests.support.modes import eagerly
 from tests.support.reference import (
     FEATURES,
@@ -27,15 +27,13 @@ from tests.support.reference import (
     make_network,
     relative_error,
     step_with,
+    vector,
 )
 from tests.support.state import assert_identical, everything
 
 
-def make_step(loss=None, optimizer="momentum", **options):
-    options = options or {"micro_size": 3}
-    network = nn.WithLossCell(make_network("dense"), loss) if loss else Regression()
-    cell = GradAccumulationCell(network, **options)
-    return TrainOneStepWithGradAccumulationCell(cell, OPTIMIZERS[optimizer](cell.trainable_params())).set_train()
+def make_step(network=None, **options):
+    return reference.make_step(network or Regression(), **(options or {"micro_size": 3}))
 
 
 def batch(samples):
@@ -56,7 +54,7 @@ def batch(samples):
     ],
     ids=["micro_size larger than the batch", "0-d", "scalar", "first axes differ", "none"],
 )
-def test_bad_batches_are_refused_before_anything_changes(inputs, error, message, mode):
+def test_bad_batches_are_refused_before_anything_changes(inputs, error, message):
     step = make_step()
     before = everything(step)
     with pytest.raises(error, match=f"For 'GradAccumulationCell', .*{message}"):
@@ -64,10 +62,10 @@ def test_bad_batches_are_refused_before_anything_changes(inputs, error, message,
     assert_identical(everything(step), before)
 
 
-@pytest.mark.core(mode="graph")
-def test_a_loss_that_is_no_scalar_is_refused_before_anything_changes(mode):
+def test_a_loss_that_is_no_scalar_is_refused_before_anything_changes():
     for micro_size in (1, 3):
-        step = make_step(loss=nn.CrossEntropyLoss(reduction="none"), micro_size=micro_size)
+        loss_cell = nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss(reduction="none"))
+        step = make_step(loss_cell, micro_size=micro_size)
         before = everything(step)
         with pytest.raises(ValueError, match=r"scalar loss of shape \(\), but got shape \(\d,\)"):
             step(*batch(6))
@@ -120,8 +118,7 @@ class LossAndLogits(nn.Cell):
 
 
 def test_outputs_beside_the_loss_are_refused_with_their_option(pynative):
-    cell = GradAccumulationCell(LossAndLogits(), 3)
-    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+    step = make_step(LossAndLogits(), micro_size=3)
     before = everything(step)
     with pytest.raises(ValueError, match=r"must return 1 loss\(es\), .* but got 2 output\(s\).* set aux=True"):
         step(*batch(6))
@@ -165,17 +162,14 @@ def test_refuses_hybrid_parallel_mode_and_pipelines():
 # -- hand-worked gradients ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.core("graph-3", "pynative-1", "pynative-2")
-@pytest.mark.parametrize("micro_size", [1, 2, 3])
-def test_hand_worked_gradient(micro_size, mode):
+@pytest.mark.parametrize(("mode", "micro_size"), [("graph", 3), ("pynative", 1), ("pynative", 2)], indirect=["mode"])
+def test_hand_worked_gradient(mode, micro_size):
     """x = 1, 2, 4 and y = 0, 1, 1 at w = 1: gradients x (w x - y) = 1, 2, 12, mean 5; losses 0.5, 0.5, 4.5, mean 11/6.
 
     Two micro-batches are {1, 2} and {4}: means 1.5 and 12, whose mean would be 6.75. Rate 0.1: w = 0.5.
     """
     line = Line(1.0)
-    cell = GradAccumulationCell(line, micro_size)
-    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
-    loss = step(Tensor([1.0, 2.0, 4.0]), Tensor([0.0, 1.0, 1.0]))
+    loss = make_step(line, micro_size=micro_size)(Tensor([1.0, 2.0, 4.0]), Tensor([0.0, 1.0, 1.0]))
     np.testing.assert_allclose(loss.asnumpy(), 11 / 6, rtol=1e-6)
     np.testing.assert_allclose(line.weight.asnumpy(), 0.5, rtol=1e-6)
     assert loss.dtype == ms.float32
@@ -191,15 +185,13 @@ class ThreeInputs(nn.Cell):
         return (self.weight * a.mean(axis=1) * b * c.astype(ms.float32)).mean()
 
 
-@pytest.mark.core(mode="graph")
-def test_any_number_of_inputs(mode):
+def test_any_number_of_inputs(pynative):
     a, b, c = np.arange(10).reshape(5, 2), np.arange(5) + 1.0, np.array([1, 0, 2, 0, 3])
     expected = (a.mean(axis=1) * b * c).mean()
-    cell = GradAccumulationCell(ThreeInputs(), 2)
-    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+    step = make_step(ThreeInputs(), micro_size=2)
     loss = step(Tensor(a, ms.float32), Tensor(b, ms.float32), Tensor(c, ms.int32))
     np.testing.assert_allclose(loss.asnumpy(), expected, rtol=1e-6)
-    np.testing.assert_allclose(cell.network.weight.asnumpy(), 1 - 0.1 * expected, rtol=1e-5)
+    np.testing.assert_allclose(step.weights[0].asnumpy(), 1 - 0.1 * expected, rtol=1e-5)
 
 
 # -- accumulators ------------------------------------------------------------------------------------------------------
@@ -211,29 +203,26 @@ class Named(nn.Cell):
     def __init__(self):
         super().__init__()
         self.names = ("scale", "window", "update", "noise", "map", "weights", "reduction", "open", "add", "clear")
-        self.held = ms.ParameterTuple([ms.Parameter(Tensor(np.ones(3), ms.float32), name=one) for one in self.names])
+        weights = [ms.Parameter(Tensor(np.ones(3), ms.float32), name=name) for name in self.names]
+        self.parameters_of_names = ms.ParameterTuple(weights)
 
     def construct(self, x):
         total = ms.Tensor(0.0, ms.float32)
-        for one in self.held:
-            total = total + (one * x).mean()
+        for weight in self.parameters_of_names:
+            total = total + (weight * x).mean()
         return total
 
 
-@pytest.mark.core("graph-2")
-@pytest.mark.parametrize("accumulation_steps", [1, 2])
-def test_weights_may_have_the_names_of_our_attributes(accumulation_steps, mode):
+def test_weights_may_have_the_names_of_our_attributes():
     network = Named()
-    cell = GradAccumulationCell(network, 2, accumulation_steps=accumulation_steps, max_grad_norm=10.0)
-    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.1)).set_train()
-    for _ in range(accumulation_steps):
+    step = make_step(network, micro_size=2, accumulation_steps=2, max_grad_norm=10.0)
+    for _ in range(2):
         step(Tensor(np.ones((4, 3), np.float32)))
-    for one in network.held:
-        np.testing.assert_allclose(as_numpy(one), 1 - 0.1 / 3, rtol=1e-6)
+    for weight in network.parameters_of_names:
+        np.testing.assert_allclose(as_numpy(weight), 1 - 0.1 / 3, rtol=1e-6)
 
 
-@pytest.mark.core(mode="graph")
-def test_accumulators_are_zero_after_every_update_and_used_within(mode):
+def test_accumulators_are_zero_after_every_update_and_used_within():
     """There is also one compilation per shape."""
 
     class Peek(BySamples):
@@ -241,14 +230,13 @@ def test_accumulators_are_zero_after_every_update_and_used_within(mode):
             sums = ops.depend(sums, ops.assign(self.peek, ops.depend(self.store.sums[0], sums)))
             return super().reduce(gradients, sums, scale, unit)
 
-    cell = GradAccumulationCell(Regression(), 3)
-    step = step_with(weighing=Peek)(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+    step = make_step(micro_size=3, step_class=step_with(weighing=Peek))
     step.window.weighing.peek = ms.Parameter(ops.zeros_like(step.accu_grads[0]), name="peek", requires_grad=False)
-    for samples in (9, 9, 4, 9, 4) if mode == "graph" else (9, 9, 4):
+    for samples in (9, 9, 4, 9, 4):
         step(*batch(samples))
         assert as_numpy(step.window.weighing.peek).any()
-        assert not any(as_numpy(a).any() for a in step.accu_grads)
-    assert len(step.compile_cache) == (2 if mode == "graph" else 0)
+        assert not any(as_numpy(accumulator).any() for accumulator in step.accu_grads)
+    assert len(step.compile_cache) == 2
 
 
 class Interrupted(nn.Cell):
@@ -256,7 +244,7 @@ class Interrupted(nn.Cell):
 
     def __init__(self):
         super().__init__()
-        self.network = nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss())
+        self.network = Regression()
         self.calls = 0
 
     def construct(self, x, y):
@@ -267,19 +255,16 @@ class Interrupted(nn.Cell):
 
 
 def test_an_interrupted_window_leaves_nothing_behind(pynative):
-    steps = []
-    for network in (Interrupted(), nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss())):
-        cell = GradAccumulationCell(network, 3, accumulators=Accumulators(compensated=True))
-        steps.append(TrainOneStepWithGradAccumulationCell(cell, OPTIMIZERS["momentum"](cell.trainable_params())))
+    options = {"micro_size": 3, "accumulators": Accumulators(compensated=True), "optimizer": OPTIMIZERS["momentum"]}
+    steps = [make_step(network, **options) for network in (Interrupted(), Regression())]
     with pytest.raises(KeyboardInterrupt):
         steps[0](*batch(9))
-    held = [p for p in steps[0].get_parameters() if p.name.startswith("accu_")]
-    assert len(held) == 8
-    assert not any(as_numpy(p).any() for p in held)
+    accumulators = [parameter for parameter in steps[0].get_parameters() if parameter.name.startswith("accu_")]
+    assert len(accumulators) == 4
+    assert not any(as_numpy(parameter).any() for parameter in accumulators)
     for step in steps:
-        step.set_train()(*batch(9))
-    for one, other in zip(steps[0].weights, steps[1].weights, strict=True):
-        np.testing.assert_array_equal(as_numpy(one), as_numpy(other))
+        step(*batch(9))
+    np.testing.assert_array_equal(vector(steps[0].weights), vector(steps[1].weights))
 
 
 # -- compilation and eager execution -----------------------------------------------------------------------------------
@@ -305,58 +290,42 @@ class Counted(nn.Cell):
         return (x * self.weight).mean() + y.mean()
 
 
-def traces_of(jit: bool | None, steps: int) -> int:
-    cell = GradAccumulationCell(Counted(), 3, jit=jit)
-    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+def traces_of(calls: int, **options) -> int:
+    step = make_step(Counted(), **options)
     TRACES.clear()
-    for _ in range(steps):
-        step(batch(9)[0], ops.ones(9))
+    for _ in range(calls):
+        step(batch(18)[0], ops.ones(18))
     return len(TRACES)
 
 
-def test_pynative_runs_every_micro_step_eagerly(pynative):
-    """So a breakpoint in the network stops at each micro-batch."""
-    assert traces_of(jit=None, steps=4) == 4 * 3
-
-
-def test_jit_compiles_the_step_in_pynative_mode(pynative):
-    compiling = traces_of(jit=True, steps=1)
-    assert 0 < compiling == traces_of(jit=True, steps=4)
-
-
-def test_mindspores_variable_against_compiling_holds_for_jit_too(pynative, monkeypatch):
+def test_pynative_runs_every_micro_step_eagerly(pynative, monkeypatch):
+    """So a breakpoint in the network stops at each micro-batch. MindSpore's variable against compiling has the same
+    effect with `jit` ."""
+    assert traces_of(4, micro_size=3) == 4 * 3
     monkeypatch.setenv("MS_JIT", "0")
-    assert traces_of(jit=True, steps=4) == 4 * 3
+    assert traces_of(4, micro_size=3, jit=True) == 4 * 3
 
 
 def add_100(cell, inputs, loss):
     return loss + 100.0
 
 
-def test_jit_runs_the_step_by_graph_modes_path(pynative):
-    """It does not use `mindspore.jit` , which would store the graph elsewhere: see test_graphs.py."""
-    cell = GradAccumulationCell(Counted(), 3, jit=True)
-    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+def test_jit_compiles_the_step_once_by_graph_modes_path(pynative):
+    """It does not use `mindspore.jit` , which would store the graph elsewhere: see test_graphs.py. A function under
+    `mindspore.jit` would also continue with its old weights after others were loaded."""
+    network = Counted()
+    step = make_step(network, micro_size=3, jit=True)
     step.register_forward_hook(add_100)
-    assert step(batch(9)[0], ops.ones(9)) > 90
+    TRACES.clear()
+    first = {network.weight.name: ms.Parameter(network.weight.asnumpy())}
+    losses = [float(step(batch(9)[0], ops.ones(9)))]
+    compiling = len(TRACES)
+    losses += [float(step(batch(9)[0], ops.ones(9))) for _ in range(3)]
+    assert 0 < compiling == len(TRACES)
     assert len(step.compile_cache) == 1
-
-
-@pytest.mark.core("jit")
-@pytest.mark.parametrize("jit", [None, True], ids=["graph", "jit"])
-def test_weights_that_are_loaded_into_a_step_that_has_run_are_trained_on(jit):
-    """Also in PyNative mode with `jit` , where a function under `mindspore.jit` would continue with its old weights."""
-    ms.set_context(mode=ms.PYNATIVE_MODE if jit else ms.GRAPH_MODE)
-    network = nn.Dense(12, 1)
-    cell = GradAccumulationCell(nn.WithLossCell(network, nn.MSELoss()), 3, jit=jit)
-    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.1)).set_train()
-    x = batch(9)[0]
-    first = {name: ms.Parameter(value.asnumpy()) for name, value in network.parameters_dict().items()}
-    losses = [step(x, ops.ones((9, 1))) for _ in range(3)]
+    assert losses[0] > losses[1] > losses[-1] > 90
     ms.load_param_into_net(network, first)
-    again = [step(x, ops.ones((9, 1))) for _ in range(3)]
-    assert [float(loss) for loss in again] == [float(loss) for loss in losses]
-    assert losses[0] > losses[1] > losses[2]
+    assert [float(step(batch(9)[0], ops.ones(9))) for _ in range(4)] == losses
 
 
 class Unrolled(Window):
@@ -374,15 +343,15 @@ def compile_graphs() -> None:
     """The next test runs this in a separate process, because MindSpore reads its option to save graphs only once."""
     ms.set_context(mode=ms.GRAPH_MODE)
     for window, micro_size in ((Window, 2), (Window, 6), (Unrolled, 6)):
-        cell = GradAccumulationCell(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), micro_size)
-        step_with(window=window)(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()(*batch(18))
+        loss_cell = nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss())
+        make_step(loss_cell, micro_size=micro_size, step_class=step_with(window=window))(*batch(18))
 
 
 @pytest.mark.thorough  # test_windows.py checks quickly that the network is traced twice at most
 def test_the_graph_does_not_grow_with_the_number_of_micro_batches(tmp_path):
     saving = {"MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_SAVE_GRAPHS_PATH": str(tmp_path), "MS_DEV_DUMP_IR_PASSES": "validate"}
     saving["PYTHONPATH"] = paths.python_path()
-    command = [sys.executable, "-c", "import test_step; test_step.compile_graphs()"]
+    command = [sys.executable, "-c", "from tests.training import test_step; test_step.compile_graphs()"]
     subprocess.run(command, env={**os.environ, **saving}, check=True, capture_output=True, timeout=600)
     finished = sorted(tmp_path.glob("**/*_validate_*.ir"), key=lambda path: int(path.stem.rpartition("_")[2]))
     few, many, unrolled = (path.read_text().count("MatMul(") for path in finished)
@@ -393,9 +362,8 @@ def test_the_graph_does_not_grow_with_the_number_of_micro_batches(tmp_path):
 # -- clipping ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.core("graph-0.1", "pynative-1000.0")
-@pytest.mark.parametrize("max_norm", [0.1, 1e3])
-def test_clips_the_whole_batchs_gradient_once(max_norm, mode):
+@pytest.mark.parametrize(("mode", "max_norm"), [("graph", 0.1), ("pynative", 1e3)], indirect=["mode"])
+def test_clips_the_whole_batchs_gradient_once(mode, max_norm):
     """Equal to ops.clip_by_global_norm on the whole batch's gradient, applied by SGD."""
     network = Regression()
     with eagerly():
@@ -403,15 +371,14 @@ def test_clips_the_whole_batchs_gradient_once(max_norm, mode):
     norm = np.sqrt(sum((g.asnumpy() ** 2).sum() for g in gradients))
     clipped = ops.clip_by_global_norm(gradients, max_norm)
     expected = [as_numpy(w) - 0.05 * g.asnumpy() for w, g in zip(network.trainable_params(), clipped, strict=True)]
-    step = make_step(optimizer="sgd", micro_size=3, max_grad_norm=max_norm)
+    step = make_step(optimizer=OPTIMIZERS["sgd"], micro_size=3, max_grad_norm=max_norm)
     step(*batch(13))
     assert (norm > max_norm) == (max_norm == 0.1)
     for weight, value in zip(step.weights, expected, strict=True):
         assert relative_error(as_numpy(weight), value) < 1e-5
 
 
-@pytest.mark.core(mode="pynative")
-def test_negative_control_clipping_each_micro_batch_is_caught(mode):
+def test_negative_control_clipping_each_micro_batch_is_caught(pynative):
     class ClipEach(OneLoss):
         def run(self, seed, prepared, size, *micro_batch):
             part, gradients = super().run(seed, prepared, size, *micro_batch)
@@ -422,8 +389,7 @@ def test_negative_control_clipping_each_micro_batch_is_caught(mode):
         (TrainOneStepWithGradAccumulationCell, {"max_grad_norm": 0.1}),
         (step_with(micro_step=ClipEach), {}),
     ):
-        cell = GradAccumulationCell(Regression(), 3, **options)
-        step = step_class(cell, OPTIMIZERS["sgd"](cell.trainable_params())).set_train()
+        step = make_step(optimizer=OPTIMIZERS["sgd"], micro_size=3, step_class=step_class, **options)
         step(*batch(13))
         results.append(as_numpy(step.weights[0]))
     assert relative_error(results[1], results[0]) > 1e-4

@@ -11,9 +11,7 @@ import pytest
 from mindspore import Tensor, nn, ops
 
 from gaccum_ms import (
-    Accumulators,
     AdaptiveGradientClip,
-    AutoSize,
     ClipByGlobalNorm,
     ClipByValue,
     GradAccumulationCell,
@@ -28,7 +26,7 @@ from gaccum_ms import (
 )
 from gaccum_ms.backend.parameters import own
 from gaccum_ms.transforms.chain import others
-from tests.support import by_hand
+from tests.support import by_hand, reference
 from tests.support.by_hand import ByHand, train_whole
 from tests.support.modes import MODES
 from tests.support.reference import (
@@ -61,29 +59,27 @@ def momentum(network):
     return nn.Momentum(network.trainable_params(), RATE, 0.9)
 
 
-def make_step(*transforms, network=None, scale_sense=None, optimizer=momentum, **options):
-    network = network or Regression()
-    options = {"micro_size": 3} | options
-    cell = GradAccumulationCell(network, transforms=transforms, **options)
-    return TrainOneStepWithGradAccumulationCell(cell, optimizer(network), scale_sense).set_train()
+def make_step(*transforms, network=None, **options):
+    options = {"micro_size": 3, "optimizer": lambda weights: nn.Momentum(weights, RATE, 0.9)} | options
+    return reference.make_step(network or Regression(), transforms=transforms, **options)
 
 
 def weights_of(step):
     return vector(step.weights)
 
 
-def run(step, given):
+def run(step, batches_of_run):
     """The weights after each batch."""
     rows = []
-    for batch in given:
+    for batch in batches_of_run:
         step(*map(Tensor, batch))
         rows.append(weights_of(step))
     return rows
 
 
-def whole(rules, given, after=()):
+def whole(rules, batches_of_run, after=()):
     network = Regression()
-    return train_whole(network, ByHand(momentum(network), rules, after), given)
+    return train_whole(network, ByHand(momentum(network), rules, after), batches_of_run)
 
 
 def assert_same(rows, reference, tolerance=TOLERANCE):
@@ -111,17 +107,21 @@ LINKS = {
     "adaptive": (lambda: [AdaptiveGradientClip(0.05)], lambda: [by_hand.adaptive(0.05)]),
     "median": (lambda: [SkipSpikes(**SPIKES)], lambda: [by_hand.spikes(3.0, history=4, warmup=2)]),
     "fixed norm": (lambda: [SkipSpikes(norm=3.0)], lambda: [by_hand.spikes(norm=3.0)]),
-    "norm, then value": (
-        lambda: [ClipByGlobalNorm(0.1), ClipByValue(0.05)],
-        lambda: [by_hand.global_norm(0.1), by_hand.value(-0.05, 0.05)],
-    ),
     "all": (
-        lambda: [SkipSpikes(**SPIKES), shifted, AdaptiveGradientClip(0.1), ClipByGlobalNorm(0.2), WeightAverage(0.5)],
+        lambda: [
+            SkipSpikes(**SPIKES),
+            shifted,
+            AdaptiveGradientClip(0.1),
+            ClipByGlobalNorm(0.2),
+            ClipByValue(0.1, -0.05),
+            WeightAverage(0.5),
+        ],
         lambda: [
             by_hand.spikes(3.0, history=4, warmup=2),
             shifted_by_hand,
             by_hand.adaptive(0.1),
             by_hand.global_norm(0.2),
+            by_hand.value(-0.05, 0.1),
         ],
     ),
 }
@@ -133,18 +133,10 @@ def by_rules_of(name):
     return whole(LINKS[name][1]() if name else [], data())
 
 
-# A chain in graph mode has several of the links, and "norm, then value" begins with the norm, as "front" does. In
-# PyNative mode, the next test has the two orders.
-LINKED = {
-    "graph": ["value", "adaptive", "fixed norm", "norm, then value", "all"],
-    "pynative": ["front", "global norm", "value", "adaptive", "median", "fixed norm", "all"],
-}
-
-
-@pytest.mark.core("graph-value", "graph-adaptive", "graph-fixed norm", "graph-all")
-@pytest.mark.parametrize(("mode", "name"), [(mode, name) for mode, names in LINKED.items() for name in names])
-def test_equals_the_rule_on_whole_batches(mode, name):
-    ms.set_context(mode=MODES[mode])
+# In graph mode, one chain has all links.
+@pytest.mark.parametrize("name", LINKS)
+def test_equals_the_rule_on_whole_batches(name):
+    ms.set_context(mode=ms.GRAPH_MODE if name == "all" else ms.PYNATIVE_MODE)
     step = make_step(*LINKS[name][0]())
     rows = run(step, data())
     assert_same(rows, by_rules_of(name))
@@ -161,8 +153,8 @@ def test_the_order_of_the_chain_matters():
     assert relative_error(orders[0][-1], orders[1][-1]) > 1e-3
     ms.set_context(mode=ms.PYNATIVE_MODE)
     clips = [lambda: ClipByGlobalNorm(0.1), lambda: ClipByValue(0.05)]
-    for reference, makes in zip(orders, (clips, clips[::-1]), strict=True):
-        assert_same(run(make_step(*(make() for make in makes)), data(3, ())), reference)
+    for expected, makes in zip(orders, (clips, clips[::-1]), strict=True):
+        assert_same(run(make_step(*(make() for make in makes)), data(3, ())), expected)
 
 
 def test_max_grad_norm_comes_first_and_is_the_clip_at_the_front(pynative):
@@ -213,7 +205,7 @@ def test_averages_are_those_of_whole_batches(warmup, mode):
     assert relative_error(as_numpy(transform.averages[0]), last.values[0]) > 1e-3
 
 
-def test_averages_begin_with_the_weights_before_the_first_update():
+def test_averages_begin_with_the_weights_before_the_first_update(pynative):
     """The weights may have been loaded after the step was built."""
     transform = WeightAverage(0.75)
     step = make_step(transform, micro_size=1)
@@ -280,11 +272,10 @@ def test_averages_of_narrow_weights_are_float32(pynative):
 # -- windows -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.core(mode="graph")
-def test_windows_of_several_batches_and_a_flush(mode):
+def test_windows_of_several_batches_and_a_flush():
     """Windows of two batches, the second window a spike, and a flushed window of one batch."""
-    given = data(7, spikes=(2, 3))
-    joined = [tuple(map(np.concatenate, zip(*given[at : at + 2], strict=True))) for at in (0, 2, 4, 6)]
+    seven = data(7, spikes=(2, 3))
+    joined = [tuple(map(np.concatenate, zip(*seven[at : at + 2], strict=True))) for at in (0, 2, 4, 6)]
     network = Regression()
     optimizer = ByHand(momentum(network), [by_hand.spikes(norm=3.0), by_hand.global_norm(0.2)])
     average = by_hand.Average(optimizer.weights(), 0.5)
@@ -292,7 +283,7 @@ def test_windows_of_several_batches_and_a_flush(mode):
     expected = train_whole(network, optimizer, joined)
     transform = WeightAverage(0.5)
     step = make_step(SkipSpikes(norm=3.0), ClipByGlobalNorm(0.2), transform, micro_size=2, accumulation_steps=2)
-    rows = run(step, given)
+    rows = run(step, seven)
     assert step.flush()
     assert_same([*rows[1::2], weights_of(step)], expected)
     assert optimizer.updates == int(step.update_count.asnumpy()) == 3
@@ -301,13 +292,13 @@ def test_windows_of_several_batches_and_a_flush(mode):
         assert relative_error(as_numpy(mine), value) < TOLERANCE
 
 
-def test_a_window_that_is_dropped_moves_nothing():
+def test_a_window_that_is_dropped_moves_nothing(pynative):
     """Transforms ignore an overflow: it is not judged, not averaged and not counted."""
     step = make_step(SkipSpikes(**SPIKES), ClipByValue(0.1), WeightAverage(0.5), scale_sense=manager())
-    given = data(3, ())
-    run(step, given[:2])
+    three = data(3, ())
+    run(step, three[:2])
     before = everything(step)
-    x, y = given[2]
+    x, y = three[2]
     x = x.copy()
     x[0, 0] = np.inf
     _, overflow, _ = step(Tensor(x), Tensor(y))
@@ -315,12 +306,11 @@ def test_a_window_that_is_dropped_moves_nothing():
     after = everything(step)
     moved = {name for name in before if not np.array_equal(before[name], after[name])}
     assert moved <= {own("batch_count"), own("scale_sense"), *DYNAMIC_SCALE}, moved
-    run(step, given[2:])
+    run(step, three[2:])
     assert int(step.update_count.asnumpy()) == 3
 
 
-@pytest.mark.core(mode="graph")
-def test_a_window_that_is_left_out_changes_neither_weights_nor_optimizer(mode):
+def test_a_window_that_is_left_out_changes_neither_weights_nor_optimizer():
     step = make_step(SkipSpikes(norm=3.0), WeightAverage(0.5))
     run(step, data(3, ()))
     before = everything(step)
@@ -346,7 +336,7 @@ def test_a_norm_that_is_not_finite_is_left_out(pynative):
     [ClipByValue(0.5), ClipByValue(0.5, -0.25), ClipByGlobalNorm(1.0)],
     ids=["value", "two values", "norm"],
 )
-def test_nan_stays_nan(link, mode):
+def test_nan_stays_nan(link, pynative):
     (clipped,) = link((Tensor([np.nan, np.inf, 0.25, -np.inf], ms.float32),))
     assert np.isnan(clipped.asnumpy()[0])
     if isinstance(link, ClipByValue):
@@ -361,8 +351,7 @@ def test_units_of_nan_stay_nan(pynative):
     assert np.isnan(as_numpy(step.weights[0])).any()
 
 
-@pytest.mark.core(mode="graph")
-def test_a_spike_of_nan_is_seen_behind_a_clip_by_value(mode):
+def test_a_spike_of_nan_is_seen_behind_a_clip_by_value(pynative):
     step = make_step(ClipByValue(0.5), SkipSpikes(norm=1e6))
     before = weights_of(step)
     x, y = data(1)[0]
@@ -383,7 +372,7 @@ def test_a_gradient_that_stays_large_is_accepted_in_the_end(pynative):
     assert updates[-1] > 4
 
 
-def test_links_see_the_gradient_without_the_scale_that_is_left_to_the_optimizer():
+def test_links_see_the_gradient_without_the_scale_that_is_left_to_the_optimizer(pynative):
     """With drop_overflow_update=False, the optimizer's own `loss_scale` divides the scale out."""
     network = Regression()
     cell = GradAccumulationCell(network, 2, transforms=(SkipSpikes(norm=3.0), ClipByValue(0.05)))
@@ -394,51 +383,12 @@ def test_links_see_the_gradient_without_the_scale_that_is_left_to_the_optimizer(
     assert int(step.skipped_updates.asnumpy()) == 1
 
 
-def samples(x, y):
-    return x.shape[0]
-
-
-OPTIONS = {
-    "one micro-batch": ("pynative", {"micro_size": 1}),
-    "noise": ("pynative", {"record_noise": True}),
-    "dropped micro-batches": ("graph", {"overflow": "drop_micro_batch"}),
-    "count": ("pynative", {"count": samples}),
-    "compensated": ("pynative", {"accumulators": Accumulators(ms.float16, compensated=True)}),
-    "sizes": ("pynative", {"micro_size": None, "micro_batch_size": 4}),
-    "clipped first": ("pynative", {"max_grad_norm": 1e9}),
-}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", OPTIONS)
-def test_beside_other_options(name):
-    mode, options = OPTIONS[name]
-    ms.set_context(mode=MODES[mode])
-    transforms = [shifted, ClipByValue(0.1), WeightAverage(0.5)]
-    rows = run(make_step(*transforms, **options), data(4))
-    expected = whole([shifted_by_hand, by_hand.value(-0.1, 0.1)], data(4))
-    assert_same(rows, expected, 1e-3 if name == "compensated" else TOLERANCE)
-
-
-@pytest.mark.thorough
-def test_compiled_in_pynative_mode(pynative):
-    assert_same(run(make_step(*LINKS["all"][0](), jit=True), data()), by_rules_of("all"))
-
-
-@pytest.mark.thorough
-def test_with_a_size_that_is_found():
-    links, rules = (make() for make in LINKS["all"])
-    given = data(samples=2)  # few samples: few sizes are tried
-    step = make_step(*links, micro_size=None, micro_batch_size=AutoSize(is_out_of_memory=lambda error: False))
-    assert_same(run(step, given), whole(rules, given))
-
-
 # -- GradAccumulator, audit, the monitor -------------------------------------------------------------------------------
 
 
 def test_in_a_loop_of_ones_own(pynative):
     """The accumulator is compiled."""
-    given = data(6, spikes=(2, 3))
+    six = data(6, spikes=(2, 3))
     network = Regression()
     optimizer = momentum(network)
     transform = WeightAverage(0.5)
@@ -446,10 +396,10 @@ def test_in_a_loop_of_ones_own(pynative):
         optimizer, 2, transforms=(SkipSpikes(norm=3.0), ClipByGlobalNorm(0.2), transform), jit=True
     )
     grad_fn = ms.value_and_grad(network, None, optimizer.parameters)
-    updated = [accumulator(grad_fn(*map(Tensor, batch))[1]) for batch in given]
+    updated = [accumulator(grad_fn(*map(Tensor, batch))[1]) for batch in six]
     assert updated == [False, True, False, False, False, True]
     assert int(accumulator.skipped_updates.asnumpy()) == 1
-    joined = [tuple(map(np.concatenate, zip(*given[at : at + 2], strict=True))) for at in (0, 2, 4)]
+    joined = [tuple(map(np.concatenate, zip(*six[at : at + 2], strict=True))) for at in (0, 2, 4)]
     reference = Regression()
     by_rule = ByHand(momentum(reference), [by_hand.spikes(norm=3.0), by_hand.global_norm(0.2)])
     by_rule.after.append(average := by_hand.Average(by_rule.weights(), 0.5))
@@ -469,7 +419,7 @@ def test_audit_looks_at_the_gradient_before_them(pynative):
     assert not spikes.in_step
 
 
-def test_the_monitor_records_what_was_left_out():
+def test_the_monitor_records_what_was_left_out(pynative):
     network = Regression()
     cell = GradAccumulationCell(network, 3, transforms=(SkipSpikes(norm=3.0),))
     monitor = WindowMonitor()
@@ -559,9 +509,8 @@ def no_tuple(gradients):
     return gradients[0]
 
 
-@pytest.mark.core(mode="graph")
 @pytest.mark.parametrize(("function", "words"), [(only_one, "but got 1 of shapes"), (no_tuple, "but got no tuple")])
-def test_a_function_that_returns_something_else_is_refused_before_anything_changes(function, words, mode):
+def test_a_function_that_returns_something_else_is_refused_before_anything_changes(function, words):
     step = make_step(function)
     before = everything(step)
     with pytest.raises(ValueError, match=f"must return a tuple .* {words} .*from '{function.__name__}'"):
@@ -590,8 +539,7 @@ class EverySecond(Transform):
         return ops.depend(after, ops.assign_add(self.made, Tensor(1, ms.int32)))
 
 
-@pytest.mark.core(mode="graph")
-def test_a_transform_of_ones_own(mode):
+def test_a_transform_of_ones_own():
     mine = EverySecond()
     step = make_step(mine)
     rows = run(step, data(5, ()))

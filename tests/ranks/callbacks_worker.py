@@ -1,15 +1,20 @@
-"""The cases of test_adaptive.py on ranks (support/ranks.py): windows that adapt to the noise over two ranks."""
+"""The cases of callbacks on ranks (support/ranks.py): windows that adapt to the noise over two ranks, and a training
+with a bar in a file."""
 
 from __future__ import annotations
 
 import dataclasses
+import io
 from pathlib import Path
 
+import mindspore as ms
+import numpy as np
+from mindspore import nn
 from mindspore.communication import get_rank
 
-from gaccum_ms import AdaptiveAccumulation, FlushAccumulation
+from gaccum_ms import AdaptiveAccumulation, FlushAccumulation, GradAccumulationCell, ProgressBar
 from tests.callbacks.test_adaptive import fit, steps_of
-from tests.support.reference import as_numpy
+from tests.support.reference import Line, as_numpy
 from tests.support.two_ranks import Results
 
 
@@ -24,6 +29,7 @@ class Astray(AdaptiveAccumulation):
 
 
 def follow(out: Path) -> Results:
+    ms.set_context(mode=ms.PYNATIVE_MODE)
     results = {}
     for name, kind in (("follow", AdaptiveAccumulation), ("astray", Astray)):
         callback = kind(max_steps=3, smoothing=0.999)
@@ -42,4 +48,15 @@ def follow(out: Path) -> Results:
     return results
 
 
-CASES = dict.fromkeys(("follow", "astray", "uneven"), follow)
+def drawn(out: Path) -> Results:
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    cell = GradAccumulationCell(Line(1.0), accumulation_steps=2)
+    model = ms.Model(cell, optimizer=nn.SGD(cell.trainable_params(), 0.01))
+    values = np.arange(8, dtype=np.float32) / 8
+    data = ms.dataset.NumpySlicesDataset((values, values), shuffle=False).batch(2)
+    file = io.StringIO()
+    model.train(2, data, callbacks=[ProgressBar(file, show=True, refresh_seconds=0)])
+    return {"drawn": np.array(file.getvalue())}
+
+
+CASES = {**dict.fromkeys(("follow", "astray", "uneven"), follow), "drawn": drawn}
