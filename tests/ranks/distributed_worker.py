@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,14 +10,23 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
 from mindspore.communication import get_group_size, get_rank
-from mindspore.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 
-from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell
+from gaccum_ms import GradAccumulationCell, GradAccumulator
 from gaccum_ms.accumulation.weighing import BySamples
 from gaccum_ms.distributed.all_reduce import FusedReducer
 from gaccum_ms.distributed.ranks import broadcast_parameters
 from tests.support.modes import MODES
-from tests.support.reference import OPTIMIZERS, Line, Regression, accumulated, as_numpy, batches, step_with, train
+from tests.support.reference import (
+    OPTIMIZERS,
+    Line,
+    Regression,
+    accumulated,
+    as_numpy,
+    batches,
+    make_step,
+    step_with,
+    train,
+)
 from tests.support.two_ranks import Results
 
 PER_RANK, UPDATES = 7, 3  # 7 samples are ragged in 3 micro-batches
@@ -68,26 +76,6 @@ def reductions(weighing, micro_size: int) -> int:
     return len(noted[0].sizes)
 
 
-def executed_all_reduces(weighing, micro_size: int, out: Path) -> int:
-    """AllReduce kernels that MindSpore's profiler saw run in UPDATES updates of the compiled step."""
-    steps = []
-
-    def make_step(loss_cell, optimizer):
-        steps.append(step_with(weighing=weighing)(GradAccumulationCell(loss_cell, micro_size), optimizer))
-        return steps[0]
-
-    run(make_step)  # compiles
-    rank, size = get_rank(), get_group_size()
-    folder = out / f"profile-{weighing.__name__}-{micro_size}-{rank}"
-    shares = [ms.Tensor(value[rank::size]) for value in batches(PER_RANK * size, 1)[0]]
-    with profile(activities=[ProfilerActivity.CPU], on_trace_ready=tensorboard_trace_handler(str(folder))):
-        for _ in range(UPDATES):
-            steps[0](*shares).asnumpy()
-    (table,) = folder.glob("**/cpu_op_type_info_*.csv")
-    with table.open() as file:
-        return sum(int(row["type_occurrences"]) for row in csv.DictReader(file) if row["op_type"] == "AllReduce")
-
-
 class ClippedReducer(nn.Cell):
     """MindSpore's reducer, then its clipping: the reference for clipping after the reduction."""
 
@@ -111,10 +99,9 @@ def hand_worked(mean: bool) -> float:
     ms.set_context(mode=ms.PYNATIVE_MODE)
     ms.set_auto_parallel_context(gradients_mean=mean)
     x, y = (([1.0, 2.0], [0.0, 1.0]), ([4.0, 2.0], [1.0, -4.0]))[get_rank()]
-    cell = GradAccumulationCell(Line(1.0), 2)
-    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+    step = make_step(Line(1.0), micro_size=2)
     step(ms.Tensor(x), ms.Tensor(y))
-    return float(cell.network.weight.asnumpy())
+    return float(step.weights[0].asnumpy())
 
 
 def train_by_model(start: int = 0) -> Results:
@@ -134,33 +121,26 @@ def train_by_model(start: int = 0) -> Results:
     return {"before": before, "after": as_numpy(network.out), "origin": origin}
 
 
-def apart(mode: str) -> Callable[[Path], Results]:
+def apart(out: Path) -> Results:
     """Training without a parallel mode: the numbers of warnings of the step and of an accumulator, over three batches
     each; and the weight, which then is each rank's own."""
-
-    def case(out: Path) -> Results:
-        ms.set_context(mode=MODES[mode])
-        ms.set_auto_parallel_context(parallel_mode="stand_alone")
-        x, y = map(ms.Tensor, batches(6, 1, seed=get_rank())[0])
-        network = Regression()
-        cell = GradAccumulationCell(network, 2)
-        optimizer = nn.SGD(network.trainable_params(), 0.1)
-        step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
-        accumulator = GradAccumulator(optimizer, 2)
-        gradients = ms.grad(network, None, optimizer.parameters)(x, y)
-        warned = []
-        for call in (lambda: step(x, y), lambda: accumulator(gradients)):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                for _ in range(3):
-                    call()
-            texts = [str(one.message) for one in caught]
-            assert all("set_auto_parallel_context(parallel_mode='data_parallel'" in text for text in texts), texts
-            warned.append(len(texts))
-        name = f"apart {mode}"
-        return {f"{name}/warned": np.array(warned), f"{name}/weight": as_numpy(network.out)}
-
-    return case
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    ms.set_auto_parallel_context(parallel_mode="stand_alone")
+    x, y = map(ms.Tensor, batches(6, 1, seed=get_rank())[0])
+    network = Regression()
+    step = make_step(network, micro_size=2)
+    accumulator = GradAccumulator(step.optimizer, 2)
+    gradients = ms.grad(network, None, step.optimizer.parameters)(x, y)
+    warned = []
+    for call in (lambda: step(x, y), lambda: accumulator(gradients)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                call()
+        texts = [str(warning.message) for warning in caught]
+        assert all("set_auto_parallel_context(parallel_mode='data_parallel'" in text for text in texts), texts
+        warned.append(len(texts))
+    return {"apart/warned": np.array(warned), "apart/weight": as_numpy(network.out)}
 
 
 # -- all cases ---------------------------------------------------------------------------------------------------------
@@ -184,22 +164,14 @@ def eager_reductions(out: Path) -> Results:
     }
 
 
-def executed(weighing: type) -> Callable[[Path], Results]:
-    name = f"executed {weighing.__name__}"
-    return lambda out: {name: np.array(executed_all_reduces(weighing, 7, out))}
-
-
 def by_model(out: Path) -> Results:
+    ms.set_context(mode=ms.PYNATIVE_MODE)
     return {f"model/{key}": value for key, value in train_by_model().items()}
 
 
-def by_broadcast(mode: str) -> Callable[[Path], Results]:
-    def case(out: Path) -> Results:
-        ms.set_context(mode=MODES[mode])
-        ms.set_auto_parallel_context(parameter_broadcast=True)
-        return {f"model broadcast {mode}/{key}": value for key, value in train_by_model(start=1).items()}
-
-    return case
+def by_broadcast(out: Path) -> Results:
+    ms.set_auto_parallel_context(parameter_broadcast=True)
+    return {f"model broadcast/{key}": value for key, value in train_by_model(start=1).items()}
 
 
 def by_dtype(out: Path) -> Results:
@@ -221,29 +193,20 @@ SENT = {
     "uint8": np.array([[1, 2, 255]], np.uint8),
     "bool": np.array([True, False, True]),
 }
-STEPS: dict[str, Callable] = {
-    "whole": nn.TrainOneStepCell,
-    "1": accumulated(micro_size=1),
-    "3": accumulated(micro_size=3),
-}
 TRAINED: dict[str, tuple[str, bool, Callable]] = {
-    **{
-        f"{mode}-mean{mean:d}-{way}": (mode, mean, make_step)
-        for mode in MODES
-        for mean in (True, False)
-        for way, make_step in STEPS.items()
-    },
+    "mean0-whole": ("pynative", False, nn.TrainOneStepCell),
+    "mean1-whole": ("pynative", True, nn.TrainOneStepCell),
+    "graph-mean1-3": ("graph", True, accumulated(micro_size=3)),
     "jit-mean0-3": ("pynative", False, accumulated(micro_size=3, jit=True)),
-    "clip-mean0-whole": ("pynative", False, clipped_whole),
-    "clip-mean0-3": ("pynative", False, accumulated(micro_size=3, max_grad_norm=0.5)),
+    "clip-whole": ("pynative", False, clipped_whole),
+    "clip": ("pynative", False, accumulated(micro_size=3, max_grad_norm=0.5)),
 }
 CASES: dict[str, Callable[[Path], Results]] = {
     **{name: trained(name, *case) for name, case in TRAINED.items()},
     "reductions": eager_reductions,
     "hand": lambda out: {"hand": np.array([hand_worked(mean) for mean in (True, False)])},
-    **{f"executed {weighing.__name__}": executed(weighing) for weighing in (BySamples, ReducesEachMicroBatch)},
     "model": by_model,
-    **{f"model broadcast {mode}": by_broadcast(mode) for mode in MODES},
+    "model broadcast": by_broadcast,
     "dtypes": by_dtype,
-    **{f"apart {mode}": apart(mode) for mode in MODES},
+    "apart": apart,
 }

@@ -18,18 +18,18 @@ from mindspore import Tensor, nn, ops
 from mindspore.communication import get_group_size, get_rank
 from mindspore.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 
-from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms import TrainOneStepWithGradAccumulationCell
 from gaccum_ms.accumulation.weighing import BySamples
 from gaccum_ms.distributed import all_reduce as fused_reduction
 from tests.ranks.distributed_worker import ReducesEachMicroBatch
-from tests.support.reference import as_numpy, batches, make_network, step_with
+from tests.support.modes import MODES
+from tests.support.reference import as_numpy, batches, make_network, make_step, step_with
 from tests.support.two_ranks import Results
 
 LIMIT = 100  # bytes: of the network "dense", 768 and 320 are sent alone, 64 and 20 together
 COLLECTIVES, BYTES = 3, 768 + 320 + 64 + 20
 SAMPLES = 16
 _SIZES = {"Float32": 4, "Float16": 2, "BFloat16": 2}  # bytes
-MODES = {"graph": ms.GRAPH_MODE, "pynative": ms.PYNATIVE_MODE, "jit": ms.PYNATIVE_MODE}
 
 
 class Gradients(NamedTuple):
@@ -70,7 +70,7 @@ SUM = "sum of dtypes"  # the only reduction that is not a mean
 REDUCED = {**{name: (kind, True) for name, kind in KINDS.items()}, SUM: (KINDS["dtypes"], False)}
 
 
-class Eager(nn.Cell):
+class Reducers(nn.Cell):
     """Calls reducers in the current mode. All of them are in one graph, which takes little longer to compile than one.
 
     Args:
@@ -85,22 +85,13 @@ class Eager(nn.Cell):
         self.starts = (0, *self.ends[:-1])
 
     def construct(self, *gradients):
-        return self.reduced(gradients)
-
-    def reduced(self, gradients):
         results = ()
         for number, reducer in enumerate(self.reducers):
-            given = gradients[self.starts[number] : self.ends[number]]
+            part = gradients[self.starts[number] : self.ends[number]]
             if number > 0:  # in the same order on all ranks
-                given = ops.depend(given, results)
-            results = results + reducer(given)
+                part = ops.depend(part, results)
+            results = results + reducer(part)
         return results
-
-
-class Compiled(Eager):
-    @ms.jit
-    def construct(self, *gradients):
-        return self.reduced(gradients)
 
 
 def reduce(mode: str, rank: int) -> Results:
@@ -113,22 +104,22 @@ def reduce(mode: str, rank: int) -> Results:
             keys += [f"{name}, {mode}/{whose}/{number}" for number in range(len(weights))]
             numbers.append(len(weights))
             gradients += kind.of_rank(rank)
-    cell = (Compiled if mode == "jit" else Eager)(reducers, numbers)
+    cell = Reducers(reducers, numbers)
 
     def results() -> Results:
         reduced = cell(*gradients)
         assert [(one.shape, one.dtype) for one in reduced] == [(one.shape, one.dtype) for one in gradients]
         return {key: as_numpy(one.astype(ms.float64)) for key, one in zip(keys, reduced, strict=True)}
 
-    found = results()
+    all_results = results()
     if mode == "graph":
         if rank == 1:
             place = keys.index("all small, graph/ours/0")
             nan, infinite = gradients[place + 1].asnumpy() * np.nan, gradients[place + 2].asnumpy()
             infinite[1] = np.inf
             gradients[place + 1 : place + 3] = map(Tensor, (nan, infinite))
-        found |= {f"poisoned/{key}": value for key, value in results().items()}
-    return found
+        all_results |= {f"poisoned/{key}": value for key, value in results().items()}
+    return all_results
 
 
 # -- counting ----------------------------------------------------------------------------------------------------------
@@ -167,14 +158,11 @@ class Graphs:
                 yield _SIZES[dtype] * int(np.prod([int(length) for length in shape.split(",") if length.strip()]))
 
 
-def make_step(network: nn.Cell, micro_size: int | None, accumulation_steps: int) -> nn.Cell:
-    """Ours; without a `micro_size` , MindSpore's."""
-    optimizer = nn.Momentum(network.trainable_params(), 0.01, 0.9)
-    loss_cell = nn.WithLossCell(network, nn.CrossEntropyLoss())
-    if micro_size is None:
-        return nn.TrainOneStepCell(loss_cell, optimizer).set_train()
-    cell = GradAccumulationCell(loss_cell, micro_size, accumulation_steps=accumulation_steps)
-    return TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
+def step_by(micro_size: int, accumulation_steps: int = 1, weighing: type = BySamples) -> nn.Cell:
+    loss_cell = nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss())
+    options = {"micro_size": micro_size, "accumulation_steps": accumulation_steps}
+    step_class = step_with(weighing=weighing) if weighing is not BySamples else TrainOneStepWithGradAccumulationCell
+    return make_step(loss_cell, lambda weights: nn.Momentum(weights, 0.01, 0.9), step_class=step_class, **options)
 
 
 def sent_per_update(step: nn.Cell, batch: Sequence[Any], steps: int, graphs: Graphs, folder: Path) -> dict[str, Any]:
@@ -193,25 +181,16 @@ def data_of(rank: int) -> tuple[Tensor, ...]:
     return tuple(map(Tensor, batches(SAMPLES, 1, seed=rank)[0]))
 
 
-def step_by(weighing: type, micro_size: int) -> nn.Cell:
-    network = make_network("dense")
-    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), micro_size)
-    return step_with(weighing=weighing)(cell, nn.Momentum(network.trainable_params(), 0.01, 0.9)).set_train()
-
-
 def mindspores_reducer() -> nn.Cell:
-    step = step_by(BySamples, 4)
+    step = step_by(4)
     step.window.weighing.grad_reducer = nn.DistributedGradReducer(step.weights, True, get_group_size())
     return step
 
 
 PROGRAMS: dict[str, tuple[Callable[[], nn.Cell], int]] = {  # how the step is made, and the batches of an update
-    "MindSpore's": (lambda: make_step(make_network("dense"), None, 1), 1),
-    **{
-        f"{micro_size} {steps}": (lambda m=micro_size, s=steps: make_step(make_network("dense"), m, s), steps)
-        for micro_size, steps in ((1, 1), (4, 1), (1, 4), (16, 4))
-    },
-    "control: reduces each micro-batch": (lambda: step_by(ReducesEachMicroBatch, 4), 1),
+    "4 1": (lambda: step_by(4), 1),
+    "16 4": (lambda: step_by(16, 4), 4),
+    "control: reduces each micro-batch": (lambda: step_by(4, weighing=ReducesEachMicroBatch), 1),
     "control: MindSpore's reducer": (mindspores_reducer, 1),
 }
 
@@ -222,16 +201,6 @@ def collectives(name: str, rank: int, out: Path) -> dict[str, np.ndarray]:
     folder = out / f"profile-{rank}-{list(PROGRAMS).index(name)}"
     sent = sent_per_update(make(), data_of(rank), steps, Graphs(), folder)
     return {f"collectives {name}": np.array([sent["executed"], sent["in_graph"], sent["bytes"]])}
-
-
-def train(name: str, micro_size: int | None, rank: int) -> dict[str, np.ndarray]:
-    """The weights after three updates. One of them is the rank's own."""
-    network = make_network("dense")
-    network.hidden.bias.layerwise_parallel = True
-    step = make_step(network, micro_size, 1)
-    for _ in range(3):
-        step(*data_of(rank))
-    return {f"train {name}/{one.name}": as_numpy(one) for one in network.trainable_params()}
 
 
 # -- all cases ---------------------------------------------------------------------------------------------------------
@@ -252,6 +221,3 @@ CASES: dict[str, Callable[[Path], Results]] = {
 for mode in MODES:
     CASES |= dict.fromkeys([f"{name}, {mode}" for name in REDUCED], as_case(reduce, mode, mode=mode))
 CASES["poisoned"] = CASES["all small, graph"]
-for mode in ("graph", "pynative"):
-    CASES[f"train {mode} MindSpore's"] = as_case(train, f"{mode} MindSpore's", None, mode=mode)
-    CASES[f"train {mode} ours"] = as_case(train, f"{mode} ours", 4, mode=mode)

@@ -5,7 +5,6 @@ The oracle is one process with one batch, which joins the window's batches of al
 
 from __future__ import annotations
 
-import functools
 from itertools import zip_longest
 from pathlib import Path
 
@@ -22,8 +21,6 @@ from tests.ranks.window_worker import (
     CALLS,
     EPOCH,
     EPOCHS,
-    KINDS,
-    MODES,
     RATE,
     RECORDED,
     REFUSED,
@@ -49,7 +46,6 @@ from tests.ranks.window_worker import (
     state,
 )
 from tests.support import window_oracle as oracle
-from tests.support.ranks import Ranks
 from tests.support.reference import Clipped, Regression, relative_error
 from tests.support.two_ranks import Results, case
 
@@ -58,7 +54,6 @@ TOLERANCE = 1e-5
 Window = list[Batch]  # of all ranks together
 
 ALL_CALLS = CALLS | ACCUMULATOR_CALLS
-CORE_CALLS = ["eager, sum over ranks", "overflow, clipped", "accumulator, count, sum over ranks, flush"]
 
 
 @pytest.fixture(scope="module")
@@ -73,18 +68,12 @@ def trained(rank_pair, out) -> list[Results]:
 
 
 @pytest.fixture(scope="module")
-def resumed(out, trained, tmp_path_factory):
-    """By kind, the results of two ranks that go on from the checkpoints of the first two and of one process. They are
-    new models in the same ranks; for samples, in two new ranks."""
-    with Ranks(tmp_path_factory.mktemp("new")) as new:
-
-        @functools.cache
-        def of(kind: str) -> list[Results]:
-            case(trained[0], f"uninterrupted {kind}")
-            save_alone(kind, out)
-            return trained if kind == "counts" else new.worker("tests.ranks.window_worker", out)
-
-        yield of
+def resumed(out, trained) -> list[Results]:
+    """The results of new models on the same ranks, which go on from the checkpoints of both ranks and of one
+    process."""
+    case(trained[0], "uninterrupted")  # this case saves
+    save_alone(out)
+    return trained
 
 
 class Oracle:
@@ -132,7 +121,6 @@ def ends(calls: Calls, rank: int) -> list[int]:
 # -- calls of the step and of GradAccumulator --------------------------------------------------------------------------
 
 
-@pytest.mark.core(name=CORE_CALLS)
 @pytest.mark.parametrize("name", ALL_CALLS)
 def test_a_window_on_two_ranks_equals_all_its_batches_on_one_process(trained, name):
     """They are equal with gradients_mean, and always with count. Without either, ranks add up, so the process needs
@@ -161,7 +149,6 @@ def overflows(calls: Calls, end: int) -> bool:
     return calls.poisoned is not None and end - calls.steps <= calls.poisoned < end
 
 
-@pytest.mark.core(name=CORE_CALLS)
 @pytest.mark.parametrize("name", ALL_CALLS)
 def test_batches_that_do_not_end_a_window_change_no_bit_of_weights_and_optimizer(trained, name):
     for rank, results in enumerate(trained):
@@ -173,7 +160,6 @@ def test_batches_that_do_not_end_a_window_change_no_bit_of_weights_and_optimizer
                 assert same == (call not in changes), (kind, call)
 
 
-@pytest.mark.core(name=CORE_CALLS)
 @pytest.mark.parametrize("name", [name for name, calls in ALL_CALLS.items() if calls.mode == "pynative"])
 def test_one_reduction_at_the_end_of_each_window_and_none_before(trained, name):
     """The collectives are counted in PyNative mode."""
@@ -191,21 +177,9 @@ def test_a_step_that_reduces_each_batch_is_caught(trained):
     )
 
 
-@pytest.mark.thorough
-def test_no_collective_runs_in_the_compiled_step_before_the_windows_end(trained):
-    """MindSpore's profiler counts none, then one for all weights and the sums, for any number of batches."""
-    for results in trained:
-        got = case(results, "collectives")
-        for name in ("3 2", "5 2"):  # accumulation_steps and micro_size
-            assert got[f"Window {name}"].tolist() == [0, 2], name
-        # The control also reduces each batch: two batches, then two windows of three batches.
-        assert got["ReducesEachBatch 3 2"].tolist() == [2, 6 + 2]
-
-
 @pytest.mark.device("an overflow on one rank is one on both", devices=2)
-@pytest.mark.core("overflow, clipped")
-@pytest.mark.parametrize("name", ["overflow, clipped", "overflow, eager", "accumulator, overflow, clipped"])
-def test_overflow_in_one_batch_of_one_rank_drops_the_window_and_halves_the_scale_on_both(trained, name):
+def test_overflow_in_one_batch_of_one_rank_drops_the_window_and_halves_the_scale_on_both(trained):
+    name = "overflow, clipped"
     calls = ALL_CALLS[name]
     end = (calls.poisoned // calls.steps + 1) * calls.steps
     for results in trained:
@@ -309,11 +283,6 @@ def test_records_say_what_all_ranks_counted_and_what_this_one_did(trained, name)
                 np.testing.assert_allclose(got[field], expected[field], rtol=1e-5, err_msg=f"{field} of rank {rank}")
 
 
-def test_a_schedule_may_be_what_lets_windows_span_batches(trained):
-    """5 and 3 batches in windows of 4: two updates, the second with 1 and 0 batches."""
-    assert [int(case(results, "spanned by a schedule")["updates"]) for results in trained] == [2, 2]
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_different_numbers_of_batches_without_a_flush_are_refused_on_both_ranks_before_training(trained, name):
     for results in trained:
@@ -368,12 +337,11 @@ def expected_windows(saved: int, old: int, new: int) -> list[list[np.ndarray]]:
     ]
 
 
-def assert_went_on(got: Results, kind: str, saved: int, old: int, new: int, rank: int = 0) -> None:
+def assert_went_on(got: Results, saved: int, old: int, new: int, rank: int = 0) -> None:
     """Check that weights, optimizer state, updates and the samples seen equal the oracle's."""
-    _, masked = KINDS[kind]
-    data, windows = samples(masked), expected_windows(saved, old, new)
+    data, windows = samples(), expected_windows(saved, old, new)
     joined = [[tuple(column[index] for column in data) for index in window] for window in windows]
-    weights, moments, _ = Oracle(masked).train(joined)[-1]
+    weights, moments, _ = Oracle(masked=True).train(joined)[-1]
     assert relative_error(got["weights"], weights) < TOLERANCE
     assert relative_error(got["moments"], moments) < TOLERANCE
     assert got["updates"] == len(windows)
@@ -381,40 +349,24 @@ def assert_went_on(got: Results, kind: str, saved: int, old: int, new: int, rank
 
 
 def assert_saw_the_right_samples(got: Results, saved: int, old: int, new: int, rank: int) -> None:
-    first = samples(False)[0][:, 0]
+    first = samples()[0][:, 0]
     assert len(set(first)) == len(first)  # it identifies the sample
     ids = [np.array([np.flatnonzero(first == value)[0] for value in batch]) for batch in got["seen"]]
     expected = [indices(number, rank, new) for number in range(saved * old // new, EPOCHS * EPOCH // new)]
     np.testing.assert_array_equal(ids, expected)
 
 
-def test_the_samples_before_and_after_a_resume_make_up_the_epoch_and_none_comes_twice(out, trained):
-    """The oracle's samples rely on this. Two ranks train before the resume, and one process after it."""
-    for saved in (SAVED, 3 * SAVED):
-        begun = saved // (EPOCH // 2) * EPOCH // 2
-        before = [indices(number, rank, 2) for number in range(begun, saved) for rank in range(2)]
-        epoch = range(2 * saved, (2 * saved // EPOCH + 1) * EPOCH)
-        after = [indices(number, 0, 1) for number in epoch]
-        assert sorted(np.concatenate(before + after)) == list(range(BATCH * EPOCH))
-
-
-@pytest.mark.core(kind="counts")
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_run_that_is_not_interrupted_equals_the_joined_windows(trained, kind):
+def test_the_run_that_is_not_interrupted_equals_the_joined_windows(trained):
     for rank, results in enumerate(trained):
-        assert_went_on(case(results, f"uninterrupted {kind}"), kind, 0, 2, 2, rank)
+        assert_went_on(case(results, "uninterrupted"), 0, 2, 2, rank)
 
 
-@pytest.mark.core(kind="counts")
 @pytest.mark.parametrize("saved", [SAVED, 2 * SAVED, 3 * SAVED])
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_that_resume_each_from_its_own_file_go_on_as_if_not_interrupted(trained, resumed, kind, saved):
+def test_two_ranks_that_resume_each_from_its_own_file_go_on_as_if_not_interrupted(resumed, saved):
     """The results are bit-identical, in mid-window, between windows and in mid-window of the second epoch, and only
     the later batches are seen."""
-    for rank, results in enumerate(resumed(kind)):
-        assert_not_interrupted(
-            case(results, f"{kind} after {saved}"), case(trained[rank], f"uninterrupted {kind}"), saved
-        )
+    for results in resumed:
+        assert_not_interrupted(case(results, f"after {saved}"), case(results, "uninterrupted"), saved)
 
 
 def assert_not_interrupted(got: Results, uninterrupted: Results, saved: int) -> None:
@@ -423,36 +375,24 @@ def assert_not_interrupted(got: Results, uninterrupted: Results, saved: int) -> 
     np.testing.assert_array_equal(got["seen"], uninterrupted["seen"][saved:])
 
 
-@pytest.mark.core(kind="counts")
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_files_of_all_ranks_may_be_given_to_each_in_any_order(trained, resumed, kind):
-    for rank, results in enumerate(resumed(kind)):
-        assert_not_interrupted(case(results, f"{kind}, all files"), case(trained[rank], f"uninterrupted {kind}"), SAVED)
+def test_each_rank_may_read_the_files_of_all_in_any_order(resumed):
+    for results in resumed:
+        assert_not_interrupted(case(results, "all files"), case(results, "uninterrupted"), SAVED)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_process_finishes_the_window_of_two_ranks(out, trained, kind):
+@pytest.mark.parametrize("saved", [SAVED, 2 * SAVED, pytest.param(3 * SAVED, marks=pytest.mark.thorough)])
+def test_one_process_finishes_the_window_of_two_ranks(out, resumed, saved, pynative):
     """The files are from mid-window, from between two windows, and from mid-window of the second epoch."""
-    case(trained[0], f"uninterrupted {kind}")  # this case saves
-    mode, masked = KINDS[kind]
-    for saved in (SAVED, 2 * SAVED, 3 * SAVED):
-        ms.set_context(mode=MODES[mode])
-        model = make_model(masked, accumulation_steps=STEPS)
-        files = [file_of(out, kind, saved, rank) for rank in range(2)]
-        got = case(go_on("one", model, files, share(masked)), "one")
-        assert_went_on(got, kind, saved, 2, 1)
+    model = make_model(True, accumulation_steps=STEPS)
+    files = [file_of(out, saved, rank) for rank in range(2)]
+    assert_went_on(case(go_on("one", model, files, share()), "one"), saved, 2, 1)
 
 
-def test_one_process_goes_on_with_the_losses_of_both_ranks(out, trained):
-    for results in trained:
-        case(results, "uninterrupted counts")  # this case saves
-    mode, masked = KINDS["counts"]
-    ms.set_context(mode=MODES[mode])
-    files = [file_of(out, "counts", SAVED, rank) for rank in range(2)]
+def test_one_process_goes_on_with_the_losses_of_both_ranks(out, resumed):
+    files = [file_of(out, SAVED, rank) for rank in range(2)]
     saved = [ms.load_checkpoint(str(file)) for file in files]
-    losses = [float(one[own("window_sums")][0]) / float(one[own("window_unit")]) for one in saved]
-    step = make_model(masked, accumulation_steps=STEPS).train_network
+    losses = [float(values[own("window_sums")][0]) / float(values[own("window_unit")]) for values in saved]
+    step = make_model(True, accumulation_steps=STEPS).train_network
     resume(step, files)
     values = step.parameters_dict()
     joined = float(values[own("window_sums")][0]) / float(values[own("window_unit")])
@@ -488,31 +428,25 @@ def test_a_flush_trains_nothing_if_no_rank_has_batches(trained):
         assert set(got["changed"].tolist()) <= records
 
 
-@pytest.mark.core(kind="counts")
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_finish_the_window_of_one_process(resumed, kind):
-    for rank, results in enumerate(resumed(kind)):
-        got = case(results, f"{kind}, from one process")
-        assert_went_on(got, kind, SAVED_ALONE[-1], 1, 2, rank)
+def test_two_ranks_finish_the_window_of_one_process(resumed):
+    for rank, results in enumerate(resumed):
+        assert_went_on(case(results, "from one process"), SAVED_ALONE[-1], 1, 2, rank)
 
 
-@pytest.mark.core(kind="counts")
-@pytest.mark.parametrize("kind", KINDS)
-def test_rank_0s_file_in_mid_window_is_refused_on_rank_1_and_on_one_process(out, resumed, kind):
+def test_rank_0s_file_in_mid_window_is_refused_on_rank_1_and_on_one_process(out, resumed):
     """Rank 0 does not refuse the file, because it is its own."""
-    got = case(resumed(kind)[1], f"{kind}, rank 0's file")
+    got = case(resumed[1], "rank 0's file")
     assert "all 2 rank(s)' are needed to finish it on rank 1 of 2" in str(got["message"])
     assert "of rank 0 of 2" in str(got["message"])
     assert not got["changed"]
-    model = make_model(KINDS[kind][1], accumulation_steps=STEPS)
+    model = make_model(True, accumulation_steps=STEPS)
     for rank in range(2):
         with pytest.raises(ValueError, match=rf"on rank 0 of 1, but got .* of rank {rank} of 2"):
-            resume(model, file_of(out, kind, SAVED, rank))
+            resume(model, file_of(out, SAVED, rank))
     assert int(model.train_network.window_position.asnumpy()) == 0
 
 
 def test_rank_0s_file_in_mid_window_loaded_plainly_on_rank_1_is_refused_at_the_first_call(resumed):
-    resumed = resumed("counts")
     message = str(resumed[1][f"plain {SAVED}/message"])
     assert "sums of rank 0 of 2 on rank 1 of 2" in message
     assert "gaccum_ms.resume" in message
@@ -521,49 +455,32 @@ def test_rank_0s_file_in_mid_window_loaded_plainly_on_rank_1_is_refused_at_the_f
     assert resumed[0][f"plain {SAVED}/position"] == SAVED % STEPS + 1
 
 
-@pytest.mark.core(kind="counts")
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_between_windows_resumes_anywhere(out, trained, resumed, kind):
+def test_a_checkpoint_between_windows_resumes_anywhere(resumed):
     """Both ranks resume from rank 0's checkpoint."""
-    for rank, results in enumerate(resumed(kind)):
-        got = case(results, f"{kind}, between windows, rank 0's file")
-        assert_not_interrupted(got, case(trained[rank], f"uninterrupted {kind}"), 2 * SAVED)
+    for results in resumed:
+        got = case(results, "between windows, rank 0's file")
+        assert_not_interrupted(got, case(results, "uninterrupted"), 2 * SAVED)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", KINDS)
-def test_rank_1s_checkpoint_between_windows_resumes_on_one_process(out, trained, kind):
-    case(trained[1], f"uninterrupted {kind}")  # this case saves
-    mode, masked = KINDS[kind]
-    ms.set_context(mode=MODES[mode])
-    model = make_model(masked, accumulation_steps=STEPS)
-    got = go_on("one", model, file_of(out, kind, 2 * SAVED, 1), share(masked))
-    assert_went_on(case(got, "one"), kind, 2 * SAVED, 2, 1)
-
-
-def test_a_checkpoint_between_windows_loads_plainly_anywhere(out, resumed):
-    for results in resumed("counts"):
+def test_a_checkpoint_between_windows_loads_plainly_anywhere(out, resumed, pynative):
+    for results in resumed:
         assert not str(results[f"plain {2 * SAVED}/message"])
         assert results[f"plain {2 * SAVED}/position"] == 1
-    ms.set_context(mode=ms.PYNATIVE_MODE)
     step = make_model(True, accumulation_steps=STEPS).train_network
-    ms.load_param_into_net(step, ms.load_checkpoint(file_of(out, "counts", 2 * SAVED, 1)))
-    step(*(Tensor(column[:BATCH]) for column in samples(True)))
+    ms.load_param_into_net(step, ms.load_checkpoint(file_of(out, 2 * SAVED, 1)))
+    step(*(Tensor(column[:BATCH]) for column in samples()))
     assert int(step.window_position.asnumpy()) == 1
 
 
-@pytest.mark.core(kind="counts")
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_position_that_does_not_divide_by_the_ranks_is_refused_with_both_numbers(resumed, kind):
-    for results in resumed(kind):
-        got = case(results, f"{kind}, 5 batches")
+def test_a_position_that_does_not_divide_by_the_ranks_is_refused_with_both_numbers(resumed):
+    for results in resumed:
+        got = case(results, "5 batches")
         assert "got [5] on each of 1 rank(s), and now 2" in str(got["message"])
         assert not got["changed"]
 
 
-def test_a_data_set_of_another_length_is_refused_with_both_numbers(out, trained):
+def test_a_data_set_of_another_length_is_refused_with_both_numbers(out, resumed):
     model = make_model(True, accumulation_steps=STEPS)
-    assert case(trained[0], "uninterrupted counts")  # this case saves
-    files = [file_of(out, "counts", SAVED, rank) for rank in range(2)]
+    files = [file_of(out, SAVED, rank) for rank in range(2)]
     with pytest.raises(ValueError, match=r"got 10 an epoch on each of 1 rank\(s\), .* has 10 on each of 2"):
-        resume(model, files, share(True, 0, 2))
+        resume(model, files, share(0, 2))

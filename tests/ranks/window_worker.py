@@ -3,7 +3,6 @@ ranks."""
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +11,6 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.communication import get_rank
-from mindspore.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 from mindspore.train import Callback, CheckpointConfig, ModelCheckpoint
 
 from gaccum_ms import (
@@ -28,7 +26,7 @@ from gaccum_ms import (
 from gaccum_ms.accumulation.window import Window
 from tests.ranks.distributed_worker import NotedAllReduce
 from tests.support import window_oracle
-from tests.support.modes import MODES
+from tests.support.modes import MODES, eagerly
 from tests.support.reference import Regression, as_numpy, batches, step_with, vector
 from tests.support.state import everything
 from tests.support.two_ranks import Results
@@ -86,23 +84,14 @@ FEW = ([5] * 4, [5] * 4)
 RAGGED = ([5, 3, 7, 2], [2, 6, 4, 3])
 
 CALLS = {
-    "graph": Calls(SAME, "graph"),
-    "graph, sum over ranks": Calls(SAME, "graph", gradients_mean=False),
-    "eager": Calls(RAGGED, steps=2),
     "eager, sum over ranks": Calls(RAGGED, gradients_mean=False, steps=2),
-    "count": Calls(SAME, "graph", masked=True),
-    "count, sum over ranks": Calls(RAGGED, gradients_mean=False, masked=True, steps=2),
     "overflow, clipped": Calls(SAME, "graph", poisoned=4, max_norm=0.2),
-    "overflow, eager": Calls(RAGGED, steps=2, poisoned=2),
 }
 
 CONTROLLED = CALLS["eager, sum over ranks"]
 
 ACCUMULATOR_CALLS = {
-    "accumulator": Calls(FEW, steps=2),
-    "accumulator, sum over ranks": Calls(FEW, gradients_mean=False, steps=2),
-    "accumulator, count": Calls(RAGGED, masked=True, steps=2),
-    "accumulator, overflow, clipped": Calls(SAME, "graph", poisoned=4, max_norm=0.2),
+    "accumulator, overflow, clipped": Calls(FEW, steps=2, poisoned=2, max_norm=0.2),
     # rank 1's last call is one of flush() with nothing to add; rank 0's window has two batches
     "accumulator, count, sum over ranks, flush": Calls(([5] * 5, [5] * 3), gradients_mean=False, masked=True),
 }
@@ -196,38 +185,6 @@ class ReducesEachBatch(Window):
         return ops.depend(sums, reduced), shown
 
 
-def executed_all_reduces(step: nn.Cell, data: Sequence[Batch], folder: Path) -> int:
-    """AllReduce kernels that MindSpore's profiler saw run in the compiled step's calls on these batches."""
-    with profile(activities=[ProfilerActivity.CPU], on_trace_ready=tensorboard_trace_handler(str(folder))):
-        for batch in data:
-            step(*map(Tensor, batch)).asnumpy()
-    (table,) = folder.glob("**/cpu_op_type_info_*.csv")
-    with table.open() as file:
-        kernels = {row["op_type"]: int(row["type_occurrences"]) for row in csv.DictReader(file)}
-    assert kernels["MatMul"] >= len(data), kernels  # the profiler has seen the calls
-    return kernels.get("AllReduce", 0)
-
-
-def collectives(rank: int, out: Path) -> dict[str, np.ndarray]:
-    """The AllReduces of a window without its last batch, and of two windows, by accumulation_steps and micro_size."""
-    calls = CALLS["graph"]
-    set_up(calls)
-    batch = calls.data(rank)[0]
-    results = {}
-    for micro_size, window in ((2, Window), (2, ReducesEachBatch)):
-        step = make_step(calls, micro_size, window)
-        for _ in range(calls.steps):
-            step(*map(Tensor, batch))  # compiles
-        for steps in (3, 5) if window is Window else (3,):
-            step.set_accumulation_steps(steps)
-            folder = out / f"profile-{rank}-{window.__name__}-{steps}-{micro_size}"
-            before = executed_all_reduces(step, [batch] * (steps - 1), folder / "open")
-            step(*map(Tensor, batch))
-            whole = executed_all_reduces(step, [batch] * (2 * steps), folder / "whole")
-            results[f"collectives/{window.__name__} {steps} {micro_size}"] = np.array([before, whole])
-    return results
-
-
 # -- ms.Model, with different numbers of batches on the ranks ----------------------------------------------------------
 
 SAMPLES = 4
@@ -252,10 +209,8 @@ class Training(NamedTuple):
 TRAININGS = {
     "9 and 7": Training((9, 7), 2),
     "8 and 2": Training((8, 2), 2),
-    "5 and 1: 1 and 0 in the last window": Training((5, 1)),
     "5 and 4: 1 and 0 in the last window, and rank 1 has none open": Training((5, 4)),
     "2 and 3: rank 0 is shorter, no window is full": Training((2, 3), 2),
-    "6 and 6": Training((6, 6), 2),
     "9 and 7, scheduled": Training((9, 7), 3, {0: 4, 1: 2, 2: 3}),
     # A stop before the epoch's end leaves ranks with fewer batches than they announced.
     "9 and 7, stopped after 5": Training((9, 7), 2, stop=5),
@@ -329,15 +284,6 @@ def train_models(rank: int) -> dict[str, np.ndarray]:
         rows = [(record.update, record.batches, len(record.losses), record.count) for record in monitor.records]
         results[f"{name}/records"] = np.array(rows)
     return results
-
-
-def train_by_schedule(rank: int) -> dict[str, np.ndarray]:
-    """The schedule, not the cell, lets its windows span batches."""
-    set_up(CALLS["eager"])
-    model = make_model()
-    schedule = AccumulationScheduler({0: STEPS})
-    model.train(1, as_data_set(Training((5, 3)).data(rank)), callbacks=[FlushAccumulation(), schedule])
-    return {"spanned by a schedule/updates": as_numpy(model.train_network.update_count)}
 
 
 def refuse_to_train(rank: int) -> dict[str, np.ndarray]:
@@ -464,50 +410,47 @@ def record_fields(rank: int) -> dict[str, np.ndarray]:
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
-KINDS = {"counts": ("graph", True), "samples": ("pynative", False)}  # what weights micro-batches: mode, masked
 BATCH, EPOCH, EPOCHS = 3, 20, 2  # samples of a batch, batches of an epoch of all ranks together
 SAVED = 6  # batches of each rank between checkpoints: in mid-window, between windows, in mid-window of epoch 2
 SAVED_ALONE = (5, 6)  # batches of one process before its checkpoints
 
 
-def samples(masked: bool) -> Batch:
+def samples() -> Batch:
     """The data of all ranks. The masks of odd samples, which rank 1 of two gets, are heavy."""
     x, y = batches(BATCH * EPOCH, 1, seed=9)[0]
     random = np.random.default_rng(10)
     mask = random.uniform(0.01, 0.1, len(x)) * np.where(np.arange(len(x)) % 2, 90, 1)
-    return (x, y, mask.astype(np.float32)) if masked else (x, y)
+    return x, y, mask.astype(np.float32)
 
 
-def share(masked: bool, rank: int = 0, ranks: int = 1) -> Any:
-    return ms.dataset.NumpySlicesDataset(samples(masked), shuffle=False, num_shards=ranks, shard_id=rank).batch(BATCH)
+def share(rank: int = 0, ranks: int = 1) -> Any:
+    return ms.dataset.NumpySlicesDataset(samples(), shuffle=False, num_shards=ranks, shard_id=rank).batch(BATCH)
 
 
-def file_of(out: Path, kind: str, saved: int, who: int | str) -> str:
+def file_of(out: Path, saved: int, who: int | str) -> str:
     """The checkpoint of a rank, or of the process "alone", after `saved` of its batches."""
     size = EPOCH if who == "alone" else EPOCH // 2
-    return str(out / f"{kind}-{who}" / f"run-{(saved - 1) // size + 1}_{(saved - 1) % size + 1}.ckpt")
+    return str(out / f"run-{who}" / f"run-{(saved - 1) // size + 1}_{(saved - 1) % size + 1}.ckpt")
 
 
-def train_and_save(kind: str, out: Path, rank: int) -> dict[str, np.ndarray]:
+def train_and_save(out: Path, rank: int) -> dict[str, np.ndarray]:
     """Train without an interruption, and save checkpoints."""
-    mode, masked = KINDS[kind]
-    set_up(Calls(SAME, mode))
-    model, watch = make_model(masked, accumulation_steps=STEPS), Watch()
-    saver = ModelCheckpoint("run", str(out / f"{kind}-{rank}"), CheckpointConfig(save_checkpoint_steps=SAVED))
-    model.train(EPOCHS, share(masked, rank, 2), callbacks=[watch, saver])
-    return finished(f"uninterrupted {kind}", model, watch)
+    set_up(Calls(SAME, "graph"))
+    model, watch = make_model(True, accumulation_steps=STEPS), Watch()
+    saver = ModelCheckpoint("run", str(out / f"run-{rank}"), CheckpointConfig(save_checkpoint_steps=SAVED))
+    model.train(EPOCHS, share(rank, 2), callbacks=[watch, saver])
+    return finished("uninterrupted", model, watch)
 
 
-def save_alone(kind: str, out: Path) -> None:
+@eagerly()
+def save_alone(out: Path) -> None:
     """One process trains, and saves in mid-window."""
-    mode, masked = KINDS[kind]
-    ms.set_context(mode=MODES[mode])
-    step = make_model(masked, accumulation_steps=STEPS).train_network
-    (out / f"{kind}-alone").mkdir()
-    for number, batch in zip(range(1, SAVED_ALONE[-1] + 1), share(masked).create_tuple_iterator(), strict=False):
+    step = make_model(True, accumulation_steps=STEPS).train_network
+    (out / "run-alone").mkdir()
+    for number, batch in zip(range(1, SAVED_ALONE[-1] + 1), share().create_tuple_iterator(), strict=False):
         step(*batch)
         if number in SAVED_ALONE:
-            ms.save_checkpoint(step, file_of(out, kind, number, "alone"))
+            ms.save_checkpoint(step, file_of(out, number, "alone"))
 
 
 def finished(name: str, model: ms.Model, watch: Watch) -> dict[str, np.ndarray]:
@@ -525,30 +468,29 @@ def go_on(name: str, model: ms.Model, files: Any, data_set: Any) -> dict[str, np
     return finished(name, model, watch)
 
 
-def resume_on_ranks(kind: str, out: Path, rank: int) -> dict[str, np.ndarray]:
-    results, (mode, masked) = {}, KINDS[kind]
-    set_up(Calls(SAME, mode))
-    model = make_model(masked, accumulation_steps=STEPS)  # the first resume is of a step that has not run
-    for saved in (SAVED, 2 * SAVED, 3 * SAVED):
-        own = file_of(out, kind, saved, rank)
-        results |= go_on(f"{kind} after {saved}", model, own, share(masked, rank, 2))
-    both = [file_of(out, kind, SAVED, one) for one in (1, 0)]
-    results |= go_on(f"{kind}, all files", model, both, share(masked, rank, 2))
-    first = file_of(out, kind, 2 * SAVED, 0)
-    results |= go_on(f"{kind}, between windows, rank 0's file", model, first, share(masked, rank, 2))
-    alone = [file_of(out, kind, saved, "alone") for saved in SAVED_ALONE]
-    results |= go_on(f"{kind}, from one process", model, alone[1], share(masked, rank, 2))
+def resume_on_ranks(out: Path, rank: int) -> dict[str, np.ndarray]:
+    set_up(Calls(SAME, "graph"))
+    model = make_model(True, accumulation_steps=STEPS)  # the first resume is of a step that has not run
+    alone = [file_of(out, saved, "alone") for saved in SAVED_ALONE]
+    files = {
+        **{f"after {saved}": file_of(out, saved, rank) for saved in (SAVED, 2 * SAVED, 3 * SAVED)},
+        "all files": [file_of(out, SAVED, one) for one in (1, 0)],
+        "between windows, rank 0's file": file_of(out, 2 * SAVED, 0),
+        "from one process": alone[1],
+    }
+    results = {}
+    for name, file in files.items():
+        results |= go_on(name, model, file, share(rank, 2))
     for name, file, data_set in (
-        ("rank 0's file", file_of(out, kind, SAVED, 0), None),
-        ("5 batches", alone[0], share(masked, rank, 2)),
+        ("rank 0's file", file_of(out, SAVED, 0), None),
+        ("5 batches", alone[0], share(rank, 2)),
     ):
         before = state(model.train_network.optimizer)
-        results[f"{kind}, {name}/message"] = np.array(refusal(lambda: resume(model, file, data_set)))  # noqa: B023
+        results[f"{name}/message"] = np.array(refusal(lambda: resume(model, file, data_set)))  # noqa: B023
         if name == "rank 0's file" and rank == 0:
             continue  # rank 0 accepts its own file
-        results[f"{kind}, {name}/changed"] = np.array(
-            not all(map(np.array_equal, before, state(model.train_network.optimizer)))
-        )
+        after = state(model.train_network.optimizer)
+        results[f"{name}/changed"] = np.array(not all(map(np.array_equal, before, after)))
     return results
 
 
@@ -556,10 +498,10 @@ def load_plainly(out: Path, rank: int) -> dict[str, np.ndarray]:
     """Load rank 0's files on both ranks by MindSpore's own functions, in mid-window and between windows."""
     set_up(Calls(SAME))
     results = {}
-    batch = tuple(column[:BATCH] for column in samples(True))
+    batch = tuple(column[:BATCH] for column in samples())
     for saved in (SAVED, 2 * SAVED):
         step = make_model(True, accumulation_steps=STEPS).train_network
-        ms.load_param_into_net(step, ms.load_checkpoint(file_of(out, "counts", saved, 0)))
+        ms.load_param_into_net(step, ms.load_checkpoint(file_of(out, saved, 0)))
         message = refusal(lambda: step(*map(Tensor, batch)))  # noqa: B023
         results[f"plain {saved}/message"] = np.array(message)
         results[f"plain {saved}/position"] = as_numpy(step.window_position)
@@ -567,6 +509,10 @@ def load_plainly(out: Path, rank: int) -> dict[str, np.ndarray]:
 
 
 # -- all cases ---------------------------------------------------------------------------------------------------------
+
+
+RESUMED = [f"after {saved}" for saved in (SAVED, 2 * SAVED, 3 * SAVED)]
+RESUMED += ["all files", "between windows, rank 0's file", "from one process", "rank 0's file", "5 batches"]
 
 
 def as_case(task: Callable[[int], Results]) -> Callable[[Path], Results]:
@@ -588,17 +534,11 @@ CASES: dict[str, Callable[[Path], Results]] = {
     ),
     "accumulators on other ranks": as_case_with_files(save_and_resume_accumulators),
     "flush of nothing": as_case(flush_nothing),
-    "collectives": as_case_with_files(lambda out, rank: collectives(rank, out)),
     **dict.fromkeys(TRAININGS, as_case(train_models)),
-    "spanned by a schedule": as_case(train_by_schedule),
     **dict.fromkeys((f"records of {name}" for name in RECORDED), as_case(record_fields)),
     **dict.fromkeys(REFUSED, as_case(refuse_to_train)),
     **dict.fromkeys((f"saving: {name}" for name in SAVING), as_case_with_files(save_checkpoints)),
     **dict.fromkeys((f"plain {saved}" for saved in (SAVED, 2 * SAVED)), as_case_with_files(load_plainly)),
+    "uninterrupted": as_case_with_files(train_and_save),
+    **dict.fromkeys(RESUMED, as_case_with_files(resume_on_ranks)),
 }
-for kind in KINDS:
-    CASES[f"uninterrupted {kind}"] = as_case_with_files(lambda out, rank, k=kind: train_and_save(k, out, rank))
-    resumed = [f"{kind} after {saved}" for saved in (SAVED, 2 * SAVED, 3 * SAVED)]
-    resumed += [f"{kind}, {how}" for how in ("all files", "between windows, rank 0's file", "from one process")]
-    resumed += [f"{kind}, rank 0's file", f"{kind}, 5 batches"]
-    CASES |= dict.fromkeys(resumed, as_case_with_files(lambda out, rank, k=kind: resume_on_ranks(k, out, rank)))
