@@ -66,17 +66,12 @@ def test_accumulation_steps_of_one_are_a_choice_like_any_other(pynative):
 
 # -- MindSpore's newer optimizers, which have no `global_step` ---------------------------------------------------------
 
-NEWER = {
-    "experimental": lambda weights: optim.SGD([{"params": weights, "lr": 0.1}], 0.5),
-    "mint": lambda weights: mint.optim.SGD(weights, 0.1),
-}
 
-
-def fit_line(optimizer, **schedule):
+def fit_line(optimizer):
     """Two epochs, windows of one batch and then of two, watched by all callbacks that read the rate."""
     step = reference.make_step(Line(1.0), optimizer, micro_size=2)
     monitor, bar = WindowMonitor(), io.StringIO()
-    scheduler = AccumulationScheduler({0: 1, 1: 2}, **schedule)
+    scheduler = AccumulationScheduler({0: 1, 1: 2}, learning_rate="linear")
     data = NumpySlicesDataset((LINE_X[:8], LINE_Y[:8]), shuffle=False).batch(2)
     ms.Model(step).train(2, data, callbacks=[scheduler, monitor, ProgressBar(bar, show=True, refresh_seconds=0)])
     rates = [record.learning_rate for record in monitor.records]
@@ -93,16 +88,8 @@ def line_weight(rates):
     return weight
 
 
-@REFUSED_ON_2_7
-def test_the_rate_of_an_optimizer_without_global_step_is_read():
-    """In graph mode: mint's optimizers do nothing on CPU in PyNative mode."""
-    rates, weight = fit_line(NEWER["mint"])
-    np.testing.assert_allclose(rates, [0.1] * 6, rtol=1e-6)
-    np.testing.assert_allclose(weight, line_weight([0.1] * 6), rtol=1e-5)
-
-
 def test_the_rate_of_an_optimizer_without_global_step_follows(pynative):
-    rates, weight = fit_line(NEWER["experimental"], learning_rate="linear")
+    rates, weight = fit_line(lambda weights: optim.SGD([{"params": weights, "lr": 0.1}], 0.5))
     expected = [0.1] * 4 + [0.2] * 2
     np.testing.assert_allclose(rates, expected, rtol=1e-6)
     np.testing.assert_allclose(weight, line_weight(expected), rtol=1e-5)
@@ -111,7 +98,7 @@ def test_the_rate_of_an_optimizer_without_global_step_follows(pynative):
 @REFUSED_ON_2_7
 def test_a_rate_that_is_compiled_in_is_refused_before_it_trains():
     with pytest.raises(ValueError, match=r"must read its learning rate at each update, .* mindspore.mint.optim.SGD"):
-        fit_line(NEWER["mint"], learning_rate="linear")
+        fit_line(lambda weights: mint.optim.SGD(weights, 0.1))
 
 
 # -- which windows -----------------------------------------------------------------------------------------------------

@@ -312,7 +312,8 @@ def assert_updates(step, windows: list[list[int]], tolerance: float, masked: boo
     indirect=["mode"],
 )
 def test_a_window_is_finished_on_its_true_counts_whatever_the_options_are_now(in_mid_window, saved, options, mode):
-    """Compared with MindSpore's step on the joined batches: the open window keeps its four batches, later ones have the cell's.
+    """Compared with MindSpore's step on the joined batches: the open window keeps its four batches, later ones have the
+    cell's number.
 
     The window was begun in PyNative mode by micro_size=2, with batches of 6, 4 and 7; here a batch of 5 ends it.
     """
@@ -341,7 +342,7 @@ def test_negative_control_a_window_of_unequal_batches_without_its_unit_or_sums_i
     resume(step, edited(in_mid_window("samples"), tmp_path / "edited.ckpt", losing(lost)))
     run(step, [3])
     assert int(step.update_count.asnumpy()) == 1
-    with pytest.raises(AssertionError, match="hidden|out"):
+    with pytest.raises(AssertionError, match=r"hidden|out"):
         assert_updates(step, [[0, 1, 2, 3]], 1e-2)
 
 

@@ -16,10 +16,8 @@ from gaccum_ms import (
     AdaptiveGradientClip,
     ClipByGlobalNorm,
     ClipByValue,
-    GradAccumulationCell,
     GradAccumulator,
     SkipSpikes,
-    TrainOneStepWithGradAccumulationCell,
     WeightAverage,
     resume,
 )
@@ -35,7 +33,6 @@ from tests.support.reference import (
     assert_equivalent,
     batches,
     fails_once,
-    make_network,
     relative_error,
     train,
 )
@@ -401,14 +398,6 @@ def test_an_overflow_drops_its_window_and_halves_the_scale(position, value, way)
     assert (as_numpy(accumulator.weights[0])[0] != before["weight"][0]).all()
 
 
-def test_a_scale_set_between_the_batches_of_a_window_counts_for_the_batches_after_it():
-    accumulator = make_accumulator(2, scale=8.0)
-    accumulator(gradient(8 * 1.0))
-    accumulator.set_sense_scale(Tensor(32.0, ms.float32))
-    accumulator(gradient(32 * 3.0))
-    assert moved(accumulator) == [2.0, 0.0]
-
-
 @pytest.mark.parametrize("way", ["pynative", "jit"])
 def test_a_scale_that_no_loss_was_multiplied_by_is_refused(way):
     """Gradients would be divided by a scale that they do not contain."""
@@ -486,14 +475,6 @@ def test_drop_micro_batch_beside_transforms():
     assert float(accumulator.dropped_micro_batches.asnumpy()) == 1
     assert [accumulator(gradient(*one)) for one in ((np.inf, 1.0), (np.nan, 1.0))] == [False, False]
     assert moved(accumulator) == [1.0, 2.0]
-
-
-def test_nothing_updates_where_every_batch_was_dropped():
-    accumulator = make_accumulator(2, "adam", overflow="drop_micro_batch")
-    before = trained(accumulator.optimizer)
-    assert [accumulator(gradient(float("nan"))) for _ in range(2)] == [False, False]
-    assert_identical(trained(accumulator.optimizer), before)
-    assert float(accumulator.dropped_micro_batches.asnumpy()) == 2
 
 
 # -- accumulators, number of steps, compilation ------------------------------------------------------------------------
@@ -707,67 +688,7 @@ def test_refuses_parallel_modes_that_cut_the_graph(parallel_mode):
         ms.reset_auto_parallel_context()
 
 
-# -- PyTorch's usual loop ----------------------------------------------------------------------------------------------
-
-
-def torch_loop(data, n):
-    """PyTorch's classic accumulation loop, from the weights of make_network("dense")."""
-    torch = pytest.importorskip("torch", reason="PyTorch is in the extra 'torch': pip install '.[torch]'")
-    source = make_network("dense")
-    model = torch.nn.Sequential(torch.nn.Linear(12, 16), torch.nn.Tanh(), torch.nn.Linear(16, 5))
-    names = ["hidden.weight", "hidden.bias", "out.weight", "out.bias"]
-    values = {p.name: as_numpy(p) for p in source.get_parameters()}
-    with torch.no_grad():
-        for name, parameter in zip(names, model.parameters(), strict=True):
-            parameter.copy_(torch.from_numpy(values[name]))
-    criterion = torch.nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for i, (x, y) in enumerate(data):
-        loss = criterion(model(torch.from_numpy(x)), torch.from_numpy(y).long()) / n
-        loss.backward()
-        if (i + 1) % n == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    return {name: value.detach().numpy().copy() for name, value in zip(names, model.parameters(), strict=True)}
-
-
-def our_loop(data, n):
-    """The same lines with this library."""
-    model = make_network("dense")
-    criterion = nn.CrossEntropyLoss()
-    optimizer = nn.Momentum(model.trainable_params(), 0.05, 0.9)
-    accumulator = GradAccumulator(optimizer, n)
-
-    def forward(x, y):
-        return criterion(model(x), y)
-
-    grad_fn = ms.value_and_grad(forward, None, optimizer.parameters)
-    for x, y in data:
-        _, gradients = grad_fn(Tensor(x), Tensor(y))
-        accumulator(gradients)
-    return {p.name: as_numpy(p) for p in model.get_parameters()}
-
-
-def our_cell(data, n):
-    model = make_network("dense")
-    optimizer = nn.Momentum(model.trainable_params(), 0.05, 0.9)
-    cell = GradAccumulationCell(nn.WithLossCell(model, nn.CrossEntropyLoss()), 2, accumulation_steps=n)
-    step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
-    for batch in data:
-        step(*map(Tensor, batch))
-    return {p.name: as_numpy(p) for p in model.get_parameters()}
-
-
-@pytest.mark.parametrize(("ours", "mode"), [(our_loop, "pynative"), (our_cell, "graph")])
-def test_ten_updates_of_pytorchs_classic_loop_give_the_same_weights(ours, mode):
-    ms.set_context(mode=WAYS[mode])
-    n, data = 4, batches(7, 40)
-    expected, start = torch_loop(data, n), {p.name: as_numpy(p) for p in make_network("dense").get_parameters()}
-    weights = ours(data, n)
-    assert weights.keys() == expected.keys()
-    for name, value in expected.items():
-        assert relative_error(weights[name], value) < TOLERANCE, name
-        assert relative_error(start[name], value) > 0.1, name
+# -- an optimizer that removes a scale ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("by", ["max_grad_norm", "transforms"])

@@ -6,28 +6,24 @@ test_split_ranks.py.
 
 from __future__ import annotations
 
-import itertools
 import re
 
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from mindspore.dataset import GeneratorDataset
 
 from gaccum_ms import (
     Accumulators,
     CountMask,
     EvenSplit,
-    FlushAccumulation,
     GradAccumulationCell,
-    WindowMonitor,
     WithBatchLossCell,
     resume,
 )
 from tests.support import reference
 from tests.support.modes import MODES, eagerly
-from tests.support.reference import FEATURES, Clipped, Outer, Regression, as_numpy, batches, fails_once, relative_error
+from tests.support.reference import Clipped, Outer, Regression, as_numpy, batches, fails_once, relative_error
 from tests.support.reuse import Reused
 from tests.support.state import assert_identical, everything, manager
 
@@ -256,46 +252,17 @@ def test_a_split_that_loses_or_doubles_samples_is_found(broken, pynative):
         assert_close(state(step.optimizer), expected)
 
 
-class Sequences(nn.Cell):
-    """Packed sequences: each token is compared with the mean of its sequence; the loss is the mean over tokens."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = ms.Parameter(Tensor(np.random.default_rng(2).normal(size=(FEATURES, 3)), ms.float32))
-
-    def construct(self, tokens, of_sequence):
-        same = (of_sequence[:, None] == of_sequence[None, :]).astype(ms.float32)
-        means = (same @ tokens) / same.sum(axis=1, keepdims=True)
-        return ops.square(ops.tanh(tokens @ self.weight) - ops.tanh(means @ self.weight)).mean()
-
-
-class UpToTokens:
-    """A callable object: whole sequences, up to a number of tokens together."""
-
-    def __init__(self, most):
-        self.most = most
+class PartsOfDict:
+    """A callable object."""
 
     def __call__(self, batch):
-        tokens, of_sequence = batch["tokens"].asnumpy(), batch["sequence"].asnumpy()
-        ends = [0, *(np.flatnonzero(np.diff(of_sequence)) + 1), len(tokens)]
-        cuts = [0]
-        for end, following in zip(ends[1:], [*ends[2:], np.inf], strict=True):
-            if following - cuts[-1] > self.most:
-                cuts.append(end)
-        return [[Tensor(tokens[start:end]), Tensor(of_sequence[start:end])] for start, end in itertools.pairwise(cuts)]
+        return [list(part) for part in uneven(batch["x"], batch["y"])]
 
 
-def test_packed_sequences_in_a_dict(pynative):
-    random = np.random.default_rng(4)
-    lengths = [4, 2, 6, 3, 3, 6]
-    of_sequence = np.repeat(np.arange(6), lengths).astype(np.int32)
-    data = [random.normal(size=(24, FEATURES)).astype(np.float32) for _ in range(3)]
-    split = UpToTokens(6)
-    step = make_step(split, Sequences)
-    dicts = [{"tokens": Tensor(tokens), "sequence": Tensor(of_sequence)} for tokens in data]
-    assert [len(part[0]) for part in split(dicts[0])] == [6, 6, 6, 6]
-    losses = [loss_of(step(batch)) for batch in dicts]
-    whole_losses, expected = whole([(tokens, of_sequence) for tokens in data], Sequences)
+def test_a_batch_may_be_a_dict_and_a_split_any_object_that_is_callable(pynative):
+    step = make_step(PartsOfDict())
+    losses = [loss_of(step({"x": Tensor(x), "y": Tensor(y)})) for x, y in DATA[:3]]
+    whole_losses, expected = whole(DATA[:3])
     np.testing.assert_allclose(losses, whole_losses, rtol=TOLERANCE)
     assert_close(state(step.optimizer), expected)
 
@@ -446,34 +413,7 @@ def test_a_bad_count_spoils_its_window_and_no_other(pynative):
     assert_close(state(step.optimizer), whole(data)[1])
 
 
-# -- Model.train and its callbacks -------------------------------------------------------------------------------------
-
-
-def test_models_train_as_with_an_even_split(pynative):
-    data = [tuple(one[:6] for one in batch) for batch in DATA[:3]]
-    seen = {}
-
-    def threes(x, y):
-        return [(x[at : at + 3], y[at : at + 3]) for at in range(0, x.shape[0], 3)]
-
-    for name, options in (("even", {"micro_batch_size": 3}), ("function", {"split": threes})):
-        network = Regression()
-        cell = GradAccumulationCell(network, accumulation_steps=2, record_noise=True, **options)
-        model = ms.Model(cell, optimizer=momentum(network))
-        monitor = WindowMonitor()
-        data_set = GeneratorDataset(data, ["x", "y"], shuffle=False)
-        model.train(2, data_set, callbacks=[monitor, FlushAccumulation()])
-        step = model.train_network
-        noise = as_numpy(step.noise_sums)
-        seen[name] = [
-            [(one.batches, one.count, one.update, one.epoch) for one in monitor.records],
-            np.array([[one.loss, one.grad_norm, *one.losses[:1]] for one in monitor.records]),
-            *state(step.optimizer),
-            noise,
-        ]
-    assert seen["even"][0] == seen["function"][0]
-    assert [row[0] for row in seen["even"][0]] == [2, 1] * 2
-    assert_close(seen["function"][1:], seen["even"][1:])
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 def test_data_sinking_is_refused():
@@ -481,8 +421,6 @@ def test_data_sinking_is_refused():
     with pytest.raises(RuntimeError, match="a function as 'split' needs Python at each batch"):
         Outer(make_step())(*map(Tensor, DATA[0]))
 
-
-# -- errors ------------------------------------------------------------------------------------------------------------
 
 X, Y = (Tensor(one) for one in DATA[0])
 RETURNED = {

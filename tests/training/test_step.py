@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from gaccum_ms import Accumulators, GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell
+from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.accumulation.micro_step import OneLoss
 from gaccum_ms.accumulation.weighing import BySamples
 from gaccum_ms.accumulation.window import Window
@@ -27,7 +27,6 @@ from tests.support.reference import (
     make_network,
     relative_error,
     step_with,
-    vector,
 )
 from tests.support.state import assert_identical, everything
 
@@ -176,24 +175,6 @@ def test_hand_worked_gradient(mode, micro_size):
     assert loss.shape == ()
 
 
-class ThreeInputs(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.weight = ms.Parameter(Tensor(1.0, ms.float32), name="weight")
-
-    def construct(self, a, b, c):
-        return (self.weight * a.mean(axis=1) * b * c.astype(ms.float32)).mean()
-
-
-def test_any_number_of_inputs(pynative):
-    a, b, c = np.arange(10).reshape(5, 2), np.arange(5) + 1.0, np.array([1, 0, 2, 0, 3])
-    expected = (a.mean(axis=1) * b * c).mean()
-    step = make_step(ThreeInputs(), micro_size=2)
-    loss = step(Tensor(a, ms.float32), Tensor(b, ms.float32), Tensor(c, ms.int32))
-    np.testing.assert_allclose(loss.asnumpy(), expected, rtol=1e-6)
-    np.testing.assert_allclose(step.weights[0].asnumpy(), 1 - 0.1 * expected, rtol=1e-5)
-
-
 # -- accumulators ------------------------------------------------------------------------------------------------------
 
 
@@ -237,34 +218,6 @@ def test_accumulators_are_zero_after_every_update_and_used_within():
         assert as_numpy(step.window.weighing.peek).any()
         assert not any(as_numpy(accumulator).any() for accumulator in step.accu_grads)
     assert len(step.compile_cache) == 2
-
-
-class Interrupted(nn.Cell):
-    """Raises once, in the second micro-batch, as a user's breakpoint or a bad label would."""
-
-    def __init__(self):
-        super().__init__()
-        self.network = Regression()
-        self.calls = 0
-
-    def construct(self, x, y):
-        self.calls += 1
-        if self.calls == 2:
-            raise KeyboardInterrupt
-        return self.network(x, y)
-
-
-def test_an_interrupted_window_leaves_nothing_behind(pynative):
-    options = {"micro_size": 3, "accumulators": Accumulators(compensated=True), "optimizer": OPTIMIZERS["momentum"]}
-    steps = [make_step(network, **options) for network in (Interrupted(), Regression())]
-    with pytest.raises(KeyboardInterrupt):
-        steps[0](*batch(9))
-    accumulators = [parameter for parameter in steps[0].get_parameters() if parameter.name.startswith("accu_")]
-    assert len(accumulators) == 4
-    assert not any(as_numpy(parameter).any() for parameter in accumulators)
-    for step in steps:
-        step(*batch(9))
-    np.testing.assert_array_equal(vector(steps[0].weights), vector(steps[1].weights))
 
 
 # -- compilation and eager execution -----------------------------------------------------------------------------------
