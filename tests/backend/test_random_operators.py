@@ -57,8 +57,8 @@ class Draws(nn.Cell):
         ones = ops.stop_gradient(x * 0 + 1)
         powers = Tensor(2.0 ** np.arange(NUMBERS), ms.float32)
         keys = ops.stack([(one.reshape((-1, NUMBERS))[0] * powers).sum() for one in self.draw(ones)])
-        kept = ops.assign(self.drawn, ops.concat((self.drawn[1:], keys.reshape((1, -1)))))
-        loss = ops.depend(((self.dense(self.dropout(x)) - y) ** 2).mean(), kept)
+        noted = ops.assign(self.drawn, ops.concat((self.drawn[1:], keys.reshape((1, -1)))))
+        loss = ops.depend(((self.dense(self.dropout(x)) - y) ** 2).mean(), noted)
         if self.outputs == 1:
             return loss
         return (loss, ops.tile(keys.reshape((1, -1)), (x.shape[0], 1))) if self.outputs == 2 else (loss, loss * 2)

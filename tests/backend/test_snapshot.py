@@ -35,29 +35,29 @@ def values(net):
 def test_puts_back_values_bit_for_bit(mode):
     net = Net()
     before = values(net)
-    kept = Snapshot(net)
+    snapshot = Snapshot(net)
     change(net)
     assert all(value != before[name] for name, value in values(net).items())
-    kept.restore()
+    snapshot.restore()
     assert values(net) == before
 
 
 def test_leaves_out_what_it_is_told_to():
     net = Net()
-    kept = Snapshot(net, leave_out=[net.dense.weight])
-    assert len(kept.parameters) == len(list(net.get_parameters())) - 1
+    snapshot = Snapshot(net, leave_out=[net.dense.weight])
+    assert len(snapshot.parameters) == len(list(net.get_parameters())) - 1
     change(net)
-    kept.restore()
+    snapshot.restore()
     np.testing.assert_array_equal(net.dense.weight.asnumpy(), 7.0)
     np.testing.assert_array_equal(net.norm.moving_mean.asnumpy(), 0.0)
 
 
 def test_keeps_copies_not_views():
-    """Later writes into a Parameter must not change the kept copy."""
+    """Later writes into a Parameter must not change the copy."""
     parameter = ms.Parameter(Tensor(np.zeros(3), ms.float32))
-    kept = as_numpy(parameter)
+    value = as_numpy(parameter)
     overwrite(parameter, Tensor(np.ones(3), ms.float32))
-    np.testing.assert_array_equal(kept, 0.0)
+    np.testing.assert_array_equal(value, 0.0)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -67,12 +67,12 @@ def test_puts_back_each_cells_flags_and_the_generator(training):
     net.set_train(training)
     net.norm.set_train(not training)
     state = ms.get_rng_state().asnumpy().copy()
-    kept = Snapshot(net)
+    snapshot = Snapshot(net)
     net.set_train(not training)
     net.norm.set_train(training)
     net.set_grad()
     ms.manual_seed(12345)
-    kept.restore()
+    snapshot.restore()
     assert (net.training, net.dense.training, net.norm.training) == (training, training, not training)
     assert not net.requires_grad
     np.testing.assert_array_equal(ms.get_rng_state().asnumpy(), state)
@@ -106,10 +106,10 @@ def test_puts_back_buffers_and_attributes_that_construct_writes(mode):
     x = Tensor(np.ones((2, 3)), ms.float32)
     net(x)
     before = state_of(net)
-    kept = Snapshot(net)
+    snapshot = Snapshot(net)
     net(2 * x)
     assert state_of(net) != before
-    kept.restore()
+    snapshot.restore()
     assert state_of(net) == before
     net(2 * x)  # the compiled graph goes on from the restored values
     assert net.calls.asnumpy().tolist() == [2.0, 2.0]
@@ -121,14 +121,14 @@ def test_puts_back_arrays_and_containers_of_tensors():
     net.table = {"seen": [], "means": [Tensor(np.ones(2), ms.float32)]}
     net.array = np.zeros(3)
     net.names = {"a"}
-    kept = Snapshot(net)
+    snapshot = Snapshot(net)
     net.table["seen"].append(1)
     overwrite(net.table["means"][0], Tensor(np.zeros(2), ms.float32))
     net.table["more"] = 3
     net.array[1] = 5
     net.names.add("b")
     net.fresh = 1
-    kept.restore()
+    snapshot.restore()
     assert net.table.keys() == {"seen", "means"}
     assert net.table["seen"] == []
     assert net.table["means"][0].asnumpy().tolist() == [1.0, 1.0]
@@ -139,9 +139,9 @@ def test_puts_back_arrays_and_containers_of_tensors():
 
 def test_says_what_is_unchanged():
     net = Keeping()
-    kept = Snapshot(net)
+    snapshot = Snapshot(net)
     overwrite(net.calls, Tensor(np.ones(2), ms.float32))
-    unchanged = [id(one) for one in kept.unchanged()]
+    unchanged = [id(one) for one in snapshot.unchanged()]
     assert id(net.queue) in unchanged
     assert id(net.dense.weight) in unchanged
     assert id(net.calls) not in unchanged

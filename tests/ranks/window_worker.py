@@ -180,9 +180,9 @@ class ReducesEachBatch(Window):
     """Negative control for the number of collectives: it adds up right, but reduces too early."""
 
     def accumulate(self, inputs, plan, scale, seed_per_item):
-        sums, shown = super().accumulate(inputs, plan, scale, seed_per_item)
+        sums, outputs = super().accumulate(inputs, plan, scale, seed_per_item)
         reduced = self.weighing.reduction.sum_over_ranks(self.store.read(sums), sums)
-        return ops.depend(sums, reduced), shown
+        return ops.depend(sums, reduced), outputs
 
 
 # -- ms.Model, with different numbers of batches on the ranks ----------------------------------------------------------

@@ -391,8 +391,8 @@ def test_an_overflow_drops_the_window_or_its_micro_batch(pynative):
 
     step = make_step(scale_sense=manager(), overflow="drop_micro_batch")
     step(*map(Tensor, poisoned[0]))
-    kept = [tuple(np.delete(one, 3, axis=0) for one in poisoned[0])]
-    assert_close(state(step.optimizer), whole(kept)[1])
+    rest = [tuple(np.delete(column, 3, axis=0) for column in poisoned[0])]
+    assert_close(state(step.optimizer), whole(rest)[1])
     assert float(step.dropped_micro_batches.asnumpy()) == 1
     assert [float(step.window_count.asnumpy()), float(step.batch_items.asnumpy())] == [6, 7]
 
