@@ -104,9 +104,9 @@ def make_step(calls: Calls, micro_size: int = 2, window: type = Window) -> Any:
     return step_with(window=window)(cell, momentum(loss_cell), calls.scale()).set_train()
 
 
-def set_up(calls: Calls) -> None:
-    ms.set_context(mode=MODES[calls.mode])
-    ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=calls.gradients_mean)
+def set_up(mode: str, gradients_mean: bool = True) -> None:
+    ms.set_context(mode=MODES[mode])
+    ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=gradients_mean)
 
 
 class Log:
@@ -132,7 +132,7 @@ def look(optimizer: nn.Momentum, step: Any) -> dict[str, Any]:
 
 
 def play(calls: Calls, rank: int, window: type = Window) -> Log:
-    set_up(calls)
+    set_up(calls.mode, calls.gradients_mean)
     step = make_step(calls, window=window)
     reducers = (step.window.open.reduction.sum_over_ranks.reducer, step.grad_reducer)
     noted = [NotedAllReduce(one) for one in reducers if calls.mode == "pynative"]
@@ -145,7 +145,7 @@ def play(calls: Calls, rank: int, window: type = Window) -> Log:
 
 def play_accumulator(calls: Calls, rank: int) -> Log:
     """The same in a hand-written loop."""
-    set_up(calls)
+    set_up(calls.mode, calls.gradients_mean)
     loss_cell = Regression()
     optimizer = momentum(loss_cell)
     accumulator = GradAccumulator(optimizer, calls.steps, max_grad_norm=calls.max_norm, scale_sense=calls.scale())
@@ -266,7 +266,7 @@ def refusal(action: Callable[[], Any]) -> str:
 
 
 def train_models(rank: int) -> dict[str, np.ndarray]:
-    set_up(CALLS["graph"])
+    set_up("graph")
     model = make_model(accumulation_steps=STEPS)
     step, results = model.train_network, {}
     for name, training in TRAININGS.items():
@@ -287,7 +287,7 @@ def train_models(rank: int) -> dict[str, np.ndarray]:
 
 
 def refuse_to_train(rank: int) -> dict[str, np.ndarray]:
-    set_up(CALLS["graph"])
+    set_up("pynative")
     results = {}
     for name, (spans, callbacks) in REFUSED.items():
         model = make_model(**({"accumulation_steps": STEPS} if spans else {}))
@@ -332,7 +332,7 @@ def save_and_resume_accumulators(out: Path, rank: int) -> Results:
 
 def flush_nothing(rank: int) -> Results:
     """Flushes when no rank has batches, with `min_count` , which makes updates of windows that count nothing."""
-    set_up(Calls(SAME, "pynative"))
+    set_up("pynative")
     results = {}
     cell = GradAccumulationCell(
         window_oracle.Masked(), 2, count=CountMask(), min_count=1.0, accumulation_steps=2, max_grad_norm=1.0
@@ -360,7 +360,7 @@ SAVING = {  # the folder and prefix in which a rank saves
 
 
 def save_checkpoints(out: Path, rank: int) -> Results:
-    set_up(CALLS["graph"])
+    set_up("pynative")
     model = make_model(accumulation_steps=STEPS)
     results = {}
     for name, place in SAVING.items():
@@ -394,7 +394,7 @@ def recorded_data(name: str, rank: int) -> list[Batch]:
 
 
 def record_fields(rank: int) -> dict[str, np.ndarray]:
-    set_up(Calls(SAME, "pynative", gradients_mean=True))
+    set_up("pynative")
     results = {}
     for name, (network, options) in RECORDED.items():
         cell = GradAccumulationCell(network(), 2, **options)
@@ -435,7 +435,7 @@ def file_of(out: Path, saved: int, who: int | str) -> str:
 
 def train_and_save(out: Path, rank: int) -> dict[str, np.ndarray]:
     """Train without an interruption, and save checkpoints."""
-    set_up(Calls(SAME, "graph"))
+    set_up("graph")
     model, watch = make_model(True, accumulation_steps=STEPS), Watch()
     saver = ModelCheckpoint("run", str(out / f"run-{rank}"), CheckpointConfig(save_checkpoint_steps=SAVED))
     model.train(EPOCHS, share(rank, 2), callbacks=[watch, saver])
@@ -469,7 +469,7 @@ def go_on(name: str, model: ms.Model, files: Any, data_set: Any) -> dict[str, np
 
 
 def resume_on_ranks(out: Path, rank: int) -> dict[str, np.ndarray]:
-    set_up(Calls(SAME, "graph"))
+    set_up("graph")
     model = make_model(True, accumulation_steps=STEPS)  # the first resume is of a step that has not run
     alone = [file_of(out, saved, "alone") for saved in SAVED_ALONE]
     files = {
@@ -496,7 +496,7 @@ def resume_on_ranks(out: Path, rank: int) -> dict[str, np.ndarray]:
 
 def load_plainly(out: Path, rank: int) -> dict[str, np.ndarray]:
     """Load rank 0's files on both ranks by MindSpore's own functions, in mid-window and between windows."""
-    set_up(Calls(SAME))
+    set_up("pynative")
     results = {}
     batch = tuple(column[:BATCH] for column in samples())
     for saved in (SAVED, 2 * SAVED):
