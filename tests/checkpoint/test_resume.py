@@ -87,17 +87,17 @@ def go_on(model: ms.Model, kind: str, data_set=None, finished: int = 0, *callbac
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory):
-    """Both kinds of trainings, run when they are first needed."""
+    """Both kinds of trainings, by one compiled model."""
     made = {}
+    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.manual_seed(5)
+    model, start = make_model(), tmp_path_factory.mktemp("start") / "start.ckpt"
+    ms.save_checkpoint(model.train_network, str(start))
 
     def reference(kind: str) -> Reference:
         if kind not in made:
-            ms.set_context(mode=ms.GRAPH_MODE)
-            ms.manual_seed(5)
             folder = tmp_path_factory.mktemp(kind)
-            model = make_model()
-            start = folder / "start.ckpt"
-            ms.save_checkpoint(model.train_network, str(start))
+            resume(model, start)
             config = train.CheckpointConfig(keep_checkpoint_max=100, format=FORMATS[kind])
             seen = go_on(model, kind, None, 0, train.ModelCheckpoint("net", str(folder), config))
             made[kind] = Reference(model, folder, start, seen.rows, seen.inputs, everything(model.train_network))

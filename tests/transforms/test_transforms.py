@@ -310,7 +310,7 @@ def test_a_window_that_is_dropped_moves_nothing(pynative):
     assert int(step.update_count.asnumpy()) == 3
 
 
-def test_a_window_that_is_left_out_changes_neither_weights_nor_optimizer():
+def test_a_window_that_is_left_out_changes_neither_weights_nor_optimizer(pynative):
     step = make_step(SkipSpikes(norm=3.0), WeightAverage(0.5))
     run(step, data(3, ()))
     before = everything(step)
