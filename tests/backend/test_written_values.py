@@ -15,7 +15,6 @@ from mindspore.train import EarlyStopping
 from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell, WithBatchLossCell
 from gaccum_ms.backend import graphs
 from gaccum_ms.training import lifecycle
-from tests.support.modes import eagerly
 from tests.support.reference import Outer, relative_error
 from tests.support.two_ranks import case
 
@@ -160,9 +159,9 @@ def trained(run: Training, folder, writes=WRITES) -> Training:
 
 @pytest.fixture(scope="module")
 def whole_batch(tmp_path_factory):
-    """A training by MindSpore's step, with each write between two calls. PyNative mode compiles nothing."""
-    with eagerly():
-        return trained(Training(), tmp_path_factory.mktemp("whole"))
+    """A training by MindSpore's step in graph mode, with each write between two calls."""
+    ms.set_context(mode=ms.GRAPH_MODE)
+    return trained(Training(), tmp_path_factory.mktemp("whole"))
 
 
 def assert_same(run: Training, reference: Training) -> None:

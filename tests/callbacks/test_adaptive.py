@@ -112,7 +112,7 @@ def test_negative_control_without_tolerance_and_averages_it_wavers():
 
 
 @pytest.mark.thorough
-def test_a_resumed_step_goes_on_with_its_number_and_rate(tmp_path, pynative):
+def test_a_resumed_step_goes_on_with_its_number_and_rate(tmp_path):
     step = fit(AdaptiveAccumulation(max_steps=4, smoothing=0.999), samples=2000)
     assert int(step.accumulation_steps.asnumpy()) == 4
     ms.save_checkpoint(step, str(tmp_path / "step.ckpt"))

@@ -29,7 +29,6 @@ class Astray(AdaptiveAccumulation):
 
 
 def follow(out: Path) -> Results:
-    ms.set_context(mode=ms.PYNATIVE_MODE)
     results = {}
     for name, kind in (("follow", AdaptiveAccumulation), ("astray", Astray)):
         callback = kind(max_steps=3, smoothing=0.999)

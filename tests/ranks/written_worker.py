@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import mindspore as ms
 import numpy as np
 from mindspore.communication import get_rank
 
@@ -17,7 +16,6 @@ def on_ranks(name: str, window: str | None) -> Callable[[Path], Results]:
     """A case: a training in windows of this kind, or by MindSpore's step."""
 
     def run_case(out: Path) -> Results:
-        ms.set_context(mode=ms.GRAPH_MODE if window else ms.PYNATIVE_MODE)
         rank, run = get_rank(), Training(window)
         folder = out / f"{name}-{rank}"
         folder.mkdir(parents=True)
