@@ -7,23 +7,22 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from gaccum_ms import Accumulators, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms import Accumulators
 from gaccum_ms.accumulation import accumulators
 from gaccum_ms.backend import parameters
 from gaccum_ms.layers.sparse import refuse_sparse_gradients
-from tests.support.reference import as_numpy, make_network, relative_error
+from tests.support.reference import Regression, as_numpy, make_network, make_step, relative_error
 
 DTYPES = {"float16": ms.float16, "bfloat16": ms.bfloat16, "float32": ms.float32}
-# One unit in the last place at 1: 10, 7 and 23 bits after the point.
 
 
-def make_step(weights=ms.float32, **options):
-    cell = GradAccumulationCell(nn.WithLossCell(make_network("dense", weights), nn.CrossEntropyLoss()), 3, **options)
-    return TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+def step_of(weights=ms.float32, **options):
+    network = nn.WithLossCell(make_network("dense", weights), nn.CrossEntropyLoss())
+    return make_step(network, **{"micro_size": 3, **options})
 
 
 def test_accumulators_are_named_parameters():
-    step = make_step()
+    step = step_of()
     assert [a.name for a in step.accu_grads] == ["accu_grads." + w.name for w in step.weights]
     assert not any(a.requires_grad for a in step.accu_grads)
     assert [a.shape for a in step.accu_grads] == [w.shape for w in step.weights]
@@ -31,33 +30,27 @@ def test_accumulators_are_named_parameters():
     assert not {a.name for a in step.accu_grads} & {p.name for p in step.trainable_params()}
 
 
-def test_accumulators_only_for_the_weights_of_the_optimizer():
-    network = make_network("dense")
-    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), 2)
-    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD([network.out.weight], 0.1))
-    assert [a.name for a in step.accu_grads] == ["accu_grads.out.weight"]
-
-
-def test_no_accumulators_when_there_is_nothing_to_accumulate_over():
-    cell = GradAccumulationCell(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), 1)
-    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1))
+def test_accumulators_only_for_the_weights_of_the_optimizer_and_if_there_is_something_to_accumulate_over():
+    network = Regression()
+    step = make_step(network, lambda _: nn.SGD([network.out], 0.1), micro_size=2)
+    assert [a.name for a in step.accu_grads] == ["accu_grads.out"]
+    step = make_step(network, micro_size=1)
     assert len(step.accu_grads) == 0
     assert not [p.name for p in step.get_parameters() if p.name.startswith(accumulators.PREFIX)]
 
 
 @pytest.mark.parametrize("weights", [ms.float32, ms.float16])
 def test_float32_by_default_the_weights_own_dtype_on_request(weights):
-    assert {a.dtype for a in make_step(weights).accu_grads} == {ms.float32}
-    assert {a.dtype for a in make_step(weights, accumulators=Accumulators(None)).accu_grads} == {weights}
-    assert {a.dtype for a in make_step(weights, accumulators=Accumulators(ms.bfloat16)).accu_grads} == {ms.bfloat16}
+    assert {a.dtype for a in step_of(weights).accu_grads} == {ms.float32}
+    assert {a.dtype for a in step_of(weights, accumulators=Accumulators(None)).accu_grads} == {weights}
+    assert {a.dtype for a in step_of(weights, accumulators=Accumulators(ms.bfloat16)).accu_grads} == {ms.bfloat16}
 
 
-@pytest.mark.core(mode="graph")
-def test_training_with_the_weights_own_dtype(mode):
+def test_training_with_the_weights_own_dtype(pynative):
     """float16 accumulators round each sum to 11 bits, and train like float32 ones within this error."""
     weights = []
     for dtype in (ms.float32, None):
-        step = make_step(ms.float16, accumulators=Accumulators(dtype))
+        step = step_of(ms.float16, accumulators=Accumulators(dtype))
         x = np.random.default_rng(0).normal(size=(9, 12)).astype(np.float32)
         for _ in range(3):
             step(Tensor(x), Tensor(np.arange(9, dtype=np.int32) % 5))
@@ -67,12 +60,12 @@ def test_training_with_the_weights_own_dtype(mode):
 
 
 def test_a_compensation_for_each_accumulator_and_none_unasked():
-    names = [p.name for p in make_step(accumulators=Accumulators(compensated=True)).get_parameters()]
-    weights = [w.name for w in make_step().weights]
+    names = [p.name for p in step_of(accumulators=Accumulators(compensated=True)).get_parameters()]
+    plain = step_of()
     assert [name for name in names if name.startswith("accu_compensation.")] == [
-        "accu_compensation." + name for name in weights
+        "accu_compensation." + weight.name for weight in plain.weights
     ]
-    assert not any(p.name.startswith("accu_compensation.") for p in make_step().get_parameters())
+    assert not any(p.name.startswith("accu_compensation.") for p in plain.get_parameters())
 
 
 def test_overwriting_where_a_gradient_that_raised_left_the_tape_open(pynative):
@@ -88,7 +81,7 @@ def test_overwriting_where_a_gradient_that_raised_left_the_tape_open(pynative):
     assert not as_numpy(weight).any()
 
 
-class Given(nn.Cell):
+class Chosen(nn.Cell):
     """A network whose gradient is its input's mean, so that a test can choose the accumulators' input."""
 
     def __init__(self):
@@ -99,48 +92,36 @@ class Given(nn.Cell):
         return (x * self.weight).mean()
 
 
-LARGE_AND_TINY = np.concatenate([[1.0], np.full(10_000, 1e-5)]).astype(np.float32)
+LARGE_AND_TINY = np.concatenate([[1.0], np.full(1_000, 1e-5)]).astype(np.float32)
 
 
 def accumulate(dtype: str, compensated: bool) -> float:
-    """The sum of 1 large and 10,000 tiny gradients, each from a micro-batch, as the optimizer gets it."""
-    network = Given()
-    cell = GradAccumulationCell(
-        network, micro_batch_size=1, reduction="sum", accumulators=Accumulators(DTYPES[dtype], compensated=compensated)
+    """The sum of 1 large and 1,000 tiny gradients, each from a micro-batch, as the optimizer gets it. Afterwards the
+    accumulators are zero."""
+    network = Chosen()
+    sums = Accumulators(DTYPES[dtype], compensated=compensated)
+    step = make_step(
+        network, lambda weights: nn.SGD(weights, 1.0), micro_batch_size=1, reduction="sum", accumulators=sums
     )
-    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 1.0)).set_train()
     step(Tensor(LARGE_AND_TINY.reshape(-1, 1)))
+    cleared = [parameter for parameter in step.get_parameters() if parameter.name.startswith("accu_")]
+    assert len(cleared) == 1 + compensated
+    assert not any(as_numpy(parameter).any() for parameter in cleared)
     return -float(network.weight.asnumpy()[0])
 
 
 TRUTH = float(LARGE_AND_TINY.astype(np.float64).sum())
 
 
+@pytest.mark.core(dtype="bfloat16")
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_compensation_keeps_what_rounding_takes(dtype):
     """The sum is exact to float32 rounding for every dtype of the accumulators: the compensation is read, too."""
     assert abs(accumulate(dtype, compensated=True) - TRUTH) <= 1e-6
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_negative_control_the_plain_sum_loses_every_tiny_gradient(dtype):
-    assert accumulate(dtype, compensated=False) == 1.0
-
-
-@pytest.mark.core(mode="graph")
-def test_low_precision_and_compensated_accumulators_are_zero_after_every_update(mode):
-    for options in (
-        {"accumulators": Accumulators(ms.bfloat16)},
-        {"accumulators": Accumulators(ms.float16, compensated=True)},
-    ):
-        step = make_step(**options)
-        x = np.random.default_rng(0).normal(size=(9, 12)).astype(np.float32)
-        y = np.arange(9, dtype=np.int32) % 5
-        for _ in range(2):
-            step(Tensor(x), Tensor(y))
-            held = [p for p in step.get_parameters() if p.name.startswith("accu_")]
-            assert len(held) == len(step.weights) * (2 if options["accumulators"].compensated else 1)
-            assert not any(as_numpy(p).any() for p in held)
+def test_negative_control_the_plain_sum_loses_every_tiny_gradient():
+    assert accumulate("float16", compensated=False) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -159,7 +140,7 @@ def test_refuses_bad_values(options, error, message):
 
 def test_refuses_what_is_no_accumulators():
     with pytest.raises(TypeError, match=r"'accumulators' must be gaccum_ms.Accumulators\(...\), but got"):
-        make_step(accumulators=ms.float32)
+        step_of(accumulators=ms.float32)
 
 
 # -- sparse gradients --------------------------------------------------------------------------------------------------
@@ -184,15 +165,13 @@ class OwnLookup(nn.Cell):
         return self.gather(self.table, tokens, 0)
 
 
-class HeldLookup(nn.Cell):
+class LookupInside(nn.Cell):
     """A layer in a container that MindSpore does not search for cells."""
 
-    def __init__(self, kept):
+    def __init__(self, container):
         super().__init__()
         self.table = ms.Parameter(ops.ones((9, 4)), name="table")
-        self.kept = {"tuple": tuple, "list": list, "dict": lambda one: {"a": one[0]}, "CellList": nn.CellList}[kept](
-            [nn.EmbeddingLookup(9, 4, sparse=True)]
-        )
+        self.layers = container([nn.EmbeddingLookup(9, 4, sparse=True)])
 
 
 class GatherInTuple(OwnLookup):
@@ -251,7 +230,9 @@ SPARSE = {
     "lookup on CPU": lambda: nn.EmbeddingLookup(9, 4),
     "fields": lambda: nn.MultiFieldEmbeddingLookup(9, 4, 2),
     "attribute": OwnLookup,
-    **{f"lookup in a {kept}": lambda kept=kept: HeldLookup(kept) for kept in ("tuple", "list", "dict", "CellList")},
+    "lookup in a tuple": lambda: LookupInside(tuple),
+    "lookup in a dict": lambda: LookupInside(lambda layers: dict(enumerate(layers))),
+    "lookup in a CellList": lambda: LookupInside(nn.CellList),
     "primitive in a tuple": GatherInTuple,
     "made in a method": MadeInMethod,
     "global, in a function": InFunction,
@@ -261,9 +242,8 @@ SPARSE = {
 
 @pytest.mark.parametrize("layer", SPARSE)
 def test_sparse_gradients_are_refused_before_training(layer):
-    cell = GradAccumulationCell(Lookup(SPARSE[layer]()), 2)
     with pytest.raises(ValueError, match=r"gradients must be dense, but got .* sparse ones: network.layer.* Use nn.E"):
-        TrainOneStepWithGradAccumulationCell(cell, nn.Adam(cell.trainable_params()))
+        make_step(Lookup(SPARSE[layer]()), nn.Adam, micro_size=2)
 
 
 PRIMITIVES = {"gather": ops.SparseGatherV2}
@@ -281,8 +261,7 @@ class HiddenLookup(nn.Cell):
 
 
 def test_a_sparse_gradient_that_only_the_compiler_sees_is_refused_by_the_same_words():
-    cell = GradAccumulationCell(Lookup(HiddenLookup()), 2)
-    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 1.0)).set_train()
+    step = make_step(Lookup(HiddenLookup()), micro_size=2)
     with pytest.raises(ValueError, match=r"gradients must be dense, but got a sparse one, a RowTensor.* Use nn.Embedd"):
         step(Tensor([[1, 2], [2, 5]], ms.int32))
 
@@ -306,10 +285,9 @@ def test_code_without_sparse_gradients_is_not_refused():
     refuse_sparse_gradients(Lookup(DenseWithGlobals()))
 
 
-def test_dense_embeddings_are_not_refused(mode):
+def test_dense_embeddings_are_not_refused(pynative):
     network = Lookup(nn.EmbeddingLookup(9, 4, target="DEVICE", sparse=False))
-    cell = GradAccumulationCell(network, 2)
-    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 1.0)).set_train()
+    step = make_step(network, lambda weights: nn.SGD(weights, 1.0), micro_size=2)
     before = as_numpy(network.layer.embedding_table)
     step(Tensor([[1, 2], [2, 5]], ms.int32))
     change = before - as_numpy(network.layer.embedding_table)
@@ -319,10 +297,10 @@ def test_dense_embeddings_are_not_refused(mode):
 class Writing(nn.Cell):
     def __init__(self):
         super().__init__()
-        self.held = ms.Parameter(Tensor([1.0], ms.bfloat16), name="held", requires_grad=False)
+        self.written = ms.Parameter(Tensor([1.0], ms.bfloat16), name="written", requires_grad=False)
 
     def construct(self, value):
-        return parameters.write(self.held, value)
+        return parameters.write(self.written, value)
 
 
 @ops.constexpr
@@ -330,11 +308,11 @@ def on_another_device():
     return False
 
 
-def test_bfloat16_is_copied_on_cpu_and_assigned_elsewhere(mode, monkeypatch):
+def test_bfloat16_is_copied_on_cpu_and_assigned_elsewhere(monkeypatch):
     """MindSpore's CPU back end has no bfloat16 Assign, as its error shows here; the GPU's has it, but no such copy."""
     cell, value = Writing(), Tensor([2.5], ms.bfloat16)
     cell(value)
-    assert as_numpy(cell.held) == [2.5]
+    assert as_numpy(cell.written) == [2.5]
     monkeypatch.setattr(parameters, "on_cpu", on_another_device)
     with pytest.raises(TypeError, match=r"Select CPU operator\[Assign\] fail"):
         Writing()(value)

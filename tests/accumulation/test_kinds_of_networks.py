@@ -5,15 +5,16 @@ user-defined gradients, parts compiled by `ms.jit` , open lengths, and ``drop_ov
 from __future__ import annotations
 
 import functools
+import itertools
 
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell
-from tests.support.modes import MODES
-from tests.support.reference import FEATURES, Regression, as_numpy, relative_error
+from gaccum_ms import GradAccumulationCell, GradAccumulator
+from tests.support.modes import eagerly
+from tests.support.reference import FEATURES, Regression, accumulated, as_numpy, make_step, relative_error
 
 TOLERANCE = 1e-5
 _RANDOM = np.random.default_rng(5)
@@ -96,12 +97,17 @@ class CustomOperator(Layer):
 
 
 class Network(nn.Cell):
-    """Squared errors of a layer's outputs."""
+    """Squared errors of a layer's outputs, or of those of several layers, one after another."""
 
-    def __init__(self, layer):
+    def __init__(self, *layers):
         super().__init__()
         random = np.random.default_rng(7)
-        self.layer = layer(random.normal(size=(FEATURES, 8)) * 0.4)
+        widths = (FEATURES,) + (8,) * len(layers)
+        made = [
+            layer(random.normal(size=shape) * 0.4)
+            for layer, shape in zip(layers, itertools.pairwise(widths), strict=True)
+        ]
+        self.layer = made[0] if len(made) == 1 else nn.SequentialCell(made)
         self.out = ms.Parameter(Tensor(random.normal(size=8) * 0.4, ms.float32), name="out")
 
     def construct(self, x, y):
@@ -117,25 +123,18 @@ LAYERS = {
 }
 
 
-def weights_after(make_step, layer, data=DATA):
-    network = Network(layer)
-    step = make_step(network, nn.Momentum(network.trainable_params(), 0.05, 0.9))
-    losses = [float(step(*map(Tensor, batch)).asnumpy()) for batch in data]
-    return {"losses": np.array(losses), **{one.name: as_numpy(one) for one in network.trainable_params()}}
+def weights_after(make, *layers):
+    network = Network(*layers)
+    step = make(network, nn.Momentum(network.trainable_params(), 0.05, 0.9))
+    losses = [float(step(*map(Tensor, batch)).asnumpy()) for batch in DATA]
+    return {"losses": np.array(losses), **{weight.name: as_numpy(weight) for weight in network.trainable_params()}}
 
 
 @functools.cache
-def whole_batches(kind):
+@eagerly()
+def whole_batches():
     """The reference, MindSpore's own step, in PyNative mode, which compiles little."""
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    return weights_after(nn.TrainOneStepCell, LAYERS[kind])
-
-
-def accumulated(**options):
-    def make(network, optimizer):
-        return TrainOneStepWithGradAccumulationCell(GradAccumulationCell(network, **options), optimizer).set_train()
-
-    return make
+    return weights_after(nn.TrainOneStepCell, *LAYERS.values())
 
 
 def in_a_loop(network, optimizer):
@@ -155,11 +154,6 @@ def in_a_loop(network, optimizer):
     return step
 
 
-def assert_same(found, wanted):
-    errors = {name: relative_error(found[name], wanted[name]) for name in wanted}
-    assert max(errors.values()) < TOLERANCE, errors
-
-
 def samples(x, y):
     return x.shape[0]
 
@@ -172,40 +166,19 @@ WAYS = {
 }
 
 
-# All combinations for one kind, except that "jit" changes nothing in graph mode. Each other kind has both modes and
-# each way; two of them have "jit", which compiles what graph mode compiles.
-COMBINED = [
-    *((mode, way, "bprop") for mode in MODES for way in WAYS if (mode, way) != ("graph", "jit")),
-    *((mode, "micro-batches", kind) for mode in MODES for kind in LAYERS if kind != "bprop"),
-    ("pynative", "jit", "jit, a Cell"),
-    ("pynative", "jit", "ops.Custom"),
-    ("graph", "clipped, counted", "ops.Custom"),
-    *(("pynative", "clipped, counted", kind) for kind in LAYERS if kind not in ("bprop", "ops.Custom")),
-    *(("pynative", "loop", kind) for kind in LAYERS if kind != "bprop"),
-]
-
-
-@pytest.mark.core(
-    "graph-micro-batches-recompute",
-    "graph-micro-batches-jit, a Cell",
-    "graph-micro-batches-bprop",
-    "graph-micro-batches-ops.Custom",
-    "graph-micro-batches-jit, a function",
-    "pynative-micro-batches-bprop",
-    "pynative-loop-ops.Custom",
-    "pynative-jit-jit, a Cell",
+@pytest.mark.core("graph-micro-batches", "pynative-clipped, counted", "pynative-loop")
+@pytest.mark.parametrize(
+    ("mode", "way"), [("graph", "micro-batches"), *(("pynative", way) for way in WAYS)], indirect=["mode"]
 )
-@pytest.mark.parametrize(("mode", "way", "kind"), COMBINED)
-def test_equals_the_whole_batch(mode, way, kind):
-    ms.set_context(mode=MODES[mode])
-    assert_same(weights_after(WAYS[way], LAYERS[kind]), whole_batches(kind))
+def test_equals_the_whole_batch(mode, way):
+    """The network has all kinds of layers, one after another."""
+    expected, trained = whole_batches(), weights_after(WAYS[way], *LAYERS.values())
+    errors = {name: relative_error(trained[name], expected[name]) for name in expected}
+    assert max(errors.values()) < TOLERANCE, errors
 
 
-@pytest.mark.core("pynative")
-@pytest.mark.parametrize("mode", MODES)
-def test_a_gradient_of_ones_own_is_used(mode):
+def test_a_gradient_of_ones_own_is_used(pynative):
     """The negative control: the same network with MindSpore's gradient trains differently."""
-    ms.set_context(mode=MODES[mode])
     own, plain = (weights_after(accumulated(micro_size=3), kind) for kind in (OwnGradient, Layer))
     assert relative_error(own["losses"][:1], plain["losses"][:1]) < TOLERANCE
     assert relative_error(own["layer.weight"], plain["layer.weight"]) > 1e-3
@@ -225,19 +198,15 @@ class Sequences(nn.Cell):
         return ops.square(ops.tanh(x @ self.weight).mean(axis=1) - y).mean()
 
 
-@pytest.mark.core("2-2")
-@pytest.mark.parametrize(("micro_size", "spanned"), [(3, 1), (2, 2)])
-def test_one_graph_for_sequences_of_all_lengths(micro_size, spanned):
-    """Samples and lengths change with every batch, and nothing is compiled anew, also in windows of several batches."""
-    ms.set_context(mode=ms.GRAPH_MODE)
+def test_one_graph_for_sequences_of_all_lengths():
+    """Samples and lengths change with every batch, and nothing is compiled anew, in windows of two batches."""
     shapes = [(7, 5), (4, 9), (9, 2), (5, 5)]
     data = [
         (_RANDOM.normal(size=(*shape, 4)).astype(np.float32), _RANDOM.normal(size=shape[0]).astype(np.float32))
         for shape in shapes
     ]
     network, whole = Sequences(), Sequences()
-    cell = GradAccumulationCell(network, micro_size, accumulation_steps=spanned)
-    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.1))
+    step = make_step(network, micro_size=2, accumulation_steps=2)
     step.set_inputs(Tensor(shape=[None, None, 4], dtype=ms.float32), Tensor(shape=[None], dtype=ms.float32))
     for batch in data:
         step(*map(Tensor, batch))
@@ -245,23 +214,19 @@ def test_one_graph_for_sequences_of_all_lengths(micro_size, spanned):
     with_gradients = ms.value_and_grad(whole, None, whole.trainable_params())
     optimizer = nn.SGD(whole.trainable_params(), 0.1)
     ms.set_context(mode=ms.PYNATIVE_MODE)
-    for start in range(0, len(data), spanned):
-        window = data[start : start + spanned]
-        found = [with_gradients(*map(Tensor, batch))[1][0] * len(batch[1]) for batch in window]
-        optimizer((sum(found) / sum(len(batch[1]) for batch in window),))
+    for window in (data[:2], data[2:]):
+        gradients = [with_gradients(*map(Tensor, batch))[1][0] * len(batch[1]) for batch in window]
+        optimizer((sum(gradients) / sum(len(batch[1]) for batch in window),))
     assert relative_error(as_numpy(network.weight), as_numpy(whole.weight)) < TOLERANCE
 
 
 # -- drop_overflow_update=False ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.core("pynative")
-@pytest.mark.parametrize("mode", MODES)
-def test_an_overflow_is_not_dropped_where_that_is_asked_for(mode):
+def test_an_overflow_is_not_dropped_where_that_is_asked_for(pynative):
     """As in MindSpore's own step, which then does not check: the weights become NaN or infinite."""
-    ms.set_context(mode=MODES[mode])
     manager = ms.amp.FixedLossScaleManager(128.0, drop_overflow_update=False)
-    found = []
+    results = []
     for make in (lambda network: network, lambda network: GradAccumulationCell(network, 3)):
         network = Regression()
         optimizer = nn.Momentum(network.trainable_params(), 0.05, 0.9, loss_scale=128.0)
@@ -270,8 +235,8 @@ def test_an_overflow_is_not_dropped_where_that_is_asked_for(mode):
         step(x, y)
         before = as_numpy(network.out)
         step(x, y * float("inf"))
-        found.append((before, as_numpy(network.out)))
-    (wanted, wanted_after), (weight, weight_after) = found
+        results.append((before, as_numpy(network.out)))
+    (wanted, wanted_after), (weight, weight_after) = results
     assert relative_error(weight, wanted) < TOLERANCE
     assert not np.isfinite(weight_after).any()
     assert not np.isfinite(wanted_after).any()

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from gaccum_ms import Accumulators, CountMask, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, resume
+from gaccum_ms import Accumulators, CountMask, GradAccumulationCell, resume
 from gaccum_ms.accumulation.noise import NoiseRecord
 from gaccum_ms.accumulation.weighing import BySamples
-from tests.support.modes import MODES
-from tests.support.reference import accumulated, assert_equivalent, batches, make_network, step_with, train
+from tests.accumulation.test_kinds_of_networks import DATA
+from tests.support import reference
+from tests.support.reference import Regression, accumulated, assert_equivalent, step_with, train
 from tests.support.two_ranks import case
 
 
@@ -62,28 +63,24 @@ def noise_of(step):
 
 def make_step(rate=0.0, mean=True, scale_sense=None, weight=WEIGHT, **options):
     options = {"record_noise": True, "reduction": "mean" if mean else "sum", **options}
-    cell = GradAccumulationCell(Quadratic(weight, mean), **options)
-    optimizer = nn.SGD(cell.trainable_params(), rate)
-    return TrainOneStepWithGradAccumulationCell(cell, optimizer, scale_sense).set_train()
+    return reference.make_step(Quadratic(weight, mean), lambda weights: nn.SGD(weights, rate), scale_sense, **options)
 
 
+COMPENSATED = {"accumulators": Accumulators(compensated=True), "scale_sense": Tensor([2.0**16])}
 RECORDED = {
-    "even": ({"micro_size": 4}, 3),
     "ragged": ({"micro_batch_size": 5}, 5),
-    "two": ({"micro_batch_size": 7}, 7),
-    "one": ({"micro_size": 1}, 12),
+    "whole": ({"micro_size": 1}, 12),
     "clipped": ({"micro_size": 4, "max_grad_norm": 1e-3}, 3),
-    "scaled": ({"micro_batch_size": 5, "scale_sense": Tensor([2.0**16])}, 5),
-    "compensated": ({"micro_batch_size": 5, "accumulators": Accumulators(compensated=True)}, 5),
+    "scaled, compensated": ({"micro_batch_size": 7, **COMPENSATED}, 7),
 }
 
 
-@pytest.mark.core("ragged-graph", *(f"{kind}-pynative" for kind in ("one", "clipped", "scaled", "compensated")))
 @pytest.mark.parametrize(
-    ("kind", "mode"), [*((kind, "pynative") for kind in RECORDED), ("ragged", "graph"), ("scaled", "graph")]
+    ("kind", "mode"),
+    [("ragged", "graph"), *((kind, "pynative") for kind in RECORDED if kind != "ragged")],
+    indirect=["mode"],
 )
 def test_records_of_a_batch(kind, mode):
-    ms.set_context(mode=MODES[mode])
     options, first = RECORDED[kind]
     y = targets(12)
     step = make_step(**options)
@@ -94,11 +91,9 @@ def test_records_of_a_batch(kind, mode):
     assert step.window.noise.read(1.0).is_known == (first < 12)
 
 
-@pytest.mark.core("pynative-dtype1")
-@pytest.mark.parametrize("dtype", [ms.float16, ms.bfloat16])
-def test_records_with_low_precision_accumulators(dtype, mode):
+def test_records_with_low_precision_accumulators(pynative):
     y = targets(12)
-    step = make_step(micro_size=4, accumulators=Accumulators(dtype))
+    step = make_step(micro_size=4, accumulators=Accumulators(ms.bfloat16))
     step(Tensor(y))
     np.testing.assert_allclose(noise_of(step), noise_by_hand([[y[:3]]], [y]), rtol=2e-2)
 
@@ -127,30 +122,22 @@ class NotesTheWholeBatch(BySamples):
 @pytest.mark.parametrize("weighing", [ForgetsTheSize, NotesTheWholeBatch])
 def test_negative_controls_are_caught(weighing, pynative):
     y = targets(12)
-    cell = GradAccumulationCell(Quadratic(WEIGHT), 4, record_noise=True)
-    step = step_with(weighing=weighing)(cell, nn.SGD(cell.trainable_params(), 0.0)).set_train()
+    step = make_step(micro_size=4, step_class=step_with(weighing=weighing))
     step(Tensor(y))
     assert not np.allclose(noise_of(step), noise_by_hand([[y[:3]]], [y]), rtol=1e-2)
 
 
-@pytest.mark.core("batches-None-pynative", "micro-batches-65536.0-graph")
+@pytest.mark.core(mode="pynative")
 @pytest.mark.parametrize(
     ("size", "scale", "mode"),
-    [(3, 2.0**16, "graph"), (7, None, "pynative"), (3, None, "pynative"), (7, 2.0**16, "pynative")],
-    ids=[
-        "micro-batches-65536.0-graph",
-        "batches-None-pynative",
-        "micro-batches-None-pynative",
-        "batches-65536.0-pynative",
-    ],
+    [(7, None, "pynative"), (3, Tensor([2.0**16]), "graph")],
+    ids=["batches", "micro-batches, scaled"],
+    indirect=["mode"],
 )
 def test_records_of_windows_of_several_batches(scale, size, mode):
     """The batches have unequal sizes."""
-    ms.set_context(mode=MODES[mode])
     first, second = targets(7), targets(4, 1)
-    step = make_step(
-        micro_batch_size=size, accumulation_steps=2, scale_sense=None if scale is None else Tensor([scale], ms.float32)
-    )
+    step = make_step(micro_batch_size=size, accumulation_steps=2, scale_sense=scale)
     for _ in range(2):
         step(Tensor(first))
         step(Tensor(second))
@@ -158,15 +145,9 @@ def test_records_of_windows_of_several_batches(scale, size, mode):
     np.testing.assert_allclose(noise_of(step), expected, rtol=1e-5)
 
 
-@pytest.mark.core("1-mean-pynative", "2-sum-graph")
-@pytest.mark.parametrize(
-    ("accumulation_steps", "mean", "mode"),
-    [(1, True, "pynative"), (2, False, "graph"), (1, False, "pynative"), (2, True, "pynative")],
-    ids=["1-mean-pynative", "2-sum-graph", "1-sum-pynative", "2-mean-pynative"],
-)
-def test_records_of_counts(mean, accumulation_steps, mode):
+@pytest.mark.parametrize(("accumulation_steps", "mean"), [(1, True), (2, False)])
+def test_records_of_counts(mean, accumulation_steps, pynative):
     """One micro-batch counts nothing: if it is the first, there is no estimate."""
-    ms.set_context(mode=MODES[mode])
     y, mask = targets(8), np.array([1, 0.5, 0, 0, 1, 1, 0, 2], np.float32)
     step = make_step(mean=mean, micro_size=4, count=CountMask(), accumulation_steps=accumulation_steps)
     for _ in range(accumulation_steps):
@@ -235,9 +216,9 @@ def test_recording_changes_no_update(pynative):
     """In graph mode, "noise" of backend/test_written_values.py trains like the whole batch."""
 
     def run(**more):
-        network = make_network("conv")
+        network = Regression()
         optimizer = nn.Momentum(network.trainable_params(), 0.05, 0.9)
-        return train(accumulated(micro_batch_size=5, **more), network, optimizer, batches(12, 2))
+        return train(accumulated(micro_batch_size=5, **more), network, optimizer, DATA)
 
     assert_equivalent(run(record_noise=True), run(), 1e-6)
 
@@ -247,7 +228,8 @@ def test_recording_changes_no_update(pynative):
 @pytest.mark.parametrize("gradients_mean", [True, False], ids=["mean", "sum"])
 def test_records_of_two_ranks(gradients_mean, rank_pair, tmp_path):
     """With weights by samples, two ranks that are summed give twice the mean."""
-    results = [case(one, f"mean{gradients_mean:d}") for one in rank_pair.worker("tests.ranks.noise_worker", tmp_path)]
+    ranks = rank_pair.worker("tests.ranks.single_tests_worker", tmp_path)
+    results = [case(rank, f"mean{gradients_mean:d}") for rank in ranks]
     y, mask = targets(16), np.array([1, 0.5, 0, 0, 1, 1, 0, 2] * 2, np.float32)
     uneven = noise_by_hand([[y[:2]], [y[6:9]]], [y])
     # The mean of the two ranks' means is as noisy as a mean over 2^2 / (1 / 6 + 1 / 10) = 15 samples.

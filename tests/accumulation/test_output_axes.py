@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from gaccum_ms import EvenSplit, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WithBatchLossCell
+from gaccum_ms import EvenSplit, WithBatchLossCell
 from gaccum_ms.accumulation.output_axes import Output
 from gaccum_ms.splitting.even_split import UNCUT
-from tests.support.modes import MODES
-from tests.support.reference import as_numpy, relative_error
+from tests.support.modes import eagerly
+from tests.support.reference import as_numpy, make_step, relative_error, vector
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*writes state in 'construct'")
 TIME, FEATURES, HIDDEN = 5, 3, 4
@@ -23,15 +23,16 @@ class Recurrent(nn.Cell):
 
     def __init__(self):
         super().__init__()
-        self.cell = nn.RNN(FEATURES, HIDDEN, num_layers=2)
+        self.inner = nn.Dense(FEATURES, HIDDEN)
         self.head = nn.Dense(HIDDEN, 1)
         self.runs = ms.Parameter(Tensor(0.0), name="runs", requires_grad=False)
         random = np.random.default_rng(1)
-        for one in self.trainable_params():
-            one.set_data(Tensor(random.normal(size=one.shape) * 0.5, ms.float32))
+        for weight in self.trainable_params():
+            weight.set_data(Tensor(random.normal(size=weight.shape) * 0.5, ms.float32))
 
     def construct(self, x, y):
-        steps, state = self.cell(x)
+        steps = ops.tanh(ops.cumsum(self.inner(x), 0))
+        state = ops.stack((steps[-1], ops.square(steps[-1])))
         loss = ops.square(self.head(steps[-1]) - y).mean()
         loss = ops.depend(loss, ops.assign_add(self.runs, Tensor(1.0)))
         return loss, state, steps, loss * 2, self.head.weight
@@ -63,59 +64,30 @@ def data(samples, seed=0):
     return Tensor(x, ms.float32), Tensor(y, ms.float32)
 
 
-def make_step(network, **options):
-    cell = GradAccumulationCell(network, **{"aux": True, "split": EvenSplit(axis=(1, 0)), **options})
-    return TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.1)).set_train()
+def step_of(network, **options):
+    return make_step(network, **{"aux": True, "split": EvenSplit(axis=(1, 0)), **options})
 
 
-@pytest.mark.core("4-pynative")
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("samples", [4, 7])
-def test_each_output_is_joined_along_its_axis_of_samples(samples, mode):
+@pytest.mark.parametrize(
+    ("samples", "kind", "mode"), [(4, Recurrent, "pynative"), (7, Drawing, "graph")], indirect=["mode"]
+)
+def test_each_output_is_joined_along_its_axis_of_samples(samples, kind, mode):
     """Four samples are two micro-batches of two, as many as there are layers; seven are 4 + 3."""
     batch = data(samples)
-    ms.set_context(mode=ms.PYNATIVE_MODE)
     whole = Recurrent()
-    _, state, steps, _, weight = (as_numpy(one) for one in whole(*batch))
-    loss = nn.TrainOneStepCell(LossAlone(whole), nn.SGD(whole.trainable_params(), 0.1)).set_train()(*batch)
-    ms.set_context(mode=MODES[mode])
-    network = Recurrent()
-    outputs = make_step(network, micro_size=2)(*batch)
+    with eagerly():
+        _, state, steps, _, weight = (as_numpy(output) for output in whole(*batch))
+        loss = nn.TrainOneStepCell(LossAlone(whole), nn.SGD(whole.trainable_params(), 0.1)).set_train()(*batch)
+    network = kind()
+    outputs = step_of(network, micro_size=2)(*batch)
     np.testing.assert_allclose(outputs[0].asnumpy(), loss.asnumpy(), rtol=1e-5)
     np.testing.assert_allclose(outputs[1].asnumpy(), state, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(outputs[2].asnumpy(), steps, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(outputs[3].asnumpy(), 2 * loss.asnumpy(), rtol=1e-5)
     np.testing.assert_array_equal(outputs[4].asnumpy(), weight)
-    assert [type(one) for one in outputs] == [Tensor] * 5  # never the Parameter, which the update has changed
+    assert [type(output) for output in outputs] == [Tensor] * 5  # never the Parameter, which the update has changed
     assert relative_error(as_numpy(network.head.weight), as_numpy(whole.head.weight)) < 1e-5
     assert float(network.runs.asnumpy()) == 2, "what looks at the network leaves no trace"
-
-
-def test_copies_of_a_network_have_its_axes():
-    batch = data(7)
-    outputs = [as_numpy(one) for network in (Recurrent, Drawing) for one in make_step(network(), micro_size=2)(*batch)]
-    for plain, drawing in zip(outputs[:5], outputs[5:], strict=True):
-        np.testing.assert_allclose(drawing, plain, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"micro_size": 1},
-        {"micro_batch_size": 1},
-        {"micro_size": 2, "accumulation_steps": 2},
-        {"micro_size": 2, "jit": True},
-    ],
-    ids=["whole", "one sample each", "window", "jit"],
-)
-def test_with_other_options(options, pynative):
-    batch = data(4)
-    _, state, steps, _, weight = (as_numpy(one) for one in Recurrent()(*batch))
-    outputs = make_step(Recurrent(), **options)(*batch)
-    np.testing.assert_allclose(outputs[1].asnumpy(), state, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(outputs[2].asnumpy(), steps, rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(outputs[4].asnumpy(), weight)
 
 
 class Shares(nn.Cell):
@@ -138,23 +110,21 @@ class Shares(nn.Cell):
         return loss, ops.concat((found, -found))
 
 
-@pytest.mark.core("means-pynative", "later-pynative")
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("kind", "got"),
+    ("kind", "mode", "got"),
     [
-        ("means", r"but output 2 got shape \(2,\) for 2 sample\(s\) and shape \(2,\) for 4. Return a mean"),
-        ("pairs", r"but output 2 got shape \(2, 2\) for 2 sample\(s\) and shape \(4, 4\) for 4"),
-        ("twice", r"but output 1 got shape \(4, 2\) for 2 sample\(s\) and shape \(8, 2\) for 4"),
-        ("later", "must be the same for all micro-batches, but got another value for a later one"),
+        ("means", "graph", r"but output 2 got shape \(2,\) for 2 sample\(s\) and shape \(2,\) for 4. Return a mean"),
+        ("pairs", "pynative", r"but output 2 got shape \(2, 2\) for 2 sample\(s\) and shape \(4, 4\) for 4"),
+        ("twice", "pynative", r"but output 1 got shape \(4, 2\) for 2 sample\(s\) and shape \(8, 2\) for 4"),
+        ("later", "pynative", "must be the same for all micro-batches, but got another value for a later one"),
     ],
+    indirect=["mode"],
     ids=["means", "pairs", "twice", "later"],
 )
 def test_what_no_axis_of_samples_has_is_refused_before_an_update(kind, got, mode):
     """The first micro-batches count nothing; the last one does, which only the run can show."""
-    ms.set_context(mode=MODES[mode])
     network = Shares(kind)
-    step = make_step(network, micro_size=4, split=None)
+    step = step_of(network, micro_size=4, split=None)
     x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
     x[-1] = 20
     with pytest.raises(ValueError, match=got):
@@ -172,7 +142,7 @@ class OneSize(Shares):
 
 
 def test_a_network_that_takes_one_size_alone_is_asked_about_it(pynative):
-    _, rows = make_step(OneSize(""), micro_size=2, split=None)(Tensor(np.arange(12).reshape(4, 3), ms.float32))
+    _, rows = step_of(OneSize(""), micro_size=2, split=None)(Tensor(np.arange(12).reshape(4, 3), ms.float32))
     np.testing.assert_array_equal(rows.asnumpy(), np.repeat([[3.0], [12], [21], [30]], 2, axis=1))
 
 
@@ -181,7 +151,7 @@ def output(shape, other, samples=(2, 3), equal=True):
 
 
 @pytest.mark.parametrize(
-    ("found", "axis"),
+    ("two_runs", "axis"),
     [
         (output((2, 5), (3, 5)), 0),
         (output((2, 2, 5), (2, 3, 5)), 1),
@@ -195,8 +165,8 @@ def output(shape, other, samples=(2, 3), equal=True):
         (output((5,), (5,), samples=(2, 2)), None),
     ],
 )
-def test_the_axis_that_grows(found, axis):
-    assert found.axis() == axis
+def test_the_axis_that_grows(two_runs, axis):
+    assert two_runs.axis() == axis
 
 
 # -- representations of a loss of the whole batch ----------------------------------------------------------------------
@@ -222,17 +192,14 @@ class Contrast(nn.Cell):
         return ops.cross_entropy(scores, ops.arange(rows.shape[0]))
 
 
-@pytest.mark.core("pynative")
-@pytest.mark.parametrize("mode", MODES)
-def test_representations_have_samples_on_any_axis_or_are_shared(mode):
-    found = []
-    for micro_size, its_mode in ((3, mode), (1, "pynative")):
-        ms.set_context(mode=MODES[its_mode])
+def test_representations_have_samples_on_any_axis_or_are_shared(pynative):
+    results = []
+    for micro_size in (3, 1):
         network = WithBatchLossCell(Towers(), Contrast())
-        step = make_step(network, micro_size=micro_size, aux=False)
+        step = step_of(network, micro_size=micro_size, aux=False)
         losses = [float(step(*data(7)).asnumpy()) for _ in range(2)]
-        found.append(np.concatenate([losses, *(as_numpy(one).ravel() for one in step.weights)]))
-    assert relative_error(*found) < 1e-5
+        results.append(np.concatenate([losses, vector(step.weights)]))
+    assert relative_error(*results) < 1e-5
 
 
 class NotPerSample(nn.Cell):
@@ -253,7 +220,7 @@ class Squares(nn.Cell):
 
 def test_a_representation_that_is_as_long_as_a_micro_batch_by_chance(pynative):
     network = WithBatchLossCell(NotPerSample(), Squares())
-    step = make_step(network, micro_size=2, split=None, aux=False)
+    step = step_of(network, micro_size=2, split=None, aux=False)
     with pytest.raises(ValueError, match=r"output 0 got shape \(4,\) for 4 sample\(s\) and shape \(4,\) for 8"):
         step(Tensor(np.random.default_rng(0).normal(size=(8, 3)), ms.float32))
     np.testing.assert_array_equal(as_numpy(network.backbone.dense.weight), np.ones((4, 3), np.float32))

@@ -8,26 +8,26 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from gaccum_ms import AutoSize, CountMask, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms import AutoSize, CountMask, GradAccumulationCell
 from gaccum_ms.accumulation import micro_batches
-from tests.support.modes import MODES
-from tests.support.reference import as_numpy
+from tests.support.reference import as_numpy, make_step
 from tests.support.reuse import Reused
+from tests.support.state import manager
 
 START = np.linspace(-1, 1, 4)
 COUNT_MASK = CountMask()
 MASK = [1, 1, 0, 0.5, 1, 0, 0, 0]  # in micro-batches of one or two, some count nothing
 
 
-class Shown(nn.Cell):
+class WithOutputs(nn.Cell):
     """Squared errors of w x ~ 1, reduced according to `loss` , with outputs of many kinds: two of equal shape (the
     second int32), bool, rows of another shape, and a scalar equal to the loss. All but the integers have gradients."""
 
-    def __init__(self, loss="mean", shows=True):
+    def __init__(self, loss="mean", returns_outputs=True):
         super().__init__()
         self.weight = ms.Parameter(Tensor(START, ms.float32), name="weight")
         self.loss = loss
-        self.shows = shows
+        self.returns_outputs = returns_outputs
 
     def construct(self, x, mask):
         errors = (x * self.weight).sum(-1) - 1
@@ -40,12 +40,12 @@ class Shown(nn.Cell):
             losses = (total / mask.sum(),)
         else:
             losses = (total, mask.sum())
-        if not self.shows:
+        if not self.returns_outputs:
             return losses if self.loss == "ratio" else losses[0]
         return (*losses, errors, ops.cast(errors * 9, ms.int32), errors > 0, x * self.weight, losses[0] * 2)
 
 
-class Returning(Shown):
+class Returning(WithOutputs):
     """Returns outputs of this `kind` ."""
 
     def __init__(self, kind):
@@ -78,14 +78,12 @@ def options_of(loss):
 
 
 def step_of(network, scaled=False, **options):
-    cell = GradAccumulationCell(network, **options)
-    scale = nn.DynamicLossScaleUpdateCell(2.0**10, 2, 100) if scaled else None
-    return TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1), scale).set_train()
+    return make_step(network, scale_sense=manager() if scaled else None, **options)
 
 
 @Reused
 def steps(loss="mean", aux=True, **options):
-    return step_of(Shown(loss, aux), aux=aux, **options_of(loss), **options)
+    return step_of(WithOutputs(loss, aux), aux=aux, **options_of(loss), **options)
 
 
 def batch(mask, seed=0):
@@ -107,20 +105,13 @@ def check_rows(outputs, x, weight=START):
         np.testing.assert_allclose(output.asnumpy().astype(np.float64), wanted, rtol=1e-5, atol=1e-6)
 
 
-# Each mode has each loss and each number of micro-batches: the outputs do not depend on how the loss is weighted.
-COMBINED = {
-    "graph": [("mean", 3), ("sum", 1), ("masked", 3), ("ratio", 8)],
-    "pynative": [("mean", 3), ("masked", 1), ("masked", 8), ("sum", 1), ("sum", 3), ("ratio", 1), ("ratio", 8)],
-}
-
-
-@pytest.mark.core("graph-mean-3", "pynative-masked-8", "pynative-sum-1", "pynative-ratio-1")
 @pytest.mark.parametrize(
-    ("mode", "loss", "micro_size"), [(mode, *one) for mode, found in COMBINED.items() for one in found]
+    ("mode", "loss", "micro_size"),
+    [("graph", "mean", 3), ("pynative", "masked", 8), ("pynative", "sum", 1), ("pynative", "ratio", 3)],
+    indirect=["mode"],
 )
 def test_outputs_are_the_batchs_and_change_nothing(mode, loss, micro_size):
     """Samples that count nothing have outputs too. Three micro-batches are 3 + 3 + 2."""
-    ms.set_context(mode=MODES[mode])
     step, plain = (steps(loss, aux, micro_size=micro_size) for aux in (True, False))
     for seed in range(2):
         weight = as_numpy(step.weights[0])
@@ -137,29 +128,21 @@ def test_outputs_are_the_batchs_and_change_nothing(mode, loss, micro_size):
 def test_negative_control_a_changed_order_is_caught(pynative, monkeypatch):
     def in_front(state, turned, rows, axes):
         following = (state[0] + rows, state[1] + turned[0])
-        for held, new in zip(state[2:], turned[1:], strict=True):
-            following = (*following, held + new if new.shape == () else ops.concat((new, held[: len(held) - rows])))
+        for old, new in zip(state[2:], turned[1:], strict=True):
+            following = (*following, old + new if new.shape == () else ops.concat((new, old[: len(old) - rows])))
         return following
 
     monkeypatch.setattr(micro_batches, "_following", in_front)
     x, mask = batch(MASK)
-    _, *rows, _ = step_of(Shown(), aux=True, micro_size=4)(x, mask)
+    _, *rows, _ = step_of(WithOutputs(), aux=True, micro_size=4)(x, mask)
     with pytest.raises(AssertionError, match="tolerance"):
         check_rows(rows, x)
 
 
-@pytest.mark.core("pynative-masked")
-@pytest.mark.parametrize(
-    ("mode", "loss"),
-    [("graph", "masked"), ("pynative", "mean"), ("pynative", "masked"), ("pynative", "ratio")],
-)
-def test_each_batch_of_a_window_has_its_own(mode, loss):
-    """Scalars are averaged as the loss of the call; the tail is flushed. A graph is compiled for each length, so that
-    in graph mode the batches have one."""
-    ms.set_context(mode=MODES[mode])
-    masks = [MASK, [0] * 8, MASK[::-1]] if mode == "graph" else [MASK, [0, 0, 0], MASK[:5]]
-    step, plain = (steps(loss, aux, micro_size=2, accumulation_steps=2) for aux in (True, False))
-    for seed, mask in enumerate(masks):
+def test_each_batch_of_a_window_has_its_own(pynative):
+    """Scalars are averaged as the loss of the call; the tail is flushed."""
+    step, plain = (steps("masked", aux, micro_size=2, accumulation_steps=2) for aux in (True, False))
+    for seed, mask in enumerate([MASK, [0, 0, 0], MASK[:5]]):
         weight = as_numpy(step.weights[0])
         x, mask = batch(mask, seed)
         step_loss, *rows, scalar = step(x, mask)
@@ -171,8 +154,7 @@ def test_each_batch_of_a_window_has_its_own(mode, loss):
     np.testing.assert_array_equal(as_numpy(step.weights[0]), as_numpy(plain.weights[0]))
 
 
-@pytest.mark.core(mode="graph")
-def test_after_a_loss_scale_and_of_what_is_dropped(mode):
+def test_after_a_loss_scale_and_of_what_is_dropped(pynative):
     """(loss, overflow, scale, *aux): a micro-batch that overflows has rows, but no part in a scalar."""
     step = steps("masked", micro_size=4, scaled=True, overflow="drop_micro_batch")
     x, mask = batch(MASK)
@@ -180,8 +162,8 @@ def test_after_a_loss_scale_and_of_what_is_dropped(mode):
     values[2:4, 0] = 3e30  # its squares are not finite
     x = Tensor(values)
     loss, overflow, scale, *rows, scalar = step(x, mask)
-    kept = np.delete(values @ START - 1, [2, 3]), np.delete(mask.asnumpy(), [2, 3])
-    expected = (kept[0] ** 2 * kept[1]).sum() / kept[1].sum()
+    errors, weights = np.delete(values @ START - 1, [2, 3]), np.delete(mask.asnumpy(), [2, 3])
+    expected = (errors**2 * weights).sum() / weights.sum()
     assert not overflow.asnumpy()
     assert float(scale.asnumpy()) == 2.0**10
     np.testing.assert_allclose(loss.asnumpy(), expected, rtol=1e-5)
@@ -190,30 +172,24 @@ def test_after_a_loss_scale_and_of_what_is_dropped(mode):
     assert int(step.dropped_micro_batches.asnumpy()) == 1
 
 
-@pytest.mark.parametrize("way", MODES)
-def test_scalars_alone(way):
+def test_scalars_alone():
     """Scalars have one shape and are in the loop with the sums: floats and integers become float32 means."""
-    ms.set_context(mode=MODES[way])
     x, mask = batch([1] * 7)
     loss, twice, positive, thrice = step_of(Returning("scalars"), aux=True, micro_size=3)(x, mask)
     np.testing.assert_allclose([twice.asnumpy(), thrice.asnumpy()], loss.asnumpy() * [2, 3], rtol=1e-6)
     np.testing.assert_allclose(positive.asnumpy(), (x.asnumpy() @ START > 1).mean(), rtol=1e-6)
 
 
-@pytest.mark.core(way="graph")
-@pytest.mark.parametrize("way", MODES)
-def test_rows_of_another_dtype_and_of_more_axes(way):
-    ms.set_context(mode=MODES[way])
+def test_rows_of_another_dtype_and_of_more_axes(pynative):
     x, mask = batch([1] * 7)
     _, half, tiled = step_of(Returning("narrow"), aux=True, micro_size=3)(x, mask)
     assert (half.dtype, tiled.shape) == (ms.float16, (7, 2, 3))
-    for one in (half, tiled[:, 1, 2]):
-        np.testing.assert_allclose(as_numpy(one), x.asnumpy() @ START - 1, rtol=1e-3, atol=1e-3)
+    for rows in (half, tiled[:, 1, 2]):
+        np.testing.assert_allclose(as_numpy(rows), x.asnumpy() @ START - 1, rtol=1e-3, atol=1e-3)
 
 
 def test_in_a_graph_for_all_lengths():
-    ms.set_context(mode=ms.GRAPH_MODE)
-    step = step_of(Shown(), aux=True, micro_size=3)
+    step = step_of(WithOutputs(), aux=True, micro_size=3)
     step.set_inputs(Tensor(shape=[None, 4], dtype=ms.float32), Tensor(shape=[None], dtype=ms.float32))
     for seed, samples in enumerate((8, 5, 1)):
         weight = as_numpy(step.weights[0])
@@ -226,7 +202,7 @@ def test_in_a_graph_for_all_lengths():
 
 @pytest.mark.thorough
 def test_with_sizes_that_are_found():
-    step = step_of(Shown(), True, aux=True, micro_batch_size=AutoSize(2**40), accumulation_steps=2)
+    step = step_of(WithOutputs(), True, aux=True, micro_batch_size=AutoSize(2**40), accumulation_steps=2)
     x, mask = batch(MASK[:2])  # few samples: few sizes are tried
     loss, overflow, _, *rows, scalar = step(x, mask)
     check_rows(rows, x)
@@ -243,16 +219,16 @@ def test_with_the_noise_recorded(pynative):
     np.testing.assert_array_equal(step.noise_sums.asnumpy(), plain.noise_sums.asnumpy())
 
 
-@pytest.mark.core("graph-part", *(f"pynative-{kind}" for kind in ("alone", "nothing", "tuple", "text")))
 @pytest.mark.parametrize(
-    ("kind", "error", "got"),
+    ("kind", "mode", "error", "got"),
     [
-        ("alone", ValueError, "a tuple, but got one output. Return such"),
-        ("nothing", ValueError, "a tuple, but got a tuple of 1. Return such"),
-        ("part", ValueError, r"output 1 got shape \(1,\) for 4 sample\(s\) and shape \(1,\) for 8. Return"),
-        ("tuple", TypeError, "each of 'aux' is a Tensor, but output 1 got 'Tuple.*'. Return"),
-        ("text", TypeError, "each of 'aux' is a Tensor, but output 1 got 'String'. Return"),
+        ("alone", "pynative", ValueError, "a tuple, but got one output. Return such"),
+        ("nothing", "pynative", ValueError, "a tuple, but got a tuple of 1. Return such"),
+        ("part", "graph", ValueError, r"output 1 got shape \(1,\) for 4 sample\(s\) and shape \(1,\) for 8. Return"),
+        ("tuple", "pynative", TypeError, "each of 'aux' is a Tensor, but output 1 got 'Tuple.*'. Return"),
+        ("text", "pynative", TypeError, "each of 'aux' is a Tensor, but output 1 got 'String'. Return"),
     ],
+    indirect=["mode"],
     ids=["alone", "nothing", "part", "tuple", "text"],
 )
 def test_what_is_no_output_is_refused(kind, error, got, mode):
@@ -264,6 +240,6 @@ def test_what_is_no_output_is_refused(kind, error, got, mode):
 
 def test_outputs_without_the_option_are_refused(pynative):
     with pytest.raises(ValueError, match="must return 1 loss"):
-        step_of(Shown(), micro_size=2)(*batch(MASK))
+        step_of(WithOutputs(), micro_size=2)(*batch(MASK))
     with pytest.raises(TypeError, match="the argument 'aux' must be a bool, but got 1"):
-        GradAccumulationCell(Shown(), 2, aux=1)
+        GradAccumulationCell(WithOutputs(), 2, aux=1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import re
-import warnings
 from typing import NamedTuple
 
 import mindspore as ms
@@ -26,11 +25,10 @@ from gaccum_ms import (
     TrainOneStepWithGradAccumulationCell,
     UpdateCheckpoint,
     WindowCallback,
-    scale_learning_rate,
 )
 from gaccum_ms.accumulation.open_window import OpenWindow
 from gaccum_ms.accumulation.weighing import ByCounts
-from tests.support.modes import MODES
+from tests.support.modes import MODES, eagerly
 from tests.support.reference import (
     FEATURES,
     OPTIMIZERS,
@@ -38,6 +36,7 @@ from tests.support.reference import (
     as_numpy,
     batches,
     make_network,
+    make_step,
     relative_error,
     step_with,
 )
@@ -138,7 +137,7 @@ COUNT_MASK = CountMask()
 
 
 @Reused
-def reused_step(problem=DENSE, scaled=False, **options):
+def reused_step(problem, scaled=False, **options):
     return problem.step(manager() if scaled else None, micro_size=2, **options)
 
 
@@ -162,8 +161,9 @@ def whole_step(problem, clipped):
     return (Clipped if clipped else nn.TrainOneStepCell)(*problem.make()).set_train()
 
 
+@eagerly()
 def train_joined(problem, data, clipped=False):
-    """The reference: losses and changed values of MindSpore's own step."""
+    """The reference: losses and changed values of MindSpore's own step, in PyNative mode, which compiles nothing."""
     make = whole_step.make if problem.dtype == "bfloat16" else whole_step  # MindSpore cannot assign bfloat16 on CPU
     step = make(problem, clipped)
     losses = [float(step(*map(Tensor, batch)).asnumpy()) for batch in data]
@@ -171,14 +171,8 @@ def train_joined(problem, data, clipped=False):
 
 
 @functools.cache
-def reference(problem, sizes, windows, mode, clipped=False):
-    """MindSpore's step, in PyNative mode, which compiles nothing. For random noise it has the compared run's mode."""
-    assert ms.get_context("mode") == mode
-    if problem.optimizer != "noisy" and mode != ms.PYNATIVE_MODE:
-        ms.set_context(mode=ms.PYNATIVE_MODE)
-        result = reference(problem, sizes, windows, ms.PYNATIVE_MODE, clipped)
-        ms.set_context(mode=mode)
-        return result
+@eagerly()
+def reference(problem, sizes, windows, clipped=False):
     return train_joined(problem, joined(data_of(problem.loss, sizes), windows), clipped)
 
 
@@ -206,31 +200,20 @@ def assert_same(run, expected, tolerance=1e-5):
 
 MASKED = Problem(loss="masked")
 LINES = [
-    ("graph", Problem(optimizer="sgd"), RAGGED, {"micro_size": 2}),
-    ("graph", Problem("conv"), EQUAL, {"micro_batch_size": 3}),
-    ("graph", Problem(optimizer="grouped"), EQUAL, {"accumulators": Accumulators(compensated=True)}),
+    ("graph", DENSE, EQUAL, {"micro_size": 2}),
     ("graph", MASKED, EQUAL, {"micro_size": 2, "count": COUNT_MASK}),
-    ("graph", Problem(optimizer="sgd", loss="sum"), EQUAL, {"micro_size": 2, "reduction": "sum"}),
-    ("graph", DENSE, EQUAL, {"micro_size": 2, "max_grad_norm": 0.3}),
-    ("graph", Problem(dtype="float16"), EQUAL, {"micro_size": 2}),
     ("pynative", DENSE, RAGGED, {"micro_size": 2}),
-    ("pynative", Problem("conv", "sgd"), EQUAL, {}),
-    ("pynative", Problem(optimizer="adam"), RAGGED, {"micro_batch_size": 5}),
     ("pynative", MASKED, RAGGED, {"count": COUNT_MASK, "max_grad_norm": 0.3}),
     ("pynative", Problem(loss="ignored"), EQUAL, {"count": CountNotIgnored()}),
-    ("pynative", Problem("cast_weights", "plain_sgd", dtype="bfloat16"), EQUAL, {"micro_size": 2}),
+    ("pynative", Problem(optimizer="sgd", loss="sum"), EQUAL, {"micro_size": 2, "reduction": "sum"}),
     ("jit", Problem(optimizer="sgd"), EQUAL, {"micro_size": 2}),
+    ("graph", Problem("conv", dtype="float16"), EQUAL, {"micro_batch_size": 3}),
+    ("pynative", Problem(optimizer="adam"), RAGGED, {"accumulators": Accumulators(compensated=True)}),
+    ("pynative", Problem("cast_weights", "plain_sgd", dtype="bfloat16"), EQUAL, {"micro_size": 2}),
 ]
 
 
-@pytest.mark.core(
-    "graph-dense-sgd-mean-float32-ragged-micro_size",
-    "graph-dense-momentum-masked-float32-equal-micro_size-count",
-    "graph-dense-sgd-sum-float32-equal-micro_size-reduction",
-    "graph-dense-momentum-mean-float32-equal-micro_size-max_grad_norm",
-    "pynative-dense-momentum-mean-float32-ragged-micro_size",
-    "jit-dense-sgd-mean-float32-equal-micro_size",
-)
+@pytest.mark.core(problem=[problem for _, problem, *_ in LINES[:7]])
 @pytest.mark.parametrize(
     ("mode", "problem", "sizes", "options"),
     LINES,
@@ -239,12 +222,12 @@ LINES = [
 def test_batches_that_share_an_update_equal_the_joined_batch(mode, problem, sizes, options):
     """Window losses, weights and optimizer state, over two updates."""
     ms.set_context(mode=MODES["graph" if mode == "graph" else "pynative"])
-    if mode == "graph" and problem.dtype == "float32" and options.get("micro_size") == 2:
-        step = reused_step(problem, **{name: one for name, one in options.items() if name != "micro_size"})
+    if mode == "graph" and options.get("micro_size") == 2:
+        step = reused_step(problem, **{name: value for name, value in options.items() if name != "micro_size"})
     else:
         step = problem.step(jit=mode == "jit" or None, **options)
     run = run_windows(step, data_of(problem.loss, sizes))
-    expected = reference(problem, sizes, (STEPS,) * 2, ms.get_context("mode"), "max_grad_norm" in options)
+    expected = reference(problem, sizes, (STEPS,) * 2, "max_grad_norm" in options)
     assert_same(run, expected, ADAM_TOLERANCE if problem.optimizer == "adam" else TOLERANCE[problem.dtype])
     assert int(step.update_count.asnumpy()) == 2
     if "max_grad_norm" in options:  # else the test would not exercise clipping
@@ -265,8 +248,7 @@ class CountsRuns(nn.Cell):
 def test_the_window_is_the_product_of_both_numbers(pynative):
     """micro_size=2 and accumulation_steps=3: six micro-batches run for one update."""
     network = CountsRuns()
-    cell = GradAccumulationCell(network, 2, accumulation_steps=3)
-    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+    step = make_step(network, micro_size=2, accumulation_steps=3)
     for batch in data_of("mean", (8, 8, 7)):
         assert int(step.update_count.asnumpy()) == 0
         step(*map(Tensor, batch))
@@ -274,22 +256,19 @@ def test_the_window_is_the_product_of_both_numbers(pynative):
     assert network.samples == [4, 4, 4, 4, 4, 3]
 
 
-TAIL = (7,) * 5  # three batches, then a tail of two
+def check_tail(step, problem=DENSE, samples=7):
+    """Three batches of so many samples, then a tail of two."""
+    sizes = (samples,) * 5
+    run = run_windows(step, data_of(problem.loss, sizes))
+    assert_same(run, reference(problem, sizes, (3, 2)))
 
 
-def check_tail(mode, step, problem=DENSE):
-    run = run_windows(step, data_of(problem.loss, TAIL))
-    assert_same(run, reference(problem, TAIL, (3, 2), mode))
-
-
-@pytest.mark.core(mode="graph")
-def test_a_flushed_tail_equals_its_batches_joined(mode):
-    check_tail(MODES[mode], DENSE.step(micro_size=2))
+def test_a_flushed_tail_equals_its_batches_joined():
+    check_tail(reused_step(DENSE), samples=EQUAL[0])
 
 
 def test_a_flushed_tail_is_divided_by_its_counts(pynative):
-    """In graph mode, LINES have counts, and the test above has a flush."""
-    check_tail(ms.PYNATIVE_MODE, MASKED.step(micro_size=2, count=COUNT_MASK), MASKED)
+    check_tail(MASKED.step(micro_size=2, count=COUNT_MASK), MASKED)
 
 
 class UpdatesEachBatch(OpenWindow):
@@ -320,19 +299,10 @@ class KeepsItsSums(OpenWindow):
         return ops.depend(after, ops.assign(self.window_position, ops.depend(ms.Tensor(0, ms.int32), cleared)))
 
 
-@pytest.mark.core(mode="pynative")
-@pytest.mark.parametrize(
-    ("broken", "mode"),
-    [
-        *((broken, "pynative") for broken in (UpdatesEachBatch, DividesByWholeWindows, NeverReset, KeepsItsSums)),
-        (NeverReset, "graph"),
-    ],
-)
-def test_negative_control_a_broken_window_is_caught(broken, mode):
-    ms.set_context(mode=MODES[mode])
-    step_class = step_with(open_window=broken)
+@pytest.mark.parametrize("broken", [UpdatesEachBatch, DividesByWholeWindows, NeverReset, KeepsItsSums])
+def test_negative_control_a_broken_window_is_caught(broken, pynative):
     with pytest.raises(AssertionError):
-        check_tail(MODES[mode], DENSE.step(step_class=step_class, micro_size=2))
+        check_tail(DENSE.step(step_class=step_with(open_window=broken), micro_size=2))
 
 
 class MeanOfMeans(ByCounts):
@@ -345,7 +315,7 @@ class MeanOfMeans(ByCounts):
 
 def test_negative_control_the_mean_of_means_is_caught(pynative):
     with pytest.raises(AssertionError):
-        check_tail(ms.PYNATIVE_MODE, DENSE.step(step_class=step_with(weighing=MeanOfMeans), micro_size=2))
+        check_tail(DENSE.step(step_class=step_with(weighing=MeanOfMeans), micro_size=2))
 
 
 # -- a batch that does not end its window ------------------------------------------------------------------------------
@@ -369,21 +339,24 @@ def check_nothing_trained_between_updates(step):
     return after
 
 
-@pytest.mark.core("noisy-graph", "dynamic_lr-pynative")
 @pytest.mark.parametrize(
-    ("optimizer", "mode"), [("noisy", "graph"), ("adam", "pynative"), ("dynamic_lr", "pynative"), ("noisy", "pynative")]
+    ("optimizer", "mode"),
+    [("momentum", "graph"), ("noisy", "pynative"), ("dynamic_lr", "pynative")],
+    indirect=["mode"],
 )
 def test_nothing_that_is_trained_changes_before_the_windows_end(optimizer, mode):
     """Nothing changes in weights, optimizer state, its step counter, and a user's moving average. A user's optimizer
     draws noise once for each update, in the order of a run without accumulation."""
-    ms.set_context(mode=MODES[mode])
     problem = Problem(optimizer=optimizer)
-    step = problem.step(micro_size=2)
+    step = reused_step(problem)
     after = check_nothing_trained_between_updates(step)
-    expected = reference(problem, EQUAL, (STEPS,) * 2, MODES[mode])
-    assert_same((expected[0], after), expected, ADAM_TOLERANCE if optimizer == "adam" else 1e-5)
+    expected = reference(problem, EQUAL, (STEPS,) * 2)
+    assert_same((expected[0], after), expected)
     if optimizer == "dynamic_lr":
         assert int(step.optimizer.global_step.asnumpy()[0]) == 2
+    if optimizer == "noisy":  # otherwise its comparison would prove nothing
+        plain = reference(Problem(optimizer="sgd"), EQUAL, (STEPS,) * 2)
+        assert relative_error(after["out.weight"], plain[1]["out.weight"]) > 1e-3
     if mode == "graph":
         assert len(step.compile_cache) == 1
 
@@ -393,73 +366,40 @@ def test_negative_control_an_update_before_the_windows_end_is_caught(pynative):
         check_nothing_trained_between_updates(DENSE.step(step_class=step_with(open_window=UpdatesEachBatch)))
 
 
-def test_noise_was_drawn():
-    """Otherwise the comparison of noise above would prove nothing."""
-    noisy, plain = (reference(Problem(optimizer=name), EQUAL, (STEPS,) * 2, ms.GRAPH_MODE) for name in ("noisy", "sgd"))
-    assert relative_error(noisy[1]["out.weight"], plain[1]["out.weight"]) > 1e-3
-
-
-@pytest.mark.core("graph-mean", "pynative-masked", "graph-sum")
-@pytest.mark.parametrize("loss", ["mean", "masked", "sum"])
+@pytest.mark.parametrize(("loss", "mode"), [("masked", "graph"), ("mean", "pynative")], indirect=["mode"])
 def test_each_call_returns_the_batchs_own_loss_at_the_current_weights(loss, mode):
-    options = {"masked": {"count": COUNT_MASK}, "sum": {"reduction": "sum"}}.get(loss, {})
-    problem = MASKED if loss == "masked" else Problem(optimizer="sgd", loss=loss)  # steps of LINES
-    step = reused_step(problem, **options)
+    problem = Problem(loss=loss)
+    step = reused_step(problem, **({"count": COUNT_MASK} if loss == "masked" else {}))
     alone = problem.make()[0]
     expected, losses = [], []
-    for batch in data_of(loss, RAGGED[:4] if loss == "mean" else EQUAL[:4]):
+    for batch in data_of(loss, (RAGGED if mode == "pynative" else EQUAL)[:4]):
         for mine, theirs in zip(alone.trainable_params(), step.weights, strict=True):
             mine.set_data(Tensor(as_numpy(theirs)))
-        ms.set_context(mode=ms.PYNATIVE_MODE)
-        expected.append(float(alone(*map(Tensor, batch)).asnumpy()))
-        ms.set_context(mode=MODES[mode])
+        with eagerly():
+            expected.append(float(alone(*map(Tensor, batch)).asnumpy()))
         losses.append(float(step(*map(Tensor, batch)).asnumpy()))
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
     assert len(set(losses)) == 4
 
 
 def test_counters_are_right_after_each_call_and_one_graph_serves_all_windows():
-    step = line_step(3)
+    step = reused_line_step()
+    batch = Tensor(LINE_X[:4]), Tensor(LINE_Y[:4])
+    step.set_accumulation_steps(3)
     seen = []
     for _ in range(7):
-        step(*map(Tensor, (LINE_X[:4], LINE_Y[:4])))
+        step(*batch)
         seen.append((place(step), int(step.batch_count.asnumpy())))
     assert seen == [((1, 0), 1), ((2, 0), 2), ((0, 1), 3), ((1, 1), 4), ((2, 1), 5), ((0, 2), 6), ((1, 2), 7)]
-    assert len(step.compile_cache) == 1
     assert step.flush() is True
     assert place(step) == (0, 3)
     before = everything(step)
     assert step.flush() is False
     assert_identical(before, everything(step))
-    assert len(step.compile_cache) == 1
-
-
-TRACES: list[int] = []
-
-
-@ops.constexpr(reuse_result=False)
-def trace(shape):
-    """Ordinary Python: in compiled code it runs only at compile time."""
-    TRACES.append(1)
-    return shape
-
-
-class Traced(Line):
-    def construct(self, x, y):
-        trace(x.shape)
-        return ops.square(self.weight * x - y).mean() / 2
-
-
-def test_the_number_of_batches_is_not_compiled_in():
-    """One graph runs windows of any length; its network is traced at most twice, forward and to differentiate."""
-    step = line_step(2, Traced, micro_size=2)
-    TRACES.clear()
-    for steps in (2, 50):
-        step.set_accumulation_steps(steps)
-        for _ in range(4):
-            step(*map(Tensor, (LINE_X[:4], LINE_Y[:4])))
-    assert place(step) == (4, 2)
-    assert 1 <= len(TRACES) <= 2
+    step.set_accumulation_steps(50)
+    step(*batch)
+    step(*batch)
+    assert place(step) == (2, 3)
     assert len(step.compile_cache) == 1
 
 
@@ -476,13 +416,12 @@ def poisoned(batch, value, sample=0):
 
 def assert_one_good_window(step):
     losses = np.array([float(step.window_loss.asnumpy())])
-    assert_same((losses, trained(step)), reference(DENSE, EQUAL[:STEPS], (STEPS,), ms.get_context("mode")))
+    assert_same((losses, trained(step)), reference(DENSE, EQUAL[:STEPS], (STEPS,)))
 
 
-@pytest.mark.core(mode="graph")
-def test_an_overflow_in_any_batch_drops_its_whole_window_exactly(mode):
+def test_an_overflow_in_any_batch_drops_its_whole_window_exactly():
     """The scale is halved once, at the window's end. The good windows train as if the others did not exist."""
-    step = reused_step(scaled=True)
+    step = reused_step(DENSE, scaled=True)
     scale = 2.0**10
     dropped = ("scale_sense", "batch_count", "window_loss", "current_iterator_step", "last_overflow_iterator_step")
     for position, value in ((None, 0), (0, np.nan), (1, np.inf), (2, np.nan), (None, 0)):
@@ -506,23 +445,21 @@ def test_an_overflow_in_any_batch_drops_its_whole_window_exactly(mode):
     assert_same((losses, trained(step)), (losses, state))
 
 
-@pytest.mark.core(mode="graph")
-def test_drop_micro_batch_leaves_one_micro_batch_of_the_window_out(mode):
-    step = reused_step(scaled=True, overflow="drop_micro_batch")
+def test_drop_micro_batch_leaves_one_micro_batch_of_the_window_out(pynative):
+    step = reused_step(DENSE, scaled=True, overflow="drop_micro_batch")
     for batch in (GOOD[0], poisoned(GOOD[1], np.nan, 5), GOOD[2]):
         outputs = step(*map(Tensor, batch))
     assert not outputs[1].asnumpy()
     assert float(step.window_count.asnumpy()) == 20
     assert float(step.dropped_micro_batches.asnumpy()) == 1
     assert float(step.scale_sense.asnumpy()) == 512
-    kept = [GOOD[0], tuple(column[:4] for column in GOOD[1]), GOOD[2]]
-    losses, state = train_joined(DENSE, joined(kept, (3,)))
+    rest = [GOOD[0], tuple(column[:4] for column in GOOD[1]), GOOD[2]]
+    losses, state = train_joined(DENSE, joined(rest, (3,)))
     assert_same((np.array([float(step.window_loss.asnumpy())]), trained(step)), (losses, state))
 
 
-@pytest.mark.core(mode="graph")
-def test_a_scale_set_in_mid_window_changes_no_update(mode):
-    step = reused_step(scaled=True)
+def test_a_scale_set_in_mid_window_changes_no_update():
+    step = reused_step(DENSE, scaled=True)
     for scale, batch in zip((8.0, 2.0**12, 0.25), GOOD, strict=True):
         step.set_sense_scale(Tensor(scale, ms.float32))
         assert float(step(*map(Tensor, batch))[2].asnumpy()) == scale
@@ -532,16 +469,15 @@ def test_a_scale_set_in_mid_window_changes_no_update(mode):
 # -- batches that fail -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.core(mode="graph")
-def test_a_bad_count_leaves_its_batch_out_and_the_window_goes_on(mode):
+def test_a_bad_count_leaves_its_batch_out_and_the_window_goes_on():
     """The bad batch is first, in the middle or last in the window: the other two batches make the update."""
     step = reused_step(MASKED, count=COUNT_MASK)
     good = data_of("masked", EQUAL)
-    kept = iter(good)
+    rest = iter(good)
     for position, value in enumerate((-50.0, np.nan, np.inf)):
         for number in range(STEPS):
             if number != position:
-                step(*map(Tensor, next(kept)))
+                step(*map(Tensor, next(rest)))
                 continue
             x, y, mask = good[position]
             before = trained(step)
@@ -553,23 +489,6 @@ def test_a_bad_count_leaves_its_batch_out_and_the_window_goes_on(mode):
         assert place(step) == (0, position + 1)
     losses, state = train_joined(MASKED, joined(good, (2, 2, 2)))
     assert_same((losses, trained(step)), (losses, state))
-
-
-@pytest.mark.filterwarnings("ignore:.*a window counted nothing")
-def test_a_window_that_counts_nothing_does_not_update(pynative):
-    problem = Problem(loss="masked", optimizer="adam")
-    step = problem.step(count=COUNT_MASK, accumulation_steps=2)
-    data = data_of("masked", EQUAL[:3])
-    nothing = (*data[0][:2], np.zeros(8, np.float32))
-    before = trained(step)
-    for _ in range(2):
-        assert float(step(*map(Tensor, nothing)).asnumpy()) == 0
-    assert_identical(before, trained(step))
-    assert place(step) == (0, 0)
-    for batch in (nothing, data[1]):  # a first batch without any count gives the window no unit: the second does
-        step(*map(Tensor, batch))
-    losses, state = train_joined(problem, [data[1]])
-    assert_same((losses, trained(step)), (losses, state), ADAM_TOLERANCE)
 
 
 class Interrupted(nn.Cell):
@@ -588,40 +507,33 @@ class Interrupted(nn.Cell):
         return self.network(x, y)
 
 
-@pytest.mark.core("second batch")
-@pytest.mark.parametrize("at", [2, 4, 6], ids=["first batch", "second batch", "last batch"])
-def test_a_batch_that_fails_half_way_drops_its_window_and_the_next_is_right(at, pynative):
-    network = Interrupted(at)
-    cell = GradAccumulationCell(network, 2, accumulation_steps=3, accumulators=Accumulators(compensated=True))
-    step = TrainOneStepWithGradAccumulationCell(cell, OPTIMIZERS["momentum"](cell.trainable_params())).set_train()
+def test_a_batch_that_fails_half_way_drops_its_window_and_the_next_is_right(pynative):
+    step = make_step(
+        Interrupted(at=4),  # in the second batch
+        OPTIMIZERS["momentum"],
+        micro_size=2,
+        accumulation_steps=3,
+        accumulators=Accumulators(compensated=True),
+    )
     before = everything(step)
-    good = at // 2 - 1
-    for batch in GOOD[:good]:
-        step(*map(Tensor, batch))
-    with warnings.catch_warnings(record=True) as caught, pytest.raises(KeyboardInterrupt):
-        warnings.simplefilter("always")
-        step(*map(Tensor, GOOD[good]))
-    expected = [f"the {good} batch(es) before it in its window were dropped"] if good else []
-    assert [type(one.message) for one in caught] == [UserWarning] * len(expected)
-    assert all(text in str(one.message) for one, text in zip(caught, expected, strict=True))
+    step(*map(Tensor, GOOD[0]))
+    dropped = r"the 1 batch\(es\) before it in its window were dropped"
+    with pytest.warns(UserWarning, match=dropped) as caught, pytest.raises(KeyboardInterrupt):
+        step(*map(Tensor, GOOD[1]))
+    assert len(caught) == 1
     assert_identical(before, everything(step), but=("gaccum_ms.batch_count", "gaccum_ms.batch_items"))
     for batch in GOOD:
         step(*map(Tensor, batch))
     assert_one_good_window(step)
 
 
-@pytest.mark.core(mode="pynative")
-def test_a_refused_batch_leaves_the_window_as_it_was(mode):
-    """The batch has wrong shapes; in graph mode, where compilation comes before running, also wrong features."""
-    step = reused_step()
+def test_a_refused_batch_leaves_the_window_as_it_was(pynative):
+    step = reused_step(DENSE)
     x, y = map(Tensor, GOOD[0])
     for batch in GOOD:
         before = everything(step)
         with pytest.raises(ValueError, match=r"got shapes \[\(8, 12\), \(7,\)\]"):
             step(x, y[:7])
-        if mode == "graph" and batch is GOOD[1]:
-            with pytest.raises(ValueError, match="MatMul"):
-                step(x[:, : FEATURES - 1], y)
         assert_identical(before, everything(step))
         step(*map(Tensor, batch))
     assert_one_good_window(step)
@@ -629,8 +541,8 @@ def test_a_refused_batch_leaves_the_window_as_it_was(mode):
 
 class SparseLoss(nn.Cell):
     def __init__(self):
-        super().__init__(auto_prefix=False)
-        self.network = make_network("dense")
+        super().__init__()
+        self.network = nn.Dense(FEATURES, 5)
         self.loss = nn.SoftmaxCrossEntropyWithLogits(sparse=True, reduction="mean")
 
     def construct(self, x, y):
@@ -639,8 +551,7 @@ class SparseLoss(nn.Cell):
 
 def test_a_label_that_fails_inside_the_compiled_step_drops_the_window():
     """MindSpore refuses to run a graph that has failed, so there is no next window to check."""
-    cell = GradAccumulationCell(SparseLoss(), 2, accumulation_steps=3)
-    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+    step = make_step(SparseLoss(), micro_size=2, accumulation_steps=3)
     before = everything(step)
     x, y = GOOD[0]
     step(Tensor(x), Tensor(y))
@@ -658,11 +569,13 @@ RATE = 0.1
 
 
 def line_step(steps, line=Line, rate=RATE, **options):
-    cell = GradAccumulationCell(line(1.0), accumulation_steps=steps, **options)
-    return TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), rate)).set_train()
+    return make_step(line(1.0), lambda weights: nn.SGD(weights, rate), accumulation_steps=steps, **options)
 
 
-reused_line_step = Reused(line_step)  # its graph is reused for all callbacks
+@Reused
+def reused_line_step():
+    """Its graph serves all callbacks, and windows of any length."""
+    return line_step(4)
 
 
 def place(step):
@@ -716,15 +629,15 @@ class StopAt(train.Callback):
             run_context.request_stop()
 
 
-def fit(callbacks, steps=4, epochs=2, data=None, **options):
-    step = reused_line_step(steps, **options)
-    model = ms.Model(step)
-    model.train(epochs, data or line_data(), callbacks=callbacks)
+def fit(callbacks, steps=4, epochs=2, data=None):
+    step = reused_line_step()
+    step.set_accumulation_steps(steps)
+    ms.Model(step).train(epochs, data or line_data(), callbacks=callbacks)
     return step
 
 
-def assert_line(step, windows, batch=4, rate=RATE):
-    expected = line_oracle(windows, batch, rate)[0]
+def assert_line(step, windows, batch=4):
+    expected = line_oracle(windows, batch)[0]
     np.testing.assert_allclose(as_numpy(step.weights[0]), expected[-1], rtol=1e-5)
     assert int(step.update_count.asnumpy()) == len(windows)
 
@@ -732,14 +645,12 @@ def assert_line(step, windows, batch=4, rate=RATE):
 LEFT_OVER = r"training ended in the middle of a window: {} batch\(es\) of {} are added up, .* FlushAccumulation"
 
 
-@pytest.mark.core(mode="graph")
 @pytest.mark.parametrize(("each_epoch", "windows"), [(True, (4, 3, 4, 3)), (False, (4, 4, 4, 2))])
-def test_flushes_each_epoch_or_when_training_ends(each_epoch, windows, mode):
+def test_flushes_each_epoch_or_when_training_ends(each_epoch, windows):
     assert_line(fit([FlushAccumulation(each_epoch)]), windows)
 
 
-@pytest.mark.core(mode="graph")
-def test_without_flush_windows_span_epochs_and_the_user_is_told_what_is_left(mode):
+def test_without_flush_windows_span_epochs_and_the_user_is_told_what_is_left():
     with pytest.warns(UserWarning, match=LEFT_OVER.format(2, 4)):
         step = fit([])
     assert_line(step, (4, 4, 4))
@@ -754,17 +665,12 @@ def test_a_window_larger_than_the_epoch_ends_with_it_or_spans_epochs():
 
 
 def test_a_window_goes_on_in_the_next_training():
-    step = reused_line_step(4)
+    step = reused_line_step()
     model = ms.Model(step)
     for _ in range(2):
         with pytest.warns(UserWarning, match=LEFT_OVER.format(r"\d", 4)):
             model.train(1, line_data())
     assert_line(step, (4, 4, 4))
-
-
-def test_a_short_last_batch_weighs_by_its_samples(pynative):
-    """28 samples in batches of five: the sixth has three. In graph mode, LINES have batches of unequal sizes."""
-    assert_line(fit([FlushAccumulation()], data=line_data(5), epochs=1), (4, 2), batch=5)
 
 
 def test_an_epoch_that_ends_with_a_closed_window_makes_no_extra_update(pynative):
@@ -797,7 +703,7 @@ class Prediction(nn.Cell):
 
 
 def test_evaluation_at_an_epochs_end_sees_the_flushed_weights():
-    step = reused_line_step(4)
+    step = reused_line_step()
     model = ms.Model(step, eval_network=Prediction(step.network), eval_indexes=[0, 1, 2], metrics={"weight": Weight()})
     seen = []
 
@@ -828,16 +734,13 @@ def test_the_order_of_callbacks_does_not_matter(tmp_path):
     assert_line(step, (4, 3, 4, 3))
 
 
-@pytest.mark.parametrize("each_epoch", [True, False])
-@pytest.mark.parametrize(("stop", "windows"), [(StopAt(step=9), {True: (4, 3, 2), False: (4, 4, 1)})])
-def test_a_stop_in_mid_epoch_flushes_what_is_left(each_epoch, stop, windows):
-    step = fit([FlushAccumulation(each_epoch), stop], epochs=5)
-    assert_line(step, windows[each_epoch])
-
-
-def test_a_stop_at_an_epochs_end_flushes_what_is_left():
+@pytest.mark.parametrize(
+    ("each_epoch", "stop", "windows"),
+    [(True, StopAt(step=9), (4, 3, 2)), (False, StopAt(step=9), (4, 4, 1)), (False, StopAt(epoch=2), (4, 4, 4, 2))],
+)
+def test_a_stop_flushes_what_is_left(each_epoch, stop, windows):
     """The stop comes from a callback after FlushAccumulation, as with EarlyStopping."""
-    assert_line(fit([FlushAccumulation(each_epoch=False), StopAt(epoch=2)], epochs=5), (4, 4, 4, 2))
+    assert_line(fit([FlushAccumulation(each_epoch), stop], epochs=5), windows)
 
 
 def test_flush_accumulation_refuses_what_is_no_bool():
@@ -845,8 +748,7 @@ def test_flush_accumulation_refuses_what_is_no_bool():
         FlushAccumulation(each_epoch=1)
 
 
-@pytest.mark.core(mode="graph")
-def test_callbacks_see_each_batchs_own_loss(capsys, mode):
+def test_callbacks_see_each_batchs_own_loss(capsys):
     """LossMonitor and History count batches, and get batch means with the weights of the batch's window."""
     watch, history = Watch(), train.History()
     fit([watch, history, train.LossMonitor(1), FlushAccumulation()])
@@ -859,15 +761,7 @@ def test_callbacks_see_each_batchs_own_loss(capsys, mode):
     assert watch.updates == [0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 4]
 
 
-@pytest.mark.core(mode="pynative")
-def test_a_learning_rate_schedule_counts_updates(mode):
-    schedule = scale_learning_rate(nn.CosineDecayLR(0.01, 0.5, 4), 1)
-    step = fit([FlushAccumulation()], rate=schedule)
-    rates = [0.01 + 0.49 * (1 + np.cos(np.pi * update / 4)) / 2 for update in range(4)]
-    assert_line(step, (4, 3, 4, 3), rate=lambda update: rates[update])
-
-
-def test_checkpoints_by_update_and_by_batch(tmp_path):
+def test_checkpoints_by_update_and_by_batch(tmp_path, pynative):
     """Windows of three in eight batches: updates after batches 3 and 6 of the first epoch, 1, 4 and 7 of the second.
     Both save once more when training ends."""
     updates = UpdateCheckpoint(2, prefix="update", directory=str(tmp_path))
@@ -885,12 +779,9 @@ def test_checkpoints_by_update_and_by_batch(tmp_path):
     assert int(saved["gaccum_ms.update_count"].asnumpy()) == 4
 
 
-@pytest.mark.parametrize(("updates", "error"), [(0, ValueError), (True, TypeError), (1.5, TypeError)])
-def test_update_checkpoint_refuses_bad_numbers_of_updates(updates, error):
-    with pytest.raises(error, match="For 'UpdateCheckpoint', the argument 'updates' must be"):
-        UpdateCheckpoint(updates)
-
-
-def test_update_checkpoint_refuses_a_config_that_counts_batches():
+def test_update_checkpoint_refuses_bad_numbers_of_updates_and_a_config_that_counts_batches():
+    for updates, error in ((0, ValueError), (True, TypeError), (1.5, TypeError)):
+        with pytest.raises(error, match="For 'UpdateCheckpoint', the argument 'updates' must be"):
+            UpdateCheckpoint(updates)
     with pytest.raises(ValueError, match=r"'save_checkpoint_steps' of 'config' must be 1, .* but got 5"):
         UpdateCheckpoint(2, config=train.CheckpointConfig(save_checkpoint_steps=5))

@@ -9,9 +9,18 @@ import numpy as np
 import pytest
 from mindspore import Tensor, mint, nn, ops
 
-from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WindowBatchNorm
+from gaccum_ms import GradAccumulationCell, WindowBatchNorm
 from gaccum_ms.layers.batchnorm import trains_batch_norm
-from tests.support.reference import CLASSES, BatchNormInEvalNet, ConvNet, as_numpy, batches, relative_error
+from tests.support.reference import (
+    CLASSES,
+    BatchNormInEvalNet,
+    ConvNet,
+    Outer,
+    as_numpy,
+    batches,
+    make_step,
+    relative_error,
+)
 
 
 class BatchNormNet(ConvNet):
@@ -25,18 +34,18 @@ class BatchNormNet(ConvNet):
         return self.out(self.norm2(features))
 
 
-def make_step(network, micro_size=2):
-    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), micro_size)
-    return TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.05)).set_train()
+def step_of(network, micro_size=2, **options):
+    """A step of a classifier with these options."""
+    return make_step(nn.WithLossCell(network, nn.CrossEntropyLoss()), micro_size=micro_size, **options)
 
 
 def batch(samples=8):
     return map(Tensor, batches(samples, 1)[0])
 
 
-def test_batch_norm_draws_one_warning_that_says_what_differs(mode):
+def test_batch_norm_draws_one_warning_that_says_what_differs(pynative):
     """At the first run, on the caller's line; never again."""
-    step = make_step(BatchNormNet())
+    step = step_of(BatchNormNet())
     with pytest.warns(UserWarning) as caught:
         step(*batch())
         step(*batch())
@@ -50,7 +59,7 @@ def test_batch_norm_draws_one_warning_that_says_what_differs(mode):
 
 
 def test_the_warning_comes_when_a_schedule_makes_windows_of_several_batches(pynative):
-    step = make_step(BatchNormNet(), micro_size=1)
+    step = step_of(BatchNormNet(), micro_size=1)
     step.set_accumulation_steps(2)
     with pytest.warns(UserWarning, match=r"the network has 2 BatchNorm layer\(s\)"):
         step(*batch())
@@ -60,13 +69,13 @@ def test_the_warning_comes_when_a_schedule_makes_windows_of_several_batches(pyna
 def test_no_warning_where_nothing_differs(network, micro_size, pynative):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        make_step(network(), micro_size)(*batch())
+        step_of(network(), micro_size)(*batch())
 
 
 def test_layers_are_judged_by_their_mode_at_the_first_run(pynative):
     """A frozen layer is left out; one that was made in evaluation mode, and trains by then, is not."""
     network = BatchNormNet()
-    step = make_step(network)
+    step = step_of(network)
     network.norm2.set_train(False)
     with pytest.warns(UserWarning, match=r"the network has 1 BatchNorm layer\(s\) \(_backbone.norm\)"):
         step(*batch())
@@ -77,22 +86,14 @@ def test_layers_are_judged_by_their_mode_at_the_first_run(pynative):
         ms.Model(cell, optimizer=nn.SGD(cell.trainable_params(), 0.05)).train(1, data)
 
 
-class WithStep(nn.Cell):
-    def __init__(self, step):
-        super().__init__(auto_prefix=False)
-        self.step = step
-
-    def construct(self, x, y):
-        return self.step(x, y)
-
-
 def test_the_warnings_come_where_another_graph_compiles_the_step():
     """As data sinking does, which never calls the step from Python."""
+    step = make_step(Normalised(nn.BatchNorm1d(6)), micro_size=8)
     with pytest.warns(UserWarning) as caught:
-        WithStep(make_step(BatchNormNet(), 8)).set_train()(*batch())
+        Outer(step).set_train()(*rows_of(8))
     texts = [str(one.message) for one in caught]
     assert len(texts) == 2
-    assert "2 BatchNorm layer(s)" in texts[0] and "a micro-batch has one sample" in texts[1]
+    assert "1 BatchNorm layer(s)" in texts[0] and "a micro-batch has one sample" in texts[1]
 
 
 class OwnBatchNorm(ConvNet):
@@ -113,7 +114,7 @@ class OwnBatchNorm(ConvNet):
 @pytest.mark.parametrize(("for_each_mode", "training"), [(True, True), (True, False), (False, False)])
 def test_the_operator_in_a_cell_of_ones_own_is_seen(for_each_mode, training, pynative):
     network = OwnBatchNorm(for_each_mode)
-    step = make_step(network)
+    step = step_of(network)
     network.set_train(training)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -126,18 +127,15 @@ def test_the_operator_in_a_cell_of_ones_own_is_seen(for_each_mode, training, pyn
 @pytest.mark.parametrize(
     ("samples", "options", "warns"),
     [
-        (4, {"micro_batch_size": 1}, True),
         (4, {"micro_size": 4}, True),
         (1, {"micro_batch_size": 3}, True),
         (4, {"micro_size": 2}, False),
-        (4, {"micro_size": 1, "accumulation_steps": 2}, False),
         (1, {"micro_size": 1, "accumulation_steps": 2}, True),
     ],
 )
 def test_one_warning_says_when_one_sample_is_harmful(samples, options, warns, pynative):
     network = BatchNormNet()
-    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), **options)
-    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.05)).set_train()
+    step = step_of(network, **{"micro_size": None, **options})
     with warnings.catch_warnings(record=True) as caught:
         warnings.filterwarnings("always", message=".*a micro-batch has one sample")
         for _ in range(2):
@@ -151,22 +149,21 @@ def test_one_warning_says_when_one_sample_is_harmful(samples, options, warns, py
 def test_frozen_layers_and_window_batch_norm_draw_no_warning_of_one_sample(pynative):
     for network in (BatchNormNet(), ConvNet()):
         network.norm3 = WindowBatchNorm(3)
-        step = make_step(network, 4)
+        step = step_of(network, 4)
         network.set_train(False)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             step(*batch(4))
 
 
-@pytest.mark.core(mode="graph")
 @pytest.mark.filterwarnings("ignore:For 'GradAccumulationCell', the network has 2 BatchNorm")
-def test_batch_norm_trains_and_updates_its_moving_statistics_per_micro_batch(mode):
+def test_batch_norm_trains_and_updates_its_moving_statistics_per_micro_batch(pynative):
     """Moving mean after one batch in two micro-batches, by hand: m <- 0.9 m + 0.1 mean, twice."""
     network = BatchNormNet()
     x, y = batches(8, 1)[0]
     convolution = nn.Conv2d(1, 6, 3)
     convolution.weight.set_data(Tensor(as_numpy(network.conv.weight)))
-    step = make_step(network)
+    step = step_of(network)
     loss = step(Tensor(x), Tensor(y))
     assert np.isfinite(loss.asnumpy())
     expected = np.zeros(6)
@@ -186,18 +183,16 @@ class DropoutNet(nn.Cell):
         return (self.dropout(x * self.weight)).mean()
 
 
-@pytest.mark.core(mode="graph")
-def test_dropout_draws_a_new_mask_for_each_micro_batch(mode):
+def test_dropout_draws_a_new_mask_for_each_micro_batch():
     """Gradients of a micro-batch of ones are 0 or 2 per weight; over four micro-batches in-between values appear."""
     ms.set_seed(1)
     network = DropoutNet()
-    cell = GradAccumulationCell(network, 4)
-    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 1.0)).set_train()
+    step = make_step(network, lambda weights: nn.SGD(weights, 1.0), micro_size=4)
     step(Tensor(np.ones((4, 1000)), ms.float32))
     gradient = (1 - network.weight.asnumpy()) * 1000
-    kept = np.round(gradient * 2).astype(int)  # micro-batches that kept the weight, 0 to 4
-    np.testing.assert_allclose(gradient * 2, kept, atol=1e-2)
-    share = np.bincount(kept, minlength=5) / 1000
+    times = np.round(gradient * 2).astype(int)  # micro-batches that kept the weight, 0 to 4
+    np.testing.assert_allclose(gradient * 2, times, atol=1e-2)
+    share = np.bincount(times, minlength=5) / 1000
     np.testing.assert_allclose(share, [1 / 16, 4 / 16, 6 / 16, 4 / 16, 1 / 16], atol=0.06)
 
 
@@ -243,11 +238,9 @@ class Normalised(nn.Cell):
 
 
 def norm_step(norm, **options):
-    network = Normalised(norm)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        cell = GradAccumulationCell(network, **options)
-        return TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.1)).set_train()
+        return make_step(Normalised(norm), **options)
 
 
 def rows_of(samples, seed=0):
@@ -255,29 +248,25 @@ def rows_of(samples, seed=0):
     return [Tensor(random.normal(size=(samples, width)), ms.float32) for width in (5, 1)]
 
 
-@pytest.mark.core("graph-number", "pynative-window")
 @pytest.mark.filterwarnings("ignore:.*has 1 BatchNorm layer")
 @pytest.mark.parametrize(
-    ("options", "lengths"),
-    [({"micro_size": 3}, (7,)), ({"micro_batch_size": 3}, (7,)), ({"micro_size": 4, "accumulation_steps": 2}, (9, 5))],
-    ids=["number", "size", "window"],
+    ("mode", "options", "lengths"),
+    [
+        ("pynative", {"micro_batch_size": 3}, (7,)),
+        ("pynative", {"micro_size": 4, "accumulation_steps": 2}, (9, 5)),
+        ("graph", {"micro_size": 8}, (16, 9, 8, 5, 3, 2)),
+    ],
+    ids=["size", "window", "graph of open length"],
+    indirect=["mode"],
 )
 def test_no_remainder_makes_the_moving_variance_nan(options, lengths, mode):
     step = norm_step(nn.BatchNorm1d(6), **options)
+    if mode == "graph":
+        step.set_inputs(*(Tensor(shape=[None, width], dtype=ms.float32) for width in (5, 1)))
     for samples in lengths:
         step(*rows_of(samples))
     assert np.isfinite(step.network.norm.moving_variance.asnumpy()).all()
-
-
-@pytest.mark.filterwarnings("ignore:.*has 1 BatchNorm layer")
-def test_no_remainder_of_open_length_either():
-    ms.set_context(mode=ms.GRAPH_MODE)
-    step = norm_step(nn.BatchNorm1d(6), micro_size=8)
-    step.set_inputs(*(Tensor(shape=[None, width], dtype=ms.float32) for width in (5, 1)))
-    for samples in (16, 9, 8, 5, 3, 2):
-        step(*rows_of(samples))
-    assert np.isfinite(step.network.norm.moving_variance.asnumpy()).all()
-    assert len(step.compile_cache) == 1
+    assert len(step.compile_cache) == (mode == "graph")
 
 
 def sizes_of(step, samples):
