@@ -24,10 +24,10 @@ class Adding(nn.Cell):
 class Clearing(nn.Cell):
     def __init__(self, value):
         super().__init__()
-        self.held = Parameter(value, name="held", requires_grad=False)  # as accumulators are
+        self.accumulator = Parameter(value, name="accumulator", requires_grad=False)
 
     def construct(self):
-        return zero_in_place(self.held)
+        return zero_in_place(self.accumulator)
 
 
 class Checking(nn.Cell):
@@ -35,8 +35,15 @@ class Checking(nn.Cell):
         return all_finite(gradients)
 
 
-@pytest.mark.parametrize("dtype", [ms.float32, ms.float16])
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (33, 785), (2, 3, 4, 5, 6)], ids=str)
+@pytest.mark.parametrize(
+    ("mode", "shape", "dtype"),
+    [
+        *(("graph", shape, ms.float32) for shape in [(), (7,), (33, 785)]),
+        *(("pynative", shape, ms.float32) for shape in [(1,), (2, 3, 4, 5, 6)]),
+        ("pynative", (7,), ms.float16),
+    ],
+    indirect=["mode"],
+)
 def test_sums_are_those_of_assign_add(mode, shape, dtype):
     """Values are large, small, infinite, NaN, denormal, and zeros of both signs. For float16 and for scalars,
     `add_in_place` is AssignAdd itself."""
@@ -49,46 +56,51 @@ def test_sums_are_those_of_assign_add(mode, shape, dtype):
         if step == 5 and value.size > 6:
             value.flat[:6] = [np.inf, -np.inf, np.nan, 1e-42, -0.0, 3e38]
         cell(Tensor(value).astype(dtype))
-    ours, plain = (
-        held.asnumpy().view(np.uint16 if dtype == ms.float16 else np.uint32) for held in (cell.ours, cell.plain)
-    )
+    bits = np.uint16 if dtype == ms.float16 else np.uint32
+    ours, plain = (parameter.asnumpy().view(bits) for parameter in (cell.ours, cell.plain))
     assert plain.any()
     np.testing.assert_array_equal(ours, plain)
 
 
-@pytest.mark.parametrize("dtype", [ms.float32, ms.float16, ms.bfloat16])
-@pytest.mark.parametrize("shape", [(), (1,), (33, 785)], ids=str)
+@pytest.mark.parametrize(
+    ("mode", "shape", "dtype"),
+    [("graph", (33, 785), ms.float32), *(("pynative", (), dtype) for dtype in (ms.float32, ms.float16, ms.bfloat16))],
+    indirect=["mode"],
+)
 def test_zero_clears_what_is_not_finite(mode, shape, dtype):
-    held = np.full(shape, np.nan, np.float32)
-    held.flat[-1] = np.inf
-    cell = Clearing(Tensor(held).astype(dtype))
+    values = np.full(shape, np.nan, np.float32)
+    values.flat[-1] = np.inf
+    cell = Clearing(Tensor(values).astype(dtype))
     cell()
-    assert not cell.held.astype(ms.float32).asnumpy().any()
+    assert not cell.accumulator.astype(ms.float32).asnumpy().any()
 
 
-@pytest.mark.core("graph-dtype3", "pynative-dtype1")
-@pytest.mark.parametrize("dtype", [ms.float64, ms.float32, ms.float16, ms.bfloat16])
+@pytest.mark.parametrize(
+    ("mode", "dtype"),
+    [("graph", ms.bfloat16), *(("pynative", dtype) for dtype in (ms.float64, ms.float32, ms.float16))],
+    indirect=["mode"],
+)
 def test_one_number_that_is_not_finite_is_found(mode, dtype):
     """It may be at either end of any gradient. The largest finite numbers, whose sum is infinite, count as finite."""
     limits = {ms.float64: np.finfo(np.float64).max, ms.float32: np.finfo(np.float32).max}
     largest = limits.get(dtype, 65504.0 if dtype == ms.float16 else 3.3895314e38)
-    kept = np.float64 if dtype == ms.float64 else np.float32
+    of_numpy = np.float64 if dtype == ms.float64 else np.float32
     shapes = (), (7,), (33, 785), (2, 3, 4, 5)
     check = Checking()
 
-    def found(bad=None, which=0, place=0):
-        gradients = [np.full(shape, largest, kept) for shape in shapes]
+    def is_found(bad=None, which=0, place=0):
+        gradients = [np.full(shape, largest, of_numpy) for shape in shapes]
         if bad is not None:
             gradients[which].flat[place] = bad
         finite = check(*[Tensor(gradient).astype(dtype) for gradient in gradients])
         assert finite.shape == () and finite.dtype == ms.bool_
         return not finite
 
-    assert not found()
+    assert not is_found()
     for which in range(len(shapes)):
         for bad in (np.inf, -np.inf, np.nan):
-            assert found(bad, which)
-            assert found(bad, which, -1)
+            assert is_found(bad, which)
+            assert is_found(bad, which, -1)
 
 
 class Zeros(nn.Cell):
@@ -98,7 +110,7 @@ class Zeros(nn.Cell):
         return ops.HyperMap()(zeros_like, values)
 
 
-def test_zeros_are_of_each_dtype(mode):
+def test_zeros_are_of_each_dtype():
     values = tuple(Tensor([1.0, 2.0], dtype) for dtype in (ms.float32, ms.float16, ms.bfloat16))
     zeros = Zeros()(values)
     assert [one.dtype for one in zeros] == [one.dtype for one in values]

@@ -1,9 +1,9 @@
 """Trains a WithBatchLossCell in a separate process.
 
-batch_loss_program.py graph MICRO_SIZE SAMPLES ...     makes one update for each size; the environment saves graphs
-batch_loss_program.py memory WAY MICRO_SIZE SAMPLES    prints by how many MB two updates raised the peak
-batch_loss_program.py residual SAMPLES ...             adds in place, and prints how far each update is from the whole
-                                                       batch's
+batch_loss_program.py graph MICRO_SIZE SAMPLES ...    makes one update for each size; the environment saves graphs
+batch_loss_program.py memory MICRO_SIZE SAMPLES       prints by how many MB two updates raised the peak
+batch_loss_program.py residual SAMPLES                adds in place, and prints how far the update is from the whole
+                                                      batch's
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WithBatchLossCell
+from gaccum_ms import WithBatchLossCell
 from tests.support.contrastive import InfoNCE, Spread, accumulated, unit_length, whole
 from tests.support.modes import eagerly
-from tests.support.reference import relative_error, vector
+from tests.support.reference import make_step, relative_error, vector
 
 WIDTH = 2**16  # the width of the activations, of which each has 64 MB for 256 samples
 
@@ -98,22 +98,20 @@ def peak() -> float:
     return int(line.split()[1]) / 1024
 
 
-def make_step(backbone: nn.Cell, micro_size: int) -> nn.Cell:
-    network = WithBatchLossCell(backbone, InfoNCE())
-    optimizer = nn.SGD(network.trainable_params(), 0.01)
-    return TrainOneStepWithGradAccumulationCell(GradAccumulationCell(network, micro_size), optimizer).set_train()
+def step_of(backbone: nn.Cell, micro_size: int) -> nn.Cell:
+    return make_step(WithBatchLossCell(backbone, InfoNCE()), micro_size=micro_size)
 
 
 def main(what: str, *arguments: str) -> None:
-    ms.set_context(mode=ms.PYNATIVE_MODE if arguments[0] == "pynative" else ms.GRAPH_MODE)
+    ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_seed(1)
     if what == "residual":
         AddedInPlace()(Tensor(np.ones((2, 2), np.float32)))
-        print(*(update_residual(int(samples)) for samples in arguments))
+        print(update_residual(int(arguments[0])))
         return
-    micro_size, *sizes = map(int, arguments[what == "memory" :])
+    micro_size, *sizes = map(int, arguments)
     for samples in sizes:
-        step = make_step(WideTowers() if what == "memory" else SmallTowers(), micro_size)
+        step = step_of(WideTowers() if what == "memory" else SmallTowers(), micro_size)
         random = np.random.default_rng(1)
         batch = [Tensor(random.normal(size=(samples, 64)).astype(np.float32)) for _ in range(2)]
         before = peak()

@@ -20,7 +20,6 @@ from gaccum_ms import (
     Accumulators,
     FlushAccumulation,
     GradAccumulationCell,
-    TrainOneStepWithGradAccumulationCell,
     UpdateCheckpoint,
     WindowBatchNorm,
     WindowMonitor,
@@ -45,7 +44,16 @@ from tests.support.contrastive import (
 )
 from tests.support.modes import eagerly
 from tests.support.programs import Programs
-from tests.support.reference import OPTIMIZERS, as_numpy, assert_equivalent, relative_error, step_with, vector
+from tests.support.reference import (
+    OPTIMIZERS,
+    as_numpy,
+    assert_equivalent,
+    make_step,
+    relative_error,
+    step_with,
+    vector,
+)
+from tests.support.state import manager
 
 DIVISIBLE, RAGGED = 24, 13
 UPDATES = 3
@@ -74,24 +82,17 @@ def run(kind="towers", samples=RAGGED, way="graph", optimizer=None, **options):
 # -- equal to the whole batch ------------------------------------------------------------------------------------------
 
 
-def _matrix():
-    """For one network all combinations of micro_size and samples, in graph mode. For the other networks, PyNative mode
-    and compiled PyNative mode, a few combinations."""
-    for micro_size in (1, 2, 3, 8):
-        for samples in (DIVISIBLE, RAGGED):
-            yield "single", micro_size, samples, "graph"
-    for micro_size, samples in ((3, RAGGED), (8, DIVISIBLE)):
-        yield "towers", micro_size, samples, "graph"
-    yield "labels", 2, DIVISIBLE, "graph"
-    yield "labels", 3, RAGGED, "pynative"
-    yield "single", 1, RAGGED, "pynative"
-    yield "single", 3, RAGGED, "jit"
-
-
-@pytest.mark.core(
-    "towers-3-13-graph", "single-3-13-graph", "single-1-13-pynative", "labels-3-13-pynative", "single-3-13-jit"
+@pytest.mark.core("towers-3-13-graph", "labels-3-13-pynative", "single-3-13-jit", "single-1-13-pynative")
+@pytest.mark.parametrize(
+    ("kind", "micro_size", "samples", "way"),
+    [
+        ("towers", 3, RAGGED, "graph"),
+        ("labels", 3, RAGGED, "pynative"),
+        ("single", 3, RAGGED, "jit"),
+        ("single", 1, RAGGED, "pynative"),
+        ("labels", 8, DIVISIBLE, "graph"),
+    ],
 )
-@pytest.mark.parametrize(("kind", "micro_size", "samples", "way"), list(_matrix()))
 def test_equals_the_whole_batch(kind, micro_size, samples, way):
     reference = whole_batch(kind, samples)
     assert_equivalent(run(kind, samples, way, micro_size=micro_size), reference, TOLERANCE)
@@ -112,42 +113,9 @@ SCALE = Tensor(1024.0, ms.float32)
 TOGETHER = {"reduction": "sum", "accumulators": Accumulators(ms.float16, compensated=True), "scale_sense": SCALE}
 
 
-@pytest.mark.core("together-graph")
-@pytest.mark.parametrize(
-    ("options", "way"),
-    [
-        *(({"micro_size": 3, **TOGETHER}, way) for way in ("graph", "pynative")),
-        ({"micro_batch_size": 5}, "graph"),
-        ({"micro_batch_size": 50}, "pynative"),
-        ({"micro_size": 3, "accumulators": Accumulators(None)}, "pynative"),
-        ({"micro_size": 1, "scale_sense": SCALE}, "graph"),
-        ({"micro_size": 1, "scale_sense": SCALE}, "pynative"),
-    ],
-    ids=[
-        *("together-graph", "together-pynative", "samples-graph", "one-pynative", "weights' dtype-pynative"),
-        *("scaled whole-graph", "scaled whole-pynative"),
-    ],
-)
-def test_options_of_the_cell_change_nothing(options, way):
-    assert_equivalent(run("single", way=way, **options), whole_batch("single", RAGGED), TOLERANCE)
-
-
-@pytest.mark.thorough
-def test_low_precision_accumulators():
-    """They lose precision; with compensation they lose none, as the test above shows."""
-    narrow = run("single", way="pynative", micro_size=3, accumulators=Accumulators(ms.float16))
-    reference = whole_batch("single", RAGGED)
-    assert_equivalent(narrow, reference, 4e-3)
-    with pytest.raises(AssertionError):
-        assert_equivalent(narrow, reference, TOLERANCE)
-
-
-@pytest.mark.thorough
-def test_another_optimizer():
-    """With momentum and groups of weights."""
-    grouped = OPTIMIZERS["grouped"]
-    reference = train_whole("towers", batches("towers", RAGGED, UPDATES), optimizer=grouped)
-    assert_equivalent(run(way="pynative", micro_size=3, optimizer=grouped), reference, TOLERANCE)
+@pytest.mark.parametrize("options", [{"micro_size": 3, **TOGETHER}, {"micro_batch_size": 5}], ids=["together", "size"])
+def test_options_of_the_cell_change_nothing(options):
+    assert_equivalent(run("single", way="pynative", **options), whole_batch("single", RAGGED), TOLERANCE)
 
 
 class Clipped(nn.Cell):
@@ -171,16 +139,14 @@ def clipped_whole(backbone, loss_fn, optimizer):
     return step
 
 
-@pytest.mark.core(mode="graph")
-def test_clips_the_finished_gradient(mode):
+def test_clips_the_finished_gradient():
     reference = train_whole("single", batches("single", RAGGED, UPDATES), clipped_whole)
-    assert_equivalent(run("single", way=mode, micro_size=3, max_grad_norm=0.05), reference, TOLERANCE)
+    assert_equivalent(run("single", way="pynative", micro_size=3, max_grad_norm=0.05), reference, TOLERANCE)
     with pytest.raises(AssertionError):  # the clip has an effect
         assert_equivalent(whole_batch("single", RAGGED), reference, TOLERANCE)
 
 
-@pytest.mark.core(mode="pynative")
-def test_weights_that_backbone_and_loss_share_and_frozen_ones(mode):
+def test_weights_that_backbone_and_loss_share_and_frozen_ones(pynative):
     class Shared(nn.Cell):
         def __init__(self, dense):
             super().__init__()
@@ -191,8 +157,6 @@ def test_weights_that_backbone_and_loss_share_and_frozen_ones(mode):
 
     runs = []
     for micro_size in (3, None):
-        if micro_size is None:
-            ms.set_context(mode=ms.PYNATIVE_MODE)  # nothing to compile
         backbone, _ = make_parts("single")
         backbone.tower.bias.requires_grad = False
         loss_fn = Shared(backbone.tower)
@@ -205,15 +169,7 @@ def test_weights_that_backbone_and_loss_share_and_frozen_ones(mode):
     assert relative_error(runs[1], runs[3]) < TOLERANCE
 
 
-@pytest.mark.thorough
-def test_short_last_batches():
-    data = [batches("single", samples, 1)[0] for samples in (RAGGED, 2, RAGGED)]
-    found = contrastive.train(accumulated(micro_size=4), "single", data)
-    assert_equivalent(found, train_whole("single", data), TOLERANCE)
-
-
-@pytest.mark.core(mode="pynative")
-def test_called_by_itself_it_is_the_whole_batchs_network(mode):
+def test_called_by_itself_it_is_the_whole_batchs_network(pynative):
     backbone, loss_fn = make_parts("labels")
     batch = [Tensor(value) for value in batches("labels", RAGGED, 1)[0]]
     expected = float(Whole(backbone, loss_fn)(*batch))
@@ -261,52 +217,47 @@ class LossesOwnWeightsInEachMicroBatch(TwoPasses):
         return super().along_slopes(1.0, loss_slopes, number, *part)
 
 
-@pytest.mark.core("LossOfEachMicroBatch-pynative", "LossesOwnWeightsInEachMicroBatch-pynative")
+@pytest.mark.core(broken=["LossOfEachMicroBatch", "OtherOrder", "LossesOwnWeightsInEachMicroBatch"])
 @pytest.mark.parametrize(
-    ("broken", "way"),
+    "broken",
     [
-        (LossOfEachMicroBatch, "pynative"),
-        (SecondPassOfTheLastAlone, "graph"),
-        (OtherOrder, "graph"),
-        (SlopesOfOthers, "pynative"),
-        (LossesOwnWeightsLeftOut, "pynative"),
-        (LossesOwnWeightsInEachMicroBatch, "pynative"),
+        LossOfEachMicroBatch,
+        OtherOrder,
+        LossesOwnWeightsInEachMicroBatch,
+        SecondPassOfTheLastAlone,
+        SlopesOfOthers,
+        LossesOwnWeightsLeftOut,
     ],
 )
-def test_negative_control_a_broken_window_is_caught(broken, way):
-    reference = whole_batch("towers", RAGGED)
+def test_negative_control_a_broken_window_is_caught(broken):
     kinds = {"weighing" if issubclass(broken, BySamples) else "micro_step": broken}
-    result = run(way=way, micro_size=3, step_class=step_with(**kinds))
+    result = run(way="pynative", micro_size=3, step_class=step_with(**kinds))
     with pytest.raises(AssertionError):
-        assert_equivalent(result, reference, 100 * TOLERANCE)
+        assert_equivalent(result, whole_batch("towers", RAGGED), 100 * TOLERANCE)
 
 
 # -- loss scale, overflow ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.core(mode="graph")
-def test_an_overflow_changes_nothing_and_lowers_the_scale(mode):
-    backbone, loss_fn = make_parts("single")
-    network = WithBatchLossCell(backbone, loss_fn)
-    optimizer = OPTIMIZERS["momentum"](network.trainable_params())
-    manager = nn.DynamicLossScaleUpdateCell(loss_scale_value=2.0**10, scale_factor=2, scale_window=1000)
-    step = TrainOneStepWithGradAccumulationCell(GradAccumulationCell(network, 3), optimizer, manager).set_train()
+def test_an_overflow_changes_nothing_and_lowers_the_scale(pynative):
+    network = WithBatchLossCell(*make_parts("single"))
+    step = make_step(network, OPTIMIZERS["momentum"], manager(), micro_size=3)
+    trained = [*network.get_parameters(), *step.optimizer.get_parameters()]
     good, bad = batches("single", RAGGED, 2)
     bad[0][7, 0] = np.inf
     assert not step(*map(Tensor, good))[1]
-    before = {one.name: as_numpy(one) for one in [*network.get_parameters(), *optimizer.get_parameters()]}
+    before = {parameter.name: as_numpy(parameter) for parameter in trained}
     _, overflow, scale = step(*map(Tensor, bad))
     assert overflow
     assert float(scale) == 1024
-    for one in [*network.get_parameters(), *optimizer.get_parameters()]:
-        np.testing.assert_array_equal(as_numpy(one), before[one.name])
+    for parameter in trained:
+        np.testing.assert_array_equal(as_numpy(parameter), before[parameter.name])
     loss, overflow, scale = step(*map(Tensor, good))
     assert np.isfinite(float(loss)) and not overflow and float(scale) == 512
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "auto"])
-def test_amp_levels_train_like_the_whole_batch(level):
+def test_amp_trains_like_the_whole_batch():
     """Compared with MindSpore's own step at the same level, to float16's precision. The difference from float32 shows
     that the level takes effect."""
     finals = []
@@ -316,22 +267,22 @@ def test_amp_levels_train_like_the_whole_batch(level):
         network = (WithBatchLossCell if accumulate else Whole)(backbone, loss_fn)
         optimizer = nn.SGD(network.trainable_params(), 0.2)
         cell = GradAccumulationCell(network, 3) if accumulate else network
-        step = mindspore.amp.build_train_network(cell, optimizer, level=level, loss_scale_manager=None)
+        step = mindspore.amp.build_train_network(cell, optimizer, level="O2", loss_scale_manager=None)
         for batch in batches("single", RAGGED, UPDATES):
             step(*map(Tensor, batch))
         finals.append(vector(backbone.trainable_params()))
-    assert relative_error(finals[1], finals[0]) < (TOLERANCE if level == "O0" else 5e-3)
-    exact = run("single", micro_size=3).state
-    exact = np.concatenate([exact[one.name].ravel() for one in backbone.trainable_params()])
-    assert (relative_error(finals[1], exact) > 1e-6) == (level != "O0")
+    assert relative_error(finals[1], finals[0]) < 5e-3
+    exact = whole_batch("single", RAGGED).state
+    exact = np.concatenate([exact[weight.name].ravel() for weight in backbone.trainable_params()])
+    assert relative_error(finals[1], exact) > 1e-6
 
 
 # -- Model.train, callbacks, checkpoints, audit ------------------------------------------------------------------------
 
 
-def data_set(samples):
-    """Three batches; the last may be smaller."""
-    return ms.dataset.NumpySlicesDataset(batches("single", samples, 1)[0], ["x"], shuffle=False).batch(RAGGED)
+def data_set():
+    """Three batches."""
+    return ms.dataset.NumpySlicesDataset(batches("single", 3 * RAGGED, 1)[0], ["x"], shuffle=False).batch(RAGGED)
 
 
 def make_spread():
@@ -341,13 +292,13 @@ def make_spread():
     return backbone, loss_fn
 
 
-def fit(wrap, callbacks=(), epochs=2, samples=3 * RAGGED, mode=ms.GRAPH_MODE):
+def fit(wrap, callbacks=(), mode=ms.GRAPH_MODE):
     ms.set_context(mode=mode)
     backbone, loss_fn = make_spread()
     network = wrap(backbone, loss_fn)
     optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
     model = ms.Model(network, optimizer=optimizer)
-    model.train(epochs, data_set(samples), callbacks=list(callbacks))
+    model.train(2, data_set(), callbacks=list(callbacks))
     return model, {one.name: as_numpy(one) for one in [*network.get_parameters(), *optimizer.get_parameters()]}
 
 
@@ -355,12 +306,10 @@ def in_cell(backbone, loss_fn):
     return GradAccumulationCell(WithBatchLossCell(backbone, loss_fn), 3)
 
 
-@pytest.mark.core("39")
-@pytest.mark.parametrize("samples", [3 * RAGGED, 2 * RAGGED + 2])
-def test_model_train_with_callbacks_equals_the_whole_batch(samples, tmp_path, capsys):
-    _, reference = fit(Whole, samples=samples, mode=ms.PYNATIVE_MODE)
+def test_model_train_with_callbacks_equals_the_whole_batch(tmp_path, capsys):
+    _, reference = fit(Whole, mode=ms.PYNATIVE_MODE)
     file = tmp_path / "windows.jsonl"
-    _, after = fit(in_cell, [train.LossMonitor(3), FlushAccumulation(), WindowMonitor(str(file))], samples=samples)
+    _, after = fit(in_cell, [train.LossMonitor(3), FlushAccumulation(), WindowMonitor(str(file))])
     assert max(relative_error(after[name], reference[name]) for name in reference) < TOLERANCE
     assert "loss is" in capsys.readouterr().out
     rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -368,14 +317,13 @@ def test_model_train_with_callbacks_equals_the_whole_batch(samples, tmp_path, ca
 
 
 @pytest.mark.thorough
-def test_resume_goes_on_with_another_micro_size(tmp_path):
+def test_resume_goes_on_with_another_micro_size(tmp_path, pynative):
     _, reference = fit(in_cell, [UpdateCheckpoint(3, directory=str(tmp_path))], mode=ms.PYNATIVE_MODE)
-    ms.set_context(mode=ms.GRAPH_MODE)
     (checkpoint,) = tmp_path.glob("*-1_3.ckpt")
     network = WithBatchLossCell(*make_spread())
     optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
     model = ms.Model(GradAccumulationCell(network, 2), optimizer=optimizer)
-    batches_of = data_set(3 * RAGGED)
+    batches_of = data_set()
     finished = resume(model, str(checkpoint), batches_of)
     model.train(2, batches_of, initial_epoch=finished, dataset_sink_mode=False)
     assert int(model.train_network.update_count.asnumpy()) == 6
@@ -393,15 +341,11 @@ def test_a_schedule_of_windows_is_refused_before_training():
     assert not step.flush()
 
 
-@pytest.mark.core("towers-pynative")
-@pytest.mark.parametrize(("kind", "way"), [("single", "graph"), ("towers", "pynative"), ("labels", "pynative")])
-def test_audit_passes_and_leaves_no_trace(kind, way):
-    ms.set_context(mode=WAYS[way])
-    backbone, loss_fn = make_parts(kind)
-    network = WithBatchLossCell(backbone, loss_fn)
+def test_audit_passes_and_leaves_no_trace(pynative):
+    network = WithBatchLossCell(*make_parts("towers"))
     optimizer = nn.Adam(network.trainable_params(), 0.01)
     before = {one.name: as_numpy(one) for one in network.get_parameters()}
-    report = audit(GradAccumulationCell(network, 3), optimizer, *map(Tensor, batches(kind, RAGGED, 1)[0]))
+    report = audit(GradAccumulationCell(network, 3), optimizer, *map(Tensor, batches("towers", RAGGED, 1)[0]))
     assert report.ok, str(report)
     assert report.loss_behaves_as == "batch"
     assert "one of the whole batch, as WithBatchLossCell says" in str(report)
@@ -447,18 +391,16 @@ def step_of(backbone, loss_fn, **options):
     return accumulated(**options)(backbone, loss_fn, nn.SGD(backbone.trainable_params(), 0.1)).set_train()
 
 
-def test_batch_norm_draws_the_warning_that_says_twice():
+def test_batch_norm_draws_the_warning_that_says_twice(pynative):
     with pytest.warns(UserWarning, match="statistics are updated twice per micro-batch"):
         step_of(WithLayer(nn.BatchNorm1d(12)), Spread(), micro_size=3)(Tensor(batches("single", RAGGED, 1)[0][0]))
 
 
-@pytest.mark.core(mode="pynative")
-def test_window_batch_norm_counts_once(mode):
+def test_window_batch_norm_counts_once(pynative):
     """Its moving statistics equal those of MindSpore's own layer on the whole batch, unbiased variance included."""
     x = Tensor(batches("single", RAGGED, 1)[0][0] * 2 + 1)
     windowed = WithLayer(WindowBatchNorm(12))
     step_of(windowed, Spread(), micro_size=3)(x)
-    ms.set_context(mode=ms.PYNATIVE_MODE)  # nothing to compile
     plain = WithLayer(nn.BatchNorm1d(12))
     nn.TrainOneStepCell(Whole(plain, Spread()), nn.SGD(plain.trainable_params(), 0.1)).set_train()(x)
     for name in ("moving_mean", "moving_variance"):
@@ -481,13 +423,13 @@ class HalfSquares(nn.Cell):
         return ops.square(values).sum() / 2
 
 
-def kept_twice(samples, layer, **options):
-    """The share of the 1,000 weights that both passes keep, in each of three updates: a half if the masks are the same,
-    a quarter if not. The gradient of half the squares of the dropped weights is the weight times the masks of both
-    passes; each mask doubles what it keeps."""
+def left_twice(samples, layer):
+    """The share of the 1,000 weights that both passes leave in, in each of three updates: a half if the masks are the
+    same, a quarter if not. The gradient of half the squares of the dropped weights is the weight times the masks of
+    both passes; each mask doubles what it leaves in."""
     backbone = Dropped(layer)
     optimizer = nn.SGD(backbone.trainable_params(), 0.01)
-    step = accumulated(micro_batch_size=2, **options)(backbone, HalfSquares(), optimizer).set_train()
+    step = accumulated(micro_batch_size=2)(backbone, HalfSquares(), optimizer).set_train()
     shares = []
     for _ in range(3):
         before = as_numpy(backbone.weight)
@@ -496,16 +438,14 @@ def kept_twice(samples, layer, **options):
     return shares
 
 
-@pytest.mark.core("pynative-True", "graph-False")
-@pytest.mark.parametrize(("way", "seeded"), [("pynative", True), ("graph", False), ("jit", False)])
-def test_dropout_draws_other_masks_and_a_warning(way, seeded, monkeypatch):
-    ms.set_context(mode=WAYS[way])
+@pytest.mark.parametrize(("mode", "seeded"), [("pynative", True), ("graph", False)], indirect=["mode"])
+def test_dropout_draws_other_masks_and_a_warning(mode, seeded, monkeypatch):
     ms.set_seed(3)
     if not seeded:
         monkeypatch.setattr(sys.modules["mindspore.common.seed"], "_GLOBAL_SEED", None)
     layer = nn.Dropout(p=0.5)
     with pytest.warns(UserWarning, match=r"1 Dropout layer\(s\) \(layer\) that draw other masks when") as caught:
-        shares = kept_twice(8, layer, jit=way == "jit")
+        shares = left_twice(8, layer)
     assert shares == pytest.approx([0.25] * 3, abs=0.04)
     assert len(caught) == 1
 
@@ -539,9 +479,7 @@ def program(tmp_path_factory):
 def test_a_network_that_adds_in_place_where_a_tensor_is_indexed(program):
     """MindSpore's compiler then keeps functions that it otherwise folds away. As a plain call, the first pass made it
     lose a Parameter: "Illegal AnfNode for evaluating"."""
-    errors = [float(error) for error in program("residual", RAGGED, 12).split()]
-    assert len(errors) == 2
-    assert max(errors) < TOLERANCE
+    assert float(program("residual", RAGGED)) < TOLERANCE
 
 
 @pytest.mark.thorough
@@ -551,25 +489,16 @@ def test_the_graph_does_not_grow_with_micro_size(program, tmp_path):
     saving = {"MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_SAVE_GRAPHS_PATH": "ir", "MS_DEV_DUMP_IR_PASSES": "validate"}
     program("graph", 16, 32, 31, folder=tmp_path, **saving)
     graphs = [file.read_text() for file in tmp_path.glob("ir/**/*_validate_*.ir")]
-    found = [len(re.findall(r"= (?:PrimFunc_)?Erf\(", graph)) for graph in graphs]
-    assert sorted(number for number in found if number) == [3, 4]
-
-
-def test_one_compilation_for_each_shape_of_batch():
-    backbone, loss_fn = make_parts("single")
-    step = accumulated(micro_size=2)(backbone, loss_fn, nn.SGD(backbone.trainable_params(), 0.1)).set_train()
-    for samples, compiled in ((4, 1), (4, 1), (2, 2), (4, 2), (2, 2)):
-        step(*map(Tensor, batches("single", samples, 1)[0]))
-        assert len(step.compile_cache) == compiled
+    numbers = [len(re.findall(r"= (?:PrimFunc_)?Erf\(", graph)) for graph in graphs]
+    assert sorted(number for number in numbers if number) == [3, 4]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("way", "samples"), [("graph", 250), ("pynative", 256)])
-def test_the_activations_of_one_micro_batch_are_in_memory(way, samples, program):
-    """The growth of the process's peak since before the first update, nearly all of it activations. In graph mode the
-    loop and the last micro-batch outside of it have separate memory."""
-    whole_growth = float(program("memory", way, 1, samples))
-    growth = float(program("memory", way, 16, samples))
+def test_the_activations_of_one_micro_batch_are_in_memory(program):
+    """The growth of the process's peak since before the first update, nearly all of it activations. The loop and the
+    last micro-batch outside of it have separate memory. Fewer samples would be lost in what the framework takes."""
+    whole_growth = float(program("memory", 1, 250))
+    growth = float(program("memory", 16, 250))
     assert whole_growth > 500
     assert growth < 0.25 * whole_growth
 
@@ -593,19 +522,11 @@ def test_refuses_options_that_cannot_be_exact(options, message):
         GradAccumulationCell(network, **options)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((abs, InfoNCE()), r"'backbone' must be a Cell, but got <built-in function abs>"),
-        ((Towers(), abs), r"'loss_fn' must be a Cell, but got <built-in function abs>"),
-    ],
-)
-def test_refuses_what_is_no_cell(arguments, message):
-    with pytest.raises(TypeError, match=message):
-        WithBatchLossCell(*arguments)
-
-
-def test_refuses_gather_ranks_that_is_no_bool():
+def test_refuses_what_is_no_cell_and_no_bool():
+    with pytest.raises(TypeError, match=r"'backbone' must be a Cell, but got <built-in function abs>"):
+        WithBatchLossCell(abs, InfoNCE())
+    with pytest.raises(TypeError, match=r"'loss_fn' must be a Cell, but got <built-in function abs>"):
+        WithBatchLossCell(Towers(), abs)
     with pytest.raises(TypeError, match=r"'gather_ranks' must be a bool, but got 1"):
         WithBatchLossCell(Towers(), InfoNCE(), gather_ranks=1)
 
@@ -626,7 +547,6 @@ class Returns(Single):
         return (values,) * 17
 
 
-@pytest.mark.core("pynative-mean", "pynative-scalar", "graph-ints", "graph-many")
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -637,7 +557,7 @@ class Returns(Single):
     ],
     ids=["mean", "scalar", "ints", "many"],
 )
-def test_refuses_representations_that_are_none(kind, message, mode):
+def test_refuses_representations_that_are_none(kind, message, pynative):
     backbone = Returns(kind)
     before = as_numpy(backbone.tower.weight)
     with pytest.raises(ValueError, match=message):
@@ -655,12 +575,10 @@ def test_refuses_a_loss_that_is_no_scalar():  # in PyNative mode MindSpore canno
         step_of(Single(), PerSample(), micro_size=3)(*map(Tensor, batches("single", RAGGED, 1)[0]))
 
 
-@pytest.mark.core(mode="pynative")
-def test_a_batch_that_fails_leaves_nothing_behind(mode):
+def test_a_batch_that_fails_leaves_nothing_behind(pynative):
     """A batch whose second input is too wide fails; the next batches train as without it. In stand-alone mode
     `gather_ranks` changes nothing."""
     reference = whole_batch("towers", RAGGED)
-    ms.set_context(mode=WAYS[mode])
     backbone, loss_fn = make_parts("towers")
     parameters = [*backbone.trainable_params(), *loss_fn.trainable_params()]
     step = accumulated(micro_size=3, gather_ranks=True)(backbone, loss_fn, nn.SGD(parameters, 0.2)).set_train()

@@ -11,7 +11,7 @@ from mindspore import Tensor, nn, ops
 from gaccum_ms import CountMask, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, audit, resume
 from gaccum_ms.accumulation.weighing import ByCountsWithOutputs
 from tests.losses.test_counts import RATE, START, UNEVEN, data, gradient, oracle
-from tests.support.reference import as_numpy, step_with
+from tests.support.reference import as_numpy, make_step, step_with
 from tests.support.reuse import Reused
 from tests.support.state import assert_identical, everything
 
@@ -53,21 +53,21 @@ class Returning(Ratio):
         return total, x.shape[0]
 
 
-def make_step(network=Ratio, weighing=None, scale=None, **options):
-    cell = GradAccumulationCell(network() if isinstance(network, type) else network, reduction="ratio", **options)
+def step_of(network=Ratio, weighing=None, **options):
     step_class = step_with(weighing=weighing) if weighing else TrainOneStepWithGradAccumulationCell
-    return step_class(cell, nn.Momentum(cell.trainable_params(), RATE, 0.9), scale).set_train()
+    network = network() if isinstance(network, type) else network
+    options = {"reduction": "ratio", **options}
+    return make_step(network, lambda weights: nn.Momentum(weights, RATE, 0.9), step_class=step_class, **options)
 
 
-steps = Reused(make_step)
+steps = Reused(step_of)
 
 
 def run(step, *batch):
     return step(*(Tensor(np.asarray(one, np.float32)) for one in batch))
 
 
-@pytest.mark.core("graph-3", "pynative-8")
-@pytest.mark.parametrize("micro_size", [1, 3, 8])
+@pytest.mark.parametrize(("micro_size", "mode"), [(3, "graph"), (8, "pynative"), (1, "pynative")], indirect=["mode"])
 def test_equals_the_whole_batch(micro_size, mode):
     """Micro-batches of UNEVEN have denominators down to 0, with a numerator of NaN."""
     x, mask = data(UNEVEN)
@@ -89,22 +89,21 @@ class EachTheSame(ByCountsWithOutputs):
 
 def test_negative_control_unread_denominators_are_caught(pynative):
     x, mask = data([1, 1, 0.5, 1, 0, 1])
-    step = make_step(weighing=EachTheSame, micro_size=2)
+    step = step_of(weighing=EachTheSame, micro_size=2)
     run(step, x, mask)
     with pytest.raises(AssertionError):
         np.testing.assert_allclose(gradient(step), oracle(x, mask)[1], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.core(mode="pynative")
-def test_a_denominator_may_be_a_number(mode):
+def test_a_denominator_may_be_a_number(pynative):
     x, mask = data([1.0] * 7)
-    step = make_step(Returning("number"), micro_size=3)
+    step = step_of(Returning("number"), micro_size=3)
     np.testing.assert_allclose(run(step, x, mask).asnumpy(), oracle(x, mask)[0], rtol=1e-5)
     np.testing.assert_allclose(gradient(step), oracle(x, mask)[1], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.*a window counted nothing")
-def test_a_window_of_zero_does_not_update(mode):
+def test_a_window_of_zero_does_not_update():
     x, mask = data(UNEVEN)
     step = steps(micro_size=3)
     run(step, x, mask)
@@ -116,8 +115,9 @@ def test_a_window_of_zero_does_not_update(mode):
     assert_identical(after, before)
 
 
-@pytest.mark.core("graph--1.0", "graph-nan", "pynative-inf")
-@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("bad", "mode"), [(-1.0, "graph"), (float("nan"), "graph"), (float("inf"), "pynative")], indirect=["mode"]
+)
 def test_a_bad_denominator_is_an_error_and_changes_nothing(bad, mode):
     x, mask = data(UNEVEN)
     step = steps(micro_size=3)
@@ -130,8 +130,7 @@ def test_a_bad_denominator_is_an_error_and_changes_nothing(bad, mode):
     assert (as_numpy(step.weights[0]) != before["weight"]).all()
 
 
-@pytest.mark.core(mode="pynative")
-def test_batches_that_share_an_update_equal_the_joined_batch(mode):
+def test_batches_that_share_an_update_equal_the_joined_batch(pynative):
     """So does a flushed tail."""
     step = steps(micro_size=2, accumulation_steps=2)
     parts = [data(mask, seed) for seed, mask in enumerate([[1, 0, 0, 0, 1], [0] * 5, [2, 0.5, 0, 0, 0]])]
@@ -147,8 +146,7 @@ def test_batches_that_share_an_update_equal_the_joined_batch(mode):
     np.testing.assert_allclose(step.window_loss.asnumpy(), (errors**2 * parts[2][1]).sum() / 2.5, rtol=1e-5)
 
 
-@pytest.mark.core(mode="pynative")
-def test_a_bad_denominator_spoils_its_window_alone(mode):
+def test_a_bad_denominator_spoils_its_window_alone(pynative):
     x, mask = data([1, 0.5, 1, 1, 0])
     step = steps(micro_size=2, accumulation_steps=2)
     before = as_numpy(step.weights[0])
@@ -174,7 +172,7 @@ def test_a_bad_denominator_spoils_its_window_alone(mode):
     ],
 )
 def test_what_is_no_ratio_is_refused(kind, error, got, pynative):
-    step = make_step(Returning(kind), micro_size=2)
+    step = step_of(Returning(kind), micro_size=2)
     with pytest.raises(
         error, match=rf"with reduction='ratio' the network must return \(numerator, denominator\).*{got}"
     ):
@@ -184,8 +182,8 @@ def test_what_is_no_ratio_is_refused(kind, error, got, pynative):
 
 def test_a_window_may_be_finished_by_a_count(tmp_path, pynative):
     """Both are weighted by counts: the sums of a window that a ratio began have the same meaning."""
-    (x, mask), (more, kept) = data(UNEVEN), data([1, 0, 2], 1)
-    began = make_step(micro_size=2, accumulation_steps=2)
+    (x, mask), (more, weights) = data(UNEVEN), data([1, 0, 2], 1)
+    began = step_of(micro_size=2, accumulation_steps=2)
     run(began, x, mask)
     ms.save_checkpoint(began, str(tmp_path / "window.ckpt"))
 
@@ -194,11 +192,10 @@ def test_a_window_may_be_finished_by_a_count(tmp_path, pynative):
             total, count = super().construct(x, mask)
             return total / ops.stop_gradient(count)
 
-    cell = GradAccumulationCell(Mean(), 3, count=CountMask(), accumulation_steps=2)
-    step = TrainOneStepWithGradAccumulationCell(cell, nn.Momentum(cell.trainable_params(), RATE, 0.9)).set_train()
+    step = step_of(Mean(), micro_size=3, count=CountMask(), accumulation_steps=2, reduction="mean")
     resume(step, tmp_path / "window.ckpt")
-    run(step, more, kept)
-    expected = oracle(np.concatenate((x, more)), np.concatenate((mask, kept)))[1]
+    run(step, more, weights)
+    expected = oracle(np.concatenate((x, more)), np.concatenate((mask, weights)))[1]
     np.testing.assert_allclose(gradient(step), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -208,23 +205,9 @@ class AlreadyMean(Ratio):
         return total / count, count
 
 
-def number_as_count():
-    return Returning("number")
-
-
-@pytest.mark.core(mode="pynative")
-@pytest.mark.parametrize(
-    ("make", "ok", "mode"),
-    [
-        (Ratio, True, "graph"),
-        (Ratio, True, "pynative"),
-        (number_as_count, True, "pynative"),
-        (AlreadyMean, False, "pynative"),
-    ],
-    indirect=["mode"],
-)
-def test_audit_accepts_a_ratio_and_rejects_a_numerator_that_is_already_a_mean(make, ok, mode):
+@pytest.mark.parametrize(("network", "ok"), [(Ratio(), True), (Returning("number"), True), (AlreadyMean(), False)])
+def test_audit_accepts_a_ratio_and_rejects_a_numerator_that_is_already_a_mean(network, ok, pynative):
     x, mask = data([1, 1, 0.5, 1, 2, 1])
-    cell = GradAccumulationCell(make(), 2, reduction="ratio")
+    cell = GradAccumulationCell(network, 2, reduction="ratio")
     report = audit(cell, nn.SGD(cell.trainable_params(), RATE), Tensor(x), Tensor(mask))
     assert report.ok is ok, report

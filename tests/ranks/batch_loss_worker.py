@@ -14,13 +14,14 @@ from gaccum_ms import Accumulators, GradAccumulationCell, TrainOneStepWithGradAc
 from gaccum_ms.accumulation.grad_cache import TwoPasses
 from tests.support import contrastive
 from tests.support.contrastive import accumulated, batches, make_parts, whole
+from tests.support.modes import MODES
 from tests.support.reference import OPTIMIZERS, as_numpy, step_with
 from tests.support.two_ranks import Results
 
 PER_RANK, UPDATES = 7, 3  # 7 samples are ragged in 3 micro-batches
 
 
-class RanksCountTwice(TwoPasses):
+class CountedTwice(TwoPasses):
     """Negative control: the step counts each rank's loss as a separate loss."""
 
     def __init__(self, *arguments):
@@ -28,22 +29,8 @@ class RanksCountTwice(TwoPasses):
         self.share_of_ranks = 1.0
 
 
-# The options of cells with gather_ranks, each with and without gradients_mean.
-GATHERED = {
-    "graph-3": {"micro_size": 3},
-    "graph-1": {"micro_size": 1},
-    "pynative-3": {"micro_size": 3},
-    "jit-3": {"micro_size": 3, "jit": True},
-    "pynative-scaled": {"micro_size": 3, "scale_sense": Tensor(256.0, ms.float32)},
-    "pynative-clipped": {"micro_size": 3, "max_grad_norm": 0.05},
-    "graph-sharded": {"micro_size": 3, "accumulators": Accumulators(sharded=True)},
-    "pynative-broken": {"micro_size": 3, "step_class": step_with(micro_step=RanksCountTwice)},
-}
-
-
-def set_way(case: str, mean: bool) -> None:
-    graph = case.startswith("graph")
-    ms.set_context(mode=ms.GRAPH_MODE if graph else ms.PYNATIVE_MODE)
+def set_way(way: str, mean: bool) -> None:
+    ms.set_context(mode=MODES[way])
     ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=mean)
 
 
@@ -127,28 +114,25 @@ def as_case(name: str, way: str, mean: bool, task: Callable, *arguments) -> Call
     return case
 
 
-OWN: dict[str, Callable] = {
-    "whole": whole,
-    "3": accumulated(micro_size=3),
-    "1": accumulated(micro_size=1),
-    "sharded": accumulated(micro_size=3, accumulators=Accumulators(sharded=True)),
-}
+def gathered(**options) -> Callable:
+    return accumulated(gather_ranks=True, micro_size=3, **options)
+
+
+MOMENTUM = OPTIMIZERS["momentum"]
+SHARDED = {"accumulators": Accumulators(sharded=True)}
 TASKS: dict[str, tuple] = {  # way, gradients_mean, task and its arguments
+    "gathered": ("graph", False, trained, "towers", gathered()),
+    "gathered, clipped": ("pynative", True, trained, "towers", gathered(max_grad_norm=0.05)),
+    "gathered, sharded": ("graph", True, trained, "towers", gathered(**SHARDED)),
+    "gathered, broken": ("pynative", False, trained, "towers", gathered(step_class=step_with(micro_step=CountedTwice))),
+    "gathered, labels": ("pynative", False, trained, "labels", gathered()),
+    "own, whole": ("pynative", False, trained, "towers", whole, MOMENTUM),
+    "own": ("pynative", False, trained, "towers", accumulated(micro_size=3), MOMENTUM),
+    "own, sharded": ("pynative", False, trained, "towers", accumulated(micro_size=3, **SHARDED), MOMENTUM),
+    "audit": ("pynative", True, audited),
+    "left out": ("graph", True, left_out),
     "model": ("graph", False, by_model),
 }
-for mean in (True, False):
-    for kind in ("towers", "labels"):
-        for way, options in GATHERED.items():
-            if kind == "towers" or way in ("graph-3", "pynative-3"):
-                make_step = accumulated(gather_ranks=True, **options)
-                TASKS[f"gathered-{kind}-{way}-mean{mean:d}"] = way, mean, trained, kind, make_step
-    for way in ("graph", "pynative"):
-        for own, make_step in OWN.items():
-            optimizer = OPTIMIZERS["momentum"]
-            TASKS[f"own-{own}-{way}-mean{mean:d}"] = way, mean, trained, "towers", make_step, optimizer
-        TASKS[f"audit-{way}-mean{mean:d}"] = way, mean, audited
-for way in ("graph", "pynative"):
-    TASKS[f"left out-{way}"] = way, True, left_out
 CASES: dict[str, Callable[[Path], Results]] = {
     **{name: as_case(name, *task) for name, task in TASKS.items()},
     "early": lambda out: {"early": np.array(made_too_early())},

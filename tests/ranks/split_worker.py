@@ -12,17 +12,16 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore.communication import get_rank
 
-from gaccum_ms import CountMask, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, resume
+from gaccum_ms import CountMask, TrainOneStepWithGradAccumulationCell, resume
 from tests.support.modes import MODES
-from tests.support.reference import Regression, as_numpy, batches, vector
+from tests.support.reference import Regression, as_numpy, batches, make_step, vector
+from tests.support.state import manager
 from tests.support.two_ranks import Results
 
 SIZES = (6, 10)  # samples in each rank's batches
 NUMBER = 4  # batches of each rank
-SCALE = 2.0**10
 # mode, gradients_mean, options
 SPLITS = {
-    "samples": ("pynative", True, {}),
     "samples, sum over ranks": ("pynative", False, {"accumulation_steps": 2}),
     "count": ("graph", True, {"accumulation_steps": 2, "count": CountMask()}),
     "overflow": ("pynative", True, {}),
@@ -51,12 +50,10 @@ def data_of(name: str, rank: int) -> list[tuple[np.ndarray, ...]]:
     return result
 
 
-def make_step(name: str, rank: int) -> TrainOneStepWithGradAccumulationCell:
-    network = Regression()
-    cell = GradAccumulationCell(network, split=(halves, many)[rank], **SPLITS[name][2])
-    scale = nn.DynamicLossScaleUpdateCell(SCALE, 2, 1000) if name == "overflow" else None
-    optimizer = nn.Momentum(network.trainable_params(), 0.05, 0.9)
-    return TrainOneStepWithGradAccumulationCell(cell, optimizer, scale).set_train()
+def step_of(name: str, rank: int) -> TrainOneStepWithGradAccumulationCell:
+    scale = manager() if name == "overflow" else None
+    momentum = lambda weights: nn.Momentum(weights, 0.05, 0.9)  # noqa: E731
+    return make_step(Regression(), momentum, scale, split=(halves, many)[rank], **SPLITS[name][2])
 
 
 def play(name: str) -> Callable[[Path], Results]:
@@ -64,13 +61,13 @@ def play(name: str) -> Callable[[Path], Results]:
         rank, (mode, mean, _) = get_rank(), SPLITS[name]
         ms.set_context(mode=MODES[mode])
         ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=mean)
-        step, held = make_step(name, rank), []
+        step, earlier = step_of(name, rank), []
         for number, batch in enumerate(data_of(name, rank)):
             if name == "count" and number == 3:  # in mid-window
                 file = out / f"split{rank}.ckpt"
                 ms.save_checkpoint(step, str(file))
-                held.append(step)  # a Cell that is deleted takes other Cells' graphs for such inputs with it
-                step = make_step(name, rank)
+                earlier.append(step)  # a Cell that is deleted takes other Cells' graphs for such inputs with it
+                step = step_of(name, rank)
                 resume(step, file)
             step(*map(Tensor, batch))
         return {

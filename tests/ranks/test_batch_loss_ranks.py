@@ -40,28 +40,18 @@ def joined(kind: str, make_step=whole, optimizer=None) -> dict[str, np.ndarray]:
     return {"losses": run.losses, **run.state}
 
 
-@pytest.mark.core("graph-3-0")
-@pytest.mark.parametrize(
-    ("way", "mean"),
-    [
-        *(("graph-3", 0), ("pynative-3", 0), ("pynative-3", 1), ("jit-3", 1)),
-        *(("graph-1", 0), ("pynative-scaled", 0), ("pynative-clipped", 1), ("graph-sharded", 1)),
-    ],
-)
-def test_gathered_equals_one_process_on_the_joined_batch(ranks, way, mean):
-    """The loss, the weights and the loss's temperature are equal, with and without gradients_mean. The test of labels
-    below has gradients_mean in graph mode."""
-    reference = joined("towers", clipped_whole if way == "pynative-clipped" else whole)
+@pytest.mark.core(name="gathered")
+@pytest.mark.parametrize("name", ["gathered", "gathered, clipped", "gathered, sharded"])
+def test_gathered_equals_one_process_on_the_joined_batch(ranks, name):
+    """The loss, the weights and the loss's temperature are equal, with and without gradients_mean."""
+    reference = joined("towers", clipped_whole if "clipped" in name else whole)
     for results in ranks:
-        assert error(case(results, f"gathered-towers-{way}-mean{mean}"), reference) < 2 * TOLERANCE
+        assert error(case(results, name), reference) < 2 * TOLERANCE
 
 
-@pytest.mark.core("pynative-0")
-@pytest.mark.parametrize(("mode", "mean"), [("graph", 1), ("pynative", 0)])
-def test_labels_are_gathered_too(ranks, mode, mean):
-    reference = joined("labels")
+def test_labels_are_gathered_too(ranks):
     for results in ranks:
-        assert error(case(results, f"gathered-labels-{mode}-3-mean{mean}"), reference) < 2 * TOLERANCE
+        assert error(case(results, "gathered, labels"), joined("labels")) < 2 * TOLERANCE
 
 
 @pytest.mark.thorough
@@ -69,47 +59,33 @@ def test_negative_control_ranks_that_each_count_the_joined_loss(ranks):
     """Without gradients_mean the gradient is twice as large. Each rank's own loss is not the joined loss either."""
     reference = joined("towers")
     for results in ranks:
-        assert error(case(results, "gathered-towers-pynative-broken-mean0"), reference) > 100 * TOLERANCE
-        own = case(results, "own-3-graph-mean0")
-        assert relative_error(own["losses"], reference["losses"]) > 100 * TOLERANCE
+        assert error(case(results, "gathered, broken"), reference) > 100 * TOLERANCE
+        assert relative_error(case(results, "own")["losses"], reference["losses"]) > 100 * TOLERANCE
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("way", "mode", "mean"),
-    [
-        ("3", "graph", 0),
-        *((way, "pynative", mean) for way, mean in (("1", 0), ("3", 1), ("sharded", 0), ("sharded", 1))),
-    ],
-)
-def test_without_gathering_equals_mindspores_step_on_the_same_ranks(ranks, way, mode, mean):
-    """MindSpore's step runs in PyNative mode, which compiles nothing."""
+@pytest.mark.parametrize("name", ["own", "own, sharded"])
+def test_without_gathering_equals_mindspores_step_on_the_same_ranks(ranks, name):
     for results in ranks:
-        reference = case(results, f"own-whole-pynative-mean{mean}")
-        assert error(case(results, f"own-{way}-{mode}-mean{mean}"), reference) < TOLERANCE
+        assert error(case(results, name), case(results, "own, whole")) < TOLERANCE
 
 
-@pytest.mark.core("graph")
-@pytest.mark.parametrize("mode", ["graph", "pynative"])
-def test_batches_of_unequal_size_are_refused_on_both_ranks_and_training_goes_on(ranks, mode):
+def test_batches_of_unequal_size_are_refused_on_both_ranks_and_training_goes_on(ranks):
     losses = []
     for results in ranks:
-        found = case(results, f"left out-{mode}")
-        assert "batches of the same size" in str(found["message"])
-        assert "got [5, 6] samples on the ranks" in str(found["message"])
-        assert found["unequal left all"]
-        assert found["sound"]
-        losses.append(float(found["loss"]))
+        outcome = case(results, "left out")
+        assert "batches of the same size" in str(outcome["message"])
+        assert "got [5, 6] samples on the ranks" in str(outcome["message"])
+        assert outcome["unequal left all"]
+        assert outcome["sound"]
+        losses.append(float(outcome["loss"]))
     assert losses == pytest.approx([joined("towers")["losses"][0]] * 2, rel=TOLERANCE)
 
 
-@pytest.mark.core("graph")
-@pytest.mark.parametrize("mode", ["graph", "pynative"])
-def test_an_overflow_on_one_rank_skips_on_both(ranks, mode):
+def test_an_overflow_on_one_rank_skips_on_both(ranks):
     for results in ranks:
-        found = case(results, f"left out-{mode}")
-        assert found["overflow"]
-        assert found["overflow left all"]
+        assert case(results, "left out")["overflow"]
+        assert case(results, "left out")["overflow left all"]
 
 
 def test_a_network_made_before_the_parallel_mode_was_set_is_refused(ranks):
@@ -117,22 +93,17 @@ def test_a_network_made_before_the_parallel_mode_was_set_is_refused(ranks):
         assert "got 1 rank(s) then and 2 now" in str(results["early"])
 
 
-@pytest.mark.core("pynative-1")
-@pytest.mark.parametrize(("mode", "mean"), [("graph", 0), ("pynative", 1)])
-def test_audit_passes_on_ranks(ranks, mode, mean):
+def test_audit_passes_on_ranks(ranks):
     for results in ranks:
-        found = case(results, f"audit-{mode}-mean{mean}")
-        assert found["ok"], str(found["text"])
+        assert case(results, "audit")["ok"], str(case(results, "audit")["text"])
 
 
 @pytest.mark.thorough
 def test_model_train_on_two_ranks_equals_one_process(ranks, pynative):
     """The one process runs in PyNative mode, and the ranks in graph mode."""
-    backbone, loss_fn = contrastive.make_parts("towers")
-    network = contrastive.Whole(backbone, loss_fn)
+    network = contrastive.Whole(*contrastive.make_parts("towers"))
     data_set = ms.dataset.NumpySlicesDataset(batches("towers", 2 * PER_RANK, 1)[0], shuffle=False).batch(2 * PER_RANK)
     ms.Model(network, optimizer=nn.SGD(network.trainable_params(), 0.2)).train(3, data_set, dataset_sink_mode=False)
     for results in ranks:
-        found = case(results, "model")
-        for one in network.get_parameters():
-            assert relative_error(found[one.name], one.asnumpy()) < 2 * TOLERANCE
+        for parameter in network.get_parameters():
+            assert relative_error(case(results, "model")[parameter.name], parameter.asnumpy()) < 2 * TOLERANCE

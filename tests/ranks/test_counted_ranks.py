@@ -66,8 +66,8 @@ def together(loss: str, scenario: Scenario, batches: list[Batch], weight: np.nda
     if not scenario.drops:
         return sum(sums(loss, batch, weight) for batch in batches), 0
     each = [sums(loss, micro_batch, weight) for batch in batches for micro_batch in cut(batch)]
-    kept = [one for one in each if np.isfinite(one).all()]
-    return sum(kept, np.zeros(2 + FEATURES)), len(each) - len(kept)
+    finite = [one for one in each if np.isfinite(one).all()]
+    return sum(finite, np.zeros(2 + FEATURES)), len(each) - len(finite)
 
 
 def over(total: np.ndarray, count: float, least: float = 0.0) -> np.ndarray:
@@ -88,7 +88,7 @@ def expected(scenario: Scenario, rank: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for window in scenario.windows:
         if window.expect == "error":
-            rows.append({**rows[-1], "loss": None, "terms": None, "count": None, "dropped": None, "shown": None})
+            rows.append({**rows[-1], "loss": None, "terms": None, "count": None, "dropped": None, "of_samples": None})
             continue
         with np.errstate(invalid="ignore", over="ignore"):
             both = [together(loss, scenario, window.ranks, weight) for loss in losses]
@@ -96,10 +96,10 @@ def expected(scenario: Scenario, rank: int) -> list[dict[str, Any]]:
         totals, dropped = [total for total, _ in both], both[0][1]
         x = window.ranks[rank][0].astype(np.float64)
         outputs = {
-            "shown": x @ weight if x.shape[-1:] == weight.shape else None,
+            "of_samples": x @ weight if x.shape[-1:] == weight.shape else None,
             "own_loss": over(own[0], own[0][1])[0],
         }
-        shown = [one if sums_stay else over(one, one[1], least) for one in (totals if counted else own)]
+        reported = [one if sums_stay else over(one, one[1], least) for one in (totals if counted else own)]
         if window.expect == "update":
             if counted or scenario.drops:
                 means = [over(total, total[1], least) for total in totals]
@@ -112,7 +112,7 @@ def expected(scenario: Scenario, rank: int) -> list[dict[str, Any]]:
             moment = MOMENTUM * moment + gradient
             weight = weight - RATE * DECAY**updates * moment
             updates += 1
-        terms, counts = np.array([one[0] for one in shown]), np.array([total[1] for total in totals])
+        terms, counts = np.array([one[0] for one in reported]), np.array([total[1] for total in totals])
         if not counted and not scenario.drops:
             counts = np.array([total[1] for total in own])
         row = {"weight": weight, "moment": moment, "updates": updates, "scale": scale, "dropped": dropped}
@@ -125,24 +125,24 @@ def expected(scenario: Scenario, rank: int) -> list[dict[str, Any]]:
     return rows
 
 
-def check(seen: Results, scenario: Scenario, rank: int) -> None:
+def check(results: Results, scenario: Scenario, rank: int) -> None:
     """Check that each window has the expected effects, and no others."""
     for index, (window, wanted) in enumerate(zip(scenario.windows, expected(scenario, rank), strict=True)):
-        assert seen["error"][index] == (window.expect == "error"), window.name
+        assert results["error"][index] == (window.expect == "error"), window.name
         if scenario.scaled and window.expect != "error":
-            assert seen["overflow"][index] == (window.expect == "overflow"), window.name
-            assert seen["scale"][index] == wanted["scale"], window.name
+            assert results["overflow"][index] == (window.expect == "overflow"), window.name
+            assert results["scale"][index] == wanted["scale"], window.name
         for name in ("updates", "scale_after", "dropped"):
-            if name in seen and wanted[name] is not None:
-                assert seen[name][index] == wanted[name], (window.name, name, seen[name][index], wanted[name])
-        for name in ("weight", "moment", "loss", "terms", "count", "own_loss", "shown"):
-            if name in seen and wanted[name] is not None:
-                error = relative_error(seen[name][index], wanted[name])
-                assert error < TOLERANCE, (window.name, name, error, seen[name][index], wanted[name])
-        assert not seen["accumulators"][index].any(), window.name
+            if name in results and wanted[name] is not None:
+                assert results[name][index] == wanted[name], (window.name, name, results[name][index], wanted[name])
+        for name in ("weight", "moment", "loss", "terms", "count", "own_loss", "of_samples"):
+            if name in results and wanted[name] is not None:
+                error = relative_error(results[name][index], wanted[name])
+                assert error < TOLERANCE, (window.name, name, error, results[name][index], wanted[name])
+        assert not results["accumulators"][index].any(), window.name
         if window.expect != "update":
             for name in ("weight", "state"):
-                np.testing.assert_array_equal(seen[name][index], seen[name][index - 1], err_msg=window.name)
+                np.testing.assert_array_equal(results[name][index], results[name][index - 1], err_msg=window.name)
 
 
 # -- the tests ---------------------------------------------------------------------------------------------------------

@@ -44,7 +44,6 @@ def test_ranks_have_different_numbers_of_micro_batches():
     assert numbers == [2, 4]
 
 
-@pytest.mark.core("samples, sum over ranks", "count", "overflow")
 @pytest.mark.parametrize("name", SPLITS)
 def test_a_window_equals_all_its_batches_on_one_process(trained, name):
     """Ranks are weighted by samples, as in windows of several batches, or by counts. With counts, they resume in

@@ -9,7 +9,6 @@ import pytest
 
 from tests.ranks.tokens_worker import KINDS, NUMBER, data_of
 from tests.splitting.test_max_tokens import run, whole_step
-from tests.support.ranks import Ranks
 from tests.support.reference import Clipped, relative_error, vector
 from tests.support.two_ranks import case
 
@@ -21,20 +20,22 @@ def trained(rank_pair, tmp_path_factory):
     return rank_pair.worker("tests.ranks.tokens_worker", tmp_path_factory.mktemp("tokens"))
 
 
-def windows(steps, number):
-    """The batches of all ranks in each window, as one padded batch."""
-    ranks = [data_of(rank) for rank in range(number)]
-    of_windows = [[one for data in ranks for one in data[start : start + steps]] for start in range(0, NUMBER, steps)]
+def windows(steps):
+    """The batches of both ranks in each window, as one padded batch."""
+    ranks = [data_of(rank) for rank in range(2)]
+    of_windows = [
+        [batch for data in ranks for batch in data[start : start + steps]] for start in range(0, NUMBER, steps)
+    ]
     return [tuple(map(np.concatenate, zip(*window, strict=True))) for window in of_windows]
 
 
-def whole(steps, ranks=2, max_grad_norm=None):
+def whole(steps, max_grad_norm=None):
     """The losses and the last weights of MindSpore's step."""
     ms.set_context(mode=ms.PYNATIVE_MODE)
     step = whole_step()
     if max_grad_norm is not None:
         step.grad_reducer = Clipped(max_grad_norm)
-    losses = run(step, windows(steps, ranks))
+    losses = run(step, windows(steps))
     return losses, vector(step.weights)
 
 
@@ -56,14 +57,6 @@ def test_a_window_equals_all_its_samples_on_one_process(trained, name):
     few, many = (case(results, name)["micro-batches"] for results in trained)
     assert (few < many).all()
     assert_as_one_process([case(results, name) for results in trained], whole(steps, **options))
-
-
-@pytest.mark.thorough
-def test_eight_ranks_train_as_one_process(tmp_path):
-    with Ranks(tmp_path, 8) as ranks:
-        results = [case(one, "window") for one in ranks.worker("tests.ranks.tokens_worker", tmp_path)]
-    assert len({tuple(one["micro-batches"]) for one in results}) > 2
-    assert_as_one_process(results, whole(KINDS["window"][1], ranks=8))
 
 
 def test_ranks_halve_together(trained):

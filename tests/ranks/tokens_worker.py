@@ -14,7 +14,7 @@ from mindspore.communication import get_rank
 
 from gaccum_ms import AutoSize
 from tests.splitting.test_auto_tokens import Limited, auto_step, marked
-from tests.splitting.test_max_tokens import LENGTH, batch, make_step, max_tokens
+from tests.splitting.test_max_tokens import LENGTH, batch, max_tokens, step_of
 from tests.support.modes import MODES
 from tests.support.reference import as_numpy, vector
 from tests.support.two_ranks import Results
@@ -44,7 +44,7 @@ def play(name: str) -> Callable[[Path], Results]:
             ms.set_auto_parallel_context(parameter_broadcast=True)
             network, step = auto_step(96, accumulation_steps=steps)
         else:
-            step = make_step(max_tokens(), accumulation_steps=steps, **options)
+            step = step_of(max_tokens(), accumulation_steps=steps, **options)
         split, numbers, tokens = step.options.split, [], []
         for number, one in enumerate(data_of(rank)):
             if halves and rank == 1 and number == 1:
@@ -75,7 +75,7 @@ def search(_: Path) -> Results:
     found, losses = [], []
     for memory in ((70, 30), (30, 30)):
         split = max_tokens(max_tokens=AutoSize(1 << 40), widths=widths[rank])
-        step = make_step(split, Limited(tokens=memory[rank]))
+        step = step_of(split, Limited(tokens=memory[rank]))
         for number in range(2):
             tokens, labels = batch(10 * rank + number, width=widths[rank][-1])
             losses.append(float(step(Tensor(tokens), Tensor(labels)).asnumpy()))

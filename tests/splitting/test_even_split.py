@@ -12,16 +12,14 @@ from mindspore import Tensor, nn, ops
 from gaccum_ms import (
     EvenSplit,
     GradAccumulationCell,
-    TrainOneStepWithGradAccumulationCell,
     WithBatchLossCell,
     audit,
     find_micro_batch_size,
     memory_report,
 )
 from gaccum_ms.accumulation.micro_batches import SplitPlan, plan_split
-from tests.support.modes import MODES, eagerly
-from tests.support.reference import FEATURES, as_numpy, batches, relative_error
-from tests.support.reuse import Reused
+from tests.support.modes import eagerly
+from tests.support.reference import FEATURES, as_numpy, batches, make_step, relative_error
 
 TOLERANCE = 1e-5
 TABLE = np.random.default_rng(1).normal(size=(3, FEATURES)).astype(np.float32)  # fewer rows than there are samples
@@ -36,8 +34,8 @@ class WithTable(nn.Cell):
         self.weight = ms.Parameter(Tensor(np.random.default_rng(2).normal(size=FEATURES), ms.float32), name="weight")
 
     def construct(self, x, table, scale, y):
-        found = ops.tanh(x * self.weight) @ table.T
-        return (ops.square(found.sum(-1) - y) * scale).mean()
+        predictions = (ops.tanh(x * self.weight) @ table.T).sum(-1)
+        return (ops.square(predictions - y) * scale).mean()
 
 
 def weight_by_table(x, table, scale, y):
@@ -57,14 +55,8 @@ TENSORS = [tuple(map(Tensor, batch)) for batch in DATA]
 SHARED = EvenSplit(shared=(1, 2))
 
 
-def make_step(scale_sense=None, **options):
-    network = WithTable()
-    optimizer = nn.Momentum(network.trainable_params(), 0.001, 0.9)
-    cell = GradAccumulationCell(network, split=SHARED, **options)
-    return TrainOneStepWithGradAccumulationCell(cell, optimizer, scale_sense).set_train()
-
-
-reused_step = Reused(make_step)
+def step_of(network=WithTable, **options):
+    return make_step(network(), lambda weights: nn.Momentum(weights, 0.001, 0.9), **{"split": SHARED, **options})
 
 
 @eagerly()
@@ -79,42 +71,41 @@ OPTIONS = {
     "number": {"micro_size": 3},
     "count": {"micro_batch_size": 3, "count": weight_by_table},
     "noise": {"micro_size": 2, "record_noise": True, "overflow": "drop_micro_batch"},
-    "window": {"micro_size": 2, "accumulation_steps": 1, "jit": True},
 }
 
 
-@pytest.mark.core("number-graph", "count-graph", "noise-pynative")
 @pytest.mark.parametrize(
-    ("name", "mode"),
-    [("window", "pynative")]  # its `jit` compiles it
-    + [(name, mode) for name in ("number", "count", "noise") for mode in MODES],
+    ("name", "mode"), [("number", "graph"), ("count", "pynative"), ("noise", "pynative")], indirect=["mode"]
 )
 def test_shared_inputs_reach_each_micro_batch_whole(name, mode):
-    ms.set_context(mode=MODES[mode])
-    step = reused_step(**OPTIONS[name])
+    """In graph mode, one graph serves batches of all lengths."""
+    step = step_of(**OPTIONS[name])
+    if mode == "graph":
+        rows, numbers = (Tensor(shape=shape, dtype=ms.float32) for shape in ([None, FEATURES], [None]))
+        step.set_inputs(rows, TENSORS[0][1], TENSORS[0][2], numbers)
     losses = [float(step(*batch).asnumpy()) for batch in TENSORS]
     whole_losses, weight = whole(TENSORS)
     np.testing.assert_allclose(losses, whole_losses, rtol=TOLERANCE)
     assert relative_error(as_numpy(step.weights[0]), weight) < TOLERANCE
+    assert len(step.compile_cache) == (mode == "graph")
 
 
-def test_windows_of_several_batches_weigh_them_by_their_counts():
+def test_windows_of_several_batches_weigh_them_by_their_counts(pynative):
     """Each batch has another table, so that there is no joined batch: gradients are added up by hand."""
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    step = make_step(micro_size=2, accumulation_steps=2, count=weight_by_table)
+    step = step_of(micro_size=2, accumulation_steps=2, count=weight_by_table)
     network = WithTable()
     gradient = ms.value_and_grad(network, None, network.trainable_params())
-    found = [
-        (float(weight_by_table(*batch)), *(as_numpy(one) for one in (loss, *gradients)))
+    batches_of_window = [
+        (float(weight_by_table(*batch)), *map(as_numpy, (loss, *gradients)))
         for batch in TENSORS[:2]
         for loss, gradients in [gradient(*batch)]
     ]
-    total = sum(count for count, _, _ in found)
+    total = sum(count for count, _, _ in batches_of_window)
     for batch in TENSORS[:2]:
         step(*batch)
-    expected = as_numpy(network.weight) - 0.001 * sum(count * one for count, _, one in found) / total
+    expected = as_numpy(network.weight) - 0.001 * sum(count * slope for count, _, slope in batches_of_window) / total
     assert relative_error(as_numpy(step.weights[0]), expected) < TOLERANCE
-    loss = sum(count * one for count, one, _ in found) / total
+    loss = sum(count * loss for count, loss, _ in batches_of_window) / total
     assert float(step.window_loss.asnumpy()) == pytest.approx(loss, rel=TOLERANCE)
 
 
@@ -123,7 +114,7 @@ def test_a_table_may_be_as_long_as_the_batch(pynative):
     x, _, scale, y = TENSORS[0]
     batch = x, Tensor(np.random.default_rng(4).normal(size=(8, FEATURES)).astype(np.float32)), scale, y
     _, weight = whole([batch])
-    step = make_step(micro_size=2)
+    step = step_of(micro_size=2)
     step(*batch)
     assert relative_error(as_numpy(step.weights[0]), weight) < TOLERANCE
 
@@ -131,27 +122,9 @@ def test_a_table_may_be_as_long_as_the_batch(pynative):
         def construct(self, x, table, y):
             return super().construct(x, table, Tensor(SCALE), y)
 
-    network = OwnScale()
-    cell = GradAccumulationCell(network, 2, split=EvenSplit())
-    step = TrainOneStepWithGradAccumulationCell(cell, nn.Momentum(network.trainable_params(), 0.001, 0.9))
+    step = step_of(OwnScale, micro_size=2, split=EvenSplit())
     step(batch[0], batch[1], batch[3])
-    assert relative_error(as_numpy(network.weight), weight) > 100 * TOLERANCE
-
-
-def test_one_graph_for_batches_of_all_lengths():
-    ms.set_context(mode=ms.GRAPH_MODE)
-    step = make_step(micro_size=3)
-    step.set_inputs(
-        Tensor(shape=[None, FEATURES], dtype=ms.float32),
-        TENSORS[0][1],
-        TENSORS[0][2],
-        Tensor(shape=[None], dtype=ms.float32),
-    )
-    losses = [float(step(*batch).asnumpy()) for batch in TENSORS]
-    whole_losses, weight = whole(TENSORS)
-    np.testing.assert_allclose(losses, whole_losses, rtol=TOLERANCE)
-    assert relative_error(as_numpy(step.weights[0]), weight) < TOLERANCE
-    assert len(step.compile_cache) == 1
+    assert relative_error(as_numpy(step.weights[0]), weight) > 100 * TOLERANCE
 
 
 class Rows(WithTable):
@@ -166,68 +139,44 @@ class Spread(nn.Cell):
         return ops.square(rows - rows.mean(axis=0)).mean()
 
 
-def trained_with_a_loss_of_the_whole_batch(mode):
-    """Losses and weights, with three micro-batches and, in PyNative mode, with one."""
-    data = TENSORS[:2] if mode == "graph" else TENSORS  # a graph is compiled for each length
-    found = []
-    for micro_size, its_mode in ((3, mode), (1, "pynative")):
-        ms.set_context(mode=MODES[its_mode])
+def test_a_loss_of_the_whole_batch(pynative):
+    """Losses and weights, with three micro-batches and with one."""
+    results = []
+    for micro_size in (3, 1):
         network = WithBatchLossCell(Rows(), Spread())
-        optimizer = nn.Momentum(network.trainable_params(), 0.01, 0.9)
-        cell = GradAccumulationCell(network, micro_size, split=SHARED)
-        step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
-        losses = [float(step(*batch[:3]).asnumpy()) for batch in data]
-        found.append(np.array([*losses, *as_numpy(optimizer.parameters[0])]))
-    return found
+        step = make_step(network, lambda weights: nn.Momentum(weights, 0.01, 0.9), micro_size=micro_size, split=SHARED)
+        losses = [float(step(*batch[:3]).asnumpy()) for batch in TENSORS]
+        results.append(np.array([*losses, *as_numpy(step.weights[0])]))
+    assert relative_error(*results) < TOLERANCE
 
 
-@pytest.mark.core("pynative")
-@pytest.mark.parametrize("mode", MODES)
-def test_a_loss_of_the_whole_batch(mode):
-    assert relative_error(*trained_with_a_loss_of_the_whole_batch(mode)) < TOLERANCE
-
-
-def test_an_audit_has_nothing_to_say(pynative):
-    network = WithTable()
-    optimizer = nn.Momentum(network.trainable_params(), 0.001, 0.9)
-    report = audit(GradAccumulationCell(network, 3, split=SHARED), optimizer, *TENSORS[0])
-    assert report.ok, str(report)
-    assert report.loss_behaves_as == "mean"
-
-
-@pytest.mark.thorough
-def test_sizes_are_tried_with_it(pynative):
+def test_audit_report_and_search_use_it(pynative):
     network = WithTable()
     optimizer = nn.Momentum(network.trainable_params(), 0.001, 0.9)
     cell = GradAccumulationCell(network, 3, split=SHARED)
-    data = [tuple(map(Tensor, batch)) for batch in data_of(2, 2)]  # few samples: few sizes are tried
-    assert find_micro_batch_size(cell, optimizer, data[0]) == 2
+    report = audit(cell, optimizer, *TENSORS[0])
+    assert report.ok, str(report)
+    assert report.loss_behaves_as == "mean"
     report = memory_report(cell, optimizer, *TENSORS[0], measure=False)
     assert [row.micro_batch_size for row in report.rows] == [8, 4, 2, 1]
-    cell = GradAccumulationCell(network, micro_batch_size="auto", split=SHARED)
-    step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
-    whole_losses, weight = whole(data)
-    np.testing.assert_allclose([float(step(*one).asnumpy()) for one in data], whole_losses, rtol=TOLERANCE)
-    assert relative_error(as_numpy(network.weight), weight) < TOLERANCE
+    few = tuple(map(Tensor, data_of(2)[0]))  # few samples: few sizes are tried
+    assert find_micro_batch_size(cell, optimizer, few) == 2
 
 
 # -- samples on another axis -------------------------------------------------------------------------------------------
 
 
 class TimeMajor(nn.Cell):
-    """nn.GRU's default: inputs of shape (T, N, C). The mask (T, C) is shared."""
+    """Inputs of shape (T, N, C), as for nn.GRU. The mask (T, C) is shared."""
 
     def __init__(self):
         super().__init__()
-        self.recurrent = nn.GRU(3, 4)
-        self.head = nn.Dense(4, 1)
         random = np.random.default_rng(1)
-        for one in self.trainable_params():
-            one.set_data(Tensor(random.normal(size=one.shape) * 0.5, ms.float32))
+        self.weight = ms.Parameter(Tensor(random.normal(size=(3, 4)) * 0.5, ms.float32), name="weight")
 
     def construct(self, x, mask, y):
-        steps, _ = self.recurrent(x * mask.expand_dims(1))
-        return ops.square(self.head(steps[-1]) - y).mean()
+        states = ops.tanh(((x * mask.expand_dims(1)) @ self.weight).sum(axis=0))
+        return ops.square(states.sum(-1, keepdims=True) - y).mean()
 
 
 def time_major(*sizes):
@@ -241,10 +190,7 @@ def length_weighted(x, mask, y):
 
 
 def time_major_step(**options):
-    network = TimeMajor()
-    split = EvenSplit(shared=(1,), axis=(1, 0, 0))
-    cell = GradAccumulationCell(network, split=split, **options)
-    return TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.1)).set_train()
+    return make_step(TimeMajor(), split=EvenSplit(shared=(1,), axis=(1, 0, 0)), **options)
 
 
 @eagerly()
@@ -254,26 +200,27 @@ def whole_time_major(data):
     return [float(step(*batch).asnumpy()) for batch in data], [as_numpy(one) for one in step.weights]
 
 
-@pytest.mark.core("samples")
 @pytest.mark.parametrize(
     ("options", "mode"),
     [
         ({"micro_size": 3}, "graph"),
         ({"micro_size": 3}, "pynative"),
         ({"micro_batch_size": 3, "count": length_weighted}, "pynative"),
-        ({"micro_size": 4, "overflow": "drop_micro_batch"}, "pynative"),
     ],
-    ids=["graph", "samples", "count", "counted samples"],
+    ids=["graph of open length", "samples", "count"],
+    indirect=["mode"],
 )
 def test_samples_on_axis_1(options, mode):
     """Eight samples in three are 3 + 3 + 2; six time steps and three features are no samples."""
-    ms.set_context(mode=MODES[mode])
-    data = time_major(8, 8) if mode == "graph" else time_major(8, 7)
+    data = time_major(8, 7)
     step = time_major_step(**options)
+    if mode == "graph":
+        step.set_inputs(*(Tensor(shape=shape, dtype=ms.float32) for shape in ([6, None, 3], [6, 3], [None, 1])))
     losses = [float(step(*batch).asnumpy()) for batch in data]
     whole_losses, weights = whole_time_major(data)
     np.testing.assert_allclose(losses, whole_losses, rtol=TOLERANCE)
     assert max(map(relative_error, map(as_numpy, step.weights), weights)) < TOLERANCE
+    assert len(step.compile_cache) == (mode == "graph")
 
 
 def test_windows_weigh_batches_by_samples_on_axis_1(pynative):
@@ -287,40 +234,14 @@ def test_windows_weigh_batches_by_samples_on_axis_1(pynative):
     assert max(map(relative_error, map(as_numpy, step.weights), weights)) < TOLERANCE
 
 
-def test_one_graph_for_all_lengths_of_axis_1():
-    ms.set_context(mode=ms.GRAPH_MODE)
-    data = time_major(8, 5)
-
-    class Summed(nn.Cell):
-        def __init__(self):
-            super().__init__()
-            self.weight = ms.Parameter(Tensor(np.ones(3), ms.float32), name="weight")
-
-        def construct(self, x, mask, y):
-            return ops.square((x * mask.expand_dims(1) * self.weight).sum(axis=(0, 2)) - y[:, 0]).mean()
-
-    found = []
-    for micro_size in (3, 1):
-        network = Summed()
-        cell = GradAccumulationCell(network, micro_size, split=EvenSplit(shared=(1,), axis=(1, 0, 0)))
-        step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.01)).set_train()
-        if micro_size == 3:
-            open_shapes = [Tensor(shape=shape, dtype=ms.float32) for shape in ([6, None, 3], [6, 3], [None, 1])]
-            step.set_inputs(*open_shapes)
-        else:
-            ms.set_context(mode=ms.PYNATIVE_MODE)
-        found.append([*(float(step(*batch).asnumpy()) for batch in data), *as_numpy(network.weight)])
-        assert micro_size == 1 or len(step.compile_cache) == 1
-    np.testing.assert_allclose(*found, rtol=TOLERANCE)
-
-
-def test_audit_and_search_use_that_axis(pynative):
-    step = time_major_step(micro_size=2)
-    cell = GradAccumulationCell(step.network, 2, split=EvenSplit(shared=(1,), axis=(1, 0, 0)))
-    report = audit(cell, step.optimizer, *time_major(4)[0])
+def test_audit_and_report_use_that_axis(pynative):
+    network = TimeMajor()
+    cell = GradAccumulationCell(network, 2, split=EvenSplit(shared=(1,), axis=(1, 0, 0)))
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    report = audit(cell, optimizer, *time_major(4)[0])
     assert report.ok, str(report)
     assert report.loss_behaves_as == "mean"
-    report = memory_report(cell, step.optimizer, *time_major(8)[0], measure=False)
+    report = memory_report(cell, optimizer, *time_major(8)[0], measure=False)
     assert [row.micro_batch_size for row in report.rows] == [8, 4, 2, 1]
 
 

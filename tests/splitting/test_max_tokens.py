@@ -19,12 +19,11 @@ from gaccum_ms import (
     GradAccumulationCell,
     MaxTokens,
     ProgressBar,
-    TrainOneStepWithGradAccumulationCell,
     audit,
     resume,
 )
-from tests.support.modes import MODES
-from tests.support.reference import as_numpy, relative_error
+from tests.support.modes import eagerly
+from tests.support.reference import as_numpy, make_step, relative_error
 
 VOCABULARY, LENGTH, WIDTH, IGNORED = 23, 24, 8, -100
 PLACES = np.arange(LENGTH)
@@ -73,19 +72,19 @@ def max_tokens(**options):
     return MaxTokens(**{"max_tokens": 48, "length": length_of, "widths": 3, **options})
 
 
-def make_step(split=None, network=None, scale=None, **options):
-    network = network or Causal()
-    optimizer = nn.Momentum(network.trainable_params(), 0.3, 0.9)
-    options = {"count": CountNotIgnored(IGNORED), **options}
-    cell = GradAccumulationCell(network, split=split or max_tokens(), **options)
-    return TrainOneStepWithGradAccumulationCell(cell, optimizer, scale).set_train()
+def momentum(weights):
+    return nn.Momentum(weights, 0.3, 0.9)
 
 
-def whole_step(network=None):
+def step_of(split=None, network=None, scale=None, **options):
+    options = {"count": CountNotIgnored(IGNORED), "split": split or max_tokens(), **options}
+    return make_step(network or Causal(), momentum, scale, **options)
+
+
+def whole_step():
     """MindSpore's step on the whole padded batch."""
-    network = network or Causal()
-    optimizer = nn.Momentum(network.trainable_params(), 0.3, 0.9)
-    return nn.TrainOneStepCell(network, optimizer).set_train()
+    network = Causal()
+    return nn.TrainOneStepCell(network, momentum(network.trainable_params())).set_train()
 
 
 def run(step, data):
@@ -105,29 +104,25 @@ def assert_alike(step, other, tolerance=1e-5):
         assert relative_error(as_numpy(one), as_numpy(whole)) < tolerance, one.name
 
 
-DATA = [batch(seed) for seed in range(6)]
+DATA = [batch(seed) for seed in range(4)]
 
 
-@pytest.mark.core(mode="graph")
-def test_equals_the_whole_padded_batch_in_at_most_as_many_graphs_as_widths(mode):
-    split = max_tokens()
-    step = make_step(split)
+def test_equals_the_whole_padded_batch_in_at_most_as_many_graphs_as_widths():
+    split = max_tokens(widths=2)
+    step = step_of(split)
     losses = run(step, DATA)
-    ms.set_context(mode=ms.PYNATIVE_MODE)  # compiles nothing for the reference
-    whole = whole_step()
-    np.testing.assert_allclose(losses, run(whole, DATA), rtol=1e-5)
+    with eagerly():  # compiles nothing for the reference
+        whole = whole_step()
+        np.testing.assert_allclose(losses, run(whole, DATA), rtol=1e-5)
     assert_alike(step, whole)
-    ms.set_context(mode=MODES[mode])
     assert split.widths[-1] == LENGTH
-    assert len(split.widths) <= 3
-    if mode == "graph":
-        assert 1 < len(step._runner._graph.compile_cache) <= 3
-        run(step, [batch(seed, samples) for seed, samples in enumerate((2, 3, 11, 40, 64), start=50)])
-        assert len(step._runner._graph.compile_cache) <= 3, "whatever comes"
-        assert len(step.end_window.compile_cache) == 1
+    assert len(split.widths) == 2
+    run(step, [batch(seed, samples) for seed, samples in enumerate((2, 3, 11, 40, 64), start=50)])
+    assert len(step._runner._graph.compile_cache) == 2, "whatever comes"
+    assert len(step.end_window.compile_cache) == 1
 
 
-class Shown(nn.Cell):
+class WithOutputs(nn.Cell):
     """The loss; a number for each token and for each sample; and one for all."""
 
     def __init__(self):
@@ -139,9 +134,8 @@ class Shown(nn.Cell):
         return loss, tokens + 1, ops.cast((tokens != 0).sum(1), ms.int32), loss * 2
 
 
-@pytest.mark.core(mode="graph")
-def test_outputs_come_back_in_the_batchs_order(mode):
-    step = make_step(network=Shown(), aux=True)
+def test_outputs_come_back_in_the_batchs_order(pynative):
+    step = step_of(network=WithOutputs(), aux=True)
     for tokens, labels in DATA[:2]:
         loss, of_tokens, of_samples, of_all = step(Tensor(tokens), Tensor(labels))
         longest = np.arange(LENGTH) < (tokens != 0).sum(1)[:, None]
@@ -166,22 +160,20 @@ class Tokens(nn.Cell):
         return loss, found, found.expand_dims(1) * found.expand_dims(2), features, found.T, self.weight
 
 
-@pytest.mark.core("pynative-8-24", "pynative-8-5")
-@pytest.mark.parametrize(("first", "second"), [(8, 24), (8, 5), (24, 7), (8, 8)])
-def test_outputs_per_token_come_back_at_the_batchs_own_width(first, second, mode):
+@pytest.mark.parametrize(("first", "second"), [(8, 24), (8, 5)])
+def test_outputs_per_token_come_back_at_the_batchs_own_width(first, second, pynative):
     """Each batch is padded to its own longest sequence, which may be less or more than the widths."""
-    split = max_tokens(widths=[3, 8, LENGTH] if first == LENGTH or second == LENGTH else [3, 8])
-    network = Tokens()
-    cell = GradAccumulationCell(network, split=split, count=CountNotIgnored(IGNORED), aux=True)
-    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.0)).set_train()
+    split = max_tokens(widths=[3, 8, LENGTH] if second == LENGTH else [3, 8])
+    count = CountNotIgnored(IGNORED)
+    step = make_step(Tokens(), lambda weights: nn.SGD(weights, 0.0), split=split, count=count, aux=True)
     for number, width in enumerate((first, second)):
         tokens, labels = batch(number, 7, width)
-        outputs = [one.asnumpy() for one in step(Tensor(tokens), Tensor(labels))[1:]]
-        found = tokens.astype(np.float32)
-        np.testing.assert_array_equal(outputs[0], found)
-        np.testing.assert_array_equal(outputs[1], found[:, None] * found[:, :, None])
-        np.testing.assert_array_equal(outputs[2], np.repeat(found.sum(1, keepdims=True), 8, axis=1))
-        np.testing.assert_array_equal(outputs[3], found.T)
+        outputs = [output.asnumpy() for output in step(Tensor(tokens), Tensor(labels))[1:]]
+        numbers = tokens.astype(np.float32)
+        np.testing.assert_array_equal(outputs[0], numbers)
+        np.testing.assert_array_equal(outputs[1], numbers[:, None] * numbers[:, :, None])
+        np.testing.assert_array_equal(outputs[2], np.repeat(numbers.sum(1, keepdims=True), 8, axis=1))
+        np.testing.assert_array_equal(outputs[3], numbers.T)
         np.testing.assert_array_equal(outputs[4], np.ones(8))
     assert int(step.update_count.asnumpy()) == 2
 
@@ -196,8 +188,7 @@ class Together(Tokens):
 
 def test_an_output_that_cannot_be_joined_is_refused_before_an_update(pynative):
     network = Together()
-    cell = GradAccumulationCell(network, split=max_tokens(), count=CountNotIgnored(IGNORED), aux=True)
-    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.1)).set_train()
+    step = step_of(network=network, aux=True)
     with pytest.raises(ValueError, match=r"but output 1 got shape \(24,\) for 2 sample\(s\) and shape .* for 3, of 24"):
         step(*map(Tensor, DATA[0]))
     assert int(step.update_count.asnumpy()) == 0
@@ -218,7 +209,7 @@ class Ratio(nn.Cell):
 
 @pytest.mark.thorough
 def test_a_network_may_count_by_itself(pynative):
-    step, whole = make_step(network=Ratio(), reduction="ratio", count=None), whole_step()
+    step, whole = step_of(network=Ratio(), reduction="ratio", count=None), whole_step()
     np.testing.assert_allclose(run(step, DATA), run(whole, DATA), rtol=1e-5)
     assert_alike(step, whole)
 
@@ -228,7 +219,7 @@ def test_trains_by_model_train_with_a_sampler_and_a_bar_that_counts_tokens(pynat
     sampler = BalancedSampler(length_of(tokens, labels), 10, num_shards=1, shard_id=0)
     order = list(BalancedSampler(length_of(tokens, labels), 10, num_shards=1, shard_id=0))
     data = GeneratorDataset(list(zip(tokens, labels, strict=True)), ["tokens", "labels"], sampler=sampler).batch(10)
-    step, whole, file = make_step(), whole_step(), io.StringIO()
+    step, whole, file = step_of(), whole_step(), io.StringIO()
     ms.Model(step).train(1, data, callbacks=[ProgressBar(file, show=True, refresh_seconds=0)])
     run(whole, [(tokens[rows], labels[rows]) for rows in np.reshape(order, (3, 10))])
     assert_alike(step, whole)
@@ -243,7 +234,7 @@ def test_a_plan_that_loses_or_doubles_a_sample_is_found(pynative):
         def __call__(self, *inputs):
             return super().__call__(*inputs)[:-1]
 
-    step, whole = make_step(Broken(48, length_of, 3)), whole_step()
+    step, whole = step_of(Broken(48, length_of, 3)), whole_step()
     run(step, DATA), run(whole, DATA)
     with pytest.raises(AssertionError):
         assert_alike(step, whole)
@@ -260,21 +251,21 @@ def test_a_plan_that_loses_or_doubles_a_sample_is_found(pynative):
 )
 def test_as_the_even_split_with_options(options, scale, pynative):
     """Other tests show that the even split with each option equals the whole batch."""
-    ours = make_step(scale=scale and scale(), **options)
-    even = make_step(EvenSplit(), scale=scale and scale(), micro_size=2, **options)
+    ours = step_of(scale=scale and scale(), **options)
+    even = step_of(EvenSplit(), scale=scale and scale(), micro_size=2, **options)
     np.testing.assert_allclose(run(ours, DATA), run(even, DATA), rtol=1e-5)
     assert_alike(ours, even)
 
 
 def test_in_windows_tails_and_after_a_resume_in_mid_window(tmp_path, pynative):
-    even = make_step(EvenSplit(), micro_size=2, accumulation_steps=4)
-    step = make_step(accumulation_steps=4)
+    even = step_of(EvenSplit(), micro_size=2, accumulation_steps=3)
+    step = step_of(accumulation_steps=3)
     run(even, DATA), even.flush()
-    run(step, DATA[:3])
+    run(step, DATA[:2])
     ms.save_checkpoint(step, str(tmp_path / "window.ckpt"))
-    other = make_step(max_tokens(max_tokens=100, widths=2), accumulation_steps=4)
+    other = step_of(max_tokens(max_tokens=100, widths=2), accumulation_steps=3)
     resume(other, tmp_path / "window.ckpt")
-    run(other, DATA[3:])
+    run(other, DATA[2:])
     assert other.flush()
     assert_alike(other, even)
 
@@ -284,14 +275,14 @@ def test_masks_weights_and_what_has_no_tokens_are_cut_as_the_tokens_are():
     tokens, labels = batch(3, 6)
     mask = random.integers(0, 2, (6, LENGTH, LENGTH)).astype(bool)
     weight, features = random.normal(size=6).astype(np.float32), random.normal(size=(6, LENGTH, 4)).astype(np.float16)
-    given = (tokens, labels, mask, weight, features)
+    inputs = (tokens, labels, mask, weight, features)
     split = MaxTokens(60, lambda tokens, *_: (tokens != 0).sum(1), [6, LENGTH], axes={2: (1, 2)})
-    parts = split(*map(Tensor, given))
+    parts = split(*map(Tensor, inputs))
     for (width, rows), part in zip(split.plan.parts, parts, strict=True):
         arrays = [one.asnumpy() for one in part]
         shapes = [(rows.size, width), (rows.size, width), (rows.size, width, width), (rows.size,)]
         assert [one.shape for one in arrays] == [*shapes, (rows.size, width, 4)]
-        assert [one.dtype for one in arrays] == [one.dtype for one in given]
+        assert [one.dtype for one in arrays] == [one.dtype for one in inputs]
         for place, sample in enumerate(rows):
             cut = (tokens[:, :width], labels[:, :width], mask[:, :width, :width], weight, features[:, :width])
             fillers = (0, IGNORED, None, 0, None)
@@ -303,7 +294,7 @@ def test_masks_weights_and_what_has_no_tokens_are_cut_as_the_tokens_are():
     assert (np.concatenate([rows for _, rows in split.plan.parts]) < 0).any(), "some rows are filled up"
 
 
-def test_lengths_may_be_an_input_and_widths_given_or_chosen_from_the_data_set():
+def test_lengths_may_be_an_input_and_widths_chosen_by_the_user_or_from_the_data_set():
     tokens, _ = batch(1)
     lengths = (tokens != 0).sum(1)
     by_input = MaxTokens(48, 1, (4, 9, LENGTH))
@@ -354,8 +345,8 @@ def test_empty_samples_have_a_row():
     assert sorted(rows[rows >= 0]) == list(range(20))
 
 
-def test_what_is_too_long_changes_nothing():
-    step = make_step(max_tokens(max_tokens=20, widths=[4, 20]))
+def test_what_is_too_long_changes_nothing(pynative):
+    step = step_of(max_tokens(max_tokens=20, widths=[4, 20]))
     before = [as_numpy(one) for one in step.get_parameters()]
     with pytest.raises(ValueError, match=r"got max_tokens=20 and a sample of 24 tokens\. Cut such samples"):
         run(step, DATA[:1])
@@ -365,13 +356,13 @@ def test_what_is_too_long_changes_nothing():
         np.testing.assert_array_equal(as_numpy(one), value)
 
 
-@pytest.mark.parametrize("labels", [40, 19, 1])
-def test_inputs_of_unequal_lengths_change_nothing(labels, pynative):
-    step = make_step()
-    tokens, more = batch(0, 20)[0], batch(1, labels if labels > 1 else 2)[1][:labels]
+def test_inputs_of_unequal_lengths_change_nothing(pynative):
+    step = step_of()
     before = [as_numpy(one) for one in step.get_parameters()]
-    with pytest.raises(ValueError, match=rf"number of samples, but got shapes \[\(20, 24\), \({labels}, 24\)\]"):
-        step(Tensor(tokens), Tensor(more))
+    for labels in (40, 19, 1):
+        tokens, more = batch(0, 20)[0], batch(1, max(labels, 2))[1][:labels]
+        with pytest.raises(ValueError, match=rf"number of samples, but got shapes \[\(20, 24\), \({labels}, 24\)\]"):
+            step(Tensor(tokens), Tensor(more))
     for one, value in zip(step.get_parameters(), before, strict=True):
         np.testing.assert_array_equal(as_numpy(one), value)
     assert step._runner._split.plan is None
@@ -379,11 +370,11 @@ def test_inputs_of_unequal_lengths_change_nothing(labels, pynative):
 
 
 def test_rows_that_are_filled_up_must_count_nothing(pynative):
-    step = make_step(max_tokens(padding=(0, 7), widths=(8, LENGTH)))
+    step = step_of(max_tokens(padding=(0, 7), widths=(8, LENGTH)))
     with pytest.raises(ValueError, match=r"'count' must be 0 for rows that hold padding alone.*but got \d+ for a row"):
         run(step, DATA[:1])
     with pytest.raises(ValueError, match=r"'MaxTokens' fills micro-batches up .* but got count=None"):
-        make_step(count=None)
+        step_of(count=None)
 
 
 @pytest.mark.parametrize(
