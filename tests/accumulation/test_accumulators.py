@@ -183,13 +183,6 @@ class GatherInTuple(OwnLookup):
         return self.gather[0](self.table, tokens, 0)
 
 
-module_gather = ops.SparseGatherV2()
-
-
-def gather_rows(table, tokens):
-    return module_gather(table, tokens, 0)
-
-
 class MadeInMethod(nn.Cell):
     """Makes the primitive in a method that `construct` calls."""
 
@@ -202,11 +195,6 @@ class MadeInMethod(nn.Cell):
 
     def look_up(self, tokens):
         return ops.SparseGatherV2()(self.table, tokens, 0)
-
-
-class InFunction(MadeInMethod):
-    def look_up(self, tokens):
-        return gather_rows(self.table, tokens)
 
 
 @ms.jit_class
@@ -227,15 +215,12 @@ class ToolsLookup(nn.Cell):
 
 SPARSE = {
     "lookup": lambda: nn.EmbeddingLookup(9, 4, target="DEVICE", sparse=True),
-    "lookup on CPU": lambda: nn.EmbeddingLookup(9, 4),
     "fields": lambda: nn.MultiFieldEmbeddingLookup(9, 4, 2),
     "attribute": OwnLookup,
     "lookup in a tuple": lambda: LookupInside(tuple),
     "lookup in a dict": lambda: LookupInside(lambda layers: dict(enumerate(layers))),
-    "lookup in a CellList": lambda: LookupInside(nn.CellList),
     "primitive in a tuple": GatherInTuple,
     "made in a method": MadeInMethod,
-    "global, in a function": InFunction,
     "in a jit_class": ToolsLookup,
 }
 

@@ -12,9 +12,8 @@ from mindspore import Tensor, nn, ops
 from gaccum_ms import Accumulators, CountMask, GradAccumulationCell, resume
 from gaccum_ms.accumulation.noise import NoiseRecord
 from gaccum_ms.accumulation.weighing import BySamples
-from tests.accumulation.test_kinds_of_networks import DATA
 from tests.support import reference
-from tests.support.reference import Regression, accumulated, assert_equivalent, step_with, train
+from tests.support.reference import step_with
 from tests.support.two_ranks import case
 
 
@@ -210,17 +209,6 @@ def test_a_window_that_is_resumed_keeps_its_records(pynative, tmp_path):
     resume(later, paths)
     later(Tensor(y[14:]))
     np.testing.assert_allclose(noise_of(later), noise_by_hand([[y[:4]], [y[8:11]]], [y]), rtol=1e-5)
-
-
-def test_recording_changes_no_update(pynative):
-    """In graph mode, "noise" of backend/test_written_values.py trains like the whole batch."""
-
-    def run(**more):
-        network = Regression()
-        optimizer = nn.Momentum(network.trainable_params(), 0.05, 0.9)
-        return train(accumulated(micro_batch_size=5, **more), network, optimizer, DATA)
-
-    assert_equivalent(run(record_noise=True), run(), 1e-6)
 
 
 @pytest.mark.core("mean")

@@ -210,7 +210,6 @@ class OwnNorm(nn.Cell):
 @pytest.mark.parametrize(
     ("layer", "trains"),
     [
-        (lambda: nn.BatchNorm1d(3).set_train(), True),
         (lambda: nn.BatchNorm3d(3).set_train(), True),
         (lambda: mint.nn.BatchNorm2d(3).set_train(), True),
         (lambda: WindowBatchNorm(3).set_train(), True),
@@ -219,7 +218,6 @@ class OwnNorm(nn.Cell):
         (lambda: nn.BatchNorm2d(3, use_batch_statistics=False).set_train(), False),
         (lambda: nn.BatchNorm2d(3, use_batch_statistics=True).set_train(False), True),
         (lambda: nn.BatchNorm2d(3).set_train(False), False),
-        (lambda: mint.nn.BatchNorm2d(3).set_train(False), False),
         (lambda: nn.GroupNorm(1, 3).set_train(), False),
     ],
 )

@@ -1,9 +1,7 @@
 """Trains a WithBatchLossCell in a separate process.
 
-batch_loss_program.py graph MICRO_SIZE SAMPLES ...    makes one update for each size; the environment saves graphs
-batch_loss_program.py memory MICRO_SIZE SAMPLES       prints by how many MB two updates raised the peak
-batch_loss_program.py residual SAMPLES                adds in place, and prints how far the update is from the whole
-                                                      batch's
+batch_loss_program.py memory MICRO_SIZE SAMPLES   prints by how many MB two updates raised the peak
+batch_loss_program.py residual SAMPLES            adds in place, and prints how far an update is from the whole batch's
 """
 
 from __future__ import annotations
@@ -49,16 +47,6 @@ class WideTowers(nn.Cell):
         return self.one(x), unit_length(self.other(y))
 
 
-class SmallTowers(nn.Cell):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = nn.Dense(64, 8)
-        self.other = nn.Dense(64, 8)
-
-    def construct(self, x, y):
-        return unit_length(ops.erf(self.one(x))), unit_length(self.other(y))
-
-
 class Residual(nn.Cell):
     """Adds in place, as many networks do."""
 
@@ -98,8 +86,15 @@ def peak() -> float:
     return int(line.split()[1]) / 1024
 
 
-def step_of(backbone: nn.Cell, micro_size: int) -> nn.Cell:
-    return make_step(WithBatchLossCell(backbone, InfoNCE()), micro_size=micro_size)
+def growth(micro_size: int, samples: int) -> float:
+    """By how many MB two updates raise the peak."""
+    step = make_step(WithBatchLossCell(WideTowers(), InfoNCE()), micro_size=micro_size)
+    random = np.random.default_rng(1)
+    batch = [Tensor(random.normal(size=(samples, 64)).astype(np.float32)) for _ in range(2)]
+    before = peak()
+    for _ in range(2):
+        step(*batch).asnumpy()
+    return peak() - before
 
 
 def main(what: str, *arguments: str) -> None:
@@ -107,17 +102,7 @@ def main(what: str, *arguments: str) -> None:
     ms.set_seed(1)
     if what == "residual":
         AddedInPlace()(Tensor(np.ones((2, 2), np.float32)))
-        print(update_residual(int(arguments[0])))
-        return
-    micro_size, *sizes = map(int, arguments)
-    for samples in sizes:
-        step = step_of(WideTowers() if what == "memory" else SmallTowers(), micro_size)
-        random = np.random.default_rng(1)
-        batch = [Tensor(random.normal(size=(samples, 64)).astype(np.float32)) for _ in range(2)]
-        before = peak()
-        for _ in range(2 if what == "memory" else 1):
-            step(*batch).asnumpy()
-        print(peak() - before)
+    print({"memory": growth, "residual": update_residual}[what](*map(int, arguments)))
 
 
 if __name__ == "__main__":

@@ -208,12 +208,11 @@ def gradients_of(batch, weight=START):
     return (Tensor((oracle(*batch, 1.0, weight)[1] * max(1.0, batch[1].sum())).astype(np.float32)),)
 
 
-@pytest.mark.parametrize("jit", [True, False])
-def test_grad_accumulator_of_sums(jit, pynative):
+def test_grad_accumulator_of_sums(pynative):
     """Batches of a loop of one's own, of which the first counts nothing; then a window of nothing alone."""
     network = Detector()
     optimizer = nn.Momentum(network.trainable_params(), RATE, 0.9)
-    accumulator = GradAccumulator(optimizer, 2, reduction="sum", min_count=1, jit=jit)
+    accumulator = GradAccumulator(optimizer, 2, reduction="sum", min_count=1)
     parts = [data(positives, seed) for seed, positives in enumerate([NONE, POSITIVES])]
     assert [accumulator(gradients_of(part), part[1].sum()) for part in parts] == [False, True]
     whole = tuple(np.concatenate(column) for column in zip(*parts, strict=True))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from gaccum_ms import CountMask, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, audit, resume
+from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, audit
 from gaccum_ms.accumulation.weighing import ByCountsWithOutputs
 from tests.losses.test_counts import RATE, START, UNEVEN, data, gradient, oracle
 from tests.support.reference import as_numpy, make_step, step_with
@@ -178,25 +178,6 @@ def test_what_is_no_ratio_is_refused(kind, error, got, pynative):
     ):
         run(step, *data([1, 1]))
     np.testing.assert_array_equal(as_numpy(step.weights[0]), START.astype(np.float32))
-
-
-def test_a_window_may_be_finished_by_a_count(tmp_path, pynative):
-    """Both are weighted by counts: the sums of a window that a ratio began have the same meaning."""
-    (x, mask), (more, weights) = data(UNEVEN), data([1, 0, 2], 1)
-    began = step_of(micro_size=2, accumulation_steps=2)
-    run(began, x, mask)
-    ms.save_checkpoint(began, str(tmp_path / "window.ckpt"))
-
-    class Mean(Ratio):
-        def construct(self, x, mask):
-            total, count = super().construct(x, mask)
-            return total / ops.stop_gradient(count)
-
-    step = step_of(Mean(), micro_size=3, count=CountMask(), accumulation_steps=2, reduction="mean")
-    resume(step, tmp_path / "window.ckpt")
-    run(step, more, weights)
-    expected = oracle(np.concatenate((x, more)), np.concatenate((mask, weights)))[1]
-    np.testing.assert_allclose(gradient(step), expected, rtol=1e-4, atol=1e-5)
 
 
 class AlreadyMean(Ratio):

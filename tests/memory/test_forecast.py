@@ -45,12 +45,6 @@ def test_it_takes_a_measurement_of_half_the_samples():
     assert not forecast(720, {**EVEN, 16: None}, {16: 665}).may_fit(16)
 
 
-def test_it_takes_a_line_from_the_smallest_size_too():
-    """Eight samples are predicted to need 660 MB from the two largest sizes, but 673 MB from the smallest and 4."""
-    assert not forecast(680, {1: 627, 2: 640, 4: 647, 8: None}, {8: 655}).may_fit(8)
-    assert forecast(680, {1: 634, 2: 640, 4: 647, 8: None}, {8: 655}).may_fit(8)
-
-
 def test_a_ragged_size_is_not_taken_untested_by_what_even_ones_need():
     """32 samples in sevens leave four, for which the graph has a second part: even sizes do not tell its memory."""
     assert not forecast(690, {**EVEN, 7: None}, {7: 640}).may_fit(7)
@@ -58,16 +52,10 @@ def test_a_ragged_size_is_not_taken_untested_by_what_even_ones_need():
     assert forecast(720, {**EVEN, 5: 665, 7: None}, {7: 640}).may_fit(7)
 
 
-def test_a_ragged_size_that_was_too_much_says_nothing_of_even_ones():
-    assert forecast(690, {**EVEN, 7: None}, {}).may_fit(8)
-    assert not forecast(690, {**EVEN, 8: None}, {}).may_fit(16)
-
-
 @pytest.mark.parametrize(
     ("of_four", "needed", "found"),
     [
         (660, 690, 11),  # 11 samples are predicted to need 712 MB, but fit
-        (660, 698, 8),
         (660, None, 8),  # the trial was ended
         (400, 690, 8),  # 11 samples are predicted to need 907 MB: not tried
     ],
@@ -91,14 +79,6 @@ def test_an_even_size_is_tried_if_it_is_predicted_to_need_a_little_too_much(need
     assert not made.may_fit(512)
     assert _beyond(made, 256) == found
     assert tried == [512]
-
-
-def test_no_even_size_is_tried_beyond_one_that_reached_the_limit(monkeypatch):
-    made = forecast(700, {4: 690, 8: None}, {8: 699})
-    tried = []
-    monkeypatch.setattr(made, "_tried", lambda size, _: tried.append(size))
-    assert _beyond(made, 4) == 4
-    assert all(map(made.is_ragged, tried))
 
 
 def test_a_ragged_size_is_tried_beyond_an_even_one_that_reached_the_limit(monkeypatch):

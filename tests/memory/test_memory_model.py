@@ -16,7 +16,7 @@ def probed(samples: int, per_sample: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("samples", "expected"),
-    [(1, [1]), (2, [1, 2]), (3, [1, 2]), (4, [1, 2, 4]), (15, [1, 2, 4]), (16, [1, 2, 4, 16]), (999, [1, 2, 4, 16])],
+    [(1, [1]), (3, [1, 2]), (15, [1, 2, 4]), (999, [1, 2, 4, 16])],
 )
 def test_probes_are_few_and_never_larger_than_the_batch(samples, expected):
     assert probed(samples, 10_000_000) == expected

@@ -14,7 +14,7 @@ from gaccum_ms import (
     find_micro_batch_size,
 )
 from gaccum_ms.memory.heap import keep_heap_small
-from gaccum_ms.memory.meter import AllocatorMeter, ProcessMeter
+from gaccum_ms.memory.meter import AllocatorMeter
 from gaccum_ms.memory.proc import forget_peak, own
 from gaccum_ms.memory.trial import even_sizes
 from tests.support.alone import alone
@@ -221,16 +221,6 @@ def test_is_found_once(tried, pynative):
     number = len(tried)
     assert search(Limited(make_network("dense"), 1), samples=2) == 1  # another network
     assert len(tried) > number
-
-
-@pytest.mark.thorough
-def test_failures_are_not_remembered(monkeypatch, pynative):
-    network = make_with_loss()
-    with pytest.raises(RuntimeError, match="one sample must fit"):
-        monkeypatch.setattr(ProcessMeter, "limit", lambda self: 1_000_000)
-        search(network, samples=2, memory_limit=None)
-    monkeypatch.undo()
-    assert search(network, samples=2, memory_limit=None) == 2
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------

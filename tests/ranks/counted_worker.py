@@ -15,19 +15,14 @@ from typing import Any, NamedTuple
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
-from mindspore.communication import get_group_size, get_rank
+from mindspore.communication import get_rank
 
 from gaccum_ms import (
     Accumulators,
     CountMask,
-    CountNotIgnored,
-    GradAccumulationCell,
     TrainOneStepWithGradAccumulationCell,
-    audit,
 )
-from gaccum_ms.accumulation.sharded_accumulators import ShardedSums
 from tests.ranks.distributed_worker import NotedAllReduce
-from tests.support import language_model
 from tests.support.reference import as_numpy, make_step, vector
 from tests.support.two_ranks import Results
 
@@ -36,7 +31,6 @@ MICRO_SIZE, LENGTH, FEATURES = 3, 4, 3
 START = (0.5, -1.0, 0.25)
 RATE, DECAY, MOMENTUM = 0.1, 0.9, 0.9  # the learning rate of update t is RATE * DECAY^t
 SCALE = 2.0**40
-IGNORED = -7
 
 Batch = tuple[np.ndarray, ...]
 
@@ -90,18 +84,6 @@ class Tokens(nn.Cell):
         return total / x.shape[0] if self.mean else total
 
 
-class Labels(nn.Cell):
-    """Cross entropy with one class per feature and logits x w. Labels are the first input; IGNORED is no label."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = ms.Parameter(Tensor(START, ms.float32), name="weight")
-        self.loss = nn.CrossEntropyLoss(ignore_index=IGNORED)
-
-    def construct(self, labels, x):
-        return self.loss((x * self.weight).reshape((-1, FEATURES)), labels.reshape((-1,)))
-
-
 class Window(NamedTuple):
     """The batches of both ranks, and the expected result: "update", "skip", "overflow" or "error"."""
 
@@ -114,7 +96,7 @@ class Window(NamedTuple):
 class Scenario:
     windows: tuple[Window, ...]
     options: dict[str, Any] = field(default_factory=dict)
-    losses: tuple[str, ...] = ("tokens",)  # empty: the network is Labels
+    losses: tuple[str, ...] = ("tokens",)
     gradients_mean: bool = False
     mode: str = "graph"
     scaled: bool = False
@@ -203,21 +185,6 @@ def dropped_windows(places: list[tuple[int, int]]) -> tuple[Window, ...]:
     return (*overflow_windows(places, "update"), everything, rank, both, Window("last", plain(63)))
 
 
-def label_windows() -> tuple[Window, ...]:
-    windows = []
-    for number, empty in enumerate(([(0, 0), (1, 1)], ALL[3:], ALL, [])):
-        random = np.random.default_rng(80 + number)
-        ranks = []
-        for (x, _, mask), keep in zip(plain(80 + number), (0.2, 0.9), strict=True):
-            labels = np.where(random.random(mask.shape) < keep, random.integers(FEATURES, size=mask.shape), IGNORED)
-            labels[:, 0] = 1
-            ranks.append((labels.astype(np.int32), x))
-        for rank, micro in empty:
-            cut(ranks[rank])[micro][0][:] = IGNORED
-        windows.append(Window(f"{len(empty)} without labels", tuple(ranks), "skip" if empty == ALL else "update"))
-    return tuple(windows)
-
-
 def two_loss_windows() -> tuple[Window, ...]:
     """If no token counts, the loss over samples still updates. The most telling windows come first."""
     windows = [w._replace(expect="update") if w.expect == "skip" else w for w in counted_windows()]
@@ -248,7 +215,6 @@ SCENARIOS: dict[str, Scenario] = {
     "count, compensated bfloat16": Scenario(
         SOUND, {**MASK, "accumulators": Accumulators(ms.bfloat16, compensated=True)}, mode="pynative"
     ),
-    "count of labels": Scenario(label_windows(), {"count": CountNotIgnored(IGNORED, 0)}, (), mode="pynative"),
     "sum": Scenario(SOUND, {"reduction": "sum"}, mode="pynative"),
     "sum with count": Scenario(
         detector_windows(), {**MASK, **DETECTOR, "reduction": "sum"}, ("all tokens",), mode="pynative"
@@ -275,7 +241,7 @@ SCENARIOS: dict[str, Scenario] = {
 
 
 def step_of(scenario: Scenario) -> TrainOneStepWithGradAccumulationCell:
-    network = Tokens(scenario.losses, scenario.reduction, scenario.has_outputs) if scenario.losses else Labels()
+    network = Tokens(scenario.losses, scenario.reduction, scenario.has_outputs)
     rate = nn.ExponentialDecayLR(RATE, DECAY, 1)
     scale = nn.DynamicLossScaleUpdateCell(SCALE, 2, 1000) if scenario.scaled else None
     momentum = lambda weights: nn.Momentum(weights, rate, MOMENTUM)  # noqa: E731
@@ -338,14 +304,6 @@ def reductions(scenario: Scenario, rank: int) -> np.ndarray:
     return np.array(reducers[0].sizes)
 
 
-def audited(count: nn.Cell | None, rank: int, **options: bool) -> bool:
-    """Whether audit passes the masked mean with this `count` , on this rank's share of the first window."""
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    network = Tokens(("tokens",), "mean")
-    cell = GradAccumulationCell(network, MICRO_SIZE, count=count, **options)
-    return audit(cell, nn.SGD(network.trainable_params(), RATE), *map(Tensor, SOUND[0].ranks[rank])).ok
-
-
 # -- all cases ---------------------------------------------------------------------------------------------------------
 
 
@@ -367,34 +325,7 @@ def all_reductions(out: Path) -> Results:
     return {f"reductions/{name}": reductions(scenario, get_rank()) for name, scenario in scenarios.items()}
 
 
-def trained_language_model(out: Path) -> Results:
-    ms.set_auto_parallel_context(gradients_mean=False)
-    rank, size = get_rank(), get_group_size()
-    share = slice(rank * language_model.SEQUENCES // size, (rank + 1) * language_model.SEQUENCES // size)
-    losses, weights = language_model.train(language_model.accumulated(2), share=share)
-    return {"language_model/losses": losses, "language_model/weights": weights}
-
-
-def audits(out: Path) -> Results:
-    rank = get_rank()
-    sharded = []
-    original = ShardedSums.add
-
-    def add(self, gradients):
-        sharded.append(self)
-        return original(self, gradients)
-
-    ShardedSums.add = add  # the step is run eagerly, so that Python calls it
-    try:
-        passed = [audited(None, rank), audited(CountMask(), rank, accumulators=Accumulators(sharded=True))]
-    finally:
-        ShardedSums.add = original
-    return {"audit": np.array(passed), "audit, sharded": np.array(len(sharded))}
-
-
 CASES: dict[str, Callable[[Path], Results]] = {
     **{name: played(name) for name in SCENARIOS},
     "reductions": all_reductions,
-    "audit": audits,
-    "language_model": trained_language_model,
 }
