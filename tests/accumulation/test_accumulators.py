@@ -174,15 +174,6 @@ class LookupInside(nn.Cell):
         self.layers = container([nn.EmbeddingLookup(9, 4, sparse=True)])
 
 
-class GatherInTuple(OwnLookup):
-    def __init__(self):
-        super().__init__()
-        self.gather = (ops.SparseGatherV2(),)
-
-    def construct(self, tokens):
-        return self.gather[0](self.table, tokens, 0)
-
-
 class MadeInMethod(nn.Cell):
     """Makes the primitive in a method that `construct` calls."""
 
@@ -197,31 +188,13 @@ class MadeInMethod(nn.Cell):
         return ops.SparseGatherV2()(self.table, tokens, 0)
 
 
-@ms.jit_class
-class Tools:
-    def __init__(self):
-        self.look_up = ops.EmbeddingLookup().set_device("CPU")
-
-
-class ToolsLookup(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.table = ms.Parameter(ops.ones((9, 4)), name="table")
-        self.tools = Tools()
-
-    def construct(self, tokens):
-        return self.tools.look_up(self.table, tokens, 0)
-
-
 SPARSE = {
     "lookup": lambda: nn.EmbeddingLookup(9, 4, target="DEVICE", sparse=True),
     "fields": lambda: nn.MultiFieldEmbeddingLookup(9, 4, 2),
     "attribute": OwnLookup,
     "lookup in a tuple": lambda: LookupInside(tuple),
     "lookup in a dict": lambda: LookupInside(lambda layers: dict(enumerate(layers))),
-    "primitive in a tuple": GatherInTuple,
     "made in a method": MadeInMethod,
-    "in a jit_class": ToolsLookup,
 }
 
 

@@ -103,8 +103,6 @@ class Shares(nn.Cell):
         loss = ops.square(found).mean()
         if self.kind == "means":
             return loss, x, (found * Tensor([1.0, 2.0])).mean(axis=0)
-        if self.kind == "pairs":
-            return loss, x, found @ found.T
         if self.kind == "later":
             return loss, (found > 9).astype(ms.int32).sum(axis=0)
         return loss, ops.concat((found, -found))
@@ -114,12 +112,11 @@ class Shares(nn.Cell):
     ("kind", "mode", "got"),
     [
         ("means", "graph", r"but output 2 got shape \(2,\) for 2 sample\(s\) and shape \(2,\) for 4. Return a mean"),
-        ("pairs", "pynative", r"but output 2 got shape \(2, 2\) for 2 sample\(s\) and shape \(4, 4\) for 4"),
         ("twice", "pynative", r"but output 1 got shape \(4, 2\) for 2 sample\(s\) and shape \(8, 2\) for 4"),
         ("later", "pynative", "must be the same for all micro-batches, but got another value for a later one"),
     ],
     indirect=["mode"],
-    ids=["means", "pairs", "twice", "later"],
+    ids=["means", "twice", "later"],
 )
 def test_what_no_axis_of_samples_has_is_refused_before_an_update(kind, got, mode):
     """The first micro-batches count nothing; the last one does, which only the run can show."""
@@ -200,27 +197,3 @@ def test_representations_have_samples_on_any_axis_or_are_shared(pynative):
         losses = [float(step(*data(7)).asnumpy()) for _ in range(2)]
         results.append(np.concatenate([losses, vector(step.weights)]))
     assert relative_error(*results) < 1e-5
-
-
-class NotPerSample(nn.Cell):
-    """As many numbers as a micro-batch has samples, but none for each."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense = nn.Dense(3, 4, weight_init="ones", bias_init="zeros")
-
-    def construct(self, x):
-        return ops.softmax(self.dense(x)).sum(axis=0)
-
-
-class Squares(nn.Cell):
-    def construct(self, values):
-        return ops.square(values).sum()
-
-
-def test_a_representation_that_is_as_long_as_a_micro_batch_by_chance(pynative):
-    network = WithBatchLossCell(NotPerSample(), Squares())
-    step = step_of(network, micro_size=2, split=None, aux=False)
-    with pytest.raises(ValueError, match=r"output 0 got shape \(4,\) for 4 sample\(s\) and shape \(4,\) for 8"):
-        step(Tensor(np.random.default_rng(0).normal(size=(8, 3)), ms.float32))
-    np.testing.assert_array_equal(as_numpy(network.backbone.dense.weight), np.ones((4, 3), np.float32))

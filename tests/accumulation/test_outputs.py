@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from gaccum_ms import AutoSize, CountMask, GradAccumulationCell
+from gaccum_ms import CountMask, GradAccumulationCell
 from gaccum_ms.accumulation import micro_batches
 from tests.support.reference import as_numpy, make_step
 from tests.support.reuse import Reused
@@ -198,16 +198,6 @@ def test_in_a_graph_for_all_lengths():
         check_rows(rows, x, weight)
         np.testing.assert_allclose(scalar.asnumpy(), 2 * loss.asnumpy(), rtol=1e-6)
     assert len(step.compile_cache) == 1
-
-
-@pytest.mark.thorough
-def test_with_sizes_that_are_found():
-    step = step_of(WithOutputs(), True, aux=True, micro_batch_size=AutoSize(2**40), accumulation_steps=2)
-    x, mask = batch(MASK[:2])  # few samples: few sizes are tried
-    loss, overflow, _, *rows, scalar = step(x, mask)
-    check_rows(rows, x)
-    assert not overflow.asnumpy()
-    np.testing.assert_allclose(scalar.asnumpy(), 2 * loss.asnumpy(), rtol=1e-6)
 
 
 def test_with_the_noise_recorded(pynative):

@@ -284,21 +284,6 @@ def test_negative_control_an_update_before_the_windows_end_is_caught(pynative):
         check_nothing_trained_between_updates(PLAIN.step(step_class=step_with(open_window=UpdatesEachBatch)))
 
 
-@pytest.mark.parametrize(("problem", "mode"), [(MASKED, "graph"), (PLAIN, "pynative")], indirect=["mode"])
-def test_each_call_returns_the_batchs_own_loss_at_the_current_weights(problem, mode):
-    step = reused_step(problem)
-    alone = Regression()
-    expected, losses = [], []
-    for batch in data_of(problem.masked, (RAGGED if mode == "pynative" else EQUAL)[:4]):
-        for mine, theirs in zip(alone.trainable_params(), step.weights, strict=True):
-            mine.set_data(Tensor(as_numpy(theirs)))
-        with eagerly():
-            expected.append(float(alone(*map(Tensor, batch)).asnumpy()))
-        losses.append(float(step(*map(Tensor, batch)).asnumpy()))
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    assert len(set(losses)) == 4
-
-
 def test_counters_are_right_after_each_call_and_one_graph_serves_all_windows():
     step = reused_line_step()
     batch = Tensor(LINE_X[:4]), Tensor(LINE_Y[:4])
@@ -360,19 +345,6 @@ def test_an_overflow_in_any_batch_drops_its_whole_window_exactly():
     assert int(step.update_count.asnumpy()) == 2
     losses, state = train_joined(PLAIN, joined(GOOD * 2, (STEPS,) * 2))
     assert_same((losses, trained(step)), (losses, state))
-
-
-def test_drop_micro_batch_leaves_one_micro_batch_of_the_window_out(pynative):
-    step = reused_step(PLAIN, scaled=True, overflow="drop_micro_batch")
-    for batch in (GOOD[0], poisoned(GOOD[1], np.nan, 5), GOOD[2]):
-        outputs = step(*map(Tensor, batch))
-    assert not outputs[1].asnumpy()
-    assert float(step.window_count.asnumpy()) == 20
-    assert float(step.dropped_micro_batches.asnumpy()) == 1
-    assert float(step.scale_sense.asnumpy()) == 512
-    rest = [GOOD[0], tuple(column[:4] for column in GOOD[1]), GOOD[2]]
-    losses, state = train_joined(PLAIN, joined(rest, (3,)))
-    assert_same((np.array([float(step.window_loss.asnumpy())]), trained(step)), (losses, state))
 
 
 def test_a_scale_set_in_mid_window_changes_no_update():
@@ -580,15 +552,6 @@ def test_a_window_larger_than_the_epoch_ends_with_it_or_spans_epochs():
     assert_line(step, (20,))
 
 
-def test_a_window_goes_on_in_the_next_training():
-    step = reused_line_step()
-    model = ms.Model(step)
-    for _ in range(2):
-        with pytest.warns(UserWarning, match=LEFT_OVER.format(r"\d", 4)):
-            model.train(1, line_data())
-    assert_line(step, (4, 4, 4))
-
-
 def test_an_epoch_that_ends_with_a_closed_window_makes_no_extra_update(pynative):
     """Also not with two callbacks that flush."""
     step = fit([FlushAccumulation(), FlushAccumulation()], data=line_data(7), steps=2)
@@ -659,11 +622,6 @@ def test_a_stop_flushes_what_is_left(each_epoch, stop, windows):
     assert_line(fit([FlushAccumulation(each_epoch), stop], epochs=5), windows)
 
 
-def test_flush_accumulation_refuses_what_is_no_bool():
-    with pytest.raises(TypeError, match="'each_epoch' must be a bool, but got 1"):
-        FlushAccumulation(each_epoch=1)
-
-
 def test_callbacks_see_each_batchs_own_loss(capsys):
     """LossMonitor and History count batches, and get batch means with the weights of the batch's window."""
     watch, history = Watch(), train.History()
@@ -695,7 +653,9 @@ def test_checkpoints_by_update_and_by_batch(tmp_path, pynative):
     assert int(saved["gaccum_ms.update_count"].asnumpy()) == 4
 
 
-def test_update_checkpoint_refuses_bad_numbers_of_updates_and_a_config_that_counts_batches():
+def test_callbacks_refuse_bad_arguments():
+    with pytest.raises(TypeError, match="'each_epoch' must be a bool, but got 1"):
+        FlushAccumulation(each_epoch=1)
     for updates, error in ((0, ValueError), (True, TypeError), (1.5, TypeError)):
         with pytest.raises(error, match="For 'UpdateCheckpoint', the argument 'updates' must be"):
             UpdateCheckpoint(updates)

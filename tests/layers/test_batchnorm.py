@@ -7,10 +7,9 @@ import warnings
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, mint, nn, ops
+from mindspore import Tensor, nn, ops
 
 from gaccum_ms import GradAccumulationCell, WindowBatchNorm
-from gaccum_ms.layers.batchnorm import trains_batch_norm
 from tests.support.reference import (
     CLASSES,
     BatchNormInEvalNet,
@@ -197,33 +196,6 @@ def test_dropout_draws_a_new_mask_for_each_micro_batch():
 
 
 # -- how a batch is cut ------------------------------------------------------------------------------------------------
-
-
-class OwnNorm(nn.Cell):
-    """The operator in a Cell of one's own."""
-
-    def __init__(self, is_training=True):
-        super().__init__()
-        self.norm = ops.BatchNorm(is_training=is_training)
-
-
-@pytest.mark.parametrize(
-    ("layer", "trains"),
-    [
-        (lambda: nn.BatchNorm3d(3).set_train(), True),
-        (lambda: mint.nn.BatchNorm2d(3).set_train(), True),
-        (lambda: WindowBatchNorm(3).set_train(), True),
-        (lambda: OwnNorm().set_train(), True),
-        (lambda: OwnNorm(False).set_train(), False),
-        (lambda: nn.BatchNorm2d(3, use_batch_statistics=False).set_train(), False),
-        (lambda: nn.BatchNorm2d(3, use_batch_statistics=True).set_train(False), True),
-        (lambda: nn.BatchNorm2d(3).set_train(False), False),
-        (lambda: nn.GroupNorm(1, 3).set_train(), False),
-    ],
-)
-def test_which_networks_normalise_by_a_micro_batch_now(layer, trains):
-    network = nn.SequentialCell(nn.Dense(3, 3), layer())
-    assert trains_batch_norm(network) is trains
 
 
 class Normalised(nn.Cell):

@@ -139,13 +139,6 @@ def test_the_new_layer_computes_group_norm(layer, shape, pynative):
     assert relative_error(network(Tensor(x)).asnumpy(), group_norm(x, 4, gamma, beta, 1e-3)) > 0.05
 
 
-def test_mint_layer_without_affine():
-    network = nn.SequentialCell(mint.nn.BatchNorm2d(4, affine=False, track_running_stats=False))
-    (layer,) = convert_batchnorm_to_groupnorm(network, 2)
-    assert (layer.kept, layer.dropped) == ((), ())
-    assert [(p.name, p.requires_grad) for p in network.get_parameters()] == [("0.gamma", False), ("0.beta", False)]
-
-
 def test_a_network_that_has_run_is_compiled_anew():
     network = nn.SequentialCell(nn.BatchNorm2d(4)).set_train(False)
     x = np.random.default_rng(2).normal(size=(2, 4, 3, 3)).astype(np.float32)

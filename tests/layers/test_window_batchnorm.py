@@ -91,14 +91,6 @@ def test_windows_of_several_batches(pynative):
     assert relative_error(run(step, parts[1:]), whole_batch(whole)) < 1e-6
 
 
-def test_a_flush_moves_by_what_is_there(pynative):
-    whole = data(12, 1)
-    step = step_of(WindowBatchNorm(2), micro_size=2, accumulation_steps=3)
-    run(step, whole)
-    assert step.flush()
-    assert relative_error(statistics(step), whole_batch(whole)) < 1e-6
-
-
 def test_a_window_that_overflows_moves_nothing_and_leaves_nothing(pynative):
     whole = data(12)
     bad = (whole[1][0].copy(), whole[1][1])

@@ -43,6 +43,21 @@ class Masked(nn.Cell):
         return total / mask.sum() if self.reduction == "mean" else total
 
 
+class Ratio(nn.Cell):
+    """The sum of the squared errors of w x ~ 1 over what the mask keeps, and its count. If the mask keeps nothing, the
+    sum and its gradient are NaN."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = ms.Parameter(Tensor(START, ms.float32), name="weight")
+
+    def construct(self, x, mask):
+        count = mask.sum()
+        total = (ops.square((x * self.weight).sum(-1) - 1) * mask).sum()
+        # The count has a gradient, which must be ignored.
+        return total / count * count, count + (self.weight - ops.stop_gradient(self.weight)).sum()
+
+
 class MaskedAndMean(Masked):
     """The masked mean, and the mean error of all samples, without the mask."""
 
@@ -85,11 +100,26 @@ def gradient(step):
 UNEVEN = [1, 1, 0, 0.5, 1, 0, 0, 0]
 
 
-@pytest.mark.parametrize(("micro_size", "mode"), [(3, "graph"), (8, "pynative"), (1, "pynative")], indirect=["mode"])
-def test_unequal_counts_equal_the_whole_batch(micro_size, mode):
+COUNTED, AS_RATIO = (Masked, {"count": COUNT_MASK}), (Ratio, {"reduction": "ratio"})
+
+
+@pytest.mark.parametrize(
+    ("way", "micro_size", "mode"),
+    [
+        (COUNTED, 3, "graph"),
+        (COUNTED, 8, "pynative"),
+        (COUNTED, 1, "pynative"),
+        (AS_RATIO, 3, "graph"),
+        (AS_RATIO, 8, "pynative"),
+        (AS_RATIO, 1, "pynative"),
+    ],
+    indirect=["mode"],
+)
+def test_unequal_counts_equal_the_whole_batch(way, micro_size, mode):
     """Micro-batches of UNEVEN have counts down to 0, where the network's mean is NaN."""
+    network, options = way
     x, mask = data(UNEVEN)
-    step = steps(Masked, micro_size=micro_size, count=COUNT_MASK)
+    step = steps(network, micro_size=micro_size, **options)
     loss = step(Tensor(x), Tensor(mask))
     expected, expected_gradient = oracle(x, mask)
     np.testing.assert_allclose(loss.asnumpy(), expected, rtol=1e-5)
@@ -195,9 +225,11 @@ def test_negative_control_a_mean_of_means_is_caught(pynative):
 
 
 @pytest.mark.filterwarnings("ignore:.*a window counted nothing")
-def test_a_window_that_counts_nothing_does_not_update():
+@pytest.mark.parametrize("way", [COUNTED, AS_RATIO], ids=["count", "ratio"])
+def test_a_window_that_counts_nothing_does_not_update(way):
+    network, options = way
     x, mask = data(UNEVEN)
-    step = steps(Masked, micro_size=3, count=COUNT_MASK)
+    step = steps(network, micro_size=3, **options)
     step(Tensor(x), Tensor(mask))
     before = everything(step)
     loss = step(Tensor(x), ops.zeros(8))
@@ -208,15 +240,28 @@ def test_a_window_that_counts_nothing_does_not_update():
     assert_identical(after, before)
 
 
+BAD_COUNT = r"'count' must return a finite number .* but got \[\[2.0, .*Nothing was"
+BAD_DENOMINATOR = r"reduction='ratio' the network must return a denominator .* Nothing was ch"
+
+
 @pytest.mark.parametrize(
-    ("bad", "mode"), [(-1.0, "graph"), (float("nan"), "graph"), (float("inf"), "pynative")], indirect=["mode"]
+    ("way", "bad", "mode", "message"),
+    [
+        (COUNTED, -1.0, "graph", BAD_COUNT),
+        (COUNTED, float("nan"), "graph", BAD_COUNT),
+        (COUNTED, float("inf"), "pynative", BAD_COUNT),
+        (AS_RATIO, float("nan"), "graph", BAD_DENOMINATOR),
+        (AS_RATIO, -1.0, "pynative", BAD_DENOMINATOR),
+    ],
+    indirect=["mode"],
 )
-def test_a_bad_count_is_an_error_and_changes_nothing(bad, mode):
+def test_a_bad_count_is_an_error_and_changes_nothing(way, bad, mode, message):
+    network, options = way
     x, mask = data(UNEVEN)
-    step = steps(Masked, micro_size=3, count=COUNT_MASK)
+    step = steps(network, micro_size=3, **options)
     step(Tensor(x), Tensor(mask))
     before = everything(step)
-    with pytest.raises(ValueError, match=r"'count' must return a finite number .* but got \[\[2.0, .*Nothing was"):
+    with pytest.raises(ValueError, match=message):
         step(Tensor(x), Tensor(np.array([1, 1, 0, bad, 0, 0, 1, 1], np.float32)))
     assert_identical(everything(step), before, but=("gaccum_ms.window_count", "gaccum_ms.batch_count"))
     step(Tensor(x), Tensor(mask))

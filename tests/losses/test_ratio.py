@@ -1,34 +1,17 @@
-"""Networks that return a sum and its count, ``reduction="ratio"`` , on one process, against NumPy.
-Ranks: test_counted_ranks.py."""
+"""Networks that return a sum and its count, ``reduction="ratio"`` , on one process, against NumPy. Ranks:
+test_counted_ranks.py. What is the same with `count` : test_counts.py."""
 
 from __future__ import annotations
 
-import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, audit
 from gaccum_ms.accumulation.weighing import ByCountsWithOutputs
-from tests.losses.test_counts import RATE, START, UNEVEN, data, gradient, oracle
+from tests.losses.test_counts import RATE, START, Ratio, data, gradient, oracle
 from tests.support.reference import as_numpy, make_step, step_with
 from tests.support.reuse import Reused
-from tests.support.state import assert_identical, everything
-
-
-class Ratio(nn.Cell):
-    """The sum of the squared errors of w x ~ 1 over what the mask keeps, and its count. If the mask keeps nothing, the
-    sum and its gradient are NaN."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = ms.Parameter(Tensor(START, ms.float32), name="weight")
-
-    def construct(self, x, mask):
-        count = mask.sum()
-        total = (ops.square((x * self.weight).sum(-1) - 1) * mask).sum()
-        # The count has a gradient, which must be ignored.
-        return total / count * count, count + (self.weight - ops.stop_gradient(self.weight)).sum()
 
 
 class Returning(Ratio):
@@ -67,19 +50,6 @@ def run(step, *batch):
     return step(*(Tensor(np.asarray(one, np.float32)) for one in batch))
 
 
-@pytest.mark.parametrize(("micro_size", "mode"), [(3, "graph"), (8, "pynative"), (1, "pynative")], indirect=["mode"])
-def test_equals_the_whole_batch(micro_size, mode):
-    """Micro-batches of UNEVEN have denominators down to 0, with a numerator of NaN."""
-    x, mask = data(UNEVEN)
-    step = steps(micro_size=micro_size)
-    loss = run(step, x, mask)
-    expected, expected_gradient = oracle(x, mask)
-    np.testing.assert_allclose(loss.asnumpy(), expected, rtol=1e-5)
-    np.testing.assert_allclose(gradient(step), expected_gradient, rtol=1e-4, atol=1e-5)
-    assert float(step.window_count.asnumpy()) == 3.5
-    assert not any(as_numpy(a).any() for a in step.accu_grads)
-
-
 class EachTheSame(ByCountsWithOutputs):
     """Treats each micro-batch's denominator as 1."""
 
@@ -100,34 +70,6 @@ def test_a_denominator_may_be_a_number(pynative):
     step = step_of(Returning("number"), micro_size=3)
     np.testing.assert_allclose(run(step, x, mask).asnumpy(), oracle(x, mask)[0], rtol=1e-5)
     np.testing.assert_allclose(gradient(step), oracle(x, mask)[1], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore:.*a window counted nothing")
-def test_a_window_of_zero_does_not_update():
-    x, mask = data(UNEVEN)
-    step = steps(micro_size=3)
-    run(step, x, mask)
-    before = everything(step)
-    assert float(run(step, x, mask * 0).asnumpy()) == 0.0
-    after = everything(step)
-    assert after.pop("gaccum_ms.window_count") == 0 != before.pop("gaccum_ms.window_count")
-    assert after.pop("gaccum_ms.batch_count") == before.pop("gaccum_ms.batch_count") + 1
-    assert_identical(after, before)
-
-
-@pytest.mark.parametrize(
-    ("bad", "mode"), [(-1.0, "graph"), (float("nan"), "graph"), (float("inf"), "pynative")], indirect=["mode"]
-)
-def test_a_bad_denominator_is_an_error_and_changes_nothing(bad, mode):
-    x, mask = data(UNEVEN)
-    step = steps(micro_size=3)
-    run(step, x, mask)
-    before = everything(step)
-    with pytest.raises(ValueError, match=r"reduction='ratio' the network must return a denominator .* Nothing was ch"):
-        run(step, x, [1, 1, 0, bad, 0, 0, 1, 1])
-    assert_identical(everything(step), before, but=("gaccum_ms.window_count", "gaccum_ms.batch_count"))
-    run(step, x, mask)
-    assert (as_numpy(step.weights[0]) != before["weight"]).all()
 
 
 def test_batches_that_share_an_update_equal_the_joined_batch(pynative):

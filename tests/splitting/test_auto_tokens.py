@@ -140,17 +140,6 @@ def test_finds_the_number_that_fits_on_all_widths_once(tried):
         np.testing.assert_array_equal(as_numpy(one), value)
 
 
-@pytest.mark.thorough
-def test_what_does_not_fit_at_all_changes_nothing(pynative):
-    split = max_tokens(max_tokens=AutoSize(PLENTY), widths=1)
-    step = step_of(split, Limited(tokens=LENGTH - 1))
-    before = state(step)
-    with pytest.raises(RuntimeError, match=r"one sample must fit, but got .* not enough on rank\(s\) \[0\]"):
-        run(step, DATA[:1])
-    for name, value in state(step).items():
-        np.testing.assert_array_equal(value, before[name], err_msg=name)
-
-
 def test_the_worst_case_is_a_full_micro_batch_of_each_width():
     tokens, labels = DATA[0]
     lengths = (tokens != 0).sum(1)

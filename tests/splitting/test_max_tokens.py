@@ -12,7 +12,6 @@ from mindspore import Tensor, nn, ops
 from mindspore.dataset import GeneratorDataset
 
 from gaccum_ms import (
-    Accumulators,
     BalancedSampler,
     CountNotIgnored,
     EvenSplit,
@@ -26,7 +25,6 @@ from tests.support.modes import eagerly
 from tests.support.reference import as_numpy, make_step, relative_error
 
 VOCABULARY, LENGTH, WIDTH, IGNORED = 23, 24, 8, -100
-PLACES = np.arange(LENGTH)
 
 
 class Causal(nn.Cell):
@@ -178,42 +176,6 @@ def test_outputs_per_token_come_back_at_the_batchs_own_width(first, second, pyna
     assert int(step.update_count.asnumpy()) == 2
 
 
-class Together(Tokens):
-    """An output of the whole micro-batch."""
-
-    def construct(self, tokens, labels):
-        loss, found, *_ = super().construct(tokens, labels)
-        return loss, found.sum(0)
-
-
-def test_an_output_that_cannot_be_joined_is_refused_before_an_update(pynative):
-    network = Together()
-    step = step_of(network=network, aux=True)
-    with pytest.raises(ValueError, match=r"but output 1 got shape \(24,\) for 2 sample\(s\) and shape .* for 3, of 24"):
-        step(*map(Tensor, DATA[0]))
-    assert int(step.update_count.asnumpy()) == 0
-    np.testing.assert_array_equal(as_numpy(network.weight), np.ones(8))
-
-
-class Ratio(nn.Cell):
-    """The sum over the labels that are not padding, and their number."""
-
-    def __init__(self):
-        super().__init__()
-        self.network = Causal()
-        self.network.loss = nn.CrossEntropyLoss(reduction="sum")
-
-    def construct(self, tokens, labels):
-        return self.network(tokens, labels), (labels != IGNORED).sum()
-
-
-@pytest.mark.thorough
-def test_a_network_may_count_by_itself(pynative):
-    step, whole = step_of(network=Ratio(), reduction="ratio", count=None), whole_step()
-    np.testing.assert_allclose(run(step, DATA), run(whole, DATA), rtol=1e-5)
-    assert_alike(step, whole)
-
-
 def test_trains_by_model_train_with_a_sampler_and_a_bar_that_counts_tokens(pynative):
     tokens, labels = batch(0, samples=30)
     sampler = BalancedSampler(length_of(tokens, labels), 10, num_shards=1, shard_id=0)
@@ -238,23 +200,6 @@ def test_a_plan_that_loses_or_doubles_a_sample_is_found(pynative):
     run(step, DATA), run(whole, DATA)
     with pytest.raises(AssertionError):
         assert_alike(step, whole)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("options", "scale"),
-    [
-        ({"max_grad_norm": 0.05, "accumulators": Accumulators(compensated=True)}, None),
-        ({"overflow": "drop_micro_batch"}, lambda: nn.DynamicLossScaleUpdateCell(2.0**10, 2, 100)),
-    ],
-    ids=["clipping", "loss scale"],
-)
-def test_as_the_even_split_with_options(options, scale, pynative):
-    """Other tests show that the even split with each option equals the whole batch."""
-    ours = step_of(scale=scale and scale(), **options)
-    even = step_of(EvenSplit(), scale=scale and scale(), micro_size=2, **options)
-    np.testing.assert_allclose(run(ours, DATA), run(even, DATA), rtol=1e-5)
-    assert_alike(ours, even)
 
 
 def test_in_windows_tails_and_after_a_resume_in_mid_window(tmp_path, pynative):
@@ -381,7 +326,6 @@ def test_rows_that_are_filled_up_must_count_nothing(pynative):
     ("arguments", "error", "why"),
     [
         ({"max_tokens": 0}, ValueError, "'max_tokens' must be at least 1, but got 0"),
-        ({"max_tokens": 8.0}, TypeError, "'max_tokens' must be an int"),
         ({"length": None}, TypeError, "'length' must be a function of the batch's inputs, or the position"),
         ({"widths": 0}, ValueError, "'widths' must be at least 1"),
         ({"widths": "4"}, TypeError, "'widths' must be an int, the largest number of widths, or the widths"),

@@ -32,7 +32,7 @@ def test_no_other_widths_pad_less(number, largest):
         assert padding(lengths, widths) == pytest.approx(1 - lengths.sum() / padded(lengths, widths))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(10))
 def test_every_sample_is_in_one_row_that_holds_it(seed):
     random = np.random.default_rng(seed)
     lengths = random.integers(1, 33, size=random.integers(1, 60))
