@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any
 
 import mindspore as ms
@@ -22,7 +21,7 @@ from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
 from gaccum_ms.backend.newer_optimizers import FIXED_RATE, refuse_fixed_rates, without_shards
 from gaccum_ms.backend.parameters import overwrite, record
-from gaccum_ms.checks.arguments import check_one_of
+from gaccum_ms.checks.arguments import check_finite, check_not_negative_int, check_one_of, check_positive_finite
 
 RULES = ("linear", "sqrt")
 PER = ("update", "batch")
@@ -120,7 +119,7 @@ def scale_learning_rate(
         >>> optimizer = nn.Momentum(nn.Dense(3, 2).trainable_params(), schedule, momentum=0.9)
     """
     rate = _checked_rate(learning_rate)
-    _check_number("factor", factor, positive=True)
+    check_positive_finite(_OWNER, "factor", factor)
     check_one_of(_OWNER, "rule", rule, (*RULES, "none"))
     check_one_of(_OWNER, "per", per, PER)
     if per == "batch" and factor != int(factor):
@@ -128,13 +127,7 @@ def scale_learning_rate(
             f"For '{_OWNER}', the argument 'factor' must be a whole number with per='batch', because it is the number "
             f"of batches that share an update, but got {factor}."
         )
-    if isinstance(warmup_updates, bool) or not isinstance(warmup_updates, int):
-        raise TypeError(
-            f"For '{_OWNER}', the argument 'warmup_updates' must be an int, but got {warmup_updates!r} of type "
-            f"'{type(warmup_updates).__name__}'."
-        )
-    if warmup_updates < 0:
-        raise ValueError(f"For '{_OWNER}', the argument 'warmup_updates' must be at least 0, but got {warmup_updates}.")
+    check_not_negative_int(_OWNER, "warmup_updates", warmup_updates)
     scale = scaling_factor(float(factor), rule)
     batches = int(factor) if per == "batch" else 1
     if isinstance(rate, list):
@@ -263,25 +256,12 @@ def _checked_rate(learning_rate: Any) -> float | list[float] | LearningRateSched
         learning_rate = learning_rate.tolist()
     if not isinstance(learning_rate, (list, tuple)):
         kinds = "a float, a list, tuple or 1-D Tensor of floats, or a LearningRateSchedule"
-        _check_number("learning_rate", learning_rate, kinds)
+        check_finite(_OWNER, "learning_rate", learning_rate, 0, kinds)
         return float(learning_rate)
     if not learning_rate:
         raise ValueError(
             f"For '{_OWNER}', the argument 'learning_rate' must have a rate for each update, but got none."
         )
     for index, rate in enumerate(learning_rate):
-        _check_number(f"learning_rate[{index}]", rate)
+        check_finite(_OWNER, f"learning_rate[{index}]", rate, 0)
     return [float(rate) for rate in learning_rate]
-
-
-def _check_number(name: str, value: Any, kinds: str = "a float", positive: bool = False) -> None:
-    """Refuse anything but a finite number that is not negative; NumPy's numbers are accepted."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(
-            f"For '{_OWNER}', the argument '{name}' must be {kinds}, but got {value!r} of type "
-            f"'{type(value).__name__}'."
-        )
-    number = float(value)
-    if not (math.isfinite(number) and number >= 0) or (positive and number == 0):
-        bound = "positive" if positive else "at least 0"
-        raise ValueError(f"For '{_OWNER}', the argument '{name}' must be finite and {bound}, but got {value}.")

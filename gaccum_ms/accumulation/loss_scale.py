@@ -7,10 +7,8 @@ communication.
 
 from __future__ import annotations
 
-from typing import Any
-
 import mindspore as ms
-from mindspore import amp, nn
+from mindspore import nn
 
 from gaccum_ms.backend.parameters import own
 
@@ -32,26 +30,10 @@ def scale_parameter(owner: str, scale_sense: nn.Cell | ms.Tensor) -> tuple[ms.Pa
     else:
         raise TypeError(
             f"For '{owner}', the argument 'scale_sense' must be a Cell or a Tensor, but got {scale_sense!r} of type "
-            f"'{type(scale_sense).__name__}'.{_remedy(scale_sense)}"
+            f"'{type(scale_sense).__name__}'. Give mindspore.Tensor(1024.0, mindspore.float32) for a fixed scale; for "
+            f"one that is adjusted nn.DynamicLossScaleUpdateCell(...), or a LossScaleManager's get_update_cell()."
         )
     if value.shape not in ((), (1,)):
         raise ValueError(f"For '{owner}', the shape of 'scale_sense' must be () or (1,), but got {value.shape}.")
     check_scale(owner, value)
     return ms.Parameter(value, name=own("scale_sense"), requires_grad=False), manager
-
-
-def _remedy(scale_sense: Any) -> str:
-    """What to write in place of another of MindSpore's objects that hold a loss scale."""
-    if isinstance(scale_sense, amp.DynamicLossScaler):
-        return (
-            f" Give nn.DynamicLossScaleUpdateCell(loss_scale_value={float(scale_sense.scale_value.asnumpy())}, "
-            f"scale_factor={scale_sense.scale_factor}, scale_window={scale_sense.scale_window}), which adjusts the "
-            f"scale in the graph."
-        )
-    if isinstance(scale_sense, amp.StaticLossScaler):
-        return f" Give mindspore.Tensor({float(scale_sense.scale_value.asnumpy())}, mindspore.float32)."
-    if isinstance(scale_sense, amp.LossScaleManager):
-        return " Give its Cell, scale_sense.get_update_cell(), or give the manager to ms.Model(loss_scale_manager=...)."
-    if isinstance(scale_sense, (int, float)):
-        return f" Give mindspore.Tensor({float(scale_sense)}, mindspore.float32)."
-    return ""

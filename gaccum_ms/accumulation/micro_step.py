@@ -92,8 +92,6 @@ class OneLoss(nn.Cell):
         each sample then has the same gradient as in the whole batch."""
         return float32_loss(self.network(*micro_batch)) * seed
 
-    # -- not compiled --------------------------------------------------------------------------------------------------
-
 
 class _LossAlone(nn.Cell):
     """One of several losses, with its own backward graph, which a NaN of another loss cannot enter."""
@@ -144,5 +142,3 @@ class SeveralLosses(nn.Cell):
         """The weighted sum, from which backward runs, and each loss's part of its window mean."""
         parts = ops.stack(float32_losses(self.network(*micro_batch), self.number)) * seeds
         return ops.reduce_sum(parts * self.loss_weights), parts
-
-    # -- not compiled --------------------------------------------------------------------------------------------------

@@ -17,13 +17,7 @@ from gaccum_ms.accumulation.sums import COUNT, DROPPED, LOSS, SUMS
 from gaccum_ms.backend.parameters import record
 from gaccum_ms.distributed.ranks import SumOverRanks
 from gaccum_ms.losses import counts
-
-scale_by = ops.MultitypeFuncGraph("gaccum_ms_scale_by")
-
-
-@scale_by.register("Tensor", "Tensor")
-def _scale_one(factor, gradient):
-    return ops.cast(gradient, ms.float32) * factor
+from gaccum_ms.transforms.norms import scale_by
 
 
 class CountedReduction(nn.Cell):

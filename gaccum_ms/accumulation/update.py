@@ -20,7 +20,6 @@ import mindspore as ms
 from mindspore import nn, ops
 
 from gaccum_ms.accumulation.loss_scale import check_scale, scale_parameter
-from gaccum_ms.accumulation.reduction import scale_by
 from gaccum_ms.accumulation.saturation import read_flag, saturates
 from gaccum_ms.backend import graphs
 from gaccum_ms.backend.parameters import counter, hold_weights, overwrite, record
@@ -30,7 +29,6 @@ from gaccum_ms.transforms import norms
 from gaccum_ms.transforms.chain import Chain, without_front_clip
 
 if TYPE_CHECKING:
-    from gaccum_ms.accumulation.open_window import OpenWindow
     from gaccum_ms.options.options import Options
 
 _divide = ops.MultitypeFuncGraph("gaccum_ms_divide")
@@ -123,7 +121,7 @@ class Update(nn.Cell):
 
     @property
     def user_scale(self) -> float:
-        """The part of `held_scale` that is in the user's loss already."""
+        """The part of `scale_in_gradients` that is in the user's loss already."""
         return self.scale_in_gradients / self.sens
 
     @property
@@ -197,7 +195,7 @@ class Update(nn.Cell):
 
     def _divided(self, gradients, divisor):
         if self.is_sharded and self.scaled:  # a product: the compiler's pass for norms does not recognise quotients
-            return self.map(ops.partial(scale_by, self.sens / divisor), gradients)
+            return self.map(ops.partial(norms.scale_by, self.sens / divisor), gradients)
         return self.map(ops.partial(_divide, divisor / self.sens), gradients)
 
     def _clipped(self, gradients, loss):
@@ -257,13 +255,17 @@ class Update(nn.Cell):
         return overflow
 
 
-class WindowEnd(graphs.OwnGraph):
-    """Reduce what an open window has accumulated, and update: at its last batch, or earlier, as a flush."""
+class OfWindow(graphs.OwnGraph):
+    """A graph of its own, that adds to a window or ends it."""
 
-    def __init__(self, window: OpenWindow, update: Update, jit: bool) -> None:
+    def __init__(self, window: Any, update: Update, jit: bool) -> None:
         super().__init__(jit)
         self.window = window
         self.update = update
+
+
+class WindowEnd(OfWindow):
+    """Reduce what an open window has accumulated, and update: at its last batch, or earlier, as a flush."""
 
     def construct(self, after):
         """Returns whether the window overflowed. `after` : a Tensor that depends on all that must come first."""

@@ -16,6 +16,8 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn
 
+from gaccum_ms.backend.held_cells import held_values
+
 
 def functions_of(cell: nn.Cell) -> Iterator[tuple[FunctionType, list[Any]]]:
     """A Cell's `construct` , and the user's functions and methods that it calls, each with the objects that it names.
@@ -42,6 +44,14 @@ def _attribute(holder: Any, name: str) -> Any:
     """The attribute as it is stored: reading it may call a module's `__getattr__` , which in NumPy's case warns."""
     value = inspect.getattr_static(holder, name, None)
     return getattr(value, "__func__", value)  # unwraps a staticmethod or classmethod
+
+
+def uses(cell: nn.Cell, kinds: tuple[type, ...]) -> bool:
+    """Whether a Cell holds an object of these classes, or the user's code of it names an object or a class of them."""
+    values = [value for _, value in held_values(cell)]
+    if not type(cell).__module__.startswith("mindspore."):
+        values += [value for _, named in functions_of(cell) for value in named]
+    return any(issubclass(value, kinds) if isinstance(value, type) else isinstance(value, kinds) for value in values)
 
 
 def written_by(cell: nn.Cell, writers: tuple[Any, ...]) -> list[str]:

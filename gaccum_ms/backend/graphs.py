@@ -19,6 +19,7 @@ from gaccum_ms.backend import cell_graph_executor, no_grad, pynative_executor
 from gaccum_ms.backend.eager_means import mean_of_elements
 from gaccum_ms.backend.pynative_tape import close_tape
 from gaccum_ms.backend.storage import Storage, keep_in_place
+from gaccum_ms.checks.arguments import first_of
 
 _BY_PYTHON = "called_by_python"  # an attribute of a Cell, for its `construct` : whether `run` calls it
 
@@ -180,7 +181,7 @@ def _let_go_of_moved(cell: nn.Cell) -> None:
     warnings.warn(
         f"For '{type(cell).__name__}', Parameters must be written by 'set_data', 'load_param_into_net' or "
         f"'ops.assign', which leave their storage where the compiled graph reads it, but got other storage for "
-        f"{', '.join(moved[:5])}{', ...' if len(moved) > 5 else ''}. The graph is compiled anew, to see the values.",
+        f"{first_of(moved, 5)}. The graph is compiled anew, to see the values.",
         UserWarning,
         stacklevel=5,
     )

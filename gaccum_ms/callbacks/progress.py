@@ -78,11 +78,7 @@ class ProgressBar(Callback):
         if file is not None and not hasattr(file, "write"):
             raise TypeError(f"For '{_NAME}', the argument 'file' must be an open text file, but got {file!r}.")
         check_one_of(_NAME, "show", show, (None, True, False))
-        check_finite(_NAME, "refresh_seconds", refresh_seconds)
-        if refresh_seconds < 0:
-            raise ValueError(
-                f"For '{_NAME}', the argument 'refresh_seconds' must be at least 0, but got {refresh_seconds}."
-            )
+        check_finite(_NAME, "refresh_seconds", refresh_seconds, 0)
         self._file = file
         self._show = show
         self._refresh_seconds = refresh_seconds

@@ -20,6 +20,7 @@ from gaccum_ms.backend.parameters import own
 from gaccum_ms.checkpoint.data_position import begin_at
 from gaccum_ms.checkpoint.newest import SUFFIXES, newest_checkpoint
 from gaccum_ms.checkpoint.rank_files import Values, of_rank, origin
+from gaccum_ms.checks.arguments import first_of
 from gaccum_ms.distributed.sharded_optimizer import whole_state
 from gaccum_ms.learning_rate import MULTIPLIER_PREFIX
 from gaccum_ms.training.grad_accumulator import GradAccumulator
@@ -202,7 +203,7 @@ def _check_parameters(step: nn.Cell, path: Path, values: Values) -> None:
     if missing:
         raise ValueError(
             f"For 'resume', the checkpoint must have all parameters of the network and the optimizer's state, but got "
-            f"'{path}' without {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}."
+            f"'{path}' without {first_of(missing, 5)}."
         )
     for parameter in step.get_parameters():
         if parameter.name in values and values[parameter.name].shape != parameter.shape:

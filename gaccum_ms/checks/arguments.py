@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import numbers
+from collections.abc import Sequence
 from typing import Any
 
 import mindspore as ms
@@ -33,17 +34,19 @@ def check_one_of(owner: str, name: str, value: Any, allowed: tuple) -> None:
         raise ValueError(f"For '{owner}', the argument '{name}' must be one of {list(allowed)}, but got {value!r}.")
 
 
-def check_number(owner: str, name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+def check_number(owner: str, name: str, value: Any, kinds: str = "a float") -> None:
+    """NumPy's numbers are welcome, too."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(
-            f"For '{owner}', the argument '{name}' must be a float, but got {value!r} of type '{type(value).__name__}'."
+            f"For '{owner}', the argument '{name}' must be {kinds}, but got {value!r} of type '{type(value).__name__}'."
         )
 
 
-def check_finite(owner: str, name: str, value: Any) -> None:
-    check_number(owner, name, value)
-    if not math.isfinite(value):
-        raise ValueError(f"For '{owner}', the argument '{name}' must be finite, but got {value}.")
+def check_finite(owner: str, name: str, value: Any, least: float | None = None, kinds: str = "a float") -> None:
+    check_number(owner, name, value, kinds)
+    if not math.isfinite(value) or (least is not None and value < least):
+        bound = "" if least is None else f" and at least {least}"
+        raise ValueError(f"For '{owner}', the argument '{name}' must be finite{bound}, but got {value}.")
 
 
 def check_positive_finite(owner: str, name: str, value: Any) -> None:
@@ -76,6 +79,11 @@ def check_optimizer(owner: str, network: nn.Cell, optimizer: Any) -> None:
             f"network, but got an optimizer with {len(parameters)} parameter(s), none of them the network's: nothing "
             f"would be trained. Make the optimizer from this network's 'trainable_params()'."
         )
+
+
+def first_of(names: Sequence[str], most: int = 3) -> str:
+    """The first names of a list, for a message."""
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
 def described(value: Any) -> str:

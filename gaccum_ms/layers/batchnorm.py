@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from mindspore import mint, nn, ops
 
 from gaccum_ms.backend.held_cells import held_values
+from gaccum_ms.checks.arguments import first_of
 from gaccum_ms.distributed.layout import rank_and_ranks
 
 _SYNC_BATCH_NORMS = (nn.SyncBatchNorm, mint.nn.SyncBatchNorm)
@@ -70,7 +71,7 @@ def refuse_sync_batch_norm(owner: str, network: nn.Cell) -> None:
     if names and rank_and_ranks()[1] > 1:
         raise ValueError(
             f"For '{owner}', each rank must be able to try micro-batches by itself, but got a network with "
-            f"SyncBatchNorm layers ({', '.join(names[:3])}), which wait for all ranks. Give the number of samples as "
+            f"SyncBatchNorm layers ({first_of(names)}), which wait for all ranks. Give the number of samples as "
             f"'micro_batch_size', or use gaccum_ms.WindowBatchNorm."
         )
 
@@ -82,7 +83,7 @@ def advice_about_batch_norm(network: nn.Cell, times: str = "once") -> str | None
     if not names:
         return None
     return (
-        f"For 'GradAccumulationCell', the network has {len(names)} BatchNorm layer(s) ({_first_names(names)}). In "
+        f"For 'GradAccumulationCell', the network has {len(names)} BatchNorm layer(s) ({first_of(names)}). In "
         f"training each normalises by the mean and variance of one micro-batch, not of the whole batch, and its moving "
         f"statistics are updated {times} per micro-batch: gradients and results differ from the whole batch's. For "
         f"equal results use convert_batchnorm_to_groupnorm(network, num_groups), nn.GroupNorm or nn.LayerNorm, or "
@@ -101,14 +102,10 @@ def advice_about_one_value(network: nn.Cell, sizes: Sequence[int]) -> str | None
         return None
     return (
         f"For 'GradAccumulationCell', a micro-batch has one sample, and the network has {len(names)} BatchNorm "
-        f"layer(s) ({_first_names(names)}). For feature maps of more than one pixel this is harmless; but a layer with "
+        f"layer(s) ({first_of(names)}). For feature maps of more than one pixel this is harmless; but a layer with "
         f"one value per channel has no variance: its output is constant, and its moving variance becomes NaN for good. "
         f"Use micro-batches of two samples or more, or nn.GroupNorm or nn.LayerNorm."
     )
-
-
-def _first_names(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def trains_batch_norm(network: nn.Cell) -> bool:

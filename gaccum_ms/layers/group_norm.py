@@ -6,7 +6,6 @@ Wu and He, "Group Normalization", ECCV 2018, arXiv:1803.08494.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import mindspore as ms
 from mindspore import nn, ops
@@ -18,18 +17,6 @@ _NAME = "convert_batchnorm_to_groupnorm"
 
 # The names of the same Parameters in nn and mint.nn.
 _GAMMA_AND_BETA = (("gamma", "beta"), ("weight", "bias"))
-_STATISTICS = ("moving_mean", "moving_variance", "running_mean", "running_var", "num_batches_tracked")
-
-
-class ConvertedLayer(NamedTuple):
-    """One replacement: the fields are explained at `convert_batchnorm_to_groupnorm` ."""
-
-    name: str
-    replaced: str
-    channels: int
-    groups: int
-    kept: tuple[str, ...]
-    dropped: tuple[str, ...]
 
 
 @ops.constexpr
@@ -49,7 +36,7 @@ class GroupNorm(nn.GroupNorm):
         return self._cal_output(x)
 
 
-def convert_batchnorm_to_groupnorm(network: nn.Cell, num_groups: int) -> list[ConvertedLayer]:
+def convert_batchnorm_to_groupnorm(network: nn.Cell, num_groups: int) -> list[str]:
     r"""
     Replace each BatchNorm layer of a network by GroupNorm over the same channels, in place.
 
@@ -72,9 +59,7 @@ def convert_batchnorm_to_groupnorm(network: nn.Cell, num_groups: int) -> list[Co
         num_groups (int): The number of groups into which each layer's channels are divided. 1 normalises as LayerNorm.
 
     Returns:
-        list[ConvertedLayer], a named tuple for each layer, in the network's order; empty if there was none. ``name`` :
-        the layer's name in the network; ``replaced`` : its class; ``channels`` ; ``groups`` ; ``kept`` and ``dropped``
-        : names of Parameters.
+        list[str], the names of the replaced layers, in the network's order; empty if there was none.
 
     Raises:
         TypeError: If `network` is not a Cell, or `num_groups` not an int.
@@ -89,9 +74,8 @@ def convert_batchnorm_to_groupnorm(network: nn.Cell, num_groups: int) -> list[Co
         >>> from mindspore import nn
         >>> from gaccum_ms import convert_batchnorm_to_groupnorm
         >>> net = nn.SequentialCell(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
-        >>> for layer in convert_batchnorm_to_groupnorm(net, 4):
-        ...     print(layer.name, layer.replaced, layer.channels, layer.groups, layer.kept, layer.dropped)
-        1 BatchNorm2d 8 4 ('1.gamma', '1.beta') ('1.moving_mean', '1.moving_variance')
+        >>> print(convert_batchnorm_to_groupnorm(net, 4))
+        ['1']
         >>> print(net[1])
         GroupNorm(num_groups=4, num_channels=8)
     """
@@ -100,11 +84,10 @@ def convert_batchnorm_to_groupnorm(network: nn.Cell, num_groups: int) -> list[Co
     check_positive_int(_NAME, "num_groups", num_groups)
     layers = batch_norms(network)
     _check_layers(network, layers, num_groups)
-    converted = [_describe(name, layer, num_groups) for name, layer in layers.items()]
     replaced = {id(layer): _group_norm(name, layer, num_groups) for name, layer in layers.items()}
     for _, cell in list(network.cells_and_names()) if replaced else ():
         _replace_in(cell, replaced)
-    return converted
+    return list(layers)
 
 
 def _check_layers(network: nn.Cell, layers: dict[str, nn.Cell], num_groups: int) -> None:
@@ -128,15 +111,6 @@ def _check_layers(network: nn.Cell, layers: dict[str, nn.Cell], num_groups: int)
             f"and {', '.join(misfits)}. Nothing was replaced. All layers' channels are divided by {common} and its "
             f"divisors."
         )
-
-
-def _describe(name: str, layer: nn.Cell, num_groups: int) -> ConvertedLayer:
-    with_parameters = layer_of_parameters(layer)
-    dropped = tuple(
-        parameter.name for key in _STATISTICS if (parameter := getattr(with_parameters, key, None)) is not None
-    )
-    kept = tuple(parameter.name for parameter in _gamma_and_beta(with_parameters) if parameter is not None)
-    return ConvertedLayer(name, type(layer).__name__, with_parameters.num_features, num_groups, kept, dropped)
 
 
 def _gamma_and_beta(layer: nn.Cell) -> tuple[ms.Parameter | None, ms.Parameter | None]:

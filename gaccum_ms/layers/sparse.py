@@ -7,12 +7,10 @@ cells and primitives that it holds, and the code of its `construct` .
 
 from __future__ import annotations
 
-from typing import Any
-
 from mindspore import nn, ops
 
-from gaccum_ms.backend.code_of_cells import functions_of
-from gaccum_ms.backend.held_cells import held_cells, held_values
+from gaccum_ms.backend.code_of_cells import uses
+from gaccum_ms.backend.held_cells import held_cells
 
 _SPARSE = (ops.SparseGatherV2, ops.EmbeddingLookup)
 
@@ -41,12 +39,4 @@ def _message(what: str) -> str:
 def _is_sparse(cell: nn.Cell) -> bool:
     if isinstance(cell, nn.EmbeddingLookup):  # holds both primitives, and uses one
         return cell.sparse
-    if any(isinstance(value, _SPARSE) for _, value in held_values(cell)):
-        return True
-    if type(cell).__module__.startswith("mindspore."):
-        return False
-    return any(_makes_sparse(value) for _, values in functions_of(cell) for value in values)
-
-
-def _makes_sparse(value: Any) -> bool:
-    return issubclass(value, _SPARSE) if isinstance(value, type) else isinstance(value, _SPARSE)
+    return uses(cell, _SPARSE)

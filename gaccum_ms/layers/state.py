@@ -10,6 +10,7 @@ from mindspore import nn, ops
 
 from gaccum_ms.backend.code_of_cells import written_by
 from gaccum_ms.backend.held_cells import held_cells, held_values
+from gaccum_ms.checks.arguments import first_of
 
 _SCATTERS = (f"scatter_{kind}{name}" for kind in ("", "nd_") for name in ("add", "sub", "mul", "div", "max", "min"))
 _NAMES = ("assign", "assign_add", "assign_sub", "scatter_update", "scatter_nd_update", *_SCATTERS)
@@ -18,7 +19,6 @@ _FUNCTIONS = tuple(getattr(ops, name) for name in _NAMES if hasattr(ops, name))
 _CLASSES = ("".join(word.capitalize() for word in name.split("_")) for name in _NAMES)
 _PRIMITIVES = tuple(getattr(ops, name) for name in _CLASSES if hasattr(ops, name))
 _OTHERS = ("mindspore.", "gaccum_ms.")  # BatchNorm has a warning of its own, and WindowBatchNorm adds up
-_MOST_NAMED = 3
 
 
 def advice_about_state(network: nn.Cell) -> str | None:
@@ -28,11 +28,10 @@ def advice_about_state(network: nn.Cell) -> str | None:
     ]
     if not written:
         return None
-    names = ", ".join(written[:_MOST_NAMED]) + (", ..." if len(written) > _MOST_NAMED else "")
     return (
-        f"For 'GradAccumulationCell', the network writes state in 'construct' ({names}), which runs once per "
-        f"micro-batch: the state moves several times per update, and not as with the whole batch. Write it once per "
-        f"update: in 'after_update' of a gaccum_ms.Transform, or after the training step from what the network "
+        f"For 'GradAccumulationCell', the network writes state in 'construct' ({first_of(written)}), which runs once "
+        f"per micro-batch: the state moves several times per update, and not as with the whole batch. Write it once "
+        f"per update: in 'after_update' of a gaccum_ms.Transform, or after the training step from what the network "
         f"returns with aux=True."
     )
 

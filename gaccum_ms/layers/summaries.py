@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mindspore import nn, ops
 
-from gaccum_ms.backend.code_of_cells import functions_of
-from gaccum_ms.backend.held_cells import held_cells, held_values
+from gaccum_ms.backend.code_of_cells import uses
+from gaccum_ms.backend.held_cells import held_cells
 
 _SUMMARIES = (ops.ScalarSummary, ops.TensorSummary, ops.HistogramSummary, ops.ImageSummary)
 
 
 def advice_about_summaries(network: nn.Cell) -> str | None:
     """What to say about a network that records summaries; None if none does as far as its code shows."""
-    names = [name or type(cell).__name__ for name, cell in held_cells(network) if _records(cell)]
+    names = [name or type(cell).__name__ for name, cell in held_cells(network) if uses(cell, _SUMMARIES)]
     if not names:
         return None
     return (
@@ -22,15 +20,3 @@ def advice_about_summaries(network: nn.Cell) -> str | None:
         f"micro-batch's is kept. Return the value with aux=True, and record what the training step returns: "
         f"gaccum_ms.TrainingMetrics and gaccum_ms.WindowMonitor do."
     )
-
-
-def _records(cell: nn.Cell) -> bool:
-    if any(_is_summary(value) for _, value in held_values(cell)):
-        return True
-    if type(cell).__module__.startswith("mindspore."):
-        return False
-    return any(_is_summary(value) for _, values in functions_of(cell) for value in values)
-
-
-def _is_summary(value: Any) -> bool:
-    return issubclass(value, _SUMMARIES) if isinstance(value, type) else isinstance(value, _SUMMARIES)

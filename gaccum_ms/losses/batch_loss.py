@@ -9,7 +9,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms.checks.arguments import check_bool
+from gaccum_ms.checks.arguments import check_bool, first_of
 from gaccum_ms.distributed.layout import rank_and_ranks
 from gaccum_ms.layers.dropout import dropouts
 
@@ -221,9 +221,8 @@ def advice_about_two_passes(network: nn.Cell) -> str | None:
     names = [name for name, layer in layers.items() if layer.training]
     if not names:
         return None
-    first_names = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     return (
-        f"For '{_NAME}', the backbone has {len(names)} Dropout layer(s) ({first_names}) that draw other masks when a "
-        f"micro-batch goes forward for the second time: the gradient is then not that of the loss. Set p=0 or remove "
+        f"For '{_NAME}', the backbone has {len(names)} Dropout layer(s) ({first_of(names)}) that draw other masks when "
+        f"a micro-batch goes forward for the second time: the gradient is then not that of the loss. Set p=0 or remove "
         f"them."
     )

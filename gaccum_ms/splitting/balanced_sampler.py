@@ -33,8 +33,6 @@ class BalancedSampler(dataset.Sampler):
     Keyword Args:
         shuffle (bool): Whether to shuffle before each epoch. Default: ``True`` .
         seed (int): The seed of the shuffling. Default: ``0`` .
-        quadratic (float): A sample of length :math:`l` costs :math:`l + \text{quadratic} \cdot l^2` ; the cost of
-            attention over long sequences grows with the square. Default: ``0.0`` : the cost is the number of tokens.
 
     Note:
         The last global batch of an epoch may be smaller. It is dealt as evenly as its number of samples allows. If it
@@ -44,8 +42,7 @@ class BalancedSampler(dataset.Sampler):
     Raises:
         TypeError: If `batch_size` , `num_shards` , `shard_id` or `seed` is not an int, or `shuffle` not a bool.
         ValueError: If `lengths` is empty, not one-dimensional or not numeric, or has a negative or non-finite value; if
-            `batch_size` or `num_shards` is less than 1; if `shard_id` is not from 0 to `num_shards` - 1; if `quadratic`
-            is negative.
+            `batch_size` or `num_shards` is less than 1; if `shard_id` is not from 0 to `num_shards` - 1.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -69,7 +66,6 @@ class BalancedSampler(dataset.Sampler):
         *,
         shuffle: bool = True,
         seed: int = 0,
-        quadratic: float = 0.0,
     ) -> None:
         check_positive_int(_NAME, "batch_size", batch_size)
         check_positive_int(_NAME, "num_shards", num_shards)
@@ -93,9 +89,7 @@ class BalancedSampler(dataset.Sampler):
                 f"For '{_NAME}', the argument 'lengths' must be finite and not negative, but got {array.min()} to "
                 f"{array.max()}."
             )
-        if not quadratic >= 0:
-            raise ValueError(f"For '{_NAME}', the argument 'quadratic' must not be negative, but got {quadratic}.")
-        self._costs = array + quadratic * array**2
+        self._costs = array
         self._batch_size, self._shards, self._shard = batch_size, num_shards, shard_id
         self._shuffle, self._seed = shuffle, seed
         self._epoch = 0

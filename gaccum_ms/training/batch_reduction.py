@@ -5,8 +5,9 @@ from __future__ import annotations
 import mindspore as ms
 from mindspore import ops
 
-from gaccum_ms.accumulation.reduction import CountedReduction, scale_by
+from gaccum_ms.accumulation.reduction import CountedReduction
 from gaccum_ms.record.run_record import RULES
+from gaccum_ms.transforms.norms import scale_by
 
 BATCHES, COUNTS = RULES.index("batches"), RULES.index("counts")
 

@@ -1,13 +1,6 @@
-"""``micro_batch_size="auto"``: the size of micro-batches is found at the first batch, and halved when memory runs out.
-
-Other steps have one graph; this one has two:
-
-    each rank by itself:        split; for each micro-batch: forward, backward, add
-                                out of memory? restore everything, halve the size, and try again
-    a window's last batch?      all ranks: from the next batch on, use the smallest size of all ranks
-    all ranks:                  reduce, divide, clip, update, clear                             (update.py)
-
-automatic_size.py finds and halves the size, and restores what a failed batch has changed.
+"""``micro_batch_size="auto"``: the size of micro-batches is found at the first batch, and halved when memory runs out
+(automatic_size.py). Other steps have one graph; this one has two: `AddBatch` , which each rank runs by itself, and the
+window's end (update.py), which all ranks run.
 """
 
 from __future__ import annotations
@@ -17,34 +10,26 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
-from mindspore import nn
 
 from gaccum_ms.accumulation.saturation import clear_flag
-from gaccum_ms.backend.graphs import OwnGraph
+from gaccum_ms.accumulation.update import OfWindow
 from gaccum_ms.training.automatic_size import NO_BATCH, AutomaticSize
 from gaccum_ms.training.on_trial import RehearsedStep
 from gaccum_ms.training.one_graph import even_batch
 from gaccum_ms.training.runner import Batch
 
 if TYPE_CHECKING:
-    from gaccum_ms.accumulation.update import Update
     from gaccum_ms.memory.trial import StepOnTrial
 
 
-class AddBatch(OwnGraph):
+class AddBatch(OfWindow):
     """Adds a batch, on this rank alone. Returns the loss, or the sums and their seed per item; the outputs; the loss
     scale."""
-
-    def __init__(self, window: nn.Cell, update: Update, jit: bool) -> None:
-        super().__init__(jit)
-        self.window = window
-        self.update = update
-        self.spans_batches = window.spans_batches
 
     def construct(self, *inputs):
         scale = self.update.scale()
         inputs = clear_flag(inputs)
-        if self.spans_batches:
+        if self.window.spans_batches:
             loss, outputs = self.window.add_batch(inputs, scale)
             return (loss, *outputs, scale)
         plan = self.window.plan(inputs)
@@ -53,13 +38,8 @@ class AddBatch(OwnGraph):
         return (sums, seed_per_item, *outputs, scale)
 
 
-class EndBatch(OwnGraph):
+class EndBatch(OfWindow):
     """Updates after a batch, if each batch is a window. Returns the loss, and whether the window overflowed."""
-
-    def __init__(self, window: nn.Cell, update: Update, jit: bool) -> None:
-        super().__init__(jit)
-        self.window = window
-        self.update = update
 
     def construct(self, sums, seed_per_item, scale):
         return self.update(*self.window.finish(sums, seed_per_item, scale))

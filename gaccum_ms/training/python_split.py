@@ -18,30 +18,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
-from mindspore import nn, ops
+from mindspore import ops
 
 from gaccum_ms.accumulation.output_axes import outputs_of
 from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.accumulation.sums import SUMS
-from gaccum_ms.backend.graphs import OwnGraph
+from gaccum_ms.accumulation.update import OfWindow
 from gaccum_ms.checks.arguments import described
 from gaccum_ms.training.runner import Batch
 
 if TYPE_CHECKING:
-    from gaccum_ms.accumulation.update import Update
     from gaccum_ms.splitting.splitter import Splitter
     from gaccum_ms.training.parts import Parts
 
 _NAME = "GradAccumulationCell"
 
 
-class AddMicroBatch(OwnGraph):
+class AddMicroBatch(OfWindow):
     """Adds a micro-batch, on this rank alone. Returns the batch's sums and mean loss so far, and the outputs."""
-
-    def __init__(self, window: nn.Cell, update: Update, jit: bool) -> None:
-        super().__init__(jit)
-        self.window = window
-        self.update = update
 
     def construct(self, sums, times, *micro_batch):
         micro_batch = clear_flag(micro_batch)

@@ -18,15 +18,9 @@ import mindspore as ms
 from mindspore import nn, ops
 
 from gaccum_ms.transforms.clip_by_global_norm import ClipByGlobalNorm
+from gaccum_ms.transforms.norms import scale_by
 from gaccum_ms.transforms.skip_spikes import SkipSpikes
 from gaccum_ms.transforms.transform import Transform
-
-_scaled = ops.MultitypeFuncGraph("gaccum_ms_scaled_by_number")
-
-
-@_scaled.register("Number", "Tensor")
-def _scaled_one(factor, gradient):
-    return gradient * factor
 
 
 @ops.constexpr
@@ -91,7 +85,7 @@ class Chain(nn.Cell):
         """The changed gradients, and whether an update is allowed. `scale` : a factor of the gradients, which is taken
         out for the links."""
         if scale != 1.0:
-            gradients = self.map(ops.partial(_scaled, 1.0 / scale), gradients)
+            gradients = self.map(ops.partial(scale_by, 1.0 / scale), gradients)
         allowed = ms.Tensor(True, ms.bool_)
         for index in range(len(self.links)):  # no `enumerate` : see micro_batches.py
             link = self.links[index]
@@ -99,7 +93,7 @@ class Chain(nn.Cell):
                 allowed = ops.logical_and(allowed, link.allows(gradients))
             gradients = self.checked(link.change(gradients), self.names[index])
         if scale != 1.0:
-            gradients = self.map(ops.partial(_scaled, scale), gradients)
+            gradients = self.map(ops.partial(scale_by, scale), gradients)
         return gradients, allowed
 
     def checked(self, gradients, name):

@@ -14,7 +14,7 @@ _tagged = ops.ExpandDims().add_prim_attr("grad_scale", True)
 
 _square_sums = ops.MultitypeFuncGraph("gaccum_ms_square_sums")
 _square_sum_of_part = ops.MultitypeFuncGraph("gaccum_ms_square_sum_of_part")
-_scale = ops.MultitypeFuncGraph("gaccum_ms_scale")
+scale_by = ops.MultitypeFuncGraph("gaccum_ms_scale_by")
 
 
 @_square_sums.register("Tensor")
@@ -31,7 +31,8 @@ def _square_sum_of_one_part(gradient: ms.Tensor) -> ms.Tensor:
     return _tagged(ops.reduce_sum(ops.square(ops.cast(gradient, ms.float32))), 0)
 
 
-@_scale.register("Tensor", "Tensor")
+@scale_by.register("Number", "Tensor")
+@scale_by.register("Tensor", "Tensor")
 def _scale_one(factor: ms.Tensor, gradient: ms.Tensor) -> ms.Tensor:
     return ops.cast(gradient, ms.float32) * factor
 
@@ -54,4 +55,4 @@ def global_norm_of_parts(gradients: tuple[ms.Tensor, ...]) -> ms.Tensor:
 def clip_by_norm(gradients: tuple[ms.Tensor, ...], norm: ms.Tensor, max_norm: float) -> tuple[ms.Tensor, ...]:
     """The gradients, scaled down to global norm `max_norm` if `norm` , their own norm, is larger; float32."""
     factor = max_norm / ops.maximum(norm, ms.Tensor(max_norm, ms.float32))
-    return ops.HyperMap()(ops.partial(_scale, factor), gradients)
+    return ops.HyperMap()(ops.partial(scale_by, factor), gradients)

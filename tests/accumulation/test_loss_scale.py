@@ -359,19 +359,8 @@ def test_negative_control_dropping_without_renormalising_is_caught(pynative):
 @pytest.mark.parametrize(
     ("scale_sense", "error", "message"),
     [
-        (
-            1024.0,
-            TypeError,
-            r"must be a Cell or a Tensor, but got 1024.0 of type 'float'. Give mindspore.Tensor\(1024.0",
-        ),
-        ("x", TypeError, "'scale_sense' must be a Cell or a Tensor, but got 'x' of type 'str'.$"),
-        (
-            ms.amp.DynamicLossScaler(1024, 2, 10),
-            TypeError,
-            r"Give nn.DynamicLossScaleUpdateCell\(loss_scale_value=1024.0, scale_factor=2, scale_window=10\), which",
-        ),
-        (ms.amp.StaticLossScaler(8), TypeError, r"Give mindspore.Tensor\(8.0, mindspore.float32\)"),
-        (ms.amp.DynamicLossScaleManager(), TypeError, r"Give its Cell, scale_sense.get_update_cell\(\)"),
+        (1024.0, TypeError, r"must be a Cell or a Tensor, but got 1024.0 of type 'float'. Give mindspore.Tensor\("),
+        (ms.amp.DynamicLossScaleManager(), TypeError, r"of type 'DynamicLossScaleManager'.* get_update_cell\(\)"),
         (Tensor([1.0, 2.0], ms.float32), ValueError, r"shape of 'scale_sense' must be \(\) or \(1,\), but got \(2,\)"),
         (Tensor(0.0, ms.float32), ValueError, "'scale_sense' must be positive and finite, but got 0.0"),
         (Tensor(float("inf"), ms.float32), ValueError, "'scale_sense' must be positive and finite, but got inf"),

@@ -316,8 +316,8 @@ def test_rank_0_alone_draws(rank_pair, tmp_path):
         ({"file": "log"}, TypeError, "'file' must be an open text file, but got 'log'"),
         ({"show": 1}, ValueError, "'show' must be one of [None, True, False], but got 1"),
         ({"refresh_seconds": "1"}, TypeError, "'refresh_seconds' must be a float, but got '1'"),
-        ({"refresh_seconds": -1}, ValueError, "'refresh_seconds' must be at least 0, but got -1"),
-        ({"refresh_seconds": float("nan")}, ValueError, "'refresh_seconds' must be finite, but got nan"),
+        ({"refresh_seconds": -1}, ValueError, "'refresh_seconds' must be finite and at least 0, but got -1"),
+        ({"refresh_seconds": float("nan")}, ValueError, "'refresh_seconds' must be finite and at least 0, but got nan"),
     ],
 )
 def test_bad_arguments_are_refused(options, error, text):

@@ -69,17 +69,6 @@ def test_a_folder_with_nothing_that_can_be_read_is_refused(three, tmp_path):
         resume(step, tmp_path)
 
 
-def test_a_folder_of_a_version_before_0_2_is_read(three, tmp_path):
-    folder, states = three
-    values = ms.load_checkpoint(str(folder / "net-1_2.ckpt"))
-    old = [{"name": name.removeprefix("gaccum_ms."), "data": value} for name, value in values.items()]
-    ms.save_checkpoint(old, str(tmp_path / "net-1_2.ckpt"))
-    step = make_step()
-    with pytest.warns(UserWarning, match="saved by a version before"):
-        resume(step, tmp_path)
-    assert_identical(everything(step), states["net-1_2.ckpt"])
-
-
 def test_of_equal_times_the_numbers_in_the_names_decide(three, tmp_path):
     folder, states = three
     for name, number in (("net-1_1.ckpt", 9), ("net-1_2.ckpt", 10)):
