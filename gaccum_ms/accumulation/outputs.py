@@ -122,16 +122,19 @@ class LossWithOutputs(nn.Cell):
 
     def take_axes(self, outputs: Sequence[Output | None]) -> None:
         """Keep the axes of the outputs, as they are at two numbers of samples."""
-        axes = []
-        for output in outputs[self.first_aux :]:
-            if output is None or not output.shapes[0]:
-                axes.append(0)
-                continue
-            axis = output.axis()
-            if axis is None:
-                raise ValueError(
-                    f"{_wanted(self.ratio, self.aux)[1]}, where {_OUTPUT}, or is the same for all micro-batches, but "
-                    f"{output.text}. {_REMEDY}"
-                )
-            axes.append(axis)
-        self.axes = tuple(axes)
+        self.axes = tuple(axes_of(outputs, self.ratio))
+
+
+def axes_of(outputs: Sequence[Output | None], ratio: bool, widths: tuple[int, int] | None = None) -> list[int]:
+    """The axes of samples of the outputs after the loss, 0 for scalars. `widths` : those of tokens in both runs."""
+    axes = []
+    for output in outputs[1 + ratio :]:
+        axis = output.axis(widths or (0, 0)) if output is not None and output.shapes[0] else 0
+        if output is not None and axis is None:
+            tokens = f", of {widths[0]} and {widths[1]} token(s)" if widths else ""
+            raise ValueError(
+                f"{_wanted(ratio, True)[1]}, where {_OUTPUT}, or is the same for all micro-batches, but "
+                f"{output.text}{tokens}. {_REMEDY}"
+            )
+        axes.append(axis or 0)
+    return axes

@@ -21,6 +21,7 @@ import numpy as np
 from mindspore import ops
 
 from gaccum_ms.accumulation.output_axes import outputs_of
+from gaccum_ms.accumulation.outputs import axes_of
 from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.accumulation.sums import SUMS
 from gaccum_ms.accumulation.update import OfWindow
@@ -90,20 +91,8 @@ class PythonSplit:
             return
         runs, samples, widths = sizes
         outputs = outputs_of(self._parts.network, runs, samples, self._parts.weights)
-        axes: list[tuple[int, tuple[int, ...]]] = []
-        for output in outputs[self._first_output :]:
-            if output is None or not output.shapes[0]:
-                axes.append((0, ()))
-                continue
-            axis = output.axis(widths)
-            if axis is None:
-                raise ValueError(
-                    f"For '{_NAME}', with aux=True each output beside the loss must have shape (), or one axis that "
-                    f"counts the micro-batch's samples, or be the same for all micro-batches, but {output.text}, of "
-                    f"{widths[0]} and {widths[1]} token(s). Return a mean of shape (), or an entry for each sample."
-                )
-            axes.append((axis, output.axes_of(widths)))
-        self._axes = axes
+        tokens = [output.axes_of(widths) if output is not None else () for output in outputs[self._first_output :]]
+        self._axes = list(zip(axes_of(outputs, self._parts.options.returns_ratio, widths), tokens, strict=True))
 
     def run(self, batch: Batch) -> Any:
         return self.end(self.add(batch))
