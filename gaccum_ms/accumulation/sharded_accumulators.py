@@ -75,8 +75,8 @@ def store_of(options: Options, weights: ms.ParameterTuple, accumulates: bool, su
     """Where a window's gradients are added up. `sums` : ranks are summed, also with ``gradients_mean=True`` ."""
     if not accumulates:
         return NoSums()
-    kept_by = options.accumulators.dtype, options.accumulators.compensated
+    form = options.accumulators.dtype, options.accumulators.compensated
     if options.accumulators.sharded and rank_and_ranks()[1] > 1:
         means = not sums and ms.get_auto_parallel_context("gradients_mean")
-        return ShardedSums(weights, *kept_by, means)
-    return GradientSums(weights, *kept_by)
+        return ShardedSums(weights, *form, means)
+    return GradientSums(weights, *form)

@@ -28,7 +28,7 @@ from gaccum_ms.accumulation import micro_batches
 from gaccum_ms.accumulation.copies import Copies
 from gaccum_ms.accumulation.output_axes import outputs_of, two_numbers
 from gaccum_ms.accumulation.sums import LOSS, SUMS
-from gaccum_ms.backend.parameters import show_records
+from gaccum_ms.backend.parameters import expose_records
 from gaccum_ms.layers.batchnorm import trains_batch_norm
 from gaccum_ms.options.options import Options
 from gaccum_ms.splitting.even_split import cut_axes
@@ -97,7 +97,7 @@ class Window(nn.Cell):
         self.records_noise = options.record_noise
         if options.record_noise:
             self.noise = weighing.noise
-        show_records(self, weighing, weighing.noise if options.record_noise else None)
+        expose_records(self, weighing, weighing.noise if options.record_noise else None)
 
     def __getattr__(self, name: str) -> Any:
         """At each compilation, `weighing_of_first` , `weighing_of_loop` and `weighing_of_rest` : see copies.py."""

@@ -39,7 +39,7 @@ def of_this_rank(name: str, value: ms.Tensor) -> ms.Parameter:
 
 
 # Records that callbacks read as attributes of the step or accumulator, though one of its parts owns them.
-_SHOWN = (
+_EXPOSED = (
     "accumulation_steps",
     "batch_items",
     "dropped_micro_batches",
@@ -57,10 +57,10 @@ _SHOWN = (
 )
 
 
-def show_records(cell: nn.Cell, *parts: nn.Cell | None) -> None:
-    """Make the `_SHOWN` Parameters of the parts attributes of `cell` ."""
+def expose_records(cell: nn.Cell, *parts: nn.Cell | None) -> None:
+    """Make the `_EXPOSED` Parameters of the parts attributes of `cell` ."""
     for part in parts:
-        for name in _SHOWN:
+        for name in _EXPOSED:
             if hasattr(part, name):
                 setattr(cell, name, getattr(part, name))
 

@@ -19,7 +19,7 @@ from gaccum_ms.accumulation.open_window import OpenWindow
 from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.accumulation.update import Update, WindowEnd
 from gaccum_ms.backend import graphs
-from gaccum_ms.backend.parameters import counter, hold_weights, overwrite, show_records
+from gaccum_ms.backend.parameters import counter, expose_records, hold_weights, overwrite
 from gaccum_ms.checks.arguments import check_positive_int
 from gaccum_ms.cpu.kernels import all_finite
 from gaccum_ms.losses import counts
@@ -192,7 +192,7 @@ class GradAccumulator(nn.Cell):
         self.update = Update(_NAME, optimizer, weights, self.window, options, scale_sense)
         self.end_window = WindowEnd(self.window, self.update, self._jit)
         self.accu_grads = self.window.accumulators.sums
-        show_records(self, self.window, self.update, *self.update.links)
+        expose_records(self, self.window, self.update, *self.update.links)
         self.batch_count = counter("batch_count")
         distributed = self.window.reduction.sum_over_ranks.reduces
         self.run_record = RunRecord(_NAME, ("batches", "counts"), accumulation_steps, distributed)

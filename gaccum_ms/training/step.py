@@ -46,7 +46,7 @@ from gaccum_ms.accumulation.assembly import Kinds, combined, fused_reducer, kind
 from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.accumulation.update import Update, WindowEnd
 from gaccum_ms.backend import graphs
-from gaccum_ms.backend.parameters import counter, hold_weights, record, show_records
+from gaccum_ms.backend.parameters import counter, expose_records, hold_weights, record
 from gaccum_ms.backend.pynative_tape import close_tape
 from gaccum_ms.checks.arguments import check_positive_int
 from gaccum_ms.distributed.ranks import broadcast_parameters
@@ -218,7 +218,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         if open_window is not None:
             end_window = self.end_window = WindowEnd(open_window, self.update, self._jit)
         self.accu_grads = self.window.store.sums
-        show_records(self, self.window, open_window, self.update, *self.update.links)
+        expose_records(self, self.window, open_window, self.update, *self.update.links)
         counters = self.batch_count, self.window_position
         parts = Parts(self.options, self.network, self.weights, self.window, self.update, end_window, *counters)
         self._counts = Counts(parts)
