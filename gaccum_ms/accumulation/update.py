@@ -181,17 +181,19 @@ class Update(nn.Cell):
         gradients, allowed = self.transforms.change(gradients, self.scale_in_gradients)
         gradients = self.map(_cast_like, gradients, self.weights)
         if not self.transforms.vetoes:
-            return self._move(gradients, loss)
+            return self._move_with_transforms(gradients, loss)
         if allowed:
-            loss = self._move(gradients, loss)
+            loss = self._move_with_transforms(gradients, loss)
         return loss
 
+    def _move_with_transforms(self, gradients, loss):
+        loss = self._move(self.transforms.before_update(gradients), loss)
+        return self.transforms.after_update(loss)
+
     def _move(self, gradients, loss):
-        gradients = self.transforms.before_update(gradients) if self.has_transforms else gradients
         updated = self.optimizer(gradients)
         loss = ops.depend(loss, (updated, ops.assign_add(self.update_count, ms.Tensor(1, ms.int32))))
-        loss = self.statistics.move(loss) if self.has_statistics else loss
-        return self.transforms.after_update(loss) if self.has_transforms else loss
+        return self.statistics.move(loss) if self.has_statistics else loss
 
     def _divided(self, gradients, divisor):
         if self.is_sharded and self.scaled:  # a product: the compiler's pass for norms does not recognise quotients

@@ -26,4 +26,4 @@ def test_the_mlp_has_few_functions(tmp_path):
         done = programs.run(script, folder=tmp_path, **dump, MS_DEV_DUMP_IR_PASSES="type_inference")
     assert done.returncode == 0, done.stderr[-3000:]
     inferred = max(graphs.rglob("*type_inference*.ir"), key=lambda file: file.stat().st_size).read_text()
-    assert 200 < inferred.count("\nsubgraph @") < 374
+    assert 200 < inferred.count("\nsubgraph @") <= 324  # 323
