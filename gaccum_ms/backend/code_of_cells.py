@@ -46,12 +46,19 @@ def _attribute(holder: Any, name: str) -> Any:
     return getattr(value, "__func__", value)  # unwraps a staticmethod or classmethod
 
 
-def uses(cell: nn.Cell, kinds: tuple[type, ...]) -> bool:
-    """Whether a Cell holds an object of these classes, or the user's code of it names an object or a class of them."""
+def values_of(cell: nn.Cell) -> list[Any]:
+    """What a Cell holds, and what the user's code of it names."""
     values = [value for _, value in held_values(cell)]
     if not type(cell).__module__.startswith("mindspore."):
         values += [value for _, named in functions_of(cell) for value in named]
-    return any(issubclass(value, kinds) if isinstance(value, type) else isinstance(value, kinds) for value in values)
+    return values
+
+
+def uses(cell: nn.Cell, kinds: tuple[type, ...]) -> bool:
+    """Whether one of these values is an object or a class of these classes."""
+    return any(
+        issubclass(value, kinds) if isinstance(value, type) else isinstance(value, kinds) for value in values_of(cell)
+    )
 
 
 def written_by(cell: nn.Cell, writers: tuple[Any, ...]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Whether a network has a convolution of MindSpore."""
+"""Whether a network has or calls a convolution of MindSpore."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms.backend.held_cells import held_cells, held_values
+from gaccum_ms.backend.code_of_cells import values_of
+from gaccum_ms.backend.held_cells import held_cells
 from gaccum_ms.cpu.instructions import limit_instructions
 
 # Conv2D, conv1d, Conv3dTranspose, conv_transpose2d, Convolution, conv_tbc; not Convert.
@@ -29,9 +30,9 @@ def limit_instructions_for_weights(weights: Iterable[ms.Parameter]) -> None:
 
 
 def convolves(network: nn.Cell) -> bool:
-    """Whether the network holds a layer or operator that convolves, or kernels, with which a function does."""
+    """Whether the network holds or calls a layer, operator or function that convolves, or holds kernels."""
     return _have_kernels(network.get_parameters()) or any(
-        _is_convolution(value) for _, cell in held_cells(network) for value in (cell, *dict(held_values(cell)).values())
+        _is_convolution(value) for _, cell in held_cells(network) for value in (cell, *values_of(cell))
     )
 
 

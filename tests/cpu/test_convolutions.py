@@ -2,12 +2,65 @@
 
 from __future__ import annotations
 
+import mindspore
 import mindspore as ms
 import pytest
 from mindspore import mint, nn, ops
+from mindspore.ops import conv2d as by_another_name
 
 from gaccum_ms import WithBatchLossCell
 from gaccum_ms.cpu.convolutions import convolves
+
+
+def helper(x):
+    return deeper(x)
+
+
+def deeper(x):
+    return mindspore.ops.conv2d(x, x)
+
+
+@ms.jit
+def compiled(x):
+    return ops.conv_transpose2d(x, x)
+
+
+class Calls(nn.Cell):
+    def construct(self, x):
+        return ops.conv2d(x, x)
+
+
+class CallsAnAlias(nn.Cell):
+    def construct(self, x):
+        return by_another_name(x, x)
+
+
+class CallsAHelper(nn.Cell):
+    def construct(self, x):
+        return helper(x)
+
+
+class CallsACompiledFunction(nn.Cell):
+    def construct(self, x):
+        return compiled(x)
+
+
+class CallsItsMethod(nn.Cell):
+    def construct(self, x):
+        return self.convolved(x)
+
+    def convolved(self, x):
+        return mint.nn.functional.conv2d(x, x)
+
+
+class InheritsItsMethod(CallsItsMethod):
+    def construct(self, x):
+        return self.convolved(x) + 1
+
+
+class MakesThePrimitive(nn.Cell):
+    def construct(self, x):
+        return ops.Conv2D(3, 3)(x, x)
 
 
 class CallsAFunction(nn.Cell):
@@ -75,6 +128,13 @@ CONVOLVE = {
     "cell in a tuple": lambda: Holds((nn.Conv2d(2, 2, 1),)),
     "function": lambda: Holds(ops.conv3d),
     "function with a kernel": CallsAFunction,
+    "call": Calls,
+    "call by another name": CallsAnAlias,
+    "call through functions": CallsAHelper,
+    "call of a compiled function": CallsACompiledFunction,
+    "call in a method": CallsItsMethod,
+    "call in an inherited method": InheritsItsMethod,
+    "primitive made in construct": MakesThePrimitive,
     "under a loss": lambda: nn.WithLossCell(nn.SequentialCell(nn.Conv2d(2, 2, 1)), nn.MSELoss()),
     "under a loss of the batch": lambda: WithBatchLossCell(nn.Conv2d(2, 2, 1), nn.MSELoss()),
 }
