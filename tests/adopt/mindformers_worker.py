@@ -7,8 +7,6 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 os.environ["LOG_MF_PATH"] = str(Path(sys.argv[1]) / "log_of_mindformers")
 
 import mindspore as ms
