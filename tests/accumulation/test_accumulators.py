@@ -120,8 +120,9 @@ def test_compensation_keeps_what_rounding_takes(dtype):
     assert abs(accumulate(dtype, compensated=True) - TRUTH) <= 1e-6
 
 
-def test_negative_control_the_plain_sum_loses_every_tiny_gradient():
-    assert accumulate("float16", compensated=False) == 1.0
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_negative_control_the_plain_sum_loses_every_tiny_gradient(dtype):
+    assert accumulate(dtype, compensated=False) == 1.0
 
 
 @pytest.mark.parametrize(

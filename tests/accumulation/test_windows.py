@@ -224,8 +224,16 @@ class KeepsItsSums(OpenWindow):
         return ops.depend(after, ops.assign(self.window_position, ops.depend(ms.Tensor(0, ms.int32), cleared)))
 
 
-@pytest.mark.parametrize("broken", [UpdatesEachBatch, DividesByWholeWindows, NeverReset, KeepsItsSums])
-def test_negative_control_a_broken_window_is_caught(broken, pynative):
+@pytest.mark.core(mode="pynative")
+@pytest.mark.parametrize(
+    ("broken", "mode"),
+    [
+        *((broken, "pynative") for broken in (UpdatesEachBatch, DividesByWholeWindows, NeverReset, KeepsItsSums)),
+        (NeverReset, "graph"),
+    ],
+    indirect=["mode"],
+)
+def test_negative_control_a_broken_window_is_caught(broken, mode):
     with pytest.raises(AssertionError):
         check_tail(PLAIN.step(step_class=step_with(open_window=broken), micro_size=2))
 

@@ -17,15 +17,19 @@ from gaccum_ms import (
     AutoSize,
     CountNotIgnored,
     GradAccumulationCell,
+    MaxTokens,
     audit,
     find_micro_batch_size,
     memory_report,
 )
 from gaccum_ms.backend.parameters import overwrite
 from gaccum_ms.backend.snapshot import Snapshot
+from gaccum_ms.memory.heap import keep_heap_small
+from gaccum_ms.memory.proc import forget_peak, own
 from gaccum_ms.training.found_tokens import FoundTokens
 from tests.splitting.test_max_tokens import DATA, IGNORED, LENGTH, Causal, max_tokens, run, step_of, whole_step
-from tests.support.reference import Outer, as_numpy, relative_error
+from tests.support.alone import alone
+from tests.support.reference import Outer, as_numpy, make_step, relative_error
 from tests.training.test_auto_size import says_assert_failed, state
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*writes state in 'construct'")  # networks that count their runs
@@ -138,6 +142,52 @@ def test_finds_the_number_that_fits_on_all_widths_once(tried):
     assert cell.split.plan is None
     for one, value in zip(network.get_parameters(), before, strict=True):
         np.testing.assert_array_equal(as_numpy(one), value)
+
+
+TEXTS, WIDTHS = 64, (64, 256)
+
+
+class Tagger(nn.Cell):
+    """Some 50 KB of intermediate values for each token."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.SequentialCell(nn.Dense(4, 4000), nn.Tanh(), nn.Dense(4000, 5))
+        self.loss = nn.CrossEntropyLoss(ignore_index=IGNORED)
+
+    def construct(self, x, y):
+        return self.loss(self.layers(x).reshape((-1, 5)), y.reshape((-1,)))
+
+
+def trained(tokens: int | str, room: int) -> tuple[int, int]:
+    """In a new process: the number of tokens of a training, and its peak above the memory before it. If it finds its
+    number, it may have so many bytes more than the process has."""
+    ms.set_context(mode=ms.GRAPH_MODE)
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, WIDTHS[-1] + 1, TEXTS)
+    y = rng.integers(0, 5, (TEXTS, WIDTHS[-1])).astype(np.int32)
+    y[np.arange(WIDTHS[-1]) >= lengths[:, None]] = IGNORED
+    data = [Tensor(rng.normal(size=(*y.shape, 4)).astype(np.float32)), Tensor(y)]
+    network = Tagger()
+    keep_heap_small()
+    forget_peak()
+    before = own("VmRSS")
+    size = AutoSize(before + room) if tokens == "auto" else tokens
+    split = MaxTokens(size, lambda x, y: (y.asnumpy() != IGNORED).sum(1), widths=WIDTHS, padding=(0, IGNORED))
+    step = make_step(network, nn.Adam, split=split, count=CountNotIgnored(IGNORED))
+    for _ in range(2):
+        step(*data).asnumpy()
+    return split.max_tokens, own("VmHWM") - before
+
+
+@pytest.mark.thorough
+def test_what_is_found_fits():
+    """Training keeps the limit; with twice the tokens it would not."""
+    room = 200_000_000
+    tokens, peak = alone(trained, "auto", room)
+    assert WIDTHS[-1] < tokens < TEXTS * WIDTHS[-1]
+    assert peak <= room
+    assert alone(trained, 2 * tokens, room)[1] > room
 
 
 def test_the_worst_case_is_a_full_micro_batch_of_each_width():
