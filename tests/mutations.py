@@ -202,8 +202,8 @@ FAULTS = [
     Fault(
         "moving statistics do not move",
         "accumulation/update.py",
-        "loss = self.statistics.move(loss) if self.has_statistics else loss",
-        "loss = loss + 0",
+        "return self.statistics.move(loss) if self.has_statistics else loss",
+        "return loss",
         "layers/test_window_batchnorm.py -k moving_statistics",
     ),
     # -- windows of several batches
