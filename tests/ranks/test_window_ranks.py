@@ -255,19 +255,19 @@ def recorded(name: str, rank: int) -> dict[str, np.ndarray]:
         of_all = [oracle.sums_of(plan, term, weight, everything) for term in terms]
         of_own = oracle.sums_of(plan, terms[0], weight, own)
         of_batches = [oracle.sums_of(plan, terms[0], weight, [batch]) for batch in own]
-        means = [one.mean(False) for one in of_all]
+        means = [one.mean() for one in of_all]
         loss, gradient = (sum(column) for column in zip(*means, strict=True))
         if "count" in options and steps == 1:
             losses, counts = [loss], [one.items for one in of_all]
         else:
-            losses, counts = [one.mean(False)[0] for one in of_batches], [one.items for one in of_batches]
+            losses, counts = [one.mean()[0] for one in of_batches], [one.items for one in of_batches]
         row = {"updated": True, "losses": losses, "loss": loss, "counts": counts}
         row["count"] = np.nan if several else of_all[0].kept
         row["loss_terms"] = [mean for mean, _ in means] if several else np.nan
         row["dropped_micro_batches"] = of_all[0].dropped
         row["grad_norm"] = abs(gradient) if "max_grad_norm" in options else np.nan
         if "count" not in options:
-            row["loss"] = of_own.mean(False)[0]
+            row["loss"] = of_own.mean()[0]
         rows.append(row)
         limit = options.get("max_grad_norm", np.inf)
         weight -= RATE * np.clip(gradient, -limit, limit)

@@ -43,11 +43,6 @@ class Mean(Weight):
         return ops.square(self.weight * x - y).mean() / 2
 
 
-class Sum(Weight):
-    def construct(self, x, y, mask):
-        return ops.square(self.weight * x - y).sum() / 2
-
-
 class Masked(Weight):
     def construct(self, x, y, mask):
         return (ops.square(self.weight * x - y) * mask).sum() / mask.sum() / 2
@@ -106,7 +101,6 @@ class Plan:
     weights: tuple[float, ...] = (1.0,)
     micro_size: int = 1
     steps: int = 1
-    is_sum: bool = False
     drops: bool = False
     checks: bool = False  # whether there is a loss scale that is checked for overflow
     scale: float | None = None
@@ -142,9 +136,7 @@ class Sums:
             self.gradient += gradient * items
             self.kept += items
 
-    def mean(self, is_sum: bool) -> tuple[float, float]:
-        if is_sum:
-            return self.loss, self.gradient
+    def mean(self) -> tuple[float, float]:
         return (self.loss / self.kept, self.gradient / self.kept) if self.kept else (0.0, 0.0)
 
 
@@ -166,7 +158,7 @@ def expected_records(plan: Plan, epochs: Sequence[Sequence[Batch]]) -> tuple[lis
                 if len(window) < plan.steps and not (plan.flushes and number == len(data)):
                     continue
                 of_terms = [sums_of(plan, term, w, window) for term in plan.terms]
-                means = [one.mean(plan.is_sum) for one in of_terms]
+                means = [one.mean() for one in of_terms]
                 loss, gradient = (np.dot(plan.weights, column) for column in zip(*means, strict=True))
                 kept, dropped = sum(one.kept for one in of_terms), of_terms[0].dropped
                 bad = not np.isfinite(gradient)
@@ -179,7 +171,7 @@ def expected_records(plan: Plan, epochs: Sequence[Sequence[Batch]]) -> tuple[lis
                         "updated": updated,
                         "epoch": epoch,
                         "batches": len(window),
-                        "losses": (loss,) if several else tuple(one.mean(plan.is_sum)[0] for one in of_batches),
+                        "losses": (loss,) if several else tuple(one.mean()[0] for one in of_batches),
                         "loss": loss,
                         "counts": tuple(plan.count_of(one) for one in (of_terms if several else of_batches)),
                         "count": None if several else of_terms[0].kept,
@@ -252,14 +244,11 @@ def case(
     """A case, from options of the cell and of its surroundings."""
     terms = {Masked: (masked,), MaskedAndMean: (masked, mean), MeanAndMean: (squares, mean), Spread: (spread,)}
     terms_of = terms.get(network, (squares,))
-    if network is Sum:
-        options["reduction"] = "sum"
     plan = Plan(
         terms=terms_of,
         weights=options.get("loss_weights") or (1.0,) * len(terms_of),
         micro_size=1 if network is Spread else options["micro_size"],
         steps=options.get("accumulation_steps", 1),
-        is_sum=network is Sum,
         drops=options.get("overflow") == "drop_micro_batch",
         checks=scale is not None and not fixed_scale,
         scale=scale,
