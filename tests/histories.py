@@ -423,7 +423,8 @@ class History:
         if not went_on:
             expected = Expected(dict(before))
         left = int(now[OWN + "window_position"])
-        if self.spans and left == position and not went_on and not (position and now[OWN + "window_steps"] <= position):
+        full = position and now[OWN + "window_steps"] <= position
+        if self.spans and left == position and not went_on and not (full and not flushes):
             self.oracle.windows, self.oracle.rounding = windows, rounding
         elif left:
             raise Difference(f"window_position is {left}, and was {position} before the error")

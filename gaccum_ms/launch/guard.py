@@ -78,25 +78,29 @@ def _wait(process: subprocess.Popen, job: str) -> int:
             process.wait(timeout=1)
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as to_launcher:
             if to_launcher.connect_ex(f"\0{job}"):  # it was killed, and could not end the processes
-                end_all(job, spared=GUARDS)
+                end_all(job, guards=False)
         code = process.returncode
         if code is not None:
             return code if code >= 0 else 128 - code
 
 
-def end_all(job: str, grace_seconds: float = 0.0, spared: bytes = b"") -> None:
+def end_all(job: str, grace_seconds: float = 0.0, guards: bool = True) -> None:
     """End every process of a launch, in other sessions too: SIGTERM, `grace_seconds` later SIGKILL, until none is left.
-    Processes with the words `spared` in their command may stay."""
-    kill_from, mark, left = time.monotonic() + grace_seconds, f"{JOB}={job}".encode(), True
-    while left:
-        left, number = False, signal.SIGTERM if time.monotonic() < kill_from else signal.SIGKILL
+    Guards, msrun and mpirun come last, if at all: if this process is killed meanwhile, the guards end the rest."""
+    kill_from, mark = time.monotonic() + grace_seconds, f"{JOB}={job}".encode()
+    while True:
+        left: dict[bool, list[int]] = {True: [], False: []}  # by whether they are guards
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it has ended, or is another user's
-                ours = mark in (process / "environ").read_bytes().split(b"\0")
-                if ours and not (spared and spared in (process / "cmdline").read_bytes()):
-                    left = True
-                    os.kill(int(process.name), number)
-        time.sleep(0.1 * left)
+                if mark in (process / "environ").read_bytes().split(b"\0"):
+                    left[GUARDS in (process / "cmdline").read_bytes()].append(int(process.name))
+        ended = left[False] or (left[True] if guards else [])
+        if not ended:
+            return
+        for pid in ended:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGTERM if time.monotonic() < kill_from else signal.SIGKILL)
+        time.sleep(0.1)
 
 
 def run(script: str, arguments: list[str]) -> None:

@@ -75,6 +75,24 @@ def test_ctrl_c_leaves_no_process(tmp_path):
     assert launched.finish().returncode == 130
 
 
+def test_killed_while_it_ends_its_processes_it_leaves_none(tmp_path):
+    """As by Ray, when the program dies whose actor it is: the guards are still there and end the rest."""
+    script = write(
+        tmp_path / "script.py",
+        'import signal\nsignal.signal(signal.SIGTERM, lambda *_: open(f"term.{rank}", "x"))\n'
+        'open(f"up.{rank}", "x")\nwhile True: time.sleep(1000)',
+    )
+    launched = Launched(script, "-n", "2")
+    launched.wait_for(tmp_path / "up.0", tmp_path / "up.1")
+    launched.process.terminate()
+    launched.wait_for(tmp_path / "term.0", tmp_path / "term.1")
+    launched.process.kill()
+    try:
+        wait_until(lambda: not launched.running())
+    finally:
+        launched.finish()
+
+
 @pytest.mark.thorough
 def test_a_launch_under_nohup_goes_on_after_sighup(tmp_path):
     script = write(tmp_path / "script.py", 'open("up", "x")\nwhile not os.path.exists("go"): time.sleep(0.1)')
