@@ -15,16 +15,11 @@ from mindspore import nn, ops
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from gaccum_ms import backend
+from gaccum_ms.distributed.ranks import compiler_distributes
 from gaccum_ms.layers.window_batchnorm import WindowBatchNorm
 from gaccum_ms.splitting.even_split import plan_split
 
 _NAME = "GradAccumulationCell"
-
-
-def compiler_distributes() -> bool:
-    """Whether the compiler distributes graphs in the present parallel mode."""
-    mode = ms.get_auto_parallel_context("parallel_mode")
-    return mode in (ms.ParallelMode.SEMI_AUTO_PARALLEL, ms.ParallelMode.AUTO_PARALLEL)
 
 
 def held_cell(network: Any) -> Any:

@@ -85,7 +85,7 @@ class Chain(nn.Cell):
             one.begin(weights, network)
         _check_names(owner, links, weights)
         self.links = nn.CellList(links, auto_prefix=False)
-        self.names = tuple(_name(one) for one in transforms)
+        self.names = tuple(name_of(one) for one in transforms)
         self.shapes = tuple(tuple(weight.shape) for weight in weights)
         self.may_forbid = tuple(type(one).allows is not Transform.allows for one in links)
         self.vetoes = any(self.may_forbid)
@@ -169,5 +169,11 @@ def _check_names(owner: str, links: Sequence[Transform], weights: Sequence[ms.Pa
                 )
 
 
-def _name(one: Any) -> str:
+def sees_parts(one: Any) -> bool:
+    """Whether a transform is right where a gradient is one device's part."""
+    return getattr(one, "elementwise", False) or isinstance(one, (ClipByGlobalNorm, SkipSpikes))
+
+
+def name_of(one: Any) -> str:
+    """How errors call a transform."""
     return type(one).__name__ if isinstance(one, nn.Cell) else getattr(one, "__name__", repr(one))

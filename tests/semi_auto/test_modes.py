@@ -59,7 +59,6 @@ def test_a_bad_count_is_one_clear_error():
             r"'accumulators' must have compensated=False, but got Accumulators\(.*: .*give Accumulators\(mindspore",
         ),
         ({"micro_size": 2, "overflow": "drop_micro_batch"}, r"'overflow' must be 'drop_window', but got 'drop_micro"),
-        ({"micro_size": 2, "loss_weights": (1.0, 0.5)}, r"'loss_weights' must be \(1.0,\), but got \(1.0, 0.5\)"),
     ],
 )
 def test_refuses_what_needs_a_loop(options, message):
