@@ -158,11 +158,13 @@ class Options:
             "the loss needs all samples of the window at once, and the first batches of a window are gone when the "
             "last one comes; use larger batches and a larger 'micro_size', which need no more memory",
         ),
-        only_in_semi_auto(
-            "accumulation_steps",
-            1,
-            "the compiler reduces over devices at the end of each batch's backward; give larger batches and a larger "
-            "'micro_size', which need no more memory",
+        Rule(
+            SEMI_AUTO,
+            "`accumulation_steps`",
+            f"`micro_size=1` in {SEMI_AUTO}",
+            lambda s: s.o.accumulation_steps > 1 and (s.o.micro_size or 1) < 2,
+            "in semi-auto and auto parallel mode 'accumulation_steps' needs accumulators, which the compiler fills for "
+            "two or more micro-batches, but got micro_size={o.micro_size}. Give micro_size=2 or more.",
         ),
         for_memory=lambda steps: steps > 1,
         given="int | None",

@@ -29,6 +29,7 @@ from gaccum_ms.losses import counts
 from gaccum_ms.losses.per_sample_loss import PerSampleLoss
 from gaccum_ms.options.compatibility import Setup
 from gaccum_ms.semi_auto import modes as auto_parallel
+from gaccum_ms.semi_auto.compiled_once import compiled_once
 from gaccum_ms.semi_auto.shard_slice import ShardSlice
 
 _SMALL = 1e-30  # in the place of a total of zero, whose numerators are zero
@@ -59,7 +60,7 @@ class Numerators(nn.Cell):
         super().__init__(auto_prefix=False)
         options, network, _ = setup
         self.per_sample = isinstance(network, PerSampleLoss)
-        self.network = network.network if self.per_sample else network
+        self.network = compiled_once(network.network if self.per_sample else network, network)
         self.reducer = network if self.per_sample else nn.Identity()
         self.loss_is_mean = options.loss_is_mean
         self.share = 1.0 / (options.micro_size or 1) if options.loss_is_mean else 1.0
@@ -113,12 +114,18 @@ class Fraction(Numerators):
     def items(self, micro_batch):
         return counts.valid_or_nan(self.count(*micro_batch)) if self.loss_is_mean else 1.0
 
-    def finished(self, sums, unit, scale):
-        total = sums[-1]
-        least = counts.at_least(total, self.min_count)
+    def means(self, sums, unit):
+        """The loss and the outputs of shape ()."""
+        least = counts.at_least(sums[-1], self.min_count)
         means: tuple = ()
         for numerator in sums[:-1]:
             means = (*means, counts.ratio_or_zero(numerator, least * unit))
+        return means
+
+    def finished(self, sums, unit, scale):
+        total = sums[-1]
+        least = counts.at_least(total, self.min_count)
+        means = self.means(sums, unit)
         loss = ops.depend(means[0], ops.assign(self.window_count, total))
         divisor = ops.select(least > 0, least, ops.ones_like(least)) * unit * scale
         # If a micro-batch counts nothing, its mean and thus the loss are NaN.
@@ -150,7 +157,7 @@ class WeightedLosses(nn.Cell):
     def __init__(self, setup: Setup) -> None:
         super().__init__(auto_prefix=False)
         options, network, _ = setup
-        self.network = network
+        self.network, self.for_totals = compiled_once(network, network), network
         self.number = options.losses
         self.weights = options.loss_weights
         self.loss_is_mean = options.loss_is_mean
@@ -163,7 +170,7 @@ class WeightedLosses(nn.Cell):
 
     def totals(self, *inputs):
         if self.ratio:
-            return ops.stop_gradient(fractions(self.network(*inputs), self.number, False)[1::2])
+            return ops.stop_gradient(fractions(self.for_totals(*inputs), self.number, False)[1::2])
         return self.items(inputs)
 
     def items(self, batch):
@@ -199,14 +206,27 @@ class WeightedLosses(nn.Cell):
         return scale, (loss,), ops.logical_and(counted, ops.isfinite(loss))
 
 
-def parts_of(setup: Setup) -> nn.Cell:
-    """What a micro-batch adds to the sums, by these options."""
+class Unit:
+    """The factor of one item in numerators, so that they and the accumulators hold numbers of a mean's size. It is the
+    same in all graphs of a step, whose batches may share an update."""
+
+    def __init__(self) -> None:
+        self._value: float | None = None
+
+    def of(self, samples: int) -> float:
+        """When a graph is compiled. `samples` : of its batch."""
+        self._value = self._value or 1.0 / samples
+        return self._value
+
+
+def parts_of(setup: Setup, spans_batches: bool) -> nn.Cell:
+    """What a micro-batch adds to the sums, by these options. In a window of several batches samples are counted too."""
     options = setup.o
     if options.several_losses:
         return WeightedLosses(setup)
     if options.returns_ratio:
         return Ratio(setup)
-    return Fraction(setup) if options.counted else Numerators(setup)
+    return Fraction(setup) if options.counted or spans_batches else Numerators(setup)
 
 
 class BatchSums(nn.Cell):
@@ -214,11 +234,13 @@ class BatchSums(nn.Cell):
 
     Args:
         setup (Setup): The options and the network.
+        spans_batches (bool): Whether windows may have several batches.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, spans_batches: bool) -> None:
         super().__init__(auto_prefix=False)
-        self.parts = parts_of(setup)
+        self.parts = parts_of(setup, spans_batches)
+        self.unit_of = ops.constexpr(Unit().of)
         self.micro_size = setup.o.micro_size or 1
         self.slices = nn.CellList([_Slices(i, self.micro_size) for i in range(self.micro_size)], auto_prefix=False)
         # The passes know by them where a micro-batch's forward ends. Each number is added by itself: vectors might be
@@ -227,7 +249,7 @@ class BatchSums(nn.Cell):
 
     def construct(self, *inputs):
         totals = self.parts.totals(*inputs)
-        unit = unit_of(inputs)
+        unit = self.unit_of(inputs[0].shape[0])
         sums: tuple = ()
         outputs: tuple = ()
         for index in range(self.micro_size):
@@ -248,11 +270,6 @@ class BatchSums(nn.Cell):
 
 
 # -- compiled ----------------------------------------------------------------------------------------------------------
-
-
-def unit_of(inputs):
-    """The factor of one item in numerators, so that they and the accumulators hold numbers of a mean's size."""
-    return 1.0 / inputs[0].shape[0]
 
 
 def scalars_of(outputs, factor):

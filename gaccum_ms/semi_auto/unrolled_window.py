@@ -10,16 +10,22 @@ number of micro-batches: `mindspore.lazy_inline` on the network bounds the compi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
 from mindspore import nn, ops
 
 from gaccum_ms import backend
 from gaccum_ms.accumulation.accumulators import GradientSums, NoSums
+from gaccum_ms.accumulation.open_window import OpenWindow
 from gaccum_ms.backend.parameters import hold_weights, record, show_records
 from gaccum_ms.options.compatibility import Setup
-from gaccum_ms.semi_auto.batch_sums import BatchSums, unit_of
+from gaccum_ms.semi_auto.batch_sums import BatchSums
 from gaccum_ms.splitting.even_split import SplitPlan, plan_split
+
+if TYPE_CHECKING:
+    from gaccum_ms.accumulation.update import Update
 
 
 def cloned(weights: Sequence[ms.Parameter], dtype: ms.Type | None, prefix: str) -> ms.ParameterTuple:
@@ -31,22 +37,44 @@ def cloned(weights: Sequence[ms.Parameter], dtype: ms.Type | None, prefix: str) 
     return clones
 
 
+class OpenSums(OpenWindow):
+    """A window that stays open between batches: the accumulators, which are this device's sums, and the numbers that
+    belong to them. `parts` : what has the counts."""
+
+    is_sharded = True
+
+    def __init__(
+        self, store: GradientSums, parts: nn.Cell, sum_over_devices: ops.AllReduce, position: ms.Parameter, steps: int
+    ) -> None:
+        records: Any = SimpleNamespace(
+            window_count=parts.window_count,
+            dropped_micro_batches=record("dropped_micro_batches"),
+            records_noise=False,
+        )
+        super().__init__("GradAccumulationCell", store, records, position, steps)
+        self.sum_over_devices = sum_over_devices
+
+    def on_any_rank(self, condition):
+        return found_on_any(self.sum_over_devices, condition)
+
+
 class UnrolledWindow(nn.Cell):
     """The methods of `Window` , for the compiler's own accumulation.
 
     Args:
         setup (Setup): The options and the network.
         weights (ParameterTuple): The weights.
+        position (Parameter or None): If windows may have several batches, the number of them so far.
     """
 
     is_sharded = True
-    spans_batches = False
     weighs_samples = False
     micro_batch_size = None  # the number of micro-batches is fixed
 
-    def __init__(self, setup: Setup, weights: ms.ParameterTuple) -> None:
+    def __init__(self, setup: Setup, weights: ms.ParameterTuple, position: ms.Parameter | None = None) -> None:
         super().__init__(auto_prefix=False)
-        self.batch_sums = BatchSums(setup)
+        self.spans_batches = position is not None
+        self.batch_sums = BatchSums(setup, self.spans_batches)
         self.parts = self.batch_sums.parts
         hold_weights(self, weights)
         self.backward = ops.GradOperation(get_by_list=True, sens_param=True)
@@ -69,22 +97,65 @@ class UnrolledWindow(nn.Cell):
             self.zero = record("zero")
         self.sum_over_devices = ops.AllReduce()
         show_records(self, self.parts)
+        if position is not None:
+            steps = setup.o.accumulation_steps
+            self.open = OpenSums(self.store, self.parts, self.sum_over_devices, position, steps)
+            self.batch_weight = record("batch_weight", value=1.0)  # 0 for a flush, which runs the last batch again
+
+    # -- compiled ------------------------------------------------------------------------------------------------------
 
     def run(self, inputs, scale):
         """As `Window.run` ."""
+        numbers, outputs, gradients = self.backwards(inputs, scale)
+        gradients = self.reduced(gradients)
+        divisor, means, counted = self.parts.finished(numbers, self.unit(inputs), scale)
+        return (gradients, divisor, self.noted(means[0], gradients), counted), self.joined(outputs, means[1:])
+
+    def add_batch(self, inputs):
+        """Forward, backward and add for a batch that does not end its window; returns its mean loss, and outputs."""
+        numbers, outputs, gradients = self.backwards(inputs, self.open.window_unit + 0.0)
+        own = ops.stack((numbers[0], numbers[-1], ops.zeros_like(numbers[0]), ops.ones_like(numbers[0])))
+        kept = ops.assign_add(self.open.window_sums, ops.depend(own, self.store.read(gradients)))
+        kept = ops.depend(kept, ops.assign(self.open.batch_items, numbers[-1]))
+        means = self.parts.means(numbers, self.unit(inputs))
+        return ops.depend(means[0], kept), self.joined(outputs, means[1:])
+
+    def end_batches(self, inputs):
+        """The same for the window's last batch. Returns what `run` does for the window, its loss, and outputs."""
+        weight, scale = self.batch_weight + 0.0, self.open.window_unit + 0.0
+        numbers, outputs, gradients = self.backwards(inputs, scale * weight)
+        gradients = self.reduced(gradients)
+        means = self.parts.means(numbers, self.unit(inputs))
+        before = ops.unstack(self.open.window_sums + 0.0)
+        loss = ops.depend(means[0], ops.assign(self.open.batch_items, numbers[-1]))
+        loss = ops.depend(loss, ops.assign(self.open.window_batches, before[3] + weight))
+        of_window = before[0] + numbers[0] * weight, before[1] + numbers[-1] * weight
+        divisor, mean, counted = self.parts.finished(of_window, self.unit(inputs), scale)
+        window = (gradients, divisor, self.noted(ops.depend(mean[0], loss), gradients), counted)
+        return window, loss, self.joined(outputs, means[1:])
+
+    def unit(self, inputs):
+        return self.batch_sums.unit_of(inputs[0].shape[0])
+
+    def backwards(self, inputs, scale):
+        """The sums of a batch, its outputs, and what backward returns."""
         sums = self.batch_sums(*inputs)
         outputs = ()
         if self.has_outputs:
             sums, outputs = sums
         gradients = self.backward(self.batch_sums, self.weights)(*inputs, self.seeds(sums, outputs, scale))
+        return (ops.unstack(sums) if sums.ndim > 0 else (sums,)), outputs, gradients
+
+    def reduced(self, gradients):
+        """The gradients over all devices."""
         if self.accumulates and not self.optimizer_is_sharded:
             gradients = self.store.read(gradients)
-        numbers = ops.unstack(sums) if sums.ndim > 0 else (sums,)
-        divisor, means, counted = self.parts.finished(numbers, unit_of(inputs), scale)
-        loss = means[0]
+        return gradients
+
+    def noted(self, loss, gradients):
         if self.notes_gradient:
             loss = ops.depend(loss, ops.assign(self.noted_gradient, ops.reduce_sum(gradients[self.smallest])))
-        return (gradients, divisor, loss, counted), self.joined(outputs, means[1:])
+        return loss
 
     def seeds(self, sums, outputs, scale):
         """Of backward, which runs from the first sum."""
@@ -118,17 +189,48 @@ class UnrolledWindow(nn.Cell):
         return result
 
     def on_any_rank(self, condition):
-        """Whether any device has found `condition` in its parts of the gradients."""
-        found = ops.reshape(ops.cast(condition, ms.float32), (1,))
-        return ops.reshape(self.sum_over_devices(found), ()) > 0
+        return found_on_any(self.sum_over_devices, condition)
 
     def reset(self, after):
         """Zero the accumulators, once `after` is computed."""
         return self.store.reset(after)
+
+    # -- not compiled --------------------------------------------------------------------------------------------------
 
     def plan_in_python(self, shapes: Sequence[tuple[int, ...]]) -> SplitPlan:
         """Where a batch with inputs of these shapes is cut."""
         return plan_split(shapes, self.micro_size, None)
 
     def reset_eagerly(self) -> None:
-        """Nothing: the compiler's graph clears the accumulators at its end."""
+        """After a batch failed. The compiler's graph of one batch clears the accumulators at its end."""
+        if self.spans_batches:
+            self.open.drop_if_torn()
+
+
+class AddedBatch(nn.Cell):
+    """The graph of a batch that does not end its window. It shares all Parameters with the step.
+
+    Args:
+        window (UnrolledWindow): The window.
+        update (Update): Knows the loss scale, and what the step returns.
+        batch_count (Parameter): Batches seen.
+    """
+
+    def __init__(self, window: UnrolledWindow, update: Update, batch_count: ms.Parameter) -> None:
+        super().__init__(auto_prefix=False)
+        self.window, self.update, self.batch_count = window, update, batch_count
+        self.set_train()
+
+    def construct(self, *inputs):
+        loss, shown = self.window.add_batch(inputs)
+        loss = ops.depend(loss, ops.assign_add(self.batch_count, ms.Tensor(1, ms.int32)))
+        return self.update.returned(loss, ms.Tensor(False, ms.bool_), self.update.scale(), shown)
+
+
+# -- compiled ----------------------------------------------------------------------------------------------------------
+
+
+def found_on_any(sum_over_devices, condition):
+    """Whether any device has found `condition` in its parts of the gradients."""
+    found = ops.reshape(ops.cast(condition, ms.float32), (1,))
+    return ops.reshape(sum_over_devices(found), ()) > 0

@@ -17,6 +17,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn, ops
 
+from gaccum_ms.distributed.ranks import compiler_distributes
 from gaccum_ms.transforms.clip_by_global_norm import ClipByGlobalNorm
 from gaccum_ms.transforms.skip_spikes import SkipSpikes
 from gaccum_ms.transforms.transform import Transform
@@ -76,6 +77,8 @@ class Chain(nn.Cell):
         super().__init__(auto_prefix=False)
         links = [one if isinstance(one, Transform) else _ByFunction(one) for one in transforms]
         _check_order(owner, links, clipped)
+        if compiler_distributes():
+            _take_one_norm(owner, links, clipped)
         for one in links:
             if one.in_step:
                 raise ValueError(
@@ -154,6 +157,28 @@ def _check_order(owner: str, links: Sequence[Transform], clipped: bool) -> None:
                 f"transforms=(SkipSpikes(...), ClipByGlobalNorm(...)), and leave 'max_grad_norm' out."
             )
         clipped = clipped or isinstance(link, ClipByGlobalNorm)
+
+
+def _take_one_norm(owner: str, links: Sequence[Transform], taken: bool) -> None:
+    """Let a clip use the norm that SkipSpikes has taken, and refuse any other second norm, or one of a gradient that is
+    more than multiplied. The compiler's pass sums the squares over devices only for the first norm of a gradient that
+    backward returned, or of a product with it: another would silently be of one device's part."""
+    judge: SkipSpikes | None = None
+    changed = False
+    for link in links:
+        if isinstance(link, ClipByGlobalNorm) and judge is not None and not changed:
+            link.take_norm_of(judge)
+        elif isinstance(link, (ClipByGlobalNorm, SkipSpikes)):
+            if taken or changed:
+                raise ValueError(
+                    f"For '{owner}', in semi-auto and auto parallel mode one norm is taken of the gradient, before "
+                    f"another link changes it, because the compiler sums only this one over devices, but got a "
+                    f"'{type(link).__name__}' behind other norms or changes. Put it first, without other norms; a "
+                    f"'ClipByGlobalNorm' may follow a 'SkipSpikes'."
+                )
+            taken = True
+            judge = link if isinstance(link, SkipSpikes) else None
+        changed = changed or type(link).change is not Transform.change
 
 
 def _check_names(owner: str, links: Sequence[Transform], weights: Sequence[ms.Parameter]) -> None:

@@ -4,6 +4,7 @@ exists. There is no GPU: the compiler runs all its passes and then fails to find
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -30,6 +31,7 @@ from gaccum_ms import (
 )
 from gaccum_ms.accumulation.update import Update, _divide
 from gaccum_ms.backend import cell_graph_executor
+from gaccum_ms.backend.micro_mirrors import unreduced
 from gaccum_ms.semi_auto.modes import settings_of
 
 SAMPLES = 16  # of each device; few, because the files abbreviate longer constants by "..."
@@ -197,6 +199,14 @@ def ours(network, micro_size, scale=None, auto=False, model=False, **options):
     return TrainOneStepWithGradAccumulationCell(cell, sgd(network), scale)
 
 
+def by_level(level, micro_size=4):
+    """Mixed precision by `amp_level`; None: MindSpore's own step."""
+    network = nn.WithLossCell(nn.SequentialCell(nn.Dense(12, 32), nn.ReLU(), nn.Dense(32, 1)), nn.MSELoss())
+    network = network if micro_size is None else GradAccumulationCell(network, micro_size)
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    return ms.amp.build_train_network(network, optimizer, level=level, loss_scale_manager=None).set_train()
+
+
 def documented(network):
     """The program of MindSpore's tutorial."""
     cell = AutoParallel(GradAccumulation(network, 4))
@@ -320,10 +330,17 @@ OPTIONS = {
     "two means": {"returns": "mean", "counted": True} | TWO,
     "two ratios": TWO,
     "ratio, aux": {"aux": True},
+    "windows": {"accumulation_steps": 2},
+    "windows, clip": {"accumulation_steps": 2, "max_grad_norm": 0.1},
+    "windows, scale": {"accumulation_steps": 2, "scale": manager, "max_grad_norm": 0.1},
+    "windows, sum, count": {"accumulation_steps": 2, "returns": "sum", "counted": True},
     "clip by value": {"transforms": lambda: (ClipByValue(0.02),)},
-    "spikes": {"transforms": lambda: (SkipSpikes(norm=100.0), ClipByGlobalNorm(0.1))},
-    "spikes, scale": {"scale": manager, "transforms": lambda: (SkipSpikes(norm=100.0), ClipByGlobalNorm(0.1))},
-    "skipped": {"transforms": lambda: (SkipSpikes(norm=0.1),)},
+    "spikes": {"transforms": lambda: (SkipSpikes(norm=100.0, history=8), ClipByGlobalNorm(0.1))},
+    "spikes, scale": {
+        "scale": manager,
+        "transforms": lambda: (SkipSpikes(norm=100.0, history=8), ClipByGlobalNorm(0.1)),
+    },
+    "skipped": {"transforms": lambda: (SkipSpikes(norm=0.1, history=8),)},
     "average": {"transforms": lambda: (WeightAverage(0.75),)},
     "mean, count, aux": {"returns": "mean", "counted": True, "aux": True},
     "two ratios, clip": {"max_grad_norm": 0.1} | TWO,
@@ -365,7 +382,12 @@ CASES = {
     "sharded gradients, mean, framework": (lambda: frameworks(LazyNet(), 4), SHARDED_GRADIENTS),
     "lazy, 4": (lambda: ours(LazyNet(), 4), {}),
     "lazy, 16": (lambda: ours(LazyNet(), 16), {}),
-    "half": (lambda: ours(Dense().to_float(ms.float16), 4), {}),
+    "half": (lambda: ours(Dense().to_float(ms.float16), 4), SUM),
+    "half, whole": (lambda: plain(Dense().to_float(ms.float16)), SUM),
+    "half, sg": (lambda: ours(Dense().to_float(ms.float16), 4), SUM | SHARDED_GRADIENTS),
+    "half, op": (lambda: ours(Dense().to_float(ms.float16), 4), SUM | OPTIMIZER_PARALLEL),
+    **{level: (lambda level=level: by_level(level), SUM) for level in ("O1", "O2", "O3", "auto")},
+    **{f"{level}, whole": (lambda level=level: by_level(level, None), SUM) for level in ("O1", "O2", "O3", "auto")},
     "half, lazy": (lambda: ours(LazyDense().to_float(ms.float16), 4), {}),
     "half, lazy inside": (lambda: ours(PerSampleLoss(LazyDense(reduction="none").to_float(ms.float16)), 4), {}),
     "half, framework": (lambda: frameworks(Dense().to_float(ms.float16), 4), {}),
@@ -382,6 +404,7 @@ CASES = {
         for layout in LAYOUTS
         for name, options in OPTIONS.items()
     },
+    "windows, reduced by each batch": (lambda: masked("dp", accumulation_steps=2), SUM | {"reduces": True}),
     "quotient": (lambda: by_quotient(masked("op", max_grad_norm=0.1)), LAYOUTS["op"][2]),
     "per sample, count": (
         lambda: ours(PerSampleLoss(Net("none"), "sum"), 4, reduction="sum", count=positive),
@@ -401,8 +424,9 @@ def compile_case(name, make, settings, graphs, out):
         mode = {"parallel_mode": "semi_auto_parallel", "gradients_mean": True, **settings}
         if settings.get("device_num", True):
             mode |= {"device_num": get_group_size(), "global_rank": 0}
-        ms.set_auto_parallel_context(**{key: value for key, value in mode.items() if value is not None})
-    shutil.rmtree(graphs, ignore_errors=True)
+        ms.set_auto_parallel_context(
+            **{key: value for key, value in mode.items() if value is not None and key != "reduces"}
+        )
     folder = out / name
     folder.mkdir()
     try:
@@ -413,6 +437,20 @@ def compile_case(name, make, settings, graphs, out):
     values = {parameter.name: parameter.asnumpy() for parameter in step.get_parameters()}
     np.savez(folder / "parameters.npz", **values)
     inputs = [Tensor(np.zeros(shape, np.float32)) for shape in local_shapes(settings)]
+    if not getattr(step, "spans_batches", False):
+        compile_graph(step, inputs, graphs, folder)
+        return
+    with contextlib.nullcontext() if settings.get("reduces") else unreduced():
+        compile_graph(step._runner._parts.end_window, inputs, graphs, folder / "adding")
+    np.savez(folder / "adding" / "parameters.npz", **values)
+    vars(step)["called_by_python"] = True
+    compile_graph(step, inputs, graphs, folder)
+
+
+def compile_graph(step, inputs, graphs, folder):
+    """Compile one graph, and save it with MindSpore's message."""
+    folder.mkdir(exist_ok=True)
+    shutil.rmtree(graphs, ignore_errors=True)
     # This is processor time: other programs on the machine would distort the clock's time.
     begin, message = time.process_time(), "the device was there"
     try:

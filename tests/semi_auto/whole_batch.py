@@ -41,7 +41,7 @@ class Update:
         masks, errors = ((y > 0).astype(float), (y * y > 0.5).astype(float)), (out - y, out)
         self.totals, self.terms, backward = [], [], np.zeros_like(out)
         for weight, mask, error in zip(loss_weights, masks, errors, strict=False):
-            divisor = max(mask.sum(), min_count)
+            divisor = max(mask.sum(), min_count, 1e-30)
             self.totals.append(mask.sum())
             self.terms.append((mask * error**2).sum() / divisor)
             backward += weight * 2 * mask * error / divisor
