@@ -284,7 +284,10 @@ def moved(ran):
     ("name", "whole"),
     [
         ("half", "half, whole"),
-        *(pytest.param(level, f"{level}, whole", marks=pytest.mark.thorough) for level in ("O1", "O2", "O3", "auto")),
+        *(
+            pytest.param(f"amp {level}", f"amp {level}, whole", marks=pytest.mark.thorough)
+            for level in ("O1", "O2", "O3", "auto")
+        ),
     ],
 )
 def test_casts_of_weights_equal_the_whole_batch_in_the_same_precision(cases, name, whole):
