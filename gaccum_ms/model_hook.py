@@ -31,7 +31,8 @@ from gaccum_ms.distributed.ranks import refuse_wrapped_network
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
 from gaccum_ms.record.recorder import WindowRecorder
 from gaccum_ms.record.window_callback import WindowCallback, refuse_other_networks
-from gaccum_ms.semi_auto.modes import compiler_distributes, held_cell, refuse_casts
+from gaccum_ms.semi_auto.compiled_once import note_casts
+from gaccum_ms.semi_auto.modes import held_cell
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
 _OURS = (GradAccumulationCell, TrainOneStepWithGradAccumulationCell)
@@ -71,8 +72,6 @@ def build_train_network(
     backend.check_kwargs(kwargs)
     # The same steps as the original, for each level, on the network inside our cell.
     config = {**backend.config_level[level], **kwargs}
-    if compiler_distributes() and level in ("O1", "auto"):
-        refuse_casts(cell.network, by_level=level)
     if cell.has_step and level in ("O1", "O2", "O3"):
         raise ValueError(
             f"For 'GradAccumulationCell', each model with amp_level='{level}' must have a cell of its own, because the "
@@ -82,6 +81,8 @@ def build_train_network(
     process = functools.partial(backend.auto_mixed_precision_process, config=config, level=level)
     of_batch = isinstance(cell.network, WithBatchLossCell)
     processed = cell.network.map_parts(process) if of_batch else process(cell.network)
+    if level in ("O1", "auto"):
+        note_casts(processed)
     if processed is not cell.network:  # a cell that has a step refuses another network
         cell.network = processed
     manager = config["loss_scale_manager"]

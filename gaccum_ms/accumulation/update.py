@@ -196,12 +196,12 @@ class Update(nn.Cell):
         return self.statistics.move(loss) if self.has_statistics else loss
 
     def _divided(self, gradients, divisor):
-        if self.is_sharded and self.scaled:  # a product: the compiler's pass for norms does not recognise quotients
+        if self.is_sharded:  # a product: the compiler's pass for norms does not look through quotients
             return self.map(ops.partial(norms.scale_by, self.sens / divisor), gradients)
         return self.map(ops.partial(_divide, divisor / self.sens), gradients)
 
     def _clipped(self, gradients, loss):
-        norm = norms.global_norm_of_parts(gradients) if self.is_sharded else norms.global_norm(gradients)
+        norm = norms.global_norm(gradients)
         loss = ops.depend(loss, ops.assign(self.grad_norm, norm / self.scale_in_gradients))
         if self.max_grad_norm is None:  # the norm is only recorded
             return gradients, loss, True

@@ -96,6 +96,12 @@ class SumOverRanks(nn.Cell):
         return self.reducer.over_ranks(sums)
 
 
+def compiler_distributes() -> bool:
+    """Whether the compiler distributes graphs in the present parallel mode."""
+    mode = ms.get_auto_parallel_context("parallel_mode")
+    return mode in (ms.ParallelMode.SEMI_AUTO_PARALLEL, ms.ParallelMode.AUTO_PARALLEL)
+
+
 def check_parallel_mode(owner: str, compiler_distributes: bool = False) -> None:
     """Refuse, before anything is built, the modes in which gradients would mean something else.
     `compiler_distributes` : whether the owner supports semi-auto and auto parallel mode."""

@@ -53,11 +53,10 @@ _OF_PLACES = (
     Rule(
         SPAN_LATER,
         SPAN_LATER,
-        SEMI_AUTO,
-        lambda s: s.compiler_distributes,
-        "windows of several batches need accumulators that outlive a batch, but in semi-auto and auto parallel mode "
-        "the compiler reduces over devices at the end of each batch's backward. Use data parallel mode; or larger "
-        "batches and a larger 'micro_size', which need no more memory.",
+        f"`micro_size=1` in {SEMI_AUTO}",
+        lambda s: s.compiler_distributes and (s.options.micro_size or 1) < 2,
+        "in semi-auto and auto parallel mode windows of several batches need accumulators, which the compiler fills "
+        "for two or more micro-batches, but got micro_size={options.micro_size}. Give micro_size=2 or more.",
         RuntimeError,
     ),
     Rule(

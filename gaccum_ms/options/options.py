@@ -31,6 +31,7 @@ from gaccum_ms.options.rules import (
     CELL,
     DROPS,
     FUNCTION,
+    IN_LOOPS,
     IN_ONE_GRAPH,
     RATIO,
     REPORT,
@@ -45,6 +46,7 @@ from gaccum_ms.options.rules import (
 from gaccum_ms.splitting.auto_size import AutoSize, auto_size_of
 from gaccum_ms.splitting.even_split import EvenSplit
 from gaccum_ms.splitting.splitter import check_split, splitter_of
+from gaccum_ms.transforms.chain import name_of, sees_parts
 
 
 class Option(NamedTuple):
@@ -158,11 +160,13 @@ class Options:
             "the loss needs all samples of the window at once, and the first batches of a window are gone when the "
             "last one comes; use larger batches and a larger 'micro_size', which need no more memory",
         ),
-        only_in_semi_auto(
-            "accumulation_steps",
-            1,
-            "the compiler reduces over devices at the end of each batch's backward; give larger batches and a larger "
-            "'micro_size', which need no more memory",
+        Rule(
+            SEMI_AUTO,
+            "`accumulation_steps`",
+            f"`micro_size=1` in {SEMI_AUTO}",
+            lambda s: s.options.accumulation_steps > 1 and (s.options.micro_size or 1) < 2,
+            "in semi-auto and auto parallel mode 'accumulation_steps' needs accumulators, which the compiler fills for "
+            "two or more micro-batches, but got micro_size={options.micro_size}. Give micro_size=2 or more.",
         ),
         for_memory=lambda steps: steps > 1,
         given="int | None",
@@ -180,23 +184,20 @@ class Options:
         Rule(
             CELL,
             RATIO,
-            f"`count`, several losses, {BATCH_LOSS}",
-            lambda s: (
-                s.options.returns_ratio and (s.options.count is not None or s.options.several_losses or s.of_batch)
-            ),
+            f"`count`, {BATCH_LOSS}",
+            lambda s: s.options.returns_ratio and (s.options.count is not None or s.of_batch),
             "with reduction='ratio' the network returns its numerator and what that is divided by, and nothing else "
-            "says it, but got count={options.count}, {options.losses} loss(es) and a network of class '{network}'. "
-            "Leave 'count' and 'loss_weights' out; or return means or sums, and give reduction='mean' or 'sum'.",
+            "says it, but got count={options.count} and a network of class '{network}'. Leave 'count' out; or return "
+            "means or sums, and give reduction='mean' or 'sum'.",
         ),
         Rule(
-            SEMI_AUTO,
+            IN_LOOPS,
             RATIO,
-            SEMI_AUTO,
-            lambda s: s.options.returns_ratio,
-            "in semi-auto and auto parallel mode the argument 'reduction' must be 'mean' or 'sum', but got 'ratio': "
-            "the compiler runs each micro-batch's backward before it runs the next one's forward, so that the sum of "
-            "all denominators comes too late. Give 'count', a function of the network's inputs. Data parallel mode "
-            "has no such limit.",
+            f"{SEVERAL}, {IN_LOOPS}",
+            lambda s: s.options.returns_ratio and s.options.several_losses,
+            "reduction='ratio' is for one loss, because each loss is divided by its own total before its backward, and "
+            "a ratio's total is known afterwards, but got {options.losses} losses. Return sums, with reduction='sum' "
+            "and a 'count' for each.",
         ),
         default="mean",
     )
@@ -239,14 +240,20 @@ class Options:
             "the network, or use nn.GroupNorm.",
         ),
         only_of_batch_loss("loss_weights", (1.0,), "add the losses up in 'loss_fn'", SEVERAL),
-        only_in_semi_auto("loss_weights", (1.0,), "the compiler knows one loss; add them up in the network", SEVERAL),
         given="Sequence[float] | None",
     )
     max_grad_norm: float | None = option(optional(check_positive_finite), for_memory=_is_given)
     transforms: Any = option(
         check_transforms,
-        only_in_semi_auto(
-            "transforms", (), "a gradient is one device's part there; 'max_grad_norm' clips by the norm of the whole"
+        Rule(
+            SEMI_AUTO,
+            "`transforms`: functions, `AdaptiveGradientClip`, and your own without `elementwise = True`",
+            SEMI_AUTO,
+            lambda s: bool(s.options.seeing_more_than_elements),
+            "in semi-auto and auto parallel mode each of 'transforms' must treat each element of a gradient by itself, "
+            "because a gradient is one device's part there, but got {options.seeing_more_than_elements}. Give a "
+            "Transform whose class says elementwise = True; or ClipByGlobalNorm or SkipSpikes, which take the norm of all "
+            "parts. 'AdaptiveGradientClip' needs the norms of rows, of which each may lie on several devices.",
         ),
         default=(),
         for_memory=_classes,
@@ -338,9 +345,6 @@ class Options:
             "with aux=True the network must return one loss before its other outputs, from one forward of each "
             "micro-batch, but got {options.losses} loss(es) and a network of class '{network}'. Add losses up in the "
             "network, and return each as an output of shape (); of a 'WithBatchLossCell' call the backbone itself.",
-        ),
-        only_in_semi_auto(
-            "aux", False, "the compiler's graph of a batch returns its loss alone; leave other outputs out"
         ),
         default=False,
     )
@@ -447,6 +451,11 @@ class Options:
     def for_memory(self) -> tuple:
         """What of the options decides which size of micro-batches fits."""
         return tuple(known.for_memory(getattr(self, name)) for name, known in each_option(type(self)).items())
+
+    @property
+    def seeing_more_than_elements(self) -> str:
+        """The transforms that must not get parts of gradients, by name; empty if there are none."""
+        return ", ".join(name_of(one) for one in self.transforms if not sees_parts(one))
 
     @property
     def shared(self) -> tuple[int, ...]:

@@ -15,16 +15,11 @@ from mindspore import nn, ops
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from gaccum_ms import backend
+from gaccum_ms.distributed.ranks import compiler_distributes
 from gaccum_ms.layers.window_batchnorm import WindowBatchNorm
 from gaccum_ms.splitting.even_split import plan_split
 
 _NAME = "GradAccumulationCell"
-
-
-def compiler_distributes() -> bool:
-    """Whether the compiler distributes graphs in the present parallel mode."""
-    mode = ms.get_auto_parallel_context("parallel_mode")
-    return mode in (ms.ParallelMode.SEMI_AUTO_PARALLEL, ms.ParallelMode.AUTO_PARALLEL)
 
 
 def held_cell(network: Any) -> Any:
@@ -75,6 +70,17 @@ def check_built_for(unrolled):
         )
 
 
+@ops.constexpr
+def check_windows_of_batches(called_by_python):
+    """At compile time: refuse windows of several batches in another graph."""
+    if not called_by_python:
+        raise RuntimeError(
+            f"For '{_NAME}', in semi-auto and auto parallel mode windows of several batches need Python between the "
+            f"batches, because the last batch has a graph of its own, but the training step is part of another graph, "
+            f"as with data sinking. Use model.train(..., dataset_sink_mode=False)."
+        )
+
+
 def check_network(network: nn.Cell) -> None:
     """Refuse, before anything is built, networks that the compiler's passes cannot accumulate; compatibility.py checks
     the options.
@@ -98,44 +104,6 @@ def check_network(network: nn.Cell) -> None:
             f"compiler distributes the layer's inputs over devices, and its sums would be of one. Use nn.GroupNorm, or "
             f"data parallel mode."
         )
-    refuse_casts(network)
-
-
-def refuse_casts(network: nn.Cell, by_level: str | None = None) -> None:
-    """Refuse casts of weights outside of a Cell with lazy_inline: all micro-batches share such a cast, but the
-    compiler's pass assigns each operator to one micro-batch.
-
-    Args:
-        network (Cell): The network with its loss.
-        by_level (str or None): The mixed-precision level, if it adds casts that leave no flag on the Cells.
-
-    Raises:
-        ValueError: If there are such casts.
-    """
-    casting = [type(cell).__name__ for cell in _inlined(network) if by_level or _casts(cell)]
-    if casting:
-        raise ValueError(
-            f"For '{_NAME}', in semi-auto and auto parallel mode the compiler cannot accumulate through the casts of "
-            f"weights that to_float() and amp_level make, unless it compiles the network once for all micro-batches, "
-            f"but got casts in {', '.join(casting[:3])}{', ...' * (len(casting) > 3)} and a network without "
-            f"mindspore.lazy_inline. Decorate the __init__ of the network's outermost Cell (Ascend); or keep the "
-            f"weights in the dtype in which they are used."
-        )
-
-
-def _inlined(cell: nn.Cell) -> Iterator[nn.Cell]:
-    """The Cells with weights that are compiled for each micro-batch, which are those outside of lazy_inline Cells."""
-    if str(getattr(cell, "cell_init_args", "")).startswith("lazy_inline_"):  # MindSpore's layers have other values
-        return
-    if any(True for _ in cell.parameters_and_names(expand=False)):
-        yield cell
-    for child in cell.cells():
-        yield from _inlined(child)
-
-
-def _casts(cell: nn.Cell) -> bool:
-    flags = cell.get_flags()
-    return bool(flags.get("fp16") or flags.get("bf16"))
 
 
 def check_batch(shapes: list[tuple[int, ...]], micro_size: int | None) -> None:

@@ -5,26 +5,27 @@ Its passes handle one form of graph: the whole batch's loss, in which each micro
 accumulators named ``accu_grads.<weight>``. The passes make each micro-batch's forward wait for the backward before it,
 add to the accumulators, and reduce over devices once per weight. They handle no loop, so the graph grows with the
 number of micro-batches: `mindspore.lazy_inline` on the network bounds the compile time.
-
-A Tensor here is the whole Tensor over all devices: a mean is over all devices, and so is a count.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
 from mindspore import nn, ops
 
+from gaccum_ms import backend
 from gaccum_ms.accumulation.accumulators import GradientSums, NoSums
-from gaccum_ms.accumulation.micro_step import float32_loss
-from gaccum_ms.backend.parameters import hold_weights, record
-from gaccum_ms.losses import counts
-from gaccum_ms.losses.per_sample_loss import PerSampleLoss
+from gaccum_ms.accumulation.open_window import OpenWindow
+from gaccum_ms.backend.parameters import expose_records, hold_weights, record
 from gaccum_ms.options.compatibility import Setup
-from gaccum_ms.semi_auto import modes as auto_parallel
-from gaccum_ms.semi_auto.shard_slice import ShardSlice
+from gaccum_ms.semi_auto.batch_sums import BatchSums
 from gaccum_ms.splitting.even_split import SplitPlan, plan_split
+
+if TYPE_CHECKING:
+    from gaccum_ms.accumulation.update import Update
 
 
 def cloned(weights: Sequence[ms.Parameter], dtype: ms.Type | None, prefix: str) -> ms.ParameterTuple:
@@ -36,70 +37,25 @@ def cloned(weights: Sequence[ms.Parameter], dtype: ms.Type | None, prefix: str) 
     return clones
 
 
-class _Slices(nn.Cell):
-    """Cut one micro-batch out of all inputs."""
+class OpenSums(OpenWindow):
+    """A window that stays open between batches: the accumulators, which are this device's sums, and the numbers that
+    belong to them. `parts` : what has the counts."""
 
-    def __init__(self, index: int, micro_size: int) -> None:
-        super().__init__(auto_prefix=False)
-        parts = auto_parallel.parts_of_inputs()
-        self.slices = nn.CellList([ShardSlice(index, micro_size, one) for one in parts], auto_prefix=False)
-        self.one_for_all = len(parts) == 1
+    is_sharded = True
 
-    def construct(self, *inputs):
-        cut = []
-        for position in range(len(inputs)):
-            cut.append(self.slices[0 if self.one_for_all else position](inputs[position]))
-        return cut
+    def __init__(
+        self, store: GradientSums, parts: nn.Cell, sum_over_devices: ops.AllReduce, position: ms.Parameter, steps: int
+    ) -> None:
+        records: Any = SimpleNamespace(
+            window_count=parts.window_count,
+            dropped_micro_batches=record("dropped_micro_batches"),
+            records_noise=False,
+        )
+        super().__init__("GradAccumulationCell", store, records, position, steps)
+        self.sum_over_devices = sum_over_devices
 
-
-class BatchLoss(nn.Cell):
-    """The loss of a whole batch: the sum of its micro-batches' losses, weighted by shares. With counts, also their
-    total. The losses of a `PerSampleLoss` are added up per sample, and reduced once.
-    """
-
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(auto_prefix=False)
-        options, network, _ = setup
-        self.per_sample = isinstance(network, PerSampleLoss)
-        self.network = network.network if self.per_sample else network
-        self.reducer = network if self.per_sample else nn.Identity()
-        self.micro_size = options.micro_size or 1
-        self.loss_is_mean = options.loss_is_mean
-        self.counted = options.counted
-        self.min_count = options.min_count
-        self.count = counts.count_cell(options.counts[0])
-        self.slices = nn.CellList([_Slices(i, self.micro_size) for i in range(self.micro_size)], auto_prefix=False)
-        self.adds = [ops.Add().add_prim_attr("forward_end", i) for i in range(1, self.micro_size)]
-
-    def construct(self, *inputs):
-        total = self.total(*inputs)
-        if self.micro_size == 1:
-            return self.result(self.share(inputs, total), total)
-        batch_loss = None
-        for index in range(self.micro_size):
-            share = self.share(self.slices[index](*inputs), total)
-            batch_loss = share if batch_loss is None else self.adds[index - 1](batch_loss, share)
-        return self.result(batch_loss, total)
-
-    def share(self, micro_batch, total):
-        """The part of the batch's loss from one micro-batch."""
-        loss = self.network(*micro_batch)
-        loss = ops.cast(loss, ms.float32) if self.per_sample else float32_loss(loss)
-        if not self.counted:
-            return loss * (1.0 / self.micro_size) if self.loss_is_mean else loss
-        count = counts.valid_or_nan(self.count(*micro_batch)) if self.loss_is_mean else 1.0
-        return loss * (count / ops.maximum(total, self.min_count or 1e-30))
-
-    def result(self, losses, total):
-        loss = self.reducer.reduce(losses) if self.per_sample else losses
-        # Stacked, because only Tensors with a backward are whole; others are this device's part.
-        return ops.stack((loss, total)) if self.counted else loss
-
-    def total(self, *inputs):
-        """The count of the batch, taken at once: a micro-batch's count would wait for the backward before it."""
-        if not self.counted:
-            return ops.ones((), ms.float32)
-        return counts.valid_or_nan(self.count(*inputs))
+    def on_any_rank(self, condition):
+        return found_on_any(self.sum_over_devices, condition)
 
 
 class UnrolledWindow(nn.Cell):
@@ -108,59 +64,174 @@ class UnrolledWindow(nn.Cell):
     Args:
         setup (Setup): The options and the network.
         weights (ParameterTuple): The weights.
+        position (Parameter or None): If windows may have several batches, the number of them so far.
     """
 
-    needs_division = False
     is_sharded = True
-    spans_batches = False
-    has_outputs = False
     weighs_samples = False
     micro_batch_size = None  # the number of micro-batches is fixed
 
-    def __init__(self, setup: Setup, weights: ms.ParameterTuple) -> None:
+    def __init__(self, setup: Setup, weights: ms.ParameterTuple, position: ms.Parameter | None = None) -> None:
         super().__init__(auto_prefix=False)
-        options = setup.options
-        self.batch_loss = BatchLoss(setup)
+        self.spans_batches = position is not None
+        self.batch_sums = BatchSums(setup, self.spans_batches)
+        self.parts = self.batch_sums.parts
         hold_weights(self, weights)
         self.backward = ops.GradOperation(get_by_list=True, sens_param=True)
-        self.may_skip = options.counted
-        self.accumulates = self.batch_loss.micro_size > 1
+        self.may_skip = self.needs_division = self.parts.may_skip
+        self.has_outputs = setup.options.aux
+        self.micro_size = setup.options.micro_size or 1
+        self.accumulates = self.micro_size > 1
         self.store = NoSums()
         if self.accumulates:
-            self.store = GradientSums(weights, options.accumulators.dtype, False, allocate=cloned)
+            self.store = GradientSums(weights, setup.options.accumulators.dtype, False, allocate=cloned)
         # With optimizer parallel, backward returns this device's reduced part; else the accumulators hold it.
         self.optimizer_is_sharded = bool(ms.get_auto_parallel_context("enable_parallel_optimizer"))
+        self.notes_gradient = self.may_skip and backend.get_grad_accumulation_shard()
+        if self.notes_gradient:
+            # The passes of `gradient_accumulation_shard` find no gradient that is used only behind the `if` around the
+            # update, so a number of the smallest is written down before it.
+            self.noted_gradient = record("noted_gradient")
+            self.smallest = min(range(len(weights)), key=lambda position: weights[position].size)
+        if self.has_outputs:
+            self.zero = record("zero")
         self.sum_over_devices = ops.AllReduce()
-        if self.may_skip:
-            self.window_count = record("window_count")
+        expose_records(self, self.parts)
+        if position is not None:
+            steps = setup.options.accumulation_steps
+            self.open = OpenSums(self.store, self.parts, self.sum_over_devices, position, steps)
+            self.batch_weight = record("batch_weight", value=1.0)  # 0 for a flush, which runs the last batch again
+
+    # -- compiled ------------------------------------------------------------------------------------------------------
 
     def run(self, inputs, scale):
-        """As `Window.run` ; there are no outputs."""
-        result = self.batch_loss(*inputs)
-        seed = ops.stack((scale, ops.zeros_like(scale))) if self.may_skip else scale
-        gradients = self.backward(self.batch_loss, self.weights)(*inputs, seed)
+        """As `Window.run` ."""
+        numbers, outputs, gradients = self.backwards(inputs, scale)
+        gradients = self.reduced(gradients)
+        divisor, means, counted = self.parts.finished(numbers, self.unit(inputs), scale)
+        return (gradients, divisor, self.noted(means[0], gradients), counted), self.joined(outputs, means[1:])
+
+    def add_batch(self, inputs):
+        """Forward, backward and add for a batch that does not end its window; returns its mean loss, and outputs."""
+        numbers, outputs, gradients = self.backwards(inputs, self.open.window_unit + 0.0)
+        own = ops.stack((numbers[0], numbers[-1], ops.zeros_like(numbers[0]), ops.ones_like(numbers[0])))
+        kept = ops.assign_add(self.open.window_sums, ops.depend(own, self.store.read(gradients)))
+        kept = ops.depend(kept, ops.assign(self.open.batch_items, numbers[-1]))
+        means = self.parts.means(numbers, self.unit(inputs))
+        return ops.depend(means[0], kept), self.joined(outputs, means[1:])
+
+    def end_batches(self, inputs):
+        """The same for the window's last batch. Returns what `run` does for the window, its loss, and outputs."""
+        weight, scale = self.batch_weight + 0.0, self.open.window_unit + 0.0
+        numbers, outputs, gradients = self.backwards(inputs, scale * weight)
+        gradients = self.reduced(gradients)
+        means = self.parts.means(numbers, self.unit(inputs))
+        before = ops.unstack(self.open.window_sums + 0.0)
+        loss = ops.depend(means[0], ops.assign(self.open.batch_items, numbers[-1]))
+        loss = ops.depend(loss, ops.assign(self.open.window_batches, before[3] + weight))
+        of_window = before[0] + numbers[0] * weight, before[1] + numbers[-1] * weight
+        divisor, mean, counted = self.parts.finished(of_window, self.unit(inputs), scale)
+        window = (gradients, divisor, self.noted(ops.depend(mean[0], loss), gradients), counted)
+        return window, loss, self.joined(outputs, means[1:])
+
+    def unit(self, inputs):
+        return self.batch_sums.unit_of(inputs[0].shape[0])
+
+    def backwards(self, inputs, scale):
+        """The sums of a batch, its outputs, and what backward returns."""
+        sums = self.batch_sums(*inputs)
+        outputs = ()
+        if self.has_outputs:
+            sums, outputs = sums
+        gradients = self.backward(self.batch_sums, self.weights)(*inputs, self.seeds(sums, outputs, scale))
+        return (ops.unstack(sums) if sums.ndim > 0 else (sums,)), outputs, gradients
+
+    def reduced(self, gradients):
+        """The gradients over all devices."""
         if self.accumulates and not self.optimizer_is_sharded:
             gradients = self.store.read(gradients)
-        if not self.may_skip:
-            return (gradients, scale, result, True), ()
-        loss, total = ops.unstack(result)
-        loss = ops.depend(loss, ops.assign(self.window_count, total))
-        # If a micro-batch counts nothing, its mean and thus the loss are NaN.
-        counted = total >= 0 if self.batch_loss.min_count else total > 0
-        return (gradients, scale, loss, ops.logical_and(counted, ops.isfinite(loss))), ()
+        return gradients
+
+    def noted(self, loss, gradients):
+        if self.notes_gradient:
+            loss = ops.depend(loss, ops.assign(self.noted_gradient, ops.reduce_sum(gradients[self.smallest])))
+        return loss
+
+    def seeds(self, sums, outputs, scale):
+        """Of backward, which runs from the first sum."""
+        seed = scale
+        if sums.ndim > 0:
+            seed = ops.stack((scale, *((ops.zeros_like(scale),) * (sums.shape[0] - 1))))
+        if not self.has_outputs:
+            return seed
+        # Beside outputs the passes find the loss only if no seed is a constant.
+        seeds: tuple = ()
+        for others in outputs:
+            of_micro_batch: tuple = ()
+            for output in others:
+                zeros = ops.broadcast_to(ops.cast(self.zero + 0.0, output.dtype), output.shape)
+                of_micro_batch = (*of_micro_batch, zeros)
+            seeds = (*seeds, of_micro_batch)
+        return seed + self.zero, seeds
+
+    def joined(self, outputs, scalars):
+        """The outputs of the batch, of which each device has its own samples."""
+        result: tuple = ()
+        taken = 0
+        for position in range(len(outputs[0]) if self.has_outputs else 0):
+            if outputs[0][position].ndim == 0:
+                result = (*result, scalars[taken])
+                taken = taken + 1
+            else:
+                of_all: tuple = ()
+                for others in outputs:
+                    of_all = (*of_all, others[position])
+                result = (*result, ops.concat(of_all, 0) if len(of_all) > 1 else of_all[0])
+        return result
 
     def on_any_rank(self, condition):
-        """Whether any device has found `condition` in its parts of the gradients."""
-        found = ops.reshape(ops.cast(condition, ms.float32), (1,))
-        return ops.reshape(self.sum_over_devices(found), ()) > 0
+        return found_on_any(self.sum_over_devices, condition)
 
     def reset(self, after):
         """Zero the accumulators, once `after` is computed."""
         return self.store.reset(after)
 
+    # -- not compiled --------------------------------------------------------------------------------------------------
+
     def plan_in_python(self, shapes: Sequence[tuple[int, ...]]) -> SplitPlan:
         """Where a batch with inputs of these shapes is cut."""
-        return plan_split(shapes, self.batch_loss.micro_size, None)
+        return plan_split(shapes, self.micro_size, None)
 
     def reset_eagerly(self) -> None:
-        """Nothing: the compiler's graph clears the accumulators at its end."""
+        """After a batch failed. The compiler's graph of one batch clears the accumulators at its end."""
+        if self.spans_batches:
+            self.open.drop_if_torn()
+
+
+class AddedBatch(nn.Cell):
+    """The graph of a batch that does not end its window. It shares all Parameters with the step.
+
+    Args:
+        window (UnrolledWindow): The window.
+        update (Update): Knows the loss scale, and what the step returns.
+        batch_count (Parameter): Batches seen.
+    """
+
+    def __init__(self, window: UnrolledWindow, update: Update, batch_count: ms.Parameter) -> None:
+        super().__init__(auto_prefix=False)
+        self.window, self.update, self.batch_count = window, update, batch_count
+        self.set_train()
+
+    def construct(self, *inputs):
+        loss, outputs = self.window.add_batch(inputs)
+        loss = ops.depend(loss, ops.assign_add(self.batch_count, ms.Tensor(1, ms.int32)))
+        return self.update.returned(loss, ms.Tensor(False, ms.bool_), self.update.scale(), outputs)
+
+
+# -- compiled ----------------------------------------------------------------------------------------------------------
+
+
+def found_on_any(sum_over_devices, condition):
+    """Whether any device has found `condition` in its parts of the gradients."""
+    found = ops.reshape(ops.cast(condition, ms.float32), (1,))
+    return ops.reshape(sum_over_devices(found), ()) > 0

@@ -19,7 +19,7 @@ from gaccum_ms.layers.batchnorm import refuse_sync_batch_norm
 from gaccum_ms.layers.sparse import refuse_sparse_gradients
 from gaccum_ms.options import compatibility
 from gaccum_ms.options.compatibility import Setup
-from gaccum_ms.options.rules import SEMI_AUTO
+from gaccum_ms.options.rules import IN_LOOPS, SEMI_AUTO
 from gaccum_ms.semi_auto import modes
 
 
@@ -36,8 +36,8 @@ def admit(owner: str, cell: Any, optimizer: nn.Optimizer) -> Setup:
     refuse_hooked_weights("GradAccumulationCell", optimizer.parameters)
     check_parallel_mode("GradAccumulationCell", compiler_distributes=True)
     setup = Setup(cell.options, cell.network, modes.compiler_distributes())
+    compatibility.check(SEMI_AUTO if setup.compiler_distributes else IN_LOOPS, "GradAccumulationCell", setup)
     if setup.compiler_distributes:
-        compatibility.check(SEMI_AUTO, "GradAccumulationCell", setup)
         modes.check_network(cell.network)
     refuse_sparse_gradients(cell)
     if cell.auto:

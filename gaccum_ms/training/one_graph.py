@@ -7,6 +7,8 @@ from typing import Any
 
 import mindspore as ms
 
+from gaccum_ms.backend.micro_mirrors import unreduced
+from gaccum_ms.backend.parameters import overwrite
 from gaccum_ms.checks.arguments import batch_shapes
 from gaccum_ms.options.options import Options
 from gaccum_ms.semi_auto import modes as auto_parallel
@@ -61,9 +63,13 @@ class CompilerGraph:
     """Runs the step's graph in the modes in which MindSpore's compiler distributes it, cuts and accumulates. `network`
     is as the step got it: an AutoParallel's settings apply at each call."""
 
+    _add: Any  # the graph of a batch that does not end its window
+
     def __init__(self, network: Any, parts: Parts, run_graph: Any) -> None:
         self._network = network
         self._parts = parts
+        self._add = parts.end_window
+        self._last: Sequence[ms.Tensor] = ()  # the window's last batch so far, for a flush
         self._run_graph = run_graph
 
     def prepare(self, inputs: tuple[Any, ...]) -> Batch:
@@ -74,7 +80,35 @@ class CompilerGraph:
     def run(self, batch: Batch) -> Any:
         with auto_parallel.settings_of(self._network):
             auto_parallel.check_device()
-            return self._run_graph()(*batch.inputs)
+            if not self._parts.spans_batches:
+                return self._run_graph()(*batch.inputs)
+            self._last = batch.inputs
+            return self._run_in_window(batch.inputs)
+
+    def _run_in_window(self, inputs: Sequence[ms.Tensor]) -> Any:
+        window, update = self._parts.window.open, self._parts.update
+        if not window.batches:
+            overwrite(window.window_unit, update.scale())  # a window keeps the scale with which it began
+        window.begin_eagerly()
+        if window.is_full:
+            return self._run_graph()(*inputs)
+        with unreduced():
+            return self._add(*inputs)
 
     def agree(self) -> None:
-        """Nothing: there is no window to flush."""
+        """Nothing: all ranks run the same graph."""
+
+    def flush(self) -> bool:
+        """End the open window: run its last batch again, of which nothing is added."""
+        parts = self._parts
+        if not parts.window.open.batches:
+            return False
+        updates, batches = (int(one.asnumpy()) for one in (parts.update.update_count, parts.batch_count))
+        overwrite(parts.window.batch_weight, ms.Tensor(0.0, ms.float32))
+        try:
+            with auto_parallel.settings_of(self._network):
+                self._run_graph()(*self._last)
+        finally:
+            overwrite(parts.window.batch_weight, ms.Tensor(1.0, ms.float32))
+            overwrite(parts.batch_count, ms.Tensor(batches, ms.int32))
+        return int(parts.update.update_count.asnumpy()) > updates

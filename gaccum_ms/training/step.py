@@ -55,7 +55,7 @@ from gaccum_ms.options import compatibility
 from gaccum_ms.options.rules import IN_ONE_GRAPH, SPAN_LATER
 from gaccum_ms.record.run_record import RunRecord, rule_of
 from gaccum_ms.semi_auto import modes as auto_parallel
-from gaccum_ms.semi_auto.unrolled_window import UnrolledWindow
+from gaccum_ms.semi_auto.unrolled_window import AddedBatch, UnrolledWindow
 from gaccum_ms.training import admission
 from gaccum_ms.training.advice import Advice
 from gaccum_ms.training.automatic_size import AutomaticSize
@@ -71,7 +71,6 @@ from gaccum_ms.training.runner import Runner
 
 if TYPE_CHECKING:
     from gaccum_ms.accumulation.open_window import OpenWindow
-    from gaccum_ms.accumulation.window import Window
     from gaccum_ms.cell import GradAccumulationCell
     from gaccum_ms.memory.trial import StepOnTrial
     from gaccum_ms.options.options import Options
@@ -203,9 +202,9 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         ended = self._open_window() or self.window
         self.update = Update(_NAME, optimizer, self.weights, ended, options, scale_sense, setup.network)
 
-    def _make_window(self) -> Window | UnrolledWindow:
+    def _make_window(self) -> Any:  # a Window, or an UnrolledWindow
         if self._unrolled:
-            return UnrolledWindow(self._setup, self.weights)
+            return UnrolledWindow(self._setup, self.weights, self.window_position if self.spans_batches else None)
         kinds = self._kinds_of_window()
         return combined(kinds, self._setup, self.weights, self.grad_reducer, self.window_position)
 
@@ -214,8 +213,11 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
 
     def _assemble(self) -> None:
         """Connect the parts, of which the window may be new."""
-        open_window, end_window = self._open_window(), None
-        if open_window is not None:
+        open_window = self._open_window()
+        end_window: Any = None
+        if open_window is not None and self._unrolled:
+            end_window = AddedBatch(self.window, self.update, self.batch_count)
+        elif open_window is not None:
             end_window = self.end_window = WindowEnd(open_window, self.update, self._jit)
         self.accu_grads = self.window.store.sums
         expose_records(self, self.window, open_window, self.update, *self.update.links)
@@ -306,7 +308,8 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
             return False
         with self.around_flush(), self._on_ranks_that_agree():
             self._runner.agree()
-            return self.end_window.flush()
+            ended: Any = self._runner if self._unrolled else self.end_window
+            return ended.flush()
 
     def to_float(self, dst_type: ms.Type) -> Any:
         """Cast the network as `nn.Cell.to_float` does. Loss, accumulators and optimizer keep their dtypes."""
@@ -330,7 +333,13 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         return averaged_weights(self.update)
 
     def init_parameters_data(self, *args, **kwargs):
-        """MindSpore calls this before it saves a checkpoint."""
+        """MindSpore calls this before it saves a checkpoint, and with ``auto_parallel_mode`` when it compiles."""
+        if self._unrolled and "auto_parallel_mode" not in kwargs and int(self.window_position.asnumpy()):
+            raise RuntimeError(
+                f"For '{_NAME}', in semi-auto and auto parallel mode a checkpoint must be saved between two windows, "
+                f"because each device has its own part of the sums, but got one in the middle of a window. Call "
+                f"step.flush() first, or save at an update, as gaccum_ms.UpdateCheckpoint does."
+            )
         self._lifecycle.prepare_save()
         return super().init_parameters_data(*args, **kwargs)
 
@@ -385,7 +394,12 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         self._look(self.spans_batches, inputs[0].shape)
         scale = self.update.scale()
         inputs = clear_flag(inputs if self.called_by_python else graphs.with_own_storage(inputs))
-        if self.spans_batches:
+        if self.spans_batches and self._unrolled:
+            auto_parallel.check_windows_of_batches(self.called_by_python)
+            window, loss, outputs = self.window.end_batches(inputs)
+            mean, overflow = self.update(*window)
+            loss = ops.depend(loss, ops.assign(self.window.open.window_loss, mean))
+        elif self.spans_batches:
             loss, outputs = self.window.add_batch(inputs, scale)
             overflow = ms.Tensor(False, ms.bool_)
             if self.window.open.is_complete(loss):

@@ -17,6 +17,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn, ops
 
+from gaccum_ms.distributed.ranks import compiler_distributes
 from gaccum_ms.transforms.clip_by_global_norm import ClipByGlobalNorm
 from gaccum_ms.transforms.norms import scale_by
 from gaccum_ms.transforms.skip_spikes import SkipSpikes
@@ -62,6 +63,8 @@ class Chain(nn.Cell):
         super().__init__(auto_prefix=False)
         links = [link if isinstance(link, Transform) else _ByFunction(link) for link in transforms]
         _check_order(owner, links, clipped)
+        if compiler_distributes():
+            _take_one_norm(owner, links, clipped)
         for link in links:
             if link.in_step:
                 raise ValueError(
@@ -72,7 +75,7 @@ class Chain(nn.Cell):
             link.begin(weights, network)
         _check_names(owner, links, weights)
         self.links = nn.CellList(links, auto_prefix=False)
-        self.names = tuple(_name(link) for link in transforms)
+        self.names = tuple(name_of(link) for link in transforms)
         self.shapes = tuple(tuple(weight.shape) for weight in weights)
         self.may_forbid = tuple(type(link).allows is not Transform.allows for link in links)
         self.vetoes = any(self.may_forbid)
@@ -143,6 +146,28 @@ def _check_order(owner: str, links: Sequence[Transform], clipped: bool) -> None:
         clipped = clipped or isinstance(link, ClipByGlobalNorm)
 
 
+def _take_one_norm(owner: str, links: Sequence[Transform], taken: bool) -> None:
+    """Let a clip use the norm that SkipSpikes has taken, and refuse any other second norm, or one of a gradient that is
+    more than multiplied. The compiler's pass sums the squares over devices only for the first norm of a gradient that
+    backward returned, or of a product with it: another would silently be of one device's part."""
+    judge: SkipSpikes | None = None
+    changed = False
+    for link in links:
+        if isinstance(link, ClipByGlobalNorm) and judge is not None and not changed:
+            link.take_norm_of(judge)
+        elif isinstance(link, (ClipByGlobalNorm, SkipSpikes)):
+            if taken or changed:
+                raise ValueError(
+                    f"For '{owner}', in semi-auto and auto parallel mode one norm is taken of the gradient, before "
+                    f"another link changes it, because the compiler sums only this one over devices, but got a "
+                    f"'{type(link).__name__}' behind other norms or changes. Put it first, without other norms; a "
+                    f"'ClipByGlobalNorm' may follow a 'SkipSpikes'."
+                )
+            taken = True
+            judge = link if isinstance(link, SkipSpikes) else None
+        changed = changed or type(link).change is not Transform.change
+
+
 def _check_names(owner: str, links: Sequence[Transform], weights: Sequence[ms.Parameter]) -> None:
     """Refuse equal names: MindSpore finds a checkpoint's values only by name."""
     ids: dict[str, int] = {weight.name: id(weight) for weight in weights}
@@ -156,5 +181,11 @@ def _check_names(owner: str, links: Sequence[Transform], weights: Sequence[ms.Pa
                 )
 
 
-def _name(link: Any) -> str:
+def sees_parts(link: Any) -> bool:
+    """Whether a transform is right where a gradient is one device's part."""
+    return getattr(link, "elementwise", False) or isinstance(link, (ClipByGlobalNorm, SkipSpikes))
+
+
+def name_of(link: Any) -> str:
+    """How errors call a transform."""
     return type(link).__name__ if isinstance(link, nn.Cell) else getattr(link, "__name__", repr(link))

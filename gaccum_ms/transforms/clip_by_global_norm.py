@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from gaccum_ms.checks.arguments import check_positive_finite
 from gaccum_ms.transforms.norms import clip_by_norm, global_norm
 from gaccum_ms.transforms.transform import Transform
+
+if TYPE_CHECKING:
+    from gaccum_ms.transforms.skip_spikes import SkipSpikes
 
 
 class ClipByGlobalNorm(Transform):
@@ -45,6 +50,15 @@ class ClipByGlobalNorm(Transform):
         super().__init__()
         check_positive_finite("ClipByGlobalNorm", "max_norm", max_norm)
         self.max_norm = float(max_norm)
+        self.has_judge = False
+
+    def take_norm_of(self, judge: SkipSpikes) -> None:
+        """Clip by the norm that this link has taken of the same gradients."""
+        self.has_judge = True
+        self.judge = judge
+
+    # -- compiled ------------------------------------------------------------------------------------------------------
 
     def change(self, gradients):
-        return clip_by_norm(gradients, global_norm(gradients), self.max_norm)
+        norm = self.judge.judged_norm + 0.0 if self.has_judge else global_norm(gradients)
+        return clip_by_norm(gradients, norm, self.max_norm)

@@ -50,6 +50,8 @@ class ClipByValue(Transform):
         [ 0.5   0.25 -0.5 ]
     """
 
+    elementwise = True
+
     def __init__(self, max_value: float, min_value: float | None = None) -> None:
         super().__init__()
         check_finite("ClipByValue", "max_value", max_value)

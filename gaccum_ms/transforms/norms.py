@@ -8,6 +8,9 @@ from __future__ import annotations
 import mindspore as ms
 from mindspore import ops
 
+from gaccum_ms.distributed.ranks import compiler_distributes
+
+_are_parts = ops.constexpr(compiler_distributes)  # whether a gradient is one device's part alone
 # In semi-auto parallel mode a gradient is one device's part. At this tag, set by `mindspore.ops.clip_by_global_norm`
 # too, the compiler sums the squares over devices; in other modes it has no effect.
 _tagged = ops.ExpandDims().add_prim_attr("grad_scale", True)
@@ -38,18 +41,15 @@ def _scale_one(factor: ms.Tensor, gradient: ms.Tensor) -> ms.Tensor:
 
 
 def global_norm(gradients: tuple[ms.Tensor, ...]) -> ms.Tensor:
-    """The Euclidean norm of all gradients together, float32, shape ``()``."""
+    """The Euclidean norm of all gradients together, wherever their parts lie; float32, shape ``()``."""
+    if _are_parts():  # no reshape of gradients: for them, the compiler would gather
+        return ops.reshape(ops.sqrt(ops.addn(ops.HyperMap()(_square_sum_of_part, gradients))), ())
     return ops.sqrt(square_norm(gradients))
 
 
 def square_norm(gradients: tuple[ms.Tensor, ...]) -> ms.Tensor:
-    """The square of their global norm."""
+    """The square of their global norm, where each is whole."""
     return ops.reduce_sum(ops.concat(ops.HyperMap()(_square_sums, gradients)))
-
-
-def global_norm_of_parts(gradients: tuple[ms.Tensor, ...]) -> ms.Tensor:
-    """The norm of gradients that may be devices' parts. It avoids reshapes: for them, the compiler would gather."""
-    return ops.reshape(ops.sqrt(ops.addn(ops.HyperMap()(_square_sum_of_part, gradients))), ())
 
 
 def clip_by_norm(gradients: tuple[ms.Tensor, ...], norm: ms.Tensor, max_norm: float) -> tuple[ms.Tensor, ...]:

@@ -51,6 +51,9 @@ class Transform(_KeepsArguments, nn.Cell):
     A derived class takes the arguments that it needs, and calls ``super().__init__()`` in its constructor. All
     ranks must decide alike. Checkpoints have the Parameters of `state` , and :func:`resume` continues with them.
 
+    In semi-auto and auto parallel mode a gradient is one device's part. A class with ``elementwise = True`` says that
+    it treats each element of a gradient and of its weight by itself; other classes of yours are refused there.
+
     Args:
         None.
 
@@ -82,6 +85,8 @@ class Transform(_KeepsArguments, nn.Cell):
         >>> print(net.weight.asnumpy())
         [[0.75 0.75 0.75]]
     """
+
+    elementwise = False
 
     def __init__(self) -> None:
         super().__init__(auto_prefix=False)

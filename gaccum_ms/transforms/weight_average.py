@@ -10,9 +10,10 @@ import numpy as np
 from mindspore import nn, ops
 
 from gaccum_ms.backend import no_grad
-from gaccum_ms.backend.parameters import overwrite
+from gaccum_ms.backend.parameters import overwrite, own
 from gaccum_ms.checks.arguments import check_bool, check_number, check_positive_finite
 from gaccum_ms.cpu.kernels import add_in_place
+from gaccum_ms.distributed.ranks import compiler_distributes
 from gaccum_ms.transforms.transform import Transform
 
 _NAME = "WeightAverage"
@@ -94,6 +95,8 @@ class WeightAverage(Transform):
         [[0.4 0.4 0.4]]
     """
 
+    elementwise = True
+
     def __init__(self, decay: float = 0.9999, warmup: bool | float = False, buffers: bool = False) -> None:
         super().__init__()
         check_number(_NAME, "decay", decay)
@@ -113,14 +116,18 @@ class WeightAverage(Transform):
         averaged = [*self.weights, *(self._buffers_of(network) if self.with_buffers else ())]
         # Only as an attribute, because these Parameters are the network's.
         object.__setattr__(self, "averaged", ms.ParameterTuple(averaged))
-        self.averages = ms.ParameterTuple(
-            [
-                self.state(PREFIX + parameter.name, np.full(parameter.shape, np.nan, np.float32))
-                for parameter in averaged
-            ]
-        )
+        self.averages = ms.ParameterTuple([self._average_of(parameter) for parameter in averaged])
         self.averaged_updates = self.state("averaged_updates", np.zeros((), np.int32))
         self.map = ops.HyperMap()
+
+    def _average_of(self, parameter: ms.Parameter) -> ms.Parameter:
+        """A Parameter for its average. NaN: nothing was written."""
+        if not compiler_distributes():
+            return self.state(PREFIX + parameter.name, np.full(parameter.shape, np.nan, np.float32))
+        average = parameter.clone(init=float("nan"))  # of which the compiler gives each device the same part
+        average.name, average.requires_grad = own(PREFIX + parameter.name), False
+        average.set_dtype(ms.float32)
+        return average
 
     def _buffers_of(self, network: nn.Cell | None) -> list[ms.Parameter]:
         if network is None:

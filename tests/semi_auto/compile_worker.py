@@ -4,6 +4,7 @@ exists. There is no GPU: the compiler runs all its passes and then fails to find
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -18,8 +19,19 @@ from mindspore.parallel import Layout
 from mindspore.parallel.auto_parallel import AutoParallel
 from mindspore.parallel.nn import MicroBatchInterleaved
 
-from gaccum_ms import GradAccumulation, GradAccumulationCell, PerSampleLoss, TrainOneStepWithGradAccumulationCell
+from gaccum_ms import (
+    ClipByGlobalNorm,
+    ClipByValue,
+    GradAccumulation,
+    GradAccumulationCell,
+    PerSampleLoss,
+    SkipSpikes,
+    TrainOneStepWithGradAccumulationCell,
+    WeightAverage,
+)
+from gaccum_ms.accumulation.update import Update, _divide
 from gaccum_ms.backend import cell_graph_executor
+from gaccum_ms.backend.micro_mirrors import unreduced
 from gaccum_ms.semi_auto.modes import settings_of
 
 SAMPLES = 16  # of each device; few, because the files abbreviate longer constants by "..."
@@ -58,6 +70,65 @@ class Net(nn.Cell):
         if self.reduction == "none":
             return ops.reduce_sum(squares, 1)
         return ops.reduce_sum(squares) if self.reduction == "sum" else self.mean(squares)
+
+
+class Mask(nn.Cell):
+    """The samples that loss number `term` of `Masked` is over: labels above zero, or large ones. As a count: their
+    number. `split` as in `Net` ."""
+
+    def __init__(self, term, split=None):
+        super().__init__()
+        self.term = term
+        self.square, self.greater, self.cast, self.sum = ops.Square(), ops.Greater(), ops.Cast(), ops.ReduceSum()
+        if split:
+            self.greater.shard(((split[0], 1), ()))
+            for one in (self.square, self.cast, self.sum):
+                one.shard(((split[0], 1),))
+
+    def of(self, y):
+        above = self.greater(y, 0.0) if self.term == 0 else self.greater(self.square(y), 0.5)
+        return self.cast(above, ms.float32)
+
+    def construct(self, x, y):
+        return self.sum(self.of(y))
+
+
+class Masked(Net):
+    """One or two losses, each over a mask: a numerator, and with ``returns="ratio"`` a denominator too, or means."""
+
+    def __init__(self, losses=1, returns="ratio", aux=False, split=None):
+        super().__init__(split=split)
+        self.losses, self.returns, self.aux = losses, returns, aux
+        self.masks = nn.CellList([Mask(term, split) for term in range(2)])
+        self.weigh, self.sums = [ops.Mul() for _ in range(2)], [ops.ReduceSum() for _ in range(2)]
+        if split:
+            for weigh, one in zip(self.weigh, self.sums, strict=True):
+                weigh.shard(((split[0], 1),) * 2)
+                one.shard(((split[0], 1),))
+
+    def construct(self, x, y):
+        hidden = self.relu(self.add(self.matmul_1(x, self.first), self.bias))
+        out = self.matmul_2(hidden, self.second)
+        error = (self.sub(out, y), out)
+        outputs = ()
+        for term in range(self.losses):
+            mask = self.masks[term]
+            numerator = self.sums[term](self.weigh[term](self.square(error[term]), mask.of(y)))
+            if self.returns == "sum":
+                outputs = (*outputs, numerator)
+            elif self.returns == "mean":
+                outputs = (*outputs, numerator / mask(x, y))
+            else:
+                outputs = (*outputs, numerator, mask(x, y))
+        if self.aux:  # numerators of the second loss, and each sample's output
+            outputs = (*outputs, self.sums[1](self.square(out)), out)
+        return outputs[0] if len(outputs) == 1 else outputs
+
+
+class LazyMasked(Masked):
+    @ms.lazy_inline
+    def __init__(self, **options):
+        super().__init__(**options)
 
 
 def laid(matmul_1, matmul_2, frozen=(), lazy=False):
@@ -128,6 +199,14 @@ def ours(network, micro_size, scale=None, auto=False, model=False, **options):
     return TrainOneStepWithGradAccumulationCell(cell, sgd(network), scale)
 
 
+def by_level(level, micro_size=4):
+    """Mixed precision by `amp_level`; None: MindSpore's own step."""
+    network = nn.WithLossCell(nn.SequentialCell(nn.Dense(12, 32), nn.ReLU(), nn.Dense(32, 1)), nn.MSELoss())
+    network = network if micro_size is None else GradAccumulationCell(network, micro_size)
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    return ms.amp.build_train_network(network, optimizer, level=level, loss_scale_manager=None).set_train()
+
+
 def documented(network):
     """The program of MindSpore's tutorial."""
     cell = AutoParallel(GradAccumulation(network, 4))
@@ -160,6 +239,18 @@ def functional(training):
 def predicting(network):
     """The wrapped network, called by itself."""
     return ms.Model(GradAccumulation(network, 2)).predict_network.set_train(False)
+
+
+class ByQuotient(Update):
+    """A deliberate bug: the compiler's pass for norms does not look through a quotient."""
+
+    def _divided(self, gradients, divisor):
+        return self.map(ops.partial(_divide, divisor), gradients)
+
+
+def by_quotient(step):
+    step.update.__class__ = ByQuotient
+    return step
 
 
 def manager():
@@ -202,6 +293,59 @@ MINDSPORES = {
     "lazy uneven": (lambda: laid(*UNEVEN, lazy=True), {}),
 }
 
+# The layouts that every option is compiled for: (lazy_inline, how layers lie on devices, settings).
+LAYOUTS = {
+    "dp": (False, None, SUM),
+    "split": (False, SPLIT, SPLIT_DATA),
+    "op": (False, None, SUM | OPTIMIZER_PARALLEL),
+    "ws": (False, None, SUM | WEIGHT_SHARDS),
+    "sg": (True, None, SUM | SHARDED_GRADIENTS),
+    "lazy dp": (True, None, SUM),
+}
+
+
+def masked(layout, losses=1, returns="ratio", counted=False, scale=None, aux=False, transforms=tuple, **options):
+    """Our step of `Masked` in one of the layouts."""
+    lazy, split, _ = LAYOUTS[layout]
+    network = (LazyMasked if lazy else Masked)(losses=losses, returns=returns, aux=aux, split=split)
+    if counted:
+        counts = tuple(Mask(term, split) for term in range(losses))
+        options["count"] = counts if losses > 1 else counts[0]
+    return ours(network, 4, scale and scale(), reduction=returns, aux=aux, transforms=transforms(), **options)
+
+
+# The options, in each layout. TWO: two losses with these weights.
+TWO = {"losses": 2, "loss_weights": (1.0, 0.3)}
+OPTIONS = {
+    "ratio": {},
+    "ratio, clip": {"max_grad_norm": 0.1},
+    "ratio, scale": {"scale": manager, "max_grad_norm": 0.1},
+    "ratio, scale alone": {"scale": manager},
+    "ratio, clamped": {"min_count": 1000.0},
+    "sum, count": {"returns": "sum", "counted": True},
+    "sum, count, clip": {"returns": "sum", "counted": True, "max_grad_norm": 0.1},
+    "mean, count": {"returns": "mean", "counted": True},
+    "two sums": {"returns": "sum", "counted": True} | TWO,
+    "two sums, clip": {"returns": "sum", "counted": True, "max_grad_norm": 0.1} | TWO,
+    "two means": {"returns": "mean", "counted": True} | TWO,
+    "two ratios": TWO,
+    "ratio, aux": {"aux": True},
+    "windows": {"accumulation_steps": 2},
+    "windows, clip": {"accumulation_steps": 2, "max_grad_norm": 0.1},
+    "windows, scale": {"accumulation_steps": 2, "scale": manager, "max_grad_norm": 0.1},
+    "windows, sum, count": {"accumulation_steps": 2, "returns": "sum", "counted": True},
+    "clip by value": {"transforms": lambda: (ClipByValue(0.02),)},
+    "spikes": {"transforms": lambda: (SkipSpikes(norm=100.0, history=8), ClipByGlobalNorm(0.1))},
+    "spikes, scale": {
+        "scale": manager,
+        "transforms": lambda: (SkipSpikes(norm=100.0, history=8), ClipByGlobalNorm(0.1)),
+    },
+    "skipped": {"transforms": lambda: (SkipSpikes(norm=0.1, history=8),)},
+    "average": {"transforms": lambda: (WeightAverage(0.75),)},
+    "mean, count, aux": {"returns": "mean", "counted": True, "aux": True},
+    "two ratios, clip": {"max_grad_norm": 0.1} | TWO,
+}
+
 # name: (how the step is made, MindSpore's parallel settings)
 CASES = {
     "plain": (lambda: plain(Net()), {}),
@@ -238,7 +382,12 @@ CASES = {
     "sharded gradients, mean, framework": (lambda: frameworks(LazyNet(), 4), SHARDED_GRADIENTS),
     "lazy, 4": (lambda: ours(LazyNet(), 4), {}),
     "lazy, 16": (lambda: ours(LazyNet(), 16), {}),
-    "half": (lambda: ours(Dense().to_float(ms.float16), 4), {}),
+    "half": (lambda: ours(Dense().to_float(ms.float16), 4), SUM),
+    "half, whole": (lambda: plain(Dense().to_float(ms.float16)), SUM),
+    "half, sg": (lambda: ours(Dense().to_float(ms.float16), 4), SUM | SHARDED_GRADIENTS),
+    "half, op": (lambda: ours(Dense().to_float(ms.float16), 4), SUM | OPTIMIZER_PARALLEL),
+    **{f"amp {level}": (lambda level=level: by_level(level), SUM) for level in ("O1", "O2", "O3", "auto")},
+    **{f"amp {level}, whole": (lambda level=level: by_level(level, None), SUM) for level in ("O1", "O2", "O3", "auto")},
     "half, lazy": (lambda: ours(LazyDense().to_float(ms.float16), 4), {}),
     "half, lazy inside": (lambda: ours(PerSampleLoss(LazyDense(reduction="none").to_float(ms.float16)), 4), {}),
     "half, framework": (lambda: frameworks(Dense().to_float(ms.float16), 4), {}),
@@ -250,6 +399,17 @@ CASES = {
     "AutoParallel, pipeline": (lambda: in_two_stages(Net()), {"AutoParallel": True}),
     **{f"{name}, whole": (lambda make=make: plain(make()), settings) for name, (make, settings) in MINDSPORES.items()},
     **{f"{name}, 4": (lambda make=make: ours(make(), 4), settings) for name, (make, settings) in MINDSPORES.items()},
+    **{
+        f"{name}, {layout}": (lambda layout=layout, options=options: masked(layout, **options), LAYOUTS[layout][2])
+        for layout in LAYOUTS
+        for name, options in OPTIONS.items()
+    },
+    "windows, reduced by each batch": (lambda: masked("dp", accumulation_steps=2), SUM | {"reduces": True}),
+    "quotient": (lambda: by_quotient(masked("op", max_grad_norm=0.1)), LAYOUTS["op"][2]),
+    "per sample, count": (
+        lambda: ours(PerSampleLoss(Net("none"), "sum"), 4, reduction="sum", count=positive),
+        SUM,
+    ),
     "predict": (lambda: predicting(Net()), {"full_batch": True}),
     "functional": (lambda: functional(False), {}),
     "functional, training": (lambda: functional(True), {}),
@@ -264,8 +424,9 @@ def compile_case(name, make, settings, graphs, out):
         mode = {"parallel_mode": "semi_auto_parallel", "gradients_mean": True, **settings}
         if settings.get("device_num", True):
             mode |= {"device_num": get_group_size(), "global_rank": 0}
-        ms.set_auto_parallel_context(**{key: value for key, value in mode.items() if value is not None})
-    shutil.rmtree(graphs, ignore_errors=True)
+        ms.set_auto_parallel_context(
+            **{key: value for key, value in mode.items() if value is not None and key != "reduces"}
+        )
     folder = out / name
     folder.mkdir()
     try:
@@ -276,6 +437,20 @@ def compile_case(name, make, settings, graphs, out):
     values = {parameter.name: parameter.asnumpy() for parameter in step.get_parameters()}
     np.savez(folder / "parameters.npz", **values)
     inputs = [Tensor(np.zeros(shape, np.float32)) for shape in local_shapes(settings)]
+    if not getattr(step, "spans_batches", False):
+        compile_graph(step, inputs, graphs, folder)
+        return
+    with contextlib.nullcontext() if settings.get("reduces") else unreduced():
+        compile_graph(step._runner._parts.end_window, inputs, graphs, folder / "adding")
+    np.savez(folder / "adding" / "parameters.npz", **values)
+    vars(step)["called_by_python"] = True
+    compile_graph(step, inputs, graphs, folder)
+
+
+def compile_graph(step, inputs, graphs, folder):
+    """Compile one graph, and save it with MindSpore's message."""
+    folder.mkdir(exist_ok=True)
+    shutil.rmtree(graphs, ignore_errors=True)
     # This is processor time: other programs on the machine would distort the clock's time.
     begin, message = time.process_time(), "the device was there"
     try:

@@ -40,6 +40,11 @@ class Case(NamedTuple):
         return _read(finished)
 
     @property
+    def adding(self) -> Case:
+        """With windows of several batches: the graph that only adds."""
+        return Case(self.folder / "adding")
+
+    @property
     def parameters(self) -> dict[str, np.ndarray]:
         return dict(np.load(self.folder / "parameters.npz"))
 

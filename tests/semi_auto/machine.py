@@ -113,7 +113,7 @@ class Machine:
                 self.inputs.append(token)
                 continue
             whole = parameters[name]
-            part = (parts or {}).get(name.removeprefix("accu_grads.")) or rows(shape)
+            part = (parts or {}).get(re.sub(r"^(accu_grads|gaccum_ms\.average)\.", "", name)) or rows(shape)
             self.state[name] = [np.array(whole if whole.shape == shape else part(whole, rank)) for rank in range(ranks)]
             assert self.state[name][0].shape == shape, f"{name}: {self.state[name][0].shape}, not {shape}"
 
@@ -277,7 +277,7 @@ def _strided_slice_grad(gradient: np.ndarray, shape: tuple, *slices: Any) -> np.
 
 def _reduce(function: Callable) -> Callable:
     def reduced(value: np.ndarray, axes: Any, keep: Any, *_: Any) -> np.ndarray:
-        axes = axes if isinstance(axes, tuple) else (int(axes),)
+        axes = axes if isinstance(axes, tuple) else () if axes is None else (int(axes),)
         return function(value, axis=axes or None, keepdims=bool(keep)).astype(value.dtype)
 
     return reduced
@@ -291,10 +291,16 @@ _ARITHMETIC: dict[str, Callable] = {
     "Split": lambda value, axis, parts: np.split(value, parts, axis),
     "SplitWithSize": lambda value, sizes, axis: np.split(value, np.cumsum(sizes)[:-1], axis),
     "Concat": lambda values, axis: np.concatenate(values, axis),
+    "Stack": lambda values, axis=0, *_: np.stack(values, axis),
+    "StackExt": lambda values, axis=0, *_: np.stack(values, axis),
+    "Unstack": lambda value, axis=0, *_: np.moveaxis(value, axis, 0),
+    "BroadcastTo": lambda value, shape: np.broadcast_to(value, shape),
     "TensorMove": lambda value, *_: np.array(value),
     "Tile": lambda value, times: np.tile(value, times),
     "MatMulExt": lambda x, y: x @ y,
     "MatMul": lambda x, y, left, right: (x.T if left else x) @ (y.T if right else y),
+    "BiasAdd": lambda x, bias, *_: x + bias,
+    "BiasAddGrad": lambda gradient, *_: gradient.sum(0).astype(gradient.dtype),
     "ReLU": lambda x: np.maximum(x, 0),
     "ReluGrad": lambda gradient, y: gradient * (y > 0),
     "Square": lambda x: x * x,
@@ -315,16 +321,23 @@ _ARITHMETIC: dict[str, Callable] = {
     "Neg": np.negative,
     "ReduceMean": _reduce(np.mean),
     "ReduceSum": _reduce(np.sum),
+    "ReduceAll": _reduce(np.all),
+    "ReduceAny": _reduce(np.any),
     "SumExt": _reduce(np.sum),
     "ExpandDims": lambda x, axis: np.expand_dims(x, axis),
     "FloatStatus": lambda x: np.array([0.0 if np.isfinite(x).all() else 1.0], np.float32),
     "IsFinite": np.isfinite,
+    "IsNan": np.isnan,
     "LogicalAnd": np.logical_and,
     "LogicalOr": np.logical_or,
     "LogicalNot": np.logical_not,
     "Equal": np.equal,
     "NotEqual": np.not_equal,
     "Less": np.less,
+    "EqScalar": lambda x, y: x == y,
+    "LessEqualScalar": lambda x, y: x <= y,
+    "RemainderTensorScalar": np.remainder,
+    "FloorMod": np.remainder,
     "LessEqual": np.less_equal,
     "LessScalar": lambda x, y: x < y,
     "Greater": np.greater,

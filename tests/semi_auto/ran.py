@@ -32,9 +32,30 @@ class Ran:
     def __init__(self, case, parts=RANKS, batch=(X, Y), layout=None, changed=None, steps=1):
         self.machine = Machine(case.program, RANKS, {**case.parameters, **(changed or {})}, layout, parts)
         self.before = {name: [one.copy() for one in held] for name, held in self.machine.state.items()}
+        self.results = []
         for _ in range(steps):
             self.results = self.machine.step(*shards(parts, *batch))
         self.counts = Counter(executed.node.op for executed in self.machine.executed)
+
+    @classmethod
+    def windows(cls, case, parts, layout, batches, scale=1.0, adding=None):
+        """Windows of two batches: one graph adds, the other adds and updates. `adding` : another graph that adds.
+        ``flush`` in the place of the second batch: the first again, of which nothing is added."""
+        first = cls(adding or case.adding, parts, layout=layout, steps=0)
+        last = cls(case, parts, layout=layout, steps=0)
+        for name, values in last.machine.state.items():
+            shared = first.machine.state.setdefault(name, values)
+            assert [one.shape for one in shared] == [one.shape for one in values], f"{name} lies otherwise"
+        last.machine.state = first.machine.state
+        for index, batch in enumerate(batches):
+            ran, flushes = (first, last)[index % 2], isinstance(batch, str)
+            batch = batches[index - 1] if flushes else batch
+            last.machine.state["gaccum_ms.window_unit"][:] = [np.float32(scale)] * RANKS
+            last.machine.state["gaccum_ms.batch_weight"][:] = [np.float32(not flushes)] * RANKS
+            ran.results = ran.machine.step(*shards(parts, *batch))
+        first.counts = Counter(executed.node.op for executed in first.machine.executed)
+        last.adding = first
+        return last
 
     def parameter(self, name):
         return self.machine.state[name]

@@ -270,15 +270,42 @@ def test_mindspores_own_cell_takes_the_mean_of_some_sharded_gradients(cases):
     assert moved["second"][0] == pytest.approx(RANKS * moved["second"][1], rel=1e-3)
 
 
-def test_casts_of_weights_need_lazy_inline(cases):
-    assert "the casts of weights" in cases("half").message
+def moved(ran):
+    """Each weight's movement, on rank 0."""
+    of_weights = (name for name in ran.before if name.endswith(("weight", "bias")) and name.count(".") < 4)
+    return {
+        name: ran.parameter(name)[0].astype(np.float64) - ran.before[name][0]
+        for name in of_weights
+        if not name.startswith(("accu", "stat"))
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    [
+        ("half", "half, whole"),
+        *(
+            pytest.param(f"amp {level}", f"amp {level}, whole", marks=pytest.mark.thorough)
+            for level in ("O1", "O2", "O3", "auto")
+        ),
+    ],
+)
+def test_casts_of_weights_equal_the_whole_batch_in_the_same_precision(cases, name, whole):
+    """With the same weights before: those of layers are random."""
+    values = cases(whole).parameters
+    ours, theirs = moved(Ran(cases(name), changed=values)), moved(Ran(cases(whole), changed=values))
+    assert ours
+    for weight, movement in theirs.items():
+        largest = np.abs(movement).max()
+        assert largest > 0
+        np.testing.assert_allclose(ours[weight] / largest, movement / largest, atol=3e-3)  # of float16
 
 
 @pytest.mark.thorough
 def test_casts_of_weights_with_lazy_inline(cases):
     assert "Cannot find micro info" in cases("half, framework").message  # MindSpore's error for its own cell
-    assert cases("half, lazy").program.entry.nodes
-    assert cases("half, lazy inside").program.entry.nodes
+    for name in ("half, lazy", "half, lazy inside", "half, op", "half, sg"):
+        assert cases(name).program.entry.nodes
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,19 @@ from mindspore import Tensor, nn
 from gaccum_ms import (
     AccumulationScheduler,
     Accumulators,
+    AdaptiveGradientClip,
+    ClipByGlobalNorm,
+    ClipByValue,
     GradAccumulationCell,
+    SkipSpikes,
     TrainOneStepWithGradAccumulationCell,
+    WeightAverage,
     WindowBatchNorm,
     WithBatchLossCell,
 )
 from gaccum_ms.semi_auto import modes as auto_parallel
+from gaccum_ms.semi_auto.compiled_once import CompiledOnce
+from gaccum_ms.semi_auto.unrolled_window import AddedBatch
 from tests.support.reference import batches, make_network
 
 
@@ -49,7 +56,6 @@ def test_a_bad_count_is_one_clear_error():
     ("options", "message"),
     [
         ({"micro_batch_size": 4}, r"'micro_batch_size' must be None, but got 4: .*give 'micro_size'"),
-        ({"micro_size": 2, "accumulation_steps": 3}, r"'accumulation_steps' must be 1, but got 3: .*end of each batch"),
         (
             {"micro_size": 2, "accumulators": Accumulators(sharded=True)},
             "'accumulators' must have sharded=False, .*gradient_accum",
@@ -59,7 +65,6 @@ def test_a_bad_count_is_one_clear_error():
             r"'accumulators' must have compensated=False, but got Accumulators\(.*: .*give Accumulators\(mindspore",
         ),
         ({"micro_size": 2, "overflow": "drop_micro_batch"}, r"'overflow' must be 'drop_window', but got 'drop_micro"),
-        ({"micro_size": 2, "loss_weights": (1.0, 0.5)}, r"'loss_weights' must be \(1.0,\), but got \(1.0, 0.5\)"),
     ],
 )
 def test_refuses_what_needs_a_loop(options, message):
@@ -94,15 +99,77 @@ def test_refuses_ragged_batches_before_compiling():
     assert not step.compile_cache
 
 
-def test_refuses_a_schedule():
+@pytest.mark.parametrize(
+    "chain",
+    [
+        lambda: (ClipByValue(1.0), ClipByGlobalNorm(1.0)),
+        lambda: (ClipByGlobalNorm(1.0), ClipByGlobalNorm(0.5)),
+        lambda: (SkipSpikes(norm=2.0), ClipByGlobalNorm(1.0), ClipByGlobalNorm(0.5)),
+        lambda: (SkipSpikes(norm=2.0), SkipSpikes(norm=1.0)),
+    ],
+)
+def test_a_second_norm_is_refused(chain):
+    with pytest.raises(ValueError, match=r"one norm is taken of the gradient, .*behind other norms or changes"):
+        make_step(micro_size=2, transforms=chain())
+
+
+def test_a_clip_behind_spikes_and_averages_is_taken():
+    make_step(micro_size=2, transforms=(SkipSpikes(norm=2.0), WeightAverage(), ClipByGlobalNorm(1.0), ClipByValue(1.0)))
+    with pytest.raises(ValueError, match=r"one device's part there, but got AdaptiveGradientClip, abs\. Give"):
+        make_step(micro_size=2, transforms=(AdaptiveGradientClip(), abs))
+
+
+def test_windows_of_batches_need_accumulators():
+    with pytest.raises(ValueError, match="needs accumulators, which the compiler fills for two or more"):
+        make_step(micro_size=1, accumulation_steps=2)
+    with pytest.raises(RuntimeError, match=r"needs? accumulators, which the compiler fills for two or more"):
+        make_step(micro_size=1).set_accumulation_steps(2)
+
+
+def test_a_schedule_makes_windows_of_batches():
     step = make_step(micro_size=2)
-    with pytest.raises(RuntimeError, match="windows of several batches need accumulators that outlive a batch"):
-        step.set_accumulation_steps(2)
+    step.set_accumulation_steps(2)
+    assert isinstance(step._runner._add, AddedBatch)
+    assert int(step.accumulation_steps.asnumpy()) == 2
+    assert step.flush() is False  # there are no batches
     data_set = ms.dataset.NumpySlicesDataset(
         (np.zeros((8, 12), np.float32), np.zeros(8, np.int32)), shuffle=False
     ).batch(4)
-    with pytest.raises(RuntimeError, match="windows of several batches need"):
+    with pytest.raises(RuntimeError, match="need GPUs or Ascend"):
         ms.Model(step).train(1, data_set, callbacks=AccumulationScheduler({0: 2}), dataset_sink_mode=False)
+    assert not int(step.window_position.asnumpy())
+
+
+def test_the_adding_graph_and_the_updating_one_take_turns(monkeypatch):
+    """The graphs need devices, and are not run; the order of their calls is Python's."""
+    step = make_step(micro_size=2, accumulation_steps=3)
+    calls = []
+
+    def added(*inputs):
+        calls.append("add")
+        open_window = step.window.open
+        open_window.window_sums.set_data(open_window.window_sums + Tensor([0.0, 0.0, 0.0, 1.0]))
+
+    def updated(*inputs):
+        calls.append(f"update {float(step.window.batch_weight.asnumpy())}")
+        step.window.open.reset_eagerly()
+
+    runner = step._runner
+    runner._add, runner._run_graph = added, lambda: updated
+    monkeypatch.setattr(auto_parallel, "check_device", lambda: None)
+    batch = runner.prepare(tuple(Tensor(value) for value in batches(4, 1)[0]))
+    for _ in range(4):
+        runner.run(batch)
+    with pytest.raises(RuntimeError, match=r"must be saved between two windows, .*Call step\.flush\(\)"):
+        step.init_parameters_data()
+    step.flush()
+    assert calls == ["add", "add", "update 1.0", "add", "update 0.0"]
+    step.init_parameters_data()
+
+
+def test_windows_of_batches_need_python_between_them():
+    with pytest.raises(RuntimeError, match=r"need Python between the batches, .*dataset_sink_mode=False"):
+        auto_parallel.check_windows_of_batches.fn(False)
 
 
 def test_a_step_runs_in_the_mode_it_was_built_for():
@@ -126,27 +193,34 @@ def test_cpu_is_refused_with_the_remedy():
         step(Tensor(np.zeros((8, 12), np.float32)), Tensor(np.zeros(8, np.int32)))
 
 
-def test_casts_of_weights_are_found_where_lazy_inline_is_not_around_them():
-    class Lazy(nn.Cell):
-        @ms.lazy_inline
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Dense(12, 5).to_float(ms.float16)
+class Lazy(nn.Cell):
+    @ms.lazy_inline
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Dense(12, 5).to_float(ms.float16)
 
-        def construct(self, x):
-            return self.layer(x)
+    def construct(self, x):
+        return self.layer(x)
 
-    def build(network, **options):
-        cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), 2)
-        return ms.amp.build_train_network(cell, nn.SGD(cell.trainable_params(), 0.1), **options)
 
-    build(Lazy())
-    build(make_network("dense"), level="O0")
-    with pytest.raises(ValueError, match=r"got casts in Dense and a network without mindspore.lazy_inline"):
-        build(nn.Dense(12, 5).to_float(ms.float16))
+def network_of(network, **options):
+    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), 2)
+    step = ms.amp.build_train_network(cell, nn.SGD(cell.trainable_params(), 0.1), **options)
+    return step.window.parts.network
+
+
+def test_networks_that_cast_weights_are_compiled_once():
+    for network in (network_of(Lazy()), network_of(make_network("dense"), level="O0")):
+        assert not isinstance(network, CompiledOnce)
+    assert isinstance(network_of(nn.Dense(12, 5).to_float(ms.float16)), CompiledOnce)
     for level in ("O1", "O2", "O3", "auto"):
-        with pytest.raises(ValueError, match="the casts of weights"):
-            build(make_network("dense"), level=level)
+        assert isinstance(network_of(make_network("dense"), level=level), CompiledOnce)
+
+
+def test_casts_outside_of_a_lazy_cell_are_refused():
+    network = nn.SequentialCell(Lazy(), nn.Dense(5, 5).to_float(ms.float16))
+    with pytest.raises(ValueError, match=r"got casts in Dense outside of the Cell with mindspore.lazy_inline, 'Lazy'"):
+        network_of(network)
 
 
 def test_how_inputs_lie_on_the_devices():

@@ -1,0 +1,331 @@
+"""The sums of a batch over its micro-batches, in the form that the compiler's passes need.
+
+Backward starts from the first of these numbers, a sum of numerators. The others have no gradient:
+
+    mean or sum         numerators alone                                        (Numerators)
+    with a count        their sum, and the whole batch's count                  (Fraction)
+    ratio               their sum, and that of the network's denominators       (Ratio)
+    several losses      their weighted sum; each mean; each total               (WeightedLosses)
+
+The accumulated gradient of one loss is divided afterwards. Several losses share one accumulator, so each is divided
+before its backward: their totals come first, from the whole batch. Where the network returns them, it is called on the
+whole batch, and the compiler removes all of that call but the denominators.
+
+With `aux` , outputs of shape () are added up as numerators are. Those of samples are returned beside the numbers, one
+for each micro-batch: joined here, they would be gathered on all devices.
+
+A Tensor here is the whole Tensor over all devices: a mean is over all devices, and so is a count.
+"""
+
+from __future__ import annotations
+
+import mindspore as ms
+from mindspore import nn, ops
+from mindspore.ops.functional import typeof
+
+from gaccum_ms.accumulation.micro_step import float32_loss, float32_losses, shape_or_none
+from gaccum_ms.backend.parameters import record
+from gaccum_ms.losses import counts
+from gaccum_ms.losses.per_sample_loss import PerSampleLoss
+from gaccum_ms.options.compatibility import Setup
+from gaccum_ms.semi_auto import modes as auto_parallel
+from gaccum_ms.semi_auto.compiled_once import compiled_once
+from gaccum_ms.semi_auto.shard_slice import ShardSlice
+
+_SMALL = 1e-30  # in the place of a total of zero, whose numerators are zero
+
+
+class _Slices(nn.Cell):
+    """Cut one micro-batch out of all inputs."""
+
+    def __init__(self, index: int, micro_size: int) -> None:
+        super().__init__(auto_prefix=False)
+        parts = auto_parallel.parts_of_inputs()
+        self.slices = nn.CellList([ShardSlice(index, micro_size, part) for part in parts], auto_prefix=False)
+        self.one_for_all = len(parts) == 1
+
+    def construct(self, *inputs):
+        cut = []
+        for position in range(len(inputs)):
+            cut.append(self.slices[0 if self.one_for_all else position](inputs[position]))
+        return cut
+
+
+class Numerators(nn.Cell):
+    """A loss that is a mean or sum over samples. The losses of a `PerSampleLoss` are added up per sample."""
+
+    may_skip = False  # whether there are batches that must not update
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(auto_prefix=False)
+        options, network, _ = setup
+        self.per_sample = isinstance(network, PerSampleLoss)
+        self.network = compiled_once(network.network if self.per_sample else network, network)
+        self.reducer = network if self.per_sample else nn.Identity()
+        self.loss_is_mean = options.loss_is_mean
+        self.share = 1.0 / (options.micro_size or 1) if options.loss_is_mean else 1.0
+        self.aux = options.aux
+
+    def totals(self, *inputs):
+        """What is known of the whole batch before its micro-batches run."""
+        return ()
+
+    def construct(self, totals, unit, *micro_batch):
+        """A micro-batch's parts of the sums, and its outputs beside the loss."""
+        return self.weighed(micro_batch, self.share)
+
+    def weighed(self, micro_batch, factor):
+        loss = self.network(*micro_batch)
+        outputs = ()
+        if self.aux:
+            check_outputs(loss, 1, micro_batch[0].shape[0])
+            outputs = ops.stop_gradient(loss[1:])
+            loss = loss[0]
+        loss = ops.cast(loss, ms.float32) if self.per_sample else float32_loss(loss)
+        return (loss * factor, *scalars_of(outputs, factor)), outputs
+
+    def reduced(self, losses):
+        return self.reducer.reduce(losses) if self.per_sample else losses
+
+    def finished(self, sums, unit, scale):
+        """From the batch's sums: the gradients' divisor, the loss with the outputs of shape (), and whether anything
+        was counted."""
+        return scale, sums, True
+
+
+class Fraction(Numerators):
+    """A loss that is divided by its items once all are added: the count of the network's inputs."""
+
+    may_skip = True
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.min_count = setup.options.min_count
+        self.window_count = record("window_count")
+        self.count = counts.count_cell(setup.options.counts[0])
+
+    def totals(self, *inputs):
+        # Of the batch at once: the micro-batches' counts would be reduced over devices one at a time.
+        return (counts.valid_or_nan(self.count(*inputs)),)
+
+    def construct(self, totals, unit, *micro_batch):
+        return self.weighed(micro_batch, unit * self.items(micro_batch))
+
+    def items(self, micro_batch):
+        return counts.valid_or_nan(self.count(*micro_batch)) if self.loss_is_mean else 1.0
+
+    def means(self, sums, unit):
+        """The loss and the outputs of shape ()."""
+        least = counts.at_least(sums[-1], self.min_count)
+        means: tuple = ()
+        for numerator in sums[:-1]:
+            means = (*means, counts.ratio_or_zero(numerator, least * unit))
+        return means
+
+    def finished(self, sums, unit, scale):
+        total = sums[-1]
+        least = counts.at_least(total, self.min_count)
+        means = self.means(sums, unit)
+        loss = ops.depend(means[0], ops.assign(self.window_count, total))
+        divisor = ops.select(least > 0, least, ops.ones_like(least)) * unit * scale
+        # If a micro-batch counts nothing, its mean and thus the loss are NaN.
+        return divisor, (loss, *means[1:]), ops.logical_and(least > 0, ops.isfinite(loss))
+
+
+class Ratio(Fraction):
+    """The network itself returns a sum, and the number of its items."""
+
+    def totals(self, *inputs):
+        return ()
+
+    def construct(self, totals, unit, *micro_batch):
+        outputs = self.network(*micro_batch)
+        numerator, denominator = fractions(outputs, 1, self.aux)
+        others = ()
+        if self.aux:
+            check_outputs(outputs, 2, micro_batch[0].shape[0])
+            others = ops.stop_gradient(outputs[2:])
+        return (numerator * unit, *scalars_of(others, unit), denominator), others
+
+
+class WeightedLosses(nn.Cell):
+    """Several losses, each over its own total."""
+
+    may_skip = True
+    aux = False
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(auto_prefix=False)
+        options, network, _ = setup
+        self.network, self.for_totals = compiled_once(network, network), network
+        self.number = options.losses
+        self.weights = options.loss_weights
+        self.loss_is_mean = options.loss_is_mean
+        self.ratio = options.returns_ratio
+        self.min_count = options.min_count
+        self.least = options.min_count or _SMALL
+        self.window_count = record("window_count", (self.number,))
+        self.loss_terms = record("loss_terms", (self.number,))
+        self.counts = nn.CellList([counts.count_cell(count) for count in options.counts], auto_prefix=False)
+
+    def totals(self, *inputs):
+        if self.ratio:
+            return ops.stop_gradient(fractions(self.for_totals(*inputs), self.number, False)[1::2])
+        return self.items(inputs)
+
+    def items(self, batch):
+        """Each loss's items."""
+        items: tuple = ()
+        for count in self.counts:
+            items = (*items, counts.valid_or_nan(count(*batch)))
+        return items
+
+    def construct(self, totals, unit, *micro_batch):
+        outputs = self.network(*micro_batch)
+        numerators = fractions(outputs, self.number, False)[::2] if self.ratio else self.losses(outputs)
+        items = self.items(micro_batch) if self.loss_is_mean else (1.0,) * self.number
+        means: tuple = ()
+        for term in range(self.number):
+            means = (*means, numerators[term] * (items[term] / ops.maximum(totals[term], self.least)))
+        weighted = means[0] * self.weights[0]
+        for term in range(1, self.number):
+            weighted = weighted + means[term] * self.weights[term]
+        return (weighted, *ops.stop_gradient(means)), ()
+
+    def losses(self, outputs):
+        return float32_losses(outputs, self.number)
+
+    def reduced(self, losses):
+        return losses
+
+    def finished(self, sums, unit, scale):
+        terms, totals = ops.stack(sums[1 : 1 + self.number]), ops.stack(sums[1 + self.number :])
+        loss = ops.depend(sums[0], (ops.assign(self.loss_terms, terms), ops.assign(self.window_count, totals)))
+        least = counts.at_least(totals, self.min_count)
+        counted = ops.logical_and((least >= 0).all(), (least > 0).any())
+        return scale, (loss,), ops.logical_and(counted, ops.isfinite(loss))
+
+
+class Unit:
+    """The factor of one item in numerators, so that they and the accumulators hold numbers of a mean's size. It is the
+    same in all graphs of a step, whose batches may share an update."""
+
+    def __init__(self) -> None:
+        self._value: float | None = None
+
+    def of(self, samples: int) -> float:
+        """When a graph is compiled. `samples` : of its batch."""
+        self._value = self._value or 1.0 / samples
+        return self._value
+
+
+def parts_of(setup: Setup, spans_batches: bool) -> nn.Cell:
+    """What a micro-batch adds to the sums, by these options. In a window of several batches samples are counted too."""
+    options = setup.options
+    if options.several_losses:
+        return WeightedLosses(setup)
+    if options.returns_ratio:
+        return Ratio(setup)
+    return Fraction(setup) if options.counted or spans_batches else Numerators(setup)
+
+
+class BatchSums(nn.Cell):
+    """The sums of a batch: a Tensor of shape (), or one of all numbers; with `aux` and each micro-batch's outputs.
+
+    Args:
+        setup (Setup): The options and the network.
+        spans_batches (bool): Whether windows may have several batches.
+    """
+
+    def __init__(self, setup: Setup, spans_batches: bool) -> None:
+        super().__init__(auto_prefix=False)
+        self.parts = parts_of(setup, spans_batches)
+        self.unit_of = ops.constexpr(Unit().of)
+        self.micro_size = setup.options.micro_size or 1
+        self.slices = nn.CellList([_Slices(i, self.micro_size) for i in range(self.micro_size)], auto_prefix=False)
+        # The passes know by them where a micro-batch's forward ends. Each number is added by itself: vectors might be
+        # split over devices.
+        self.adds = [ops.Add().add_prim_attr("forward_end", index) for index in range(1, self.micro_size)]
+
+    def construct(self, *inputs):
+        totals = self.parts.totals(*inputs)
+        unit = self.unit_of(inputs[0].shape[0])
+        sums: tuple = ()
+        outputs: tuple = ()
+        for index in range(self.micro_size):
+            micro_batch = inputs if self.micro_size == 1 else self.slices[index](*inputs)
+            parts, others = self.parts(totals, unit, *micro_batch)
+            sums = parts if index == 0 else self.added(index - 1, sums, parts)
+            outputs = (*outputs, others)
+        numbers = (self.parts.reduced(sums[0]), *sums[1:], *totals)
+        # Stacked, because only Tensors with a backward are whole; others are this device's part.
+        result = ops.stack(numbers) if len(numbers) > 1 else numbers[0]
+        return (result, outputs) if self.parts.aux else result
+
+    def added(self, index, sums, parts):
+        result: tuple = ()
+        for position in range(len(sums)):
+            result = (*result, self.adds[index](sums[position], parts[position]))
+        return result
+
+
+# -- compiled ----------------------------------------------------------------------------------------------------------
+
+
+def scalars_of(outputs, factor):
+    """The outputs of shape (), weighed as the loss is."""
+    scalars: tuple = ()
+    for output in outputs:
+        if output.ndim == 0:
+            scalars = (*scalars, ops.cast(output, ms.float32) * factor)
+    return scalars
+
+
+@ops.constexpr
+def _check_fractions(kinds, shapes, number, aux):
+    own = 2 * number
+    are_numbers = all(
+        shape == () or (position % 2 and type(kind).__name__ in ("Int", "UInt", "Float"))
+        for position, (kind, shape) in enumerate(zip(kinds[:own], shapes[:own], strict=True))
+    )
+    if len(shapes) < own or (len(shapes) > own and not aux) or not are_numbers:
+        raise ValueError(
+            f"For 'GradAccumulationCell', with reduction='ratio' the network must return (numerator, denominator) for "
+            f"each of {number} loss(es), all in one tuple, and with aux=True more outputs behind them, but got "
+            f"{len(shapes)} output(s) of shapes {shapes}. Sum numerators and denominators over all axes."
+        )
+
+
+def fractions(outputs, number, aux):
+    """Numerators and denominators in turn, as float32. A bad denominator is NaN."""
+    if not isinstance(outputs, (tuple, list)):
+        outputs = (outputs,)
+    _check_fractions([typeof(output) for output in outputs], [shape_or_none(output) for output in outputs], number, aux)
+    result: tuple = ()
+    for term in range(number):
+        numerator, denominator = ops.cast(outputs[2 * term], ms.float32), outputs[2 * term + 1]
+        result = (*result, numerator, counts.valid_or_nan(denominator))
+    return result
+
+
+@ops.constexpr
+def _check_outputs(shapes, first, samples):
+    for position, shape in enumerate(shapes):
+        if position >= first and shape != () and (shape is None or shape[0] != samples):
+            raise ValueError(
+                f"For 'GradAccumulationCell', with aux=True in semi-auto and auto parallel mode each output beside the "
+                f"loss must be a Tensor of shape (), or one whose axis 0 counts the micro-batch's samples, but got "
+                f"shape {shape} of output {position} for {samples} samples. Transpose it in the network."
+            )
+    if len(shapes) <= first:
+        raise ValueError(
+            f"For 'GradAccumulationCell', with aux=True the network must return a tuple with outputs beside its loss, "
+            f"but got {len(shapes)} output(s). Return such a tuple, or leave aux=True out."
+        )
+
+
+def check_outputs(outputs, first, samples):
+    """Refuse what cannot be joined; `first` : the position of the first output beside the loss."""
+    if not isinstance(outputs, (tuple, list)):
+        outputs = (outputs,)
+    _check_outputs([shape_or_none(output) for output in outputs], first, samples)

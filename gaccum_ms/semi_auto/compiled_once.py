@@ -1,0 +1,75 @@
+"""Networks that cast their weights: the compiler compiles them once for all micro-batches.
+
+All micro-batches share the cast of a weight, but the compiler's pass assigns each operator to one micro-batch, unless
+the network is compiled once, with `mindspore.lazy_inline`. So where `to_float()` or `amp_level` cast weights, this file
+puts a Cell with it around the network. MindSpore documents it for Ascend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import mindspore as ms
+from mindspore import nn
+
+
+class CompiledOnce(nn.Cell):
+    """A network that is compiled once for all its calls."""
+
+    @ms.lazy_inline
+    def __init__(self, network: nn.Cell) -> None:
+        super().__init__(auto_prefix=False)
+        self.network = network
+
+    def construct(self, *inputs):
+        return self.network(*inputs)
+
+
+def note_casts(network: nn.Cell) -> None:
+    """Note that a mixed-precision level has added casts that leave no flag on the Cells."""
+    object.__setattr__(network, "casts_by_level", True)
+
+
+def compiled_once(network: nn.Cell, noted_on: nn.Cell) -> nn.Cell:
+    """The network, in a `CompiledOnce` if it casts weights that are compiled for each micro-batch.
+
+    Args:
+        network (Cell): The network that runs on a micro-batch.
+        noted_on (Cell): The cell's whole network, for which `note_casts` may have been called.
+
+    Raises:
+        ValueError: If a Cell with `mindspore.lazy_inline` is inside of it: the compiler takes one within another for
+            no micro-batch's.
+    """
+    by_level = getattr(noted_on, "casts_by_level", False)
+    casting = [type(cell).__name__ for cell in _inlined(network) if by_level or _casts(cell)]
+    if not casting:
+        return network
+    inside = [type(cell).__name__ for _, cell in network.cells_and_names() if _is_lazy(cell)]
+    if inside:
+        raise ValueError(
+            f"For 'GradAccumulationCell', in semi-auto and auto parallel mode a network that casts weights, by "
+            f"to_float() or amp_level, must be compiled once for all micro-batches, but got casts in "
+            f"{', '.join(casting[:3])}{', ...' * (len(casting) > 3)} outside of the Cell with mindspore.lazy_inline, "
+            f"'{inside[0]}'. Decorate the __init__ of the network's outermost Cell, and no other; or none."
+        )
+    return CompiledOnce(network)
+
+
+def _is_lazy(cell: nn.Cell) -> bool:
+    return str(getattr(cell, "cell_init_args", "")).startswith("lazy_inline_")  # MindSpore's layers have other values
+
+
+def _inlined(cell: nn.Cell) -> Iterator[nn.Cell]:
+    """The Cells with weights that are compiled for each micro-batch, which are those outside of lazy_inline Cells."""
+    if _is_lazy(cell):
+        return
+    if any(True for _ in cell.parameters_and_names(expand=False)):
+        yield cell
+    for child in cell.cells():
+        yield from _inlined(child)
+
+
+def _casts(cell: nn.Cell) -> bool:
+    flags = cell.get_flags()
+    return bool(flags.get("fp16") or flags.get("bf16"))

@@ -1,0 +1,109 @@
+"""Means, counts, ratios, several losses and outputs, in each layout of weights, equal the whole batch's in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.semi_auto import whole_batch
+from tests.semi_auto.compile_worker import OPTIONS
+from tests.semi_auto.ran import RANKS, WEIGHTS, Ran
+
+pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("parallel")]
+
+# Every option in the layout that takes the least, gradient_accumulation_shard, and in others pairwise.
+QUICK = [("ratio", "dp"), ("ratio, clip", "split"), ("sum, count", "sg"), ("two sums", "dp"), ("ratio, aux", "dp")]
+THOROUGH = [
+    *(("ratio", layout) for layout in ("split", "op", "ws", "sg", "lazy dp")),
+    *(("ratio, clip", layout) for layout in ("op", "ws", "sg")),
+    *(("ratio, scale", layout) for layout in ("op", "sg")),
+    *(("ratio, scale alone", layout) for layout in ("dp", "sg")),
+    *(("ratio, clamped", layout) for layout in ("dp", "sg")),
+    ("sum, count", "split"),
+    *(("sum, count, clip", layout) for layout in ("op", "sg")),
+    *(("mean, count", layout) for layout in ("ws", "sg")),
+    *(("two sums", layout) for layout in ("op", "sg")),
+    *(("two sums, clip", layout) for layout in ("ws", "sg")),
+    *(("two means", layout) for layout in ("split", "sg")),
+    *(("two ratios", layout) for layout in ("lazy dp", "op", "sg")),
+    ("two ratios, clip", "split"),
+    *(("ratio, aux", layout) for layout in ("split", "sg")),
+    ("mean, count, aux", "ws"),
+]
+ALL = [*QUICK, *(pytest.param(*pair, marks=pytest.mark.thorough) for pair in THOROUGH)]
+
+
+def run(cases, option, layout, batch=None):
+    """The graph after one run, and the whole batch's update."""
+    case, options, (parts, places) = cases(f"{option}, {layout}"), OPTIONS[option], whole_batch.place(layout)
+    batch = whole_batch.batch() if batch is None else batch
+    weights = options.get("loss_weights", (1.0,))
+    clip, least = options.get("max_grad_norm"), options.get("min_count", 0.0)
+    return Ran(case, parts, batch, places), whole_batch.Update(case.parameters, batch, weights, clip, least)
+
+
+@pytest.mark.parametrize(("option", "layout"), ALL)
+def test_equals_the_whole_batch(cases, option, layout):
+    ran, whole = run(cases, option, layout)
+    clips = "max_grad_norm" in OPTIONS[option]
+    assert whole_batch.distance(ran, whole, layout) < (1e-4 if clips else 1e-5)
+    losses = [float(result[0] if isinstance(result, tuple) else result) for result in ran.results]
+    np.testing.assert_allclose(losses, [whole.loss] * RANKS, rtol=1e-5)
+    totals = np.array([one.ravel() for one in ran.parameter("gaccum_ms.window_count")])
+    assert (totals == whole.totals[: totals.shape[1]]).all()
+    if clips:
+        assert whole.norm > 0.1
+        np.testing.assert_allclose(ran.parameter("gaccum_ms.grad_norm"), [whole.norm] * RANKS, rtol=1e-4)
+    if "gaccum_ms.loss_terms" in ran.machine.state:
+        np.testing.assert_allclose(ran.parameter("gaccum_ms.loss_terms"), [whole.terms] * RANKS, rtol=1e-5)
+    _, other = run(cases, option, layout, whole_batch.batch(8))
+    assert whole_batch.distance(ran, other, layout) > 1e-2  # another batch's update is detected
+
+
+def test_a_quotient_loses_the_norm_of_the_whole(cases):
+    """Negative control: the update divides by the total, where it should multiply by its reciprocal."""
+    batch = whole_batch.batch()
+    case = cases("quotient")
+    whole = whole_batch.Update(case.parameters, batch, clip=0.1)
+    assert whole_batch.distance(Ran(case, batch=batch), whole, "op") > 0.1
+
+
+@pytest.mark.parametrize(
+    ("option", "layout"),
+    [("sum, count", "sg"), pytest.param("two sums", "sg", marks=pytest.mark.thorough)],
+)
+def test_a_batch_that_counts_nothing_does_not_update_sharded_gradients(cases, option, layout):
+    x, y = whole_batch.batch()
+    ran, _ = run(cases, option, layout, (x, -np.minimum(np.abs(y), 0.1)))
+    for name in WEIGHTS:
+        assert all(np.array_equal(*two) for two in zip(ran.parameter(name), ran.before[name], strict=True))
+
+
+@pytest.mark.parametrize("option", ["ratio, aux", pytest.param("mean, count, aux", marks=pytest.mark.thorough)])
+def test_outputs_are_each_ranks_own_samples_in_order(cases, option):
+    layout = "ws" if "mean" in option else "dp"
+    x, _ = batch = whole_batch.batch()
+    ran, whole = run(cases, option, layout, batch)
+    values = cases(f"{option}, {layout}").parameters
+    output = np.maximum(x @ values["first"] + values["bias"], 0) @ values["second"]
+    for (_, mean, own), expected in zip(ran.results, np.split(output, RANKS), strict=True):
+        np.testing.assert_allclose(own, expected, rtol=1e-4, atol=1e-5)
+        if "ratio" in option:  # a numerator, divided as the loss is
+            np.testing.assert_allclose(mean, np.sum(output**2) / whole.totals[0], rtol=1e-5)
+    if layout == "dp":
+        assert ran.counts["AllGather"] == 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("layout", "forwards"), [("op", 0), ("sg", 1)])
+def test_denominators_of_the_whole_batch_cost_no_forward(cases, layout, forwards):
+    """Several ratios call the network on the whole batch; the compiler leaves the denominators of that call alone, but
+    not in a network that the user has decorated with lazy_inline."""
+    ratios, sums = (run(cases, option, layout)[0].counts["MatMul"] for option in ("two ratios", "two sums"))
+    assert ratios == sums + 2 * forwards
+
+
+@pytest.mark.thorough
+def test_a_count_leaves_losses_per_sample_one_collective(cases, plain):
+    """The count itself is one more."""
+    assert Ran(cases("per sample, count")).counts["AllReduce"] == plain.counts["AllReduce"] + 1

@@ -1,0 +1,75 @@
+"""Windows of several batches: one graph adds, another adds and updates. Both share the accumulators."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.semi_auto import whole_batch
+from tests.semi_auto.compile_worker import OPTIONS
+from tests.semi_auto.ran import RANKS, WEIGHTS, Ran
+
+pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("parallel")]
+
+QUICK = ("windows, clip", "split")
+PAIRS = [
+    ("windows", "sg"),
+    *(("windows, clip", layout) for layout in ("dp", "op", "ws", "sg", "lazy dp")),
+    *(("windows, scale", layout) for layout in ("op", "sg")),
+    ("windows, sum, count", "split"),
+]
+
+
+def joined(*batches):
+    return tuple(np.concatenate(parts) for parts in zip(*batches, strict=True))
+
+
+def run(cases, option, layout, batches, windows, **others):
+    """The graphs after these batches, and the updates by whole windows."""
+    case, (parts, places) = cases(f"{option}, {layout}"), whole_batch.place(layout)
+    scale = 1024.0 if "scale" in option else 1.0
+    ran = Ran.windows(case, parts, places, batches, scale, **others)
+    values = case.parameters
+    for window in windows:
+        whole = whole_batch.Update(values, window, clip=OPTIONS[option].get("max_grad_norm"))
+        values = {**values, **whole.after}
+    whole.before = case.parameters
+    return ran, whole
+
+
+@pytest.mark.parametrize(
+    ("option", "layout"), [QUICK, *(pytest.param(*pair, marks=pytest.mark.thorough) for pair in PAIRS)]
+)
+def test_two_windows_of_two_batches_equal_two_updates(cases, option, layout):
+    batches = [whole_batch.batch(seed) for seed in range(1, 5)]
+    ran, whole = run(cases, option, layout, batches, [joined(*batches[:2]), joined(*batches[2:])])
+    assert whole_batch.distance(ran, whole, layout) < (1e-4 if "clip" in option or "scale" in option else 1e-5)
+    np.testing.assert_allclose(ran.parameter("gaccum_ms.window_loss"), [whole.loss] * RANKS, rtol=1e-5)
+    assert [float(one) for one in ran.parameter("gaccum_ms.window_count")] == [whole.totals[0]] * RANKS
+    assert [float(one) for one in ran.parameter("gaccum_ms.window_batches")] == [2.0] * RANKS
+    assert not any(np.any(ran.parameter("accu_grads." + name)) for name in WEIGHTS)
+
+
+@pytest.mark.parametrize("layout", ["split", pytest.param("op", marks=pytest.mark.thorough)])
+def test_a_flush_divides_by_the_batches_that_there_are(cases, layout):
+    batch = whole_batch.batch(1)
+    ran, whole = run(cases, "windows, clip", layout, [batch, "flush"], [batch])
+    assert whole_batch.distance(ran, whole, layout) < 1e-4
+    np.testing.assert_allclose(ran.parameter("gaccum_ms.window_loss"), [whole.loss] * RANKS, rtol=1e-5)
+    assert [float(one) for one in ran.parameter("gaccum_ms.window_batches")] == [1.0] * RANKS
+
+
+@pytest.mark.parametrize("layout", ["split", pytest.param("op", marks=pytest.mark.thorough)])
+def test_a_batch_that_does_not_end_its_window_reduces_no_gradient(cases, layout):
+    batches = [whole_batch.batch(seed) for seed in (1, 2)]
+    ran, _ = run(cases, "windows, clip", layout, batches, [joined(*batches)])
+    assert not ran.adding.gradient_collectives()
+    assert ran.gradient_collectives()
+
+
+def test_adding_with_mindspores_own_reduction_is_wrong(cases):
+    """Negative control: the sum that the first batch has reduced is reduced again by the second."""
+    batches = [whole_batch.batch(seed) for seed in (1, 2)]
+    adding = cases("windows, reduced by each batch").adding
+    ran, whole = run(cases, "windows, clip", "dp", batches, [joined(*batches)], adding=adding)
+    assert whole_batch.distance(ran, whole, "dp") > 0.1
