@@ -252,8 +252,8 @@ class Options:
             lambda s: bool(s.options.seeing_more_than_elements),
             "in semi-auto and auto parallel mode each of 'transforms' must treat each element of a gradient by itself, "
             "because a gradient is one device's part there, but got {options.seeing_more_than_elements}. Give a "
-            "Transform whose class says elementwise = True; or ClipByGlobalNorm or SkipSpikes, which take the norm of all "
-            "parts. 'AdaptiveGradientClip' needs the norms of rows, of which each may lie on several devices.",
+            "Transform whose class says elementwise = True; or ClipByGlobalNorm or SkipSpikes, which take the norm of "
+            "all parts. 'AdaptiveGradientClip' needs the norms of rows, of which each may lie on several devices.",
         ),
         default=(),
         for_memory=_classes,

@@ -486,7 +486,8 @@ class Oracle:
             expected.unknown |= {OWN + name for name in ("grad_norm", *("window_loss", "window_count") * bad)}
         if setup.noise and (self.ranks == 1 or setup.counted) and setup.split is None and not (bad or self.joined):
             known = finite and sum(divided) == sum(totals)
-            expected.outputs["noise"] = _noise([some[0] for some in parts if some], totals[0] if known else 0.0)
+            begun = [window[0] for window in self.windows if window and window[0]]  # not a batch that was left out
+            expected.outputs["noise"] = _noise([batch[0] for batch in begun], totals[0] if known else 0.0)
         if counted and not overflow:
             self._update(expected, gradient, wrong)
         if setup.scale is not None and len(setup.scale) > 1 and not bad and (counted or overflow or dropped):
