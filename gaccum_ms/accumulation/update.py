@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _divide = ops.MultitypeFuncGraph("gaccum_ms_divide")
 _cast_like = ops.MultitypeFuncGraph("gaccum_ms_cast_like")
+_as_float32 = ops.MultitypeFuncGraph("gaccum_ms_as_float32")
 _cast = ops.Cast()  # for each weight, one function less in a graph than `ops.cast`
 
 
@@ -44,6 +45,11 @@ def _divide_one(divisor, gradient):
 @_cast_like.register("Tensor", "Tensor")
 def _cast_like_one(gradient, weight):
     return _cast(gradient, weight.dtype)
+
+
+@_as_float32.register("Tensor")
+def _as_float32_one(gradient):
+    return _cast(gradient, ms.float32)
 
 
 def _loss_alone(loss, overflow, scale, outputs):
@@ -80,6 +86,8 @@ class Update(nn.Cell):
         self.max_grad_norm = max_grad_norm
         self.has_transforms = bool(transforms)
         if transforms:
+            dtypes = {options.accumulators.dtype or weight.dtype for weight in weights}
+            self.has_low_precision = dtypes != {ms.float32}
             self.transforms = Chain(owner, transforms, max_grad_norm is not None, weights, network)
         self.drops = options.drops
         self.is_sharded = window.is_sharded
@@ -165,7 +173,10 @@ class Update(nn.Cell):
             gradients, loss, norm_is_finite = self._clipped(gradients, loss)
         finished = self.map(_cast_like, gradients, self.weights)
         overflow = self._overflow(finished, loss, divisor, norm_is_finite)
-        gradients = gradients if self.has_transforms else finished
+        if not self.has_transforms:
+            gradients = finished
+        elif self.has_low_precision:
+            gradients = self.map(_as_float32, gradients)
         if self.window.may_skip or self.scaled:
             if ops.logical_and(counted, ops.logical_not(overflow)):
                 loss = self._update(gradients, loss)

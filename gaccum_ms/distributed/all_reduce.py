@@ -8,6 +8,9 @@ costs of copies and messages on the device.
 For each gradient the result equals that of MindSpore's `nn.DistributedGradReducer`, which it replaces: float32 is sent
 for every dtype; ``gradients_mean`` divides by `degree`; a Parameter with ``layerwise_parallel=True`` is this rank's
 own, and is not sent. A gradient that is not finite on one rank becomes so on all ranks; other gradients do not.
+
+But the result stays float32. A rank whose batch is one micro-batch has its weights' dtype, and one with accumulators
+theirs: rounded to these, the ranks' gradients would differ, and so would their weights.
 """
 
 from __future__ import annotations
@@ -81,7 +84,7 @@ def _flat_one(gradient):
 
 @_part.register("Tensor", "Number", "Number", "Tensor")
 def _part_of(buffer, start, size, gradient):
-    return ops.cast(_reshape(_slice(buffer, (start,), (size,)), gradient.shape), gradient.dtype)
+    return _reshape(_slice(buffer, (start,), (size,)), gradient.shape)
 
 
 class FusedReducer(nn.Cell):
@@ -122,7 +125,7 @@ class FusedReducer(nn.Cell):
         result = self.take(gradients, self.own)
         before = gradients
         for place in self.alone:
-            before = self.reduce_alone(ops.depend(gradients[place], before))
+            before = self.over_ranks(ops.cast(ops.depend(gradients[place], before), ms.float32))
             result = (*result, before)
         for number in range(len(self.shared)):
             # Copied only now, so that the buffers use the same memory one after another.
@@ -134,9 +137,6 @@ class FusedReducer(nn.Cell):
 
     def take(self, values, places):
         return self.map(ops.partial(_pick, values), places)
-
-    def reduce_alone(self, gradient):
-        return ops.cast(self.over_ranks(ops.cast(gradient, ms.float32)), gradient.dtype)
 
     def over_ranks(self, buffer):
         summed = self.all_reduce(buffer)

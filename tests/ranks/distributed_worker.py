@@ -11,7 +11,7 @@ import numpy as np
 from mindspore import nn, ops
 from mindspore.communication import get_group_size, get_rank
 
-from gaccum_ms import GradAccumulationCell, GradAccumulator
+from gaccum_ms import Accumulators, ClipByValue, GradAccumulationCell, GradAccumulator
 from gaccum_ms.accumulation.weighing import BySamples
 from gaccum_ms.distributed.all_reduce import FusedReducer
 from gaccum_ms.distributed.ranks import broadcast_parameters
@@ -121,6 +121,21 @@ def train_by_model(start: int = 0) -> Results:
     return {"before": before, "after": as_numpy(network.out), "origin": origin}
 
 
+def one_and_two_micro_batches(mode: str) -> Callable[[Path], Results]:
+    """Rank 0's batch is one micro-batch, which needs no accumulators, and rank 1's two. They clip each element too."""
+
+    def case(out: Path) -> Results:
+        ms.set_context(mode=MODES[mode])
+        ms.set_auto_parallel_context(gradients_mean=True)
+        network, samples = Regression(), (2, 6)[get_rank()]
+        options = {"accumulators": Accumulators(ms.bfloat16), "transforms": (ClipByValue(10.0),)}
+        step = make_step(network, micro_batch_size=5, **options)
+        step(*map(ms.Tensor, batches(samples, 1, seed=get_rank())[0]))
+        return {f"uneven {mode}/{weight.name}": as_numpy(weight) for weight in step.weights}
+
+    return case
+
+
 def apart(out: Path) -> Results:
     """Training without a parallel mode: the numbers of warnings of the step and of an accumulator, over three batches
     each; and the weight, which then is each rank's own."""
@@ -208,5 +223,6 @@ CASES: dict[str, Callable[[Path], Results]] = {
     "model": by_model,
     "model broadcast": by_broadcast,
     "dtypes": by_dtype,
+    **{f"uneven {mode}": one_and_two_micro_batches(mode) for mode in MODES},
     "apart": apart,
 }

@@ -95,8 +95,9 @@ class Reducers(nn.Cell):
 
 
 def reduce(mode: str, rank: int) -> Results:
-    """The results of our reducer and of MindSpore's reducer for the same gradients, of all kinds."""
-    reducers, keys, gradients, numbers = [], [], [], []
+    """The results of our reducer, rounded to the gradients' dtypes, and of MindSpore's reducer for the same gradients,
+    of all kinds."""
+    reducers, keys, gradients, numbers, dtypes = [], [], [], [], []
     for name, (kind, mean) in REDUCED.items():
         weights = kind.weights()
         for whose, reducer in (("ours", fused_reduction.FusedReducer), ("MindSpore's", nn.DistributedGradReducer)):
@@ -104,12 +105,19 @@ def reduce(mode: str, rank: int) -> Results:
             keys += [f"{name}, {mode}/{whose}/{number}" for number in range(len(weights))]
             numbers.append(len(weights))
             gradients += kind.of_rank(rank)
+            is_ours = whose == "ours"
+            dtypes += [
+                ms.float32 if is_ours and number not in kind.own else weight.dtype
+                for number, weight in enumerate(weights)
+            ]
     cell = Reducers(reducers, numbers)
 
     def results() -> Results:
         reduced = cell(*gradients)
-        assert [(one.shape, one.dtype) for one in reduced] == [(one.shape, one.dtype) for one in gradients]
-        return {key: as_numpy(one.astype(ms.float64)) for key, one in zip(keys, reduced, strict=True)}
+        assert [one.shape for one in reduced] == [one.shape for one in gradients]
+        assert [one.dtype for one in reduced] == dtypes
+        rounded = [one.astype(like.dtype) for one, like in zip(reduced, gradients, strict=True)]
+        return {key: as_numpy(one.astype(ms.float64)) for key, one in zip(keys, rounded, strict=True)}
 
     all_results = results()
     if mode == "graph":

@@ -8,6 +8,7 @@ import pytest
 from mindspore import nn
 
 from tests.ranks.distributed_worker import PER_RANK, SENT, UPDATES
+from tests.support.modes import MODES
 from tests.support.reference import OPTIMIZERS, Regression, as_numpy, batches, relative_error, train
 from tests.support.state import assert_close
 from tests.support.two_ranks import Results, case
@@ -92,6 +93,13 @@ def test_hand_worked_gradient_on_two_ranks(ranks):
     """The ranks' gradients are 1.5 and 12: see `hand_worked` in the worker."""
     for results in ranks:
         np.testing.assert_allclose(results["hand"], [1 - 0.1 * 6.75, 1 - 0.1 * 13.5], rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_with_one_and_two_micro_batches_in_bfloat16_stay_alike(ranks, mode):
+    first, second = (case(results, f"uneven {mode}") for results in ranks)
+    for name, weight in first.items():
+        np.testing.assert_array_equal(weight, second[name])
 
 
 def test_ranks_that_nothing_joins_are_told_so_once(ranks):
