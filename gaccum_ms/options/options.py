@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mindspore import nn
 
+from gaccum_ms import backend
 from gaccum_ms.checks.arguments import check_bool, check_one_of, check_positive_finite, check_positive_int
 from gaccum_ms.layers.window_batchnorm import WindowBatchNorm
 from gaccum_ms.options.accumulators import Accumulators
@@ -282,11 +283,12 @@ class Options:
         Rule(
             SEMI_AUTO,
             SHARDED,
-            SEMI_AUTO,
-            lambda s: s.options.accumulators.sharded,
-            "in semi-auto and auto parallel mode the argument 'accumulators' must have sharded=False, but got "
-            "{options.accumulators}: the compiler shards accumulators itself, with 'gradient_accumulation_shard' in "
-            "parallel_optimizer_config. Data parallel mode has no such limit.",
+            f"{SEMI_AUTO} without `gradient_accumulation_shard`",
+            lambda s: s.options.accumulators.sharded and not backend.get_grad_accumulation_shard(),
+            "in semi-auto and auto parallel mode the compiler shards accumulators itself, but got "
+            "{options.accumulators} and no 'gradient_accumulation_shard'. Use "
+            "set_auto_parallel_context(enable_parallel_optimizer=True, "
+            "parallel_optimizer_config={{'gradient_accumulation_shard': True}}).",
         ),
         given="Accumulators | None",
     )
@@ -392,10 +394,10 @@ class Options:
         ),
         Rule(
             SEMI_AUTO,
-            "`split`, but for `EvenSplit()`",
+            "`split`: a function, or `EvenSplit(axis=...)`",
             SEMI_AUTO,
-            lambda s: s.options.splits_in_python or bool(s.options.shared) or s.options.axis != 0,
-            "in semi-auto and auto parallel mode the argument 'split' must be None or EvenSplit(), but got "
+            lambda s: s.options.splits_in_python or s.options.axis != 0,
+            "in semi-auto and auto parallel mode the argument 'split' must be None or EvenSplit(shared=...), but got "
             "{options.split!r}: the compiler itself cuts all inputs along axis 0. Data parallel mode has no such "
             "limit.",
         ),

@@ -36,19 +36,23 @@ _SMALL = 1e-30  # in the place of a total of zero, whose numerators are zero
 
 
 class _Slices(nn.Cell):
-    """Cut one micro-batch out of all inputs."""
+    """Cut one micro-batch out of all inputs but the shared ones."""
 
-    def __init__(self, index: int, micro_size: int) -> None:
+    def __init__(self, index: int, micro_size: int, shared: tuple[int, ...]) -> None:
         super().__init__(auto_prefix=False)
+        self.shared = shared
         parts = auto_parallel.parts_of_inputs()
         self.slices = nn.CellList([ShardSlice(index, micro_size, part) for part in parts], auto_prefix=False)
         self.one_for_all = len(parts) == 1
 
     def construct(self, *inputs):
-        cut = []
+        micro_batch = []
         for position in range(len(inputs)):
-            cut.append(self.slices[0 if self.one_for_all else position](inputs[position]))
-        return cut
+            part = inputs[position]
+            if position not in self.shared:
+                part = self.slices[0 if self.one_for_all else position](part)
+            micro_batch.append(part)
+        return micro_batch
 
 
 class Numerators(nn.Cell):
@@ -242,7 +246,8 @@ class BatchSums(nn.Cell):
         self.parts = parts_of(setup, spans_batches)
         self.unit_of = ops.constexpr(Unit().of)
         self.micro_size = setup.options.micro_size or 1
-        self.slices = nn.CellList([_Slices(i, self.micro_size) for i in range(self.micro_size)], auto_prefix=False)
+        slices = [_Slices(index, self.micro_size, setup.options.shared) for index in range(self.micro_size)]
+        self.slices = nn.CellList(slices, auto_prefix=False)
         # The passes know by them where a micro-batch's forward ends. Each number is added by itself: vectors might be
         # split over devices.
         self.adds = [ops.Add().add_prim_attr("forward_end", index) for index in range(1, self.micro_size)]

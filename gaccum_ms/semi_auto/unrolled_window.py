@@ -81,6 +81,7 @@ class UnrolledWindow(nn.Cell):
         self.may_skip = self.needs_division = self.parts.may_skip
         self.has_outputs = setup.options.aux
         self.micro_size = setup.options.micro_size or 1
+        self.shared = setup.options.shared
         self.accumulates = self.micro_size > 1
         self.store = NoSums()
         if self.accumulates:
@@ -200,7 +201,7 @@ class UnrolledWindow(nn.Cell):
 
     def plan_in_python(self, shapes: Sequence[tuple[int, ...]]) -> SplitPlan:
         """Where a batch with inputs of these shapes is cut."""
-        return plan_split(shapes, self.micro_size, None)
+        return plan_split(shapes, self.micro_size, None, self.shared)
 
     def reset_eagerly(self) -> None:
         """After a batch failed. The compiler's graph of one batch clears the accumulators at its end."""

@@ -74,7 +74,8 @@ class CompilerGraph:
 
     def prepare(self, inputs: tuple[Any, ...]) -> Batch:
         window, options = self._parts.window, self._parts.options
-        auto_parallel.check_batch(batch_shapes(inputs), options.micro_size)
+        shapes = [shape for position, shape in enumerate(batch_shapes(inputs)) if position not in options.shared]
+        auto_parallel.check_batch(shapes, options.micro_size)
         return Batch(inputs, (), lambda: even_micro_batches(window, options, inputs), inputs)
 
     def run(self, batch: Batch) -> Any:

@@ -22,6 +22,7 @@ from mindspore.parallel.nn import MicroBatchInterleaved
 from gaccum_ms import (
     ClipByGlobalNorm,
     ClipByValue,
+    EvenSplit,
     GradAccumulation,
     GradAccumulationCell,
     PerSampleLoss,
@@ -123,6 +124,19 @@ class Masked(Net):
         if self.aux:  # numerators of the second loss, and each sample's output
             outputs = (*outputs, self.sums[1](self.square(out)), out)
         return outputs[0] if len(outputs) == 1 else outputs
+
+
+class Scaled(Masked):
+    """`Masked` of labels that a third input scales, which all samples share. It lies whole on each device."""
+
+    def __init__(self, split=None):
+        super().__init__(split=split)
+        self.scale = ops.Mul()
+        if split:
+            self.scale.shard(((split[0], 1), (1, 1)))
+
+    def construct(self, x, y, scale):
+        return super().construct(x, self.scale(y, scale))
 
 
 class LazyMasked(Masked):
@@ -405,6 +419,18 @@ CASES = {
         for name, options in OPTIONS.items()
     },
     "windows, reduced by each batch": (lambda: masked("dp", accumulation_steps=2), SUM | {"reduces": True}),
+    "shared": (
+        lambda: ours(Scaled(), 4, reduction="ratio", split=EvenSplit(shared=(2,))),
+        {"dataset_strategy": ((8, 1), (8, 1), (1, 1)), "shapes": (X, Y, (1, 1)), **SUM},
+    ),
+    "shared, split": (
+        lambda: ours(Scaled(SPLIT), 4, reduction="ratio", split=EvenSplit(shared=(2,))),
+        {
+            "dataset_strategy": ((4, 1), (4, 1), (1, 1)),
+            "shapes": ((2 * SAMPLES, 12), (2 * SAMPLES, 1), (1, 1)),
+            **SUM,
+        },
+    ),
     "quotient": (lambda: by_quotient(masked("op", max_grad_norm=0.1)), LAYOUTS["op"][2]),
     "per sample, count": (
         lambda: ours(PerSampleLoss(Net("none"), "sum"), 4, reduction="sum", count=positive),
@@ -417,6 +443,9 @@ CASES = {
 }
 
 
+OF_CASES = ("reduces", "shapes")  # settings of a case that are not MindSpore's
+
+
 def compile_case(name, make, settings, graphs, out):
     """Compile a case; save the finished graph, the Parameters' values, and MindSpore's message."""
     ms.reset_auto_parallel_context()
@@ -425,7 +454,7 @@ def compile_case(name, make, settings, graphs, out):
         if settings.get("device_num", True):
             mode |= {"device_num": get_group_size(), "global_rank": 0}
         ms.set_auto_parallel_context(
-            **{key: value for key, value in mode.items() if value is not None and key != "reduces"}
+            **{key: value for key, value in mode.items() if value is not None and key not in OF_CASES}
         )
     folder = out / name
     folder.mkdir()
@@ -467,7 +496,9 @@ def compile_graph(step, inputs, graphs, folder):
 
 
 def local_shapes(settings):
-    """The shapes of one device's parts of x and y."""
+    """The shapes of one device's parts of the inputs."""
+    if "shapes" in settings:
+        return settings["shapes"]
     if settings.get("full_batch"):
         return (8 * SAMPLES, 12), (8 * SAMPLES, 1)
     if "dataset_strategy" in settings:

@@ -22,8 +22,11 @@ X, Y = (rng.normal(size=(RANKS * SAMPLES, width)).astype(np.float32) for width i
 
 
 def shards(parts: int, *arrays):
-    """Each rank's part of each input, if the samples are in `parts` parts on the ranks."""
-    return [[np.split(array, parts)[rank * parts // RANKS] for rank in range(RANKS)] for array in arrays]
+    """Each rank's part of each input, if the samples are in `parts` parts on the ranks. One row is no sample's."""
+    return [
+        [array if len(array) == 1 else np.split(array, parts)[rank * parts // RANKS] for rank in range(RANKS)]
+        for array in arrays
+    ]
 
 
 class Ran:

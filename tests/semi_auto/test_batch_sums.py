@@ -107,3 +107,13 @@ def test_denominators_of_the_whole_batch_cost_no_forward(cases, layout, forwards
 def test_a_count_leaves_losses_per_sample_one_collective(cases, plain):
     """The count itself is one more."""
     assert Ran(cases("per sample, count")).counts["AllReduce"] == plain.counts["AllReduce"] + 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "layout"), [("shared", "dp"), ("shared, split", "split")])
+def test_shared_inputs_are_whole_in_each_micro_batch(cases, name, layout):
+    (x, y), scale, (parts, places) = whole_batch.batch(), np.full((1, 1), 3.0, np.float32), whole_batch.place(layout)
+    case = cases(name)
+    ran = Ran(case, parts, (x, y, scale), places)
+    assert whole_batch.distance(ran, whole_batch.Update(case.parameters, (x, 3 * y)), layout) < 1e-5
+    assert whole_batch.distance(ran, whole_batch.Update(case.parameters, (x, y)), layout) > 1e-2

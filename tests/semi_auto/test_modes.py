@@ -14,6 +14,7 @@ from gaccum_ms import (
     AdaptiveGradientClip,
     ClipByGlobalNorm,
     ClipByValue,
+    EvenSplit,
     GradAccumulationCell,
     SkipSpikes,
     TrainOneStepWithGradAccumulationCell,
@@ -58,7 +59,7 @@ def test_a_bad_count_is_one_clear_error():
         ({"micro_batch_size": 4}, r"'micro_batch_size' must be None, but got 4: .*give 'micro_size'"),
         (
             {"micro_size": 2, "accumulators": Accumulators(sharded=True)},
-            "'accumulators' must have sharded=False, .*gradient_accum",
+            "the compiler shards accumulators itself, .*gradient_accum",
         ),
         (
             {"micro_size": 2, "accumulators": Accumulators(compensated=True)},
@@ -68,7 +69,7 @@ def test_a_bad_count_is_one_clear_error():
     ],
 )
 def test_refuses_what_needs_a_loop(options, message):
-    with pytest.raises(ValueError, match="in semi-auto and auto parallel mode the argument " + message):
+    with pytest.raises(ValueError, match="in semi-auto and auto parallel mode (the argument )?" + message):
         make_step(**options)
 
 
@@ -90,6 +91,19 @@ def test_refuses_pynative_mode():
     ms.set_context(mode=ms.PYNATIVE_MODE)
     with pytest.raises(RuntimeError, match=r"need graph mode, .*but got PyNative mode"):
         make_step(micro_size=2)
+
+
+def test_sharded_accumulators_are_the_compilers():
+    ms.set_auto_parallel_context(
+        enable_parallel_optimizer=True, parallel_optimizer_config={"gradient_accumulation_shard": True}
+    )
+    make_step(micro_size=2, accumulators=Accumulators(sharded=True))
+
+
+def test_shared_inputs_need_not_divide():
+    step = make_step(micro_size=2, split=EvenSplit(shared=(1,)))
+    batch = step._runner.prepare((Tensor(np.zeros((4, 12), np.float32)), Tensor(np.zeros(3, np.float32))))
+    assert [[value.shape for value in part] for part in batch.micro_batches()] == [[(2, 12), (3,)]] * 2
 
 
 def test_refuses_ragged_batches_before_compiling():
