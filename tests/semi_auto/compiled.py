@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 
 import gaccum_ms
 from tests.semi_auto import finished_graph
 from tests.support import no_device
 
 RANKS = 8
+# The thorough tests of options have a compiler of their own, so that all tests keep two cores busy.
+SECOND_COMPILER = pytest.mark.xdist_group("parallel, options")
+THOROUGH = [pytest.mark.thorough, SECOND_COMPILER]
 TIME_LIMIT = 1800  # seconds; all cases take two free cores about three minutes
 
 

@@ -7,13 +7,14 @@ import pytest
 
 from tests.semi_auto import whole_batch
 from tests.semi_auto.compile_worker import OPTIONS
+from tests.semi_auto.compiled import SECOND_COMPILER, THOROUGH
 from tests.semi_auto.ran import RANKS, WEIGHTS, Ran
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("parallel")]
 
 # Every option in the layout that takes the least, gradient_accumulation_shard, and in others pairwise.
 QUICK = [("ratio", "dp"), ("ratio, clip", "split"), ("sum, count", "sg"), ("two sums", "dp"), ("ratio, aux", "dp")]
-THOROUGH = [
+PAIRS = [
     *(("ratio", layout) for layout in ("split", "op", "ws", "sg", "lazy dp")),
     *(("ratio, clip", layout) for layout in ("op", "ws", "sg")),
     *(("ratio, scale", layout) for layout in ("op", "sg")),
@@ -30,7 +31,7 @@ THOROUGH = [
     *(("ratio, aux", layout) for layout in ("split", "sg")),
     ("mean, count, aux", "ws"),
 ]
-ALL = [*QUICK, *(pytest.param(*pair, marks=pytest.mark.thorough) for pair in THOROUGH)]
+ALL = [*QUICK, *(pytest.param(*pair, marks=THOROUGH) for pair in PAIRS)]
 
 
 def run(cases, option, layout, batch=None):
@@ -70,7 +71,7 @@ def test_a_quotient_loses_the_norm_of_the_whole(cases):
 
 @pytest.mark.parametrize(
     ("option", "layout"),
-    [("sum, count", "sg"), pytest.param("two sums", "sg", marks=pytest.mark.thorough)],
+    [("sum, count", "sg"), pytest.param("two sums", "sg", marks=THOROUGH)],
 )
 def test_a_batch_that_counts_nothing_does_not_update_sharded_gradients(cases, option, layout):
     x, y = whole_batch.batch()
@@ -79,7 +80,7 @@ def test_a_batch_that_counts_nothing_does_not_update_sharded_gradients(cases, op
         assert all(np.array_equal(*two) for two in zip(ran.parameter(name), ran.before[name], strict=True))
 
 
-@pytest.mark.parametrize("option", ["ratio, aux", pytest.param("mean, count, aux", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("option", ["ratio, aux", pytest.param("mean, count, aux", marks=THOROUGH)])
 def test_outputs_are_each_ranks_own_samples_in_order(cases, option):
     layout = "ws" if "mean" in option else "dp"
     x, _ = batch = whole_batch.batch()
@@ -95,6 +96,7 @@ def test_outputs_are_each_ranks_own_samples_in_order(cases, option):
 
 
 @pytest.mark.thorough
+@SECOND_COMPILER
 @pytest.mark.parametrize(("layout", "forwards"), [("op", 0), ("sg", 1)])
 def test_denominators_of_the_whole_batch_cost_no_forward(cases, layout, forwards):
     """Several ratios call the network on the whole batch; the compiler leaves the denominators of that call alone, but
@@ -104,12 +106,14 @@ def test_denominators_of_the_whole_batch_cost_no_forward(cases, layout, forwards
 
 
 @pytest.mark.thorough
+@SECOND_COMPILER
 def test_a_count_leaves_losses_per_sample_one_collective(cases, plain):
     """The count itself is one more."""
     assert Ran(cases("per sample, count")).counts["AllReduce"] == plain.counts["AllReduce"] + 1
 
 
 @pytest.mark.thorough
+@SECOND_COMPILER
 @pytest.mark.parametrize(("name", "layout"), [("shared", "dp"), ("shared, split", "split")])
 def test_shared_inputs_are_whole_in_each_micro_batch(cases, name, layout):
     (x, y), scale, (parts, places) = whole_batch.batch(), np.full((1, 1), 3.0, np.float32), whole_batch.place(layout)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.semi_auto import whole_batch
+from tests.semi_auto.compiled import SECOND_COMPILER, THOROUGH
 from tests.semi_auto.machine import rows
 from tests.semi_auto.ran import RANKS, WEIGHTS, Ran
 
@@ -19,6 +20,7 @@ def run(cases, option, layout):
 
 
 @pytest.mark.thorough
+@SECOND_COMPILER
 @pytest.mark.parametrize("layout", ["op", "split"])
 def test_each_element_is_clipped_by_itself(cases, layout):
     ran, whole = run(cases, "clip by value", layout)
@@ -32,7 +34,7 @@ def test_each_element_is_clipped_by_itself(cases, layout):
     [
         ("spikes", "split"),
         *(
-            pytest.param(*pair, marks=pytest.mark.thorough)
+            pytest.param(*pair, marks=THOROUGH)
             for pair in [("spikes", "op"), ("spikes", "sg"), ("spikes, scale", "split"), ("spikes, scale", "op")]
         ),
     ],
@@ -46,6 +48,7 @@ def test_spikes_and_clips_have_the_norm_of_the_whole(cases, option, layout):
 
 
 @pytest.mark.thorough
+@SECOND_COMPILER
 @pytest.mark.parametrize("layout", ["dp", "sg"])
 def test_a_spike_updates_on_no_rank(cases, layout):
     ran, whole = run(cases, "skipped", layout)
@@ -56,6 +59,7 @@ def test_a_spike_updates_on_no_rank(cases, layout):
 
 
 @pytest.mark.thorough
+@SECOND_COMPILER
 @pytest.mark.parametrize("layout", ["split", "op", "sg"])
 def test_averages_lie_as_their_weights_do(cases, layout):
     ran, whole = run(cases, "average", layout)

@@ -7,6 +7,7 @@ import pytest
 
 from tests.semi_auto import whole_batch
 from tests.semi_auto.compile_worker import OPTIONS
+from tests.semi_auto.compiled import THOROUGH
 from tests.semi_auto.ran import RANKS, WEIGHTS, Ran
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("parallel")]
@@ -37,9 +38,7 @@ def run(cases, option, layout, batches, windows, **others):
     return ran, whole
 
 
-@pytest.mark.parametrize(
-    ("option", "layout"), [QUICK, *(pytest.param(*pair, marks=pytest.mark.thorough) for pair in PAIRS)]
-)
+@pytest.mark.parametrize(("option", "layout"), [QUICK, *(pytest.param(*pair, marks=THOROUGH) for pair in PAIRS)])
 def test_two_windows_of_two_batches_equal_two_updates(cases, option, layout):
     batches = [whole_batch.batch(seed) for seed in range(1, 5)]
     ran, whole = run(cases, option, layout, batches, [joined(*batches[:2]), joined(*batches[2:])])
@@ -50,7 +49,7 @@ def test_two_windows_of_two_batches_equal_two_updates(cases, option, layout):
     assert not any(np.any(ran.parameter("accu_grads." + name)) for name in WEIGHTS)
 
 
-@pytest.mark.parametrize("layout", ["split", pytest.param("op", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("layout", ["split", pytest.param("op", marks=THOROUGH)])
 def test_a_flush_divides_by_the_batches_that_there_are(cases, layout):
     batch = whole_batch.batch(1)
     ran, whole = run(cases, "windows, clip", layout, [batch, "flush"], [batch])
@@ -59,7 +58,7 @@ def test_a_flush_divides_by_the_batches_that_there_are(cases, layout):
     assert [float(one) for one in ran.parameter("gaccum_ms.window_batches")] == [1.0] * RANKS
 
 
-@pytest.mark.parametrize("layout", ["split", pytest.param("op", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("layout", ["split", pytest.param("op", marks=THOROUGH)])
 def test_a_batch_that_does_not_end_its_window_reduces_no_gradient(cases, layout):
     batches = [whole_batch.batch(seed) for seed in (1, 2)]
     ran, _ = run(cases, "windows, clip", layout, batches, [joined(*batches)])

@@ -1,0 +1,111 @@
+"""Trains with each option that semi-auto parallel mode has, and saves the weights: ``semi_auto_options.py FILE`` .
+
+Several ranks train in that mode on devices that have it, and in data parallel mode on CPU. One process trains on all
+samples.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn, ops
+from mindspore.communication import get_group_size, get_rank, init
+
+from gaccum_ms import (
+    ClipByGlobalNorm,
+    ClipByValue,
+    EvenSplit,
+    GradAccumulationCell,
+    SkipSpikes,
+    TrainOneStepWithGradAccumulationCell,
+    WeightAverage,
+)
+
+SAMPLES, BATCHES = 64, 4
+
+
+class Network(nn.Cell):
+    """Two layers and a loss in the form that `kind` names."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        random = np.random.default_rng(0)
+        first, second = (ms.Tensor(random.normal(size=shape) / 4, ms.float32) for shape in ((12, 16), (1, 12)))
+        self.first, self.second = nn.Dense(16, 12, first, "zeros"), nn.Dense(12, 1, second, "zeros")
+        self.relu = nn.ReLU()
+        self.kind = kind
+
+    def construct(self, x, y, factor=1.0):
+        out = self.second(self.relu(self.first(x)))
+        errors = ops.square(out - y * factor)
+        loss = errors.mean()
+        if self.kind in ("ratio", "shared"):
+            positive = ops.cast(y > 0, ms.float32)
+            loss = ((errors * positive).sum(), positive.sum())
+        elif self.kind == "two losses":
+            loss = (loss, ops.square(out).mean())
+        elif self.kind == "aux":
+            loss = (loss, ops.abs(out).mean(), out)
+        return loss
+
+
+def samples(x, y, *others):
+    return x.shape[0]
+
+
+OPTIONS = {
+    "ratio": {"reduction": "ratio", "min_count": 1.0, "max_grad_norm": 0.5},
+    "shared": {"reduction": "ratio", "split": EvenSplit(shared=(2,))},
+    "two losses": {"loss_weights": (1.0, 0.5), "count": (samples, samples)},
+    "aux": {"aux": True, "count": samples},
+    "windows": {"accumulation_steps": 3, "count": samples},
+    "transforms": {"transforms": (SkipSpikes(norm=100.0), ClipByGlobalNorm(0.5), ClipByValue(0.1), WeightAverage(0.9))},
+    "casts": {},
+}
+
+
+def train(kind: str, rank: int, ranks: int) -> dict[str, np.ndarray]:
+    """The weights after all batches of this rank, and after the flush of an open window."""
+    network = Network(kind)
+    if kind == "casts":
+        network.to_float(ms.float16)
+    cell = GradAccumulationCell(network, 4, **OPTIONS[kind])
+    optimizer = nn.Momentum(network.trainable_params(), 0.05, 0.9)
+    step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
+    random = np.random.default_rng(1)
+    for _ in range(BATCHES):
+        x = random.normal(size=(SAMPLES, 16)).astype(np.float32)
+        batch = [x, x[:, :1] + x[:, 1:2] ** 2 - 1]
+        batch = [np.split(array, ranks)[rank] for array in batch]
+        if kind == "shared":
+            batch.append(np.full((1, 1), 2.0, np.float32))
+        step(*map(ms.Tensor, batch))
+    step.flush()
+    return {f"{kind}/{weight.name}": weight.asnumpy() for weight in network.trainable_params()}
+
+
+def main() -> None:
+    device = os.environ.get("DEVICE", "CPU")
+    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_device(device)
+    rank, ranks = 0, 1
+    if "MS_ROLE" in os.environ:
+        init()
+        rank, ranks = get_rank(), get_group_size()
+    weights = {}
+    for kind in OPTIONS:
+        if ranks > 1 and device == "CPU":
+            ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
+        elif ranks > 1:
+            shared = {"dataset_strategy": ((ranks, 1), (ranks, 1), (1, 1))} if kind == "shared" else {}
+            ms.reset_auto_parallel_context()
+            ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", gradients_mean=False, **shared)
+        weights |= train(kind, rank, ranks)
+    np.savez(f"{sys.argv[1]}.{rank}.npz", **weights)
+
+
+if __name__ == "__main__":
+    main()
