@@ -90,8 +90,8 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
     summed. A batch that does not end its window changes neither weights nor optimizer; it reduces nothing without
     ``Accumulators(sharded=True)`` .
 
-    In semi-auto and auto parallel mode MindSpore's compiler distributes the graph and accumulates. What needs a loop
-    (ragged batches, windows of several batches) is refused before compiling.
+    In semi-auto and auto parallel mode MindSpore's compiler distributes the graph and accumulates. What needs a loop,
+    such as a ragged batch, is refused before compiling.
 
     On a CPU with AVX-512, a network with convolutions sets ``ONEDNN_MAX_CPU_ISA=AVX2`` , unless the environment sets
     it: see :func:`tune_cpu` .

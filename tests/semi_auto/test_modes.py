@@ -21,6 +21,7 @@ from gaccum_ms import (
     WeightAverage,
     WindowBatchNorm,
     WithBatchLossCell,
+    resume,
 )
 from gaccum_ms.semi_auto import modes as auto_parallel
 from gaccum_ms.semi_auto.compiled_once import CompiledOnce
@@ -179,6 +180,25 @@ def test_the_adding_graph_and_the_updating_one_take_turns(monkeypatch):
     step.flush()
     assert calls == ["add", "add", "update 1.0", "add", "update 0.0"]
     step.init_parameters_data()
+
+
+def test_checkpoints_of_other_modes_are_loaded_before_the_first_step(tmp_path, parallel_mode):
+    """And those that this mode saves before it: later ones have each device's parts, which MindSpore joins."""
+    ms.reset_auto_parallel_context()
+    first = make_step(micro_size=2, max_grad_norm=1.0)
+    first(*map(Tensor, batches(4, 1)[0]))
+    ms.set_auto_parallel_context(parallel_mode=parallel_mode)
+    for form in ("ckpt", "safetensors"):
+        saved = first
+        for load in (resume, lambda step, file, form=form: ms.load_checkpoint(file, step, format=form)):
+            file = str(tmp_path / f"saved.{form}")
+            ms.save_checkpoint(saved, file, format=form)
+            step = make_step(micro_size=2, max_grad_norm=1.0)
+            load(step, file)
+            for weight, other in zip(step.weights, first.weights, strict=True):
+                np.testing.assert_array_equal(weight.asnumpy(), other.asnumpy())
+            assert int(step.update_count.asnumpy()) == 1
+            saved = step
 
 
 def test_windows_of_batches_need_python_between_them():
