@@ -53,15 +53,6 @@ _OF_PLACES = (
     Rule(
         SPAN_LATER,
         SPAN_LATER,
-        f"`micro_size=1` in {SEMI_AUTO}",
-        lambda s: s.compiler_distributes and (s.options.micro_size or 1) < 2,
-        "in semi-auto and auto parallel mode windows of several batches need accumulators, which the compiler fills "
-        "for two or more micro-batches, but got micro_size={options.micro_size}. Give micro_size=2 or more.",
-        RuntimeError,
-    ),
-    Rule(
-        SPAN_LATER,
-        SPAN_LATER,
         SEVERAL,
         lambda s: s.options.several_losses,
         "windows of several batches need a network of one loss, because one accumulator cannot be divided by several "

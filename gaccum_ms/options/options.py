@@ -161,14 +161,6 @@ class Options:
             "the loss needs all samples of the window at once, and the first batches of a window are gone when the "
             "last one comes; use larger batches and a larger 'micro_size', which need no more memory",
         ),
-        Rule(
-            SEMI_AUTO,
-            "`accumulation_steps`",
-            f"`micro_size=1` in {SEMI_AUTO}",
-            lambda s: s.options.accumulation_steps > 1 and (s.options.micro_size or 1) < 2,
-            "in semi-auto and auto parallel mode 'accumulation_steps' needs accumulators, which the compiler fills for "
-            "two or more micro-batches, but got micro_size={options.micro_size}. Give micro_size=2 or more.",
-        ),
         for_memory=lambda steps: steps > 1,
         given="int | None",
     )

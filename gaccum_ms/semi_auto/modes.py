@@ -7,8 +7,9 @@ and what they cannot do, and finds how the batch is distributed over devices.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
 from mindspore import nn, ops
@@ -18,6 +19,9 @@ from gaccum_ms import backend
 from gaccum_ms.distributed.ranks import compiler_distributes
 from gaccum_ms.layers.window_batchnorm import WindowBatchNorm
 from gaccum_ms.splitting.even_split import plan_split
+
+if TYPE_CHECKING:
+    from gaccum_ms.options.compatibility import Setup
 
 _NAME = "GradAccumulationCell"
 
@@ -104,6 +108,13 @@ def check_network(network: nn.Cell) -> None:
             f"compiler distributes the layer's inputs over devices, and its sums would be of one. Use nn.GroupNorm, or "
             f"data parallel mode."
         )
+
+
+def with_accumulators(setup: Setup) -> Setup:
+    """Options for windows of several batches: the passes fill accumulators for two or more micro-batches only, so each
+    batch is cut into at least two."""
+    options = setup.options
+    return setup._replace(options=dataclasses.replace(options, micro_size=max(options.micro_size or 1, 2)))
 
 
 def check_batch(shapes: list[tuple[int, ...]], micro_size: int | None) -> None:

@@ -204,6 +204,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
 
     def _make_window(self) -> Any:  # a Window, or an UnrolledWindow
         if self._unrolled:
+            self._setup = auto_parallel.with_accumulators(self._setup) if self.spans_batches else self._setup
             return UnrolledWindow(self._setup, self.weights, self.window_position if self.spans_batches else None)
         kinds = self._kinds_of_window()
         return combined(kinds, self._setup, self.weights, self.grad_reducer, self.window_position)

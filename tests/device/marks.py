@@ -35,6 +35,8 @@ LEFT_OPEN = {
     "speed and memory": "The benchmarks' targets are for two cores of a CPU. On a device they only measure.",
     "semi-auto parallel mode on large networks": "The compiled graphs for eight devices were tested: "
     "[How it was proved](parallel.md#how-it-was-proved)",
+    "checkpoints of parts of weights, in semi-auto parallel mode": "Whole weights are loaded before the first step: "
+    "[What is refused there](parallel.md#what-is-refused-there)",
     "several hosts": "The hosts were nodes of Ray and of Slurm, and network namespaces, on one machine: "
     "[Several hosts](launching.md#several-hosts)",
     "going on without a broken device": "`CUDA_VISIBLE_DEVICES` and `ASCEND_RT_VISIBLE_DEVICES` are set, but no device "

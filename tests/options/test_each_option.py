@@ -127,7 +127,6 @@ BY_FUNCTION = {"split": in_two}
 BROKEN = [
     ({}, "need graph mode, because .* but got PyNative mode. Use"),
     ({}, "which take each micro-batch once, but got a network of class", "batch"),
-    ({}, "windows of several batches need accumulators, .* but got micro_size=None. Give micro_size=2", "distributed"),
     (TWO, "need a network of one loss, .* but got one of several losses.$"),
     ({}, "need a loss that is a mean or sum .* 'WithBatchLossCell', whose", "batch"),
     ({}, "that one micro-batch can be tried with, but got a 'WithBatchLossCell'", "batch"),
@@ -139,7 +138,6 @@ BROKEN = [
     (AUTO, "but got micro_batch_size='auto'. Give 'micro_size'"),
     ({"accumulation_steps": 2, **TWO}, "must be 1 .* got accumulation_steps=2 and 2 losses"),
     ({"accumulation_steps": 3}, "'accumulation_steps' must be 1, but got 3: the loss needs", "batch"),
-    ({"accumulation_steps": 2, "micro_size": 1}, "'accumulation_steps' needs accumulators, .* got micro_size=1. Give"),
     ({"reduction": "sum", **TWO}, "reduction='sum' with 'loss_weights' needs .* got count=None"),
     ({"reduction": "ratio", "count": CountMask()}, r"reduction='ratio' .* got count=CountMask.* and a network"),
     ({"reduction": "ratio", **TWO}, "reduction='ratio' is for one loss, .* but got 2 losses. Return sums"),

@@ -318,14 +318,16 @@ LAYOUTS = {
 }
 
 
-def masked(layout, losses=1, returns="ratio", counted=False, scale=None, aux=False, transforms=tuple, **options):
+def masked(
+    layout, losses=1, returns="ratio", counted=False, scale=None, aux=False, transforms=tuple, micro_size=4, **options
+):
     """Our step of `Masked` in one of the layouts."""
     lazy, split, _ = LAYOUTS[layout]
     network = (LazyMasked if lazy else Masked)(losses=losses, returns=returns, aux=aux, split=split)
     if counted:
         counts = tuple(Mask(term, split) for term in range(losses))
         options["count"] = counts if losses > 1 else counts[0]
-    return ours(network, 4, scale and scale(), reduction=returns, aux=aux, transforms=transforms(), **options)
+    return ours(network, micro_size, scale and scale(), reduction=returns, aux=aux, transforms=transforms(), **options)
 
 
 # The options, in each layout. TWO: two losses with these weights.
@@ -345,6 +347,7 @@ OPTIONS = {
     "two ratios": TWO,
     "ratio, aux": {"aux": True},
     "windows": {"accumulation_steps": 2},
+    "windows, one micro-batch": {"accumulation_steps": 2, "micro_size": 1},
     "windows, clip": {"accumulation_steps": 2, "max_grad_norm": 0.1},
     "windows, scale": {"accumulation_steps": 2, "scale": manager, "max_grad_norm": 0.1},
     "windows, sum, count": {"accumulation_steps": 2, "returns": "sum", "counted": True},

@@ -27,9 +27,9 @@ PAIRS = [
     *(("two sums, clip", layout) for layout in ("ws", "sg")),
     *(("two means", layout) for layout in ("split", "sg")),
     *(("two ratios", layout) for layout in ("lazy dp", "op", "sg")),
-    ("two ratios, clip", "split"),
+    *(("two ratios, clip", layout) for layout in ("split", "sg")),
     *(("ratio, aux", layout) for layout in ("split", "sg")),
-    ("mean, count, aux", "ws"),
+    *(("mean, count, aux", layout) for layout in ("ws", "sg")),
 ]
 ALL = [*QUICK, *(pytest.param(*pair, marks=THOROUGH) for pair in PAIRS)]
 

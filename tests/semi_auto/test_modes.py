@@ -134,11 +134,15 @@ def test_a_clip_behind_spikes_and_averages_is_taken():
         make_step(micro_size=2, transforms=(AdaptiveGradientClip(), abs))
 
 
-def test_windows_of_batches_need_accumulators():
-    with pytest.raises(ValueError, match="needs accumulators, which the compiler fills for two or more"):
-        make_step(micro_size=1, accumulation_steps=2)
-    with pytest.raises(RuntimeError, match=r"needs? accumulators, which the compiler fills for two or more"):
-        make_step(micro_size=1).set_accumulation_steps(2)
+def test_windows_of_batches_cut_each_into_two_at_least():
+    """The compiler fills accumulators for two or more micro-batches."""
+    later = make_step(micro_size=1)
+    later.set_accumulation_steps(2)
+    for step, number in ((make_step(accumulation_steps=2), 2), (later, 2), (make_step(micro_size=4), 4)):
+        batch = step._runner.prepare(tuple(map(Tensor, batches(8, 1)[0])))
+        assert [part.shape[0] for part, _ in batch.micro_batches()] == [8 // number] * number
+    with pytest.raises(ValueError, match="got 3 samples and micro_size=2"):
+        later._runner.prepare(tuple(map(Tensor, batches(3, 1)[0])))
 
 
 def test_a_schedule_makes_windows_of_batches():

@@ -17,7 +17,8 @@ PAIRS = [
     ("windows", "sg"),
     *(("windows, clip", layout) for layout in ("dp", "op", "ws", "sg", "lazy dp")),
     *(("windows, scale", layout) for layout in ("op", "sg")),
-    ("windows, sum, count", "split"),
+    *(("windows, sum, count", layout) for layout in ("split", "sg")),
+    ("windows, one micro-batch", "dp"),
 ]
 
 
