@@ -466,6 +466,9 @@ class History:
     def go_on(self, setup: Setup, files: Any, saved: State) -> None:
         spans, steps = self.spans, saved.get(OWN + "accumulation_steps")
         self.begin(setup)
+        if spans and not self.spans and self.trainer.run_record.begun:  # an earlier history has run it
+            _compiled.clear()
+            self.begin(setup)
         if spans and not self.spans:  # windows became longer after the cell was made
             self.trainer.set_accumulation_steps(2)
             self.spans = True
