@@ -146,7 +146,10 @@ class Window(nn.Cell):
         elif expected >= 0:  # a bad count is NaN here, and its batch is left out
             sums = self.accumulate(inputs, plan, scale, seed_per_item)[0]
         ended = self.open.end_batch(sums, self.weighing.counted(sums, total))
-        return ops.depend(self.weighing.own_mean(ops.unstack(sums)[LOSS], sums, scale, seed_per_item), ended), outputs
+        loss = self.weighing.own_mean(ops.unstack(sums)[LOSS], sums, scale, seed_per_item)
+        if self.store.reduces:  # a bad count of any rank leaves the batch out on all, with the loss NaN
+            loss = loss + expected * 0.0
+        return ops.depend(loss, ended), outputs
 
     def add_micro_batch(self, sums, times, micro_batch, scale):
         """Forward, backward and add for one micro-batch of a batch that Python cuts. The whole batch is expected to

@@ -356,6 +356,16 @@ def test_goes_on_in_mid_window(saved):
         assert_same(went_on(results, f"{name}/resumed"), went_on(results, f"{name}/whole"))
 
 
+@pytest.mark.distributed
+def test_a_batch_with_a_bad_count_on_one_rank_is_left_out_on_all(saved):
+    """That rank raises an error, and the other's loss is no number."""
+    first, second = saved
+    assert str(case(first, "left out")["error"]).startswith("ValueError: For 'GradAccumulationCell', ")
+    assert np.isnan(case(second, "left out")["loss"])
+    for results in saved:
+        assert_same(went_on(results, "left out/with"), went_on(results, "left out/without"))
+
+
 ERRORS = {
     "alone": "RuntimeError: For 'ShardedOptimizer', a checkpoint must hold the whole state",
     "alone again": "RuntimeError: For 'ShardedOptimizer', a checkpoint must hold the whole state",

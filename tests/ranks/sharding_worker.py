@@ -393,6 +393,29 @@ def in_window(trainer: Trainer, out: Path) -> None:
     trainer.results["other accumulators/error"] = said(lambda: resume(whole, file))
 
 
+def count_all(x, y):
+    """The samples, or NaN if there is one in the batch."""
+    return y.shape[0] + 0.0 * x.sum()
+
+
+def left_out(trainer: Trainer) -> None:
+    """A window whose first batch has a bad count on rank 0, and one without this batch."""
+    bad, good = (list(map(ms.Tensor, batch)) for batch in joined_data(0, 2))
+    step, other = (
+        make_step(sharded=False, accumulation_steps=2, count=count_all, **SHARDED_ACCUMULATORS) for _ in range(2)
+    )
+    if trainer.rank == 0:
+        bad[0] = bad[0] * np.nan
+        trainer.results["left out/error"] = said(lambda: step(*bad))
+    else:
+        trainer.results["left out/loss"] = as_numpy(step(*bad))
+    step(*good)
+    other(*good)
+    other.flush()
+    for name, trained in (("with", step), ("without", other)):
+        trainer.keep(f"left out/{name}", state_of(trained.network, trained.optimizer))
+
+
 def refusals(trainer: Trainer, out: Path) -> None:
     """Both ranks raise each error, and none waits for the other."""
     rank, errors = trainer.rank, {}
@@ -432,6 +455,7 @@ TASKS: dict[tuple[str, ...], Task] = {
     ("pynative by parameters",): eager_by_parameters,
     ("by hand",): loop_of_ones_own,
     ("rates",): rates,
+    ("left out",): eagerly()(left_out),
 }
 WITH_FILES: dict[tuple[str, ...], Callable[[Trainer, Path], object]] = {
     ("adam from one", "adam went on", "alone", "alone again", "resumed", "mindspore's load", "update within"): one_step,

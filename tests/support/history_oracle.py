@@ -403,26 +403,29 @@ class Oracle:
             return expected
         if not self.position:
             self.steps = int(state[OWN + "accumulation_steps"]) if self.spans else 1
-        for window, parts in zip(self.windows, batches, strict=True):
+        everywhere = setup.sharded and any(bad)  # ranks that add to the same sums leave a batch out together
+        for window, parts, is_bad in zip(self.windows, batches, bad, strict=True):
             if parts is not None:
-                left_out = self._leaves_out() and any(part.bad for part in parts)
-                window.append([] if left_out else parts)
+                window.append([] if self._leaves_out() and (everywhere or is_bad) else parts)
         own = batches[rank]
         if own is None:
             return expected
         self.rounding = max(self.rounding, 0.0 if setup.compensated else EPSILON[setup.dtype])
         expected.change({OWN + "batch_count": state[OWN + "batch_count"] + 1})
-        if any(part.bad for part in own) and self._leaves_out():
+        if (everywhere or bad[rank]) and self._leaves_out():
             own = []
         kept = [part for part in own if not part.dropped]
         count = float(sum(part.counts[0] for part in kept))
         loss = self.mean(sum(part.values[0] for part in kept), count)
+        loss = np.nan if everywhere and self.spans else loss
         scalar = self.mean(sum(part.scalar for part in kept), count)
         expected.outputs = {"loss": loss, "overflow": False, "scale": state.get(OWN + "scale_sense")}
         expected.outputs |= {"updated": False, "raises": bad[rank] if self.spans else any(bad)}
         if setup.aux:
             expected.outputs["rows"] = np.concatenate([part.rows for part in batches[rank]])
-        if setup.split != "tokens":  # a mean over a micro-batch of MaxTokens is also one over its padding
+        if setup.split != "tokens" and not (
+            everywhere and self.spans
+        ):  # a mean over a micro-batch of MaxTokens is also one over its padding
             expected.outputs["scalar"] = scalar
         expected.tolerance["loss"] = _of(loss)
         if self.spans:
