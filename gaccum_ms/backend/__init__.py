@@ -73,7 +73,7 @@ _attributes("Cell", _cell, "_cells", "_params", "_buffers", "_user_parameters", 
 _attributes("Cell", _cell, "check_names_and_refresh_name", "compile_and_run", "compile_cache")
 _attributes("Parameter", ms.Parameter(ms.Tensor(0.0)), "assign_value", "data_ptr", "has_init", "init_data", "copy_")
 _attributes("GroupNorm", nn.GroupNorm, "_cal_output")
-_attributes("Model", Model, "_train", "_transform_callbacks")
+_attributes("Model", Model, "_train", "_transform_callbacks", "_build_eval_network", "_build_predict_network")
 _attributes("_cell_graph_executor", cell_graph_executor, "_graph_executor.get_params")
 _attributes("_pynative_executor", pynative_executor, "clear_res", "enable_grad", "grad_flag", "set_enable_grad")
 _context = auto_parallel_context and auto_parallel_context()
