@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import mindspore as ms
@@ -21,7 +21,7 @@ import mindspore.amp
 import mindspore.train
 from mindspore import nn
 from mindspore.ops.functional import mixed_precision_cast
-from mindspore.train import amp
+from mindspore.train import FlopsUtilizationCollector, amp
 from mindspore.train.metrics import get_metrics
 
 from gaccum_ms import backend
@@ -37,6 +37,7 @@ from gaccum_ms.record.window_callback import WindowCallback, refuse_other_networ
 from gaccum_ms.semi_auto.compiled_once import note_casts
 from gaccum_ms.semi_auto.modes import held_cell
 from gaccum_ms.training.evaluation import batch_evaluation, no_loss_known, parts_of
+from gaccum_ms.training.flops import counted_in_loops
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
 _FLOAT32_LOSS = ("O2", "O3", "auto")  # the levels at which MindSpore computes a plain network's loss in float32
@@ -171,11 +172,13 @@ def _train(self: mindspore.train.Model, epoch: int, train_dataset: Any, callback
     # A flush comes before callbacks that must see its update, such as checkpoints, wherever they are in the list.
     callbacks = sorted(callbacks, key=lambda callback: not isinstance(callback, FlushAccumulation))
     callbacks = [WindowWatch(step), AveragesInEvaluation(), *callbacks]
-    watching: AbstractContextManager[None] = nullcontext()
-    if any(isinstance(callback, WindowCallback) for callback in callbacks):
-        recorder = WindowRecorder(step)
-        callbacks, watching = [recorder, *callbacks], recorder.sees_flushes()
-    with watching:
+    with ExitStack() as watching:
+        if any(isinstance(callback, WindowCallback) for callback in callbacks):
+            recorder = WindowRecorder(step)
+            callbacks = [recorder, *callbacks]
+            watching.enter_context(recorder.sees_flushes())
+        if any(isinstance(callback, FlopsUtilizationCollector) for callback in callbacks):
+            watching.enter_context(counted_in_loops(step, train_dataset))
         _original_train(self, epoch, train_dataset, callbacks=let_checkpoints_save(callbacks, step.optimizer), **kwargs)
 
 
