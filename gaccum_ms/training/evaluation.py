@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from mindspore import nn, ops
+from mindspore import nn
 from mindspore.train import Loss
 
 from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.losses import counts
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
 from gaccum_ms.options.options import Options
 
@@ -59,17 +60,19 @@ class _LossAlone(nn.Cell):
         super().__init__(auto_prefix=False)
         self.loss_fn = loss_fn
         self.returns_ratio = options.returns_ratio
-        self.least = options.min_count or 0.0
+        self.min_count = options.min_count
         self.loss_weights = options.loss_weights
 
     def construct(self, outputs, label):
-        returned = self.loss_fn(outputs, label)
-        if self.returns_ratio:
-            return returned[0] / ops.clamp(returned[1], self.least)
-        loss = returned[0] * self.loss_weights[0]
-        for index in range(1, len(self.loss_weights)):
-            loss = loss + returned[index] * self.loss_weights[index]
-        return loss
+        returned, total = self.loss_fn(outputs, label), 0.0
+        for index in range(len(self.loss_weights)):
+            if self.returns_ratio:
+                items = counts.at_least(returned[2 * index + 1], self.min_count)
+                loss = counts.ratio_or_zero(returned[2 * index], items)
+            else:
+                loss = returned[index]
+            total = total + self.loss_weights[index] * loss
+        return total
 
 
 class _BatchEvaluation(nn.Cell):

@@ -22,6 +22,7 @@ from gaccum_ms import (
     WithBatchLossCell,
 )
 from gaccum_ms.model_hook import _original, build_train_network
+from gaccum_ms.training.evaluation import parts_of
 from tests.support.reference import OPTIMIZERS, Outer, as_numpy, batches, make_network, relative_error
 from tests.support.reuse import Reused
 from tests.support.state import assert_close
@@ -384,6 +385,7 @@ ROWS = {
     "per_sample": lambda: beside(PerSampleLoss(nn.CrossEntropyLoss(reduction="none"))),
     "count": lambda: beside(count=CountNotIgnored()),
     "split": lambda: beside(size=None, split=halves),
+    "auto": lambda: beside(size=None, micro_batch_size="auto"),
     "windows": lambda: beside(accumulation_steps=1),
     "batch_loss": lambda: batch_loss,
 }
@@ -415,6 +417,23 @@ def test_a_loss_that_is_a_sum_is_evaluated_as_a_sum():
     _, model = new_model(make_model)
     _, alone = new_model(lambda network, loss, *rest, **options: ms.Model(network, Returns("sum"), *rest, **options))
     assert model.eval(held_out()) == pytest.approx(alone.eval(held_out()), rel=1e-6)
+
+
+class Ratios(nn.Cell):
+    """Two sums, each beside its count."""
+
+    def construct(self, outputs, label):
+        return outputs.sum(), label.sum(), 2 * outputs.sum(), label.sum()
+
+
+def test_ratios_are_evaluated_as_they_are_trained():
+    """Of several losses too, as semi-auto mode trains them; without items they are zero."""
+    cell = GradAccumulationCell(make_network("dense"), 2, reduction="ratio", loss_weights=(1.0, 0.25), min_count=0.5)
+    _, loss = parts_of(cell, Ratios())
+    for items, expected in (([2.0, 1.0], 6 / 3 + 3 / 3), ([0.0, 0.0], 6 / 0.5 + 3 / 0.5)):
+        assert float(loss(ms.Tensor([2.0, 4.0]), ms.Tensor(items))) == pytest.approx(expected)
+    _, loss = parts_of(cell.with_options(min_count=None), Ratios())
+    assert float(loss(ms.Tensor([2.0, 4.0]), ms.Tensor([0.0, 0.0]))) == 0
 
 
 def test_predictions_of_a_loss_of_the_whole_batch_are_its_representations():

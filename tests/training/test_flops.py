@@ -41,3 +41,14 @@ def test_micro_batches_have_the_flops_of_the_batch(sinks, options):
     assert flops == counted()
     assert flops[0] == 13 * 2 * (2 * 12 * 16 + 3 * 16 * 5)  # the input needs no gradient
     assert flops_collector.flops_collection is original
+
+
+def halves(x, y):
+    return [(x[:6], y[:6]), (x[6:], y[6:])]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("options", [{"split": halves}, {"micro_batch_size": "auto"}])
+def test_steps_of_several_graphs_are_refused_by_mindspore(options):
+    with pytest.raises(ValueError, match="only support graph mode"):
+        counted(**options)
