@@ -66,6 +66,8 @@ def test_ranks_fit_and_evaluate_as_one_process_without_accumulation(ranks):
     alone = fitted(ms.Model)
     one, other = (case(results, "fit") for results in ranks)
     assert {"net_output", "loss", "accuracy", "hidden.weight"} <= alone.keys()
+    for results in (one, other):
+        np.testing.assert_allclose(results.pop("one number"), alone["accuracy"], rtol=1e-6)
     assert_close({name: (one[name] + other[name]) / 2 for name in one}, alone)
     assert not np.allclose(one["loss"], other["loss"])
 
