@@ -249,10 +249,11 @@ class GradAccumulationCell(nn.Cell):
         """Whether a training step was built from the cell."""
         return self.__dict__.get("_has_step", False)
 
-    def train_instead(self, network: nn.Cell) -> None:
-        """Train another network, which `amp_level` has made; MindSpore evaluates and predicts with the given one."""
-        self.__dict__["_given_network"] = self.network  # no child: its cells are in the other network, too
-        self.network = network
+    def train_instead(self, network: nn.Cell, given: nn.Cell) -> None:
+        """Train the network that `amp_level` has made; MindSpore evaluates and predicts with the given one."""
+        self.__dict__.setdefault("_given_network", given)  # no child: its cells are in the other network, too
+        if network is not self.network:  # a cell that has a step refuses another network
+            self.network = network
 
     @property
     def given_network(self) -> nn.Cell:

@@ -36,7 +36,7 @@ from gaccum_ms.record.recorder import WindowRecorder
 from gaccum_ms.record.window_callback import WindowCallback, refuse_other_networks
 from gaccum_ms.semi_auto.compiled_once import note_casts
 from gaccum_ms.semi_auto.modes import held_cell
-from gaccum_ms.training.evaluation import batch_evaluation, no_loss_known, parts_of
+from gaccum_ms.training.evaluation import batch_evaluation, no_loss_known, parts_of, with_its_parts
 from gaccum_ms.training.flops import counted_in_loops
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
@@ -81,12 +81,11 @@ def build_train_network(
             f"cell for this model, or give ms.Model the step of the first: model.train_network."
         )
     process = functools.partial(backend.auto_mixed_precision_process, config=config, level=level)
-    of_batch = isinstance(cell.network, WithBatchLossCell)
+    of_batch, given = isinstance(cell.network, WithBatchLossCell), with_its_parts(cell.network)
     processed = cell.network.map_parts(process) if of_batch else process(cell.network)
     if level in ("O1", "auto"):
         note_casts(processed)
-    if processed is not cell.network:  # a cell that has a step refuses another network
-        cell.train_instead(processed)
+    cell.train_instead(processed, given)
     low = config["cast_model_type"] == ms.float16 or getattr(processed, "_amp_level", None) in _FLOAT32_LOSS
     if low and isinstance(loss_fn, nn.Cell):
         loss_fn = _InFloat32(loss_fn)

@@ -24,12 +24,21 @@ def parts_of(cell: GradAccumulationCell, loss_fn: nn.Cell | None) -> tuple[nn.Ce
     network = cell.given_network
     if loss_fn is None and isinstance(network, WithBatchLossCell):
         return network.backbone, None
-    if loss_fn is None and type(network).construct is nn.WithLossCell.construct:
+    if loss_fn is None and _is_with_loss_cell(network):
         network, loss_fn = network._backbone, network._loss_fn
     options = cell.options
     if loss_fn is not None and (options.aux or options.returns_ratio or options.several_losses):
         loss_fn = _LossAlone(loss_fn, options)
     return network, loss_fn
+
+
+def with_its_parts(network: nn.Cell) -> nn.Cell:
+    """The network, with the parts that it has now: of a `WithLossCell` , `amp_level` may replace them."""
+    return nn.WithLossCell(network._backbone, network._loss_fn) if _is_with_loss_cell(network) else network
+
+
+def _is_with_loss_cell(network: nn.Cell) -> bool:
+    return type(network).construct is nn.WithLossCell.construct
 
 
 def batch_evaluation(cell: GradAccumulationCell, metrics: Collection[Any]) -> nn.Cell | None:

@@ -54,8 +54,8 @@ def by_step(loss_cell, optimizer):
 
 
 def by_model_with_loss_scale(loss_cell, optimizer):
-    cell, manager = GradAccumulationCell(loss_cell, 4), ms.amp.DynamicLossScaleManager(2.0**10, 2, 1000)
-    return ms.Model(cell, optimizer=optimizer, loss_scale_manager=manager)
+    cell, manager = GradAccumulationCell(loss_cell._backbone, 4), ms.amp.DynamicLossScaleManager(2.0**10, 2, 1000)
+    return ms.Model(cell, loss_cell._loss_fn, optimizer, loss_scale_manager=manager)
 
 
 def by_model_with_options(loss_cell, optimizer):
@@ -310,9 +310,16 @@ def test_an_exported_model_is_the_network(tmp_path):
         np.testing.assert_array_equal(loaded(x).asnumpy(), network(x).asnumpy())
 
 
-def first_loss(make_model, **options):
+def test_at_each_level_the_given_network_predicts():
+    """As without accumulation. O1 puts another network into a WithLossCell, and auto decorates the WithLossCell."""
+    for level in ("O1", "O2", "O3", "auto"):
+        for make_model in (network_alone, with_loss_function, with_loss_cell):
+            network, model = new_model(make_model, amp_level=level, loss_scale_manager=None)
+            assert model.predict_network is model.eval_network._network is network
+
+
+def first_loss(model):
     history = train.History()
-    _, model = new_model(make_model, **options)
     model.train(1, data_set(-BATCH * (BATCHES - 2)), callbacks=[history])
     return float(np.ravel(history.history["net_output"])[0])
 
@@ -322,10 +329,17 @@ def first_loss(make_model, **options):
 def test_the_loss_of_a_network_in_low_precision_is_float32(level):
     """Of the same logits. In the network the loss is of its precision, as it is without accumulation."""
     options = {"kind": "conv", "amp_level": level, "loss_scale_manager": None}
-    loss = first_loss(with_loss_function, **options)
-    assert loss == pytest.approx(first_loss(network_alone, **options), rel=3e-7)
+    model, alone, with_cell = (
+        new_model(make_model, **options)[1] for make_model in (with_loss_function, network_alone, with_loss_cell)
+    )
+    x = ms.Tensor(batches(BATCH, 1)[0][0])
+    assert model.eval(held_out()) == alone.eval(held_out())
+    np.testing.assert_array_equal(model.predict(x).asnumpy(), alone.predict(x).asnumpy())
+    assert with_cell.eval(held_out()) == pytest.approx(alone.eval(held_out()), rel=1e-3)
+    loss = first_loss(model)
+    assert loss == pytest.approx(first_loss(alone), rel=3e-7)
     if level != "auto":
-        assert first_loss(with_loss_cell, **options) != pytest.approx(loss, rel=3e-7)
+        assert first_loss(with_cell) != pytest.approx(loss, rel=3e-7)
 
 
 # -- each option beside a loss function: the table of docs/flow.md -----------------------------------------------------
