@@ -318,6 +318,17 @@ def test_at_each_level_the_given_network_predicts():
             assert model.predict_network is model.eval_network._network is network
 
 
+class Logits(nn.Cell):
+    """The logits in the network's precision; the test networks return them in float32."""
+
+    def __init__(self, network):
+        super().__init__(auto_prefix=False)
+        self.network = network
+
+    def construct(self, x):
+        return self.network.logits(x)
+
+
 def first_loss(model):
     history = train.History()
     model.train(1, data_set(-BATCH * (BATCHES - 2)), callbacks=[history])
@@ -330,7 +341,8 @@ def test_the_loss_of_a_network_in_low_precision_is_float32(level):
     """Of the same logits. In the network the loss is of its precision, as it is without accumulation."""
     options = {"kind": "conv", "amp_level": level, "loss_scale_manager": None}
     model, alone, with_cell = (
-        new_model(make_model, **options)[1] for make_model in (with_loss_function, network_alone, with_loss_cell)
+        new_model(lambda network, *rest, make=make, **options: make(Logits(network), *rest, **options), **options)[1]
+        for make in (with_loss_function, network_alone, with_loss_cell)
     )
     x = ms.Tensor(batches(BATCH, 1)[0][0])
     assert model.eval(held_out()) == alone.eval(held_out())
