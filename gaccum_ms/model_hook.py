@@ -86,7 +86,10 @@ def build_train_network(
     if level in ("O1", "auto"):
         note_casts(processed)
     cell.train_instead(processed, given)
-    low = config["cast_model_type"] == ms.float16 or getattr(processed, "_amp_level", None) in _FLOAT32_LOSS
+    low = (
+        config["cast_model_type"] in (ms.float16, ms.bfloat16)
+        or getattr(processed, "_amp_level", None) in _FLOAT32_LOSS
+    )
     if low and isinstance(loss_fn, nn.Cell):
         loss_fn = _InFloat32(loss_fn)
     manager = config["loss_scale_manager"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import signal
 
 import mindspore as ms
 import mindspore.amp
@@ -298,6 +299,31 @@ def test_fit_eval_and_predict_are_as_without_cell(make_model, mode):
     assert len(epochs) < 20
     np.testing.assert_allclose(seen, seen_of_plain, rtol=2e-5)
     np.testing.assert_allclose(predicted.asnumpy(), predicted_of_plain.asnumpy(), rtol=1e-4, atol=1e-5)
+
+
+def interrupted(make_model, folder):
+    """A training, and another one that goes on from its backup and is asked to exit: the weights that are saved."""
+    folder.mkdir()
+    backup = train.BackupAndRestore(str(folder / "backup"), delete_checkpoint=False)
+    exiting = train.OnRequestExit(save_mindir=False, file_name="net", directory=str(folder))
+    asking = train.LambdaCallback(on_train_epoch_begin=lambda run_context: signal.raise_signal(signal.SIGTERM))
+    for callbacks in ([backup], [backup, exiting, asking]):
+        _, model = new_model(make_model, rate=0.1)
+        model.fit(1, data_set(RAGGED), held_out(), callbacks=callbacks, dataset_sink_mode=False)
+    (saved,) = folder.rglob("net*train.ckpt")
+    return {name: as_numpy(value) for name, value in ms.load_checkpoint(str(saved)).items()}
+
+
+@pytest.mark.core("graph")
+def test_what_callbacks_save_and_restore_is_as_without_cell(tmp_path, mode):
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        alone, with_cell = (interrupted(make, tmp_path / make.__name__) for make in (network_alone, with_loss_function))
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    weights = [name for name in alone if name.endswith(("weight", "bias"))]
+    assert "out.weight" in weights
+    assert_close({name: with_cell[name] for name in weights}, {name: alone[name] for name in weights})
 
 
 def test_an_exported_model_is_the_network(tmp_path):
