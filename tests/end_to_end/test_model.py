@@ -527,6 +527,10 @@ def test_what_cannot_be_derived_is_one_error_that_names_two_ways():
     ways = r"ms.Model\(GradAccumulationCell\(net, ...\), loss_fn, .* eval_network=nn.WithEvalCell\(net, loss_fn\)"
     with pytest.raises(ValueError, match=f"got a 'OwnLoss', in which the loss is not known. .*{ways}"):
         ms.Model(cell, optimizer=optimizer, metrics={"accuracy"})
+    evaluating = {"eval_network": nn.WithEvalCell(network, loss), "eval_indexes": [0, 1, 2]}
+    model = ms.Model(cell, optimizer=optimizer, metrics={"loss"}, **evaluating)
+    assert model.eval(data_set()) == ms.Model(network, loss, metrics={"loss"}).eval(data_set())
+    assert model.predict(*map(ms.Tensor, batches(BATCH, 1)[0])).shape == ()
     for of_batch in (cell, GradAccumulationCell(WithBatchLossCell(network, loss), 4)):
         with pytest.raises(ValueError, match="beside 'loss_fn' the network must return no loss and take one input"):
             ms.Model(of_batch, loss, optimizer)
