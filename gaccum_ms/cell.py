@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from gaccum_ms.backend.held_cells import held_cells
 from gaccum_ms.backend.pynative_tape import close_tape
 from gaccum_ms.checks.arguments import described
 from gaccum_ms.distributed.ranks import refuse_wrapped_network
+from gaccum_ms.losses.batch_loss import WithBatchLossCell
+from gaccum_ms.losses.per_sample_loss import PerSampleLoss
 from gaccum_ms.options import compatibility
 from gaccum_ms.options.accumulators import Accumulators
 from gaccum_ms.options.checked import checked
@@ -28,6 +31,7 @@ _NAME = "GradAccumulationCell"
 _OPTIONS = frozenset(each_option(Options))
 _READ = frozenset(name for name in (*_OPTIONS, *vars(Options)) if not name.startswith("_"))
 _SET = _OPTIONS | {"network", "options", "counts"}  # these are compiled into the training step
+_WITH_LOSS = (nn.WithLossCell, WithBatchLossCell, PerSampleLoss)
 # Cells that accumulate by themselves: MindSpore's in nn, parallel.nn and boost, and ours.
 _ACCUMULATE = ("GradAccumulation", "GradAccumulationCell", "GradientAccumulation")
 
@@ -53,10 +57,10 @@ class GradAccumulationCell(nn.Cell):
     mean loss, and accepts batches that do not divide.
 
     Args:
-        network (Cell): The network with its loss, such as `nn.WithLossCell`. Its output is a scalar, shape
-            :math:`()`: the mean over the samples of its inputs, unless `reduction` or `count` is given; or a tuple of
-            such losses, with one `count` or `loss_weights` entry for each. Use a :class:`WithBatchLossCell` if the loss
-            compares the samples of a batch.
+        network (Cell): The network, if `mindspore.Model` gets the loss as `loss_fn` ; or the network with its loss,
+            such as `nn.WithLossCell`. The loss is a scalar, shape :math:`()`: the mean over the samples of the inputs,
+            unless `reduction` or `count` is given; or a tuple of such losses, with one `count` or `loss_weights` entry
+            for each. Use a :class:`WithBatchLossCell` if the loss compares the samples of a batch.
         micro_size (int, optional): **Number** of micro-batches per batch. Each has
             :math:`\lceil N / \text{micro_size} \rceil` samples; the last may be smaller. Default: ``None`` .
 
@@ -133,8 +137,7 @@ class GradAccumulationCell(nn.Cell):
           shares.
 
     Outputs:
-        Tensor of shape :math:`()`, the network's loss on the inputs, not split: outside training, calling the cell
-        calls the network.
+        What the network returns for the inputs, not split: outside training, calling the cell calls the network.
 
     Raises:
         TypeError: If `network` is not a Cell, or an option of another type than above.
@@ -156,8 +159,7 @@ class GradAccumulationCell(nn.Cell):
         >>> from gaccum_ms import GradAccumulationCell
         >>> net = nn.Dense(3, 1, weight_init="ones", bias_init="zeros")
         >>> optimizer = nn.SGD(net.trainable_params(), learning_rate=0.1)
-        >>> cell = GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), 4)
-        >>> model = ms.Model(cell, optimizer=optimizer)
+        >>> model = ms.Model(GradAccumulationCell(net, 4), nn.MSELoss(), optimizer)
         >>> x, y = np.ones((8, 3), np.float32), np.zeros((8, 1), np.float32)
         >>> data_set = ms.dataset.NumpySlicesDataset((x, y), shuffle=False).batch(8)
         >>> model.train(1, data_set)
@@ -247,9 +249,44 @@ class GradAccumulationCell(nn.Cell):
         """Whether a training step was built from the cell."""
         return self.__dict__.get("_has_step", False)
 
+    def train_instead(self, network: nn.Cell, given: nn.Cell) -> None:
+        """Train the network that `amp_level` has made; MindSpore evaluates and predicts with the given one."""
+        self.__dict__.setdefault("_given_network", given)  # no child: its cells are in the other network, too
+        if network is not self.network:  # a cell that has a step refuses another network
+            self.network = network
+
+    @property
+    def given_network(self) -> nn.Cell:
+        """The network that the cell got."""
+        return self.__dict__.get("_given_network", self.network)
+
     def with_options(self, **changed: Any) -> GradAccumulationCell:
         """A cell on the same network, with some options changed."""
         return GradAccumulationCell(self.network, **vars(dataclasses.replace(self.options, **changed)))
+
+    def with_loss(self, loss_fn: nn.Cell | None) -> GradAccumulationCell:
+        """A cell with the same options on the network with this loss, as `nn.WithLossCell` adds it; without `loss_fn` ,
+        the cell itself."""
+        self.check_loss(loss_fn)
+        return self if loss_fn is None else type(self)(nn.WithLossCell(self.network, loss_fn), **vars(self.options))
+
+    def check_loss(self, loss_fn: nn.Cell | None) -> None:
+        """Check that the network can have this loss.
+
+        Raises:
+            TypeError: If `loss_fn` is not a Cell.
+            ValueError: If the network returns its loss already, or takes other inputs than the data alone.
+        """
+        if loss_fn is None:
+            return
+        if not isinstance(loss_fn, nn.Cell):
+            raise TypeError(f"For '{_NAME}', the argument 'loss_fn' must be a Cell, but got {described(loss_fn)}.")
+        if isinstance(self.network, _WITH_LOSS) or not takes(self.network, 1):
+            raise ValueError(
+                f"For '{_NAME}', beside 'loss_fn' the network must return no loss and take one input, the data, but "
+                f"got a '{type(self.network).__name__}' and loss_fn={type(loss_fn).__name__}. Leave 'loss_fn' out if "
+                f"the network returns its loss, or give the cell the network inside."
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradAccumulationCell:
         """A cell without a step, on a copy of the network."""
@@ -281,13 +318,34 @@ class GradAccumulationCell(nn.Cell):
         return self._undifferentiated(self.network(*inputs))
 
 
-def check_cell(owner: str, cell: Any) -> None:
-    """Refuse anything but a cell of ours, where one is asked for without a training."""
+def takes(network: nn.Cell, inputs: int) -> bool:
+    """Whether a network can be called with so many inputs."""
+    try:
+        inspect.signature(network.construct).bind(*range(inputs))
+    except TypeError:
+        return False
+    return True
+
+
+def check_inputs(network: nn.Cell, inputs: int) -> None:
+    """Refuse a batch with more or fewer inputs than the network takes, as of a network without its loss."""
+    if inputs and not takes(network, inputs):
+        raise TypeError(
+            f"For '{_NAME}', the network must take the {inputs} input(s) of the batch and return its loss, but got a "
+            f"'{type(network).__name__}' with construct{inspect.signature(network.construct)}. Give a network without "
+            f"its loss a loss: ms.Model(GradAccumulationCell(net, ...), loss_fn, optimizer), or "
+            f"GradAccumulationCell(nn.WithLossCell(net, loss_fn), ...)."
+        )
+
+
+def cell_with_loss(owner: str, cell: Any, loss_fn: nn.Cell | None) -> GradAccumulationCell:
+    """The cell with this loss, if there is one; anything but a cell of ours is refused."""
     if not isinstance(cell, GradAccumulationCell):
         raise TypeError(
             f"For '{owner}', the argument 'cell' must be a gaccum_ms.GradAccumulationCell, but got "
             f"'{type(cell).__name__}'."
         )
+    return cell.with_loss(loss_fn)
 
 
 def refuse_accumulation_inside(network: nn.Cell) -> None:
@@ -319,9 +377,9 @@ _DIFFERENTIATED = (
 # The step calls the inner network, never the cell. A call of the cell would train without accumulating, or not at all
 # (`ms.Model` without an optimizer). A constant, because graph mode must be able to raise it.
 _TRAINED_WITHOUT_STEP = (
-    "For 'GradAccumulationCell', training must go through ms.Model(cell, optimizer=optimizer), "
+    "For 'GradAccumulationCell', training must go through ms.Model(cell, loss_fn, optimizer), "
     "mindspore.amp.build_train_network(cell, optimizer) or "
-    "gaccum_ms.TrainOneStepWithGradAccumulationCell(cell, optimizer), with the cell outermost, an optimizer and no "
-    "loss_fn, and 'gaccum_ms' imported before build_train_network is; but the cell itself is being trained. As it is "
+    "gaccum_ms.TrainOneStepWithGradAccumulationCell(cell, optimizer), with the cell outermost and an optimizer, and "
+    "'gaccum_ms' imported before build_train_network is; but the cell itself is being trained. As it is "
     "used here, no gradient would be accumulated."
 )

@@ -3,23 +3,26 @@
 Both call the function `build_train_network` of `mindspore.train.amp`. It recognises cells by the class name
 ``GradAccumulationCell`` and would give them a private step that trains only in semi-auto parallel mode. The function
 here replaces it: a network with our cell gets our step or a clear error, and any other network goes to the original.
-For each training with our step, `ms.Model` also gets three callbacks: one calls `on_window_end` of the others, one
-checks ranks and open windows, and one evaluates averages. `auto_mixed_precision` and `custom_mixed_precision` of
-`mindspore.amp` , given our cell, convert the network in it, which the step calls. Importing the package replaces these
-functions of MindSpore, and nothing else.
+`ms.Model` evaluates and predicts with the network inside the cell, as if no cell were around it. For each training with
+our step it also gets three callbacks: one calls `on_window_end` of the others, one checks ranks and open windows, and
+one evaluates averages. `auto_mixed_precision` and `custom_mixed_precision` of `mindspore.amp` , given our cell, convert
+the network in it, which the step calls. Importing the package replaces these functions of MindSpore, and nothing else.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import mindspore as ms
 import mindspore.amp
 import mindspore.train
 from mindspore import nn
-from mindspore.train import amp
+from mindspore.ops.functional import mixed_precision_cast
+from mindspore.train import FlopsUtilizationCollector, amp
+from mindspore.train.metrics import get_metrics
 
 from gaccum_ms import backend
 from gaccum_ms.callbacks.averages import AveragesInEvaluation
@@ -33,8 +36,11 @@ from gaccum_ms.record.recorder import WindowRecorder
 from gaccum_ms.record.window_callback import WindowCallback, refuse_other_networks
 from gaccum_ms.semi_auto.compiled_once import note_casts
 from gaccum_ms.semi_auto.modes import held_cell
+from gaccum_ms.training.evaluation import batch_evaluation, no_loss_known, parts_of, with_its_parts
+from gaccum_ms.training.flops import counted_in_loops
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
+_FLOAT32_LOSS = ("O2", "O3", "auto")  # the levels at which MindSpore computes a plain network's loss in float32
 _OURS = (GradAccumulationCell, TrainOneStepWithGradAccumulationCell)
 _original = amp.build_train_network
 
@@ -58,11 +64,6 @@ def build_train_network(
             f"but got '{type(network).__name__}' around it. Put what it adds inside: "
             f"GradAccumulationCell({type(network).__name__}(...), ...)."
         )
-    if loss_fn is not None:
-        raise ValueError(
-            f"For 'GradAccumulationCell', 'loss_fn' must be None, because the cell wraps a network that returns its "
-            f"loss, but got '{type(loss_fn).__name__}'. Use GradAccumulationCell(nn.WithLossCell(net, loss_fn), ...)."
-        )
     if boost_level != "O0":
         raise ValueError(
             f"For 'GradAccumulationCell', 'boost_level' must be 'O0', but got '{boost_level}': boost builds training "
@@ -70,6 +71,7 @@ def build_train_network(
         )
     backend.check_level(level, boost_level)
     backend.check_kwargs(kwargs)
+    cell.check_loss(loss_fn)
     # The same steps as the original, for each level, on the network inside our cell.
     config = {**backend.config_level[level], **kwargs}
     if cell.has_step and level in ("O1", "O2", "O3"):
@@ -79,21 +81,72 @@ def build_train_network(
             f"cell for this model, or give ms.Model the step of the first: model.train_network."
         )
     process = functools.partial(backend.auto_mixed_precision_process, config=config, level=level)
-    of_batch = isinstance(cell.network, WithBatchLossCell)
+    of_batch, given = isinstance(cell.network, WithBatchLossCell), with_its_parts(cell.network)
     processed = cell.network.map_parts(process) if of_batch else process(cell.network)
     if level in ("O1", "auto"):
         note_casts(processed)
-    if processed is not cell.network:  # a cell that has a step refuses another network
-        cell.network = processed
+    cell.train_instead(processed, given)
+    low = (
+        config["cast_model_type"] in (ms.float16, ms.bfloat16)
+        or getattr(processed, "_amp_level", None) in _FLOAT32_LOSS
+    )
+    if low and isinstance(loss_fn, nn.Cell):
+        loss_fn = _InFloat32(loss_fn)
     manager = config["loss_scale_manager"]
     if manager is None:
-        return TrainOneStepWithGradAccumulationCell(network, optimizer).set_train()
+        return TrainOneStepWithGradAccumulationCell(network, optimizer, loss_fn=loss_fn).set_train()
     update_cell = manager.get_update_cell()
-    step = TrainOneStepWithGradAccumulationCell(network, optimizer, scale_sense=update_cell)
+    step = TrainOneStepWithGradAccumulationCell(network, optimizer, update_cell, loss_fn=loss_fn)
     if update_cell is None:
         # drop_overflow_update=False: the optimizer's loss_scale removes it.
         step.update.leave_scale_to_optimizer(float(manager.get_loss_scale()))
     return step.set_train()
+
+
+class _InFloat32(nn.Cell):
+    """A loss in float32 of a network in lower precision, as MindSpore adds it to a plain network."""
+
+    def __init__(self, loss_fn: nn.Cell) -> None:
+        super().__init__(auto_prefix=False)
+        self.loss_fn = loss_fn
+
+    def construct(self, outputs, label):
+        return self.loss_fn(mixed_precision_cast(ms.float32, outputs), mixed_precision_cast(ms.float32, label))
+
+
+_original_build_eval_network = mindspore.train.Model._build_eval_network
+_original_build_predict_network = mindspore.train.Model._build_predict_network
+
+
+@contextmanager
+def _without_cell(model: mindspore.train.Model) -> Iterator[nn.Cell | None]:
+    """Within it the model has the network and the loss inside our cell. It yields the cell, if there is one."""
+    given, cell = (model._network, model._loss_fn), held_cell(model._network)
+    if not isinstance(cell, GradAccumulationCell):
+        yield None
+        return
+    model._network, model._loss_fn = parts_of(cell, model._loss_fn)
+    try:
+        yield cell
+    finally:
+        model._network, model._loss_fn = given
+
+
+@functools.wraps(_original_build_eval_network)
+def _build_eval_network(self: mindspore.train.Model, metrics: Any, eval_network: Any, eval_indexes: Any) -> None:
+    with _without_cell(self) as cell:
+        if cell is not None and metrics and eval_network is None:
+            eval_network = batch_evaluation(cell, get_metrics(metrics).values())
+            eval_indexes = [0, 1, 2]
+            if eval_network is None and self._loss_fn is None:
+                raise no_loss_known(cell.network)
+        _original_build_eval_network(self, metrics, eval_network, eval_indexes)
+
+
+@functools.wraps(_original_build_predict_network)
+def _build_predict_network(self: mindspore.train.Model) -> None:
+    with _without_cell(self):
+        _original_build_predict_network(self)
 
 
 def _of_the_network(convert: Callable[..., nn.Cell]) -> Callable[..., nn.Cell]:
@@ -121,11 +174,13 @@ def _train(self: mindspore.train.Model, epoch: int, train_dataset: Any, callback
     # A flush comes before callbacks that must see its update, such as checkpoints, wherever they are in the list.
     callbacks = sorted(callbacks, key=lambda callback: not isinstance(callback, FlushAccumulation))
     callbacks = [WindowWatch(step), AveragesInEvaluation(), *callbacks]
-    watching: AbstractContextManager[None] = nullcontext()
-    if any(isinstance(callback, WindowCallback) for callback in callbacks):
-        recorder = WindowRecorder(step)
-        callbacks, watching = [recorder, *callbacks], recorder.sees_flushes()
-    with watching:
+    with ExitStack() as watching:
+        if any(isinstance(callback, WindowCallback) for callback in callbacks):
+            recorder = WindowRecorder(step)
+            callbacks = [recorder, *callbacks]
+            watching.enter_context(recorder.sees_flushes())
+        if any(isinstance(callback, FlopsUtilizationCollector) for callback in callbacks):
+            watching.enter_context(counted_in_loops(step, train_dataset))
         _original_train(self, epoch, train_dataset, callbacks=let_checkpoints_save(callbacks, step.optimizer), **kwargs)
 
 
@@ -142,4 +197,6 @@ def install_model_hook() -> None:
         for module in (amp, mindspore.amp, mindspore.train):
             if hasattr(module, name):
                 setattr(module, name, convert)
-    mindspore.train.Model._train = _train
+    model = mindspore.train.Model
+    model._train = _train
+    model._build_eval_network, model._build_predict_network = _build_eval_network, _build_predict_network

@@ -10,7 +10,14 @@ import pytest
 from mindspore import Tensor, nn, value_and_grad
 from mindspore.parallel.nn import GradAccumulation
 
-from gaccum_ms import Accumulators, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms import (
+    Accumulators,
+    GradAccumulationCell,
+    TrainOneStepWithGradAccumulationCell,
+    audit,
+    find_micro_batch_size,
+    memory_report,
+)
 from tests.support.reference import Line, batches, make_network
 
 
@@ -287,3 +294,24 @@ def test_a_copy_has_a_network_of_its_own_and_no_step(mode):
     trained(copied)
     np.testing.assert_array_equal(cell.network.dense.weight.asnumpy(), before)
     assert (copied.network.dense.weight.asnumpy() != before).any()
+
+
+def test_what_takes_a_cell_takes_its_loss_too():
+    """As MindSpore's `nn.WithLossCell` adds it."""
+    network, loss = make_network("dense"), nn.CrossEntropyLoss()
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    batch = [Tensor(value) for value in batches(8)[0]]
+    alone, joined = GradAccumulationCell(network, 4), GradAccumulationCell(nn.WithLossCell(network, loss), 4)
+    assert audit(alone, optimizer, *batch, loss_fn=loss) == audit(joined, optimizer, *batch)
+    assert find_micro_batch_size(alone, optimizer, batch, loss_fn=loss) == 8
+    rows = memory_report(alone, optimizer, *batch, micro_sizes=[4], measure=False, loss_fn=loss).rows
+    assert [row.micro_batch_size for row in rows] == [2]
+    losses = [
+        TrainOneStepWithGradAccumulationCell(cell, optimizer, loss_fn=of_cell).set_train()(*batch).asnumpy()
+        for cell, of_cell in ((alone, loss), (joined, None))
+    ]
+    assert losses[1] < losses[0]  # the second step goes on from the first's update
+    with pytest.raises(AttributeError, match="'micro_size' must be set before the training step is built"):
+        alone.micro_size = 2
+    with pytest.raises(TypeError, match="'loss_fn' must be a Cell"):
+        audit(GradAccumulationCell(network, 4), optimizer, *batch, loss_fn=abs)

@@ -43,7 +43,8 @@ def _check_losses(kinds, shapes, number):
         if shape != ():
             raise ValueError(
                 f"For 'GradAccumulationCell', the network must return a scalar loss of shape (), but got shape "
-                f"{shape}. Use a loss with reduction='mean', or take the mean in the network."
+                f"{shape}. Use a loss with reduction='mean', or take the mean in the network. To a network that has no "
+                f"loss, give one: ms.Model(cell, loss_fn, optimizer)."
             )
         if kind.element_type() not in ms.common.dtype.float_type:
             raise TypeError(

@@ -8,7 +8,7 @@ from mindspore import nn
 from gaccum_ms.auditing.measure import Recorder, measured, rounding
 from gaccum_ms.auditing.report import AuditReport, judged
 from gaccum_ms.backend.snapshot import Snapshot
-from gaccum_ms.cell import GradAccumulationCell, check_cell
+from gaccum_ms.cell import GradAccumulationCell, cell_with_loss
 from gaccum_ms.checks.arguments import batch_shapes, check_is_optimizer
 from gaccum_ms.options import compatibility
 from gaccum_ms.options.compatibility import Setup
@@ -17,7 +17,11 @@ from gaccum_ms.splitting.even_split import plan_split
 
 
 def audit(
-    cell: GradAccumulationCell, optimizer: nn.Optimizer, *batch: ms.Tensor, tolerance: float | None = None
+    cell: GradAccumulationCell,
+    optimizer: nn.Optimizer,
+    *batch: ms.Tensor,
+    tolerance: float | None = None,
+    loss_fn: nn.Cell | None = None,
 ) -> AuditReport:
     r"""
     Check on one batch that accumulation gives a network the whole batch's update, before a long training.
@@ -44,6 +48,7 @@ def audit(
     Keyword Args:
         tolerance (float, optional): The largest relative error that counts as rounding, without unit.
             Default: ``None`` , 1e-4, or 2e-2 if weights, accumulators or `to_float` are float16 or bfloat16.
+        loss_fn (Cell, optional): The loss that `mindspore.Model` gets, if the network returns none. Default: ``None`` .
 
     Returns:
         AuditReport, a dataclass that prints as a table. ``ok`` is True if no problem was found; ``problems`` has a
@@ -83,6 +88,7 @@ def audit(
         >>> print(report.loss_behaves_as, report.loss_whole, report.loss_accumulated)
         sum 72.0 18.0
     """
+    cell = cell_with_loss("audit", cell, loss_fn)
     _check(cell, optimizer, batch, tolerance)
     recorder = Recorder(optimizer, cell.max_grad_norm)
     before = Snapshot(cell, recorder)
@@ -94,7 +100,6 @@ def audit(
 
 
 def _check(cell: GradAccumulationCell, optimizer: nn.Optimizer, batch: tuple, tolerance: float | None) -> None:
-    check_cell("audit", cell)
     check_is_optimizer("audit", optimizer)
     if tolerance is not None and not tolerance > 0:
         raise ValueError(f"For 'audit', the argument 'tolerance' must be positive, but got {tolerance!r}.")

@@ -64,6 +64,7 @@ get_device_num = _private("mindspore.parallel._utils:_get_device_num")
 MicroStepAllGather = _private("mindspore.ops.operations.comm_ops:_MicroStepAllGather")
 MirrorMicroStepOperator = _private("mindspore.ops.operations.comm_ops:_MirrorMicroStepOperator")
 bprop_getters = _private("mindspore.ops._grad_experimental.grad_base:bprop_getters")
+flops_collector = _private("mindspore.train.callback:_flops_collector")
 get_grad_accumulation_shard = _private("mindspore.parallel._utils:_get_grad_accumulation_shard")
 
 # -- attributes of MindSpore's objects, the same in all versions -------------------------------------------------------
@@ -73,7 +74,8 @@ _attributes("Cell", _cell, "_cells", "_params", "_buffers", "_user_parameters", 
 _attributes("Cell", _cell, "check_names_and_refresh_name", "compile_and_run", "compile_cache")
 _attributes("Parameter", ms.Parameter(ms.Tensor(0.0)), "assign_value", "data_ptr", "has_init", "init_data", "copy_")
 _attributes("GroupNorm", nn.GroupNorm, "_cal_output")
-_attributes("Model", Model, "_train", "_transform_callbacks")
+_attributes("Model", Model, "_train", "_transform_callbacks", "_build_eval_network", "_build_predict_network")
+_attributes("_flops_collector", flops_collector, "flops_collection")
 _attributes("_cell_graph_executor", cell_graph_executor, "_graph_executor.get_params")
 _attributes("_pynative_executor", pynative_executor, "clear_res", "enable_grad", "grad_flag", "set_enable_grad")
 _context = auto_parallel_context and auto_parallel_context()

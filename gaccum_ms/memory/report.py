@@ -11,7 +11,7 @@ import mindspore as ms
 from mindspore import nn
 
 from gaccum_ms.backend.newer_optimizers import refuse_without_kernels
-from gaccum_ms.cell import GradAccumulationCell, check_cell
+from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.checks.arguments import batch_shapes, check_optimizer, check_positive_int
 from gaccum_ms.distributed.layout import rank_and_ranks
 from gaccum_ms.distributed.ranks import check_parallel_mode
@@ -200,7 +200,6 @@ def _micro_sizes(micro_sizes: Sequence[int] | None, samples: int) -> list[int]:
 
 def check_trial(owner: str, cell: Any, optimizer: Any, batch: Sequence[Any], memory_limit: Any) -> None:
     """Raise one clear error before any trial."""
-    check_cell(owner, cell)
     check_optimizer(owner, cell, optimizer)
     refuse_without_kernels(owner, optimizer)
     compatibility.check(TRIAL, owner, Setup(cell.options, cell.network, compiler_distributes()))

@@ -35,13 +35,13 @@ def compiled_once(network: nn.Cell, noted_on: nn.Cell) -> nn.Cell:
 
     Args:
         network (Cell): The network that runs on a micro-batch.
-        noted_on (Cell): The cell's whole network, for which `note_casts` may have been called.
+        noted_on (Cell): The cell's whole network, for which, or for a part, `note_casts` may have been called.
 
     Raises:
         ValueError: If a Cell with `mindspore.lazy_inline` is inside of it: the compiler takes one within another for
             no micro-batch's.
     """
-    by_level = getattr(noted_on, "casts_by_level", False)
+    by_level = any(getattr(cell, "casts_by_level", False) for _, cell in noted_on.cells_and_names())
     casting = [type(cell).__name__ for cell in _inlined(network) if by_level or _casts(cell)]
     if not casting:
         return network

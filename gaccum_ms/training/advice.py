@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from gaccum_ms.backend.user_warnings import warn_user
+from gaccum_ms.cell import check_inputs
 from gaccum_ms.distributed.ranks import advice_about_ranks
 from gaccum_ms.layers.batchnorm import advice_about_batch_norm, advice_about_one_value
 from gaccum_ms.layers.state import advice_about_state
@@ -47,6 +48,10 @@ class Advice:
     def silence(self) -> None:
         """Say nothing: the step is a trial of another one, which says it."""
         self._looked = self._looked_at_one_value = True
+
+    def check_inputs(self, inputs: int) -> None:
+        """Refuse a batch of another number of inputs than the network takes."""
+        check_inputs(self._setup.network, inputs)
 
     def look(self, spans_batches: bool, sizes: Sequence[int] = (), batch: Sequence[Any] | None = None) -> None:
         """Warn of what was not warned of before. `sizes` : of this batch's micro-batches."""

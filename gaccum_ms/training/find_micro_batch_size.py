@@ -9,7 +9,7 @@ from mindspore import nn
 
 from gaccum_ms.backend.out_of_memory import check_test
 from gaccum_ms.backend.out_of_memory import is_out_of_memory as says_out_of_memory
-from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.cell import GradAccumulationCell, cell_with_loss
 from gaccum_ms.memory.search import found_size
 from gaccum_ms.training.step import step_on_trial
 
@@ -22,6 +22,8 @@ def find_micro_batch_size(
     batch: Sequence[ms.Tensor],
     memory_limit: int | None = None,
     is_out_of_memory: Callable[[BaseException], bool] | None = None,
+    *,
+    loss_fn: nn.Cell | None = None,
 ) -> int:
     r"""
     Find the largest micro-batch that fits into memory: for `micro_batch_size` of :class:`GradAccumulationCell` .
@@ -53,6 +55,7 @@ def find_micro_batch_size(
             limit or of the host's free memory.
         is_out_of_memory (Callable, optional): Returns whether an error means that memory is not enough; all other
             errors are raised. Default: ``None`` : MemoryError, and RuntimeErrors of MindSpore's allocators.
+        loss_fn (Cell, optional): The loss that `mindspore.Model` gets, if the network returns none. Default: ``None`` .
 
     Returns:
         int, the number of samples, from 1 to :math:`N`, the same on all ranks; with :class:`MaxTokens` , the number of
@@ -89,5 +92,6 @@ def find_micro_batch_size(
             f"'{type(batch).__name__}'. Pass a network's only input as (batch,)."
         )
     check_test(_NAME, is_out_of_memory)
+    cell = cell_with_loss(_NAME, cell, loss_fn)
     fails = is_out_of_memory or says_out_of_memory
     return found_size(_NAME, cell, optimizer, batch, memory_limit, fails, step_on_trial)[0]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import mindspore as ms
 from mindspore import nn
 
-from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.cell import GradAccumulationCell, cell_with_loss
 from gaccum_ms.memory.report import MemoryReport, measured
 from gaccum_ms.training.step import step_on_trial
 
@@ -19,6 +19,7 @@ def memory_report(
     memory_limit: int | None = None,
     micro_sizes: Sequence[int] | None = None,
     measure: bool = True,
+    loss_fn: nn.Cell | None = None,
 ) -> MemoryReport:
     r"""
     Predict a training step's memory for each number of micro-batches, and find the numbers that fit.
@@ -47,6 +48,7 @@ def memory_report(
         micro_sizes (Sequence[int], optional): Numbers of micro-batches. Default: ``None`` , 1, 2, 4, ... up to the
             samples of the batch.
         measure (bool, optional): Whether to measure sizes that are predicted to fit. Default: ``True`` .
+        loss_fn (Cell, optional): The loss that `mindspore.Model` gets, if the network returns none. Default: ``None`` .
 
     Returns:
         MemoryReport, a dataclass that prints as a table: ``parameters`` , ``optimizer_state`` , ``accumulators`` ,
@@ -77,4 +79,5 @@ def memory_report(
         >>> print(report.parameters, report.accumulators, [row.micro_batch_size for row in report.rows])
         40040 40040 [8, 4, 2, 1]
     """
+    cell = cell_with_loss("memory_report", cell, loss_fn)
     return measured(cell, optimizer, batch, step_on_trial, memory_limit, micro_sizes, measure)

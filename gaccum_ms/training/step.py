@@ -109,6 +109,10 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
             A window whose gradient is not finite does not update, on any rank. Default: ``None`` , no scaling and no
             check.
 
+    Keyword Args:
+        loss_fn (Cell, optional): The loss, if the network returns none: it maps what the network returns for the first
+            input, and the second input, to the loss. Default: ``None`` , the network returns its loss.
+
     Inputs:
         - **\*inputs** (Tensor) - The batch. Each input has shape :math:`(N, ...)` with the same :math:`N`; all are
           split along axis 0 at the same boundaries, unless `split` is given. `set_inputs` may leave :math:`N` and
@@ -162,10 +166,16 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
     around_flush = contextlib.nullcontext  # while ms.Model trains, WindowRecorder's
 
     def __init__(
-        self, network: GradAccumulationCell, optimizer: nn.Optimizer, scale_sense: nn.Cell | ms.Tensor | None = None
+        self,
+        network: GradAccumulationCell,
+        optimizer: nn.Optimizer,
+        scale_sense: nn.Cell | ms.Tensor | None = None,
+        *,
+        loss_fn: nn.Cell | None = None,
     ) -> None:
         with auto_parallel.settings_of(network):
-            cell = auto_parallel.held_cell(network)
+            given = auto_parallel.held_cell(network)
+            cell = admission.with_loss(_NAME, given, loss_fn)
             self._build(cell, optimizer, scale_sense)
             # Weak: in a circle the step would live on until Python collects garbage, and MindSpore compiles the graphs
             # of all other Cells anew when a Cell goes.
@@ -173,13 +183,17 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
             self._choose_runner = lambda parts: runner_of(parts, cell, network, run_graph)
             self._assemble()
         cell.keep_options()
+        given.keep_options()
 
-    def _build(self, network: nn.Cell, optimizer: nn.Optimizer, scale_sense: nn.Cell | ms.Tensor | None) -> None:
+    def _build(
+        self, network: GradAccumulationCell, optimizer: nn.Optimizer, scale_sense: nn.Cell | ms.Tensor | None
+    ) -> None:
         setup = admission.admit(_NAME, network, optimizer)
         super().__init__(setup.network, optimizer)
         hold_weights(self, self.weights)
         self._setup = setup
         self.advice = Advice(setup)
+        self._check_inputs = ops.constexpr(self.advice.check_inputs)
         self._look = ops.constexpr(self.advice.look_at_compile_time, check=False)  # the check warns about open shapes
         options, _, self._unrolled = setup
         if self.reducer_flag:
@@ -355,6 +369,8 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
                 f"{', '.join(named)} by name."
             )
         self._lifecycle.begin_call()
+        if not self.options.splits_in_python:
+            self.advice.check_inputs(len(inputs))
         batch = self._runner.prepare(inputs)
         self.advice.look(self.spans_batches, batch.sizes, batch.network_inputs)
         try:
@@ -392,6 +408,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         if self._not_one_graph:
             raise RuntimeError(self._not_one_graph)
         auto_parallel.check_built_for(self._unrolled)
+        self._check_inputs(len(inputs))
         self._look(self.spans_batches, inputs[0].shape)
         scale = self.update.scale()
         inputs = clear_flag(inputs if self.called_by_python else graphs.with_own_storage(inputs))

@@ -12,6 +12,7 @@ import pytest
 from mindspore import nn
 
 import gaccum_ms
+from tests.support.modes import MODES
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -93,6 +94,46 @@ def test_programs_print_what_the_docs_show(source, shown, run_program):
     assert text == shown_text
     assert numbers == pytest.approx(shown_numbers, rel=2e-3)
     assert len(numbers) >= 3
+
+
+@pytest.fixture
+def changed_script(run_program):
+    """A function that runs the script of docs/flow.md in a mode, with this around the network in its one changed line;
+    it returns the output without its numbers, and the numbers."""
+    page = ROOT / "docs" / "flow.md"
+    (plain,), (diff,) = code_blocks(page, "python"), code_blocks(page, "diff")
+    ours, removed, added = re.fullmatch(r"\+(.*\n)\n-(.*\n)\+(.*\n)", diff).groups()
+
+    def run(mode: str, around: str | None) -> tuple[str, list[float]]:
+        script = plain.replace("ms.set_seed(1)", f"ms.set_context(mode={int(MODES[mode])})\nms.set_seed(1)")
+        if around is not None:
+            assert script.count(removed) == script.count("Model(net,") == 1
+            assert removed.replace("(net,", f"({WORD},") == added
+            script = script.replace(removed, ours + added.replace(WORD, around))
+        return numbers_apart(run_program(script))
+
+    return run
+
+
+WORD = "GradAccumulationCell(net, 4)"
+
+
+@pytest.mark.core("graph")
+@pytest.mark.parametrize("mode", MODES)
+def test_one_word_changes_a_script_that_trains_evaluates_predicts_and_exports(mode, changed_script):
+    text, numbers = changed_script(mode, None)
+    changed_text, changed_numbers = changed_script(mode, WORD)
+    assert changed_text == text
+    assert changed_numbers == pytest.approx(numbers, rel=1e-4)
+    assert len(numbers) == 9
+
+
+@pytest.mark.thorough
+def test_another_loss_prints_other_numbers(changed_script):
+    """So that the test above finds a wrong update."""
+    _, numbers = changed_script("graph", WORD)
+    _, others = changed_script("graph", "GradAccumulationCell(net, 4, reduction='sum')")
+    assert others != pytest.approx(numbers, rel=1e-2)
 
 
 def test_programs_and_what_they_print_come_in_pairs():

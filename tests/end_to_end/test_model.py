@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import signal
 
 import mindspore as ms
 import mindspore.amp
 import mindspore.train
 import numpy as np
 import pytest
-from mindspore import nn, train
+from mindspore import nn, ops, train
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.train import amp
 
-from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms import (
+    CountNotIgnored,
+    GradAccumulationCell,
+    PerSampleLoss,
+    TrainOneStepWithGradAccumulationCell,
+    WithBatchLossCell,
+)
 from gaccum_ms.model_hook import _original, build_train_network
+from gaccum_ms.training.evaluation import parts_of
 from tests.support.reference import OPTIMIZERS, Outer, as_numpy, batches, make_network, relative_error
 from tests.support.reuse import Reused
 from tests.support.state import assert_close
@@ -46,8 +55,8 @@ def by_step(loss_cell, optimizer):
 
 
 def by_model_with_loss_scale(loss_cell, optimizer):
-    cell, manager = GradAccumulationCell(loss_cell, 4), ms.amp.DynamicLossScaleManager(2.0**10, 2, 1000)
-    return ms.Model(cell, optimizer=optimizer, loss_scale_manager=manager)
+    cell, manager = GradAccumulationCell(loss_cell._backbone, 4), ms.amp.DynamicLossScaleManager(2.0**10, 2, 1000)
+    return ms.Model(cell, loss_cell._loss_fn, optimizer, loss_scale_manager=manager)
 
 
 def by_model_with_options(loss_cell, optimizer):
@@ -141,7 +150,7 @@ def test_what_would_not_accumulate_is_refused_before_the_first_step(mode):
         ms.Model(Outer(cell), optimizer=optimizer)
     with pytest.raises(ValueError, match=r"must be the outermost one .* but got 'TrainOneStepWith"):
         ms.Model(step, optimizer=optimizer)
-    with pytest.raises(ValueError, match=r"'loss_fn' must be None, .* but got 'CrossEntropyLoss'"):
+    with pytest.raises(ValueError, match=r"beside 'loss_fn' the network must return no loss .* 'WithLossCell' and"):
         ms.Model(cell, loss_fn=loss, optimizer=optimizer)
     with pytest.raises(ValueError, match=r"'boost_level' must be 'O0', but got 'O1': .* Leave"):
         mindspore.amp.build_train_network(cell, optimizer, boost_level="O1")
@@ -194,33 +203,6 @@ def test_learning_rate_scheduler_changes_the_rate():
     np.testing.assert_allclose(halved["learning_rate"], 0.05 * 0.5**9, rtol=1e-3)
 
 
-def test_fit_with_an_eval_network_and_early_stopping(capsys):
-    """Training makes the held-out loss worse here, so that early stopping must act, at the same epoch."""
-    stopped = {}
-    for make_model in (plain, by_model):
-        network = make_network("dense")
-        loss_cell = nn.WithLossCell(network, nn.CrossEntropyLoss())
-        optimizer = nn.SGD(network.trainable_params(), 0.5)
-        cell = loss_cell if make_model is plain else GradAccumulationCell(loss_cell, 4)
-        model = ms.Model(
-            cell,
-            optimizer=optimizer,
-            eval_network=nn.WithEvalCell(network, nn.CrossEntropyLoss()),
-            eval_indexes=[0, 1, 2],
-            metrics={"loss": train.Loss(), "accuracy": train.Accuracy()},
-        )
-        x, y = batches(BATCH * BATCHES, 1)[0]
-        held_out = NumpySlicesDataset((x, (y + 1) % 5), ["x", "y"], shuffle=False).batch(BATCH)
-        history = train.History()
-        stopping = train.EarlyStopping(monitor="eval_loss", patience=2)
-        model.fit(20, data_set(), held_out, callbacks=[history, stopping], dataset_sink_mode=False)
-        stopped[make_model] = stopping.stopped_epoch, history.epoch["epoch"]
-        results = model.eval(held_out, dataset_sink_mode=False)
-        stopped[make_model] += (round(results["accuracy"], 6), round(results["loss"], 4))
-    assert stopped[by_model] == stopped[plain]
-    assert len(stopped[plain][1]) < 20
-
-
 class Read(train.Callback):
     """Reads the step's norm and its dropped micro-batches after each batch."""
 
@@ -248,3 +230,333 @@ def test_loss_monitor_and_dynamic_loss_scale(capsys):
         losses.append(np.array([float(one) for one in re.findall(r"loss is ([\d.]+)", capsys.readouterr().out)]))
     assert len(losses[0]) == BATCHES
     assert relative_error(losses[1], losses[0]) < 1e-5
+
+
+# -- evaluation, prediction and export ---------------------------------------------------------------------------------
+
+
+def network_alone(network, loss, optimizer, **options):
+    return ms.Model(network, loss, optimizer, **options)
+
+
+def with_loss_function(network, loss, optimizer, **options):
+    return ms.Model(GradAccumulationCell(network, 4), loss, optimizer, **options)
+
+
+def with_loss_cell(network, loss, optimizer, **options):
+    return ms.Model(GradAccumulationCell(nn.WithLossCell(network, loss), 4), optimizer=optimizer, **options)
+
+
+def with_eval_network(network, loss, optimizer, **options):
+    options |= {"eval_network": nn.WithEvalCell(network, loss), "eval_indexes": [0, 1, 2]}
+    return with_loss_cell(network, loss, optimizer, **options)
+
+
+LOSS_AND_ACCURACY = {"loss": train.Loss, "accuracy": train.Accuracy}
+
+
+def new_model(make_model, kind="dense", rate=0.5, **options):
+    network = make_network(kind)
+    metrics = {name: metric() for name, metric in LOSS_AND_ACCURACY.items()}
+    optimizer = nn.SGD(network.trainable_params(), rate)
+    return network, make_model(network, nn.CrossEntropyLoss(), optimizer, metrics=metrics, **options)
+
+
+def held_out():
+    x, y = batches(BATCH * BATCHES, 1)[0]
+    return NumpySlicesDataset((x, (y + 1) % 5), ["x", "y"], shuffle=False).batch(BATCH)
+
+
+def fitted(make_model):
+    """Everything that a user sees of a model: epochs, metrics in and after training, rates, a prediction."""
+    _, model = new_model(make_model)
+    history = train.History()
+    stopping = train.EarlyStopping(monitor="eval_loss", patience=3)
+    reducing = train.ReduceLROnPlateau(monitor="eval_loss", factor=0.5, patience=1)
+    callbacks = [history, stopping, reducing]
+    model.fit(20, data_set(RAGGED), held_out(), valid_frequency=2, callbacks=callbacks, dataset_sink_mode=False)
+    seen = [np.ravel(history.history[name]) for name in ("net_output", "loss", "accuracy")]
+    seen += [
+        list(model.eval(held_out(), dataset_sink_mode=False).values()),
+        as_numpy(model.train_network.optimizer.learning_rate),
+    ]
+    predicted = model.predict(ms.Tensor(batches(BATCH, 1)[0][0]))
+    return [stopping.stopped_epoch, *history.epoch["epoch"]], np.hstack([np.ravel(one) for one in seen]), predicted
+
+
+@functools.cache
+def fitted_alone(mode):
+    return fitted(network_alone)
+
+
+@pytest.mark.core("graph-with_loss_function", "graph-with_loss_cell", "pynative-with_loss_function")
+@pytest.mark.parametrize("make_model", [with_loss_function, with_loss_cell, with_eval_network])
+def test_fit_eval_and_predict_are_as_without_cell(make_model, mode):
+    """Training makes the held-out loss worse here, so that EarlyStopping and ReduceLROnPlateau must act."""
+    epochs, seen, predicted = fitted(make_model)
+    epochs_of_plain, seen_of_plain, predicted_of_plain = fitted_alone(mode)
+    assert epochs == epochs_of_plain
+    assert len(epochs) < 20
+    np.testing.assert_allclose(seen, seen_of_plain, rtol=2e-5)
+    np.testing.assert_allclose(predicted.asnumpy(), predicted_of_plain.asnumpy(), rtol=1e-4, atol=1e-5)
+
+
+def interrupted(make_model, folder):
+    """A training, and another one that goes on from its backup and is asked to exit: the weights that are saved."""
+    folder.mkdir()
+    backup = train.BackupAndRestore(str(folder / "backup"), delete_checkpoint=False)
+    exiting = train.OnRequestExit(save_mindir=False, file_name="net", directory=str(folder))
+    asking = train.LambdaCallback(on_train_epoch_begin=lambda run_context: signal.raise_signal(signal.SIGTERM))
+    for callbacks in ([backup], [backup, exiting, asking]):
+        _, model = new_model(make_model, rate=0.1)
+        model.fit(1, data_set(RAGGED), held_out(), callbacks=callbacks, dataset_sink_mode=False)
+    (saved,) = folder.rglob("net*train.ckpt")
+    return {name: as_numpy(value) for name, value in ms.load_checkpoint(str(saved)).items()}
+
+
+@pytest.mark.core("graph")
+def test_what_callbacks_save_and_restore_is_as_without_cell(tmp_path, mode):
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        alone, with_cell = (interrupted(make, tmp_path / make.__name__) for make in (network_alone, with_loss_function))
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    weights = [name for name in alone if name.endswith(("weight", "bias"))]
+    assert "out.weight" in weights
+    assert_close({name: with_cell[name] for name in weights}, {name: alone[name] for name in weights})
+
+
+def test_an_exported_model_is_the_network(tmp_path):
+    x = ms.Tensor(batches(BATCH, 1)[0][0])
+    for make_model in (with_loss_function, with_loss_cell):
+        network, model = new_model(make_model)
+        assert model.predict_network is network
+        ms.export(model.predict_network, x, file_name=str(tmp_path / "network"), file_format="MINDIR")
+        loaded = nn.GraphCell(ms.load(str(tmp_path / "network.mindir")))
+        np.testing.assert_array_equal(loaded(x).asnumpy(), network(x).asnumpy())
+
+
+def test_at_each_level_the_given_network_predicts():
+    """As without accumulation. O1 puts another network into a WithLossCell, and auto decorates the WithLossCell."""
+    for level in ("O1", "O2", "O3", "auto"):
+        for make_model in (network_alone, with_loss_function, with_loss_cell):
+            network, model = new_model(make_model, amp_level=level, loss_scale_manager=None)
+            assert model.predict_network is model.eval_network._network is network
+
+
+class Logits(nn.Cell):
+    """The logits in the network's precision; the test networks return them in float32."""
+
+    def __init__(self, network):
+        super().__init__(auto_prefix=False)
+        self.network = network
+
+    def construct(self, x):
+        return self.network.logits(x)
+
+
+def first_loss(model):
+    history = train.History()
+    model.train(1, data_set(-BATCH * (BATCHES - 2)), callbacks=[history])
+    return float(np.ravel(history.history["net_output"])[0])
+
+
+@pytest.mark.core("O2")
+@pytest.mark.parametrize("level", ["O2", "O3", "auto"])
+def test_the_loss_of_a_network_in_low_precision_is_float32(level):
+    """Of the same logits. In the network the loss is of its precision, as it is without accumulation."""
+    options = {"kind": "conv", "amp_level": level, "loss_scale_manager": None}
+    model, alone, with_cell = (
+        new_model(lambda network, *rest, make=make, **options: make(Logits(network), *rest, **options), **options)[1]
+        for make in (with_loss_function, network_alone, with_loss_cell)
+    )
+    x = ms.Tensor(batches(BATCH, 1)[0][0])
+    assert model.eval(held_out()) == alone.eval(held_out())
+    np.testing.assert_array_equal(model.predict(x).asnumpy(), alone.predict(x).asnumpy())
+    assert with_cell.eval(held_out()) == pytest.approx(alone.eval(held_out()), rel=1e-3)
+    loss = first_loss(model)
+    assert loss == pytest.approx(first_loss(alone), rel=3e-7)
+    if level != "auto":
+        assert first_loss(with_cell) != pytest.approx(loss, rel=3e-7)
+
+
+# -- each option beside a loss function: the table of docs/flow.md -----------------------------------------------------
+
+
+class Returns(nn.Cell):
+    """A cross-entropy in another form."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.form = form
+        self.mean = nn.CrossEntropyLoss()
+        self.sum = nn.CrossEntropyLoss(reduction="sum")
+
+    def construct(self, logits, labels):
+        if self.form == "aux":
+            return self.mean(logits, labels), logits, labels
+        if self.form == "ratio":
+            return self.sum(logits, labels), ops.ones_like(labels).astype(ms.float32).sum()
+        if self.form == "several":
+            return self.mean(logits, labels), 3 * self.mean(logits, labels)
+        return self.sum(logits, labels)
+
+
+class LogitsAndLabels(nn.Cell):
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def construct(self, x, y):
+        return self.network(x), y
+
+
+def halves(x, y):
+    middle = (len(x) + 1) // 2
+    return [(x[:middle], y[:middle]), (x[middle:], y[middle:])]
+
+
+def beside(loss=None, size=4, **options):
+    """A function that makes a model of a cell with these options."""
+
+    def make_model(network, cross_entropy, optimizer, **others):
+        return ms.Model(GradAccumulationCell(network, size, **options), loss or cross_entropy, optimizer, **others)
+
+    return make_model
+
+
+def batch_loss(network, loss, optimizer, **options):
+    cell = GradAccumulationCell(WithBatchLossCell(LogitsAndLabels(network), loss), 4)
+    return ms.Model(cell, optimizer=optimizer, **options)
+
+
+ROWS = {
+    "aux": lambda: beside(Returns("aux"), aux=True),
+    "ratio": lambda: beside(Returns("ratio"), reduction="ratio"),
+    "several": lambda: beside(Returns("several"), loss_weights=(0.25, 0.25)),
+    "per_sample": lambda: beside(PerSampleLoss(nn.CrossEntropyLoss(reduction="none"))),
+    "count": lambda: beside(count=CountNotIgnored()),
+    "split": lambda: beside(size=None, split=halves),
+    "auto": lambda: beside(size=None, micro_batch_size="auto"),
+    "windows": lambda: beside(accumulation_steps=1),
+    "batch_loss": lambda: batch_loss,
+}
+
+
+@functools.cache
+def trained_alone():
+    return trained_and_evaluated(network_alone)
+
+
+def trained_and_evaluated(make_model):
+    network, model = new_model(make_model, rate=0.1)
+    model.fit(1, data_set(RAGGED), held_out(), dataset_sink_mode=False)
+    return [model.eval(held_out(), dataset_sink_mode=False), *(as_numpy(one) for one in network.get_parameters())]
+
+
+@pytest.mark.core("aux", "ratio", "batch_loss")
+@pytest.mark.parametrize("row", ROWS)
+def test_each_option_trains_and_evaluates_beside_a_loss_function(row):
+    results, *weights = trained_and_evaluated(ROWS[row]())
+    results_alone, *weights_alone = trained_alone()
+    assert results == pytest.approx(results_alone, rel=1e-5)
+    for weight, alone in zip(weights, weights_alone, strict=True):
+        assert relative_error(weight, alone) < 1e-5
+
+
+def test_a_loss_that_is_a_sum_is_evaluated_as_a_sum():
+    make_model = beside(Returns("sum"), reduction="sum")
+    _, model = new_model(make_model)
+    _, alone = new_model(lambda network, loss, *rest, **options: ms.Model(network, Returns("sum"), *rest, **options))
+    assert model.eval(held_out()) == pytest.approx(alone.eval(held_out()), rel=1e-6)
+
+
+class Ratios(nn.Cell):
+    """Two sums, each beside its count."""
+
+    def construct(self, outputs, label):
+        return outputs.sum(), label.sum(), 2 * outputs.sum(), label.sum()
+
+
+def test_ratios_are_evaluated_as_they_are_trained():
+    """Of several losses too, as semi-auto mode trains them; without items they are zero."""
+    cell = GradAccumulationCell(make_network("dense"), 2, reduction="ratio", loss_weights=(1.0, 0.25), min_count=0.5)
+    _, loss = parts_of(cell, Ratios())
+    for items, expected in (([2.0, 1.0], 6 / 3 + 3 / 3), ([0.0, 0.0], 6 / 0.5 + 3 / 0.5)):
+        assert float(loss(ms.Tensor([2.0, 4.0]), ms.Tensor(items))) == pytest.approx(expected)
+    _, loss = parts_of(cell.with_options(min_count=None), Ratios())
+    assert float(loss(ms.Tensor([2.0, 4.0]), ms.Tensor([0.0, 0.0]))) == 0
+
+
+def test_predictions_of_a_loss_of_the_whole_batch_are_its_representations():
+    network, model = new_model(batch_loss)
+    x, y = map(ms.Tensor, batches(BATCH, 1)[0])
+    np.testing.assert_array_equal(model.predict(x, y)[0].asnumpy(), network(x).asnumpy())
+
+
+class OwnLoss(nn.Cell):
+    """Returns its loss, and nothing shows how it is computed."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+        self.loss = nn.CrossEntropyLoss()
+
+    def construct(self, x, y):
+        return self.loss(self.network(x), y)
+
+
+class OneRepresentation(nn.Cell):
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def construct(self, x, y):
+        return self.network(x)
+
+
+class SumOfSquares(nn.Cell):
+    def construct(self, representation):
+        return (representation**2).sum()
+
+
+def test_what_cannot_be_derived_is_one_error_that_names_two_ways():
+    network = make_network("dense")
+    loss, optimizer = nn.CrossEntropyLoss(), nn.SGD(network.trainable_params(), 0.1)
+    cell = GradAccumulationCell(OwnLoss(network), 4)
+    ways = r"ms.Model\(GradAccumulationCell\(net, ...\), loss_fn, .* eval_network=nn.WithEvalCell\(net, loss_fn\)"
+    with pytest.raises(ValueError, match=f"got a 'OwnLoss', in which the loss is not known. .*{ways}"):
+        ms.Model(cell, optimizer=optimizer, metrics={"accuracy"})
+    evaluating = {"eval_network": nn.WithEvalCell(network, loss), "eval_indexes": [0, 1, 2]}
+    model = ms.Model(cell, optimizer=optimizer, metrics={"loss"}, **evaluating)
+    assert model.eval(data_set()) == ms.Model(network, loss, metrics={"loss"}).eval(data_set())
+    assert model.predict(*map(ms.Tensor, batches(BATCH, 1)[0])).shape == ()
+    for of_batch in (cell, GradAccumulationCell(WithBatchLossCell(network, loss), 4)):
+        with pytest.raises(ValueError, match="beside 'loss_fn' the network must return no loss and take one input"):
+            ms.Model(of_batch, loss, optimizer)
+    with pytest.raises(TypeError, match="'loss_fn' must be a Cell, but got 'mse'"):
+        mindspore.amp.build_train_network(GradAccumulationCell(network, 4), optimizer, "mse")
+
+    one = GradAccumulationCell(WithBatchLossCell(OneRepresentation(network), SumOfSquares()), 4)
+    assert set(ms.Model(one, metrics={"loss"}).eval(data_set())) == {"loss"}
+    with pytest.raises(ValueError, match="metrics other than the loss must be of two representations"):
+        ms.Model(one, metrics={"accuracy"}).eval(data_set())
+
+
+@pytest.mark.core("graph-False")
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_network_that_returns_no_loss_is_told_how(sinks, mode):
+    network = make_network("dense")
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    names = (
+        r"a 'DenseNet' with construct\(x\). .* loss: ms.Model\(GradAccumulationCell\(net, ...\), loss_fn, optimizer\)"
+    )
+    for options in ({}, {"aux": True}, {"micro_size": None, "split": halves}):
+        cell = GradAccumulationCell(network, **({"micro_size": 4} | options))
+        with pytest.raises(TypeError, match=f"must take the 2 input.s. of the batch and return its loss, .*{names}"):
+            ms.Model(cell, optimizer=optimizer).train(1, data_set(), dataset_sink_mode=sinks and not options)
+    only_data = NumpySlicesDataset(batches(BATCH, 1)[0][0], ["x"], shuffle=False).batch(BATCH)
+    with pytest.raises(
+        ValueError, match=r"must return a scalar loss .* got shape \(2, 5\).* give one: ms.Model\(cell, loss"
+    ):
+        ms.Model(GradAccumulationCell(network, 4), optimizer=optimizer).train(1, only_data)

@@ -23,6 +23,7 @@ from tests.support.reference import (
     accumulated,
     as_numpy,
     batches,
+    make_network,
     make_step,
     step_with,
     train,
@@ -119,6 +120,32 @@ def train_by_model(start: int = 0) -> Results:
     model.train(2, data_set)
     origin = as_numpy(model.train_network.run_record.window_origin)
     return {"before": before, "after": as_numpy(network.out), "origin": origin}
+
+
+def fitted(make_model: Callable, rank: int = 0, size: int = 1) -> Results:
+    """A training by ms.Model that evaluates after each epoch, on a rank's shards: losses, metrics, weights."""
+    network, history = make_network("dense"), ms.train.History()
+    optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
+    metrics = {"loss": ms.train.Loss(), "accuracy": ms.train.Accuracy()}
+    model = make_model(network, nn.CrossEntropyLoss(), optimizer, metrics=metrics)
+    shards = [
+        ms.dataset.NumpySlicesDataset(data, shuffle=False, num_shards=size, shard_id=rank).batch(14 // size)
+        for data in batches(28, 2)
+    ]
+    model.fit(2, *shards, callbacks=[history], dataset_sink_mode=False)
+    seen = {name: np.ravel(values) for name, values in history.history.items()}
+    return seen | {parameter.name: as_numpy(parameter) for parameter in network.get_parameters()}
+
+
+def fitted_on_ranks(out: Path) -> Results:
+    def make_model(network, *arguments, **options):
+        return ms.Model(GradAccumulationCell(network, 3), *arguments, **options)
+
+    ms.set_auto_parallel_context(gradients_mean=True)
+    results = fitted(make_model, get_rank(), get_group_size())
+    accuracy = ms.Tensor(results["accuracy"], ms.float32)
+    results["one number"] = (ops.AllReduce()(accuracy) / get_group_size()).asnumpy()  # as docs/flow.md says
+    return {f"fit/{key}": value for key, value in results.items()}
 
 
 def one_and_two_micro_batches(mode: str) -> Callable[[Path], Results]:
@@ -222,6 +249,7 @@ CASES: dict[str, Callable[[Path], Results]] = {
     "hand": lambda out: {"hand": np.array([hand_worked(mean) for mean in (True, False)])},
     "model": by_model,
     "model broadcast": by_broadcast,
+    "fit": fitted_on_ranks,
     "dtypes": by_dtype,
     **{f"uneven {mode}": one_and_two_micro_batches(mode) for mode in MODES},
     "apart": apart,

@@ -214,11 +214,11 @@ def ours(network, micro_size, scale=None, auto=False, model=False, **options):
 
 
 def by_level(level, micro_size=4):
-    """Mixed precision by `amp_level`; None: MindSpore's own step."""
-    network = nn.WithLossCell(nn.SequentialCell(nn.Dense(12, 32), nn.ReLU(), nn.Dense(32, 1)), nn.MSELoss())
-    network = network if micro_size is None else GradAccumulationCell(network, micro_size)
-    optimizer = nn.SGD(network.trainable_params(), 0.1)
-    return ms.amp.build_train_network(network, optimizer, level=level, loss_scale_manager=None).set_train()
+    """Mixed precision by `amp_level` , with a loss beside the network; None: MindSpore's own step."""
+    network = nn.SequentialCell(nn.Dense(12, 32), nn.ReLU(), nn.Dense(32, 1))
+    cell = network if micro_size is None else GradAccumulationCell(network, micro_size)
+    model = ms.Model(cell, nn.MSELoss(), sgd(network), amp_level=level, loss_scale_manager=None)
+    return model.train_network.set_train()
 
 
 def documented(network):

@@ -7,6 +7,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
+from mindspore.parallel.auto_parallel import AutoParallel
 
 from gaccum_ms import (
     AccumulationScheduler,
@@ -247,12 +248,29 @@ def network_of(network, **options):
     return step.window.parts.network
 
 
+def model_of(network, cell, **options):
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    return ms.Model(cell, nn.CrossEntropyLoss(), optimizer, metrics={"accuracy"}, **options)
+
+
 def test_networks_that_cast_weights_are_compiled_once():
     for network in (network_of(Lazy()), network_of(make_network("dense"), level="O0")):
         assert not isinstance(network, CompiledOnce)
     assert isinstance(network_of(nn.Dense(12, 5).to_float(ms.float16)), CompiledOnce)
     for level in ("O1", "O2", "O3", "auto"):
         assert isinstance(network_of(make_network("dense"), level=level), CompiledOnce)
+
+
+def test_a_model_with_a_loss_function_is_built_and_evaluates_the_network():
+    for level in ("O0", "O1", "O2", "auto"):
+        network = make_network("dense")
+        model = model_of(network, GradAccumulationCell(network, 2), amp_level=level)
+        assert isinstance(model.train_network.window.parts.network, CompiledOnce) == (level != "O0")
+        assert model.eval_network._network is model.predict_network is network
+        assert isinstance(model.eval_network, nn.WithEvalCell)
+    network = make_network("dense")
+    model = model_of(network, AutoParallel(GradAccumulationCell(network, 2)))  # the model applies its settings
+    assert model.eval_network._network is model.predict_network is network
 
 
 def test_casts_outside_of_a_lazy_cell_are_refused():
