@@ -43,6 +43,7 @@ class Advice:
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._cuts = setup.options.accumulates
+        self._inputs = 0  # of the batches that were checked
         self._looked = self._looked_at_one_value = False
 
     def silence(self) -> None:
@@ -51,7 +52,9 @@ class Advice:
 
     def check_inputs(self, inputs: int) -> None:
         """Refuse a batch of another number of inputs than the network takes."""
-        check_inputs(self._setup.network, inputs)
+        if inputs != self._inputs:
+            check_inputs(self._setup.network, inputs)
+            self._inputs = inputs
 
     def look(self, spans_batches: bool, sizes: Sequence[int] = (), batch: Sequence[Any] | None = None) -> None:
         """Warn of what was not warned of before. `sizes` : of this batch's micro-batches."""

@@ -211,7 +211,8 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
             self.rate_progress = record("rate_progress")
         rules = (rule_of(options, self.reducer_flag),)
         self.run_record = RunRecord(_NAME, rules, options.accumulation_steps, self.reducer_flag)
-        self.spans_batches = options.accumulation_steps > 1 or options.splits_in_python
+        self._splits_in_python = options.splits_in_python
+        self.spans_batches = options.accumulation_steps > 1 or self._splits_in_python
         self.window = self._make_window()
         ended = self._open_window() or self.window
         self.update = Update(_NAME, optimizer, self.weights, ended, options, scale_sense, setup.network)
@@ -369,7 +370,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
                 f"{', '.join(named)} by name."
             )
         self._lifecycle.begin_call()
-        if not self.options.splits_in_python:
+        if not self._splits_in_python:
             self.advice.check_inputs(len(inputs))
         batch = self._runner.prepare(inputs)
         self.advice.look(self.spans_batches, batch.sizes, batch.network_inputs)

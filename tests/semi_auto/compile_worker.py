@@ -252,7 +252,7 @@ def functional(training):
 
 def predicting(network):
     """The wrapped network, called by itself."""
-    return ms.Model(GradAccumulation(network, 2)).predict_network.set_train(False)
+    return GradAccumulation(network, 2).set_train(False)
 
 
 class ByQuotient(Update):
