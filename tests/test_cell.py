@@ -303,9 +303,6 @@ def test_what_takes_a_cell_takes_its_loss_too():
     batch = [Tensor(value) for value in batches(8)[0]]
     alone, joined = GradAccumulationCell(network, 4), GradAccumulationCell(nn.WithLossCell(network, loss), 4)
     assert audit(alone, optimizer, *batch, loss_fn=loss) == audit(joined, optimizer, *batch)
-    assert find_micro_batch_size(alone, optimizer, batch, loss_fn=loss) == 8
-    rows = memory_report(alone, optimizer, *batch, micro_sizes=[4], measure=False, loss_fn=loss).rows
-    assert [row.micro_batch_size for row in rows] == [2]
     losses = [
         TrainOneStepWithGradAccumulationCell(cell, optimizer, loss_fn=of_cell).set_train()(*batch).asnumpy()
         for cell, of_cell in ((alone, loss), (joined, None))
@@ -315,3 +312,13 @@ def test_what_takes_a_cell_takes_its_loss_too():
         alone.micro_size = 2
     with pytest.raises(TypeError, match="'loss_fn' must be a Cell"):
         audit(GradAccumulationCell(network, 4), optimizer, *batch, loss_fn=abs)
+
+
+@pytest.mark.thorough
+def test_searches_for_sizes_take_a_loss():
+    network, loss = make_network("dense"), nn.CrossEntropyLoss()
+    optimizer, cell = nn.SGD(network.trainable_params(), 0.1), GradAccumulationCell(network, 4)
+    batch = [Tensor(value) for value in batches(8)[0]]
+    assert find_micro_batch_size(cell, optimizer, batch, loss_fn=loss) == 8
+    rows = memory_report(cell, optimizer, *batch, micro_sizes=[4], measure=False, loss_fn=loss).rows
+    assert [row.micro_batch_size for row in rows] == [2]
