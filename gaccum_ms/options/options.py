@@ -278,9 +278,8 @@ class Options:
             f"{SEMI_AUTO} without `gradient_accumulation_shard`",
             lambda s: s.options.accumulators.sharded and not backend.get_grad_accumulation_shard(),
             "in semi-auto and auto parallel mode the compiler shards accumulators itself, but got "
-            "{options.accumulators} and no 'gradient_accumulation_shard'. Use "
-            "set_auto_parallel_context(enable_parallel_optimizer=True, "
-            "parallel_optimizer_config={{'gradient_accumulation_shard': True}}).",
+            "{options.accumulators} and no 'gradient_accumulation_shard'. Set it in 'parallel_optimizer_config', with "
+            "enable_parallel_optimizer=True.",
         ),
         given="Accumulators | None",
     )

@@ -70,9 +70,10 @@ class Advice:
             if text is not None:
                 warn_user(text)
 
-    def look_at_compile_time(self, spans_batches: bool, shape: Sequence[int | None] | None) -> None:
-        """The same, where another graph or data sinking compiles the step. `shape` : of the first input; None if the
-        number of its axes is open."""
+    def look_at_compile_time(self, spans_batches: bool, shape: Sequence[int | None] | None, inputs: int) -> None:
+        """The same, where another graph or data sinking compiles the step, with a check of the number of `inputs` .
+        `shape` : of the first input; None if the number of its axes is open."""
+        self.check_inputs(inputs)
         options, samples = self._setup.options, shape[0] if shape else None
         if not isinstance(samples, int) or samples < 1 or options.auto or options.splits_in_python:
             self.look(spans_batches)

@@ -193,7 +193,6 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         hold_weights(self, self.weights)
         self._setup = setup
         self.advice = Advice(setup)
-        self._check_inputs = ops.constexpr(self.advice.check_inputs)
         self._look = ops.constexpr(self.advice.look_at_compile_time, check=False)  # the check warns about open shapes
         options, _, self._unrolled = setup
         if self.reducer_flag:
@@ -409,26 +408,30 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         if self._not_one_graph:
             raise RuntimeError(self._not_one_graph)
         auto_parallel.check_built_for(self._unrolled)
-        self._check_inputs(len(inputs))
-        self._look(self.spans_batches, inputs[0].shape)
+        self._look(self.spans_batches, inputs[0].shape, len(inputs))
         scale = self.update.scale()
         inputs = clear_flag(inputs if self.called_by_python else graphs.with_own_storage(inputs))
-        if self.spans_batches and self._unrolled:
-            auto_parallel.check_windows_of_batches(self.called_by_python)
-            window, loss, outputs = self.window.end_batches(inputs)
-            mean, overflow = self.update(*window)
-            loss = ops.depend(loss, ops.assign(self.window.open.window_loss, mean))
-        elif self.spans_batches:
-            loss, outputs = self.window.add_batch(inputs, scale)
-            overflow = ms.Tensor(False, ms.bool_)
-            if self.window.open.is_complete(loss):
-                overflow = self.end_window(loss)
-                loss = ops.depend(loss, overflow)
+        if self.spans_batches:
+            loss, overflow, outputs = self._in_window(inputs, scale)
         else:
             window, outputs = self.window.run(inputs, scale)
             loss, overflow = self.update(*window)
         loss = ops.depend(loss, ops.assign_add(self.batch_count, ms.Tensor(1, ms.int32)))
         return self.update.returned(loss, overflow, scale, outputs)
+
+    def _in_window(self, inputs, scale):
+        """One batch of a window of several: its loss, whether the window overflowed, and its outputs."""
+        if self._unrolled:  # the graph of a window's last batch
+            auto_parallel.check_windows_of_batches(self.called_by_python)
+            window, loss, outputs = self.window.end_batches(inputs)
+            mean, overflow = self.update(*window)
+            return ops.depend(loss, ops.assign(self.window.open.window_loss, mean)), overflow, outputs
+        loss, outputs = self.window.add_batch(inputs, scale)
+        overflow = ms.Tensor(False, ms.bool_)
+        if self.window.open.is_complete(loss):
+            overflow = self.end_window(loss)
+            loss = ops.depend(loss, overflow)
+        return loss, overflow, outputs
 
 
 # -- not compiled ------------------------------------------------------------------------------------------------------
