@@ -406,7 +406,8 @@ class Oracle:
             return expected
         if not self.position:
             self.steps = int(state[OWN + "accumulation_steps"]) if self.spans else 1
-        everywhere = setup.sharded and any(bad)  # ranks that add to the same sums leave a batch out together
+        # Ranks that add to the same sums leave a batch out together, if its count is known before it runs.
+        everywhere = setup.sharded and any(bad) and setup.reduction != "ratio"
         for window, parts, is_bad in zip(self.windows, batches, bad, strict=True):
             if parts is not None:
                 window.append([] if self._leaves_out() and (everywhere or is_bad) else parts)
