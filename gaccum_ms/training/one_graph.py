@@ -27,6 +27,7 @@ def even_batch(parts: Parts, inputs: tuple[Any, ...]) -> Batch:
     """The checked batch, which a graph cuts. A first batch that is smaller than `micro_size` is an error; a later one
     is a short last batch."""
     options, window = parts.options, parts.window
+    parts.check_inputs(len(inputs))
     shapes = batch_shapes(inputs)
     plan = window.plan_in_python(shapes)
     window.check_plan(plan)  # first, because all ranks must
@@ -74,6 +75,7 @@ class CompilerGraph:
 
     def prepare(self, inputs: tuple[Any, ...]) -> Batch:
         window, options = self._parts.window, self._parts.options
+        self._parts.check_inputs(len(inputs))
         shapes = [shape for position, shape in enumerate(batch_shapes(inputs)) if position not in options.shared]
         auto_parallel.check_batch(shapes, options.micro_size)
         return Batch(inputs, (), lambda: even_micro_batches(window, options, inputs), inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ class Parts:
     end_window: WindowEnd | None
     batch_count: ms.Parameter  # batches seen
     window_position: ms.Parameter  # batches in the open window
+    check_inputs: Callable[[int], None]  # refuses a batch of another number of inputs than the network takes
 
     @property
     def spans_batches(self) -> bool:

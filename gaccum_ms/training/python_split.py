@@ -25,7 +25,6 @@ from gaccum_ms.accumulation.outputs import axes_of
 from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.accumulation.sums import SUMS
 from gaccum_ms.accumulation.update import OfWindow
-from gaccum_ms.cell import check_inputs
 from gaccum_ms.checks.arguments import described
 from gaccum_ms.training.runner import Batch
 
@@ -79,7 +78,7 @@ class PythonSplit:
 
     def prepare(self, inputs: tuple[Any, ...]) -> Batch:
         micro_batches = micro_batches_of(self._split, inputs, self._by_samples)
-        check_inputs(self._parts.network, len(micro_batches[0]))
+        self._parts.check_inputs(len(micro_batches[0]))
         if self._count is not None:  # with a ratio, the network counts
             self._split.check_count(self._count)
         if self._has_outputs and self._axes is None:

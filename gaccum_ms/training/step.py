@@ -210,8 +210,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
             self.rate_progress = record("rate_progress")
         rules = (rule_of(options, self.reducer_flag),)
         self.run_record = RunRecord(_NAME, rules, options.accumulation_steps, self.reducer_flag)
-        self._splits_in_python = options.splits_in_python
-        self.spans_batches = options.accumulation_steps > 1 or self._splits_in_python
+        self.spans_batches = options.accumulation_steps > 1 or options.splits_in_python
         self.window = self._make_window()
         ended = self._open_window() or self.window
         self.update = Update(_NAME, optimizer, self.weights, ended, options, scale_sense, setup.network)
@@ -237,7 +236,8 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         self.accu_grads = self.window.store.sums
         expose_records(self, self.window, open_window, self.update, *self.update.links)
         counters = self.batch_count, self.window_position
-        parts = Parts(self.options, self.network, self.weights, self.window, self.update, end_window, *counters)
+        own = self.options, self.network, self.weights, self.window, self.update, end_window
+        parts = Parts(*own, *counters, self.advice.check_inputs)
         self._counts = Counts(parts)
         self._lifecycle = Lifecycle(self.run_record, self.update, open_window, self.window_position, self._jit)
         self._runner: Runner = self._choose_runner(parts)
@@ -369,8 +369,6 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
                 f"{', '.join(named)} by name."
             )
         self._lifecycle.begin_call()
-        if not self._splits_in_python:
-            self.advice.check_inputs(len(inputs))
         batch = self._runner.prepare(inputs)
         self.advice.look(self.spans_batches, batch.sizes, batch.network_inputs)
         try:

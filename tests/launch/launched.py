@@ -87,6 +87,13 @@ class Launched:
         assert not left, f"left running: {left}"
         return subprocess.CompletedProcess(self.process.args, self.process.returncode, out, err)
 
+    def ends_alone(self) -> None:
+        """After the launcher was killed: wait until nobody else runs."""
+        try:
+            wait_until(lambda: not self.running())
+        finally:
+            self.finish()
+
     def running(self) -> list[psutil.Process]:
         """The processes that were started, but not the launcher itself, nor Ray's."""
         return processes(lambda each: each.environ().get("TEST_MARK") == self.mark and each.pid != self.process.pid)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from gaccum_ms.launch import guard
-from tests.launch.launched import Launched, wait_until, write
+from tests.launch.launched import Launched, write
 
 pytestmark = pytest.mark.distributed
 
@@ -120,10 +120,7 @@ def test_ranks_end_when_the_launcher_is_killed(tmp_path):
     launched = Launched(script, "-n", "2")
     launched.wait_for(tmp_path / "up.0", tmp_path / "up.1")
     launched.process.kill()
-    try:
-        wait_until(lambda: not launched.running())
-    finally:
-        launched.finish()
+    launched.ends_alone()
 
 
 @pytest.mark.core(end=["1 / 0", "sys.exit('no such thing')", "sys.exit(300)", "1 +"])

@@ -87,10 +87,7 @@ def test_killed_while_it_ends_its_processes_it_leaves_none(tmp_path):
     launched.process.terminate()
     launched.wait_for(tmp_path / "term.0", tmp_path / "term.1")
     launched.process.kill()
-    try:
-        wait_until(lambda: not launched.running())
-    finally:
-        launched.finish()
+    launched.ends_alone()
 
 
 @pytest.mark.thorough

@@ -421,15 +421,14 @@ class Oracle:
         kept = [part for part in own if not part.dropped]
         count = float(sum(part.counts[0] for part in kept))
         loss = self.mean(sum(part.values[0] for part in kept), count)
-        loss = np.nan if everywhere and self.spans else loss
+        lost = everywhere and self.spans
+        loss = np.nan if lost else loss
         scalar = self.mean(sum(part.scalar for part in kept), count)
         expected.outputs = {"loss": loss, "overflow": False, "scale": state.get(OWN + "scale_sense")}
         expected.outputs |= {"updated": False, "raises": bad[rank] if self.spans else any(bad)}
         if setup.aux:
             expected.outputs["rows"] = np.concatenate([part.rows for part in batches[rank]])
-        if setup.split != "tokens" and not (
-            everywhere and self.spans
-        ):  # a mean over a micro-batch of MaxTokens is also one over its padding
+        if setup.split != "tokens" and not lost:  # a mean over a micro-batch of MaxTokens is also one over its padding
             expected.outputs["scalar"] = scalar
         expected.tolerance["loss"] = _of(loss)
         if self.spans:
