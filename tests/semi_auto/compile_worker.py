@@ -164,23 +164,30 @@ class LazyNet(Net):
 
 
 class Dense(nn.Cell):
-    """A network of layers."""
+    """A network of layers. `returns` : the loss as a mean, "none" (of each number), "ratio", "two ratios" or "aux"."""
 
-    def __init__(self, layers=1, reduction="mean"):
+    def __init__(self, layers=1, returns="mean"):
         super().__init__()
-        self.reduction = reduction
+        self.returns = returns
         self.layers = nn.SequentialCell([nn.SequentialCell(nn.Dense(12, 12), nn.ReLU()) for _ in range(layers)])
         self.last = nn.Dense(12, 1)
 
     def construct(self, x, y):
         squares = ops.square(self.last(self.layers(x)) - y)
-        return squares if self.reduction == "none" else ops.reduce_mean(squares)
+        if self.returns == "none":
+            return squares
+        if self.returns in ("mean", "aux"):
+            mean = ops.reduce_mean(squares)
+            return (mean, squares) if self.returns == "aux" else mean
+        mask = ops.cast(y > 0, ms.float32)
+        ratio = ops.reduce_sum(squares * mask), ops.reduce_sum(mask)
+        return ratio if self.returns == "ratio" else (*ratio, ops.reduce_sum(squares), ops.reduce_sum(squares * 0 + 1))
 
 
 class LazyDense(Dense):
     @ms.lazy_inline
-    def __init__(self, layers=1, reduction="mean"):
-        super().__init__(layers, reduction)
+    def __init__(self, layers=1, returns="mean"):
+        super().__init__(layers, returns)
 
 
 def positive(x, y):
@@ -363,6 +370,27 @@ OPTIONS = {
     "two ratios, clip": {"max_grad_norm": 0.1} | TWO,
 }
 
+# Seven layers: what the network returns, and the options.
+DEEP = {
+    "framework": ("mean", None),
+    "mean": ("mean", {}),
+    "ratio": ("ratio", {"reduction": "ratio"}),
+    "two ratios": ("two ratios", {"reduction": "ratio", "loss_weights": (1.0, 0.3)}),
+    "aux": ("aux", {"aux": True}),
+    "windows": ("mean", {"accumulation_steps": 2}),
+    "half": ("mean", {}),
+}
+
+
+def deep(net, kind, micro_size):
+    """A step of seven layers, which `DEEP` describes."""
+    returns, options = DEEP[kind]
+    network = net(6, returns)
+    if kind == "half":
+        network.to_float(ms.float16)
+    return frameworks(network, micro_size) if options is None else ours(network, micro_size, **options)
+
+
 # name: (how the step is made, MindSpore's parallel settings)
 CASES = {
     "plain": (lambda: plain(Net()), {}),
@@ -406,10 +434,14 @@ CASES = {
     **{f"amp {level}": (lambda level=level: by_level(level), SUM) for level in ("O1", "O2", "O3", "auto")},
     **{f"amp {level}, whole": (lambda level=level: by_level(level, None), SUM) for level in ("O1", "O2", "O3", "auto")},
     "half, lazy": (lambda: ours(LazyDense().to_float(ms.float16), 4), {}),
-    "half, lazy inside": (lambda: ours(PerSampleLoss(LazyDense(reduction="none").to_float(ms.float16)), 4), {}),
+    "half, lazy inside": (lambda: ours(PerSampleLoss(LazyDense(returns="none").to_float(ms.float16)), 4), {}),
     "half, framework": (lambda: frameworks(Dense().to_float(ms.float16), 4), {}),
-    **{f"deep, {k}": (lambda k=k: ours(Dense(6), k), {}) for k in (2, 8, 16)},
-    **{f"lazy deep, {k}": (lambda k=k: ours(LazyDense(6), k), {}) for k in (2, 8, 16)},
+    **{
+        f"{lazy}deep, {kind}, {k}": (lambda net=net, kind=kind, k=k: deep(net, kind, k), SUM)
+        for lazy, net in (("", Dense), ("lazy ", LazyDense))
+        for kind in DEEP
+        for k in (2, 4, 8, 16)
+    },
     "AutoParallel": (lambda: ours(Net(), 4, auto=True), {"AutoParallel": True}),
     "AutoParallel, model": (lambda: ours(Net(), 4, auto=True, model=True), {"AutoParallel": True}),
     "documented": (lambda: documented(Net()), {"AutoParallel": True}),

@@ -44,6 +44,11 @@ class Case(NamedTuple):
         return _read(finished)
 
     @property
+    def nodes(self) -> int:
+        """Of all functions of the finished graph."""
+        return sum(len(graph.nodes) for graph in self.program.graphs.values())
+
+    @property
     def adding(self) -> Case:
         """With windows of several batches: the graph that only adds."""
         return Case(self.folder / "adding")
@@ -60,13 +65,17 @@ class Compiler:
     """Eight ranks, of which the first compiles cases by their names, each when it is first requested.
 
     As a context manager, it ends the ranks, also after an error. They end by themselves after `TIME_LIMIT` .
+
+    Args:
+        folder (Path): An empty folder.
+        saves_graphs (bool): Whether graphs are written down. That takes longer than to compile them.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, saves_graphs: bool = True) -> None:
         environment = {
             **no_device.environment(folder),
             "PYTHONPATH": str(Path(gaccum_ms.__file__).parents[1]),
-            "MS_DEV_SAVE_GRAPHS": "2",
+            "MS_DEV_SAVE_GRAPHS": "2" if saves_graphs else "0",
             "MS_DEV_SAVE_GRAPHS_PATH": str(folder / "graphs"),
             "GLOG_v": "3",
         }

@@ -1,0 +1,59 @@
+"""The compiler's CPU seconds for our step beside MindSpore's own cell, and the nodes of the graphs: the table of
+docs/parallel.md.
+
+    python -m tests.semi_auto.compile_time [--rounds 3] [--kinds mean ratio]
+
+A round compiles each step once. A step's ratio is its seconds by those of MindSpore's cell in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from pathlib import Path
+
+from tests.semi_auto.compile_worker import DEEP
+from tests.semi_auto.compiled import Case, Compiler
+
+SIZES = (4, 16)
+
+
+def graphs(kind: str, case: Case) -> list[Case]:
+    """The graphs of a step: windows of several batches have two."""
+    return [case.adding, case] if kind == "windows" else [case]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kinds", nargs="*", default=[kind for kind in DEEP if kind != "framework"])
+    options = parser.parse_args()
+    kinds = ["framework", *options.kinds]
+    columns = [(f"{lazy}deep", size) for lazy in ("", "lazy ") for size in SIZES]
+    nodes: dict[tuple, list[int]] = {}
+    seconds: dict[tuple, list[list[float]]] = {}
+    for number in range(options.rounds + 1):  # the first writes graphs down
+        with tempfile.TemporaryDirectory() as folder, Compiler(Path(folder), saves_graphs=number == 0) as compiler:
+            compiler("plain")  # the first compilation of a process takes longer
+            for column, size in columns:
+                for kind in kinds:
+                    compiled = graphs(kind, compiler(f"{column}, {kind}, {size}"))
+                    if number == 0:
+                        nodes[kind, column, size] = [graph.nodes for graph in compiled]
+                    else:
+                        seconds.setdefault((kind, column, size), []).append([graph.seconds for graph in compiled])
+    for kind in kinds:
+        cells = []
+        for column, size in columns:
+            rounds = seconds[kind, column, size]
+            theirs = [theirs[0] for theirs in seconds["framework", column, size]]
+            for graph, number in enumerate(nodes[kind, column, size]):
+                own = [times[graph] for times in rounds]
+                ratio = statistics.median(one / other for one, other in zip(own, theirs, strict=True))
+                cells.append(f"{statistics.median(own):.1f} s, {ratio:.2f} ({number})")
+        print(f"| {kind} | " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
