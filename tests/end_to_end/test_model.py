@@ -381,6 +381,19 @@ def test_an_exported_model_is_the_network(tmp_path):
         np.testing.assert_array_equal(loaded(x).asnumpy(), network(x).asnumpy())
 
 
+def test_what_needs_ascend_or_semi_auto_mode_is_refused_as_without_cell():
+    x = ms.Tensor(batches(BATCH, 1)[0][0])
+    for call, error in (
+        (lambda model: model.build(data_set(), held_out()), "only supports Ascend"),
+        (lambda model: model.infer_train_layout(data_set()), "only supports 'semi_auto_parallel'"),
+        (lambda model: model.infer_predict_layout(x), "only supports semi auto parallel"),
+    ):
+        for make_model in (network_alone, with_loss_function, with_loss_cell):
+            _, model = new_model(make_model)
+            with pytest.raises(RuntimeError, match=error):
+                call(model)
+
+
 def test_at_each_level_the_given_network_predicts():
     """As without accumulation. O1 puts another network into a WithLossCell, and auto decorates the WithLossCell."""
     for level in ("O1", "O2", "O3", "auto"):
