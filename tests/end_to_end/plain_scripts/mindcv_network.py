@@ -33,7 +33,7 @@ network = ConvNeXt(in_channels=1, num_classes=10, depths=[1, 1, 1, 1], dims=[16,
 loss = create_loss(name="CE", label_smoothing=0.1)
 optimizer = create_optimizer(network.trainable_params(), opt="adamw", lr=0.003, weight_decay=0.01)
 model = ms.Model(network, loss_fn=loss, optimizer=optimizer, metrics={"accuracy", "loss"})
-model.train(2, loader("train", 16, 320 // shard.get("num_shards", 1), **shard), callbacks=[ms.LossMonitor(10)])
+model.train(1, loader("train", 16, 128 // shard.get("num_shards", 1), **shard), callbacks=[ms.LossMonitor(2)])
 
 held_out = loader("test", 64, 128)
 print(*(f"{name} {value}" for name, value in sorted(model.eval(held_out).items())))

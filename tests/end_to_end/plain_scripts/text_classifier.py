@@ -65,7 +65,7 @@ loss = nn.CrossEntropyLoss()
 optimizer = nn.Adam(net.trainable_params(), learning_rate=0.01)
 model = train.Model(net, loss, optimizer, metrics={"accuracy": train.Accuracy(), "loss": train.Loss()})
 held_out = create_dataset(200, 2)
-model.fit(3, create_dataset(640, 1, **shard), held_out, callbacks=[train.LossMonitor(5)])
+model.fit(3, create_dataset(320, 1, **shard), held_out, callbacks=[train.LossMonitor(2)])
 
 ids = next(held_out.create_tuple_iterator())[0]
 name = f"classifier{shard.get('shard_id', '')}"
