@@ -7,7 +7,7 @@ both use open_window.py, reduction.py and update.py.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mindspore as ms
@@ -34,7 +34,8 @@ from gaccum_ms.training.admission import (
 from gaccum_ms.training.advice import AdviceAboutRanks
 from gaccum_ms.training.averages import average_of, averaged_weights
 from gaccum_ms.training.bad_counts import NoCount
-from gaccum_ms.training.batch_reduction import BATCHES, COUNTS, BatchReduction
+from gaccum_ms.training.batch_reduction import BATCHES, COUNTS, SAMPLES, BatchReduction
+from gaccum_ms.training.gradients_of_batch import GradientsOfBatch, value_and_grad
 from gaccum_ms.training.lifecycle import Lifecycle
 
 _NAME = "GradAccumulator"
@@ -103,8 +104,9 @@ class GradAccumulator(nn.Cell):
           `nn.DistributedGradReducer` .
         - **count** (Union[Tensor, float], optional) - The number of items in the mean or sum, shape :math:`()`. Give it
           with every batch of a window or with none; inside `mindspore.jit` this is not checked, and a batch with a bad
-          count is left out silently. With counts, the mean is exact over all ranks. Without them, each batch has equal
-          weight, and MindSpore's ``gradients_mean`` decides between mean and sum over ranks. Default: ``None`` .
+          count is left out silently. With counts, the mean is exact over all ranks. Without them, gradients of
+          :meth:`value_and_grad` weigh by their samples, all others alike, and MindSpore's ``gradients_mean`` decides
+          between mean and sum over ranks. Default: ``None`` .
 
     Outputs:
         bool, whether there was an update: at a window's last batch, unless it was dropped. Inside `mindspore.jit`, a
@@ -128,13 +130,12 @@ class GradAccumulator(nn.Cell):
         ``Ascend`` ``GPU`` ``CPU``
 
     Examples:
-        >>> import mindspore as ms
         >>> from mindspore import Tensor, nn
         >>> from gaccum_ms import GradAccumulator
         >>> net = nn.Dense(1, 1, weight_init="ones", bias_init="zeros")
         >>> optimizer = nn.SGD(net.trainable_params(), learning_rate=0.1)
         >>> accumulator = GradAccumulator(optimizer, 2)
-        >>> grad_fn = ms.value_and_grad(nn.WithLossCell(net, nn.MSELoss()), None, optimizer.parameters)
+        >>> grad_fn = accumulator.value_and_grad(nn.WithLossCell(net, nn.MSELoss()))
         >>> for x, y in [(1.0, 0.0), (2.0, 0.0), (3.0, 0.0)]:
         ...     loss, gradients = grad_fn(Tensor([[x]]), Tensor([[y]]))
         ...     print(accumulator(gradients))
@@ -195,13 +196,14 @@ class GradAccumulator(nn.Cell):
         expose_records(self, self.window, self.update, *self.update.links)
         self.batch_count = counter("batch_count")
         distributed = self.window.reduction.sum_over_ranks.reduces
-        self.run_record = RunRecord(_NAME, ("batches", "counts"), accumulation_steps, distributed)
+        self.run_record = RunRecord(_NAME, ("batches", "samples", "counts"), accumulation_steps, distributed)
         batch_reduction.window_rule = self.run_record.window_rule
         self._lifecycle = Lifecycle(self.run_record, self.update, self.window, self.window_position, self._jit)
         self._lifecycle.keep_in_place(self)
         # Python runs these in PyNative mode, and at compile time in graph mode.
         self._note_scaling = ops.constexpr(self._scaling.note)
         self._check_scaling = ops.constexpr(self._scaling.check)
+        self._one = ms.Tensor(1.0, ms.float32)
         self._advice = AdviceAboutRanks(_NAME)
         self._look = ops.constexpr(self._advice.look)
 
@@ -210,6 +212,19 @@ class GradAccumulator(nn.Cell):
         if name == "scale_sense":  # a loop may multiply by it, and not call `scale`
             self._scaling.note()
         return value
+
+    def value_and_grad(self, function: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
+        """As `mindspore.value_and_grad` , of the optimizer's parameters; but a call of the accumulator weighs the
+        gradients by the samples in their batch. It is for a mean over samples, and outside of `mindspore.jit` .
+
+        Args:
+            function (Union[Cell, Callable]): Returns the loss; the first axis of its first input is that of samples.
+            has_aux (bool): Whether it returns more than the loss. Default: ``False`` .
+
+        Returns:
+            Callable, returns what `function` does, and the gradients, a tuple.
+        """
+        return value_and_grad(function, self.weights, has_aux)
 
     def scale(self, loss: ms.Tensor) -> ms.Tensor:
         """The loss times the loss scale; with `scale_sense` , differentiate this."""
@@ -270,15 +285,21 @@ class GradAccumulator(nn.Cell):
             count = checked_count(count)
         elif self.needs_count:
             raise TypeError(_NEEDS_COUNT)
+        rule = BATCHES if count is None else COUNTS
+        if isinstance(gradients, GradientsOfBatch) and rule == BATCHES:
+            count, rule = ms.Tensor(gradients.samples, ms.float32), SAMPLES
         self._lifecycle.begin_call()
-        rule = RULES[int(self.run_record.window_rule.asnumpy())]
-        if (rule == "counts") != (count is not None) and self.window.batches:
+        rule_of_window = int(self.run_record.window_rule.asnumpy())
+        if rule != rule_of_window and self.window.batches:
             raise ValueError(
-                f"For 'GradAccumulator', 'count' must be given with every batch of a window or with none, but got "
-                f"count={count} after {self.window.batches} batch(es) that weigh by {rule}. Nothing was added."
+                f"For 'GradAccumulator', 'count' must be given with every batch of a window or with none, and each "
+                f"batch's gradients be of 'value_and_grad' or none's, but got count={count} and gradients that weigh "
+                f"by {RULES[rule]} after {self.window.batches} batch(es) that weigh by {RULES[rule_of_window]}. "
+                f"Nothing was added."
             )
         gradients = ms.mutable(tuple(gradients))  # else a constant, and each call would compile a graph
-        inputs = (gradients,) if count is None else (gradients, count)
+        # All are Tensors, so that one graph serves all calls.
+        inputs = (gradients, self._one if count is None else count, ms.Tensor(rule, ms.int32))
         try:
             updated = graphs.run(self, self._jit, *inputs)
         except BaseException:
@@ -308,7 +329,7 @@ class GradAccumulator(nn.Cell):
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 
-    def construct(self, gradients, count=None):
+    def construct(self, gradients, count=None, rule=None):
         if self.needs_count and count is None:  # within a function under `mindspore.jit` : at compile time
             raise TypeError(_NEEDS_COUNT)
         self._check_scaling()
@@ -328,8 +349,9 @@ class GradAccumulator(nn.Cell):
         if belongs:
             added_count, dropped = self._add(weighed, items)
         seen = ops.assign_add(self.batch_count, ms.Tensor(1, ms.int32))
-        rule = BATCHES if count is None else COUNTS
-        seen = ops.depend(seen, ops.assign(self.run_record.window_rule, ms.Tensor(rule, ms.int32)))
+        if rule is None:  # within a function under `mindspore.jit`
+            rule = ms.Tensor(BATCHES if count is None else COUNTS, ms.int32)
+        seen = ops.depend(seen, ops.assign(self.run_record.window_rule, rule))
         ended = self.window.end_batch(ops.stack((ops.zeros_like(items), added_count, dropped)), ops.depend(items, seen))
         updates = self.update_count + 0
         updated = ops.depend(updates, ended) > updates

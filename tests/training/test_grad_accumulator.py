@@ -50,7 +50,7 @@ TOLERANCE = 1e-5  # as in test_equivalence.py
 class Loop:
     """The loop that a user writes: loss and gradients of a batch, then a call of the accumulator."""
 
-    def __init__(self, way, steps=3, optimizer="momentum", **options):
+    def __init__(self, way, steps=3, optimizer="momentum", by_samples=False, **options):
         ms.set_context(mode=WAYS[way])
         network = Regression()
         self.optimizer = OPTIMIZERS[optimizer](network.trainable_params())
@@ -60,7 +60,10 @@ class Loop:
             loss = network(x, y)
             return accumulator.scale(loss), loss
 
-        grad_fn = ms.value_and_grad(forward, None, self.optimizer.parameters, has_aux=True)
+        if by_samples:
+            grad_fn = accumulator.value_and_grad(forward, has_aux=True)
+        else:
+            grad_fn = ms.value_and_grad(forward, None, self.optimizer.parameters, has_aux=True)
 
         def train_step(x, y, *count):
             (_, loss), gradients = grad_fn(x, y)
@@ -141,16 +144,17 @@ def joined_batch(optimizer) -> Run:
 @pytest.mark.parametrize(
     ("way", "optimizer", "sizes", "counted", "scale"),
     [
+        ("compiled", "sgd", UNEQUAL, "samples", 8.0),
         ("jit", "sgd", EQUAL, False, None),
         ("graph", "sgd", EQUAL, False, "manager"),
         ("pynative", "momentum", UNEQUAL, True, None),
         ("pynative", "momentum", EQUAL, False, 1024.0),
     ],
-    ids=["jit", "graph, scaled", "counted", "scaled"],
+    ids=["samples", "jit", "graph, scaled", "counted", "scaled"],
 )
 def test_successive_batches_equal_the_joined_batch(way, optimizer, sizes, counted, scale):
-    loop = Loop(way, len(sizes), optimizer, scale_sense=make_scale(scale))
-    assert_equivalent(loop.run(sizes, counted), joined_batch(optimizer), TOLERANCE)
+    loop = Loop(way, len(sizes), optimizer, by_samples=counted == "samples", scale_sense=make_scale(scale))
+    assert_equivalent(loop.run(sizes, counted is True), joined_batch(optimizer), TOLERANCE)
 
 
 @pytest.mark.parametrize(("counts", "expected"), [([(), ()], 4.0), ([(1,), (2.0,)], 5.0)], ids=["alike", "counted"])
@@ -184,6 +188,11 @@ class ForgetsCounts(GradAccumulator):
         return super().__call__(gradients, 1.0)
 
 
+class ForgetsSamples(GradAccumulator):
+    def __call__(self, gradients, count=None):
+        return super().__call__(tuple(gradients), count)
+
+
 class NeverReset(OpenWindow):
     """Resets its position, but not its sums."""
 
@@ -205,15 +214,22 @@ class SumOfBatches(CountedReduction):
 
 
 @pytest.mark.parametrize(
-    ("broken", "way"), [(ForgetsCounts, "pynative"), (NeverReset, "pynative"), (SumOfBatches, "compiled")]
+    ("broken", "way"),
+    [
+        (ForgetsCounts, "pynative"),
+        (ForgetsSamples, "pynative"),
+        (NeverReset, "pynative"),
+        (SumOfBatches, "compiled"),
+    ],
 )
 def test_negative_control_a_broken_accumulator_is_caught(broken, way, monkeypatch):
-    if broken is ForgetsCounts:
+    by_samples = broken is ForgetsSamples
+    if broken in (ForgetsCounts, ForgetsSamples):
         monkeypatch.setitem(globals(), "GradAccumulator", broken)
     else:
         name = "OpenWindow" if broken is NeverReset else "BatchReduction"
         monkeypatch.setattr(gaccum_ms.training.grad_accumulator, name, broken)
-    run = Loop(way).run(UNEQUAL, counted=True)
+    run = Loop(way, by_samples=by_samples).run(UNEQUAL, counted=not by_samples)
     with pytest.raises(AssertionError):
         assert_equivalent(run, joined_batch("momentum"), TOLERANCE)
 
@@ -534,7 +550,7 @@ def test_counts_inside_and_outside_of_jit_may_share_a_window(pynative):
         return accumulator((value * ops.ones(2, ms.float32),), count)
 
     inside(Tensor(1.0), Tensor(1.0))
-    with pytest.raises(ValueError, match=r"but got count=None after 1 batch\(es\) that weigh by counts"):
+    with pytest.raises(ValueError, match=r"that weigh by batches after 1 batch\(es\) that weigh by counts"):
         accumulator(gradient(1.0))
     assert [accumulator((Tensor([4.0, 4.0]),), count) for count in (3, 4)] == [False, True]
     assert moved(accumulator) == [(1 + 12 + 16) / 8] * 2
@@ -634,7 +650,7 @@ def test_refuses_bad_scales_by_its_own_name(scale):
         ((gradient(1.0), Tensor(True)), TypeError, r"'count' must be a number or a Tensor of shape \(\)"),
         ((gradient(1.0), Tensor([3.0])), TypeError, r"'count' must be a number or a Tensor of shape \(\)"),
         ((gradient(1.0), "3"), TypeError, r"'count' must be a number or a Tensor of shape \(\), but got '3'"),
-        ((gradient(1.0),), ValueError, r"every batch of a window or with none, but got count=None after 1 batch\(es\)"),
+        ((gradient(1.0),), ValueError, r"every batch of a window or with none, .* but got count=None and gradients "),
     ],
 )
 def test_refuses_bad_batches_before_anything_changes(inputs, error, message):
@@ -657,6 +673,22 @@ def test_a_count_after_a_batch_without_one_is_refused_until_the_window_ends():
     assert accumulator(gradient(4.0)) is True
     assert [accumulator(gradient(1.0), count) for count in (3, 1)] == [False, True]
     assert moved(accumulator) == [4.0, 0.0]
+
+
+def test_gradients_that_know_their_samples_are_not_mixed_with_others():
+    """A count goes before samples."""
+    accumulator = make_accumulator(2)
+    grad_fn = accumulator.value_and_grad(lambda x: (x.sum() * accumulator.weights[0]).sum())
+    with pytest.raises(TypeError, match=r"first input of a function of 'value_and_grad' must be a Tensor .* got 3"):
+        grad_fn(3)
+    _, gradients = grad_fn(Tensor([1.0, 2.0, 3.0]))
+    accumulator(gradients)
+    with pytest.raises(ValueError, match=r"weigh by batches after 1 batch\(es\) that weigh by samples. Nothing was"):
+        accumulator(gradient(1.0))
+    assert accumulator(gradients) is True
+    assert [accumulator(gradients, 1), accumulator(gradient(2.0, 2.0), 3)] == [False, True]
+    assert moved(accumulator) == [9.0, 9.0]
+    assert float(accumulator.window_count.asnumpy()) == 4
 
 
 @pytest.mark.parametrize(("steps", "error"), [(0, ValueError), (1.5, TypeError), (True, TypeError)])
