@@ -7,7 +7,7 @@ both use open_window.py, reduction.py and update.py.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mindspore as ms
@@ -20,6 +20,7 @@ from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.accumulation.update import Update, WindowEnd
 from gaccum_ms.backend import graphs
 from gaccum_ms.backend.parameters import counter, expose_records, hold_weights, overwrite
+from gaccum_ms.backend.user_warnings import warn_user
 from gaccum_ms.checks.arguments import check_positive_int
 from gaccum_ms.cpu.kernels import all_finite
 from gaccum_ms.losses import counts
@@ -65,6 +66,19 @@ class _Scaling:
             )
 
 
+def _can_compile(functions: Iterable[Any]) -> bool:
+    """Whether PyNative mode can compile the accumulator with these; says why not. In graph mode it must."""
+    problem = None if graphs.runs_eagerly(jit=True) else graphs.uncompilable(functions)
+    if problem is not None and ms.get_context("mode") == ms.PYNATIVE_MODE:
+        warn_user(
+            f"For '{_NAME}', 'transforms' and the optimizer are compiled from their lines of source, but got "
+            f"{problem}. So the accumulator runs eagerly, which takes longer. Define it by 'def' or 'class' in a file, "
+            f"or give jit=False."
+        )
+        return False
+    return True
+
+
 class GradAccumulator(nn.Cell):
     r"""
     Add up gradients over successive batches, and update once for `accumulation_steps` of them.
@@ -91,7 +105,9 @@ class GradAccumulator(nn.Cell):
         scale_sense (Union[Cell, Tensor], optional): Loss scale, as in
             :class:`TrainOneStepWithGradAccumulationCell` ; the loss must then go through :meth:`scale` before it is
             differentiated, or be multiplied by this cell's ``scale_sense`` . Default: ``None`` .
-        jit (bool, optional): Compile the accumulator in PyNative mode too. Default: ``None`` , run it eagerly.
+        jit (bool, optional): Compile the accumulator in PyNative mode too, where it takes a fraction of the time; with
+            a transform or optimizer without source, or a lambda within other code, it runs eagerly, and a warning says
+            so. ``False`` : run it eagerly. Default: ``True`` .
         reduction (str, optional): What the gradients are of: ``"mean"`` , a batch's mean loss; ``"sum"`` , a sum over
             its items, divided by the window's total count. A sum over no items is added, a mean is not.
             Default: ``"mean"`` .
@@ -156,7 +172,7 @@ class GradAccumulator(nn.Cell):
         accumulators: Accumulators | None = None,
         overflow: str = "drop_window",
         scale_sense: nn.Cell | ms.Tensor | None = None,
-        jit: bool | None = None,
+        jit: bool = True,
         reduction: str = "mean",
         min_count: float | None = None,
     ) -> None:
@@ -171,12 +187,12 @@ class GradAccumulator(nn.Cell):
             reduction=reduction,
             min_count=min_count,
         )
-        graphs.check_compilable(_NAME, jit, "transforms", options.transforms)
+        graphs.check_compilable(_NAME, False, "transforms", options.transforms)
         weights = admit_weights(_NAME, optimizer)
         self._scaling = _Scaling(needed=scale_sense is not None)
         self.optimizer = optimizer
         hold_weights(self, weights)
-        self._jit = bool(jit)
+        self._jit = jit and _can_compile((*options.transforms, optimizer))
         self.drops = options.drops
         self.loss_is_mean = options.loss_is_mean
         self.needs_count = not options.loss_is_mean or min_count is not None

@@ -149,7 +149,8 @@ def play_accumulator(calls: Calls, rank: int) -> Log:
     set_up(calls.mode, calls.gradients_mean)
     loss_cell = Regression()
     optimizer = momentum(loss_cell)
-    accumulator = GradAccumulator(optimizer, calls.steps, max_grad_norm=calls.max_norm, scale_sense=calls.scale())
+    options = {"max_grad_norm": calls.max_norm, "scale_sense": calls.scale(), "jit": False}  # collectives are counted
+    accumulator = GradAccumulator(optimizer, calls.steps, **options)
     reducers = (accumulator.window.reduction.sum_over_ranks.reducer,)
     noted = [NotedAllReduce(one) for one in reducers if calls.mode == "pynative"]
 

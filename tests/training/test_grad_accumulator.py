@@ -542,6 +542,51 @@ def test_compiles_once_whatever_changes(way):
         assert len(accumulator.compile_cache) == 1
 
 
+SOURCE_IN_NO_FILE = """
+class TypedSGD(nn.Optimizer):
+    def __init__(self, weights, rate):
+        super().__init__(rate, weights)
+
+    def construct(self, gradients):
+        for weight, gradient in zip(self.parameters, gradients):
+            ops.assign_sub(weight, gradient * self.learning_rate)
+        return True
+
+
+class Typed(nn.Cell):
+    def construct(self, gradients):
+        return gradients
+
+
+def typed(gradients):
+    return gradients
+"""
+
+
+def test_compiles_by_default_and_says_where_it_cannot(pynative):
+    typed = {"nn": nn, "ops": ops, "__name__": "__main__"}
+    exec(SOURCE_IN_NO_FILE, typed)
+    # fmt: off
+    cases = [
+        (nn.SGD, (), {}, None),
+        (nn.SGD, (typed["typed"],), {"jit": False}, None),
+        (nn.SGD, (typed["typed"],), {}, "'typed', whose source is in no file"),
+        (nn.SGD, (typed["Typed"](),), {}, "'Typed', whose source is in no file"),
+        (typed["TypedSGD"], (), {}, "'TypedSGD', whose source is in no file"),
+        (nn.SGD, (lambda gradients: gradients,), {}, "a lambda within other code, in line"),
+    ]
+    # fmt: on
+    for optimizer, transforms, options, problem in cases:
+        weight = ms.Parameter(Tensor([10.0, 20.0], ms.float32), name="weight")
+        expected = contextlib.nullcontext() if problem is None else pytest.warns(UserWarning, match=problem)
+        with expected as warned:
+            accumulator = GradAccumulator(optimizer([weight], 1.0), 2, transforms=transforms, **options)
+        assert problem is None or len(warned) == 1
+        assert [accumulator(gradient(x)) for x in (1.0, 3.0)] == [False, True]
+        assert moved(accumulator) == [2.0, 0.0]
+        assert bool(accumulator.compile_cache) == (problem is None and not options)
+
+
 def test_counts_inside_and_outside_of_jit_may_share_a_window(pynative):
     accumulator = make_accumulator(3, way="pynative")
 
@@ -616,6 +661,7 @@ def test_goes_on_from_a_checkpoint_in_mid_window(loads_by, tmp_path):
         ({"accumulators": Accumulators(sharded=True)}, ValueError, "'accumulators' must have sharded=False, because"),
         ({"overflow": "drop"}, ValueError, "'overflow' must be one of .* but got 'drop'"),
         ({"jit": 1}, TypeError, "'jit' must be a bool, but got 1"),
+        ({"jit": None}, TypeError, "'jit' must be a bool, but got None"),
     ],
 )
 def test_refuses_bad_arguments(arguments, error, message):
