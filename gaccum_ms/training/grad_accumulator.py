@@ -38,6 +38,7 @@ from gaccum_ms.training.bad_counts import NoCount
 from gaccum_ms.training.batch_reduction import BATCHES, COUNTS, SAMPLES, BatchReduction
 from gaccum_ms.training.gradients_of_batch import GradientsOfBatch, value_and_grad
 from gaccum_ms.training.lifecycle import Lifecycle
+from gaccum_ms.training.schedulers import Schedulers
 
 _NAME = "GradAccumulator"
 _NEEDS_COUNT = (
@@ -64,6 +65,13 @@ class _Scaling:
                 "'scale_sense' read. Nothing was added. Differentiate accumulator.scale(loss), or leave 'scale_sense' "
                 "out."
             )
+
+
+def _refuse_graphs() -> None:
+    raise RuntimeError(
+        f"For '{_NAME}', with 'scheduler' the accumulator must be called by Python, which steps it, but it is part of "
+        f"another graph, as in a function with mindspore.jit. Leave 'scheduler' out, and step it yourself."
+    )
 
 
 def _can_compile(functions: Iterable[Any]) -> bool:
@@ -113,6 +121,9 @@ class GradAccumulator(nn.Cell):
             Default: ``"mean"`` .
         min_count (float, optional): The least total count that a window is divided by, over all ranks. A window of
             total 0 then updates too. Default: ``None`` , such a window makes no update.
+        scheduler (Union[LRScheduler, Sequence[LRScheduler]], optional): Schedulers of
+            `mindspore.experimental.optim.lr_scheduler` for the optimizer, stepped once per update, in this order.
+            Checkpoints hold their state, and :func:`resume` restores it. Default: ``None`` .
 
     Inputs:
         - **gradients** (tuple[Tensor]) - The gradients of the batch's loss: one for each of the optimizer's parameters,
@@ -135,12 +146,14 @@ class GradAccumulator(nn.Cell):
 
     Raises:
         TypeError: If `optimizer` is not an Optimizer, `accumulation_steps` not an int, or an option or gradient of the
-            wrong type; if there is no count, with ``reduction="sum"`` or `min_count` .
+            wrong type; if there is no count, with ``reduction="sum"`` or `min_count` ; if `scheduler` is no
+            LRScheduler, as ReduceLROnPlateau, which needs a metric.
         ValueError: If `accumulation_steps` is less than 1; if an option has a wrong value; if gradients do not match
             the optimizer's parameters in number and shapes; if a count is negative or not finite.
-            Also if the weights are in a DistributedDataParallel, as far as they show it.
+            Also if the weights are in a DistributedDataParallel, as far as they show it; if `scheduler` is for another
+            optimizer, or keeps state outside of Parameters, which checkpoints would lose.
         RuntimeError: In semi-auto, auto and hybrid parallel mode, or with pipeline stages; at the first gradients, if
-            there is a `scale_sense` and no loss was scaled.
+            there is a `scale_sense` and no loss was scaled; with `scheduler` inside `mindspore.jit` .
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -162,6 +175,8 @@ class GradAccumulator(nn.Cell):
         True
     """
 
+    called_by_python = False  # see graphs.py
+
     def __init__(
         self,
         optimizer: nn.Optimizer,
@@ -175,6 +190,7 @@ class GradAccumulator(nn.Cell):
         jit: bool = True,
         reduction: str = "mean",
         min_count: float | None = None,
+        scheduler: Any = None,
     ) -> None:
         super().__init__(auto_prefix=False)
         check_positive_int(_NAME, "accumulation_steps", accumulation_steps)
@@ -189,6 +205,10 @@ class GradAccumulator(nn.Cell):
         )
         graphs.check_compilable(_NAME, False, "transforms", options.transforms)
         weights = admit_weights(_NAME, optimizer)
+        schedulers = scheduler if isinstance(scheduler, (list, tuple)) else (scheduler,)
+        self._schedulers = None if scheduler is None else Schedulers(_NAME, "scheduler", schedulers)
+        if self._schedulers is not None:
+            self._schedulers.check_optimizer(optimizer, "the accumulator calls")
         self._scaling = _Scaling(needed=scale_sense is not None)
         self.optimizer = optimizer
         hold_weights(self, weights)
@@ -222,6 +242,8 @@ class GradAccumulator(nn.Cell):
         self._one = ms.Tensor(1.0, ms.float32)
         self._advice = AdviceAboutRanks(_NAME)
         self._look = ops.constexpr(self._advice.look)
+        self.has_scheduler = scheduler is not None
+        self._refuse_caller = ops.constexpr(_refuse_graphs)
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
@@ -255,8 +277,10 @@ class GradAccumulator(nn.Cell):
         Returns:
             bool, whether there was an update.
         """
-        self._lifecycle.begin_call()
-        return self.end_window.flush()
+        self._begin_call()
+        updated = self.end_window.flush()
+        self._end_call()
+        return updated
 
     def clear(self) -> None:
         """Discard the open window and its batches. All ranks must call this."""
@@ -304,7 +328,7 @@ class GradAccumulator(nn.Cell):
         rule = BATCHES if count is None else COUNTS
         if isinstance(gradients, GradientsOfBatch) and rule == BATCHES:
             count, rule = ms.Tensor(gradients.samples, ms.float32), SAMPLES
-        self._lifecycle.begin_call()
+        self._begin_call()
         rule_of_window = int(self.run_record.window_rule.asnumpy())
         if rule != rule_of_window and self.window.batches:
             raise ValueError(
@@ -321,9 +345,20 @@ class GradAccumulator(nn.Cell):
         except BaseException:
             self.window.drop_if_torn()
             raise
+        self._end_call()
         if not self.window.batches:  # the window has ended
             self._no_count.warn(_NAME, self.window_count, self.dropped_micro_batches)
         return bool(updated.asnumpy())
+
+    def _begin_call(self) -> None:
+        self._lifecycle.begin_call()
+        if self._schedulers is not None:
+            self._schedulers.begin(self.update_count)
+            self._end_call()  # a checkpoint may be from between an update and its schedulers
+
+    def _end_call(self) -> None:
+        if self._schedulers is not None:
+            self._schedulers.follow(int(self.update_count.asnumpy()))
 
     @property
     def has_averages(self) -> bool:
@@ -348,6 +383,8 @@ class GradAccumulator(nn.Cell):
     def construct(self, gradients, count=None, rule=None):
         if self.needs_count and count is None:  # within a function under `mindspore.jit` : at compile time
             raise TypeError(_NEEDS_COUNT)
+        if self.has_scheduler and not self.called_by_python:
+            self._refuse_caller()
         self._check_scaling()
         self._look()
         scale = self.update.scale()
