@@ -98,7 +98,8 @@ class GradAccumulationCell(nn.Cell):
         loss_weights (Sequence[float], optional): For a network that returns a tuple of losses, the weight of each in
             their sum. Default: ``None`` , 1 for each.
         max_grad_norm (float, optional): Scale the finished, reduced gradient down to this global norm if its norm is
-            larger, as `mindspore.ops.clip_by_global_norm` does. Default: ``None`` , no clipping.
+            larger, as `mindspore.ops.clip_by_global_norm` does; infinity only records the norm. Default: ``None`` , no
+            clipping.
         transforms (Sequence, optional): Applied to the finished, reduced gradient before the optimizer, once per
             update, in order: :class:`ClipByGlobalNorm` , :class:`ClipByValue` , :class:`AdaptiveGradientClip` ,
             :class:`SkipSpikes` , :class:`WeightAverage` , your own :class:`Transform` , or a function that maps
