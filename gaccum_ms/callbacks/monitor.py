@@ -72,6 +72,14 @@ class WindowMonitor(WindowCallback):
         self._json_lines.begin()
 
     def on_window_end(self, run_context: RunContext, record: WindowRecord) -> None:
+        self.add(record)
+
+    def add(self, record: WindowRecord) -> None:
+        """Record a window of a loop of your own: what :meth:`GradAccumulator.record` returns.
+
+        Args:
+            record (WindowRecord): It is appended to ``records`` and written, as those of `ms.Model` are.
+        """
         self.records.append(record)
         numbers = asdict(record)
         del numbers["noise"]  # `noise_scale` tells what it means

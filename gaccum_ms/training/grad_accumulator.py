@@ -27,10 +27,12 @@ from gaccum_ms.losses import counts
 from gaccum_ms.options.accumulators import Accumulators
 from gaccum_ms.options.checked import accumulator_options
 from gaccum_ms.record.run_record import RULES, RunRecord
+from gaccum_ms.record.window_record import WindowRecord
 from gaccum_ms.training.admission import (
     admit_weights,
     check_gradients,
     checked_count,
+    checked_loss,
 )
 from gaccum_ms.training.advice import AdviceAboutRanks
 from gaccum_ms.training.averages import average_of, averaged_weights
@@ -38,6 +40,7 @@ from gaccum_ms.training.bad_counts import NoCount
 from gaccum_ms.training.batch_reduction import BATCHES, COUNTS, SAMPLES, BatchReduction
 from gaccum_ms.training.gradients_of_batch import GradientsOfBatch, value_and_grad
 from gaccum_ms.training.lifecycle import Lifecycle
+from gaccum_ms.training.loop_records import LoopRecords
 from gaccum_ms.training.schedulers import Schedulers
 
 _NAME = "GradAccumulator"
@@ -103,7 +106,7 @@ class GradAccumulator(nn.Cell):
 
     Keyword Args:
         max_grad_norm (float, optional): Scale the finished, reduced gradient down to this global norm if its norm is
-            larger. Default: ``None`` , no clipping.
+            larger; infinity only records the norm. Default: ``None`` , no clipping.
         transforms (Sequence, optional): As in :class:`GradAccumulationCell` . Default: ``()`` .
         accumulators (Accumulators, optional): How gradients are kept while they add up; not ``sharded`` .
             Default: ``None`` , ``Accumulators()`` .
@@ -134,6 +137,8 @@ class GradAccumulator(nn.Cell):
           count is left out silently. With counts, the mean is exact over all ranks. Without them, gradients of
           :meth:`value_and_grad` weigh by their samples, all others alike, and MindSpore's ``gradients_mean`` decides
           between mean and sum over ranks. Default: ``None`` .
+        - **loss** (Union[Tensor, float], optional) - The batch's loss, without loss scale, for :meth:`record` ; shape
+          :math:`()`. Give it with every batch of a window or with none. Default: ``None`` .
 
     Outputs:
         bool, whether there was an update: at a window's last batch, unless it was dropped. Inside `mindspore.jit`, a
@@ -176,6 +181,7 @@ class GradAccumulator(nn.Cell):
     """
 
     called_by_python = False  # see graphs.py
+    spans_batches = True  # as a step whose windows have several batches, for records
 
     def __init__(
         self,
@@ -239,7 +245,9 @@ class GradAccumulator(nn.Cell):
         # Python runs these in PyNative mode, and at compile time in graph mode.
         self._note_scaling = ops.constexpr(self._scaling.note)
         self._check_scaling = ops.constexpr(self._scaling.check)
-        self._one = ms.Tensor(1.0, ms.float32)
+        self._one, self._zero = ms.Tensor(1.0, ms.float32), ms.Tensor(0.0, ms.float32)
+        self._records = LoopRecords()
+        self._note_loss = ops.constexpr(self._records.note_loss)
         self._advice = AdviceAboutRanks(_NAME)
         self._look = ops.constexpr(self._advice.look)
         self.has_scheduler = scheduler is not None
@@ -278,14 +286,17 @@ class GradAccumulator(nn.Cell):
             bool, whether there was an update.
         """
         self._begin_call()
+        self._records.begin(self)
+        had_batches = bool(self.window.batches)
         updated = self.end_window.flush()
-        self._end_call()
+        self._end_call(had_batches or updated)
         return updated
 
     def clear(self) -> None:
         """Discard the open window and its batches. All ranks must call this."""
         self._lifecycle.begin_call()
         self.window.reset_eagerly()
+        self._records.clear(self)
 
     @contextlib.contextmanager
     def no_update(self) -> Iterator[None]:
@@ -317,7 +328,7 @@ class GradAccumulator(nn.Cell):
         all losses that were scaled before."""
         self.update.set_scale(sens)
 
-    def __call__(self, gradients: Sequence[ms.Tensor], count: Any = None) -> bool:
+    def __call__(self, gradients: Sequence[ms.Tensor], count: Any = None, loss: Any = None) -> bool:
         check_gradients(gradients, self.weights)
         self._scaling.check()
         self._advice.look()
@@ -325,6 +336,8 @@ class GradAccumulator(nn.Cell):
             count = checked_count(count)
         elif self.needs_count:
             raise TypeError(_NEEDS_COUNT)
+        if loss is not None:
+            loss = checked_loss(loss)
         rule = BATCHES if count is None else COUNTS
         if isinstance(gradients, GradientsOfBatch) and rule == BATCHES:
             count, rule = ms.Tensor(gradients.samples, ms.float32), SAMPLES
@@ -337,16 +350,21 @@ class GradAccumulator(nn.Cell):
                 f"by {RULES[rule]} after {self.window.batches} batch(es) that weigh by {RULES[rule_of_window]}. "
                 f"Nothing was added."
             )
+        self._records.begin(self)
+        self._records.check_loss(loss)
         gradients = ms.mutable(tuple(gradients))  # else a constant, and each call would compile a graph
         # All are Tensors, so that one graph serves all calls.
-        inputs = (gradients, self._one if count is None else count, ms.Tensor(rule, ms.int32))
+        count = self._one if count is None else count
+        inputs = (gradients, count, self._zero if loss is None else loss, ms.Tensor(rule, ms.int32))
         try:
             updated = graphs.run(self, self._jit, *inputs)
         except BaseException:
             self.window.drop_if_torn()
             raise
-        self._end_call()
-        if not self.window.batches:  # the window has ended
+        self._records.add(loss, count)
+        ended = not self.window.batches
+        self._end_call(ended)
+        if ended:
             self._no_count.warn(_NAME, self.window_count, self.dropped_micro_batches)
         return bool(updated.asnumpy())
 
@@ -354,11 +372,32 @@ class GradAccumulator(nn.Cell):
         self._lifecycle.begin_call()
         if self._schedulers is not None:
             self._schedulers.begin(self.update_count)
-            self._end_call()  # a checkpoint may be from between an update and its schedulers
+            self._step_schedulers()  # a checkpoint may be from between an update and its schedulers
 
-    def _end_call(self) -> None:
+    def _end_call(self, ended: bool) -> None:
+        """`ended` : whether a window has."""
+        if ended:
+            self._records.end(self)
+        self._step_schedulers()
+
+    def _step_schedulers(self) -> None:
         if self._schedulers is not None:
             self._schedulers.follow(int(self.update_count.asnumpy()))
+
+    def record(self, epoch: int | None = None) -> WindowRecord:
+        """The record of the last window that has ended.
+
+        Args:
+            epoch (int, optional): The record's `epoch` . Default: ``None`` .
+
+        Returns:
+            WindowRecord. If the accumulator was called inside `mindspore.jit` , it has no `losses` and `counts` ; call
+            this once per update then.
+
+        Raises:
+            RuntimeError: If no window has ended since the accumulator was made.
+        """
+        return self._records.record(self, epoch)
 
     @property
     def has_averages(self) -> bool:
@@ -377,10 +416,11 @@ class GradAccumulator(nn.Cell):
     def load(self, values: Mapping[str, np.ndarray]) -> None:
         """Load a checkpoint's values, by name, also in the middle of training; `gaccum_ms.resume` checks them."""
         self._lifecycle.load(self, values)
+        self._records.clear(self)
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 
-    def construct(self, gradients, count=None, rule=None):
+    def construct(self, gradients, count=None, loss=None, rule=None):
         if self.needs_count and count is None:  # within a function under `mindspore.jit` : at compile time
             raise TypeError(_NEEDS_COUNT)
         if self.has_scheduler and not self.called_by_python:
@@ -402,10 +442,17 @@ class GradAccumulator(nn.Cell):
         if belongs:
             added_count, dropped = self._add(weighed, items)
         seen = ops.assign_add(self.batch_count, ms.Tensor(1, ms.int32))
+        losses = ops.zeros_like(items)
+        if loss is not None:
+            # Without that of a batch that is left out, which may be NaN.
+            loss = ops.cast(loss, ms.float32).reshape(()) * weight * scale
+            losses = ops.select(ops.logical_and(belongs, dropped == 0), loss, losses)
         if rule is None:  # within a function under `mindspore.jit`
             rule = ms.Tensor(BATCHES if count is None else COUNTS, ms.int32)
+            if loss is not None:
+                self._note_loss()
         seen = ops.depend(seen, ops.assign(self.run_record.window_rule, rule))
-        ended = self.window.end_batch(ops.stack((ops.zeros_like(items), added_count, dropped)), ops.depend(items, seen))
+        ended = self.window.end_batch(ops.stack((losses, added_count, dropped)), ops.depend(items, seen))
         updates = self.update_count + 0
         updated = ops.depend(updates, ended) > updates
         if self.window.is_complete(ended):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import itertools
+import math
 
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
+from mindspore.dataset import GeneratorDataset
 
 import gaccum_ms.training.grad_accumulator
 from gaccum_ms import (
@@ -16,9 +20,11 @@ from gaccum_ms import (
     AdaptiveGradientClip,
     ClipByGlobalNorm,
     ClipByValue,
+    GradAccumulationCell,
     GradAccumulator,
     SkipSpikes,
     WeightAverage,
+    WindowMonitor,
     resume,
 )
 from gaccum_ms.accumulation.open_window import OpenWindow
@@ -184,12 +190,12 @@ def test_any_number_is_a_count():
 
 
 class ForgetsCounts(GradAccumulator):
-    def __call__(self, gradients, count=None):
+    def __call__(self, gradients, count=None, loss=None):
         return super().__call__(gradients, 1.0)
 
 
 class ForgetsSamples(GradAccumulator):
-    def __call__(self, gradients, count=None):
+    def __call__(self, gradients, count=None, loss=None):
         return super().__call__(tuple(gradients), count)
 
 
@@ -368,7 +374,11 @@ def test_no_update_ends_with_its_outermost_block_also_by_an_exception():
 
 @pytest.mark.parametrize(
     ("max_norm", "expected", "scale", "mode"),
-    [(6.0, [3.0, 4.0], 1024.0, "pynative"), (1.0, [0.6, 0.8], 1024.0, "graph")],
+    [
+        (6.0, [3.0, 4.0], 1024.0, "pynative"),
+        (1.0, [0.6, 0.8], 1024.0, "graph"),
+        (float("inf"), [3.0, 4.0], 1024.0, "graph"),
+    ],
     indirect=["mode"],
 )
 def test_clips_the_windows_mean_gradient_once(max_norm, expected, scale, mode):
@@ -491,6 +501,93 @@ def test_drop_micro_batch_beside_transforms():
     assert float(accumulator.dropped_micro_batches.asnumpy()) == 1
     assert [accumulator(gradient(*one)) for one in ((np.inf, 1.0), (np.nan, 1.0))] == [False, False]
     assert moved(accumulator) == [1.0, 2.0]
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
+
+def recorded(way, sizes, make_optimizer, **options):
+    """The records of a loop on windows of batches of these sizes, and those of the step's WindowMonitor."""
+    ms.set_context(mode=WAYS[way])
+    made, losses = [], []
+    for _ in range(2):
+        network = Regression()
+        made.append((network, make_optimizer(network.trainable_params())))
+    (network, optimizer), (network_of_step, optimizer_of_step) = made
+    cell = GradAccumulationCell(network_of_step, 1, accumulation_steps=len(sizes), **options)
+    monitor, rows = WindowMonitor(), [row for x, y in DATA for row in zip(x, y, strict=True)]
+    sampler = np.cumsum([0, *sizes * len(DATA)])
+    batches_of_step = [tuple(map(np.stack, zip(*rows[a:b], strict=True))) for a, b in itertools.pairwise(sampler)]
+    data_set = GeneratorDataset(batches_of_step, ["x", "y"], shuffle=False)
+    ms.Model(cell, optimizer=optimizer_of_step).train(1, data_set, callbacks=[monitor], dataset_sink_mode=False)
+    accumulator = GradAccumulator(optimizer, len(sizes), jit=way != "pynative", **options)
+    grad_fn, records = accumulator.value_and_grad(network), []
+    for batch in batches_of_step:
+        loss, gradients = grad_fn(*map(Tensor, batch))
+        if accumulator(gradients, loss=loss):
+            records.append(accumulator.record(epoch=1))
+        losses.append(float(loss.asnumpy()))
+    return records, monitor.records
+
+
+@pytest.mark.core("compiled")
+@pytest.mark.parametrize("way", ["compiled", "pynative", "graph"])
+def test_records_are_those_of_the_steps_monitor(way):
+    def optimizer(weights):
+        return nn.Momentum(weights, nn.ExponentialDecayLR(0.1, 0.5, 1), 0.9)
+
+    records, expected = recorded(way, UNEQUAL, optimizer, max_grad_norm=0.5)
+    assert len(records) == len(expected) == len(DATA)
+    for record, wanted in zip(records, expected, strict=True):
+        assert record.seconds > 0
+        assert record.counts == UNEQUAL
+        fields, wanted = (dataclasses.replace(one, seconds=1.0) for one in (record, wanted))
+        for name, value in dataclasses.asdict(wanted).items():
+            assert getattr(fields, name) == (value if value is None else pytest.approx(value, rel=1e-5)), name
+
+
+def test_a_loss_in_a_record_is_the_windows_mean_without_what_is_left_out(pynative):
+    options = {"scale": "manager", "overflow": "drop_micro_batch", "max_grad_norm": float("inf")}
+    accumulator = make_accumulator(3, **options)
+    with pytest.raises(RuntimeError, match=r"'record' needs a window that has ended, but got none. Call it after"):
+        accumulator.record()
+    accumulator(gradient(3.0 * 1024), 1, loss=2.0)
+    accumulator(gradient(float("inf")), 7, loss=Tensor(float("nan")))
+    assert accumulator(gradient(3.0 * 1024), 3, loss=Tensor(6.0, ms.float16)) is True
+    record = accumulator.record()
+    assert (record.loss, record.losses[0], record.losses[2]) == (5.0, 2.0, 6.0)
+    assert (record.count, record.counts, record.dropped_micro_batches) == (4.0, (1.0, 7.0, 3.0), 1)
+    assert (record.grad_norm, record.loss_scale, record.update, record.epoch) == (3.0, 1024.0, 1, None)
+    accumulator(gradient(1.0), loss=1.0)
+    assert repr(accumulator.record()) == repr(record)  # until the next window ends
+    accumulator.clear()
+    accumulator(gradient(512.0))
+    assert accumulator.flush() is True
+    record = accumulator.record(epoch=2)
+    assert math.isnan(record.loss)
+    assert (record.losses, record.counts, record.batches, record.update, record.epoch) == ((), (1.0,), 1, 2, 2)
+
+
+def test_a_record_of_a_window_that_overflowed(pynative):
+    accumulator = make_accumulator(1, scale=8.0)
+    assert accumulator(gradient(float("inf")), loss=1.0) is False
+    record = accumulator.record()
+    assert (record.updated, record.update, record.loss) == (False, 0, 1.0)
+
+
+def test_records_of_a_loop_within_jit(pynative):
+    accumulator = make_accumulator(2)
+
+    @ms.jit
+    def add(value, count, loss):
+        return accumulator((value * ops.ones(2, ms.float32),), count, loss=loss)
+
+    for update in (1, 2):
+        for value in (1.0, 3.0):
+            add(Tensor(value), Tensor(value), Tensor(10 * value * update))
+        record = accumulator.record()
+        assert (record.loss, record.losses, record.count) == (25.0 * update, (), 4.0)
+        assert (record.update, record.updated, record.batches) == (update, True, 2)
 
 
 # -- accumulators, number of steps, compilation ------------------------------------------------------------------------
@@ -656,7 +753,7 @@ def test_goes_on_from_a_checkpoint_in_mid_window(loads_by, tmp_path):
         ({"accumulation_steps": 0}, ValueError, "'accumulation_steps' must be at least 1, but got 0"),
         ({"accumulation_steps": 2.0}, TypeError, "'accumulation_steps' must be an int, but got 2.0 of type 'float'"),
         ({"accumulation_steps": True}, TypeError, "'accumulation_steps' must be an int, but got True"),
-        ({"max_grad_norm": -1.0}, ValueError, "'max_grad_norm' must be positive and finite, but got -1.0"),
+        ({"max_grad_norm": -1.0}, ValueError, "'max_grad_norm' must be positive, but got -1.0"),
         ({"accumulators": ms.float16}, TypeError, r"'accumulators' must be gaccum_ms.Accumulators\(...\), but got"),
         ({"accumulators": Accumulators(sharded=True)}, ValueError, "'accumulators' must have sharded=False, because"),
         ({"overflow": "drop"}, ValueError, "'overflow' must be one of .* but got 'drop'"),
@@ -696,6 +793,17 @@ def test_refuses_bad_scales_by_its_own_name(scale):
         ((gradient(1.0), Tensor(True)), TypeError, r"'count' must be a number or a Tensor of shape \(\)"),
         ((gradient(1.0), Tensor([3.0])), TypeError, r"'count' must be a number or a Tensor of shape \(\)"),
         ((gradient(1.0), "3"), TypeError, r"'count' must be a number or a Tensor of shape \(\), but got '3'"),
+        (
+            (gradient(1.0), 1, Tensor([1.0, 2.0])),
+            TypeError,
+            "'loss' must be a number or a Tensor with one, .* but got Te",
+        ),
+        ((gradient(1.0), 1, True), TypeError, "'loss' must be a number or a Tensor with one, .* but got True"),
+        (
+            (gradient(1.0), 1, 3.0),
+            ValueError,
+            r"'loss' must be given with every batch .* but got one after 1 batch\(es\)",
+        ),
         ((gradient(1.0),), ValueError, r"every batch of a window or with none, .* but got count=None and gradients "),
     ],
 )
