@@ -86,13 +86,8 @@ class WindowMonitor(WindowCallback):
         self._json_lines.append(numbers)
         if self._summary is None or rank_or_0() != 0:
             return
-        scalars = {
-            f"window/{name}": float(value)
-            for name, value in numbers.items()
-            if isinstance(value, (bool, int, float)) and name != "update"
-        }
-        scalars |= {f"window/loss_terms/{term}": loss for term, loss in enumerate(record.loss_terms or ())}
-        for name, value in scalars.items():
+        for field, value in record.scalars().items():
+            name = f"window/{field}"
             if isinstance(self._summary, ms.SummaryRecord):
                 self._summary.add_value("scalar", name, ms.Tensor(value, ms.float32))
             else:

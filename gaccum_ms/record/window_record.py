@@ -80,3 +80,13 @@ class WindowRecord:
     seconds: float
     skipped_updates: int = 0
     noise: WindowNoise | None = None
+
+    def scalars(self) -> dict[str, float]:
+        """Its single numbers by their fields' names, but `update` , which is their step; terms of the loss are
+        ``loss_terms/<n>`` . Logging services take them as they are."""
+        terms = {f"loss_terms/{number}": loss for number, loss in enumerate(self.loss_terms or ())}
+        return {
+            name: float(value)
+            for name, value in vars(self).items()
+            if isinstance(value, (bool, int, float)) and name != "update"
+        } | terms
