@@ -14,6 +14,7 @@ from mindspore import nn
 from gaccum_ms.backend.held_cells import held_cells
 from gaccum_ms.backend.pynative_tape import close_tape
 from gaccum_ms.checks.arguments import described
+from gaccum_ms.checks.other_names import explains_other_names
 from gaccum_ms.distributed.ranks import refuse_wrapped_network
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
 from gaccum_ms.losses.per_sample_loss import PerSampleLoss
@@ -168,6 +169,7 @@ class GradAccumulationCell(nn.Cell):
         [[0.4 0.4 0.4]]
     """
 
+    @explains_other_names
     def __init__(
         self,
         network: nn.Cell,

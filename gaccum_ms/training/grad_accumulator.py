@@ -22,6 +22,7 @@ from gaccum_ms.backend import graphs
 from gaccum_ms.backend.parameters import counter, expose_records, hold_weights, overwrite
 from gaccum_ms.backend.user_warnings import warn_user
 from gaccum_ms.checks.arguments import check_positive_int
+from gaccum_ms.checks.other_names import explains_other_names
 from gaccum_ms.cpu.kernels import all_finite
 from gaccum_ms.losses import counts
 from gaccum_ms.options.accumulators import Accumulators
@@ -183,6 +184,7 @@ class GradAccumulator(nn.Cell):
     called_by_python = False  # see graphs.py
     spans_batches = True  # as a step whose windows have several batches, for records
 
+    @explains_other_names
     def __init__(
         self,
         optimizer: nn.Optimizer,
