@@ -192,6 +192,27 @@ def test_loops_of_the_docs_are_right_on_a_short_last_batch(page, samples, expect
     assert alike != pytest.approx(expected(), abs=2e-3)
 
 
+@pytest.mark.thorough
+def test_the_language_model_goes_on_after_a_kill_as_if_it_had_not_been(programs, tmp_path):
+    (script,), (shown,) = (code_blocks(ROOT / "docs" / "language_model.md", kind) for kind in ("python", "text"))
+    assert script.endswith('.ckpt")\n')
+    dies = "            if batch == 25:\n                __import__('os').kill(__import__('os').getpid(), 9)\n"
+    outputs = []
+    for name, text in ("dies", script + dies), ("goes_on", script):
+        (tmp_path / f"{name}.py").write_text(text)
+        result = programs.run(tmp_path / f"{name}.py", folder=tmp_path)
+        assert (result.returncode == 0) == (name == "goes_on"), result.stderr[-2000:]
+        outputs.append(result.stdout)
+    (shown_text, shown_numbers), (text, numbers) = map(numbers_apart, ("".join(shown.splitlines(True)[3:]), outputs[1]))
+    assert text == shown_text
+    assert numbers == pytest.approx(shown_numbers, rel=2e-3)
+    assert len((tmp_path / "windows.jsonl").read_text().splitlines()) == 10
+    scheduler = re.sub(", scheduler=scheduler", "", script)
+    (tmp_path / "forgets.py").write_text(scheduler)
+    result = programs.run(tmp_path / "forgets.py", folder=tmp_path)
+    assert "has a scheduler's state, but the accumulator has no scheduler" in result.stderr
+
+
 def test_readme_names_the_two_commands():
     commands = "".join(code_blocks(README, "bash")).split("\n")
     assert "bash run.sh" in commands
