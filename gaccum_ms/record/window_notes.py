@@ -29,7 +29,7 @@ class WindowNotes:
         """Before each batch or flush: note what the end of the window will change."""
         self.updates = updates_of(step)
         self._skipped = int(number(step, "skipped_updates") or 0)
-        self.loss_scale = number(step, "scale_sense")
+        self.loss_scale = number(step.update, "scale_sense")
         if step.update.sens != 1.0:  # this scale is not checked for overflow, and the optimizer removes it
             self.loss_scale = step.update.sens
 

@@ -7,7 +7,7 @@ both use open_window.py, reduction.py and update.py.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mindspore as ms
@@ -20,14 +20,13 @@ from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.accumulation.update import Update, WindowEnd
 from gaccum_ms.backend import graphs
 from gaccum_ms.backend.parameters import counter, expose_records, hold_weights, overwrite
-from gaccum_ms.backend.user_warnings import warn_user
 from gaccum_ms.checks.arguments import check_positive_int
 from gaccum_ms.checks.other_names import explains_other_names
 from gaccum_ms.cpu.kernels import all_finite
 from gaccum_ms.losses import counts
 from gaccum_ms.options.accumulators import Accumulators
 from gaccum_ms.options.checked import accumulator_options
-from gaccum_ms.record.run_record import RULES, RunRecord
+from gaccum_ms.record.run_record import RunRecord
 from gaccum_ms.record.window_record import WindowRecord
 from gaccum_ms.training.admission import (
     admit_weights,
@@ -41,54 +40,11 @@ from gaccum_ms.training.bad_counts import NoCount
 from gaccum_ms.training.batch_reduction import BATCHES, COUNTS, SAMPLES, BatchReduction
 from gaccum_ms.training.gradients_of_batch import GradientsOfBatch, value_and_grad
 from gaccum_ms.training.lifecycle import Lifecycle
+from gaccum_ms.training.loop_checks import NEEDS_COUNT, Scaling, can_compile, check_rule, refuse_graphs
 from gaccum_ms.training.loop_records import LoopRecords
 from gaccum_ms.training.schedulers import Schedulers
 
 _NAME = "GradAccumulator"
-_NEEDS_COUNT = (
-    "For 'GradAccumulator', with reduction='sum' or 'min_count' each call must have a 'count', the number of items in "
-    "its batch, by whose total the gradients are divided, but got none. Nothing was added."
-)
-
-
-class _Scaling:
-    """Whether losses are multiplied by the loss scale. It is a separate object, so that the accumulator does not refer
-    to itself: when such a cell is garbage-collected, MindSpore compiles another cell's graph a second time."""
-
-    def __init__(self, needed: bool) -> None:
-        self.missing = needed
-
-    def note(self) -> None:
-        self.missing = False
-
-    def check(self) -> None:
-        if self.missing:
-            raise RuntimeError(
-                "For 'GradAccumulator', losses must be multiplied by the loss scale before they are differentiated, "
-                "because 'scale_sense' was given and gradients are divided by it, but neither 'scale' was called nor "
-                "'scale_sense' read. Nothing was added. Differentiate accumulator.scale(loss), or leave 'scale_sense' "
-                "out."
-            )
-
-
-def _refuse_graphs() -> None:
-    raise RuntimeError(
-        f"For '{_NAME}', with 'scheduler' the accumulator must be called by Python, which steps it, but it is part of "
-        f"another graph, as in a function with mindspore.jit. Leave 'scheduler' out, and step it yourself."
-    )
-
-
-def _can_compile(functions: Iterable[Any]) -> bool:
-    """Whether PyNative mode can compile the accumulator with these; says why not. In graph mode it must."""
-    problem = None if graphs.runs_eagerly(jit=True) else graphs.uncompilable(functions)
-    if problem is not None and ms.get_context("mode") == ms.PYNATIVE_MODE:
-        warn_user(
-            f"For '{_NAME}', 'transforms' and the optimizer are compiled from their lines of source, but got "
-            f"{problem}. So the accumulator runs eagerly, which takes longer. Define it by 'def' or 'class' in a file, "
-            f"or give jit=False."
-        )
-        return False
-    return True
 
 
 class GradAccumulator(nn.Cell):
@@ -217,10 +173,10 @@ class GradAccumulator(nn.Cell):
         self._schedulers = None if scheduler is None else Schedulers(_NAME, "scheduler", schedulers)
         if self._schedulers is not None:
             self._schedulers.check_optimizer(optimizer, "the accumulator calls")
-        self._scaling = _Scaling(needed=scale_sense is not None)
+        self._scaling = Scaling(needed=scale_sense is not None)
         self.optimizer = optimizer
         hold_weights(self, weights)
-        self._jit = jit and _can_compile((*options.transforms, optimizer))
+        self._jit = jit and can_compile((*options.transforms, optimizer))
         self.drops = options.drops
         self.loss_is_mean = options.loss_is_mean
         self.needs_count = not options.loss_is_mean or min_count is not None
@@ -253,7 +209,7 @@ class GradAccumulator(nn.Cell):
         self._advice = AdviceAboutRanks(_NAME)
         self._look = ops.constexpr(self._advice.look)
         self.has_scheduler = scheduler is not None
-        self._refuse_caller = ops.constexpr(_refuse_graphs)
+        self._refuse_caller = ops.constexpr(refuse_graphs)
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
@@ -337,21 +293,14 @@ class GradAccumulator(nn.Cell):
         if count is not None:
             count = checked_count(count)
         elif self.needs_count:
-            raise TypeError(_NEEDS_COUNT)
+            raise TypeError(NEEDS_COUNT)
         if loss is not None:
             loss = checked_loss(loss)
         rule = BATCHES if count is None else COUNTS
         if isinstance(gradients, GradientsOfBatch) and rule == BATCHES:
             count, rule = ms.Tensor(gradients.samples, ms.float32), SAMPLES
         self._begin_call()
-        rule_of_window = int(self.run_record.window_rule.asnumpy())
-        if rule != rule_of_window and self.window.batches:
-            raise ValueError(
-                f"For 'GradAccumulator', 'count' must be given with every batch of a window or with none, and each "
-                f"batch's gradients be of 'value_and_grad' or none's, but got count={count} and gradients that weigh "
-                f"by {RULES[rule]} after {self.window.batches} batch(es) that weigh by {RULES[rule_of_window]}. "
-                f"Nothing was added."
-            )
+        check_rule(rule, int(self.run_record.window_rule.asnumpy()), self.window.batches, count)
         self._records.begin(self)
         self._records.check_loss(loss)
         gradients = ms.mutable(tuple(gradients))  # else a constant, and each call would compile a graph
@@ -424,7 +373,7 @@ class GradAccumulator(nn.Cell):
 
     def construct(self, gradients, count=None, loss=None, rule=None):
         if self.needs_count and count is None:  # within a function under `mindspore.jit` : at compile time
-            raise TypeError(_NEEDS_COUNT)
+            raise TypeError(NEEDS_COUNT)
         if self.has_scheduler and not self.called_by_python:
             self._refuse_caller()
         self._check_scaling()

@@ -15,7 +15,7 @@ from gaccum_ms.record.window_record import WindowRecord
 
 class LoopRecords:
     """The notes of the open window, and of the last that has ended. It does not refer to the accumulator, which its
-    methods take: see `_Scaling` ."""
+    methods take: see `Scaling` ."""
 
     def __init__(self) -> None:
         self._notes = WindowNotes()

@@ -435,6 +435,7 @@ def test_a_scale_that_no_loss_was_multiplied_by_is_refused(way):
         return accumulator(gradients)
 
     call = ms.jit(call) if way == "jit" else call
+    assert not accumulator.flush()
     before = everything(accumulator)
     with pytest.raises(
         RuntimeError, match=r"'GradAccumulator', losses must be multiplied .* accumulator.scale\(loss\)"
