@@ -580,12 +580,13 @@ def test_records_of_a_loop_within_jit(pynative):
     accumulator = make_accumulator(2)
 
     @ms.jit
-    def add(value, count, loss):
-        return accumulator((value * ops.ones(2, ms.float32),), count, loss=loss)
+    def add(samples, loss):
+        return accumulator((samples.mean() * ops.ones(2, ms.float32),), samples.shape[0], loss=loss)
 
     for update in (1, 2):
-        for value in (1.0, 3.0):
-            add(Tensor(value), Tensor(value), Tensor(10 * value * update))
+        for number in (1, 3):
+            add(Tensor([float(number)] * number), Tensor(10.0 * number * update))
+        assert moved(accumulator) == [2.5 * update] * 2
         record = accumulator.record()
         assert (record.loss, record.losses, record.count) == (25.0 * update, (), 4.0)
         assert (record.update, record.updated, record.batches) == (update, True, 2)
