@@ -14,6 +14,7 @@ from mindspore import nn
 from gaccum_ms.backend.held_cells import held_cells
 from gaccum_ms.backend.pynative_tape import close_tape
 from gaccum_ms.checks.arguments import described
+from gaccum_ms.checks.other_names import explains_other_names
 from gaccum_ms.distributed.ranks import refuse_wrapped_network
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
 from gaccum_ms.losses.per_sample_loss import PerSampleLoss
@@ -98,7 +99,8 @@ class GradAccumulationCell(nn.Cell):
         loss_weights (Sequence[float], optional): For a network that returns a tuple of losses, the weight of each in
             their sum. Default: ``None`` , 1 for each.
         max_grad_norm (float, optional): Scale the finished, reduced gradient down to this global norm if its norm is
-            larger, as `mindspore.ops.clip_by_global_norm` does. Default: ``None`` , no clipping.
+            larger, as `mindspore.ops.clip_by_global_norm` does; infinity only records the norm. Default: ``None`` , no
+            clipping.
         transforms (Sequence, optional): Applied to the finished, reduced gradient before the optimizer, once per
             update, in order: :class:`ClipByGlobalNorm` , :class:`ClipByValue` , :class:`AdaptiveGradientClip` ,
             :class:`SkipSpikes` , :class:`WeightAverage` , your own :class:`Transform` , or a function that maps
@@ -167,6 +169,7 @@ class GradAccumulationCell(nn.Cell):
         [[0.4 0.4 0.4]]
     """
 
+    @explains_other_names
     def __init__(
         self,
         network: nn.Cell,

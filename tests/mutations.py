@@ -412,6 +412,20 @@ FAULTS = [
         "weight = weight + 0.0",
         "training/test_grad_accumulator.py -k counted",
     ),
+    Fault(
+        "a loop's batches have one sample",
+        "training/gradients_of_batch.py",
+        "first.shape[0])",
+        "1)",
+        "training/test_grad_accumulator.py -k equal_the_joined_batch[samples]",
+    ),
+    Fault(
+        "a loop's losses weigh alike",
+        "training/grad_accumulator.py",
+        ".reshape(()) * weight * scale",
+        ".reshape(()) * seed_per_item",
+        "training/test_grad_accumulator.py -k records",
+    ),
     # -- losses of the whole batch
     Fault(
         "each micro-batch adds the loss's own gradient whole",
@@ -509,9 +523,16 @@ FAULTS = [
     Fault(
         "schedulers step for each batch",
         "callbacks/update_scheduler.py",
-        "self._follow(record.update)",
-        "self._follow(int(training_step(run_context).batch_count.asnumpy()))",
+        "follow(record.update)",
+        "follow(int(training_step(run_context).batch_count.asnumpy()))",
         "training/test_newer_optimizers.py -k go_on_from_a_checkpoint[exponential-graph]",
+    ),
+    Fault(
+        "a checkpoint is without the schedulers' state",
+        "training/schedulers.py",
+        "        list_schedulers(self.optimizer, schedulers, self.updates)\n",
+        "",
+        "training/test_newer_optimizers.py -k a_loops_scheduler_steps",
     ),
     Fault(
         "the data set begins anew",
@@ -543,7 +564,7 @@ FAULTS = [
     ),
     Fault(
         "each record is one of an update",
-        "record/recorder.py",
+        "record/window_notes.py",
         "updated=updated,",
         "updated=True,",
         "record/test_recorder.py -k overflow",

@@ -14,6 +14,7 @@ All of it is compiled: see the rules at the head of step.py.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
@@ -83,6 +84,9 @@ class Update(nn.Cell):
         hold_weights(self, weights)
         self.window = window
         max_grad_norm, transforms = without_front_clip(options.max_grad_norm, options.transforms)
+        self.has_norm = max_grad_norm is not None or options.record_noise
+        if max_grad_norm == math.inf:  # the norm is only recorded
+            max_grad_norm = None
         self.max_grad_norm = max_grad_norm
         self.has_transforms = bool(transforms)
         if transforms:
@@ -106,7 +110,6 @@ class Update(nn.Cell):
         self.has_statistics = statistics is not None
         if statistics is not None:
             self.statistics = statistics
-        self.has_norm = max_grad_norm is not None or options.record_noise
         if self.has_norm:
             self.grad_norm = record("grad_norm")
         # If the norm is finite, the gradients are, and stay so in float32: they need no second check.

@@ -7,6 +7,7 @@ own size, so that its update looks right with a gradient that is K times too lar
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -146,7 +147,7 @@ class Recorder(nn.Cell):
 
     def construct(self, gradients):
         gradients = ops.depend(gradients, self.map(accumulators.add_to, self.gradients, gradients))
-        if self.max_grad_norm is not None:
+        if self.max_grad_norm not in (None, math.inf):
             gradients = ops.clip_by_global_norm(gradients, self.max_grad_norm)
         return self.optimizer(gradients)
 

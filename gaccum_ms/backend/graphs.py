@@ -80,13 +80,41 @@ def check_compilable(owner: str, jit: Any, name: str, functions: Iterable[Any]) 
     if runs_eagerly(bool(jit)):
         return
     for function in functions:
-        if getattr(function, "__name__", "") == "<lambda>" and not _stands_alone(function):
-            code = function.__code__
+        if _is_lambda(function) and not _stands_alone(function):
             raise TypeError(
                 f"For '{owner}', a function as '{name}' is compiled from its lines of source, in which a lambda must "
-                f"stand alone, but got a lambda within other code, in line {code.co_firstlineno} of "
-                f"{code.co_filename}. Define the function by 'def'."
+                f"stand alone, but got {_lambda_within(function)}. Define the function by 'def'."
             )
+
+
+def uncompilable(functions: Iterable[Any]) -> str | None:
+    """The first function or Cell that MindSpore cannot compile from its lines of source, in words."""
+    for function in functions:
+        if _is_lambda(function) and not _stands_alone(function):
+            return _lambda_within(function)
+        try:
+            for code in _codes_of(function):
+                inspect.getsourcelines(code)
+        except OSError:
+            name = getattr(function, "__name__", type(function).__name__)
+            return f"'{name}', whose source is in no file, as of what is typed at a prompt"
+    return None
+
+
+def _codes_of(function: Any) -> list[Any]:
+    """The functions that a graph contains of this one: of a Cell, those that its class itself defines."""
+    if not isinstance(function, nn.Cell):
+        return [function] if inspect.isfunction(function) else []
+    return [entry for entry in vars(type(function)).values() if inspect.isfunction(entry)]
+
+
+def _is_lambda(function: Any) -> bool:
+    return getattr(function, "__name__", "") == "<lambda>"
+
+
+def _lambda_within(function: Any) -> str:
+    code = function.__code__
+    return f"a lambda within other code, in line {code.co_firstlineno} of {code.co_filename}"
 
 
 def _stands_alone(function: Any) -> bool:
@@ -143,7 +171,7 @@ def _run_graph_in_pynative_mode(cell: nn.Cell, *inputs: Any) -> Any:
     if not cell.compile_cache:  # before its first compilation, graph mode does this too
         cell.check_names_and_refresh_name()
         cell.__compile_cell_hook__ = True
-    # If an earlier eager gradient has left PyNative's tape open, it would record this.
+    close_tape()  # a gradient that is not ours may have left it open
     with no_grad(), compiling_alone():
         return cell.compile_and_run(*inputs)
 

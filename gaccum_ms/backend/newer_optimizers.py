@@ -93,8 +93,8 @@ def list_schedulers(optimizer: nn.Cell, schedulers: Iterable[Any], updates: ms.P
     """The same for the schedulers' own state, and for their number of updates. The names are ours, because MindSpore
     gives several schedulers the same names."""
     state = [updates]
-    for number, scheduler in enumerate(_with_inner(schedulers)):
-        rates = {id(rate) for group in optimizer.param_groups for rate in _parameters_in(group["lr"])}
+    for number, scheduler in enumerate(with_inner(schedulers)):
+        rates = {id(rate) for rate in _rates_of(optimizer)}
         for name, value in vars(scheduler).items():
             if isinstance(value, ms.Parameter) and id(value) not in rates:
                 value.name = f"{_SCHEDULER}{number}.{name}"
@@ -103,10 +103,27 @@ def list_schedulers(optimizer: nn.Cell, schedulers: Iterable[Any], updates: ms.P
     optimizer.gaccum_ms_schedulers = ms.ParameterTuple(state)
 
 
+def state_of_schedulers(schedulers: Iterable[Any]) -> list[ms.Parameter]:
+    """All that their ``step()`` may write: their own Parameters, and the rates."""
+    inner = with_inner(schedulers)
+    own_state = [value for scheduler in inner for value in vars(scheduler).values() if isinstance(value, ms.Parameter)]
+    return own_state + _rates_of(inner[0].optimizer)
+
+
+def is_of_scheduler(name: str) -> bool:
+    """Whether a checkpoint's value is a scheduler's state."""
+    return name.startswith(_SCHEDULER)
+
+
+def is_rate(name: str) -> bool:
+    """Whether a Parameter of an optimizer is a learning rate, and not a factor that callbacks change."""
+    return name == "learning_rate" or name.startswith("learning_rate_group_")
+
+
 def may_lack(name: str) -> bool:
     """Whether a checkpoint may lack this Parameter of an optimizer: it may be from before the Parameter was listed, or
     from a training without scheduler."""
-    return name.startswith((_SCHEDULER, "learning_rate_group_", "max_exp_avg_sq."))
+    return is_of_scheduler(name) or name.startswith(("learning_rate_group_", "max_exp_avg_sq."))
 
 
 def _parameters_in(value: Any) -> list[ms.Parameter]:
@@ -115,6 +132,10 @@ def _parameters_in(value: Any) -> list[ms.Parameter]:
     return [entry for entry in value if isinstance(entry, ms.Parameter)] if isinstance(value, ms.ParameterTuple) else []
 
 
-def _with_inner(schedulers: Iterable[Any]) -> list[Any]:
+def _rates_of(optimizer: ExperimentalOptimizer) -> list[ms.Parameter]:
+    return [rate for group in optimizer.param_groups for rate in _parameters_in(group["lr"])]
+
+
+def with_inner(schedulers: Iterable[Any]) -> list[Any]:
     """Schedulers, and the schedulers inside them, as in SequentialLR."""
-    return [scheduler for outer in schedulers for scheduler in (outer, *_with_inner(getattr(outer, "_schedulers", ())))]
+    return [scheduler for outer in schedulers for scheduler in (outer, *with_inner(getattr(outer, "_schedulers", ())))]

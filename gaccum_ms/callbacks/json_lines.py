@@ -22,6 +22,7 @@ class JsonLines:
             )
         # Absolute, because the working folder may change in mid-training.
         self._path = None if path is None else Path(path).absolute()
+        self._begun = False
 
     def begin(self) -> None:
         """Create the file, so that an unwritable one is an error now, not after the first window.
@@ -29,6 +30,7 @@ class JsonLines:
         A last line that a killed training has cut short is ended, so that the next record has a line of its own.
         """
         path = self._path
+        self._begun = True
         if path is None or rank_or_0() != 0:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,6 +42,8 @@ class JsonLines:
                     file.write(b"\n")
 
     def append(self, record: dict[str, Any]) -> None:
+        if not self._begun:  # by a loop, which has no beginning of training
+            self.begin()
         if self._path is not None and rank_or_0() == 0:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")

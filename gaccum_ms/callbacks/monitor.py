@@ -72,19 +72,22 @@ class WindowMonitor(WindowCallback):
         self._json_lines.begin()
 
     def on_window_end(self, run_context: RunContext, record: WindowRecord) -> None:
+        self.add(record)
+
+    def add(self, record: WindowRecord) -> None:
+        """Record a window of a loop of your own: what :meth:`GradAccumulator.record` returns.
+
+        Args:
+            record (WindowRecord): It is appended to ``records`` and written, as those of `ms.Model` are.
+        """
         self.records.append(record)
         numbers = asdict(record)
         del numbers["noise"]  # `noise_scale` tells what it means
         self._json_lines.append(numbers)
         if self._summary is None or rank_or_0() != 0:
             return
-        scalars = {
-            f"window/{name}": float(value)
-            for name, value in numbers.items()
-            if isinstance(value, (bool, int, float)) and name != "update"
-        }
-        scalars |= {f"window/loss_terms/{term}": loss for term, loss in enumerate(record.loss_terms or ())}
-        for name, value in scalars.items():
+        for field, value in record.scalars().items():
+            name = f"window/{field}"
             if isinstance(self._summary, ms.SummaryRecord):
                 self._summary.add_value("scalar", name, ms.Tensor(value, ms.float32))
             else:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import mindspore as ms
-from mindspore.experimental.optim.lr_scheduler import LRScheduler, SequentialLR
 from mindspore.train import RunContext
 
-from gaccum_ms.backend import no_grad
-from gaccum_ms.backend.newer_optimizers import list_schedulers, refuse_fixed_rates, without_shards
-from gaccum_ms.backend.parameters import counter, overwrite
 from gaccum_ms.callbacks.window_watch import training_step
 from gaccum_ms.record.window_callback import WindowCallback
 from gaccum_ms.record.window_record import WindowRecord
+from gaccum_ms.training.schedulers import Schedulers
 
 _NAME = "UpdateScheduler"
 
@@ -39,7 +35,8 @@ class UpdateScheduler(WindowCallback):
     Raises:
         TypeError: If there is none, or one is no LRScheduler; ReduceLROnPlateau is none, because it needs a metric.
         ValueError: If the schedulers are for different optimizers, or for another than the training's, or for
-            `mindspore.mint.optim.SGD` , which never reads a changed rate.
+            `mindspore.mint.optim.SGD` , which never reads a changed rate; if a scheduler keeps state outside of
+            Parameters, which checkpoints would lose.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -63,40 +60,14 @@ class UpdateScheduler(WindowCallback):
 
     def __init__(self, *schedulers: Any) -> None:
         super().__init__()
-        if not schedulers or not all(isinstance(scheduler, (LRScheduler, SequentialLR)) for scheduler in schedulers):
-            kinds = [type(scheduler).__name__ for scheduler in schedulers]
-            raise TypeError(
-                f"For '{_NAME}', the argument 'schedulers' must be LRSchedulers of "
-                f"mindspore.experimental.optim.lr_scheduler, but got {kinds}."
-            )
-        self.schedulers = schedulers
-        self.optimizer = schedulers[0].optimizer
-        if any(scheduler.optimizer is not self.optimizer for scheduler in schedulers):
-            raise ValueError(
-                f"For '{_NAME}', the argument 'schedulers' must be of one optimizer, but got schedulers of several."
-            )
-        refuse_fixed_rates(_NAME, self.optimizer)
-        # Updates for which the schedulers were stepped; -1 before the first training.
-        self.updates = counter("scheduler.updates", -1)
-        list_schedulers(self.optimizer, schedulers, self.updates)
+        self.schedulers = Schedulers(_NAME, "schedulers", schedulers)
 
     def on_train_begin(self, run_context: RunContext) -> None:
         step: Any = training_step(run_context)
-        if without_shards(step.optimizer) is not self.optimizer:
-            raise ValueError(
-                f"For '{_NAME}', the argument 'schedulers' must be of the optimizer that a GradAccumulationCell is "
-                f"trained with, but got schedulers of another '{type(self.optimizer).__name__}'."
-            )
-        if int(self.updates.asnumpy()) < 0:
-            overwrite(self.updates, step.update_count)
-        self._follow(int(step.update_count.asnumpy()))  # a checkpoint may be from between an update and its schedulers
+        self.schedulers.check_optimizer(step.optimizer, "a GradAccumulationCell is trained with")
+        self.schedulers.begin(step.update_count)
+        # A checkpoint may be from between an update and its schedulers.
+        self.schedulers.follow(int(step.update_count.asnumpy()))
 
     def on_window_end(self, run_context: RunContext, record: WindowRecord) -> None:
-        self._follow(record.update)
-
-    def _follow(self, updates: int) -> None:
-        for update in range(int(self.updates.asnumpy()), updates):
-            with no_grad():
-                for scheduler in self.schedulers:
-                    scheduler.step()
-            overwrite(self.updates, ms.Tensor(update + 1, ms.int32))
+        self.schedulers.follow(record.update)

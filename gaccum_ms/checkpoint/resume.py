@@ -15,8 +15,9 @@ import numpy as np
 from mindspore import nn
 
 from gaccum_ms.accumulation.sharded_accumulators import ALL_PARTS
-from gaccum_ms.backend.newer_optimizers import may_lack
+from gaccum_ms.backend.newer_optimizers import is_of_scheduler, is_rate, may_lack
 from gaccum_ms.backend.parameters import own
+from gaccum_ms.backend.user_warnings import warn_user
 from gaccum_ms.checkpoint.data_position import begin_at
 from gaccum_ms.checkpoint.newest import SUFFIXES, newest_checkpoint
 from gaccum_ms.checkpoint.rank_files import Values, of_rank, origin
@@ -39,7 +40,8 @@ def resume(
     the state of MindSpore's default generator. The step may be new, or have run. The window is finished with its true
     counts, also if `micro_size` and `accumulation_steps` have changed. If the number of ranks has changed, give the
     checkpoints of all old ranks. With a checkpoint of the network alone, or of a training without accumulation, the
-    window and all counts begin anew, and optimizer state that it lacks stays as it is.
+    window and all counts begin anew, and optimizer state that it lacks stays as it is. For a GradAccumulator, a warning
+    says if a scheduler's state is missing in the checkpoint, or if its learning rate is not the optimizer's.
 
     Two things are not in a checkpoint, because MindSpore gives no access to them: the next random numbers of operators
     on CPU, such as the masks of `nn.Dropout` ; and random numbers of Python and NumPy in datasets.
@@ -127,6 +129,8 @@ def _go_on(step: Any, paths: Sequence[Path], data_set: Any) -> int:
     if data_set is not None:
         _check_data_set(files, values, data_set, record.ranks)
     values = _counted_here(values, origin(files[0][1])[1], record.ranks)
+    if isinstance(step, GradAccumulator):
+        _warn_of_schedulers(step, values)
     batches = int(values.get(own("window_position"), 0))
     if batches:
         rank, ranks = origin(values)
@@ -211,6 +215,34 @@ def _check_parameters(step: nn.Cell, path: Path, values: Values) -> None:
                 f"For 'resume', a parameter must have the shape that it has in the checkpoint, but got "
                 f"{parameter.name} of shape {parameter.shape}, and {values[parameter.name].shape} in '{path}'."
             )
+
+
+def _warn_of_schedulers(accumulator: GradAccumulator, values: Values) -> None:
+    """Warn if a scheduler's state is missing, here or in the checkpoint: the next rates will be other ones."""
+    saved = any(is_of_scheduler(name) for name in values)
+    if accumulator.has_scheduler and not saved:
+        problem = "has no scheduler's state, so the scheduler begins anew"
+    elif accumulator.has_scheduler:
+        return
+    elif saved:
+        problem = "has a scheduler's state, but the accumulator has no scheduler"
+    else:
+        changed = [
+            parameter.name
+            for parameter in accumulator.optimizer.get_parameters()
+            if is_rate(parameter.name)
+            and not np.array_equal(parameter.asnumpy(), values.get(parameter.name, parameter))
+        ]
+        if not changed:
+            return
+        problem = (
+            f"has another '{changed[0]}' than the optimizer, and no scheduler's state: the rate is loaded, but a "
+            f"scheduler that you step yourself begins anew"
+        )
+    warn_user(
+        f"For 'resume', the checkpoint {problem}. Give GradAccumulator(..., scheduler=...) when it is saved and when "
+        f"it is loaded."
+    )
 
 
 def _counted_here(values: Values, saved_ranks: int, ranks: int) -> Values:

@@ -55,6 +55,13 @@ def check_positive_finite(owner: str, name: str, value: Any) -> None:
         raise ValueError(f"For '{owner}', the argument '{name}' must be positive and finite, but got {value}.")
 
 
+def check_positive(owner: str, name: str, value: Any) -> None:
+    """Infinity is welcome, too."""
+    check_number(owner, name, value)
+    if not value > 0:
+        raise ValueError(f"For '{owner}', the argument '{name}' must be positive, but got {value}.")
+
+
 def check_bool(owner: str, name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"For '{owner}', the argument '{name}' must be a bool, but got {value!r}.")

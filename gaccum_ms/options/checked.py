@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from gaccum_ms.checks.arguments import check_one_of
+from gaccum_ms.checks.arguments import check_bool, check_one_of
 from gaccum_ms.options.options import Options, check_each
 
 _NAME = "GradAccumulationCell"
@@ -33,6 +33,7 @@ def accumulator_options(**given: Any) -> Options:
     """The checked options of a `GradAccumulator` ."""
     owner = "GradAccumulator"
     check_one_of(owner, "reduction", given["reduction"], ("mean", "sum"))
+    check_bool(owner, "jit", given["jit"])
     options = Options(loss_weights=(1.0,), **given)
     check_each(owner, options)
     if options.accumulators.sharded:

@@ -13,7 +13,13 @@ import numpy as np
 from mindspore import nn
 
 from gaccum_ms import backend
-from gaccum_ms.checks.arguments import check_bool, check_one_of, check_positive_finite, check_positive_int
+from gaccum_ms.checks.arguments import (
+    check_bool,
+    check_one_of,
+    check_positive,
+    check_positive_finite,
+    check_positive_int,
+)
 from gaccum_ms.layers.window_batchnorm import WindowBatchNorm
 from gaccum_ms.options.accumulators import Accumulators
 from gaccum_ms.options.checks import (
@@ -235,7 +241,7 @@ class Options:
         only_of_batch_loss("loss_weights", (1.0,), "add the losses up in 'loss_fn'", SEVERAL),
         given="Sequence[float] | None",
     )
-    max_grad_norm: float | None = option(optional(check_positive_finite), for_memory=_is_given)
+    max_grad_norm: float | None = option(optional(check_positive), for_memory=_is_given)
     transforms: Any = option(
         check_transforms,
         Rule(

@@ -10,17 +10,19 @@ from gaccum_ms.record.noise_estimate import WindowNoise
 @dataclass(frozen=True)
 class WindowRecord:
     """
-    The record of a window that has ended, for a :class:`WindowCallback` .
+    The record of a window that has ended, for a :class:`WindowCallback` and of :meth:`GradAccumulator.record` .
 
     Args:
         update (int): Updates made so far.
         updated (bool): Whether this window made one. It made none if it overflowed, was skipped or counted nothing.
-        epoch (int): The epoch in which the window ended, from 1.
+        epoch (Union[int, None]): The epoch in which the window ended, from 1; ``None`` in a loop of your own that does
+            not say it.
         batches (int): The number of its batches, on this rank.
         losses (tuple[float]): Each batch's mean, on this rank, for the batches of this training.
-        loss (float): The window's mean, with `count` over all ranks.
+        loss (float): The window's mean, with `count` over all ranks; so too of a GradAccumulator, and NaN if it was
+            given no losses.
         counts (tuple[float]): Each batch's samples, or its `count` , on this rank. With several losses, one entry for
-            each loss.
+            each loss. 1 for a batch of a GradAccumulator that has neither.
         count (Union[float, None]): The total of the window's mean, over all ranks if ranks are weighted by counts;
             ``None`` with several losses, which have no common total.
         loss_terms (Union[tuple[float], None]): With several losses, the mean of each, before `loss_weights` ;
@@ -32,7 +34,8 @@ class WindowRecord:
             `smoothing` , from all windows of this step; ``None`` without `record_noise` .
         loss_scale (Union[float, None]): The loss scale; ``None`` without one.
         learning_rate (float): The update's rate, of the first parameter group.
-        seconds (float): Time from the beginning of the first batch to the end of the update.
+        seconds (float): Time from the beginning of the first batch to the end of the update. In a loop of your own,
+            time since the window before it ended.
         skipped_updates (int): Updates that :class:`SkipSpikes` has skipped so far; 0 without it. Default: ``0`` .
         noise (Union[WindowNoise, None]): The squared norms of the gradients of the window and of its first micro-batch,
             and their items, as a named tuple; ``None`` without `record_noise` and without an update.
@@ -62,7 +65,7 @@ class WindowRecord:
 
     update: int
     updated: bool
-    epoch: int
+    epoch: int | None
     batches: int
     losses: tuple[float, ...]
     loss: float
@@ -77,3 +80,13 @@ class WindowRecord:
     seconds: float
     skipped_updates: int = 0
     noise: WindowNoise | None = None
+
+    def scalars(self) -> dict[str, float]:
+        """Its single numbers by their fields' names, but `update` , which is their step; terms of the loss are
+        ``loss_terms/<n>`` . Logging services take them as they are."""
+        terms = {f"loss_terms/{number}": loss for number, loss in enumerate(self.loss_terms or ())}
+        return {
+            name: float(value)
+            for name, value in vars(self).items()
+            if isinstance(value, (bool, int, float)) and name != "update"
+        } | terms

@@ -99,3 +99,15 @@ def checked_count(count: Any) -> ms.Tensor:
             f"For 'GradAccumulator', 'count' must be finite and not negative, but got {value}. Nothing was added."
         )
     return ms.Tensor(number, ms.float32)
+
+
+def checked_loss(loss: Any) -> ms.Tensor:
+    """A batch's loss as a Tensor, for the same reason."""
+    if isinstance(loss, ms.Tensor) and loss.size == 1 and loss.is_floating_point():
+        return loss
+    if isinstance(loss, bool) or not isinstance(loss, numbers.Real):
+        raise TypeError(
+            f"For 'GradAccumulator', 'loss' must be a number or a Tensor with one, the batch's loss without loss "
+            f"scale, but got {described(loss)}."
+        )
+    return ms.Tensor(float(loss), ms.float32)

@@ -1,4 +1,4 @@
-"""The reduction of a GradAccumulator's windows, whose batches weigh by counts or all alike."""
+"""The reduction of a GradAccumulator's windows, whose batches weigh by counts, by samples or all alike."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gaccum_ms.accumulation.reduction import CountedReduction
 from gaccum_ms.record.run_record import RULES
 from gaccum_ms.transforms.norms import scale_by
 
-BATCHES, COUNTS = RULES.index("batches"), RULES.index("counts")
+BATCHES, SAMPLES, COUNTS = (RULES.index(rule) for rule in ("batches", "samples", "counts"))
 
 
 class BatchReduction(CountedReduction):
@@ -33,5 +33,5 @@ class BatchReduction(CountedReduction):
     def construct(self, gradients, sums, seed_per_item, scale):
         gradients, divisor, loss, counted = super().construct(gradients, sums, seed_per_item, scale)
         if self.summed_ranks != 1.0:
-            divisor = ops.select(self.window_rule == BATCHES, divisor / self.summed_ranks, divisor)
+            divisor = ops.select(self.window_rule == COUNTS, divisor, divisor / self.summed_ranks)
         return gradients, divisor, loss, counted

@@ -7,7 +7,7 @@ both use open_window.py, reduction.py and update.py.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mindspore as ms
@@ -21,47 +21,30 @@ from gaccum_ms.accumulation.update import Update, WindowEnd
 from gaccum_ms.backend import graphs
 from gaccum_ms.backend.parameters import counter, expose_records, hold_weights, overwrite
 from gaccum_ms.checks.arguments import check_positive_int
+from gaccum_ms.checks.other_names import explains_other_names
 from gaccum_ms.cpu.kernels import all_finite
 from gaccum_ms.losses import counts
 from gaccum_ms.options.accumulators import Accumulators
 from gaccum_ms.options.checked import accumulator_options
-from gaccum_ms.record.run_record import RULES, RunRecord
+from gaccum_ms.record.run_record import RunRecord
+from gaccum_ms.record.window_record import WindowRecord
 from gaccum_ms.training.admission import (
     admit_weights,
     check_gradients,
     checked_count,
+    checked_loss,
 )
 from gaccum_ms.training.advice import AdviceAboutRanks
 from gaccum_ms.training.averages import average_of, averaged_weights
 from gaccum_ms.training.bad_counts import NoCount
-from gaccum_ms.training.batch_reduction import BATCHES, COUNTS, BatchReduction
+from gaccum_ms.training.batch_reduction import BATCHES, COUNTS, SAMPLES, BatchReduction
+from gaccum_ms.training.gradients_of_batch import GradientsOfBatch, value_and_grad
 from gaccum_ms.training.lifecycle import Lifecycle
+from gaccum_ms.training.loop_checks import NEEDS_COUNT, Scaling, can_compile, check_rule, refuse_graphs
+from gaccum_ms.training.loop_records import LoopRecords
+from gaccum_ms.training.schedulers import Schedulers
 
 _NAME = "GradAccumulator"
-_NEEDS_COUNT = (
-    "For 'GradAccumulator', with reduction='sum' or 'min_count' each call must have a 'count', the number of items in "
-    "its batch, by whose total the gradients are divided, but got none. Nothing was added."
-)
-
-
-class _Scaling:
-    """Whether losses are multiplied by the loss scale. It is a separate object, so that the accumulator does not refer
-    to itself: when such a cell is garbage-collected, MindSpore compiles another cell's graph a second time."""
-
-    def __init__(self, needed: bool) -> None:
-        self.missing = needed
-
-    def note(self) -> None:
-        self.missing = False
-
-    def check(self) -> None:
-        if self.missing:
-            raise RuntimeError(
-                "For 'GradAccumulator', losses must be multiplied by the loss scale before they are differentiated, "
-                "because 'scale_sense' was given and gradients are divided by it, but neither 'scale' was called nor "
-                "'scale_sense' read. Nothing was added. Differentiate accumulator.scale(loss), or leave 'scale_sense' "
-                "out."
-            )
 
 
 class GradAccumulator(nn.Cell):
@@ -80,7 +63,7 @@ class GradAccumulator(nn.Cell):
 
     Keyword Args:
         max_grad_norm (float, optional): Scale the finished, reduced gradient down to this global norm if its norm is
-            larger. Default: ``None`` , no clipping.
+            larger; infinity only records the norm. Default: ``None`` , no clipping.
         transforms (Sequence, optional): As in :class:`GradAccumulationCell` . Default: ``()`` .
         accumulators (Accumulators, optional): How gradients are kept while they add up; not ``sharded`` .
             Default: ``None`` , ``Accumulators()`` .
@@ -90,12 +73,17 @@ class GradAccumulator(nn.Cell):
         scale_sense (Union[Cell, Tensor], optional): Loss scale, as in
             :class:`TrainOneStepWithGradAccumulationCell` ; the loss must then go through :meth:`scale` before it is
             differentiated, or be multiplied by this cell's ``scale_sense`` . Default: ``None`` .
-        jit (bool, optional): Compile the accumulator in PyNative mode too. Default: ``None`` , run it eagerly.
+        jit (bool, optional): Compile the accumulator in PyNative mode too, where it takes a fraction of the time; with
+            a transform or optimizer without source, or a lambda within other code, it runs eagerly, and a warning says
+            so. ``False`` : run it eagerly. Default: ``True`` .
         reduction (str, optional): What the gradients are of: ``"mean"`` , a batch's mean loss; ``"sum"`` , a sum over
             its items, divided by the window's total count. A sum over no items is added, a mean is not.
             Default: ``"mean"`` .
         min_count (float, optional): The least total count that a window is divided by, over all ranks. A window of
             total 0 then updates too. Default: ``None`` , such a window makes no update.
+        scheduler (Union[LRScheduler, Sequence[LRScheduler]], optional): Schedulers of
+            `mindspore.experimental.optim.lr_scheduler` for the optimizer, stepped once per update, in this order.
+            Checkpoints hold their state, and :func:`resume` restores it. Default: ``None`` .
 
     Inputs:
         - **gradients** (tuple[Tensor]) - The gradients of the batch's loss: one for each of the optimizer's parameters,
@@ -103,8 +91,11 @@ class GradAccumulator(nn.Cell):
           `nn.DistributedGradReducer` .
         - **count** (Union[Tensor, float], optional) - The number of items in the mean or sum, shape :math:`()`. Give it
           with every batch of a window or with none; inside `mindspore.jit` this is not checked, and a batch with a bad
-          count is left out silently. With counts, the mean is exact over all ranks. Without them, each batch has equal
-          weight, and MindSpore's ``gradients_mean`` decides between mean and sum over ranks. Default: ``None`` .
+          count is left out silently. With counts, the mean is exact over all ranks. Without them, gradients of
+          :meth:`value_and_grad` weigh by their samples, all others alike, and MindSpore's ``gradients_mean`` decides
+          between mean and sum over ranks. Default: ``None`` .
+        - **loss** (Union[Tensor, float], optional) - The batch's loss, without loss scale, for :meth:`record` ; shape
+          :math:`()`. Give it with every batch of a window or with none. Default: ``None`` .
 
     Outputs:
         bool, whether there was an update: at a window's last batch, unless it was dropped. Inside `mindspore.jit`, a
@@ -117,24 +108,25 @@ class GradAccumulator(nn.Cell):
 
     Raises:
         TypeError: If `optimizer` is not an Optimizer, `accumulation_steps` not an int, or an option or gradient of the
-            wrong type; if there is no count, with ``reduction="sum"`` or `min_count` .
+            wrong type; if there is no count, with ``reduction="sum"`` or `min_count` ; if `scheduler` is no
+            LRScheduler, as ReduceLROnPlateau, which needs a metric.
         ValueError: If `accumulation_steps` is less than 1; if an option has a wrong value; if gradients do not match
             the optimizer's parameters in number and shapes; if a count is negative or not finite.
-            Also if the weights are in a DistributedDataParallel, as far as they show it.
+            Also if the weights are in a DistributedDataParallel, as far as they show it; if `scheduler` is for another
+            optimizer, or keeps state outside of Parameters, which checkpoints would lose.
         RuntimeError: In semi-auto, auto and hybrid parallel mode, or with pipeline stages; at the first gradients, if
-            there is a `scale_sense` and no loss was scaled.
+            there is a `scale_sense` and no loss was scaled; with `scheduler` inside `mindspore.jit` .
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
 
     Examples:
-        >>> import mindspore as ms
         >>> from mindspore import Tensor, nn
         >>> from gaccum_ms import GradAccumulator
         >>> net = nn.Dense(1, 1, weight_init="ones", bias_init="zeros")
         >>> optimizer = nn.SGD(net.trainable_params(), learning_rate=0.1)
         >>> accumulator = GradAccumulator(optimizer, 2)
-        >>> grad_fn = ms.value_and_grad(nn.WithLossCell(net, nn.MSELoss()), None, optimizer.parameters)
+        >>> grad_fn = accumulator.value_and_grad(nn.WithLossCell(net, nn.MSELoss()))
         >>> for x, y in [(1.0, 0.0), (2.0, 0.0), (3.0, 0.0)]:
         ...     loss, gradients = grad_fn(Tensor([[x]]), Tensor([[y]]))
         ...     print(accumulator(gradients))
@@ -145,6 +137,10 @@ class GradAccumulator(nn.Cell):
         True
     """
 
+    called_by_python = False  # see graphs.py
+    spans_batches = True  # as a step whose windows have several batches, for records
+
+    @explains_other_names
     def __init__(
         self,
         optimizer: nn.Optimizer,
@@ -155,9 +151,10 @@ class GradAccumulator(nn.Cell):
         accumulators: Accumulators | None = None,
         overflow: str = "drop_window",
         scale_sense: nn.Cell | ms.Tensor | None = None,
-        jit: bool | None = None,
+        jit: bool = True,
         reduction: str = "mean",
         min_count: float | None = None,
+        scheduler: Any = None,
     ) -> None:
         super().__init__(auto_prefix=False)
         check_positive_int(_NAME, "accumulation_steps", accumulation_steps)
@@ -170,12 +167,16 @@ class GradAccumulator(nn.Cell):
             reduction=reduction,
             min_count=min_count,
         )
-        graphs.check_compilable(_NAME, jit, "transforms", options.transforms)
+        graphs.check_compilable(_NAME, False, "transforms", options.transforms)
         weights = admit_weights(_NAME, optimizer)
-        self._scaling = _Scaling(needed=scale_sense is not None)
+        schedulers = scheduler if isinstance(scheduler, (list, tuple)) else (scheduler,)
+        self._schedulers = None if scheduler is None else Schedulers(_NAME, "scheduler", schedulers)
+        if self._schedulers is not None:
+            self._schedulers.check_optimizer(optimizer, "the accumulator calls")
+        self._scaling = Scaling(needed=scale_sense is not None)
         self.optimizer = optimizer
         hold_weights(self, weights)
-        self._jit = bool(jit)
+        self._jit = jit and can_compile((*options.transforms, optimizer))
         self.drops = options.drops
         self.loss_is_mean = options.loss_is_mean
         self.needs_count = not options.loss_is_mean or min_count is not None
@@ -195,21 +196,39 @@ class GradAccumulator(nn.Cell):
         expose_records(self, self.window, self.update, *self.update.links)
         self.batch_count = counter("batch_count")
         distributed = self.window.reduction.sum_over_ranks.reduces
-        self.run_record = RunRecord(_NAME, ("batches", "counts"), accumulation_steps, distributed)
+        self.run_record = RunRecord(_NAME, ("batches", "samples", "counts"), accumulation_steps, distributed)
         batch_reduction.window_rule = self.run_record.window_rule
         self._lifecycle = Lifecycle(self.run_record, self.update, self.window, self.window_position, self._jit)
         self._lifecycle.keep_in_place(self)
         # Python runs these in PyNative mode, and at compile time in graph mode.
         self._note_scaling = ops.constexpr(self._scaling.note)
         self._check_scaling = ops.constexpr(self._scaling.check)
+        self._one, self._zero = ms.Tensor(1.0, ms.float32), ms.Tensor(0.0, ms.float32)
+        self._records = LoopRecords()
+        self._note_loss = ops.constexpr(self._records.note_loss)
         self._advice = AdviceAboutRanks(_NAME)
         self._look = ops.constexpr(self._advice.look)
+        self.has_scheduler = scheduler is not None
+        self._refuse_caller = ops.constexpr(refuse_graphs)
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
         if name == "scale_sense":  # a loop may multiply by it, and not call `scale`
             self._scaling.note()
         return value
+
+    def value_and_grad(self, function: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
+        """As `mindspore.value_and_grad` , of the optimizer's parameters; but a call of the accumulator weighs the
+        gradients by the samples in their batch. It is for a mean over samples, and outside of `mindspore.jit` .
+
+        Args:
+            function (Union[Cell, Callable]): Returns the loss; the first axis of its first input is that of samples.
+            has_aux (bool): Whether it returns more than the loss. Default: ``False`` .
+
+        Returns:
+            Callable, returns what `function` does, and the gradients, a tuple.
+        """
+        return value_and_grad(function, self.weights, has_aux)
 
     def scale(self, loss: ms.Tensor) -> ms.Tensor:
         """The loss times the loss scale; with `scale_sense` , differentiate this."""
@@ -224,13 +243,18 @@ class GradAccumulator(nn.Cell):
         Returns:
             bool, whether there was an update.
         """
-        self._lifecycle.begin_call()
-        return self.end_window.flush()
+        self._begin_call()
+        self._records.begin(self)
+        had_batches = bool(self.window.batches)
+        updated = self.end_window.flush()
+        self._end_call(had_batches or updated)
+        return updated
 
     def clear(self) -> None:
         """Discard the open window and its batches. All ranks must call this."""
         self._lifecycle.begin_call()
         self.window.reset_eagerly()
+        self._records.clear(self)
 
     @contextlib.contextmanager
     def no_update(self) -> Iterator[None]:
@@ -262,31 +286,69 @@ class GradAccumulator(nn.Cell):
         all losses that were scaled before."""
         self.update.set_scale(sens)
 
-    def __call__(self, gradients: Sequence[ms.Tensor], count: Any = None) -> bool:
+    def __call__(self, gradients: Sequence[ms.Tensor], count: Any = None, loss: Any = None) -> bool:
         check_gradients(gradients, self.weights)
         self._scaling.check()
         self._advice.look()
         if count is not None:
             count = checked_count(count)
         elif self.needs_count:
-            raise TypeError(_NEEDS_COUNT)
-        self._lifecycle.begin_call()
-        rule = RULES[int(self.run_record.window_rule.asnumpy())]
-        if (rule == "counts") != (count is not None) and self.window.batches:
-            raise ValueError(
-                f"For 'GradAccumulator', 'count' must be given with every batch of a window or with none, but got "
-                f"count={count} after {self.window.batches} batch(es) that weigh by {rule}. Nothing was added."
-            )
+            raise TypeError(NEEDS_COUNT)
+        if loss is not None:
+            loss = checked_loss(loss)
+        rule = BATCHES if count is None else COUNTS
+        if isinstance(gradients, GradientsOfBatch) and rule == BATCHES:
+            count, rule = ms.Tensor(gradients.samples, ms.float32), SAMPLES
+        self._begin_call()
+        check_rule(rule, int(self.run_record.window_rule.asnumpy()), self.window.batches, count)
+        self._records.begin(self)
+        self._records.check_loss(loss)
         gradients = ms.mutable(tuple(gradients))  # else a constant, and each call would compile a graph
-        inputs = (gradients,) if count is None else (gradients, count)
+        # All are Tensors, so that one graph serves all calls.
+        count = self._one if count is None else count
+        inputs = (gradients, count, self._zero if loss is None else loss, ms.Tensor(rule, ms.int32))
         try:
             updated = graphs.run(self, self._jit, *inputs)
         except BaseException:
             self.window.drop_if_torn()
             raise
-        if not self.window.batches:  # the window has ended
+        self._records.add(loss, count)
+        ended = not self.window.batches
+        self._end_call(ended)
+        if ended:
             self._no_count.warn(_NAME, self.window_count, self.dropped_micro_batches)
         return bool(updated.asnumpy())
+
+    def _begin_call(self) -> None:
+        self._lifecycle.begin_call()
+        if self._schedulers is not None:
+            self._schedulers.begin(self.update_count)
+            self._step_schedulers()  # a checkpoint may be from between an update and its schedulers
+
+    def _end_call(self, ended: bool) -> None:
+        """`ended` : whether a window has."""
+        if ended:
+            self._records.end(self)
+        self._step_schedulers()
+
+    def _step_schedulers(self) -> None:
+        if self._schedulers is not None:
+            self._schedulers.follow(int(self.update_count.asnumpy()))
+
+    def record(self, epoch: int | None = None) -> WindowRecord:
+        """The record of the last window that has ended.
+
+        Args:
+            epoch (int, optional): The record's `epoch` . Default: ``None`` .
+
+        Returns:
+            WindowRecord. If the accumulator was called inside `mindspore.jit` , it has no `losses` and `counts` ; call
+            this once per update then.
+
+        Raises:
+            RuntimeError: If no window has ended since the accumulator was made.
+        """
+        return self._records.record(self, epoch)
 
     @property
     def has_averages(self) -> bool:
@@ -305,12 +367,15 @@ class GradAccumulator(nn.Cell):
     def load(self, values: Mapping[str, np.ndarray]) -> None:
         """Load a checkpoint's values, by name, also in the middle of training; `gaccum_ms.resume` checks them."""
         self._lifecycle.load(self, values)
+        self._records.clear(self)
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 
-    def construct(self, gradients, count=None):
+    def construct(self, gradients, count=None, loss=None, rule=None):
         if self.needs_count and count is None:  # within a function under `mindspore.jit` : at compile time
-            raise TypeError(_NEEDS_COUNT)
+            raise TypeError(NEEDS_COUNT)
+        if self.has_scheduler and not self.called_by_python:
+            self._refuse_caller()
         self._check_scaling()
         self._look()
         scale = self.update.scale()
@@ -328,9 +393,17 @@ class GradAccumulator(nn.Cell):
         if belongs:
             added_count, dropped = self._add(weighed, items)
         seen = ops.assign_add(self.batch_count, ms.Tensor(1, ms.int32))
-        rule = BATCHES if count is None else COUNTS
-        seen = ops.depend(seen, ops.assign(self.run_record.window_rule, ms.Tensor(rule, ms.int32)))
-        ended = self.window.end_batch(ops.stack((ops.zeros_like(items), added_count, dropped)), ops.depend(items, seen))
+        losses = ops.zeros_like(items)
+        if loss is not None:
+            # Without that of a batch that is left out, which may be NaN.
+            loss = ops.cast(loss, ms.float32).reshape(()) * weight * scale
+            losses = ops.select(ops.logical_and(belongs, dropped == 0), loss, losses)
+        if rule is None:  # within a function under `mindspore.jit`
+            rule = ms.Tensor(BATCHES if count is None else COUNTS, ms.int32)
+            if loss is not None:
+                self._note_loss()
+        seen = ops.depend(seen, ops.assign(self.run_record.window_rule, rule))
+        ended = self.window.end_batch(ops.stack((losses, added_count, dropped)), ops.depend(items, seen))
         updates = self.update_count + 0
         updated = ops.depend(updates, ended) > updates
         if self.window.is_complete(ended):

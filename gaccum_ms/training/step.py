@@ -49,6 +49,7 @@ from gaccum_ms.backend import graphs
 from gaccum_ms.backend.parameters import counter, expose_records, hold_weights, record
 from gaccum_ms.backend.pynative_tape import close_tape
 from gaccum_ms.checks.arguments import check_positive_int
+from gaccum_ms.checks.other_names import explains_other_names
 from gaccum_ms.distributed.ranks import broadcast_parameters
 from gaccum_ms.layers.sparse import explain_sparse_gradients
 from gaccum_ms.options import compatibility
@@ -165,6 +166,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
     called_by_python = False  # see graphs.py
     around_flush = contextlib.nullcontext  # while ms.Model trains, WindowRecorder's
 
+    @explains_other_names
     def __init__(
         self,
         network: GradAccumulationCell,

@@ -218,7 +218,7 @@ def test_a_loop_of_ones_own(pynative):
     with device_that_saturates():
         net = Saturating()
         optimizer = nn.SGD(net.trainable_params(), 1e-3)
-        accumulator = GradAccumulator(optimizer, 2, scale_sense=ms.Tensor(2.0))
+        accumulator = GradAccumulator(optimizer, 2, scale_sense=ms.Tensor(2.0), jit=False)
         forward = nn.WithLossCell(net, nn.MSELoss())
         grad_fn = ms.value_and_grad(lambda x, y: accumulator.scale(forward(x, y)), None, optimizer.parameters)
 

@@ -55,7 +55,7 @@ def make(kind, transforms=(), errors=()):
     optimizer = HalfWritten(0.1, net.trainable_params())
     optimizer.errors = errors
     if kind == "accumulator":
-        training = GradAccumulator(optimizer, 3, transforms=transforms)
+        training = GradAccumulator(optimizer, 3, transforms=transforms, jit=False)
         return training, net, lambda: training((Tensor([[-1.0]], ms.float32),)), 0.1
     cell = GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), accumulation_steps=3, transforms=transforms)
     training = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()

@@ -279,6 +279,7 @@ def test_clipping_hides_nothing(pynative):
     report = run(make_network("dense"), loss=SUM, micro_size=2, max_grad_norm=1e-3)
     assert min(report.gradients.values()) > 0.1
     assert max(report.parameters.values()) < 1e-6
+    assert run(make_network("dense"), micro_size=2, max_grad_norm=float("inf")).ok
 
 
 # -- dropout -----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,14 @@ import pytest
 from mindspore import nn, train
 from mindspore.dataset import NumpySlicesDataset
 
-from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WindowMonitor, WindowRecord
+from gaccum_ms import (
+    GradAccumulationCell,
+    GradAccumulator,
+    TrainOneStepWithGradAccumulationCell,
+    WindowMonitor,
+    WindowRecord,
+)
+from gaccum_ms.report import records as report
 from tests.record.test_recorder import X, Y, fit
 from tests.support import paths
 from tests.support import window_oracle as oracle
@@ -40,6 +47,20 @@ def as_json(record):
         return None if isinstance(value, float) and not np.isfinite(value) else value
 
     return {name: finite(value) for name, value in asdict(record).items() if name != "noise"}
+
+
+def test_a_loops_records_are_written_and_read_for_a_report(tmp_path, pynative):
+    path, weight = tmp_path / "loop.jsonl", ms.Parameter(ms.Tensor([1.0]), name="weight")
+    accumulator, monitor = GradAccumulator(nn.SGD([weight], 0.1), 2, jit=False), WindowMonitor(path)
+    for loss in (3.0, 5.0, 2.0, 1.0):
+        if accumulator((ms.Tensor([1.0]),), loss=loss):
+            monitor.add(accumulator.record())
+    assert [strict(line) for line in path.read_text().splitlines()] == list(map(as_json, monitor.records))
+    windows = report.read(path).windows
+    assert [(window.update, window.number("loss")) for window in windows] == [(1, 4.0), (2, 1.5)]
+    scalars = monitor.records[1].scalars()
+    assert (scalars["loss"], scalars["updated"], scalars["count"]) == (1.5, 1.0, 2.0)
+    assert not scalars.keys() & {"update", "losses", "counts", "epoch", "grad_norm", "noise"}
 
 
 def test_json_lines_are_the_records_and_are_appended(tmp_path, pynative):

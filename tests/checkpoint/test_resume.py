@@ -595,11 +595,15 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path, pynative):
     assert_refused(other, lambda: resume(other, tmp_path / "sgd.ckpt"), ValueError, message)
 
 
-def test_an_accumulator_does_not_finish_a_cells_window(in_mid_window):
-    """An accumulator weights batches equally, or by counts, never by samples."""
-    accumulator = GradAccumulator(OPTIMIZERS["sgd"](Regression().trainable_params()), 4)
-    message = "whose micro-batches weigh by samples, where here they weigh by batches or counts"
-    assert_refused(accumulator, lambda: resume(accumulator, in_mid_window("samples")), ValueError, message)
+def test_an_accumulator_finishes_a_cells_window_by_samples_alone(in_mid_window, pynative):
+    network = Regression()
+    accumulator = GradAccumulator(OPTIMIZERS["sgd"](network.trainable_params()), 4)
+    resume(accumulator, in_mid_window("samples"))
+    _, gradients = accumulator.value_and_grad(network)(*map(Tensor, batch_of(3)[:2]))
+    with pytest.raises(ValueError, match=r"weigh by batches after 3 batch\(es\) that weigh by samples"):
+        accumulator(tuple(gradients))
+    assert accumulator(gradients) is True
+    assert_updates(accumulator, [[0, 1, 2, 3]], 1e-5)
 
 
 # -- to and from trainings without accumulation ------------------------------------------------------------------------

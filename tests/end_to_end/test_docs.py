@@ -8,6 +8,7 @@ import re
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 from mindspore import nn
 
@@ -159,6 +160,57 @@ def test_pytorchs_loop_prints_what_ours_prints(run_program):
     _, numbers = numbers_apart(run_program(torchs))
     assert len(weights) == 12
     assert numbers == pytest.approx(weights, abs=1e-4)
+
+
+def whole_windows(samples, window, epochs, rate, momentum=0.0, decay=1.0, max_norm=np.inf) -> np.ndarray:
+    """The weight of a linear network after each update with a whole window, in NumPy."""
+    x = np.random.default_rng(0).normal(size=(samples, 3)).astype(np.float32)
+    x, y = np.column_stack((x, np.ones(samples))), x.sum(axis=1)
+    weight, moment, weights = np.zeros(4), np.zeros(4), []
+    for rows in [slice(start, start + window) for start in range(0, samples, window)] * epochs:
+        gradient = 2 * x[rows].T @ (x[rows] @ weight - y[rows]) / len(x[rows])
+        moment = momentum * moment + gradient * min(1, max_norm / np.linalg.norm(gradient))
+        weight = weight - rate * decay ** len(weights) * moment
+        weights.append(weight[:3])
+    return np.concatenate(weights)
+
+
+@pytest.mark.parametrize(
+    ("page", "samples", "expected"),
+    [
+        ("windows.md", (38, 38), lambda: whole_windows(38, 20, 1, 0.1)),
+        ("howto/pytorch.md", (64, 61), lambda: whole_windows(61, 32, 2, 0.1, 0.9, 0.8, 1.0)),
+    ],
+)
+def test_loops_of_the_docs_are_right_on_a_short_last_batch(page, samples, expected, run_program):
+    loop = code_blocks(ROOT / "docs" / page, "python")[0]
+    assert loop.count(f"({samples[0]}, 3)") == loop.count("accumulator(gradients)") == 1
+    loop = loop.replace(f"({samples[0]}, 3)", f"({samples[1]}, 3)")
+    _, weights = numbers_apart(run_program(loop))
+    assert weights == pytest.approx(expected(), abs=2e-4)
+    _, alike = numbers_apart(run_program(loop.replace("(gradients)", "(tuple(gradients))")))
+    assert alike != pytest.approx(expected(), abs=2e-3)
+
+
+@pytest.mark.thorough
+def test_the_language_model_goes_on_after_a_kill_as_if_it_had_not_been(programs, tmp_path):
+    (script,), (shown,) = (code_blocks(ROOT / "docs" / "language_model.md", kind) for kind in ("python", "text"))
+    assert script.endswith('.ckpt")\n')
+    dies = "            if batch == 25:\n                __import__('os').kill(__import__('os').getpid(), 9)\n"
+    outputs = []
+    for name, text in ("dies", script + dies), ("goes_on", script):
+        (tmp_path / f"{name}.py").write_text(text)
+        result = programs.run(tmp_path / f"{name}.py", folder=tmp_path)
+        assert (result.returncode == 0) == (name == "goes_on"), result.stderr[-2000:]
+        outputs.append(result.stdout)
+    (shown_text, shown_numbers), (text, numbers) = map(numbers_apart, ("".join(shown.splitlines(True)[3:]), outputs[1]))
+    assert text == shown_text
+    assert numbers == pytest.approx(shown_numbers, rel=2e-3)
+    assert len((tmp_path / "windows.jsonl").read_text().splitlines()) == 10
+    scheduler = re.sub(", scheduler=scheduler", "", script)
+    (tmp_path / "forgets.py").write_text(scheduler)
+    result = programs.run(tmp_path / "forgets.py", folder=tmp_path)
+    assert "has a scheduler's state, but the accumulator has no scheduler" in result.stderr
 
 
 def test_readme_names_the_two_commands():

@@ -212,7 +212,7 @@ def test_grad_accumulator_of_sums(pynative):
     """Batches of a loop of one's own, of which the first counts nothing; then a window of nothing alone."""
     network = Detector()
     optimizer = nn.Momentum(network.trainable_params(), RATE, 0.9)
-    accumulator = GradAccumulator(optimizer, 2, reduction="sum", min_count=1)
+    accumulator = GradAccumulator(optimizer, 2, reduction="sum", min_count=1, jit=False)
     parts = [data(positives, seed) for seed, positives in enumerate([NONE, POSITIVES])]
     assert [accumulator(gradients_of(part), part[1].sum()) for part in parts] == [False, True]
     whole = tuple(np.concatenate(column) for column in zip(*parts, strict=True))
@@ -227,7 +227,7 @@ def test_grad_accumulator_of_sums(pynative):
 
 def test_grad_accumulator_of_nothing_says_so_once(pynative):
     network = Detector()
-    accumulator = GradAccumulator(nn.SGD(network.trainable_params(), RATE), 1)
+    accumulator = GradAccumulator(nn.SGD(network.trainable_params(), RATE), 1, jit=False)
     batch = data(NONE)
     with pytest.warns(UserWarning, match="'GradAccumulator', a window counted nothing on any rank.*min_count=1"):
         assert not accumulator(gradients_of(batch), 0)

@@ -92,6 +92,7 @@ CONTROLLED = CALLS["eager, sum over ranks"]
 
 ACCUMULATOR_CALLS = {
     "accumulator, overflow, clipped": Calls(FEW, steps=2, poisoned=2, max_norm=0.2),
+    "accumulator, samples, sum over ranks": Calls(RAGGED, gradients_mean=False, steps=2),
     # rank 1's last call is one of flush() with nothing to add; rank 0's window has two batches
     "accumulator, count, sum over ranks, flush": Calls(([5] * 5, [5] * 3), gradients_mean=False, masked=True),
 }
@@ -148,14 +149,18 @@ def play_accumulator(calls: Calls, rank: int) -> Log:
     set_up(calls.mode, calls.gradients_mean)
     loss_cell = Regression()
     optimizer = momentum(loss_cell)
-    accumulator = GradAccumulator(optimizer, calls.steps, max_grad_norm=calls.max_norm, scale_sense=calls.scale())
+    options = {"max_grad_norm": calls.max_norm, "scale_sense": calls.scale(), "jit": False}  # collectives are counted
+    accumulator = GradAccumulator(optimizer, calls.steps, **options)
     reducers = (accumulator.window.reduction.sum_over_ranks.reducer,)
     noted = [NotedAllReduce(one) for one in reducers if calls.mode == "pynative"]
 
     def forward(*batch):
         return accumulator.scale(loss_cell(*batch))
 
-    grad_fn = ms.value_and_grad(forward, None, optimizer.parameters)
+    if len({*calls.sizes[0], *calls.sizes[1]}) > 1:  # by the samples, which differ
+        grad_fn = accumulator.value_and_grad(forward)
+    else:
+        grad_fn = ms.value_and_grad(forward, None, optimizer.parameters)
     updated = False
     log = Log(
         lambda: look(optimizer, accumulator) | {"reductions": sum(len(one.sizes) for one in noted), "returned": updated}

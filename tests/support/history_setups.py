@@ -218,7 +218,7 @@ def make_trainer(setup: Setup, seed: int, step_class: type = TrainOneStepWithGra
         network = Network(setup, seed)
         optimizer = make_optimizer(setup, network.trainable_params())
         options = accumulator_options(setup)
-        options |= {"reduction": setup.reduction, "min_count": setup.min_count}
+        options |= {"reduction": setup.reduction, "min_count": setup.min_count, "jit": setup.mode == "jit"}
         trainer = GradAccumulator(optimizer, setup.steps, scale_sense=make_scale(setup), **options)
     else:
         cell = make_cell(setup, seed)

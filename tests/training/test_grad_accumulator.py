@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import itertools
+import math
 
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
+from mindspore.dataset import GeneratorDataset
 
 import gaccum_ms.training.grad_accumulator
 from gaccum_ms import (
@@ -16,9 +20,11 @@ from gaccum_ms import (
     AdaptiveGradientClip,
     ClipByGlobalNorm,
     ClipByValue,
+    GradAccumulationCell,
     GradAccumulator,
     SkipSpikes,
     WeightAverage,
+    WindowMonitor,
     resume,
 )
 from gaccum_ms.accumulation.open_window import OpenWindow
@@ -50,7 +56,7 @@ TOLERANCE = 1e-5  # as in test_equivalence.py
 class Loop:
     """The loop that a user writes: loss and gradients of a batch, then a call of the accumulator."""
 
-    def __init__(self, way, steps=3, optimizer="momentum", **options):
+    def __init__(self, way, steps=3, optimizer="momentum", by_samples=False, **options):
         ms.set_context(mode=WAYS[way])
         network = Regression()
         self.optimizer = OPTIMIZERS[optimizer](network.trainable_params())
@@ -60,7 +66,10 @@ class Loop:
             loss = network(x, y)
             return accumulator.scale(loss), loss
 
-        grad_fn = ms.value_and_grad(forward, None, self.optimizer.parameters, has_aux=True)
+        if by_samples:
+            grad_fn = accumulator.value_and_grad(forward, has_aux=True)
+        else:
+            grad_fn = ms.value_and_grad(forward, None, self.optimizer.parameters, has_aux=True)
 
         def train_step(x, y, *count):
             (_, loss), gradients = grad_fn(x, y)
@@ -141,16 +150,17 @@ def joined_batch(optimizer) -> Run:
 @pytest.mark.parametrize(
     ("way", "optimizer", "sizes", "counted", "scale"),
     [
+        ("compiled", "sgd", UNEQUAL, "samples", 8.0),
         ("jit", "sgd", EQUAL, False, None),
         ("graph", "sgd", EQUAL, False, "manager"),
         ("pynative", "momentum", UNEQUAL, True, None),
         ("pynative", "momentum", EQUAL, False, 1024.0),
     ],
-    ids=["jit", "graph, scaled", "counted", "scaled"],
+    ids=["samples", "jit", "graph, scaled", "counted", "scaled"],
 )
 def test_successive_batches_equal_the_joined_batch(way, optimizer, sizes, counted, scale):
-    loop = Loop(way, len(sizes), optimizer, scale_sense=make_scale(scale))
-    assert_equivalent(loop.run(sizes, counted), joined_batch(optimizer), TOLERANCE)
+    loop = Loop(way, len(sizes), optimizer, by_samples=counted == "samples", scale_sense=make_scale(scale))
+    assert_equivalent(loop.run(sizes, counted is True), joined_batch(optimizer), TOLERANCE)
 
 
 @pytest.mark.parametrize(("counts", "expected"), [([(), ()], 4.0), ([(1,), (2.0,)], 5.0)], ids=["alike", "counted"])
@@ -180,8 +190,13 @@ def test_any_number_is_a_count():
 
 
 class ForgetsCounts(GradAccumulator):
-    def __call__(self, gradients, count=None):
+    def __call__(self, gradients, count=None, loss=None):
         return super().__call__(gradients, 1.0)
+
+
+class ForgetsSamples(GradAccumulator):
+    def __call__(self, gradients, count=None, loss=None):
+        return super().__call__(tuple(gradients), count)
 
 
 class NeverReset(OpenWindow):
@@ -205,15 +220,22 @@ class SumOfBatches(CountedReduction):
 
 
 @pytest.mark.parametrize(
-    ("broken", "way"), [(ForgetsCounts, "pynative"), (NeverReset, "pynative"), (SumOfBatches, "compiled")]
+    ("broken", "way"),
+    [
+        (ForgetsCounts, "pynative"),
+        (ForgetsSamples, "pynative"),
+        (NeverReset, "pynative"),
+        (SumOfBatches, "compiled"),
+    ],
 )
 def test_negative_control_a_broken_accumulator_is_caught(broken, way, monkeypatch):
-    if broken is ForgetsCounts:
+    by_samples = broken is ForgetsSamples
+    if broken in (ForgetsCounts, ForgetsSamples):
         monkeypatch.setitem(globals(), "GradAccumulator", broken)
     else:
         name = "OpenWindow" if broken is NeverReset else "BatchReduction"
         monkeypatch.setattr(gaccum_ms.training.grad_accumulator, name, broken)
-    run = Loop(way).run(UNEQUAL, counted=True)
+    run = Loop(way, by_samples=by_samples).run(UNEQUAL, counted=not by_samples)
     with pytest.raises(AssertionError):
         assert_equivalent(run, joined_batch("momentum"), TOLERANCE)
 
@@ -352,7 +374,11 @@ def test_no_update_ends_with_its_outermost_block_also_by_an_exception():
 
 @pytest.mark.parametrize(
     ("max_norm", "expected", "scale", "mode"),
-    [(6.0, [3.0, 4.0], 1024.0, "pynative"), (1.0, [0.6, 0.8], 1024.0, "graph")],
+    [
+        (6.0, [3.0, 4.0], 1024.0, "pynative"),
+        (1.0, [0.6, 0.8], 1024.0, "graph"),
+        (float("inf"), [3.0, 4.0], 1024.0, "graph"),
+    ],
     indirect=["mode"],
 )
 def test_clips_the_windows_mean_gradient_once(max_norm, expected, scale, mode):
@@ -409,6 +435,7 @@ def test_a_scale_that_no_loss_was_multiplied_by_is_refused(way):
         return accumulator(gradients)
 
     call = ms.jit(call) if way == "jit" else call
+    assert not accumulator.flush()
     before = everything(accumulator)
     with pytest.raises(
         RuntimeError, match=r"'GradAccumulator', losses must be multiplied .* accumulator.scale\(loss\)"
@@ -477,6 +504,94 @@ def test_drop_micro_batch_beside_transforms():
     assert moved(accumulator) == [1.0, 2.0]
 
 
+# -- records -----------------------------------------------------------------------------------------------------------
+
+
+def recorded(way, sizes, make_optimizer, **options):
+    """The records of a loop on windows of batches of these sizes, and those of the step's WindowMonitor."""
+    ms.set_context(mode=WAYS[way])
+    made, losses = [], []
+    for _ in range(2):
+        network = Regression()
+        made.append((network, make_optimizer(network.trainable_params())))
+    (network, optimizer), (network_of_step, optimizer_of_step) = made
+    cell = GradAccumulationCell(network_of_step, 1, accumulation_steps=len(sizes), **options)
+    monitor, rows = WindowMonitor(), [row for x, y in DATA for row in zip(x, y, strict=True)]
+    sampler = np.cumsum([0, *sizes * len(DATA)])
+    batches_of_step = [tuple(map(np.stack, zip(*rows[a:b], strict=True))) for a, b in itertools.pairwise(sampler)]
+    data_set = GeneratorDataset(batches_of_step, ["x", "y"], shuffle=False)
+    ms.Model(cell, optimizer=optimizer_of_step).train(1, data_set, callbacks=[monitor], dataset_sink_mode=False)
+    accumulator = GradAccumulator(optimizer, len(sizes), jit=way != "pynative", **options)
+    grad_fn, records = accumulator.value_and_grad(network), []
+    for batch in batches_of_step:
+        loss, gradients = grad_fn(*map(Tensor, batch))
+        if accumulator(gradients, loss=loss):
+            records.append(accumulator.record(epoch=1))
+        losses.append(float(loss.asnumpy()))
+    return records, monitor.records
+
+
+@pytest.mark.core("compiled")
+@pytest.mark.parametrize("way", ["compiled", "pynative", "graph"])
+def test_records_are_those_of_the_steps_monitor(way):
+    def optimizer(weights):
+        return nn.Momentum(weights, nn.ExponentialDecayLR(0.1, 0.5, 1), 0.9)
+
+    records, expected = recorded(way, UNEQUAL, optimizer, max_grad_norm=0.5)
+    assert len(records) == len(expected) == len(DATA)
+    for record, wanted in zip(records, expected, strict=True):
+        assert record.seconds > 0
+        assert record.counts == UNEQUAL
+        fields, wanted = (dataclasses.replace(one, seconds=1.0) for one in (record, wanted))
+        for name, value in dataclasses.asdict(wanted).items():
+            assert getattr(fields, name) == (value if value is None else pytest.approx(value, rel=1e-5)), name
+
+
+def test_a_loss_in_a_record_is_the_windows_mean_without_what_is_left_out(pynative):
+    options = {"scale": "manager", "overflow": "drop_micro_batch", "max_grad_norm": float("inf")}
+    accumulator = make_accumulator(3, **options)
+    with pytest.raises(RuntimeError, match=r"'record' needs a window that has ended, but got none. Call it after"):
+        accumulator.record()
+    accumulator(gradient(3.0 * 1024), 1, loss=2.0)
+    accumulator(gradient(float("inf")), 7, loss=Tensor(float("nan")))
+    assert accumulator(gradient(3.0 * 1024), 3, loss=Tensor(6.0, ms.float16)) is True
+    record = accumulator.record()
+    assert (record.loss, record.losses[0], record.losses[2]) == (5.0, 2.0, 6.0)
+    assert (record.count, record.counts, record.dropped_micro_batches) == (4.0, (1.0, 7.0, 3.0), 1)
+    assert (record.grad_norm, record.loss_scale, record.update, record.epoch) == (3.0, 1024.0, 1, None)
+    accumulator(gradient(1.0), loss=1.0)
+    assert repr(accumulator.record()) == repr(record)  # until the next window ends
+    accumulator.clear()
+    accumulator(gradient(512.0))
+    assert accumulator.flush() is True
+    record = accumulator.record(epoch=2)
+    assert math.isnan(record.loss)
+    assert (record.losses, record.counts, record.batches, record.update, record.epoch) == ((), (1.0,), 1, 2, 2)
+
+
+def test_a_record_of_a_window_that_overflowed(pynative):
+    accumulator = make_accumulator(1, scale=8.0)
+    assert accumulator(gradient(float("inf")), loss=1.0) is False
+    record = accumulator.record()
+    assert (record.updated, record.update, record.loss) == (False, 0, 1.0)
+
+
+def test_records_of_a_loop_within_jit(pynative):
+    accumulator = make_accumulator(2)
+
+    @ms.jit
+    def add(samples, loss):
+        return accumulator((samples.mean() * ops.ones(2, ms.float32),), samples.shape[0], loss=loss)
+
+    for update in (1, 2):
+        for number in (1, 3):
+            add(Tensor([float(number)] * number), Tensor(10.0 * number * update))
+        assert moved(accumulator) == [2.5 * update] * 2
+        record = accumulator.record()
+        assert (record.loss, record.losses, record.count) == (25.0 * update, (), 4.0)
+        assert (record.update, record.updated, record.batches) == (update, True, 2)
+
+
 # -- accumulators, number of steps, compilation ------------------------------------------------------------------------
 
 
@@ -526,6 +641,51 @@ def test_compiles_once_whatever_changes(way):
         assert len(accumulator.compile_cache) == 1
 
 
+SOURCE_IN_NO_FILE = """
+class TypedSGD(nn.Optimizer):
+    def __init__(self, weights, rate):
+        super().__init__(rate, weights)
+
+    def construct(self, gradients):
+        for weight, gradient in zip(self.parameters, gradients):
+            ops.assign_sub(weight, gradient * self.learning_rate)
+        return True
+
+
+class Typed(nn.Cell):
+    def construct(self, gradients):
+        return gradients
+
+
+def typed(gradients):
+    return gradients
+"""
+
+
+def test_compiles_by_default_and_says_where_it_cannot(pynative):
+    typed = {"nn": nn, "ops": ops, "__name__": "__main__"}
+    exec(SOURCE_IN_NO_FILE, typed)
+    # fmt: off
+    cases = [
+        (nn.SGD, (), {}, None),
+        (nn.SGD, (typed["typed"],), {"jit": False}, None),
+        (nn.SGD, (typed["typed"],), {}, "'typed', whose source is in no file"),
+        (nn.SGD, (typed["Typed"](),), {}, "'Typed', whose source is in no file"),
+        (typed["TypedSGD"], (), {}, "'TypedSGD', whose source is in no file"),
+        (nn.SGD, (lambda gradients: gradients,), {}, "a lambda within other code, in line"),
+    ]
+    # fmt: on
+    for optimizer, transforms, options, problem in cases:
+        weight = ms.Parameter(Tensor([10.0, 20.0], ms.float32), name="weight")
+        expected = contextlib.nullcontext() if problem is None else pytest.warns(UserWarning, match=problem)
+        with expected as warned:
+            accumulator = GradAccumulator(optimizer([weight], 1.0), 2, transforms=transforms, **options)
+        assert problem is None or len(warned) == 1
+        assert [accumulator(gradient(x)) for x in (1.0, 3.0)] == [False, True]
+        assert moved(accumulator) == [2.0, 0.0]
+        assert bool(accumulator.compile_cache) == (problem is None and not options)
+
+
 def test_counts_inside_and_outside_of_jit_may_share_a_window(pynative):
     accumulator = make_accumulator(3, way="pynative")
 
@@ -534,7 +694,7 @@ def test_counts_inside_and_outside_of_jit_may_share_a_window(pynative):
         return accumulator((value * ops.ones(2, ms.float32),), count)
 
     inside(Tensor(1.0), Tensor(1.0))
-    with pytest.raises(ValueError, match=r"but got count=None after 1 batch\(es\) that weigh by counts"):
+    with pytest.raises(ValueError, match=r"that weigh by batches after 1 batch\(es\) that weigh by counts"):
         accumulator(gradient(1.0))
     assert [accumulator((Tensor([4.0, 4.0]),), count) for count in (3, 4)] == [False, True]
     assert moved(accumulator) == [(1 + 12 + 16) / 8] * 2
@@ -595,11 +755,12 @@ def test_goes_on_from_a_checkpoint_in_mid_window(loads_by, tmp_path):
         ({"accumulation_steps": 0}, ValueError, "'accumulation_steps' must be at least 1, but got 0"),
         ({"accumulation_steps": 2.0}, TypeError, "'accumulation_steps' must be an int, but got 2.0 of type 'float'"),
         ({"accumulation_steps": True}, TypeError, "'accumulation_steps' must be an int, but got True"),
-        ({"max_grad_norm": -1.0}, ValueError, "'max_grad_norm' must be positive and finite, but got -1.0"),
+        ({"max_grad_norm": -1.0}, ValueError, "'max_grad_norm' must be positive, but got -1.0"),
         ({"accumulators": ms.float16}, TypeError, r"'accumulators' must be gaccum_ms.Accumulators\(...\), but got"),
         ({"accumulators": Accumulators(sharded=True)}, ValueError, "'accumulators' must have sharded=False, because"),
         ({"overflow": "drop"}, ValueError, "'overflow' must be one of .* but got 'drop'"),
         ({"jit": 1}, TypeError, "'jit' must be a bool, but got 1"),
+        ({"jit": None}, TypeError, "'jit' must be a bool, but got None"),
     ],
 )
 def test_refuses_bad_arguments(arguments, error, message):
@@ -634,7 +795,18 @@ def test_refuses_bad_scales_by_its_own_name(scale):
         ((gradient(1.0), Tensor(True)), TypeError, r"'count' must be a number or a Tensor of shape \(\)"),
         ((gradient(1.0), Tensor([3.0])), TypeError, r"'count' must be a number or a Tensor of shape \(\)"),
         ((gradient(1.0), "3"), TypeError, r"'count' must be a number or a Tensor of shape \(\), but got '3'"),
-        ((gradient(1.0),), ValueError, r"every batch of a window or with none, but got count=None after 1 batch\(es\)"),
+        (
+            (gradient(1.0), 1, Tensor([1.0, 2.0])),
+            TypeError,
+            "'loss' must be a number or a Tensor with one, .* but got Te",
+        ),
+        ((gradient(1.0), 1, True), TypeError, "'loss' must be a number or a Tensor with one, .* but got True"),
+        (
+            (gradient(1.0), 1, 3.0),
+            ValueError,
+            r"'loss' must be given with every batch .* but got one after 1 batch\(es\)",
+        ),
+        ((gradient(1.0),), ValueError, r"every batch of a window or with none, .* but got count=None and gradients "),
     ],
 )
 def test_refuses_bad_batches_before_anything_changes(inputs, error, message):
@@ -657,6 +829,22 @@ def test_a_count_after_a_batch_without_one_is_refused_until_the_window_ends():
     assert accumulator(gradient(4.0)) is True
     assert [accumulator(gradient(1.0), count) for count in (3, 1)] == [False, True]
     assert moved(accumulator) == [4.0, 0.0]
+
+
+def test_gradients_that_know_their_samples_are_not_mixed_with_others():
+    """A count goes before samples."""
+    accumulator = make_accumulator(2)
+    grad_fn = accumulator.value_and_grad(lambda x: (x.sum() * accumulator.weights[0]).sum())
+    with pytest.raises(TypeError, match=r"first input of a function of 'value_and_grad' must be a Tensor .* got 3"):
+        grad_fn(3)
+    _, gradients = grad_fn(Tensor([1.0, 2.0, 3.0]))
+    accumulator(gradients)
+    with pytest.raises(ValueError, match=r"weigh by batches after 1 batch\(es\) that weigh by samples. Nothing was"):
+        accumulator(gradient(1.0))
+    assert accumulator(gradients) is True
+    assert [accumulator(gradients, 1), accumulator(gradient(2.0, 2.0), 3)] == [False, True]
+    assert moved(accumulator) == [9.0, 9.0]
+    assert float(accumulator.window_count.asnumpy()) == 4
 
 
 @pytest.mark.parametrize(("steps", "error"), [(0, ValueError), (1.5, TypeError), (True, TypeError)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+from pathlib import Path
 
 import mindspore as ms
 import numpy as np
@@ -95,7 +97,7 @@ def by_loop(jit):
 WAYS = {
     "step-graph": (ms.GRAPH_MODE, by_step),
     "step-pynative": (ms.PYNATIVE_MODE, by_step),
-    "loop-pynative": (ms.PYNATIVE_MODE, by_loop(None)),
+    "loop-pynative": (ms.PYNATIVE_MODE, by_loop(False)),
     "loop-jit": (ms.PYNATIVE_MODE, by_loop(True)),
 }
 
@@ -166,7 +168,7 @@ def test_an_optimizer_that_writes_nothing_is_refused_before_the_first_batch(name
         return
     nn.TrainOneStepCell(network, optimizer)(*batch)
     assert all(np.array_equal(as_numpy(one), weights[one.name]) for one in network.get_parameters())
-    accumulator, step = GradAccumulator(optimizer, 2), by_step(network, optimizer)
+    accumulator, step = GradAccumulator(optimizer, 2, jit=False), by_step(network, optimizer)
     error = rf"but got mint.optim.{name} in PyNative mode, in which it writes none on CPU. Use jit=True or graph mode"
     with pytest.raises(RuntimeError, match=error):
         accumulator(ms.grad(network, None, optimizer.parameters)(*batch))
@@ -246,7 +248,8 @@ def test_rates_and_maxima_are_in_checkpoints_without_a_callback_too(tmp_path, py
     optimizer.lrs[0].set_data(Tensor(0.25))
     ms.save_checkpoint(accumulator, file)
     optimizer.lrs[0].set_data(Tensor(0.5))
-    resume(accumulator, file)
+    with pytest.warns(UserWarning, match="has another 'learning_rate_group_0' than the optimizer"):
+        resume(accumulator, file)
     assert float(as_numpy(optimizer.lrs[0])) == 0.25
 
 
@@ -280,3 +283,147 @@ def test_bad_schedulers_are_refused_before_training(pynative):
     with pytest.raises(ValueError, match="must be of the optimizer that a GradAccumulationCell is trained with"):
         model.train(1, data_set(), callbacks=[UpdateScheduler(exponential)])
     assert int(model.train_network.batch_count.asnumpy()) == 0
+
+
+# -- GradAccumulator(..., scheduler=...) -------------------------------------------------------------------------------
+
+
+class Stretched(lr_scheduler.LRScheduler):
+    """A scheduler of a user's, whose state is in Parameters, or in a Python number."""
+
+    def __init__(self, optimizer, in_parameter=True):
+        self.calls = ms.Parameter(Tensor(0.0, ms.float32), name="calls") if in_parameter else 0
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        if isinstance(self.calls, ms.Parameter):
+            self.calls.set_data(self.calls + 1)
+        else:
+            self.calls += 1
+        return [rate / (1 + self.calls) for rate in self.base_lrs]
+
+
+def _cyclic(optimizer):
+    return lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3, mode="triangular2")
+
+
+# Each class, with what of its state is saved besides the rates, as docs/networks.md says.
+SAVED = {
+    "StepLR": (lambda one: lr_scheduler.StepLR(one, 2, 0.5), ["last_epoch"]),
+    "MultiStepLR": (lambda one: lr_scheduler.MultiStepLR(one, [2, 4], 0.5), ["last_epoch"]),
+    "ConstantLR": (lambda one: lr_scheduler.ConstantLR(one, 0.1, 5), ["last_epoch"]),
+    "LinearLR": (lambda one: lr_scheduler.LinearLR(one, 0.1, 1.0, 6), ["last_epoch"]),
+    "ExponentialLR": (lambda one: lr_scheduler.ExponentialLR(one, 0.5), ["last_epoch"]),
+    "PolynomialLR": (lambda one: lr_scheduler.PolynomialLR(one, 6), ["last_epoch"]),
+    "CosineAnnealingLR": (lambda one: lr_scheduler.CosineAnnealingLR(one, 6), ["last_epoch"]),
+    "CyclicLR": (_cyclic, ["last_epoch"]),
+    "LambdaLR": (lambda one: lr_scheduler.LambdaLR(one, lambda epoch: 0.9**epoch), ["last_epoch"]),
+    "MultiplicativeLR": (
+        lambda one: lr_scheduler.MultiplicativeLR(one, lambda epoch: 0.9 + 0.01 * epoch),
+        ["last_epoch"],
+    ),
+    "CosineAnnealingWarmRestarts": (
+        lambda one: lr_scheduler.CosineAnnealingWarmRestarts(one, 2, 2),
+        ["T_0", "T_cur", "T_i", "last_epoch"],
+    ),
+    "SequentialLR": (lambda one: SCHEDULERS["sequential"](one)[0], ["last_epoch"] * 3),
+    "your own `LRScheduler`": (Stretched, ["calls", "last_epoch"]),
+}
+
+
+def looped(make_scheduler):
+    """A loop with one weight, whose gradient is 1; the calls add a batch, of which two make an update."""
+    weight = ms.Parameter(Tensor([0.0, 0.0], ms.float32), name="weight")
+    optimizer = optim.SGD([{"params": [weight], "lr": 0.1}], 0.1)
+    accumulator = GradAccumulator(optimizer, 2, scheduler=make_scheduler(optimizer), jit=False)
+    return accumulator, lambda: accumulator((Tensor([1.0, 1.0]),))
+
+
+def rates_of(accumulator, add, updates):
+    rates = []
+    for _ in range(updates):
+        assert [add(), add()] == [False, True]
+        rates.append(float(as_numpy(accumulator.optimizer.lrs[0])))
+    return rates
+
+
+@pytest.mark.core("LambdaLR", "CosineAnnealingWarmRestarts", "SequentialLR")
+@pytest.mark.parametrize("name", SAVED)
+def test_a_loops_scheduler_steps_at_updates_and_goes_on_from_a_checkpoint(name, tmp_path, pynative):
+    make, state = SAVED[name]
+    alone = optim.SGD([{"params": [ms.Parameter(Tensor([0.0]), name="weight")], "lr": 0.1}], 0.1)
+    scheduler, expected = make(alone), []
+    for _ in range(7):
+        scheduler.step()
+        expected.append(float(as_numpy(alone.lrs[0])))
+    accumulator, add = looped(make)
+    assert rates_of(accumulator, add, 3) == expected[:3]
+    names = [one.name for one in accumulator.get_parameters() if one.name.startswith("gaccum_ms.scheduler.")]
+    assert sorted(one.split(".")[-1] for one in names if not one.endswith("scheduler.updates")) == state
+    assert len(set(names)) == len(state) + 1
+    add()
+    ms.save_checkpoint(accumulator, str(tmp_path / "loop.ckpt"))
+    resumed, add = looped(make)
+    resume(resumed, tmp_path / "loop.ckpt")
+    add()  # ends the window
+    assert [float(as_numpy(resumed.optimizer.lrs[0])), *rates_of(resumed, add, 3)] == expected[3:]
+
+
+def test_the_docs_table_has_each_class_and_what_is_saved():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "networks.md").read_text()
+    rows = [line for line in page.splitlines() if re.match(r"\| (`\w+`.* )?.*LR|\| `Cosine", line)]
+    named = {name for line in rows for name in re.findall(r"`(\w*LR\w*|Cosine\w+)`", line)}
+    assert named == {name for name in lr_scheduler.__all__ if name != "LRScheduler"} | {"LRScheduler"}
+    assert named - {"LRScheduler", "ReduceLROnPlateau"} == set(SAVED) - {"your own `LRScheduler`"}
+
+
+def test_a_loops_bad_schedulers_are_refused(pynative):
+    weight = ms.Parameter(Tensor([0.0]), name="weight")
+    one, other = optim.SGD([weight], 0.1), optim.SGD([weight], 0.1)
+    for scheduler, error, words in (
+        (
+            lr_scheduler.ReduceLROnPlateau(one),
+            TypeError,
+            r"but got \['ReduceLROnPlateau'\]. Red.* needs a metric: call",
+        ),
+        (0.1, TypeError, r"LRSchedulers of .*, but got \['float'\]"),
+        (lr_scheduler.StepLR(other, 2), ValueError, "be of the optimizer that the accumulator calls, but got"),
+        (Stretched(one, in_parameter=False), ValueError, "keep its state in Parameters, .*'Stretched', .*'calls'"),
+    ):
+        with pytest.raises(error, match=rf"For 'GradAccumulator', the argument 'scheduler' must .*{words}"):
+            GradAccumulator(one, 2, scheduler=scheduler)
+    accumulator = GradAccumulator(one, 2, scheduler=lr_scheduler.StepLR(one, 2))
+
+    @ms.jit
+    def add(gradient):
+        return accumulator((gradient,))
+
+    with pytest.raises(RuntimeError, match="For 'GradAccumulator', with 'scheduler' the accumulator must be called by"):
+        add(Tensor([1.0]))
+    assert int(accumulator.batch_count.asnumpy()) == 0
+
+
+def test_resume_warns_where_a_loops_scheduler_is_not_in_the_checkpoint(tmp_path, pynative):
+    """With `LambdaLR` , the next rate was silently the first one's."""
+
+    def make(saves):
+        optimizer = optim.SGD([ms.Parameter(Tensor([0.0, 0.0]), name="weight")], 0.1)
+        scheduler = SAVED["LambdaLR"][0](optimizer)
+        accumulator = GradAccumulator(optimizer, 1, scheduler=scheduler if saves else None, jit=False)
+        return accumulator, scheduler
+
+    for saves in (False, True):
+        accumulator, scheduler = make(saves)
+        accumulator((Tensor([1.0, 1.0]),))
+        if not saves:
+            ms.save_checkpoint(accumulator, str(tmp_path / "first.ckpt"))
+            scheduler.step()
+        ms.save_checkpoint(accumulator, str(tmp_path / f"{saves}.ckpt"))
+    for file, saves, words in (
+        ("False.ckpt", False, "has another 'learning_rate_group_0' than the optimizer, and no scheduler's state"),
+        ("False.ckpt", True, "has no scheduler's state, so the scheduler begins anew"),
+        ("True.ckpt", False, "has a scheduler's state, but the accumulator has no scheduler"),
+    ):
+        with pytest.warns(UserWarning, match=f"For 'resume', the checkpoint {words}.* Give GradAccumulator"):
+            resume(make(saves)[0], tmp_path / file)
+    resume(make(False)[0], tmp_path / "first.ckpt")

@@ -315,18 +315,21 @@ def test_the_graph_does_not_grow_with_the_number_of_micro_batches(tmp_path):
 # -- clipping ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mode", "max_norm"), [("graph", 0.1), ("pynative", 1e3)], indirect=["mode"])
+@pytest.mark.parametrize(
+    ("mode", "max_norm"), [("graph", 0.1), ("pynative", 1e3), ("pynative", np.inf)], indirect=["mode"]
+)
 def test_clips_the_whole_batchs_gradient_once(mode, max_norm):
     """Equal to ops.clip_by_global_norm on the whole batch's gradient, applied by SGD."""
     network = Regression()
     with eagerly():
         gradients = ms.grad(network, None, tuple(network.trainable_params()))(*batch(13))
     norm = np.sqrt(sum((g.asnumpy() ** 2).sum() for g in gradients))
-    clipped = ops.clip_by_global_norm(gradients, max_norm)
+    clipped = ops.clip_by_global_norm(gradients, max_norm) if max_norm < np.inf else gradients
     expected = [as_numpy(w) - 0.05 * g.asnumpy() for w, g in zip(network.trainable_params(), clipped, strict=True)]
     step = make_step(optimizer=OPTIMIZERS["sgd"], micro_size=3, max_grad_norm=max_norm)
     step(*batch(13))
     assert (norm > max_norm) == (max_norm == 0.1)
+    np.testing.assert_allclose(step.grad_norm.asnumpy(), norm, rtol=1e-5)
     for weight, value in zip(step.weights, expected, strict=True):
         assert relative_error(as_numpy(weight), value) < 1e-5
 
