@@ -167,7 +167,8 @@ def test_what_would_not_accumulate_is_refused_before_the_first_step(mode):
 # -- callbacks ---------------------------------------------------------------------------------------------------------
 
 
-def test_mindspores_callbacks_see_the_same(tmp_path, capsys):
+@pytest.mark.core("graph")
+def test_mindspores_callbacks_see_the_same(tmp_path, capsys, mode):
     """LossMonitor and History see the losses, and TimeMonitor sees each epoch. ModelCheckpoint's files load into a
     network without accumulation."""
     losses, epochs, weights = {}, {}, {}
@@ -196,7 +197,7 @@ def test_mindspores_callbacks_see_the_same(tmp_path, capsys):
     assert_close(weights[by_model], weights[plain])
 
 
-def test_learning_rate_scheduler_changes_the_rate():
+def test_learning_rate_scheduler_changes_the_rate(mode):
     halved, whole = (
         fit(make, [train.LearningRateScheduler(lambda rate, step: rate * 0.5)]) for make in (by_model, plain)
     )
