@@ -121,7 +121,7 @@ class GradAccumulator(nn.Cell):
         ``Ascend`` ``GPU`` ``CPU``
 
     Examples:
-        >>> from mindspore import Tensor, nn
+        >>> from mindspore import Parameter, Tensor, nn
         >>> from gaccum_ms import GradAccumulator
         >>> net = nn.Dense(1, 1, weight_init="ones", bias_init="zeros")
         >>> optimizer = nn.SGD(net.trainable_params(), learning_rate=0.1)
@@ -135,6 +135,29 @@ class GradAccumulator(nn.Cell):
         False
         >>> print(accumulator.flush())
         True
+
+        With sums and their counts, under a loss scale, where the window's second batch overflows:
+
+        >>> from gaccum_ms import Accumulators, ClipByValue
+        >>> weight = Parameter(Tensor([1.0]), name="weight")
+        >>> accumulator = GradAccumulator(
+        ...     nn.SGD([weight], learning_rate=0.1),
+        ...     2,
+        ...     max_grad_norm=float("inf"),
+        ...     transforms=(ClipByValue(2.0),),
+        ...     accumulators=Accumulators(compensated=True),
+        ...     overflow="drop_micro_batch",
+        ...     scale_sense=Tensor(1024.0),
+        ...     reduction="sum",
+        ...     min_count=1,
+        ...     jit=False,
+        ... )
+        >>> for total in (9.0, float("inf")):  # a batch's loss, and its gradient
+        ...     gradients = (Tensor([total]) * accumulator.scale_sense,)
+        ...     updated = accumulator(gradients, count=2, loss=total)
+        >>> record = accumulator.record()
+        >>> print(updated, weight.asnumpy(), record.loss, record.grad_norm, record.count, record.dropped_micro_batches)
+        True [0.8] 4.5 4.5 2.0 1
     """
 
     called_by_python = False  # see graphs.py
@@ -219,7 +242,8 @@ class GradAccumulator(nn.Cell):
 
     def value_and_grad(self, function: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
         """As `mindspore.value_and_grad` , of the optimizer's parameters; but a call of the accumulator weighs the
-        gradients by the samples in their batch. It is for a mean over samples, and outside of `mindspore.jit` .
+        gradients by the samples in their batch. It is for a mean over samples, and outside of `mindspore.jit` . Other
+        gradients that are computed from these, as by clipping, know no samples: give their `count` .
 
         Args:
             function (Union[Cell, Callable]): Returns the loss; the first axis of its first input is that of samples.

@@ -72,7 +72,7 @@ class LoopRecords:
         if ended is None:
             raise RuntimeError(
                 "For 'GradAccumulator', 'record' needs a window that has ended, but got none. Call it after a call of "
-                "the accumulator, or of 'flush', that returned True."
+                "the accumulator, or of 'flush', that has ended one."
             )
         has_loss = ended.losses or self._loss_in_graph
         return ended.record(accumulator, epoch, as_float(accumulator.window_loss) if has_loss else math.nan)
