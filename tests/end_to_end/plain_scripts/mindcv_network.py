@@ -1,4 +1,4 @@
-"""A network of mindcv on digits, as mindcv's own scripts train it: python mindcv_network.py MODE FOLDER [distributed]"""
+"""A network of mindcv on digits, as its own scripts train it: python mindcv_network.py MODE FOLDER [distributed]"""
 
 import sys
 
@@ -24,9 +24,8 @@ if "distributed" in sys.argv:
 def loader(usage, batch_size, samples, **shard):
     dataset = ds.MnistDataset(folder, usage=usage, num_samples=samples, **shard)
     transforms = [ds.vision.Resize(32), ds.vision.Rescale(1.0 / 255.0, 0.0), ds.vision.HWC2CHW()]
-    return create_loader(
-        dataset, batch_size, is_training=False, transform=transforms, target_transform=[ds.transforms.TypeCast(ms.int32)]
-    )
+    labels = [ds.transforms.TypeCast(ms.int32)]
+    return create_loader(dataset, batch_size, is_training=False, transform=transforms, target_transform=labels)
 
 
 network = ConvNeXt(in_channels=1, num_classes=10, depths=[1, 1, 1, 1], dims=[16, 24, 32, 48])

@@ -17,8 +17,8 @@ if "distributed" in sys.argv:
     ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
     shard = {"num_shards": get_group_size(), "shard_id": get_rank()}
 
-GOOD, BAD = "superb moving warm honest bright funny".split(), "dull slow hollow cold stale clumsy".split()
-OTHERS = "the film a plot and its actors scene music was is very rather often never long short".split()
+GOOD, BAD = ["superb", "moving", "warm", "honest", "bright"], ["dull", "slow", "hollow", "cold", "stale"]
+OTHERS = ["the", "film", "a", "plot", "and", "its", "actors", "scene", "music", "was", "is", "very", "rather", "often"]
 WORDS = ["<pad>", *GOOD, *BAD, *OTHERS]
 LENGTH = 16
 
