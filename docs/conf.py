@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT), str(DOCS)]
 
 project = "gaccum_ms"
 author = "gaccum_ms"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "sphinx_reredirects"]
 
 myst_heading_anchors = 3
 myst_enable_extensions = ["attrs_block"]
@@ -36,6 +36,11 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_math_renderer = "mathml"
 html_show_copyright = False
+
+# Addresses of before. sphinx-reredirects makes a page for each, which leads on.
+redirects: dict[str, str] = {
+    "versions": "hardware.html#versions-of-mindspore",
+}
 
 
 def inline_math(writer, node) -> None:

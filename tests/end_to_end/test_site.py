@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ PAGES = [page.relative_to(DOCS).with_suffix("") for page in DOCS.rglob("*.md")]
 
 pytestmark = pytest.mark.thorough
 
-for module in ("sphinx", "myst_parser", "furo", "sphinx_copybutton"):
+for module in ("sphinx", "myst_parser", "furo", "sphinx_copybutton", "sphinx_reredirects"):
     pytest.importorskip(module, reason=f"{module} is in the extras 'docs' and 'test'", exc_type=ImportError)
 
 
@@ -92,6 +93,25 @@ def test_the_front_page_has_the_picture_and_the_ways_in(site):
     for page in ("memory", "devices", "tokens", "pytorch", "mindspore"):
         assert re.search(f'<a class="reference internal" href="howto/{page}.html"><[^>]*><strong>', index), page
     assert 'class="drawing"' in html(site, "how_it_works")
+
+
+def broken_redirects(site: Path, redirects: dict[str, str]) -> list[str]:
+    """The old addresses that lead to no page, or to no heading of one."""
+
+    def works(old: str, new: str) -> bool:
+        page, _, heading = new.partition("#")
+        target = (site / old).parent / page
+        return f'"{new}"' in html(site, old) and target.exists() and f'id="{heading}"' in target.read_text() + 'id=""'
+
+    return [old for old, new in redirects.items() if not works(old, new)]
+
+
+def test_old_addresses_lead_to_headings(site):
+    conf = ast.parse((DOCS / "conf.py").read_text())
+    (redirects,) = (ast.literal_eval(node.value) for node in conf.body if ast.unparse(node).startswith("redirects:"))
+    assert broken_redirects(site, redirects) == []
+    old = next(old for old, new in redirects.items() if "#" in new)
+    assert broken_redirects(site, {old: redirects[old] + "x"}) == [old]
 
 
 def test_nothing_is_loaded_from_elsewhere(site):
