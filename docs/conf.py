@@ -39,6 +39,9 @@ html_show_copyright = False
 
 # Addresses of before. sphinx-reredirects makes a page for each, which leads on.
 redirects: dict[str, str] = {
+    "batchnorm": "how_it_works.html#batchnorm",
+    "equality": "how_it_works.html#what-equals-the-whole-batch",
+    "networks": "how_it_works.html#optimizers",
     "versions": "hardware.html#versions-of-mindspore",
 }
 
