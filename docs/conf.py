@@ -42,6 +42,7 @@ redirects: dict[str, str] = {
     "batchnorm": "how_it_works.html#batchnorm",
     "equality": "how_it_works.html#what-equals-the-whole-batch",
     "networks": "how_it_works.html#optimizers",
+    "overview": "options.html",
     "versions": "hardware.html#versions-of-mindspore",
 }
 
