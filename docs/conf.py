@@ -40,9 +40,11 @@ html_show_copyright = False
 # Addresses of before. sphinx-reredirects makes a page for each, which leads on.
 redirects: dict[str, str] = {
     "batchnorm": "how_it_works.html#batchnorm",
+    "by_length": "split.html#as-many-tokens-as-fit",
     "equality": "how_it_works.html#what-equals-the-whole-batch",
     "networks": "how_it_works.html#optimizers",
     "overview": "options.html",
+    "samples": "flow.html#samples-to-start-from",
     "versions": "hardware.html#versions-of-mindspore",
 }
 
