@@ -41,6 +41,7 @@ html_show_copyright = False
 redirects: dict[str, str] = {
     "batchnorm": "how_it_works.html#batchnorm",
     "by_length": "split.html#as-many-tokens-as-fit",
+    "contrastive": "outputs.html#losses-of-the-whole-batch",
     "equality": "how_it_works.html#what-equals-the-whole-batch",
     "networks": "how_it_works.html#optimizers",
     "overview": "options.html",
