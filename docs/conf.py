@@ -46,6 +46,7 @@ redirects: dict[str, str] = {
     "networks": "how_it_works.html#optimizers",
     "overview": "options.html",
     "samples": "flow.html#samples-to-start-from",
+    "sharding": "parallel.html#sharding-the-optimizer",
     "versions": "hardware.html#versions-of-mindspore",
 }
 
