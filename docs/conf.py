@@ -44,6 +44,7 @@ redirects: dict[str, str] = {
     "contrastive": "outputs.html#losses-of-the-whole-batch",
     "equality": "how_it_works.html#what-equals-the-whole-batch",
     "howto/batch_size": "../batch_size.html",
+    "launch_options": "launching.html#all-options",
     "networks": "how_it_works.html#optimizers",
     "noise": "batch_size.html#the-noise-scale",
     "overview": "options.html",
