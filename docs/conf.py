@@ -43,6 +43,7 @@ redirects: dict[str, str] = {
     "by_length": "split.html#as-many-tokens-as-fit",
     "contrastive": "outputs.html#losses-of-the-whole-batch",
     "equality": "how_it_works.html#what-equals-the-whole-batch",
+    "extending": "architecture.html#a-transform",
     "howto/batch_size": "../batch_size.html",
     "launch_options": "launching.html#all-options",
     "networks": "how_it_works.html#optimizers",
