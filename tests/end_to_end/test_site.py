@@ -92,7 +92,8 @@ def test_the_front_page_has_the_picture_and_the_ways_in(site):
     assert re.search('<img alt="Left: the losses[^>]*front.svg"', index)
     for page in ("memory", "devices", "tokens", "pytorch", "mindspore"):
         assert re.search(f'<a class="reference internal" href="howto/{page}.html"><[^>]*><strong>', index), page
-    assert 'class="drawing"' in html(site, "how_it_works")
+    for page in ("how_it_works", "windows", "howto/tokens", "howto/devices"):
+        assert 'class="drawing"' in html(site, page), page
 
 
 def broken_redirects(site: Path, redirects: dict[str, str]) -> list[str]:
