@@ -37,7 +37,7 @@ html_css_files = ["site.css"]
 html_math_renderer = "mathml"
 html_show_copyright = False
 
-# Addresses of before. sphinx-reredirects makes a page for each, which leads on.
+# Old addresses: a page that moves gets a line. sphinx-reredirects makes a page for each, which leads on.
 redirects: dict[str, str] = {
     "batchnorm": "how_it_works.html#batchnorm",
     "by_length": "split.html#as-many-tokens-as-fit",
