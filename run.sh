@@ -77,7 +77,8 @@ test)
         set -- test "${@:4}"
     fi
     extra=test${EXTRAS:+,$EXTRAS}
-    use "$extra" pytest xdist sklearn tensorboardX matplotlib mindcv myst_parser selenium sphinx_copybutton ${EXTRAS//,/ }
+    use "$extra" pytest xdist sklearn tensorboardX matplotlib mindcv myst_parser selenium sphinx_copybutton \
+        sphinx_reredirects ${EXTRAS//,/ }
     cd "$here"
     all=(-m pytest --numprocesses auto --dist loadgroup --no-loadscope-reorder --durations 25)
     case ${2-} in
@@ -102,7 +103,7 @@ lint)
     exec lint-imports
     ;;
 docs)
-    use docs sphinx myst_parser matplotlib furo sphinx_copybutton
+    use docs sphinx myst_parser matplotlib furo sphinx_copybutton sphinx_reredirects
     exec "$python" -m sphinx -W --keep-going -q -b html "$here/docs" "${2:-$here/build/site}"
     ;;
 esac

@@ -10,6 +10,7 @@ DOCS = [
     "myst-parser>=4",
     "sphinx>=8.1",
     "sphinx-copybutton==0.5.2",
+    "sphinx-reredirects",
     *REPORT,
 ]
 readme = Path(__file__).with_name("README.md")

@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT), str(DOCS)]
 
 project = "gaccum_ms"
 author = "gaccum_ms"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "sphinx_reredirects"]
 
 myst_heading_anchors = 3
 myst_enable_extensions = ["attrs_block"]
@@ -36,6 +36,23 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_math_renderer = "mathml"
 html_show_copyright = False
+
+# Old addresses: a page that moves gets a line. sphinx-reredirects makes a page for each, which leads on.
+redirects: dict[str, str] = {
+    "batchnorm": "how_it_works.html#batchnorm",
+    "by_length": "split.html#as-many-tokens-as-fit",
+    "contrastive": "outputs.html#losses-of-the-whole-batch",
+    "equality": "how_it_works.html#what-equals-the-whole-batch",
+    "extending": "architecture.html#a-transform",
+    "howto/batch_size": "../batch_size.html",
+    "launch_options": "launching.html#all-options",
+    "networks": "how_it_works.html#optimizers",
+    "noise": "batch_size.html#the-noise-scale",
+    "overview": "options.html",
+    "samples": "flow.html#samples-to-start-from",
+    "sharding": "parallel.html#sharding-the-optimizer",
+    "versions": "hardware.html#versions-of-mindspore",
+}
 
 
 def inline_math(writer, node) -> None:

@@ -12,21 +12,23 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "hardware.md"
-HEAD = """# What has never run on hardware
+HEAD = """# Hardware and versions
 
-This package was written without an Ascend or a GPU. Each row of the first table is a test that passes on CPU and has
-not run on a device. The second table lists what these tests cannot show.
-
-On a machine with devices, one command runs all of them and the benchmarks, on one rank per device, eight at most:
+**Nothing has run on Ascend or GPU.** MindSpore 2.7.2 to 2.10 are supported. On a machine with devices, this runs all
+tests that wait for one, and the benchmarks, on one rank per device, eight at most:
 
 ```bash
 bash run.sh test device
 ```
 
-It prints the machine's devices, and writes `build/device/report.md`: the machine, each test with its result, its
-seconds and the reason of a failure, and the benchmarks' table. Its exit code is the tests' exit code, or 3 without a
-device. With `DEVICE=CPU` before the command, the same tests run on CPU, on two ranks. Words after `device` go to
-pytest, such as `-k overflow`.
+It writes `build/device/report.md`: the machine, each test with its result, seconds and the reason of a failure, and the
+benchmarks' table. Its exit code is the tests', or 3 without a device. With `DEVICE=CPU` before the command, the tests
+run on CPU, on two ranks. Words after `device` go to pytest, such as `-k overflow`.
+
+## What has never run on hardware
+
+Each row of the first table is a test that passes on CPU and has not run on a device. The second table lists what these
+tests cannot show.
 
 | what is shown | test | ran on |
 | --- | --- | --- |
@@ -46,8 +48,10 @@ LEFT_OPEN = {
     "Ascend's rank tables": "Ranks without devices got them: [Several hosts](launching.md#several-hosts)",
 }
 FOOT = """
-This page is written by `python tests/device/marks.py`.
+These tables are written by `python tests/device/marks.py`.
+
 """
+BY_HAND = "## Versions of MindSpore"  # this section and what follows
 
 
 class Marked(NamedTuple):
@@ -77,7 +81,7 @@ def page() -> str:
     rows = [f"| {one.what} | `{one.name}` in `{one.file}` | {one.ran} |" for one in marked()]
     rows += ["", "| what these tests cannot show | what was tested instead |", "| --- | --- |"]
     rows += [f"| {what} | {why} |" for what, why in LEFT_OPEN.items()]
-    return HEAD + "\n".join(rows) + "\n" + FOOT
+    return HEAD + "\n".join(rows) + "\n" + FOOT + PAGE.read_text()[PAGE.read_text().index(BY_HAND) :]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Each sample of sample_code/ runs with few updates, and prints the kinds of lines that docs/samples.md shows."""
+"""Each sample of sample_code/ runs with few updates, and prints the kinds of lines that the docs show."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.environment import of_users
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / "sample_code"
-PAGE = ROOT / "docs" / "samples.md"
+DOCS = "".join(page.read_text() for page in sorted((ROOT / "docs").rglob("*.md")))
 NAMES = {"image_classification", "language_model", "contrastive", "any_batch_size"}
 LIMIT = 1500  # seconds; an idle machine needs a tenth
 
@@ -22,8 +22,8 @@ for module in ("matplotlib", "mindcv", "sklearn"):
     pytest.importorskip(module, reason=f"{module} is in the extras 'gallery' and 'test'", exc_type=ImportError)
 
 
-def output_on_the_page(name: str) -> str:
-    return re.search(rf"```console\n\$ bash sample_code/{name}/run.sh\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
+def output_in_the_docs(name: str) -> str:
+    return re.search(rf"```console\n\$ bash sample_code/{name}/run.sh\n(.*?)```", DOCS, re.DOTALL)[1]
 
 
 def kinds_of_lines(text: str) -> list[str]:
@@ -44,13 +44,13 @@ def numbers(pattern: str, text: str) -> list[float]:
     return [float(number) for number in re.findall(pattern, text)]
 
 
-def test_each_sample_has_its_place_on_the_page():
+def test_each_sample_has_its_place_in_the_docs():
     names = {folder.parent.name for folder in SAMPLES.glob("*/train.py")} - {"distributed_gradient_accumulation"}
     assert names == NAMES
     for name in names:
-        assert output_on_the_page(name)
+        assert output_in_the_docs(name)
         picture = SAMPLES / name / "result.png"
-        assert f"(../sample_code/{name}/{picture.name})" in PAGE.read_text()
+        assert f"../sample_code/{name}/{picture.name})" in DOCS
         assert is_a_picture(picture)
         assert picture.stat().st_size < 100_000
 
@@ -77,7 +77,7 @@ def test_it_runs_by_its_run_sh(name, options, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     print(done.stdout)  # shown if an assertion fails
     assert is_a_picture(tmp_path / f"{name}.png")
-    assert kinds_of_lines(done.stdout) == kinds_of_lines(output_on_the_page(name))
+    assert kinds_of_lines(done.stdout) == kinds_of_lines(output_in_the_docs(name))
     if name == "language_model":
         assert numbers(r"tokens; (\d+) ranks", done.stdout) == [2]
         padding, without_plan = numbers(r"(?:all .*|without a plan:) ([\d.]+)%", done.stdout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ PAGES = [page.relative_to(DOCS).with_suffix("") for page in DOCS.rglob("*.md")]
 
 pytestmark = pytest.mark.thorough
 
-for module in ("sphinx", "myst_parser", "furo", "sphinx_copybutton"):
+for module in ("sphinx", "myst_parser", "furo", "sphinx_copybutton", "sphinx_reredirects"):
     pytest.importorskip(module, reason=f"{module} is in the extras 'docs' and 'test'", exc_type=ImportError)
 
 
@@ -89,9 +90,33 @@ def test_charts_are_drawn_of_the_pages_own_numbers(site):
 def test_the_front_page_has_the_picture_and_the_ways_in(site):
     index = html(site, "index")
     assert re.search('<img alt="Left: the losses[^>]*front.svg"', index)
-    for page in ("memory", "devices", "tokens", "pytorch", "mindspore"):
-        assert re.search(f'<a class="reference internal" href="howto/{page}.html"><[^>]*><strong>', index), page
-    assert 'class="drawing"' in html(site, "how_it_works")
+    cards = re.findall(r'<a class="reference internal" href="([^"]*).html"><[^>]*><strong>', index)
+    ways = ["memory", "devices", "tokens", "mindspore", "hand_written", "pytorch", "trainers"]
+    assert cards == ["flow", *(f"howto/{way}" for way in ways)]
+    words = " ".join(re.sub("<[^>]*>", "", index).split())
+    assert "pip install ." in words and "Nothing has run on Ascend or GPU" in words
+    assert re.findall(r'class="caption-text">([^<]*)<', index) == ["Begin", "Coming from", "In depth", "Reference"]
+    for page in ("how_it_works", "windows", "howto/tokens", "howto/devices"):
+        assert 'class="drawing"' in html(site, page), page
+
+
+def broken_redirects(site: Path, redirects: dict[str, str]) -> list[str]:
+    """The old addresses that lead to no page, or to no heading of one."""
+
+    def works(old: str, new: str) -> bool:
+        page, _, heading = new.partition("#")
+        target = (site / old).parent / page
+        return f'"{new}"' in html(site, old) and target.exists() and f'id="{heading}"' in target.read_text() + 'id=""'
+
+    return [old for old, new in redirects.items() if not works(old, new)]
+
+
+def test_old_addresses_lead_to_headings(site):
+    conf = ast.parse((DOCS / "conf.py").read_text())
+    (redirects,) = (ast.literal_eval(node.value) for node in conf.body if ast.unparse(node).startswith("redirects:"))
+    assert broken_redirects(site, redirects) == []
+    old = next(old for old, new in redirects.items() if "#" in new)
+    assert broken_redirects(site, {old: redirects[old] + "x"}) == [old]
 
 
 def test_nothing_is_loaded_from_elsewhere(site):

@@ -110,7 +110,7 @@ def test_help_run_sh_and_docs_have_one_list_of_options():
     assert "--max-restarts N" in options
     assert "--default-script" not in options
     assert options in shown("bash", str(ROOT / "run.sh"), "--help")
-    assert options in Path(ROOT / "docs" / "launch_options.md").read_text()
+    assert options in Path(ROOT / "docs" / "launching.md").read_text()
 
 
 def test_a_path_that_no_encoding_has_is_printed_as_it_is(tmp_path):

@@ -307,7 +307,7 @@ def _cyclic(optimizer):
     return lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3, mode="triangular2")
 
 
-# Each class, with what of its state is saved besides the rates, as docs/networks.md says.
+# Each class, with what of its state is saved besides the rates, as docs/how_it_works.md says.
 SAVED = {
     "StepLR": (lambda one: lr_scheduler.StepLR(one, 2, 0.5), ["last_epoch"]),
     "MultiStepLR": (lambda one: lr_scheduler.MultiStepLR(one, [2, 4], 0.5), ["last_epoch"]),
@@ -370,7 +370,7 @@ def test_a_loops_scheduler_steps_at_updates_and_goes_on_from_a_checkpoint(name, 
 
 
 def test_the_docs_table_has_each_class_and_what_is_saved():
-    page = (Path(__file__).resolve().parents[2] / "docs" / "networks.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs" / "how_it_works.md").read_text()
     rows = [line for line in page.splitlines() if re.match(r"\| (`\w+`.* )?.*LR|\| `Cosine", line)]
     named = {name for line in rows for name in re.findall(r"`(\w*LR\w*|Cosine\w+)`", line)}
     assert named == {name for name in lr_scheduler.__all__ if name != "LRScheduler"} | {"LRScheduler"}
