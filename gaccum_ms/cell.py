@@ -121,9 +121,9 @@ class GradAccumulationCell(nn.Cell):
             changes is returned once; one of shape :math:`()` becomes float32, and is added up and divided as the loss
             is, over this rank's batch. The network then runs also for micro-batches that count nothing, so that all
             samples have outputs. It is compiled twice: see :class:`TrainingMetrics` . Default: ``False`` .
-        jit (bool, optional): Compile the training step in PyNative mode too. Default: ``None`` , run it eagerly, so
-            that breakpoints work. Graph mode always compiles, and so does ``"auto"`` . A compiled step keeps each
-            layer's `set_train` at compile time.
+        jit (bool, optional): Compile the training step in PyNative mode too, where an eager update takes 1.5 to 20
+            times as long. Default: ``None`` , run it eagerly, so that breakpoints work. Graph mode always compiles,
+            and so does ``"auto"`` . A compiled step keeps each layer's `set_train` at compile time.
         split (Union[EvenSplit, Callable], optional): How a batch becomes micro-batches. :class:`EvenSplit` cuts all
             inputs along axis 0, or the axis that it names, except those that it shares. Use a function if micro-batches
             are not rows of the inputs (targets with image numbers, packed sequences, graphs, dicts): it is called with
