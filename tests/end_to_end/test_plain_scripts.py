@@ -58,13 +58,15 @@ def digits(programs, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def run(programs, digits, tmp_path):
+def run(programs, request, tmp_path):
     """A function that runs a text as a script, and returns what each rank prints."""
 
     def outputs(text: str, mode: str, ranks: int = 1) -> list[str]:
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
         script = folder / "train.py"
         script.write_text(text)
+        # scikit-learn takes long to import, and not all scripts read digits.
+        digits = request.getfixturevalue("digits") if "MnistDataset" in text else ""
         arguments = str(int(MODES[mode])), str(digits)
         if ranks == 1:
             done = programs.run(script, *arguments, folder=folder)
