@@ -152,12 +152,15 @@ def test_a_rank_that_is_killed_is_started_again_and_nothing_is_trained_twice(tmp
 def test_kills_at_random_moments_leave_the_weights_of_an_undisturbed_training(tmp_path):
     ranks, updates = 2, 20
     folder, chance = tmp_path / "disturbed", random.Random(20)
-    launched = begin(folder, ranks, updates, "--max-restarts", str(KILLS), mode="pynative")
+    # One restart is spare: rarely, MindSpore itself ends a rank by SIGSEGV while it starts (docs/hardware.md).
+    launched = begin(folder, ranks, updates, "--max-restarts", str(KILLS + 1), mode="pynative")
     for attempt in range(KILLS):
         kill_one(launched, folder, attempt, ranks, chance)
     done = launched.finish(SECONDS)
     assert done.returncode == 0, said(folder)
-    assert said(folder).count("note: all begin anew") == KILLS
+    crashes = said(folder).count("exit code 139 (SIGSEGV); all ranks were ended.")
+    assert said(folder).count("exit code 137 (SIGKILL); all ranks were ended.") == KILLS
+    assert said(folder).count("note: all begin anew") == KILLS + crashes
     assert_trained_once(folder, ranks, updates)
     assert_identical(folder, ranks, updates)
 
