@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.environment import of_users
 from tests.support.modes import MODES
-from tests.support.paths import ROOT, python_path
+from tests.support.paths import python_path
 
 SCRIPTS = Path(__file__).with_name("plain_scripts")
 IMPORT = ("import mindspore as ms\n", "import mindspore as ms\nfrom gaccum_ms import GradAccumulationCell\n")
@@ -45,16 +45,6 @@ class Script:
 LENET = Script("lenet", "network", metrics=1, predictions=10)
 MINDCV = Script("mindcv_network", "network", metrics=2, predictions=10)
 TEXT = Script("text_classifier", "net", metrics=6, predictions=2)
-
-
-@pytest.fixture(scope="module")
-def digits(programs, tmp_path_factory) -> Path:
-    """The digits in MNIST's files."""
-    pytest.importorskip("sklearn", reason="scikit-learn is in the extra 'test'")
-    folder = tmp_path_factory.mktemp("digits")
-    prepare = ROOT / "sample_code" / "distributed_gradient_accumulation" / "prepare_data.py"
-    assert programs.run(prepare, str(folder / "data"), folder=folder).returncode == 0
-    return folder / "data"
 
 
 @pytest.fixture
@@ -117,7 +107,7 @@ def test_one_word_changes_a_script_that_was_written_without_accumulation(script,
 
 @pytest.mark.thorough
 def test_a_wrong_update_prints_other_numbers(run):
-    """So that the test above finds one: the sum of the micro-batches, and one step of the rate."""
+    """So that the test above finds one: here each update is clipped."""
     plain = run(TEXT.text, "graph")
     wrong = run(TEXT.with_cell("4, max_grad_norm=0.01"), "graph")
     with pytest.raises(AssertionError, match=r"Mismatched elements|comparison failed"):

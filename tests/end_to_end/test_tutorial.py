@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 import gaccum_ms
 from tests.support import paths
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = paths.worker("tutorial_script.py")
 MINDSPORES = "from mindspore.nn.wrap.cell_wrapper import GradAccumulationCell\n"
 OURS = "from gaccum_ms import GradAccumulationCell\n"
 LOSS = re.compile(r"^epoch: \d+ step: \d+, loss is (\S+)$", re.MULTILINE)
 LOOK = re.compile(r"^(before|after): weights (\w+) accuracy (\S+)$", re.MULTILINE)
 pytestmark = pytest.mark.thorough
-
-
-@pytest.fixture(scope="module")
-def digits(programs, tmp_path_factory) -> Path:
-    """The digits in MNIST's files."""
-    folder = tmp_path_factory.mktemp("digits")
-    prepare = ROOT / "sample_code" / "distributed_gradient_accumulation" / "prepare_data.py"
-    assert programs.run(prepare, str(folder / "data"), folder=folder).returncode == 0
-    return folder / "data"
 
 
 @pytest.fixture
