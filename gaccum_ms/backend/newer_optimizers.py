@@ -23,6 +23,7 @@ if not ms.__version__.startswith(("2.8.", "2.9.")):
 FIXED_RATE = "lr_float"  # a number that mint.optim.SGD uses instead of its Parameter
 
 _SCHEDULER = own("scheduler.")
+_GROUP_RATE = "learning_rate_group_"
 _LISTED = "gaccum_ms_rates"
 
 
@@ -117,13 +118,13 @@ def is_of_scheduler(name: str) -> bool:
 
 def is_rate(name: str) -> bool:
     """Whether a Parameter of an optimizer is a learning rate, and not a factor that callbacks change."""
-    return name == "learning_rate" or name.startswith("learning_rate_group_")
+    return name == "learning_rate" or name.startswith(_GROUP_RATE)
 
 
 def may_lack(name: str) -> bool:
     """Whether a checkpoint may lack this Parameter of an optimizer: it may be from before the Parameter was listed, or
     from a training without scheduler."""
-    return is_of_scheduler(name) or name.startswith(("learning_rate_group_", "max_exp_avg_sq."))
+    return is_of_scheduler(name) or name.startswith((_GROUP_RATE, "max_exp_avg_sq."))
 
 
 def _parameters_in(value: Any) -> list[ms.Parameter]:

@@ -20,7 +20,6 @@ class WindowNotes:
         self.counts: list[Any] = []
         self._began = time.perf_counter()
         self.updates = self._skipped = self.update = 0
-        self.batches: int | None = None
         self.loss_scale: float | None = None
         self.seconds = 0.0
         self.rate: float | None = None
