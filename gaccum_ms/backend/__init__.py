@@ -61,6 +61,7 @@ auto_parallel_context = _private("mindspore.parallel._auto_parallel_context:auto
 init_auto_parallel_context = _private("mindspore.parallel._utils:_init_auto_parallel_context")
 clear_auto_parallel_context = _private("mindspore.parallel._utils:_clear_auto_parallel_context")
 get_device_num = _private("mindspore.parallel._utils:_get_device_num")
+get_global_rank = _private("mindspore.parallel._utils:_get_global_rank")
 MicroStepAllGather = _private("mindspore.ops.operations.comm_ops:_MicroStepAllGather")
 MirrorMicroStepOperator = _private("mindspore.ops.operations.comm_ops:_MirrorMicroStepOperator")
 bprop_getters = _private("mindspore.ops._grad_experimental.grad_base:bprop_getters")

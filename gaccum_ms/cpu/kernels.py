@@ -68,9 +68,14 @@ def all_finite(gradients: tuple[ms.Tensor, ...]) -> ms.Tensor:
     `amp.all_finite` tests each number and then combines the results one at a time. Here each number is multiplied by
     zero, which is NaN if it is not finite; NaN survives the sum, which is vectorised by rows.
     """
-    if on_cpu():
+    if on_cpu() or _in_stages():  # from the tuple in `amp.all_finite` , another stage's gradients are not removed
         return ops.addn(ops.HyperMap()(_times_zero, gradients)) == 0
     return amp.all_finite(gradients)
+
+
+@ops.constexpr
+def _in_stages():
+    return ms.get_auto_parallel_context("pipeline_stages") > 1
 
 
 @_times_zero.register("Tensor")

@@ -119,10 +119,10 @@ def check_parallel_mode(owner: str, compiler_distributes: bool = False) -> None:
             )
         )
     stages = ms.get_auto_parallel_context("pipeline_stages")
-    if stages > 1:
+    if stages > 1 and mode not in (ms.ParallelMode.SEMI_AUTO_PARALLEL, ms.ParallelMode.AUTO_PARALLEL):
         raise RuntimeError(
-            f"For '{owner}', 'pipeline_stages' must be 1, but got {stages}. A pipeline splits its batches and "
-            f"accumulates itself: use 'mindspore.nn.PipelineCell' ('mindspore.parallel.nn.Pipeline')."
+            f"For '{owner}', 'pipeline_stages' must be 1 in parallel mode '{mode}', but got {stages}. Use "
+            f"gaccum_ms.GradAccumulationCell in semi-auto or auto parallel mode."
         )
 
 

@@ -7,9 +7,10 @@ from typing import NamedTuple
 import mindspore as ms
 from mindspore import nn
 
+from gaccum_ms.distributed.stages import stages
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
 from gaccum_ms.options.options import Options, each_option
-from gaccum_ms.options.rules import BATCH_LOSS, SEMI_AUTO, SEVERAL, SPAN_LATER, TRIAL, Rule
+from gaccum_ms.options.rules import BATCH_LOSS, PIPELINE, SEMI_AUTO, SEVERAL, SPAN_LATER, TRIAL, Rule
 
 
 class Setup(NamedTuple):
@@ -66,6 +67,23 @@ _OF_PLACES = (
         "windows of several batches need a loss that is a mean or sum over micro-batches, but got a "
         "'WithBatchLossCell', whose loss needs all samples of the window at once: the first batches are gone when the "
         "last one comes. Use larger batches and a larger 'micro_size', which need no more memory.",
+    ),
+    Rule(
+        PIPELINE,
+        SEVERAL,
+        PIPELINE,
+        lambda s: s.options.several_losses,
+        "in a pipeline the network must return one loss, because the totals of several are known too late, on the last "
+        "stage and after its last micro-batch, but got {options.losses} losses. Return their weighted sum, or its "
+        "numerator and denominator with reduction='ratio'.",
+    ),
+    Rule(
+        SPAN_LATER,
+        SPAN_LATER,
+        PIPELINE,
+        lambda s: stages() > 1,
+        "windows of several batches need a network on one stage, but got a pipeline: between two batches all stages "
+        "would stand idle. Use larger batches and a larger 'micro_size', which need no more memory.",
     ),
     Rule(
         TRIAL,

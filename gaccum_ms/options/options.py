@@ -40,6 +40,7 @@ from gaccum_ms.options.rules import (
     FUNCTION,
     IN_LOOPS,
     IN_ONE_GRAPH,
+    PIPELINE,
     RATIO,
     REPORT,
     SEMI_AUTO,
@@ -150,6 +151,15 @@ class Options:
     )
     accumulation_steps: Any = option(
         optional(check_positive_int),
+        Rule(
+            PIPELINE,
+            "`accumulation_steps`",
+            PIPELINE,
+            lambda s: s.options.accumulation_steps > 1,
+            "in a pipeline 'accumulation_steps' must be 1, because between two batches all stages would stand idle, "
+            "but got {options.accumulation_steps}. Use larger batches and a larger 'micro_size', which need no more "
+            "memory.",
+        ),
         Rule(
             CELL,
             "`accumulation_steps`",

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 # The places at which something is refused, in the docs' words.
 CELL = "the cell"
 SEMI_AUTO = "semi-auto and auto parallel mode"
+PIPELINE = "a pipeline"
 IN_LOOPS = "stand-alone and data parallel mode"
 SPAN_LATER = "`AccumulationScheduler`, `set_accumulation_steps`"
 IN_ONE_GRAPH = "data sinking"

@@ -25,34 +25,44 @@ from mindspore.ops.functional import typeof
 
 from gaccum_ms.accumulation.micro_step import float32_loss, float32_losses, shape_or_none
 from gaccum_ms.backend.parameters import record
+from gaccum_ms.distributed.stages import stages
 from gaccum_ms.losses import counts
 from gaccum_ms.losses.per_sample_loss import PerSampleLoss
 from gaccum_ms.options.compatibility import Setup
 from gaccum_ms.semi_auto import modes as auto_parallel
 from gaccum_ms.semi_auto.compiled_once import compiled_once
-from gaccum_ms.semi_auto.shard_slice import ShardSlice
+from gaccum_ms.semi_auto.pipeline import PipelineSlices
+from gaccum_ms.semi_auto.shard_slice import ShardSlices
 
 _SMALL = 1e-30  # in the place of a total of zero, whose numerators are zero
 
 
-class _Slices(nn.Cell):
-    """Cut one micro-batch out of all inputs but the shared ones."""
+class MicroBatches(nn.Cell):
+    """Cut all inputs but the shared ones into micro-batches."""
 
-    def __init__(self, index: int, micro_size: int, shared: tuple[int, ...]) -> None:
+    def __init__(self, micro_size: int, shared: tuple[int, ...]) -> None:
         super().__init__(auto_prefix=False)
+        self.micro_size = micro_size
         self.shared = shared
         parts = auto_parallel.parts_of_inputs()
-        self.slices = nn.CellList([ShardSlice(index, micro_size, part) for part in parts], auto_prefix=False)
+        kind = PipelineSlices if stages() > 1 else ShardSlices
+        self.slices = nn.CellList([kind(micro_size, part) for part in parts], auto_prefix=False)
         self.one_for_all = len(parts) == 1
 
     def construct(self, *inputs):
-        micro_batch = []
+        by_input: tuple = ()
         for position in range(len(inputs)):
-            part = inputs[position]
-            if position not in self.shared:
-                part = self.slices[0 if self.one_for_all else position](part)
-            micro_batch.append(part)
-        return micro_batch
+            parts = (inputs[position],) * self.micro_size
+            if position not in self.shared and self.micro_size > 1:
+                parts = self.slices[0 if self.one_for_all else position](inputs[position])
+            by_input = (*by_input, parts)
+        micro_batches: tuple = ()
+        for index in range(self.micro_size):
+            micro_batch: tuple = ()
+            for parts in by_input:
+                micro_batch = (*micro_batch, parts[index])
+            micro_batches = (*micro_batches, micro_batch)
+        return micro_batches
 
 
 class Numerators(nn.Cell):
@@ -107,16 +117,21 @@ class Fraction(Numerators):
         self.min_count = setup.options.min_count
         self.window_count = record("window_count")
         self.count = counts.count_cell(setup.options.counts[0])
+        self.counts_batch = stages() == 1  # in a pipeline the last stage alone could
 
     def totals(self, *inputs):
         # Of the batch at once: the micro-batches' counts would be reduced over devices one at a time.
-        return (counts.valid_or_nan(self.count(*inputs)),)
+        return (self.items(inputs),) if self.counts_batch else ()
 
     def construct(self, totals, unit, *micro_batch):
-        return self.weighed(micro_batch, unit * self.items(micro_batch))
+        if self.counts_batch:
+            return self.weighed(micro_batch, unit * self.items(micro_batch) if self.loss_is_mean else unit)
+        items = self.items(micro_batch)
+        sums, outputs = self.weighed(micro_batch, unit * items if self.loss_is_mean else unit)
+        return (*sums, items), outputs
 
-    def items(self, micro_batch):
-        return counts.valid_or_nan(self.count(*micro_batch)) if self.loss_is_mean else 1.0
+    def items(self, batch):
+        return counts.valid_or_nan(self.count(*batch))
 
     def means(self, sums, unit):
         """The loss and the outputs of shape ()."""
@@ -246,20 +261,20 @@ class BatchSums(nn.Cell):
         self.parts = parts_of(setup, spans_batches)
         self.unit_of = ops.constexpr(Unit().of)
         self.micro_size = setup.options.micro_size or 1
-        slices = [_Slices(index, self.micro_size, setup.options.shared) for index in range(self.micro_size)]
-        self.slices = nn.CellList(slices, auto_prefix=False)
+        self.micro_batches = MicroBatches(self.micro_size, setup.options.shared)
         # The passes know by them where a micro-batch's forward ends. Each number is added by itself: vectors might be
         # split over devices.
-        self.adds = [ops.Add().add_prim_attr("forward_end", index) for index in range(1, self.micro_size)]
+        tag = "pipeline_end" if stages() > 1 else "forward_end"
+        self.adds = [ops.Add().add_prim_attr(tag, index) for index in range(1, self.micro_size)]
 
     def construct(self, *inputs):
         totals = self.parts.totals(*inputs)
         unit = self.unit_of(inputs[0].shape[0])
         sums: tuple = ()
         outputs: tuple = ()
+        micro_batches = self.micro_batches(*inputs)
         for index in range(self.micro_size):
-            micro_batch = inputs if self.micro_size == 1 else self.slices[index](*inputs)
-            parts, others = self.parts(totals, unit, *micro_batch)
+            parts, others = self.parts(totals, unit, *micro_batches[index])
             sums = parts if index == 0 else self.added(index - 1, sums, parts)
             outputs = (*outputs, others)
         numbers = (self.parts.reduced(sums[0]), *sums[1:], *totals)
@@ -315,6 +330,12 @@ def fractions(outputs, number, aux):
 
 @ops.constexpr
 def _check_outputs(shapes, first, samples):
+    if stages() > 1 and any(shape != () for shape in shapes[first:]):
+        raise ValueError(
+            f"For 'GradAccumulationCell', with aux=True in a pipeline each output beside the loss must be a Tensor of "
+            f"shape (), because the last stage alone has the outputs, and gives the others its sums, but got shapes "
+            f"{shapes[first:]}. Reduce them in the network."
+        )
     for position, shape in enumerate(shapes):
         if position >= first and shape != () and (shape is None or shape[0] != samples):
             raise ValueError(

@@ -17,6 +17,7 @@ from mindspore.parallel.auto_parallel import AutoParallel
 
 from gaccum_ms import backend
 from gaccum_ms.distributed.ranks import compiler_distributes
+from gaccum_ms.distributed.stages import devices_of_stage
 from gaccum_ms.layers.window_batchnorm import WindowBatchNorm
 from gaccum_ms.splitting.even_split import plan_split
 
@@ -139,10 +140,6 @@ def check_batch(shapes: list[tuple[int, ...]], micro_size: int | None) -> None:
             )
 
 
-# The same at compile time: with data sinking, no Python of the step runs before.
-compiled_check_batch = ops.constexpr(check_batch)
-
-
 def parts_of_inputs() -> tuple[int, ...]:
     """The number of parts into which ``dataset_strategy`` splits the samples of each input over devices.
 
@@ -154,7 +151,7 @@ def parts_of_inputs() -> tuple[int, ...]:
     if ms.get_auto_parallel_context("full_batch") or strategy == "full_batch":
         return (1,)
     if not strategy or strategy == "data_parallel":
-        return (backend.get_device_num(),)  # all ranks, unless the user has set "device_num"
+        return (devices_of_stage(),)
     if all(isinstance(axes, (tuple, list)) and isinstance(axes[0], int) for axes in strategy):
         return tuple(axes[0] for axes in strategy)
     return (1,)

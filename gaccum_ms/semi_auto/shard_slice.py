@@ -44,8 +44,7 @@ class ShardSlice(nn.Cell):
 
     def construct(self, value):
         shape = value.shape
-        own, features = _per_part(shape, self.parts)
-        auto_parallel.compiled_check_batch([(own,)], self.micro_size)
+        own, features = per_part(shape, self.parts, self.micro_size)
         size = own // self.micro_size
         parted = self.samples_first(ops.reshape(value, (self.parts, own, features)), (1, 0, 2))
         begin, end = (self.index * size, 0, 0), ((self.index + 1) * size, self.parts, features)
@@ -53,7 +52,25 @@ class ShardSlice(nn.Cell):
         return ops.reshape(self.parts_first(cut, (1, 0, 2)), (self.parts * size, *shape[1:]))
 
 
+class ShardSlices(nn.Cell):
+    """Cut all micro-batches out of an input, each by a :class:`ShardSlice` ."""
+
+    def __init__(self, micro_size: int, parts: int) -> None:
+        super().__init__(auto_prefix=False)
+        slices = [ShardSlice(index, micro_size, parts) for index in range(micro_size)]
+        self.slices = nn.CellList(slices, auto_prefix=False)
+
+    def construct(self, value):
+        micro_batches: tuple = ()
+        for cut in self.slices:
+            micro_batches = (*micro_batches, cut(value))
+        return micro_batches
+
+
 @ops.constexpr
-def _per_part(shape, parts):
-    """Samples in each part, and numbers in each sample."""
-    return shape[0] // parts, math.prod(shape[1:])
+def per_part(shape, parts, micro_size):
+    """Samples in each part, and numbers in each sample. Refuses what cannot be cut: with data sinking, no Python of the
+    step runs before."""
+    own = shape[0] // parts
+    auto_parallel.check_batch([(own,)], micro_size)
+    return own, math.prod(shape[1:])

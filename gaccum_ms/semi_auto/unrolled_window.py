@@ -20,8 +20,10 @@ from gaccum_ms import backend
 from gaccum_ms.accumulation.accumulators import GradientSums, NoSums
 from gaccum_ms.accumulation.open_window import OpenWindow
 from gaccum_ms.backend.parameters import expose_records, hold_weights, record
+from gaccum_ms.distributed.stages import owned_weights, stages
 from gaccum_ms.options.compatibility import Setup
 from gaccum_ms.semi_auto.batch_sums import BatchSums
+from gaccum_ms.semi_auto.pipeline import OverStages, own_gradient
 from gaccum_ms.splitting.even_split import SplitPlan, plan_split
 
 if TYPE_CHECKING:
@@ -78,6 +80,11 @@ class UnrolledWindow(nn.Cell):
         self.parts = self.batch_sums.parts
         hold_weights(self, weights)
         self.backward = ops.GradOperation(get_by_list=True, sens_param=True)
+        self.over_stages = OverStages()
+        self.is_pipeline = stages() > 1
+        if self.is_pipeline:
+            self.map = ops.HyperMap()
+            self.owned = owned_weights(setup.network, weights)
         self.may_skip = self.needs_division = self.parts.may_skip
         self.has_outputs = setup.options.aux
         self.micro_size = setup.options.micro_size or 1
@@ -145,13 +152,14 @@ class UnrolledWindow(nn.Cell):
         if self.has_outputs:
             sums, outputs = sums
         gradients = self.backward(self.batch_sums, self.weights)(*inputs, self.seeds(sums, outputs, scale))
+        sums = self.over_stages(sums, gradients)
         return (ops.unstack(sums) if sums.ndim > 0 else (sums,)), outputs, gradients
 
     def reduced(self, gradients):
         """The gradients over all devices."""
         if self.accumulates and not self.optimizer_is_sharded:
             gradients = self.store.read(gradients)
-        return gradients
+        return self.map(own_gradient, gradients, self.owned) if self.is_pipeline else gradients
 
     def noted(self, loss, gradients):
         if self.notes_gradient:
@@ -234,5 +242,5 @@ class AddedBatch(nn.Cell):
 
 def found_on_any(sum_over_devices, condition):
     """Whether any device has found `condition` in its parts of the gradients."""
-    found = ops.reshape(ops.cast(condition, ms.float32), (1,))
+    found = ops.expand_dims(ops.cast(condition, ms.float32), 0)  # in a pipeline a reshape is refused
     return ops.reshape(sum_over_devices(found), ()) > 0

@@ -15,12 +15,14 @@ from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.checks.arguments import check_is_optimizer, check_optimizer, described
 from gaccum_ms.cpu.convolutions import limit_instructions_for, limit_instructions_for_weights
 from gaccum_ms.distributed.ranks import check_parallel_mode, refuse_hooked_weights
+from gaccum_ms.distributed.stages import stages
 from gaccum_ms.layers.batchnorm import refuse_sync_batch_norm
 from gaccum_ms.layers.sparse import refuse_sparse_gradients
 from gaccum_ms.options import compatibility
 from gaccum_ms.options.compatibility import Setup
-from gaccum_ms.options.rules import IN_LOOPS, SEMI_AUTO
+from gaccum_ms.options.rules import IN_LOOPS, PIPELINE, SEMI_AUTO
 from gaccum_ms.semi_auto import modes
+from gaccum_ms.semi_auto.pipeline import check_pipeline
 
 
 def with_loss(owner: str, cell: Any, loss_fn: nn.Cell | None) -> GradAccumulationCell:
@@ -55,6 +57,9 @@ def admit(owner: str, cell: GradAccumulationCell, optimizer: nn.Optimizer) -> Se
     compatibility.check(SEMI_AUTO if setup.compiler_distributes else IN_LOOPS, "GradAccumulationCell", setup)
     if setup.compiler_distributes:
         modes.check_network(cell.network)
+        if stages() > 1:
+            compatibility.check(PIPELINE, "GradAccumulationCell", setup)
+            check_pipeline(cell.network, setup.options.micro_size)
     refuse_sparse_gradients(cell)
     if cell.auto:
         refuse_sync_batch_norm("GradAccumulationCell", cell)

@@ -410,7 +410,9 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         auto_parallel.check_built_for(self._unrolled)
         self._look(self.spans_batches, inputs[0].shape, len(inputs))
         scale = self.update.scale()
-        inputs = clear_flag(inputs if self.called_by_python else graphs.with_own_storage(inputs))
+        # In a graph that the compiler distributes, its passes look for slices of the inputs themselves.
+        has_own_storage = self.called_by_python or self._unrolled
+        inputs = clear_flag(inputs if has_own_storage else graphs.with_own_storage(inputs))
         if self.spans_batches:
             loss, overflow, outputs = self._in_window(inputs, scale)
         else:

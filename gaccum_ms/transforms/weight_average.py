@@ -14,6 +14,7 @@ from gaccum_ms.backend.parameters import overwrite, own
 from gaccum_ms.checks.arguments import check_bool, check_number, check_positive_finite
 from gaccum_ms.cpu.kernels import add_in_place
 from gaccum_ms.distributed.ranks import compiler_distributes
+from gaccum_ms.distributed.stages import owned_weights, stages
 from gaccum_ms.transforms.transform import Transform
 
 _NAME = "WeightAverage"
@@ -113,12 +114,19 @@ class WeightAverage(Transform):
         self._swapped = False
 
     def prepare(self, network: nn.Cell | None) -> None:
-        averaged = [*self.weights, *(self._buffers_of(network) if self.with_buffers else ())]
+        averaged = [*self._own_weights(network), *(self._buffers_of(network) if self.with_buffers else ())]
         # Only as an attribute, because these Parameters are the network's.
         object.__setattr__(self, "averaged", ms.ParameterTuple(averaged))
         self.averages = ms.ParameterTuple([self._average_of(parameter) for parameter in averaged])
         self.averaged_updates = self.state("averaged_updates", np.zeros((), np.int32))
         self.map = ops.HyperMap()
+
+    def _own_weights(self, network: nn.Cell | None) -> list[ms.Parameter]:
+        """The weights; in a pipeline, those of this device's stage."""
+        if network is None or stages() == 1:
+            return list(self.weights)
+        owned = owned_weights(network, self.weights)
+        return [weight for weight, is_owned in zip(self.weights, owned, strict=True) if is_owned]
 
     def _average_of(self, parameter: ms.Parameter) -> ms.Parameter:
         """A Parameter for its average. NaN: nothing was written."""

@@ -36,7 +36,7 @@ from gaccum_ms.options.checked import checked
 from gaccum_ms.options.compatibility import RULES, Setup
 from gaccum_ms.options.compatibility import refused as first_refused
 from gaccum_ms.options.options import Options, check_each, each_option, option
-from gaccum_ms.options.rules import AUDIT, CELL, IN_LOOPS, IN_ONE_GRAPH, REPORT, SEMI_AUTO, SPAN_LATER, TRIAL
+from gaccum_ms.options.rules import AUDIT, CELL, IN_LOOPS, IN_ONE_GRAPH, PIPELINE, REPORT, SEMI_AUTO, SPAN_LATER, TRIAL
 from tests.support.reference import make_step
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
@@ -123,12 +123,15 @@ def in_two(x, y):
 BY_FUNCTION = {"split": in_two}
 
 # For each rule, in order: options that break it and no rule before it, the words of the error, and "batch" for a loss
-# of the batch, "distributed" for semi-auto and auto parallel mode, or "pools" for a network with WindowBatchNorm.
+# of the batch, "distributed" for semi-auto and auto parallel mode, "pipeline" for one of two stages, or "pools" for a
+# network with WindowBatchNorm.
 BROKEN = [
     ({}, "need graph mode, because .* but got PyNative mode. Use"),
     ({}, "which take each micro-batch once, but got a network of class", "batch"),
     (TWO, "need a network of one loss, .* but got one of several losses.$"),
     ({}, "need a loss that is a mean or sum .* 'WithBatchLossCell', whose", "batch"),
+    (TWO, "a pipeline the network must return one loss, .* but got 2 losses. Return their"),
+    ({}, "need a network on one stage, but got a pipeline: between", "pipeline"),
     ({}, "that one micro-batch can be tried with, but got a 'WithBatchLossCell'", "batch"),
     ({}, "must be 'stand_alone' or 'data_parallel', but got 'stand_alone': there", "distributed"),
     ({**AUTO, "jit": False}, "compiles in PyNative mode too, .* got jit=False. Leave 'jit' out"),
@@ -136,6 +139,7 @@ BROKEN = [
     (AUTO, "needs Python between the batches, .* but the training step is part of another graph"),
     ({"micro_batch_size": 2}, "'micro_batch_size' must be None, but got 2: the compiler"),
     (AUTO, "but got micro_batch_size='auto'. Give 'micro_size'"),
+    ({"accumulation_steps": 2}, "in a pipeline 'accumulation_steps' must be 1, .* but got 2. Use"),
     ({"accumulation_steps": 2, **TWO}, "must be 1 .* got accumulation_steps=2 and 2 losses"),
     ({"accumulation_steps": 3}, "'accumulation_steps' must be 1, but got 3: the loss needs", "batch"),
     ({"reduction": "sum", **TWO}, "reduction='sum' with 'loss_weights' needs .* got count=None"),
@@ -184,7 +188,12 @@ def test_each_rule_has_its_own_error(number):
         network = nn.WithLossCell(nn.SequentialCell(WindowBatchNorm(1), net), nn.MSELoss())
     setup = Setup(options_of(options), network, kind == ["distributed"])
     ms.set_context(mode=ms.PYNATIVE_MODE if "PyNative" in rule.what else ms.GRAPH_MODE)
-    error = first_refused(rule.place, "Owner", setup)
+    if kind == ["pipeline"]:
+        ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", pipeline_stages=2)
+    try:
+        error = first_refused(rule.place, "Owner", setup)
+    finally:
+        ms.reset_auto_parallel_context()
     assert type(error) is rule.error
     with pytest.raises(rule.error, match=f"For 'Owner', .*{words}"):
         raise error
@@ -195,7 +204,7 @@ def test_each_rule_has_an_example():
     assert len(BROKEN) == len(RULES)
 
 
-@pytest.mark.parametrize("place", [CELL, IN_LOOPS, SEMI_AUTO, SPAN_LATER, IN_ONE_GRAPH, AUDIT, TRIAL, REPORT])
+@pytest.mark.parametrize("place", [CELL, IN_LOOPS, SEMI_AUTO, PIPELINE, SPAN_LATER, IN_ONE_GRAPH, AUDIT, TRIAL, REPORT])
 def test_the_plain_options_go_together_everywhere(place):
     ms.set_context(mode=ms.GRAPH_MODE)
     assert first_refused(place, "Owner", Setup(options_of({"micro_size": 2}), nn.Dense(1, 1))) is None

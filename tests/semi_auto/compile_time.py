@@ -13,7 +13,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from tests.semi_auto.compile_worker import DEEP
+from tests.semi_auto.cases import DEEP
 from tests.semi_auto.compiled import Case, Compiler
 
 SIZES = (4, 16)

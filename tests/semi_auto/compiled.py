@@ -23,8 +23,23 @@ THOROUGH = [pytest.mark.thorough, SECOND_COMPILER]
 TIME_LIMIT = 1800  # seconds; all cases take two free cores about three minutes
 
 
+def stages_of(settings: dict) -> int:
+    """The number of a case's pipeline stages, by its settings."""
+    return settings.get("pipeline_stages", settings.get("stages", 1))
+
+
+def folder_of(out: Path, name: str, stage: int) -> Path:
+    """Where a case's graph of this stage is."""
+    return out / name / f"stage_{stage}" if stage else out / name
+
+
+def flag_of(out: Path, name: str, stage: int) -> Path:
+    """Exists once that graph is there."""
+    return out / f"{name}.compiled.{stage}"
+
+
 class Case(NamedTuple):
-    """The compiler's results for one training step."""
+    """The compiler's results for one training step; with a pipeline, for its first stage."""
 
     folder: Path
 
@@ -53,6 +68,10 @@ class Case(NamedTuple):
         """With windows of several batches: the graph that only adds."""
         return Case(self.folder / "adding")
 
+    def stage(self, number: int) -> Case:
+        """With a pipeline: the results for this stage."""
+        return Case(folder_of(self.folder.parent, self.folder.name, number))
+
     @property
     def parameters(self) -> dict[str, np.ndarray]:
         return dict(np.load(self.folder / "parameters.npz"))
@@ -62,7 +81,8 @@ _read = functools.cache(finished_graph.read)  # tests share graphs, and none cha
 
 
 class Compiler:
-    """Eight ranks, of which the first compiles cases by their names, each when it is first requested.
+    """Eight ranks, of which the first, or the first of each stage, compiles cases by their names, each when it is first
+    requested.
 
     As a context manager, it ends the ranks, also after an error. They end by themselves after `TIME_LIMIT` .
 
@@ -89,13 +109,14 @@ class Compiler:
                 command, env=environment, cwd=folder, stdout=said, stderr=subprocess.STDOUT
             )
 
-    def __call__(self, name: str) -> Case:
+    def __call__(self, name: str, stages: int = 1) -> Case:
         (self.out / "wanted" / name).touch()
-        compiled = self.out / f"{name}.compiled"
-        while not compiled.exists():
-            if self.launcher.poll() is not None and not compiled.exists():
-                raise RuntimeError(f"compile_worker.py failed:\n{self.said.read_text()[-6000:]}")
-            time.sleep(0.05)
+        for stage in range(stages):
+            compiled = flag_of(self.out, name, stage)
+            while not compiled.exists():
+                if self.launcher.poll() is not None and not compiled.exists():
+                    raise RuntimeError(f"compile_worker.py failed:\n{self.said.read_text()[-6000:]}")
+                time.sleep(0.05)
         return Case(self.out / name)
 
     def __enter__(self) -> Compiler:

@@ -283,6 +283,11 @@ def _reduce(function: Callable) -> Callable:
     return reduced
 
 
+def _filled(values: Sequence[Any]) -> list[np.ndarray]:
+    """With zeros for constants that the file does not hold: in the place of a gradient that is in an accumulator."""
+    return [np.zeros(*value) if isinstance(value, Elided) else value for value in values]
+
+
 _ARITHMETIC: dict[str, Callable] = {
     "Reshape": lambda value, shape: np.reshape(value, shape),
     "Transpose": lambda value, axes: np.transpose(value, axes),
@@ -309,7 +314,7 @@ _ARITHMETIC: dict[str, Callable] = {
     "PowTensorScalar": lambda x, power: x**power,
     "Add": lambda x, y: x + y,
     "Adds": lambda x, y: x + y,
-    "AddN": lambda values: sum(values[1:], values[0]),
+    "AddN": lambda values: sum(_filled(values[1:]), *_filled(values[:1])),
     "Sub": lambda x, y: x - y,
     "Mul": lambda x, y: x * y,
     "Muls": lambda x, y: x * np.asarray(y, x.dtype),

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 
-from tests.semi_auto.compile_worker import SAMPLES
+from tests.semi_auto.cases import SAMPLES
 from tests.semi_auto.machine import Machine
 
 RANKS = 8

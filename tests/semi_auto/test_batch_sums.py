@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.semi_auto import whole_batch
-from tests.semi_auto.compile_worker import OPTIONS
+from tests.semi_auto.cases import OPTIONS
 from tests.semi_auto.compiled import SECOND_COMPILER, THOROUGH
 from tests.semi_auto.ran import RANKS, WEIGHTS, Ran
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.semi_auto.compile_worker import SAMPLES
+from tests.semi_auto.cases import SAMPLES
 from tests.semi_auto.machine import rows
 from tests.semi_auto.ran import RANKS, SPLIT, WEIGHTS, Ran, X, Y, by_hand, part_of, same_update
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.semi_auto.compile_worker import SAMPLES
+from tests.semi_auto.cases import SAMPLES
 from tests.semi_auto.machine import rows
 from tests.semi_auto.ran import RANKS, SPLIT, WEIGHTS
 

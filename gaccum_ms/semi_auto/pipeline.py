@@ -1,0 +1,127 @@
+"""Pipelines: the network's Cells lie on several stages of devices, between which MindSpore's passes send micro-batches.
+
+The passes take the graph of `BatchSums` with three differences:
+
+    slices       all micro-batches are cut out of one Reshape of an input, along axis 1         (PipelineSlices)
+    totals       only the last stage knows counts and denominators, after its last forward, so no total comes first
+    sums         the last stage alone has them; they are added over the stages after backward  (OverStages)
+
+The sum over stages comes after all that a stage sends and receives. Before backward, a stage would wait in it for one
+that still waits to send.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from mindspore import nn, ops
+from mindspore.communication import create_group
+
+from gaccum_ms import backend
+from gaccum_ms.checks.arguments import first_of
+from gaccum_ms.distributed.stages import devices_of_stage, stages, stages_of_weights
+from gaccum_ms.semi_auto.shard_slice import per_part
+
+_NAME = "GradAccumulationCell"
+
+
+def check_pipeline(network: nn.Cell, micro_size: int | None) -> None:
+    """Refuse, before anything is built and on all ranks alike, what the compiler refuses on some of them.
+
+    Raises:
+        ValueError: If there are fewer micro-batches than stages, if a trained weight has no stage, or if a stage has
+            no trained weight.
+    """
+    number = stages()
+    if (micro_size or 1) < number:
+        raise ValueError(
+            f"For '{_NAME}', 'micro_size' must be at least the number of pipeline stages, so that each stage has a "
+            f"micro-batch to work on, but got micro_size={micro_size} and {number} stages. Raise 'micro_size', or "
+            f"lower 'pipeline_stages'."
+        )
+    stage_of = stages_of_weights(network)
+    trained = {weight.name: stage_of[weight.name] for weight in network.trainable_params()}
+    outside = [name for name, stage in trained.items() if not 0 <= stage < number]
+    if outside:
+        raise ValueError(
+            f"For '{_NAME}', with pipeline_stages={number} each trained weight must belong to a Cell with a "
+            f"'pipeline_stage' of 0 to {number - 1}, or lie within one, but got none for {first_of(outside, 5)}. Set "
+            f"it: cell.pipeline_stage = 0."
+        )
+    idle = sorted(set(range(number)) - set(trained.values()))
+    if idle:
+        raise ValueError(
+            f"For '{_NAME}', each of the {number} pipeline stages must have a trained weight, but got none for "
+            f"stage(s) {', '.join(map(str, idle))}. Move a Cell there, train one of its weights, or lower "
+            f"'pipeline_stages'."
+        )
+
+
+own_gradient = ops.MultitypeFuncGraph("gaccum_ms_own_gradient")
+
+
+@own_gradient.register("Tensor", "Bool")
+def _own_gradient(gradient, is_owned):
+    """A weight that two stages use has its whole gradient on its own stage. On the other there is a copy, which no
+    forward reads, and a part of the gradient, which would be in the norm twice."""
+    return gradient if is_owned else gradient * 0.0
+
+
+class PipelineSlices(nn.Cell):
+    """Cut all micro-batches out of an input, in the form that the passes know: one Reshape, which all of them share,
+    and one StridedSlice for each, along axis 1.
+
+    Args:
+        micro_size (int): The number of micro-batches.
+        parts (int): The number of parts into which the devices of a stage split the samples.
+
+    Inputs:
+        - **value** (Tensor) - Shape :math:`(N, ...)`.
+
+    Outputs:
+        Tuple of Tensors of shape :math:`(N / \\text{micro_size}, ...)`.
+    """
+
+    def __init__(self, micro_size: int, parts: int) -> None:
+        super().__init__(auto_prefix=False)
+        self.micro_size = micro_size
+        self.parts = parts
+        self.slice = ops.StridedSlice()
+
+    def construct(self, value):
+        shape = value.shape
+        own, features = per_part(shape, self.parts, self.micro_size)
+        size = own // self.micro_size
+        parted = ops.reshape(value, (self.parts, own, features))
+        micro_batches: tuple = ()
+        for index in range(self.micro_size):
+            begin, end = (0, index * size, 0), (self.parts, (index + 1) * size, features)
+            cut = self.slice(parted, begin, end, (1, 1, 1))
+            micro_batches = (*micro_batches, ops.reshape(cut, (self.parts * size, *shape[1:])))
+        return micro_batches
+
+
+class OverStages(nn.Cell):
+    """Give the sums of the last stage to all, once `after` is computed. On the other stages they are zero."""
+
+    def __init__(self) -> None:
+        super().__init__(auto_prefix=False)
+        self.reduces = stages() > 1
+        if self.reduces:
+            self.sum_over_stages = ops.AllReduce(group=_group_over_stages())
+
+    def construct(self, sums, after):
+        if not self.reduces:
+            return sums
+        if sums.ndim > 0:
+            return self.sum_over_stages(ops.depend(sums, after))
+        return ops.reshape(self.sum_over_stages(ops.depend(ops.expand_dims(sums, 0), after)), ())
+
+
+def _group_over_stages() -> str:
+    """The group of the ranks at this rank's place in each stage, under MindSpore's own name for it."""
+    own = devices_of_stage()
+    ranks = [backend.get_global_rank() % own + stage * own for stage in range(stages())]
+    name = hashlib.sha256("-".join(map(str, ranks)).encode()).hexdigest()[:48]
+    create_group(name, ranks)
+    return name

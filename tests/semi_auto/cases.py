@@ -1,0 +1,463 @@
+"""The training steps that compile_worker.py compiles for eight devices: networks, options, layouts."""
+
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+from mindspore.parallel import Layout
+from mindspore.parallel.auto_parallel import AutoParallel
+from mindspore.parallel.nn import MicroBatchInterleaved
+
+from gaccum_ms import (
+    ClipByGlobalNorm,
+    ClipByValue,
+    EvenSplit,
+    GradAccumulation,
+    GradAccumulationCell,
+    PerSampleLoss,
+    SkipSpikes,
+    TrainOneStepWithGradAccumulationCell,
+    WeightAverage,
+)
+from gaccum_ms.accumulation.update import Update, _divide
+
+SAMPLES = 16  # of each device; few, because the files abbreviate longer constants by "..."
+X, Y = (SAMPLES, 12), (SAMPLES, 1)
+
+
+def weight(seed, *shape):
+    return ms.Parameter(Tensor(np.random.default_rng(seed).normal(size=shape).astype(np.float32) * 0.5))
+
+
+class Net(nn.Cell):
+    """Two layers and squared errors. `split` lays them on (data, model) parallel devices."""
+
+    def __init__(self, reduction="mean", split=None):
+        super().__init__()
+        self.first, self.bias, self.second = weight(1, 12, 32), weight(2, 32), weight(3, 32, 1)
+        self.first.name, self.bias.name, self.second.name = "first", "bias", "second"
+        self.reduction = reduction
+        self.matmul_1, self.add, self.relu, self.matmul_2 = ops.MatMul(), ops.Add(), ops.ReLU(), ops.MatMul()
+        self.sub, self.square, self.mean = ops.Sub(), ops.Square(), ops.ReduceMean()
+        if split:
+            data, model = split
+            self.matmul_1.shard(((data, 1), (1, model)))
+            self.add.shard(((data, model), (model,)))
+            self.relu.shard(((data, model),))
+            self.matmul_2.shard(((data, model), (model, 1)))
+            self.sub.shard(((data, 1), (data, 1)))
+            self.square.shard(((data, 1),))
+            self.mean.shard(((data, 1),))
+
+    def construct(self, x, y):
+        hidden = self.relu(self.add(self.matmul_1(x, self.first), self.bias))
+        squares = self.square(self.sub(self.matmul_2(hidden, self.second), y))
+        if self.reduction == "none":
+            return ops.reduce_sum(squares, 1)
+        return ops.reduce_sum(squares) if self.reduction == "sum" else self.mean(squares)
+
+
+class Mask(nn.Cell):
+    """The samples that loss number `term` of `Masked` is over: labels above zero, or large ones. As a count: their
+    number. `split` as in `Net` ."""
+
+    def __init__(self, term, split=None):
+        super().__init__()
+        self.term = term
+        self.square, self.greater, self.cast, self.sum = ops.Square(), ops.Greater(), ops.Cast(), ops.ReduceSum()
+        if split:
+            self.greater.shard(((split[0], 1), ()))
+            for one in (self.square, self.cast, self.sum):
+                one.shard(((split[0], 1),))
+
+    def of(self, y):
+        above = self.greater(y, 0.0) if self.term == 0 else self.greater(self.square(y), 0.5)
+        return self.cast(above, ms.float32)
+
+    def construct(self, x, y):
+        return self.sum(self.of(y))
+
+
+class Masked(Net):
+    """One or two losses, each over a mask: a numerator, and with ``returns="ratio"`` a denominator too, or means."""
+
+    def __init__(self, losses=1, returns="ratio", aux=False, split=None):
+        super().__init__(split=split)
+        self.losses, self.returns, self.aux = losses, returns, aux
+        self.masks = nn.CellList([Mask(term, split) for term in range(2)])
+        self.weigh, self.sums = [ops.Mul() for _ in range(2)], [ops.ReduceSum() for _ in range(2)]
+        if split:
+            for weigh, one in zip(self.weigh, self.sums, strict=True):
+                weigh.shard(((split[0], 1),) * 2)
+                one.shard(((split[0], 1),))
+
+    def construct(self, x, y):
+        hidden = self.relu(self.add(self.matmul_1(x, self.first), self.bias))
+        out = self.matmul_2(hidden, self.second)
+        error = (self.sub(out, y), out)
+        outputs = ()
+        for term in range(self.losses):
+            mask = self.masks[term]
+            numerator = self.sums[term](self.weigh[term](self.square(error[term]), mask.of(y)))
+            if self.returns == "sum":
+                outputs = (*outputs, numerator)
+            elif self.returns == "mean":
+                outputs = (*outputs, numerator / mask(x, y))
+            else:
+                outputs = (*outputs, numerator, mask(x, y))
+        if self.aux:  # numerators of the second loss, and each sample's output
+            outputs = (*outputs, self.sums[1](self.square(out)), out)
+        return outputs[0] if len(outputs) == 1 else outputs
+
+
+class Scaled(Masked):
+    """`Masked` of labels that a third input scales, which all samples share. It lies whole on each device."""
+
+    def __init__(self, split=None):
+        super().__init__(split=split)
+        self.scale = ops.Mul()
+        if split:
+            self.scale.shard(((split[0], 1), (1, 1)))
+
+    def construct(self, x, y, scale):
+        return super().construct(x, self.scale(y, scale))
+
+
+class LazyMasked(Masked):
+    @ms.lazy_inline
+    def __init__(self, **options):
+        super().__init__(**options)
+
+
+def laid(matmul_1, matmul_2, frozen=(), lazy=False):
+    """A network with these shardings of its products, by numbers or by a Layout's names."""
+    network = LazyNet() if lazy else Net()
+    network.matmul_1.shard(matmul_1)
+    network.matmul_2.shard(matmul_2)
+    for name in frozen:
+        getattr(network, name).requires_grad = False
+    return network
+
+
+class LazyNet(Net):
+    """Uses MindSpore's way to compile a network once for all its calls."""
+
+    @ms.lazy_inline
+    def __init__(self, **options):
+        super().__init__(**options)
+
+
+class Dense(nn.Cell):
+    """A network of layers. `returns` : the loss as a mean, "none" (of each number), "ratio", "two ratios" or "aux"."""
+
+    def __init__(self, layers=1, returns="mean"):
+        super().__init__()
+        self.returns = returns
+        self.layers = nn.SequentialCell([nn.SequentialCell(nn.Dense(12, 12), nn.ReLU()) for _ in range(layers)])
+        self.last = nn.Dense(12, 1)
+
+    def construct(self, x, y):
+        squares = ops.square(self.last(self.layers(x)) - y)
+        if self.returns == "none":
+            return squares
+        if self.returns in ("mean", "aux"):
+            mean = ops.reduce_mean(squares)
+            return (mean, squares) if self.returns == "aux" else mean
+        mask = ops.cast(y > 0, ms.float32)
+        ratio = ops.reduce_sum(squares * mask), ops.reduce_sum(mask)
+        return ratio if self.returns == "ratio" else (*ratio, ops.reduce_sum(squares), ops.reduce_sum(squares * 0 + 1))
+
+
+class LazyDense(Dense):
+    @ms.lazy_inline
+    def __init__(self, layers=1, returns="mean"):
+        super().__init__(layers, returns)
+
+
+def positive(x, y):
+    """A count that depends on the data: the number of labels above zero."""
+    return ops.reduce_sum(ops.cast(y > 0, ms.float32))
+
+
+def sgd(network):
+    return nn.SGD(network.trainable_params(), 0.1)
+
+
+def plain(network, **_):
+    return nn.TrainOneStepCell(network, sgd(network)).set_train()
+
+
+def frameworks(network, micro_size):
+    from mindspore.nn.wrap.cell_wrapper import GradAccumulationCell as FrameworksCell
+    from mindspore.nn.wrap.cell_wrapper import _TrainGradAccuStepCell
+
+    return _TrainGradAccuStepCell(FrameworksCell(network, micro_size), sgd(network)).set_train()
+
+
+def ours(network, micro_size, scale=None, auto=False, model=False, **options):
+    cell = GradAccumulationCell(network, micro_size, **options)
+    if auto:
+        cell = AutoParallel(cell)
+        cell.enable_gradients_mean()
+    if model:
+        return ms.Model(cell, optimizer=sgd(network)).train_network
+    return TrainOneStepWithGradAccumulationCell(cell, sgd(network), scale)
+
+
+def by_level(level, micro_size=4):
+    """Mixed precision by `amp_level` , with a loss beside the network; None: MindSpore's own step."""
+    network = nn.SequentialCell(nn.Dense(12, 32), nn.ReLU(), nn.Dense(32, 1))
+    cell = network if micro_size is None else GradAccumulationCell(network, micro_size)
+    model = ms.Model(cell, nn.MSELoss(), sgd(network), amp_level=level, loss_scale_manager=None)
+    return model.train_network.set_train()
+
+
+def documented(network):
+    """The program of MindSpore's tutorial."""
+    cell = AutoParallel(GradAccumulation(network, 4))
+    cell.hsdp()
+    return ms.Model(cell, optimizer=sgd(network)).train_network
+
+
+def in_two_stages(network):
+    """An AutoParallel with a pipeline, which the parallel context does not have."""
+    ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel")
+    cell = AutoParallel(GradAccumulationCell(network, 4))
+    cell.pipeline(stages=2)
+    return TrainOneStepWithGradAccumulationCell(cell, sgd(network))
+
+
+def functional(training):
+    """A hand-written loop over the cell, as MindSpore's documentation shows for its own cell."""
+    cell = GradAccumulation(Net(), 4).set_train(training)
+    optimizer = sgd(cell)
+    gradients = ops.value_and_grad(cell, None, optimizer.parameters)
+
+    class Step(nn.Cell):
+        def construct(self, x, y):
+            loss, grads = gradients(x, y)
+            return ops.depend(loss, optimizer(grads))
+
+    return Step(auto_prefix=False)
+
+
+def predicting(network):
+    """The wrapped network, called by itself."""
+    return GradAccumulation(network, 2).set_train(False)
+
+
+class ByQuotient(Update):
+    """A deliberate bug: the compiler's pass for norms does not look through a quotient."""
+
+    def _divided(self, gradients, divisor):
+        return self.map(ops.partial(_divide, divisor), gradients)
+
+
+def by_quotient(step):
+    step.update.__class__ = ByQuotient
+    return step
+
+
+def manager():
+    return nn.DynamicLossScaleUpdateCell(1024, 2, 10)
+
+
+SUM = {"gradients_mean": False}
+OPTIMIZER_PARALLEL = {
+    "enable_parallel_optimizer": True,
+    "parallel_optimizer_config": {"parallel_optimizer_threshold": 0},
+}
+SHARDED_GRADIENTS = {
+    "enable_parallel_optimizer": True,
+    "parallel_optimizer_config": {"parallel_optimizer_threshold": 0, "gradient_accumulation_shard": True},
+}
+SPLIT = (4, 2)
+SPLIT_DATA = {"dataset_strategy": ((4, 1), (4, 1)), **SUM}
+
+WEIGHT_SHARDS = {
+    "enable_parallel_optimizer": True,
+    "parallel_optimizer_config": {"parallel_optimizer_threshold": 0, "optimizer_weight_shard_size": 4},
+}
+# Shardings by numbers: layers on different numbers of devices, and no data parallel. By names: on (4, 2) devices.
+UNEVEN = ((8, 1), (1, 1)), ((4, 1), (1, 1))
+NO_DATA_PARALLEL = ((1, 1), (1, 8)), ((1, 8), (8, 1))
+DEVICES = Layout((4, 2), ("data", "model"))
+NAMED = (
+    (DEVICES("data", "None"), DEVICES("None", "model")),
+    (DEVICES("data", "model"), DEVICES("model", "None")),
+)
+# MindSpore's own unit tests of its cell, on eight devices: (network, settings). Each is compiled with MindSpore's step
+# for the whole batch and with ours.
+MINDSPORES = {
+    "uneven": (lambda: laid(*UNEVEN), {}),
+    "weight shards": (Net, WEIGHT_SHARDS),
+    "no data parallel": (lambda: laid(*NO_DATA_PARALLEL), {"full_batch": True, **SUM, **OPTIMIZER_PARALLEL}),
+    "frozen": (lambda: laid(*UNEVEN, frozen=["second"]), OPTIMIZER_PARALLEL),
+    "interleaved": (lambda: MicroBatchInterleaved(Net(), 2), {}),
+    "named axes": (lambda: laid(*NAMED), {"dataset_strategy": (DEVICES("data", "None"),) * 2, **SUM}),
+    "lazy uneven": (lambda: laid(*UNEVEN, lazy=True), {}),
+}
+
+# The layouts that every option is compiled for: (lazy_inline, how layers lie on devices, settings).
+LAYOUTS = {
+    "dp": (False, None, SUM),
+    "split": (False, SPLIT, SPLIT_DATA),
+    "op": (False, None, SUM | OPTIMIZER_PARALLEL),
+    "ws": (False, None, SUM | WEIGHT_SHARDS),
+    "sg": (True, None, SUM | SHARDED_GRADIENTS),
+    "lazy dp": (True, None, SUM),
+}
+
+
+def masked(
+    layout, losses=1, returns="ratio", counted=False, scale=None, aux=False, transforms=tuple, micro_size=4, **options
+):
+    """Our step of `Masked` in one of the layouts."""
+    lazy, split, _ = LAYOUTS[layout]
+    network = (LazyMasked if lazy else Masked)(losses=losses, returns=returns, aux=aux, split=split)
+    if counted:
+        counts = tuple(Mask(term, split) for term in range(losses))
+        options["count"] = counts if losses > 1 else counts[0]
+    return ours(network, micro_size, scale and scale(), reduction=returns, aux=aux, transforms=transforms(), **options)
+
+
+# The options, in each layout. TWO: two losses with these weights.
+TWO = {"losses": 2, "loss_weights": (1.0, 0.3)}
+OPTIONS = {
+    "ratio": {},
+    "ratio, clip": {"max_grad_norm": 0.1},
+    "ratio, scale": {"scale": manager, "max_grad_norm": 0.1},
+    "ratio, scale alone": {"scale": manager},
+    "ratio, clamped": {"min_count": 1000.0},
+    "sum, count": {"returns": "sum", "counted": True},
+    "sum, count, clip": {"returns": "sum", "counted": True, "max_grad_norm": 0.1},
+    "mean, count": {"returns": "mean", "counted": True},
+    "two sums": {"returns": "sum", "counted": True} | TWO,
+    "two sums, clip": {"returns": "sum", "counted": True, "max_grad_norm": 0.1} | TWO,
+    "two means": {"returns": "mean", "counted": True} | TWO,
+    "two ratios": TWO,
+    "ratio, aux": {"aux": True},
+    "windows": {"accumulation_steps": 2},
+    "windows, one micro-batch": {"accumulation_steps": 2, "micro_size": 1},
+    "windows, clip": {"accumulation_steps": 2, "max_grad_norm": 0.1},
+    "windows, scale": {"accumulation_steps": 2, "scale": manager, "max_grad_norm": 0.1},
+    "windows, sum, count": {"accumulation_steps": 2, "returns": "sum", "counted": True},
+    "clip by value": {"transforms": lambda: (ClipByValue(0.02),)},
+    "spikes": {"transforms": lambda: (SkipSpikes(norm=100.0, history=8), ClipByGlobalNorm(0.1))},
+    "spikes, scale": {
+        "scale": manager,
+        "transforms": lambda: (SkipSpikes(norm=100.0, history=8), ClipByGlobalNorm(0.1)),
+    },
+    "skipped": {"transforms": lambda: (SkipSpikes(norm=0.1, history=8),)},
+    "average": {"transforms": lambda: (WeightAverage(0.75),)},
+    "mean, count, aux": {"returns": "mean", "counted": True, "aux": True},
+    "two ratios, clip": {"max_grad_norm": 0.1} | TWO,
+}
+
+# Seven layers: what the network returns, and the options.
+DEEP = {
+    "framework": ("mean", None),
+    "mean": ("mean", {}),
+    "ratio": ("ratio", {"reduction": "ratio"}),
+    "two ratios": ("two ratios", {"reduction": "ratio", "loss_weights": (1.0, 0.3)}),
+    "aux": ("aux", {"aux": True}),
+    "windows": ("mean", {"accumulation_steps": 2}),
+    "half": ("mean", {}),
+}
+
+
+def deep(net, kind, micro_size):
+    """A step of seven layers, which `DEEP` describes."""
+    returns, options = DEEP[kind]
+    network = net(6, returns)
+    if kind == "half":
+        network.to_float(ms.float16)
+    return frameworks(network, micro_size) if options is None else ours(network, micro_size, **options)
+
+
+# name: (how the step is made, MindSpore's parallel settings)
+CASES = {
+    "plain": (lambda: plain(Net()), {}),
+    "plain, sum of ranks": (lambda: plain(Net()), SUM),
+    "plain, sum": (lambda: plain(Net("sum")), {}),
+    "plain, full batch": (lambda: plain(Net()), {"full_batch": True}),
+    "plain, optimizer parallel": (lambda: plain(Net()), OPTIMIZER_PARALLEL),
+    "plain, optimizer parallel, sum of ranks": (lambda: plain(Net()), SUM | OPTIMIZER_PARALLEL),
+    **{f"framework, {k}": (lambda k=k: frameworks(Net(), k), {}) for k in (4, 16)},
+    **{f"ours, {k}": (lambda k=k: ours(Net(), k), {}) for k in (1, 4, 16)},
+    **{f"per sample, {k}": (lambda k=k: ours(PerSampleLoss(Net("none")), k), {}) for k in (1, 4, 16)},
+    "sum of ranks": (lambda: ours(Net(), 4), SUM),
+    "sum": (lambda: ours(Net("sum"), 4, reduction="sum"), {}),
+    "auto": (lambda: ours(Net(), 4), {"parallel_mode": "auto_parallel", "search_mode": "sharding_propagation"}),
+    "split": (lambda: ours(Net(split=SPLIT), 4), SPLIT_DATA),
+    "full batch": (lambda: ours(Net(), 4), {"full_batch": True}),
+    "count": (lambda: ours(Net("sum"), 4, reduction="sum", count=positive), {}),
+    "count, clamped": (lambda: ours(Net("sum"), 4, reduction="sum", count=positive, min_count=1000.0), {}),
+    "count of means": (lambda: ours(Net(), 4, count=positive), {}),
+    "scale": (lambda: ours(Net(), 4, manager(), max_grad_norm=0.1), {}),
+    "split, scale": (lambda: ours(Net(split=SPLIT), 4, manager(), max_grad_norm=0.1), SPLIT_DATA),
+    **{f"optimizer parallel, {k}": (lambda k=k: ours(Net(), k), OPTIMIZER_PARALLEL) for k in (1, 4, 16)},
+    "optimizer parallel, count": (
+        lambda: ours(Net("sum"), 4, reduction="sum", count=positive),
+        SUM | OPTIMIZER_PARALLEL,
+    ),
+    "context by init": (lambda: ours(Net(), 4), {"device_num": None}),
+    "communication fused": (lambda: ours(Net(), 4), {"comm_fusion": {"allreduce": {"mode": "auto", "config": None}}}),
+    "optimizer parallel, scale": (lambda: ours(Net(), 4, manager(), max_grad_norm=0.1), OPTIMIZER_PARALLEL),
+    "lazy, split, scale": (lambda: ours(LazyNet(split=SPLIT), 4, manager(), max_grad_norm=0.1), SPLIT_DATA),
+    "sharded gradients, clip": (lambda: ours(LazyNet(), 4, max_grad_norm=0.1), SUM | SHARDED_GRADIENTS),
+    "sharded gradients": (lambda: ours(LazyNet(), 4), SUM | SHARDED_GRADIENTS),
+    "sharded gradients, mean": (lambda: ours(LazyNet(), 4), SHARDED_GRADIENTS),
+    "sharded gradients, mean, framework": (lambda: frameworks(LazyNet(), 4), SHARDED_GRADIENTS),
+    "lazy, 4": (lambda: ours(LazyNet(), 4), {}),
+    "lazy, 16": (lambda: ours(LazyNet(), 16), {}),
+    "half": (lambda: ours(Dense().to_float(ms.float16), 4), SUM),
+    "half, whole": (lambda: plain(Dense().to_float(ms.float16)), SUM),
+    "half, sg": (lambda: ours(Dense().to_float(ms.float16), 4), SUM | SHARDED_GRADIENTS),
+    "half, op": (lambda: ours(Dense().to_float(ms.float16), 4), SUM | OPTIMIZER_PARALLEL),
+    **{f"amp {level}": (lambda level=level: by_level(level), SUM) for level in ("O1", "O2", "O3", "auto")},
+    **{f"amp {level}, whole": (lambda level=level: by_level(level, None), SUM) for level in ("O1", "O2", "O3", "auto")},
+    "half, lazy": (lambda: ours(LazyDense().to_float(ms.float16), 4), {}),
+    "half, lazy inside": (lambda: ours(PerSampleLoss(LazyDense(returns="none").to_float(ms.float16)), 4), {}),
+    "half, framework": (lambda: frameworks(Dense().to_float(ms.float16), 4), {}),
+    **{
+        f"{lazy}deep, {kind}, {k}": (lambda net=net, kind=kind, k=k: deep(net, kind, k), SUM)
+        for lazy, net in (("", Dense), ("lazy ", LazyDense))
+        for kind in DEEP
+        for k in (2, 4, 8, 16)
+    },
+    "AutoParallel": (lambda: ours(Net(), 4, auto=True), {"AutoParallel": True}),
+    "AutoParallel, model": (lambda: ours(Net(), 4, auto=True, model=True), {"AutoParallel": True}),
+    "documented": (lambda: documented(Net()), {"AutoParallel": True}),
+    "AutoParallel, pipeline": (lambda: in_two_stages(Net()), {"AutoParallel": True}),
+    **{f"{name}, whole": (lambda make=make: plain(make()), settings) for name, (make, settings) in MINDSPORES.items()},
+    **{f"{name}, 4": (lambda make=make: ours(make(), 4), settings) for name, (make, settings) in MINDSPORES.items()},
+    **{
+        f"{name}, {layout}": (lambda layout=layout, options=options: masked(layout, **options), LAYOUTS[layout][2])
+        for layout in LAYOUTS
+        for name, options in OPTIONS.items()
+    },
+    "windows, reduced by each batch": (lambda: masked("dp", accumulation_steps=2), SUM | {"reduces": True}),
+    "shared": (
+        lambda: ours(Scaled(), 4, reduction="ratio", split=EvenSplit(shared=(2,))),
+        {"dataset_strategy": ((8, 1), (8, 1), (1, 1)), "shapes": (X, Y, (1, 1)), **SUM},
+    ),
+    "shared, split": (
+        lambda: ours(Scaled(SPLIT), 4, reduction="ratio", split=EvenSplit(shared=(2,))),
+        {
+            "dataset_strategy": ((4, 1), (4, 1), (1, 1)),
+            "shapes": ((2 * SAMPLES, 12), (2 * SAMPLES, 1), (1, 1)),
+            **SUM,
+        },
+    ),
+    "quotient": (lambda: by_quotient(masked("op", max_grad_norm=0.1)), LAYOUTS["op"][2]),
+    "per sample, count": (
+        lambda: ours(PerSampleLoss(Net("none"), "sum"), 4, reduction="sum", count=positive),
+        SUM,
+    ),
+    "predict": (lambda: predicting(Net()), {"full_batch": True}),
+    "functional": (lambda: functional(False), {}),
+    "functional, training": (lambda: functional(True), {}),
+    "AutoParallel around the step": (lambda: AutoParallel(ours(Net(), 4)), {"AutoParallel": True}),
+}

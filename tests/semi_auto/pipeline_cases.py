@@ -1,0 +1,274 @@
+"""Training steps whose network lies on two or four stages of the eight devices."""
+
+from __future__ import annotations
+
+import mindspore as ms
+from mindspore import nn, ops
+from mindspore.parallel.auto_parallel import AutoParallel
+
+from gaccum_ms import (
+    ClipByGlobalNorm,
+    ClipByValue,
+    EvenSplit,
+    GradAccumulationCell,
+    PerSampleLoss,
+    SkipSpikes,
+    TrainOneStepWithGradAccumulationCell,
+    WeightAverage,
+)
+from tests.semi_auto.cases import CASES, OPTIMIZER_PARALLEL, SHARDED_GRADIENTS, SUM, Mask, X, Y, manager, sgd, weight
+
+WIDTHS = (12, 8, 8, 8, 1)
+
+
+class Layer(nn.Cell):
+    """A product and a bias, and all but the last a ReLU. `split` : into how many parts the devices split the samples,
+    the rows and the columns."""
+
+    def __init__(self, seed, rows, columns, split=None):
+        super().__init__()
+        self.weight, self.bias = weight(seed, rows, columns), weight(seed + 10, columns)
+        self.weight.name, self.bias.name = "weight", "bias"
+        self.matmul, self.add, self.relu, self.has_relu = ops.MatMul(), ops.Add(), ops.ReLU(), columns > 1
+        if split:
+            data, rows, columns = split
+            self.matmul.shard(((data, rows), (rows, columns)))
+            self.add.shard(((data, columns), (columns,)))
+            self.relu.shard(((data, columns),))
+
+    def construct(self, x):
+        x = self.add(self.matmul(x, self.weight), self.bias)
+        return self.relu(x) if self.has_relu else x
+
+
+class Staged(nn.Cell):
+    """Four layers on the stages, and squared errors. `returns` : "plain", a mean over all samples; over those of a mask
+    a "mean", a "sum" or a "ratio"; "none", each sample's. `split` lays layers on (data, model) parallel devices."""
+
+    def __init__(self, stages, returns="plain", split=None, aux=False):
+        super().__init__()
+        splits = [(split[0], 1, split[1]), (split[0], split[1], 1)] * 2 if split else [None] * 4
+        layers = [Layer(seed, *WIDTHS[seed : seed + 2], split=splits[seed]) for seed in range(4)]
+        self.layers = nn.CellList(layers)
+        for number, layer in enumerate(layers):
+            layer.pipeline_stage = number * stages // 4
+        self.returns, self.aux = returns, aux
+        self.mask = Mask(0, split)
+        self.sub, self.square, self.mean, self.weigh, self.sum = (
+            ops.Sub(),
+            ops.Square(),
+            ops.ReduceMean(),
+            ops.Mul(),
+            ops.ReduceSum(),
+        )
+        if split:
+            for operator, inputs in (self.sub, 2), (self.square, 1), (self.mean, 1), (self.weigh, 2), (self.sum, 1):
+                operator.shard(((split[0], 1),) * inputs)
+
+    def construct(self, x, y):
+        out = x
+        for layer in self.layers:
+            out = layer(out)
+        squares = self.square(self.sub(out, y))
+        if self.returns == "none":
+            return ops.reduce_sum(squares, 1)
+        if self.returns == "plain":
+            loss = self.mean(squares)
+            return (loss, self.sum(squares)) if self.aux else loss
+        numerator = self.sum(self.weigh(squares, self.mask.of(y)))
+        if self.returns == "sum":
+            return numerator
+        if self.returns == "mean":
+            return numerator / self.mask(x, y)
+        return (numerator, self.mask(x, y), self.sum(squares)) if self.aux else (numerator, self.mask(x, y))
+
+
+class LazyStaged(Staged):
+    @ms.lazy_inline
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+
+
+class Enter(nn.Cell):
+    """Has the table of `Tied` ."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.matmul = weight(20, 12, 8), ops.MatMul()
+        self.table.name = "table"
+
+    def construct(self, x):
+        return self.matmul(x, self.table)
+
+
+class Leave(nn.Cell):
+    """Uses it again."""
+
+    def __init__(self):
+        super().__init__()
+        self.matmul = ops.MatMul(transpose_b=True)
+
+    def construct(self, x, table):
+        return self.matmul(x, table)
+
+
+class Tied(nn.Cell):
+    """Layers between a table and the same table, on the first stage and the last."""
+
+    def __init__(self, stages):
+        super().__init__()
+        self.enter, self.leave = Enter(), Leave()
+        self.layers = nn.CellList([Layer(seed, 8, 8) for seed in (1, 2)])
+        self.enter.pipeline_stage = self.layers[0].pipeline_stage = 0
+        self.leave.pipeline_stage = self.layers[1].pipeline_stage = stages - 1
+        self.mean = ops.ReduceMean()
+
+    def construct(self, x, y):
+        out = self.enter(x)
+        for layer in self.layers:
+            out = layer(out)
+        return self.mean(ops.square(self.leave(out, self.enter.table) - y))
+
+
+def step_of(network, micro_size, scale=None, stages=1, model=False, **options):
+    """`stages` : of an AutoParallel around the cell."""
+    cell = GradAccumulationCell(network, micro_size, **options)
+    if stages > 1:
+        ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel")
+        cell = AutoParallel(cell)
+        cell.pipeline(stages=stages)
+    if model:
+        return ms.Model(cell, optimizer=sgd(network)).train_network
+    return TrainOneStepWithGradAccumulationCell(cell, sgd(network), scale and scale())
+
+
+# (lazy_inline, the devices of a stage as (data, model) parallel, settings)
+LAYOUTS = {
+    "dp": lambda stages: (False, None, SUM),
+    "split": lambda stages: (False, (4 // stages, 2), {"dataset_strategy": ((4 // stages, 1),) * 2, **SUM}),
+    "op": lambda stages: (False, None, SUM | OPTIMIZER_PARALLEL),
+    "sg": lambda stages: (True, None, SUM | SHARDED_GRADIENTS),
+    "lazy dp": lambda stages: (True, None, SUM),
+}
+OPTIONS = {
+    "plain": {},
+    "plain, clip": {"max_grad_norm": 1.0},
+    "plain, scale": {"scale": manager, "max_grad_norm": 1.0},
+    "plain, scale alone": {"scale": manager},
+    "plain, aux": {"aux": True},
+    "per sample": {"returns": "none"},
+    "ratio": {"returns": "ratio"},
+    "ratio, clip": {"returns": "ratio", "max_grad_norm": 1.0},
+    "ratio, scale": {"returns": "ratio", "scale": manager, "max_grad_norm": 1.0},
+    "ratio, clamped": {"returns": "ratio", "min_count": 1000.0},
+    "ratio, aux": {"returns": "ratio", "aux": True},
+    "sum, count": {"returns": "sum", "counted": True},
+    "mean, count": {"returns": "mean", "counted": True},
+    "clip by value": {"transforms": lambda: (ClipByValue(0.02),)},
+    "spikes": {"transforms": lambda: (SkipSpikes(norm=100.0, history=8), ClipByGlobalNorm(1.0))},
+    "skipped": {"transforms": lambda: (SkipSpikes(norm=0.1, history=8),)},
+    "average": {"transforms": lambda: (WeightAverage(0.75),)},
+}
+
+
+def staged(stages, layout, returns="plain", counted=False, micro_size=4, aux=False, transforms=tuple, **options):
+    """Our step of `Staged` in one of the layouts."""
+    lazy, split, _ = LAYOUTS[layout](stages)
+    network = (LazyStaged if lazy else Staged)(stages, returns, split, aux)
+    if returns == "none":
+        network = PerSampleLoss(network)
+    if counted:
+        options["count"] = Mask(0, split)
+    reduction = returns if returns in ("sum", "ratio") else "mean"
+    return step_of(network, micro_size, reduction=reduction, aux=aux, transforms=transforms(), **options)
+
+
+PIPELINES = {
+    f"{name}, {layout}, {stages} stages": (
+        lambda stages=stages, layout=layout, options=options: staged(stages, layout, **options),
+        {"pipeline_stages": stages, "shapes": (X, Y), **LAYOUTS[layout](stages)[2]},
+    )
+    for name, options in OPTIONS.items()
+    for layout in LAYOUTS
+    for stages in (2, 4)
+}
+TWO = {"pipeline_stages": 2, "shapes": (X, Y), **SUM}
+WIDE = {"shapes": (X, X)}
+
+
+def half(stages):
+    return Staged(stages).to_float(ms.float16)
+
+
+def folded():
+    """Layers in the order of stages 0, 1, 0, 1."""
+    network = LazyStaged(2)
+    for number, layer in enumerate(network.layers):
+        layer.pipeline_stage, layer.pipeline_segment = number % 2, number // 2
+    return network
+
+
+def frozen(stage):
+    network = Staged(2)
+    for layer in network.layers[2 * stage : 2 * stage + 2]:
+        for parameter in layer.get_parameters():
+            parameter.requires_grad = False
+    return network
+
+
+def unstaged(*layers):
+    network = Staged(2)
+    for number in layers:
+        del network.layers[number]._pipeline_stage
+    return network
+
+
+class Scaled(Staged):
+    """Labels are scaled by a third input, which all samples share."""
+
+    def __init__(self, stages):
+        super().__init__(stages, "ratio")
+        self.scale = ops.Mul()
+
+    def construct(self, x, y, scale):
+        return super().construct(x, self.scale(y, scale))
+
+
+def scheduled(scheduler):
+    return {"pipeline_config": {"pipeline_interleave": True, "pipeline_scheduler": scheduler}}
+
+
+def frameworks(network, micro_size):
+    from mindspore.nn.wrap.cell_wrapper import _TrainGradAccuStepCell
+
+    return _TrainGradAccuStepCell(nn.PipelineCell(network, micro_size), sgd(network)).set_train()
+
+
+PIPELINES |= {
+    "framework": (lambda: frameworks(Staged(2), 4), TWO),
+    "AutoParallel": (lambda: step_of(Staged(2), 4, stages=2), {"AutoParallel": True, "stages": 2, "shapes": (X, Y)}),
+    "AutoParallel, model": (
+        lambda: step_of(Staged(2), 4, stages=2, model=True),
+        {"AutoParallel": True, "stages": 2, "shapes": (X, Y)},
+    ),
+    "model": (lambda: step_of(Staged(2), 4, model=True), TWO),
+    "full batch": (lambda: step_of(Staged(2), 4), {**TWO, "full_batch": True, "shapes": ((64, 12), (64, 1))}),
+    "sixteen": (lambda: step_of(Staged(4), 16), {**TWO, "pipeline_stages": 4}),
+    "half": (lambda: step_of(half(2), 4), TWO),
+    "shared": (
+        lambda: step_of(Scaled(2), 4, reduction="ratio", split=EvenSplit(shared=(2,))),
+        {**TWO, "dataset_strategy": ((4, 1), (4, 1), (1, 1)), "shapes": (X, Y, (1, 1))},
+    ),
+    "gpipe": (lambda: step_of(LazyStaged(2), 4), TWO | scheduled("gpipe")),
+    "1f1b": (lambda: step_of(LazyStaged(2), 4), TWO | scheduled("1f1b")),
+    "folded": (lambda: step_of(folded(), 4), TWO | scheduled("1f1b")),
+    "tied": (lambda: step_of(Tied(2), 4, max_grad_norm=1.0), TWO | WIDE),
+    "tied, op": (lambda: step_of(Tied(2), 4, max_grad_norm=1.0), TWO | WIDE | OPTIMIZER_PARALLEL),
+    "too few": (lambda: step_of(Staged(4), 2), {**TWO, "pipeline_stages": 4}),
+    "no stage": (lambda: step_of(unstaged(0, 1, 2, 3), 4), TWO),
+    "one without a stage": (lambda: step_of(unstaged(1), 4), TWO),
+    **{f"frozen {stage}": (lambda stage=stage: step_of(frozen(stage), 4), TWO) for stage in (0, 1)},
+    "windows": (lambda: step_of(Staged(2), 4, accumulation_steps=2), TWO),
+}
+PIPELINES = {name if name.endswith("stages") else f"pipeline, {name}": case for name, case in PIPELINES.items()}
+ALL_CASES = CASES | PIPELINES
