@@ -12,7 +12,7 @@ before its backward: their totals come first, from the whole batch. Where the ne
 whole batch, and the compiler removes all of that call but the denominators.
 
 With `aux` , outputs of shape () are added up as numerators are. Those of samples are returned beside the numbers, one
-for each micro-batch: joined here, they would be gathered on all devices.
+for each micro-batch: joined here, they would be gathered on all devices. A pipeline has none of samples.
 
 A Tensor here is the whole Tensor over all devices: a mean is over all devices, and so is a count.
 """
@@ -259,6 +259,7 @@ class BatchSums(nn.Cell):
     def __init__(self, setup: Setup, spans_batches: bool) -> None:
         super().__init__(auto_prefix=False)
         self.parts = parts_of(setup, spans_batches)
+        self.returns_outputs = self.parts.aux and stages() == 1
         self.unit_of = ops.constexpr(Unit().of)
         self.micro_size = setup.options.micro_size or 1
         self.micro_batches = MicroBatches(self.micro_size, setup.options.shared)
@@ -280,7 +281,7 @@ class BatchSums(nn.Cell):
         numbers = (self.parts.reduced(sums[0]), *sums[1:], *totals)
         # Stacked, because only Tensors with a backward are whole; others are this device's part.
         result = ops.stack(numbers) if len(numbers) > 1 else numbers[0]
-        return (result, outputs) if self.parts.aux else result
+        return (result, outputs) if self.returns_outputs else result
 
     def added(self, index, sums, parts):
         result: tuple = ()

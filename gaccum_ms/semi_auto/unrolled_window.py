@@ -86,7 +86,7 @@ class UnrolledWindow(nn.Cell):
             self.map = ops.HyperMap()
             self.owned = owned_weights(setup.network, weights)
         self.may_skip = self.needs_division = self.parts.may_skip
-        self.has_outputs = setup.options.aux
+        self.has_outputs = self.batch_sums.returns_outputs
         self.micro_size = setup.options.micro_size or 1
         self.shared = setup.options.shared
         self.accumulates = self.micro_size > 1
@@ -185,9 +185,11 @@ class UnrolledWindow(nn.Cell):
 
     def joined(self, outputs, scalars):
         """The outputs of the batch, of which each device has its own samples."""
+        if not self.has_outputs:
+            return scalars
         result: tuple = ()
         taken = 0
-        for position in range(len(outputs[0]) if self.has_outputs else 0):
+        for position in range(len(outputs[0])):
             if outputs[0][position].ndim == 0:
                 result = (*result, scalars[taken])
                 taken = taken + 1
