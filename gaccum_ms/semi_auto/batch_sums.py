@@ -73,7 +73,7 @@ class Numerators(nn.Cell):
     def __init__(self, setup: Setup) -> None:
         super().__init__(auto_prefix=False)
         options, network, _ = setup
-        self.per_sample = isinstance(network, PerSampleLoss)
+        self.per_sample = isinstance(network, PerSampleLoss) and stages() == 1
         self.network = compiled_once(network.network if self.per_sample else network, network)
         self.reducer = network if self.per_sample else nn.Identity()
         self.loss_is_mean = options.loss_is_mean

@@ -81,10 +81,9 @@ class UnrolledWindow(nn.Cell):
         hold_weights(self, weights)
         self.backward = ops.GradOperation(get_by_list=True, sens_param=True)
         self.over_stages = OverStages()
+        self.map = ops.HyperMap()
         self.is_pipeline = stages() > 1
-        if self.is_pipeline:
-            self.map = ops.HyperMap()
-            self.owned = owned_weights(setup.network, weights)
+        self.owned = owned_weights(setup.network, weights) if self.is_pipeline else (True,) * len(weights)
         self.may_skip = self.needs_division = self.parts.may_skip
         self.has_outputs = self.batch_sums.returns_outputs
         self.micro_size = setup.options.micro_size or 1
@@ -100,7 +99,8 @@ class UnrolledWindow(nn.Cell):
             # The passes of `gradient_accumulation_shard` find no gradient that is used only behind the `if` around the
             # update, so a number of the smallest is written down before it.
             self.noted_gradient = record("noted_gradient")
-            self.smallest = min(range(len(weights)), key=lambda position: weights[position].size)
+            owned = [position for position, is_owned in enumerate(self.owned) if is_owned]
+            self.smallest = min(owned, key=lambda position: weights[position].size)
         if self.has_outputs:
             self.zero = record("zero")
         self.sum_over_devices = ops.AllReduce()

@@ -74,6 +74,8 @@ def compile_graph(step, inputs, graphs, folder):
         shutil.copy(finished[-1], folder / "finished.ir")
     (folder / "message").write_text(message)
     (folder / "seconds").write_text(str(seconds))
+    copies = [parameter.name for parameter in step.get_parameters() if parameter.param_info.is_pipeline_shared_param]
+    (folder / "copies").write_text("\n".join(copies))
 
 
 def local_shapes(settings):

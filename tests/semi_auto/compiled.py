@@ -48,6 +48,12 @@ class Case(NamedTuple):
         return (self.folder / "message").read_text()
 
     @property
+    def copies(self) -> list[str]:
+        """With a pipeline: the Parameters of this stage that MindSpore takes for copies of another stage's, and leaves
+        out of checkpoints."""
+        return (self.folder / "copies").read_text().split()
+
+    @property
     def seconds(self) -> float:
         """Processor time of the compilation."""
         return float((self.folder / "seconds").read_text())

@@ -284,7 +284,7 @@ def _reduce(function: Callable) -> Callable:
 
 
 def _filled(values: Sequence[Any]) -> list[np.ndarray]:
-    """With zeros for constants that the file does not hold: in the place of a gradient that is in an accumulator."""
+    """With zeros for constants that the file does not hold: they stand for gradients that are in accumulators."""
     return [np.zeros(*value) if isinstance(value, Elided) else value for value in values]
 
 
@@ -317,7 +317,7 @@ _ARITHMETIC: dict[str, Callable] = {
     "AddN": lambda values: sum(_filled(values[1:]), *_filled(values[:1])),
     "Sub": lambda x, y: x - y,
     "Mul": lambda x, y: x * y,
-    "Muls": lambda x, y: x * np.asarray(y, x.dtype),
+    "Muls": lambda x, y: _filled([x])[0] * np.asarray(y, x.dtype),
     "Div": lambda x, y: x / y,
     "RealDiv": lambda x, y: x / y,
     "Divs": lambda x, y: x / np.asarray(y, x.dtype),

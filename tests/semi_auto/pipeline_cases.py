@@ -92,10 +92,9 @@ class LazyStaged(Staged):
 class Enter(nn.Cell):
     """Has the table of `Tied` ."""
 
-    def __init__(self):
+    def __init__(self, sharded):
         super().__init__()
-        self.table, self.matmul = weight(20, 12, 8), ops.MatMul()
-        self.table.name = "table"
+        self.table, self.matmul = ms.Parameter(weight(20, 12, 8), "table", parallel_optimizer=sharded), ops.MatMul()
 
     def construct(self, x):
         return self.matmul(x, self.table)
@@ -115,9 +114,9 @@ class Leave(nn.Cell):
 class Tied(nn.Cell):
     """Layers between a table and the same table, on the first stage and the last."""
 
-    def __init__(self, stages):
+    def __init__(self, stages, sharded=True):
         super().__init__()
-        self.enter, self.leave = Enter(), Leave()
+        self.enter, self.leave = Enter(sharded), Leave()
         self.layers = nn.CellList([Layer(seed, 8, 8) for seed in (1, 2)])
         self.enter.pipeline_stage = self.layers[0].pipeline_stage = 0
         self.leave.pipeline_stage = self.layers[1].pipeline_stage = stages - 1
@@ -263,6 +262,7 @@ PIPELINES |= {
     "1f1b": (lambda: step_of(LazyStaged(2), 4), TWO | scheduled("1f1b")),
     "folded": (lambda: step_of(folded(), 4), TWO | scheduled("1f1b")),
     "tied": (lambda: step_of(Tied(2), 4, max_grad_norm=1.0), TWO | WIDE),
+    "tied, whole": (lambda: step_of(Tied(2, False), 4, max_grad_norm=1.0), TWO | WIDE | OPTIMIZER_PARALLEL),
     "tied, op": (lambda: step_of(Tied(2), 4, max_grad_norm=1.0), TWO | WIDE | OPTIMIZER_PARALLEL),
     "too few": (lambda: step_of(Staged(4), 2), {**TWO, "pipeline_stages": 4}),
     "no stage": (lambda: step_of(unstaged(0, 1, 2, 3), 4), TWO),

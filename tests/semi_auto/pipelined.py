@@ -33,11 +33,11 @@ def batch(parts, width=1, seed=7):
 class RanPipeline:
     """A case's graphs of all stages, after one or several runs."""
 
-    def __init__(self, cases, name, stages, layout="dp", data=None, steps=1, changed=None, blocks=False):
+    def __init__(self, cases, name, stages, layout="dp", data=None, steps=1, blocks=False):
         case = cases(name, stages)
         of_stages = [case.stage(stage) for stage in range(stages)]
         self.parts, self.places = parts_of(layout, stages), PLACES.get(layout, {})
-        self.values = {**of_stages[0].parameters, **(changed or {})}
+        self.values = {name: value for one in of_stages for name, value in one.parameters.items()}
         programs = [one.program for one in of_stages]
         self.pipeline = Pipeline(programs, [self.values] * stages, self.places, self.parts, blocks)
         devices = RANKS // stages
