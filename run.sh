@@ -77,7 +77,7 @@ test)
         set -- test "${@:4}"
     fi
     extra=test${EXTRAS:+,$EXTRAS}
-    use "$extra" pytest xdist sklearn tensorboardX matplotlib mindcv myst_parser selenium sphinx_copybutton \
+    use "$extra" pytest pytest_rerunfailures xdist sklearn tensorboardX matplotlib mindcv myst_parser selenium sphinx_copybutton \
         sphinx_reredirects ${EXTRAS//,/ }
     cd "$here"
     all=(-m pytest --numprocesses auto --dist loadgroup --no-loadscope-reorder --durations 25)

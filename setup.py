@@ -45,6 +45,7 @@ setup(
             "ipywidgets",
             "mindcv==0.3.*",
             "pytest>=8.4,<9",  # pytest-xdist 3.8 does not support the groups of pytest 9.2
+            "pytest-rerunfailures",
             "pytest-xdist",
             "scikit-learn",
             "selenium",  # it drives the Chromium that looks at the site

@@ -400,6 +400,14 @@ class Options:
             RuntimeError,
         ),
         Rule(
+            PIPELINE,
+            "`EvenSplit(shared=...)`",
+            PIPELINE,
+            lambda s: bool(s.options.shared),
+            "in a pipeline the argument 'split' must be None, but got {options.split!r}: the compiler's pass finds no "
+            "micro-batches where an input is not cut. Repeat the input for each sample, or make it a Parameter.",
+        ),
+        Rule(
             SEMI_AUTO,
             "`split`: a function, or `EvenSplit(axis=...)`",
             SEMI_AUTO,

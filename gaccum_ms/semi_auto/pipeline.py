@@ -12,7 +12,9 @@ that still waits to send.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from collections.abc import Iterator
 
 from mindspore import nn, ops
 from mindspore.communication import create_group
@@ -55,6 +57,25 @@ def check_pipeline(network: nn.Cell, micro_size: int | None) -> None:
             f"stage(s) {', '.join(map(str, idle))}. Move a Cell there, train one of its weights, or lower "
             f"'pipeline_stages'."
         )
+
+
+@contextlib.contextmanager
+def explained_errors() -> Iterator[None]:
+    """Context manager that says what the compiler's error for a weight of two stages means.
+
+    Raises:
+        ValueError: If such a weight is sharded by optimizer parallel.
+    """
+    try:
+        yield
+    except Exception as error:
+        if "For 'AddN', input shape must be same" not in str(error):
+            raise
+        raise ValueError(
+            f"For '{_NAME}', a weight that two pipeline stages use must lie whole on each device, but the compiler got "
+            f"parts of one: optimizer parallel shards it. Give it "
+            f"mindspore.Parameter(..., parallel_optimizer=False)."
+        ) from error
 
 
 own_gradient = ops.MultitypeFuncGraph("gaccum_ms_own_gradient")

@@ -56,6 +56,7 @@ from gaccum_ms.options import compatibility
 from gaccum_ms.options.rules import IN_ONE_GRAPH, SPAN_LATER
 from gaccum_ms.record.run_record import RunRecord, rule_of
 from gaccum_ms.semi_auto import modes as auto_parallel
+from gaccum_ms.semi_auto.pipeline import explained_errors
 from gaccum_ms.semi_auto.unrolled_window import AddedBatch, UnrolledWindow
 from gaccum_ms.training import admission
 from gaccum_ms.training.advice import Advice
@@ -140,10 +141,10 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
             from the others'; if the first batch has fewer samples than `micro_size`; if the loss is not a scalar; if
             a count is negative or not finite; if an embedding makes sparse gradients; in semi-auto and auto parallel
             mode, for options and batches that the compiler cannot accumulate with.
-        RuntimeError: In hybrid parallel mode, or with pipeline stages; in semi-auto and auto parallel mode, in PyNative
-            mode or on CPU; if the parallel mode has changed between the step's building and its run; with
-            ``micro_batch_size="auto"`` , if not even one sample fits into memory, or as part of another graph; with an
-            optimizer that writes no weights there: `mint.optim.SGD` in PyNative mode on CPU.
+        RuntimeError: In hybrid parallel mode; in semi-auto and auto parallel mode, in PyNative mode or on CPU; if the
+            parallel mode has changed between the step's building and its run; with ``micro_batch_size="auto"`` , if not
+            even one sample fits into memory, or as part of another graph; with an optimizer that writes no weights
+            there: `mint.optim.SGD` in PyNative mode on CPU.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -400,7 +401,8 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
             yield
 
     def _run_graph(self, *inputs: ms.Tensor) -> Any:
-        return graphs.run(self, self._jit, *inputs)
+        with explained_errors():
+            return graphs.run(self, self._jit, *inputs)
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from gaccum_ms import (
     TrainOneStepWithGradAccumulationCell,
     WeightAverage,
 )
+from gaccum_ms.distributed.stages import owned_weights, stages
 
 SAMPLES, BATCHES = 64, 4
 
@@ -52,8 +53,31 @@ class Network(nn.Cell):
         return loss
 
 
+class Staged(nn.Cell):
+    """Four layers on so many stages."""
+
+    def __init__(self, stages: int) -> None:
+        super().__init__()
+        random, widths = np.random.default_rng(0), (16, 12, 12, 12, 1)
+        shapes = list(zip(widths[1:], widths, strict=False))
+        weights = [ms.Tensor(random.normal(size=shape) / 4, ms.float32) for shape in shapes]
+        layers = [nn.Dense(*shape[::-1], weight, "zeros") for shape, weight in zip(shapes, weights, strict=True)]
+        for number, layer in enumerate(layers):
+            layer.pipeline_stage = number * stages // len(layers)
+        self.layers, self.relu = nn.CellList(layers), ops.ReLU()
+
+    def construct(self, x, y):
+        for layer in self.layers[:-1]:
+            x = self.relu(layer(x))
+        positive = ops.cast(y > 0, ms.float32)
+        return (ops.square(self.layers[-1](x) - y) * positive).sum(), positive.sum()
+
+
 def samples(x, y, *others):
     return x.shape[0]
+
+
+STAGES = {"two stages": 2, "four stages": 4}
 
 
 OPTIONS = {
@@ -64,12 +88,15 @@ OPTIONS = {
     "windows": {"accumulation_steps": 3, "count": samples},
     "transforms": {"transforms": (SkipSpikes(norm=100.0), ClipByGlobalNorm(0.5), ClipByValue(0.1), WeightAverage(0.9))},
     "casts": {},
+    **{kind: {"reduction": "ratio", "max_grad_norm": 0.5} for kind in STAGES},
 }
 
 
 def train(kind: str, rank: int, ranks: int) -> dict[str, np.ndarray]:
-    """The weights after all batches of this rank, and after the flush of an open window."""
-    network = Network(kind)
+    """The weights after all batches of this rank, and after the flush of an open window: in a pipeline, those of its
+    stage."""
+    network = Staged(STAGES[kind]) if kind in STAGES else Network(kind)
+    rank, ranks = rank % (ranks // stages()), ranks // stages()
     if kind == "casts":
         network.to_float(ms.float16)
     cell = GradAccumulationCell(network, 4, **OPTIONS[kind])
@@ -84,7 +111,9 @@ def train(kind: str, rank: int, ranks: int) -> dict[str, np.ndarray]:
             batch.append(np.full((1, 1), 2.0, np.float32))
         step(*map(ms.Tensor, batch))
     step.flush()
-    return {f"{kind}/{weight.name}": weight.asnumpy() for weight in network.trainable_params()}
+    weights = network.trainable_params()
+    owned = owned_weights(network, weights) if stages() > 1 else (True,) * len(weights)
+    return {f"{kind}/{weight.name}": weight.asnumpy() for weight, own in zip(weights, owned, strict=True) if own}
 
 
 def main() -> None:
@@ -97,12 +126,15 @@ def main() -> None:
         rank, ranks = get_rank(), get_group_size()
     weights = {}
     for kind in OPTIONS:
+        pipeline = {"pipeline_stages": STAGES[kind]} if kind in STAGES else {}
+        if pipeline and device != "CPU" and ranks > 1 and ranks % STAGES[kind]:
+            continue  # too few devices
         if ranks > 1 and device == "CPU":
             ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
         elif ranks > 1:
             shared = {"dataset_strategy": ((ranks, 1), (ranks, 1), (1, 1))} if kind == "shared" else {}
             ms.reset_auto_parallel_context()
-            ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", gradients_mean=False, **shared)
+            ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", gradients_mean=False, **shared, **pipeline)
         weights |= train(kind, rank, ranks)
     np.savez(f"{sys.argv[1]}.{rank}.npz", **weights)
 

@@ -164,6 +164,7 @@ BROKEN = [
     ({"split": MaxTokens("auto", 0), "count": CountMask(), "jit": False}, "compiles in PyNative mode .* got jit=False"),
     ({**BY_FUNCTION, **SHARDED}, "got 1 loss.es., sharded=True .* class 'WithLossCell'"),
     (BY_FUNCTION, "needs Python at each batch, .* but the training step is part of another graph"),
+    ({"split": EvenSplit(shared=(1,))}, r"pipeline the argument 'split' must be None, but got EvenSplit\(shared=\(1,"),
     (
         {"split": EvenSplit(axis=1)},
         r"or EvenSplit\(shared=...\), but got EvenSplit\(shared=\(\), axis=1\): the",

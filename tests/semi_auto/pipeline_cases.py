@@ -16,6 +16,7 @@ from gaccum_ms import (
     TrainOneStepWithGradAccumulationCell,
     WeightAverage,
 )
+from gaccum_ms.semi_auto.unrolled_window import UnrolledWindow
 from tests.semi_auto.cases import CASES, OPTIMIZER_PARALLEL, SHARDED_GRADIENTS, SUM, Mask, X, Y, manager, sgd, weight
 
 WIDTHS = (12, 8, 8, 8, 1)
@@ -159,7 +160,7 @@ OPTIONS = {
     "ratio": {"returns": "ratio"},
     "ratio, clip": {"returns": "ratio", "max_grad_norm": 1.0},
     "ratio, scale": {"returns": "ratio", "scale": manager, "max_grad_norm": 1.0},
-    "ratio, clamped": {"returns": "ratio", "min_count": 1000.0},
+    "ratio, clamped": {"returns": "ratio", "min_count": 60.0},
     "ratio, aux": {"returns": "ratio", "aux": True},
     "sum, count": {"returns": "sum", "counted": True},
     "mean, count": {"returns": "mean", "counted": True},
@@ -222,6 +223,11 @@ def unstaged(*layers):
     return network
 
 
+class PerSampleOutputs(Staged):
+    def construct(self, x, y):
+        return super().construct(x, y), x
+
+
 class Scaled(Staged):
     """Labels are scaled by a third input, which all samples share."""
 
@@ -231,6 +237,21 @@ class Scaled(Staged):
 
     def construct(self, x, y, scale):
         return super().construct(x, self.scale(y, scale))
+
+
+class SumsFirst(UnrolledWindow):
+    """A deliberate bug: the stages wait for one another before backward."""
+
+    def backwards(self, inputs, scale):
+        sums = self.over_stages(self.batch_sums(*inputs), scale)
+        gradients = self.backward(self.batch_sums, self.weights)(*inputs, self.seeds(sums, (), scale))
+        return ops.unstack(sums), (), gradients
+
+
+def with_bug(step, window=UnrolledWindow, **attributes):
+    step.window.__class__ = window
+    vars(step.window).update(attributes)
+    return step
 
 
 def scheduled(scheduler):
@@ -268,6 +289,14 @@ PIPELINES |= {
     "no stage": (lambda: step_of(unstaged(0, 1, 2, 3), 4), TWO),
     "one without a stage": (lambda: step_of(unstaged(1), 4), TWO),
     **{f"frozen {stage}": (lambda stage=stage: step_of(frozen(stage), 4), TWO) for stage in (0, 1)},
+    "tied, counted twice": (
+        lambda: with_bug(step_of(Tied(2), 4, max_grad_norm=1.0), owned=(True,) * 5),
+        TWO | WIDE,
+    ),
+    "sums first": (lambda: with_bug(staged(4, "dp", "ratio"), SumsFirst), {**TWO, "pipeline_stages": 4}),
+    "half, framework": (lambda: frameworks(half(2), 4), TWO),
+    "outputs of samples": (lambda: step_of(PerSampleOutputs(2), 4, aux=True), TWO),
+    "several losses": (lambda: step_of(Staged(2), 4, loss_weights=(1.0, 0.3)), TWO),
     "windows": (lambda: step_of(Staged(2), 4, accumulation_steps=2), TWO),
 }
 PIPELINES = {name if name.endswith("stages") else f"pipeline, {name}": case for name, case in PIPELINES.items()}

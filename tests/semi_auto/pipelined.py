@@ -57,13 +57,14 @@ class RanPipeline:
         results = [result for of_stage in self.results for result in of_stage]
         return [result[0] if isinstance(result, tuple) else result for result in results]
 
-    def distance(self, update):
-        """The largest difference of a weight on any device from the update's, as a part of that weight's movement."""
+    def distance(self, update, prefix=""):
+        """The largest difference of a weight, or of the Parameter with this prefix, from the update's on any device, as
+        a part of that weight's movement. Of a weight of two stages, the first has it."""
         largest = 0.0
         for name, whole in update.after.items():
             movement = np.abs(whole - self.values[name]).max()
-            values = self.parameter(name)
-            assert values and movement > 0, name
+            values = next(stage.state[prefix + name] for stage in self.pipeline.stages if prefix + name in stage.state)
+            assert movement > 0, name
             for rank, weight in enumerate(values):
                 expected = (self.places.get(name) or rows(weight.shape))(whole, rank)
                 largest = max(largest, np.abs(weight - expected).max() / movement)
@@ -83,7 +84,7 @@ class WholeUpdate:
     """
 
     def __init__(self, values, data, masked=False, clip=None, min_count=0.0):
-        values = {name: value.astype(np.float64) for name, value in values.items()}
+        values = self.before = {name: value.astype(np.float64) for name, value in values.items()}
         x, y = (one.astype(np.float64) for one in data)
         layers = [name.removesuffix(".weight") for name in values if name.endswith(".weight") and name.count(".") == 2]
         products = [(values[f"{layer}.weight"], values[f"{layer}.bias"]) for layer in layers]
@@ -113,4 +114,9 @@ class WholeUpdate:
             self.gradients |= {f"{layer}.weight": weight, f"{layer}.bias": bias}
         self.norm = np.sqrt(sum((one**2).sum() for one in self.gradients.values()))
         factor = min(1.0, clip / self.norm) if clip else 1.0
-        self.after = {name: values[name] - RATE * factor * one for name, one in self.gradients.items()}
+        self.move(lambda gradient: factor * gradient)
+
+    def move(self, change):
+        """The weights after an update by changed gradients."""
+        self.after = {name: self.before[name] - RATE * change(one) for name, one in self.gradients.items()}
+        return self

@@ -322,4 +322,4 @@ def test_auto_parallel_goes_around_the_cell(cases):
 
 
 def test_an_autoparallels_own_settings_are_looked_at(cases):
-    assert "'pipeline_stages' must be 1, but got 2" in cases("AutoParallel, pipeline").message
+    assert "with pipeline_stages=2 each trained weight must" in cases("AutoParallel, pipeline").message
