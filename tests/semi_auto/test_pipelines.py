@@ -171,7 +171,7 @@ def test_a_weight_of_two_stages_that_lies_whole_trains_with_optimizer_parallel(c
     ran = RanPipeline(cases, "pipeline, tied, whole", 2, data=data)
     assert ran.distance(WholeUpdate(ran.values, data, clip=1.0)) < 1e-4
     with (
-        pytest.raises(ValueError, match="must lie whole on each device, .* parallel_optimizer=False"),
+        pytest.raises(ValueError, match=r"must lie whole on each device, .* parallel_optimizer=False"),
         explained_errors(),
     ):
         raise ValueError(cases("pipeline, tied, op", 2).message)  # MindSpore's own, of the first stage
