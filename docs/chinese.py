@@ -8,6 +8,7 @@ from pathlib import Path
 
 from babel.messages import Catalog
 from babel.messages.pofile import read_po, write_po
+from docutils import nodes
 from sphinx.search.en import SearchEnglish
 from sphinx.transforms import SphinxTransform
 from sphinx.util.logging import getLogger
@@ -15,16 +16,29 @@ from sphinx.util.nodes import extract_messages
 
 CATALOGS = Path("locale", "zh_CN", "LC_MESSAGES")
 LOGGER = getLogger(__name__)
+LABEL = re.compile(r'(?<=aria-label=")[^"]+|(?<=>)[^<>]*[a-z][^<>]*(?=</text>)')  # of a drawing
 HEADER = b'msgid ""\nmsgstr ""\n"Content-Type: text/plain; charset=utf-8\\n"\n\n'
 
 
 class KeepTexts(SphinxTransform):
-    """Keeps a page's texts for `check_catalogs`."""
+    """Keeps a page's texts for `check_catalogs`; translates those of its drawings, which Sphinx leaves as they are."""
 
-    default_priority = 15  # at 20 they are translated
+    default_priority = 15  # at 20 Sphinx translates the others
 
     def apply(self) -> None:
-        self.document["texts"] = {text: None for _, text in extract_messages(self.document)}
+        self.document["texts"] = texts = {text: None for _, text in extract_messages(self.document)}
+        catalog = read_catalog(self.env.srcdir, self.env.docname) if self.config.language == "zh_CN" else Catalog()
+        for drawing in self.document.findall(nodes.raw):
+            texts |= dict.fromkeys(LABEL.findall(drawing.astext()))
+            labels = {message.id: message.string for message in catalog if message.string}
+            text = LABEL.sub(lambda label, labels=labels: labels.get(label[0], label[0]), drawing.astext())
+            drawing.children = [nodes.Text(text)]
+
+
+def read_catalog(docs: Path, page: str) -> Catalog:
+    """That of a page without one is empty."""
+    path = docs / CATALOGS / f"{page}.po"
+    return read_po(path.read_bytes().splitlines(keepends=True)) if path.exists() else Catalog()
 
 
 def check_catalogs(app, environment) -> None:
@@ -34,7 +48,7 @@ def check_catalogs(app, environment) -> None:
         path = app.srcdir / CATALOGS / f"{page}.po"
         if not path.exists():
             continue
-        catalog = read_po(path.read_bytes().splitlines(keepends=True))
+        catalog = read_catalog(app.srcdir, page)
         texts = environment.get_doctree(page)["texts"]
         old = [*catalog.obsolete, *(message.id for message in catalog if message.id and message.id not in texts)]
         if old or any(text not in catalog for text in texts):

@@ -74,10 +74,13 @@ def test_pages_are_chinese_or_say_that_they_are_not(site):
         if page in TRANSLATED:
             heading = re.search("<h1>(.*?)<a", chinese)[1]
             assert heading == "gaccum_ms" or re.search("[一-鿿]", heading), page
+            labels = re.findall("<text[^>]*>([^<]*[a-z][^<]*)<", chinese)
+            assert [label for label in labels if not re.search("[一-鿿]|FlushAccumulation", label)] == [], page
 
 
 def test_a_catalog_that_does_not_fit_its_page_ends_the_build(tmp_path):
-    """A changed sentence, and an emptied entry. The catalogs of other pages, which still fit, are no fault."""
+    """A changed sentence, a changed drawing, and an emptied entry. The catalogs that still fit their pages are no
+    fault."""
     copy = tmp_path / "docs"
     shutil.copytree(DOCS, copy)
     (copy / "api.md").unlink()  # it takes most of the time
@@ -85,6 +88,7 @@ def test_a_catalog_that_does_not_fit_its_page_ends_the_build(tmp_path):
     tokens = catalog.with_name("howto") / "tokens.po"
     for path, old, new in (
         (copy / "flow.md", "With and without this change,", "With and without that change,"),
+        (copy / "pictures" / "ranks.svg", ">one reduction per", ">a reduction per"),
         (tokens, '"对什么计数"', '""'),
     ):
         assert path.read_text().count(old) == 1
@@ -95,6 +99,8 @@ def test_a_catalog_that_does_not_fit_its_page_ends_the_build(tmp_path):
     assert faults == [
         ("flow.md", "has no translation, or a fuzzy one, of 'With and without that c"),
         ("flow.md", "still had a translation of 'With and without this c"),
+        ("howto/devices.md", "has no translation, or a fuzzy one, of 'a reduction per update:"),
+        ("howto/devices.md", "still had a translation of 'one reduction per updat"),
         ("howto/tokens.md", "has no translation, or a fuzzy one, of 'What to count'"),
     ]
     assert "-m sphinx -W " in (ROOT / "run.sh").read_text()
