@@ -7,7 +7,7 @@
 # bash run.sh test [arguments of pytest]             some of all tests, in one process
 # bash run.sh test --mindspore 2.8.0 [any of these]  with that MindSpore, in an environment of its own
 # bash run.sh lint                                   ruff, mypy, import-linter, and zizmor for the workflows
-# bash run.sh docs [folder]                          build the site, by default in build/site
+# bash run.sh docs [folder]                          build the site, also in Chinese, by default in build/site
 # What the active Python lacks goes into .venv, here, never there. The options of `gaccum-ms run` follow:
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -31,8 +31,7 @@ lacks() { # lacks MODULE...: print those that $python does not have
 print(*(name for name in sys.argv[1:] if not u.find_spec(name)))' "$@" 2>/dev/null || echo "$*"
 }
 
-# use EXTRA MODULE...: let $python have MindSpore and these modules. If the active one lacks some, it is .venv's, which
-# is made on top of the active one's packages if MindSpore is among them.
+# use EXTRA MODULE...: let $python have MindSpore and these modules: the active one, or .venv's, on top of its packages.
 use() {
     local base='' lacking modules=(mindspore psutil tqdm "${@:2}")
     lacking=$(lacks "${modules[@]}")
@@ -76,9 +75,8 @@ test)
         venv=$here/.venv-$version python=''
         set -- test "${@:4}"
     fi
-    extra=test${EXTRAS:+,$EXTRAS}
-    use "$extra" pytest pytest_rerunfailures xdist sklearn tensorboardX matplotlib mindcv myst_parser selenium sphinx_copybutton \
-        sphinx_reredirects ${EXTRAS//,/ }
+    use "test${EXTRAS:+,$EXTRAS}" pytest pytest_rerunfailures xdist sklearn tensorboardX matplotlib mindcv myst_parser \
+        selenium sphinx_copybutton sphinx_reredirects ${EXTRAS//,/ }
     cd "$here"
     all=(-m pytest --numprocesses auto --dist loadgroup --no-loadscope-reorder --durations 25)
     case ${2-} in
@@ -104,7 +102,8 @@ lint)
     ;;
 docs)
     use docs sphinx myst_parser matplotlib furo sphinx_copybutton sphinx_reredirects
-    exec "$python" -m sphinx -W --keep-going -q -b html "$here/docs" "${2:-$here/build/site}"
+    "$python" -m sphinx -W --keep-going -q "$here/docs" "${2:-$here/build/site}"
+    exec "$python" -m sphinx -W --keep-going -q -D language=zh_CN "$here/docs" "${2:-$here/build/site}/zh_CN"
     ;;
 esac
 

@@ -16,12 +16,24 @@ sys.path[:0] = [str(ROOT), str(DOCS)]
 
 project = "gaccum_ms"
 author = "gaccum_ms"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "sphinx_reredirects"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_reredirects",
+    "chinese",
+]
 
 myst_heading_anchors = 3
 myst_enable_extensions = ["attrs_block"]
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
+
+# `-D language=zh_CN` builds the Chinese site: chinese.py.
+locale_dirs = ["locale"]
+gettext_compact = False  # a catalog for each page, and not for each folder
+templates_path = ["templates"]
 
 # Docstrings have MindSpore's form: Google's sections, and three of its own.
 napoleon_google_docstring = True

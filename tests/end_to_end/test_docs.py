@@ -152,6 +152,22 @@ def test_what_is_read_first_is_short():
             assert "matplotlib" not in program, page.name
 
 
+def test_the_way_to_a_first_training_of_ones_own_is_short():
+    """README until after its example and what starts a script, then the page that shows the change in a whole script.
+    English words, code included; Chinese characters."""
+    pofile = pytest.importorskip("babel.messages.pofile", reason="babel comes with Sphinx, of the extra 'test'")
+    page = ROOT / "docs" / "flow.md"
+    english, script = README.read_text().split("\n## What nothing else")[0], page.read_text().split("\n## Where")[0]
+    assert "gaccum-ms run --processes 8 train.py" in english and "(docs/flow.md)" in README.read_text()
+    assert 400 < len((english + script).split()) <= 900
+    catalog = ROOT / "docs" / "locale" / "zh_CN" / "LC_MESSAGES" / "flow.po"
+    texts = [message.string for message in pofile.read_po(catalog.read_text().splitlines(True)) if message.id]
+    chinese = (ROOT / "README_CN.md").read_text().split("\n## 遇到")[0]
+    assert "gaccum-ms run --processes 8 train.py" in chinese
+    chinese += "".join(texts[: texts.index("损失在哪里计算")])
+    assert 400 < len(re.findall("[一-鿿]", chinese)) <= 1500
+
+
 def test_pytorchs_loop_prints_what_ours_prints(run_program):
     pytest.importorskip("torch", reason="PyTorch is in the extra 'torch'", exc_type=ImportError)
     page = HOWTO / "pytorch.md"

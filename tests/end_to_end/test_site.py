@@ -1,4 +1,4 @@
-"""`bash run.sh docs` builds the site, with all its parts."""
+"""`bash run.sh docs` builds the site, with all its parts, in English and in Chinese."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,9 @@ import gaccum_ms
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = [page.relative_to(DOCS).with_suffix("") for page in DOCS.rglob("*.md")]
+CATALOGS = DOCS / "locale" / "zh_CN" / "LC_MESSAGES"
+TRANSLATED = {page for page in PAGES if (CATALOGS / f"{page}.po").exists()}
+LANGUAGES = ("", "zh_CN/")  # the folders of the sites
 
 pytestmark = pytest.mark.thorough
 
@@ -44,10 +48,64 @@ def missing_names(text: str) -> set[str]:
 
 
 def test_each_page_is_there_and_can_be_reached(site):
-    index = html(site, "index")
+    for language in LANGUAGES:
+        index = html(site, f"{language}index")
+        for page in PAGES:
+            assert (site / f"{language}{page}.html").exists()
+            assert page.name == "index" or f'href="{page}.html"' in index
+
+
+def test_each_page_leads_to_itself_in_the_other_language(site):
     for page in PAGES:
-        assert (site / f"{page}.html").exists()
-        assert page.name == "index" or f'href="{page}.html"' in index
+        for language, other in (LANGUAGES, LANGUAGES[::-1]):
+            (link,) = re.findall('<p class="language"><a href="([^"]*)"', html(site, f"{language}{page}"))
+            assert (site / f"{language}{page}").parent.joinpath(link).resolve() == site / f"{other}{page}.html"
+
+
+def test_pages_are_chinese_or_say_that_they_are_not(site):
+    howtos = {Path("howto", howto) for howto in ("memory", "devices", "hand_written", "mindspore", "tokens")}
+    others = ("index", "flow", "windows", "options", "troubleshooting", "hardware")
+    assert howtos | set(map(Path, others)) <= TRANSLATED
+    for page in PAGES:
+        chinese = html(site, f"zh_CN/{page}")
+        assert ("<p>本页只有英文版。</p>" in chinese) == (page not in TRANSLATED), page
+        programs, chinese_programs = (re.findall("(?s)<pre>.*?</pre>", text) for text in (html(site, page), chinese))
+        assert chinese_programs == programs
+        if page in TRANSLATED:
+            heading = re.search("<h1>(.*?)<a", chinese)[1]
+            assert heading == "gaccum_ms" or re.search("[一-鿿]", heading), page
+            labels = re.findall("<text[^>]*>([^<]*[a-z][^<]*)<", chinese)
+            assert [label for label in labels if not re.search("[一-鿿]|FlushAccumulation", label)] == [], page
+
+
+def test_a_catalog_that_does_not_fit_its_page_ends_the_build(tmp_path):
+    """A changed sentence, a changed drawing, and an emptied entry. The catalogs that still fit their pages are no
+    fault."""
+    copy = tmp_path / "docs"
+    shutil.copytree(DOCS, copy)
+    (copy / "api.md").unlink()  # it takes most of the time
+    catalog = copy / CATALOGS.relative_to(DOCS) / "flow.po"
+    tokens = catalog.with_name("howto") / "tokens.po"
+    for path, old, new in (
+        (copy / "flow.md", "With and without this change,", "With and without that change,"),
+        (copy / "pictures" / "ranks.svg", ">one reduction per", ">a reduction per"),
+        (tokens, '"对什么计数"', '""'),
+    ):
+        assert path.read_text().count(old) == 1
+        path.write_text(path.read_text().replace(old, new))
+    command = [sys.executable, "-m", "sphinx", "-q", "-b", "dummy", "-D", "language=zh_CN", copy, tmp_path / "out"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    faults = re.findall(r"docs/(\S+): WARNING: locale/\S+ (.*? of '.{,23})", done.stderr)
+    assert faults == [
+        ("flow.md", "has no translation, or a fuzzy one, of 'With and without that c"),
+        ("flow.md", "still had a translation of 'With and without this c"),
+        ("howto/devices.md", "has no translation, or a fuzzy one, of 'a reduction per update:"),
+        ("howto/devices.md", "still had a translation of 'one reduction per updat"),
+        ("howto/tokens.md", "has no translation, or a fuzzy one, of 'What to count'"),
+    ]
+    assert "-m sphinx -W " in (ROOT / "run.sh").read_text()
+    changed = catalog.read_text()
+    assert re.search(r"#, fuzzy\nmsgid \"\"\n\"With and without that change", changed) and "this change" not in changed
 
 
 def test_each_public_name_has_an_entry(site):
@@ -114,14 +172,14 @@ def broken_redirects(site: Path, redirects: dict[str, str]) -> list[str]:
 def test_old_addresses_lead_to_headings(site):
     conf = ast.parse((DOCS / "conf.py").read_text())
     (redirects,) = (ast.literal_eval(node.value) for node in conf.body if ast.unparse(node).startswith("redirects:"))
-    assert broken_redirects(site, redirects) == []
+    assert broken_redirects(site, redirects) == broken_redirects(site / "zh_CN", redirects) == []
     old = next(old for old, new in redirects.items() if "#" in new)
     assert broken_redirects(site, {old: redirects[old] + "x"}) == [old]
 
 
 def test_nothing_is_loaded_from_elsewhere(site):
-    for page in PAGES:
-        for tag in re.findall(r"<(?:script|link|img)\b[^>]*>", html(site, str(page))):
+    for page in [f"{language}{page}" for page in PAGES for language in LANGUAGES]:
+        for tag in re.findall(r"<(?:script|link|img)\b[^>]*>", html(site, page)):
             assert "://" not in tag, (page, tag)
 
 
@@ -187,7 +245,7 @@ def set_width(browser, width: int) -> None:
 def test_no_word_of_code_is_broken_and_nothing_is_cut_off(browser, site, width):
     set_width(browser, width)
     broken, cut_off = {}, {}
-    for page in map(str, PAGES):
+    for page in [*map(str, PAGES), *(f"zh_CN/{page}" for page in TRANSLATED)]:
         browser.get((site / f"{page}.html").as_uri())
         assert browser.execute_script("return innerWidth") == width
         broken |= {page: words} if (words := browser.execute_script(BROKEN_WORDS)) else {}
@@ -206,3 +264,25 @@ def test_the_checks_see_what_is_broken(browser, tmp_path):
     browser.get((tmp_path / "page.html").as_uri())
     assert browser.execute_script(BROKEN_WORDS) == ["WithBatchLossCell"]
     assert [node[:2] for node in browser.execute_script(CUT_OFF)] == ["<p"]
+
+
+@pytest.mark.parametrize("words", ["梯度累积", "梯度累加", "昇腾", "910B", "GradAccumulationCell"])
+def test_the_search_finds_chinese_words(browser, site, words):
+    assert "index.html" in searched(browser, site, words)
+
+
+def test_the_search_does_not_find_what_is_not_there(browser, site):
+    """The control: all characters are in the pages, and 累度 is not."""
+    assert searched(browser, site, "梯度累度") == []
+
+
+def searched(browser, site: Path, words: str) -> list[str]:
+    """The pages that the search of the Chinese site finds."""
+    browser.get(f"{(site / 'zh_CN' / 'search.html').as_uri()}?q={words}")
+    summary = "return document.querySelector('#search-results p.search-summary')?.innerText ?? ''"
+    for _ in range(600):
+        if re.search("搜索完成|没有匹配", browser.execute_script(summary)):
+            break
+        time.sleep(0.1)
+    links = "return [...document.querySelectorAll('#search-results li > a')].map(link => link.href)"
+    return [re.sub("[?#].*|.*/zh_CN/", "", link) for link in browser.execute_script(links)]
