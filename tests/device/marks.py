@@ -39,7 +39,7 @@ LEFT_OPEN = {
     "[How it was proved](parallel.md#how-it-was-proved)",
     "checkpoints of parts of weights, in semi-auto parallel mode": "Whole weights are loaded before the first step: "
     "[What is refused there](parallel.md#what-is-refused-there)",
-    "`Model.build` and `Model.infer_train_layout`": "Both refuse CPU and other modes, with and without the cell: "
+    "`Model.build` and `Model.infer_train_layout`": "Both refuse CPU, with and without the cell: "
     "[Train, evaluate, predict, export](flow.md)",
     "several hosts": "The hosts were nodes of Ray and of Slurm, and network namespaces, on one machine: "
     "[Several hosts](launching.md#several-hosts)",
