@@ -1,9 +1,10 @@
 """The compiler's CPU seconds for our step beside MindSpore's own cell, and the nodes of the graphs: the table of
 docs/parallel.md.
 
-    python -m tests.semi_auto.compile_time [--rounds 3] [--kinds mean ratio]
+    python -m tests.semi_auto.compile_time [--rounds 3] [--kinds mean ratio] [--stages 2]
 
-A round compiles each step once. A step's ratio is its seconds by those of MindSpore's cell in the same round.
+A round compiles each step once. A step's ratio is its seconds by those of MindSpore's cell in the same round. With
+stages, seconds and nodes are those of all stages.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kinds", nargs="*", default=[kind for kind in DEEP if kind != "framework"])
+    parser.add_argument("--stages", type=int, default=1)
     options = parser.parse_args()
-    kinds = ["framework", *options.kinds]
-    columns = [(f"{lazy}deep", size) for lazy in ("", "lazy ") for size in SIZES]
+    kinds, stages = ["framework", *options.kinds], options.stages
+    name = "deep" if stages == 1 else f"deep {stages}"
+    columns = [(f"{lazy}{name}", size) for lazy in ("", "lazy ") for size in SIZES]
     nodes: dict[tuple, list[int]] = {}
     seconds: dict[tuple, list[list[float]]] = {}
     for number in range(options.rounds + 1):  # the first writes graphs down
@@ -38,11 +41,13 @@ def main() -> None:
             compiler("plain")  # the first compilation of a process takes longer
             for column, size in columns:
                 for kind in kinds:
-                    compiled = graphs(kind, compiler(f"{column}, {kind}, {size}"))
+                    case = compiler(("" if stages == 1 else "pipeline, ") + f"{column}, {kind}, {size}", stages)
+                    compiled = [[graph.stage(stage) for stage in range(stages)] for graph in graphs(kind, case)]
                     if number == 0:
-                        nodes[kind, column, size] = [graph.nodes for graph in compiled]
+                        nodes[kind, column, size] = [sum(one.nodes for one in graph) for graph in compiled]
                     else:
-                        seconds.setdefault((kind, column, size), []).append([graph.seconds for graph in compiled])
+                        times = [sum(one.seconds for one in graph) for graph in compiled]
+                        seconds.setdefault((kind, column, size), []).append(times)
     for kind in kinds:
         cells = []
         for column, size in columns:

@@ -17,7 +17,21 @@ from gaccum_ms import (
     WeightAverage,
 )
 from gaccum_ms.semi_auto.unrolled_window import UnrolledWindow
-from tests.semi_auto.cases import CASES, OPTIMIZER_PARALLEL, SHARDED_GRADIENTS, SUM, Mask, X, Y, manager, sgd, weight
+from tests.semi_auto.cases import (
+    CASES,
+    DEEP,
+    OPTIMIZER_PARALLEL,
+    SHARDED_GRADIENTS,
+    SUM,
+    Dense,
+    LazyDense,
+    Mask,
+    X,
+    Y,
+    manager,
+    sgd,
+    weight,
+)
 
 WIDTHS = (12, 8, 8, 8, 1)
 
@@ -248,6 +262,15 @@ class SumsFirst(UnrolledWindow):
         return ops.unstack(sums), (), gradients
 
 
+def deep(net, kind, micro_size, stages):
+    """A step of eight layers of cases.py, on the stages."""
+    returns, options = DEEP[kind]
+    network = net(7, returns)
+    for number, layer in enumerate([*network.layers, network.last]):
+        layer.pipeline_stage = number * stages // 8
+    return frameworks(network, micro_size) if options is None else step_of(network, micro_size, **options)
+
+
 def with_bug(step, window=UnrolledWindow, **attributes):
     step.window.__class__ = window
     vars(step.window).update(attributes)
@@ -297,6 +320,16 @@ PIPELINES |= {
     "half, framework": (lambda: frameworks(half(2), 4), TWO),
     "outputs of samples": (lambda: step_of(PerSampleOutputs(2), 4, aux=True), TWO),
     "several losses": (lambda: step_of(Staged(2), 4, loss_weights=(1.0, 0.3)), TWO),
+    **{
+        f"{lazy}deep {stages}, {kind}, {size}": (
+            lambda net=net, kind=kind, size=size, stages=stages: deep(net, kind, size, stages),
+            {**TWO, "pipeline_stages": stages},
+        )
+        for lazy, net in (("", Dense), ("lazy ", LazyDense))
+        for kind in ("framework", "mean", "ratio")
+        for size in (4, 16)
+        for stages in (2, 4)
+    },
     "windows": (lambda: step_of(Staged(2), 4, accumulation_steps=2), TWO),
 }
 PIPELINES = {name if name.endswith("stages") else f"pipeline, {name}": case for name, case in PIPELINES.items()}

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from gaccum_ms.semi_auto.pipeline import explained_errors
-from tests.semi_auto.compiled import SECOND_COMPILER
 from tests.semi_auto.pipeline_cases import OPTIONS
 from tests.semi_auto.pipeline_machine import Deadlock, Pipeline
 from tests.semi_auto.pipelined import RanPipeline, WholeUpdate, batch, parts_of
 
-pytestmark = [pytest.mark.distributed, SECOND_COMPILER]
+# They have a compiler of their own, so that all tests keep two cores busy.
+pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("parallel, pipelines")]
 
 # Each option in each layout with two or four stages, so that all pairs are there. One is in the quick suite.
 QUICK = [("ratio, scale", "dp", 4)]
