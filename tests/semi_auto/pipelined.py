@@ -11,7 +11,7 @@ from tests.semi_auto.pipeline_machine import Pipeline
 from tests.semi_auto.whole_batch import RATE, lies, part
 
 # The samples are in so many parts on a stage's devices.
-PARTS = {"split": lambda stages: 4 // stages}
+PARTS = {"split": lambda stages: 4 // stages, "full batch": lambda _: 1}
 SPLIT = {f"layers.{index}.weight": part(2, axis=1 - index % 2) for index in range(4)}
 SPLIT |= {f"layers.{index}.bias": part(2) for index in (0, 2)}
 PLACES = {"split": lies(**SPLIT)}

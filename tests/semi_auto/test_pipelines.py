@@ -101,10 +101,10 @@ def test_another_update_is_seen(cases):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "name", ["framework", "AutoParallel", "AutoParallel, model", "model", "gpipe", "1f1b", "folded"]
+    "name", ["framework", "AutoParallel", "AutoParallel, model", "model", "full batch", "gpipe", "1f1b", "folded"]
 )
 def test_schedules_and_ways_to_ask_for_a_pipeline(cases, name):
-    ran = RanPipeline(cases, f"pipeline, {name}", 2)
+    ran = RanPipeline(cases, f"pipeline, {name}", 2, name, batch(4))
     whole = WholeUpdate(ran.values, batch(4))
     assert ran.distance(whole) < 1e-5
     if name == "framework":  # MindSpore's own cell reports the sum of the losses, on the last stage
@@ -227,6 +227,18 @@ def test_a_message_that_crosses_another_is_seen(cases):
 
 
 # -- what a step sends -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.thorough
+def test_two_updates_clear_between_them(cases):
+    data = batch(2)
+    ran = run(cases, "ratio", "op", 4, data, steps=2)
+    first = WholeUpdate(ran.values, data, masked=True)
+    whole = WholeUpdate({**ran.values, **first.after}, data, masked=True)
+    whole.before = ran.values
+    assert ran.distance(whole) < 1e-5
+    for name in whole.after:
+        assert not any(np.any(part) for part in ran.parameter(f"accu_grads.{name}"))
 
 
 @pytest.mark.thorough
