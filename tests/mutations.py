@@ -711,6 +711,28 @@ FAULTS = [
         "",
         "splitting/test_balanced_sampler.py",
     ),
+    # -- pipelines
+    Fault(
+        "each micro-batch of a pipeline is the first",
+        "semi_auto/pipeline.py",
+        "begin, end = (0, index * size, 0), (self.parts, (index + 1) * size, features)",
+        "begin, end = (0, 0, 0), (self.parts, size, features)",
+        "semi_auto/test_pipelines.py -k every_stage",
+    ),
+    Fault(
+        "the sums of a pipeline stay on its last stage",
+        "semi_auto/pipeline.py",
+        "self.reduces = stages() > 1",
+        "self.reduces = False",
+        "semi_auto/test_pipelines.py -k every_stage",
+    ),
+    Fault(
+        "fewer micro-batches than stages are let through",
+        "semi_auto/pipeline.py",
+        "if (micro_size or 1) < number:",
+        "if not number:",
+        "semi_auto/test_pipelines.py -k alike",
+    ),
 ]
 
 
