@@ -15,11 +15,13 @@ from tests.semi_auto.pipeline_cases import OPTIONS
 from tests.semi_auto.pipeline_machine import Deadlock, Pipeline
 from tests.semi_auto.pipelined import RanPipeline, WholeUpdate, batch, parts_of
 
-# They have a compiler of their own, so that all tests keep two cores busy.
-pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("parallel, pipelines")]
+pytestmark = pytest.mark.distributed
+quick = pytest.mark.xdist_group("parallel")
+# The thorough tests have a compiler of their own, so that all tests keep two cores busy.
+MARKS = [pytest.mark.thorough, pytest.mark.xdist_group("parallel, pipelines")]
 
 # Each option in each layout with two or four stages, so that all pairs are there. One is in the quick suite.
-QUICK = [("ratio, scale", "dp", 4)]
+QUICK = ("ratio, scale", "dp", 4)
 PAIRS = [
     ("plain", "split", 2),
     ("plain", "op", 4),
@@ -44,7 +46,13 @@ PAIRS = [
     ("mean, count", "split", 2),
     ("mean, count", "op", 4),
 ]
-THOROUGH = [pytest.param(*pair, marks=pytest.mark.thorough) for pair in PAIRS]
+PARAMETERS = [pytest.param(*QUICK, marks=quick), *(pytest.param(*pair, marks=MARKS) for pair in PAIRS)]
+
+
+def thorough(test):
+    for mark in MARKS:
+        test = mark(test)
+    return test
 
 
 def run(cases, option, layout, stages, data=None, **others):
@@ -61,7 +69,7 @@ def whole_of(option, ran, data):
 # -- the same update as the whole batch --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("option", "layout", "stages"), [*QUICK, *THOROUGH])
+@pytest.mark.parametrize(("option", "layout", "stages"), PARAMETERS)
 def test_equals_the_whole_batch_on_every_stage(cases, option, layout, stages):
     data = batch(parts_of(layout, stages))
     ran = run(cases, option, layout, stages, data)
@@ -81,10 +89,11 @@ def test_equals_the_whole_batch_on_every_stage(cases, option, layout, stages):
         np.testing.assert_allclose(outputs, [expected] * 8, rtol=1e-5)
 
 
+@quick
 def test_another_update_is_seen(cases):
     """Negative control: each of these was a fault of another project's pipeline. The sum for the mean, a division by
     each micro-batch's own total, the last micro-batch alone, and one stage's norm for the whole."""
-    option, layout, stages = QUICK[0]
+    option, layout, stages = QUICK
     data = batch(parts_of(layout, stages))
     ran = run(cases, option, layout, stages, data)
     whole = whole_of(option, ran, data)
@@ -99,7 +108,7 @@ def test_another_update_is_seen(cases):
     assert np.sqrt(max(squares)) < whole.norm * (1 - 1e-3)
 
 
-@pytest.mark.thorough
+@thorough
 @pytest.mark.parametrize(
     "name", ["framework", "AutoParallel", "AutoParallel, model", "model", "full batch", "gpipe", "1f1b", "folded"]
 )
@@ -113,7 +122,7 @@ def test_schedules_and_ways_to_ask_for_a_pipeline(cases, name):
         np.testing.assert_allclose(ran.losses, [whole.loss] * 8, rtol=1e-5)
 
 
-@pytest.mark.thorough
+@thorough
 def test_casts_equal_mindspores_own_in_the_same_precision(cases):
     """Each as far from float32 as the other: the order of float16's roundings differs."""
     ours, theirs = (RanPipeline(cases, f"pipeline, half{other}", 2) for other in ("", ", framework"))
@@ -122,7 +131,7 @@ def test_casts_equal_mindspores_own_in_the_same_precision(cases):
     assert theirs.distance(whole) > 1e-4
 
 
-@pytest.mark.thorough
+@thorough
 @pytest.mark.parametrize(("layout", "stages"), [("dp", 2), ("op", 4)])
 def test_transforms_see_the_whole_gradient(cases, layout, stages):
     data = batch(parts_of(layout, stages))
@@ -142,7 +151,7 @@ def test_transforms_see_the_whole_gradient(cases, layout, stages):
 # -- weights of two stages ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
+@thorough
 def test_a_weight_of_two_stages_is_in_the_norm_once_and_its_copy_in_no_checkpoint(cases):
     data = batch(4, width=12)
     ran = RanPipeline(cases, "pipeline, tied", 2, data=data)
@@ -156,7 +165,7 @@ def test_a_weight_of_two_stages_is_in_the_norm_once_and_its_copy_in_no_checkpoin
     assert all(np.array_equal(copy, ran.values["enter.table"]) for copy in unmoved)
 
 
-@pytest.mark.thorough
+@thorough
 def test_a_weight_of_two_stages_in_the_norm_twice_is_seen(cases):
     """Negative control."""
     data = batch(4, width=12)
@@ -165,7 +174,7 @@ def test_a_weight_of_two_stages_in_the_norm_twice_is_seen(cases):
     assert not np.allclose(ran.parameter("gaccum_ms.grad_norm"), norm, rtol=1e-3)
 
 
-@pytest.mark.thorough
+@thorough
 def test_a_weight_of_two_stages_that_lies_whole_trains_with_optimizer_parallel(cases):
     data = batch(4, width=12)
     ran = RanPipeline(cases, "pipeline, tied, whole", 2, data=data)
@@ -180,7 +189,7 @@ def test_a_weight_of_two_stages_that_lies_whole_trains_with_optimizer_parallel(c
 # -- overflow, and waiting for one another -----------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
+@thorough
 @pytest.mark.parametrize(
     ("option", "layout", "stages"), [("ratio, scale", "dp", 4), ("plain, scale alone", "split", 4)]
 )
@@ -195,20 +204,21 @@ def test_an_overflow_on_one_device_is_one_on_all_stages(cases, option, layout, s
         assert all(not np.any(count) for count in ran.parameter("gaccum_ms.update_count")), name
 
 
-@pytest.mark.thorough
+@thorough
 def test_sends_that_wait_for_their_receives_end(cases):
     data = batch(2)
     ran = run(cases, "ratio, scale", "dp", 4, data, blocks=True)
     assert ran.distance(whole_of("ratio, scale", ran, data)) < 1e-4
 
 
-@pytest.mark.thorough
+@thorough
 def test_sums_before_backward_would_wait_for_ever(cases):
     """Negative control: the first stage waits in the AllReduce for one that waits for its Receive."""
     with pytest.raises(Deadlock, match=r"stage \d waits in an AllReduce over ranks .*stage \d waits (until|for)"):
         RanPipeline(cases, "pipeline, sums first", 4, blocks=True)
 
 
+@quick
 def test_a_message_that_crosses_another_is_seen(cases):
     """Negative control of the machine: two Sends of the first stage exchanged."""
     name = "ratio, scale, dp, 4 stages"
@@ -229,7 +239,7 @@ def test_a_message_that_crosses_another_is_seen(cases):
 # -- what a step sends -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
+@thorough
 def test_two_updates_clear_between_them(cases):
     data = batch(2)
     ran = run(cases, "ratio", "op", 4, data, steps=2)
@@ -241,7 +251,7 @@ def test_two_updates_clear_between_them(cases):
         assert not any(np.any(part) for part in ran.parameter(f"accu_grads.{name}"))
 
 
-@pytest.mark.thorough
+@thorough
 def test_sends_and_reduces_what_mindspores_own_cell_does_and_one_number(cases):
     ours, theirs = RanPipeline(cases, "plain, dp, 2 stages", 2), RanPipeline(cases, "pipeline, framework", 2)
     for one, other in zip(ours.pipeline.stages, theirs.pipeline.stages, strict=True):
@@ -254,6 +264,7 @@ def test_sends_and_reduces_what_mindspores_own_cell_does_and_one_number(cases):
 # -- what is refused, before anything is compiled ----------------------------------------------------------------------
 
 
+@quick
 @pytest.mark.parametrize(
     ("name", "stages", "message"),
     [
