@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.support import environment
+from tests.support.chromium import chromium
 from tests.support.device import COUNT, DEVICE
 from tests.support.modes import MODES
 from tests.support.programs import Programs
@@ -108,6 +109,13 @@ def programs():
     """Users' programs, for all tests of this process."""
     with Programs() as programs:
         yield programs
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A Chromium, for tests of pages."""
+    with chromium() as browser:
+        yield browser
 
 
 @pytest.fixture(scope="session")

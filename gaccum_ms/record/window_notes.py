@@ -9,7 +9,15 @@ import mindspore as ms
 import numpy as np
 
 from gaccum_ms.learning_rate import current_learning_rate
+from gaccum_ms.record.run_record import RULES, SHARDED
 from gaccum_ms.record.window_record import WindowRecord
+
+_COUNTED = {
+    "samples": "samples",
+    "sums": "samples",
+    "counts": "items",
+    "batches": "batches",
+}  # by the rule of weighting
 
 
 class WindowNotes:
@@ -22,6 +30,7 @@ class WindowNotes:
         self.updates = self._skipped = self.update = 0
         self.loss_scale: float | None = None
         self.seconds = 0.0
+        self.counted = ""
         self.rate: float | None = None
 
     def begin(self, step: Any) -> None:
@@ -36,6 +45,8 @@ class WindowNotes:
         """When the window has ended."""
         self.seconds = time.perf_counter() - self._began
         self.update = updates_of(step)
+        rule = RULES[int(step.run_record.window_rule.asnumpy())]
+        self.counted = _COUNTED[rule.removesuffix(SHARDED)]
 
     def record(self, step: Any, epoch: int | None, loss: float) -> WindowRecord:
         """The record, after `end` and before a later window ends. `loss` : the window's mean."""
@@ -72,6 +83,7 @@ class WindowNotes:
             loss_scale=self.loss_scale,
             learning_rate=self.rate,
             seconds=self.seconds,
+            counted=self.counted,
             skipped_updates=skipped,
             noise=noise,
         )

@@ -36,6 +36,8 @@ class WindowRecord:
         learning_rate (float): The update's rate, of the first parameter group.
         seconds (float): Time from the beginning of the first batch to the end of the update. In a loop of your own,
             time since the window before it ended.
+        counted (str): What `counts` and `count` count: ``"samples"`` ; ``"items"`` , those of the option `count` or of
+            ``reduction="ratio"`` ; or ``"batches"`` of a GradAccumulator that knows neither. Default: ``"samples"`` .
         skipped_updates (int): Updates that :class:`SkipSpikes` has skipped so far; 0 without it. Default: ``0`` .
         noise (Union[WindowNoise, None]): The squared norms of the gradients of the window and of its first micro-batch,
             and their items, as a named tuple; ``None`` without `record_noise` and without an update.
@@ -78,6 +80,7 @@ class WindowRecord:
     loss_scale: float | None
     learning_rate: float
     seconds: float
+    counted: str = "samples"
     skipped_updates: int = 0
     noise: WindowNoise | None = None
 

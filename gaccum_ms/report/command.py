@@ -9,10 +9,10 @@ from gaccum_ms.launch.command_line import Parser
 from gaccum_ms.launch.output import show
 from gaccum_ms.report.records import RecordError, read
 
-DOCTYPE = "<!DOCTYPE html>"  # a file that begins so may be overwritten
+DOCTYPE = b"<!DOCTYPE html>"  # a file that begins so may be overwritten
 DESCRIPTION = (
     "Draw the JSON lines that WindowMonitor('windows.jsonl') has written: loss, gradient norm, noise scale, window "
-    "size, learning rate, skipped updates and time of each window. The page is one HTML file and needs no network. "
+    "size, samples per second, learning rate and skipped updates. The page is one HTML file and needs no network. "
     "Several records are drawn beside each other."
 )
 
@@ -40,21 +40,13 @@ def main(argv: list[str] | None = None, prog: str = "gaccum-ms report") -> int:
         return 0 if show(text) else 1
     output_path = Path(options.output) if options.output else options.record[0].with_suffix(".html")
     try:
-        if any(output_path.exists() and output_path.samefile(path) for path in options.record):
-            parser.error(f"cannot write '{output_path}': it is a record. Name the page with --output")
-        if _is_foreign(output_path):  # such as the first record, after a --output without its value
-            parser.error(f"cannot write '{output_path}': it exists and is no HTML page")
+        if output_path.is_file():  # such as the first record, after a --output without its value
+            with output_path.open("rb") as file:
+                if file.read(len(DOCTYPE)) not in (b"", DOCTYPE):
+                    parser.error(f"cannot write '{output_path}': it exists and is no HTML page")
         output_path.write_text(text, encoding="utf-8")
     except OSError as error:
         parser.error(f"cannot write '{output_path}': {error.strerror}")
     windows = sum(len(record.windows) for record in records)
     show(f"{windows:,} windows: {output_path}\n")
     return 0
-
-
-def _is_foreign(path: Path) -> bool:
-    """Whether a file holds something else than a page that this command has written."""
-    if not path.is_file():  # also a device, such as /dev/null
-        return False
-    with path.open("rb") as file:
-        return file.read(len(DOCTYPE)) not in (b"", DOCTYPE.encode())

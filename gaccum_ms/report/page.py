@@ -15,46 +15,55 @@ from gaccum_ms.report.records import Record
 
 def page(records: Sequence[Record]) -> str:
     """One HTML page, which needs no other file and no network."""
-    names = [record.path.name for record in records]
-    if len(set(names)) < len(names):
-        names = [str(record.path) for record in records]
+    names = [str(record.path) for record in records]
+    words = {str(window.values.get("counted")) for record in records for window in record.windows}
+    counted = words.pop() if words in ({"samples"}, {"batches"}) else "items"
+    each = [_facts(record, counted) for record in records]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     terms = max(len(window.numbers("loss_terms")) for record in records for window in record.windows)
     return template.render(
-        facts=dict(zip(names, map(_facts, records), strict=True)),
+        names=names,
+        facts={"record": names if len(names) > 1 else []} | {fact: [facts[fact] for facts in each] for fact in each[0]},
         notes=[note for record in records for note in record.notes],
         terms=[f"loss {number}" for number in range(1, terms + 1)],
-        draw=functools.partial(_draw, records, names),
+        counted=counted,
+        draw=functools.partial(_draw, records),
     )
 
 
-def _facts(record: Record) -> dict[str, str]:
-    windows, last = record.windows, record.windows[-1]
-    losses = [(w.number("loss"), w.update) for w in windows if w.updated and math.isfinite(w.number("loss"))]
-    every_window = [*windows, *(window for part in record.replaced for window in part)]
+def _facts(record: Record, counted: str) -> dict[str, str]:
+    """What the page says of a record in numbers; "" for what was not recorded."""
+    last, epoch = record.windows[-1], record.windows[-1].number("epoch")
+    losses = [(w.number("loss"), w.update) for w in record.windows if w.updated and math.isfinite(w.number("loss"))]
+    every_window = [*record.windows, *(window for part in record.replaced for window in part)]
+    timed = [window for window in every_window if math.isfinite(window.number("rate"))]
+    count, time = (sum(window.number(name) for window in timed) for name in ("count", "seconds"))
     seconds = sum(filter(math.isfinite, (window.number("seconds") for window in every_window)))
     size, unit = (1, "s") if seconds < 120 else (60, "min") if seconds < 7200 else (3600, "h")
     return {
         "updates": f"{last.update - (not last.updated):,}",
-        "epochs": f"{last.number('epoch'):g}",
-        "last loss": f"{losses[-1][0]:.4g}" if losses else "none",
-        "least loss": f"{min(losses)[0]:.4g} at update {min(losses)[1]:,}" if losses else "none",
-        "skipped updates": f"{last.skipped:,}",
+        "epochs": f"{epoch:g}" if math.isfinite(epoch) else "",
+        "last loss": f"{losses[-1][0]:.4g}" if losses else "",
+        "least loss": f"{min(losses)[0]:.4g} at update {min(losses)[1]:,}" if losses else "",
+        "skipped updates": f"{last.lost[0]:,}",
+        "dropped micro-batches": f"{last.lost[1]:,.0f}",
+        f"{counted} per second, overall": f"{count / time:,.{1 if count > time else 3}f}" if timed else "",
         "time in windows": f"{seconds / size:.1f} {unit}",
     }
 
 
 def _draw(
-    records: Sequence[Record], names: Sequence[str], field: str, unit: str, zero: bool, labels: Sequence[str]
+    records: Sequence[Record], field: str, unit: str, zero: bool, labels: Sequence[str]
 ) -> tuple[str, dict[str, str]]:
     """A chart of a field of the records, and the colour of each of its labels; without numbers, nothing."""
     lines: list[Line] = []
     legend: dict[str, str] = {}
-    for name, record in zip(names, records, strict=True):
+    for record in records:
+        name = str(record.path) if len(records) > 1 else ""
         for number, label in enumerate(labels):
             colour = COLOURS[len(legend) % len(COLOURS)]
-            legend[", ".join(filter(None, [name if len(records) > 1 else "", label]))] = colour
+            legend[", ".join(filter(None, [name, label]))] = colour
             for part, alpha in [*((part, 0.35) for part in record.replaced), (record.windows, 1.0)]:
                 values = [dict(enumerate(window.numbers(field))).get(number, math.nan) for window in part]
                 lines.append(Line([window.update for window in part], values, colour, alpha=alpha))

@@ -19,12 +19,10 @@ class RecordError(Exception):
 
 @dataclass
 class Window:
-    """One line. `skipped` and `dropped` count the updates that were skipped and the micro-batches that were dropped so
-    far."""
+    """One line. `lost` : the updates that were skipped, and the micro-batches that were dropped, so far."""
 
     values: dict[str, Any]
-    skipped: int = 0
-    dropped: int = 0
+    lost: tuple[float, float] = (0, 0)
 
     @property
     def updated(self) -> bool:
@@ -41,8 +39,8 @@ class Window:
         values = value if isinstance(value, list) else [] if value is None else [value]
         return [float(number) if type(number) in (int, float) else math.nan for number in values]
 
-    def number(self, name: str) -> float:
-        return next(iter(self.numbers(name)), math.nan)
+    def number(self, name: str, default: float = math.nan) -> float:
+        return next(iter(self.numbers(name)), default)
 
 
 @dataclass
@@ -59,11 +57,10 @@ class Record:
             count = sum(earlier.update < window.update for earlier in self.windows)
             self.replaced.append(self.windows[count:])
             del self.windows[count:]
-        last = self.windows[-1] if self.windows else Window({})
-        dropped = window.number("dropped_micro_batches")
-        window.skipped = last.skipped + (not window.updated)
-        window.dropped = last.dropped + (int(dropped) if math.isfinite(dropped) else 0)
-        window.values["lost"] = [window.skipped or None, window.dropped or None]
+        skipped, dropped = self.windows[-1].lost if self.windows else (0, 0)
+        window.lost = skipped + (not window.updated), dropped + window.number("dropped_micro_batches", 0)
+        window.values["lost"] = [number or None for number in window.lost]  # no chart without any
+        window.values["rate"] = window.number("count") / (window.number("seconds") or math.nan)
         self.windows.append(window)
 
 
@@ -84,11 +81,9 @@ def read(path: Path) -> Record:
         why = f"line {bad[0]} is no window of a WindowMonitor" if bad else "it is empty: no window has ended yet"
         raise RecordError(f"'{path}' holds no record: {why}")
     if bad:
-        listed = f"{', '.join(map(str, bad[:5]))}{' and more' if bad[5:] else ''}"
-        which = "the last line is cut short" if bad == [len(lines)] else f"no window in line {listed}"
-        record.notes.append(f"{path.name}: {which}, which was left out")
+        record.notes.append(f"{path}: {len(bad)} line(s) left out, from line {bad[0]} on: no whole window")
     if record.replaced:
-        record.notes.append(f"{path.name}: the training was resumed; updates that it made again are faint.")
+        record.notes.append(f"{path}: the training was resumed; updates that it made again are faint.")
     return record
 
 

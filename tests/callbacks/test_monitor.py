@@ -60,7 +60,8 @@ def test_a_loops_records_are_written_and_read_for_a_report(tmp_path, pynative):
     assert [(window.update, window.number("loss")) for window in windows] == [(1, 4.0), (2, 1.5)]
     scalars = monitor.records[1].scalars()
     assert (scalars["loss"], scalars["updated"], scalars["count"]) == (1.5, 1.0, 2.0)
-    assert not scalars.keys() & {"update", "losses", "counts", "epoch", "grad_norm", "noise"}
+    assert monitor.records[1].counted == "batches", "no sample is known"
+    assert not scalars.keys() & {"update", "counted", "losses", "counts", "epoch", "grad_norm", "noise"}
 
 
 def test_json_lines_are_the_records_and_are_appended(tmp_path, pynative):

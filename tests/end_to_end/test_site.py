@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import gaccum_ms
+from tests.support.chromium import set_width
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -216,29 +217,6 @@ const width = document.documentElement.scrollWidth;
 if (width > innerWidth) wide.push("the page is as wide as " + width);
 return wide;
 """
-
-
-@pytest.fixture(scope="module")
-def browser():
-    webdriver = pytest.importorskip(
-        "selenium.webdriver", reason="selenium is in the extra 'test'", exc_type=ImportError
-    )
-    if not (shutil.which("chromium") and shutil.which("chromedriver")):
-        pytest.skip("Chromium is not installed: apt-get install chromium chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium")
-    for word in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
-        options.add_argument(word)
-    service = webdriver.ChromeService(shutil.which("chromedriver"))
-    chromium = webdriver.Chrome(options=options, service=service)
-    yield chromium
-    chromium.quit()
-
-
-def set_width(browser, width: int) -> None:
-    """The width of the page, which a window of a desktop may not have."""
-    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -14,6 +14,7 @@ import pytest
 
 from gaccum_ms.report import command
 from gaccum_ms.report.records import RecordError, read
+from tests.support.chromium import set_width
 
 for module in ("jinja2", "matplotlib"):
     pytest.importorskip(module, reason=f"{module} is in the extra 'test'")
@@ -24,6 +25,7 @@ FIELDS = {
     "Gradient norm": "grad_norm",
     "Noise scale": "noise_scale",
     "Window size": "count",
+    "Samples per second": "rate",  # derived
     "Batches": "batches",
     "Learning rate": "learning_rate",
     "Skipped updates": None,
@@ -34,6 +36,10 @@ FIELDS = {
 
 def line(update: int, updated: bool = True, **fields) -> str:
     return json.dumps({"update": update, "updated": updated, "loss": 1 / (update + 1)} | fields) + "\n"
+
+
+def samples(update: int, **fields) -> str:
+    return line(update, counted="samples", **fields)
 
 
 @pytest.fixture
@@ -49,11 +55,13 @@ def record(tmp_path):
 class Page(HTMLParser):
     """A page whose elements are all closed: its sections by title, its facts, its names of elements and addresses."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__()
+        self.path, text = path, path.read_text()
         self.open: list[str] = []
         self.names: set[str] = set()
         self.addresses: list[str] = []
+        self.text = text
         self.feed(text)
         assert self.open == []
         self.sections = dict(re.findall(r"<section><h2>(.*?)</h2>(.*?)</section>", text, re.DOTALL))
@@ -80,15 +88,15 @@ class Page(HTMLParser):
 def report(*paths: Path) -> Page:
     output = paths[0].parent / "out.html"
     assert command.main([*map(str, paths), "-o", str(output)]) == 0
-    return Page(output.read_text())
+    return Page(output)
 
 
 @pytest.mark.parametrize(
-    "rising", [{"loss", "noise_scale", "batches", "seconds"}, {"grad_norm", "count", "loss_scale"}]
+    "rising", [{"loss", "noise_scale", "batches", "seconds"}, {"grad_norm", "count", "rate", "loss_scale"}]
 )
 def test_each_chart_shows_its_own_number_and_nothing_is_loaded(record, rising):
     numbers = [{field: n if field in rising else 9 - n for field in filter(None, FIELDS.values())} for n in range(1, 9)]
-    page = report(record(*(line(n, updated=n % 4 > 0, **fields) for n, fields in enumerate(numbers, start=1))))
+    page = report(record(*(samples(n, updated=n % 4 > 0, **fields) for n, fields in enumerate(numbers, start=1))))
     assert list(page.sections) == list(FIELDS)
     for title, field in FIELDS.items():
         (curve,) = page.curves(title)
@@ -100,13 +108,13 @@ def test_each_chart_shows_its_own_number_and_nothing_is_loaded(record, rising):
 
 
 def test_the_facts_of_a_training(record):
-    recorded = {"seconds": 0.5, "grad_norm": 1.0}
-    lost = line(2, False, loss=None, **recorded)
+    recorded = {"seconds": 0.5, "count": 3.0, "grad_norm": 1.0}
+    lost = line(2, False, loss=None, dropped_micro_batches=2, **recorded)
     lines = [
         line(1, loss=0.5, **recorded),
         line(2, loss=0.25, **recorded),
         lost,
-        line(3, loss=0.75, epoch=2, **recorded),
+        line(3, loss=0.75, epoch=2, **recorded | {"count": 7.0}),
     ]
     page = report(record(*lines))
     assert page.facts == [
@@ -115,31 +123,73 @@ def test_the_facts_of_a_training(record):
         ("last loss", "0.75"),
         ("least loss", "0.25 at update 2"),
         ("skipped updates", "1"),
+        ("dropped micro-batches", "2"),
+        ("items per second, overall", "8.0"),
         ("time in windows", "2.0 s"),
     ]
     assert len(page.curves("Loss")) == 1
     assert page.sections["Loss"].count("<use") - page.sections["Gradient norm"].count("<use") == 1, "a point alone"
 
 
-def test_what_was_not_recorded_is_said_with_its_option(record):
-    page = report(record(line(1, noise_scale=None, batches=1)))
-    assert "needs record_noise=True" in page.sections["Noise scale"]
-    assert "needs max_grad_norm=" in page.sections["Gradient norm"]
-    assert "every window made its update" in page.sections["Skipped updates"]
-    assert "<svg" in page.sections["Batches"]
-    assert "<svg" not in page.sections["Window size"]
+def test_what_was_counted_has_its_word(record):
+    """Samples are in the test of each chart. Where not all windows count the same, it is items."""
+    windows = {word: line(1, count=6.0, seconds=2.0, counted=word) for word in ("samples", "batches", "items")}
+    for words, shown in ((["batches"], "batches"), (["samples", "items"], "items")):
+        page = report(*(record(windows[word], name=f"{word}.jsonl") for word in words))
+        assert (f"{shown} per second, overall", "3.0") in page.facts
+        assert f">{shown}/s</text>" in page.sections[f"{shown.capitalize()} per second"]
+        assert ("such as tokens" in page.sections["Window size"]) == (shown == "items")
+
+
+def test_what_was_not_recorded_has_no_chart_and_no_fact(record):
+    page = report(record(line(1, noise_scale=None, batches=1, seconds=0.0)))
+    assert list(page.sections) == ["Loss", "Batches", "Time"]
+    facts = ["updates", "last loss", "least loss", "skipped updates", "dropped micro-batches", "time in windows"]
+    assert [fact for fact, _ in page.facts] == facts
+    assert "the noise scale record_noise=True" in page.text
+
+
+HOLES = """
+const charts = document.querySelector(".charts"), [columnGap, rowGap] = [16, 24];
+const area = node => (node.offsetWidth + columnGap) * (node.offsetHeight + rowGap);
+const children = [...charts.children];
+const empty = 1 - children.reduce((sum, child) => sum + area(child), 0) / area(charts);
+const below = child => child.getBoundingClientRect().bottom - child.lastElementChild.getBoundingClientRect().bottom;
+return [empty, Math.max(...children.map(below)), document.documentElement.scrollWidth];
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("records", [1, 3])
+@pytest.mark.parametrize("charts", [1, 2, 11])
+def test_a_page_has_no_hole_on_a_screen_and_on_a_phone(browser, record, charts, records):
+    """In a browser. The last record has a long name."""
+    most = {"loss_terms": [1.0, 2.0], "dropped_micro_batches": 1} | {field: 1.0 for field in FIELDS.values() if field}
+    fields = {1: {}, 2: {"seconds": 1.0}, 11: most}[charts]
+    names = ["a.jsonl", "b.jsonl", f"{'record' * 20}.jsonl"][-records:]
+    page = report(*(record(line(1, **fields), line(2, **fields), name=name) for name in names))
+    assert len(page.sections) == charts
+    browser.get(page.path.as_uri())
+    for width in (390, 1280):
+        set_width(browser, width)
+        empty, below, page_width = browser.execute_script(HOLES)
+        assert abs(empty) < 0.01, width
+        assert below < 200, width  # pixels below a chart, or below the facts beside one
+        assert page_width <= width
 
 
 def test_a_last_line_that_is_cut_short_is_left_out(record, capsys):
     whole = line(3)
-    page = report(record(line(1), line(2), whole[: len(whole) // 2]))
+    path = record(line(1), line(2), whole[: len(whole) // 2])
+    page = report(path)
     assert ("updates", "2") in page.facts
-    assert capsys.readouterr().err == "note: windows.jsonl: the last line is cut short, which was left out\n"
+    assert capsys.readouterr().err == f"note: {path}: 1 line(s) left out, from line 3 on: no whole window\n"
 
 
 def test_a_line_that_a_crash_has_spoilt_is_left_out(record, capsys):
-    report(record(line(1), line(2)[:30] + line(2), line(3)))
-    assert capsys.readouterr().err == "note: windows.jsonl: no window in line 2, which was left out\n"
+    path = record(line(1), line(2)[:30] + line(2), line(3), "{\n")
+    report(path)
+    assert capsys.readouterr().err == f"note: {path}: 2 line(s) left out, from line 2 on: no whole window\n"
 
 
 def test_a_resumed_training_replaces_what_came_after_its_checkpoint(record, capsys):
@@ -147,18 +197,18 @@ def test_a_resumed_training_replaces_what_came_after_its_checkpoint(record, caps
     path = record(line(1), line(1, False), line(1, False), line(2), line(3), line(4), line(3), line(4), line(5))
     found = read(path)
     assert [window.update for window in found.windows] == [1, 2, 2, 2, 3, 4, 5]
-    assert [window.skipped for window in found.windows] == [0, 1, 2, 2, 2, 2, 2]
+    assert [window.lost[0] for window in found.windows] == [0, 1, 2, 2, 2, 2, 2]
     assert [[window.update for window in piece] for piece in found.replaced] == [[3, 4]]
     page = report(path)
     assert len(page.curves("Loss")) == 2
     assert "stroke-opacity: 0.35" in page.sections["Loss"]
-    assert capsys.readouterr().err.startswith("note: windows.jsonl: the training was resumed")
+    assert capsys.readouterr().err.startswith(f"note: {path}: the training was resumed")
 
 
 def test_a_training_that_began_anew_replaces_all(record):
     found = read(record(line(1), line(2), line(2, False), line(1), line(2)))
     assert [window.update for window in found.windows] == [1, 2]
-    assert found.windows[-1].skipped == 0
+    assert found.windows[-1].lost == (0, 0)
     assert [len(piece) for piece in found.replaced] == [3]
 
 
@@ -166,6 +216,7 @@ def test_several_files_are_drawn_beside_each_other(record):
     a, b = (record(line(1), line(2), line(3), name=name) for name in ("a.jsonl", "_b & $c$ <b>.jsonl"))
     page = report(a, b)
     assert len(page.curves("Loss")) == 2
+    assert page.text.count("a.jsonl</dd>") == 1 and page.text.count("<dd>3</dd>") == 2
     assert "a.jsonl</span>" in page.sections["Loss"]
     assert "_b &amp; $c$ &lt;b&gt;.jsonl</span>" in page.sections["Loss"]
 
@@ -210,15 +261,12 @@ def test_a_record_is_not_overwritten(record, tmp_path, capsys):
     first, second = (record(line(n), name=f"r{n}.jsonl") for n in (1, 2))
     as_page = record(line(3), name="r3.html")
     (tmp_path / "link").symlink_to(second)
-    for words, why in (
-        (["-o", first, second], "it exists and is no HTML page"),
-        (["-o", tmp_path / "link", second], "it is a record"),
-        ([as_page], "it is a record"),
-    ):
+    for words in (["-o", first, second], ["-o", tmp_path / "link", second], [as_page]):
         with pytest.raises(SystemExit) as ended:
             command.main([*map(str, words)])
         assert ended.value.code == 2
-        assert re.fullmatch(f"error: cannot write '[^']*': {why}[^\n]*\n", capsys.readouterr().err)
+        message = "error: cannot write '[^']*': it exists and is no HTML page[^\n]*\n"
+        assert re.fullmatch(message, capsys.readouterr().err)
     assert [path.read_text() for path in (first, second, as_page)] == [line(1), line(2), line(3)]
 
 
@@ -229,7 +277,7 @@ def test_a_page_is_written_anew_beside_the_record_by_default(record, capsys):
     for _ in range(2):
         assert command.main([str(path)]) == 0
         assert capsys.readouterr().out == f"1 windows: {page}\n"
-    assert Page(page.read_text()).sections
+    assert Page(page).sections
     assert command.main([str(path), "-o", os.devnull]) == 0
 
 

@@ -181,6 +181,7 @@ def expected_records(plan: Plan, epochs: Sequence[Sequence[Batch]]) -> tuple[lis
                         "noise_scale": None,
                         "loss_scale": scale,
                         "learning_rate": RATES[updates],
+                        "counted": "items" if plan.counts else "samples",
                     }
                 )
                 if updated:
