@@ -99,24 +99,25 @@ class StepOfMindformers(TrainOneStepWithGradAccumulationCell):
         self.noted_rate = _registered("current_default_lr", ms.Tensor(0.0, ms.float32))
         self.noted_group_rates = _registered("current_grouped_lr", ms.Tensor([0.0] * len(groups), ms.float32))
 
-    def rate(self):
-        """The rate of this update, which mindformers shows: the default, or the last group's."""
+    def rates(self):
+        """The rate of this update that mindformers shows, the default or the last group's, and those of groups."""
         if self.has_grouped_rates:
             at = self.optimizer.global_step
             of_groups: tuple = ()
             for rate_of in self.group_rates:
                 of_groups = (*of_groups, rate_of(at).reshape(()))
-            rate = self.default_rate(at).reshape(()) + 0.0
-            noted = ops.assign(self.noted_rate, rate)
-            return ops.depend(rate, (noted, ops.assign(self.noted_group_rates, ops.stack(of_groups))))
+            return self.default_rate(at).reshape(()) + 0.0, ops.stack(of_groups) + 0.0
         rate = self.optimizer.get_lr()
         if isinstance(rate, (tuple, list)):
             rate = rate[-1]
-        return rate.reshape(()) + 0.0
+        return rate.reshape(()) + 0.0, None
 
     def construct(self, *inputs):
-        rate = self.rate()
+        rate, of_groups = self.rates()  # before the update, which counts steps
         loss, overflow, scale = super().construct(ops.depend(inputs[0], rate), *inputs[1:])
+        if self.has_grouped_rates:
+            loss = ops.depend(loss, ops.assign(self.noted_rate, rate))
+            loss = ops.depend(loss, ops.assign(self.noted_group_rates, of_groups))
         norm = None
         if self.judges:
             norm = ops.depend(self.judged_norm, loss) + 0.0

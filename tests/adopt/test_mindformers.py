@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from types import SimpleNamespace
 
 import mindspore as ms
 import numpy as np
@@ -201,6 +202,20 @@ def test_a_forward_that_changes_what_callbacks_read_is_refused_in_semi_auto_mode
             adopted.train_step(network, optimizer)
     finally:
         ms.reset_auto_parallel_context()
+
+
+@pytest.mark.parametrize("kind", ["is_moe_model", "is_mtp_model"])
+def test_parts_of_a_loss_that_mindformers_monitor_would_read_are_refused(kind, monkeypatch):
+    build_context = package("mindformers.core.context.build_context", EXTRA)
+    monkeypatch.setattr(build_context, "is_legacy_model", lambda: False)
+    network = nn.Dense(2, 2)
+    for name in ("is_moe_model", "is_mtp_model"):
+        setattr(network, name, lambda name=name: name == kind)
+    trainer = SimpleNamespace(config=SimpleNamespace(print_separate_loss=True))
+    with pytest.raises(ValueError, match="'print_separate_loss' must be False for a model with experts"):
+        adopted._refuse_parts_of_loss(trainer, network)
+    trainer.config.print_separate_loss = False
+    adopted._refuse_parts_of_loss(trainer, network)
 
 
 def test_rates_of_groups_are_recorded():

@@ -89,6 +89,12 @@ class Devices(Stage):
 
     model = 1
 
+    def _resolve(self, text: str, environment: dict) -> list[Any]:
+        values = super()._resolve(text, environment)
+        if isinstance(values[0], machine.Elided) and values[0].dtype == np.int32:  # SkipSpikes' places
+            return [np.arange(*values[0].shape, dtype=np.int32)] * self.ranks
+        return values
+
     def _node(self, node: Node, arguments: list, environment: dict) -> list[Any]:
         if node.op == "Equal" and node.arguments[1] == _ZERO:
             # Of the words, split over devices, each looks for its own: the constant is the first rank's place.
