@@ -80,6 +80,7 @@ def configuration(layout, per_token, wrapper, parallel, broadcasts, **more):
             "batch_size": 1,
             "gradient_accumulation_steps": MICRO if stages == 1 else 1,
             "sink_mode": bool(broadcasts),
+            "sink_size": 1,
         },
         "runner_wrapper": {"type": "MFTrainOneStepCell", "scale_sense": 1.0, "use_clip_grad": False, **wrapper},
         "parallel": {"parallel_mode": 1, "dataset_strategy": [[data, 1]]},
