@@ -218,6 +218,17 @@ def test_parts_of_a_loss_that_mindformers_monitor_would_read_are_refused(kind, m
     adopted._refuse_parts_of_loss(trainer, network)
 
 
+def test_a_schedule_for_which_models_return_other_losses_is_refused():
+    config = SimpleNamespace(micro_batch_interleave_num=1, parallel_config=SimpleNamespace(seq_split_num=1))
+    adopted._check_settings(SimpleNamespace(config=config))
+    ms.set_auto_parallel_context(pipeline_config={"pipeline_interleave": True, "pipeline_scheduler": "zero_bubble_v"})
+    try:
+        with pytest.raises(ValueError, match="'pipeline_scheduler' must not be 'zero_bubble_v'"):
+            adopted._check_settings(SimpleNamespace(config=config))
+    finally:
+        ms.reset_auto_parallel_context()
+
+
 def test_rates_of_groups_are_recorded():
     """The step returns the default rate, as mindformers' own, whose monitor reads both from its register."""
     from mindformers.core.lr import ConstantWarmUpLR
