@@ -1,12 +1,13 @@
-"""mindformers: `MFTrainOneStepCell` , with our step, and the Trainer's `gradient_accumulation_steps` outside semi-auto
-mode.
+"""mindformers: our step, in the place of `MFTrainOneStepCell` and `MFPipelineWithLossScaleCell` , and in its Trainer.
 
-Outside semi-auto mode, mindformers' Trainer sets the option back to 1, with a warning. In semi-auto and auto parallel
-mode it uses MindSpore's cell or its own, which are not replaced.
+Stand-alone and in data parallel mode the Trainer sets `gradient_accumulation_steps` back to 1, with a warning. In
+semi-auto and auto parallel mode it puts a cell that accumulates around the network, with `gradient_accumulation_steps`
+micro-batches, or in a pipeline `micro_batch_num` , and a `MFPipelineWithLossScaleCell` around that.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -17,7 +18,9 @@ import numpy as np
 from mindspore import nn, ops
 
 from gaccum_ms.adopt.common import build, clip_norm_of, refuse, scale_of
-from gaccum_ms.checks.arguments import check_positive_int
+from gaccum_ms.checks.arguments import check_positive_int, first_of
+from gaccum_ms.distributed.ranks import compiler_distributes
+from gaccum_ms.distributed.stages import stages
 from gaccum_ms.options.checks import check_transforms
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 from gaccum_ms.transforms.clip_by_global_norm import ClipByGlobalNorm
@@ -25,6 +28,40 @@ from gaccum_ms.transforms.skip_spikes import SkipSpikes
 
 _NAME = "gaccum_ms.adopt.mindformers.train_step"
 _WRAPPER = "GaccumTrainOneStepCell"  # our step's name in mindformers' registry
+_TRAINER = "gaccum_ms.adopt.mindformers.use_in_trainer"
+
+# Parameters that a forward changes, and callbacks of mindformers read and reset.
+_KEPT_BY_FORWARD = ("expert_load", "topk_bias", "fi_accu", "fi_parameter", "fi_cache", "max_logits_val")
+
+
+class Backbone(nn.Cell):
+    """The model in semi-auto and auto parallel mode. mindformers' callbacks walk down `network` , and then look for
+    `_backbone` , because its Trainer puts a `_VirtualDatasetCell` there."""
+
+    def __init__(self, network: nn.Cell) -> None:
+        super().__init__(auto_prefix=False)
+        self._backbone = network
+
+    def construct(self, *inputs):
+        return self._backbone(*inputs)
+
+
+class Inputs(nn.Cell):
+    """Returns its inputs."""
+
+    def construct(self, *inputs):
+        return inputs
+
+
+class LaidSums(nn.Cell):
+    """The sums of a batch whose inputs `laid` puts on devices."""
+
+    def __init__(self, sums: nn.Cell, laid: nn.Cell) -> None:
+        super().__init__(auto_prefix=False)
+        self.sums, self.laid, self.unit_of = sums, laid, sums.unit_of
+
+    def construct(self, *inputs):
+        return self.sums(*self.laid(*inputs))
 
 
 class Loss(nn.Cell):
@@ -52,13 +89,35 @@ class StepOfMindformers(TrainOneStepWithGradAccumulationCell):
     """Our step, with the outputs that mindformers' callbacks read."""
 
     judges = False  # whether updates with a large norm are left out
+    has_grouped_rates = False
 
-    def construct(self, *inputs):
+    def note_rates(self, default: nn.Cell, groups: list[dict[str, Any]]) -> None:
+        """Record the rates of groups with schedules of their own, where mindformers' monitor reads them."""
+        self.has_grouped_rates = True
+        self.default_rate = copy.deepcopy(default)
+        self.group_rates = nn.CellList([copy.deepcopy(group["lr_scheduler"]) for group in groups])
+        self.noted_rate = _registered("current_default_lr", ms.Tensor(0.0, ms.float32))
+        self.noted_group_rates = _registered("current_grouped_lr", ms.Tensor([0.0] * len(groups), ms.float32))
+
+    def rates(self):
+        """The rate of this update that mindformers shows, the default or the last group's, and those of groups."""
+        if self.has_grouped_rates:
+            at = self.optimizer.global_step
+            of_groups: tuple = ()
+            for rate_of in self.group_rates:
+                of_groups = (*of_groups, rate_of(at).reshape(()))
+            return self.default_rate(at).reshape(()) + 0.0, ops.stack(of_groups) + 0.0
         rate = self.optimizer.get_lr()
         if isinstance(rate, (tuple, list)):
-            rate = rate[-1]  # the last group's, as in mindformers
-        rate = rate.reshape(()) + 0.0
+            rate = rate[-1]
+        return rate.reshape(()) + 0.0, None
+
+    def construct(self, *inputs):
+        rate, of_groups = self.rates()  # before the update, which counts steps
         loss, overflow, scale = super().construct(ops.depend(inputs[0], rate), *inputs[1:])
+        if self.has_grouped_rates:
+            loss = ops.depend(loss, ops.assign(self.noted_rate, rate))
+            loss = ops.depend(loss, ops.assign(self.noted_group_rates, of_groups))
         norm = None
         if self.judges:
             norm = ops.depend(self.judged_norm, loss) + 0.0
@@ -86,7 +145,9 @@ def train_step(
 ) -> TrainOneStepWithGradAccumulationCell:
     r"""
     Our training step for the arguments of mindformers' `MFTrainOneStepCell
-    <https://www.mindspore.cn/mindformers/docs/en/master/index.html>`_ .
+    <https://www.mindspore.cn/mindformers/docs/en/master/index.html>`_ , in all parallel modes. In semi-auto and auto
+    parallel mode it also takes the place of `MFPipelineWithLossScaleCell` and of the cell around the network that
+    accumulates; give it the network itself.
 
     Args:
         network (Cell): A model of mindformers, which returns its loss.
@@ -105,8 +166,11 @@ def train_step(
         gradient_accumulation_steps (int): The number of micro-batches of each batch. The Trainer's setting of this name
             makes batches larger by this factor. Default: ``1`` .
         parallel_config (Any): Has no effect, as in mindformers. Default: ``None`` .
-        lr_scheduler (Any): Has no effect: the optimizer has it. Default: ``None`` .
-        grouped_lr_scheduler (Any): Must be ``None`` . Default: ``None`` .
+        lr_scheduler (Cell, optional): The schedule of the other weights; only used with `grouped_lr_scheduler` .
+            Default: ``None`` .
+        grouped_lr_scheduler (list[dict], optional): The schedules of groups of weights, as the Trainer makes them,
+            which the optimizer has, too. Then the learning rate that is returned is `lr_scheduler` 's. Default:
+            ``None`` .
         **options (Any): Options of :class:`gaccum_ms.GradAccumulationCell` , such as ``accumulation_steps=4`` , for
             windows of several batches.
 
@@ -116,17 +180,14 @@ def train_step(
 
     Raises:
         TypeError: If an argument is of a wrong type.
-        ValueError: If an argument has a wrong value; if `local_norm` or `grouped_lr_scheduler` is given.
+        ValueError: If an argument has a wrong value; if `local_norm` is given; in semi-auto and auto parallel mode, if
+            a forward of the network changes Parameters that mindformers' callbacks read, as its experts' do.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
     """
     if local_norm:
         refuse(_NAME, "local_norm", local_norm, "Norms of each rank's gradients are not there: all ranks reduce once.")
-    if grouped_lr_scheduler is not None:
-        refuse(
-            _NAME, "grouped_lr_scheduler", grouped_lr_scheduler, "Give the optimizer groups with rates of their own."
-        )
     check_positive_int(_NAME, "gradient_accumulation_steps", gradient_accumulation_steps)
     max_norm = clip_norm_of(_NAME, use_clip_grad, "use_clip_grad", max_grad_norm)
     if use_skip_data_by_global_norm:
@@ -140,6 +201,9 @@ def train_step(
     if options.get("micro_batch_size") is None:
         options.setdefault("micro_size", gradient_accumulation_steps)
     options.setdefault("accumulation_steps", 1)
+    if compiler_distributes():
+        _refuse_changing_forward(network)
+        network = Backbone(network)
     step = build(
         _NAME,
         Loss(network, bool(calculate_per_token_loss), _is_legacy()),
@@ -150,7 +214,28 @@ def train_step(
         **options,
     )
     step.judges = bool(use_skip_data_by_global_norm)
+    if grouped_lr_scheduler is not None:
+        step.note_rates(lr_scheduler, grouped_lr_scheduler)
     return step
+
+
+def _refuse_changing_forward(network: nn.Cell) -> None:
+    names = [one.name for one in network.get_parameters() if one.name.rsplit(".", 1)[-1] in _KEPT_BY_FORWARD]
+    if names:
+        raise ValueError(
+            f"For '{_NAME}', in semi-auto and auto parallel mode the network must have no Parameter that its forward "
+            f"changes and a callback of mindformers reads (expert_load, topk_bias, gbs_aux_loss, max_logits_val), "
+            f"because it is not shown that each micro-batch changes it once, but got {first_of(names, 3)}. Switch that "
+            f"option of the model off, or train it with mindformers' own step."
+        )
+
+
+def _registered(name: str, value: ms.Tensor) -> ms.Parameter:
+    """A Parameter by which mindformers' step tells its callbacks something; the one of an earlier training, if any."""
+    from mindformers.utils.parameter_register import parameter_register
+
+    known = name in parameter_register.keys()  # noqa: SIM118 -- it is no dict
+    return parameter_register.get(name) if known else parameter_register.register(name, value)
 
 
 def _just_below(threshold: Any) -> Any:
@@ -171,10 +256,16 @@ def _is_legacy() -> bool:
 
 def use_in_trainer() -> None:
     """
-    Make mindformers' Trainer accumulate, stand-alone and in data parallel mode: there
-    `runner_config.gradient_accumulation_steps` keeps its value. If it is more than 1, our step replaces
-    `MFTrainOneStepCell` , with the options of `runner_wrapper` in the configuration. Call it once, before training. In
-    semi-auto and auto parallel mode nothing changes.
+    Make mindformers' Trainer accumulate by our step, with the options of `runner_wrapper` in its configuration. Call it
+    once, before training. If our step does not accumulate, mindformers' own trains.
+
+    ========================================  ==============================================
+    parallel mode                             micro-batches
+    ========================================  ==============================================
+    stand-alone, data parallel                `runner_config.gradient_accumulation_steps`
+    semi-auto and auto parallel               `runner_config.gradient_accumulation_steps`
+    semi-auto and auto parallel, a pipeline   `parallel_config.micro_batch_num`
+    ========================================  ==============================================
 
     Raises:
         ImportError: If mindformers is not installed.
@@ -203,12 +294,15 @@ def _around(original: Any, changed: Callable) -> Callable:
     return method
 
 
-def _is_ours(trainer: Any) -> bool:
-    """Whether this training accumulates by our step: the setting is above 1, in stand-alone or data parallel mode."""
-    steps = trainer.config.runner_config.gradient_accumulation_steps
+def _micro_batches(trainer: Any) -> int | None:
+    """The number of micro-batches of our step; None if mindformers' own step trains."""
     mode = ms.get_auto_parallel_context("parallel_mode")
-    ours = mode in (ms.ParallelMode.STAND_ALONE, ms.ParallelMode.DATA_PARALLEL)
-    return ours and isinstance(steps, int) and not isinstance(steps, bool) and steps > 1
+    if compiler_distributes() and stages() > 1:
+        return trainer.config.parallel_config.micro_batch_num
+    steps = trainer.config.runner_config.gradient_accumulation_steps
+    is_number = isinstance(steps, int) and not isinstance(steps, bool)
+    known = compiler_distributes() or mode in (ms.ParallelMode.STAND_ALONE, ms.ParallelMode.DATA_PARALLEL)
+    return steps if known and is_number and steps > 1 else None
 
 
 def _without_setting(original: Callable, trainer: Any, *args: Any) -> Any:
@@ -222,36 +316,94 @@ def _without_setting(original: Callable, trainer: Any, *args: Any) -> Any:
 
 
 def _keep_setting(original: Callable, trainer: Any) -> None:
-    return _without_setting(original, trainer) if _is_ours(trainer) else original()
+    if compiler_distributes() or _micro_batches(trainer) is None:
+        return original()
+    return _without_setting(original, trainer)
 
 
 def _leave_unwrapped(original: Callable, trainer: Any, network: nn.Cell) -> nn.Cell:
-    return _without_setting(original, trainer, network) if _is_ours(trainer) else original(network)
+    if _micro_batches(trainer) is None:
+        return original(network)
+    _refuse_parts_of_loss(trainer, network)
+    if not compiler_distributes():
+        return _without_setting(original, trainer, network)
+    _check_settings(trainer)
+    return network
+
+
+def _refuse_parts_of_loss(trainer: Any, network: nn.Cell) -> None:
+    """mindformers' monitor reads a loss's parts if the model has experts, or predicts several tokens."""
+    from mindformers.wrapper.wrapper import get_real_models
+
+    if trainer.config.print_separate_loss and not _is_legacy():
+        model = get_real_models(network)
+        if model.is_moe_model() or model.is_mtp_model():
+            raise ValueError(
+                f"For '{_TRAINER}', 'print_separate_loss' must be False for a model with experts or with several "
+                f"predicted tokens, because our step does not record the loss's parts, but got True. Set it so: the "
+                f"loss is their sum."
+            )
+
+
+def _check_settings(trainer: Any) -> None:
+    """Refuse what mindformers would put around the network, or into its graph, in semi-auto mode."""
+    config = trainer.config
+    settings = (
+        ("micro_batch_interleave_num", config.micro_batch_interleave_num or 1, 1),
+        ("parallel_config.seq_split_num", config.parallel_config.seq_split_num or 1, 1),
+    )
+    for name, value, only in settings:
+        if value != only:
+            raise ValueError(
+                f"For '{_TRAINER}', in semi-auto and auto parallel mode '{name}' must be {only}, because our step "
+                f"cuts the batch itself, but got {value}. Set it so, or do not call use_in_trainer()."
+            )
+    if ms.get_auto_parallel_context("pipeline_scheduler") == "zero_bubble_v":
+        raise ValueError(
+            f"For '{_TRAINER}', 'pipeline_scheduler' must not be 'zero_bubble_v', for which the model returns other "
+            f"losses. Use '1f1b'."
+        )
 
 
 def _wrap(original: Callable, trainer: Any, network: nn.Cell, optimizer: nn.Optimizer) -> nn.Cell:
-    wrapper = trainer.config.runner_wrapper
-    if not _is_ours(trainer):
+    from mindformers.trainer.base_trainer import mf_get_context
+
+    micro_batches = _micro_batches(trainer)
+    if micro_batches is None:
         return original(network, optimizer)
-    if wrapper is None or wrapper.type != "MFTrainOneStepCell":
+    wrapper = trainer.config.runner_wrapper
+    replaced = "MFPipelineWithLossScaleCell" if compiler_distributes() else "MFTrainOneStepCell"
+    if wrapper is None or wrapper.type != replaced:
         raise ValueError(
-            f"For 'gaccum_ms.adopt.mindformers.use_in_trainer', 'runner_wrapper.type' must be 'MFTrainOneStepCell', "
-            f"but got {None if wrapper is None else wrapper.type!r}: our step takes its place. Give that type, or "
+            f"For '{_TRAINER}', 'runner_wrapper.type' must be '{replaced}', but got "
+            f"{None if wrapper is None else wrapper.type!r}: our step takes its place. Give that type, or "
             f"gradient_accumulation_steps=1."
         )
-    wrapper.type = _WRAPPER
-    wrapper.gradient_accumulation_steps = trainer.config.runner_config.gradient_accumulation_steps
+    settings = dict(wrapper)
+    wrapper.update(type=_WRAPPER, gradient_accumulation_steps=micro_batches)
+    if compiler_distributes():
+        wrapper.pop("micro_batch_num", None)
+        wrapper.setdefault("use_clip_grad", True)  # the default of the step that is replaced
     try:
-        return original(network, optimizer)
+        step: StepOfMindformers = original(network, optimizer)
     finally:
-        wrapper.type = "MFTrainOneStepCell"
-        del wrapper["gradient_accumulation_steps"]
+        built = {name: wrapper[name] for name in ("scale_sense",) if name in settings}
+        wrapper.clear()
+        wrapper.update(settings | built)
+    if compiler_distributes() and mf_get_context("dataset_broadcast_opt_level"):
+        # The ranks that mindformers sends the same samples are neighbours, which its _VirtualDatasetCell tells.
+        laid = trainer.wrap_eval_network_with_tool_cells(Inputs())
+        step.window.batch_sums = LaidSums(step.window.batch_sums, laid)
+    return step
 
 
 def _leave_loss_undivided(original: Callable, trainer: Any, callbacks: list) -> list:
     """Stop mindformers' monitor from dividing the loss: other cells return a sum, but our step returns the mean."""
-    if _is_ours(trainer):
+    from mindformers.core.callback import MFLossMonitor
+
+    if _micro_batches(trainer) is not None:
         for callback in callbacks:
-            if hasattr(callback, "gradient_accumulation_steps"):
+            if isinstance(callback, MFLossMonitor):
                 callback.gradient_accumulation_steps = 1
+                callback.mirco_size = 1  # mindformers' name for the micro-batches of a pipeline
     return original(callbacks)

@@ -91,8 +91,17 @@ def _written_by_call(call: ast.Call, function: FunctionType, cell: nn.Cell, writ
     writer = _object(made, function, cell)
     # A primitive that the Cell holds is an object of a class; a bound primitive's class writes.
     if any(writer is known or type(writer) is known for known in writers):
+        if call.args and _is_missing(call.args[0], cell):  # in a branch for Cells that have it
+            return []
         return [ast.unparse(call.args[0]) if call.args else ast.unparse(call)]
     return []
+
+
+def _is_missing(node: ast.AST, cell: nn.Cell) -> bool:
+    """Whether the code is `self.one` , and the Cell has no such attribute."""
+    if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"):
+        return False
+    return not hasattr(cell, node.attr)
 
 
 def _writes_in_place(method: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from types import SimpleNamespace
 
 import mindspore as ms
 import numpy as np
@@ -170,7 +171,6 @@ def test_mindformers_alone_resets_it(tmp_path):
     ("given", "words"),
     [
         ({"local_norm": True}, "'local_norm' must be left out"),
-        ({"grouped_lr_scheduler": []}, "'grouped_lr_scheduler' must be left out"),
         ({"gradient_accumulation_steps": 0}, "'gradient_accumulation_steps' must be at least 1"),
     ],
 )
@@ -178,6 +178,88 @@ def test_errors(given, words):
     network = nn.Dense(2, 2)
     with pytest.raises(ValueError, match=words):
         adopted.train_step(network, nn.SGD(network.trainable_params()), **given)
+
+
+class Expert(nn.Cell):
+    """Counts what its tokens are, as mindformers' experts do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = ms.Parameter(Tensor(np.ones(2), ms.float32))
+        self.expert_load = ms.Parameter(Tensor(np.zeros(2), ms.float32), requires_grad=False)
+
+    def construct(self, x):
+        return (x * self.weight).mean()
+
+
+def test_a_forward_that_changes_what_callbacks_read_is_refused_in_semi_auto_mode():
+    network = Expert()
+    optimizer = nn.SGD(network.trainable_params())
+    adopted.train_step(network, optimizer)
+    ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", device_num=8, global_rank=0)
+    try:
+        with pytest.raises(ValueError, match=r"must have no Parameter that its forward changes .* got expert_load"):
+            adopted.train_step(network, optimizer)
+    finally:
+        ms.reset_auto_parallel_context()
+
+
+@pytest.mark.parametrize("kind", ["is_moe_model", "is_mtp_model"])
+def test_parts_of_a_loss_that_mindformers_monitor_would_read_are_refused(kind, monkeypatch):
+    build_context = package("mindformers.core.context.build_context", EXTRA)
+    monkeypatch.setattr(build_context, "is_legacy_model", lambda: False)
+    network = nn.Dense(2, 2)
+    for name in ("is_moe_model", "is_mtp_model"):
+        setattr(network, name, lambda name=name: name == kind)
+    trainer = SimpleNamespace(config=SimpleNamespace(print_separate_loss=True))
+    with pytest.raises(ValueError, match="'print_separate_loss' must be False for a model with experts"):
+        adopted._refuse_parts_of_loss(trainer, network)
+    trainer.config.print_separate_loss = False
+    adopted._refuse_parts_of_loss(trainer, network)
+
+
+def test_a_schedule_for_which_models_return_other_losses_is_refused():
+    config = SimpleNamespace(micro_batch_interleave_num=1, parallel_config=SimpleNamespace(seq_split_num=1))
+    adopted._check_settings(SimpleNamespace(config=config))
+    ms.set_auto_parallel_context(pipeline_config={"pipeline_interleave": True, "pipeline_scheduler": "zero_bubble_v"})
+    try:
+        with pytest.raises(ValueError, match="'pipeline_scheduler' must not be 'zero_bubble_v'"):
+            adopted._check_settings(SimpleNamespace(config=config))
+    finally:
+        ms.reset_auto_parallel_context()
+
+
+def test_rates_of_groups_are_recorded():
+    """The step returns the default rate, as mindformers' own, whose monitor reads both from its register."""
+    from mindformers.core.lr import ConstantWarmUpLR
+    from mindformers.utils.parameter_register import parameter_register
+
+    def schedule(rate):
+        return ConstantWarmUpLR(learning_rate=rate, warmup_steps=2, total_steps=10)
+
+    recorded = []
+    for make_step in (
+        OnCpu,
+        lambda net, optimizer, **given: adopted.train_step(net, optimizer, gradient_accumulation_steps=K, **given),
+    ):
+        parameter_register._params.clear()
+        network = small_llama()
+        first, *others = network.trainable_params()
+        groups = [{"params": [first], "lr": schedule(0.2)}, {"params": others, "lr": schedule(0.1)}]
+        rates = {"lr_scheduler": schedule(0.1), "grouped_lr_scheduler": [{"lr_scheduler": schedule(0.2)}]}
+        step = make_step(network, nn.Momentum(groups, schedule(0.1), 0.9), **rates).set_train()
+        for batch in texts(2):
+            outputs = numbers(step(batch)[:4])
+        registered = {name: as_numpy(value) for name, value in parameter_register.items()}
+        recorded.append((outputs, registered, {one.name: as_numpy(one) for one in network.trainable_params()}))
+    parameter_register._params.clear()
+    (theirs, by_theirs, whole), (ours, by_ours, weights) = recorded
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    assert ours[3] == pytest.approx(0.05)
+    assert by_ours.keys() == {"current_default_lr", "current_grouped_lr"}
+    for name, value in by_ours.items():
+        np.testing.assert_allclose(value, by_theirs[name], rtol=1e-6)
+    assert apart(weights, whole) < ROUNDING
 
 
 def test_arguments():

@@ -25,7 +25,7 @@ from tests.semi_auto.pipeline_cases import ALL_CASES
 
 # Parts of MindSpore's errors when the graph is finished and there is no device.
 NO_DEVICE = ("cudaGetLastError", "CUDA driver", "no CUDA-capable device")
-OF_CASES = ("reduces", "shapes", "stages")  # settings of a case that are not MindSpore's
+OF_CASES = ("reduces", "shapes", "stages", "dtype")  # settings of a case that are not MindSpore's
 
 
 def compile_case(name, make, settings, graphs, folder):
@@ -46,7 +46,7 @@ def compile_case(name, make, settings, graphs, folder):
         return
     values = {parameter.name: parameter.asnumpy() for parameter in step.get_parameters()}
     np.savez(folder / "parameters.npz", **values)
-    inputs = [Tensor(np.zeros(shape, np.float32)) for shape in local_shapes(settings)]
+    inputs = [Tensor(np.zeros(shape, settings.get("dtype", np.float32))) for shape in local_shapes(settings)]
     if not getattr(step, "spans_batches", False):
         compile_graph(step, inputs, graphs, folder)
         return
@@ -100,7 +100,7 @@ def wanted(out):
         time.sleep(0.05)
 
 
-def main(out, graphs):
+def main(out, graphs, cases):
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_context(device_target="CPU")  # after set_device() MindSpore 2.7 and 2.8 would keep CPU
     init()
@@ -108,7 +108,7 @@ def main(out, graphs):
     ms.set_context(device_target="GPU")
     rank = get_rank()
     for name in wanted(out):
-        make, settings = ALL_CASES[name]
+        make, settings = cases[name]
         stage, place = divmod(rank, get_group_size() // stages_of(settings))
         if place == 0:
             compile_case(name, make, settings, graphs / f"rank_{rank}", folder_of(out, name, stage))
@@ -119,4 +119,4 @@ def main(out, graphs):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(os.environ["MS_DEV_SAVE_GRAPHS_PATH"]))
+    main(Path(sys.argv[1]), Path(os.environ["MS_DEV_SAVE_GRAPHS_PATH"]), ALL_CASES)

@@ -95,9 +95,10 @@ class Compiler:
     Args:
         folder (Path): An empty folder.
         saves_graphs (bool): Whether graphs are written down. That takes longer than to compile them.
+        worker (str): The program of the ranks, a file of this folder.
     """
 
-    def __init__(self, folder: Path, saves_graphs: bool = True) -> None:
+    def __init__(self, folder: Path, saves_graphs: bool = True, worker: str = "compile_worker.py") -> None:
         environment = {
             **no_device.environment(folder),
             "PYTHONPATH": str(Path(gaccum_ms.__file__).parents[1]),
@@ -107,9 +108,9 @@ class Compiler:
         }
         self.out, self.said = folder / "out", folder / "said"
         (self.out / "wanted").mkdir(parents=True)
-        worker = Path(__file__).with_name("compile_worker.py")
         command = [sys.executable, "-m", "gaccum_ms.launch", "--processes", str(RANKS)]
-        command += ["--log-dir", str(folder / "log"), "--timeout", str(TIME_LIMIT), str(worker), str(self.out)]
+        command += ["--log-dir", str(folder / "log"), "--timeout", str(TIME_LIMIT)]
+        command += [str(Path(__file__).with_name(worker)), str(self.out)]
         with self.said.open("w") as said:
             self.launcher = subprocess.Popen(
                 command, env=environment, cwd=folder, stdout=said, stderr=subprocess.STDOUT
@@ -121,7 +122,7 @@ class Compiler:
             compiled = flag_of(self.out, name, stage)
             while not compiled.exists():
                 if self.launcher.poll() is not None and not compiled.exists():
-                    raise RuntimeError(f"compile_worker.py failed:\n{self.said.read_text()[-6000:]}")
+                    raise RuntimeError(f"{self.launcher.args[-2]} failed:\n{self.said.read_text()[-6000:]}")
                 time.sleep(0.05)
         return Case(self.out / name)
 

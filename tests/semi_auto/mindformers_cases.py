@@ -1,0 +1,278 @@
+"""The training steps that mindformers' Trainer gives to `Model.train` in semi-auto mode: its own, and ours after
+`use_in_trainer()` . A small Llama lies on eight devices.
+
+mindformers is imported where a case is made, so that only the ranks that compile import it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from unittest import mock
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn
+
+from tests.semi_auto.cases import OPTIMIZER_PARALLEL, SUM
+from tests.support.small_llama import small_llama
+
+MICRO = 4  # micro-batches
+WORDS_OF_TEXT = 6  # longer texts would make constants that the files abbreviate
+# (data parallel, model parallel, stages)
+LAYOUTS = {
+    "dp": (8, 1, 1),
+    "split": (4, 2, 1),
+    "op": (8, 1, 1),
+    "two stages": (4, 1, 2),
+    "two stages, split": (2, 2, 2),
+    "two stages, op": (4, 1, 2),
+    "four stages": (2, 1, 4),
+}
+TEXTS = 32  # on all devices
+RATE, GROUP_RATE = 10.0, 20.0  # large, so that weights' rounding is small beside their movement
+CLIP = {"use_clip_grad": True, "max_grad_norm": 0.1}
+
+
+def llama(stages=1, per_token=False, parallel=None):
+    """The model with a layer for each stage. `parallel` : how it lies on devices, if on several."""
+    options = {"parallel_config": parallel} if parallel else {}
+    return small_llama(per_token, num_layers=stages, seq_length=WORDS_OF_TEXT - 1, num_heads=4, **options)
+
+
+def laid(layout):
+    from mindformers.modules.transformer.transformer import TransformerOpParallelConfig
+
+    data, model, stages = LAYOUTS[layout]
+    micro = MICRO if stages > 1 else 1
+    return TransformerOpParallelConfig(
+        data_parallel=data, model_parallel=model, pipeline_stage=stages, micro_batch_num=micro
+    )
+
+
+def schedule(rate=RATE):
+    from mindformers.core.lr import ConstantWarmUpLR
+
+    return ConstantWarmUpLR(learning_rate=rate, warmup_steps=0, total_steps=10)
+
+
+def configuration(layout, per_token, wrapper, parallel, broadcasts, **more):
+    """mindformers' configuration. `wrapper` : more of `runner_wrapper` ; `parallel` : of `parallel_config` ."""
+    from mindformers.tools.register import MindFormerConfig
+
+    data, model, stages = LAYOUTS[layout]
+    given = {
+        "run_mode": "train",
+        "output_dir": "output",
+        "use_parallel": False,
+        "use_legacy": True,
+        "use_legacy_format": True,
+        "do_eval": False,
+        "profile": False,
+        "resume_training": False,
+        "load_checkpoint": "",
+        "micro_batch_interleave_num": 1,
+        "calculate_per_token_loss": per_token,
+        "trainer": {"type": "CausalLanguageModelingTrainer", "model_name": "llama"},
+        "runner_config": {
+            "epochs": 1,
+            "batch_size": 1,
+            "gradient_accumulation_steps": MICRO if stages == 1 else 1,
+            "sink_mode": bool(broadcasts),
+            "sink_size": 1,
+        },
+        "runner_wrapper": {"type": "MFTrainOneStepCell", "scale_sense": 1.0, "use_clip_grad": False, **wrapper},
+        "parallel": {"parallel_mode": 1, "dataset_strategy": [[data, 1]]},
+        "context": {"mode": 0, "device_target": "CPU"},
+        "optimizer": {"type": "AdamW"},
+        "model": {"model_config": {"type": "LlamaConfig"}, "arch": {"type": "LlamaForCausalLM"}},
+        "train_dataset": {"input_columns": ["input_ids"], "batch_size": 1},
+        "train_dataset_task": {"type": "CausalLanguageModelDataset"},
+        "callbacks": [{"type": "MFLossMonitor"}],
+        "parallel_config": {
+            "data_parallel": data,
+            "model_parallel": model,
+            "pipeline_stage": stages,
+            "micro_batch_num": MICRO if stages > 1 else 1,
+            **parallel,
+        },
+        "checkpoint": {"load_path": "", "no_load_optim": False},
+        "recompute_config": {"recompute": False},
+        "monitor_config": {},
+        "moe_config": {"expert_num": 1},
+    }
+    return MindFormerConfig(**(given | more))
+
+
+class Caught(Exception):
+    """The Trainer has made the step."""
+
+
+@contextlib.contextmanager
+def adopted(is_ours):
+    """Context manager in which the Trainer takes our step, or its own."""
+    from mindformers.trainer.base_trainer import BaseTrainer
+
+    from gaccum_ms.adopt import mindformers
+
+    before = {name: vars(BaseTrainer).get(name) for name in dir(BaseTrainer)}
+    if is_ours:
+        mindformers.use_in_trainer()
+    try:
+        yield
+    finally:
+        if is_ours:
+            del BaseTrainer.accumulates_by_gaccum_ms
+        for name, value in before.items():
+            if value is not None and vars(BaseTrainer)[name] is not value:
+                setattr(BaseTrainer, name, value)
+
+
+def by_trainer(
+    layout,
+    is_ours,
+    per_token=False,
+    wrapper=None,
+    parallel=None,
+    optimizer_of=None,
+    lr=None,
+    broadcasts=0,
+    after=None,
+    **more,
+):
+    """The step. `lr` : the Trainer's schedules, of all weights and of groups; `broadcasts` : its
+    `dataset_broadcast_opt_level` ; `after` : called with the step and the callbacks."""
+    import mindformers.trainer.base_trainer as base
+    from mindformers.trainer.causal_language_modeling import CausalLanguageModelingTrainer
+
+    class Trainer(CausalLanguageModelingTrainer):
+        def create_model_wrapper(self, network, optimizer):
+            if lr is not None:
+                self.lr_scheduler, self.grouped_lr_scheduler = lr()
+            ms.set_context(device_target="GPU")
+            try:
+                return super().create_model_wrapper(network, optimizer)
+            finally:
+                ms.set_context(device_target="CPU")
+
+    result = {}
+
+    def train(model, *arguments, **named):
+        result["step"], result["callbacks"] = model.train_network, named["callbacks"]
+        raise Caught
+
+    ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")  # the model and the Trainer run operators
+    network = llama(LAYOUTS[layout][2], per_token, laid(layout))
+    optimizer = (optimizer_of or (lambda net: nn.SGD(net.trainable_params(), schedule())))(network)
+    data = ms.dataset.NumpySlicesDataset({"input_ids": np.ones((MICRO, WORDS_OF_TEXT), np.int32)}, shuffle=False)
+    folder = os.getcwd()
+    with (
+        adopted(is_ours),
+        # As after build_context: graph mode.
+        mock.patch.object(base, "mf_get_context", lambda key: broadcasts if "broadcast" in key else 0),
+        mock.patch.object(base.Model, "train", train),
+        tempfile.TemporaryDirectory() as output,
+        contextlib.suppress(Caught),
+    ):
+        os.chdir(output)
+        try:
+            Trainer(model_name="llama").train(
+                dataset=data.batch(MICRO),
+                config=configuration(layout, per_token, wrapper or {}, parallel or {}, broadcasts, **more),
+                network=network,
+                optimizer=optimizer,
+                callbacks=[],
+                is_full_config=True,
+            )
+        finally:
+            os.chdir(folder)
+            ms.set_context(device_target="GPU")
+    if after is not None:
+        after(result["step"], result["callbacks"])
+    return result["step"].set_train()
+
+
+def settings(layout):
+    data, _, stages = LAYOUTS[layout]
+    given = {"dataset_strategy": ((data, 1),), "full_batch": False, "pipeline_stages": stages, **SUM}
+    given |= {"shapes": ((TEXTS // data, WORDS_OF_TEXT),), "dtype": np.int32}
+    return given | OPTIMIZER_PARALLEL if "op" in layout else given
+
+
+def grouped(network):
+    """An optimizer with groups: attention, and the other weights."""
+    attention, others = of_groups(network)
+    return nn.SGD([{"params": attention, "lr": schedule(GROUP_RATE)}, {"params": others, "lr": schedule()}], schedule())
+
+
+def of_groups(network):
+    weights = network.trainable_params()
+    return [one for one in weights if "attention" in one.name], [one for one in weights if "attention" not in one.name]
+
+
+def rates():
+    """The Trainer's schedules: of all weights, and of the group."""
+    return schedule(), [{"params": ["attention"], "lr_scheduler": schedule(GROUP_RATE)}]
+
+
+SCALE = {"type": "DynamicLossScaleUpdateCell", "loss_scale_value": 1024, "scale_factor": 2, "scale_window": 10}
+ALL_OPTIONS = {
+    "wrapper": {"scale_sense": SCALE, **CLIP},
+    "optimizer_of": grouped,
+    "lr": rates,
+    "use_skip_data_by_global_norm": True,
+    "monitor_config": {"global_norm_spike_threshold": 100.0},
+}
+SKIPPED = {
+    "wrapper": CLIP,
+    "use_skip_data_by_global_norm": True,
+    "monitor_config": {"global_norm_spike_threshold": 0.01},
+}
+
+
+def says(step, callbacks):
+    """Say, as an error, what mindformers' callbacks make of a step."""
+    from mindformers.core.callback import MFLossMonitor
+    from mindformers.core.callback.callback import TopkBiasBalanceCallback
+    from mindformers.wrapper.wrapper import get_real_models
+    from mindspore.train.callback import RunContext
+    from mindspore.train.callback._callback import InternalCallbackParam
+
+    (monitor,) = (one for one in callbacks if isinstance(one, MFLossMonitor))
+    params = InternalCallbackParam()
+    params.train_network, params.cur_step_num = step, 1
+    TopkBiasBalanceCallback().on_train_step_end(RunContext(params))  # it walks down to the model
+    raise RuntimeError(f"{type(get_real_models(step)).__name__}, loss {monitor._fix_loss_for_parallel(12.0)}")
+
+
+CASES = {
+    f"{who}, {kind}, {layout}": (
+        lambda layout=layout, who=who, kind=kind: by_trainer(layout, who == "ours", kind == "per token"),
+        settings(layout),
+    )
+    for who in ("ours", "theirs")
+    for kind in ("mean", "per token")
+    for layout in LAYOUTS
+}
+CASES |= {
+    f"ours, {name}, {layout}": (
+        lambda layout=layout, options=options: by_trainer(layout, True, **options),
+        settings(layout),
+    )
+    for name, options in {
+        "all options": ALL_OPTIONS,
+        "all options per token": ALL_OPTIONS | {"per_token": True},
+        "skipped": SKIPPED,
+        "broadcast": {"broadcasts": 3},
+        "local norm": {"wrapper": {"local_norm": True}},
+        "interleaved": {"micro_batch_interleave_num": 2},
+        "parts of sequences": {"parallel": {"seq_split_num": 2}},
+        "says": {"after": says},
+    }.items()
+    for layout in LAYOUTS
+}
+CASES |= {
+    f"theirs, says, {layout}": (lambda layout=layout: by_trainer(layout, False, after=says), settings(layout))
+    for layout in LAYOUTS
+}

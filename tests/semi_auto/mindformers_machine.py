@@ -1,0 +1,162 @@
+"""The simulation of devices (machine.py, pipeline_machine.py) for the graphs of mindformers' models: more operators,
+and the parts of their weights on devices."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tests.semi_auto import machine
+from tests.semi_auto.finished_graph import Node
+from tests.semi_auto.pipeline_machine import Meeting, Pipeline, Stage
+
+# -- operators ---------------------------------------------------------------------------------------------------------
+
+
+def _softmax(x: np.ndarray, axes: Any) -> np.ndarray:
+    exp = np.exp(x - x.max(axes, keepdims=True))
+    return exp / exp.sum(axes, keepdims=True)
+
+
+def _sums_of_segments(value: np.ndarray, ids: np.ndarray, number: int) -> np.ndarray:
+    sums = np.zeros((number, *value.shape[ids.ndim :]), value.dtype)
+    np.add.at(sums, ids[ids >= 0], value[ids >= 0])
+    return sums
+
+
+def _gather(table: np.ndarray, indices: np.ndarray, axis: int, *_: Any) -> np.ndarray:
+    """Zeros outside of the table, which is one device's part."""
+    assert axis == 0
+    outside = (indices < 0) | (indices >= len(table))
+    rows = np.take(table, np.where(outside, 0, indices), 0)
+    rows[outside] = 0
+    return rows
+
+
+def _strided_slice(value: np.ndarray, begin: tuple, end: tuple, strides: tuple, *masks: int) -> np.ndarray:
+    open_begin, open_end, *others = (*masks, 0, 0)
+    assert not any(others), masks
+    return value[
+        tuple(
+            slice(None if open_begin >> axis & 1 else first, None if open_end >> axis & 1 else last, stride)
+            for axis, (first, last, stride) in enumerate(zip(begin, end, strides, strict=True))
+        )
+    ]
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def _transposed(x: np.ndarray, is_transposed: bool) -> np.ndarray:
+    return np.swapaxes(x, -1, -2) if is_transposed else x
+
+
+machine._ARITHMETIC.update(
+    {
+        "BatchMatMul": lambda x, y, left, right: _transposed(x, left) @ _transposed(y, right),
+        "Exp": np.exp,
+        "FloorDiv": lambda x, y: x // y,
+        "Gather": _gather,
+        "Log": np.log,
+        "OneHot": lambda index, depth, on, off, axis: np.where(index[..., None] == np.arange(depth), on, off),
+        "PyExecute": lambda *_: np.float32(0),
+        "ReduceMax": machine._reduce(np.max),
+        "Rsqrt": lambda x: 1 / np.sqrt(x),
+        "RsqrtGrad": lambda y, gradient: np.float32(-0.5) * gradient * y**3,
+        "SiLU": lambda x: x * _sigmoid(x),
+        "SiLUGrad": lambda gradient, x: gradient * _sigmoid(x) * (1 + x * (1 - _sigmoid(x))),
+        "Softmax": _softmax,
+        "SoftmaxBackward": lambda gradient, y, axis: y * (gradient - (gradient * y).sum(axis, keepdims=True)),
+        "StridedSlice": _strided_slice,
+        "UnsortedSegmentSum": _sums_of_segments,
+    }
+)
+
+# -- devices -----------------------------------------------------------------------------------------------------------
+
+_ALONE = {hashlib.sha256(str(rank).encode()).hexdigest()[:48] for rank in range(8)}  # names of groups of one rank
+_ZERO = "Tensor(shape=[], dtype=Int32, value=0)"
+
+
+class Devices(Stage):
+    """The devices of a stage, as (data, `model` ) parallel ones."""
+
+    model = 1
+
+    def _resolve(self, text: str, environment: dict) -> list[Any]:
+        values = super()._resolve(text, environment)
+        if isinstance(values[0], machine.Elided) and values[0].dtype == np.int32:  # SkipSpikes' places
+            return [np.arange(*values[0].shape, dtype=np.int32)] * self.ranks
+        return values
+
+    def _node(self, node: Node, arguments: list, environment: dict) -> list[Any]:
+        if node.op == "Equal" and node.arguments[1] == _ZERO:
+            # Of the words, split over devices, each looks for its own: the constant is the first rank's place.
+            return [np.equal(self._value(one, rank), rank % self.model) for rank, one in enumerate(arguments[0])]
+        slices_own_part = "forward_comm_node_unique_id" in node.attributes and "in_strategy" not in node.attributes
+        if node.op == "StridedSlice" and slices_own_part and "pipeline_begin" not in node.attributes:
+            # In a graph that micro-batches share, the slice of a rank's own part has lost its mark.
+            node = node._replace(attributes=node.attributes + " redistribution_op")
+        return super()._node(node, arguments, environment)
+
+    def _collective(self, node: Node, values: list[np.ndarray]) -> list[np.ndarray]:
+        name = re.search(r'\bgroup: "([^"]*)"', node.attributes)
+        if name and name.group(1) in _ALONE:
+            return values
+        if node.op == "AllReduce" and 'op: "max"' in node.attributes:
+            first = [rank - self.first_rank for rank in node.group]
+            return [np.max([values[one] for one in group], axis=0) for group in machine.groups_like(first, self.ranks)]
+        return super()._collective(node, values)
+
+    def _own_part(self, value: np.ndarray, begin: tuple, end: tuple, rank: int) -> np.ndarray:
+        (axis,) = (index for index, last in enumerate(end) if last < value.shape[index])
+        parts = value.shape[axis] // end[axis]
+        assert not any(begin) and end[axis] * parts == value.shape[axis] and self.ranks % parts == 0, "no equal parts"
+        is_of_samples = parts == self.samples_in and not (parts == self.model and axis > 0)
+        own = rank * parts // self.ranks if is_of_samples else rank % parts
+        return np.split(value, parts, axis)[own]
+
+
+# Weights whose rows, or columns, are split over model parallel devices.
+_BY_ROWS, _BY_COLUMNS = ("wq.", "wk.", "wv.", "w1.", "w3."), ("wo.", "w2.")
+
+
+def part_of(name: str, shape: tuple[int, ...], data: int, model: int, whole: np.ndarray, rank: int) -> np.ndarray:
+    """The part of a weight, which has this shape on each of (data, model) parallel devices."""
+    for axis in range(whole.ndim):
+        parts = whole.shape[axis] // shape[axis]
+        if parts == 1:
+            continue
+        split = _BY_COLUMNS if axis else _BY_ROWS
+        if model > 1 and any(one in name for one in split):  # and over the data parallel ones too, by the optimizer
+            own = rank % model * (parts // model) + rank // model % (parts // model)
+        else:
+            own = rank % parts if parts == data * model else rank // model % parts
+        whole = np.take(whole, range(own * shape[axis], (own + 1) * shape[axis]), axis)
+    return whole
+
+
+class MindformersPipeline(Pipeline):
+    """The stages of a case: one, or those of a pipeline."""
+
+    def __init__(self, programs: Sequence, parameters: Sequence, data: int, model: int, blocks: bool = False) -> None:
+        ranks = 8 // len(programs)
+        self.blocks = blocks
+        self.stages = []
+        for number, (program, values) in enumerate(zip(programs, parameters, strict=True)):
+            kind = type("DevicesOfStage", (Devices,), {"model": model})
+            parts = parts_of(program.shapes, data, model)
+            meeting = Meeting(0, blocks)
+            self.stages.append(kind(number, number * ranks, meeting, program, ranks, values, parts, data))
+
+
+def parts_of(shapes: dict[str, tuple[int, ...]], data: int, model: int) -> dict[str, Callable]:
+    """How the Parameters of a graph lie on devices."""
+    names = {token.split("_", 1)[1]: shape for token, shape in shapes.items()}
+    return {name: functools.partial(part_of, name, shape, data, model) for name, shape in names.items()}

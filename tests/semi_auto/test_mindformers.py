@@ -1,0 +1,259 @@
+"""What mindformers' Trainer trains with in semi-auto mode, after `use_in_trainer()` and without: compiled for eight
+devices, simulated, and compared with single texts on the CPU."""
+
+from __future__ import annotations
+
+import functools
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+
+from tests.semi_auto.compiled import Compiler
+from tests.semi_auto.mindformers_cases import (
+    CLIP,
+    GROUP_RATE,
+    LAYOUTS,
+    MICRO,
+    RATE,
+    TEXTS,
+    WORDS_OF_TEXT,
+    llama,
+)
+from tests.semi_auto.mindformers_machine import MindformersPipeline, part_of
+from tests.support import no_device
+from tests.support.package import package
+from tests.support.small_llama import WORDS
+
+EXTRA = "Install mindformers 1.9.0 without its dependencies, and those that it then lacks"
+package("mindformers.models.llama", EXTRA)
+pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("mindformers in parallel")]
+
+ROUNDING = 2e-5  # of a weight's largest gradient
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory):
+    """A function that compiles a case of mindformers_cases.py, by its name."""
+    if reason := no_device.why_not():
+        pytest.skip(reason)
+    with Compiler(tmp_path_factory.mktemp("mindformers"), worker="mindformers_compile_worker.py") as compiler:
+        yield compiler
+
+
+def texts():
+    """Texts of different lengths, padded."""
+    random = np.random.default_rng(3)
+    result = random.integers(1, WORDS, size=(TEXTS, WORDS_OF_TEXT)).astype(np.int32)
+    for text, length in zip(result, random.integers(3, WORDS_OF_TEXT + 1, size=TEXTS), strict=True):
+        text[length:] = 0
+    return result
+
+
+class Sums(nn.Cell):
+    """The loss of a text: its sum and its tokens, and the sum's gradients."""
+
+    def __init__(self, network):
+        super().__init__(auto_prefix=False)
+        self.network, self.weights = network, ms.ParameterTuple(network.trainable_params())
+        self.backward = ops.GradOperation(get_by_list=True, sens_param=True)
+
+    def construct(self, text):
+        numerator, tokens = self.network(text)
+        seeds = ops.ones_like(numerator), ops.zeros_like(tokens)
+        return numerator, tokens, self.backward(self.network, self.weights)(text, seeds)
+
+
+@functools.cache
+def of_each_text(layout):
+    """Sums, tokens, and gradients by weights' names, of each text alone."""
+    ms.set_context(mode=ms.GRAPH_MODE)
+    network = llama(LAYOUTS[layout][2], per_token=True).set_train()
+    step = Sums(network)
+    results = [step(Tensor(text[None])) for text in texts()]
+    numerators, tokens = (np.array([float(one[part].asnumpy().sum()) for one in results]) for part in (0, 1))
+    gradients = {
+        weight.name: np.stack([one[2][position].asnumpy() for one in results]).astype(np.float64)
+        for position, weight in enumerate(network.trainable_params())
+    }
+    return numerators, tokens, gradients
+
+
+def micro_batches(who, layout):
+    """The texts of each micro-batch. mindformers takes the next part of the batch, we the next part of each device."""
+    if who == "theirs":
+        return np.split(np.arange(TEXTS), MICRO)
+    by_device = np.arange(TEXTS).reshape(LAYOUTS[layout][0], MICRO, -1)
+    return [by_device[:, index].ravel() for index in range(MICRO)]
+
+
+class Expected:
+    """The update: `loss` , the `gradients` , and their `norm` ."""
+
+    def __init__(self, who, kind, layout):
+        numerators, tokens, gradients = of_each_text(layout)
+        groups = [np.arange(TEXTS)] if kind == "per token" else micro_batches(who, layout)
+        self.loss = np.mean([numerators[group].sum() / tokens[group].sum() for group in groups])
+        self.gradients = {
+            name: np.mean([one[group].sum(0) / tokens[group].sum() for group in groups], 0)
+            for name, one in gradients.items()
+        }
+        self.norm = np.sqrt(sum((one**2).sum() for one in self.gradients.values()))
+
+
+class Trained:
+    """A case after one step on all devices."""
+
+    def __init__(self, steps, name, layout, changed=None):
+        self.data, self.model, stages = LAYOUTS[layout]
+        case = steps(name, stages)
+        of_stages = [case.stage(stage) for stage in range(stages)]
+        self.values = {**of_stages[0].parameters, **(changed or {})}
+        programs = [one.program for one in of_stages]
+        self.pipeline = MindformersPipeline(programs, [self.values] * stages, self.data, self.model)
+        devices = 8 // stages
+        own = [np.split(texts(), self.data)[rank // self.model] for rank in range(devices)]
+        results = self.pipeline.step(own)
+        # Loss, overflow, scale, rate, norm of each device of each stage.
+        self.outputs = [[_number(one) for one in result] for of_stage in results for result in of_stage]
+
+    @property
+    def losses(self):
+        return [outputs[0] for outputs in self.outputs]
+
+    def parameter(self, name):
+        return [float(value) for stage in self.pipeline.stages for value in np.ravel(stage.state.get(name, ()))]
+
+    def movements(self, names):
+        """Of each weight on each device: its name, how far it moved, and a function that takes the device's part of
+        a whole."""
+        for stage in self.pipeline.stages:
+            for name in names & stage.state.keys():
+                for rank, after in enumerate(stage.state[name]):
+                    place = functools.partial(part_of, name, after.shape, self.data, self.model, rank=rank)
+                    yield name, after - place(self.values[name].astype(np.float64)), place
+
+    def distance(self, gradients, factor=1.0, rate_of=lambda name: RATE):
+        """The largest difference of a weight's movement on any device from that by these gradients, as a part of the
+        largest movement."""
+        largest, seen = 0.0, set()
+        for name, movement, place in self.movements(gradients.keys()):
+            seen.add(name)
+            whole = -rate_of(name) * factor * gradients[name]
+            largest = max(largest, np.abs(movement - place(whole)).max() / np.abs(whole).max())
+        assert seen == gradients.keys()
+        return largest
+
+    def stood_still(self, names):
+        movements = [movement for _, movement, _ in self.movements(names)]
+        return bool(movements) and not any(movement.any() for movement in movements)
+
+
+def _number(output):
+    return None if output is None else float(np.ravel(output)[0])
+
+
+def rate_of(name):
+    return GROUP_RATE if "attention" in name else RATE
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        pytest.param(kind, layout, marks=[] if (kind, layout) == ("per token", "two stages") else pytest.mark.thorough)
+        for kind in ("mean", "per token")
+        for layout in LAYOUTS
+    ],
+)
+def test_our_step_makes_the_update_of_all_micro_batches(steps, kind, layout):
+    """And each device of each stage reports the mean loss."""
+    trained, expected = Trained(steps, f"ours, {kind}, {layout}", layout), Expected("ours", kind, layout)
+    assert trained.distance(expected.gradients) < ROUNDING
+    np.testing.assert_allclose(trained.losses, expected.loss, rtol=1e-5)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["mean", "per token"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_mindformers_own_step_makes_it_too(steps, kind, layout):
+    """It cuts the batch otherwise, and reports the sum of mean losses; in a pipeline on the last stage alone. So the
+    simulation, and what ours is compared with, are right."""
+    trained, expected = Trained(steps, f"theirs, {kind}, {layout}", layout), Expected("theirs", kind, layout)
+    assert trained.distance(expected.gradients) < ROUNDING
+    times = MICRO if kind == "mean" else 1
+    np.testing.assert_allclose(trained.losses[-1], times * expected.loss, rtol=1e-5)
+    if LAYOUTS[layout][2] > 1:
+        assert trained.losses[0] == 0.0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", ["dp", "op", "two stages", "two stages, split"])
+@pytest.mark.parametrize("kind", ["mean", "per token"])
+def test_cuts_differ(layout, kind):
+    """Negative control: with padding, the mean over other micro-batches, or over all tokens, is another update."""
+    ours = Expected("ours", kind, layout)
+    other = Expected("theirs", "mean", layout)
+    assert max(np.abs(one - other.gradients[name]).max() for name, one in ours.gradients.items()) > 1e-3
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["all options", "all options per token"])
+def test_scale_clipping_and_rates_of_groups(steps, name, layout):
+    """With a loss scale that is adjusted, a limit for spikes, and a group with a rate of its own."""
+    trained = Trained(steps, f"ours, {name}, {layout}", layout)
+    expected = Expected("ours", "per token" if "token" in name else "mean", layout)
+    factor = CLIP["max_grad_norm"] / expected.norm
+    assert trained.distance(expected.gradients, factor, rate_of) < ROUNDING
+    for outputs in trained.outputs:  # loss, overflow, scale, rate, norm
+        np.testing.assert_allclose(outputs, [expected.loss, 0.0, 1024.0, RATE, expected.norm], rtol=1e-5)
+    assert set(trained.parameter("current_default_lr")) == {RATE}
+    assert set(trained.parameter("current_grouped_lr")) == {GROUP_RATE}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", ["op", "two stages", "four stages"])
+def test_an_overflow_updates_no_stage(steps, layout):
+    too_large = {"gaccum_ms.scale_sense": np.array(np.inf, np.float32)}
+    trained = Trained(steps, f"ours, all options, {layout}", layout, too_large)
+    assert trained.stood_still(Expected("ours", "mean", layout).gradients.keys())
+    assert {outputs[1] for outputs in trained.outputs} == {1.0}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", ["dp", "two stages", "four stages"])
+def test_a_spike_updates_no_stage(steps, layout):
+    trained, expected = Trained(steps, f"ours, skipped, {layout}", layout), Expected("ours", "mean", layout)
+    assert trained.stood_still(expected.gradients.keys())
+    np.testing.assert_allclose([outputs[4] for outputs in trained.outputs], expected.norm, rtol=1e-5)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", ["dp", "split", "two stages, split"])
+def test_inputs_that_mindformers_broadcasts(steps, layout):
+    trained, expected = Trained(steps, f"ours, broadcast, {layout}", layout), Expected("ours", "mean", layout)
+    assert trained.distance(expected.gradients) < ROUNDING
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", ["dp", "two stages"])
+def test_callbacks(steps, layout):
+    """The monitor shows the mean; callbacks find the model behind `network` and `_backbone` ."""
+    assert steps(f"ours, says, {layout}").message == "LlamaForCausalLM, loss 12.0"
+    assert steps(f"theirs, says, {layout}").message == f"LlamaForCausalLM, loss {12.0 / MICRO}"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("local norm", "'local_norm' must be left out"),
+        ("interleaved", "'micro_batch_interleave_num' must be 1"),
+        ("parts of sequences", "'parallel_config.seq_split_num' must be 1"),
+    ],
+)
+def test_refused_before_compiling(steps, name, words):
+    for layout, stages in (("dp", 1), ("two stages", 2)):
+        case = steps(f"ours, {name}, {layout}", stages)
+        assert all(words in case.stage(stage).message for stage in range(stages))
