@@ -40,4 +40,4 @@ def stages_of_weights(network: nn.Cell) -> dict[str, int]:
 def owned_weights(network: nn.Cell, weights: Iterable[ms.Parameter]) -> tuple[bool, ...]:
     """Whether each weight belongs to this device's stage."""
     stage_of, own = stages_of_weights(network), backend.get_global_rank() // devices_of_stage()
-    return tuple(stage_of[weight.name] == own for weight in weights)
+    return tuple(stage_of.get(weight.name) == own for weight in weights)

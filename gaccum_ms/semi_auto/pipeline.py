@@ -4,7 +4,7 @@ The passes take the graph of `BatchSums` with three differences:
 
     slices       all micro-batches are cut out of one Reshape of an input, along axis 1         (PipelineSlices)
     totals       only the last stage knows counts and denominators, after its last forward, so no total comes first
-    sums         the last stage alone has them; they are added over the stages after backward  (OverStages)
+    sums         the last stage alone has them; they are added over the stages after backward   (OverStages)
 
 The sum over stages comes after all that a stage sends and receives. Before backward, a stage would wait in it for one
 that still waits to send.
