@@ -401,7 +401,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
             yield
 
     def _run_graph(self, *inputs: ms.Tensor) -> Any:
-        with explained_errors():
+        with explained_errors() if self._unrolled else contextlib.nullcontext():
             return graphs.run(self, self._jit, *inputs)
 
     # -- compiled ------------------------------------------------------------------------------------------------------
