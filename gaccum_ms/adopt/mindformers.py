@@ -259,13 +259,8 @@ def use_in_trainer() -> None:
     Make mindformers' Trainer accumulate by our step, with the options of `runner_wrapper` in its configuration. Call it
     once, before training. If our step does not accumulate, mindformers' own trains.
 
-    ========================================  ==============================================
-    parallel mode                             micro-batches
-    ========================================  ==============================================
-    stand-alone, data parallel                `runner_config.gradient_accumulation_steps`
-    semi-auto and auto parallel               `runner_config.gradient_accumulation_steps`
-    semi-auto and auto parallel, a pipeline   `parallel_config.micro_batch_num`
-    ========================================  ==============================================
+    The number of micro-batches is `runner_config.gradient_accumulation_steps` ; in a pipeline, as in mindformers, it is
+    `parallel_config.micro_batch_num` .
 
     Raises:
         ImportError: If mindformers is not installed.
