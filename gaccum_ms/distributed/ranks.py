@@ -18,6 +18,7 @@ from mindspore.communication import get_group_size, get_rank
 from gaccum_ms.backend.held_cells import held_cells
 from gaccum_ms.backend.parameters import overwrite
 from gaccum_ms.distributed.all_reduce import FusedReducer
+from gaccum_ms.distributed.stages import stages
 
 
 def broadcast_parameters(step: nn.Cell) -> None:
@@ -96,10 +97,12 @@ class SumOverRanks(nn.Cell):
         return self.reducer.over_ranks(sums)
 
 
+_COMPILERS_MODES = (ms.ParallelMode.SEMI_AUTO_PARALLEL, ms.ParallelMode.AUTO_PARALLEL)
+
+
 def compiler_distributes() -> bool:
     """Whether the compiler distributes graphs in the present parallel mode."""
-    mode = ms.get_auto_parallel_context("parallel_mode")
-    return mode in (ms.ParallelMode.SEMI_AUTO_PARALLEL, ms.ParallelMode.AUTO_PARALLEL)
+    return ms.get_auto_parallel_context("parallel_mode") in _COMPILERS_MODES
 
 
 def check_parallel_mode(owner: str, compiler_distributes: bool = False) -> None:
@@ -108,7 +111,7 @@ def check_parallel_mode(owner: str, compiler_distributes: bool = False) -> None:
     mode = ms.get_auto_parallel_context("parallel_mode")
     known = [ms.ParallelMode.STAND_ALONE, ms.ParallelMode.DATA_PARALLEL]
     if compiler_distributes:
-        known += [ms.ParallelMode.SEMI_AUTO_PARALLEL, ms.ParallelMode.AUTO_PARALLEL]
+        known += _COMPILERS_MODES
     if mode not in known:
         raise RuntimeError(
             f"For '{owner}', the parallel mode must be {' or '.join(map(repr, known))}, but got '{mode}'. "
@@ -118,10 +121,9 @@ def check_parallel_mode(owner: str, compiler_distributes: bool = False) -> None:
                 else "In this mode use gaccum_ms.GradAccumulationCell; or set parallel_mode='data_parallel'."
             )
         )
-    stages = ms.get_auto_parallel_context("pipeline_stages")
-    if stages > 1 and mode not in (ms.ParallelMode.SEMI_AUTO_PARALLEL, ms.ParallelMode.AUTO_PARALLEL):
+    if stages() > 1 and mode not in _COMPILERS_MODES:
         raise RuntimeError(
-            f"For '{owner}', 'pipeline_stages' must be 1 in parallel mode '{mode}', but got {stages}. Use "
+            f"For '{owner}', 'pipeline_stages' must be 1 in parallel mode '{mode}', but got {stages()}. Use "
             f"gaccum_ms.GradAccumulationCell in semi-auto or auto parallel mode."
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import mindspore as ms
 from mindspore import nn
@@ -37,7 +37,9 @@ def stages_of_weights(network: nn.Cell) -> dict[str, int]:
     return result
 
 
-def owned_weights(network: nn.Cell, weights: Iterable[ms.Parameter]) -> tuple[bool, ...]:
-    """Whether each weight belongs to this device's stage."""
+def owned_weights(network: nn.Cell | None, weights: Sequence[ms.Parameter]) -> tuple[bool, ...]:
+    """Whether each weight belongs to this device's stage. Without a pipeline all do, and no network need be known."""
+    if stages() == 1 or network is None:
+        return (True,) * len(weights)
     stage_of, own = stages_of_weights(network), backend.get_global_rank() // devices_of_stage()
     return tuple(stage_of.get(weight.name) == own for weight in weights)

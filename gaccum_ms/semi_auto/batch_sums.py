@@ -124,11 +124,9 @@ class Fraction(Numerators):
         return (self.items(inputs),) if self.counts_batch else ()
 
     def construct(self, totals, unit, *micro_batch):
-        if self.counts_batch:
-            return self.weighed(micro_batch, unit * self.items(micro_batch) if self.loss_is_mean else unit)
-        items = self.items(micro_batch)
+        items = self.items(micro_batch)  # not in the graph of a sum that is counted at once
         sums, outputs = self.weighed(micro_batch, unit * items if self.loss_is_mean else unit)
-        return (*sums, items), outputs
+        return (sums if self.counts_batch else (*sums, items)), outputs
 
     def items(self, batch):
         return counts.valid_or_nan(self.count(*batch))

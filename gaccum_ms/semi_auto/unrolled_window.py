@@ -20,7 +20,7 @@ from gaccum_ms import backend
 from gaccum_ms.accumulation.accumulators import GradientSums, NoSums
 from gaccum_ms.accumulation.open_window import OpenWindow
 from gaccum_ms.backend.parameters import expose_records, hold_weights, record
-from gaccum_ms.distributed.stages import owned_weights, stages
+from gaccum_ms.distributed.stages import owned_weights
 from gaccum_ms.options.compatibility import Setup
 from gaccum_ms.semi_auto.batch_sums import BatchSums
 from gaccum_ms.semi_auto.pipeline import OverStages, own_gradient
@@ -82,8 +82,7 @@ class UnrolledWindow(nn.Cell):
         self.backward = ops.GradOperation(get_by_list=True, sens_param=True)
         self.over_stages = OverStages()
         self.map = ops.HyperMap()
-        self.is_pipeline = stages() > 1
-        self.owned = owned_weights(setup.network, weights) if self.is_pipeline else (True,) * len(weights)
+        self.owned = owned_weights(setup.network, weights)
         self.may_skip = self.needs_division = self.parts.may_skip
         self.has_outputs = self.batch_sums.returns_outputs
         self.micro_size = setup.options.micro_size or 1
@@ -159,7 +158,7 @@ class UnrolledWindow(nn.Cell):
         """The gradients over all devices."""
         if self.accumulates and not self.optimizer_is_sharded:
             gradients = self.store.read(gradients)
-        return self.map(own_gradient, gradients, self.owned) if self.is_pipeline else gradients
+        return self.map(own_gradient, gradients, self.owned) if self.over_stages.reduces else gradients
 
     def noted(self, loss, gradients):
         if self.notes_gradient:

@@ -114,8 +114,8 @@ class GradAccumulator(nn.Cell):
             the optimizer's parameters in number and shapes; if a count is negative or not finite.
             Also if the weights are in a DistributedDataParallel, as far as they show it; if `scheduler` is for another
             optimizer, or keeps state outside of Parameters, which checkpoints would lose.
-        RuntimeError: In semi-auto, auto and hybrid parallel mode; at the first gradients, if
-            there is a `scale_sense` and no loss was scaled; with `scheduler` inside `mindspore.jit` .
+        RuntimeError: In semi-auto, auto and hybrid parallel mode; at the first gradients, if there is a `scale_sense`
+            and no loss was scaled; with `scheduler` inside `mindspore.jit` .
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``

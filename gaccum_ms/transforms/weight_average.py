@@ -14,7 +14,7 @@ from gaccum_ms.backend.parameters import overwrite, own
 from gaccum_ms.checks.arguments import check_bool, check_number, check_positive_finite
 from gaccum_ms.cpu.kernels import add_in_place
 from gaccum_ms.distributed.ranks import compiler_distributes
-from gaccum_ms.distributed.stages import owned_weights, stages
+from gaccum_ms.distributed.stages import owned_weights
 from gaccum_ms.transforms.transform import Transform
 
 _NAME = "WeightAverage"
@@ -123,8 +123,6 @@ class WeightAverage(Transform):
 
     def _own_weights(self, network: nn.Cell | None) -> list[ms.Parameter]:
         """The weights; in a pipeline, those of this device's stage."""
-        if network is None or stages() == 1:
-            return list(self.weights)
         owned = owned_weights(network, self.weights)
         return [weight for weight, is_owned in zip(self.weights, owned, strict=True) if is_owned]
 
