@@ -195,11 +195,16 @@ def frameworks(network, micro_size):
     return _TrainGradAccuStepCell(FrameworksCell(network, micro_size), sgd(network)).set_train()
 
 
-def ours(network, micro_size, scale=None, auto=False, model=False, **options):
+def ours(network, micro_size, scale=None, auto=False, stages=1, model=False, **options):
+    """`auto` : in an AutoParallel. `stages` : of one with a pipeline, which the parallel context does not have."""
     cell = GradAccumulationCell(network, micro_size, **options)
     if auto:
         cell = AutoParallel(cell)
         cell.enable_gradients_mean()
+    if stages > 1:
+        ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel")
+        cell = AutoParallel(cell)
+        cell.pipeline(stages=stages)
     if model:
         return ms.Model(cell, optimizer=sgd(network)).train_network
     return TrainOneStepWithGradAccumulationCell(cell, sgd(network), scale)
@@ -218,14 +223,6 @@ def documented(network):
     cell = AutoParallel(GradAccumulation(network, 4))
     cell.hsdp()
     return ms.Model(cell, optimizer=sgd(network)).train_network
-
-
-def in_two_stages(network):
-    """An AutoParallel with a pipeline, which the parallel context does not have."""
-    ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel")
-    cell = AutoParallel(GradAccumulationCell(network, 4))
-    cell.pipeline(stages=2)
-    return TrainOneStepWithGradAccumulationCell(cell, sgd(network))
 
 
 def functional(training):
@@ -430,7 +427,7 @@ CASES = {
     "AutoParallel": (lambda: ours(Net(), 4, auto=True), {"AutoParallel": True}),
     "AutoParallel, model": (lambda: ours(Net(), 4, auto=True, model=True), {"AutoParallel": True}),
     "documented": (lambda: documented(Net()), {"AutoParallel": True}),
-    "AutoParallel, pipeline": (lambda: in_two_stages(Net()), {"AutoParallel": True}),
+    "AutoParallel, pipeline": (lambda: ours(Net(), 4, stages=2), {"AutoParallel": True}),
     **{f"{name}, whole": (lambda make=make: plain(make()), settings) for name, (make, settings) in MINDSPORES.items()},
     **{f"{name}, 4": (lambda make=make: ours(make(), 4), settings) for name, (make, settings) in MINDSPORES.items()},
     **{

@@ -13,7 +13,7 @@ import numpy as np
 
 from tests.semi_auto import machine
 from tests.semi_auto.finished_graph import Node
-from tests.semi_auto.pipeline_machine import Meeting, Pipeline, Stage
+from tests.semi_auto.pipeline_machine import Pipeline, Stage
 
 # -- operators ---------------------------------------------------------------------------------------------------------
 
@@ -87,7 +87,9 @@ _ZERO = "Tensor(shape=[], dtype=Int32, value=0)"
 class Devices(Stage):
     """The devices of a stage, as (data, `model` ) parallel ones."""
 
-    model = 1
+    def __init__(self, model: int, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.model = model
 
     def _resolve(self, text: str, environment: dict) -> list[Any]:
         values = super()._resolve(text, environment)
@@ -142,18 +144,13 @@ def part_of(name: str, shape: tuple[int, ...], data: int, model: int, whole: np.
     return whole
 
 
-class MindformersPipeline(Pipeline):
+def pipeline_of(programs: Sequence, parameters: Sequence, data: int, model: int) -> Pipeline:
     """The stages of a case: one, or those of a pipeline."""
-
-    def __init__(self, programs: Sequence, parameters: Sequence, data: int, model: int, blocks: bool = False) -> None:
-        ranks = 8 // len(programs)
-        self.blocks = blocks
-        self.stages = []
-        for number, (program, values) in enumerate(zip(programs, parameters, strict=True)):
-            kind = type("DevicesOfStage", (Devices,), {"model": model})
-            parts = parts_of(program.shapes, data, model)
-            meeting = Meeting(0, blocks)
-            self.stages.append(kind(number, number * ranks, meeting, program, ranks, values, parts, data))
+    stages = []
+    for number, (program, values) in enumerate(zip(programs, parameters, strict=True)):
+        parts = parts_of(program.shapes, data, model)
+        stages.append(Devices(model, number, program, 8 // len(programs), values, parts, data))
+    return Pipeline(stages)
 
 
 def parts_of(shapes: dict[str, tuple[int, ...]], data: int, model: int) -> dict[str, Callable]:

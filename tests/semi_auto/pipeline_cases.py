@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import mindspore as ms
 from mindspore import nn, ops
-from mindspore.parallel.auto_parallel import AutoParallel
 
 from gaccum_ms import (
     ClipByGlobalNorm,
     ClipByValue,
     EvenSplit,
-    GradAccumulationCell,
     PerSampleLoss,
     SkipSpikes,
-    TrainOneStepWithGradAccumulationCell,
     WeightAverage,
 )
 from gaccum_ms.semi_auto.unrolled_window import UnrolledWindow
@@ -29,6 +26,7 @@ from tests.semi_auto.cases import (
     X,
     Y,
     manager,
+    ours,
     sgd,
     weight,
 )
@@ -144,18 +142,6 @@ class Tied(nn.Cell):
         return self.mean(ops.square(self.leave(out, self.enter.table) - y))
 
 
-def step_of(network, micro_size, scale=None, stages=1, model=False, **options):
-    """`stages` : of an AutoParallel around the cell."""
-    cell = GradAccumulationCell(network, micro_size, **options)
-    if stages > 1:
-        ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel")
-        cell = AutoParallel(cell)
-        cell.pipeline(stages=stages)
-    if model:
-        return ms.Model(cell, optimizer=sgd(network)).train_network
-    return TrainOneStepWithGradAccumulationCell(cell, sgd(network), scale and scale())
-
-
 # (lazy_inline, the devices of a stage as (data, model) parallel, settings)
 LAYOUTS = {
     "dp": lambda stages: (False, None, SUM),
@@ -185,7 +171,7 @@ OPTIONS = {
 }
 
 
-def staged(stages, layout, returns="plain", counted=False, micro_size=4, aux=False, transforms=tuple, **options):
+def staged(stages, layout, returns="plain", counted=False, aux=False, scale=None, transforms=tuple, **options):
     """Our step of `Staged` in one of the layouts."""
     lazy, split, _ = LAYOUTS[layout](stages)
     network = (LazyStaged if lazy else Staged)(stages, returns, split, aux)
@@ -194,7 +180,8 @@ def staged(stages, layout, returns="plain", counted=False, micro_size=4, aux=Fal
     if counted:
         options["count"] = Mask(0, split)
     reduction = returns if returns in ("sum", "ratio") else "mean"
-    return step_of(network, micro_size, reduction=reduction, aux=aux, transforms=transforms(), **options)
+    options |= {"reduction": reduction, "aux": aux, "transforms": transforms()}
+    return ours(network, 4, scale and scale(), **options)
 
 
 PIPELINES = {
@@ -268,7 +255,7 @@ def deep(net, kind, micro_size, stages):
     network = net(7, returns)
     for number, layer in enumerate([*network.layers, network.last]):
         layer.pipeline_stage = number * stages // 8
-    return frameworks(network, micro_size) if options is None else step_of(network, micro_size, **options)
+    return frameworks(network, micro_size) if options is None else ours(network, micro_size, **options)
 
 
 def with_bug(step, window=UnrolledWindow, **attributes):
@@ -289,37 +276,36 @@ def frameworks(network, micro_size):
 
 PIPELINES |= {
     "framework": (lambda: frameworks(Staged(2), 4), TWO),
-    "AutoParallel": (lambda: step_of(Staged(2), 4, stages=2), {"AutoParallel": True, "stages": 2, "shapes": (X, Y)}),
+    "AutoParallel": (lambda: ours(Staged(2), 4, stages=2), {"AutoParallel": True, "stages": 2, "shapes": (X, Y)}),
     "AutoParallel, model": (
-        lambda: step_of(Staged(2), 4, stages=2, model=True),
+        lambda: ours(Staged(2), 4, stages=2, model=True),
         {"AutoParallel": True, "stages": 2, "shapes": (X, Y)},
     ),
-    "model": (lambda: step_of(Staged(2), 4, model=True), TWO),
-    "full batch": (lambda: step_of(Staged(2), 4), {**TWO, "full_batch": True, "shapes": ((64, 12), (64, 1))}),
-    "sixteen": (lambda: step_of(Staged(4), 16), {**TWO, "pipeline_stages": 4}),
-    "half": (lambda: step_of(half(2), 4), TWO),
+    "model": (lambda: ours(Staged(2), 4, model=True), TWO),
+    "full batch": (lambda: ours(Staged(2), 4), {**TWO, "full_batch": True, "shapes": ((64, 12), (64, 1))}),
+    "half": (lambda: ours(half(2), 4), TWO),
     "shared": (
-        lambda: step_of(Scaled(2), 4, reduction="ratio", split=EvenSplit(shared=(2,))),
+        lambda: ours(Scaled(2), 4, reduction="ratio", split=EvenSplit(shared=(2,))),
         {**TWO, "dataset_strategy": ((4, 1), (4, 1), (1, 1)), "shapes": (X, Y, (1, 1))},
     ),
-    "gpipe": (lambda: step_of(LazyStaged(2), 4), TWO | scheduled("gpipe")),
-    "1f1b": (lambda: step_of(LazyStaged(2), 4), TWO | scheduled("1f1b")),
-    "folded": (lambda: step_of(folded(), 4), TWO | scheduled("1f1b")),
-    "tied": (lambda: step_of(Tied(2), 4, max_grad_norm=1.0), TWO | WIDE),
-    "tied, whole": (lambda: step_of(Tied(2, False), 4, max_grad_norm=1.0), TWO | WIDE | OPTIMIZER_PARALLEL),
-    "tied, op": (lambda: step_of(Tied(2), 4, max_grad_norm=1.0), TWO | WIDE | OPTIMIZER_PARALLEL),
-    "too few": (lambda: step_of(Staged(4), 2), {**TWO, "pipeline_stages": 4}),
-    "no stage": (lambda: step_of(unstaged(0, 1, 2, 3), 4), TWO),
-    "one without a stage": (lambda: step_of(unstaged(1), 4), TWO),
-    **{f"frozen {stage}": (lambda stage=stage: step_of(frozen(stage), 4), TWO) for stage in (0, 1)},
+    "gpipe": (lambda: ours(LazyStaged(2), 4), TWO | scheduled("gpipe")),
+    "1f1b": (lambda: ours(LazyStaged(2), 4), TWO | scheduled("1f1b")),
+    "folded": (lambda: ours(folded(), 4), TWO | scheduled("1f1b")),
+    "tied": (lambda: ours(Tied(2), 4, max_grad_norm=1.0), TWO | WIDE),
+    "tied, whole": (lambda: ours(Tied(2, False), 4, max_grad_norm=1.0), TWO | WIDE | OPTIMIZER_PARALLEL),
+    "tied, op": (lambda: ours(Tied(2), 4, max_grad_norm=1.0), TWO | WIDE | OPTIMIZER_PARALLEL),
+    "too few": (lambda: ours(Staged(4), 2), {**TWO, "pipeline_stages": 4}),
+    "no stage": (lambda: ours(unstaged(0, 1, 2, 3), 4), TWO),
+    "one without a stage": (lambda: ours(unstaged(1), 4), TWO),
+    **{f"frozen {stage}": (lambda stage=stage: ours(frozen(stage), 4), TWO) for stage in (0, 1)},
     "tied, counted twice": (
-        lambda: with_bug(step_of(Tied(2), 4, max_grad_norm=1.0), owned=(True,) * 5),
+        lambda: with_bug(ours(Tied(2), 4, max_grad_norm=1.0), owned=(True,) * 5),
         TWO | WIDE,
     ),
     "sums first": (lambda: with_bug(staged(4, "dp", "ratio"), SumsFirst), {**TWO, "pipeline_stages": 4}),
     "half, framework": (lambda: frameworks(half(2), 4), TWO),
-    "outputs of samples": (lambda: step_of(PerSampleOutputs(2), 4, aux=True), TWO),
-    "several losses": (lambda: step_of(Staged(2), 4, loss_weights=(1.0, 0.3)), TWO),
+    "outputs of samples": (lambda: ours(PerSampleOutputs(2), 4, aux=True), TWO),
+    "several losses": (lambda: ours(Staged(2), 4, loss_weights=(1.0, 0.3)), TWO),
     **{
         f"{lazy}deep {stages}, {kind}, {size}": (
             lambda net=net, kind=kind, size=size, stages=stages: deep(net, kind, size, stages),
@@ -330,7 +316,7 @@ PIPELINES |= {
         for size in (4, 16)
         for stages in (2, 4)
     },
-    "windows": (lambda: step_of(Staged(2), 4, accumulation_steps=2), TWO),
+    "windows": (lambda: ours(Staged(2), 4, accumulation_steps=2), TWO),
 }
 PIPELINES = {name if name.endswith("stages") else f"pipeline, {name}": case for name, case in PIPELINES.items()}
 ALL_CASES = CASES | PIPELINES

@@ -105,12 +105,19 @@ class Meeting:
 
 
 class Stage(Machine):
-    """The devices of one stage."""
+    """The devices of one stage. The arguments behind its number are a machine's."""
 
-    def __init__(self, number: int, first_rank: int, meeting: Meeting, *arguments: Any) -> None:
+    meeting: Meeting
+
+    def __init__(self, number: int, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.number, self.first_rank, self.meeting = number, first_rank, meeting
-        self.meetings: defaultdict[tuple, int] = defaultdict(int)
+        self.number, self.first_rank = number, number * self.ranks
+        self.sums: defaultdict[tuple, int] = defaultdict(int)  # over each group, so far
+
+    def join(self, meeting: Meeting) -> None:
+        """Before a step: meet the other stages there."""
+        self.meeting = meeting
+        self.sums.clear()
 
     def _node(self, node: Node, arguments: list, environment: dict) -> list[Any]:
         if "pipeline_begin:" in node.attributes:  # a micro-batch, which is no redistribution
@@ -136,8 +143,8 @@ class Stage(Machine):
         # Of the first rank's group; with one rank of each stage, that of the others lies beside it.
         shifts = range(self.ranks) if len(set(ranks) & set(own)) == 1 else [0] * self.ranks
         groups = [tuple(rank + shift for rank in ranks) for shift in shifts]
-        self.meetings[groups[0]] += 1
-        named = [((group, self.meetings[groups[0]]), group) for group in groups]
+        self.sums[groups[0]] += 1
+        named = [((group, self.sums[groups[0]]), group) for group in groups]
         return self.meeting.sum(self.number, named, dict(zip(own, values, strict=True)))
 
     def _peer(self, node: Node) -> int:
@@ -160,23 +167,15 @@ def _named(node: Node) -> tuple[int, ...] | None:
 
 
 class Pipeline:
-    """The stages of a case.
+    """The stages of a case, in their order.
 
     Args:
-        programs (Sequence[Program]): The graph of each stage's first rank.
-        parameters (Sequence[Mapping]): The whole values of each stage's Parameters.
-        parts (Mapping): As a machine's.
-        samples_in (int): The number of parts of the samples on a stage's devices.
+        stages (Sequence[Stage]): Each with the graph of its first rank.
         blocks (bool): Whether a Send waits for its Receive.
     """
 
-    def __init__(self, programs, parameters, parts=None, samples_in=1, blocks=False) -> None:
-        ranks = 8 // len(programs)
-        self.blocks = blocks
-        self.stages = [
-            Stage(number, number * ranks, Meeting(0, blocks), program, ranks, values, parts, samples_in)
-            for number, (program, values) in enumerate(zip(programs, parameters, strict=True))
-        ]
+    def __init__(self, stages: Sequence[Stage], blocks: bool = False) -> None:
+        self.stages, self.blocks = stages, blocks
 
     def step(self, *batch: Sequence[np.ndarray]) -> list[list[Any]]:
         """Run all graphs once. `batch` has each device's part of each input, which all stages have. Returns each
@@ -185,8 +184,7 @@ class Pipeline:
         results: list[Any] = [None] * len(self.stages)
 
         def run(stage: Stage) -> None:
-            stage.meeting = meeting
-            stage.meetings.clear()
+            stage.join(meeting)
             try:
                 own = [batch[int(token.rsplit("inputs", 1)[1])] for token in stage.inputs]
                 results[stage.number] = stage.step(*own)

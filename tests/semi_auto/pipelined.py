@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.semi_auto.cases import SAMPLES
+from tests.semi_auto import whole_batch
 from tests.semi_auto.compiled import RANKS
 from tests.semi_auto.machine import rows
-from tests.semi_auto.pipeline_machine import Pipeline
-from tests.semi_auto.whole_batch import RATE, lies, part
+from tests.semi_auto.pipeline_machine import Pipeline, Stage
+from tests.semi_auto.whole_batch import UpdateBySGD, lies, part
 
 # The samples are in so many parts on a stage's devices.
 PARTS = {"split": lambda stages: 4 // stages, "full batch": lambda _: 1}
@@ -21,13 +21,8 @@ def parts_of(layout, stages):
     return PARTS[layout](stages) if layout in PARTS else RANKS // stages
 
 
-def batch(parts, width=1, seed=7):
-    """Inputs and labels of `parts` devices. The number of labels above zero differs from device to device."""
-    rng = np.random.default_rng(seed)
-    x = rng.normal(size=(parts * SAMPLES, 12)).astype(np.float32)
-    above = np.repeat(np.linspace(0.05, 0.95, parts), SAMPLES)[:, None]
-    sign = np.where(rng.random((len(x), width)) < above, 1, -1)
-    return x, (np.abs(rng.normal(size=(len(x), width))) * sign).astype(np.float32)
+def batch(parts, width=1):
+    return whole_batch.batch(parts=parts, width=width)
 
 
 class RanPipeline:
@@ -38,9 +33,14 @@ class RanPipeline:
         of_stages = [case.stage(stage) for stage in range(stages)]
         self.parts, self.places = parts_of(layout, stages), PLACES.get(layout, {})
         self.values = {name: value for one in of_stages for name, value in one.parameters.items()}
-        programs = [one.program for one in of_stages]
-        self.pipeline = Pipeline(programs, [self.values] * stages, self.places, self.parts, blocks)
         devices = RANKS // stages
+        self.pipeline = Pipeline(
+            [
+                Stage(number, one.program, devices, self.values, self.places, self.parts)
+                for number, one in enumerate(of_stages)
+            ],
+            blocks,
+        )
         x_and_y = batch(self.parts) if data is None else data
         shards = [
             [np.split(one, self.parts)[rank * self.parts // devices] for rank in range(devices)] for one in x_and_y
@@ -66,12 +66,24 @@ class RanPipeline:
             values = next(stage.state[prefix + name] for stage in self.pipeline.stages if prefix + name in stage.state)
             assert movement > 0, name
             for rank, weight in enumerate(values):
-                expected = (self.places.get(name) or rows(weight.shape))(whole, rank)
+                expected = self.part_of(name, whole, rank, weight.shape)
                 largest = max(largest, np.abs(weight - expected).max() / movement)
         return largest
 
+    def part_of(self, name, whole, rank, shape):
+        """What a device of a stage has of a weight, in this shape."""
+        return (self.places.get(name) or rows(shape))(whole, rank)
 
-class WholeUpdate:
+    def has_moved(self, names):
+        """Whether one of these weights is another than before, on any device."""
+        return not all(
+            np.array_equal(weight, self.part_of(name, self.values[name], rank, weight.shape))
+            for name in names
+            for rank, weight in enumerate(self.parameter(name))
+        )
+
+
+class WholeUpdate(UpdateBySGD):
     """An update by SGD of pipeline_cases.py's `Staged` , or with a table of `Tied` : `loss` , `total` , the gradient's
     `norm` , and `after` , the weights.
 
@@ -84,7 +96,7 @@ class WholeUpdate:
     """
 
     def __init__(self, values, data, masked=False, clip=None, min_count=0.0):
-        values = self.before = {name: value.astype(np.float64) for name, value in values.items()}
+        values = {name: value.astype(np.float64) for name, value in values.items()}
         x, y = (one.astype(np.float64) for one in data)
         layers = [name.removesuffix(".weight") for name in values if name.endswith(".weight") and name.count(".") == 2]
         products = [(values[f"{layer}.weight"], values[f"{layer}.bias"]) for layer in layers]
@@ -106,17 +118,10 @@ class WholeUpdate:
             backward = backward * (reached[index] > 0) if has_relu[index] else backward
             gradients.insert(0, (inputs[index].T @ backward, backward.sum(0)))
             backward = backward @ products[index][0].T
-        self.gradients = {}
+        by_name = {}
         if is_tied:
-            self.gradients["enter.table"] = gradients[0][0] + gradients[-1][0].T
+            by_name["enter.table"] = gradients[0][0] + gradients[-1][0].T
             gradients = gradients[1:-1]
         for layer, (weight, bias) in zip(layers, gradients, strict=True):
-            self.gradients |= {f"{layer}.weight": weight, f"{layer}.bias": bias}
-        self.norm = np.sqrt(sum((one**2).sum() for one in self.gradients.values()))
-        factor = min(1.0, clip / self.norm) if clip else 1.0
-        self.move(lambda gradient: factor * gradient)
-
-    def move(self, change):
-        """The weights after an update by changed gradients."""
-        self.after = {name: self.before[name] - RATE * change(one) for name, one in self.gradients.items()}
-        return self
+            by_name |= {f"{layer}.weight": weight, f"{layer}.bias": bias}
+        super().__init__(values, by_name, clip)

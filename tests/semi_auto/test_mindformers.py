@@ -21,7 +21,7 @@ from tests.semi_auto.mindformers_cases import (
     WORDS_OF_TEXT,
     llama,
 )
-from tests.semi_auto.mindformers_machine import MindformersPipeline, part_of
+from tests.semi_auto.mindformers_machine import part_of, pipeline_of
 from tests.support import no_device
 from tests.support.package import package
 from tests.support.small_llama import WORDS
@@ -111,7 +111,7 @@ class Trained:
         of_stages = [case.stage(stage) for stage in range(stages)]
         self.values = {**of_stages[0].parameters, **(changed or {})}
         programs = [one.program for one in of_stages]
-        self.pipeline = MindformersPipeline(programs, [self.values] * stages, self.data, self.model)
+        self.pipeline = pipeline_of(programs, [self.values] * stages, self.data, self.model)
         devices = 8 // stages
         own = [np.split(texts(), self.data)[rank // self.model] for rank in range(devices)]
         results = self.pipeline.step(own)

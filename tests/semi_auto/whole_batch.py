@@ -1,4 +1,4 @@
-"""The whole batch's update of compile_worker.py's `Masked` , in float64 in NumPy."""
+"""The whole batch's update of cases.py's `Masked` , in float64 in NumPy."""
 
 from __future__ import annotations
 
@@ -11,16 +11,37 @@ from tests.semi_auto.ran import RANKS, SPLIT, WEIGHTS
 RATE = 0.1
 
 
-def batch(seed: int = 7):
-    """Inputs and labels. The number of labels above zero differs from rank to rank."""
+def batch(seed: int = 7, parts: int = RANKS, width: int = 1):
+    """Inputs and labels of so many devices. The number of labels above zero differs from device to device."""
     rng = np.random.default_rng(seed)
-    x = rng.normal(size=(RANKS * SAMPLES, 12)).astype(np.float32)
-    above = np.repeat(np.linspace(0.05, 0.95, RANKS), SAMPLES)[:, None]
-    sign = np.where(rng.random(above.shape) < above, 1, -1)
-    return x, (np.abs(rng.normal(size=above.shape)) * sign).astype(np.float32)
+    x = rng.normal(size=(parts * SAMPLES, 12)).astype(np.float32)
+    above = np.repeat(np.linspace(0.05, 0.95, parts), SAMPLES)[:, None]
+    sign = np.where(rng.random((len(x), width)) < above, 1, -1)
+    return x, (np.abs(rng.normal(size=(len(x), width))) * sign).astype(np.float32)
 
 
-class Update:
+class UpdateBySGD:
+    """From the weights `before` and the whole `gradients` : the gradient's `norm` , and `after` , the weights.
+
+    Args:
+        before (dict): The weights before.
+        gradients (dict): Their gradients.
+        clip (float or None): The largest norm.
+    """
+
+    def __init__(self, before, gradients, clip=None):
+        self.before, self.gradients = before, gradients
+        self.norm = np.sqrt(sum((one**2).sum() for one in gradients.values()))
+        factor = min(1.0, clip / self.norm) if clip else 1.0
+        self.move(lambda gradient: factor * gradient)
+
+    def move(self, change):
+        """The weights after an update by changed gradients."""
+        self.after = {name: self.before[name] - RATE * change(one) for name, one in self.gradients.items()}
+        return self
+
+
+class Update(UpdateBySGD):
     """An update by SGD: `loss` , `terms` and `totals` of each loss, the gradient's `norm` , and `after` , the weights.
 
     Args:
@@ -33,7 +54,6 @@ class Update:
 
     def __init__(self, values, batch, loss_weights=(1.0,), clip=None, min_count=0.0):
         x, y = (one.astype(np.float64) for one in batch)
-        self.before = values
         first, bias, second = (values[name].astype(np.float64) for name in WEIGHTS)
         reached = x @ first + bias
         hidden = np.maximum(reached, 0)
@@ -47,15 +67,8 @@ class Update:
             backward += weight * 2 * mask * error / divisor
         self.loss = np.dot(self.terms, loss_weights)
         at_hidden = backward @ second.T * (reached > 0)
-        self.gradients = {"first": x.T @ at_hidden, "bias": at_hidden.sum(0), "second": hidden.T @ backward}
-        self.norm = np.sqrt(sum((one**2).sum() for one in self.gradients.values()))
-        factor = min(1.0, clip / self.norm) if clip else 1.0
-        self.move(lambda gradient: factor * gradient)
-
-    def move(self, change):
-        """The weights after an update by changed gradients."""
-        self.after = {name: self.before[name] - RATE * change(one) for name, one in self.gradients.items()}
-        return self
+        gradients = {"first": x.T @ at_hidden, "bias": at_hidden.sum(0), "second": hidden.T @ backward}
+        super().__init__(values, gradients, clip)
 
 
 def part(number, axis=0):
