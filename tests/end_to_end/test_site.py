@@ -94,7 +94,7 @@ def test_a_catalog_that_does_not_fit_its_page_ends_the_build(tmp_path):
     ):
         assert path.read_text().count(old) == 1
         path.write_text(path.read_text().replace(old, new))
-    command = [sys.executable, "-m", "sphinx", "-q", "-b", "dummy", "-D", "language=zh_CN", copy, tmp_path / "out"]
+    command = [sys.executable, "-m", "sphinx", "-qN", "-b", "dummy", "-D", "language=zh_CN", copy, tmp_path / "out"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     faults = re.findall(r"docs/(\S+): WARNING: locale/\S+ (.*? of '.{,23})", done.stderr)
     assert faults == [

@@ -291,9 +291,7 @@ def moved(ran):
     ],
 )
 def test_casts_of_weights_equal_the_whole_batch_in_the_same_precision(cases, name, whole):
-    """With the same weights before: those of layers are random."""
-    values = cases(whole).parameters
-    ours, theirs = moved(Ran(cases(name), changed=values)), moved(Ran(cases(whole), changed=values))
+    ours, theirs = moved(Ran(cases(name))), moved(Ran(cases(whole)))
     assert ours
     for weight, movement in theirs.items():
         largest = np.abs(movement).max()
