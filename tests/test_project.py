@@ -56,10 +56,11 @@ def test_the_workflow_calls_run_sh_and_nothing_else():
     assert all(version < tuple(map(int, above.split("."))) for version in versions)
 
 
-def test_all_faults_of_mutations_are_tried_by_schedule():
-    workflow = yaml.safe_load(read(".github/workflows/mutations.yml"))
+def test_all_thorough_tests_and_all_faults_run_by_schedule():
+    workflow = yaml.safe_load(read(".github/workflows/weekly.yml"))
     assert "schedule" in workflow[True], "YAML reads the key `on` as true"
-    assert workflow["jobs"]["mutations"]["steps"][-1] == {"run": "bash run.sh test mutations"}
+    last = [job["steps"][-1] for job in workflow["jobs"].values()]
+    assert last == [{"run": "bash run.sh test rest"}, {"run": "bash run.sh test mutations"}]
 
 
 def test_a_sample_of_faults_is_the_same_each_time_and_from_many_files():

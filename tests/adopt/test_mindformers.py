@@ -23,7 +23,7 @@ from tests.support.small_llama import RATE, WORDS, small_llama, tokens
 from tests.support.two_ranks import run_on_ranks
 
 os.environ.setdefault("LOG_MF_PATH", tempfile.mkdtemp())  # otherwise mindformers writes into the working folder
-EXTRA = "Install mindformers 1.9.0 without its dependencies, and those that it then lacks"
+EXTRA = "In the project's folder: pip install --no-deps -r tests/mindformers.txt"
 wrapper = package("mindformers.wrapper.wrapper", EXTRA)
 package("mindformers.models.llama", EXTRA)
 

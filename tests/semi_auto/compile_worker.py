@@ -5,6 +5,7 @@ rank of each stage, and the other ranks do nothing. They wait for names as files
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shutil
 import sys
@@ -105,6 +106,8 @@ def main(out, graphs, cases):
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_context(device_target="CPU")  # after set_device() MindSpore 2.7 and 2.8 would keep CPU
     init()
+    gc.collect()
+    gc.freeze()  # MindSpore collects garbage at each compilation; present objects are excluded
     create_group("nccl_world_group", list(range(get_group_size())))
     ms.set_context(device_target="GPU")
     rank = get_rank()

@@ -104,6 +104,7 @@ class Compiler:
             **no_device.environment(folder),
             "PYTHONPATH": str(Path(gaccum_ms.__file__).parents[1]),
             "MS_DEV_SAVE_GRAPHS": "2" if saves_graphs else "0",
+            "MS_DEV_DUMP_IR_PASSES": "validate",
             "MS_DEV_SAVE_GRAPHS_PATH": str(folder / "graphs"),
             "GLOG_v": "3",
         }

@@ -4,7 +4,8 @@
 ``@pytest.mark.core(mode="graph", size=[1, 4])`` selects the parameters that always run; ``core("graph-1", "graph-4")``
 selects them by their ids. The others are thorough.
 
-``--minutes 30`` skips the tests that would begin after that time, so that a slow machine reports what it had time for.
+``--minutes 30`` skips the tests that would begin after that time. The groups then take turns: each commit has an order
+of its own, so that the tests that one commit had no time for run at others.
 
 Tests that share a fixture of their module, which may start ranks or train, are one group, so that one process makes the
 fixture once. All other tests of a file are another group. ``@pytest.mark.xdist_group(name)`` makes smaller or larger
@@ -18,8 +19,11 @@ first, because its time is unknown.
 from __future__ import annotations
 
 import math
+import random
+import subprocess
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -77,6 +81,17 @@ def known_seconds(file: Path, quick: bool) -> dict[str, float]:
     return {group: float(of_quick if quick else whole) for whole, of_quick, group in rows}
 
 
+def commit(folder: Path) -> str:
+    """The hash of the folder's commit; nothing outside of a checkout."""
+    command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+
+def turns(groups: Iterable[str], commit: str) -> dict[str, float]:
+    """A number for each group, by which they are ordered at this commit."""
+    return {group: random.Random(f"{commit} {group}").random() for group in groups}
+
+
 class Spread:
     """A plugin of pytest, which orders the tests, measures their times, and writes the tables."""
 
@@ -108,9 +123,12 @@ class Spread:
                 item.add_marker(THOROUGH)
         if not config.getoption("loadgroup", False):
             return
-        known = known_seconds(self.known, quick=config.getoption("markexpr") == f"not {THOROUGH}")
         groups = {item: group_of(item) for item in items}
-        items.sort(key=lambda item: (-known.get(groups[item], math.inf), groups[item]))
+        if math.isfinite(config.getoption("minutes")):
+            first = turns(groups.values(), commit(self.known.parent))
+        else:
+            first = known_seconds(self.known, quick=config.getoption("markexpr") == f"not {THOROUGH}")
+        items.sort(key=lambda item: (-first.get(groups[item], math.inf), groups[item]))
         for item in items:
             item.user_properties.append(("group", groups[item]))
             if item.get_closest_marker("xdist_group") is None:

@@ -12,13 +12,14 @@ import pytest
 
 from tests.support import paths
 from tests.support.ranks import Ranks
+from tests.support.spread import commit, turns
 
 CONFTEST = """
 from pathlib import Path
 from tests.support.spread import Spread
 
 def pytest_addoption(parser):
-    parser.addoption("--minutes", type=float, default=9)
+    parser.addoption("--minutes", type=float, default=float("inf"))
 
 def pytest_configure(config):
     config.pluginmanager.register(Spread(Path(__file__).parent))
@@ -100,6 +101,17 @@ def test_after_the_given_minutes_tests_are_skipped_with_the_reason(tmp_path):
     assert "SKIPPED [12]" in done.stdout
     assert "the time given by --minutes is over" in done.stdout
     assert not (tmp_path / "made").exists()
+
+
+def test_each_commit_has_an_order_of_its_own(tmp_path):
+    groups = [f"group {number}" for number in range(20)]
+    orders = {tuple(sorted(groups, key=turns(groups, name).get)) for name in ("a", "b", "c", "a")}
+    assert len(orders) == 3
+    assert commit(tmp_path) == ""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@a"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
+    assert len(commit(tmp_path)) == 40
 
 
 @pytest.mark.thorough
