@@ -11,6 +11,9 @@ The accumulated gradient of one loss is divided afterwards. Several losses share
 before its backward: their totals come first, from the whole batch. Where the network returns them, it is called on the
 whole batch, and the compiler removes all of that call but the denominators.
 
+Backward's seed has a factor, by which the accumulators hold numbers of a mean's size: a multiplication in each
+micro-batch would take the compiler longer.
+
 With `aux` , outputs of shape () are added up as numerators are. Those of samples are returned beside the numbers, one
 for each micro-batch: joined here, they would be gathered on all devices. A pipeline has none of samples.
 
@@ -77,16 +80,20 @@ class Numerators(nn.Cell):
         self.network = compiled_once(network.network if self.per_sample else network, network)
         self.reducer = network if self.per_sample else nn.Identity()
         self.loss_is_mean = options.loss_is_mean
-        self.share = 1.0 / (options.micro_size or 1) if options.loss_is_mean else 1.0
+        self.share = 1.0 / (options.micro_size or 1) if self.loss_is_mean else 1.0
         self.aux = options.aux
 
     def totals(self, *inputs):
         """What is known of the whole batch before its micro-batches run."""
         return ()
 
-    def construct(self, totals, unit, *micro_batch):
+    def factor(self, unit):
+        """What backward's seed is multiplied by. `unit` : see `Unit` ."""
+        return self.share
+
+    def construct(self, totals, *micro_batch):
         """A micro-batch's parts of the sums, and its outputs beside the loss."""
-        return self.weighed(micro_batch, self.share)
+        return self.weighed(micro_batch, 1.0)
 
     def weighed(self, micro_batch, factor):
         loss = self.network(*micro_batch)
@@ -96,7 +103,7 @@ class Numerators(nn.Cell):
             outputs = ops.stop_gradient(loss[1:])
             loss = loss[0]
         loss = ops.cast(loss, ms.float32) if self.per_sample else float32_loss(loss)
-        return (loss * factor, *scalars_of(outputs, factor)), outputs
+        return (times(loss, factor), *scalars_of(outputs, factor)), outputs
 
     def reduced(self, losses):
         return self.reducer.reduce(losses) if self.per_sample else losses
@@ -104,7 +111,10 @@ class Numerators(nn.Cell):
     def finished(self, sums, unit, scale):
         """From the batch's sums: the gradients' divisor, the loss with the outputs of shape (), and whether anything
         was counted."""
-        return scale, sums, True
+        means: tuple = ()
+        for total in sums:
+            means = (*means, times(total, self.share))
+        return scale, means, True
 
 
 class Fraction(Numerators):
@@ -123,26 +133,29 @@ class Fraction(Numerators):
         # Of the batch at once: the micro-batches' counts would be reduced over devices one at a time.
         return (self.items(inputs),) if self.counts_batch else ()
 
-    def construct(self, totals, unit, *micro_batch):
+    def factor(self, unit):
+        return unit
+
+    def construct(self, totals, *micro_batch):
         items = self.items(micro_batch)  # not in the graph of a sum that is counted at once
-        sums, outputs = self.weighed(micro_batch, unit * items if self.loss_is_mean else unit)
+        sums, outputs = self.weighed(micro_batch, items if self.loss_is_mean else 1.0)
         return (sums if self.counts_batch else (*sums, items)), outputs
 
     def items(self, batch):
         return counts.valid_or_nan(self.count(*batch))
 
-    def means(self, sums, unit):
+    def means(self, sums):
         """The loss and the outputs of shape ()."""
         least = counts.at_least(sums[-1], self.min_count)
         means: tuple = ()
         for numerator in sums[:-1]:
-            means = (*means, counts.ratio_or_zero(numerator, least * unit))
+            means = (*means, counts.ratio_or_zero(numerator, least))
         return means
 
     def finished(self, sums, unit, scale):
         total = sums[-1]
         least = counts.at_least(total, self.min_count)
-        means = self.means(sums, unit)
+        means = self.means(sums)
         loss = ops.depend(means[0], ops.assign(self.window_count, total))
         divisor = ops.select(least > 0, least, ops.ones_like(least)) * unit * scale
         # If a micro-batch counts nothing, its mean and thus the loss are NaN.
@@ -155,14 +168,14 @@ class Ratio(Fraction):
     def totals(self, *inputs):
         return ()
 
-    def construct(self, totals, unit, *micro_batch):
+    def construct(self, totals, *micro_batch):
         outputs = self.network(*micro_batch)
         numerator, denominator = fractions(outputs, 1, self.aux)
         others = ()
         if self.aux:
             check_outputs(outputs, 2, micro_batch[0].shape[0])
             others = ops.stop_gradient(outputs[2:])
-        return (numerator * unit, *scalars_of(others, unit), denominator), others
+        return (numerator, *scalars_of(others, 1.0), denominator), others
 
 
 class WeightedLosses(nn.Cell):
@@ -197,7 +210,10 @@ class WeightedLosses(nn.Cell):
             items = (*items, counts.valid_or_nan(count(*batch)))
         return items
 
-    def construct(self, totals, unit, *micro_batch):
+    def factor(self, unit):
+        return 1.0
+
+    def construct(self, totals, *micro_batch):
         outputs = self.network(*micro_batch)
         numerators = fractions(outputs, self.number, False)[::2] if self.ratio else self.losses(outputs)
         items = self.items(micro_batch) if self.loss_is_mean else (1.0,) * self.number
@@ -224,8 +240,8 @@ class WeightedLosses(nn.Cell):
 
 
 class Unit:
-    """The factor of one item in numerators, so that they and the accumulators hold numbers of a mean's size. It is the
-    same in all graphs of a step, whose batches may share an update."""
+    """The factor of one item, so that accumulators hold numbers of a mean's size. It is the same in all graphs of a
+    step, whose batches may share an update."""
 
     def __init__(self) -> None:
         self._value: float | None = None
@@ -268,12 +284,11 @@ class BatchSums(nn.Cell):
 
     def construct(self, *inputs):
         totals = self.parts.totals(*inputs)
-        unit = self.unit_of(inputs[0].shape[0])
         sums: tuple = ()
         outputs: tuple = ()
         micro_batches = self.micro_batches(*inputs)
         for index in range(self.micro_size):
-            parts, others = self.parts(totals, unit, *micro_batches[index])
+            parts, others = self.parts(totals, *micro_batches[index])
             sums = parts if index == 0 else self.added(index - 1, sums, parts)
             outputs = (*outputs, others)
         numbers = (self.parts.reduced(sums[0]), *sums[1:], *totals)
@@ -291,12 +306,17 @@ class BatchSums(nn.Cell):
 # -- compiled ----------------------------------------------------------------------------------------------------------
 
 
+def times(number, factor):
+    """No operator for a factor of 1."""
+    return number if isinstance(factor, float) and factor == 1.0 else number * factor
+
+
 def scalars_of(outputs, factor):
     """The outputs of shape (), weighed as the loss is."""
     scalars: tuple = ()
     for output in outputs:
         if output.ndim == 0:
-            scalars = (*scalars, ops.cast(output, ms.float32) * factor)
+            scalars = (*scalars, times(ops.cast(output, ms.float32), factor))
     return scalars
 
 

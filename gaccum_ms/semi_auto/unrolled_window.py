@@ -124,7 +124,7 @@ class UnrolledWindow(nn.Cell):
         own = ops.stack((numbers[0], numbers[-1], ops.zeros_like(numbers[0]), ops.ones_like(numbers[0])))
         kept = ops.assign_add(self.open.window_sums, ops.depend(own, self.store.read(gradients)))
         kept = ops.depend(kept, ops.assign(self.open.batch_items, numbers[-1]))
-        means = self.parts.means(numbers, self.unit(inputs))
+        means = self.parts.means(numbers)
         return ops.depend(means[0], kept), self.joined(outputs, means[1:])
 
     def end_batches(self, inputs):
@@ -132,7 +132,7 @@ class UnrolledWindow(nn.Cell):
         weight, scale = self.batch_weight + 0.0, self.open.window_unit + 0.0
         numbers, outputs, gradients = self.backwards(inputs, scale * weight)
         gradients = self.reduced(gradients)
-        means = self.parts.means(numbers, self.unit(inputs))
+        means = self.parts.means(numbers)
         before = ops.unstack(self.open.window_sums + 0.0)
         loss = ops.depend(means[0], ops.assign(self.open.batch_items, numbers[-1]))
         loss = ops.depend(loss, ops.assign(self.open.window_batches, before[3] + weight))
@@ -147,6 +147,7 @@ class UnrolledWindow(nn.Cell):
     def backwards(self, inputs, scale):
         """The sums of a batch, its outputs, and what backward returns."""
         sums = self.batch_sums(*inputs)
+        scale = scale * self.parts.factor(self.unit(inputs))
         outputs = ()
         if self.has_outputs:
             sums, outputs = sums

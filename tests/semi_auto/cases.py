@@ -124,6 +124,14 @@ class Scaled(Masked):
         return super().construct(x, self.scale(y, scale))
 
 
+class OverLabels(Masked):
+    """The first denominator is the labels' sum, which may be negative or infinite."""
+
+    def construct(self, x, y):
+        outputs = super().construct(x, y)
+        return (outputs[0], ops.reduce_sum(y), *outputs[2:])
+
+
 class LazyMasked(Masked):
     @ms.lazy_inline
     def __init__(self, **options):
@@ -149,7 +157,8 @@ class LazyNet(Net):
 
 
 class Dense(nn.Cell):
-    """A network of layers. `returns` : the loss as a mean, "none" (of each number), "ratio", "two ratios" or "aux"."""
+    """A network of layers. `returns` : the loss as a mean, "none" (of each number), "ratio", "two ratios" or "aux";
+    "quotient" and "two quotients" are the ratios' as MindSpore's cell takes them."""
 
     def __init__(self, layers=1, returns="mean"):
         super().__init__()
@@ -166,7 +175,12 @@ class Dense(nn.Cell):
             return (mean, squares) if self.returns == "aux" else mean
         mask = ops.cast(y > 0, ms.float32)
         ratio = ops.reduce_sum(squares * mask), ops.reduce_sum(mask)
-        return ratio if self.returns == "ratio" else (*ratio, ops.reduce_sum(squares), ops.reduce_sum(squares * 0 + 1))
+        other = ops.reduce_sum(squares), ops.reduce_sum(squares * 0 + 1)
+        if self.returns == "quotient":
+            return ratio[0] / ratio[1]
+        if self.returns == "two quotients":
+            return ratio[0] / ratio[1] + 0.3 * (other[0] / other[1])
+        return ratio if self.returns == "ratio" else (*ratio, *other)
 
 
 class LazyDense(Dense):
@@ -355,6 +369,8 @@ OPTIONS = {
 # Seven layers: what the network returns, and the options.
 DEEP = {
     "framework": ("mean", None),
+    "framework, ratio": ("quotient", None),
+    "framework, two ratios": ("two quotients", None),
     "mean": ("mean", {}),
     "ratio": ("ratio", {"reduction": "ratio"}),
     "two ratios": ("two ratios", {"reduction": "ratio", "loss_weights": (1.0, 0.3)}),
@@ -447,6 +463,11 @@ CASES = {
             "shapes": ((2 * SAMPLES, 12), (2 * SAMPLES, 1), (1, 1)),
             **SUM,
         },
+    ),
+    "over labels": (lambda: ours(OverLabels(), 4, reduction="ratio"), SUM),
+    "two, over labels": (
+        lambda: ours(OverLabels(losses=2), 4, reduction="ratio", loss_weights=TWO["loss_weights"]),
+        SUM,
     ),
     "quotient": (lambda: by_quotient(masked("op", max_grad_norm=0.1)), LAYOUTS["op"][2]),
     "per sample, count": (

@@ -245,7 +245,8 @@ class SumsFirst(UnrolledWindow):
 
     def backwards(self, inputs, scale):
         sums = self.over_stages(self.batch_sums(*inputs), scale)
-        gradients = self.backward(self.batch_sums, self.weights)(*inputs, self.seeds(sums, (), scale))
+        seeds = self.seeds(sums, (), scale * self.parts.factor(self.unit(inputs)))
+        gradients = self.backward(self.batch_sums, self.weights)(*inputs, seeds)
         return ops.unstack(sums), (), gradients
 
 

@@ -80,6 +80,21 @@ def test_a_batch_that_counts_nothing_does_not_update_sharded_gradients(cases, op
         assert all(np.array_equal(*two) for two in zip(ran.parameter(name), ran.before[name], strict=True))
 
 
+@pytest.mark.thorough
+@SECOND_COMPILER
+@pytest.mark.parametrize(("name", "bad"), [("over labels", (-0.01, np.inf)), ("two, over labels", (np.inf,))])
+def test_a_micro_batchs_bad_denominator_updates_nothing_though_the_total_is_positive(cases, name, bad):
+    """The total becomes NaN, of which the step makes an error. Those of several losses are the whole batch's own."""
+    x, y = whole_batch.batch()
+    for label, is_bad in ((0.01, False), *((label, True) for label in bad)):
+        labels = np.abs(y).reshape(RANKS, 4, -1)
+        labels[:, 1] = label  # each device's second micro-batch
+        ran = Ran(cases(name), batch=(x, labels.reshape(y.shape)))
+        totals = np.array([total.ravel()[0] for total in ran.parameter("gaccum_ms.window_count")])
+        assert (np.isnan(totals) if is_bad else totals > 0).all()
+        assert is_bad == all(np.array_equal(ran.parameter(one)[0], ran.before[one][0]) for one in WEIGHTS)
+
+
 @pytest.mark.parametrize("option", ["ratio, aux", pytest.param("mean, count, aux", marks=THOROUGH)])
 def test_outputs_are_each_ranks_own_samples_in_order(cases, option):
     layout = "ws" if "mean" in option else "dp"
