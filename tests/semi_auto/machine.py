@@ -163,7 +163,8 @@ class Machine:
             ]
         if node.op in ("Assign", "AssignAdd", "SGD", "Momentum"):
             self.executed.append(Executed(node, 0))
-            return [self._write(node, one, rank) for rank, one in enumerate(zip(*arguments, strict=True))]
+            with np.errstate(all="ignore"):  # devices do not warn
+                return [self._write(node, one, rank) for rank, one in enumerate(zip(*arguments, strict=True))]
         values = [[self._value(one, rank) for rank, one in enumerate(argument)] for argument in arguments]
         first = values[0][0]
         self.executed.append(Executed(node, first.nbytes if isinstance(first, np.ndarray) else 0))
@@ -174,7 +175,7 @@ class Machine:
             return [self._from_own_part(*one[:4], rank) for rank, one in enumerate(zip(*values, strict=True))]
         if node.op in COLLECTIVES:
             return self._collective(node, values[0])
-        with np.errstate(all="ignore"):  # devices do not warn
+        with np.errstate(all="ignore"):
             return [np.asarray(_ARITHMETIC[node.op](*one)) for one in zip(*values, strict=True)]
 
     def _own_part(self, value: np.ndarray, begin: tuple, end: tuple, rank: int) -> np.ndarray:

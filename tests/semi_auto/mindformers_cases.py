@@ -1,5 +1,5 @@
 """The training steps that mindformers' Trainer gives to `Model.train` in semi-auto mode: its own, and ours after
-`use_in_trainer()` . A small Llama lies on eight devices.
+`use_in_trainer()` . A small Llama, or a Qwen3, lies on eight devices.
 
 mindformers is imported where a case is made, so that only the ranks that compile import it.
 """
@@ -17,6 +17,7 @@ from mindspore import nn
 
 from tests.semi_auto.cases import OPTIMIZER_PARALLEL, SUM
 from tests.support.small_llama import small_llama
+from tests.support.small_qwen3 import ByName, new_models, small_qwen3
 
 MICRO = 4  # micro-batches
 WORDS_OF_TEXT = 6  # longer texts would make constants that the files abbreviate
@@ -41,6 +42,14 @@ def llama(stages=1, per_token=False, parallel=None):
     return small_llama(per_token, num_layers=stages, seq_length=WORDS_OF_TEXT - 1, num_heads=4, **options)
 
 
+def qwen3(layout, per_token=False, layers=None):
+    """The same for Qwen3, or with so many layers."""
+    data, model, stages = LAYOUTS[layout]
+    parallel = {"data_parallel": data, "model_parallel": model, "pipeline_stage": stages}
+    parallel["micro_batch_num"] = MICRO if stages > 1 else 1
+    return small_qwen3(per_token, layers or stages, WORDS_OF_TEXT - 1, parallel)
+
+
 def laid(layout):
     from mindformers.modules.transformer.transformer import TransformerOpParallelConfig
 
@@ -57,8 +66,9 @@ def schedule(rate=RATE):
     return ConstantWarmUpLR(learning_rate=rate, warmup_steps=0, total_steps=10)
 
 
-def configuration(layout, per_token, wrapper, parallel, broadcasts, **more):
-    """mindformers' configuration. `wrapper` : more of `runner_wrapper` ; `parallel` : of `parallel_config` ."""
+def configuration(layout, per_token, wrapper, parallel, broadcasts, columns, **more):
+    """mindformers' configuration. `wrapper` : more of `runner_wrapper` ; `parallel` : of `parallel_config` ;
+    `columns` : of the data set."""
     from mindformers.tools.register import MindFormerConfig
 
     data, model, stages = LAYOUTS[layout]
@@ -83,11 +93,11 @@ def configuration(layout, per_token, wrapper, parallel, broadcasts, **more):
             "sink_size": 1,
         },
         "runner_wrapper": {"type": "MFTrainOneStepCell", "scale_sense": 1.0, "use_clip_grad": False, **wrapper},
-        "parallel": {"parallel_mode": 1, "dataset_strategy": [[data, 1]]},
+        "parallel": {"parallel_mode": 1, "dataset_strategy": [[data, 1]] * len(columns)},
         "context": {"mode": 0, "device_target": "CPU"},
         "optimizer": {"type": "AdamW"},
         "model": {"model_config": {"type": "LlamaConfig"}, "arch": {"type": "LlamaForCausalLM"}},
-        "train_dataset": {"input_columns": ["input_ids"], "batch_size": 1},
+        "train_dataset": {"input_columns": columns, "construct_args_key": columns, "batch_size": 1},
         "train_dataset_task": {"type": "CausalLanguageModelDataset"},
         "callbacks": [{"type": "MFLossMonitor"}],
         "parallel_config": {
@@ -139,6 +149,7 @@ def by_trainer(
     lr=None,
     broadcasts=0,
     after=None,
+    is_qwen3=False,
     **more,
 ):
     """The step. `lr` : the Trainer's schedules, of all weights and of groups; `broadcasts` : its
@@ -163,12 +174,14 @@ def by_trainer(
         raise Caught
 
     ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")  # the model and the Trainer run operators
-    network = llama(LAYOUTS[layout][2], per_token, laid(layout))
+    network = qwen3(layout, per_token) if is_qwen3 else llama(LAYOUTS[layout][2], per_token, laid(layout))
     optimizer = (optimizer_of or (lambda net: nn.SGD(net.trainable_params(), schedule())))(network)
-    data = ms.dataset.NumpySlicesDataset({"input_ids": np.ones((MICRO, WORDS_OF_TEXT), np.int32)}, shuffle=False)
+    columns = ["input_ids", "labels"] if is_qwen3 else ["input_ids"]
+    data = ms.dataset.NumpySlicesDataset(dict.fromkeys(columns, np.ones((MICRO, 2), np.int32)), shuffle=False)
     folder = os.getcwd()
     with (
         adopted(is_ours),
+        new_models() if is_qwen3 else contextlib.nullcontext(),
         # As after build_context: graph mode.
         mock.patch.object(base, "mf_get_context", lambda key: broadcasts if "broadcast" in key else 0),
         mock.patch.object(base.Model, "train", train),
@@ -179,7 +192,7 @@ def by_trainer(
         try:
             Trainer(model_name="llama").train(
                 dataset=data.batch(MICRO),
-                config=configuration(layout, per_token, wrapper or {}, parallel or {}, broadcasts, **more),
+                config=configuration(layout, per_token, wrapper or {}, parallel or {}, broadcasts, columns, **more),
                 network=network,
                 optimizer=optimizer,
                 callbacks=[],
@@ -193,10 +206,12 @@ def by_trainer(
     return result["step"].set_train()
 
 
-def settings(layout):
+def settings(layout, is_qwen3=False):
+    """Qwen3 gets labels of their own, one word further."""
     data, _, stages = LAYOUTS[layout]
-    given = {"dataset_strategy": ((data, 1),), "full_batch": False, "pipeline_stages": stages, **SUM}
-    given |= {"shapes": ((TEXTS // data, WORDS_OF_TEXT),), "dtype": np.int32}
+    inputs = 1 + is_qwen3
+    given = {"dataset_strategy": ((data, 1),) * inputs, "full_batch": False, "pipeline_stages": stages, **SUM}
+    given |= {"shapes": ((TEXTS // data, WORDS_OF_TEXT - is_qwen3),) * inputs, "dtype": np.int32}
     return given | OPTIMIZER_PARALLEL if "op" in layout else given
 
 
@@ -271,6 +286,43 @@ CASES |= {
         "says": {"after": says},
     }.items()
     for layout in LAYOUTS
+}
+
+
+def whole_qwen3(layers):
+    """MindSpore's step of the whole batch."""
+    ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
+    try:
+        network = qwen3("dp", True, layers)
+    finally:
+        ms.set_context(device_target="GPU")
+    return nn.TrainOneStepCell(Quotient(network), nn.SGD(network.trainable_params(), RATE)).set_train()
+
+
+class Quotient(nn.Cell):
+    """The mean loss of a model that returns its sum and its tokens."""
+
+    def __init__(self, network):
+        super().__init__(auto_prefix=False)
+        self.network = ByName(network)
+
+    def construct(self, input_ids, labels):
+        outputs = self.network(input_ids, labels)
+        return (outputs[0] / outputs[1]).reshape(())
+
+
+CASES |= {
+    f"{who}, {kind}, {layout}, qwen3": (
+        lambda layout=layout, who=who, kind=kind: by_trainer(layout, who == "ours", kind == "per token", is_qwen3=True),
+        settings(layout, True),
+    )
+    for who in ("ours", "theirs")
+    for kind in ("mean", "per token")
+    for layout in LAYOUTS
+}
+CASES |= {
+    f"whole, {layers} layers, qwen3": (lambda layers=layers: whole_qwen3(layers), settings("dp", True))
+    for layers in (1, 2, 4)
 }
 CASES |= {
     f"theirs, says, {layout}": (lambda layout=layout: by_trainer(layout, False, after=says), settings(layout))

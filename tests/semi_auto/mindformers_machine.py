@@ -14,6 +14,7 @@ import numpy as np
 from tests.semi_auto import machine
 from tests.semi_auto.finished_graph import Node
 from tests.semi_auto.pipeline_machine import Pipeline, Stage
+from tests.support.small_llama import WORDS
 
 # -- operators ---------------------------------------------------------------------------------------------------------
 
@@ -57,22 +58,78 @@ def _transposed(x: np.ndarray, is_transposed: bool) -> np.ndarray:
     return np.swapaxes(x, -1, -2) if is_transposed else x
 
 
+def _scores(query: np.ndarray, key: np.ndarray, mask: Any, scale: float) -> np.ndarray:
+    scores = query @ np.swapaxes(key, -1, -2) * np.float32(scale)
+    return scores if mask is None else np.where(mask.astype(bool), np.float32(-1e9), scores)
+
+
+def _attention(query, key, value, _shift, _drop, _padding, mask, _prefix, _own, _others, _heads, _keep, scale, *_):
+    """Its largest score and sum of each row, and a softmax, which only its backward reads; and the result."""
+    empty = np.zeros(0, np.float32)
+    return empty, empty, empty, _softmax(_scores(query, key, mask, scale), -1) @ value
+
+
+def _attention_grad(query, key, value, gradient, _shift, _drop, _padding, mask, *others):
+    scale = others[9]  # behind four results, the prefix, two lengths, the heads, and what dropout keeps
+    softmax = _softmax(_scores(query, key, mask, scale), -1)
+    of_scores = _softmax_grad(gradient @ np.swapaxes(value, -1, -2), softmax, -1) * np.float32(scale)
+    of_query, of_key = of_scores @ key, np.swapaxes(of_scores, -1, -2) @ query
+    return of_query, of_key, np.swapaxes(softmax, -1, -2) @ gradient, np.zeros(0, np.float32)
+
+
+def _softmax_grad(gradient: np.ndarray, y: np.ndarray, axis: int) -> np.ndarray:
+    return y * (gradient - (gradient * y).sum(axis, keepdims=True))
+
+
+def _rms_norm(x: np.ndarray, scale: np.ndarray, epsilon: float) -> tuple[np.ndarray, np.ndarray]:
+    factor = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(epsilon))
+    return x * factor * scale, factor
+
+
+def _rms_norm_grad(gradient, x, factor, scale):
+    scaled = gradient * scale
+    of_x = factor * (scaled - x * factor**2 * (scaled * x).mean(-1, keepdims=True))
+    return of_x, (gradient * x * factor).reshape(-1, x.shape[-1]).sum(0)
+
+
+def _one_hot(index: np.ndarray, depth: int, on: Any, off: Any, axis: int) -> np.ndarray:
+    assert axis == -1
+    return np.where(index[..., None] == np.arange(depth), on, off)
+
+
+# Operators with several results.
+_SEVERAL: dict[str, Callable] = {
+    "ArgMaxWithValue": lambda x, axis, keep: (x.argmax(axis, keepdims=keep), x.max(axis, keepdims=keep)),
+    "FlashAttentionScore": _attention,
+    "FlashAttentionScoreGrad": _attention_grad,
+    "RmsNorm": _rms_norm,
+    "RmsNormGrad": _rms_norm_grad,
+}
+machine._DTYPES.update({32: np.int8, 37: np.uint8})
 machine._ARITHMETIC.update(
     {
+        "AddExt": lambda x, y, factor: x + np.asarray(factor, x.dtype) * y,
         "BatchMatMul": lambda x, y, left, right: _transposed(x, left) @ _transposed(y, right),
+        "Cos": np.cos,
+        "Embedding": lambda indices, table, *_: _gather(table, indices, 0),
+        "EmbeddingDenseBackward": lambda gradient, indices, number, *_: _sums_of_segments(gradient, indices, number),
         "Exp": np.exp,
         "FloorDiv": lambda x, y: x // y,
         "Gather": _gather,
         "Log": np.log,
-        "OneHot": lambda index, depth, on, off, axis: np.where(index[..., None] == np.arange(depth), on, off),
+        "OneHot": _one_hot,
+        "OneHotExt": _one_hot,
+        "Outer": np.outer,
         "PyExecute": lambda *_: np.float32(0),
         "ReduceMax": machine._reduce(np.max),
         "Rsqrt": lambda x: 1 / np.sqrt(x),
         "RsqrtGrad": lambda y, gradient: np.float32(-0.5) * gradient * y**3,
+        "Sin": np.sin,
+        "SubExt": lambda x, y, factor: x - np.asarray(factor, x.dtype) * y,
         "SiLU": lambda x: x * _sigmoid(x),
         "SiLUGrad": lambda gradient, x: gradient * _sigmoid(x) * (1 + x * (1 - _sigmoid(x))),
         "Softmax": _softmax,
-        "SoftmaxBackward": lambda gradient, y, axis: y * (gradient - (gradient * y).sum(axis, keepdims=True)),
+        "SoftmaxBackward": _softmax_grad,
         "StridedSlice": _strided_slice,
         "UnsortedSegmentSum": _sums_of_segments,
     }
@@ -101,6 +158,13 @@ class Devices(Stage):
         if node.op == "Equal" and node.arguments[1] == _ZERO:
             # Of the words, split over devices, each looks for its own: the constant is the first rank's place.
             return [np.equal(self._value(one, rank), rank % self.model) for rank, one in enumerate(arguments[0])]
+        if node.op == "Sub" and node.arguments[1] == _ZERO:  # the same for an embedding: the number of its first word
+            own = WORDS // self.model
+            return [self._value(one, rank) - np.int32(rank % self.model * own) for rank, one in enumerate(arguments[0])]
+        if node.op in _SEVERAL:
+            values = [[self._value(value, rank) for rank, value in enumerate(argument)] for argument in arguments]
+            self.executed.append(machine.Executed(node, 0))
+            return [_SEVERAL[node.op](*own) for own in zip(*values, strict=True)]
         slices_own_part = "forward_comm_node_unique_id" in node.attributes and "in_strategy" not in node.attributes
         if node.op == "StridedSlice" and slices_own_part and "pipeline_begin" not in node.attributes:
             # In a graph that micro-batches share, the slice of a rank's own part has lost its mark.
@@ -126,7 +190,8 @@ class Devices(Stage):
 
 
 # Weights whose rows, or columns, are split over model parallel devices.
-_BY_ROWS, _BY_COLUMNS = ("wq.", "wk.", "wv.", "w1.", "w3."), ("wo.", "w2.")
+_BY_ROWS = ("wq.", "wk.", "wv.", "w1.", "w3.", "linear_qkv.", "linear_fc1.", "word_embeddings.", "output_layer.")
+_BY_COLUMNS = ("wo.", "w2.", "linear_proj.", "linear_fc2.")
 
 
 def part_of(name: str, shape: tuple[int, ...], data: int, model: int, whole: np.ndarray, rank: int) -> np.ndarray:

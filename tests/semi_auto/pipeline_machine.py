@@ -154,14 +154,13 @@ class Stage(Machine):
         return node.group[place] if "group_rank_ids" in node.attributes else place
 
 
-_GROUPS = [
-    [first + stage * (8 // stages) for stage in range(stages)] for stages in (2, 4) for first in range(8 // stages)
-]
+_GROUPS = [range(first, 8, step)[:size] for first in range(8) for step in (1, 2, 4) for size in (2, 4, 8)]
 _NAMED = {hashlib.sha256("-".join(map(str, ranks)).encode()).hexdigest()[:48]: tuple(ranks) for ranks in _GROUPS}
 
 
 def _named(node: Node) -> tuple[int, ...] | None:
-    """The ranks of a group over stages, which are in MindSpore's name for it."""
+    """The ranks of a group that was made by `create_group` , which are in MindSpore's name for it: its nodes list all
+    ranks."""
     name = re.search(r'\bgroup: "([^"]*)"', node.attributes)
     return _NAMED.get(name.group(1)) if name else None
 
