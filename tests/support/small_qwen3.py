@@ -1,8 +1,9 @@
-"""A Qwen3 of mindformers, one of its models that are made of a GPTModel, which can be trained on CPU."""
+"""A small Qwen3 of mindformers, one of its models that are made of a GPTModel. CPU lacks kernels to train it."""
 
 from __future__ import annotations
 
-from unittest import mock
+import contextlib
+from collections.abc import Iterator
 
 import numpy as np
 from mindspore import Tensor, nn
@@ -18,19 +19,16 @@ class Settings(dict):
     to_dict = dict.copy
 
 
-class NewModels:
-    """mindformers' context with ``use_legacy: False`` , which models of a GPTModel need."""
+@contextlib.contextmanager
+def new_models() -> Iterator[None]:
+    """Context manager with mindformers' context for models of a GPTModel. There is none before and after."""
+    from mindformers.core.context.build_context import MFContextOperator, build_mf_context
 
-    @staticmethod
-    def get_context(name: str):
-        return False if name == "use_legacy" else None
-
-
-def new_models() -> mock._patch:
-    """Context manager in which mindformers has that context, as after `build_context` ."""
-    from mindformers.core.context.build_context import MFContextOperator
-
-    return mock.patch.object(MFContextOperator, "get_mf_ctx_instance", NewModels)
+    build_mf_context({"context": {}, "parallel": {}, "use_legacy": False})
+    try:
+        yield
+    finally:
+        MFContextOperator.reset_instance()
 
 
 class ByName(nn.Cell):
@@ -44,26 +42,26 @@ class ByName(nn.Cell):
         return self.network(input_ids=input_ids, labels=labels)
 
 
-def small_qwen3(per_token: bool = False, layers: int = 1, seq_length: int = 5, parallel: dict | None = None) -> nn.Cell:
-    """`parallel` : how it lies on devices, if on several."""
+def small_qwen3(per_token: bool, layers: int, seq_length: int, parallel: dict) -> nn.Cell:
+    """`parallel` : how it lies on devices."""
     from mindformers.models.qwen3.configuration_qwen3 import Qwen3Config
     from mindformers.models.qwen3.modeling_qwen3_train import TrainingQwen3ForCausalLM
     from mindformers.parallel_core.training_graph.device_matrix import LayoutManager
 
-    # No `fused_norm` and no flash attention: CPU lacks the kernels. Dropout would be 0.1.
-    given = {
+    # With these two switched on, some numbers would be of lower precision. Dropout would be 0.1.
+    settings = {
+        "use_flash_attention": False, "fused_norm": False,
         "vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": layers,
         "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": seq_length,
         "seq_length": seq_length, "pad_token_id": 0, "hidden_dropout": 0.0, "attention_dropout": 0.0,
-        "use_flash_attention": False, "fused_norm": False, "calculate_per_token_loss": per_token,
-        "parallel_config": Settings(parallel or {"data_parallel": 1, "model_parallel": 1, "pipeline_stage": 1}),
+        "calculate_per_token_loss": per_token, "parallel_config": Settings(parallel),
         **dict.fromkeys(DTYPES, "float32"),
     }  # fmt: skip
     if LayoutManager._instance is not None:  # it would keep the layout of the process's first model
         for name in ("_layout", "_layout_type", "_config"):
             setattr(LayoutManager._instance, name, None)
     with new_models():
-        network = TrainingQwen3ForCausalLM(config=Qwen3Config(**given))
+        network = TrainingQwen3ForCausalLM(config=Qwen3Config(**settings))
     random = np.random.default_rng(7)
     for weight in network.trainable_params():
         weight.set_data(Tensor((random.normal(size=weight.shape) * 0.3).astype(np.float32), weight.dtype))
