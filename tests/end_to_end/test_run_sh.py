@@ -351,7 +351,7 @@ def test_an_environment_on_top_of_the_active_one_has_its_packages(tmp_path):
 
 OLDEST = "test --mindspore 2.7.2 parallel -n 2 --dist loadgroup -m not thorough"
 MUTATIONS = "test mutations --sample 10"
-REST = "test rest --minutes 7[45]"  # a pattern: 75, less what the others took
+REST = "test rest --minutes 3[01]"  # a pattern: 31, less what the others took
 HAS_RAY = "test --version"
 
 
