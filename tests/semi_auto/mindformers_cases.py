@@ -44,20 +44,20 @@ def llama(stages=1, per_token=False, parallel=None):
 
 def qwen3(layout, per_token=False, layers=None):
     """The same for Qwen3, or with so many layers."""
+    return small_qwen3(per_token, layers or LAYOUTS[layout][2], WORDS_OF_TEXT - 1, parallel_of(layout))
+
+
+def parallel_of(layout):
+    """mindformers' settings of a layout."""
     data, model, stages = LAYOUTS[layout]
-    parallel = {"data_parallel": data, "model_parallel": model, "pipeline_stage": stages}
-    parallel["micro_batch_num"] = MICRO if stages > 1 else 1
-    return small_qwen3(per_token, layers or stages, WORDS_OF_TEXT - 1, parallel)
+    micro = MICRO if stages > 1 else 1
+    return {"data_parallel": data, "model_parallel": model, "pipeline_stage": stages, "micro_batch_num": micro}
 
 
 def laid(layout):
     from mindformers.modules.transformer.transformer import TransformerOpParallelConfig
 
-    data, model, stages = LAYOUTS[layout]
-    micro = MICRO if stages > 1 else 1
-    return TransformerOpParallelConfig(
-        data_parallel=data, model_parallel=model, pipeline_stage=stages, micro_batch_num=micro
-    )
+    return TransformerOpParallelConfig(**parallel_of(layout))
 
 
 def schedule(rate=RATE):
@@ -71,7 +71,7 @@ def configuration(layout, per_token, wrapper, parallel, broadcasts, columns, **m
     `columns` : of the data set."""
     from mindformers.tools.register import MindFormerConfig
 
-    data, model, stages = LAYOUTS[layout]
+    data, _, stages = LAYOUTS[layout]
     given = {
         "run_mode": "train",
         "output_dir": "output",
@@ -100,13 +100,7 @@ def configuration(layout, per_token, wrapper, parallel, broadcasts, columns, **m
         "train_dataset": {"input_columns": columns, "construct_args_key": columns, "batch_size": 1},
         "train_dataset_task": {"type": "CausalLanguageModelDataset"},
         "callbacks": [{"type": "MFLossMonitor"}],
-        "parallel_config": {
-            "data_parallel": data,
-            "model_parallel": model,
-            "pipeline_stage": stages,
-            "micro_batch_num": MICRO if stages > 1 else 1,
-            **parallel,
-        },
+        "parallel_config": {**parallel_of(layout), **parallel},
         "checkpoint": {"load_path": "", "no_load_optim": False},
         "recompute_config": {"recompute": False},
         "monitor_config": {},

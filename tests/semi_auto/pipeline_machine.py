@@ -154,7 +154,11 @@ class Stage(Machine):
         return node.group[place] if "group_rank_ids" in node.attributes else place
 
 
-_GROUPS = [range(first, 8, step)[:size] for first in range(8) for step in (1, 2, 4) for size in (2, 4, 8)]
+_GROUPS = [
+    range(first, first + step * size, step)
+    for step, size in ((1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 2))
+    for first in range(8 - step * (size - 1))
+]
 _NAMED = {hashlib.sha256("-".join(map(str, ranks)).encode()).hexdigest()[:48]: tuple(ranks) for ranks in _GROUPS}
 
 

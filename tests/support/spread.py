@@ -87,9 +87,9 @@ def commit(folder: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
-def turns(groups: Iterable[str], commit: str) -> dict[str, float]:
+def turns(groups: Iterable[str], commit_hash: str) -> dict[str, float]:
     """A number for each group, by which they are ordered at this commit."""
-    return {group: random.Random(f"{commit} {group}").random() for group in groups}
+    return {group: random.Random(f"{commit_hash} {group}").random() for group in groups}
 
 
 class Spread:
@@ -125,10 +125,10 @@ class Spread:
             return
         groups = {item: group_of(item) for item in items}
         if math.isfinite(config.getoption("minutes")):
-            first = turns(groups.values(), commit(self.known.parent))
+            ranking = turns(groups.values(), commit(self.known.parent))
         else:
-            first = known_seconds(self.known, quick=config.getoption("markexpr") == f"not {THOROUGH}")
-        items.sort(key=lambda item: (-first.get(groups[item], math.inf), groups[item]))
+            ranking = known_seconds(self.known, quick=config.getoption("markexpr") == f"not {THOROUGH}")
+        items.sort(key=lambda item: (-ranking.get(groups[item], math.inf), groups[item]))
         for item in items:
             item.user_properties.append(("group", groups[item]))
             if item.get_closest_marker("xdist_group") is None:
