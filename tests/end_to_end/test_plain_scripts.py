@@ -95,18 +95,9 @@ def assert_prints_the_same(script: Script, plain: list[str], changed: list[str])
 
 
 @pytest.mark.core("text_classifier-1-graph")
-@pytest.mark.parametrize(
-    ("script", "ranks", "mode"),
-    [
-        (TEXT, 1, "graph"),
-        pytest.param(TEXT, 2, "pynative", marks=pytest.mark.distributed),
-        (LENET, 1, "pynative"),
-        pytest.param(LENET, 2, "graph", marks=pytest.mark.distributed),
-        (MINDCV, 1, "graph"),
-        pytest.param(MINDCV, 2, "pynative", marks=pytest.mark.distributed),
-    ],
-    ids=lambda value: getattr(value, "name", str(value)),
-)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.distributed)])
+@pytest.mark.parametrize("script", [LENET, MINDCV, TEXT], ids=lambda script: script.name)
 def test_one_word_changes_a_script_that_was_written_without_accumulation(script, ranks, mode, run):
     if script is MINDCV:
         pytest.importorskip("mindcv", reason="mindcv is in the extra 'test'", exc_type=ImportError)
