@@ -2,7 +2,7 @@
 
 All micro-batches share the cast of a weight, but the compiler's pass assigns each operator to one micro-batch, unless
 the network is compiled once, with `mindspore.lazy_inline`. So where `to_float()` or `amp_level` cast weights, this file
-puts a Cell with it around the network. MindSpore documents it for Ascend.
+puts a Cell with it around the network. That is for Ascend: MindSpore's back end for GPUs does not run such graphs.
 """
 
 from __future__ import annotations
@@ -25,6 +25,11 @@ class CompiledOnce(nn.Cell):
         return self.network(*inputs)
 
 
+def runs_on_device() -> bool:
+    """Whether the device's back end runs what is compiled once."""
+    return ms.get_context("device_target") != "GPU"
+
+
 def note_casts(network: nn.Cell) -> None:
     """Note that a mixed-precision level has added casts that leave no flag on the Cells."""
     object.__setattr__(network, "casts_by_level", True)
@@ -39,13 +44,21 @@ def compiled_once(network: nn.Cell, noted_on: nn.Cell) -> nn.Cell:
 
     Raises:
         ValueError: If a Cell with `mindspore.lazy_inline` is inside of it: the compiler takes one within another for
-            no micro-batch's.
+            no micro-batch's. On GPU, if it is needed or there is one.
     """
     by_level = any(getattr(cell, "casts_by_level", False) for _, cell in noted_on.cells_and_names())
     casting = [type(cell).__name__ for cell in _inlined(network) if by_level or _casts(cell)]
+    inside = [type(cell).__name__ for _, cell in network.cells_and_names() if _is_lazy(cell)]
+    if (casting or inside) and not runs_on_device():
+        of_cell = f"it on the __init__ of '{inside[0]}'" if inside else f"a cast of the weights of '{casting[0]}'"
+        raise ValueError(
+            f"For 'GradAccumulationCell', in semi-auto and auto parallel mode a network on GPU must not need "
+            f"mindspore.lazy_inline, which MindSpore runs on Ascend only, but got {of_cell}. Leave out lazy_inline, "
+            f"to_float() and amp_level. For float16, cast in the layer, tied to its input: "
+            f"ops.cast(ops.depend(self.weight, x), mindspore.float16)."
+        )
     if not casting:
         return network
-    inside = [type(cell).__name__ for _, cell in network.cells_and_names() if _is_lazy(cell)]
     if inside:
         raise ValueError(
             f"For 'GradAccumulationCell', in semi-auto and auto parallel mode a network that casts weights, by "

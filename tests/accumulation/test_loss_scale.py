@@ -188,7 +188,9 @@ def test_amp_levels_train_like_the_whole_batch(level):
 # -- overflow: drop the window -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.device("an overflow in any micro-batch drops the window, and halves the loss scale")
+@pytest.mark.device(
+    "an overflow in any micro-batch drops the window, and halves the loss scale", ran="an H100, 2026-11-27"
+)
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("position", list(POISONED))
 def test_an_overflow_drops_the_window_exactly(position, value):

@@ -129,6 +129,8 @@ def main() -> None:
         pipeline = {"pipeline_stages": STAGES[kind]} if kind in STAGES else {}
         if pipeline and device != "CPU" and ranks > 1 and ranks % STAGES[kind]:
             continue  # too few devices
+        if (kind, device) == ("casts", "GPU"):
+            continue  # refused there in semi-auto parallel mode
         if ranks > 1 and device == "CPU":
             ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
         elif ranks > 1:

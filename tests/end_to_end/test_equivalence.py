@@ -9,6 +9,7 @@ from mindspore import nn
 
 from gaccum_ms.accumulation.weighing import BySamples
 from gaccum_ms.accumulation.window import Window
+from tests.support.device import DEVICE
 from tests.support.modes import MODES, eagerly
 from tests.support.reference import (
     OPTIMIZERS,
@@ -61,7 +62,10 @@ def compare(
     assert_equivalent(train(make_step, network, optimizer, batches(samples, UPDATES)), reference, tolerance)
 
 
-@pytest.mark.device("the equivalence matrix: networks, micro-batches, optimizers, modes, float32, float16 and bfloat16")
+@pytest.mark.device(
+    "the equivalence matrix: networks, micro-batches, optimizers, modes, float32, float16 and bfloat16",
+    ran="an H100, 2026-11-27, without bfloat16",
+)
 @pytest.mark.core(
     "dense-1-13-sgd-graph-float32",
     "dense-3-13-sgd-graph-float32",
@@ -72,6 +76,8 @@ def compare(
 )
 @pytest.mark.parametrize(("kind", "micro_size", "samples", "optimizer", "mode", "dtype"), list(_matrix()))
 def test_equals_the_whole_batch(kind, micro_size, samples, optimizer, mode, dtype):
+    if (DEVICE, dtype) == ("GPU", "bfloat16"):
+        pytest.skip("MindSpore casts no bfloat16 on GPU")
     tolerance = ADAM_TOLERANCE if optimizer.startswith("adam") else TOLERANCE[dtype]
     compare(accumulated(micro_size=micro_size), mode, tolerance, kind, samples, optimizer, dtype)
 

@@ -103,7 +103,7 @@ def assert_predicts(rows, tolerance):
 
 
 @pytest.mark.thorough
-@pytest.mark.device("memory_report predicts what is measured")
+@pytest.mark.device("memory_report predicts what is measured", ran="an H100, 2026-11-27")
 def test_predicts_what_is_measured():
     """Sizes of 256 and 128 samples are predicted from at most 64. The update's peak hides the memory of few samples."""
     wide = alone(wide_report, ms.GRAPH_MODE, [1, 2, 256])

@@ -71,7 +71,7 @@ def test_even_sizes(samples, expected):
     assert even_sizes(samples) == expected
 
 
-@pytest.mark.device("find_micro_batch_size finds the largest size that fits")
+@pytest.mark.device("find_micro_batch_size finds the largest size that fits", ran="an H100, 2026-11-27")
 def test_finds_the_largest_that_is_not_out_of_memory(tried, pynative):
     assert search(Limited(make_network("dense"), 8), samples=16) == 8
     assert len(tried) <= 2 + 1 + 3 + 2  # a line, the whole batch, a bisection of seven sizes, a line for the whole

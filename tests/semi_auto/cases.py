@@ -189,6 +189,21 @@ class LazyDense(Dense):
         super().__init__(layers, returns)
 
 
+class TiedCast(nn.Dense):
+    """A layer in float16, each of whose casts of a weight is tied to its input."""
+
+    def construct(self, x):
+        x = ops.cast(x, ms.float16)
+        weight, bias = ops.cast(ops.depend(self.weight, x), ms.float16), ops.cast(ops.depend(self.bias, x), ms.float16)
+        return self.bias_add(self.matmul(x, weight), bias)
+
+
+class TiedCasts(Dense):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.last = nn.SequentialCell([nn.SequentialCell(TiedCast(12, 12), nn.ReLU())]), TiedCast(12, 1)
+
+
 def positive(x, y):
     """A count that depends on the data: the number of labels above zero."""
     return ops.reduce_sum(ops.cast(y > 0, ms.float32))
@@ -429,6 +444,9 @@ CASES = {
     "half, whole": (lambda: plain(Dense().to_float(ms.float16)), SUM),
     "half, sg": (lambda: ours(Dense().to_float(ms.float16), 4), SUM | SHARDED_GRADIENTS),
     "half, op": (lambda: ours(Dense().to_float(ms.float16), 4), SUM | OPTIMIZER_PARALLEL),
+    "half, tied": (lambda: ours(TiedCasts(), 4), SUM | {"gpu": True}),
+    "half, gpu": (lambda: ours(Dense().to_float(ms.float16), 4), SUM | {"gpu": True}),
+    "lazy, gpu": (lambda: ours(LazyDense(), 4), SUM | {"gpu": True}),
     **{f"amp {level}": (lambda level=level: by_level(level), SUM) for level in ("O1", "O2", "O3", "auto")},
     **{f"amp {level}, whole": (lambda level=level: by_level(level, None), SUM) for level in ("O1", "O2", "O3", "auto")},
     "half, lazy": (lambda: ours(LazyDense().to_float(ms.float16), 4), {}),

@@ -284,6 +284,7 @@ def moved(ran):
     ("name", "whole"),
     [
         ("half", "half, whole"),
+        ("half, tied", "half, whole"),
         *(
             pytest.param(f"amp {level}", f"amp {level}, whole", marks=pytest.mark.thorough)
             for level in ("O1", "O2", "O3", "auto")
@@ -297,6 +298,12 @@ def test_casts_of_weights_equal_the_whole_batch_in_the_same_precision(cases, nam
         largest = np.abs(movement).max()
         assert largest > 0
         np.testing.assert_allclose(ours[weight] / largest, movement / largest, atol=3e-3)  # of float16
+
+
+def test_what_needs_lazy_inline_is_refused_on_gpu(cases):
+    """An H100 refused such graphs: "Input[0] must be a Primitive ValueNode" ."""
+    for name, what in (("half, gpu", "a cast of the weights of"), ("lazy, gpu", "it on the __init__ of 'LazyDense'")):
+        assert f"which MindSpore runs on Ascend only, but got {what}" in cases(name).message
 
 
 @pytest.mark.thorough
