@@ -105,7 +105,8 @@ class Machine:
         self.state: dict[str, list[np.ndarray]] = {}
         self.executed: list[Executed] = []
         self.samples_in = samples_in
-        self._own_parts: set[str] = set()  # MindSpore's ids of the slices that cut a rank's own part
+        # By MindSpore's ids of the slices that cut a rank's own part: whether of a value that is not cut by samples yet.
+        self._own_parts: dict[str, bool] = {}
         self.inputs: list[str] = []
         for token, shape in program.shapes.items():
             name = token.split("_", 1)[1]
@@ -169,28 +170,34 @@ class Machine:
         first = values[0][0]
         self.executed.append(Executed(node, first.nbytes if isinstance(first, np.ndarray) else 0))
         if node.op == "StridedSlice" and "redistribution_op" in node.attributes:
-            self._own_parts.update(_UNIQUE.findall(node.attributes))  # none if there is no backward
-            return [self._own_part(*one[:3], rank) for rank, one in enumerate(zip(*values, strict=True))]
-        if node.op == "StridedSliceGrad" and self._own_parts.intersection(_FORWARD.findall(node.attributes)):
-            return [self._from_own_part(*one[:4], rank) for rank, one in enumerate(zip(*values, strict=True))]
+            of_samples = values[0][:: self.ranks // self.samples_in]  # of ranks with different samples
+            has_all = all(np.array_equal(value, first) for value in of_samples)
+            self._own_parts |= dict.fromkeys(_UNIQUE.findall(node.attributes), has_all)  # none if without backward
+            return [self._own_part(*one[:3], rank, has_all) for rank, one in enumerate(zip(*values, strict=True))]
+        if node.op == "StridedSliceGrad":
+            forward = self._own_parts.keys() & set(_FORWARD.findall(node.attributes))
+            if forward:
+                has_all = self._own_parts[forward.pop()]
+                gradients = enumerate(zip(*values, strict=True))
+                return [self._from_own_part(*one[:4], rank, has_all) for rank, one in gradients]
         if node.op in COLLECTIVES:
             return self._collective(node, values[0])
         with np.errstate(all="ignore"):
             return [np.asarray(_ARITHMETIC[node.op](*one)) for one in zip(*values, strict=True)]
 
-    def _own_part(self, value: np.ndarray, begin: tuple, end: tuple, rank: int) -> np.ndarray:
-        """The part that a rank takes of a whole value; rank 0's graph takes the first part. If there are fewer parts
-        than ranks, neighbours take different parts, but the same part if there are as many parts as of the samples."""
+    def _own_part(self, value: np.ndarray, begin: tuple, end: tuple, rank: int, has_all_samples: bool) -> np.ndarray:
+        """The part that a rank takes of a value; rank 0's graph takes the first part. If there are fewer parts than
+        ranks, neighbours take different parts, but the same part if it has all samples and these are the parts."""
         (axis,) = (index for index, last in enumerate(end) if last < value.shape[index])
         parts = value.shape[axis] // end[axis]
         assert not any(begin) and end[axis] * parts == value.shape[axis] and self.ranks % parts == 0, "no equal parts"
-        own = rank * parts // self.ranks if parts == self.samples_in else rank % parts
+        own = rank * parts // self.ranks if has_all_samples and parts == self.samples_in else rank % parts
         return np.split(value, parts, axis)[own]
 
-    def _from_own_part(self, gradient: np.ndarray, shape: tuple, begin: tuple, end: tuple, rank: int) -> np.ndarray:
+    def _from_own_part(self, gradient: np.ndarray, shape: tuple, begin: tuple, *own: Any) -> np.ndarray:
         """The backward of `_own_part` ."""
         whole = np.zeros(shape, gradient.dtype)
-        self._own_part(whole, begin, end, rank)[...] = gradient
+        self._own_part(whole, begin, *own)[...] = gradient
         return whole
 
     # -- values ----------------------------------------------------------------------------------------------------

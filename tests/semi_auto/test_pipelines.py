@@ -34,6 +34,7 @@ PAIRS = [
     ("plain, aux", "op", 4),
     ("per sample", "sg", 2),
     ("per sample", "dp", 4),
+    ("per sample", "split", 2),
     ("ratio", "split", 4),
     ("ratio", "op", 2),
     ("ratio, clip", "dp", 2),
