@@ -76,12 +76,12 @@ class Loss(nn.Cell):
     def construct(self, *inputs):
         outputs = self.network(*inputs)
         if self.legacy:
-            if self.per_token:
-                return outputs[0].reshape(()), outputs[1].reshape(())
+            if self.per_token:  # a Reshape of what has no gradient does not compile in auto parallel mode
+                return outputs[0].reshape(()), ops.reduce_sum(outputs[1])
             return outputs.reshape(())
         if self.per_token:  # two pairs (loss, tokens), and two losses of experts
             whole = outputs[0] + outputs[2] + outputs[4] + outputs[5]
-            return whole.reshape(()), outputs[1].reshape(())
+            return whole.reshape(()), ops.reduce_sum(outputs[1])
         return (outputs[0] + outputs[1] + outputs[2] + outputs[3]).reshape(())
 
 

@@ -100,7 +100,7 @@ class Numerators(nn.Cell):
         outputs = ()
         if self.aux:
             check_outputs(loss, 1, micro_batch[0].shape[0])
-            outputs = ops.stop_gradient(loss[1:])
+            outputs = without_gradient(loss[1:])
             loss = loss[0]
         loss = ops.cast(loss, ms.float32) if self.per_sample else float32_loss(loss)
         return (times(loss, factor), *scalars_of(outputs, factor)), outputs
@@ -174,7 +174,7 @@ class Ratio(Fraction):
         others = ()
         if self.aux:
             check_outputs(outputs, 2, micro_batch[0].shape[0])
-            others = ops.stop_gradient(outputs[2:])
+            others = without_gradient(outputs[2:])
         return (numerator, *scalars_of(others, 1.0), denominator), others
 
 
@@ -200,7 +200,7 @@ class WeightedLosses(nn.Cell):
 
     def totals(self, *inputs):
         if self.ratio:
-            return ops.stop_gradient(fractions(self.for_totals(*inputs), self.number, False)[1::2])
+            return without_gradient(fractions(self.for_totals(*inputs), self.number, False)[1::2])
         return self.items(inputs)
 
     def items(self, batch):
@@ -223,7 +223,7 @@ class WeightedLosses(nn.Cell):
         weighted = means[0] * self.weights[0]
         for term in range(1, self.number):
             weighted = weighted + means[term] * self.weights[term]
-        return (weighted, *ops.stop_gradient(means)), ()
+        return (weighted, *without_gradient(means)), ()
 
     def losses(self, outputs):
         return float32_losses(outputs, self.number)
@@ -309,6 +309,14 @@ class BatchSums(nn.Cell):
 def times(number, factor):
     """No operator for a factor of 1."""
     return number if isinstance(factor, float) and factor == 1.0 else number * factor
+
+
+def without_gradient(tensors):
+    """One at a time: the passes of auto parallel mode know no StopGradient of a tuple."""
+    result: tuple = ()
+    for tensor in tensors:
+        result = (*result, ops.stop_gradient(tensor))
+    return result
 
 
 def scalars_of(outputs, factor):

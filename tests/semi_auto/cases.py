@@ -289,6 +289,7 @@ def manager():
     return nn.DynamicLossScaleUpdateCell(1024, 2, 10)
 
 
+AUTO_PARALLEL = {"parallel_mode": "auto_parallel", "search_mode": "sharding_propagation"}
 SUM = {"gradients_mean": False}
 OPTIMIZER_PARALLEL = {
     "enable_parallel_optimizer": True,
@@ -333,6 +334,7 @@ LAYOUTS = {
     "ws": (False, None, SUM | WEIGHT_SHARDS),
     "sg": (True, None, SUM | SHARDED_GRADIENTS),
     "lazy dp": (True, None, SUM),
+    "auto": (False, None, SUM | AUTO_PARALLEL),
 }
 
 
@@ -417,7 +419,7 @@ CASES = {
     **{f"per sample, {k}": (lambda k=k: ours(PerSampleLoss(Net("none")), k), {}) for k in (1, 4, 16)},
     "sum of ranks": (lambda: ours(Net(), 4), SUM),
     "sum": (lambda: ours(Net("sum"), 4, reduction="sum"), {}),
-    "auto": (lambda: ours(Net(), 4), {"parallel_mode": "auto_parallel", "search_mode": "sharding_propagation"}),
+    "auto": (lambda: ours(Net(), 4), AUTO_PARALLEL),
     "split": (lambda: ours(Net(split=SPLIT), 4), SPLIT_DATA),
     "full batch": (lambda: ours(Net(), 4), {"full_batch": True}),
     "count": (lambda: ours(Net("sum"), 4, reduction="sum", count=positive), {}),

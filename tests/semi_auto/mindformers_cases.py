@@ -15,7 +15,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 
-from tests.semi_auto.cases import OPTIMIZER_PARALLEL, SUM
+from tests.semi_auto.cases import AUTO_PARALLEL, OPTIMIZER_PARALLEL, SUM
 from tests.support.small_llama import small_llama
 from tests.support.small_qwen3 import ByName, new_models, small_qwen3
 
@@ -263,6 +263,14 @@ CASES = {
     for who in ("ours", "theirs")
     for kind in ("mean", "per token")
     for layout in LAYOUTS
+}
+CASES |= {
+    f"ours, {kind}, {layout}, auto parallel": (
+        lambda layout=layout, kind=kind: by_trainer(layout, True, kind == "per token"),
+        settings(layout) | AUTO_PARALLEL,
+    )
+    for kind in ("mean", "per token")
+    for layout in ("dp", "two stages")
 }
 CASES |= {
     f"ours, {name}, {layout}": (

@@ -15,6 +15,7 @@ from gaccum_ms import (
 )
 from gaccum_ms.semi_auto.unrolled_window import UnrolledWindow
 from tests.semi_auto.cases import (
+    AUTO_PARALLEL,
     CASES,
     DEEP,
     OPTIMIZER_PARALLEL,
@@ -149,6 +150,7 @@ LAYOUTS = {
     "op": lambda stages: (False, None, SUM | OPTIMIZER_PARALLEL),
     "sg": lambda stages: (True, None, SUM | SHARDED_GRADIENTS),
     "lazy dp": lambda stages: (True, None, SUM),
+    "auto": lambda stages: (False, None, SUM | AUTO_PARALLEL),
 }
 OPTIONS = {
     "plain": {},

@@ -30,6 +30,7 @@ PAIRS = [
     *(("two ratios, clip", layout) for layout in ("split", "sg")),
     *(("ratio, aux", layout) for layout in ("split", "sg")),
     *(("mean, count, aux", layout) for layout in ("ws", "sg")),
+    *((option, "auto") for option in ("ratio, aux", "mean, count, aux", "two sums", "two ratios, clip")),
 ]
 ALL = [*QUICK, *(pytest.param(*pair, marks=THOROUGH) for pair in PAIRS)]
 

@@ -218,6 +218,16 @@ def test_our_step_makes_the_update_of_all_micro_batches(steps, kind, layout):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["mean", "per token"])
+@pytest.mark.parametrize("layout", ["dp", "two stages"])
+def test_our_step_in_auto_parallel_mode(steps, kind, layout):
+    trained = Trained(steps, f"ours, {kind}, {layout}, auto parallel", layout)
+    expected = Expected(steps, "ours", kind, layout)
+    assert trained.distance(expected.gradients) < ROUNDING
+    np.testing.assert_allclose(trained.losses, expected.loss, rtol=1e-5)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["mean", "per token"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_mindformers_own_step_makes_it_too(steps, kind, layout):
     """It cuts the batch otherwise, and reports the sum of mean losses; in a pipeline on the last stage alone. So the

@@ -42,6 +42,7 @@ PAIRS = [
     ("ratio, scale", "split", 2),
     ("ratio, clamped", "op", 4),
     ("ratio, aux", "lazy dp", 2),
+    ("ratio, aux", "auto", 4),
     ("sum, count", "op", 2),
     ("sum, count", "dp", 4),
     ("mean, count", "split", 2),

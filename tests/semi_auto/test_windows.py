@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("parallel")]
 QUICK = ("windows, clip", "split")
 PAIRS = [
     ("windows", "sg"),
-    *(("windows, clip", layout) for layout in ("dp", "op", "ws", "sg", "lazy dp")),
+    *(("windows, clip", layout) for layout in ("dp", "op", "ws", "sg", "lazy dp", "auto")),
     *(("windows, scale", layout) for layout in ("op", "sg")),
     *(("windows, sum, count", layout) for layout in ("split", "sg")),
     ("windows, one micro-batch", "dp"),
