@@ -105,7 +105,7 @@ class Machine:
         self.state: dict[str, list[np.ndarray]] = {}
         self.executed: list[Executed] = []
         self.samples_in = samples_in
-        # By MindSpore's ids of the slices that cut a rank's own part: whether of a value that is not cut by samples yet.
+        # By MindSpore's ids of the slices that cut a rank's own part: whether the value has all samples.
         self._own_parts: dict[str, bool] = {}
         self.inputs: list[str] = []
         for token, shape in program.shapes.items():
