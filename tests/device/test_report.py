@@ -1,4 +1,4 @@
-"""The page of tests that have never run on hardware agrees with the marks; a rehearsal on CPU writes the report."""
+"""The page of tests for hardware agrees with the marks; a rehearsal on CPU writes the report."""
 
 from __future__ import annotations
 
