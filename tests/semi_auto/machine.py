@@ -174,12 +174,10 @@ class Machine:
             has_all = all(np.array_equal(value, first) for value in of_samples)
             self._own_parts |= dict.fromkeys(_UNIQUE.findall(node.attributes), has_all)  # none if without backward
             return [self._own_part(*one[:3], rank, has_all) for rank, one in enumerate(zip(*values, strict=True))]
-        if node.op == "StridedSliceGrad":
-            forward = self._own_parts.keys() & set(_FORWARD.findall(node.attributes))
-            if forward:
-                has_all = self._own_parts[forward.pop()]
-                gradients = enumerate(zip(*values, strict=True))
-                return [self._from_own_part(*one[:4], rank, has_all) for rank, one in gradients]
+        forward = self._own_parts.keys() & _FORWARD.findall(node.attributes)
+        if node.op == "StridedSliceGrad" and forward:
+            has_all = self._own_parts[forward.pop()]
+            return [self._from_own_part(*one[:4], rank, has_all) for rank, one in enumerate(zip(*values, strict=True))]
         if node.op in COLLECTIVES:
             return self._collective(node, values[0])
         with np.errstate(all="ignore"):
@@ -191,8 +189,12 @@ class Machine:
         (axis,) = (index for index, last in enumerate(end) if last < value.shape[index])
         parts = value.shape[axis] // end[axis]
         assert not any(begin) and end[axis] * parts == value.shape[axis] and self.ranks % parts == 0, "no equal parts"
-        own = rank * parts // self.ranks if has_all_samples and parts == self.samples_in else rank % parts
+        own = rank * parts // self.ranks if has_all_samples and self._are_of_samples(parts, axis) else rank % parts
         return np.split(value, parts, axis)[own]
+
+    def _are_of_samples(self, parts: int, axis: int) -> bool:
+        """Whether so many parts of a value that has all samples are those of the samples."""
+        return parts == self.samples_in
 
     def _from_own_part(self, gradient: np.ndarray, shape: tuple, begin: tuple, *own: Any) -> np.ndarray:
         """The backward of `_own_part` ."""

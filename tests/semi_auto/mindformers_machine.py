@@ -180,13 +180,8 @@ class Devices(Stage):
             return [np.max([values[one] for one in group], axis=0) for group in machine.groups_like(first, self.ranks)]
         return super()._collective(node, values)
 
-    def _own_part(self, value: np.ndarray, begin: tuple, end: tuple, rank: int, has_all_samples: bool) -> np.ndarray:
-        (axis,) = (index for index, last in enumerate(end) if last < value.shape[index])
-        parts = value.shape[axis] // end[axis]
-        assert not any(begin) and end[axis] * parts == value.shape[axis] and self.ranks % parts == 0, "no equal parts"
-        is_of_samples = has_all_samples and parts == self.samples_in and not (parts == self.model and axis > 0)
-        own = rank * parts // self.ranks if is_of_samples else rank % parts
-        return np.split(value, parts, axis)[own]
+    def _are_of_samples(self, parts: int, axis: int) -> bool:
+        return super()._are_of_samples(parts, axis) and not (parts == self.model and axis > 0)
 
 
 # Weights whose rows, or columns, are split over model parallel devices.
