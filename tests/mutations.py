@@ -338,8 +338,8 @@ FAULTS = [
     Fault(
         "a negative count is taken",
         "losses/counts.py",
-        'valid = ops.logical_and(count >= 0, count < float("inf"))',
-        'valid = count < float("inf")',
+        "valid = ops.logical_and(count >= 0, count < _INFINITY)",
+        "valid = count < _INFINITY",
         "losses/test_counts.py -k bad_count",
     ),
     Fault(
@@ -714,9 +714,9 @@ FAULTS = [
     # -- pipelines
     Fault(
         "each micro-batch of a pipeline is the first",
-        "semi_auto/pipeline.py",
-        "begin, end = (0, index * size, 0), (self.parts, (index + 1) * size, features)",
-        "begin, end = (0, 0, 0), (self.parts, size, features)",
+        "semi_auto/shard_slice.py",
+        "((index * size, (index + 1) * size) for index in range(micro_size))",
+        "((0, size) for index in range(micro_size))",
         "semi_auto/test_pipelines.py -k every_stage",
     ),
     Fault(

@@ -93,6 +93,9 @@ class Update(nn.Cell):
             dtypes = {options.accumulators.dtype or weight.dtype for weight in weights}
             self.has_low_precision = dtypes != {ms.float32}
             self.transforms = Chain(owner, transforms, max_grad_norm is not None, weights, network)
+        # Gradients have the accumulators' dtype or, where they were multiplied or divided, float32.
+        dtypes = {options.accumulators.dtype, *(weight.dtype for weight in weights)} - {None}
+        self.casts_to_weights = dtypes != {ms.float32}
         self.drops = options.drops
         self.is_sharded = window.is_sharded
         self.sens = 1.0  # see `leave_scale_to_optimizer`
@@ -174,8 +177,10 @@ class Update(nn.Cell):
         norm_is_finite = True
         if self.has_norm:
             gradients, loss, norm_is_finite = self._clipped(gradients, loss)
-        finished = self.map(_cast_like, gradients, self.weights)
-        overflow = self._overflow(finished, loss, divisor, norm_is_finite)
+        finished = self.map(_cast_like, gradients, self.weights) if self.casts_to_weights else gradients
+        overflow = ms.Tensor(False, ms.bool_)
+        if self.looks_for_overflow:
+            overflow = self._overflow(finished, loss, divisor, norm_is_finite)
         if not self.has_transforms:
             gradients = finished
         elif self.has_low_precision:
@@ -227,10 +232,7 @@ class Update(nn.Cell):
 
     def _overflow(self, gradients, loss, divisor, norm_is_finite):
         """Whether an overflow forbids the update. It does if the finished gradient (equal on all ranks), its norm or
-        its divisor is not finite, or if every micro-batch that counts something overflowed, with `min_count` too.
-        Without loss scaling or dropping: False."""
-        if not self.looks_for_overflow:
-            return ms.Tensor(False, ms.bool_)
+        its divisor is not finite, or if every micro-batch that counts something overflowed, with `min_count` too."""
         # An infinite divisor (total count times scale) would turn finite gradients into zeros.
         finite = ops.logical_and(ops.isfinite(divisor), norm_is_finite)
         if saturates():

@@ -19,6 +19,7 @@ from mindspore import nn, ops
 from mindspore.ops.functional import typeof
 
 _shape_of = ops.TensorShape()
+_INFINITY, _NAN = float("inf"), float("nan")
 
 
 class CountMask(nn.Cell):
@@ -126,8 +127,8 @@ def valid_or_nan(count: ms.Tensor | float) -> ms.Tensor:
         count = ops.scalar_to_tensor(float(count), ms.float32)
     _check_count(typeof(count), count.shape if isinstance(count, ms.Tensor) else None)
     count = ops.cast(count, ms.float32)
-    valid = ops.logical_and(count >= 0, count < float("inf"))
-    return ops.select(valid, count, ops.full_like(count, float("nan")))
+    valid = ops.logical_and(count >= 0, count < _INFINITY)
+    return ops.select(valid, count, ms.Tensor(_NAN, ms.float32))
 
 
 def at_least(total, min_count):

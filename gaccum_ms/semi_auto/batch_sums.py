@@ -59,13 +59,7 @@ class MicroBatches(nn.Cell):
             if position not in self.shared and self.micro_size > 1:
                 parts = self.slices[0 if self.one_for_all else position](inputs[position])
             by_input = (*by_input, parts)
-        micro_batches: tuple = ()
-        for index in range(self.micro_size):
-            micro_batch: tuple = ()
-            for parts in by_input:
-                micro_batch = (*micro_batch, parts[index])
-            micro_batches = (*micro_batches, micro_batch)
-        return micro_batches
+        return tuple(zip(*by_input))  # noqa: B905 -- a graph's zip has no other argument
 
 
 class Numerators(nn.Cell):
@@ -78,18 +72,20 @@ class Numerators(nn.Cell):
         options, network, _ = setup
         self.per_sample = isinstance(network, PerSampleLoss) and stages() == 1
         self.network = compiled_once(network.network if self.per_sample else network, network)
-        self.reducer = network if self.per_sample else nn.Identity()
+        if self.per_sample:
+            self.reducer = network
         self.loss_is_mean = options.loss_is_mean
         self.share = 1.0 / (options.micro_size or 1) if self.loss_is_mean else 1.0
         self.aux = options.aux
 
+    def unit(self, samples: int) -> float:
+        """What backward's seed is multiplied by. Python calls it when a graph is compiled, for a batch of so many
+        samples."""
+        return self.share
+
     def totals(self, *inputs):
         """What is known of the whole batch before its micro-batches run."""
         return ()
-
-    def factor(self, unit):
-        """What backward's seed is multiplied by. `unit` : see `Unit` ."""
-        return self.share
 
     def construct(self, totals, *micro_batch):
         """A micro-batch's parts of the sums, and its outputs beside the loss."""
@@ -98,15 +94,14 @@ class Numerators(nn.Cell):
     def weighed(self, micro_batch, factor):
         loss = self.network(*micro_batch)
         outputs = ()
+        scalars = ()
         if self.aux:
             check_outputs(loss, 1, micro_batch[0].shape[0])
             outputs = without_gradient(loss[1:])
+            scalars = scalars_of(outputs, factor)
             loss = loss[0]
         loss = ops.cast(loss, ms.float32) if self.per_sample else float32_loss(loss)
-        return (times(loss, factor), *scalars_of(outputs, factor)), outputs
-
-    def reduced(self, losses):
-        return self.reducer.reduce(losses) if self.per_sample else losses
+        return (times(loss, factor), *scalars), outputs
 
     def finished(self, sums, unit, scale):
         """From the batch's sums: the gradients' divisor, the loss with the outputs of shape (), and whether anything
@@ -128,13 +123,17 @@ class Fraction(Numerators):
         self.window_count = record("window_count")
         self.count = counts.count_cell(setup.options.counts[0])
         self.counts_batch = stages() == 1  # in a pipeline the last stage alone could
+        self.of_one_item: float | None = None
+
+    def unit(self, samples: int) -> float:
+        """As large as a mean's factor of one sample. It is the same in all graphs of a step, whose batches may share an
+        update."""
+        self.of_one_item = self.of_one_item or 1.0 / samples
+        return self.of_one_item
 
     def totals(self, *inputs):
         # Of the batch at once: the micro-batches' counts would be reduced over devices one at a time.
         return (self.items(inputs),) if self.counts_batch else ()
-
-    def factor(self, unit):
-        return unit
 
     def construct(self, totals, *micro_batch):
         items = self.items(micro_batch)  # not in the graph of a sum that is counted at once
@@ -144,22 +143,21 @@ class Fraction(Numerators):
     def items(self, batch):
         return counts.valid_or_nan(self.count(*batch))
 
-    def means(self, sums):
-        """The loss and the outputs of shape ()."""
+    def divided(self, sums):
+        """The loss and the outputs of shape (), what they were divided by, and whether anything was counted."""
         least = counts.at_least(sums[-1], self.min_count)
+        counted = least > 0
+        divisor = ops.select(counted, least, ops.ones_like(least))
         means: tuple = ()
         for numerator in sums[:-1]:
-            means = (*means, counts.ratio_or_zero(numerator, least))
-        return means
+            means = (*means, ops.select(counted, numerator / divisor, ops.zeros_like(numerator)))
+        return means, divisor, counted
 
     def finished(self, sums, unit, scale):
-        total = sums[-1]
-        least = counts.at_least(total, self.min_count)
-        means = self.means(sums)
-        loss = ops.depend(means[0], ops.assign(self.window_count, total))
-        divisor = ops.select(least > 0, least, ops.ones_like(least)) * unit * scale
+        means, divisor, counted = self.divided(sums)
+        loss = ops.depend(means[0], ops.assign(self.window_count, sums[-1]))
         # If a micro-batch counts nothing, its mean and thus the loss are NaN.
-        return divisor, (loss, *means[1:]), ops.logical_and(least > 0, ops.isfinite(loss))
+        return divisor * unit * scale, (loss, *means[1:]), ops.logical_and(counted, ops.isfinite(loss))
 
 
 class Ratio(Fraction):
@@ -172,10 +170,12 @@ class Ratio(Fraction):
         outputs = self.network(*micro_batch)
         numerator, denominator = fractions(outputs, 1, self.aux)
         others = ()
+        scalars = ()
         if self.aux:
             check_outputs(outputs, 2, micro_batch[0].shape[0])
             others = without_gradient(outputs[2:])
-        return (numerator, *scalars_of(others, 1.0), denominator), others
+            scalars = scalars_of(others, 1.0)
+        return (numerator, *scalars, denominator), others
 
 
 class WeightedLosses(nn.Cell):
@@ -183,6 +183,7 @@ class WeightedLosses(nn.Cell):
 
     may_skip = True
     aux = False
+    per_sample = False
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(auto_prefix=False)
@@ -198,6 +199,10 @@ class WeightedLosses(nn.Cell):
         self.loss_terms = record("loss_terms", (self.number,))
         self.counts = nn.CellList([counts.count_cell(count) for count in options.counts], auto_prefix=False)
 
+    def unit(self, samples: int) -> float:
+        """Each loss is divided before its backward."""
+        return 1.0
+
     def totals(self, *inputs):
         if self.ratio:
             return without_gradient(fractions(self.for_totals(*inputs), self.number, False)[1::2])
@@ -209,9 +214,6 @@ class WeightedLosses(nn.Cell):
         for count in self.counts:
             items = (*items, counts.valid_or_nan(count(*batch)))
         return items
-
-    def factor(self, unit):
-        return 1.0
 
     def construct(self, totals, *micro_batch):
         outputs = self.network(*micro_batch)
@@ -228,28 +230,12 @@ class WeightedLosses(nn.Cell):
     def losses(self, outputs):
         return float32_losses(outputs, self.number)
 
-    def reduced(self, losses):
-        return losses
-
     def finished(self, sums, unit, scale):
         terms, totals = ops.stack(sums[1 : 1 + self.number]), ops.stack(sums[1 + self.number :])
         loss = ops.depend(sums[0], (ops.assign(self.loss_terms, terms), ops.assign(self.window_count, totals)))
         least = counts.at_least(totals, self.min_count)
         counted = ops.logical_and((least >= 0).all(), (least > 0).any())
         return scale, (loss,), ops.logical_and(counted, ops.isfinite(loss))
-
-
-class Unit:
-    """The factor of one item, so that accumulators hold numbers of a mean's size. It is the same in all graphs of a
-    step, whose batches may share an update."""
-
-    def __init__(self) -> None:
-        self._value: float | None = None
-
-    def of(self, samples: int) -> float:
-        """When a graph is compiled. `samples` : of its batch."""
-        self._value = self._value or 1.0 / samples
-        return self._value
 
 
 def parts_of(setup: Setup, spans_batches: bool) -> nn.Cell:
@@ -274,7 +260,7 @@ class BatchSums(nn.Cell):
         super().__init__(auto_prefix=False)
         self.parts = parts_of(setup, spans_batches)
         self.returns_outputs = self.parts.aux and stages() == 1
-        self.unit_of = ops.constexpr(Unit().of)
+        self.unit_of = ops.constexpr(self.parts.unit)
         self.micro_size = setup.options.micro_size or 1
         self.micro_batches = MicroBatches(self.micro_size, setup.options.shared)
         # The passes know by them where a micro-batch's forward ends. Each number is added by itself: vectors might be
@@ -284,26 +270,28 @@ class BatchSums(nn.Cell):
 
     def construct(self, *inputs):
         totals = self.parts.totals(*inputs)
-        sums: tuple = ()
-        outputs: tuple = ()
         micro_batches = self.micro_batches(*inputs)
-        for index in range(self.micro_size):
+        sums, others = self.parts(totals, *micro_batches[0])
+        outputs: tuple = (others,)
+        for index in range(1, self.micro_size):
             parts, others = self.parts(totals, *micro_batches[index])
-            sums = parts if index == 0 else self.added(index - 1, sums, parts)
+            sums = added(self.adds[index - 1], sums, parts)
             outputs = (*outputs, others)
-        numbers = (self.parts.reduced(sums[0]), *sums[1:], *totals)
+        loss = self.parts.reducer.reduce(sums[0]) if self.parts.per_sample else sums[0]
+        numbers = (loss, *sums[1:], *totals)
         # Stacked, because only Tensors with a backward are whole; others are this device's part.
-        result = ops.stack(numbers) if len(numbers) > 1 else numbers[0]
+        result = ops.stack(numbers) if len(numbers) > 1 else loss
         return (result, outputs) if self.returns_outputs else result
-
-    def added(self, index, sums, parts):
-        result: tuple = ()
-        for position in range(len(sums)):
-            result = (*result, self.adds[index](sums[position], parts[position]))
-        return result
 
 
 # -- compiled ----------------------------------------------------------------------------------------------------------
+
+
+def added(add, sums, parts):
+    result: tuple = ()
+    for position in range(len(sums)):
+        result = (*result, add(sums[position], parts[position]))
+    return result
 
 
 def times(number, factor):

@@ -22,7 +22,7 @@ from mindspore.communication import create_group
 from gaccum_ms import backend
 from gaccum_ms.checks.arguments import first_of
 from gaccum_ms.distributed.stages import devices_of_stage, stages, stages_of_weights
-from gaccum_ms.semi_auto.shard_slice import per_part
+from gaccum_ms.semi_auto.shard_slice import plan_of_slices
 
 _NAME = "GradAccumulationCell"
 
@@ -110,15 +110,12 @@ class PipelineSlices(nn.Cell):
         self.slice = ops.StridedSlice()
 
     def construct(self, value):
-        shape = value.shape
-        own, features = per_part(shape, self.parts, self.micro_size)
-        size = own // self.micro_size
-        parted = ops.reshape(value, (self.parts, own, features))
+        whole, bounds, shape = plan_of_slices(value.shape, self.parts, self.micro_size)
+        parted = ops.reshape(value, whole)
         micro_batches: tuple = ()
-        for index in range(self.micro_size):
-            begin, end = (0, index * size, 0), (self.parts, (index + 1) * size, features)
-            cut = self.slice(parted, begin, end, (1, 1, 1))
-            micro_batches = (*micro_batches, ops.reshape(cut, (self.parts * size, *shape[1:])))
+        for begin, end in bounds:
+            cut = self.slice(parted, (0, begin, 0), (self.parts, end, whole[2]), (1, 1, 1))
+            micro_batches = (*micro_batches, ops.reshape(cut, shape))
         return micro_batches
 
 
@@ -132,8 +129,6 @@ class OverStages(nn.Cell):
             self.sum_over_stages = ops.AllReduce(group=_group_over_stages())
 
     def construct(self, sums, after):
-        if not self.reduces:
-            return sums
         if sums.ndim > 0:
             return self.sum_over_stages(ops.depend(sums, after))
         return ops.reshape(self.sum_over_stages(ops.depend(ops.expand_dims(sums, 0), after)), ())

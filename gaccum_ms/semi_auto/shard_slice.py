@@ -17,11 +17,10 @@ from mindspore import nn, ops
 from gaccum_ms.semi_auto import modes as auto_parallel
 
 
-class ShardSlice(nn.Cell):
-    """Cut one micro-batch out of an input.
+class ShardSlices(nn.Cell):
+    """Cut all micro-batches out of an input.
 
     Args:
-        index (int): The micro-batch's number.
         micro_size (int): The number of micro-batches.
         parts (int): The number of parts into which the devices split the samples.
 
@@ -29,12 +28,11 @@ class ShardSlice(nn.Cell):
         - **value** (Tensor) - Shape :math:`(N, ...)`.
 
     Outputs:
-        Tensor of shape :math:`(N / \\text{micro_size}, ...)`.
+        Tuple of Tensors of shape :math:`(N / \\text{micro_size}, ...)`.
     """
 
-    def __init__(self, index: int, micro_size: int, parts: int) -> None:
+    def __init__(self, micro_size: int, parts: int) -> None:
         super().__init__(auto_prefix=False)
-        self.index = index
         self.micro_size = micro_size
         self.parts = parts
         # All other axes are merged into one, so that inputs may have any number of axes.
@@ -43,34 +41,22 @@ class ShardSlice(nn.Cell):
         self.parts_first = ops.Transpose().shard(((1, parts, 1),))
 
     def construct(self, value):
-        shape = value.shape
-        own, features = per_part(shape, self.parts, self.micro_size)
-        size = own // self.micro_size
-        parted = self.samples_first(ops.reshape(value, (self.parts, own, features)), (1, 0, 2))
-        begin, end = (self.index * size, 0, 0), ((self.index + 1) * size, self.parts, features)
-        cut = self.slice(parted, begin, end, (1, 1, 1))
-        return ops.reshape(self.parts_first(cut, (1, 0, 2)), (self.parts * size, *shape[1:]))
-
-
-class ShardSlices(nn.Cell):
-    """Cut all micro-batches out of an input, each by a :class:`ShardSlice` ."""
-
-    def __init__(self, micro_size: int, parts: int) -> None:
-        super().__init__(auto_prefix=False)
-        slices = [ShardSlice(index, micro_size, parts) for index in range(micro_size)]
-        self.slices = nn.CellList(slices, auto_prefix=False)
-
-    def construct(self, value):
+        whole, bounds, shape = plan_of_slices(value.shape, self.parts, self.micro_size)
+        parted = self.samples_first(ops.reshape(value, whole), (1, 0, 2))
         micro_batches: tuple = ()
-        for cut in self.slices:
-            micro_batches = (*micro_batches, cut(value))
+        for begin, end in bounds:
+            cut = self.slice(parted, (begin, 0, 0), (end, self.parts, whole[2]), (1, 1, 1))
+            micro_batches = (*micro_batches, ops.reshape(self.parts_first(cut, (1, 0, 2)), shape))
         return micro_batches
 
 
 @ops.constexpr
-def per_part(shape, parts, micro_size):
-    """Samples in each part, and numbers in each sample. Refuses what cannot be cut: with data sinking, no Python of the
-    step runs before."""
+def plan_of_slices(shape, parts, micro_size):
+    """The shape of an input by parts, (parts, samples of each, numbers of a sample); for each micro-batch the samples
+    of each part at which it begins and ends; and its shape. Refuses what cannot be cut: with data sinking, no Python of
+    the step runs before."""
     own = shape[0] // parts
     auto_parallel.check_batch([(own,)], micro_size)
-    return own, math.prod(shape[1:])
+    size = own // micro_size
+    bounds = tuple((index * size, (index + 1) * size) for index in range(micro_size))
+    return (parts, own, math.prod(shape[1:])), bounds, (parts * size, *shape[1:])

@@ -113,46 +113,55 @@ class UnrolledWindow(nn.Cell):
 
     def run(self, inputs, scale):
         """As `Window.run` ."""
-        numbers, outputs, gradients = self.backwards(inputs, scale)
+        unit = self.batch_sums.unit_of(inputs[0].shape[0])
+        numbers, outputs, gradients = self.backwards(inputs, scale * unit)
         gradients = self.reduced(gradients)
-        divisor, means, counted = self.parts.finished(numbers, self.unit(inputs), scale)
-        return (gradients, divisor, self.noted(means[0], gradients), counted), self.joined(outputs, means[1:])
+        divisor, means, counted = self.parts.finished(numbers, unit, scale)
+        loss = self.noted(means[0], gradients) if self.notes_gradient else means[0]
+        outputs = self.joined(outputs, means[1:]) if self.has_outputs else means[1:]
+        return (gradients, divisor, loss, counted), outputs
 
     def add_batch(self, inputs):
         """Forward, backward and add for a batch that does not end its window; returns its mean loss, and outputs."""
-        numbers, outputs, gradients = self.backwards(inputs, self.open.window_unit + 0.0)
+        unit = self.batch_sums.unit_of(inputs[0].shape[0])
+        numbers, outputs, gradients = self.backwards(inputs, (self.open.window_unit + 0.0) * unit)
         own = ops.stack((numbers[0], numbers[-1], ops.zeros_like(numbers[0]), ops.ones_like(numbers[0])))
         kept = ops.assign_add(self.open.window_sums, ops.depend(own, self.store.read(gradients)))
         kept = ops.depend(kept, ops.assign(self.open.batch_items, numbers[-1]))
-        means = self.parts.means(numbers)
-        return ops.depend(means[0], kept), self.joined(outputs, means[1:])
+        means, _, _ = self.parts.divided(numbers)
+        outputs = self.joined(outputs, means[1:]) if self.has_outputs else means[1:]
+        return ops.depend(means[0], kept), outputs
 
     def end_batches(self, inputs):
         """The same for the window's last batch. Returns what `run` does for the window, its loss, and outputs."""
         weight, scale = self.batch_weight + 0.0, self.open.window_unit + 0.0
-        numbers, outputs, gradients = self.backwards(inputs, scale * weight)
+        unit = self.batch_sums.unit_of(inputs[0].shape[0])
+        numbers, outputs, gradients = self.backwards(inputs, scale * weight * unit)
         gradients = self.reduced(gradients)
-        means = self.parts.means(numbers)
+        means, _, _ = self.parts.divided(numbers)
         before = ops.unstack(self.open.window_sums + 0.0)
         loss = ops.depend(means[0], ops.assign(self.open.batch_items, numbers[-1]))
         loss = ops.depend(loss, ops.assign(self.open.window_batches, before[3] + weight))
         of_window = before[0] + numbers[0] * weight, before[1] + numbers[-1] * weight
-        divisor, mean, counted = self.parts.finished(of_window, self.unit(inputs), scale)
-        window = (gradients, divisor, self.noted(ops.depend(mean[0], loss), gradients), counted)
-        return window, loss, self.joined(outputs, means[1:])
-
-    def unit(self, inputs):
-        return self.batch_sums.unit_of(inputs[0].shape[0])
+        divisor, mean, counted = self.parts.finished(of_window, unit, scale)
+        of_loss = ops.depend(mean[0], loss)
+        of_loss = self.noted(of_loss, gradients) if self.notes_gradient else of_loss
+        outputs = self.joined(outputs, means[1:]) if self.has_outputs else means[1:]
+        return (gradients, divisor, of_loss, counted), loss, outputs
 
     def backwards(self, inputs, scale):
         """The sums of a batch, its outputs, and what backward returns."""
         sums = self.batch_sums(*inputs)
-        scale = scale * self.parts.factor(self.unit(inputs))
         outputs = ()
         if self.has_outputs:
             sums, outputs = sums
-        gradients = self.backward(self.batch_sums, self.weights)(*inputs, self.seeds(sums, outputs, scale))
-        sums = self.over_stages(sums, gradients)
+        seed = scale  # of the first sum
+        if sums.ndim > 0:
+            seed = ops.stack((scale, *((ops.zeros_like(scale),) * (sums.shape[0] - 1))))
+        seeds = (seed + self.zero, self.zero_seeds(outputs)) if self.has_outputs else seed
+        gradients = self.backward(self.batch_sums, self.weights)(*inputs, seeds)
+        if self.over_stages.reduces:
+            sums = self.over_stages(sums, gradients)
         return (ops.unstack(sums) if sums.ndim > 0 else (sums,)), outputs, gradients
 
     def reduced(self, gradients):
@@ -162,18 +171,10 @@ class UnrolledWindow(nn.Cell):
         return self.map(own_gradient, gradients, self.owned) if self.over_stages.reduces else gradients
 
     def noted(self, loss, gradients):
-        if self.notes_gradient:
-            loss = ops.depend(loss, ops.assign(self.noted_gradient, ops.reduce_sum(gradients[self.smallest])))
-        return loss
+        return ops.depend(loss, ops.assign(self.noted_gradient, ops.reduce_sum(gradients[self.smallest])))
 
-    def seeds(self, sums, outputs, scale):
-        """Of backward, which runs from the first sum."""
-        seed = scale
-        if sums.ndim > 0:
-            seed = ops.stack((scale, *((ops.zeros_like(scale),) * (sums.shape[0] - 1))))
-        if not self.has_outputs:
-            return seed
-        # Beside outputs the passes find the loss only if no seed is a constant.
+    def zero_seeds(self, outputs):
+        """The outputs' seeds. Beside outputs the passes find the loss only if no seed is a constant."""
         seeds: tuple = ()
         for others in outputs:
             of_micro_batch: tuple = ()
@@ -181,12 +182,10 @@ class UnrolledWindow(nn.Cell):
                 zeros = ops.broadcast_to(ops.cast(self.zero + 0.0, output.dtype), output.shape)
                 of_micro_batch = (*of_micro_batch, zeros)
             seeds = (*seeds, of_micro_batch)
-        return seed + self.zero, seeds
+        return seeds
 
     def joined(self, outputs, scalars):
         """The outputs of the batch, of which each device has its own samples."""
-        if not self.has_outputs:
-            return scalars
         result: tuple = ()
         taken = 0
         for position in range(len(outputs[0])):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
+from mindspore.nn.wrap.cell_wrapper import GradAccumulationCell as FrameworksCell
+from mindspore.nn.wrap.cell_wrapper import _TrainGradAccuStepCell
 from mindspore.parallel import Layout
 from mindspore.parallel.auto_parallel import AutoParallel
 from mindspore.parallel.nn import MicroBatchInterleaved
@@ -217,11 +219,8 @@ def plain(network, **_):
     return nn.TrainOneStepCell(network, sgd(network)).set_train()
 
 
-def frameworks(network, micro_size):
-    from mindspore.nn.wrap.cell_wrapper import GradAccumulationCell as FrameworksCell
-    from mindspore.nn.wrap.cell_wrapper import _TrainGradAccuStepCell
-
-    return _TrainGradAccuStepCell(FrameworksCell(network, micro_size), sgd(network)).set_train()
+def frameworks(network, micro_size, wrapper=FrameworksCell):
+    return _TrainGradAccuStepCell(wrapper(network, micro_size), sgd(network)).set_train()
 
 
 def ours(network, micro_size, scale=None, auto=False, stages=1, model=False, **options):
@@ -383,7 +382,7 @@ OPTIONS = {
     "two ratios, clip": {"max_grad_norm": 0.1} | TWO,
 }
 
-# Seven layers: what the network returns, and the options.
+# Seven layers: what the network returns, and the options of our step; None for MindSpore's.
 DEEP = {
     "framework": ("mean", None),
     "framework, ratio": ("quotient", None),

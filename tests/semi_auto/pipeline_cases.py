@@ -26,9 +26,9 @@ from tests.semi_auto.cases import (
     Mask,
     X,
     Y,
+    frameworks,
     manager,
     ours,
-    sgd,
     weight,
 )
 
@@ -247,7 +247,7 @@ class SumsFirst(UnrolledWindow):
 
     def backwards(self, inputs, scale):
         sums = self.over_stages(self.batch_sums(*inputs), scale)
-        seeds = self.seeds(sums, (), scale * self.parts.factor(self.unit(inputs)))
+        seeds = ops.stack((scale, ops.zeros_like(scale)))
         gradients = self.backward(self.batch_sums, self.weights)(*inputs, seeds)
         return ops.unstack(sums), (), gradients
 
@@ -258,7 +258,9 @@ def deep(net, kind, micro_size, stages):
     network = net(7, returns)
     for number, layer in enumerate([*network.layers, network.last]):
         layer.pipeline_stage = number * stages // 8
-    return frameworks(network, micro_size) if options is None else ours(network, micro_size, **options)
+    if options is None:
+        return frameworks(network, micro_size, nn.PipelineCell)
+    return ours(network, micro_size, **options)
 
 
 def with_bug(step, window=UnrolledWindow, **attributes):
@@ -271,14 +273,8 @@ def scheduled(scheduler):
     return {"pipeline_config": {"pipeline_interleave": True, "pipeline_scheduler": scheduler}}
 
 
-def frameworks(network, micro_size):
-    from mindspore.nn.wrap.cell_wrapper import _TrainGradAccuStepCell
-
-    return _TrainGradAccuStepCell(nn.PipelineCell(network, micro_size), sgd(network)).set_train()
-
-
 PIPELINES |= {
-    "framework": (lambda: frameworks(Staged(2), 4), TWO),
+    "framework": (lambda: frameworks(Staged(2), 4, nn.PipelineCell), TWO),
     "AutoParallel": (lambda: ours(Staged(2), 4, stages=2), {"AutoParallel": True, "stages": 2, "shapes": (X, Y)}),
     "AutoParallel, model": (
         lambda: ours(Staged(2), 4, stages=2, model=True),
@@ -306,7 +302,7 @@ PIPELINES |= {
         TWO | WIDE,
     ),
     "sums first": (lambda: with_bug(staged(4, "dp", "ratio"), SumsFirst), {**TWO, "pipeline_stages": 4}),
-    "half, framework": (lambda: frameworks(half(2), 4), TWO),
+    "half, framework": (lambda: frameworks(half(2), 4, nn.PipelineCell), TWO),
     "outputs of samples": (lambda: ours(PerSampleOutputs(2), 4, aux=True), TWO),
     "several losses": (lambda: ours(Staged(2), 4, loss_weights=(1.0, 0.3)), TWO),
     **{
