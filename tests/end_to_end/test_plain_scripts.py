@@ -94,10 +94,19 @@ def assert_prints_the_same(script: Script, plain: list[str], changed: list[str])
             assert changed_numbers[kind] == pytest.approx(values, rel=1e-4, abs=1e-4 if kind[0] in "pe" else 0), kind
 
 
+# All ranks and modes with one script, pairs of them with the others.
+WITH = [(LENET, ranks, mode) for ranks in (1, 2) for mode in MODES]
+WITH += [(script, *pair) for script in (MINDCV, TEXT) for pair in ((1, "graph"), (2, "pynative"))]
+
+
 @pytest.mark.core("text_classifier-1-graph")
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.distributed)])
-@pytest.mark.parametrize("script", [LENET, MINDCV, TEXT], ids=lambda script: script.name)
+@pytest.mark.parametrize(
+    ("script", "ranks", "mode"),
+    [
+        pytest.param(*case, id=f"{case[0].name}-{case[1]}-{case[2]}", marks=[pytest.mark.distributed] * (case[1] > 1))
+        for case in WITH
+    ],
+)
 def test_one_word_changes_a_script_that_was_written_without_accumulation(script, ranks, mode, run):
     if script is MINDCV:
         pytest.importorskip("mindcv", reason="mindcv is in the extra 'test'", exc_type=ImportError)
