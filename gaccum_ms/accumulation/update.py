@@ -89,13 +89,12 @@ class Update(nn.Cell):
             max_grad_norm = None
         self.max_grad_norm = max_grad_norm
         self.has_transforms = bool(transforms)
+        # Gradients have their accumulators' dtype or, where they were multiplied or divided, float32.
+        dtypes = {options.accumulators.dtype or weight.dtype for weight in weights}
+        self.casts_to_weights = dtypes | {weight.dtype for weight in weights} != {ms.float32}
         if transforms:
-            dtypes = {options.accumulators.dtype or weight.dtype for weight in weights}
             self.has_low_precision = dtypes != {ms.float32}
             self.transforms = Chain(owner, transforms, max_grad_norm is not None, weights, network)
-        # Gradients have the accumulators' dtype or, where they were multiplied or divided, float32.
-        dtypes = {options.accumulators.dtype, *(weight.dtype for weight in weights)} - {None}
-        self.casts_to_weights = dtypes != {ms.float32}
         self.drops = options.drops
         self.is_sharded = window.is_sharded
         self.sens = 1.0  # see `leave_scale_to_optimizer`

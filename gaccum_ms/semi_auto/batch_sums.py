@@ -144,20 +144,19 @@ class Fraction(Numerators):
         return counts.valid_or_nan(self.count(*batch))
 
     def divided(self, sums):
-        """The loss and the outputs of shape (), what they were divided by, and whether anything was counted."""
-        least = counts.at_least(sums[-1], self.min_count)
-        counted = least > 0
-        divisor = ops.select(counted, least, ops.ones_like(least))
+        """The loss and the outputs of shape (), and the total that they were divided by."""
+        total = counts.at_least(sums[-1], self.min_count)
         means: tuple = ()
         for numerator in sums[:-1]:
-            means = (*means, ops.select(counted, numerator / divisor, ops.zeros_like(numerator)))
-        return means, divisor, counted
+            means = (*means, counts.ratio_or_zero(numerator, total))
+        return means, total
 
     def finished(self, sums, unit, scale):
-        means, divisor, counted = self.divided(sums)
+        means, total = self.divided(sums)
         loss = ops.depend(means[0], ops.assign(self.window_count, sums[-1]))
+        divisor = ops.select(total > 0, total, ops.ones_like(total)) * unit * scale
         # If a micro-batch counts nothing, its mean and thus the loss are NaN.
-        return divisor * unit * scale, (loss, *means[1:]), ops.logical_and(counted, ops.isfinite(loss))
+        return divisor, (loss, *means[1:]), ops.logical_and(total > 0, ops.isfinite(loss))
 
 
 class Ratio(Fraction):
