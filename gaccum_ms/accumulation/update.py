@@ -173,13 +173,12 @@ class Update(nn.Cell):
         """Takes what a window's `run` or `result` returns. Returns the loss, and whether the window overflowed."""
         if self.scaled or self.window.needs_division:
             gradients = self._divided(gradients, divisor)
-        norm_is_finite = True
         if self.has_norm:
-            gradients, loss, norm_is_finite = self._clipped(gradients, loss)
+            gradients, loss = self._clipped(gradients, loss)
         finished = self.map(_cast_like, gradients, self.weights) if self.casts_to_weights else gradients
         overflow = ms.Tensor(False, ms.bool_)
         if self.looks_for_overflow:
-            overflow = self._overflow(finished, loss, divisor, norm_is_finite)
+            overflow = self._overflow(finished, loss, divisor)
         if not self.has_transforms:
             gradients = finished
         elif self.has_low_precision:
@@ -221,19 +220,17 @@ class Update(nn.Cell):
     def _clipped(self, gradients, loss):
         norm = norms.global_norm(gradients)
         loss = ops.depend(loss, ops.assign(self.grad_norm, norm / self.scale_in_gradients))
-        if self.max_grad_norm is None:  # the norm is only recorded
-            return gradients, loss, True
-        return (
-            norms.clip_by_norm(gradients, norm, self.max_grad_norm * self.scale_in_gradients),
-            loss,
-            ops.isfinite(norm),
-        )
+        if self.max_grad_norm is not None:
+            gradients = norms.clip_by_norm(gradients, norm, self.max_grad_norm * self.scale_in_gradients)
+        return gradients, loss
 
-    def _overflow(self, gradients, loss, divisor, norm_is_finite):
+    def _overflow(self, gradients, loss, divisor):
         """Whether an overflow forbids the update. It does if the finished gradient (equal on all ranks), its norm or
         its divisor is not finite, or if every micro-batch that counts something overflowed, with `min_count` too."""
         # An infinite divisor (total count times scale) would turn finite gradients into zeros.
-        finite = ops.logical_and(ops.isfinite(divisor), norm_is_finite)
+        finite = ops.isfinite(divisor)
+        if self.max_grad_norm is not None:
+            finite = ops.logical_and(ops.isfinite(ops.depend(self.grad_norm, loss)), finite)
         if saturates():
             finite = ops.logical_and(self._nothing_saturated(gradients), finite)
         elif not self.norm_tells:

@@ -81,6 +81,7 @@ def run_program(programs, tmp_path):
         script.write_text(source)
         result = programs.run(script, folder=tmp_path)
         assert result.returncode == 0, result.stderr[-2000:]
+        assert "eliminated by mistake" not in result.stderr, "MindSpore warns of what a graph names and does not use"
         return result.stdout
 
     return run
