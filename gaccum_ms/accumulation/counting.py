@@ -25,7 +25,10 @@ class Counting(nn.Cell):
 
     def of(self, *micro_batch):
         if self.several:
-            return ops.stack([self.of_term(term, *micro_batch) for term in range(self.number)])
+            items: tuple = ()
+            for term in range(self.number):
+                items = (*items, self.of_term(term, *micro_batch))
+            return ops.stack(items)
         return self.of_term(0, *micro_batch)
 
     def of_term(self, term, *micro_batch):

@@ -123,23 +123,29 @@ def rows_at_the_end(plan):
 
 def take(
     inputs: Sequence[ms.Tensor], start: ms.Tensor, size: int | ms.Tensor, axes: tuple[int, ...]
-) -> list[ms.Tensor]:
+) -> tuple[ms.Tensor, ...]:
     """The `size` samples from sample `start` on, and the shared inputs. `start` : int32 of shape ()."""
     is_open = isinstance(size, ms.Tensor)
     step = ms.Tensor(1, ms.int32)
     rows = ops.range(start, start + size, step) if is_open else start + ms.Tensor(_first_rows(size), ms.int32)
     if not axes:
         return ops.HyperMap()(ops.partial(_gather_rows, rows), inputs)
-    return [_gathered(inputs[i], rows, axis_at(axes, i)) for i in range(len(inputs))]
+    parts: tuple = ()  # a comprehension would be a loop, which takes the compiler longer
+    for position in range(len(inputs)):
+        parts = (*parts, _gathered(inputs[position], rows, axis_at(axes, position)))
+    return parts
 
 
 def _gathered(value, rows, axis):
     return value if axis < 0 else ops.gather(value, rows, axis)
 
 
-def take_rest(inputs: Sequence[ms.Tensor], start: int, axes: tuple[int, ...]) -> list[ms.Tensor]:
+def take_rest(inputs: Sequence[ms.Tensor], start: int, axes: tuple[int, ...]) -> tuple[ms.Tensor, ...]:
     """The samples from `start` on (the last micro-batch of a ragged batch), and the shared inputs."""
-    return [_without_first(inputs[i], start, axis_at(axes, i)) for i in range(len(inputs))]
+    parts: tuple = ()
+    for position in range(len(inputs)):
+        parts = (*parts, _without_first(inputs[position], start, axis_at(axes, position)))
+    return parts
 
 
 def _without_first(value, start, axis):

@@ -53,23 +53,31 @@ def _check_losses(kinds, shapes, number):
             )
 
 
-def shape_or_none(value):
-    return value.shape if isinstance(value, ms.Tensor) else None
+def kinds_and_shapes(values):
+    """The type of each, and the shape of each that is a Tensor, else None. A comprehension would take the compiler
+    longer: it is a loop there."""
+    kinds: tuple = ()
+    shapes: tuple = ()
+    for value in values:
+        kinds = (*kinds, typeof(value))
+        shapes = (*shapes, value.shape if isinstance(value, ms.Tensor) else None)
+    return kinds, shapes
 
 
 def float32_losses(losses, number):
-    """The network's losses (a Tensor or a tuple) as a list of float32 Tensors, checked to be `number` scalars."""
+    """The network's losses (a Tensor or a tuple) as a tuple of float32 Tensors, checked to be `number` scalars."""
     if not isinstance(losses, (tuple, list)):
         losses = (losses,)
-    _check_losses([typeof(loss) for loss in losses], [shape_or_none(loss) for loss in losses], number)
-    return [ops.cast(loss, ms.float32) for loss in losses]
+    kinds, shapes = kinds_and_shapes(losses)
+    _check_losses(kinds, shapes, number)
+    result: tuple = ()
+    for loss in losses:
+        result = (*result, ops.cast(loss, ms.float32))
+    return result
 
 
 def float32_loss(loss):
     """The network's only loss as a float32 Tensor, checked to be a scalar."""
-    if not isinstance(loss, (tuple, list)):
-        _check_losses((typeof(loss),), (shape_or_none(loss),), 1)
-        return ops.cast(loss, ms.float32)
     return float32_losses(loss, 1)[0]
 
 

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 
 import mindspore as ms
 from mindspore import nn, ops
-from mindspore.ops.functional import typeof
 
 from gaccum_ms.accumulation.micro_batches import axis_at
-from gaccum_ms.accumulation.micro_step import float32_loss, shape_or_none
+from gaccum_ms.accumulation.micro_step import float32_loss, kinds_and_shapes
 from gaccum_ms.accumulation.output_axes import Output
 from gaccum_ms.losses import counts
 from gaccum_ms.options.options import Options
@@ -94,8 +93,7 @@ class LossWithOutputs(nn.Cell):
         kinds = None
         shapes = None
         if isinstance(outputs, (tuple, list)):
-            kinds = [typeof(output) for output in outputs]
-            shapes = [shape_or_none(output) for output in outputs]
+            kinds, shapes = kinds_and_shapes(outputs)
         known_rows = None if self.joined_in_python or isinstance(rows, ms.Tensor) else rows
         _check_outputs(kinds, shapes, self.ratio, self.aux, known_rows, self.axes or ())
         result: tuple = (float32_loss(outputs[0]) * seed,)

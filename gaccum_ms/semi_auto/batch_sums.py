@@ -24,9 +24,8 @@ from __future__ import annotations
 
 import mindspore as ms
 from mindspore import nn, ops
-from mindspore.ops.functional import typeof
 
-from gaccum_ms.accumulation.micro_step import float32_loss, float32_losses, shape_or_none
+from gaccum_ms.accumulation.micro_step import float32_loss, float32_losses, kinds_and_shapes
 from gaccum_ms.backend.parameters import record
 from gaccum_ms.distributed.stages import stages
 from gaccum_ms.losses import counts
@@ -334,7 +333,8 @@ def fractions(outputs, number, aux):
     """Numerators and denominators in turn, as float32. A bad denominator is NaN."""
     if not isinstance(outputs, (tuple, list)):
         outputs = (outputs,)
-    _check_fractions([typeof(output) for output in outputs], [shape_or_none(output) for output in outputs], number, aux)
+    kinds, shapes = kinds_and_shapes(outputs)
+    _check_fractions(kinds, shapes, number, aux)
     result: tuple = ()
     for term in range(number):
         numerator, denominator = ops.cast(outputs[2 * term], ms.float32), outputs[2 * term + 1]
@@ -368,4 +368,4 @@ def check_outputs(outputs, first, samples):
     """Refuse what cannot be joined; `first` : the position of the first output beside the loss."""
     if not isinstance(outputs, (tuple, list)):
         outputs = (outputs,)
-    _check_outputs([shape_or_none(output) for output in outputs], first, samples)
+    _check_outputs(kinds_and_shapes(outputs)[1], first, samples)
