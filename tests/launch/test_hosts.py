@@ -143,6 +143,7 @@ def test_open_mpi_ends_all_hosts_when_a_rank_fails(hosts, mpirun, tmp_path):
 
 
 @pytest.mark.thorough
+@pytest.mark.flaky(reruns=1, only_rerun="139")  # MindSpore's own SIGSEGV, which a launcher would name
 def test_ranks_train_without_a_launcher(hosts, tmp_path, monkeypatch):
     """The script ends with an AllReduce, so that no rank ends while another still needs it. The exit code is a failing
     rank's. Variables of another cluster do not mislead the ranks, even if they have this cluster's values."""

@@ -70,6 +70,7 @@ def compile_graph(step, inputs, graphs, folder):
     """Compile one graph, and save it with MindSpore's message."""
     folder.mkdir(exist_ok=True)
     shutil.rmtree(graphs, ignore_errors=True)
+    gc.freeze()  # MindSpore collects garbage many times in each compilation; present objects are excluded
     # This is processor time: other programs on the machine would distort the clock's time.
     begin, message = time.process_time(), "the device was there"
     try:
@@ -106,15 +107,13 @@ def wanted(out):
             if file.name not in seen:
                 seen.add(file.name)
                 yield file.name
-        time.sleep(0.05)
+        time.sleep(0.2)
 
 
 def main(out, graphs, cases):
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_context(device_target="CPU")  # after set_device() MindSpore 2.7 and 2.8 would keep CPU
     init()
-    gc.collect()
-    gc.freeze()  # MindSpore collects garbage at each compilation; present objects are excluded
     create_group("nccl_world_group", list(range(get_group_size())))
     ms.set_context(device_target="GPU")
     rank = get_rank()

@@ -269,8 +269,7 @@ CASES |= {
         lambda layout=layout, kind=kind: by_trainer(layout, True, kind == "per token"),
         settings(layout) | AUTO_PARALLEL,
     )
-    for kind in ("mean", "per token")
-    for layout in ("dp", "two stages")
+    for kind, layout in (("mean", "dp"), ("per token", "two stages"))
 }
 CASES |= {
     f"ours, {name}, {layout}": (
@@ -278,7 +277,7 @@ CASES |= {
         settings(layout),
     )
     for name, options in {
-        "all options": ALL_OPTIONS,
+        "all options mean": ALL_OPTIONS,
         "all options per token": ALL_OPTIONS | {"per_token": True},
         "skipped": SKIPPED,
         "broadcast": {"broadcasts": 3},
