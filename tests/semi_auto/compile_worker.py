@@ -23,7 +23,7 @@ from gaccum_ms.backend.micro_mirrors import unreduced
 from gaccum_ms.semi_auto import compiled_once
 from gaccum_ms.semi_auto.modes import settings_of
 from tests.semi_auto.cases import SAMPLES, X, Y
-from tests.semi_auto.compiled import flag_of, folder_of, stages_of
+from tests.semi_auto.compiled import AGAIN, flag_of, folder_of, stages_of
 from tests.semi_auto.pipeline_cases import ALL_CASES
 
 # Parts of MindSpore's errors when the graph is finished and there is no device.
@@ -118,7 +118,7 @@ def main(out, graphs, cases):
     ms.set_context(device_target="GPU")
     rank = get_rank()
     for name in wanted(out):
-        make, settings = cases[name]
+        make, settings = cases[name.partition(AGAIN)[0]]
         stage, place = divmod(rank, get_group_size() // stages_of(settings))
         if place == 0:
             with contextlib.nullcontext() if settings.get("gpu") else as_on_ascend():

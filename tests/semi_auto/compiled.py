@@ -21,6 +21,7 @@ RANKS = 8
 # The thorough tests of options have a compiler of their own, so that all tests keep two cores busy.
 SECOND_COMPILER = pytest.mark.xdist_group("parallel, options")
 THOROUGH = [pytest.mark.thorough, SECOND_COMPILER]
+AGAIN = " # "  # in a case's name, before a number: the same step, compiled once more
 TIME_LIMIT = 5400  # seconds; all cases take two free cores less than ten minutes
 
 
