@@ -78,7 +78,7 @@ def float32_losses(losses, number):
 
 def float32_loss(loss):
     """The network's only loss as a float32 Tensor, checked to be a scalar."""
-    if not isinstance(loss, (tuple, list)):
+    if not isinstance(loss, (tuple, list)):  # without the loops over losses: fewer functions in a graph
         _check_losses((typeof(loss),), (loss.shape if isinstance(loss, ms.Tensor) else None,), 1)
         return ops.cast(loss, ms.float32)
     return float32_losses(loss, 1)[0]
