@@ -15,12 +15,12 @@ from gaccum_ms.callbacks.window_watch import samples_of_batch, skipped_batches, 
 from gaccum_ms.checks.arguments import check_finite, check_one_of
 from gaccum_ms.distributed.ranks import rank_or_0
 from gaccum_ms.learning_rate import current_learning_rate
-from gaccum_ms.splitting.token_plan import TokenPlan
+from gaccum_ms.record.window_notes import as_float, updates_of
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
 _NAME = "ProgressBar"
 _FORMAT = "{desc} |{bar}| {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}"
-_LEAST_BAR = 4  # columns
+_FORMAT_WITH_SHORTEST_BAR = _FORMAT.replace("{bar}", " " * 4)
 
 
 class ProgressBar(Callback):
@@ -83,7 +83,7 @@ class ProgressBar(Callback):
         self._show = show
         self._refresh_seconds = refresh_seconds
         self._bar: tqdm.tqdm | None = None  # while it is drawn
-        self._output = contextlib.ExitStack()  # restores standard output
+        self._at_end = contextlib.ExitStack()  # closes the bar, then restores standard output
 
     def on_train_begin(self, run_context: RunContext) -> None:
         parameters, step = run_context.original_args(), training_step(run_context)
@@ -92,7 +92,10 @@ class ProgressBar(Callback):
                 f"For '{_NAME}', the trained network must be a GradAccumulationCell, but got "
                 f"'{type(parameters.train_network).__name__}'."
             )
-        if rank_or_0() != 0 or not (_can_show(self._file) if self._show is None else self._show):
+        in_notebook = self._file is None and "ipykernel.zmqshell" in sys.modules
+        stream = sys.stderr if self._file is None else self._file
+        show = in_notebook or getattr(stream, "isatty", bool)() if self._show is None else self._show
+        if rank_or_0() != 0 or not show:
             return
         self._step = step
         self._begun = parameters.cur_step_num  # batches before this training
@@ -100,19 +103,26 @@ class ProgressBar(Callback):
         self._items = 0  # samples or tokens since the last drawing
         self._drawn = math.nan
         self._speed: list[str] = []
-        self._bar = self._make_bar(parameters.batch_num * parameters.epoch_num - skipped_batches(parameters))
+
+        from tqdm.auto import tqdm as auto_bar  # at its first use, because it may warn in a notebook
+
+        bar_class: type[tqdm.tqdm] = auto_bar if self._file is None else tqdm.tqdm
+        total = parameters.batch_num * parameters.epoch_num - skipped_batches(parameters)
+        bar = bar_class(total=total, file=stream, dynamic_ncols=True, desc="Epoch", bar_format=_FORMAT)
+        if stream in (sys.stdout, sys.stderr):
+            above = self._at_end.enter_context(contextlib.closing(_AboveBar(bar)))
+            self._at_end.enter_context(contextlib.redirect_stdout(above))
+        self._bar = self._at_end.enter_context(bar)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         if self._bar is None:
             return
         parameters = run_context.original_args()
-        batches, plan = parameters.cur_step_num - self._begun - self._bar.n, _token_plan(self._step)
-        if parameters.dataset_sink_mode:
-            self._items += batches * parameters.train_dataset.get_batch_size()
-        else:
-            self._items += samples_of_batch(run_context) if plan is None else plan.tokens
+        batches = parameters.cur_step_num - self._begun - self._bar.n
+        items, self._unit = _items_of(run_context, self._step, batches)
+        self._items += items
         self._epochs = self._epochs or parameters.cur_epoch_num - 1 + parameters.epoch_num
-        self._bar.update(batches)
+        self._bar.n += batches  # by `update` , tqdm would decide when to draw
         if not time.perf_counter() - self._drawn < self._refresh_seconds:  # the first is NaN
             self._draw(self._bar, parameters)
 
@@ -126,30 +136,22 @@ class ProgressBar(Callback):
             self._close()
 
     def _close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-        self._output.close()
-
-    def _make_bar(self, total: int) -> tqdm.tqdm:
-        from tqdm.auto import tqdm as auto_bar  # at its first use, because it may warn in a notebook
-
-        bar_class, file = (auto_bar, sys.stderr) if self._file is None else (tqdm.tqdm, self._file)
-        by_us = {"miniters": 0, "mininterval": math.inf}  # this class decides when to draw, not tqdm
-        bar = bar_class(total=total, file=file, dynamic_ncols=True, desc="Epoch", bar_format=_FORMAT, **by_us)
-        if file in (sys.stdout, sys.stderr):
-            above = self._output.enter_context(contextlib.closing(_AboveBar(bar)))
-            self._output.enter_context(contextlib.redirect_stdout(above))
-        return bar
+        self._bar = None
+        self._at_end.close()
 
     def _draw(self, bar: tqdm.tqdm, parameters: Any) -> None:
         numbers = _numbers(self._step, parameters.net_outputs)
         now = time.perf_counter()  # after reading, for which the device had to finish the counted batches
         if self._items and now > self._drawn:  # False for the first batch, which waited for the compiler
-            items = "samples" if _token_plan(self._step) is None else "tokens"
-            self._speed = [f"{self._items / (now - self._drawn):.0f} {items}/s"]
+            self._speed = [f"{self._items / (now - self._drawn):.0f} {self._unit}/s"]
         bar.set_description_str(f"Epoch {parameters.cur_epoch_num}/{self._epochs}", refresh=False)
-        _fit(bar, [*numbers[:2], *self._speed, *numbers[2:]])
+        texts = [*numbers[:2], *self._speed, *numbers[2:]]
+        for count in range(len(texts), -1, -1):  # as many as leave room for the bar
+            bar.set_postfix_str(", ".join(texts[:count]), refresh=False)
+            columns = bar.format_dict["ncols"]
+            whole = bar.format_dict | {"ncols": None, "bar_format": _FORMAT_WITH_SHORTEST_BAR}
+            if not isinstance(columns, int) or len(bar.format_meter(**whole)) <= columns:
+                break
         bar.refresh()
         self._drawn, self._items = time.perf_counter(), 0
 
@@ -174,39 +176,21 @@ class _AboveBar:
         return getattr(self._stream, name)
 
 
-def _fit(bar: tqdm.tqdm, texts: list[str]) -> None:
-    """Show as many texts as leave room for the bar."""
-    for count in range(len(texts), -1, -1):
-        bar.set_postfix_str(", ".join(texts[:count]), refresh=False)
-        parts = bar.format_dict
-        columns, parts["ncols"], parts["bar_format"] = parts["ncols"], None, _FORMAT.replace("{bar}", " " * _LEAST_BAR)
-        if not isinstance(columns, int) or len(bar.format_meter(**parts)) <= columns:
-            return
+def _items_of(run_context: RunContext, step: TrainOneStepWithGradAccumulationCell, batches: int) -> tuple[int, str]:
+    """What the last batch, or those of a sink, hold: this many samples or tokens."""
+    parameters = run_context.original_args()
+    plan = step.options.split.plan if step.options.splits_in_python else None
+    if parameters.dataset_sink_mode:
+        return batches * parameters.train_dataset.get_batch_size(), "samples"
+    return (samples_of_batch(run_context), "samples") if plan is None else (plan.tokens, "tokens")
 
 
 def _numbers(step: TrainOneStepWithGradAccumulationCell, outputs: Any) -> list[str]:
-    updates = int(step.update_count.asnumpy())
+    updates = updates_of(step)
     loss = outputs[0] if isinstance(outputs, tuple) else outputs
     if step.spans_batches and updates:
         loss = step.window_loss
-    numbers = [f"loss {_last(loss):.4g}", f"lr {current_learning_rate(step.optimizer):.4g}"]
+    numbers = [f"loss {as_float(loss):.4g}", f"lr {current_learning_rate(step.optimizer):.4g}"]
     if updates and hasattr(step, "grad_norm"):
-        numbers.append(f"norm {_last(step.grad_norm):.4g}")
+        numbers.append(f"norm {as_float(step.grad_norm):.4g}")
     return [*numbers, f"update {updates}"]
-
-
-def _token_plan(step: TrainOneStepWithGradAccumulationCell) -> TokenPlan | None:
-    """The layout of the last batch, if micro-batches are made by length."""
-    return step.options.split.plan if step.options.splits_in_python else None
-
-
-def _last(tensor: Any) -> float:
-    return float(tensor.asnumpy().reshape(-1)[-1])
-
-
-def _can_show(file: TextIO | None) -> bool:
-    """Whether it is a terminal, or None in a notebook."""
-    if file is None and "ipykernel.zmqshell" in sys.modules:
-        return True
-    stream = sys.stderr if file is None else file
-    return hasattr(stream, "isatty") and stream.isatty()
