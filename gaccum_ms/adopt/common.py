@@ -83,31 +83,6 @@ def build(
     return step
 
 
-def wrapper_step(
-    owner: str,
-    network: nn.Cell,
-    optimizer: nn.Optimizer,
-    scale_sense: Any,
-    ema: nn.Cell | None,
-    drop_overflow_update: bool,
-    gradient_accumulation_steps: int,
-    clip: tuple[bool, float],
-    options: dict[str, Any],
-) -> TrainOneStepWithGradAccumulationCell:
-    """Our step, for the arguments that the `TrainOneStepWrapper` of mindone and of mindocr share."""
-    return build(
-        owner,
-        network,
-        optimizer,
-        scale_of(owner, scale_sense),
-        drop_overflow_update=drop_overflow_update,
-        accumulation_steps=gradient_accumulation_steps,
-        max_grad_norm=clip_norm_of(owner, clip[0], "clip_grad", clip[1]),
-        links=() if ema is None else (MovedAverage(owner, ema, "ema_update"),),
-        **options,
-    )
-
-
 def clip_norm_of(owner: str, clip: Any, name: str, norm: float) -> float | None:
     """`max_grad_norm` , from a package's switch and norm."""
     if not isinstance(clip, bool):

@@ -1,9 +1,4 @@
-"""mindcv: `TrainStep` and `create_trainer` , with our step.
-
-mindcv's step clips each micro-batch instead of the window's mean gradient. It moves its average of the weights with
-each micro-batch. A micro-batch that overflows is left out of its window, which then takes another. In PyNative mode,
-which is MindSpore's default, it stops with a TypeError at the first window's end.
-"""
+"""mindcv: `TrainStep` and `create_trainer` , with our step."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""mindocr: `TrainOneStepWrapper` , with our step.
-
-mindocr's step keeps zeros as large as all weights, to clear its accumulators, and moves its average of the weights with
-each micro-batch.
-"""
+"""mindocr: `TrainOneStepWrapper` , with our step."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ from typing import Any
 
 from mindspore import nn
 
-from gaccum_ms.adopt.common import wrapper_step
+from gaccum_ms.adopt.common import MovedAverage, build, clip_norm_of, scale_of
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
 _NAME = "gaccum_ms.adopt.mindocr.train_step"
@@ -57,14 +53,14 @@ def train_step(
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
     """
-    return wrapper_step(
+    return build(
         _NAME,
         network,
         optimizer,
-        scale_sense,
-        ema,
-        drop_overflow_update,
-        gradient_accumulation_steps,
-        (clip_grad, clip_norm),
-        options,
+        scale_of(_NAME, scale_sense),
+        drop_overflow_update=drop_overflow_update,
+        accumulation_steps=gradient_accumulation_steps,
+        max_grad_norm=clip_norm_of(_NAME, clip_grad, "clip_grad", clip_norm),
+        links=() if ema is None else (MovedAverage(_NAME, ema, "ema_update"),),
+        **options,
     )

@@ -1,12 +1,4 @@
-"""mindone: its three training steps, with ours.
-
-* `mindone.trainers.TrainOneStepWrapper` , here :func:`train_step` : mindone's step moves its average of the weights
-  with each micro-batch, and with ZeRO communicates each one.
-* `TrainOneStepWrapper` of `mindone.transformers` , here :func:`transformers_train_step` : with an ordinary optimizer,
-  mindone's step has no accumulators, and stops with an AttributeError.
-* `mindone.diffusers.training_utils.TrainStep` , here :func:`diffusers_train_step` : if the last window of an epoch has
-  fewer batches, mindone's step still divides it by the number of a whole window.
-"""
+"""mindone: its three training steps, with ours: of its own trainers, of its transformers and of its diffusers."""
 
 from __future__ import annotations
 
@@ -15,7 +7,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn
 
-from gaccum_ms.adopt.common import MovedAverage, build, refuse, scale_of, wrapper_step
+from gaccum_ms.adopt.common import MovedAverage, build, clip_norm_of, refuse, scale_of
 from gaccum_ms.checks.arguments import check_one_of, described
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 from gaccum_ms.transforms.clip_by_value import ClipByValue
@@ -74,16 +66,16 @@ def train_step(
     name = "gaccum_ms.adopt.mindone.train_step"
     if zero_helper is not None:
         refuse(name, "zero_helper", zero_helper, _ZERO)
-    return wrapper_step(
+    return build(
         name,
         network,
         optimizer,
-        scale_sense,
-        ema,
-        drop_overflow_update,
-        gradient_accumulation_steps,
-        (clip_grad, clip_norm),
-        options,
+        scale_of(name, scale_sense),
+        drop_overflow_update=drop_overflow_update,
+        accumulation_steps=gradient_accumulation_steps,
+        max_grad_norm=clip_norm_of(name, clip_grad, "clip_grad", clip_norm),
+        links=() if ema is None else (MovedAverage(name, ema, "ema_update"),),
+        **options,
     )
 
 

@@ -1,8 +1,7 @@
 """mindyolo: `create_train_step_fn` , with our step.
 
 mindyolo's Trainer sums the gradients of a window's batches. The sum equals the joined batch's gradient if the loss is
-multiplied by its batch's size, as most of mindyolo's losses are. For those of YOLOv4 and YOLOX, a window of three
-batches has three times the gradient. The Trainer reduces over ranks with each batch, and clips each batch's gradient.
+multiplied by its batch's size, as most of mindyolo's losses are.
 """
 
 from __future__ import annotations

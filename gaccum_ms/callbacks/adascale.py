@@ -1,8 +1,4 @@
-"""AdaScale: scales the learning rate by the measured gain of a larger batch, during training.
-
-Johnson, Agrawal, Gu and Guestrin, "AdaScale SGD: A User-Friendly Algorithm for Distributed Training", ICML 2020,
-arXiv:2007.05105.
-"""
+"""AdaScale: scales the learning rate by the measured gain of a larger batch, during training."""
 
 from __future__ import annotations
 
