@@ -55,9 +55,7 @@ def audit(
         description and a remedy for each: a loss that is a sum with ``reduction="mean"`` , or the reverse; BatchNorm
         layers; a network that couples samples although no known layer does, such as a contrastive loss with in-batch
         negatives, or whose mean is over items that `count` does not count; a loss that is random without a dropout
-        layer. The table shows the other fields: ``gradients`` , ``parameters`` , ``loss_whole`` ,
-        ``loss_accumulated`` , ``loss_behaves_as`` , ``reduction`` , ``batch_norm_layers`` , ``couples_samples`` ,
-        ``dropout_layers`` .
+        layer. The table shows the other fields.
 
     Raises:
         TypeError: If `cell` is not a GradAccumulationCell, `optimizer` not an Optimizer, or an input not a Tensor.

@@ -65,10 +65,14 @@ class Evidence:
 
     @property
     def behaves_as(self) -> str:
-        """How it behaves."""
+        """How it behaves; as expected, if it is zero."""
         if self.of_batch:
             return "batch"
-        return _behaves_as(self.once, self.twice, self.tolerance, self.expected)
+        values = {"mean": self.once, "sum": 2 * self.once}
+        for kind in (self.expected, "mean", "sum"):
+            if np.allclose(self.twice, values[kind], rtol=self.tolerance, atol=0):
+                return kind
+        return "neither"
 
     @property
     def differs(self) -> bool:
@@ -134,15 +138,6 @@ class Evidence:
             return False
         both_nan = (value != value) & (whole != whole)
         return relative_error(np.where(both_nan, 0, value), np.where(both_nan, 0, whole)) <= self.tolerance
-
-
-def _behaves_as(once: np.ndarray, twice: np.ndarray, tolerance: float, expected: str) -> str:
-    """The kind of loss, from its values on the batch and on the doubled batch; `expected` for a loss of zero."""
-    values = {"mean": once, "sum": 2 * once}
-    for kind in (expected, "mean", "sum"):
-        if np.allclose(twice, values[kind], rtol=tolerance, atol=0):
-            return kind
-    return "neither"
 
 
 def relative_error(value: np.ndarray | float, reference: np.ndarray | float, smallest_scale: float = 0.0) -> float:

@@ -7,6 +7,7 @@ own size, so that its update looks right with a gradient that is K times too lar
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -50,33 +51,29 @@ def measured(
     dropout_layers = _switch_dropout_off(cell.network)
     state = _State(cell.network, recorder.parameters)
 
-    def run(any_step: nn.Cell, inputs: Sequence[ms.Tensor]) -> Update:
+    def restored(function: Callable, *arguments: Any) -> Any:
         try:
-            return _run(any_step, recorder, state, inputs)
+            return function(*arguments)
         finally:
             before.restore_values()
 
-    def loss_of(inputs: Sequence[ms.Tensor]) -> np.ndarray:
-        try:
-            return losses.on(inputs)
-        finally:
-            before.restore_values()
+    run = functools.partial(restored, _run, recorder, state)
+    loss_of = functools.partial(restored, losses.on)
 
     # Micro-batches, or the batch twice over, may not fit the network, because another axis counts samples.
     accumulated, error = _attempt(lambda: run(step, batch))
     whole = run(whole_step, batch)
-    outputs = losses.outputs_on(batch) if cell.aux and not cell.trims else []
-    before.restore_values()
+    outputs = restored(losses.outputs_on, batch) if cell.aux and not cell.trims else []
     whole = dataclasses.replace(whole, outputs=outputs)
     if accumulated is None:
-        accumulated = _without_numbers(whole)
+        no_numbers = [np.full_like(gradient, np.nan) for gradient in whole.gradients]
+        accumulated = dataclasses.replace(whole, loss=np.nan, gradients=no_numbers)
     elif not outputs:
         accumulated = dataclasses.replace(accumulated, outputs=[])
     once = loss_of(batch)
+    pairs = list(zip(batch, cut_axes(len(batch), cell.shared, cell.axis), strict=True))
     twice, second_error = _attempt(
-        lambda: loss_of(
-            [_doubled(*pair) for pair in zip(batch, cut_axes(len(batch), cell.shared, cell.axis), strict=True)]
-        )
+        lambda: loss_of([value if axis == UNCUT else ops.concat((value, value), axis) for value, axis in pairs])
     )
     error = error or second_error
     evidence = Evidence(
@@ -120,17 +117,6 @@ def _attempt(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
         if str(error).startswith("For 'GradAccumulationCell'"):
             raise
         return None, error
-
-
-def _without_numbers(update: Update) -> Update:
-    """An update that could not be made."""
-    gradients = [np.full_like(gradient, np.nan) for gradient in update.gradients]
-    return dataclasses.replace(update, loss=np.nan, gradients=gradients)
-
-
-def _doubled(value: ms.Tensor, axis: int) -> ms.Tensor:
-    """An input with each sample twice."""
-    return value if axis == UNCUT else ops.concat((value, value), axis)
 
 
 class Recorder(nn.Cell):
@@ -214,7 +200,7 @@ class _State:
         return not type(cell).__module__.startswith("mindspore.") and not value.has_init
 
 
-def _run(step: nn.Cell, recorder: Recorder, state: _State, batch: Sequence[ms.Tensor]) -> Update:
+def _run(recorder: Recorder, state: _State, step: nn.Cell, batch: Sequence[ms.Tensor]) -> Update:
     ms.manual_seed(_SEED)
     with mean_of_elements():  # for MindSpore's own step in PyNative mode; ours does so itself
         loss, *outputs = outputs if isinstance(outputs := step(*batch), tuple) else (outputs,)

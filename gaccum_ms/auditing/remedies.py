@@ -109,13 +109,14 @@ def _known_counts(cell: GradAccumulationCell, batch: Sequence[ms.Tensor]) -> Ite
     last = len(batch) - 1
     known = losses_of_labels(cell.network).values()
     ignored = list(dict.fromkeys([loss.ignore_index for loss in known] + [-100]))
-    labels = list(itertools.product(reversed(integer_inputs(batch)), ignored, (0, 1)))
-    for position, index, shift in labels:
-        words = _words(ignore_index=(index, -100), position=(position, last), shift=(shift, 0))
+    labels = [
+        (index, position, shift, _words(ignore_index=(index, -100), position=(position, last), shift=(shift, 0)))
+        for position, index, shift in itertools.product(reversed(integer_inputs(batch)), ignored, (0, 1))
+    ]
+    for index, position, shift, words in labels:
         yield f"count=CountNotIgnored({words})", CountNotIgnored(index, position, shift)
     for where, weight in _class_weights(cell.network):
-        for position, index, shift in labels:
-            words = _words(ignore_index=(index, -100), position=(position, last), shift=(shift, 0))
+        for index, position, shift, words in labels:
             more = f", {words}" if words else ""
             yield f"count=CountClassWeights({where}{more})", CountClassWeights(weight, index, position, shift)
     for position in reversed(range(len(batch))):

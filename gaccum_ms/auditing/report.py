@@ -59,17 +59,15 @@ class AuditReport:
         """Whether accumulation gives this network the whole batch's results."""
         return not self.problems
 
-    def _behaviour(self) -> str:
-        if self.loss_behaves_as == "batch":
-            return "one of the whole batch, as WithBatchLossCell says"
-        return f"{self.loss_behaves_as}, the cell has reduction='{self.reduction}'"
-
     def __str__(self) -> str:
+        behaviour = f"{self.loss_behaves_as}, the cell has reduction='{self.reduction}'"
+        if self.loss_behaves_as == "batch":
+            behaviour = "one of the whole batch, as WithBatchLossCell says"
         error = relative_error(self.loss_accumulated, self.loss_whole)
         losses = f"{self.loss_whole:.6g} on the whole batch, {self.loss_accumulated:.6g} accumulated ({error:.1e})"
         facts = {
             "loss": losses,
-            "loss behaves as": self._behaviour(),
+            "loss behaves as": behaviour,
             "couples samples": "yes" if self.couples_samples else "no",
             "BatchNorm layers": ", ".join(self.batch_norm_layers) or "none",
             "dropout, switched off": ", ".join(self.dropout_layers) or "none",
@@ -85,16 +83,12 @@ class AuditReport:
 
 def judged(evidence: Evidence) -> AuditReport:
     """The report."""
-    parameters = {
-        name: relative_error(value, reference)
-        for name, value, reference in zip(
-            evidence.names, evidence.accumulated.parameters, evidence.whole.parameters, strict=True
-        )
-    }
+    pairs = zip(evidence.accumulated.parameters, evidence.whole.parameters, strict=True)
+    errors = (relative_error(value, reference) for value, reference in pairs)
     couples_samples, problems = _problems(evidence)
     return AuditReport(
         gradients=evidence.gradients,
-        parameters=parameters,
+        parameters=dict(zip(evidence.names, errors, strict=True)),
         loss_whole=evidence.whole.loss,
         loss_accumulated=evidence.accumulated.loss,
         loss_behaves_as=evidence.behaves_as,
