@@ -5,26 +5,22 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Sequence
-from typing import Any
 
 from mindspore.train import Callback, ModelCheckpoint
 
 from gaccum_ms.distributed.layout import gather_json
 
 
-def _function(saver: ModelCheckpoint, what: str) -> Any:
-    """The function that makes a folder or prefix; older versions of MindSpore have none."""
-    return getattr(saver, f"_{what}_func", None)
-
-
 def refuse_shared_folders(callbacks: Sequence[Callback]) -> None:
     """Raise an error on all ranks if two on one host have the same folder and prefix. A collective.
 
-    A folder or prefix that is a function is not known before it saves, and is not compared."""
+    A folder or prefix that is a function, as newer versions of MindSpore allow, is not known before it saves, and is
+    not compared."""
     own = [
         [platform.node(), os.path.realpath(each._directory), each._prefix]
         for each in callbacks
-        if isinstance(each, ModelCheckpoint) and not (_function(each, "directory") or _function(each, "prefix"))
+        if isinstance(each, ModelCheckpoint)
+        and not (getattr(each, "_directory_func", None) or getattr(each, "_prefix_func", None))
     ]
     ranks_of: dict[tuple[str, ...], list[int]] = {}
     for rank, places in enumerate(gather_json(own)):

@@ -1,8 +1,7 @@
-"""The window that is open when an epoch or the training ends.
+"""FlushAccumulation: ends the window that is open when an epoch or the training ends.
 
-By default it continues in the next epoch, so that every update has the same number of batches. `FlushAccumulation` ends
-it with the epoch: its batches make an update. Ranks with fewer batches than others (window_watch.py compares them
-before training) take part in the missing updates there, first with their remaining batches, then with counts of zero.
+Ranks with fewer batches than others (window_watch.py compares them before training) then take part in the missing
+updates, first with their remaining batches, then with counts of zero.
 """
 
 from __future__ import annotations

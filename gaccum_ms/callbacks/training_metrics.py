@@ -67,9 +67,7 @@ class TrainingMetrics(Callback):
 
     def __init__(self, metrics: Mapping[str, Metric | Callable[..., Any]], show: bool = True) -> None:
         super().__init__()
-        if not isinstance(metrics, Mapping) or not all(
-            isinstance(metric, Metric) or callable(metric) for metric in metrics.values()
-        ):
+        if not isinstance(metrics, Mapping) or not all(map(callable, metrics.values())):
             raise TypeError(
                 f"For '{_NAME}', the argument 'metrics' must be a dict from names to mindspore.train.Metric or "
                 f"functions, but got {metrics!r}."

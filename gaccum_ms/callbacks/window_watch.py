@@ -12,21 +12,21 @@ import warnings
 from typing import Any, NamedTuple
 
 import mindspore as ms
-from mindspore import nn, ops
+from mindspore import nn
 from mindspore.train import Callback, RunContext
 
 from gaccum_ms.backend.parameters import overwrite
 from gaccum_ms.callbacks.checkpoint_folders import refuse_shared_folders
 from gaccum_ms.callbacks.rate_length import warn_of_rates_for_batches
 from gaccum_ms.checkpoint.data_position import begin_anew
+from gaccum_ms.distributed.layout import gather_json
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
 
 def samples_of_batch(run_context: RunContext) -> int:
     """The number of samples of the batch that a step has just trained on."""
-    step = training_step(run_context)
-    axis = step.options.first_axis if step is not None else 0
-    return run_context.original_args().train_dataset_element[0].shape[axis]
+    step: Any = training_step(run_context)
+    return run_context.original_args().train_dataset_element[0].shape[step.options.first_axis]
 
 
 def training_step(run_context: RunContext) -> TrainOneStepWithGradAccumulationCell | None:
@@ -94,8 +94,7 @@ class WindowWatch(Callback):
         own = RankBatches(
             parameters.batch_num, skipped_batches(parameters), int(step.window_position.asnumpy()), window_steps
         )
-        gathered = ops.AllGather()(ms.Tensor([own], ms.int32)).asnumpy()
-        parameters.rank_batches = batches_of = [RankBatches(*map(int, row)) for row in gathered]
+        parameters.rank_batches = batches_of = [RankBatches(*row) for row in gather_json(own)]
         if all(other == own for other in batches_of):
             return
         evens_out = step.spans_batches and not step.window.store.reduces  # else ranks need equal micro-batches
