@@ -99,9 +99,7 @@ def _written_by_call(call: ast.Call, function: FunctionType, cell: nn.Cell, writ
 
 def _is_missing(node: ast.AST, cell: nn.Cell) -> bool:
     """Whether the code is `self.one` , and the Cell has no such attribute."""
-    if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"):
-        return False
-    return not hasattr(cell, node.attr)
+    return isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self" and not hasattr(cell, node.attr)
 
 
 def _writes_in_place(method: str) -> bool:

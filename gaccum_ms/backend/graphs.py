@@ -38,16 +38,7 @@ class OwnGraph(nn.Cell):
         return run(self, self._jit, *inputs)
 
 
-_eager_runs: list[None] = []
-
-
-@contextmanager
-def _eagerly() -> Iterator[None]:
-    _eager_runs.append(None)
-    try:
-        yield
-    finally:
-        _eager_runs.pop()
+_eager_runs: list[nn.Cell] = []  # those that Python has called, and that have not ended
 
 
 def runs_eagerly_now() -> bool:
@@ -138,8 +129,12 @@ def run(cell: nn.Cell, jit: bool, *inputs: Any) -> Any:
 
 def _run_eagerly(cell: nn.Cell, *inputs: Any) -> Any:
     close_tape()  # a gradient that is not ours may have left it open
-    with mean_of_elements(), _eagerly():
-        return nn.Cell.__call__(cell, *inputs)
+    _eager_runs.append(cell)
+    try:
+        with mean_of_elements():
+            return nn.Cell.__call__(cell, *inputs)
+    finally:
+        _eager_runs.pop()
 
 
 def _run_graph(cell: nn.Cell, *inputs: Any) -> Any:

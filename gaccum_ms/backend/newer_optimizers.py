@@ -78,16 +78,10 @@ def list_rates(optimizer: nn.Cell) -> None:
     a scheduler has changed."""
     optimizer = without_shards(optimizer)
     if isinstance(optimizer, ExperimentalOptimizer) and not hasattr(optimizer, _LISTED):
-        parameters = [
-            parameter
-            for group in optimizer.param_groups
-            for value in group.values()
-            for parameter in _parameters_in(value)
-        ]
         listed = {id(parameter) for parameter in optimizer.get_parameters()}
-        setattr(
-            optimizer, _LISTED, ms.ParameterTuple(parameter for parameter in parameters if id(parameter) not in listed)
-        )
+        values = [value for group in optimizer.param_groups for value in group.values()]
+        missing = [state for value in values for state in _parameters_in(value) if id(state) not in listed]
+        setattr(optimizer, _LISTED, ms.ParameterTuple(missing))
 
 
 def list_schedulers(optimizer: nn.Cell, schedulers: Iterable[Any], updates: ms.Parameter) -> None:

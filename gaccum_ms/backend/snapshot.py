@@ -65,10 +65,11 @@ class Snapshot:
 
     def _keep_attributes(self, cell: nn.Cell) -> Callable[[], None]:
         attributes = vars(cell)
-        names = [
-            name for name, value in attributes.items() if name not in _OF_EVERY_CELL and not _is_kept_elsewhere(value)
-        ]
-        saved = {name: (attributes[name], self._keep(attributes[name])) for name in names}
+        saved = {
+            name: (value, self._keep(value))
+            for name, value in attributes.items()
+            if name not in _OF_EVERY_CELL and not isinstance(value, (nn.Cell, ms.Parameter, ms.ParameterTuple))
+        }
         known = set(attributes)
 
         def undo() -> None:
@@ -101,15 +102,7 @@ class Snapshot:
                     undo_entry()
 
             return undo
-        return _nothing
-
-
-def _nothing() -> None:
-    pass
-
-
-def _is_kept_elsewhere(value: Any) -> bool:
-    return isinstance(value, (nn.Cell, ms.Parameter, ms.ParameterTuple))
+        return lambda: None
 
 
 def _same(tensor: ms.Tensor, value: np.ndarray) -> bool:

@@ -58,13 +58,12 @@ def _joined(files: list[Values], first_rank: bool) -> Values:
         wholes = [values[name].astype(np.float64) + values.get(lost, 0.0) for values in files]
         joined[name] = sum(factor * whole for factor, whole in zip(factors, wholes, strict=True)).astype(np.float32)
         joined.pop(lost, None)
-    sums = np.stack([values[own("window_sums")] for values in files])
-    joined[own("window_sums")] = sums.sum(axis=0) if first_rank else np.zeros_like(sums[0])
-    joined[own("window_sums")][LOSS] = np.dot(factors, sums[:, LOSS])
+    for name in (own("window_sums"), own("window_first")):
+        if all(name in values for values in files):
+            rows = np.stack([values[name] for values in files])
+            joined[name] = rows.sum(axis=0) if first_rank else np.zeros_like(rows[0])
+    joined[own("window_sums")][LOSS] = np.dot(factors, [values[own("window_sums")][LOSS] for values in files])
     joined[own("window_sums")][BATCHES] = position
-    if all(own("window_first") in values for values in files):
-        first = np.stack([values[own("window_first")] for values in files])
-        joined[own("window_first")] = first.sum(axis=0) if first_rank else np.zeros_like(first[0])
     joined[own("window_position")] = np.array(position)
     joined[own("window_unit")] = np.array(seed)
     return joined

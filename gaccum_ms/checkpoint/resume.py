@@ -17,6 +17,7 @@ from mindspore import nn
 from gaccum_ms.accumulation.sharded_accumulators import ALL_PARTS
 from gaccum_ms.backend.newer_optimizers import is_of_scheduler, is_rate, may_lack
 from gaccum_ms.backend.parameters import own
+from gaccum_ms.backend.snapshot import as_numpy
 from gaccum_ms.backend.user_warnings import warn_user
 from gaccum_ms.checkpoint.data_position import begin_at
 from gaccum_ms.checkpoint.newest import SUFFIXES, newest_checkpoint
@@ -157,11 +158,7 @@ def _step_of(model: Any) -> TrainOneStepWithGradAccumulationCell | GradAccumulat
 
 def _read(path: Path) -> Values:
     kind = "safetensors" if path.suffix == ".safetensors" else "ckpt"
-    loaded = ms.load_checkpoint(str(path), format=kind)
-    return {
-        name: np.array((value.astype(ms.float32) if value.dtype == ms.bfloat16 else value).asnumpy())
-        for name, value in loaded.items()
-    }
+    return {name: as_numpy(value) for name, value in ms.load_checkpoint(str(path), format=kind).items()}
 
 
 def _under_own_names(step: nn.Cell, values: Values) -> Values:

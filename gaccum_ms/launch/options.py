@@ -132,12 +132,7 @@ def _parser(prog: str) -> Parser:
     add = parser.add_argument_group("several hosts, by hand: start the same command on each").add_argument
     add("--nodes", type=int, default=1, metavar="N", help="number of hosts (default: 1)")
     add("--node-rank", type=int, default=0, metavar="R", help="number of this host, from 0")
-    add(
-        "--master-addr",
-        default=LOCAL,
-        metavar="ADDRESS",
-        help="an address of host 0; needed with several hosts",
-    )
+    add("--master-addr", default=LOCAL, metavar="ADDRESS", help="an address of host 0; needed with several hosts")
     port = f"port of MindSpore's scheduler on host 0 (default: {MASTER_PORT}; on one host: any free port)"
     add("--master-port", type=int, default=0, metavar="PORT", help=port)
 

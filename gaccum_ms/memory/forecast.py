@@ -55,14 +55,13 @@ class Forecast:
         self.optimizer_state = _bytes(
             parameter for parameter in optimizer.get_parameters() if id(parameter) not in known
         )
+        compensation = 4 if cell.accumulators.compensated else 0  # bytes
         sums = sum(
-            parameter.size * _item_bytes(cell.accumulators.dtype or parameter.dtype)
+            parameter.size * (ms.Tensor(0, cell.accumulators.dtype or parameter.dtype).itemsize + compensation)
             for parameter in optimizer.parameters
         )
-        lost = sum(parameter.size * 4 for parameter in optimizer.parameters) if cell.accumulators.compensated else 0
-        self.accumulators = (sums + lost) // (ranks if cell.accumulators.sharded else 1)
-        kinds = cell.accumulation_steps > 1, cell.counted, cell.several_losses, cell.finds_size
-        self.always_accumulates = any(kinds)
+        self.accumulators = sums // (ranks if cell.accumulators.sharded else 1)
+        self.always_accumulates = any((cell.accumulation_steps > 1, cell.counted, cell.several_losses, cell.finds_size))
         self.batch = sum(value.nbytes for value in batch)
         # A trial has no other ranks, and so lacks the memory of the reduced sums.
         self._over_ranks = _bytes(optimizer.parameters) if ranks > 1 else 0
@@ -189,7 +188,3 @@ class Forecast:
 
 def _bytes(parameters: Iterable[ms.Parameter]) -> int:
     return sum(parameter.nbytes for parameter in parameters)
-
-
-def _item_bytes(dtype: ms.Type) -> int:
-    return ms.Tensor(0, dtype).itemsize

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,14 +29,13 @@ _NAME = "memory_report"
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """The row of one number of micro-batches. Sizes are bytes on this rank. ``measured`` fields are None if it was not
-    run, because it was predicted not to fit, or with ``measure=False`` ."""
+    """The row of one number of micro-batches: `MemoryReport` explains the fields."""
 
-    micro_size: int  # micro-batches of the batch
-    micro_batch_size: int  # samples in each
-    intermediate: int  # intermediate values and workspace of a step, its update included, predicted
+    micro_size: int
+    micro_batch_size: int
+    intermediate: int  # with workspace, and of the update too
     intermediate_measured: int | None
-    peak: int  # everything, with the parameters, the optimizer's state, the batch and the framework, predicted
+    peak: int
     peak_measured: int | None
     fits: bool  # whether the peak, measured if it was, is within the limit
 
@@ -89,12 +89,8 @@ class MemoryReport:
     @property
     def fits_from(self) -> int | None:
         """The smallest micro_size of the table from which on all sizes fit; None if the last does not."""
-        largest = None
-        for row in reversed(self.rows):
-            if not row.fits:
-                break
-            largest = row.micro_size
-        return largest
+        fitting = list(itertools.takewhile(lambda row: row.fits, reversed(self.rows)))
+        return fitting[-1].micro_size if fitting else None
 
     def __str__(self) -> str:
         exact = {

@@ -12,12 +12,8 @@ from gaccum_ms.learning_rate import current_learning_rate
 from gaccum_ms.record.run_record import RULES, SHARDED
 from gaccum_ms.record.window_record import WindowRecord
 
-_COUNTED = {
-    "samples": "samples",
-    "sums": "samples",
-    "counts": "items",
-    "batches": "batches",
-}  # by the rule of weighting
+# By the rule of weighting.
+_COUNTED = {"samples": "samples", "sums": "samples", "counts": "items", "batches": "batches"}
 
 
 class WindowNotes:

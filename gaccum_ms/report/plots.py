@@ -53,7 +53,7 @@ def panels(count: int, width: float, height: float) -> tuple[Figure, list[Any]]:
 def plot(panel: Any, lines: Sequence[Line], zero: bool = False) -> None:
     """Draw lines over a vertical axis that begins at 0, or is logarithmic if the values are far apart."""
     for line in lines:
-        gap = np.concatenate([[True], ~np.isfinite(line.y), [True]])
+        gap = ~np.isfinite([math.nan, *line.y, math.nan])
         alone = list(np.flatnonzero(gap[:-2] & ~gap[1:-1] & gap[2:]))  # no line shows them
         marker = {"marker": line.marker} if line.marker else {"marker": ".", "markevery": alone}
         look = {"color": line.colour, "linestyle": line.style, "alpha": line.alpha, "label": line.label}
@@ -104,19 +104,18 @@ def draw_memory(report: MemoryReport, path: str | Path) -> None:
     """A stacked bar for each number of micro-batches, the measured peak and the limit."""
     figure, (panel,) = panels(1, 8, 4.5)
     rows, mb = report.rows, 1e6
-    fixed = {
-        "framework": (report.framework, "#999999"),
-        "batch": (report.batch, "#F0E442"),
-        "parameters": (report.parameters, BLUE),
-        "optimizer state": (report.optimizer_state, SKY),
-    }
-    parts = {name: ([size] * len(rows), colour) for name, (size, colour) in fixed.items()}
-    always = sum(size for size, _ in fixed.values())
-    parts["accumulators"] = [row.peak - row.intermediate - always for row in rows], GREEN
-    parts["intermediate values, predicted"] = [row.intermediate for row in rows], ORANGE
+    always = report.framework + report.batch + report.parameters + report.optimizer_state
+    parts = (
+        ("framework", "#999999", report.framework),
+        ("batch", "#F0E442", report.batch),
+        ("parameters", BLUE, report.parameters),
+        ("optimizer state", SKY, report.optimizer_state),
+        ("accumulators", GREEN, [row.peak - row.intermediate - always for row in rows]),
+        ("intermediate values, predicted", ORANGE, [row.intermediate for row in rows]),
+    )
     places, bottoms = np.arange(len(rows)), np.zeros(len(rows))
-    for name, (sizes, colour) in parts.items():
-        heights = np.array(sizes) / mb
+    for name, colour, size in parts:
+        heights = np.array(size) / mb
         panel.bar(places, heights, bottom=bottoms, label=name, color=colour)
         bottoms += heights
     measured = [math.nan if row.peak_measured is None else row.peak_measured / mb for row in rows]
