@@ -114,11 +114,10 @@ class Forecast:
             return self._peak(size, samples)
         except TooMuchMemory as error:
             self._ended[size] = error.reached
-            return None
         except Exception as error:
             if not self._fails(error):
                 raise
-            return None
+        return None
 
     def predict(self, size: int, by: int | None = None) -> int:
         """The predicted bytes at the peak, from measured sizes of at most `by` samples."""
