@@ -81,17 +81,15 @@ class GradAccumulationCell(nn.Cell):
             denominators, of all micro-batches and ranks. Denominators follow the rules of `count` below, and have no
             gradient. Default: ``"mean"`` .
         count (Union[Callable, Sequence], optional): A function or Cell that maps the network's inputs to the number
-            of items in its mean, a number or a scalar Tensor: valid tokens, unpadded pixels, the sum
-            of weights (:class:`CountNotIgnored` and :class:`CountMask` are ready made). Gradient and loss of a window
-            are then :math:`\sum_i L_i c_i / \sum_i c_i` over all micro-batches **and ranks**, with either value of
+            of items in its mean, a number or a scalar Tensor: valid tokens, unpadded pixels, the sum of weights
+            (:class:`CountNotIgnored` and :class:`CountMask` are ready made). Gradient and loss of a window are then
+            :math:`\sum_i L_i c_i / \sum_i c_i` over all micro-batches **and ranks**, with either value of
             ``gradients_mean`` . A mean over no items is NaN, so a micro-batch that counts nothing is left out; a sum or
             a numerator over no items is a number, and is added. A window with total 0 does not update, unless
             `min_count` is given. (In semi-auto and auto parallel mode the whole batch of a mean over no items does not
-            update.) A count
-            must be finite and not negative. With data sinking, where no Python runs between steps, a bad count is not
-            reported, but never updates. For a network that returns a tuple of losses, give one count for each;
-            ``None`` counts samples. Define a function by ``def`` : graph mode compiles no lambda within other code.
-            Default: ``None`` , samples.
+            update.) A count must be finite and not negative; with data sinking a bad one is not reported, but never
+            updates. For a network that returns a tuple of losses, give one count for each; ``None`` counts samples.
+            Define a function by ``def`` : graph mode compiles no lambda within other code. Default: ``None`` , samples.
         min_count (float, optional): The least total of counts that a window is divided by, over all ranks. It is then
             divided by :math:`\max(\text{min\_count}, \sum_i c_i)` . Detection losses divide so, by the number of
             positives or 1: use ``reduction="ratio", min_count=1`` , or ``reduction="sum"`` with `count` . A window of
@@ -298,7 +296,11 @@ class GradAccumulationCell(nn.Cell):
         return copied.add_flags(training=self.training)
 
     def _refuse_hook(self, *hook: Any, **named: Any) -> None:
-        raise RuntimeError(_HOOKED)
+        raise RuntimeError(
+            "For 'GradAccumulationCell', a hook must be registered on the network, because the training step calls the "
+            "network of the cell and never the cell, but got one for the cell. Use "
+            "cell.network.register_forward_hook(...), or the method of this name that you need."
+        )
 
     register_forward_pre_hook = register_forward_hook = _refuse_hook
     register_backward_pre_hook = register_backward_hook = _refuse_hook
@@ -341,11 +343,14 @@ def check_inputs(network: nn.Cell, inputs: int) -> None:
         )
 
 
-def cell_with_loss(owner: str, cell: Any, loss_fn: nn.Cell | None) -> GradAccumulationCell:
-    """The cell with this loss, if there is one; anything but a cell of ours is refused."""
+def cell_with_loss(
+    owner: str, cell: Any, loss_fn: nn.Cell | None, name: str = "cell", others: str = ""
+) -> GradAccumulationCell:
+    """The cell with this loss, if there is one; anything but a cell of ours is refused. `name` , `others` : in the
+    error, the argument, and what else it may be."""
     if not isinstance(cell, GradAccumulationCell):
         raise TypeError(
-            f"For '{owner}', the argument 'cell' must be a gaccum_ms.GradAccumulationCell, but got "
+            f"For '{owner}', the argument '{name}' must be a gaccum_ms.GradAccumulationCell{others}, but got "
             f"'{type(cell).__name__}'."
         )
     return cell.with_loss(loss_fn)
@@ -362,12 +367,6 @@ def refuse_accumulation_inside(network: nn.Cell) -> None:
                 f"that it wraps."
             )
 
-
-_HOOKED = (
-    "For 'GradAccumulationCell', a hook must be registered on the network, because the training step calls the network "
-    "of the cell and never the cell, but got one for the cell. Use cell.network.register_forward_hook(...), or the "
-    "method of this name that you need."
-)
 
 # A functional gradient accumulates nothing either.
 _DIFFERENTIATED = (

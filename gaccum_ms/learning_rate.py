@@ -1,10 +1,4 @@
-r"""The learning rate of a window: scaled with its size, warmed up, read and multiplied during training.
-
-A window of k batches is a batch k times as large. The linear rule multiplies the rate by k (Goyal et al., "Accurate,
-Large Minibatch SGD", 2017, arXiv:1706.02677), the square-root rule by :math:`\sqrt k` (Krizhevsky, "One weird trick for
-parallelizing convolutional neural networks", 2014, arXiv:1404.5997). Rates belong to updates, which the optimizer
-counts in its ``global_step`` , and not to batches.
-"""
+"""The learning rate of a window: scaled with its size, warmed up, read and multiplied during training."""
 
 from __future__ import annotations
 
@@ -95,8 +89,7 @@ def scale_learning_rate(
         process's schedules, so that a checkpoint fits if a script creates them in the same order again.
 
     Raises:
-        TypeError: If `learning_rate` has another type or contains entries that are not numbers; if `factor` is not
-            a number; if `warmup_updates` is not an int. A bool is not a number.
+        TypeError: If an argument has another type than above. A bool is not a number.
         ValueError: If a learning rate is negative or not finite; if `learning_rate` has no entries or more than one
             dimension; if `factor` is not positive and finite, or with ``per="batch"`` no whole number; if `rule` or
             `per` is another word; if `warmup_updates` is negative.
@@ -199,7 +192,7 @@ def _updates_of(rate: Any) -> int:
     if isinstance(rate, nn.Cell):  # a user's schedule may hold another
         ends = (cell.decay_steps for _, cell in rate.cells_and_names() if isinstance(cell, _ENDING))
         return max(ends, default=0)
-    return rate.size if isinstance(rate, ms.Parameter) and _is_list(rate) else 0
+    return rate.size if _is_list(rate) else 0
 
 
 def multiply_learning_rate(optimizer: nn.Optimizer, factor: float) -> None:

@@ -415,8 +415,8 @@ FAULTS = [
     Fault(
         "a loop's batches have one sample",
         "training/gradients_of_batch.py",
-        "first.shape[0])",
-        "1)",
+        "gradients.samples = first.shape[0]",
+        "gradients.samples = 1",
         "training/test_grad_accumulator.py -k equal_the_joined_batch[samples]",
     ),
     Fault(

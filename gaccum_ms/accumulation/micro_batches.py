@@ -15,7 +15,6 @@ micro-batch is the loop's last iteration. The boundaries are the same, and one g
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import mindspore as ms
 from mindspore import ops
@@ -28,22 +27,18 @@ from gaccum_ms.splitting.even_split import plan_split as plan_split
 
 # -- compiled ----------------------------------------------------------------------------------------------------------
 
-
-class GraphPlan(NamedTuple):
-    """A SplitPlan for a graph. Numbers are ints if the batch's length is known at compile time, else Tensors."""
-
-    samples: Any
-    size: Any
-    looped: Any  # samples that the loop takes, `size` at a time
-    rest: int  # samples after the loop
-    whole: bool  # whether the batch is one micro-batch
-    axes: tuple[int, ...]  # the axis of samples of each input, or UNCUT; () if it is axis 0 of all
-    least: int  # as in plan_split
-
-
-# A graph with Tensors makes a plain tuple. Its items are taken by number: of items that a statement names and nothing
-# uses, MindSpore may warn that "side effect nodes were eliminated by mistake".
-SAMPLES, SIZE, LOOPED, REST, WHOLE, AXES, LEAST = range(7)
+# A SplitPlan for a graph is a tuple. Its numbers are ints if the batch's length is known at compile time, else Tensors.
+# Its items are taken by number: of items that a statement names and nothing uses, MindSpore may warn that "side effect
+# nodes were eliminated by mistake".
+(
+    SAMPLES,
+    SIZE,
+    LOOPED,  # samples that the loop takes, `SIZE` at a time
+    REST,  # samples after the loop
+    WHOLE,  # whether the batch is one micro-batch
+    AXES,  # the axis of samples of each input, or UNCUT; () if it is axis 0 of all
+    LEAST,  # as in plan_split
+) = range(7)
 
 
 @ops.constexpr(check=False)  # the check warns about open shapes
@@ -60,7 +55,7 @@ def _known_plan(shapes, micro_size, micro_batch_size, shared, axis, least):
         if cut_at != UNCUT and (shape is None or (len(shape) > cut_at and shape[cut_at] is None)):
             return None
     samples, size, full, rest = plan_split(shapes, micro_size, micro_batch_size, shared, axis, least)
-    return GraphPlan(samples, size, full * size, rest, full == 1 and rest == 0, axes if any(axes) else (), least)
+    return samples, size, full * size, rest, full == 1 and rest == 0, axes if any(axes) else (), least
 
 
 _shape_of = ops.MultitypeFuncGraph("gaccum_ms_shape_of")

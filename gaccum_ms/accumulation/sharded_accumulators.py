@@ -56,19 +56,16 @@ class ShardedSums(GradientSums):
     # -- not compiled --------------------------------------------------------------------------------------------------
 
     def check_plan(self, plan: SplitPlan) -> None:
-        check_micro_batches(-(-plan.samples // plan.size))
-
-
-def check_micro_batches(number: int) -> None:
-    """Check, before a batch, that all ranks have `number` micro-batches. A collective. If not, all raise."""
-    with no_grad():
-        numbers = ops.AllGather()(ms.Tensor([number], ms.int32)).asnumpy().tolist()
-    if any(other != number for other in numbers):
-        raise ValueError(
-            f"For 'GradAccumulationCell', with Accumulators(sharded=True) all ranks must have the same number of "
-            f"micro-batches in a batch, because each is reduced over all of them, but got {numbers} of the ranks. "
-            f"Nothing was added. Give all ranks batches of the same size, or leave 'sharded' out."
-        )
+        """Check, before a batch, that all ranks have as many micro-batches. A collective. If not, all raise."""
+        number = -(-plan.samples // plan.size)
+        with no_grad():
+            numbers = ops.AllGather()(ms.Tensor([number], ms.int32)).asnumpy().tolist()
+        if any(other != number for other in numbers):
+            raise ValueError(
+                f"For 'GradAccumulationCell', with Accumulators(sharded=True) all ranks must have the same number of "
+                f"micro-batches in a batch, because each is reduced over all of them, but got {numbers} of the ranks. "
+                f"Nothing was added. Give all ranks batches of the same size, or leave 'sharded' out."
+            )
 
 
 def store_of(options: Options, weights: ms.ParameterTuple, accumulates: bool, sums: bool) -> nn.Cell:

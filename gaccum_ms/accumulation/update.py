@@ -1,15 +1,5 @@
-"""The end of a window: what is done once per update, after the reduction over ranks.
-
-    divide by total count and loss scale
-    clip by global norm
-    if finite, and something was counted:       the same on all ranks
-        apply the other transforms              they change the gradient, or veto the update (transforms/chain.py)
-        update the weights, or skip
-        run the transforms' `after_update`
-    adjust the loss scale
-    reset the accumulators
-
-All of it is compiled: see the rules at the head of step.py.
+"""The end of a window: what is done once per update, after the reduction over ranks. The head of step.py has the order,
+and the rules of compiled code.
 """
 
 from __future__ import annotations
@@ -146,10 +136,6 @@ class Update(nn.Cell):
         """Reset the transforms' state, before a checkpoint is loaded."""
         for link in self.links:
             link.begin_anew()
-
-    def take_window(self, window: nn.Cell) -> None:
-        """End this window from now on. Call it before anything is compiled."""
-        self.window = window
 
     def leave_scale_to_optimizer(self, scale: float) -> None:
         """Leave a scale in the gradients; an optimizer with ``loss_scale`` divides by it."""

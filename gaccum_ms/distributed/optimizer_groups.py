@@ -14,24 +14,20 @@ PLACEHOLDER = "placeholder."  # stands in a group none of whose parameters is th
 
 # MindSpore's optimizers that update each element independently. Subclasses are excluded, because they may not.
 _ELEMENTWISE = {
-    getattr(nn, name)
-    for name in (
-        "ASGD",
-        "AdaMax",
-        "Adadelta",
-        "Adagrad",
-        "Adam",
-        "AdamOffload",
-        "AdamWeightDecay",
-        "FTRL",
-        "LazyAdam",
-        "Momentum",
-        "ProximalAdagrad",
-        "RMSProp",
-        "Rprop",
-        "SGD",
-    )
-    if hasattr(nn, name)
+    nn.ASGD,
+    nn.AdaMax,
+    nn.Adadelta,
+    nn.Adagrad,
+    nn.Adam,
+    nn.AdamOffload,
+    nn.AdamWeightDecay,
+    nn.FTRL,
+    nn.LazyAdam,
+    nn.Momentum,
+    nn.ProximalAdagrad,
+    nn.RMSProp,
+    nn.Rprop,
+    nn.SGD,
 }
 
 

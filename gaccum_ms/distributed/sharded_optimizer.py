@@ -1,13 +1,10 @@
 """ShardedOptimizer: each rank keeps its part of the optimizer's state, updates that part of the weights, and gathers
 the others'.
 
-This is ZeRO stage 1 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
-arXiv:1910.02054), for data parallel mode. The inner optimizer is an ordinary one. Its parameters are this rank's parts,
-and so is its state. Gradients arrive whole, reduced over ranks.
-
-If the optimizer updates each element independently, each rank has a slice of each weight, and a copy of the slice into
-which the inner optimizer writes. If it needs whole weights, for their norm or rows, each weight belongs to one rank,
-which updates it in place.
+The inner optimizer is an ordinary one. Its parameters are this rank's parts, and so is its state. If the optimizer
+updates each element independently, each rank has a slice of each weight, and a copy of the slice into which the inner
+optimizer writes. If it needs whole weights, for their norm or rows, each weight belongs to one rank, which updates it
+in place.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ _SYNC_BATCH_NORMS = (nn.SyncBatchNorm, mint.nn.SyncBatchNorm)
 _BATCH_NORMS = (
     nn.BatchNorm1d,
     nn.BatchNorm2d,
+    nn.BatchNorm3d,
     mint.nn.BatchNorm1d,
     mint.nn.BatchNorm2d,
     mint.nn.BatchNorm3d,
@@ -28,9 +29,7 @@ def layer_of_parameters(layer: nn.Cell) -> nn.Cell:
 
 def batch_norms(network: nn.Cell) -> dict[str, nn.Cell]:
     """The layers, by name, that in training normalise by the statistics of a micro-batch."""
-    layers = {
-        name: cell for name, cell in network.cells_and_names() if isinstance(cell, (*_BATCH_NORMS, nn.BatchNorm3d))
-    }
+    layers = {name: cell for name, cell in network.cells_and_names() if isinstance(cell, _BATCH_NORMS)}
     inner = {id(cell.bn2d) for cell in layers.values() if isinstance(cell, nn.BatchNorm3d)}
     return {
         name: cell
@@ -58,7 +57,7 @@ def _normalises_by_batch(layer: nn.Cell) -> bool:
 
 def _modes_of_own(cell: nn.Cell) -> tuple[bool, bool]:
     """Whether a Cell of one's own has an `ops.BatchNorm` for training, and one for evaluation."""
-    if type(cell).__module__.startswith("mindspore.") or isinstance(cell, (*_BATCH_NORMS, nn.BatchNorm3d)):
+    if type(cell).__module__.startswith("mindspore.") or isinstance(cell, _BATCH_NORMS):
         return False, False
     modes = {bool(value.is_training) for _, value in held_values(cell) if isinstance(value, ops.BatchNorm)}
     return True in modes, False in modes

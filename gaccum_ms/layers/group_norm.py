@@ -1,22 +1,15 @@
-"""Replaces BatchNorm by GroupNorm, which normalises each sample by itself, so that accumulation is exact.
-
-Wu and He, "Group Normalization", ECCV 2018, arXiv:1803.08494.
-"""
+"""Replaces BatchNorm by GroupNorm, which normalises each sample by itself, so that accumulation is exact."""
 
 from __future__ import annotations
 
 import math
 
-import mindspore as ms
 from mindspore import nn, ops
 
 from gaccum_ms.checks.arguments import check_positive_int
 from gaccum_ms.layers.batchnorm import batch_norms, layer_of_parameters
 
 _NAME = "convert_batchnorm_to_groupnorm"
-
-# The names of the same Parameters in nn and mint.nn.
-_GAMMA_AND_BETA = (("gamma", "beta"), ("weight", "bias"))
 
 
 @ops.constexpr
@@ -113,15 +106,12 @@ def _check_layers(network: nn.Cell, layers: dict[str, nn.Cell], num_groups: int)
         )
 
 
-def _gamma_and_beta(layer: nn.Cell) -> tuple[ms.Parameter | None, ms.Parameter | None]:
-    gamma, beta = next(keys for keys in _GAMMA_AND_BETA if hasattr(layer, keys[0]))
-    return getattr(layer, gamma), getattr(layer, beta)
-
-
 def _group_norm(name: str, layer: nn.Cell, num_groups: int) -> nn.GroupNorm:
     with_parameters = layer_of_parameters(layer)
     group_norm = GroupNorm(num_groups, with_parameters.num_features, float(with_parameters.eps), affine=False)
-    for key, parameter in zip(("gamma", "beta"), _gamma_and_beta(with_parameters), strict=True):
+    names = ("gamma", "beta") if hasattr(with_parameters, "gamma") else ("weight", "bias")  # in nn, in mint.nn
+    for key, its_name in zip(("gamma", "beta"), names, strict=True):
+        parameter = getattr(with_parameters, its_name)
         if parameter is None:  # mint.nn's without affine
             getattr(group_norm, key).name = f"{name}.{key}"
         else:

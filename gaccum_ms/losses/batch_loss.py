@@ -210,11 +210,6 @@ def check_ranks(network: WithBatchLossCell) -> None:
         )
 
 
-def passes(network: nn.Cell) -> str:
-    """How often a micro-batch runs forward: "once" or "twice"."""
-    return "twice" if isinstance(network, WithBatchLossCell) else "once"
-
-
 def advice_about_two_passes(network: nn.Cell) -> str | None:
     """What to say about layers whose two forward passes differ; None if there are none."""
     layers = dropouts(network.backbone) if isinstance(network, WithBatchLossCell) else {}

@@ -6,8 +6,7 @@ unpadded pixels). If :math:`L_i` is the mean over :math:`c_i` items, the window'
 :math:`L_i` differs from it when the :math:`c_i` differ.
 
 Numbers of samples are known from shapes: each micro-batch's share is a constant. Counts are known only at run time, and
-their total over ranks only after the reduction, so the last division follows it. Several losses have separate totals,
-by which one accumulator cannot be divided: there all totals are found before the loop.
+their total over ranks only after the reduction, so the last division follows it.
 """
 
 from __future__ import annotations

@@ -34,7 +34,9 @@ def advice_about_losses(network: nn.Cell, counts: Sequence[Any], batch: Sequence
     """What to say about known losses that are weighed in a wrong way. `counts` : of its losses; None counts samples."""
     if isinstance(network, WithBatchLossCell):
         return []
-    of_batch = {name: kind for name, cell in held_cells(network) if (kind := _kind(cell)) is not None}
+    of_batch = {
+        name: kind for name, cell in held_cells(network) for loss, kind in _OF_BATCH.items() if isinstance(cell, loss)
+    }
     # MultiClassDiceLoss has a DiceLoss.
     told = [_of_batch(name, kind) for name, kind in of_batch.items() if name.rpartition(".")[0] not in of_batch]
     by_samples = all(count is None or isinstance(count, CountSamples) for count in counts)
@@ -49,10 +51,6 @@ def advice_about_losses(network: nn.Cell, counts: Sequence[Any], batch: Sequence
     return told
 
 
-def _kind(cell: nn.Cell) -> str | None:
-    return next((kind for loss, kind in _OF_BATCH.items() if isinstance(cell, loss)), None)
-
-
 def _of_batch(name: str, kind: str) -> str:
     return (
         f"For 'GradAccumulationCell', the loss '{name}' is {kind} over the whole batch, and the mean of those of "
@@ -61,10 +59,11 @@ def _of_batch(name: str, kind: str) -> str:
 
 
 def _of_class_weights(name: str, loss: nn.Cell) -> str:
+    index = "" if loss.ignore_index == -100 else f", {loss.ignore_index}"
     return (
         f"For 'GradAccumulationCell', the loss '{name}' has class weights and divides by the weights of the labels' "
         f"classes, which micro-batches have in different amounts: they must be counted so. Give the cell "
-        f"count=gaccum_ms.CountClassWeights(weight{_other_index(loss)})."
+        f"count=gaccum_ms.CountClassWeights(weight{index})."
     )
 
 
@@ -77,10 +76,6 @@ def _of_ignored(name: str, loss: nn.Cell, position: int, inputs: int) -> str:
         f"count=gaccum_ms.CountNotIgnored({', '.join(filter(None, (index, where)))}); with shift=1 if the network "
         f"compares each output with the next label."
     )
-
-
-def _other_index(loss: nn.Cell) -> str:
-    return "" if loss.ignore_index == -100 else f", {loss.ignore_index}"
 
 
 def integer_inputs(batch: Sequence[Any]) -> list[int]:

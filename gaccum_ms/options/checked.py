@@ -12,13 +12,7 @@ _NAME = "GradAccumulationCell"
 
 
 def checked(given: Options) -> Options:
-    """The options of a cell. compatibility.py decides which of them go together.
-
-    Raises:
-        TypeError: If one is of a wrong type.
-        ValueError: If one has a wrong value; if both sizes are given or neither; if there are not as many counts as
-            losses.
-    """
+    """The options of a cell. compatibility.py decides which of them go together."""
     check_each(_NAME, given)
     return dataclasses.replace(
         given,

@@ -40,7 +40,7 @@ class BalancedSampler(dataset.Sampler):
         out.
 
     Raises:
-        TypeError: If `batch_size` , `num_shards` , `shard_id` or `seed` is not an int, or `shuffle` not a bool.
+        TypeError: If an argument has another type than above.
         ValueError: If `lengths` is empty, not one-dimensional or not numeric, or has a negative or non-finite value; if
             `batch_size` or `num_shards` is less than 1; if `shard_id` is not from 0 to `num_shards` - 1.
 
@@ -101,24 +101,19 @@ class BalancedSampler(dataset.Sampler):
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        order = self._of_epoch(self._epoch)
+        samples = np.arange(self._costs.size)
+        if self._shuffle:
+            samples = np.random.default_rng((self._seed, self._epoch)).permutation(samples)
         self._epoch += 1
-        return iter(order)
+        at_once = self._batch_size * self._shards
+        batches = (samples[start : start + at_once] for start in range(0, samples.size, at_once))
+        return iter(
+            [int(batch[place]) for batch in batches for place in dealt(self._costs[batch], self._shards)[self._shard]]
+        )
 
     def __len__(self) -> int:
         full, rest = divmod(self._costs.size, self._batch_size * self._shards)
         return full * self._batch_size + len(range(self._shard, rest, self._shards))
-
-    def _of_epoch(self, epoch: int) -> list[int]:
-        """The indices of this rank's samples, batch by batch."""
-        samples = np.arange(self._costs.size)
-        if self._shuffle:
-            samples = np.random.default_rng((self._seed, epoch)).permutation(samples)
-        at_once = self._batch_size * self._shards
-        batches = (samples[start : start + at_once] for start in range(0, samples.size, at_once))
-        return [
-            int(batch[place]) for batch in batches for place in dealt(self._costs[batch], self._shards)[self._shard]
-        ]
 
 
 def dealt(costs: np.ndarray, parts: int) -> list[list[int]]:

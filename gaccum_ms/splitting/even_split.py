@@ -60,9 +60,7 @@ class EvenSplit:
 
     def __post_init__(self) -> None:
         shared: Any = self.shared
-        if not isinstance(shared, (tuple, list)) or any(
-            isinstance(position, bool) or not isinstance(position, int) for position in shared
-        ):
+        if not isinstance(shared, (tuple, list)) or not all(type(position) is int for position in shared):
             raise TypeError(
                 f"For 'EvenSplit', the argument 'shared' must be a tuple of ints, the positions of inputs, but got "
                 f"{shared!r}."
@@ -75,7 +73,7 @@ class EvenSplit:
         object.__setattr__(self, "shared", tuple(sorted(set(shared))))
         axis: Any = self.axis
         axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
-        if any(isinstance(number, bool) or not isinstance(number, int) for number in axes):
+        if not all(type(number) is int for number in axes):
             raise TypeError(
                 f"For 'EvenSplit', the argument 'axis' must be an int, the axis of samples, or a tuple with one for "
                 f"each input, but got {axis!r}."

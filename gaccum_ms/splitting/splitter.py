@@ -41,7 +41,8 @@ class Splitter:
         return None
 
     def in_order(self, outputs: Sequence[np.ndarray], axis: int, tokens: Sequence[int]) -> np.ndarray:
-        """The outputs of all micro-batches, joined in the batch's order, where `two_sizes` has shown their axes."""
+        """An output of all micro-batches, joined in the batch's order, where `two_sizes` has shown its axes: `axis` ,
+        that of samples, or -1 if all micro-batches have the same output, and those of `tokens` ."""
         raise NotImplementedError
 
     def worst_case(self, *batch: Any) -> WorstCase:

@@ -47,7 +47,13 @@ def whole_numbers(name: str, array: np.ndarray, samples: int | None, largest: in
 
 def checked_arrays(inputs: Any) -> list[np.ndarray]:
     """The inputs as arrays. The first must have shape (N, W, ...)."""
-    arrays = [_array(position, value) for position, value in enumerate(inputs)]
+    for position, value in enumerate(inputs):
+        if not isinstance(value, ms.Tensor) or not value.shape:
+            raise TypeError(
+                f"For '{NAME}', every input must be a Tensor whose axis 0 counts samples, but input {position} got "
+                f"{described(value)}."
+            )
+    arrays = [value.asnumpy() for value in inputs]
     if not arrays or arrays[0].ndim < 2:
         raise ValueError(
             f"For '{NAME}', the first input must be of shape (N, W, ...), of which axis 1 holds the tokens, but got "
@@ -59,12 +65,3 @@ def checked_arrays(inputs: Any) -> list[np.ndarray]:
             f"{[array.shape for array in arrays]}. Make a Tensor with a row for each sample of what all samples share."
         )
     return arrays
-
-
-def _array(position: int, value: Any) -> np.ndarray:
-    if not isinstance(value, ms.Tensor) or not value.shape:
-        raise TypeError(
-            f"For '{NAME}', every input must be a Tensor whose axis 0 counts samples, but input {position} got "
-            f"{described(value)}."
-        )
-    return value.asnumpy()

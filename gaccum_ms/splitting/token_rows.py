@@ -12,21 +12,13 @@ from gaccum_ms.splitting.token_plan import NOBODY
 
 
 class Rows(NamedTuple):
-    """A batch.
+    """A batch."""
 
-    Args:
-        arrays (list[ndarray]): The inputs; axis 0 counts samples.
-        axes (list[Sequence[int]]): The axes of each input that are trimmed.
-        fillers (tuple): The padding value of each input.
-        lengths (ndarray): The lengths of the samples, at least 1.
-        before (int): The width to which the batch is padded.
-    """
-
-    arrays: list[np.ndarray]
-    axes: list[Sequence[int]]
-    fillers: tuple[Any, ...]
-    lengths: np.ndarray
-    before: int
+    arrays: list[np.ndarray]  # the inputs; axis 0 counts samples
+    axes: list[Sequence[int]]  # of each input, those that are trimmed
+    fillers: tuple[Any, ...]  # the padding value of each input
+    lengths: np.ndarray  # of the samples, at least 1
+    before: int  # the width to which the batch is padded
 
     def micro_batch(self, samples: np.ndarray, width: int) -> tuple[ms.Tensor, ...]:
         """The inputs of a micro-batch of these samples, trimmed or padded to a width."""

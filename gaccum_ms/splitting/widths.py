@@ -9,14 +9,9 @@ def best_widths(lengths: np.ndarray, number: int, largest: int | None = None) ->
     """At most `number` widths, ascending, with the fewest tokens when each length is padded to the smallest width that
     holds it.
 
-    The last width is the largest length, or `largest` . Each other width is a length that occurs: a different width
-    could shrink to the next length below it. With the lengths sorted, the best `k` widths for the first `j` lengths are
-    the best `k - 1` widths for the first `i` lengths and one more width, for the best `i` .
-
-    Args:
-        lengths (ndarray): The lengths of all samples, ints of at least 1.
-        number (int): The largest number of widths.
-        largest (int, optional): A width that must be included, at least as large as all lengths. Default: ``None`` .
+    The last width is the largest length, or `largest` if that is larger. Each other width is a length that occurs: a
+    different width could shrink to the next length below it. With the lengths sorted, the best `k` widths for the first
+    `j` lengths are the best `k - 1` widths for the first `i` lengths and one more width, for the best `i` .
     """
     values, times = np.unique(lengths, return_counts=True)
     if largest is not None and largest > values[-1]:
@@ -41,9 +36,3 @@ def best_widths(lengths: np.ndarray, number: int, largest: int | None = None) ->
             widths.append(int(values[left - 1]))
             left = int(begin[left])
     return tuple(widths[::-1])
-
-
-def padding(lengths: np.ndarray, widths: tuple[int, ...]) -> float:
-    """The share of padding in all tokens, when each length is padded to the smallest width that holds it."""
-    padded = np.asarray(widths)[np.searchsorted(widths, lengths)]
-    return 1 - lengths.sum() / padded.sum()

@@ -25,29 +25,8 @@ from gaccum_ms.semi_auto import modes
 from gaccum_ms.semi_auto.pipeline import check_pipeline
 
 
-def with_loss(owner: str, cell: Any, loss_fn: nn.Cell | None) -> GradAccumulationCell:
-    """The cell with this loss, if there is one.
-
-    Raises:
-        TypeError: If `cell` is not a GradAccumulationCell, or `loss_fn` not a Cell.
-        ValueError: If the network of the cell cannot have such a loss.
-    """
-    if not isinstance(cell, GradAccumulationCell):
-        raise TypeError(
-            f"For '{owner}', the argument 'network' must be a gaccum_ms.GradAccumulationCell, or AutoParallel around "
-            f"one, but got '{type(cell).__name__}'."
-        )
-    return cell.with_loss(loss_fn)
-
-
 def admit(owner: str, cell: GradAccumulationCell, optimizer: nn.Optimizer) -> Setup:
-    """The checked options and network of a training step.
-
-    Raises:
-        TypeError: If `optimizer` is not an optimizer.
-        ValueError: If the network, the optimizer or the options cannot be trained; see the step.
-        RuntimeError: If the parallel mode does not allow it; see the step.
-    """
+    """The checked options and network of a training step."""
     cell.check_options()
     check_optimizer(owner, cell, optimizer)
     refuse_without_kernels(owner, optimizer)

@@ -6,7 +6,8 @@ set the network to training.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gaccum_ms.backend.user_warnings import warn_user
@@ -15,26 +16,23 @@ from gaccum_ms.distributed.ranks import advice_about_ranks
 from gaccum_ms.layers.batchnorm import advice_about_batch_norm, advice_about_one_value
 from gaccum_ms.layers.state import advice_about_state
 from gaccum_ms.layers.summaries import advice_about_summaries
-from gaccum_ms.losses.batch_loss import advice_about_two_passes, passes
+from gaccum_ms.losses.batch_loss import advice_about_two_passes
 from gaccum_ms.losses.known_losses import advice_about_losses
 
 if TYPE_CHECKING:
     from gaccum_ms.options.compatibility import Setup
 
 
-class AdviceAboutRanks:
-    """What an accumulator says, which has no network, and a step too. `owner` : the class that it names."""
+def warning_of_ranks(owner: str) -> Callable[[], None]:
+    """A function that warns once of ranks that nothing joins, for an accumulator, which has no network."""
 
-    def __init__(self, owner: str) -> None:
-        self._owner = owner
-        self._looked = False
-
-    def look(self) -> None:
-        """Warn once of ranks that nothing joins."""
-        text = None if self._looked else advice_about_ranks(self._owner)
-        self._looked = True
+    @functools.cache
+    def warn() -> None:
+        text = advice_about_ranks(owner)
         if text is not None:
             warn_user(text)
+
+    return warn
 
 
 class Advice:
@@ -86,7 +84,7 @@ class Advice:
         texts = [advice_about_ranks("GradAccumulationCell")]
         if accumulates:
             texts += [
-                advice_about_batch_norm(network, passes(network)),
+                advice_about_batch_norm(network, "twice" if self._setup.of_batch else "once"),
                 advice_about_two_passes(network),
                 advice_about_state(network),
                 advice_about_summaries(network),

@@ -21,6 +21,7 @@ import mindspore as ms
 from gaccum_ms.backend.out_of_memory import is_out_of_memory
 from gaccum_ms.backend.snapshot import Snapshot
 from gaccum_ms.memory import search
+from gaccum_ms.training.runner import Runner
 
 if TYPE_CHECKING:
     from gaccum_ms.cell import GradAccumulationCell
@@ -31,7 +32,7 @@ _NAME = "GradAccumulationCell"
 NO_BATCH = 2**31 - 1  # the size of a rank that has not had a batch: any size fits
 
 
-class AutomaticSize:
+class AutomaticSize(Runner):
     """Finds and halves the size of a step's micro-batches. A subclass defines the unit of the size, and trains with
     it."""
 

@@ -15,12 +15,8 @@ from gaccum_ms.options.options import Options
 
 
 def parts_of(cell: GradAccumulationCell, loss_fn: nn.Cell | None) -> tuple[nn.Cell, nn.Cell | None]:
-    """The network that predicts, and the loss of its prediction; None if the loss is not known.
-
-    Args:
-        cell (GradAccumulationCell): The cell of a model.
-        loss_fn (Cell or None): The loss that the model got.
-    """
+    """The network that predicts, and the loss of its prediction; None if the loss is not known. `loss_fn` : the loss
+    that the model got beside the cell."""
     network = cell.given_network
     if loss_fn is None and isinstance(network, WithBatchLossCell):
         return network.backbone, None
@@ -42,12 +38,7 @@ def _is_with_loss_cell(network: nn.Cell) -> bool:
 
 
 def batch_evaluation(cell: GradAccumulationCell, metrics: Collection[Any]) -> nn.Cell | None:
-    """What evaluates a loss of the whole batch; None for other networks.
-
-    Args:
-        cell (GradAccumulationCell): The cell of a model.
-        metrics (Collection): MindSpore's objects of the metrics.
-    """
+    """What evaluates a loss of the whole batch; None for other networks. `metrics` : MindSpore's objects."""
     if not isinstance(cell.network, WithBatchLossCell):
         return None
     return _BatchEvaluation(cell.network, all(isinstance(metric, Loss) for metric in metrics))

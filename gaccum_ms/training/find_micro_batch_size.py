@@ -30,9 +30,8 @@ def find_micro_batch_size(
 
     A static graph is compiled for each shape, so few sizes are tried: first 4 and 2 samples, then the largest size that
     is predicted from these to fit, and so on with the new measurement. If a size does not fit, the sizes below it are
-    bisected. Finally, one larger size is tried, and one with a smaller last micro-batch, if they are at least 1.25
-    times the found one and predicted to exceed the limit by at most 5 %. Only sizes that divide the batch as evenly as
-    possible are considered: two micro-batches of 100 samples have 50 each, which need less memory than 60 and 40.
+    bisected. Only sizes that divide the batch as evenly as possible are considered: two micro-batches of 100 samples
+    have 50 each, which need less memory than 60 and 40.
 
     A trial trains as the training will, updates included. On CPU it runs in a copy of this process, which is stopped
     before both together exceed the limit; see :func:`memory_report` . In data parallel mode this is a collective: each
@@ -43,8 +42,8 @@ def find_micro_batch_size(
     If `split` of the cell is a :class:`MaxTokens` , its number of tokens is ignored. The largest number that fits is
     found in the same way, among the multiples of the largest width: a trial trains on a full micro-batch of each width.
 
-    Trials change nothing: weights, optimizer state, accumulators, BatchNorm's moving statistics, buffers, other state
-    that the network's `construct` writes, the cells' flags and the default generator are restored, bit for bit.
+    Trials change nothing: weights, optimizer state, all state that the network's `construct` writes, the cells' flags
+    and the default generator are restored, bit for bit.
 
     Args:
         cell (GradAccumulationCell): The network with its loss and the options; its number of micro-batches is ignored.
@@ -62,8 +61,7 @@ def find_micro_batch_size(
         tokens.
 
     Raises:
-        TypeError: If `cell` is not a GradAccumulationCell, `optimizer` not an Optimizer, `batch` not a sequence, an
-            input not a Tensor, `memory_limit` not an int, or `is_out_of_memory` not callable.
+        TypeError: If an argument or input has another type than above.
         ValueError: If the batch is empty, its inputs differ in length, or `memory_limit` is less than 1; if the network
             is a WithBatchLossCell; if it has SyncBatchNorm layers, on several ranks; if the cell's `split` is a
             function other than :class:`MaxTokens` .

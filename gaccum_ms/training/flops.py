@@ -30,12 +30,7 @@ class _Gradients(nn.Cell):
 
 @contextmanager
 def counted_in_loops(step: TrainOneStepWithGradAccumulationCell, data_set: Any) -> Iterator[None]:
-    """Within it, MindSpore's collector also counts the operators in the loop of the step.
-
-    Args:
-        step (TrainOneStepWithGradAccumulationCell): The step that is trained.
-        data_set (Dataset): Its batches.
-    """
+    """Within it, MindSpore's collector also counts the operators in the loop of the step."""
     count, gradients = flops_collector.flops_collection, _Gradients(step)
 
     def count_with_loop(phase: str) -> tuple[Any, ...]:

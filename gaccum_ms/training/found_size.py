@@ -72,7 +72,7 @@ class FoundSize(AutomaticSize):
         return parts.update.returned(loss, overflow, scale, outputs)
 
     def rehearsed(self, size: Any) -> StepOnTrial:
-        self._fails = _never
+        self._fails = lambda error: False
         self._begin(size)
         return RehearsedStep(self._parts, self)
 
@@ -95,7 +95,3 @@ class FoundSize(AutomaticSize):
 
     def _used(self, samples: int) -> int:
         return min(self.size or NO_BATCH, samples)
-
-
-def _never(error: BaseException) -> bool:
-    return False

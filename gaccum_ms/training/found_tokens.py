@@ -48,7 +48,7 @@ class FoundTokens(AutomaticSize):
         return self._split.end(added)
 
     def rehearsed(self, size: Any) -> StepOnTrial:
-        self._split.split_by(size)
+        self._split.split = size
         return RehearsedStep(self._parts, self._split)
 
     def _set(self, size: int) -> None:

@@ -28,13 +28,8 @@ from gaccum_ms.options.accumulators import Accumulators
 from gaccum_ms.options.checked import accumulator_options
 from gaccum_ms.record.run_record import RunRecord
 from gaccum_ms.record.window_record import WindowRecord
-from gaccum_ms.training.admission import (
-    admit_weights,
-    check_gradients,
-    checked_count,
-    checked_loss,
-)
-from gaccum_ms.training.advice import AdviceAboutRanks
+from gaccum_ms.training.admission import admit_weights, check_gradients, checked_count, checked_loss
+from gaccum_ms.training.advice import warning_of_ranks
 from gaccum_ms.training.averages import average_of, averaged_weights
 from gaccum_ms.training.bad_counts import NoCount
 from gaccum_ms.training.batch_reduction import BATCHES, COUNTS, SAMPLES, BatchReduction
@@ -107,13 +102,13 @@ class GradAccumulator(nn.Cell):
         the open window.
 
     Raises:
-        TypeError: If `optimizer` is not an Optimizer, `accumulation_steps` not an int, or an option or gradient of the
-            wrong type; if there is no count, with ``reduction="sum"`` or `min_count` ; if `scheduler` is no
-            LRScheduler, as ReduceLROnPlateau, which needs a metric.
-        ValueError: If `accumulation_steps` is less than 1; if an option has a wrong value; if gradients do not match
-            the optimizer's parameters in number and shapes; if a count is negative or not finite.
-            Also if the weights are in a DistributedDataParallel, as far as they show it; if `scheduler` is for another
-            optimizer, or keeps state outside of Parameters, which checkpoints would lose.
+        TypeError: If an argument or gradient has another type than above; if there is no count, with
+            ``reduction="sum"`` or `min_count` ; if `scheduler` is no LRScheduler, as ReduceLROnPlateau, which needs a
+            metric.
+        ValueError: If an argument has a wrong value; if gradients do not match the optimizer's parameters in number and
+            shapes; if a count is negative or not finite; if the weights are in a DistributedDataParallel, as far as
+            they show it; if `scheduler` is for another optimizer, or keeps state outside of Parameters, which
+            checkpoints would lose.
         RuntimeError: In semi-auto, auto and hybrid parallel mode; at the first gradients, if there is a `scale_sense`
             and no loss was scaled; with `scheduler` inside `mindspore.jit` .
 
@@ -229,8 +224,7 @@ class GradAccumulator(nn.Cell):
         self._one, self._zero = ms.Tensor(1.0, ms.float32), ms.Tensor(0.0, ms.float32)
         self._records = LoopRecords()
         self._note_loss = ops.constexpr(self._records.note_loss)
-        self._advice = AdviceAboutRanks(_NAME)
-        self._look = ops.constexpr(self._advice.look)
+        self._look = ops.constexpr(warning_of_ranks(_NAME))
         self.has_scheduler = scheduler is not None
         self._refuse_caller = ops.constexpr(refuse_graphs)
 
@@ -313,7 +307,7 @@ class GradAccumulator(nn.Cell):
     def __call__(self, gradients: Sequence[ms.Tensor], count: Any = None, loss: Any = None) -> bool:
         check_gradients(gradients, self.weights)
         self._scaling.check()
-        self._advice.look()
+        self._look()
         if count is not None:
             count = checked_count(count)
         elif self.needs_count:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import mindspore as ms
@@ -14,12 +14,6 @@ class GradientsOfBatch(tuple):
     """The gradients of a batch."""
 
     samples: int
-
-    @classmethod
-    def of(cls, gradients: Iterable[ms.Tensor], samples: int) -> GradientsOfBatch:
-        known = cls(gradients)
-        known.samples = samples
-        return known
 
 
 def value_and_grad(function: Callable[..., Any], weights: ms.ParameterTuple, has_aux: bool) -> Callable[..., Any]:
@@ -35,6 +29,8 @@ def value_and_grad(function: Callable[..., Any], weights: ms.ParameterTuple, has
                 f"the accumulator a 'count'."
             )
         value, gradients = value_and_gradients(*inputs)
-        return value, GradientsOfBatch.of(gradients, first.shape[0])
+        gradients = GradientsOfBatch(gradients)
+        gradients.samples = first.shape[0]
+        return value, gradients
 
     return of_batch

@@ -32,9 +32,8 @@ def memory_report(
     On CPU, a trial runs in a copy of this process, and the peak of its resident memory is measured. The copy is ended
     before both together exceed the limit, on a machine without other load to 3 %. This process does not change, except
     that its C library returns freed memory to the system at once from then on, also in training. On accelerators, a
-    trial runs in this process, and the peak of MindSpore's allocator is measured; weights, optimizer state, buffers,
-    other attributes of cells, their flags and the default generator are restored, bit for bit. Call it before training:
-    on CPU, memory that training has freed may count as used.
+    trial runs in this process, and the peak of MindSpore's allocator is measured; everything that it changes is
+    restored, bit for bit. Call it before training: on CPU, memory that training has freed may count as used.
 
     Args:
         cell (GradAccumulationCell): The network with its loss and the options; its number of micro-batches is ignored.
@@ -57,8 +56,7 @@ def memory_report(
         ``draw(path)`` draws it, if matplotlib is installed.
 
     Raises:
-        TypeError: If `cell` is not a GradAccumulationCell, `optimizer` not an Optimizer, an input not a Tensor, or a
-            number not an int.
+        TypeError: If an argument or input has another type than above.
         ValueError: If the batch is empty, its inputs differ in length, or a number is less than 1 or, of micro-batches,
             more than the samples; if the network is a WithBatchLossCell.
         RuntimeError: In semi-auto and auto parallel mode, where the compiler distributes memory over devices; on a CPU

@@ -14,7 +14,7 @@ from gaccum_ms.options.options import Options
 from gaccum_ms.semi_auto import modes as auto_parallel
 from gaccum_ms.splitting.even_split import cut, cut_axes
 from gaccum_ms.training.parts import Parts
-from gaccum_ms.training.runner import Batch
+from gaccum_ms.training.runner import Batch, Runner
 
 
 def even_micro_batches(window: Any, options: Options, inputs: Sequence[ms.Tensor]) -> list[list[ms.Tensor]]:
@@ -42,7 +42,7 @@ def even_batch(parts: Parts, inputs: tuple[Any, ...]) -> Batch:
     return Batch(inputs, (plan.size, plan.rest), lambda: even_micro_batches(window, options, inputs), inputs)
 
 
-class OneGraph:
+class OneGraph(Runner):
     """Runs the step's graph."""
 
     def __init__(self, parts: Parts, run_graph: Any) -> None:
@@ -56,20 +56,15 @@ class OneGraph:
         self._parts.window.begin_call()
         return self._run_graph()(*batch.inputs)
 
-    def agree(self) -> None:
-        """Nothing: all ranks run the same graph."""
 
-
-class CompilerGraph:
+class CompilerGraph(Runner):
     """Runs the step's graph in the modes in which MindSpore's compiler distributes it, cuts and accumulates. `network`
     is as the step got it: an AutoParallel's settings apply at each call."""
-
-    _add: Any  # the graph of a batch that does not end its window
 
     def __init__(self, network: Any, parts: Parts, run_graph: Any) -> None:
         self._network = network
         self._parts = parts
-        self._add = parts.end_window
+        self._add: Any = parts.end_window  # the graph of a batch that does not end its window
         self._last: Sequence[ms.Tensor] = ()  # the window's last batch so far, for a flush
         self._run_graph = run_graph
 
@@ -97,9 +92,6 @@ class CompilerGraph:
             return self._run_graph()(*inputs)
         with unreduced():
             return self._add(*inputs)
-
-    def agree(self) -> None:
-        """Nothing: all ranks run the same graph."""
 
     def flush(self) -> bool:
         """End the open window: run its last batch again, of which nothing is added."""

@@ -26,7 +26,7 @@ from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.accumulation.sums import SUMS
 from gaccum_ms.accumulation.update import OfWindow
 from gaccum_ms.checks.arguments import described
-from gaccum_ms.training.runner import Batch
+from gaccum_ms.training.runner import Batch, Runner
 
 if TYPE_CHECKING:
     from gaccum_ms.splitting.splitter import Splitter
@@ -51,7 +51,7 @@ class Added(NamedTuple):
     outputs: list[ms.Tensor]
 
 
-class PythonSplit:
+class PythonSplit(Runner):
     """Trains on batches that a function splits."""
 
     def __init__(self, parts: Parts) -> None:
@@ -65,29 +65,25 @@ class PythonSplit:
         # How the outputs of a MaxTokens are joined: the axis of samples of each, and those of tokens.
         self._axes: list[tuple[int, tuple[int, ...]]] | None = None
         self._jit = bool(options.jit)
-        self.split_by(options.split)
+        self.split: Splitter = options.split
         self.renew_graphs()
-
-    def split_by(self, split: Splitter) -> None:
-        """Split later batches so."""
-        self._split = split
 
     def renew_graphs(self) -> None:
         """Discard the graphs of the old shapes, which frees their memory."""
         self._graph = AddMicroBatch(self._parts.window, self._parts.update, self._jit)
 
     def prepare(self, inputs: tuple[Any, ...]) -> Batch:
-        micro_batches = micro_batches_of(self._split, inputs, self._by_samples)
+        micro_batches = micro_batches_of(self.split, inputs, self._by_samples)
         self._parts.check_inputs(len(micro_batches[0]))
         if self._count is not None:  # with a ratio, the network counts
-            self._split.check_count(self._count)
+            self.split.check_count(self._count)
         if self._has_outputs and self._axes is None:
             self._find_axes(inputs)
         sizes = [part[0].shape[0] if part[0].ndim else 1 for part in micro_batches]
         return Batch(inputs, sizes, lambda: micro_batches)
 
     def _find_axes(self, batch: Sequence[Any]) -> None:
-        sizes = self._split.two_sizes(*batch)
+        sizes = self.split.two_sizes(*batch)
         if sizes is None:
             return
         runs, samples, widths = sizes
@@ -97,9 +93,6 @@ class PythonSplit:
 
     def run(self, batch: Batch) -> Any:
         return self.end(self.add(batch))
-
-    def agree(self) -> None:
-        """Nothing: at a window's end, sums are all that ranks must agree on."""
 
     def add(self, batch: Batch) -> Added:
         """Add the micro-batches of a batch to the window, on this rank alone."""
@@ -147,11 +140,11 @@ class PythonSplit:
             seed_per_item = self._parts.window.open.window_unit + 0.0
             scale = self._parts.update.scale()
             return self._parts.window.weighing.own_mean(ops.addn(list(outputs)), sums, scale, seed_per_item)
-        if not self._split.joins:
+        if not self.split.joins:
             return outputs[0]
         arrays = [output.asnumpy() for output in outputs]
         if self._axes is not None:
-            joined = self._split.in_order(arrays, *self._axes[number])
+            joined = self.split.in_order(arrays, *self._axes[number])
         else:
             joined = _joined_by_shapes(self._first_output + number, arrays, [part[0].shape for part in micro_batches])
         return ms.Tensor(joined, outputs[0].dtype)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import mindspore as ms
 
@@ -26,14 +26,17 @@ class Batch:
     network_inputs: Sequence[Any] | None = None  # the inputs, if the network gets them; a function makes others
 
 
-class Runner(Protocol):
+class Runner:
     """Trains a step on one batch."""
 
     def prepare(self, inputs: tuple[Any, ...]) -> Batch:
         """The checked batch. What is wrong with it is one clear error, before anything runs."""
+        raise NotImplementedError
 
     def run(self, batch: Batch) -> Any:
         """Train on the batch; returns what the step returns."""
+        raise NotImplementedError
 
     def agree(self) -> None:
-        """Before a flush: what all ranks must agree on. With several ranks, possibly a collective."""
+        """Before a flush: what all ranks must agree on; by default nothing. With several ranks, possibly a
+        collective."""

@@ -48,6 +48,7 @@ from gaccum_ms.accumulation.update import Update, WindowEnd
 from gaccum_ms.backend import graphs
 from gaccum_ms.backend.parameters import counter, expose_records, hold_weights, record
 from gaccum_ms.backend.pynative_tape import close_tape
+from gaccum_ms.cell import cell_with_loss
 from gaccum_ms.checks.arguments import check_positive_int
 from gaccum_ms.checks.other_names import explains_other_names
 from gaccum_ms.distributed.ranks import broadcast_parameters
@@ -58,7 +59,7 @@ from gaccum_ms.record.run_record import RunRecord, rule_of
 from gaccum_ms.semi_auto import modes as auto_parallel
 from gaccum_ms.semi_auto.pipeline import explained_errors
 from gaccum_ms.semi_auto.unrolled_window import AddedBatch, UnrolledWindow
-from gaccum_ms.training import admission
+from gaccum_ms.training.admission import admit
 from gaccum_ms.training.advice import Advice
 from gaccum_ms.training.automatic_size import AutomaticSize
 from gaccum_ms.training.averages import average_of, averaged_weights
@@ -135,8 +136,8 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         (with `record_noise` ), the input of :class:`GradNoiseScale` . :class:`SkipSpikes` adds its own.
 
     Raises:
-        TypeError: If `network` is not a GradAccumulationCell, `optimizer` not an Optimizer, `scale_sense` neither
-            Cell nor Tensor, or an input not a Tensor; if a function as `split` returns no list of tuples of Tensors.
+        TypeError: If an argument or input has another type than above; if a function as `split` returns no list of
+            tuples of Tensors.
         ValueError: If the optimizer has no parameter of the network; if an input has no axis 0 or its length differs
             from the others'; if the first batch has fewer samples than `micro_size`; if the loss is not a scalar; if
             a count is negative or not finite; if an embedding makes sparse gradients; in semi-auto and auto parallel
@@ -178,7 +179,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
     ) -> None:
         with auto_parallel.settings_of(network):
             given = auto_parallel.held_cell(network)
-            cell = admission.with_loss(_NAME, given, loss_fn)
+            cell = cell_with_loss(_NAME, given, loss_fn, "network", ", or AutoParallel around one")
             self._build(cell, optimizer, scale_sense)
             # Weak: in a circle the step would live on until Python collects garbage, and MindSpore compiles the graphs
             # of all other Cells anew when a Cell goes.
@@ -191,7 +192,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
     def _build(
         self, network: GradAccumulationCell, optimizer: nn.Optimizer, scale_sense: nn.Cell | ms.Tensor | None
     ) -> None:
-        setup = admission.admit(_NAME, network, optimizer)
+        setup = admit(_NAME, network, optimizer)
         super().__init__(setup.network, optimizer)
         hold_weights(self, self.weights)
         self._setup = setup
@@ -267,7 +268,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
             )
         self.spans_batches = True
         self.window = self._make_window()
-        self.update.take_window(self.window.open)
+        self.update.window = self.window.open
         self._assemble()
 
     @property

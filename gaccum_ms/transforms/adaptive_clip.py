@@ -67,9 +67,7 @@ class AdaptiveGradientClip(Transform):
         check_positive_finite(_NAME, "eps", eps)
         self.clipping, self.eps = float(clipping), float(eps)
         excluded: Any = exclude
-        if not isinstance(excluded, (tuple, list)) or not all(
-            isinstance(parameter, ms.Parameter) for parameter in excluded
-        ):
+        if not isinstance(excluded, (tuple, list)) or not all(isinstance(each, ms.Parameter) for each in excluded):
             raise TypeError(
                 f"For '{_NAME}', the argument 'exclude' must be a sequence of Parameters, but got {exclude!r}. Give "
                 f"such as net.head.trainable_params()."

@@ -1,13 +1,4 @@
-"""The chain of `transforms` that a finished gradient passes, and the check that its links go together.
-
-For each finite window, in update.py:
-
-    for each link:                              does it allow the update? then change the gradients
-    if all allow it:
-        for each link:                          act before the update
-        update
-        for each link:                          act after it
-"""
+"""The chain of `transforms` that a finished gradient passes, and the check that its links go together."""
 
 from __future__ import annotations
 

@@ -111,20 +111,17 @@ class WeightAverage(Transform):
         check_bool(_NAME, "buffers", buffers)
         self.decay = decay
         self.warmup, self.with_buffers = warmup, buffers
-        self._swapped = False
+        self.swapped = False  # whether the averages have replaced the weights
 
     def prepare(self, network: nn.Cell | None) -> None:
-        averaged = [*self._own_weights(network), *(self._buffers_of(network) if self.with_buffers else ())]
+        of_stage = owned_weights(network, self.weights)
+        averaged = [weight for weight, is_owned in zip(self.weights, of_stage, strict=True) if is_owned]
+        averaged += self._buffers_of(network) if self.with_buffers else ()
         # Only as an attribute, because these Parameters are the network's.
         object.__setattr__(self, "averaged", ms.ParameterTuple(averaged))
         self.averages = ms.ParameterTuple([self._average_of(parameter) for parameter in averaged])
         self.averaged_updates = self.state("averaged_updates", np.zeros((), np.int32))
         self.map = ops.HyperMap()
-
-    def _own_weights(self, network: nn.Cell | None) -> list[ms.Parameter]:
-        """The weights; in a pipeline, those of this device's stage."""
-        owned = owned_weights(network, self.weights)
-        return [weight for weight, is_owned in zip(self.weights, owned, strict=True) if is_owned]
 
     def _average_of(self, parameter: ms.Parameter) -> ms.Parameter:
         """A Parameter for its average. NaN: nothing was written."""
@@ -186,22 +183,17 @@ class WeightAverage(Transform):
 
     # -- not compiled --------------------------------------------------------------------------------------------------
 
-    @property
-    def swapped(self) -> bool:
-        """Whether the averages have replaced the weights."""
-        return self._swapped
-
     @contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
         """Context manager in which the weights have the averages' values. Before the first update, an average that was
         not written equals its weight."""
-        if self._swapped:
+        if self.swapped:
             yield
             return
         begun = int(self.averaged_updates.asnumpy()) > 0
         with no_grad():
             before = [parameter.copy() for parameter in self.averaged]
-        self._swapped = True
+        self.swapped = True
         try:
             for parameter, average in zip(self.averaged, self.averages, strict=True):
                 overwrite(parameter, (average if begun else _or_begin(average, parameter)).astype(parameter.dtype))
@@ -209,4 +201,4 @@ class WeightAverage(Transform):
         finally:
             for parameter, value in zip(self.averaged, before, strict=True):
                 overwrite(parameter, value)
-            self._swapped = False
+            self.swapped = False

@@ -310,7 +310,7 @@ def test_inputs_of_unequal_lengths_change_nothing(pynative):
             step(Tensor(tokens), Tensor(more))
     for one, value in zip(step.get_parameters(), before, strict=True):
         np.testing.assert_array_equal(as_numpy(one), value)
-    assert step._runner._split.plan is None
+    assert step._runner.split.plan is None
     run(step, DATA[:1])
 
 
