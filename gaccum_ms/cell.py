@@ -272,12 +272,7 @@ class GradAccumulationCell(nn.Cell):
         return self if loss_fn is None else type(self)(nn.WithLossCell(self.network, loss_fn), **vars(self.options))
 
     def check_loss(self, loss_fn: nn.Cell | None) -> None:
-        """Check that the network can have this loss.
-
-        Raises:
-            TypeError: If `loss_fn` is not a Cell.
-            ValueError: If the network returns its loss already, or takes other inputs than the data alone.
-        """
+        """Check that the network can have this loss: it must return none, and take the data alone."""
         if loss_fn is None:
             return
         if not isinstance(loss_fn, nn.Cell):

@@ -73,21 +73,13 @@ class WithBatchLossCell(nn.Cell):
         >>> from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WithBatchLossCell
         >>> ms.set_context(mode=ms.PYNATIVE_MODE)  # graph mode compiles Cells that are in files
         >>> class InfoNCE(nn.Cell):
-        ...     def construct(self, one, other):
-        ...         return ops.cross_entropy(one @ other.T, ops.arange(one.shape[0]))
-        >>> class Towers(nn.Cell):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.one = nn.Dense(3, 2, weight_init="ones", bias_init="zeros")
-        ...         self.other = nn.Dense(3, 2, weight_init="ones", bias_init="zeros")
-        ...     def construct(self, x, y):
-        ...         return self.one(x), self.other(y)
-        >>> net = WithBatchLossCell(Towers(), InfoNCE())
-        >>> step = TrainOneStepWithGradAccumulationCell(
-        ...     GradAccumulationCell(net, 4), nn.SGD(net.trainable_params(), 0.01)
-        ... )
-        >>> x, y = Tensor(np.eye(8, 3, dtype=np.float32)), Tensor(np.eye(8, 3, dtype=np.float32))
-        >>> whole, accumulated = net(x, y), step(x, y)
+        ...     def construct(self, rows):
+        ...         return ops.cross_entropy(rows @ rows.T, ops.arange(rows.shape[0]))
+        >>> net = WithBatchLossCell(nn.Dense(3, 2, weight_init="ones", bias_init="zeros"), InfoNCE())
+        >>> optimizer = nn.SGD(net.trainable_params(), 0.01)
+        >>> step = TrainOneStepWithGradAccumulationCell(GradAccumulationCell(net, 4), optimizer)
+        >>> x = Tensor(np.eye(8, 3, dtype=np.float32))
+        >>> whole, accumulated = net(x), step(x)
         >>> print(abs(float(whole - accumulated)) < 1e-6)
         True
     """

@@ -31,17 +31,10 @@ class AutoSize:
         ``Ascend`` ``GPU`` ``CPU``
 
     Examples:
-        >>> import numpy as np
-        >>> from mindspore import Tensor, nn
-        >>> from gaccum_ms import AutoSize, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
-        >>> net = nn.Dense(3, 1)
-        >>> optimizer = nn.SGD(net.trainable_params(), learning_rate=0.1)
-        >>> auto = AutoSize(memory_limit=1 << 40)
-        >>> cell = GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), micro_batch_size=auto)
-        >>> step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
-        >>> loss = step(Tensor(np.ones((8, 3), np.float32)), Tensor(np.zeros((8, 1), np.float32)))
-        >>> print(step.micro_batch_size)  # of a few bytes for each sample, all fit
-        8
+        >>> from mindspore import nn
+        >>> from gaccum_ms import AutoSize, GradAccumulationCell
+        >>> network = nn.WithLossCell(nn.Dense(3, 1), nn.MSELoss())
+        >>> cell = GradAccumulationCell(network, micro_batch_size=AutoSize(memory_limit=8_000_000_000))
     """
 
     memory_limit: int | None = None

@@ -93,14 +93,8 @@ class TokenPlan:
         return "\n".join(lines)
 
     def draw(self, path: str | Path) -> None:
-        """Draw the rows of each micro-batch, with tokens and padding in two colours, into a file such as ``plan.png`` .
-
-        Args:
-            path (str): The file; its extension selects the format.
-
-        Raises:
-            ImportError: If matplotlib is not installed.
-        """
+        """Draw the rows of each micro-batch, with tokens and padding in two colours, into a file such as ``plan.png`` ,
+        whose extension selects the format."""
         from gaccum_ms.report.plots import draw_token_plan
 
         draw_token_plan(self, path)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from gaccum_ms.transforms.weight_average import WeightAverage
@@ -26,8 +25,7 @@ def refuse_to_train(owner: str, average: WeightAverage) -> None:
         )
 
 
-@contextmanager
-def averaged_weights(update: Update) -> Iterator[None]:
+def averaged_weights(update: Update) -> AbstractContextManager[None]:
     """Context manager in which the weights have the values of their averages."""
     average = average_of(update)
     if average is None:
@@ -35,5 +33,4 @@ def averaged_weights(update: Update) -> Iterator[None]:
             f"For '{update.owner}', 'averaged_weights' needs averages, but got none among 'transforms'. Give "
             f"transforms=(..., WeightAverage(0.9999))."
         )
-    with average.in_place_of_weights():
-        yield
+    return average.in_place_of_weights()

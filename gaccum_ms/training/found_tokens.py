@@ -42,10 +42,10 @@ class FoundTokens(AutomaticSize):
             added = self._split.add(batches.pop() if batches else self.prepare(tuple(batch.inputs)))
             return added, bool(added[0].asnumpy().any())
 
-        added = self._as_it_fits(add, batch.inputs[0].shape[0])
+        _, loss, outputs = self._as_it_fits(add, batch.inputs[0].shape[0])
         if self._parts.window.open.is_full:
             self._agree_at_the_end()
-        return self._split.end(added)
+        return self._split.end(loss, outputs)
 
     def rehearsed(self, size: Any) -> StepOnTrial:
         self._split.split = size

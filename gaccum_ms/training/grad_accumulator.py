@@ -286,15 +286,8 @@ class GradAccumulator(nn.Cell):
             overwrite(self.window.updates_held, self.window.updates_held - 1)
 
     def set_accumulation_steps(self, accumulation_steps: int) -> None:
-        """Set the number of batches in later windows; an open one keeps its own. Nothing is compiled anew.
-
-        Args:
-            accumulation_steps (int): Batches that share an update.
-
-        Raises:
-            TypeError: If it is not an int.
-            ValueError: If it is less than 1.
-        """
+        """Set the number of batches that share an update, at least 1, in later windows; an open one keeps its own.
+        Nothing is compiled anew."""
         check_positive_int(_NAME, "accumulation_steps", accumulation_steps)
         self._lifecycle.begin_call()
         self.window.set_steps(accumulation_steps)
@@ -354,10 +347,7 @@ class GradAccumulator(nn.Cell):
             self._schedulers.follow(int(self.update_count.asnumpy()))
 
     def record(self, epoch: int | None = None) -> WindowRecord:
-        """The record of the last window that has ended.
-
-        Args:
-            epoch (int, optional): The record's `epoch` . Default: ``None`` .
+        """The record of the last window that has ended, with this `epoch` .
 
         Returns:
             WindowRecord. If the accumulator was called inside `mindspore.jit` , it has no `losses` and `counts` ; call

@@ -14,7 +14,7 @@ micro-batches, however many these are. A window's length is counted in batches, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
 import numpy as np
@@ -41,14 +41,6 @@ class AddMicroBatch(OfWindow):
     def construct(self, sums, times, *micro_batch):
         micro_batch = clear_flag(micro_batch)
         return self.window.add_micro_batch(sums, times, micro_batch, self.update.scale())
-
-
-class Added(NamedTuple):
-    """A batch that was added to the window: its sums, its mean loss, and its outputs."""
-
-    sums: ms.Tensor
-    loss: Any
-    outputs: list[ms.Tensor]
 
 
 class PythonSplit(Runner):
@@ -92,10 +84,12 @@ class PythonSplit(Runner):
         self._axes = list(zip(axes_of(outputs, self._parts.options.returns_ratio, widths), tokens, strict=True))
 
     def run(self, batch: Batch) -> Any:
-        return self.end(self.add(batch))
+        _, loss, outputs = self.add(batch)
+        return self.end(loss, outputs)
 
-    def add(self, batch: Batch) -> Added:
-        """Add the micro-batches of a batch to the window, on this rank alone."""
+    def add(self, batch: Batch) -> tuple[ms.Tensor, Any, list[ms.Tensor]]:
+        """Add the micro-batches of a batch to the window, on this rank alone. Returns its sums, its mean loss, and its
+        outputs."""
         micro_batches: Any = batch.micro_batches()
         window = self._parts.window.open
         window.begin_eagerly()
@@ -111,12 +105,11 @@ class PythonSplit(Runner):
             for number, of_all in enumerate(zip(*outputs, strict=True))
         ]
         window.end_eagerly(sums)
-        return Added(sums, loss, joined)
+        return sums, loss, joined
 
-    def end(self, added: Added) -> Any:
+    def end(self, loss: Any, outputs: Sequence[ms.Tensor]) -> Any:
         """Finish a batch; if its window ends, update on all ranks. Returns what the step returns."""
         parts, window = self._parts, self._parts.window.open
-        _, loss, outputs = added
         scale = parts.update.scale()
         overflow = ms.Tensor(False, ms.bool_)
         if window.is_full:

@@ -288,22 +288,14 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         return self.update.manager
 
     def set_sense_scale(self, sens: ms.Tensor) -> None:
-        """Set the loss scale, as the method of this name of `nn.TrainOneStepWithLossScaleCell` does.
-
-        Args:
-            sens (Tensor): The new scale, of the shape of the old one.
-        """
+        """Set the loss scale, as `nn.TrainOneStepWithLossScaleCell.set_sense_scale` does."""
         self.update.set_scale(sens)
 
     def set_accumulation_steps(self, accumulation_steps: int) -> None:
-        """Set the number of batches in later windows; an open one keeps its own. Nothing is compiled anew.
-
-        Args:
-            accumulation_steps (int): Batches that share an update.
+        """Set the number of batches that share an update, at least 1, in later windows; an open one keeps its own.
+        Nothing is compiled anew.
 
         Raises:
-            TypeError: If it is not an int.
-            ValueError: If it is less than 1.
             RuntimeError: If it is more than 1, and the step has run with windows of one batch.
         """
         check_positive_int(_NAME, "accumulation_steps", accumulation_steps)

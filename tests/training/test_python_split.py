@@ -440,7 +440,7 @@ RETURNED = {
 def test_what_a_function_must_return(name, pynative):
     returned, error, words = RETURNED[name]
     step = reused_step_of_returned()
-    step._runner._split = lambda x, y: returned
+    step._runner.split = lambda x, y: returned
     before = everything(step)
     with pytest.raises(error, match=f"For 'GradAccumulationCell', the function 'split' .*{words}"):
         step(X, Y)
