@@ -36,7 +36,7 @@ from gaccum_ms.record.recorder import WindowRecorder
 from gaccum_ms.record.window_callback import WindowCallback, refuse_other_networks
 from gaccum_ms.semi_auto.compiled_once import note_casts
 from gaccum_ms.semi_auto.modes import held_cell
-from gaccum_ms.training.evaluation import batch_evaluation, no_loss_known, parts_of, with_its_parts
+from gaccum_ms.training.evaluation import batch_evaluation, parts_of, with_its_parts
 from gaccum_ms.training.flops import counted_in_loops
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
@@ -136,10 +136,8 @@ def _without_cell(model: mindspore.train.Model) -> Iterator[nn.Cell | None]:
 def _build_eval_network(self: mindspore.train.Model, metrics: Any, eval_network: Any, eval_indexes: Any) -> None:
     with _without_cell(self) as cell:
         if cell is not None and metrics and eval_network is None:
-            eval_network = batch_evaluation(cell, get_metrics(metrics).values())
+            eval_network = batch_evaluation(cell, self._loss_fn, get_metrics(metrics).values())
             eval_indexes = [0, 1, 2]
-            if eval_network is None and self._loss_fn is None:
-                raise no_loss_known(cell.network)
         _original_build_eval_network(self, metrics, eval_network, eval_indexes)
 
 

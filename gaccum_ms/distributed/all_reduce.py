@@ -25,9 +25,7 @@ from mindspore.communication import GlobalComm
 # On CPU. Measured between two processes on two cores: gradients of 4 KB and of 256 KB are fastest in buffers of this
 # size, and gradients of 4 MB alone (docs/performance.md).
 BUFFER_BYTES = 4 * 2**20
-# On other devices, the default of PyTorch's DistributedDataParallel (bucket_cap_mb). Assumed, not measured: a byte in a
-# shared buffer is read and written twice, at 1.5 TB/s; a message takes 30 microseconds within a host, and 120 between
-# hosts. Then a buffer is cheaper than messages for gradients up to 10 MB within a host, and up to 40 MB between hosts.
+# On other devices, the default of PyTorch's DistributedDataParallel (bucket_cap_mb), which was not measured here.
 DEVICE_BUFFER_BYTES = 25 * 2**20
 _WIRE_BYTES = 4  # a float32
 _MEGABYTE = 2**20

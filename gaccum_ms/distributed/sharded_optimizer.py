@@ -1,10 +1,8 @@
 """ShardedOptimizer: each rank keeps its part of the optimizer's state, updates that part of the weights, and gathers
 the others'.
 
-The inner optimizer is an ordinary one. Its parameters are this rank's parts, and so is its state. If the optimizer
-updates each element independently, each rank has a slice of each weight, and a copy of the slice into which the inner
-optimizer writes. If it needs whole weights, for their norm or rows, each weight belongs to one rank, which updates it
-in place.
+The inner optimizer is an ordinary one. Its parameters are this rank's parts, and so is its state. Slices are copies,
+into which it writes; a whole weight, which belongs to one rank, it updates in place.
 """
 
 from __future__ import annotations

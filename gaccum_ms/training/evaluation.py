@@ -37,20 +37,20 @@ def _is_with_loss_cell(network: nn.Cell) -> bool:
     return type(network).construct is nn.WithLossCell.construct
 
 
-def batch_evaluation(cell: GradAccumulationCell, metrics: Collection[Any]) -> nn.Cell | None:
-    """What evaluates a loss of the whole batch; None for other networks. `metrics` : MindSpore's objects."""
-    if not isinstance(cell.network, WithBatchLossCell):
-        return None
-    return _BatchEvaluation(cell.network, all(isinstance(metric, Loss) for metric in metrics))
-
-
-def no_loss_known(network: nn.Cell) -> ValueError:
-    return ValueError(
-        f"For 'GradAccumulationCell', with 'metrics' ms.Model must know the network without its loss, but got a "
-        f"'{type(network).__name__}', in which the loss is not known. Give both apart: "
-        f"ms.Model(GradAccumulationCell(net, ...), loss_fn, optimizer, metrics=...); or what evaluates: "
-        f"eval_network=nn.WithEvalCell(net, loss_fn), eval_indexes=[0, 1, 2]."
-    )
+def batch_evaluation(cell: GradAccumulationCell, loss_fn: nn.Cell | None, metrics: Collection[Any]) -> nn.Cell | None:
+    """What evaluates a loss of the whole batch; None for other networks, of which `loss_fn` must then be known.
+    `metrics` : MindSpore's objects."""
+    network = cell.network
+    if isinstance(network, WithBatchLossCell):
+        return _BatchEvaluation(network, all(isinstance(metric, Loss) for metric in metrics))
+    if loss_fn is None:
+        raise ValueError(
+            f"For 'GradAccumulationCell', with 'metrics' ms.Model must know the network without its loss, but got a "
+            f"'{type(network).__name__}', in which the loss is not known. Give both apart: "
+            f"ms.Model(GradAccumulationCell(net, ...), loss_fn, optimizer, metrics=...); or what evaluates: "
+            f"eval_network=nn.WithEvalCell(net, loss_fn), eval_indexes=[0, 1, 2]."
+        )
+    return None
 
 
 class _LossAlone(nn.Cell):

@@ -52,24 +52,24 @@ class PythonSplit(Runner):
         self._end_window: Any = parts.end_window
         self._count = options.own_count
         self._by_samples = self._count is None
-        self._has_outputs = options.aux
+
         self._first_output = 1 + options.returns_ratio  # its position in what the network returns
         # How the outputs of a MaxTokens are joined: the axis of samples of each, and those of tokens.
         self._axes: list[tuple[int, tuple[int, ...]]] | None = None
-        self._jit = bool(options.jit)
+
         self.split: Splitter = options.split
         self.renew_graphs()
 
     def renew_graphs(self) -> None:
         """Discard the graphs of the old shapes, which frees their memory."""
-        self._graph = AddMicroBatch(self._parts.window, self._parts.update, self._jit)
+        self._graph = AddMicroBatch(self._parts.window, self._parts.update, bool(self._parts.options.jit))
 
     def prepare(self, inputs: tuple[Any, ...]) -> Batch:
         micro_batches = micro_batches_of(self.split, inputs, self._by_samples)
         self._parts.check_inputs(len(micro_batches[0]))
         if self._count is not None:  # with a ratio, the network counts
             self.split.check_count(self._count)
-        if self._has_outputs and self._axes is None:
+        if self._parts.options.aux and self._axes is None:
             self._find_axes(inputs)
         sizes = [part[0].shape[0] if part[0].ndim else 1 for part in micro_batches]
         return Batch(inputs, sizes, lambda: micro_batches)
