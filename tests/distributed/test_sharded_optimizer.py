@@ -73,6 +73,7 @@ def by_slices_and_whole(kind, arguments: dict) -> tuple[np.ndarray, np.ndarray]:
     return whole.ravel(), np.concatenate([row.ravel() for row in updated(kind, arguments, rows[0], rows[1:])])
 
 
+@pytest.mark.core("Adam", "Momentum", "SGD")
 @pytest.mark.parametrize("kind", sorted(_ELEMENTWISE, key=lambda one: one.__name__), ids=lambda one: one.__name__)
 def test_optimizers_that_get_slices_treat_each_element_by_itself(kind, pynative):
     for variant in ({}, *_VARIANTS.get(kind, ())):

@@ -78,10 +78,11 @@ def run(kind="towers", samples=RAGGED, way="graph", optimizer=None, **options):
 # -- equal to the whole batch ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.core("towers-3-13-graph", "labels-3-13-pynative", "single-3-13-jit", "single-1-13-pynative")
+@pytest.mark.core("towers-3-13-pynative", "labels-3-13-pynative", "single-3-13-jit", "single-1-13-pynative")
 @pytest.mark.parametrize(
     ("kind", "micro_size", "samples", "way"),
     [
+        ("towers", 3, RAGGED, "pynative"),
         ("towers", 3, RAGGED, "graph"),
         ("labels", 3, RAGGED, "pynative"),
         ("single", 3, RAGGED, "jit"),
@@ -269,31 +270,23 @@ def data_set():
     return ms.dataset.NumpySlicesDataset(batches("single", 3 * RAGGED, 1)[0], ["x"], shuffle=False).batch(RAGGED)
 
 
-def make_spread():
-    """Without a trained bias: a covariance does not depend on it, and its moments would be rounding errors."""
+def fit(wrap, callbacks=()):
     backbone, loss_fn = make_parts("single")
-    backbone.tower.bias.requires_grad = False
-    return backbone, loss_fn
-
-
-def fit(wrap, callbacks=(), mode=ms.GRAPH_MODE):
-    ms.set_context(mode=mode)
-    backbone, loss_fn = make_spread()
+    backbone.tower.bias.requires_grad = False  # a covariance does not depend on it: its moments are rounding errors
     network = wrap(backbone, loss_fn)
     optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
-    model = ms.Model(network, optimizer=optimizer)
-    model.train(2, data_set(), callbacks=list(callbacks))
-    return model, {one.name: as_numpy(one) for one in [*network.get_parameters(), *optimizer.get_parameters()]}
+    ms.Model(network, optimizer=optimizer).train(2, data_set(), callbacks=list(callbacks))
+    return {one.name: as_numpy(one) for one in [*network.get_parameters(), *optimizer.get_parameters()]}
 
 
 def in_cell(backbone, loss_fn):
     return GradAccumulationCell(WithBatchLossCell(backbone, loss_fn), 3)
 
 
-def test_model_train_with_callbacks_equals_the_whole_batch(tmp_path, capsys):
-    _, reference = fit(Whole, mode=ms.PYNATIVE_MODE)
+def test_model_train_with_callbacks_equals_the_whole_batch(tmp_path, capsys, pynative):
+    reference = fit(Whole)
     file = tmp_path / "windows.jsonl"
-    _, after = fit(in_cell, [train.LossMonitor(3), FlushAccumulation(), WindowMonitor(str(file))])
+    after = fit(in_cell, [train.LossMonitor(3), FlushAccumulation(), WindowMonitor(str(file))])
     assert max(relative_error(after[name], reference[name]) for name in reference) < TOLERANCE
     assert "loss is" in capsys.readouterr().out
     rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -407,6 +400,7 @@ def left_twice(samples, layer):
     return shares
 
 
+@pytest.mark.core(mode="pynative")
 @pytest.mark.parametrize(("mode", "seeded"), [("pynative", True), ("graph", False)], indirect=["mode"])
 def test_dropout_draws_other_masks_and_a_warning(mode, seeded, monkeypatch):
     ms.set_seed(3)
@@ -445,6 +439,7 @@ def program(tmp_path_factory):
         yield printed
 
 
+@pytest.mark.thorough
 def test_a_network_that_adds_in_place_where_a_tensor_is_indexed(program):
     """MindSpore's compiler then keeps functions that it otherwise folds away. As a plain call, the first pass made it
     lose a Parameter: "Illegal AnfNode for evaluating"."""
@@ -490,33 +485,26 @@ def test_refuses_what_is_no_cell_and_no_bool():
 
 
 class Returns(Single):
-    def __init__(self, kind):
+    def __init__(self, made):
         super().__init__()
-        self.kind = kind
+        self.made = made
 
     def construct(self, x):
-        values = self.tower(x)
-        if self.kind == "mean":
-            return values, values.mean(axis=0)
-        if self.kind == "scalar":
-            return values.mean()
-        if self.kind == "ints":
-            return values.astype(ms.int32)
-        return (values,) * 17
+        return self.made(self.tower(x))
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("made", "message"),
     [
-        ("mean", r"but output 1 got shape \(6,\) for . sample\(s\) and shape \(6,\) for .\. What is one"),
-        ("scalar", r"the same for all micro-batches, but output 0 got shape \(\) for"),
-        ("ints", r"at least one representation of a float dtype"),
-        ("many", r"at most 16 representations, but got 17"),
+        (lambda values: (values, values.mean(axis=0)), r"but output 1 got shape \(6,\) for . sample.* What is one"),
+        (lambda values: values.mean(), r"the same for all micro-batches, but output 0 got shape \(\) for"),
+        (lambda values: values.astype(ms.int32), r"at least one representation of a float dtype"),
+        (lambda values: (values,) * 17, r"at most 16 representations, but got 17"),
     ],
     ids=["mean", "scalar", "ints", "many"],
 )
-def test_refuses_representations_that_are_none(kind, message, pynative):
-    backbone = Returns(kind)
+def test_refuses_representations_that_are_none(made, message, pynative):
+    backbone = Returns(made)
     before = as_numpy(backbone.tower.weight)
     with pytest.raises(ValueError, match=message):
         step_of(backbone, Spread(), micro_size=3)(*map(Tensor, batches("single", RAGGED, 1)[0]))

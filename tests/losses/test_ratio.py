@@ -15,25 +15,18 @@ from tests.support.reuse import Reused
 
 
 class Returning(Ratio):
-    """Returns the given kind of output."""
+    """Returns what `made` makes of its sum, its count and the mask."""
 
-    def __init__(self, kind):
+    def __init__(self, made):
         super().__init__()
-        self.kind = kind
+        self.made = made
 
     def construct(self, x, mask):
-        total, count = super().construct(x, mask)
-        if self.kind == "alone":
-            return total
-        if self.kind == "three":
-            return total, count, count
-        if self.kind == "rows":
-            return total, mask
-        if self.kind == "text":
-            return total, "count"
-        if self.kind == "rows of both":
-            return mask * total, mask
-        return total, x.shape[0]
+        return self.made(*super().construct(x, mask), mask)
+
+
+def with_number(total, count, mask):
+    return total, mask.shape[0]
 
 
 def step_of(network=Ratio, weighing=None, **options):
@@ -67,7 +60,7 @@ def test_negative_control_unread_denominators_are_caught(pynative):
 
 def test_a_denominator_may_be_a_number(pynative):
     x, mask = data([1.0] * 7)
-    step = step_of(Returning("number"), micro_size=3)
+    step = step_of(Returning(with_number), micro_size=3)
     np.testing.assert_allclose(run(step, x, mask).asnumpy(), oracle(x, mask)[0], rtol=1e-5)
     np.testing.assert_allclose(gradient(step), oracle(x, mask)[1], rtol=1e-4, atol=1e-5)
 
@@ -104,20 +97,19 @@ def test_a_bad_denominator_spoils_its_window_alone(pynative):
 
 
 @pytest.mark.parametrize(
-    ("kind", "error", "got"),
+    ("made", "got"),
     [
-        ("alone", ValueError, "a tuple, but got one output"),
-        ("three", ValueError, "a tuple, but got a tuple of 3"),
-        ("rows", ValueError, r"but got shape \(\) and shape \(1,\). Sum"),
-        ("text", ValueError, r"but got shape \(\) and 'String'. Sum"),
-        ("rows of both", ValueError, r"but got shape \(1,\) and shape \(1,\). Sum"),
+        (lambda total, count, mask: total, "a tuple, but got one output"),
+        (lambda total, count, mask: (total, count, count), "a tuple, but got a tuple of 3"),
+        (lambda total, count, mask: (total, mask), r"but got shape \(\) and shape \(1,\). Sum"),
+        (lambda total, count, mask: (total, "count"), r"but got shape \(\) and 'String'. Sum"),
+        (lambda total, count, mask: (mask * total, mask), r"but got shape \(1,\) and shape \(1,\). Sum"),
     ],
 )
-def test_what_is_no_ratio_is_refused(kind, error, got, pynative):
-    step = step_of(Returning(kind), micro_size=2)
-    with pytest.raises(
-        error, match=rf"with reduction='ratio' the network must return \(numerator, denominator\).*{got}"
-    ):
+def test_what_is_no_ratio_is_refused(made, got, pynative):
+    step = step_of(Returning(made), micro_size=2)
+    words = rf"with reduction='ratio' the network must return \(numerator, denominator\).*{got}"
+    with pytest.raises(ValueError, match=words):
         run(step, *data([1, 1]))
     np.testing.assert_array_equal(as_numpy(step.weights[0]), START.astype(np.float32))
 
@@ -128,7 +120,7 @@ class AlreadyMean(Ratio):
         return total / count, count
 
 
-@pytest.mark.parametrize(("network", "ok"), [(Ratio(), True), (Returning("number"), True), (AlreadyMean(), False)])
+@pytest.mark.parametrize(("network", "ok"), [(Ratio(), True), (Returning(with_number), True), (AlreadyMean(), False)])
 def test_audit_accepts_a_ratio_and_rejects_a_numerator_that_is_already_a_mean(network, ok, pynative):
     x, mask = data([1, 1, 0.5, 1, 2, 1])
     cell = GradAccumulationCell(network, 2, reduction="ratio")

@@ -120,14 +120,12 @@ def reduce(mode: str, rank: int) -> Results:
         return {key: as_numpy(one.astype(ms.float64)) for key, one in zip(keys, rounded, strict=True)}
 
     all_results = results()
-    if mode == "graph":
-        if rank == 1:
-            place = keys.index("all small, graph/ours/0")
-            nan, infinite = gradients[place + 1].asnumpy() * np.nan, gradients[place + 2].asnumpy()
-            infinite[1] = np.inf
-            gradients[place + 1 : place + 3] = map(Tensor, (nan, infinite))
-        all_results |= {f"poisoned/{key}": value for key, value in results().items()}
-    return all_results
+    if rank == 1:
+        place = keys.index(f"all small, {mode}/ours/0")
+        nan, infinite = gradients[place + 1].asnumpy() * np.nan, gradients[place + 2].asnumpy()
+        infinite[1] = np.inf
+        gradients[place + 1 : place + 3] = map(Tensor, (nan, infinite))
+    return all_results | {f"poisoned, {key}": value for key, value in results().items()}
 
 
 # -- counting ----------------------------------------------------------------------------------------------------------
@@ -145,7 +143,7 @@ def executed_all_reduces(call: Callable[[], Any], folder: Path) -> int:
 
 
 class Graphs:
-    """The finished graphs that MindSpore saves as it compiles."""
+    """The finished graphs that MindSpore saves as it compiles, in a process whose environment asks for them."""
 
     def __init__(self) -> None:
         self.folder = Path(os.environ["MS_DEV_SAVE_GRAPHS_PATH"], f"rank_{get_rank()}")
@@ -217,8 +215,11 @@ def collectives(name: str, rank: int, out: Path) -> dict[str, np.ndarray]:
 def as_case(task: Callable[..., Results], *arguments: Any, mode: str = "graph", files: bool = False) -> Callable:
     def case(out: Path) -> Results:
         ms.set_context(mode=MODES[mode])
-        fused_reduction.BUFFER_BYTES = LIMIT
-        return task(*arguments, get_rank(), *([out] if files else []))
+        large, fused_reduction.BUFFER_BYTES = fused_reduction.BUFFER_BYTES, LIMIT
+        try:
+            return task(*arguments, get_rank(), *([out] if files else []))
+        finally:
+            fused_reduction.BUFFER_BYTES = large
 
     return case
 
@@ -227,5 +228,5 @@ CASES: dict[str, Callable[[Path], Results]] = {
     f"collectives {name}": as_case(collectives, name, files=True) for name in PROGRAMS
 }
 for mode in MODES:
-    CASES |= dict.fromkeys([f"{name}, {mode}" for name in REDUCED], as_case(reduce, mode, mode=mode))
-CASES["poisoned"] = CASES["all small, graph"]
+    names = [f"{name}, {mode}" for name in REDUCED]
+    CASES |= dict.fromkeys([*names, f"poisoned, all small, {mode}"], as_case(reduce, mode, mode=mode))

@@ -444,7 +444,9 @@ def refusals(trainer: Trainer, out: Path) -> None:
 Task = Callable[[Trainer], object]
 TASKS: dict[tuple[str, ...], Task] = {
     ("counted", "overflow"): counted_and_overflow,
-    ("by parameters",): training("by parameters/sharded", "adam", apart=True, optimizer_options=BY_PARAMETERS),
+    ("by parameters",): eagerly()(
+        training("by parameters/sharded", "adam", apart=True, optimizer_options=BY_PARAMETERS)
+    ),
     ("experimental",): experimental,
     ("shards",): training("shards/sharded", "adam", apart=True, **SHARDED_ACCUMULATORS),
     ("shards flush",): flush,
