@@ -1,26 +1,24 @@
-"""One rank of test_auto_size.py: rank 1 runs out of memory in the third batch, rank 0 does not."""
+"""The case of test_auto_size.py on ranks (support/ranks.py): rank 1 runs out of memory in the third batch, rank 0 does
+not."""
 
 from __future__ import annotations
 
-import sys
 import warnings
 from pathlib import Path
 
 import mindspore as ms
 import numpy as np
 from mindspore import mint, nn
-from mindspore.communication import get_rank, init
+from mindspore.communication import get_rank
 
 from tests.support.reference import Regression, batches, vector
-from tests.support.two_ranks import leave
+from tests.support.two_ranks import Results
 from tests.training.test_auto_size import WithStatistics, halving_step, make_step, marked, run, state
 
 
-def main(out: Path) -> None:
-    ms.set_context(mode=ms.GRAPH_MODE)
-    init()
+def halve(out: Path) -> Results:
     # A rank that compiles alone, for half the size, must not wait for the others to send it their weights.
-    ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True, parameter_broadcast=True)
+    ms.set_auto_parallel_context(parameter_broadcast=True)
     rank = get_rank()
     data = [marked(one) for one in batches(16, 4, seed=rank)]
     results = {}
@@ -72,8 +70,7 @@ def main(out: Path) -> None:
             make_step(nn.SequentialCell(nn.Dense(12, 8), mint.nn.SyncBatchNorm(8)), micro_batch_size="auto")
         except ValueError as error:
             results["refused"] = np.array(str(error))
-    leave(out, rank, results)
+    return results
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+CASES = dict.fromkeys(("window", "flush", "error", "before", "after", "refused"), halve)

@@ -21,6 +21,7 @@ from tests.support.two_ranks import Results
 
 def pooled(out: Path) -> Results:
     """The moving statistics after each rank has trained on its half of each batch."""
+    ms.set_context(mode=ms.PYNATIVE_MODE)
     rank = get_rank()
     own = [(x[rank::2], y[rank::2]) for x, y in batchnorm.data(12)]
     step = batchnorm.step_of(WindowBatchNorm(2), micro_size=2)

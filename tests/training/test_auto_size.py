@@ -31,13 +31,12 @@ from gaccum_ms import (
 )
 from gaccum_ms.backend.out_of_memory import is_out_of_memory
 from gaccum_ms.backend.parameters import overwrite
-from gaccum_ms.backend.snapshot import Snapshot
 from gaccum_ms.memory.proc import sizes_in
 from gaccum_ms.training.found_size import FoundSize
 from tests.support.alone import alone
 from tests.support.reference import OPTIMIZERS, Outer, Regression, as_numpy, batches, relative_error, vector
 from tests.support.state import assert_close, assert_identical
-from tests.support.two_ranks import case, run_on_two_ranks
+from tests.support.two_ranks import case
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*writes state in 'construct'")  # networks that count their runs
 
@@ -161,6 +160,7 @@ def test_windows_that_span_batches_from_the_first_batch_on(pynative):
     assert int(auto.update_count.asnumpy()) == int(number.update_count.asnumpy()) == 2
 
 
+@pytest.mark.thorough
 def test_resumes_in_a_window_with_another_number(tmp_path, pynative):
     data = batches(16, 4)
     auto = auto_step(6, accumulation_steps=2)
@@ -192,19 +192,20 @@ def halving_step(network=None, search=False, size=16, **options):
     return loss, step
 
 
-def test_halves_and_goes_on():
+@pytest.mark.core(size=8)
+@pytest.mark.parametrize("size", [8, 16])
+def test_halves_and_goes_on(size):
     """No batch is lost or counted twice: the weights equal those of training on whole batches. In a window of two
-    batches, the second fails, when the first is already added up."""
+    batches, the second fails, when the first is already added up. Other errors are raised, as without "auto"."""
     data = [marked(one) for one in batches(16, 4)]
-    loss, step = halving_step(accumulation_steps=2)
+    loss, step = halving_step(accumulation_steps=2, size=size)
     losses = run(step, data[:1])
     loss.set_largest(5)
     with pytest.warns(UserWarning) as warned:
         losses += run(step, data[1:2])
     words = r"memory ran out \(RuntimeError\) for 16 samples|micro_batch_size=\d+|goes on with \d+"
     assert [re.findall(words, str(one.message))[1:] for one in warned] == [
-        ["micro_batch_size=16", "goes on with 8"],
-        ["micro_batch_size=8", "goes on with 4"],
+        [f"micro_batch_size={one}", f"goes on with {one // 2}"] for one in (16, 8) if one <= size
     ]
     assert step.micro_batch_size == 4
     losses += run(step, data[2:])
@@ -214,6 +215,12 @@ def test_halves_and_goes_on():
     assert relative_error(vector(step.weights), vector(whole.weights)) < 1e-5
     assert int(step.batch_count.asnumpy()) == 4
     assert int(step.update_count.asnumpy()) == int(whole.update_count.asnumpy())
+    ms.set_context(mode=ms.GRAPH_MODE)
+    step._runner._fails = lambda error: False
+    loss.set_largest(1)
+    with pytest.raises(RuntimeError, match="assert failed"):
+        run(step, data[:1])
+    assert step.micro_batch_size == 4
 
 
 def fail_and_compare(monkeypatch, options):
@@ -255,28 +262,17 @@ def test_all_is_put_back_bit_for_bit(monkeypatch):
 
 @pytest.mark.thorough
 @WARNS
-def test_something_changes_where_it_is_not_put_back(monkeypatch, pynative):
-    """The control."""
-    monkeypatch.setattr(Snapshot, "restore", lambda self: None)
-    with pytest.raises(AssertionError, match=r"moving_|window_|buffer"):
-        fail_and_compare(monkeypatch, {})
-
-
-@pytest.mark.thorough
-@WARNS
-def test_the_generator_has_gone_on_where_it_is_not_put_back(monkeypatch, pynative):
-    """Another."""
-    monkeypatch.setattr("gaccum_ms.backend.snapshot.ms.set_rng_state", lambda state: None)
-    with pytest.raises(AssertionError, match="Mismatched elements"):
-        fail_and_compare(monkeypatch, {})
-
-
-@pytest.mark.thorough
-@WARNS
-def test_accumulators_change_where_they_are_not_put_back(monkeypatch, pynative):
-    """Another: in a window's first batch they are zeroed, not copied."""
-    monkeypatch.setattr("gaccum_ms.accumulation.accumulators.GradientSums.reset_eagerly", lambda self: None)
-    with pytest.raises(AssertionError, match="accu_grads"):
+@pytest.mark.parametrize(
+    ("left_out", "changed"),
+    [
+        ("gaccum_ms.backend.snapshot.Snapshot.restore", r"moving_|window_|buffer"),
+        ("gaccum_ms.backend.snapshot.ms.set_rng_state", "Mismatched elements"),
+        ("gaccum_ms.accumulation.accumulators.GradientSums.reset_eagerly", "accu_grads"),  # in a window's first batch
+    ],
+)
+def test_negative_control_what_is_not_put_back_is_caught(left_out, changed, monkeypatch, pynative):
+    monkeypatch.setattr(left_out, lambda *_: None)
+    with pytest.raises(AssertionError, match=changed):
         fail_and_compare(monkeypatch, {})
 
 
@@ -293,26 +289,12 @@ def test_not_even_one_sample(pynative):
         pytest.raises(RuntimeError, match=r"one sample must fit, but got .* not enough on rank\(s\) \[0\]"),
     ):
         run(step, data[2:3])
-    after = state(step)
-    for name, value in after.items():
-        np.testing.assert_array_equal(value, before[name], err_msg=name)
+    assert_identical(state(step), before)
     loss.set_largest(1000)
     run(step, data[2:])
     whole = make_step(Regression(), micro_size=1, accumulation_steps=4)
     run(whole, data)
     assert relative_error(vector(step.weights), vector(whole.weights)) < 1e-5
-
-
-def test_other_errors_are_raised(pynative):
-    """And end the training, as without "auto"."""
-    loss, step = halving_step()
-    data = [marked(one) for one in batches(16, 2)]
-    run(step, data[:1])
-    step._runner._fails = lambda error: False
-    loss.set_largest(5)
-    with pytest.raises(RuntimeError, match="assert failed"):
-        run(step, data[1:])
-    assert step.micro_batch_size == 16
 
 
 class LargestMicroBatch(train.Callback):
@@ -431,11 +413,7 @@ def test_a_real_limit_of_the_address_space():
     ("options", "error", "message"),
     [
         ({"loss_weights": (1.0, 2.0)}, ValueError, r"needs one loss .* but got 2 loss\(es\)"),
-        (
-            {"accumulators": Accumulators(sharded=True)},
-            ValueError,
-            r"but got .* sharded=True",
-        ),
+        ({"accumulators": Accumulators(sharded=True)}, ValueError, r"but got .* sharded=True"),
         ({"jit": False}, ValueError, "'auto' compiles in PyNative mode too, .* but got jit=False"),
         ({"micro_size": 2}, ValueError, "exactly one of 'micro_size'"),
         ({"micro_batch_size": "automatic"}, TypeError, "'micro_batch_size' must be an int, but got 'automatic'"),
@@ -478,9 +456,9 @@ def test_is_refused_by_audit():
 
 @pytest.mark.thorough
 @pytest.mark.distributed
-def test_ranks_halve_together(tmp_path):
+def test_ranks_halve_together(rank_pair, tmp_path):
     """Rank 1 runs out of memory, rank 0 does not: both halve the size once, and train as on whole batches."""
-    ranks = run_on_two_ranks("auto_size_ranks_worker.py", tmp_path, time_limit=600)
+    ranks = rank_pair.worker("tests.ranks.auto_size_ranks_worker", tmp_path)
     for rank, results in enumerate(ranks):
         assert "SyncBatchNorm layers" in str(results["refused"])
         for kind in ("window", "flush"):

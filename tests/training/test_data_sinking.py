@@ -89,6 +89,7 @@ def assert_as_the_oracle(step, loss, expected):
     assert int(step.batch_count.asnumpy()) == BATCHES
 
 
+@pytest.mark.core(kind="counts, scaled")
 @pytest.mark.parametrize(("kind", "size"), [("counts, scaled", BATCHES), ("several batches", 1)])
 def test_the_graph_of_a_sink_trains_as_the_whole_batches_do(kind, size):
     assert_as_the_oracle(*train(CASES[kind], size=size))
@@ -101,11 +102,13 @@ class LosesTheLast(Window):
         return super().accumulate(inputs, (*plan[:3], 0, *plan[4:]), scale, unit)
 
 
+@pytest.mark.thorough
 def test_a_step_that_loses_a_micro_batch_in_a_sink_is_caught():
     with pytest.raises(AssertionError, match="Mismatched elements"):
         assert_as_the_oracle(*train(CASES["counts, scaled"], step_with(window=LosesTheLast)))
 
 
+@pytest.mark.thorough
 def test_a_bad_count_in_a_sink_is_not_reported_and_does_not_update():
     """The second batch counts NaN; no Python runs that could raise an error."""
     case = CASES["counts, scaled"]

@@ -102,7 +102,7 @@ WAYS = {
 }
 
 
-@pytest.mark.core("SGD-step-graph", "Adam-loop-pynative", "AdamW-step-pynative", "mint SGD-loop-jit")
+@pytest.mark.core("SGD-step-graph", "Adam-loop-pynative")
 @pytest.mark.parametrize(
     ("kind", "way"),
     [
@@ -221,7 +221,7 @@ def fit(model, scheduler, epochs, **options):
     return [record.learning_rate for record in monitor.records]
 
 
-@pytest.mark.core("exponential-graph")
+@pytest.mark.core("two-pynative")
 @pytest.mark.parametrize(("kind", "mode"), [("exponential", "graph"), ("sequential", "pynative"), ("two", "pynative")])
 def test_schedulers_step_once_per_update_and_go_on_from_a_checkpoint(kind, mode, tmp_path):
     ms.set_context(mode=MODES[mode])

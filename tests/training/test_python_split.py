@@ -6,8 +6,6 @@ test_split_ranks.py.
 
 from __future__ import annotations
 
-import re
-
 import mindspore as ms
 import numpy as np
 import pytest
@@ -36,8 +34,8 @@ class SummedRegression(Regression):
         return super().construct(x, y) * x.shape[0]
 
 
-def momentum(network):
-    return nn.Momentum(network.trainable_params(), 0.05, 0.9)
+def momentum(weights):
+    return nn.Momentum(weights, 0.05, 0.9)
 
 
 def state(optimizer):
@@ -66,7 +64,7 @@ def masked(data):
 
 
 def make_step(split=uneven, network=Regression, **options):
-    return reference.make_step(network(), lambda weights: nn.Momentum(weights, 0.05, 0.9), split=split, **options)
+    return reference.make_step(network(), momentum, split=split, **options)
 
 
 @Reused
@@ -79,7 +77,7 @@ def reused_step(**options):
 def whole(data, network=Regression, max_norm=None):
     """Losses and state of MindSpore's step on whole batches."""
     loss_cell = network()
-    optimizer = momentum(loss_cell)
+    optimizer = momentum(loss_cell.trainable_params())
     step = nn.TrainOneStepCell(loss_cell, optimizer).set_train()
     if max_norm is not None:
         step.grad_reducer = Clipped(max_norm)
@@ -96,6 +94,11 @@ def joined(data, number):
 
 def loss_of(output):
     return float((output[0] if isinstance(output, tuple) else output).asnumpy())
+
+
+def run(step, data):
+    """The losses."""
+    return [loss_of(step(*map(Tensor, batch))) for batch in data]
 
 
 def graphs(step):
@@ -134,6 +137,7 @@ KINDS = {
 
 
 @pytest.mark.filterwarnings("ignore:.*writes state in 'construct'")
+@pytest.mark.core(kind=["even window", "function window"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_output_is_a_tensor_of_its_own(kind, pynative):
     step = reference.make_step(Returning(), scale_sense=manager(4.0, 1), aux=True, **KINDS[kind])
@@ -218,7 +222,7 @@ def test_an_uneven_split_equals_the_whole_batch(name, mode):
     options = dict(OPTIONS[name], jit=mode == "jit" or None)
     data = masked(DATA) if "count" in options else DATA
     step = reused_step(**options)
-    losses = [loss_of(step(*map(Tensor, batch))) for batch in data]
+    losses = run(step, data)
     steps, network = options.get("accumulation_steps", 1), options.get("network", Regression)
     whole_losses, expected = whole(joined(data, steps), network, options.get("max_grad_norm"))
     assert_close(state(step.optimizer), expected)
@@ -245,8 +249,7 @@ def doubled(*batch):
 def test_a_split_that_loses_or_doubles_samples_is_found(broken, pynative):
     """The control of the comparison above."""
     step = make_step(broken)
-    for batch in DATA[:2]:
-        step(*map(Tensor, batch))
+    run(step, DATA[:2])
     _, expected = whole(DATA[:2])
     with pytest.raises(AssertionError):
         assert_close(state(step.optimizer), expected)
@@ -294,8 +297,7 @@ def windows(pynative):
 
 
 def test_a_flush_divides_by_what_is_there(windows):
-    for batch in DATA[:5]:
-        windows(*map(Tensor, batch))
+    run(windows, DATA[:5])
     assert int(windows.window_position.asnumpy()) == 2
     assert float(windows.window.open.window_unit.asnumpy()) == pytest.approx(1 / (3 * 7))  # of all that is expected
     assert windows.flush()
@@ -305,27 +307,23 @@ def test_a_flush_divides_by_what_is_there(windows):
 
 
 def test_a_new_number_of_batches_is_for_windows_to_come(windows):
-    for batch in DATA[:4]:
-        windows(*map(Tensor, batch))
+    run(windows, DATA[:4])
     windows.set_accumulation_steps(1)
     assert int(windows.update_count.asnumpy()) == 1
-    for batch in [*DATA[4:], DATA[0]]:
-        windows(*map(Tensor, batch))
+    run(windows, [*DATA[4:], DATA[0]])
     assert_close(state(windows.optimizer), whole([*joined(DATA, 3), DATA[0]])[1])
 
 
 def test_a_window_is_gone_on_with(windows, tmp_path):
     """In a step that has run, with a split into other micro-batches: the sums are the same."""
-    for batch in DATA[:4]:
-        windows(*map(Tensor, batch))
+    run(windows, DATA[:4])
     file = tmp_path / "in_mid_window.ckpt"
     ms.save_checkpoint(windows, str(file))
     other = make_step(lambda x, y: [(x[:5], y[:5]), (x[5:], y[5:])], accumulation_steps=3)
     other(*map(Tensor, DATA[5]))
     resume(other, file)
     assert [int(other.batch_count.asnumpy()), int(other.window_position.asnumpy())] == [4, 1]
-    for batch in DATA[4:]:
-        other(*map(Tensor, batch))
+    run(other, DATA[4:])
     assert_close(state(other.optimizer), whole(joined(DATA, 3))[1])
 
 
@@ -356,12 +354,12 @@ def test_what_fails_half_way_drops_its_window(pynative):
         step(*map(Tensor, DATA[2]))
     assert not int(step.window_position.asnumpy())
     fails.clear()
-    for batch in DATA[3:]:
-        step(*map(Tensor, batch))
+    run(step, DATA[3:])
     assert_close(state(step.optimizer), whole(joined(DATA[3:], 3))[1])
 
 
 @pytest.mark.filterwarnings("ignore:.*failed half-way")
+@pytest.mark.core(steps=2)
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("split", [uneven, None])
 def test_an_update_that_fails_leaves_nothing_of_its_batch(split, steps, pynative):
@@ -369,10 +367,8 @@ def test_an_update_that_fails_leaves_nothing_of_its_batch(split, steps, pynative
     transforms = (fails_once(MemoryError("in the update")),)
     step = make_step(split, accumulation_steps=steps, transforms=transforms, **sizes)
     with pytest.raises(MemoryError):
-        for batch in DATA[:steps]:
-            step(*map(Tensor, batch))
-    for batch in DATA[2 : 2 + steps]:
-        step(*map(Tensor, batch))
+        run(step, DATA[:steps])
+    run(step, DATA[2 : 2 + steps])
     assert int(step.update_count.asnumpy()) == 1
     assert_close(state(step.optimizer), whole(joined(DATA[2 : 2 + steps], steps))[1])
 
@@ -408,8 +404,7 @@ def test_a_bad_count_spoils_its_window_and_no_other(pynative):
     ):
         step(*map(Tensor, bad))
     assert_close(state(step.optimizer), before)
-    for batch in data:
-        step(*map(Tensor, batch))
+    run(step, data)
     assert_close(state(step.optimizer), whole(data)[1])
 
 
@@ -469,23 +464,14 @@ def test_a_single_tensor_is_a_micro_batch_of_one_input(pynative):
     ("options", "error", "words"),
     [
         ({"micro_size": 4}, ValueError, "neither 'micro_size' nor 'micro_batch_size' .* got micro_size=4 and micro_b"),
-        (
-            {"micro_batch_size": "auto"},
-            ValueError,
-            r"got .*micro_batch_size=AutoSize\(.*\). Leave both out",
-        ),
+        ({"micro_batch_size": "auto"}, ValueError, r"got .*micro_batch_size=AutoSize\(.*\). Leave both out"),
         ({"split": 3, "micro_size": 2}, TypeError, "must be an EvenSplit, a function .* or None, but got 3"),
         ({"split": EvenSplit, "micro_size": 2}, TypeError, "must be an EvenSplit, a function .* but got <class"),
         ({"loss_weights": (1.0, 2.0)}, ValueError, "needs one loss .* but got 2 loss"),
         ({"split": EvenSplit()}, ValueError, "exactly one of 'micro_size'"),
+        ({"network": WithBatchLossCell(nn.ReLU(), nn.ReLU())}, ValueError, "a network of class 'WithBatchLossCell'"),
     ],
 )
 def test_options_that_do_not_go_with_it(options, error, words):
     with pytest.raises(error, match=f"For 'GradAccumulationCell', .*{words}"):
-        GradAccumulationCell(Regression(), **{"split": uneven, **options})
-
-
-def test_a_loss_of_the_whole_batch_is_refused():
-    net = nn.Dense(1, 1)
-    with pytest.raises(ValueError, match=re.escape("a network of class 'WithBatchLossCell'")):
-        GradAccumulationCell(WithBatchLossCell(net, net), split=uneven)
+        GradAccumulationCell(**{"network": Regression(), "split": uneven, **options})

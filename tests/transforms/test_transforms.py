@@ -28,7 +28,6 @@ from gaccum_ms.backend.parameters import own
 from gaccum_ms.transforms.chain import others
 from tests.support import by_hand, reference
 from tests.support.by_hand import ByHand, train_whole
-from tests.support.modes import MODES
 from tests.support.reference import (
     FEATURES,
     PlainSGD,
@@ -99,10 +98,7 @@ def shifted_by_hand(gradients, _):
 
 LINKS = {
     "front": (lambda: [ClipByGlobalNorm(0.2)], lambda: [by_hand.global_norm(0.2)]),
-    "global norm": (
-        lambda: [shifted, ClipByGlobalNorm(0.2)],
-        lambda: [shifted_by_hand, by_hand.global_norm(0.2)],
-    ),
+    "global norm": (lambda: [shifted, ClipByGlobalNorm(0.2)], lambda: [shifted_by_hand, by_hand.global_norm(0.2)]),
     "value": (lambda: [ClipByValue(0.02, -0.05)], lambda: [by_hand.value(-0.05, 0.02)]),
     "adaptive": (lambda: [AdaptiveGradientClip(0.05)], lambda: [by_hand.adaptive(0.05)]),
     "median": (lambda: [SkipSpikes(**SPIKES)], lambda: [by_hand.spikes(3.0, history=4, warmup=2)]),
@@ -134,6 +130,7 @@ def by_rules_of(name):
 
 
 # In graph mode, one chain has all links.
+@pytest.mark.core(name=["front", "fixed norm", "all"])
 @pytest.mark.parametrize("name", LINKS)
 def test_equals_the_rule_on_whole_batches(name):
     ms.set_context(mode=ms.GRAPH_MODE if name == "all" else ms.PYNATIVE_MODE)
@@ -186,9 +183,11 @@ def test_adaptive_clipping_of_filters(pynative):
 # -- averages ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("warmup", "mode"), [(False, "pynative"), (True, "pynative"), (3.0, "graph")])
+@pytest.mark.core(mode="pynative")
+@pytest.mark.parametrize(
+    ("warmup", "mode"), [(False, "pynative"), (True, "pynative"), (3.0, "pynative"), (3.0, "graph")], indirect=["mode"]
+)
 def test_averages_are_those_of_whole_batches(warmup, mode):
-    ms.set_context(mode=MODES[mode])
     network = Regression()
     optimizer = ByHand(momentum(network), [])
     average = by_hand.Average(optimizer.weights(), 0.5, warmup)
@@ -272,7 +271,7 @@ def test_averages_of_narrow_weights_are_float32(pynative):
 # -- windows -----------------------------------------------------------------------------------------------------------
 
 
-def test_windows_of_several_batches_and_a_flush():
+def test_windows_of_several_batches_and_a_flush(pynative):
     """Windows of two batches, the second window a spike, and a flushed window of one batch."""
     seven = data(7, spikes=(2, 3))
     joined = [tuple(map(np.concatenate, zip(*seven[at : at + 2], strict=True))) for at in (0, 2, 4, 6)]
@@ -510,7 +509,7 @@ def no_tuple(gradients):
 
 
 @pytest.mark.parametrize(("function", "words"), [(only_one, "but got 1 of shapes"), (no_tuple, "but got no tuple")])
-def test_a_function_that_returns_something_else_is_refused_before_anything_changes(function, words):
+def test_a_function_that_returns_something_else_is_refused_before_anything_changes(function, words, pynative):
     step = make_step(function)
     before = everything(step)
     with pytest.raises(ValueError, match=f"must return a tuple .* {words} .*from '{function.__name__}'"):
