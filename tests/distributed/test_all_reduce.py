@@ -158,7 +158,7 @@ def test_what_is_not_finite_spreads_to_its_own_gradient_on_all_ranks_and_to_no_o
             np.testing.assert_array_equal(got[number], means[int(number)])
 
 
-@pytest.mark.thorough  # test_distributed.py and test_window_ranks.py count quickly, in PyNative mode
+@pytest.mark.thorough  # test_counted_ranks.py and test_window_ranks.py count quickly, in PyNative mode
 @pytest.mark.distributed
 @pytest.mark.parametrize(("micro_size", "steps"), [(4, 1), (16, 4)])
 def test_collectives_and_bytes_per_update_are_those_of_the_buffers(ranks_with_graphs, micro_size, steps):

@@ -115,16 +115,6 @@ def test_options_of_the_cell_change_nothing(options):
     assert_equivalent(run("single", way="pynative", **options), whole_batch("single", RAGGED), TOLERANCE)
 
 
-@pytest.mark.thorough
-def test_low_precision_accumulators():
-    """They lose precision; with compensation they lose none, as the test above shows."""
-    narrow = run("single", way="pynative", micro_size=3, accumulators=Accumulators(ms.float16))
-    reference = whole_batch("single", RAGGED)
-    assert_equivalent(narrow, reference, 4e-3)
-    with pytest.raises(AssertionError):
-        assert_equivalent(narrow, reference, TOLERANCE)
-
-
 class Clipped(nn.Cell):
     """Clips by hand: MindSpore's function gives a scalar's gradient the shape (1,), which its SGD does not accept."""
 

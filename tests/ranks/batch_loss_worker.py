@@ -80,14 +80,6 @@ def made_too_early() -> str:
     return ""
 
 
-def by_model() -> dict[str, np.ndarray]:
-    network, cell, optimizer = make_gathering()
-    x, text = share(batches("towers", PER_RANK * get_group_size(), 1)[0], get_rank())
-    data_set = ms.dataset.NumpySlicesDataset((x, text), shuffle=False).batch(PER_RANK)
-    ms.Model(cell, optimizer=optimizer).train(3, data_set, dataset_sink_mode=False)
-    return {one.name: as_numpy(one) for one in network.get_parameters()}
-
-
 # -- all cases ---------------------------------------------------------------------------------------------------------
 
 
@@ -130,8 +122,7 @@ TASKS: dict[str, tuple] = {  # way, gradients_mean, task and its arguments
     "own": ("pynative", False, trained, "towers", accumulated(micro_size=3), MOMENTUM),
     "own, sharded": ("pynative", False, trained, "towers", accumulated(micro_size=3, **SHARDED), MOMENTUM),
     "audit": ("pynative", True, audited),
-    "left out": ("graph", True, left_out),
-    "model": ("graph", False, by_model),
+    "left out": ("pynative", True, left_out),
 }
 CASES: dict[str, Callable[[Path], Results]] = {
     **{name: as_case(name, *task) for name, task in TASKS.items()},

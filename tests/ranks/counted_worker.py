@@ -219,7 +219,9 @@ SCENARIOS: dict[str, Scenario] = {
     "sum with count": Scenario(
         detector_windows(), {**MASK, **DETECTOR, "reduction": "sum"}, ("all tokens",), mode="pynative"
     ),
-    "detector, ratio": Scenario(detector_windows(), {**RATIO, **DETECTOR}, ("all tokens",), scaled=True),
+    "detector, ratio": Scenario(
+        detector_windows(), {**RATIO, **DETECTOR}, ("all tokens",), scaled=True, mode="pynative"
+    ),
     "two losses": Scenario(two_loss_windows(), BOTH, TWO),
     "two losses, scaled": Scenario(overflow_windows(FEW[1:]), BOTH, TWO, scaled=True, mode="pynative"),
     "ratio": Scenario(COUNT_ZERO + BAD_COUNTS, RATIO, mode="pynative"),
@@ -228,7 +230,7 @@ SCENARIOS: dict[str, Scenario] = {
     "outputs, count, sharded": Scenario(
         SOUND, {**MASK, **OUTPUTS, "accumulators": Accumulators(sharded=True)}, mode="pynative"
     ),
-    "outputs, ratio": Scenario(SOUND + COUNT_ZERO, {**RATIO, **OUTPUTS}, scaled=True),
+    "outputs, ratio": Scenario(SOUND + COUNT_ZERO, {**RATIO, **OUTPUTS}, scaled=True, mode="pynative"),
     "drop window": Scenario(overflow_windows(ALL) + counted_windows()[2:], MASK, scaled=True),
     "drop micro-batch": Scenario(dropped_windows(FEW) + BAD_COUNTS, {**MASK, **DROP}, scaled=True),
     "drop micro-batch of samples, mean over ranks": Scenario(

@@ -21,7 +21,6 @@ from mindspore.profiler import ProfilerActivity, profile, tensorboard_trace_hand
 from gaccum_ms import TrainOneStepWithGradAccumulationCell
 from gaccum_ms.accumulation.weighing import BySamples
 from gaccum_ms.distributed import all_reduce as fused_reduction
-from tests.ranks.distributed_worker import ReducesEachMicroBatch
 from tests.support.modes import MODES
 from tests.support.reference import as_numpy, batches, make_network, make_step, step_with
 from tests.support.two_ranks import Results
@@ -71,12 +70,8 @@ REDUCED = {**{name: (kind, True) for name, kind in KINDS.items()}, SUM: (KINDS["
 
 
 class Reducers(nn.Cell):
-    """Calls reducers in the current mode. All of them are in one graph, which takes little longer to compile than one.
-
-    Args:
-        reducers (list[Cell]): The reducers.
-        numbers (list[int]): The number of gradients for each reducer.
-    """
+    """Calls reducers, each with its number of gradients. All are in one graph, which takes little longer to compile
+    than one."""
 
     def __init__(self, reducers: list[nn.Cell], numbers: list[int]) -> None:
         super().__init__(auto_prefix=False)
@@ -162,6 +157,17 @@ class Graphs:
             if " = AllReduce(" in line:
                 dtype, shape = re.match(r"\s*: \(<Tensor\[(\w+)\], \(([\d, ]*)\)", types).groups()
                 yield _SIZES[dtype] * int(np.prod([int(length) for length in shape.split(",") if length.strip()]))
+
+
+class ReducesEachMicroBatch(BySamples):
+    """Negative control for the number of collectives: the result is right, but each micro-batch is reduced."""
+
+    def run(self, noted, seed_per_item, prepared, size, *micro_batch):
+        part, gradients = super().run(noted, seed_per_item, prepared, size, *micro_batch)
+        return part, self.grad_reducer(gradients)
+
+    def reduce(self, gradients, sums, scale, seed_per_item):
+        return gradients, scale, sums / scale, True
 
 
 def step_by(micro_size: int, accumulation_steps: int = 1, weighing: type = BySamples) -> nn.Cell:

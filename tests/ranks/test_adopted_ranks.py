@@ -49,7 +49,7 @@ def whole(network, max_norm):
     return rows
 
 
-@pytest.mark.core("mindcv, graph", "mindyolo, graph")
+@pytest.mark.core("mindcv, graph", "mindyolo, pynative")
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_train_as_one_process(ranks, name):
     is_sum = name.startswith("mindyolo")

@@ -7,7 +7,6 @@ import functools
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import nn
 
 from tests.losses.test_batch_loss import clipped_whole
 from tests.ranks.batch_loss_worker import PER_RANK, UPDATES
@@ -96,14 +95,3 @@ def test_a_network_made_before_the_parallel_mode_was_set_is_refused(ranks):
 def test_audit_passes_on_ranks(ranks):
     for results in ranks:
         assert case(results, "audit")["ok"], str(case(results, "audit")["text"])
-
-
-@pytest.mark.thorough
-def test_model_train_on_two_ranks_equals_one_process(ranks, pynative):
-    """The one process runs in PyNative mode, and the ranks in graph mode."""
-    network = contrastive.Whole(*contrastive.make_parts("towers"))
-    data_set = ms.dataset.NumpySlicesDataset(batches("towers", 2 * PER_RANK, 1)[0], shuffle=False).batch(2 * PER_RANK)
-    ms.Model(network, optimizer=nn.SGD(network.trainable_params(), 0.2)).train(3, data_set, dataset_sink_mode=False)
-    for results in ranks:
-        for parameter in network.get_parameters():
-            assert relative_error(case(results, "model")[parameter.name], parameter.asnumpy()) < 2 * TOLERANCE

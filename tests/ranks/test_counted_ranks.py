@@ -148,14 +148,6 @@ def test_equals_all_tokens_in_one_batch(ranks, name):
         np.testing.assert_array_equal(case(ranks[0], name)[key], case(ranks[1], name)[key])
 
 
-@pytest.mark.thorough
-def test_gradients_mean_changes_no_counted_result(ranks):
-    for results in ranks:
-        summed, averaged = case(results, "count"), case(results, "count, mean over ranks")
-        for key in ("weight", "moment", "loss", "count"):
-            np.testing.assert_array_equal(summed[key], averaged[key])
-
-
 @pytest.mark.parametrize("name", CONTROLS)
 def test_the_check_catches_a_wrong_step(ranks, name):
     """One step takes a mean of means; the other does not look for overflows."""

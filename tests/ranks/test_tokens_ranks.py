@@ -59,6 +59,7 @@ def test_a_window_equals_all_its_samples_on_one_process(trained, name):
     assert_as_one_process([case(results, name) for results in trained], whole(steps, **options))
 
 
+@pytest.mark.thorough
 def test_ranks_halve_together(trained):
     """Rank 1 halves at once, and rank 0 from the next window on."""
     tokens = [case(results, "halves")["tokens"].tolist() for results in trained]

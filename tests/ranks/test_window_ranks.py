@@ -54,6 +54,7 @@ TOLERANCE = 1e-5
 Window = list[Batch]  # of all ranks together
 
 ALL_CALLS = CALLS | ACCUMULATOR_CALLS
+EAGER_CALLS = [name for name, calls in ALL_CALLS.items() if calls.mode == "pynative"]
 
 
 @pytest.fixture(scope="module")
@@ -121,12 +122,12 @@ def ends(calls: Calls, rank: int) -> list[int]:
 # -- calls of the step and of GradAccumulator --------------------------------------------------------------------------
 
 
+@pytest.mark.core(name=EAGER_CALLS)
 @pytest.mark.parametrize("name", ALL_CALLS)
 def test_a_window_on_two_ranks_equals_all_its_batches_on_one_process(trained, name):
     """They are equal with gradients_mean, and always with count. Without either, ranks add up, so the process needs
-    twice the learning rate.
-
-    A window in which a batch of one rank overflowed is left out on both.
+    twice the learning rate. A window in which a batch of one rank overflowed is left out on both. A rank with an empty
+    window takes part in a flush with a count of zero.
     """
     calls = ALL_CALLS[name]
     summed = 1 if calls.gradients_mean or calls.masked else 2
@@ -149,6 +150,7 @@ def overflows(calls: Calls, end: int) -> bool:
     return calls.poisoned is not None and end - calls.steps <= calls.poisoned < end
 
 
+@pytest.mark.core(name=EAGER_CALLS)
 @pytest.mark.parametrize("name", ALL_CALLS)
 def test_batches_that_do_not_end_a_window_change_no_bit_of_weights_and_optimizer(trained, name):
     for rank, results in enumerate(trained):
@@ -160,7 +162,7 @@ def test_batches_that_do_not_end_a_window_change_no_bit_of_weights_and_optimizer
                 assert same == (call not in changes), (kind, call)
 
 
-@pytest.mark.parametrize("name", [name for name, calls in ALL_CALLS.items() if calls.mode == "pynative"])
+@pytest.mark.parametrize("name", EAGER_CALLS)
 def test_one_reduction_at_the_end_of_each_window_and_none_before(trained, name):
     """The collectives are counted in PyNative mode."""
     for rank, results in enumerate(trained):
@@ -186,14 +188,6 @@ def test_overflow_in_one_batch_of_one_rank_drops_the_window_and_halves_the_scale
         got = case(results, name)
         assert got["scale"].tolist() == [SCALE] * end + [SCALE / 2] * (len(got["scale"]) - end)
         assert got["updates"][-1] == len(ends(calls, 0)) - 1
-
-
-def test_flush_of_grad_accumulator_on_a_rank_with_an_empty_window_takes_part_with_a_count_of_zero(trained):
-    """Rank 0 has two batches left, rank 1 none; `test_a_window_on_two_ranks...` has compared the weights."""
-    for results in trained:
-        got = case(results, "accumulator, count, sum over ranks, flush")
-        assert got["returned"][-1]
-        assert got["updates"][-1] == 2
 
 
 # -- different numbers of batches --------------------------------------------------------------------------------------
@@ -380,7 +374,8 @@ def test_each_rank_may_read_the_files_of_all_in_any_order(resumed):
         assert_not_interrupted(case(results, "all files"), case(results, "uninterrupted"), SAVED)
 
 
-@pytest.mark.parametrize("saved", [SAVED, 2 * SAVED, pytest.param(3 * SAVED, marks=pytest.mark.thorough)])
+@pytest.mark.core(saved=SAVED)
+@pytest.mark.parametrize("saved", [SAVED, 2 * SAVED, 3 * SAVED])
 def test_one_process_finishes_the_window_of_two_ranks(out, resumed, saved, pynative):
     """The files are from mid-window, from between two windows, and from mid-window of the second epoch."""
     model = make_model(True, accumulation_steps=STEPS)
