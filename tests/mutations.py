@@ -518,14 +518,14 @@ FAULTS = [
         "training/lifecycle.py",
         "        list_rates(self._update.optimizer)\n",
         "",
-        "training/test_newer_optimizers.py -k go_on_from_a_checkpoint[exponential-graph]",
+        "training/test_newer_optimizers.py -k go_on_from_a_checkpoint[two-pynative]",
     ),
     Fault(
         "schedulers step for each batch",
         "callbacks/update_scheduler.py",
         "follow(record.update)",
         "follow(int(training_step(run_context).batch_count.asnumpy()))",
-        "training/test_newer_optimizers.py -k go_on_from_a_checkpoint[exponential-graph]",
+        "training/test_newer_optimizers.py -k go_on_from_a_checkpoint[two-pynative]",
     ),
     Fault(
         "a checkpoint is without the schedulers' state",

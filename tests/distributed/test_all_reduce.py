@@ -36,22 +36,6 @@ def test_plan(sizes, limit, buffers):
     assert plan_buffers(sizes, limit) == buffers
 
 
-def test_plans_of_random_sizes():
-    """Each gradient is in one buffer. A shared buffer keeps the limit, and has no room for the next one's first."""
-    random = np.random.default_rng(0)
-    for _ in range(300):
-        limit = int(random.integers(1, 100))
-        sizes = random.integers(0, 120, random.integers(0, 40)).tolist()
-        buffers = plan_buffers(sizes, limit)
-        assert sorted(place for buffer in buffers for place in buffer) == list(range(len(sizes)))
-        alone = [buffer for buffer in buffers if sizes[buffer[0]] >= limit]
-        assert all(len(buffer) == 1 for buffer in alone)
-        shared = [buffer for buffer in buffers if buffer not in alone]
-        used = [sum(sizes[place] for place in buffer) for buffer in shared]
-        assert all(size <= limit for size in used)
-        assert all(size + sizes[later[0]] > limit for size, later in zip(used, shared[1:], strict=False))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_buffers_of_a_reducer(monkeypatch, kind):
     """Gradients are sent as float32, so a float16 counts four bytes. A rank's own gradients are in no buffer."""

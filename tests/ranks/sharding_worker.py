@@ -323,11 +323,6 @@ def data_set(batches_of_rank: int = 4) -> ms.dataset.Dataset:
     return ms.dataset.NumpySlicesDataset(tuple(shares), shuffle=False).batch(size)
 
 
-def model_of(step) -> ms.Model:
-    """An ms.Model that trains by this step."""
-    return ms.Model(step)
-
-
 def said(task: Callable[[], object]) -> np.ndarray:
     """The error that a task raises, on this rank."""
     try:
@@ -350,7 +345,7 @@ def one_step(trainer: Trainer, out: Path) -> None:
         UpdateCheckpoint(2, prefix="updates", directory=str(mine)),
         train.ModelCheckpoint("batches", str(mine), train.CheckpointConfig(2)),
     ]
-    model_of(step).train(1, data_set(2), callbacks=callbacks)
+    ms.Model(step).train(1, data_set(2), callbacks=callbacks)
     trainer.results["alone again/error"] = said(lambda: ms.save_checkpoint(step, str(mine / "alone.ckpt")))
     save_by_hand(trainer, step, out / "adam-by-hand.ckpt")
     trainer.keep("adam went on", run(step, 2, 4))
@@ -422,14 +417,14 @@ def refusals(trainer: Trainer, out: Path) -> None:
     mine = out / f"refused{rank}"
     checkpoint = functools.partial(train.ModelCheckpoint, "x", str(mine))
     on_rank_0 = [checkpoint()] if rank == 0 else []
-    errors["one rank"] = said(lambda: model_of(make_step()).train(1, data_set(), callbacks=on_rank_0))
+    errors["one rank"] = said(lambda: ms.Model(make_step()).train(1, data_set(), callbacks=on_rank_0))
     by_time = checkpoint(train.CheckpointConfig(save_checkpoint_steps=0, save_checkpoint_seconds=1))
-    errors["by time"] = said(lambda: model_of(make_step()).train(1, data_set(), callbacks=[by_time]))
+    errors["by time"] = said(lambda: ms.Model(make_step()).train(1, data_set(), callbacks=[by_time]))
     flush = FlushAccumulation()
     spanning = make_step(accumulation_steps=2)
-    errors["uneven"] = said(lambda: model_of(spanning).train(1, data_set(4 - rank), callbacks=[flush, checkpoint()]))
+    errors["uneven"] = said(lambda: ms.Model(spanning).train(1, data_set(4 - rank), callbacks=[flush, checkpoint()]))
     spanning = make_step(accumulation_steps=2, accumulators=Accumulators(sharded=True))
-    errors["uneven shards"] = said(lambda: model_of(spanning).train(1, data_set(4 - rank), callbacks=[flush]))
+    errors["uneven shards"] = said(lambda: ms.Model(spanning).train(1, data_set(4 - rank), callbacks=[flush]))
     batch = [ms.Tensor(value[: 3 - rank]) for value in joined_data(0, 1)[0]]
     errors["micro-batches"] = said(lambda: make_step(accumulators=Accumulators(sharded=True))(*batch))
     plain = nn.TrainOneStepCell(nn.WithLossCell(make_network(), nn.CrossEntropyLoss()), make_step().optimizer)

@@ -13,7 +13,6 @@ import pytest
 from tests.ranks.counted_worker import (
     DECAY,
     FEATURES,
-    MICRO_SIZE,
     MOMENTUM,
     RATE,
     SCALE,
@@ -22,7 +21,6 @@ from tests.ranks.counted_worker import (
     Batch,
     Scenario,
     cut,
-    plain,
 )
 from tests.support.reference import relative_error
 from tests.support.two_ranks import Results, case
@@ -158,20 +156,8 @@ def test_the_check_catches_a_wrong_step(ranks, name):
             check(case(ranks[rank], name), counted, rank)
 
 
-def test_a_mean_over_ranks_of_means_is_something_else():
-    """With these data, dividing on each rank and then averaging differs from dividing by the count of all ranks."""
-    weight = np.array(START)
-    each = [sums("tokens", batch, weight) for batch in plain(0)]
-    of_means = sum(one[2:] / one[1] for one in each) / 2
-    assert relative_error(of_means, sum(each)[2:] / sum(each)[1]) > 0.05
-
-
 def test_one_reduction_per_update(ranks):
     """One buffer has the weight's gradient and the window's three sums. Two losses' counts are sent before the loop."""
     for results in ranks:
         assert results["reductions/one loss"].tolist() == [FEATURES + 3] * 2
         assert results["reductions/two losses"].tolist() == [2, FEATURES + 2] * 2
-
-
-def test_micro_batches_are_as_many_as_the_scenarios_think():
-    assert [len(cut(batch)) for batch in plain(0)] == [MICRO_SIZE, MICRO_SIZE]
