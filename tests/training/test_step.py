@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -10,7 +14,8 @@ from mindspore import Tensor, nn, ops
 from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.accumulation.micro_step import OneLoss
 from gaccum_ms.accumulation.weighing import BySamples
-from tests.support import reference
+from gaccum_ms.accumulation.window import Window
+from tests.support import paths, reference
 from tests.support.modes import eagerly
 from tests.support.reference import (
     FEATURES,
@@ -265,6 +270,37 @@ def test_jit_compiles_the_step_once_by_graph_modes_path(pynative):
     assert losses[0] > losses[1] > losses[-1] > 90
     ms.load_param_into_net(network, first)
     assert [float(step(batch(9)[0], ops.ones(9))) for _ in range(4)] == losses
+
+
+class Unrolled(Window):
+    """Negative control: the loop in Python, as graph mode unrolls it."""
+
+    def accumulate(self, inputs, plan, scale, seed_per_item):
+        sums = self.weighing.zero_sums()
+        for start in range(0, 18, 18 // self.micro_size):
+            part = [value[start : start + 18 // self.micro_size] for value in inputs]
+            sums = sums + self.weighing.run_and_add(False, seed_per_item, (), 18 // self.micro_size, *part)
+        return sums, ()
+
+
+def compile_graphs() -> None:
+    """The next test runs this in a separate process, because MindSpore reads its option to save graphs only once."""
+    ms.set_context(mode=ms.GRAPH_MODE)
+    for window, micro_size in ((Window, 2), (Window, 6), (Unrolled, 6)):
+        loss_cell = nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss())
+        make_step(loss_cell, micro_size=micro_size, step_class=step_with(window=window))(*batch(18))
+
+
+@pytest.mark.thorough  # test_windows.py checks quickly that the network is traced twice at most
+def test_the_graph_does_not_grow_with_the_number_of_micro_batches(tmp_path):
+    saving = {"MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_SAVE_GRAPHS_PATH": str(tmp_path), "MS_DEV_DUMP_IR_PASSES": "validate"}
+    saving["PYTHONPATH"] = paths.python_path()
+    command = [sys.executable, "-c", "from tests.training import test_step; test_step.compile_graphs()"]
+    subprocess.run(command, env={**os.environ, **saving}, check=True, capture_output=True, timeout=600)
+    finished = sorted(tmp_path.glob("**/*_validate_*.ir"), key=lambda path: int(path.stem.rpartition("_")[2]))
+    few, many, unrolled = (path.read_text().count("MatMul(") for path in finished)
+    assert few == many > 0
+    assert unrolled == 6 * many
 
 
 # -- clipping ----------------------------------------------------------------------------------------------------------
