@@ -62,6 +62,7 @@ def test_refuses_a_network_that_is_no_cell():
         GradAccumulationCell(lambda x: x, 2)
 
 
+@pytest.mark.core(mode="pynative")
 def test_called_by_itself_it_is_the_network(mode):
     batch = [Tensor(value) for value in batches(6)[0]]
     np.testing.assert_array_equal(GradAccumulationCell(loss_cell(), 4)(*batch).asnumpy(), loss_cell()(*batch).asnumpy())
@@ -267,9 +268,9 @@ def test_to_float_of_the_step_or_cell_is_that_of_the_network(mode):
     assert trained(GradAccumulationCell(Square(), 3).to_float(ms.float16)) == half
 
 
-@pytest.mark.core("O2")
+@pytest.mark.core(mode="pynative", level="O2")
 @pytest.mark.parametrize("level", ["auto", "O1", "O2"])
-def test_mixed_precision_of_the_cell_is_that_of_the_network(level):
+def test_mixed_precision_of_the_cell_is_that_of_the_network(level, mode):
     cell = ms.amp.auto_mixed_precision(GradAccumulationCell(Square(), 3), level)
     assert isinstance(cell, GradAccumulationCell)
     low = of_network(lambda network: ms.amp.auto_mixed_precision(network, level))
@@ -282,6 +283,7 @@ def test_a_hook_of_the_cell_is_refused(kind):
         getattr(GradAccumulationCell(loss_cell(), 2), f"register_{kind}_hook")(print)
 
 
+@pytest.mark.core(mode="pynative")
 def test_a_copy_has_a_network_of_its_own_and_no_step(mode):
     cell = GradAccumulationCell(Square(), 3, accumulation_steps=1, transforms=(abs,)).set_train()
     TrainOneStepWithGradAccumulationCell(GradAccumulationCell(cell.network, 2), nn.SGD(cell.trainable_params(), 0.1))
@@ -337,13 +339,12 @@ def test_a_name_of_another_package_is_an_error_that_names_ours(name, ours):
             make(**{name: 4})
 
 
-def test_what_takes_a_cell_takes_its_loss_too():
+def test_a_step_takes_its_loss_too(pynative):
     """As MindSpore's `nn.WithLossCell` adds it."""
     network, loss = make_network("dense"), nn.CrossEntropyLoss()
     optimizer = nn.SGD(network.trainable_params(), 0.1)
     batch = [Tensor(value) for value in batches(8)[0]]
     alone, joined = GradAccumulationCell(network, 4), GradAccumulationCell(nn.WithLossCell(network, loss), 4)
-    assert audit(alone, optimizer, *batch, loss_fn=loss) == audit(joined, optimizer, *batch)
     losses = [
         TrainOneStepWithGradAccumulationCell(cell, optimizer, loss_fn=of_cell).set_train()(*batch).asnumpy()
         for cell, of_cell in ((alone, loss), (joined, None))
@@ -356,10 +357,12 @@ def test_what_takes_a_cell_takes_its_loss_too():
 
 
 @pytest.mark.thorough
-def test_searches_for_sizes_take_a_loss():
+def test_what_takes_a_cell_takes_a_loss():
     network, loss = make_network("dense"), nn.CrossEntropyLoss()
     optimizer, cell = nn.SGD(network.trainable_params(), 0.1), GradAccumulationCell(network, 4)
     batch = [Tensor(value) for value in batches(8)[0]]
+    joined = GradAccumulationCell(nn.WithLossCell(network, loss), 4)
+    assert audit(cell, optimizer, *batch, loss_fn=loss) == audit(joined, optimizer, *batch)
     assert find_micro_batch_size(cell, optimizer, batch, loss_fn=loss) == 8
     rows = memory_report(cell, optimizer, *batch, micro_sizes=[4], measure=False, loss_fn=loss).rows
     assert [row.micro_batch_size for row in rows] == [2]

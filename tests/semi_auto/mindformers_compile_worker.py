@@ -11,4 +11,4 @@ os.environ["LOG_MF_PATH"] = str(Path(sys.argv[1]).parent / "log_of_mindformers")
 from tests.semi_auto.compile_worker import main
 from tests.semi_auto.mindformers_cases import CASES
 
-main(Path(sys.argv[1]), Path(os.environ["MS_DEV_SAVE_GRAPHS_PATH"]), CASES)
+main(CASES)

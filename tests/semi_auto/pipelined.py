@@ -8,7 +8,8 @@ from tests.semi_auto import whole_batch
 from tests.semi_auto.compiled import RANKS
 from tests.semi_auto.machine import rows
 from tests.semi_auto.pipeline_machine import Pipeline, Stage
-from tests.semi_auto.whole_batch import UpdateBySGD, lies, part
+from tests.semi_auto.ran import lies, part
+from tests.semi_auto.whole_batch import UpdateBySGD
 
 # The samples are in so many parts on a stage's devices.
 PARTS = {"split": lambda stages: 4 // stages, "full batch": lambda _: 1}

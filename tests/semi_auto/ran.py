@@ -11,14 +11,22 @@ from tests.semi_auto.machine import Machine
 
 RANKS = 8
 WEIGHTS = ("first", "bias", "second")
-SPLIT = {  # (4, 2) devices, with the columns of one layer and the rows of the next
-    "first": lambda whole, rank: np.split(whole, 2, axis=1)[rank % 2],
-    "bias": lambda whole, rank: np.split(whole, 2)[rank % 2],
-    "second": lambda whole, rank: np.split(whole, 2)[rank % 2],
-}
-SPLIT |= {f"{state}.{name}": part for state in ("accum", "stat") for name, part in list(SPLIT.items())}
 rng = np.random.default_rng(0)
 X, Y = (rng.normal(size=(RANKS * SAMPLES, width)).astype(np.float32) for width in (12, 1))
+
+
+def part(number, axis=0):
+    """Equal parts along an axis; neighbours have different parts."""
+    return lambda whole, rank: np.split(whole, number, axis)[rank % number]
+
+
+def lies(**layout):
+    """The parts of the weights and of the optimizer's state."""
+    return layout | {f"{state}.{name}": one for state in ("accum", "stat") for name, one in layout.items()}
+
+
+# (4, 2) devices, with the columns of one layer and the rows of the next.
+SPLIT = lies(first=part(2, axis=1), bias=part(2), second=part(2))
 
 
 def shards(parts: int, *arrays):

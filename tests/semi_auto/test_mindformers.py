@@ -29,7 +29,8 @@ from tests.support.small_llama import WORDS
 
 EXTRA = "In the project's folder: pip install --no-deps -r tests/mindformers.txt"
 package("mindformers.models.llama", EXTRA)
-pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("mindformers in parallel")]
+# tests/adopt/test_mindformers.py has the quick ones.
+pytestmark = [pytest.mark.thorough, pytest.mark.distributed, pytest.mark.xdist_group("mindformers in parallel")]
 
 ROUNDING = 2e-5  # of a weight's largest gradient
 # Our step of Llama has each kind in each layout, and the others one kind in each, in turn.
@@ -205,30 +206,19 @@ def rate_of(name):
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"),
+    ("kind", "layout", "mode"),
     [
-        pytest.param(kind, layout, marks=[] if (kind, layout) == ("per token", "two stages") else pytest.mark.thorough)
-        for kind in ("mean", "per token")
-        for layout in LAYOUTS
+        *((kind, layout, "") for kind in ("mean", "per token") for layout in LAYOUTS),
+        *(("mean", "dp", ", auto parallel"), ("per token", "two stages", ", auto parallel")),
     ],
 )
-def test_our_step_makes_the_update_of_all_micro_batches(steps, kind, layout):
+def test_our_step_makes_the_update_of_all_micro_batches(steps, kind, layout, mode):
     """And each device of each stage reports the mean loss."""
-    trained, expected = Trained(steps, f"ours, {kind}, {layout}", layout), Expected(steps, "ours", kind, layout)
+    trained, expected = Trained(steps, f"ours, {kind}, {layout}{mode}", layout), Expected(steps, "ours", kind, layout)
     assert trained.distance(expected.gradients) < ROUNDING
     np.testing.assert_allclose(trained.losses, expected.loss, rtol=1e-5)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(("kind", "layout"), [("mean", "dp"), ("per token", "two stages")])
-def test_our_step_in_auto_parallel_mode(steps, kind, layout):
-    trained = Trained(steps, f"ours, {kind}, {layout}, auto parallel", layout)
-    expected = Expected(steps, "ours", kind, layout)
-    assert trained.distance(expected.gradients) < ROUNDING
-    np.testing.assert_allclose(trained.losses, expected.loss, rtol=1e-5)
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "layout"), MEAN_FIRST)
 def test_mindformers_own_step_makes_it_too(steps, kind, layout):
     """It cuts the batch otherwise, and reports the sum of mean losses; in a pipeline on the last stage alone. So the
@@ -241,7 +231,6 @@ def test_mindformers_own_step_makes_it_too(steps, kind, layout):
         assert trained.losses[0] == 0.0
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "layout"), TOKEN_FIRST[::-1])
 def test_our_step_trains_qwen3(steps, kind, layout):
     """Four stages first: their group over stages must not be there already on the first rank alone, which makes it for
@@ -254,7 +243,6 @@ def test_our_step_trains_qwen3(steps, kind, layout):
     assert trained.distance(other.gradients) > 1e-3
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["dp", "split", "two stages"])
 def test_mindformers_own_step_trains_qwen3_by_mean(steps, layout):
     trained = Trained(steps, f"theirs, mean, {layout}", layout, model="qwen3")
@@ -263,7 +251,6 @@ def test_mindformers_own_step_trains_qwen3_by_mean(steps, layout):
     np.testing.assert_allclose(trained.losses[-1], MICRO * expected.loss, rtol=1e-5)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["dp", "two stages"])
 def test_mindformers_own_step_cannot_train_qwen3_per_token(steps, layout):
     """The model has six outputs, and its cells take at most five."""
@@ -272,7 +259,6 @@ def test_mindformers_own_step_cannot_train_qwen3_per_token(steps, layout):
     assert "Unstack" in case.stage(stages - 1).message
 
 
-@pytest.mark.thorough
 def test_the_simulated_gradient_of_qwen3_is_the_losss_slope(steps):
     whole, batch, width = WholeBatch(steps, 1), texts(), 1e-2
     gradients = whole.step(batch)[1]
@@ -284,7 +270,6 @@ def test_the_simulated_gradient_of_qwen3_is_the_losss_slope(steps):
     assert (losses[0] - losses[1]) / (2 * width) == pytest.approx(norm, rel=2e-3)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["dp", "op", "two stages", "two stages, split"])
 @pytest.mark.parametrize("kind", ["mean", "per token"])
 def test_cuts_differ(steps, layout, kind):
@@ -294,7 +279,6 @@ def test_cuts_differ(steps, layout, kind):
     assert max(np.abs(one - other.gradients[name]).max() for name, one in ours.gradients.items()) > 1e-3
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "layout"), MEAN_FIRST)
 def test_scale_clipping_and_rates_of_groups(steps, kind, layout):
     """With a loss scale that is adjusted, a limit for spikes, and a group with a rate of its own."""
@@ -308,7 +292,6 @@ def test_scale_clipping_and_rates_of_groups(steps, kind, layout):
     assert set(trained.parameter("current_grouped_lr")) == {GROUP_RATE}
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "layout"), MEAN_FIRST[2::2])
 def test_an_overflow_updates_no_stage(steps, kind, layout):
     too_large = {"gaccum_ms.scale_sense": np.array(np.inf, np.float32)}
@@ -317,7 +300,6 @@ def test_an_overflow_updates_no_stage(steps, kind, layout):
     assert {outputs[1] for outputs in trained.outputs} == {1.0}
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["dp", "four stages"])
 def test_a_spike_updates_no_stage(steps, layout):
     trained, expected = Trained(steps, f"ours, skipped, {layout}", layout), Expected(steps, "ours", "mean", layout)
@@ -325,14 +307,12 @@ def test_a_spike_updates_no_stage(steps, layout):
     np.testing.assert_allclose([outputs[4] for outputs in trained.outputs], expected.norm, rtol=1e-5)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["dp", "split", "two stages, split"])
 def test_inputs_that_mindformers_broadcasts(steps, layout):
     trained, expected = Trained(steps, f"ours, broadcast, {layout}", layout), Expected(steps, "ours", "mean", layout)
     assert trained.distance(expected.gradients) < ROUNDING
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["dp", "two stages"])
 def test_callbacks(steps, layout):
     """The monitor shows the mean; callbacks find the model behind `network` and `_backbone` ."""
@@ -340,7 +320,6 @@ def test_callbacks(steps, layout):
     assert steps(f"theirs, says, {layout}").message == f"LlamaForCausalLM, loss {12.0 / MICRO}"
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "words"),
     [

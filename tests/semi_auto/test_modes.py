@@ -29,6 +29,8 @@ from gaccum_ms.semi_auto.compiled_once import CompiledOnce
 from gaccum_ms.semi_auto.unrolled_window import AddedBatch
 from tests.support.reference import batches, make_network
 
+pytestmark = pytest.mark.core(parallel_mode="semi_auto_parallel")
+
 
 @pytest.fixture(autouse=True, params=["semi_auto_parallel", "auto_parallel"])
 def parallel_mode(request):
@@ -87,6 +89,12 @@ def test_refuses_window_batch_norm():
     cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), 2)
     with pytest.raises(ValueError, match=r"must have no WindowBatchNorm, .*Use nn\.GroupNorm"):
         TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.1))
+
+
+def test_one_micro_batch_has_no_accumulators():
+    for micro_size in (1, 2):
+        names = [parameter.name for parameter in make_step(micro_size=micro_size).get_parameters()]
+        assert any(name.startswith("accu_grads.") for name in names) == (micro_size > 1)
 
 
 def test_refuses_pynative_mode():

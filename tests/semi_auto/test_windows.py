@@ -7,7 +7,7 @@ import pytest
 
 from tests.semi_auto import whole_batch
 from tests.semi_auto.cases import OPTIONS
-from tests.semi_auto.compiled import THOROUGH
+from tests.semi_auto.compiled import SECOND_COMPILER, THOROUGH
 from tests.semi_auto.ran import RANKS, WEIGHTS, Ran
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("parallel")]
@@ -67,6 +67,8 @@ def test_a_batch_that_does_not_end_its_window_reduces_no_gradient(cases, layout)
     assert ran.gradient_collectives()
 
 
+@pytest.mark.thorough
+@SECOND_COMPILER
 def test_adding_with_mindspores_own_reduction_is_wrong(cases):
     """Negative control: the sum that the first batch has reduced is reduced again by the second."""
     batches = [whole_batch.batch(seed) for seed in (1, 2)]

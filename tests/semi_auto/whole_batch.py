@@ -6,7 +6,7 @@ import numpy as np
 
 from tests.semi_auto.cases import SAMPLES
 from tests.semi_auto.machine import rows
-from tests.semi_auto.ran import RANKS, SPLIT, WEIGHTS
+from tests.semi_auto.ran import RANKS, SPLIT, WEIGHTS, lies, part
 
 RATE = 0.1
 
@@ -69,16 +69,6 @@ class Update(UpdateBySGD):
         at_hidden = backward @ second.T * (reached > 0)
         gradients = {"first": x.T @ at_hidden, "bias": at_hidden.sum(0), "second": hidden.T @ backward}
         super().__init__(values, gradients, clip)
-
-
-def part(number, axis=0):
-    """Equal parts along an axis; neighbours have different parts."""
-    return lambda whole, rank: np.split(whole, number, axis)[rank % number]
-
-
-def lies(**layout):
-    """The parts of the weights and of the optimizer's state."""
-    return layout | {f"{state}.{name}": one for state in ("accum", "stat") for name, one in layout.items()}
 
 
 # Of compile_worker.py's `LAYOUTS` : in how many parts the samples lie, and the parts of weights if they are no rows.

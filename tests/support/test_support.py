@@ -137,6 +137,7 @@ def noted(name):
 CASES = {**{name: noted(name) for name in ("one", "three", "raises")}, **dict.fromkeys(("two", "twice"), noted("two"))}
 
 
+@pytest.mark.thorough
 def test_a_case_runs_when_it_is_asked_for_and_once(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
