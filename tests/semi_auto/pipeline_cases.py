@@ -8,7 +8,6 @@ from mindspore import nn, ops
 from gaccum_ms import (
     ClipByGlobalNorm,
     ClipByValue,
-    EvenSplit,
     PerSampleLoss,
     SkipSpikes,
     WeightAverage,
@@ -231,17 +230,6 @@ class PerSampleOutputs(Staged):
         return super().construct(x, y), x
 
 
-class Scaled(Staged):
-    """Labels are scaled by a third input, which all samples share."""
-
-    def __init__(self, stages):
-        super().__init__(stages, "ratio")
-        self.scale = ops.Mul()
-
-    def construct(self, x, y, scale):
-        return super().construct(x, self.scale(y, scale))
-
-
 class SumsFirst(UnrolledWindow):
     """A deliberate bug: the stages wait for one another before backward."""
 
@@ -283,10 +271,6 @@ PIPELINES |= {
     "model": (lambda: ours(Staged(2), 4, model=True), TWO),
     "full batch": (lambda: ours(Staged(2), 4), {**TWO, "full_batch": True, "shapes": ((64, 12), (64, 1))}),
     "half": (lambda: ours(half(2), 4), TWO),
-    "shared": (
-        lambda: ours(Scaled(2), 4, reduction="ratio", split=EvenSplit(shared=(2,))),
-        {**TWO, "dataset_strategy": ((4, 1), (4, 1), (1, 1)), "shapes": (X, Y, (1, 1))},
-    ),
     "gpipe": (lambda: ours(LazyStaged(2), 4), TWO | scheduled("gpipe")),
     "1f1b": (lambda: ours(LazyStaged(2), 4), TWO | scheduled("1f1b")),
     "folded": (lambda: ours(folded(), 4), TWO | scheduled("1f1b")),
@@ -315,7 +299,6 @@ PIPELINES |= {
         for size in (4, 16)
         for stages in (2, 4)
     },
-    "windows": (lambda: ours(Staged(2), 4, accumulation_steps=2), TWO),
 }
 PIPELINES = {name if name.endswith("stages") else f"pipeline, {name}": case for name, case in PIPELINES.items()}
 ALL_CASES = CASES | PIPELINES

@@ -43,11 +43,11 @@ class RanPipeline:
             blocks,
         )
         x_and_y = batch(self.parts) if data is None else data
-        shards = [
+        self.shards = [
             [np.split(one, self.parts)[rank * self.parts // devices] for rank in range(devices)] for one in x_and_y
         ]
         for _ in range(steps):
-            self.results = self.pipeline.step(*shards)
+            self.results = self.pipeline.step(*self.shards)
 
     def parameter(self, name):
         """The values on all devices that have it."""

@@ -107,7 +107,3 @@ def by_hand(values):
     at_hidden = backward @ values["second"].T * (hidden > 0)
     gradients = {"first": X.T @ at_hidden, "bias": at_hidden.sum(0), "second": hidden.T @ backward}
     return np.mean(error**2), gradients
-
-
-def part_of(layout, name, whole, rank):
-    return layout[name](whole, rank) if layout else whole

@@ -13,11 +13,17 @@ from tests.semi_auto.ran import RANKS, WEIGHTS, Ran
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("parallel")]
 
 # Every option in the layout that takes the least, gradient_accumulation_shard, and in others pairwise.
-QUICK = [("ratio, clip", "op"), ("sum, count", "sg"), ("two sums", "dp"), ("ratio, aux", "dp")]
+QUICK = [
+    ("ratio, clip", "op"),
+    ("ratio, scale", "split"),
+    ("sum, count", "sg"),
+    ("two sums", "dp"),
+    ("ratio, aux", "dp"),
+]
 PAIRS = [
     *(("ratio", layout) for layout in ("dp", "split", "op", "ws", "sg", "lazy dp")),
     *(("ratio, clip", layout) for layout in ("split", "ws", "sg")),
-    *(("ratio, scale", layout) for layout in ("op", "sg")),
+    *(("ratio, scale", layout) for layout in ("dp", "op", "sg", "lazy split")),
     *(("ratio, scale alone", layout) for layout in ("dp", "sg")),
     *(("ratio, clamped", layout) for layout in ("dp", "sg")),
     ("sum, count", "split"),
@@ -70,6 +76,23 @@ def test_a_quotient_loses_the_norm_of_the_whole(cases):
     case = cases("quotient")
     whole = whole_batch.Update(case.parameters, batch, clip=0.1)
     assert whole_batch.distance(Ran(case, batch=batch), whole, "op") > 0.1
+
+
+@pytest.mark.parametrize(
+    "layout", ["split", *(pytest.param(layout, marks=THOROUGH) for layout in ("dp", "op", "lazy split"))]
+)
+def test_an_overflow_on_one_rank_is_one_on_all(cases, layout):
+    """The machine fails if ranks take different branches. Here they take the same branch, and none updates."""
+    (x, y), (parts, places), case = whole_batch.batch(), whole_batch.place(layout), cases(f"ratio, scale, {layout}")
+    fine = Ran(case, parts, (x.copy(), y), places)
+    x[3] = np.inf  # a sample of one rank, or of two that share it
+    ran = Ran(case, parts, (x, y), places)
+    for one, overflows in ((fine, False), (ran, True)):
+        assert all(bool(result[1]) == overflows for result in one.results)
+        for name in WEIGHTS:
+            stays = [np.array_equal(*two) for two in zip(one.parameter(name), one.before[name], strict=True)]
+            assert all(stays) if overflows else not any(stays)
+    assert [float(one.reshape(())) for one in ran.parameter("gaccum_ms.scale_sense")] == [512.0] * RANKS
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ class Update(UpdateBySGD):
 
 
 # Of compile_worker.py's `LAYOUTS` : in how many parts the samples lie, and the parts of weights if they are no rows.
-PLACES = {"split": (4, SPLIT), "ws": (RANKS, lies(**dict.fromkeys(WEIGHTS, part(4))))}
+PLACES = {"split": (4, SPLIT), "lazy split": (4, SPLIT), "ws": (RANKS, lies(**dict.fromkeys(WEIGHTS, part(4))))}
 
 
 def place(layout):
