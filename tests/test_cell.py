@@ -216,11 +216,8 @@ def test_mindspores_own_training_steps_refuse_it():
 
 def test_sizes_may_be_numbers_of_numpy():
     cell = GradAccumulationCell(loss_cell(), np.int64(4), accumulation_steps=np.int32(2), max_grad_norm=np.float32(0.5))
-    assert [type(getattr(cell, name)) for name in ("micro_size", "accumulation_steps", "max_grad_norm")] == [
-        int,
-        int,
-        float,
-    ]
+    types = [type(one) for one in (cell.micro_size, cell.accumulation_steps, cell.max_grad_norm)]
+    assert types == [int, int, float]
     with pytest.raises(ValueError, match="'micro_size' must be at least 1, but got 0"):
         GradAccumulationCell(loss_cell(), np.int64(0))
     with pytest.raises(TypeError, match="'micro_size' must be an int, but got 4"):

@@ -268,18 +268,17 @@ def test_an_optimizer_inside_another_has_the_rate():
 
 
 @pytest.mark.parametrize(
-    ("make_optimizer", "schedule"),
+    "make_optimizer",
     [
-        (lambda: sgd(nn.CosineDecayLR(0.0, 1.0, 4)), "the schedule 'CosineDecayLR'"),
-        (lambda: grouped(0.25, scaled(), nn.CosineDecayLR(0.0, 1.0, 4)), "the schedule 'CosineDecayLR'"),
+        lambda: sgd(nn.CosineDecayLR(0.0, 1.0, 4)),
+        lambda: grouped(0.25, scaled(), nn.CosineDecayLR(0.0, 1.0, 4)),
     ],
 )
-def test_a_rate_that_cannot_be_multiplied_is_refused_and_nothing_changes(make_optimizer, schedule, pynative):
+def test_a_rate_that_cannot_be_multiplied_is_refused_and_nothing_changes(make_optimizer, pynative):
     step = make_step(make_optimizer())
     before = state(step)
-    with pytest.raises(
-        ValueError, match=rf"but got {schedule}, .* Give the optimizer scale_learning_rate\(schedule, 1\)"
-    ):
+    message = r"but got the schedule 'CosineDecayLR', .* Give the optimizer scale_learning_rate\(schedule, 1\)"
+    with pytest.raises(ValueError, match=message):
         multiply_learning_rate(step.optimizer, 2.0)
     for name, value in state(step).items():
         np.testing.assert_array_equal(before[name], value, name)
