@@ -135,17 +135,16 @@ def compile_wanted(out, cases):
 
 def main(cases):
     """Fork MindSpore's scheduler and the ranks, so that MindSpore is imported once. All end with this process, which
-    ends with the first of them, with the tests, or after `TIME_LIMIT` ."""
+    ends with the first of them, with the tests, or after `TIME_LIMIT` . MindSpore has run nothing yet. Its own
+    preparation for a fork would keep the device CPU in version 2.7."""
     fork_utils.prctl_set_pdeathsig(signal.SIGKILL)
     signal.alarm(TIME_LIMIT)
-    fork_utils.prepare_before_fork()
     with reserved_port("127.0.0.1") as port:
         os.environ |= {"MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(port), "MS_WORKER_NUM": str(RANKS)}
         for role, number in ("MS_SCHED", 0), *(("MS_WORKER", rank) for rank in range(RANKS)):
             if os.fork():
                 continue
             fork_utils.prctl_set_pdeathsig(signal.SIGKILL)
-            fork_utils.child_at_fork()
             os.environ |= {"MS_ROLE": role, "MS_NODE_ID": str(number)}
             try:
                 compile_wanted(Path(sys.argv[1]), cases)
