@@ -12,6 +12,7 @@ from mindspore.parallel.auto_parallel import AutoParallel
 from gaccum_ms import (
     AccumulationScheduler,
     Accumulators,
+    AdaptiveGradientClip,
     ClipByGlobalNorm,
     ClipByValue,
     EvenSplit,
@@ -114,6 +115,8 @@ def test_a_second_norm_is_refused(chain):
 
 def test_a_clip_behind_spikes_and_averages_is_taken():
     make_step(micro_size=2, transforms=(SkipSpikes(norm=2.0), WeightAverage(), ClipByGlobalNorm(1.0), ClipByValue(1.0)))
+    with pytest.raises(ValueError, match=r"one device's part there, but got AdaptiveGradientClip, abs\. Give"):
+        make_step(micro_size=2, transforms=(AdaptiveGradientClip(), abs))
 
 
 def test_windows_of_batches_cut_each_into_two_at_least():
