@@ -43,6 +43,7 @@ def of_ours(steps=K, scale=1.0, **arguments):
     )
 
 
+@pytest.mark.thorough
 def test_clipping_is_of_the_window_not_of_each_batch():
     batches = few_batches()
     clip = {"clip_grad": True, "clip_value": 0.3}
@@ -59,6 +60,7 @@ def averages(step) -> dict[str, np.ndarray]:
     return {one.name: as_numpy(one) for one in step.get_parameters() if one.name.startswith("ema.")}
 
 
+@pytest.mark.thorough
 def test_the_average_moves_once_per_update():
     batches = few_batches()
     ema = {"ema": True, "ema_decay": 0.9}

@@ -70,6 +70,7 @@ def test_micro_batches_train_as_the_whole_batch_with_all_five_outputs():
         np.testing.assert_allclose(numbers(own), numbers(reference), rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_tokens_weigh_alike_where_texts_have_padding():
     """With the model's own sums and counts, the step computes the mean over the tokens of all micro-batches."""
     batches = texts(2, padded=True)
@@ -112,6 +113,7 @@ class Parts(nn.Cell):
         return sums[0] / number, sums[1] / number, sums[2] / number, sums[3] / number
 
 
+@pytest.mark.core(per_token=True)
 @pytest.mark.parametrize("per_token", [False, True])
 def test_losses_in_parts(per_token, monkeypatch):
     """The models of `use_legacy: False` in mindformers' configuration."""
@@ -229,6 +231,7 @@ def test_a_schedule_for_which_models_return_other_losses_is_refused():
         ms.reset_auto_parallel_context()
 
 
+@pytest.mark.thorough
 def test_rates_of_groups_are_recorded():
     """The step returns the default rate, as mindformers' own, whose monitor reads both from its register."""
     from mindformers.core.lr import ConstantWarmUpLR

@@ -17,6 +17,8 @@ from gaccum_ms.checkpoint.newest import AHEAD, SET_ASIDE, common_key, newest_che
 from tests.support.reference import OPTIMIZERS, accumulated, batches, make_network
 from tests.support.state import assert_identical, everything
 
+pytestmark = pytest.mark.usefixtures("pynative")
+
 
 def make_step():
     network = make_network("dense")
@@ -38,7 +40,7 @@ def saved(folder: Path, updates: int, suffix: str = "ckpt") -> dict:
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory) -> tuple[Path, dict]:
-    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_context(mode=ms.PYNATIVE_MODE)
     folder = tmp_path_factory.mktemp("three")
     return folder, saved(folder, 3)
 

@@ -25,7 +25,7 @@ def code_blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
 
 
-@pytest.mark.core(name=["GradAccumulationCell", "GradAccumulator"])
+@pytest.mark.core(name="GradAccumulationCell")
 @pytest.mark.parametrize("name", gaccum_ms.__all__)
 def test_docstring_examples(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -192,6 +192,7 @@ def whole_windows(samples, window, epochs, rate, momentum=0.0, decay=1.0, max_no
     return np.concatenate(weights)
 
 
+@pytest.mark.core(page="windows.md")
 @pytest.mark.parametrize(
     ("page", "samples", "expected"),
     [

@@ -18,6 +18,7 @@ def test_histories_of_the_eager_step(seed):
     assert not histories.play(seed)
 
 
+@pytest.mark.thorough
 def test_a_history_of_the_compiled_step():
     assert not histories.play(16, "graph", calls=8)
 

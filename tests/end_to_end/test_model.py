@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import signal
-import struct
 
 import mindspore as ms
 import mindspore.amp
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from mindspore import nn, ops, train
 from mindspore.dataset import NumpySlicesDataset
-from mindspore.train import amp, summary_pb2
+from mindspore.train import amp
 
 from gaccum_ms import (
     CountNotIgnored,
@@ -25,6 +25,7 @@ from gaccum_ms import (
 )
 from gaccum_ms.model_hook import _original, build_train_network
 from gaccum_ms.training.evaluation import parts_of
+from tests.support.modes import eagerly
 from tests.support.reference import OPTIMIZERS, Outer, as_numpy, batches, make_network, relative_error
 from tests.support.reuse import Reused
 from tests.support.state import assert_close
@@ -87,14 +88,15 @@ models = Models()
 
 
 def fit(make_model, callbacks=(), epochs=EPOCHS, last=BATCH):
-    """Train, and return the weights and the optimizer's state."""
-    model = models(make_model)
-    model.train(epochs, data_set(last), callbacks=list(callbacks))
+    """Train, and return the weights and the optimizer's state. Without the cell nothing is compiled."""
+    with eagerly() if make_model is plain else contextlib.nullcontext():
+        model = models(make_model)
+        model.train(epochs, data_set(last), callbacks=list(callbacks))
     step = model.train_network
     return {p.name: as_numpy(p) for p in [*step.network.get_parameters(), *step.optimizer.get_parameters()]}
 
 
-@pytest.mark.core("graph-by_model-6", "graph-by_build_train_network-8", "graph-by_step-8", "pynative-by_model-6")
+@pytest.mark.core("graph-by_model-6", "pynative-by_build_train_network-8", "pynative-by_step-8")
 @pytest.mark.parametrize(
     ("make_model", "last"),
     [(by_model, RAGGED), (by_build_train_network, BATCH), (by_step, BATCH)],
@@ -197,7 +199,7 @@ def test_mindspores_callbacks_see_the_same(tmp_path, capsys, mode):
     assert_close(weights[by_model], weights[plain])
 
 
-def test_learning_rate_scheduler_changes_the_rate(mode):
+def test_learning_rate_scheduler_changes_the_rate():
     halved, whole = (
         fit(make, [train.LearningRateScheduler(lambda rate, step: rate * 0.5)]) for make in (by_model, plain)
     )
@@ -217,14 +219,14 @@ class Read(train.Callback):
         self.seen.append((float(step.grad_norm.asnumpy()), float(step.dropped_micro_batches.asnumpy())))
 
 
-def test_callbacks_find_norm_and_dropped_micro_batches():
+def test_callbacks_find_norm_and_dropped_micro_batches(pynative):
     read = Read()
     fit(by_model_with_options, [read], epochs=1)
     assert len(read.seen) == BATCHES
     assert all(norm > 0 and dropped == 0 for norm, dropped in read.seen)
 
 
-def test_loss_monitor_and_dynamic_loss_scale(capsys):
+def test_loss_monitor_and_dynamic_loss_scale(capsys, pynative):
     """The step's outputs are MindSpore's (loss, overflow, scale), of which LossMonitor prints the first."""
     losses = []
     for make_model in (plain, by_model_with_loss_scale):
@@ -249,11 +251,6 @@ def with_loss_cell(network, loss, optimizer, **options):
     return ms.Model(GradAccumulationCell(nn.WithLossCell(network, loss), 4), optimizer=optimizer, **options)
 
 
-def with_eval_network(network, loss, optimizer, **options):
-    options |= {"eval_network": nn.WithEvalCell(network, loss), "eval_indexes": [0, 1, 2]}
-    return with_loss_cell(network, loss, optimizer, **options)
-
-
 LOSS_AND_ACCURACY = {"loss": train.Loss, "accuracy": train.Accuracy}
 
 
@@ -273,7 +270,7 @@ def fitted(make_model):
     """Everything that a user sees of a model: epochs, metrics in and after training, rates, a prediction."""
     _, model = new_model(make_model)
     history = train.History()
-    stopping = train.EarlyStopping(monitor="eval_loss", patience=3)
+    stopping = train.EarlyStopping(monitor="eval_loss", patience=2)
     reducing = train.ReduceLROnPlateau(monitor="eval_loss", factor=0.5, patience=1)
     callbacks = [history, stopping, reducing]
     model.fit(20, data_set(RAGGED), held_out(), valid_frequency=2, callbacks=callbacks, dataset_sink_mode=False)
@@ -287,16 +284,17 @@ def fitted(make_model):
 
 
 @functools.cache
-def fitted_alone(mode):
+@eagerly()
+def fitted_alone():
     return fitted(network_alone)
 
 
-@pytest.mark.core("graph-with_loss_function", "graph-with_loss_cell", "pynative-with_loss_function")
-@pytest.mark.parametrize("make_model", [with_loss_function, with_loss_cell, with_eval_network])
+@pytest.mark.core(mode="pynative")  # test_docs.py has a script in graph mode
+@pytest.mark.parametrize("make_model", [with_loss_function, with_loss_cell])
 def test_fit_eval_and_predict_are_as_without_cell(make_model, mode):
     """Training makes the held-out loss worse here, so that EarlyStopping and ReduceLROnPlateau must act."""
     epochs, seen, predicted = fitted(make_model)
-    epochs_of_plain, seen_of_plain, predicted_of_plain = fitted_alone(mode)
+    epochs_of_plain, seen_of_plain, predicted_of_plain = fitted_alone()
     assert epochs == epochs_of_plain
     assert len(epochs) < 20
     np.testing.assert_allclose(seen, seen_of_plain, rtol=2e-5)
@@ -316,7 +314,7 @@ def interrupted(make_model, folder):
     return {name: as_numpy(value) for name, value in ms.load_checkpoint(str(saved)).items()}
 
 
-@pytest.mark.core("graph")
+@pytest.mark.core("pynative")
 def test_what_callbacks_save_and_restore_is_as_without_cell(tmp_path, mode):
     handler = signal.getsignal(signal.SIGTERM)
     try:
@@ -326,50 +324,6 @@ def test_what_callbacks_save_and_restore_is_as_without_cell(tmp_path, mode):
     weights = [name for name in alone if name.endswith(("weight", "bias"))]
     assert "out.weight" in weights
     assert_close({name: with_cell[name] for name in weights}, {name: alone[name] for name in weights})
-
-
-def summarized(make_model, folder, capfd):
-    """The losses that SummaryCollector writes down, and those that SummaryLandscape finds around the weights."""
-    landscape = {"landscape_size": 3, "create_landscape": {"train": True, "result": False}, "num_samples": 8}
-    landscape |= {"unit": "epoch", "intervals": [[1, 2, 3]]}
-    _, model = new_model(make_model, rate=0.1)
-    summary = ms.SummaryCollector(str(folder), collect_freq=1, collect_specified_data={"collect_landscape": landscape})
-    model.fit(3, data_set(RAGGED), held_out(), callbacks=[summary], dataset_sink_mode=False)
-
-    def model_of_losses():
-        network, loss = make_network("dense"), {"Loss": train.Loss()}
-        return ms.Model(network, nn.CrossEntropyLoss(), metrics=loss), network, held_out(), loss
-
-    del landscape["unit"]
-    capfd.readouterr()
-    ms.SummaryLandscape(str(folder)).gen_landscapes_with_multi_process(model_of_losses, landscape, device_ids=[0])
-    around = [float(number) for number in re.findall(r"landscape loss is (\d+\.\d+)", capfd.readouterr().out)]
-    values = [value for file in folder.glob("*_MS") for event in events(file) for value in event.summary.value]
-    scalars = [value.scalar_value for value in values if "loss" in value.tag]
-    return scalars, around
-
-
-def events(file):
-    """The events of a summary: each is its length, a checksum, the event and its checksum."""
-    text, position = file.read_bytes(), 0
-    while position < len(text):
-        (length,) = struct.unpack_from("<Q", text, position)
-        yield summary_pb2.Event.FromString(text[position + 12 : position + 12 + length])
-        position += length + 16
-
-
-@pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # MindSpore's
-def test_summaries_and_landscapes_are_as_without_cell(tmp_path, capfd, mode):
-    (scalars, around), (scalars_alone, around_alone) = (
-        summarized(make_model, tmp_path / make_model.__name__, capfd)
-        for make_model in (with_loss_function, network_alone)
-    )
-    assert len(scalars) >= BATCHES * 3
-    assert len(around) == 3 * 3
-    np.testing.assert_allclose(scalars, scalars_alone, rtol=2e-5)
-    np.testing.assert_allclose(around, around_alone, rtol=2e-5)
-    assert len(set(around)) == 9
 
 
 def test_an_exported_model_is_the_network(tmp_path):
@@ -395,7 +349,7 @@ def test_what_needs_ascend_or_semi_auto_mode_is_refused_as_without_cell():
                 call(model)
 
 
-def test_at_each_level_the_given_network_predicts():
+def test_at_each_level_the_given_network_predicts(pynative):
     """As without accumulation. O1 puts another network into a WithLossCell, and auto decorates the WithLossCell."""
     for level in ("O1", "O2", "O3", "auto"):
         for make_model in (network_alone, with_loss_function, with_loss_cell):
@@ -420,9 +374,9 @@ def first_loss(model):
     return float(np.ravel(history.history["net_output"])[0])
 
 
-@pytest.mark.core("O2")
+@pytest.mark.core("pynative-O2")
 @pytest.mark.parametrize("level", ["O2", "O3", "auto"])
-def test_the_loss_of_a_network_in_low_precision_is_float32(level):
+def test_the_loss_of_a_network_in_low_precision_is_float32(level, mode):
     """Of the same logits. In the network the loss is of its precision, as it is without accumulation."""
     options = {"kind": "conv", "amp_level": level, "loss_scale_manager": None}
     model, alone, with_cell = (
@@ -503,6 +457,7 @@ ROWS = {
 
 
 @functools.cache
+@eagerly()
 def trained_alone():
     return trained_and_evaluated(network_alone)
 
@@ -513,9 +468,9 @@ def trained_and_evaluated(make_model):
     return [model.eval(held_out(), dataset_sink_mode=False), *(as_numpy(one) for one in network.get_parameters())]
 
 
-@pytest.mark.core("aux", "ratio", "batch_loss")
+@pytest.mark.core("pynative-aux", "pynative-ratio", "pynative-batch_loss")
 @pytest.mark.parametrize("row", ROWS)
-def test_each_option_trains_and_evaluates_beside_a_loss_function(row):
+def test_each_option_trains_and_evaluates_beside_a_loss_function(row, mode):
     results, *weights = trained_and_evaluated(ROWS[row]())
     results_alone, *weights_alone = trained_alone()
     assert results == pytest.approx(results_alone, rel=1e-5)
@@ -523,7 +478,7 @@ def test_each_option_trains_and_evaluates_beside_a_loss_function(row):
         assert relative_error(weight, alone) < 1e-5
 
 
-def test_a_loss_that_is_a_sum_is_evaluated_as_a_sum():
+def test_a_loss_that_is_a_sum_is_evaluated_as_a_sum(pynative):
     make_model = beside(Returns("sum"), reduction="sum")
     _, model = new_model(make_model)
     _, alone = new_model(lambda network, loss, *rest, **options: ms.Model(network, Returns("sum"), *rest, **options))
@@ -547,7 +502,7 @@ def test_ratios_are_evaluated_as_they_are_trained():
     assert float(loss(ms.Tensor([2.0, 4.0]), ms.Tensor([0.0, 0.0]))) == 0
 
 
-def test_predictions_of_a_loss_of_the_whole_batch_are_its_representations():
+def test_predictions_of_a_loss_of_the_whole_batch_are_its_representations(pynative):
     network, model = new_model(batch_loss)
     x, y = map(ms.Tensor, batches(BATCH, 1)[0])
     np.testing.assert_array_equal(model.predict(x, y)[0].asnumpy(), network(x).asnumpy())
@@ -579,7 +534,7 @@ class SumOfSquares(nn.Cell):
         return (representation**2).sum()
 
 
-def test_what_cannot_be_derived_is_one_error_that_names_two_ways():
+def test_what_cannot_be_derived_is_one_error_that_names_two_ways(pynative):
     network = make_network("dense")
     loss, optimizer = nn.CrossEntropyLoss(), nn.SGD(network.trainable_params(), 0.1)
     cell = GradAccumulationCell(OwnLoss(network), 4)

@@ -19,6 +19,7 @@ SCRIPTS = Path(__file__).with_name("plain_scripts")
 IMPORT = ("import mindspore as ms\n", "import mindspore as ms\nfrom gaccum_ms import GradAccumulationCell\n")
 LIMIT = 900  # seconds; an idle machine needs a twentieth
 NUMBER = r"-?\d+\.\d+(?:e-?\d+)?"
+pytestmark = pytest.mark.thorough  # test_docs.py has a quick one
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,6 @@ WITH = [(LENET, ranks, mode) for ranks in (1, 2) for mode in MODES]
 WITH += [(script, *pair) for script in (MINDCV, TEXT) for pair in ((1, "graph"), (2, "pynative"))]
 
 
-@pytest.mark.core("text_classifier-1-graph")
 @pytest.mark.parametrize(
     ("script", "ranks", "mode"),
     [
@@ -114,7 +114,6 @@ def test_one_word_changes_a_script_that_was_written_without_accumulation(script,
     assert_prints_the_same(script, plain, run(script.with_cell(), mode, ranks))
 
 
-@pytest.mark.thorough
 def test_a_wrong_update_prints_other_numbers(run):
     """So that the test above finds one: here each update is clipped."""
     plain = run(TEXT.text, "graph")

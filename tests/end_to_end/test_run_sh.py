@@ -177,6 +177,7 @@ def test_further_extras_are_installed_with_the_tests_own(recorder):
     assert recorder.calls()[1].endswith(f"--editable {recorder.project}[test,ray,torch] in .venv")
 
 
+@pytest.mark.thorough
 def test_libraries_that_cannot_be_had_take_one_line_and_the_tests_go_on(recorder):
     recorder.lacks("nvidia.cudnn")
     done = recorder.run("test", answers={"pip install": 1})
@@ -243,6 +244,7 @@ def test_help_is_shown_wherever_it_is_asked_for(recorder):
 # -- the environment ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.core(extra="[sample]")
 @pytest.mark.parametrize("extra", ["", "[sample]"])
 def test_an_active_environment_is_left_as_it_is(recorder, extra):
     """The missing packages are installed into .venv, once. A user's script needs no scikit-learn."""
@@ -262,6 +264,7 @@ def test_an_active_environment_is_left_as_it_is(recorder, extra):
     assert recorder.calls() == launched, "and then nothing is made or installed"
 
 
+@pytest.mark.thorough
 def test_the_first_run_twice_at_once_makes_one_environment(recorder):
     recorder.lacks("mindspore", "psutil")
     both = [recorder.start(str(recorder.script())) for _ in range(2)]
@@ -270,6 +273,7 @@ def test_the_first_run_twice_at_once_makes_one_environment(recorder):
     assert sorted(call.split()[1] for call in recorder.calls()[:-2]) == ["pip", "venv"]
 
 
+@pytest.mark.thorough
 def test_a_broken_python_and_one_that_is_too_new_are_passed_over(recorder):
     recorder.lacks("mindspore")
     for name, code in (("python3.11", 127), ("python3.12", 1)):
@@ -278,6 +282,7 @@ def test_a_broken_python_and_one_that_is_too_new_are_passed_over(recorder):
     assert recorder.calls()[0] == f"-m venv {recorder.project}/.venv"
 
 
+@pytest.mark.core(is_active=False)
 @pytest.mark.parametrize("is_active", [False, True])
 def test_an_environment_without_pip_is_kept_and_gets_pip(recorder, is_active):
     """As `uv venv` makes it. The user may have made it, and it may be the active one."""
@@ -294,6 +299,7 @@ def test_an_environment_without_pip_is_kept_and_gets_pip(recorder, is_active):
     assert (folder.parent / "mine").exists()
 
 
+@pytest.mark.thorough
 def test_an_environment_is_not_made_by_a_python_inside_it(recorder):
     recorder.lacks("mindspore")
     folder = recorder.environment("python3.11")  # without its `python`, it does not run
@@ -302,6 +308,7 @@ def test_an_environment_is_not_made_by_a_python_inside_it(recorder):
     assert recorder.calls()[0] == f"-m venv {recorder.project}/.venv"
 
 
+@pytest.mark.thorough
 def test_a_python_is_found_without_a_home(recorder, monkeypatch):
     """As with `env -i` ."""
     recorder.lacks("mindspore")

@@ -107,6 +107,7 @@ def test_mnist_takes_the_tutorials_values_and_arguments_override_them(programs, 
     assert "--epochs EPOCHS passes over the data (default: 10)" in " ".join(done.stdout.split())
 
 
+@pytest.mark.thorough
 def test_data_made_by_several_processes_at_once_are_whole(run, tmp_path):
     one = f"'{sys.executable}' '{SAMPLE}/prepare_data.py' data &"
     # They are waited for by number: `wait -n` returns 127 for a process that has already ended.

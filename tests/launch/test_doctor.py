@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,15 @@ from tests.launch.launched import PYTHONPATH, ROOT
 def run(*command: str | Path, cwd: str | Path = "/", **env: str) -> subprocess.CompletedProcess:
     env = {**os.environ, "PYTHONPATH": PYTHONPATH, **env}
     return subprocess.run([*map(str, command)], env=env, cwd=cwd, capture_output=True, text=True, timeout=400)
+
+
+@pytest.fixture
+def broken_mindspore(tmp_path) -> str:
+    """A PYTHONPATH on which MindSpore cannot be imported."""
+    folder = tmp_path / "broken"
+    folder.mkdir()
+    (folder / "mindspore.py").write_text("raise ImportError('this MindSpore is broken')")
+    return f"{folder}{os.pathsep}{PYTHONPATH}"
 
 
 @pytest.mark.thorough
@@ -104,21 +114,20 @@ def test_a_cann_that_is_not_there_or_not_on_the_path_is_said(tmp_path, monkeypat
     assert text == f"8.5 in {tmp_path}; the installed MindSpore has no table of CANN's versions"
 
 
-def test_a_driver_without_the_libraries_is_broken(monkeypatch):
+def test_a_driver_without_the_libraries_is_broken(monkeypatch, broken_mindspore):
     monkeypatch.setattr(cuda, "has_driver", lambda: True)
     monkeypatch.setattr(cuda, "missing_packages", lambda: ["nvidia-cudnn-cu11"])
-    finding = doctor.check_device("GPU", {**os.environ, "CUDA_HOME": ""})
+    finding = doctor.check_device("GPU", {**os.environ, "CUDA_HOME": "", "PYTHONPATH": broken_mindspore})
     assert finding == ("GPU", "no: nvidia-cudnn-cu11 missing", cuda.REMEDY)
 
 
 @pytest.mark.core(driver=True)
 @pytest.mark.parametrize("driver", [True, False])
-def test_a_cuda_home_of_another_version_is_named(tmp_path, monkeypatch, driver):
+def test_a_cuda_home_of_another_version_is_named(tmp_path, broken_mindspore, monkeypatch, driver):
     """With a driver there is a remedy. Without a driver nothing would help, but the finding names it too."""
     monkeypatch.setattr(cuda, "has_driver", lambda: driver)
     monkeypatch.setattr(cuda, "missing_packages", lambda: [])
-    (tmp_path / "mindspore.py").write_text("raise ImportError('this back end does not load')")
-    env = {**os.environ, "CUDA_HOME": str(tmp_path), "PYTHONPATH": str(tmp_path)}
+    env = {**os.environ, "CUDA_HOME": str(tmp_path), "PYTHONPATH": broken_mindspore}
     (tmp_path / "bin").mkdir()
     nvcc = tmp_path / "bin" / "nvcc"
     finding = doctor.check_device("GPU", env)
@@ -134,17 +143,15 @@ def test_a_cuda_home_of_another_version_is_named(tmp_path, monkeypatch, driver):
     assert cuda.wrong_cuda_home({"CUDA_HOME": str(tmp_path)}) == ""
 
 
-def test_a_device_that_fails_gives_its_reason(tmp_path):
-    (tmp_path / "mindspore.py").write_text("raise ImportError('this MindSpore is broken')")
-    finding = doctor.check_device("CPU", {**os.environ, "PYTHONPATH": str(tmp_path)})
+def test_a_device_that_fails_gives_its_reason(broken_mindspore):
+    finding = doctor.check_device("CPU", {**os.environ, "PYTHONPATH": broken_mindspore})
     assert finding.text == "fails: ImportError: this MindSpore is broken"
     assert finding.remedy
 
 
 @pytest.mark.distributed
-def test_ranks_that_cannot_talk_are_broken(tmp_path, monkeypatch):
-    (tmp_path / "mindspore.py").write_text("raise ImportError('this MindSpore is broken')")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{PYTHONPATH}")
+def test_ranks_that_cannot_talk_are_broken(broken_mindspore, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", broken_mindspore)
     finding = doctor.check_ranks()
     assert finding.text.startswith("fails on 2 processes:\nerror: ")
     assert "this MindSpore is broken" in finding.text
@@ -199,7 +206,7 @@ def test_run_sh_does_what_needs_no_package_in_a_fresh_clone(bare, tmp_path, word
         assert done.stderr.startswith("error: there is no option --proceses; is --processes meant?"), done.stderr
 
 
-def test_where_mindspore_is_installed_it_is_not_imported(tmp_path):
+def test_where_mindspore_is_installed_it_is_not_imported(tmp_path, broken_mindspore):
     """Python's own record of imports covers a whole launch. The control: the rest of the package does import it."""
     script = tmp_path / "script.py"
     script.write_text("print('ran')")
@@ -208,4 +215,5 @@ def test_where_mindspore_is_installed_it_is_not_imported(tmp_path):
     assert (done.returncode, done.stdout.splitlines()[0]) == (0, "ran"), done.stderr
     assert "gaccum_ms.launch.supervisor" in done.stderr
     assert "mindspore" not in done.stderr
-    assert "mindspore" in run(*imports, "-c", "import gaccum_ms", cwd=tmp_path).stderr
+    control = run(*imports, "-c", "import gaccum_ms", PYTHONPATH=broken_mindspore).stderr
+    assert re.search(r"\| +mindspore$", control, re.MULTILINE), control

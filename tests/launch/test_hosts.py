@@ -113,6 +113,7 @@ def mpirun(hosts, tmp_path) -> dict[str, str]:
     return {"OMPI_MCA_plm_rsh_agent": str(ssh)}
 
 
+@pytest.mark.thorough
 def test_open_mpi_starts_the_launcher_on_each_host(hosts, mpirun, tmp_path):
     folder = tmp_path / "a folder's"
     script = write(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.launched import LIMIT, TRAINS, Launched, wait_until, write
+from tests.support.modes import MODES
 
 pytestmark = pytest.mark.distributed
 
@@ -61,11 +62,13 @@ def test_a_scheduler_that_fails_ends_the_ranks(tmp_path):
     assert "no scheduling today" in done.stderr
 
 
-def test_ctrl_c_leaves_no_process(tmp_path):
+@pytest.mark.core(handler="SIG_DFL")
+@pytest.mark.parametrize("handler", ["SIG_DFL", "SIG_IGN"])
+def test_ctrl_c_leaves_no_process(tmp_path, handler):
     # Ranks that ignore SIGTERM, and their own processes in other sessions, must end too.
     script = write(
         tmp_path / "script.py",
-        "import signal, subprocess\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"import signal, subprocess\nsignal.signal(signal.SIGTERM, signal.{handler})\n"
         'subprocess.Popen(["sleep", "1000"], start_new_session=True)\nopen(f"up.{rank}", "x")\ntime.sleep(1000)',
     )
     launched = Launched(script, "-n", "2")
@@ -75,6 +78,7 @@ def test_ctrl_c_leaves_no_process(tmp_path):
     assert launched.finish().returncode == 130
 
 
+@pytest.mark.thorough
 def test_killed_while_it_ends_its_processes_it_leaves_none(tmp_path):
     """As by Ray, when the program dies whose actor it is: the guards are still there and end the rest."""
     script = write(
@@ -240,9 +244,10 @@ def test_two_launches_at_once_with_variables_of_another_cluster(tmp_path):
         assert_trained(tmp_path / name, 2)
 
 
-def test_a_rank_that_is_killed_in_training_ends_the_others_in_their_allreduce(tmp_path):
-    """They wait in a compiled step."""
-    launched = Launched(TRAINS, "-n", "2", args=["steps", str(tmp_path), "1000000", "graph"], cwd=tmp_path)
+@pytest.mark.core("pynative")
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rank_that_is_killed_in_training_ends_the_others_in_their_allreduce(tmp_path, mode):
+    launched = Launched(TRAINS, "-n", "2", args=["steps", str(tmp_path), "1000000", mode], cwd=tmp_path)
     launched.wait_for(tmp_path / "1")
     wait_until(lambda: int((tmp_path / "1").read_text().split()[1]) >= 4)
     os.kill(int((tmp_path / "1").read_text().split()[0]), signal.SIGKILL)

@@ -19,27 +19,13 @@ from gaccum_ms import (
 from gaccum_ms.memory.heap import keep_heap_small
 from gaccum_ms.memory.proc import own
 from gaccum_ms.memory.report import MemoryReport, MemoryRow
+from tests.memory.test_search import Forgetful, Limited, batch
 from tests.support.alone import alone
 from tests.support.reference import FEATURES, OPTIMIZERS, as_numpy, batches, make_network, make_step
 
 
-class Forgetful(nn.Cell):
-    """A network with state besides weights, BatchNorm's statistics, and with random numbers, dropout's."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.SequentialCell(nn.Dense(FEATURES, 8), nn.BatchNorm1d(8), nn.Dropout(p=0.5), nn.Dense(8, 5))
-
-    def construct(self, x):
-        return self.layers(x)
-
-
 def cell_of(network, **options):
     return GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), **(options or {"micro_size": 2}))
-
-
-def batch(samples):
-    return [Tensor(value) for value in batches(samples, 1)[0]]
 
 
 def report_of(network, *, samples=32, optimizer="momentum", options=None, **arguments) -> MemoryReport:
@@ -124,6 +110,7 @@ def test_predicts_what_is_measured():
 # -- what fits ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_is_not_run():
     """The limit is some 200 MB below the peak of the whole batch, and above the peak of 8 micro-batches."""
     report = alone(wide_report, ms.PYNATIVE_MODE, [1, 8], 300_000_000)
@@ -141,10 +128,7 @@ def test_nothing_fits_a_limit_below_the_framework(pynative):
     assert all(row.peak >= 1_000_000 and row.peak_measured is None for row in report.rows)
 
 
-@pytest.mark.thorough
 def test_out_of_memory_while_measuring_does_not_fit(pynative):
-    from tests.memory.test_search import Limited
-
     network = Limited(make_network("dense"), 7)
     optimizer = OPTIMIZERS["momentum"](network.trainable_params())
     report = memory_report(GradAccumulationCell(network, 2), optimizer, *batch(8), micro_sizes=[1, 8])

@@ -109,26 +109,23 @@ def reached(reading: float = 0.0) -> tuple[str, int]:
     return "none", 1000 * MB
 
 
-def measure(folder: Path) -> dict[str, Any]:
+def measure() -> dict[str, Any]:
     ProcessMeter()
     nothing = peak(lambda: None)
     before = own("VmRSS")
     return {
         "peaks": [peak(lambda size=size: take(100 * MB // size, size)) - nothing for size in (64 * 1024, 25 * MB)],
         "reached": reached(),
-        "read slowly": reached(1.0),
         "error": error_of(fail),
         "killed": error_of(lambda: os.kill(os.getpid(), signal.SIGKILL)),
         "left": error_of(lambda: os._exit(3)),
-        "stuck": {copies: stuck(copies, folder / f"stuck.{copies}") for copies in (1, 3)},
         "grown": own("VmRSS") - before,
-        "own": {written: bytes_of_its_own(written) for written in (True, False)},
     }
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory) -> dict[str, Any]:
-    return alone(measure, tmp_path_factory.mktemp("meter"))
+def measured() -> dict[str, Any]:
+    return alone(measure)
 
 
 def test_measures_what_a_run_reaches_and_leaves_nothing(measured):
@@ -137,10 +134,11 @@ def test_measures_what_a_run_reaches_and_leaves_nothing(measured):
     assert measured["grown"] < 5 * MB
 
 
-def test_large_parameters_that_a_run_writes_do_not_count_twice(measured):
+@pytest.mark.thorough
+def test_large_parameters_that_a_run_writes_do_not_count_twice():
     """Those that the copy knows of; the control knows of none."""
-    assert measured["own"][True] < 50 * MB
-    assert measured["own"][False] > 100 * MB
+    assert alone(bytes_of_its_own, True) < 50 * MB
+    assert alone(bytes_of_its_own, False) > 100 * MB
 
 
 def test_a_run_ends_before_it_has_too_much(measured):
@@ -150,9 +148,10 @@ def test_a_run_ends_before_it_has_too_much(measured):
     assert reached < 550 * MB
 
 
-def test_what_a_run_takes_between_two_readings_counts(measured):
+@pytest.mark.thorough
+def test_what_a_run_takes_between_two_readings_counts():
     """It would take half of what is free during a third reading."""
-    message, _ = measured["read slowly"]
+    message, _ = alone(reached, 1.0)
     assert "may have" in message
 
 
@@ -162,10 +161,12 @@ def test_errors_come_back_as_they_are(measured):
     assert "exit code 3" in measured["left"]
 
 
-def test_a_copy_that_waits_for_a_thread_that_it_lacks_is_replaced(measured):
+@pytest.mark.thorough
+def test_a_copy_that_waits_for_a_thread_that_it_lacks_is_replaced(tmp_path):
     """Twice; a third copy's error is raised."""
-    assert measured["stuck"][1] == "none"
-    assert "has none of its other threads, but got a copy that waits for something for 1 s" in measured["stuck"][3]
+    assert alone(stuck, 1, tmp_path / "once") == "none"
+    said = alone(stuck, 3, tmp_path / "for ever")
+    assert "has none of its other threads, but got a copy that waits for something for 1 s" in said
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------

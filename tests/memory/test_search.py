@@ -156,6 +156,8 @@ def test_a_batch_that_is_no_tuple_is_refused(batch):
 
 
 class Forgetful(nn.Cell):
+    """A network with state besides weights, BatchNorm's statistics, and with random numbers, dropout's."""
+
     def __init__(self):
         super().__init__()
         self.layers = nn.SequentialCell(nn.Dense(12, 8), nn.BatchNorm1d(8), nn.Dropout(p=0.5), nn.Dense(8, 5))
