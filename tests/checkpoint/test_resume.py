@@ -22,7 +22,7 @@ from gaccum_ms import (
     resume,
 )
 from tests.checkpoint import resume_worker
-from tests.checkpoint.resume_worker import BATCH, BATCHES, EPOCHS, KINDS, Seen, everything, make_data_set, make_model
+from tests.checkpoint.resume_worker import BATCHES, EPOCHS, KINDS, Seen, everything, make_data_set, make_model
 from tests.support import paths
 from tests.support.modes import eagerly
 from tests.support.programs import Programs
@@ -180,30 +180,6 @@ def test_killed_by_kill_9_is_bit_identical(references, tmp_path):
             rows += [json.loads(line) for line in (folder / "seen.jsonl").read_text().splitlines()]
             assert rows == reference.rows[: kill_after or LAST]
     assert_identical(dict(np.load(folder / "end.npz")), reference.end)
-
-
-def test_each_file_that_keep_checkpoint_max_leaves_is_enough(references, tmp_path):
-    """Fewer files than a window has batches: each holds the whole window, not its own batch."""
-
-    class Killed(Exception):
-        pass
-
-    class StopAfter(resume_worker.KillAfter):
-        def on_train_step_end(self, run_context):
-            if int(run_context.original_args().train_network.batch_count.asnumpy()) == self.batch:
-                raise Killed
-
-    reference = references("flushed")
-    resume(reference.model, reference.start)
-    saver = train.ModelCheckpoint("few", str(tmp_path), train.CheckpointConfig(keep_checkpoint_max=2))
-    with pytest.raises(Killed):
-        go_on(reference.model, "flushed", None, 0, saver, StopAfter(BATCHES + 3))
-    files = sorted(tmp_path.glob("*.ckpt"))
-    assert [file.stem for file in files] == ["few-2_2", "few-2_3"]
-    for file, batch in zip(files, (BATCHES + 2, BATCHES + 3), strict=True):
-        rows, end, _ = resumed(reference, "flushed", file, fresh=False)
-        assert rows == reference.rows[batch:]
-        assert_identical(end, reference.end)
 
 
 @pytest.mark.parametrize(
@@ -373,23 +349,15 @@ def load_by_mindspore(step, file):
 
 # -- checkpoints that cannot be resumed are refused, and nothing changes -----------------------------------------------
 
-WRONG_RANK = np.array([1, 2], np.int32)
-
 
 def cut_weight(values):
     values["out"] = values["out"][:-1]
 
 
-def claim_another_rank(values):
-    values["gaccum_ms.window_origin"] = WRONG_RANK
-
-
-def claim_seven_batches(values):
-    values["gaccum_ms.epoch_batches"] = np.array(7, np.int32)
-
-
-def six_batches():
-    return NumpySlicesDataset(batches(6 * BATCH, 1)[0], ["x", "y"], shuffle=False).batch(BATCH)
+def claiming(**numbers):
+    """An edit that replaces some of the counts."""
+    counts = {f"gaccum_ms.{name}": np.array(value, np.int32) for name, value in numbers.items()}
+    return lambda values: values.update(counts)
 
 
 def assert_refused(step, action, error, message) -> None:
@@ -411,7 +379,7 @@ def assert_refused(step, action, error, message) -> None:
             "checkpoint whose micro-batches weigh by samples, where here they weigh by sums",
         ),
         (
-            claim_another_rank,
+            claiming(window_origin=[1, 2]),
             {},
             None,
             r"all 2 rank\(s\)' are needed to finish it on rank 0 of 1, but got '.*edited.ckpt' of rank 1 of 2",
@@ -419,9 +387,9 @@ def assert_refused(step, action, error, message) -> None:
         (losing("out"), {}, None, r"must have all parameters .* but got '.*edited.ckpt' without out\."),
         (cut_weight, {}, None, r"out of shape \(8,\), and \(7,\) in '.*edited.ckpt'"),
         (
-            claim_seven_batches,
+            claiming(epoch_batches=7),
             {},
-            six_batches,
+            lambda: plain_data_set(6),
             r"got 6 an epoch .* 1 rank\(s\), where the checkpoint has 7 on each of 1",
         ),
     ],
@@ -452,7 +420,7 @@ def test_resume_refuses_and_changes_nothing(in_mid_window, tmp_path, edit, optio
             {"micro_size": 2, "accumulation_steps": 4, "count": CountMask()},
             "a checkpoint whose micro-batches weigh by samples, where here they weigh by counts",
         ),
-        (claim_another_rank, {}, "got the sums of rank 1 of 2 on rank 0 of 1"),
+        (claiming(window_origin=[1, 2]), {}, "got the sums of rank 1 of 2 on rank 0 of 1"),
     ],
     ids=["no accumulation_steps", "another rule", "another rank"],
 )
@@ -470,33 +438,25 @@ def test_what_mindspore_loaded_is_refused_at_the_first_call_and_every_other(
 
 def test_files_of_different_updates_are_refused(in_mid_window, tmp_path):
     """For instance, checkpoints of two ranks from different times."""
-
-    def claim(rank):
-        def edit(values):
-            values["gaccum_ms.window_origin"] = np.array([rank, 2], np.int32)
-            values["gaccum_ms.update_count"] = values["gaccum_ms.update_count"] + rank
-
-        return edit
-
-    files = [edited(in_mid_window("samples"), tmp_path / f"{rank}.ckpt", claim(rank)) for rank in range(2)]
+    files = [
+        edited(
+            in_mid_window("samples"), tmp_path / f"{rank}.ckpt", claiming(window_origin=[rank, 2], update_count=rank)
+        )
+        for rank in range(2)
+    ]
     step = make_step()
     assert_refused(step, lambda: resume(step, files), ValueError, r"must be of the same update, but got updates \[")
 
 
 def test_a_second_resume_after_a_change_of_ranks_goes_on_at_the_batch_after(tmp_path, pynative):
     """Two ranks saw two batches each. One goes on with the fifth of eight, and after two more with the seventh."""
-
-    def claim(rank):
-        def edit(values):
-            values["gaccum_ms.window_origin"] = np.array([rank, 2], np.int32)
-            values["gaccum_ms.epoch_batches"] = np.array(4, np.int32)
-
-        return edit
-
     step = make_step(micro_size=2)
     run(step, [0, 1])
-    ms.save_checkpoint(step, str(tmp_path / "both.ckpt"))
-    files = [edited(tmp_path / "both.ckpt", tmp_path / f"{rank}.ckpt", claim(rank)) for rank in range(2)]
+    both = tmp_path / "both.ckpt"
+    ms.save_checkpoint(step, str(both))
+    files = [
+        edited(both, tmp_path / f"{rank}.ckpt", claiming(window_origin=[rank, 2], epoch_batches=4)) for rank in range(2)
+    ]
     samples = batches(5 * 8, 1)[0][0]
     for seen in (4, 6):
         data_set = plain_data_set(8)

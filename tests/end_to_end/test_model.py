@@ -61,11 +61,6 @@ def by_model_with_loss_scale(loss_cell, optimizer):
     return ms.Model(cell, loss_cell._loss_fn, optimizer, loss_scale_manager=manager)
 
 
-def by_model_with_options(loss_cell, optimizer):
-    cell = GradAccumulationCell(loss_cell, 4, max_grad_norm=0.5, overflow="drop_micro_batch")
-    return ms.Model(cell, optimizer=optimizer)
-
-
 class Models(Reused):
     """Models whose graphs are compiled once; each call returns a model in its initial state."""
 
@@ -205,25 +200,6 @@ def test_learning_rate_scheduler_changes_the_rate():
     )
     assert_close(halved, whole)
     np.testing.assert_allclose(halved["learning_rate"], 0.05 * 0.5**9, rtol=1e-3)
-
-
-class Read(train.Callback):
-    """Reads the step's norm and its dropped micro-batches after each batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def on_train_step_end(self, run_context):
-        step = run_context.original_args().train_network
-        self.seen.append((float(step.grad_norm.asnumpy()), float(step.dropped_micro_batches.asnumpy())))
-
-
-def test_callbacks_find_norm_and_dropped_micro_batches(pynative):
-    read = Read()
-    fit(by_model_with_options, [read], epochs=1)
-    assert len(read.seen) == BATCHES
-    assert all(norm > 0 and dropped == 0 for norm, dropped in read.seen)
 
 
 def test_loss_monitor_and_dynamic_loss_scale(capsys, pynative):

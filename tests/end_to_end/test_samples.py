@@ -5,16 +5,14 @@ from __future__ import annotations
 import ast
 import os
 import re
-import signal
 import subprocess
 import sys
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
+from tests.launch.launched import Launched
 from tests.support.environment import of_users
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,31 +24,15 @@ pytestmark = [pytest.mark.distributed]
 
 
 @pytest.fixture
-def run(tmp_path) -> Callable[..., subprocess.CompletedProcess]:
-    """Run a command in `tmp_path`, with this Python's environment active. No process that it starts may outlive it."""
-    mark = uuid.uuid4().hex
+def run(tmp_path, monkeypatch) -> Callable[..., subprocess.CompletedProcess]:
+    """Run a command in `tmp_path`, as a user with this Python's environment. No process that it starts may outlive
+    it."""
+    for name in os.environ.keys() - of_users().keys() | {"DATA_PATH"}:
+        monkeypatch.delenv(name, raising=False)
+    env = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
 
-    def left() -> list[psutil.Process]:
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("TEST_MARK") == mark:
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
-
-    def call(*command: str | Path, limit: float, **env: str) -> subprocess.CompletedProcess:
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        inherited = {k: v for k, v in of_users().items() if k != "DATA_PATH"}
-        env = {**inherited, "PATH": path, "PYTHONPATH": str(ROOT), "TEST_MARK": mark, **env}
-        words = [str(word) for word in command]
-        try:
-            done = subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=limit)
-            assert not left()
-        finally:
-            for process in left():
-                process.send_signal(signal.SIGKILL)
+    def call(*command: str | Path) -> subprocess.CompletedProcess:
+        done = Launched(None, program=[*map(str, command)], env=env, cwd=tmp_path).finish(600)
         print(done.stdout, done.stderr[-5000:])  # shown if an assertion fails
         return done
 
@@ -72,7 +54,7 @@ def test_processes_train_on_the_digits(run, tmp_path, processes, arguments):
     """Eight processes make 24 updates in 2 epochs, so they learn less than two, which make 144 in 3."""
     # The sample folder's run.sh hands over to the project's, so both are run here.
     logs = tmp_path / "the logs"
-    done = run("bash", SAMPLE / "run.sh", "--log-dir", logs, "--timeout", "500", *arguments, limit=540)
+    done = run("bash", SAMPLE / "run.sh", "--log-dir", logs, "--timeout", "500", *arguments)
     assert done.returncode == 0
     assert "installing" not in done.stdout
     for rank in range(processes):
@@ -112,7 +94,7 @@ def test_data_made_by_several_processes_at_once_are_whole(run, tmp_path):
     one = f"'{sys.executable}' '{SAMPLE}/prepare_data.py' data &"
     # They are waited for by number: `wait -n` returns 127 for a process that has already ended.
     script = f"{one} a=$!; {one} b=$!; wait $a && wait $b"
-    assert run("bash", "-c", script, limit=600).returncode == 0
+    assert run("bash", "-c", script).returncode == 0
     assert [path.name for path in tmp_path.iterdir()] == ["data"], "nothing half-made stays"
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "data").iterdir()}
     assert sizes == {
@@ -127,7 +109,7 @@ def test_run_sh_starts_the_script_it_is_given_and_fails_as_it_does(run, tmp_path
     script = tmp_path / "my script.py"
     script.write_text('import os, sys\nsys.exit(os.environ["RANK_ID"] == "1" and "no good: " + sys.argv[1])')
     options = ["--processes", "2", "--timeout", "500", "--script", script]
-    done = run("bash", ROOT / "run.sh", *options, "a b", limit=600)
+    done = run("bash", ROOT / "run.sh", *options, "a b")
     assert done.returncode == 1
     assert "rank 1 failed with exit code 1" in done.stderr
     assert "no good: a b" in done.stderr

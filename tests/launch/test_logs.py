@@ -89,6 +89,7 @@ def make_unreadable(folder: Path) -> None:
     os.close(place)
 
 
+@pytest.mark.thorough
 def test_a_link_to_a_folder_of_a_launch_is_not_followed(tmp_path):
     script = write(tmp_path / "script.py", "")
     assert Launched(script, "-n", "1", "--log-dir", "kept").finish().returncode == 0
