@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import graphlib
 import re
 import sys
 from pathlib import Path
@@ -14,16 +13,18 @@ from mindspore import nn
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 
-grimp = pytest.importorskip("grimp", reason="grimp comes with import-linter, in the extra 'dev': pip install '.[dev]'")
-PACKAGE = Path(__file__).resolve().parents[1] / "gaccum_ms"
+pytest.importorskip("grimp", reason="grimp comes with import-linter, in the extra 'dev': pip install '.[dev]'")
+
+from tests.structure import PACKAGE, longest_chain, structure
 
 
 def test_no_import_is_circular():
-    """Imports for type checkers alone, and those in a package's `__init__` , do not count."""
-    graph = grimp.build_graph("gaccum_ms", exclude_type_checking_imports=True)
-    modules = {name for name in graph.modules if not graph.find_children(name)}
-    imported = {name: graph.find_modules_directly_imported_by(name) & modules for name in modules}
-    graphlib.TopologicalSorter(imported).prepare()  # it raises an error that names the circle
+    assert structure().circles == []
+
+
+def test_chains_and_circles_of_a_small_package():
+    assert longest_chain({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == (["a", "b", "c"], [])
+    assert longest_chain({"a": {"b"}, "b": {"a"}})[1] == ["b -> a"]
 
 
 def test_the_architecture_names_each_package_in_the_order_of_imports():

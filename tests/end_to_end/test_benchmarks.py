@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -310,6 +311,40 @@ def test_the_command_measures_on_two_processes_and_writes_what_it_prints(tmp_pat
     mark = "gaccum_ms_benchmark"
     left = [process.info for process in psutil.process_iter(["cmdline"]) if mark in str(process.info["cmdline"])]
     assert not left, left
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+_KERNELS = """
+import csv, sys
+from pathlib import Path
+from benchmarks.ways import WAYS, Setting
+from mindspore.profiler import ProfilerActivity, profile, tensorboard_trace_handler
+
+program = WAYS[sys.argv[1]].build(Setting("mlp", sys.argv[1], 1, 16))
+program.step()
+with profile(activities=[ProfilerActivity.CPU], on_trace_ready=tensorboard_trace_handler(sys.argv[1])):
+    program.step()
+(details,) = Path(sys.argv[1]).glob("**/cpu_op_detail_info_*.csv")
+for row in csv.DictReader(details.open()):
+    print("kernel", row["op_type"])
+"""
+
+
+@pytest.mark.thorough
+def test_one_micro_batch_is_the_plain_step_and_three_kernels_of_one_number(tmp_path, programs):
+    """Batches and updates are counted, and a share is divided out; nothing is accumulated."""
+    script, kinds = tmp_path / "count_kernels.py", []
+    script.write_text(_KERNELS)
+    for way in ("ours", "whole"):  # each in a process of its own: the profiler leaves its mark
+        finished = programs.run(script, way, folder=tmp_path)
+        assert finished.returncode == 0, finished.stderr
+        kinds.append(Counter(line.split()[1] for line in finished.stdout.splitlines() if line.startswith("kernel ")))
+    ours, whole = kinds
+    assert whole["MatMul"] >= 8
+    assert ours - whole == Counter(AssignAdd=2, Div=1)
+    assert not whole - ours
 
 
 # -- memory limits -----------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import re
 import signal
+import struct
 
 import mindspore as ms
 import mindspore.amp
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from mindspore import nn, ops, train
 from mindspore.dataset import NumpySlicesDataset
-from mindspore.train import amp
+from mindspore.train import amp, summary_pb2
 
 from gaccum_ms import (
     CountNotIgnored,
@@ -227,6 +228,11 @@ def with_loss_cell(network, loss, optimizer, **options):
     return ms.Model(GradAccumulationCell(nn.WithLossCell(network, loss), 4), optimizer=optimizer, **options)
 
 
+def with_eval_network(network, loss, optimizer, **options):
+    options |= {"eval_network": nn.WithEvalCell(network, loss), "eval_indexes": [0, 1, 2]}
+    return with_loss_cell(network, loss, optimizer, **options)
+
+
 LOSS_AND_ACCURACY = {"loss": train.Loss, "accuracy": train.Accuracy}
 
 
@@ -265,8 +271,8 @@ def fitted_alone():
     return fitted(network_alone)
 
 
-@pytest.mark.core(mode="pynative")  # test_docs.py has a script in graph mode
-@pytest.mark.parametrize("make_model", [with_loss_function, with_loss_cell])
+@pytest.mark.core("pynative-with_loss_function", "pynative-with_loss_cell")  # test_docs.py has a script in graph mode
+@pytest.mark.parametrize("make_model", [with_loss_function, with_loss_cell, with_eval_network])
 def test_fit_eval_and_predict_are_as_without_cell(make_model, mode):
     """Training makes the held-out loss worse here, so that EarlyStopping and ReduceLROnPlateau must act."""
     epochs, seen, predicted = fitted(make_model)
@@ -300,6 +306,50 @@ def test_what_callbacks_save_and_restore_is_as_without_cell(tmp_path, mode):
     weights = [name for name in alone if name.endswith(("weight", "bias"))]
     assert "out.weight" in weights
     assert_close({name: with_cell[name] for name in weights}, {name: alone[name] for name in weights})
+
+
+def summarized(make_model, folder, capfd):
+    """The losses that SummaryCollector writes down, and those that SummaryLandscape finds around the weights."""
+    landscape = {"landscape_size": 3, "create_landscape": {"train": True, "result": False}, "num_samples": 8}
+    landscape |= {"unit": "epoch", "intervals": [[1, 2, 3]]}
+    _, model = new_model(make_model, rate=0.1)
+    summary = ms.SummaryCollector(str(folder), collect_freq=1, collect_specified_data={"collect_landscape": landscape})
+    model.fit(3, data_set(RAGGED), held_out(), callbacks=[summary], dataset_sink_mode=False)
+
+    def model_of_losses():
+        network, loss = make_network("dense"), {"Loss": train.Loss()}
+        return ms.Model(network, nn.CrossEntropyLoss(), metrics=loss), network, held_out(), loss
+
+    del landscape["unit"]
+    capfd.readouterr()
+    ms.SummaryLandscape(str(folder)).gen_landscapes_with_multi_process(model_of_losses, landscape, device_ids=[0])
+    around = [float(number) for number in re.findall(r"landscape loss is (\d+\.\d+)", capfd.readouterr().out)]
+    values = [value for file in folder.glob("*_MS") for event in events(file) for value in event.summary.value]
+    scalars = [value.scalar_value for value in values if "loss" in value.tag]
+    return scalars, around
+
+
+def events(file):
+    """The events of a summary: each is its length, a checksum, the event and its checksum."""
+    text, position = file.read_bytes(), 0
+    while position < len(text):
+        (length,) = struct.unpack_from("<Q", text, position)
+        yield summary_pb2.Event.FromString(text[position + 12 : position + 12 + length])
+        position += length + 16
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # MindSpore's
+def test_summaries_and_landscapes_are_as_without_cell(tmp_path, capfd, mode):
+    (scalars, around), (scalars_alone, around_alone) = (
+        summarized(make_model, tmp_path / make_model.__name__, capfd)
+        for make_model in (with_loss_function, network_alone)
+    )
+    assert len(scalars) >= BATCHES * 3
+    assert len(around) == 3 * 3
+    np.testing.assert_allclose(scalars, scalars_alone, rtol=2e-5)
+    np.testing.assert_allclose(around, around_alone, rtol=2e-5)
+    assert len(set(around)) == 9
 
 
 def test_an_exported_model_is_the_network(tmp_path):

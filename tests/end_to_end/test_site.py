@@ -146,6 +146,19 @@ def test_charts_are_drawn_of_the_pages_own_numbers(site):
     assert charts.time_chart(changed[network]) not in page
 
 
+def test_the_front_page_has_the_picture_and_the_ways_in(site):
+    index = html(site, "index")
+    assert re.search('<img alt="Left: the losses[^>]*front.svg"', index)
+    cards = re.findall(r'<a class="reference internal" href="([^"]*).html"><[^>]*><strong>', index)
+    ways = ["memory", "devices", "tokens", "mindspore", "hand_written", "pytorch", "trainers"]
+    assert cards == ["flow", *(f"howto/{way}" for way in ways)]
+    words = " ".join(re.sub("<[^>]*>", "", index).split())
+    assert "pip install ." in words and "Nothing has run on Ascend, so not on a 910B, and little on a GPU" in words
+    assert re.findall(r'class="caption-text">([^<]*)<', index) == ["Begin", "Coming from", "In depth", "Reference"]
+    for page in ("how_it_works", "windows", "howto/tokens", "howto/devices"):
+        assert 'class="drawing"' in html(site, page), page
+
+
 def broken_redirects(site: Path, redirects: dict[str, str]) -> list[str]:
     """The old addresses that lead to no page, or to no heading of one."""
 

@@ -1,0 +1,80 @@
+"""The structure of the package: ``python tests/structure.py`` prints the numbers that test_structure.py bounds.
+
+* the longest chain of imports, in modules: how many files a reader may have to open to understand one;
+* the largest fan-out: how many modules of the package one module imports;
+* circles: modules that import themselves through others;
+* files of more than 300 lines, and the total number of lines.
+
+Imports that are only for type checkers, and imports in a package's `__init__` , do not count.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import grimp
+
+PACKAGE = Path(__file__).resolve().parents[1] / "gaccum_ms"
+LINES = 300
+LONG_BY_ITS_DOCSTRING = {"cell.py"}
+Imports = dict[str, set[str]]
+
+
+class Structure(NamedTuple):
+    """The numbers."""
+
+    chain: list[str]
+    fan_out: tuple[int, str]
+    circles: list[str]
+    long_files: dict[str, int]
+    lines: int
+
+
+def imports() -> Imports:
+    """The modules of the package that each module imports."""
+    graph = grimp.build_graph("gaccum_ms", exclude_type_checking_imports=True)
+    modules = {name for name in graph.modules if not graph.find_children(name)}
+    return {name: graph.find_modules_directly_imported_by(name) & modules for name in modules}
+
+
+def longest_chain(imported: Imports) -> tuple[list[str], list[str]]:
+    """The longest chain of imports, and for each circle the module where it closes."""
+    circles: list[str] = []
+
+    @functools.cache
+    def chain(name: str) -> tuple[str, ...]:
+        above.append(name)
+        chains: list[tuple[str, ...]] = [()]
+        for other in sorted(imported[name]):
+            if other in above:
+                circles.append(f"{name} -> {other}")
+            else:
+                chains.append(chain(other))
+        above.pop()
+        return (name, *max(chains, key=len))
+
+    above: list[str] = []
+    return list(max((chain(name) for name in sorted(imported)), key=len)), circles
+
+
+def structure() -> Structure:
+    imported = imports()
+    chain, circles = longest_chain(imported)
+    lines = {str(file.relative_to(PACKAGE)): len(file.read_text().splitlines()) for file in PACKAGE.rglob("*.py")}
+    return Structure(
+        chain=chain,
+        fan_out=max((len(others), name) for name, others in imported.items()),
+        circles=circles,
+        long_files={name: n for name, n in lines.items() if n > LINES and name not in LONG_BY_ITS_DOCSTRING},
+        lines=sum(lines.values()),
+    )
+
+
+if __name__ == "__main__":
+    found = structure()
+    print(f"longest chain of imports: {len(found.chain)} modules: {' -> '.join(found.chain)}")
+    print(f"largest fan-out: {found.fan_out[0]} ({found.fan_out[1]})")
+    print(f"circles: {', '.join(found.circles) or 'none'}")
+    print(f"files of more than {LINES} lines: {found.long_files or 'none'}; lines in all: {found.lines}")
