@@ -16,10 +16,6 @@ from tests.support.ranks import Asked
 Results = dict[str, np.ndarray]
 
 
-def run_on_two_ranks(worker: str, out: Path, *arguments: str, time_limit: int = 600) -> list[Results]:
-    return run_on_ranks(2, worker, out, *arguments, time_limit=time_limit)
-
-
 def run_on_ranks(ranks: int, worker: str, out: Path, *arguments: str, time_limit: int = 600) -> list[Results]:
     """The arrays in each rank's ``OUT/rank<N>.npz`` , after ``worker OUT ARGUMENTS`` ; no process is left.
 
