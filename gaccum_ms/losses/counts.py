@@ -119,15 +119,24 @@ def _check_count(kind, shape):
         )
 
 
-def valid_or_nan(count: ms.Tensor | float) -> ms.Tensor:
-    """A count as float32, NaN if it is negative or infinite. NaN survives sums and collectives, so that all ranks
-    refuse the window together."""
+def float32_count(count: ms.Tensor | float) -> ms.Tensor:
+    """What a count or the network returned as a float32 Tensor of shape ()."""
     if _is_number(typeof(count)):  # such as the length of an axis
         count = ops.scalar_to_tensor(float(count), ms.float32)
     _check_count(typeof(count), count.shape if isinstance(count, ms.Tensor) else None)
-    count = ops.cast(count, ms.float32)
-    valid = ops.logical_and(count >= 0, count < _INFINITY)
-    return ops.select(valid, count, ms.Tensor(_NAN, ms.float32))
+    return ops.cast(count, ms.float32)
+
+
+def nan_if_bad(numbers: ms.Tensor) -> ms.Tensor:
+    """NaN in the place of counts that are negative or infinite. NaN survives sums and collectives, so that all ranks
+    refuse the window together."""
+    valid = ops.logical_and(numbers >= 0, numbers < _INFINITY)
+    return ops.select(valid, numbers, ms.Tensor(_NAN, ms.float32))
+
+
+def valid_or_nan(count: ms.Tensor | float) -> ms.Tensor:
+    """A count as float32, NaN if it is bad."""
+    return nan_if_bad(float32_count(count))
 
 
 def at_least(total, min_count):

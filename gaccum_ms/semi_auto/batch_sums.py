@@ -11,10 +11,14 @@ The accumulated gradient of one loss is divided afterwards. Several losses share
 before its backward: their totals come first, from the whole batch. Where the network returns them, it is called on the
 whole batch, and the compiler removes all of that call but the denominators.
 
+An operation within the graph that backward differentiates costs the compiler about ten times as much as one behind it.
+So the loss alone is added up there. Other numbers of a micro-batch, which have no gradient, are returned as they are;
+`BatchSums.sums` checks the counts among them, and adds them up.
+
 Backward's seed has a factor, by which the accumulators hold numbers of a mean's size: a multiplication in each
 micro-batch would take the compiler longer.
 
-With `aux` , outputs of shape () are added up as numerators are. Those of samples are returned beside the numbers, one
+With `aux` , outputs of shape () are such numbers. Those of samples are returned beside the numbers, one
 for each micro-batch: joined here, they would be gathered on all devices. A pipeline has none of samples.
 
 A Tensor here is the whole Tensor over all devices: a mean is over all devices, and so is a count.
@@ -65,6 +69,8 @@ class Numerators(nn.Cell):
     """A loss that is a mean or sum over samples. The losses of a `PerSampleLoss` are added up per sample."""
 
     may_skip = False  # whether there are batches that must not update
+    batch_counts = 0  # how many counts `totals` returns
+    counts_micro_batches = False  # whether the last of a micro-batch's numbers is its items
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(auto_prefix=False)
@@ -83,11 +89,11 @@ class Numerators(nn.Cell):
         return self.share
 
     def totals(self, *inputs):
-        """What is known of the whole batch before its micro-batches run."""
+        """The counts of the whole batch, which are known before its micro-batches run."""
         return ()
 
     def construct(self, totals, *micro_batch):
-        """A micro-batch's parts of the sums, and its outputs beside the loss."""
+        """A micro-batch's part of the loss, its numbers without gradient, and its outputs beside the loss."""
         return self.weighed(micro_batch, 1.0)
 
     def weighed(self, micro_batch, factor):
@@ -100,7 +106,7 @@ class Numerators(nn.Cell):
             scalars = scalars_of(outputs, factor)
             loss = loss[0]
         loss = ops.cast(loss, ms.float32) if self.per_sample else float32_loss(loss)
-        return (times(loss, factor), *scalars), outputs
+        return times(loss, factor), scalars, outputs
 
     def finished(self, sums, unit, scale):
         """From the batch's sums: the gradients' divisor, the loss with the outputs of shape (), and whether anything
@@ -121,7 +127,8 @@ class Fraction(Numerators):
         self.min_count = setup.options.min_count
         self.window_count = record("window_count")
         self.count = counts.count_cell(setup.options.counts[0])
-        self.counts_batch = stages() == 1  # in a pipeline the last stage alone could
+        self.counts_micro_batches = stages() > 1  # in a pipeline the last stage alone could count the batch
+        self.batch_counts = 0 if self.counts_micro_batches else 1
         self.of_one_item: float | None = None
 
     def unit(self, samples: int) -> float:
@@ -132,15 +139,12 @@ class Fraction(Numerators):
 
     def totals(self, *inputs):
         # Of the batch at once: the micro-batches' counts would be reduced over devices one at a time.
-        return (self.items(inputs),) if self.counts_batch else ()
+        return () if self.counts_micro_batches else (counts.float32_count(self.count(*inputs)),)
 
     def construct(self, totals, *micro_batch):
-        items = self.items(micro_batch)  # not in the graph of a sum that is counted at once
-        sums, outputs = self.weighed(micro_batch, items if self.loss_is_mean else 1.0)
-        return (sums if self.counts_batch else (*sums, items)), outputs
-
-    def items(self, batch):
-        return counts.valid_or_nan(self.count(*batch))
+        items = counts.valid_or_nan(self.count(*micro_batch))  # not in the graph of a sum that is counted at once
+        loss, scalars, outputs = self.weighed(micro_batch, items if self.loss_is_mean else 1.0)
+        return loss, (*scalars, items) if self.counts_micro_batches else scalars, outputs
 
     def divided(self, sums):
         """The loss and the outputs of shape (), and the total that they were divided by."""
@@ -161,6 +165,10 @@ class Fraction(Numerators):
 class Ratio(Fraction):
     """The network itself returns a sum, and the number of its items."""
 
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.batch_counts, self.counts_micro_batches = 0, True
+
     def totals(self, *inputs):
         return ()
 
@@ -173,13 +181,14 @@ class Ratio(Fraction):
             check_outputs(outputs, 2, micro_batch[0].shape[0])
             others = without_gradient(outputs[2:])
             scalars = scalars_of(others, 1.0)
-        return (numerator, *scalars, denominator), others
+        return numerator, (*scalars, denominator), others
 
 
 class WeightedLosses(nn.Cell):
     """Several losses, each over its own total."""
 
     may_skip = True
+    counts_micro_batches = False
     aux = False
     per_sample = False
 
@@ -187,7 +196,7 @@ class WeightedLosses(nn.Cell):
         super().__init__(auto_prefix=False)
         options, network, _ = setup
         self.network, self.for_totals = compiled_once(network, network), network
-        self.number = options.losses
+        self.number = self.batch_counts = options.losses
         self.weights = options.loss_weights
         self.loss_is_mean = options.loss_is_mean
         self.ratio = options.returns_ratio
@@ -210,20 +219,22 @@ class WeightedLosses(nn.Cell):
         """Each loss's items."""
         items: tuple = ()
         for count in self.counts:
-            items = (*items, counts.valid_or_nan(count(*batch)))
+            items = (*items, counts.float32_count(count(*batch)))
         return items
 
     def construct(self, totals, *micro_batch):
         outputs = self.network(*micro_batch)
         numerators = fractions(outputs, self.number, False)[::2] if self.ratio else self.losses(outputs)
-        items = self.items(micro_batch) if self.loss_is_mean else (1.0,) * self.number
+        items = self.items(micro_batch) if self.loss_is_mean else ()
         means: tuple = ()
         for term in range(self.number):
-            means = (*means, numerators[term] * (items[term] / ops.maximum(totals[term], self.least)))
+            # The batch's count does not tell whether each micro-batch's is valid.
+            share = counts.nan_if_bad(items[term]) if self.loss_is_mean else 1.0
+            means = (*means, numerators[term] * (share / ops.maximum(totals[term], self.least)))
         weighted = means[0] * self.weights[0]
         for term in range(1, self.number):
             weighted = weighted + means[term] * self.weights[term]
-        return (weighted, *without_gradient(means)), ()
+        return weighted, without_gradient(means), ()
 
     def losses(self, outputs):
         return float32_losses(outputs, self.number)
@@ -261,35 +272,41 @@ class BatchSums(nn.Cell):
         self.unit_of = ops.constexpr(self.parts.unit)
         self.micro_size = setup.options.micro_size or 1
         self.micro_batches = MicroBatches(self.micro_size, setup.options.shared)
-        # The passes know by them where a micro-batch's forward ends. Each number is added by itself: vectors might be
-        # split over devices.
+        # The passes know by them where a micro-batch's forward ends.
         tag = "pipeline_end" if stages() > 1 else "forward_end"
         self.adds = [ops.Add().add_prim_attr(tag, index) for index in range(1, self.micro_size)]
 
     def construct(self, *inputs):
         totals = self.parts.totals(*inputs)
         micro_batches = self.micro_batches(*inputs)
-        sums, others = self.parts(totals, *micro_batches[0])
+        loss, numbers, others = self.parts(totals, *micro_batches[0])
         outputs: tuple = (others,)
         for index in range(1, self.micro_size):
-            parts, others = self.parts(totals, *micro_batches[index])
-            sums = added(self.adds[index - 1], sums, parts)
-            outputs = (*outputs, others)
-        loss = self.parts.reducer.reduce(sums[0]) if self.parts.per_sample else sums[0]
-        numbers = (loss, *sums[1:], *totals)
+            part, own_numbers, others = self.parts(totals, *micro_batches[index])
+            loss = self.adds[index - 1](loss, part)
+            numbers, outputs = (*numbers, *own_numbers), (*outputs, others)
+        loss = self.parts.reducer.reduce(loss) if self.parts.per_sample else loss
+        numbers = (loss, *numbers, *totals)
         # Stacked, because only Tensors with a backward are whole; others are this device's part.
         result = ops.stack(numbers) if len(numbers) > 1 else loss
         return (result, outputs) if self.returns_outputs else result
 
+    def sums(self, numbers):
+        """The sums over the batch, from the numbers that `construct` returned. A bad count is NaN."""
+        end = len(numbers) - self.parts.batch_counts
+        kinds = (end - 1) // self.micro_size
+        sums: tuple = (numbers[0],)
+        for kind in range(kinds):
+            of_micro_batches = ops.stack(numbers[1 + kind : end : kinds])
+            if self.parts.counts_micro_batches and kind == kinds - 1:
+                of_micro_batches = counts.nan_if_bad(of_micro_batches)
+            sums = (*sums, ops.reduce_sum(of_micro_batches))
+        for position in range(end, len(numbers)):
+            sums = (*sums, counts.nan_if_bad(numbers[position]))
+        return sums
+
 
 # -- compiled ----------------------------------------------------------------------------------------------------------
-
-
-def added(add, sums, parts):
-    result: tuple = ()
-    for position in range(len(sums)):
-        result = (*result, add(sums[position], parts[position]))
-    return result
 
 
 def times(number, factor):
@@ -330,7 +347,7 @@ def _check_fractions(kinds, shapes, number, aux):
 
 
 def fractions(outputs, number, aux):
-    """Numerators and denominators in turn, as float32. A bad denominator is NaN."""
+    """Numerators and denominators in turn, as float32."""
     if not isinstance(outputs, (tuple, list)):
         outputs = (outputs,)
     kinds, shapes = kinds_and_shapes(outputs)
@@ -338,7 +355,7 @@ def fractions(outputs, number, aux):
     result: tuple = ()
     for term in range(number):
         numerator, denominator = ops.cast(outputs[2 * term], ms.float32), outputs[2 * term + 1]
-        result = (*result, numerator, counts.valid_or_nan(denominator))
+        result = (*result, numerator, counts.float32_count(denominator))
     return result
 
 

@@ -151,18 +151,18 @@ class UnrolledWindow(nn.Cell):
 
     def backwards(self, inputs, scale):
         """The sums of a batch, its outputs, and what backward returns."""
-        sums = self.batch_sums(*inputs)
+        numbers = self.batch_sums(*inputs)
         outputs = ()
         if self.has_outputs:
-            sums, outputs = sums
-        seed = scale  # of the first sum
-        if sums.ndim > 0:
-            seed = ops.stack((scale, *((ops.zeros_like(scale),) * (sums.shape[0] - 1))))
+            numbers, outputs = numbers
+        seed = scale  # of the loss
+        if numbers.ndim > 0:
+            seed = ops.stack((scale, *((ops.zeros_like(scale),) * (numbers.shape[0] - 1))))
         seeds = (seed + self.zero, self.zero_seeds(outputs)) if self.has_outputs else seed
         gradients = self.backward(self.batch_sums, self.weights)(*inputs, seeds)
         if self.over_stages.reduces:
-            sums = self.over_stages(sums, gradients)
-        return (ops.unstack(sums) if sums.ndim > 0 else (sums,)), outputs, gradients
+            numbers = self.over_stages(numbers, gradients)
+        return self.batch_sums.sums(ops.unstack(numbers) if numbers.ndim > 0 else (numbers,)), outputs, gradients
 
     def reduced(self, gradients):
         """The gradients over all devices."""
