@@ -241,7 +241,11 @@ class ShardedOptimizer(nn.Optimizer):
     def whole_state(self) -> Iterator[None]:
         """Context manager in which this optimizer, and any Cell that holds it, has the whole state in its Parameters,
         with the names and shapes of the unsharded optimizer: to save, load or inspect it. At its end each rank takes
-        back its part. A collective: all ranks must enter it."""
+        back its part. A collective: all ranks must enter it.
+
+        Raises:
+            RuntimeError: If there was an update within it.
+        """
         self._enter()
         try:
             yield

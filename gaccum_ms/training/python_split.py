@@ -52,11 +52,9 @@ class PythonSplit(Runner):
         self._end_window: Any = parts.end_window
         self._count = options.own_count
         self._by_samples = self._count is None
-
         self._first_output = 1 + options.returns_ratio  # its position in what the network returns
         # How the outputs of a MaxTokens are joined: the axis of samples of each, and those of tokens.
         self._axes: list[tuple[int, tuple[int, ...]]] | None = None
-
         self.split: Splitter = options.split
         self.renew_graphs()
 

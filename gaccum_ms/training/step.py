@@ -288,7 +288,13 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         return self.update.manager
 
     def set_sense_scale(self, sens: ms.Tensor) -> None:
-        """Set the loss scale, as `nn.TrainOneStepWithLossScaleCell.set_sense_scale` does."""
+        """Set the loss scale, a Tensor of the shape of the old one, as the method of this name of
+        `nn.TrainOneStepWithLossScaleCell` does.
+
+        Raises:
+            TypeError: If there is no loss scale, or `sens` is no such Tensor.
+            ValueError: If it is not positive and finite.
+        """
         self.update.set_scale(sens)
 
     def set_accumulation_steps(self, accumulation_steps: int) -> None:
@@ -296,6 +302,8 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         Nothing is compiled anew.
 
         Raises:
+            TypeError: If it is not an int.
+            ValueError: If it is less than 1.
             RuntimeError: If it is more than 1, and the step has run with windows of one batch.
         """
         check_positive_int(_NAME, "accumulation_steps", accumulation_steps)
